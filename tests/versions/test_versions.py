@@ -74,28 +74,30 @@ def test_the_row_is_that_of_pytest(script, tmp_path):
 
 @pytest.mark.skipif(not (shutil.which('gcc') and shutil.which('readelf')), reason='needs gcc and readelf')
 def test_a_library_stands_in_for_one_of_cuda(tmp_path):
-    """A binary linked to a library with versioned functions loads beside a stand-in, and calls end with a name."""
-    (tmp_path / 'cublas.c').write_text('int cublasOne(void) { return 1; }\n')
-    (tmp_path / 'versions').write_text('libcublas.so.13 { global: cublasOne; };\n')
-    (tmp_path / 'nccl.c').write_text('int ncclOne(void) { return 1; }\n')
+    """A binary linked to libraries, one with versioned functions, loads beside stand-ins, and calls end with a name.
+
+    The names are none of CUDA's, for a torch in this process may have those."""
+    (tmp_path / 'cusums.c').write_text('int cusumsOne(void) { return 1; }\n')
+    (tmp_path / 'versions').write_text('libcusums.so.13 { global: cusumsOne; };\n')
+    (tmp_path / 'nvsend.c').write_text('int nvsendOne(void) { return 1; }\n')
     (tmp_path / 'torch.c').write_text(
-        'int cublasOne(void); int ncclOne(void);\nint one(void) { return 1; }\n'
-        'int all(void) { return cublasOne() + ncclOne(); }\n'
+        'int cusumsOne(void); int nvsendOne(void);\nint one(void) { return 1; }\n'
+        'int all(void) { return cusumsOne() + nvsendOne(); }\n'
     )
 
     def gcc(*words: str) -> None:
         subprocess.run(['gcc', '-shared', '-fPIC', *words], cwd=tmp_path, check=True, timeout=60)
 
-    gcc('-Wl,-soname,libcublas.so.13', '-Wl,--version-script,versions', '-o', 'libcublas.so.13', 'cublas.c')
-    gcc('-Wl,-soname,libnccl.so.2', '-o', 'libnccl.so.2', 'nccl.c')
-    gcc('-Wl,-rpath,$ORIGIN', '-o', 'libtorch.so', 'torch.c', './libcublas.so.13', './libnccl.so.2')
-    for name in ('libcublas.so.13', 'libnccl.so.2'):
+    gcc('-Wl,-soname,libcusums.so.13', '-Wl,--version-script,versions', '-o', 'libcusums.so.13', 'cusums.c')
+    gcc('-Wl,-soname,libnvsend.so.2', '-o', 'libnvsend.so.2', 'nvsend.c')
+    gcc('-Wl,-rpath,$ORIGIN', '-o', 'libtorch.so', 'torch.c', './libcusums.so.13', './libnvsend.so.2')
+    for name in ('libcusums.so.13', 'libnvsend.so.2'):
         (tmp_path / name).unlink()
-    with pytest.raises(OSError, match='libcublas'):
+    with pytest.raises(OSError, match='libcusums'):
         ctypes.CDLL(str(tmp_path / 'libtorch.so'))
     stand_ins = runpy.run_path(str(HERE / 'without_cuda.py'))['stand_ins']
-    assert stand_ins([tmp_path / 'libtorch.so'], tmp_path) == ['libcublas.so.13', 'libnccl.so.2']
+    assert stand_ins([tmp_path / 'libtorch.so'], tmp_path) == ['libcusums.so.13', 'libnvsend.so.2']
     assert ctypes.CDLL(str(tmp_path / 'libtorch.so')).one() == 1
     code = f'import ctypes; ctypes.CDLL({str(tmp_path / "libtorch.so")!r}).all()'
     done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode != 0 and 'cublasOne of libcublas.so.13 is not here' in done.stderr
+    assert done.returncode != 0 and 'cusumsOne of libcusums.so.13 is not here' in done.stderr
