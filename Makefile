@@ -23,6 +23,7 @@ help:
 	@echo 'make test-full  all of these and the slow tests'
 	@echo 'make fixed-runs BASE=<commit>  short runs of every kind with the code of BASE and with this: equal to the bit'
 	@echo 'make test-isa   the tests under older instruction sets than this machine has; ISA_TESTS="tests/nn tests/rollout"'
+	@echo 'make test-versions  the tests of make test with the lowest and the newest versions that setup.py allows; TEST_VERSIONS=lowest'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make format     what ruff can mend'
 	@echo 'make docs       the docs as a site, in build/docs/index.html; a link that leads nowhere is an error'
@@ -65,6 +66,15 @@ test-isa: dev colossalai ray
 	  echo "$$isa"; env $$isa OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PYTEST_ARGS) $(ISA_TESTS) || failed="$$failed $$isa"; \
 	done; test -z "$$failed" || { echo "failed under$$failed"; exit 1; }
 
+# Each in an environment of its own, .venv-lowest and .venv-newest; a table at the end. TEST_VERSIONS=lowest takes one.
+.PHONY: test-versions
+TEST_VERSIONS ?= lowest newest
+PYTHON_LOWEST ?= $(PYTHON)
+PYTHON_NEWEST ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null || echo $(PYTHON))
+test-versions:
+	$(PYTHON) tests/versions/run.py $(TEST_VERSIONS) --lowest-python $(PYTHON_LOWEST) --newest-python $(PYTHON_NEWEST) \
+	  --workers $(WORKERS) -- $(PYTEST_ARGS)
+
 lint: dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -105,16 +115,14 @@ $(VENV)/.stamp-core: requirements.txt | $(BIN)/python
 	$(PIP) -r requirements.txt
 	@touch $@
 
-# The metadata of trackio and OpenEnv asks for Pillow < 13, hence --no-deps; what else trackio needs is in requirements-dev.txt.
+# The metadata of trackio and OpenEnv asks for Pillow < 13, hence --no-deps.
 $(VENV)/.stamp-dev: requirements-dev.txt requirements-openenv.txt $(VENV)/.stamp-core
 	$(PIP) -r requirements-dev.txt
-	$(PIP) --no-deps trackio==0.43.0
 	$(PIP) --no-deps -r requirements-openenv.txt
 	@touch $@
 
 # ColossalAI's metadata asks for a torch and a transformers of long ago, hence --no-deps; it runs with these (docs/strategies.md).
 $(VENV)/.stamp-colossalai: requirements-colossalai.txt $(VENV)/.stamp-core
-	$(PIP) psutil==7.2.2 rich==15.0.0 einops==0.8.2
 	$(PIP) --no-deps -r requirements-colossalai.txt
 	@touch $@
 

@@ -1,4 +1,5 @@
-"""Package metadata. The bounds here say what the code runs with; requirements.txt pins what it is tested with."""
+"""Package metadata. The bounds here say what the code runs with (`make test-versions` tests them); requirements.txt
+pins what it is tested with otherwise."""
 
 from __future__ import annotations
 
@@ -22,22 +23,22 @@ def version() -> str:
 # `chatgpt`.
 NAME = 'chatgpt-rlhf'
 
+# transformers 5.17 itself asks for these tokenizers and safetensors, datasets 4.0 for this tqdm.
 INSTALL_REQUIRES = [
     'torch>=2.11',
     'transformers>=5.17,<6',
     'datasets>=4.0',
-    'tokenizers>=0.22',
-    'safetensors>=0.4.3',
+    'tokenizers>=0.23.1',
+    'safetensors>=0.8',
     'loralib>=0.1.2',
     'numpy>=1.26',
     'PyYAML>=6.0',
-    'tqdm>=4.66',
+    'tqdm>=4.66.3',
     'shtab>=1.13',
 ]
 
 # There is no extra for ColossalAI: the metadata of its newest release asks for torch <= 2.5.1 and transformers 4.51.3,
 # which no resolver can reconcile with the above, although it runs with both. Install it beside the package:
-#     pip install psutil rich einops
 #     pip install --no-deps -r requirements-colossalai.txt
 EXTRAS_REQUIRE = {
     'tensorboard': ['tensorboard>=2.15'],
@@ -46,10 +47,10 @@ EXTRAS_REQUIRE = {
     'mlflow': ['mlflow>=3.0'],
     'sweep': ['optuna>=4.0', 'matplotlib>=3.8'],
     'plot': ['matplotlib>=3.8'],
-    'peft': ['peft>=0.17'],
+    'peft': ['peft>=0.18'],  # 0.17 imports a name that transformers 5 has no more
     'vllm': ['vllm>=0.33,<0.34'],
     'liger': ['liger-kernel>=0.8.5'],
-    'nf4': ['bitsandbytes>=0.46'],
+    'nf4': ['bitsandbytes>=0.50'],  # before, its optimizers have no kernels for a CPU
     'ray': ['ray>=2.10'],
     'openenv': ['openenv-core>=0.3.0'],
     'compare': ['starlette>=0.46', 'uvicorn>=0.34', 'jinja2>=3.1'],

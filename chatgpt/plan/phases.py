@@ -234,7 +234,7 @@ def _collect(setup: Setup, config: Any, actor: ModelSize, multiplied: Sequence[P
     memory.add('sampling', 4 * SAMPLING_COPIES * rows * models.vocab_size(config))
     entering = max(1, min(rows, PREFILL_TOKENS // setup.max_prompt_tokens))
     memory.add('activations', models.prefill_bytes(config, setup, entering))
-    later = sum(memory.device.get(name, 0) for name in ('packed weights', 'key/value cache', 'sampling'))
+    later = sum(memory.device.get(name, 0) for name in ('packed weights', 'key/value cache', 'sampling', 'activations'))
     memory.add('gathering', max(setup.memory_model.gathering(actor, setup) - later, 0))
     return memory
 

@@ -8,6 +8,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -92,7 +93,9 @@ def test_a_process_that_has_its_variables_only(hub, tmp_path, by):
     )
     assert done.stdout == f'{hub.address}/me/words\n', done.stderr
     assert hub.files('me/words') == content(place)
-    assert any(path.startswith((f'POST /{by}/', f'PUT /{by}/')) for path in hub.asked)
+    # Before 2.0 the client first asks the LFS endpoint for the way, and the stand-in offers no xet there.
+    way = by if int(version('huggingface_hub').split('.')[0]) >= 2 else 'lfs'
+    assert any(path.startswith((f'POST /{way}/', f'PUT /{way}/')) for path in hub.asked)
 
 
 # ---------------------------------------------------------------- before a run

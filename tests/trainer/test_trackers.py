@@ -98,7 +98,7 @@ def test_wandb_offline(tmp_path):
         config = {item.key: json.loads(item.value_json) for item in run.config.update if item.key != '_wandb'}
         items = {item.key or '/'.join(item.nested_key): json.loads(item.value_json) for item in phase.item}
         found.setdefault(path.relative_to(tmp_path).parts[0], []).append(
-            (run.run_id, run.project, config, phase.step.num, items['ppo/loss'], end.exit_code)
+            (run.run_id, run.project, config, items['_step'], items['ppo/loss'], end.exit_code)
         )
     (run_id, *_), _ = found['mine']
     assert sorted(found['mine'], key=lambda run: run[3]) == [

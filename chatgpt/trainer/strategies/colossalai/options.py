@@ -16,7 +16,7 @@ from chatgpt.trainer.strategies.streaming import check_stream_blocks
 
 Placement = Literal['cuda', 'cpu', 'auto']
 
-INSTALL = 'pip install psutil rich einops && pip install --no-deps -r requirements-colossalai.txt'
+INSTALL = 'pip install --no-deps -r requirements-colossalai.txt'
 _GEMINI_ONLY = ('shard_init', 'search_range_mb', 'hidden_dim', 'min_chunk_size_mb', 'gpu_margin_mem_ratio')
 FP16_ONLY = (
     'initial_scale',
