@@ -233,7 +233,12 @@ def child_environment(on_cuda: bool) -> dict[str, str]:
     path = os.pathsep.join(p for p in (str(HERE.parent), os.environ.get('PYTHONPATH', '')) if p)
     if on_cuda:
         return {**os.environ, 'PYTHONPATH': path}
-    returns = {'MALLOC_TRIM_THRESHOLD_': '0', 'MALLOC_MMAP_THRESHOLD_': '65536', 'MALLOC_ARENA_MAX': '1'}
+    returns = {
+        'MALLOC_TRIM_THRESHOLD_': '0',
+        'MALLOC_MMAP_THRESHOLD_': '65536',
+        'MALLOC_ARENA_MAX': '1',
+        'ONEDNN_PRIMITIVE_CACHE_CAPACITY': '0',
+    }
     return {**os.environ, 'PYTHONPATH': path, 'CUDA_VISIBLE_DEVICES': '', **returns}
 
 
