@@ -290,20 +290,36 @@ def parse_args() -> Any:
     parser.add_argument('--json', type=Path, metavar='FILE', help='write what was found there')
     parser.add_argument('--page', type=Path, metavar='FILE', help='write a page of results there')
     parser.add_argument(
-        '--report', type=Path, metavar='FILE', help='measure nothing: the page of an earlier --json FILE'
+        '--report',
+        type=Path,
+        nargs='+',
+        metavar='FILE',
+        help='measure nothing: the page of earlier --json files, of one machine and one cap',
+    )
+    parser.add_argument(
+        '--before',
+        type=Path,
+        metavar='FILE',
+        help="an earlier --json file, whose planner's errors the page shows as well",
     )
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
-    content = json.loads(args.report.read_text()) if args.report else sweep_all(args)
+    if args.report:
+        content = capacity_page.combined([json.loads(file.read_text()) for file in args.report])
+        if args.json:
+            write_json(args.json, content)
+    else:
+        content = sweep_all(args)
     print()
     print(capacity_page.table(content))
     if args.page:
         if args.plan_only:
             raise ValueError('--plan_only measures nothing, and a page is of what was measured')
-        capacity_page.write(args.page, content)
+        before = json.loads(args.before.read_text()) if args.before else None
+        capacity_page.write(args.page, content, before)
 
 
 def sweep_all(args: Any) -> dict[str, Any]:

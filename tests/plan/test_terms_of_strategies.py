@@ -175,8 +175,8 @@ def made_by_zeros() -> list[dict[str, list[int]]]:
 
 @needs_colossalai
 def test_buckets_of_zero():
-    """A reduction makes what the plan counts, but for what autograd made before it and for at most one parameter (a bucket
-    is never quite full); so does a step, but for gloo's copy, which is made out of Python's sight."""
+    """A reduction makes what the plan counts, but for what autograd made before it and for a few parameters (a bucket is
+    never quite full); so does a step, but for gloo's copy, which is made out of Python's sight."""
     ranks = run_distributed(made_by_zeros, 2)
     for (stage, precision), made in zip(ZERO, ranks[0], strict=True):
         setup = Setup(
@@ -239,7 +239,7 @@ def test_packed_weights_are_those_of_the_engine(variant):
 
 @pytest.mark.parametrize('on_cuda', [False, True])
 def test_log_probs_come_in_the_planned_devices_chunks(monkeypatch, on_cuda):
-    """With bounds of 1,000 and 100,000 elements, 4 rows of 15 tokens come in many chunks on a CPU and in one on a GPU."""
+    """With bounds of 1,000 and 100,000 elements, 4 rows of 15 tokens come in many chunks on a CPU, in one on a GPU."""
     monkeypatch.setattr(logprobs, 'CHUNK_ELEMENTS_CPU', 1000)
     monkeypatch.setattr(logprobs, 'CHUNK_ELEMENTS_ACCELERATOR', 100_000)
     setup = Setup(config=CONFIG, precision='fp32', on_cuda=on_cuda, max_prompt_tokens=9, max_new_tokens=15)

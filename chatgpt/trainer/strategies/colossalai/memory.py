@@ -1,6 +1,6 @@
-"""What `ColossalAIStrategy` keeps in memory, from the sources of ColossalAI 0.5.0: 16-bit working weights, fp32 masters,
-Adam's two moments (Rajbhandari et al. 2020, section 3), buckets and chunks, and the exact values that the strategy keeps
-of what has no master. On a CPU gloo's own copies count as well.
+"""What `ColossalAIStrategy` keeps in memory, from the sources of ColossalAI 0.5.0: 16-bit working weights, fp32
+masters, Adam's two moments (Rajbhandari et al. 2020, section 3), buckets and chunks, and the exact values that the
+strategy keeps of what has no master. On a CPU gloo's own copies count as well.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class GeminiMemory(_Masters):
 
     def gathered(self, size: ModelSize, run: Layout, *, backward: bool) -> int:
         # the chunk of an operation, and the one before it, whose gradients are not complete
-        chunks = self.chunks(size if backward else as_trained(size), run)
+        chunks = self.chunks(size if size.trained else as_trained(size), run)
         return 2 * run.itemsize * (chunks.gathered - chunks.gathered // run.num_processes)
 
     def sums(self, size: ModelSize, run: Layout) -> int:
@@ -224,8 +224,8 @@ class GeminiMemory(_Masters):
 
 @lru_cache(maxsize=64)
 def chunk_size(sizes: Sequence[int], least: int, search_range: int, interval: int, ranks: int) -> int:
-    """Elements of a chunk that upstream chooses: of all multiples of `interval` in the range, the first that leaves least
-    empty. Parameters larger than the others by three standard deviations have chunks of their own.
+    """Elements of a chunk that upstream chooses: of all multiples of `interval` in the range, the first that leaves
+    least empty. Parameters larger than the others by three standard deviations have chunks of their own.
     """
     numbers = torch.tensor(sizes, dtype=torch.float64)
     limit = float(numbers.mean() + 3 * numbers.std(correction=0))
