@@ -258,15 +258,11 @@ def _learn(setup: Setup, trained: dict[str, Any]) -> Memory:
     strategy, kept = setup.memory_model, []
     for name, (size, _) in trained.items():
         whole = strategy.trained(name, size, setup)
-        gradients = {part: size_of_part for part, size_of_part in whole.device.items() if part.endswith('gradients')}
+        gradients = Memory(*({n: b for n, b in p.items() if n.endswith('gradients')} for p in (whole.device, whole.host)))
         if again:
-            gradients[f'{name} sums of gradients'] = strategy.sums(size, setup)
-        for part, size_of_part in gradients.items():
-            memory.add(part, size_of_part)
-        for part, size_of_part in whole.host.items():
-            if part.endswith('gradients'):
-                memory.add(part, size_of_part, host=True)
-        kept.append(sum(gradients.values()))
+            gradients += strategy.sums(name, size, setup)
+        memory += gradients
+        kept.append(sum(gradients.device.values()))
     # Each moment beside all the gradients: those of the models to come are not there in the first micro-batch, which
     # grow as activations go; nor in a step those of the models that have stepped.
     work, reductions, steps = [], [], []

@@ -100,7 +100,7 @@ def test_chunks_of_gemini_are_exact():
             'initial model', models.measure(models.build('initial', CONFIG, setup)), setup
         )
         planned = {**trained.device, **trained.host, **frozen.device, **frozen.host}
-        planned['actor sums of gradients'] = setup.memory_model.sums(size, setup)
+        planned |= setup.memory_model.sums('actor', size, setup).device
         most = {name: max(held[number][name] for held in ranks) for name in ranks[0][number]}
         assert {name: planned.get(name, 0) for name in most} == pytest.approx(most, rel=0.002), (variant, options)
         chunks = setup.memory_model.chunks(size, setup)

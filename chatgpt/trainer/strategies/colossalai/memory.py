@@ -197,8 +197,10 @@ class GeminiMemory(_Masters):
         chunks = self.chunks(size if size.trained else as_trained(size), run)
         return 2 * run.itemsize * (chunks.gathered - chunks.gathered // run.num_processes)
 
-    def sums(self, size: ModelSize, run: Layout) -> int:
-        return 4 * self.chunks(size, run).elements
+    def sums(self, name: str, size: ModelSize, run: Layout) -> Memory:
+        chunks, memory = self.chunks(size, run), Memory()
+        memory.add(f'{name} sums of gradients', 4 * chunks.elements, host=self._on_host(chunks))
+        return memory
 
     def reduction(self, size: ModelSize, run: Layout, *, again: bool) -> int:
         chunks = self.chunks(size, run)
