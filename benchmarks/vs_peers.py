@@ -2,6 +2,7 @@
 
     python benchmarks/vs_peers.py --page docs/results/peers.md    # everything; the peers' environments are made first
     python benchmarks/vs_peers.py --only trl_ppo fp32             # the cases whose names hold all of these words
+    python benchmarks/vs_peers.py --without-16-bits --only bf16   # as on a CPU without instructions of 16 bits
     python benchmarks/vs_peers.py --profile docs/results/peers_profile.md
 
 The work: GPT-2 of 4 layers x 256 (vocabulary 512), 32 sequences of 16 prompt tokens and up to 48 new ones per update
@@ -41,6 +42,8 @@ ENVIRONMENTS: dict[str, list[str]] = {
     'trl_now': ['trl==1.16.0', 'transformers==5.23.0', 'accelerate==1.15.0'],
 }
 TORCH = 'torch==2.13.0'
+NARROW = {'ONEDNN_MAX_CPU_ISA': 'AVX512_CORE', 'ATEN_CPU_CAPABILITY': 'avx512'}
+"""what both sides run under with `--without-16-bits`"""
 NEVER = -30.0
 """a logit that is never drawn"""
 TARGETS = {('fixed', 'fp32'): 1.5, ('fixed', 'bf16'): 3.0, ('eos', 'fp32'): 3.0, ('eos', 'bf16'): 3.0}
@@ -276,10 +279,46 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     return head + ''.join(rows)
 
 
-def page(results: Sequence[dict[str, Any]], where: dict[str, Any], command: str) -> str:
-    from report import PAGE
+def table_without(after: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -> str:
+    """Of `--without-16-bits`: with all products of 16 bits left to torch (`before`), and as it is."""
+    earlier = {r['name']: r for r in before}
+    rows = [
+        '| case | ratio, all by torch | ratio min | median | max | all rounds | ours CPU s, all by torch | ours CPU s | '
+        'theirs |\n|---|---|---|---|---|---|---|---|---|\n'
+    ]
+    for r in after:
+        old, ratio = earlier.get(r['name']), r['ratio']
+        was = (
+            ('not run', 'not run') if old is None else (f'{old["ratio"]["median"]:.2f}', f'{old["ours"]["cpu_s"]:.2f}')
+        )
+        rows.append(
+            f'| {r["name"]} | {was[0]} | {ratio["min"]:.2f} | **{ratio["median"]:.2f}** | {ratio["max"]:.2f} | '
+            f'{r["ratio_total"]:.2f} | {was[1]} | {r["ours"]["cpu_s"]:.2f} | {r["theirs"]["cpu_s"]:.2f} |\n'
+        )
+    return ''.join(rows)
 
-    return PAGE.format(command=command, table=table(results), **where, rounds=len(results[0]['rounds']))
+
+def page(
+    results: Sequence[dict[str, Any]],
+    where: dict[str, Any],
+    command: str,
+    without: Sequence[dict[str, Any]] = (),
+    before: Sequence[dict[str, Any]] = (),
+) -> str:
+    from report import PAGE, WITHOUT
+
+    text = PAGE.format(command=command, table=table(results), **where, rounds=len(results[0]['rounds']))
+    if not without:
+        return text
+    of = {'rounds': len(without[0]['rounds']), 'variables': ' '.join(f'{k}={v}' for k, v in NARROW.items())}
+    return text + WITHOUT.format(table=table_without(without, before), **without[0]['machine'], **of)
+
+
+def results_in(folder: Path) -> list[dict[str, Any]]:
+    """Of one JSON per case, in the order of the cases."""
+    order = {case.name: i for i, case in enumerate(all_cases())}
+    found = [json.loads(path.read_text()) for path in folder.glob('*.json')]
+    return sorted(found, key=lambda r: order.get(r['name'], len(order)))
 
 
 def main() -> None:
@@ -291,6 +330,9 @@ def main() -> None:
     parser.add_argument('--work-dir', type=Path, default=Path('outputs/peers'), help='environments, models and logs')
     parser.add_argument(
         '--out', type=Path, default=Path('benchmarks/results/peers'), help='folder of one JSON per case'
+    )
+    parser.add_argument(
+        '--without-16-bits', action='store_true', help='let oneDNN use no instructions of 16 bits; a table of its own'
     )
     parser.add_argument('--page', type=Path, help='write the page from every JSON in --out')
     parser.add_argument('--page-only', action='store_true', help='measure nothing')
@@ -307,7 +349,10 @@ def main() -> None:
         ]
         write_profile(args.profile, ours, args.out)
         return
-    args.out.mkdir(parents=True, exist_ok=True)
+    out = args.out / 'without_16_bits' if args.without_16_bits else args.out
+    if args.without_16_bits:
+        os.environ.update(NARROW)
+    out.mkdir(parents=True, exist_ok=True)
     for case in [] if args.page_only else chosen:
         case = Case(**{**vars(case), 'model': folders[case.lengths]})
         peer = [environment(case.peer, work), HERE / 'peers' / f'{case.peer}.py']
@@ -315,15 +360,16 @@ def main() -> None:
         mine = [sys.executable, HERE / 'peers' / 'ours.py']
         result = compare(case, mine, peer, rounds=args.rounds, warmup=args.warmup, logs=work / 'logs')
         result['machine'] = machine()
-        (args.out / case.file_name).write_text(json.dumps(result, indent=1) + '\n')
+        (out / case.file_name).write_text(json.dumps(result, indent=1) + '\n')
         print(table([result]).splitlines()[-1], f'({time.perf_counter() - start:.0f} s)', flush=True)
-    results = [json.loads(path.read_text()) for path in args.out.glob('*.json')]
-    order = {case.name: i for i, case in enumerate(all_cases())}
-    results.sort(key=lambda r: order.get(r['name'], len(order)))
+    results = results_in(out)
     if results:
         print(table(results))
     if args.page is not None:
-        args.page.write_text(page(results, machine(), f'python benchmarks/vs_peers.py --page {args.page}'))
+        ordinary = results_in(args.out)
+        where = ordinary[0].get('machine') or machine()
+        others = [results_in(args.out / name) for name in ('without_16_bits', 'without_16_bits/all_by_torch')]
+        args.page.write_text(page(ordinary, where, f'python benchmarks/vs_peers.py --page {args.page}', *others))
 
 
 if __name__ == '__main__':

@@ -9,6 +9,7 @@ batch that weighs nothing. All are pure functions of lengths, so every rank comp
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -61,7 +62,8 @@ def collate(
             raise ValueError(f'collate: sequence {i} has an empty response; it needs at least one token')
         lengths.append(s.num_tokens)
     rows, width = len(sequences), max(lengths)
-    input_ids = torch.full((rows, width), pad_id, dtype=torch.int64)
+    device = sequences[0].prompt_ids.device  # where they wait, which may be a GPU
+    input_ids = torch.full((rows, width), pad_id, dtype=torch.int64, device=device)
     attention_mask = torch.zeros(rows, width, dtype=torch.bool)
     action_index, action_rows = [], []
     for i, s in enumerate(sequences):
@@ -85,6 +87,36 @@ def collate(
         columns=columns,
         totals=dict(totals or {}),
     )
+
+
+def moved_together(batches: Iterable[Batch], device: torch.device) -> list[Batch]:
+    """Batches on `device` by one copy of all their tensors that are in host memory: of memory that is not page-locked
+    the host waits for each."""
+    found: dict[int, Tensor] = {}
+    batches = list(batches)
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.device.type == 'cpu':
+            found[id(tensor)] = tensor
+        return tensor
+
+    for batch in batches:
+        batch.changed(note)
+    sizes = [t.numel() * t.element_size() for t in found.values()]
+    starts = [0, *itertools.accumulate(-(-size // 16) * 16 for size in sizes)]  # each where any dtype may begin
+    host = torch.empty(starts[-1], dtype=torch.uint8)
+    for tensor, start, size in zip(found.values(), starts, sizes, strict=False):
+        host[start : start + size].view(tensor.dtype).copy_(tensor.reshape(-1))
+    whole = host.to(device)
+    places = dict(zip(found, zip(starts, sizes, strict=False), strict=True))
+
+    def arrived(tensor: Tensor) -> Tensor:
+        if id(tensor) not in places:
+            return tensor.to(device)
+        start, size = places[id(tensor)]
+        return whole[start : start + size].view(tensor.dtype).view(tensor.shape)
+
+    return [batch.changed(arrived) for batch in batches]
 
 
 def token_columns(records: SequenceOf[Any], names: Iterable[str]) -> dict[str, Tensor]:

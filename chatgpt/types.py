@@ -9,6 +9,7 @@ Left out: anything that computes. Imports torch only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -169,8 +170,12 @@ class Experience(Sample):
 def tensors_to(record: Any, device: torch.device | str, *, pin_memory: bool = False) -> Any:
     """A copy of a record with every tensor field on `device`; with `pin_memory`, from page-locked copies of those in
     host memory, which a CUDA device takes without making the host wait."""
+    return _with_tensors(record, lambda tensor: _moved(tensor, device, pin_memory))
+
+
+def _with_tensors(record: Any, change: Callable[[Tensor], Tensor]) -> Any:
     values = {f.name: value for f in fields(record) if isinstance(value := getattr(record, f.name), Tensor)}
-    return replace(record, **{name: _moved(value, device, pin_memory) for name, value in values.items()})
+    return replace(record, **{name: change(value) for name, value in values.items()})
 
 
 def _moved(tensor: Tensor, device: torch.device | str, pin_memory: bool) -> Tensor:
@@ -203,9 +208,12 @@ class Packing:
     max_length: int
     groups: tuple[PackedGroup, ...]
 
-    def to(self, device: torch.device | str, *, pin_memory: bool = False) -> Packing:
-        groups = tuple(tensors_to(g, device, pin_memory=pin_memory) for g in self.groups)
-        return replace(tensors_to(self, device, pin_memory=pin_memory), groups=groups)
+    def to(self, device: torch.device | str) -> Packing:
+        return self.changed(lambda tensor: tensor.to(device))
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Packing:
+        """With `change` of every tensor."""
+        return replace(_with_tensors(self, change), groups=tuple(_with_tensors(g, change) for g in self.groups))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -254,6 +262,10 @@ class Batch:
 
     def to(self, device: torch.device | str, *, pin_memory: bool = False) -> Batch:
         """As `tensors_to`, packing and columns included."""
-        packing = None if self.packing is None else self.packing.to(device, pin_memory=pin_memory)
-        columns = {name: _moved(column, device, pin_memory) for name, column in self.columns.items()}
-        return replace(tensors_to(self, device, pin_memory=pin_memory), packing=packing, columns=columns)
+        return self.changed(lambda tensor: _moved(tensor, device, pin_memory))
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """With `change` of every tensor, packing and columns included."""
+        packing = None if self.packing is None else self.packing.changed(change)
+        columns = {name: change(column) for name, column in self.columns.items()}
+        return replace(_with_tensors(self, change), packing=packing, columns=columns)

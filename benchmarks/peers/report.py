@@ -23,7 +23,8 @@ positions. TRL pads every batch to its longest response and decodes until the la
 What bf16 means:
 
 - here, `precision='bf16'`: fp32 weights, forward and backward under autocast, responses drawn from a bf16 copy of the policy, and the
-  old log-probs recomputed by one more forward pass, because decode and training forward differ in 16 bits;
+  old log-probs recomputed by one more forward pass, because decode and training forward differ in 16 bits. The default, `precision='auto'`,
+  is fp32 on a CPU;
 - `trl_ppo`, 'bf16': what `accelerate launch --mixed_precision bf16` sets, autocast around the trained pair; generation, reference and
   reward model stay in fp32. `PPOConfig(bf16=True)` reaches nothing in that version: its trainer makes an Accelerator of its own;
 - `trl_classic`, 'bf16': `accelerator_kwargs={{'mixed_precision': 'bf16'}}`, autocast around both models' forward; generation in fp32;
@@ -32,3 +33,14 @@ What bf16 means:
 
 Versions: TRL 1.12.0 (`trl.experimental.ppo`) and 1.16.0 with transformers 5.23.0, TRL 0.11.4 with transformers 4.46.3.
 """
+
+WITHOUT = """
+## On a CPU without 16-bit instructions
+
+`python benchmarks/vs_peers.py --without-16-bits --only bf16`, on {cpu} with `{variables}`, under which oneDNN has no
+instructions for 16 bits, on both sides ({rounds} rounds; a stand-in for an older CPU, on a machine under load). torch then imitates products of
+16-bit matrices, several times slower than fp32. Here learning rounds its inputs to bf16, multiplies in fp32 and rounds once; responses, scores and
+values are in fp32 (docs/strategies.md). "All by torch": the same with all of these left to torch's imitation, measured on the commit before. Numbers:
+`benchmarks/results/peers/without_16_bits/`. Cases that are not here were not run.
+
+{table}"""

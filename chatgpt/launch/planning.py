@@ -30,9 +30,7 @@ def setup_of(inputs: Inputs) -> Setup:
         'config': inputs.config,
         'strategy': run.strategy,
         'num_processes': world_size_from_env(),
-        'precision': resolve_precision(
-            run.precision, device, only_16_bits=STRATEGIES.find(run.strategy).only_16_bits
-        ),
+        'precision': resolve_precision(run.precision, device, only_16_bits=STRATEGIES.find(run.strategy).only_16_bits),
         'lora_rank': run.lora_rank,
         'shared_trunk': run.on_trunk,
         'quantize': run.quantize,

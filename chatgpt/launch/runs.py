@@ -36,7 +36,7 @@ from chatgpt.trainer.objectives.pairs import DPOLoss, PreferenceConfig
 from chatgpt.trainer.objectives.reward_model import RewardModelConfig
 from chatgpt.trainer.strategies.registry import STRATEGIES
 
-Precision = Literal['fp32', 'bf16', 'fp16']
+Precision = Literal['auto', 'fp32', 'bf16', 'fp16']
 Optimizer = Literal['adamw', 'adamw8bit', 'paged_adamw8bit', 'sgd']
 Quantize = Literal['none', 'nf4']
 BiasMode = Literal['none', 'all', 'lora_only']

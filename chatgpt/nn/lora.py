@@ -41,23 +41,6 @@ class _SavedBits:
         return self
 
 
-@contextmanager
-def _whole_fp32() -> Iterator[None]:
-    """No TF32 inside: an adapter that is folded, or written as a whole weight, is so for good."""
-    try:
-        before = torch.get_float32_matmul_precision()
-    except RuntimeError:  # set by torch's newer names, which may not be mixed with this one
-        before = 'highest'
-    if before == 'highest':
-        yield
-        return
-    torch.set_float32_matmul_precision('highest')
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 class _Adapter(loralib.LoRALayer):
     """What adapted layers share: the two factors, the switch, folding and unfolding. Mixed into an `nn.Module`."""
 
@@ -123,7 +106,7 @@ class _Adapter(loralib.LoRALayer):
     @torch.no_grad()
     def _folded(self, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> Tensor:
         wide = torch.promote_types(weight.dtype, torch.float32)
-        with torch.autocast(device_type=weight.device.type, enabled=False), _whole_fp32():
+        with torch.autocast(device_type=weight.device.type, enabled=False):
             delta = (lora_B.to(wide) @ lora_A.to(wide)) * self.scaling
         return weight.to(wide) + (delta.T if self.weight_is_transposed else delta)
 

@@ -35,12 +35,18 @@ TRACED = (2, 4)
 
 
 def build(kind: str, config: Any, setup: Setup, layers: int | None = None) -> nn.Module:
-    """An actor, critic, reward model or initial model on the meta device, as the run builds it."""
+    """An actor, critic, reward model or initial model on the meta device, as the run builds it: in fp32, whatever its
+    folder is in."""
+    model: Any = _build(kind, copy.deepcopy(config), setup, layers)
+    model.folder_dtype = getattr(_text(config), 'dtype', None)
+    return model
+
+
+def _build(kind: str, config: Any, setup: Setup, layers: int | None) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     from chatgpt.nn import Actor, Critic, RewardModel
 
-    config = copy.deepcopy(config)
     if layers is not None:
         _set_layers(config, layers)
     if setup.shared_trunk:
@@ -49,7 +55,7 @@ def build(kind: str, config: Any, setup: Setup, layers: int | None = None) -> nn
     if unfrozen is not None and layers is not None:
         unfrozen = min(unfrozen, layers)
     with torch.device('meta'):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         if setup.gradient_checkpointing and (kind in ('actor', 'critic') or setup.task == 'reward_model'):
             with warnings.catch_warnings():
                 warnings.simplefilter('ignore', FutureWarning)
@@ -74,7 +80,7 @@ def _role(kind: str, config: Any, setup: Setup) -> nn.Module:
 
     dtype = torch.float32 if setup.precision == 'fp32' else torch.bfloat16
     with torch.device('meta'):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         if setup.gradient_checkpointing:
             with warnings.catch_warnings():
                 warnings.simplefilter('ignore', FutureWarning)
@@ -90,8 +96,7 @@ def kept_narrow(model: Any) -> list[nn.Parameter]:
     """What a run in 16 bits keeps in them: of a frozen model what only products read; of one that learns the same under
     its adapters, where its folder is in 16 bits."""
     frozen = not any(p.requires_grad for p in model.parameters())
-    dtype = getattr(_text(model.model.config), 'dtype', None)
-    if not (frozen or dtype in (torch.bfloat16, torch.float16)):
+    if not frozen and getattr(model, 'folder_dtype', None) not in (torch.bfloat16, torch.float16):
         return []
     return [p for p in product_weights(model) if not p.requires_grad]
 

@@ -479,6 +479,7 @@ def _replacements(cuda: PretendCuda) -> list[tuple[Any, str, Any]]:
         (torch.cuda, 'memory_allocated', lambda device=None: 0),
         (torch.cuda, 'memory_reserved', lambda device=None: 0),
         (torch.cuda, 'mem_get_info', lambda device=None: (MEMORY, MEMORY)),
+        (torch.cuda, 'is_bf16_supported', lambda including_emulation=True: True),
         (torch.cuda, 'graph_pool_handle', lambda: (0, 0)),
         (torch.cuda, 'is_current_stream_capturing', lambda: False),
         (torch.cuda, 'Stream', stream),

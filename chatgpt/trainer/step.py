@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from chatgpt.batching import moved_together
 from chatgpt.sweep import cuts_of_share
 from chatgpt.trainer.metrics import BatchStats, Mean, Metrics
 from chatgpt.trainer.order import seed_for
@@ -120,8 +121,7 @@ def learn_batch(
         if draws is not None:
             torch.manual_seed(seed_for(*draws, number))
         last_of = {id(learner.model): i for i, (w, _) in enumerate(forwards) for learner in w.learners}
-        for i, (w, records) in enumerate(forwards):
-            batch = w.make_batch(records).to(strategy.device, pin_memory=pin_memory and strategy.device.type == 'cuda')
+        for i, ((w, records), batch) in enumerate(zip(forwards, _batches(strategy, forwards, pin_memory), strict=True)):
             for learner in w.learners:
                 with strategy.accumulate(learner.model, last=last_of[id(learner.model)] == i):
                     with strategy.autocast():
@@ -158,6 +158,15 @@ def learn_batch(
             steps.done += 1
             moved = True
     return BatchResult(reduced, stepped)
+
+
+def _batches(strategy: Strategy, forwards: SequenceOf[tuple[Work, list[Any]]], pin_memory: bool) -> Iterable[Batch]:
+    """Of these forwards, on the device. A GPU gets page-locked ones each when it is due, others in one copy, for which
+    the host waits once."""
+    made = (w.make_batch(records) for w, records in forwards)
+    if strategy.device.type == 'cuda' and not pin_memory:
+        return moved_together(made, strategy.device)
+    return (batch.to(strategy.device, pin_memory=strategy.device.type == 'cuda') for batch in made)
 
 
 def _rounds(

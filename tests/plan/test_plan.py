@@ -182,7 +182,7 @@ def test_the_cache_is_the_engines(family):
 
     config = tiny_config(family, positions=64)
     actor, engine = Actor(AutoModelForCausalLM.from_config(config)), LocalEngine()
-    setup = Setup(config=config, experience_batch_size=5, max_prompt_tokens=10, max_new_tokens=20)
+    setup = Setup(config=config, precision='fp32', experience_batch_size=5, max_prompt_tokens=10, max_new_tokens=20)
     sizes = []
     engine.begin(actor)
     original = engine.cache
@@ -249,7 +249,7 @@ def test_the_cheapest_change_fits_and_those_before_it_do_not():
     [
         ({'strategy': 'deepspeed'}, "strategy='deepspeed' is not known; choose one of naive, ddp"),
         ({'num_processes': 2}, "strategy='naive' is one process"),
-        ({'strategy': 'colossalai_gemini'}, 'computes in 16 bits'),
+        ({'strategy': 'colossalai_gemini', 'precision': 'fp32'}, 'computes in 16 bits'),
         ({'train_batch_size': 0}, 'train_batch_size=0 must be at least 1'),
         ({'strategy': 'ddp', 'num_processes': 3}, 'cannot be split over 3 ranks'),
         ({'lora_rank': 2, 'num_layers_unfrozen': 2}, 'choose one'),

@@ -125,7 +125,9 @@ def test_weights_and_optimizer_of_one_model_are_counted_by_hand():
 
 def test_idle_models_are_on_the_device_one_at_a_time_by_hand():
     config, reward = tiny_config('gpt2'), tiny_config('llama')
-    plans = {o: make_plan(Setup(config=config, reward_config=reward, offload=o)) for o in ('none', 'idle')}
+    plans = {
+        o: make_plan(Setup(config=config, precision='fp32', reward_config=reward, offload=o)) for o in ('none', 'idle')
+    }
     initial = 4 * sum(p.numel() for p in tiny_causal_lm('gpt2').parameters())
     scorer = 4 * sum(p.numel() for p in RewardModel(tiny_causal_lm('llama')).parameters())
     saved = {

@@ -7,6 +7,7 @@ import math
 import sys
 import warnings
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,11 +19,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / 'fixed_runs'))
 import runs
 
-from chatgpt.nn import Actor
+from chatgpt.nn import Actor, AutoActor
+from chatgpt.nn.shared import SharedTrunk
 from chatgpt.rollout import LocalEngine, SamplingParams
-from chatgpt.testing import tiny_causal_lm
+from chatgpt.testing import char_tokenizer, tiny_causal_lm, tiny_config
 from chatgpt.testing.pretend_cuda import PretendGraph, pretend_cuda
-from chatgpt.trainer import offline, ppo, step
+from chatgpt.trainer import PPOTrainer, offline, ppo, step
 from chatgpt.trainer.callbacks import RolloutRecorder
 from chatgpt.trainer.callbacks.doctor import Doctor
 from chatgpt.trainer.strategies import NaiveStrategy
@@ -53,10 +55,67 @@ KINDS: dict[str, dict[str, int]] = {
     'orpo': {'tolist': 1, 'item': 1},
     'simpo': {'tolist': 1, 'item': 1},
     'ilql': {'tolist': 1, 'item': 1},
+    'not_page_locked': {'copy to device': 1, 'tolist': 2, 'item': 2},  # all micro-batches in one copy
+    'dpo_not_page_locked': {'copy to device': 1, 'tolist': 1, 'item': 1},
+    'on_the_device': {'tolist': 2, 'item': 2},  # experience waits there
+    'alibi': {'tolist': 2, 'item': 1},  # needs a mask
+    'one_trunk': {'tolist': 2, 'item': 2},
 }
-"""runs of tests/fixed_runs, and how often a train batch makes the host wait for the device while it is learnt from"""
+"""runs of tests/fixed_runs and below, and how often a train batch makes the host wait for the device while it is learnt
+from"""
 SAME_BITS = {'sft', 'sft_resumed'}
-"""where nothing is generated and all rows are padded, both devices do the same operations"""
+"""where nothing is generated and all rows are padded, both devices do the same operations, but for the fused AdamW"""
+
+
+def not_page_locked(run: runs.Run) -> None:
+    runs.fitted(run, runs.online(run, dataloader_pin_memory=False))
+
+
+def dpo_not_page_locked(run: runs.Run) -> None:
+    with patch.dict(runs.OFFLINE, dataloader_pin_memory=False):
+        runs.RUNS['dpo'](run)
+
+
+def on_the_device(run: runs.Run) -> None:
+    runs.fitted(run, runs.online(run, buffer_cpu_offload=False))
+
+
+def alibi(run: runs.Run) -> None:
+    make = partial(AutoActor, config=tiny_config('bloom', **runs.WIDTH))
+    with patch.object(runs, 'GPTActor', lambda config, **options: make(**options)):
+        runs.RUNS['grpo'](run)
+
+
+def one_trunk(run: runs.Run) -> None:
+    """PPO with a critic, a reward model and a reference on one frozen trunk."""
+    torch.manual_seed(1)
+    trunk = SharedTrunk(tiny_causal_lm('llama', **runs.WIDTH))
+    scorer = trunk.reward_model(2)
+    made = trunk.actor(2), trunk.critic(2)
+    (actor, actor_optim), (critic, critic_optim) = (
+        run.strategy.prepare((m, run.strategy.make_optimizer([p for p in m.parameters() if p.requires_grad], lr=1e-2)))
+        for m in made
+    )
+    trainer = PPOTrainer(
+        run.strategy,
+        actor,
+        critic,
+        run.strategy.prepare(scorer),
+        None,
+        actor_optim,
+        critic_optim,
+        tokenizer=char_tokenizer(),
+        callbacks=run.callbacks(),
+        experience_batch_size=4,
+        train_batch_size=4,
+        max_new_tokens=6,
+        max_tokens_per_batch=24,
+        kl_coef=0.1,
+    )
+    runs.fitted(run, trainer)
+
+
+RUNS = runs.RUNS | {f.__name__: f for f in (not_page_locked, dpo_not_page_locked, on_the_device, alibi, one_trunk)}
 
 
 class NumberedRun(runs.Run):
@@ -72,9 +131,9 @@ class NumberedRun(runs.Run):
 def done(kind: str, device: str, folder: Path) -> dict[str, float]:
     """Everything that the run came to: metrics, and sums and norms of weights and optimizer states."""
     record: runs.Record = {}
-    with warnings.catch_warnings(), NaiveStrategy(seed=3, device=device) as strategy:
+    with warnings.catch_warnings(), NaiveStrategy(seed=3, precision='fp32', device=device) as strategy:
         warnings.simplefilter('ignore')
-        runs.RUNS[kind](NumberedRun(strategy, folder, 1.0, record))
+        RUNS[kind](NumberedRun(strategy, folder, 1.0, record))
     return {key: float.fromhex(value) for key, value in record.items()}
 
 
@@ -90,6 +149,7 @@ def differing(found: dict[str, float], want: dict[str, float]) -> dict[str, tupl
 def test_a_run_has_the_numbers_of_the_cpu_and_waits_in_no_micro_batch(kind, tmp_path, monkeypatch):
     (tmp_path / 'cpu').mkdir()
     (tmp_path / 'cuda').mkdir()
+    monkeypatch.setattr(NaiveStrategy, 'fuses', kind not in SAME_BITS)
     want = done(kind, 'cpu', tmp_path / 'cpu')
     waits, num_batches, num_micro_batches = Counter[str](), 0, 0
 
@@ -116,7 +176,7 @@ def test_a_run_has_the_numbers_of_the_cpu_and_waits_in_no_micro_batch(kind, tmp_
 
 def test_a_run_with_a_folder_writes_rollouts_and_checkpoints(tmp_path):
     """The default callbacks: RolloutRecorder and Doctor among them."""
-    with pretend_cuda(), NaiveStrategy(seed=3, device='cuda:0') as strategy:
+    with pretend_cuda(), NaiveStrategy(seed=3, precision='fp32', device='cuda:0') as strategy:
         run = runs.Run(strategy, tmp_path, 1.0, {})
         trainer = runs.online(run, run_dir=tmp_path / 'run')
         runs.fitted(run, trainer)
@@ -134,7 +194,7 @@ def test_experience_may_wait_on_the_device(tmp_path):
 
     def done(device: str) -> dict[str, float]:
         record: runs.Record = {}
-        with NaiveStrategy(seed=3, device=device) as strategy:
+        with NaiveStrategy(seed=3, precision='fp32', device=device) as strategy:
             run = NumberedRun(strategy, tmp_path, 1.0, record)
             runs.fitted(run, runs.online(run, buffer_cpu_offload=False, run_dir=tmp_path / device))
         return {key: float.fromhex(value) for key, value in record.items()}
@@ -158,7 +218,7 @@ def test_graphs_are_captured_on_the_device_that_was_given(device):
         return [s.response_ids.tolist() for s in samples]
 
     want = drawn(actor)
-    with pretend_cuda(2), NaiveStrategy(device=device) as strategy:
+    with pretend_cuda(2), NaiveStrategy(precision='fp32', device=device) as strategy:
         with patch.object(torch.cuda.CUDAGraph, 'replay', autospec=True, side_effect=PretendGraph.replay) as replay:
             assert drawn(strategy.prepare(actor)) == want
     graphs = {id(call.args[0]): call.args[0] for call in replay.call_args_list}
@@ -197,7 +257,7 @@ def test_turns_in_graphs_are_those_of_the_cpu():
 
     want = drawn(actor)
     assert {len(turns) for turns in want} == {4}
-    with pretend_cuda(), NaiveStrategy(device='cuda:0') as strategy:
+    with pretend_cuda(), NaiveStrategy(precision='fp32', device='cuda:0') as strategy:
         with patch.object(torch.cuda.CUDAGraph, 'replay', autospec=True, side_effect=PretendGraph.replay) as replay:
             assert drawn(strategy.prepare(actor)) == want
     assert replay.call_count > 5

@@ -108,7 +108,8 @@ def test_one_process_and_16_bits_are_the_entrys(file, monkeypatch):
         check_precision('mine', 'fp32')
     check_precision('mine', 'bf16')
     with pytest.raises(ValueError, match="strategy='mine' computes in 16 bits"):
-        Setup(config=None, strategy='mine')
+        Setup(config=None, strategy='mine', precision='fp32')
+    assert Setup(config=None, strategy='mine', on_cuda=False).precision == 'bf16'
     with pytest.raises(ValueError, match="strategy='mine' is one process, not 2; use one of ddp, fsdp"):
         Setup(config=None, strategy='mine', precision='bf16', num_processes=2)
     monkeypatch.setenv('WORLD_SIZE', '2')
@@ -119,7 +120,7 @@ def test_one_process_and_16_bits_are_the_entrys(file, monkeypatch):
 def test_it_is_planned_by_what_it_says(file):
     STRATEGIES['mine'] = StrategyEntry(f'{file}:Mine', {'factor': 3})
     config = tiny_config('gpt2')
-    mine, naive = (make_plan(Setup(config=config, strategy=name)) for name in ('mine', 'naive'))
+    mine, naive = (make_plan(Setup(config=config, strategy=name, precision='fp32')) for name in ('mine', 'naive'))
     weights = 4 * sum(p.numel() for p in tiny_causal_lm('gpt2').parameters())
     assert mine.phases['collect'].host['initial model weights'] == weights
     assert sum(naive.phases['collect'].device.values()) - sum(mine.phases['collect'].device.values()) == weights

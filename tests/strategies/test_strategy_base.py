@@ -83,7 +83,7 @@ def test_seed_and_precision():
         with NaiveStrategy(seed=seed, device='cpu'):
             values.append(torch.rand(1).item())
     assert values[0] == values[1] != values[2]
-    with pytest.raises(ValueError, match="precision='fp8' is not one of 'fp32', 'bf16', 'fp16'"):
+    with pytest.raises(ValueError, match="precision='fp8' is not one of 'auto', 'fp32', 'bf16', 'fp16'"):
         NaiveStrategy(precision='fp8')
     assert NaiveStrategy(precision='bf16', device='cpu').dtype is torch.bfloat16
     with pytest.raises(ValueError, match="op='product'"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from online_runs import PROMPTS, make, vowels
 
 from chatgpt.launch.config_file import parse_run, write_resolved
 from chatgpt.launch.runs import SFTRun
+from chatgpt.trainer.strategies import NaiveStrategy
 
 
 def consonants(prompts: list[str], responses: list[str]) -> list[float]:
@@ -35,6 +37,18 @@ def resumed(path: Path, **changes: Any) -> tuple[Any, list[str]]:
 
 def test_an_unchanged_resume_says_nothing(tmp_path):
     assert resumed(saved(tmp_path / 'c'))[1] == []
+
+
+def test_auto_that_comes_to_another_precision_is_named(tmp_path, monkeypatch):
+    trainer = make(run_dir=tmp_path / 'run')
+    trainer.fit(PROMPTS, 1, 1, 1)
+    assert json.loads((tmp_path / 'run/run.json').read_text())['strategy']['precision'] == 'fp32'
+    path = trainer.save_checkpoint(tmp_path / 'c')
+    monkeypatch.setattr(
+        'chatgpt.trainer.strategies.base.resolve_precision', lambda precision, device: {'auto': 'bf16'}[precision]
+    )  # as on a GPU
+    _, (told,) = resumed(path, strategy=NaiveStrategy(seed=3, device='cpu'))
+    assert "precision 'fp32' → 'bf16'" in told
 
 
 def test_another_learning_rate_and_another_reward_are_named(tmp_path):

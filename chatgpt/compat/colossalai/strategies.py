@@ -17,6 +17,7 @@ from chatgpt.checkpoint.files import save_tensors
 from chatgpt.nn import Actor
 from chatgpt.trainer import strategies as ours
 from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.trainer.strategies.precision import Precision
 
 
 class _Files(Strategy):
@@ -38,15 +39,24 @@ class _Files(Strategy):
 
 
 class NaiveStrategy(_Files, ours.NaiveStrategy):
-    """`chatgpt.trainer.strategies.NaiveStrategy` with its files."""
+    """`chatgpt.trainer.strategies.NaiveStrategy` with its files, and fp32 as there."""
+
+    def __init__(self, seed: int = 42, precision: Precision = 'fp32', **options: Any) -> None:
+        super().__init__(seed, precision, **options)
 
 
 class DDPStrategy(_Files, ours.DDPStrategy):
-    """`chatgpt.trainer.strategies.DDPStrategy` with its files."""
+    """`chatgpt.trainer.strategies.DDPStrategy` with its files, and fp32 as there."""
+
+    def __init__(self, seed: int = 42, precision: Precision = 'fp32', **options: Any) -> None:
+        super().__init__(seed, precision, **options)
 
 
 class ColossalAIStrategy(_Files, ours.ColossalAIStrategy):
-    """`chatgpt.trainer.strategies.ColossalAIStrategy` with its files."""
+    """`chatgpt.trainer.strategies.ColossalAIStrategy` with its files, and fp16 as there."""
+
+    def __init__(self, stage: int = 3, precision: Precision = 'fp16', *args: Any, **options: Any) -> None:
+        super().__init__(stage, precision, *args, **options)
 
     @property
     def shard_init(self) -> bool:

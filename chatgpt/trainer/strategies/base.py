@@ -36,15 +36,16 @@ from chatgpt.trainer.strategies.offload import Offloaded, OffloadedWeights
 from chatgpt.trainer.strategies.pairs import Trained, open_saved
 from chatgpt.trainer.strategies.precision import (
     DTYPES,
-    TF32,
     LossScaler,
     Precision,
+    WideProducts,
     cast_copy,
     emulates,
     lora_merged,
     narrow,
     product_weights,
     resolve_precision,
+    tf32,
 )
 from chatgpt.trainer.strategies.ranks import Ranks
 
@@ -86,10 +87,10 @@ class Strategy:
     """how batches are cut and numbers added up where they are the same to the bit in every layout"""
     ranks: Ranks
     """where this process stands among the others, and how it talks to them"""
-    precision: str
+    precision: Precision
     """what is computed in: 'fp32', 'bf16' or 'fp16', also where 'auto' was asked for"""
     keeps_narrow: ClassVar[bool] = True
-    """computes under autocast from whole weights, so that what nothing trains can be kept in the compute dtype"""
+    """computes under autocast from whole weights in fp32, so that what nothing trains can be kept in the compute dtype"""
     fuses: ClassVar[bool] = True
     """`make_optimizer` makes torch's fused AdamW on CUDA"""
     options: Mapping[str, Any] = MappingProxyType({})
@@ -124,13 +125,13 @@ class Strategy:
         self._emulates = emulates(ranks.device, self._dtype) and self.exact is None
         if self._emulates and ranks.rank == 0:
             warnings.warn(
-                f'precision={self.precision!r}: this CPU has no instructions for matrix products of 16 bits, so learning '
-                "emulates them, several times slower than fp32; what is not compared with it computes in fp32. Give "
+                f'precision={self.precision!r}: this CPU has no instructions for matrix products of 16 bits, which '
+                'learning imitates in fp32, slower than fp32 itself; generation, scores and values are in fp32. Give '
                 "precision='fp32'",
                 stacklevel=2,
             )
-        coarse = ranks.device.type == 'cuda' and self._dtype is torch.bfloat16 and self._deterministic is None
-        self._tf32 = TF32() if coarse else None
+        bf16_on_cuda = ranks.device.type == 'cuda' and self._dtype is torch.bfloat16
+        self._uses_tf32 = bf16_on_cuda and self._deterministic is None
         random.seed(seed)
         if (numpy := sys.modules.get('numpy')) is not None:
             numpy.random.seed(seed % 2**32)
@@ -324,20 +325,23 @@ class Strategy:
             self._narrow[id(user_model)] = [*self._narrow.get(id(user_model), []), *kept]
 
     def _autocast_forward(self, module: nn.Module) -> None:
-        """A forward outside of `autocast`, where weights and states of two dtypes could not be multiplied, enters it."""
+        """A forward outside of `autocast`, where weights and states of two dtypes cannot be multiplied, enters it."""
         entered: list[AbstractContextManager[Any]] = []
 
         def enter(*_: Any) -> None:
             entered.append(self.autocast())
             entered[-1].__enter__()
 
+        def leave(*_: Any) -> None:
+            entered.pop().__exit__(None, None, None)
+
         module.register_forward_pre_hook(enter)
-        module.register_forward_hook(lambda *_: entered.pop().__exit__(None, None, None), always_call=True)
+        module.register_forward_hook(leave, always_call=True)
 
     @contextmanager
     def _widened(self, model: nn.Module, *, changes: bool = False) -> Iterator[None]:
-        """Inside, what is kept in 16 bits is in fp32. It comes back after; with `changes`, from the values then, and of a
-        model that learns only where they are numbers of 16 bits."""
+        """Inside, what is kept in 16 bits is in fp32. It comes back after; with `changes`, from the values then, and of
+        a model that learns only where they are numbers of 16 bits."""
         module = self.unwrap(model)
         learns = any(pair.user_model is module for pair in self._trained.values())
         kept = [(p, p.data) for p in self._narrow.get(id(module), [])]
@@ -419,13 +423,26 @@ class Strategy:
         """Around forward and loss: computes in `dtype`."""
         if self._dtype is torch.float32:
             return nullcontext()
+        return self._autocast()
+
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
         # A cast weight that is used again would add its gradients up in 16 bits, where it is not a gathered one.
-        return torch.autocast(self.device.type, dtype=self._dtype, cache_enabled=self.exact is None)
+        cast = torch.autocast(self.device.type, dtype=self._dtype, cache_enabled=self.exact is None)
+        with cast, self._products():
+            yield
+
+    def _products(self) -> AbstractContextManager[Any]:
+        """Around a forward and its backward: how matrices are multiplied, where torch would do it otherwise. In bf16 on
+        CUDA what stays fp32 may use TF32."""
+        if self._emulates:
+            return WideProducts()
+        return tf32() if self._uses_tf32 else nullcontext()
 
     def scoring(self) -> AbstractContextManager[Any]:
-        """Around forwards whose numbers are not compared with those of `autocast`: scores, values. The same as that, but
-        fp32 on a CPU that emulates 16 bits."""
-        return nullcontext() if self._emulates else self.autocast()
+        """Around forwards whose numbers are compared with none of `autocast`'s: scores, values, evaluation. The same as
+        that, but fp32 on a CPU that has no instructions of 16 bits."""
+        return nullcontext() if self._emulates and self.keeps_narrow else self.autocast()
 
     def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
         """Around forward and backward of one micro-batch; `last` marks the one before `optimizer_step`."""
@@ -435,7 +452,8 @@ class Strategy:
         """Add this rank's share of the gradient. `loss` is a share of a sum: already divided by what counts on all
         ranks."""
         scaler = self.trained(optimizer).scaler
-        (loss if scaler is None else loss * scaler.scale).backward()
+        with self._products():
+            (loss if scaler is None else loss * scaler.scale).backward()
 
     def end_atom(self, optimizer: Optimizer) -> None:
         """With `exact`, what `backward` has added up since the last call is one atom's gradient; otherwise nothing."""
@@ -641,8 +659,6 @@ class Strategy:
         if self._deterministic is not None:
             self._deterministic.restore()
             self._deterministic = None
-        if self._tf32 is not None:
-            self._tf32.restore()
         self.ranks.leave()
 
     def __enter__(self) -> Self:

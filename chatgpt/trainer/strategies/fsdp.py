@@ -127,10 +127,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             _checkpoint_activations(model)
         skeleton = _with_parameters(model, {id(p): p.to('meta') for p in model.parameters()})
         stream = _initial_tensors(model)
-        policy = self._policy
-        if not trained and self._emulates:
-            policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-        elif not trained and self.exact is None:
+        if not trained and self.exact is None:
             narrow(model.parameters(), self.dtype, lossless=False)  # what would be gathered in it anyway
         if stream is None:
             self.take_weights_of_rank_0(model)
@@ -141,8 +138,8 @@ class FSDPStrategy(ProcessGroupStrategy):
                         owner._buffers[name] = buffer.to(self.device)
         offload = CPUOffloadPolicy(pin_memory=self.device.type == 'cuda') if self.cpu_offload else OffloadPolicy()
         for block in transformer_blocks(model):
-            fully_shard(block, mesh=self._mesh, mp_policy=policy, offload_policy=offload)
-        fully_shard(model, mesh=self._mesh, mp_policy=policy, offload_policy=offload)
+            fully_shard(block, mesh=self._mesh, mp_policy=self._policy, offload_policy=offload)
+        fully_shard(model, mesh=self._mesh, mp_policy=self._policy, offload_policy=offload)
         if self.exact is not None:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
@@ -226,7 +223,7 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """FSDP gathers in the compute dtype; there is nothing left to cast."""
-        return nullcontext() if self.exact is None else super().autocast()
+        return self._products() if self.exact is None else super().autocast()
 
     @contextmanager
     def accumulate(self, model: nn.Module, last: bool) -> Iterator[None]:

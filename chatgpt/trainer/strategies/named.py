@@ -41,6 +41,8 @@ def strategy_by_name(
     if entry.one_process and int(os.environ.get('WORLD_SIZE', '1')) > 1:
         others = [other for other, e in STRATEGIES.items() if not e.one_process]
         raise ValueError(f'strategy {name} is one process; under torchrun use one of {", ".join(others)}')
+    if precision == 'auto' and entry.only_16_bits:
+        precision = 'bf16'
     cls = entry.load()
     taken = inspect.signature(cls).parameters
     if not {'seed', 'precision'} <= set(taken):

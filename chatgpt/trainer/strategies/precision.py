@@ -1,4 +1,4 @@
-"""Compute dtypes: which one a device computes in, what is kept in it, dynamic loss scaling, and copies of a module in it.
+"""Compute dtypes: which one a device computes in, what is kept in it, dynamic loss scaling, copies of a module in it.
 
 Left out: autocast itself (torch's) and where it is entered (the trainer, through `Strategy.autocast`).
 """
@@ -13,10 +13,12 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Precision = Literal['auto', 'fp32', 'bf16', 'fp16']
 DTYPES: dict[str, torch.dtype] = {'fp32': torch.float32, 'bf16': torch.bfloat16, 'fp16': torch.float16}
 
+PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ('mm', 'addmm', 'bmm', 'baddbmm'))
 BEFORE_BF16 = frozenset(('SSE41', 'AVX', 'AVX2', 'AVX2_VNNI', 'AVX2_VNNI_2', 'AVX512_CORE', 'AVX512_CORE_VNNI'))
 """values of ONEDNN_MAX_CPU_ISA with which oneDNN has no products of 16 bits"""
 
@@ -27,7 +29,7 @@ def check_precision(precision: str) -> None:
         raise ValueError(f'precision={precision!r} is not one of {", ".join(map(repr, get_args(Precision)))}')
 
 
-def resolve_precision(precision: str, device: torch.device, *, only_16_bits: bool = False) -> str:
+def resolve_precision(precision: Precision, device: torch.device, *, only_16_bits: bool = False) -> Precision:
     """'fp32', 'bf16' or 'fp16': what a strategy on this device computes in.
 
     'auto' is bf16 on a CUDA device that computes it, and for what computes in 16 bits only; else fp32. A GPU without
@@ -61,26 +63,38 @@ def emulates(device: torch.device, dtype: torch.dtype) -> bool:
     )
 
 
-class TF32:
-    """Lets fp32 matrix products on CUDA round their inputs to TF32 from when it is made until `restore`, for the whole
-    process, unless somebody has chosen that already.
+@contextmanager
+def tf32() -> Iterator[None]:
+    """Inside, fp32 matrix products on CUDA round their inputs to TF32, unless somebody has chosen how they are done.
 
     By `set_float32_matmul_precision`: after torch's newer `torch.backends.cuda.matmul.fp32_precision` alone, the older
     settings, which torch.compile and others read, raise an error.
     """
+    try:
+        chosen = torch.get_float32_matmul_precision() != 'highest'
+    except RuntimeError:  # set by the newer names
+        chosen = True
+    if chosen:
+        yield
+        return
+    torch.set_float32_matmul_precision('high')
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision('highest')
 
-    def __init__(self) -> None:
-        try:
-            self._set = torch.get_float32_matmul_precision() == 'highest'
-        except RuntimeError:  # set by the newer names, which is a choice
-            self._set = False
-        if self._set:
-            torch.set_float32_matmul_precision('high')
 
-    def restore(self) -> None:
-        if self._set:
-            torch.set_float32_matmul_precision('highest')
-            self._set = False
+class WideProducts(TorchDispatchMode):
+    """Inside, matrices of 16 bits are multiplied in fp32 and the result is rounded to their dtype, which is what
+    instructions for them give up to the order of sums: those add up in fp32 too. For a CPU without such instructions,
+    where torch's own imitation is several times slower. Backward passes included."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        dtype = args[0].dtype if func in PRODUCTS else torch.float32
+        if dtype not in (torch.bfloat16, torch.float16):
+            return func(*args, **kwargs)
+        return func(*(a.float() if isinstance(a, Tensor) else a for a in args), **kwargs).to(dtype)
 
 
 class LossScaler:
@@ -114,8 +128,8 @@ class LossScaler:
 
 
 def product_weights(module: nn.Module) -> list[nn.Parameter]:
-    """Weights that only matrix products read: those of linear layers in transformer blocks, which autocast rounds to the
-    compute dtype at each use. Kept in it, they give the same bits. Not so embeddings, norms and heads."""
+    """Weights that only matrix products read: those of linear layers in transformer blocks, which autocast rounds to
+    the compute dtype at each use. Kept in it, they give the same bits. Not so embeddings, norms and heads."""
     from transformers.modeling_layers import GradientCheckpointingLayer
     from transformers.pytorch_utils import Conv1D
 

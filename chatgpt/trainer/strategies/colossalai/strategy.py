@@ -63,7 +63,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
 
     Args:
         stage: 1, 2 (LowLevelZero) or 3 (Gemini).
-        precision: of forward and backward; masters and optimizer states are fp32. 'auto': as elsewhere, bf16 in stage 3.
+        precision: of forward and backward; masters and optimizer states are fp32. 'auto' is bf16 in stage 3.
         shard_init: stage 3: `model_init_context` builds on the meta device, and `prepare` fills shard after shard.
         placement_policy: 'cuda', 'cpu' (offload) or 'auto'; see the table above.
         pin_memory: host memory of chunks is pinned (stage 3, CUDA).

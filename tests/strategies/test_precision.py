@@ -1,0 +1,428 @@
+"""What 'auto' computes in, TF32 and fused AdamW beside it, what is kept in 16 bits, and CPUs without instructions for
+them."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from chatgpt.batching import collate
+from chatgpt.launch.arguments import make_strategy
+from chatgpt.launch.runs import SFTRun
+from chatgpt.nn import Actor, AutoActor, Critic, RewardModel, lora
+from chatgpt.plan import Setup
+from chatgpt.rollout import LocalEngine
+from chatgpt.testing import FAMILIES, tiny_causal_lm
+from chatgpt.testing.pretend_cuda import pretend_cuda
+from chatgpt.testing.tiny import tiny_sequences
+from chatgpt.trainer import PPOTrainer
+from chatgpt.trainer.strategies import NaiveStrategy
+from chatgpt.trainer.strategies.precision import WideProducts, cast_copy, emulates, resolve_precision
+from chatgpt.trainer.strategies.registry import STRATEGIES, StrategyEntry
+
+CPU = torch.device('cpu')
+
+
+@pytest.fixture
+def old_cpu(monkeypatch):
+    """A CPU that has no products of 16 bits, as far as oneDNN may know."""
+    monkeypatch.setenv('ONEDNN_MAX_CPU_ISA', 'AVX512_CORE')
+
+
+@pytest.fixture
+def new_cpu(monkeypatch):
+    """A CPU that has them, whatever this one is."""
+    monkeypatch.setattr('chatgpt.trainer.strategies.base.emulates', lambda device, dtype: False)
+
+
+def batch():
+    return collate(tiny_sequences(6))
+
+
+def shifted(module: nn.Module) -> nn.Module:
+    """With numbers that bf16 does not have, and adapters that say something."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    return module
+
+
+# --- auto
+
+
+def test_auto_is_fp32_on_every_cpu_and_the_default(old_cpu):
+    with NaiveStrategy(device='cpu') as strategy, warnings.catch_warnings():
+        warnings.simplefilter('error')
+        assert (strategy.precision, strategy.dtype) == ('fp32', torch.float32)
+        assert make_strategy('naive', seed=1, precision='auto').precision == 'fp32'
+    assert SFTRun().precision == 'auto'
+    assert Setup(config=None, on_cuda=False).precision == 'fp32' and Setup(config=None).precision == 'bf16'
+
+
+def test_auto_is_bf16_on_a_gpu_that_has_it(monkeypatch):
+    with pretend_cuda():
+        assert NaiveStrategy(device='cuda:0').precision == 'bf16'
+        assert NaiveStrategy(device='cuda:0', precision='fp32').precision == 'fp32'
+        monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation=True: including_emulation)
+        assert NaiveStrategy(device='cuda:0').precision == 'fp32'  # it could only emulate bf16
+        assert NaiveStrategy(device='cuda:0', precision='bf16').precision == 'bf16'
+
+
+def test_what_computes_in_16_bits_only_gets_bf16():
+    assert resolve_precision('auto', CPU, only_16_bits=True) == 'bf16'
+    STRATEGIES['narrow'] = StrategyEntry(NaiveStrategy, {'device': 'cpu'}, only_16_bits=True)
+    try:
+        assert make_strategy('narrow', seed=1, precision='auto').precision == 'bf16'
+        assert Setup(config=None, strategy='narrow', on_cuda=False).precision == 'bf16'
+    finally:
+        del STRATEGIES['narrow']
+
+
+def test_tf32_is_for_forward_and_backward_in_bf16_on_cuda():
+    def setting(**options) -> set[str]:
+        found = set()
+        with NaiveStrategy(**({'device': 'cuda:0'} | options)) as strategy:
+            model = nn.Linear(2, 1)
+            model, optimizer = strategy.prepare((model, torch.optim.SGD(model.parameters(), lr=0.1)))
+            with strategy._products():  # around autocast, which the pretend device does not have
+                found.add(torch.get_float32_matmul_precision())
+                loss = model(torch.ones(1, 2, device=strategy.device)).sum()
+            loss.register_hook(lambda _: found.add(torch.get_float32_matmul_precision()))
+            assert torch.get_float32_matmul_precision() == before
+            strategy.backward(loss, model, optimizer)
+            assert torch.get_float32_matmul_precision() == before
+        return found
+
+    before = 'highest'
+    with pretend_cuda():
+        assert setting() == setting(precision='bf16') == {'high'}
+        for exact in ({'precision': 'fp32'}, {'device': 'cpu'}, {'deterministic': True}, {'reproducible': 'exact'}):
+            assert setting(**exact) == {'highest'}
+        before = 'medium'  # somebody's choice
+        torch.set_float32_matmul_precision('medium')
+        try:
+            assert setting() == {'medium'}
+        finally:
+            torch.set_float32_matmul_precision('highest')
+
+
+def test_autocast_is_where_tf32_is(monkeypatch, new_cpu):
+    with NaiveStrategy(precision='bf16', device='cpu') as strategy:
+        with strategy.autocast():
+            assert torch.is_autocast_enabled('cpu') and torch.get_float32_matmul_precision() == 'highest'
+        monkeypatch.setattr(strategy, '_uses_tf32', True)
+        with strategy.autocast():
+            assert torch.is_autocast_enabled('cpu') and torch.get_float32_matmul_precision() == 'high'
+    assert torch.get_float32_matmul_precision() == 'highest'
+
+
+# --- fused AdamW
+
+
+def test_adamw_is_fused_on_cuda_alone():
+    def fused(**options) -> bool | None:
+        with NaiveStrategy(**options) as strategy:
+            return strategy.make_optimizer(nn.Linear(2, 2).parameters()).param_groups[0]['fused']
+
+    with pretend_cuda():
+        assert fused(device='cuda:0') is True
+        assert fused(device='cuda:0', reproducible='exact') is None
+    assert fused(device='cpu') is None
+
+
+def test_states_move_between_fused_and_plain(tmp_path):
+    """Two steps on the one, saved, two on the other: within rounding the numbers of four on either."""
+
+    def steps(strategy: NaiveStrategy, model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        for _ in range(number):
+            loss = (model(torch.linspace(-1, 1, 12).reshape(3, 4).to(strategy.device)) ** 2).sum()
+            strategy.backward(loss, model, optimizer)
+            strategy.optimizer_step(optimizer)
+
+    def prepared(strategy: NaiveStrategy) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        return strategy.prepare((model, strategy.make_optimizer(model.parameters(), lr=0.1, weight_decay=0.1)))
+
+    def weights(strategy: NaiveStrategy, model: nn.Module) -> torch.Tensor:
+        return strategy.full_state_dict(model)['weight'].clone()
+
+    with NaiveStrategy(device='cpu') as plain:
+        model, optimizer = prepared(plain)
+        steps(plain, model, optimizer, 4)
+        want = weights(plain, model)
+    with pretend_cuda():
+        for first, second in (('cuda:0', 'cpu'), ('cpu', 'cuda:0')):
+            with NaiveStrategy(device=first, precision='fp32') as strategy:
+                model, optimizer = prepared(strategy)
+                steps(strategy, model, optimizer, 2)
+                strategy.save_model(model, tmp_path / 'model.pt')
+                strategy.save_optimizer(optimizer, tmp_path / 'optim.pt')
+            with NaiveStrategy(device=second, precision='fp32') as strategy:
+                model, optimizer = prepared(strategy)
+                strategy.load_model(model, tmp_path / 'model.pt')
+                strategy.load_optimizer(optimizer, tmp_path / 'optim.pt')
+                assert bool(optimizer.param_groups[0]['fused']) is (second == 'cuda:0')
+                assert {str(s['step'].device) for s in optimizer.state.values()} == {second}
+                steps(strategy, model, optimizer, 2)
+                assert torch.allclose(weights(strategy, model), want, rtol=1e-5, atol=1e-6)
+
+
+# --- what is kept in 16 bits
+
+
+@pytest.mark.parametrize('precision', ['bf16', 'fp16'])
+@pytest.mark.parametrize('family', FAMILIES)
+def test_a_frozen_model_kept_in_16_bits_has_the_bits_of_autocast(family, precision, new_cpu):
+    actor, scorer = shifted(Actor(tiny_causal_lm(family))), shifted(RewardModel(tiny_causal_lm(family)))
+    with NaiveStrategy(precision=precision, device='cpu') as strategy:
+        for model in (actor.eval(), scorer.eval()):
+            with torch.no_grad(), strategy.autocast():
+                want = model(batch())
+            before = {n: p.detach().clone() for n, p in model.named_parameters()}
+            frozen = strategy.prepare(model)
+            with torch.no_grad(), strategy.autocast():
+                got = frozen(batch())
+            if isinstance(want, tuple):
+                want, got = want.logprobs, got.logprobs
+            assert torch.equal(got, want)
+            kept = {n for n, p in frozen.named_parameters() if p.dtype is strategy.dtype}
+            assert kept and all(before[n].dim() == 2 for n in kept)
+            assert not any('emb' in n or 'wte' in n or 'wpe' in n or 'norm' in n or 'head' in n for n in kept)
+            assert torch.equal(frozen(batch())[0] if isinstance(frozen, Actor) else frozen(batch()), want)  # of itself
+
+
+def test_a_frozen_model_in_fp32_is_left_alone():
+    with NaiveStrategy(precision='fp32', device='cpu') as strategy:
+        frozen = strategy.prepare(Actor(tiny_causal_lm('llama')))
+    assert {p.dtype for p in frozen.parameters()} == {torch.float32}
+
+
+def in_bf16(module: nn.Module) -> nn.Module:
+    """As of a folder in bf16, loaded in fp32."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(parameter.bfloat16().float())
+    return module
+
+
+def adapted(exact_in_bf16: bool) -> Actor:
+    model = shifted(tiny_causal_lm('llama'))
+    actor = Actor(in_bf16(model) if exact_in_bf16 else model, 2)
+    with torch.no_grad():
+        for layer in lora.lora_layers(actor).values():
+            layer.lora_B.copy_(torch.linspace(-0.01, 0.01, layer.lora_B.numel()).view_as(layer.lora_B))
+    return actor
+
+
+def trained_under(strategy: NaiveStrategy, actor: Actor):
+    optimizer = strategy.make_optimizer([p for p in actor.parameters() if p.requires_grad], lr=1e-2)
+    return strategy.prepare((actor, optimizer))
+
+
+@pytest.mark.parametrize('exact_in_bf16', [True, False])
+def test_the_weights_under_adapters_are_kept_in_bf16_where_that_loses_nothing(exact_in_bf16, new_cpu, tmp_path):
+    plain = adapted(exact_in_bf16)
+    with torch.no_grad():
+        merged = {n: layer.folded_weight() for n, layer in lora.lora_layers(plain).items()}
+    with NaiveStrategy(precision='bf16', device='cpu') as strategy:
+        with torch.no_grad(), strategy.autocast():
+            want = plain.eval()(batch()).logprobs
+        actor, optimizer = trained_under(strategy, copy.deepcopy(plain))
+        layers = lora.lora_layers(actor)
+        assert {layer.weight.dtype for layer in layers.values()} == {torch.bfloat16 if exact_in_bf16 else torch.float32}
+        assert {layer.lora_A.dtype for layer in layers.values()} == {torch.float32}
+        with torch.no_grad(), strategy.autocast():
+            assert torch.equal(actor(batch()).logprobs, want)
+        # what is written is exact, and in fp32 as ever
+        pieces = {p.name: p.data for p in strategy.model_pieces(actor)}
+        assert all(torch.equal(pieces[n], p.detach().reshape(-1)) for n, p in plain.named_parameters())
+        assert {d.dtype for d in pieces.values() if d.is_floating_point()} == {torch.float32}
+        with strategy.full_model(actor, dtype=torch.float32) as full:
+            assert all(torch.equal(full.get_submodule(n).weight, w) for n, w in merged.items())
+            full.save_pretrained(tmp_path / 'merged')
+        again = AutoActor.from_pretrained(tmp_path / 'merged')
+        assert all(torch.equal(again.get_submodule(n).weight, w) for n, w in merged.items())
+        assert {layer.weight.dtype for layer in layers.values()} == {torch.bfloat16 if exact_in_bf16 else torch.float32}
+        # generation has what it had: folded in fp32, rounded once
+        with strategy.full_model(actor) as full:
+            assert all(torch.equal(full.get_submodule(n).weight, w.bfloat16()) for n, w in merged.items())
+        # one step is that of fp32 weights under autocast
+        other = copy.deepcopy(plain)
+        other_optimizer = strategy.make_optimizer([p for p in other.parameters() if p.requires_grad], lr=1e-2)
+        for model in (actor, other):
+            with strategy.autocast():
+                loss = -model.train()(batch()).logprobs.mean()
+            loss.backward()
+        other_optimizer.step()
+        strategy.optimizer_step(optimizer)
+        learned = dict(actor.named_parameters())
+        assert all(torch.equal(learned[n], p) for n, p in other.named_parameters() if p.requires_grad)
+
+
+def test_weights_that_bf16_cannot_hold_are_loaded_whole(new_cpu, tmp_path):
+    with NaiveStrategy(precision='bf16', device='cpu') as strategy:
+        other = adapted(exact_in_bf16=False)
+        torch.save(other.state_dict(), tmp_path / 'other.pt')
+        actor, _ = trained_under(strategy, adapted(exact_in_bf16=True))
+        strategy.load_model(actor, tmp_path / 'other.pt')
+        weights = actor.state_dict()
+        assert all(torch.equal(weights[n].float(), t) for n, t in other.state_dict().items())
+
+
+# --- adapters folded into a copy
+
+
+class Bytes(TorchDispatchMode):
+    """The largest sum of bytes alive of what operations inside have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[torch.multiprocessing.reductions.StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            storage = out.untyped_storage()
+            reference = torch.multiprocessing.reductions.StorageWeakRef(storage)
+            self.storages[reference.cdata] = (reference, storage.nbytes())
+            self.storages = {k: v for k, v in self.storages.items() if not v[0].expired()}
+            self.peak = max(self.peak, sum(size for _, size in self.storages.values()))
+        return out
+
+
+def test_a_copy_for_generation_needs_no_second_set_of_weights_in_fp32():
+    actor = adapted(exact_in_bf16=False)
+    layers = lora.lora_layers(actor).values()
+    whole = sum(layer.weight.numel() for layer in layers)
+    largest = max(layer.weight.numel() for layer in layers)
+    before = {n: p.detach().clone() for n, p in actor.named_parameters()}
+    own = sum(p.numel() for p in actor.parameters())
+    with Bytes() as counted:
+        copied = cast_copy(actor, torch.bfloat16)
+    # the copy itself, and of one layer the product, the sum and their like; a second set would be 4 * whole above it
+    assert counted.peak - 2 * own <= 16 * largest < 4 * whole
+    assert all(torch.equal(p, before[n]) for n, p in actor.named_parameters())
+    folded = {n: layer.folded_weight().bfloat16() for n, layer in lora.lora_layers(actor).items()}
+    assert all(torch.equal(copied.get_submodule(n).weight, w) for n, w in folded.items())
+
+
+def test_an_adapter_that_is_switched_off_is_not_folded_in():
+    actor = adapted(exact_in_bf16=False)
+    with actor.adapter_disabled(), pytest.raises(ValueError, match='the adapter is switched off'):
+        cast_copy(actor, torch.bfloat16)
+
+
+# --- a CPU without instructions of 16 bits
+
+
+def test_who_asks_for_16_bits_there_is_told(old_cpu):
+    assert emulates(CPU, torch.bfloat16) and emulates(CPU, torch.float16) and not emulates(CPU, torch.float32)
+    for precision in ('bf16', 'fp16'):
+        with pytest.warns(UserWarning, match=f"precision='{precision}': this CPU has no .* Give precision='fp32'"):
+            NaiveStrategy(precision=precision, device='cpu')
+
+
+def test_what_the_processor_says_counts_too(monkeypatch):
+    def says(**found: bool) -> bool:
+        monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: {'architecture': 'x86_64', **found})
+        return emulates(CPU, torch.bfloat16)
+
+    monkeypatch.delenv('ONEDNN_MAX_CPU_ISA', raising=False)
+    monkeypatch.setattr(torch.ops.mkldnn, '_is_mkldnn_bf16_supported', lambda: True)
+    assert says(avx512_f=True) and not says(avx512_f=True, avx512_bf16=True) and not says(amx_bf16=True)
+    monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: {'architecture': 'aarch64', 'bf16': True})
+    assert not emulates(CPU, torch.bfloat16)
+    monkeypatch.setattr(torch.ops.mkldnn, '_is_mkldnn_bf16_supported', lambda: False)
+    assert emulates(CPU, torch.bfloat16)
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_products_there_are_of_rounded_numbers_and_rounded_once(dtype):
+    """Forward and backward, against exact sums of the rounded numbers."""
+    generator = torch.Generator().manual_seed(0)
+    a, w, g = (torch.randn(s, generator=generator).to(dtype) for s in ((5, 33), (7, 33), (5, 7)))
+    seen = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append((func, args[0].dtype if args and isinstance(args[0], torch.Tensor) else None))
+            return func(*args, **(kwargs or {}))
+
+    x, weight = a.clone().requires_grad_(), w.clone().requires_grad_()
+    with Seen(), WideProducts():
+        y = nn.functional.linear(x, weight)
+        y.backward(g)
+    wants = {'y': (y, a.double() @ w.double().T), 'x': (x.grad, g.double() @ w.double())}
+    for got, want in (*wants.values(), (weight.grad, g.double().T @ a.double())):
+        assert got.dtype is dtype and float((got.double() - want.to(dtype).double()).abs().max()) <= float(
+            torch.finfo(dtype).eps * want.abs().max()
+        )
+    products = {dtype for func, dtype in seen if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)}
+    assert products == {torch.float32}
+
+
+class Dtypes(LocalEngine):
+    """Notes what the policy that generates is in."""
+
+    def begin(self, actor):
+        self.found = next(actor.parameters()).dtype
+        super().begin(actor)
+
+
+def test_there_learning_is_in_bf16_and_generation_and_scores_are_in_fp32(old_cpu):
+    """Scores and values are those of fp32 to the bit; the first KL is 0 and the first ratio 1, for their two sides are
+    computed alike."""
+    torch.manual_seed(0)
+    scorer, policy, values = (
+        RewardModel(tiny_causal_lm('gpt2')),
+        Actor(tiny_causal_lm('gpt2')),
+        Critic(tiny_causal_lm('gpt2')),
+    )
+    prompts = [torch.tensor([3 + i, 5, 7]) for i in range(4)]
+    scores = {}
+    for precision in ('fp32', 'bf16'):
+        with warnings.catch_warnings(), NaiveStrategy(seed=1, precision='fp32', device='cpu') as fp32:
+            warnings.simplefilter('ignore')
+            strategy = fp32 if precision == 'fp32' else NaiveStrategy(seed=1, precision='bf16', device='cpu')
+            models = copy.deepcopy((policy, values))
+            (actor, optim), (critic, critic_optim) = (
+                strategy.prepare((m, strategy.make_optimizer(m.parameters(), lr=1e-3))) for m in models
+            )
+            engine = Dtypes()
+            trainer = PPOTrainer(
+                strategy,
+                actor,
+                critic,
+                strategy.prepare(copy.deepcopy(scorer)),
+                strategy.prepare(copy.deepcopy(policy)),
+                optim,
+                critic_optim,
+                engine=engine,
+                experience_batch_size=4,
+                train_batch_size=4,
+                max_new_tokens=6,
+                min_new_tokens=6,
+                max_epochs=1,
+            )
+            trainer.set_prompts(prompts)
+            trainer.collect(1)
+            scores[precision] = [
+                (e.score, e.response_ids.tolist(), e.values.tolist()) for e in trainer.last_experiences
+            ]
+            assert engine.found is torch.float32
+            assert {p.dtype for p in trainer.maker.initial_model.parameters()} == {torch.float32}
+            kl = max(float(e.kl.abs().max()) for e in trainer.last_experiences)
+            metrics = trainer.learn_phase()
+            assert strategy.dtype is (torch.float32 if precision == 'fp32' else torch.bfloat16)
+            assert kl < 1e-6 and metrics['ppo/first_ratio_error'] < 1e-6
+            assert math.isfinite(metrics['ppo/actor_grad_norm'])
+    assert scores['bf16'] == scores['fp32']
