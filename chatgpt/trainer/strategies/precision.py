@@ -180,7 +180,8 @@ def merge_for_good(copied: nn.Module) -> None:
 
     for layer in lora.layers_to_fold(copied) if lora.can_fold(copied) else ():
         layer.weight.data = layer.folded_weight().to(layer.weight.dtype)
-        layer.lora_B.zero_()
+        # new zeros: with one process a copy's tensors are the trained ones themselves
+        layer.lora_B.data = torch.zeros_like(layer.lora_B)
         layer.merged = True  # so that the local engine takes it for a plain layer
 
 
