@@ -255,17 +255,22 @@ def _learn(setup: Setup, trained: dict[str, Any]) -> Memory:
     sequences = setup.train_batch_size * (2 if setup.task == 'reward_model' else 1)
     rows = rows_per_forward(setup, sequences)
     again = rows * setup.num_processes < sequences
-    strategy, kept = setup.memory_model, []
+    strategy = setup.memory_model
+    kept: list[int] = []
     for name, (size, _) in trained.items():
         whole = strategy.trained(name, size, setup)
-        gradients = Memory(*({n: b for n, b in p.items() if n.endswith('gradients')} for p in (whole.device, whole.host)))
+        gradients = Memory(
+            *({n: b for n, b in p.items() if n.endswith('gradients')} for p in (whole.device, whole.host))
+        )
         if again:
             gradients += strategy.sums(name, size, setup)
         memory += gradients
         kept.append(sum(gradients.device.values()))
     # Each moment beside all the gradients: those of the models to come are not there in the first micro-batch, which
     # grow as activations go; nor in a step those of the models that have stepped.
-    work, reductions, steps = [], [], []
+    work: list[tuple[int, int]] = []
+    reductions: list[int] = []
+    steps: list[int] = []
     for i, (name, (size, config)) in enumerate(trained.items()):
         grow = strategy.growing(size, setup, again=again)
         peak = models.learning_bytes(_KINDS.get(name, name), config, setup, rows, growing=grow)

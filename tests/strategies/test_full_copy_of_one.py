@@ -6,8 +6,8 @@ import torch
 
 from chatgpt.nn import Actor
 from chatgpt.rollout.local.cpu_speed import PackedModules
+from chatgpt.testing import tiny_causal_lm
 from chatgpt.testing.processes import run_distributed
-from chatgpt.testing.tiny import tiny_causal_lm
 from chatgpt.trainer.strategies import FSDPStrategy
 
 

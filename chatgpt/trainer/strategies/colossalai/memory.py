@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar
@@ -225,7 +224,7 @@ class GeminiMemory(_Masters):
 
 
 @lru_cache(maxsize=64)
-def chunk_size(sizes: Sequence[int], least: int, search_range: int, interval: int, ranks: int) -> int:
+def chunk_size(sizes: tuple[int, ...], least: int, search_range: int, interval: int, ranks: int) -> int:
     """Elements of a chunk that upstream chooses: of all multiples of `interval` in the range, the first that leaves
     least empty. Parameters larger than the others by three standard deviations have chunks of their own.
     """
