@@ -175,8 +175,8 @@ def made_by_zeros() -> list[dict[str, list[int]]]:
 
 @needs_colossalai
 def test_buckets_of_zero():
-    """A reduction makes what the plan counts, but for what autograd made before it and for a few parameters (a bucket is
-    never quite full); so does a step, but for gloo's copy, which is made out of Python's sight."""
+    """A reduction makes what the plan counts, but for what autograd made before it and for a few parameters (a bucket
+    is never quite full); so does a step, but for gloo's copy, which is made out of Python's sight."""
     ranks = run_distributed(made_by_zeros, 2)
     for (stage, precision), made in zip(ZERO, ranks[0], strict=True):
         setup = Setup(
