@@ -218,6 +218,23 @@ class Sweep:
         return row
 
 
+def planned_anew(content: dict[str, Any]) -> dict[str, Any]:
+    """What was measured, beside what the planner says of it now."""
+    base, cap = DummyRun(**content['settings']), Cap(content['memory'], content['host_memory'], False, 1.5, 0.0)
+    cap.on_cuda = content['device_type'] == 'cuda'
+    sweep, rows = Sweep(base, content['ladder'], [], cap), []
+    for row in content['rows']:
+        settings = sweep.settings(row['strategy'], row['option'])
+        for rung, outcome in row['tried'].items():
+            outcome['planned'], outcome['planner_fits'] = sweep.plan(settings, rung)
+        if row['limit'] is not None and row['limit'].startswith('planned'):
+            planned, fits = sweep.plan(settings, row['limit_at'])
+            row['limit'] = ('not tried, ' if fits else '') + f'planned {show_bytes(planned or 0)}'
+        known = Row(**{k: v for k, v in row.items() if k != 'disagreements'})
+        rows.append(row | {'disagreements': known.disagreements()})
+    return content | {'rows': rows}
+
+
 def num_parameters(config: Any) -> int:
     """Of a language model by its config."""
     import torch
@@ -294,7 +311,7 @@ def parse_args() -> Any:
         type=Path,
         nargs='+',
         metavar='FILE',
-        help='measure nothing: the page of earlier --json files, of one machine and one cap',
+        help='measure nothing: the page of earlier --json files, of one machine and one cap, planned anew',
     )
     parser.add_argument(
         '--before',
@@ -308,7 +325,7 @@ def parse_args() -> Any:
 def main() -> None:
     args = parse_args()
     if args.report:
-        content = capacity_page.combined([json.loads(file.read_text()) for file in args.report])
+        content = planned_anew(capacity_page.combined([json.loads(file.read_text()) for file in args.report]))
         if args.json:
             write_json(args.json, content)
     else:

@@ -136,11 +136,14 @@ def make_plan(setup: Setup) -> Plan:
     after_scoring = Memory()
     for size, _ in frozen.values():
         after_scoring.add('gathered weights', setup.memory_model.kept_gathered(size, setup))
+    learning = static + after_scoring
+    if setup.num_phases == 1:
+        static, scoring, after_scoring = _without(static, 'optimizer'), _without(scoring, 'optimizer'), Memory()
     phases = {
         'load': load,
         'collect': static + after_scoring + _collect(setup, config, actor),
         'score': scoring + _score(setup, trained, frozen),
-        'learn': static + after_scoring + _learn(setup, trained),
+        'learn': learning + _learn(setup, trained),
     }
     return Plan(setup, phases)
 
