@@ -145,6 +145,16 @@ def write(path: Path, content: dict[str, Any], before: dict[str, Any] | None = N
         '',
         what,
     ]
+    names = list(dict.fromkeys(r['option'] for r in content['rows']))
+    run = {(r['strategy'], r['option']) for r in content['rows']}
+    left_out = [
+        f'{strategy} {option}'
+        for strategy in {strategy for strategy, _ in run}
+        for option in names
+        if (strategy, option) not in run
+    ]
+    if left_out:
+        lines += ['', f'Not run: {", ".join(sorted(left_out))}.']
     lines += ['', table(content), '', OPTIONS, '', *about_the_planner(content, before), *failures(content)]
     if not on_cuda and any(r['strategy'].startswith('colossalai') for r in content['rows']):
         lines += ['', NOTES_ON_A_CPU]
