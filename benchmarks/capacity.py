@@ -218,6 +218,23 @@ class Sweep:
         return row
 
 
+def planned_anew(content: dict[str, Any]) -> dict[str, Any]:
+    """What was measured, beside what the planner says of it now."""
+    base, cap = DummyRun(**content['settings']), Cap(content['memory'], content['host_memory'], False, 1.5, 0.0)
+    cap.on_cuda = content['device_type'] == 'cuda'
+    sweep, rows = Sweep(base, content['ladder'], [], cap), []
+    for row in content['rows']:
+        settings = sweep.settings(row['strategy'], row['option'])
+        for rung, outcome in row['tried'].items():
+            outcome['planned'], outcome['planner_fits'] = sweep.plan(settings, rung)
+        if row['limit'] is not None and row['limit'].startswith('planned'):
+            planned, fits = sweep.plan(settings, row['limit_at'])
+            row['limit'] = ('not tried, ' if fits else '') + f'planned {show_bytes(planned or 0)}'
+        known = Row(**{k: v for k, v in row.items() if k != 'disagreements'})
+        rows.append(row | {'disagreements': known.disagreements()})
+    return content | {'rows': rows}
+
+
 def num_parameters(config: Any) -> int:
     """Of a language model by its config."""
     import torch
@@ -233,7 +250,12 @@ def child_environment(on_cuda: bool) -> dict[str, str]:
     path = os.pathsep.join(p for p in (str(HERE.parent), os.environ.get('PYTHONPATH', '')) if p)
     if on_cuda:
         return {**os.environ, 'PYTHONPATH': path}
-    returns = {'MALLOC_TRIM_THRESHOLD_': '0', 'MALLOC_MMAP_THRESHOLD_': '65536', 'MALLOC_ARENA_MAX': '1'}
+    returns = {
+        'MALLOC_TRIM_THRESHOLD_': '0',
+        'MALLOC_MMAP_THRESHOLD_': '65536',
+        'MALLOC_ARENA_MAX': '1',
+        'ONEDNN_PRIMITIVE_CACHE_CAPACITY': '0',
+    }
     return {**os.environ, 'PYTHONPATH': path, 'CUDA_VISIBLE_DEVICES': '', **returns}
 
 
@@ -285,20 +307,36 @@ def parse_args() -> Any:
     parser.add_argument('--json', type=Path, metavar='FILE', help='write what was found there')
     parser.add_argument('--page', type=Path, metavar='FILE', help='write a page of results there')
     parser.add_argument(
-        '--report', type=Path, metavar='FILE', help='measure nothing: the page of an earlier --json FILE'
+        '--report',
+        type=Path,
+        nargs='+',
+        metavar='FILE',
+        help='measure nothing: the page of earlier --json files, of one machine and one cap, planned anew',
+    )
+    parser.add_argument(
+        '--before',
+        type=Path,
+        metavar='FILE',
+        help="an earlier --json file, whose planner's errors the page shows as well",
     )
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
-    content = json.loads(args.report.read_text()) if args.report else sweep_all(args)
+    if args.report:
+        content = planned_anew(capacity_page.combined([json.loads(file.read_text()) for file in args.report]))
+        if args.json:
+            write_json(args.json, content)
+    else:
+        content = sweep_all(args)
     print()
     print(capacity_page.table(content))
     if args.page:
         if args.plan_only:
             raise ValueError('--plan_only measures nothing, and a page is of what was measured')
-        capacity_page.write(args.page, content)
+        before = json.loads(args.before.read_text()) if args.before else None
+        capacity_page.write(args.page, content, before)
 
 
 def sweep_all(args: Any) -> dict[str, Any]:

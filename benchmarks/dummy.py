@@ -220,6 +220,7 @@ def plan_for(
             gradient_checkpointing=s.gradient_checkpointing,
             experience_batch_size=s.experience_batch_size,
             update_timesteps=s.update_timesteps,
+            num_phases=s.num_phases,
             train_batch_size=s.train_batch_size,
             max_tokens_per_batch=s.max_tokens_per_batch,
             max_prompt_tokens=s.prompt_length,

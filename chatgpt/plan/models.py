@@ -256,7 +256,8 @@ def learning_bytes(kind: str, config: Any, setup: Setup, rows: int, *, growing: 
     batch = batch_of(rows, setup.max_prompt_tokens, setup.max_new_tokens)
 
     def run(model: nn.Module, mode: Any) -> None:
-        given, kept = fake_batch(batch, mode), []
+        given = fake_batch(batch, mode)
+        kept: list[Tensor] = []
 
         def put_away(parameter: Tensor) -> None:
             parameter.grad = None

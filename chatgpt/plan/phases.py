@@ -143,11 +143,14 @@ def make_plan(setup: Setup) -> Plan:
     after_scoring = Memory()
     for size, _ in frozen.values():
         after_scoring.add('gathered weights', setup.memory_model.kept_gathered(size, setup))
+    learning = static + after_scoring
+    if setup.num_phases == 1:
+        static, scoring, after_scoring = _without(static, 'optimizer'), _without(scoring, 'optimizer'), Memory()
     phases = {
         'load': load,
         'collect': static + after_scoring + _collect(setup, config, actor),
         'score': scoring + _score(setup, trained, frozen),
-        'learn': static + after_scoring + _learn(setup, trained),
+        'learn': learning + _learn(setup, trained),
     }
     return Plan(setup, _with_kept(setup, phases))
 
@@ -276,21 +279,22 @@ def _learn(setup: Setup, trained: dict[str, Any]) -> Memory:
     sequences = setup.train_batch_size * (2 if setup.task == 'reward_model' else 1)
     rows = rows_per_forward(setup, sequences)
     again = rows * setup.num_processes < sequences
-    strategy, kept = setup.memory_model, []
+    strategy = setup.memory_model
+    kept: list[int] = []
     for name, (size, _) in trained.items():
         whole = strategy.trained(name, size, setup)
-        gradients = {part: size_of_part for part, size_of_part in whole.device.items() if part.endswith('gradients')}
+        gradients = Memory(
+            *({n: b for n, b in p.items() if n.endswith('gradients')} for p in (whole.device, whole.host))
+        )
         if again:
-            gradients[f'{name} sums of gradients'] = strategy.sums(size, setup)
-        for part, size_of_part in gradients.items():
-            memory.add(part, size_of_part)
-        for part, size_of_part in whole.host.items():
-            if part.endswith('gradients'):
-                memory.add(part, size_of_part, host=True)
-        kept.append(sum(gradients.values()))
+            gradients += strategy.sums(name, size, setup)
+        memory += gradients
+        kept.append(sum(gradients.device.values()))
     # Each moment beside all the gradients: those of the models to come are not there in the first micro-batch, which
     # grow as activations go; nor in a step those of the models that have stepped.
-    work, reductions, steps = [], [], []
+    work: list[tuple[int, int]] = []
+    reductions: list[int] = []
+    steps: list[int] = []
     for i, (name, (size, config)) in enumerate(trained.items()):
         grow = strategy.growing(size, setup, again=again)
         peak = models.learning_bytes(_KINDS.get(name, name), config, setup, rows, growing=grow)

@@ -80,6 +80,8 @@ class Setup(Layout):
     experience_batch_size: int = 8
     num_samples_per_prompt: int = 1
     update_timesteps: int = 10
+    num_phases: int = 2
+    """of collecting and learning; 1: it collects and scores before any optimizer state exists"""
     train_batch_size: int = 8
     max_tokens_per_batch: int | None = None
     max_prompt_tokens: int = 64

@@ -203,6 +203,38 @@ def test_the_page_says_what_went_wrong(tmp_path):
     assert '| does not train |' in page
 
 
+def content_of(command: str, option: str, rung: str, error: float, **changed: Any) -> dict[str, Any]:
+    tried = {rung: {'trained': True, 'limit': None, 'peak': 100 * MIB, 'planned': int(100 * MIB * (1 + error))}}
+    row = {'strategy': 'naive', 'option': option, 'tried': tried, 'rung': rung, 'parameters': 10, 'limit': 'memory'}
+    return {
+        'rows': [row | {'limit_at': 'd', 'disagreements': []}],
+        'smallest': None,
+        'memory': MIB,
+        'host_memory': None,
+        'device_type': 'cpu',
+        'ladder': 'tiny',
+        'machine': {'device': 'a CPU'},
+        'command': command,
+        'settings': capacity.asdict(DummyRun()),
+    } | changed
+
+
+def test_sweeps_are_combined_and_compared(tmp_path):
+    first, second = content_of('one', 'full', 'a', -0.5), content_of('two', 'micro', 'b', 0.04)
+    again = content_of('three', 'full', 'c', -0.02)
+    whole = capacity_page.combined([first, second, again])
+    assert [(r['option'], r['rung']) for r in whole['rows']] == [('full', 'c'), ('micro', 'b')]
+    assert whole['command'].splitlines() == ['one', 'two', 'three']
+    capacity_page.write(tmp_path / 'page.md', whole, before=first)
+    page = (tmp_path / 'page.md').read_text()
+    assert '| naive | 2 | -2% | +4% | +4% | -50% | -50% | -50% |' in page
+    assert '`one`\n\n`two`' in page
+    with pytest.raises(ValueError, match='differ in memory'):
+        capacity_page.combined([first, content_of('two', 'micro', 'b', 0.0, memory=2 * MIB)])
+    with pytest.raises(ValueError, match='of different machines'):
+        capacity_page.combined([first, content_of('two', 'micro', 'b', 0.0, machine={'device': 'another'})])
+
+
 @pytest.mark.parametrize(
     ('flags', 'sentence'),
     [

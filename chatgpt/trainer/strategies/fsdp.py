@@ -201,8 +201,9 @@ class FSDPStrategy(ProcessGroupStrategy):
                 yield full
             return
         with self.kept_copy(module, dtype) as kept:
+            folded_before = kept.copied is not None
             kept.copied = self._gathered(module, dtype, kept.copied).eval()
-            merge_for_good(kept.copied)
+            merge_for_good(kept.copied, in_place=folded_before)
             yield kept.copied
 
     def _whole(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -202,9 +202,9 @@ class MemoryModel:
         micro-batch after the first, whose gradients are added to those that are there."""
         return 0.0 if again or self.offloads else 4.0
 
-    def sums(self, size: ModelSize, run: Layout) -> int:
-        """Bytes on the device of sums of gradients beside '<name> gradients', where there are several micro-batches."""
-        return 0
+    def sums(self, name: str, size: ModelSize, run: Layout) -> Memory:
+        """'<name> sums of gradients' beside '<name> gradients', where there are several micro-batches."""
+        return Memory()
 
     def reduction(self, size: ModelSize, run: Layout, *, again: bool) -> int:
         """Bytes that reducing gradients takes at the end of a backward, when activations are gone, beside '<name>

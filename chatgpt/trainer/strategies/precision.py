@@ -170,13 +170,20 @@ def lora_merged(module: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def merge_for_good(copied: nn.Module) -> None:
-    """Fold adapters into a copy that is thrown away after use, layer by layer: nothing is put aside."""
+def merge_for_good(copied: nn.Module, *, in_place: bool = False) -> None:
+    """Fold adapters into a copy that is thrown away after use, layer by layer: nothing is put aside.
+
+    in_place: into the memory that its adapted layers have, which must be theirs alone.
+    """
     from chatgpt.nn import lora
 
     for layer in lora.layers_to_fold(copied) if lora.can_fold(copied) else ():
-        layer.weight.copy_(layer.folded_weight())
-        layer.lora_B.zero_()
+        weight = layer.folded_weight().to(layer.weight.dtype)
+        if in_place:
+            layer.weight.copy_(weight)
+            layer.lora_B.zero_()
+        else:  # with one process a copy's tensors are the trained ones themselves
+            layer.weight.data, layer.lora_B.data = weight, torch.zeros_like(layer.lora_B)
         layer.merged = True  # so that the local engine takes it for a plain layer
 
 

@@ -1,13 +1,12 @@
-"""What `ColossalAIStrategy` keeps in memory, from the sources of ColossalAI 0.5.0: 16-bit working weights, fp32 masters,
-Adam's two moments (Rajbhandari et al. 2020, section 3), buckets and chunks, and the exact values that the strategy keeps
-of what has no master. On a CPU gloo's own copies count as well.
+"""What `ColossalAIStrategy` keeps in memory, from the sources of ColossalAI 0.5.0: 16-bit working weights, fp32
+masters, Adam's two moments (Rajbhandari et al. 2020, section 3), buckets and chunks, and the exact values that the
+strategy keeps of what has no master. On a CPU gloo's own copies count as well.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar
@@ -194,11 +193,13 @@ class GeminiMemory(_Masters):
 
     def gathered(self, size: ModelSize, run: Layout, *, backward: bool) -> int:
         # the chunk of an operation, and the one before it, whose gradients are not complete
-        chunks = self.chunks(size if backward else as_trained(size), run)
+        chunks = self.chunks(size if size.trained else as_trained(size), run)
         return 2 * run.itemsize * (chunks.gathered - chunks.gathered // run.num_processes)
 
-    def sums(self, size: ModelSize, run: Layout) -> int:
-        return 4 * self.chunks(size, run).elements
+    def sums(self, name: str, size: ModelSize, run: Layout) -> Memory:
+        chunks, memory = self.chunks(size, run), Memory()
+        memory.add(f'{name} sums of gradients', 4 * chunks.elements, host=self._on_host(chunks))
+        return memory
 
     def reduction(self, size: ModelSize, run: Layout, *, again: bool) -> int:
         chunks = self.chunks(size, run)
@@ -223,9 +224,9 @@ class GeminiMemory(_Masters):
 
 
 @lru_cache(maxsize=64)
-def chunk_size(sizes: Sequence[int], least: int, search_range: int, interval: int, ranks: int) -> int:
-    """Elements of a chunk that upstream chooses: of all multiples of `interval` in the range, the first that leaves least
-    empty. Parameters larger than the others by three standard deviations have chunks of their own.
+def chunk_size(sizes: tuple[int, ...], least: int, search_range: int, interval: int, ranks: int) -> int:
+    """Elements of a chunk that upstream chooses: of all multiples of `interval` in the range, the first that leaves
+    least empty. Parameters larger than the others by three standard deviations have chunks of their own.
     """
     numbers = torch.tensor(sizes, dtype=torch.float64)
     limit = float(numbers.mean() + 3 * numbers.std(correction=0))

@@ -1,0 +1,265 @@
+"""Single terms of a plan against tensors that exist: chunks, sums and buckets of ColossalAI, roots of FSDP, packed
+weights, chunks of log-probs."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from chatgpt.batching import collate
+from chatgpt.functional import logprobs
+from chatgpt.nn import Actor
+from chatgpt.plan import Setup, models
+from chatgpt.testing.fakes import tiny_config
+from chatgpt.testing.processes import run_distributed
+from chatgpt.testing.tiny import tiny_sequences
+from chatgpt.trainer import strategies as s
+from chatgpt.trainer.strategies.colossalai.memory import GeminiMemory, chunk_size
+
+CONFIG = tiny_config('gpt2', positions=64, layers=3)
+VARIANTS = {'full': {}, 'lora': {'lora_rank': 2}, 'hydra': {'num_layers_unfrozen': 1}}
+SMALL_CHUNKS = {'min_chunk_size_mb': 0.02, 'search_range_mb': 0.02, 'hidden_dim': 32}
+BUCKET = 20_000
+needs_colossalai = pytest.mark.skipif(
+    importlib.util.find_spec('colossalai') is None, reason='colossalai is not installed'
+)
+
+
+def nbytes(tensors) -> int:
+    """Of different storages."""
+    return sum(t.untyped_storage().nbytes() for t in {t.untyped_storage().data_ptr(): t for t in tensors}.values())
+
+
+def new_actor(variant: str) -> Actor:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    return Actor(AutoModelForCausalLM.from_config(CONFIG), **VARIANTS[variant])
+
+
+def loss_of(strategy, actor):
+    with strategy.autocast():
+        return actor(collate(tiny_sequences(seed=0)[:2])).logprobs.float().sum() / 100
+
+
+# ---------------------------------------------------------------------- Gemini
+
+
+def held_by_gemini(variant: str, options: dict) -> dict[str, int]:
+    """Bytes of this rank's tensors after two micro-batches, a step and two more, by what the planner calls them."""
+    with s.ColossalAIStrategy(stage=3, precision='bf16', **options) as strategy:
+        actor = new_actor(variant)
+        optimizer = strategy.make_optimizer([p for p in actor.parameters() if p.requires_grad])
+        (actor, optimizer), frozen = strategy.prepare((actor, optimizer), new_actor('full'))
+        for number in range(5):
+            strategy.backward(loss_of(strategy, actor), actor, optimizer)
+            if number == 1:
+                strategy.optimizer_step(optimizer)
+        with torch.no_grad():
+            actor(collate(tiny_sequences(seed=0)[:2]))  # sets the last gradients aside
+        engine, its = (strategy._engines[id(strategy.unwrap(m))] for m in (actor, frozen))
+        masters = [chunk.paired_chunk.payload for chunk in engine.chunks]
+        moments = [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v) and v.dim()]
+        return {
+            'actor weights': nbytes([c.payload for c in engine.chunks] + [p.data for p in engine.untrained()]),
+            'actor masters': nbytes(masters),
+            'actor optimizer': sum(t.nbytes for t in moments),
+            'actor sums of gradients': nbytes(engine.sums),
+            'actor exact values': nbytes(engine._kept.values()),
+            'initial model weights': nbytes(
+                c.payload for c in {its.model.chunk_manager.get_chunk(p) for p in its.module.parameters()}
+            ),
+            'initial model exact values': nbytes(its._kept.values()),
+        }
+
+
+GEMINI = [('full', {}), ('lora', {}), ('full', SMALL_CHUNKS), ('hydra', SMALL_CHUNKS)]
+
+
+def held_by_geminis() -> list[dict[str, int]]:
+    return [held_by_gemini(*case) for case in GEMINI]
+
+
+@needs_colossalai
+def test_chunks_of_gemini_are_exact():
+    ranks = run_distributed(held_by_geminis, 2)
+    for number, (variant, options) in enumerate(GEMINI):
+        setup = Setup(
+            config=CONFIG,
+            strategy='colossalai_gemini',
+            strategy_options={'stage': 3, **options},
+            num_processes=2,
+            precision='bf16',
+            **VARIANTS[variant],
+        )
+        size = models.measure(models.build('actor', CONFIG, setup))
+        trained = setup.memory_model.trained('actor', size, setup)
+        frozen = setup.memory_model.frozen(
+            'initial model', models.measure(models.build('initial', CONFIG, setup)), setup
+        )
+        planned = {**trained.device, **trained.host, **frozen.device, **frozen.host}
+        planned |= setup.memory_model.sums('actor', size, setup).device
+        most = {name: max(held[number][name] for held in ranks) for name in ranks[0][number]}
+        assert {name: planned.get(name, 0) for name in most} == pytest.approx(most, rel=0.002), (variant, options)
+        chunks = setup.memory_model.chunks(size, setup)
+        assert (chunks.gathered > 0) is bool(options)
+        if options and variant == 'full':  # several chunks, and half of them here
+            assert chunks.largest < chunks.elements < 0.8 * size.trained
+
+
+def test_a_chunk_size_by_hand():
+    """Parameters of 30, 30 and 40: chunks of 40 leave 10 + 10 + 0 empty, of 50: 20 + 20 + 10, of 60: 0 + 20. A chunk is
+    at least 35, in steps of 10, and divides by the ranks."""
+    assert chunk_size((30, 30, 40), 35, 10, 10, 1) == 40
+    assert chunk_size((30, 30, 40), 35, 20, 10, 1) == 40  # equal waste: the first
+    assert chunk_size((30, 30, 40), 45, 20, 10, 1) == 60
+    assert chunk_size((30, 30, 40), 35, 10, 10, 3) == 42
+
+
+def test_a_model_below_the_smallest_chunk_is_whole_and_never_offloaded():
+    setup = Setup(config=CONFIG, strategy='colossalai_gemini_cpu', num_processes=4, precision='bf16')
+    size = models.measure(models.build('actor', CONFIG, setup))
+    whole = setup.memory_model.trained('actor', size, setup)
+    assert (whole.device['actor masters'], whole.host) == (4 * size.total, {})
+    cut = GeminiMemory(True, min_chunk=0.01, search_range=0.01, interval=32).trained('actor', size, setup)
+    assert 'actor masters' not in cut.device and cut.host['actor masters'] < 0.5 * 4 * size.total
+
+
+# ---------------------------------------------------------------------- ZeRO
+
+
+def made_by_zero(stage: int, precision: str) -> dict[str, list[int]]:
+    """Most bytes that ColossalAI's reductions and its step make at once, beside what is there before."""
+    with s.ColossalAIStrategy(
+        stage=stage, precision=precision, placement_policy='cuda', reduce_bucket_size=BUCKET
+    ) as strategy:
+        actor = new_actor('full')
+        optimizer = strategy.make_optimizer(actor.parameters())
+        actor, optimizer = strategy.prepare((actor, optimizer))
+        strategy.backward(loss_of(strategy, actor), actor, optimizer)
+        strategy.optimizer_step(optimizer)  # the moments are there from now on
+        upstream = strategy._engine(optimizer).optimizer
+        made: dict[str, list[int]] = {'reduction': [], 'step': []}
+
+        def watched(name, function):
+            def call(*args, **kwargs):
+                with models.LiveBytes(known) as live:
+                    result = function(*args, **kwargs)
+                made[name].append(live.peak)
+                return result
+
+            return call
+
+        for number in range(2):
+            loss = loss_of(strategy, actor)
+            known = [*strategy.unwrap(actor).parameters()]
+            if number:
+                upstream._run_reduction = watched('reduction', upstream._run_reduction)
+            strategy.backward(loss, actor, optimizer)
+        shards = [g for store in upstream.pg_to_grad_store.values() for g in store.get_working_grads_by_group_id(0)]
+        states = [v for state in optimizer.state.values() for v in state.values()]
+        known = [*strategy.unwrap(actor).parameters(), *upstream.working_to_master_param.values(), *shards, *states]
+        engine = strategy._engine(optimizer)
+        watched('step', engine.step)(engine.norm(), 1.0)
+        return made
+
+
+ZERO = [(2, 'fp32'), (2, 'bf16'), (1, 'fp32')]
+
+
+def made_by_zeros() -> list[dict[str, list[int]]]:
+    return [made_by_zero(*case) for case in ZERO]
+
+
+@needs_colossalai
+def test_buckets_of_zero():
+    """A reduction makes what the plan counts, but for what autograd made before it and for a few parameters (a bucket
+    is never quite full); so does a step, but for gloo's copy, which is made out of Python's sight."""
+    ranks = run_distributed(made_by_zeros, 2)
+    for (stage, precision), made in zip(ZERO, ranks[0], strict=True):
+        setup = Setup(
+            config=CONFIG,
+            strategy=f'colossalai_zero{stage}',
+            strategy_options={'stage': stage, 'placement_policy': 'cuda', 'reduce_bucket_size': BUCKET},
+            num_processes=2,
+            precision=precision,
+            on_cuda=False,
+        )
+        size = models.measure(models.build('actor', CONFIG, setup))
+        assert size.trained > 2 * BUCKET > 4 * size.largest_trained
+        itemsize = setup.itemsize
+        in_bucket = setup.memory_model.reduction(size, setup, again=True) - itemsize * BUCKET
+        slack = 4 * itemsize * size.largest_trained
+        if stage == 2:
+            assert in_bucket - slack <= max(made['reduction']) <= in_bucket + slack
+        step = setup.memory_model.step(size, setup) - 2 * itemsize * min(size.trained // 2, BUCKET)
+        assert step - 2 * slack <= max(made['step']) <= step + 2 * slack, (stage, precision)
+
+
+# ---------------------------------------------------------------------- FSDP
+
+
+def kept_by_fsdp() -> tuple[int, int]:
+    """Bytes of whole weights that a frozen model keeps after a forward, and that it keeps of its blocks."""
+    with s.FSDPStrategy(device='cpu') as strategy:
+        frozen = strategy.prepare(new_actor('full').requires_grad_(False))
+        with torch.no_grad():
+            frozen(collate(tiny_sequences(seed=0)[:2]))
+        module = strategy.unwrap(frozen)
+        outside, inside = [], []
+        for owner in module.modules():
+            group = getattr(owner, '_get_fsdp_state', lambda: None)()
+            if group is not None and group._fsdp_param_group is not None:
+                outputs = [t for p in group._fsdp_param_group.fsdp_params for t in p.all_gather_outputs]
+                (outside if owner is module else inside).extend(outputs)
+        return nbytes(outside), nbytes(inside)
+
+
+def test_a_frozen_root_stays_gathered():
+    outside, inside = run_distributed(kept_by_fsdp, 2, init_group=True)[0]
+    setup = Setup(config=CONFIG, strategy='fsdp', num_processes=2, precision='fp32')
+    size = models.measure(models.build('initial', CONFIG, setup))
+    assert (setup.memory_model.kept_gathered(size, setup), inside) == (outside, 0)
+
+
+# ---------------------------------------------------------------------- every strategy
+
+
+@pytest.mark.parametrize('variant', ['full', 'lora'])
+def test_packed_weights_are_those_of_the_engine(variant):
+    from chatgpt.rollout.local.cpu_speed import PackedModules
+
+    setup = Setup(config=CONFIG, **VARIANTS[variant])
+    packed = PackedModules(new_actor(variant)).modules
+    linear = models.measure(models.build('actor', CONFIG, setup)).linear
+    assert linear == sum(m.weight.numel() for m in packed) > 0
+
+
+@pytest.mark.parametrize('on_cuda', [False, True])
+def test_log_probs_come_in_the_planned_devices_chunks(monkeypatch, on_cuda):
+    """With bounds of 1,000 and 100,000 elements, 4 rows of 15 tokens come in many chunks on a CPU, in one on a GPU."""
+    monkeypatch.setattr(logprobs, 'CHUNK_ELEMENTS_CPU', 1000)
+    monkeypatch.setattr(logprobs, 'CHUNK_ELEMENTS_ACCELERATOR', 100_000)
+    setup = Setup(config=CONFIG, precision='fp32', on_cuda=on_cuda, max_prompt_tokens=9, max_new_tokens=15)
+    planned = models.learning_bytes('actor', CONFIG, setup, 4, growing=4.0)
+    assert logprobs.CHUNK_ELEMENTS_CPU == 1000  # put back
+    real, batch = new_actor('full').train(), models.batch_of(4, 9, 15)
+    if on_cuda:
+        monkeypatch.setattr(logprobs, 'CHUNK_ELEMENTS_CPU', 100_000)  # the real pass is on a CPU
+    with models.LiveBytes([*real.parameters(), *real.buffers()]) as live:
+        out = real(batch, with_entropy=True)
+        (out.logprobs.sum() + out.entropy.sum()).backward()
+    assert planned == pytest.approx(live.peak, rel=0.01)
+
+
+def test_gradients_grow_as_a_strategy_keeps_them():
+    """Dropped, as shards of four ranks, whole: the more stays, the higher the peak, and no more than what stays."""
+    setup = Setup(config=CONFIG, precision='fp32', max_prompt_tokens=2, max_new_tokens=2)
+    number = models.measure(models.build('actor', CONFIG, setup)).trained
+    dropped, shards, whole = (
+        models.learning_bytes('actor', CONFIG, setup, 1, growing=growing) for growing in (0.0, 1.0, 4.0)
+    )
+    assert dropped < shards < whole
+    assert shards <= dropped + number and whole <= dropped + 4 * number
