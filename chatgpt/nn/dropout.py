@@ -27,8 +27,9 @@ def dropout_off(module: nn.Module) -> None:
             continue
         part.training = True
         if isinstance(part, GradientCheckpointingLayer):
-            if not isinstance(part._gradient_checkpointing_func, _FlagOff):
-                part._gradient_checkpointing_func = _FlagOff(part, part._gradient_checkpointing_func)
+            own: Any = part._gradient_checkpointing_func
+            if not isinstance(own, _FlagOff):
+                part._gradient_checkpointing_func = _FlagOff(part, own)  # type: ignore[assignment]
             continue
         for name, value in vars(part).items():
             if 'drop' in name and isinstance(value, float):  # of F.dropout, and of whole layers

@@ -367,7 +367,7 @@ def settle(module: nn.Module, device: torch.device) -> bool:
             packed = None
             for part in module.modules():
                 if hasattr(part, 'reshard'):  # an interrupted forward leaves a shard's owner whole
-                    part.reshard()
+                    part.reshard()  # type: ignore[operator]
         for trunk in trunks:
             trunk.config._attn_implementation = 'sdpa'
         plain = _tensors(module(batch))

@@ -235,9 +235,9 @@ class _Materializer:
                 if name not in module._non_persistent_buffers_set and self._load(made, [prefix + name]):
                     loaded.append(made)
         self._initialise(unit, loaded)
-        known = {id(tensor) for tensor in loaded}
+        stored = {id(tensor) for tensor in loaded}
         for name, tensor in fresh:
-            if id(tensor) not in known and tensor.is_floating_point() and bool(tensor.isnan().any()):
+            if id(tensor) not in stored and tensor.is_floating_point() and bool(tensor.isnan().any()):
                 raise Uninitialised(
                     f'{type(self.model).__name__}: its constructor gives {name} its numbers, and transformers cannot '
                     'give them later; build it outside of the meta device (a strategy that does not shard its models)'
@@ -268,15 +268,16 @@ class _Materializer:
     @torch.no_grad()
     def _load(self, target: Tensor, names: list[str]) -> bool:
         """Whether the files hold it."""
-        found = next((name for name in names if self.files is not None and name in self.files), None)
-        if self.files is None or found is None:
+        files = self.files
+        found = next((name for name in names if files is not None and name in files), None)
+        if files is None or found is None:
             return False
-        stored = self.files.get(found)
+        stored = files.get(found)
         if stored.shape != target.shape:
-            check_fit(self.model, self.files.file_of, (), (), [(found, stored.shape, target.shape)])
+            check_fit(self.model, files.file_of, (), (), [(found, stored.shape, target.shape)])
         target.copy_(stored)
         if isinstance(target, nn.Parameter):
-            check_finite(target, self.files.name_of(found), lambda _: self.files.file_of(found))
+            check_finite(target, files.name_of(found), lambda _: files.file_of(found))
             if self.adapter is not None:
                 self.adapter.add_to(names[0], target)
         return True
@@ -298,9 +299,9 @@ class _Materializer:
         for name, module in unit.modules:
             if hasattr(module, 'reset_lora_parameters'):
                 reset_adapter(module, self.source.seed, name)
-            for tensor in [*module._parameters.values(), *module._buffers.values()]:
-                if tensor is not None:
-                    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+            for own in [*module._parameters.values(), *module._buffers.values()]:
+                if own is not None:
+                    own._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def _unset(like: Tensor) -> Tensor:

@@ -114,7 +114,7 @@ class StoredTensors:
         converter = copy.deepcopy(recipe.converter)
         for pattern, stored in recipe.parts.items():
             for part in stored:
-                converter.add_tensor(recipe.first, part, pattern, self._read(part))
+                converter.add_tensor(recipe.first, part, pattern, self._read(part))  # type: ignore[arg-type]
         try:
             made = converter.convert(recipe.first, model=self.model, config=self.model.config)[name]
         except (KeyError, RuntimeError, ValueError, IndexError) as error:

@@ -137,7 +137,8 @@ def measure(model: nn.Module) -> ModelSize:
     )
     adapted = [layer for layer in lora.lora_layers(model).values() if not layer.shares_base]
     plain = (nn.Linear, Conv1D, lora.LoRALinear, lora.LoRAConv1D)
-    linear = sum(m.weight.numel() for m in model.modules() if type(m) in plain)
+    multiplied: list[Any] = [m for m in model.modules() if type(m) in plain]
+    linear = sum(m.weight.numel() for m in multiplied)
     return ModelSize(parameters, sum(layer.weight.numel() for layer in adapted), linear)
 
 

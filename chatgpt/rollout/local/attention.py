@@ -71,7 +71,7 @@ class PagedAttention:
 
 
 @cache
-def paged_varlen() -> Callable[..., Tensor] | None:
+def paged_varlen() -> Callable[..., Any] | None:
     """torch's FlashAttention for variable lengths where it has pages (torch 2.11 on), else None."""
     try:
         from torch.nn.attention.varlen import varlen_attn

@@ -285,9 +285,9 @@ class LocalEngine(InProcessEngine):
         cache = self._cache
         if cache is None or rows > cache.rows or capacity > cache.capacity:
             wider = (rows, capacity) if cache is None else (max(rows, cache.rows), max(capacity, cache.capacity))
-            self._cache = cache = self._fixed = None  # before there is another
-            self._cache = SlotCache(*wider)
-        return self._cache
+            self._cache = self._fixed = None  # before there is another
+            self._cache = cache = SlotCache(*wider)
+        return cache
 
     def rows_that_fit(self, rows: int, capacity: int) -> int:
         """How many of `rows` rows of `capacity` slots this phase's cache may have, by `free_bytes`; at least one."""

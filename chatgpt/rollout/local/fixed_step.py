@@ -320,7 +320,7 @@ def _as_symbols() -> Iterator[None]:
 
     with (
         torch._dynamo.config.patch(recompile_limit=COMPILATIONS),
-        symbols.patch(use_duck_shape=False),
+        symbols.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings('ignore', message='Dynamo detected a call to a `functools.lru_cache`')
