@@ -17,8 +17,8 @@ model on one, a demo in 1.62 GB)."""
 NOTES_ON_A_CPU = """Of ColossalAI's strategies the planner counts, in host memory, which is the same here, the exact fp32 values of weights
 that are not trained; of Gemini its chunks (a model below 32 x 2^20 elements is one, whole on every rank, and as large as all of the
 model where only adapters are trained), twice, and once more in fp32 as the sum of gradients while there are several micro-batches; of
-ZeRO-2 the bucket as autograd made it, flat, as gloo copied it and as it was received. What is left is oneDNN's and Python's own, which
-does not grow with the model: 8 to 10 MiB in fp32, about 20 MiB in bf16."""
+ZeRO-2 the bucket as autograd made it, flat, as gloo copied it and as it was received. What is left is oneDNN's and Python's own: at
+these sizes about 10 MiB in fp32 and 16 to 24 MiB in bf16."""
 ON_CUDA = """Measured on one {device}, whose allocator was limited to {cap}. The CUDA context and what else torch's allocator does
 not manage come on top."""
 WHAT = """A rung of the ladder `{ladder}` (benchmarks/ladders.py) trains when one PPO phase of two passes over {batch} sequences of
