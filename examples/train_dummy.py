@@ -19,12 +19,13 @@ from transformers import GPT2Config
 
 from chatgpt.launch.arguments import Parser, add_strategy, run_main, strategy_of
 from chatgpt.launch.config_values import parse_bool
-from chatgpt.launch.inputs import Inputs, context_of, quiet_transformers
+from chatgpt.launch.inputs import Inputs, quiet_transformers
 from chatgpt.launch.models import build_ppo_models
 from chatgpt.launch.recipes import fit, ppo_trainer
 from chatgpt.launch.runs import PPORun
 from chatgpt.nn import load_config
 from chatgpt.nn.families import MODELS
+from chatgpt.nn.trunk import position_limit
 from chatgpt.trainer.callbacks import PerformanceEvaluator, ProgressBar, SaveCheckpoint, num_parameters
 from chatgpt.trainer.config import PPOConfig
 
@@ -81,7 +82,7 @@ def train(args: Any, strategy: Any) -> None:
         eos_token_id=0,
     )
     config = load_config(args.pretrain) if args.pretrain else small
-    limit = context_of(config)
+    limit = position_limit(config)
     if limit is not None and args.prompt_tokens + args.max_new_tokens > limit:
         raise ValueError(
             f'--prompt_tokens and --max_new_tokens make {args.prompt_tokens + args.max_new_tokens}, the context is '

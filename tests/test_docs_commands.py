@@ -26,6 +26,7 @@ NOT_OURS = {
     r'^(git|cd) ': 'gets the repository',
     r'^ray start': "Ray's own",
     r'^python rlhf/': "llm-on-ray's own scripts, on the left of an arrow",
+    r'^python tests/families/': 'minutes; tests/families/test_family_matrix.py has the shortened ones',
     r'^python -m chatgpt\.launch --launcher ray \.\.\.': 'an ellipsis for what other lines of the page spell out',
 }
 """not even read"""

@@ -121,7 +121,7 @@ def add_strategy(parser: argparse._ActionsContainer) -> None:
         '--precision',
         choices=('auto', 'fp32', 'bf16', 'fp16'),
         default='auto',
-        help='compute dtype; weights stay fp32. auto: bf16 on a GPU that has it, fp32 on a CPU',
+        help='compute dtype; auto: bf16 on a GPU, fp32 on a CPU',
     )
     parser.add_argument('--seed', type=int, default=42, help='decides every draw, whatever the layout')
     parser.add_argument(

@@ -67,7 +67,7 @@ class Run(LearningSettings):
     strategy: str = field(default='naive', metadata={'choices': STRATEGIES})
     """what prepares and shards the models; module:name is a class of your own (docs/strategies.md)"""
     precision: Precision = 'auto'
-    """compute dtype; weights stay fp32. auto: bf16 on a GPU that has it, fp32 on a CPU"""
+    """compute dtype; auto: bf16 on a GPU, fp32 on a CPU"""
     seed: int = 42
     """decides every draw, whatever the layout"""
     model: str = field(default='auto', metadata={'choices': MODELS})
@@ -257,6 +257,11 @@ class Run(LearningSettings):
         check_name(self.logprob_kernel)
         if self.logprob_kernel != 'auto' and self.trained == 'reward_model':
             raise ValueError('logprob_kernel is about log-probs, and a reward model has none; leave it out')
+        if self.logprob_kernel not in ('auto', 'plain') and STRATEGIES.find(self.strategy).only_16_bits:
+            raise ValueError(
+                f'strategy={self.strategy} shards the output layer, which logprob_kernel={self.logprob_kernel!r} reads '
+                "whole; choose 'plain' or 'auto'"
+            )
         if self.compile_blocks and self.reproducible is not None:
             raise ValueError(
                 "reproducible='exact' promises bits, which compiled graphs do not repeat under another layout: leave "
@@ -446,7 +451,7 @@ class PPORun(Run, PPOConfig):
                     f"entropy_coef={self.entropy_coef:g}: logprob_kernel='liger' has no gradient of the entropy; "
                     "choose 'fused'"
                 )
-            check_liger_temperature(self.temperature, self.precision == 'fp32')
+            check_liger_temperature(self.temperature, self.precision in ('fp32', 'auto'))  # auto: known at the device
         if self.shared_trunk and (self.critic == 'shared' or self.num_layers_unfrozen > 0):
             raise ValueError(
                 'shared_trunk gives the critic an adapter of its own; leave critic=shared and num_layers_unfrozen out'

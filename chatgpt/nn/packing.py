@@ -65,12 +65,14 @@ NEVER = ('attn_logit_softcapping', 'alibi', 'position_bias')
 def flat_hidden(model: nn.Module, batch: Batch) -> Tensor:
     """Hidden states of a batch, rows joined: (B*S, D), to be indexed with `action_index` or `last_index`.
 
-    Run without padding where batch and model can; the states of padding are then zeros. ValueError for sequences beyond
-    what the model takes.
+    Run without padding where batch and model can; the states of padding are then zeros. ValueError for sequences
+    beyond the length from which a batch's numbers follow from its longest.
     """
-    longest = batch.packing.max_length if batch.packing is not None else batch.input_ids.shape[1]
-    if longest > (position_limit(model.config) or longest):
-        raise ValueError(f'a sequence of {longest} tokens is past {positions_of(model.config)}; give shorter ones')
+    limit = position_limit(model.config)
+    if limit != getattr(text_config(model.config), 'max_position_embeddings', limit):  # longrope
+        longest = batch.packing.max_length if batch.packing is not None else batch.input_ids.shape[1]
+        if limit is not None and longest > limit:
+            raise ValueError(f'a sequence of {longest} tokens is past {positions_of(model.config)}; give shorter ones')
     if _runs_packed(model, batch):
         return rows_joined(model, _packed_hidden(model, batch.input_ids, batch.position_ids, batch.packing), batch)
     if packs(model) and not _too_long(model, batch.input_ids.shape[1]):
@@ -355,33 +357,48 @@ def settle(module: nn.Module, device: torch.device) -> bool:
     Where a packed forward does not give the padded one's numbers, batches run padded from now on. Call it on all ranks
     that hold a part of the module. `device` is where it computes. Returns whether it packs; raises as `check_company`.
     """
+    model: Any = getattr(module, 'model', None)
+    if not hasattr(model, 'config'):
+        return False
     trunks: list[Any] = [m for m in module.modules() if hasattr(m, 'config') and packs(m)]
-    if not trunks or not hasattr(module, 'model'):
-        return bool(trunks)
-    records = _records(text_config(trunks[0].config).vocab_size)
-    batch = collate(records).to(device)
+    records = _records(text_config(model.config).vocab_size)
+
+    def numbers(given: list[Sequence]) -> list[Tensor]:
+        return _tensors(module(collate(given).to(device)))
+
     with in_eval_mode(module):
         try:
-            packed = _tensors(module(batch))
+            packed = numbers(records) if trunks else None
         except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, NotImplementedError):
             packed = None
-            for part in module.modules():
-                if hasattr(part, 'reshard'):  # an interrupted forward leaves a shard's owner whole
-                    part.reshard()  # type: ignore[operator]
+            _reshard(module)
         for trunk in trunks:
             trunk.config._attn_implementation = 'sdpa'
-        plain = _tensors(module(batch))
-        alone = [_tensors(module(collate([record]).to(device))) for record in records]
-    if not all(_close(a, torch.cat(b)) for a, b in zip(plain, zip(*alone, strict=True), strict=True)):
+        plain = numbers(records)
+        alone = [torch.cat(parts) for parts in zip(*(numbers([record]) for record in records), strict=True)]
+        pairs = list(zip(plain, alone, strict=True))
+        if len(plain[0]) > len(records) and not looks_ahead(model):  # a number for each action, and its first
+            later = replace(records[0], response_ids=torch.cat([records[0].response_ids[:1], records[1].response_ids]))
+            later = replace(later, response_mask=torch.ones(len(later.response_ids), dtype=torch.bool))
+            pairs += [(got[:1], want[:1]) for got, want in zip(numbers([later]), plain, strict=True)]
+    _reshard(module)
+    if not all(_close(got, want) for got, want in pairs):
         raise ValueError(
-            f'{type(trunks[0]).__name__} gives a token other numbers when padding or other sequences stand beside '
-            'it, so that neither log-probs nor values nor scores would mean anything'
+            f'{type(model).__name__} gives a token other numbers when padding or other sequences stand beside it, so '
+            'that neither log-probs nor values nor scores would mean anything'
         )
     if packed is None or not all(_close(a, b) for a, b in zip(packed, plain, strict=True)):
         return False
     for trunk in trunks:
         trunk.config._attn_implementation = ATTENTION
     return True
+
+
+def _reshard(module: nn.Module) -> None:
+    """A forward leaves the outermost part of a sharded module whole, and an interrupted one more of it."""
+    for part in module.modules():
+        if hasattr(part, 'reshard'):
+            part.reshard()  # type: ignore[operator]
 
 
 def _records(vocab_size: int) -> list[Sequence]:

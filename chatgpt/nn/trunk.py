@@ -62,6 +62,8 @@ def position_limit(config: Any) -> int | None:
     """
     config = text_config(config)
     limit = getattr(config, 'max_position_embeddings', None) or getattr(config, 'n_positions', None)
+    if limit is not None and (limit < 1 or getattr(config, 'position_biased_input', True) is False):
+        limit = None  # relative positions alone
     rope = getattr(config, 'rope_parameters', None) or {}
     for settings in (rope, *(part for part in rope.values() if isinstance(part, dict))):
         if settings.get('rope_type') == 'longrope':

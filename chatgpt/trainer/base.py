@@ -52,8 +52,9 @@ class Trainer:
     """
 
     scorer: Any = None
-    collector: Any = None
     """what scores responses; None where nothing does"""
+    collector: Any = None
+    """what generates them; None where nothing does"""
 
     def __init__(
         self,

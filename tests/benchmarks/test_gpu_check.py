@@ -231,7 +231,7 @@ def test_only_files_with_the_mark_are_collected():
     )
     found = gpu_tests.marked_files()
     assert sorted(found) == sorted(path for path in grep.stdout.split() if Path(path).name.startswith('test_'))
-    assert found[0] == 'tests/gpu/test_spine_on_cuda.py' and len(found) < 20
+    assert found[0].startswith('tests/gpu/') and len(found) < 20
 
 
 def test_counts_of_tests_are_there_after_each(tmp_path):

@@ -312,7 +312,8 @@ def test_gemini_in_fp32_is_told_by_its_flags(strategy):
     with pytest.raises(
         ValueError, match=f'--strategy {strategy} computes in 16 bits, and --precision is fp32: give --precision bf16'
     ):
-        SFTRun(strategy=strategy).validate()
+        SFTRun(strategy=strategy, precision='fp32').validate()
+    SFTRun(strategy=strategy).validate()
     with pytest.raises(ValueError, match=f'--strategy {strategy} computes in 16 bits'):
         make_strategy(strategy, seed=0, precision='fp32')
     SFTRun(strategy=strategy, precision='bf16').validate()

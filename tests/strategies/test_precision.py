@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from chatgpt.batching import collate
 from chatgpt.launch.arguments import make_strategy
 from chatgpt.launch.runs import SFTRun
-from chatgpt.nn import Actor, AutoActor, Critic, RewardModel, lora
+from chatgpt.nn import Actor, AutoActor, AutoRM, Critic, RewardModel, lora
 from chatgpt.plan import Setup
 from chatgpt.rollout import LocalEngine
-from chatgpt.testing import FAMILIES, tiny_causal_lm
+from chatgpt.testing import FAMILIES, tiny_causal_lm, tiny_config
 from chatgpt.testing.pretend_cuda import pretend_cuda
 from chatgpt.testing.tiny import tiny_sequences
 from chatgpt.trainer import PPOTrainer
@@ -439,3 +439,42 @@ def test_there_learning_is_in_bf16_and_generation_and_scores_are_in_fp32(old_cpu
             assert kl < 1e-6 and metrics['ppo/first_ratio_error'] < 1e-6
             assert math.isfinite(metrics['ppo/actor_grad_norm'])
     assert scores['bf16'] == scores['fp32']
+
+
+def scored(model, batch):
+    with torch.no_grad():
+        return model(batch)
+
+
+def test_a_narrow_model_is_what_it_was_after_the_strategy():
+    """Its hooks and dtypes end with the strategy, and transformers' own calls work while it lasts."""
+    torch.manual_seed(0)
+    model = AutoRM(config=tiny_config('llama')).eval()
+    batch = collate(tiny_sequences())
+    with NaiveStrategy(precision='bf16', device='cpu') as strategy:
+        strategy.prepare(model)
+        narrow = [p for p in model.parameters() if p.dtype == torch.bfloat16]
+        if not strategy._emulates:
+            assert narrow
+            with torch.no_grad():
+                assert model.model(input_ids=batch.input_ids).last_hidden_state.isfinite().all()
+                with strategy.full_model(model, torch.float32) as full:
+                    wide = full(batch)
+                    assert {p.dtype for p in full.parameters()} == {torch.float32}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert not model._forward_pre_hooks and not model.model._forward_pre_hooks
+    if narrow:
+        assert torch.equal(scored(model, batch), wide), 'fp32, of the rounded weights'
+
+
+def test_a_trunk_that_learns_elsewhere_is_not_rounded():
+    torch.manual_seed(0)
+    actor = AutoActor(config=tiny_config('llama'))
+    reward_model = RewardModel(actor.model.model)
+    for parameter in actor.model.model.parameters():
+        parameter.requires_grad_(False)
+    before = {n: p.clone() for n, p in actor.named_parameters()}
+    with NaiveStrategy(precision='bf16', device='cpu') as strategy:
+        optimizer = torch.optim.SGD([p for p in actor.parameters() if p.requires_grad], lr=0.1)
+        strategy.prepare((actor, optimizer), reward_model)
+        assert all(torch.equal(before[n], p.float()) for n, p in actor.named_parameters())

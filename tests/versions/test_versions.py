@@ -27,7 +27,9 @@ def bounds():
     """package → its bounds in setup.py, those of the extras that the suite uses included."""
     pytest.importorskip('setuptools', reason='setup.py needs setuptools')
     setup = runpy.run_path(str(ROOT / 'setup.py'))
-    extras = [r for name, extra in setup['EXTRAS_REQUIRE'].items() if name not in ('vllm', 'dev') for r in extra]
+    extras = [
+        r for name, extra in setup['EXTRAS_REQUIRE'].items() if name not in ('vllm', 'liger', 'dev') for r in extra
+    ]
     required = map(Requirement, [*setup['INSTALL_REQUIRES'], *extras])
     own = {'mlflow': 'mlflow-skinny'}  # the part of it that is tested
     return {own.get(r.name, canonicalize_name(r.name)): r.specifier for r in required}

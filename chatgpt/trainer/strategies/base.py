@@ -150,6 +150,10 @@ class Strategy:
         """by id of the user's module"""
         self._narrow: dict[int, list[nn.Parameter]] = {}
         """by id of the user's module: what is kept in the compute dtype"""
+        self._wide: set[int] = set()
+        """ids of modules whose narrow weights are in fp32 at the moment"""
+        self._hooks: list[Any] = []
+        """handles of what narrow models need at a forward"""
 
     # ------------------------------------------------------------------ processes: what `ranks` says
 
@@ -319,28 +323,36 @@ class Strategy:
         if self._dtype is torch.float32 or not self.keeps_narrow or self.exact is not None or self._emulates:
             return
         owned = {id(p) for group in optimizer.param_groups for p in group['params']} if optimizer is not None else set()
-        frozen = [p for p in product_weights(module) if not p.requires_grad and id(p) not in owned]
-        if optimizer is not None:
+        from chatgpt.nn import lora
+
+        elsewhere = {id(p) for pair in self._trained.values() for p in pair.user_model.parameters()}
+        frozen = [p for p in product_weights(module) if not p.requires_grad and id(p) not in owned | elsewhere]
+        if optimizer is not None or lora.has_lora(module):  # what is folded or saved is exact
             lossless = self.broadcast_object([torch.equal(p.to(self._dtype).to(p.dtype), p) for p in frozen])
             frozen = [p for p, same in zip(frozen, lossless, strict=True) if same]
         kept = narrow(frozen, self._dtype)
         if kept and id(module) not in self._narrow:
             self._narrow[id(module)] = kept
-            self._autocast_forward(module)
+            self._autocast_forwards(module)
 
-    def _autocast_forward(self, module: nn.Module) -> None:
-        """A forward outside of `autocast`, where weights and states of two dtypes cannot be multiplied, enters it."""
+    def _autocast_forwards(self, module: nn.Module) -> None:
+        """A forward outside of `autocast`, where weights and states of two dtypes cannot be multiplied, enters it: the
+        module's own, and those of transformers' models in it, which a user calls too (`actor.model.generate`)."""
+        from transformers import PreTrainedModel
+
         entered: list[AbstractContextManager[Any]] = []
 
         def enter(*_: Any) -> None:
-            entered.append(self.autocast())
+            entered.append(nullcontext() if id(module) in self._wide else self.autocast())
             entered[-1].__enter__()
 
         def leave(*_: Any) -> None:
             entered.pop().__exit__(None, None, None)
 
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave, always_call=True)
+        for part in module.modules():
+            if part is module or isinstance(part, PreTrainedModel):
+                self._hooks.append(part.register_forward_pre_hook(enter))
+                self._hooks.append(part.register_forward_hook(leave, always_call=True))
 
     @contextmanager
     def _widened(self, model: nn.Module, *, changes: bool = False) -> Iterator[None]:
@@ -351,9 +363,11 @@ class Strategy:
         kept = [(p, p.data) for p in self._narrow.get(id(module), [])]
         for parameter, data in kept:
             parameter.data = data.float()
+        self._wide.add(id(module))
         try:
             yield
         finally:
+            self._wide.discard(id(module))
             for parameter, data in kept:
                 if changes:
                     before = parameter.data
@@ -681,7 +695,13 @@ class Strategy:
         self._trained.clear()
         self._keep.clear()
         self._offloaded.clear()
+        for hook in self._hooks:
+            hook.remove()
+        for parameter in (p for kept in self._narrow.values() for p in kept):
+            parameter.data = parameter.data.float()
+        self._hooks.clear()
         self._narrow.clear()
+        self._kept_copy = None
         if self._deterministic is not None:
             self._deterministic.restore()
             self._deterministic = None
