@@ -386,18 +386,19 @@ class RemoteEngine:
 
     def _replace(self, worker: int, error: WorkerDied) -> None:
         lost, self._queues[worker] = self._queues[worker], []
-        self._deaths[worker] += 1
         of = f'on samples {lost[0].indices[0]} to {lost[-1].indices[-1]}' if lost else 'while it was given weights'
-        if self._deaths[worker] > self.max_restarts:
-            raise RuntimeError(
-                f'rollout worker {worker} died {self._deaths[worker]} times in a row {of}: {error}'
-            ) from error
+        self._count_death(worker, of, error)
         num_prompts = sum(len(c.prompts) for c in lost)
         what = f'generates its {num_prompts} prompts again, from sample {lost[0].indices[0]} on' if lost else 'goes on'
         warnings.warn(f'rollout worker {worker} died ({error}); a new one {what}', stacklevel=4)
-        self.num_replaced += 1
-        self.workers.replace(worker)
-        self._welcome(worker)
+        while True:
+            self.num_replaced += 1
+            self.workers.replace(worker)
+            try:
+                self._welcome(worker)
+                break
+            except WorkerDied as died:
+                self._count_death(worker, 'as it started', died)
         for weights in {id(w): w for w in (self._weights, *(c.weights for c in lost)) if w is not None}.values():
             if not weights.buckets and weights.kept:
                 weights.buckets = self._buckets(weights.manifest, weights.kept)
@@ -405,6 +406,14 @@ class RemoteEngine:
             assert chunk.request is not None and chunk.weights is not None
             chunk.request = replace(chunk.request, buckets=chunk.weights.buckets)
             self._send(chunk, worker)
+
+    def _count_death(self, worker: int, when: str, error: WorkerDied) -> None:
+        """Raises RuntimeError when it was one too many."""
+        self._deaths[worker] += 1
+        if self._deaths[worker] > self.max_restarts:
+            raise RuntimeError(
+                f'rollout worker {worker} died {self._deaths[worker]} times in a row {when}: {error}'
+            ) from error
 
     def _welcome(self, worker: int) -> None:
         """What a new worker needs before it is given requests."""

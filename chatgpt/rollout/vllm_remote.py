@@ -250,7 +250,7 @@ class _Client:
         self.on_failure = lambda: None
 
     def begin(self, version: int) -> None:
-        self.version = version
+        self.version, self.failed = version, None
         for event in (self.asked, self.turn, self.answered):
             event.clear()
         if self.way == 'ipc':
@@ -279,6 +279,8 @@ class _Client:
             self.workers.wait(handle)
         except Exception as error:
             self.failed = error
+            for event in (self.asked, self.turn, self.answered):  # also when it was still being met
+                event.set()
             self.on_failure()  # the other half of the transfer waits for it
             raise
 

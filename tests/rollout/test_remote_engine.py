@@ -15,6 +15,7 @@ from torch import nn
 from chatgpt.nn import Actor, GPTActor
 from chatgpt.nn.nlpo import MaskedPolicy
 from chatgpt.rollout import LocalEngine, RemoteEngine, SamplingParams, compare_samples
+from chatgpt.rollout.remote import WorkerDied
 from chatgpt.rollout.wire import ModelSpec, apply_buckets, fill_buckets, merged, plan_buckets, policy_tensors
 from chatgpt.testing.fakes import FAMILIES, tiny_causal_lm, tiny_config
 from chatgpt.types import Prompt, Sample
@@ -217,6 +218,30 @@ def test_a_worker_that_dies_of_the_same_prompts_for_ever_ends_the_run_by_name():
     ):
         with pytest.warns(UserWarning, match='died'):
             remote(engine, actor_of(), prompts())
+
+
+@pytest.mark.parametrize('deaths', [1, 2])
+def test_a_replacement_that_dies_as_it_starts_is_replaced_too(deaths):
+    pool = InProcessWorkers()
+    pool.die_on = {3: 1}
+    actor = actor_of()
+    with RemoteEngine(pool, max_restarts=2) as engine:
+        left = [deaths]
+
+        def welcome(worker):
+            if left[0]:
+                left[0] -= 1
+                pool.kill(worker)
+                raise WorkerDied('as it started')
+
+        engine._welcome = welcome
+        with pytest.warns(UserWarning, match='died'):
+            if deaths == 1:
+                assert_same(remote(engine, actor, prompts()), local(actor, prompts()))
+                assert engine.num_replaced == 2
+            else:
+                with pytest.raises(RuntimeError, match='died 3 times in a row as it started'):
+                    remote(engine, actor, prompts())
 
 
 def test_what_a_worker_raises_is_raised_here_and_the_engine_goes_on():
