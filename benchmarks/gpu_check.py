@@ -116,6 +116,14 @@ def cuda_parts() -> list[Part]:
         measure('zero2', 'ppo', 34, part=colossalai, rungs=['s'], strategy='colossalai_zero2', **one),
         measure('gemini', 'ppo', 34, part=colossalai, rungs=['s'], strategy='colossalai_gemini', **one),
         measure(
+            'decode-vllm',
+            'decode_vllm',
+            120,
+            part={'needs': ('vllm',), 'worker': 'vllm', 'memory': 16 * GIB, 'extra': True},
+            models=['qwen2-1.5b', 'gpt2'],
+            **generated,
+        ),
+        measure(
             'decode-ways',
             'decode_ways',
             180,
@@ -129,14 +137,6 @@ def cuda_parts() -> list[Part]:
         ),
         measure('logprobs', 'head', 60, part={'extra': True}, sizes=[[896, 8192]], vocab=151936),
         measure('compiled-blocks', 'blocks', 60, part={'extra': True}, layers=8, width=2048),
-        measure(
-            'decode-vllm',
-            'decode_vllm',
-            120,
-            part={'needs': ('vllm',), 'worker': 'vllm', 'memory': 16 * GIB, 'extra': True},
-            models=['qwen2-1.5b', 'gpt2'],
-            **generated,
-        ),
         measure(
             'opt-1.3b-lora',
             'ppo',
