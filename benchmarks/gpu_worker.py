@@ -60,7 +60,10 @@ def do(task: dict[str, Any], device: Any) -> dict[str, Any]:
     except Exception as error:
         traceback.print_exc()
         lacks = isinstance(error, ImportError) and 'nvcc' in str(error)  # ColossalAI compiles Gemini's optimizer
-        answer = {'status': 'left out' if lacks else 'failed', 'reason': f'{type(error).__name__}: {" ".join(str(error).split())}'[:300]}
+        answer = {
+            'status': 'left out' if lacks else 'failed',
+            'reason': f'{type(error).__name__}: {" ".join(str(error).split())}'[:300],
+        }
     gc.collect()
     answer['held'] = 0
     if device.type == 'cuda':
