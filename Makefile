@@ -18,7 +18,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 help:
 	@echo 'make demo       SFT, a reward model, PPO, from nothing, in minutes on two cores; result in outputs/demo'
-	@echo 'make test       lint and the tests of the library, about 14 minutes on two cores'
+	@echo 'make test       lint and the tests of the library, about 10 minutes on two cores'
 	@echo 'make test-system  launchers, Ray, kills, capacity, layouts, ColossalAI: about twenty minutes more'
 	@echo 'make test-full  all of these and the slow tests'
 	@echo 'make fixed-runs BASE=<commit>  short runs of every kind with the code of BASE and with this: equal to the bit'
