@@ -128,13 +128,15 @@ def seed_of(run_seed: int, group: int) -> int:
     return int.from_bytes(digest, 'little')
 
 
+LARGEST_REWARD = 1e37
+"""so that the sum of some of them is a number in fp32"""
 ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
 
 
 def checked_observation(observation: Any) -> Observation:
     """Raises InvalidStep for what is neither a text nor messages."""
     if isinstance(observation, str):
-        return observation
+        return _checked_text(observation)
     if not isinstance(observation, list) or not all(isinstance(m, Mapping) for m in observation):
         raise InvalidStep(
             f"observation {shown(observation)} is neither a text nor a list of messages {{'role': ..., 'content': ...}}"
@@ -144,7 +146,18 @@ def checked_observation(observation: Any) -> Observation:
             raise InvalidStep(f'message {shown(message)} has none of the roles {", ".join(ROLES)}')
         if not isinstance(message.get('content'), str):
             raise InvalidStep(f'message {shown(message)} has no text as its content')
+        _checked_text(message['content'])
     return [dict(m) for m in observation]
+
+
+def _checked_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidStep(
+            f'{shown(text)} holds half a character (a lone surrogate), which no tokenizer takes'
+        ) from None
+    return text
 
 
 def shown(value: Any, length: int = 80) -> str:
@@ -174,8 +187,9 @@ def checked_rewards(reward: Any) -> dict[str, float]:
             numbers[str(name)] = float(value)
         except Exception:
             raise InvalidStep(f'{name}={shown(value)} is not a number') from None
-        if isinstance(value, (str, bytes)) or not math.isfinite(numbers[str(name)]):
-            raise InvalidStep(f'{name}={shown(value)} is not a finite number')
+        number = numbers[str(name)]
+        if isinstance(value, (str, bytes)) or not math.isfinite(number) or abs(number) > LARGEST_REWARD:
+            raise InvalidStep(f'{name}={shown(value)} is not a finite number in fp32')
     return numbers
 
 

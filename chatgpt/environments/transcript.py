@@ -52,6 +52,8 @@ class PlainText:
         return start + self._encoded(observation)
 
     def after(self, turn_ids: Sequence[int], ended: Ended, observation: Observation) -> list[int]:
+        if not isinstance(observation, str):
+            raise InvalidStep('the environment speaks in messages, which need a tokenizer with a chat template')
         return self._encoded(observation)
 
     def _encoded(self, observation: Observation) -> list[int]:
@@ -110,11 +112,19 @@ class ChatTemplate:
         return [{'role': 'user', 'content': prompt.text}] if prompt.text else []
 
     def first(self, prompt: Any, observation: Observation) -> list[int]:
-        """Messages are the whole conversation; text is added to the prompt's last turn, as TRL does."""
+        """Messages are the whole conversation; text is added to the prompt's last turn, as TRL does.
+
+        Raises InvalidStep for messages that the template refuses in this conversation alone.
+        """
         messages = observation if isinstance(observation, list) else joined(self.messages(prompt), observation)
         role = 'user' if self.tools is None else 'tool'
         self._try_out(bool(messages) and messages[0]['role'] == 'system', role)
-        return encode(self._render(messages, begin=True), self.tokenizer)
+        if not messages:
+            raise InvalidStep('a first observation without messages leaves nothing to answer')
+        try:
+            return encode(self._render(messages, begin=True), self.tokenizer)
+        except ValueError as error:
+            raise InvalidStep(str(error)) from error
 
     def after(self, turn_ids: Sequence[int], ended: Ended, observation: Observation) -> list[int]:
         """Raises InvalidStep for messages that the template refuses here."""

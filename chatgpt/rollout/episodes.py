@@ -306,7 +306,12 @@ class _Conversations:
             t.prompt_ids = prompt_ids or [self.sampling.pad_token_id]
             self._fail(t, answer)
             return
-        t.prompt_ids = self.owner.transcript.first(t.prompt, answer.observation)
+        try:
+            t.prompt_ids = self.owner.transcript.first(t.prompt, answer.observation)
+        except InvalidStep as error:
+            t.prompt_ids = prompt_ids or [self.sampling.pad_token_id]
+            self._fail(t, Failure(reason='invalid', message=f'{self.owner.runner.name}: {error}'))
+            return
         self.owner.longest_opening = max(self.owner.longest_opening, len(t.prompt_ids))
         t.room = self.sampling.room(len(t.prompt_ids))
         t.step_s += answer.seconds

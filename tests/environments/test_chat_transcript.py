@@ -12,7 +12,7 @@ import torch
 from chat_families import FAMILIES, chat_tokenizer
 from scripted_engine import ScriptedEngine
 
-from chatgpt.environments import Environment, EnvironmentSettings
+from chatgpt.environments import Environment, EnvironmentSettings, seed_of
 from chatgpt.environments.base import InvalidStep
 from chatgpt.environments.calls import checked_calls, reader
 from chatgpt.environments.transcript import ChatTemplate, PlainText, TextOrChat
@@ -314,6 +314,24 @@ def test_messages_that_a_template_refuses_end_the_episode():
     (sample,) = engine.generate([NOTHING], SamplingParams(max_new_tokens=50), seed=0, indices=[0])
     engine.close()
     assert sample.episode.end == 'invalid' and 'must alternate' in sample.episode.message
+
+
+@pytest.mark.parametrize(('said', 'why'), [([], 'nothing to answer'), (['b', 'c'], 'must alternate')])
+def test_a_first_observation_that_a_template_refuses_ends_its_own_episode(said, why):
+    class Opens(Environment):
+        def reset(self, seed, **columns):
+            return [user(text) for text in (said if seed == seed_of(0, 1) else ['a'])]
+
+        def step(self, response):
+            return 'x', 1.0, True, False, {}
+
+    tokenizer = chat_tokenizer('gemma')
+    script = {0: [([5], 'length')], 1: [([5], 'length')]}
+    engine = EpisodeEngine(ScriptedEngine(script), Opens, tokenizer)
+    params = SamplingParams(max_new_tokens=50)
+    samples = engine.generate([NOTHING] * 2, params, seed=0, indices=[0, 1], groups=[0, 1])
+    engine.close()
+    assert [s.episode.end for s in samples] == ['terminated', 'invalid'] and why in samples[1].episode.message
 
 
 # --------------------------------------------------------------------- reading calls

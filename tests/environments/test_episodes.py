@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 import torch
@@ -125,3 +126,44 @@ def test_ppo_learns_from_episodes():
     for e in trainer.last_experiences:
         assert e.score == sum(sum(t.rewards.values()) for t in e.episode.turns)
         assert not e.advantages[~e.response_mask].any()
+
+
+class Careless(Environment):
+    """One of two groups is given nonsense that is of the right type."""
+
+    kind = ''
+
+    def reset(self, seed, **columns):
+        self.bad = seed == seed_of(5, 1)
+        return 'a \udc80' if self.bad and self.kind == 'half a character at reset' else 'n:'
+
+    def step(self, response):
+        if self.bad and self.kind == 'messages after text':
+            return [{'role': 'user', 'content': 'go'}], 0.0, False, False, {}
+        if self.bad and self.kind == 'half a character':
+            return 'a \udc80', 0.0, False, False, {}
+        return 'x', 1e39 if self.bad and self.kind == 'no fp32' else 1.0, True, False, {}
+
+
+@pytest.mark.parametrize(
+    ('kind', 'message'),
+    [
+        ('messages after text', 'speaks in messages, which need'),
+        ('half a character', 'half a character'),
+        ('half a character at reset', 'half a character'),
+        ('no fp32', r'reward=1e\+39 is not a finite number in fp32'),
+    ],
+)
+def test_nonsense_of_the_right_type_ends_its_own_episode(monkeypatch, kind, message):
+    monkeypatch.setattr(Careless, 'kind', kind)
+    tokenizer = byte_tokenizer()
+    engine = EpisodeEngine(LocalEngine(), Careless, tokenizer, EnvironmentSettings(max_turn_tokens=4, max_turns=3))
+    torch.manual_seed(0)
+    engine.begin(Actor(tiny_causal_lm('gpt2', vocab_size=len(tokenizer), n_positions=128)))
+    params = SamplingParams(max_new_tokens=40, eos_token_ids=(tokenizer.eos_token_id,))
+    samples = engine.generate([NOTHING] * 4, params, seed=5, indices=range(4), groups=[0, 0, 1, 1])
+    engine.end()
+    engine.close()
+    assert [s.episode.end for s in samples] == ['terminated'] * 2 + ['invalid'] * 2
+    for sample in samples[2:]:
+        assert sample.failed and re.search(message, sample.episode.message)
