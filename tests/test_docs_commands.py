@@ -43,6 +43,8 @@ NOT_RUN = NOT_OURS | {
     r'launch --num_workers|launch ppo': 'two processes: tests/cli/test_launched_command.py',
     r'^torchrun --standalone': 'two processes: tests/examples/test_train_prompts.py',
     r'compat run train_prompts\.py': 'theirs: tests/compat/colossalai/test_colossalai_programs.py',
+    r'Qwen/Qwen2\.5-7B': 'a model of the hub: tests/launch/test_one_card_chain.py runs it on a tiny one',
+    r'^python -m chatgpt\.plan 7b/': 'a config of 7B: tests/plan/test_plan_of_one_card.py',
     r' verify (outputs|RUN_A)': 'two runs: tests/cli/test_verify_command.py',
     r' compare | rollouts outputs': 'a page, or what people said on it: tests/cli/test_compare.py',
     r'compat run hello\.py': 'the stand-in is that of script.py, which is run',

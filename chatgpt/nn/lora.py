@@ -84,7 +84,9 @@ class _Adapter(loralib.LoRALayer):
 
     def reset_lora_parameters(self) -> None:
         """A as `nn.Linear` draws its weight, B zero: the layer computes what its base computes."""
-        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+        # On the meta device the generator moves on as it does elsewhere: what is drawn next is the same.
+        drawn = torch.empty_like(self.lora_A, device='cpu') if self.lora_A.is_meta else self.lora_A
+        nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))
         nn.init.zeros_(self.lora_B)
 
     def _add_adapter(self, result: Tensor, x: Tensor) -> Tensor:

@@ -351,11 +351,12 @@ def check_company(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def settle(module: nn.Module, device: torch.device) -> bool:
+def settle(module: nn.Module, device: torch.device, *, in_fp32: bool = False) -> bool:
     """Compare what was taken on trust on the meta device, now that an actor, critic or reward model has its weights.
 
     Where a packed forward does not give the padded one's numbers, batches run padded from now on. Call it on all ranks
-    that hold a part of the module. `device` is where it computes. Returns whether it packs; raises as `check_company`.
+    that hold a part of the module. `device` is where it computes, `in_fp32` whether from weights gathered in fp32.
+    Returns whether it packs; raises as `check_company`.
     """
     model: Any = getattr(module, 'model', None)
     if not hasattr(model, 'config'):
@@ -387,7 +388,7 @@ def settle(module: nn.Module, device: torch.device) -> bool:
             f'{type(model).__name__} gives a token other numbers when padding or other sequences stand beside it, so '
             'that neither log-probs nor values nor scores would mean anything'
         )
-    if packed is None or not all(_close(a, b) for a, b in zip(packed, plain, strict=True)):
+    if packed is None or not all(_close(a, b, 1e-4 if in_fp32 else 2e-2) for a, b in zip(packed, plain, strict=True)):
         return False
     for trunk in trunks:
         trunk.config._attn_implementation = ATTENTION
@@ -415,11 +416,11 @@ def _tensors(output: Any) -> list[Tensor]:
     return [output] if isinstance(output, Tensor) else [x for x in output if isinstance(x, Tensor)]
 
 
-def _close(got: Tensor, want: Tensor) -> bool:
-    """Up to the rounding of 16 bits, in which weights may be gathered whatever dtype they are kept in. Numbers that are
-    not finite are another error's."""
+def _close(got: Tensor, want: Tensor, tolerance: float = 2e-2) -> bool:
+    """By default up to the rounding of 16 bits, in which weights may be gathered whatever dtype they are kept in.
+    Numbers that are not finite are another error's."""
     off = (got.double() - want.double()).abs().max()
-    return bool(off <= 2e-2 * want.double().abs().max().clamp_min(1e-6)) or not bool(off.isfinite())
+    return bool(off <= tolerance * want.double().abs().max().clamp_min(1e-6)) or not bool(off.isfinite())
 
 
 @torch.no_grad()

@@ -355,3 +355,25 @@ def test_generation_settings_of_a_folder_are_known_on_the_meta_device(tmp_path):
     model.save_pretrained(tmp_path)
     real, meta = both_ways(lambda: AutoActor(tmp_path))
     assert meta.model.generation_config.eos_token_id == real.model.generation_config.eos_token_id == [2, 7, 9]
+
+
+@pytest.mark.parametrize(
+    'build',
+    [
+        lambda folder: AutoActor(folder),
+        lambda folder: AutoActor(folder, lora_rank=2),
+        lambda folder: AutoActor(folder, num_layers_unfrozen=1),
+        lambda folder: AutoCritic(folder, lora_rank=2),
+        lambda folder: AutoRM(folder, lora_rank=2),
+    ],
+)
+def test_what_is_drawn_after_a_model_is_the_same_on_the_meta_device(build, tmp_path):
+    """A critic's head that is drawn after an actor with adapters, in an exact run under FSDP as on one process."""
+    tiny_causal_lm('llama').save_pretrained(tmp_path)
+    drawn = []
+    for device in ('cpu', 'meta'):
+        torch.manual_seed(7)
+        with torch.device(device):
+            build(tmp_path)
+        drawn.append(torch.rand(3, device='cpu'))
+    assert torch.equal(*drawn)

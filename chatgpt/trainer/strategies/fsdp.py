@@ -146,7 +146,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             from chatgpt.nn.packing import settle
 
             self._materialise(model, stream)
-            settle(model, self.device)
+            settle(model, self.device, in_fp32=self._policy.param_dtype is None)
         self._skeletons[id(model)] = skeleton
         return model
 
