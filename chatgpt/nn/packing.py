@@ -14,7 +14,7 @@ there.
 
 A model takes part when it asks transformers for its attention and every layer attends to all earlier tokens. On real
 weights that is compared with the plain forward on a few tokens when an `Actor`, `Critic` or `RewardModel` is built; on
-the meta device, once a strategy has given it its weights (`settle`). The others keep the padded forward, which
+the meta device, once FSDP has given it its weights (`settle`). The others keep the padded forward, which
 gives the same numbers up to rounding.
 
 Left out: attention windows shorter than the batch, position biases (ALiBi), encoders: those run padded.

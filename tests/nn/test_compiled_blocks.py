@@ -21,7 +21,7 @@ from chatgpt.nn.compiled import compile_blocks, is_compiled, not_compiled
 from chatgpt.rollout import LocalEngine, SamplingParams
 from chatgpt.testing import tiny_causal_lm
 from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer.strategies import FSDPStrategy
+from chatgpt.trainer.strategies import FSDPStrategy, NaiveStrategy
 from chatgpt.types import Prompt, Sequence
 
 
@@ -217,3 +217,14 @@ def test_inductors_code_gives_the_plain_numbers():
         batch = batch_of(*shape)
         for ours, plain in zip(learn(model, batch), learn(twin, batch), strict=True):
             torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_an_exact_strategy_refuses_compiled_blocks():
+    model = Actor(tiny_causal_lm('llama'))
+    compile_blocks(model, backend='eager')
+    strategy = NaiveStrategy(device='cpu', reproducible='exact')
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for items in ((model,), ((model, optimizer),)):
+        with pytest.raises(ValueError, match='compiled graphs of Actor do not repeat'):
+            strategy.prepare(*items)
+    strategy.close()

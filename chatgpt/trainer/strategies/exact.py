@@ -156,7 +156,14 @@ def exact_norm(
 
 def align(module: nn.Module) -> None:
     """Lets every weight and buffer begin where an allocation would: gathered ones do, those read from files do not, and
-    a BLAS may choose its kernel by that."""
+    a BLAS may choose its kernel by that. Raises ValueError for compiled blocks, whose kernels follow from sizes."""
+    from chatgpt.nn.compiled import is_compiled
+
+    if is_compiled(module):
+        raise ValueError(
+            f"reproducible='exact' promises bits, which the compiled graphs of {type(module).__name__} do not repeat "
+            'under another layout: leave compile_blocks out'
+        )
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.data_ptr() % _ALIGNED:
             tensor.data = tensor.data.clone()

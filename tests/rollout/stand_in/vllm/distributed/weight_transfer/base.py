@@ -30,6 +30,7 @@ class WeightSource(ABC):
         return type(self).iter_full is not WeightSource.iter_full
 
     def iter_full(self) -> Any:
+        """Optional there as here: `implements_iter_full` asks whether a subclass has it."""
         raise NotImplementedError
 
 
