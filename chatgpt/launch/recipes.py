@@ -36,7 +36,7 @@ from chatgpt.launch.relaunch import sign
 from chatgpt.launch.rollouts import rollout_engine
 from chatgpt.launch.runs import PPORun, Run, SFTRun
 from chatgpt.nn.heads import centred_head, save_head
-from chatgpt.nn.peft_format import export_peft
+from chatgpt.nn.peft_format import check_export, export_peft
 from chatgpt.publish import push_folder
 from chatgpt.rollout.registry import ENGINES
 from chatgpt.trainer.callbacks import EMA, TRACKERS, Evaluator, RunRecorder, SampleTable, SaveCheckpoint, StopOnPlateau
@@ -153,13 +153,17 @@ def make_trainer(inputs: Inputs, strategy: Any, engine: Any = None) -> Any:
     """Models, prepared with their optimizers, and the trainer that the inputs' settings are of. `engine`: None is the
     run's own."""
     if not isinstance(inputs.settings, PPOConfig):
-        return offline_trainer(inputs, strategy)
-    if inputs.run.on_trunk:
-        models = build_ppo_on_trunk(inputs, make_trunk(inputs, strategy.dtype, strategy.device))
+        trainer = offline_trainer(inputs, strategy)
     else:
-        with strategy.model_init_context():
-            models = build_ppo_models(inputs)
-    return ppo_trainer(inputs, strategy, models, engine)
+        if inputs.run.on_trunk:
+            models = build_ppo_on_trunk(inputs, make_trunk(inputs, strategy.dtype, strategy.device))
+        else:
+            with strategy.model_init_context():
+                models = build_ppo_models(inputs)
+        trainer = ppo_trainer(inputs, strategy, models, engine)
+    if inputs.run.save_adapter:
+        check_export(strategy.unwrap(trainer.models()[inputs.run.trained]))
+    return trainer
 
 
 def ppo_trainer(inputs: Inputs, strategy: Any, models: PPOModels, engine: Any = None) -> PPOTrainer:

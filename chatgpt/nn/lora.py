@@ -14,11 +14,13 @@ Left out: adapters on embeddings and convolutions, and files on disk (`chatgpt.n
 from __future__ import annotations
 
 import fnmatch
+import inspect
 import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, Literal, cast, get_args
 
 import loralib
@@ -221,7 +223,7 @@ SAME_AS_LINEAR = ('FalconLinear',)
 """subclasses of nn.Linear that have a forward of their own and compute the same"""
 LEFT_OUT = ('gate', 'router', 'shared_expert_gate', 'dt_proj')
 """names of layers, or of what holds them, without adapters unless a pattern names them: those that weigh a mixture's
-experts, and one of Mamba whose weight is read without calling it"""
+experts, and what sets the step of a state space"""
 OTHER_SENSES = re.compile(r'(^|\.)(visual|vision\w*|audio\w*|image\w*|speech\w*)(\.|$)')
 """towers of a multimodal model that text does not reach"""
 
@@ -232,6 +234,24 @@ def _replacement(layer: nn.Module) -> Any:
     if isinstance(layer, nn.Linear) and (kind.forward is nn.Linear.forward or kind.__name__ in SAME_AS_LINEAR):
         kind = nn.Linear
     return _REPLACED_BY.get(kind)
+
+
+@lru_cache
+def reads_weight(kind: type, child: str) -> bool:
+    """Whether modules of that class multiply by the weight of their layer `child` without calling it, as the kernels of
+    Mamba and some routers do: an adapter beside that layer would not be heard."""
+    read = re.compile(rf'\bself\.{re.escape(child)}\.weight\b(?!\.(dtype|device|shape)|\[)')
+    for name, function in inspect.getmembers(kind, inspect.isfunction):
+        code = inspect.unwrap(function).__code__
+        if name.startswith('__') or child not in code.co_names or 'weight' not in code.co_names:
+            continue
+        try:
+            found = read.search(inspect.getsource(code))
+        except OSError:  # no source to read
+            continue
+        if found:
+            return True
+    return False
 
 
 def is_shared(parameter: Tensor) -> bool:
@@ -262,15 +282,16 @@ def convert_to_lora(
     `targets` names the layers: one or more patterns, each matching by its full module name, by the end of it after a
     dot (`'q_proj'`), as a glob (`'*.attn.*'`) or as a regular expression for the whole name. `None` takes every linear
     layer inside the transformer blocks (below an `nn.ModuleList`), so no output or value head, but for a mixture's
-    routers, layers of one output, and towers for pictures and sound. Experts that are one parameter for all are no
+    routers, layers of one output, towers for pictures and sound, and layers whose weight is read without calling them,
+    as Mamba's kernels read `out_proj`. Experts that are one parameter for all are no
     layers: a warning says what share of the blocks' weights the adapters reach. `alpha=None` means alpha
     = rank, a scaling of 1. `bias` trains no bias, every bias of `module`, or those of the adapted layers. Parameters
     outside `module` are not touched, so a value head kept beside it goes on training. B starts at zero: outputs do not
     change.
 
     Raises ValueError, before anything is changed, for a rank outside 1..min(in, out), a pattern that matches no linear
-    layer, a layer whose weight is shared with another module (folding would change both), an unknown bias mode, or a
-    second conversion.
+    layer, a named layer whose weight is shared with another module (folding would change both) or read without calling
+    it, an unknown bias mode, or a second conversion.
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f'LoRA rank: {rank!r} given; it must be a positive integer')
@@ -316,7 +337,7 @@ def _tell_of_what_is_not_reached(module: nn.Module) -> None:
         share = within / (within + sum(beside.values()))
         warnings.warn(
             f'LoRA: adapters stand beside {share:.0%} of the weights of the blocks; the rest, such as '
-            f'{max(beside, key=lambda name: beside[name])}, is not held in linear layers and stays as it is',
+            f'{max(beside, key=lambda name: beside[name])}, is not in linear layers that are called and stays so',
             stacklevel=3,
         )
 
@@ -332,6 +353,7 @@ def _target_layers(module: nn.Module, targets: str | Iterable[str] | None) -> di
             and not set(n.split('.')) & set(LEFT_OUT)
             and min(weight_shape(m)) > 1
             and not OTHER_SENSES.search(n)
+            and not _bypassed(module, n)
         }
         if not chosen:
             raise ValueError(
@@ -349,6 +371,13 @@ def _target_layers(module: nn.Module, targets: str | Iterable[str] | None) -> di
                 raise ValueError(f'LoRA targets: {pattern!r} matches no linear layer; there are {_some(linear)}')
             chosen |= matched
         chosen = {n: m for n, m in linear.items() if n in chosen}
+        for name in chosen:
+            if _bypassed(module, name):
+                parent, _, child = name.rpartition('.')
+                raise ValueError(
+                    f'LoRA targets: {type(module.get_submodule(parent)).__name__} multiplies by the weight of {child} '
+                    f'without calling that layer, so an adapter on {name} would not be heard; leave it out of targets'
+                )
     holders: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), []).append(name)
@@ -359,6 +388,11 @@ def _target_layers(module: nn.Module, targets: str | Iterable[str] | None) -> di
         if shared:
             raise ValueError(f'LoRA targets: {name} shares its weight with {shared[0]}; leave it out of targets')
     return chosen
+
+
+def _bypassed(module: nn.Module, name: str) -> bool:
+    parent, _, child = name.rpartition('.')
+    return reads_weight(type(module.get_submodule(parent)), child)
 
 
 def weight_shape(layer: Any) -> tuple[int, ...]:

@@ -5,6 +5,11 @@ folder into a Hugging Face model, and `MergedAdapter` adds it to the weights of 
 that format a tensor is called `base_model.model.<layer>.lora_A.weight`, and a trained bias of an adapted layer
 `base_model.model.<layer>.base_layer.bias`.
 
+peft 0.19 and later read an adapter as transformers reads a folder of the same model: names are converted. In a mixture
+`gate_proj` among `target_modules` is taken for the fused experts', wherever such a layer stands, so linear layers of
+that name (of a shared expert, of a dense block) are written as `target_parameters`, which are taken literally; and
+names that transformers would change are written as they are in its folders.
+
 Left out: what plain LoRA on linear layers cannot express (DoRA, per-layer ranks, trained embeddings, extra saved
 modules); both readers refuse these by name.
 """
@@ -22,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
 from chatgpt.nn.files import save_tensors
@@ -81,7 +88,8 @@ def export_peft(
     `task_type` is peft's (default: CAUSAL_LM with an output head, else FEATURE_EXTRACTION). `state` are full weights by
     the names of `module`, when they do not lie in the module itself.
 
-    Raises ValueError without adapters, or when `folder` is a file.
+    Raises ValueError without adapters, when `folder` is a file, or for a layer that peft does not adapt in such a model
+    or would look for under another name.
     """
     model, path = _hf_model(module), Path(folder)
     layers = lora_layers(model)
@@ -90,6 +98,8 @@ def export_peft(
     if path.exists() and not path.is_dir():
         raise ValueError(f'export_peft: {path} is a file; give a folder')
     first = next(iter(layers.values()))
+    of_experts = _NamesInFiles(model).of_experts
+    parameters = sorted(f'{n}.weight' for n in layers if n.rpartition('.')[2] in of_experts)
     if task_type is None:
         has_head = isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None
         task_type = 'CAUSAL_LM' if has_head else 'FEATURE_EXTRACTION'
@@ -100,16 +110,20 @@ def export_peft(
         'inference_mode': True,
         'r': first.r,
         'lora_alpha': first.lora_alpha,
-        'lora_dropout': float(getattr(first.lora_dropout, 'p', 0.0)),
+        # peft refuses dropout beside target_parameters
+        'lora_dropout': 0.0 if parameters else float(getattr(first.lora_dropout, 'p', 0.0)),
         'bias': first.bias_mode,
         'fan_in_fan_out': any(layer.weight_is_transposed for layer in layers.values()),
-        'target_modules': _target_names(model, layers),
+        'target_modules': _target_names(model, [n for n in layers if f'{n}.weight' not in parameters]),
     }
+    if parameters:
+        config['target_parameters'] = parameters
+    stored = _names_for_peft(model, layers)
     own = lora_state_dict(model)
     if state is not None:
         prefix = '' if model is module else 'model.'
         own = {name: state[prefix + name] for name in own}
-    tensors = {_PREFIX + _to_peft(name, layers): tensor.clone() for name, tensor in own.items()}
+    tensors = {_PREFIX + stored[name]: tensor.clone() for name, tensor in own.items()}
     path.mkdir(parents=True, exist_ok=True)
     save_tensors(tensors, path / WEIGHTS_FILE, metadata={'format': 'pt'})
     (path / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + '\n', encoding='utf-8')
@@ -122,6 +136,74 @@ def _target_names(model: nn.Module, layers: Iterable[str]) -> list[str]:
     short = {name.rpartition('.')[2] for name in adapted}
     picked = {name for name, _ in model.named_modules() if name.rpartition('.')[2] in short}
     return sorted(short if picked == adapted else adapted)
+
+
+_NOT_IN_MAMBA = ('out_proj', 'conv1d')
+_MAMBA = ('falcon_h1', 'mamba', 'mamba2', 'falcon_mamba', 'nemotron_h')
+
+
+def check_export(module: nn.Module) -> None:
+    """Raises ValueError for an adapter that `export_peft` would refuse, before it is trained."""
+    model = _hf_model(module)
+    _names_for_peft(model, lora_layers(model))
+
+
+def _names_for_peft(model: nn.Module, layers: Iterable[str]) -> dict[str, str]:
+    """The names in an adapter's file of what is trained, by those in the model. Raises ValueError where peft refuses a
+    layer, or would look for it under another name."""
+    kind = getattr(getattr(model, 'config', None), 'model_type', None)
+    refused = [name for name in layers if name.rpartition('.')[2] in _NOT_IN_MAMBA]
+    if kind in _MAMBA and refused:
+        raise ValueError(
+            f'export_peft: peft refuses an adapter on {refused[0]} in a model of type {kind}; leave '
+            f'{refused[0].rpartition(".")[2]} out of targets, or save the whole model with save_pretrained'
+        )
+    names = _NamesInFiles(model)
+    return {name: names.stored(_to_peft(name, layers)) for name in lora_state_dict(model)}
+
+
+class _NamesInFiles:
+    """What transformers calls a model's tensors in files, where that differs from the names in the model.
+
+    `of_experts`: last names of linear layers that stand for fused experts in files, such as `gate_proj`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        conversions = get_model_conversion_mapping(model) if isinstance(model, PreTrainedModel) else []
+        self.model = model
+        self.renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+        sources = [p for c in conversions if isinstance(c, WeightConverter) for p in c.source_patterns]
+        names = {p.removesuffix('.weight').rpartition('.')[2] for p in sources if '.experts.' in p}
+        self.of_experts = names | {'gate'} if names else names
+        self.modules = set(dict(model.named_modules()))
+
+    def _renamed(self, name: str) -> str:
+        return str(rename_source_key(_PREFIX + name, self.renamings, [])[0]).removeprefix(_PREFIX)
+
+    def in_model(self, stored: str) -> str:
+        """The name in the model of a tensor of an adapter."""
+        if not self.renamings or self.modules & set(candidates(self.model, _layer_of(stored))):
+            return stored
+        return self._renamed(stored)
+
+    def stored(self, name: str) -> str:
+        """The name that becomes `name` when it is read. ValueError where there is none."""
+        other = name
+        if self._renamed(name) != name:
+            other = _PREFIX + name
+            for renaming in reversed(self.renamings):
+                other = renaming.reverse_transform().rename_source_key(other)[0]
+            other = other.removeprefix(_PREFIX)
+        if self._renamed(other) != name:
+            raise ValueError(
+                f'export_peft: peft would look for {name} under another name in this model; leave {_layer_of(name)} '
+                'out of targets, or save the whole model with save_pretrained'
+            )
+        return other
+
+
+def _layer_of(name: str) -> str:
+    return re.split(r'\.(?:lora_[AB]|base_layer|bias)\b', name)[0]
 
 
 def _to_peft(name: str, layers: Iterable[str]) -> str:
@@ -146,7 +228,7 @@ def import_peft(module: nn.Module, folder: str | os.PathLike[str]) -> None:
     with another rank or scaling, or names and shapes that do not fit the model.
     """
     model = _hf_model(module)
-    config, alpha, state = _read(Path(folder))
+    config, alpha, state = _read(Path(folder), model)
     rank, targets = config['r'], _targets(state)
     if not has_lora(model):
         _check_fit(model, rank, targets, state)
@@ -197,8 +279,8 @@ def _targets(state: dict[str, Tensor]) -> list[str]:
     return [name.removesuffix('.lora_A') for name in state if name.endswith('.lora_A')]
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], float, dict[str, Tensor]]:
-    """The config, alpha and the tensors by our names."""
+def _read(folder: Path, model: nn.Module) -> tuple[dict[str, Any], float, dict[str, Tensor]]:
+    """The config, alpha and the tensors by the names of `model`."""
     if not (folder / WEIGHTS_FILE).is_file() and (folder / PICKLED_FILE).is_file():
         raise ValueError(
             f'{folder}: it holds only pickled weights ({PICKLED_FILE}), which are never read because a pickle can run '
@@ -211,6 +293,9 @@ def _read(folder: Path) -> tuple[dict[str, Any], float, dict[str, Tensor]]:
     config = json.loads((folder / CONFIG_FILE).read_text(encoding='utf-8'))
     if config.get('peft_type') != 'LORA':
         raise ValueError(f'{folder}: peft_type is {config.get("peft_type")!r}; only LORA can be read')
+    parameters = config.get('target_parameters') or []
+    if all(name.endswith('.weight') for name in parameters):  # of linear layers, as export_peft writes them
+        config.pop('target_parameters', None)
     for key, plain in PLAIN_LORA.items():
         if key in config and config[key] not in plain:
             raise ValueError(
@@ -222,7 +307,8 @@ def _read(folder: Path) -> tuple[dict[str, Any], float, dict[str, Tensor]]:
     alpha = float(config.get('lora_alpha', 8))
     if config.get('use_rslora'):
         alpha *= math.sqrt(rank)  # rsLoRA (Kalajdzievski 2023) scales by alpha / sqrt(r)
-    state = {_from_peft(name): tensor for name, tensor in read_weights(folder / WEIGHTS_FILE).items()}
+    names = _NamesInFiles(model)
+    state = {names.in_model(_from_peft(n)): tensor for n, tensor in read_weights(folder / WEIGHTS_FILE).items()}
     for name in state:
         other = name[:-1] + {'A': 'B', 'B': 'A'}.get(name[-1], '')
         if name.endswith(('.lora_A', '.lora_B')) and other not in state:
@@ -281,7 +367,7 @@ class MergedAdapter:
     """
 
     def __init__(self, model: PreTrainedModel, folder: str) -> None:
-        config, alpha, state = _read(Path(folder))
+        config, alpha, state = _read(Path(folder), model)
         self.file, self.scaling = Path(folder, WEIGHTS_FILE), alpha / config['r']
         own = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.conv1d = {f'{name}.weight' for name, module in model.named_modules() if isinstance(module, Conv1D)}
