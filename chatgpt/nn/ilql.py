@@ -29,7 +29,7 @@ from chatgpt.nn.head_kernels import head_logprobs
 from chatgpt.nn.heads import SeededLinear, in_fp32, mlp_head
 from chatgpt.nn.packing import flat_hidden
 from chatgpt.nn.trunk import base_model, hidden_size, text_config
-from chatgpt.nn.unfit import read_weights
+from chatgpt.nn.unfit import check_fit, read_weights
 from chatgpt.types import Batch
 
 HEADS_FILE = 'ilql_heads.safetensors'
@@ -152,6 +152,15 @@ class ILQLModel(Actor):
             two_qs = any(name.startswith('q_heads.1.') for name in tensors)
         model = cls(cls._load_pretrained(folder, **options), two_qs=two_qs is not False)
         if tensors is not None:
+            own = {n: t for n, t in model.state_dict().items() if not n.startswith('model.')}
+            misshaped = [(n, tensors[n].shape, t.shape) for n, t in own.items() if n in tensors]
+            check_fit(
+                model,
+                lambda _: path,
+                missing=own.keys() - tensors.keys(),
+                unexpected=(),
+                misshaped=[m for m in misshaped if m[1] != m[2]],
+            )
             model.load_state_dict(tensors, strict=False)
         return model
 

@@ -35,7 +35,7 @@ from chatgpt.nn.sources import (
     weight_files,
 )
 from chatgpt.nn.trunk import base_model
-from chatgpt.nn.unfit import candidates, check_finite, check_fit, open_weights
+from chatgpt.nn.unfit import candidates, check_finite, check_fit, fits, open_weights
 
 HUB_OPTIONS = ('revision', 'subfolder', 'cache_dir', 'local_files_only', 'token')
 """where a pretrained model comes from; all but `token` are kept in its `WeightsSource`"""
@@ -162,7 +162,7 @@ def load_model(
     if (pretrained is None) == (config is None):
         raise ValueError('give either pretrained (a hub name or folder) or config, not both')
     check_options(options)
-    cls, hub = getattr(transformers, auto_class), {k: v for k, v in options.items() if k in HUB_OPTIONS}
+    cls, hub = getattr(transformers, auto_class), _hub(options)
     build = {k: v for k, v in options.items() if k not in HUB_OPTIONS}
     if pretrained is None:
         _refuse_encoder_decoder(config, type(config).__name__)
@@ -230,6 +230,18 @@ def _from_files(cls: Any, source: WeightsSource, options: dict[str, Any]) -> Any
             )
     except (OSError, ValueError, SafetensorError) as error:
         raise _explained('a model', source.path, error) from None
+    except RuntimeError as error:  # parts that cannot be put together; what follows names them
+        if 'conversion' not in str(error):
+            raise
+        model, info = None, {}
+    problems = [info.get(f'{kind}_keys', ()) for kind in ('missing', 'unexpected', 'mismatched')]
+    if model is None or (not fits(model, *problems) and _is_native(model)):
+        # Tensor by tensor by the same tables of transformers: it finds some that `from_pretrained` misses in a bare
+        # trunk, and names what is wrong.
+        config = load_config(source.path, trust_remote_code=options.get('trust_remote_code', False), **_hub(options))
+        model = _from_config(cls, config, source, {k: v for k, v in options.items() if k not in HUB_OPTIONS})
+        _take_generation_config(model, source.path, _hub(options))
+        return model
 
     def file_of(name: str) -> Any:
         files = weight_files(source) if Path(source.path).is_dir() else []
@@ -238,7 +250,7 @@ def _from_files(cls: Any, source: WeightsSource, options: dict[str, Any]) -> Any
         named = (file for file in files if set(candidates(model, name)) & set(open_weights(file).keys()))
         return next(named, source.path)
 
-    check_fit(model, file_of, info['missing_keys'], info['unexpected_keys'], info['mismatched_keys'])
+    check_fit(model, file_of, *problems)
     for name, parameter in model.named_parameters():
         check_finite(parameter, name, file_of)
     if source.adapter:
@@ -248,6 +260,15 @@ def _from_files(cls: Any, source: WeightsSource, options: dict[str, Any]) -> Any
                 adapter.add_to(name, parameter)
     model.weights_source = source
     return model
+
+
+def _is_native(model: Any) -> bool:
+    """Whether transformers has its code, and not the folder."""
+    return type(model).__module__.startswith('transformers.')
+
+
+def _hub(options: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in options.items() if k in HUB_OPTIONS}
 
 
 @contextmanager
@@ -273,7 +294,7 @@ def _from_config(cls: Any, config: Any, source: WeightsSource, build: dict[str, 
     try:
         with torch.device('meta'):
             model = cls.from_config(config, dtype=torch.float32, **build)
-        native = type(model).__module__.startswith('transformers.')
+        native = _is_native(model)
         if native:
             all_to_meta(model)
         if not meta and not native:  # code of its own may fill buffers in its constructor

@@ -203,6 +203,8 @@ class _Materializer:
                 missing.append(names[0])
             elif (shape := files.shape(found)) is not None and shape != tuple(parameter.shape):
                 misshaped.append((files.name_of(found), shape, parameter.shape))
+        persistent = set(self.model.state_dict())
+        missing += [n for n, _ in self.model.named_buffers() if n in persistent and n not in files]
         check_fit(self.model, files.file_of, missing, files.unexpected, misshaped)
 
     def fill(self, unit: _Unit) -> list[tuple[str, Tensor]]:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from chatgpt.nn.unfit import open_weights
+from chatgpt.nn.unfit import is_known, open_weights
 
 
 @dataclass
@@ -75,7 +75,8 @@ class StoredTensors:
                 if plain in names:
                     name, pattern = plain, None
             if name not in names:
-                self.unexpected.append(stored)
+                if not is_known(self.model, name):
+                    self.unexpected.append(stored)
             elif pattern is None:
                 self.recipes[name] = _Recipe(name, None, {stored: [stored]})
             else:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 HEADS = re.compile(
-    r'(\w*head\w*|score|classifier|cls|pooler|embed_out|qa_outputs|summary|mtp|visual|vision\w*|audio\w*|multi_modal\w*)\.'
+    r'(language_model\.)?(\w*head\w*|\w*predictions|score|classifier|cls|pooler|embed_out|qa_outputs|summary|pred_layer|mtp'
+    r'|visual|vision\w*|audio\w*|multi_modal\w*)\.|decoder\.bias$'
 )
 """first part of a name beside the trunk: another use's head, or another sense of a multimodal model"""
 BUFFERS = re.compile(
@@ -91,9 +92,11 @@ def candidates(model: Any, name: str) -> tuple[str, str, str]:
     return name, prefix + name, name.removeprefix(prefix)
 
 
-def may_lack(name: str) -> bool:
-    """Whether nothing here reads that tensor: a BERT's pooler, when the model is a bare trunk."""
-    return name.startswith('pooler.')
+def may_lack(model: nn.Module, name: str) -> bool:
+    """Whether nothing here reads that tensor (a BERT's pooler, when the model is a bare trunk), or transformers
+    computes it where a file has none."""
+    computed = getattr(model, '_keys_to_ignore_on_load_missing', None) or ()
+    return name.startswith('pooler.') or any(re.search(pattern, name) for pattern in computed)
 
 
 def is_known(model: Any, name: str) -> bool:
@@ -101,6 +104,17 @@ def is_known(model: Any, name: str) -> bool:
     ignored = getattr(model, '_keys_to_ignore_on_load_unexpected', None) or ()
     beside = name.removeprefix(f'{model.base_model_prefix}.')
     return bool(HEADS.match(beside) or BUFFERS.search(name)) or any(re.search(pattern, name) for pattern in ignored)
+
+
+def fits(
+    model: nn.Module, missing: Iterable[str], unexpected: Iterable[str], misshaped: Iterable[tuple[str, Any, Any]]
+) -> bool:
+    """Whether `check_fit` has nothing to say."""
+    return not (
+        list(misshaped)
+        or any(not may_lack(model, name) for name in missing)
+        or any(not is_known(model, name) for name in unexpected)
+    )
 
 
 def check_fit(
@@ -118,7 +132,7 @@ def check_fit(
     )
     for name, found, wanted in sorted(misshaped):
         raise ValueError(f'{file_of(name)}: {name} is {tuple(found)}, the model wants {tuple(wanted)}; {advice}')
-    if lacking := sorted(name for name in missing if not may_lack(name)):
+    if lacking := sorted(name for name in missing if not may_lack(model, name)):
         raise ValueError(f'{file_of(lacking[0])}: it holds no tensor for {_first(lacking)} of {kind}; {advice}')
     if strange := sorted(name for name in unexpected if not is_known(model, name)):
         raise ValueError(f'{file_of(strange[0])}: it holds {_first(strange)}, for which {kind} has no place; {advice}')
