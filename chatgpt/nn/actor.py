@@ -220,19 +220,26 @@ class Actor(TakesModel, nn.Module):
 
     @torch.no_grad()
     def save_pretrained(
-        self, folder: str | Path, tokenizer: Any = None, *, state_dict: dict[str, Tensor] | None = None
+        self,
+        folder: str | Path,
+        tokenizer: Any = None,
+        *,
+        state_dict: dict[str, Tensor] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """A Hugging Face folder that `AutoModelForCausalLM` loads; adapters folded in, the value head beside it.
 
         Args:
             state_dict: full weights by this module's parameter names, when they do not lie in the module itself.
+            dtype: of the weights in the files; None: that of the folder which the model was loaded from, and of a new
+                model the one it has. The value head stays in fp32.
         """
         weights = lora.merged_state_dict(self.model) if lora.has_lora(self.model) else None
         if state_dict is not None:
             if lora.has_lora(self.model):
                 raise ValueError('save_pretrained with given weights cannot fold adapters in; merge them first')
             weights = {k.removeprefix('model.'): v for k, v in state_dict.items() if k.startswith('model.')}
-        write_folder(self.model, folder, weights)
+        write_folder(self.model, folder, weights, dtype=dtype)
         if self.value_head is not None:
             full = state_dict or self.state_dict()
             save_head(

@@ -102,9 +102,11 @@ class Critic(TakesModel, nn.Module):
         return critic
 
     @torch.no_grad()
-    def save_pretrained(self, folder: str | Path, tokenizer: Any = None) -> None:
-        """A Hugging Face folder of the base model, adapters folded in, with the value head beside it."""
-        write_folder(self.model, folder, lora.merged_state_dict(self.model) if lora.has_lora(self.model) else None)
+    def save_pretrained(self, folder: str | Path, tokenizer: Any = None, *, dtype: torch.dtype | None = None) -> None:
+        """A Hugging Face folder of the base model, adapters folded in, with the value head beside it. `dtype`: as of
+        `Actor.save_pretrained`."""
+        weights = lora.merged_state_dict(self.model) if lora.has_lora(self.model) else None
+        write_folder(self.model, folder, weights, dtype=dtype)
         save_head(self.value_head.state_dict(), folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)

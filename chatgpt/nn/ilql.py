@@ -135,10 +135,15 @@ class ILQLModel(Actor):
 
     @torch.no_grad()
     def save_pretrained(
-        self, folder: str | Path, tokenizer: Any = None, *, state_dict: dict[str, Tensor] | None = None
+        self,
+        folder: str | Path,
+        tokenizer: Any = None,
+        *,
+        state_dict: dict[str, Tensor] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """A Hugging Face folder of the policy, with the heads in a file beside it."""
-        super().save_pretrained(folder, tokenizer, state_dict=state_dict)
+        super().save_pretrained(folder, tokenizer, state_dict=state_dict, dtype=dtype)
         full = self.state_dict() if state_dict is None else state_dict
         heads = {n: t for n, t in full.items() if n.startswith(('v_head.', 'q_heads.', 'target_q_heads.'))}
         save_tensors(heads, Path(folder, HEADS_FILE))

@@ -34,6 +34,7 @@ from chatgpt.nn.sources import (
     seeded,
     weight_files,
 )
+from chatgpt.nn.stored_dtype import say_dtype, stored_dtype, to_dtype
 from chatgpt.nn.trunk import base_model
 from chatgpt.nn.unfit import candidates, check_finite, check_fit, fits, open_weights
 
@@ -185,11 +186,20 @@ def load_model(
             _take_generation_config(model, name, hub)
         else:
             model = _from_files(cls, source, options)
+        model.weights_source = _with_dtype(model.weights_source)
     if checkpoint:
         # transformers 5.17 has only the older name, which 5.23 deprecates
         enable = getattr(model, 'activation_checkpointing_enable', model.gradient_checkpointing_enable)
         enable({'use_reentrant': False})
     return model
+
+
+def _with_dtype(source: WeightsSource) -> WeightsSource:
+    try:
+        dtype, wide = stored_dtype(weight_files(source))
+    except (OSError, ValueError):  # of a hub name, transformers may have found files elsewhere
+        return source
+    return replace(source, dtype=dtype, wide=wide)
 
 
 def _refuse_encoder_decoder(config: Any, name: str) -> None:
@@ -372,10 +382,29 @@ def load_classifier(pretrained: str | os.PathLike[str], **kwargs: Any) -> Any:
     return load_model('AutoModelForSequenceClassification', pretrained, None, **kwargs)
 
 
-def write_folder(model: Any, folder: str | os.PathLike[str], state_dict: dict[str, Any] | None = None) -> None:
-    """`model.save_pretrained` without its progress bar. `state_dict` replaces the model's own weights."""
+def write_folder(
+    model: Any,
+    folder: str | os.PathLike[str],
+    state_dict: dict[str, Any] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """`model.save_pretrained` without its progress bar.
+
+    Args:
+        state_dict: replaces the model's own weights.
+        dtype: of the weights in the files; None: that of the folder which the model was loaded from, and of a new model
+            the one it has.
+    """
     from transformers.utils import logging
 
+    source = getattr(model, 'weights_source', None)
+    asked, dtype = dtype, dtype or getattr(source, 'dtype', None)
+    narrow = dtype is not None and (asked is not None or dtype.itemsize < 4)
+    if narrow:
+        state = model.state_dict() if state_dict is None else state_dict
+        wide = source.wide if source is not None and asked is None else ()
+        state_dict = to_dtype(model, state, dtype, wide, widen=asked is not None)
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -384,3 +413,5 @@ def write_folder(model: Any, folder: str | os.PathLike[str], state_dict: dict[st
     finally:
         if shown:
             logging.enable_progress_bar()
+    if narrow:
+        say_dtype(folder, dtype)

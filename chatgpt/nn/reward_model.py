@@ -118,7 +118,12 @@ class RewardModel(TakesModel, nn.Module):
 
     @torch.no_grad()
     def save_pretrained(
-        self, folder: str | Path, tokenizer: Any = None, *, state_dict: dict[str, Tensor] | None = None
+        self,
+        folder: str | Path,
+        tokenizer: Any = None,
+        *,
+        state_dict: dict[str, Tensor] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """A folder for `from_pretrained`; where it can be, one that `transformers.AutoModelForSequenceClassification`
         loads too.
@@ -131,6 +136,7 @@ class RewardModel(TakesModel, nn.Module):
 
         Args:
             state_dict: full weights by this module's parameter names, when they do not lie in the module itself.
+            dtype: as of `Actor.save_pretrained`; the head stays in fp32.
         """
         if state_dict is not None and lora.has_lora(self.model):
             raise ValueError('save_pretrained with given weights cannot fold adapters in; merge them first')
@@ -145,9 +151,10 @@ class RewardModel(TakesModel, nn.Module):
             bias = head.get('bias')
             shift -= 0.0 if bias is None else float(bias)
             names = {f'{classifier.base_model_prefix}.{k}': v.contiguous() for k, v in trunk.items()}
-            write_folder(classifier, folder, names | {'score.weight': head['weight'].contiguous()})
+            classifier.weights_source = getattr(self.model, 'weights_source', None)
+            write_folder(classifier, folder, names | {'score.weight': head['weight'].contiguous()}, dtype=dtype)
         else:
-            write_folder(self.model, folder, trunk)
+            write_folder(self.model, folder, trunk, dtype=dtype)
             if head:
                 save_head(head, folder)
         path = Path(folder, 'config.json')

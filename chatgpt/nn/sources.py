@@ -49,6 +49,10 @@ class WeightsSource:
     """of the names in the model that was first built: a trunk taken out of a causal LM keeps that model's draws"""
     cache_dir: str | None = None
     local_files_only: bool = False
+    dtype: torch.dtype | None = None
+    """of most numbers in the files; in which a trained model is saved"""
+    wide: frozenset[str] = frozenset()
+    """names in the files of tensors in a wider dtype than that"""
 
 
 # --- seeds ----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -221,7 +222,9 @@ class Trainer:
         self.is_resuming = False
         return self.steps.done == steps
 
-    def save_pretrained(self, path: str | Path, *, card_samples: int = NUM_SAMPLES) -> None:
+    def save_pretrained(
+        self, path: str | Path, *, card_samples: int = NUM_SAMPLES, dtype: torch.dtype | None = None
+    ) -> None:
         """Write the trained model (of several the first, the actor) as a Hugging Face folder, with the tokenizer when
         there is one, and a model card (README.md) of what `run_dir` or this trainer knows.
 
@@ -229,11 +232,12 @@ class Trainer:
 
         Args:
             card_samples: texts of the run that the card shows.
+            dtype: of the weights in the files; None: that of the folder which the model was loaded from, else fp32.
 
         Raises:
             SaveError: it could not be written; says where its weights are instead.
         """
-        save_trained(self, path, card_samples=card_samples)
+        save_trained(self, path, card_samples=card_samples, dtype=dtype)
 
     def push_to_hub(
         self,

@@ -34,10 +34,21 @@ class SaveError(RuntimeError):
     """A trained model could not be written where it should be; says where its weights are instead."""
 
 
-def save_pretrained(strategy: Strategy, model: nn.Module, path: str | Path, *, tokenizer: Any = None) -> None:
-    """Write the full fp32 weights (adapters folded in) as a folder that `transformers` loads, with a card that says
-    what the model is. Call it on every rank."""
-    _write_weights(strategy, model, path, tokenizer)
+def save_pretrained(
+    strategy: Strategy,
+    model: nn.Module,
+    path: str | Path,
+    *,
+    tokenizer: Any = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write the full weights (adapters folded in) as a folder that `transformers` loads, with a card that says what the
+    model is. Call it on every rank.
+
+    Args:
+        dtype: of the weights in the files; None: that of the folder which the model was loaded from, else fp32.
+    """
+    _write_weights(strategy, model, path, tokenizer, dtype)
     strategy.run_on_rank0(lambda: _write_card(path, strategy.unwrap(model), _facts_of(strategy.unwrap(model))))
 
 
@@ -54,22 +65,25 @@ def save_adapter(model: nn.Module, path: str | Path, *, base_model: str | None =
     _write_card(path, model, replace(facts, source=base_model or facts.source, rank=int(cast(Any, rank))))
 
 
-def save_trained(trainer: TrainerView, path: str | Path, *, card_samples: int = NUM_SAMPLES) -> None:
+def save_trained(
+    trainer: TrainerView, path: str | Path, *, card_samples: int = NUM_SAMPLES, dtype: torch.dtype | None = None
+) -> None:
     """Write a trainer's first model with its tokenizer and a card. Call it on every rank.
 
     Args:
         card_samples: texts of the run that the card shows.
+        dtype: as of `save_pretrained`.
 
     Raises:
         SaveError: it could not be written. Its weights are then in the checkpoint of the run's end, or in another
             folder; says which.
     """
     try:
-        _write(trainer, path)
+        _write(trainer, path, dtype)
     except Exception as error:
         reason = ' '.join(str(error).split()) or type(error).__name__
         raise SaveError(
-            f'{path}: the trained model could not be written ({reason}); {_rescued(trainer, Path(path))}'
+            f'{path}: the trained model could not be written ({reason}); {_rescued(trainer, Path(path), dtype)}'
         ) from error
     write_card_of(trainer, path, card_samples=card_samples)
 
@@ -100,13 +114,16 @@ def push_trained(
     return address
 
 
-def _write(trainer: TrainerView, path: str | Path) -> None:
-    _write_weights(trainer.strategy, next(iter(trainer.models().values())), path, trainer.tokenizer)
+def _write(trainer: TrainerView, path: str | Path, dtype: torch.dtype | None) -> None:
+    _write_weights(trainer.strategy, next(iter(trainer.models().values())), path, trainer.tokenizer, dtype)
 
 
-def _write_weights(strategy: Strategy, model: nn.Module, path: str | Path, tokenizer: Any) -> None:
+def _write_weights(
+    strategy: Strategy, model: nn.Module, path: str | Path, tokenizer: Any, dtype: torch.dtype | None
+) -> None:
+    more = {} if dtype is None else {'dtype': dtype}
     with strategy.full_model(model, dtype=torch.float32, on_disk=Path(path).parent) as full:
-        strategy.run_on_rank0(lambda: cast(Any, full).save_pretrained(path, tokenizer=tokenizer))
+        strategy.run_on_rank0(lambda: cast(Any, full).save_pretrained(path, tokenizer=tokenizer, **more))
 
 
 # ---------------------------------------------------------------------- the card
@@ -160,7 +177,7 @@ def _facts_of_run(trainer: TrainerView, bare: nn.Module) -> ModelFacts:
 # ---------------------------------------------------------------------- when it fails
 
 
-def _rescued(trainer: TrainerView, path: Path) -> str:
+def _rescued(trainer: TrainerView, path: Path, dtype: torch.dtype | None) -> str:
     """Where the weights are; they are written elsewhere first if no checkpoint holds them."""
     strategy = trainer.strategy
     standing = strategy.run_on_rank0(trainer.standing_checkpoint)
@@ -175,7 +192,7 @@ def _rescued(trainer: TrainerView, path: Path) -> str:
             folder = strategy.run_on_rank0(make)
             if folder is None or (other := folder / f'rescued-{path.name}').exists():
                 continue
-            _write(trainer, other)
+            _write(trainer, other, dtype)
             return f'it was written to {other} instead'
         except Exception as error:
             problems.append(' '.join(str(error).split()))

@@ -283,6 +283,9 @@ class _WithShards:
     def __init__(self, model: Any, options: Mapping[str, Any]) -> None:
         self.model, self.options = model, options
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
     def save_pretrained(self, folder: str | Path, state_dict: Any = None) -> None:
         self.model.save_pretrained(folder, state_dict=state_dict, **self.options)
 

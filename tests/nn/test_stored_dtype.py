@@ -1,0 +1,198 @@
+"""A trained model is written in the dtype of the folder that it came from; heads, and what has to, stay in fp32."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from chatgpt.nn import Actor, AutoActor, AutoCritic, AutoRM, Critic, ILQLModel, RewardModel, mlp_head
+from chatgpt.nn.loading import write_folder
+from chatgpt.nn.shared import SharedTrunk
+from chatgpt.testing import char_tokenizer, tiny_causal_lm
+from chatgpt.testing.processes import run_distributed
+from chatgpt.trainer.saving import save_pretrained
+from chatgpt.trainer.strategies.named import strategy_by_name
+
+KINDS = {'bf16': torch.bfloat16, 'fp16': torch.float16, 'fp32': torch.float32}
+
+
+def folder_in(dtype: torch.dtype, folder: Path, family: str = 'llama', **kw: Any) -> Any:
+    model = tiny_causal_lm(family, **kw)
+    model.to(dtype).save_pretrained(folder)
+    return model
+
+
+def dtypes(folder: Path) -> set[torch.dtype]:
+    return {t.dtype for t in load_file(folder / 'model.safetensors').values()}
+
+
+def said(folder: Path) -> str:
+    return str(json.loads((folder / 'config.json').read_text())['dtype'])
+
+
+@torch.no_grad()
+def train(model: Any) -> None:
+    """A step that no number of 16 bits holds exactly."""
+    for parameter in model.parameters():
+        parameter.mul_(1.0001)
+
+
+@pytest.mark.parametrize('cls', [AutoActor, AutoCritic, AutoRM])
+@pytest.mark.parametrize('name', KINDS)
+@pytest.mark.parametrize('meta', [False, True])
+def test_each_model_keeps_the_folders_dtype(cls: Any, name: str, meta: bool, tmp_path: Path) -> None:
+    folder_in(KINDS[name], tmp_path / 'base')
+    model = cls(tmp_path / 'base')
+    if meta:  # what is loaded later knows it too
+        with torch.device('meta'):
+            assert cls(tmp_path / 'base').model.weights_source.dtype is KINDS[name]
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+    train(model)
+    model.save_pretrained(tmp_path / 'out', char_tokenizer())
+    heads = {torch.float32} if cls is AutoRM else set()
+    assert dtypes(tmp_path / 'out') == {KINDS[name]} | heads
+    assert said(tmp_path / 'out') == str(KINDS[name]).removeprefix('torch.')
+    got = {n.split('layers.')[-1]: t for n, t in load_file(tmp_path / 'out' / 'model.safetensors').items()}
+    want = {n.split('layers.')[-1]: p for n, p in model.model.named_parameters()}
+    name_0 = '0.self_attn.q_proj.weight'
+    assert torch.equal(got[name_0], want[name_0].detach().to(KINDS[name]))  # rounded once
+
+
+def test_heads_of_values_and_scores_are_exact(tmp_path: Path) -> None:
+    folder_in(torch.bfloat16, tmp_path / 'base')
+    kinds = ((Critic, {}), (RewardModel, {}), (RewardModel, {'value_head': mlp_head(32)}), (ILQLModel, {}))
+    for number, (cls, kw) in enumerate(kinds):
+        out, after = tmp_path / f'out{number}', tmp_path / f'again{number}'
+        model = cls(AutoActor(tmp_path / 'base').model, **kw)
+        train(model)
+        model.save_pretrained(out, char_tokenizer())
+        again = cls.from_pretrained(out)
+        for (name, mine), (_, theirs) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+            if 'head' in name and 'lm_head' not in name and 'bias' not in name:
+                assert torch.equal(mine, theirs), name
+        again.save_pretrained(after, char_tokenizer())
+        files = [sorted(p.name for p in f.glob('*.safetensors')) for f in (out, after)]
+        assert files[0] == files[1]
+        for file in files[0]:
+            one, two = (load_file(f / file) for f in (out, after))
+            assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one), file
+
+
+def test_tied_heads_stay_one_tensor_and_lora_is_folded_in_before_rounding(tmp_path: Path) -> None:
+    folder_in(torch.bfloat16, tmp_path / 'base', 'gpt2')
+    actor = AutoActor(tmp_path / 'base', lora_rank=2)
+    train(actor)
+    torch.nn.init.normal_(actor.model.transformer.h[0].attn.c_attn.lora_B)
+    actor.save_pretrained(tmp_path / 'out')
+    names = load_file(tmp_path / 'out' / 'model.safetensors')
+    assert 'lm_head.weight' not in names
+    layer = actor.model.transformer.h[0].attn.c_attn
+    want = layer.weight + (layer.lora_B @ layer.lora_A).T * layer.scaling
+    assert torch.equal(names['transformer.h.0.attn.c_attn.weight'], want.detach().bfloat16())
+    size = sum(t.numel() for t in names.values())
+    assert (tmp_path / 'out' / 'model.safetensors').stat().st_size < 2 * size + 20_000
+
+
+def test_an_option_overrides(tmp_path: Path) -> None:
+    folder_in(torch.bfloat16, tmp_path / 'base')
+    actor = AutoActor(tmp_path / 'base')
+    train(actor)
+    actor.save_pretrained(tmp_path / 'out', dtype=torch.float32)
+    assert dtypes(tmp_path / 'out') == {torch.float32} and said(tmp_path / 'out') == 'float32'
+    again = AutoActor(tmp_path / 'out')
+    assert all(torch.equal(a, b) for a, b in zip(actor.parameters(), again.parameters(), strict=True))
+    Actor(tiny_causal_lm('llama')).save_pretrained(tmp_path / 'new', dtype=torch.float16)
+    assert dtypes(tmp_path / 'new') == {torch.float16} and said(tmp_path / 'new') == 'float16'
+    Actor(tiny_causal_lm('llama')).save_pretrained(tmp_path / 'plain')
+    assert dtypes(tmp_path / 'plain') == {torch.float32}
+
+
+def test_what_the_files_say_counts_and_not_the_config(tmp_path: Path) -> None:
+    folder_in(torch.float32, tmp_path / 'base')
+    config = json.loads((tmp_path / 'base' / 'config.json').read_text())
+    (tmp_path / 'base' / 'config.json').write_text(json.dumps(config | {'dtype': 'bfloat16'}))
+    AutoActor(tmp_path / 'base').save_pretrained(tmp_path / 'out')
+    assert dtypes(tmp_path / 'out') == {torch.float32} and said(tmp_path / 'out') == 'float32'
+
+
+def test_what_a_folder_keeps_in_fp32_stays(tmp_path: Path) -> None:
+    folder_in(torch.bfloat16, tmp_path / 'base')
+    path = tmp_path / 'base' / 'model.safetensors'
+    tensors = {n: t.clone() for n, t in load_file(path).items()}
+    name = 'model.layers.1.input_layernorm.weight'
+    tensors[name] = tensors[name].float() * 1.0001
+    save_file(tensors, path, metadata={'format': 'pt'})
+    for cls in (AutoActor, AutoCritic):
+        cls(tmp_path / 'base').save_pretrained(tmp_path / 'out')
+        out = load_file(tmp_path / 'out' / 'model.safetensors')
+        kept = {n for n, t in out.items() if t.dtype is torch.float32}
+        assert kept == {name if cls is AutoActor else name.removeprefix('model.')}
+        assert torch.equal(out[kept.pop()], tensors[name])
+
+
+def test_a_trunk_in_bf16_stays_in_bf16(tmp_path: Path) -> None:
+    """Shared trunks are kept narrow by choice: a folder in fp32 does not make their export wider."""
+    folder_in(torch.float32, tmp_path / 'base')
+    trunk = SharedTrunk.from_pretrained(tmp_path / 'base', dtype=torch.bfloat16)
+    write_folder(trunk.model, tmp_path / 'out')
+    assert torch.bfloat16 in dtypes(tmp_path / 'out')
+
+
+def test_transformers_computes_the_same_from_the_folder(tmp_path: Path) -> None:
+    folder_in(torch.bfloat16, tmp_path / 'base')
+    actor = AutoActor(tmp_path / 'base')
+    actor.save_pretrained(tmp_path / 'out')
+    ids = torch.tensor([[5, 9, 3, 17]])
+    with torch.no_grad():
+        one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / f)(ids).logits for f in ('base', 'out'))
+    assert one.dtype is torch.bfloat16 and torch.equal(one, two)
+    reward = RewardModel(AutoActor(tmp_path / 'base').model)
+    reward.save_pretrained(tmp_path / 'rm', char_tokenizer())
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / 'rm')
+    assert next(classifier.parameters()).dtype is torch.bfloat16
+
+
+def save_prepared(name: str, base: str, out: str) -> None:
+    with strategy_by_name(name) as strategy:
+        with strategy.model_init_context():
+            actor = AutoActor(base)
+        actor = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=0.0)))[0]
+        save_pretrained(strategy, actor, out)
+        save_pretrained(strategy, actor, f'{out}-wide', dtype=torch.float32)
+
+
+@pytest.mark.parametrize(('name', 'ranks'), [('naive', 1), ('ddp', 2), ('fsdp', 2)])
+def test_under_a_strategy(name: str, ranks: int, tmp_path: Path) -> None:
+    base = folder_in(torch.bfloat16, tmp_path / 'base')
+    run_distributed(save_prepared, ranks, name, str(tmp_path / 'base'), str(tmp_path / 'out'))
+    assert dtypes(tmp_path / 'out') == {torch.bfloat16} and said(tmp_path / 'out') == 'bfloat16'
+    assert dtypes(tmp_path / 'out-wide') == {torch.float32} and said(tmp_path / 'out-wide') == 'float32'
+    for folder in ('out', 'out-wide'):
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        for name, tensor in base.named_parameters():
+            assert torch.equal(dict(again.named_parameters())[name].bfloat16(), tensor), name
+
+
+def test_experts_of_a_mixture(tmp_path: Path) -> None:
+    """Fused in the model, apart in the files."""
+    config = transformers.MixtralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+    )
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path / 'base')
+    AutoActor(tmp_path / 'base').save_pretrained(tmp_path / 'out')
+    one, two = (load_file(tmp_path / f / 'model.safetensors') for f in ('base', 'out'))
+    assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
+    assert dtypes(tmp_path / 'out') == {torch.bfloat16}
