@@ -1,5 +1,5 @@
-"""Loading Hugging Face models, configs and tokenizers: one-line errors, no pickled weights, no remote code unless asked
-for.
+"""Loading Hugging Face models, configs and tokenizers: one-line errors, nothing unpickled but tensors, no remote code
+unless asked for.
 
 On the meta device (inside a sharded strategy's `model_init_context`) nothing is read: the model carries a
 `WeightsSource`, and the strategy fills its shards from it.
@@ -13,7 +13,7 @@ import inspect
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,7 +36,7 @@ from chatgpt.nn.sources import (
 )
 from chatgpt.nn.stored_dtype import say_dtype, stored_dtype, to_dtype
 from chatgpt.nn.trunk import base_model
-from chatgpt.nn.unfit import candidates, check_finite, check_fit, fits, open_weights
+from chatgpt.nn.unfit import candidates, check_finite, check_fit, fits, not_tied, open_weights
 
 HUB_OPTIONS = ('revision', 'subfolder', 'cache_dir', 'local_files_only', 'token')
 """where a pretrained model comes from; all but `token` are kept in its `WeightsSource`"""
@@ -78,6 +78,11 @@ def checked_path(pretrained: Any) -> str:
 
 def _explained(what: str, name: str, error: Exception) -> ValueError:
     lines = str(error).strip().splitlines() or [type(error).__name__]
+    if 'trust_remote_code' in str(error):
+        lines = [
+            'it brings code of its own (auto_map in config.json), which is not run unless that is allowed: read it, '
+            'then give --trust_remote_code (in Python trust_remote_code=True)'
+        ]
     # A list follows a colon.
     reason = ' '.join(' '.join(lines).split()) if lines[0].rstrip().endswith(':') else lines[0]
     where = 'folder' if Path(name).is_dir() else 'hub name (there is no such folder)'
@@ -111,9 +116,37 @@ def load_config(pretrained: str | os.PathLike[str], *, trust_remote_code: bool =
     if Path(name).is_dir() and not Path(name, hub.get('subfolder', ''), 'config.json').is_file():
         raise ValueError(f'the folder {name!r} has no config.json, so it holds no model{_models_inside(name)}')
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **hub)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **hub)
     except (OSError, ValueError) as error:
         raise _explained('a model config', name, error) from None
+    refuse_quantized(config, name)
+    return config
+
+
+QUANTIZED = {
+    'bitsandbytes': 'bitsandbytes, 4 or 8 bits',
+    'gptq': 'GPTQ',
+    'awq': 'AWQ',
+    'fp8': 'fp8',
+    'mxfp4': 'MXFP4',
+    'compressed-tensors': 'compressed-tensors',
+}
+"""how people call the methods of `quantization_config`; others by the name that stands there"""
+
+
+def refuse_quantized(config: Any, name: str) -> None:
+    """Raises ValueError for the config of a model whose weights lie in fewer bits."""
+    found = getattr(config, 'quantization_config', None) or getattr(config, 'compression_config', None)
+    if found is None:
+        return
+    settings = found if isinstance(found, Mapping) else vars(found)
+    method = settings.get('quant_method') or ('bitsandbytes' if 'load_in_4bit' in settings else 'quantization_config')
+    method = str(getattr(method, 'value', method))
+    raise ValueError(
+        f'{name!r} holds quantized weights ({QUANTIZED.get(method, method)}), which cannot be trained here, nor be the '
+        'frozen base of adapters; give the model in 16 bits that it was made from (--quantize nf4 puts its blocks into '
+        '4 bits while it is loaded)'
+    )
 
 
 def load_tokenizer(pretrained: str | os.PathLike[str], *, trust_remote_code: bool = False) -> Any:
@@ -225,14 +258,16 @@ def _from_files(cls: Any, source: WeightsSource, options: dict[str, Any]) -> Any
     out, NaN."""
     from safetensors import SafetensorError
 
-    if Path(source.path).is_dir():  # of a hub name, transformers finds and downloads the files
+    safe = True
+    with nullcontext() if Path(source.path).is_dir() else suppress(OSError):  # transformers may know the way
         for file in weight_files(source):
             open_weights(file)
+            safe = file.suffix == '.safetensors'
     try:
         with _without_report():
             model, info = cls.from_pretrained(
                 source.path,
-                use_safetensors=True,
+                use_safetensors=safe,
                 dtype=torch.float32,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
@@ -261,6 +296,9 @@ def _from_files(cls: Any, source: WeightsSource, options: dict[str, Any]) -> Any
         return next(named, source.path)
 
     check_fit(model, file_of, *problems)
+    for one, other in getattr(model, 'get_expanded_tied_weights_keys', lambda **_: {})(all_submodels=True).items():
+        if model.get_parameter_or_buffer(one) is not model.get_parameter_or_buffer(other):
+            raise not_tied(file_of(one), other, one)
     for name, parameter in model.named_parameters():
         check_finite(parameter, name, file_of)
     if source.adapter:

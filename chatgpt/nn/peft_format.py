@@ -279,15 +279,16 @@ def _targets(state: dict[str, Tensor]) -> list[str]:
     return [name.removesuffix('.lora_A') for name in state if name.endswith('.lora_A')]
 
 
+def _weights_of(folder: Path) -> Path:
+    """The file with an adapter's tensors: safetensors, unless there is only a pickled one."""
+    pickled = folder / PICKLED_FILE
+    return pickled if pickled.is_file() and not (folder / WEIGHTS_FILE).is_file() else folder / WEIGHTS_FILE
+
+
 def _read(folder: Path, model: nn.Module) -> tuple[dict[str, Any], float, dict[str, Tensor]]:
     """The config, alpha and the tensors by the names of `model`."""
-    if not (folder / WEIGHTS_FILE).is_file() and (folder / PICKLED_FILE).is_file():
-        raise ValueError(
-            f'{folder}: it holds only pickled weights ({PICKLED_FILE}), which are never read because a pickle can run '
-            'code; if you trust the file, convert it once: python -c "import torch, safetensors.torch as st; '
-            f"st.save_file(torch.load('{folder / PICKLED_FILE}', weights_only=True), '{folder / WEIGHTS_FILE}')\""
-        )
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
+    weights = _weights_of(folder)
+    for name in (CONFIG_FILE, weights.name):
         if not (folder / name).is_file():
             raise ValueError(f'{folder}: it has no {name}; give a folder that peft or export_peft wrote')
     config = json.loads((folder / CONFIG_FILE).read_text(encoding='utf-8'))
@@ -308,13 +309,13 @@ def _read(folder: Path, model: nn.Module) -> tuple[dict[str, Any], float, dict[s
     if config.get('use_rslora'):
         alpha *= math.sqrt(rank)  # rsLoRA (Kalajdzievski 2023) scales by alpha / sqrt(r)
     names = _NamesInFiles(model)
-    state = {names.in_model(_from_peft(n)): tensor for n, tensor in read_weights(folder / WEIGHTS_FILE).items()}
+    state = {names.in_model(_from_peft(n)): tensor for n, tensor in read_weights(weights).items()}
     for name in state:
         other = name[:-1] + {'A': 'B', 'B': 'A'}.get(name[-1], '')
         if name.endswith(('.lora_A', '.lora_B')) and other not in state:
-            raise ValueError(f'{folder / WEIGHTS_FILE}: it holds no tensor for {other}, which {name} needs')
+            raise ValueError(f'{weights}: it holds no tensor for {other}, which {name} needs')
     if not _targets(state):
-        raise ValueError(f'{folder / WEIGHTS_FILE}: it holds no lora_A tensors; is this a LoRA adapter?')
+        raise ValueError(f'{weights}: it holds no lora_A tensors; is this a LoRA adapter?')
     return config, alpha, state
 
 
@@ -368,7 +369,7 @@ class MergedAdapter:
 
     def __init__(self, model: PreTrainedModel, folder: str) -> None:
         config, alpha, state = _read(Path(folder), model)
-        self.file, self.scaling = Path(folder, WEIGHTS_FILE), alpha / config['r']
+        self.file, self.scaling = _weights_of(Path(folder)), alpha / config['r']
         own = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.conv1d = {f'{name}.weight' for name, module in model.named_modules() if isinstance(module, Conv1D)}
         self.low_rank: dict[str, tuple[Tensor, Tensor]] = {}

@@ -1,11 +1,11 @@
 """Where a module's first weights come from, and how to get them one tensor at a time.
 
 A model built on the meta device has shapes and no numbers. It carries a `WeightsSource`: a folder or hub name with
-safetensors files, or the seed of a fresh model. `initial_tensors` yields its tensors by name, holding no more than one
+weight files, or the seed of a fresh model. `initial_tensors` yields its tensors by name, holding no more than one
 transformer block at a time, so that a sharded strategy can fill its shards. A fresh model's numbers come from (seed,
 block name), so they are the same whether the whole model is built at once or one block after another.
 
-Left out: pickled weight files, which are never read, and deciding who keeps which shard.
+Left out: deciding who keeps which shard.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from transformers import initialization as hf_init
 
 from chatgpt.nn.peft_format import MergedAdapter
 from chatgpt.nn.stored import StoredTensors
-from chatgpt.nn.unfit import check_finite, check_fit, no_weights, open_weights
+from chatgpt.nn.unfit import check_finite, check_fit, not_tied, open_weights
 
-WEIGHTS_FILE, INDEX_FILE = 'model.safetensors', 'model.safetensors.index.json'
+FILES = ('model.safetensors', 'pytorch_model.bin')
+"""of a whole model, best first; with `.index.json` behind it the list of its shards"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,25 +81,44 @@ def seeded(*key: Any) -> Iterator[None]:
 
 
 def weight_files(source: WeightsSource) -> list[Path]:
-    """The safetensors files of a pretrained source, downloaded when it is a hub name.
+    """The files with the weights of a pretrained source, downloaded when it is a hub name: safetensors where there are
+    such, else pickled ones.
 
-    Raises ValueError when there are none, and for an index that points out of its folder.
+    Raises ValueError when there are none, for an index that points out of its folder, and for one that names a tensor
+    or file which is not there.
     """
-    index = _cached(source, INDEX_FILE)
-    if index is None:
-        single = _cached(source, WEIGHTS_FILE)
-        if single is None:
-            raise no_weights(source.path, source.subfolder)
-        return [single]
-    names = sorted(set(json.loads(index.read_text())['weight_map'].values()))
-    for name in names:
+    for whole in FILES:
+        if (index := _cached(source, f'{whole}.index.json')) is not None:
+            return _shards(source, index)
+        if (single := _cached(source, whole)) is not None:
+            return [single]
+    raise ValueError(f'{source.path}: it holds no weights: neither {FILES[0]} nor {FILES[1]}, whole or in shards')
+
+
+def _shards(source: WeightsSource, index: Path) -> list[Path]:
+    try:
+        listed = json.loads(index.read_text(encoding='utf-8'))
+        places: dict[str, str] = listed['weight_map']
+        listed['metadata']  # transformers reads it
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(
+            f'{index}: not a list of shards (JSON with metadata and a weight_map); copy or download it again'
+        ) from None
+    files = []
+    for name in sorted(set(places.values())):
         if Path(name).name != name:
             raise ValueError(f'{index}: it names the file {name!r}; a shard must lie in the same folder')
-    files = [_cached(source, name) for name in names]
-    for name, file in zip(names, files, strict=True):
+        file = _cached(source, name)
         if file is None:
-            raise ValueError(f'{source.path}: the shard {name} that {INDEX_FILE} names is missing')
-    return [file for file in files if file is not None]
+            raise ValueError(f'{source.path}: the shard {name} that {index.name} names is missing')
+        held = set(open_weights(file).keys())
+        lost = sorted(tensor for tensor, place in places.items() if place == name and tensor not in held)
+        if lost:
+            raise ValueError(
+                f'{file}: it holds no tensor for {lost[0]}, which {index.name} names; copy or download it again'
+            )
+        files.append(file)
+    return files
 
 
 def _cached(source: WeightsSource, name: str) -> Path | None:
@@ -275,10 +295,13 @@ class _Materializer:
     def _load(self, target: Tensor, names: list[str]) -> bool:
         """Whether the files hold it."""
         files = self.files
-        found = next((name for name in names if files is not None and name in files), None)
-        if files is None or found is None:
+        held = [name for name in names if files is not None and name in files]
+        if files is None or not held:
             return False
-        stored = files.get(found)
+        found, stored = held[0], files.get(held[0])
+        for other in held[1:]:
+            if not torch.equal(files.get(other), stored):
+                raise not_tied(files.file_of(other), found, other)
         if stored.shape != target.shape:
             check_fit(self.model, files.file_of, (), (), [(found, stored.shape, target.shape)])
         target.copy_(stored)

@@ -9,9 +9,9 @@ Left out: where files come from (`sources`).
 
 from __future__ import annotations
 
-import json
 import math
 import re
+import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,63 @@ BUFFERS = re.compile(
     r'(^|\.)((attn|attention|self_attention)\.(bias|masked_bias)|rotary_emb\.inv_freq|position_ids|version)$'
 )
 """what older files hold and is computed today"""
-PICKLED = ('pytorch_model.bin', 'pytorch_model.bin.index.json')
+
+
+class _Part:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def get_dtype(self) -> str:
+        return _CODES.get(self.tensor.dtype, str(self.tensor.dtype))
+
+
+_CODES = {torch.float64: 'F64', torch.float32: 'F32', torch.float16: 'F16', torch.bfloat16: 'BF16'}
+
+
+class _Unpickled:
+    """The tensors of a pickled file, read as those of a safetensors file are."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def keys(self) -> list[str]:
+        return list(self.tensors)
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def get_slice(self, name: str) -> _Part:
+        return _Part(self.tensors[name])
+
+
+def _unpickle(file: str | Path) -> _Unpickled:
+    """Nothing but tensors is read, so no code runs."""
+    try:
+        # mapped into memory where the format allows it; older files are read whole
+        found = torch.load(file, map_location='cpu', weights_only=True, mmap=zipfile.is_zipfile(file))
+    except Exception as error:  # what unpickling may raise is not bounded
+        if 'nsupported' in str(error) or 'GLOBAL' in str(error):
+            raise ValueError(
+                f'{file}: it holds more than tensors, which is not read because a pickle can run code; save the '
+                'weights alone, as a state dict or as safetensors'
+            ) from None
+        size = Path(file).stat().st_size
+        raise ValueError(f'{file}: a damaged file of {size} bytes; copy or download it again') from None
+    if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
+        raise ValueError(f'{file}: it holds no state dict (tensors by their names); save model.state_dict() alone')
+    return _Unpickled(found)
 
 
 def open_weights(file: str | Path) -> Any:
-    """A safetensors file, open for reading single tensors. ValueError in one line when it is damaged."""
+    """A safetensors file, or a pickled one of tensors alone, open for reading single tensors. ValueError in one line
+    when it is damaged or holds more."""
     from safetensors import SafetensorError, safe_open
 
+    if Path(file).suffix == '.bin':
+        return _unpickle(file)
     try:
         return safe_open(file, framework='pt', device='cpu')
     except SafetensorError as error:
@@ -45,7 +95,7 @@ def open_weights(file: str | Path) -> Any:
 
 
 def read_weights(file: str | Path) -> dict[str, Tensor]:
-    """All tensors of a small safetensors file, such as a head's. ValueError when it is damaged, or holds NaN."""
+    """All tensors of a small file, such as a head's. ValueError when it is damaged, or holds NaN."""
     handle = open_weights(file)
     tensors = {name: handle.get_tensor(name) for name in handle.keys()}
     for name, tensor in tensors.items():
@@ -69,20 +119,11 @@ def check_finite(tensor: Tensor, name: str, file_of: Callable[[str], Any]) -> No
         )
 
 
-def no_weights(folder: str, subfolder: str = '') -> ValueError:
-    """What to say of a folder or hub name that has no safetensors file."""
-    where = Path(folder, subfolder)
-    pickled = next((name for name in PICKLED if (where / name).is_file()), None)
-    if pickled is None:
-        return ValueError(f'{folder}: no model.safetensors there; weights are read from safetensors files only')
-    config = where / 'config.json'
-    kind = (json.loads(config.read_text()).get('architectures') if config.is_file() else None) or [
-        'AutoModelForCausalLM'
-    ]
-    command = f'from transformers import {kind[0]} as M; p = {str(where)!r}; M.from_pretrained(p).save_pretrained(p)'
+def not_tied(file: Any, one: str, other: str) -> ValueError:
+    """For two names of one parameter that stand for two tensors in the files."""
     return ValueError(
-        f'{folder}: it holds only pickled weights ({pickled}), which are never read because a pickle can run code; if '
-        f'you trust it, convert them once: python -c "{command}"'
+        f'{file}: {one} and {other} differ, and config.json says that they are one (tie_word_embeddings); set that to '
+        'false there if the model is meant so'
     )
 
 

@@ -174,7 +174,7 @@ def read_config(source: Any) -> Any:
 
     from transformers import AutoConfig
 
-    from chatgpt.nn.loading import load_config
+    from chatgpt.nn.loading import load_config, refuse_quantized
 
     path = Path(source)
     if path.suffix == '.json' and not path.exists():
@@ -185,6 +185,8 @@ def read_config(source: Any) -> Any:
         content = json.loads(path.read_text())
         if not isinstance(content, dict) or 'model_type' not in content:
             raise ValueError('it has no model_type')
-        return AutoConfig.for_model(**content)
+        config = AutoConfig.for_model(**content)
     except (ValueError, TypeError) as error:
         raise ValueError(f'{path}: not the config.json of a transformers model ({error})') from None
+    refuse_quantized(config, str(path))
+    return config

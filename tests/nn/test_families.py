@@ -209,20 +209,12 @@ def test_folders_that_hold_no_model(tmp_path):
     with pytest.raises(ValueError, match='has no config.json, so it holds no model'):
         AutoCritic(pretrained=tmp_path)
     tiny_config('gpt2').save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match='no model.safetensors there') as error:
+    with pytest.raises(ValueError, match='it holds no weights: neither model.safetensors nor') as error:
         AutoRM(pretrained=tmp_path)
     assert '\n' not in str(error.value)
     (tmp_path / 'file').write_text('x')
     with pytest.raises(ValueError, match='is a file; give the folder'):
         AutoActor(pretrained=tmp_path / 'file')
-
-
-def test_pickled_weights_are_not_read(tmp_path):
-    model = tiny_causal_lm('gpt2')
-    model.config.save_pretrained(tmp_path)
-    torch.save(model.state_dict(), tmp_path / 'pytorch_model.bin')
-    with pytest.raises(ValueError, match='only pickled weights'):
-        GPTActor(pretrained=tmp_path)
 
 
 def test_arguments_that_contradict_or_are_unknown():

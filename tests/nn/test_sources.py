@@ -222,15 +222,19 @@ def test_files_that_lack_a_tensor_or_have_another_shape_are_named(tmp_path):
     with pytest.raises(ValueError, match=r'c_fc.weight is \(5, 128\), the model wants \(32, 128\)'):
         list(initial_tensors(actor))
     path.unlink()
-    with pytest.raises(ValueError, match='no model.safetensors there; weights are read from safetensors files only'):
+    with pytest.raises(ValueError, match='it holds no weights: neither model.safetensors nor pytorch_model.bin'):
         list(initial_tensors(actor))
 
 
 def test_an_index_cannot_point_out_of_its_folder(tmp_path):
-    (tmp_path / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': {'w': '../secret.safetensors'}}))
+    (tmp_path / 'model.safetensors.index.json').write_text(
+        json.dumps({'metadata': {}, 'weight_map': {'w': '../secret.safetensors'}})
+    )
     with pytest.raises(ValueError, match='a shard must lie in the same folder'):
         weight_files(WeightsSource(kind='pretrained', path=str(tmp_path)))
-    (tmp_path / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': {'w': 'gone.safetensors'}}))
+    (tmp_path / 'model.safetensors.index.json').write_text(
+        json.dumps({'metadata': {}, 'weight_map': {'w': 'gone.safetensors'}})
+    )
     with pytest.raises(ValueError, match='the shard gone.safetensors .* is missing'):
         weight_files(WeightsSource(kind='pretrained', path=str(tmp_path)))
 

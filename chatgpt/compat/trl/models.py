@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import shutil
 import tempfile
 import warnings
@@ -27,7 +26,6 @@ from chatgpt.nn.loading import (
     LOAD_OPTIONS,
     checked_path,
     load_causal_lm,
-    load_config,
     on_meta,
     write_folder,
 )
@@ -347,32 +345,9 @@ def _load(source: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Tensor] 
     if adapter is not None:
         model = load_causal_lm(adapter, **options)
         import_peft(model, name)
-    elif _is_pickled(name):
-        model = _from_pickle(name, options)
     else:
         model = load_causal_lm(name, **options)
     return model, read_head(name, hub)
-
-
-def _is_pickled(name: str) -> bool:
-    folder = Path(name)
-    return any(folder.glob('pytorch_model*.bin')) and not any(folder.glob('model*.safetensors'))
-
-
-def _from_pickle(name: str, options: dict[str, Any]) -> Any:
-    """A model from `pytorch_model.bin`, read as tensors only."""
-    from transformers import AutoModelForCausalLM
-
-    load_config(name, trust_remote_code=options.get('trust_remote_code', False))  # for its errors
-    logger = logging.getLogger('transformers.modeling_utils')
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # its report of the head's tensors, which are read apart
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            name, use_safetensors=False, weights_only=True, dtype=torch.float32, **options
-        )
-    finally:
-        logger.setLevel(level)
 
 
 def read_head(name: str, hub: Mapping[str, Any] | None = None) -> dict[str, Tensor] | None:

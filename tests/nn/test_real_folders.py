@@ -1,0 +1,368 @@
+"""Folders as they lie on disks and on the hub, of several versions of transformers: each loads through every door with
+the numbers that transformers itself gives, or is refused in one line that names what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load, save_file
+from torch import Tensor
+from transformers import AutoModel, AutoModelForCausalLM
+
+from chatgpt.nn import AutoActor, AutoCritic, AutoRM, load_config
+from chatgpt.nn.loading import load_causal_lm
+from chatgpt.nn.shared import SharedTrunk
+from chatgpt.nn.sources import fill_model
+from chatgpt.plan.setup import read_config
+from chatgpt.testing import tiny_causal_lm
+from chatgpt.testing.processes import run_distributed
+from chatgpt.trainer.strategies.named import strategy_by_name
+
+IDS = torch.tensor([[5, 9, 3, 17, 40], [8, 8, 21, 2, 33]])
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return load((folder / 'model.safetensors').read_bytes())
+
+
+def store(folder: Path, tensors: dict[str, Tensor]) -> None:
+    save_file({n: t.contiguous().clone() for n, t in tensors.items()}, folder / 'model.safetensors', {'format': 'pt'})
+
+
+def as_pickle(folder: Path, tensors: dict[str, Any], name: str = 'pytorch_model.bin', **kw: Any) -> None:
+    (folder / 'model.safetensors').unlink(missing_ok=True)
+    torch.save(tensors, folder / name, **kw)
+
+
+def plain(family: str, **kw: Any) -> Callable[[Path], None]:
+    return lambda folder: tiny_causal_lm(family, **kw).save_pretrained(folder)
+
+
+def in_bf16(folder: Path) -> None:
+    tiny_causal_lm('llama').to(torch.bfloat16).save_pretrained(folder)
+
+
+def in_shards(folder: Path) -> None:
+    tiny_causal_lm('llama').save_pretrained(folder, max_shard_size='40KB')
+    assert len(list(folder.glob('model-*.safetensors'))) > 2
+
+
+def head_twice(folder: Path) -> None:
+    """Tied by the config, and both in the file, as some tools write."""
+    tiny_causal_lm('gpt2').save_pretrained(folder)
+    tensors = stored(folder)
+    assert 'lm_head.weight' not in tensors
+    store(folder, tensors | {'lm_head.weight': tensors['transformer.wte.weight']})
+
+
+def head_instead(folder: Path) -> None:
+    """Tied, and stored under the name of the head alone."""
+    tiny_causal_lm('gpt2').save_pretrained(folder)
+    tensors = stored(folder)
+    store(folder, {**tensors, 'lm_head.weight': tensors.pop('transformer.wte.weight')})
+
+
+def old_config(folder: Path) -> None:
+    """transformers 4 called the dtype `torch_dtype`, and had no layer types."""
+    tiny_causal_lm('llama').to(torch.float16).save_pretrained(folder)
+    config = json.loads((folder / 'config.json').read_text())
+    config['torch_dtype'] = config.pop('dtype')
+    config['rope_theta'] = config.pop('rope_parameters')['rope_theta']
+    (folder / 'config.json').write_text(json.dumps(config | {'transformers_version': '4.37.0'}))
+
+
+def pickled(folder: Path) -> None:
+    tiny_causal_lm('llama').save_pretrained(folder)
+    as_pickle(folder, stored(folder))
+
+
+def pickled_gpt2(folder: Path) -> None:
+    """As the first GPT-2 lies on the hub: names of the trunk alone, its masks, an older file format."""
+    tiny_causal_lm('gpt2').save_pretrained(folder)
+    tensors = {n.removeprefix('transformer.'): t for n, t in stored(folder).items()}
+    for block in range(2):
+        tensors[f'h.{block}.attn.bias'] = torch.ones(1, 1, 8, 8).tril()
+    as_pickle(folder, tensors, _use_new_zipfile_serialization=False)
+
+
+def pickled_tied(folder: Path) -> None:
+    """torch.save keeps both names of one tensor."""
+    tiny_causal_lm('gpt2').save_pretrained(folder)
+    tensors = stored(folder)
+    as_pickle(folder, tensors | {'lm_head.weight': tensors['transformer.wte.weight']})
+
+
+def pickled_shards(folder: Path) -> None:
+    tiny_causal_lm('llama').save_pretrained(folder)
+    tensors = stored(folder)
+    places = {n: f'pytorch_model-0000{1 + i % 2}-of-00002.bin' for i, n in enumerate(sorted(tensors))}
+    for name in set(places.values()):
+        as_pickle(folder, {n: tensors[n] for n, place in places.items() if place == name}, name)
+    (folder / 'pytorch_model.bin.index.json').write_text(json.dumps({'metadata': {}, 'weight_map': places}))
+
+
+FOLDERS = {
+    'llama, untied': plain('llama'),
+    'llama, tied': plain('llama', tie_word_embeddings=True),
+    'gpt2, tied': plain('gpt2'),
+    'gpt2, untied': plain('gpt2', tie_word_embeddings=False),
+    'shards': in_shards,
+    'bf16': in_bf16,
+    'head twice': head_twice,
+    'head instead': head_instead,
+    'old config': old_config,
+    'pickled': pickled,
+    'pickled gpt2 of old': pickled_gpt2,
+    'pickled tied': pickled_tied,
+    'pickled shards': pickled_shards,
+}
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    return model.eval()(input_ids=IDS, use_cache=False).logits
+
+
+@torch.no_grad()
+def states(model: Any) -> Tensor:
+    return model.eval()(input_ids=IDS, use_cache=False).last_hidden_state
+
+
+def later(folder: Path) -> Any:
+    """Built on the meta device and filled, as a sharded strategy does."""
+    with torch.device('meta'):
+        model = load_causal_lm(folder)
+    fill_model(model, model.weights_source)
+    return model
+
+
+@pytest.mark.parametrize('make', FOLDERS.values(), ids=FOLDERS)
+def test_every_door_gives_the_numbers_of_transformers(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path)
+    want = logits(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
+    trunk = states(AutoModel.from_pretrained(tmp_path, dtype=torch.float32))
+    for model in (AutoActor(tmp_path).model, later(tmp_path), SharedTrunk.from_pretrained(tmp_path).model):
+        torch.testing.assert_close(logits(model), want, rtol=1e-5, atol=1e-6)
+    for cls in (AutoCritic, AutoRM):
+        torch.testing.assert_close(states(cls(tmp_path).model), trunk, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(want, want.flip(0), atol=1e-3)
+    assert load_config(tmp_path).vocab_size == read_config(tmp_path).vocab_size == want.shape[-1]
+
+
+@pytest.mark.parametrize('make', FOLDERS.values(), ids=FOLDERS)
+def test_what_is_saved_again_is_the_same_model(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / 'old')
+    want = logits(AutoModelForCausalLM.from_pretrained(tmp_path / 'old', dtype=torch.float32))
+    AutoActor(tmp_path / 'old').save_pretrained(tmp_path / 'new')
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / 'new', dtype=torch.float32)
+    torch.testing.assert_close(logits(again), want, rtol=1e-5, atol=1e-6)
+    assert not list((tmp_path / 'new').glob('*.bin'))
+
+
+def sharded_logits(folders: dict[str, str], out: str) -> None:
+    with strategy_by_name('fsdp') as strategy:
+        found = {}
+        for name, folder in folders.items():
+            with strategy.model_init_context():
+                actor = AutoActor(folder)
+            actor = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=0.0)))[0]
+            with strategy.full_model(actor, dtype=torch.float32) as full:
+                found[name] = logits(full.model)
+        strategy.run_on_rank0(lambda: torch.save(found, out))
+
+
+def test_shards_of_a_sharded_strategy_too(tmp_path: Path) -> None:
+    names = ('gpt2, tied', 'bf16', 'head twice', 'pickled gpt2 of old', 'pickled shards')
+    folders = {name: tmp_path / str(number) for number, name in enumerate(names)}
+    for name, folder in folders.items():
+        FOLDERS[name](folder)
+    run_distributed(sharded_logits, 2, {n: str(f) for n, f in folders.items()}, str(tmp_path / 'found'))
+    found = torch.load(tmp_path / 'found', weights_only=True)
+    for name, folder in folders.items():
+        want = logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+        torch.testing.assert_close(found[name], want, rtol=1e-5, atol=1e-6, msg=name)
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def change_config(folder: Path, **settings: Any) -> None:
+    path = folder / 'config.json'
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def heads_differ(folder: Path) -> None:
+    head_twice(folder)
+    tensors = stored(folder)
+    store(folder, tensors | {'lm_head.weight': tensors['lm_head.weight'] + 1})
+
+
+def a_shard_is_missing(folder: Path) -> None:
+    in_shards(folder)
+    sorted(folder.glob('model-*.safetensors'))[1].unlink()
+
+
+def a_shard_is_truncated(folder: Path) -> None:
+    in_shards(folder)
+    path = sorted(folder.glob('model-*.safetensors'))[1]
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def edit_index(folder: Path, edit: Callable[[dict[str, str]], Any]) -> None:
+    path = folder / 'model.safetensors.index.json'
+    index = json.loads(path.read_text())
+    edit(index['weight_map'])
+    path.write_text(json.dumps(index))
+
+
+def the_index_names_a_tensor_that_no_shard_has(folder: Path) -> None:
+    in_shards(folder)
+    edit_index(folder, lambda places: places.update({'model.layers.7.x': places['lm_head.weight']}))
+
+
+def the_index_names_another_shard(folder: Path) -> None:
+    in_shards(folder)
+    name = 'model.layers.1.mlp.up_proj.weight'
+    edit_index(
+        folder, lambda places: places.update({name: next(p for p in sorted(places.values()) if p != places[name])})
+    )
+
+
+def the_index_is_cut_off(folder: Path) -> None:
+    in_shards(folder)
+    path = folder / 'model.safetensors.index.json'
+    path.write_text(path.read_text()[:40])
+
+
+def a_wrong_shape(folder: Path) -> None:
+    plain('llama')(folder)
+    store(folder, stored(folder) | {'model.norm.weight': torch.ones(7)})
+
+
+def no_head(folder: Path) -> None:
+    plain('llama')(folder)
+    tensors = stored(folder)
+    del tensors['lm_head.weight']
+    store(folder, tensors)
+
+
+def pickled_code(folder: Path) -> None:
+    plain('llama')(folder)
+    as_pickle(folder, {'model.norm.weight': torch.ones(32), 'run': os.system})
+
+
+def pickled_and_damaged(folder: Path) -> None:
+    pickled(folder)
+    path = folder / 'pytorch_model.bin'
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def pickled_trainer_state(folder: Path) -> None:
+    plain('llama')(folder)
+    as_pickle(folder, {'model': stored(folder), 'epoch': 3})
+
+
+def nothing(folder: Path) -> None:
+    plain('llama')(folder)
+    (folder / 'model.safetensors').unlink()
+
+
+WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
+    'heads differ': (
+        heads_differ,
+        r'model\.safetensors: \S+ and \S+ differ, and config.json says .*tie_word_embeddings',
+    ),
+    'missing shard': (
+        a_shard_is_missing,
+        r'the shard model-00002-of-\d+\.safetensors that \S+index\.json names is missing',
+    ),
+    'truncated shard': (
+        a_shard_is_truncated,
+        r'model-00002-of-\d+\.safetensors: a damaged safetensors file of \d+ bytes',
+    ),
+    'unknown in index': (
+        the_index_names_a_tensor_that_no_shard_has,
+        r'model-\d+-of-\d+\.safetensors: it holds no tensor for model\.layers\.7\.x, which \S+index\.json names',
+    ),
+    'other shard in index': (
+        the_index_names_another_shard,
+        r'model-\d+-of-\d+\.safetensors: it holds no tensor for model\.layers\.1\.mlp\.up_proj\.weight, which',
+    ),
+    'cut index': (the_index_is_cut_off, r'index\.json: not a list of shards'),
+    'shape': (a_wrong_shape, r'model\.safetensors: model\.norm\.weight is \(7,\), the model wants \(32,\)'),
+    'no head': (no_head, r'model\.safetensors: it holds no tensor for lm_head\.weight of LlamaForCausalLM'),
+    'code': (pickled_code, r'pytorch_model\.bin: it holds more than tensors, .*a pickle can run code'),
+    'damaged pickle': (pickled_and_damaged, r'pytorch_model\.bin: a damaged file of \d+ bytes'),
+    'other pickle': (pickled_trainer_state, r'pytorch_model\.bin: it holds no state dict'),
+    'nothing': (nothing, r'it holds no weights: neither model\.safetensors nor pytorch_model\.bin'),
+}
+
+
+@pytest.mark.parametrize('open_door', [AutoActor, later, SharedTrunk.from_pretrained], ids=['whole', 'meta', 'trunk'])
+@pytest.mark.parametrize(('make', 'said'), WRONG.values(), ids=WRONG)
+def test_wrong_folders_are_named_in_one_line(
+    make: Callable[[Path], None], said: str, open_door: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    make(tmp_path)
+    with pytest.raises(ValueError, match=said) as told:
+        open_door(tmp_path)
+    assert '\n' not in str(told.value)
+
+
+QUANTIZED = {
+    'bitsandbytes': {'quant_method': 'bitsandbytes', 'load_in_4bit': True, 'bnb_4bit_quant_type': 'nf4'},
+    'GPTQ': {'quant_method': 'gptq', 'bits': 4, 'group_size': 128},
+    'AWQ': {'quant_method': 'awq', 'bits': 4, 'group_size': 128},
+    'fp8': {'quant_method': 'fp8', 'weight_block_size': [128, 128]},
+    'compressed-tensors': {'quant_method': 'compressed-tensors', 'config_groups': {}},
+    'MXFP4': {'quant_method': 'mxfp4'},
+    'hqq': {'quant_method': 'hqq'},
+}
+
+
+@pytest.mark.parametrize(
+    'open_door',
+    [AutoActor, AutoCritic, AutoRM, later, SharedTrunk.from_pretrained, load_config, read_config],
+    ids=['actor', 'critic', 'reward model', 'meta', 'trunk', 'config', 'plan'],
+)
+@pytest.mark.parametrize('method', QUANTIZED)
+def test_quantized_weights_are_refused_by_method(method: str, open_door: Callable[[Path], Any], tmp_path: Path) -> None:
+    plain('llama')(tmp_path)
+    change_config(tmp_path, quantization_config=QUANTIZED[method])
+    with pytest.raises(ValueError, match=rf'holds quantized weights \({method}.*--quantize nf4') as told:
+        open_door(tmp_path)
+    assert '\n' not in str(told.value)
+    if open_door is read_config:
+        with pytest.raises(ValueError, match='holds quantized weights'):
+            read_config(tmp_path / 'config.json')
+
+
+@pytest.mark.parametrize(
+    'open_door', [AutoActor, AutoCritic, AutoRM, later, load_config, read_config], ids=lambda door: door.__name__
+)
+def test_code_of_a_folder_is_not_run(open_door: Callable[[Path], Any], tmp_path: Path) -> None:
+    plain('llama')(tmp_path)
+    (tmp_path / 'own.py').write_text('raise SystemExit("it ran")\n')
+    change_config(
+        tmp_path,
+        model_type='own_model',
+        auto_map={'AutoConfig': 'own.OwnConfig', 'AutoModelForCausalLM': 'own.OwnModel'},
+    )
+    with pytest.raises(
+        ValueError, match='brings code of its own .auto_map in config.json.*--trust_remote_code'
+    ) as told:
+        open_door(tmp_path)
+    assert '\n' not in str(told.value)
+
+
+def test_a_known_family_needs_no_code_of_its_folder(tmp_path: Path) -> None:
+    plain('llama')(tmp_path)
+    (tmp_path / 'own.py').write_text('raise SystemExit("it ran")\n')
+    change_config(tmp_path, auto_map={'AutoModelForCausalLM': 'own.OwnModel'})
+    assert AutoActor(tmp_path).model.config.model_type == 'llama'
