@@ -262,7 +262,9 @@ def test_log_probs_come_as_on_the_planned_device(monkeypatch, on_cuda, bound, st
     monkeypatch.setattr(logprobs, 'CHUNK_ELEMENTS_CPU', 1000)
     monkeypatch.setattr(logprobs, 'CHUNK_ELEMENTS_ACCELERATOR', bound)
     blocks = on_cuda and bound == 1000 and strategy == 'naive'
-    setup = Setup(config=CONFIG, precision='bf16', strategy=strategy, on_cuda=on_cuda, max_prompt_tokens=9, max_new_tokens=15)
+    setup = Setup(
+        config=CONFIG, precision='bf16', strategy=strategy, on_cuda=on_cuda, max_prompt_tokens=9, max_new_tokens=15
+    )
     with taken_kernels() as taken:
         planned = models.learning_bytes('actor', CONFIG, setup, 4, growing=0.0)
     assert set(taken) == {'fused_logprobs' if blocks else 'chunked_logprobs'}
