@@ -208,7 +208,7 @@ def decode_vllm(note: Note, *, models: Sequence[str], batch: int, prompt: int, n
             )
             note.write(**{model: {'start_s': time.perf_counter() - start}})
         llm.generate(given, sampling, use_tqdm=False)
-        duration = seconds(lambda m=llm, g=given: m.generate(g, sampling, use_tqdm=False), note.device)  # type: ignore[misc]
+        duration = seconds(lambda llm=llm, given=given: llm.generate(given, sampling, use_tqdm=False), note.device)  # type: ignore[misc]
         note.content[model] |= {'tokens_per_s': batch * new / duration, 'seconds': duration}
         note.write()
         del llm

@@ -120,10 +120,10 @@ def measured_config(hidden: int, layers: int) -> Any:
 
 
 def phase_peaks(config: Any) -> dict[str, int]:
-    """Most resident memory of each phase of a run, above what there was before any model; of the second phase."""
+    """Most resident memory of loading and of each phase of a run, above what there was before any model; of the second
+    phase. New weights, which are made block by block as those of a folder are read."""
     import torch
     from arithmetic_done import process_memory
-    from transformers import AutoModelForCausalLM
 
     from chatgpt.nn.shared import SharedTrunk
     from chatgpt.trainer import PPOTrainer
@@ -143,16 +143,13 @@ def phase_peaks(config: Any) -> dict[str, int]:
         peaks[phase] = process_memory()['VmHWM'] - start
         begin()
 
-    with torch.device('meta'):
-        empty = AutoModelForCausalLM.from_config(config)
-    trunk = SharedTrunk(_filled(empty), quantize='nf4')
-    trunk.model.gradient_checkpointing_enable({'use_reentrant': False})
+    trunk = SharedTrunk.from_pretrained(None, config=config, quantize='nf4', checkpoint=True)  # type: ignore[arg-type]
     actor, critic, reward_model = trunk.actor(16), trunk.critic(16), trunk.reward_model(16)
     strategy = NaiveStrategy(seed=0, device='cpu')
 
     class Phases(Callback):
         def on_make_experience_start(self, trainer: Any) -> None:
-            end_of('load')
+            begin()
 
         def on_learn_epoch_start(self, trainer: Any, epoch: int) -> None:
             end_of('score')
@@ -166,6 +163,7 @@ def phase_peaks(config: Any) -> dict[str, int]:
     (actor, actor_optim), (critic, critic_optim), reward_model = strategy.prepare(
         trained(actor), trained(critic), reward_model
     )
+    end_of('load')
     trainer = PPOTrainer(
         strategy,
         actor,
@@ -195,19 +193,6 @@ def phase_peaks(config: Any) -> dict[str, int]:
     ]
     trainer.fit(prompts, max_timesteps=2, update_timesteps=1)
     return peaks
-
-
-def _filled(empty: Any) -> Any:
-    """A model with numbers, made so that nothing is left of the making."""
-    import torch
-
-    model = empty.to_empty(device='cpu')
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.02)
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its buffers are no parameters
-    model.tie_weights()
-    return model
 
 
 def compare(size: str) -> dict[str, Any]:
@@ -276,8 +261,8 @@ def page(shapes: dict[str, Any], measured: dict[str, Any]) -> str:
         '|---|---|---|---|---|',
     ]
     for size, row in measured.items():
-        for phase in ('collect', 'score', 'learn'):
-            real, plan = row['measured'][phase], row['planned'][phase]
+        for phase, plan in row['planned'].items():
+            real = row['measured'][phase]
             hidden, layers = MEASURED[size]
             lines.append(
                 f'| {hidden}, {layers} | {phase} | {show_bytes(real)} | {show_bytes(plan)} | {plan / real:.2f} |'

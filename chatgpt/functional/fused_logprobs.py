@@ -70,8 +70,7 @@ def fused_logprobs(
             f'{tuple(hidden.shape)}, {tuple(weight.shape)} and {tuple(ids.shape)}'
         )
     if block_size is None:
-        bound = plain.CHUNK_ELEMENTS_CPU if hidden.device.type == 'cpu' else plain.CHUNK_ELEMENTS_ACCELERATOR
-        block_size = max(MIN_COLUMNS, bound // max(1, hidden.shape[0]))
+        block_size = max(MIN_COLUMNS, plain.chunk_elements(hidden) // max(1, hidden.shape[0]))
     kind = hidden.device.type
     dtype = hidden.dtype
     if torch.is_autocast_enabled(kind) and dtype != torch.float64:

@@ -132,8 +132,18 @@ def rows_per_chunk(hidden: Tensor, head: Callable[[Tensor], Tensor], vocab_size:
             return 1
         # With gradients as they are: a first use under no_grad would leave autocast with a cached weight that has none.
         vocab_size = head(hidden[:1]).shape[-1]
-    bound = CHUNK_ELEMENTS_CPU if hidden.device.type == 'cpu' else CHUNK_ELEMENTS_ACCELERATOR
-    return max(1, bound // int(vocab_size))
+    return max(1, chunk_elements(hidden) // int(vocab_size))
+
+
+def kind_of_device(x: Tensor) -> str:
+    """'cpu', 'cuda' and so on: by this the size of chunks and the way of computing log-probs are chosen. The planner,
+    whose tensors are a CPU's, puts the planned device in its place."""
+    return x.device.type
+
+
+def chunk_elements(x: Tensor) -> int:
+    """C · V of a chunk on the device of x."""
+    return CHUNK_ELEMENTS_CPU if kind_of_device(x) == 'cpu' else CHUNK_ELEMENTS_ACCELERATOR
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:

@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from chatgpt.functional import logprobs
 from chatgpt.functional.fused_logprobs import fused_logprobs
 from chatgpt.functional.logprobs import WithEntropy, chunked_logprobs, rows_per_chunk
 
@@ -128,6 +129,6 @@ def head_logprobs(
 
 def _gains(kernel: str, states: Tensor, head: Any, vocab_size: int) -> bool:
     """Whether blocks are taken: not where one chunk of rows holds everything, and unasked only on an accelerator."""
-    if kernel == 'auto' and states.device.type == 'cpu':
+    if kernel == 'auto' and logprobs.kind_of_device(states) == 'cpu':
         return False
     return states.shape[0] > rows_per_chunk(states, head, vocab_size)

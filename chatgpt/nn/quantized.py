@@ -51,6 +51,7 @@ class NF4Linear(nn.Module):
     Args:
         layer: whose weight is taken; a `Conv1D`'s is transposed.
         dtype: of the bias, and of the weight made dense again.
+        device: where it goes; None: where the layer is, which stays as it is.
     """
 
     packed: Tensor
@@ -63,10 +64,15 @@ class NF4Linear(nn.Module):
     """() fp32"""
     bias: Tensor | None
 
-    def __init__(self, layer: nn.Linear | Conv1D, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        layer: nn.Linear | Conv1D,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device | None = None,
+    ) -> None:
         super().__init__()
         self.is_transposed = isinstance(layer, Conv1D)
-        weight = layer.weight.detach()
+        weight = layer.weight.detach().to(device)
         weight = (weight.T if self.is_transposed else weight).contiguous()
         self.out_features, self.in_features = weight.shape
         self.dtype = dtype
@@ -80,7 +86,7 @@ class NF4Linear(nn.Module):
             'scale_mean': state.offset,
             'code': state.code,
             'scale_code': state.state2.code,
-            'bias': None if layer.bias is None else layer.bias.detach().to(dtype, copy=True),
+            'bias': None if layer.bias is None else layer.bias.detach().to(device, dtype, copy=True),
         }
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor, persistent=False)
@@ -123,16 +129,15 @@ def quantize_blocks(
 ) -> None:
     """Replace the linear layers inside the transformer blocks (below an `nn.ModuleList`) of `module`, in place.
 
-    name: that of `module` in its model, where it is itself inside a block. device: where a layer is moved before it is
-    packed, so that one dense weight is there at a time; None leaves it.
+    name: that of `module` in its model, where it is itself inside a block. device: where weights are packed, one after
+    another, so that one dense weight is there at a time; None: where they are.
     """
     inside = bool(name)
     for child_name, child in module.named_children():
         if inside and type(child) in (nn.Linear, Conv1D):
             weight: Tensor = child.weight  # type: ignore[assignment]
             if weight.numel() % BLOCK == 0:
-                layer: Any = child if device is None else child.to(device)
-                module._modules[child_name] = NF4Linear(layer, dtype)
+                module._modules[child_name] = NF4Linear(child, dtype, device)
         else:
             inner = name or (child_name if isinstance(module, nn.ModuleList) else '')
             quantize_blocks(child, inner, dtype, device)

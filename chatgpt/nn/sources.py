@@ -271,7 +271,9 @@ class _Materializer:
         return fresh
 
     def keep_only(self, unit: _Unit) -> None:
-        """Let go of the parameters that were filled with the unit and are no longer in it."""
+        """Let go of the modules and parameters that were filled with the unit and are no longer in it."""
+        inside = set(unit.modules[-1][1].modules())
+        unit.modules[:] = [(name, module) for name, module in unit.modules if module in inside]
         alive = {id(p) for p in unit.modules[-1][1].parameters()}
         for name in [n for n, p in self.done.items() if p is not None and self.unit_of.get(n) is unit]:
             known = self.done[name]

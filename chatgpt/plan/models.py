@@ -234,7 +234,9 @@ def autocast(setup: Setup) -> Any:
 
 
 def cast(model: nn.Module, setup: Setup) -> nn.Module:
-    """Parameters in the dtype in which a sharded strategy holds or gathers them."""
+    """Parameters in the dtype in which a sharded strategy holds or gathers them, and as legible."""
+    if setup.entry.only_16_bits and hasattr(model, 'logprob_kernel'):
+        model.logprob_kernel = 'plain'  # Gemini's weights act when they are used: `head_kernels.linear_weights`
     if setup.precision != 'fp32' and not setup.memory_model.autocasts:
         model.to(torch.bfloat16)
     elif setup.precision != 'fp32' and not setup.memory_model.atoms:
@@ -242,10 +244,11 @@ def cast(model: nn.Module, setup: Setup) -> nn.Module:
     return model
 
 
-def chunk_bound(setup: Setup) -> Any:
-    """Inside, log-probs come in chunks of the planned device's size, though the fake tensors are a CPU's."""
-    bound = logprobs.CHUNK_ELEMENTS_ACCELERATOR if setup.on_cuda else logprobs.CHUNK_ELEMENTS_CPU
-    return mock.patch.object(logprobs, 'CHUNK_ELEMENTS_CPU', bound)
+def planned_device(setup: Setup) -> Any:
+    """Inside, log-probs come as on the planned device, though the fake tensors are a CPU's: in chunks of its size, or
+    by blocks of the vocabulary."""
+    kind = 'cuda' if setup.on_cuda else 'cpu'
+    return mock.patch.object(logprobs, 'kind_of_device', lambda x: kind)
 
 
 def learning_bytes(kind: str, config: Any, setup: Setup, rows: int, *, growing: float) -> int:
@@ -267,11 +270,11 @@ def learning_bytes(kind: str, config: Any, setup: Setup, rows: int, *, growing: 
         for parameter in model.parameters():
             if parameter.requires_grad and growing != parameter.element_size():
                 parameter.register_post_accumulate_grad_hook(put_away)
-        with autocast(setup), chunk_bound(setup):
+        with autocast(setup), planned_device(setup):
             if kind in ('critic', 'reward'):
                 loss = model(given).sum()
             else:
-                out = model(given, with_entropy=setup.task == 'ppo')
+                out = model(given, with_entropy='detached' if setup.task == 'ppo' else False)
                 loss = out.logprobs.sum() + sum(x.sum() for x in (out.entropy, out.values) if x is not None)
         loss.backward()
 
@@ -283,7 +286,7 @@ def scoring_bytes(kind: str, config: Any, setup: Setup, rows: int) -> int:
     batch = batch_of(rows, setup.max_prompt_tokens, setup.max_new_tokens)
 
     def run(model: nn.Module, mode: Any) -> None:
-        with torch.no_grad(), autocast(setup), chunk_bound(setup):
+        with torch.no_grad(), autocast(setup), planned_device(setup):
             model(fake_batch(batch, mode))
 
     return traced(lambda layers: cast(build(kind, config, setup, layers), setup).eval(), config, run)

@@ -20,6 +20,9 @@ NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
 """of a weight in 4 bits, its share of the scales, and of the scales of scales (`chatgpt.nn.quantized`)"""
 NF4_SCALES = 2 * 4 / 64
 """of a weight while it is made dense: its share of the scales in fp32, before and after their mean is added"""
+NF4_PACKING = 9.5
+"""bytes for a number while bitsandbytes packs a weight on a CPU: the scaled weight, places among the 16 values in int32
+and in uint8, and half of these shifted"""
 PACKED_BYTES = 2 << 30
 """the local engine packs a model's weights for the CPU up to this size"""
 _KEPT = ('full copy', 'key/value cache')
@@ -188,7 +191,12 @@ def _plan_of_shared_trunk(setup: Setup, config: Any, with_reward: bool) -> Plan:
         static += setup.memory_model.frozen(name, size, setup)
         load += setup.memory_model.frozen(name, size, setup)
     largest = max((p.numel for p in packed), default=0)
-    load.add('one dense weight', (4 + setup.itemsize) * largest)  # as it is read, and as it is packed
+    dense, name = (4 + setup.itemsize) * largest, 'one dense weight'  # as it is read, and as it is packed
+    if not setup.on_cuda and (packed or setup.itemsize < 4):  # it is read where it is packed, in whole blocks
+        block = max(sum(p.numel for p in base if p.block == number) for number in {p.block for p in base} - {None})
+        packing = NF4_PACKING + (4 + setup.itemsize if setup.itemsize < 4 else 0)
+        dense, name = int(4 * block + packing * largest), 'one dense block'
+    load.add(name, max(dense - (sum(load.device.values()) - sum(trunk.device.values())), 0))  # the roles come later
     static.add('one dense weight', (setup.itemsize + NF4_SCALES) * largest)  # while it computes
     if setup.task != 'ppo':
         return Plan(setup, {'load': load, 'learn': static + _learn(setup, trained)})

@@ -10,7 +10,7 @@ number.
 
 An engine with a method `converse` keeps its cache between turns; others are asked turn by turn with all that came
 before as the prompt. Which sequences are computed together follows from token counts and order alone, never from how
-long an environment takes, so a run repeats to the bit.
+long an environment takes, so on a CPU a run repeats to the bit.
 
 Left out: who runs an environment (`chatgpt.environments.runner`), and what rewards come to (`chatgpt.experience`).
 """

@@ -1,8 +1,8 @@
 """What environments answered in a phase that was dropped, so that a resume can tell whether they answer so again.
 
-A stop in the middle of collecting drops the phase: a resume generates its samples again, the same tokens from (seed,
-sample index, position), and plays their episodes again, from the same seeds with the same responses. That gives the
-same run to the bit if environments follow from their seed and the responses alone. Whether they do is checked here: a
+A stop in the middle of collecting drops the phase: a resume generates its samples again, on a CPU the same tokens from
+(seed, sample index, position), and plays their episodes again, from the same seeds with the same responses. That gives
+the same run to the bit if environments follow from their seed and the responses alone. Whether they do is checked here: a
 checkpoint holds, of each episode of a dropped phase and of each of its turns, a digest of the response, a digest of
 what the environment answered (observation and rewards), and the observation's beginning.
 

@@ -44,7 +44,13 @@ def test_what_is_held_is_counted_by_hand():
     assert load['trunk'] == pytest.approx(4 * outside + packed / 2 + packed / 64 + 4 * packed / (64 * 256), abs=2)
     for role, head in (('actor', 0), ('critic', WIDTH + 1), ('reward model', WIDTH + 1)):
         assert load[f'{role} weights'] == 4 * (ADAPTERS + head)
-    assert load['one dense weight'] == 8 * WIDTH * INNER  # as it is read, and as it is packed
+    # as the largest block is read, while its largest weight is packed; the roles come later
+    on_roles, block = 3 * 4 * ADAPTERS + 2 * 4 * (WIDTH + 1), PER_BLOCK + 2 * WIDTH
+    assert load['one dense block'] == max(4 * block + 9.5 * WIDTH * INNER - on_roles, 0) > 0
+    alone = SHARED | {'lora_rank': 1, 'critic': 'none', 'reward_config': None}
+    on_cuda = make_plan(Setup(**alone, on_cuda=True)).phases['load'].device
+    assert on_cuda['one dense weight'] == (4 + 2) * WIDTH * INNER - 4 * ADAPTERS / RANK > 0  # weights come one by one
+    assert 'one dense block' not in collect and 'one dense block' not in on_cuda
     assert collect['one dense weight'] == 4 * WIDTH * INNER * (1 + 2 / 64)  # and its scales, twice
     assert collect['packed weights'] == 4 * VOCAB * WIDTH  # the output head alone: adapters are not folded in
     assert collect['key/value cache'] == 4 * 2 * LAYERS * WIDTH * ROWS * (PROMPT + NEW - 1)

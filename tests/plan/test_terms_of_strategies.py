@@ -4,13 +4,15 @@ weights, chunks of log-probs."""
 from __future__ import annotations
 
 import importlib.util
+from contextlib import ExitStack, contextmanager
+from unittest import mock
 
 import pytest
 import torch
 
 from chatgpt.batching import collate
 from chatgpt.functional import logprobs
-from chatgpt.nn import Actor
+from chatgpt.nn import Actor, head_kernels
 from chatgpt.plan import Setup, models
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
@@ -30,6 +32,18 @@ needs_colossalai = pytest.mark.skipif(
 def nbytes(tensors) -> int:
     """Of different storages."""
     return sum(t.untyped_storage().nbytes() for t in {t.untyped_storage().data_ptr(): t for t in tensors}.values())
+
+
+@contextmanager
+def taken_kernels():
+    """Names of the ways by which log-probs come inside."""
+    names = []
+    with ExitStack() as patches:
+        for name in ('chunked_logprobs', 'fused_logprobs'):
+            own = getattr(head_kernels, name)
+            noted = lambda *a, _own=own, _name=name, **k: names.append(_name) or _own(*a, **k)  # noqa: E731
+            patches.enter_context(mock.patch.object(head_kernels, name, noted))
+        yield names
 
 
 def new_actor(variant: str) -> Actor:
@@ -239,20 +253,30 @@ def test_packed_weights_are_those_of_the_engine(variant):
     assert linear == sum(m.weight.numel() for m in packed) > 0
 
 
+@pytest.mark.parametrize('strategy', ['naive', 'colossalai_gemini'])
 @pytest.mark.parametrize('on_cuda', [False, True])
-def test_log_probs_come_in_the_planned_devices_chunks(monkeypatch, on_cuda):
-    """With bounds of 1,000 and 100,000 elements, 4 rows of 15 tokens come in many chunks on a CPU, in one on a GPU."""
+@pytest.mark.parametrize('bound', [1000, 100_000])
+def test_log_probs_come_as_on_the_planned_device(monkeypatch, on_cuda, bound, strategy):
+    """4 rows of 15 tokens are many chunks on a CPU. Those of a GPU hold 1,000 numbers, and the output layer is read by
+    blocks, unless it is Gemini's; or 100,000, and there is one chunk, which keeps its logits."""
     monkeypatch.setattr(logprobs, 'CHUNK_ELEMENTS_CPU', 1000)
-    monkeypatch.setattr(logprobs, 'CHUNK_ELEMENTS_ACCELERATOR', 100_000)
-    setup = Setup(config=CONFIG, precision='fp32', on_cuda=on_cuda, max_prompt_tokens=9, max_new_tokens=15)
-    planned = models.learning_bytes('actor', CONFIG, setup, 4, growing=4.0)
-    assert logprobs.CHUNK_ELEMENTS_CPU == 1000  # put back
-    real, batch = new_actor('full').train(), models.batch_of(4, 9, 15)
+    monkeypatch.setattr(logprobs, 'CHUNK_ELEMENTS_ACCELERATOR', bound)
+    blocks = on_cuda and bound == 1000 and strategy == 'naive'
+    setup = Setup(
+        config=CONFIG, precision='bf16', strategy=strategy, on_cuda=on_cuda, max_prompt_tokens=9, max_new_tokens=15
+    )
+    with taken_kernels() as taken:
+        planned = models.learning_bytes('actor', CONFIG, setup, 4, growing=0.0)
+    assert set(taken) == {'fused_logprobs' if blocks else 'chunked_logprobs'}
+    real, batch = models.cast(new_actor('full'), setup).train(), models.batch_of(4, 9, 15)
+    real.logprob_kernel = 'fused' if blocks else 'plain'
     if on_cuda:
-        monkeypatch.setattr(logprobs, 'CHUNK_ELEMENTS_CPU', 100_000)  # the real pass is on a CPU
+        monkeypatch.setattr(logprobs, 'CHUNK_ELEMENTS_CPU', bound)  # the real pass is on a CPU
     with models.LiveBytes([*real.parameters(), *real.buffers()]) as live:
-        out = real(batch, with_entropy=True)
-        (out.logprobs.sum() + out.entropy.sum()).backward()
+        for parameter in real.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, 'grad', None))
+        with models.autocast(setup):
+            real(batch, with_entropy='detached').logprobs.sum().backward()
     assert planned == pytest.approx(live.peak, rel=0.01)
 
 

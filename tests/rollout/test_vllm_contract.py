@@ -22,6 +22,11 @@ FACTS: dict[str, Any] = json.loads((HERE / 'vllm_contract.json').read_text())
 SOURCES = {
     name: (ROOT / 'chatgpt/rollout' / name).read_text() for name in ('vllm.py', 'vllm_worker.py', 'vllm_remote.py')
 }
+SOURCES['decode_vllm'] = next(
+    ast.unparse(node)
+    for node in ast.parse((ROOT / 'benchmarks/gpu_parts.py').read_text()).body
+    if isinstance(node, ast.FunctionDef) and node.name == 'decode_vllm'
+)
 
 WHAT_IS = {
     'llm': 'LLM', 'self.llm': 'LLM', 'self._llm': 'LLM', 'answer': 'RequestOutput', 'output': 'CompletionOutput',
@@ -57,17 +62,21 @@ def uses(name: str, text: str) -> Iterator[tuple[str, str]]:
         if isinstance(node, ast.Dict) and 'model' in (
             keys := [k.value for k in node.keys if isinstance(k, ast.Constant)]
         ):
-            known = {
-                *FACTS['objects']['EngineArgs']['fields'],
-                *FACTS['objects']['LLM']['methods']['__init__']['parameters'],
-            }
-            yield f'LLM({", ".join(keys)})', _unknown(keys, known)
+            yield f'LLM({", ".join(keys)})', _unknown(keys, _of_llm())
         if isinstance(node, ast.Dict) and ast.unparse(node).startswith("{'prompt_token_ids'"):
             yield ast.unparse(node), _unknown(['prompt_token_ids'], FACTS['objects']['TokensPrompt']['fields'])
         if isinstance(node, ast.ClassDef) and any(ast.unparse(b) in imported for b in node.bases):
             methods = [n for n in node.body if isinstance(n, ast.FunctionDef) and not n.name.startswith('_')]
             ours = [n.name for n in methods if n.name != 'give']
             yield f'class {node.name}: {ours}', _unknown(ours, FACTS['objects'][ast.unparse(node.bases[0])]['methods'])
+
+
+def _of_llm() -> set[str]:
+    """What vLLM's LLM may be given."""
+    return {
+        *FACTS['objects']['EngineArgs']['fields'],
+        *FACTS['objects']['LLM']['methods']['__init__']['parameters'],
+    }
 
 
 def _is(name: str, node: ast.AST) -> str:
@@ -102,6 +111,12 @@ def _call(name: str, node: ast.Call, imported: dict[str, str]) -> Iterator[tuple
         if keywords:  # and not **settings, whose dict is looked at by itself
             yield text, _unknown(keywords, what['fields'])
         yield text, '' if function.attr in FACTS['exports']['vllm/__init__.py'] else 'not exported'
+    elif isinstance(function, ast.Name) and function.id == 'LLM' and 'LLM' in imported:
+        yield (
+            text,
+            _unknown(keywords, _of_llm())
+            or _misfit(given, keywords, FACTS['objects']['LLM']['methods']['__init__'], node),
+        )
     elif (
         isinstance(function, ast.Name) and function.id in imported and 'fields' in FACTS['objects'].get(function.id, {})
     ):
@@ -153,7 +168,7 @@ def test_every_use_of_vllm_in_our_sources_is_in_its_sources():
         'trainer_init(self._init_info(), client=', 'sender.send_weights()', 'sender.shutdown()',
         'NCCLTrainerInitInfo(rank=0', 'IPCTrainerInitInfo(rank=0', 'ParamMeta(name',
         "class Named: ['metadata', 'iter_full']", 'SamplingParams(temperature=', 'LLM(model, load_format',
-        "{'prompt_token_ids'",
+        "{'prompt_token_ids'", "LLM(folder, load_format='dummy'", 'llm.generate(given, sampling, use_tqdm=False)',
     ):  # fmt: skip
         assert known in everything, f'{known} is not seen any more'
 
@@ -172,6 +187,9 @@ def test_every_use_of_vllm_in_our_sources_is_in_its_sources():
         ('vllm_remote.py', 'world_size=1 + _tensor_parallel(self._workers),', '', 'world_size is missing'),
         ('vllm_remote.py', 'import ParamMeta,', 'import WeightMeta,', 'no such name'),
         ('vllm_remote.py', 'def iter_full', 'def iterate', 'no iterate'),
+        ('decode_vllm', 'max_model_len=', 'max_length=', 'no max_length'),
+        ('decode_vllm', 'ignore_eos=', 'ignore_end=', 'no ignore_end'),
+        ('decode_vllm', 'llm.generate(', 'llm.answer(', 'no such name'),
     ],
 )
 def test_a_wrong_use_would_be_noticed(name, right, wrong, why):

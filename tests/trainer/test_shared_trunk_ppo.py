@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from copy import deepcopy
 
 import pytest
@@ -9,11 +10,12 @@ import torch
 
 from chatgpt.batching import collate
 from chatgpt.checkpoint.layout import CheckpointMismatch
-from chatgpt.nn import Actor, Critic, RewardModel
+from chatgpt.nn import Actor, Critic, RewardModel, shared
 from chatgpt.nn.heads import critic_head
 from chatgpt.nn.peft_format import export_peft
 from chatgpt.nn.shared import SharedTrunk
 from chatgpt.testing import tiny_causal_lm
+from chatgpt.testing.pretend_cuda import pretend_cuda
 from chatgpt.testing.processes import run_distributed
 from chatgpt.testing.tiny import tiny_sequences
 from chatgpt.trainer import PPOTrainer
@@ -139,6 +141,24 @@ def test_a_folder_is_quantized_block_by_block(tmp_path):
     streamed = SharedTrunk.from_pretrained(tmp_path, quantize='nf4').actor(4)
     batch = collate(tiny_sequences(4))
     assert torch.equal(whole(batch).logprobs, streamed(batch).logprobs)
+
+
+def test_of_a_folder_one_block_is_dense_at_a_time(tmp_path, monkeypatch):
+    """Also where blocks are packed on another device: there it is one weight, for what is packed stays behind."""
+    Actor(tiny_causal_lm('llama', num_hidden_layers=4, hidden_size=64)).save_pretrained(tmp_path)
+    dense, alive, own = [], [], shared.quantize_blocks
+
+    def noted(block, *args):
+        alive.append(sum(weight() is not None for weight in dense))
+        layers = [m for m in block.modules() if isinstance(m, torch.nn.Linear)]
+        dense.extend(weakref.ref(m.weight) for m in layers)
+        own(block, *args)
+        assert all(m.weight.device.type == 'cpu' for m in layers)
+
+    monkeypatch.setattr(shared, 'quantize_blocks', noted)
+    with pretend_cuda():
+        SharedTrunk.from_pretrained(tmp_path, quantize='nf4', device='cuda:0')
+    assert alive == [0, 0, 0, 0] and len(dense) == 4 * 7
 
 
 def _ranks(out):
