@@ -14,6 +14,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -106,8 +107,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         """id of a sharded module -> the same module with meta parameters: what a full copy is made from"""
 
     @classmethod
-    def memory_model(cls, cpu_offload: bool = False, **options: Any) -> MemoryModel:
-        return FSDPMemory(offloads=cpu_offload, atoms=atoms_of(options))
+    def memory_model(cls, cpu_offload: bool = False, tensor_parallel: int = 1, **options: Any) -> MemoryModel:
+        return FSDPMemory(offloads=cpu_offload, atoms=atoms_of(options), tensor_parallel=tensor_parallel)
 
     # ------------------------------------------------------------------ models
 
@@ -343,8 +344,12 @@ class _TreeReduceScatter(ReduceScatter):
         output_tensor.copy_(tree_reduce_scatter(input_tensor, group))
 
 
+@dataclass(frozen=True)
 class FSDPMemory(MemoryModel):
     """Shards of fp32 weights, gradients and states; blocks are gathered in the compute dtype."""
+
+    tensor_parallel: int = 1
+    """processes that share each block's weights, beside the ranks that share the data"""
 
     whole: ClassVar[bool] = False
     streams: ClassVar[bool] = True
