@@ -16,7 +16,7 @@ def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
     kind."""
     tokens = setup.max_prompt_tokens + setup.max_new_tokens
     collected = setup.experience_batch_size * setup.num_samples_per_prompt if setup.task == 'ppo' else 0
-    share = max(setup.train_batch_size * (2 if setup.task == 'reward_model' else 1), collected) // setup.num_processes
+    share = max(setup.train_batch_size * (2 if setup.task == 'reward_model' else 1), collected) // setup.ranks
     for rows in (4, 2, 1):
         if rows < share and (setup.max_tokens_per_batch is None or rows * tokens < setup.max_tokens_per_batch):
             yield f'max_tokens_per_batch={rows * tokens}', replace(setup, max_tokens_per_batch=rows * tokens)
@@ -79,7 +79,7 @@ def _on_trunk(setup: Setup, first: str) -> Iterator[tuple[str, Setup]]:
 
 
 def with_strategy(setup: Setup, name: str) -> Setup:
-    kept = {k: v for k, v in setup.strategy_options.items() if k in ('reproducible', 'atoms')}
+    kept = {k: v for k, v in setup.strategy_options.items() if k in ('reproducible', 'atoms', 'tensor_parallel')}
     return replace(setup, strategy=name, strategy_options=kept)
 
 

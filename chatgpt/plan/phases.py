@@ -89,8 +89,9 @@ class Plan:
         """One line: what is needed, what there is, and whether that fits."""
         s = self.setup
         need = (
-            f'{s.strategy} on {s.num_processes} process{"es" * (s.num_processes > 1)} needs {show_bytes(self.peak)} '
-            'per device'
+            f'{s.strategy} on {s.num_processes} process{"es" * (s.num_processes > 1)}'
+            f'{f" ({s.ranks} x {s.tensor_parallel} tensor parallel)" if s.tensor_parallel > 1 else ""} needs '
+            f'{show_bytes(self.peak)} per device'
         )
         need += f' (at its peak, {self.peak_phase})'
         need += f' and {show_bytes(self.host_peak)} of host memory per machine' if self.host_peak >= 2**20 else ''
@@ -214,7 +215,7 @@ def _without(memory: Memory, ending: str) -> Memory:
 
 def rows_per_forward(setup: Setup, num_sequences: int) -> int:
     """Sequences of one micro-batch on one rank."""
-    share = -(-num_sequences // (setup.memory_model.atoms or setup.num_processes))
+    share = -(-num_sequences // (setup.memory_model.atoms or setup.ranks))
     if setup.max_tokens_per_batch is None:
         return share
     return max(1, min(share, setup.max_tokens_per_batch // (setup.max_prompt_tokens + setup.max_new_tokens)))
@@ -227,13 +228,13 @@ def _collect(setup: Setup, config: Any, actor: ModelSize, multiplied: Sequence[P
         linear = actor.linear if multiplied is None else sum(p.numel for p in multiplied if len(p.shape) == 2)
         packed = 4 * linear
         memory.add('packed weights', packed if packed <= PACKED_BYTES else 0)
-    share = -(-setup.experience_batch_size // setup.num_processes) * setup.num_samples_per_prompt
+    share = -(-setup.experience_batch_size // setup.ranks) * setup.num_samples_per_prompt
     rows = min(share, setup.max_rows)
     capacity = setup.max_prompt_tokens + setup.max_new_tokens - 1  # the last token is never fed back
     if setup.on_cuda:  # sizes that other calls have as well: `chatgpt.rollout.local.fixed_step`
         capacity = -(-capacity // 256) * 256
         rows = -(-rows // 32) * 32 if rows > 32 else 1 << (rows - 1).bit_length()
-    memory.add('key/value cache', itemsize * models.cache_elements(config) * rows * capacity)
+    memory.add('key/value cache', itemsize * models.cache_elements(config, setup.tensor_parallel) * rows * capacity)
     memory.add('sampling', 4 * SAMPLING_COPIES * rows * models.vocab_size(config))
     entering = max(1, min(rows, PREFILL_TOKENS // setup.max_prompt_tokens))
     memory.add('activations', models.prefill_bytes(config, setup, entering))
@@ -278,7 +279,7 @@ def _learn(setup: Setup, trained: dict[str, Any]) -> Memory:
     memory = Memory()
     sequences = setup.train_batch_size * (2 if setup.task == 'reward_model' else 1)
     rows = rows_per_forward(setup, sequences)
-    again = rows * setup.num_processes < sequences
+    again = rows * setup.ranks < sequences
     strategy = setup.memory_model
     kept: list[int] = []
     for name, (size, _) in trained.items():

@@ -354,19 +354,28 @@ class FSDPMemory(MemoryModel):
     whole: ClassVar[bool] = False
     streams: ClassVar[bool] = True
 
+    def ranks(self, run: Layout) -> int:
+        """Among which parameters are sharded: of what one process of a rank holds, which is the size it is asked of."""
+        return run.num_processes // self.tensor_parallel
+
+    def _sharded(self, size: ModelSize, run: Layout, *, trained_only: bool = False) -> int:
+        """Elements of rank 0's dim-0 shards."""
+        shapes = [p.shape for p in size.parameters if p.trained or not trained_only]
+        return sum(math.ceil(s[0] / self.ranks(run)) * math.prod(s[1:]) if s else 1 for s in shapes)
+
     def trained(self, name: str, size: ModelSize, run: Layout) -> Memory:
-        return self._trained(name, run, _sharded(size, run), _sharded(size, run, trained_only=True), size.num_trained)
+        return self._trained(name, run, self._sharded(size, run), self._sharded(size, run, trained_only=True), size.num_trained)
 
     def frozen(self, name: str, size: ModelSize, run: Layout) -> Memory:
         memory = Memory()
-        memory.add(f'{name} weights', 4 * _sharded(size, run), host=self.offloads)
+        memory.add(f'{name} weights', 4 * self._sharded(size, run), host=self.offloads)
         return memory
 
     def gathered(self, size: ModelSize, run: Layout, *, backward: bool) -> int:
         trained = [p for p in size.parameters if p.trained and p.block is not None]
         reduced = 4 * max(ModelSize(tuple(trained)).blocks(), default=0)  # a block's whole gradients in fp32
         # with one process nothing is gathered ahead: the next block comes when the last one has gone
-        whole = size.two_blocks if run.num_processes > 1 else size.outside + max(size.blocks(), default=0)
+        whole = size.two_blocks if self.ranks(run) > 1 else size.outside + max(size.blocks(), default=0)
         return (4 if self.autocasts else run.itemsize) * whole + (reduced if backward else 0)
 
     def kept_gathered(self, size: ModelSize, run: Layout) -> int:
@@ -374,27 +383,21 @@ class FSDPMemory(MemoryModel):
         return (4 if self.autocasts else run.itemsize) * size.outside
 
     def growing(self, size: ModelSize, run: Layout, *, again: bool) -> float:
-        return super().growing(size, run, again=again) / run.num_processes
+        return super().growing(size, run, again=again) / self.ranks(run)
 
     def step(self, size: ModelSize, run: Layout) -> int:
-        norm = 8 * math.ceil(size.largest_trained / run.num_processes)  # a shard in fp64, as it is squared and added
+        norm = 8 * math.ceil(size.largest_trained / self.ranks(run))  # a shard in fp64, as it is squared and added
         if self.offloads:
             return 0
-        return max(norm, 4 * _sharded(size, run, trained_only=True) if self.has_temporary(run) else 0)
+        return max(norm, 4 * self._sharded(size, run, trained_only=True) if self.has_temporary(run) else 0)
 
     def full_copy(self, size: ModelSize, run: Layout) -> Memory:
         itemsize = self.full_itemsize(run)
-        if run.num_processes == 1 and itemsize == 4 and not run.stream_blocks:  # the only shards are the weights
+        if self.ranks(run) == 1 and itemsize == 4 and not run.stream_blocks:  # the only shards are the weights
             memory = Memory()
             memory.add('full copy', itemsize * size.adapted)
             return memory
         return gathered_copy(size, run, itemsize)
-
-
-def _sharded(size: ModelSize, run: Layout, *, trained_only: bool = False) -> int:
-    """Elements of rank 0's dim-0 shards."""
-    shapes = [p.shape for p in size.parameters if p.trained or not trained_only]
-    return sum(math.ceil(s[0] / run.num_processes) * math.prod(s[1:]) if s else 1 for s in shapes)
 
 
 def _initial_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]] | None:
