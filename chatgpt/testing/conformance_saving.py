@@ -164,7 +164,10 @@ def check_wrong_optimizer_state(bench: Bench) -> None:
 def _write(strategy: Strategy, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     groups = {'model/': strategy.model_pieces(model), 'optim/': strategy.optimizer_pieces(optimizer)}
     meta = {'optimizer': strategy.optimizer_meta(optimizer)}
-    write_checkpoint(folder, groups, meta=meta, rank=strategy.rank, all_gather_object=strategy.all_gather_object)
+    processes = strategy.processes
+    write_checkpoint(
+        folder, groups, meta=meta, rank=processes.rank, all_gather_object=processes.all_gather_object
+    )
 
 
 def _load(strategy: Strategy, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
