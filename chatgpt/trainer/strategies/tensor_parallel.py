@@ -103,6 +103,7 @@ def check_model(module: nn.Module, tensor_parallel: int) -> dict[str, str]:
             'tensor_parallel does not know the frozen top blocks of num_layers_unfrozen (hydra): leave one of them out'
         )
     plan = plan_of(module)
+    _check_all_planned(module, plan, name)
     for layer_name, style in plan.items():
         layer: Any = module.get_submodule(layer_name)
         if style not in STYLES:
@@ -126,6 +127,19 @@ def check_model(module: nn.Module, tensor_parallel: int) -> dict[str, str]:
                 f'tensor_parallel={tensor_parallel} does not divide the {side} width {width} of {layer_name} in {name}'
             )
     return plan
+
+
+def _check_all_planned(module: nn.Module, plan: dict[str, str], name: str) -> None:
+    """Raises ValueError for a parameter beside layers whose output is cut that the plan does not name: whether it sees
+    a part or all, and so what its gradient is, cannot be told."""
+    for owner in {n.rpartition('.')[0] for n, style in plan.items() if style == 'colwise'}:
+        for inner, _ in module.get_submodule(owner).named_parameters(prefix=owner):
+            layer = inner.rpartition('.')[0]
+            if layer not in plan:
+                raise ValueError(
+                    f'tensor_parallel: the plan of {name} in transformers does not say what becomes of {inner}, which '
+                    'stands beside layers that it cuts; leave tensor_parallel out'
+                )
 
 
 def _is_output(module: nn.Module, layer: nn.Module) -> bool:
