@@ -39,7 +39,7 @@ def build(kind: str, config: Any, setup: Setup, layers: int | None = None) -> nn
     """An actor, critic, reward model or initial model on the meta device, as the run builds it: in fp32, whatever its
     folder is in. Under tensor parallelism one process's part of it."""
     model: Any = _build(kind, copy.deepcopy(config), setup, layers)
-    keep_part(model.model, setup.tensor_parallel)
+    keep_part(model, setup.tensor_parallel)
     model.folder_dtype = getattr(_text(config), 'dtype', None)
     return model
 

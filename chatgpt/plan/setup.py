@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from chatgpt.trainer.strategies.memory import Layout, MemoryModel
 from chatgpt.trainer.strategies.registry import SHARDED, STRATEGIES, StrategyEntry
+from chatgpt.trainer.strategies.tensor_ranks import check_world_size
 
 Task = Literal['ppo', 'sft', 'reward_model']
 _UNITS = {'': 1, 'B': 1, 'KB': 10**3, 'MB': 10**6, 'GB': 10**9, 'TB': 10**12}
@@ -154,8 +155,11 @@ class Setup(Layout):
             return
         if 'tensor_parallel' not in inspect.signature(self.entry.load()).parameters:
             raise ValueError(f'tensor_parallel={parts}: strategy={self.strategy!r} has no such option; use {SHARDED!r}')
-        if parts < 1 or self.num_processes % parts:
-            raise ValueError(f'tensor_parallel={parts} must divide num_processes={self.num_processes}')
+        check_world_size(self.num_processes, parts)
+        if self.memory_model.offloads or self.memory_model.atoms or self.stream_blocks:
+            raise ValueError(
+                f'tensor_parallel={parts} does not go with cpu_offload, reproducible or stream_blocks: leave one out'
+            )
 
     @property
     def tensor_parallel(self) -> int:

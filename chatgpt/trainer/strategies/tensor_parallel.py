@@ -171,6 +171,14 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> tu
     return cuts, {name for name, p in module.named_parameters() if id(p) in parts.partial}
 
 
+def cut(module: nn.Module, group: TensorGroup, plan: dict[str, str]) -> None:
+    """`parallelize` for a group that has no mesh, such as the planner's."""
+    parts = _Parts(group)
+    for name, style in plan.items():
+        layer_style: Any = _style(style, parts)
+        layer_style._apply(module.get_submodule(name), None)
+
+
 class _Parts:
     """The parts that were made so far, so that tied weights stay tied."""
 
