@@ -38,6 +38,7 @@ from chatgpt.trainer.strategies.offload import Offloaded, OffloadedShards
 from chatgpt.trainer.strategies.precision import Precision, merge_for_good
 from chatgpt.trainer.strategies.pairs import Trained
 from chatgpt.trainer.strategies.processes import ProcessGroupStrategy, buckets
+from chatgpt.trainer.strategies.ranks import check_world_size
 from chatgpt.trainer.strategies.streaming import (
     StreamBlocks,
     check_stream_blocks,
@@ -48,7 +49,7 @@ from chatgpt.trainer.strategies.streaming import (
     transformer_blocks,
 )
 from chatgpt.trainer.strategies.tensor_parallel import check_model, parallelize
-from chatgpt.trainer.strategies.tensor_ranks import TensorRanks, check_world_size
+from chatgpt.trainer.strategies.tensor_ranks import TensorRanks
 
 _BUCKET = 32 << 20
 """bytes of gradients that are summed at a time over a tensor group"""

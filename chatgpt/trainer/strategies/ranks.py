@@ -135,3 +135,17 @@ class OneProcess(Ranks):
 
     def broadcast_object(self, obj: T, src: int = 0) -> T:
         return obj
+
+
+def check_world_size(processes: int, tensor_parallel: int) -> int:
+    """How many ranks there are; ValueError where processes cannot be grouped."""
+    if isinstance(tensor_parallel, bool) or not isinstance(tensor_parallel, int) or tensor_parallel < 1:
+        raise ValueError(f'tensor_parallel={tensor_parallel!r} must be a whole number of at least 1')
+    if processes % tensor_parallel:
+        lower = processes // tensor_parallel * tensor_parallel
+        near = f'{lower} or {lower + tensor_parallel}' if lower else str(tensor_parallel)
+        raise ValueError(
+            f'tensor_parallel={tensor_parallel}: {processes} process{"es" if processes > 1 else ""} cannot be grouped '
+            f'by it; start a multiple of it, such as {near}'
+        )
+    return processes // tensor_parallel

@@ -18,7 +18,6 @@ pieces of files (`cuts`), mixtures' experts.
 
 from __future__ import annotations
 
-import re
 import weakref
 from types import MethodType
 from typing import Any
@@ -54,10 +53,10 @@ def plan_of(module: nn.Module) -> dict[str, str]:
             'tensor_parallel out'
         )
     inside = dict(owner.named_modules())
-    found = {n: plan[key] for n in inside if (key := re.sub(r'\d+', '*', n)) in plan}
+    found = {n: plan[key] for n in inside if (key := _pattern(n)) in plan}
     found |= {n: style for n, style in plan.items() if n in inside}
     found = _with_vocabulary(owner, {n: style for n, style in found.items() if style != 'replicate'})
-    strange = {re.sub(r'\d+', '*', n): s for n, s in found.items() if s not in (*STYLES, VOCABULARY, PARTIAL)}
+    strange = {_pattern(n): s for n, s in found.items() if s not in (*STYLES, VOCABULARY, PARTIAL)}
     strange |= {n: s for n, s in plan.items() if s.startswith(('packed', 'moe'))}
     if strange:
         first = next(iter(strange))
@@ -66,6 +65,11 @@ def plan_of(module: nn.Module) -> dict[str, str]:
             f'are, and only {", ".join((*STYLES, VOCABULARY, PARTIAL))} are known; leave tensor_parallel out'
         )
     return {f'{prefix}.{n}' if prefix else n: style for n, style in found.items()}
+
+
+def _pattern(name: str) -> str:
+    """'layers.3.mlp.fc1' → 'layers.*.mlp.fc1'."""
+    return '.'.join('*' if part.isdigit() else part for part in name.split('.'))
 
 
 def _in_blocks(plan: dict[str, str]) -> list[str]:

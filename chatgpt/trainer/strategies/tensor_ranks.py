@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from chatgpt.trainer.strategies.guard import Whereabouts
 from chatgpt.trainer.strategies.processes import ProcessGroup
-from chatgpt.trainer.strategies.ranks import Ranks
+from chatgpt.trainer.strategies.ranks import Ranks, check_world_size
 
 T = TypeVar('T')
 
@@ -121,17 +121,3 @@ class TensorRanks(Ranks):
 
     def leave(self) -> None:
         self._processes.leave()
-
-
-def check_world_size(processes: int, tensor_parallel: int) -> int:
-    """How many ranks there are; ValueError where processes cannot be grouped."""
-    if isinstance(tensor_parallel, bool) or not isinstance(tensor_parallel, int) or tensor_parallel < 1:
-        raise ValueError(f'tensor_parallel={tensor_parallel!r} must be a whole number of at least 1')
-    if processes % tensor_parallel:
-        lower = processes // tensor_parallel * tensor_parallel
-        near = f'{lower} or {lower + tensor_parallel}' if lower else str(tensor_parallel)
-        raise ValueError(
-            f'tensor_parallel={tensor_parallel}: {processes} process{"es" if processes > 1 else ""} cannot be grouped '
-            f'by it; start a multiple of it, such as {near}'
-        )
-    return processes // tensor_parallel
