@@ -214,6 +214,7 @@ class Collector:
         """Inside, the engine has the policy's weights."""
         with ExitStack() as held:
             self.strategy.whole_copies = not isinstance(_innermost(self.engine), (LocalEngine, HFEngine))
+            self.strategy.only_reads = getattr(self.engine, 'copies_weights', False)
             self.engine.begin(held.enter_context((policy or self.policy)()))
             generator = _innermost(self.engine)
             if isinstance(generator, LocalEngine):

@@ -140,6 +140,8 @@ class Strategy:
         self.whole_copies = False
         """`full_model` gives every process all weights also where a few processes could compute with parts of them: for
         an engine that has a model of its own"""
+        self.only_reads = False
+        """that engine reads them once and computes nothing here: what is too large for the device is in host memory"""
         random.seed(seed)
         if (numpy := sys.modules.get('numpy')) is not None:
             numpy.random.seed(seed % 2**32)

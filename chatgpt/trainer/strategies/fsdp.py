@@ -238,14 +238,16 @@ class FSDPStrategy(ProcessGroupStrategy):
         """A plain copy with full weights, gathered tensor by tensor in the compute dtype, LoRA merged, freed after.
 
         Under tensor parallelism each process's part of them, which it computes with together with its group; whole in
-        `on_disk` and with `whole_copies`. On the device; or streamed there block by block (`stream_blocks`); or in a mapped file in the folder `on_disk`,
-        for writing.
+        `on_disk` and with `whole_copies`. On the device; or, where that is too small (`stream_blocks`), streamed there
+        block by block, or with `only_reads` in host memory, in a mapped file; or in one in the folder `on_disk`, for
+        writing.
         """
         module, dtype = self.unwrap(model), dtype or self.full_dtype
-        if on_disk is not None or self._group is None and streams(self, self.stream_blocks, module, dtype):
+        can_map = on_disk is None and (self._group is None or self.only_reads)
+        if on_disk is not None or can_map and streams(self, self.stream_blocks, module, dtype):
             full, mapped = mapped_copy(self, self._skeletons[id(module)], self._whole(module), dtype, on_disk)
             _set_buffers(full, module)
-            with streamed(full, mapped, self.device) if on_disk is None else nullcontext():
+            with streamed(full, mapped, self.device) if can_map and not self.only_reads else nullcontext():
                 yield full
             return
         if self._group is not None and self.whole_copies:
