@@ -65,6 +65,7 @@ def setup_of(inputs: Inputs) -> Setup:
         experience_batch_size=run.experience_batch_size,
         num_samples_per_prompt=run.num_samples_per_prompt,
         offload=run.offload,
+        rollouts_elsewhere=run.rollout_workers > 0,
         update_timesteps=run.update_timesteps,
         train_batch_size=run.train_batch_size,
         max_prompt_tokens=max([inputs.longest_opening, *(len(inputs.train[i].ids) for i in range(len(inputs.train)))]),

@@ -51,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument('--quantize', choices=('none', 'nf4'), default='none', help='of that base')
     out.add_argument('--gradient_checkpointing', action='store_true')
     out.add_argument('--stream_blocks', action='store_true')
+    out.add_argument('--rollouts_elsewhere', action='store_true', help='responses come from rollout workers')
     out.add_argument('--offload', choices=('none', 'idle'), default='none')
     out.add_argument('--no_kl', action='store_true', help='no reference')
     for name in (

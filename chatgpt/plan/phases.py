@@ -4,13 +4,14 @@ collected."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from chatgpt.plan import models
 from chatgpt.plan.setup import Setup, read_config, show_bytes
 from chatgpt.trainer.strategies.memory import Memory, ModelSize, ParameterSize
+from chatgpt.trainer.strategies.streaming import FREE_SHARE
 
 SAMPLING_COPIES = 4
 """fp32 tables of (rows, V) alive while a token is drawn: logits, log-probs, and two of filtering"""
@@ -149,7 +150,9 @@ def make_plan(setup: Setup) -> Plan:
         static, scoring, after_scoring = _without(static, 'optimizer'), _without(scoring, 'optimizer'), Memory()
     phases = {
         'load': load,
-        'collect': static + after_scoring + _collect(setup, config, actor),
+        'collect': _sending(setup, config, static + after_scoring)
+        if setup.rollouts_elsewhere
+        else static + after_scoring + _collect(setup, config, actor),
         'score': scoring + _score(setup, trained, frozen),
         'learn': learning + _learn(setup, trained),
     }
@@ -241,6 +244,30 @@ def _collect(setup: Setup, config: Any, actor: ModelSize, multiplied: Sequence[P
     later = sum(memory.device.get(name, 0) for name in ('packed weights', 'key/value cache', 'sampling', 'activations'))
     memory.add('gathering', max(setup.memory_model.gathering(actor, setup) - later, 0))
     return memory
+
+
+def _sending(setup: Setup, config: Any, held: Memory) -> Memory:
+    """`held`, and what collecting adds to it where workers elsewhere generate: whole weights, on the device where there
+    is room for them, else in host memory; and the copy that is on its way to the workers."""
+    options = {name: value for name, value in setup.strategy_options.items() if name != 'tensor_parallel'}
+    alone = replace(setup, strategy_options=options, num_processes=setup.ranks)
+    size = models.measure(models.build('actor', config, alone))
+    whole, strategy = alone.memory_model.full_itemsize(alone) * size.total, alone.memory_model
+    free = None if setup.memory is None else setup.memory - sum(held.device.values())
+    memory = Memory()
+    if setup.on_cuda and strategy.streams and free is not None and whole > FREE_SHARE * free:
+        # one whole tensor after another in fp32, and where a few processes hold it together their parts of it
+        copies = 1 if setup.tensor_parallel == 1 else 2 + 1 / setup.tensor_parallel
+        memory.add('gathering', 4 * max(p.numel for p in size.parameters) * copies)
+        memory.add('full copy', whole / setup.on_machine, host=True)
+        memory.add('weights on their way', whole / setup.on_machine, host=True)
+    else:
+        if setup.tensor_parallel == 1:
+            memory = strategy.full_copy(size, setup)
+        else:
+            memory.add('full copy', whole)
+        memory.add('weights on their way', whole)
+    return held + memory
 
 
 def _with_kept(setup: Setup, phases: dict[str, Memory]) -> dict[str, Memory]:

@@ -93,6 +93,8 @@ class Setup(Layout):
     memory left, so it is no part of what a run needs"""
     max_rows: int = 256
     """most sequences decoded at once"""
+    rollouts_elsewhere: bool = False
+    """responses come from workers (`--rollout_workers`), which are sent whole weights"""
     offload: Literal['none', 'idle'] = 'none'
     """'idle': the reward and initial models are on the device only while they score"""
     margin: float = 0.05
