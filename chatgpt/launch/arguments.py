@@ -123,6 +123,12 @@ def add_strategy(parser: argparse._ActionsContainer) -> None:
         default='auto',
         help='compute dtype; auto: bf16 on a GPU, fp32 on a CPU',
     )
+    parser.add_argument(
+        '--tensor_parallel',
+        type=int,
+        default=1,
+        help='processes that hold each layer together and are one rank, with --strategy fsdp (docs/strategies.md)',
+    )
     parser.add_argument('--seed', type=int, default=42, help='decides every draw, whatever the layout')
     parser.add_argument(
         '--rank_timeout_s',
@@ -160,6 +166,7 @@ def make_strategy(
     deterministic: bool = False,
     reproducible: Any = None,
     atoms: int = 8,
+    tensor_parallel: int = 1,
 ) -> Any:
     """A strategy by its command-line name. `timeout_s`: a rank that keeps the others waiting longer ends the run, by
     name.
@@ -179,7 +186,11 @@ def make_strategy(
         deterministic=deterministic,
         reproducible=reproducible,
         atoms=atoms,
+        tensor_parallel=tensor_parallel,
     )
+
+
+_OF_STRATEGY = ('deterministic', 'reproducible', 'atoms', 'tensor_parallel')
 
 
 @contextmanager
@@ -195,7 +206,7 @@ def strategy_of(run: Any) -> Iterator[Any]:
         precision=run.precision,
         remote_code=remote_code,
         timeout_s=run.rank_timeout_s,
-        **{name: getattr(run, name) for name in ('deterministic', 'reproducible', 'atoms') if hasattr(run, name)},
+        **{name: getattr(run, name) for name in _OF_STRATEGY if hasattr(run, name)},
     )
     with strategy, strategy.failure_guard():
         yield strategy

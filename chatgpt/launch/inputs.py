@@ -46,6 +46,7 @@ from chatgpt.rollout import LocalEngine
 from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.trainer.config import Settings
 from chatgpt.trainer.objectives.reward_model import is_success
+from chatgpt.trainer.strategies.ranks import check_world_size
 
 EMBEDDED_EXAMPLES = 2000
 """preferences or stories of a run without data"""
@@ -100,7 +101,8 @@ def read_inputs(run: Run) -> Inputs:
         ValueError: settings that are out of range or do not fit together, a bad file, a tokenizer that is not the
             model's, ...
     """
-    check_run(run, world_size_from_env())
+    processes = world_size_from_env()
+    check_run(run, processes if run.plan else check_world_size(processes, run.tensor_parallel))
     config, tokenizer = read_config(run)
     read = run.entry().part('reader')
     inputs = Inputs(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -19,6 +20,11 @@ from chatgpt.plan import Setup, make_plan, of_run
 from chatgpt.plan.advice import advice
 from chatgpt.trainer.strategies.precision import resolve_precision
 from chatgpt.trainer.strategies.registry import STRATEGIES
+
+
+def _strategy_options(run: Any) -> dict[str, Any]:
+    exact = {'reproducible': 'exact', 'atoms': run.atoms} if run.reproducible else {}
+    return {**exact, **({'tensor_parallel': run.tensor_parallel} if run.tensor_parallel != 1 else {})}
 
 
 def setup_of(inputs: Inputs) -> Setup:
@@ -37,7 +43,7 @@ def setup_of(inputs: Inputs) -> Setup:
         'gradient_checkpointing': run.gradient_checkpointing,
         'optimizer': run.optimizer,
         'max_tokens_per_batch': run.max_tokens_per_batch,
-        **({'strategy_options': {'reproducible': 'exact', 'atoms': run.atoms}} if run.reproducible else {}),
+        **({'strategy_options': options} if (options := _strategy_options(run)) else {}),
         **of_run.this_machine(),
     }
     if isinstance(run, (SFTRun, RewardRun)):
@@ -59,6 +65,7 @@ def setup_of(inputs: Inputs) -> Setup:
         experience_batch_size=run.experience_batch_size,
         num_samples_per_prompt=run.num_samples_per_prompt,
         offload=run.offload,
+        rollouts_elsewhere=run.rollout_workers > 0,
         update_timesteps=run.update_timesteps,
         train_batch_size=run.train_batch_size,
         max_prompt_tokens=max([inputs.longest_opening, *(len(inputs.train[i].ids) for i in range(len(inputs.train)))]),

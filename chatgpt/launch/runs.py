@@ -7,6 +7,7 @@ flags and files (`config_file`), and building the objects (`recipes`).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -120,6 +121,8 @@ class Run(LearningSettings):
     """leave bad records out and count them"""
     rank_timeout_s: float = 1800.0
     """a rank that keeps the others waiting for longer ends the run, with a message that names it"""
+    tensor_parallel: int = 1
+    """processes that hold each layer together and are one rank, with strategy fsdp (docs/strategies.md)"""
     deterministic: bool = False
     """torch's deterministic algorithms, and only those attention kernels: slower on a GPU (docs/strategies.md)"""
     reproducible: Literal['exact'] | None = None
@@ -195,7 +198,8 @@ class Run(LearningSettings):
         if MODELS.find(self.model).actor is None and self.trained != 'reward_model':
             raise ValueError(f'model={self.model!r} is a family of reward models; it cannot write')
         check_precision(self.strategy, self.precision)
-        self._positive('keep_last', 'lora_alpha', 'rank_timeout_s', 'atoms')
+        self._positive('keep_last', 'lora_alpha', 'rank_timeout_s', 'atoms', 'tensor_parallel')
+        self._check_tensor_parallel()
         if self.reproducible is not None:
             Exact(self.atoms).check(world_size)
         self._check_kernels()
@@ -252,6 +256,19 @@ class Run(LearningSettings):
             raise ValueError(
                 f'validation_file={self.validation_file} is the training data: give another, or --validation_percentage'
             )
+
+    def _check_tensor_parallel(self) -> None:
+        if self.tensor_parallel == 1:
+            return
+        entry = STRATEGIES.find(self.strategy)
+        takes = 'tensor_parallel' in inspect.signature(entry.load()).parameters
+        if not takes or entry.options.get('cpu_offload'):
+            raise ValueError(f'tensor_parallel={self.tensor_parallel} needs strategy fsdp, and it is {self.strategy}')
+        for name, unset in (('reproducible', None), ('compile_blocks', False), ('num_layers_unfrozen', None)):
+            if (given := getattr(self, name, unset)) not in (unset, -1):
+                raise ValueError(
+                    f'tensor_parallel={self.tensor_parallel} does not go with {name}={given!r}: leave one of them out'
+                )
 
     def _check_kernels(self) -> None:
         check_name(self.logprob_kernel)

@@ -7,7 +7,8 @@
 | liger | `nn.liger`: Triton kernels of liger-kernel | that, CUDA, and no gradient of the entropy |
 | auto | fused on an accelerator where the head fits, else plain | |
 
-Where one chunk holds everything, plain keeps its logits and computes nothing twice, so fused is plain then.
+Where processes have rows of the output layer each (tensor parallelism), all but liger are
+`functional.vocabulary_parallel`. Where one chunk holds everything, plain keeps its logits and computes nothing twice, so fused is plain then.
 
 Left out: the formulas.
 """
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from chatgpt.functional import logprobs
 from chatgpt.functional.fused_logprobs import fused_logprobs
 from chatgpt.functional.logprobs import WithEntropy, chunked_logprobs, rows_per_chunk
+from chatgpt.functional.vocabulary_parallel import vocabulary_parallel_logprobs
 
 LogprobKernel = Literal['auto', 'plain', 'fused', 'liger']
 KERNELS = get_args(LogprobKernel)
@@ -112,6 +114,9 @@ def head_logprobs(
         ValueError: the kernel was asked for by name, and the head, the device or the arguments do not fit it.
     """
     options: Any = {'temperature': temperature, 'with_entropy': with_entropy}
+    part = getattr(layer, 'vocabulary', None)
+    if layer is not None and part is not None and kernel != 'liger':
+        return vocabulary_parallel_logprobs(states, layer.weight, layer.bias, ids, part, **options)
     weights = None if kernel == 'plain' else linear_weights(layer)
     if weights is None or not (kernel == 'liger' or _gains(kernel, states, head, vocab_size)):
         if kernel in ('fused', 'liger') and weights is None:

@@ -51,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument('--quantize', choices=('none', 'nf4'), default='none', help='of that base')
     out.add_argument('--gradient_checkpointing', action='store_true')
     out.add_argument('--stream_blocks', action='store_true')
+    out.add_argument('--rollouts_elsewhere', action='store_true', help='responses come from rollout workers')
     out.add_argument('--offload', choices=('none', 'idle'), default='none')
     out.add_argument('--no_kl', action='store_true', help='no reference')
     for name in (
@@ -66,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
         'max_new_tokens',
     ):
         out.add_argument(f'--{name}', type=int, default=Setup.__dataclass_fields__[name].default)
+    out.add_argument('--tensor_parallel', type=int, default=1, help='processes that hold a model together (fsdp)')
     out.add_argument('--json', action='store_true', help='print numbers of bytes as JSON')
     return out
 
@@ -73,8 +75,9 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = vars(parser().parse_args(argv))
     as_json, on_cuda, kl = args.pop('json'), not args.pop('cpu'), not args.pop('no_kl')
+    options = {'tensor_parallel': parts} if (parts := args.pop('tensor_parallel')) != 1 else {}
     try:
-        setup = Setup(on_cuda=on_cuda, kl=kl, **args)
+        setup = Setup(on_cuda=on_cuda, kl=kl, strategy_options=options, **args)
         plan = make_plan(setup)
     except (ValueError, OSError) as error:
         print(f'error: {error}', file=sys.stderr)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from chatgpt.plan import models
 from chatgpt.plan.phases import Plan, make_plan
-from chatgpt.plan.setup import Setup, show_bytes
+from chatgpt.plan.setup import Setup, read_config, show_bytes
+from chatgpt.plan.tensor_parallel import can_be_cut
 from chatgpt.trainer.strategies.registry import FRUGAL, SHARDED
 
 
@@ -16,7 +19,7 @@ def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
     kind."""
     tokens = setup.max_prompt_tokens + setup.max_new_tokens
     collected = setup.experience_batch_size * setup.num_samples_per_prompt if setup.task == 'ppo' else 0
-    share = max(setup.train_batch_size * (2 if setup.task == 'reward_model' else 1), collected) // setup.num_processes
+    share = max(setup.train_batch_size * (2 if setup.task == 'reward_model' else 1), collected) // setup.ranks
     for rows in (4, 2, 1):
         if rows < share and (setup.max_tokens_per_batch is None or rows * tokens < setup.max_tokens_per_batch):
             yield f'max_tokens_per_batch={rows * tokens}', replace(setup, max_tokens_per_batch=rows * tokens)
@@ -44,7 +47,10 @@ def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
     if setup.memory_model.whole and setup.num_processes > 1:
         small, first = with_strategy(small, SHARDED), f'{first}strategy={SHARDED}, '
         yield first.rstrip(', '), small
-    if setup.on_cuda and not small.memory_model.offloads:
+    for parts in _parts(small):
+        cut = replace(small, strategy_options={**small.strategy_options, 'tensor_parallel': parts})
+        yield f'{first}tensor_parallel={parts}', cut
+    if setup.on_cuda and not small.memory_model.offloads and setup.tensor_parallel == 1:
         offloaded = with_strategy(small, small.entry.offloaded or FRUGAL)
         yield f'{first}strategy={offloaded.strategy}', offloaded
         if offloaded.memory_model.streams and setup.task == 'ppo':
@@ -57,10 +63,21 @@ def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
             yield f'{first}lora_rank=16, critic=shared', replace(small, lora_rank=16, critic='shared')
     yield from on_trunk
     if not setup.lora_rank and setup.num_layers_unfrozen < 1 and setup.task == 'ppo':
-        if setup.on_cuda and not small.memory_model.offloads:
+        if setup.on_cuda and not small.memory_model.offloads and setup.tensor_parallel == 1:
             critic = 'shared' if setup.critic == 'own' else setup.critic
             least = replace(with_strategy(small, FRUGAL), lora_rank=16, critic=critic, stream_blocks=True)
             yield f'{first}lora_rank=16, critic={critic}, strategy={FRUGAL}, stream_blocks', least
+
+
+def _parts(setup: Setup) -> list[int]:
+    """Into how many parts the processes of one machine could cut the model's layers, which they do not yet."""
+    takes = 'tensor_parallel' in inspect.signature(setup.entry.load()).parameters
+    tight = setup.memory_model.offloads or setup.memory_model.atoms or setup.stream_blocks
+    if not (setup.on_cuda and takes and setup.tensor_parallel == 1) or tight or setup.num_layers_unfrozen > 0:
+        return []
+    model = models.build('actor', read_config(setup.config), setup, layers=1)
+    sizes = (n for n in (2, 4, 8) if n <= setup.on_machine and setup.num_processes % n == 0)
+    return [n for n in sizes if can_be_cut(model, n)]
 
 
 def _on_trunk(setup: Setup, first: str) -> Iterator[tuple[str, Setup]]:
@@ -79,7 +96,7 @@ def _on_trunk(setup: Setup, first: str) -> Iterator[tuple[str, Setup]]:
 
 
 def with_strategy(setup: Setup, name: str) -> Setup:
-    kept = {k: v for k, v in setup.strategy_options.items() if k in ('reproducible', 'atoms')}
+    kept = {k: v for k, v in setup.strategy_options.items() if k in ('reproducible', 'atoms', 'tensor_parallel')}
     return replace(setup, strategy=name, strategy_options=kept)
 
 

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from chatgpt.batching import collate
 from chatgpt.functional import logprobs
 from chatgpt.plan.setup import Setup
+from chatgpt.plan.tensor_parallel import keep_part
 from chatgpt.trainer.strategies.memory import ModelSize, ParameterSize
 from chatgpt.trainer.strategies.precision import narrow, product_weights
 from chatgpt.types import Batch, Sequence
@@ -36,8 +37,9 @@ TRACED = (2, 4)
 
 def build(kind: str, config: Any, setup: Setup, layers: int | None = None) -> nn.Module:
     """An actor, critic, reward model or initial model on the meta device, as the run builds it: in fp32, whatever its
-    folder is in."""
+    folder is in. Under tensor parallelism one process's part of it."""
     model: Any = _build(kind, copy.deepcopy(config), setup, layers)
+    keep_part(model, setup.tensor_parallel)
     model.folder_dtype = getattr(_text(config), 'dtype', None)
     return model
 
@@ -308,8 +310,8 @@ def prefill_bytes(config: Any, setup: Setup, rows: int) -> int:
     return traced(make, config, run)
 
 
-def cache_elements(config: Any) -> int:
-    """Numbers that the key/value cache holds for one token."""
+def cache_elements(config: Any, tensor_parallel: int = 1) -> int:
+    """Numbers that the key/value cache of one process holds for one token."""
     from transformers import AutoModelForCausalLM
     from transformers.cache_utils import DynamicCache
 
@@ -319,6 +321,7 @@ def cache_elements(config: Any) -> int:
         _text(small).pad_token_id = None  # with one, some models look at the tokens
         with torch.device('meta'):
             model = AutoModelForCausalLM.from_config(small).eval()
+            keep_part(model, tensor_parallel)
             cache: Any = DynamicCache()
             ids = torch.zeros(1, 1, dtype=torch.int64)
             with torch.no_grad():

@@ -4,13 +4,14 @@ collected."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from chatgpt.plan import models
 from chatgpt.plan.setup import Setup, read_config, show_bytes
 from chatgpt.trainer.strategies.memory import Memory, ModelSize, ParameterSize
+from chatgpt.trainer.strategies.streaming import FREE_SHARE
 
 SAMPLING_COPIES = 4
 """fp32 tables of (rows, V) alive while a token is drawn: logits, log-probs, and two of filtering"""
@@ -92,8 +93,9 @@ class Plan:
         """One line: what is needed, what there is, and whether that fits."""
         s = self.setup
         need = (
-            f'{s.strategy} on {s.num_processes} process{"es" * (s.num_processes > 1)} needs {show_bytes(self.peak)} '
-            'per device'
+            f'{s.strategy} on {s.num_processes} process{"es" * (s.num_processes > 1)}'
+            f'{f" ({s.ranks} x {s.tensor_parallel} tensor parallel)" if s.tensor_parallel > 1 else ""} needs '
+            f'{show_bytes(self.peak)} per device'
         )
         need += f' (at its peak, {self.peak_phase})'
         need += f' and {show_bytes(self.host_peak)} of host memory per machine' if self.host_peak >= 2**20 else ''
@@ -151,7 +153,9 @@ def make_plan(setup: Setup) -> Plan:
         static, scoring, after_scoring = _without(static, 'optimizer'), _without(scoring, 'optimizer'), Memory()
     phases = {
         'load': load,
-        'collect': static + after_scoring + _collect(setup, config, actor),
+        'collect': _sending(setup, config, static + after_scoring)
+        if setup.rollouts_elsewhere
+        else static + after_scoring + _collect(setup, config, actor),
         'score': scoring + _score(setup, trained, frozen),
         'learn': learning + _learn(setup, trained),
     }
@@ -222,7 +226,7 @@ def _without(memory: Memory, ending: str) -> Memory:
 
 def rows_per_forward(setup: Setup, num_sequences: int) -> int:
     """Sequences of one micro-batch on one rank."""
-    share = -(-num_sequences // (setup.memory_model.atoms or setup.num_processes))
+    share = -(-num_sequences // (setup.memory_model.atoms or setup.ranks))
     if setup.max_tokens_per_batch is None:
         return share
     return max(1, min(share, setup.max_tokens_per_batch // (setup.max_prompt_tokens + setup.max_new_tokens)))
@@ -235,19 +239,43 @@ def _collect(setup: Setup, config: Any, actor: ModelSize, multiplied: Sequence[P
         linear = actor.linear if multiplied is None else sum(p.numel for p in multiplied if len(p.shape) == 2)
         packed = 4 * linear
         memory.add('packed weights', packed if packed <= PACKED_BYTES else 0)
-    share = -(-setup.experience_batch_size // setup.num_processes) * setup.num_samples_per_prompt
+    share = -(-setup.experience_batch_size // setup.ranks) * setup.num_samples_per_prompt
     rows = min(share, setup.max_rows)
     capacity = setup.max_prompt_tokens + setup.max_new_tokens - 1  # the last token is never fed back
     if setup.on_cuda:  # sizes that other calls have as well: `chatgpt.rollout.local.fixed_step`
         capacity = -(-capacity // 256) * 256
         rows = -(-rows // 32) * 32 if rows > 32 else 1 << (rows - 1).bit_length()
-    memory.add('key/value cache', itemsize * models.cache_elements(config) * rows * capacity)
+    memory.add('key/value cache', itemsize * models.cache_elements(config, setup.tensor_parallel) * rows * capacity)
     memory.add('sampling', 4 * SAMPLING_COPIES * rows * models.vocab_size(config))
     entering = max(1, min(rows, PREFILL_TOKENS // setup.max_prompt_tokens))
     memory.add('activations', models.prefill_bytes(config, setup, entering))
     later = sum(memory.device.get(name, 0) for name in ('packed weights', 'key/value cache', 'sampling', 'activations'))
     memory.add('gathering', max(setup.memory_model.gathering(actor, setup) - later, 0))
     return memory
+
+
+def _sending(setup: Setup, config: Any, held: Memory) -> Memory:
+    """`held`, and what collecting adds to it where workers elsewhere generate: whole weights, on the device where there
+    is room for them, else in host memory; and the copy that is on its way to the workers."""
+    options = {name: value for name, value in setup.strategy_options.items() if name != 'tensor_parallel'}
+    alone = replace(setup, strategy_options=options, num_processes=setup.ranks)
+    size = models.measure(models.build('actor', config, alone))
+    whole, strategy = alone.memory_model.full_itemsize(alone) * size.total, alone.memory_model
+    free = None if setup.memory is None else setup.memory - sum(held.device.values())
+    memory = Memory()
+    if setup.on_cuda and strategy.streams and free is not None and whole > FREE_SHARE * free:
+        # one whole tensor after another in fp32, and where a few processes hold it together their parts of it
+        copies = 1 if setup.tensor_parallel == 1 else 2 + 1 / setup.tensor_parallel
+        memory.add('gathering', 4 * max(p.numel for p in size.parameters) * copies)
+        memory.add('full copy', whole / setup.on_machine, host=True)
+        memory.add('weights on their way', whole / setup.on_machine, host=True)
+    else:
+        if setup.tensor_parallel == 1:
+            memory = strategy.full_copy(size, setup)
+        else:
+            memory.add('full copy', whole)
+        memory.add('weights on their way', whole)
+    return held + memory
 
 
 def _with_kept(setup: Setup, phases: dict[str, Memory]) -> dict[str, Memory]:
@@ -286,7 +314,7 @@ def _learn(setup: Setup, trained: dict[str, Any]) -> Memory:
     memory = Memory()
     sequences = setup.train_batch_size * (2 if setup.task == 'reward_model' else 1)
     rows = rows_per_forward(setup, sequences)
-    again = rows * setup.num_processes < sequences
+    again = rows * setup.ranks < sequences
     strategy = setup.memory_model
     kept: list[int] = []
     for name, (size, _) in trained.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -10,7 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from chatgpt.trainer.strategies.memory import Layout, MemoryModel
-from chatgpt.trainer.strategies.registry import STRATEGIES, StrategyEntry
+from chatgpt.trainer.strategies.registry import SHARDED, STRATEGIES, StrategyEntry
+from chatgpt.trainer.strategies.tensor_ranks import check_world_size
 
 Task = Literal['ppo', 'sft', 'reward_model']
 _UNITS = {'': 1, 'B': 1, 'KB': 10**3, 'MB': 10**6, 'GB': 10**9, 'TB': 10**12}
@@ -91,6 +93,8 @@ class Setup(Layout):
     memory left, so it is no part of what a run needs"""
     max_rows: int = 256
     """most sequences decoded at once"""
+    rollouts_elsewhere: bool = False
+    """responses come from workers (`--rollout_workers`), which are sent whole weights"""
     offload: Literal['none', 'idle'] = 'none'
     """'idle': the reward and initial models are on the device only while they score"""
     margin: float = 0.05
@@ -119,6 +123,7 @@ class Setup(Layout):
             raise ValueError(
                 f'strategy={self.strategy!r} is one process, not {self.num_processes}; use one of {", ".join(others)}'
             )
+        self._check_tensor_parallel()
         if self.precision == 'auto':
             narrow = self.on_cuda or self.entry.only_16_bits
             object.__setattr__(self, 'precision', 'bf16' if narrow else 'fp32')
@@ -143,8 +148,30 @@ class Setup(Layout):
         if self.quantize != 'none' and not self.shared_trunk:
             raise ValueError(f'quantize={self.quantize!r} is of a shared trunk; give shared_trunk too')
         for name in ('experience_batch_size', 'train_batch_size') if self.task == 'ppo' else ():
-            if getattr(self, name) % self.num_processes:
-                raise ValueError(f'{name}={getattr(self, name)} cannot be split over {self.num_processes} ranks')
+            if getattr(self, name) % self.ranks:
+                raise ValueError(f'{name}={getattr(self, name)} cannot be split over {self.ranks} ranks')
+
+    def _check_tensor_parallel(self) -> None:
+        parts = self.tensor_parallel
+        if parts == 1:
+            return
+        if 'tensor_parallel' not in inspect.signature(self.entry.load()).parameters:
+            raise ValueError(f'tensor_parallel={parts}: strategy={self.strategy!r} has no such option; use {SHARDED!r}')
+        check_world_size(self.num_processes, parts)
+        if self.memory_model.offloads or self.memory_model.atoms or self.stream_blocks:
+            raise ValueError(
+                f'tensor_parallel={parts} does not go with cpu_offload, reproducible or stream_blocks: leave one out'
+            )
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Processes that hold a model together and see the same data: one rank."""
+        return int(self.strategy_options.get('tensor_parallel', 1))
+
+    @property
+    def ranks(self) -> int:
+        """Among which batches are split."""
+        return self.num_processes // self.tensor_parallel
 
     @property
     def entry(self) -> StrategyEntry:

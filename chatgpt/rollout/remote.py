@@ -155,6 +155,7 @@ class RemoteEngine:
     """
 
     reproducible = True
+    copies_weights = True
 
     def __init__(
         self,

@@ -22,6 +22,7 @@ class Ranks(Protocol):
     """What of a strategy is wanted."""
 
     rank: int
+    is_rank_0: bool
 
     def all_gather_object(self, obj: Any) -> list[Any]: ...
 
@@ -61,7 +62,7 @@ class SharedEngine:
         """What it returns there, or raises there, on every rank."""
         value: Any = None
         error: Exception | None = None
-        if self.ranks.rank == 0:
+        if self.ranks.is_rank_0:
             try:
                 value = function()
             except Exception as raised:
@@ -132,7 +133,7 @@ class SharedEngine:
             self.engine.cancel(ticket.asked)
 
     def end(self) -> None:
-        if self.ranks.rank == 0:
+        if self.ranks.is_rank_0:
             self.engine.end()
 
     def close(self) -> None:

@@ -60,7 +60,6 @@ class VLLMRemoteEngine(RemoteEngine):
 
     reproducible = False
     recompute_logprobs = True
-    copies_weights = True
 
     def __init__(self, workers: RolloutWorkers, *, weight_transfer: WeightTransfer = 'auto', **options: Any) -> None:
         if weight_transfer not in ('auto', 'nccl', 'ipc', 'store'):
@@ -112,9 +111,13 @@ class VLLMRemoteEngine(RemoteEngine):
             weights.buckets = self._buckets(manifest, tensors)
         links = [link for link in self._links if link is not None]
         if links:
-            # learning goes on with the tensors themselves
+            # learning goes on with the tensors themselves, but for those that a strategy has put into host memory
+            here = self._device if 'ipc' in self.ways else None  # whose worker reads the copy where it lies
             weights.kept = {
-                name: t.detach().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()
+                name: t.detach().clone(memory_format=torch.contiguous_format)
+                if t.device == self._device
+                else t.detach().to(here)
+                for name, t in tensors.items()
             }
             if self._device.type == 'cuda':
                 torch.cuda.current_stream(self._device).synchronize()
@@ -346,7 +349,7 @@ class _Sending(threading.Thread):
         try:
             if self.device.type == 'cuda':
                 torch.cuda.set_device(self.device)  # a thread has one of its own
-            self.link.source.give(self.tensors)
+            self.link.source.give(self.tensors, self.device)
             self.link.meet()
             self.link.sender.send_weights()
         except Exception as error:
@@ -373,8 +376,8 @@ def _source(client: _Client) -> Any:
         def __init__(self) -> None:
             self._tensors: Mapping[str, Tensor] = {}
 
-        def give(self, tensors: Mapping[str, Tensor]) -> None:
-            self._tensors = tensors
+        def give(self, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> None:
+            self._tensors, self._device = tensors, device
             if tensors:
                 self.__dict__.pop('metadata', None)
 
@@ -386,6 +389,7 @@ def _source(client: _Client) -> Any:
             client.turn.wait()  # a broadcast would keep the GPU busy with waiting
             if client.failed is not None:
                 raise client.failed
-            yield from list(self._tensors.items())
+            for name, tensor in list(self._tensors.items()):  # from host memory one at a time
+                yield name, tensor.to(self._device)
 
     return Named()

@@ -214,8 +214,11 @@ def _check_names(manifest: Manifest, model: nn.Module, named: Mapping[str, Tenso
 
 
 def merged(model: nn.Module) -> Any:
-    """A context in which adapters are folded into the weights; nothing without adapters."""
-    return lora.merged(model) if lora.has_lora(model) else nullcontext()
+    """A context in which adapters are folded into the weights; nothing without adapters, or in a copy that has them
+    folded in, whose own are switched off and zero."""
+    if all(not layer.adapter_on and not layer.lora_B.any() for layer in lora.lora_layers(model).values()):
+        return nullcontext()
+    return lora.merged(model)
 
 
 # ---------------------------------------------------------------------- models

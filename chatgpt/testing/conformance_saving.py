@@ -164,7 +164,10 @@ def check_wrong_optimizer_state(bench: Bench) -> None:
 def _write(strategy: Strategy, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     groups = {'model/': strategy.model_pieces(model), 'optim/': strategy.optimizer_pieces(optimizer)}
     meta = {'optimizer': strategy.optimizer_meta(optimizer)}
-    write_checkpoint(folder, groups, meta=meta, rank=strategy.rank, all_gather_object=strategy.all_gather_object)
+    processes = strategy.processes
+    write_checkpoint(
+        folder, groups, meta=meta, rank=processes.rank, all_gather_object=processes.all_gather_object
+    )
 
 
 def _load(strategy: Strategy, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -228,28 +231,33 @@ def check_pieces_to_naive(bench: Bench) -> None:
 
 
 def check_full_model(bench: Bench) -> None:
-    """`full_model` gives whole weights in eval mode and leaves flags and bits as they were."""
+    """`full_model` gives whole weights (`whole_copies`) or what computes the same, in eval mode, and leaves flags and
+    bits as they were."""
     with bench.make_strategy() as strategy:
         model, optimizer = bench.pair(strategy)
         bench.train(strategy, model, optimizer, steps=1)
         weights = bench.weights(strategy, model)
         strategy.unwrap(model).train()
-        try:
-            context = strategy.full_model(model)
-        except ValueError as error:
-            raise Refused(str(error)) from None
-        with context as full:
-            expect(not any(m.training for m in full.modules()), 'full_model: not in eval mode')
-            for name, parameter in full.named_parameters():
-                expect(
-                    parameter.dtype == strategy.dtype, f'full_model: {name} is {parameter.dtype}, not {strategy.dtype}'
-                )
-                same = torch.equal(parameter.detach().cpu(), weights[name].to(strategy.dtype))
-                expect(same, f'full_model: {name} has other values')
-            batch = tiny_micro_batches(tiny_sequences())[0][0].to(strategy.device)
-            with torch.no_grad(), strategy.autocast():
-                logprobs = full(batch)
-            expect(bool(torch.isfinite(logprobs).all()), 'full_model: the model does not compute')
+        computed = []
+        for whole in (True, False):
+            strategy.whole_copies = whole
+            try:
+                context = strategy.full_model(model)
+            except ValueError as error:
+                raise Refused(str(error)) from None
+            with context as full:
+                expect(not any(m.training for m in full.modules()), 'full_model: not in eval mode')
+                for name, parameter in full.named_parameters():
+                    dtype = parameter.dtype
+                    expect(dtype == strategy.dtype, f'full_model: {name} is {dtype}, not {strategy.dtype}')
+                    same = not whole or torch.equal(parameter.detach().cpu(), weights[name].to(dtype))
+                    expect(same, f'full_model: {name} has other values')
+                batch = tiny_micro_batches(tiny_sequences())[0][0].to(strategy.device)
+                with torch.no_grad(), strategy.autocast():
+                    computed.append(full(batch))
+                expect(bool(torch.isfinite(computed[-1]).all()), 'full_model: the model does not compute')
+        far = float((computed[0] - computed[1]).abs().max())
+        expect(far <= bench.tolerance.loss * 10, f'full_model: log-probs of a copy that is not whole are {far:.3g} off')
         expect(
             all(m.training for m in strategy.unwrap(model).modules()), 'full_model: training flags were not restored'
         )

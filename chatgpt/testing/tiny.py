@@ -5,6 +5,8 @@ Left out: real architectures (`chatgpt.testing.fakes`).
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -34,6 +36,14 @@ class TinyPolicy(nn.Module):
     An odd width, so that no tensor divides evenly over two ranks. Each state sees its own token and the mean of all
     before it.
     """
+
+    _tp_plan: ClassVar[dict[str, str]] = {
+        'blocks.*.up': 'colwise',
+        'blocks.*.down': 'rowwise',
+        'embed': 'embedding_rowwise',
+        'head': 'colwise_gather_output',
+    }
+    """how it is cut for tensor parallelism, as transformers' models say it"""
 
     def __init__(self, width: int = 7, num_blocks: int = 2, seed: int = 0) -> None:
         super().__init__()

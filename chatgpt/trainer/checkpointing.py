@@ -64,7 +64,8 @@ def save_checkpoint(trainer: TrainerView, path: str | Path | None, *, score: flo
         'fingerprint': trainer.fingerprint(),
         'layout': layout_of(trainer),
     }
-    with CheckpointWriter(path, rank=strategy.rank, all_gather_object=strategy.all_gather_object) as writer:
+    processes = strategy.processes
+    with CheckpointWriter(path, rank=processes.rank, all_gather_object=processes.all_gather_object) as writer:
         owners: dict[str, str] = {'rng': RNG}
         for name, model in trainer.models().items():
             owners[name] = MODELS
@@ -76,7 +77,7 @@ def save_checkpoint(trainer: TrainerView, path: str | Path | None, *, score: flo
             name = f'{group}@{owner}' if group in owners else group
             owners[name] = owner
             writer.add(f'{name}/', pieces)
-        writer.add('rng/', _rng_pieces(strategy.rank))
+        writer.add('rng/', _rng_pieces(strategy.rank) if strategy.ranks.leads else ())
         writer.add_json('state.json', state)
         writer.commit(meta={'kind': 'training', 'phase': trainer.phase, 'score': score, 'owners': owners})
     if step_of(path) is not None and strategy.is_rank_0:  # what a phase cut short left behind is passed by now
@@ -164,6 +165,7 @@ def layout_of(trainer: TrainerView) -> dict[str, Any]:
         'threads': torch.get_num_threads(),
         'torch': torch.__version__,
         'python': platform.python_version(),
+        **({'processes': processes} if (processes := strategy.processes.world_size) != strategy.world_size else {}),
     }
 
 

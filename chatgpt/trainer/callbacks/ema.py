@@ -115,8 +115,8 @@ class EMA(Callback):
                 scratch / part,
                 {'': pieces},
                 meta={'kind': 'model'},
-                rank=strategy.rank,
-                all_gather_object=strategy.all_gather_object,
+                rank=strategy.processes.rank,
+                all_gather_object=strategy.processes.all_gather_object,
             )
         try:
             strategy.load_model(model, scratch / 'average')

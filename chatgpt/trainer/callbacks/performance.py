@@ -88,7 +88,7 @@ class PerformanceEvaluator(Callback):
             experiences, passes=_passes(trainer, len(experiences), batches), recompute_logprobs=recomputes
         )
         seconds = {part: metrics.get(f'perf/{part}_s', 0.0) for part in PARTS}
-        world = trainer.strategy.world_size
+        world = trainer.strategy.processes.world_size
         for part in PARTS:
             if seconds[part] > 0:
                 metrics[f'perf/{part}_tflops'] = flop[part] / seconds[part] / world / 1e12
@@ -123,7 +123,7 @@ class PerformanceEvaluator(Callback):
         total = sum(self._seconds.values())
         if total <= 0 or not trainer.strategy.is_rank_0:
             return
-        world = trainer.strategy.world_size
+        world = trainer.strategy.processes.world_size
         parts = ', '.join(
             f'{part} {self._flop[part] / self._seconds[part] / world / 1e12:.4g}'
             for part in PARTS

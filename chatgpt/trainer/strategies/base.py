@@ -137,6 +137,11 @@ class Strategy:
         self.keeps_copy_for: WeakSet[Any] = WeakSet()
         """who generates from the copy of `full_model` again, so that it is kept in its memory until the next time"""
         self._kept_copy: KeptCopy | None = None
+        self.whole_copies = False
+        """`full_model` gives every process all weights also where a few processes could compute with parts of them: for
+        an engine that has a model of its own"""
+        self.only_reads = False
+        """that engine reads them once and computes nothing here: what is too large for the device is in host memory"""
         random.seed(seed)
         if (numpy := sys.modules.get('numpy')) is not None:
             numpy.random.seed(seed % 2**32)
@@ -175,7 +180,12 @@ class Strategy:
 
     @property
     def is_rank_0(self) -> bool:
-        return self.rank == 0
+        return self.ranks.is_rank_0
+
+    @property
+    def processes(self) -> Ranks:
+        """Like `ranks`, but each process counts: see `Ranks`."""
+        return self.ranks.processes
 
     def all_reduce(self, tensor: Tensor, op: str = 'sum') -> Tensor:
         return self.ranks.all_reduce(tensor, op)
@@ -631,7 +641,8 @@ class Strategy:
     ) -> None:
         from chatgpt.checkpoint.writer import write_checkpoint
 
-        write_checkpoint(path, groups, meta=meta, rank=self.rank, all_gather_object=self.all_gather_object)
+        gather = self.processes.all_gather_object
+        write_checkpoint(path, groups, meta=meta, rank=self.processes.rank, all_gather_object=gather)
 
     # ------------------------------------------------------------------ pieces for training checkpoints
 

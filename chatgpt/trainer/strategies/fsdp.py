@@ -3,7 +3,8 @@
 
 Every transformer block is gathered for its forward and backward and freed again; what lies outside the blocks belongs
 to the root. Modules are sharded in place, so any method of theirs can still be called, and an optimizer is pointed at
-the sharded parameters. Left out: hybrid sharding and tensor parallelism.
+the sharded parameters. With `tensor_parallel` a few processes hold each matrix of a block together, and `fully_shard`
+cuts their parts over the ranks: a mesh of two dimensions. Left out: hybrid sharding.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -27,12 +29,16 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from chatgpt.checkpoint.layout import Piece, TensorReader
+from chatgpt.functional.tensor_group import TensorGroup
 from chatgpt.trainer.strategies import states
+from chatgpt.trainer.strategies.cuts import Cut, CutReader
 from chatgpt.trainer.strategies.exact import Reproducible, exact_norm, own_part, tree_reduce_scatter
 from chatgpt.trainer.strategies.memory import Layout, Memory, MemoryModel, ModelSize, atoms_of, gathered_copy
 from chatgpt.trainer.strategies.offload import Offloaded, OffloadedShards
 from chatgpt.trainer.strategies.precision import Precision, merge_for_good
-from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
+from chatgpt.trainer.strategies.pairs import Trained
+from chatgpt.trainer.strategies.processes import ProcessGroupStrategy, buckets
+from chatgpt.trainer.strategies.ranks import check_world_size
 from chatgpt.trainer.strategies.streaming import (
     StreamBlocks,
     check_stream_blocks,
@@ -42,12 +48,20 @@ from chatgpt.trainer.strategies.streaming import (
     streams,
     transformer_blocks,
 )
+from chatgpt.trainer.strategies.tensor_parallel import check_model, parallelize
+from chatgpt.trainer.strategies.tensor_ranks import TensorRanks
+
+_BUCKET = 32 << 20
+"""bytes of gradients that are summed at a time over a tensor group"""
 
 
 class FSDPStrategy(ProcessGroupStrategy):
     """Fully sharded data parallelism. Launch with torchrun.
 
     Args:
+        tensor_parallel: neighbouring processes that hold each block's matrices together and are one rank
+            (`tensor_parallel`, `tensor_ranks`): a layer needs memory on so many devices, and each token is computed by
+            all of them. Models need a plan for it in transformers. Weights that generate stay cut like this.
         precision: dtype in which blocks are gathered and computed; shards, gradients and optimizer states stay fp32.
         cpu_offload: shards and optimizer states live in host memory, and the optimizer steps there.
         activation_checkpointing: recompute activations in the backward pass, in models that can.
@@ -68,6 +82,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         seed: int = 42,
         precision: Precision = 'auto',
         *,
+        tensor_parallel: int = 1,
         cpu_offload: bool = False,
         activation_checkpointing: bool = False,
         meta_init: bool = False,
@@ -79,6 +94,12 @@ class FSDPStrategy(ProcessGroupStrategy):
         atoms: int = 8,
     ) -> None:
         check_stream_blocks(stream_blocks)
+        if tensor_parallel != 1:
+            given = {'cpu_offload': cpu_offload, 'stream_blocks': stream_blocks is True, 'reproducible': reproducible}
+            for name in (name for name, value in given.items() if value):
+                raise ValueError(f'tensor_parallel={tensor_parallel} does not go with {name}: leave one of them out')
+            if 'WORLD_SIZE' in os.environ:  # before anything is joined
+                check_world_size(int(os.environ['WORLD_SIZE']), tensor_parallel)
         super().__init__(
             seed,
             precision,
@@ -95,7 +116,16 @@ class FSDPStrategy(ProcessGroupStrategy):
         self.meta_init = meta_init
         # Our forwards return views of their results, and nothing writes into a result in place.
         warnings.filterwarnings('ignore', message=r'FSDP2-wrapped module \(.*\) returned a view tensor')
-        self._mesh = init_device_mesh(self.device.type, (self.world_size,))
+        self._group: TensorGroup | None = None
+        """the processes of this rank; None: it is one"""
+        if tensor_parallel == 1:
+            self._mesh = init_device_mesh(self.device.type, (self.world_size,))
+        else:
+            ranks = TensorRanks(self.ranks, tensor_parallel)
+            self.ranks: Any = ranks
+            self._mesh, self._tensor_mesh = ranks.mesh['data'], ranks.mesh['tensor']
+            self._group = TensorGroup(self._tensor_mesh.get_group(), ranks.index, tensor_parallel)
+            self.options = {**self.options, 'tensor_parallel': tensor_parallel}
         # Exact in 16 bits is what the other strategies compute under autocast, from weights in fp32.
         self._policy = MixedPrecisionPolicy(
             param_dtype=None if self.dtype is torch.float32 or self.exact is not None else self.dtype,
@@ -104,10 +134,18 @@ class FSDPStrategy(ProcessGroupStrategy):
         )
         self._skeletons: dict[int, nn.Module] = {}
         """id of a sharded module -> the same module with meta parameters: what a full copy is made from"""
+        self._cuts: dict[int, dict[str, Cut]] = {}
+        """id of a sharded module -> {name of a parameter that its tensor group holds in parts: how}"""
+        self._cut_skeletons: dict[int, nn.Module] = {}
+        """id of such a module -> the same with parts as meta parameters"""
+        self._partial: dict[int, set[str]] = {}
+        """id of such a module -> names of whole parameters whose gradients are sums over the tensor group"""
+        self._is_cut: set[int] = set()
+        """ids of parameters that are parts"""
 
     @classmethod
-    def memory_model(cls, cpu_offload: bool = False, **options: Any) -> MemoryModel:
-        return FSDPMemory(offloads=cpu_offload, atoms=atoms_of(options))
+    def memory_model(cls, cpu_offload: bool = False, tensor_parallel: int = 1, **options: Any) -> MemoryModel:
+        return FSDPMemory(offloads=cpu_offload, atoms=atoms_of(options), tensor_parallel=tensor_parallel)
 
     # ------------------------------------------------------------------ models
 
@@ -123,6 +161,7 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def setup_model(self, model: nn.Module, trained: bool) -> nn.Module:
         states.refuse_shared(model, f'{type(self).__name__} shards weights')
+        plan = check_model(model, self._group.size) if self._group is not None else {}
         if self.activation_checkpointing and trained:
             _checkpoint_activations(model)
         skeleton = _with_parameters(model, {id(p): p.to('meta') for p in model.parameters()})
@@ -134,6 +173,10 @@ class FSDPStrategy(ProcessGroupStrategy):
                 for name, buffer in list(owner._buffers.items()):
                     if buffer is not None:
                         owner._buffers[name] = buffer.to(self.device)
+        if plan:
+            self._cuts[id(model)], self._partial[id(model)] = parallelize(model, self._tensor_mesh, plan)
+            meta = {id(p): p.to('meta') for p in model.parameters()}
+            self._cut_skeletons[id(model)] = _with_parameters(model, meta)
         offload = CPUOffloadPolicy(pin_memory=self.device.type == 'cuda') if self.cpu_offload else OffloadPolicy()
         for block in transformer_blocks(model):
             fully_shard(block, mesh=self._mesh, mp_policy=self._policy, offload_policy=offload)
@@ -148,6 +191,8 @@ class FSDPStrategy(ProcessGroupStrategy):
             self._materialise(model, stream)
             settle(model, self.device, in_fp32=self._policy.param_dtype is None)
         self._skeletons[id(model)] = skeleton
+        cuts = self._cuts.get(id(model), {})
+        self._is_cut |= {id(p) for name, p in model.named_parameters() if name in cuts}
         return model
 
     @torch.no_grad()
@@ -156,6 +201,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         each."""
         model.to_empty(device='cpu' if self.cpu_offload else self.device)
         parameters = dict(model.named_parameters(remove_duplicate=False))
+        cuts = self._cuts.get(id(model), {})
         filled: set[int] = set()
         for name, tensor in stream:
             if name not in parameters:
@@ -164,6 +210,7 @@ class FSDPStrategy(ProcessGroupStrategy):
                 continue
             target = parameters[name]
             filled.add(id(target))
+            tensor = cuts[name].take(tensor) if name in cuts else tensor
             start, stop = _range(target) if isinstance(target, DTensor) else (0, target.numel())
             local = target.to_local() if isinstance(target, DTensor) else target
             local.view(-1).copy_(tensor.reshape(-1)[start:stop])
@@ -190,15 +237,27 @@ class FSDPStrategy(ProcessGroupStrategy):
     ) -> Iterator[nn.Module]:
         """A plain copy with full weights, gathered tensor by tensor in the compute dtype, LoRA merged, freed after.
 
-        On the device; or streamed there block by block (`stream_blocks`); or in a mapped file in the folder `on_disk`,
-        for writing.
+        Under tensor parallelism each process's part of them, which it computes with together with its group; whole in
+        `on_disk` and with `whole_copies`. On the device; or, where that is too small (`stream_blocks`), streamed there
+        block by block, or with `only_reads` in host memory, in a mapped file; or in one in the folder `on_disk`, for
+        writing.
         """
         module, dtype = self.unwrap(model), dtype or self.full_dtype
-        if on_disk is not None or streams(self, self.stream_blocks, module, dtype):
+        can_map = on_disk is None and (self._group is None or self.only_reads)
+        if on_disk is not None or can_map and streams(self, self.stream_blocks, module, dtype):
             full, mapped = mapped_copy(self, self._skeletons[id(module)], self._whole(module), dtype, on_disk)
             _set_buffers(full, module)
-            with streamed(full, mapped, self.device) if on_disk is None else nullcontext():
+            with streamed(full, mapped, self.device) if can_map and not self.only_reads else nullcontext():
                 yield full
+            return
+        if self._group is not None and self.whole_copies:
+            skeleton = dict(self._skeletons[id(module)].named_parameters())
+            weights = {id(skeleton[n]): value.to(self.device, dtype) for n, value in self._whole(module)}
+            full = _with_parameters(self._skeletons[id(module)], weights)
+            _set_buffers(full, module)
+            full = full.to(self.device).eval()
+            merge_for_good(full)
+            yield full
             return
         with self.kept_copy(module, dtype) as kept:
             folded_before = kept.copied is not None
@@ -209,7 +268,12 @@ class FSDPStrategy(ProcessGroupStrategy):
     def _whole(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Every parameter whole, in fp32, one at a time. A collective: exhaust it on every rank."""
         for name, parameter in module.named_parameters():
-            yield name, _full(parameter.detach(), self.device)
+            yield name, self._joined(module, name, _full(parameter.detach(), self.device))
+
+    def _joined(self, module: nn.Module, name: str, part: Tensor) -> Tensor:
+        """The whole tensor that a tensor group holds in parts; any other as it is."""
+        cut = self._cuts.get(id(module), {}).get(name)
+        return part if cut is None or self._group is None else cut.join(part, self._group)
 
     @torch.no_grad()
     def _gathered(self, module: nn.Module, dtype: torch.dtype, into: nn.Module | None = None) -> nn.Module:
@@ -220,7 +284,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             for buffer, own in zip(into.buffers(), module.buffers(), strict=True):
                 buffer.copy_(own)
             return into
-        skeleton = self._skeletons[id(module)]
+        skeleton = self._cut_skeletons.get(id(module), self._skeletons[id(module)])
         sharded = dict(module.named_parameters())
         weights: dict[int, Tensor] = {}
         for name, parameter in skeleton.named_parameters():
@@ -252,6 +316,16 @@ class FSDPStrategy(ProcessGroupStrategy):
         # FSDP averages over ranks, while a loss here is a share of a sum. `_TreeReduceScatter` sums.
         super().backward(loss * self.world_size if self.exact is None else loss, model, optimizer)
 
+    @torch.no_grad()
+    def reduce_gradients(self, pair: Trained) -> None:
+        """What each process of a tensor group knows for its own heads only becomes the sum over the group."""
+        partial = self._partial.get(id(pair.user_model), set())
+        gradients = [own_part(p.grad) for n, p in pair.named_parameters() if n in partial and p.grad is not None]
+        for bucket in buckets([g for g in gradients if g.numel()], _BUCKET) if self._group is not None else ():
+            summed = self._group.sum(torch.cat([g.reshape(-1) for g in bucket]))  # type: ignore[union-attr]
+            for gradient, values in zip(bucket, summed.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(values.view_as(gradient))
+
     def gradient_norm(self, parameters: list[Tensor]) -> float:
         if self.exact is not None:
             shards = [own_part(p.grad) for p in parameters if p.grad is not None]
@@ -260,9 +334,10 @@ class FSDPStrategy(ProcessGroupStrategy):
         for parameter in parameters:
             gradient = parameter.grad
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            if local is not None and local.numel():
+            counts = self.ranks.leads or id(parameter) in self._is_cut  # what is whole on all of a tensor group once
+            if counts and local is not None and local.numel():
                 total += torch.linalg.vector_norm(local.detach(), dtype=torch.float64).square().to(self.device)
-        return math.sqrt(float(self.all_reduce(total)))
+        return math.sqrt(float(self.processes.all_reduce(total)))
 
     def scale_gradients(self, parameters: list[Tensor], factor: float) -> None:
         if factor != 1.0:
@@ -273,10 +348,12 @@ class FSDPStrategy(ProcessGroupStrategy):
     # ------------------------------------------------------------------ weights and optimizer states
 
     def full_state_dict(self, model: nn.Module, folder: str | os.PathLike[str] | None = None) -> dict[str, Tensor]:
-        tensors, aliases = states.named_tensors(self.unwrap(model))
-        full = mapped_floats(tensors, folder) if self.is_rank_0 else {}
+        module = self.unwrap(model)
+        tensors, aliases = states.named_tensors(module)
+        whole, _ = states.named_tensors(self._skeletons.get(id(module), module))
+        full = mapped_floats(whole, folder) if self.is_rank_0 else {}
         for name, tensor in tensors.items():
-            value = _full(tensor.detach(), self.device)
+            value = self._joined(module, name, _full(tensor.detach(), self.device))
             if self.is_rank_0:
                 full[name].copy_(value)
         return full | {alias: full[name] for alias, name in aliases.items() if self.is_rank_0}
@@ -293,18 +370,26 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def model_pieces(self, model: nn.Module) -> Iterable[Piece]:
         tensors, _ = states.named_tensors(self.unwrap(model))
-        return self._shards(tensors)
+        return self._shards(tensors, self._cuts.get(id(self.unwrap(model)), {}))
 
     def optimizer_pieces(self, optimizer: Optimizer) -> Iterable[Piece]:
         pair = self.trained(optimizer)
-        return self._shards(states.slots_of(pair.optimizer, pair.named_parameters()))
+        slots = states.slots_of(pair.optimizer, pair.named_parameters())
+        cuts = self._cuts.get(id(pair.user_model), {})
+        of_slots = {slot: cut for slot in slots if (cut := cuts.get(slot.rpartition('/')[0])) is not None}
+        return self._shards(slots, of_slots)
 
-    def _shards(self, tensors: dict[str, Tensor]) -> Iterator[Piece]:
-        """This rank's range of every sharded tensor; what is replicated is written by rank 0."""
+    def _shards(self, tensors: dict[str, Tensor], cuts: dict[str, Cut]) -> Iterator[Piece]:
+        """This process's range of every sharded tensor; what is replicated is written by the first that has it."""
         for name, tensor in tensors.items():
             if isinstance(tensor, DTensor):
                 start, stop = _range(tensor)
-                if stop > start:
+                cut = cuts.get(name)
+                if cut is not None and self._group is not None:
+                    local = tensor.to_local().detach().reshape(-1)
+                    if (piece := cut.piece(name, start, stop, local, self._group)) is not None:
+                        yield piece
+                elif stop > start and self.ranks.leads:
                     yield Piece(name, tuple(tensor.shape), start, stop, tensor.to_local().detach().reshape(-1))
             elif self.is_rank_0 and tensor.numel():
                 yield states.whole(name, tensor)
@@ -312,6 +397,7 @@ class FSDPStrategy(ProcessGroupStrategy):
     @torch.no_grad()
     def load_model_pieces(self, model: nn.Module, reader: TensorReader, strict: bool = True) -> None:
         tensors, aliases = states.named_tensors(self.unwrap(model))
+        reader = CutReader(reader, self._cuts.get(id(self.unwrap(model)), {}))
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         for name, stored in states.match_names(shapes, aliases, reader, strict=strict).items():
             _fill(reader, stored, tensors[name])
@@ -319,10 +405,12 @@ class FSDPStrategy(ProcessGroupStrategy):
     @torch.no_grad()
     def load_optimizer_pieces(self, optimizer: Optimizer, reader: TensorReader) -> None:
         pair = self.trained(optimizer)
+        reader = CutReader(reader, self._cuts.get(id(pair.user_model), {}))
         states.load_slots(pair.optimizer, dict(pair.named_parameters()), reader, fill=_fill)
 
     def close(self) -> None:
-        self._skeletons.clear()
+        for kept in (self._skeletons, self._cut_skeletons, self._cuts, self._partial, self._is_cut):
+            kept.clear()
         super().close()
 
 
@@ -343,25 +431,38 @@ class _TreeReduceScatter(ReduceScatter):
         output_tensor.copy_(tree_reduce_scatter(input_tensor, group))
 
 
+@dataclass(frozen=True)
 class FSDPMemory(MemoryModel):
     """Shards of fp32 weights, gradients and states; blocks are gathered in the compute dtype."""
+
+    tensor_parallel: int = 1
+    """processes that share each block's weights, beside the ranks that share the data"""
 
     whole: ClassVar[bool] = False
     streams: ClassVar[bool] = True
 
+    def ranks(self, run: Layout) -> int:
+        """Among which parameters are sharded: of what one process of a rank holds, which is the size it is asked of."""
+        return run.num_processes // self.tensor_parallel
+
+    def _sharded(self, size: ModelSize, run: Layout, *, trained_only: bool = False) -> int:
+        """Elements of rank 0's dim-0 shards."""
+        shapes = [p.shape for p in size.parameters if p.trained or not trained_only]
+        return sum(math.ceil(s[0] / self.ranks(run)) * math.prod(s[1:]) if s else 1 for s in shapes)
+
     def trained(self, name: str, size: ModelSize, run: Layout) -> Memory:
-        return self._trained(name, run, _sharded(size, run), _sharded(size, run, trained_only=True), size.num_trained)
+        return self._trained(name, run, self._sharded(size, run), self._sharded(size, run, trained_only=True), size.num_trained)
 
     def frozen(self, name: str, size: ModelSize, run: Layout) -> Memory:
         memory = Memory()
-        memory.add(f'{name} weights', 4 * _sharded(size, run), host=self.offloads)
+        memory.add(f'{name} weights', 4 * self._sharded(size, run), host=self.offloads)
         return memory
 
     def gathered(self, size: ModelSize, run: Layout, *, backward: bool) -> int:
         trained = [p for p in size.parameters if p.trained and p.block is not None]
         reduced = 4 * max(ModelSize(tuple(trained)).blocks(), default=0)  # a block's whole gradients in fp32
         # with one process nothing is gathered ahead: the next block comes when the last one has gone
-        whole = size.two_blocks if run.num_processes > 1 else size.outside + max(size.blocks(), default=0)
+        whole = size.two_blocks if self.ranks(run) > 1 else size.outside + max(size.blocks(), default=0)
         return (4 if self.autocasts else run.itemsize) * whole + (reduced if backward else 0)
 
     def kept_gathered(self, size: ModelSize, run: Layout) -> int:
@@ -369,27 +470,21 @@ class FSDPMemory(MemoryModel):
         return (4 if self.autocasts else run.itemsize) * size.outside
 
     def growing(self, size: ModelSize, run: Layout, *, again: bool) -> float:
-        return super().growing(size, run, again=again) / run.num_processes
+        return super().growing(size, run, again=again) / self.ranks(run)
 
     def step(self, size: ModelSize, run: Layout) -> int:
-        norm = 8 * math.ceil(size.largest_trained / run.num_processes)  # a shard in fp64, as it is squared and added
+        norm = 8 * math.ceil(size.largest_trained / self.ranks(run))  # a shard in fp64, as it is squared and added
         if self.offloads:
             return 0
-        return max(norm, 4 * _sharded(size, run, trained_only=True) if self.has_temporary(run) else 0)
+        return max(norm, 4 * self._sharded(size, run, trained_only=True) if self.has_temporary(run) else 0)
 
     def full_copy(self, size: ModelSize, run: Layout) -> Memory:
         itemsize = self.full_itemsize(run)
-        if run.num_processes == 1 and itemsize == 4 and not run.stream_blocks:  # the only shards are the weights
+        if self.ranks(run) == 1 and itemsize == 4 and not run.stream_blocks:  # the only shards are the weights
             memory = Memory()
             memory.add('full copy', itemsize * size.adapted)
             return memory
         return gathered_copy(size, run, itemsize)
-
-
-def _sharded(size: ModelSize, run: Layout, *, trained_only: bool = False) -> int:
-    """Elements of rank 0's dim-0 shards."""
-    shapes = [p.shape for p in size.parameters if p.trained or not trained_only]
-    return sum(math.ceil(s[0] / run.num_processes) * math.prod(s[1:]) if s else 1 for s in shapes)
 
 
 def _initial_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]] | None:

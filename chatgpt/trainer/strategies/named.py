@@ -25,6 +25,7 @@ def strategy_by_name(
     deterministic: bool = False,
     reproducible: Reproducible = None,
     atoms: int = 8,
+    tensor_parallel: int = 1,
 ) -> Strategy:
     """A new strategy of a registered name, or of `module:Class`.
 
@@ -33,6 +34,7 @@ def strategy_by_name(
         timeout_s: a rank that keeps the others waiting longer ends the run, by name.
         deterministic: repeat a run on a GPU more exactly, at a price (docs/strategies.md).
         reproducible, atoms: 'exact' gives the same bits in every layout that divides `atoms` (docs/strategies.md).
+        tensor_parallel: processes that hold each layer together and are one rank (docs/strategies.md).
 
     Raises:
         ValueError: a name that is not known, or one that does not fit the processes that were started.
@@ -51,12 +53,15 @@ def strategy_by_name(
         raise ValueError(f'deterministic: {cls.__name__} takes no such option; leave it out')
     if reproducible is not None and 'reproducible' not in taken:
         raise ValueError(f'reproducible: {cls.__name__} takes no such option; leave it out')
+    if tensor_parallel != 1 and 'tensor_parallel' not in taken:
+        raise ValueError(f'tensor_parallel: {cls.__name__} takes no such option; use strategy fsdp, or leave it out')
     further = {
         'meta_init': meta_init,
         'timeout_s': timeout_s,
         'deterministic': deterministic,
         'reproducible': reproducible,
         'atoms': atoms,
+        'tensor_parallel': tensor_parallel,
     }
     return cls(seed=seed, precision=precision, **{k: v for k, v in further.items() if k in taken} | dict(entry.options))
 

@@ -20,17 +20,31 @@ T = TypeVar('T')
 
 
 class Ranks(ABC):
-    """One process of many: seven abstract members, and what follows from them."""
+    """One process of many: seven abstract members, and what follows from them.
+
+    A rank is who has a share of the data of its own. That is a process, but under tensor parallelism, where a few
+    processes hold a model together and are one rank (`tensor_ranks.TensorRanks`).
+    """
 
     @property
     @abstractmethod
     def rank(self) -> int:
-        """Number of this process, 0 .. world_size - 1."""
+        """Number of this rank, 0 .. world_size - 1."""
 
     @property
     @abstractmethod
     def world_size(self) -> int:
-        """How many processes train together."""
+        """How many ranks train together."""
+
+    @property
+    def processes(self) -> Ranks:
+        """The same of processes, for what each of them does: pieces in files, timing."""
+        return self
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first process of its rank, which writes what is the rank's own."""
+        return True
 
     @property
     @abstractmethod
@@ -121,3 +135,17 @@ class OneProcess(Ranks):
 
     def broadcast_object(self, obj: T, src: int = 0) -> T:
         return obj
+
+
+def check_world_size(processes: int, tensor_parallel: int) -> int:
+    """How many ranks there are; ValueError where processes cannot be grouped."""
+    if isinstance(tensor_parallel, bool) or not isinstance(tensor_parallel, int) or tensor_parallel < 1:
+        raise ValueError(f'tensor_parallel={tensor_parallel!r} must be a whole number of at least 1')
+    if processes % tensor_parallel:
+        lower = processes // tensor_parallel * tensor_parallel
+        near = f'{lower} or {lower + tensor_parallel}' if lower else str(tensor_parallel)
+        raise ValueError(
+            f'tensor_parallel={tensor_parallel}: {processes} process{"es" if processes > 1 else ""} cannot be grouped '
+            f'by it; start a multiple of it, such as {near}'
+        )
+    return processes // tensor_parallel

@@ -90,8 +90,8 @@ class MappedTensors:
         }
 
     def _mapped(self, size: int, folder: str | os.PathLike[str] | None, strategy: Strategy | None) -> Any:
-        gather = strategy.all_gather_object if strategy is not None else lambda obj: [obj]
-        rank, host = (strategy.rank if strategy is not None else 0), socket.gethostname()
+        gather = strategy.processes.all_gather_object if strategy is not None else lambda obj: [obj]
+        rank, host = (strategy.processes.rank if strategy is not None else 0), socket.gethostname()
         hosts = gather(host)
         self.writer = hosts.index(host) == rank
         path, failure = '', ''

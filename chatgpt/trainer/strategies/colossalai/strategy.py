@@ -354,7 +354,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         if on_disk is not None or (self.stage == 3 and streams(self, self.stream_blocks, module, dtype)):
             whole = engine.gather(torch.float32 if has_lora else dtype)
             full, mapped = mapped_copy(self, module, whole, dtype, on_disk)
-            with streamed(full, mapped, self.device) if on_disk is None else nullcontext():
+            with streamed(full, mapped, self.device) if on_disk is None and not self.only_reads else nullcontext():
                 yield full
             return
         if self.stage < 3 and dtype == (self._dtype if self.exact is None else torch.float32) and not has_lora:

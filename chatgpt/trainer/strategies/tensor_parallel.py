@@ -1,0 +1,390 @@
+"""Tensor parallelism: a few processes hold each block's matrices together and compute every token together (Shoeybi et
+al. 2019, "Megatron-LM").
+
+Which matrix is cut, and along which side, says the model: transformers' `base_model_tp_plan` of its config and `_tp_plan`
+of its class, whose styles become torch's `parallelize_module` styles here.
+
+    input ── copy ──▶ colwise: own rows of the weight ──▶ own heads, own features ──▶ rowwise: own columns ── sum ──▶
+
+Our styles keep a process's part of a weight as an ordinary parameter, and not as a DTensor over the tensor dimension as
+torch's own styles do: `fully_shard` then cuts every parameter, planned or not, over the data dimension alone, so that an
+optimizer's foreach and fused steps see tensors of one mesh, products run without DTensor's dispatch, and the part of a
+model that generates is an ordinary module. `Cut` remembers what a part is a part of.
+
+What a process computes from replicated numbers is equal to the bit on all processes of a group: results are summed or
+gathered once, for all. Left out: log-probs over parts of the vocabulary (`chatgpt.functional.vocabulary_parallel`),
+pieces of files (`cuts`), mixtures' experts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.nn import functional as F
+
+from chatgpt.functional.tensor_group import TensorGroup, VocabularyPart
+from chatgpt.trainer.strategies.cuts import Cut
+
+PARTIAL = 'replicated_with_grad_allreduce'
+"""the style of what is whole on each process, while each sees its own heads only: its gradients are summed"""
+STYLES = ('colwise', 'colwise_gather_output', 'colwise_rep', 'rowwise', 'rowwise_split_input', 'rowwise_rep')
+VOCABULARY = 'embedding_rowwise'
+
+
+def plan_of(module: nn.Module) -> dict[str, str]:
+    """{name of a module of `module`: style}, numbers of layers filled in, from the outermost model that has a plan.
+
+    Raises:
+        ValueError: there is none, or one with styles that are not known here.
+    """
+    prefix, owner = next(((n, m) for n, m in module.named_modules() if getattr(m, '_tp_plan', None)), ('', None))
+    plan = dict(getattr(owner, '_tp_plan', None) or {})
+    name = type(getattr(module, 'model', module)).__name__
+    if owner is None or not any(style == 'colwise' or style.startswith('colwise_') for style in _in_blocks(plan)):
+        raise ValueError(
+            f'tensor_parallel: {name} has no plan of its own for it in transformers (base_model_tp_plan); the families '
+            'of Llama, Qwen, Mistral, Gemma, Phi, Cohere, GLM, OLMo, StarCoder2 and GPT-NeoX have one, or leave '
+            'tensor_parallel out'
+        )
+    inside = dict(owner.named_modules())
+    found = {n: plan[key] for n in inside if (key := _pattern(n)) in plan}
+    found |= {n: style for n, style in plan.items() if n in inside}
+    found = _with_vocabulary(owner, {n: style for n, style in found.items() if style != 'replicate'})
+    strange = {_pattern(n): s for n, s in found.items() if s not in (*STYLES, VOCABULARY, PARTIAL)}
+    strange |= {n: s for n, s in plan.items() if s.startswith(('packed', 'moe'))}
+    if strange:
+        first = next(iter(strange))
+        raise ValueError(
+            f'tensor_parallel: the plan of {name} cuts {first} in the style {strange[first]!r}, as mixtures of experts '
+            f'are, and only {", ".join((*STYLES, VOCABULARY, PARTIAL))} are known; leave tensor_parallel out'
+        )
+    return {f'{prefix}.{n}' if prefix else n: style for n, style in found.items()}
+
+
+def _pattern(name: str) -> str:
+    """'layers.3.mlp.fc1' → 'layers.*.mlp.fc1'."""
+    return '.'.join('*' if part.isdigit() else part for part in name.split('.'))
+
+
+def _in_blocks(plan: dict[str, str]) -> list[str]:
+    return [style for name, style in plan.items() if '*' in name]
+
+
+def _with_vocabulary(owner: Any, plan: dict[str, str]) -> dict[str, str]:
+    """The plan in which input and output embeddings that are one tensor are cut alike, along the vocabulary."""
+    names = {m: n for n, m in owner.named_modules()}
+    ends = [getattr(owner, f'get_{end}_embeddings', lambda: None)() for end in ('input', 'output')]
+    inputs, outputs = (names.get(end) if isinstance(end, nn.Module) else None for end in ends)
+    if inputs is not None and type(ends[0]).forward is not nn.Embedding.forward and not _calls_embedding(ends[0]):
+        plan.pop(inputs, None)  # its weight is read in a way of its own
+        inputs = None
+    if inputs is not None and (outputs is None or str(plan.get(outputs, 'colwise')).startswith('colwise')):
+        plan[inputs] = VOCABULARY
+    tied = outputs is not None and ends[0] is not None and ends[0].weight is ends[1].weight
+    if outputs is not None and tied and inputs is None or str(plan.get(outputs or '', '')).startswith('rowwise'):
+        plan.pop(outputs, None)
+    elif tied:
+        plan[str(outputs)] = 'colwise_gather_output'
+    return plan
+
+
+def _calls_embedding(layer: Any) -> bool:
+    """A scaled embedding, as of Gemma 3: a subclass that multiplies what `nn.Embedding` gives."""
+    return isinstance(layer, nn.Embedding) and 'Scaled' in type(layer).__name__
+
+
+def check_model(module: nn.Module, tensor_parallel: int) -> dict[str, str]:
+    """The model's plan. ValueError, before anything is cut, for a model that cannot be cut into so many parts."""
+    name = type(getattr(module, 'model', module)).__name__
+    if any(getattr(m, 'is_reference_branch', False) for m in module.modules()):
+        raise ValueError(
+            'tensor_parallel does not know the frozen top blocks of num_layers_unfrozen (hydra): leave one of them out'
+        )
+    plan = plan_of(module)
+    _check_all_planned(module, plan, name)
+    for layer_name, style in plan.items():
+        layer: Any = module.get_submodule(layer_name)
+        if style not in STYLES:
+            continue
+        if not isinstance(layer, nn.Linear):
+            raise ValueError(f'tensor_parallel cuts linear layers, and {layer_name} is a {type(layer).__name__}')
+        side, width = ('output', layer.out_features) if style.startswith('colwise') else ('input', layer.in_features)
+        attention = module.get_submodule(layer_name.rpartition('.')[0])
+        size = getattr(attention, 'head_dim', None) or getattr(attention, 'head_size', None)
+        if style == 'colwise' and isinstance(size, int) and not width % size:
+            num_heads = width // size
+            fused = 'query_key_value' in layer_name  # heads lie behind one another, each with its three parts
+            num_heads = num_heads // 3 if fused and num_heads % 3 == 0 else num_heads
+            if num_heads % tensor_parallel:
+                raise ValueError(
+                    f'tensor_parallel={tensor_parallel}: {name} has {num_heads} heads in {layer_name}, which it does '
+                    f'not divide; choose one of {_divisors(num_heads)}'
+                )
+        if width % tensor_parallel and '.' in layer_name and not _is_output(module, layer):
+            raise ValueError(
+                f'tensor_parallel={tensor_parallel} does not divide the {side} width {width} of {layer_name} in {name}'
+            )
+    return plan
+
+
+def _check_all_planned(module: nn.Module, plan: dict[str, str], name: str) -> None:
+    """Raises ValueError for a parameter beside layers whose output is cut that the plan does not name: whether it sees
+    a part or all, and so what its gradient is, cannot be told."""
+    for owner in {n.rpartition('.')[0] for n, style in plan.items() if style == 'colwise'}:
+        for inner, _ in module.get_submodule(owner).named_parameters(prefix=owner):
+            layer = inner.rpartition('.')[0]
+            if layer not in plan:
+                raise ValueError(
+                    f'tensor_parallel: the plan of {name} in transformers does not say what becomes of {inner}, which '
+                    'stands beside layers that it cuts; leave tensor_parallel out'
+                )
+
+
+def _is_output(module: nn.Module, layer: nn.Module) -> bool:
+    return any(getattr(m, 'get_output_embeddings', lambda: None)() is layer for m in module.modules())
+
+
+def _divisors(number: int) -> str:
+    return ', '.join(str(d) for d in range(1, number + 1) if number % d == 0)
+
+
+def parallelize(module: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> tuple[dict[str, Cut], set[str]]:
+    """Cut the weights of `module` in place, and let its layers compute with their parts.
+
+    Args:
+        module: whole, the same on every process of the group, or on the meta device.
+        mesh: the one tensor dimension.
+        plan: of `check_model`.
+
+    Returns:
+        {name of a parameter: how it is cut}, tied names included; and names of parameters that are whole and whose
+        gradients are sums over the group.
+    """
+    group = TensorGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size())
+    parts = _Parts(group)
+    styles: dict[str, ParallelStyle] = {name: _style(style, parts) for name, style in plan.items()}
+    parallelize_module(module, mesh, styles)
+    named = dict(module.named_parameters(remove_duplicate=False))
+    cuts = {name: parts.cuts[id(p)] for name, p in named.items() if id(p) in parts.cuts}
+    return cuts, {name for name, p in module.named_parameters() if id(p) in parts.partial}
+
+
+def cut(module: nn.Module, group: TensorGroup, plan: dict[str, str]) -> None:
+    """`parallelize` for a group that has no mesh, such as the planner's."""
+    parts = _Parts(group)
+    for name, style in plan.items():
+        layer_style: Any = _style(style, parts)
+        layer_style._apply(module.get_submodule(name), None)
+
+
+class _Parts:
+    """The parts that were made so far, so that tied weights stay tied."""
+
+    def __init__(self, group: TensorGroup) -> None:
+        self.group = group
+        self.copies = _Copies(group)
+        self.cuts: dict[int, Cut] = {}
+        """by id of a part"""
+        self.partial: set[int] = set()
+        """ids of whole parameters whose gradients are partial"""
+        self._made: dict[int, nn.Parameter] = {}
+        self._whole: list[nn.Parameter] = []  # ids are keys above
+
+    def cut(self, owner: nn.Module, name: str, dim: int) -> None:
+        """Keep this process's part of a parameter along `dim`."""
+        whole = owner._parameters.get(name)
+        if whole is None or id(whole) in self.cuts:
+            return
+        if id(whole) not in self._made:
+            cut = Cut(tuple(whole.shape), dim, self.group.index, self.group.size)
+            part = nn.Parameter(cut.take(whole.detach()).clone(), requires_grad=whole.requires_grad)
+            self._made[id(whole)] = part
+            self._whole.append(whole)
+            self.cuts[id(part)] = cut
+        owner._parameters[name] = self._made[id(whole)]
+
+    def mark_partial(self, owner: nn.Module, *names: str) -> None:
+        self.partial |= {id(p) for n in names if (p := owner._parameters.get(n)) is not None}
+
+
+def _style(name: str, parts: _Parts) -> ParallelStyle:
+    if name == PARTIAL:
+        return _Partial(parts)
+    if name == VOCABULARY:
+        return _Vocabulary(parts)
+    if name.startswith('colwise'):
+        return _Colwise(parts, gathers=name != 'colwise')
+    return _Rowwise(parts, splits=name != 'rowwise')
+
+
+class _Colwise(ParallelStyle):
+    """Own rows of a linear layer's weight: (..., in) on all → this process's part of (..., out), or all of it."""
+
+    def __init__(self, parts: _Parts, gathers: bool) -> None:
+        self.parts, self.gathers = parts, gathers
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        group, copies, parts = self.parts.group, self.parts.copies, self.parts
+        width = module.weight.shape[0]
+        for name in ('weight', 'bias', 'lora_B'):
+            parts.cut(module, name, 0)
+        parts.mark_partial(module, 'lora_A')
+        module.register_forward_pre_hook(lambda _, args: (copies(args[0]), *args[1:]))
+        if self.gathers:
+            module.register_forward_hook(lambda _, args, output: gather(output, group, width))
+            if type(module) is nn.Linear:  # log-probs may be taken from the parts (chatgpt.nn.head_kernels)
+                module.vocabulary = VocabularyPart(group, parts.cuts[id(module.weight)].start, width)  # type: ignore[assignment]
+        return module
+
+
+class _Rowwise(ParallelStyle):
+    """Own columns of a linear layer's weight: this process's part of (..., in), or all of it → (..., out) on all."""
+
+    def __init__(self, parts: _Parts, splits: bool) -> None:
+        self.parts, self.splits = parts, splits
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        group, parts = self.parts.group, self.parts
+        for name in ('weight', 'lora_A'):
+            parts.cut(module, name, 1)
+        parts.mark_partial(module, 'lora_B')
+        if self.splits:
+            module.register_forward_pre_hook(lambda _, args: (split(args[0], group), *args[1:]))
+        if module.bias is None:
+            module.register_forward_hook(lambda _, args, output: total(output, group))
+        else:  # which is added once, to the sum
+            module.tensor_group = group  # type: ignore[assignment]
+            module.forward = MethodType(_rowwise_with_bias, module)  # type: ignore[method-assign]
+        return module
+
+
+def _rowwise_with_bias(self: Any, x: Tensor) -> Tensor:
+    out = F.linear(x, self.weight)
+    if hasattr(self, 'lora_A'):
+        out = self._add_adapter(out, x)
+    return total(out, self.tensor_group) + self.bias
+
+
+class _Vocabulary(ParallelStyle):
+    """Own rows of an embedding: (...) ids → (..., D) on all."""
+
+    def __init__(self, parts: _Parts) -> None:
+        self.parts = parts
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        whole = module.weight
+        self.parts.cut(module, 'weight', 0)
+        cut = self.parts.cuts[id(module.weight)]
+        if (padding := module.padding_idx) is not None:  # whose row learns nothing
+            padding = int(padding) % whole.shape[0] - cut.start  # type: ignore[call-overload]
+            module.padding_idx = padding if 0 <= padding < cut.local_shape[0] else None  # type: ignore[assignment]
+        module.vocabulary = VocabularyPart(self.parts.group, cut.start, cut.shape[0])  # type: ignore[assignment]
+        module.forward = MethodType(_embedded, module)  # type: ignore[method-assign]
+        return module
+
+
+def _embedded(self: Any, ids: Tensor) -> Tensor:
+    part, rows = self.vocabulary, self.weight.shape[0]
+    inside = (ids >= part.start) & (ids < part.start + rows)
+    out = type(self).forward(self, torch.where(inside, ids - part.start, 0))
+    return total(out * inside[..., None], part.group)
+
+
+class _Partial(ParallelStyle):
+    def __init__(self, parts: _Parts) -> None:
+        self.parts = parts
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.parts.mark_partial(module, *module._parameters)
+        return module
+
+
+# ---------------------------------------------------------------- between the processes of a group
+
+
+class _Copies:
+    """Megatron's f: the same numbers forward; backward the sum of what the processes' parts give. Layers that read one
+    tensor (queries, keys and values) share one copy, and so one sum."""
+
+    def __init__(self, group: TensorGroup) -> None:
+        self.group = group
+        self._last: tuple[Any, Any] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        if self._last is not None and self._last[0]() is x and (known := self._last[1]()) is not None:
+            return known
+        copied = _Copy.apply(x, self.group)
+        self._last = weakref.ref(x), weakref.ref(copied)
+        return copied
+
+    def __deepcopy__(self, memo: Any) -> _Copies:
+        return self
+
+
+def total(x: Tensor, group: TensorGroup) -> Tensor:
+    """Megatron's g: forward the sum over the group; backward the same gradient for each."""
+    return _Total.apply(x, group)
+
+
+def gather(x: Tensor, group: TensorGroup, width: int) -> Tensor:
+    """(..., own part) → (..., width); backward the own part of the gradient."""
+    return _Gather.apply(x, group, width)
+
+
+def split(x: Tensor, group: TensorGroup) -> Tensor:
+    """(..., width) → (..., own part); backward all parts' gradients."""
+    return _Split.apply(x, group)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.sum(grad), None
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        return group.sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup, width: int) -> Tensor:
+        ctx.own = group.bounds(width)
+        return group.joined(x, width)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        start, stop = ctx.own
+        return grad[..., start:stop], None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group, ctx.width = group, x.shape[-1]
+        start, stop = group.bounds(x.shape[-1])
+        return x[..., start:stop].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.joined(grad, ctx.width), None
+

@@ -1,0 +1,128 @@
+"""Runs under tensor parallelism: on two and on four processes the draws of one process, and its losses and weights up to
+rounding; checkpoints move to other layouts and back; what is saved is whole."""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chatgpt.testing.processes import run_distributed
+
+LR = 1e-3
+TWO, FOUR = {'tensor_parallel': 2}, {'tensor_parallel': 2, 'meta_init': True}
+
+
+def make_strategy(kind: str, options: dict[str, Any]) -> Any:
+    from chatgpt.trainer import strategies as s
+
+    return getattr(s, kind)(seed=3, precision='fp32', device='cpu', **options)
+
+
+def config() -> Any:
+    from chatgpt.testing.fakes import tiny_config
+
+    return tiny_config('llama', heads=4, positions=48)
+
+
+def ppo(kind: str, options: dict[str, Any], phases: int = 2, folder: str = '', resume: str = '') -> dict[str, Any]:
+    """Phases of PPO with an actor, a critic and an initial model; what came of it. A checkpoint after the last phase and
+    the actor are saved in `folder`."""
+    from chatgpt.nn import AutoActor, AutoCritic
+    from chatgpt.testing.fakes import char_tokenizer
+    from chatgpt.trainer import PPOTrainer
+    from chatgpt.trainer.callbacks import Callback, ProgressBar
+
+    log: dict[str, Any] = {'metrics': [], 'samples': []}
+
+    class Log(Callback):
+        def on_make_experience_end(self, trainer: Any, experiences: list[Any]) -> None:
+            log['samples'] += [(e.index, e.response_ids.tolist(), e.score) for e in experiences]
+
+        def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
+            log['metrics'].append({k: v for k, v in metrics.items() if not k.startswith('perf/')})
+
+    def reward(prompts: list[str], responses: list[str]) -> list[float]:
+        return [float(sum(c in 'aeiou0123456789' for c in r)) for r in responses]
+
+    with make_strategy(kind, options) as strategy:
+        with strategy.model_init_context():
+            actor, critic = AutoActor(config=config()), AutoCritic(config=config())
+            initial = deepcopy(actor)
+        (actor, actor_optim), (critic, critic_optim), initial = strategy.prepare(
+            (actor, torch.optim.AdamW(actor.parameters(), lr=LR, eps=1e-5)),
+            (critic, torch.optim.AdamW(critic.parameters(), lr=LR, eps=1e-5)),
+            initial,
+        )
+        trainer = PPOTrainer(
+            strategy,
+            actor,
+            critic,
+            reward,
+            initial,
+            actor_optim,
+            critic_optim,
+            tokenizer=char_tokenizer(),
+            callbacks=[Log(), ProgressBar(enabled=False)],
+            experience_batch_size=8,
+            train_batch_size=4,
+            max_epochs=2,
+            max_new_tokens=8,
+            max_tokens_per_batch=48,
+            entropy_coef=0.01,
+        )
+        if resume:
+            trainer.load_checkpoint(resume)
+        trainer.fit([f'a {w}' for w in 'one two three four five six seven'.split()], 1, phases, 1)
+        log['rank'], log['is_rank_0'], log['world'] = strategy.rank, strategy.is_rank_0, strategy.world_size
+        log['own'] = sum(own(p) for p in strategy.unwrap(actor).parameters())
+        log['weights'] = {n: strategy.full_state_dict(m) for n, m in trainer.models().items()}
+        if folder:
+            trainer.save_checkpoint(Path(folder) / 'checkpoint')
+            trainer.save_pretrained(Path(folder) / 'model')
+    return log
+
+
+def own(parameter: Any) -> int:
+    """Bytes of a process's part."""
+    local = parameter.to_local() if hasattr(parameter, 'to_local') else parameter
+    return local.numel() * local.element_size()
+
+
+def check_equal(got: dict[str, Any], want: dict[str, Any], steps: int) -> None:
+    assert got['samples'] == want['samples']
+    for a, b in zip(want['metrics'], got['metrics'], strict=True):
+        assert a.keys() == b.keys()
+        for name in ('ppo/policy_loss', 'ppo/value_loss', 'ppo/actor_grad_norm', 'ppo/critic_grad_norm'):
+            assert math.isclose(a[name], b[name], rel_tol=1e-4, abs_tol=2e-6), (name, a[name], b[name])
+    for model, weights in want['weights'].items():
+        for name, weight in weights.items():
+            assert (weight - got['weights'][model][name]).abs().max() < 0.05 * LR * steps, (model, name)
+
+
+@pytest.fixture(scope='module')
+def naive(tmp_path_factory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp('naive')
+    return {**ppo('NaiveStrategy', {}, folder=str(folder)), 'folder': folder}
+
+
+@pytest.mark.parametrize('world_size', [2, 4])
+def test_a_run_is_that_of_one_process(world_size, naive, tmp_path):
+    ranks = run_distributed(ppo, world_size, 'FSDPStrategy', TWO if world_size == 2 else FOUR, 2, str(tmp_path))
+    check_equal(ranks[0], naive, 8)
+    assert [r['rank'] for r in ranks] == [number // 2 for number in range(world_size)]
+    assert [r['is_rank_0'] for r in ranks] == [True] + [False] * (world_size - 1)
+    assert {r['world'] for r in ranks} == {world_size // 2}
+    for r in ranks[1:]:
+        assert r['samples'] == ranks[r['rank'] * 2]['samples'] and r['metrics'] == ranks[0]['metrics']
+    whole = naive['own']
+    assert max(r['own'] for r in ranks) < 1.03 * whole / world_size  # norms are whole on both of a rank
+    from transformers import AutoModelForCausalLM
+
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / 'model').state_dict()
+    for name, weight in saved.items():
+        assert torch.equal(weight, ranks[0]['weights']['actor'][f'model.{name}']), name
