@@ -164,10 +164,17 @@ def _engine(family: Family, engine: Any) -> str:
 
 @torch.no_grad()
 def hydra(family: Family) -> str:
-    """With the top block trained, the reference is the model as it was."""
-    actor = AutoActor(family.folder, num_layers_unfrozen=1).eval()
+    """With the top block trained, the reference is the model as it was, also from the policy's own pass."""
+    actor, batch = AutoActor(family.folder, num_layers_unfrozen=1).eval(), collate(sequences())
+    g = torch.Generator().manual_seed(5)
+    for name, parameter in actor.named_parameters():
+        if parameter.requires_grad and parameter.dim() > 1:
+            parameter += torch.randn(parameter.shape, generator=g) * 0.05
+    if float((actor(batch).logprobs - torch.cat(family.plain)).abs().max()) < 1e-3:
+        raise Wrong('what is trained changes nothing')
     with actor.reference():
-        same(actor(collate(sequences())).logprobs, torch.cat(family.plain))
+        same(actor(batch).logprobs, torch.cat(family.plain))
+    same(actor(batch, with_reference=True).reference.logprobs, torch.cat(family.plain))
     return ''
 
 
