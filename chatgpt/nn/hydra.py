@@ -229,6 +229,12 @@ def freeze_below(model: PreTrainedModel, num_layers_unfrozen: int) -> None:
 
 
 def _freeze_below(model: PreTrainedModel, parts: _Parts, num_blocks: int) -> None:
+    top = {id(p) for block in list(parts.blocks)[-num_blocks:] for p in block.parameters()}
+    if any(id(p) in top for block in list(parts.blocks)[:-num_blocks] for p in block.parameters()):
+        raise ValueError(
+            f'num_layers_unfrozen: the top blocks of {type(model).__name__} share weights with those below, so that '
+            f'{num_blocks} cannot be trained alone; use LoRA, or -1'
+        )
     model.requires_grad_(False)
     for part in (*list(parts.blocks)[-num_blocks:], parts.norm, parts.head):
         if part is not None:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 HEADS = re.compile(
-    r'(\w*head\w*|score|classifier|cls|pooler|embed_out|qa_outputs|summary|mtp|visual|vision\w*|audio\w*|multi_modal\w*)\.'
+    r'(\w*head\w*|score|classifier|cls|pooler|embed_out|qa_outputs|summary|mtp|visual|vision\w*|audio\w*|multi_modal\w*'
+    r'|generator_\w+|discriminator_\w+|lm_loss|language_model\.lm_head)\.|(decoder|output)\.(weight|bias)$'
 )
 """first part of a name beside the trunk: another use's head, or another sense of a multimodal model"""
 BUFFERS = re.compile(
