@@ -124,7 +124,7 @@ def head_is_linear_by_form(model: PreTrainedModel) -> bool | None:
     model.set_output_embeddings(small)
     try:
         return _close(own_logits(model, states), small(states), TOLERANCE[torch.float32])
-    except (RuntimeError, NotImplementedError, TypeError, AttributeError):
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError, IndexError):
         return None
     finally:
         model.set_output_embeddings(real)

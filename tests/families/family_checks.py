@@ -117,11 +117,20 @@ def meta(family: Family) -> str:
     """Weights that come later, as under FSDP, are the weights."""
     with torch.device('meta'):
         later = AutoActor(family.folder)
-    got = dict(initial_tensors(later))
-    for name, tensor in [*family.actor.named_parameters(), *family.actor.named_buffers()]:
-        if not torch.equal(got[name].float(), tensor.float()):
+    got, checked = dict(initial_tensors(later)), set()
+    for name, tensor in [*_tensors(family.actor)]:
+        if name in got and not torch.equal(got[name].float(), tensor.float()):
             raise Wrong(f'{name} is another tensor')
+        checked |= {id(tensor)} if name in got else set()
+    missing = [name for name, tensor in _tensors(family.actor) if id(tensor) not in checked]
+    if missing:  # which FSDPStrategy refuses in these words
+        raise ValueError(f'nothing says what these parameters start as: {missing[0]}')
     return ''
+
+
+def _tensors(model: Any) -> list[tuple[str, Tensor]]:
+    """With all names that a tensor has."""
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
 def critic(family: Family) -> str:

@@ -45,6 +45,7 @@ OWN: dict[str, dict[str, Any]] = {
     'axk1': MLA,
     'axk2': MLA | {'qk_rope_head_dim': 8, 'qk_nope_head_dim': 8},
     'bamba': {'attn_layer_indices': [1]},
+    'bert-generation': {'is_decoder': True},
     'cohere_compass_text': {
         'layer_types': ['sliding_attention', 'full_attention'],
         'rope_parameters': dict.fromkeys(

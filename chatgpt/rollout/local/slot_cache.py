@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from chatgpt.nn.trunk import text_config
+from chatgpt.nn.trunk import accepts, base_model, text_config
 from chatgpt.rollout.local.attention import PAGE, AttentionForm, step_keywords
 from chatgpt.rollout.local.masks import MaskForm, Windows, decode_mask, window_masks
 
@@ -298,11 +298,25 @@ def find_mask_form(actor: Any) -> MaskForm:
         if not why:
             return form
         found.append(f'{form} mask: {why}')
-    name = type(actor.model).__name__
+    name, why = type(actor.model).__name__, _own_cache(actor) or '; '.join(found)
     raise ValueError(
-        f'LocalEngine: cached decode of {name} does not agree with its plain forward ({"; ".join(found)}); use '
-        "engine='hf'"
+        f"LocalEngine: cached decode of {name} does not agree with its plain forward ({why}); use engine='hf'"
     )
+
+
+def _own_cache(actor: Any) -> str:
+    """What a model that does not decode from a `SlotCache` keeps instead, where that can be told; else ''."""
+    base, config = base_model(actor.model), text_config(actor.model.config)
+    kinds = {str(kind) for kind in getattr(config, 'layer_types', None) or ()}
+    other = sorted(kind for kind in kinds if kind not in ('full_attention', 'sliding_attention', 'chunked_attention'))
+    running = any(kind in ('linear_attention', 'conv') or 'hybrid' in kind for kind in other)
+    if running or getattr(actor.model, '_is_stateful', False):
+        return 'its layers keep a running state, and not only keys and values of tokens'
+    if other:
+        return f'layers of kind {", ".join(other)} keep more than keys and values of tokens'
+    if not accepts(base, 'position_ids'):
+        return 'it takes no position ids, and counts from the longest row'
+    return '' if accepts(base, 'past_key_values') else 'it takes no cache of keys and values'
 
 
 def windows_disagree(actor: Any, windows: Windows) -> str:
