@@ -159,7 +159,12 @@ class Actor(TakesModel, nn.Module):
         return PolicyOutput(logprobs, entropy, values)
 
     def trunk(
-        self, input_ids: Tensor, *, position_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        *,
+        position_ids: Tensor,
+        attention_mask: Tensor | dict[str, Tensor] | None = None,
+        **kwargs: Any,
     ) -> Tensor:
         """Hidden states (B, S, D), for engines; `past_key_values` and the like go to the model."""
         with not_compiled():

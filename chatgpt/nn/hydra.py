@@ -11,6 +11,10 @@ contract for LoRA.
 from it without a second pass through the trunk. A critic shares the trunk, and the trained top blocks, as a value head
 of the actor (`Actor(value_head=True, num_layers_unfrozen=k)`), as in trlX.
 
+Which models take part is found out, not listed: the blocks are the model's list of as many modules as its config has
+layers, the final norm is looked for beside it, and `check_hydra` proves on a few tokens that the reference is right,
+with the copy's numbers other than the policy's. On the meta device that waits for the weights (`settle_hydra`).
+
 The idea is the hydra of trlX (Havrilla et al. 2023, "trlX: A Framework for Large Scale RLHF"). It works in a single
 process, under DDP and FSDP2, and under ColossalAI's ZeRO and Gemini, with the branch registered inside the wrapped
 module.
@@ -32,28 +36,25 @@ from transformers import Cache, PreTrainedModel
 
 from chatgpt.nn.dropout import in_eval_mode
 from chatgpt.nn.lora import has_lora
+from chatgpt.nn.packing import check_batch, close, reshard
+from chatgpt.nn.trunk import base_model, is_encoder_decoder, is_meta, run_trunk, text_config
 
-SUPPORTED = (
-    'GPT-2, GPT-J, GPT-NeoX, OPT, BLOOM and Llama-like models (Llama, Mistral, Qwen2, Qwen3, Gemma and others of their '
-    'build)'
+SUPPORTED = 'decoders that run their blocks one after another with nothing but a norm above them (docs/models.md)'
+
+_NORMS = (
+    'ln_f',
+    'norm',
+    'final_layer_norm',
+    'final_layernorm',
+    'final_norm',
+    'norm_f',
+    'layer_norm',
+    'layernorm',
+    'ln_out',
 )
-
-
-class _Layout(NamedTuple):
-    """Where a base model keeps its parts, as paths below it."""
-
-    blocks: str
-    norm: str
-    after_norm: str | None = None
-    """a frozen, shared module between final norm and head"""
-
-
-_LAYOUTS = (
-    _Layout('h', 'ln_f'),  # GPT-2, GPT-J, BLOOM
-    _Layout('layers', 'norm'),  # Llama-like
-    _Layout('layers', 'final_layer_norm'),  # GPT-NeoX
-    _Layout('decoder.layers', 'decoder.final_layer_norm', 'decoder.project_out'),  # OPT
-)
+"""what a final norm is called beside the blocks; others are tried after these"""
+_NOT_THIS_WAY = (TypeError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
+"""what a model raises whose blocks cannot be computed apart"""
 
 
 class _Slot(NamedTuple):
@@ -82,20 +83,19 @@ class TopBranch(nn.Module):
 
     is_reference_branch = True
 
-    def __init__(self, model: PreTrainedModel, num_blocks: int) -> None:
+    def __init__(self, parts: _Parts, num_blocks: int, config: Any) -> None:
         super().__init__()
-        parts = _parts(model, num_blocks)
         self.num_blocks = num_blocks
         self.first_block = len(parts.blocks) - num_blocks
         # One deepcopy, so that what blocks share stays shared; the config stays the model's own, with its attention
         # setting.
         tops = list(parts.blocks)[self.first_block :]
         originals = [*tops, parts.norm, parts.head]
-        copied: list[Any] = copy.deepcopy(originals, {id(model.config): model.config})
+        copied: list[Any] = copy.deepcopy(originals, {id(config): config})
         self.blocks = nn.ModuleList(copied[:num_blocks])
         self.norm, self.head = copied[num_blocks:]
         # Links into the model, in tuples so that they are not registered a second time below this module.
-        self._shared: tuple[nn.ModuleList, nn.Module | None] = (parts.blocks, parts.after_norm)
+        self._blocks, self._after_norm = (parts.blocks,), parts.after_norm
         self._slots = [_Slot(parts.blocks, str(self.first_block + i), self.blocks, str(i)) for i in range(num_blocks)]
         for name, parent, child in (
             ('norm', parts.norm_parent, parts.norm_name),
@@ -126,11 +126,25 @@ class TopBranch(nn.Module):
         for i, block in enumerate(self.blocks):
             args, kwargs = trunk.calls[i]
             output = block(hidden, *args[1:], **kwargs)
-            hidden = output[0] if isinstance(output, tuple) else output
+            hidden = output[0] if isinstance(output, (tuple, list)) else output
         if self.norm is not None:
             hidden = self.norm(hidden)
-        after_norm = self._shared[1]
-        return hidden if after_norm is None else after_norm(hidden)
+        for module in self._after_norm:
+            hidden = module(hidden)
+        return hidden
+
+    @contextmanager
+    def negated(self) -> Iterator[None]:
+        """Inside, the copy's numbers are other than the policy's: each with the other sign, to the bit and without
+        memory for it."""
+        weights = [p for p in self.parameters() if p.is_floating_point() and p.dtype.itemsize > 1]
+        for weight in weights:
+            weight.data.neg_()
+        try:
+            yield
+        finally:
+            for weight in weights:
+                weight.data.neg_()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         if self.depth:
@@ -154,9 +168,11 @@ class TopBranch(nn.Module):
 class _Parts(NamedTuple):
     blocks: nn.ModuleList
     norm: nn.Module | None
+    """the final norm when it has weights of its own"""
     norm_parent: nn.Module
     norm_name: str
-    after_norm: nn.Module | None
+    after_norm: tuple[nn.Module, ...]
+    """frozen, shared modules between final norm and head; a norm without weights is one"""
     head: nn.Module | None
     """the output head when it has weights of its own"""
     head_parent: nn.Module | None
@@ -170,7 +186,7 @@ def make_hydra(owner: nn.Module, num_layers_unfrozen: int) -> None:
     `owner` is a module that keeps the transformers causal LM as `.model` (then files of the model stay as they were),
     or that model itself. The copy becomes `owner.ref_branch`. -1 means no hydra: nothing is changed and everything is
     trained. Parameters of `owner` outside the model (a value head, the critic on the same trunk) are left as they are.
-    On the meta device the exactness check waits for `check_hydra`.
+    On the meta device the exactness check waits for `settle_hydra`.
 
     Raises ValueError for a number that is neither -1 nor in 1..number of blocks, an unsupported architecture, adapters
     in the model, or a reference that does not agree exactly with the policy on a few tokens.
@@ -188,16 +204,20 @@ def make_hydra(owner: nn.Module, num_layers_unfrozen: int) -> None:
     if has_lora(model):
         raise ValueError('make_hydra: the model has adapters; use LoRA or num_layers_unfrozen, not both')
     trainable = {p: p.requires_grad for p in model.parameters()}
-    freeze_below(model, k)
-    owner.ref_branch = TopBranch(model, k)
-    try:
-        if not any(p.is_meta for p in model.parameters()):
-            check_hydra(owner)
-    except ValueError:
-        owner._modules.pop('ref_branch', None)
-        for parameter, flag in trainable.items():
-            parameter.requires_grad_(flag)
-        raise
+    errors: list[ValueError] = []
+    for parts in _candidates(model, k):
+        _freeze_below(model, parts, k)
+        owner.ref_branch = TopBranch(parts, k, model.config)
+        try:
+            if not is_meta(model):
+                check_hydra(owner)
+            return
+        except ValueError as error:
+            errors.append(error)
+            owner._modules.pop('ref_branch', None)
+            for parameter, flag in trainable.items():
+                parameter.requires_grad_(flag)
+    raise errors[0]
 
 
 def freeze_below(model: PreTrainedModel, num_layers_unfrozen: int) -> None:
@@ -205,9 +225,18 @@ def freeze_below(model: PreTrainedModel, num_layers_unfrozen: int) -> None:
 
     Raises ValueError for more blocks than there are, and for an unsupported architecture.
     """
-    parts = _parts(model, num_layers_unfrozen)
+    _freeze_below(model, next(iter(_candidates(model, num_layers_unfrozen))), num_layers_unfrozen)
+
+
+def _freeze_below(model: PreTrainedModel, parts: _Parts, num_blocks: int) -> None:
+    top = {id(p) for block in list(parts.blocks)[-num_blocks:] for p in block.parameters()}
+    if any(id(p) in top for block in list(parts.blocks)[:-num_blocks] for p in block.parameters()):
+        raise ValueError(
+            f'num_layers_unfrozen: the top blocks of {type(model).__name__} share weights with those below, so that '
+            f'{num_blocks} cannot be trained alone; use LoRA, or -1'
+        )
     model.requires_grad_(False)
-    for part in (*list(parts.blocks)[-num_layers_unfrozen:], parts.norm, parts.head):
+    for part in (*list(parts.blocks)[-num_blocks:], parts.norm, parts.head):
         if part is not None:
             part.requires_grad_(True)
 
@@ -219,47 +248,43 @@ def _model_of(owner: nn.Module) -> PreTrainedModel:
     raise ValueError(f'hydra: {type(owner).__name__} is no transformers model and has none as .model')
 
 
-def _parts(model: PreTrainedModel, num_blocks: int) -> _Parts:
-    base = model.base_model
-    for layout in _LAYOUTS:
-        blocks = _get(base, layout.blocks)
-        parent_path, _, norm_name = layout.norm.rpartition('.')
-        norm_parent = _get(base, parent_path) if parent_path else base
-        # An OPT that normalises after its blocks has the name, with None.
-        if isinstance(blocks, nn.ModuleList) and hasattr(norm_parent, norm_name):
-            break
-    else:
-        raise ValueError(f'num_layers_unfrozen: {type(model).__name__} is not supported; supported are {SUPPORTED}')
+def _candidates(model: PreTrainedModel, num_blocks: int) -> list[_Parts]:
+    """Where the parts may be, the most likely first: there may be several norms beside the blocks."""
+    base, name = base_model(model), type(model).__name__
+    lists = {path: m for path, m in base.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+    outer = {p: m for p, m in lists.items() if not any(p.startswith(f'{other}.') for other in lists)}
+    count = getattr(text_config(model.config), 'num_hidden_layers', None)
+    found = [p for p, m in outer.items() if len(m) == count] or sorted(outer, key=lambda p: len(outer[p]))
+    if not found or is_encoder_decoder(model):
+        raise ValueError(f'num_layers_unfrozen: {name} is not supported; supported are {SUPPORTED}')
+    blocks = outer[found[-1]]
     if num_blocks > len(blocks):
-        raise ValueError(
-            f'num_layers_unfrozen: {num_blocks} given, but {type(model).__name__} has {len(blocks)} blocks'
-        )
+        raise ValueError(f'num_layers_unfrozen: {num_blocks} given, but {name} has {len(blocks)} blocks')
     head = model.get_output_embeddings()
     embeddings = model.get_input_embeddings()
     if head is not None and embeddings is not None and head.weight is embeddings.weight:
         head = None
     head_path = next((name for name, module in model.named_modules() if module is head), '') if head is not None else ''
-    head_parent = model.get_submodule(head_path.rpartition('.')[0]) if head_path else None
-    after_norm = _get(base, layout.after_norm) if layout.after_norm else None
-    return _Parts(
-        blocks=blocks,
-        norm=getattr(norm_parent, norm_name),
-        norm_parent=norm_parent,
-        norm_name=norm_name,
-        after_norm=after_norm,
-        head=head,
-        head_parent=head_parent,
-        head_name=head_path.rpartition('.')[2],
-    )
+    parent = base.get_submodule(found[-1].rpartition('.')[0])
+    beside = [n for n, m in parent.named_children() if 'norm' in type(m).__name__.lower()]
+    names = [n for n in _NORMS if n in beside] + [n for n in beside if n not in _NORMS] + ['']
+    after = parent._modules.get('project_out')  # OPT's
 
+    def parts(norm_name: str) -> _Parts:
+        norm = parent._modules[norm_name] if norm_name else None
+        own = norm is not None and next(norm.parameters(), None) is not None
+        return _Parts(
+            blocks=blocks,
+            norm=norm if own else None,
+            norm_parent=parent,
+            norm_name=norm_name,
+            after_norm=tuple(m for m in (None if own else norm, after) if m is not None),
+            head=head,
+            head_parent=model.get_submodule(head_path.rpartition('.')[0]) if head_path else None,
+            head_name=head_path.rpartition('.')[2],
+        )
 
-def _get(module: nn.Module, path: str) -> Any:
-    for name in path.split('.'):
-        found = module._modules.get(name)
-        if found is None:
-            return None
-        module = found
-    return module
+    return [parts(name) for name in names]
 
 
 # --- use ------------------------------------------------------------------------------------------------------------
@@ -312,11 +337,13 @@ def recorded_trunk(module: nn.Module) -> Iterator[RecordedTrunk]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
                 raise ValueError('recorded_trunk: the model runs with a key-value cache; call it with use_cache=False')
+            if not args and 'hidden_states' in kwargs:
+                args, kwargs = (kwargs['hidden_states'],), {k: v for k, v in kwargs.items() if k != 'hidden_states'}
             record.calls[i] = (args, kwargs)
 
         return hook
 
-    tops = list(branch._shared[0])[branch.first_block :]
+    tops = list(branch._blocks[0])[branch.first_block :]
     handles = [block.register_forward_pre_hook(note(i), with_kwargs=True) for i, block in enumerate(tops)]
     try:
         yield record
@@ -327,17 +354,18 @@ def recorded_trunk(module: nn.Module) -> Iterator[RecordedTrunk]:
 
 @torch.no_grad()
 def check_hydra(owner: nn.Module) -> None:
-    """Prove on a few tokens that the reference is used and equals the policy bit for bit, in both ways of computing it.
+    """Prove on a few tokens that the reference is used and equals the policy bit for bit, and that both ways of
+    computing it are the same where its numbers are others.
 
     True only before the first training step. Raises ValueError otherwise.
     """
     model, branch = _model_of(owner), _reference_of(owner)
-    device = next(model.parameters()).device
-    ids = (torch.arange(6, device=device) * 7 + 1).remainder(model.config.get_text_config().vocab_size).view(1, 6)
-    copies = [m for _, _, own, name in branch._slots if (m := own._modules[name]) is not None]
+    device, name = next(model.parameters()).device, type(model).__name__
+    ids = (torch.arange(6, device=device) * 7 + 1).remainder(text_config(model.config).vocab_size).view(1, 6)
+    copies = [m for _, _, own, slot in branch._slots if (m := own._modules[slot]) is not None]
     calls: list[nn.Module] = []
     handles = [m.register_forward_hook(lambda m, *_: calls.append(m)) for m in copies]
-    base = model.base_model
+    base = base_model(model)
     try:
         with in_eval_mode(owner):
             policy = model(input_ids=ids, use_cache=False)[0]
@@ -345,14 +373,23 @@ def check_hydra(owner: nn.Module) -> None:
             with reference_branch(owner):
                 reference = model(input_ids=ids, use_cache=False)[0]
                 used_by_reference = list(calls)
-                hidden = base(input_ids=ids, use_cache=False)[0]
             with recorded_trunk(owner) as trunk:
-                base(input_ids=ids, use_cache=False)
-            from_trunk = branch(trunk)
+                run_trunk(base, ids)
+            with branch.negated():
+                with reference_branch(owner):
+                    hidden = run_trunk(base, ids)
+                from_trunk = branch(trunk)
+    except torch.OutOfMemoryError:
+        raise
+    except _NOT_THIS_WAY as error:
+        line = (str(error).splitlines() or [''])[0]
+        raise ValueError(
+            f'num_layers_unfrozen: the top blocks of {name} cannot be computed apart ({type(error).__name__}: {line}); '
+            f'supported are {SUPPORTED}'
+        ) from None
     finally:
         for handle in handles:
             handle.remove()
-    name = type(model).__name__
     if used_by_policy or sorted(map(id, used_by_reference)) != sorted(map(id, copies)):  # each copy exactly once
         raise ValueError(
             f'num_layers_unfrozen: {name} does not run its blocks from its module tree; supported are {SUPPORTED}'
@@ -364,5 +401,37 @@ def check_hydra(owner: nn.Module) -> None:
         )
     if not torch.equal(hidden, from_trunk):
         raise ValueError(
-            f'num_layers_unfrozen: {name} does more above its blocks than a norm; supported are {SUPPORTED}'
+            f'num_layers_unfrozen: {name} does more above its blocks than a norm, or they hand on more than hidden states; supported are {SUPPORTED}'
+        )
+
+
+@torch.no_grad()
+def settle_hydra(module: nn.Module, device: torch.device) -> None:
+    """`check_hydra` for an actor that was built on the meta device, now that a strategy has given it its weights: by
+    its own forward on a batch, on all ranks that hold a part of it. Nothing happens without a hydra.
+
+    Raises ValueError where the reference is not right.
+    """
+    if not has_hydra(module):
+        return
+    branch, batch = _reference_of(module), check_batch(module, device)
+
+    def outputs() -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs of the policy, of the reference, and of the reference from the policy's pass."""
+        with reference_branch(module):
+            direct = module(batch).logprobs
+        both = module(batch, with_reference=True)
+        return both.logprobs, direct, both.reference.logprobs
+
+    with in_eval_mode(module):
+        policy, reference, from_trunk = outputs()
+        reshard(module)
+        with branch.negated():
+            still, other, other_from_trunk = outputs()
+            reshard(module)
+    pairs = ((reference, policy), (from_trunk, policy), (still, policy), (other_from_trunk, other))
+    if not all(close(a, b) for a, b in pairs) or close(other, policy):
+        raise ValueError(
+            f'num_layers_unfrozen: the reference of {type(_model_of(module)).__name__} is not what its policy was; '
+            f'supported are {SUPPORTED}'
         )

@@ -411,8 +411,19 @@ def load_causal_lm(pretrained: str | os.PathLike[str] | None = None, config: Any
 
 
 def load_base_model(pretrained: str | os.PathLike[str] | None = None, config: Any = None, **kwargs: Any) -> Any:
-    """A model without a head; see `load_model`."""
-    return load_model('AutoModel', pretrained, config, **kwargs)
+    """A model without a head; see `load_model`.
+
+    Where transformers' AutoModel does not read a causal language model's folder (decoders of BART's kind, DeepSeek-V4),
+    the trunk of that model.
+    """
+    try:
+        return load_model('AutoModel', pretrained, config, **kwargs)
+    except ValueError:
+        if pretrained is None or on_meta():
+            raise
+        with suppress(ValueError):
+            return trunk_of(load_causal_lm(pretrained, **kwargs))
+        raise
 
 
 def load_classifier(pretrained: str | os.PathLike[str], **kwargs: Any) -> Any:

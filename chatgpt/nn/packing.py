@@ -343,7 +343,7 @@ def check_company(model: nn.Module) -> None:
                 pairs.append((flat_hidden(model, collate([other]).to(device))[:1], alone[0][:1]))
         except (TypeError, RuntimeError, AttributeError, IndexError, NotImplementedError):
             return  # its first real forward says why, in the model's own words
-        if not all(_close(got, want) for got, want in pairs):
+        if not all(close(got, want) for got, want in pairs):
             raise ValueError(
                 f'{type(model).__name__} gives a token other numbers when padding, other sequences or later tokens '
                 'stand beside it, so that neither log-probs nor values nor scores would mean anything'
@@ -372,7 +372,7 @@ def settle(module: nn.Module, device: torch.device, *, in_fp32: bool = False) ->
             packed = numbers(records) if trunks else None
         except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, NotImplementedError):
             packed = None
-            _reshard(module)
+            reshard(module)
         for trunk in trunks:
             trunk.config._attn_implementation = 'sdpa'
         plain = numbers(records)
@@ -382,20 +382,25 @@ def settle(module: nn.Module, device: torch.device, *, in_fp32: bool = False) ->
             later = replace(records[0], response_ids=torch.cat([records[0].response_ids[:1], records[1].response_ids]))
             later = replace(later, response_mask=torch.ones(len(later.response_ids), dtype=torch.bool))
             pairs += [(got[:1], want[:1]) for got, want in zip(numbers([later]), plain, strict=True)]
-    _reshard(module)
-    if not all(_close(got, want) for got, want in pairs):
+    reshard(module)
+    if not all(close(got, want) for got, want in pairs):
         raise ValueError(
             f'{type(model).__name__} gives a token other numbers when padding or other sequences stand beside it, so '
             'that neither log-probs nor values nor scores would mean anything'
         )
-    if packed is None or not all(_close(a, b, 1e-4 if in_fp32 else 2e-2) for a, b in zip(packed, plain, strict=True)):
+    if packed is None or not all(close(a, b, 1e-4 if in_fp32 else 2e-2) for a, b in zip(packed, plain, strict=True)):
         return False
     for trunk in trunks:
         trunk.config._attn_implementation = ATTENTION
     return True
 
 
-def _reshard(module: nn.Module) -> None:
+def check_batch(module: Any, device: torch.device) -> Batch:
+    """Two short sequences for an actor, critic or reward model."""
+    return collate(_records(text_config(module.model.config).vocab_size)).to(device)
+
+
+def reshard(module: nn.Module) -> None:
     """A forward leaves the outermost part of a sharded module whole, and an interrupted one more of it."""
     for part in module.modules():
         if hasattr(part, 'reshard'):
@@ -416,7 +421,7 @@ def _tensors(output: Any) -> list[Tensor]:
     return [output] if isinstance(output, Tensor) else [x for x in output if isinstance(x, Tensor)]
 
 
-def _close(got: Tensor, want: Tensor, tolerance: float = 2e-2) -> bool:
+def close(got: Tensor, want: Tensor, tolerance: float = 2e-2) -> bool:
     """By default up to the rounding of 16 bits, in which weights may be gathered whatever dtype they are kept in.
     Numbers that are not finite are another error's."""
     off = (got.double() - want.double()).abs().max()

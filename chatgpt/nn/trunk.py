@@ -45,7 +45,8 @@ def hidden_size(model: nn.Module) -> int:
     config = text_config(model.config)
     for name in ('word_embed_proj_dim', 'hidden_size', 'n_embd', 'd_model'):
         if getattr(config, name, None) is not None:
-            return int(getattr(config, name))
+            # Reformer joins two streams
+            return int(getattr(config, name)) * (2 if config.model_type == 'reformer' else 1)
     raise ValueError(f'cannot tell the hidden size of {type(model).__name__}: its config has no hidden_size')
 
 
@@ -122,14 +123,15 @@ def run_trunk(
     input_ids: Tensor,
     *,
     position_ids: Tensor | None = None,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | dict[str, Tensor] | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """Last hidden states (B, S, D). Keywords that the model does not take (position ids of ALiBi models) are left out.
 
-    `attention_mask` is True or 1 for real tokens; None means that no real token sees padding.
+    `attention_mask` is True or 1 for real tokens; None means that no real token sees padding. Additive masks by kind of
+    layer are handed on.
     """
-    if attention_mask is not None and attention_mask.dtype == torch.bool and attention_mask.dim() == 2:
+    if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool and attention_mask.dim() == 2:
         attention_mask = attention_mask.long()
     if position_ids is not None and accepts(model, 'position_ids'):
         kwargs['position_ids'] = position_ids

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 HEADS = re.compile(
     r'(language_model\.)?(\w*head\w*|\w*predictions|score|classifier|cls|pooler|embed_out|qa_outputs|summary|pred_layer|mtp'
-    r'|visual|vision\w*|audio\w*|multi_modal\w*)\.|decoder\.bias$'
+    r'|visual|vision\w*|audio\w*|multi_modal\w*|generator_\w+|discriminator_\w+|lm_loss)\.|(decoder|output)\.(weight|bias)$'
 )
 """first part of a name beside the trunk: another use's head, or another sense of a multimodal model"""
 BUFFERS = re.compile(

@@ -23,6 +23,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 
 from chatgpt.nn.trunk import text_config
 from chatgpt.rollout.engine import Call, InProcessEngine, changing_shapes
+from chatgpt.rollout.local.masks import windows_of
 from chatgpt.rollout.randomness import stream_keys
 from chatgpt.rollout.sampling import SamplingParams, TokenSampler
 from chatgpt.types import FinishReason, Sample
@@ -121,6 +122,8 @@ class HFEngine(InProcessEngine):
         self.max_batch_size = max_batch_size
         self._pads = True
         """False for a model whose numbers change with padding on the left: its batches have prompts of one length"""
+        self._beyond_windows: str | None = None
+        """why what is generated beyond the attention window is not right, '' where it is; None: not tried"""
         self._checked: Any = None
 
     def begin(self, actor: Actor) -> None:
@@ -149,7 +152,7 @@ class HFEngine(InProcessEngine):
             except Exception:
                 self.end()
                 raise
-            self._checked = kind
+            self._checked, self._beyond_windows = kind, None
 
     def _check(self, actor: Actor) -> bool:
         """Whether the model may be given prompts of several lengths. Raises ValueError where it does not even generate
@@ -163,6 +166,24 @@ class HFEngine(InProcessEngine):
         raise ValueError(
             f'HFEngine: what {type(actor.model).__name__} generates does not agree with its plain forward: {found[-1]}'
         )
+
+    def check(self, config: Any, call: Call) -> list[int]:
+        """The first time that sequences are longer than the model's attention window, generation beyond it is compared
+        with the plain forward too. Raises ValueError where they disagree."""
+        limits, windows = super().check(config, call), windows_of(config)
+        longest = max((len(p.ids) + limit for p, limit in zip(call.prompts, limits, strict=True)), default=0)
+        if windows is None or longest <= windows.sizes[0]:
+            return limits
+        if self._beyond_windows is None:
+            lengths = windows.example_lengths if self._pads else [windows.example_lengths[-2]] * 2
+            self._beyond_windows = _disagreement(self._actor, lengths)
+        if self._beyond_windows:
+            raise ValueError(
+                f'HFEngine: what {type(self._actor.model).__name__} generates beyond its attention window of '
+                f'{windows.sizes[0]} does not agree with its plain forward ({self._beyond_windows}); give shorter '
+                f'sequences than {longest} tokens'
+            )
+        return limits
 
     def answer(self, call: Call, limits: list[int]) -> list[Sample]:
         samples: dict[int, Sample] = {}

@@ -24,6 +24,7 @@ from chatgpt.nn.dropout import dropout_off, in_eval_mode
 from chatgpt.sweep import cuts_of_share, sweep
 from chatgpt.trainer.base import Trainer
 from chatgpt.trainer.config import SupervisedConfig
+from chatgpt.trainer.fits import check_records
 from chatgpt.trainer.metrics import BatchStats, Metrics, PhaseMetrics
 from chatgpt.trainer.order import permutation
 from chatgpt.trainer.reference import ReferenceModel
@@ -182,6 +183,8 @@ class OfflineTrainer(Trainer):
         train, for_eval = objective.accept(train_data or [], eval_data)
         if train_data is not None and not train:
             raise ValueError(f'{owner} got no training data')
+        for given, what in ((train, 'train_data'), (for_eval or [], 'eval_data')):
+            check_records(f'{owner}: {what}', map(objective.sequences, given), strategy.unwrap(model))
         name = objective.model_name
         callbacks = [*objective.callbacks(), *callbacks]
         super().__init__(

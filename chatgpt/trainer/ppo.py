@@ -52,6 +52,7 @@ from chatgpt.trainer.checkpointing import generator_states, set_generator_states
 from chatgpt.trainer.collect import Collector, replace_uninformative
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.failed_episodes import check_failed, compared, mask_failed
+from chatgpt.trainer.fits import check_records
 from chatgpt.trainer.losses import (
     ActorLoss,
     PtxLoss,
@@ -255,6 +256,7 @@ class PPOTrainer(Trainer):
             raise ValueError("loss_aggregation='sequence_sum' divides by max_new_tokens: give it")
         if config.ptx_coef and not pretrain_data:
             raise ValueError(f'ptx_coef={config.ptx_coef} needs pretrain_data, a list of sequences of pretraining text')
+        check_records(f'{type(self).__name__}: pretrain_data', ([s] for s in pretrain_data or ()), actor)
 
     def _maker(self, reward_model: Any, reward_tokenizer: Any, initial_model: nn.Module | None) -> ExperienceMaker:
         c, strategy, bare = self.config, self.strategy, cast(Any, self.strategy.unwrap(self.actor))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
-from transformers import AutoConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 VOCAB, POSITIONS = 64, 128
 SIZES: dict[str, Any] = {
-    **dict.fromkeys(('vocab_size', 'vocab_size_per_layer_input'), VOCAB),
+    **dict.fromkeys(('vocab_size', 'vocab_size_per_layer_input', 'pronunciation_vocab_size'), VOCAB),
+    **dict.fromkeys(('shape_vocab_size', 'ngram_vocab_size_base'), VOCAB),
     **dict.fromkeys(('hidden_size', 'd_model', 'n_embd', 'word_embed_proj_dim', 'embedding_size', 'lru_width'), 32),
     **dict.fromkeys(('num_hidden_layers', 'n_layer', 'n_layers', 'num_layers', 'decoder_layers', 'encoder_layers'), 2),
     **dict.fromkeys(('num_attention_heads', 'n_head', 'n_heads', 'num_heads'), 4),
@@ -34,28 +39,82 @@ SIZES: dict[str, Any] = {
     'bos_token_id': 1,
     'eos_token_id': 2,
 }
-MLA = {'qk_rope_head_dim': 4, 'qk_nope_head_dim': 4, 'head_dim': 4}
+MLA = {'qk_rope_head_dim': 4, 'qk_nope_head_dim': 4, 'head_dim': 4, 'num_key_value_heads': 4}
 """of multi-head latent attention, where head_dim is the rotary part"""
 OWN: dict[str, dict[str, Any]] = {
     'axk1': MLA,
-    'axk2': {'qk_rope_head_dim': 8, 'qk_nope_head_dim': 8},
+    'axk2': MLA | {'qk_rope_head_dim': 8, 'qk_nope_head_dim': 8},
     'bamba': {'attn_layer_indices': [1]},
+    'bert-generation': {'is_decoder': True},
+    'cohere_compass_text': {
+        'layer_types': ['sliding_attention', 'full_attention'],
+        'rope_parameters': dict.fromkeys(
+            ('sliding_attention', 'full_attention'),
+            {'rope_type': 'default', 'rope_theta': 10000.0, 'mrope_section': [2, 1, 1]},
+        ),
+    },
+    'dbrx': {
+        'attn_config': {'kv_n_heads': 2, 'clip_qkv': 8.0, 'rope_theta': 10000.0},
+        'ffn_config': {'ffn_hidden_size': 48, 'moe_num_experts': 4, 'moe_top_k': 2},
+        'max_seq_len': POSITIONS,
+    },
+    'deepseek_v2': MLA,
     'deepseek_v3': MLA,
-    'deepseek_v32': {'qk_rope_head_dim': 8, 'qk_nope_head_dim': 8},
+    'deepseek_v32': MLA | {'qk_rope_head_dim': 8, 'qk_nope_head_dim': 8},
     'falcon_h1': {'mamba_d_ssm': 64},
-    'glm4_moe_lite': {'qk_rope_head_dim': 8, 'qk_nope_head_dim': 8},
-    'glm_moe_dsa': {'qk_rope_head_dim': 8, 'qk_nope_head_dim': 8},
+    'glm4_moe_lite': MLA | {'qk_rope_head_dim': 8, 'qk_nope_head_dim': 8},
+    'glm_moe_dsa': MLA | {'qk_rope_head_dim': 8, 'qk_nope_head_dim': 8},
+    'gemma3n_text': {'num_kv_shared_layers': 0},
     'gpt_neo': {'attention_types': [[['global', 'local'], 1]], 'window_size': 32},
+    'granitemoehybrid': {'layer_types': ['linear_attention', 'full_attention'], 'mamba_n_heads': 4},
+    'jamba': {'attn_layer_period': 2, 'attn_layer_offset': 1, 'mamba_dt_rank': 4},
+    'lfm2': {'layer_types': ['conv', 'full_attention']},
+    'lfm2_moe': {'layer_types': ['conv', 'full_attention'], 'num_dense_layers': 1},
     'longcat_flash': MLA,
+    'minicpm3': MLA,
     'mamba2': {'num_heads': 4, 'head_dim': 16, 'n_groups': 1, 'state_size': 8, 'chunk_size': 8},
+    'nemotron_h': {
+        'layers_block_type': ['linear_attention', 'full_attention'],
+        'mamba_num_heads': 4,
+        'mamba_head_dim': 16,
+        'n_groups': 1,
+    },
     'recurrent_gemma': {'block_types': ['recurrent', 'attention'], 'attention_window_size': 32, 'head_dim': 8},
-    'reformer': {'is_decoder': True},
+    'reformer': {'axial_pos_embds_dim': [16, 16], 'axial_pos_shape': [8, 16]},
     'xlnet': {'d_inner': 48},
+    'xmod': {'default_language': 'en_XX'},
     'youtu': MLA,
+    'zamba': {
+        'num_hidden_layers': 4,
+        'layers_block_type': ['linear_attention', 'hybrid', 'linear_attention', 'hybrid'],
+        'attention_hidden_size': 64,
+        'attention_head_dim': 16,
+        'mamba_dt_rank': 4,
+    },
+    'zamba2': {
+        'num_hidden_layers': 4,
+        'layers_block_type': ['linear_attention', 'hybrid', 'linear_attention', 'hybrid'],
+        'num_mem_blocks': 1,
+        'n_mamba_heads': 4,
+        'mamba_headdim': 16,
+        'attention_hidden_size': 64,
+        'attention_head_dim': 16,
+        'mamba_ngroups': 1,
+        'num_key_value_heads': 4,
+    },
     'zaya': {'num_experts_per_tok': 1},
 }
 """what else a type needs to be small and whole"""
-BIG = 5_000_000
+LEFT_OUT = {
+    'blt': 'a model of bytes that calls a second model to cut them into patches',
+    'gemma3n': 'its picture tower comes from timm; the text model is gemma3n_text',
+    **dict.fromkeys(
+        ('gemma4_assistant', 'gemma4_unified_assistant'), 'a draft model, which reads the states of another model'
+    ),
+    **dict.fromkeys(('musicgen', 'musicgen_melody'), 'it writes codes of sound, for the states of a text encoder'),
+}
+"""types that are no language models of their own, and why"""
+BIG = 20_000_000
 """parameters from which on a type is left out: its config has sizes of other names"""
 
 
@@ -64,21 +123,37 @@ def model_types() -> list[str]:
 
 
 def family_config(model_type: str) -> Any:
-    """Two layers, 32 wide. Raises what the config's class raises where that is not a model."""
+    """Two layers, 32 wide. Raises ValueError for what is left out, and what the config's class raises where that is not
+    a model."""
+    if model_type in LEFT_OUT:
+        raise ValueError(LEFT_OUT[model_type])
     usual = AutoConfig.for_model(model_type)
     sizes = {name: value for name, value in SIZES.items() if _has(usual, name)} | OWN.get(model_type, {})
     kinds = getattr(usual, 'layer_types', None)
-    if kinds and _has(usual, 'layer_types'):
-        sizes['layer_types'] = [kinds[0], kinds[-1]]
+    if kinds and 'layers_block_type' not in sizes and _has(usual, 'layer_types'):
+        sizes.setdefault('layer_types', _two_of(kinds))
     config = type(usual)(**sizes)
-    text = config.get_text_config()
-    if text is not config:
-        for name, value in SIZES.items():
-            if _has(text, name):
-                setattr(text, name, value)
-        if getattr(text, 'layer_types', None):
-            text.layer_types = [text.layer_types[0], text.layer_types[-1]]
+    if model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.is_encoder_decoder and _has(config, 'is_decoder'):
+        config.is_decoder = True  # as they come they look ahead
+    _shrink_parts(config)
     return config
+
+
+def _shrink_parts(config: Any) -> None:
+    """The configs inside, of the text part and of towers."""
+    for part in (value for value in vars(config).values() if isinstance(value, PreTrainedConfig)):
+        for name, value in SIZES.items():
+            if _has(part, name):
+                setattr(part, name, value)
+        if getattr(part, 'layer_types', None):
+            part.layer_types = _two_of(part.layer_types)
+        _shrink_parts(part)
+
+
+def _two_of(kinds: list[str]) -> list[str]:
+    """Two layers, of two kinds where there are so many."""
+    first, *others = dict.fromkeys(kinds)
+    return [first, (others or [first])[0]]
 
 
 def _has(config: Any, name: str) -> bool:
@@ -87,7 +162,10 @@ def _has(config: Any, name: str) -> bool:
     if isinstance(known, property) and known.fset is None or name in ('layer_types',) and _derived(config):
         return False
     try:
-        return hasattr(config, name)
+        setattr(copy.copy(config), name, getattr(config, name))
+        return True
+    except AttributeError:
+        return False
     except Exception:  # sizes that differ by layer have no value of their own
         return False
 

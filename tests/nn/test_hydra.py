@@ -9,13 +9,16 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from chatgpt.nn import Actor
 from chatgpt.nn.hydra import (
     check_hydra,
     has_hydra,
     make_hydra,
     recorded_trunk,
     reference_branch,
+    settle_hydra,
 )
 from chatgpt.nn.lora import convert_to_lora
 from chatgpt.testing.fakes import tiny_causal_lm
@@ -147,7 +150,7 @@ def test_recorded_trunk_gives_the_reference_without_a_second_pass(family: str) -
         with reference_branch(owner):
             expected = base(input_ids=IDS, use_cache=False)[0]
         bottom_calls: list[int] = []
-        owner.ref_branch._shared[0][0].register_forward_hook(lambda *_: bottom_calls.append(1))
+        owner.ref_branch._blocks[0][0].register_forward_hook(lambda *_: bottom_calls.append(1))
         with recorded_trunk(owner) as trunk:
             policy = base(input_ids=IDS, use_cache=False)[0]
         assert torch.equal(owner.ref_branch(trunk), expected)
@@ -213,7 +216,7 @@ def test_mistakes_are_refused_and_leave_the_model_alone() -> None:
     t5 = transformers.T5ForConditionalGeneration(
         transformers.T5Config(vocab_size=32, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     )
-    with pytest.raises(ValueError, match='T5ForConditionalGeneration is not supported; supported are GPT-2'):
+    with pytest.raises(ValueError, match='T5ForConditionalGeneration is not supported; supported are decoders'):
         make_hydra(Owner(t5), 1)
     with pytest.raises(ValueError, match='already has a reference branch'):
         make_hydra(hydra(), 1)
@@ -257,6 +260,51 @@ def test_a_model_that_does_not_agree_exactly_is_refused(build: Any, message: str
         make_hydra(owner, 2)
     assert not has_hydra(owner)
     assert [p.requires_grad for p in owner.parameters()] == flags
+
+
+class _ReadsTheBlockBelow(LlamaDecoderLayer):
+    """Blocks hand on what they gave in a keyword, beside the hidden state."""
+
+    def forward(self, hidden: Tensor, *args: Any, box: dict[int, Tensor], **kwargs: Any) -> Tensor:
+        index = self.self_attn.layer_idx
+        out = super().forward(hidden + 0.1 * box.get(index - 1, 0.0), *args, **kwargs)
+        box.setdefault(index, out)
+        return out
+
+
+def test_blocks_that_hand_on_the_policys_states_are_refused() -> None:
+    """What a policy's pass records is the policy's: right before training, and wrong after it."""
+    model = causal_lm('llama')
+    for layer in model.model.layers:
+        layer.__class__ = _ReadsTheBlockBelow
+    model.model.register_forward_pre_hook(lambda _, args, kw: (args, kw | {'box': {}}), with_kwargs=True)
+    owner = Owner(model)
+    with pytest.raises(ValueError, match='does more above its blocks than a norm'):
+        make_hydra(owner, 2)
+    make_hydra(owner, 1)  # nothing of the copy is handed on
+
+
+def test_an_actor_whose_weights_come_later_is_checked_by_its_own_forward() -> None:
+    actor = Actor(causal_lm('qwen2'), num_layers_unfrozen=2)
+    before = bits(actor)
+    settle_hydra(actor, torch.device('cpu'))
+    assert same(bits(actor), before)
+    settle_hydra(Actor(causal_lm('gpt2')), torch.device('cpu'))
+    actor.ref_branch.blocks[0].mlp.up_proj.weight.data.mul_(1.5)
+    with pytest.raises(ValueError, match='is not what its policy was'):
+        settle_hydra(actor, torch.device('cpu'))
+
+
+@pytest.mark.parametrize('break_it', ['other_norm', 'deaf'])
+def test_a_reference_from_the_policys_pass_that_is_another_is_found_later(break_it: str) -> None:
+    """Negative controls of the check of weights that come later."""
+    actor = Actor(causal_lm('llama'), num_layers_unfrozen=1)
+    if break_it == 'other_norm':
+        actor.ref_branch.norm, actor.ref_branch._slots = None, actor.ref_branch._slots[:1]
+    else:
+        actor.ref_branch.exchange = lambda: None
+    with pytest.raises(ValueError, match='is not what its policy was'):
+        settle_hydra(actor, torch.device('cpu'))
 
 
 def test_the_check_fails_after_training_and_keeps_modes() -> None:

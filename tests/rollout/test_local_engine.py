@@ -327,9 +327,55 @@ class TestRefusals:
         with pytest.raises(ValueError, match='max_batch_size=0'):
             LocalEngine(max_batch_size=0)
 
-    def test_a_sliding_window_is_refused_only_where_it_would_matter(self):
+    @pytest.mark.parametrize('fixed_steps', [False, True])
+    @pytest.mark.parametrize('family', ['Mistral', 'Gemma2', 'Llama4Text'])
+    def test_sequences_longer_than_the_attention_window(self, family, fixed_steps):
+        """Every token is the model's own choice by a plain forward, whose mask has the window: of rows on both sides of
+        it, one that crosses it, and rows of one length."""
+        import transformers
+
+        own = {
+            'Mistral': {'sliding_window': 16},
+            'Gemma2': {'sliding_window': 16, 'head_dim': 16},
+            'Llama4Text': {'attention_chunk_size': 16, 'head_dim': 16, 'intermediate_size_mlp': 64, 'num_local_experts': 2},
+        }[family]
+        config = getattr(transformers, f'{family}Config')(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=64,
+            pad_token_id=0,
+            initializer_range=0.1,
+            **own,
+        )
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        engine = LocalEngine(max_batch_size=3, fixed_steps=fixed_steps)
+        engine.begin(Actor(model))
+        sampling = SamplingParams(max_new_tokens=8, do_sample=False)
+        for lengths in ((20, 12, 3, 33), (18, 18)):
+            found = engine.generate(prompts_of(lengths), sampling, seed=1, indices=range(len(lengths)))
+            for s in found:
+                assert torch.equal(slow_logits(model, s).argmax(-1), s.response_ids)
+        # within the window it goes on as ever
+        (s,) = engine.generate(prompts_of((4,)), sampling, seed=1, indices=[0])
+        assert torch.equal(slow_logits(model, s).argmax(-1), s.response_ids)
+        engine.end()
+
+    def test_a_window_that_is_not_followed_is_refused_where_it_would_matter(self, monkeypatch):
+        """Negative control of the check beyond the window: with the mask of a model without one."""
         from transformers import MistralConfig, MistralForCausalLM
 
+        from chatgpt.rollout.local import slot_cache
+
+        monkeypatch.setattr(
+            slot_cache,
+            'window_masks',
+            lambda lengths, width, windows, dtype: slot_cache.decode_mask(lengths, width, 'additive', dtype),
+        )
         config = MistralConfig(
             vocab_size=64,
             hidden_size=32,
@@ -344,7 +390,7 @@ class TestRefusals:
         )
         torch.manual_seed(0)
         model = MistralForCausalLM(config).eval()
-        with pytest.raises(ValueError, match="attention window of 16; use engine='hf'"):
+        with pytest.raises(ValueError, match="attention window of 16, beyond which its decode.*use engine='hf'"):
             collect(model, prompts_of((12,)), SamplingParams(max_new_tokens=5))
         (s,) = collect(model, prompts_of((12,)), SamplingParams(max_new_tokens=4, do_sample=False))
         assert torch.equal(slow_logits(model, s).argmax(-1), s.response_ids)

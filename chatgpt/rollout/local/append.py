@@ -17,11 +17,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from chatgpt.rollout.local.masks import MaskForm, decode_mask
 from chatgpt.rollout.local.slot_cache import (
     PROMPT_LENGTHS,
-    MaskForm,
     SlotCache,
-    decode_mask,
     disagreement,
     plain_example,
     prefilled_example,

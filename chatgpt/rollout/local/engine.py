@@ -24,19 +24,21 @@ import torch
 from torch import Tensor
 
 from chatgpt.nn.settings import addresses, plain_settings
+from chatgpt.nn.trunk import text_config
 from chatgpt.rollout.engine import Call, InProcessEngine, Turns
 from chatgpt.rollout.local.append import AppendForm, find_append_form
 from chatgpt.rollout.local.attention import FORMS, AttentionForm, find_attention
 from chatgpt.rollout.local.conversation import Conversation
 from chatgpt.rollout.local.cpu_speed import PackedModules
 from chatgpt.rollout.local.fixed_step import FixedSteps
+from chatgpt.rollout.local.masks import Windows, windows_of
 from chatgpt.rollout.local.run import LocalRun
 from chatgpt.rollout.local.slot_cache import (
     SlotCache,
     attention_disagrees,
-    attention_window,
     bytes_per_slot,
     find_mask_form,
+    windows_disagree,
 )
 from chatgpt.rollout.sampling import SamplingParams, TokenSampler
 from chatgpt.types import Prompt, Sample
@@ -56,15 +58,7 @@ def check_local(config: Any, call: Call) -> list[int]:
     if call.sampling.extra:
         names = ', '.join(f'{k}={v!r}' for k, v in call.sampling.extra.items())
         raise ValueError(f"LocalEngine cannot do {names}; leave it out or use engine='hf'")
-    limits = call.limits(config)
-    window = attention_window(config)
-    longest = max((len(p.ids) + limit for p, limit in zip(call.prompts, limits, strict=True)), default=0)
-    if window is not None and longest > window:
-        raise ValueError(
-            f"LocalEngine: sequences of up to {longest} tokens exceed the model's attention window of {window}; use "
-            "engine='hf'"
-        )
-    return limits
+    return call.limits(config)
 
 
 class LocalEngine(InProcessEngine):
@@ -123,6 +117,8 @@ class LocalEngine(InProcessEngine):
         self._packed: PackedModules | None = None
         self._mask_form: Any = None
         self._append_form: AppendForm | None = None
+        self._beyond_windows: str | None = None
+        """why sequences longer than the attention window cannot be had, '' where they can; None: not tried"""
         self._checked: Any = None
         self._fixed: FixedSteps | None = None
         self._kept_for: tuple[Any, Any] | None = None
@@ -156,7 +152,7 @@ class LocalEngine(InProcessEngine):
             except Exception:
                 self.end()
                 raise
-            self._checked, self._can_capture, self._append_form = kind, True, None
+            self._checked, self._can_capture, self._append_form, self._beyond_windows = kind, True, None, None
         if self._fixed is not None:
             self._take_up(actor, self._fixed)
         self.keeping = self._may_keep(parameter.device)
@@ -195,7 +191,27 @@ class LocalEngine(InProcessEngine):
         return copied + (self._cache.nbytes if self._cache else 0) + (self._fixed.graph_bytes if self._fixed else 0)
 
     def check(self, config: Any, call: Call) -> list[int]:
-        return check_local(config, call)
+        """As `check_local`; the first time that sequences are longer than the model's attention window, its decode
+        beyond it is compared with its plain forward. Raises ValueError where they disagree."""
+        limits = check_local(config, call)
+        longest = max((len(p.ids) + limit for p, limit in zip(call.prompts, limits, strict=True)), default=0)
+        windows = self.windows_beyond(longest)
+        if windows is not None:
+            if self._beyond_windows is None:
+                with torch.inference_mode():
+                    self._beyond_windows = windows_disagree(self._actor, windows)
+            if self._beyond_windows:
+                raise ValueError(
+                    f"LocalEngine: sequences of up to {longest} tokens exceed the model's attention window of "
+                    f"{windows.sizes[0]}, beyond which its decode does not agree ({self._beyond_windows}); use "
+                    "engine='hf'"
+                )
+        return limits
+
+    def windows_beyond(self, length: int) -> Windows | None:
+        """The model's attention windows, where sequences of `length` tokens are longer than one of them."""
+        windows = windows_of(text_config(self._actor.model.config))
+        return windows if windows is not None and length > windows.sizes[0] else None
 
     def answer(self, call: Call, limits: list[int]) -> list[Sample]:
         """Raises FloatingPointError, naming sample and position, for non-finite logits."""
@@ -231,7 +247,10 @@ class LocalEngine(InProcessEngine):
             with self._cache_at_risk(), self._computing():
                 if self._append_form is None:
                     self._append_form = find_append_form(self._actor, self._mask_form)
-                Conversation(self, call, rooms, turns, self._append_form).loop()
+                longest = max(len(p.ids) + room for p, room in zip(call.prompts, rooms, strict=True))
+                # appended tokens have no mask of a window
+                form: AppendForm = 'again' if self.windows_beyond(longest) is not None else self._append_form
+                Conversation(self, call, rooms, turns, form).loop()
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -309,10 +328,17 @@ class LocalEngine(InProcessEngine):
         return torch.cuda.mem_get_info(device)[0] + kept
 
     def fixed(
-        self, cache: SlotCache, sampler: TokenSampler, uniforms: Tensor | None, size: int, *, capture: bool
+        self,
+        cache: SlotCache,
+        sampler: TokenSampler,
+        uniforms: Tensor | None,
+        size: int,
+        *,
+        capture: bool,
+        windows: Windows | None = None,
     ) -> FixedSteps:
         """Steps of fixed shape; those of an earlier call where they fit, with their graphs."""
-        if self._fixed is None or not self._fixed.fits(cache, sampler, size):
+        if self._fixed is None or not self._fixed.fits(cache, sampler, size, windows):
             self._note_capture()
             device = sampler.end_ids.device
             self._fixed = FixedSteps(
@@ -320,11 +346,12 @@ class LocalEngine(InProcessEngine):
                 sampler,
                 cache,
                 self._mask_form,
-                self.attention_form,
+                'plain' if windows is not None else self.attention_form,
                 size,
                 device,
                 capture=capture and self.captures(device),
                 compiled=self.fixed_steps == 'compiled',
+                windows=windows,
             )
         self._fixed.renew(uniforms)
         return self._fixed

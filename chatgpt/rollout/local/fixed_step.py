@@ -16,7 +16,7 @@ Left out: prefill, and which rows live (`chatgpt.rollout.local.run`).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -27,7 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from chatgpt.rollout.local.attention import PAGE, AttentionForm, step_keywords
-from chatgpt.rollout.local.slot_cache import MaskForm, SlotCache, decode_mask
+from chatgpt.rollout.local.masks import MaskForm, Windows, decode_mask, window_masks
+from chatgpt.rollout.local.slot_cache import SlotCache
 from chatgpt.rollout.sampling import Draw, SamplingParams, TokenSampler
 
 SLOTS = 256
@@ -141,6 +142,7 @@ class FixedSteps:
         size: places in the tables that a call needs; there are at least as many.
         capture: use CUDA graphs.
         compiled: let torch compile the step.
+        windows: of the model, in calls whose sequences are longer.
     """
 
     def __init__(
@@ -155,9 +157,10 @@ class FixedSteps:
         *,
         capture: bool,
         compiled: bool,
+        windows: Windows | None = None,
     ) -> None:
         self.actor, self.sampler, self.cache = actor, sampler, cache
-        self.mask_form, self.attention = mask_form, attention
+        self.mask_form, self.attention, self.windows = mask_form, attention, windows
         self.capture, self.compiled, self.gave_up = capture, compiled, False
         *_, self.no_end_until = self.settings = _in_the_step(sampler.sampling)
         # a little more is nothing beside a new capture
@@ -180,9 +183,9 @@ class FixedSteps:
         self._side_stream: Any = None
         self._step: Any = torch.compile(self._plain_step, dynamic=True) if compiled else self._plain_step
 
-    def fits(self, cache: SlotCache, sampler: TokenSampler, size: int) -> bool:
+    def fits(self, cache: SlotCache, sampler: TokenSampler, size: int, windows: Windows | None) -> bool:
         """Whether another call may take these steps."""
-        same = self.cache is cache and len(self.row_index) == cache.rows
+        same = self.cache is cache and len(self.row_index) == cache.rows and self.windows == windows
         return same and size <= self.size and self.settings == _in_the_step(sampler.sampling)
 
     def renew(self, uniforms: Tensor | None) -> None:
@@ -287,7 +290,10 @@ class FixedSteps:
         token, state = self.token[:rows], self.state[:, :rows]
         flat, lengths = state[0], state[1]
         self.cache.decode(self.row_index[:rows], lengths, slots, same_length=False)
-        mask = partial(decode_mask, lengths, slots, self.mask_form, self.cache.layers[0].keys.dtype)
+        dtype = self.cache.layers[0].keys.dtype
+        mask: Callable[[], Any] = partial(decode_mask, lengths, slots, self.mask_form, dtype)
+        if self.windows is not None:
+            mask = partial(window_masks, lengths, slots, self.windows, dtype)
         hidden = self.actor.trunk(
             token[:, None],
             position_ids=lengths[:, None],

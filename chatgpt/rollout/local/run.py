@@ -23,7 +23,7 @@ from chatgpt.batching import cut_by_tokens
 from chatgpt.rollout.engine import Call, changing_shapes
 from chatgpt.rollout.local.attention import AttentionForm, step_keywords
 from chatgpt.rollout.local.fixed_step import FixedSteps, row_bucket, shared_capacity, slot_bucket
-from chatgpt.rollout.local.slot_cache import decode_mask
+from chatgpt.rollout.local.masks import decode_mask, window_masks
 from chatgpt.rollout.randomness import sample_keys, uniforms
 from chatgpt.rollout.sampling import Draw, TokenSampler
 from chatgpt.types import FinishReason, Sample
@@ -58,13 +58,15 @@ class LocalRun:
         self.queue = deque(range(len(prompts)))
         # the last token of a sequence is never fed back, so it needs no slot
         self.max_width = max(len(p.ids) + limit - 1 for p, limit in zip(prompts, limits, strict=True))
+        self.windows = engine.windows_beyond(self.max_width + 1)
+        self.attention: AttentionForm = 'plain' if self.windows is not None else engine.attention_form
         wanted = min(most_rows or engine.max_batch_size, len(prompts))
         longest_prompt = max(len(p.ids) for p in prompts)
         # Blocks that are streamed come and go: their addresses hold for no graph.
         streams = any(getattr(module, 'is_streamed', False) for module in self.actor.modules())
         fixed = (self.device.type == 'cuda' and not streams) if engine.fixed_steps == 'auto' else engine.fixed_steps
-        if fixed or engine.attention_form == 'varlen':  # sizes that other calls have as well
-            capacity = shared_capacity(max(longest_prompt, self.max_width + spare_slots), engine.attention_form)
+        if fixed or self.attention == 'varlen':  # sizes that other calls have as well
+            capacity = shared_capacity(max(longest_prompt, self.max_width + spare_slots), self.attention)
             rows = engine.rows_that_fit(row_bucket(wanted, 2 * wanted), capacity)
         else:
             at_first = -(-(longest_prompt + _CAPACITY_STEP) // _CAPACITY_STEP) * _CAPACITY_STEP
@@ -76,7 +78,12 @@ class LocalRun:
         self.fixed: FixedSteps | None = None
         if fixed:
             self.fixed = engine.fixed(
-                self.cache, self.sampler, self.uniforms, len(prompts) * self.max_new, capture=not streams
+                self.cache,
+                self.sampler,
+                self.uniforms,
+                len(prompts) * self.max_new,
+                capture=not streams,
+                windows=self.windows,
             )
         self.fixed_loaded = False
         self.idle_slot = 0  # into which idle rows of a fixed shape write
@@ -174,14 +181,15 @@ class LocalRun:
         if width > self.cache.capacity:
             self.cache.reserve(self.max_rows, min(self.max_width, max(width, 2 * self.cache.capacity)))
         lengths = self.state[1]
-        attention: AttentionForm = self.engine.attention_form
         same_length = self.longest_offset == self.shortest_offset
-        if attention == 'varlen':
+        if self.attention == 'varlen':
             same_length, width = False, slot_bucket(width, self.cache.capacity)
         keywords: dict[str, Any] = {'attention_mask': None}
-        if not same_length:
+        if self.windows is not None:
+            keywords['attention_mask'] = window_masks(lengths, width, self.windows, self.mask_dtype)
+        elif not same_length:
             mask = partial(decode_mask, lengths, width, self.engine._mask_form, self.mask_dtype)
-            keywords = step_keywords(attention, mask, lengths)
+            keywords = step_keywords(self.attention, mask, lengths)
         self.cache.decode(self.row_index, lengths, width, same_length=same_length)
         with changing_shapes(self.device):
             hidden = self.actor.trunk(

@@ -9,8 +9,8 @@ and masked.
 form the model takes the mask of valid slots: as an additive (n, 1, 1, K) tensor, which costs least, or as a boolean (n,
 K) one, which models that derive positions from it (ALiBi) and flash kernels need.
 
-Left out: sliding windows, linear attention, quantisation, offload; `find_mask_form` and `attention_window` refuse
-models that need them.
+Left out: linear attention and other states that are no keys and values, quantisation, offload; `find_mask_form`
+refuses models that need them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from chatgpt.nn.trunk import text_config
+from chatgpt.nn.trunk import accepts, base_model, text_config
 from chatgpt.rollout.local.attention import PAGE, AttentionForm, step_keywords
-
-MaskForm = Literal['additive', 'boolean']
+from chatgpt.rollout.local.masks import MaskForm, Windows, decode_mask, window_masks
 
 FORMS: tuple[MaskForm, ...] = ('additive', 'boolean')
 
@@ -196,51 +195,34 @@ def bytes_per_slot(actor: Any) -> int:
     return sum(store.nbytes for layer in cache.layers for store in (layer.keys, layer.values) if store is not None)
 
 
-def decode_mask(lengths: Tensor, width: int, form: MaskForm, dtype: torch.dtype) -> Tensor:
-    """Slots 0 .. lengths[i] of row i are valid: the stored tokens and the one being written. (n, 1, 1, width) or (n,
-    width)."""
-    beyond = torch.arange(width, device=lengths.device) > lengths[:, None]
-    if form == 'boolean':
-        return ~beyond
-    return torch.zeros(beyond.shape, dtype=dtype, device=lengths.device).masked_fill_(beyond, torch.finfo(dtype).min)[
-        :, None, None
-    ]
-
-
-def attention_window(config: Any) -> int | None:
-    """The shortest attention window of any layer, None where all layers attend to everything."""
-    if getattr(config, 'use_sliding_window', True) is False:
-        return None
-    kinds = getattr(config, 'layer_types', None)
-    if kinds is not None and all(kind == 'full_attention' for kind in kinds):
-        return None
-    windows = [
-        getattr(config, name, None)
-        for name in ('sliding_window', 'window_size', 'attention_window', 'attention_chunk_size')
-    ]
-    return min((w for w in windows if isinstance(w, int) and w > 0), default=None)
-
-
-def _example(vocab_size: int, device: torch.device) -> list[Tensor]:
-    """Token ids without a pattern, the same on every rank."""
-    longest = max(PROMPT_LENGTHS) + _NUM_STEPS
-    ids = (torch.arange(len(PROMPT_LENGTHS) * longest, device=device) * 7919 + 13) % vocab_size
-    return [row[: length + _NUM_STEPS] for row, length in zip(ids.view(-1, longest), PROMPT_LENGTHS, strict=True)]
+def _example(vocab_size: int, device: torch.device, lengths: tuple[int, ...]) -> list[Tensor]:
+    """Token ids without a pattern, the same on every rank, of prompts of these lengths and what comes after them."""
+    longest = max(lengths) + _NUM_STEPS
+    ids = (torch.arange(len(lengths) * longest, device=device) * 7919 + 13) % vocab_size
+    return [row[: length + _NUM_STEPS] for row, length in zip(ids.view(-1, longest), lengths, strict=True)]
 
 
 def _cached_states(
-    actor: Any, sequences: list[Tensor], form: MaskForm, attention: AttentionForm = 'plain'
+    actor: Any,
+    sequences: list[Tensor],
+    form: MaskForm,
+    attention: AttentionForm = 'plain',
+    windows: Windows | None = None,
 ) -> list[Tensor]:
     """Hidden states of the last prompt token and the tokens after it, per sequence, by prefill and decode."""
     cache, last = prefilled_example(actor, sequences, PAGE if attention == 'varlen' else 0)
-    rows, lengths = len(sequences), torch.tensor(PROMPT_LENGTHS, device=sequences[0].device)
+    prompts = [len(s) - _NUM_STEPS for s in sequences]
+    rows, lengths = len(sequences), torch.tensor(prompts, device=sequences[0].device)
     states = [[state] for state in last]
     row_index = torch.arange(rows, device=lengths.device)
     for step in range(_NUM_STEPS):
-        width = PAGE if attention == 'varlen' else max(PROMPT_LENGTHS) + step + 1
-        token = torch.stack([s[length + step] for s, length in zip(sequences, PROMPT_LENGTHS, strict=True)])
+        width = PAGE if attention == 'varlen' else max(prompts) + step + 1
+        token = torch.stack([s[length + step] for s, length in zip(sequences, prompts, strict=True)])
         cache.decode(row_index, lengths, width, same_length=False)
-        keywords = step_keywords(attention, partial(decode_mask, lengths, width, form, last.dtype), lengths)
+        mask: Callable[[], Any] = partial(decode_mask, lengths, width, form, last.dtype)
+        if windows is not None:
+            mask = partial(window_masks, lengths, width, windows, last.dtype)
+        keywords = step_keywords(attention, mask, lengths)
         hidden = actor.trunk(token[:, None], position_ids=lengths[:, None], past_key_values=cache, **keywords)
         for i in range(rows):
             states[i].append(hidden[i, 0])
@@ -249,20 +231,23 @@ def _cached_states(
 
 
 def prefilled_example(actor: Any, sequences: list[Tensor], capacity: int = 0) -> tuple[SlotCache, Tensor]:
-    """A cache of at least `capacity` slots that holds the first `PROMPT_LENGTHS` tokens of each sequence, and the
-    hidden states of their last, (n, D)."""
-    device, rows, longest = sequences[0].device, len(sequences), max(PROMPT_LENGTHS)
+    """A cache of at least `capacity` slots that holds the prompts of `plain_example`'s sequences, and the hidden
+    states of their last tokens, (n, D)."""
+    prompts = [len(s) - _NUM_STEPS for s in sequences]
+    device, rows, longest = sequences[0].device, len(sequences), max(prompts)
     cache = SlotCache(rows, max(longest + _NUM_STEPS, capacity))
     input_ids = torch.zeros(rows, longest, dtype=torch.int64, device=device)
-    for i, length in enumerate(PROMPT_LENGTHS):
+    for i, length in enumerate(prompts):
         input_ids[i, :length] = sequences[i][:length]
     cache.prefill(torch.arange(rows, device=device), None)
     positions = torch.arange(longest, device=device).expand(rows, longest)
     hidden = actor.trunk(input_ids, position_ids=positions, past_key_values=cache)
-    return cache, torch.stack([hidden[i, length - 1] for i, length in enumerate(PROMPT_LENGTHS)])
+    return cache, torch.stack([hidden[i, length - 1] for i, length in enumerate(prompts)])
 
 
-def plain_example(actor: Any) -> tuple[list[Tensor], list[Tensor], float]:
+def plain_example(
+    actor: Any, lengths: tuple[int, ...] = PROMPT_LENGTHS
+) -> tuple[list[Tensor], list[Tensor], float]:
     """Sequences, the hidden states of each from its last prompt token on by a plain forward, and how far those of a
     cached one may be from them.
 
@@ -270,9 +255,9 @@ def plain_example(actor: Any) -> tuple[list[Tensor], list[Tensor], float]:
     off by far more. Raises FloatingPointError where the states are not finite.
     """
     config = text_config(actor.model.config)
-    sequences = _example(config.vocab_size, next(actor.parameters()).device)
+    sequences = _example(config.vocab_size, next(actor.parameters()).device, lengths)
     plain = []
-    for ids, length in zip(sequences, PROMPT_LENGTHS, strict=True):
+    for ids, length in zip(sequences, lengths, strict=True):
         positions = torch.arange(len(ids), device=ids.device)[None]
         plain.append(actor.trunk(ids[None], position_ids=positions)[0, length - 1 :].float())
     scale = max(float(p.abs().max()) for p in plain)
@@ -313,11 +298,32 @@ def find_mask_form(actor: Any) -> MaskForm:
         if not why:
             return form
         found.append(f'{form} mask: {why}')
-    name = type(actor.model).__name__
+    name, why = type(actor.model).__name__, _own_cache(actor) or '; '.join(found)
     raise ValueError(
-        f'LocalEngine: cached decode of {name} does not agree with its plain forward ({"; ".join(found)}); use '
-        "engine='hf'"
+        f"LocalEngine: cached decode of {name} does not agree with its plain forward ({why}); use engine='hf'"
     )
+
+
+def _own_cache(actor: Any) -> str:
+    """What a model that does not decode from a `SlotCache` keeps instead, where that can be told; else ''."""
+    base, config = base_model(actor.model), text_config(actor.model.config)
+    kinds = {str(kind) for kind in getattr(config, 'layer_types', None) or ()}
+    other = sorted(kind for kind in kinds if kind not in ('full_attention', 'sliding_attention', 'chunked_attention'))
+    running = any(kind in ('linear_attention', 'conv') or 'hybrid' in kind for kind in other)
+    if running or getattr(actor.model, '_is_stateful', False):
+        return 'its layers keep a running state, and not only keys and values of tokens'
+    if other:
+        return f'layers of kind {", ".join(other)} keep more than keys and values of tokens'
+    if not accepts(base, 'position_ids'):
+        return 'it takes no position ids, and counts from the longest row'
+    return '' if accepts(base, 'past_key_values') else 'it takes no cache of keys and values'
+
+
+def windows_disagree(actor: Any, windows: Windows) -> str:
+    """Why decoding beyond the attention window does not give the states of a plain forward; '' where it does."""
+    sequences, plain, tolerance = plain_example(actor, windows.example_lengths)
+    cached = partial(_cached_states, actor, sequences, 'additive', windows=windows)
+    return disagreement(cached, plain, tolerance)
 
 
 def attention_disagrees(actor: Any, mask_form: MaskForm, attention: AttentionForm) -> str:

@@ -186,10 +186,12 @@ class FSDPStrategy(ProcessGroupStrategy):
                 if isinstance(module, FSDPModule):
                     module.set_custom_reduce_scatter(_TreeReduceScatter())
         if stream is not None:
+            from chatgpt.nn.hydra import settle_hydra
             from chatgpt.nn.packing import settle
 
             self._materialise(model, stream)
             settle(model, self.device, in_fp32=self._policy.param_dtype is None)
+            settle_hydra(model, self.device)
         self._skeletons[id(model)] = skeleton
         cuts = self._cuts.get(id(model), {})
         self._is_cut |= {id(p) for name, p in model.named_parameters() if name in cuts}

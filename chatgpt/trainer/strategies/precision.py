@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,6 +23,11 @@ DTYPES: dict[str, torch.dtype] = {'fp32': torch.float32, 'bf16': torch.bfloat16,
 PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ('mm', 'addmm', 'bmm', 'baddbmm'))
 BEFORE_BF16 = frozenset(('SSE41', 'AVX', 'AVX2', 'AVX2_VNNI', 'AVX2_VNNI_2', 'AVX512_CORE', 'AVX512_CORE_VNNI'))
 """values of ONEDNN_MAX_CPU_ISA with which oneDNN has no products of 16 bits"""
+WITH_STATES = re.compile(
+    r'(^|\.)(embed_positions\.weights|attn\.bias|slope_rate|query_decay|key_decay|diagonal_decay)$'
+)
+"""buffers that are added to states or multiplied with them: sinusoids (XGLM), a mask (GPT-1), decays (MiniMax);
+transformers makes them in a model's dtype too"""
 
 
 def check_precision(precision: str) -> None:
@@ -96,6 +102,13 @@ class WideProducts(TorchDispatchMode):
         if dtype not in (torch.bfloat16, torch.float16):
             return func(*args, **kwargs)
         return func(*(a.float() if isinstance(a, Tensor) else a for a in args), **kwargs).to(dtype)
+
+
+def kept_in_fp32(module: nn.Module) -> re.Pattern[str] | None:
+    """Names of parameters that transformers keeps in fp32 in models of 16 bits, whose code counts on it (gates of some
+    mixtures, small convolutions)."""
+    parts = {name for m in module.modules() for name in getattr(m, '_keep_in_fp32_modules_strict', None) or ()}
+    return re.compile('|'.join(sorted(parts))) if parts else None
 
 
 class LossScaler:
@@ -195,12 +208,14 @@ def cast_copy(module: nn.Module, dtype: torch.dtype, into: nn.Module | None = No
 
     Weights are folded one at a time, in fp32, and rounded once; the copy's own adapters are zero, so it computes, saves
     and folds as it stands. What a shared trunk holds is not copied, and its adapters are cast beside it. Buffers keep
-    their dtype: rotary frequencies and the like lose their meaning in 16 bits.
+    their dtype: rotary frequencies and the like lose their meaning in 16 bits. Those that are added to states or
+    multiplied with them take the new one, and weights that transformers keeps in fp32 stay in it.
     """
     from chatgpt.nn import lora
     from chatgpt.nn.quantized import NF4Linear
 
     memo: dict[int, Any] = {id(part): part for part in module.modules() if isinstance(part, NF4Linear)}
+    fp32 = kept_in_fp32(module)
     adapted = {id(layer.weight): layer for layer in lora.layers_to_fold(module)} if lora.can_fold(module) else {}
     for name, parameter in module.named_parameters():
         if lora.is_shared(parameter):
@@ -211,8 +226,12 @@ def cast_copy(module: nn.Module, dtype: torch.dtype, into: nn.Module | None = No
         if into is not None:
             into.get_parameter(name).copy_(data)
             continue
-        data = data.to(dtype, copy=layer is None) if data.is_floating_point() else data.clone()
+        stays = not data.is_floating_point() or (fp32 is not None and fp32.search(name) is not None)
+        data = data.clone() if stays else data.to(dtype, copy=layer is None)
         memo[id(parameter)] = nn.Parameter(data, requires_grad=False)
+    for name, buffer in module.named_buffers() if into is None else ():
+        if buffer.is_floating_point() and WITH_STATES.search(name):
+            memo[id(buffer)] = buffer.to(dtype, copy=True)
     copied = copy.deepcopy(module, memo) if into is None else into
     for buffer, own in zip(copied.buffers(), module.buffers(), strict=True) if into is not None else ():
         if buffer is not own:

@@ -1,0 +1,61 @@
+"""What is found before training: records that a model cannot read, and a loss that its config asks for and nobody adds.
+
+Left out: tokenizers (`chatgpt.dataset.tokenize.check_tokenizer`), prompts of rollouts (the engines check them).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+from torch import nn
+
+from chatgpt.nn.trunk import position_limit, positions_of, text_config
+from chatgpt.types import Sequence
+
+
+def check_records(what: str, records: Iterable[SequenceOf[Sequence]], model: nn.Module) -> None:
+    """Whether an actor, critic or reward model can read these sequences, (P,) and (A,) int64 ids each, by record.
+
+    Raises:
+        ValueError: an id outside of the vocabulary, or a sequence longer than the model's positions; it names the
+            record.
+    """
+    config = getattr(getattr(model, 'model', None), 'config', None)
+    if config is None:
+        return
+    size, limit = getattr(text_config(config), 'vocab_size', None), position_limit(config)
+    apart = getattr(config, 'is_encoder_decoder', False)  # which numbers prompt and response each from 0
+    for i, sequences in enumerate(records):
+        for s in sequences:
+            for ids in (s.prompt_ids, s.response_ids) if size is not None else ():
+                if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+                    outside = int(ids.max()) if int(ids.max()) >= size else int(ids.min())
+                    raise ValueError(
+                        f"{what}[{i}] has the token id {outside}, outside of the model's vocabulary of {size} tokens; "
+                        'make it with the tokenizer of this model'
+                    )
+            length = max(len(s.prompt_ids), len(s.response_ids)) if apart else s.num_tokens
+            if limit is not None and length > limit:
+                raise ValueError(
+                    f'{what}[{i}] has {length} tokens, more than {positions_of(config)}; cut it (max_length={limit} '
+                    'where text is loaded) or leave it out'
+                )
+
+
+def warn_of_router_loss(models: Iterable[nn.Module]) -> None:
+    """Say in a line that the auxiliary loss which balances experts (Fedus et al. 2021, "Switch Transformers") is not
+    added, where a config asks for it."""
+    for model in models:
+        config: Any = getattr(getattr(model, 'model', None), 'config', None)
+        text = None if config is None else text_config(config)
+        if getattr(text, 'output_router_logits', False):
+            warnings.warn(
+                f'{type(model).__name__}: the config of this {config.model_type} has output_router_logits=True, but '
+                'the auxiliary loss that balances experts (router_aux_loss_coef='
+                f'{getattr(text, "router_aux_loss_coef", None)}) is not added here; set output_router_logits=False to '
+                'train without it knowingly',
+                stacklevel=3,
+            )

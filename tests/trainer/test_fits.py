@@ -1,0 +1,108 @@
+"""Records that a model cannot read are refused by name before the first step; a router loss that is not added is
+said."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from transformers import MixtralConfig
+
+from chatgpt.nn import AutoActor, GPTActor, GPTRM
+from chatgpt.testing.fakes import tiny_config
+from chatgpt.trainer import DPOTrainer, RewardModelTrainer, SFTTrainer
+from chatgpt.trainer.fits import check_records
+from chatgpt.trainer.objectives.pairs import Pair
+from chatgpt.trainer.strategies import NaiveStrategy
+from chatgpt.types import Sequence
+
+VOCAB, POSITIONS = 16, 8
+
+
+def sequence(prompt: list[int], response: list[int]) -> Sequence:
+    return Sequence(
+        prompt_ids=torch.tensor(prompt, dtype=torch.int64),
+        response_ids=torch.tensor(response),
+        response_mask=torch.ones(len(response), dtype=torch.bool),
+    )
+
+
+GOOD = sequence([3], [4, 5])
+BAD = {
+    'token id 16, outside of the model': sequence([3, 16], [4]),
+    'token id 99, outside of the model': sequence([3], [4, 99]),
+    'token id -1, outside of the model': sequence([3], [-1, 5]),
+    r"has 9 tokens, more than the model's 8 positions; cut it \(max_length=8": sequence([3] * 4, [4] * 5),
+}
+
+
+def trainer(kind: str, data: list[Any], eval_data: list[Any] | None = None) -> Any:
+    config = tiny_config('gpt2', vocab_size=VOCAB, hidden=16, positions=POSITIONS)
+    strategy = NaiveStrategy(seed=5)
+    model: Any = GPTRM(config=config) if kind == 'rm' else GPTActor(config=config, lora_rank=2 if kind == 'dpo' else 0)
+    model, optim = strategy.prepare((model, torch.optim.AdamW(model.parameters(), lr=1e-3)))
+    cls = {'sft': SFTTrainer, 'dpo': DPOTrainer, 'rm': RewardModelTrainer}[kind]
+    if kind == 'sft':
+        return cls(strategy, model, optim, data, eval_data)
+
+    def pairs(of: list[Any] | None) -> list[Any] | None:
+        return None if of is None else [Pair(chosen=GOOD, rejected=s) for s in of]
+
+    return cls(strategy, model, optim, pairs(data), pairs(eval_data))
+
+
+@pytest.mark.parametrize('message', BAD)
+@pytest.mark.parametrize('kind', ['sft', 'dpo'])
+def test_a_record_that_the_model_cannot_read_is_named(kind: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as found:
+        trainer(kind, [GOOD, GOOD, BAD[message], GOOD])
+    assert 'Trainer: train_data[2] has' in str(found.value) and '\n' not in str(found.value)
+    with pytest.raises(ValueError, match=message):
+        trainer(kind, [BAD[message]])
+    with pytest.raises(ValueError, match=r'Trainer: eval_data\[1\] has'):
+        trainer(kind, [GOOD], [GOOD, BAD[message]])
+
+
+def test_what_just_fits_is_taken() -> None:
+    trainer('sft', [GOOD, sequence([15] * 4, [0] * 4), sequence([], [3])])
+
+
+def test_prompt_and_response_of_an_encoder_decoder_are_numbered_apart() -> None:
+    actor = GPTActor(config=tiny_config('gpt2', vocab_size=VOCAB, hidden=16, positions=POSITIONS))
+    long = sequence([3] * 8, [4] * 8)
+    with pytest.raises(ValueError, match='has 16 tokens'):
+        check_records('data', [[long]], actor)
+    actor.model.config.is_encoder_decoder = True
+    check_records('data', [[long]], actor)
+    with pytest.raises(ValueError, match='has 9 tokens'):
+        check_records('data', [[sequence([3], [4] * 9)]], actor)
+
+
+@pytest.mark.parametrize('asked', [True, False])
+def test_a_router_loss_that_is_not_added_is_said(asked: bool) -> None:
+    config = MixtralConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=2,
+        max_position_embeddings=32,
+        pad_token_id=0,
+        output_router_logits=asked,
+        router_aux_loss_coef=0.25,
+    )
+    strategy = NaiveStrategy(seed=5)
+    actor = AutoActor(config=config)
+    actor, optim = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=0.1)))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter('always')
+        sft = SFTTrainer(strategy, actor, optim, [GOOD] * 4, train_batch_size=2, max_epochs=1)
+    said = [str(w.message) for w in told if 'router' in str(w.message)]
+    assert len(said) == asked
+    if asked:
+        assert 'mixtral has output_router_logits=True' in said[0] and 'router_aux_loss_coef=0.25' in said[0]
+    sft.fit()
