@@ -23,6 +23,11 @@ class EngineEntry:
     """from the policy's folder or hub name"""
 
 
+def engine_for(config: Any) -> RolloutEngine:
+    """The engine of a policy of this config where nobody has chosen one: 'local', or 'hf' for an encoder-decoder."""
+    return HFEngine() if getattr(config, 'is_encoder_decoder', False) else LocalEngine()
+
+
 ENGINES: Registry[EngineEntry] = Registry(
     'engine',
     EngineEntry,
