@@ -81,7 +81,7 @@ def make(
     )
 
 
-def train(kind: str, options: dict[str, Any], family: str, roles: str, phases: int = 3) -> dict[str, Any]:
+def train(kind: str, options: dict[str, Any], family: str, roles: str, phases: int = 2) -> dict[str, Any]:
     """What came of a run, on this rank."""
     from phase_log import Log
 
