@@ -19,7 +19,9 @@ The idea is the hydra of trlX (Havrilla et al. 2023, "trlX: A Framework for Larg
 process, under DDP and FSDP2, and under ColossalAI's ZeRO and Gemini, with the branch registered inside the wrapped
 module.
 
-Left out: encoder-decoder models, and LoRA at the same time.
+Of an encoder-decoder the top blocks are the decoder's; its encoder is part of the frozen trunk.
+
+Left out: LoRA at the same time.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +38,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from chatgpt.nn.dropout import in_eval_mode
+from chatgpt.nn.encoder_decoder import decoder_states
 from chatgpt.nn.lora import has_lora
 from chatgpt.nn.packing import check_batch, close, reshard
 from chatgpt.nn.trunk import base_model, is_encoder_decoder, is_meta, run_trunk, text_config
@@ -239,6 +243,14 @@ def _freeze_below(model: PreTrainedModel, parts: _Parts, num_blocks: int) -> Non
     for part in (*list(parts.blocks)[-num_blocks:], parts.norm, parts.head):
         if part is not None:
             part.requires_grad_(True)
+    biases = [_biases(block) for block in parts.blocks]
+    if biases[0] and not any(biases[1:]):  # T5: all blocks read those of the first, the reference's too
+        for bias in biases[0]:
+            bias.requires_grad_(False)
+
+
+def _biases(block: nn.Module) -> list[nn.Module]:
+    return [module for name, module in block.named_modules() if name.endswith('relative_attention_bias')]
 
 
 def _model_of(owner: nn.Module) -> PreTrainedModel:
@@ -250,23 +262,23 @@ def _model_of(owner: nn.Module) -> PreTrainedModel:
 
 def _candidates(model: PreTrainedModel, num_blocks: int) -> list[_Parts]:
     """Where the parts may be, the most likely first: there may be several norms beside the blocks."""
-    base, name = base_model(model), type(model).__name__
+    base: Any = base_model(model)
+    base, name = base.get_decoder() if is_encoder_decoder(model) else base, type(model).__name__
     lists = {path: m for path, m in base.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
     outer = {p: m for p, m in lists.items() if not any(p.startswith(f'{other}.') for other in lists)}
     count = getattr(text_config(model.config), 'num_hidden_layers', None)
     found = [p for p, m in outer.items() if len(m) == count] or sorted(outer, key=lambda p: len(outer[p]))
-    if not found or is_encoder_decoder(model):
+    if not found:
         raise ValueError(f'num_layers_unfrozen: {name} is not supported; supported are {SUPPORTED}')
     blocks = outer[found[-1]]
     if num_blocks > len(blocks):
         raise ValueError(f'num_layers_unfrozen: {num_blocks} given, but {name} has {len(blocks)} blocks')
     head = model.get_output_embeddings()
-    embeddings = model.get_input_embeddings()
-    if head is not None and embeddings is not None and head.weight is embeddings.weight:
-        head = None
+    if head is not None and sum(p is head.weight for _, p in model.named_parameters(remove_duplicate=False)) > 1:
+        head = None  # it is the embeddings, of an encoder-decoder the decoder's
     head_path = next((name for name, module in model.named_modules() if module is head), '') if head is not None else ''
     parent = base.get_submodule(found[-1].rpartition('.')[0])
-    beside = [n for n, m in parent.named_children() if 'norm' in type(m).__name__.lower()]
+    beside = [n for n, m in parent.named_children() if 'norm' in type(m).__name__.lower() and 'embed' not in n]
     names = [n for n in _NORMS if n in beside] + [n for n in beside if n not in _NORMS] + ['']
     after = parent._modules.get('project_out')  # OPT's
 
@@ -352,6 +364,10 @@ def recorded_trunk(module: nn.Module) -> Iterator[RecordedTrunk]:
             handle.remove()
 
 
+def _decoder_hidden(base: nn.Module, ids: Tensor) -> Tensor:
+    return decoder_states(base, ids, torch.ones_like(ids, dtype=torch.bool), ids)
+
+
 @torch.no_grad()
 def check_hydra(owner: nn.Module) -> None:
     """Prove on a few tokens that the reference is used and equals the policy bit for bit, and that both ways of
@@ -365,19 +381,23 @@ def check_hydra(owner: nn.Module) -> None:
     copies = [m for _, _, own, slot in branch._slots if (m := own._modules[slot]) is not None]
     calls: list[nn.Module] = []
     handles = [m.register_forward_hook(lambda m, *_: calls.append(m)) for m in copies]
-    base = base_model(model)
+    given = {'input_ids': ids, 'use_cache': False}
+    states = partial(run_trunk, base_model(model), ids)
+    if is_encoder_decoder(model):
+        given['decoder_input_ids'] = ids
+        states = partial(_decoder_hidden, base_model(model), ids)
     try:
         with in_eval_mode(owner):
-            policy = model(input_ids=ids, use_cache=False)[0]
+            policy = model(**given)[0]
             used_by_policy = list(calls)
             with reference_branch(owner):
-                reference = model(input_ids=ids, use_cache=False)[0]
+                reference = model(**given)[0]
                 used_by_reference = list(calls)
             with recorded_trunk(owner) as trunk:
-                run_trunk(base, ids)
+                states()
             with branch.negated():
                 with reference_branch(owner):
-                    hidden = run_trunk(base, ids)
+                    hidden = states()
                 from_trunk = branch(trunk)
     except torch.OutOfMemoryError:
         raise

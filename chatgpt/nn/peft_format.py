@@ -85,7 +85,8 @@ def export_peft(
 
     `module` is a transformers model, or a wrapper that holds one as `.model`; a value head beside it is not written.
     `base_model` is the name or path that peft should load the base from (default: what the model was loaded from).
-    `task_type` is peft's (default: CAUSAL_LM with an output head, else FEATURE_EXTRACTION). `state` are full weights by
+    `task_type` is peft's (default: CAUSAL_LM with an output head, of an encoder-decoder SEQ_2_SEQ_LM, else
+    FEATURE_EXTRACTION). `state` are full weights by
     the names of `module`, when they do not lie in the module itself.
 
     Raises ValueError without adapters, when `folder` is a file, or for a layer that peft does not adapt in such a model
@@ -102,7 +103,8 @@ def export_peft(
     parameters = sorted(f'{n}.weight' for n in layers if n.rpartition('.')[2] in of_experts)
     if task_type is None:
         has_head = isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None
-        task_type = 'CAUSAL_LM' if has_head else 'FEATURE_EXTRACTION'
+        language = 'SEQ_2_SEQ_LM' if getattr(model.config, 'is_encoder_decoder', False) else 'CAUSAL_LM'
+        task_type = language if has_head else 'FEATURE_EXTRACTION'
     config = {
         'peft_type': 'LORA',
         'task_type': task_type,

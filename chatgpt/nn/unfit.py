@@ -25,9 +25,10 @@ HEADS = re.compile(
 )
 """first part of a name beside the trunk: another use's head, or another sense of a multimodal model"""
 BUFFERS = re.compile(
-    r'(^|\.)((attn|attention|self_attention)\.(bias|masked_bias)|rotary_emb\.inv_freq|position_ids|version)$'
+    r'(^|\.)((attn|attention|self_attention)\.(bias|masked_bias)|rotary_emb\.inv_freq|position_ids|version|'
+    r'final_logits_bias)$'
 )
-"""what older files hold and is computed today"""
+"""what older files hold and is computed today, and a part of BART's head"""
 
 
 class _Part:
@@ -134,10 +135,11 @@ def candidates(model: Any, name: str) -> tuple[str, str, str]:
 
 
 def may_lack(model: nn.Module, name: str) -> bool:
-    """Whether nothing here reads that tensor (a BERT's pooler, when the model is a bare trunk), or transformers
-    computes it where a file has none."""
+    """Whether nothing here reads that tensor (a BERT's pooler, when the model is a bare trunk), or it is computed where
+    a file has none: by transformers, or from the config, as Marian's sines, which only its trunk expects in a file."""
     computed = getattr(model, '_keys_to_ignore_on_load_missing', None) or ()
-    return name.startswith('pooler.') or any(re.search(pattern, name) for pattern in computed)
+    sines = 'Sinusoidal' in type(model.get_submodule(name.rpartition('.')[0])).__name__
+    return name.startswith('pooler.') or sines or any(re.search(pattern, name) for pattern in computed)
 
 
 def is_known(model: Any, name: str) -> bool:

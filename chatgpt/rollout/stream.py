@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from chatgpt.nn.dropout import in_eval_mode
+from chatgpt.nn.encoder_decoder import check_decoder_only
 from chatgpt.nn.trunk import text_config
 from chatgpt.rollout.engine import Call
 from chatgpt.rollout.randomness import sample_keys, uniforms
@@ -31,8 +32,10 @@ def stream_tokens(
         prompt_ids: (P,) int64, P >= 1.
 
     Raises:
-        ValueError: an empty prompt, no room for a response, or more tokens than the model has positions.
+        ValueError: an encoder-decoder, an empty prompt, no room for a response, or more tokens than the model has
+            positions.
     """
+    check_decoder_only(actor.model, 'stream_tokens')
     (limit,) = Call.of([Prompt(ids=prompt_ids)], sampling, seed, [index]).limits(text_config(actor.model.config))
     with in_eval_mode(actor):
         yield from _decode(actor, prompt_ids, sampling, limit, seed, index)

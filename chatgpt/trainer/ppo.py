@@ -42,8 +42,9 @@ from chatgpt.experience.scorers import described, models_of
 from chatgpt.functional.kl import AdaptiveKLController, FixedKLController
 from chatgpt.nn.dropout import dropout_off
 from chatgpt.nn.output import PolicyOutput
-from chatgpt.rollout import LocalEngine, RolloutEngine, SamplingParams
+from chatgpt.rollout import RolloutEngine, SamplingParams
 from chatgpt.rollout.episodes import EpisodeEngine
+from chatgpt.rollout.registry import engine_for
 from chatgpt.rollout.sampling import sampling_for
 from chatgpt.trainer.algorithms import estimate_advantages
 from chatgpt.trainer.base import Trainer
@@ -104,8 +105,8 @@ class PPOTrainer(Trainer):
         environment_settings: how long an episode may be, and how environments are run.
         reward_weights: of an environment's rewards by name, which then are a weighted list; None takes their sum.
             Beside other rewards they stand in the list of `reward_model`, each as an `EnvironmentScorer(name)`.
-        engine: who generates; a `LocalEngine` by default. With `max_staleness` one that answers later, such as
-            `RemoteEngine`.
+        engine: who generates; by default a `LocalEngine`, for an encoder-decoder an `HFEngine`. With `max_staleness`
+            one that answers later, such as `RemoteEngine`.
         reward_tokenizer: the reward model's tokenizer when it is not the policy's.
         pretrain_data: sequences for PPO-ptx (`ptx_coef`).
         mask_model: NLPO's mask policy (`nlpo_top_p`): a copy of the actor, prepared as a frozen model.
@@ -175,7 +176,7 @@ class PPOTrainer(Trainer):
             tokenizer=tokenizer,
             run_dir=run_dir,
         )
-        self.engine: RolloutEngine = engine if engine is not None else LocalEngine()
+        self.engine: RolloutEngine = engine if engine is not None else engine_for(strategy.unwrap(actor))
         if environment is not None:
             self.engine = EpisodeEngine(
                 self.engine, environment, tokenizer, environment_settings, stop_strings=stop_strings

@@ -18,8 +18,9 @@ from torch import nn
 from chatgpt.dataset.prompts import as_prompts
 from chatgpt.environments import EnvironmentSettings
 from chatgpt.experience.scorers import as_scorer, scored, sequence_score
-from chatgpt.rollout import LocalEngine, RolloutEngine
+from chatgpt.rollout import RolloutEngine
 from chatgpt.rollout.episodes import EpisodeEngine
+from chatgpt.rollout.registry import engine_for
 from chatgpt.rollout.sampling import sampling_for
 from chatgpt.trainer.callbacks.base import TrainerView, say
 from chatgpt.trainer.callbacks.jsonl import RunFile
@@ -75,7 +76,7 @@ class PromptEvaluation:
         self.prompts, self.tokenizer, self.metric_fn = prompts, tokenizer, metric_fn
         self.scorer = as_scorer(reward) if reward is not None else None
         self.model, self.seed, self.num_rows = model, seed, num_rows
-        self.engine: RolloutEngine = engine or LocalEngine(keep=False)  # long between two
+        self.engine = engine
         self.environment, self.environment_settings = environment, environment_settings
         self.generate = {'do_sample': False} | generate
         self.last: list[dict[str, Any]] = []
@@ -91,6 +92,8 @@ class PromptEvaluation:
         prompts = self._tokenized[1]
         models = trainer.models()
         actor = models[self.model or ('actor' if 'actor' in models else next(iter(models)))]
+        if self.engine is None:
+            self.engine = engine_for(strategy.unwrap(actor), keep=False)  # long between two
         sampling, stops = sampling_for(strategy.unwrap(actor), tokenizer, self.generate)
         mine = range(strategy.rank, len(prompts), strategy.world_size)
         with self._acting(tokenizer, stops) as engine:
@@ -117,6 +120,7 @@ class PromptEvaluation:
     @contextmanager
     def _acting(self, tokenizer: Any, stops: Any) -> Iterator[RolloutEngine]:
         """The engine, with the environment where there is one."""
+        assert self.engine is not None
         if self.environment is None:
             yield self.engine
             return

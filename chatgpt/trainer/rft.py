@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 
 from chatgpt.dataset.prompts import as_prompts
 from chatgpt.experience.scorers import as_score, as_scorer, described, scored, sequence_score
-from chatgpt.rollout import LocalEngine, RolloutEngine
+from chatgpt.rollout import RolloutEngine
+from chatgpt.rollout.registry import engine_for
 from chatgpt.rollout.sampling import sampling_for
 from chatgpt.trainer.collect import Collector
 from chatgpt.trainer.config import SFTConfig
@@ -149,7 +150,7 @@ class RFTTrainer(OfflineTrainer):
             raise ValueError('RFT chooses among different responses: do_sample=False gives only one')
         self.collector = Collector(
             strategy,
-            engine or LocalEngine(),
+            engine or engine_for(strategy.unwrap(actor)),
             sampling,
             policy=partial(strategy.full_model, actor),
             tokenizer=tokenizer,

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from chatgpt.nn.encoder_decoder import check_decoder_only
 from chatgpt.nn.settings import addresses, plain_settings
 from chatgpt.nn.trunk import text_config
 from chatgpt.rollout.engine import Call, InProcessEngine, Turns
@@ -131,8 +132,9 @@ class LocalEngine(InProcessEngine):
     def begin(self, actor: Actor) -> None:
         """Take the actor, dropout off. The first time with a model, checks its cached decode against its plain forward.
 
-        Raises ValueError where they disagree.
+        Raises ValueError where they disagree, and for an encoder-decoder.
         """
+        check_decoder_only(actor.model, 'LocalEngine')
         if self._actor is not None:
             self.end()
         self.hold(actor)
