@@ -35,6 +35,8 @@ PARTIAL = 'replicated_with_grad_allreduce'
 """the style of what is whole on each process, while each sees its own heads only: its gradients are summed"""
 STYLES = ('colwise', 'colwise_gather_output', 'colwise_rep', 'rowwise', 'rowwise_split_input', 'rowwise_rep')
 VOCABULARY = 'embedding_rowwise'
+WHOLE = 'replicate'
+KNOWN = (*STYLES, VOCABULARY, PARTIAL, WHOLE)
 
 
 def plan_of(module: nn.Module) -> dict[str, str]:
@@ -55,14 +57,14 @@ def plan_of(module: nn.Module) -> dict[str, str]:
     inside = dict(owner.named_modules())
     found = {n: plan[key] for n in inside if (key := _pattern(n)) in plan}
     found |= {n: style for n, style in plan.items() if n in inside}
-    found = _with_vocabulary(owner, {n: style for n, style in found.items() if style != 'replicate'})
-    strange = {_pattern(n): s for n, s in found.items() if s not in (*STYLES, VOCABULARY, PARTIAL)}
+    found = _with_vocabulary(owner, found)
+    strange = {_pattern(n): s for n, s in found.items() if s not in KNOWN}
     strange |= {n: s for n, s in plan.items() if s.startswith(('packed', 'moe'))}
     if strange:
         first = next(iter(strange))
         raise ValueError(
             f'tensor_parallel: the plan of {name} cuts {first} in the style {strange[first]!r}, as mixtures of experts '
-            f'are, and only {", ".join((*STYLES, VOCABULARY, PARTIAL))} are known; leave tensor_parallel out'
+            f'are, and only {", ".join(KNOWN)} are known; leave tensor_parallel out'
         )
     return {f'{prefix}.{n}' if prefix else n: style for n, style in found.items()}
 
@@ -168,7 +170,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> tu
     """
     group = TensorGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size())
     parts = _Parts(group)
-    styles: dict[str, ParallelStyle] = {name: _style(style, parts) for name, style in plan.items()}
+    styles: dict[str, ParallelStyle] = {name: _style(style, parts) for name, style in plan.items() if style != WHOLE}
     parallelize_module(module, mesh, styles)
     named = dict(module.named_parameters(remove_duplicate=False))
     cuts = {name: parts.cuts[id(p)] for name, p in named.items() if id(p) in parts.cuts}
