@@ -65,7 +65,7 @@ def common_fields(strategy: Any, config: Any, model: Any, optimizer: Any) -> dic
         'config': model.model.config,
         'strategy': name_of(strategy),
         'strategy_options': strategy.options,
-        'num_processes': strategy.world_size,
+        'num_processes': strategy.processes.world_size,
         'precision': precision,
         'fused': bool(optimizer.param_groups[0].get('fused')),
         'optimizer': {'SGD': 'sgd', 'AdamW8bit': 'adamw8bit', 'PagedAdamW8bit': 'paged_adamw8bit'}.get(kind, 'adamw'),
