@@ -450,9 +450,17 @@ def write_folder(
         state_dict: replaces the model's own weights.
         dtype: of the weights in the files; None: that of the folder which the model was loaded from, and of a new model
             the one it has.
+
+    Raises:
+        ValueError: parts of weights, which a folder cannot hold.
     """
     from transformers.utils import logging
 
+    if state_dict is None and any(getattr(module, 'is_cut', False) for module in model.modules()):
+        raise ValueError(
+            'save_pretrained: this process has parts of the weights (tensor_parallel); save with '
+            'trainer.save_pretrained or inside strategy.full_model(model, on_disk=FOLDER)'
+        )
     source = getattr(model, 'weights_source', None)
     asked, dtype = dtype, dtype or getattr(source, 'dtype', None)
     narrow = dtype is not None and (asked is not None or dtype.itemsize < 4)
