@@ -1,5 +1,5 @@
 """Rollout engines by name: `ENGINES['mine'] = EngineEntry(lambda pretrained: MyEngine())` adds one, which command lines
-and config files then know; `my_file.py:name` of an entry needs no line at all.
+and config files then know; `my_file.py:name` of an entry needs no line at all. And who generates where nobody chose.
 """
 
 from __future__ import annotations
@@ -21,6 +21,13 @@ class EngineEntry:
 
     make: Callable[[Any], RolloutEngine]
     """from the policy's folder or hub name"""
+
+
+def default_engine(actor: Any, **options: Any) -> RolloutEngine:
+    """Who generates with an actor where nobody chose: `model.generate` of an encoder-decoder, else the local engine,
+    with `options`."""
+    apart = getattr(getattr(actor, 'config', None), 'is_encoder_decoder', False)
+    return HFEngine() if apart else LocalEngine(**options)
 
 
 ENGINES: Registry[EngineEntry] = Registry(

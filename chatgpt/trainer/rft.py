@@ -20,10 +20,13 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.optim import Optimizer
 
+from chatgpt.dataset.formats import note_model
 from chatgpt.dataset.prompts import as_prompts
 from chatgpt.experience.scorers import as_score, as_scorer, described, scored, sequence_score
-from chatgpt.rollout import LocalEngine, RolloutEngine
+from chatgpt.rollout import RolloutEngine
+from chatgpt.rollout.registry import default_engine
 from chatgpt.rollout.sampling import sampling_for
+from chatgpt.trainer.base import config_of
 from chatgpt.trainer.collect import Collector
 from chatgpt.trainer.config import SFTConfig
 from chatgpt.trainer.objectives.sft import SFTObjective
@@ -125,6 +128,7 @@ class RFTTrainer(OfflineTrainer):
         config, generation = RFTConfig.split('RFTTrainer', config, kwargs)
         strategy, (actor, optim), reward = prepared_by(strategy, (actor, optim), reward)
         assert not isinstance(strategy, str)
+        note_model(tokenizer, config_of(strategy, actor))
         self.prompts = as_prompts(prompts, tokenizer)
         scorer = as_scorer(reward)
         if scorer is None:
@@ -149,7 +153,7 @@ class RFTTrainer(OfflineTrainer):
             raise ValueError('RFT chooses among different responses: do_sample=False gives only one')
         self.collector = Collector(
             strategy,
-            engine or LocalEngine(),
+            engine or default_engine(strategy.unwrap(actor)),
             sampling,
             policy=partial(strategy.full_model, actor),
             tokenizer=tokenizer,
