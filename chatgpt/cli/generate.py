@@ -256,7 +256,7 @@ def answer(args: Any, strategy: Any, policy: Any, tokenizer: Any, prompts: Any, 
     from chatgpt.experience.scorers import as_scorer
     from chatgpt.nn import RewardModel
     from chatgpt.rollout import BestOfN
-    from chatgpt.rollout.registry import default_engine
+    from chatgpt.rollout.registry import engine_for
     from chatgpt.rollout.stop import write_texts
 
     scorer = as_scorer(strategy.prepare(RewardModel.from_pretrained(args.reward_model))) if args.reward_model else None
@@ -265,7 +265,7 @@ def answer(args: Any, strategy: Any, policy: Any, tokenizer: Any, prompts: Any, 
         return [0.0] * len(samples) if scorer is None else [float(s) for s in scorer.score(samples, strategy)]
 
     decode = partial(write_texts, tokenizer=tokenizer, stop_strings=stops)
-    engine = default_engine(policy)
+    engine = engine_for(policy.config)
     engine.begin(policy)
     best = BestOfN(engine, score, sample_size=args.best_of)
     for start in range(0, len(prompts), BATCH):

@@ -1,4 +1,4 @@
-"""The policy: any Hugging Face causal LM, asked for log-probs of given tokens.
+"""The policy: any Hugging Face causal LM or encoder-decoder, asked for log-probs of given tokens.
 
 Hidden states of the response positions go through the head in chunks, so logits of a whole batch never exist, and
 prompt positions never see the head. Everything that needs gradients or sharded weights happens inside `forward`.
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from chatgpt.functional.logprobs import WithEntropy, entropy_graph, entropy_of, logprobs_of
 from chatgpt.nn import hydra, lora
 from chatgpt.nn.compiled import not_compiled
+from chatgpt.nn.encoder_decoder import check_encoder_decoder
 from chatgpt.nn.gelu import use_fused_gelu
 from chatgpt.nn.head_kernels import LogprobKernel, check_kernel, head_logprobs
 from chatgpt.nn.heads import critic_head, in_fp32, load_head, save_head
@@ -39,10 +40,10 @@ from chatgpt.types import Batch
 
 
 class Actor(TakesModel, nn.Module):
-    """A policy over a causal LM.
+    """A policy over a causal LM, or over an encoder-decoder (`chatgpt.nn.encoder_decoder`).
 
     Args:
-        model: a transformers causal LM.
+        model: a transformers causal LM or `AutoModelForSeq2SeqLM`.
         lora_rank: adapters of this rank on the blocks' linear layers; only they are trained. 0 trains everything.
         lora_train_bias: 'none', 'all' or 'lora_only'.
         value_head: None; True for a new linear head; or a module (..., D) → (..., 1). Values then come with the
@@ -52,7 +53,7 @@ class Actor(TakesModel, nn.Module):
             everything.
 
     Raises:
-        ValueError: `model` is no causal LM, or its logits do not follow from its last hidden state.
+        ValueError: `model` is no language model, or its logits do not follow from its last hidden state.
     """
 
     by_name = 'AutoActor(pretrained=NAME_OR_FOLDER)'
@@ -222,7 +223,7 @@ class Actor(TakesModel, nn.Module):
     def save_pretrained(
         self, folder: str | Path, tokenizer: Any = None, *, state_dict: dict[str, Tensor] | None = None
     ) -> None:
-        """A Hugging Face folder that `AutoModelForCausalLM` loads; adapters folded in, the value head beside it.
+        """A Hugging Face folder that `AutoModelForCausalLM` (or `...Seq2SeqLM`) loads; adapters folded in, the value head beside it.
 
         Args:
             state_dict: full weights by this module's parameter names, when they do not lie in the module itself.
@@ -281,7 +282,7 @@ def _check_causal(model: Any) -> None:
     if getattr(model, 'get_output_embeddings', lambda: None)() is None:
         raise ValueError(f'an Actor needs a causal language model with an output head; {name} has none')
     if is_encoder_decoder(model):
-        raise ValueError(f'an Actor needs a causal language model; {name} is an encoder-decoder')
+        check_encoder_decoder(model.config, name)
     if looks_ahead(model):
         raise ValueError(
             f'an Actor needs a causal language model; {name} looks ahead (for BERT-like models set is_decoder in the '

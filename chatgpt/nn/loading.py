@@ -22,6 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from chatgpt.nn import lora
+from chatgpt.nn.encoder_decoder import check_encoder_decoder, encoder_decoder_trunk, has_no_base, seq2seq_class
 from chatgpt.nn.files import share_by_umask
 from chatgpt.nn.peft_format import MergedAdapter, adapter_base
 from chatgpt.nn.sources import (
@@ -34,7 +35,7 @@ from chatgpt.nn.sources import (
     seeded,
     weight_files,
 )
-from chatgpt.nn.trunk import base_model
+from chatgpt.nn.trunk import base_model, is_encoder_decoder
 from chatgpt.nn.unfit import candidates, check_finite, check_fit, open_weights
 
 HUB_OPTIONS = ('revision', 'subfolder', 'cache_dir', 'local_files_only', 'token')
@@ -160,15 +161,13 @@ def load_model(
     Raises:
         ValueError: both or neither of `pretrained` and `config`, an unknown option, or nothing can be loaded; one line.
     """
-    import transformers
-
     if (pretrained is None) == (config is None):
         raise ValueError('give either pretrained (a hub name or folder) or config, not both')
     check_options(options)
-    cls, hub = getattr(transformers, auto_class), {k: v for k, v in options.items() if k in HUB_OPTIONS}
+    hub = {k: v for k, v in options.items() if k in HUB_OPTIONS}
     build = {k: v for k, v in options.items() if k not in HUB_OPTIONS}
     if pretrained is None:
-        _refuse_encoder_decoder(config, type(config).__name__)
+        cls = _class_for(auto_class, config, type(config).__name__)
         model = _from_config(cls, config, WeightsSource(kind='config', seed=draw_seed()), build)
     else:
         name = checked_path(pretrained)
@@ -182,7 +181,7 @@ def load_model(
             **{k: v for k, v in hub.items() if k != 'token'},
         )
         config = load_config(name, trust_remote_code=options.get('trust_remote_code', False), **hub)
-        _refuse_encoder_decoder(config, repr(name))
+        cls = _class_for(auto_class, config, repr(name))
         if on_meta():
             model = _from_config(cls, config, source, build)
             _take_generation_config(model, name, hub)
@@ -195,13 +194,13 @@ def load_model(
     return model
 
 
-def _refuse_encoder_decoder(config: Any, name: str) -> None:
-    """transformers would make a causal language model of the decoder alone."""
-    if config is not None and getattr(config, 'is_encoder_decoder', False):
-        raise ValueError(
-            f'{name} is an encoder-decoder ({config.model_type}), and only decoders and encoders are trained here; '
-            'give a causal language model'
-        )
+def _class_for(auto_class: str, config: Any, name: str) -> Any:
+    """transformers would make a causal language model of an encoder-decoder's decoder alone."""
+    import transformers
+
+    if getattr(config, 'is_encoder_decoder', False):
+        auto_class = seq2seq_class(auto_class, config, name)
+    return getattr(transformers, auto_class)
 
 
 def _take_generation_config(model: Any, name: str, hub: dict[str, Any]) -> None:
@@ -315,10 +314,14 @@ def trunk_of(model: Any) -> Any:
     model."""
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f'model: a {type(model).__name__} given; it must be a transformers PreTrainedModel')
-    _refuse_encoder_decoder(model.config, type(model).__name__)
     base, source = base_model(model), getattr(model, 'weights_source', None)
+    prefix = f'{model.base_model_prefix}.'
+    if is_encoder_decoder(model):
+        check_encoder_decoder(model.config, type(model).__name__)
+        if has_no_base(model):
+            base, prefix = encoder_decoder_trunk(model), ''
     if base is not model and source is not None and not hasattr(base, 'weights_source'):
-        base.weights_source = replace(source, prefix=f'{model.base_model_prefix}.')  # type: ignore[assignment]
+        base.weights_source = replace(source, prefix=prefix)  # type: ignore[assignment]
     return base
 
 
@@ -340,7 +343,7 @@ class TakesModel:
 
 
 def load_causal_lm(pretrained: str | os.PathLike[str] | None = None, config: Any = None, **kwargs: Any) -> Any:
-    """A causal language model; see `load_model`."""
+    """A causal language model, or an encoder-decoder's; see `load_model`."""
     return load_model('AutoModelForCausalLM', pretrained, config, **kwargs)
 
 

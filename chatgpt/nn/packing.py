@@ -17,7 +17,8 @@ weights that is compared with the plain forward on a few tokens when an `Actor`,
 the meta device, once FSDP has given it its weights (`settle`). The others keep the padded forward, which
 gives the same numbers up to rounding.
 
-Left out: attention windows shorter than the batch, position biases (ALiBi), encoders: those run padded.
+Left out: attention windows shorter than the batch, position biases (ALiBi), encoders, encoder-decoders: those run
+padded.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ from transformers.masking_utils import sdpa_mask
 
 from chatgpt.batching import collate, packing_of
 from chatgpt.nn.dropout import in_eval_mode
+from chatgpt.nn.encoder_decoder import at_their_places, encoder_decoder_hidden
 from chatgpt.nn.trunk import (
     accepts,
+    is_encoder_decoder,
     is_meta,
     looks_ahead,
     needs_mask,
@@ -68,6 +71,8 @@ def flat_hidden(model: nn.Module, batch: Batch) -> Tensor:
     Run without padding where batch and model can; the states of padding are then zeros. ValueError for sequences
     beyond the length from which a batch's numbers follow from its longest.
     """
+    if is_encoder_decoder(model):
+        return encoder_decoder_hidden(model, batch)
     limit = position_limit(model.config)
     if limit != getattr(text_config(model.config), 'max_position_embeddings', limit):  # longrope
         longest = batch.packing.max_length if batch.packing is not None else batch.input_ids.shape[1]
@@ -107,7 +112,10 @@ def _no_mask(device: torch.device) -> Tensor:
 
 
 def rows_joined(model: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
-    """(B*S, D) out of what a part of `model` gave for a batch: (B, S, D), or the (1, T, D) of a packed run."""
+    """(B*S, D) out of what a part of `model` gave for a batch: (B, S, D), the (1, T, D) of a packed run, or the states
+    of an encoder-decoder's decoder."""
+    if is_encoder_decoder(model):
+        return at_their_places(hidden, batch)
     if not _runs_packed(model, batch):
         return hidden.flatten(0, 1)
     assert batch.packing is not None
@@ -316,6 +324,7 @@ def _can_by_form(model: nn.Module) -> bool:
         and accepts(model, 'position_ids')
         and any(p.kind is p.VAR_KEYWORD for p in parameters)
         and not needs_mask(model)
+        and not is_encoder_decoder(model)
         and kinds <= {'full_attention', 'sliding_attention'}
         and not any(getattr(config, name, None) for name in NEVER)
     )
@@ -330,7 +339,7 @@ def check_company(model: nn.Module) -> None:
     if is_meta(model):
         return
     with in_eval_mode(model), torch.no_grad():
-        records = _records(text_config(model.config).vocab_size)
+        records = _records(model)
         device = next(model.parameters()).device
         try:
             together = flat_hidden(model, collate(records).to(device))
@@ -362,7 +371,7 @@ def settle(module: nn.Module, device: torch.device, *, in_fp32: bool = False) ->
     if not hasattr(model, 'config'):
         return False
     trunks: list[Any] = [m for m in module.modules() if hasattr(m, 'config') and packs(m)]
-    records = _records(text_config(model.config).vocab_size)
+    records = _records(model)
 
     def numbers(given: list[Sequence]) -> list[Tensor]:
         return _tensors(module(collate(given).to(device)))
@@ -402,13 +411,14 @@ def _reshard(module: nn.Module) -> None:
             part.reshard()  # type: ignore[operator]
 
 
-def _records(vocab_size: int) -> list[Sequence]:
-    """Two short sequences without a pattern."""
+def _records(model: nn.Module) -> list[Sequence]:
+    """Two short sequences without a pattern; an encoder gets half of each."""
     records = []
     for number, length in enumerate(CHECK_LENGTHS):
-        ids = ((torch.arange(length + 1) + number * 11) * 7919 + 13) % vocab_size
-        mask = torch.ones(length, dtype=torch.bool)
-        records.append(Sequence(prompt_ids=ids[:1], response_ids=ids[1:], response_mask=mask))
+        ids = ((torch.arange(length + 1) + number * 11) * 7919 + 13) % text_config(model.config).vocab_size
+        prompt = (length + 1) // 2 if is_encoder_decoder(model) else 1
+        mask = torch.ones(len(ids) - prompt, dtype=torch.bool)
+        records.append(Sequence(prompt_ids=ids[:prompt], response_ids=ids[prompt:], response_mask=mask))
     return records
 
 

@@ -55,13 +55,16 @@ def text_config(config: Any) -> Any:
 
 
 def position_limit(config: Any) -> int | None:
-    """Most tokens of one sequence; None where the config sets no limit.
+    """Most tokens of one sequence; None where the config sets no limit. Of an encoder-decoder the most on each of its
+    sides, of which the decoder's begins with a token that is not the response's.
 
     Of 'longrope' models (Ding et al. 2024, "LongRoPE") the length from which transformers takes other frequencies for a
     whole batch: beyond it a sequence's numbers would depend on its company.
     """
     config = text_config(config)
-    limit = getattr(config, 'max_position_embeddings', None) or getattr(config, 'n_positions', None)
+    limit = getattr(config, 'max_position_embeddings', None)
+    if limit is None and not hasattr(config, 'relative_attention_num_buckets'):  # T5 has a number that it does not use
+        limit = getattr(config, 'n_positions', None) or getattr(config, 'max_decoder_position_embeddings', None)
     if limit is not None and (limit < 1 or getattr(config, 'position_biased_input', True) is False):
         limit = None  # relative positions alone
     rope = getattr(config, 'rope_parameters', None) or {}
@@ -88,6 +91,8 @@ def looks_ahead(model: nn.Module) -> bool:
     """Whether a token's hidden state depends on later tokens: an encoder, or a decoder type told to attend both
     ways."""
     config = text_config(model.config)
+    if is_encoder_decoder(model):
+        return False  # its decoder does not
     if getattr(config, 'is_causal', None) is False or getattr(config, 'use_bidirectional_attention', None) in (
         True,
         'all',
@@ -105,7 +110,7 @@ def needs_mask(model: nn.Module) -> bool:
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    return bool(getattr(text_config(model.config), 'is_encoder_decoder', False))
+    return bool(getattr(getattr(model, 'config', None), 'is_encoder_decoder', False))
 
 
 @cache

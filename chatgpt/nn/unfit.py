@@ -24,9 +24,10 @@ HEADS = re.compile(
 )
 """first part of a name beside the trunk: another use's head, or another sense of a multimodal model"""
 BUFFERS = re.compile(
-    r'(^|\.)((attn|attention|self_attention)\.(bias|masked_bias)|rotary_emb\.inv_freq|position_ids|version)$'
+    r'(^|\.)((attn|attention|self_attention)\.(bias|masked_bias)|rotary_emb\.inv_freq|position_ids|version|'
+    r'final_logits_bias)$'
 )
-"""what older files hold and is computed today"""
+"""what older files hold and is computed today, and a part of BART's head"""
 PICKLED = ('pytorch_model.bin', 'pytorch_model.bin.index.json')
 
 
@@ -91,9 +92,10 @@ def candidates(model: Any, name: str) -> tuple[str, str, str]:
     return name, prefix + name, name.removeprefix(prefix)
 
 
-def may_lack(name: str) -> bool:
-    """Whether nothing here reads that tensor: a BERT's pooler, when the model is a bare trunk."""
-    return name.startswith('pooler.')
+def may_lack(model: nn.Module, name: str) -> bool:
+    """Whether nothing here reads that tensor (a BERT's pooler, when the model is a bare trunk), or it follows from the
+    config: Marian's sines, which only its trunk expects in a file."""
+    return name.startswith('pooler.') or 'Sinusoidal' in type(model.get_submodule(name.rpartition('.')[0])).__name__
 
 
 def is_known(model: Any, name: str) -> bool:
@@ -118,7 +120,7 @@ def check_fit(
     )
     for name, found, wanted in sorted(misshaped):
         raise ValueError(f'{file_of(name)}: {name} is {tuple(found)}, the model wants {tuple(wanted)}; {advice}')
-    if lacking := sorted(name for name in missing if not may_lack(name)):
+    if lacking := sorted(name for name in missing if not may_lack(model, name)):
         raise ValueError(f'{file_of(lacking[0])}: it holds no tensor for {_first(lacking)} of {kind}; {advice}')
     if strange := sorted(name for name in unexpected if not is_known(model, name)):
         raise ValueError(f'{file_of(strange[0])}: it holds {_first(strange)}, for which {kind} has no place; {advice}')

@@ -152,7 +152,13 @@ def check_prompts(
                 f'generate: prompt {i} has {length} tokens and max_length={sampling.max_length} leaves no room for a '
                 'response; shorten the prompt or raise max_length'
             )
-        if max_positions is not None and length + limit > max_positions:
+        apart = getattr(config, 'is_encoder_decoder', False)
+        if max_positions is not None and apart and max(length, limit + 1) > max_positions:
+            raise ValueError(
+                f'generate: prompt {i} has {length} tokens and its response may have {limit} and a start token, and '
+                f'each side has {positions_of(config)}; shorten the prompt or lower max_new_tokens'
+            )
+        if max_positions is not None and not apart and length + limit > max_positions:
             raise ValueError(
                 f'generate: prompt {i} has {length} tokens and may grow by {limit}, past {positions_of(config)}; '
                 'shorten the prompt or lower max_new_tokens or max_length'

@@ -5,6 +5,9 @@ its numbers; then prompts of one length are computed together. Any GenerationCon
 (`SamplingParams.extra`). Its draws come from a torch generator seeded per batch, so the same call gives the same
 samples, but another batch order or size gives others: `reproducible` is False.
 
+An encoder-decoder reads its prompts padded on the right, as it does in learning, and its tokens are drawn as
+`LocalEngine` draws: from (seed, sample index, position), whatever is generated beside them. Not so with beams.
+
 Left out: several sequences per prompt (give the prompt several times).
 """
 
@@ -21,20 +24,24 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
-from chatgpt.nn.trunk import text_config
+from chatgpt.batching import collate
+from chatgpt.nn.actor import Actor
+from chatgpt.nn.encoder_decoder import start_token
+from chatgpt.nn.packing import flat_hidden
+from chatgpt.nn.trunk import base_model, is_encoder_decoder, text_config
 from chatgpt.rollout.engine import Call, InProcessEngine, changing_shapes
-from chatgpt.rollout.randomness import stream_keys
+from chatgpt.rollout.randomness import sample_keys, stream_keys, uniforms
 from chatgpt.rollout.sampling import SamplingParams, TokenSampler
 from chatgpt.types import FinishReason, Sample
+from chatgpt.types import Sequence as TokenSequence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from chatgpt.nn import Actor
-
 
 CHECK_LENGTHS = (5, 3, 4)
 CHECK_STEPS = 3
+STEPWISE = (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
 
 
 class _StopCallback(StoppingCriteria):
@@ -106,6 +113,73 @@ def _chosen(logits: Tensor, scores: Tensor, token: Tensor, sampler: TokenSampler
     return plain, scores.gather(1, token)
 
 
+class _DrawnRecord(_StepRecord):
+    """Draws each step's tokens itself, as `LocalEngine` does, and leaves transformers no other choice. Logits are those
+    of the actor's head, which may be more than the model's (ILQL)."""
+
+    def __init__(self, call: Call, actor: Actor, device: torch.device) -> None:
+        super().__init__(call.sampling, device)
+        if getattr(actor, 'changes_logits', False):
+            self.logits = self._OwnHead(actor)
+        self.keys = sample_keys(call.seed, torch.tensor(call.indices)).to(device)[:, None]
+        self.offsets = torch.tensor(call.offsets, device=device)[:, None]
+        self.edges: list[Tensor] = []
+        self.scores = self._Drawing(self)
+
+    class _OwnHead(_StepRecord._Seen):
+        def __init__(self, actor: Any) -> None:
+            super().__init__()
+            self.actor, self.states = actor, None
+
+        def keep(self, _: Any, args: Any, output: Any) -> None:
+            self.states = output.last_hidden_state[:, -1]
+
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            return super().__call__(input_ids, self.actor.head(self.states))
+
+    class _Drawing(_StepRecord._Seen):
+        def __init__(self, record: _DrawnRecord) -> None:
+            super().__init__()
+            self.record = record
+
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            self.scores = scores
+            token = self.record.draw(scores)
+            return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
+
+    @contextmanager
+    def around(self, model: Any) -> Iterator[None]:
+        if not isinstance(self.logits, self._OwnHead):
+            with super().around(model):
+                yield
+            return
+        handle = model.get_decoder().register_forward_hook(self.logits.keep)
+        try:
+            with super().around(model):
+                yield
+        finally:
+            handle.remove()
+
+    def draw(self, scores: Tensor) -> Tensor:
+        """(rows, 1) tokens from (rows, V) scores, which are the logits where no extra has changed them."""
+        assert self.logits.scores is not None
+        sampling, step = self.sampler.sampling, len(self.steps)
+        uniform = uniforms(self.keys, self.offsets + step) if sampling.do_sample else None
+        early = step < sampling.min_new_tokens
+        no_end = torch.ones(len(scores), dtype=torch.bool, device=scores.device) if early else None
+        drawn = self.sampler(scores, uniform, no_end)
+        token = drawn.token[:, None]
+        plain = torch.log_softmax(self.logits.scores.float() / sampling.temperature, dim=-1).gather(1, token)
+        edge = torch.ones_like(plain) if drawn.edge_distance is None else drawn.edge_distance[:, None]
+        self.steps.append((plain, drawn.filtered_logprob[:, None]))
+        self.edges.append(edge)
+        return token
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.logits.scores = self.scores.scores = None
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
 class HFEngine(InProcessEngine):
     """Generates with `model.generate` of the actor's transformers model, `max_batch_size` prompts at a time.
 
@@ -135,12 +209,13 @@ class HFEngine(InProcessEngine):
             raise ValueError(
                 f'HFEngine: {type(actor.model).__name__} has no generate method; give a causal language model'
             )
-        if getattr(actor, 'changes_logits', False):
+        if getattr(actor, 'changes_logits', False) and not is_encoder_decoder(actor.model):
             raise ValueError(
                 f"HFEngine: {type(actor).__name__} changes the model's logits, which model.generate would not see; use "
                 'LocalEngine'
             )
         self.hold(actor)
+        self.reproducible = is_encoder_decoder(actor.model)
         parameter, config = next(actor.parameters()), actor.model.config
         kind = (type(actor.model), parameter.dtype, parameter.device, str(config.to_dict()))
         if self._checked != kind:
@@ -164,6 +239,15 @@ class HFEngine(InProcessEngine):
             f'HFEngine: what {type(actor.model).__name__} generates does not agree with its plain forward: {found[-1]}'
         )
 
+    def check(self, config: Any, call: Call) -> list[int]:
+        limits = call.limits(config)
+        if any(call.offsets) and is_encoder_decoder(self._actor.model):
+            raise ValueError(
+                f'{type(self._actor.model).__name__} is an encoder-decoder, whose prompt cannot hold what it has '
+                'written: it has one turn; use a causal language model for episodes of several'
+            )
+        return limits
+
     def answer(self, call: Call, limits: list[int]) -> list[Sample]:
         samples: dict[int, Sample] = {}
         for places in self._batches([len(prompt.ids) for prompt in call.prompts]):
@@ -184,23 +268,25 @@ class HFEngine(InProcessEngine):
         prompts, sampling = call.prompts, call.sampling
         model = self._actor.model
         device = next(model.parameters()).device
-        width = max(len(p.ids) for p in prompts)
-        input_ids = torch.full((len(prompts), width), sampling.pad_token_id, dtype=torch.int64)
-        attention_mask = torch.zeros(len(prompts), width, dtype=torch.int64)
-        for row, prompt in enumerate(prompts):
-            input_ids[row, width - len(prompt.ids) :] = prompt.ids
-            attention_mask[row, width - len(prompt.ids) :] = 1
+        encodes = is_encoder_decoder(model)
+        input_ids, attention_mask = _padded([p.ids for p in prompts], _pad_of(model, sampling), on_left=not encodes)
+        width = 1 if encodes else input_ids.shape[1]  # of what stands before the responses
         stop = None
         criteria = StoppingCriteriaList()
         if sampling.stop is not None:
             stop = _StopCallback(sampling.stop, width, sampling.min_new_tokens, len(prompts))
             criteria.append(stop)
         key = int(stream_keys(call.seed, torch.tensor(call.indices[:1]), torch.tensor(call.offsets[:1]))[0])
-        config = _generation_config(sampling, max(limits))
+        config = _generation_config(sampling, max(limits), model)
         record = None
-        if config.get_generation_mode() in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
-            record = _StepRecord(sampling, device)
+        if config.get_generation_mode() in STEPWISE:
+            record = _DrawnRecord(call, self._actor, device) if encodes else _StepRecord(sampling, device)
             criteria.append(record)
+        elif getattr(self._actor, 'changes_logits', False):
+            raise ValueError(
+                f'HFEngine: {type(self._actor).__name__} draws from logits of its own, which only sampling and greedy '
+                f'decoding see; leave out {", ".join(sampling.extra)}'
+            )
         else:  # a row's token may come from another row's logits, which is known at the end
             config.output_logits = config.output_scores = True
         held = record.around(model) if record is not None else nullcontext()
@@ -219,6 +305,7 @@ class HFEngine(InProcessEngine):
             )
         responses = output.sequences[:, width:]
         logprobs, filtered = self._logprobs(output, responses, sampling, record)
+        edges = torch.cat(record.edges, dim=1).cpu() if isinstance(record, _DrawnRecord) else torch.ones_like(logprobs)
         samples = []
         for row in range(len(prompts)):
             ids = responses[row].tolist()
@@ -231,7 +318,7 @@ class HFEngine(InProcessEngine):
                     responses[row, :length].cpu().clone(),
                     logprobs[row, :length].clone(),
                     filtered[row, :length].clone(),
-                    torch.ones(length),
+                    edges[row, :length].clone(),
                     reason,
                 )
             )
@@ -261,22 +348,22 @@ def _disagreement(actor: Actor, lengths: Sequence[int]) -> str:
     sequence gives; '' where it is."""
     model: Any = actor.model
     device, vocab = next(actor.parameters()).device, text_config(model.config).vocab_size
-    width = max(lengths)
-    ids = (torch.arange(len(lengths) * width, device=device).view(-1, width) * 7919 + 13) % vocab
-    mask = (torch.arange(width, device=device) >= width - torch.tensor(lengths, device=device)[:, None]).long()
-    config = _generation_config(SamplingParams(max_new_tokens=CHECK_STEPS, do_sample=False), CHECK_STEPS)
+    width, encodes = max(lengths), is_encoder_decoder(model)
+    prompts = [((torch.arange(width - n, width) + row * width) * 7919 + 13) % vocab for row, n in enumerate(lengths)]
+    sampling = SamplingParams(max_new_tokens=CHECK_STEPS, do_sample=False)
+    ids, mask = (x.to(device) for x in _padded(prompts, _pad_of(model, sampling), on_left=not encodes))
+    config = _generation_config(sampling, CHECK_STEPS, model)
     config.output_logits = True
     try:
         with _bare_generation_config(model):
-            output = model.generate(ids * mask, attention_mask=mask, generation_config=config)
+            output = model.generate(ids, attention_mask=mask, generation_config=config)
     except (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError, NotImplementedError) as error:
         return f'{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ""}'
     difference = scale = 0.0
     for row, length in enumerate(lengths):
-        own = output.sequences[row, width - length :]
-        positions = torch.arange(len(own), device=device)[None]
-        states = actor.trunk(own[None], position_ids=positions)[0, length - 1 : -1]
-        plain = actor.head(states).float()
+        response = output.sequences[row, 1 if encodes else width :]
+        states = _plain_states(actor, prompts[row].to(device), response)
+        plain = Actor.head(actor, states).float()  # the model's own, whatever is decoded from
         drawn = torch.stack([step[row] for step in output.logits]).float()
         difference = max(difference, float((plain - drawn).abs().max()))
         scale = max(scale, float(plain.abs().max()))
@@ -285,6 +372,36 @@ def _disagreement(actor: Actor, lengths: Sequence[int]) -> str:
     if difference <= allowed:  # False for NaN
         return ''
     return f'logits differ by {difference:.1e}, more than {allowed:.1e}'
+
+
+def _plain_states(actor: Actor, prompt: Tensor, response: Tensor) -> Tensor:
+    """(A, D) states before each token of a response, from a forward of that sequence alone."""
+    if is_encoder_decoder(actor.model):
+        mask = torch.ones(len(response), dtype=torch.bool)
+        record = TokenSequence(prompt_ids=prompt, response_ids=response, response_mask=mask)
+        batch = collate([record]).to(response.device)
+        return flat_hidden(base_model(actor.model), batch)[batch.action_index]
+    ids = torch.cat([prompt, response])[None]
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    return actor.trunk(ids, position_ids=positions)[0, len(prompt) - 1 : -1]
+
+
+def _padded(sequences: Sequence[Tensor], pad_id: int, *, on_left: bool) -> tuple[Tensor, Tensor]:
+    """Ids and mask (rows, width) int64 of sequences of ids."""
+    width = max(len(ids) for ids in sequences)
+    input_ids = torch.full((len(sequences), width), pad_id, dtype=torch.int64)
+    mask = torch.zeros_like(input_ids)
+    for row, ids in enumerate(sequences):
+        place = slice(width - len(ids), width) if on_left else slice(len(ids))
+        input_ids[row, place] = ids
+        mask[row, place] = 1
+    return input_ids, mask
+
+
+def _pad_of(model: Any, sampling: SamplingParams) -> int:
+    """An encoder may count its positions from the config's own."""
+    own = getattr(model.config, 'pad_token_id', None) if is_encoder_decoder(model) else None
+    return sampling.pad_token_id if own is None else own
 
 
 def _response_length(
@@ -298,7 +415,7 @@ def _response_length(
     return min(len(ids), limit), 'length'
 
 
-def _generation_config(sampling: SamplingParams, max_new_tokens: int) -> GenerationConfig:
+def _generation_config(sampling: SamplingParams, max_new_tokens: int, model: Any) -> GenerationConfig:
     settings: dict[str, Any] = {
         'max_new_tokens': max_new_tokens,
         'do_sample': sampling.do_sample,
@@ -310,6 +427,10 @@ def _generation_config(sampling: SamplingParams, max_new_tokens: int) -> Generat
     }
     if sampling.do_sample:
         settings |= {'temperature': sampling.temperature, 'top_k': sampling.top_k, 'top_p': sampling.top_p}
+    if is_encoder_decoder(model):
+        settings['decoder_start_token_id'] = start_token(model.config)
+        if GenerationConfig(**(settings | dict(sampling.extra))).get_generation_mode() in STEPWISE:  # `_DrawnRecord`'s
+            settings |= {'temperature': 1.0, 'top_k': 0, 'top_p': 1.0, 'min_new_tokens': None}
     return GenerationConfig(**(settings | dict(sampling.extra)))
 
 

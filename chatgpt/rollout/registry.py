@@ -23,11 +23,10 @@ class EngineEntry:
     """from the policy's folder or hub name"""
 
 
-def default_engine(actor: Any, **options: Any) -> RolloutEngine:
-    """Who generates with an actor where nobody chose: `model.generate` of an encoder-decoder, else the local engine,
-    with `options`."""
-    apart = getattr(getattr(actor, 'config', None), 'is_encoder_decoder', False)
-    return HFEngine() if apart else LocalEngine(**options)
+def engine_for(config: Any, **options: Any) -> RolloutEngine:
+    """The engine of a policy of this config where nobody has chosen one: 'local' with these options, or 'hf' for an
+    encoder-decoder."""
+    return HFEngine() if getattr(config, 'is_encoder_decoder', False) else LocalEngine(**options)
 
 
 ENGINES: Registry[EngineEntry] = Registry(

@@ -45,7 +45,7 @@ from chatgpt.nn.dropout import dropout_off
 from chatgpt.nn.output import PolicyOutput
 from chatgpt.rollout import RolloutEngine, SamplingParams
 from chatgpt.rollout.episodes import EpisodeEngine, check_writes_turns
-from chatgpt.rollout.registry import default_engine
+from chatgpt.rollout.registry import engine_for
 from chatgpt.rollout.sampling import sampling_for
 from chatgpt.trainer.algorithms import estimate_advantages
 from chatgpt.trainer.base import Trainer
@@ -161,7 +161,7 @@ class PPOTrainer(Trainer):
                 'them into its list, as (weight, EnvironmentScorer(name))'
             )
         self._check(config, bare, initial_model, pretrain_data)
-        self.engine: RolloutEngine = engine if engine is not None else default_engine(bare)
+        self.engine: RolloutEngine = engine if engine is not None else engine_for(getattr(bare, 'config', None))
         self.policy = policy_for(strategy, actor, config, self.sampling.temperature, mask_model, self.engine)
         models = {'actor': actor} | ({'critic': critic} if critic is not None else {}) | dict(self.policy.models())
         optimizers = {'actor': actor_optim} | ({'critic': critic_optim} if critic_optim is not None else {})

@@ -21,7 +21,7 @@ from chatgpt.environments import EnvironmentSettings
 from chatgpt.experience.scorers import as_scorer, scored, sequence_score
 from chatgpt.rollout import RolloutEngine
 from chatgpt.rollout.episodes import EpisodeEngine
-from chatgpt.rollout.registry import default_engine
+from chatgpt.rollout.registry import engine_for
 from chatgpt.rollout.sampling import sampling_for
 from chatgpt.trainer.base import config_of
 from chatgpt.trainer.callbacks.base import TrainerView, say
@@ -93,7 +93,7 @@ class PromptEvaluation:
         actor = models[self.model or ('actor' if 'actor' in models else next(iter(models)))]
         bare: Any = strategy.unwrap(actor)
         if self.engine is None:
-            self.engine = default_engine(bare, keep=False)  # long between two evaluations
+            self.engine = engine_for(config_of(strategy, actor), keep=False)  # long between two evaluations
         note_model(tokenizer, config_of(strategy, actor))
         if self._tokenized is None or self._tokenized[0] != id(tokenizer):
             self._tokenized = id(tokenizer), as_prompts(self.prompts, tokenizer)

@@ -24,7 +24,7 @@ from chatgpt.dataset.formats import note_model
 from chatgpt.dataset.prompts import as_prompts
 from chatgpt.experience.scorers import as_score, as_scorer, described, scored, sequence_score
 from chatgpt.rollout import RolloutEngine
-from chatgpt.rollout.registry import default_engine
+from chatgpt.rollout.registry import engine_for
 from chatgpt.rollout.sampling import sampling_for
 from chatgpt.trainer.base import config_of
 from chatgpt.trainer.collect import Collector
@@ -153,7 +153,7 @@ class RFTTrainer(OfflineTrainer):
             raise ValueError('RFT chooses among different responses: do_sample=False gives only one')
         self.collector = Collector(
             strategy,
-            engine or default_engine(strategy.unwrap(actor)),
+            engine or engine_for(config_of(strategy, actor)),
             sampling,
             policy=partial(strategy.full_model, actor),
             tokenizer=tokenizer,

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from chatgpt.nn.settings import addresses, plain_settings
+from chatgpt.nn.trunk import is_encoder_decoder
 from chatgpt.rollout.engine import Call, InProcessEngine, Turns
 from chatgpt.rollout.local.append import AppendForm, find_append_form
 from chatgpt.rollout.local.attention import FORMS, AttentionForm, find_attention
@@ -135,8 +136,13 @@ class LocalEngine(InProcessEngine):
     def begin(self, actor: Actor) -> None:
         """Take the actor, dropout off. The first time with a model, checks its cached decode against its plain forward.
 
-        Raises ValueError where they disagree.
+        Raises ValueError where they disagree, and for an encoder-decoder.
         """
+        if is_encoder_decoder(actor.model):
+            raise ValueError(
+                f"LocalEngine decodes causal language models, and {type(actor.model).__name__} is an encoder-decoder; "
+                "use engine='hf'"
+            )
         if self._actor is not None:
             self.end()
         self.hold(actor)
