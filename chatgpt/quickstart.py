@@ -28,7 +28,7 @@ from chatgpt.dataset.prompts import as_prompts, tasks_without_prompts
 from chatgpt.environments import EnvironmentSettings, find_environment
 from chatgpt.launch.config_values import read_file
 from chatgpt.launch.destination import try_model_folder
-from chatgpt.launch.encoder_decoder import fit_run
+from chatgpt.launch.encoder_decoder import check_run_apart
 from chatgpt.launch.inputs import Inputs, longest_opening, within_context
 from chatgpt.launch.methods import METHODS
 from chatgpt.launch.recipes import fit, make_trainer, say_use
@@ -184,7 +184,7 @@ def train(
         try_model_folder(Path(save_path), model_config)
     tokenizer = tokenizer or _tokenizer_of(model)
     note_model(tokenizer, model_config)
-    fit_run(run, model_config)
+    check_run_apart(run, model_config)
     if environment is not None:
         check_writes_turns(model_config)
     inputs = Inputs(

@@ -265,7 +265,7 @@ def answer(args: Any, strategy: Any, policy: Any, tokenizer: Any, prompts: Any, 
         return [0.0] * len(samples) if scorer is None else [float(s) for s in scorer.score(samples, strategy)]
 
     decode = partial(write_texts, tokenizer=tokenizer, stop_strings=stops)
-    engine = engine_for(policy.config)
+    engine = engine_for(policy)
     engine.begin(policy)
     best = BestOfN(engine, score, sample_size=args.best_of)
     for start in range(0, len(prompts), BATCH):

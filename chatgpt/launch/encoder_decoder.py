@@ -1,4 +1,4 @@
-"""What a run of an encoder-decoder (T5, BART) cannot do, said before any work; and who generates in it.
+"""What a run of an encoder-decoder (T5, BART) cannot do, said before any work.
 
 Left out: everything that works as it does for a decoder, which is the rest.
 """
@@ -11,12 +11,8 @@ from chatgpt.launch.runs import PPORun, Run, SFTRun
 from chatgpt.rollout.episodes import check_writes_turns
 
 
-def fit_run(run: Run, config: Any) -> None:
-    """Let `model.generate` answer where no engine was chosen. Nothing for a decoder.
-
-    Raises:
-        ValueError: a setting that an encoder-decoder cannot follow.
-    """
+def check_run_apart(run: Run, config: Any) -> None:
+    """Raises ValueError for a setting that the encoder-decoder of a run cannot follow. Nothing for a decoder."""
     if not getattr(config, 'is_encoder_decoder', False):
         return
     what = f'{run.pretrain or "the model"} is an encoder-decoder ({config.model_type})'
@@ -35,7 +31,5 @@ def fit_run(run: Run, config: Any) -> None:
     ):
         if given:
             raise ValueError(f'{what}, {why}: leave {name} out')
-    if run.engine == 'local' and 'engine' not in run.said:
-        run.engine = 'hf'
     if run.engine in ('local', 'vllm'):
         raise ValueError(f'{what}, which model.generate alone generates with: give engine hf, or leave it out')

@@ -35,7 +35,7 @@ from chatgpt.dataset.tokenize import TokenizedPreference, check_tokenizer
 from chatgpt.environments import EnvironmentSettings, find_environment, make_environment
 from chatgpt.launch.arguments import check_reward_function, load_function, world_size_from_env
 from chatgpt.launch.destination import check_resume
-from chatgpt.launch.encoder_decoder import fit_run
+from chatgpt.launch.encoder_decoder import check_run_apart
 from chatgpt.launch.game_start import game_config, game_tokenizer
 from chatgpt.launch.rollouts import check_rollout_args
 from chatgpt.launch.runs import DataRun, ILQLRun, PPORun, PreferenceRun, RewardRun, Run, SFTRun, same_file
@@ -155,7 +155,7 @@ def read_config(run: Run) -> tuple[Any, Any]:
     if family not in (None, config.model_type):
         raise ValueError(f'--model {run.model}: the model is of the family {config.model_type!r}; use --model auto')
     check_tokenizer(tokenizer, config)
-    fit_run(run, config)
+    check_run_apart(run, config)
     note_model(tokenizer, config)
     return config, tokenizer
 

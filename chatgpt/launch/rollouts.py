@@ -49,7 +49,7 @@ def check_rollout_args(args: PPORun) -> None:
         return
     if args.rollout_chunk_size is not None and args.rollout_chunk_size < 1:
         raise ValueError(f'rollout_chunk_size={args.rollout_chunk_size} must be at least 1')
-    if args.engine not in ('local', 'vllm'):
+    if args.engine not in ('auto', 'local', 'vllm'):
         raise ValueError(
             f'rollout workers generate with the local engine or vLLM: --engine {args.engine} does not fit '
             '--rollout_workers'

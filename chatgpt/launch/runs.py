@@ -365,9 +365,9 @@ class PPORun(Run, PPOConfig):
     """a response does not end before"""
     stop_string: list[str] | None = None
     """end a response where this text appears; may be given several times"""
-    engine: str = field(default='local', metadata={'choices': ENGINES})
+    engine: str = field(default='auto', metadata={'choices': ENGINES})
     """who generates: the local engine, model.generate, or vLLM, in this process or on rollout_workers; module:name is
-    an `EngineEntry` of your own"""
+    an `EngineEntry` of your own; auto: the local engine, for encoder-decoders model.generate"""
     ema_decay: float | None = None
     """also keep a moving average of the actor's weights, written as actor_ema/; 0.992 is DeepSpeed-Chat's"""
     rollout_workers: int = 0
@@ -435,10 +435,9 @@ class PPORun(Run, PPOConfig):
         ENGINES.find(self.engine)
         if self.reproducible is not None:
             self.check_exact()
-            if self.engine != 'local' or self.rollout_workers:
-                given = (
-                    f'engine={self.engine!r}' if self.engine != 'local' else f'rollout_workers={self.rollout_workers}'
-                )
+            ours = self.engine in ('auto', 'local')
+            if not ours or self.rollout_workers:
+                given = f'rollout_workers={self.rollout_workers}' if ours else f'engine={self.engine!r}'
                 raise ValueError(
                     f"reproducible='exact' draws again what rounding could change, which only the local engine in the "
                     f'training process can: {given} does not fit it'

@@ -223,7 +223,8 @@ class Actor(TakesModel, nn.Module):
     def save_pretrained(
         self, folder: str | Path, tokenizer: Any = None, *, state_dict: dict[str, Tensor] | None = None
     ) -> None:
-        """A Hugging Face folder that `AutoModelForCausalLM` (or `...Seq2SeqLM`) loads; adapters folded in, the value head beside it.
+        """A Hugging Face folder that `AutoModelForCausalLM` loads, or `AutoModelForSeq2SeqLM`; adapters folded in, the
+        value head beside it.
 
         Args:
             state_dict: full weights by this module's parameter names, when they do not lie in the module itself.

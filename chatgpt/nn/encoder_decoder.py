@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from chatgpt.nn.trunk import base_model
+from chatgpt.nn.trunk import base_model, is_encoder_decoder
 from chatgpt.types import Batch
-
 
 NOT_SERVED = ('fsmt', 'prophetnet', 'seamless_m4t', 'seamless_m4t_v2')
 """model types whose decoder, or whose head, takes other things than its own tokens and the encoder's states"""
@@ -53,6 +52,14 @@ def check_encoder_decoder(config: Any, name: str) -> None:
             'give one of their build, or a causal language model'
         )
     start_token(config)
+
+
+def check_decoder_only(model: Any, what: str) -> None:
+    """Raises ValueError for an encoder-decoder, of what generates with the decoder alone."""
+    if is_encoder_decoder(model):
+        raise ValueError(
+            f"{what} decodes causal language models, and {type(model).__name__} is an encoder-decoder; use engine='hf'"
+        )
 
 
 def seq2seq_class(auto_class: str, config: Any, name: str) -> str:
@@ -98,11 +105,9 @@ def decoder_states(model: Any, prompt_ids: Tensor, prompt_mask: Tensor, decoder_
             input_ids=prompt_ids, attention_mask=mask, decoder_input_ids=decoder_ids, use_cache=False
         ).last_hidden_state
     seen = base.get_encoder()(input_ids=prompt_ids, attention_mask=mask).last_hidden_state
-    return (
-        base.get_decoder()(
-            input_ids=decoder_ids, encoder_hidden_states=seen, encoder_attention_mask=mask, use_cache=False
-        ).last_hidden_state
-    )
+    return base.get_decoder()(
+        input_ids=decoder_ids, encoder_hidden_states=seen, encoder_attention_mask=mask, use_cache=False
+    ).last_hidden_state
 
 
 def encoder_decoder_hidden(model: nn.Module, batch: Batch) -> Tensor:

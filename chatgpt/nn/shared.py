@@ -31,6 +31,7 @@ from chatgpt.nn.peft_format import import_peft
 from chatgpt.nn.quantized import NF4Linear, quantize_blocks
 from chatgpt.nn.reward_model import RewardModel
 from chatgpt.nn.sources import fill_model
+from chatgpt.nn.trunk import is_encoder_decoder
 
 Quantization = Literal['nf4']
 
@@ -49,6 +50,7 @@ class SharedTrunk:
     ) -> None:
         if quantize not in (None, 'nf4'):
             raise ValueError(f"quantize={quantize!r}; give 'nf4' or None")
+        _check_causal(model)
         self.model: Any = model
         self.quantize, self.dtype = quantize, dtype
         if quantize is not None:
@@ -74,6 +76,8 @@ class SharedTrunk:
         """
         with torch.device('meta'):
             model = load_causal_lm(pretrained, **options)
+
+        _check_causal(model)
 
         def settle(name: str, module: nn.Module) -> None:
             if quantize is not None and name.rpartition('.')[2].isdigit():  # a block
@@ -141,6 +145,14 @@ class SharedTrunk:
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             memo[id(tensor)] = tensor
         return copy.deepcopy(self.model, memo)
+
+
+def _check_causal(model: PreTrainedModel) -> None:
+    if is_encoder_decoder(model):
+        raise ValueError(
+            f'SharedTrunk: {type(model).__name__} is an encoder-decoder; give a causal language model, or models of '
+            'their own with lora_rank'
+        )
 
 
 def _head_of(adapter: str | os.PathLike[str] | None) -> nn.Module | None:

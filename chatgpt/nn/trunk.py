@@ -109,7 +109,7 @@ def needs_mask(model: nn.Module) -> bool:
     return looks_ahead(model) or not (custom or config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def is_encoder_decoder(model: nn.Module) -> bool:
+def is_encoder_decoder(model: Any) -> bool:
     return bool(getattr(getattr(model, 'config', None), 'is_encoder_decoder', False))
 
 

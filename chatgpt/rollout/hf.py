@@ -209,7 +209,8 @@ class HFEngine(InProcessEngine):
             raise ValueError(
                 f'HFEngine: {type(actor.model).__name__} has no generate method; give a causal language model'
             )
-        if getattr(actor, 'changes_logits', False) and not is_encoder_decoder(actor.model):
+        own_head = isinstance(actor, Actor) and is_encoder_decoder(actor.model)  # which is asked for each step
+        if getattr(actor, 'changes_logits', False) and not own_head:
             raise ValueError(
                 f"HFEngine: {type(actor).__name__} changes the model's logits, which model.generate would not see; use "
                 'LocalEngine'
@@ -360,7 +361,7 @@ def _disagreement(actor: Actor, lengths: Sequence[int]) -> str:
     except (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError, NotImplementedError) as error:
         return f'{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ""}'
     difference = scale = 0.0
-    for row, length in enumerate(lengths):
+    for row in range(len(lengths)):
         response = output.sequences[row, 1 if encodes else width :]
         states = _plain_states(actor, prompts[row].to(device), response)
         plain = Actor.head(actor, states).float()  # the model's own, whatever is decoded from
@@ -430,7 +431,8 @@ def _generation_config(sampling: SamplingParams, max_new_tokens: int, model: Any
     if is_encoder_decoder(model):
         settings['decoder_start_token_id'] = start_token(model.config)
         if GenerationConfig(**(settings | dict(sampling.extra))).get_generation_mode() in STEPWISE:  # `_DrawnRecord`'s
-            settings |= {'temperature': 1.0, 'top_k': 0, 'top_p': 1.0, 'min_new_tokens': None}
+            settings |= {'min_new_tokens': None}
+            settings |= {'temperature': 1.0, 'top_k': 0, 'top_p': 1.0} if sampling.do_sample else {}
     return GenerationConfig(**(settings | dict(sampling.extra)))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from chatgpt.nn.trunk import is_encoder_decoder
 from chatgpt.registry import Registry
 from chatgpt.rollout.engine import RolloutEngine
 from chatgpt.rollout.hf import HFEngine
@@ -19,20 +20,23 @@ from chatgpt.rollout.vllm import VLLMEngine
 class EngineEntry:
     """How to build an engine."""
 
-    make: Callable[[Any], RolloutEngine]
-    """from the policy's folder or hub name"""
+    make: Callable[[Any], RolloutEngine | None]
+    """from the policy's folder or hub name; None leaves it to the trainer (`engine_for`)"""
 
 
-def engine_for(config: Any, **options: Any) -> RolloutEngine:
-    """The engine of a policy of this config where nobody has chosen one: 'local' with these options, or 'hf' for an
-    encoder-decoder."""
-    return HFEngine() if getattr(config, 'is_encoder_decoder', False) else LocalEngine(**options)
+def engine_for(actor: Any, **options: Any) -> RolloutEngine:
+    """The engine of a policy where nobody has chosen one: 'local' with these options, or 'hf' for an encoder-decoder.
+
+    actor: not wrapped by a strategy.
+    """
+    return HFEngine() if is_encoder_decoder(getattr(actor, 'model', None)) else LocalEngine(**options)
 
 
 ENGINES: Registry[EngineEntry] = Registry(
     'engine',
     EngineEntry,
     {
+        'auto': EngineEntry(lambda pretrained: None),
         'local': EngineEntry(lambda pretrained: LocalEngine()),
         'hf': EngineEntry(lambda pretrained: HFEngine()),
         'vllm': EngineEntry(VLLMEngine),

@@ -46,7 +46,8 @@ def _decode(
     device = next(actor.parameters()).device
     sampler = TokenSampler(sampling, device)
     key = sample_keys(seed, torch.tensor([index], dtype=torch.int64, device=device))
-    first, states_of = (_reading_apart if is_encoder_decoder(actor.model) else _reading_on)(actor, prompt_ids.to(device))
+    reading = _reading_apart if is_encoder_decoder(actor.model) else _reading_on
+    first, states_of = reading(actor, prompt_ids.to(device))
     ids = first[None]
     past: list[int] = []
     while len(past) < limit:

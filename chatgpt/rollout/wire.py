@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from chatgpt.nn import lora
+from chatgpt.nn.encoder_decoder import check_decoder_only
 from chatgpt.rollout.sampling import SamplingParams
 from chatgpt.types import Episode, FinishReason, Prompt, Sample
 
@@ -91,6 +92,7 @@ def check_policy(actor: Any, engine: str) -> None:
     ValueError otherwise."""
     from chatgpt.nn import Actor
 
+    check_decoder_only(getattr(actor, 'model', None), engine)
     own = any(getattr(type(actor), name, None) is not getattr(Actor, name) for name in ('trunk', 'head'))
     if getattr(actor, 'changes_logits', own):  # a class that overrides one of them may say when it matters
         raise ValueError(

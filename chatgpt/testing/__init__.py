@@ -1,5 +1,12 @@
 """Small things that make the library testable offline: tiny models and real, tiny tokenizers."""
 
-from chatgpt.testing.fakes import FAMILIES, byte_tokenizer, char_tokenizer, tiny_causal_lm, tiny_config
+from chatgpt.testing.fakes import (
+    ENCODER_DECODERS,
+    FAMILIES,
+    byte_tokenizer,
+    char_tokenizer,
+    tiny_causal_lm,
+    tiny_config,
+)
 
-__all__ = ['FAMILIES', 'byte_tokenizer', 'char_tokenizer', 'tiny_causal_lm', 'tiny_config']
+__all__ = ['ENCODER_DECODERS', 'FAMILIES', 'byte_tokenizer', 'char_tokenizer', 'tiny_causal_lm', 'tiny_config']

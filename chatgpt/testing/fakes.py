@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 FAMILIES = ('gpt2', 'opt', 'bloom', 'llama')
+ENCODER_DECODERS = ('t5', 'flan-t5', 'bart', 'marian')
 PAD, BOS, EOS = '<pad>', '<bos>', '<eos>'
 CHARACTERS = ' \n' + string.ascii_lowercase + string.digits + '.,!?\'"-+*/=:;()'
 
@@ -33,7 +34,8 @@ def tiny_config(
     """A config of a few thousand parameters; `kw` goes to the config class.
 
     Pad, begin and end tokens are 0, 1 and 2 unless `kw` says otherwise. Llama has grouped queries when `heads` is even.
-    BLOOM has no position limit. Raises ValueError for an unknown family.
+    BLOOM and T5 have no position limit. `flan-t5` is T5 with a gated MLP and a head of its own. Responses of the
+    `ENCODER_DECODERS` begin after token 0, BART's after 2. Raises ValueError for an unknown family.
     """
     import transformers
 
@@ -75,17 +77,38 @@ def tiny_config(
             'initializer_range': 0.1,
         }
         return transformers.LlamaConfig(**{**common, **sizes, 'attention_dropout': dropout, **kw})
-    raise ValueError(f'tiny_config: unknown family {family!r}; known are {", ".join(FAMILIES)}')
+    if family in ('t5', 'flan-t5'):
+        sizes = {
+            'd_model': hidden,
+            'd_kv': hidden // heads,
+            'd_ff': 2 * hidden,
+            'num_layers': layers,
+            'num_heads': heads,
+            'decoder_start_token_id': 0,
+        }
+        gated = {'feed_forward_proj': 'gated-gelu', 'tie_word_embeddings': False} if family == 'flan-t5' else {}
+        return transformers.T5Config(**{**common, **sizes, **gated, 'dropout_rate': dropout, **kw})
+    if family in ('bart', 'marian'):
+        sizes = {'d_model': hidden, 'max_position_embeddings': positions, 'init_std': 0.1}
+        for side in ('encoder', 'decoder'):
+            sizes |= {f'{side}_layers': layers, f'{side}_attention_heads': heads, f'{side}_ffn_dim': 2 * hidden}
+        start = {'decoder_start_token_id': 2 if family == 'bart' else 0, 'forced_eos_token_id': None}
+        cls = transformers.BartConfig if family == 'bart' else transformers.MarianConfig
+        return cls(**{**common, **sizes, **start, 'dropout': dropout, 'attention_dropout': dropout, **kw})
+    known = ', '.join((*FAMILIES, *ENCODER_DECODERS))
+    raise ValueError(f'tiny_config: unknown family {family!r}; known are {known}')
 
 
 def tiny_causal_lm(family: str = 'gpt2', seed: int = 0, **kw: Any) -> PreTrainedModel:
-    """A random causal LM in eval mode whose weights depend on `seed` alone; `kw` goes to `tiny_config`."""
-    from transformers import AutoModelForCausalLM
+    """A random causal LM, or encoder-decoder, in eval mode whose weights depend on `seed` alone; `kw` goes to
+    `tiny_config`."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     config = tiny_config(family, **kw)
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto.from_config(config)
     return model.eval()
 
 

@@ -105,8 +105,8 @@ class PPOTrainer(Trainer):
         environment_settings: how long an episode may be, and how environments are run.
         reward_weights: of an environment's rewards by name, which then are a weighted list; None takes their sum.
             Beside other rewards they stand in the list of `reward_model`, each as an `EnvironmentScorer(name)`.
-        engine: who generates; a `LocalEngine` by default, of an encoder-decoder an `HFEngine`. With `max_staleness` one that answers later, such as
-            `RemoteEngine`.
+        engine: who generates; by default a `LocalEngine`, for an encoder-decoder an `HFEngine`. With `max_staleness`
+            one that answers later, such as `RemoteEngine`.
         reward_tokenizer: the reward model's tokenizer when it is not the policy's.
         pretrain_data: sequences for PPO-ptx (`ptx_coef`).
         mask_model: NLPO's mask policy (`nlpo_top_p`): a copy of the actor, prepared as a frozen model.
@@ -161,7 +161,7 @@ class PPOTrainer(Trainer):
                 'them into its list, as (weight, EnvironmentScorer(name))'
             )
         self._check(config, bare, initial_model, pretrain_data)
-        self.engine: RolloutEngine = engine if engine is not None else engine_for(getattr(bare, 'config', None))
+        self.engine: RolloutEngine = engine if engine is not None else engine_for(bare)
         self.policy = policy_for(strategy, actor, config, self.sampling.temperature, mask_model, self.engine)
         models = {'actor': actor} | ({'critic': critic} if critic is not None else {}) | dict(self.policy.models())
         optimizers = {'actor': actor_optim} | ({'critic': critic_optim} if critic_optim is not None else {})

@@ -78,7 +78,7 @@ class PromptEvaluation:
         self.prompts, self.tokenizer, self.metric_fn = prompts, tokenizer, metric_fn
         self.scorer = as_scorer(reward) if reward is not None else None
         self.model, self.seed, self.num_rows = model, seed, num_rows
-        self.engine: RolloutEngine | None = engine
+        self.engine = engine
         self.environment, self.environment_settings = environment, environment_settings
         self.generate = {'do_sample': False} | generate
         self.last: list[dict[str, Any]] = []
@@ -93,7 +93,7 @@ class PromptEvaluation:
         actor = models[self.model or ('actor' if 'actor' in models else next(iter(models)))]
         bare: Any = strategy.unwrap(actor)
         if self.engine is None:
-            self.engine = engine_for(config_of(strategy, actor), keep=False)  # long between two evaluations
+            self.engine = engine_for(bare, keep=False)  # long between two evaluations
         note_model(tokenizer, config_of(strategy, actor))
         if self._tokenized is None or self._tokenized[0] != id(tokenizer):
             self._tokenized = id(tokenizer), as_prompts(self.prompts, tokenizer)

@@ -153,7 +153,7 @@ class RFTTrainer(OfflineTrainer):
             raise ValueError('RFT chooses among different responses: do_sample=False gives only one')
         self.collector = Collector(
             strategy,
-            engine or engine_for(config_of(strategy, actor)),
+            engine or engine_for(strategy.unwrap(actor)),
             sampling,
             policy=partial(strategy.full_model, actor),
             tokenizer=tokenizer,

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from chatgpt.nn.encoder_decoder import check_decoder_only
 from chatgpt.nn.settings import addresses, plain_settings
-from chatgpt.nn.trunk import is_encoder_decoder
 from chatgpt.rollout.engine import Call, InProcessEngine, Turns
 from chatgpt.rollout.local.append import AppendForm, find_append_form
 from chatgpt.rollout.local.attention import FORMS, AttentionForm, find_attention
@@ -138,11 +138,7 @@ class LocalEngine(InProcessEngine):
 
         Raises ValueError where they disagree, and for an encoder-decoder.
         """
-        if is_encoder_decoder(actor.model):
-            raise ValueError(
-                f"LocalEngine decodes causal language models, and {type(actor.model).__name__} is an encoder-decoder; "
-                "use engine='hf'"
-            )
+        check_decoder_only(actor.model, 'LocalEngine')
         if self._actor is not None:
             self.end()
         self.hold(actor)
