@@ -18,9 +18,9 @@ without end tokens in the prompt, and instructions read
 
     ### Response:
 
-which are Alpaca's headings. An encoder-decoder reads the prompt with its encoder and writes the response with its decoder, so each has
-the special tokens that the tokenizer itself puts around a text (`frame`); `note_model` notes on a tokenizer what it is
-for. Left out: ids and lengths (see `tokenize`).
+which are Alpaca's headings. An encoder-decoder reads the prompt with its encoder and writes the response with its
+decoder, so each has the special tokens that the tokenizer itself puts around a text (`frame`); `note_model` notes on a
+tokenizer what it is for. Left out: ids and lengths (see `tokenize`).
 """
 
 from __future__ import annotations

@@ -64,7 +64,8 @@ def _adapter(folder: Path, name: str, prompt: str, generation: Mapping[str, Any]
         f'model = PeftModel.from_pretrained({kind}.from_pretrained(base), name)',
     ]
     if writes:
-        lines += ['tokenizer = AutoTokenizer.from_pretrained(base)', *_generating(prompt, generation, True, apart=apart)]
+        lines.append('tokenizer = AutoTokenizer.from_pretrained(base)')
+        lines += _generating(prompt, generation, True, apart=apart)
     return _joined(lines, kind, writes)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -85,7 +85,8 @@ def _reading_apart(actor: Actor, prompt_ids: Tensor) -> tuple[Tensor, Callable[[
     """The same of an encoder-decoder, whose decoder first reads the start token."""
     from transformers import DynamicCache, EncoderDecoderCache
 
-    base, cache = base_model(actor.model), EncoderDecoderCache(DynamicCache(), DynamicCache())
+    base: Any = base_model(actor.model)
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     seen = base.get_encoder()(input_ids=prompt_ids[None]).last_hidden_state
 
     def states_of(ids: Tensor) -> Tensor:

@@ -94,8 +94,8 @@ INSTEAD: dict[str, str] = {
     'models.modeling_ppo.AutoModelForCausalLMWithHydraValueHead': _SAVED,
     'models.modeling_ppo.AutoModelForCausalLMWithValueHead': 'chatgpt.compat.trl.AutoModelForCausalLMWithValueHead, or '
     'chatgpt.nn.AutoActor(pretrained=..., value_head=True)',
-    'models.modeling_ppo.AutoModelForSeq2SeqLMWithHydraValueHead': 'chatgpt.compat.trl.AutoModelForSeq2SeqLMWithValueHead, '
-    'or chatgpt.nn.AutoActor(pretrained=..., value_head=True)',
+    'models.modeling_ppo.AutoModelForSeq2SeqLMWithHydraValueHead': 'chatgpt.compat.trl.AutoModelForSeq2SeqLMWithValue'
+    'Head, or chatgpt.nn.AutoActor(pretrained=..., value_head=True)',
     'models.modeling_ppo.AdaptiveKLController': 'chatgpt.functional.kl.AdaptiveKLController',
     'models.modeling_ppo.FixedKLController': 'chatgpt.functional.kl.FixedKLController',
     'models.modeling_ilql.AutoModelForCausalLMWithILQLHeads': 'chatgpt.nn.ILQLModel.from_pretrained(FOLDER)',

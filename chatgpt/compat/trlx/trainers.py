@@ -573,8 +573,9 @@ class AccelerateSFTTrainer(_OfflineTrainer):
     def make_experience(self, samples: Any, max_length: int | None = None) -> None:
         """Texts, of which every token is learned; or dialogues, of which the outputs are."""
         limit = max_length or settings.longest(self.config)
-        make = text_sequence if isinstance(samples[0], str) else tokenize_dialogue
-        make = tokenize_pair if settings.is_seq2seq(self.config) else make
+        make: Callable[..., Any] = text_sequence if isinstance(samples[0], str) else tokenize_dialogue
+        if settings.is_seq2seq(self.config):
+            make = tokenize_pair
         self.data = [make(sample, self.tokenizer, limit) for sample in samples]
 
     def build(self) -> SFTTrainer:
