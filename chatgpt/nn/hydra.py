@@ -15,7 +15,9 @@ The idea is the hydra of trlX (Havrilla et al. 2023, "trlX: A Framework for Larg
 process, under DDP and FSDP2, and under ColossalAI's ZeRO and Gemini, with the branch registered inside the wrapped
 module.
 
-Left out: encoder-decoder models, and LoRA at the same time.
+Of an encoder-decoder the top blocks are the decoder's; its encoder is part of the frozen trunk.
+
+Left out: LoRA at the same time.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,11 +34,13 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from chatgpt.nn.dropout import in_eval_mode
+from chatgpt.nn.encoder_decoder import decoder_states
 from chatgpt.nn.lora import has_lora
+from chatgpt.nn.trunk import is_encoder_decoder
 
 SUPPORTED = (
     'GPT-2, GPT-J, GPT-NeoX, OPT, BLOOM and Llama-like models (Llama, Mistral, Qwen2, Qwen3, Gemma and others of their '
-    'build)'
+    'build), and encoder-decoders such as T5 and BART'
 )
 
 
@@ -44,6 +49,7 @@ class _Layout(NamedTuple):
 
     blocks: str
     norm: str
+    """'' where the last block is the end"""
     after_norm: str | None = None
     """a frozen, shared module between final norm and head"""
 
@@ -53,6 +59,10 @@ _LAYOUTS = (
     _Layout('layers', 'norm'),  # Llama-like
     _Layout('layers', 'final_layer_norm'),  # GPT-NeoX
     _Layout('decoder.layers', 'decoder.final_layer_norm', 'decoder.project_out'),  # OPT
+    _Layout('decoder.block', 'decoder.final_layer_norm'),  # T5
+    _Layout('decoder.layers', 'decoder.layer_norm'),  # mBART, Pegasus
+    _Layout('decoder.layers', 'decoder.norm'),  # T5Gemma
+    _Layout('decoder.layers', ''),  # BART, Marian
 )
 
 
@@ -210,6 +220,14 @@ def freeze_below(model: PreTrainedModel, num_layers_unfrozen: int) -> None:
     for part in (*list(parts.blocks)[-num_layers_unfrozen:], parts.norm, parts.head):
         if part is not None:
             part.requires_grad_(True)
+    biases = [_biases(block) for block in parts.blocks]
+    if biases[0] and not any(biases[1:]):  # T5: all blocks read those of the first, the reference's too
+        for bias in biases[0]:
+            bias.requires_grad_(False)
+
+
+def _biases(block: nn.Module) -> list[nn.Module]:
+    return [module for name, module in block.named_modules() if name.endswith('relative_attention_bias')]
 
 
 def _model_of(owner: nn.Module) -> PreTrainedModel:
@@ -226,7 +244,7 @@ def _parts(model: PreTrainedModel, num_blocks: int) -> _Parts:
         parent_path, _, norm_name = layout.norm.rpartition('.')
         norm_parent = _get(base, parent_path) if parent_path else base
         # An OPT that normalises after its blocks has the name, with None.
-        if isinstance(blocks, nn.ModuleList) and hasattr(norm_parent, norm_name):
+        if isinstance(blocks, nn.ModuleList) and (not norm_name or hasattr(norm_parent, norm_name)):
             break
     else:
         raise ValueError(f'num_layers_unfrozen: {type(model).__name__} is not supported; supported are {SUPPORTED}')
@@ -235,15 +253,14 @@ def _parts(model: PreTrainedModel, num_blocks: int) -> _Parts:
             f'num_layers_unfrozen: {num_blocks} given, but {type(model).__name__} has {len(blocks)} blocks'
         )
     head = model.get_output_embeddings()
-    embeddings = model.get_input_embeddings()
-    if head is not None and embeddings is not None and head.weight is embeddings.weight:
-        head = None
+    if head is not None and sum(p is head.weight for _, p in model.named_parameters(remove_duplicate=False)) > 1:
+        head = None  # it is the embeddings, of an encoder-decoder the decoder's
     head_path = next((name for name, module in model.named_modules() if module is head), '') if head is not None else ''
     head_parent = model.get_submodule(head_path.rpartition('.')[0]) if head_path else None
     after_norm = _get(base, layout.after_norm) if layout.after_norm else None
     return _Parts(
         blocks=blocks,
-        norm=getattr(norm_parent, norm_name),
+        norm=getattr(norm_parent, norm_name) if norm_name else None,
         norm_parent=norm_parent,
         norm_name=norm_name,
         after_norm=after_norm,
@@ -325,6 +342,10 @@ def recorded_trunk(module: nn.Module) -> Iterator[RecordedTrunk]:
             handle.remove()
 
 
+def _decoder_states(base: nn.Module, ids: Tensor) -> tuple[Tensor]:
+    return (decoder_states(base, ids, torch.ones_like(ids, dtype=torch.bool), ids),)
+
+
 @torch.no_grad()
 def check_hydra(owner: nn.Module) -> None:
     """Prove on a few tokens that the reference is used and equals the policy bit for bit, in both ways of computing it.
@@ -334,20 +355,25 @@ def check_hydra(owner: nn.Module) -> None:
     model, branch = _model_of(owner), _reference_of(owner)
     device = next(model.parameters()).device
     ids = (torch.arange(6, device=device) * 7 + 1).remainder(model.config.get_text_config().vocab_size).view(1, 6)
+    base = model.base_model
+    given = {'input_ids': ids, 'use_cache': False}
+    states = partial(base, **given)
+    if is_encoder_decoder(model):
+        given['decoder_input_ids'] = ids
+        states = partial(_decoder_states, base, ids)
     copies = [m for _, _, own, name in branch._slots if (m := own._modules[name]) is not None]
     calls: list[nn.Module] = []
     handles = [m.register_forward_hook(lambda m, *_: calls.append(m)) for m in copies]
-    base = model.base_model
     try:
         with in_eval_mode(owner):
-            policy = model(input_ids=ids, use_cache=False)[0]
+            policy = model(**given)[0]
             used_by_policy = list(calls)
             with reference_branch(owner):
-                reference = model(input_ids=ids, use_cache=False)[0]
+                reference = model(**given)[0]
                 used_by_reference = list(calls)
-                hidden = base(input_ids=ids, use_cache=False)[0]
+                hidden = states()[0]
             with recorded_trunk(owner) as trunk:
-                base(input_ids=ids, use_cache=False)
+                states()
             from_trunk = branch(trunk)
     finally:
         for handle in handles:

@@ -13,7 +13,7 @@ import inspect
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -186,7 +186,10 @@ def load_model(
             model = _from_config(cls, config, source, build)
             _take_generation_config(model, name, hub)
         else:
-            model = _from_files(cls, source, options)
+            # transformers draws what Marian's files lack before it is computed: as on the meta device, no draw counts
+            apart = getattr(config, 'is_encoder_decoder', False)
+            with torch.random.fork_rng(devices=[]) if apart else nullcontext():
+                model = _from_files(cls, source, options)
     if checkpoint:
         # transformers 5.17 has only the older name, which 5.23 deprecates
         enable = getattr(model, 'activation_checkpointing_enable', model.gradient_checkpointing_enable)

@@ -34,7 +34,6 @@ from chatgpt.nn.lora import (
     weight_shape,
 )
 from chatgpt.nn.quantized import NF4Linear
-from chatgpt.nn.trunk import is_encoder_decoder
 from chatgpt.nn.unfit import candidates, read_weights
 
 CONFIG_FILE = 'adapter_config.json'
@@ -79,8 +78,9 @@ def export_peft(
 
     `module` is a transformers model, or a wrapper that holds one as `.model`; a value head beside it is not written.
     `base_model` is the name or path that peft should load the base from (default: what the model was loaded from).
-    `task_type` is peft's (default: CAUSAL_LM or SEQ_2_SEQ_LM with an output head, else FEATURE_EXTRACTION). `state` are
-    full weights by the names of `module`, when they do not lie in the module itself.
+    `task_type` is peft's (default: CAUSAL_LM with an output head, of an encoder-decoder SEQ_2_SEQ_LM, else
+    FEATURE_EXTRACTION). `state` are full weights by
+    the names of `module`, when they do not lie in the module itself.
 
     Raises ValueError without adapters, or when `folder` is a file.
     """
@@ -93,8 +93,8 @@ def export_peft(
     first = next(iter(layers.values()))
     if task_type is None:
         has_head = isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None
-        writes = 'SEQ_2_SEQ_LM' if is_encoder_decoder(model) else 'CAUSAL_LM'
-        task_type = writes if has_head else 'FEATURE_EXTRACTION'
+        language = 'SEQ_2_SEQ_LM' if getattr(model.config, 'is_encoder_decoder', False) else 'CAUSAL_LM'
+        task_type = language if has_head else 'FEATURE_EXTRACTION'
     config = {
         'peft_type': 'LORA',
         'task_type': task_type,

@@ -19,6 +19,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from chatgpt.nn import lora
+from chatgpt.nn.encoder_decoder import seq2seq_class
 from chatgpt.nn.gelu import use_fused_gelu
 from chatgpt.nn.heads import HEAD_FILE, SeededLinear, in_fp32, load_head, reward_head, save_head, set_state
 from chatgpt.nn.loading import (
@@ -33,7 +34,7 @@ from chatgpt.nn.loading import (
 from chatgpt.nn.packing import check_company, enable_packing, flat_hidden
 from chatgpt.nn.peft_format import adapter_base
 from chatgpt.nn.sources import WeightsSource, read_source_tensor
-from chatgpt.nn.trunk import base_model, hidden_size, looks_ahead
+from chatgpt.nn.trunk import base_model, hidden_size, is_encoder_decoder, looks_ahead
 from chatgpt.types import Batch
 
 BIAS_KEY = 'score_bias'
@@ -67,6 +68,8 @@ class RewardModel(TakesModel, nn.Module):
     ) -> None:
         super().__init__()
         whole = value_head is None and _is_classifier(model)
+        if whole and is_encoder_decoder(model):
+            seq2seq_class('AutoModelForSequenceClassification', model.config, type(model).__name__)
         self.model = model if whole else trunk_of(model)
         use_fused_gelu(self.model)
         if whole:

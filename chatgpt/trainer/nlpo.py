@@ -12,6 +12,7 @@ from torch import nn
 
 from chatgpt.functional.logprobs import WithEntropy
 from chatgpt.nn.nlpo import MaskedPolicy, masked_output
+from chatgpt.nn.trunk import is_encoder_decoder
 from chatgpt.rollout import LocalEngine
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.policy import Policy
@@ -46,6 +47,11 @@ class NLPOPolicy(Policy):
     ) -> None:
         super().__init__(strategy, actor, temperature, with_entropy)
         self.mask_model, self.top_p, self.interval = mask_model, top_p, interval
+        if is_encoder_decoder(getattr(strategy.unwrap(actor), 'model', None)):
+            raise ValueError(
+                'NLPO draws from two causal language models with one cache, and the actor is an encoder-decoder: leave '
+                'nlpo_top_p out'
+            )
         if engine is not None and not isinstance(engine, LocalEngine):
             raise ValueError(
                 f'NLPO draws from two models at once, which only LocalEngine does: {type(engine).__name__} would '

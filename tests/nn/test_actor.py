@@ -321,7 +321,7 @@ def test_what_is_no_causal_model_is_refused():
         Actor(BertLMHeadModel(BertConfig(**small)))
     assert Actor(BertLMHeadModel(BertConfig(**small, is_decoder=True)))
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
-    with pytest.raises(ValueError, match='is an encoder-decoder'):
+    with pytest.raises(ValueError, match='names no decoder_start_token_id'):
         Actor(t5)
     with pytest.raises(ValueError, match='it must give one number per state'):
         Actor(tiny_causal_lm('gpt2'), value_head=nn.Linear(32, 2))(collate(sequences()))

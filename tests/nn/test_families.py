@@ -280,27 +280,3 @@ def test_public_names_exist():
     assert kinds | {'Actor', 'Critic', 'RewardModel', 'PolicyOutput', 'DebertaRM', 'DebertaCritic'} <= set(
         chatgpt_nn.__all__
     )
-
-
-@pytest.mark.parametrize('kind', ['bart', 't5'])
-def test_encoder_decoders_are_refused_by_name(kind, tmp_path):
-    import transformers
-
-    if kind == 'bart':
-        sizes = {'encoder_layers': 1, 'decoder_layers': 1, 'encoder_attention_heads': 2, 'decoder_attention_heads': 2}
-        config = transformers.BartConfig(
-            vocab_size=64, d_model=16, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=32, **sizes
-        )
-    else:
-        config = transformers.T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    model = transformers.AutoModelForSeq2SeqLM.from_config(config)
-    model.save_pretrained(tmp_path)
-    for make in (chatgpt_nn.AutoActor, chatgpt_nn.AutoCritic, chatgpt_nn.AutoRM):
-        for given in ({'pretrained': tmp_path}, {'config': config}):
-            with pytest.raises(ValueError, match=rf'is an encoder-decoder \({kind}\)'):
-                make(**given)
-            with torch.device('meta'), pytest.raises(ValueError, match='is an encoder-decoder'):
-                make(**given)
-    for build in (chatgpt_nn.Critic, chatgpt_nn.RewardModel):
-        with pytest.raises(ValueError, match='is an encoder-decoder'):
-            build(model)

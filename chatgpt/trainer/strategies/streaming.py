@@ -263,10 +263,10 @@ class BlockStream:
     def arrive(self, i: int) -> None:
         """Before block i: its numbers are there, or on their way on the side stream."""
         slot = i % len(self.buffers)
+        if self.side is not None:  # for the copy of another block too: a decoder goes on without its encoder's
+            torch.cuda.current_stream(self.device).wait_event(self.copied[slot])
         if self.resident[slot] != i:
             self._copy(i)
-        elif self.side is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.copied[slot])
 
     def leave(self, i: int) -> None:
         """After block i, start copying the next block that uses its buffer; after the last block that is the first one,
