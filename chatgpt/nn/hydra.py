@@ -108,6 +108,10 @@ class TopBranch(nn.Module):
             if getattr(self, name) is not None and parent is not None:
                 self._slots.append(_Slot(parent, child, self, name))
         self.depth = 0
+        named = zip(('blocks', 'norm', 'head'), (nn.ModuleList(tops), parts.norm, parts.head), strict=True)
+        originals_by_name = {f'{n}.{k}': p for n, part in named if part is not None for k, p in part.named_parameters()}
+        self._never_other = {n for n, p in originals_by_name.items() if not p.requires_grad}
+        """copies of what is not trained, which may be read below as well: T5's position biases"""
         self.requires_grad_(False)
         self.eval()
 
@@ -141,7 +145,11 @@ class TopBranch(nn.Module):
     def negated(self) -> Iterator[None]:
         """Inside, the copy's numbers are other than the policy's: each with the other sign, to the bit and without
         memory for it."""
-        weights = [p for p in self.parameters() if p.is_floating_point() and p.dtype.itemsize > 1]
+        weights = [
+            p
+            for name, p in self.named_parameters()
+            if name not in self._never_other and p.is_floating_point() and p.dtype.itemsize > 1
+        ]
         for weight in weights:
             weight.data.neg_()
         try:

@@ -240,7 +240,7 @@ def _replacement(layer: nn.Module) -> Any:
 def reads_weight(kind: type, child: str) -> bool:
     """Whether modules of that class multiply by the weight of their layer `child` without calling it, as the kernels of
     Mamba and some routers do: an adapter beside that layer would not be heard."""
-    read = re.compile(rf'\bself\.{re.escape(child)}\.weight\b(?!\.(dtype|device|shape)|\[)')
+    read = re.compile(rf'(?<!isinstance\()\bself\.{re.escape(child)}\.weight\b(?!\.(dtype|device|shape)|\[)')
     for name, function in inspect.getmembers(kind, inspect.isfunction):
         code = inspect.unwrap(function).__code__
         if name.startswith('__') or child not in code.co_names or 'weight' not in code.co_names:

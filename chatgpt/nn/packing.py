@@ -406,7 +406,7 @@ def settle(module: nn.Module, device: torch.device, *, in_fp32: bool = False) ->
 
 def check_batch(module: Any, device: torch.device) -> Batch:
     """Two short sequences for an actor, critic or reward model."""
-    return collate(_records(text_config(module.model.config).vocab_size)).to(device)
+    return collate(_records(module.model)).to(device)
 
 
 def reshard(module: nn.Module) -> None:
