@@ -97,7 +97,8 @@ class ExactDraws:
         if not isinstance(engine, LocalEngine):
             raise ValueError(
                 f"reproducible='exact' draws again what rounding could change, which only LocalEngine can have done: "
-                f"{type(engine).__name__} computes elsewhere or otherwise; use engine='local' without rollout workers"
+                f"{type(engine).__name__} computes elsewhere or otherwise; use engine='local' without rollout workers, "
+                'which decodes no encoder-decoders'
             )
         self.engine = engine
         self.redrawn = self.changed = 0

@@ -1,0 +1,202 @@
+"""The hf engine with encoder-decoders: what it draws, records and refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from chatgpt.batching import collate
+from chatgpt.nn import Actor, ILQLModel
+from chatgpt.rollout import ExactDraws, HFEngine, LocalEngine, SamplingParams, stream_tokens
+from chatgpt.rollout.randomness import sample_keys, uniforms
+from chatgpt.rollout.registry import ENGINES, engine_for
+from chatgpt.rollout.wire import check_policy
+from chatgpt.testing import ENCODER_DECODERS, tiny_causal_lm
+from chatgpt.types import Prompt
+
+START = {'t5': 0, 'flan-t5': 0, 'bart': 2, 'marian': 0}
+
+every = pytest.mark.parametrize('family', ENCODER_DECODERS)
+
+
+def model(family: str) -> Any:
+    made = tiny_causal_lm(family, positions=32)
+    g = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=g))
+    return made
+
+
+def prompts() -> list[Prompt]:
+    g = torch.Generator().manual_seed(1)
+    return [Prompt(ids=torch.randint(3, 64, (length,), generator=g)) for length in (5, 3, 9, 1)]
+
+
+def begun(actor: Actor, **options: Any) -> HFEngine:
+    engine = HFEngine(**options)
+    engine.begin(actor)
+    return engine
+
+
+@torch.no_grad()
+def by_hand(actor: Any, family: str, prompt: Tensor, index: int, seed: int, length: int, top_k: int = 0) -> Any:
+    """Tokens and log-probs of one response, without a cache and one sequence at a time."""
+    ids, logprobs, filtered = [START[family]], [], []
+    for position in range(length):
+        out = actor.model(input_ids=prompt[None], decoder_input_ids=torch.tensor([ids]), output_hidden_states=True)
+        table = actor.head(out.decoder_hidden_states[-1][0, -1]).log_softmax(-1)
+        kept = table
+        if top_k:
+            kept = table.masked_fill(table < table.topk(top_k).values[-1], -torch.inf).log_softmax(-1)
+        u = float(uniforms(sample_keys(seed, torch.tensor([index])), torch.tensor(position)))
+        token = int((kept.exp().double().cumsum(0) <= u).sum())
+        ids.append(token)
+        logprobs.append(table[token])
+        filtered.append(kept[token])
+    return torch.tensor(ids[1:]), torch.stack(logprobs), torch.stack(filtered)
+
+
+@pytest.mark.parametrize('top_k', [0, 5])
+@every
+def test_draws_are_those_of_each_sequence_alone(family, top_k):
+    actor = Actor(model(family))
+    engine = begun(actor, max_batch_size=3)
+    sampling = SamplingParams(max_new_tokens=6, top_k=top_k, pad_token_id=9)
+    samples = engine.generate(prompts(), sampling, seed=3, indices=[4, 5, 6, 7])
+    for sample, prompt, index in zip(samples, prompts(), range(4, 8), strict=True):
+        ids, logprobs, filtered = by_hand(actor, family, prompt.ids, index, 3, 6, top_k)
+        assert sample.response_ids.tolist() == ids.tolist() and sample.finish_reason == 'length'
+        torch.testing.assert_close(sample.logprobs, logprobs, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(sample.filtered_logprobs, filtered, atol=1e-4, rtol=1e-4)
+        assert bool((sample.edge_distances < 1).all())
+    assert engine.reproducible
+    engine.end()
+
+
+@every
+def test_log_probs_are_the_actors(family):
+    actor = Actor(model(family))
+    engine = begun(actor)
+    ends = tuple(range(20, 36))
+    sampling = SamplingParams(max_new_tokens=8, temperature=0.7, top_p=0.9, min_new_tokens=2, eos_token_ids=ends)
+    samples = engine.generate(prompts() * 4, sampling, seed=1, indices=range(16))
+    engine.end()
+    got = actor(collate(samples), temperature=0.7).logprobs
+    torch.testing.assert_close(torch.cat([s.logprobs for s in samples]), got.detach(), atol=1e-4, rtol=1e-4)
+    assert {s.finish_reason for s in samples} == {'eos', 'length'}
+    for sample in samples:
+        last = [int(t) in ends for t in sample.response_ids]
+        assert last[1:-1] == [False] * (len(last) - 2) and len(last) >= 2 and not last[0]
+        assert sample.finish_reason == ('eos' if last[-1] else 'length') and (last[-1] or len(last) == 8)
+
+
+@every
+def test_greedy_is_transformers_own(family):
+    made = model(family)
+    engine = begun(Actor(made))
+    sampling = SamplingParams(max_new_tokens=5, do_sample=False)
+    samples = engine.generate(prompts(), sampling, seed=0, indices=range(4))
+    for sample, prompt in zip(samples, prompts(), strict=True):
+        want = made.generate(
+            prompt.ids[None],
+            max_new_tokens=5,
+            do_sample=False,
+            eos_token_id=None,
+            decoder_start_token_id=START[family],
+            num_beams=1,
+        )
+        assert sample.response_ids.tolist() == want[0, 1:].tolist()
+        assert torch.equal(sample.edge_distances, torch.ones(5))
+
+
+def test_extras_and_stops_and_own_limits():
+    actor = Actor(model('bart'))
+    engine = begun(actor)
+    plain = SamplingParams(max_new_tokens=6)
+    first = engine.generate(prompts(), plain, seed=3, indices=range(4))
+    barred = int(first[0].response_ids[0])
+    extra = SamplingParams(max_new_tokens=6, extra={'suppress_tokens': [barred]})
+    samples = engine.generate(prompts(), extra, seed=3, indices=range(4))
+    assert all(barred not in s.response_ids.tolist() for s in samples)
+    got = actor(collate(samples)).logprobs.detach()  # what was barred is in the filtered log-probs alone
+    torch.testing.assert_close(torch.cat([s.logprobs for s in samples]), got, atol=1e-4, rtol=1e-4)
+    assert bool((torch.cat([s.filtered_logprobs for s in samples]) > got).all())
+    stop = SamplingParams(max_new_tokens=6, stop=lambda ids: len(ids) == 2)
+    assert [s.num_actions for s in engine.generate(prompts(), stop, seed=3, indices=range(4))] == [2] * 4
+    limited = engine.generate(prompts(), plain, seed=3, indices=range(4), limits=[1, None, 3, 2])
+    assert [s.response_ids.tolist() for s in limited] == [
+        s.response_ids[:n].tolist() for s, n in zip(first, (1, 6, 3, 2), strict=True)
+    ]
+    two_beams = SamplingParams(max_new_tokens=4, do_sample=False, extra={'num_beams': 2})
+    beams = engine.generate(prompts(), two_beams, seed=0, indices=range(4))
+    got = actor(collate(beams)).logprobs.detach()
+    torch.testing.assert_close(torch.cat([s.logprobs for s in beams]), got, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize('family', ['t5', 'bart'])
+def test_ilql_draws_from_its_improved_policy(family):
+    torch.manual_seed(0)
+    ilql = ILQLModel(model(family)).eval()
+    with torch.no_grad():
+        for head in ilql.target_q_heads:
+            head[-1].weight.mul_(20)
+    with ilql.decoding(2.0):
+        engine = begun(ilql)
+        samples = engine.generate(prompts(), SamplingParams(max_new_tokens=4), seed=3, indices=range(4))
+        for sample, prompt, index in zip(samples, prompts(), range(4), strict=True):
+            ids, logprobs, _ = by_hand(ilql, family, prompt.ids, index, 3, 4)
+            assert sample.response_ids.tolist() == ids.tolist()
+            torch.testing.assert_close(sample.logprobs, logprobs, atol=1e-4, rtol=1e-4)
+        with pytest.raises(ValueError, match='only sampling and greedy decoding see; leave out num_beams'):
+            engine.generate(
+                prompts(), SamplingParams(max_new_tokens=4, extra={'num_beams': 2}), seed=3, indices=range(4)
+            )
+        engine.end()
+    engine = begun(ilql)
+    plain = engine.generate(prompts(), SamplingParams(max_new_tokens=4), seed=3, indices=range(4))
+    assert [s.response_ids.tolist() for s in plain] != [s.response_ids.tolist() for s in samples]
+
+
+# --- who generates, and what is refused -----------------------------------------------------------------------------
+
+
+def test_the_engine_is_chosen_in_one_place():
+    assert isinstance(engine_for(Actor(model('t5')), keep=False), HFEngine)
+    assert isinstance(engine_for(Actor(tiny_causal_lm('gpt2')), keep=False), LocalEngine)
+    assert ENGINES.find('auto').make('any') is None
+
+
+def test_engines_of_decoders_refuse_an_encoder_decoder():
+    actor = Actor(model('t5'))
+    with pytest.raises(ValueError, match="LocalEngine decodes causal language models, and T5.* use engine='hf'"):
+        LocalEngine().begin(actor)
+    for name in ('RemoteEngine', 'VLLMEngine'):
+        with pytest.raises(ValueError, match=f'{name} decodes causal language models'):
+            check_policy(actor, name)
+    with pytest.raises(ValueError, match='stream_tokens decodes causal'):
+        next(iter(stream_tokens(actor, torch.tensor([5]), SamplingParams(max_new_tokens=2), seed=0)))
+    with pytest.raises(ValueError, match='which decodes no encoder-decoders'):
+        ExactDraws(HFEngine())
+
+
+def test_prompts_that_do_not_fit_a_side():
+    engine = begun(Actor(model('bart')))
+    long = [Prompt(ids=torch.arange(3, 33))]
+    assert len(engine.generate(long, SamplingParams(max_new_tokens=31), seed=0, indices=[0])) == 1
+    with pytest.raises(ValueError, match="each side has the model's 32 positions"):
+        engine.generate(long, SamplingParams(max_new_tokens=32), seed=0, indices=[0])
+    with pytest.raises(ValueError, match="each side has the model's 32 positions"):
+        engine.generate([Prompt(ids=torch.arange(3, 36))], SamplingParams(max_new_tokens=2), seed=0, indices=[0])
+    engine = begun(Actor(model('t5')))
+    assert len(engine.generate(long, SamplingParams(max_new_tokens=40), seed=0, indices=[0])) == 1
+
+
+def test_a_later_turn_is_refused():
+    engine = begun(Actor(model('t5')))
+    with pytest.raises(ValueError, match='is an encoder-decoder, whose prompt cannot hold what it has written'):
+        engine.generate(prompts(), SamplingParams(max_new_tokens=2), seed=0, indices=range(4), offsets=[0, 3, 0, 0])
