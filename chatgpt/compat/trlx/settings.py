@@ -384,8 +384,8 @@ def generation(config: TRLConfig, *, experience: bool = False) -> dict[str, Any]
             if isinstance(value, list):
                 warn(f'gen_kwargs.{name}={value} is a sweep of the evaluation; rollouts take {value[0]}')
                 gen[name] = value[0]
-    if is_seq2seq(config) and gen.get('max_length') and 'max_new_tokens' not in gen:
-        gen['max_new_tokens'] = int(gen.pop('max_length')) - 1  # there of the decoder, its start token among them
+    if is_seq2seq(config) and (length := gen.pop('max_length', None)):  # of the decoder, its start token among them
+        gen.setdefault('max_new_tokens', int(length) - 1)
     return _lengths(gen)
 
 
