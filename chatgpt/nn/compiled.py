@@ -135,11 +135,19 @@ def _parts(block: nn.Module) -> list[nn.Module]:
 
 
 def _leave_attention_out() -> None:
-    """Register the packed attention so that graphs end before it and begin again after it."""
+    """Register the packed attention so that graphs of parts end before it and begin again after it. What is compiled
+    inside `not_compiled`, such as a decode step, goes through."""
     from transformers import AttentionInterface
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
-    AttentionInterface.register(ATTENTION, torch.compiler.disable(packed_attention))
+    AttentionInterface.register(ATTENTION, _attention)
+
+
+_left_out = torch.compiler.disable(packed_attention)
+
+
+def _attention(*args: Any, **kwargs: Any) -> Any:
+    return (packed_attention if getattr(_state, 'plain', False) else _left_out)(*args, **kwargs)
 
 
 def _has_compiler() -> bool:
