@@ -54,7 +54,7 @@ def compile_blocks(model: nn.Module, *, backend: str = 'inductor') -> int:
     Raises:
         ValueError: the model has no blocks, or on a machine without a C++ compiler, which inductor needs.
     """
-    if backend == 'inductor' and not _has_compiler():
+    if backend == 'inductor' and not has_compiler():
         raise ValueError('compile_blocks needs a C++ compiler (g++ or clang++, or CXX) for torch.compile; leave it out')
     blocks = _blocks(model)
     if not blocks:
@@ -150,5 +150,6 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
     return (packed_attention if getattr(_state, 'plain', False) else _left_out)(*args, **kwargs)
 
 
-def _has_compiler() -> bool:
+def has_compiler() -> bool:
+    """Whether there is a C++ compiler for inductor."""
     return any(shutil.which(name) for name in (os.environ.get('CXX', ''), 'c++', 'g++', 'clang++') if name)
