@@ -115,6 +115,12 @@ def cuda_parts() -> list[Part]:
         measure('capacity', 'capacity', 40, caps=[8 * GIB, 16 * GIB, 24 * GIB], options=['micro', 'lean']),
         measure('zero2', 'ppo', 34, part=colossalai, rungs=['s'], strategy='colossalai_zero2', **one),
         measure('gemini', 'ppo', 34, part=colossalai, rungs=['s'], strategy='colossalai_gemini', **one),
+        *(
+            measure(
+                name, 'ppo', 16, part=colossalai | {'extra': True}, rungs=['s'], strategy=f'colossalai_{name}', **one
+            )
+            for name in ('zero1', 'zero2_cpu', 'gemini_cpu')
+        ),
         measure(
             'decode-vllm',
             'decode_vllm',
@@ -211,6 +217,10 @@ def cpu_parts() -> list[Part]:
         ),
         measure('zero2', 'ppo', 40, part=colossalai, strategy='colossalai_zero2', **tiny),
         measure('gemini', 'ppo', 40, part=colossalai, strategy='colossalai_gemini', **tiny),
+        *(
+            measure(name, 'ppo', 40, part=colossalai | {'extra': True}, strategy=f'colossalai_{name}', **tiny)
+            for name in ('zero1', 'zero2_cpu', 'gemini_cpu')
+        ),
         measure(
             'decode-ways',
             'decode_ways',
@@ -224,6 +234,7 @@ def cpu_parts() -> list[Part]:
             ways=['plain', 'fixed'],
         ),
         measure('logprobs', 'head', 30, part={'extra': True}, sizes=[[16, 40]], vocab=512),
+        measure('compiled-blocks', 'blocks', 60, part={'extra': True}, layers=1, width=32, repeats=1, backend='eager'),
         measure('opt-1.3b-lora', 'ppo', 30, part={'extra': True}, ladder='opt', lora_rank=2, **tiny),
     ]
 

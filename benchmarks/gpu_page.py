@@ -94,7 +94,7 @@ def table(content: Record) -> str:
         for p in content['parts']
     ]
     lines += lines_of('part | status | s / budget | what came out', parts)
-    for make in (_failed_tests, _decode, _ppo, _peers, _memory, _capacity, _ways, _logprobs):
+    for make in (_failed_tests, _decode, _ppo, _peers, _memory, _capacity, _ways, _logprobs, _blocks):
         lines += make(content)
     return '\n'.join(lines).strip() + '\n'
 
@@ -171,6 +171,14 @@ def _logprobs(content: Record) -> list[str]:
     cases = [case for _, r in with_result(content, 'head') for case in r.get('cases', ())]
     rows = [[c['case'], f'{c["tokens"]} x {c["width"]}', f'{c["seconds"]:.4f}', bytes_of(c['bytes'])] for c in cases]
     return lines_of('log-probs | tokens x width | s | peak', rows)
+
+
+def _blocks(content: Record) -> list[str]:
+    rows = [
+        [name, f'{r["plain_s"]:.3f}', f'{r["compiled_s"]:.3f}', f'{r["first_call_s"]:.1f}', f'{r["difference"]:.1e}']
+        for name, r in with_result(content, 'blocks')
+    ]
+    return lines_of('compiled blocks | plain, s | compiled, s | first call, s | difference of log-probs', rows)
 
 
 # ---------------------------------------------------------------------- docs/gpu.md

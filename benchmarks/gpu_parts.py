@@ -236,6 +236,10 @@ def blocks(note: Note, **settings: Any) -> None:
     """Transformer blocks compiled and not: `logprobs.py`."""
     import logprobs
 
+    from chatgpt.nn.compiled import has_compiler
+
+    if not has_compiler():
+        raise LeftOut('torch.compile needs a C++ compiler (g++ or clang++, or CXX)')
     note.write(**logprobs.compare_blocks(note.device.type, **settings))
 
 

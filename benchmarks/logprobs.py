@@ -153,7 +153,9 @@ def differences(device: str, kernel: str, vocab: int = 5003) -> dict[str, float]
     }
 
 
-def compare_blocks(device: str = 'cuda', *, layers: int = 4, width: int = 512, repeats: int = 5) -> dict[str, Any]:
+def compare_blocks(
+    device: str = 'cuda', *, layers: int = 4, width: int = 512, repeats: int = 5, backend: str = 'inductor'
+) -> dict[str, Any]:
     """A llama's forward and backward with its blocks compiled and not: seconds of each, of the first call, and the
     relative difference of log-probs."""
     from copy import deepcopy
@@ -186,7 +188,7 @@ def compare_blocks(device: str = 'cuda', *, layers: int = 4, width: int = 512, r
     )
     plain = LlamaActor(config=config).to(device)
     compiled = deepcopy(plain)
-    compile_blocks(compiled)
+    compile_blocks(compiled, backend=backend)
     batches = [batch(seed) for seed in range(repeats + 1)]
     clock = time.process_time if device == 'cpu' else time.perf_counter
 

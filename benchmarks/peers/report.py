@@ -40,7 +40,7 @@ WITHOUT = """
 `python benchmarks/vs_peers.py --without-16-bits --only bf16`, on {cpu} with `{variables}`, under which oneDNN has no
 instructions for 16 bits, on both sides ({rounds} rounds; a stand-in for an older CPU, on a machine under load). torch then imitates products of
 16-bit matrices, several times slower than fp32. Here learning rounds its inputs to bf16, multiplies in fp32 and rounds once; responses, scores and
-values are in fp32 (docs/strategies.md). "All by torch": the same with all of these left to torch's imitation. Numbers: `benchmarks/results/peers/without_16_bits/`. Cases that are
+values are in fp32 (docs/strategies.md). "All by torch": the same with all of these left to torch's imitation, in earlier runs. Numbers: `benchmarks/results/peers/without_16_bits/`. Cases that are
 not here were not run.
 
 {table}"""

@@ -54,7 +54,7 @@ def compile_blocks(model: nn.Module, *, backend: str = 'inductor') -> int:
     Raises:
         ValueError: the model has no blocks, or on a machine without a C++ compiler, which inductor needs.
     """
-    if backend == 'inductor' and not _has_compiler():
+    if backend == 'inductor' and not has_compiler():
         raise ValueError('compile_blocks needs a C++ compiler (g++ or clang++, or CXX) for torch.compile; leave it out')
     blocks = _blocks(model)
     if not blocks:
@@ -135,12 +135,21 @@ def _parts(block: nn.Module) -> list[nn.Module]:
 
 
 def _leave_attention_out() -> None:
-    """Register the packed attention so that graphs end before it and begin again after it."""
+    """Register the packed attention so that graphs of parts end before it and begin again after it. What is compiled
+    inside `not_compiled`, such as a decode step, goes through."""
     from transformers import AttentionInterface
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
-    AttentionInterface.register(ATTENTION, torch.compiler.disable(packed_attention))
+    AttentionInterface.register(ATTENTION, _attention)
 
 
-def _has_compiler() -> bool:
+_left_out = torch.compiler.disable(packed_attention)
+
+
+def _attention(*args: Any, **kwargs: Any) -> Any:
+    return (packed_attention if getattr(_state, 'plain', False) else _left_out)(*args, **kwargs)
+
+
+def has_compiler() -> bool:
+    """Whether there is a C++ compiler for inductor."""
     return any(shutil.which(name) for name in (os.environ.get('CXX', ''), 'c++', 'g++', 'clang++') if name)

@@ -174,20 +174,31 @@ class LiveBytes(TorchDispatchMode):
         self.live -= size
 
 
+class _KeepsLayers:
+    """A `layerdrop` that no random number is below: that of a fake tensor cannot be compared."""
+
+    def __gt__(self, other: Any) -> bool:
+        return False
+
+
 @contextmanager
 def faked(model: nn.Module) -> Iterator[Any]:
     """Inside, a meta module has fake CPU tensors, which run every operation's shapes and none of its numbers.
 
     transformers looks for sequences in one row in the numbers of the positions, and where it cannot look, as here,
-    makes a mask in case. The rows of `batch_of` hold one sequence each, for which a run makes none.
+    makes a mask in case. The rows of `batch_of` hold one sequence each, for which a run makes none. OPT of transformers
+    5.17 makes a mask of ones and asks whether it is of ones alone.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import masking_utils
 
     made: dict[int, Any] = {}
     one_per_row = mock.patch.object(masking_utils, 'find_packed_sequence_indices', lambda position_ids: None)
-    with one_per_row, FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    all_real = mock.patch.object(masking_utils, 'fast_all', lambda mask: True, create=True)
+    with one_per_row, all_real, FakeTensorMode(allow_non_fake_inputs=True) as mode:
         for owner in model.modules():
+            if hasattr(owner, 'layerdrop'):
+                owner.layerdrop = _KeepsLayers()
             for key, parameter in owner._parameters.items():
                 if parameter is not None:
                     if id(parameter) not in made:
@@ -322,10 +333,9 @@ def cache_elements(config: Any, tensor_parallel: int = 1) -> int:
         with torch.device('meta'):
             model = AutoModelForCausalLM.from_config(small).eval()
             keep_part(model, tensor_parallel)
-            cache: Any = DynamicCache()
-            ids = torch.zeros(1, 1, dtype=torch.int64)
-            with torch.no_grad():
-                model(ids, past_key_values=cache, use_cache=True)
+        cache: Any = DynamicCache()
+        with faked(model), torch.no_grad():
+            model(torch.zeros(1, 1, dtype=torch.int64), past_key_values=cache, use_cache=True)
         return sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
 
     return probe(min(num_layers(config), 2)) * num_layers(config) // min(num_layers(config), 2)

@@ -5,7 +5,8 @@ Weights move only inside optimizer steps. So there are four cases:
 
 - *Since the last phase no optimizer has stepped* (a reward function raised, the first loss was not finite): the
   counters go back to that phase, and its checkpoint is the one that an undisturbed run would have written. A resume
-  continues it, on a CPU bit for bit, but for samples that were generated ahead (`max_staleness`), which are asked for again.
+  continues it, on a CPU bit for bit, but for samples that were generated ahead (`max_staleness`): they are asked for
+  again.
 - *Some have, and the trainer's counters can tell which* (offline training, whose data position counts batches): the
   same, from the last finished step.
 - *Some have, in the middle of a phase of collected experience*, which no checkpoint holds: the counters go back to the

@@ -2,8 +2,8 @@
 
 A stop in the middle of collecting drops the phase: a resume generates its samples again, on a CPU the same tokens from
 (seed, sample index, position), and plays their episodes again, from the same seeds with the same responses. That gives
-the same run to the bit if environments follow from their seed and the responses alone. Whether they do is checked here: a
-checkpoint holds, of each episode of a dropped phase and of each of its turns, a digest of the response, a digest of
+the same run to the bit if environments follow from their seed and the responses alone. Whether they do is checked here:
+a checkpoint holds, of each episode of a dropped phase and of each of its turns, a digest of the response, a digest of
 what the environment answered (observation and rewards), and the observation's beginning.
 
 An answer that differs is a warning, and not an error: the new episode is whole in itself and nothing wrong is learned

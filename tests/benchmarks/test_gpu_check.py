@@ -24,6 +24,7 @@ import wheels
 from gpu_check import Part
 
 ROOT = Path(__file__).resolve().parents[2]
+UPSTREAM = ('zero1', 'zero2_cpu', 'gemini_cpu')
 WRITE = 'import json, sys; json.dump({content}, open(sys.argv[1], "w"))'
 FAKE_WORKER = """
 import json, os, sys, time
@@ -338,6 +339,7 @@ def command(*flags: str, timeout: float = 110.0) -> subprocess.CompletedProcess[
 @pytest.mark.timeout(400)
 def test_the_rehearsal_on_a_cpu(tmp_path):
     names = ['device', 'decode-gpt2', 'decode-qwen2', 'ppo-s', 'trunk-7b', 'ddp', 'fsdp_cpu', 'capacity', 'trl-1.12']
+    names += [*UPSTREAM, 'compiled-blocks']
     done = command('--device', 'cpu', '--parts', *names, '--out', str(tmp_path), timeout=390)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = tmp_path.glob('*.json')
@@ -348,16 +350,21 @@ def test_the_rehearsal_on_a_cpu(tmp_path):
     assert (left_out['status'], left_out['reason']) == ('left out', 'WHEELS=folder has no folder trl_ppo of its wheels')
     if parts['trunk-7b']['status'] == 'left out':
         assert 'bitsandbytes' in parts.pop('trunk-7b')['reason']
+    for name in UPSTREAM:
+        if parts[name]['status'] == 'left out':
+            assert 'not installed' in parts.pop(name)['reason']
     results = {name: p['result'] for name, p in parts.items()}
     assert results['device']['matmul_tflops']['float32'] > 1e-4
     assert [d['model'] for d in content['decode']] == ['tiny-gpt2', 'tiny-qwen2']
     for name in ('decode-gpt2', 'decode-qwen2'):
         generated = results[name]['generate']['without cuDNN']
         assert generated['tokens_per_s'] == pytest.approx(4 * 16 / generated['seconds'])
-    for name in ('ppo-s', 'ddp', 'fsdp_cpu'):
+    for name in {'ppo-s', 'ddp', 'fsdp_cpu', *UPSTREAM} & results.keys():
         assert results[name]['rung'] == 'tiny' and 0 < results[name]['share_of_peak']['learn'] < 1
+        assert results[name]['memory']['planned_peak'] > 0
     assert results['capacity']['rows'][0]['rung'] is not None
     assert 'planned' in results.get('trunk-7b', {'planned': {}})
+    assert results['compiled-blocks']['difference'] < 1e-3 and '| compiled blocks |' in done.stdout
     assert f'passed: {path}' in done.stdout and '| PPO | rung | part |' in done.stdout
 
 

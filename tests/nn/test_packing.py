@@ -3,6 +3,7 @@ neighbours."""
 
 from __future__ import annotations
 
+import inspect
 from copy import deepcopy
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from packing_cases import OTHERS, SIZES, gradients, model_of, sequences
 from torch import nn
 from transformers import AutoModelForCausalLM, MistralConfig
+from transformers.models.doge.modeling_doge import DogeModel
 
 from chatgpt.batching import collate, packing_of
 from chatgpt.nn import Actor, AutoActor, AutoCritic, Critic, RewardModel, initial_tensors
@@ -273,6 +275,12 @@ def filled(build):
 def test_a_model_that_does_not_hand_on_the_packing_says_so_and_then_runs_padded(kind, cls):
     make = AutoActor if cls is Actor else AutoCritic
     torch.manual_seed(0)
+    if kind == 'doge' and 'allow_is_causal_skip' not in inspect.getsource(DogeModel.forward):
+        with pytest.raises(
+            ValueError, match='DogeModel gives a token other numbers'
+        ):  # transformers 5.17's looks ahead
+            make(config=small_config(kind))
+        return
     want = make(config=small_config(kind)).eval()
     module = filled(lambda: make(config=small_config(kind)))
     trunk = base_model(module.model)

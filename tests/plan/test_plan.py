@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 
 from chatgpt.nn import Actor, Critic
 from chatgpt.plan import Setup, cheapest_change, explain_out_of_memory, make_plan, models, parse_bytes, show_bytes
@@ -161,6 +162,18 @@ def test_activations_are_those_of_a_real_pass(kind, checkpointing, precision):
     planned = models.learning_bytes(kind, CONFIG, setup, 4, growing=4.0)
     assert planned == pytest.approx(live.peak, rel=0.01)
     assert models.learning_bytes(kind, CONFIG, setup, 8, growing=4.0) > 1.2 * planned  # negative control
+
+
+@pytest.mark.parametrize('kind', ['OPT', 'BioGpt'])
+def test_models_that_may_drop_layers_are_planned_with_all_of_them(kind):
+    """They draw a number for each layer in training, which a trace could not compare."""
+    sizes = {'hidden_size': 16, 'num_hidden_layers': 2, 'num_attention_heads': 2, 'vocab_size': 40}
+    make = getattr(transformers, f'{kind}Config')
+    plans = [
+        make_plan(Setup(config=make(**sizes, max_position_embeddings=32, layerdrop=p), max_new_tokens=8, on_cuda=False))
+        for p in (0.0, 0.9)
+    ]
+    assert plans[0].phases == plans[1].phases
 
 
 def test_depth_is_extrapolated():

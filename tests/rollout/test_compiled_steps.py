@@ -14,6 +14,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from chatgpt.nn import Actor
+from chatgpt.nn.compiled import compile_blocks
 from chatgpt.rollout import LocalEngine, SamplingParams
 from chatgpt.testing import tiny_causal_lm
 from chatgpt.testing.pretend_cuda import pretend_cuda
@@ -61,6 +62,7 @@ def phases(actor, engine):
 @pytest.fixture
 def traced(monkeypatch):
     torch._dynamo.reset()
+    counters.clear()
     monkeypatch.setattr(torch, 'compile', functools.partial(torch.compile, backend='eager'))
 
 
@@ -69,6 +71,14 @@ def test_buckets_and_phases_share_what_was_compiled(traced, keep):
     engine = LocalEngine(fixed_steps='compiled', keep=keep)
     found = phases(Actor(tiny_causal_lm('gpt2')), engine)
     assert 1 <= found[0] <= 2 and found[1:] == [0, 0, 0]
+
+
+def test_blocks_that_are_compiled_for_learning_leave_decode_steps_whole(traced):
+    actor, engine = Actor(tiny_causal_lm('gpt2')), LocalEngine(fixed_steps='compiled', keep=True)
+    compile_blocks(actor, backend='eager')
+    found = phases(actor, engine)
+    assert 1 <= found[0] <= 2 and found[1:] == [0, 0, 0]
+    assert not counters['graph_break']
 
 
 @pytest.mark.slow
