@@ -1,0 +1,112 @@
+"""The commands over folders of several kinds: the same text from each, and the same line where one is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import call
+from safetensors.torch import load, load_file
+
+from chatgpt import quickstart
+from chatgpt.dataset import embedded
+from chatgpt.nn import GPTActor
+from chatgpt.plan.__main__ import main as planner
+
+
+@pytest.fixture(scope='module')
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One GPT-2 in several folders, and some that are wrong."""
+    root = tmp_path_factory.mktemp('folders')
+    torch.manual_seed(0)
+    actor = GPTActor(config=embedded.demo_config())
+    with torch.no_grad():  # numbers that 16 bits hold
+        for parameter in actor.parameters():
+            parameter.copy_(parameter.bfloat16())
+    actor.save_pretrained(root / 'plain', tokenizer=embedded.demo_tokenizer())
+    actor.save_pretrained(root / 'bf16', tokenizer=embedded.demo_tokenizer(), dtype=torch.bfloat16)
+    for name in ('pickled', 'quantized', 'code', 'empty'):
+        shutil.copytree(root / 'plain', root / name)
+    weights = root / 'pickled' / 'model.safetensors'
+    torch.save(load(weights.read_bytes()), root / 'pickled' / 'pytorch_model.bin')
+    weights.unlink()
+    (root / 'empty' / 'model.safetensors').unlink()
+    for name, settings in (
+        ('quantized', {'quantization_config': {'quant_method': 'gptq', 'bits': 4}}),
+        ('code', {'model_type': 'own_model', 'auto_map': {'AutoConfig': 'own.Config'}}),
+    ):
+        path = root / name / 'config.json'
+        path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    (root / 'prompts.jsonl').write_text('{"prompt": "one day a fox"}\n')
+    (root / 'examples.jsonl').write_text('{"prompt": "one day", "response": " a fox"}\n' * 4)
+    (root / 'score.py').write_text('def words(prompts, responses, **columns):\n    return [1.0 for _ in responses]\n')
+    return root
+
+
+@pytest.mark.parametrize('name', ['bf16', 'pickled'])
+def test_each_folder_writes_the_same_text(name, monkeypatch, capsys, folders):
+    told = []
+    for folder in ('plain', name):
+        assert (
+            call(monkeypatch, 'generate', str(folders / folder), 'one day a fox', '--seed=1', '--max_new_tokens=8') == 0
+        )
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1] and told[0].startswith('> one day a fox\n')
+
+
+SAID = {
+    'quantized': 'holds quantized weights (GPTQ)',
+    'code': 'brings code of its own (auto_map in config.json)',
+    'empty': 'it holds no weights: neither model.safetensors nor pytorch_model.bin',
+}
+
+
+@pytest.mark.parametrize('name', SAID)
+@pytest.mark.parametrize('word', ['generate', 'evaluate', 'sft'])
+def test_each_command_refuses_in_the_same_words(word, name, monkeypatch, capsys, folders, tmp_path):
+    words = {
+        'generate': ['generate', str(folders / name), 'one day'],
+        'evaluate': [
+            'evaluate',
+            str(folders / name),
+            str(folders / 'prompts.jsonl'),
+            f'--reward_fn={folders}/score.py:words',
+        ],
+        'sft': [
+            'sft',
+            str(folders / 'examples.jsonl'),
+            f'--pretrain={folders / name}',
+            f'--save_path={tmp_path / "run"}',
+        ],
+        'plan': ['plan', 'sft', f'--pretrain={folders / name}', '--gpu_memory=8', '--cpu'],
+    }[word]
+    assert call(monkeypatch, *words) != 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if SAID[name] in line]
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize('name', ['quantized', 'code'])
+def test_the_planner_too(name, capsys, folders):
+    assert planner([str(folders / name), '--cpu', '--memory=1GiB']) == 2
+    error = capsys.readouterr().err
+    assert SAID[name] in error and error.count('\n') == 1
+    assert planner([str(folders / 'empty'), '--cpu', '--memory=8GiB']) == 0  # it needs no weights
+
+
+@pytest.mark.parametrize('name', ['bf16', 'plain'])
+def test_a_run_writes_the_dtype_that_it_began_from(name, monkeypatch, capsys, folders, tmp_path):
+    run = tmp_path / 'run'
+    words = [str(folders / 'examples.jsonl'), f'--pretrain={folders / name}', f'--save_path={run}', '--max_steps=1']
+    assert call(monkeypatch, 'sft', *words) == 0
+    dtypes = {t.dtype for t in load_file(run / 'actor' / 'model.safetensors').values()}
+    assert dtypes == {torch.bfloat16 if name == 'bf16' else torch.float32}
+    checkpoints = {t.dtype for f in run.rglob('checkpoints/**/*.safetensors') for t in load_file(f).values()}
+    assert torch.bfloat16 not in checkpoints
+
+
+def test_one_call_in_python(folders, tmp_path):
+    with pytest.raises(ValueError, match='holds quantized weights'):
+        quickstart.train(model=str(folders / 'quantized'), samples=['one day a fox'] * 4)
