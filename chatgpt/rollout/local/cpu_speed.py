@@ -80,13 +80,13 @@ class PackedModules:
         for module in model.modules():
             if 'forward' in vars(module):  # already wrapped by somebody else
                 continue
-            is_linear = type(module) in (nn.Linear, Conv1D, LoRALinear, LoRAConv1D)
-            # tensors made in inference mode have no version counter, so a change of theirs would go unnoticed
-            if not is_linear or module.weight.numel() < least:
+            weight: Any = getattr(module, 'weight', None)
+            if type(module) not in (nn.Linear, Conv1D, LoRALinear, LoRAConv1D) or weight.numel() < least:
                 continue
-            if type(module.weight) is nn.Parameter and not module.weight.is_inference():
+            # tensors made in inference mode have no version counter, so a change of theirs would go unnoticed
+            if type(weight) is nn.Parameter and not weight.is_inference():
                 self.modules.append(module)
-                size += module.weight.numel() * 4
+                size += weight.numel() * 4
         if size > MAX_PACKED_BYTES or not self._works():
             self.modules = []
 
