@@ -409,7 +409,7 @@ def check_hydra(owner: nn.Module) -> None:
                 from_trunk = branch(trunk)
     except torch.OutOfMemoryError:
         raise
-    except _NOT_THIS_WAY as error:
+    except (*_NOT_THIS_WAY, ValueError) as error:
         line = (str(error).splitlines() or [''])[0]
         raise ValueError(
             f'num_layers_unfrozen: the top blocks of {name} cannot be computed apart ({type(error).__name__}: {line}); '
@@ -429,7 +429,8 @@ def check_hydra(owner: nn.Module) -> None:
         )
     if not torch.equal(hidden, from_trunk):
         raise ValueError(
-            f'num_layers_unfrozen: {name} does more above its blocks than a norm, or they hand on more than hidden states; supported are {SUPPORTED}'
+            f'num_layers_unfrozen: {name} does more above its blocks than a norm, or they hand on more than hidden '
+            f'states; supported are {SUPPORTED}'
         )
 
 

@@ -228,7 +228,12 @@ def load_model(
     if checkpoint:
         # transformers 5.17 has only the older name, which 5.23 deprecates
         enable = getattr(model, 'activation_checkpointing_enable', model.gradient_checkpointing_enable)
-        enable({'use_reentrant': False})
+        try:
+            enable({'use_reentrant': False})
+        except ValueError:
+            raise ValueError(
+                f'checkpoint=True: {type(model).__name__} cannot recompute its activations; leave it out'
+            ) from None
     return model
 
 

@@ -26,12 +26,13 @@ def check_records(what: str, records: Iterable[SequenceOf[Sequence]], model: nn.
     config = getattr(getattr(model, 'model', None), 'config', None)
     if config is None:
         return
-    size, limit = getattr(text_config(config), 'vocab_size', None), position_limit(config)
+    size: int | None = getattr(text_config(config), 'vocab_size', None)
+    limit = position_limit(config)
     apart = getattr(config, 'is_encoder_decoder', False)  # which numbers prompt and response each from 0
     for i, sequences in enumerate(records):
         for s in sequences:
-            for ids in (s.prompt_ids, s.response_ids) if size is not None else ():
-                if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+            for ids in (s.prompt_ids, s.response_ids):
+                if size is not None and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < size:
                     outside = int(ids.max()) if int(ids.max()) >= size else int(ids.min())
                     raise ValueError(
                         f"{what}[{i}] has the token id {outside}, outside of the model's vocabulary of {size} tokens; "

@@ -7,7 +7,9 @@ import time
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, MistralConfig
 
+from chatgpt.batching import collate
 from chatgpt.environments import Environment, EnvironmentSettings
 from chatgpt.nn import Actor
 from chatgpt.nn.lora import convert_to_lora
@@ -130,6 +132,31 @@ def test_how_long_an_environment_thinks_cannot_be_seen(max_batch_size):
     first = play(LocalEngine(**engine), actor, pause=0.02)
     same(first, play(LocalEngine(**engine), actor, pause=0.02), bits=True)
     same(first, play(LocalEngine(**engine), actor), bits=True)
+
+
+@pytest.mark.parametrize('fixed_steps', [False, True])
+def test_turns_beyond_the_attention_window(fixed_steps):
+    """The log-probs are those of the actor's forward, whose mask has the window."""
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=len(TOKENIZER),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=24,
+        max_position_embeddings=256,
+        initializer_range=0.1,
+    )
+    actor = Actor(AutoModelForCausalLM.from_config(config))
+    engine = {'max_batch_size': 3, 'fixed_steps': fixed_steps}
+    samples = play(LocalEngine(**engine), actor)
+    assert sum(s.num_tokens > 24 for s in samples) > 3 and len({len(s.episode.turns) for s in samples}) > 1
+    with torch.no_grad():
+        for s in samples:
+            plain = actor.eval()(collate([s])).logprobs[s.response_mask]
+            assert torch.allclose(plain, s.logprobs[s.response_mask], atol=1e-4)
 
 
 def test_every_token_is_computed_once(monkeypatch):

@@ -1,9 +1,11 @@
 """What is checked of a model type, each by comparing two ways to the same numbers.
 
-A check returns nothing, or raises: `Refused` where the library says no by name, anything else where it is wrong.
+A check returns nothing or a remark, or raises. A ValueError of the library that names the model or its folder is a
+refusal; anything else is a crash or a wrong number.
 
-    python tests/families/family_checks.py --page docs/models.md
     python tests/families/family_checks.py llama mixtral
+    python tests/families/family_checks.py --json found.json --page docs/models.md
+    python tests/families/family_checks.py --json found.json --speed llama mixtral --page docs/models.md
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import re
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
@@ -27,6 +31,7 @@ from family_configs import BIG, VOCAB, family_config, model_types
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+import chatgpt
 from chatgpt.batching import collate
 from chatgpt.nn import AutoActor, AutoCritic, AutoRM, initial_tensors
 from chatgpt.nn.dropout import dropout_off
@@ -53,6 +58,7 @@ def sequences(seed: int = 1) -> list[Sequence]:
 
 
 LIMIT_S = 300
+LIBRARY = str(Path(chatgpt.__file__).parent)
 
 
 class Wrong(AssertionError):
@@ -124,7 +130,7 @@ def meta(family: Family) -> str:
         checked |= {id(tensor)} if name in got else set()
     missing = [name for name, tensor in _tensors(family.actor) if id(tensor) not in checked]
     if missing:  # which FSDPStrategy refuses in these words
-        raise ValueError(f'nothing says what these parameters start as: {missing[0]}')
+        raise Refused(f'{family.model_type}: nothing says what these parameters start as: {missing[0]}')
     return ''
 
 
@@ -186,7 +192,7 @@ def hydra(family: Family) -> str:
     """With the top block trained, the reference is the model as it was, also from the policy's own pass."""
     actor, batch = AutoActor(family.folder, num_layers_unfrozen=1).eval(), collate(sequences())
     g = torch.Generator().manual_seed(5)
-    for name, parameter in actor.named_parameters():
+    for parameter in actor.parameters():
         if parameter.requires_grad and parameter.dim() > 1:
             parameter += torch.randn(parameter.shape, generator=g) * 0.05
     if float((actor(batch).logprobs - torch.cat(family.plain)).abs().max()) < 1e-3:
@@ -249,6 +255,8 @@ def checkpointing(family: Family) -> str:
     return ''
 
 
+SPEED = 'local ÷ generate'
+"""the column of `check_speed`"""
 CHECKS: dict[str, Callable[[Family], str]] = {
     'forward': forward,
     'meta': meta,
@@ -274,14 +282,26 @@ def check(model_type: str) -> dict[str, str]:
             family = Family(model_type, Path(folder))
         except Exception as error:
             return {'config': f'none: {_line(error)}'}
-        return {name: _outcome(fn, family) for name, fn in CHECKS.items()}
+        return {name: outcome(fn, family) for name, fn in CHECKS.items()}
 
 
-def check_apart(model_type: str) -> dict[str, str]:
+def check_speed(model_type: str) -> dict[str, str]:
+    """CPU seconds of `model.generate` divided by those of the local engine, for as many tokens of a model 256 wide, on
+    one thread: the median of nine pairs, on a machine that others used too; – where it was not measured."""
+    from family_speed import speed
+
+    transformers.logging.set_verbosity_error()
+    try:
+        return {SPEED: f'ok: {speed(model_type):.2f}'}
+    except Exception as error:
+        return {SPEED: f'none: {_line(error)}'}
+
+
+def check_apart(model_type: str, checked: Callable[[str], dict[str, str]] = check) -> dict[str, str]:
     """In a process of its own: some types change transformers for those after them, and some take all memory."""
     context = multiprocessing.get_context('fork')  # what is imported here needs no second import there
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=lambda: there.send(check(model_type)))
+    process = context.Process(target=lambda: there.send(checked(model_type)))
     process.start()
     there.close()
     try:
@@ -295,11 +315,13 @@ def check_apart(model_type: str) -> dict[str, str]:
         process.join()
 
 
-def _outcome(fn: Callable[[Family], str], family: Family) -> str:
+def outcome(fn: Callable[[Family], str], family: Family) -> str:
     try:
         remark = fn(family)
-    except ValueError as error:
+    except Refused as error:
         return f'no: {_line(error)}'
+    except ValueError as error:
+        return f'{"no" if _is_refusal(error, family) else "CRASH"}: {_line(error)}'
     except Wrong as error:
         return f'WRONG: {_line(error)}'
     except Exception as error:
@@ -307,9 +329,17 @@ def _outcome(fn: Callable[[Family], str], family: Family) -> str:
     return f'ok: {remark}' if remark else 'ok'
 
 
+def _is_refusal(error: ValueError, family: Family) -> bool:
+    """Whether the library itself raised this, and says of which model or folder."""
+    innermost = traceback.extract_tb(error.__traceback__)[-1].filename
+    names = (type(family.model).__name__, type(base_model(family.model)).__name__, str(family.folder))
+    return innermost.startswith(LIBRARY) and any(name in str(error) for name in names)
+
+
 def _line(error: Exception) -> str:
-    text = (str(error).strip().splitlines() or [''])[0]
-    return (text if isinstance(error, (ValueError, Wrong)) else f'{type(error).__name__}: {text}')[:200]
+    """Its first line, without the folder's name, which is another in every run."""
+    text = re.sub(r"'?\S*/tmp\w+(/model\.safetensors)?'?", 'the folder', (str(error).strip().splitlines() or [''])[0])
+    return (text if isinstance(error, (ValueError, Wrong, Refused)) else f'{type(error).__name__}: {text}')[:300]
 
 
 def main() -> None:
@@ -317,13 +347,20 @@ def main() -> None:
     parser.add_argument('types', nargs='*', help='model types; all of them unless given')
     parser.add_argument('--page', type=Path, help='write the page of models')
     parser.add_argument('--json', type=Path, help='add what is found to this file; what is there is not checked again')
+    parser.add_argument('--speed', action='store_true', help='measure speed instead, of those checked before')
     args = parser.parse_args()
+    torch.set_num_threads(1)
     found = json.loads(args.json.read_text()) if args.json and args.json.is_file() else {}
     for model_type in args.types or model_types():
-        if model_type in found:
-            continue
         begin = time.perf_counter()
-        found[model_type] = check_apart(model_type)
+        if args.speed:
+            if SPEED in found.get(model_type, {}) or not found.get(model_type, {}).get('local', '').startswith('ok'):
+                continue
+            found[model_type] |= check_apart(model_type, check_speed)
+        elif model_type in found:
+            continue
+        else:
+            found[model_type] = check_apart(model_type)
         wrong = {name: text for name, text in found[model_type].items() if not text.startswith('ok')}
         print(f'{model_type} {time.perf_counter() - begin:.0f} s {wrong or "ok"}', flush=True)
         if args.json:

@@ -39,6 +39,8 @@ SIZES: dict[str, Any] = {
     'bos_token_id': 1,
     'eos_token_id': 2,
 }
+WIDTHS = tuple(name for name, value in SIZES.items() if 'vocab' not in name and value in (32, 48, 8, 16))
+"""sizes that grow with the width"""
 MLA = {'qk_rope_head_dim': 4, 'qk_nope_head_dim': 4, 'head_dim': 4, 'num_key_value_heads': 4}
 """of multi-head latent attention, where head_dim is the rotary part"""
 OWN: dict[str, dict[str, Any]] = {
@@ -122,32 +124,35 @@ def model_types() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def family_config(model_type: str) -> Any:
-    """Two layers, 32 wide. Raises ValueError for what is left out, and what the config's class raises where that is not
-    a model."""
+def family_config(model_type: str, width: int = 32) -> Any:
+    """Two layers, 32 wide; or wider, where a type has no sizes of its own here.
+
+    Raises ValueError for what is left out, and what the config's class raises where that is not a model.
+    """
     if model_type in LEFT_OUT:
         raise ValueError(LEFT_OUT[model_type])
     usual = AutoConfig.for_model(model_type)
-    sizes = {name: value for name, value in SIZES.items() if _has(usual, name)} | OWN.get(model_type, {})
+    all_sizes = SIZES | {name: value * width // 32 for name, value in SIZES.items() if name in WIDTHS}
+    sizes = {name: value for name, value in all_sizes.items() if _has(usual, name)} | OWN.get(model_type, {})
     kinds = getattr(usual, 'layer_types', None)
     if kinds and 'layers_block_type' not in sizes and _has(usual, 'layer_types'):
         sizes.setdefault('layer_types', _two_of(kinds))
     config = type(usual)(**sizes)
     if model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.is_encoder_decoder and _has(config, 'is_decoder'):
         config.is_decoder = True  # as they come they look ahead
-    _shrink_parts(config)
+    _shrink_parts(config, all_sizes)
     return config
 
 
-def _shrink_parts(config: Any) -> None:
+def _shrink_parts(config: Any, sizes: dict[str, Any]) -> None:
     """The configs inside, of the text part and of towers."""
     for part in (value for value in vars(config).values() if isinstance(value, PreTrainedConfig)):
-        for name, value in SIZES.items():
+        for name, value in sizes.items():
             if _has(part, name):
                 setattr(part, name, value)
         if getattr(part, 'layer_types', None):
             part.layer_types = _two_of(part.layer_types)
-        _shrink_parts(part)
+        _shrink_parts(part, sizes)
 
 
 def _two_of(kinds: list[str]) -> list[str]:

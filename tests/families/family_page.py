@@ -10,13 +10,16 @@ What was found for each model type of transformers {version} that has a causal l
 on a CPU:
 
     python tests/families/family_checks.py --json found.json --page docs/models.md
+    python tests/families/family_checks.py --json found.json --page docs/models.md --speed
 
-No real checkpoint was tried. A cross means that the library refuses it by name, before any work; the reasons stand
-below.
+The second adds the last column. No real checkpoint was tried. A cross means that the library refuses it by name, before
+any work; the reasons stand below. Models of BERT's kind are decoders here (`is_decoder=True` in the config); as they
+come they look ahead, and an actor refuses them.
 
 | column | what is compared |
 |---|---|
 {columns}
+| {speed} | {about_speed} |
 
 ## What works
 
@@ -47,11 +50,11 @@ Other numbers, without a word.
 
 
 def page(found: dict[str, dict[str, str]]) -> str:
-    from family_checks import CHECKS
+    from family_checks import CHECKS, SPEED, check_speed
 
     tried = {kind: checks for kind, checks in found.items() if 'config' not in checks}
     useful = {k: c for k, c in tried.items() if not c['forward'].startswith('no')}
-    rows = [f'| {kind} | {" | ".join(_cell(checks[name]) for name in CHECKS)} |' for kind, checks in useful.items()]
+    rows = [f'| {kind} | {" | ".join([*cells(checks), _speed(checks)])} |' for kind, checks in useful.items()]
     refused = [f'- {kind}: {_reason(checks["forward"])}' for kind, checks in tried.items() if kind not in useful]
     for kind, checks in useful.items():
         reasons = [f'{name}: {_reason(text)}' for name, text in checks.items() if text.startswith('no')]
@@ -67,14 +70,43 @@ def page(found: dict[str, dict[str, str]]) -> str:
     return HEAD.format(
         version=transformers.__version__,
         columns='\n'.join(columns),
-        names=' | '.join(CHECKS),
-        rule='|'.join('---' for _ in CHECKS),
+        speed=SPEED,
+        about_speed=' '.join((check_speed.__doc__ or '').split()),
+        names=' | '.join([*CHECKS, SPEED]),
+        rule='|'.join('---' for _ in [*CHECKS, SPEED]),
         rows='\n'.join(rows),
         refused='\n'.join(sorted(refused)) or 'Nothing.',
         crashes=with_outcome('CRASH'),
         wrong=with_outcome('WRONG'),
         left_out='\n'.join(left_out) or 'Nothing.',
     )
+
+
+def cells(checks: dict[str, str]) -> list[str]:
+    """What the page's table says of a model type, one for each check."""
+    from family_checks import CHECKS
+
+    return [_cell(checks[name]) for name in CHECKS]
+
+
+def read_page(text: str) -> dict[str, list[str]]:
+    """By model type the cells of a page's table; [] for a type that is refused in whole, or was not tried."""
+    from family_checks import CHECKS
+
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if line.startswith('| ') and line.count(' | ') > len(CHECKS):
+            kind, *rest = line.strip('| ').split(' | ')
+            found[kind] = rest[: len(CHECKS)]
+        elif line.startswith('- ') and ',' not in line.partition(':')[0]:
+            found[line[2:].partition(':')[0]] = []
+    return found
+
+
+def _speed(checks: dict[str, str]) -> str:
+    from family_checks import SPEED
+
+    return checks[SPEED].partition(': ')[2] if checks.get(SPEED, '').startswith('ok') else '–'
 
 
 def _cell(text: str) -> str:
@@ -84,5 +116,4 @@ def _cell(text: str) -> str:
 
 
 def _reason(text: str) -> str:
-    reason = text.partition(': ')[2].replace('|', '/').replace('<', '(').replace('>', ')')
-    return reason.split('/tmp/')[0] + reason.split('/model.safetensors: ')[-1] if '/tmp/' in reason else reason
+    return text.partition(': ')[2].replace('|', '/').replace('<', '(').replace('>', ')')

@@ -337,7 +337,12 @@ class TestRefusals:
         own = {
             'Mistral': {'sliding_window': 16},
             'Gemma2': {'sliding_window': 16, 'head_dim': 16},
-            'Llama4Text': {'attention_chunk_size': 16, 'head_dim': 16, 'intermediate_size_mlp': 64, 'num_local_experts': 2},
+            'Llama4Text': {
+                'attention_chunk_size': 16,
+                'head_dim': 16,
+                'intermediate_size_mlp': 64,
+                'num_local_experts': 2,
+            },
         }[family]
         config = getattr(transformers, f'{family}Config')(
             vocab_size=64,

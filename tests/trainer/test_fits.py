@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import MixtralConfig
 
-from chatgpt.nn import AutoActor, GPTActor, GPTRM
+from chatgpt.nn import GPTRM, AutoActor, GPTActor
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import DPOTrainer, RewardModelTrainer, SFTTrainer
 from chatgpt.trainer.fits import check_records

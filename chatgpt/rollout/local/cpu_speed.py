@@ -20,9 +20,14 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from chatgpt.nn.lora import LoRAConv1D, LoRALinear
+from chatgpt.nn.trunk import text_config
 
 # a packed copy is as large as the weights, so a large model keeps to the plain ones
 MAX_PACKED_BYTES = 2 << 30
+
+LEAST_OF_LATENTS = 1 << 18
+"""numbers of a matrix from which on it is packed in models with latent attention: their many narrow projections take
+longer packed"""
 
 
 def _pack(module: Any) -> Tensor:
@@ -67,16 +72,21 @@ class PackedModules:
         ):
             return
         size = 0
+        config: Any = getattr(getattr(model, 'model', None), 'config', None)
+        latents = config is not None and getattr(text_config(config), 'kv_lora_rank', None)
+        least = LEAST_OF_LATENTS if latents else 0
         if any(getattr(module, 'is_streamed', False) for module in model.modules()):  # its weights come and go
             return
         for module in model.modules():
             if 'forward' in vars(module):  # already wrapped by somebody else
                 continue
-            is_linear = type(module) in (nn.Linear, Conv1D, LoRALinear, LoRAConv1D)
+            weight: Any = getattr(module, 'weight', None)
+            if type(module) not in (nn.Linear, Conv1D, LoRALinear, LoRAConv1D) or weight.numel() < least:
+                continue
             # tensors made in inference mode have no version counter, so a change of theirs would go unnoticed
-            if is_linear and type(module.weight) is nn.Parameter and not module.weight.is_inference():
+            if type(weight) is nn.Parameter and not weight.is_inference():
                 self.modules.append(module)
-                size += module.weight.numel() * 4
+                size += weight.numel() * 4
         if size > MAX_PACKED_BYTES or not self._works():
             self.modules = []
 

@@ -205,7 +205,7 @@ class LocalEngine(InProcessEngine):
             if self._beyond_windows:
                 raise ValueError(
                     f"LocalEngine: sequences of up to {longest} tokens exceed the model's attention window of "
-                    f"{windows.sizes[0]}, beyond which its decode does not agree ({self._beyond_windows}); use "
+                    f'{windows.sizes[0]}, beyond which its decode does not agree ({self._beyond_windows}); use '
                     "engine='hf'"
                 )
         return limits

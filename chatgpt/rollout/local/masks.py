@@ -1,8 +1,8 @@
 """Which slots of the cache a token may see: all that its row holds, or the last of them where layers have a window.
 
 The cache keeps every token, so a window is a matter of the mask. transformers takes the mask of every layer as one
-tensor, or, from models whose layers differ, as a dict by kind of layer (`layer_types` of the config); `windows_disagree`
-compares what comes out with the plain forward of sequences that are longer than the window.
+tensor, or, from models whose layers differ, as a dict by kind of layer (`layer_types` of the config).
+`windows_disagree` compares what comes out with the plain forward of sequences that are longer than the window.
 
 Left out: flash kernels with a window.
 """

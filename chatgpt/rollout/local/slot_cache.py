@@ -245,9 +245,7 @@ def prefilled_example(actor: Any, sequences: list[Tensor], capacity: int = 0) ->
     return cache, torch.stack([hidden[i, length - 1] for i, length in enumerate(prompts)])
 
 
-def plain_example(
-    actor: Any, lengths: tuple[int, ...] = PROMPT_LENGTHS
-) -> tuple[list[Tensor], list[Tensor], float]:
+def plain_example(actor: Any, lengths: tuple[int, ...] = PROMPT_LENGTHS) -> tuple[list[Tensor], list[Tensor], float]:
     """Sequences, the hidden states of each from its last prompt token on by a plain forward, and how far those of a
     cached one may be from them.
 
