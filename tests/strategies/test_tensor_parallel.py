@@ -180,10 +180,34 @@ def test_models_that_cannot_be_cut():
         check_model(Actor(model('llama', intermediate_size=63)), 2)
     with pytest.raises(ValueError, match="MixtralForCausalLM .* the style '.*mixtures of experts"):
         check_model(Actor(model('mixtral', num_local_experts=2)), 2)
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    t5 = T5ForConditionalGeneration(
+        T5Config(vocab_size=16, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    )
+    with pytest.raises(ValueError, match='T5ForConditionalGeneration is an encoder-decoder'):
+        check_model(t5, 2)
     with pytest.raises(ValueError, match='frozen top blocks'):
         check_model(Actor(model('llama'), num_layers_unfrozen=1), 2)
     with pytest.raises(ValueError, match=r'does not say what becomes of .*act_fn'):
         check_model(Actor(model('apertus')), 2)
+
+
+def test_flags_of_a_run():
+    from chatgpt.launch.runs import PPORun
+
+    def check(**kw: Any) -> None:
+        run = PPORun(tensor_parallel=2, **kw)
+        run.fill_defaults()
+        run.validate(1)
+
+    check(strategy='fsdp')
+    for name in ('naive', 'ddp', 'fsdp_cpu'):
+        with pytest.raises(ValueError, match=f'tensor_parallel=2 needs strategy fsdp, and it is {name}'):
+            check(strategy=name)
+    for given in ({'reproducible': 'exact'}, {'compile_blocks': True}, {'num_layers_unfrozen': 1}):
+        with pytest.raises(ValueError, match=f'tensor_parallel=2 does not go with {next(iter(given))}'):
+            check(strategy='fsdp', **given)
 
 
 def test_settings_that_do_not_go_together():
