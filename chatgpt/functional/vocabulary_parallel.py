@@ -1,17 +1,18 @@
-"""Log-probs of given tokens where each process of a tensor group has some rows of the output layer (Shoeybi et al. 2019,
-"Megatron-LM", section 3): log p = picked logit − log-sum-exp.
+"""Log-probs of given tokens where each process of a tensor group has some rows of the output layer (Shoeybi et al.
+2019, "Megatron-LM", section 3): log p = picked logit − log-sum-exp.
 
 Each process goes over its own rows in blocks, as `fused_logprobs` does. Then three numbers for each token pass between
 them: the greatest logit, and with it the sums of powers and of powers times logits, and the picked logit, which one
-process knows. So the logits of all the vocabulary are nowhere. Backward, each process's gradient of its rows is its own,
-and the gradients of the states are summed.
+process knows. So the logits of all the vocabulary are nowhere. Backward, the gradient of its rows is each process's
+own, and the gradients of the states are summed.
 
 Letters: N tokens, D width, V vocabulary. Left out: heads that are more than a linear map.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +21,26 @@ from torch.autograd.function import once_differentiable
 from chatgpt.functional import logprobs as plain
 from chatgpt.functional.fused_logprobs import MIN_COLUMNS, _add_product, _blocks, _logits, _positions
 from chatgpt.functional.logprobs import WithEntropy
-from chatgpt.functional.tensor_group import VocabularyPart
+
+
+class Group(Protocol):
+    """The processes that share an output layer. Both give a new tensor, equal to the bit on all."""
+
+    def sum(self, x: Tensor) -> Tensor: ...
+
+    def max(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, eq=False)
+class VocabularyPart:
+    """Which rows of an embedding or output layer a process has: from `start` on, of `size`."""
+
+    group: Group
+    start: int
+    size: int
+
+    def __deepcopy__(self, memo: Any) -> VocabularyPart:
+        return self
 
 
 def vocabulary_parallel_logprobs(

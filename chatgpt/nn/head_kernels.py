@@ -7,8 +7,9 @@
 | liger | `nn.liger`: Triton kernels of liger-kernel | that, CUDA, and no gradient of the entropy |
 | auto | fused on an accelerator where the head fits, else plain | |
 
-Where processes have rows of the output layer each (tensor parallelism), all but liger are
-`functional.vocabulary_parallel`. Where one chunk holds everything, plain keeps its logits and computes nothing twice, so fused is plain then.
+Where one chunk holds everything, plain keeps its logits and computes nothing twice, so fused is plain then. Where
+processes have rows of the output layer each (tensor parallelism), all but liger are
+`functional.vocabulary_parallel`.
 
 Left out: the formulas.
 """
@@ -93,7 +94,7 @@ def _is_whole(x: Tensor) -> bool:
 def head_logprobs(
     states: Tensor,
     head: Callable[[Tensor], Tensor],
-    layer: nn.Module | None,
+    layer: Any,
     ids: Tensor,
     *,
     kernel: str,
@@ -114,7 +115,7 @@ def head_logprobs(
     """
     options: Any = {'temperature': temperature, 'with_entropy': with_entropy}
     part = getattr(layer, 'vocabulary', None)
-    if layer is not None and part is not None and kernel != 'liger':
+    if part is not None and kernel != 'liger':
         return vocabulary_parallel_logprobs(states, layer.weight, layer.bias, ids, part, **options)
     weights = None if kernel == 'plain' else linear_weights(layer)
     if weights is None or not (kernel == 'liger' or _gains(kernel, states, head, vocab_size)):

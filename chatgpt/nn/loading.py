@@ -352,8 +352,18 @@ def load_classifier(pretrained: str | os.PathLike[str], **kwargs: Any) -> Any:
 
 
 def write_folder(model: Any, folder: str | os.PathLike[str], state_dict: dict[str, Any] | None = None) -> None:
-    """`model.save_pretrained` without its progress bar. `state_dict` replaces the model's own weights."""
+    """`model.save_pretrained` without its progress bar. `state_dict` replaces the model's own weights.
+
+    Raises:
+        ValueError: parts of weights, which a folder cannot hold.
+    """
     from transformers.utils import logging
+
+    if state_dict is None and any(getattr(module, 'is_cut', False) for module in model.modules()):
+        raise ValueError(
+            'save_pretrained: this process has parts of the weights (tensor_parallel); save with '
+            'trainer.save_pretrained or inside strategy.full_model(model, on_disk=FOLDER)'
+        )
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

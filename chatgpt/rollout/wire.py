@@ -66,6 +66,11 @@ def policy_tensors(model: nn.Module) -> dict[str, Tensor]:
             'an engine of its own needs whole weights, and this strategy streams them block by block: '
             'use stream_blocks=False, or LocalEngine'
         )
+    if any(getattr(module, 'is_cut', False) for module in model.modules()):
+        raise ValueError(
+            'an engine of its own needs whole weights, and this process has parts of them (tensor_parallel): set '
+            'strategy.whole_copies = True before strategy.full_model'
+        )
     if any(layer.shares_base for layer in lora.lora_layers(model).values()):
         raise ValueError(
             'an engine of its own needs weights with adapters folded in, which those of a SharedTrunk cannot be: '

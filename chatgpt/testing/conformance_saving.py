@@ -165,9 +165,7 @@ def _write(strategy: Strategy, folder: Path, model: nn.Module, optimizer: torch.
     groups = {'model/': strategy.model_pieces(model), 'optim/': strategy.optimizer_pieces(optimizer)}
     meta = {'optimizer': strategy.optimizer_meta(optimizer)}
     processes = strategy.processes
-    write_checkpoint(
-        folder, groups, meta=meta, rank=processes.rank, all_gather_object=processes.all_gather_object
-    )
+    write_checkpoint(folder, groups, meta=meta, rank=processes.rank, all_gather_object=processes.all_gather_object)
 
 
 def _load(strategy: Strategy, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -38,6 +38,7 @@ class TinyPolicy(nn.Module):
     """
 
     _tp_plan: ClassVar[dict[str, str]] = {
+        'blocks.*.norm': 'replicate',
         'blocks.*.up': 'colwise',
         'blocks.*.down': 'rowwise',
         'embed': 'embedding_rowwise',

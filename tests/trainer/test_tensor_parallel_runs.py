@@ -1,5 +1,5 @@
-"""Runs under tensor parallelism: on two and on four processes the draws of one process, and its losses and weights up to
-rounding; checkpoints move to other layouts and back; what is saved is whole."""
+"""Runs under tensor parallelism: on two and on four processes the draws of one process, and its losses and weights up
+to rounding; checkpoints move to other layouts and back; what is saved is whole."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def config() -> Any:
 
 
 def ppo(kind: str, options: dict[str, Any], phases: int = 2, folder: str = '', resume: str = '') -> dict[str, Any]:
-    """Phases of PPO with an actor, a critic and an initial model; what came of it. A checkpoint after the last phase and
-    the actor are saved in `folder`."""
+    """Phases of PPO with an actor, a critic and an initial model; what came of it. A checkpoint after the last phase
+    and the actor are saved in `folder`."""
     from chatgpt.nn import AutoActor, AutoCritic
     from chatgpt.testing.fakes import char_tokenizer
     from chatgpt.trainer import PPOTrainer
@@ -126,3 +126,120 @@ def test_a_run_is_that_of_one_process(world_size, naive, tmp_path):
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / 'model').state_dict()
     for name, weight in saved.items():
         assert torch.equal(weight, ranks[0]['weights']['actor'][f'model.{name}']), name
+
+
+def moved(options: dict[str, Any], folder: str, resume: str) -> dict[str, Any]:
+    return ppo('FSDPStrategy', options, 2, folder, resume)
+
+
+def same(got: dict[str, Any], want: dict[str, Any]) -> None:
+    for model, weights in want['weights'].items():
+        for name, weight in weights.items():
+            assert torch.equal(weight, got['weights'][model][name]), (model, name)
+
+
+def test_a_checkpoint_goes_round(naive, tmp_path):
+    """One process → two of one rank → FSDP on two ranks → one process, each with nothing left to learn."""
+    from chatgpt.checkpoint import CheckpointReader
+
+    first, second = tmp_path / 'tensor', tmp_path / 'data'
+    for options, folder, resume in (({'tensor_parallel': 2}, first, naive['folder']), ({}, second, first)):
+        (got, _) = run_distributed(moved, 2, options, str(folder), str(resume / 'checkpoint'))
+        same(got, naive)
+        assert got['samples'] == []
+    readers = [CheckpointReader(folder / 'checkpoint') for folder in (naive['folder'], first, second)]
+    stored = [{n for n in reader.names() if not n.startswith('rng/')} for reader in readers]
+    assert stored[0] == stored[1] == stored[2]
+    slots = sorted(n for n in stored[0] if n.startswith('actor_optim/') and 'exp_avg' in n)
+    assert len(slots) > 20
+    for name in slots:
+        whole = [reader.read(name, 0, math.prod(reader.shape(name))) for reader in readers]
+        assert torch.equal(whole[0], whole[1]) and torch.equal(whole[0], whole[2]), name
+    same(ppo('NaiveStrategy', {}, resume=str(second / 'checkpoint')), naive)
+
+
+# ---------------------------------------------------------------- other methods
+
+
+def learned(kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Metrics and weights of SFT, DPO and a reward model; samples of workers that have a model of their own."""
+    from chatgpt.dataset import TokenizedPreference
+    from chatgpt.nn import AutoActor, RewardModel
+    from chatgpt.trainer import DPOTrainer, RewardModelTrainer, SFTTrainer
+    from chatgpt.trainer.callbacks import ProgressBar
+    from chatgpt.types import Sequence
+
+    class Log(ProgressBar):
+        def __init__(self) -> None:
+            super().__init__(enabled=False)
+            self.phases: list[dict[str, float]] = []
+
+        def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
+            self.phases.append({k: v for k, v in metrics.items() if not k.startswith('perf/')})
+
+    def sequence(i: int) -> Sequence:
+        ids = torch.tensor([6 + i % 3, 5, 9, 2][: 2 + i % 3])
+        return Sequence(
+            prompt_ids=torch.tensor([3 + i % 4]), response_ids=ids, response_mask=torch.ones(len(ids), dtype=torch.bool)
+        )
+
+    def preference(i: int) -> TokenizedPreference:
+        answers = [torch.tensor([6 + i % 3, 5, 2]), torch.tensor([6 + i % 3, 9 + i % 4, 7, 2])]
+        masks = [torch.ones_like(a, dtype=torch.bool) for a in answers]
+        return TokenizedPreference(prompt_ids=torch.tensor([3 + i % 4]), responses=answers, response_masks=masks)
+
+    found: dict[str, Any] = {}
+    settings = {'train_batch_size': 4, 'log_interval': 1, 'max_tokens_per_batch': 24}
+    with make_strategy(kind, options) as strategy:
+        for name in ('sft', 'dpo', 'reward'):
+            torch.manual_seed(5)
+            model: Any = AutoActor(config=config())
+            if name == 'reward':
+                model = RewardModel(model.model)
+            optimizer = strategy.make_optimizer(model.parameters(), lr=LR, eps=1e-4)
+            initial = strategy.prepare(deepcopy(model)) if name == 'dpo' else None
+            model, optimizer = strategy.prepare((model, optimizer))
+            log = Log()
+            more: dict[str, Any] = {'callbacks': [log], **settings}
+            records: Any = [(sequence if name == 'sft' else preference)(i) for i in range(8)]
+            if name == 'sft':
+                SFTTrainer(strategy, model, optimizer, records, **more).fit()
+            elif name == 'dpo':
+                DPOTrainer(strategy, model, optimizer, records, initial_model=initial, **more).fit()
+                found['drawn'] = of_workers(strategy, model)
+            else:
+                RewardModelTrainer(strategy, model, optimizer, records, **more).fit()
+            found[name] = log.phases
+            found[f'{name} weights'] = {n: t.clone() for n, t in strategy.full_state_dict(model).items()}
+    return found
+
+
+def of_workers(strategy: Any, actor: Any) -> list[list[int]]:
+    """What an engine draws that is given whole weights, through the collector."""
+    from in_process_workers import InProcessWorkers
+
+    from chatgpt.rollout import SamplingParams
+    from chatgpt.rollout.remote import RemoteEngine
+    from chatgpt.trainer.collect import Collector
+    from chatgpt.types import Prompt
+
+    with RemoteEngine(InProcessWorkers(1)) as engine:
+        policy = lambda: strategy.full_model(actor)  # noqa: E731
+        collector = Collector(strategy, engine, SamplingParams(max_new_tokens=5), policy=policy)
+        prompts = [Prompt(ids=torch.tensor([5, 3 + i]), text=str(i)) for i in range(3)]
+        return [s.response_ids.tolist() for s in collector.generate(prompts, indices=range(3))]
+
+
+def test_other_methods_learn_what_one_process_learns():
+    want = learned('NaiveStrategy', {})
+    ranks = run_distributed(learned, 2, 'FSDPStrategy', TWO)
+    for got in ranks:
+        assert got['drawn'] == want['drawn']
+        for name in ('sft', 'dpo', 'reward'):
+            for a, b in zip(got[name], want[name], strict=True):
+                assert a.keys() == b.keys()
+                off = {k: (a[k], b[k]) for k in b if a[k] != pytest.approx(b[k], rel=1e-4, abs=2e-5)}
+                assert not off, (name, off)
+    for name in ('sft', 'dpo', 'reward'):
+        for key, weight in want[f'{name} weights'].items():
+            assert float((ranks[0][f'{name} weights'][key] - weight).abs().max()) < 0.05 * LR * 2, (name, key)

@@ -229,12 +229,13 @@ def _processor() -> str:
 def model_facts(bare: Any) -> dict[str, Any]:
     """Of an unwrapped model: its kind, what it was loaded from, and how many parameters it has and trains."""
     config = getattr(getattr(bare, 'model', bare), 'config', None)
-    parameters = list(bare.parameters())
+    # under tensor parallelism a process has parts, which say what they are parts of
+    sizes = [(math.prod(getattr(p, 'whole_shape', p.shape)), p.requires_grad) for p in bare.parameters()]
     return {
         'kind': getattr(config, 'model_type', None) or type(bare).__name__,
         'source': getattr(config, '_name_or_path', None) or None,
-        'parameters': sum(p.numel() for p in parameters),
-        'trained': sum(p.numel() for p in parameters if p.requires_grad),
+        'parameters': sum(size for size, _ in sizes),
+        'trained': sum(size for size, learns in sizes if learns),
     }
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from chatgpt.checkpoint.layout import Piece, TensorReader
-from chatgpt.functional.tensor_group import TensorGroup, part_of
+from chatgpt.trainer.strategies.tensor_group import TensorGroup, part_of
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class CutReader:
     """Another reader's tensors as this process's parts of them.
 
     Args:
-        cuts: by name; the names 'NAME/SLOT' of optimizer states are cut like NAME. A stored tensor of another shape than
-            the cut's is given as it is.
+        cuts: by name; the names 'NAME/SLOT' of optimizer states are cut like NAME. A stored tensor of another shape
+            than the cut's is given as it is.
     """
 
     def __init__(self, reader: TensorReader, cuts: Mapping[str, Cut]) -> None:

@@ -29,14 +29,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from chatgpt.checkpoint.layout import Piece, TensorReader
-from chatgpt.functional.tensor_group import TensorGroup
 from chatgpt.trainer.strategies import states
 from chatgpt.trainer.strategies.cuts import Cut, CutReader
 from chatgpt.trainer.strategies.exact import Reproducible, exact_norm, own_part, tree_reduce_scatter
 from chatgpt.trainer.strategies.memory import Layout, Memory, MemoryModel, ModelSize, atoms_of, gathered_copy
 from chatgpt.trainer.strategies.offload import Offloaded, OffloadedShards
-from chatgpt.trainer.strategies.precision import Precision, merge_for_good
 from chatgpt.trainer.strategies.pairs import Trained
+from chatgpt.trainer.strategies.precision import Precision, merge_for_good
 from chatgpt.trainer.strategies.processes import ProcessGroupStrategy, buckets
 from chatgpt.trainer.strategies.ranks import check_world_size
 from chatgpt.trainer.strategies.streaming import (
@@ -48,6 +47,7 @@ from chatgpt.trainer.strategies.streaming import (
     streams,
     transformer_blocks,
 )
+from chatgpt.trainer.strategies.tensor_group import TensorGroup
 from chatgpt.trainer.strategies.tensor_parallel import check_model, parallelize
 from chatgpt.trainer.strategies.tensor_ranks import TensorRanks
 
@@ -191,8 +191,10 @@ class FSDPStrategy(ProcessGroupStrategy):
             self._materialise(model, stream)
             settle(model, self.device, in_fp32=self._policy.param_dtype is None)
         self._skeletons[id(model)] = skeleton
-        cuts = self._cuts.get(id(model), {})
-        self._is_cut |= {id(p) for name, p in model.named_parameters() if name in cuts}
+        for name, cut in self._cuts.get(id(model), {}).items():
+            parameter: Any = model.get_parameter(name)
+            parameter.whole_shape = cut.shape
+            self._is_cut.add(id(parameter))
         return model
 
     @torch.no_grad()
@@ -237,10 +239,10 @@ class FSDPStrategy(ProcessGroupStrategy):
     ) -> Iterator[nn.Module]:
         """A plain copy with full weights, gathered tensor by tensor in the compute dtype, LoRA merged, freed after.
 
-        Under tensor parallelism each process's part of them, which it computes with together with its group; whole in
-        `on_disk` and with `whole_copies`. On the device; or, where that is too small (`stream_blocks`), streamed there
-        block by block, or with `only_reads` in host memory, in a mapped file; or in one in the folder `on_disk`, for
-        writing.
+        On the device; or, where that is too small (`stream_blocks`), streamed there block by block, or with `only_reads`
+        in host memory, in a mapped file; or in one in the folder `on_disk`, for writing. Under tensor parallelism each
+        process's part of the weights, which it computes with together with its group; whole in `on_disk` and with
+        `whole_copies`.
         """
         module, dtype = self.unwrap(model), dtype or self.full_dtype
         can_map = on_disk is None and (self._group is None or self.only_reads)

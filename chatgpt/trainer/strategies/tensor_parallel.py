@@ -1,15 +1,15 @@
 """Tensor parallelism: a few processes hold each block's matrices together and compute every token together (Shoeybi et
 al. 2019, "Megatron-LM").
 
-Which matrix is cut, and along which side, says the model: transformers' `base_model_tp_plan` of its config and `_tp_plan`
-of its class, whose styles become torch's `parallelize_module` styles here.
+Which matrix is cut, and along which side, says the model: transformers' `base_model_tp_plan` of its config and
+`_tp_plan` of its class, whose styles become styles of torch's `parallelize_module` here.
 
     input ── copy ──▶ colwise: own rows of the weight ──▶ own heads, own features ──▶ rowwise: own columns ── sum ──▶
 
-Our styles keep a process's part of a weight as an ordinary parameter, and not as a DTensor over the tensor dimension as
-torch's own styles do: `fully_shard` then cuts every parameter, planned or not, over the data dimension alone, so that an
-optimizer's foreach and fused steps see tensors of one mesh, products run without DTensor's dispatch, and the part of a
-model that generates is an ordinary module. `Cut` remembers what a part is a part of.
+Our styles keep a process's part of a weight as an ordinary parameter, and not as a DTensor over the tensor dimension
+as torch's own styles do: `fully_shard` then cuts every parameter, planned or not, over the data dimension alone, so
+that an optimizer's foreach and fused steps see tensors of one mesh, products run without DTensor's dispatch, and the
+part of a model that generates is an ordinary module. `Cut` remembers what a part is a part of.
 
 What a process computes from replicated numbers is equal to the bit on all processes of a group: results are summed or
 gathered once, for all. Left out: log-probs over parts of the vocabulary (`chatgpt.functional.vocabulary_parallel`),
@@ -28,13 +28,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn import functional as F
 
-from chatgpt.functional.tensor_group import TensorGroup, VocabularyPart
+from chatgpt.functional.vocabulary_parallel import VocabularyPart
 from chatgpt.trainer.strategies.cuts import Cut
+from chatgpt.trainer.strategies.tensor_group import TensorGroup
 
 PARTIAL = 'replicated_with_grad_allreduce'
 """the style of what is whole on each process, while each sees its own heads only: its gradients are summed"""
 STYLES = ('colwise', 'colwise_gather_output', 'colwise_rep', 'rowwise', 'rowwise_split_input', 'rowwise_rep')
 VOCABULARY = 'embedding_rowwise'
+WHOLE = 'replicate'
+KNOWN = (*STYLES, VOCABULARY, PARTIAL, WHOLE)
 
 
 def plan_of(module: nn.Module) -> dict[str, str]:
@@ -55,14 +58,12 @@ def plan_of(module: nn.Module) -> dict[str, str]:
     inside = dict(owner.named_modules())
     found = {n: plan[key] for n in inside if (key := _pattern(n)) in plan}
     found |= {n: style for n, style in plan.items() if n in inside}
-    found = _with_vocabulary(owner, {n: style for n, style in found.items() if style != 'replicate'})
-    strange = {_pattern(n): s for n, s in found.items() if s not in (*STYLES, VOCABULARY, PARTIAL)}
-    strange |= {n: s for n, s in plan.items() if s.startswith(('packed', 'moe'))}
-    if strange:
-        first = next(iter(strange))
+    found = _with_vocabulary(owner, found)
+    strange = next(((n, s) for n, s in plan.items() if s not in KNOWN), None)
+    if strange is not None:
         raise ValueError(
-            f'tensor_parallel: the plan of {name} cuts {first} in the style {strange[first]!r}, as mixtures of experts '
-            f'are, and only {", ".join((*STYLES, VOCABULARY, PARTIAL))} are known; leave tensor_parallel out'
+            f'tensor_parallel: the plan of {name} has {strange[0]} in the style {strange[1]!r}, as mixtures of experts '
+            f'do, and only {", ".join(KNOWN)} are known; leave tensor_parallel out'
         )
     return {f'{prefix}.{n}' if prefix else n: style for n, style in found.items()}
 
@@ -79,18 +80,18 @@ def _in_blocks(plan: dict[str, str]) -> list[str]:
 def _with_vocabulary(owner: Any, plan: dict[str, str]) -> dict[str, str]:
     """The plan in which input and output embeddings that are one tensor are cut alike, along the vocabulary."""
     names = {m: n for n, m in owner.named_modules()}
-    ends = [getattr(owner, f'get_{end}_embeddings', lambda: None)() for end in ('input', 'output')]
-    inputs, outputs = (names.get(end) if isinstance(end, nn.Module) else None for end in ends)
-    if inputs is not None and type(ends[0]).forward is not nn.Embedding.forward and not _calls_embedding(ends[0]):
-        plan.pop(inputs, None)  # its weight is read in a way of its own
-        inputs = None
-    if inputs is not None and (outputs is None or str(plan.get(outputs, 'colwise')).startswith('colwise')):
-        plan[inputs] = VOCABULARY
-    tied = outputs is not None and ends[0] is not None and ends[0].weight is ends[1].weight
-    if outputs is not None and tied and inputs is None or str(plan.get(outputs or '', '')).startswith('rowwise'):
-        plan.pop(outputs, None)
-    elif tied:
-        plan[str(outputs)] = 'colwise_gather_output'
+    inputs: Any = getattr(owner, 'get_input_embeddings', lambda: None)()
+    outputs: Any = getattr(owner, 'get_output_embeddings', lambda: None)()
+    first, last = names.get(inputs, ''), names.get(outputs, '')
+    if not first:
+        return plan
+    tied = bool(last) and inputs.weight is outputs.weight
+    can = type(inputs).forward is nn.Embedding.forward or _calls_embedding(inputs)
+    plan = {n: style for n, style in plan.items() if n not in ((first, last) if tied else (first,))}
+    if can:
+        plan[first] = VOCABULARY
+    if can and tied:
+        plan[last] = 'colwise_gather_output'
     return plan
 
 
@@ -102,6 +103,8 @@ def _calls_embedding(layer: Any) -> bool:
 def check_model(module: nn.Module, tensor_parallel: int) -> dict[str, str]:
     """The model's plan. ValueError, before anything is cut, for a model that cannot be cut into so many parts."""
     name = type(getattr(module, 'model', module)).__name__
+    if any(getattr(getattr(m, 'config', None), 'is_encoder_decoder', False) for m in module.modules()):
+        raise ValueError(f'tensor_parallel: {name} is an encoder-decoder, which is not cut; leave tensor_parallel out')
     if any(getattr(m, 'is_reference_branch', False) for m in module.modules()):
         raise ValueError(
             'tensor_parallel does not know the frozen top blocks of num_layers_unfrozen (hydra): leave one of them out'
@@ -168,7 +171,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> tu
     """
     group = TensorGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size())
     parts = _Parts(group)
-    styles: dict[str, ParallelStyle] = {name: _style(style, parts) for name, style in plan.items()}
+    styles: dict[str, ParallelStyle] = {name: _style(style, parts) for name, style in plan.items() if style != WHOLE}
     parallelize_module(module, mesh, styles)
     named = dict(module.named_parameters(remove_duplicate=False))
     cuts = {name: parts.cuts[id(p)] for name, p in named.items() if id(p) in parts.cuts}
@@ -208,6 +211,7 @@ class _Parts:
             self._whole.append(whole)
             self.cuts[id(part)] = cut
         owner._parameters[name] = self._made[id(whole)]
+        owner.is_cut = True  # type: ignore[assignment]
 
     def mark_partial(self, owner: nn.Module, *names: str) -> None:
         self.partial |= {id(p) for n in names if (p := owner._parameters.get(n)) is not None}
@@ -229,8 +233,9 @@ class _Colwise(ParallelStyle):
     def __init__(self, parts: _Parts, gathers: bool) -> None:
         self.parts, self.gathers = parts, gathers
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         group, copies, parts = self.parts.group, self.parts.copies, self.parts
+        linear = type(module) is nn.Linear
         width = module.weight.shape[0]
         for name in ('weight', 'bias', 'lora_B'):
             parts.cut(module, name, 0)
@@ -238,8 +243,8 @@ class _Colwise(ParallelStyle):
         module.register_forward_pre_hook(lambda _, args: (copies(args[0]), *args[1:]))
         if self.gathers:
             module.register_forward_hook(lambda _, args, output: gather(output, group, width))
-            if type(module) is nn.Linear:  # log-probs may be taken from the parts (chatgpt.nn.head_kernels)
-                module.vocabulary = VocabularyPart(group, parts.cuts[id(module.weight)].start, width)  # type: ignore[assignment]
+            if linear:  # log-probs may be taken from the parts (chatgpt.nn.head_kernels)
+                module.vocabulary = VocabularyPart(group, parts.cuts[id(module.weight)].start, width)
         return module
 
 
@@ -249,7 +254,7 @@ class _Rowwise(ParallelStyle):
     def __init__(self, parts: _Parts, splits: bool) -> None:
         self.parts, self.splits = parts, splits
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         group, parts = self.parts.group, self.parts
         for name in ('weight', 'lora_A'):
             parts.cut(module, name, 1)
@@ -259,16 +264,16 @@ class _Rowwise(ParallelStyle):
         if module.bias is None:
             module.register_forward_hook(lambda _, args, output: total(output, group))
         else:  # which is added once, to the sum
-            module.tensor_group = group  # type: ignore[assignment]
-            module.forward = MethodType(_rowwise_with_bias, module)  # type: ignore[method-assign]
+            module.tensor_group = group
+            module.forward = MethodType(_rowwise_with_bias, module)
         return module
 
 
-def _rowwise_with_bias(self: Any, x: Tensor) -> Tensor:
-    out = F.linear(x, self.weight)
-    if hasattr(self, 'lora_A'):
-        out = self._add_adapter(out, x)
-    return total(out, self.tensor_group) + self.bias
+def _rowwise_with_bias(layer: Any, x: Tensor) -> Tensor:
+    out = F.linear(x, layer.weight)
+    if hasattr(layer, 'lora_A'):
+        out = layer._add_adapter(out, x)
+    return total(out, layer.tensor_group) + layer.bias
 
 
 class _Vocabulary(ParallelStyle):
@@ -277,22 +282,22 @@ class _Vocabulary(ParallelStyle):
     def __init__(self, parts: _Parts) -> None:
         self.parts = parts
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         whole = module.weight
         self.parts.cut(module, 'weight', 0)
         cut = self.parts.cuts[id(module.weight)]
         if (padding := module.padding_idx) is not None:  # whose row learns nothing
-            padding = int(padding) % whole.shape[0] - cut.start  # type: ignore[call-overload]
-            module.padding_idx = padding if 0 <= padding < cut.local_shape[0] else None  # type: ignore[assignment]
-        module.vocabulary = VocabularyPart(self.parts.group, cut.start, cut.shape[0])  # type: ignore[assignment]
-        module.forward = MethodType(_embedded, module)  # type: ignore[method-assign]
+            padding = padding % whole.shape[0] - cut.start
+            module.padding_idx = padding if 0 <= padding < cut.local_shape[0] else None
+        module.vocabulary = VocabularyPart(self.parts.group, cut.start, cut.shape[0])
+        module.forward = MethodType(_embedded, module)
         return module
 
 
-def _embedded(self: Any, ids: Tensor) -> Tensor:
-    part, rows = self.vocabulary, self.weight.shape[0]
+def _embedded(layer: Any, ids: Tensor) -> Tensor:
+    part, rows = layer.vocabulary, layer.weight.shape[0]
     inside = (ids >= part.start) & (ids < part.start + rows)
-    out = type(self).forward(self, torch.where(inside, ids - part.start, 0))
+    out = type(layer).forward(layer, torch.where(inside, ids - part.start, 0))
     return total(out * inside[..., None], part.group)
 
 
@@ -387,4 +392,3 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.group.joined(grad, ctx.width), None
-

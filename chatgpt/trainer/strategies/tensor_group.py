@@ -52,18 +52,6 @@ class TensorGroup:
         return self
 
 
-@dataclass(frozen=True, eq=False)
-class VocabularyPart:
-    """Which rows of an embedding or output layer a process has: from `start` on, of `size`."""
-
-    group: TensorGroup
-    start: int
-    size: int
-
-    def __deepcopy__(self, memo: Any) -> VocabularyPart:
-        return self
-
-
 def part_of(width: int, index: int, size: int) -> tuple[int, int]:
     """[start, stop) of part `index` of `size`, as `torch.chunk` cuts."""
     longest = -(-width // size)

@@ -1,0 +1,368 @@
+"""Tensor parallelism on gloo: it passes the conformance suite, and models of many families compute what they compute on
+one process; what cannot be cut is refused by name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from chatgpt.checkpoint.layout import DictReader
+from chatgpt.nn import Actor
+from chatgpt.testing.conformance import BF16, FP32, all_checks, run_conformance
+from chatgpt.testing.fakes import tiny_causal_lm
+from chatgpt.testing.processes import environment, run_distributed
+from chatgpt.trainer.strategies import FSDPStrategy
+from chatgpt.trainer.strategies.cuts import Cut, CutReader
+from chatgpt.trainer.strategies.named import strategy_by_name
+from chatgpt.trainer.strategies.ranks import check_world_size
+from chatgpt.trainer.strategies.tensor_group import part_of
+from chatgpt.trainer.strategies.tensor_parallel import check_model, plan_of
+
+COMMON = {
+    'vocab_size': 67,  # odd: the second process has fewer rows
+    'hidden_size': 32,
+    'intermediate_size': 64,
+    'num_hidden_layers': 2,
+    'num_attention_heads': 4,
+    'num_key_value_heads': 2,
+    'max_position_embeddings': 64,
+    'initializer_range': 0.1,
+    'pad_token_id': 0,
+    'bos_token_id': 1,
+    'eos_token_id': 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    'llama': {},
+    'qwen2': {'tie_word_embeddings': True},
+    'qwen3': {'head_dim': 16},
+    'mistral': {'head_dim': 8},
+    'gemma2': {'head_dim': 8, 'tie_word_embeddings': True},
+    'gemma3_text': {'head_dim': 8},
+    'phi': {},
+    'phi3': {},
+    'cohere': {},
+    'glm': {'head_dim': 8},
+    'olmo2': {},
+    'starcoder2': {},
+    'gpt_neox': {},
+}
+
+
+def model(family: str, **kw: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **{**COMMON, **FAMILIES.get(family, {}), **kw})
+    )
+
+
+# ---------------------------------------------------------------- the strategy
+
+
+def conform(folder: str, precision: str) -> dict[str, str]:
+    tolerance = FP32 if precision == 'fp32' else BF16
+    return run_conformance(
+        lambda: FSDPStrategy(precision=precision, tensor_parallel=2, device='cpu'), tolerance=tolerance, folder=folder
+    )
+
+
+@pytest.mark.parametrize(('world_size', 'precision'), [(2, 'fp32'), (2, 'bf16'), (4, 'fp32')])
+def test_conformance(world_size, precision, tmp_path):
+    for results in run_distributed(conform, world_size, str(tmp_path), precision):
+        assert set(results) == set(all_checks())
+        assert set(results.values()) == {'passed'}, results
+
+
+# ---------------------------------------------------------------- families
+
+
+def step(strategy: Any, actor: Any) -> dict[str, Any]:
+    """Loss, norm and gradients (by the weights before and after a step of SGD) of one batch, log-probs and entropy; a
+    few tokens of both engines."""
+    from chatgpt.batching import collate
+    from chatgpt.rollout import HFEngine, LocalEngine, SamplingParams
+    from chatgpt.testing.tiny import tiny_sequences
+    from chatgpt.types import Prompt
+
+    optimizer = torch.optim.SGD([p for p in actor.parameters() if p.requires_grad], lr=1.0)
+    actor, optimizer = strategy.prepare((actor, optimizer))
+    before = {n: t.clone() for n, t in strategy.full_state_dict(actor).items()}
+    sequences = tiny_sequences(6)
+    batch = collate(sequences[strategy.rank :: strategy.world_size])
+    drawn = []
+    with strategy.full_model(actor) as full:
+        for engine in (LocalEngine(), HFEngine(max_batch_size=2)):
+            engine.begin(full)
+            prompts = [Prompt(ids=s.prompt_ids) for s in sequences[:3]]
+            samples = engine.generate(prompts, SamplingParams(max_new_tokens=6), seed=3, indices=[0, 1, 2])
+            engine.end()
+            drawn.append([s.response_ids.tolist() for s in samples])
+        size = sum(p.numel() * p.element_size() for p in full.parameters())
+    out = actor(batch, temperature=0.9, with_entropy=True)
+    loss = -(out.logprobs * batch.action_mask).sum() + 0.1 * out.entropy.sum()
+    if out.values is not None:
+        loss = loss + out.values.square().sum()
+    strategy.backward(loss, actor, optimizer)
+    norm = strategy.optimizer_step(optimizer)
+    after = strategy.full_state_dict(actor)
+    return {
+        'loss': float(strategy.all_reduce(loss.detach())),
+        'norm': norm,
+        'gradients': {n: before[n] - after[n] for n in before},
+        'drawn': drawn,
+        'bytes': size,
+    }
+
+
+def families(names: list[str], **options: Any) -> list[dict[str, Any]]:
+    with FSDPStrategy(precision='fp32', tensor_parallel=2, device='cpu') as strategy:
+        return [step(strategy, made(name, **options)) for name in names]
+
+
+def made(family: str, lora: bool = False) -> Actor:
+    actor = Actor(model(family), lora_rank=3 if lora else 0, value_head=nn.Linear(32, 1))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in actor.named_parameters():
+            if 'lora_B' in name or 'value_head' in name:  # which starts at zero, or by chance
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return actor
+
+
+def check_families(names: list[str], world_size: int, lora: bool = False) -> None:
+    from chatgpt.trainer.strategies import NaiveStrategy
+
+    ranks = run_distributed(with_lora if lora else families, world_size, names)
+    for number, name in enumerate(names):
+        with NaiveStrategy(precision='fp32', device='cpu') as strategy:
+            want = step(strategy, made(name, lora=lora))
+        got = ranks[0][number]
+        assert got['loss'] == pytest.approx(want['loss'], rel=1e-5), name
+        assert got['norm'] == pytest.approx(want['norm'], rel=1e-5), name
+        for key, gradient in want['gradients'].items():
+            scale = max(float(gradient.abs().max()), 1e-2)
+            assert float((got['gradients'][key] - gradient).abs().max()) < 1e-5 * scale, (name, key)
+        for rank in ranks:
+            assert rank[number]['drawn'] == want['drawn'], name
+            assert rank[number]['bytes'] < 0.56 * want['bytes'], name  # norms and the value head are whole
+
+
+def with_lora(names: list[str]) -> list[dict[str, Any]]:
+    return families(names, lora=True)
+
+
+def test_families_compute_what_one_process_computes():
+    check_families(list(FAMILIES), 2)
+
+
+def test_two_ranks_of_two_processes():
+    check_families(['llama', 'gemma2'], 4)
+
+
+def test_adapters():
+    check_families(['llama', 'starcoder2'], 2, lora=True)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_models_that_cannot_be_cut():
+    with pytest.raises(ValueError, match='tensor_parallel: GPT2LMHeadModel has no plan .* Llama, Qwen'):
+        check_model(Actor(tiny_causal_lm('gpt2')), 2)
+    with pytest.raises(ValueError, match='tensor_parallel=4: LlamaForCausalLM has 2 heads in .*k_proj.* one of 1, 2'):
+        check_model(Actor(model('llama')), 4)
+    with pytest.raises(ValueError, match='does not divide the output width 63 of .*mlp'):
+        check_model(Actor(model('llama', intermediate_size=63)), 2)
+    with pytest.raises(ValueError, match="MixtralForCausalLM .* the style '.*mixtures of experts"):
+        check_model(Actor(model('mixtral', num_local_experts=2)), 2)
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    t5 = T5ForConditionalGeneration(
+        T5Config(vocab_size=16, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    )
+    with pytest.raises(ValueError, match='T5ForConditionalGeneration is an encoder-decoder'):
+        check_model(t5, 2)
+    with pytest.raises(ValueError, match='frozen top blocks'):
+        check_model(Actor(model('llama'), num_layers_unfrozen=1), 2)
+    with pytest.raises(ValueError, match=r'does not say what becomes of .*act_fn'):
+        check_model(Actor(model('apertus')), 2)
+
+
+def test_flags_of_a_run():
+    from chatgpt.launch.runs import PPORun
+
+    def check(**kw: Any) -> None:
+        run = PPORun(tensor_parallel=2, **kw)
+        run.fill_defaults()
+        run.validate(1)
+
+    check(strategy='fsdp')
+    for name in ('naive', 'ddp', 'fsdp_cpu'):
+        with pytest.raises(ValueError, match=f'tensor_parallel=2 needs strategy fsdp, and it is {name}'):
+            check(strategy=name)
+    for given in ({'reproducible': 'exact'}, {'compile_blocks': True}, {'num_layers_unfrozen': 1}):
+        with pytest.raises(ValueError, match=f'tensor_parallel=2 does not go with {next(iter(given))}'):
+            check(strategy='fsdp', **given)
+
+
+def test_settings_that_do_not_go_together():
+    given: list[tuple[dict[str, Any], str]] = [
+        ({'cpu_offload': True}, 'cpu_offload'),
+        ({'stream_blocks': True}, 'stream_blocks'),
+        ({'reproducible': 'exact'}, 'reproducible'),
+    ]
+    for options, name in given:
+        with pytest.raises(ValueError, match=f'tensor_parallel=2 does not go with {name}'):
+            FSDPStrategy(tensor_parallel=2, device='cpu', **options)
+    with environment(WORLD_SIZE='3'), pytest.raises(ValueError, match='3 processes cannot be grouped .* 2 or 4'):
+        FSDPStrategy(tensor_parallel=2, device='cpu')
+    with pytest.raises(ValueError, match='NaiveStrategy takes no such option; use strategy fsdp'):
+        strategy_by_name('naive', tensor_parallel=2)
+    with pytest.raises(ValueError, match='whole number of at least 1'):
+        check_world_size(4, 0)
+
+
+def test_a_plan_names_every_layer():
+    plan = plan_of(Actor(model('gpt_neox')))
+    assert plan['model.gpt_neox.layers.1.mlp.dense_4h_to_h'] == 'rowwise'  # a number in a name is no layer's
+    assert plan['model.gpt_neox.embed_in'] == 'embedding_rowwise'
+    assert len(plan) == 2 * 4 + 2
+
+
+# ---------------------------------------------------------------- parts of tensors
+
+
+class FakeGroup:
+    """The parts of a tensor, that of process `index` being asked for."""
+
+    def __init__(self, parts: list[Tensor], index: int) -> None:
+        self.parts, self.index, self.size = parts, index, len(parts)
+
+    def joined(self, x: Tensor, width: int, dim: int = -1) -> Tensor:
+        assert torch.equal(self.parts[self.index], x)
+        return torch.cat(self.parts, dim)
+
+
+@pytest.mark.parametrize('dim', [0, 1])
+def test_pieces_of_parts_cover_the_tensor_and_read_back(dim):
+    whole = torch.arange(5.0 * 4).view(5, 4)
+    cuts = [Cut((5, 4), dim, index, 2) for index in range(2)]
+    parts = [cut.take(whole).contiguous() for cut in cuts]
+    assert [tuple(p.shape) for p in parts] == [cut.local_shape for cut in cuts]
+    assert [tuple(p.shape) for p in parts] == ([(3, 4), (2, 4)] if dim == 0 else [(5, 2), (5, 2)])
+    written = torch.full((20,), -1.0)
+    for index, (cut, part) in enumerate(zip(cuts, parts, strict=True)):
+        row = part.shape[1]
+        for start, stop in ((0, row), (row, part.numel())):  # of two ranks
+            group: Any = FakeGroup([p.view(-1)[start:stop].view(-1, row) for p in parts], index)
+            piece = cut.piece('w', start, stop, part.view(-1)[start:stop], group)
+            if dim == 1 and index == 1:
+                assert piece is None
+                continue
+            assert piece is not None and piece.shape == (5, 4) and (written[piece.start : piece.stop] == -1).all()
+            written[piece.start : piece.stop] = piece.data
+        reader = CutReader(DictReader({'w': whole, 'w/step': torch.tensor(3.0), 'w/slot': whole + 1}), {'w': cut})
+        assert reader.shape('w') == tuple(part.shape) and reader.shape('w/step') == ()
+        for start, stop in ((0, part.numel()), (1, 3), (3, 8)):
+            assert reader.read('w', start, stop).tolist() == part.view(-1)[start:stop].tolist()
+            assert reader.read('w/slot', start, stop).tolist() == (part + 1).view(-1)[start:stop].tolist()
+    assert torch.equal(written, whole.view(-1))
+
+
+def test_parts_are_those_of_chunk():
+    for width in (1, 2, 7, 8):
+        for size in (1, 2, 3, 4):
+            chunks = [len(c) for c in torch.arange(width).chunk(size)]
+            chunks += [0] * (size - len(chunks))
+            assert [b - a for a, b in (part_of(width, i, size) for i in range(size))] == chunks
+
+
+# ---------------------------------------------------------------- log-probs
+
+
+def vocabulary_parallel(seed: int, dtype: torch.dtype, with_entropy: Any, block: int) -> tuple[list[Tensor], ...]:
+    """Log-probs, entropy and gradients: of parts of 13 tokens, and by plain softmax of the whole."""
+    from torch import distributed as dist
+
+    from chatgpt.functional.vocabulary_parallel import VocabularyPart, vocabulary_parallel_logprobs
+    from chatgpt.trainer.strategies.tensor_group import TensorGroup
+
+    group = TensorGroup(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
+    generator = torch.Generator().manual_seed(seed)
+    states = torch.randn(6, 5, generator=generator, dtype=dtype, requires_grad=True)
+    weight = (3 * torch.randn(13, 5, generator=generator, dtype=dtype)).requires_grad_()
+    bias = torch.randn(13, generator=generator, dtype=dtype, requires_grad=True)
+    ids = torch.tensor([0, 12, 6, 7, 3, 9])
+    pull = torch.randn(2, 6, generator=generator, dtype=dtype)
+    start, stop = group.bounds(13)
+    own, own_bias = (t.detach()[start:stop].clone().requires_grad_() for t in (weight, bias))
+    got, entropy = vocabulary_parallel_logprobs(
+        states,
+        own,
+        own_bias,
+        ids,
+        VocabularyPart(group, start, 13),
+        temperature=0.7,
+        with_entropy=with_entropy,
+        block_size=block,
+    )
+    loss = (got * pull[0]).sum() + ((entropy * pull[1]).sum() if with_entropy is True else 0.0)
+    gradients = torch.autograd.grad(loss, [states, own, own_bias])
+    logp = (((states @ weight.T) + bias) / 0.7).log_softmax(-1)
+    want, want_entropy = logp.gather(1, ids[:, None])[:, 0], -(logp.exp() * logp).sum(1)
+    loss = (want * pull[0]).sum() + ((want_entropy * pull[1]).sum() if with_entropy is True else 0.0)
+    wanted = torch.autograd.grad(loss, [states, weight, bias])
+    wanted = (wanted[0], wanted[1][start:stop], wanted[2][start:stop])
+    found, right = [got, *gradients], [want, *wanted]
+    if with_entropy:
+        assert entropy is not None and entropy.requires_grad == (with_entropy is True)
+        found.append(entropy)
+        right.append(want_entropy)
+    return [t.detach() for t in found], [t.detach() for t in right]
+
+
+def all_cases() -> list[Any]:
+    return [
+        (dtype, vocabulary_parallel(3, dtype, with_entropy, block))
+        for dtype in (torch.float64, torch.float32)
+        for with_entropy in (False, True, 'detached')
+        for block in (2, 100)
+    ]
+
+
+def test_log_probs_of_parts_of_the_vocabulary():
+    first, second = run_distributed(all_cases, 2, init_group=True)
+    for (dtype, (found, right)), (_, (others, _)) in zip(first, second, strict=True):
+        for a, b in zip(found, right, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12 if dtype is torch.float64 else 2e-5)
+        assert torch.equal(found[0], others[0]) and torch.equal(found[1], others[1])  # the same bits on both
+    for dtype, (found, right) in second:
+        for a, b in zip(found, right, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12 if dtype is torch.float64 else 2e-5)
+
+
+def test_an_actor_takes_them_and_never_makes_whole_logits(monkeypatch):
+    from chatgpt.nn.head_kernels import head_logprobs
+
+    called: list[Any] = []
+
+    def parts(*args: Any, **_: Any) -> Any:
+        called.append(args)
+        return args[0], None
+
+    monkeypatch.setattr('chatgpt.nn.head_kernels.vocabulary_parallel_logprobs', parts)
+    layer = nn.Linear(4, 3)
+    layer.vocabulary = SimpleNamespace()  # type: ignore[assignment]
+
+    def head(states: Tensor) -> Tensor:
+        raise AssertionError('whole logits')
+
+    states = torch.zeros(2, 4)
+    for kernel in ('auto', 'plain', 'fused'):
+        head_logprobs(states, head, layer, torch.zeros(2, dtype=torch.int64), kernel=kernel, vocab_size=6)
+    assert len(called) == 3
