@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chatgpt.functional.tensor_group import TensorGroup
+from chatgpt.trainer.strategies.tensor_group import TensorGroup
 from chatgpt.trainer.strategies.tensor_parallel import check_model, cut
 
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from chatgpt.functional.tensor_group import TensorGroup
 from chatgpt.nn import Actor
 from chatgpt.plan import Setup, make_plan, models
 from chatgpt.plan.__main__ import main
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.strategies import FSDPStrategy
+from chatgpt.trainer.strategies.tensor_group import TensorGroup
 from chatgpt.trainer.strategies.tensor_parallel import check_model, cut
 
 CONFIG = tiny_config('llama', positions=64, layers=3, heads=4)

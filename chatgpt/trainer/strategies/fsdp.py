@@ -453,7 +453,9 @@ class FSDPMemory(MemoryModel):
         return sum(math.ceil(s[0] / self.ranks(run)) * math.prod(s[1:]) if s else 1 for s in shapes)
 
     def trained(self, name: str, size: ModelSize, run: Layout) -> Memory:
-        return self._trained(name, run, self._sharded(size, run), self._sharded(size, run, trained_only=True), size.num_trained)
+        return self._trained(
+            name, run, self._sharded(size, run), self._sharded(size, run, trained_only=True), size.num_trained
+        )
 
     def frozen(self, name: str, size: ModelSize, run: Layout) -> Memory:
         memory = Memory()
