@@ -16,7 +16,7 @@ from typing import Any
 
 import seventy_b_page
 
-from chatgpt.plan import Setup, make_plan, show_bytes
+from chatgpt.plan import Setup, make_plan, models, show_bytes
 
 RESULTS = Path(__file__).resolve().parent / 'results'
 SHAPE = {
@@ -96,12 +96,7 @@ def row(method: str, layout: str, gpus: int) -> dict[str, Any] | None:
             continue  # it is not the responses that do not fit
         plan = make_plan(setup)
         phases = {phase: sum(memory.device.values()) for phase, memory in plan.phases.items()}
-        longest = SHOWN if plan.fits else None
-        for tokens in LENGTHS[1:] if plan.fits else ():
-            sizes = {'max_prompt_tokens': tokens // 2, 'max_new_tokens': tokens // 2, 'max_tokens_per_batch': tokens}
-            if not make_plan(replace(setup, **sizes)).fits:
-                break
-            longest = tokens
+        longest = longest_of(setup) if plan.fits else None
         found[name] = {
             'phases': phases,
             'others': max(size for phase, size in phases.items() if phase != 'collect'),
@@ -113,11 +108,51 @@ def row(method: str, layout: str, gpus: int) -> dict[str, Any] | None:
     return found or None
 
 
+def longest_of(setup: Setup) -> int:
+    """The greatest of LENGTHS that fits; the first does."""
+    low, high = 0, len(LENGTHS) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        tokens = LENGTHS[middle]
+        sizes = {'max_prompt_tokens': tokens // 2, 'max_new_tokens': tokens // 2, 'max_tokens_per_batch': tokens}
+        low, high = (middle, high) if make_plan(replace(setup, **sizes)).fits else (low, middle - 1)
+    return LENGTHS[low]
+
+
+def remember_traces() -> None:
+    """Let plans share what does not differ between them: all are of one shape, in one precision."""
+
+    def key(value: Any) -> Any:
+        if not isinstance(value, Setup):
+            return value if isinstance(value, (str, int, float)) else None
+        lengths = (value.max_prompt_tokens, value.max_new_tokens)
+        return value.tensor_parallel, value.lora_rank, value.critic, value.task, *lengths
+
+    def remembered(function: Any) -> Any:
+        known: dict[Any, Any] = {}
+
+        def wrapped(*args: Any, **options: Any) -> Any:
+            if function.__name__ == 'build' and len(args) > 3 and args[3] is not None:
+                return function(*args, **options)  # a trace changes what it is given
+            asked = (*map(key, args), *options.items())
+            if asked not in known:
+                known[asked] = function(*args, **options)
+            return known[asked]
+
+        return wrapped
+
+    for name in ('build', 'learning_bytes', 'scoring_bytes', 'prefill_bytes', 'cache_elements'):
+        setattr(models, name, remembered(getattr(models, name)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--json', type=Path, default=RESULTS / 'seventy_b.json', help='numbers, taken up again if there')
+    parser.add_argument(
+        '--json', type=Path, default=RESULTS / 'seventy_b.json', help='numbers, taken up again if there'
+    )
     parser.add_argument('--page', type=Path, help='write the page here')
     args = parser.parse_args()
+    remember_traces()
     numbers = json.loads(args.json.read_text()) if args.json.is_file() else {}
     for gpus in GPUS:
         for method in METHODS:

@@ -239,10 +239,10 @@ class FSDPStrategy(ProcessGroupStrategy):
     ) -> Iterator[nn.Module]:
         """A plain copy with full weights, gathered tensor by tensor in the compute dtype, LoRA merged, freed after.
 
-        On the device; or, where that is too small (`stream_blocks`), streamed there block by block, or with `only_reads`
-        in host memory, in a mapped file; or in one in the folder `on_disk`, for writing. Under tensor parallelism each
-        process's part of the weights, which it computes with together with its group; whole in `on_disk` and with
-        `whole_copies`.
+        On the device; or, where that is too small (`stream_blocks`), streamed there block by block, or with
+        `only_reads` in host memory, in a mapped file; or in one in the folder `on_disk`, for writing. Under tensor
+        parallelism each process's part of the weights, which it computes with together with its group; whole in
+        `on_disk` and with `whole_copies`.
         """
         module, dtype = self.unwrap(model), dtype or self.full_dtype
         can_map = on_disk is None and (self._group is None or self.only_reads)
