@@ -241,23 +241,16 @@ class FSDPStrategy(ProcessGroupStrategy):
 
         On the device; or streamed there block by block (`stream_blocks`); or in a mapped file in the folder `on_disk`,
         for writing. Under tensor parallelism each process's part of the weights, which it computes with together with
-        its group; whole in `on_disk` and with `whole_copies`.
+        its group; or with `whole_copies` all of them, in host memory that a machine's processes share.
         """
         module, dtype = self.unwrap(model), dtype or self.full_dtype
-        if on_disk is not None or self._group is None and streams(self, self.stream_blocks, module, dtype):
+        cut = self._group is not None
+        streaming = on_disk is None and not cut and streams(self, self.stream_blocks, module, dtype)
+        if on_disk is not None or streaming or cut and self.whole_copies:
             full, mapped = mapped_copy(self, self._skeletons[id(module)], self._whole(module), dtype, on_disk)
             _set_buffers(full, module)
-            with streamed(full, mapped, self.device) if on_disk is None else nullcontext():
-                yield full
-            return
-        if self._group is not None and self.whole_copies:
-            skeleton = dict(self._skeletons[id(module)].named_parameters())
-            weights = {id(skeleton[n]): value.to(self.device, dtype) for n, value in self._whole(module)}
-            full = _with_parameters(self._skeletons[id(module)], weights)
-            _set_buffers(full, module)
-            full = full.to(self.device).eval()
-            merge_for_good(full)
-            yield full
+            with streamed(full, mapped, self.device) if streaming else nullcontext():
+                yield full if streaming or on_disk is not None else full.to('cpu')
             return
         with self.kept_copy(module, dtype) as kept:
             folded_before = kept.copied is not None
