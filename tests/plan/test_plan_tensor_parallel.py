@@ -99,13 +99,21 @@ def test_workers_are_sent_whole_weights():
     """On a GPU that has room for them, or from host memory."""
     options = {'on_cuda': True, 'precision': 'bf16', 'rollouts_elsewhere': True, 'critic': 'none', 'kl': False}
     whole = 2 * models.measure(models.build('initial', CONFIG, setup_of(strategy_options={}))).total
-    roomy = make_plan(setup_of(memory=2**30, **options)).phases['collect']
+    roomy, tight, cut_in_two = (
+        make_plan(setup_of(**options, **more)).phases['collect']
+        for more in (
+            {'memory': 2**30, 'strategy_options': {}},
+            {'memory': 1, 'strategy_options': {}},
+            {'memory': 2**30},
+        )
+    )
     assert roomy.device['full copy'] == whole and roomy.device['weights on their way'] == whole
     assert 'key/value cache' not in roomy.device and roomy.host.get('full copy') is None
-    tight = make_plan(setup_of(memory=1, **options)).phases['collect']
-    assert 'full copy' not in tight.device and 'weights on their way' not in tight.device
-    assert tight.host['full copy'] == whole // 2  # one file for both processes
-    assert tight.device['gathering'] == 4 * 64 * 32 * 2.5  # the largest: whole twice while it is joined, and a part
+    for apart in (tight, cut_in_two):
+        assert 'full copy' not in apart.device and 'weights on their way' not in apart.device
+        assert apart.host['full copy'] == whole // 2  # one file for both processes
+    # the largest tensor in fp32; of parts whole twice while they are joined, and the part
+    assert tight.device['gathering'] == 4 * 64 * 32 and cut_in_two.device['gathering'] == 4 * 64 * 32 * 2.5
 
 
 @pytest.mark.parametrize(

@@ -119,9 +119,10 @@ def step(strategy: Any, actor: Any) -> dict[str, Any]:
     }
 
 
-def families(names: list[str], **options: Any) -> list[dict[str, Any]]:
-    with FSDPStrategy(precision='fp32', tensor_parallel=2, device='cpu') as strategy:
-        return [step(strategy, made(name, **options)) for name in names]
+def families(names: list[str], lora: bool, recomputes: bool) -> list[dict[str, Any]]:
+    options: dict[str, Any] = {'activation_checkpointing': recomputes, 'device': 'cpu'}
+    with FSDPStrategy(precision='fp32', tensor_parallel=2, **options) as strategy:
+        return [step(strategy, made(name, lora=lora)) for name in names]
 
 
 def made(family: str, lora: bool = False) -> Actor:
@@ -134,10 +135,10 @@ def made(family: str, lora: bool = False) -> Actor:
     return actor
 
 
-def check_families(names: list[str], world_size: int, lora: bool = False) -> None:
+def check_families(names: list[str], world_size: int, lora: bool = False, recomputes: bool = False) -> None:
     from chatgpt.trainer.strategies import NaiveStrategy
 
-    ranks = run_distributed(with_lora if lora else families, world_size, names)
+    ranks = run_distributed(families, world_size, names, lora, recomputes)
     for number, name in enumerate(names):
         with NaiveStrategy(precision='fp32', device='cpu') as strategy:
             want = step(strategy, made(name, lora=lora))
@@ -152,16 +153,12 @@ def check_families(names: list[str], world_size: int, lora: bool = False) -> Non
             assert rank[number]['bytes'] < 0.56 * want['bytes'], name  # norms and the value head are whole
 
 
-def with_lora(names: list[str]) -> list[dict[str, Any]]:
-    return families(names, lora=True)
-
-
 def test_families_compute_what_one_process_computes():
     check_families(list(FAMILIES), 2)
 
 
-def test_two_ranks_of_two_processes():
-    check_families(['llama', 'gemma2'], 4)
+def test_two_ranks_of_two_processes_that_recompute_activations():
+    check_families(['llama', 'gemma2'], 4, recomputes=True)
 
 
 def test_adapters():
@@ -208,6 +205,21 @@ def test_flags_of_a_run():
     for given in ({'reproducible': 'exact'}, {'compile_blocks': True}, {'num_layers_unfrozen': 1}):
         with pytest.raises(ValueError, match=f'tensor_parallel=2 does not go with {next(iter(given))}'):
             check(strategy='fsdp', **given)
+
+
+def by_name() -> Any:
+    from chatgpt.launch.arguments import make_strategy
+
+    with make_strategy('fsdp', seed=1, precision='fp32', tensor_parallel=2) as strategy:
+        strategy.barrier()
+        facts = strategy.rank, strategy.world_size, strategy.is_rank_0, strategy.processes.rank, strategy.meta_init
+        return facts, strategy.options['tensor_parallel'], type(strategy).memory_model(**strategy.options)
+
+
+def test_a_strategy_by_its_command_line_name():
+    first, second = run_distributed(by_name, 2)
+    assert first[0] == (0, 1, True, 0, True) and second[0] == (0, 1, False, 1, True)
+    assert first[1] == first[2].tensor_parallel == 2
 
 
 def test_settings_that_do_not_go_together():
