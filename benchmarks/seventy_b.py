@@ -162,7 +162,9 @@ def main() -> None:
                     numbers[key] = row(method, layout, gpus)
                     args.json.write_text(json.dumps(numbers, indent=1))
     if args.page:
-        args.page.write_text(seventy_b_page.page(numbers, GPUS, list(METHODS), list(LAYOUTS), SHOWN, SEQUENCES, show_bytes))
+        args.page.write_text(
+            seventy_b_page.page(numbers, GPUS, list(METHODS), list(LAYOUTS), SHOWN, SEQUENCES, show_bytes)
+        )
 
 
 if __name__ == '__main__':

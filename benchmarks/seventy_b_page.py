@@ -17,7 +17,13 @@ sequence prompt and half response. PPO has a critic, a reward model and a refere
 the reference is the actor without its adapters. "TP 8" is `--tensor_parallel 8`, "idle" `--offload idle`, "cpu_offload" `--strategy fsdp_cpu`, "streamed" its
 generation block by block (`stream_blocks`, which is automatic where the copy does not fit).
 
-FSDP2 keeps shards in fp32, frozen models too: 263 GiB for each model, and 1052 GiB for one that learns with all its weights, before anything is computed.
+FSDP2 keeps shards in fp32, frozen models too: 263 GiB for each model, and 1052 GiB for one that learns with all its weights, before anything is computed. So:
+
+- **Eight GPUs do not train PPO with all weights**, in no layout: four models, two of which learn, are 2.6 TiB. Sixteen do, with all of it in the memory of two hosts.
+- **PPO with LoRA** is three models, 98 GiB on each of eight GPUs: in host memory there, and on the devices of sixteen.
+- **GRPO with LoRA** is one model, and the one that eight GPUs train and generate with on their own, with TP 8.
+- **GRPO with all weights** needs host memory, or sixteen GPUs with TP 8 whose reference waits in it, for short sequences.
+- Tensor parallelism takes little from weights and states, which FSDP2 cuts as finely. It takes the copy that generates (132 GiB to 16.5 GiB), gathered blocks, and whole ranks' worth of activations.
 """
 COMMANDS = """\
 ## Where the responses come from
@@ -55,7 +61,7 @@ The same on two machines, node1 generating:
         --gradient_checkpointing true --experience_batch_size 16 --train_batch_size 128 --max_tokens_per_batch 2048 --max_new_tokens 1024 \\
         --engine vllm --rollout_workers 2 --rollout_resources '{GPU: 4}' --max_staleness 1 --tis_cap 2
 
-All weights, which fit only in host memory, on two machines:
+All weights, in the host memory of two machines (with `--strategy fsdp --tensor_parallel 8 --offload idle` on their devices, for sequences of 2048 tokens):
 
     python -m chatgpt.launch --num_nodes 2 --num_workers 16 --rdzv_endpoint node0:29400 --run_id seventy examples/train_prompts.py prompts.csv \\
         --pretrain meta-llama/Meta-Llama-3-70B-Instruct --reward_fn my_rewards.py:score --strategy fsdp_cpu --advantage_estimator grpo \\
@@ -84,7 +90,10 @@ def page(
     parts = [INTRO.format(sequences=sequences)]
     for count in gpus:
         parts.append(f'## {count} GPUs: what fits\n')
-        rows = ['| method | longest sequence, responses here | longest sequence, responses elsewhere |', '|---|---|---|']
+        rows = [
+            '| method | longest sequence, responses here | longest sequence, responses elsewhere |',
+            '|---|---|---|',
+        ]
         for method in methods:
             cells = []
             for where in ('here', 'elsewhere'):

@@ -22,6 +22,8 @@ from chatgpt.plan import Setup, make_plan, show_bytes
 
 SIZES = {'small': (384, 6), 'medium': (640, 8)}
 """hidden size and layers"""
+FIRST = (64, 2)
+"""of a run before that, in the same processes: imports and the matrix library's buffers are not the model's"""
 LAYOUTS = {'2 x 1': (2, 1), '1 x 2': (2, 2), '4 x 1': (4, 1), '2 x 2': (4, 2), '1 x 4': (4, 4)}
 """data ranks x processes of each: (processes, tensor_parallel)"""
 ROWS, PROMPT, NEW, VOCAB, HEADS = 8, 112, 16, 8192, 8
@@ -31,7 +33,7 @@ PHASES = ('collect', 'score', 'learn')
 def config_of(size: str) -> Any:
     from transformers import LlamaConfig
 
-    hidden, layers = SIZES[size]
+    hidden, layers = SIZES.get(size, FIRST)
     return LlamaConfig(
         hidden_size=hidden,
         intermediate_size=hidden * 3,
@@ -197,7 +199,7 @@ def main() -> None:
         from chatgpt.testing.processes import run_distributed
 
         processes, tensor_parallel = LAYOUTS[args.layouts[0]]
-        ranks = run_distributed(of_a_rank, processes, ['small', args.child], tensor_parallel, fresh=True, timeout_s=150)
+        ranks = run_distributed(of_a_rank, processes, ['first', args.child], tensor_parallel, fresh=True, timeout_s=900)
         print(json.dumps(ranks))
         return
     found = {size: {layout: compare(size, layout) for layout in args.layouts} for size in args.sizes}

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from chatgpt.nn import Actor
 from chatgpt.plan import Setup, make_plan, models
 from chatgpt.plan.__main__ import main
+from chatgpt.plan.advice import changes
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.strategies import FSDPStrategy
@@ -139,22 +140,18 @@ def test_the_command(tmp_path, capsys):
     flags = [str(config), '--strategy', 'fsdp', '--num_processes', '4', '--tensor_parallel', '2', '--memory', '1GiB']
     assert main(flags) == 0
     assert 'fsdp on 4 processes (2 x 2 tensor parallel) needs' in capsys.readouterr().out
-    assert main([*flags[:-1], '1KiB']) == 1
     assert main([*flags[:2], 'naive', '--tensor_parallel', '2']) == 2
 
 
-def test_parts_are_advised_where_a_copy_does_not_fit(tmp_path):
-    """Whole weights to generate with are what is too much, and their half is not."""
-    from chatgpt.plan import cheapest_change
+def test_parts_are_among_the_advice_where_the_model_can_be_cut():
+    def texts(config: Any, **options: Any) -> list[str]:
+        gpus = {'strategy': 'fsdp', 'num_processes': 8, 'gradient_checkpointing': True, 'train_batch_size': 8}
+        return [text.rpartition(', ')[2] for text, _ in changes(Setup(config=config, **gpus, **options))]
 
-    wide = tiny_config('llama', vocab_size=64, hidden=256, layers=8, heads=8, positions=64)
-    common = {
-        'config': wide, 'strategy': 'fsdp', 'num_processes': 8, 'lora_rank': 2, 'critic': 'none',
-        'gradient_checkpointing': True, 'max_tokens_per_batch': 16, 'max_prompt_tokens': 8, 'max_new_tokens': 8,
-    }  # fmt: skip
-    alone = make_plan(Setup(**common))
-    cut_in_two = make_plan(Setup(**common, strategy_options={'tensor_parallel': 2}))
-    assert cut_in_two.peak < alone.peak
-    limit = int((alone.peak + cut_in_two.peak) / 2 / 0.95)
-    found = cheapest_change(Setup(**common, memory=limit))
-    assert found is not None and found[0] == 'tensor_parallel=2'
+    llama = texts(CONFIG)
+    assert [text for text in llama if text.startswith('tensor_parallel')] == ['tensor_parallel=2']  # 2 heads of keys
+    assert llama.index('tensor_parallel=2') < llama.index('strategy=fsdp_cpu')
+    cut_already = texts(CONFIG, strategy_options={'tensor_parallel': 2})
+    for found in (texts(tiny_config('gpt2', positions=64)), cut_already):
+        assert not any(text.startswith('tensor_parallel') for text in found)
+    assert not any('fsdp_cpu' in text for text in cut_already)  # which cannot be cut
