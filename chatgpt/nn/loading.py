@@ -34,7 +34,7 @@ from chatgpt.nn.sources import (
     seeded,
     weight_files,
 )
-from chatgpt.nn.trunk import base_model
+from chatgpt.nn.trunk import base_model, cut_over
 from chatgpt.nn.unfit import candidates, check_finite, check_fit, open_weights
 
 HUB_OPTIONS = ('revision', 'subfolder', 'cache_dir', 'local_files_only', 'token')
@@ -359,7 +359,7 @@ def write_folder(model: Any, folder: str | os.PathLike[str], state_dict: dict[st
     """
     from transformers.utils import logging
 
-    if state_dict is None and any(getattr(module, 'is_cut', False) for module in model.modules()):
+    if state_dict is None and cut_over(model) is not None:
         raise ValueError(
             'save_pretrained: this process has parts of the weights (tensor_parallel); save with '
             'trainer.save_pretrained or inside strategy.full_model(model, on_disk=FOLDER)'

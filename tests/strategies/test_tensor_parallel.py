@@ -153,8 +153,55 @@ def check_families(names: list[str], world_size: int, lora: bool = False, recomp
             assert rank[number]['bytes'] < 0.56 * want['bytes'], name  # norms and the value head are whole
 
 
-def test_families_compute_what_one_process_computes():
-    check_families(list(FAMILIES), 2)
+QUICK = ['llama', 'qwen2', 'qwen3', 'gemma2', 'olmo2', 'phi', 'gpt_neox']
+"""tied and untied heads, norms of queries, a soft cap, biases, fused queries and keys, parts that are gathered"""
+
+
+@pytest.mark.parametrize('names', [QUICK, pytest.param(sorted(set(FAMILIES) - set(QUICK)), marks=pytest.mark.slow)])
+def test_families_compute_what_one_process_computes(names):
+    check_families(names, 2)
+
+
+def memory_differs() -> list[Any]:
+    """What the local engine draws, and how many rows it took at a time, where processes have other room."""
+    from chatgpt.rollout import LocalEngine, SamplingParams
+    from chatgpt.types import Prompt
+
+    class Tight(LocalEngine):
+        rows: list[int] = []
+
+        def free_bytes(self, device: torch.device) -> int:
+            return 1 << (30 if strategy.is_rank_0 else 10)
+
+        def rows_that_fit(self, rows: int, capacity: int) -> int:
+            self.rows.append(super().rows_that_fit(rows, capacity))
+            return self.rows[-1]
+
+    with FSDPStrategy(precision='fp32', tensor_parallel=2, device='cpu') as strategy:
+        actor = strategy.prepare(Actor(model('llama')))
+        engine = Tight()
+        with strategy.full_model(actor) as full:
+            engine.begin(full)
+            prompts = [Prompt(ids=torch.tensor([5, 3 + i])) for i in range(6)]
+            samples = engine.generate(prompts, SamplingParams(max_new_tokens=6), seed=3, indices=range(6))
+            with pytest.raises(ValueError, match='this process has parts of the weights'):
+                full.save_pretrained('nowhere')
+            engine.end()
+        strategy.barrier()
+        return [engine.rows, [s.response_ids.tolist() for s in samples]]
+
+
+def test_processes_with_other_room_decode_the_same_rows():
+    from chatgpt.rollout import LocalEngine, SamplingParams
+    from chatgpt.types import Prompt
+
+    first, second = run_distributed(memory_differs, 2)
+    assert first == second and max(first[0]) < 6
+    engine = LocalEngine()
+    engine.begin(Actor(model('llama')))
+    prompts = [Prompt(ids=torch.tensor([5, 3 + i])) for i in range(6)]
+    samples = engine.generate(prompts, SamplingParams(max_new_tokens=6), seed=3, indices=range(6))
+    assert first[1] == [s.response_ids.tolist() for s in samples]
 
 
 def test_two_ranks_of_two_processes_that_recompute_activations():

@@ -211,7 +211,7 @@ class _Parts:
             self._whole.append(whole)
             self.cuts[id(part)] = cut
         owner._parameters[name] = self._made[id(whole)]
-        owner.is_cut = True  # type: ignore[assignment]
+        owner.cut_over = self.group  # type: ignore[assignment]
 
     def mark_partial(self, owner: nn.Module, *names: str) -> None:
         self.partial |= {id(p) for n in names if (p := owner._parameters.get(n)) is not None}
