@@ -39,6 +39,7 @@ NOT_RUN = NOT_OURS | {
     r'--log_with ': 'starts trackers: tests/trainer/test_trackers.py',
     r'--launcher ray': 'starts Ray: tests/launch/test_launchers.py',
     r'--rollout_workers': 'starts Ray: tests/trainer/test_remote_rollouts.py',
+    r'--tensor_parallel \d': 'several processes, and a family with a plan: tests/trainer/test_tensor_parallel_runs.py',
     r'--num_nodes 2': 'two nodes: tests/launch/test_launchers.py',
     r'launch --num_workers|launch ppo': 'two processes: tests/cli/test_launched_command.py',
     r'^torchrun --standalone': 'two processes: tests/examples/test_train_prompts.py',

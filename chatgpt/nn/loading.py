@@ -36,7 +36,7 @@ from chatgpt.nn.sources import (
     weight_files,
 )
 from chatgpt.nn.stored_dtype import say_dtype, stored_dtype, to_dtype
-from chatgpt.nn.trunk import base_model, is_encoder_decoder
+from chatgpt.nn.trunk import base_model, cut_over, is_encoder_decoder
 from chatgpt.nn.unfit import candidates, check_finite, check_fit, fits, not_tied, open_weights
 
 HUB_OPTIONS = ('revision', 'subfolder', 'cache_dir', 'local_files_only', 'token')
@@ -464,7 +464,7 @@ def write_folder(
     """
     from transformers.utils import logging
 
-    if state_dict is None and any(getattr(module, 'is_cut', False) for module in model.modules()):
+    if state_dict is None and cut_over(model) is not None:
         raise ValueError(
             'save_pretrained: this process has parts of the weights (tensor_parallel); save with '
             'trainer.save_pretrained or inside strategy.full_model(model, on_disk=FOLDER)'

@@ -154,6 +154,11 @@ def causal_encoder_hidden(model: Any, batch: Batch) -> Tensor:
     return hidden.flatten(0, 1)
 
 
+def cut_over(module: nn.Module) -> Any:
+    """The group of processes that hold `module` together (tensor parallelism); None of a whole one."""
+    return next((group for m in module.modules() if (group := getattr(m, 'cut_over', None)) is not None), None)
+
+
 def is_meta(module: nn.Module) -> bool:
     """Whether weights are still to come."""
     return any(p.device.type == 'meta' for p in module.parameters())

@@ -256,24 +256,23 @@ def _collect(setup: Setup, config: Any, actor: ModelSize, multiplied: Sequence[P
 
 def _sending(setup: Setup, config: Any, held: Memory) -> Memory:
     """`held`, and what collecting adds to it where workers elsewhere generate: whole weights, on the device where there
-    is room for them, else in host memory; and the copy that is on its way to the workers."""
+    is room for them, else, and under tensor parallelism, in host memory; and the copy that is on its way to the
+    workers."""
     options = {name: value for name, value in setup.strategy_options.items() if name != 'tensor_parallel'}
     alone = replace(setup, strategy_options=options, num_processes=setup.ranks)
     size = models.measure(models.build('actor', config, alone))
     whole, strategy = alone.memory_model.full_itemsize(alone) * size.total, alone.memory_model
     free = None if setup.memory is None else setup.memory - sum(held.device.values())
     memory = Memory()
-    if setup.on_cuda and strategy.streams and free is not None and whole > FREE_SHARE * free:
+    too_large = setup.on_cuda and strategy.streams and free is not None and whole > FREE_SHARE * free
+    if too_large or setup.tensor_parallel > 1:
         # one whole tensor after another in fp32, and where a few processes hold it together their parts of it
         copies = 1 if setup.tensor_parallel == 1 else 2 + 1 / setup.tensor_parallel
         memory.add('gathering', 4 * max(p.numel for p in size.parameters) * copies)
         memory.add('full copy', whole / setup.on_machine, host=True)
         memory.add('weights on their way', whole / setup.on_machine, host=True)
     else:
-        if setup.tensor_parallel == 1:
-            memory = strategy.full_copy(size, setup)
-        else:
-            memory.add('full copy', whole)
+        memory = strategy.full_copy(size, setup)
         memory.add('weights on their way', whole)
     return held + memory
 

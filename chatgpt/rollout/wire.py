@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from chatgpt.nn import lora
 from chatgpt.nn.encoder_decoder import check_decoder_only
+from chatgpt.nn.trunk import cut_over
 from chatgpt.rollout.sampling import SamplingParams
 from chatgpt.types import Episode, FinishReason, Prompt, Sample
 
@@ -67,7 +68,7 @@ def policy_tensors(model: nn.Module) -> dict[str, Tensor]:
             'an engine of its own needs whole weights, and this strategy streams them block by block: '
             'use stream_blocks=False, or LocalEngine'
         )
-    if any(getattr(module, 'is_cut', False) for module in model.modules()):
+    if cut_over(model) is not None:
         raise ValueError(
             'an engine of its own needs whole weights, and this process has parts of them (tensor_parallel): set '
             'strategy.whole_copies = True before strategy.full_model'

@@ -25,8 +25,8 @@ import torch
 
 from chatgpt.dataset.prompts import PromptOrder, PromptSet
 from chatgpt.rollout import AheadEngine, ExactDraws, LocalEngine, RolloutEngine, SamplingParams, StopStrings
+from chatgpt.rollout.engine import InProcessEngine
 from chatgpt.rollout.episodes import EpisodeEngine
-from chatgpt.rollout.hf import HFEngine
 from chatgpt.rollout.stop import write_texts
 from chatgpt.trainer.checkpointing import as_json
 from chatgpt.trainer.failed_episodes import compared
@@ -213,13 +213,14 @@ class Collector:
     def _begun(self, policy: Full | None = None) -> Iterator[None]:
         """Inside, the engine has the policy's weights."""
         with ExitStack() as held:
-            self.strategy.whole_copies = not isinstance(_innermost(self.engine), (LocalEngine, HFEngine))
-            self.strategy.only_reads = getattr(self.engine, 'copies_weights', False)
+            copies = getattr(self.engine, 'copies_weights', False)
+            self.strategy.whole_copies = copies or not isinstance(_innermost(self.engine), InProcessEngine)
+            self.strategy.only_reads = copies
             self.engine.begin(held.enter_context((policy or self.policy)()))
             generator = _innermost(self.engine)
             if isinstance(generator, LocalEngine):
                 self.strategy.keep_copy(generator, generator.keeping)
-            if getattr(self.engine, 'copies_weights', False):
+            if copies:
                 held.close()  # a copy in the compute dtype would lie beside the engine's own
             try:
                 yield

@@ -50,7 +50,10 @@ def of_a_rank(engine_kind: str, tensor_parallel: int, lora_rank: int) -> dict[st
             SpawnedWorkers(1, {'GPU': 2}), weight_transfer=engine_kind, engine_options={'dtype': 'float32'}
         )
     seen: dict[str, Any] = {}
-    with FSDPStrategy(device='cpu', tensor_parallel=tensor_parallel) as strategy, SharedEngine(strategy, engine) as shared:
+    with (
+        FSDPStrategy(device='cpu', tensor_parallel=tensor_parallel) as strategy,
+        SharedEngine(strategy, engine) as shared,
+    ):
         prepared = strategy.prepare(actor(lora_rank))
         begin = engine.begin
 

@@ -119,9 +119,10 @@ def step(strategy: Any, actor: Any) -> dict[str, Any]:
     }
 
 
-def families(names: list[str], **options: Any) -> list[dict[str, Any]]:
-    with FSDPStrategy(precision='fp32', tensor_parallel=2, device='cpu') as strategy:
-        return [step(strategy, made(name, **options)) for name in names]
+def families(names: list[str], lora: bool, recomputes: bool) -> list[dict[str, Any]]:
+    options: dict[str, Any] = {'activation_checkpointing': recomputes, 'device': 'cpu'}
+    with FSDPStrategy(precision='fp32', tensor_parallel=2, **options) as strategy:
+        return [step(strategy, made(name, lora=lora)) for name in names]
 
 
 def made(family: str, lora: bool = False) -> Actor:
@@ -134,10 +135,10 @@ def made(family: str, lora: bool = False) -> Actor:
     return actor
 
 
-def check_families(names: list[str], world_size: int, lora: bool = False) -> None:
+def check_families(names: list[str], world_size: int, lora: bool = False, recomputes: bool = False) -> None:
     from chatgpt.trainer.strategies import NaiveStrategy
 
-    ranks = run_distributed(with_lora if lora else families, world_size, names)
+    ranks = run_distributed(families, world_size, names, lora, recomputes)
     for number, name in enumerate(names):
         with NaiveStrategy(precision='fp32', device='cpu') as strategy:
             want = step(strategy, made(name, lora=lora))
@@ -152,16 +153,59 @@ def check_families(names: list[str], world_size: int, lora: bool = False) -> Non
             assert rank[number]['bytes'] < 0.56 * want['bytes'], name  # norms and the value head are whole
 
 
-def with_lora(names: list[str]) -> list[dict[str, Any]]:
-    return families(names, lora=True)
+QUICK = ['llama', 'qwen2', 'qwen3', 'gemma2', 'olmo2', 'phi', 'gpt_neox']
+"""tied and untied heads, norms of queries, a soft cap, biases, fused queries and keys, parts that are gathered"""
 
 
-def test_families_compute_what_one_process_computes():
-    check_families(list(FAMILIES), 2)
+@pytest.mark.parametrize('names', [QUICK, pytest.param(sorted(set(FAMILIES) - set(QUICK)), marks=pytest.mark.slow)])
+def test_families_compute_what_one_process_computes(names):
+    check_families(names, 2)
 
 
-def test_two_ranks_of_two_processes():
-    check_families(['llama', 'gemma2'], 4)
+def memory_differs() -> list[Any]:
+    """What the local engine draws, and how many rows it took at a time, where processes have other room."""
+    from chatgpt.rollout import LocalEngine, SamplingParams
+    from chatgpt.types import Prompt
+
+    class Tight(LocalEngine):
+        rows: list[int] = []
+
+        def free_bytes(self, device: torch.device) -> int:
+            return 1 << (30 if strategy.is_rank_0 else 10)
+
+        def rows_that_fit(self, rows: int, capacity: int) -> int:
+            self.rows.append(super().rows_that_fit(rows, capacity))
+            return self.rows[-1]
+
+    with FSDPStrategy(precision='fp32', tensor_parallel=2, device='cpu') as strategy:
+        actor = strategy.prepare(Actor(model('llama')))
+        engine = Tight()
+        with strategy.full_model(actor) as full:
+            engine.begin(full)
+            prompts = [Prompt(ids=torch.tensor([5, 3 + i])) for i in range(6)]
+            samples = engine.generate(prompts, SamplingParams(max_new_tokens=6), seed=3, indices=range(6))
+            with pytest.raises(ValueError, match='this process has parts of the weights'):
+                full.save_pretrained('nowhere')
+            engine.end()
+        strategy.barrier()
+        return [engine.rows, [s.response_ids.tolist() for s in samples]]
+
+
+def test_processes_with_other_room_decode_the_same_rows():
+    from chatgpt.rollout import LocalEngine, SamplingParams
+    from chatgpt.types import Prompt
+
+    first, second = run_distributed(memory_differs, 2)
+    assert first == second and max(first[0]) < 6
+    engine = LocalEngine()
+    engine.begin(Actor(model('llama')))
+    prompts = [Prompt(ids=torch.tensor([5, 3 + i])) for i in range(6)]
+    samples = engine.generate(prompts, SamplingParams(max_new_tokens=6), seed=3, indices=range(6))
+    assert first[1] == [s.response_ids.tolist() for s in samples]
+
+
+def test_two_ranks_of_two_processes_that_recompute_activations():
+    check_families(['llama', 'gemma2'], 4, recomputes=True)
 
 
 def test_adapters():
@@ -180,10 +224,49 @@ def test_models_that_cannot_be_cut():
         check_model(Actor(model('llama', intermediate_size=63)), 2)
     with pytest.raises(ValueError, match="MixtralForCausalLM .* the style '.*mixtures of experts"):
         check_model(Actor(model('mixtral', num_local_experts=2)), 2)
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    t5 = T5ForConditionalGeneration(
+        T5Config(vocab_size=16, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    )
+    with pytest.raises(ValueError, match='T5ForConditionalGeneration is an encoder-decoder'):
+        check_model(t5, 2)
     with pytest.raises(ValueError, match='frozen top blocks'):
         check_model(Actor(model('llama'), num_layers_unfrozen=1), 2)
     with pytest.raises(ValueError, match=r'does not say what becomes of .*act_fn'):
         check_model(Actor(model('apertus')), 2)
+
+
+def test_flags_of_a_run():
+    from chatgpt.launch.runs import PPORun
+
+    def check(**kw: Any) -> None:
+        run = PPORun(tensor_parallel=2, **kw)
+        run.fill_defaults()
+        run.validate(1)
+
+    check(strategy='fsdp')
+    for name in ('naive', 'ddp', 'fsdp_cpu'):
+        with pytest.raises(ValueError, match=f'tensor_parallel=2 needs strategy fsdp, and it is {name}'):
+            check(strategy=name)
+    for given in ({'reproducible': 'exact'}, {'compile_blocks': True}, {'num_layers_unfrozen': 1}):
+        with pytest.raises(ValueError, match=f'tensor_parallel=2 does not go with {next(iter(given))}'):
+            check(strategy='fsdp', **given)
+
+
+def by_name() -> Any:
+    from chatgpt.launch.arguments import make_strategy
+
+    with make_strategy('fsdp', seed=1, precision='fp32', tensor_parallel=2) as strategy:
+        strategy.barrier()
+        facts = strategy.rank, strategy.world_size, strategy.is_rank_0, strategy.processes.rank, strategy.meta_init
+        return facts, strategy.options['tensor_parallel'], type(strategy).memory_model(**strategy.options)
+
+
+def test_a_strategy_by_its_command_line_name():
+    first, second = run_distributed(by_name, 2)
+    assert first[0] == (0, 1, True, 0, True) and second[0] == (0, 1, False, 1, True)
+    assert first[1] == first[2].tensor_parallel == 2
 
 
 def test_settings_that_do_not_go_together():

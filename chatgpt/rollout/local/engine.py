@@ -25,7 +25,7 @@ from torch import Tensor
 
 from chatgpt.nn.encoder_decoder import check_decoder_only
 from chatgpt.nn.settings import addresses, plain_settings
-from chatgpt.nn.trunk import text_config
+from chatgpt.nn.trunk import cut_over, text_config
 from chatgpt.rollout.engine import Call, InProcessEngine, Turns
 from chatgpt.rollout.local.append import AppendForm, find_append_form
 from chatgpt.rollout.local.attention import FORMS, AttentionForm, find_attention
@@ -157,7 +157,7 @@ class LocalEngine(InProcessEngine):
             self._checked, self._can_capture, self._append_form, self._beyond_windows = kind, True, None, None
         if self._fixed is not None:
             self._take_up(actor, self._fixed)
-        self.keeping = self._may_keep(parameter.device)
+        self.keeping = bool(self._agreed(self._may_keep(parameter.device)))
 
     def _find_forms(self, actor: Actor) -> None:
         with torch.inference_mode():
@@ -312,6 +312,16 @@ class LocalEngine(InProcessEngine):
 
     def rows_that_fit(self, rows: int, capacity: int) -> int:
         """How many of `rows` rows of `capacity` slots this phase's cache may have, by `free_bytes`; at least one."""
+        return self._agreed(self._rows_that_fit(rows, capacity))
+
+    def _agreed(self, number: int) -> int:
+        """The least of all processes that hold the model together, which compute the same forwards."""
+        if (group := cut_over(self._actor)) is None:
+            return number
+        device = next(self._actor.parameters()).device
+        return -int(group.max(torch.tensor(-number, device=device)))
+
+    def _rows_that_fit(self, rows: int, capacity: int) -> int:
         if self._cache is not None and rows <= self._cache.rows and capacity <= self._cache.capacity:
             return rows
         device = next(self._actor.parameters()).device

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from chatgpt.batching import cut_by_tokens
+from chatgpt.nn.trunk import cut_over
 from chatgpt.rollout.engine import Call, changing_shapes
 from chatgpt.rollout.local.attention import AttentionForm, step_keywords
 from chatgpt.rollout.local.fixed_step import FixedSteps, row_bucket, shared_capacity, slot_bucket
@@ -62,9 +63,10 @@ class LocalRun:
         self.attention: AttentionForm = 'plain' if self.windows is not None else engine.attention_form
         wanted = min(most_rows or engine.max_batch_size, len(prompts))
         longest_prompt = max(len(p.ids) for p in prompts)
-        # Blocks that are streamed come and go: their addresses hold for no graph.
+        # Blocks that are streamed come and go: their addresses hold for no graph. Nor are sums over processes recorded.
         streams = any(getattr(module, 'is_streamed', False) for module in self.actor.modules())
-        fixed = (self.device.type == 'cuda' and not streams) if engine.fixed_steps == 'auto' else engine.fixed_steps
+        no_graph = streams or cut_over(self.actor) is not None
+        fixed = (self.device.type == 'cuda' and not no_graph) if engine.fixed_steps == 'auto' else engine.fixed_steps
         if fixed or self.attention == 'varlen':  # sizes that other calls have as well
             capacity = shared_capacity(max(longest_prompt, self.max_width + spare_slots), self.attention)
             rows = engine.rows_that_fit(row_bucket(wanted, 2 * wanted), capacity)
@@ -82,7 +84,7 @@ class LocalRun:
                 self.sampler,
                 self.uniforms,
                 len(prompts) * self.max_new,
-                capture=not streams,
+                capture=not no_graph,
                 windows=self.windows,
             )
         self.fixed_loaded = False

@@ -138,8 +138,8 @@ class Strategy:
         """who generates from the copy of `full_model` again, so that it is kept in its memory until the next time"""
         self._kept_copy: KeptCopy | None = None
         self.whole_copies = False
-        """`full_model` gives every process all weights also where a few processes could compute with parts of them: for
-        an engine that has a model of its own"""
+        """`full_model` gives all weights also where a few processes could compute with parts of them: for an engine
+        that has a model of its own"""
         self.only_reads = False
         """that engine reads them once and computes nothing here: what is too large for the device is in host memory"""
         random.seed(seed)

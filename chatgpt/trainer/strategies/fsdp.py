@@ -241,27 +241,20 @@ class FSDPStrategy(ProcessGroupStrategy):
     ) -> Iterator[nn.Module]:
         """A plain copy with full weights, gathered tensor by tensor in the compute dtype, LoRA merged, freed after.
 
-        Under tensor parallelism each process's part of them, which it computes with together with its group; whole in
-        `on_disk` and with `whole_copies`. On the device; or, where that is too small (`stream_blocks`), streamed there
-        block by block, or with `only_reads` in host memory, in a mapped file; or in one in the folder `on_disk`, for
-        writing.
+        On the device; or, where that is too small (`stream_blocks`), streamed there block by block, or with
+        `only_reads` in host memory that a machine's processes share; or in a mapped file in the folder `on_disk`, for
+        writing. Under tensor parallelism each process's part of the weights, which it computes with together with its
+        group; or with `whole_copies` all of them, in that memory.
         """
         module, dtype = self.unwrap(model), dtype or self.full_dtype
-        can_map = on_disk is None and (self._group is None or self.only_reads)
-        if on_disk is not None or can_map and streams(self, self.stream_blocks, module, dtype):
+        cut = self._group is not None
+        too_large = on_disk is None and not cut and streams(self, self.stream_blocks, module, dtype)
+        apart = on_disk is None and (cut and self.whole_copies or too_large and self.only_reads)
+        if on_disk is not None or too_large or apart:
             full, mapped = mapped_copy(self, self._skeletons[id(module)], self._whole(module), dtype, on_disk)
             _set_buffers(full, module)
-            with streamed(full, mapped, self.device) if can_map and not self.only_reads else nullcontext():
-                yield full
-            return
-        if self._group is not None and self.whole_copies:
-            skeleton = dict(self._skeletons[id(module)].named_parameters())
-            weights = {id(skeleton[n]): value.to(self.device, dtype) for n, value in self._whole(module)}
-            full = _with_parameters(self._skeletons[id(module)], weights)
-            _set_buffers(full, module)
-            full = full.to(self.device).eval()
-            merge_for_good(full)
-            yield full
+            with streamed(full, mapped, self.device) if too_large and not apart else nullcontext():
+                yield full.to('cpu') if apart else full
             return
         with self.kept_copy(module, dtype) as kept:
             folded_before = kept.copied is not None
@@ -455,7 +448,9 @@ class FSDPMemory(MemoryModel):
         return sum(math.ceil(s[0] / self.ranks(run)) * math.prod(s[1:]) if s else 1 for s in shapes)
 
     def trained(self, name: str, size: ModelSize, run: Layout) -> Memory:
-        return self._trained(name, run, self._sharded(size, run), self._sharded(size, run, trained_only=True), size.num_trained)
+        return self._trained(
+            name, run, self._sharded(size, run), self._sharded(size, run, trained_only=True), size.num_trained
+        )
 
     def frozen(self, name: str, size: ModelSize, run: Layout) -> Memory:
         memory = Memory()

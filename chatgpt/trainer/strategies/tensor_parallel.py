@@ -59,13 +59,11 @@ def plan_of(module: nn.Module) -> dict[str, str]:
     found = {n: plan[key] for n in inside if (key := _pattern(n)) in plan}
     found |= {n: style for n, style in plan.items() if n in inside}
     found = _with_vocabulary(owner, found)
-    strange = {_pattern(n): s for n, s in found.items() if s not in KNOWN}
-    strange |= {n: s for n, s in plan.items() if s.startswith(('packed', 'moe'))}
-    if strange:
-        first = next(iter(strange))
+    strange = next(((n, s) for n, s in plan.items() if s not in KNOWN), None)
+    if strange is not None:
         raise ValueError(
-            f'tensor_parallel: the plan of {name} cuts {first} in the style {strange[first]!r}, as mixtures of experts '
-            f'are, and only {", ".join(KNOWN)} are known; leave tensor_parallel out'
+            f'tensor_parallel: the plan of {name} has {strange[0]} in the style {strange[1]!r}, as mixtures of experts '
+            f'do, and only {", ".join(KNOWN)} are known; leave tensor_parallel out'
         )
     return {f'{prefix}.{n}' if prefix else n: style for n, style in found.items()}
 
@@ -105,6 +103,8 @@ def _calls_embedding(layer: Any) -> bool:
 def check_model(module: nn.Module, tensor_parallel: int) -> dict[str, str]:
     """The model's plan. ValueError, before anything is cut, for a model that cannot be cut into so many parts."""
     name = type(getattr(module, 'model', module)).__name__
+    if any(getattr(getattr(m, 'config', None), 'is_encoder_decoder', False) for m in module.modules()):
+        raise ValueError(f'tensor_parallel: {name} is an encoder-decoder, which is not cut; leave tensor_parallel out')
     if any(getattr(m, 'is_reference_branch', False) for m in module.modules()):
         raise ValueError(
             'tensor_parallel does not know the frozen top blocks of num_layers_unfrozen (hydra): leave one of them out'
@@ -211,7 +211,7 @@ class _Parts:
             self._whole.append(whole)
             self.cuts[id(part)] = cut
         owner._parameters[name] = self._made[id(whole)]
-        owner.is_cut = True  # type: ignore[assignment]
+        owner.cut_over = self.group  # type: ignore[assignment]
 
     def mark_partial(self, owner: nn.Module, *names: str) -> None:
         self.partial |= {id(p) for n in names if (p := owner._parameters.get(n)) is not None}
@@ -269,11 +269,11 @@ class _Rowwise(ParallelStyle):
         return module
 
 
-def _rowwise_with_bias(self: Any, x: Tensor) -> Tensor:
-    out = F.linear(x, self.weight)
-    if hasattr(self, 'lora_A'):
-        out = self._add_adapter(out, x)
-    return total(out, self.tensor_group) + self.bias
+def _rowwise_with_bias(layer: Any, x: Tensor) -> Tensor:
+    out = F.linear(x, layer.weight)
+    if hasattr(layer, 'lora_A'):
+        out = layer._add_adapter(out, x)
+    return total(out, layer.tensor_group) + layer.bias
 
 
 class _Vocabulary(ParallelStyle):
@@ -294,10 +294,10 @@ class _Vocabulary(ParallelStyle):
         return module
 
 
-def _embedded(self: Any, ids: Tensor) -> Tensor:
-    part, rows = self.vocabulary, self.weight.shape[0]
+def _embedded(layer: Any, ids: Tensor) -> Tensor:
+    part, rows = layer.vocabulary, layer.weight.shape[0]
     inside = (ids >= part.start) & (ids < part.start + rows)
-    out = type(self).forward(self, torch.where(inside, ids - part.start, 0))
+    out = type(layer).forward(layer, torch.where(inside, ids - part.start, 0))
     return total(out * inside[..., None], part.group)
 
 
