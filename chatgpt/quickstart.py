@@ -23,10 +23,12 @@ import torch
 
 from chatgpt.checkpoint import latest
 from chatgpt.dataset import load_demonstrations, load_preferences
+from chatgpt.dataset.formats import note_model
 from chatgpt.dataset.prompts import as_prompts, tasks_without_prompts
 from chatgpt.environments import EnvironmentSettings, find_environment
 from chatgpt.launch.config_values import read_file
 from chatgpt.launch.destination import try_model_folder
+from chatgpt.launch.encoder_decoder import check_run_apart
 from chatgpt.launch.inputs import Inputs, longest_opening, within_context
 from chatgpt.launch.methods import METHODS
 from chatgpt.launch.recipes import fit, make_trainer, say_use
@@ -35,6 +37,7 @@ from chatgpt.names import hint
 from chatgpt.nn.loading import load_config, load_tokenizer
 from chatgpt.publish import check_push, push_folder
 from chatgpt.rewards.calling import made
+from chatgpt.rollout.episodes import check_writes_turns
 from chatgpt.rollout.sampling import generation_fields
 from chatgpt.trainer.callbacks import Callback, Evaluator
 from chatgpt.trainer.config import Settings
@@ -95,7 +98,7 @@ def train(
     >>> trainer.save_pretrained('outputs/actor')   # doctest: +SKIP
 
     Args:
-        model: hub name or folder, or a transformers causal LM, which is trained in place.
+        model: hub name or folder, or a transformers causal LM or encoder-decoder, which is trained in place.
         reward_fn: `fn(prompts, responses, **columns)`, or trlX's `fn(samples, prompts, outputs, **metadata)`, told
             apart by the names of its arguments; a `RewardModel`; or a list of (weight, one of these). One number per
             sample, or a list of numbers per token.
@@ -179,11 +182,16 @@ def train(
     model_config = load_config(model) if isinstance(model, (str, Path)) else model.config
     if save_path is not None:
         try_model_folder(Path(save_path), model_config)
+    tokenizer = tokenizer or _tokenizer_of(model)
+    note_model(tokenizer, model_config)
+    check_run_apart(run, model_config)
+    if environment is not None:
+        check_writes_turns(model_config)
     inputs = Inputs(
         run=run,
         settings=trainer_settings,
         model=model,
-        tokenizer=tokenizer or _tokenizer_of(model),
+        tokenizer=tokenizer,
         run_dir=run_dir,
         callbacks=list(callbacks),
         generation=generation,

@@ -37,7 +37,7 @@ def chat(policy: Any, tokenizer: Any, sampling: Any, stops: Any, args: Any) -> N
             if templated
             else text + said
         )
-        reply = speak(policy, tokenizer, text, sampling, stops, args.seed, number, add_special_tokens=not templated)
+        reply = speak(policy, tokenizer, text, sampling, stops, args.seed, number, templated=templated)
         number += 1
         turns.append({'role': 'assistant', 'content': reply})
         text += reply
@@ -52,18 +52,20 @@ def speak(
     seed: int,
     index: int,
     *,
-    add_special_tokens: bool,
+    templated: bool,
 ) -> str:
     """Print a response as it comes; what was said until its end, or until Ctrl-C."""
     import torch
 
-    from chatgpt.nn.trunk import position_limit
+    from chatgpt.dataset.tokenize import prompt_ids
+    from chatgpt.launch.inputs import longest_side
     from chatgpt.rollout import stream_tokens
 
-    ids = tokenizer(text, add_special_tokens=add_special_tokens)['input_ids'] or [tokenizer.bos_token_id]
-    limit = position_limit(policy.config)
+    ids = prompt_ids(text, tokenizer, templated=templated) or [tokenizer.bos_token_id]
+    limit = longest_side(policy.config)
     if limit is not None:
-        ids = ids[-max(limit - sampling.room(0), 1) :]  # what was said long ago is forgotten
+        beside = 0 if policy.config.is_encoder_decoder else sampling.room(0)
+        ids = ids[-max(limit - beside, 1) :]  # what was said long ago is forgotten
     said: list[int] = []
     shown = whole = ''
     try:

@@ -252,17 +252,16 @@ def margins(args: Any, store: Store) -> list[float | None]:
     """s_a − s_b of each pair by --reward_model, on tokens as its training has them; None with an empty answer."""
     from chatgpt.dataset import load_preferences
     from chatgpt.experience.scorers import RewardModelScorer
-    from chatgpt.launch.inputs import quiet_transformers
+    from chatgpt.launch.inputs import longest_side, quiet_transformers
     from chatgpt.nn import RewardModel
     from chatgpt.nn.loading import load_config, load_tokenizer
-    from chatgpt.nn.trunk import position_limit
     from chatgpt.types import Sequence as Tokens
 
     quiet_transformers()
     remote = args.trust_remote_code
     answers = [store.answers(side) or [] for side in 'ab']
     tokenizer = load_tokenizer(args.reward_model, trust_remote_code=remote)
-    limit = position_limit(load_config(args.reward_model, trust_remote_code=remote))
+    limit = longest_side(load_config(args.reward_model, trust_remote_code=remote))
     pairs = list(zip(store.records(), *answers, strict=True))
     readable = [all(text.strip() for text in pair[1:]) for pair in pairs]
     rows = [record | {'chosen': a, 'rejected': b} for (record, a, b), ok in zip(pairs, readable, strict=True) if ok]

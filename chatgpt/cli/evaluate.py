@@ -18,7 +18,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from chatgpt.cli.generate import add_model, in_our_words, load_actor, output_file, read_prompts, room, take_words
+from chatgpt.cli.generate import (
+    add_model,
+    in_our_words,
+    load_actor,
+    output_file,
+    read_prompts,
+    room,
+    take_words,
+    tokenizer_of,
+)
 from chatgpt.environments.registry import ENVIRONMENTS
 from chatgpt.launch.arguments import (
     Parser,
@@ -110,20 +119,22 @@ def main() -> None:
     from chatgpt.dataset.prompts import tasks_without_prompts
     from chatgpt.environments import EnvironmentSettings, find_environment
     from chatgpt.launch.inputs import longest_opening, quiet_transformers
-    from chatgpt.nn.loading import load_tokenizer
+    from chatgpt.nn.loading import load_config
+    from chatgpt.rollout.episodes import check_writes_turns
     from chatgpt.trainer.callbacks.base import TrainerView
     from chatgpt.trainer.prompt_evaluation import PromptEvaluation
 
     if args.temperature == 0:
         raise ValueError('--temperature 0 is what holds without it: leave it out')
     quiet_transformers()
-    tokenizer = load_tokenizer(args.tokenizer or args.pretrain, trust_remote_code=args.trust_remote_code)
+    tokenizer = tokenizer_of(args)
     environment, settings, opening = None, None, 0
     if args.input is not None:
         prompts = read_prompts(args.input, tokenizer, args.apply_chat_template or None)
     else:
         prompts = tasks_without_prompts(args.episodes or 100)
     if args.environment is not None:
+        check_writes_turns(load_config(args.pretrain, trust_remote_code=args.trust_remote_code))
         environment = find_environment(args.environment, args.environment_options)
         settings = EnvironmentSettings(
             max_turns=args.max_turns,

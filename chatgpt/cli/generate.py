@@ -137,7 +137,6 @@ def main(chats: bool | None = False) -> None:
     if chats is False and args.input is None:
         out.error('give a prompt, or a file of prompts; the command chat needs none')
     from chatgpt.launch.inputs import quiet_transformers
-    from chatgpt.nn.loading import load_tokenizer
 
     if (args.best_of > 1) != bool(args.reward_model):
         raise ValueError('--best_of above 1 and --reward_model belong together: give both or neither')
@@ -145,7 +144,7 @@ def main(chats: bool | None = False) -> None:
         raise ValueError('--output needs --input: a chat is not written down')
     check_drawing(args)
     quiet_transformers()
-    tokenizer = load_tokenizer(args.tokenizer or args.pretrain, trust_remote_code=args.trust_remote_code)
+    tokenizer = tokenizer_of(args)
     prompts = read_prompts(args.input, tokenizer, args.apply_chat_template or None) if args.input else None
     with output_file(args) as output, strategy_of(args) as strategy:
         if prompts is None and strategy.world_size > 1:
@@ -199,15 +198,26 @@ def room(config: Any, prompts: Any, opening: int = 0) -> int:
     Args:
         opening: tokens before the first turn in an environment; 0 where there is none.
     """
+    from chatgpt.launch.inputs import longest_side
     from chatgpt.launch.runs import EPISODE_TOKENS
-    from chatgpt.nn.trunk import position_limit
 
-    limit = position_limit(config)
+    limit = longest_side(config)
     most = EPISODE_TOKENS if opening else 128
-    if limit is None:
-        return most
+    if limit is None or getattr(config, 'is_encoder_decoder', False):
+        return most if limit is None else min(most, limit)
     longest = max([opening, *(len(p.ids) for p in prompts or ())])
     return max(1, min(most, limit // 2 if prompts is None else limit - longest))
+
+
+def tokenizer_of(args: Any) -> Any:
+    """The tokenizer of the flags, for the model of the flags."""
+    from chatgpt.dataset.formats import note_model
+    from chatgpt.nn.loading import load_config, load_tokenizer
+
+    tokenizer = load_tokenizer(args.tokenizer or args.pretrain, trust_remote_code=args.trust_remote_code)
+    if args.tokenizer:
+        note_model(tokenizer, load_config(args.pretrain, trust_remote_code=args.trust_remote_code))
+    return tokenizer
 
 
 def load_actor(args: Any, strategy: Any) -> Any:
@@ -245,7 +255,8 @@ def answer(args: Any, strategy: Any, policy: Any, tokenizer: Any, prompts: Any, 
     """Rows of prompt and response, batch after batch; each rank answers its share, and every rank has all rows."""
     from chatgpt.experience.scorers import as_scorer
     from chatgpt.nn import RewardModel
-    from chatgpt.rollout import BestOfN, LocalEngine
+    from chatgpt.rollout import BestOfN
+    from chatgpt.rollout.registry import engine_for
     from chatgpt.rollout.stop import write_texts
 
     scorer = as_scorer(strategy.prepare(RewardModel.from_pretrained(args.reward_model))) if args.reward_model else None
@@ -254,7 +265,7 @@ def answer(args: Any, strategy: Any, policy: Any, tokenizer: Any, prompts: Any, 
         return [0.0] * len(samples) if scorer is None else [float(s) for s in scorer.score(samples, strategy)]
 
     decode = partial(write_texts, tokenizer=tokenizer, stop_strings=stops)
-    engine = LocalEngine()
+    engine = engine_for(policy)
     engine.begin(policy)
     best = BestOfN(engine, score, sample_size=args.best_of)
     for start in range(0, len(prompts), BATCH):

@@ -18,7 +18,9 @@ without end tokens in the prompt, and instructions read
 
     ### Response:
 
-which are Alpaca's headings. Left out: ids and lengths (see `tokenize`).
+which are Alpaca's headings. An encoder-decoder reads the prompt with its encoder and writes the response with its
+decoder, so each has the special tokens that the tokenizer itself puts around a text (`frame`); `note_model` notes on a
+tokenizer what it is for. Left out: ids and lengths (see `tokenize`).
 """
 
 from __future__ import annotations
@@ -89,6 +91,49 @@ def begin_ids(tokenizer: Any) -> list[int]:
     if begin is None:
         return []
     return [begin] if list(tokenizer('a', verbose=False)['input_ids'])[:1] == [begin] else []
+
+
+class Frame(NamedTuple):
+    """Special tokens around texts of an encoder-decoder, as its tokenizer puts them there by itself."""
+
+    before: list[int]
+    """the prompt; of BART its begin token, of T5 none"""
+    after: list[int]
+    """the prompt; the end token"""
+    start: list[int]
+    """the response, which ends with the end token in any case; of BART its begin token again, which follows the
+    decoder's start token"""
+
+
+def note_model(tokenizer: Any, config: Any) -> None:
+    """Note on a tokenizer whether the model that it is for, of this config, is an encoder-decoder. Nothing without
+    one of both."""
+    apart = bool(getattr(config, 'is_encoder_decoder', False))
+    if tokenizer is not None and config is not None and apart != is_for_encoder_decoder(tokenizer):
+        tokenizer.for_encoder_decoder = apart
+
+
+def is_for_encoder_decoder(tokenizer: Any) -> bool:
+    """What `note_model` noted, as `chatgpt.nn.load_tokenizer` does by itself; False where nobody did."""
+    return bool(getattr(tokenizer, 'for_encoder_decoder', False))
+
+
+def frame(tokenizer: Any) -> Frame:
+    """The special tokens of a tokenizer for an encoder-decoder.
+
+    >>> frame(t5_tokenizer)                                        # doctest: +SKIP
+    Frame(before=[], after=[1], start=[])
+    """
+    body = list(tokenizer('a', add_special_tokens=False, verbose=False)['input_ids'])
+    before, after = _around(body, list(tokenizer('a', verbose=False)['input_ids']), tokenizer)
+    start, _ = _around(body, list(tokenizer(text_target='a', verbose=False)['input_ids']), tokenizer)
+    return Frame(before, after, start)
+
+
+def _around(body: list[int], whole: list[int], tokenizer: Any) -> tuple[list[int], list[int]]:
+    places = range(len(whole) - len(body) + 1) if body else [int(whole[:1] == [tokenizer.bos_token_id])]
+    at = next((i for i in places if whole[i : i + len(body)] == body), 0)
+    return whole[:at], whole[at + len(body) :]
 
 
 def prompt_turns(prompt: PromptText) -> tuple[Message, ...]:

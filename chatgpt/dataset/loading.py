@@ -25,7 +25,7 @@ from chatgpt.dataset.examples import (
     PromptExample,
     as_kind,
 )
-from chatgpt.dataset.formats import adopt_template, begin_ids
+from chatgpt.dataset.formats import adopt_template, begin_ids, is_for_encoder_decoder
 from chatgpt.dataset.reading import BadRecords, read_records
 from chatgpt.dataset.shapes import to_example
 from chatgpt.dataset.tokenize import (
@@ -214,7 +214,7 @@ def _load_tokenized(
         bad = BadRecords(skip)
         found = [] if one is None else load_examples(one, kind=kind, bad=bad, **reading)
         parts.append(Loaded(_tokenized(found, tokenize, tokenizer, options, bad), bad))
-        _warn(bad, options, len(parts[-1]))
+        _warn(bad, options, len(parts[-1]), apart=is_for_encoder_decoder(tokenizer))
         if one is not None and not parts[-1]:
             raise ValueError(f'none of {bad.num_skipped} records can be used; the first: {bad.reasons[0]}')
     train, validation = parts
@@ -247,16 +247,18 @@ def _tokenized(
         yield record
 
 
-def _warn(bad: BadRecords, options: TokenizerOptions, count: int) -> None:
-    """Say what is trained on otherwise than one may think."""
+def _warn(bad: BadRecords, options: TokenizerOptions, count: int, *, apart: bool) -> None:
+    """Say what is trained on otherwise than one may think. `apart`: the limit is of prompt and response each."""
     if places := bad.noticed.get('cut'):
         cuts, limit = options.cuts or [], options.max_length
         length, where = max(
-            ((sum(cut), place) for cut, place in zip(cuts, places, strict=True)), key=lambda cut: cut[0]
+            (((max if apart else sum)(cut), place) for cut, place in zip(cuts, places, strict=True)),
+            key=lambda cut: cut[0],
         )
+        where_cut = 'and the response' if apart else 'then the response'
         warnings.warn(
             f'{len(places)} of {count} records are longer than {limit} tokens and were cut: the prompt loses its '
-            f'beginning, then the response its end. The longest has {length} tokens ({where}). Raise max_length '
+            f'beginning, {where_cut} its end. The longest has {length} tokens ({where}). Raise max_length '
             "(--max_len) where the model's context allows it, or leave such records out",
             stacklevel=4,
         )

@@ -13,6 +13,9 @@ Rules that hold for all of them:
 - Text without a prompt has the begin token as its prompt; its first token, where the tokenizer has no begin token.
 - Too long, with overflow='truncate': the prompt loses its left end (its begin token stays), but never below half of
   `max_length`; then the response loses its right end. With overflow='refuse' it is a BadRecord.
+- With a tokenizer for an encoder-decoder (`formats.note_model`) prompt and response are two texts, of an encoder and a
+  decoder: each is tokenized on its own with the special tokens of `formats.frame`, and `max_length` holds for each.
+  There has to be a prompt, and the response is one turn.
 
 `pack` puts short sequences into blocks of one length, and `check_tokenizer` refuses a tokenizer that does not belong to
 a model.
@@ -22,6 +25,7 @@ Left out: reading and shapes of data (`reading`, `shapes`), padding (`chatgpt.ba
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
@@ -40,7 +44,16 @@ from chatgpt.dataset.examples import (
     ResponseText,
     check_order,
 )
-from chatgpt.dataset.formats import Piece, begin_ids, prompt_turns, render, render_prompt, use_template
+from chatgpt.dataset.formats import (
+    Piece,
+    begin_ids,
+    frame,
+    is_for_encoder_decoder,
+    prompt_turns,
+    render,
+    render_prompt,
+    use_template,
+)
 from chatgpt.types import Prompt, Sequence
 
 Overflow = Literal['truncate', 'refuse']
@@ -103,7 +116,7 @@ class TokenizedLabelled:
 class TokenizerOptions:
     """What the `tokenize_` functions have in common. Raises ValueError for values that make no sense.
 
-    max_length: of prompt + response, in tokens; None: no limit.
+    max_length: of prompt + response, in tokens, of an encoder-decoder of each; None: no limit.
     overflow: see the module's docstring.
     apply_chat_template: see `formats.use_template`.
     begin: the ids that stand before a prompt without template; None: found out for each example (`begin_ids`).
@@ -142,7 +155,7 @@ def tokenize_prompt(
     token and the right end."""
     text = render_prompt(example.prompt, tokenizer, apply_chat_template)
     templated = use_template(example.prompt, tokenizer, apply_chat_template)
-    ids = [*_begin(begin, templated, tokenizer), *encode(text, tokenizer)]
+    ids = prompt_ids(text, tokenizer, templated=templated, begin=begin)
     if not ids:
         raise BadRecord('the prompt has no tokens')
     if max_tokens is not None and len(ids) > max_tokens:
@@ -193,9 +206,36 @@ def encode(text: str, tokenizer: Any) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)['input_ids']) if text else []
 
 
-def _begin(known: tuple[int, ...] | None, templated: bool, tokenizer: Any) -> list[int]:
-    """A chat template writes its own begin token."""
-    return [] if templated else begin_ids(tokenizer) if known is None else list(known)
+def prompt_ids(
+    text: str, tokenizer: Any, *, templated: bool = False, begin: tuple[int, ...] | None = None
+) -> list[int]:
+    """The ids of a prompt's text with its special tokens; none for no text.
+
+    Args:
+        templated: a chat template wrote it, which writes its own begin token.
+        begin: known ids of the begin token, where it is no encoder-decoder's.
+    """
+    body = encode(text, tokenizer)
+    if is_for_encoder_decoder(tokenizer):
+        before, after, _ = frame(tokenizer)
+        return [*([] if templated else before), *body, *after] if body else []
+    return [*([] if templated else begin_ids(tokenizer) if begin is None else begin), *body]
+
+
+def warn_of_bare_prompt(ids: Tensor, tokenizer: Any) -> None:
+    """Say that a prompt (P,) of an encoder-decoder does not end as its tokenizer ends one by itself."""
+    after = frame(tokenizer).after if is_for_encoder_decoder(tokenizer) else []
+    if after and ids[-len(after) :].tolist() != after:
+        warnings.warn(
+            f'the first prompt does not end with {tokenizer.decode(after)!r}, as the tokenizer ends what an encoder '
+            'reads: make prompts with chatgpt.nn.load_tokenizer(...), which knows that the model has one',
+            stacklevel=4,
+        )
+
+
+def lone_response(text: str, tokenizer: Any) -> list[int]:
+    """The ids of a response of an encoder-decoder, which follow no prompt, without the end token."""
+    return [*frame(tokenizer).start, *encode(text, tokenizer)]
 
 
 def end_id(tokenizer: Any) -> int:
@@ -216,17 +256,28 @@ def _encode_answers(
     prompt: PromptText, responses: tuple[ResponseText, ...], tokenizer: Any, options: TokenizerOptions
 ) -> tuple[list[int], list[tuple[list[int], list[bool]]]]:
     end = end_id(tokenizer)
-    templated = use_template(prompt, tokenizer, options.apply_chat_template)
+    templated, apart = use_template(prompt, tokenizer, options.apply_chat_template), is_for_encoder_decoder(tokenizer)
+    if prompt == '' and apart:
+        raise BadRecord('a text without a prompt, and an encoder-decoder needs one to read; give prompt and response')
     if prompt == '':
         return _encode_texts(responses, tokenizer, end, options)
     rendered = [render(prompt, response, tokenizer, options.apply_chat_template) for response in responses]
     asked = rendered[0][0].text
-    body = encode(asked, tokenizer)
-    prompt_ids = [*_begin(options.begin, templated, tokenizer), *body]
-    if not prompt_ids:
+    ids = prompt_ids(asked, tokenizer, templated=templated, begin=options.begin)
+    if not ids:
         raise BadRecord('the prompt has no tokens')
-    answers = [_encode_pieces(asked, body, pieces[1:], tokenizer, end, templated) for pieces in rendered]
-    return _fit(prompt_ids, answers, tokenizer, options)
+    if not apart:
+        body = encode(asked, tokenizer)
+        answers = [_encode_pieces(asked, body, pieces[1:], tokenizer, end, templated) for pieces in rendered]
+    elif any(len(pieces) > 2 for pieces in rendered):
+        raise BadRecord(
+            'a response of several turns, and an encoder-decoder writes one; give the turns before it as the prompt'
+        )
+    else:
+        answers = [_encode_pieces('', [], pieces[1:], tokenizer, end, templated) for pieces in rendered]
+        start = frame(tokenizer).start
+        answers = [([*start, *answer], [*([True] * len(start)), *mask]) for answer, mask in answers]
+    return _fit(ids, answers, tokenizer, options)
 
 
 def _encode_texts(
@@ -280,17 +331,17 @@ def _fit(
     prompt: list[int], answers: list[tuple[list[int], list[bool]]], tokenizer: Any, options: TokenizerOptions
 ) -> tuple[list[int], list[tuple[list[int], list[bool]]]]:
     limit, longest = options.max_length, max(len(ids) for ids, _ in answers)
-    if limit is None or len(prompt) + longest <= limit:
+    apart = is_for_encoder_decoder(tokenizer)
+    if limit is None or (max if apart else sum)((len(prompt), longest)) <= limit:
         return prompt, answers
     if options.overflow == 'refuse':
-        raise BadRecord(
-            f'{len(prompt)} tokens of prompt and {longest} of response, together more than max_length={limit}'
-        )
+        how = 'one of them' if apart else 'together'
+        raise BadRecord(f'{len(prompt)} tokens of prompt and {longest} of response, {how} more than max_length={limit}')
     whole = (len(prompt), longest)
-    room = max(limit - longest, limit // 2)
+    room = limit if apart else max(limit - longest, limit // 2)
     if len(prompt) > room:
         prompt = _cut_left(prompt, room, tokenizer)
-    left = limit - len(prompt)
+    left = limit if apart else limit - len(prompt)
     fitted = [(ids[:left], mask[:left]) for ids, mask in answers]
     if not any(chain.from_iterable(mask for _, mask in fitted)):
         raise BadRecord(f'nothing to learn from is left within max_length={limit} tokens')
@@ -300,9 +351,13 @@ def _fit(
 
 
 def _cut_left(ids: list[int], length: int, tokenizer: Any) -> list[int]:
-    if ids[0] == tokenizer.bos_token_id and length > 1:
-        return [ids[0], *ids[len(ids) - length + 1 :]]
-    return ids[len(ids) - length :]
+    """Without tokens at the left, but for the begin token, or whatever stands there of an encoder-decoder."""
+    kept = int(ids[0] == tokenizer.bos_token_id)
+    if is_for_encoder_decoder(tokenizer):
+        before = frame(tokenizer).before
+        kept = len(before) if ids[: len(before)] == before else kept
+    kept = kept if length > kept else 0
+    return [*ids[:kept], *ids[len(ids) - length + kept :]]
 
 
 def _ids(ids: list[int]) -> Tensor:

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from chatgpt.batching import collate
-from chatgpt.dataset.tokenize import begin_ids, encode, encode_after
+from chatgpt.dataset.formats import is_for_encoder_decoder
+from chatgpt.dataset.tokenize import begin_ids, encode, encode_after, lone_response, prompt_ids
 from chatgpt.experience.described import checksum
 from chatgpt.rewards.calling import awaited, made, one_each, place_of, told
 from chatgpt.sweep import Communicator, cuts_of_own, gathered, sweep
@@ -55,7 +56,7 @@ class RewardModelScorer:
         tokenizer: the reward model's tokenizer when it differs from the policy's. Then texts, not ids, are handed over:
             prompt and response are joined and tokenized again for the reward model only, by the rules of its training
             data (`chatgpt.dataset.tokenize`): no special token but a begin token where the tokenizer adds one, and the
-            end token of a response that ended.
+            end token of a response that ended. One for an encoder-decoder is known by `formats.note_model`.
         max_tokens_per_batch: padded tokens of one forward; None puts all of a rank's samples in one.
         max_length: longest sequence the reward model takes; longer ones lose tokens on the left. Only with `tokenizer`.
         packing: leave padding out where the model can.
@@ -77,6 +78,8 @@ class RewardModelScorer:
         self.max_length = max_length
 
     def _retokenize(self, sample: Sample) -> Sequence:
+        if is_for_encoder_decoder(self.tokenizer):
+            return self._retokenize_apart(sample)
         begin, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         body = encode(sample.prompt_text, self.tokenizer)
         response = encode_after(sample.prompt_text, body, sample.response_text, self.tokenizer)
@@ -91,6 +94,18 @@ class RewardModelScorer:
         if self.max_length is not None:
             response = response[-max(self.max_length - 1, 1) :]
             prompt = prompt[-max(self.max_length - len(response), 1) :]
+        ids = torch.tensor(response)
+        return Sequence(
+            prompt_ids=torch.tensor(prompt), response_ids=ids, response_mask=torch.ones_like(ids, dtype=torch.bool)
+        )
+
+    def _retokenize_apart(self, sample: Sample) -> Sequence:
+        """Of an encoder-decoder, whose `max_length` is of prompt and response each."""
+        end: Any = self.tokenizer.eos_token_id
+        response = [*lone_response(sample.response_text, self.tokenizer), *([end] if sample.ended else [])] or [end]
+        prompt = prompt_ids(sample.prompt_text, self.tokenizer) or [end]
+        if self.max_length is not None:
+            prompt, response = prompt[-self.max_length :], response[-self.max_length :]
         ids = torch.tensor(response)
         return Sequence(
             prompt_ids=torch.tensor(prompt), response_ids=ids, response_mask=torch.ones_like(ids, dtype=torch.bool)

@@ -154,11 +154,14 @@ def _try_to_write(folder: Path) -> None:
 def _bytes_of(config: Any, trust_remote_code: bool) -> int:
     """Of all weights in fp32; 0 where the model cannot be built without them."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+    apart = getattr(config, 'is_encoder_decoder', False)
     try:
         with torch.device('meta'):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            model = (AutoModelForSeq2SeqLM if apart else AutoModelForCausalLM).from_config(
+                config, trust_remote_code=trust_remote_code
+            )
     except Exception:
         return 0  # not buildable as a causal LM, for example an encoder; loading it will report any error
     return sum(4 * p.numel() for p in model.parameters())

@@ -7,6 +7,7 @@ Everything that can be wrong is found here, before any weight is loaded. Left ou
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ from chatgpt.dataset import (
     split_examples,
 )
 from chatgpt.dataset.examples import Labelled, Preference
-from chatgpt.dataset.formats import shown_format
+from chatgpt.dataset.formats import is_for_encoder_decoder, note_model, shown_format
 from chatgpt.dataset.loading import left_out
 from chatgpt.dataset.prompts import load_prompts, tasks_without_prompts
 from chatgpt.dataset.reading import BadRecords, read_records
@@ -34,6 +35,7 @@ from chatgpt.dataset.tokenize import TokenizedPreference, check_tokenizer
 from chatgpt.environments import EnvironmentSettings, find_environment, make_environment
 from chatgpt.launch.arguments import check_reward_function, load_function, world_size_from_env
 from chatgpt.launch.destination import check_resume
+from chatgpt.launch.encoder_decoder import check_run_apart
 from chatgpt.launch.game_start import game_config, game_tokenizer
 from chatgpt.launch.rollouts import check_rollout_args
 from chatgpt.launch.runs import DataRun, ILQLRun, PPORun, PreferenceRun, RewardRun, Run, SFTRun, same_file
@@ -153,16 +155,26 @@ def read_config(run: Run) -> tuple[Any, Any]:
     if family not in (None, config.model_type):
         raise ValueError(f'--model {run.model}: the model is of the family {config.model_type!r}; use --model auto')
     check_tokenizer(tokenizer, config)
+    check_run_apart(run, config)
+    note_model(tokenizer, config)
     return config, tokenizer
 
 
+def longest_side(config: Any) -> int | None:
+    """Most tokens of a sequence; of an encoder-decoder of its prompt and of its response, which the start token
+    precedes."""
+    limit = position_limit(config)
+    return limit - 1 if limit is not None and getattr(config, 'is_encoder_decoder', False) else limit
+
+
 def within_context(name: str, asked: int | None, config: Any, model: Any, *, default: int | None = None) -> int | None:
-    """Most tokens of a sequence: what is asked for; else `default`, and at most the model's context.
+    """Most tokens of a sequence: what is asked for; else `default`, and at most the model's context. Of an
+    encoder-decoder of either side.
 
     Raises:
         ValueError: what is asked for is beyond the context.
     """
-    limit = position_limit(config)
+    limit = longest_side(config)
     if limit is not None and asked is not None and asked > limit:
         raise ValueError(
             f'{name}={asked} is beyond the context of {model}, {limit} tokens; give at most {limit}, or leave it out'
@@ -175,7 +187,7 @@ def within_context(name: str, asked: int | None, config: Any, model: Any, *, def
 
 
 def read_ppo(run: PPORun, inputs: Inputs) -> None:
-    tokenizer, skip, context = inputs.tokenizer, run.skip_bad_records, position_limit(inputs.config)
+    tokenizer, skip, context = inputs.tokenizer, run.skip_bad_records, longest_side(inputs.config)
     if run.reward_fn:
         inputs.reward = load_function(run.reward_fn)
         check_reward_function(inputs.reward, run.reward_fn)
@@ -198,13 +210,14 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
     if run.environment is not None:
         _read_environment(run, inputs, context)
     else:
-        _check_lengths(inputs.train, context, run.max_new_tokens or 0, 'the context')
+        _check_lengths(inputs.train, context, run.max_new_tokens or 0, 'the context', tokenizer)
     if run.max_timesteps is None:
         if run.environment is not None and not run.prompt_path:
             raise ValueError('max_timesteps: tasks of an environment have no end; give how many timesteps there are')
         run.max_timesteps = -(-len(inputs.train) // run.experience_batch_size)
     if run.reward_model and inputs.reward_tokenizer is None:
-        _check_lengths(inputs.train, inputs.reward_context, run.max_new_tokens or 0, "the reward model's context")
+        new = run.max_new_tokens or 0
+        _check_lengths(inputs.train, inputs.reward_context, new, "the reward model's context", tokenizer)
     if run.ptx_data:
         inputs.pretrain_data = load_demonstrations(run.ptx_data, tokenizer, max_length=context, skip_bad_records=skip)[
             0
@@ -289,8 +302,17 @@ def embedded_reward(prompts: list[str], responses: list[str]) -> list[float]:
     return [embedded.true_score(p, r) for p, r in zip(prompts, responses, strict=True)]
 
 
-def _check_lengths(prompts: Any, limit: int | None, max_new_tokens: int, what: str) -> None:
+def _check_lengths(prompts: Any, limit: int | None, max_new_tokens: int, what: str, tokenizer: Any) -> None:
     if limit is None:
+        return
+    if is_for_encoder_decoder(tokenizer):
+        longest = max(len(prompt.ids) for prompt in prompts)
+        for name, flag, length in (
+            ('prompts', 'max_prompt_tokens', longest),
+            ('responses', 'max_new_tokens', max_new_tokens),
+        ):
+            if length > limit:
+                raise ValueError(f'{name} have up to {length} tokens, past {what} of {limit}; give --{flag} {limit}')
         return
     for i in range(len(prompts)):
         length = len(prompts[i].ids)
@@ -314,20 +336,26 @@ def _check_adapter(reward_model: str, pretrain: str | None) -> None:
 
 
 def reward_model_inputs(folder: str, tokenizer: Any, *, trust_remote_code: bool = False) -> tuple[Any, int | None]:
-    """The reward model's tokenizer when its folder has one that differs from the policy's, and its context."""
+    """The reward model's tokenizer when its folder has one that differs from the policy's, and its context.
+
+    A decoder and an encoder-decoder read other special tokens of one tokenizer."""
     config = load_config(folder, trust_remote_code=trust_remote_code)
+    other_kind = is_for_encoder_decoder(tokenizer) != bool(getattr(config, 'is_encoder_decoder', False))
     own = None
     if not Path(folder).is_dir() or Path(folder, 'tokenizer_config.json').is_file():
         own = load_tokenizer(folder, trust_remote_code=trust_remote_code)
-    if own is not None and own.get_vocab() != tokenizer.get_vocab():
-        return own, position_limit(config)
+    if own is None and other_kind:
+        own = copy.copy(tokenizer)
+    if own is not None and (other_kind or own.get_vocab() != tokenizer.get_vocab()):
+        note_model(own, config)
+        return own, longest_side(config)
     size = text_config(config).vocab_size
     if size <= max(tokenizer.get_vocab().values()):
         raise ValueError(
             f'the reward model {folder} knows {size} tokens, fewer than the tokenizer of the policy has, and brings no '
             'tokenizer of its own; save its tokenizer in its folder'
         )
-    return None, position_limit(config)
+    return None, longest_side(config)
 
 
 # ---------------------------------------------------------------------- runs that only learn

@@ -118,7 +118,7 @@ def load_config(pretrained: str | os.PathLike[str], *, trust_remote_code: bool =
 
 def load_tokenizer(pretrained: str | os.PathLike[str], *, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a hub name or folder. Without a padding token it gets the end token's, which the masks tell
-    apart.
+    apart. `for_encoder_decoder` on it says whether the model beside it is one (`chatgpt.dataset.formats`).
 
     An adapter's folder without one gives its base's. Raises ValueError where there is none.
     """
@@ -137,6 +137,9 @@ def load_tokenizer(pretrained: str | os.PathLike[str], *, trust_remote_code: boo
         raise ValueError(f'{name!r} holds no whole tokenizer: it has an empty vocabulary{OTHER_TOKENIZER}')
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    with suppress(ValueError):  # a folder may hold a tokenizer alone
+        config = load_config(name, trust_remote_code=trust_remote_code)
+        tokenizer.for_encoder_decoder = bool(getattr(config, 'is_encoder_decoder', False))
     return tokenizer
 
 

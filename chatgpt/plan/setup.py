@@ -97,6 +97,8 @@ class Setup(Layout):
     """share of the device's memory kept free for its context and fragmentation"""
 
     def __post_init__(self) -> None:
+        for config in (self.config, self.reward_config):
+            check_planned(config)
         for name, choices in (
             ('precision', ('auto', 'fp32', 'bf16', 'fp16')),
             ('critic', ('own', 'shared', 'none')),
@@ -162,6 +164,12 @@ class Setup(Layout):
         return self.kl and (not in_actor if self.own_reference is None else self.own_reference)
 
 
+def check_planned(config: Any) -> None:
+    """Raises ValueError for the config of an encoder-decoder, whose two sides have lengths and depths of their own."""
+    if getattr(config, 'is_encoder_decoder', False):
+        raise ValueError(f'the memory of encoder-decoders ({config.model_type}) is not planned; leave --plan out')
+
+
 def read_config(source: Any) -> Any:
     """A transformers config: as given, or from a config.json, a folder, or a hub name.
 
@@ -180,11 +188,15 @@ def read_config(source: Any) -> Any:
     if path.suffix == '.json' and not path.exists():
         raise ValueError(f'{path}: there is no such file')
     if not path.is_file():
-        return load_config(str(source))
+        found = load_config(str(source))
+        check_planned(found)
+        return found
     try:
         content = json.loads(path.read_text())
         if not isinstance(content, dict) or 'model_type' not in content:
             raise ValueError('it has no model_type')
-        return AutoConfig.for_model(**content)
+        found = AutoConfig.for_model(**content)
     except (ValueError, TypeError) as error:
         raise ValueError(f'{path}: not the config.json of a transformers model ({error})') from None
+    check_planned(found)
+    return found

@@ -21,7 +21,7 @@ from chatgpt.publish.facts import ModelFacts
 from chatgpt.publish.method_words import LIBRARY, METHOD_WORDS
 from chatgpt.publish.picture import can_draw, draw, panels_of
 from chatgpt.publish.text import block, fenced, hub_name
-from chatgpt.publish.use import Role, is_classifier, snippet
+from chatgpt.publish.use import Role, is_classifier, is_encoder_decoder, snippet
 from chatgpt.report.series import number
 from chatgpt.run_folder import RunRecord
 
@@ -91,11 +91,12 @@ def front_matter(folder: Path, facts: ModelFacts, title: str, role: Role) -> str
     adapter = (folder / 'adapter_config.json').is_file()
     classifier = role == 'reward_model' and is_classifier(folder)
     method = facts.record.method if facts.record is not None else None
+    writes = 'text2text-generation' if is_encoder_decoder(folder) else 'text-generation'
     evaluated = words.measured(facts.metrics, facts.eval)
     where = facts.settings.get('validation_file')
     results = [
         EvalResult(
-            task_type='text-generation' if role == 'actor' else 'text-classification',
+            task_type=writes if role == 'actor' else 'text-classification',
             dataset_type=hub_name(where) or 'local',
             dataset_name=words.eval_data(facts.settings),
             metric_type=name.rpartition('/')[2],
@@ -114,7 +115,7 @@ def front_matter(folder: Path, facts: ModelFacts, title: str, role: Role) -> str
         base_model=base.hub,
         base_model_relation=('adapter' if adapter else 'finetune') if base.hub else None,
         library_name='peft' if adapter else 'transformers' if role == 'actor' or classifier else LIBRARY,
-        pipeline_tag='text-generation' if role == 'actor' else 'text-classification' if classifier else None,
+        pipeline_tag=writes if role == 'actor' else 'text-classification' if classifier else None,
         tags=tags,
         datasets=datasets or None,
         license=more.pop('license', None) or base.license,

@@ -40,17 +40,21 @@ def snippet(folder: Path, role: Role, name: str, prompt: str, response: str, gen
             'print(score)',
         ]
         return _joined(lines, 'AutoModelForSequenceClassification', has_tokenizer)
-    lines += [*_tokenizer(has_tokenizer), 'model = AutoModelForCausalLM.from_pretrained(name)']
-    lines += _generating(prompt, generation, has_tokenizer)
-    return _joined(lines, 'AutoModelForCausalLM', has_tokenizer)
+    apart = is_encoder_decoder(folder)
+    kind = 'AutoModelForSeq2SeqLM' if apart else 'AutoModelForCausalLM'
+    lines += [*_tokenizer(has_tokenizer), f'model = {kind}.from_pretrained(name)']
+    lines += _generating(prompt, generation, has_tokenizer, apart=apart)
+    return _joined(lines, kind, has_tokenizer)
 
 
 def _adapter(folder: Path, name: str, prompt: str, generation: Mapping[str, Any]) -> str:
     adapter = json.loads((folder / 'adapter_config.json').read_text())
     named = adapter.get('base_model_name_or_path') or 'base'
     base = hub_name(named) or Path(named).name
-    writes = adapter.get('task_type') == 'CAUSAL_LM'
-    kind = 'AutoModelForCausalLM' if writes else 'AutoModel'
+    kind = {'CAUSAL_LM': 'AutoModelForCausalLM', 'SEQ_2_SEQ_LM': 'AutoModelForSeq2SeqLM'}.get(
+        adapter.get('task_type'), 'AutoModel'
+    )
+    writes, apart = kind != 'AutoModel', kind == 'AutoModelForSeq2SeqLM'
     lines = [
         'from peft import PeftModel',
         'from transformers import {classes}',
@@ -60,7 +64,8 @@ def _adapter(folder: Path, name: str, prompt: str, generation: Mapping[str, Any]
         f'model = PeftModel.from_pretrained({kind}.from_pretrained(base), name)',
     ]
     if writes:
-        lines += ['tokenizer = AutoTokenizer.from_pretrained(base)', *_generating(prompt, generation, True)]
+        lines.append('tokenizer = AutoTokenizer.from_pretrained(base)')
+        lines += _generating(prompt, generation, True, apart=apart)
     return _joined(lines, kind, writes)
 
 
@@ -68,7 +73,8 @@ def _tokenizer(there: bool) -> list[str]:
     return ['tokenizer = AutoTokenizer.from_pretrained(name)'] if there else []
 
 
-def _generating(prompt: str, generation: Mapping[str, Any], has_tokenizer: bool) -> list[str]:
+def _generating(prompt: str, generation: Mapping[str, Any], has_tokenizer: bool, *, apart: bool) -> list[str]:
+    """`apart`: what is generated begins with a start token, not with the prompt."""
     drawn = generation.get('do_sample') is not False
     options = {'max_new_tokens': generation.get('max_new_tokens') or 64, 'do_sample': drawn}
     if drawn:
@@ -77,11 +83,12 @@ def _generating(prompt: str, generation: Mapping[str, Any], has_tokenizer: bool)
         options = {k: v for k, v in options.items() if k == 'top_k' or _DRAWING.get(k) != v}
     given = ', '.join(f'{k}={v!r}' for k, v in options.items())
     if not has_tokenizer:
-        return [f'output = model.generate(torch.tensor([[1, 2, 3]]), {given})', 'print(output[0, 3:].tolist())']
+        start = 1 if apart else 3
+        return [f'output = model.generate(torch.tensor([[1, 2, 3]]), {given})', f'print(output[0, {start}:].tolist())']
     return [
         f"inputs = tokenizer({prompt!r}, return_tensors='pt')",
         f'output = model.generate(**inputs, {given})',
-        "start = inputs['input_ids'].shape[1]",
+        'start = 1' if apart else "start = inputs['input_ids'].shape[1]",
         'print(tokenizer.decode(output[0, start:], skip_special_tokens=True))',
     ]
 
@@ -94,6 +101,14 @@ def _joined(lines: list[str], kind: str, has_tokenizer: bool) -> str:
 
 def is_classifier(folder: Path) -> bool:
     """Whether the saved model is one that transformers loads for sequence classification."""
+    return any('ForSequenceClassification' in name for name in _config(folder).get('architectures') or ())
+
+
+def is_encoder_decoder(folder: Path) -> bool:
+    """Whether the saved model reads a prompt with an encoder, such as T5."""
+    return bool(_config(folder).get('is_encoder_decoder'))
+
+
+def _config(folder: Path) -> dict[str, Any]:
     path = folder / 'config.json'
-    config = json.loads(path.read_text()) if path.is_file() else {}
-    return any('ForSequenceClassification' in name for name in config.get('architectures') or ())
+    return json.loads(path.read_text()) if path.is_file() else {}

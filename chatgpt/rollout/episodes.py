@@ -38,6 +38,16 @@ if TYPE_CHECKING:
     from chatgpt.nn import Actor
 
 
+def check_writes_turns(config: Any) -> None:
+    """Raises ValueError for the config of an encoder-decoder, whose encoder would have to read the turns so far anew
+    where one response holds them all."""
+    if getattr(config, 'is_encoder_decoder', False):
+        raise ValueError(
+            f'an encoder-decoder ({config.model_type}) reads a prompt and writes one answer, not the turns of an '
+            'environment; give a causal language model'
+        )
+
+
 class EpisodeEngine:
     """Generates whole episodes with an engine that generates responses.
 
@@ -99,6 +109,7 @@ class EpisodeEngine:
         return TextOrChat(self.tokenizer, options)
 
     def begin(self, actor: Actor) -> None:
+        check_writes_turns(getattr(actor, 'config', None))
         self.engine.begin(actor)
 
     def end(self) -> None:

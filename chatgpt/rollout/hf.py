@@ -431,7 +431,8 @@ def _generation_config(sampling: SamplingParams, max_new_tokens: int, model: Any
     if is_encoder_decoder(model):
         settings['decoder_start_token_id'] = start_token(model.config)
         if GenerationConfig(**(settings | dict(sampling.extra))).get_generation_mode() in STEPWISE:  # `_DrawnRecord`'s
-            settings |= {'temperature': 1.0, 'top_k': 0, 'top_p': 1.0, 'min_new_tokens': None}
+            settings |= {'min_new_tokens': None}
+            settings |= {'temperature': 1.0, 'top_k': 0, 'top_p': 1.0} if sampling.do_sample else {}
     return GenerationConfig(**(settings | dict(sampling.extra)))
 
 

@@ -1,5 +1,5 @@
 """Rollout engines by name: `ENGINES['mine'] = EngineEntry(lambda pretrained: MyEngine())` adds one, which command lines
-and config files then know; `my_file.py:name` of an entry needs no line at all.
+and config files then know; `my_file.py:name` of an entry needs no line at all. And who generates where nobody chose.
 """
 
 from __future__ import annotations

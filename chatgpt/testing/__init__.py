@@ -5,8 +5,17 @@ from chatgpt.testing.fakes import (
     FAMILIES,
     byte_tokenizer,
     char_tokenizer,
+    encoder_decoder_tokenizer,
     tiny_causal_lm,
     tiny_config,
 )
 
-__all__ = ['ENCODER_DECODERS', 'FAMILIES', 'byte_tokenizer', 'char_tokenizer', 'tiny_causal_lm', 'tiny_config']
+__all__ = [
+    'ENCODER_DECODERS',
+    'FAMILIES',
+    'byte_tokenizer',
+    'char_tokenizer',
+    'encoder_decoder_tokenizer',
+    'tiny_causal_lm',
+    'tiny_config',
+]

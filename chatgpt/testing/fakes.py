@@ -144,6 +144,21 @@ def char_tokenizer() -> PreTrainedTokenizerFast:
     return _fast(tokenizer, unk_token='<unk>')
 
 
+def encoder_decoder_tokenizer(family: str = 't5') -> PreTrainedTokenizerFast:
+    """`char_tokenizer` as encoder-decoders have theirs: T5's ends a text by itself and has no begin token, BART's also
+    begins one."""
+    from tokenizers import processors
+
+    tokenizer: Any = char_tokenizer()
+    begins = family == 'bart'
+    if not begins:
+        tokenizer.bos_token = None
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f'{BOS} $A {EOS}' if begins else f'$A {EOS}', special_tokens=[(BOS, 1), (EOS, 2)]
+    )
+    return tokenizer
+
+
 def _fast(tokenizer: Any, **kw: Any) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 

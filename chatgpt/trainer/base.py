@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from chatgpt.checkpoint import claim_folder
 from chatgpt.checkpoint.layout import MANIFEST
+from chatgpt.dataset.formats import note_model
 from chatgpt.publish import NUM_SAMPLES
 from chatgpt.trainer import checkpointing
 from chatgpt.trainer.agreement import LEFT_OUT, check_ranks
@@ -35,6 +36,11 @@ from chatgpt.trainer.schedule import LearningRate, describe_groups
 from chatgpt.trainer.step import Steps
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Experience
+
+
+def config_of(strategy: Strategy, model: nn.Module) -> Any:
+    """The transformers config of a prepared model; None of another kind of model."""
+    return getattr(getattr(strategy.unwrap(model), 'model', None), 'config', None)
 
 
 class Trainer:
@@ -72,6 +78,7 @@ class Trainer:
         self.config = config
         self._models, self._optimizers = dict(models), dict(optimizers)
         self.tokenizer = tokenizer
+        note_model(tokenizer, config_of(strategy, next(iter(models.values()))))
         self.run_dir = Path(run_dir).absolute() if run_dir is not None else None
         self.phase = 0
         """learning phases done"""

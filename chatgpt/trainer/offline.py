@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from chatgpt.batching import collate
+from chatgpt.dataset.tokenize import warn_of_bare_prompt
 from chatgpt.nn.dropout import dropout_off, in_eval_mode
 from chatgpt.sweep import cuts_of_share, sweep
 from chatgpt.trainer.base import Trainer
@@ -187,6 +188,8 @@ class OfflineTrainer(Trainer):
         super().__init__(
             strategy, config, {name: model}, {name: optim}, callbacks=callbacks, tokenizer=tokenizer, run_dir=run_dir
         )
+        if train:
+            warn_of_bare_prompt(objective.sequences(train[0])[0].prompt_ids, tokenizer)
         self.model, self.optim, self.objective = model, optim, objective
         self.train_data: SequenceOf[Any] = train
         self.eval_data: SequenceOf[Any] | None = for_eval

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from chatgpt.batching import collate
 from chatgpt.dataset.prompts import PromptSet, as_prompts, tasks_without_prompts
+from chatgpt.dataset.tokenize import warn_of_bare_prompt
 from chatgpt.environments import EnvironmentSettings
 from chatgpt.experience import (
     ExperienceMaker,
@@ -43,7 +44,7 @@ from chatgpt.functional.kl import AdaptiveKLController, FixedKLController
 from chatgpt.nn.dropout import dropout_off
 from chatgpt.nn.output import PolicyOutput
 from chatgpt.rollout import RolloutEngine, SamplingParams
-from chatgpt.rollout.episodes import EpisodeEngine
+from chatgpt.rollout.episodes import EpisodeEngine, check_writes_turns
 from chatgpt.rollout.registry import engine_for
 from chatgpt.rollout.sampling import sampling_for
 from chatgpt.trainer.algorithms import estimate_advantages
@@ -160,7 +161,8 @@ class PPOTrainer(Trainer):
                 'them into its list, as (weight, EnvironmentScorer(name))'
             )
         self._check(config, bare, initial_model, pretrain_data)
-        self.policy = policy_for(strategy, actor, config, self.sampling.temperature, mask_model, engine)
+        self.engine: RolloutEngine = engine if engine is not None else engine_for(bare)
+        self.policy = policy_for(strategy, actor, config, self.sampling.temperature, mask_model, self.engine)
         models = {'actor': actor} | ({'critic': critic} if critic is not None else {}) | dict(self.policy.models())
         optimizers = {'actor': actor_optim} | ({'critic': critic_optim} if critic_optim is not None else {})
         own_callbacks: list[Callback] = [RatioCheck()] if config.ratio_check else []
@@ -175,8 +177,8 @@ class PPOTrainer(Trainer):
             tokenizer=tokenizer,
             run_dir=run_dir,
         )
-        self.engine: RolloutEngine = engine if engine is not None else engine_for(strategy.unwrap(actor))
         if environment is not None:
+            check_writes_turns(getattr(bare, 'config', None))
             self.engine = EpisodeEngine(
                 self.engine, environment, tokenizer, environment_settings, stop_strings=stop_strings
             )
@@ -415,7 +417,9 @@ class PPOTrainer(Trainer):
         """The prompts that `collect` draws from, in an order that is a function of the seed."""
         if prompts is None and isinstance(self.engine, EpisodeEngine):
             prompts = tasks_without_prompts()
-        self.collector.set_prompts(as_prompts(prompts, self.tokenizer))
+        found = as_prompts(prompts, self.tokenizer)
+        warn_of_bare_prompt(found[0].ids, self.tokenizer)
+        self.collector.set_prompts(found)
 
     @property
     def prompts(self) -> PromptSet | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from chatgpt.dataset.formats import note_model
 from chatgpt.dataset.prompts import as_prompts
 from chatgpt.environments import EnvironmentSettings
 from chatgpt.experience.scorers import as_scorer, scored, sequence_score
@@ -22,6 +23,7 @@ from chatgpt.rollout import RolloutEngine
 from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.rollout.registry import engine_for
 from chatgpt.rollout.sampling import sampling_for
+from chatgpt.trainer.base import config_of
 from chatgpt.trainer.callbacks.base import TrainerView, say
 from chatgpt.trainer.callbacks.jsonl import RunFile
 from chatgpt.trainer.callbacks.samples import episode_row, format_table, shown_parts
@@ -51,7 +53,7 @@ class PromptEvaluation:
         metric_fn: `fn(prompts=..., outputs=..., samples=..., **columns)` → {name: one number per sample}; runs on rank
             0. `samples` are prompt and output joined.
         model: name of the model that speaks in `trainer.models()`; None takes 'actor', else the only one.
-        engine: who generates.
+        engine: who generates; None is as of `PPOTrainer`.
         environment, environment_settings: what the model acts in, as of `PPOTrainer`; the tasks are others than those
             of the training.
         num_rows: rows of the table that is shown and written to `run_dir/eval_samples.jsonl`; 0 for none.
@@ -87,14 +89,16 @@ class PromptEvaluation:
 
     def __call__(self, trainer: TrainerView, decoding: Decoding = nullcontext) -> dict[str, float]:
         strategy, tokenizer = trainer.strategy, self.tokenizer or trainer.tokenizer
+        models = trainer.models()
+        actor = models[self.model or ('actor' if 'actor' in models else next(iter(models)))]
+        bare: Any = strategy.unwrap(actor)
+        if self.engine is None:
+            self.engine = engine_for(bare, keep=False)  # long between two evaluations
+        note_model(tokenizer, config_of(strategy, actor))
         if self._tokenized is None or self._tokenized[0] != id(tokenizer):
             self._tokenized = id(tokenizer), as_prompts(self.prompts, tokenizer)
         prompts = self._tokenized[1]
-        models = trainer.models()
-        actor = models[self.model or ('actor' if 'actor' in models else next(iter(models)))]
-        if self.engine is None:
-            self.engine = engine_for(strategy.unwrap(actor), keep=False)  # long between two
-        sampling, stops = sampling_for(strategy.unwrap(actor), tokenizer, self.generate)
+        sampling, stops = sampling_for(bare, tokenizer, self.generate)
         mine = range(strategy.rank, len(prompts), strategy.world_size)
         with self._acting(tokenizer, stops) as engine:
             collector = Collector(

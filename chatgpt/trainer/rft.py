@@ -20,11 +20,13 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.optim import Optimizer
 
+from chatgpt.dataset.formats import note_model
 from chatgpt.dataset.prompts import as_prompts
 from chatgpt.experience.scorers import as_score, as_scorer, described, scored, sequence_score
 from chatgpt.rollout import RolloutEngine
 from chatgpt.rollout.registry import engine_for
 from chatgpt.rollout.sampling import sampling_for
+from chatgpt.trainer.base import config_of
 from chatgpt.trainer.collect import Collector
 from chatgpt.trainer.config import SFTConfig
 from chatgpt.trainer.objectives.sft import SFTObjective
@@ -126,6 +128,7 @@ class RFTTrainer(OfflineTrainer):
         config, generation = RFTConfig.split('RFTTrainer', config, kwargs)
         strategy, (actor, optim), reward = prepared_by(strategy, (actor, optim), reward)
         assert not isinstance(strategy, str)
+        note_model(tokenizer, config_of(strategy, actor))
         self.prompts = as_prompts(prompts, tokenizer)
         scorer = as_scorer(reward)
         if scorer is None:

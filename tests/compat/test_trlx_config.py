@@ -150,7 +150,7 @@ def test_every_served_name_is_there():
 @pytest.mark.parametrize(
     ('names', 'message'),
     [
-        ({'model.model_arch_type': 'seq2seq'}, 'encoder-decoders'),
+        ({'model.model_arch_type': 'prefix'}, 'is not known'),
         ({'model.num_layers_unfrozen': 0}, 'leaves no block'),
         ({'train.minibatch_size': 3}, 'must divide batch_size=32'),
         ({'train.tracker': 'mlflw'}, 'choose one of tensorboard, wandb, trackio, mlflow, or None; did you mean mlflow'),

@@ -94,11 +94,12 @@ INSTEAD: dict[str, str] = {
     'models.modeling_ppo.AutoModelForCausalLMWithHydraValueHead': _SAVED,
     'models.modeling_ppo.AutoModelForCausalLMWithValueHead': 'chatgpt.compat.trl.AutoModelForCausalLMWithValueHead, or '
     'chatgpt.nn.AutoActor(pretrained=..., value_head=True)',
-    'models.modeling_ppo.AutoModelForSeq2SeqLMWithHydraValueHead': 'nothing yet: encoder-decoders are not served',
+    'models.modeling_ppo.AutoModelForSeq2SeqLMWithHydraValueHead': 'chatgpt.compat.trl.AutoModelForSeq2SeqLMWithValue'
+    'Head, or chatgpt.nn.AutoActor(pretrained=..., value_head=True)',
     'models.modeling_ppo.AdaptiveKLController': 'chatgpt.functional.kl.AdaptiveKLController',
     'models.modeling_ppo.FixedKLController': 'chatgpt.functional.kl.FixedKLController',
     'models.modeling_ilql.AutoModelForCausalLMWithILQLHeads': 'chatgpt.nn.ILQLModel.from_pretrained(FOLDER)',
-    'models.modeling_ilql.AutoModelForSeq2SeqLMWithILQLHeads': 'nothing yet: encoder-decoders are not served',
+    'models.modeling_ilql.AutoModelForSeq2SeqLMWithILQLHeads': 'chatgpt.nn.ILQLModel.from_pretrained(FOLDER)',
     'models.modeling_base.PreTrainedModelWrapper': 'chatgpt.nn.Actor(model), which takes any transformers causal LM',
     'models': 'chatgpt.nn: Actor, Critic, ILQLModel',
     'models.modeling_nemo_ppo': 'strategies fsdp and colossalai_gemini (docs/strategies.md): NeMo is not served',

@@ -100,16 +100,17 @@ def _add_data(
     batch_size = config.train.batch_size * settings.processes()
     begin = [tokenizer.decode([begin_id(tokenizer)])] * batch_size
     longest = settings.longest_prompt(config)
+    special = {'add_special_tokens': True} if settings.is_seq2seq(config) else {}
     if online:
         prompts = list(prompts) if prompts is not None else begin
         eval_prompts = prompts[:batch_size] if eval_prompts is None else eval_prompts
-        trainer.add_prompt_pipeline(_pipeline(config)(prompts, longest, tokenizer))
+        trainer.add_prompt_pipeline(_pipeline(config)(prompts, longest, tokenizer, **special))
     elif rewards is None:
         trainer.make_experience(samples, settings.longest(config))
     else:
         trainer.make_experience(split(samples, split_token, tokenizer), rewards, settings.longest(config))
     eval_prompts = begin if eval_prompts is None else list(eval_prompts)
-    trainer.add_eval_pipeline(_pipeline(config)(eval_prompts, longest, tokenizer))
+    trainer.add_eval_pipeline(_pipeline(config)(eval_prompts, longest, tokenizer, **special))
 
 
 def _pipeline(config: TRLConfig) -> Any:

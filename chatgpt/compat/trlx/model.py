@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from chatgpt.nn.trunk import is_encoder_decoder
+
 
 class OutputWithValue(NamedTuple):
     logits: Tensor
@@ -45,9 +47,11 @@ class ModelView(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, return_dict: bool = True, **kwargs: Any
     ) -> OutputWithValue:
-        """Logits and values of every position. `input_ids` (B, S) int64."""
+        """Logits and values of every position. `input_ids` (B, S) int64; of an encoder-decoder those of
+        `decoder_input_ids`."""
         out = self.base_model(input_ids, attention_mask=attention_mask, output_hidden_states=True, **kwargs)
-        values = None if self.v_head is None else self.v_head(out.hidden_states[-1]).squeeze(-1)
+        states = out.decoder_hidden_states if is_encoder_decoder(self.base_model) else out.hidden_states
+        values = None if self.v_head is None else self.v_head(states[-1]).squeeze(-1)
         return OutputWithValue(out.logits, getattr(out, 'past_key_values', None), values)
 
     @torch.no_grad()

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from chatgpt.compat.trlx.config import unknown
+from chatgpt.dataset import Demonstration, TokenizerOptions, tokenize_demonstration
 from chatgpt.types import Prompt, Sequence
 
 _PIPELINES: dict[str, type[Any]] = {}
@@ -229,6 +230,19 @@ def tokenize_dialogue(dialogue: Any, tokenizer: Any, max_length: int = 2048) -> 
     return Sequence(
         prompt_ids=ids[:first], response_ids=ids[first:], response_mask=torch.tensor([flag for _, flag in kept[first:]])
     )
+
+
+def tokenize_pair(sample: Any, tokenizer: Any, max_length: int = 2048) -> Sequence:
+    """A sample of an encoder-decoder: (prompt, output), each with its own special tokens and at most `max_length` long.
+
+    Raises:
+        ValueError: a text without a prompt, another number of messages, an empty one.
+    """
+    if isinstance(sample, str) or len(sample) != 2:
+        what = 'a text' if isinstance(sample, str) else f'{len(sample)} messages'
+        raise ValueError(f'a sample of an encoder-decoder is a prompt and an output, and this is {what}')
+    example = Demonstration(prompt=str(sample[0]), response=str(sample[1]))
+    return tokenize_demonstration(example, tokenizer, TokenizerOptions(max_length=max_length))
 
 
 def text_sequence(text: str, tokenizer: Any, max_length: int) -> Sequence:

@@ -65,6 +65,7 @@ class RewardFunction(FunctionScorer):
         divisor: and divided by this.
         with_end: outputs of responses that ended end with the end token's text, as trlX's rollouts do and its
             evaluation does not.
+        separator: between prompt and output in `samples`.
     """
 
     def __init__(
@@ -75,8 +76,10 @@ class RewardFunction(FunctionScorer):
         clip: float | None = None,
         divisor: float = 1.0,
         with_end: bool = True,
+        separator: str = '',
     ) -> None:
         super().__init__(fn)
+        self.separator = separator
         self.tokenizer, self.clip, self.divisor, self.with_end = tokenizer, clip, divisor, with_end
 
     def _call(self, samples: list[Sample]) -> list[Any]:
@@ -86,7 +89,7 @@ class RewardFunction(FunctionScorer):
             key: [s.columns.get(key) for s in samples] for key in sorted({k for s in samples for k in s.columns})
         }
         given = columns | {
-            'samples': [p + o for p, o in zip(prompts, outputs, strict=True)],
+            'samples': [p + self.separator + o for p, o in zip(prompts, outputs, strict=True)],
             'prompts': prompts,
             'outputs': outputs,
             'tokenizer': self.tokenizer,
@@ -122,13 +125,14 @@ class RewardFunction(FunctionScorer):
         return dense.tolist()
 
 
-def metric_function(metric_fn: Callable[..., Any] | None) -> Callable[..., Any] | None:
+def metric_function(metric_fn: Callable[..., Any] | None, separator: str = '') -> Callable[..., Any] | None:
     """A metric function of trlX's in this library's convention: a number stands for every sample. Lists of texts, which
-    scripts show in trlX's tables, are left out."""
+    scripts show in trlX's tables, are left out. `separator` stands between prompt and output in `samples`."""
     if metric_fn is None:
         return None
 
     def metrics(**given: Any) -> dict[str, Any]:
+        given['samples'] = [p + separator + o for p, o in zip(given['prompts'], given['outputs'], strict=True)]
         found = call(metric_fn, given)
         count = len(given['samples'])
         listed = {name: value.tolist() if hasattr(value, 'tolist') else value for name, value in found.items()}

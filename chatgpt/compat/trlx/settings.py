@@ -23,7 +23,7 @@ AS_IS, OLD = 'the same', 'of 2022: '
 _LR = OLD + 'the learning rate'
 FIELDS: dict[str, str] = {
     'model.model_path': 'the same; also a transformers config (new weights) or a transformers model',
-    'model.model_arch_type': "'causal'; 'seq2seq' is an error: encoder-decoders are not served",
+    'model.model_arch_type': "the same: 'causal', or 'seq2seq' for an encoder-decoder; also for SFT and RFT",
     'model.num_layers_unfrozen': 'the same; 0 is an error, and with peft_config it is ignored, with a warning',
     'model.peft_config': 'LoRA, a dict or peft.LoraConfig: r, lora_alpha, lora_dropout, target_modules, bias; where '
     'target_modules is not given, every linear layer of the blocks. Other methods, and ILQL with adapters, are errors',
@@ -130,10 +130,10 @@ def check(config: TRLConfig) -> None:
     from chatgpt.trainer.callbacks import TRACKERS
 
     model, train = config.model, config.train
-    if model.model_arch_type != 'causal':
+    if model.model_arch_type not in ('causal', 'seq2seq'):
         raise ValueError(
-            f'trlx: model_arch_type={model.model_arch_type!r} is not served: encoder-decoders are not trained here; '
-            "use a causal model, with 'causal'"
+            f"trlx: model_arch_type={model.model_arch_type!r} is not known; give 'causal', or 'seq2seq' for an "
+            'encoder-decoder'
         )
     if model.num_layers_unfrozen == 0:
         raise ValueError(
@@ -162,6 +162,26 @@ def check(config: TRLConfig) -> None:
         if hasattr(config.method, 'ppo_epochs'):
             score_scaling(config)
             ppo_settings(config)
+
+
+def is_seq2seq(config: TRLConfig) -> bool:
+    """Whether the model is an encoder-decoder."""
+    return bool(config.model.model_arch_type == 'seq2seq')
+
+
+def check_arch(config: TRLConfig, model_config: Any) -> None:
+    """Raises ValueError where the model is not what `model_arch_type` says."""
+    found = 'seq2seq' if getattr(model_config, 'is_encoder_decoder', False) else 'causal'
+    if found != config.model.model_arch_type:
+        raise ValueError(
+            f'trlx: model_arch_type={config.model.model_arch_type!r}, and the model ({model_config.model_type}) is '
+            f'{found!r}: give that, or another model'
+        )
+
+
+def separator(config: TRLConfig) -> str:
+    """What stands between prompt and output in the `samples` of reward and metric functions."""
+    return '<sep>' if is_seq2seq(config) else ''
 
 
 def processes() -> int:
@@ -364,6 +384,8 @@ def generation(config: TRLConfig, *, experience: bool = False) -> dict[str, Any]
             if isinstance(value, list):
                 warn(f'gen_kwargs.{name}={value} is a sweep of the evaluation; rollouts take {value[0]}')
                 gen[name] = value[0]
+    if is_seq2seq(config) and (length := gen.pop('max_length', None)):  # of the decoder, its start token among them
+        gen.setdefault('max_new_tokens', int(length) - 1)
     return _lengths(gen)
 
 

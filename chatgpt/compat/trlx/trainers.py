@@ -24,14 +24,15 @@ from chatgpt.compat.trlx import settings
 from chatgpt.compat.trlx.callbacks import Checkpoints, RolloutFiles, StepEvaluator, StopAtSteps
 from chatgpt.compat.trlx.config import TRLConfig, unknown
 from chatgpt.compat.trlx.model import ModelView
-from chatgpt.compat.trlx.pipeline import First, prompts_of, text_sequence, tokenize_dialogue
+from chatgpt.compat.trlx.pipeline import First, prompts_of, text_sequence, tokenize_dialogue, tokenize_pair
 from chatgpt.compat.trlx.rewards import OnRank0, RewardFunction, metric_function
 from chatgpt.compat.trlx.settings import Sweep
 from chatgpt.compat.trlx.statistics import Statistics, evaluated
 from chatgpt.dataset.prompts import PromptSet
+from chatgpt.nn.encoder_decoder import start_token
 from chatgpt.nn.heads import mlp_head
 from chatgpt.nn.hydra import freeze_below
-from chatgpt.nn.loading import load_causal_lm
+from chatgpt.nn.loading import load_causal_lm, load_config
 from chatgpt.nn.trunk import hidden_size
 from chatgpt.rollout import LocalEngine
 from chatgpt.rollout.hf import HFEngine
@@ -150,6 +151,7 @@ class AccelerateRLTrainer(ABC):
             path.truncation_side = section.truncation_side
         if path.pad_token is None:
             path.pad_token = path.eos_token
+        path.for_encoder_decoder = settings.is_seq2seq(self.config)
         return path
 
     @cached_property
@@ -280,13 +282,14 @@ class AccelerateRLTrainer(ABC):
         keywords = settings.sampling_keywords(gen, self.stop_sequences)
         reward = None
         if self.evaluates_reward:
-            reward = RewardFunction(self.reward, self.tokenizer, with_end=False)
+            separator = settings.separator(self.config)
+            reward = RewardFunction(self.reward, self.tokenizer, with_end=False, separator=separator)
         return PromptEvaluation(
             prompts,
             self.tokenizer,
             reward,
-            metric_fn=metric_function(self.metric_fn),
-            engine=engine_for(gen),
+            metric_fn=metric_function(self.metric_fn, settings.separator(self.config)),
+            engine=engine_for(gen, self.config),
             **keywords,
         )
 
@@ -294,7 +297,8 @@ class AccelerateRLTrainer(ABC):
 
     @torch.no_grad()
     def generate(self, input_ids: Any, attention_mask: Any = None, **kwargs: Any) -> Tensor:
-        """(B, S + A) prompts and responses, padded, as the rollouts draw them.
+        """(B, S + A) prompts and responses, padded, as the rollouts draw them; of an encoder-decoder (B, 1 + A), the
+        start token and responses.
 
         Args:
             input_ids: (B, S) int64; padding may stand on either side.
@@ -319,7 +323,7 @@ class AccelerateRLTrainer(ABC):
         sampling, stops = sampling_for(unwrapped, self.tokenizer, settings.sampling_keywords(plain, ()))
         collector = Collector(
             self.strategy,
-            engine_for(plain),
+            engine_for(plain, self.config),
             sampling,
             policy=partial(self.policy, actor, plain),
             tokenizer=self.tokenizer,
@@ -328,6 +332,8 @@ class AccelerateRLTrainer(ABC):
         first = 2 * FIRST_INDEX + self._draws
         self._draws += len(prompts)
         samples = collector.generate(prompts, indices=list(range(first, first + len(prompts))))
+        if settings.is_seq2seq(self.config):
+            ids = torch.full((len(samples), 1), start_token(unwrapped.config))
         width = max(sample.num_actions for sample in samples)
         responses = torch.full((len(samples), width), pad)
         for row, sample in enumerate(samples):
@@ -360,6 +366,11 @@ class AccelerateRLTrainer(ABC):
         model = self.config.model
         source, options = model.model_path, dict(model.model_extra_configs)
         if isinstance(source, (str, Path)):
+            known = load_config(source, **{k: v for k, v in options.items() if k != 'attn_implementation'})
+        else:
+            known = getattr(source, 'config', source)
+        settings.check_arch(self.config, known)
+        if isinstance(source, (str, Path)):
             found = load_causal_lm(source, **options)
         elif isinstance(source, torch.nn.Module):
             found = source
@@ -389,8 +400,10 @@ class AccelerateRLTrainer(ABC):
         }
 
 
-def engine_for(gen: Mapping[str, Any]) -> Any:
-    """The local engine, or model.generate for what that one cannot do."""
+def engine_for(gen: Mapping[str, Any], config: TRLConfig) -> Any:
+    """The local engine, or model.generate for what that one cannot do: an encoder-decoder, or a keyword."""
+    if settings.is_seq2seq(config):
+        return HFEngine()
     known = {k: v for k, v in gen.items() if k not in ('beta', 'stop_strings') and not isinstance(v, list)}
     return HFEngine() if from_generation_kwargs(**({'max_new_tokens': 1} | known)).extra else LocalEngine()
 
@@ -465,6 +478,7 @@ class AcceleratePPOTrainer(AccelerateRLTrainer):
             self.tokenizer,
             clip=method.cliprange_reward or None,
             divisor=settings.score_scaling(config)[1],
+            separator=settings.separator(config),
         )
         common = self.common(length.phases * length.steps_per_phase)
         if config.train.rollout_logging_dir is not None:
@@ -478,7 +492,7 @@ class AcceleratePPOTrainer(AccelerateRLTrainer):
             actor_pair[1],
             critic_optim,
             config=ppo,
-            engine=engine_for(gen),
+            engine=engine_for(gen, config),
             **settings.sampling_keywords(gen, self.stop_sequences),
             **common,
         )
@@ -531,7 +545,8 @@ class AccelerateILQLTrainer(_OfflineTrainer):
         if len(samples) != len(given):
             raise ValueError(f'trlx: {len(samples)} samples but {len(given)} rewards')
         limit = max_length or settings.longest(self.config)
-        self.data = rewarded([tokenize_dialogue(s, self.tokenizer, limit) for s in samples], given)
+        make = tokenize_pair if settings.is_seq2seq(self.config) else tokenize_dialogue
+        self.data = rewarded([make(s, self.tokenizer, limit) for s in samples], given)
 
     def make_actor(self) -> Any:
         return nn.ILQLModel(self.load_model(), two_qs=self.config.method.two_qs)
@@ -558,7 +573,9 @@ class AccelerateSFTTrainer(_OfflineTrainer):
     def make_experience(self, samples: Any, max_length: int | None = None) -> None:
         """Texts, of which every token is learned; or dialogues, of which the outputs are."""
         limit = max_length or settings.longest(self.config)
-        make = text_sequence if isinstance(samples[0], str) else tokenize_dialogue
+        make: Callable[..., Any] = text_sequence if isinstance(samples[0], str) else tokenize_dialogue
+        if settings.is_seq2seq(self.config):
+            make = tokenize_pair
         self.data = [make(sample, self.tokenizer, limit) for sample in samples]
 
     def build(self) -> SFTTrainer:
@@ -592,9 +609,9 @@ class AccelerateRFTTrainer(AcceleratePPOTrainer):
             actor,
             optim,
             PromptSet(prompts_of(self.prompt_pipeline, self.tokenizer)),
-            RewardFunction(self.reward, self.tokenizer),
+            RewardFunction(self.reward, self.tokenizer, separator=settings.separator(self.config)),
             config=rft,
-            engine=engine_for(gen),
+            engine=engine_for(gen, self.config),
             **settings.sampling_keywords(gen, self.stop_sequences),
             **self.common(self.config.train.total_steps),
         )

@@ -1,0 +1,104 @@
+"""Ids of an encoder-decoder's prompts and responses, by hand: letters a to z are 6 to 31, space 4, end 2, begin 1."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chatgpt.dataset import load_demonstrations, load_preferences, load_prompts
+from chatgpt.dataset.formats import frame, is_for_encoder_decoder, note_model
+from chatgpt.nn import load_tokenizer
+from chatgpt.testing import encoder_decoder_tokenizer, tiny_config
+
+A, B, C, D = 6, 7, 8, 9
+END, BEGIN, SPACE = 2, 1, 4
+PAIR = {'prompt': 'ab', 'response': 'cd'}
+
+
+def tokenizer_of(family: str):
+    tokenizer = encoder_decoder_tokenizer(family)
+    note_model(tokenizer, tiny_config(family))
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ('family', 'prompt', 'response'),
+    [('t5', [A, B, END], [C, D, END]), ('bart', [BEGIN, A, B, END], [BEGIN, C, D, END])],
+)
+def test_prompt_and_response_have_the_special_tokens_that_the_tokenizer_puts_there(family, prompt, response):
+    tokenizer = tokenizer_of(family)
+    (record,), _ = load_demonstrations([PAIR], tokenizer)
+    assert (record.prompt_ids.tolist(), record.response_ids.tolist()) == (prompt, response)
+    assert record.response_mask.all()
+    # what transformers' own examples of sequence-to-sequence training give as input and labels
+    assert tokenizer('ab')['input_ids'] == prompt and tokenizer(text_target='cd')['input_ids'] == response
+    assert load_prompts([{'prompt': 'ab'}], tokenizer)[0].ids.tolist() == prompt
+    pairs, _ = load_preferences([{'prompt': 'ab', 'chosen': 'cd', 'rejected': 'd'}], tokenizer)
+    assert [ids.tolist() for ids in pairs[0].responses] == [response, [*response[:-3], D, END]]
+
+
+def test_a_tokenizer_that_nobody_noted_is_a_decoders():
+    tokenizer = encoder_decoder_tokenizer('t5')
+    (record,), _ = load_demonstrations([PAIR], tokenizer)
+    assert not is_for_encoder_decoder(tokenizer) and record.prompt_ids.tolist() == [A, B]
+    note_model(tokenizer, tiny_config('gpt2'))
+    assert not is_for_encoder_decoder(tokenizer)
+
+
+def test_the_tokenizer_of_a_model_folder_knows_its_model(tmp_path):
+    for family in ('t5', 'gpt2'):
+        tiny_config(family).save_pretrained(tmp_path / family)
+        encoder_decoder_tokenizer('t5').save_pretrained(tmp_path / family)
+    encoder_decoder_tokenizer('t5').save_pretrained(tmp_path / 'alone')
+    noted = {name: is_for_encoder_decoder(load_tokenizer(tmp_path / name)) for name in ('t5', 'gpt2', 'alone')}
+    assert noted == {'t5': True, 'gpt2': False, 'alone': False}
+
+
+def test_language_codes_stand_where_the_tokenizer_puts_them():
+    from tokenizers import processors
+
+    tokenizer = tokenizer_of('t5')
+    # mBART's form: the end token and a language behind the source
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single='$A <eos> z', special_tokens=[('<eos>', END), ('z', 31)]
+    )
+    assert frame(tokenizer) == ([], [END, 31], [])
+    assert load_prompts([{'prompt': 'ab'}], tokenizer)[0].ids.tolist() == [A, B, END, 31]
+
+
+def test_conversations_end_with_the_end_token_and_are_answered_once():
+    tokenizer = tokenizer_of('bart')
+    turns = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}]
+    (record,), _ = load_demonstrations([{'messages': turns}], tokenizer)
+    asked = tokenizer.decode(record.prompt_ids)
+    assert asked.startswith('<bos>\n\n') and asked.endswith('ssistant:<eos>')
+    assert record.response_ids.tolist() == [BEGIN, SPACE, B, END]
+    (again,), _ = load_demonstrations([{'messages': turns}], tokenizer, apply_chat_template=False)
+    assert again.response_ids.tolist() == [BEGIN, SPACE, B, END] and again.prompt_ids[-1] == END
+    with pytest.raises(ValueError, match='a response of several turns, and an encoder-decoder writes one'):
+        load_demonstrations([{'messages': [*turns, *turns]}], tokenizer)
+
+
+def test_a_text_without_a_prompt_is_refused():
+    with pytest.raises(ValueError, match='a text without a prompt, and an encoder-decoder needs one'):
+        load_demonstrations([{'text': 'abc'}], tokenizer_of('t5'))
+    kept, _ = load_demonstrations([{'text': 'abc'}, PAIR], tokenizer_of('t5'), skip_bad_records=True)
+    assert len(kept) == 1 and kept.num_skipped == 1
+
+
+def test_the_limit_is_of_each_side_and_special_tokens_stay():
+    rows = [{'prompt': 'abcd', 'response': 'abcdabcd'}]
+    for family, prompt, response in (
+        ('t5', [B, C, D, END], [A, B, C, D]),
+        ('bart', [BEGIN, C, D, END], [BEGIN, A, B, C]),
+    ):
+        tokenizer = tokenizer_of(family)
+        with pytest.warns(UserWarning, match='the prompt loses its beginning, and the response its end'):
+            (record,), _ = load_demonstrations(rows, tokenizer, max_length=4)
+        assert (record.prompt_ids.tolist(), record.response_ids.tolist()) == (prompt, response)
+        assert load_prompts([{'prompt': 'abcd'}], tokenizer, max_prompt_tokens=4)[0].ids.tolist() == prompt
+    # 5 tokens of prompt and 9 of response: together 14, and no side is longer than 9
+    whole, _ = load_demonstrations(rows, tokenizer_of('t5'), max_length=9)
+    assert torch.equal(whole[0].response_ids[-1:], torch.tensor([END]))
+    with pytest.raises(ValueError, match='5 tokens of prompt and 9 of response, one of them more than max_length=8'):
+        load_demonstrations(rows, tokenizer_of('t5'), max_length=8, overflow='refuse')
