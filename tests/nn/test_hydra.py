@@ -210,11 +210,10 @@ def test_mistakes_are_refused_and_leave_the_model_alone() -> None:
         assert not has_hydra(owner) and all(p.requires_grad for p in owner.parameters())
     with pytest.raises(ValueError, match='no transformers model'):
         make_hydra(nn.Linear(2, 2), 1)
-    t5 = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(vocab_size=32, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-    )
-    with pytest.raises(ValueError, match='T5ForConditionalGeneration is not supported; supported are GPT-2'):
-        make_hydra(Owner(t5), 1)
+    sizes = {'hidden_size': 8, 'num_hidden_layers': 1, 'num_attention_heads': 2, 'intermediate_size': 8}
+    bert = transformers.BertLMHeadModel(transformers.BertConfig(vocab_size=32, is_decoder=True, **sizes))
+    with pytest.raises(ValueError, match='BertLMHeadModel is not supported; supported are GPT-2'):
+        make_hydra(Owner(bert), 1)
     with pytest.raises(ValueError, match='already has a reference branch'):
         make_hydra(hydra(), 1)
     lora = causal_lm('gpt2')
