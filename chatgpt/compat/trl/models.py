@@ -363,9 +363,7 @@ def _from_pickle(name: str, options: dict[str, Any]) -> Any:
     level = logger.level
     logger.setLevel(logging.ERROR)  # its report of the head's tensors, which are read apart
     try:
-        return auto.from_pretrained(
-            name, use_safetensors=False, weights_only=True, dtype=torch.float32, **options
-        )
+        return auto.from_pretrained(name, use_safetensors=False, weights_only=True, dtype=torch.float32, **options)
     finally:
         logger.setLevel(level)
 
