@@ -99,7 +99,8 @@ def decoder_states(model: Any, prompt_ids: Tensor, prompt_mask: Tensor, decoder_
         prompt_mask: (B, P) bool, True = real token.
         decoder_ids: (B, T), of which the first is the start token.
     """
-    base, mask = base_model(model), prompt_mask.long()
+    base: Any = base_model(model)
+    mask = prompt_mask.long()
     if not has_no_base(base):
         return base(
             input_ids=prompt_ids, attention_mask=mask, decoder_input_ids=decoder_ids, use_cache=False
