@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from transformers import AutoModel, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto import modeling_auto
 
 from chatgpt.nn.trunk import base_model, is_encoder_decoder
@@ -89,6 +91,21 @@ def encoder_decoder_trunk(model: Any) -> Any:
         setattr(base, name, getattr(model, name))
     base.config = model.config
     return base.train(model.training)
+
+
+def separate_inputs(model: nn.Module) -> None:
+    """Give each block inputs of its own to sum gradients in, before they join those of other blocks.
+
+    All blocks of a decoder read the same states of the encoder. FSDP sums their gradients block by block, and without
+    this autograd would add up one use after another: other last bits than under FSDP.
+    """
+    for block in model.modules():
+        if isinstance(block, GradientCheckpointingLayer) and _separate not in block._forward_pre_hooks.values():
+            block.register_forward_pre_hook(_separate, with_kwargs=True)
+
+
+def _separate(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    return tree_map(lambda x: x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x, (args, kwargs))
 
 
 def decoder_states(model: Any, prompt_ids: Tensor, prompt_mask: Tensor, decoder_ids: Tensor) -> Tensor:
