@@ -353,7 +353,7 @@ def test_a_command_line_finds_it(monkeypatch, model_folder, tmp_path):
         ]
         execute(parse_run(PPORun, description='', argv=flags))
     assert found == ['PlainEngine', 'PlainEngine', 'LocalEngine']
-    with pytest.raises(ValueError, match="engine='plan' is not known; choose one of local, hf, vllm, plain"):
+    with pytest.raises(ValueError, match="engine='plan' is not known; choose one of auto, local, hf, vllm, plain"):
         parse_run(PPORun, description='', argv=['--engine', 'plan']).validate()
 
 

@@ -255,10 +255,9 @@ def _warn(bad: BadRecords, options: TokenizerOptions, count: int, *, apart: bool
             (((max if apart else sum)(cut), place) for cut, place in zip(cuts, places, strict=True)),
             key=lambda cut: cut[0],
         )
-        where_cut = 'and the response' if apart else 'then the response'
         warnings.warn(
             f'{len(places)} of {count} records are longer than {limit} tokens and were cut: the prompt loses its '
-            f'beginning, {where_cut} its end. The longest has {length} tokens ({where}). Raise max_length '
+            f'beginning, then the response its end. The longest has {length} tokens ({where}). Raise max_length '
             "(--max_len) where the model's context allows it, or leave such records out",
             stacklevel=4,
         )

@@ -126,7 +126,8 @@ def _parts(block: nn.Module) -> list[nn.Module]:
     what has been changed before."""
     return [
         part
-        for part in block.children()
+        for child in block.children()
+        for part in (child if isinstance(child, nn.ModuleList) else [child])  # T5 lists a block's parts
         if 'forward' not in vars(part)
         and not type(part).__module__.startswith('torch.')
         and not isinstance(part, nn.Linear)

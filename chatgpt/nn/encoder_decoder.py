@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from transformers import AutoModel, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto import modeling_auto
 
 from chatgpt.nn.trunk import base_model, is_encoder_decoder
@@ -91,6 +93,21 @@ def encoder_decoder_trunk(model: Any) -> Any:
     return base.train(model.training)
 
 
+def separate_inputs(model: nn.Module) -> None:
+    """Give each block inputs of its own to sum gradients in, before they join those of other blocks.
+
+    All blocks of a decoder read the same states of the encoder. FSDP sums their gradients block by block, and without
+    this autograd would add up one use after another: other last bits than under FSDP.
+    """
+    for block in model.modules():
+        if isinstance(block, GradientCheckpointingLayer) and _separate not in block._forward_pre_hooks.values():
+            block.register_forward_pre_hook(_separate, with_kwargs=True)
+
+
+def _separate(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    return tree_map(lambda x: x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x, (args, kwargs))
+
+
 def decoder_states(model: Any, prompt_ids: Tensor, prompt_mask: Tensor, decoder_ids: Tensor) -> Tensor:
     """The decoder's last states (B, T, D), of a language model or its base.
 
@@ -99,7 +116,8 @@ def decoder_states(model: Any, prompt_ids: Tensor, prompt_mask: Tensor, decoder_
         prompt_mask: (B, P) bool, True = real token.
         decoder_ids: (B, T), of which the first is the start token.
     """
-    base, mask = base_model(model), prompt_mask.long()
+    base: Any = base_model(model)
+    mask = prompt_mask.long()
     if not has_no_base(base):
         return base(
             input_ids=prompt_ids, attention_mask=mask, decoder_input_ids=decoder_ids, use_cache=False

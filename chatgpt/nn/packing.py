@@ -39,7 +39,7 @@ from transformers.masking_utils import sdpa_mask
 
 from chatgpt.batching import collate, packing_of
 from chatgpt.nn.dropout import in_eval_mode
-from chatgpt.nn.encoder_decoder import at_their_places, encoder_decoder_hidden
+from chatgpt.nn.encoder_decoder import at_their_places, encoder_decoder_hidden, separate_inputs
 from chatgpt.nn.trunk import (
     accepts,
     is_encoder_decoder,
@@ -303,6 +303,9 @@ def enable_packing(model: nn.Module) -> bool:
     """Let `model` (a base model) run packed batches if it can. Returns whether it does. Its ordinary calls are not
     changed."""
     config: Any = model.config
+    if is_encoder_decoder(model):
+        separate_inputs(model)
+        return False
     if packs(model):
         return True
     if not _can_by_form(model):
@@ -324,7 +327,6 @@ def _can_by_form(model: nn.Module) -> bool:
         and accepts(model, 'position_ids')
         and any(p.kind is p.VAR_KEYWORD for p in parameters)
         and not needs_mask(model)
-        and not is_encoder_decoder(model)
         and kinds <= {'full_attention', 'sliding_attention'}
         and not any(getattr(config, name, None) for name in NEVER)
     )

@@ -26,6 +26,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 
 from chatgpt.batching import collate
 from chatgpt.nn.actor import Actor
+from chatgpt.nn.compiled import not_compiled
 from chatgpt.nn.encoder_decoder import start_token
 from chatgpt.nn.packing import flat_hidden
 from chatgpt.nn.trunk import base_model, is_encoder_decoder, text_config
@@ -314,6 +315,7 @@ class HFEngine(InProcessEngine):
             _own_generator(key, device),
             torch.no_grad(),
             held,
+            not_compiled(),  # an encoder is called without a cache
             changing_shapes(device),
         ):
             output = model.generate(

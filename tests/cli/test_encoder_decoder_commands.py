@@ -160,7 +160,8 @@ def test_train_in_python(place, tmp_path):
     pairs = [('tl;dr cat sat', 'cat'), ('tl;dr dog sat', 'dog')]
     sft = chatgpt.train('bart', samples=pairs, max_epochs=1, train_batch_size=2)
     assert [record.response_ids[0] for record in sft.train_data] == [1, 1]  # BART's begin token
-    ilql = chatgpt.train('t5', samples=pairs, rewards=[1.0, 0.0], eval_prompts=['tl;dr'], max_epochs=1, max_new_tokens=3)
+    given = {'samples': pairs, 'rewards': [1.0, 0.0], 'eval_prompts': ['tl;dr']}
+    ilql = chatgpt.train('t5', **given, max_epochs=1, max_new_tokens=3)
     assert len(ilql.train_data) == 2
     with pytest.raises(ValueError, match='a text without a prompt'):
         chatgpt.train('t5', samples=['only a text'])

@@ -173,8 +173,10 @@ def test_mistakes(base: str) -> None:
         AutoModelForCausalLMWithValueHead.from_pretrained(base, reward_adapter='some')
     with pytest.raises(ValueError, match='a list given'):
         AutoModelForCausalLMWithValueHead.from_pretrained([])
-    with pytest.raises(ValueError, match='encoder-decoder'):
-        AutoModelForSeq2SeqLMWithValueHead.from_pretrained('t5-small')
+    with pytest.raises(ValueError, match='is no encoder-decoder: use AutoModelForCausalLMWithValueHead'):
+        AutoModelForSeq2SeqLMWithValueHead.from_pretrained(base)
+    with pytest.raises(ValueError, match='is an encoder-decoder: use AutoModelForSeq2SeqLMWithValueHead'):
+        AutoModelForCausalLMWithValueHead(tiny_causal_lm('t5'))
     with pytest.raises(ValueError, match='no language-model head'):
         AutoModelForCausalLMWithValueHead(tiny_causal_lm('gpt2').transformer)
 

@@ -110,9 +110,8 @@ def test_sentiments_by_ilql_on_a_t5(trlx):
         given.append((samples, prompts, outputs))
         return {'length': [float(len(text)) for text in outputs]}
 
-    trainer = trlx.train(
-        samples=samples, rewards=[1.0, 0.0, 0.2], eval_prompts=['review: i know'] * 2, metric_fn=metric_fn, config=config
-    )
+    evaluated = {'eval_prompts': ['review: i know'] * 2, 'metric_fn': metric_fn}
+    trainer = trlx.train(samples=samples, rewards=[1.0, 0.0, 0.2], config=config, **evaluated)
     record = trainer.data[0]
     assert trainer.tokenizer.decode(record.prompt_ids) == 'review: a fine film<eos>'
     assert trainer.tokenizer.decode(record.response_ids) == 'good<eos>'

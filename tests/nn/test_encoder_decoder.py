@@ -15,6 +15,7 @@ from torch import Tensor
 
 from chatgpt.batching import collate
 from chatgpt.nn import Actor, AutoActor, AutoCritic, AutoRM, Critic, ILQLModel, RewardModel, initial_tensors
+from chatgpt.nn.compiled import compile_blocks
 from chatgpt.nn.dropout import dropout_off
 from chatgpt.nn.encoder_decoder import encoder_decoder_hidden
 from chatgpt.nn.lora import convert_to_lora, lora_layers, merged
@@ -137,6 +138,12 @@ def test_a_dummy_batch_and_gradient_checkpointing(family):
         loss.backward()
         gradients.append(torch.cat([p.grad.flatten() for p in actor.parameters()]))
     torch.testing.assert_close(gradients[1], gradients[0], atol=1e-4, rtol=1e-4)
+
+
+def test_the_parts_of_t5s_blocks_are_compiled():
+    actor = Actor(tiny_causal_lm('t5'))
+    assert compile_blocks(actor, backend='eager') == 2 * 2 + 2 * 3  # self-attention and MLP, and cross-attention
+    assert 'forward' in vars(actor.model.decoder.block[0].layer[1])
 
 
 # --- LoRA, hydra, ILQL ----------------------------------------------------------------------------------------------

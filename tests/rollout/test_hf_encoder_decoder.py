@@ -114,6 +114,14 @@ def test_greedy_is_transformers_own(family):
         assert torch.equal(sample.edge_distances, torch.ones(5))
 
 
+@every
+def test_tokens_in_a_terminal_are_the_engines(family):
+    actor = Actor(model(family))
+    prompt = prompts()[0].ids
+    streamed = list(stream_tokens(actor, prompt, SamplingParams(max_new_tokens=6), seed=3, index=4))
+    assert streamed == by_hand(actor, family, prompt, 4, 3, 6)[0].tolist()
+
+
 def test_extras_and_stops_and_own_limits():
     actor = Actor(model('bart'))
     engine = begun(actor)
@@ -178,8 +186,6 @@ def test_engines_of_decoders_refuse_an_encoder_decoder():
     for name in ('RemoteEngine', 'VLLMEngine'):
         with pytest.raises(ValueError, match=f'{name} decodes causal language models'):
             check_policy(actor, name)
-    with pytest.raises(ValueError, match='stream_tokens decodes causal'):
-        next(iter(stream_tokens(actor, torch.tensor([5]), SamplingParams(max_new_tokens=2), seed=0)))
     with pytest.raises(ValueError, match='which decodes no encoder-decoders'):
         ExactDraws(HFEngine())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from copy import deepcopy
 from typing import Any
 
@@ -79,6 +80,34 @@ def make(
         callbacks=[ProgressBar(enabled=False), *more],
         **settings,
     )
+
+
+def exact_hash(kind: str, family: str) -> str:
+    """Of the weights after a few steps of SFT under `reproducible='exact'`."""
+    from chatgpt.nn import AutoActor
+    from chatgpt.testing.fakes import tiny_config
+    from chatgpt.trainer import SFTTrainer
+    from chatgpt.trainer import strategies as s
+    from chatgpt.trainer.callbacks import ProgressBar
+    from chatgpt.types import Sequence
+
+    g = torch.Generator().manual_seed(1)
+    data = [
+        Sequence(
+            prompt_ids=torch.randint(3, VOCAB, (1 + i % 5,), generator=g),
+            response_ids=torch.randint(3, VOCAB, (1 + i % 7,), generator=g),
+            response_mask=torch.ones(1 + i % 7, dtype=torch.bool),
+        )
+        for i in range(12)
+    ]
+    with getattr(s, kind)(seed=3, device='cpu', reproducible='exact') as strategy:
+        with strategy.model_init_context():
+            actor = AutoActor(config=tiny_config(family, vocab_size=VOCAB, hidden=16, positions=32, layers=3))
+        actor, optim = strategy.prepare((actor, strategy.make_optimizer(actor.parameters(), lr=3e-3)))
+        quiet = ProgressBar(enabled=False)
+        SFTTrainer(strategy, actor, optim, data, callbacks=[quiet], train_batch_size=8, max_epochs=1).fit()
+        weights = strategy.full_state_dict(actor)
+    return hashlib.sha256(b''.join(weights[name].numpy().tobytes() for name in sorted(weights))).hexdigest()
 
 
 def train(kind: str, options: dict[str, Any], family: str, roles: str, phases: int = 2) -> dict[str, Any]:

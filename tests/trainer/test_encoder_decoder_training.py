@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from encoder_decoder_runs import make, prompts, train
+from encoder_decoder_runs import exact_hash, make, prompts, train
 from phase_log import Log
 
 from chatgpt.rollout import HFEngine
@@ -83,3 +83,9 @@ def test_two_processes_are_one(kind, options, family, roles, alone):
     for model, weights in one['weights'].items():
         for name, weight in weights.items():
             assert (weight - first['weights'][model][name]).abs().max() < 1e-4, (model, name)
+
+
+@pytest.mark.parametrize('kind', ['DDPStrategy', 'FSDPStrategy'])
+def test_learning_from_texts_is_exact(kind):
+    one = exact_hash('NaiveStrategy', 'bart')
+    assert run_distributed(exact_hash, 2, kind, 'bart')[0] == one

@@ -39,7 +39,7 @@ FIELDS: dict[str, Entry] = ARGUMENTS | {
     'padding_free': label('forwards leave padding out anyway'),
     'label_pad_token_id': label('records carry a mask'),
     'padding_value': label('records carry a mask'),
-    'is_encoder_decoder': refused('there are no encoder-decoders here'),
+    'is_encoder_decoder': refused('chatgpt.trainer.DPOTrainer takes encoder-decoders, this one does not'),
     'generate_during_eval': warned('evaluation measures the loss; see chatgpt.trainer.prompt_evaluation for texts'),
     'force_use_ref_model': label('a given ref_model is used beside adapters too'),
     'model_adapter_name': _ADAPTERS,

@@ -1,7 +1,7 @@
-"""TRL's models with a value head: a transformers causal LM and a linear layer on its last hidden state.
+"""TRL's models with a value head: a transformers causal LM or encoder-decoder, and a linear layer on its last hidden
+state.
 
-`PPOTrainer` trains them as an `Actor` with a value head, over the very same modules. Left out: encoder-decoders, which
-the library does not have yet.
+`PPOTrainer` trains them as an `Actor` with a value head, over the very same modules.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -127,6 +127,8 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
     """
 
     supported_args = ('summary_dropout_prob', 'v_head_initializer_range', 'v_head_init_strategy')
+    reads_apart: ClassVar[bool] = False
+    """whether it is one of an encoder-decoder"""
 
     def __init__(
         self,
@@ -136,8 +138,10 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
         v_head_initializer_range: float = 0.2,
         v_head_init_strategy: str | None = None,
     ) -> None:
-        if is_encoder_decoder(pretrained_model):
-            raise ValueError(_NO_SEQ2SEQ)
+        if is_encoder_decoder(pretrained_model) != self.reads_apart:
+            kind = 'an encoder-decoder: use AutoModelForSeq2SeqLMWithValueHead'
+            kind = kind if not self.reads_apart else 'no encoder-decoder: use AutoModelForCausalLMWithValueHead'
+            raise ValueError(f'{type(pretrained_model).__name__} is {kind}')
         if getattr(pretrained_model, 'get_output_embeddings', lambda: None)() is None:
             raise ValueError(f'{type(pretrained_model).__name__} has no language-model head; use a causal LM')
         super().__init__(pretrained_model)
@@ -221,7 +225,7 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
             past_key_values=past_key_values,
             **(kwargs | {'output_hidden_states': True, 'return_dict': True}),
         )
-        hidden = out.hidden_states[-1]
+        hidden = (out.decoder_hidden_states if self.reads_apart else out.hidden_states)[-1]
         values = self.v_head(hidden.to(self.v_head.summary.weight.device)).squeeze(-1)
         found = (out.logits.float(), out.loss, values)
         return (*found, out.past_key_values) if return_past_key_values else found
@@ -288,20 +292,13 @@ class _WithShards:
         self.model.save_pretrained(folder, state_dict=state_dict, **self.options)
 
 
-_NO_SEQ2SEQ = (
-    'encoder-decoder models (T5, BART) are not trained here yet; use a causal LM with AutoModelForCausalLMWithValueHead'
-)
+class AutoModelForSeq2SeqLMWithValueHead(AutoModelForCausalLMWithValueHead):
+    """An encoder-decoder (T5, BART) with a value head on its decoder; else as `AutoModelForCausalLMWithValueHead`.
 
+    `forward` takes `decoder_input_ids`, whose positions logits and values are of.
+    """
 
-class AutoModelForSeq2SeqLMWithValueHead(PreTrainedModelWrapper):
-    """Not there yet: every way to make one is an error that says so."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise ValueError(_NO_SEQ2SEQ)
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        raise ValueError(_NO_SEQ2SEQ)
+    reads_apart = True
 
 
 # ---------------------------------------------------------------- loading

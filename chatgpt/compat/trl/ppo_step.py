@@ -34,6 +34,8 @@ from chatgpt.dataset.prompts import as_prompts
 from chatgpt.functional.advantages import gae
 from chatgpt.nn import Actor
 from chatgpt.nn.dropout import dropout_off, in_eval_mode
+from chatgpt.nn.encoder_decoder import start_token
+from chatgpt.nn.trunk import is_encoder_decoder
 from chatgpt.rollout import LocalEngine, SamplingParams
 from chatgpt.rollout.hf import HFEngine
 from chatgpt.rollout.sampling import sampling_for
@@ -97,7 +99,8 @@ WHITENED_GAE = Estimator(fn=_whitened_gae, needs_values=True)
 
 
 class _Engine:
-    """The local engine; `model.generate` for a call with settings that only transformers has (beams, penalties)."""
+    """The local engine; `model.generate` for an encoder-decoder, and for a call with settings that only transformers
+    has (beams, penalties)."""
 
     reproducible = True
 
@@ -107,14 +110,15 @@ class _Engine:
 
     def begin(self, actor: Any) -> None:
         self._actor = actor
-        self.local.begin(actor)
+        if not is_encoder_decoder(actor.model):
+            self.local.begin(actor)
 
     def end(self) -> None:
         self.local.end()
         self._actor = None
 
     def generate(self, prompts: SequenceOf[Prompt], sampling: SamplingParams, **draws: Any) -> list[Sample]:
-        if not sampling.extra:
+        if not sampling.extra and not is_encoder_decoder(self._actor.model):
             return self.local.generate(prompts, sampling, **draws)
         self.other.begin(self._actor)
         try:
@@ -255,7 +259,7 @@ class ClassicPPOTrainer:
         self._note_processes()
         self.inner = self._make_trainer()
         self.is_distributed = self._strategy.world_size > 1
-        self.is_encoder_decoder = False
+        self.is_encoder_decoder = config.is_encoder_decoder = is_encoder_decoder(model.pretrained_model)
         self.current_device = self._strategy.device
         self.current_step = 0
         self._trackers = _trackers(config)
@@ -351,7 +355,8 @@ class ClassicPPOTrainer:
 
         Args:
             length_sampler: new tokens; asked once per `batch_size` queries, as TRL does.
-            return_prompt: the prompt's tokens before the response's.
+            return_prompt: the prompt's tokens before the response's. An encoder-decoder's have the start token there
+                in any case.
             generate_ref_response: a pair with the reference's responses.
             **generation_kwargs: as of `model.generate`. What `attention_mask` pads is left out of a query, though not
                 of the prompt before its response; a mask of one query, (P,) or (1, P), or a list of them.
@@ -372,7 +377,10 @@ class ClassicPPOTrainer:
                 drawn = [int(length_sampler()) for _ in range(0, len(queries), batch_size)]
                 limits = [drawn[i // batch_size] for i in range(len(queries))]
             found = [r.to(self.current_device) for r in generate(limits)]
-            if return_prompt:
+            if self.is_encoder_decoder:
+                start = torch.tensor([start_token(self.model.config)], device=self.current_device)
+                found = [torch.cat([start, r]) for r in found]
+            elif return_prompt:
                 found = [torch.cat([q.to(r), r]) for q, r in zip(given, found, strict=True)]
             return found[0][None] if single else found
 
@@ -406,6 +414,8 @@ class ClassicPPOTrainer:
         elif settings.get('max_length') is None:
             limits = {'max_new_tokens': own.max_new_tokens, 'max_length': own.max_length}
             settings |= {name: limit for name, limit in limits.items() if limit} or {'max_new_tokens': 20}
+        if self.is_encoder_decoder and (length := settings.pop('max_length', None)):  # of the decoder, with its start
+            settings.setdefault('max_new_tokens', length - 1)
         if not settings['do_sample']:  # transformers filters draws only
             settings |= {'temperature': 1.0, 'top_k': 0, 'top_p': 1.0}
         if (end := settings['eos_token_id']) is not None:
@@ -426,7 +436,8 @@ class ClassicPPOTrainer:
         """One learning phase on `batch_size` scored responses of this process.
 
         Args:
-            queries, responses: int64 tensors, (P,) and (A,).
+            queries, responses: int64 tensors, (P,) and (A,); responses of an encoder-decoder may begin with its start
+                token, as `generate` gives them, which is none of the A.
             scores: a tensor per response, of one element; or of A elements, one per token, which TRL does not take.
             response_masks: (A,), 1 = a token of the model's own.
 
@@ -446,7 +457,7 @@ class ClassicPPOTrainer:
         inner.recorder = Recorder()
         metrics = inner.step(
             [q.detach().cpu().flatten() for q in queries],
-            [r.detach().cpu().flatten() for r in responses],
+            [self._without_start(r.detach().cpu().flatten()) for r in responses],
             [s.detach().float().cpu() for s in scores],
             None if response_masks is None else [m.detach().cpu() for m in response_masks],
         )
@@ -474,6 +485,10 @@ class ClassicPPOTrainer:
             'time/ppo/calc_stats': now - begin,
             'time/ppo/total': now - start,
         }
+
+    def _without_start(self, response: Tensor) -> Tensor:
+        starts = self.is_encoder_decoder and len(response) > 1 and response[0] == start_token(self.model.config)
+        return response[1:] if starts else response
 
     def _follow_config(self) -> None:
         """What the script has set in `config` since the trainer was made counts from this step on, as in TRL; a warning

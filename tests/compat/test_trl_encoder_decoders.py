@@ -1,0 +1,59 @@
+"""TRL's classic PPO on encoder-decoders: `AutoModelForSeq2SeqLMWithValueHead`, whose responses begin with the start
+token, on a loop as TRL's examples write it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM
+
+from chatgpt.compat.trl import AutoModelForSeq2SeqLMWithValueHead, PPOConfig, PPOTrainer
+from chatgpt.testing import encoder_decoder_tokenizer, tiny_causal_lm
+
+TEXTS = ['this film was', 'i did not like', 'what a dull', 'the best of']
+
+
+@pytest.mark.parametrize(('family', 'start'), [('t5', 0), ('bart', 2)])
+def test_the_classic_loop(family: str, start: int, tmp_path: Path) -> None:
+    tiny_causal_lm(family).save_pretrained(tmp_path / 'base')
+    model = AutoModelForSeq2SeqLMWithValueHead.from_pretrained(tmp_path / 'base')
+    tokenizer = encoder_decoder_tokenizer(family)
+    config = PPOConfig(batch_size=4, mini_batch_size=2, ppo_epochs=2, learning_rate=1e-3, seed=0)
+    trainer: Any = PPOTrainer(config, model, None, tokenizer)
+    assert trainer.is_encoder_decoder and trainer.config.is_encoder_decoder
+    queries = [torch.tensor(tokenizer(text)['input_ids']) for text in TEXTS]
+    options = {'do_sample': True, 'top_k': 0, 'max_new_tokens': 6, 'eos_token_id': 2}
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for number in range(2):
+        responses = trainer.generate(queries, return_prompt=False, **options)
+        assert all(response[0] == start and len(response) <= 7 for response in responses)
+        assert trainer.generate(queries[0], **options).shape[0] == 1
+        texts = [tokenizer.decode(response, skip_special_tokens=True) for response in responses]
+        scores = [torch.tensor(float(text.count('a'))) for text in texts]
+        stats = trainer.step(queries, responses, scores)
+        experiences = trainer.inner.last_experiences
+        assert [e.num_actions for e in experiences] == [len(response) - 1 for response in responses]
+        if number == 0:
+            assert abs(stats['objective/kl']) < 1e-5
+    assert any(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+    ids, model = torch.tensor([[start, 6, 7]]), model.eval()  # its head has dropout
+    logits, _, values = model(input_ids=queries[0][None], decoder_input_ids=ids)
+    assert logits.shape == (1, 3, 64) and values.shape == (1, 3)
+    model.save_pretrained(tmp_path / 'saved')
+    again = AutoModelForSeq2SeqLMWithValueHead.from_pretrained(tmp_path / 'saved').eval()
+    torch.testing.assert_close(again(input_ids=queries[0][None], decoder_input_ids=ids)[2], values)
+    plain = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / 'saved')
+    torch.testing.assert_close(plain(input_ids=queries[0][None], decoder_input_ids=ids).logits, logits.float())
+
+
+def test_max_length_counts_the_start_token(tmp_path: Path) -> None:
+    tokenizer = encoder_decoder_tokenizer('t5')
+    config = PPOConfig(batch_size=1, mini_batch_size=1, seed=0)
+    model = AutoModelForSeq2SeqLMWithValueHead(tiny_causal_lm('t5'))
+    trainer: Any = PPOTrainer(config, model, None, tokenizer)
+    query = torch.tensor(tokenizer('what a long prompt this is')['input_ids'])
+    (response,) = trainer.generate([query], max_length=5, min_new_tokens=4, do_sample=True, top_k=0)
+    assert len(response) == 5
