@@ -49,6 +49,13 @@ def in_bf16(folder: Path) -> None:
     tiny_causal_lm('llama').to(torch.bfloat16).save_pretrained(folder)
 
 
+def whole_and_in_shards(folder: Path) -> None:
+    """Saved twice: transformers reads the whole file."""
+    in_shards(folder)
+    plain('llama', seed=5)(folder / 'other')
+    shutil.move(folder / 'other' / 'model.safetensors', folder)
+
+
 def in_shards(folder: Path) -> None:
     tiny_causal_lm('llama').save_pretrained(folder, max_shard_size='40KB')
     assert len(list(folder.glob('model-*.safetensors'))) > 2
@@ -114,6 +121,7 @@ FOLDERS = {
     'gpt2, tied': plain('gpt2'),
     'gpt2, untied': plain('gpt2', tie_word_embeddings=False),
     'shards': in_shards,
+    'whole and shards': whole_and_in_shards,
     'bf16': in_bf16,
     'head twice': head_twice,
     'head instead': head_instead,
@@ -164,6 +172,24 @@ def test_what_is_saved_again_is_the_same_model(make: Callable[[Path], None], tmp
     again = AutoModelForCausalLM.from_pretrained(tmp_path / 'new', dtype=torch.float32)
     torch.testing.assert_close(logits(again), want, rtol=1e-5, atol=1e-6)
     assert not list((tmp_path / 'new').glob('*.bin'))
+
+
+@pytest.mark.parametrize('name', ['shards', 'bf16', 'pickled', 'pickled shards'])
+def test_a_name_of_the_hub_that_lies_in_the_cache(name: str, tmp_path: Path) -> None:
+    repository = tmp_path / 'models--me--tiny'
+    folder = repository / 'snapshots' / ('a' * 40)
+    FOLDERS[name](folder)
+    (repository / 'refs').mkdir()
+    (repository / 'refs' / 'main').write_text('a' * 40)
+    options = {'cache_dir': str(tmp_path), 'local_files_only': True}
+    want = logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    actor = AutoActor('me/tiny', **options)
+    assert actor.model.weights_source.dtype is (torch.bfloat16 if name == 'bf16' else torch.float32)
+    with torch.device('meta'):
+        filled = load_causal_lm('me/tiny', **options)
+    fill_model(filled, filled.weights_source)
+    for model in (actor.model, filled, SharedTrunk.from_pretrained('me/tiny', **options).model):
+        torch.testing.assert_close(logits(model), want, rtol=1e-5, atol=1e-6)
 
 
 def sharded_logits(folders: dict[str, str], out: str) -> None:
