@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from chatgpt.nn.files import save_tensors
 from chatgpt.nn.sources import draw_seed, seeded
-from chatgpt.nn.unfit import read_weights
+from chatgpt.nn.unfit import check_fit, read_weights
 
 NEAR_ZERO = 1e-3
 """weights of a critic's head relative to 1/sqrt(width)"""
@@ -123,6 +123,8 @@ def load_head(folder: str | Path) -> nn.Module | None:
         head = mlp_head(tensors['0.weight'].shape[-1])
     else:
         raise ValueError(f'{path}: it holds {", ".join(sorted(tensors)[:4])}, neither a linear head nor an MLP head')
+    wrong = [(n, tensors[n].shape, t.shape) for n, t in head.state_dict().items() if tensors[n].shape != t.shape]
+    check_fit(head, lambda _: path, (), (), wrong)
     set_state(head, tensors)
     return head
 

@@ -109,7 +109,14 @@ def _models_inside(name: str) -> str:
 
 
 def load_config(pretrained: str | os.PathLike[str], *, trust_remote_code: bool = False, **hub: Any) -> Any:
-    """The config of a hub name or folder; an adapter's is its base's. ValueError in one line when there is none."""
+    """The config of a hub name or folder; an adapter's is its base's. ValueError in one line when there is none, and
+    for weights in fewer bits that cannot be read."""
+    config = _read_config(pretrained, trust_remote_code, hub)
+    to_be_dense(config, os.fspath(pretrained))
+    return config
+
+
+def _read_config(pretrained: str | os.PathLike[str], trust_remote_code: bool, hub: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
     name = checked_path(pretrained)
@@ -117,15 +124,13 @@ def load_config(pretrained: str | os.PathLike[str], *, trust_remote_code: bool =
     if Path(name).is_dir() and not Path(name, hub.get('subfolder', ''), 'config.json').is_file():
         raise ValueError(f'the folder {name!r} has no config.json, so it holds no model{_models_inside(name)}')
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **hub)
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **hub)
     except (OSError, ValueError) as error:
         raise _explained('a model config', name, error) from None
-    refuse_quantized(config, name)
-    return config
 
 
 QUANTIZED = {
-    'bitsandbytes': 'bitsandbytes, 4 or 8 bits',
+    'bitsandbytes': 'bitsandbytes, 8 bits',
     'gptq': 'GPTQ',
     'awq': 'AWQ',
     'fp8': 'fp8',
@@ -135,14 +140,19 @@ QUANTIZED = {
 """how people call the methods of `quantization_config`; others by the name that stands there"""
 
 
-def refuse_quantized(config: Any, name: str) -> None:
-    """Raises ValueError for the config of a model whose weights lie in fewer bits."""
+def to_be_dense(config: Any, name: str) -> bool:
+    """Whether the weights lie in bitsandbytes' 4 bits, which are made dense as they are read; that mark is then taken
+    off the config. Raises ValueError for other quantized weights."""
     found = getattr(config, 'quantization_config', None) or getattr(config, 'compression_config', None)
     if found is None:
-        return
+        return False
     settings = found if isinstance(found, Mapping) else vars(found)
-    method = settings.get('quant_method') or ('bitsandbytes' if 'load_in_4bit' in settings else 'quantization_config')
+    in_4bit = bool(settings.get('load_in_4bit') or settings.get('_load_in_4bit'))
+    method = settings.get('quant_method') or ('bitsandbytes' if in_4bit else 'quantization_config')
     method = str(getattr(method, 'value', method))
+    if method == 'bitsandbytes' and in_4bit:
+        del config.quantization_config
+        return True
     raise ValueError(
         f'{name!r} holds quantized weights ({QUANTIZED.get(method, method)}), which cannot be trained here, nor be the '
         'frozen base of adapters; give the model in 16 bits that it was made from (--quantize nf4 puts its blocks into '
@@ -214,9 +224,10 @@ def load_model(
             seed=draw_seed(),
             **{k: v for k, v in hub.items() if k != 'token'},
         )
-        config = load_config(name, trust_remote_code=options.get('trust_remote_code', False), **hub)
+        config = _read_config(name, options.get('trust_remote_code', False), hub)
+        in_4bit = to_be_dense(config, name)
         cls = _class_for(auto_class, config, repr(name))
-        if on_meta():
+        if on_meta() or in_4bit:
             model = _from_config(cls, config, source, build)
             _take_generation_config(model, name, hub)
         else:
@@ -470,12 +481,13 @@ def write_folder(
             'trainer.save_pretrained or inside strategy.full_model(model, on_disk=FOLDER)'
         )
     source = getattr(model, 'weights_source', None)
-    asked, dtype = dtype, dtype or getattr(source, 'dtype', None)
-    narrow = dtype is not None and (asked is not None or dtype.itemsize < 4)
-    if narrow:
+    wanted: torch.dtype | None = dtype or getattr(source, 'dtype', None)
+    if wanted is not None and (dtype is not None or wanted.itemsize < 4):
         state = model.state_dict() if state_dict is None else state_dict
-        wide = source.wide if source is not None and asked is None else ()
-        state_dict = to_dtype(model, state, dtype, wide, widen=asked is not None)
+        wide = source.wide if source is not None and dtype is None else ()
+        state_dict = to_dtype(model, state, wanted, wide, widen=dtype is not None)
+    else:
+        wanted = None
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -484,5 +496,5 @@ def write_folder(
     finally:
         if shown:
             logging.enable_progress_bar()
-    if narrow:
-        say_dtype(folder, dtype)
+    if wanted is not None:
+        say_dtype(Path(folder), wanted)

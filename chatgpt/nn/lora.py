@@ -392,7 +392,8 @@ def _target_layers(module: nn.Module, targets: str | Iterable[str] | None) -> di
 
 def _bypassed(module: nn.Module, name: str) -> bool:
     parent, _, child = name.rpartition('.')
-    return reads_weight(type(module.get_submodule(parent)), child)
+    owner: Any = type(module.get_submodule(parent))  # a class, whose hash mypy takes for that of its instances
+    return reads_weight(owner, child)
 
 
 def weight_shape(layer: Any) -> tuple[int, ...]:

@@ -2,12 +2,17 @@
 
 Source: Dettmers et al. 2023, "QLoRA", section 3: blocks of 64 weights share a scale, blocks of 256 scales another. The
 kernels are bitsandbytes', on CUDA and on a CPU. Backward computes the dense weight anew, so a graph holds no dense
-weights. Left out: training such a weight (adapters do, `chatgpt.nn.lora`), and embeddings and heads, which stay dense.
+weights. Folders in which transformers wrote such weights are read here too, dense.
+
+Left out: training such a weight (adapters do, `chatgpt.nn.lora`), and embeddings and heads, which stay dense.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import re
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
 
@@ -141,3 +146,65 @@ def quantize_blocks(
         else:
             inner = name or (child_name if isinstance(module, nn.ModuleList) else '')
             quantize_blocks(child, inner, dtype, device)
+
+
+_OF_QUANTIZED = re.compile(r'\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)$')
+"""end of the names of what stands beside a packed weight"""
+
+
+class FourBitFile:
+    """An open safetensors file with weights that bitsandbytes put into 4 bits, read as a file of dense ones. Raises
+    ValueError where something beside a packed weight is missing."""
+
+    def __init__(self, handle: Any, file: Any) -> None:
+        self.handle, self.file = handle, file
+        self.beside: dict[str, list[str]] = {}
+        for name in handle.keys():
+            if found := _OF_QUANTIZED.search(name):
+                self.beside.setdefault(name[: found.start()], []).append(name)
+
+    def keys(self) -> list[str]:
+        return [name for name in self.handle.keys() if not _OF_QUANTIZED.search(name)]
+
+    def _facts(self, name: str) -> dict[str, Any]:
+        stored = next((n for n in self.beside[name] if 'quant_state' in n), None)
+        if stored is None:
+            raise self._incomplete(name)
+        facts: dict[str, Any] = json.loads(bytes(self.handle.get_tensor(stored).tolist()))
+        return facts
+
+    def get_tensor(self, name: str) -> Tensor:
+        if name not in self.beside:
+            tensor: Tensor = self.handle.get_tensor(name)
+            return tensor
+        check_bitsandbytes('reading weights of 4 bits')
+        functional = _bnb().functional
+        parts = {n.removeprefix(f'{name}.'): self.handle.get_tensor(n) for n in self.beside[name]}
+        try:
+            state = functional.QuantState.from_dict(parts, device=torch.device('cpu'))
+        except (KeyError, ValueError):
+            raise self._incomplete(name) from None
+        dense: Tensor = functional.dequantize_4bit(self.handle.get_tensor(name), state)
+        return dense
+
+    def _incomplete(self, name: str) -> ValueError:
+        return ValueError(f'{self.file}: what makes {name} of 4 bits dense is incomplete; copy or download it again')
+
+    def get_slice(self, name: str) -> Any:
+        return _DensePart(self._facts(name)) if name in self.beside else self.handle.get_slice(name)
+
+
+class _DensePart:
+    def __init__(self, facts: dict[str, Any]) -> None:
+        self.facts = facts
+
+    def get_shape(self) -> list[int]:
+        return list(self.facts['shape'])
+
+    def get_dtype(self) -> str:
+        return {'bfloat16': 'BF16', 'float16': 'F16'}.get(self.facts['dtype'], 'F32')
+
+
+def in_four_bits(names: Iterable[str]) -> bool:
+    """Whether tensors of these names are a file of that kind."""
+    return any('.quant_state.bitsandbytes__' in name for name in names)

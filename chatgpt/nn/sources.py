@@ -87,11 +87,11 @@ def weight_files(source: WeightsSource) -> list[Path]:
     Raises ValueError when there are none, for an index that points out of its folder, and for one that names a tensor
     or file which is not there.
     """
-    for whole in FILES:
-        if (index := _cached(source, f'{whole}.index.json')) is not None:
-            return _shards(source, index)
+    for whole in FILES:  # in transformers' order
         if (single := _cached(source, whole)) is not None:
             return [single]
+        if (index := _cached(source, f'{whole}.index.json')) is not None:
+            return _shards(source, index)
     raise ValueError(f'{source.path}: it holds no weights: neither {FILES[0]} nor {FILES[1]}, whole or in shards')
 
 

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from chatgpt.nn.quantized import FourBitFile, in_four_bits
+
 HEADS = re.compile(
     r'(language_model\.)?(\w*head\w*|\w*predictions|score|classifier|cls|pooler|embed_out|qa_outputs|summary|pred_layer|mtp'
     r'|visual|vision\w*|audio\w*|multi_modal\w*|generator_\w+|discriminator_\w+|lm_loss)\.|(decoder|output)\.(weight|bias)$'
@@ -87,12 +89,13 @@ def open_weights(file: str | Path) -> Any:
     if Path(file).suffix == '.bin':
         return _unpickle(file)
     try:
-        return safe_open(file, framework='pt', device='cpu')
+        handle = safe_open(file, framework='pt', device='cpu')
     except SafetensorError as error:
         size = Path(file).stat().st_size
         raise ValueError(
             f'{file}: a damaged safetensors file of {size} bytes ({error}); copy or download it again'
         ) from None
+    return FourBitFile(handle, file) if in_four_bits(handle.keys()) else handle
 
 
 def read_weights(file: str | Path) -> dict[str, Tensor]:

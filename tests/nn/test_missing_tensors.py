@@ -11,7 +11,7 @@ import transformers
 from safetensors import torch as safetensors
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from chatgpt.nn import AutoActor, AutoCritic, AutoRM, ILQLModel, RewardModel, initial_tensors
+from chatgpt.nn import AutoActor, AutoCritic, AutoRM, Critic, ILQLModel, RewardModel, initial_tensors
 from chatgpt.testing import tiny_causal_lm, tiny_config
 
 SMALL = {
@@ -167,3 +167,13 @@ def test_heads_of_other_uses_under_their_several_names(load, tmp_path):
     got = load(AutoRM, tmp_path)
     name = 'encoder.layer.0.output.dense.weight'
     assert torch.equal(got[f'model.{name}'], dict(model.electra.named_parameters())[name])
+
+
+def test_a_head_of_another_shape_is_named(tmp_path):
+    Critic(tiny_causal_lm('gpt2').transformer).save_pretrained(tmp_path)
+    path = tmp_path / 'value_head.safetensors'
+    tensors = safetensors.load(path.read_bytes())
+    safetensors.save_file({n: torch.cat([t, t]) for n, t in tensors.items()}, path)
+    with pytest.raises(ValueError, match=r'value_head\.safetensors: \w+ is \(2\S*.*, the model wants \(1') as told:
+        Critic.from_pretrained(tmp_path)
+    assert '\n' not in str(told.value)

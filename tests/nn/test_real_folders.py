@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load, save_file
 from torch import Tensor
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig
 
 from chatgpt.nn import AutoActor, AutoCritic, AutoRM, load_config
 from chatgpt.nn.loading import load_causal_lm
@@ -46,6 +47,13 @@ def plain(family: str, **kw: Any) -> Callable[[Path], None]:
 
 def in_bf16(folder: Path) -> None:
     tiny_causal_lm('llama').to(torch.bfloat16).save_pretrained(folder)
+
+
+def whole_and_in_shards(folder: Path) -> None:
+    """Saved twice: transformers reads the whole file."""
+    in_shards(folder)
+    plain('llama', seed=5)(folder / 'other')
+    shutil.move(folder / 'other' / 'model.safetensors', folder)
 
 
 def in_shards(folder: Path) -> None:
@@ -113,6 +121,7 @@ FOLDERS = {
     'gpt2, tied': plain('gpt2'),
     'gpt2, untied': plain('gpt2', tie_word_embeddings=False),
     'shards': in_shards,
+    'whole and shards': whole_and_in_shards,
     'bf16': in_bf16,
     'head twice': head_twice,
     'head instead': head_instead,
@@ -163,6 +172,24 @@ def test_what_is_saved_again_is_the_same_model(make: Callable[[Path], None], tmp
     again = AutoModelForCausalLM.from_pretrained(tmp_path / 'new', dtype=torch.float32)
     torch.testing.assert_close(logits(again), want, rtol=1e-5, atol=1e-6)
     assert not list((tmp_path / 'new').glob('*.bin'))
+
+
+@pytest.mark.parametrize('name', ['shards', 'bf16', 'pickled', 'pickled shards'])
+def test_a_name_of_the_hub_that_lies_in_the_cache(name: str, tmp_path: Path) -> None:
+    repository = tmp_path / 'models--me--tiny'
+    folder = repository / 'snapshots' / ('a' * 40)
+    FOLDERS[name](folder)
+    (repository / 'refs').mkdir()
+    (repository / 'refs' / 'main').write_text('a' * 40)
+    options = {'cache_dir': str(tmp_path), 'local_files_only': True}
+    want = logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    actor = AutoActor('me/tiny', **options)
+    assert actor.model.weights_source.dtype is (torch.bfloat16 if name == 'bf16' else torch.float32)
+    with torch.device('meta'):
+        filled = load_causal_lm('me/tiny', **options)
+    fill_model(filled, filled.weights_source)
+    for model in (actor.model, filled, SharedTrunk.from_pretrained('me/tiny', **options).model):
+        torch.testing.assert_close(logits(model), want, rtol=1e-5, atol=1e-6)
 
 
 def sharded_logits(folders: dict[str, str], out: str) -> None:
@@ -316,7 +343,7 @@ def test_wrong_folders_are_named_in_one_line(
 
 
 QUANTIZED = {
-    'bitsandbytes': {'quant_method': 'bitsandbytes', 'load_in_4bit': True, 'bnb_4bit_quant_type': 'nf4'},
+    'bitsandbytes, 8 bits': {'quant_method': 'bitsandbytes', 'load_in_8bit': True, 'load_in_4bit': False},
     'GPTQ': {'quant_method': 'gptq', 'bits': 4, 'group_size': 128},
     'AWQ': {'quant_method': 'awq', 'bits': 4, 'group_size': 128},
     'fp8': {'quant_method': 'fp8', 'weight_block_size': [128, 128]},
@@ -341,6 +368,51 @@ def test_quantized_weights_are_refused_by_method(method: str, open_door: Callabl
     if open_door is read_config:
         with pytest.raises(ValueError, match='holds quantized weights'):
             read_config(tmp_path / 'config.json')
+
+
+@pytest.fixture(scope='module')
+def in_4bit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama that transformers put into bitsandbytes' 4 bits, scales in 8 and in 32; and dense, as it is read."""
+    pytest.importorskip('bitsandbytes')
+    root = tmp_path_factory.mktemp('4bit')
+    tiny_causal_lm('llama', hidden=64).to(torch.bfloat16).save_pretrained(root / 'dense')
+    for double in (True, False):
+        settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_use_double_quant=double)
+        model = AutoModelForCausalLM.from_pretrained(root / 'dense', quantization_config=settings)
+        folder = root / f'double-{double}'
+        model.save_pretrained(folder)
+        dense = AutoModelForCausalLM.from_pretrained(folder).dequantize()
+        torch.save(logits(dense.float()), root / f'double-{double}.pt')
+    return root
+
+
+@pytest.mark.parametrize('double', [True, False])
+def test_weights_of_bitsandbytes_4_bits_are_made_dense(double: bool, in_4bit: Path, tmp_path: Path) -> None:
+    folder = in_4bit / f'double-{double}'
+    want = torch.load(in_4bit / f'double-{double}.pt', weights_only=True)
+    for model in (AutoActor(folder).model, later(folder), SharedTrunk.from_pretrained(folder).model):
+        torch.testing.assert_close(logits(model), want, rtol=1e-5, atol=1e-6)
+    before = logits(AutoModelForCausalLM.from_pretrained(in_4bit / 'dense', dtype=torch.float32))
+    assert not torch.allclose(want, before, atol=1e-3)  # 4 bits are 4 bits
+    actor = AutoActor(folder, lora_rank=2)
+    torch.testing.assert_close(logits(actor.model), want, rtol=1e-5, atol=1e-6)
+    actor.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not hasattr(again.config, 'quantization_config') and again.dtype is torch.bfloat16
+    torch.testing.assert_close(logits(again.float()), want, rtol=1e-5, atol=1e-6)
+    assert load_config(folder).vocab_size == read_config(folder / 'config.json').vocab_size
+
+
+def test_4_bits_without_their_scales_are_refused(in_4bit: Path, tmp_path: Path) -> None:
+    shutil.copytree(in_4bit / 'double-True', tmp_path / 'folder')
+    name = 'model.layers.1.mlp.up_proj.weight'
+    for lost in ('absmax', 'quant_state.bitsandbytes__nf4'):
+        tensors = load((in_4bit / 'double-True' / 'model.safetensors').read_bytes())
+        del tensors[f'{name}.{lost}']
+        store(tmp_path / 'folder', tensors)
+        for open_door in (AutoActor, later):
+            with pytest.raises(ValueError, match=f'model.safetensors: what makes {name} of 4 bits dense is incomplete'):
+                open_door(tmp_path / 'folder')
 
 
 @pytest.mark.parametrize(
