@@ -386,7 +386,10 @@ def _target_layers(module: nn.Module, targets: str | Iterable[str] | None) -> di
             continue
         shared = [h for h in holders[id(layer.weight)] if h != f'{name}.weight']
         if shared:
-            raise ValueError(f'LoRA targets: {name} shares its weight with {shared[0]}; leave it out of targets')
+            raise ValueError(
+                f'LoRA targets: {name} of {type(module).__name__} shares its weight with {shared[0]}; leave it out of '
+                'targets'
+            )
     return chosen
 
 

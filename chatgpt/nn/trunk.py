@@ -45,8 +45,7 @@ def hidden_size(model: nn.Module) -> int:
     config = text_config(model.config)
     for name in ('word_embed_proj_dim', 'hidden_size', 'n_embd', 'd_model'):
         if getattr(config, name, None) is not None:
-            # Reformer joins two streams
-            return int(getattr(config, name)) * (2 if config.model_type == 'reformer' else 1)
+            return int(getattr(config, name))
     raise ValueError(f'cannot tell the hidden size of {type(model).__name__}: its config has no hidden_size')
 
 

@@ -338,7 +338,11 @@ def _is_refusal(error: ValueError, family: Family) -> bool:
 
 def _line(error: Exception) -> str:
     """Its first line, without the folder's name, which is another in every run."""
-    text = re.sub(r"'?\S*/tmp\w+(/model\.safetensors)?'?", 'the folder', (str(error).strip().splitlines() or [''])[0])
+    text = re.sub(
+        r"(the folder )?'?\S*/tmp\w+(/model\.safetensors)?'?",
+        'the folder',
+        (str(error).strip().splitlines() or [''])[0],
+    )
     return (text if isinstance(error, (ValueError, Wrong, Refused)) else f'{type(error).__name__}: {text}')[:300]
 
 

@@ -82,7 +82,6 @@ OWN: dict[str, dict[str, Any]] = {
         'n_groups': 1,
     },
     'recurrent_gemma': {'block_types': ['recurrent', 'attention'], 'attention_window_size': 32, 'head_dim': 8},
-    'reformer': {'axial_pos_embds_dim': [16, 16], 'axial_pos_shape': [8, 16]},
     'xlnet': {'d_inner': 48},
     'xmod': {'default_language': 'en_XX'},
     'youtu': MLA,
@@ -109,10 +108,21 @@ OWN: dict[str, dict[str, Any]] = {
 """what else a type needs to be small and whole"""
 LEFT_OUT = {
     'blt': 'a model of bytes that calls a second model to cut them into patches',
+    **dict.fromkeys(
+        ('dots3_note', 'dots3_note_text'), 'its layers have sizes of their own, which do not shrink together'
+    ),
+    **dict.fromkeys(
+        ('gemma4', 'gemma4_unified'), 'its config names layers by number; the text model has a row of its own'
+    ),
+    **dict.fromkeys(('emu3', 'mllama'), 'AutoModelForCausalLM makes it of its text config, and reads no such folder'),
     'gemma3n': 'its picture tower comes from timm; the text model is gemma3n_text',
     **dict.fromkeys(
         ('gemma4_assistant', 'gemma4_unified_assistant'), 'a draft model, which reads the states of another model'
     ),
+    **dict.fromkeys(('qwen4_exp', 'qwen4_exp_text'), 'its tables of n-grams have sizes that do not shrink'),
+    'reformer': 'its layers recompute themselves, and only in training mode',
+    'xlstm': 'its running states have sizes that do not shrink',
+    'kimi_linear': 'its linear attention takes minutes on a CPU, where it has no kernels',
     **dict.fromkeys(('musicgen', 'musicgen_melody'), 'it writes codes of sound, for the states of a text encoder'),
 }
 """types that are no language models of their own, and why"""

@@ -52,6 +52,7 @@ Other numbers, without a word.
 def page(found: dict[str, dict[str, str]]) -> str:
     from family_checks import CHECKS, SPEED, check_speed
 
+    found = dict(sorted(found.items()))
     tried = {kind: checks for kind, checks in found.items() if 'config' not in checks}
     useful = {k: c for k, c in tried.items() if not c['forward'].startswith('no')}
     rows = [f'| {kind} | {" | ".join([*cells(checks), _speed(checks)])} |' for kind, checks in useful.items()]

@@ -14,7 +14,20 @@ from family_page import cells, page, read_page
 from chatgpt.nn import AutoActor
 from chatgpt.nn.hydra import make_hydra
 
-QUICK = ('gpt2', 'llama', 'mixtral', 'gemma2', 'falcon', 'deepseek_v2', 'gpt_neox', 'cpmant')
+QUICK = (
+    'xglm',
+    'zamba2',
+    'moshi',
+    'deepseek_v4',
+    'gpt2',
+    'llama',
+    'mixtral',
+    'gemma2',
+    'falcon',
+    'deepseek_v2',
+    'gpt_neox',
+    'cpmant',
+)
 MODELS_PAGE = Path(__file__).parents[2] / 'docs/models.md'
 
 

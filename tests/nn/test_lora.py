@@ -160,7 +160,7 @@ def test_bias_modes_decide_what_is_trained() -> None:
         ({'rank': 2, 'targets': 'q_proj'}, "'q_proj' matches no linear layer"),
         ({'rank': 2, 'targets': ['c_attn', '*.attn']}, r"'\*.attn' matches no linear layer"),
         ({'rank': 2, 'targets': []}, 'empty list'),
-        ({'rank': 2, 'targets': 'lm_head'}, 'shares its weight with transformer.wte'),
+        ({'rank': 2, 'targets': 'lm_head'}, 'of GPT2LMHeadModel shares its weight with transformer.wte'),
     ],
 )
 def test_mistakes_are_refused_before_anything_changes(kw: dict, message: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, XGLMConfig
 
 from chatgpt.batching import collate
 from chatgpt.launch.arguments import make_strategy
@@ -326,6 +327,28 @@ def test_a_copy_for_generation_needs_no_second_set_of_weights_in_fp32():
     assert all(torch.equal(p, before[n]) for n, p in actor.named_parameters())
     folded = {n: layer.folded_weight().bfloat16() for n, layer in lora.lora_layers(actor).items()}
     assert all(torch.equal(copied.get_submodule(n).weight, w) for n, w in folded.items())
+
+
+def test_what_stays_in_fp32_in_a_copy_is_what_transformers_keeps_in_it(tmp_path):
+    """XGLM's sinusoids are added to states, so they take the dtype; rotary frequencies lose their meaning in it, and
+    gates that a model class names stay."""
+    sizes = {'vocab_size': 64, 'd_model': 32, 'ffn_dim': 48, 'num_layers': 1, 'attention_heads': 4}
+    torch.manual_seed(0)
+    xglm = Actor(AutoModelForCausalLM.from_config(XGLMConfig(**sizes, max_position_embeddings=64)).eval())
+    llama = Actor(tiny_causal_lm('llama'))
+    llama.model._keep_in_fp32_modules_strict = {'mlp.gate_proj'}
+    for actor in (xglm, llama):
+        actor.model.save_pretrained(tmp_path)
+        theirs = type(actor.model).from_pretrained(tmp_path, dtype=torch.bfloat16)
+        ours = cast_copy(actor, torch.bfloat16)
+        want = {f'model.{name}': t.dtype for name, t in (*theirs.named_parameters(), *theirs.named_buffers())}
+        if actor is llama:
+            want |= {name: torch.float32 for name in want if 'mlp.gate_proj' in name}
+        assert {name: t.dtype for name, t in (*ours.named_parameters(), *ours.named_buffers())} == want
+        assert len(set(want.values())) == 1 + (actor is llama)
+    batch = collate(tiny_sequences())
+    with torch.no_grad():
+        assert torch.allclose(cast_copy(xglm, torch.bfloat16)(batch).logprobs.float(), xglm(batch).logprobs, atol=0.1)
 
 
 def test_an_adapter_that_is_switched_off_is_not_folded_in():
