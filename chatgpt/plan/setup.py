@@ -9,7 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import torch
+
 from chatgpt.trainer.strategies.memory import Layout, MemoryModel
+from chatgpt.trainer.strategies.precision import resolve_precision
 from chatgpt.trainer.strategies.registry import STRATEGIES, StrategyEntry
 
 Task = Literal['ppo', 'sft', 'reward_model']
@@ -119,9 +122,9 @@ class Setup(Layout):
             raise ValueError(
                 f'strategy={self.strategy!r} is one process, not {self.num_processes}; use one of {", ".join(others)}'
             )
-        if self.precision == 'auto':
-            narrow = self.on_cuda or self.entry.only_16_bits
-            object.__setattr__(self, 'precision', 'bf16' if narrow else 'fp32')
+        device = torch.device('cuda' if self.on_cuda else 'cpu')
+        resolved = resolve_precision(self.precision, device, only_16_bits=self.entry.only_16_bits, planned=True)
+        object.__setattr__(self, 'precision', resolved)
         if self.entry.only_16_bits and self.precision == 'fp32':
             raise ValueError(f"strategy={self.strategy!r} computes in 16 bits; use precision='bf16' or 'fp16'")
         if self.lora_rank and self.num_layers_unfrozen > 0:

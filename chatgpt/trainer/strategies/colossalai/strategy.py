@@ -53,7 +53,7 @@ from chatgpt.trainer.strategies.colossalai.states import (
 from chatgpt.trainer.strategies.exact import Reproducible, exact_norm
 from chatgpt.trainer.strategies.memory import MemoryModel, atoms_of
 from chatgpt.trainer.strategies.offload import Offloaded
-from chatgpt.trainer.strategies.precision import Precision, merge_for_good
+from chatgpt.trainer.strategies.precision import Precision, merge_for_good, resolve_precision
 from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
 from chatgpt.trainer.strategies.streaming import StreamBlocks, mapped_copy, mapped_floats, streamed, streams
 
@@ -120,7 +120,8 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         reproducible: Reproducible = None,
         atoms: int = 8,
     ) -> None:
-        precision = 'bf16' if precision == 'auto' and stage == 3 else precision  # which has no fp32
+        if stage == 3:  # which has no fp32 on any device
+            precision = resolve_precision(precision, torch.device('cpu'), only_16_bits=True)
         given = dict(locals())
         signature = inspect.signature(ColossalAIStrategy).parameters
         self.options = {name: given[name] for name in signature}
