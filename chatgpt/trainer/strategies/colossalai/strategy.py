@@ -253,6 +253,10 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         engine.fill(tensors, fresh)
         self._engines[id(model)] = engine
         wire(wrapped, engine, self.options['force_outputs_fp32'])
+        if fresh:
+            from chatgpt.nn.packing import settle
+
+            settle(model, self.device, forward=wrapped, release=engine.release)
         return wrapped, None if boosted is None else boosted.optim
 
     def _plugin(self, model: nn.Module, trained: bool) -> Any:
