@@ -363,8 +363,8 @@ def settle(
 
     Where a packed forward does not give the padded one's numbers, batches run padded from now on. Call it on all ranks
     that hold a part of the module. `device` is where it computes, `in_fp32` whether from weights gathered in fp32,
-    `forward` what is called for it, `release` gives back what forwards have left gathered: by default the module itself,
-    and FSDP's way. Returns whether it packs; raises as `check_company`.
+    `forward` what is called for it, `release` gives back what forwards have left gathered: by default the module
+    itself, and FSDP's way. Returns whether it packs; raises as `check_company`.
     """
     model: Any = getattr(module, 'model', None)
     if not hasattr(model, 'config'):

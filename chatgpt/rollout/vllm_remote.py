@@ -183,7 +183,7 @@ class VLLMRemoteEngine(RemoteEngine):
         if asked == 'ipc' and (self.tensor_parallel > 1 or _several_ranks()):
             raise ValueError(
                 "weight_transfer='ipc' is from one process to a worker on its own GPU alone, and here are several "
-                f'{"ranks" if _several_ranks() else "GPUs to a worker"}; use weight_transfer=\'nccl\', or auto'
+                f"{'ranks' if _several_ranks() else 'GPUs to a worker'}; use weight_transfer='nccl', or auto"
             )
 
     def _way(self, worker: int) -> str:

@@ -107,6 +107,17 @@ def test_what_computes_in_16_bits_only_gets_bf16():
         del STRATEGIES['narrow']
 
 
+def test_who_asks_for_16_bits_on_a_cpu_without_is_told_what_can_be_had(old_cpu):
+    class Narrow(NaiveStrategy):
+        only_16_bits = True
+
+    with pytest.warns(UserWarning, match=r"learning imitates in fp32, .*Give precision='fp32'$"):
+        NaiveStrategy(device='cpu', precision='bf16').close()
+    with pytest.warns(UserWarning, match=r"which this strategy has not: take another with precision='fp32'$"):
+        with Narrow(device='cpu') as strategy:
+            assert strategy.precision == 'bf16'
+
+
 def test_tf32_is_for_forward_and_backward_in_bf16_on_cuda():
     def setting(**options) -> set[str]:
         found = set()

@@ -132,7 +132,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             )
         check_kernels(stage)
         import_colossalai()
-        self.ranks_below = stage == 2
+        self.ranks_below, self.only_16_bits = stage == 2, stage == 3
         super().__init__(
             seed,
             precision,
