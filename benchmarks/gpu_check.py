@@ -41,7 +41,7 @@ from wheels import install_wheels
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 REQUIRED = ('torch', 'transformers', 'safetensors', 'loralib', 'pytest', 'pytest_timeout')
-COLOSSALAI = ('colossalai', 'galore_torch', 'bitsandbytes')
+COLOSSALAI = ('colossalai', 'galore_torch', 'bitsandbytes', 'peft', 'accelerate', 'psutil', 'einops')
 GIB = 2**30
 BUDGET_S, START_S = 530, 40
 """for everything; for wheels, and the first import of torch and transformers"""

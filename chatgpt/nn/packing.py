@@ -27,7 +27,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -362,28 +362,37 @@ def check_company(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def settle(module: nn.Module, device: torch.device, *, in_fp32: bool = False) -> bool:
+def settle(
+    module: nn.Module,
+    device: torch.device,
+    *,
+    in_fp32: bool = False,
+    forward: Callable[..., Any] | None = None,
+    release: Callable[[], None] | None = None,
+) -> bool:
     """Compare what was taken on trust on the meta device, now that an actor, critic or reward model has its weights.
 
     Where a packed forward does not give the padded one's numbers, batches run padded from now on. Call it on all ranks
-    that hold a part of the module. `device` is where it computes, `in_fp32` whether from weights gathered in fp32.
-    Returns whether it packs; raises as `check_company`.
+    that hold a part of the module. `device` is where it computes, `in_fp32` whether from weights gathered in fp32,
+    `forward` what is called for it, `release` gives back what forwards have left gathered: by default the module
+    itself, and FSDP's way. Returns whether it packs; raises as `check_company`.
     """
     model: Any = getattr(module, 'model', None)
     if not hasattr(model, 'config'):
         return False
     trunks: list[Any] = [m for m in module.modules() if hasattr(m, 'config') and packs(m)]
     records = _records(model)
+    forward, release = forward or module, release or partial(reshard, module)
 
     def numbers(given: list[Sequence]) -> list[Tensor]:
-        return _tensors(module(collate(given).to(device)))
+        return _tensors(forward(collate(given).to(device)))
 
     with in_eval_mode(module):
         try:
             packed = numbers(records) if trunks else None
         except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, NotImplementedError):
             packed = None
-            reshard(module)
+            release()
         for trunk in trunks:
             trunk.config._attn_implementation = 'sdpa'
         plain = numbers(records)
@@ -393,7 +402,7 @@ def settle(module: nn.Module, device: torch.device, *, in_fp32: bool = False) ->
             later = replace(records[0], response_ids=torch.cat([records[0].response_ids[:1], records[1].response_ids]))
             later = replace(later, response_mask=torch.ones(len(later.response_ids), dtype=torch.bool))
             pairs += [(got[:1], want[:1]) for got, want in zip(numbers([later]), plain, strict=True)]
-    reshard(module)
+    release()
     if not all(close(got, want) for got, want in pairs):
         raise ValueError(
             f'{type(model).__name__} gives a token other numbers when padding or other sequences stand beside it, so '

@@ -10,7 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import torch
+
 from chatgpt.trainer.strategies.memory import Layout, MemoryModel
+from chatgpt.trainer.strategies.precision import resolve_precision
 from chatgpt.trainer.strategies.registry import SHARDED, STRATEGIES, StrategyEntry
 from chatgpt.trainer.strategies.tensor_ranks import check_world_size
 
@@ -126,9 +129,9 @@ class Setup(Layout):
                 f'strategy={self.strategy!r} is one process, not {self.num_processes}; use one of {", ".join(others)}'
             )
         self._check_tensor_parallel()
-        if self.precision == 'auto':
-            narrow = self.on_cuda or self.entry.only_16_bits
-            object.__setattr__(self, 'precision', 'bf16' if narrow else 'fp32')
+        device = torch.device('cuda' if self.on_cuda else 'cpu')
+        resolved = resolve_precision(self.precision, device, only_16_bits=self.entry.only_16_bits, planned=True)
+        object.__setattr__(self, 'precision', resolved)
         if self.entry.only_16_bits and self.precision == 'fp32':
             raise ValueError(f"strategy={self.strategy!r} computes in 16 bits; use precision='bf16' or 'fp16'")
         if self.lora_rank and self.num_layers_unfrozen > 0:

@@ -71,6 +71,8 @@ class VLLMRemoteEngine(RemoteEngine):
         """how weights come to each worker: 'nccl', 'ipc' or 'store'; known after the first `begin`"""
         self._links: list[_Link | None] = []
         self._sending: list[_Sending] = []
+        self._moving: threading.Thread | None = None
+        """`_to_host`, after them"""
 
     def _check_options(self) -> None:
         taken = sorted(set(self.engine_options) & set(OWN))
@@ -89,6 +91,7 @@ class VLLMRemoteEngine(RemoteEngine):
         return self.chunk_size or -(-num_prompts // self.workers.num_workers)
 
     def _spec_of(self, model: Any) -> VLLMSpec:
+        self._check_way(next(model.parameters()).device)
         spec = super()._spec_of(model)
         return VLLMSpec(**vars(spec), tensor_parallel=self.tensor_parallel)
 
@@ -126,7 +129,8 @@ class VLLMRemoteEngine(RemoteEngine):
                 sending.start()
             for sending in self._sending:  # what is asked of a worker from now on must come behind its weights
                 sending.link.client.asked.wait()
-            threading.Thread(target=_to_host, args=(weights, list(self._sending)), daemon=True).start()
+            self._moving = threading.Thread(target=_to_host, args=(weights, list(self._sending)), daemon=True)
+            self._moving.start()
         return weights
 
     def _finish_sending(self) -> None:
@@ -134,6 +138,9 @@ class VLLMRemoteEngine(RemoteEngine):
         sendings, self._sending = self._sending, []
         for sending in sendings:
             sending.join()
+        if self._moving is not None:  # who dies from here on finds the copy on the host
+            self._moving.join()
+            self._moving = None
         for sending in sendings:
             self._raise_of(sending)
             error, link = sending.error, sending.link
@@ -167,16 +174,26 @@ class VLLMRemoteEngine(RemoteEngine):
             self._links[worker] = _Link(self.workers, worker, way, self.bucket_bytes, self._largest)
         self.ways[worker] = way
 
+    def _check_way(self, device: torch.device) -> None:
+        """Raises ValueError for what no worker could be sent weights by, before there are workers: which GPUs they have
+        is known only then."""
+        asked = self.weight_transfer
+        if asked in ('nccl', 'ipc') and device.type not in SENT_FROM:
+            raise ValueError(
+                f'weight_transfer={asked!r} sends from a GPU, and these weights are on {device}; '
+                "use weight_transfer='store'"
+            )
+        if asked == 'ipc' and (self.tensor_parallel > 1 or _several_ranks()):
+            raise ValueError(
+                "weight_transfer='ipc' is from one process to a worker on its own GPU alone, and here are several "
+                f"{'ranks' if _several_ranks() else 'GPUs to a worker'}; use weight_transfer='nccl', or auto"
+            )
+
     def _way(self, worker: int) -> str:
         """How weights can come to a worker. Raises ValueError where they cannot as was asked."""
         asked = self.weight_transfer
         if asked == 'store' or (asked == 'auto' and not self._can_send()):
             return 'store'
-        if self._device.type not in SENT_FROM:
-            raise ValueError(
-                f'weight_transfer={asked!r} sends from a GPU, and these weights are on {self._device}; '
-                "use weight_transfer='store'"
-            )
         gpus = self.workers.wait(self.workers.call(worker, 'gpus'))
         own = name_of_device(self._device)
         if not own or own not in gpus:
@@ -207,7 +224,9 @@ class VLLMRemoteEngine(RemoteEngine):
         self.workers.close()  # ends what senders wait for
         for sending in self._sending:
             sending.join(STOPPING_S)
-        self._links, self._sending = [], []
+        if self._moving is not None:
+            self._moving.join(STOPPING_S)
+        self._links, self._sending, self._moving = [], [], None
         super().close()
 
 

@@ -3,6 +3,7 @@ on the CPU. What its parts do on CUDA alone: tests/pretend_cuda/test_gpu_parts_o
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -15,6 +16,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / 'benchmarks'))
 import gpu_check
@@ -309,6 +312,37 @@ def test_wheels_are_there_for_the_parts_alone(tmp_path):
     assert content['parts'][0]['result'] == 42
     with pytest.raises(ValueError, match='holds no wheels'):
         wheels.install_wheels(tmp_path / 'nowhere', str(site))
+
+
+def test_the_list_of_wheels_has_what_a_machine_with_torch_and_transformers_lacks():
+    """By what the packages say that they need, and in the versions of the requirements files."""
+    page = (ROOT / 'docs/gpu.md').read_text()
+    listed = dict(re.findall(r'([\w-]+)==([\d.]+)', re.sub(r'get wheels/.*(\n {8}.*)*', '', page)))
+    known = {
+        canonicalize_name(name): version
+        for file in ('requirements.txt', 'requirements-dev.txt', 'requirements-colossalai.txt')
+        for name, version in re.findall(r'^([\w.-]+)==(\S+)', (ROOT / file).read_text(), re.M)
+    }
+    assert listed and {name: known.get(name) for name in listed} == listed
+
+    def needed(*names: str) -> set[str]:
+        found: set[str] = set()
+        todo = [*names]
+        while todo:
+            name = canonicalize_name(todo.pop())
+            if name not in found:
+                found.add(name)
+                wants = [Requirement(text) for text in importlib.metadata.requires(name) or ()]
+                todo += [r.name for r in wants if r.marker is None or r.marker.evaluate({'extra': ''})]
+        return found
+
+    there = needed('torch', 'transformers')
+    names = [name.replace('_', '-') for name in gpu_check.REQUIRED]
+    assert needed(*names, 'pytest-xdist') - there <= listed.keys()
+    # ColossalAI asks for more than it imports: its requirements file is what it really needs
+    of_upstream = set(re.findall(r'^([\w.-]+)==', (ROOT / 'requirements-colossalai.txt').read_text(), re.M))
+    assert {canonicalize_name(name) for name in of_upstream} - there <= listed.keys()
+    assert {canonicalize_name(name) for name in gpu_check.COLOSSALAI} <= listed.keys()
 
 
 def test_installing_wheels_ends_in_time(tmp_path, monkeypatch):

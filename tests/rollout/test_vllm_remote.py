@@ -334,9 +334,43 @@ def test_mistakes_are_named(monkeypatch):
         assert engine.ways == ['store'] and not threading_names()
         with pytest.raises(ValueError, match='top_k=3'):
             engine.submit(prompts(), SamplingParams(max_new_tokens=3, top_k=3), seed=0, indices=range(6))
-        engine.weight_transfer, engine.ways = 'nccl', []
-        with pytest.raises(ValueError, match="'nccl' sends from a GPU, and these weights are on cpu"):
+    for options, resources, why in (
+        ({'weight_transfer': 'nccl'}, 1, "'nccl' sends from a GPU, and these weights are on cpu; use"),
+        ({'weight_transfer': 'ipc'}, 2, 'several GPUs to a worker'),
+    ):
+        workers = SpawnedWorkers(1, {'GPU': resources})
+        monkeypatch.setattr(workers, 'start', lambda *_: pytest.fail('the workers start'))
+        with VLLMRemoteEngine(workers, **options) as engine, pytest.raises(ValueError, match=why):
             engine.begin(actor)
+        monkeypatch.setattr(vllm_remote, 'SENT_FROM', ('cpu', 'cuda'))
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 1}), weight_transfer='ipc') as engine:
+        with pytest.raises(ValueError, match='several ranks'):
+            engine.begin(actor)
+
+
+def test_nothing_of_sending_runs_on_when_it_is_over(monkeypatch):
+    """The next `begin`, and closing, wait until the copy has left the device."""
+    own, entered, let_go = vllm_remote._to_host, threading.Event(), threading.Event()
+
+    def slow(*args):
+        entered.set()
+        let_go.wait(20)
+        own(*args)
+
+    monkeypatch.setattr(vllm_remote, '_to_host', slow)
+    with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 2}), weight_transfer='nccl') as engine:
+        engine.begin(Actor(tiny_causal_lm('gpt2')))
+        moving = engine._moving
+        assert entered.wait(20) and moving.is_alive()
+        threading.Timer(0.2, let_go.set).start()
+        engine._finish_sending()
+        assert not moving.is_alive() and engine._moving is None
+        let_go.clear()
+        engine.begin(Actor(tiny_causal_lm('gpt2')))
+        moving = engine._moving
+        threading.Timer(0.2, let_go.set).start()
+    assert not moving.is_alive()
 
 
 def test_larger_elements_are_sent_first_and_experts_as_in_a_checkpoint():

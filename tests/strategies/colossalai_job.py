@@ -22,7 +22,14 @@ from colossalai_learning import (
     check_unequal_rows,
 )
 from colossalai_runs import FP16, GEMINI, ZERO, contents, distances, load, pair_of, same_bits, train, weights_of, write
-from colossalai_saving import check_bits_of_resume, check_full_model, check_layouts, check_shard_init, check_whole_files
+from colossalai_saving import (
+    check_bits_of_resume,
+    check_full_model,
+    check_layouts,
+    check_packing_is_settled,
+    check_shard_init,
+    check_whole_files,
+)
 
 from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.trainer.strategies.colossalai import ColossalAIStrategy
@@ -71,6 +78,7 @@ TWO = {
     'loss scale, zero': (check_loss_scale, {'stage': 2, 'precision': 'fp16'}),
     'loss scale, gemini': (check_loss_scale, FP16),
     'shard_init': (check_shard_init,),
+    'packing is settled': (check_packing_is_settled,),
     'refusals': (check_refusals,),
     'conformance, zero2': (check_conformance, *ZERO['zero2 cuda hybrid']),
     'conformance, gemini': (check_conformance, *GEMINI['gemini cuda cut']),

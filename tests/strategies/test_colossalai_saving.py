@@ -55,6 +55,12 @@ def test_whole_files(colossalai_checks, name):
 
 
 @needs_colossalai
+def test_packing_is_looked_at_when_the_weights_are_there(colossalai_checks):
+    no, yes = [False, False], [True, True]
+    assert outcome(colossalai_checks, 'packing is settled') == [([no, no], True), ([yes, yes], True)]
+
+
+@needs_colossalai
 def test_shard_init(colossalai_checks):
     assert outcome(colossalai_checks, 'shard_init') == ([False, True], True, True, True)
 

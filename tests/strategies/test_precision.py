@@ -21,9 +21,10 @@ from chatgpt.plan import Setup
 from chatgpt.rollout import LocalEngine
 from chatgpt.testing import FAMILIES, tiny_causal_lm, tiny_config
 from chatgpt.testing.pretend_cuda import pretend_cuda
+from chatgpt.testing.processes import run_distributed
 from chatgpt.testing.tiny import tiny_sequences
 from chatgpt.trainer import PPOTrainer
-from chatgpt.trainer.strategies import NaiveStrategy
+from chatgpt.trainer.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.trainer.strategies.precision import WideProducts, cast_copy, emulates, resolve_precision
 from chatgpt.trainer.strategies.registry import STRATEGIES, StrategyEntry
 
@@ -76,6 +77,27 @@ def test_auto_is_bf16_on_a_gpu_that_has_it(monkeypatch):
         assert NaiveStrategy(device='cuda:0', precision='bf16').precision == 'bf16'
 
 
+def _a_rank_of_a_mixed_box():
+    torch.distributed.init_process_group('gloo')  # where there is a group, strategies use it
+    rank = torch.distributed.get_rank()
+    with pretend_cuda(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, 'set_device', lambda device: None)
+        patch.setattr(torch.cuda, 'get_device_name', lambda device: f'Card {rank}')
+        patch.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation=True: rank == 0)
+        with pytest.raises(
+            ValueError, match=r"precision='auto' is bf16 on rank 0 \(Card 0\), fp32 on rank 1 \(Card 1\)"
+        ):
+            DDPStrategy(device='cuda:0')
+        assert DDPStrategy(device='cuda:0', precision='fp32').precision == 'fp32'
+        patch.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation=True: True)
+        assert DDPStrategy(device='cuda:0').precision == 'bf16'
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_that_would_compute_in_different_precisions_are_refused():
+    run_distributed(_a_rank_of_a_mixed_box, 2)
+
+
 def test_what_computes_in_16_bits_only_gets_bf16():
     assert resolve_precision('auto', CPU, only_16_bits=True) == 'bf16'
     STRATEGIES['narrow'] = StrategyEntry(NaiveStrategy, {'device': 'cpu'}, only_16_bits=True)
@@ -84,6 +106,17 @@ def test_what_computes_in_16_bits_only_gets_bf16():
         assert Setup(config=None, strategy='narrow', on_cuda=False).precision == 'bf16'
     finally:
         del STRATEGIES['narrow']
+
+
+def test_who_asks_for_16_bits_on_a_cpu_without_is_told_what_can_be_had(old_cpu):
+    class Narrow(NaiveStrategy):
+        only_16_bits = True
+
+    with pytest.warns(UserWarning, match=r"learning imitates in fp32, .*Give precision='fp32'$"):
+        NaiveStrategy(device='cpu', precision='bf16').close()
+    with pytest.warns(UserWarning, match=r"which this strategy has not: take another with precision='fp32'$"):
+        with Narrow(device='cpu') as strategy:
+            assert strategy.precision == 'bf16'
 
 
 def test_tf32_is_for_forward_and_backward_in_bf16_on_cuda():

@@ -93,6 +93,8 @@ class Strategy:
     """what is computed in: 'fp32', 'bf16' or 'fp16', also where 'auto' was asked for"""
     keeps_narrow: ClassVar[bool] = True
     """computes under autocast from whole weights in fp32, so what nothing trains can be kept in the compute dtype"""
+    only_16_bits: bool = False
+    """it has no fp32, so 'auto' is bf16 on any device"""
     fuses: ClassVar[bool] = True
     """`make_optimizer` makes torch's fused AdamW on CUDA"""
     options: Mapping[str, Any] = MappingProxyType({})
@@ -118,7 +120,7 @@ class Strategy:
                 )
             ranks = self
         self.ranks = ranks
-        self.seed, self.precision = seed, resolve_precision(precision, ranks.device)
+        self.seed, self.precision = seed, resolve_precision(precision, ranks.device, only_16_bits=self.only_16_bits)
         self._dtype = DTYPES[self.precision]
         self.exact = exact_of(reproducible, atoms, ranks.world_size, ranks_below=self.ranks_below)
         if self.exact is not None:
@@ -126,12 +128,15 @@ class Strategy:
         self._deterministic = Deterministic() if deterministic or self.exact is not None else None
         self._emulates = emulates(ranks.device, self._dtype) and self.exact is None
         if self._emulates and ranks.rank == 0:
-            warnings.warn(
-                f'precision={self.precision!r}: this CPU has no instructions for matrix products of 16 bits, which '
-                'learning imitates in fp32, slower than fp32 itself; generation, scores and values are in fp32. Give '
-                "precision='fp32'",
-                stacklevel=2,
+            of_it = (
+                'all but generation imitates in fp32, slower than fp32 itself, which this strategy has not: take '
+                "another with precision='fp32'"
+                if self.only_16_bits
+                else 'learning imitates in fp32, slower than fp32 itself; generation, scores and values are in fp32. '
+                "Give precision='fp32'"
             )
+            without = 'this CPU has no instructions for matrix products of 16 bits, which'
+            warnings.warn(f'precision={self.precision!r}: {without} {of_it}', stacklevel=2)
         bf16_on_cuda = ranks.device.type == 'cuda' and self._dtype is torch.bfloat16
         self._uses_tf32 = bf16_on_cuda and self._deterministic is None
         self.keeps_copy_for: WeakSet[Any] = WeakSet()

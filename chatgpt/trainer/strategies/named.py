@@ -7,11 +7,13 @@ import inspect
 import os
 from typing import Any
 
+import torch
 from torch import nn
 
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.trainer.strategies.exact import Reproducible
 from chatgpt.trainer.strategies.items import is_pair
+from chatgpt.trainer.strategies.precision import resolve_precision
 from chatgpt.trainer.strategies.registry import STRATEGIES
 
 
@@ -43,8 +45,8 @@ def strategy_by_name(
     if entry.one_process and int(os.environ.get('WORLD_SIZE', '1')) > 1:
         others = [other for other, e in STRATEGIES.items() if not e.one_process]
         raise ValueError(f'strategy {name} is one process; under torchrun use one of {", ".join(others)}')
-    if precision == 'auto' and entry.only_16_bits:
-        precision = 'bf16'
+    if entry.only_16_bits:  # on any device
+        precision = resolve_precision(precision, torch.device('cpu'), only_16_bits=True)
     cls = entry.load()
     taken = inspect.signature(cls).parameters
     if not {'seed', 'precision'} <= set(taken):

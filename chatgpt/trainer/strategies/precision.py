@@ -9,7 +9,7 @@ import copy
 import os
 import re
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, get_args
 
@@ -36,12 +36,16 @@ def check_precision(precision: str) -> None:
         raise ValueError(f'precision={precision!r} is not one of {", ".join(map(repr, get_args(Precision)))}')
 
 
-def resolve_precision(precision: Precision, device: torch.device, *, only_16_bits: bool = False) -> Precision:
-    """'fp32', 'bf16' or 'fp16': what a strategy on this device computes in.
+def resolve_precision(
+    precision: Precision, device: torch.device, *, only_16_bits: bool = False, planned: bool = False
+) -> Precision:
+    """'fp32', 'bf16' or 'fp16': what a strategy on this device computes in. The one place where that is decided.
 
     'auto' is bf16 on a CUDA device that computes it, and for what computes in 16 bits only; else fp32. A GPU without
     bf16 gets no fp16, which would scale losses and skip steps; and no CPU gets bf16, so that the default has the same
     numbers on all.
+
+    planned: the device is not here; if it is a GPU, it is one that computes bf16.
     """
     check_precision(precision)
     if precision != 'auto':
@@ -50,8 +54,17 @@ def resolve_precision(precision: Precision, device: torch.device, *, only_16_bit
         return 'bf16'
     if device.type != 'cuda':
         return 'fp32'
+    if planned:
+        return 'bf16'
     with torch.cuda.device(device):
         return 'bf16' if torch.cuda.is_bf16_supported(including_emulation=False) else 'fp32'
+
+
+def check_agreed(chosen: Sequence[tuple[str, str]]) -> None:
+    """ValueError where 'auto' is not the same on all ranks. chosen: of each, its precision and its device's name."""
+    if len({precision for precision, _ in chosen}) > 1:
+        found = ', '.join(f'{precision} on rank {rank} ({name})' for rank, (precision, name) in enumerate(chosen))
+        raise ValueError(f"precision='auto' is {found}; give precision='fp32', or one that all of them compute in")
 
 
 def emulates(device: torch.device, dtype: torch.dtype) -> bool:

@@ -25,7 +25,7 @@ from chatgpt.trainer.strategies.exact import Reproducible
 from chatgpt.trainer.strategies.gloo_exit import finish_gloo_at_exit
 from chatgpt.trainer.strategies.guard import FailureGuard, Whereabouts
 from chatgpt.trainer.strategies.host_memory import keep_freed_memory
-from chatgpt.trainer.strategies.precision import Precision, check_precision
+from chatgpt.trainer.strategies.precision import Precision, check_agreed, check_precision
 from chatgpt.trainer.strategies.ranks import Ranks
 
 T = TypeVar('T')
@@ -216,6 +216,8 @@ class ProcessGroupStrategy(Strategy):
         ranks = ProcessGroup(device, timeout_s, type(self).__name__)
         options: Any = {'deterministic': deterministic, 'reproducible': reproducible, 'atoms': atoms}
         super().__init__(seed, precision, ranks=ranks, **options)
+        if precision == 'auto' and self.device.type == 'cuda':  # a CPU is like any other
+            check_agreed(ranks.all_gather_object((self.precision, torch.cuda.get_device_name(self.device))))
 
     @property
     def timeout_s(self) -> float:

@@ -169,6 +169,9 @@ class Engine:
     def after_forward(self) -> None:
         """Also after a forward that failed."""
 
+    def release(self) -> None:
+        """Give back what a forward without a backward, or one that failed, has left gathered."""
+
 
 class TrainedEngine(Engine, ABC):
     """A boosted (model, optimizer) pair."""

@@ -42,6 +42,11 @@ class GeminiFrozen(Engine):
         if torch.is_grad_enabled() and self.model.chunk_manager.accessed_chunks:  # type: ignore[union-attr]
             self.model._post_forward()  # type: ignore[operator]
 
+    def release(self) -> None:
+        if self.model.chunk_manager.accessed_chunks:  # type: ignore[union-attr]
+            self.model._post_forward()  # type: ignore[operator]
+            self.model.gemini_manager.reset_attributes()  # type: ignore[operator, union-attr]
+
 
 class GeminiEngine(TrainedEngine):
     """GeminiDDP: weights, masters and optimizer state sharded over ranks in chunks.
@@ -146,14 +151,13 @@ class GeminiEngine(TrainedEngine):
             chunk.optim_update()
         self.pending = False
 
-    def _release(self) -> None:
-        """Give back what a forward without a backward left gathered."""
+    def release(self) -> None:
         if not self.pending and self._manager.accessed_chunks:
             self.model._post_forward()  # type: ignore[operator]
             self._gemini.reset_attributes()
 
     def norm(self) -> float:
-        self._release()
+        self.release()
         if self.sums is not None:
             for total, chunk in zip(self.sums, self.chunks, strict=True):
                 chunk.payload.copy_(total.add_(chunk.payload) if self.pending else total)
@@ -177,7 +181,7 @@ class GeminiEngine(TrainedEngine):
         self.pending = False
 
     def discard(self) -> None:
-        self._release()
+        self.release()
         if self.pending:
             self._restore_weights()
         self.sums = None

@@ -53,7 +53,7 @@ from chatgpt.trainer.strategies.colossalai.states import (
 from chatgpt.trainer.strategies.exact import Reproducible, exact_norm
 from chatgpt.trainer.strategies.memory import MemoryModel, atoms_of
 from chatgpt.trainer.strategies.offload import Offloaded
-from chatgpt.trainer.strategies.precision import Precision, merge_for_good
+from chatgpt.trainer.strategies.precision import Precision, merge_for_good, resolve_precision
 from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
 from chatgpt.trainer.strategies.streaming import StreamBlocks, mapped_copy, mapped_floats, streamed, streams
 
@@ -120,7 +120,8 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         reproducible: Reproducible = None,
         atoms: int = 8,
     ) -> None:
-        precision = 'bf16' if precision == 'auto' and stage == 3 else precision  # which has no fp32
+        if stage == 3:  # which has no fp32 on any device
+            precision = resolve_precision(precision, torch.device('cpu'), only_16_bits=True)
         given = dict(locals())
         signature = inspect.signature(ColossalAIStrategy).parameters
         self.options = {name: given[name] for name in signature}
@@ -131,7 +132,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             )
         check_kernels(stage)
         import_colossalai()
-        self.ranks_below = stage == 2
+        self.ranks_below, self.only_16_bits = stage == 2, stage == 3
         super().__init__(
             seed,
             precision,
@@ -252,6 +253,10 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         engine.fill(tensors, fresh)
         self._engines[id(model)] = engine
         wire(wrapped, engine, self.options['force_outputs_fp32'])
+        if fresh:
+            from chatgpt.nn.packing import settle
+
+            settle(model, self.device, forward=wrapped, release=engine.release)
         return wrapped, None if boosted is None else boosted.optim
 
     def _plugin(self, model: nn.Module, trained: bool) -> Any:
