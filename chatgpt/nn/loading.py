@@ -317,7 +317,7 @@ def _from_files(cls: Any, source: WeightsSource, options: dict[str, Any]) -> Any
         return next(named, source.path)
 
     check_fit(model, file_of, *problems)
-    for one, other in getattr(model, 'get_expanded_tied_weights_keys', lambda **_: {})(all_submodels=True).items():
+    for one, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if model.get_parameter_or_buffer(one) is not model.get_parameter_or_buffer(other):
             raise not_tied(file_of(one), other, one)
     for name, parameter in model.named_parameters():
