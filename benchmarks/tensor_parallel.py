@@ -13,6 +13,7 @@ import argparse
 import gc
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -162,11 +163,11 @@ def compare(size: str, layout: str) -> dict[str, dict[str, int]]:
     return {'measured': measured, 'planned': planned}
 
 
-def page(found: dict[str, dict[str, Any]]) -> str:
+def page(found: dict[str, dict[str, Any]], flags: str) -> str:
     lines = [
         '# Memory of tensor parallelism',
         '',
-        '`python benchmarks/tensor_parallel.py --page docs/results/tensor_parallel.md`',
+        f'`python benchmarks/tensor_parallel.py{flags}`',
         '',
         '**Measured on a CPU with gloo, not on a GPU.** PPO with a critic, a reference and a reward model, all whole '
         f'Llama-shaped models of new weights in fp32 with gradient checkpointing, {ROWS} sequences of {PROMPT} + {NEW} '
@@ -174,15 +175,17 @@ def page(found: dict[str, dict[str, Any]]) -> str:
         '(`tensor_parallel=2`). Measured: most resident memory above the start, on the process that has most, of the '
         'second phase. Planned: `chatgpt.plan`. What a smaller run leaves behind was there at the start.',
         '',
-        '| width, layers | ranks x parts | ' + ' | '.join(f'{p}: measured, planned | ratio' for p in PHASES) + ' |',
-        '|---' * (2 + 2 * len(PHASES)) + '|',
+        '| width, layers | ranks x parts | '
+        + ' | '.join(f'{p}: measured, planned | ratio' for p in (*PHASES, 'peak of all'))
+        + ' |',
+        '|---' * (4 + 2 * len(PHASES)) + '|',
     ]
     for size, layouts in found.items():
         hidden, layers = SIZES[size]
         for layout, row in layouts.items():
             cells = []
-            for phase in PHASES:
-                real, plan = row['measured'][phase], row['planned'][phase]
+            pairs = [(row['measured'][phase], row['planned'][phase]) for phase in PHASES]
+            for real, plan in (*pairs, tuple(map(max, zip(*pairs, strict=True)))):
                 cells += [f'{show_bytes(real)}, {show_bytes(plan)}', f'{plan / real:.2f}']
             lines.append(f'| {hidden}, {layers} | {layout} | ' + ' | '.join(cells) + ' |')
     return '\n'.join(lines) + '\n'
@@ -204,7 +207,8 @@ def main() -> None:
         return
     found = {size: {layout: compare(size, layout) for layout in args.layouts} for size in args.sizes}
     if args.page:
-        args.page.write_text(page(found))
+        given = sys.argv[1:]
+        args.page.write_text(page(found, ''.join(f' {shlex.quote(flag)}' for flag in given)))
 
 
 if __name__ == '__main__':
