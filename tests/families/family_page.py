@@ -98,7 +98,8 @@ def read_page(text: str) -> dict[str, list[str]]:
     for line in text.splitlines():
         if line.startswith('| ') and line.count(' | ') > len(CHECKS):
             kind, *rest = line.strip('| ').split(' | ')
-            found[kind] = rest[: len(CHECKS)]
+            if kind != 'model type':
+                found[kind] = rest[: len(CHECKS)]
         elif line.startswith('- ') and ',' not in line.partition(':')[0]:
             found[line[2:].partition(':')[0]] = []
     return found
