@@ -139,9 +139,8 @@ def quantize_blocks(
     """
     inside = bool(name)
     for child_name, child in module.named_children():
-        if inside and type(child) in (nn.Linear, Conv1D):
-            weight: Tensor = child.weight  # type: ignore[assignment]
-            if weight.numel() % BLOCK == 0:
+        if inside and isinstance(child, (nn.Linear, Conv1D)) and type(child) in (nn.Linear, Conv1D):
+            if child.weight.numel() % BLOCK == 0:
                 module._modules[child_name] = NF4Linear(child, dtype, device)
         else:
             inner = name or (child_name if isinstance(module, nn.ModuleList) else '')

@@ -198,7 +198,7 @@ def faked(model: nn.Module) -> Iterator[Any]:
     with one_per_row, all_real, FakeTensorMode(allow_non_fake_inputs=True) as mode:
         for owner in model.modules():
             if hasattr(owner, 'layerdrop'):
-                owner.layerdrop = _KeepsLayers()
+                setattr(owner, 'layerdrop', _KeepsLayers())
             for key, parameter in owner._parameters.items():
                 if parameter is not None:
                     if id(parameter) not in made:
@@ -249,7 +249,7 @@ def autocast(setup: Setup) -> Any:
 def cast(model: nn.Module, setup: Setup) -> nn.Module:
     """Parameters in the dtype in which a sharded strategy holds or gathers them, and as legible."""
     if setup.entry.only_16_bits and hasattr(model, 'logprob_kernel'):
-        model.logprob_kernel = 'plain'  # Gemini's weights act when they are used: `head_kernels.linear_weights`
+        setattr(model, 'logprob_kernel', 'plain')  # Gemini's weights act when they are used: `head_kernels.linear_weights`
     if setup.precision != 'fp32' and not setup.memory_model.autocasts:
         model.to(torch.bfloat16)
     elif setup.precision != 'fp32' and not setup.memory_model.atoms:
