@@ -196,9 +196,10 @@ def faked(model: nn.Module) -> Iterator[Any]:
     one_per_row = mock.patch.object(masking_utils, 'find_packed_sequence_indices', lambda position_ids: None)
     all_real = mock.patch.object(masking_utils, 'fast_all', lambda mask: True, create=True)
     with one_per_row, all_real, FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        owner: Any
         for owner in model.modules():
             if hasattr(owner, 'layerdrop'):
-                setattr(owner, 'layerdrop', _KeepsLayers())
+                owner.layerdrop = _KeepsLayers()
             for key, parameter in owner._parameters.items():
                 if parameter is not None:
                     if id(parameter) not in made:
@@ -246,10 +247,10 @@ def autocast(setup: Setup) -> Any:
     return torch.autocast('cpu', dtype=dtype, enabled=setup.precision != 'fp32' and setup.memory_model.autocasts)
 
 
-def cast(model: nn.Module, setup: Setup) -> nn.Module:
+def cast(model: Any, setup: Setup) -> nn.Module:
     """Parameters in the dtype in which a sharded strategy holds or gathers them, and as legible."""
     if setup.entry.only_16_bits and hasattr(model, 'logprob_kernel'):
-        setattr(model, 'logprob_kernel', 'plain')  # Gemini's weights act when they are used: `head_kernels.linear_weights`
+        model.logprob_kernel = 'plain'  # Gemini's weights act when they are used: `head_kernels.linear_weights`
     if setup.precision != 'fp32' and not setup.memory_model.autocasts:
         model.to(torch.bfloat16)
     elif setup.precision != 'fp32' and not setup.memory_model.atoms:
