@@ -119,9 +119,9 @@ LEFT_OUT = {
     **dict.fromkeys(
         ('gemma4_assistant', 'gemma4_unified_assistant'), 'a draft model, which reads the states of another model'
     ),
-    **dict.fromkeys(('qwen4_exp', 'qwen4_exp_text'), 'its tables of n-grams have sizes that do not shrink'),
-    'reformer': 'its layers recompute themselves, and only in training mode',
-    'xlstm': 'its running states have sizes that do not shrink',
+    **dict.fromkeys(('qwen4_exp', 'qwen4_exp_text'), 'its default config lacks the sizes of its indexer'),
+    'reformer': 'its backward pass recomputes, and runs in training mode only',
+    'xlstm': 'its running states have another shape than its layers expect at this size',
     'kimi_linear': 'its linear attention takes minutes on a CPU, where it has no kernels',
     **dict.fromkeys(('musicgen', 'musicgen_melody'), 'it writes codes of sound, for the states of a text encoder'),
 }
