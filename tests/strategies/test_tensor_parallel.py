@@ -71,7 +71,9 @@ def conform(folder: str, precision: str) -> dict[str, str]:
     )
 
 
-@pytest.mark.parametrize(('world_size', 'precision'), [(2, 'fp32'), (2, 'bf16'), (4, 'fp32')])
+@pytest.mark.parametrize(
+    ('world_size', 'precision'), [(2, 'fp32'), (2, 'bf16'), pytest.param(4, 'fp32', marks=pytest.mark.slow)]
+)
 def test_conformance(world_size, precision, tmp_path):
     for results in run_distributed(conform, world_size, str(tmp_path), precision):
         assert set(results) == set(all_checks())
