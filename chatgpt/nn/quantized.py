@@ -137,7 +137,7 @@ def quantize_blocks(
         if inside and type(child) in (nn.Linear, Conv1D):
             weight: Tensor = child.weight  # type: ignore[assignment]
             if weight.numel() % BLOCK == 0:
-                module._modules[child_name] = NF4Linear(child, dtype, device)
+                module._modules[child_name] = NF4Linear(child, dtype, device)  # type: ignore[arg-type]
         else:
             inner = name or (child_name if isinstance(module, nn.ModuleList) else '')
             quantize_blocks(child, inner, dtype, device)

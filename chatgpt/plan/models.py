@@ -196,7 +196,7 @@ def faked(model: nn.Module) -> Iterator[Any]:
     with one_per_row, all_real, FakeTensorMode(allow_non_fake_inputs=True) as mode:
         for owner in model.modules():
             if hasattr(owner, 'layerdrop'):
-                owner.layerdrop = _KeepsLayers()
+                owner.layerdrop = _KeepsLayers()  # type: ignore[assignment]
             for key, parameter in owner._parameters.items():
                 if parameter is not None:
                     if id(parameter) not in made:
@@ -244,7 +244,7 @@ def autocast(setup: Setup) -> Any:
     return torch.autocast('cpu', dtype=dtype, enabled=setup.precision != 'fp32' and setup.memory_model.autocasts)
 
 
-def cast(model: nn.Module, setup: Setup) -> nn.Module:
+def cast(model: Any, setup: Setup) -> nn.Module:
     """Parameters in the dtype in which a sharded strategy holds or gathers them, and as legible."""
     if setup.entry.only_16_bits and hasattr(model, 'logprob_kernel'):
         model.logprob_kernel = 'plain'  # Gemini's weights act when they are used: `head_kernels.linear_weights`
@@ -252,7 +252,8 @@ def cast(model: nn.Module, setup: Setup) -> nn.Module:
         model.to(torch.bfloat16)
     elif setup.precision != 'fp32' and not setup.memory_model.atoms:
         narrow(kept_narrow(model), torch.bfloat16)
-    return model
+    out: nn.Module = model
+    return out
 
 
 def planned_device(setup: Setup) -> Any:
