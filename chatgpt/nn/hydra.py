@@ -286,7 +286,9 @@ def _candidates(model: PreTrainedModel, num_blocks: int) -> list[_Parts]:
         head = None  # it is the embeddings, of an encoder-decoder the decoder's
     head_path = next((name for name, module in model.named_modules() if module is head), '') if head is not None else ''
     parent = base.get_submodule(found[-1].rpartition('.')[0])
-    beside = [n for n, m in parent.named_children() if 'norm' in type(m).__name__.lower() and 'embed' not in n]
+    beside = [n for n, m in parent.named_children() if 'norm' in type(m).__name__.lower()]
+    if is_encoder_decoder(model):  # BART's stands below the blocks; LFM2's of such a name is its final one
+        beside = [n for n in beside if 'embed' not in n]
     names = [n for n in _NORMS if n in beside] + [n for n in beside if n not in _NORMS] + ['']
     after = parent._modules.get('project_out')  # OPT's
 

@@ -199,7 +199,7 @@ def faked(model: nn.Module) -> Iterator[Any]:
         owner: Any
         for owner in model.modules():
             if hasattr(owner, 'layerdrop'):
-                owner.layerdrop = _KeepsLayers()
+                owner.layerdrop = _KeepsLayers()  # type: ignore[assignment]
             for key, parameter in owner._parameters.items():
                 if parameter is not None:
                     if id(parameter) not in made:
@@ -255,7 +255,8 @@ def cast(model: Any, setup: Setup) -> nn.Module:
         model.to(torch.bfloat16)
     elif setup.precision != 'fp32' and not setup.memory_model.atoms:
         narrow(kept_narrow(model), torch.bfloat16)
-    return model
+    out: nn.Module = model
+    return out
 
 
 def planned_device(setup: Setup) -> Any:
