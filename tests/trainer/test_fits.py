@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MixtralConfig
+from transformers import LEDConfig, MixtralConfig
 
 from chatgpt.nn import GPTRM, AutoActor, GPTActor
+from chatgpt.nn.trunk import position_limit
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import DPOTrainer, RewardModelTrainer, SFTTrainer
 from chatgpt.trainer.fits import check_records
@@ -79,6 +80,12 @@ def test_prompt_and_response_of_an_encoder_decoder_are_numbered_apart() -> None:
     # the start token is the ninth
     with pytest.raises(ValueError, match=r'has 9 tokens on one side, the start token included.*max_length=7'):
         check_records('data', [[sequence([3], [4] * 8)]], actor)
+
+
+@pytest.mark.parametrize(('encoder', 'decoder'), [(40, 300), (300, 40)])
+def test_two_limits_count_with_the_smaller(encoder: int, decoder: int) -> None:
+    config = LEDConfig(max_encoder_position_embeddings=encoder, max_decoder_position_embeddings=decoder)
+    assert position_limit(config) == 40
 
 
 @pytest.mark.parametrize('asked', [True, False])
