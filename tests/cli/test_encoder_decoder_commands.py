@@ -188,3 +188,17 @@ def test_a_reward_model_of_another_kind_scores_best_of_as_evaluate_does(place, m
     args = type('Args', (), {'reward_model': 'rm', 'trust_remote_code': False, 'tokenizer': None, 'pretrain': 't5'})
     scorer = reward_model_of(args, NaiveStrategy(seed=0), tokenizer_of(args))
     assert scorer.tokenizer is not None and not is_for_encoder_decoder(scorer.tokenizer)
+
+
+def test_a_long_chat_keeps_the_begin_token(place, monkeypatch):
+    seen: list[list[int]] = []
+
+    def stream(policy, ids, *_, **__):
+        seen.append(ids.tolist())
+        return iter(())
+
+    monkeypatch.setattr('chatgpt.rollout.stream_tokens', stream)
+    monkeypatch.setattr('sys.stdin', io.StringIO('a' * 60 + '\n'))
+    assert call(monkeypatch, 'chat', 'bart', '--max_new_tokens=4') == 0
+    (ids,) = seen
+    assert (len(ids), ids[0], ids[-1]) == (31, 1, 2)
