@@ -57,7 +57,7 @@ def speak(
     """Print a response as it comes; what was said until its end, or until Ctrl-C."""
     import torch
 
-    from chatgpt.dataset.tokenize import prompt_ids
+    from chatgpt.dataset.tokenize import cut_left, prompt_ids
     from chatgpt.launch.inputs import longest_side
     from chatgpt.rollout import stream_tokens
 
@@ -65,7 +65,8 @@ def speak(
     limit = longest_side(policy.config)
     if limit is not None:
         beside = 0 if policy.config.is_encoder_decoder else sampling.room(0)
-        ids = ids[-max(limit - beside, 1) :]  # what was said long ago is forgotten
+        room = max(limit - beside, 1)
+        ids = cut_left(ids, room, tokenizer) if len(ids) > room else ids  # what was said long ago is forgotten
     said: list[int] = []
     shown = whole = ''
     try:

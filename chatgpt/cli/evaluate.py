@@ -24,6 +24,7 @@ from chatgpt.cli.generate import (
     load_actor,
     output_file,
     read_prompts,
+    reward_model_of,
     room,
     take_words,
     tokenizer_of,
@@ -172,9 +173,6 @@ def reward_of(args: Any, strategy: Any, tokenizer: Any) -> Any:
     """The reward function, or the reward model, which may read other tokens than the policy; else the environment's own
     rewards."""
     from chatgpt.experience.environment_scorer import EnvironmentScorer
-    from chatgpt.experience.scorers import RewardModelScorer
-    from chatgpt.launch.inputs import reward_model_inputs
-    from chatgpt.nn import RewardModel
 
     if args.reward_fn is None and args.reward_model is None:
         return EnvironmentScorer()
@@ -182,7 +180,4 @@ def reward_of(args: Any, strategy: Any, tokenizer: Any) -> Any:
         function = load_function(args.reward_fn)
         check_reward_function(function, args.reward_fn)
         return function
-    remote = args.trust_remote_code
-    own, context = reward_model_inputs(args.reward_model, tokenizer, trust_remote_code=remote)
-    model = strategy.prepare(RewardModel.from_pretrained(args.reward_model, trust_remote_code=remote))
-    return model if own is None else RewardModelScorer(model, tokenizer=own, max_length=context)
+    return reward_model_of(args, strategy, tokenizer)

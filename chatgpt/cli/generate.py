@@ -253,13 +253,11 @@ def read_prompts(source: str, tokenizer: Any, apply_chat_template: bool | None =
 
 def answer(args: Any, strategy: Any, policy: Any, tokenizer: Any, prompts: Any, sampling: Any, stops: Any) -> Any:
     """Rows of prompt and response, batch after batch; each rank answers its share, and every rank has all rows."""
-    from chatgpt.experience.scorers import as_scorer
-    from chatgpt.nn import RewardModel
     from chatgpt.rollout import BestOfN
     from chatgpt.rollout.registry import engine_for
     from chatgpt.rollout.stop import write_texts
 
-    scorer = as_scorer(strategy.prepare(RewardModel.from_pretrained(args.reward_model))) if args.reward_model else None
+    scorer = reward_model_of(args, strategy, tokenizer) if args.reward_model else None
 
     def score(samples: list[Any]) -> list[float]:
         return [0.0] * len(samples) if scorer is None else [float(s) for s in scorer.score(samples, strategy)]
@@ -282,6 +280,18 @@ def answer(args: Any, strategy: Any, policy: Any, tokenizer: Any, prompts: Any, 
         for part in strategy.all_gather_object(rows):
             yield from part
     engine.end()
+
+
+def reward_model_of(args: Any, strategy: Any, tokenizer: Any) -> Any:
+    """The scorer of --reward_model; one that reads other tokens than the policy is given the texts."""
+    from chatgpt.experience.scorers import RewardModelScorer
+    from chatgpt.launch.inputs import reward_model_inputs
+    from chatgpt.nn import RewardModel
+
+    remote = args.trust_remote_code
+    own, context = reward_model_inputs(args.reward_model, tokenizer, trust_remote_code=remote)
+    model = strategy.prepare(RewardModel.from_pretrained(args.reward_model, trust_remote_code=remote))
+    return RewardModelScorer(model, tokenizer=own, max_length=context)
 
 
 def output_file(args: Any) -> Any:

@@ -124,10 +124,16 @@ def frame(tokenizer: Any) -> Frame:
     >>> frame(t5_tokenizer)                                        # doctest: +SKIP
     Frame(before=[], after=[1], start=[])
     """
+    languages = getattr(tokenizer, 'src_lang', None), getattr(tokenizer, 'tgt_lang', None)
+    known = getattr(tokenizer, 'known_frame', None)  # it is asked for with each record
+    if known is not None and known[0] == languages:
+        return known[1]
     body = list(tokenizer('a', add_special_tokens=False, verbose=False)['input_ids'])
     before, after = _around(body, list(tokenizer('a', verbose=False)['input_ids']), tokenizer)
+    body = list(tokenizer(text_target='a', add_special_tokens=False, verbose=False)['input_ids'])
     start, _ = _around(body, list(tokenizer(text_target='a', verbose=False)['input_ids']), tokenizer)
-    return Frame(before, after, start)
+    tokenizer.known_frame = languages, Frame(before, after, start)
+    return tokenizer.known_frame[1]
 
 
 def _around(body: list[int], whole: list[int], tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -165,7 +165,7 @@ def tokenize_prompt(
             )
         if cuts is not None:
             cuts.append(len(ids))
-        ids = _cut_left(ids, max_tokens, tokenizer)
+        ids = cut_left(ids, max_tokens, tokenizer)
     turns = [turn._asdict() for turn in prompt_turns(example.prompt)] if templated else None
     return Prompt(ids=_ids(ids), text=text, columns=dict(example.columns), messages=turns)
 
@@ -235,7 +235,12 @@ def warn_of_bare_prompt(ids: Tensor, tokenizer: Any) -> None:
 
 def lone_response(text: str, tokenizer: Any) -> list[int]:
     """The ids of a response of an encoder-decoder, which follow no prompt, without the end token."""
-    return [*frame(tokenizer).start, *encode(text, tokenizer)]
+    return [*frame(tokenizer).start, *_encode_target(text, tokenizer)]
+
+
+def _encode_target(text: str, tokenizer: Any) -> list[int]:
+    """`encode` as a tokenizer of two languages (Marian) cuts what the decoder writes."""
+    return list(tokenizer(text_target=text, add_special_tokens=False, verbose=False)['input_ids']) if text else []
 
 
 def end_id(tokenizer: Any) -> int:
@@ -298,8 +303,9 @@ def _encode_pieces(
     asked: str, asked_ids: list[int], pieces: list[Piece], tokenizer: Any, end: int, templated: bool
 ) -> tuple[list[int], list[bool]]:
     so_far, all_ids, mask = asked, list(asked_ids), []
+    apart = is_for_encoder_decoder(tokenizer)
     for number, piece in enumerate(pieces):
-        ids = encode_after(so_far, all_ids, piece.text, tokenizer)
+        ids = _encode_target(piece.text, tokenizer) if apart else encode_after(so_far, all_ids, piece.text, tokenizer)
         counts = _turn_length(ids, end, tokenizer) if piece.trained else 0
         is_last = number == len(pieces) - 1
         # A template's own turns stay as it writes them.
@@ -340,7 +346,7 @@ def _fit(
     whole = (len(prompt), longest)
     room = limit if apart else max(limit - longest, limit // 2)
     if len(prompt) > room:
-        prompt = _cut_left(prompt, room, tokenizer)
+        prompt = cut_left(prompt, room, tokenizer)
     left = limit if apart else limit - len(prompt)
     fitted = [(ids[:left], mask[:left]) for ids, mask in answers]
     if not any(chain.from_iterable(mask for _, mask in fitted)):
@@ -350,7 +356,7 @@ def _fit(
     return prompt, fitted
 
 
-def _cut_left(ids: list[int], length: int, tokenizer: Any) -> list[int]:
+def cut_left(ids: list[int], length: int, tokenizer: Any) -> list[int]:
     """Without tokens at the left, but for the begin token, or whatever stands there of an encoder-decoder."""
     kept = int(ids[0] == tokenizer.bos_token_id)
     if is_for_encoder_decoder(tokenizer):

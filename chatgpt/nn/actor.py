@@ -293,7 +293,9 @@ class Actor(TakesModel, nn.Module):
 def _check_causal(model: Any) -> None:
     name = type(model).__name__
     if getattr(model, 'get_output_embeddings', lambda: None)() is None:
-        raise ValueError(f'an Actor needs a causal language model with an output head; {name} has none')
+        raise ValueError(
+            f'an Actor needs a causal language model or an encoder-decoder with an output head; {name} has none'
+        )
     if is_encoder_decoder(model):
         check_encoder_decoder(model.config, name)
     if looks_ahead(model):

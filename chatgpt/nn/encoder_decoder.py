@@ -53,6 +53,12 @@ def check_encoder_decoder(config: Any, name: str) -> None:
             f'{name} is an encoder-decoder ({config.model_type}) that does not read and write texts as T5 and BART do; '
             'give one of their build, or a causal language model'
         )
+    if getattr(config, 'attention_type', None) == 'block_sparse':
+        raise ValueError(
+            f"{name} ({config.model_type}) has attention_type='block_sparse', which transformers leaves at "
+            'the first short input, so that its numbers depend on what it has read; set attention_type to '
+            "'original_full' in config.json"
+        )
     start_token(config)
 
 

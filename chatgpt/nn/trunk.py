@@ -56,7 +56,7 @@ def text_config(config: Any) -> Any:
 
 def position_limit(config: Any) -> int | None:
     """Most tokens of one sequence; None where the config sets no limit. Of an encoder-decoder the most on each of its
-    sides, of which the decoder's begins with a token that is not the response's.
+    sides (of LED the smaller of both), of which the decoder's begins with a token that is not the response's.
 
     Of 'longrope' models (Ding et al. 2024, "LongRoPE") the length from which transformers takes other frequencies for a
     whole batch: beyond it a sequence's numbers would depend on its company.
@@ -64,7 +64,8 @@ def position_limit(config: Any) -> int | None:
     config = text_config(config)
     limit = getattr(config, 'max_position_embeddings', None)
     if limit is None and not hasattr(config, 'relative_attention_num_buckets'):  # T5 has a number that it does not use
-        limit = getattr(config, 'n_positions', None) or getattr(config, 'max_decoder_position_embeddings', None)
+        sides = (getattr(config, f'max_{side}_position_embeddings', None) for side in ('encoder', 'decoder'))
+        limit = getattr(config, 'n_positions', None) or min((n for n in sides if n is not None), default=None)
     if limit is not None and (limit < 1 or getattr(config, 'position_biased_input', True) is False):
         limit = None  # relative positions alone
     rope = getattr(config, 'rope_parameters', None) or {}

@@ -197,7 +197,7 @@ class Setup(Layout):
 def check_planned(config: Any) -> None:
     """Raises ValueError for the config of an encoder-decoder, whose two sides have lengths and depths of their own."""
     if getattr(config, 'is_encoder_decoder', False):
-        raise ValueError(f'the memory of encoder-decoders ({config.model_type}) is not planned; leave --plan out')
+        raise ValueError(f'the memory of encoder-decoders ({config.model_type}) is not planned')
 
 
 def read_config(source: Any) -> Any:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
 
 CHECK_LENGTHS = (5, 3, 4)
 CHECK_STEPS = 3
+NOT_THE_FORWARD = 'HFEngine: what {} generates does not agree with its plain forward: {}'
+CUTS = frozenset(('min_p', 'typical_p', 'epsilon_cutoff', 'eta_cutoff', 'top_h', 'watermarking_config'))
+"""extras of generate that come after its temperature and filters"""
 STEPWISE = (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
 
 
@@ -121,6 +125,10 @@ class _DrawnRecord(_StepRecord):
 
     def __init__(self, call: Call, actor: Actor, device: torch.device) -> None:
         super().__init__(call.sampling, device)
+        self.temperature = call.sampling.temperature
+        if _cuts(call.sampling):
+            bare = replace(call.sampling, temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=0)
+            self.sampler = TokenSampler(bare, device)
         if getattr(actor, 'changes_logits', False):
             self.logits = self._OwnHead(actor)
         self.keys = sample_keys(call.seed, torch.tensor(call.indices)).to(device)[:, None]
@@ -171,7 +179,7 @@ class _DrawnRecord(_StepRecord):
         no_end = torch.ones(len(scores), dtype=torch.bool, device=scores.device) if early else None
         drawn = self.sampler(scores, uniform, no_end)
         token = drawn.token[:, None]
-        plain = torch.log_softmax(self.logits.scores.float() / sampling.temperature, dim=-1).gather(1, token)
+        plain = torch.log_softmax(self.logits.scores.float() / self.temperature, dim=-1).gather(1, token)
         edge = torch.ones_like(plain) if drawn.edge_distance is None else drawn.edge_distance[:, None]
         self.steps.append((plain, drawn.filtered_logprob[:, None]))
         self.edges.append(edge)
@@ -238,11 +246,17 @@ class HFEngine(InProcessEngine):
         for lengths in (CHECK_LENGTHS, CHECK_LENGTHS[:1] * 2):
             why = _disagreement(actor, lengths)
             if not why:
-                return lengths is CHECK_LENGTHS
+                break
             found.append(why)
-        raise ValueError(
-            f'HFEngine: what {type(actor.model).__name__} generates does not agree with its plain forward: {found[-1]}'
-        )
+        else:
+            raise ValueError(NOT_THE_FORWARD.format(type(actor.model).__name__, found[-1]))
+        pad = getattr(actor.model.config, 'pad_token_id', None)
+        if pad is not None and is_encoder_decoder(actor.model):  # a drawn one is a token like others
+            why = _disagreement(actor, lengths, first=pad)
+            if why:
+                why += f', after a drawn padding token ({pad})'
+                raise ValueError(NOT_THE_FORWARD.format(type(actor.model).__name__, why))
+        return lengths is CHECK_LENGTHS
 
     def check(self, config: Any, call: Call) -> list[int]:
         """The first time that sequences are longer than the model's attention window, generation beyond it is compared
@@ -309,6 +323,7 @@ class HFEngine(InProcessEngine):
             )
         else:  # a row's token may come from another row's logits, which is known at the end
             config.output_logits = config.output_scores = True
+        self.reproducible = isinstance(record, _DrawnRecord)
         held = record.around(model) if record is not None else nullcontext()
         with (
             _bare_generation_config(model),
@@ -364,9 +379,9 @@ class HFEngine(InProcessEngine):
 
 
 @torch.no_grad()
-def _disagreement(actor: Actor, lengths: Sequence[int]) -> str:
+def _disagreement(actor: Actor, lengths: Sequence[int], first: int | None = None) -> str:
     """Why greedy generation from prompts of these lengths, padded on the left, is not what the plain forward of each
-    sequence gives; '' where it is."""
+    sequence gives; '' where it is. `first` is forced to be an encoder-decoder's first token."""
     model: Any = actor.model
     device, vocab = next(actor.parameters()).device, text_config(model.config).vocab_size
     width, encodes = max(lengths), is_encoder_decoder(model)
@@ -374,7 +389,7 @@ def _disagreement(actor: Actor, lengths: Sequence[int]) -> str:
     sampling = SamplingParams(max_new_tokens=CHECK_STEPS, do_sample=False)
     ids, mask = (x.to(device) for x in _padded(prompts, _pad_of(model, sampling), on_left=not encodes))
     config = _generation_config(sampling, CHECK_STEPS, model)
-    config.output_logits = True
+    config.output_logits, config.forced_bos_token_id = True, first
     try:
         with _bare_generation_config(model):
             output = model.generate(ids, attention_mask=mask, generation_config=config)
@@ -436,6 +451,12 @@ def _response_length(
     return min(len(ids), limit), 'length'
 
 
+def _cuts(sampling: SamplingParams) -> bool:
+    """Whether extras cut the distribution, which transformers does after temperature, top_k and top_p: then all of
+    them are its own, and only the draw is not."""
+    return sampling.do_sample and not CUTS.isdisjoint(sampling.extra)
+
+
 def _generation_config(sampling: SamplingParams, max_new_tokens: int, model: Any) -> GenerationConfig:
     settings: dict[str, Any] = {
         'max_new_tokens': max_new_tokens,
@@ -450,7 +471,8 @@ def _generation_config(sampling: SamplingParams, max_new_tokens: int, model: Any
         settings |= {'temperature': sampling.temperature, 'top_k': sampling.top_k, 'top_p': sampling.top_p}
     if is_encoder_decoder(model):
         settings['decoder_start_token_id'] = start_token(model.config)
-        if GenerationConfig(**(settings | dict(sampling.extra))).get_generation_mode() in STEPWISE:  # `_DrawnRecord`'s
+        mode = GenerationConfig(**(settings | dict(sampling.extra))).get_generation_mode()
+        if mode in STEPWISE and not _cuts(sampling):  # `_DrawnRecord`'s
             settings |= {'min_new_tokens': None}
             settings |= {'temperature': 1.0, 'top_k': 0, 'top_p': 1.0} if sampling.do_sample else {}
     return GenerationConfig(**(settings | dict(sampling.extra)))

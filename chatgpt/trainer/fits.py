@@ -38,11 +38,13 @@ def check_records(what: str, records: Iterable[SequenceOf[Sequence]], model: nn.
                         f"{what}[{i}] has the token id {outside}, outside of the model's vocabulary of {size} tokens; "
                         'make it with the tokenizer of this model'
                     )
-            length = max(len(s.prompt_ids), len(s.response_ids)) if apart else s.num_tokens
+            # before the response stands the start token
+            length = max(len(s.prompt_ids), len(s.response_ids) + 1) if apart else s.num_tokens
             if limit is not None and length > limit:
+                most, counted = (limit - 1, ' on one side, the start token included') if apart else (limit, '')
                 raise ValueError(
-                    f'{what}[{i}] has {length} tokens, more than {positions_of(config)}; cut it (max_length={limit} '
-                    'where text is loaded) or leave it out'
+                    f'{what}[{i}] has {length} tokens{counted}, more than {positions_of(config)}; cut it '
+                    f'(max_length={most} where text is loaded) or leave it out'
                 )
 
 

@@ -12,8 +12,11 @@ from command_line import call
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 import chatgpt
-from chatgpt.nn import Actor, RewardModel
-from chatgpt.testing import encoder_decoder_tokenizer, tiny_causal_lm
+from chatgpt.cli.generate import reward_model_of, tokenizer_of
+from chatgpt.dataset.formats import is_for_encoder_decoder
+from chatgpt.nn import GPTRM, Actor, RewardModel
+from chatgpt.testing import char_tokenizer, encoder_decoder_tokenizer, tiny_causal_lm, tiny_config
+from chatgpt.trainer.strategies import NaiveStrategy
 
 DATA = {
     'demos.jsonl': [{'prompt': f'tl;dr {w} sat', 'response': w} for w in ('cat', 'dog', 'cow', 'hen')],
@@ -167,3 +170,35 @@ def test_train_in_python(place, tmp_path):
         chatgpt.train('t5', samples=['only a text'])
     with pytest.raises(ValueError, match='not the turns of an environment'):
         chatgpt.train('t5', environment='games:countdown')
+
+
+def test_a_reward_model_of_another_kind_scores_best_of_as_evaluate_does(place, monkeypatch, capsys):
+    GPTRM(config=tiny_config('gpt2')).save_pretrained('rm', tokenizer=char_tokenizer())
+    drawn = ('prompts.jsonl', '--reward_model=rm', '--max_new_tokens=4', '--output=o')
+    remote: list[bool] = []
+    load = RewardModel.from_pretrained.__func__
+
+    def noted(cls, folder, **options):
+        remote.append(options.get('trust_remote_code', False))
+        return load(cls, folder, **options)
+
+    monkeypatch.setattr(RewardModel, 'from_pretrained', classmethod(noted))
+    assert call(monkeypatch, 'generate', 't5', *drawn, '--best_of=2', '--trust_remote_code') == 0
+    assert remote == [True]
+    args = type('Args', (), {'reward_model': 'rm', 'trust_remote_code': False, 'tokenizer': None, 'pretrain': 't5'})
+    scorer = reward_model_of(args, NaiveStrategy(seed=0), tokenizer_of(args))
+    assert scorer.tokenizer is not None and not is_for_encoder_decoder(scorer.tokenizer)
+
+
+def test_a_long_chat_keeps_the_begin_token(place, monkeypatch):
+    seen: list[list[int]] = []
+
+    def stream(policy, ids, *_, **__):
+        seen.append(ids.tolist())
+        return iter(())
+
+    monkeypatch.setattr('chatgpt.rollout.stream_tokens', stream)
+    monkeypatch.setattr('sys.stdin', io.StringIO('a' * 60 + '\n'))
+    assert call(monkeypatch, 'chat', 'bart', '--max_new_tokens=4') == 0
+    (ids,) = seen
+    assert (len(ids), ids[0], ids[-1]) == (31, 1, 2)

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from chatgpt.dataset import load_demonstrations, load_preferences, load_prompts
+from chatgpt.dataset.examples import Demonstration
 from chatgpt.dataset.formats import frame, is_for_encoder_decoder, note_model
+from chatgpt.dataset.tokenize import lone_response, tokenize_demonstration
 from chatgpt.nn import load_tokenizer
 from chatgpt.testing import encoder_decoder_tokenizer, tiny_config
 
@@ -102,3 +104,30 @@ def test_the_limit_is_of_each_side_and_special_tokens_stay():
     assert torch.equal(whole[0].response_ids[-1:], torch.tensor([END]))
     with pytest.raises(ValueError, match='5 tokens of prompt and 9 of response, one of them more than max_length=8'):
         load_demonstrations(rows, tokenizer_of('t5'), max_length=8, overflow='refuse')
+
+
+class TwoLanguages:
+    """A tokenizer that cuts targets otherwise, as Marian's does: here each letter one id further."""
+
+    eos_token_id, bos_token_id, eos_token, all_special_ids, chat_template = END, None, '<eos>', (END,), None
+    for_encoder_decoder, added_tokens_decoder, calls = True, {}, 0
+
+    def __call__(self, text=None, text_target=None, add_special_tokens=True, **_):
+        self.calls += 1
+        given, first = (text, A) if text is not None else (text_target, B)
+        ids = [first + ord(c) - ord('a') for c in given]
+        return {'input_ids': [*ids, END] if add_special_tokens else ids}
+
+    def decode(self, ids):
+        return ''.join(map(str, ids))
+
+
+def test_responses_are_cut_as_the_target_language():
+    tokenizer = TwoLanguages()
+    record = tokenize_demonstration(Demonstration(prompt='ab', response='ab'), tokenizer)
+    assert (record.prompt_ids.tolist(), record.response_ids.tolist()) == ([A, B, END], [B, C, END])
+    assert lone_response('ab', tokenizer) == [B, C]
+    assert frame(tokenizer) == ([], [END], [])
+    before = tokenizer.calls
+    frame(tokenizer)
+    assert tokenizer.calls == before  # asked once

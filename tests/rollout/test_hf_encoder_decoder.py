@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from chatgpt.batching import collate
@@ -142,6 +143,7 @@ def test_extras_and_stops_and_own_limits():
     ]
     two_beams = SamplingParams(max_new_tokens=4, do_sample=False, extra={'num_beams': 2})
     beams = engine.generate(prompts(), two_beams, seed=0, indices=range(4))
+    assert not engine.reproducible  # until tokens are drawn again
     got = actor(collate(beams)).logprobs.detach()
     torch.testing.assert_close(torch.cat([s.logprobs for s in beams]), got, atol=1e-4, rtol=1e-4)
 
@@ -206,3 +208,57 @@ def test_a_later_turn_is_refused():
     engine = begun(Actor(model('t5')))
     with pytest.raises(ValueError, match='is an encoder-decoder, whose prompt cannot hold what it has written'):
         engine.generate(prompts(), SamplingParams(max_new_tokens=2), seed=0, indices=range(4), offsets=[0, 3, 0, 0])
+
+
+SMALL = {
+    'd_model': 16,
+    'encoder_layers': 1,
+    'decoder_layers': 1,
+    'encoder_ffn_dim': 16,
+    'decoder_ffn_dim': 16,
+    'encoder_attention_heads': 2,
+    'decoder_attention_heads': 2,
+    'vocab_size': 64,
+    'max_position_embeddings': 64,
+}
+
+
+@pytest.mark.parametrize(('kind', 'served'), [('M2M100', False), ('Pegasus', True)])
+def test_a_model_that_counts_positions_from_padding_is_refused(kind, served):
+    """Without a drawn padding token M2M-100's two ways agree."""
+    config = getattr(transformers, f'{kind}Config')(**SMALL, pad_token_id=1, decoder_start_token_id=2)
+    torch.manual_seed(0)
+    actor = Actor(transformers.AutoModelForSeq2SeqLM.from_config(config)).eval()
+    if served:
+        begun(actor).end()
+        return
+    with pytest.raises(
+        ValueError, match=r'what M2M100.* generates does not agree .* after a drawn padding token \(1\)'
+    ):
+        begun(actor)
+
+
+def test_block_sparse_attention_is_refused():
+    config = transformers.BigBirdPegasusConfig(**SMALL, decoder_start_token_id=2, attention_type='block_sparse')
+    with pytest.raises(ValueError, match="set attention_type to 'original_full' in config.json"):
+        Actor(transformers.AutoModelForSeq2SeqLM.from_config(config))
+
+
+def test_min_p_cuts_what_the_temperature_has_sharpened():
+    made = model('bart')
+    engine = begun(Actor(made))
+    prompt, temperature = prompts()[0].ids, 0.3
+    sampling = SamplingParams(max_new_tokens=1, temperature=temperature, extra={'min_p': 0.2})
+    drawn = engine.generate([Prompt(ids=prompt)] * 200, sampling, seed=0, indices=range(200))
+    with torch.no_grad():
+        table = made(input_ids=prompt[None], decoder_input_ids=torch.tensor([[2]])).logits[0, -1]
+    plain = (table / temperature).log_softmax(-1)
+    kept = plain.exp() >= 0.2 * plain.exp().max()
+    wrong = table.softmax(-1) >= 0.2 * table.softmax(-1).max()
+    assert kept.sum() < wrong.sum()  # the test would not tell them apart else
+    filtered = plain.masked_fill(~kept, -torch.inf).log_softmax(-1)
+    for sample in drawn:
+        token = int(sample.response_ids[0])
+        assert kept[token]
+        torch.testing.assert_close(sample.logprobs[0], plain[token], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(sample.filtered_logprobs[0], filtered[token], atol=1e-4, rtol=1e-4)

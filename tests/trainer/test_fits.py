@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MixtralConfig
+from transformers import LEDConfig, MixtralConfig
 
 from chatgpt.nn import GPTRM, AutoActor, GPTActor
+from chatgpt.nn.trunk import position_limit
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import DPOTrainer, RewardModelTrainer, SFTTrainer
 from chatgpt.trainer.fits import check_records
@@ -71,13 +72,20 @@ def test_what_just_fits_is_taken() -> None:
 
 def test_prompt_and_response_of_an_encoder_decoder_are_numbered_apart() -> None:
     actor = GPTActor(config=tiny_config('gpt2', vocab_size=VOCAB, hidden=16, positions=POSITIONS))
-    long = sequence([3] * 8, [4] * 8)
-    with pytest.raises(ValueError, match='has 16 tokens'):
+    long = sequence([3] * 8, [4] * 7)
+    with pytest.raises(ValueError, match='has 15 tokens'):
         check_records('data', [[long]], actor)
     actor.model.config.is_encoder_decoder = True
     check_records('data', [[long]], actor)
-    with pytest.raises(ValueError, match='has 9 tokens'):
-        check_records('data', [[sequence([3], [4] * 9)]], actor)
+    # the start token is the ninth
+    with pytest.raises(ValueError, match=r'has 9 tokens on one side, the start token included.*max_length=7'):
+        check_records('data', [[sequence([3], [4] * 8)]], actor)
+
+
+@pytest.mark.parametrize(('encoder', 'decoder'), [(40, 300), (300, 40)])
+def test_two_limits_count_with_the_smaller(encoder: int, decoder: int) -> None:
+    config = LEDConfig(max_encoder_position_embeddings=encoder, max_decoder_position_embeddings=decoder)
+    assert position_limit(config) == 40
 
 
 @pytest.mark.parametrize('asked', [True, False])

@@ -24,7 +24,7 @@ from chatgpt.compat.trl.arguments import Entry, TrainingArguments, check_given, 
 from chatgpt.nn.loading import load_causal_lm
 from chatgpt.nn.lora import has_lora, lora_layers
 from chatgpt.nn.peft_format import export_peft
-from chatgpt.nn.trunk import position_limit
+from chatgpt.nn.trunk import is_encoder_decoder, position_limit
 from chatgpt.publish import check_push, hub_name
 from chatgpt.trainer.callbacks import Callback, ProgressBar
 from chatgpt.trainer.callbacks.base import TrainerView
@@ -189,6 +189,8 @@ def trainable(model: Any, args: Any) -> Any:
 def max_length_of(args: Any, name: str, model: Any) -> int | None:
     """Most tokens of a record: as given, but no more than the model's context."""
     limit, given = position_limit(model.config), getattr(args, name)
+    if limit is not None and is_encoder_decoder(model):
+        limit -= 1  # the start token's
     return given if limit is None else limit if given is None else min(given, limit)
 
 
