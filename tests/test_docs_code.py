@@ -128,6 +128,7 @@ SKIPPED = {
     'chatgpt.rollout.shared': 1,
     'chatgpt.rollout.stop': 4,
     'chatgpt.rollout.vllm_remote': 1,
+    'chatgpt.dataset.formats': 1,
 }
 """examples marked `+SKIP`: each needs a loaded model or Ray, and its class has tests of its own. quickstart's run
 below"""

@@ -147,7 +147,7 @@ def main(chats: bool | None = False) -> None:
     tokenizer = tokenizer_of(args)
     prompts = read_prompts(args.input, tokenizer, args.apply_chat_template or None) if args.input else None
     with output_file(args) as output, strategy_of(args) as strategy:
-        if prompts is None and strategy.world_size > 1:
+        if prompts is None and strategy.processes.world_size > 1:
             raise ValueError('a chat is one process: start it with python, or give --input')
         actor = strategy.prepare(load_actor(args, strategy))
         sampling, stops = sampling_of(args, strategy.unwrap(actor), tokenizer, prompts)

@@ -69,7 +69,7 @@ def rollout_engine(args: Run, strategy: Any = None) -> Iterator[Any]:
         yield None
         return
     with _engine(args) as engine:
-        if args.engine == 'vllm' and strategy is not None and strategy.world_size > 1:
+        if args.engine == 'vllm' and strategy is not None and strategy.processes.world_size > 1:
             yield SharedEngine(strategy, engine)
         else:
             yield engine

@@ -59,6 +59,15 @@ def same_file(a: str, b: str) -> bool:
     return Path(a).resolve() == Path(b).resolve()
 
 
+_NOT_IN_PARTS = (
+    ('reproducible', None),
+    ('compile_blocks', False),
+    ('num_layers_unfrozen', None),
+    ('environment', None),
+)
+"""settings, as they are by default, that do not go with tensor_parallel"""
+
+
 @dataclass(kw_only=True)
 class Run(LearningSettings):
     """What the runs of all scripts have in common."""
@@ -264,7 +273,7 @@ class Run(LearningSettings):
         takes = 'tensor_parallel' in inspect.signature(entry.load()).parameters
         if not takes or entry.options.get('cpu_offload'):
             raise ValueError(f'tensor_parallel={self.tensor_parallel} needs strategy fsdp, and it is {self.strategy}')
-        for name, unset in (('reproducible', None), ('compile_blocks', False), ('num_layers_unfrozen', None)):
+        for name, unset in _NOT_IN_PARTS:
             if (given := getattr(self, name, unset)) not in (unset, -1):
                 raise ValueError(
                     f'tensor_parallel={self.tensor_parallel} does not go with {name}={given!r}: leave one of them out'

@@ -112,7 +112,7 @@ def training(facts: ModelFacts, drawn: bool, picture: str) -> str:
     parts = []
     if record is not None:
         strategy = record.strategy
-        ranks = strategy.get('world_size') or 1
+        ranks = strategy.get('processes') or strategy.get('world_size') or 1
         where = f'{ranks} processes ({strategy.get("name")})' if ranks > 1 else 'one process'
         device = next((gpu for start in record.starts[-1:] for gpu in start.machine.get('gpus') or ()), None)
         on = f' on {device}' if device and str(strategy.get('device')) != 'cpu' else ''

@@ -28,9 +28,9 @@ def check_ranks(strategy: Strategy, facts: Mapping[str, Any], where: str) -> Non
     Raises:
         RankMismatchError: on every rank, with the same message.
     """
-    if strategy.world_size == 1:
+    if strategy.processes.world_size == 1:
         return
-    everyone = strategy.all_gather_object({key: repr(value) for key, value in _flat(facts)})
+    everyone = strategy.processes.all_gather_object({key: repr(value) for key, value in _flat(facts)})
     first = everyone[0]
     found = []
     for rank, theirs in enumerate(everyone):

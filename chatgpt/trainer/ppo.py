@@ -179,6 +179,11 @@ class PPOTrainer(Trainer):
             run_dir=run_dir,
         )
         if environment is not None:
+            if strategy.processes.world_size != strategy.world_size:
+                raise ValueError(
+                    'environment does not go with tensor_parallel: each of the processes that compute a rank together '
+                    'would ask an environment of its own, and need not hear the same; leave one of them out'
+                )
             check_writes_turns(getattr(bare, 'config', None))
             self.engine = EpisodeEngine(
                 self.engine, environment, tokenizer, environment_settings, stop_strings=stop_strings

@@ -64,7 +64,7 @@ class StopSignals:
 
 def agreed(flag: bool, strategy: Strategy) -> bool:
     """True on every rank when it is true on any."""
-    if strategy.world_size == 1:
+    if strategy.processes.world_size == 1:
         return flag
     return bool(strategy.all_reduce(torch.tensor(float(flag), device=strategy.device), op='max').item() > 0)
 

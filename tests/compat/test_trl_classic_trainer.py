@@ -150,8 +150,6 @@ def test_mistakes_in_the_config() -> None:
         PPOConfig(batch_size=6, mini_batch_size=4)
     with pytest.raises(ValueError, match='kl_penalty'):
         PPOConfig(kl_penalty='k7')
-    with pytest.raises(ValueError, match='is_encoder_decoder'):
-        make(is_encoder_decoder=True)
 
 
 @pytest.mark.parametrize(

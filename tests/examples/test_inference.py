@@ -57,7 +57,7 @@ def test_the_strategy_is_that_of_the_flags(monkeypatch, name, flags):
     monkeypatch.setenv('CHATGPT_TRACEBACK', '1')
     with pytest.raises(ValueError) as told:
         script(name, monkeypatch, *flags, '--strategy=ddp', '--seed=3', '--precision=bf16', '--rank_timeout_s=5')
-    options = {'seed': 3, 'precision': 'bf16', 'remote_code': bool(flags), 'timeout_s': 5.0}
+    options = {'seed': 3, 'precision': 'bf16', 'remote_code': bool(flags), 'timeout_s': 5.0, 'tensor_parallel': 1}
     assert str(told.value) == f'ddp {options}'
 
 

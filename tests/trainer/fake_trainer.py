@@ -46,7 +46,12 @@ class FakeTrainer:
 
     def __init__(self, callbacks, run_dir=None, *, rank=0, num_phases=4, dtype=torch.float32, **config):
         self.strategy = types.SimpleNamespace(
-            is_rank_0=rank == 0, rank=rank, world_size=1, dtype=dtype, device=torch.device('cpu')
+            is_rank_0=rank == 0,
+            rank=rank,
+            world_size=1,
+            processes=SimpleNamespace(world_size=1),
+            dtype=dtype,
+            device=torch.device('cpu'),
         )
         self.config = types.SimpleNamespace(**config, to_dict=lambda: dict(config))
         self.callbacks = cb.CallbackList(callbacks)

@@ -45,7 +45,7 @@ def test_auto_that_comes_to_another_precision_is_named(tmp_path, monkeypatch):
     assert json.loads((tmp_path / 'run/run.json').read_text())['strategy']['precision'] == 'fp32'
     path = trainer.save_checkpoint(tmp_path / 'c')
     monkeypatch.setattr(
-        'chatgpt.trainer.strategies.base.resolve_precision', lambda precision, device: {'auto': 'bf16'}[precision]
+        'chatgpt.trainer.strategies.base.resolve_precision', lambda precision, device, **_: {'auto': 'bf16'}[precision]
     )  # as on a GPU
     _, (told,) = resumed(path, strategy=NaiveStrategy(seed=3, device='cpu'))
     assert "precision 'fp32' → 'bf16'" in told

@@ -88,7 +88,7 @@ class SaveCheckpoint(Callback):
         if self.minutes is None:
             return False
         late = trainer.strategy.is_rank_0 and time.monotonic() - self._saved_at >= 60 * self.minutes
-        return late if trainer.strategy.world_size == 1 else trainer.strategy.broadcast_object(late)
+        return late if trainer.strategy.processes.world_size == 1 else trainer.strategy.broadcast_object(late)
 
     def on_fit_end(self, trainer: TrainerView) -> None:
         if self._saved_phase == trainer.phase:  # by the trainer itself where a signal ended the run

@@ -121,6 +121,7 @@ def describe(
         strategy={
             'name': type(strategy).__name__,
             'world_size': strategy.world_size,
+            **({'processes': processes} if (processes := strategy.processes.world_size) != strategy.world_size else {}),
             'precision': strategy.precision,
             'device': str(strategy.device),
             'seed': strategy.seed,
