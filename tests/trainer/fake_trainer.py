@@ -49,7 +49,7 @@ class FakeTrainer:
             is_rank_0=rank == 0,
             rank=rank,
             world_size=1,
-            processes=SimpleNamespace(world_size=1),
+            processes=types.SimpleNamespace(world_size=1),
             dtype=dtype,
             device=torch.device('cpu'),
         )
