@@ -54,7 +54,10 @@ NOT_RUN = NOT_OURS | {
     r'^python -m chatgpt sweep': 'several runs: tests/search/test_sweep_runs.py runs the one of the page',
 }
 """why a command is not run here, by a pattern"""
-RUN_ELSEWHERE = dict.fromkeys(('README.md', 'docs/command.md'), 'tests/cli/test_command_page.py')
+RUN_ELSEWHERE = {
+    **dict.fromkeys(('README.md', 'docs/command.md'), 'tests/cli/test_command_page.py'),
+    'docs/encoder_decoders.md': 'tests/cli/test_encoder_decoder_commands.py',
+}
 """whose block of chatgpt-rlhf commands another file runs"""
 EXIT_CODES = {r'compat check poem\.txt': {2}, r' doctor ': {0, 1}}
 """other than 0: a file that is no Python, and a run with findings"""

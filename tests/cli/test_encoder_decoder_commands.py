@@ -1,4 +1,5 @@
-"""The command on folders of a tiny T5 and a tiny BART: training, going on, using what was written, and refusals."""
+"""The command on folders of a tiny T5 and a tiny BART: training, going on, using what was written, and refusals;
+those of docs/encoder_decoders.md among them."""
 
 from __future__ import annotations
 
