@@ -41,6 +41,7 @@ def setup_of(inputs: Inputs) -> Setup:
         'shared_trunk': run.on_trunk,
         'quantize': run.quantize,
         'gradient_checkpointing': run.gradient_checkpointing,
+        'logprob_kernel': run.logprob_kernel,
         'optimizer': run.optimizer,
         'max_tokens_per_batch': run.max_tokens_per_batch,
         **({'strategy_options': options} if (options := _strategy_options(run)) else {}),

@@ -10,6 +10,7 @@ import sys
 from typing import NoReturn, get_args
 
 from chatgpt.names import choice_hint
+from chatgpt.nn.head_kernels import KERNELS
 from chatgpt.plan.advice import advice
 from chatgpt.plan.phases import make_plan
 from chatgpt.plan.setup import Setup, Task, parse_bytes
@@ -50,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument('--shared_trunk', action='store_true', help='all models are adapters on one base; with lora_rank')
     out.add_argument('--quantize', choices=('none', 'nf4'), default='none', help='of that base')
     out.add_argument('--gradient_checkpointing', action='store_true')
+    out.add_argument('--logprob_kernel', choices=KERNELS, default='auto')
     out.add_argument('--stream_blocks', action='store_true')
     out.add_argument('--rollouts_elsewhere', action='store_true', help='responses come from rollout workers')
     out.add_argument('--offload', choices=('none', 'idle'), default='none')

@@ -40,6 +40,9 @@ def build(kind: str, config: Any, setup: Setup, layers: int | None = None) -> nn
     folder is in. Under tensor parallelism one process's part of it."""
     model: Any = _build(kind, copy.deepcopy(config), setup, layers)
     keep_part(model, setup.tensor_parallel)
+    if setup.logprob_kernel != 'auto' and hasattr(model, 'logprob_kernel'):
+        # Triton's kernels cannot be traced; liger's hold no logits of all rows either.
+        model.logprob_kernel = 'plain' if setup.logprob_kernel == 'plain' else 'fused'
     model.folder_dtype = getattr(_text(config), 'dtype', None)
     return model
 

@@ -73,6 +73,7 @@ def common_fields(strategy: Any, config: Any, model: Any, optimizer: Any) -> dic
         'shared_trunk': on_trunk,
         'quantize': 'nf4' if in_4_bits else 'none',
         'gradient_checkpointing': any(getattr(m, 'gradient_checkpointing', False) for m in model.modules()),
+        'logprob_kernel': getattr(model, 'logprob_kernel', 'auto'),
         'train_batch_size': config.train_batch_size,
         'max_tokens_per_batch': config.max_tokens_per_batch,
         **this_machine(),

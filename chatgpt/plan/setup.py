@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from chatgpt.nn.head_kernels import KERNELS, LogprobKernel
 from chatgpt.trainer.strategies.memory import Layout, MemoryModel
 from chatgpt.trainer.strategies.precision import resolve_precision
 from chatgpt.trainer.strategies.registry import SHARDED, STRATEGIES, StrategyEntry
@@ -78,6 +79,8 @@ class Setup(Layout):
     """of that base"""
     num_layers_unfrozen: int = -1
     gradient_checkpointing: bool = False
+    logprob_kernel: LogprobKernel = 'auto'
+    """as `Actor.logprob_kernel`; liger's is planned as fused"""
     kl: bool = True
     """whether there is a reference"""
     own_reference: bool | None = None
@@ -113,6 +116,7 @@ class Setup(Layout):
             ('offload', ('none', 'idle')),
             ('quantize', ('none', 'nf4')),
             ('task', get_args(Task)),
+            ('logprob_kernel', KERNELS),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f'{name}={getattr(self, name)!r} is not one of {", ".join(choices)}')

@@ -229,8 +229,9 @@ def test_an_environment_of_ones_own_with_data_and_named_rewards(folder, tmp_path
 
 
 def test_the_plan_has_room_for_the_observation_and_the_whole_episode(folder, tmp_path):
-    run = run_of(environment='games:tictactoe', pretrain=str(folder), save_path=str(tmp_path), plan=True)
-    setup = setup_of(read_inputs(run))
+    flags = {'pretrain': str(folder), 'save_path': str(tmp_path), 'plan': True, 'logprob_kernel': 'fused'}
+    setup = setup_of(read_inputs(run_of(environment='games:tictactoe', **flags)))
+    assert setup.logprob_kernel == 'fused'
     assert setup.max_prompt_tokens == 12, 'three lines of three cells'
     assert setup.max_new_tokens == 48
 

@@ -180,6 +180,7 @@ def test_the_plan_is_of_the_run_as_it_was_asked_for():
     """SGD, and max_length in place of max_new_tokens: 12 tokens in all, 3 of them the longest prompt's."""
     with NaiveStrategy() as strategy:
         actor = Actor(tiny_causal_lm('gpt2'))
+        actor.logprob_kernel = 'fused'
         actor, optim = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=0.1)))
         trainer = PPOTrainer(
             strategy,
@@ -197,7 +198,7 @@ def test_the_plan_is_of_the_run_as_it_was_asked_for():
         trainer.fit([torch.tensor([5, 6, 7]), torch.tensor([5])], max_timesteps=2, update_timesteps=2)
         setup = setup_of(trainer)
     assert (setup.optimizer, setup.update_timesteps, setup.max_prompt_tokens, setup.max_new_tokens) == ('sgd', 2, 3, 9)
-    assert not setup.kl and setup.critic == 'none'
+    assert not setup.kl and (setup.critic, setup.logprob_kernel) == ('none', 'fused')
 
 
 OUT_OF_MEMORY = [
