@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,9 @@ from typing import Any
 import pytest
 
 pytest.register_assert_rewrite('killed_runs', 'layout_runs')
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background; every program of a test would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _OURS = (
     'RANK',

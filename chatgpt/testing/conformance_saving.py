@@ -247,7 +247,7 @@ def check_full_model(bench: Bench) -> None:
                 expect(not any(m.training for m in full.modules()), 'full_model: not in eval mode')
                 for name, parameter in full.named_parameters():
                     dtype = parameter.dtype
-                    expect(dtype == strategy.dtype, f'full_model: {name} is {dtype}, not {strategy.dtype}')
+                    expect(dtype == strategy.full_dtype, f'full_model: {name} is {dtype}, not {strategy.full_dtype}')
                     same = not whole or torch.equal(parameter.detach().cpu(), weights[name].to(dtype))
                     expect(same, f'full_model: {name} has other values')
                 batch = tiny_micro_batches(tiny_sequences())[0][0].to(strategy.device)

@@ -261,6 +261,7 @@ def test_folders_go_round(family, tmp_path):
     actor = AutoActor(tmp_path / 'theirs').eval()
     actor.save_pretrained(tmp_path / 'ours')
     again = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / 'ours').eval()
+    again = copy.deepcopy(again)  # where its weights lie in the mapped file, some processors round otherwise
     for sequence in sequences():
         assert torch.equal(own(again, family, sequence)[0], own(model, family, sequence)[0])
     critic, reward_model = AutoCritic(tmp_path / 'theirs').eval(), AutoRM(tmp_path / 'theirs').eval()

@@ -155,7 +155,7 @@ def test_jobs_run_side_by_side(sweep_of):
     said = [(sweep.save_path / f'trial-{n:04d}' / 'output.log').read_text().split() for n in range(4)]
     times = [(float(words[words.index('at') + 1]), float(words[-1])) for words in said]
     running = [sum(begin <= at < end for begin, end in times) for at, _ in times]
-    assert sorted(running) in ([1, 1, 2, 2], [1, 2, 2, 2])  # two at a time, and never more
+    assert max(running) == 2, 'two at a time, and never more'
 
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])

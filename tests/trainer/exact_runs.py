@@ -209,7 +209,8 @@ def several(layouts: list[str], cases: list[Case], device: str = 'cpu') -> dict[
 
 
 def flip_one_bit(trainer: Any) -> None:
-    """The last bit of one element of one gradient, once, on the last rank."""
+    """A low bit of one element of one gradient, once, on the last rank. The very last one can be lost where the sum
+    over ranks is rounded."""
     strategy, backward, done = trainer.strategy, trainer.strategy.backward, []
 
     def flipping(loss: Tensor, model: Any, optim: Any) -> None:
@@ -221,7 +222,7 @@ def flip_one_bit(trainer: Any) -> None:
             )
             flat = gradient.view(-1)
             at = int(flat.abs().argmax())
-            flat.view(torch.int32)[at] ^= 1
+            flat.view(torch.int32)[at] ^= 8
             done.append(at)
 
     strategy.backward = flipping

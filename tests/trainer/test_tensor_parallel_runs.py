@@ -236,8 +236,10 @@ def test_other_methods_learn_what_one_process_learns():
     for got in ranks:
         assert got['drawn'] == want['drawn']
         for name in ('sft', 'dpo', 'reward'):
-            for a, b in zip(got[name], want[name], strict=True):
+            for step, (a, b) in enumerate(zip(got[name], want[name], strict=True)):
                 assert a.keys() == b.keys()
+                if (name, step) == ('dpo', 0):  # the policy is the reference: rounding decides which text is preferred
+                    a, b = ({k: v for k, v in m.items() if k != 'dpo/accuracy'} for m in (a, b))
                 off = {k: (a[k], b[k]) for k in b if a[k] != pytest.approx(b[k], rel=1e-4, abs=2e-5)}
                 assert not off, (name, off)
     for name in ('sft', 'dpo', 'reward'):
