@@ -40,6 +40,7 @@ from chatgpt.rewards.calling import made
 from chatgpt.rollout.episodes import check_writes_turns
 from chatgpt.rollout.sampling import generation_fields
 from chatgpt.trainer.callbacks import Callback, Evaluator
+from chatgpt.trainer.collect import check_hears_alike
 from chatgpt.trainer.config import Settings
 from chatgpt.trainer.objectives.ilql import BetaEvaluation, rewarded
 from chatgpt.trainer.prompt_evaluation import PromptEvaluation
@@ -176,6 +177,7 @@ def train(
         raise ValueError(f'train: critic_from={own["critic_from"]!r} is not one of {", ".join(CRITIC_STARTS)}')
     run = _run(kind, own)
     if environment is not None:
+        check_hears_alike(strategy)
         environment = find_environment(environment, own['environment_options'])
     trainer_settings, generation = _config_class(kind).split('train', None, chosen)
     trainer_settings.validate(getattr(strategy, 'world_size', 1))

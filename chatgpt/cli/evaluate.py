@@ -96,6 +96,8 @@ def parse_args() -> Any:
         out.error('give --reward_fn or --reward_model, not both; without either the environment scores')
     if args.input is not None and args.episodes is not None:
         out.error('--episodes are of tasks without prompts: with a file of prompts there is one of each')
+    if args.tensor_parallel != 1:
+        out.error('--environment does not go with --tensor_parallel: leave one of them out')
     if args.episodes is not None and args.episodes < 1:
         out.error(f'--episodes {args.episodes} must be at least 1')
     return args

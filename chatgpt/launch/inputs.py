@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.utils import logging
 
 from chatgpt.dataset import (
@@ -49,6 +50,7 @@ from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.trainer.config import Settings
 from chatgpt.trainer.objectives.reward_model import is_success
 from chatgpt.trainer.strategies.ranks import check_world_size
+from chatgpt.trainer.strategies.tensor_parallel import check_model
 
 EMBEDDED_EXAMPLES = 2000
 """preferences or stories of a run without data"""
@@ -103,8 +105,7 @@ def read_inputs(run: Run) -> Inputs:
         ValueError: settings that are out of range or do not fit together, a bad file, a tokenizer that is not the
             model's, ...
     """
-    processes = world_size_from_env()
-    check_run(run, processes if run.plan else check_world_size(processes, run.tensor_parallel))
+    check_run(run, ranks_of(run))
     config, tokenizer = read_config(run)
     read = run.entry().part('reader')
     inputs = Inputs(
@@ -112,6 +113,15 @@ def read_inputs(run: Run) -> Inputs:
     )
     read(run, inputs)
     return inputs
+
+
+def ranks_of(run: Run) -> int:
+    """How many ranks the processes of this launch make."""
+    processes = world_size_from_env()
+    if run.plan:  # of processes that need not be there
+        return processes
+    run.check_tensor_parallel()
+    return check_world_size(processes, run.tensor_parallel)
 
 
 def check_run(run: Run, world_size: int) -> None:
@@ -158,8 +168,18 @@ def read_config(run: Run) -> tuple[Any, Any]:
         raise ValueError(f'--model {run.model}: the model is of the family {config.model_type!r}; use --model auto')
     check_tokenizer(tokenizer, config)
     check_run_apart(run, config)
+    check_parts(run, config, kind.reward_model if run.trained == 'reward_model' else kind.actor)
     note_model(tokenizer, config)
     return config, tokenizer
+
+
+def check_parts(run: Run, config: Any, make: Any) -> None:
+    """Raises ValueError, before a weight is loaded, for a model that tensor_parallel cannot cut. `make` is its
+    class."""
+    if run.tensor_parallel == 1 or run.trust_remote_code:  # whose code is not looked at on the meta device
+        return
+    with torch.device('meta'):
+        check_model(make(config=copy.deepcopy(config)), run.tensor_parallel)
 
 
 def longest_side(config: Any) -> int | None:
@@ -196,6 +216,8 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
     if run.reward_model:
         if run.shared_trunk:
             _check_adapter(run.reward_model, run.pretrain)
+        config = load_config(run.reward_model, trust_remote_code=run.trust_remote_code)
+        check_parts(run, config, MODELS.find('auto').reward_model)
         inputs.reward = run.reward_model
         inputs.reward_tokenizer, inputs.reward_context = reward_model_inputs(
             run.reward_model, tokenizer, trust_remote_code=run.trust_remote_code

@@ -49,16 +49,17 @@ def is_restart(save_path: str | os.PathLike[str]) -> bool:
 
 
 def sign(save_path: str | os.PathLike[str], strategy: Any) -> None:
-    """Write the launch's name, seen by all ranks.
+    """Write the launch's name, seen by all processes.
 
     Raises:
-        ValueError: a rank does not see the folder that rank 0 writes: what is saved there could not be put together
+        ValueError: a process does not see the folder that rank 0 writes: what is saved there could not be put together
             again.
     """
-    if strategy.world_size == 1 and launch_name() is None:
+    processes = strategy.processes
+    if processes.world_size == 1 and launch_name() is None:
         return
     mark = strategy.run_on_rank0(lambda: _write(save_path))
-    seen = strategy.all_gather_object((_read(save_path).get('mark') == mark, socket.gethostname()))
+    seen = processes.all_gather_object((_read(save_path).get('mark') == mark, socket.gethostname()))
     blind = [f'{rank} on {host}' for rank, (sees, host) in enumerate(seen) if not sees]
     if blind:
         raise ValueError(

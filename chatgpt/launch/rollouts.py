@@ -9,6 +9,7 @@ from typing import Any
 
 from chatgpt.launch.runs import PPORun, Run
 from chatgpt.rollout import SharedEngine
+from chatgpt.rollout.shared import OfOneRank
 from chatgpt.rollout.vllm import check_sampling
 
 PATIENCE = 0.8
@@ -64,12 +65,16 @@ def check_rollout_args(args: PPORun) -> None:
 @contextmanager
 def rollout_engine(args: Run, strategy: Any = None) -> Iterator[Any]:
     """The engine of the run's workers, which end with the context; None where it has none. Workers with vLLM are shared
-    by all ranks."""
+    by all ranks, others by the processes of one."""
     if not isinstance(args, PPORun) or not args.rollout_workers:
         yield None
         return
     with _engine(args) as engine:
-        if args.engine == 'vllm' and strategy is not None and strategy.processes.world_size > 1:
+        if strategy is None or strategy.processes.world_size == 1:
+            yield engine
+        elif args.engine == 'vllm':
             yield SharedEngine(strategy, engine)
+        elif strategy.processes.world_size != strategy.world_size:
+            yield SharedEngine(OfOneRank(strategy.ranks), engine)
         else:
             yield engine

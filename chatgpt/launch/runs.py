@@ -207,8 +207,8 @@ class Run(LearningSettings):
         if MODELS.find(self.model).actor is None and self.trained != 'reward_model':
             raise ValueError(f'model={self.model!r} is a family of reward models; it cannot write')
         check_precision(self.strategy, self.precision)
-        self._positive('keep_last', 'lora_alpha', 'rank_timeout_s', 'atoms', 'tensor_parallel')
-        self._check_tensor_parallel()
+        self._positive('keep_last', 'lora_alpha', 'rank_timeout_s', 'atoms')
+        self.check_tensor_parallel()
         if self.reproducible is not None:
             Exact(self.atoms).check(world_size)
         self._check_kernels()
@@ -266,7 +266,9 @@ class Run(LearningSettings):
                 f'validation_file={self.validation_file} is the training data: give another, or --validation_percentage'
             )
 
-    def _check_tensor_parallel(self) -> None:
+    def check_tensor_parallel(self) -> None:
+        """Raises ValueError for what does not go with tensor_parallel, whatever the number of processes."""
+        self._positive('tensor_parallel')
         if self.tensor_parallel == 1:
             return
         entry = STRATEGIES.find(self.strategy)
@@ -397,8 +399,8 @@ class PPORun(Run, PPOConfig):
     ema_decay: float | None = None
     """also keep a moving average of the actor's weights, written as actor_ema/; 0.992 is DeepSpeed-Chat's"""
     rollout_workers: int = 0
-    """generate on so many Ray actors for each training process, with engine=vllm for all of them together (RAY_ADDRESS
-    names a cluster); 0 generates in the process itself"""
+    """generate on so many Ray actors for each rank, with engine=vllm for all of them together (RAY_ADDRESS names a
+    cluster); 0 generates in the process itself"""
     rollout_chunk_size: int | None = None
     """prompts that go to an actor together; none: those of a timestep"""
     rollout_resources: dict[str, float] | None = None

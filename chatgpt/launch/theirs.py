@@ -68,8 +68,8 @@ def _length(theirs: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any
 
 
 def _batch(theirs: Mapping[str, Any], said: Mapping[str, Any], cls: type[Run]) -> dict[str, Any]:
-    """The batch of all processes from that of one, whose `gradient_accumulation_steps` forwards hold `batch_size`
-    records each."""
+    """The batch of all ranks from that of one, whose `gradient_accumulation_steps` forwards hold `batch_size` records
+    each."""
     steps = theirs.get('gradient_accumulation_steps', 1)
     if 'batch_size' not in theirs:
         if steps > 1:
@@ -80,7 +80,8 @@ def _batch(theirs: Mapping[str, Any], said: Mapping[str, Any], cls: type[Run]) -
             f'batch_size={theirs["batch_size"]} and train_batch_size={said["train_batch_size"]} both say how large a '
             'batch is; give one'
         )
-    size = {'train_batch_size': theirs['batch_size'] * steps * world_size_from_env()}
+    ranks = world_size_from_env() // max(said.get('tensor_parallel', 1), 1)  # what leaves a rest is refused later
+    size = {'train_batch_size': theirs['batch_size'] * steps * max(ranks, 1)}
     if steps > 1:
         size['max_tokens_per_batch'] = theirs['batch_size'] * cls(max_len=said.get('max_len')).max_tokens  # type: ignore[call-arg, attr-defined]
     return size

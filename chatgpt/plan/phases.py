@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from chatgpt.plan import models
 from chatgpt.plan.setup import Setup, read_config, show_bytes
 from chatgpt.trainer.strategies.memory import Memory, ModelSize, ParameterSize
@@ -112,8 +114,10 @@ class Plan:
         )
 
 
+@torch.random.fork_rng(devices=[])
 def make_plan(setup: Setup) -> Plan:
-    """Plan a run. Reads configs; loads no weight and touches no device."""
+    """Plan a run. Reads configs; loads no weight, touches no device and leaves the global generators as they are: a run
+    is planned on one process while it runs."""
     config, reward_config = read_config(setup.config), read_config(setup.reward_config)
     if setup.shared_trunk:
         return _plan_of_shared_trunk(setup, config, reward_config is not None)

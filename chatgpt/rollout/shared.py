@@ -1,4 +1,5 @@
-"""One engine for all ranks: rank 0 has its workers, the other ranks ask through it.
+"""One engine for all ranks: rank 0 has its workers, the other ranks ask through it. Or one for the processes of a rank
+(`OfOneRank`).
 
     each rank's prompts ─▶ gathered ─▶ rank 0: submit, take ─▶ samples to every rank, which keeps its own
 
@@ -27,6 +28,25 @@ class Ranks(Protocol):
     def all_gather_object(self, obj: Any) -> list[Any]: ...
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any: ...
+
+
+class OfOneRank:
+    """The processes that compute one rank together, as `SharedEngine` asks for ranks: the first has the rank's workers.
+
+    Args:
+        ranks: those of the strategy.
+    """
+
+    rank = 0
+
+    def __init__(self, ranks: Any) -> None:
+        self.is_rank_0, self.from_leader = ranks.leads, ranks.from_leader
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return [self.from_leader(obj)]
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        return self.from_leader(obj)
 
 
 @dataclass(eq=False)

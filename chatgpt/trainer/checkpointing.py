@@ -91,8 +91,9 @@ def load_checkpoint(trainer: TrainerView, path: str | Path) -> tuple[Path, dict[
     folder = strategy.run_on_rank0(lambda: _find(trainer, path))
     if folder is None:
         return None
-    reader, fault = _opened(folder, strategy.rank, strategy.world_size)
-    reasons = [reason for reason in strategy.all_gather_object(fault) if reason]
+    processes = strategy.processes
+    reader, fault = _opened(folder, processes.rank, processes.world_size)
+    reasons = [reason for reason in processes.all_gather_object(fault) if reason]
     if reasons:
         earlier = strategy.run_on_rank0(lambda: _whole_before(folder))
         raise CheckpointError(
@@ -211,11 +212,11 @@ def _owners(reader: CheckpointReader) -> dict[str, str]:
     return {name: known.get(name, '' if name.endswith('_ema') else MODELS) for name in groups}
 
 
-def _opened(folder: Path, rank: int, world_size: int) -> tuple[CheckpointReader | None, str | None]:
-    """The reader, or what is wrong with this rank's share of the files."""
+def _opened(folder: Path, process: int, num_processes: int) -> tuple[CheckpointReader | None, str | None]:
+    """The reader, or what is wrong with this process's share of the files."""
     try:
         reader = CheckpointReader(folder, verify=False)
-        reader.verify(rank, world_size)
+        reader.verify(process, num_processes)
     except CheckpointError as error:
         return None, str(error)
     return reader, None

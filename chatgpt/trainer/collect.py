@@ -54,6 +54,15 @@ class NothingToLearn(RuntimeError):
     """Dynamic sampling found no group whose scores differ."""
 
 
+def check_hears_alike(strategy: Strategy) -> None:
+    """Raises ValueError, before an environment is asked, where several processes compute a rank together."""
+    if strategy.processes.world_size != strategy.world_size:
+        raise ValueError(
+            'environment does not go with tensor_parallel: each of the processes that compute a rank together would '
+            'ask an environment of its own, and need not hear the same; leave one of them out'
+        )
+
+
 class Collector:
     """Generates on this rank's share of the prompts.
 
@@ -70,7 +79,7 @@ class Collector:
 
     Raises:
         ValueError: `max_staleness` with an engine that does not answer later; with `strategy.exact`, an engine whose
-            draws cannot be exact.
+            draws cannot be exact; episodes under tensor parallelism.
     """
 
     def __init__(
@@ -86,6 +95,8 @@ class Collector:
         num_samples_per_prompt: int = 1,
         max_staleness: int = 0,
     ) -> None:
+        if isinstance(engine, EpisodeEngine):
+            check_hears_alike(strategy)
         if strategy.exact is not None:
             if isinstance(engine, EpisodeEngine):
                 engine.engine = exact_draws(engine.engine)
@@ -189,7 +200,19 @@ class Collector:
         start = time.perf_counter()
         samples = self.engine.generate(*args, **kwargs)
         self.generating_s += time.perf_counter() - start
-        return samples
+        return self._of_rank(samples)
+
+    def _of_rank(self, samples: list[Sample]) -> list[Sample]:
+        """What the rank's first process has, where each has an engine with a whole model of its own: the processes of a
+        rank compute every token of them together, and another GPU may have drawn another."""
+        if not self._has_own_model() or getattr(self.engine, 'is_shared', False):
+            return samples
+        return self.strategy.ranks.from_leader(samples)
+
+    def _has_own_model(self) -> bool:
+        """Whether the engine copies whole weights, and does not compute with what the strategy gives it."""
+        copies = getattr(self.engine, 'copies_weights', False)
+        return copies or not isinstance(_innermost(self.engine), InProcessEngine)
 
     def taken_s(self) -> float:
         """Seconds that this rank's engine has generated since it was last asked; waiting for other ranks is not in
@@ -214,7 +237,7 @@ class Collector:
         """Inside, the engine has the policy's weights."""
         with ExitStack() as held:
             copies = getattr(self.engine, 'copies_weights', False)
-            self.strategy.whole_copies = copies or not isinstance(_innermost(self.engine), InProcessEngine)
+            self.strategy.whole_copies = self._has_own_model()
             self.strategy.only_reads = copies
             self.engine.begin(held.enter_context((policy or self.policy)()))
             generator = _innermost(self.engine)
@@ -345,6 +368,7 @@ class Collector:
                 f'max_staleness={self.max_staleness}'
             )
         assert timestep.samples is not None
+        timestep.samples = self._of_rank(timestep.samples)
         return self.decode(timestep.samples)
 
     def learned(self) -> None:

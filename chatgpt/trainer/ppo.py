@@ -51,7 +51,7 @@ from chatgpt.trainer.algorithms import estimate_advantages
 from chatgpt.trainer.base import Trainer
 from chatgpt.trainer.callbacks import Callback, RatioCheck, RolloutRecorder
 from chatgpt.trainer.checkpointing import generator_states, set_generator_states
-from chatgpt.trainer.collect import Collector, replace_uninformative
+from chatgpt.trainer.collect import Collector, check_hears_alike, replace_uninformative
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.failed_episodes import check_failed, compared, mask_failed
 from chatgpt.trainer.fits import check_records
@@ -179,11 +179,7 @@ class PPOTrainer(Trainer):
             run_dir=run_dir,
         )
         if environment is not None:
-            if strategy.processes.world_size != strategy.world_size:
-                raise ValueError(
-                    'environment does not go with tensor_parallel: each of the processes that compute a rank together '
-                    'would ask an environment of its own, and need not hear the same; leave one of them out'
-                )
+            check_hears_alike(strategy)
             check_writes_turns(getattr(bare, 'config', None))
             self.engine = EpisodeEngine(
                 self.engine, environment, tokenizer, environment_settings, stop_strings=stop_strings

@@ -107,6 +107,7 @@ def test_workers_are_asked_for_by_number(tmp_path, monkeypatch, capsys):
         run(RewardRun, *argv, '--print_config')  # which may be asked for where the run will not be
     monkeypatch.setenv('WORLD_SIZE', '2')
     assert run(RewardRun, *argv).train_batch_size == 4
+    assert run(RewardRun, *argv, '--tensor_parallel=2').train_batch_size == 2  # one rank of two processes
 
 
 def test_resources(monkeypatch):

@@ -20,11 +20,14 @@ def test_an_actor_is_given_up_before_the_other_ranks_give_up_its_own():
 def test_workers_with_vllm_have_gpus_and_serve_all_ranks():
     pytest.importorskip('ray')
     run = PPORun(engine='vllm', rollout_workers=2, rollout_resources={'GPU': 2.0, 'CPU': 1.0})
-    with rollout_engine(run, SimpleNamespace(processes=SimpleNamespace(world_size=1))) as engine:
+    with rollout_engine(run, SimpleNamespace(world_size=1, processes=SimpleNamespace(world_size=1))) as engine:
         assert type(engine) is VLLMRemoteEngine
         assert engine.tensor_parallel == 2 and engine.workers.num_workers == 2
-    with rollout_engine(run, SimpleNamespace(processes=SimpleNamespace(world_size=4), rank=1)) as engine:
+    with rollout_engine(run, SimpleNamespace(world_size=4, processes=SimpleNamespace(world_size=4), rank=1)) as engine:
         assert type(engine) is SharedEngine and engine.engine.tensor_parallel == 2
+    one_rank_of_two = SimpleNamespace(world_size=1, processes=SimpleNamespace(world_size=2), rank=0)
+    with rollout_engine(run, one_rank_of_two) as engine:
+        assert type(engine) is SharedEngine and engine.ranks is one_rank_of_two
     with rollout_engine(PPORun(engine='vllm', rollout_workers=1)) as engine:
         assert engine.workers.resources['GPU'] == 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -239,6 +240,14 @@ def test_phases_add_up_and_limits_decide():
     offloaded = make_plan(replace(setup, strategy='fsdp_cpu', host_memory=1000))
     assert offloaded.limit == 'host memory'
     assert make_plan(replace(setup, margin=0.5, memory=int(1.9 * plan.peak))).fits is False
+
+
+def test_a_plan_moves_no_generator():
+    """A run is planned by one of its processes, and goes on with the same draws."""
+    states = [torch.get_rng_state(), random.getstate()]
+    for task in ('ppo', 'sft'):
+        assert make_plan(Setup(config=CONFIG, task=task)).peak
+        assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
 
 
 def test_what_options_save():

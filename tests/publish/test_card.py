@@ -144,6 +144,14 @@ def test_it_says_what_how_and_on_what(tmp_path):
     assert '@article{schulman2017,' in text and 'Proximal Policy Optimization Algorithms' in text
 
 
+def test_it_counts_processes(tmp_path):
+    strategy = {'name': 'FSDPStrategy', 'world_size': 2, 'precision': 'bf16', 'device': 'cuda', 'seed': 7}
+    text = written(tmp_path / 'ranks', facts(record=record(strategy=strategy)))
+    assert '20 learning phases in bf16, 2 processes (FSDPStrategy), seed 7.' in text
+    text = written(tmp_path / 'parts', facts(record=record(strategy=strategy | {'world_size': 1, 'processes': 2})))
+    assert '20 learning phases in bf16, 2 processes (FSDPStrategy), seed 7.' in text
+
+
 LIMITS = {
     'the reward': ({}, 'It was optimised for `r.py:score`. That is a proxy'),
     'KL': ({}, 'It has moved 5 nats per response away'),

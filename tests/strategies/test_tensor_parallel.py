@@ -251,7 +251,8 @@ def test_flags_of_a_run():
     for name in ('naive', 'ddp', 'fsdp_cpu'):
         with pytest.raises(ValueError, match=f'tensor_parallel=2 needs strategy fsdp, and it is {name}'):
             check(strategy=name)
-    for given in ({'reproducible': 'exact'}, {'compile_blocks': True}, {'num_layers_unfrozen': 1}):
+    environment = {'environment': 'games:countdown'}
+    for given in ({'reproducible': 'exact'}, {'compile_blocks': True}, {'num_layers_unfrozen': 1}, environment):
         with pytest.raises(ValueError, match=f'tensor_parallel=2 does not go with {next(iter(given))}'):
             check(strategy='fsdp', **given)
 

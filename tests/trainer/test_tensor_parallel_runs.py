@@ -4,6 +4,9 @@ to rounding; checkpoints move to other layouts and back; what is saved is whole.
 from __future__ import annotations
 
 import math
+import os
+import shutil
+import signal
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -29,17 +32,30 @@ def config() -> Any:
     return tiny_config('llama', heads=4, positions=48)
 
 
-def ppo(kind: str, options: dict[str, Any], phases: int = 2, folder: str = '', resume: str = '') -> dict[str, Any]:
+def ppo(
+    kind: str,
+    options: dict[str, Any],
+    phases: int = 2,
+    folder: str = '',
+    resume: str = '',
+    run_dir: str | None = None,
+    dies_in: int = 0,
+) -> dict[str, Any]:
     """Phases of PPO with an actor, a critic and an initial model; what came of it. A checkpoint after the last phase
-    and the actor are saved in `folder`."""
+    and the actor are saved in `folder`, one of each phase in `run_dir`. All processes are killed while they learn in
+    phase `dies_in`."""
     from chatgpt.nn import AutoActor, AutoCritic
     from chatgpt.testing.fakes import char_tokenizer
     from chatgpt.trainer import PPOTrainer
-    from chatgpt.trainer.callbacks import Callback, ProgressBar
+    from chatgpt.trainer.callbacks import Callback, ProgressBar, SaveCheckpoint
 
     log: dict[str, Any] = {'metrics': [], 'samples': []}
 
     class Log(Callback):
+        def on_learn_epoch_start(self, trainer: Any, epoch: int) -> None:
+            if trainer.phase + 1 == dies_in and epoch == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
         def on_make_experience_end(self, trainer: Any, experiences: list[Any]) -> None:
             log['samples'] += [(e.index, e.response_ids.tolist(), e.score) for e in experiences]
 
@@ -67,7 +83,8 @@ def ppo(kind: str, options: dict[str, Any], phases: int = 2, folder: str = '', r
             actor_optim,
             critic_optim,
             tokenizer=char_tokenizer(),
-            callbacks=[Log(), ProgressBar(enabled=False)],
+            callbacks=[Log(), ProgressBar(enabled=False), *([SaveCheckpoint()] if run_dir else [])],
+            run_dir=run_dir,
             experience_batch_size=8,
             train_batch_size=4,
             max_epochs=2,
@@ -156,6 +173,36 @@ def test_a_checkpoint_goes_round(naive, tmp_path):
         whole = [reader.read(name, 0, math.prod(reader.shape(name))) for reader in readers]
         assert torch.equal(whole[0], whole[1]) and torch.equal(whole[0], whole[2]), name
     same(ppo('NaiveStrategy', {}, resume=str(second / 'checkpoint')), naive)
+
+
+@pytest.mark.system
+@pytest.mark.timeout(400)
+def test_a_run_of_two_by_two_that_is_killed_goes_on(tmp_path):
+    """On the same layout to the bits of one that was not; on one process with the same draws."""
+    from torch.multiprocessing.spawn import ProcessExitedException
+
+    from chatgpt.checkpoint import CheckpointReader, latest
+
+    phases, job = 3, ('FSDPStrategy', TWO)
+    straight, killed, alone = (tmp_path / name for name in ('straight', 'killed', 'alone'))
+    want = run_distributed(ppo, 4, *job, phases, '', '', str(straight))
+    with pytest.raises(ProcessExitedException, match='SIGKILL'):
+        run_distributed(ppo, 4, *job, phases, '', '', str(killed), 2)
+    newest = latest(killed / 'checkpoints')
+    assert newest is not None and newest.name == 'step-00000001'
+    shutil.copytree(killed, alone)
+
+    later = [{**rank, 'metrics': rank['metrics'][1:], 'samples': rank['samples'][8:]} for rank in want]
+    got = run_distributed(ppo, 4, *job, phases, '', 'auto', str(killed))
+    for a, b in zip(got, later, strict=True):
+        assert (a['metrics'], a['samples']) == (b['metrics'], b['samples']) and len(a['samples']) == 2 * 8
+    same(got[0], want[0])
+    ends = [CheckpointReader(folder / 'checkpoints/step-00000003') for folder in (straight, killed)]
+    assert ends[0].names() == ends[1].names()
+    for name in ends[0].names():
+        a, b = (reader.read(name, 0, math.prod(reader.shape(name))) for reader in ends)
+        assert torch.equal(a, b), name
+    check_equal(ppo('NaiveStrategy', {}, phases, '', 'auto', str(alone)), later[0], 4 * phases)
 
 
 # ---------------------------------------------------------------- other methods

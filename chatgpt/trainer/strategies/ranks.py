@@ -72,6 +72,10 @@ class Ranks(ABC):
     def broadcast_object(self, obj: T, src: int = 0) -> T:
         """Rank `src`'s `obj` on every rank."""
 
+    def from_leader(self, obj: T) -> T:
+        """The `obj` of this rank's first process, on all of its processes, which call it together."""
+        return obj
+
     def note_progress(self, where: str) -> None:
         """Say where the run is, for the message that names a rank which keeps the others waiting. Nothing on one
         process."""

@@ -104,6 +104,13 @@ class TensorRanks(Ranks):
     def broadcast_object(self, obj: T, src: int = 0) -> T:
         return self._processes.broadcast_object(obj, src * self.tensor_parallel)
 
+    def from_leader(self, obj: T) -> T:
+        box = [obj]
+        with self.whereabouts.waiting():
+            first, group = self.rank * self.tensor_parallel, self.mesh.get_group('tensor')
+            dist.broadcast_object_list(box, src=first, group=group, device=self.device)
+        return box[0]
+
     def barrier(self) -> None:
         self._processes.barrier()
 

@@ -1,0 +1,110 @@
+"""`--tensor_parallel` on the command line: what does not go with it is one sentence, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from command_line import call
+
+from chatgpt.nn import AutoActor, AutoRM, GPTActor
+from chatgpt.testing import byte_tokenizer
+from chatgpt.testing.fakes import tiny_config
+
+NO_PLAN = ' has no plan of its own for it in transformers'
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp('models')
+    torch.manual_seed(0)
+    gpt2, llama = (tiny_config(family, heads=4, vocab_size=259, positions=64) for family in ('gpt2', 'llama'))
+    GPTActor(config=gpt2).save_pretrained(folder / 'gpt2', tokenizer=byte_tokenizer())
+    AutoActor(config=llama).save_pretrained(folder / 'llama', tokenizer=byte_tokenizer())
+    AutoRM(config=gpt2).save_pretrained(folder / 'rm', tokenizer=byte_tokenizer())
+    (folder / 'prompts.jsonl').write_text(json.dumps({'prompt': 'one day'}) + '\n')
+    (folder / 'own.py').write_text('def score(prompts, responses):\n    return [0.0] * len(responses)\n')
+    return folder
+
+
+@pytest.fixture
+def told(monkeypatch, capsys, folder, tmp_path):
+    """What `ppo` with these flags says; it must be one line, and nothing may be left of the run."""
+
+    def of(*flags: str, method: str = 'ppo', processes: int = 1) -> str:
+        def loaded(*_, **__):
+            raise AssertionError('weights were loaded')
+
+        monkeypatch.setenv('WORLD_SIZE', str(processes))
+        for name in ('chatgpt.launch.recipes.start_of', 'chatgpt.launch.recipes.strategy_of'):
+            monkeypatch.setattr(name, loaded)
+        save_path = tmp_path / 'run'
+        assert call(monkeypatch, method, *flags, '--tensor_parallel=2', f'--save_path={save_path}') == 2
+        assert not save_path.exists()
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    return of
+
+
+def start(folder: Path, model: str = 'llama') -> list[str]:
+    return [str(folder / 'prompts.jsonl'), f'--pretrain={folder / model}', f'--reward_fn={folder / "own.py"}:score']
+
+
+@pytest.mark.parametrize(
+    ('flags', 'sentence'),
+    [
+        (['--strategy=ddp'], 'tensor_parallel=2 needs strategy fsdp, and it is ddp'),
+        (['--strategy=naive'], 'tensor_parallel=2 needs strategy fsdp, and it is naive'),
+        (['--strategy=fsdp_cpu'], 'tensor_parallel=2 needs strategy fsdp, and it is fsdp_cpu'),
+        (
+            ['--strategy=fsdp', '--reproducible=exact'],
+            "tensor_parallel=2 does not go with reproducible='exact': leave one of them out",
+        ),
+        (
+            ['--strategy=fsdp', '--num_layers_unfrozen=1'],
+            'tensor_parallel=2 does not go with num_layers_unfrozen=1: leave one of them out',
+        ),
+        (
+            ['--strategy=fsdp', '--compile_blocks'],
+            'tensor_parallel=2 does not go with compile_blocks=True: leave one of them out',
+        ),
+        (
+            ['--strategy=fsdp', '--environment=games:countdown'],
+            "tensor_parallel=2 does not go with environment='games:countdown': leave one of them out",
+        ),
+        (
+            ['--strategy=fsdp'],
+            'tensor_parallel=2: 1 process cannot be grouped by it; start a multiple of it, such as 2',
+        ),
+    ],
+)
+def test_settings_are_told_before_processes_are_counted(told, folder, flags, sentence):
+    assert told(*start(folder), *flags) == f'error: {sentence}'
+
+
+def test_models_that_cannot_be_cut_are_told_before_weights_are_read(told, folder):
+    fsdp = '--strategy=fsdp'
+    assert NO_PLAN in told(*start(folder, 'gpt2'), fsdp, processes=2)
+    assert NO_PLAN in told(fsdp, processes=2)  # the small one of a run without --pretrain, which would learn first
+    data, model, _ = start(folder)
+    assert NO_PLAN in told(data, model, f'--reward_model={folder / "rm"}', fsdp, processes=2)
+    assert NO_PLAN in told(f'--pretrain={folder / "gpt2"}', fsdp, method='sft', processes=2)
+
+
+def test_an_evaluation_in_an_environment(monkeypatch, capsys, folder):
+    flags = ['--environment=games:countdown', '--strategy=fsdp', '--tensor_parallel=2']
+    assert call(monkeypatch, 'evaluate', str(folder / 'llama'), *flags) == 2
+    assert 'error: --environment does not go with --tensor_parallel: leave one of them out' in capsys.readouterr().err
+
+
+def test_a_chat_is_one_process(monkeypatch, capsys, folder):
+    of_two = SimpleNamespace(world_size=1, processes=SimpleNamespace(world_size=2), is_rank_0=True)
+    monkeypatch.setattr('chatgpt.cli.generate.strategy_of', lambda args: nullcontext(of_two))
+    assert call(monkeypatch, 'chat', str(folder / 'llama'), '--strategy=fsdp', '--tensor_parallel=2') == 2
+    told = capsys.readouterr().err.splitlines()
+    assert told == ['error: a chat is one process: start it with python, or give --input']

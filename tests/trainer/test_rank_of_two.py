@@ -1,0 +1,298 @@
+"""One rank of two processes (`tensor_parallel=2`): what each process does by itself is asked of processes, what a rank
+does once is done once."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from chatgpt.testing.processes import run_distributed
+
+
+def ppo(strategy: Any, **more: Any) -> Any:
+    """A trainer of tiny models."""
+    from chatgpt.nn import AutoActor, AutoCritic
+    from chatgpt.testing.fakes import char_tokenizer, tiny_config
+    from chatgpt.trainer import PPOTrainer
+    from chatgpt.trainer.callbacks import ProgressBar
+
+    config = tiny_config('llama', heads=4, positions=48)
+    actor, critic = AutoActor(config=config), AutoCritic(config=config)
+    trained = [(model, torch.optim.AdamW(model.parameters(), lr=1e-3)) for model in (actor, critic)]
+    (actor, actor_optim), (critic, critic_optim) = strategy.prepare(*trained)
+    return PPOTrainer(
+        strategy,
+        actor,
+        critic,
+        None if 'environment' in more else lambda prompts, responses: [1.0] * len(responses),
+        strategy.prepare(AutoActor(config=config)),
+        actor_optim,
+        critic_optim,
+        tokenizer=char_tokenizer(),
+        callbacks=[ProgressBar(enabled=False)],
+        experience_batch_size=4,
+        train_batch_size=4,
+        max_new_tokens=4,
+        **more,
+    )
+
+
+def told(call: Any, *args: Any, **kw: Any) -> str:
+    """The error of a call."""
+    try:
+        call(*args, **kw)
+    except Exception as error:
+        return f'{type(error).__name__}: {error}'
+    return 'no error'
+
+
+def signs(strategy: Any, folder: str) -> str:
+    """`sign` where the second process does not see the folder of the first."""
+    from chatgpt.launch import relaunch
+
+    reads = relaunch._read
+    if strategy.processes.rank == 1:
+        relaunch._read = lambda save_path: {}  # type: ignore[assignment]
+    try:
+        return told(relaunch.sign, folder, strategy)
+    finally:
+        relaunch._read = reads
+
+
+def resumed(trainer: Any, folder: str) -> str:
+    """`load_checkpoint` where the second process does not see the folder of the first."""
+    from chatgpt.checkpoint import CheckpointError, CheckpointReader
+
+    reads = CheckpointReader.verify
+
+    def blind(self: Any, rank: int = 0, world_size: int = 1) -> None:
+        raise CheckpointError('the folder is not there')
+
+    trainer.save_checkpoint(Path(folder, 'checkpoint'))
+    if trainer.strategy.processes.rank == 1:
+        CheckpointReader.verify = blind  # type: ignore[method-assign]
+    try:
+        return told(trainer.load_checkpoint, Path(folder, 'checkpoint'))
+    finally:
+        CheckpointReader.verify = reads  # type: ignore[method-assign]
+
+
+class OwnModel:
+    """An engine with a model of its own, which draws another token on each process."""
+
+    reproducible, copies_weights = False, True
+
+    def __init__(self, token: int) -> None:
+        self.token, self.taken = token, 0
+
+    def begin(self, actor: Any) -> None: ...
+
+    def end(self) -> None: ...
+
+    def generate(self, prompts: Any, sampling: Any, *, indices: Any, **_: Any) -> list[Any]:
+        from chatgpt.types import Sample
+
+        ids = torch.tensor([self.token])
+        more: Any = {name: torch.zeros(1) for name in ('logprobs', 'filtered_logprobs', 'edge_distances')}
+        return [
+            Sample(
+                prompt_ids=prompt.ids,
+                response_ids=ids,
+                response_mask=torch.ones(1, dtype=torch.bool),
+                index=index,
+                group=index,
+                finish_reason='length',
+                **more,
+            )
+            for prompt, index in zip(prompts, indices, strict=True)
+        ]
+
+
+class AnswersLater(OwnModel):
+    def submit(self, *args: Any, **kw: Any) -> list[Any]:
+        return self.generate(*args, **kw)
+
+    def take(self, ticket: list[Any]) -> list[Any]:
+        return ticket
+
+    def cancel(self, ticket: list[Any]) -> None: ...
+
+
+def drawn(strategy: Any, kind: Any) -> tuple[list[int], list[int]]:
+    """Tokens that a collector of such an engine gives: of these prompts now, and of the next ones."""
+    from chatgpt.dataset import PromptSet
+    from chatgpt.rollout import SamplingParams
+    from chatgpt.trainer.collect import Collector
+    from chatgpt.types import Prompt
+
+    engine, prompts = kind(5 + strategy.processes.rank), [Prompt(ids=torch.tensor([3]), text='a') for _ in range(2)]
+    collector = Collector(
+        strategy, engine, SamplingParams(max_new_tokens=1), policy=lambda: nullcontext(None), batch_size=2
+    )
+    collector.set_prompts(PromptSet(prompts))
+    now = collector.generate(prompts, indices=range(2))
+    (later,) = collector.collect(1, version=0) or [[]]
+    return [int(s.response_ids) for s in now], [int(s.response_ids) for s in later]
+
+
+def of_a_process(folder: str) -> dict[str, Any]:
+    import chatgpt
+    from chatgpt.environments.games import Countdown
+    from chatgpt.trainer.agreement import check_ranks
+    from chatgpt.trainer.callbacks import SaveCheckpoint
+    from chatgpt.trainer.callbacks.base import TrainerView
+    from chatgpt.trainer.callbacks.run_record import describe
+    from chatgpt.trainer.metrics import rank_metrics
+    from chatgpt.trainer.prompt_evaluation import PromptEvaluation
+    from chatgpt.trainer.run_control import agreed
+    from chatgpt.trainer.strategies import FSDPStrategy
+
+    found: dict[str, Any] = {}
+    with FSDPStrategy(seed=3, precision='fp32', tensor_parallel=2, device='cpu') as strategy:
+        second = strategy.processes.rank == 1
+        found['ranks'] = strategy.rank, strategy.world_size, strategy.processes.world_size
+        found['stops'] = [agreed(flag, strategy) for flag in (second, not second, False)]
+        found['agree'] = [told(check_ranks, strategy, {'seed': seed}, 'here') for seed in (3, 3 + second)]
+        callback: Any = SaveCheckpoint(interval=None, minutes=1.0)
+        due = []
+        for minutes in ((2, 0), (0, 2)):  # since the last one, by the clocks of the two
+            callback._saved_at = time.monotonic() - 60 * minutes[second]
+            due.append(callback._is_due(SimpleNamespace(strategy=strategy)))
+        found['due'] = due
+        found['timing'] = rank_metrics(strategy, 1.0 + second)
+        found['leader'] = strategy.ranks.from_leader(strategy.processes.rank)
+        trainer: TrainerView = ppo(strategy)
+        found['record'] = {k: describe(trainer).strategy.get(k) for k in ('world_size', 'processes')}
+        found['environment'] = [
+            told(ppo, strategy, environment=Countdown),
+            told(chatgpt.train, 'no such model', environment=Countdown, strategy=strategy),
+            told(PromptEvaluation(['a one'], environment=Countdown), trainer),
+        ]
+        found['sign'] = signs(strategy, folder)
+        found['resume'] = resumed(trainer, folder)
+        found['drawn'] = [drawn(strategy, kind) for kind in (OwnModel, AnswersLater)]
+    return found
+
+
+@pytest.fixture(scope='module')
+def both(tmp_path_factory) -> list[dict[str, Any]]:
+    found = run_distributed(of_a_process, 2, str(tmp_path_factory.mktemp('rank')))
+    assert [f['ranks'] for f in found] == [(0, 1, 2), (0, 1, 2)]
+    return found
+
+
+def test_a_signal_that_one_process_got_stops_both(both):
+    assert [f['stops'] for f in both] == [[True, True, False]] * 2
+
+
+def test_processes_that_differ_are_told(both):
+    for found in both:
+        same, other = found['agree']
+        assert same == 'no error'
+        assert other == (
+            'RankMismatchError: the ranks do not run the same run, seen here: on rank 1 seed is 4 instead of 3 '
+            '(as on rank 0)'
+        )
+
+
+def test_the_first_clock_says_when_a_checkpoint_is_due(both):
+    assert [f['due'] for f in both] == [[True, False]] * 2
+
+
+def test_one_rank_has_no_slowest(both):
+    assert [f['timing'] for f in both] == [{}, {}]
+
+
+def test_a_record_counts_both(both):
+    assert [f['record'] for f in both] == [{'world_size': 1, 'processes': 2}] * 2
+
+
+def test_an_environment_is_refused(both):
+    for found in both:
+        for error in found['environment']:
+            assert error.startswith('ValueError: environment does not go with tensor_parallel: ')
+
+
+def test_a_process_that_does_not_see_the_folder_is_named(both):
+    for found in both:
+        assert 'is not shared: what rank 0 on ' in found['sign'] and 'is not seen by rank 1 on ' in found['sign']
+
+
+def test_a_process_that_cannot_read_a_checkpoint_ends_both(both):
+    assert [f['resume'] for f in both] == ['CheckpointError: the folder is not there'] * 2
+
+
+def test_engines_with_models_of_their_own_give_the_draws_of_the_first(both):
+    assert [f['leader'] for f in both] == [0, 0]
+    for found in both:
+        assert found['drawn'] == [([5, 5], [5, 5])] * 2
+
+
+# ---------------------------------------------------------------- workers
+
+
+SAMPLING = {'max_new_tokens': 8, 'eos_token_ids': ()}
+
+
+def prompts(numbers: range) -> list[Any]:
+    from chatgpt.types import Prompt
+
+    return [Prompt(ids=torch.tensor([5, 3 + i]), text=str(i)) for i in numbers]
+
+
+def actor_of(strategy: Any) -> Any:
+    from chatgpt.nn import AutoActor
+    from chatgpt.testing.fakes import tiny_config
+
+    return strategy.prepare(AutoActor(config=tiny_config('llama', heads=4, positions=48)))
+
+
+def by_workers() -> dict[str, Any]:
+    """Draws of the workers that a flag gives a rank: two samples of the first rank, one of the second, each with a
+    limit of its own."""
+    from in_process_workers import InProcessWorkers
+
+    from chatgpt.launch import rollouts
+    from chatgpt.launch.runs import PPORun
+    from chatgpt.rollout import RemoteEngine, SamplingParams
+    from chatgpt.trainer.collect import Collector
+    from chatgpt.trainer.strategies import FSDPStrategy
+    from chatgpt.types import Prompt
+
+    workers, sampling = InProcessWorkers(2), SamplingParams(**SAMPLING)
+    rollouts._engine = lambda args: RemoteEngine(workers)
+    with FSDPStrategy(seed=3, precision='fp32', tensor_parallel=2, device='cpu') as strategy:
+        actor = actor_of(strategy)
+        mine = range(strategy.rank, 3, strategy.world_size)
+        with rollouts.rollout_engine(PPORun(rollout_workers=2), strategy) as engine:
+            collector = Collector(strategy, engine, sampling, policy=lambda: strategy.full_model(actor))
+            samples = collector.generate(prompts(mine), indices=mine, limits=[4 + i for i in mine])
+            found = {'started': len(workers.workers), 'drawn': {s.index: s.response_ids.tolist() for s in samples}}
+            with strategy.full_model(actor) as full:
+                engine.begin(full)
+                empty = [Prompt(ids=torch.tensor([], dtype=torch.int64))]
+                found['error'] = told(engine.generate, empty, sampling, seed=0, indices=[0])
+                engine.end()
+    return found
+
+
+def test_a_rank_has_one_set_of_workers():
+    from chatgpt.rollout import LocalEngine, SamplingParams
+    from chatgpt.trainer.strategies import NaiveStrategy
+
+    ranks = run_distributed(by_workers, 4)
+    with NaiveStrategy(seed=3, device='cpu', precision='fp32') as strategy:
+        engine = LocalEngine()
+        engine.begin(actor_of(strategy))
+        alone = engine.generate(prompts(range(3)), SamplingParams(**SAMPLING), seed=3, indices=range(3))
+        want = {s.index: s.response_ids.tolist()[: 4 + s.index] for s in alone}
+    assert [r['started'] for r in ranks] == [2, 0, 2, 0]
+    assert [r['drawn'] for r in ranks] == [{0: want[0], 2: want[2]}] * 2 + [{1: want[1]}] * 2
+    for r in ranks:
+        assert r['error'].startswith('ValueError: generate: prompt 0 is empty')
