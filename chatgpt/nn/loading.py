@@ -39,8 +39,6 @@ from chatgpt.nn.stored_dtype import say_dtype, stored_dtype, to_dtype
 from chatgpt.nn.trunk import base_model, cut_over, is_encoder_decoder
 from chatgpt.nn.unfit import candidates, check_finite, check_fit, fits, not_tied, open_weights
 
-ALIGNMENT = 64
-"""bytes, of what torch allocates in host memory"""
 HUB_OPTIONS = ('revision', 'subfolder', 'cache_dir', 'local_files_only', 'token')
 """where a pretrained model comes from; all but `token` are kept in its `WeightsSource`"""
 OTHER_TOKENIZER = (
@@ -324,7 +322,6 @@ def _from_files(cls: Any, source: WeightsSource, options: dict[str, Any]) -> Any
             raise not_tied(file_of(one), other, one)
     for name, parameter in model.named_parameters():
         check_finite(parameter, name, file_of)
-    _align(model)
     if source.adapter:
         adapter = MergedAdapter(model, source.adapter)
         with torch.no_grad():
@@ -332,15 +329,6 @@ def _from_files(cls: Any, source: WeightsSource, options: dict[str, Any]) -> Any
                 adapter.add_to(name, parameter)
     model.weights_source = source
     return model
-
-
-def _align(model: Any) -> None:
-    """Give a weight memory of its own where it lies in the mapped file at an address that torch would not choose, which
-    the length of the file's header decides: some processors round products of it otherwise, and a run would have other
-    last bits than under a strategy that fills its weights."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.data_ptr() % ALIGNMENT:
-            tensor.data = tensor.data.clone()
 
 
 def _is_native(model: Any) -> bool:
