@@ -123,3 +123,16 @@ def test_the_later_trainers_read_prompt_and_response_as_two_texts(tmp_path: Path
     zero = lambda prompts, responses: [0.0 for _ in prompts]  # noqa: E731
     ppo = ppo_train.PPOTrainer(args=arguments, reward_model=zero, train_dataset=[{'prompt': 'ab'}], **common())
     assert ppo.prompts[0].ids.tolist() == prompt
+
+
+def test_records_are_cut_to_the_positions_after_the_start_token(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match='are longer than 9 tokens and were cut'):
+        trainer = SFTTrainer(
+            model=tiny_causal_lm('bart', positions=10),
+            args=SFTConfig(output_dir=str(tmp_path), report_to='none'),
+            processing_class=encoder_decoder_tokenizer('bart'),
+            train_dataset=[{'prompt': 'a' * 20, 'completion': 'b' * 20}],
+        )
+    (record,) = trainer.inner.train_data
+    assert (len(record.prompt_ids), len(record.response_ids)) == (9, 9)
+    trainer.train()
