@@ -41,7 +41,7 @@ from chatgpt.launch.game_start import game_config, game_tokenizer
 from chatgpt.launch.rollouts import check_rollout_args
 from chatgpt.launch.runs import DataRun, ILQLRun, PPORun, PreferenceRun, RewardRun, Run, SFTRun, same_file
 from chatgpt.nn.families import MODELS
-from chatgpt.nn.heads import HEAD_FILE
+from chatgpt.nn.files import HEAD_FILE
 from chatgpt.nn.loading import load_config, load_tokenizer
 from chatgpt.nn.peft_format import adapter_base
 from chatgpt.nn.trunk import position_limit, text_config

@@ -36,6 +36,14 @@ def dropout_off(module: nn.Module) -> None:
                 setattr(part, name, 0.0)
 
 
+def layer_drop_off(module: nn.Module) -> bool:
+    """Leave no block out in training (LayerDrop, Fan et al. 2019). Whether one could have been."""
+    drops = [part for part in module.modules() if getattr(part, 'layerdrop', 0.0) > 0.0]
+    for part in drops:
+        part.layerdrop = 0.0  # type: ignore[assignment]
+    return bool(drops)
+
+
 class _FlagOff:
     """A layer's checkpointing whose forward, and its repetition in the backward pass, see the training flag off."""
 

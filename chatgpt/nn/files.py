@@ -1,4 +1,4 @@
-"""Weights on disk with the rights of any other file.
+"""Weights on disk with the rights of any other file, and heads beside a model.
 
 safetensors writes a temporary file of its own and renames it, and only its owner may read that. Left out: checkpoints,
 which `chatgpt.checkpoint` writes.
@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
+
+HEAD_FILE = 'value_head.safetensors'
+Q_HEADS_FILE = 'ilql_heads.safetensors'
 
 
 def share_by_umask(folder: str | os.PathLike[str], pattern: str = '*.safetensors') -> None:
@@ -30,3 +33,10 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, 
 
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)
     share_by_umask(path.parent, path.name)
+
+
+def remove_heads(folder: str | os.PathLike[str]) -> None:
+    """Remove the heads of a model that was saved there before, which would be read as those of the one that is written
+    next."""
+    for name in (HEAD_FILE, Q_HEADS_FILE):
+        Path(folder, name).unlink(missing_ok=True)

@@ -15,13 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from chatgpt.nn.files import save_tensors
+from chatgpt.nn.files import HEAD_FILE, save_tensors
 from chatgpt.nn.sources import draw_seed, seeded
 from chatgpt.nn.unfit import check_fit, read_weights
 
 NEAR_ZERO = 1e-3
 """weights of a critic's head relative to 1/sqrt(width)"""
-HEAD_FILE = 'value_head.safetensors'
 
 
 class SeededLinear(nn.Linear):

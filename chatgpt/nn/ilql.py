@@ -24,15 +24,13 @@ from torch import Tensor, nn
 from chatgpt.functional.ilql import ilql_logits, min_q
 from chatgpt.functional.logprobs import map_row_chunks, rows_per_chunk
 from chatgpt.nn.actor import Actor
-from chatgpt.nn.files import save_tensors
+from chatgpt.nn.files import Q_HEADS_FILE, save_tensors
 from chatgpt.nn.head_kernels import head_logprobs
 from chatgpt.nn.heads import SeededLinear, in_fp32, mlp_head
 from chatgpt.nn.packing import flat_hidden
 from chatgpt.nn.trunk import base_model, hidden_size, text_config
 from chatgpt.nn.unfit import check_fit, read_weights
 from chatgpt.types import Batch
-
-HEADS_FILE = 'ilql_heads.safetensors'
 
 
 class ILQLOutput(NamedTuple):
@@ -146,12 +144,12 @@ class ILQLModel(Actor):
         super().save_pretrained(folder, tokenizer, state_dict=state_dict, dtype=dtype)
         full = self.state_dict() if state_dict is None else state_dict
         heads = {n: t for n, t in full.items() if n.startswith(('v_head.', 'q_heads.', 'target_q_heads.'))}
-        save_tensors(heads, Path(folder, HEADS_FILE))
+        save_tensors(heads, Path(folder, Q_HEADS_FILE))
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, two_qs: bool | None = None, **options: Any) -> ILQLModel:  # type: ignore[override]
         """From a folder that `save_pretrained` wrote, with its heads; or from any causal LM, with new ones."""
-        path = Path(folder, HEADS_FILE)
+        path = Path(folder, Q_HEADS_FILE)
         tensors = read_weights(path) if path.is_file() else None
         if tensors is not None:
             two_qs = any(name.startswith('q_heads.1.') for name in tensors)

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from chatgpt.nn import lora
 from chatgpt.nn.encoder_decoder import check_encoder_decoder, encoder_decoder_trunk, has_no_base, seq2seq_class
-from chatgpt.nn.files import share_by_umask
+from chatgpt.nn.files import remove_heads, share_by_umask
 from chatgpt.nn.peft_format import MergedAdapter, adapter_base
 from chatgpt.nn.sources import (
     Uninitialised,
@@ -463,7 +463,7 @@ def write_folder(
     *,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """`model.save_pretrained` without its progress bar.
+    """`model.save_pretrained` without its progress bar, in place of what was saved there before with its heads.
 
     Args:
         state_dict: replaces the model's own weights.
@@ -491,6 +491,7 @@ def write_folder(
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
+        remove_heads(folder)
         model.save_pretrained(folder, state_dict=state_dict)
         share_by_umask(folder)
     finally:

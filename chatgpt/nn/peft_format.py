@@ -31,7 +31,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
-from chatgpt.nn.files import save_tensors
+from chatgpt.nn.files import remove_heads, save_tensors
 from chatgpt.nn.lora import (
     convert_to_lora,
     has_lora,
@@ -127,6 +127,7 @@ def export_peft(
         own = {name: state[prefix + name] for name in own}
     tensors = {_PREFIX + stored[name]: tensor.clone() for name, tensor in own.items()}
     path.mkdir(parents=True, exist_ok=True)
+    remove_heads(path)
     save_tensors(tensors, path / WEIGHTS_FILE, metadata={'format': 'pt'})
     (path / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + '\n', encoding='utf-8')
 

@@ -20,8 +20,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from chatgpt.nn import lora
 from chatgpt.nn.encoder_decoder import seq2seq_class
+from chatgpt.nn.files import HEAD_FILE
 from chatgpt.nn.gelu import use_fused_gelu
-from chatgpt.nn.heads import HEAD_FILE, SeededLinear, in_fp32, load_head, reward_head, save_head, set_state
+from chatgpt.nn.heads import SeededLinear, in_fp32, load_head, reward_head, save_head, set_state
 from chatgpt.nn.loading import (
     TakesModel,
     add_lora,

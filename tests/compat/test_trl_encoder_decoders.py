@@ -10,7 +10,16 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
-from chatgpt.compat.trl import AutoModelForSeq2SeqLMWithValueHead, PPOConfig, PPOTrainer
+from chatgpt.compat.trl import (
+    AutoModelForSeq2SeqLMWithValueHead,
+    DPOConfig,
+    DPOTrainer,
+    PPOConfig,
+    PPOTrainer,
+    SFTConfig,
+    SFTTrainer,
+    ppo_train,
+)
 from chatgpt.testing import encoder_decoder_tokenizer, tiny_causal_lm
 
 TEXTS = ['this film was', 'i did not like', 'what a dull', 'the best of']
@@ -57,3 +66,73 @@ def test_max_length_counts_the_start_token(tmp_path: Path) -> None:
     query = torch.tensor(tokenizer('what a long prompt this is')['input_ids'])
     (response,) = trainer.generate([query], max_length=5, min_new_tokens=4, do_sample=True, top_k=0)
     assert len(response) == 5
+
+
+def later_ppo(folder: Path, response_length: int) -> ppo_train.PPOTrainer:
+    """On prompts of up to 8 ids."""
+    return ppo_train.PPOTrainer(
+        args=PPOConfig(
+            output_dir=str(folder),
+            per_device_train_batch_size=2,
+            total_episodes=2,
+            response_length=response_length,
+            num_sample_generations=0,
+            report_to='none',
+        ),
+        processing_class=encoder_decoder_tokenizer('bart'),
+        model=tiny_causal_lm('bart', positions=10),
+        reward_model=lambda prompts, responses: [0.0 for _ in prompts],
+        train_dataset=[{'input_ids': [1, *range(5, 11), 2]}, {'input_ids': [1, 6, 2]}],
+    )
+
+
+def test_prompt_and_response_of_the_later_trainer_have_the_positions_each(tmp_path: Path) -> None:
+    trainer = later_ppo(tmp_path / 'run', 9)
+    trainer.train()
+    assert [e.num_actions <= 9 for e in trainer.inner.last_experiences] == [True, True]
+    with pytest.raises(ValueError, match="passes the policy's context of 10"):
+        later_ppo(tmp_path / 'other', 10)
+
+
+def test_the_later_trainers_read_prompt_and_response_as_two_texts(tmp_path: Path) -> None:
+    def common() -> dict[str, Any]:
+        return {'model': tiny_causal_lm('t5'), 'processing_class': encoder_decoder_tokenizer('t5')}
+
+    tokenizer = encoder_decoder_tokenizer('t5')
+    prompt, yes, no = (tokenizer(text)['input_ids'] for text in ('ab', 'c', 'd'))
+    assert prompt[-1] == yes[-1] == 2
+
+    options: dict[str, Any] = {'output_dir': str(tmp_path / 'sft'), 'report_to': 'none'}
+    row: dict[str, Any] = {'prompt': 'ab', 'completion': 'c'}
+    (record,) = SFTTrainer(args=SFTConfig(**options), train_dataset=[row], **common()).inner.train_data
+    assert (record.prompt_ids.tolist(), record.response_ids.tolist()) == (prompt, yes)
+    for other, more, said in (
+        ({'text': 'ab'}, {}, 'a text without a prompt'),
+        ({'input_ids': [5, 6]}, {}, 'no known shape in the columns'),
+        (row, {'completion_only_loss': False}, 'cannot be honoured for an encoder'),
+    ):
+        with pytest.raises(ValueError, match=said):
+            SFTTrainer(args=SFTConfig(**options, **more), train_dataset=[other], **common())
+
+    rows = [{'prompt': 'ab', 'chosen': 'c', 'rejected': 'd'}]
+    options['output_dir'] = str(tmp_path / 'dpo')
+    (pair,) = DPOTrainer(args=DPOConfig(**options), train_dataset=rows, **common()).inner.train_data
+    assert (pair.chosen.prompt_ids.tolist(), pair.rejected.response_ids.tolist()) == (prompt, no)
+
+    arguments = PPOConfig(**options | {'output_dir': str(tmp_path / 'ppo')}, total_episodes=2, response_length=4)
+    zero = lambda prompts, responses: [0.0 for _ in prompts]  # noqa: E731
+    ppo = ppo_train.PPOTrainer(args=arguments, reward_model=zero, train_dataset=[{'prompt': 'ab'}], **common())
+    assert ppo.prompts[0].ids.tolist() == prompt
+
+
+def test_records_are_cut_to_the_positions_after_the_start_token(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match='are longer than 9 tokens and were cut'):
+        trainer = SFTTrainer(
+            model=tiny_causal_lm('bart', positions=10),
+            args=SFTConfig(output_dir=str(tmp_path), report_to='none'),
+            processing_class=encoder_decoder_tokenizer('bart'),
+            train_dataset=[{'prompt': 'a' * 20, 'completion': 'b' * 20}],
+        )
+    (record,) = trainer.inner.train_data
+    assert (len(record.prompt_ids), len(record.response_ids)) == (9, 9)
+    trainer.train()

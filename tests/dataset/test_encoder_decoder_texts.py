@@ -107,16 +107,18 @@ def test_the_limit_is_of_each_side_and_special_tokens_stay():
 
 
 class TwoLanguages:
-    """A tokenizer that cuts targets otherwise, as Marian's does: here each letter one id further."""
+    """A tokenizer that cuts targets otherwise, as Marian's does: here each letter one id further, behind the token of
+    the language, if one is set."""
 
     eos_token_id, bos_token_id, eos_token, all_special_ids, chat_template = END, None, '<eos>', (END,), None
-    for_encoder_decoder, added_tokens_decoder, calls = True, {}, 0
+    for_encoder_decoder, added_tokens_decoder, calls, tgt_lang = True, {}, 0, None
 
     def __call__(self, text=None, text_target=None, add_special_tokens=True, **_):
         self.calls += 1
         given, first = (text, A) if text is not None else (text_target, B)
         ids = [first + ord(c) - ord('a') for c in given]
-        return {'input_ids': [*ids, END] if add_special_tokens else ids}
+        language = [] if text is not None or self.tgt_lang is None else [self.tgt_lang]
+        return {'input_ids': [*language, *ids, END] if add_special_tokens else ids}
 
     def decode(self, ids):
         return ''.join(map(str, ids))
@@ -131,3 +133,8 @@ def test_responses_are_cut_as_the_target_language():
     before = tokenizer.calls
     frame(tokenizer)
     assert tokenizer.calls == before  # asked once
+    for language in (40, 41):  # until it writes another language
+        tokenizer.tgt_lang = language
+        assert frame(tokenizer) == ([], [END], [language])
+        record = tokenize_demonstration(Demonstration(prompt='ab', response='ab'), tokenizer)
+        assert record.response_ids.tolist() == [language, B, C, END]

@@ -14,7 +14,8 @@ on a CPU:
 
 The second adds the last column. No real checkpoint was tried. A cross means that the library refuses it by name, before
 any work; the reasons stand below. Models of BERT's kind are decoders here (`is_decoder=True` in the config); as they
-come they look ahead, and an actor refuses them.
+come they look ahead, and an actor refuses them. T5, BART and their like are on the page of
+[encoder-decoders](encoder_decoders.md).
 
 | column | what is compared |
 |---|---|

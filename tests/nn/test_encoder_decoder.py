@@ -261,15 +261,16 @@ def test_folders_go_round(family, tmp_path):
     actor = AutoActor(tmp_path / 'theirs').eval()
     actor.save_pretrained(tmp_path / 'ours')
     again = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / 'ours').eval()
-    again = copy.deepcopy(again)  # where its weights lie in the mapped file, some processors round otherwise
-    for sequence in sequences():
-        assert torch.equal(own(again, family, sequence)[0], own(model, family, sequence)[0])
+    found = again.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+    for sequence in sequences():  # where tensors lie in memory decides the last bits of a matrix product
+        torch.testing.assert_close(own(again, family, sequence)[0], own(model, family, sequence)[0])
     critic, reward_model = AutoCritic(tmp_path / 'theirs').eval(), AutoRM(tmp_path / 'theirs').eval()
     reward_model.calibrate(0.25)
     for made, name in ((critic, 'critic'), (reward_model, 'rm')):
         made.save_pretrained(tmp_path / name)
         loaded = type(made).from_pretrained(tmp_path / name).eval()
-        assert torch.equal(loaded(batch), made(batch))
+        torch.testing.assert_close(loaded(batch), made(batch))
     base = transformers.AutoModel.from_pretrained(tmp_path / 'critic')
     assert type(base).__name__ == f'{TYPES[family]}Model'
 

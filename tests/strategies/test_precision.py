@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, XGLMConfig
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, M2M100Config, XGLMConfig
 
 from chatgpt.batching import collate
 from chatgpt.launch.arguments import make_strategy
@@ -29,6 +29,7 @@ from chatgpt.trainer.strategies.precision import WideProducts, cast_copy, emulat
 from chatgpt.trainer.strategies.registry import STRATEGIES, StrategyEntry
 
 CPU = torch.device('cpu')
+M2M_SIZES = {'layers': 1, 'attention_heads': 4, 'ffn_dim': 48}
 
 
 @pytest.fixture
@@ -363,14 +364,17 @@ def test_a_copy_for_generation_needs_no_second_set_of_weights_in_fp32():
 
 
 def test_what_stays_in_fp32_in_a_copy_is_what_transformers_keeps_in_it(tmp_path):
-    """XGLM's sinusoids are added to states, so they take the dtype; rotary frequencies lose their meaning in it, and
-    gates that a model class names stay."""
+    """XGLM's and M2M-100's sinusoids are added to states, so they take the dtype; rotary frequencies lose their meaning
+    in it, and gates that a model class names stay."""
     sizes = {'vocab_size': 64, 'd_model': 32, 'ffn_dim': 48, 'num_layers': 1, 'attention_heads': 4}
     torch.manual_seed(0)
     xglm = Actor(AutoModelForCausalLM.from_config(XGLMConfig(**sizes, max_position_embeddings=64)).eval())
+    sides = {f'{side}_{name}': n for side in ('encoder', 'decoder') for name, n in M2M_SIZES.items()}
+    m2m_config = M2M100Config(vocab_size=64, d_model=32, max_position_embeddings=64, **sides, decoder_start_token_id=2)
+    m2m = Actor(AutoModelForSeq2SeqLM.from_config(m2m_config).eval())
     llama = Actor(tiny_causal_lm('llama'))
     llama.model._keep_in_fp32_modules_strict = {'mlp.gate_proj'}
-    for actor in (xglm, llama):
+    for actor in (xglm, m2m, llama):
         actor.model.save_pretrained(tmp_path)
         theirs = type(actor.model).from_pretrained(tmp_path, dtype=torch.bfloat16)
         ours = cast_copy(actor, torch.bfloat16)
@@ -381,7 +385,13 @@ def test_what_stays_in_fp32_in_a_copy_is_what_transformers_keeps_in_it(tmp_path)
         assert len(set(want.values())) == 1 + (actor is llama)
     batch = collate(tiny_sequences())
     with torch.no_grad():
-        assert torch.allclose(cast_copy(xglm, torch.bfloat16)(batch).logprobs.float(), xglm(batch).logprobs, atol=0.1)
+        for actor in (xglm, m2m):
+            found = cast_copy(actor, torch.bfloat16)(batch).logprobs.float()
+            assert torch.allclose(found, actor(batch).logprobs, atol=0.1)
+    sines = 'encoder.embed_positions.weights'
+    assert torch.equal(
+        cast_copy(m2m, torch.bfloat16).model.model.get_buffer(sines), m2m.model.model.get_buffer(sines).bfloat16()
+    )
 
 
 def test_an_adapter_that_is_switched_off_is_not_folded_in():

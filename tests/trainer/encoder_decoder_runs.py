@@ -110,6 +110,39 @@ def exact_hash(kind: str, family: str) -> str:
     return hashlib.sha256(b''.join(weights[name].numpy().tobytes() for name in sorted(weights))).hexdigest()
 
 
+def m2m_losses(kind: str, precision: str) -> list[float]:
+    """Of two steps of SFT, of an M2M-100 that adds sines to its states and leaves every second block out."""
+    import transformers
+    from phase_log import Log
+
+    from chatgpt.nn import AutoActor
+    from chatgpt.trainer import SFTTrainer
+    from chatgpt.trainer import strategies as s
+    from chatgpt.types import Sequence
+
+    sizes = {'d_model': 16, 'vocab_size': VOCAB, 'max_position_embeddings': 32, 'dropout': 0.0}
+    drops = {'attention_dropout': 0.0, 'activation_dropout': 0.0}
+    for side in ('encoder', 'decoder'):
+        sizes |= {f'{side}_layers': 3, f'{side}_ffn_dim': 32, f'{side}_attention_heads': 2, f'{side}_layerdrop': 0.5}
+    config = transformers.M2M100Config(**sizes, **drops, pad_token_id=1, decoder_start_token_id=2)
+    data = [
+        Sequence(
+            prompt_ids=torch.arange(3, 5 + i) % VOCAB,
+            response_ids=torch.arange(3, 4 + i),
+            response_mask=torch.ones(1 + i, dtype=torch.bool),
+        )
+        for i in range(8)
+    ]
+    log = Log()
+    with getattr(s, kind)(seed=3, device='cpu', precision=precision) as strategy:
+        with strategy.model_init_context():
+            actor = AutoActor(config=config)
+        actor, optim = strategy.prepare((actor, strategy.make_optimizer(actor.parameters(), lr=1e-3)))
+        settings = {'train_batch_size': 8, 'max_epochs': 2, 'log_interval': 1}
+        SFTTrainer(strategy, actor, optim, data, callbacks=[log], **settings).fit()
+    return [phase['sft/loss'] for phase in log.phases]
+
+
 def train(kind: str, options: dict[str, Any], family: str, roles: str, phases: int = 2) -> dict[str, Any]:
     """What came of a run, on this rank."""
     from phase_log import Log

@@ -16,11 +16,13 @@ from phase_log import Log
 from chatgpt.batching import collate
 from chatgpt.dataset import load_demonstrations, load_labelled, load_preferences
 from chatgpt.dataset.formats import note_model
+from chatgpt.launch.methods import METHODS
 from chatgpt.nn import Actor, Critic, ILQLModel, RewardModel
 from chatgpt.nn.loading import trunk_of
 from chatgpt.rollout import BestOfN, HFEngine, LocalEngine, SamplingParams, stream_tokens
 from chatgpt.testing import encoder_decoder_tokenizer, tiny_causal_lm
-from chatgpt.trainer import DPOTrainer, ILQLTrainer, PPOTrainer, RFTTrainer, SFTTrainer
+from chatgpt.trainer import ILQLTrainer, PPOTrainer, RFTTrainer, SFTTrainer
+from chatgpt.trainer.callbacks import Callback
 from chatgpt.trainer.objectives.ilql import BetaEvaluation
 from chatgpt.trainer.objectives.reward_model import RewardModelTrainer
 from chatgpt.trainer.prompt_evaluation import PromptEvaluation
@@ -49,7 +51,16 @@ def trained(strategy: Any, model: Any, lr: float = 1e-3) -> tuple[Any, Any]:
     return strategy.prepare((model, torch.optim.AdamW(parameters, lr=lr, eps=1e-5)))
 
 
-def online(family: str, actor: Actor, *, critic: bool, reference: bool, reward: Any = vowels, **settings: Any) -> Any:
+def online(
+    family: str,
+    actor: Actor,
+    *,
+    critic: bool,
+    reference: bool,
+    reward: Any = vowels,
+    callbacks: Any = (),
+    **settings: Any,
+) -> Any:
     """Two phases of PPOTrainer on review prefixes; what each phase logged."""
     strategy, log = NaiveStrategy(seed=3), Log()
     initial = strategy.prepare(Actor(deepcopy(actor.model))) if reference else None
@@ -65,7 +76,7 @@ def online(family: str, actor: Actor, *, critic: bool, reference: bool, reward: 
         optimizer,
         value[1],
         tokenizer=encoder_decoder_tokenizer(family),  # texts become ids in the trainer
-        callbacks=[log],
+        callbacks=[log, *callbacks],
         **(sizes | settings),
     )
     trainer.fit(REVIEWS, 1, 2, 1)
@@ -82,6 +93,12 @@ def check_first(phases: list[dict[str, float]], *, has_reference: bool = True) -
     assert all(math.isfinite(value) for phase in phases for value in phase.values())
 
 
+def label_loss(model: Any, prompt_ids: torch.Tensor, response_ids: torch.Tensor) -> float:
+    """Mean −log π of a response's tokens, as transformers computes it from labels."""
+    with torch.no_grad():
+        return model(input_ids=prompt_ids[None], labels=response_ids[None]).loss.item()
+
+
 @pytest.mark.parametrize('family', ['t5', 'flan-t5', 'bart'])
 def test_ppo_with_a_critic_of_its_own_on_review_prefixes(family):
     trainer, phases = online(family, Actor(tiny_causal_lm(family)), critic=True, reference=True)
@@ -91,10 +108,8 @@ def test_ppo_with_a_critic_of_its_own_on_review_prefixes(family):
     assert experience.prompt_ids[-1] == 2 and experience.prompt_text in REVIEWS
     assert experience.num_actions <= 6 and experience.values.abs().sum() > 0
     # the same log-probs as transformers' own loss over labels gives
-    labels, model = experience.response_ids[None], trainer.maker.initial_model.model
-    with torch.no_grad():
-        loss = model(input_ids=experience.prompt_ids[None], labels=labels).loss
-    torch.testing.assert_close(-experience.ref_logprobs.mean(), loss, rtol=1e-4, atol=1e-5)
+    loss = label_loss(trainer.maker.initial_model.model, experience.prompt_ids, experience.response_ids)
+    assert -experience.ref_logprobs.mean().item() == pytest.approx(loss, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +130,36 @@ def test_its_relatives(family, made, settings):
     check_first(phases)
     assert all(torch.equal(p, dict(actor.named_parameters())[name]) for name, p in frozen.items())
     assert bool(frozen) == own
+
+
+class FirstExperiences(Callback):
+    """Of the first phase."""
+
+    def on_make_experience_end(self, trainer: Any, experiences: list[Any]) -> None:
+        self.found = getattr(self, 'found', experiences)
+
+
+ONLINE = ('dapo', 'dr_grpo', 'gspo', 'cispo', 'rloo', 'reinforce++', 'reinforce++_baseline', 'a2c')
+
+
+@pytest.mark.parametrize('family', ['t5', 'bart'])
+@pytest.mark.parametrize('method', ONLINE)
+def test_every_online_method(method, family):
+    settings = dict(METHODS[method].settings)
+    if 'num_samples_per_prompt' in settings:
+        settings['num_samples_per_prompt'] = 2
+    compares, first, start = settings.get('kl_coef', 0.1) > 0, FirstExperiences(), tiny_causal_lm(family)
+    actor = Actor(deepcopy(start))
+    _, phases = online(
+        family, actor, critic=method == 'a2c', reference=compares, callbacks=[first], **settings | {'max_epochs': 1}
+    )
+    check_first(phases, has_reference=compares)
+    for experience in first.found:
+        mean = -label_loss(start, experience.prompt_ids, experience.response_ids)
+        assert experience.logprobs.mean().item() == pytest.approx(mean, rel=1e-4)
+        if compares:
+            torch.testing.assert_close(experience.ref_logprobs, experience.logprobs, rtol=1e-4, atol=1e-5)
+    assert any(not torch.equal(p, q) for p, q in zip(actor.model.parameters(), start.parameters(), strict=True))
 
 
 def test_reward_model_of_an_encoder_decoder_scores_and_learns():
@@ -210,30 +255,65 @@ def test_ilql_and_what_it_decodes(family):
     assert sample.response_ids.tolist() == [best]
 
 
-def test_dpo_rft_and_best_of_n():
-    tokenizer, strategy, log = tokenizer_of('t5'), NaiveStrategy(seed=1), Log()
-    rows = [{'prompt': r['prompt'], 'chosen': r['response'], 'rejected': 'x y'} for r in SUMMARIES]
-    pairs, _ = load_preferences(rows, tokenizer)
-    start = tiny_causal_lm('t5')
-    model, optimizer = trained(strategy, Actor(deepcopy(start)))
-    initial = strategy.prepare(Actor(deepcopy(start)))
-    DPOTrainer(
+def log_sigmoid(z: float) -> float:
+    return -math.log1p(math.exp(-z))
+
+
+@pytest.mark.parametrize('family', ['t5', 'bart'])
+@pytest.mark.parametrize('method', ['dpo', 'kto', 'orpo', 'simpo'])
+def test_the_loss_of_preferences_is_the_formula_over_transformers_own(method, family):
+    rows = [{'prompt': r['prompt'], 'chosen': r['response'], 'rejected': 'x yz'} for r in SUMMARIES]
+    pairs, _ = load_preferences(rows, tokenizer_of(family))
+    policy, reference = tiny_causal_lm(family), tiny_causal_lm(family, seed=1)
+
+    def logp(model: Any, prompt_ids: torch.Tensor, response_ids: torch.Tensor, *, mean: bool = False) -> float:
+        loss = label_loss(model, prompt_ids, response_ids)
+        return -loss if mean else -loss * len(response_ids)
+
+    def ratio(prompt_ids: torch.Tensor, response_ids: torch.Tensor) -> float:
+        return logp(policy, prompt_ids, response_ids) - logp(reference, prompt_ids, response_ids)
+
+    answers = [(p.prompt_ids, response) for p in pairs for response in p.responses]  # chosen, rejected, chosen, ...
+    if method == 'dpo':
+        ratios = [ratio(*a) for a in answers]
+        wanted = [-log_sigmoid(0.1 * (c - r)) for c, r in zip(ratios[::2], ratios[1::2], strict=True)]
+    elif method == 'kto':  # each answer also under the next prompt that is another
+        following = [p.prompt_ids for p in pairs[1:] + pairs[:1] for _ in range(2)]
+        crossed = [ratio(other, a[1]) for a, other in zip(answers, following, strict=True)]
+        z0 = max(0.0, sum(crossed) / len(crossed))
+        z = [0.1 * (ratio(*a) - z0) for a in answers]
+        wanted = [1 - math.exp(log_sigmoid(x if i % 2 == 0 else -x)) for i, x in enumerate(z)]
+    else:
+        means = [logp(policy, *a, mean=True) for a in answers]
+        odds = [x - math.log1p(-math.exp(x)) for x in means]
+        wanted = [
+            -means[i] - 0.1 * log_sigmoid(odds[i] - odds[i + 1])
+            if method == 'orpo'
+            else -log_sigmoid(2.0 * (means[i] - means[i + 1]) - 1.0)
+            for i in range(0, len(answers), 2)
+        ]
+    strategy, log = NaiveStrategy(seed=1), Log()
+    model, optimizer = trained(strategy, Actor(deepcopy(policy)), lr=1e-2)
+    METHODS[method].part('trainer')(
         strategy,
         model,
         optimizer,
         pairs,
-        initial_model=initial,
-        train_batch_size=4,
+        initial_model=strategy.prepare(Actor(reference)) if method in ('dpo', 'kto') else None,
+        train_batch_size=len(wanted),
         max_epochs=2,
         log_interval=1,
+        shuffle=False,
         callbacks=[log],
-        tokenizer=tokenizer,
+        tokenizer=tokenizer_of(family),
     ).fit()
-    assert log.phases[0]['dpo/loss'] == pytest.approx(math.log(2), rel=1e-5)
-    assert log.phases[1]['dpo/loss'] < math.log(2)
+    first, second = (phase[f'{method}/loss'] for phase in log.phases)
+    assert first == pytest.approx(sum(wanted) / len(wanted), rel=1e-4) and second < first
 
-    rft = Log()
-    model, optimizer = trained(strategy, Actor(deepcopy(start)))
+
+def test_rft_and_best_of_n():
+    strategy, rft = NaiveStrategy(seed=1), Log()
+    model, optimizer = trained(strategy, Actor(tiny_causal_lm('t5')))
     RFTTrainer(
         strategy,
         model,
@@ -254,7 +334,7 @@ def test_dpo_rft_and_best_of_n():
     engine.begin(model)
     counted = lambda samples: [float((s.response_ids == 6).sum()) for s in samples]  # noqa: E731
     sampling = SamplingParams(max_new_tokens=6, eos_token_ids=(2,))
-    prompt = Prompt(ids=pairs[0].prompt_ids)
+    prompt = Prompt(ids=torch.tensor([6, 7, 8, 2]))
     ((best,),) = BestOfN(engine, counted, sample_size=8)([prompt], sampling, seed=0)
     drawn = engine.generate([prompt] * 8, sampling, seed=0, indices=range(8))
     assert best.score == max(counted(drawn))

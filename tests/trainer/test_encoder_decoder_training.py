@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from encoder_decoder_runs import exact_hash, make, prompts, train
+from encoder_decoder_runs import exact_hash, m2m_losses, make, prompts, train
 from phase_log import Log
 
 from chatgpt.rollout import HFEngine
@@ -83,6 +83,13 @@ def test_two_processes_are_one(kind, options, family, roles, alone):
     for model, weights in one['weights'].items():
         for name, weight in weights.items():
             assert (weight - first['weights'][model][name]).abs().max() < 1e-4, (model, name)
+
+
+def test_sines_and_dropped_blocks_of_m2m_100_under_fsdp():
+    first, second = run_distributed(m2m_losses, 2, 'FSDPStrategy', 'fp32')
+    assert first == second and second[1] < first[0]
+    in_bf16, _ = run_distributed(m2m_losses, 2, 'FSDPStrategy', 'bf16')
+    assert in_bf16 == pytest.approx(first, rel=2e-3)
 
 
 @pytest.mark.parametrize('kind', ['DDPStrategy', 'FSDPStrategy'])

@@ -150,7 +150,7 @@ FIELDS: dict[str, tuple[Entry, Entry]] = {
     'use_score_scaling': (ours("score_scaling='running'"), ours("score_scaling='running'")),
     'use_score_norm': (ours("score_scaling='norm'"), ours("score_scaling='norm'")),
     'score_clip': (ours('score_clip'), ours('score_clip')),
-    'is_encoder_decoder': (label('filled in by the trainer'), refused('this trainer takes causal language models')),
+    'is_encoder_decoder': (label('filled in by the trainer'), label("read from the model's config")),
     'is_peft_model': (label('filled in by the trainer'), label()),
     'backward_batch_size': (label('filled in: mini_batch_size x gradient_accumulation_steps'), label()),
     'global_backward_batch_size': (label('filled in by the trainer'), label()),

@@ -13,6 +13,7 @@ from chatgpt.compat.trl.offline import ARGUMENTS, OfflineArguments, OfflineLater
 from chatgpt.compat.trl.peft import adapted
 from chatgpt.compat.trl.training import causal_lm, max_length_of, warn_of_options
 from chatgpt.dataset import load_preferences
+from chatgpt.dataset.formats import note_model
 from chatgpt.nn import Actor
 from chatgpt.nn.lora import has_lora
 from chatgpt.trainer.objectives import pairs
@@ -39,7 +40,7 @@ FIELDS: dict[str, Entry] = ARGUMENTS | {
     'padding_free': label('forwards leave padding out anyway'),
     'label_pad_token_id': label('records carry a mask'),
     'padding_value': label('records carry a mask'),
-    'is_encoder_decoder': refused('chatgpt.trainer.DPOTrainer takes encoder-decoders, this one does not'),
+    'is_encoder_decoder': label("read from the model's config"),
     'generate_during_eval': warned('evaluation measures the loss; see chatgpt.trainer.prompt_evaluation for texts'),
     'force_use_ref_model': label('a given ref_model is used beside adapters too'),
     'model_adapter_name': _ADAPTERS,
@@ -183,6 +184,7 @@ class DPOTrainer(OfflineLaterTrainer):
         )
         args = self.args
         model = causal_lm(model, args, 'model_init_kwargs')
+        note_model(self.processing_class, model.config)
         model = adapted(model, peft_config)
         if ref_model is not None:
             ref_model = causal_lm(ref_model, args, 'ref_model_init_kwargs')

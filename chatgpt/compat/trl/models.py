@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from chatgpt.compat.trl.peft import adapted
-from chatgpt.nn.heads import HEAD_FILE, save_head
+from chatgpt.nn.files import HEAD_FILE
+from chatgpt.nn.heads import save_head
 from chatgpt.nn.loading import (
     HUB_OPTIONS,
     LOAD_OPTIONS,

@@ -28,6 +28,7 @@ from chatgpt.compat.trl.peft import HEADS, adapted
 from chatgpt.compat.trl.training import (
     LaterTrainer,
     causal_lm,
+    check_context,
     clipping,
     refuse,
     resolved,
@@ -35,12 +36,12 @@ from chatgpt.compat.trl.training import (
     tokenizer_of,
     trainable,
 )
+from chatgpt.dataset.formats import note_model
 from chatgpt.dataset.prompts import PromptSet, as_prompts
 from chatgpt.experience.scorers import Score, Scorer, as_scorer
 from chatgpt.functional.masking import masked_sum
 from chatgpt.nn import Actor, Critic, RewardModel
 from chatgpt.nn.lora import has_lora
-from chatgpt.nn.trunk import position_limit
 from chatgpt.quickstart import as_reward
 from chatgpt.sweep import Communicator
 from chatgpt.trainer import config as settings
@@ -439,18 +440,15 @@ class PPOTrainer(LaterTrainer):
         if args.missing_eos_penalty is not None and not args.missing_eos_penalty > 0:
             raise ValueError(f'PPOConfig: missing_eos_penalty={args.missing_eos_penalty} must be positive')
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        model = policy_of(model, args)
+        note_model(words, model.config)
         self.prompts = prompts_of(train_dataset, words)
         super().__init__(args, words, callbacks, strategy_of(args))
         self.sizes = sizes_of(args, len(self.prompts), self.strategy.world_size)
         self._note_sizes()
 
-        model = policy_of(model, args)
-        longest = max(len(p.ids) for p in self.prompts) + args.response_length
-        if (limit := position_limit(model.config)) is not None and longest > limit:
-            raise ValueError(
-                f'PPOConfig: the longest prompt has {longest - args.response_length} tokens; with response_length='
-                f"{args.response_length} it passes the policy's context of {limit}: lower it, or shorten the prompts"
-            )
+        longest_prompt = max(len(p.ids) for p in self.prompts)
+        check_context(model, longest_prompt, args.response_length)
         reward = reward_of(reward_model)
         if value_model is not None and value_model is reward_model:
             value_model = deepcopy(value_model)  # one is trained, the other is not
@@ -469,7 +467,7 @@ class PPOTrainer(LaterTrainer):
             for name, m in (('policy', actor), ('value model', critic))
         ]
         (actor, actor_optim), (critic, critic_optim), initial = strategy.prepare(*pairs, initial)
-        config = ppo_settings(args, self.sizes, longest)
+        config = ppo_settings(args, self.sizes, longest_prompt + args.response_length)
         self._plain_scorer = as_scorer(
             strategy.prepare(reward) if isinstance(reward, nn.Module) else reward,
             max_tokens_per_batch=config.max_tokens_per_batch,

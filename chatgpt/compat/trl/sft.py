@@ -14,6 +14,7 @@ from chatgpt.compat.trl.offline import ARGUMENTS, OfflineArguments, OfflineLater
 from chatgpt.compat.trl.peft import adapted
 from chatgpt.compat.trl.training import causal_lm, max_length_of
 from chatgpt.dataset import load_demonstrations, pack
+from chatgpt.dataset.formats import is_for_encoder_decoder, note_model
 from chatgpt.nn import Actor
 from chatgpt.trainer.config import SFTConfig as OurConfig
 from chatgpt.trainer.objectives import sft
@@ -136,6 +137,7 @@ class SFTTrainer(OfflineLaterTrainer):
         )
         args = self.args
         model = causal_lm(model, args, 'model_init_kwargs')
+        note_model(self.processing_class, model.config)
         self.model = adapted(model, peft_config)
         self.formatting_func = formatting_func
         records = self.records(train_dataset)
@@ -171,6 +173,13 @@ def sequences_of(
         raise ValueError('SFTTrainer: the dataset must be a list of rows or a datasets.Dataset that is not empty')
     if formatting_func is not None:
         rows = [{'text': text} for row in rows for text in _formatted(formatting_func, row)]
+    if is_for_encoder_decoder(tokenizer):
+        if args.completion_only_loss is False or args.packing:
+            raise ValueError(
+                'SFTConfig: completion_only_loss=False and packing cannot be honoured for an encoder-decoder, which '
+                'reads a prompt and learns to write its completion; leave them out'
+            )
+        return list(load_demonstrations(rows, tokenizer, max_length=limit)[0])
     first: Mapping[str, Any] = rows[0]
     if 'input_ids' in first:
         return [_of_ids(row, limit) for row in rows]

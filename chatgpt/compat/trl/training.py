@@ -194,6 +194,18 @@ def max_length_of(args: Any, name: str, model: Any) -> int | None:
     return given if limit is None else limit if given is None else min(given, limit)
 
 
+def check_context(model: Any, longest_prompt: int, response_length: int) -> None:
+    """Raises ValueError where the policy has too few positions for its longest prompt and a response to it."""
+    limit, needed = position_limit(model.config), longest_prompt + response_length
+    if is_encoder_decoder(model):  # which has them on each side; before the response stands the start token
+        needed = max(longest_prompt, response_length + 1)
+    if limit is not None and needed > limit:
+        raise ValueError(
+            f'PPOConfig: the longest prompt has {longest_prompt} tokens; with response_length={response_length} it '
+            f"passes the policy's context of {limit}: lower it, or shorten the prompts"
+        )
+
+
 CARD_NAMES = ('model_name', 'dataset_name', 'dataset', 'tags', 'license', 'language', 'finetuned_from')
 """what transformers' and TRL's model cards are told, and ours takes"""
 

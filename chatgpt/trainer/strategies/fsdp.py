@@ -35,7 +35,7 @@ from chatgpt.trainer.strategies.exact import Reproducible, exact_norm, own_part,
 from chatgpt.trainer.strategies.memory import Layout, Memory, MemoryModel, ModelSize, atoms_of, gathered_copy
 from chatgpt.trainer.strategies.offload import Offloaded, OffloadedShards
 from chatgpt.trainer.strategies.pairs import Trained
-from chatgpt.trainer.strategies.precision import Precision, merge_for_good
+from chatgpt.trainer.strategies.precision import Precision, merge_for_good, narrow_states
 from chatgpt.trainer.strategies.processes import ProcessGroupStrategy, buckets
 from chatgpt.trainer.strategies.ranks import check_world_size
 from chatgpt.trainer.strategies.streaming import (
@@ -162,6 +162,8 @@ class FSDPStrategy(ProcessGroupStrategy):
     def setup_model(self, model: nn.Module, trained: bool) -> nn.Module:
         states.refuse_shared(model, f'{type(self).__name__} shards weights')
         plan = check_model(model, self._group.size) if self._group is not None else {}
+        if trained:
+            self._keep_blocks(model)
         if self.activation_checkpointing and trained:
             _checkpoint_activations(model)
         skeleton = _with_parameters(model, {id(p): p.to('meta') for p in model.parameters()})
@@ -186,10 +188,13 @@ class FSDPStrategy(ProcessGroupStrategy):
                 if isinstance(module, FSDPModule):
                     module.set_custom_reduce_scatter(_TreeReduceScatter())
         if stream is not None:
+            self._materialise(model, stream)
+        if self._policy.param_dtype is not None:
+            narrow_states(model, self._policy.param_dtype)
+        if stream is not None:
             from chatgpt.nn.hydra import settle_hydra
             from chatgpt.nn.packing import settle
 
-            self._materialise(model, stream)
             settle(model, self.device, in_fp32=self._policy.param_dtype is None)
             settle_hydra(model, self.device)
         self._skeletons[id(model)] = skeleton
@@ -198,6 +203,16 @@ class FSDPStrategy(ProcessGroupStrategy):
             parameter.whole_shape = cut.shape
             self._is_cut.add(id(parameter))
         return model
+
+    def _keep_blocks(self, model: nn.Module) -> None:
+        from chatgpt.nn.dropout import layer_drop_off
+
+        if layer_drop_off(model):
+            warnings.warn(
+                f'{type(self).__name__}: layerdrop of the config is set to 0, for a rank that leaves a block out would '
+                'be missing where its weights are gathered',
+                stacklevel=6,
+            )
 
     @torch.no_grad()
     def _materialise(self, model: nn.Module, stream: Iterator[tuple[str, Tensor]]) -> None:

@@ -117,6 +117,16 @@ class WideProducts(TorchDispatchMode):
         return func(*(a.float() if isinstance(a, Tensor) else a for a in args), **kwargs).to(dtype)
 
 
+def narrow_states(module: nn.Module, dtype: torch.dtype) -> None:
+    """Put buffers that are added to states or multiplied with them in `dtype`, in place, where states are in it too.
+    Those that files hold stay as they are."""
+    for path, owner in module.named_modules():
+        for name in owner._non_persistent_buffers_set:
+            buffer = owner._buffers[name]
+            if buffer is not None and buffer.is_floating_point() and WITH_STATES.search(f'{path}.{name}'):
+                owner._buffers[name] = buffer.to(dtype)
+
+
 def kept_in_fp32(module: nn.Module) -> re.Pattern[str] | None:
     """Names of parameters that transformers keeps in fp32 in models of 16 bits, whose code counts on it (gates of some
     mixtures, small convolutions)."""
