@@ -127,7 +127,8 @@ def add_strategy(parser: argparse._ActionsContainer) -> None:
         '--tensor_parallel',
         type=int,
         default=1,
-        help='processes that hold each layer together and are one rank, with --strategy fsdp (docs/strategies.md)',
+        help='processes that hold each layer together and are one rank, with --strategy fsdp, colossalai_zero1 or '
+        'colossalai_zero2 (docs/strategies.md)',
     )
     parser.add_argument('--seed', type=int, default=42, help='decides every draw, whatever the layout')
     parser.add_argument(

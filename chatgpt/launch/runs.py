@@ -7,7 +7,6 @@ flags and files (`config_file`), and building the objects (`recipes`).
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -37,7 +36,7 @@ from chatgpt.trainer.config import (
 from chatgpt.trainer.objectives.ilql import ILQLConfig
 from chatgpt.trainer.objectives.pairs import DPOLoss, PreferenceConfig
 from chatgpt.trainer.objectives.reward_model import RewardModelConfig
-from chatgpt.trainer.strategies.registry import STRATEGIES
+from chatgpt.trainer.strategies.registry import STRATEGIES, that_cut_layers
 
 Precision = Literal['auto', 'fp32', 'bf16', 'fp16']
 Optimizer = Literal['adamw', 'adamw8bit', 'paged_adamw8bit', 'sgd']
@@ -271,10 +270,10 @@ class Run(LearningSettings):
         self._positive('tensor_parallel')
         if self.tensor_parallel == 1:
             return
-        entry = STRATEGIES.find(self.strategy)
-        takes = 'tensor_parallel' in inspect.signature(entry.load()).parameters
-        if not takes or entry.options.get('cpu_offload'):
-            raise ValueError(f'tensor_parallel={self.tensor_parallel} needs strategy fsdp, and it is {self.strategy}')
+        if not STRATEGIES.find(self.strategy).takes_tensor_parallel:
+            raise ValueError(
+                f'tensor_parallel={self.tensor_parallel} needs strategy {that_cut_layers()}, and it is {self.strategy}'
+            )
         for name, unset in _NOT_IN_PARTS:
             if (given := getattr(self, name, unset)) not in (unset, -1):
                 raise ValueError(

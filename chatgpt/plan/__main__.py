@@ -69,7 +69,9 @@ def parser() -> argparse.ArgumentParser:
         'max_new_tokens',
     ):
         out.add_argument(f'--{name}', type=int, default=Setup.__dataclass_fields__[name].default)
-    out.add_argument('--tensor_parallel', type=int, default=1, help='processes that hold a model together (fsdp)')
+    out.add_argument(
+        '--tensor_parallel', type=int, default=1, help='processes that hold a model together (fsdp, zero1, zero2)'
+    )
     out.add_argument('--json', action='store_true', help='print numbers of bytes as JSON')
     return out
 

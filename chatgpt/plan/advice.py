@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -71,7 +70,7 @@ def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
 
 def _parts(setup: Setup) -> list[int]:
     """Into how many parts the processes of one machine could cut the model's layers, which they do not yet."""
-    takes = 'tensor_parallel' in inspect.signature(setup.entry.load()).parameters
+    takes = setup.entry.takes_tensor_parallel
     tight = setup.memory_model.offloads or setup.memory_model.atoms or setup.stream_blocks
     if not (setup.on_cuda and takes and setup.tensor_parallel == 1) or tight or setup.num_layers_unfrozen > 0:
         return []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -164,13 +163,13 @@ class Setup(Layout):
         parts = self.tensor_parallel
         if parts == 1:
             return
-        if 'tensor_parallel' not in inspect.signature(self.entry.load()).parameters:
-            raise ValueError(f'tensor_parallel={parts}: strategy={self.strategy!r} has no such option; use {SHARDED!r}')
         check_world_size(self.num_processes, parts)
         if self.memory_model.offloads or self.memory_model.atoms or self.stream_blocks:
             raise ValueError(
                 f'tensor_parallel={parts} does not go with cpu_offload, reproducible or stream_blocks: leave one out'
             )
+        if not self.entry.takes_tensor_parallel:
+            raise ValueError(f'tensor_parallel={parts}: strategy={self.strategy!r} has no such option; use {SHARDED!r}')
 
     @property
     def tensor_parallel(self) -> int:

@@ -1,5 +1,5 @@
 """What one process holds of a model under tensor parallelism, and computes with it: a module on the meta device is cut
-as `FSDPStrategy` cuts it, by the model's own plan, and then counted and traced as any other.
+as `FSDPStrategy` and ColossalAI's ZeRO cut it, by the model's plan, and then counted and traced as any other.
 
 What passes between the processes has its shapes and no numbers. Left out: the plan itself
 (`chatgpt.trainer.strategies.tensor_parallel`).

@@ -1,13 +1,16 @@
-"""Plans of FSDP2 with tensor parallelism against what two processes hold and make, and what is refused."""
+"""Plans of FSDP2 and of ColossalAI's ZeRO with tensor parallelism against what processes hold and make, and what is
+refused."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import CodeGenConfig
 
 from chatgpt.nn import Actor
 from chatgpt.plan import Setup, make_plan, models
@@ -20,6 +23,7 @@ from chatgpt.trainer.strategies.tensor_group import TensorGroup
 from chatgpt.trainer.strategies.tensor_parallel import check_model, cut
 
 CONFIG = tiny_config('llama', positions=64, layers=3, heads=4)
+NO_PLAN = CodeGenConfig(vocab_size=32, n_embd=32, n_layer=1, n_head=4, n_positions=64, rotary_dim=4)
 PARTS = {'strategy': 'fsdp', 'num_processes': 2, 'strategy_options': {'tensor_parallel': 2}, 'on_cuda': False}
 
 
@@ -83,6 +87,42 @@ def test_a_plan_is_what_the_fuller_process_holds(lora_rank):
     assert whole > 1.1 * planned  # negative control
 
 
+def held_by_zero(stage: int) -> dict[str, int]:
+    """Bytes of this process after a step, by the planner's names."""
+    from chatgpt.trainer.strategies import ColossalAIStrategy
+
+    with ColossalAIStrategy(stage=stage, precision='bf16', tensor_parallel=2) as strategy:
+        actor, initial = new_actor(0), new_actor(0)
+        optimizer = strategy.make_optimizer(actor.parameters())
+        (actor, optimizer), initial = strategy.prepare((actor, optimizer), initial)
+        strategy.backward(loss_of(actor).float(), actor, optimizer)
+        strategy.optimizer_step(optimizer)
+        own, its = (strategy._engines[id(strategy.unwrap(m))] for m in (actor, initial))
+        moments = [v for state in optimizer.state.values() for v in state.values() if v.dim()]
+        return {
+            'actor weights': nbytes(own.module.parameters()),
+            'actor masters': nbytes(own.optimizer.working_to_master_param.values()),
+            'actor optimizer': nbytes(moments),
+            'initial model weights': nbytes(its.module.parameters()),
+            'initial model exact values': nbytes(its._kept.values()),
+        }
+
+
+@pytest.mark.skipif(importlib.util.find_spec('colossalai') is None, reason='colossalai is not installed')
+@pytest.mark.system  # four processes import it
+@pytest.mark.timeout(600)
+def test_a_plan_of_zero_is_what_a_process_of_two_ranks_holds():
+    ranks = run_distributed(held_by_zero, 4, 2)
+    found = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+    zero = {'strategy': 'colossalai_zero2', 'num_processes': 4, 'precision': 'bf16', 'critic': 'none'}
+    plans = [make_plan(setup_of(**zero, **more)).phases['learn'] for more in ({}, {'strategy_options': {}})]
+    for name, size in found.items():
+        planned, whole = ({**plan.device, **plan.host}[name] for plan in plans)
+        assert planned == pytest.approx(size, rel=0.01), name  # shares are padded
+        held = 'masters' in name or 'optimizer' in name or 'exact' in name  # over four processes either way
+        assert whole > (0.9 if held else 1.9) * planned, name
+
+
 def test_a_process_has_half_the_heads_and_half_of_the_matrices():
     alone, half = setup_of(strategy_options={}), setup_of()
     # 4 heads of 8 with 2 of keys and values, 3 layers: 2 x 2 x 8 x 3 numbers a token, and half of them
@@ -123,10 +163,11 @@ def test_workers_are_sent_whole_weights():
     [
         ({'strategy': 'ddp'}, "strategy='ddp' has no such option; use 'fsdp'"),
         ({'strategy': 'colossalai_gemini', 'precision': 'bf16'}, "strategy='colossalai_gemini' has no such option"),
+        ({'strategy': 'colossalai_zero2_cpu'}, 'does not go with cpu_offload'),
         ({'strategy': 'fsdp_cpu'}, 'does not go with cpu_offload'),
         ({'stream_blocks': True}, 'does not go with cpu_offload, reproducible or stream_blocks'),
         ({'num_processes': 3}, '3 processes cannot be grouped'),
-        ({'config': tiny_config('gpt2', positions=64)}, 'GPT2LMHeadModel has no plan'),
+        ({'config': NO_PLAN}, 'CodeGenForCausalLM has no plan'),
         ({'config': tiny_config('llama', positions=64, heads=2)}, 'has 1 heads in'),
     ],
 )
@@ -153,6 +194,6 @@ def test_parts_are_among_the_advice_where_the_model_can_be_cut():
     assert [text for text in llama if text.startswith('tensor_parallel')] == ['tensor_parallel=2']  # 2 heads of keys
     assert llama.index('tensor_parallel=2') < llama.index('strategy=fsdp_cpu')
     cut_already = texts(CONFIG, strategy_options={'tensor_parallel': 2})
-    for found in (texts(tiny_config('gpt2', positions=64)), cut_already):
+    for found in (texts(NO_PLAN), cut_already):
         assert not any(text.startswith('tensor_parallel') for text in found)
     assert not any('fsdp_cpu' in text for text in cut_already)  # which cannot be cut

@@ -81,6 +81,7 @@ TWO = {
     'packing is settled': (check_packing_is_settled,),
     'refusals': (check_refusals,),
     'conformance, zero2': (check_conformance, *ZERO['zero2 cuda hybrid']),
+    'conformance, zero1 parts': (check_conformance, {'stage': 1, 'precision': 'fp32', 'tensor_parallel': 2}, 'adamw'),
     'conformance, gemini': (check_conformance, *GEMINI['gemini cuda cut']),
 }
 

@@ -143,7 +143,7 @@ def test_refusals(colossalai_checks):
 
 
 @needs_colossalai
-@pytest.mark.parametrize('name', ['zero2', 'gemini'])
+@pytest.mark.parametrize('name', ['zero2', 'zero1 parts', 'gemini'])
 def test_conformance(colossalai_checks, name):
     outcomes = outcome(colossalai_checks, f'conformance, {name}')
     assert set(outcomes.values()) == {'passed'}, outcomes

@@ -40,6 +40,15 @@ from chatgpt.trainer.strategies.colossalai.states import UpstreamScaler
             "initial_scale=8 scales the loss under precision='fp16', not 'bf16'",
         ),
         ({'max_norm': -1.0}, 'max_norm=-1.0 must not be negative'),
+        ({'tensor_parallel': 2}, 'tensor_parallel=2: Gemini (stage=3) has no parts of layers; use stage=1 or 2'),
+        (
+            {'stage': 1, 'tensor_parallel': 2, 'placement_policy': 'cpu'},
+            "tensor_parallel=2 does not go with placement_policy='cpu'",
+        ),
+        (
+            {'stage': 2, 'tensor_parallel': 2, 'reproducible': 'exact'},
+            "tensor_parallel=2 does not go with reproducible='exact'",
+        ),
     ],
 )
 def test_options_that_cannot_be_honoured(options, text):

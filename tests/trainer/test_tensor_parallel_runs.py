@@ -3,6 +3,7 @@ to rounding; checkpoints move to other layouts and back; what is saved is whole.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import shutil
@@ -17,6 +18,22 @@ import torch
 from chatgpt.testing.processes import run_distributed
 
 LR = 1e-3
+_MARKS = [
+    pytest.mark.skipif(
+        importlib.util.find_spec('colossalai') is None,
+        reason='colossalai is not installed; see requirements-colossalai.txt',
+    ),
+    pytest.mark.system,  # every process imports it, which takes seconds
+    pytest.mark.timeout(600),
+]
+
+
+def of_colossalai(test: Any) -> Any:
+    for mark in _MARKS:
+        test = mark(test)
+    return test
+
+
 TWO, FOUR = {'tensor_parallel': 2}, {'tensor_parallel': 2, 'meta_init': True}
 
 
@@ -26,10 +43,10 @@ def make_strategy(kind: str, options: dict[str, Any]) -> Any:
     return getattr(s, kind)(seed=3, precision='fp32', device='cpu', **options)
 
 
-def config() -> Any:
+def config(family: str = 'llama') -> Any:
     from chatgpt.testing.fakes import tiny_config
 
-    return tiny_config('llama', heads=4, positions=48)
+    return tiny_config(family, heads=4, positions=48)
 
 
 def ppo(
@@ -38,6 +55,7 @@ def ppo(
     phases: int = 2,
     folder: str = '',
     resume: str = '',
+    family: str = 'llama',
     run_dir: str | None = None,
     dies_in: int = 0,
 ) -> dict[str, Any]:
@@ -67,7 +85,7 @@ def ppo(
 
     with make_strategy(kind, options) as strategy:
         with strategy.model_init_context():
-            actor, critic = AutoActor(config=config()), AutoCritic(config=config())
+            actor, critic = AutoActor(config=config(family)), AutoCritic(config=config(family))
             initial = deepcopy(actor)
         (actor, actor_optim), (critic, critic_optim), initial = strategy.prepare(
             (actor, torch.optim.AdamW(actor.parameters(), lr=LR, eps=1e-5)),
@@ -145,8 +163,24 @@ def test_a_run_is_that_of_one_process(world_size, naive, tmp_path):
         assert torch.equal(weight, ranks[0]['weights']['actor'][f'model.{name}']), name
 
 
-def moved(options: dict[str, Any], folder: str, resume: str) -> dict[str, Any]:
-    return ppo('FSDPStrategy', options, 2, folder, resume)
+@of_colossalai
+@pytest.mark.parametrize(('world_size', 'stage', 'family'), [(2, 1, 'llama'), (4, 2, 'gpt2')])
+def test_a_run_of_colossalai_is_that_of_one_process(world_size, stage, family, tmp_path):
+    """GPT-2's queries, keys and values are one tensor, which four processes hold in 2 x 2."""
+    options = {'stage': stage, 'tensor_parallel': 2}
+    ranks = run_distributed(ppo, world_size, 'ColossalAIStrategy', options, 2, str(tmp_path), '', family)
+    want = ppo('NaiveStrategy', {}, family=family)
+    check_equal(ranks[0], want, 8)
+    assert len(want['samples']) == 16 and len({tuple(ids) for _, ids, _ in want['samples']}) > 8
+    assert [r['rank'] for r in ranks] == [number // 2 for number in range(world_size)]
+    for r in ranks[1:]:
+        assert r['samples'] == ranks[r['rank'] * 2]['samples'] and r['metrics'] == ranks[0]['metrics']
+    assert max(r['own'] for r in ranks) < 0.58 * want['own']  # whole over the ranks, and norms and positions on all
+    same(ppo('NaiveStrategy', {}, resume=str(tmp_path / 'checkpoint'), family=family), ranks[0])
+
+
+def moved(options: dict[str, Any], folder: str, resume: str, kind: str = 'FSDPStrategy') -> dict[str, Any]:
+    return ppo(kind, options, 2, folder, resume)
 
 
 def same(got: dict[str, Any], want: dict[str, Any]) -> None:
@@ -185,15 +219,15 @@ def test_a_run_of_two_by_two_that_is_killed_goes_on(tmp_path):
 
     phases, job = 3, ('FSDPStrategy', TWO)
     straight, killed, alone = (tmp_path / name for name in ('straight', 'killed', 'alone'))
-    want = run_distributed(ppo, 4, *job, phases, '', '', str(straight))
+    want = run_distributed(ppo, 4, *job, phases, '', '', 'llama', str(straight))
     with pytest.raises(ProcessExitedException, match='SIGKILL'):
-        run_distributed(ppo, 4, *job, phases, '', '', str(killed), 2)
+        run_distributed(ppo, 4, *job, phases, '', '', 'llama', str(killed), 2)
     newest = latest(killed / 'checkpoints')
     assert newest is not None and newest.name == 'step-00000001'
     shutil.copytree(killed, alone)
 
     later = [{**rank, 'metrics': rank['metrics'][1:], 'samples': rank['samples'][8:]} for rank in want]
-    got = run_distributed(ppo, 4, *job, phases, '', 'auto', str(killed))
+    got = run_distributed(ppo, 4, *job, phases, '', 'auto', 'llama', str(killed))
     for a, b in zip(got, later, strict=True):
         assert (a['metrics'], a['samples']) == (b['metrics'], b['samples']) and len(a['samples']) == 2 * 8
     same(got[0], want[0])
@@ -202,7 +236,59 @@ def test_a_run_of_two_by_two_that_is_killed_goes_on(tmp_path):
     for name in ends[0].names():
         a, b = (reader.read(name, 0, math.prod(reader.shape(name))) for reader in ends)
         assert torch.equal(a, b), name
-    check_equal(ppo('NaiveStrategy', {}, phases, '', 'auto', str(alone)), later[0], 4 * phases)
+    check_equal(ppo('NaiveStrategy', {}, phases, '', 'auto', 'llama', str(alone)), later[0], 4 * phases)
+
+
+def built_on_meta(family: str) -> tuple[int, list[dict[str, Any]]]:
+    """Numbers that this process holds of an actor, and all of an actor's and a frozen critic's."""
+    from chatgpt.nn import AutoActor, AutoCritic
+    from chatgpt.trainer.strategies import ColossalAIStrategy
+
+    with ColossalAIStrategy(stage=1, precision='bf16', seed=3, tensor_parallel=2) as strategy:
+        with torch.device('meta'):
+            actor, critic = AutoActor(config=config(family)), AutoCritic(config=config(family))
+        optimizer = strategy.make_optimizer(actor.parameters(), lr=LR)
+        (actor, _), critic = strategy.prepare((actor, optimizer), critic)
+        own = sum(p.numel() for p in strategy.unwrap(actor).parameters())
+        return own, [{n: t.clone() for n, t in strategy.full_state_dict(m).items()} for m in (actor, critic)]
+
+
+@of_colossalai
+def test_models_on_the_meta_device_become_parts_of_what_one_process_draws():
+    from chatgpt.nn import AutoActor, AutoCritic
+
+    with make_strategy('NaiveStrategy', {}):
+        want = [AutoActor(config=config('gpt2')).state_dict(), AutoCritic(config=config('gpt2')).state_dict()]
+    ranks = run_distributed(built_on_meta, 4, 'gpt2')
+    assert max(own for own, _ in ranks) < 0.55 * sum(t.numel() for t in want[0].values())
+    for got, weights in zip(ranks[0][1], want, strict=True):
+        assert got.keys() == weights.keys()
+        assert all(torch.equal(got[name], weight) for name, weight in weights.items())
+
+
+@of_colossalai
+def test_a_checkpoint_goes_through_colossalai(naive, tmp_path):
+    """One process → 2 x 2 of ZeRO, which cuts rows in the middle → one process."""
+    from chatgpt.checkpoint import CheckpointReader
+
+    options, first = {'stage': 1, 'tensor_parallel': 2}, str(naive['folder'] / 'checkpoint')
+    got, *_ = run_distributed(moved, 4, options, str(tmp_path), first, 'ColossalAIStrategy')
+    same(got, naive)
+    assert got['samples'] == []
+    readers = [CheckpointReader(folder / 'checkpoint') for folder in (naive['folder'], tmp_path)]
+    stored = [{n for n in reader.names() if not n.startswith('rng/')} for reader in readers]
+    assert stored[0] == stored[1]
+    for name in stored[0]:
+        whole = [reader.read(name, 0, math.prod(reader.shape(name))) for reader in readers]
+        assert torch.equal(*whole), name
+
+
+def test_queries_keys_and_values_in_one_tensor(tmp_path):
+    """GPT-2's, in parts on 2 x 2 processes: the run of one process, which reads their checkpoint."""
+    want = ppo('NaiveStrategy', {}, phases=1, family='gpt2')
+    ranks = run_distributed(ppo, 4, 'FSDPStrategy', FOUR, 1, str(tmp_path), '', 'gpt2')
+    check_equal(ranks[0], want, 4)
+    same(ppo('NaiveStrategy', {}, phases=1, resume=str(tmp_path / 'checkpoint'), family='gpt2'), ranks[0])
 
 
 # ---------------------------------------------------------------- other methods
@@ -277,9 +363,16 @@ def of_workers(strategy: Any, actor: Any) -> list[list[int]]:
         return [s.response_ids.tolist() for s in collector.generate(prompts, indices=range(3))]
 
 
-def test_other_methods_learn_what_one_process_learns():
+@pytest.mark.parametrize(
+    ('kind', 'options'),
+    [
+        ('FSDPStrategy', TWO),
+        pytest.param('ColossalAIStrategy', {'stage': 2, **TWO}, marks=_MARKS),
+    ],
+)
+def test_other_methods_learn_what_one_process_learns(kind, options):
     want = learned('NaiveStrategy', {})
-    ranks = run_distributed(learned, 2, 'FSDPStrategy', TWO)
+    ranks = run_distributed(learned, 2, kind, options)
     for got in ranks:
         assert got['drawn'] == want['drawn']
         for name in ('sft', 'dpo', 'reward'):

@@ -695,12 +695,12 @@ class Strategy:
             pair.scaler.from_json(meta['scaler'])
 
     def _dealt(self, tensors: Mapping[str, Tensor], in_fp32: Container[str] = ()) -> Iterator[Piece]:
-        """This rank's share of replicated tensors, so that all ranks write at once."""
+        """This rank's share of replicated tensors, so that all ranks write at once; its first process writes them."""
         owner = states.deal({n: t.numel() * t.element_size() for n, t in tensors.items()}, self.world_size)
         return (
             states.whole(name, tensor.detach().float() if name in in_fp32 else tensor)
             for name, tensor in tensors.items()
-            if owner[name] == self.rank and tensor.numel()
+            if owner[name] == self.rank and self.ranks.leads and tensor.numel()
         )
 
     # ------------------------------------------------------------------ end

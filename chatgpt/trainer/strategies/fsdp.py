@@ -9,7 +9,6 @@ cuts their parts over the ranks: a mesh of two dimensions. Left out: hybrid shar
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import warnings
@@ -36,23 +35,23 @@ from chatgpt.trainer.strategies.memory import Layout, Memory, MemoryModel, Model
 from chatgpt.trainer.strategies.offload import Offloaded, OffloadedShards
 from chatgpt.trainer.strategies.pairs import Trained
 from chatgpt.trainer.strategies.precision import Precision, merge_for_good, narrow_states
-from chatgpt.trainer.strategies.processes import ProcessGroupStrategy, buckets
+from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
 from chatgpt.trainer.strategies.ranks import check_world_size
 from chatgpt.trainer.strategies.streaming import (
     StreamBlocks,
     check_stream_blocks,
     mapped_copy,
     mapped_floats,
+    on_meta,
+    set_buffers,
     streamed,
     streams,
     transformer_blocks,
+    with_parameters,
 )
 from chatgpt.trainer.strategies.tensor_group import TensorGroup
-from chatgpt.trainer.strategies.tensor_parallel import check_model, parallelize
+from chatgpt.trainer.strategies.tensor_parallel import add_up, check_model, parallelize
 from chatgpt.trainer.strategies.tensor_ranks import TensorRanks
-
-_BUCKET = 32 << 20
-"""bytes of gradients that are summed at a time over a tensor group"""
 
 
 class FSDPStrategy(ProcessGroupStrategy):
@@ -166,7 +165,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             self._keep_blocks(model)
         if self.activation_checkpointing and trained:
             _checkpoint_activations(model)
-        skeleton = _with_parameters(model, {id(p): p.to('meta') for p in model.parameters()})
+        skeleton = on_meta(model)
         stream = _initial_tensors(model)
         if stream is None:
             self.take_weights_of_rank_0(model)
@@ -177,8 +176,7 @@ class FSDPStrategy(ProcessGroupStrategy):
                         owner._buffers[name] = buffer.to(self.device)
         if plan:
             self._cuts[id(model)], self._partial[id(model)] = parallelize(model, self._tensor_mesh, plan)
-            meta = {id(p): p.to('meta') for p in model.parameters()}
-            self._cut_skeletons[id(model)] = _with_parameters(model, meta)
+            self._cut_skeletons[id(model)] = on_meta(model)
         offload = CPUOffloadPolicy(pin_memory=self.device.type == 'cuda') if self.cpu_offload else OffloadPolicy()
         for block in transformer_blocks(model):
             fully_shard(block, mesh=self._mesh, mp_policy=self._policy, offload_policy=offload)
@@ -267,7 +265,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         apart = on_disk is None and (cut and self.whole_copies or too_large and self.only_reads)
         if on_disk is not None or too_large or apart:
             full, mapped = mapped_copy(self, self._skeletons[id(module)], self._whole(module), dtype, on_disk)
-            _set_buffers(full, module)
+            set_buffers(full, module)
             with streamed(full, mapped, self.device) if too_large and not apart else nullcontext():
                 yield full.to('cpu') if apart else full
             return
@@ -301,8 +299,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         weights: dict[int, Tensor] = {}
         for name, parameter in skeleton.named_parameters():
             weights[id(parameter)] = _full(sharded[name].detach(), self.device).to(self.device, dtype)
-        full = _with_parameters(skeleton, weights)
-        _set_buffers(full, module)
+        full = with_parameters(skeleton, weights)
+        set_buffers(full, module)
         return full.to(self.device)
 
     # ------------------------------------------------------------------ one optimizer step
@@ -331,12 +329,12 @@ class FSDPStrategy(ProcessGroupStrategy):
     @torch.no_grad()
     def reduce_gradients(self, pair: Trained) -> None:
         """What each process of a tensor group knows for its own heads only becomes the sum over the group."""
-        partial = self._partial.get(id(pair.user_model), set())
-        gradients = [own_part(p.grad) for n, p in pair.named_parameters() if n in partial and p.grad is not None]
-        for bucket in buckets([g for g in gradients if g.numel()], _BUCKET) if self._group is not None else ():
-            summed = self._group.sum(torch.cat([g.reshape(-1) for g in bucket]))  # type: ignore[union-attr]
-            for gradient, values in zip(bucket, summed.split([g.numel() for g in bucket]), strict=True):
-                gradient.copy_(values.view_as(gradient))
+        if self._group is not None:
+            partial = self._partial.get(id(pair.user_model), set())
+            add_up(
+                (own_part(p.grad) for n, p in pair.named_parameters() if n in partial and p.grad is not None),
+                self._group,
+            )
 
     def gradient_norm(self, parameters: list[Tensor]) -> float:
         if self.exact is not None:
@@ -399,8 +397,7 @@ class FSDPStrategy(ProcessGroupStrategy):
                 cut = cuts.get(name)
                 if cut is not None and self._group is not None:
                     local = tensor.to_local().detach().reshape(-1)
-                    if (piece := cut.piece(name, start, stop, local, self._group)) is not None:
-                        yield piece
+                    yield from cut.pieces(name, start, stop, local, self._group)
                 elif stop > start and self.ranks.leads:
                     yield Piece(name, tuple(tensor.shape), start, stop, tensor.to_local().detach().reshape(-1))
             elif self.is_rank_0 and tensor.numel():
@@ -510,12 +507,6 @@ def _initial_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]] | None:
     return initial_tensors(model)
 
 
-def _set_buffers(copied: nn.Module, module: nn.Module) -> None:
-    for name, buffer in list(module.named_buffers()):
-        owner_name, _, buffer_name = name.rpartition('.')
-        copied.get_submodule(owner_name)._buffers[buffer_name] = buffer.clone()
-
-
 def _checkpoint_activations(model: nn.Module) -> None:
     module: Any
     for module in model.modules():
@@ -527,14 +518,6 @@ def _checkpoint_activations(model: nn.Module) -> None:
     raise ValueError(
         f'activation_checkpointing: {type(model).__name__} has no model that can recompute its activations'
     )
-
-
-def _with_parameters(module: nn.Module, weights: dict[int, Tensor]) -> nn.Module:
-    """A deep copy of a module whose parameters are replaced, by id; ties stay ties."""
-    replaced: dict[int, Any] = {}
-    for parameter in module.parameters():
-        replaced[id(parameter)] = nn.Parameter(weights[id(parameter)].detach(), requires_grad=False)
-    return copy.deepcopy(module, replaced)
 
 
 def _full(tensor: Tensor, device: torch.device) -> Tensor:

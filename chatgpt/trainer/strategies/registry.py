@@ -7,6 +7,7 @@ Classes are imported when they are asked for. Left out: making one (`named`).
 
 from __future__ import annotations
 
+import inspect
 from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ class StrategyEntry:
     one_process: bool = False
     only_16_bits: bool = False
     """precision='fp32' is refused"""
+    whole_layers: bool = False
+    """`tensor_parallel` is refused, though the class takes it with other options"""
     offloaded: str | None = None
     """the entry that is the same with more in host memory, for advice on memory; None: `FRUGAL`"""
 
@@ -45,6 +48,10 @@ class StrategyEntry:
         if not _is_strategy(found):
             raise ValueError(f'{self.target!r} is no subclass of chatgpt.trainer.strategies.Strategy')
         return found
+
+    @property
+    def takes_tensor_parallel(self) -> bool:
+        return not self.whole_layers and 'tensor_parallel' in inspect.signature(self.load()).parameters
 
     def memory_model(self, **options: Any) -> MemoryModel:
         """What such a strategy keeps in memory; `options` stand above the entry's own."""
@@ -75,7 +82,11 @@ _HERE = 'chatgpt.trainer.strategies'
 def _colossalai(stage: int, placement: str, offloaded: str | None = None) -> StrategyEntry:
     options = {'stage': stage, 'placement_policy': placement}
     return StrategyEntry(
-        f'{_HERE}.colossalai:ColossalAIStrategy', options, only_16_bits=stage == 3, offloaded=offloaded
+        f'{_HERE}.colossalai:ColossalAIStrategy',
+        options,
+        only_16_bits=stage == 3,
+        offloaded=offloaded,
+        whole_layers=stage == 3 or placement != 'cuda',
     )
 
 
@@ -86,7 +97,7 @@ STRATEGIES = StrategyRegistry(
         'naive': StrategyEntry(f'{_HERE}.naive:NaiveStrategy', one_process=True),
         'ddp': StrategyEntry(f'{_HERE}.ddp:DDPStrategy'),
         'fsdp': StrategyEntry(f'{_HERE}.fsdp:FSDPStrategy', {'cpu_offload': False}),
-        'fsdp_cpu': StrategyEntry(f'{_HERE}.fsdp:FSDPStrategy', {'cpu_offload': True}),
+        'fsdp_cpu': StrategyEntry(f'{_HERE}.fsdp:FSDPStrategy', {'cpu_offload': True}, whole_layers=True),
         'colossalai_gemini': _colossalai(3, 'auto', 'colossalai_gemini_cpu'),
         'colossalai_gemini_cpu': _colossalai(3, 'cpu'),
         'colossalai_zero1': _colossalai(1, 'cuda', 'colossalai_zero1_cpu'),
@@ -97,6 +108,12 @@ STRATEGIES = StrategyRegistry(
 )
 SHARDED, FRUGAL = 'fsdp', 'fsdp_cpu'
 """What memory advice suggests: SHARDED in place of whole copies, FRUGAL where device memory must be least."""
+
+
+def that_cut_layers() -> str:
+    """The names of those that take `tensor_parallel`, for a message."""
+    *names, last = (name for name, entry in STRATEGIES.items() if entry.takes_tensor_parallel)
+    return f'{", ".join(names)} or {last}'
 
 
 def strategy_flag(text: str) -> str:

@@ -57,6 +57,26 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     return list(max(lists, key=lambda m: sum(p.numel() for p in m.parameters()), default=[]))
 
 
+def with_parameters(module: nn.Module, tensors: Mapping[int, Tensor]) -> nn.Module:
+    """A deep copy of a module whose parameters are replaced, by id; ties stay ties."""
+    replaced: dict[int, Any] = {}
+    for parameter in module.parameters():
+        replaced[id(parameter)] = nn.Parameter(tensors[id(parameter)].detach(), requires_grad=False)
+    return copy.deepcopy(module, replaced)
+
+
+def on_meta(module: nn.Module) -> nn.Module:
+    """A copy whose parameters have shapes and no numbers: what a `mapped_copy` is made from."""
+    return with_parameters(module, {id(p): p.to('meta') for p in module.parameters()})
+
+
+def set_buffers(copied: nn.Module, module: nn.Module) -> None:
+    """Give a copy of `module` its buffers."""
+    for name, buffer in list(module.named_buffers()):
+        owner_name, _, buffer_name = name.rpartition('.')
+        copied.get_submodule(owner_name)._buffers[buffer_name] = buffer.clone()
+
+
 class MappedTensors:
     """Named CPU tensors in one unnamed temporary file.
 

@@ -2,7 +2,7 @@
 al. 2019, "Megatron-LM").
 
 Which matrix is cut, and along which side, says the model: transformers' `base_model_tp_plan` of its config and
-`_tp_plan` of its class, whose styles become styles of torch's `parallelize_module` here.
+`_tp_plan` of its class, or `tensor_plans`, whose styles become styles of torch's `parallelize_module` here.
 
     input ── copy ──▶ colwise: own rows of the weight ──▶ own heads, own features ──▶ rowwise: own columns ── sum ──▶
 
@@ -19,6 +19,7 @@ pieces of files (`cuts`), mixtures' experts.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from types import MethodType
 from typing import Any
 
@@ -30,11 +31,15 @@ from torch.nn import functional as F
 
 from chatgpt.functional.vocabulary_parallel import VocabularyPart
 from chatgpt.trainer.strategies.cuts import Cut
+from chatgpt.trainer.strategies.processes import buckets
 from chatgpt.trainer.strategies.tensor_group import TensorGroup
+from chatgpt.trainer.strategies.tensor_plans import FUSED, count_own_heads, family_plan, is_transposed
 
+_BUCKET = 32 << 20
+"""bytes of gradients that are summed at a time"""
 PARTIAL = 'replicated_with_grad_allreduce'
 """the style of what is whole on each process, while each sees its own heads only: its gradients are summed"""
-STYLES = ('colwise', 'colwise_gather_output', 'colwise_rep', 'rowwise', 'rowwise_split_input', 'rowwise_rep')
+STYLES = ('colwise', FUSED, 'colwise_gather_output', 'colwise_rep', 'rowwise', 'rowwise_split_input', 'rowwise_rep')
 VOCABULARY = 'embedding_rowwise'
 WHOLE = 'replicate'
 KNOWN = (*STYLES, VOCABULARY, PARTIAL, WHOLE)
@@ -46,17 +51,18 @@ def plan_of(module: nn.Module) -> dict[str, str]:
     Raises:
         ValueError: there is none, or one with styles that are not known here.
     """
-    prefix, owner = next(((n, m) for n, m in module.named_modules() if getattr(m, '_tp_plan', None)), ('', None))
-    plan = dict(getattr(owner, '_tp_plan', None) or {})
+    found_plans = ((n, m, family_plan(m) or getattr(m, '_tp_plan', None)) for n, m in module.named_modules())
+    prefix, owner, given = next((found for found in found_plans if found[2]), ('', None, None))
+    plan = dict(given or {})
+    inside = dict(owner.named_modules()) if owner is not None else {}
+    found = {n: plan[key] for n in inside if (key := _pattern(n)) in plan}
     name = type(getattr(module, 'model', module)).__name__
-    if owner is None or not any(style == 'colwise' or style.startswith('colwise_') for style in _in_blocks(plan)):
+    if not any(style == 'colwise' or style.startswith('colwise_') for n, style in found.items() if n != _pattern(n)):
         raise ValueError(
             f'tensor_parallel: {name} has no plan of its own for it in transformers (base_model_tp_plan); the families '
-            'of Llama, Qwen, Mistral, Gemma, Phi, Cohere, GLM, OLMo, StarCoder2 and GPT-NeoX have one, or leave '
-            'tensor_parallel out'
+            'of Llama, Qwen, Mistral, Gemma, Phi, Cohere, GLM, OLMo, StarCoder2 and GPT-NeoX have one, and GPT-2, OPT, '
+            'GPT-J and BLOOM here, or leave tensor_parallel out'
         )
-    inside = dict(owner.named_modules())
-    found = {n: plan[key] for n in inside if (key := _pattern(n)) in plan}
     found |= {n: style for n, style in plan.items() if n in inside}
     found = _with_vocabulary(owner, found)
     strange = next(((n, s) for n, s in plan.items() if s not in KNOWN), None)
@@ -71,10 +77,6 @@ def plan_of(module: nn.Module) -> dict[str, str]:
 def _pattern(name: str) -> str:
     """'layers.3.mlp.fc1' → 'layers.*.mlp.fc1'."""
     return '.'.join('*' if part.isdigit() else part for part in name.split('.'))
-
-
-def _in_blocks(plan: dict[str, str]) -> list[str]:
-    return [style for name, style in plan.items() if '*' in name]
 
 
 def _with_vocabulary(owner: Any, plan: dict[str, str]) -> dict[str, str]:
@@ -115,14 +117,16 @@ def check_model(module: nn.Module, tensor_parallel: int) -> dict[str, str]:
         layer: Any = module.get_submodule(layer_name)
         if style not in STYLES:
             continue
-        if not isinstance(layer, nn.Linear):
+        if not (isinstance(layer, nn.Linear) or is_transposed(layer)):
             raise ValueError(f'tensor_parallel cuts linear layers, and {layer_name} is a {type(layer).__name__}')
-        side, width = ('output', layer.out_features) if style.startswith('colwise') else ('input', layer.in_features)
+        inputs, outputs = layer.weight.shape if is_transposed(layer) else reversed(layer.weight.shape)
+        side, width = ('output', outputs) if style.startswith('colwise') else ('input', inputs)
         attention = module.get_submodule(layer_name.rpartition('.')[0])
         size = getattr(attention, 'head_dim', None) or getattr(attention, 'head_size', None)
-        if style == 'colwise' and isinstance(size, int) and not width % size:
+        if style in ('colwise', FUSED) and isinstance(size, int) and not width % size:
             num_heads = width // size
-            fused = 'query_key_value' in layer_name  # heads lie behind one another, each with its three parts
+            # heads lie behind one another, each with its three parts; or all queries, keys and values do
+            fused = 'query_key_value' in layer_name or style == FUSED
             num_heads = num_heads // 3 if fused and num_heads % 3 == 0 else num_heads
             if num_heads % tensor_parallel:
                 raise ValueError(
@@ -139,7 +143,7 @@ def check_model(module: nn.Module, tensor_parallel: int) -> dict[str, str]:
 def _check_all_planned(module: nn.Module, plan: dict[str, str], name: str) -> None:
     """Raises ValueError for a parameter beside layers whose output is cut that the plan does not name: whether it sees
     a part or all, and so what its gradient is, cannot be told."""
-    for owner in {n.rpartition('.')[0] for n, style in plan.items() if style == 'colwise'}:
+    for owner in {n.rpartition('.')[0] for n, style in plan.items() if style in ('colwise', FUSED)}:
         for inner, _ in module.get_submodule(owner).named_parameters(prefix=owner):
             layer = inner.rpartition('.')[0]
             if layer not in plan:
@@ -173,6 +177,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> tu
     parts = _Parts(group)
     styles: dict[str, ParallelStyle] = {name: _style(style, parts) for name, style in plan.items() if style != WHOLE}
     parallelize_module(module, mesh, styles)
+    count_own_heads(module, group)
     named = dict(module.named_parameters(remove_duplicate=False))
     cuts = {name: parts.cuts[id(p)] for name, p in named.items() if id(p) in parts.cuts}
     return cuts, {name for name, p in module.named_parameters() if id(p) in parts.partial}
@@ -184,6 +189,7 @@ def cut(module: nn.Module, group: TensorGroup, plan: dict[str, str]) -> None:
     for name, style in plan.items():
         layer_style: Any = _style(style, parts)
         layer_style._apply(module.get_submodule(name), None)
+    count_own_heads(module, group)
 
 
 class _Parts:
@@ -199,13 +205,13 @@ class _Parts:
         self._made: dict[int, nn.Parameter] = {}
         self._whole: list[nn.Parameter] = []  # ids are keys above
 
-    def cut(self, owner: nn.Module, name: str, dim: int) -> None:
+    def cut(self, owner: nn.Module, name: str, dim: int, blocks: int = 1) -> None:
         """Keep this process's part of a parameter along `dim`."""
         whole = owner._parameters.get(name)
         if whole is None or id(whole) in self.cuts:
             return
         if id(whole) not in self._made:
-            cut = Cut(tuple(whole.shape), dim, self.group.index, self.group.size)
+            cut = Cut(tuple(whole.shape), dim, self.group.index, self.group.size, blocks)
             part = nn.Parameter(cut.take(whole.detach()).clone(), requires_grad=whole.requires_grad)
             self._made[id(whole)] = part
             self._whole.append(whole)
@@ -223,22 +229,24 @@ def _style(name: str, parts: _Parts) -> ParallelStyle:
     if name == VOCABULARY:
         return _Vocabulary(parts)
     if name.startswith('colwise'):
-        return _Colwise(parts, gathers=name != 'colwise')
+        return _Colwise(parts, gathers=name not in ('colwise', FUSED), blocks=3 if name == FUSED else 1)
     return _Rowwise(parts, splits=name != 'rowwise')
 
 
 class _Colwise(ParallelStyle):
     """Own rows of a linear layer's weight: (..., in) on all → this process's part of (..., out), or all of it."""
 
-    def __init__(self, parts: _Parts, gathers: bool) -> None:
-        self.parts, self.gathers = parts, gathers
+    def __init__(self, parts: _Parts, gathers: bool, blocks: int) -> None:
+        self.parts, self.gathers, self.blocks = parts, gathers, blocks
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         group, copies, parts = self.parts.group, self.parts.copies, self.parts
-        linear = type(module) is nn.Linear
+        linear, transposed = type(module) is nn.Linear, is_transposed(module)
         width = module.weight.shape[0]
         for name in ('weight', 'bias', 'lora_B'):
-            parts.cut(module, name, 0)
+            parts.cut(module, name, 1 if transposed and name == 'weight' else 0, self.blocks)
+        if transposed:
+            module.nf = module.weight.shape[1]
         parts.mark_partial(module, 'lora_A')
         module.register_forward_pre_hook(lambda _, args: (copies(args[0]), *args[1:]))
         if self.gathers:
@@ -257,7 +265,7 @@ class _Rowwise(ParallelStyle):
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         group, parts = self.parts.group, self.parts
         for name in ('weight', 'lora_A'):
-            parts.cut(module, name, 1)
+            parts.cut(module, name, 0 if is_transposed(module) and name == 'weight' else 1)
         parts.mark_partial(module, 'lora_B')
         if self.splits:
             module.register_forward_pre_hook(lambda _, args: (split(args[0], group), *args[1:]))
@@ -270,7 +278,7 @@ class _Rowwise(ParallelStyle):
 
 
 def _rowwise_with_bias(layer: Any, x: Tensor) -> Tensor:
-    out = F.linear(x, layer.weight)
+    out = x @ layer.weight if is_transposed(layer) else F.linear(x, layer.weight)
     if hasattr(layer, 'lora_A'):
         out = layer._add_adapter(out, x)
     return total(out, layer.tensor_group) + layer.bias
@@ -311,6 +319,16 @@ class _Partial(ParallelStyle):
 
 
 # ---------------------------------------------------------------- between the processes of a group
+
+
+@torch.no_grad()
+def add_up(gradients: Iterable[Tensor], group: TensorGroup) -> None:
+    """Of what is whole on each process, while each knows the gradient for its own heads only: it becomes the sum over
+    the group, in place."""
+    for bucket in buckets((g for g in gradients if g.numel()), _BUCKET):
+        summed = group.sum(torch.cat([g.reshape(-1) for g in bucket]))
+        for gradient, values in zip(bucket, summed.split([g.numel() for g in bucket]), strict=True):
+            gradient.copy_(values.view_as(gradient))
 
 
 class _Copies:

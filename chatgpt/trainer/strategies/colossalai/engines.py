@@ -24,8 +24,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from chatgpt.trainer.strategies.colossalai.parts import WHOLE, Parts
 from chatgpt.trainer.strategies.exact import tree_reduce_scatter
 from chatgpt.trainer.strategies.processes import buckets
+from chatgpt.trainer.strategies.tensor_parallel import add_up
 
 
 @dataclass
@@ -57,12 +59,13 @@ def rank_range(numel: int, rank: int, world_size: int) -> tuple[int, int]:
 class Engine:
     """A boosted model that is not trained, whole on every rank: the base of the other engines."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, device: torch.device) -> None:
-        """`model` and `optimizer` (None: frozen) as boosted, `device` where they compute. `fill` must follow."""
-        self.model, self.optimizer, self.device = model, optimizer, device
+    def __init__(self, model: nn.Module, optimizer: Any, device: torch.device, parts: Parts = WHOLE) -> None:
+        """`model` and `optimizer` (None: frozen) as boosted, `device` where they compute, `parts` that it was cut into.
+        `fill` must follow."""
+        self.model, self.optimizer, self.device, self.parts = model, optimizer, device, parts
         self.module: nn.Module = model.module  # type: ignore[assignment]
         self.names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.rank, self.world_size = dist.get_rank(parts.data), dist.get_world_size(parts.data)
         self._kept: dict[str, Tensor] = {}
         """this rank's exact share, on the CPU, of each untrained parameter that was rounded"""
 
@@ -93,8 +96,8 @@ class Engine:
 
     @torch.no_grad()
     def fill(self, tensors: Iterable[tuple[str, Tensor]], fresh: bool = False) -> None:
-        """Take exact whole values by name. `fresh`: the model was boosted without them, so set its weights and buffers
-        too."""
+        """Take exact values by name, of each parameter whole or the part of it that is here. `fresh`: the model was
+        boosted without them, so set its weights and buffers too."""
         shards = {shard.name: shard for shard in self.trained_shards()}
         untrained = {self.names[id(p)]: p for p in self.untrained()}
         buffers = dict(self.module.named_buffers())
@@ -135,8 +138,8 @@ class Engine:
 
     @torch.no_grad()
     def gather(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter whole, in `dtype`, on the device, one bounded buffer at a time. A collective: exhaust it on
-        every rank.
+        """Every parameter whole, or the part of it that this process's rank has of it, in `dtype`, on the device, one
+        bounded buffer at a time. A collective: exhaust it on every rank.
 
         A tensor is valid until the next one is asked for.
         """
@@ -158,7 +161,7 @@ class Engine:
         padded = part.new_zeros(share)
         padded[: part.numel()] = part
         out = part.new_empty(share * self.world_size)
-        dist.all_gather_into_tensor(out, padded)
+        dist.all_gather_into_tensor(out, padded, group=self.parts.data)
         return out[:numel]
 
     # ------------------------------------------------------------------ around a forward
@@ -252,7 +255,7 @@ class ZeroEngine(TrainedEngine):
         for parameter in self.trained():
             master = self.optimizer.working_to_master_param[id(parameter)]
             padded = self.optimizer._working_param_to_padded_working_param[parameter]
-            dist.all_gather_into_tensor(padded, master.to(parameter.device, parameter.dtype))
+            dist.all_gather_into_tensor(padded, master.to(parameter.device, parameter.dtype), group=self.parts.data)
             parameter.copy_(padded[: parameter.numel()].view(parameter.shape))
 
     def _gather_trained(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -263,7 +266,7 @@ class ZeroEngine(TrainedEngine):
                 continue
             master = self.optimizer.working_to_master_param[id(parameter)].to(parameter.device, dtype)
             whole = master.new_empty(master.numel() * self.world_size)
-            dist.all_gather_into_tensor(whole, master)
+            dist.all_gather_into_tensor(whole, master, group=self.parts.data)
             yield name, whole[: parameter.numel()].view(parameter.shape)
 
     def backward(self, loss: Tensor) -> None:
@@ -308,14 +311,27 @@ class ZeroEngine(TrainedEngine):
             self.optimizer._sync_grad()  # what earlier micro-batches left under no_sync and the last one did not touch
             if self.device.type == 'cuda':
                 torch.cuda.synchronize()  # as upstream's backward does after a reduction on its own stream
+        if self.parts.group is not None:
+            add_up((g for name, g in self._gradients() if name in self.parts.partial), self.parts.group)
         square = torch.zeros((), dtype=torch.float64, device=self.device)
-        for group in range(self.optimizer.num_param_groups):
-            for gradient in self.optimizer.get_working_grads_by_group_id(group):
+        for name, gradient in self._gradients():
+            if self.parts.counts(name):
                 square += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
         return self._reduced_sqrt(square)
 
+    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's part of every reduced gradient, by the parameter's name."""
+        for group in range(self.optimizer.num_param_groups):
+            for store in self.optimizer.pg_to_grad_store.values():
+                for parameter, gradients in store._grads_of_params.get(group, {}).items():
+                    yield self.names[parameter], gradients[store._working_index]
+
     def step(self, norm: float, max_norm: float | None) -> None:
         self.optimizer._clip_grad_norm = max_norm or 0.0  # upstream clips the fp32 gradients as it unscales them
+        if self.parts.group is not None:  # by the norm of what this process has
+            clip = type(self.optimizer)._unscale_and_clip_grads
+            scaled = norm * self.loss_scale
+            self.optimizer._unscale_and_clip_grads = lambda gradients, _: clip(self.optimizer, gradients, scaled)
         self.optimizer.step()
         self.discard()
 

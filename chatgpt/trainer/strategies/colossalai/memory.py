@@ -16,15 +16,23 @@ import torch
 from chatgpt.trainer.strategies.memory import Layout, Memory, MemoryModel, ModelSize, gathered_copy
 
 
-def _share(size: ModelSize, run: Layout, *, trained_only: bool = False) -> int:
-    """Elements of one rank's equal part of every parameter."""
-    return sum(math.ceil(p.numel / run.num_processes) for p in size.parameters if p.trained or not trained_only)
-
-
+@dataclass(frozen=True)
 class _Masters(MemoryModel, ABC):
     """Weights in the compute dtype, with masters and states of what is trained split over ranks."""
 
+    tensor_parallel: int = 1
+    """processes that hold a model's layers together, beside the ranks that share the data; stages 1 and 2"""
+
     whole: ClassVar[bool] = False
+
+    def ranks(self, run: Layout) -> int:
+        """Among which masters and states are sharded: of what one process of a rank holds, which is the size it is
+        asked of."""
+        return run.num_processes // self.tensor_parallel
+
+    def _share(self, size: ModelSize, run: Layout, *, trained_only: bool = False) -> int:
+        """Elements of one rank's equal part of every parameter."""
+        return sum(math.ceil(p.numel / self.ranks(run)) for p in size.parameters if p.trained or not trained_only)
 
     @abstractmethod
     def weights(self, size: ModelSize, run: Layout) -> Memory:
@@ -34,7 +42,7 @@ class _Masters(MemoryModel, ABC):
         """Bytes, on the host, of what has no master: nothing where the working weights are as exact."""
         if self._itemsize(run) == 4:
             return 0
-        return 4 * (_share(size, run) - (0 if frozen else _share(size, run, trained_only=True)))
+        return 4 * (self._share(size, run) - (0 if frozen else self._share(size, run, trained_only=True)))
 
     def _itemsize(self, run: Layout) -> int:
         """Bytes of a working number: an exact run computes with fp32 ones."""
@@ -72,7 +80,7 @@ class ZeroMemory(_Masters):
         return memory
 
     def trained(self, name: str, size: ModelSize, run: Layout) -> Memory:
-        share, memory = _share(size, run, trained_only=True), self._named(name, self.weights(size, run))
+        share, memory = self._share(size, run, trained_only=True), self._named(name, self.weights(size, run))
         memory.add(f'{name} exact values', self.exact_values(size, run, frozen=False), host=True)
         memory.add(f'{name} masters', 4 * share, host=self.offloads)
         memory.add(f'{name} gradients', self.gradients(size, run))
@@ -81,9 +89,9 @@ class ZeroMemory(_Masters):
 
     def gradients(self, size: ModelSize, run: Layout) -> int:
         """Bytes of the gradients, in the compute dtype."""
-        held = size.trained if self.stage == 1 else _share(size, run, trained_only=True)
+        held = size.trained if self.stage == 1 else self._share(size, run, trained_only=True)
         if self.atoms:  # the sums that wait for each other, and in stage 2 an atom's own before it is cut
-            held *= max(self.atoms // run.num_processes, 1).bit_length()
+            held *= max(self.atoms // self.ranks(run), 1).bit_length()
             held += size.trained if self.stage == 2 else 0
         return self._itemsize(run) * held
 
@@ -91,30 +99,30 @@ class ZeroMemory(_Masters):
         if self.stage == 1 and again:  # they are added up where autograd puts them, and reduced once
             return 0.0
         in_bucket = min(1.0, self.bucket / max(size.trained, 1))
-        reduced = 0.0 if again or in_bucket == 1 else 1.0 if self.stage == 1 else 1 / run.num_processes
+        reduced = 0.0 if again or in_bucket == 1 else 1.0 if self.stage == 1 else 1 / self.ranks(run)
         return self._itemsize(run) * (in_bucket + reduced)
 
     def reduction(self, size: ModelSize, run: Layout, *, again: bool) -> int:
         bucket = self._itemsize(run) * min(size.trained, self.bucket)
         if self.stage == 1:  # what autograd made, beside the flat bucket whose parts become the gradients
             return bucket
-        received = bucket // run.num_processes if again else 0  # added to the sum, else it becomes the gradient
+        received = bucket // self.ranks(run) if again else 0  # added to the sum, else it becomes the gradient
         gloo = 0 if run.on_cuda else bucket  # it takes a copy of what it scatters
         return 2 * bucket + received + gloo
 
     def step(self, size: ModelSize, run: Layout) -> int:
         if self.offloads:
             return 0
-        itemsize, share = self._itemsize(run), _share(size, run, trained_only=True)
-        norm = 8 * math.ceil(size.largest_trained / run.num_processes)  # a gradient in fp64, as it is squared and added
+        itemsize, share = self._itemsize(run), self._share(size, run, trained_only=True)
+        norm = 8 * math.ceil(size.largest_trained / self.ranks(run))  # a gradient in fp64, as it is squared and added
         in_fp32 = 4 * share if itemsize < 4 else 0
         foreach = 4 * share if run.on_cuda else 0  # torch's Adam takes a temporary as large as the masters
         # Masters go back to the working weights in buckets: rounded (or brought to the device by another name of its:
         # a CPU's), flat, and received whole.
         bucket = itemsize * min(share, self.bucket)
         rounded = bucket if itemsize < 4 or not run.on_cuda else 0
-        gloo = 0 if run.on_cuda else bucket * run.num_processes  # it receives into a copy
-        return max(norm, in_fp32 + foreach, rounded + bucket + bucket * run.num_processes + gloo)
+        gloo = 0 if run.on_cuda else bucket * self.ranks(run)  # it receives into a copy
+        return max(norm, in_fp32 + foreach, rounded + bucket + bucket * self.ranks(run) + gloo)
 
     def full_copy(self, size: ModelSize, run: Layout) -> Memory:
         memory = Memory()

@@ -52,6 +52,13 @@ def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> No
                 raise ValueError(f'{name}={options[name]!r} {reason}; leave it at {defaults[name]!r}')
 
     check_stream_blocks(options['stream_blocks'])
+    if options['tensor_parallel'] != 1:
+        parts = f'tensor_parallel={options["tensor_parallel"]}'
+        if stage == 3:
+            raise ValueError(f'{parts}: Gemini (stage=3) has no parts of layers; use stage=1 or 2, or FSDPStrategy')
+        for name in ('placement_policy', 'reproducible'):
+            if name in changed:
+                raise ValueError(f'{parts} does not go with {name}={options[name]!r}: leave one of them out')
     if options['reproducible'] is not None and (stage == 3 or precision == 'fp16'):
         what = 'Gemini (stage=3) keeps gradients in 16 bits' if stage == 3 else "precision='fp16' is scaled by upstream"
         raise ValueError(

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from chatgpt.checkpoint.layout import CheckpointMismatch, Piece, TensorReader
 from chatgpt.trainer.strategies import states
 from chatgpt.trainer.strategies.colossalai.engines import Engine, Shard, TrainedEngine
+from chatgpt.trainer.strategies.cuts import CutReader
 from chatgpt.trainer.strategies.precision import LossScaler
 
 _ADAM_SLOTS = ('exp_avg', 'exp_avg_sq', 'step')
@@ -31,11 +32,12 @@ def model_pieces(engine: Engine) -> Iterator[Piece]:
     among them."""
     for shard in (*engine.trained_shards(), *engine.untrained_shards()):
         if shard.write_stop > shard.write_start:
-            yield _piece(shard, shard.name, shard.data)
+            yield from _pieces(engine, shard, shard.name, shard.data)
 
 
 def load_model_pieces(engine: Engine, reader: TensorReader, strict: bool) -> None:
     """Fill masters, untrained parameters and buffers, and make the working weights from them. A collective."""
+    reader = CutReader(reader, engine.parts.cuts)
     tensors, aliases = states.named_tensors(engine.module)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     stored = states.match_names(shapes, aliases, reader, strict=strict)
@@ -63,13 +65,19 @@ def optimizer_pieces(engine: TrainedEngine) -> Iterator[Piece]:
         for slot, value in engine.inner.state.get(shard.state_key, {}).items():
             name = f'{shard.name}/{slot}'
             if isinstance(value, Tensor) and value.dim() > 0:
-                yield _piece(shard, name, value.reshape(-1))
-            elif shard.write_start == 0 and isinstance(value, (Tensor, int, float)) and not isinstance(value, bool):
+                yield from _pieces(engine, shard, name, value.reshape(-1))
+            elif (
+                shard.write_start == 0
+                and engine.parts.leads
+                and isinstance(value, (Tensor, int, float))
+                and not isinstance(value, bool)
+            ):
                 yield Piece(name, (), 0, 1, torch.as_tensor(value, dtype=torch.float32).reshape(1))
 
 
 def load_optimizer_pieces(engine: TrainedEngine, members: set[str], reader: TensorReader) -> None:
     """Replace the optimizer's states; `members` are the names of its parameters. Checks all before it changes any."""
+    reader = CutReader(reader, engine.parts.cuts)
     slots = states.slots_by_parameter(reader.names())
     _check_slots(engine, members, slots, reader)
     engine.discard()
@@ -119,10 +127,11 @@ def _number(optimizer: Optimizer, shard: Shard, value: Tensor) -> Any:
     return value.reshape(()).to(shard.data.device if on_device else 'cpu', copy=True)
 
 
-def _piece(shard: Shard, name: str, data: Tensor) -> Piece:
-    """The part of a shard's data that this rank writes."""
-    part = data[shard.write_start - shard.start : shard.write_stop - shard.start]
-    return Piece(name, shard.shape, shard.write_start, shard.write_stop, part.detach())
+def _pieces(engine: Engine, shard: Shard, name: str, data: Tensor) -> Iterator[Piece]:
+    """The part of a shard's data that this process writes."""
+    part = data[shard.write_start - shard.start : shard.write_stop - shard.start].detach()
+    piece = Piece(name, shard.shape, shard.write_start, shard.write_stop, part)
+    return engine.parts.pieces(shard.name, piece, engine.device)
 
 
 def _read_into(out: Tensor, reader: TensorReader, name: str, start: int) -> None:

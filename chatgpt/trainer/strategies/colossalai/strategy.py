@@ -10,9 +10,9 @@ the CPU.
 | placement 'cpu' | masters and states in host memory | all in host memory, one chunk at a time on the device |
 | placement 'auto' | 'cpu' where masters and states exceed half of the free device memory | Gemini decides as it runs |
 | optimizers | element-wise ones of torch or ColossalAI | HybridAdam, CPUAdam, FusedAdam |
+| tensor parallelism | `parts`, with placement 'cuda' | no |
 
-colossalai is imported when a strategy is built. Left out: tensor and pipeline parallelism, and ColossalAI's own
-checkpoint files.
+colossalai is imported when a strategy is built. Left out: pipelines, and ColossalAI's own checkpoint files.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from chatgpt.trainer.strategies.colossalai.options import (
     check_options,
     import_colossalai,
 )
+from chatgpt.trainer.strategies.colossalai.parts import WHOLE, Parts, cut_model
 from chatgpt.trainer.strategies.colossalai.states import (
     UpstreamScaler,
     buffers_of,
@@ -55,7 +56,17 @@ from chatgpt.trainer.strategies.memory import MemoryModel, atoms_of
 from chatgpt.trainer.strategies.offload import Offloaded
 from chatgpt.trainer.strategies.precision import Precision, merge_for_good, resolve_precision
 from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
-from chatgpt.trainer.strategies.streaming import StreamBlocks, mapped_copy, mapped_floats, streamed, streams
+from chatgpt.trainer.strategies.ranks import check_world_size
+from chatgpt.trainer.strategies.streaming import (
+    StreamBlocks,
+    mapped_copy,
+    mapped_floats,
+    set_buffers,
+    streamed,
+    streams,
+)
+from chatgpt.trainer.strategies.tensor_parallel import check_model
+from chatgpt.trainer.strategies.tensor_ranks import TensorRanks
 
 
 class ColossalAIStrategy(ProcessGroupStrategy):
@@ -77,6 +88,8 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         max_norm: clips in every step that is not given a max_norm of its own; 0 does not.
         norm_type: 2, the only one there is.
         stream_blocks: stage 3: as in `FSDPStrategy`.
+        tensor_parallel: stage 1, 2: neighbouring processes that hold each block's matrices together and are one rank,
+            as in `FSDPStrategy`; masters and states of their parts are sharded over the ranks.
 
     Raises:
         ValueError: an option that this stage, precision or placement cannot honour.
@@ -114,6 +127,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         norm_type: float = 2.0,
         *,
         stream_blocks: StreamBlocks = 'auto',
+        tensor_parallel: int = 1,
         device: str | torch.device | None = None,
         timeout_s: float = 1800.0,
         deterministic: bool = False,
@@ -130,6 +144,8 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             raise ValueError(
                 f'device={device!r}: ColossalAI takes a GPU where there is one; hide it with CUDA_VISIBLE_DEVICES='
             )
+        if tensor_parallel != 1 and 'WORLD_SIZE' in os.environ:  # before anything is joined
+            check_world_size(int(os.environ['WORLD_SIZE']), tensor_parallel)
         check_kernels(stage)
         import_colossalai()
         self.ranks_below, self.only_16_bits = stage == 2, stage == 3
@@ -142,6 +158,8 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             reproducible=reproducible,
             atoms=atoms,
         )
+        if tensor_parallel != 1:
+            self.ranks: Any = TensorRanks(self.ranks, tensor_parallel)
         bridge()
         self.stage, self.placement_policy, self.max_norm = stage, placement_policy, max_norm
         self.supports_unused = stage < 3
@@ -158,6 +176,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         search_range_mb: float = 32,
         hidden_dim: int | None = None,
         min_chunk_size_mb: float = 32,
+        tensor_parallel: int = 1,
         **options: Any,
     ) -> MemoryModel:
         offloads = placement_policy == 'cpu'
@@ -165,7 +184,13 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             return GeminiMemory(
                 offloads, search_range=search_range_mb, interval=hidden_dim or 1024, min_chunk=min_chunk_size_mb
             )
-        return ZeroMemory(offloads, stage=stage, atoms=atoms_of(options), bucket=reduce_bucket_size)
+        return ZeroMemory(
+            offloads,
+            stage=stage,
+            atoms=atoms_of(options),
+            bucket=reduce_bucket_size,
+            tensor_parallel=tensor_parallel,
+        )
 
     # ------------------------------------------------------------------ models
 
@@ -193,7 +218,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
                 'prepare: ColossalAI trains a model with one optimizer; use parameter groups for different settings'
             )
         self._check_optimizer(optimizer)
-        return self._boost(model, optimizer)
+        return self._boost(model, optimizer, names)
 
     def _prepare_pair(self, model: nn.Module, optimizer: Optimizer) -> None:
         super()._prepare_pair(model, optimizer)
@@ -211,7 +236,9 @@ class ColossalAIStrategy(ProcessGroupStrategy):
     def setup_model(self, model: nn.Module, trained: bool) -> nn.Module:
         return self._boost(model, None)[0]
 
-    def _boost(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Any]:
+    def _boost(
+        self, model: nn.Module, optimizer: Optimizer | None, names: list[list[str]] | None = None
+    ) -> tuple[nn.Module, Any]:
         """Wrap a module, with its optimizer when it is trained, and put the exact weights and buffers in.
 
         The optimizer that comes back is the user's own, stepped through upstream's, so that a learning-rate schedule
@@ -220,11 +247,17 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         from colossalai.booster import Booster
 
         states.refuse_shared(model, f'{type(self).__name__} shards weights')
+        cut = isinstance(self.ranks, TensorRanks)
+        plan = check_model(model, self.ranks.tensor_parallel) if cut else {}
         fresh = any(p.is_meta for p in model.parameters())
         if fresh:
             tensors: Iterable[tuple[str, Tensor]] = _on_demand(model, optimizer)
         else:
             self.take_weights_of_rank_0(model)
+        parts = cut_model(model, optimizer, names or [], plan, self.ranks) if cut else WHOLE
+        if fresh:
+            tensors = parts.taken(tensors)
+        else:
             tensors = [(name, parameter.data) for name, parameter in model.named_parameters()]
         buffers = [
             (m, key, buffer.detach())
@@ -235,7 +268,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         frozen_by_gemini = optimizer is None and self.stage == 3
         if frozen_by_gemini:
             model.requires_grad_(True)  # Gemini cuts only what requires a gradient over ranks
-        plugin = self._plugin(model, trained=optimizer is not None)
+        plugin = self._plugin(model, parts, trained=optimizer is not None)
         wrapped, boosted, *_ = Booster(plugin=plugin).boost(model, optimizer)
         if frozen_by_gemini:
             model.requires_grad_(False)
@@ -246,10 +279,10 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         ) in buffers:  # upstream rounds them; rotary frequencies and the like lose their meaning in 16 bits
             module._buffers[key] = buffer.to(self.device)
         engine: Engine
-        if optimizer is None:
-            engine = (GeminiFrozen if self.stage == 3 else Engine)(wrapped, None, self.device)
+        if self.stage == 3:
+            engine = (GeminiFrozen if optimizer is None else GeminiEngine)(wrapped, boosted, self.device)
         else:
-            engine = (GeminiEngine if self.stage == 3 else ZeroEngine)(wrapped, boosted, self.device)
+            engine = (Engine if optimizer is None else ZeroEngine)(wrapped, boosted, self.device, parts)
         engine.fill(tensors, fresh)
         self._engines[id(model)] = engine
         wire(wrapped, engine, self.options['force_outputs_fp32'])
@@ -259,7 +292,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             settle(model, self.device, forward=wrapped, release=engine.release)
         return wrapped, None if boosted is None else boosted.optim
 
-    def _plugin(self, model: nn.Module, trained: bool) -> Any:
+    def _plugin(self, model: nn.Module, parts: Parts, trained: bool) -> Any:
         from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
 
         options, cuda = self.options, self.device.type == 'cuda'
@@ -273,7 +306,10 @@ class ColossalAIStrategy(ProcessGroupStrategy):
                 overlap_communication=options['overlap_communication'],
                 **common,
             )
-            plugin.zero_optim_kwargs['reduce_bucket_size'] = options['reduce_bucket_size']
+            plugin.zero_optim_kwargs |= {
+                'reduce_bucket_size': options['reduce_bucket_size'],
+                'dp_process_group': parts.data,
+            }
             return plugin
         offload = 1.0 if self.placement_policy == 'cpu' else 0.0
         plugin = GeminiPlugin(
@@ -345,7 +381,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         self, model: nn.Module, dtype: torch.dtype | None = None, *, on_disk: str | os.PathLike[str] | None = None
     ) -> Iterator[nn.Module]:
         """As in the base. Stages 1 and 2 without LoRA lend the module itself; otherwise a copy is gathered and freed
-        after."""
+        after. Under tensor parallelism of this process's parts; or with `whole_copies` of all, in host memory."""
         from chatgpt.nn import lora
         from chatgpt.nn.dropout import in_eval_mode
 
@@ -356,11 +392,15 @@ class ColossalAIStrategy(ProcessGroupStrategy):
                 yield full
             return
         has_lora = lora.has_lora(module)
-        if on_disk is not None or (self.stage == 3 and streams(self, self.stream_blocks, module, dtype)):
-            whole = engine.gather(torch.float32 if has_lora else dtype)
-            full, mapped = mapped_copy(self, module, whole, dtype, on_disk)
-            with streamed(full, mapped, self.device) if on_disk is None and not self.only_reads else nullcontext():
-                yield full
+        skeleton, apart = engine.parts.skeleton, engine.parts.group is not None and self.whole_copies
+        too_large = self.stage == 3 and streams(self, self.stream_blocks, module, dtype)
+        if on_disk is not None or apart or too_large:
+            whole = _whole(engine, torch.float32 if has_lora else dtype)
+            full, mapped = mapped_copy(self, skeleton or module, whole, dtype, on_disk)
+            set_buffers(full, module)
+            streams_blocks = on_disk is None and not apart and not self.only_reads
+            with streamed(full, mapped, self.device) if streams_blocks else nullcontext():
+                yield full.to('cpu') if apart else full
             return
         if self.stage < 3 and dtype == (self._dtype if self.exact is None else torch.float32) and not has_lora:
             with in_eval_mode(module):
@@ -475,9 +515,10 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         module = self.unwrap(model)
         if id(module) not in self._engines:
             return super().full_state_dict(model, folder)
-        tensors, aliases = states.named_tensors(module)
+        engine = self._engines[id(module)]
+        tensors, aliases = states.named_tensors(engine.parts.skeleton or module)
         full = mapped_floats(tensors, folder) if self.is_rank_0 else {}
-        for name, tensor in self._engines[id(module)].gather(torch.float32):
+        for name, tensor in _whole(engine, torch.float32):
             if self.is_rank_0:
                 full[name].copy_(tensor)
         if not self.is_rank_0:
@@ -510,6 +551,11 @@ class ColossalAIStrategy(ProcessGroupStrategy):
     def close(self) -> None:
         self._engines.clear()
         super().close()
+
+
+def _whole(engine: Engine, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter whole, also where a few processes hold it in parts. A collective."""
+    return ((name, engine.parts.joined(name, tensor)) for name, tensor in engine.gather(dtype))
 
 
 def _on_demand(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
