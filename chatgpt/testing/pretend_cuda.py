@@ -229,10 +229,17 @@ def pretend_cuda(num_devices: int = 1) -> Iterator[PretendCuda]:
         stack.callback(torch._C._set_only_lift_cpu_tensors, lifts)
         torch.__future__.set_swap_module_params_on_conversion(True)  # a module's parameters change their class
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) copies by an operation that is seen
+        stack.callback(_forget_tables)
         stack.callback(_open.clear)
         _open.append(cuda)
         stack.enter_context(_Operations(cuda))
         yield cuda
+
+
+def _forget_tables() -> None:
+    """bitsandbytes keeps a table of codes for later, on the device that asked first."""
+    if (functional := sys.modules.get('bitsandbytes.functional')) is not None:
+        functional.name2qmap.clear()
 
 
 # ---------------------------------------------------------------- operations

@@ -211,3 +211,13 @@ def test_all_is_restored():
         assert torch.ones(1).is_inference()
     with pretend_cuda() as again:
         assert not again.syncs
+
+
+def test_bitsandbytes_keeps_no_table_of_a_closed_device():
+    pytest.importorskip('bitsandbytes')
+    from chatgpt.nn.quantized import NF4Linear
+
+    with pretend_cuda():
+        NF4Linear(nn.Linear(64, 64).to('cuda:0'))
+    layer, x = NF4Linear(nn.Linear(64, 64)), torch.ones(1, 64)
+    assert layer(x).shape == (1, 64)
