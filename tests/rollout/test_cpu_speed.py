@@ -6,8 +6,16 @@ import pytest
 import torch
 
 from chatgpt.nn.lora import convert_to_lora, lora_layers, merge_lora, unmerge_lora
+from chatgpt.rollout.local import cpu_speed
 from chatgpt.rollout.local.cpu_speed import PackedModules
 from chatgpt.testing import FAMILIES, tiny_causal_lm
+
+
+@pytest.fixture(autouse=True)
+def narrow_weights_too(monkeypatch):
+    """Tiny models have no others."""
+    monkeypatch.setattr(cpu_speed, 'LEAST_PACKED', 0)
+
 
 IDS = torch.arange(24).view(2, 12) + 3
 
@@ -90,3 +98,13 @@ def test_other_precisions_and_wrapped_modules_stay_as_they_are():
         with packed.active():
             torch.testing.assert_close(model(IDS).logits, plain, atol=1e-4, rtol=1e-4)
     assert 'forward' in vars(layer)
+
+
+def test_narrow_weights_stay_as_they_are(monkeypatch):
+    """gpt2 of 32: 32 x 96, 32 x 32, twice 32 x 128 in each of two layers, and a head of 64 x 32."""
+    model = tiny_causal_lm('gpt2')
+    if not PackedModules(model).modules:
+        pytest.skip('this torch packs nothing')
+    for least, packed in ((0, 9), (64 * 32, 7), (32 * 96 + 1, 4), (32 * 128 + 1, 0)):
+        monkeypatch.setattr(cpu_speed, 'LEAST_PACKED', least)
+        assert len(PackedModules(model).modules) == packed
