@@ -100,11 +100,13 @@ def test_other_precisions_and_wrapped_modules_stay_as_they_are():
     assert 'forward' in vars(layer)
 
 
-def test_narrow_weights_stay_as_they_are(monkeypatch):
-    """gpt2 of 32: 32 x 96, 32 x 32, twice 32 x 128 in each of two layers, and a head of 64 x 32."""
-    model = tiny_causal_lm('gpt2')
-    if not PackedModules(model).modules:
+def test_narrow_linear_layers_stay_as_they_are(monkeypatch):
+    """gpt2 has four Conv1D in each of two layers and a linear head of 64 x 32; llama seven linear layers and the head,
+    of which those of the MLP, 64 x 32, and the head are the largest."""
+    gpt2, llama = tiny_causal_lm('gpt2'), tiny_causal_lm('llama')
+    if not PackedModules(gpt2).modules:
         pytest.skip('this torch packs nothing')
-    for least, packed in ((0, 9), (64 * 32, 7), (32 * 96 + 1, 4), (32 * 128 + 1, 0)):
+    for least, of_gpt2, of_llama in ((0, 9, 15), (64 * 32, 9, 7), (64 * 32 + 1, 8, 0)):
         monkeypatch.setattr(cpu_speed, 'LEAST_PACKED', least)
-        assert len(PackedModules(model).modules) == packed
+        assert len(PackedModules(gpt2).modules) == of_gpt2
+        assert len(PackedModules(llama).modules) == of_llama

@@ -5,8 +5,8 @@ weights stand still while responses are generated, so they are packed once. Only
 with a merged LoRA adapter) modules in fp32 on CPU are replaced, only inside the context and only without autograd; the
 results differ from the plain modules' by rounding.
 
-Left out: CUDA, 16-bit weights, narrow matrices, streamed blocks, compiled or quantised modules and whatever else is not
-exactly one of these classes.
+Left out: CUDA, 16-bit weights, narrow `nn.Linear`s, streamed blocks, compiled or quantised modules and whatever else is
+not exactly one of these classes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from chatgpt.nn.lora import LoRAConv1D, LoRALinear
 MAX_PACKED_BYTES = 2 << 30
 
 LEAST_PACKED = 1 << 17
-"""numbers of a matrix from which on it is packed: a packed product costs ten microseconds more to begin, which products
-of narrow matrices do not win back"""
+"""numbers of an `nn.Linear`'s weight from which on it is packed: a packed product costs ten microseconds more to begin,
+which narrow ones do not win back; `Conv1D`, whose plain product is slower, does"""
 
 
 def _pack(module: Any) -> Tensor:
@@ -77,7 +77,9 @@ class PackedModules:
             if 'forward' in vars(module):  # already wrapped by somebody else
                 continue
             weight: Any = getattr(module, 'weight', None)
-            if type(module) not in (nn.Linear, Conv1D, LoRALinear, LoRAConv1D) or weight.numel() < LEAST_PACKED:
+            if type(module) not in (nn.Linear, Conv1D, LoRALinear, LoRAConv1D):
+                continue
+            if isinstance(module, nn.Linear) and weight.numel() < LEAST_PACKED:
                 continue
             # tensors made in inference mode have no version counter, so a change of theirs would go unnoticed
             if type(weight) is nn.Parameter and not weight.is_inference():
