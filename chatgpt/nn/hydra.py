@@ -380,8 +380,8 @@ def _decoder_hidden(base: nn.Module, ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check_hydra(owner: nn.Module) -> None:
-    """Prove on a few tokens that the reference is used and equals the policy bit for bit, and that both ways of
-    computing it are the same where its numbers are others.
+    """Prove on a few tokens that the reference is used and equals the policy, and that both ways of computing it are
+    the same where its numbers are others. Up to rounding: kernels may take another way for a copy at another address.
 
     True only before the first training step. Raises ValueError otherwise.
     """
@@ -424,12 +424,13 @@ def check_hydra(owner: nn.Module) -> None:
         raise ValueError(
             f'num_layers_unfrozen: {name} does not run its blocks from its module tree; supported are {SUPPORTED}'
         )
-    if not torch.equal(policy, reference):
+    rounding = min(64 * torch.finfo(policy.dtype).eps, 2e-2)
+    if not close(reference, policy, rounding):
         worst = (policy - reference).abs().max().item()
         raise ValueError(
             f'num_layers_unfrozen: policy and reference of {name} differ by {worst:g}; supported are {SUPPORTED}'
         )
-    if not torch.equal(hidden, from_trunk):
+    if from_trunk.shape != hidden.shape or not close(from_trunk, hidden, rounding):
         raise ValueError(
             f'num_layers_unfrozen: {name} does more above its blocks than a norm, or they hand on more than hidden '
             f'states; supported are {SUPPORTED}'

@@ -199,8 +199,8 @@ class _NamesInFiles:
             other = other.removeprefix(_PREFIX)
         if self._renamed(other) != name:
             raise ValueError(
-                f'export_peft: peft would look for {name} under another name in this model; leave {_layer_of(name)} '
-                'out of targets, or save the whole model with save_pretrained'
+                f'export_peft: peft would look for {name} of {type(self.model).__name__} under another name; leave '
+                f'{_layer_of(name)} out of targets, or save the whole model with save_pretrained'
             )
         return other
 

@@ -31,6 +31,9 @@ from chatgpt.trainer.strategies.memory import ModelSize, ParameterSize
 from chatgpt.trainer.strategies.precision import narrow, product_weights
 from chatgpt.types import Batch, Sequence
 
+LEAST_PACKED = 1 << 17
+"""numbers of an `nn.Linear`'s weight from which on the local engine packs it for a CPU, as it does every `Conv1D`'s
+(`chatgpt.rollout.local.cpu_speed`)"""
 TRACED = (2, 4)
 """depths that are traced; further layers add what the step between these two added"""
 
@@ -143,8 +146,8 @@ def measure(model: nn.Module) -> ModelSize:
     adapted = [layer for layer in lora.lora_layers(model).values() if not layer.shares_base]
     plain = (nn.Linear, Conv1D, lora.LoRALinear, lora.LoRAConv1D)
     multiplied: list[Any] = [m for m in model.modules() if type(m) in plain]
-    linear = sum(m.weight.numel() for m in multiplied)
-    return ModelSize(parameters, sum(layer.weight.numel() for layer in adapted), linear)
+    packable = sum(m.weight.numel() for m in multiplied if isinstance(m, Conv1D) or m.weight.numel() >= LEAST_PACKED)
+    return ModelSize(parameters, sum(layer.weight.numel() for layer in adapted), packable)
 
 
 # ---------------------------------------------------------------------- traces

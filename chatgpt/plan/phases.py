@@ -240,8 +240,8 @@ def _collect(setup: Setup, config: Any, actor: ModelSize, multiplied: Sequence[P
     """multiplied: the weights that the engine may pack; None: those of the actor's blocks."""
     memory, itemsize = setup.memory_model.full_copy(actor, setup), setup.memory_model.full_itemsize(setup)
     if not setup.on_cuda and itemsize == 4 and not setup.stream_blocks:
-        linear = actor.linear if multiplied is None else sum(p.numel for p in multiplied if len(p.shape) == 2)
-        packed = 4 * linear
+        wide = [p.numel for p in multiplied or () if len(p.shape) == 2 and p.numel >= models.LEAST_PACKED]
+        packed = 4 * (actor.packable if multiplied is None else sum(wide))
         memory.add('packed weights', packed if packed <= PACKED_BYTES else 0)
     share = -(-setup.experience_batch_size // setup.ranks) * setup.num_samples_per_prompt
     rows = min(share, setup.max_rows)

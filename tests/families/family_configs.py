@@ -143,7 +143,9 @@ def family_config(model_type: str, width: int = 32) -> Any:
         raise ValueError(LEFT_OUT[model_type])
     usual = AutoConfig.for_model(model_type)
     all_sizes = SIZES | {name: value * width // 32 for name, value in SIZES.items() if name in WIDTHS}
-    sizes = {name: value for name, value in all_sizes.items() if _has(usual, name)} | OWN.get(model_type, {})
+    own = OWN.get(model_type, {})
+    windows = {name: value * width // 32 for name, value in own.items() if name.endswith('window_size')}
+    sizes = {name: value for name, value in all_sizes.items() if _has(usual, name)} | own | windows
     kinds = getattr(usual, 'layer_types', None)
     if kinds and 'layers_block_type' not in sizes and _has(usual, 'layer_types'):
         sizes.setdefault('layer_types', _two_of(kinds))

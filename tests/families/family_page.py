@@ -13,9 +13,10 @@ on a CPU:
     python tests/families/family_checks.py --json found.json --page docs/models.md --speed
 
 The second adds the last column. No real checkpoint was tried. A cross means that the library refuses it by name, before
-any work; the reasons stand below. Models of BERT's kind are decoders here (`is_decoder=True` in the config); as they
-come they look ahead, and an actor refuses them. T5, BART and their like are on the page of
-[encoder-decoders](encoder_decoders.md).
+any work; the reasons stand below. A dash: not tried. "packed" and "padded" say how a batch runs, "up to the window"
+that longer sequences are refused, a percentage which share of the blocks' weights has adapters. Models of BERT's kind
+are decoders here (`is_decoder=True` in the config); as they come they look ahead, and an actor refuses them. T5, BART
+and their like are on the page of [encoder-decoders](encoder_decoders.md).
 
 | column | what is compared |
 |---|---|
@@ -55,17 +56,16 @@ def page(found: dict[str, dict[str, str]]) -> str:
 
     found = dict(sorted(found.items()))
     tried = {kind: checks for kind, checks in found.items() if 'config' not in checks}
-    useful = {k: c for k, c in tried.items() if not c['forward'].startswith('no')}
+    useful = {k: c for k, c in tried.items() if not c['forward'].startswith('no:')}
     rows = [f'| {kind} | {" | ".join([*cells(checks), _speed(checks)])} |' for kind, checks in useful.items()]
     refused = [f'- {kind}: {_reason(checks["forward"])}' for kind, checks in tried.items() if kind not in useful]
     for kind, checks in useful.items():
-        reasons = [f'{name}: {_reason(text)}' for name, text in checks.items() if text.startswith('no')]
+        reasons = [f'{name}: {_reason(text)}' for name, text in checks.items() if text.startswith('no:')]
         refused += [f'- {kind}, {"; ".join(reasons)}'] if reasons else []
 
-    def with_outcome(outcome: str) -> str:
+    def with_outcome(outcome: str) -> list[str]:
         every = [(kind, name, text) for kind, checks in tried.items() for name, text in checks.items()]
-        lines = [f'- {kind}, {name}: {_reason(text)}' for kind, name, text in every if text.startswith(outcome)]
-        return '\n'.join(lines) or 'Nothing.'
+        return [f'- {kind}, {name}: {_reason(text)}' for kind, name, text in every if text.startswith(f'{outcome}:')]
 
     left_out = [f'- {kind}: {_reason(checks["config"])}' for kind, checks in found.items() if 'config' in checks]
     columns = [f'| {name} | {" ".join((fn.__doc__ or "").split())} |' for name, fn in CHECKS.items()]
@@ -78,9 +78,9 @@ def page(found: dict[str, dict[str, str]]) -> str:
         rule='|'.join('---' for _ in [*CHECKS, SPEED]),
         rows='\n'.join(rows),
         refused='\n'.join(sorted(refused)) or 'Nothing.',
-        crashes=with_outcome('CRASH'),
-        wrong=with_outcome('WRONG'),
-        left_out='\n'.join(left_out) or 'Nothing.',
+        crashes='\n'.join(with_outcome('CRASH')) or 'Nothing.',
+        wrong='\n'.join(with_outcome('WRONG')) or 'Nothing.',
+        left_out='\n'.join(sorted(left_out + with_outcome('none'))) or 'Nothing.',
     )
 
 
@@ -107,15 +107,18 @@ def read_page(text: str) -> dict[str, list[str]]:
 
 
 def _speed(checks: dict[str, str]) -> str:
+    """A ratio, or what the local engine's own cell says of an engine that is refused."""
     from family_checks import SPEED
 
-    return checks[SPEED].partition(': ')[2] if checks.get(SPEED, '').startswith('ok') else '–'
+    return _cell(checks['local'] if checks['local'].startswith('no:') else checks.get(SPEED, 'none'))
 
 
 def _cell(text: str) -> str:
     if text.startswith('ok'):
         return text.partition(': ')[2] or 'yes'
-    return '✗' if text.startswith('no') else text.partition(':')[0].lower()
+    if text.startswith('none'):
+        return '–'
+    return '✗' if text.startswith('no:') else text.partition(':')[0].lower()
 
 
 def _reason(text: str) -> str:

@@ -3,11 +3,13 @@
     python tests/families/family_checks.py --json found.json --speed llama xglm
 
 Both draw the same number of tokens for the same prompts, turn by turn, and CPU seconds are compared pair by pair, so
-that a machine that is busy with something else slows both.
+that a machine that is busy with something else slows both. There are as many pairs as it takes to tell which of the two
+is faster.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from typing import Any
@@ -20,7 +22,8 @@ from chatgpt.nn import Actor
 from chatgpt.rollout import LocalEngine, SamplingParams
 from chatgpt.types import Prompt
 
-WIDTH, ROWS, PROMPT, NEW, PAIRS = 256, 16, 16, 48, 9
+WIDTH, ROWS, PROMPT, NEW = 256, 16, 16, 48
+LEAST_PAIRS, MOST_PAIRS = 9, 45
 MOST = 200_000_000
 """parameters: a type whose other sizes do not shrink with the width is not measured"""
 
@@ -51,8 +54,8 @@ def speed(model_type: str) -> float:
         return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=how)
 
     assert theirs().shape[1] == PROMPT + NEW and all(s.num_actions == NEW for s in ours())  # and both are warm
-    found = []
-    for _ in range(PAIRS):
+    found: list[float] = []
+    while len(found) < LEAST_PAIRS or (len(found) < MOST_PAIRS and not differs_from_one(found)):
         seconds = []
         for generate in (theirs, ours):
             before = time.process_time()
@@ -61,3 +64,8 @@ def speed(model_type: str) -> float:
         found.append(seconds[0] / seconds[1])
     engine.end()
     return statistics.median(found)
+
+
+def differs_from_one(ratios: list[float]) -> bool:
+    """Whether those above 1 are further from half of all than two standard deviations of as many throws of a coin."""
+    return abs(sum(ratio > 1 for ratio in ratios) - len(ratios) / 2) > math.sqrt(len(ratios))

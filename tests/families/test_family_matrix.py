@@ -4,16 +4,21 @@ tests."""
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
+import family_checks
 import pytest
 import transformers
-from family_checks import CHECKS, SPEED, Family, Wrong, check, check_apart, forward, outcome
+from family_checks import CHECKS, SPEED, Family, Wrong, check, check_apart, forward, outcome, peft
 from family_configs import model_types
 from family_page import cells, page, read_page
+from family_speed import differs_from_one
 
 from chatgpt.nn import AutoActor
 from chatgpt.nn.hydra import make_hydra
+from chatgpt.nn.lora import lora_layers
+from chatgpt.nn.peft_format import export_peft
 
 QUICK = (
     'xglm',
@@ -52,9 +57,10 @@ def as_the_page_says(model_type: str, found: dict[str, str]) -> None:
     text = MODELS_PAGE.read_text()
     if THIS_VERSION not in text:
         return
-    on_page = read_page(text)
-    whole_no = found.get('forward', 'no').startswith('no')
-    assert on_page[model_type] == ([] if whole_no else cells(found)), f'{found}; if it is meant, make the page again'
+    whole_no = found['forward'].startswith('no:')
+    here, there = [] if whole_no else cells(found), read_page(text)[model_type]
+    here = [there[i] if cell == '–' else cell for i, cell in enumerate(here)]  # what cannot be tried here, as peft
+    assert here == there, f'{found}; if it is meant, make the page again'
 
 
 @pytest.mark.slow
@@ -78,6 +84,46 @@ def test_another_model_in_the_folder_is_found_wrong(tmp_path):
         forward(family)
 
 
+def test_an_adapter_that_peft_reads_otherwise_is_found_wrong(monkeypatch, tmp_path):
+    """Negative control: what is compared is what was written."""
+    pytest.importorskip('peft', exc_type=Exception)
+    family = Family('llama', tmp_path)
+    assert peft(family) == ''
+
+    def halved(actor, folder):
+        for layer in lora_layers(actor.model).values():
+            layer.lora_B.mul_(0.5)
+        export_peft(actor, folder)
+
+    monkeypatch.setattr(family_checks, 'export_peft', halved)
+    with pytest.raises(Wrong, match='off by'):
+        peft(family)
+    monkeypatch.setattr(family_checks, '_draw_adapters', lambda actor: None)
+    with pytest.raises(Wrong, match='the adapters change nothing'):
+        peft(family)
+
+
+@pytest.mark.skipif('inkling2_text' not in model_types(), reason='this transformers has no inkling2_text')
+def test_an_adapter_that_peft_would_look_for_elsewhere_is_refused_by_the_models_name(tmp_path):
+    pytest.importorskip('peft', exc_type=Exception)
+    told = outcome(peft, Family('inkling2_text', tmp_path))
+    assert re.match(r'no: export_peft: peft would look for \S+ of Inkling2ForCausalLM under another name; leave', told)
+
+
+def test_without_peft_its_column_is_empty(monkeypatch, tmp_path):
+    family = Family('llama', tmp_path)
+    monkeypatch.setitem(sys.modules, 'peft', None)
+    assert outcome(peft, family).startswith('none: peft cannot be imported')
+
+
+@pytest.mark.parametrize(
+    ('above', 'below', 'differs'), [(9, 0, True), (8, 1, True), (7, 2, False), (1, 8, True), (20, 20, False)]
+)
+def test_pairs_are_measured_until_one_side_is_faster(above, below, differs):
+    """Nine throws of a coin have a standard deviation of 1.5: seven heads are 2.5 more than 4.5, eight are 3.5."""
+    assert differs_from_one([1.1] * above + [0.9] * below) is differs
+
+
 def test_the_page():
     found = {
         'aa': dict.fromkeys(CHECKS, 'ok') | {'forward': 'ok: packed', 'hydra': 'no: not | this one'},
@@ -91,8 +137,21 @@ def test_the_page():
     assert '- dd, meta: off by 1' in text and '| bb |' not in text
     assert read_page(text) == {'aa': cells(found['aa']), 'bb': [], 'cc': [], 'dd': cells(found['dd'])}
     assert cells(found['aa'])[:2] == ['packed', 'yes'] and '✗' in cells(found['aa'])
-    with_speed = page({'ee': dict.fromkeys(CHECKS, 'ok') | {SPEED: 'ok: 1.07'}})
-    assert '| yes | 1.07 |' in with_speed and '| yes | – |' in text
+    works = dict.fromkeys(CHECKS, 'ok')
+    with_speed = page(
+        {
+            'ee': works | {SPEED: 'ok: 1.07'},
+            'ff': works | {'local': 'no: a state'},
+            'gg': works | {'PEFT': 'none: no peft', SPEED: 'none: wide'},
+        }
+    )
+    last = {
+        row.split(' ')[1]: row.split(' ')[-2] for row in re.findall(r'^\| (?:ee|ff|gg) \|.*', with_speed, re.MULTILINE)
+    }
+    assert last == {'ee': '1.07', 'ff': '✗', 'gg': '–'} and '| yes | – |' in text
+    refused, _, rest = with_speed.partition('## Refused')[2].partition('## Not tried')
+    assert re.findall('^- (.*)', refused, re.MULTILINE) == ['ff, local: a state']
+    assert re.findall('^- (.*)', rest, re.MULTILINE) == ['gg, PEFT: no peft', f'gg, {SPEED}: wide']
 
 
 class _Speaks:
@@ -123,3 +182,14 @@ def test_the_page_in_the_docs_has_nothing_wrong():
     if THIS_VERSION in text:
         assert set(read_page(text)) == set(model_types()), 'made by a run of some types'
     assert {'| llama | packed |', '| gpt2 | packed |'} <= set(re.findall(r'\| \w+ \| packed \|', text))
+
+
+def test_the_local_engine_is_never_slower_than_generate():
+    """Of every type that it takes the page has a ratio, of at least 1; of the others, a cross."""
+    rows = [line.strip('| ').split(' | ') for line in MODELS_PAGE.read_text().splitlines() if line.startswith('| ')]
+    heading = next(row for row in rows if row[0] == 'model type')
+    local, ratio = heading.index('local'), heading.index(SPEED)
+    found = {row[0]: (row[local], row[ratio]) for row in rows[rows.index(heading) + 1 :]}
+    assert len(found) > 100
+    assert all((engine == '✗') == (times == '✗') for engine, times in found.values())
+    assert not {kind: times for kind, (_, times) in found.items() if times != '✗' and not float(times) >= 1}

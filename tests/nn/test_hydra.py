@@ -247,8 +247,25 @@ class _NoisyLlama(transformers.LlamaForCausalLM):
         return output
 
 
+class _RoundsAnotherWay(transformers.LlamaForCausalLM):
+    """Gives the next larger logits at every second call, as kernels may for weights at another address."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        self.calls = getattr(self, 'calls', 0) + 1
+        if self.calls % 2 == 0:
+            output.logits = torch.nextafter(output.logits, torch.tensor(torch.inf))
+        return output
+
+
+def test_rounding_is_no_reason_to_refuse() -> None:
+    owner = Owner(_RoundsAnotherWay(causal_lm('llama').config))
+    make_hydra(owner, 2)
+    assert has_hydra(owner) and owner.model.calls >= 2
+
+
 @pytest.mark.parametrize(('build', 'message'), [(_IgnoresItsTree, 'from its module tree'), (_NoisyLlama, 'differ by')])
-def test_a_model_that_does_not_agree_exactly_is_refused(build: Any, message: str) -> None:
+def test_a_model_that_does_not_agree_is_refused(build: Any, message: str) -> None:
     owner = Owner(build(causal_lm('llama').config))
     flags = [p.requires_grad for p in owner.parameters()]
     with pytest.raises(ValueError, match=message):

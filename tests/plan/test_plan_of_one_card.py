@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from transformers import LlamaConfig
 
-from chatgpt.plan import Setup, make_plan
+from chatgpt.plan import Setup, make_plan, models
 from chatgpt.plan.__main__ import main
 from chatgpt.plan.advice import changes, cheapest_change
 
@@ -36,7 +36,8 @@ PER_BLOCK = 4 * WIDTH * WIDTH + 3 * WIDTH * INNER
 ADAPTERS = LAYERS * RANK * (4 * 2 * WIDTH + 3 * (WIDTH + INNER))
 
 
-def test_what_is_held_is_counted_by_hand():
+def test_what_is_held_is_counted_by_hand(monkeypatch):
+    monkeypatch.setattr(models, 'LEAST_PACKED', VOCAB * WIDTH)
     plan = make_plan(Setup(**SHARED, on_cuda=False))
     load, collect, learn = (plan.phases[name].device for name in ('load', 'collect', 'learn'))
     outside = VOCAB * WIDTH + (2 * LAYERS + 1) * WIDTH  # tied embedding, norms

@@ -244,13 +244,18 @@ def test_a_frozen_root_stays_gathered():
 
 
 @pytest.mark.parametrize('variant', ['full', 'lora'])
-def test_packed_weights_are_those_of_the_engine(variant):
+@pytest.mark.parametrize(('least', 'head'), [(64 * 32, 64 * 32), (64 * 32 + 1, 0)])
+def test_packed_weights_are_those_of_the_engine(monkeypatch, variant, least, head):
+    from chatgpt.rollout.local import cpu_speed
     from chatgpt.rollout.local.cpu_speed import PackedModules
 
+    assert models.LEAST_PACKED == cpu_speed.LEAST_PACKED
+    for module in (models, cpu_speed):
+        monkeypatch.setattr(module, 'LEAST_PACKED', least)
     setup = Setup(config=CONFIG, **VARIANTS[variant])
     packed = PackedModules(new_actor(variant)).modules
-    linear = models.measure(models.build('actor', CONFIG, setup)).linear
-    assert linear == sum(m.weight.numel() for m in packed) > 0
+    packable = models.measure(models.build('actor', CONFIG, setup)).packable
+    assert packable == sum(m.weight.numel() for m in packed) == 3 * (32 * 96 + 32 * 32 + 2 * 32 * 128) + head
 
 
 @pytest.mark.parametrize('strategy', ['naive', 'colossalai_gemini'])

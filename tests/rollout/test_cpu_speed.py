@@ -6,8 +6,16 @@ import pytest
 import torch
 
 from chatgpt.nn.lora import convert_to_lora, lora_layers, merge_lora, unmerge_lora
+from chatgpt.rollout.local import cpu_speed
 from chatgpt.rollout.local.cpu_speed import PackedModules
 from chatgpt.testing import FAMILIES, tiny_causal_lm
+
+
+@pytest.fixture(autouse=True)
+def narrow_weights_too(monkeypatch):
+    """Tiny models have no others."""
+    monkeypatch.setattr(cpu_speed, 'LEAST_PACKED', 0)
+
 
 IDS = torch.arange(24).view(2, 12) + 3
 
@@ -90,3 +98,15 @@ def test_other_precisions_and_wrapped_modules_stay_as_they_are():
         with packed.active():
             torch.testing.assert_close(model(IDS).logits, plain, atol=1e-4, rtol=1e-4)
     assert 'forward' in vars(layer)
+
+
+def test_narrow_linear_layers_stay_as_they_are(monkeypatch):
+    """gpt2 has four Conv1D in each of two layers and a linear head of 64 x 32; llama seven linear layers and the head,
+    of which those of the MLP, 64 x 32, and the head are the largest."""
+    gpt2, llama = tiny_causal_lm('gpt2'), tiny_causal_lm('llama')
+    if not PackedModules(gpt2).modules:
+        pytest.skip('this torch packs nothing')
+    for least, of_gpt2, of_llama in ((0, 9, 15), (64 * 32, 9, 7), (64 * 32 + 1, 8, 0)):
+        monkeypatch.setattr(cpu_speed, 'LEAST_PACKED', least)
+        assert len(PackedModules(gpt2).modules) == of_gpt2
+        assert len(PackedModules(llama).modules) == of_llama

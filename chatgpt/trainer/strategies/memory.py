@@ -34,8 +34,8 @@ class ModelSize:
     parameters: tuple[ParameterSize, ...]
     adapted: int = 0
     """elements of weights that carry a LoRA adapter"""
-    linear: int = 0
-    """elements of the weights of linear layers, heads among them"""
+    packable: int = 0
+    """elements of the weights of linear layers, heads among them, that the local engine would pack on a CPU"""
 
     @property
     def total(self) -> int:
