@@ -477,6 +477,7 @@ def _replacements(cuda: PretendCuda) -> list[tuple[Any, str, Any]]:
         (Tensor, 'is_pinned', lambda self, *_: cuda.is_pinned(self)),
         (Tensor, 'data', property(data, set_data)),
         (DeviceContext, '__torch_function__', by_default),
+        (torch.accelerator, 'current_accelerator', lambda check_available=False: None),  # as without a CUDA build
         (torch.cuda, '_lazy_init', lambda: None),
         (torch.cuda, 'current_device', lambda: cuda.current),
         (torch.cuda, 'set_device', lambda device: setattr(cuda, 'current', _number(device))),
