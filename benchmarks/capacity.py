@@ -227,7 +227,7 @@ def planned_anew(content: dict[str, Any]) -> dict[str, Any]:
         settings = sweep.settings(row['strategy'], row['option'])
         for rung, outcome in row['tried'].items():
             outcome['planned'], outcome['planner_fits'] = sweep.plan(settings, rung)
-        if row['limit'] is not None and row['limit'].startswith('planned'):
+        if row['limit'] is not None and 'planned' in row['limit']:
             planned, fits = sweep.plan(settings, row['limit_at'])
             row['limit'] = ('not tried, ' if fits else '') + f'planned {show_bytes(planned or 0)}'
         known = Row(**{k: v for k, v in row.items() if k != 'disagreements'})

@@ -176,7 +176,7 @@ def read_config(run: Run) -> tuple[Any, Any]:
 def check_parts(run: Run, config: Any, make: Any) -> None:
     """Raises ValueError, before a weight is loaded, for a model that tensor_parallel cannot cut. `make` is its
     class."""
-    if run.tensor_parallel == 1 or run.trust_remote_code:  # whose code is not looked at on the meta device
+    if run.tensor_parallel == 1 or run.trust_remote_code:  # code of a folder is not built on the meta device
         return
     with torch.device('meta'):
         check_model(make(config=copy.deepcopy(config)), run.tensor_parallel)

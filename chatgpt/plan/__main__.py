@@ -14,7 +14,7 @@ from chatgpt.nn.head_kernels import KERNELS
 from chatgpt.plan.advice import advice
 from chatgpt.plan.phases import make_plan
 from chatgpt.plan.setup import Setup, Task, parse_bytes
-from chatgpt.trainer.strategies.registry import STRATEGIES, strategy_flag
+from chatgpt.trainer.strategies.registry import STRATEGIES, strategy_flag, that_cut_layers
 
 
 def memory(text: str) -> int:
@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     ):
         out.add_argument(f'--{name}', type=int, default=Setup.__dataclass_fields__[name].default)
     out.add_argument(
-        '--tensor_parallel', type=int, default=1, help='processes that hold a model together (fsdp, zero1, zero2)'
+        '--tensor_parallel', type=int, default=1, help=f'processes that hold a model together ({that_cut_layers()})'
     )
     out.add_argument('--json', action='store_true', help='print numbers of bytes as JSON')
     return out

@@ -14,7 +14,7 @@ import torch
 from chatgpt.nn.head_kernels import KERNELS, LogprobKernel
 from chatgpt.trainer.strategies.memory import Layout, MemoryModel
 from chatgpt.trainer.strategies.precision import resolve_precision
-from chatgpt.trainer.strategies.registry import SHARDED, STRATEGIES, StrategyEntry
+from chatgpt.trainer.strategies.registry import STRATEGIES, StrategyEntry, that_cut_layers
 from chatgpt.trainer.strategies.tensor_ranks import check_world_size
 
 Task = Literal['ppo', 'sft', 'reward_model']
@@ -163,13 +163,13 @@ class Setup(Layout):
         parts = self.tensor_parallel
         if parts == 1:
             return
+        if not self.entry.takes_tensor_parallel:
+            raise ValueError(f'tensor_parallel={parts} needs strategy {that_cut_layers()}, and it is {self.strategy}')
         check_world_size(self.num_processes, parts)
         if self.memory_model.offloads or self.memory_model.atoms or self.stream_blocks:
             raise ValueError(
                 f'tensor_parallel={parts} does not go with cpu_offload, reproducible or stream_blocks: leave one out'
             )
-        if not self.entry.takes_tensor_parallel:
-            raise ValueError(f'tensor_parallel={parts}: strategy={self.strategy!r} has no such option; use {SHARDED!r}')
 
     @property
     def tensor_parallel(self) -> int:

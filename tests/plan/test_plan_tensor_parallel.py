@@ -161,10 +161,10 @@ def test_workers_are_sent_whole_weights():
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
-        ({'strategy': 'ddp'}, "strategy='ddp' has no such option; use 'fsdp'"),
-        ({'strategy': 'colossalai_gemini', 'precision': 'bf16'}, "strategy='colossalai_gemini' has no such option"),
-        ({'strategy': 'colossalai_zero2_cpu'}, 'does not go with cpu_offload'),
-        ({'strategy': 'fsdp_cpu'}, 'does not go with cpu_offload'),
+        ({'strategy': 'ddp'}, 'needs strategy fsdp, colossalai_zero1 or colossalai_zero2, and it is ddp'),
+        ({'strategy': 'colossalai_gemini', 'precision': 'bf16'}, 'and it is colossalai_gemini'),
+        ({'strategy': 'colossalai_zero2_cpu'}, 'and it is colossalai_zero2_cpu'),
+        ({'strategy': 'fsdp_cpu'}, 'and it is fsdp_cpu'),
         ({'stream_blocks': True}, 'does not go with cpu_offload, reproducible or stream_blocks'),
         ({'num_processes': 3}, '3 processes cannot be grouped'),
         ({'config': NO_PLAN}, 'CodeGenForCausalLM has no plan'),

@@ -255,6 +255,8 @@ def test_models_that_cannot_be_cut():
         check_model(Actor(model('llama')), 4)
     with pytest.raises(ValueError, match='does not divide the output width 63 of .*mlp'):
         check_model(Actor(model('llama', intermediate_size=63)), 2)
+    with pytest.raises(ValueError, match='slow_but_exact=True with pretraining_tp > 1'):
+        check_model(Actor(model('bloom', n_layer=1, n_head=4, slow_but_exact=True, pretraining_tp=2)), 2)
     with pytest.raises(ValueError, match="MixtralForCausalLM .* the style '.*mixtures of experts"):
         check_model(Actor(model('mixtral', num_local_experts=2)), 2)
     from transformers import T5Config, T5ForConditionalGeneration

@@ -60,7 +60,7 @@ class Cut:
         return self.shape[self.dim] // self.blocks * inner, self.start * inner, self.stop * inner
 
     def take(self, whole: Tensor) -> Tensor:
-        """The part of a whole tensor, as a view where it is no copy."""
+        """The part of a whole tensor: a view, or with several blocks a copy."""
         blocks = whole.unflatten(self.dim, (self.blocks, self.shape[self.dim] // self.blocks))
         return blocks.narrow(self.dim + 1, self.start, self.stop - self.start).flatten(self.dim, self.dim + 1)
 

@@ -57,11 +57,17 @@ _COUNTS = {
 
 
 def family_plan(model: Any) -> dict[str, str]:
-    """The plan of a transformers model, names as in it; empty for a family that has none here."""
+    """The plan of a transformers model, names as in it; empty for a family that has none here.
+
+    Raises:
+        ValueError: BLOOM that multiplies weights piece by piece instead of calling its layers.
+    """
     prefix = getattr(model, 'base_model_prefix', None)
     plan = _OF_FAMILY.get(model.config.model_type) if prefix is not None else None
     if plan is None:
         return {}
+    if getattr(model.config, 'slow_but_exact', False) and model.config.pretraining_tp > 1:
+        raise ValueError('tensor_parallel does not know slow_but_exact=True with pretraining_tp > 1; leave one out')
     inside = f'{prefix}.' if prefix and hasattr(model, prefix) else ''
     return {inside + name: style for name, style in plan.items()} | {'lm_head': 'colwise_gather_output'}
 

@@ -328,7 +328,7 @@ class ZeroEngine(TrainedEngine):
 
     def step(self, norm: float, max_norm: float | None) -> None:
         self.optimizer._clip_grad_norm = max_norm or 0.0  # upstream clips the fp32 gradients as it unscales them
-        if self.parts.group is not None:  # by the norm of what this process has
+        if self.parts.group is not None:  # upstream would clip by the norm of this process's part alone
             clip = type(self.optimizer)._unscale_and_clip_grads
             scaled = norm * self.loss_scale
             self.optimizer._unscale_and_clip_grads = lambda gradients, _: clip(self.optimizer, gradients, scaled)

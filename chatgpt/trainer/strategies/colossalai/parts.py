@@ -42,7 +42,8 @@ class Parts:
         return self.group is None or self.group.index == 0
 
     def counts(self, name: str) -> bool:
-        """Whether this process speaks for what it holds of a parameter, which parts are."""
+        """Whether this process adds a parameter to sums: a part always, what all hold whole on the first process
+        only."""
         return self.leads or name in self.cuts
 
     def taken(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
