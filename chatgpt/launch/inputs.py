@@ -48,6 +48,7 @@ from chatgpt.nn.trunk import position_limit, text_config
 from chatgpt.rollout import LocalEngine
 from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.trainer.config import Settings
+from chatgpt.trainer.fits import check_router_loss
 from chatgpt.trainer.objectives.reward_model import is_success
 from chatgpt.trainer.strategies.ranks import check_world_size
 from chatgpt.trainer.strategies.tensor_parallel import check_model
@@ -167,6 +168,7 @@ def read_config(run: Run) -> tuple[Any, Any]:
     if family not in (None, config.model_type):
         raise ValueError(f'--model {run.model}: the model is of the family {config.model_type!r}; use --model auto')
     check_tokenizer(tokenizer, config)
+    check_router_loss(config)
     check_run_apart(run, config)
     check_parts(run, config, kind.reward_model if run.trained == 'reward_model' else kind.actor)
     note_model(tokenizer, config)

@@ -31,7 +31,7 @@ from chatgpt.trainer.callbacks import Callback, CallbackList
 from chatgpt.trainer.callbacks.defaults import with_defaults
 from chatgpt.trainer.config import LearningSettings
 from chatgpt.trainer.failure import keep_what_is_whole, resume_words
-from chatgpt.trainer.fits import warn_of_router_loss
+from chatgpt.trainer.fits import check_router_loss
 from chatgpt.trainer.run_control import PhaseClock, StopSignals, agreed
 from chatgpt.trainer.saving import push_trained, save_trained
 from chatgpt.trainer.schedule import LearningRate, describe_groups
@@ -79,7 +79,8 @@ class Trainer:
         self.strategy = strategy
         self.config = config
         self._models, self._optimizers = dict(models), dict(optimizers)
-        warn_of_router_loss(map(strategy.unwrap, models.values()))
+        for model in models.values():
+            check_router_loss(config_of(strategy, model))
         self.tokenizer = tokenizer
         note_model(tokenizer, config_of(strategy, next(iter(models.values()))))
         self.run_dir = Path(run_dir).absolute() if run_dir is not None else None

@@ -5,7 +5,6 @@ Left out: tokenizers (`chatgpt.dataset.tokenize.check_tokenizer`), prompts of ro
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -48,17 +47,13 @@ def check_records(what: str, records: Iterable[SequenceOf[Sequence]], model: nn.
                 )
 
 
-def warn_of_router_loss(models: Iterable[nn.Module]) -> None:
-    """Say in a line that the auxiliary loss which balances experts (Fedus et al. 2021, "Switch Transformers") is not
-    added, where a config asks for it."""
-    for model in models:
-        config: Any = getattr(getattr(model, 'model', None), 'config', None)
-        text = None if config is None else text_config(config)
-        if getattr(text, 'output_router_logits', False):
-            warnings.warn(
-                f'{type(model).__name__}: the config of this {config.model_type} has output_router_logits=True, but '
-                'the auxiliary loss that balances experts (router_aux_loss_coef='
-                f'{getattr(text, "router_aux_loss_coef", None)}) is not added here; set output_router_logits=False to '
-                'train without it knowingly',
-                stacklevel=3,
-            )
+def check_router_loss(config: Any) -> None:
+    """Raises ValueError where a model that learns asks for the auxiliary loss which balances experts (Fedus et al.
+    2021, "Switch Transformers"): no trainer adds it."""
+    text = None if config is None else text_config(config)
+    if getattr(text, 'output_router_logits', False):
+        raise ValueError(
+            f'the config of this {config.model_type} has output_router_logits=True, but the auxiliary loss that '
+            f'balances experts (router_aux_loss_coef={getattr(text, "router_aux_loss_coef", None)}) is not added here; '
+            'set output_router_logits to false in its config.json to train without it'
+        )

@@ -1,17 +1,21 @@
-"""Records that a model cannot read are refused by name before the first step; a router loss that is not added is
-said."""
+"""Records that a model cannot read are refused by name before the first step; a router loss that a config asks for
+likewise."""
 
 from __future__ import annotations
 
-import warnings
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import LEDConfig, MixtralConfig
 
+from chatgpt.launch.inputs import read_inputs
+from chatgpt.launch.runs import SFTRun
 from chatgpt.nn import GPTRM, AutoActor, GPTActor
 from chatgpt.nn.trunk import position_limit
+from chatgpt.testing import byte_tokenizer
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import DPOTrainer, RewardModelTrainer, SFTTrainer
 from chatgpt.trainer.fits import check_records
@@ -88,10 +92,9 @@ def test_two_limits_count_with_the_smaller(encoder: int, decoder: int) -> None:
     assert position_limit(config) == 40
 
 
-@pytest.mark.parametrize('asked', [True, False])
-def test_a_router_loss_that_is_not_added_is_said(asked: bool) -> None:
-    config = MixtralConfig(
-        vocab_size=VOCAB,
+def mixture(asked: bool) -> MixtralConfig:
+    return MixtralConfig(
+        vocab_size=300,
         hidden_size=16,
         intermediate_size=16,
         num_hidden_layers=1,
@@ -103,14 +106,25 @@ def test_a_router_loss_that_is_not_added_is_said(asked: bool) -> None:
         output_router_logits=asked,
         router_aux_loss_coef=0.25,
     )
-    strategy = NaiveStrategy(seed=5)
-    actor = AutoActor(config=config)
-    actor, optim = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=0.1)))
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter('always')
-        sft = SFTTrainer(strategy, actor, optim, [GOOD] * 4, train_batch_size=2, max_epochs=1)
-    said = [str(w.message) for w in told if 'router' in str(w.message)]
-    assert len(said) == asked
-    if asked:
-        assert 'mixtral has output_router_logits=True' in said[0] and 'router_aux_loss_coef=0.25' in said[0]
-    sft.fit()
+
+
+REFUSED = r'mixtral has output_router_logits=True, .*router_aux_loss_coef=0.25. is not added here; set'
+
+
+def test_a_router_loss_that_nobody_adds_is_refused() -> None:
+    for asked in (True, False):
+        strategy = NaiveStrategy(seed=5)
+        actor = AutoActor(config=mixture(asked))
+        actor, optim = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=0.1)))
+        with pytest.raises(ValueError, match=REFUSED) if asked else nullcontext():
+            SFTTrainer(strategy, actor, optim, [GOOD] * 4, train_batch_size=2, max_epochs=1).fit()
+
+
+def test_a_run_is_told_before_weights_are_read(tmp_path: Path) -> None:
+    mixture(asked=True).save_pretrained(tmp_path)  # a folder without weights
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / 'data.jsonl').write_text('{"prompt": "a", "completion": "b"}\n')
+    with pytest.raises(ValueError, match=REFUSED):
+        read_inputs(
+            SFTRun(dataset=str(tmp_path / 'data.jsonl'), pretrain=str(tmp_path), save_path=str(tmp_path / 'run'))
+        )
