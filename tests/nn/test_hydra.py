@@ -247,6 +247,26 @@ class _NoisyLlama(transformers.LlamaForCausalLM):
         return output
 
 
+class _BarsAToken(_NoisyLlama):
+    """That, with a token that can never come."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits[..., 3] = -torch.inf
+        return output
+
+
+class _NeverAgain(transformers.LlamaForCausalLM):
+    """Gives a number that is none at its second call."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        self.calls = getattr(self, 'calls', 0) + 1
+        if self.calls == 2:
+            output.logits[0, 0, 0] = torch.nan
+        return output
+
+
 class _RoundsAnotherWay(transformers.LlamaForCausalLM):
     """Gives the next larger logits at every second call, as kernels may for weights at another address."""
 
@@ -264,7 +284,15 @@ def test_rounding_is_no_reason_to_refuse() -> None:
     assert has_hydra(owner) and owner.model.calls >= 2
 
 
-@pytest.mark.parametrize(('build', 'message'), [(_IgnoresItsTree, 'from its module tree'), (_NoisyLlama, 'differ by')])
+@pytest.mark.parametrize(
+    ('build', 'message'),
+    [
+        (_IgnoresItsTree, 'from its module tree'),
+        (_NoisyLlama, 'differ by'),
+        (_BarsAToken, 'differ by'),
+        (_NeverAgain, 'differ by nan'),
+    ],
+)
 def test_a_model_that_does_not_agree_is_refused(build: Any, message: str) -> None:
     owner = Owner(build(causal_lm('llama').config))
     flags = [p.requires_grad for p in owner.parameters()]

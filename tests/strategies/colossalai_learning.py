@@ -167,6 +167,19 @@ def check_loss_scale(folder, options):
         return norms, scales, unmoved, moved, after, strategy.optimizer_meta(optimizer)['scaler']
 
 
+def check_growth(folder, options, max_norm):
+    """fp16: weights after a step of SGD in which the loss scale grows, and after one in which it does not."""
+    after = []
+    for interval in (1000, 1):
+        with ColossalAIStrategy(**options, initial_scale=64.0, growth_interval=interval) as strategy:
+            model = make_actor()
+            model, optimizer = strategy.prepare((model, torch.optim.SGD(model.parameters(), lr=1.0)))
+            assert not isinstance(strategy.model_pieces(model), (list, tuple)), 'all pieces would be in memory at once'
+            norm = train(strategy, model, optimizer, steps=1, max_norm=max_norm)[0][1]
+            after.append((norm, strategy.optimizer_meta(optimizer)['scaler']['scale'], weights_of(strategy, model)))
+    return after
+
+
 def check_refusals(folder):
     """What `prepare` and loading refuse, in their words."""
     said = {}

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from colossalai_job import TWO, outcome
-from colossalai_runs import LR, distances, naive_run, needs_colossalai, pair_of, train
+from colossalai_runs import LR, distances, make_actor, naive_run, needs_colossalai, pair_of, train
 
 from chatgpt.trainer.strategies import NaiveStrategy
 
@@ -129,6 +130,18 @@ def test_loss_scale(colossalai_checks, name):
     assert scales == [2.0**40, 2.0**39, 2.0**38]
     assert math.isfinite(norm) and moved
     assert scaler == {'scale': 512.0, 'num_finite': 4, 'num_overflows': 0}
+
+
+@needs_colossalai
+@pytest.mark.parametrize(('name', 'max_norm'), [('zero', math.inf), ('parts', 0.3)])
+def test_a_step_in_which_the_loss_scale_grows(colossalai_checks, name, max_norm):
+    """Is divided by the scale that its gradients have, and clipped by their norm over all parts."""
+    (norm, scale, want), (same_norm, grown, got) = outcome(colossalai_checks, f'growth, {name}')
+    assert (scale, grown) == (64.0, 128.0) and norm == same_norm
+    assert all(torch.equal(got[key], weight) for key, weight in want.items())
+    before = dict(make_actor().named_parameters())
+    moved = math.sqrt(sum(float((want[key].double() - weight).square().sum()) for key, weight in before.items()))
+    assert moved == pytest.approx(min(norm, max_norm), rel=1e-2)
 
 
 @needs_colossalai

@@ -148,7 +148,7 @@ def _check_all_planned(module: nn.Module, plan: dict[str, str], name: str) -> No
             layer = inner.rpartition('.')[0]
             if layer not in plan:
                 raise ValueError(
-                    f'tensor_parallel: the plan of {name} in transformers does not say what becomes of {inner}, which '
+                    f'tensor_parallel: the plan of {name} does not say what becomes of {inner}, which '
                     'stands beside layers that it cuts; leave tensor_parallel out'
                 )
 

@@ -81,9 +81,10 @@ def is_transposed(layer: nn.Module) -> bool:
 def count_own_heads(module: nn.Module, group: TensorGroup) -> None:
     """Tell every attention of `module` how many heads this process has; BLOOM's, which of the position biases."""
     for attention in module.modules():
-        for name in _COUNTS.get(type(attention).__name__, ()):
+        kinds = [kind.__name__ for kind in type(attention).__mro__]
+        for name in next((_COUNTS[kind] for kind in kinds if kind in _COUNTS), ()):
             setattr(attention, name, getattr(attention, name) // group.size)
-        if type(attention).__name__ == 'BloomAttention':
+        if 'BloomAttention' in kinds:
             attention.register_forward_pre_hook(_OwnBiases(group), with_kwargs=True)
 
 

@@ -327,11 +327,19 @@ class ZeroEngine(TrainedEngine):
                     yield self.names[parameter], gradients[store._working_index]
 
     def step(self, norm: float, max_norm: float | None) -> None:
-        self.optimizer._clip_grad_norm = max_norm or 0.0  # upstream clips the fp32 gradients as it unscales them
-        if self.parts.group is not None:  # upstream would clip by the norm of this process's part alone
-            clip = type(self.optimizer)._unscale_and_clip_grads
-            scaled = norm * self.loss_scale
-            self.optimizer._unscale_and_clip_grads = lambda gradients, _: clip(self.optimizer, gradients, scaled)
+        # In place of upstream's own, which divides by the scale that this step may just have raised, and clips by the
+        # norm of this process's part alone.
+        scale, mixin = self.loss_scale, self.optimizer.mixed_precision_mixin
+
+        def unscale_and_clip(gradients: Iterable[Tensor], scaled_norm: float) -> None:
+            if mixin is not None:
+                mixin.get_grad_div_scale()  # which notes that it is done
+            total = norm if self.parts.group is not None else scaled_norm / scale
+            divisor = scale * max(1.0, (total + 1e-6) / max_norm) if max_norm else scale
+            for gradient in gradients:
+                gradient.data.mul_(1.0 / divisor)
+
+        self.optimizer._unscale_and_clip_grads = unscale_and_clip
         self.optimizer.step()
         self.discard()
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -531,7 +532,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         module = self.unwrap(model)
         if id(module) not in self._engines:
             return super().model_pieces(model)
-        return [*model_pieces(self._engines[id(module)]), *self._dealt(buffers_of(module))]
+        return itertools.chain(model_pieces(self._engines[id(module)]), self._dealt(buffers_of(module)))
 
     def load_model_pieces(self, model: nn.Module, reader: TensorReader, strict: bool = True) -> None:
         module = self.unwrap(model)
