@@ -36,7 +36,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, 
 
 
 def remove_heads(folder: str | os.PathLike[str]) -> None:
-    """Remove the heads of a model that was saved there before, which would be read as those of the one that is written
-    next."""
+    """Remove the heads of a model that was saved there before, which would be read as those of the one that took its
+    place."""
     for name in (HEAD_FILE, Q_HEADS_FILE):
         Path(folder, name).unlink(missing_ok=True)

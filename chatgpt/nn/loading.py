@@ -491,8 +491,8 @@ def write_folder(
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        remove_heads(folder)
         model.save_pretrained(folder, state_dict=state_dict)
+        remove_heads(folder)  # not before: transformers may refuse, and then the earlier model still needs them
         share_by_umask(folder)
     finally:
         if shown:

@@ -89,6 +89,9 @@ def export_peft(
     FEATURE_EXTRACTION). `state` are full weights by
     the names of `module`, when they do not lie in the module itself.
 
+    Heads that an earlier adapter left in `folder` are removed. Those of a whole model there (its weights or
+    config.json) stay, for PEFT allows an adapter beside its base.
+
     Raises ValueError without adapters, when `folder` is a file, or for a layer that peft does not adapt in such a model
     or would look for under another name.
     """
@@ -127,7 +130,8 @@ def export_peft(
         own = {name: state[prefix + name] for name in own}
     tensors = {_PREFIX + stored[name]: tensor.clone() for name, tensor in own.items()}
     path.mkdir(parents=True, exist_ok=True)
-    remove_heads(path)
+    if not (path / 'config.json').is_file() and not any(path.glob('model*.safetensors')):
+        remove_heads(path)
     save_tensors(tensors, path / WEIGHTS_FILE, metadata={'format': 'pt'})
     (path / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + '\n', encoding='utf-8')
 

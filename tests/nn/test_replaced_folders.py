@@ -1,5 +1,5 @@
 """A model that is saved into the folder of an earlier one is what is loaded from there: heads of the earlier one are
-gone."""
+gone, and only then."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def earlier_critic(folder, family):
     nn.init.normal_(critic.value_head.weight)
     critic.save_pretrained(folder)
     assert (folder / 'value_head.safetensors').is_file()
+    return critic.eval()
 
 
 @pytest.mark.parametrize('family', ['gpt2', 't5'])
@@ -63,8 +64,27 @@ def test_an_ilql_model_over_an_actor_and_an_actor_over_it(tmp_path):
 def test_an_adapter_over_that_of_a_reward_model_has_no_head(tmp_path):
     tiny_causal_lm('gpt2').save_pretrained(tmp_path / 'base')
     earlier_critic(tmp_path / 'adapter', 'gpt2')
-    (tmp_path / 'adapter' / 'model.safetensors').unlink()
+    for name in ('model.safetensors', 'config.json'):  # what an adapter's folder has not
+        (tmp_path / 'adapter' / name).unlink()
     actor = Actor.from_pretrained(tmp_path / 'base')
     convert_to_lora(actor.model, 2)
     export_peft(actor, tmp_path / 'adapter')
     assert load_scorer(tmp_path / 'adapter').head is None
+
+
+def test_an_adapter_beside_its_base_leaves_the_base_its_head(tmp_path):
+    earlier = earlier_critic(tmp_path, 'gpt2')
+    adapted = Critic.from_pretrained(tmp_path)
+    convert_to_lora(adapted.model, 2)
+    export_peft(adapted, tmp_path)
+    assert (tmp_path / 'adapter_model.safetensors').is_file()
+    torch.testing.assert_close(Critic.from_pretrained(tmp_path).eval()(BATCH), earlier(BATCH))
+
+
+def test_a_save_that_transformers_refuses_leaves_the_earlier_critic_whole(tmp_path):
+    earlier = earlier_critic(tmp_path, 'gpt2')
+    model = tiny_causal_lm('gpt2', seed=1)
+    model.generation_config.do_sample, model.generation_config.top_p = False, 0.5
+    with pytest.raises(ValueError, match='top_p'):
+        Actor(model).save_pretrained(tmp_path)
+    torch.testing.assert_close(Critic.from_pretrained(tmp_path).eval()(BATCH), earlier(BATCH))

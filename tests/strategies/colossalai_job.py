@@ -16,6 +16,7 @@ from colossalai_learning import (
     check_families,
     check_gemini_is_zero,
     check_growth,
+    check_layer_drop,
     check_loss_scale,
     check_order_of_calls,
     check_outputs,
@@ -53,6 +54,7 @@ TWO = {
     'outputs': (check_outputs,),
     'unequal rows': (check_unequal_rows,),
     'families': (check_families,),
+    'layer drop': (check_layer_drop,),
     'layouts': (check_layouts,),
     'resume, zero2 bf16': (
         check_bits_of_resume,

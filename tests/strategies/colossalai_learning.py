@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 
 import torch
@@ -20,6 +21,8 @@ from colossalai_runs import (
     weights_of,
 )
 
+from chatgpt.nn import Actor
+from chatgpt.testing import tiny_causal_lm
 from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.trainer.strategies.colossalai import ColossalAIStrategy
 
@@ -147,6 +150,21 @@ def check_families(folder):
                 else:
                     losses.append([loss for loss, _ in train(strategy, model, optimizer, steps=3)])
         facts[what] = losses
+    return facts
+
+
+def check_layer_drop(folder):
+    """{stage: (the model's layerdrop after `prepare`, what was warned of it and in which files)}."""
+    facts = {}
+    for stage in (1, 2, 3):
+        with ColossalAIStrategy(stage, 'bf16', **(SMALL if stage == 3 else {})) as strategy:
+            actor = Actor(tiny_causal_lm('opt', layerdrop=0.5))
+            optimizer = optimizer_of('hybrid', actor)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter('always')
+                strategy.prepare((actor, optimizer))
+            said = [(str(w.message), w.filename) for w in caught if 'layerdrop' in str(w.message)]
+            facts[stage] = (actor.model.model.decoder.layerdrop, said)
     return facts
 
 

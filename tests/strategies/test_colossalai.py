@@ -123,6 +123,15 @@ def test_families_and_references(colossalai_checks):
 
 
 @needs_colossalai
+def test_gemini_leaves_no_block_out(colossalai_checks):
+    facts = outcome(colossalai_checks, 'layer drop')
+    assert facts[1] == facts[2] == (0.5, [])
+    drop, [(said, file)] = facts[3]
+    assert drop == 0.0 and said.startswith('ColossalAIStrategy: layerdrop of the config is set to 0')
+    assert file.endswith('colossalai_learning.py')  # that called `prepare`
+
+
+@needs_colossalai
 @pytest.mark.parametrize('name', ['zero', 'gemini'])
 def test_loss_scale(colossalai_checks, name):
     norms, scales, unmoved, moved, (loss, norm), scaler = outcome(colossalai_checks, f'loss scale, {name}')

@@ -162,7 +162,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         states.refuse_shared(model, f'{type(self).__name__} shards weights')
         plan = check_model(model, self._group.size) if self._group is not None else {}
         if trained:
-            self._keep_blocks(model)
+            self.keep_blocks(model)
         if self.activation_checkpointing and trained:
             _checkpoint_activations(model)
         skeleton = on_meta(model)
@@ -201,16 +201,6 @@ class FSDPStrategy(ProcessGroupStrategy):
             parameter.whole_shape = cut.shape
             self._is_cut.add(id(parameter))
         return model
-
-    def _keep_blocks(self, model: nn.Module) -> None:
-        from chatgpt.nn.dropout import layer_drop_off
-
-        if layer_drop_off(model):
-            warnings.warn(
-                f'{type(self).__name__}: layerdrop of the config is set to 0, for a rank that leaves a block out would '
-                'be missing where its weights are gathered',
-                stacklevel=6,
-            )
 
     @torch.no_grad()
     def _materialise(self, model: nn.Module, stream: Iterator[tuple[str, Tensor]]) -> None:

@@ -11,6 +11,7 @@ import itertools
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -239,6 +240,18 @@ class ProcessGroupStrategy(Strategy):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         return found
+
+    def keep_blocks(self, model: nn.Module) -> None:
+        """Leave no block of a trained model out (layerdrop), with a warning: for strategies that gather a block's
+        weights from all ranks, each of which draws for itself. Called while `prepare` sets a pair up."""
+        from chatgpt.nn.dropout import layer_drop_off
+
+        if layer_drop_off(model):
+            warnings.warn(
+                f'{type(self).__name__}: layerdrop of the config is set to 0, for a rank that leaves a block out would '
+                'be missing where its weights are gathered',
+                stacklevel=6,  # the line that calls `prepare`
+            )
 
     @torch.no_grad()
     def take_weights_of_rank_0(self, model: nn.Module, bucket_bytes: int = 0) -> None:

@@ -219,6 +219,8 @@ class ColossalAIStrategy(ProcessGroupStrategy):
                 'prepare: ColossalAI trains a model with one optimizer; use parameter groups for different settings'
             )
         self._check_optimizer(optimizer)
+        if self.stage == 3:
+            self.keep_blocks(model)
         return self._boost(model, optimizer, names)
 
     def _prepare_pair(self, model: nn.Module, optimizer: Optimizer) -> None:
