@@ -131,13 +131,13 @@ def parse_run(
     if plain and positional is not None:
         values[positional] = plain[0]
     show = given.pop('print_config', False)
-    values, of_processes = in_our_words(values | given, cls)
+    presets = presets_of(cls, method)
+    before = said_before(cls, presets | values | given)
+    values, of_processes = in_our_words(values | given, cls, before)
     if not show:
         meet(**of_processes)
-    presets = presets_of(cls, method)
     if values.get('method', presets.get('method')) != presets.get('method') and 'method' in presets:
         raise ValueError(f'method={values["method"]} is another command than {method}: give that one')
-    before = said_before(cls, presets | values)
     run = cls.from_dict(presets | before | values)
     run.said = presets | before | values
     if method is not None:

@@ -35,8 +35,13 @@ def their_settings(cls: type[Run]) -> dict[str, Any]:
     return OF_ALL | {name: kind for run, settings in kinds if issubclass(cls, run) for name, kind in settings.items()}
 
 
-def in_our_words(values: Mapping[str, Any], cls: type[Run]) -> tuple[dict[str, Any], dict[str, Any]]:
+def in_our_words(
+    values: Mapping[str, Any], cls: type[Run], before: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The values of a run's fields, and what is asked of its processes (`meet`).
+
+    Args:
+        before: what was said of the run that is resumed, which stands unless `values` say otherwise.
 
     Raises:
         ValueError: a value out of range, two that contradict each other, one that cannot be honoured.
@@ -48,8 +53,8 @@ def in_our_words(values: Mapping[str, Any], cls: type[Run]) -> tuple[dict[str, A
             raise ValueError(f'{name}={value} must be at least 1')
     if (workers := theirs.pop('preprocessing_num_workers', 1)) != 1:
         raise ValueError(f'preprocessing_num_workers={workers} cannot be honoured: data is read by one process')
-    ours |= _length(theirs, ours) | _batch(theirs, ours, cls)
-    ours |= _part(theirs, ours, cls)
+    ours |= _length(theirs, ours) | _batch(theirs, ours, cls, before or {})
+    ours |= _part(theirs, ours, cls, before or {})
     return ours, {name: theirs[name] for name in OF_ALL if name in theirs}
 
 
@@ -67,7 +72,9 @@ def _length(theirs: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any
     return {}
 
 
-def _batch(theirs: Mapping[str, Any], said: Mapping[str, Any], cls: type[Run]) -> dict[str, Any]:
+def _batch(
+    theirs: Mapping[str, Any], said: Mapping[str, Any], cls: type[Run], before: Mapping[str, Any]
+) -> dict[str, Any]:
     """The batch of all ranks from that of one, whose `gradient_accumulation_steps` forwards hold `batch_size` records
     each."""
     steps = theirs.get('gradient_accumulation_steps', 1)
@@ -80,14 +87,17 @@ def _batch(theirs: Mapping[str, Any], said: Mapping[str, Any], cls: type[Run]) -
             f'batch_size={theirs["batch_size"]} and train_batch_size={said["train_batch_size"]} both say how large a '
             'batch is; give one'
         )
-    ranks = world_size_from_env() // max(said.get('tensor_parallel', 1), 1)  # what leaves a rest is refused later
+    known = {**before, **said}
+    ranks = world_size_from_env() // max(known.get('tensor_parallel', 1), 1)  # what leaves a rest is refused later
     size = {'train_batch_size': theirs['batch_size'] * steps * max(ranks, 1)}
     if steps > 1:
-        size['max_tokens_per_batch'] = theirs['batch_size'] * cls(max_len=said.get('max_len')).max_tokens  # type: ignore[call-arg, attr-defined]
+        size['max_tokens_per_batch'] = theirs['batch_size'] * cls(max_len=known.get('max_len')).max_tokens  # type: ignore[call-arg, attr-defined]
     return size
 
 
-def _part(theirs: Mapping[str, Any], said: Mapping[str, Any], cls: type[Run]) -> dict[str, Any]:
+def _part(
+    theirs: Mapping[str, Any], said: Mapping[str, Any], cls: type[Run], before: Mapping[str, Any]
+) -> dict[str, Any]:
     """A folder of a data set, and a trial that learns from `TRIAL` records."""
     part = dict[str, Any]()
     if theirs.get('subset'):
@@ -98,7 +108,7 @@ def _part(theirs: Mapping[str, Any], said: Mapping[str, Any], cls: type[Run]) ->
     if theirs.get('test'):
         if said.get('max_steps') is not None:
             raise ValueError(f'test and max_steps={said["max_steps"]} both say how long to train; give one')
-        size = said.get('train_batch_size') or cls().train_batch_size  # type: ignore[attr-defined]
+        size = {**before, **said}.get('train_batch_size') or cls().train_batch_size  # type: ignore[attr-defined]
         part['max_steps'] = -(-TRIAL // size)
     return part
 

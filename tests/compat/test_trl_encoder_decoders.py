@@ -16,6 +16,8 @@ from chatgpt.compat.trl import (
     DPOTrainer,
     PPOConfig,
     PPOTrainer,
+    RewardConfig,
+    RewardTrainer,
     SFTConfig,
     SFTTrainer,
     ppo_train,
@@ -119,6 +121,17 @@ def test_the_later_trainers_read_prompt_and_response_as_two_texts(tmp_path: Path
     (pair,) = DPOTrainer(args=DPOConfig(**options), train_dataset=rows, **common()).inner.train_data
     assert (pair.chosen.prompt_ids.tolist(), pair.rejected.response_ids.tolist()) == (prompt, no)
 
+    folder = tmp_path / 'base'
+    tiny_causal_lm('t5').save_pretrained(folder)
+    reward = RewardTrainer(
+        model=str(folder),
+        args=RewardConfig(**options | {'output_dir': str(tmp_path / 'reward')}),
+        processing_class=encoder_decoder_tokenizer('t5'),
+        train_dataset=rows,
+    )
+    (record,) = reward.inner.train_data
+    assert (record.prompt_ids.tolist(), [r.tolist() for r in record.responses]) == (prompt, [yes, no])
+
     arguments = PPOConfig(**options | {'output_dir': str(tmp_path / 'ppo')}, total_episodes=2, response_length=4)
     zero = lambda prompts, responses: [0.0 for _ in prompts]  # noqa: E731
     ppo = ppo_train.PPOTrainer(args=arguments, reward_model=zero, train_dataset=[{'prompt': 'ab'}], **common())
@@ -136,3 +149,24 @@ def test_records_are_cut_to_the_positions_after_the_start_token(tmp_path: Path) 
     (record,) = trainer.inner.train_data
     assert (len(record.prompt_ids), len(record.response_ids)) == (9, 9)
     trainer.train()
+
+
+def test_the_later_ppo_trainer_reads_no_weights_before_data_and_sizes_are_right(tmp_path: Path) -> None:
+    tiny_causal_lm('t5').save_pretrained(tmp_path / 'base')
+    (tmp_path / 'base' / 'model.safetensors').write_bytes(b'')  # which no loader reads
+
+    def trainer(row: dict[str, Any], **sizes: int) -> None:
+        ppo_train.PPOTrainer(
+            args=PPOConfig(output_dir=str(tmp_path / 'run'), report_to='none', total_episodes=2, **sizes),
+            processing_class=encoder_decoder_tokenizer('t5'),
+            model=str(tmp_path / 'base'),
+            reward_model=lambda prompts, responses: [0.0 for _ in prompts],
+            train_dataset=[row],
+        )
+
+    with pytest.raises(ValueError, match='row 1: prompt is a int'):
+        trainer({'prompt': 5})
+    with pytest.raises(ValueError, match='must be a multiple of num_mini_batches=7'):
+        trainer({'prompt': 'ab'}, per_device_train_batch_size=2, num_mini_batches=7)
+    with pytest.raises(ValueError, match='a damaged safetensors file'):  # where nothing else is wrong
+        trainer({'prompt': 'ab'})

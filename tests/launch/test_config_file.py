@@ -110,6 +110,27 @@ def test_workers_are_asked_for_by_number(tmp_path, monkeypatch, capsys):
     assert run(RewardRun, *argv, '--tensor_parallel=2').train_batch_size == 2  # one rank of two processes
 
 
+def test_a_resume_makes_sizes_of_what_was_said_before(tmp_path, monkeypatch):
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    training = {'batch_size': 2, 'gradient_accumulation_steps': 2}
+    argv = ['--config_file', file(tmp_path, {**REWARD, 'Training': training}), f'--save_path={tmp_path}']
+    first = run(RewardRun, *argv, '--tensor_parallel=2', '--max_len=32')
+    assert (first.train_batch_size, first.max_tokens_per_batch) == (4, 2 * first.max_tokens)
+    write_resolved(first, tmp_path)
+    again = run(RewardRun, *argv, f'--resume={tmp_path}')
+    assert (again.tensor_parallel, again.train_batch_size) == (2, 4)
+    assert (again.max_len, again.max_tokens_per_batch) == (32, first.max_tokens_per_batch)
+    other = run(RewardRun, *argv, f'--resume={tmp_path}', '--tensor_parallel=1')
+    assert other.train_batch_size == 8  # its last word
+
+
+def test_a_trial_that_is_resumed_has_the_batch_of_before(tmp_path):
+    argv = ['--test=true', f'--save_path={tmp_path}']
+    write_resolved(run(RewardRun, *argv, '--train_batch_size=25'), tmp_path)
+    again = run(RewardRun, *argv, f'--resume={tmp_path}')
+    assert (again.train_batch_size, again.max_steps) == (25, 4)
+
+
 def test_resources(monkeypatch):
     import torch
 

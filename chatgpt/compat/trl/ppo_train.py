@@ -41,6 +41,7 @@ from chatgpt.dataset.prompts import PromptSet, as_prompts
 from chatgpt.experience.scorers import Score, Scorer, as_scorer
 from chatgpt.functional.masking import masked_sum
 from chatgpt.nn import Actor, Critic, RewardModel
+from chatgpt.nn.loading import load_config
 from chatgpt.nn.lora import has_lora
 from chatgpt.quickstart import as_reward
 from chatgpt.sweep import Communicator
@@ -440,13 +441,13 @@ class PPOTrainer(LaterTrainer):
         if args.missing_eos_penalty is not None and not args.missing_eos_penalty > 0:
             raise ValueError(f'PPOConfig: missing_eos_penalty={args.missing_eos_penalty} must be positive')
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        model = policy_of(model, args)
-        note_model(words, model.config)
+        note_model(words, load_config(model) if isinstance(model, (str, Path)) else model.config)
         self.prompts = prompts_of(train_dataset, words)
         super().__init__(args, words, callbacks, strategy_of(args))
         self.sizes = sizes_of(args, len(self.prompts), self.strategy.world_size)
         self._note_sizes()
 
+        model = policy_of(model, args)
         longest_prompt = max(len(p.ids) for p in self.prompts)
         check_context(model, longest_prompt, args.response_length)
         reward = reward_of(reward_model)

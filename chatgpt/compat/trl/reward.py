@@ -14,6 +14,7 @@ from chatgpt.compat.trl.offline import ARGUMENTS, OfflineArguments, OfflineLater
 from chatgpt.compat.trl.peft import HEADS, adapted
 from chatgpt.compat.trl.training import loading_options, max_length_of, trainable, warn_of_options
 from chatgpt.dataset import load_preferences
+from chatgpt.dataset.formats import note_model
 from chatgpt.nn import AutoRM, RewardModel
 from chatgpt.trainer.objectives import reward_model
 
@@ -104,6 +105,7 @@ class RewardTrainer(OfflineLaterTrainer):
                 if isinstance(module, torch.nn.Dropout):
                     module.p = 0.0
         self.model = model if not isinstance(model, (str, Path)) else scorer.model
+        note_model(self.processing_class, scorer.model.config)
         records = self.records(train_dataset)
         self.start(
             reward_model.RewardModelTrainer,
