@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+LogprobKernel = Literal['auto', 'plain', 'fused', 'liger']
+"""ways by which hidden states become log-probs (`chatgpt.nn.head_kernels`)"""
+KERNELS = get_args(LogprobKernel)
 WithEntropy = bool | Literal['detached']
 """whether the entropy is computed too; 'detached' is as a metric, without a graph: nothing of it is kept for the
 backward pass"""

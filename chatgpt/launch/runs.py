@@ -15,11 +15,12 @@ from typing import Any, ClassVar, Literal, cast, get_args
 
 from chatgpt.batching import Exact
 from chatgpt.environments import EnvironmentSettings
+from chatgpt.functional.logprobs import LogprobKernel
 from chatgpt.launch.arguments import check_precision
 from chatgpt.launch.methods import METHODS, PREFERENCE_RUN, Recipe, methods_of
 from chatgpt.names import hint
 from chatgpt.nn.families import MODELS
-from chatgpt.nn.head_kernels import LogprobKernel, check_name
+from chatgpt.nn.head_kernels import check_name
 from chatgpt.nn.liger import check_liger_temperature
 from chatgpt.publish import NUM_SAMPLES
 from chatgpt.rollout import SamplingParams

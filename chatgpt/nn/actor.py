@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chatgpt.functional.logprobs import WithEntropy, entropy_graph, entropy_of, logprobs_of
+from chatgpt.functional.logprobs import LogprobKernel, WithEntropy, entropy_graph, entropy_of, logprobs_of
 from chatgpt.nn import hydra, lora
 from chatgpt.nn.compiled import not_compiled
 from chatgpt.nn.encoder_decoder import check_encoder_decoder
 from chatgpt.nn.gelu import use_fused_gelu
-from chatgpt.nn.head_kernels import LogprobKernel, check_kernel, head_logprobs
+from chatgpt.nn.head_kernels import check_kernel, head_logprobs
 from chatgpt.nn.heads import critic_head, in_fp32, load_head, save_head
 from chatgpt.nn.loading import TakesModel, add_lora, load_causal_lm, write_folder
 from chatgpt.nn.output import PolicyOutput

@@ -19,18 +19,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from chatgpt.functional import logprobs
 from chatgpt.functional.fused_logprobs import fused_logprobs
-from chatgpt.functional.logprobs import WithEntropy, chunked_logprobs, rows_per_chunk
+from chatgpt.functional.logprobs import KERNELS, WithEntropy, chunked_logprobs, rows_per_chunk
 from chatgpt.functional.vocabulary_parallel import vocabulary_parallel_logprobs
-
-LogprobKernel = Literal['auto', 'plain', 'fused', 'liger']
-KERNELS = get_args(LogprobKernel)
 
 
 def check_kernel(kernel: str, head: nn.Module | None, linear: bool | None, model: str) -> None:

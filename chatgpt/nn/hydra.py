@@ -381,7 +381,8 @@ def _decoder_hidden(base: nn.Module, ids: Tensor) -> Tensor:
 @torch.no_grad()
 def check_hydra(owner: nn.Module) -> None:
     """Prove on a few tokens that the reference is used and equals the policy, and that both ways of computing it are
-    the same where its numbers are others. Up to rounding: kernels may take another way for a copy at another address.
+    the same where its numbers are others. Up to rounding (in 16 bits 2 % of the largest number): kernels may
+    take another way for a copy at another address.
 
     True only before the first training step. Raises ValueError otherwise.
     """

@@ -9,8 +9,8 @@ import os
 import sys
 from typing import NoReturn, get_args
 
+from chatgpt.functional.logprobs import KERNELS
 from chatgpt.names import choice_hint
-from chatgpt.nn.head_kernels import KERNELS
 from chatgpt.plan.advice import advice
 from chatgpt.plan.phases import make_plan
 from chatgpt.plan.setup import Setup, Task, parse_bytes

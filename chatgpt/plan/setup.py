@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from chatgpt.nn.head_kernels import KERNELS, LogprobKernel
+from chatgpt.functional.logprobs import KERNELS, LogprobKernel
 from chatgpt.trainer.strategies.memory import Layout, MemoryModel
 from chatgpt.trainer.strategies.precision import resolve_precision
 from chatgpt.trainer.strategies.registry import STRATEGIES, StrategyEntry, that_cut_layers

@@ -59,9 +59,8 @@ def as_the_page_says(model_type: str, found: dict[str, str]) -> None:
         return
     whole_no = found['forward'].startswith('no:')
     here, there = [] if whole_no else cells(found), read_page(text)[model_type]
-    here = [
-        there[i] if cell == '–' and there else cell for i, cell in enumerate(here)
-    ]  # what cannot be tried here, as peft
+    if there:  # a dash: what cannot be tried here, such as peft
+        here = [there[i] if cell == '–' else cell for i, cell in enumerate(here)]
     assert here == there, f'{found}; if it is meant, make the page again'
 
 
