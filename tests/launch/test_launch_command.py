@@ -228,6 +228,10 @@ class TwoHosts(NaiveStrategy):
 
     world_size = 2
 
+    @property
+    def processes(self):
+        return self
+
     def all_gather_object(self, obj):
         return [obj, (False, 'other')]
 
