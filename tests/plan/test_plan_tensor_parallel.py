@@ -3,13 +3,13 @@ refused."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from optional_packages import needs_colossalai
 from transformers import CodeGenConfig
 
 from chatgpt.nn import Actor
@@ -108,7 +108,7 @@ def held_by_zero(stage: int) -> dict[str, int]:
         }
 
 
-@pytest.mark.skipif(importlib.util.find_spec('colossalai') is None, reason='colossalai is not installed')
+@needs_colossalai
 @pytest.mark.system  # four processes import it
 @pytest.mark.timeout(600)
 def test_a_plan_of_zero_is_what_a_process_of_two_ranks_holds():

@@ -3,12 +3,12 @@ weights, chunks of log-probs."""
 
 from __future__ import annotations
 
-import importlib.util
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import pytest
 import torch
+from optional_packages import needs_colossalai
 
 from chatgpt.batching import collate
 from chatgpt.functional import logprobs
@@ -24,9 +24,6 @@ CONFIG = tiny_config('gpt2', positions=64, layers=3)
 VARIANTS = {'full': {}, 'lora': {'lora_rank': 2}, 'hydra': {'num_layers_unfrozen': 1}}
 SMALL_CHUNKS = {'min_chunk_size_mb': 0.02, 'search_range_mb': 0.02, 'hidden_dim': 32}
 BUCKET = 20_000
-needs_colossalai = pytest.mark.skipif(
-    importlib.util.find_spec('colossalai') is None, reason='colossalai is not installed'
-)
 
 
 def nbytes(tensors) -> int:

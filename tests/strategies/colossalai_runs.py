@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 
-import pytest
 import torch
 
 from chatgpt.checkpoint import CheckpointReader, write_checkpoint
@@ -13,10 +11,6 @@ from chatgpt.testing.fakes import tiny_causal_lm
 from chatgpt.testing.tiny import tiny_micro_batches, tiny_sequences
 from chatgpt.trainer.strategies import NaiveStrategy
 
-needs_colossalai = pytest.mark.skipif(
-    importlib.util.find_spec('colossalai') is None,
-    reason='colossalai is not installed; see requirements-colossalai.txt',
-)
 LR, STEPS = 1e-3, 4
 SMALL = {'min_chunk_size_mb': 0.001, 'search_range_mb': 0.001, 'hidden_dim': 32}
 """chunks of about a thousand elements, so that a tiny model is cut into many"""

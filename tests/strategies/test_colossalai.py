@@ -10,7 +10,8 @@ import math
 import pytest
 import torch
 from colossalai_job import TWO, outcome
-from colossalai_runs import LR, distances, make_actor, naive_run, needs_colossalai, pair_of, train
+from colossalai_runs import LR, distances, make_actor, naive_run, pair_of, train
+from optional_packages import needs_colossalai
 
 from chatgpt.trainer.strategies import NaiveStrategy
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 from colossalai_job import check_one_process, outcome
-from colossalai_runs import STEPS, make_actor, needs_colossalai
+from colossalai_runs import STEPS, make_actor
+from optional_packages import needs_colossalai
 
 from chatgpt.testing.processes import run_distributed
 

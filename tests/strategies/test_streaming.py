@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import os
 import threading
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from optional_packages import needs_colossalai
 
 from chatgpt.nn import Actor, GPTActor, lora
 from chatgpt.rollout import HFEngine, LocalEngine, SamplingParams
@@ -22,10 +22,6 @@ from chatgpt.trainer.strategies.streaming import BlockStream, MappedTensors, map
 from chatgpt.types import Prompt
 
 FAMILIES = {'gpt2': {}, 'llama': {}, 'lora': {'lora_rank': 2}}
-needs_colossalai = pytest.mark.skipif(
-    importlib.util.find_spec('colossalai') is None,
-    reason='colossalai is not installed; see requirements-colossalai.txt',
-)
 
 
 def actor(family: str, layers: int = 5) -> Actor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from colossalai_runs import needs_colossalai
+from optional_packages import needs_colossalai
 from torch import Tensor, nn
 
 from chatgpt.checkpoint.layout import DictReader

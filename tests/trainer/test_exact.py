@@ -3,12 +3,12 @@ processes."""
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
 import torch
 from exact_runs import ALL, BF16, FP32, Case, build, controls, flip_one_bit, leg, made, run, runs, several
+from optional_packages import needs_colossalai
 
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.strategies.colossalai import ColossalAIStrategy
@@ -44,10 +44,7 @@ def test_one_hash_of_everything(ranks):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(
-    importlib.util.find_spec('colossalai') is None,
-    reason='colossalai is not installed; see requirements-colossalai.txt',
-)
+@needs_colossalai
 def test_one_hash_under_zero():
     cases = [*FP32, *BF16, ('ptx', 'gpt2', 'fp32'), ('hydra', 'llama', 'bf16')]
     check(

@@ -6,7 +6,6 @@ All legs on two processes run in one job, and those that need colossalai in anot
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from layout_runs import BEFORE_COLOSSALAI, PER_LEG, RING, TOTAL, Runs
+from optional_packages import needs_colossalai
 
 from benchmarks.layouts import (
     BF16,
@@ -25,10 +25,6 @@ from benchmarks.layouts import (
     run_leg,
 )
 
-needs_colossalai = pytest.mark.skipif(
-    importlib.util.find_spec('colossalai') is None,
-    reason='colossalai is not installed; see requirements-colossalai.txt',
-)
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]  # the first test waits for all legs
 
 

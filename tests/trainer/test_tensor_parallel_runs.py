@@ -3,7 +3,6 @@ to rounding; checkpoints move to other layouts and back; what is saved is whole.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import shutil
@@ -14,18 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from optional_packages import needs_colossalai
 
 from chatgpt.testing.processes import run_distributed
 
 LR = 1e-3
-_MARKS = [
-    pytest.mark.skipif(
-        importlib.util.find_spec('colossalai') is None,
-        reason='colossalai is not installed; see requirements-colossalai.txt',
-    ),
-    pytest.mark.system,  # every process imports it, which takes seconds
-    pytest.mark.timeout(600),
-]
+_MARKS = [needs_colossalai, pytest.mark.system, pytest.mark.timeout(600)]  # every process takes seconds to import it
 
 
 def of_colossalai(test: Any) -> Any:

@@ -66,10 +66,8 @@ class Cut:
 
     def join(self, part: Tensor, group: TensorGroup) -> Tensor:
         """The whole tensor out of all processes' parts. A collective."""
-        blocks, width = (
-            part.unflatten(self.dim, (self.blocks, self.stop - self.start)),
-            self.shape[self.dim] // self.blocks,
-        )
+        blocks = part.unflatten(self.dim, (self.blocks, self.stop - self.start))
+        width = self.shape[self.dim] // self.blocks
         return group.joined(blocks, width, self.dim + 1).flatten(self.dim, self.dim + 1)
 
     def pieces(self, name: str, start: int, stop: int, flat: Tensor, group: TensorGroup) -> Iterator[Piece]:
