@@ -1,12 +1,12 @@
 """Install the pinned torch in the build that this machine can use, and say which: CUDA where nvidia-smi shows a GPU,
 else CPU.
 
-    python install_torch.py [--dry-run]      # make calls it with the environment's Python
+    python install_torch.py [--cpu] [--dry-run]      # make calls it with the environment's Python
 
 PyPI's wheels for Linux are CUDA builds with gigabytes of libraries, those for macOS and Windows are CPU builds. So a
 Linux machine without a GPU takes the CPU build from PyTorch's own index, or the default build where that index does not
 answer. TORCH_INDEX in the environment names another index instead, such as https://download.pytorch.org/whl/cu130.
-Standard library only.
+`--cpu` does not look for a GPU. Standard library only.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def choose(wanted: str | None, number: int, system: str) -> tuple[str | None, st
 
 
 def main() -> None:
-    number = gpus()
+    number = 0 if '--cpu' in sys.argv[1:] else gpus()
     index, why = choose(os.environ.get('TORCH_INDEX'), number, platform.system())
     command = [sys.executable, '-m', 'pip', 'install', '--quiet', '--disable-pip-version-check', pinned()]
     command += ['--extra-index-url', index] if index else []

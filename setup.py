@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 
@@ -17,6 +18,17 @@ def version() -> str:
     if found is None:
         raise ValueError('chatgpt/__init__.py has no line __version__ = ...')
     return found[1]
+
+
+class BuildWithPages(build_py):
+    """Puts the explanations of the doctor's findings, which are a page of the docs, into the package."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            self.copy_file(
+                str(ROOT / 'docs' / 'doctor.md'), str(Path(self.build_lib, 'chatgpt/monitor/doctor/explanations.md'))
+            )
 
 
 # The distribution has a name of its own, for 'chatgpt' on PyPI is somebody else's package. What is imported is
@@ -35,6 +47,7 @@ INSTALL_REQUIRES = [
     'PyYAML>=6.0',
     'tqdm>=4.66.3',
     'shtab>=1.13',
+    'Jinja2>=3.1',
 ]
 
 # There is no extra for ColossalAI: the metadata of its newest release asks for torch <= 2.5.1 and transformers 4.51.3,
@@ -48,12 +61,12 @@ EXTRAS_REQUIRE = {
     'sweep': ['optuna>=4.0', 'matplotlib>=3.8'],
     'plot': ['matplotlib>=3.8'],
     'peft': ['peft>=0.18'],  # 0.17 imports a name that transformers 5 has no more
-    'vllm': ['vllm>=0.33,<0.34'],
+    'vllm': ['vllm>=0.32,<0.34'],
     'liger': ['liger-kernel>=0.8.5'],
     'nf4': ['bitsandbytes>=0.50'],  # before, its optimizers have no kernels for a CPU
     'ray': ['ray>=2.10'],
     'openenv': ['openenv-core>=0.3.0'],
-    'compare': ['starlette>=0.46', 'uvicorn>=0.34', 'jinja2>=3.1'],
+    'compare': ['starlette>=0.46', 'uvicorn>=0.34'],
     'dev': ['pytest>=8.0', 'pytest-timeout>=2.3', 'ruff', 'mypy', 'tensorboard>=2.15', 'matplotlib>=3.8'],
 }
 
@@ -67,11 +80,17 @@ if __name__ == '__main__':
         license='Apache-2.0',
         license_files=['LICENSE'],
         python_requires='>=3.11',
+        cmdclass={'build_py': BuildWithPages},
         packages=find_packages(include=['chatgpt', 'chatgpt.*']),
-        package_data={'chatgpt': ['py.typed'], 'chatgpt.report': ['assets/*'], 'chatgpt.compare': ['assets/*']},
+        package_data={
+            'chatgpt': ['py.typed'],
+            'chatgpt.monitor.report': ['assets/*'],
+            'chatgpt.monitor.compare': ['assets/*'],
+            'chatgpt.monitor.publish': ['*.j2'],
+        },
         install_requires=INSTALL_REQUIRES,
         extras_require=EXTRAS_REQUIRE,
-        entry_points={'console_scripts': ['chatgpt-rlhf = chatgpt.cli.command:main']},
+        entry_points={'console_scripts': ['chatgpt-rlhf = chatgpt.launch.cli.command:main']},
         classifiers=[
             'Programming Language :: Python :: 3',
             'Programming Language :: Python :: 3.11',

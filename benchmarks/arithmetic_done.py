@@ -23,16 +23,17 @@ hydra's only its branch, where the actor scores anyway.
 
 Left out: attention scores (4 · length · width of a block and token, a few per cent at 512 tokens),
 embeddings (a lookup), norms, heads with one output, the optimizer. Counted though not done: with LoRA, the gradient of
-what enters the lowest block's first matrices. tests/benchmarks compares all this with torch's own count of a run.
+what enters the lowest block's first matrices. It agrees with torch's own count of
+a run (`torch.utils.flop_counter`).
 """
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from harness import forget_peak, process_memory
 
 PARTS = ('collect', 'score', 'learn')
 
@@ -66,7 +67,7 @@ class Matrices:
 def matrices(module: Any) -> Matrices:
     """Count a model as it was built, before `prepare` cuts it."""
     from chatgpt.nn import Actor, lora
-    from chatgpt.trainer.strategies.streaming import transformer_blocks
+    from chatgpt.strategies.streaming import transformer_blocks
 
     blocks = adapters = through = trained = spared = 0
     copies = {id(p) for m in module.modules() if getattr(m, 'is_reference_branch', False) for p in m.parameters()}
@@ -157,28 +158,13 @@ def matmul_peak(device: Any, dtype: Any) -> float:
     return best
 
 
-def process_memory() -> dict[str, int]:
-    """Bytes of this process by Linux's names (VmHWM: most resident so far, RssAnon, VmRSS, VmData); empty on other
-    systems."""
-    status = Path('/proc/self/status')
-    if not status.is_file():
-        return {}
-    return {
-        name: int(kib) * 1024
-        for name, kib in re.findall(r'^(Vm\w+|Rss\w+):\s+(\d+) kB', status.read_text(), re.MULTILINE)
-    }
-
-
 class MemoryMeter:
     """Peaks of this process from now on: torch's allocator on CUDA, resident memory of the host."""
 
     def __init__(self, device: Any) -> None:
         self.device = device
         self.restart_device()
-        try:
-            Path('/proc/self/clear_refs').write_text('5')  # VmHWM begins anew
-        except OSError:
-            pass  # then the peak is since the process began
+        forget_peak()
         self.start = process_memory()
 
     def restart_device(self) -> None:

@@ -1,8 +1,8 @@
 """The largest model that trains under a cap on memory, per strategy and option, and the limit that stops the next one.
 
     python benchmarks/capacity.py --memory 24GiB --host_memory 64GiB --ladder gpt --json gpt-24GiB.json
-    python benchmarks/capacity.py --memory 512MiB --ladder tiny --prompt_length 32 --max_length 64 \\
-        --page docs/results/capacity.md
+    python benchmarks/capacity.py --memory 512MiB --ladder tiny --prompt_length 16 --max_length 32 \\
+        --json benchmarks/results/capacity/cpu-512MiB.json --page
 
 A rung counts when one PPO phase of two passes ends: rollout, scoring, and optimizer steps with states, gradients and
 activations in memory at once. Every rung is a process of its own (capacity_rung.py), and the cap is enforced, so that a
@@ -22,14 +22,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import capacity_page
 import ladders
 from dummy import DummyRun, plan_for
-from dummy_numbers import write_json
+from harness import PAGES, RETURNS, markdown, spread, write_json, write_page
 
 from chatgpt.launch.arguments import Parser, run_main
 from chatgpt.plan import parse_bytes, show_bytes
-from chatgpt.trainer.strategies.registry import STRATEGIES
+from chatgpt.strategies.registry import STRATEGIES
 
 HERE = Path(__file__).resolve().parent
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -168,22 +167,6 @@ class Sweep:
             limit = ('host memory' if self.cap.on_cuda else 'memory') if child.returncode in signals else None
             return {'trained': False, 'limit': limit, 'message': f'exit {child.returncode}: {child.stdout[-TELLS:]}'}
 
-    def planned_row(self, strategy: str, option: str) -> Row:
-        """The largest rung that the planner says fits; nothing is run."""
-        row, settings = Row(strategy, option), self.settings(strategy, option)
-        for rung in self.rungs:
-            planned, fits = self.plan(settings, rung)
-            if not fits:
-                short = (
-                    f'planned {show_bytes(planned)}'
-                    if planned is not None and planned > self.cap.memory
-                    else 'host memory, planned'
-                )
-                row.limit, row.limit_at = 'no plan' if planned is None else short, rung
-                return row
-            row.rung, row.parameters = rung, num_parameters(ladders.config(self.ladder, rung))
-        return row
-
     def row(self, strategy: str, option: str) -> Row:
         """The largest rung that trains with this strategy and option."""
         row, settings = Row(strategy, option), self.settings(strategy, option)
@@ -218,45 +201,19 @@ class Sweep:
         return row
 
 
-def planned_anew(content: dict[str, Any]) -> dict[str, Any]:
-    """What was measured, beside what the planner says of it now."""
-    base, cap = DummyRun(**content['settings']), Cap(content['memory'], content['host_memory'], False, 1.5, 0.0)
-    cap.on_cuda = content['device_type'] == 'cuda'
-    sweep, rows = Sweep(base, content['ladder'], [], cap), []
-    for row in content['rows']:
-        settings = sweep.settings(row['strategy'], row['option'])
-        for rung, outcome in row['tried'].items():
-            outcome['planned'], outcome['planner_fits'] = sweep.plan(settings, rung)
-        if row['limit'] is not None and 'planned' in row['limit']:
-            planned, fits = sweep.plan(settings, row['limit_at'])
-            row['limit'] = ('not tried, ' if fits else '') + f'planned {show_bytes(planned or 0)}'
-        known = Row(**{k: v for k, v in row.items() if k != 'disagreements'})
-        rows.append(row | {'disagreements': known.disagreements()})
-    return content | {'rows': rows}
-
-
-def num_parameters(config: Any) -> int:
-    """Of a language model by its config."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device('meta'):
-        return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-
-
 def child_environment(on_cuda: bool) -> dict[str, str]:
     """The child's variables. On a CPU every freed tensor goes back to the kernel there and then, so that its resident
     memory is what it holds and not what glibc keeps for later."""
     path = os.pathsep.join(p for p in (str(HERE.parent), os.environ.get('PYTHONPATH', '')) if p)
     if on_cuda:
         return {**os.environ, 'PYTHONPATH': path}
-    returns = {
-        'MALLOC_TRIM_THRESHOLD_': '0',
-        'MALLOC_MMAP_THRESHOLD_': '65536',
-        'MALLOC_ARENA_MAX': '1',
+    return {
+        **os.environ,
+        'PYTHONPATH': path,
+        'CUDA_VISIBLE_DEVICES': '',
+        **RETURNS,
         'ONEDNN_PRIMITIVE_CACHE_CAPACITY': '0',
     }
-    return {**os.environ, 'PYTHONPATH': path, 'CUDA_VISIBLE_DEVICES': '', **returns}
 
 
 def tell(row: Row, rung: str, outcome: dict[str, Any]) -> None:
@@ -268,12 +225,34 @@ def tell(row: Row, rung: str, outcome: dict[str, Any]) -> None:
     print(f'{row.strategy} {row.option} {rung}: {text}{planned}', flush=True)
 
 
-def shown_command(flags: list[str]) -> str:
-    """The command without the files that it wrote."""
-    kept = [
-        flag for before, flag in zip(['', *flags], flags, strict=False) if not {before, flag} & {'--json', '--page'}
-    ]
-    return ' '.join(['python benchmarks/capacity.py', *kept])
+# ---------------------------------------------------------------------- tables
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """One row per strategy and option. The ratio is to the first row that trained anything."""
+    base = next((r['parameters'] for r in rows if r['parameters']), 0)
+    found = []
+    for r in rows:
+        best = r['tried'].get(r['rung']) if r['rung'] else None
+        sizes = [f'{r["parameters"] / 1e6:.1f} M', f'{r["parameters"] / base:.1f}'] if r['parameters'] else ['', '']
+        peaks = [show_bytes(best[name]) if best and best[name] else '' for name in ('peak', 'planned')]
+        stopped = [r['limit_at'] or 'end of the ladder', r['limit'] or '']
+        found.append([r['strategy'], r['option'], r['rung'] or 'none', *sizes, *peaks, *stopped])
+    head = 'strategy | option | largest | parameters | x first | peak | planned | next rung | stopped by'
+    return markdown(head, found)
+
+
+def planner_table(rows: list[dict[str, Any]]) -> str:
+    """planned / measured - 1 of the peaks of the rungs that trained, and where the planner was wrong about whether one fits."""
+    found = []
+    for strategy in dict.fromkeys(r['strategy'] for r in rows):
+        outcomes = [o for r in rows if r['strategy'] == strategy for o in r['tried'].values() if o['trained']]
+        errors = [o['planned'] / o['peak'] - 1 for o in outcomes if o['planned'] is not None and o['peak'] > 0]
+        if errors:
+            found.append([strategy, len(errors), *(f'{error:+.0%}' for error in spread(errors).values())])
+    wrong = [f'- {r["strategy"]}, {r["option"]}: {"; ".join(r["disagreements"])}' for r in rows if r['disagreements']]
+    said = ['Where planner and measurement disagree on whether a rung fits:', '', *wrong] if wrong else []
+    return '\n'.join([markdown('strategy | rungs | least | median | greatest', found), '', *said])
 
 
 def parse_args() -> Any:
@@ -295,100 +274,46 @@ def parse_args() -> Any:
     parser.add_argument(
         '--hopeless', type=float, default=1.5, help='rungs planned at more than this many times the cap are not tried'
     )
-    parser.add_argument(
-        '--plan_only',
-        action='store_true',
-        help='run nothing: what the planner says, for a device that need not be there',
-    )
-    parser.add_argument(
-        '--smallest', action='store_true', help="also train the ladder's smallest rung everywhere, for its peak"
-    )
     parser.add_argument('--timeout_s', type=float, default=600.0, help='for one rung')
-    parser.add_argument('--json', type=Path, metavar='FILE', help='write what was found there')
-    parser.add_argument('--page', type=Path, metavar='FILE', help='write a page of results there')
     parser.add_argument(
-        '--report',
-        type=Path,
-        nargs='+',
-        metavar='FILE',
-        help='measure nothing: the page of earlier --json files, of one machine and one cap, planned anew',
+        '--json', type=Path, metavar='FILE', help='results, of which rows that are there are not made again'
     )
-    parser.add_argument(
-        '--before',
-        type=Path,
-        metavar='FILE',
-        help="an earlier --json file, whose planner's errors the page shows as well",
-    )
+    parser.add_argument('--page', action='store_true', help='write the tables into docs/results/capacity.md')
     return parser.parse_args()
 
 
 def main() -> None:
-    args = parse_args()
-    if args.report:
-        content = planned_anew(capacity_page.combined([json.loads(file.read_text()) for file in args.report]))
-        if args.json:
-            write_json(args.json, content)
-    else:
-        content = sweep_all(args)
-    print()
-    print(capacity_page.table(content))
-    if args.page:
-        if args.plan_only:
-            raise ValueError('--plan_only measures nothing, and a page is of what was measured')
-        before = json.loads(args.before.read_text()) if args.before else None
-        capacity_page.write(args.page, content, before)
-
-
-def sweep_all(args: Any) -> dict[str, Any]:
-    """Every strategy with every option."""
     import torch
 
-    on_cuda = args.device == 'cuda' if args.plan_only else args.device != 'cpu' and torch.cuda.is_available()
+    args = parse_args()
+    on_cuda = args.device != 'cpu' and torch.cuda.is_available()
     if args.device == 'cuda' and not on_cuda:
         raise ValueError('--device cuda: torch sees none')
-    base = DummyRun(
-        precision=args.precision,
-        num_episodes=1,
-        max_timesteps=1,
-        update_timesteps=1,
-        max_epochs=2,
-        ignore_phases=0,
-        train_batch_size=args.batch_size,
-        experience_batch_size=args.batch_size,
-        prompt_length=args.prompt_length,
-        max_length=args.max_length,
-    )
-    try:
-        base.check(1)
-    except ValueError as error:  # a mistake in the flags of this script, and said as one
-        raise ValueError(str(error)) from None
+    sizes = {'train_batch_size': args.batch_size, 'experience_batch_size': args.batch_size}
+    sizes |= {'prompt_length': args.prompt_length, 'max_length': args.max_length}
+    short = {'num_episodes': 1, 'max_timesteps': 1, 'update_timesteps': 1, 'max_epochs': 2, 'ignore_phases': 0}
+    base = DummyRun(precision=args.precision, **short, **sizes)
+    base.check(1)
     rungs = [r for r in ladders.FAMILIES[args.ladder][1] if r != 'tiny']
     sweep = Sweep(base, args.ladder, rungs, Cap(args.memory, args.host_memory, on_cuda, args.hopeless, args.timeout_s))
-    rows: list[Row] = []
-    content: dict[str, Any] = {}
+    asked = {'memory': args.memory, 'host_memory': args.host_memory, 'ladder': args.ladder, 'settings': asdict(base)}
+    content: dict[str, Any] = asked | {'device_type': 'cuda' if on_cuda else 'cpu', 'rows': []}
+    if args.json and args.json.is_file():
+        content = json.loads(args.json.read_text())
+        if any(content[name] != value for name, value in asked.items()):
+            raise ValueError(f'--json {args.json} is of another sweep; give another file')
+    done = {(r['strategy'], r['option']) for r in content['rows']}
     for strategy in args.strategies or (ON_CUDA if on_cuda else ON_CPU):
         for option in args.options:
-            row = sweep.planned_row(strategy, option) if args.plan_only else sweep.row(strategy, option)
-            if args.smallest and not args.plan_only and rungs[0] not in row.tried:
-                settings = sweep.settings(strategy, option)
-                planned, fits = sweep.plan(settings, rungs[0])
-                row.tried[rungs[0]] = sweep.measure(settings, rungs[0]) | {'planned': planned, 'planner_fits': fits}
-                tell(row, rungs[0], row.tried[rungs[0]])
-            rows.append(row)
-            content = {
-                'command': shown_command(sys.argv[1:]),
-                'memory': args.memory,
-                'host_memory': args.host_memory,
-                'device_type': 'cuda' if on_cuda else 'cpu',
-                'ladder': args.ladder,
-                'settings': asdict(base),
-                'smallest': rungs[0] if args.smallest and not args.plan_only else None,
-                'rows': [asdict(r) | {'disagreements': r.disagreements()} for r in rows],
-                'machine': next((o['machine'] for r in rows for o in r.tried.values() if o.get('machine')), None),
-            }
-            if args.json:  # after every row: a sweep that is ended leaves what it found
-                write_json(args.json, content)
-    return content
+            if (strategy, option) not in done:
+                row = sweep.row(strategy, option)
+                content['rows'].append(asdict(row) | {'disagreements': row.disagreements()})
+                if args.json:  # after every row: a sweep that is ended leaves what it found
+                    write_json(args.json, content)
+    rows = content['rows']
+    print(f'\n{table(rows)}\n\n{planner_table(rows)}')
+    if args.page:
+        write_page(PAGES / 'capacity.md', capacity=table(rows), planner=planner_table(rows))
 
 
 if __name__ == '__main__':

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import dummy
-from arithmetic_done import process_memory
-from dummy_numbers import write_json
+from harness import process_memory, write_json
 
 
 def cap_process(extra: int) -> None:

@@ -17,17 +17,19 @@ another.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
+from harness import PAGES, alternate, gpt2, least_median_greatest, markdown, ratios, write_json, write_page
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from chatgpt.nn import Actor
-from chatgpt.rollout import LocalEngine, SamplingParams
+from chatgpt.rollout import Call, LocalEngine, SamplingParams
 from chatgpt.types import Prompt, Sample
 
 PRECISIONS = {'fp32': torch.float32, 'bf16': torch.bfloat16}
@@ -38,23 +40,23 @@ WAYS: dict[str, dict[str, Any]] = {
     'varlen': {'fixed_steps': True, 'attention': 'varlen'},
     'compiled': {'fixed_steps': 'compiled'},
 }
+SIZES = ('layers', 'width', 'heads', 'vocab')
 ON_A_CPU = ('plain', 'fixed', 'compiled')
 
 
 def config_of(shape: str, **sizes: int) -> Any:
+    none = dict.fromkeys(('bos_token_id', 'eos_token_id', 'pad_token_id'))
     if shape == 'gpt2':
-        sizes = {'n_layer': 12, 'n_embd': 768, 'n_head': 12, 'vocab_size': 50257, 'n_positions': 1024} | sizes
-        return GPT2Config(bos_token_id=None, eos_token_id=None, pad_token_id=None, **sizes)
-    sizes = {
-        'num_hidden_layers': 28,
-        'hidden_size': 1536,
-        'num_attention_heads': 12,
-        'num_key_value_heads': 2,
-        'intermediate_size': 8960,
-        'vocab_size': 151936,
-        'max_position_embeddings': 4096,
-    } | sizes
-    return Qwen2Config(bos_token_id=None, eos_token_id=None, pad_token_id=None, tie_word_embeddings=True, **sizes)
+        return gpt2(**{'vocab': 50257, 'layers': 12, 'width': 768, 'heads': 12, 'positions': 1024} | sizes | none)
+    names = {
+        'layers': 'num_hidden_layers',
+        'width': 'hidden_size',
+        'heads': 'num_attention_heads',
+        'vocab': 'vocab_size',
+    }
+    qwen = {'layers': 28, 'width': 1536, 'heads': 12, 'vocab': 151936} | sizes
+    fixed = {'num_key_value_heads': 2, 'intermediate_size': 8960, 'max_position_embeddings': 4096}
+    return Qwen2Config(**{names[k]: v for k, v in qwen.items()} | fixed | none, tie_word_embeddings=True)
 
 
 def difference(found: list[Sample], want: list[Sample]) -> tuple[float, float]:
@@ -108,7 +110,7 @@ def measure_decode(
         begin = clock()
         engine.begin(actor)
         start = clock()
-        samples = engine.generate(prompts, sampling, seed=seed, indices=range(batch))
+        samples = engine.generate(Call.of(prompts, sampling, seed=seed, indices=range(batch)))
         end = clock()  # the samples are on the CPU: nothing is under way
         engine.end()
         return clock() - begin, end - start, samples
@@ -122,7 +124,7 @@ def measure_decode(
             found[name] = {'not': 'no time left'}
             continue
         before, engine = compilations(), LocalEngine(**WAYS[name.removesuffix('+cudnn')], keep=True)
-        with _cudnn(name.endswith('+cudnn')):
+        with cudnn_attention(name.endswith('+cudnn')):
             try:
                 first_s, _, samples = phase(engine, 0)
             except (ValueError, RuntimeError) as error:
@@ -138,22 +140,25 @@ def measure_decode(
             'max_logprob_difference': largest,
             'share_of_tokens_before_another': same,
         }
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
-    for round_ in range(rounds):
-        for name, engine in engines.items():
+
+    def later(name: str) -> Callable[[int], tuple[float, float]]:
+        def once(number: int) -> tuple[float, float]:
             before = compilations()
-            with _cudnn(name.endswith('+cudnn')):
-                times[name].append(phase(engine, 1 + round_)[:2])
+            with cudnn_attention(name.endswith('+cudnn')):
+                whole, generating, _ = phase(engines[name], 1 + number)
             found[name]['compilations_later'] = found[name].get('compilations_later', 0) + compilations() - before
+            return whole, generating
+
+        return once
+
+    times = alternate({name: later(name) for name in engines}, rounds, warmup=0)
     for name, pairs in times.items():
         generating = [g for _, g in pairs]
         found[name] |= {
             'tokens_per_s': batch * new / statistics.median(generating),
             'generate_s': statistics.median(generating),
             'phase_s': statistics.median(whole for whole, _ in pairs),
-            'ratio': [g / p for (_, g), (_, p) in zip(pairs, times['plain'], strict=True)]
-            if 'plain' in times
-            else None,
+            'ratio': ratios(generating, [g for _, g in times['plain']]) if 'plain' in times else None,
         }
     return {
         'device': torch.cuda.get_device_name() if on_cuda else 'cpu',
@@ -164,39 +169,48 @@ def measure_decode(
     }
 
 
-class _cudnn:
+@contextmanager
+def cudnn_attention(on: bool) -> Iterator[None]:
     """Inside, torch may take cuDNN's attention, or not."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(on)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
-    def __init__(self, on: bool) -> None:
-        self.on = on
 
-    def __enter__(self) -> None:
-        self.before = torch.backends.cuda.cudnn_sdp_enabled()
-        torch.backends.cuda.enable_cudnn_sdp(self.on)
-
-    def __exit__(self, *_: Any) -> None:
-        torch.backends.cuda.enable_cudnn_sdp(self.before)
+def table(result: dict[str, Any]) -> str:
+    rows = []
+    for name, way in result['ways'].items():
+        if 'not' in way:
+            rows.append([name, way['not'], '', '', '', ''])
+            continue
+        graphs = f'{way["compilations"]} + {way["compilations_later"]}'
+        rows.append(
+            [name, f'{way["tokens_per_s"]:.0f}', least_median_greatest(way['ratio']), f'{way["first_s"]:.1f}', graphs]
+            + [f'{way["max_logprob_difference"]:.0e}']
+        )
+    unit = 'CPU s' if result['clock'] == 'cpu' else 's'
+    head = f'way | new tokens / {unit} | x plain: least median greatest | first s | graphs | log-prob'
+    return markdown(head, rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--shape', choices=['gpt2', 'qwen2-1.5b'], default='gpt2')
-    for name in ('layers', 'width', 'heads', 'vocab'):
+    for name in SIZES:
         parser.add_argument(f'--{name}', type=int, help="in place of the shape's own")
     for name, default in (('batch', 32), ('prompt', 16), ('new', 48), ('rounds', 5)):
         parser.add_argument(f'--{name}', type=int, default=default)
     parser.add_argument('--device', default='cpu')
     parser.add_argument('--precision', choices=PRECISIONS, default='fp32')
     parser.add_argument('--ways', nargs='+', choices=WAYS)
-    parser.add_argument('--json')
+    parser.add_argument('--json', type=Path)
+    parser.add_argument('--page', action='store_true', help='write the table into docs/results/speed.md')
     args = parser.parse_args()
     torch.set_num_threads(1)
-    gpt2 = args.shape == 'gpt2'
-    fields = {'layers': 'n_layer', 'width': 'n_embd', 'heads': 'n_head', 'vocab': 'vocab_size'}
-    if not gpt2:
-        fields = {'layers': 'num_hidden_layers', 'width': 'hidden_size', 'heads': 'num_attention_heads'}
-        fields['vocab'] = 'vocab_size'
-    sizes = {field: getattr(args, name) for name, field in fields.items() if getattr(args, name) is not None}
+    sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
     result = measure_decode(
         args.device,
         config=config_of(args.shape, **sizes),
@@ -207,22 +221,11 @@ def main() -> None:
         rounds=args.rounds,
         ways=tuple(args.ways) if args.ways else None,
     )
-    print(
-        f'{"way":16}{"tokens/s":>10}{"x plain, least median greatest":>32}{"first s":>9}{"graphs":>8}{"log-prob":>10}'
-    )
-    for name, way in result['ways'].items():
-        if 'not' in way:
-            print(f'{name:16}{way["not"]}')
-            continue
-        ratios = sorted(way['ratio'])
-        shown = f'{ratios[0]:.2f} {statistics.median(ratios):.2f} {ratios[-1]:.2f}'
-        print(
-            f'{name:16}{way["tokens_per_s"]:10.0f}{shown:>32}{way["first_s"]:9.1f}'
-            f'{way["compilations"]:>4}+{way["compilations_later"]:<3}{way["max_logprob_difference"]:10.1e}'
-        )
+    print(table(result))
     if args.json:
-        with open(args.json, 'w') as file:
-            json.dump(result, file, indent=1)
+        write_json(args.json, result)
+    if args.page:
+        write_page(PAGES / 'speed.md', decode=table(result))
 
 
 if __name__ == '__main__':

@@ -1,6 +1,6 @@
 """The demo with its settings and with those it had before: win rate by the truth, and how much its stories repeat.
 
-    python benchmarks/demo.py [--seeds 0 1 2] [--runs FOLDER] [--out docs/results/demo.md]
+    python benchmarks/demo.py [--seeds 0 1 2] [--runs FOLDER]
 
 Each row of `SETTINGS` is the whole of examples/demo.py for each seed, in a folder of its own under --runs; what is
 there already is not run again. Writes the table of the page, what the doctor says of the runs, and stories of both,
@@ -18,18 +18,18 @@ from statistics import mean
 from typing import Any
 
 import torch
+from harness import PAGES, ROOT, markdown, write_page
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / 'examples'))
 
-import demo  # noqa: E402
+import demo
 
-from chatgpt.dataset import embedded  # noqa: E402
-from chatgpt.doctor import diagnose  # noqa: E402
-from chatgpt.launch.inputs import quiet_transformers  # noqa: E402
-from chatgpt.run_folder import RunFolder  # noqa: E402
+from chatgpt.launch import demo_world
+from chatgpt.launch.inputs import quiet_transformers
+from chatgpt.monitor.doctor import diagnose
+from chatgpt.monitor.run_folder import RunFolder
 
-FAR_PAIRS = demo.PREFERENCES | {'pairs': embedded.demo_preferences}
+FAR_PAIRS = demo.PREFERENCES | {'pairs': demo_world.demo_preferences}
 CHEAP_KL = {
     'repetition_cost': 0.0,
     'lr': 3e-4,
@@ -44,7 +44,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     'the demo': (demo.PREFERENCES, demo.PPO),
 }
 """name: the reward model's pairs, and PPO's settings"""
-MARKS = '<!-- measured -->\n', '<!-- end -->\n'
 COLUMNS = {
     'win rate': ('win_rate', '{:.1%}'),
     'truth SFT': ('SFT truth', '{:+z.2f}'),
@@ -87,26 +86,24 @@ def findings(folder: Path) -> str:
     return '; '.join(found) or 'nothing'
 
 
-def table(runs: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
+def table(runs: dict[str, dict[int, dict[str, Any]]]) -> str:
     """A row for each run and, under those of a setting, the mean and the spread of its seeds."""
-    lines = ['| settings | seed | ' + ' | '.join(COLUMNS) + ' |', '|---' * (len(COLUMNS) + 2) + '|']
+    rows = []
     for name, by_seed in runs.items():
         for seed, numbers in by_seed.items():
-            cells = [form.format(numbers[key]) for key, form in COLUMNS.values()]
-            lines.append(f'| {name} | {seed} | ' + ' | '.join(cells) + ' |')
-        cells = []
-        for key, form in COLUMNS.values():
-            of = [numbers[key] for numbers in by_seed.values()]
-            cells.append(f'**{form.format(mean(of))}** ({form.format(min(of))}, {form.format(max(of))})')
-        lines.append(f'| {name} | mean (least, greatest) | ' + ' | '.join(cells) + ' |')
-    return lines
+            rows.append([name, seed, *(form.format(numbers[key]) for key, form in COLUMNS.values())])
+        columns = [([numbers[key] for numbers in by_seed.values()], form) for key, form in COLUMNS.values()]
+        cells = [
+            f'**{form.format(mean(of))}** ({form.format(min(of))}, {form.format(max(of))})' for of, form in columns
+        ]
+        rows.append([name, 'mean (least, greatest)', *cells])
+    return markdown(['settings', 'seed', *COLUMNS], rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
     parser.add_argument('--runs', type=Path, default=Path('outputs/demo_benchmark'))
-    parser.add_argument('--out', type=Path, default=ROOT / 'docs' / 'results' / 'demo.md')
     args = parser.parse_args()
     quiet_transformers()
     torch.set_num_threads(1)
@@ -119,9 +116,7 @@ def main() -> None:
         told += [f'- {story}' for story in runs[name][args.seeds[0]]['stories']]
         told += ['', 'The doctor says:', '']
         told += [f'- seed {seed}: {findings(folder / f"seed-{seed}")}' for seed in args.seeds]
-    before, rest = args.out.read_text().split(MARKS[0])
-    after = rest.split(MARKS[1])[1]
-    args.out.write_text(before + MARKS[0] + '\n'.join([*table(runs), *told]) + '\n' + MARKS[1] + after)
+    write_page(PAGES / 'demo.md', measured='\n'.join([table(runs), *told]))
 
 
 if __name__ == '__main__':

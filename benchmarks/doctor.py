@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 from doctor_faults import FAULTS, key_of
 from doctor_runs import GOOD, Files
+from harness import PAGES, ROOT, markdown, write_page
 
-from chatgpt.doctor import CHECKS, Finding, diagnose
-from chatgpt.run_folder.reading import RunFolder
+from chatgpt.monitor.doctor import CHECKS, Finding, diagnose
+from chatgpt.monitor.run_folder.reading import RunFolder
 
-ROOT = Path(__file__).resolve().parent.parent
 FAULTY = 'faults'
 DONE = 'done'
 SEEDS = (1, 2, 3)
@@ -66,70 +66,40 @@ def cell(text: str) -> str:
     return text.replace('|', '\\|')
 
 
-def good_rows(folder: Path) -> tuple[list[str], int, int]:
-    """A table's rows, the number of runs and that of findings."""
-    rows, num_runs, num_findings = [], 0, 0
-    for name in GOOD:
-        for task in sorted({p.parent.name for p in folder.glob(f'{name}/*/*/metrics.jsonl')}):
-            for path in sorted(folder.glob(f'{name}/*/{task}/metrics.jsonl')):
-                if not (path.parents[1] / DONE).exists():
-                    continue
-                phases, findings = found_in(path.parent)
-                num_runs, num_findings = num_runs + 1, num_findings + len(findings)
-                rows.append(f'| {name} | {task} | {path.parents[1].name} | {phases} | {told(findings)} |')
-    return rows, num_runs, num_findings
+def good_table(folder: Path) -> tuple[str, int, int]:
+    """With the number of runs and that of findings."""
+    rows, num_findings = [], 0
+    for path in sorted(folder.glob('*/*/*/metrics.jsonl'), key=lambda p: (p.parts[-4], p.parts[-2], p.parts[-3])):
+        task, seed, run = path.parts[-4:-1]
+        if task in GOOD and (path.parents[1] / DONE).exists():
+            phases, findings = found_in(path.parent)
+            num_findings += len(findings)
+            rows.append([task, run, seed, phases, told(findings)])
+    return markdown('task | run | seed | phases | findings', rows), len(rows), num_findings
 
 
-def fault_rows(folder: Path) -> tuple[list[str], int, int, int]:
-    """A table's rows, the number of faults, of those found, and of runs in which it was found without the fault."""
+def fault_table(folder: Path) -> tuple[str, int, int, int]:
+    """With the number of faults, of those found, and of runs in which it was found without the fault."""
     rows, num_found, num_false = [], 0, 0
-    made = [name for name in FAULTS if (folder / 'planted' / name.replace(' ', '_') / 'metrics.jsonl').exists()]
-    for name in made:
+    for name, fault in FAULTS.items():
         key, path = key_of(name), name.replace(' ', '_')
-        of = [f for f in found_in(folder / 'planted' / path)[1] if f.key == key]
-        without = [f for f in found_in(folder / 'without' / path)[1] if f.key == key]
-        num_found, num_false = num_found + bool(of), num_false + bool(without)
-        seen = cell(f'phase {of[0].step}: {of[0].evidence}') if of else '**not found**'
-        rows.append(f'| {name} | {FAULTS[name].about} | {seen} | {"**found**" if without else "silent"} |')
-    return rows, len(made), num_found, num_false
+        if not (folder / 'planted' / path / 'metrics.jsonl').exists():
+            continue
+        seen, without = ([f for f in found_in(folder / w / path)[1] if f.key == key] for w in ('planted', 'without'))
+        num_found, num_false = num_found + bool(seen), num_false + bool(without)
+        what = cell(f'phase {seen[0].step}: {seen[0].evidence}') if seen else '**not found**'
+        rows.append([name, fault.about, what, '**found**' if without else 'silent'])
+    return markdown('finding | planted | seen | without', rows), len(rows), num_found, num_false
 
 
-def write_page(runs: Path, out: Path) -> None:
-    good, num_runs, num_findings = good_rows(runs)
-    faulty, num_faults, num_found, num_false = fault_rows(runs / FAULTY)
-    missing = ', '.join(f'{name} {s}' for name in GOOD for s in SEEDS if not (runs / name / str(s) / DONE).exists())
-    lines = [
-        '# What the doctor finds',
-        '',
-        f'`python benchmarks/doctor.py`. {len(CHECKS)} kinds of finding ([doctor.md](../doctor.md)).',
-        '',
-        f'- **{num_found} of {num_faults} planted faults found**, and {num_false} of {num_faults} in the same run '
-        'without the fault.',
-        f'- **{num_findings} findings in {num_runs} good runs.** These are the tasks of the other benchmarks with their '
-        'settings, shortened (`benchmarks/doctor_runs.py`).',
-        *([f'- Not made yet, of three seeds each: {missing}.'] if missing else []),
-        '',
-        '## Good runs',
-        '',
-        '| task | run | seed | phases | findings |',
-        '|---|---|---|---|---|',
-        *good,
-        '',
-        '## Planted faults',
-        '',
-        'Tiny runs of the trainers with one thing wrong (`benchmarks/doctor_faults.py`). The last column is the same run '
-        'without it.',
-        '',
-        '| finding | planted | seen | without |',
-        '|---|---|---|---|',
-        *faulty,
-    ]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    before = out.read_text() if out.exists() else ''
-    mark = '\n## What was learned from false findings\n'
-    rest = mark + before.split(mark)[1] if mark in before else ''
-    out.write_text('\n'.join(lines) + '\n' + rest)
-    print(f'{num_found} of {num_faults} faults found; {num_findings} findings in {num_runs} good runs; {out}')
+def fill_page(runs: Path) -> None:
+    good, num_runs, num_findings = good_table(runs)
+    faults, num_faults, num_found, num_false = fault_table(runs / FAULTY)
+    summary = (
+        f'{len(CHECKS)} kinds of finding ([doctor.md](../doctor.md)). **{num_found} of {num_faults} planted faults found**, and '
+        f'{num_false} of {num_faults} in the same run without the fault. **{num_findings} findings in {num_runs} good runs.**'
+    )
+    write_page(PAGES / 'doctor.md', summary=summary, good=good, faults=faults)
 
 
 def main() -> None:
@@ -140,7 +110,6 @@ def main() -> None:
     parser.add_argument('--runs', type=Path, default=ROOT / 'outputs' / 'doctor')
     parser.add_argument('--only', nargs='+', choices=[*GOOD, FAULTY], default=[FAULTY, *GOOD])
     parser.add_argument('--page', action='store_true', help='make no runs')
-    parser.add_argument('--out', type=Path, default=ROOT / 'docs' / 'results' / 'doctor.md')
     args = parser.parse_args()
     if not args.page:
         if None in (args.model, args.stories, args.reviews, args.prompts):
@@ -152,7 +121,7 @@ def main() -> None:
         for seed in args.seeds:
             for name in (name for name in GOOD if name in args.only):
                 make_good(args.runs / name / str(seed), name, seed, files)
-    write_page(args.runs, args.out)
+    fill_page(args.runs)
 
 
 if __name__ == '__main__':

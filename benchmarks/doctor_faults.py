@@ -18,14 +18,15 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from chatgpt.dataset import embedded, load_preferences, load_prompts
+from chatgpt.data import load_preferences, load_prompts
+from chatgpt.launch import demo_world
 from chatgpt.nn import AutoRM, GPTActor, GPTCritic
 from chatgpt.rollout import LocalEngine
+from chatgpt.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.testing import char_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import PPOTrainer, RewardModelTrainer, SFTTrainer
 from chatgpt.trainer.callbacks import Callback, Evaluator, ProgressBar
-from chatgpt.trainer.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.types import Sequence
 
 VOCAB, END, GOOD = 16, 2, 7
@@ -107,13 +108,16 @@ def online(
     callbacks: Any = (),
     ddp: bool = False,
     quiet: bool = True,
+    sharp: float = 1.0,
     **settings: Any,
 ) -> None:
-    """PPO of a policy of 7 thousand parameters on token ids; the score is the share of one token in a response."""
+    """PPO of a policy of 7 thousand parameters on token ids; the score is the share of one token in a response. `sharp`
+    multiplies the embedding, which is the head too: 1 is a policy near uniform, 60 one with habits."""
     config = tiny_config('gpt2', vocab_size=vocab, hidden=16, positions=64)
     with (DDPStrategy if ddp else NaiveStrategy)(seed=0) as ranks, warnings.catch_warnings():
         warnings.simplefilter('ignore' if quiet else 'always')
         actor = GPTActor(config=config, value_head=True if shared else None)
+        actor.model.get_input_embeddings().weight.data *= sharp
         initial = ranks.prepare(deepcopy(actor))
         values = None if shared or settings.get('advantage_estimator') == 'grpo' else GPTCritic(config=config)
         actor, optim = ranks.prepare((actor, AdamW(actor.parameters(), lr=lr, eps=1e-5)))
@@ -169,10 +173,10 @@ def learned_by_heart(folder: Path, eval_same: bool = False) -> None:
 
 def reward_model(folder: Path, lr: float) -> None:
     """The demo's reward model, of a quarter of a million parameters, from new weights."""
-    tokenizer = embedded.demo_tokenizer()
-    pairs, _ = load_preferences(embedded.demo_preferences(480, seed=0), tokenizer)
+    tokenizer = demo_world.demo_tokenizer()
+    pairs, _ = load_preferences(demo_world.demo_preferences(480, seed=0), tokenizer)
     with NaiveStrategy(seed=0, device='cpu') as strategy:
-        model = AutoRM(config=embedded.demo_config())
+        model = AutoRM(config=demo_world.demo_config())
         model, optim = strategy.prepare((model, AdamW(model.parameters(), lr=lr)))
         RewardModelTrainer(
             strategy, model, optim, pairs, train_batch_size=32, max_epochs=2, log_interval=3, run_dir=folder,
@@ -257,6 +261,7 @@ def short(target: float) -> Callable[[torch.Tensor], float]:
 
 GROUPS: dict[str, Any] = {'advantage_estimator': 'grpo', 'num_samples_per_prompt': 4, 'experience_batch_size': 16}
 FAST: dict[str, Any] = {'lr': 1e-2, 'kl_coef': 0.0, 'phases': 20}
+AT_ONCE: dict[str, Any] = {'sharp': 60.0, 'phases': 3}
 plain = run()
 
 FAULTS: dict[str, Fault] = {
@@ -265,6 +270,7 @@ FAULTS: dict[str, Fault] = {
         lambda folder: reward_model(folder, 1e-5), lambda folder: reward_model(folder, 1e-3), 'lr 1e-5'
     ),
     'kl-runs-away': Fault(run(**FAST), plain, 'kl_coef 0, lr 1e-2'),
+    'kl-runs-away (at once)': Fault(run(lr=10.0, **AT_ONCE), run(**AT_ONCE), 'lr 10'),
     'kl-coef-at-limit': Fault(
         run(kl_target=50.0, phases=26, lr=6e-4),
         run(kl_target=1.0, phases=26, kl_horizon=200, lr=6e-4),

@@ -40,9 +40,9 @@ def preference(folder: Path, seed: int, files: Files) -> None:
     """SFT, and four losses on its model, as preference.py has them."""
     import preference as task
 
-    from chatgpt.dataset import embedded
+    from chatgpt.launch import demo_world
 
-    tokenizer = embedded.demo_tokenizer()
+    tokenizer = demo_world.demo_tokenizer()
     start = task.sft(seed, tokenizer, folder / 'sft')
     for name in ('dpo sigmoid', 'kto', 'orpo', 'simpo'):
         task.optimise(name, start, seed, tokenizer, folder / name.replace(' ', '_'))

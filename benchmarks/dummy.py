@@ -21,12 +21,12 @@ from typing import Any, Literal
 
 import ladders
 from arithmetic_done import PARTS, MemoryMeter, Models, matmul_peak, matrices, phase_flop
-from dummy_numbers import averages, machine, planned, table, write_json
+from harness import machine, markdown, write_json
 from random_models import checkpoint_blocks, random_model
 
 from chatgpt.launch.arguments import Parser, add_settings, make_strategy, settings_from, world_size_from_env
+from chatgpt.strategies.registry import STRATEGIES, strategy_flag
 from chatgpt.trainer.callbacks import Callback
-from chatgpt.trainer.strategies.registry import STRATEGIES, strategy_flag
 
 
 @dataclass(kw_only=True)
@@ -208,6 +208,7 @@ def plan_for(
     s, hydra = settings, settings.num_layers_unfrozen > 0
     return make_plan(
         Setup(
+            process=0,
             config=config,
             reward_config=config if s.reward == 'model' else None,
             strategy=s.strategy,
@@ -268,7 +269,7 @@ def run(
     ):
         if settings.cuda_mem_frac < 1:
             torch.cuda.set_per_process_memory_fraction(settings.cuda_mem_frac, strategy.device)
-        peak = matmul_peak(strategy.device, strategy.dtype)
+        peak = matmul_peak(strategy.device, strategy.numerics.dtype)
         _warm_up(settings, ladder, strategy)
         if ready is not None:
             ready(strategy)
@@ -406,6 +407,84 @@ def _train(
         rows = max(1, min(rows, s.max_tokens_per_batch // s.max_length))
     bound = CHUNK_ELEMENTS_ACCELERATOR if strategy.device.type == 'cuda' else CHUNK_ELEMENTS_CPU
     return recorder.phases, models, size, rows * s.response_length > bound // config.vocab_size
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+def averages(phases: list[dict[str, Any]], ignore_phases: int, world_size: int, peak: float) -> dict[str, Any]:
+    """Rates over the phases after the first `ignore_phases`; over all where there are no more."""
+    counted = phases[ignore_phases:] or phases
+    seconds = {part: sum(p['seconds'][part] for p in counted) for part in PARTS}
+    flop = {part: sum(p['flop'][part] for p in counted) for part in PARTS}
+    seconds['total'], flop['total'] = sum(seconds.values()), sum(flop.values())
+    rate = {part: flop[part] / max(seconds[part], 1e-9) / world_size for part in seconds}
+    samples = sum(p['samples'] for p in counted)
+    return {
+        'phases_counted': len(counted),
+        'seconds_per_phase': {part: s / len(counted) for part, s in seconds.items()},
+        'flop_per_phase': {part: f / len(counted) for part, f in flop.items()},
+        'samples_per_s': samples / seconds['total'],
+        'samples_per_s_per_device': samples / seconds['total'] / world_size,
+        'new_tokens_per_s': sum(p['new_tokens'] for p in counted) / seconds['total'],
+        'tflops_per_device': {part: r / 1e12 for part, r in rate.items()},
+        'matmul_peak_tflops': peak / 1e12,
+        'share_of_peak': {part: r / peak for part, r in rate.items()},
+    }
+
+
+def planned(plan: Any, measured: int, on_cuda: bool, *, loads: bool = True) -> dict[str, Any]:
+    """The planner's peak of what was measured (on a CPU host and device are one), and its error: planned / measured -
+    1. loads: whether loading the models was measured too."""
+    sizes = {
+        name: sum(memory.device.values()) + (0 if on_cuda else sum(memory.host.values()))
+        for name, memory in plan.phases.items()
+        if loads or name != 'load'
+    }
+    phase = max(sizes, key=sizes.__getitem__)
+    guess = sizes[phase]
+    return {
+        'planned_peak': guess,
+        'planned_host': plan.host_peak,
+        'planned_phase': phase,
+        'planner_error': guess / measured - 1 if measured > 0 else None,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result for people."""
+    from chatgpt.plan import show_bytes
+
+    r, m = result, result['memory']
+    size = ', '.join(f'{name} {n / 1e6:.4g} M' for name, n in r['parameters'].items())
+    lines = [
+        f'{r["ladder"]} {r["model"]}, {r["settings"]["strategy"]} x {r["world_size"]}, {r["settings"]["precision"]}, '
+        f'{r["machine"]["device"]} ({r["machine"]["device_type"]})',
+        f'parameters: {size}',
+        '',
+    ]
+    rows = []
+    for part in (*PARTS, 'total'):
+        numbers = (
+            r['seconds_per_phase'][part],
+            r['flop_per_phase'][part] / 1e12,
+            r['tflops_per_device'][part],
+            r['share_of_peak'][part],
+        )
+        rows.append([part, f'{numbers[0]:.3f}', f'{numbers[1]:.4g}', f'{numbers[2]:.4g}', f'{numbers[3]:.1%}'])
+    error = f' ({m["planner_error"]:+.0%})' if m['planner_error'] is not None else ''
+    return '\n'.join(
+        [
+            *lines,
+            markdown('part | s / phase | TFLOP / phase | TFLOPS per device | share of matmul peak', rows),
+            '',
+            f'samples/s {r["samples_per_s"]:.4g} ({r["samples_per_s_per_device"]:.4g} per device), new tokens/s '
+            f'{r["new_tokens_per_s"]:.4g}, over {r["phases_counted"]} of {len(r["phases"])} phases',
+            f'matmul peak, measured here: {r["matmul_peak_tflops"]:.4g} TFLOPS per device',
+            f'peak memory: {show_bytes(m["peak"])}, planned {show_bytes(m["planned_peak"])}{error}; host '
+            f'{show_bytes(m["host_peak"])}',
+        ]
+    )
 
 
 # ---------------------------------------------------------------------- the scripts

@@ -31,12 +31,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import gpu_page
-from wheels import install_wheels
+from harness import install_wheels, write_json
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -75,168 +75,89 @@ class Part:
     """only with time that is left over"""
 
 
-def measure(name: str, function: str, budget_s: int, *, part: Mapping[str, Any] | None = None, **options: Any) -> Part:
-    """A part that is a function. part: further fields of `Part`."""
-    return Part(name, (), budget_s, function=function, options=options, **(part or {}))
+def measure(
+    name: str, function: str, budget_s: int, gib: int = 0, *, part: Mapping[str, Any] | None = None, **options: Any
+) -> Part:
+    """A part that is a function. gib: that the card must have. part: further fields of `Part`."""
+    return Part(name, (), budget_s, function=function, options=options, memory=gib * GIB, **(part or {}))
 
 
 def cuda_parts() -> list[Part]:
     """In the order of what one wants to know first."""
     generated = {'batch': 64, 'prompt': 64, 'new': 512}
     phases = {'num_episodes': 2, 'max_timesteps': 1, 'update_timesteps': 1, 'max_epochs': 2}
-    batch = {'experience_batch_size': 32, 'train_batch_size': 32}
-    one = {'num_episodes': 1, 'max_timesteps': 1, 'update_timesteps': 1, 'max_epochs': 2, 'ignore_phases': 0}
+    batch = {'experience_batch_size': 32, 'train_batch_size': 32, 'max_tokens_per_batch': 4096}
+    one = {'rungs': ['s']} | phases | {'num_episodes': 1, 'ignore_phases': 0}
     trl = {'precision': 'bf16', 'rung': 's', 'sequences': 64, 'prompt': 64, 'new': 128, 'lengths': ['eos', 'fixed']}
-    colossalai = {'needs': COLOSSALAI, 'worker': 'colossalai'}
+    ways = {'model': 'gpt2', 'precision': 'bf16', 'batch': 64, 'prompt': 64, 'new': 128, 'rounds': 2}
+    colossalai, extra = {'needs': COLOSSALAI, 'worker': 'colossalai'}, {'extra': True}
+    vllm, models = {'needs': ('vllm',), 'worker': 'vllm', 'extra': True}, ['qwen2-1.5b', 'gpt2']
+    trunk = {'model': 'qwen2-7b', 'memory': 16 * GIB, 'prompt': 512, 'new': 512}
     return [
         measure('device', 'device', 12),
         Part('tests', ('benchmarks/gpu_tests.py', '{out}', '--workers', '3'), 75),
-        measure('decode-gpt2', 'decode', 22, part={'memory': 6 * GIB}, model='gpt2', **generated),
-        measure('decode-qwen2', 'decode', 55, part={'memory': 11 * GIB}, model='qwen2-1.5b', **generated),
-        measure('ppo-s', 'ppo', 18, rungs=['s'], **phases, **batch, max_tokens_per_batch=4096),
-        measure('ppo-large', 'ppo', 35, rungs=['xl', 'l', 'm'], **phases, **batch, max_tokens_per_batch=4096),
-        measure('trl-1.12', 'peer', 35, part={'wheels': 'trl_ppo', 'memory': 16 * GIB}, peer='trl_ppo', **trl),
-        measure(
-            'trl-0.11.4', 'peer', 35, part={'wheels': 'trl_classic', 'memory': 16 * GIB}, peer='trl_classic', **trl
-        ),
-        measure(
-            'trunk-7b',
-            'trunk',
-            55,
-            part={'needs': ('bitsandbytes',), 'memory': 16 * GIB},
-            model='qwen2-7b',
-            memory=16 * GIB,
-            prompt=512,
-            new=512,
-        ),
-        measure('ddp', 'ppo', 12, rungs=['s'], strategy='ddp', **one),
-        measure('fsdp', 'ppo', 12, rungs=['s'], strategy='fsdp', **one),
-        measure('fsdp_cpu', 'ppo', 16, rungs=['s'], strategy='fsdp_cpu', **one),
+        measure('decode-gpt2', 'decode', 22, 6, model='gpt2', **generated),
+        measure('decode-qwen2', 'decode', 55, 11, model='qwen2-1.5b', **generated),
+        measure('ppo-s', 'ppo', 18, rungs=['s'], **phases, **batch),
+        measure('ppo-large', 'ppo', 35, rungs=['xl', 'l', 'm'], **phases, **batch),
+        measure('trl-1.12', 'peer', 35, 16, part={'wheels': 'trl_ppo'}, peer='trl_ppo', **trl),
+        measure('trl-0.11.4', 'peer', 35, 16, part={'wheels': 'trl_classic'}, peer='trl_classic', **trl),
+        measure('trunk-7b', 'trunk', 55, 16, part={'needs': ('bitsandbytes',)}, **trunk),
+        measure('ddp', 'ppo', 12, strategy='ddp', **one),
+        measure('fsdp', 'ppo', 12, strategy='fsdp', **one),
+        measure('fsdp_cpu', 'ppo', 16, strategy='fsdp_cpu', **one),
         measure('capacity', 'capacity', 40, caps=[8 * GIB, 16 * GIB, 24 * GIB], options=['micro', 'lean']),
-        measure('zero2', 'ppo', 34, part=colossalai, rungs=['s'], strategy='colossalai_zero2', **one),
-        measure('gemini', 'ppo', 34, part=colossalai, rungs=['s'], strategy='colossalai_gemini', **one),
-        *(
-            measure(
-                name, 'ppo', 16, part=colossalai | {'extra': True}, rungs=['s'], strategy=f'colossalai_{name}', **one
-            )
-            for name in ('zero1', 'zero2_cpu', 'gemini_cpu')
-        ),
-        measure(
-            'decode-vllm',
-            'decode_vllm',
-            120,
-            part={'needs': ('vllm',), 'worker': 'vllm', 'memory': 16 * GIB, 'extra': True},
-            models=['qwen2-1.5b', 'gpt2'],
-            **generated,
-        ),
-        measure(
-            'decode-ways',
-            'decode_ways',
-            180,
-            part={'memory': 6 * GIB, 'extra': True},
-            model='gpt2',
-            precision='bf16',
-            batch=64,
-            prompt=64,
-            new=128,
-            rounds=2,
-        ),
-        measure('logprobs', 'head', 60, part={'extra': True}, sizes=[[896, 8192]], vocab=151936),
-        measure('compiled-blocks', 'blocks', 60, part={'extra': True}, layers=8, width=2048),
-        measure(
-            'opt-1.3b-lora',
-            'ppo',
-            40,
-            part={'extra': True},
-            ladder='opt',
-            rungs=['1.3b', '350m'],
-            lora_rank=16,
-            **phases,
-        ),
-        measure('ppo-s-fp32', 'ppo', 20, part={'extra': True}, rungs=['s'], precision='fp32', **phases),
+        measure('zero2', 'ppo', 34, part=colossalai, strategy='colossalai_zero2', **one),
+        measure('gemini', 'ppo', 34, part=colossalai, strategy='colossalai_gemini', **one),
+        measure('zero1', 'ppo', 16, part=colossalai | extra, strategy='colossalai_zero1', **one),
+        measure('zero2_cpu', 'ppo', 16, part=colossalai | extra, strategy='colossalai_zero2_cpu', **one),
+        measure('gemini_cpu', 'ppo', 16, part=colossalai | extra, strategy='colossalai_gemini_cpu', **one),
+        measure('decode-vllm', 'decode_vllm', 120, 16, part=vllm, models=models, **generated),
+        measure('decode-ways', 'decode_ways', 180, 6, part=extra, **ways),
+        measure('logprobs', 'head', 60, part=extra, sizes=[[896, 8192]], vocab=151936),
+        measure('compiled-blocks', 'blocks', 60, part=extra, layers=8, width=2048),
+        measure('opt-1.3b-lora', 'ppo', 40, part=extra, ladder='opt', rungs=['1.3b', '350m'], lora_rank=16, **phases),
+        measure('ppo-s-fp32', 'ppo', 20, part=extra, rungs=['s'], precision='fp32', **phases),
     ]
+
+
+LENGTHS = {'prompt_length': 8, 'max_length': 16}
+SHORT = {'num_episodes': 2, 'max_timesteps': 1, 'update_timesteps': 1, 'max_epochs': 1} | LENGTHS
+TINY = {'precision': 'fp32', 'prompt': 8, 'new': 8}
+ON_A_CPU: dict[str, tuple[int, dict[str, Any]]] = {
+    'device': (20, {}),
+    'decode': (30, TINY | {'batch': 4, 'new': 16}),
+    'ppo': (20, {'rungs': ['tiny'], **SHORT}),
+    'peer': (50, TINY | {'rung': 'tiny', 'sequences': 4, 'rounds': 1, 'lengths': ['fixed']}),
+    'trunk': (30, TINY | {'memory': GIB, 'sequences': 2, 'lora_rank': 2}),
+    'capacity': (30, {'caps': [48 * 2**20], 'options': ['lean'], 'ladder': 'tiny', 'batch_size': 2, **LENGTHS}),
+    'decode_ways': (90, TINY | {'batch': 2, 'rounds': 1, 'ways': ['plain', 'fixed']}),
+    'head': (30, {'sizes': [[16, 40]], 'vocab': 512}),
+    'blocks': (60, {'layers': 1, 'width': 32, 'repeats': 1, 'backend': 'eager'}),
+}
+"""budget and options of the rehearsal, by function"""
+SIZED = ('experience_batch_size', 'train_batch_size', 'max_tokens_per_batch', 'ignore_phases')
 
 
 def cpu_parts() -> list[Part]:
-    """The same parts at tiny sizes."""
-    tiny = {
-        'rungs': ['tiny'],
-        'num_episodes': 2,
-        'max_timesteps': 1,
-        'update_timesteps': 1,
-        'max_epochs': 1,
-        'prompt_length': 8,
-        'max_length': 12,
-    }
-    generated = {'batch': 4, 'prompt': 8, 'new': 16, 'precision': 'fp32'}
-    trl = {
-        'precision': 'fp32',
-        'rung': 'tiny',
-        'sequences': 4,
-        'prompt': 8,
-        'new': 8,
-        'rounds': 1,
-        'lengths': ['fixed'],
-    }
-    colossalai = {'needs': COLOSSALAI, 'worker': 'colossalai'}
-    return [
-        measure('device', 'device', 20),
-        Part('tests', ('benchmarks/gpu_tests.py', '{out}', '--files', 'tests/gpu'), 50),
-        measure('decode-gpt2', 'decode', 30, model='tiny-gpt2', **generated),
-        measure('decode-qwen2', 'decode', 30, model='tiny-qwen2', **generated),
-        measure('ppo-s', 'ppo', 20, **tiny),
-        measure('ppo-large', 'ppo', 20, **tiny),
-        measure('trl-1.12', 'peer', 50, part={'wheels': 'trl_ppo'}, peer='trl_ppo', **trl),
-        measure('trl-0.11.4', 'peer', 50, part={'wheels': 'trl_classic'}, peer='trl_classic', **trl),
-        measure(
-            'trunk-7b',
-            'trunk',
-            30,
-            part={'needs': ('bitsandbytes',)},
-            model='tiny-qwen2',
-            memory=GIB,
-            prompt=8,
-            new=8,
-            sequences=2,
-            precision='fp32',
-            lora_rank=2,
-        ),
-        measure('ddp', 'ppo', 20, strategy='ddp', **tiny),
-        measure('fsdp', 'ppo', 20, strategy='fsdp', **tiny),
-        measure('fsdp_cpu', 'ppo', 20, strategy='fsdp_cpu', **tiny),
-        measure(
-            'capacity',
-            'capacity',
-            30,
-            caps=[48 * 2**20],
-            options=['lean'],
-            ladder='tiny',
-            batch_size=2,
-            prompt_length=8,
-            max_length=16,
-        ),
-        measure('zero2', 'ppo', 40, part=colossalai, strategy='colossalai_zero2', **tiny),
-        measure('gemini', 'ppo', 40, part=colossalai, strategy='colossalai_gemini', **tiny),
-        *(
-            measure(name, 'ppo', 40, part=colossalai | {'extra': True}, strategy=f'colossalai_{name}', **tiny)
-            for name in ('zero1', 'zero2_cpu', 'gemini_cpu')
-        ),
-        measure(
-            'decode-ways',
-            'decode_ways',
-            90,
-            part={'extra': True},
-            model='tiny-gpt2',
-            batch=2,
-            prompt=8,
-            new=8,
-            rounds=1,
-            ways=['plain', 'fixed'],
-        ),
-        measure('logprobs', 'head', 30, part={'extra': True}, sizes=[[16, 40]], vocab=512),
-        measure('compiled-blocks', 'blocks', 60, part={'extra': True}, layers=1, width=32, repeats=1, backend='eager'),
-        measure('opt-1.3b-lora', 'ppo', 30, part={'extra': True}, ladder='opt', lora_rank=2, **tiny),
-    ]
+    """The same parts at tiny sizes; without vLLM, and without a second precision."""
+    found = []
+    for part in cuda_parts():
+        if part.name == 'tests':
+            part = replace(part, command=('benchmarks/gpu_tests.py', '{out}', '--files', 'tests/gpu'), budget_s=50)
+        elif part.function in ON_A_CPU and part.name != 'ppo-s-fp32':
+            budget_s, tiny = ON_A_CPU[part.function]
+            options = {k: v for k, v in part.options.items() if part.function != 'ppo' or k not in SIZED} | tiny
+            if 'model' in options:
+                options['model'] = 'tiny-gpt2' if options['model'] == 'gpt2' else 'tiny-qwen2'
+            if 'lora_rank' in options:
+                options['lora_rank'] = 2
+            budget_s = 40 if part.worker == 'colossalai' else budget_s
+            part = replace(part, options=options, budget_s=budget_s, memory=0)
+        else:
+            continue
+        found.append(part)
+    return found
 
 
 def limits(parts: Sequence[Part], number: int, left_s: float) -> float:
@@ -564,17 +485,9 @@ def check(
             'parts': done,
         }
         path = path or out / file_name(content['device'])
-        write_whole(path, content)
+        write_json(path, content)
     print(f'\n{gpu_page.table(content)}\n{"passed" if content["passed"] else "failed"}: {path}')
     return content
-
-
-def write_whole(path: Path, content: Any) -> None:
-    """All of it or nothing of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f'.{path.name}.tmp')
-    unfinished.write_text(json.dumps(content, indent=1) + '\n')
-    unfinished.replace(path)
 
 
 def is_well(record: Mapping[str, Any]) -> bool:
@@ -613,7 +526,7 @@ def main() -> int:
         signal.signal(sign, stop_like_ctrl_c)
     try:
         if args.page is not None:
-            print(gpu_page.write_page(ROOT / 'docs/gpu.md', Path(args.page) if args.page else gpu_page.newest(results)))
+            gpu_page.fill_page(ROOT / 'docs/gpu.md', Path(args.page) if args.page else gpu_page.newest(results))
             return 0
         if unknown:
             raise ValueError(f'there is no part {unknown[0]!r}; there are {", ".join(p.name for p in parts)}')

@@ -1,6 +1,6 @@
 """What gpu_check.py found, for people: its tables, and docs/gpu.md filled from a file of it.
 
-In docs/gpu.md the lines between the two comments `results` are written anew, and in the table of what has run on a GPU the
+In docs/gpu.md the table `results` is written anew, and in the table of what has run on a GPU the
 last cell of each row whose second cell names parts of the run in backticks.
 """
 
@@ -12,16 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-BEGIN, END = '<!-- results -->', '<!-- end of results -->'
+from harness import markdown, write_page
+
 GIB = 2**30
 Record = Mapping[str, Any]
 
 
 def lines_of(head: str, rows: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table, and an empty line; nothing without rows."""
-    columns = head.count('|') + 1
-    shown = [f'| {head} |', '|---' * columns + '|', *('| ' + ' | '.join(row) + ' |' for row in rows), '']
-    return shown if rows else []
+    """A table, and an empty line; nothing without rows."""
+    return [markdown(head, rows), ''] if rows else []
 
 
 def bytes_of(size: float | None) -> str:
@@ -192,25 +191,16 @@ def newest(folder: Path) -> Path:
     return max(files, key=lambda path: (files[path]['date'], path.stat().st_mtime))
 
 
-def write_page(page: Path, file: Path) -> str:
-    """Fill the page from a result file. Returns what was done."""
+def fill_page(page: Path, file: Path) -> None:
+    """Fill the page from a result file."""
     if not file.is_file():
         raise ValueError(f'{file}: there is no such file')
     content = json.loads(file.read_text())
     if content['device_type'] != 'cuda':
         raise ValueError(f'{file} is of a rehearsal on a CPU, which says nothing about a GPU')
-    page.write_text(filled(page.read_text(), content))
-    return f'{page}: results of {file}'
-
-
-def filled(text: str, content: Record) -> str:
-    """The page's text with the results of a run."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f'the page lacks the lines {BEGIN} and {END}')
-    lines = [_row(line, content) if line.startswith('| ') else line for line in before.split('\n')]
-    return '\n'.join(lines) + f'{BEGIN}\n\n{table(content)}\n{END}{after}'
+    lines = page.read_text().split('\n')
+    page.write_text('\n'.join(_row(line, content) if line.startswith('| ') else line for line in lines))
+    write_page(page, results=table(content))
 
 
 def _row(line: str, content: Record) -> str:

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,7 +118,7 @@ def _rate(tokens: int, duration: float) -> dict[str, float]:
 def _local_engine(note: Note, policy: Any, ids: Any, new: int, rounds: int) -> None:
     """A first phase, in which the engine checks the model and captures graphs, and later ones."""
     from chatgpt.nn import Actor
-    from chatgpt.rollout import LocalEngine, SamplingParams
+    from chatgpt.rollout import Call, LocalEngine, SamplingParams
     from chatgpt.types import Prompt
 
     prompts, engine, actor = [Prompt(ids=row) for row in ids], LocalEngine(), Actor(policy)
@@ -128,7 +129,7 @@ def _local_engine(note: Note, policy: Any, ids: Any, new: int, rounds: int) -> N
         engine.begin(actor)
         took['begin_s'] = time.perf_counter() - start
         first = number * len(ids)
-        samples = engine.generate(prompts, sampling, seed=0, indices=range(first, first + len(ids)))
+        samples = engine.generate(Call.of(prompts, sampling, seed=0, indices=range(first, first + len(ids))))
         engine.end()
         if sum(s.num_actions for s in samples) != tokens:
             raise RuntimeError(f'other than {tokens} tokens came')
@@ -142,6 +143,7 @@ def _local_engine(note: Note, policy: Any, ids: Any, new: int, rounds: int) -> N
 
 def _generate(note: Note, policy: Any, ids: Any, new: int) -> None:
     """`model.generate`, for a few tokens first, so that there is a number where time runs out."""
+    import decode as decoding
     import torch
     from transformers import GenerationConfig
 
@@ -161,7 +163,7 @@ def _generate(note: Note, policy: Any, ids: Any, new: int) -> None:
     kinds = {'with cuDNN': True, 'without cuDNN': False} if note.device.type == 'cuda' else {'without cuDNN': False}
     for tokens in (few, new):
         for name, enabled in kinds.items():
-            with cudnn_attention(enabled):
+            with decoding.cudnn_attention(enabled):
                 if tokens == few:
                     generate(2)  # what is loaded at the first call
                 if tokens == new and found[name]['seconds'] * new / few > note.left():
@@ -170,18 +172,6 @@ def _generate(note: Note, policy: Any, ids: Any, new: int) -> None:
                     found[name] = generate(tokens) | {'new': tokens}
             times = {n: note.content['engine']['tokens_per_s'] / f['tokens_per_s'] for n, f in found.items()}
             note.write(generate=found, times=times)
-
-
-@contextmanager
-def cudnn_attention(enabled: bool) -> Iterator[None]:
-    import torch
-
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(enabled)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def decode_vllm(note: Note, *, models: Sequence[str], batch: int, prompt: int, new: int) -> None:
@@ -356,41 +346,24 @@ def _trunk_phases(
     end_of: Callable[[str], None],
 ) -> None:
     import torch
+    from harness import ppo_trainer
     from random_models import checkpoint_blocks
 
     from chatgpt.nn.shared import SharedTrunk
-    from chatgpt.trainer import PPOTrainer
-    from chatgpt.trainer.callbacks import ProgressBar
-    from chatgpt.trainer.strategies import NaiveStrategy
+    from chatgpt.strategies import NaiveStrategy
     from chatgpt.types import Prompt
 
     strategy = NaiveStrategy(seed=0, precision=precision, device=note.device)  # type: ignore[arg-type]
-    shared = SharedTrunk(quantized_model(config, strategy.dtype, note.device), dtype=strategy.dtype)
+    shared = SharedTrunk(quantized_model(config, strategy.numerics.dtype, note.device), dtype=strategy.numerics.dtype)
     shared.quantize = 'nf4'
     checkpoint_blocks(shared.model)
     actor, critic, reward_model = shared.actor(lora_rank), shared.critic(lora_rank), shared.reward_model(lora_rank)
 
-    def trained(m: Any) -> Any:
-        return m, strategy.make_optimizer([p for p in m.parameters() if p.requires_grad], lr=1e-4)
-
-    (actor, actor_optim), (critic, critic_optim), reward_model = strategy.prepare(
-        trained(actor), trained(critic), reward_model
-    )
-    trainer = PPOTrainer(
-        strategy,
-        actor,
-        critic,
-        reward_model,
-        None,
-        actor_optim,
-        critic_optim,
-        callbacks=[ProgressBar(enabled=False)],
-        experience_batch_size=sequences,
-        train_batch_size=sequences,
-        max_tokens_per_batch=prompt + new,
-        max_epochs=1,
+    trainer = ppo_trainer(
+        strategy, actor, critic, reward_model, optimizer=partial(strategy.make_optimizer, lr=1e-4),
+        experience_batch_size=sequences, train_batch_size=sequences, max_tokens_per_batch=prompt + new, max_epochs=1,
         max_new_tokens=new,
-    )
+    )  # fmt: skip
     make = trainer.maker.make
 
     def scored(*args: Any, **kwargs: Any) -> Any:
@@ -404,7 +377,7 @@ def _trunk_phases(
     trainer.set_prompts([Prompt(ids=row) for row in prompts])
     trainer.collect(1)
     end_of('score')
-    trainer.learn_phase()
+    trainer.learn()
     end_of('learn')
 
 

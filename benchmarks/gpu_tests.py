@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dummy_numbers import write_json
+from harness import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 TELLS, SLOWEST = 1500, 10

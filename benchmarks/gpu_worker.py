@@ -32,7 +32,7 @@ class Note:
 
     def write(self, **entries: Any) -> None:
         """Keep these, now."""
-        from dummy_numbers import write_json
+        from harness import write_json
 
         self.content |= entries
         write_json(self.out, self.content)
@@ -85,7 +85,7 @@ def main() -> None:
         out.flush()
 
     import torch
-    from dummy_numbers import machine
+    from harness import machine
 
     import chatgpt.trainer  # noqa: F401
 

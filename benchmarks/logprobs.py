@@ -1,7 +1,7 @@
 """Log-probs of chosen tokens through a large output layer, by every kernel: seconds, peak memory, agreement with the
 plain path.
 
-    python benchmarks/logprobs.py [--device cpu] [--out results.json]
+    python benchmarks/logprobs.py [--device cpu]
     python benchmarks/logprobs.py --blocks            # transformer blocks compiled, against plain
 
 Forward and backward of a loss with one weight per token, and the entropy as a metric. On a CPU each case is a process of
@@ -14,15 +14,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
+from harness import child, forget_peak, process_memory
 from torch import Tensor, nn
 
 from chatgpt.functional.fused_logprobs import fused_logprobs
@@ -52,7 +50,7 @@ def kernels() -> dict[str, Callable[..., Any]]:
         'fused': lambda x, head, ids, e: fused_logprobs(x, head.weight, head.bias, ids, with_entropy=e),
     }
     if find_spec('liger_kernel') is not None:
-        from chatgpt.nn.liger import liger_logprobs
+        from chatgpt.nn.head_kernels import liger_logprobs
 
         found['liger'] = lambda x, head, ids, e: liger_logprobs(x, head.weight, head.bias, ids, with_entropy=e)
     return found
@@ -86,19 +84,13 @@ def one_case(device: str, name: str, width: int, tokens: int, vocab: int = VOCAB
     head.requires_grad_(trained)
     run = kernels()[kernel]
     if device == 'cpu':
-        Path('/proc/self/clear_refs').write_text('5')  # the peak begins here: making the weight took more
-        before, start = _resident('VmRSS'), time.process_time()
+        forget_peak()  # making the weight took more
+        before, start = process_memory()['VmRSS'], time.process_time()
         once(run, states, head, ids, entropy)
-        seconds, peak = time.process_time() - start, _resident('VmHWM') - before
+        seconds, peak = time.process_time() - start, process_memory()['VmHWM'] - before
     else:
         seconds, peak = _on_cuda(lambda: once(run, states, head, ids, entropy), [states, head.weight])
     return {'case': name, 'width': width, 'tokens': tokens, 'seconds': round(seconds, 4), 'bytes': peak}
-
-
-def _resident(name: str) -> int:
-    """Bytes of this process by a name of /proc/self/status."""
-    lines = Path('/proc/self/status').read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ':'))
 
 
 def _on_cuda(act: Callable[[], Any], leaves: list[Tensor], repeats: int = 3) -> tuple[float, int]:
@@ -217,7 +209,6 @@ def compare_blocks(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--device', choices=('cpu', 'cuda'), default='cpu')
-    parser.add_argument('--out', help='also write the numbers here, as JSON')
     parser.add_argument('--blocks', action='store_true', help='compiled blocks in place of kernels of the head')
     parser.add_argument('--case', nargs=3, metavar=('NAME', 'WIDTH', 'TOKENS'), help='one case, in this process')
     args = parser.parse_args()
@@ -235,16 +226,10 @@ def main() -> None:
         for width, tokens in SIZES['cpu']:
             for name, kernel, *_ in CASES:
                 if kernel != 'liger':
-                    words = [sys.executable, __file__, '--case', name, str(width), str(tokens)]
-                    found = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
-                    print(json.dumps(found), flush=True)
-                    cases.append(found)
+                    cases.append(child(__file__, '--case', name, str(width), str(tokens)))
+                    print(json.dumps(cases[-1]), flush=True)
         result = {'cases': cases, 'differences': {'fused': differences('cpu', 'fused')}}
-    text = json.dumps(result, indent=1)
-    print(text)
-    if args.out:
-        with open(args.out, 'w') as file:
-            file.write(text + '\n')
+    print(json.dumps(result))
 
 
 if __name__ == '__main__':

@@ -1,6 +1,6 @@
 """What one rank holds of a trained model under each strategy, and the most that it has at any moment of a step.
 
-    python benchmarks/memory_per_rank.py [--out docs/results/memory_per_rank.md] [--world_sizes 1 2 4]
+    python benchmarks/memory_per_rank.py [--page] [--world_sizes 1 2 4]
 
 A GPT-2 of 18 layers x 512, two AdamW steps on the CPU with gloo, one sequence of 32 tokens per rank. Held: bytes of the
 tensors (weights, gradients, optimizer states) that live after the second backward pass, on the rank that holds most.
@@ -17,11 +17,10 @@ import argparse
 import gc
 import os
 import threading
-import time
-from pathlib import Path
 from typing import Any, Self
 
-ROOT = Path(__file__).resolve().parent.parent
+from harness import PAGES, gpt2, markdown, process_memory, write_page
+
 SMALL_CHUNKS = {'search_range_mb': 1, 'min_chunk_size_mb': 1}
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     'ddp': ('DDPStrategy', {'device': 'cpu'}),
@@ -30,7 +29,10 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     'colossalai zero2': ('ColossalAIStrategy', {'stage': 2}),
     'colossalai gemini': ('ColossalAIStrategy', {'stage': 3, 'shard_init': True, **SMALL_CHUNKS}),
 }
-IN_FP32, IN_BF16 = ('ddp', 'fsdp', 'colossalai zero1', 'colossalai zero2'), ('ddp', 'fsdp', 'colossalai gemini')
+COMPARED = {
+    'fp32': ('ddp', 'fsdp', 'colossalai zero1', 'colossalai zero2'),
+    'bf16': ('ddp', 'fsdp', 'colossalai gemini'),
+}
 
 
 def local_bytes(tensors: Any) -> int:
@@ -44,49 +46,34 @@ def local_bytes(tensors: Any) -> int:
 
 
 class Peak:
-    """Highest anonymous resident memory inside, above that at the start."""
+    """Highest anonymous resident memory inside, in MiB above that at the start."""
 
     def __enter__(self) -> Self:
-        self.start = self.highest = self._now()
+        self.start = self.highest = process_memory()['RssAnon']
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
         return self
 
-    def _now(self) -> float:
-        text = Path('/proc/self/status').read_text()
-        return int(next(line for line in text.splitlines() if line.startswith('RssAnon')).split()[1]) / 1024
-
     def _watch(self) -> None:
-        while not self._over.is_set():
-            self.highest = max(self.highest, self._now())
-            time.sleep(0.001)
+        while not self._over.wait(0.001):
+            self.highest = max(self.highest, process_memory()['RssAnon'])
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
-        self.mib = self.highest - self.start
+        self.mib = (self.highest - self.start) / 2**20
 
 
 def two_steps(strategy: Any, layers: int, width: int) -> dict[str, float]:
     """Train a new model; what is held at the end, what its weights take whole, and how many it has."""
     import torch
-    from transformers import GPT2Config
 
     from chatgpt.batching import collate
     from chatgpt.nn import GPTActor
     from chatgpt.types import Sequence
 
-    config = GPT2Config(
-        vocab_size=2048,
-        n_positions=64,
-        n_embd=width,
-        n_layer=layers,
-        n_head=8,
-        resid_pdrop=0,
-        embd_pdrop=0,
-        attn_pdrop=0,
-    )
+    config = gpt2(2048, layers, width, 8, 64)
     with strategy.model_init_context():
         actor = GPTActor(config=config)
     parameters = sum(p.numel() for p in actor.parameters())
@@ -114,7 +101,7 @@ def two_steps(strategy: Any, layers: int, width: int) -> dict[str, float]:
 
 
 def measure(kind: str, options: dict[str, Any], layers: int = 18, width: int = 512) -> dict[str, float]:
-    from chatgpt.trainer import strategies as s
+    from chatgpt import strategies as s
 
     def new() -> Any:
         return getattr(s, kind)(seed=0, **options)
@@ -128,13 +115,10 @@ def measure(kind: str, options: dict[str, Any], layers: int = 18, width: int = 5
     return {**result, 'peak_mib': peak.mib}
 
 
-def table(names: tuple[str, ...], precision: str, world_sizes: list[int]) -> tuple[list[str], float]:
-    """Lines of markdown, and how many parameters the model has."""
+def table(names: tuple[str, ...], precision: str, world_sizes: list[int]) -> str:
     from chatgpt.testing.processes import run_distributed
 
-    lines = ['| strategy | ' + ' | '.join(f'{w} rank{"s" * (w > 1)}: held MiB, peak MiB' for w in world_sizes) + ' |']
-    lines.append('|---' * (len(world_sizes) + 1) + '|')
-    parameters = 0.0
+    rows = []
     for name in names:
         kind, options = STRATEGIES[name]
         cells = []
@@ -143,34 +127,20 @@ def table(names: tuple[str, ...], precision: str, world_sizes: list[int]) -> tup
                 measure, world_size, kind, options | {'precision': precision}, timeout_s=300.0, fresh=True
             )
             cells.append(f'{max(r["held_mib"] for r in ranks):.0f}, {max(r["peak_mib"] for r in ranks):.0f}')
-            parameters = ranks[0]['parameters']
-        lines.append(f'| {name} | ' + ' | '.join(cells) + ' |')
-        print(lines[-1], flush=True)
-    return lines, parameters
+        rows.append([name, *cells])
+        print(rows[-1], flush=True)
+    return markdown(['strategy', *(f'{w} rank{"s" * (w > 1)}: held MiB, peak MiB' for w in world_sizes)], rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--out', type=Path, default=ROOT / 'docs' / 'results' / 'memory_per_rank.md')
+    parser.add_argument('--page', action='store_true', help='write docs/results/memory_per_rank.md')
     parser.add_argument('--world_sizes', type=int, nargs='+', default=[1, 2, 4])
     args = parser.parse_args()
     os.environ['MALLOC_MMAP_THRESHOLD_'] = '65536'  # read by glibc in each new process
-    lines = [
-        '# Memory per rank',
-        '',
-        '`python benchmarks/memory_per_rank.py`. ' + ' '.join((__doc__ or '').split('\n\n')[2].split()),
-    ]
-    for precision, names in (('fp32', IN_FP32), ('bf16', IN_BF16)):
-        rows, parameters = table(names, precision, args.world_sizes)
-        lines += [
-            '',
-            f'## Computing in {precision}: {parameters / 1e6:.0f} million parameters, {parameters * 16 / 2**20:.0f} '
-            'MiB of weights, gradients and two states in fp32',
-            '',
-            *rows,
-        ]
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text('\n'.join(lines) + '\n')
+    tables = {precision: table(names, precision, args.world_sizes) for precision, names in COMPARED.items()}
+    if args.page:
+        write_page(PAGES / 'memory_per_rank.md', **tables)
 
 
 if __name__ == '__main__':

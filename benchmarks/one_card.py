@@ -1,7 +1,7 @@
 """Learning on one trunk: PPO with a critic, a reward model and a reference on randomwalks; on one trunk in 4 bits, on
 one in fp32, and with four models of their own.
 
-    python benchmarks/one_card.py --page docs/results/one_card.md
+    python benchmarks/one_card.py --page
 
 The base is a GPT-2 of 2 layers x 128 after 200 steps on the walks (SFT), dense, one for each seed; nf4 quantizes it. The
 reward model is an adapter on that base, trained for 60 steps of 64 pairs of walks from the same start, half of them
@@ -15,19 +15,19 @@ and budget.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
 from collections import defaultdict
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import randomwalks as walks
 import randomwalks_task as rw
 import torch
+from harness import PAGES, RESULTS, Results, figure, markdown, mean_and_spread, ppo_trainer, write_page
 
-RESULTS = Path(__file__).resolve().parent / 'results'
 KINDS = {'nf4': 'one trunk, nf4', 'shared': 'one trunk, fp32', 'separate': 'four models, fp32'}
 GRAPH, RANK, LR, KL = 1000, 16, 1e-3, 0.05
 SFT_STEPS, REWARD_STEPS, PAIRS, STEPS, BATCH, EVERY = 200, 60, 64, 20, 100, 5
@@ -41,7 +41,7 @@ def spoiled(walk: str, rng: random.Random) -> str:
 
 def preferences(task: rw.Task, number: int, seed: int) -> list[Any]:
     """Pairs of walks from the same start, the one of higher optimality first."""
-    from chatgpt.dataset.tokenize import TokenizedPreference
+    from chatgpt.data.tokenize import TokenizedPreference
 
     rng = random.Random(seed)
     from_start = defaultdict(list)
@@ -66,9 +66,9 @@ def preferences(task: rw.Task, number: int, seed: int) -> list[Any]:
 def base_model(task: rw.Task, seed: int) -> Any:
     """A small GPT-2 that has learned the walks."""
     from chatgpt.nn import GPTActor
+    from chatgpt.strategies import NaiveStrategy
     from chatgpt.trainer import SFTTrainer
     from chatgpt.trainer.callbacks import ProgressBar
-    from chatgpt.trainer.strategies import NaiveStrategy
 
     config = rw.config()
     config.n_layer, config.n_embd, config.n_head = 2, 128, 4
@@ -88,17 +88,16 @@ def base_model(task: rw.Task, seed: int) -> Any:
         return strategy.unwrap(actor).model
 
 
-def optimizer_of(model: Any) -> Any:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, eps=1e-5, weight_decay=0.0)
+adam = partial(torch.optim.AdamW, lr=LR, eps=1e-5, weight_decay=0.0)
 
 
 def trained_reward_model(model: Any, task: rw.Task, seed: int) -> Any:
+    from chatgpt.strategies import NaiveStrategy
     from chatgpt.trainer import RewardModelTrainer
     from chatgpt.trainer.callbacks import ProgressBar
-    from chatgpt.trainer.strategies import NaiveStrategy
 
     with NaiveStrategy(seed=seed, device='cpu') as strategy:
-        model, optim = strategy.prepare((model, optimizer_of(model)))
+        model, optim = strategy.prepare((model, adam([p for p in model.parameters() if p.requires_grad])))
         pairs = preferences(task, REWARD_STEPS * PAIRS, seed)
         quiet = [ProgressBar(enabled=False)]
         RewardModelTrainer(strategy, model, optim, pairs, train_batch_size=PAIRS, callbacks=quiet).fit()
@@ -133,9 +132,8 @@ def run(kind: str, seed: int, base: Any, task: rw.Task) -> dict[str, Any]:
     from chatgpt.nn import Actor, Critic, RewardModel
     from chatgpt.nn.lora import load_lora_state_dict, lora_state_dict
     from chatgpt.nn.shared import SharedTrunk
-    from chatgpt.trainer import PPOTrainer
-    from chatgpt.trainer.callbacks import Evaluator, ProgressBar
-    from chatgpt.trainer.strategies import NaiveStrategy
+    from chatgpt.strategies import NaiveStrategy
+    from chatgpt.trainer.callbacks import Evaluator
 
     torch.set_num_threads(1)
     cpu = time.process_time()
@@ -152,25 +150,11 @@ def run(kind: str, seed: int, base: Any, task: rw.Task) -> dict[str, Any]:
     held = held_bytes([actor, critic, reward_model, initial])
     curve = walks.Curve(walks.evaluation(task, tokenizer))
     with NaiveStrategy(seed=seed, device='cpu') as strategy:
-        (actor, actor_optim), (critic, critic_optim), reward_model = strategy.prepare(
-            (actor, optimizer_of(actor)), (critic, optimizer_of(critic)), reward_model
-        )
-        trainer = PPOTrainer(
-            strategy,
-            actor,
-            critic,
-            reward_model,
-            strategy.prepare(initial) if initial else None,
-            actor_optim,
-            critic_optim,
-            tokenizer=tokenizer,
-            experience_batch_size=BATCH,
-            train_batch_size=BATCH,
-            max_new_tokens=rw.MAX_LENGTH - 1,
-            max_epochs=1,
-            kl_coef=KL,
-            callbacks=[Evaluator(curve, EVERY), ProgressBar(enabled=False)],
-        )
+        trainer = ppo_trainer(
+            strategy, actor, critic, reward_model, initial, optimizer=adam, callbacks=[Evaluator(curve, EVERY)],
+            tokenizer=tokenizer, experience_batch_size=BATCH, train_batch_size=BATCH, max_new_tokens=rw.MAX_LENGTH - 1,
+            max_epochs=1, kl_coef=KL,
+        )  # fmt: skip
         trainer.fit(task.starts, 1, STEPS, 1)
     return {
         'accuracy': accuracy(strategy.unwrap(reward_model), preferences(task, 500, seed + 1000)),
@@ -188,69 +172,45 @@ def last_two(row: dict[str, Any]) -> float:
 
 
 def plot(rows: dict[str, dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(6, 4), constrained_layout=True)
-    for number, kind in enumerate(KINDS):
-        for i, row in enumerate(rows[kind].values()):
-            steps = [EVERY * j for j in range(len(row['optimality']))]
+    with figure(path) as (axis,):
+        for number, kind in enumerate(KINDS):
             style = {'color': f'C{number}', 'linestyle': ('-', '-', ':')[number], 'linewidth': (1.5, 2.5, 2.5)[number]}
-            axis.plot(steps, row['optimality'], label=KINDS[kind] if i == 0 else None, **style)
-    axis.set(
-        xlabel='optimizer steps of batch 100',
-        ylabel='true optimality',
-        title='one line a seed; the two in fp32 lie on each other',
-        ylim=(0, 1.02),
-    )
-    axis.grid(alpha=0.3)
-    axis.legend(loc='lower right')
-    figure.savefig(path, dpi=100)
+            for i, row in enumerate(rows[kind].values()):
+                steps = [EVERY * j for j in range(len(row['optimality']))]
+                axis.plot(steps, row['optimality'], label=None if i else KINDS[kind], **style)
+        title = 'one line a seed; the two in fp32 lie on each other'
+        axis.set(xlabel='optimizer steps of batch 100', ylabel='true optimality', title=title, ylim=(0, 1.02))
 
 
-def page(rows: dict[str, dict[str, Any]], picture: str) -> str:
-    lines = ['# Learning on one trunk', '', '`python benchmarks/one_card.py`. ' + ' '.join((__doc__ or '').split())]
-    lines[2] = lines[2].replace(' python benchmarks/one_card.py --page docs/results/one_card.md', '')
-    lines += [
-        '',
-        '| | seeds | before PPO | last two evaluations: mean (least, greatest) | reward model: pairs in order '
-        '| four models, MiB | CPU s |',
-        '|' + '---|' * 7,
-    ]
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    found = []
     for kind, name in KINDS.items():
-        found = list(rows[kind].values())
-        last = [last_two(r) for r in found]
-        mean = {k: sum(r[k] for r in found) / len(found) for k in ('accuracy', 'held', 'cpu_s')}
-        start = sum(r['optimality'][0] for r in found) / len(found)
-        lines.append(
-            f'| {name} | {len(found)} | {start:.3f} | {sum(last) / len(last):.3f} ({min(last):.3f}, {max(last):.3f}) '
-            f'| {mean["accuracy"]:.3f} | {mean["held"] / 2**20:.2f} | {mean["cpu_s"]:.0f} |'
-        )
-    return '\n'.join([*lines, '', f'![Optimality over the training]({picture})', ''])
+        runs = list(rows[kind].values())
+        mean = {k: sum(r[k] for r in runs) / len(runs) for k in ('accuracy', 'held', 'cpu_s')}
+        start = sum(r['optimality'][0] for r in runs) / len(runs)
+        numbers = [f'{mean["accuracy"]:.3f}', f'{mean["held"] / 2**20:.2f}', f'{mean["cpu_s"]:.0f}']
+        found.append([name, len(runs), f'{start:.3f}', mean_and_spread([last_two(r) for r in runs]), *numbers])
+    head = ['', 'seeds', 'before PPO', 'last two evaluations: mean (least, greatest)', 'reward model: pairs in order']
+    return markdown([*head, 'four models, MiB', 'CPU s'], found)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--kinds', nargs='*', default=list(KINDS), choices=KINDS)
     parser.add_argument('--seeds', nargs='*', type=int, default=[1, 2, 3])
-    parser.add_argument('--json', type=Path, default=RESULTS / 'one_card.json', help='numbers, taken up again if there')
-    parser.add_argument('--page', type=Path, help='write the page and its picture here')
+    parser.add_argument('--page', action='store_true', help='write docs/results/one_card.md and its picture')
     args = parser.parse_args()
-    rows = json.loads(args.json.read_text()) if args.json.is_file() else {kind: {} for kind in KINDS}
-    task = rw.make_task(GRAPH)
+    results, task = Results(RESULTS / 'one_card.json'), rw.make_task(GRAPH)
     for seed in args.seeds:
-        missing = [kind for kind in args.kinds if str(seed) not in rows[kind]]
-        base = base_model(task, seed) if missing else None
-        for kind in missing:
-            rows[kind][str(seed)] = found = run(kind, seed, base, task)
-            args.json.write_text(json.dumps(rows, indent=1))
-            print(f'{KINDS[kind]}, seed {seed}: {last_two(found):.3f}, {found["cpu_s"]:.0f} CPU s', flush=True)
+        base = None
+        for kind in args.kinds:
+            if f'{kind} {seed}' not in results:
+                base = base or base_model(task, seed)
+                results.measure(f'{kind} {seed}', lambda k=kind, s=seed, b=base: run(k, s, b, task), show=last_two)
     if args.page:
-        picture = args.page.with_suffix('.png')
-        plot(rows, picture)
-        args.page.write_text(page(rows, picture.name))
+        rows = {kind: {key: run for key, run in results.items() if key.startswith(f'{kind} ')} for kind in KINDS}
+        write_page(PAGES / 'one_card.md', runs=table(rows))
+        plot(rows, PAGES / 'one_card.png')
 
 
 if __name__ == '__main__':

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chatgpt.dataset import TokenizedPreference
+from chatgpt.data import TokenizedPreference
 from chatgpt.nn import Actor, Critic, RewardModel
 from chatgpt.nn.heads import critic_head
+from chatgpt.strategies import ColossalAIStrategy, DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import DPOTrainer, PPOTrainer, RewardModelTrainer, SFTTrainer
 from chatgpt.trainer.callbacks import Callback, ProgressBar, SaveCheckpoint
-from chatgpt.trainer.strategies import ColossalAIStrategy, DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.types import Sequence
 
 OFFLINE = ('dpo', 'sft', 'reward model')

@@ -1,6 +1,6 @@
-"""CPU seconds of a forward and of forward and backward, with padding left out and with it, A B A B in one run.
+"""CPU seconds of a forward and of forward and backward, with padding left out and with it, in turns.
 
-    python benchmarks/packing.py [--repeats 7]
+    python benchmarks/packing.py [--repeats 7] [--page]
 
 GPT-2 of 4 layers x 256 (vocabulary 512), 32 sequences of 16 prompt tokens and up to 48 response tokens, one thread: all
 48 ('fixed'), or geometric with a mean of a third of them ('eos'). Printed: the ratio padded / packed as least, median
@@ -10,12 +10,10 @@ and greatest, and the share of the padded batch that is real tokens, which is th
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from harness import PAGES, alternate, cpu_seconds, gpt2, least_median_greatest, markdown, ratios, write_page
 
 from chatgpt.batching import collate
 from chatgpt.nn import GPTActor
@@ -31,27 +29,14 @@ def sequences(kind: str) -> list[Sequence]:
         drawn = 1 + int(torch.empty(1).exponential_(3 / NEW_TOKENS, generator=generator))
         length = NEW_TOKENS if kind == 'fixed' else min(drawn, NEW_TOKENS)
         prompt, response = (torch.randint(2, VOCAB, (n,), generator=generator) for n in (PROMPT_TOKENS, length))
-        found.append(
-            Sequence(prompt_ids=prompt, response_ids=response, response_mask=torch.ones(length, dtype=torch.bool))
-        )
+        mask = torch.ones(length, dtype=torch.bool)
+        found.append(Sequence(prompt_ids=prompt, response_ids=response, response_mask=mask))
     return found
 
 
-def cpu_seconds(act: Callable[[], Any]) -> float:
-    start = time.process_time()
-    act()
-    return time.process_time() - start
-
-
-def measure(precision: str, kind: str, repeats: int) -> str:
-    from transformers import GPT2Config
-
+def measure(precision: str, kind: str, repeats: int) -> list[str]:
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCAB, n_embd=256, n_layer=4, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2
-    )
-    actor = GPTActor(config=config).eval()
-    items = sequences(kind)
+    actor, items = GPTActor(config=gpt2()).eval(), sequences(kind)
     batches = {name: collate(items, pack=name == 'packed') for name in ('padded', 'packed')}
 
     def forward(batch: Any) -> Any:
@@ -62,31 +47,30 @@ def measure(precision: str, kind: str, repeats: int) -> str:
         out = forward(batch)
         (out.logprobs.sum() + out.entropy.sum()).backward()
 
-    ratios: dict[str, list[float]] = {'forward': [], 'forward and backward': []}
-    for turn in range(repeats + 1):
-        spent = {}
-        for name, batch in batches.items():
-            with torch.no_grad():
-                spent['forward', name] = cpu_seconds(lambda b=batch: forward(b))
-            spent['forward and backward', name] = cpu_seconds(lambda b=batch: learn(b))
-        if turn:  # the first one warms up
-            for what, found in ratios.items():
-                found.append(spent[what, 'padded'] / spent[what, 'packed'])
+    def both(batch: Any) -> tuple[float, float]:
+        with torch.no_grad():
+            alone = cpu_seconds(lambda: forward(batch))
+        return alone, cpu_seconds(lambda: learn(batch))
+
+    found = alternate({name: lambda _, b=batch: both(b) for name, batch in batches.items()}, repeats)
+    sides = [zip(*found[name], strict=True) for name in ('padded', 'packed')]
+    cells = [least_median_greatest(ratios(padded, packed)) for padded, packed in zip(*sides, strict=True)]
     share = sum(s.num_tokens for s in items) / (len(items) * max(s.num_tokens for s in items))
-    cells = [f'{min(r):.2f} {statistics.median(r):.2f} {max(r):.2f}' for r in ratios.values()]
-    return f'| {kind} | {precision} | {share:.2f} | {1 / share:.2f} | {cells[0]} | {cells[1]} |'
+    return [kind, precision, f'{share:.2f}', f'{1 / share:.2f}', *cells]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--repeats', type=int, default=7)
+    parser.add_argument('--page', action='store_true', help='write the table into docs/results/speed.md')
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print('| lengths | compute | real tokens | bound | forward: least median greatest | forward and backward |')
-    print('|---|---|---|---|---|---|')
-    for precision in ('fp32', 'bf16'):
-        for kind in ('fixed', 'eos'):
-            print(measure(precision, kind, args.repeats), flush=True)
+    head = 'lengths | compute | real tokens | bound | forward: least median greatest | forward and backward'
+    rows = [measure(precision, kind, args.repeats) for precision in ('fp32', 'bf16') for kind in ('fixed', 'eos')]
+    table = markdown(head, rows)
+    print(table)
+    if args.page:
+        write_page(PAGES / 'speed.md', packing=table)
 
 
 if __name__ == '__main__':

@@ -1,9 +1,9 @@
 """Preference optimisation where the truth is known: win rate over the SFT model before and after, for each loss on the
 same budget.
 
-    python benchmarks/preference.py [--seeds 1 2 3] [--results FOLDER] [--out docs/results/preference.md]
+    python benchmarks/preference.py [--seeds 1 2 3] [--page]
 
-The world is `chatgpt.dataset.embedded`. One SFT model per seed; each loss then makes 2 passes over the same 1,500 pairs
+The world is `chatgpt.launch.demo_world`. One SFT model per seed; each loss then makes 2 passes over the same 1,500 pairs
 of stories of the world, ordered by their true value, in batches of 32 (KTO: 64 answers), with lr 1e-4. Win rate: on 200
 new prompts, responses sampled with the same draws, by the true value, ties counted half. Before is the SFT model
 against itself with other draws. Seconds are of one thread, on a shared machine: wall seconds contain waiting.
@@ -12,7 +12,6 @@ against itself with other draws. Seconds are of one thread, on a shared machine:
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from copy import deepcopy
 from pathlib import Path
@@ -20,8 +19,8 @@ from statistics import mean
 from typing import Any
 
 import torch
+from harness import PAGES, RESULTS, Results, markdown, mean_and_spread, write_page
 
-ROOT = Path(__file__).resolve().parent.parent
 LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     'dpo sigmoid': ('DPOTrainer', {'beta': 0.5}),
     'dpo ipo': ('DPOTrainer', {'loss_type': 'ipo', 'beta': 0.5}),
@@ -37,13 +36,15 @@ NUM_PAIRS, NUM_PROMPTS = 1500, 200
 
 def stories_in_pairs(seed: int) -> list[dict[str, str]]:
     """Two stories under one prompt, the better one chosen; pairs of equal value are left out."""
-    from chatgpt.dataset import embedded
+    from chatgpt.launch import demo_world
 
-    rows = embedded.demo_corpus(4 * NUM_PAIRS, seed=1000 + seed)
+    rows = demo_world.demo_corpus(4 * NUM_PAIRS, seed=1000 + seed)
     pairs = []
     for first, second in zip(rows[::2], rows[1::2], strict=True):
-        answers = sorted((first['response'], second['response']), key=lambda r: embedded.true_score(first['prompt'], r))
-        if len({embedded.true_score(first['prompt'], r) for r in answers}) == 2:
+        answers = sorted(
+            (first['response'], second['response']), key=lambda r: demo_world.true_score(first['prompt'], r)
+        )
+        if len({demo_world.true_score(first['prompt'], r) for r in answers}) == 2:
             pairs.append({'prompt': first['prompt'], 'chosen': answers[1], 'rejected': answers[0]})
     return pairs[:NUM_PAIRS]
 
@@ -55,15 +56,16 @@ def quiet() -> list[Any]:
 
 
 def sft(seed: int, tokenizer: Any, run_dir: Path | None = None) -> Any:
-    from chatgpt.dataset import embedded, load_demonstrations
+    from chatgpt.data import load_demonstrations
+    from chatgpt.launch import demo_world
     from chatgpt.nn import GPTActor
+    from chatgpt.strategies import NaiveStrategy
     from chatgpt.trainer import SFTTrainer
-    from chatgpt.trainer.strategies import NaiveStrategy
 
     with NaiveStrategy(seed=seed, device='cpu') as strategy:
-        actor = GPTActor(config=embedded.demo_config())
+        actor = GPTActor(config=demo_world.demo_config())
         actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=2e-3)))
-        data, _ = load_demonstrations(embedded.demo_corpus(2000, seed=seed), tokenizer)
+        data, _ = load_demonstrations(demo_world.demo_corpus(2000, seed=seed), tokenizer)
         SFTTrainer(
             strategy, actor, optim, data, train_batch_size=32, max_epochs=3, callbacks=quiet(), run_dir=run_dir
         ).fit()
@@ -72,19 +74,20 @@ def sft(seed: int, tokenizer: Any, run_dir: Path | None = None) -> Any:
 
 def values(actor: Any, tokenizer: Any, seed: int) -> list[float]:
     """True value of a sampled response to each of the new prompts."""
-    from chatgpt.dataset import embedded, load_prompts
-    from chatgpt.rollout import LocalEngine, SamplingParams
+    from chatgpt.data import load_prompts
+    from chatgpt.launch import demo_world
+    from chatgpt.rollout import Call, LocalEngine, SamplingParams
 
-    prompts = load_prompts(embedded.demo_prompts(NUM_PROMPTS, seed=99), tokenizer)
+    prompts = load_prompts(demo_world.demo_prompts(NUM_PROMPTS, seed=99), tokenizer)
     engine = LocalEngine()
     engine.begin(actor)
     sampling = SamplingParams(
         max_new_tokens=32, eos_token_ids=(tokenizer.eos_token_id,), pad_token_id=tokenizer.pad_token_id
     )
-    samples = engine.generate(list(prompts), sampling, seed=seed, indices=range(NUM_PROMPTS))
+    samples = engine.generate(Call.of(list(prompts), sampling, seed=seed, indices=range(NUM_PROMPTS)))
     engine.end()
     texts = [tokenizer.decode(s.response_ids, skip_special_tokens=True) for s in samples]
-    return [embedded.true_score(p.text, t) for p, t in zip(prompts, texts, strict=True)]
+    return [demo_world.true_score(p.text, t) for p, t in zip(prompts, texts, strict=True)]
 
 
 def win_rate(new: list[float], old: list[float]) -> float:
@@ -93,8 +96,8 @@ def win_rate(new: list[float], old: list[float]) -> float:
 
 def optimise(name: str, start: Any, seed: int, tokenizer: Any, run_dir: Path | None = None) -> Any:
     from chatgpt import trainer as trainers
-    from chatgpt.dataset import load_preferences
-    from chatgpt.trainer.strategies import NaiveStrategy
+    from chatgpt.data import load_preferences
+    from chatgpt.strategies import NaiveStrategy
 
     kind, settings = LOSSES[name]
     settings = dict(settings)
@@ -109,62 +112,48 @@ def optimise(name: str, start: Any, seed: int, tokenizer: Any, run_dir: Path | N
         return strategy.unwrap(actor)
 
 
-def measure(seed: int, path: Path, tokenizer: Any) -> None:
-    """Every loss from one SFT model; written after each, and what is there already is not done again."""
-    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {'losses': {}}
-    if LOSSES.keys() <= found['losses'].keys():
+def measure(seed: int, results: Results, tokenizer: Any) -> None:
+    """Every loss from one SFT model; what is there already is not done again."""
+    if all(f'{name} {seed}' in results for name in ('before', *LOSSES)):
         return
     start = sft(seed, tokenizer)
     old = values(start, tokenizer, seed)
-    found['before'] = win_rate(values(start, tokenizer, seed + 1000), old)
-    for name in [n for n in LOSSES if n not in found['losses']]:
+    results.measure(f'before {seed}', lambda: win_rate(values(start, tokenizer, seed + 1000), old))
+
+    def one(name: str) -> dict[str, float]:
         wall, cpu = time.perf_counter(), time.process_time()
         actor = optimise(name, start, seed, tokenizer)
         seconds = {'wall': time.perf_counter() - wall, 'cpu': time.process_time() - cpu}
-        found['losses'][name] = {'after': win_rate(values(actor, tokenizer, seed), old), **seconds}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=1) + '\n')
-        print(f'seed {seed} {name}: {found["before"]:.3f} -> {found["losses"][name]["after"]:.3f}', flush=True)
+        return {'after': win_rate(values(actor, tokenizer, seed), old), **seconds}
 
-
-def table(runs: list[dict[str, Any]]) -> list[str]:
-    """One row per loss over all seeds."""
-    rows = ['| loss | win rate before | after: mean (least, greatest) | wall s | CPU s |', '|---|---|---|---|---|']
-    before = mean(r['before'] for r in runs)
     for name in LOSSES:
-        of = [r['losses'][name] for r in runs]
-        after = [r['after'] for r in of]
-        spread = f'{mean(after):.3f} ({min(after):.3f}, {max(after):.3f})'
-        rows.append(
-            f'| {name} | {before:.3f} | {spread} | {mean(r["wall"] for r in of):.0f} | '
-            f'{mean(r["cpu"] for r in of):.0f} |'
-        )
-    return rows
+        results.measure(f'{name} {seed}', lambda n=name: one(n))
+
+
+def table(results: Results, seeds: list[int]) -> str:
+    """One row per loss over all seeds."""
+    before, rows = mean(results[f'before {seed}'] for seed in seeds), []
+    for name in LOSSES:
+        runs = [results[f'{name} {seed}'] for seed in seeds]
+        seconds = [f'{mean(r[kind] for r in runs):.0f}' for kind in ('wall', 'cpu')]
+        rows.append([name, f'{before:.3f}', mean_and_spread([r['after'] for r in runs]), *seconds])
+    return markdown('loss | win rate before | after: mean (least, greatest) | wall s | CPU s', rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--seeds', type=int, nargs='+', default=[1, 2, 3])
-    parser.add_argument('--results', type=Path, default=ROOT / 'benchmarks' / 'results' / 'preference')
-    parser.add_argument('--out', type=Path, default=ROOT / 'docs' / 'results' / 'preference.md')
+    parser.add_argument('--page', action='store_true', help='write docs/results/preference.md')
     args = parser.parse_args()
     torch.set_num_threads(1)
-    from chatgpt.dataset import embedded
+    from chatgpt.launch import demo_world
 
-    tokenizer = embedded.demo_tokenizer()
-    paths = [args.results / f'seed-{seed}.json' for seed in args.seeds]
-    for seed, path in zip(args.seeds, paths, strict=True):
-        measure(seed, path, tokenizer)
-    legend = ' '.join(' '.join((__doc__ or '').split('\n\n')[2:]).split())
-    lines = [
-        '# Preference optimisation',
-        '',
-        f'`python benchmarks/preference.py`. {legend}',
-        f'{len(paths)} seeds.',
-        '',
-    ]
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text('\n'.join([*lines, *table([json.loads(path.read_text()) for path in paths])]) + '\n')
+    results = Results(RESULTS / 'preference.json')
+    for seed in args.seeds:
+        measure(seed, results, demo_world.demo_tokenizer())
+    print(table(results, args.seeds))
+    if args.page:
+        write_page(PAGES / 'preference.md', runs=table(results, args.seeds))
 
 
 if __name__ == '__main__':

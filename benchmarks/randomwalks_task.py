@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from harness import gpt2
 
 NUM_NODES, MAX_LENGTH, NUM_WALKS = 21, 10, 1000
 LETTERS = 'abcdefghijklmnopqrstu'
@@ -112,21 +113,7 @@ def tokenizer() -> Any:
 
 def config() -> Any:
     """GPT-2 of 6 layers x 144, with new weights."""
-    from transformers import GPT2Config
-
-    return GPT2Config(
-        vocab_size=len(LETTERS) + 3,
-        n_positions=16,
-        n_embd=144,
-        n_layer=6,
-        n_head=12,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
+    return gpt2(len(LETTERS) + 3, 6, 144, 12, 16, eos_token_id=2)
 
 
 def sequences(walks: Any) -> list[Any]:

@@ -1,7 +1,7 @@
 """Llama 3 70B on eight and sixteen GPUs of 80 GiB, by the planner: which method fits under which strategy, with what
 peak in each phase, and the longest sequence. Nothing is loaded and nothing is run.
 
-    python benchmarks/seventy_b.py --page docs/results/seventy_b.md
+    python benchmarks/seventy_b.py --page
 
 The numbers are kept (--json) and taken up again. Left out: speed.
 """
@@ -9,16 +9,16 @@ The numbers are kept (--json) and taken up again. Left out: speed.
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import seventy_b_page
+from harness import PAGES, RESULTS, Results, markdown, write_page
+from which_gpu import planned
 
-from chatgpt.plan import Setup, make_plan, models, show_bytes
+from chatgpt.plan import Setup, make_plan, show_bytes
 
-RESULTS = Path(__file__).resolve().parent / 'results'
 SHAPE = {
     'hidden_size': 8192,
     'intermediate_size': 28672,
@@ -95,7 +95,7 @@ def row(method: str, layout: str, gpus: int) -> dict[str, Any] | None:
         if found and found['here']['longest'] is None and found['here']['others'] > DEVICE * 0.95:
             continue  # it is not the responses that do not fit
         plan = make_plan(setup)
-        phases = {phase: sum(memory.device.values()) for phase, memory in plan.phases.items()}
+        phases = planned(plan)
         longest = longest_of(setup) if plan.fits else None
         found[name] = {
             'phases': phases,
@@ -104,7 +104,6 @@ def row(method: str, layout: str, gpus: int) -> dict[str, Any] | None:
             'limit': plan.limit,
             'longest': longest,
         }
-        print(gpus, method, layout, name, plan.verdict(), longest, flush=True)
     return found or None
 
 
@@ -119,52 +118,51 @@ def longest_of(setup: Setup) -> int:
     return LENGTHS[low]
 
 
-def remember_traces() -> None:
-    """Let plans share what does not differ between them: all are of one shape, in one precision."""
+def fits_table(numbers: dict[str, Any], gpus: int) -> str:
+    rows = []
+    for method in METHODS:
+        cells = []
+        for where in ('here', 'elsewhere'):
+            known = ((layout, (numbers.get(f'{gpus}, {method}, {layout}') or {}).get(where)) for layout in LAYOUTS)
+            fitting = [f'{layout}: {found["longest"]}' for layout, found in known if found and found['longest']]
+            cells.append('; '.join(fitting) or 'nothing')
+        rows.append([method, *cells])
+    return markdown('method | longest sequence, responses here | longest sequence, responses elsewhere', rows)
 
-    def key(value: Any) -> Any:
-        if not isinstance(value, Setup):
-            return value if isinstance(value, (str, int, float)) else None
-        lengths = (value.max_prompt_tokens, value.max_new_tokens)
-        return value.tensor_parallel, value.lora_rank, value.critic, value.task, *lengths
 
-    def remembered(function: Any) -> Any:
-        known: dict[Any, Any] = {}
+def memory_table(numbers: dict[str, Any], gpus: int) -> str:
+    def marked(size: float | None, limit: float = 0.95 * DEVICE) -> str:
+        if size is None:
+            return '-'
+        return f'**{show_bytes(size)}**' if size > limit else show_bytes(size)
 
-        def wrapped(*args: Any, **options: Any) -> Any:
-            if function.__name__ == 'build' and len(args) > 3 and args[3] is not None:
-                return function(*args, **options)  # a trace changes what it is given
-            asked = (*map(key, args), *options.items())
-            if asked not in known:
-                known[asked] = function(*args, **options)
-            return known[asked]
-
-        return wrapped
-
-    for name in ('build', 'learning_bytes', 'scoring_bytes', 'prefill_bytes', 'cache_elements'):
-        setattr(models, name, remembered(getattr(models, name)))
+    rows = []
+    for method, layout in product(METHODS, LAYOUTS):
+        found = numbers.get(f'{gpus}, {method}, {layout}')
+        if found:
+            one = (found.get('here') or found['elsewhere'])['phases']
+            collects = [
+                found[where]['phases']['collect'] if where in found else None for where in ('here', 'elsewhere')
+            ]
+            cells = [marked(size) for size in (one.get('load'), *collects, one.get('score'), one.get('learn'))]
+            host = max(found[where]['host'] for where in found)
+            rows.append([method, layout, *cells, marked(host if host >= 2**30 else None, HOST)])
+    return markdown(
+        'method | layout | load | collect, here | collect, elsewhere | score | learn | host, one machine', rows
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        '--json', type=Path, default=RESULTS / 'seventy_b.json', help='numbers, taken up again if there'
-    )
-    parser.add_argument('--page', type=Path, help='write the page here')
+    parser.add_argument('--json', type=Path, default=RESULTS / 'seventy_b.json', help='taken up again if there')
+    parser.add_argument('--page', action='store_true', help='write the tables into docs/results/seventy_b.md')
     args = parser.parse_args()
-    remember_traces()
-    numbers = json.loads(args.json.read_text()) if args.json.is_file() else {}
-    for gpus in GPUS:
-        for method in METHODS:
-            for layout in LAYOUTS:
-                key = f'{gpus}, {method}, {layout}'
-                if key not in numbers:
-                    numbers[key] = row(method, layout, gpus)
-                    args.json.write_text(json.dumps(numbers, indent=1))
+    results = Results(args.json)
+    for gpus, method, layout in product(GPUS, METHODS, LAYOUTS):
+        results.measure(f'{gpus}, {method}, {layout}', lambda asked=(method, layout, gpus): row(*asked))
     if args.page:
-        args.page.write_text(
-            seventy_b_page.page(numbers, GPUS, list(METHODS), list(LAYOUTS), SHOWN, SEQUENCES, show_bytes)
-        )
+        tables = {f'fits {gpus}': fits_table(results, gpus) for gpus in GPUS}
+        write_page(PAGES / 'seventy_b.md', **tables, **{f'memory {gpus}': memory_table(results, gpus) for gpus in GPUS})
 
 
 if __name__ == '__main__':

@@ -1,10 +1,10 @@
 """The same work in TRL and here, A B A B in one run: how many times the new tokens per CPU-second of a whole update.
 
-    python benchmarks/vs_peers.py --page docs/results/peers.md    # everything; the peers' environments are made first
+    python benchmarks/vs_peers.py                                 # everything; the peers' environments are made first
+    python benchmarks/vs_peers.py --page                          # the page of what has been measured
     python benchmarks/vs_peers.py --only trl_ppo fp32             # the cases whose names hold all of these words
     python benchmarks/vs_peers.py --wheels FOLDER                 # no network: what FOLDER/<peer> brings, beside what is there
     python benchmarks/vs_peers.py --without-16-bits --only bf16   # as on a CPU without instructions of 16 bits
-    python benchmarks/vs_peers.py --profile docs/results/peers_profile.md
 
 The work: GPT-2 of 4 layers x 256 (vocabulary 512), 32 sequences of 16 prompt tokens and up to 48 new ones per update
 (PPO: 32 prompts; GRPO and RLOO: 4 prompts x 8), one optimizer step per epoch over all 32, AdamW (fused), one thread.
@@ -21,11 +21,9 @@ import argparse
 import json
 import math
 import os
-import platform
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -34,7 +32,18 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / 'peers'))
 
-from wheels import install_wheels  # noqa: E402
+from harness import (  # noqa: E402
+    PAGES,
+    RESULTS,
+    end_probability,
+    gpt2,
+    install_wheels,
+    machine,
+    markdown,
+    spread,
+    write_json,
+    write_page,
+)
 from work import EOS, PAD, Case, prompt_ids  # noqa: E402
 
 # torch comes first and pinned, from the same place as the library's: trl asks for any torch, which may bring gigabytes
@@ -106,23 +115,13 @@ def save_model(
     that its numbers are drawn on.
     """
     import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2LMHeadModel
 
     like = like or Case('', '', lengths, '')
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=like.vocab,
-        n_embd=width,
-        n_layer=layers,
-        n_head=heads,
-        n_positions=max(128, like.prompt_tokens + like.new_tokens),
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=EOS,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
-    )
+    positions = max(128, like.prompt_tokens + like.new_tokens)
+    ends = {'bos_token_id': EOS, 'eos_token_id': EOS, 'pad_token_id': PAD}
+    config = gpt2(like.vocab, layers, width, heads, positions, **ends)
     with torch.device(like.device):
         model = GPT2LMHeadModel(config).eval()
     words, norm = model.transformer.wte.weight, model.transformer.ln_f
@@ -134,20 +133,11 @@ def save_model(
         if lengths == 'eos':
             prompts = prompt_ids(64, like.prompt_tokens, like.vocab).to(like.device)
             others = model(prompts).logits.float().logsumexp(-1).mean().item()
-            p = end_prob_for(1 / 3, like.new_tokens)
+            p = end_probability(1 / 3, like.new_tokens)
             words[EOS, -1] = others + math.log(p / (1 - p))
     path = folder / 'models' / lengths
     model.save_pretrained(path)
     return str(path)
-
-
-def end_prob_for(share: float, limit: int) -> float:
-    """The end probability at which min(geometric, limit) is share * limit on average, by bisection."""
-    low, high = 1e-6, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if (1 - (1 - middle) ** limit) / middle > share * limit else (low, middle)
-    return low
 
 
 # ---------------------------------------------------------------- one side, and the comparison of two
@@ -212,10 +202,6 @@ class Worker:
             self.process.kill()
             self.process.wait()
         self.process.stdout.close()
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    return {'min': min(values), 'median': statistics.median(values), 'max': max(values)}
 
 
 def summary(rounds: Sequence[tuple[dict[str, float], dict[str, float]]]) -> dict[str, Any]:
@@ -287,77 +273,40 @@ def compare(
 # ---------------------------------------------------------------- output
 
 
-def machine() -> dict[str, Any]:
-    flags: set[str] = set()
-    model = platform.processor()
-    info = Path('/proc/cpuinfo')
-    if info.exists():
-        for line in info.read_text().splitlines():
-            key, _, value = line.partition(':')
-            if key.strip() == 'flags':
-                flags = set(value.split())
-            elif key.strip() == 'model name':
-                model = value.strip()
-    return {
-        'cpu': model,
-        'cores': os.cpu_count(),
-        'avx512_bf16': 'avx512_bf16' in flags,
-        'amx_bf16': 'amx_bf16' in flags,
-    }
-
-
 def table(results: Sequence[dict[str, Any]]) -> str:
     head = (
-        '| case | ratio min | median | max | all rounds | target | of wall | ours CPU s | theirs | ours tokens / CPU '
-        's | theirs | mean lengths |\n|---|---|---|---|---|---|---|---|---|---|---|---|\n'
+        'case | ratio min | median | max | all rounds | target | of wall | ours CPU s | theirs | ours tokens / CPU s | theirs '
+        '| mean lengths'
     )
     rows = []
     for r in results:
-        ratio, ours, theirs = r['ratio'], r['ours'], r['theirs']
+        ratio, sides = r['ratio'], (r['ours'], r['theirs'])
         mark = '' if r['target'] is None else f'{r["target"]:g} {"met" if ratio["median"] >= r["target"] else "missed"}'
-        rows.append(
-            f'| {r["name"]} | {ratio["min"]:.2f} | **{ratio["median"]:.2f}** | {ratio["max"]:.2f} | '
-            f'{r["ratio_total"]:.2f} | {mark} | '
-            f'{r["ratio_wall"]["median"]:.2f} | {ours["cpu_s"]:.2f} | {theirs["cpu_s"]:.2f} | '
-            f'{ours["new_tokens_per_cpu_s"]:.0f} | '
-            f'{theirs["new_tokens_per_cpu_s"]:.0f} | {ours["mean_length"]:.1f} / {theirs["mean_length"]:.1f} |\n'
-        )
-    return head + ''.join(rows)
+        numbers = [
+            f'{ratio["min"]:.2f}',
+            f'**{ratio["median"]:.2f}**',
+            f'{ratio["max"]:.2f}',
+            f'{r["ratio_total"]:.2f}',
+        ]
+        own = [f'{s[name]:{form}}' for name, form in (('cpu_s', '.2f'), ('new_tokens_per_cpu_s', '.0f')) for s in sides]
+        lengths = ' / '.join(f'{s["mean_length"]:.1f}' for s in sides)
+        rows.append([r['name'], *numbers, mark, f'{r["ratio_wall"]["median"]:.2f}', *own, lengths])
+    return markdown(head, rows)
 
 
-def table_without(after: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -> str:
-    """Of `--without-16-bits`: with all products of 16 bits left to torch (`before`), and as it is."""
-    earlier = {r['name']: r for r in before}
-    rows = [
-        '| case | ratio, all by torch | ratio min | median | max | all rounds | ours CPU s, all by torch | ours CPU s | '
-        'theirs |\n|---|---|---|---|---|---|---|---|---|\n'
-    ]
-    for r in after:
-        old, ratio = earlier.get(r['name']), r['ratio']
-        was = (
-            ('not run', 'not run') if old is None else (f'{old["ratio"]["median"]:.2f}', f'{old["ours"]["cpu_s"]:.2f}')
-        )
-        rows.append(
-            f'| {r["name"]} | {was[0]} | {ratio["min"]:.2f} | **{ratio["median"]:.2f}** | {ratio["max"]:.2f} | '
-            f'{r["ratio_total"]:.2f} | {was[1]} | {r["ours"]["cpu_s"]:.2f} | {r["theirs"]["cpu_s"]:.2f} |\n'
-        )
-    return ''.join(rows)
-
-
-def page(
-    results: Sequence[dict[str, Any]],
-    where: dict[str, Any],
-    command: str,
-    without: Sequence[dict[str, Any]] = (),
-    before: Sequence[dict[str, Any]] = (),
-) -> str:
-    from report import PAGE, WITHOUT
-
-    text = PAGE.format(command=command, table=table(results), **where, rounds=len(results[0]['rounds']))
-    if not without:
-        return text
-    of = {'rounds': len(without[0]['rounds']), 'variables': ' '.join(f'{k}={v}' for k, v in NARROW.items())}
-    return text + WITHOUT.format(table=table_without(without, before), **without[0]['machine'], **of)
+def table_without(results: Sequence[dict[str, Any]]) -> str:
+    """Of `--without-16-bits`."""
+    rows = []
+    for r in results:
+        ratio = r['ratio']
+        numbers = [
+            f'{ratio["min"]:.2f}',
+            f'**{ratio["median"]:.2f}**',
+            f'{ratio["max"]:.2f}',
+            f'{r["ratio_total"]:.2f}',
+        ]
+        rows.append([r['name'], *numbers, f'{r["ours"]["cpu_s"]:.2f}', f'{r["theirs"]["cpu_s"]:.2f}'])
+    return markdown('case | ratio min | median | max | all rounds | ours CPU s | theirs', rows)
 
 
 def results_in(folder: Path) -> list[dict[str, Any]]:
@@ -370,57 +319,41 @@ def results_in(folder: Path) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--only', nargs='+', default=[], help='words that a case name must hold, all of them')
+    parser.add_argument('--without', nargs='+', default=[], help='words that a case name must not hold')
     parser.add_argument('--rounds', type=int, default=5)
     parser.add_argument('--warmup', type=int, default=1)
-    parser.add_argument('--without', nargs='+', default=[], help='words that a case name must not hold')
     parser.add_argument('--work-dir', type=Path, default=Path('outputs/peers'), help='environments, models and logs')
-    parser.add_argument(
-        '--out', type=Path, default=Path('benchmarks/results/peers'), help='folder of one JSON per case'
-    )
+    parser.add_argument('--out', type=Path, default=RESULTS / 'peers', help='folder of one JSON per case')
     parser.add_argument(
         '--without-16-bits', action='store_true', help='let oneDNN use no instructions of 16 bits; a table of its own'
     )
-    parser.add_argument('--page', type=Path, help='write the page from every JSON in --out')
-    parser.add_argument('--page-only', action='store_true', help='measure nothing')
+    parser.add_argument(
+        '--page', action='store_true', help='measure nothing: write docs/results/peers.md from every JSON in --out'
+    )
     parser.add_argument(
         '--wheels', type=Path, metavar='FOLDER', help='wheels of the peers, by name, in place of the network'
     )
-    parser.add_argument('--profile', type=Path, help='instead of comparing, write where our time goes to this page')
     args = parser.parse_args()
-    work = args.work_dir.resolve()
-    folders = {} if args.page_only else {lengths: save_model(work, lengths) for lengths in ('fixed', 'eos')}
-    chosen = [c for c in all_cases() if c.words >= set(args.only) and not c.words & set(args.without)]
-    if args.profile is not None:
-        from profile_ours import write_profile
-
-        ours = [
-            Case(**{**vars(case), 'model': folders[case.lengths]}) for case in chosen if 'weights' not in case.precision
-        ]
-        write_profile(args.profile, ours, args.out)
+    narrow = args.out / 'without_16_bits'
+    if args.page:
+        write_page(PAGES / 'peers.md', cases=table(results_in(args.out)), without=table_without(results_in(narrow)))
         return
-    out = args.out / 'without_16_bits' if args.without_16_bits else args.out
+    work, out = args.work_dir.resolve(), narrow if args.without_16_bits else args.out
     if args.without_16_bits:
         os.environ.update(NARROW)
-    out.mkdir(parents=True, exist_ok=True)
-    for case in [] if args.page_only else chosen:
+    folders = {lengths: save_model(work, lengths) for lengths in ('fixed', 'eos')}
+    for case in all_cases():
+        if not case.words >= set(args.only) or case.words & set(args.without):
+            continue
         case = Case(**{**vars(case), 'model': folders[case.lengths]})
         site = site_of(case.peer, args.wheels, work) if args.wheels else None
         python = environment(case.peer, work) if site is None else sys.executable
         peer = [python, HERE / 'peers' / f'{case.peer}.py']
-        start = time.perf_counter()
         mine = [sys.executable, HERE / 'peers' / 'ours.py']
         result = compare(case, mine, peer, rounds=args.rounds, warmup=args.warmup, logs=work / 'logs', site=site)
         result['machine'] = machine()
-        (out / case.file_name).write_text(json.dumps(result, indent=1) + '\n')
-        print(table([result]).splitlines()[-1], f'({time.perf_counter() - start:.0f} s)', flush=True)
-    results = results_in(out)
-    if results:
-        print(table(results))
-    if args.page is not None:
-        ordinary = results_in(args.out)
-        where = ordinary[0].get('machine') or machine()
-        others = [results_in(args.out / name) for name in ('without_16_bits', 'without_16_bits/all_by_torch')]
-        args.page.write_text(page(ordinary, where, f'python benchmarks/vs_peers.py --page {args.page}', *others))
+        write_json(out / case.file_name, result)
+        print(table([result]).splitlines()[-1], flush=True)
 
 
 if __name__ == '__main__':

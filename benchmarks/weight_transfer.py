@@ -1,6 +1,6 @@
 """How fast weights reach rollout workers, against a raw broadcast of as many bytes.
 
-    python benchmarks/weight_transfer.py [--size small] [--repeats 5] [--out docs/results/weight_transfer.md]
+    python benchmarks/weight_transfer.py [--size small] [--repeats 5] [--page]
 
 All processes are Ray actors on this machine, with one thread each. Time runs from the trainer's first touch of a weight
 until every worker has them in its model. The ways take turns, and a ratio is taken inside one round, because other work
@@ -10,24 +10,22 @@ on the machine moves every number.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness import PAGES, alternate, markdown, ratios, where, write_page
 
-from chatgpt.cluster import import_ray
 from chatgpt.nn import Actor
+from chatgpt.rollout.cluster import import_ray
+from chatgpt.rollout.handshake import Handshake
 from chatgpt.rollout.ray_workers import _Actor as RolloutActor
 from chatgpt.rollout.wire import ModelSpec, fill_buckets, plan_buckets, policy_tensors
 from chatgpt.testing.processes import free_port
 
-ROOT = Path(__file__).resolve().parent.parent
 SIZES: dict[str, dict[str, int]] = {  # GPT-2's own shapes
     'tiny': {'n_embd': 64, 'n_layer': 2, 'n_head': 2, 'vocab_size': 512},
     'small': {'n_embd': 768, 'n_layer': 12, 'n_head': 12, 'vocab_size': 50257},
@@ -58,7 +56,8 @@ class Trainer:
         """As `RemoteEngine.begin` sends them."""
         start = time.perf_counter()
         tensors, self.version = policy_tensors(self.model), self.version + 1
-        manifest = plan_buckets(tensors, version=self.version, bucket_bytes=bucket_bytes)
+        handshake = Handshake.of(Actor(self.model), 'RemoteEngine')
+        manifest = plan_buckets(tensors, version=self.version, handshake=handshake, bucket_bytes=bucket_bytes)
         handles = [self.ray.put(bucket.numpy()) for bucket in fill_buckets(manifest, tensors)]
         self.ray.get([w.call.remote('take_weights', manifest, handles) for w in workers])
         return time.perf_counter() - start
@@ -123,27 +122,21 @@ def measure(size: str, num_workers: int, repeats: int) -> tuple[int, dict[str, l
         ways[f'buckets of {mib} MiB'] = lambda mib=mib: ray.get(trainer.buckets.remote(workers, mib << 20))
     ways['dict of tensors'] = lambda: ray.get(trainer.dictionary.remote(workers))
     ways['copy in memory'] = lambda: ray.get(trainer.copy.remote(num_bytes))
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for round_number in range(repeats + 1):  # the first builds models and opens connections
-        for name, way in ways.items():
-            elapsed = way()
-            if round_number:
-                seconds[name].append(elapsed)
+    seconds = alternate({name: lambda _, w=way: w() for name, way in ways.items()}, repeats)  # the first builds models
     ray.get([actor.leave.remote() for actor in group])
     for actor in group:
         ray.kill(actor)
     return num_bytes, seconds
 
 
-def rows(num_bytes: int, seconds: dict[str, list[float]]) -> list[str]:
-    lines = []
+def table(num_bytes: int, seconds: dict[str, list[float]]) -> str:
+    rows = []
     for name, times in seconds.items():
         rates = sorted(num_bytes / 1e6 / t for t in times)
-        ratio = statistics.median(b / t for b, t in zip(seconds['broadcast'], times, strict=True))
-        lines.append(
-            f'| {name} | {statistics.median(rates):,.0f} | {rates[0]:,.0f} to {rates[-1]:,.0f} | {ratio:.2f} |'
-        )
-    return lines
+        ratio = statistics.median(ratios(seconds['broadcast'], times))
+        span = f'{rates[0]:,.0f} to {rates[-1]:,.0f}'
+        rows.append([name, f'{statistics.median(rates):,.0f}', span, f'{ratio:.2f}'])
+    return markdown('way | MB/s, median | range | speed against the broadcast', rows)
 
 
 def main() -> None:
@@ -151,37 +144,25 @@ def main() -> None:
     parser.add_argument('--size', choices=SIZES, default='small')
     parser.add_argument('--workers', type=int, nargs='+', default=[1, 2])
     parser.add_argument('--repeats', type=int, default=5)
-    parser.add_argument('--out', type=Path)
+    parser.add_argument('--page', action='store_true', help='write docs/results/weight_transfer.md')
     args = parser.parse_args()
     ray = import_ray('this benchmark')
     options = {'include_dashboard': False, 'log_to_driver': False, 'logging_level': 'error'}
     ray.init('local', num_cpus=1 + max(args.workers), object_store_memory=3 << 30, **options)
-    lines = []
+    parts = [f'{args.repeats} rounds, {where()}, ray {ray.__version__}.']
     try:
-        for num_workers in args.workers:
-            num_bytes, seconds = measure(args.size, num_workers, args.repeats)
-            lines += ['', f'To {num_workers} worker{"s" * (num_workers > 1)}, {num_bytes / 1e6:,.0f} MB of fp32:', '']
-            lines += [
-                '| way | MB/s, median | range | speed against the broadcast |',
-                '|---|---|---|---|',
-                *rows(num_bytes, seconds),
+        for number in args.workers:
+            num_bytes, seconds = measure(args.size, number, args.repeats)
+            parts += [
+                f'To {number} worker{"s" * (number > 1)}, {num_bytes / 1e6:,.0f} MB of fp32:',
+                table(num_bytes, seconds),
             ]
-            print('\n'.join(lines[-4 - len(seconds) :]), json.dumps(seconds), sep='\n', flush=True)
+            print(parts[-1], flush=True)
     finally:
         ray.shutdown()
-    if args.out is not None:
-        cores, versions = os.cpu_count(), f'torch {torch.__version__}, ray {ray.__version__}'
-        head = ' '.join((__doc__ or '').split('\n\n')[2].split())
-        text = f'`python benchmarks/weight_transfer.py --out docs/results/weight_transfer.md`: GPT-2 {args.size}, {args.repeats} rounds, '
-        text += f'{cores} {platform.machine()} cores shared with other work, {versions}. {head}'
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text('\n'.join(['# Weights to rollout workers', '', text, *lines, '', NOTES]))
+    if args.page:
+        write_page(PAGES / 'weight_transfer.md', measured='\n\n'.join(parts))
 
-
-NOTES = """`broadcast` is gloo's of one flat buffer, without reading weights or writing them into a model; `copy in memory` is one pass
-of torch over as many bytes; `buckets` is what `RemoteEngine` does: flatten, put into shared memory (the same bytes for all workers of a
-node), map, copy into the model. MB/s are bytes of the weights by the time until the last worker has them.
-"""
 
 if __name__ == '__main__':
     main()

@@ -6,22 +6,25 @@ for.
 
 from __future__ import annotations
 
+import ast
 import importlib
+import sys
+from collections.abc import Callable
 from typing import Any
 
 __version__ = '0.1.0'
 
 _PACKAGES = (
     'batching',
-    'checkpoint',
-    'dataset',
-    'experience',
+    'data',
+    'environments',
     'functional',
     'launch',
+    'monitor',
     'nn',
     'plan',
-    'rewards',
     'rollout',
+    'strategies',
     'testing',
     'trainer',
     'types',
@@ -30,11 +33,30 @@ _PACKAGES = (
 __all__ = ['__version__', 'train', *_PACKAGES]
 
 
+def on_demand(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` (PEP 562) of a package whose names are imported when they are first used.
+
+    The names and their modules are the imports under `if TYPE_CHECKING:` of the package's `__init__.py`, so type
+    checkers and the running program read one list.
+    """
+    module = sys.modules[package]
+    body = ast.parse(module.__loader__.get_source(package)).body  # type: ignore[union-attr]
+    imports = [each for node in body if isinstance(node, ast.If) for each in node.body]
+    homes = {alias.name: node.module for node in imports if isinstance(node, ast.ImportFrom) for alias in node.names}
+
+    def getattribute(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f'module {package!r} has no attribute {name!r}')
+        return getattr(importlib.import_module(str(homes[name])), name)
+
+    return getattribute, lambda: sorted({*vars(module), *homes})
+
+
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return importlib.import_module(f'chatgpt.{name}')
     if name == 'train':
-        return importlib.import_module('chatgpt.quickstart').train
+        return importlib.import_module('chatgpt.launch.quickstart').train
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 

@@ -8,28 +8,40 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import types
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from chatgpt.names import hint
 
 T = TypeVar('T')
+NAMED = 12
+"""names of a module that an error lists"""
 
 
-class Registry(dict[str, T]):
+class Registry(UserDict[str, T]):
     """Entries by name. `ESTIMATORS['mine'] = Estimator(...)` adds one.
+
+    An entry that is given as 'module:name' is imported when it is asked for, so names can be listed without torch.
 
     Args:
         what: an entry in the field's words, for error messages.
         kind: the class of an entry.
     """
 
-    def __init__(self, what: str, kind: type[T], entries: dict[str, T]) -> None:
-        super().__init__(entries)
+    def __init__(self, what: str, kind: type[T], entries: Mapping[str, T | str]) -> None:
+        super().__init__(entries)  # type: ignore[arg-type]
         self.what, self.kind = what, kind
+
+    def __getitem__(self, name: str) -> T:
+        if isinstance(entry := self.data[name], str):
+            self[name] = imported(entry)
+        return self.data[name]
 
     def find(self, name: str) -> T:
         """The entry of that name, or the object that `package.module:name` or `path/to/file.py:name` names.
@@ -54,6 +66,17 @@ class Registry(dict[str, T]):
         return found
 
 
+def late(spec: str) -> Callable[..., Any]:
+    """The function or class that 'module:name' names, imported when it is first called."""
+    return lambda *args, **kwargs: imported(spec)(*args, **kwargs)
+
+
+def imported(spec: str) -> Any:
+    """The object of an installed package that 'module:name' names."""
+    module, _, name = spec.partition(':')
+    return getattr(importlib.import_module(module), name)
+
+
 def load_object(spec: str) -> Any:
     """What 'package.module:name' or 'path/to/file.py:name' names.
 
@@ -65,8 +88,9 @@ def load_object(spec: str) -> Any:
         raise ValueError(f'{spec!r} names nothing; write module:name or path/to/file.py:name')
     module = load_module(module_name, spec)
     if not hasattr(module, name):
-        there = [n for n in vars(module) if not n.startswith('_')]
-        raise ValueError(f'{spec!r}: {module_name} has no {name!r}{hint(name, there)}')
+        there = [n for n, value in vars(module).items() if not n.startswith('_') and not inspect.ismodule(value)]
+        listed = ', '.join(there[:NAMED]) or 'nothing'
+        raise ValueError(f'{spec!r}: {module_name} has no {name!r}{hint(name, there)}; there is {listed}')
     return getattr(module, name)
 
 

@@ -2,9 +2,7 @@
 
 A sequence travels alone and unpadded: 1-D tensors, prompt and response apart. `Batch` is the only padded thing;
 `chatgpt.batching.collate` makes it just before a model's forward. Shape letters: B sequences, S tokens of a padded row,
-P prompt tokens, A actions (response tokens) of one sequence, N actions of a whole batch.
-
-Left out: anything that computes. Imports torch only.
+P prompt tokens, A actions (response tokens) of one sequence, N actions of a whole batch. Imports torch only.
 """
 
 from __future__ import annotations
@@ -18,6 +16,8 @@ from torch import Tensor
 
 FinishReason = Literal['eos', 'stop', 'length']
 EpisodeEnd = Literal['terminated', 'truncated', 'turns', 'tokens', 'error', 'timeout', 'invalid']
+EVAL_INDEX = 1 << 40
+"""sample numbers of evaluations begin here, apart from those of the training"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -34,6 +34,11 @@ class Prompt:
     """the other columns of the data row, handed to reward functions by name"""
     messages: list[dict[str, Any]] | None = None
     """its turns {'role': ..., 'content': ...}, where it is a conversation"""
+
+    @property
+    def last_turn(self) -> str:
+        """The content of a conversation's last turn, which tables show in place of the text; else ''."""
+        return str(self.messages[-1].get('content') or '') if self.messages else ''
 
 
 @dataclass(kw_only=True, slots=True)
@@ -120,10 +125,20 @@ class Sample(Sequence):
     version: int = 0
     """number of learning phases the generating policy had behind it"""
     prompt_text: str = ''
+    last_turn: str = ''
+    """of the prompt, where it is a conversation"""
     response_text: str = ''
     columns: dict[str, Any] = field(default_factory=dict)
     episode: Episode | None = None
     """of an environment; None where the response is one answer"""
+
+    @property
+    def called(self) -> str:
+        """How error messages call it: its number and its prompt."""
+        of_evaluation, number = divmod(self.index, EVAL_INDEX)
+        name = f'eval prompt {number}, counted from 0' if of_evaluation else f'sample {number}'
+        text = self.prompt_text if len(self.prompt_text) <= 60 else f'{self.prompt_text[:25]}…{self.prompt_text[-35:]}'
+        return f'{name} ({text!r})' if text else name
 
     @property
     def ended(self) -> bool:

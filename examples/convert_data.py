@@ -6,8 +6,8 @@ python examples/convert_data.py Anthropic/hh-rlhf pairs.jsonl --to preference --
 
 from __future__ import annotations
 
-from chatgpt.cli.convert import main
 from chatgpt.launch.arguments import run_main
+from chatgpt.launch.cli.convert import main
 
 if __name__ == '__main__':
     run_main(main)

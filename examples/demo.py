@@ -3,7 +3,7 @@ reward model.
 
     python examples/demo.py [--out outputs/demo] [--seed 0]
 
-The world is `chatgpt.dataset.embedded`. It knows what a response is worth; the policy never sees that, only the reward
+The world is `chatgpt.launch.demo_world`. It knows what a response is worth; the policy never sees that, only the reward
 model that learned it from pairs, and the win rate at the end is by the truth. Three things keep PPO from answering with
 what merely scores well ("it felt proud . it felt proud . it felt proud ."): pairs as close as answers of one policy,
 a KL to the SFT model that is dear, and a cost of saying the same again. docs/results/demo.md has the same without them.
@@ -23,18 +23,19 @@ from typing import Any
 import torch
 from torch.optim import AdamW
 
-from chatgpt.dataset import embedded, load_demonstrations, load_preferences
+from chatgpt.data import load_demonstrations, load_preferences
+from chatgpt.launch import demo_world
 from chatgpt.launch.arguments import run_main
 from chatgpt.launch.inputs import quiet_transformers
 from chatgpt.nn import AutoActor, AutoRM, Critic
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.trainer import PPOTrainer, RewardModelTrainer, SFTTrainer
 from chatgpt.trainer.callbacks import format_table
 from chatgpt.trainer.repetition import repetition
-from chatgpt.trainer.strategies import NaiveStrategy
 
 NUM_SHOWN, NUM_COMPARED = 6, 200
 PREFERENCES: dict[str, Any] = {
-    'pairs': embedded.demo_close_preferences,
+    'pairs': demo_world.demo_close_preferences,
     'num_pairs': 6600,
     'lr': 1e-3,
     'train_batch_size': 64,
@@ -53,9 +54,9 @@ PPO: dict[str, Any] = {
 
 
 def run_sft(strategy: Any, tokenizer: Any, out: Path) -> Any:
-    actor = AutoActor(config=embedded.demo_config())
+    actor = AutoActor(config=demo_world.demo_config())
     actor, optim = strategy.prepare((actor, AdamW(actor.parameters(), lr=2e-3)))
-    train, validation = load_demonstrations(embedded.demo_corpus(2200, seed=0), tokenizer, validation_percentage=9)
+    train, validation = load_demonstrations(demo_world.demo_corpus(2200, seed=0), tokenizer, validation_percentage=9)
     trainer = SFTTrainer(
         strategy,
         actor,
@@ -98,7 +99,7 @@ def run_reward_model(strategy: Any, tokenizer: Any, out: Path, settings: dict[st
 
 def repeated_shares(prompts: list[str], responses: list[str], **columns: Any) -> list[float]:
     """What PPO pays for besides: the reward model is too small to see that a sentence was there before."""
-    return [embedded.repeated_share(response) for response in responses]
+    return [demo_world.repeated_share(response) for response in responses]
 
 
 def run_ppo(strategy: Any, actor: Any, tokenizer: Any, out: Path, settings: dict[str, Any]) -> PPOTrainer:
@@ -127,7 +128,7 @@ def run_ppo(strategy: Any, actor: Any, tokenizer: Any, out: Path, settings: dict
         max_new_tokens=32,
         **settings,
     )
-    trainer.fit(embedded.demo_prompts(200, seed=0), num_episodes=1, max_timesteps=num_phases, update_timesteps=1)
+    trainer.fit(demo_world.demo_prompts(200, seed=0), num_episodes=1, max_timesteps=num_phases, update_timesteps=1)
     trainer.save_pretrained(out / 'ppo')
     return trainer
 
@@ -148,7 +149,7 @@ def answers(folder: Path, prompts: list[str], seed: int) -> list[str]:
 
 def train(out: Path, seed: int, preferences: dict[str, Any] = PREFERENCES, ppo: dict[str, Any] = PPO) -> float:
     """The three stages; the share of eval pairs that the reward model puts in the right order."""
-    tokenizer = embedded.demo_tokenizer()
+    tokenizer = demo_world.demo_tokenizer()
     with NaiveStrategy(seed=seed) as strategy:
         print('1. SFT: a new GPT-2 of 0.2 million parameters learns to tell stories from 2,000 of them.', flush=True)
         actor = run_sft(strategy, tokenizer, out)
@@ -163,11 +164,12 @@ def train(out: Path, seed: int, preferences: dict[str, Any] = PREFERENCES, ppo: 
 
 def compare(out: Path, num_prompts: int = NUM_COMPARED) -> tuple[dict[str, float], list[dict[str, str]]]:
     """SFT against PPO on new prompts: numbers, and a table of the first stories."""
-    tokenizer = embedded.demo_tokenizer()
-    prompts = [row['prompt'] for row in embedded.demo_prompts(num_prompts, seed=1)]
+    tokenizer = demo_world.demo_tokenizer()
+    prompts = [row['prompt'] for row in demo_world.demo_prompts(num_prompts, seed=1)]
     before, after = answers(out / 'sft', prompts, 0), answers(out / 'ppo', prompts, 0)
     values = [
-        (embedded.true_score(p, b), embedded.true_score(p, a)) for p, b, a in zip(prompts, before, after, strict=True)
+        (demo_world.true_score(p, b), demo_world.true_score(p, a))
+        for p, b, a in zip(prompts, before, after, strict=True)
     ]
     count = len(prompts)
     wins, ties = sum(a > b for b, a in values), sum(a == b for b, a in values)

@@ -19,13 +19,13 @@ import random
 from pathlib import Path
 from typing import Any
 
-from chatgpt.cli.command import run
-from chatgpt.cli.compare import parser as compare_parser
-from chatgpt.cli.compare import prepared
-from chatgpt.compare import Store
-from chatgpt.compare.statistics import lines, summarize
-from chatgpt.dataset import embedded
+from chatgpt.launch import demo_world
 from chatgpt.launch.arguments import run_main
+from chatgpt.launch.cli.command import run
+from chatgpt.launch.cli.compare import parser as compare_parser
+from chatgpt.launch.cli.compare import prepared
+from chatgpt.monitor.compare import Store
+from chatgpt.monitor.compare.statistics import lines, summarize
 
 # What a model of a real size starts with; more flags as `python -m chatgpt ppo --help` lists them.
 REWARD_MODEL = ['--max_epochs=1']
@@ -53,7 +53,7 @@ def answer_all(store: Store) -> None:
     for name in ('Ada', 'Bo'):
         person, rng = store.join(name), random.Random(name)
         while (pair := store.next_pair(person)) is not None:
-            left, right = (embedded.true_score(pair.prompt, text) for text in (pair.left, pair.right))
+            left, right = (demo_world.true_score(pair.prompt, text) for text in (pair.left, pair.right))
             choice = 'tie' if left == right else 'left' if left > right else 'right'
             wrong = rng.random() < WRONG_KEY
             store.judge(person, pair.id, rng.choice(('left', 'right')) if wrong else choice)
@@ -78,7 +78,7 @@ def story_world(out: Path) -> tuple[str, str]:
     prompts = out / 'prompts.jsonl'
     if not (out / 'sft' / 'actor' / 'config.json').is_file():
         run(['sft', '--save_path', str(out / 'sft')])
-    prompts.write_text(''.join(json.dumps(row) + '\n' for row in embedded.demo_prompts(NUM_PROMPTS)))
+    prompts.write_text(''.join(json.dumps(row) + '\n' for row in demo_world.demo_prompts(NUM_PROMPTS)))
     return str(prompts), str(out / 'sft' / 'actor')
 
 

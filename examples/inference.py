@@ -8,8 +8,8 @@ torchrun --nproc-per-node=2 examples/inference.py --strategy fsdp --pretrain out
 
 from __future__ import annotations
 
-from chatgpt.cli import generate
 from chatgpt.launch.arguments import run_main
+from chatgpt.launch.cli import generate
 
 
 def main() -> None:

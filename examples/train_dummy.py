@@ -21,10 +21,10 @@ from chatgpt.launch.arguments import Parser, add_strategy, run_main, strategy_of
 from chatgpt.launch.config_values import parse_bool
 from chatgpt.launch.inputs import Inputs, quiet_transformers
 from chatgpt.launch.models import build_ppo_models
-from chatgpt.launch.recipes import fit, ppo_trainer
+from chatgpt.launch.recipes import fit_arguments, ppo_trainer
 from chatgpt.launch.runs import PPORun
 from chatgpt.nn import load_config
-from chatgpt.nn.families import MODELS
+from chatgpt.nn.kinds import MODELS
 from chatgpt.nn.trunk import position_limit
 from chatgpt.trainer.callbacks import PerformanceEvaluator, ProgressBar, SaveCheckpoint, num_parameters
 from chatgpt.trainer.config import PPOConfig
@@ -117,7 +117,7 @@ def train(args: Any, strategy: Any) -> None:
         inputs.callbacks.append(SaveCheckpoint(args.save_ckpt_path, phases))
     trainer = ppo_trainer(inputs, strategy, models)
     start = time.perf_counter()
-    fit(inputs, trainer)
+    trainer.fit(*fit_arguments(inputs))
     if args.save_path:
         strategy.save_model(trainer.actor, args.save_path, only_rank0=True)
     if args.need_optim_ckpt:

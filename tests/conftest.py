@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from limits import HANG_S
 
 pytest.register_assert_rewrite('killed_runs', 'layout_runs')
 
@@ -38,6 +39,45 @@ def _variables() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(_OURS)}
 
 
+WITH_16_BITS, WITHOUT_16_BITS = 'avx512,bf16,fp16', 'avx2'
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile` (`make test-system`) files that share one job of minutes are one file, too."""
+    if config.getoption('dist') != 'loadfile':
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition('::')[0]
+            return 'colossalai' if file.startswith('tests/strategies/test_colossalai') else file
+
+    return Scheduling(config, log)
+
+
+@pytest.fixture(scope='session', autouse=True)
+def same_processor() -> Iterator[None]:
+    """The processor that the library sees (`chatgpt.strategies.machine`), here and in every process that
+    a test starts: one with instructions of 16 bits, or what CHATGPT_PROCESSOR says for a whole run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv('CHATGPT_PROCESSOR', os.environ.get('CHATGPT_PROCESSOR') or WITH_16_BITS)
+        yield
+
+
+@pytest.fixture
+def with_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU with instructions of 16 bits."""
+    monkeypatch.setenv('CHATGPT_PROCESSOR', WITH_16_BITS)
+
+
+@pytest.fixture
+def without_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU without them."""
+    monkeypatch.setenv('CHATGPT_PROCESSOR', WITHOUT_16_BITS)
+
+
 @pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:
     """Fails a test that leaves a process group, one of our environment variables or one of our threads behind."""
@@ -62,11 +102,11 @@ def nothing_leaks() -> Iterator[None]:
 @pytest.fixture(scope='module')
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's policy, untrained, with its tokenizer."""
-    from chatgpt.dataset import embedded
+    from chatgpt.launch import demo_world
     from chatgpt.nn import GPTActor
 
     folder = tmp_path_factory.mktemp('model')
-    GPTActor(config=embedded.demo_config()).save_pretrained(folder, tokenizer=embedded.demo_tokenizer())
+    GPTActor(config=demo_world.demo_config()).save_pretrained(folder, tokenizer=demo_world.demo_tokenizer())
     return folder
 
 
@@ -89,6 +129,14 @@ def browser() -> Iterator[Any]:
         pytest.skip('needs Chromium on the PATH')
     playwright = pytest.importorskip('playwright.sync_api', reason='needs the package playwright')
     with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=found, args=list(CHROMIUM_FLAGS))
+        started = driver.chromium.launch(executable_path=found, args=list(CHROMIUM_FLAGS), timeout=1000 * HANG_S)
+        make = started.new_context
+
+        def new_context(**options: Any) -> Any:
+            context = make(**options)
+            context.set_default_timeout(1000 * HANG_S)
+            return context
+
+        started.new_context = new_context
         yield started
         started.close()

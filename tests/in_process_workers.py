@@ -58,14 +58,14 @@ class InProcessWorkers:
         if handle not in self._queued:
             raise WorkerDied('killed')
         number, worker, request = self._queued[handle]
-        for index in request.indices:
+        for index in request.call.indices:
             if self.die_on.get(index, 0) > 0:
                 self.die_on[index] -= 1
                 self.kill(number)
                 raise WorkerDied(f'of sample {index}')
         del self._queued[handle]
         packed = worker.generate(request)
-        self.answered.append((number, list(request.indices)))
+        self.answered.append((number, list(request.call.indices)))
         return packed
 
     def cancel(self, handle: int) -> None:

@@ -11,10 +11,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from limits import HANG_S
+
 from chatgpt.testing.processes import become_rank, end_all, free_port, own_variables, start_method, torchrun_environment
 
 
-def run_source(text: str, world_size: int = 2, timeout_s: float = 90.0) -> list[tuple[int, str]]:
+def run_source(text: str, world_size: int = 2, timeout_s: float = HANG_S) -> list[tuple[int, str]]:
     """`text` as a script on every rank; each rank's exit code and output. The interpreter's own start and end are left
     out."""
     with tempfile.TemporaryDirectory(prefix='run-source-') as folder, start_method() as method:
@@ -34,7 +36,7 @@ def run_source(text: str, world_size: int = 2, timeout_s: float = 90.0) -> list[
 
 
 def run_script(
-    arguments: Sequence[str], world_size: int = 2, timeout_s: float = 90.0, folder: str | Path | None = None
+    arguments: Sequence[str], world_size: int = 2, folder: str | Path | None = None
 ) -> list[tuple[int, str]]:
     """`python ARGUMENTS` on every rank, from its first import to the interpreter's end; each rank's exit code and
     output."""
@@ -52,7 +54,7 @@ def run_script(
         )
         children.append(child)
     try:
-        texts = [child.communicate(timeout=timeout_s)[0] for child in children]
+        texts = [child.communicate()[0] for child in children]
     finally:
         for child in children:
             child.kill()

@@ -1,146 +1,182 @@
-"""What the pages say is so: the README's code runs, its paths exist, and docs/metrics.md names every metric."""
+"""The pages agree with the code: links, names, flags and messages exist, and the README's code runs."""
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import re
 import warnings
+from dataclasses import fields
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
-from chatgpt.types import EpisodeEnd
-
 ROOT = Path(__file__).resolve().parents[1]
-
-TRL_KEYS = """
-objective/kl objective/kl_dist objective/logprobs objective/ref_logprobs objective/kl_coef objective/entropy
-ppo/mean_non_score_reward ppo/mean_scores ppo/std_scores ppo/learning_rate ppo/loss/policy ppo/loss/value ppo/loss/total
-ppo/policy/entropy ppo/policy/approxkl ppo/policy/policykl ppo/policy/clipfrac ppo/policy/advantages
-ppo/policy/advantages_mean ppo/policy/ratio ppo/returns/mean ppo/returns/var ppo/val/vpred
-ppo/val/error ppo/val/clipfrac ppo/val/mean ppo/val/var
-ppo/val/var_explained tokens/queries_len_mean tokens/queries_len_std tokens/queries_dist tokens/responses_len_mean
-tokens/responses_len_std tokens/responses_dist time/ppo/forward_pass time/ppo/compute_rewards
-time/ppo/compute_advantages time/ppo/optimize_step time/ppo/calc_stats time/ppo/total
-""".split()
+DOCS = ROOT / 'docs'
+PAGES = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *sorted(DOCS.rglob('*.md'))]
+GUIDES = [
+    p
+    for p in PAGES
+    if p.parent.name not in ('coming_from', 'results') and p.name not in ('gpu.md', 'compat.md', 'CONTRIBUTING.md')
+]
+ALGORITHMS = sorted((DOCS / 'algorithms').glob('*.md'))
+PARTS = ('Formula', 'Source', 'Defaults', 'What we do differently', 'Metrics')
 
 
-RECORDS = {
-    'losses.py': ('ppo',),
-    'sft.py': ('sft',),
-    'reward_model.py': ('rm',),
-    'ilql.py': ('ilql',),
-    'kto.py': ('kto',),
-    'pairs.py': ('dpo', 'orpo', 'simpo'),
-}
-"""The files with losses, and before which word the metrics of each stand."""
+def relative(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
-INTERNAL = {'log_ratio'}
-"""what a loss computes on the way and no trainer logs"""
+# ---------------------------------------------------------------------- links and paths
 
 
-def documented() -> set[str]:
-    """Every `phase/quantity` in backticks on the page."""
-    return set(re.findall(r'`([a-z_]+(?:/[a-z_0-9]+)+)`', (ROOT / 'docs' / 'metrics.md').read_text()))
+def slugs(page: Path) -> set[str]:
+    """Anchors of the page's headings, as code hosts make them."""
+    text = re.sub(r'^```.*?^```', '', page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    found: set[str] = set()
+    for heading in re.findall(r'^#+ (.+)$', text, re.MULTILINE):
+        words = re.sub(r'\[([^\]]+)\]\([^)]*\)', r'\1', heading).lower()
+        slug = re.sub(r'[^\w\- ]', '', words).replace(' ', '-')
+        found.add(next(s for s in (slug, *(f'{slug}-{n}' for n in range(1, 99))) if s not in found))
+    return found
 
 
-def names_in_code() -> set[str]:
-    """Every metric that the trainers write as a literal, and what their losses record by name."""
-    names = set()
-    for path in (ROOT / 'chatgpt' / 'trainer').rglob('*.py'):
-        text = path.read_text()
-        names |= set(re.findall(r"'((?:rollout|environment|ppo|sft|perf|rft)/[a-z_0-9]+)'", text))
-        if "f'environment/end_{end}_share'" in text:
-            names |= {f'environment/end_{end}_share' for end in get_args(EpisodeEnd)}
-        for prefix in RECORDS.get(path.name, ()):
-            names |= {f'{prefix}/{n}' for n in recorded(text) | set(re.findall(r"\{prefix\}/([a-z_]+)'", text))}
-    return names | {
-        f'rm/val_{n}' for n in recorded((ROOT / 'chatgpt' / 'trainer' / 'objectives' / 'reward_model.py').read_text())
-    }
+def test_links_lead_to_files_and_headings():
+    wrong = []
+    for page in PAGES:
+        for path, anchor in re.findall(r'\]\((?!https?:)([^)#]*)#?([^)]*)\)', page.read_text()):
+            target = (page.parent / path).resolve() if path else page
+            if not target.exists() or anchor and target.suffix == '.md' and anchor not in slugs(target):
+                wrong.append(f'{relative(page)}: {path}#{anchor}')
+    assert not wrong
+    assert 'the-reward-models-accuracy-stays-near-05' in slugs(DOCS / 'troubleshooting.md')
 
 
-def recorded(source: str) -> set[str]:
-    """The names under which a file gives a `Mean`, `Highest` or `Lowest`, and those that an objective's `derived`
-    adds."""
-    names: set[str] = set()
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Dict):
-            names |= {
-                k.value
-                for k, v in zip(node.keys, node.values, strict=True)
-                if isinstance(k, ast.Constant) and is_metric(v)
-            }
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript) and is_metric(node.value):
-            names.add(ast.literal_eval(node.targets[0].slice))
-        elif isinstance(node, ast.DictComp) and is_metric(node.value):  # over the items of a dict of the same function
-            names |= looped_names(tree, ast.unparse(node.generators[0].iter))
-        elif isinstance(node, ast.FunctionDef) and node.name == 'derived':
-            returned = [r.value for r in ast.walk(node) if isinstance(r, ast.Return)]
-            names |= {
-                k.value for r in returned if isinstance(r, ast.Dict) for k in r.keys if isinstance(k, ast.Constant)
-            }
-    return names - INTERNAL
+def test_the_contents_name_every_page_once():
+    lines = re.findall(r'^- \[[^\]]+\]\(([^)]+\.md)\): .{6,}$', (DOCS / 'index.md').read_text(), re.MULTILINE)
+    linked = [relative((DOCS / link).resolve()) for link in lines]
+    wanted = {relative(p) for p in PAGES} - {'docs/index.md'} | {'CHANGELOG.md', 'examples/data/README.md'}
+    assert sorted(linked) == sorted(wanted)
 
 
-def is_metric(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and ast.unparse(node.func) in ('Mean', 'Highest', 'Lowest')
+def test_result_pages_are_linked_from_a_guide():
+    text = ''.join(p.read_text() for p in PAGES if p.parent.name != 'results' and p.name != 'index.md')
+    assert [p.name for p in sorted((DOCS / 'results').glob('*.md')) if f'results/{p.name}' not in text] == []
 
 
-def looped_names(tree: ast.AST, iterated: str) -> set[str]:
-    """The keys of the dict literal that `name.items()` runs over."""
-    found = [
-        n for n in ast.walk(tree) if isinstance(n, ast.Assign) and f'{ast.unparse(n.targets[0])}.items()' == iterated
+def test_files_that_pages_name_exist():
+    """Scripts, tests and modules in backticks, and the tree in the README."""
+    wrong = []
+    for page in (p for p in PAGES if p.parent.name != 'coming_from'):  # whose paths are those of other systems
+        bases = (ROOT, ROOT / 'chatgpt', ROOT / 'chatgpt' / 'trainer', page.parent)
+        for name in re.findall(r'`(?:python )?([\w+.-]+(?:/[\w+.-]+)+\.py)\b', page.read_text()):
+            if not name.startswith('path/') and not any((base / name).is_file() for base in bases):
+                wrong.append(f'{relative(page)}: {name}')
+    tree = (ROOT / 'README.md').read_text().split('## Where things are')[1].split('Where to start')[0]
+    folder: list[str] = []
+    for indent, name in re.findall(r'^( {4,8}(?: {2})*)([\w./]+)(?: {2}|$)', tree, re.MULTILINE):
+        depth = (len(indent) - 4) // 2
+        if not ROOT.joinpath(*folder[:depth], name).exists():
+            wrong.append(f'README.md: {"/".join([*folder[:depth], name])}')
+        folder[depth:] = [name]
+    assert not wrong
+
+
+# ---------------------------------------------------------------------- names of the code
+
+
+def known_flags() -> set[str]:
+    from chatgpt.launch.__main__ import parser as launch_parser
+    from chatgpt.launch.cli.command import SUBCOMMANDS
+    from chatgpt.launch.methods import METHODS
+    from chatgpt.launch.runs import run_class
+    from chatgpt.plan.__main__ import parser as plan_parser
+
+    found = {f'--{name}' for method in METHODS for name in run_class(method).field_names()}
+    parsers = [launch_parser(), plan_parser()]
+    parsers += [entry.load(entry.parser)() for entry in SUBCOMMANDS.values() if entry.parser]
+    return (
+        found
+        | {'--config_file', '--print_config'}
+        | {text for parser in parsers for action in parser._actions for text in action.option_strings}
+    )
+
+
+def test_flags_in_commands_exist():
+    known = known_flags()
+    wrong = []
+    for page in GUIDES:
+        for line in re.findall(
+            r'(?:chatgpt-rlhf|chatgpt\.launch|chatgpt\.plan|examples/train_\w+\.py) [^`\n]*(?:\\\n[^\n]*)*',
+            page.read_text(),
+        ):
+            wrong += [
+                f'{relative(page)}: {flag}'
+                for flag in re.findall(r'(?<![\w-])--[a-z][\w-]*', line)
+                if flag not in known
+            ]
+    assert not wrong
+
+
+def test_messages_of_troubleshooting_are_those_of_the_code():
+    """Their fixed parts stand in the code, strings that go on in the next line joined."""
+    others = {'CUDA out of memory', 'Killed', 'No space left on device', 'Address already in use'}
+    sources = '\n'.join(p.read_text() for p in sorted((ROOT / 'chatgpt').rglob('*.py')))
+    code = re.sub(r"""['"]\s*\n\s*f?['"]""", '', sources).replace("\\'", "'")
+    lines = re.findall(r'^    (\S.*)$', (DOCS / 'troubleshooting.md').read_text(), re.MULTILINE)
+    messages = [
+        line
+        for line in lines
+        if not re.match(r'(chatgpt-rlhf|python|torchrun|pip|make|ray) ', line) and line not in others
     ]
-    assert found, f'{iterated}: where do its names come from?'
-    return {ast.literal_eval(key) for node in found for key in node.value.keys}  # type: ignore[attr-defined]
+    assert len(messages) > 40
+    missing = [
+        (m, part)
+        for m in messages
+        for part in m.split('…')
+        if len(part.strip(' .,:;()')) > 3 and part.strip() not in code
+    ]
+    assert not missing
 
 
-def test_every_metric_has_its_formula():
-    names = names_in_code()
-    assert {
-        'ppo/policy_loss',
-        'ppo/ratio_min',
-        'rollout/kl_mean',
-        'perf/total_s',
-        'sft/loss',
-        'environment/success_share',
-        'environment/end_timeout_share',
-    } <= names  # the search finds them
-    assert {
-        'rm/accuracy',
-        'rm/val_loss',
-        'dpo/logp_chosen',
-        'orpo/margin',
-        'simpo/loss',
-        'kto/kl',
-        'kto/margin',
-        'ilql/td_loss',
-    } <= names
-    assert not names - documented()
+@pytest.mark.parametrize('page', ALGORITHMS, ids=lambda p: p.stem)
+def test_a_page_of_an_algorithm(page):
+    """Five parts, settings that exist, metrics that docs/metrics.md knows."""
+    from chatgpt.launch.methods import METHODS
+    from chatgpt.launch.runs import run_class
+    from chatgpt.rollout.sampling import generation_fields
+    from chatgpt.trainer import RFTConfig
+    from chatgpt.trainer.objectives.pairs import DPOConfig
+
+    found = re.split(r'^## (.+)$', page.read_text(), flags=re.MULTILINE)[1:]
+    parts = {heading: body.strip() for heading, body in zip(found[::2], found[1::2], strict=True)}
+    assert [name for name in PARTS if not parts.get(name)] == []
+    configs = (*(run_class(method) for method in METHODS), DPOConfig, RFTConfig)
+    settings = {f.name for config in configs for f in fields(config)} | set(generation_fields())
+    listed = re.findall(r'^\| `(\w+)`', parts['Defaults'], re.MULTILINE)
+    assert listed and set(listed) <= settings
+    metrics = re.findall(
+        r'`((?:rollout|environment|ppo|sft|rm|dpo|orpo|simpo|kto|ilql|rft|perf)/[a-z_0-9.]+)`', parts['Metrics']
+    )
+    known = (DOCS / 'metrics.md').read_text()
+    assert [name for name in metrics if f'`{name.removesuffix("...")}' not in known] == []
 
 
-def test_the_page_names_no_metric_of_a_loss_that_the_code_does_not_record():
-    prefixes = {p for found in RECORDS.values() for p in found} - {'ppo', 'sft'} | {'environment'}
-    of_losses = {n for n in documented() if n.split('/')[0] in prefixes}
-    every = ('grad_norm', 'grad_norm_max', 'lr', 'epoch')
-    names = names_in_code()
-    invented = {n for n in of_losses if n.replace('/val_', '/') not in names and n.split('/')[1] not in every}
-    assert len(of_losses) > 30
-    assert not invented
+def test_every_algorithm_of_the_tables_is_on_a_page():
+    from chatgpt.trainer.algorithms import ESTIMATORS, POLICY_LOSSES
+
+    text = ''.join(p.read_text() for p in ALGORITHMS)
+    names = [name for name in (*ESTIMATORS, *POLICY_LOSSES) if ':' not in name]  # module:name stays where it was found
+    assert [name for name in names if not re.search(rf"['`]{re.escape(name)}['`]", text)] == []
 
 
-def test_all_forty_keys_of_trl_are_mapped():
-    assert len(TRL_KEYS) == 40
-    assert not set(TRL_KEYS) - documented()
+# ---------------------------------------------------------------------- the README's quickstart
 
 
-def test_a_run_of_the_readme_works_as_printed_and_logs_only_what_is_documented(tmp_path, monkeypatch):
-    """The quickstart, with a folder of a tiny model in place of the hub's name."""
+def test_the_quickstart_runs_as_printed_and_logs_only_what_is_documented(tmp_path, monkeypatch):
+    """With a folder of a tiny model in place of the hub's name."""
+    from transformers import AutoModelForCausalLM
+
     from chatgpt.testing import byte_tokenizer, tiny_causal_lm
 
     tiny_causal_lm('gpt2', vocab_size=259, pad_token_id=256, bos_token_id=257, eos_token_id=258).save_pretrained(
@@ -155,33 +191,8 @@ def test_a_run_of_the_readme_works_as_printed_and_logs_only_what_is_documented(t
         exec(compile(block.replace("'gpt2'", "'model'"), 'README.md', 'exec'), {'__name__': 'readme'})
     lines = [json.loads(line) for line in Path('outputs/quickstart/metrics.jsonl').read_text().splitlines()]
     assert [line.pop('step') for line in lines] == [1, 2]
+    documented = set(re.findall(r'`([a-z_]+(?:/[a-z_0-9]+)+)`', (DOCS / 'metrics.md').read_text()))
     for line in lines:
-        assert not set(line) - documented()
+        assert not set(line) - documented
         assert all(value is not None and math.isfinite(value) for value in line.values())
-    from transformers import AutoModelForCausalLM
-
     assert AutoModelForCausalLM.from_pretrained('outputs/quickstart/actor').config.vocab_size == 259
-
-
-@pytest.mark.parametrize(
-    'page', ['README.md', 'CONTRIBUTING.md', *sorted(str(p.relative_to(ROOT)) for p in (ROOT / 'docs').rglob('*.md'))]
-)
-def test_links_of_a_page_lead_to_files(page):
-    text = (ROOT / page).read_text()
-    links = re.findall(r'\]\((?!https?:|#)([^)#]+)', text)
-    missing = [link for link in links if not ((ROOT / page).parent / link).exists()]
-    assert not missing
-
-
-def test_every_path_in_the_tree_of_the_readme_exists():
-    tree = (ROOT / 'README.md').read_text().split('## Where things are')[1].split('Where to start')[0]
-    folder: list[str] = []
-    seen = 0
-    for indent, name in re.findall(r'^( {4,8}(?: {2})*)([\w.]+/?)(?: {2}|$)', tree, re.MULTILINE):
-        depth = (len(indent) - 4) // 2
-        path = ROOT.joinpath(*folder[:depth], name)
-        assert path.exists(), f'{path} is in the README and not in the tree'
-        folder[depth:] = [name]
-        seen += 1
-    assert seen >= 15
-    assert (ROOT / 'chatgpt').is_dir()

@@ -1,22 +1,19 @@
-"""`make docs`: the site builds without a warning, its links lead somewhere, it asks no other host, and it can be read
-on a phone."""
+"""`make docs`: the site builds without a warning (a dead link is one), asks no other host and fits a phone."""
 
 from __future__ import annotations
 
-import html
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from urllib.parse import unquote
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PHONE, DESKTOP = {'width': 390, 'height': 800}, {'width': 1400, 'height': 900}
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.system
 
 
 @pytest.fixture(scope='module')
@@ -53,30 +50,13 @@ def test_every_page_is_in_the_site_and_in_its_navigation(site):
     assert 'url=docs/index.html' in (site / 'index.html').read_text()
 
 
-def test_links_lead_to_files_and_anchors(site):
-    anchors = {page: set(re.findall(r'\bid="([^"]+)"', page.read_text())) for page in pages_of(site)}
-    wrong, seen = [], 0
-    for page in anchors:
-        for kind, link in re.findall(r'<(?:a|img|link|script)\b[^>]*?\s(href|src)="([^"]*)"', page.read_text()):
-            path, _, anchor = unquote(html.unescape(link)).partition('#')
-            path = path.partition('?')[0]
-            if path.startswith(('http:', 'https:', 'mailto:', 'data:')):
-                assert kind == 'href', f'{page.name} loads {link}'
-                continue
-            target = (page.parent / path).resolve() if path else page
-            seen += 1
-            if not target.exists() or anchor and target in anchors and anchor not in anchors[target]:
-                wrong.append(f'{page.relative_to(site)}: {link}')
-    assert seen > 3000 and not wrong, wrong[:20]
-
-
 def test_the_api_page_has_every_public_name(site):
     import chatgpt.nn
+    import chatgpt.strategies
     import chatgpt.trainer
-    import chatgpt.trainer.strategies
 
     there = set(re.findall(r'id="(chatgpt[\w.]*)"', (site / 'docs' / 'api.html').read_text()))
-    for module in (chatgpt.trainer, chatgpt.nn, chatgpt.trainer.strategies):
+    for module in (chatgpt.trainer, chatgpt.nn, chatgpt.strategies):
         assert {f'{module.__name__}.{name}' for name in module.__all__} <= there
     assert {'chatgpt.train', 'chatgpt.trainer.PPOConfig.kl_coef', 'chatgpt.trainer.PPOTrainer.fit'} <= there
 
@@ -104,12 +84,3 @@ def test_pages_in_a_browser(site, browser, scheme):
     assert not wide and not said, (wide, said)
     assert {url.partition(':')[0] for url in asked} <= {'file', 'data'}
     assert (int(colour) > 128) == (scheme == 'light')
-
-
-def test_the_search_works_from_files(site, browser):
-    page = browser.new_page()
-    page.goto((site / 'docs' / 'index.html').as_uri())
-    page.fill('.sidebar-search', 'whitening')
-    page.press('.sidebar-search', 'Enter')
-    page.wait_for_selector('ul.search li:has-text("PPO")', timeout=20_000)  # results come one after another
-    page.close()

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from chatgpt.launch.config_file import parse_run
 from chatgpt.launch.runs import PPORun
 from chatgpt.nn import Actor, GPTActor
-from chatgpt.nn.families import MODELS
-from chatgpt.rollout import LocalEngine, SamplingParams
+from chatgpt.nn.kinds import MODELS
+from chatgpt.rollout import Call, LocalEngine, SamplingParams
 from chatgpt.rollout.registry import ENGINES
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import OfflineTrainer, PPOConfig, PPOTrainer
 from chatgpt.trainer.algorithms import ESTIMATORS, POLICY_LOSSES, PolicyInputs
 from chatgpt.trainer.callbacks import Callback, ProgressBar
-from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.types import Experience, Prompt, Sample, Sequence
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -244,8 +244,9 @@ def test_the_objective_becomes_a_command_by_the_line_that_is_printed(monkeypatch
     """Its settings are flags, and it learns from the rows of a file."""
     from functools import partial
 
-    from chatgpt.cli import command
-    from chatgpt.dataset import embedded, load_labelled
+    from chatgpt.data import load_labelled
+    from chatgpt.launch import demo_world
+    from chatgpt.launch.cli import command
     from chatgpt.launch.methods import METHODS, Recipe
 
     def read(run: Any, inputs: Any) -> None:
@@ -256,7 +257,7 @@ def test_the_objective_becomes_a_command_by_the_line_that_is_printed(monkeypatch
     given = {name: globals()[name] for name in ('OfflineTrainer',)} | {'METHODS': METHODS, 'Recipe': Recipe}
     module = load('objective')
     exec(line.strip(), given | {'partial': partial, 'read': read, 'RWR': module.RWR, 'RWRConfig': module.RWRConfig})
-    GPTActor(config=embedded.demo_config()).save_pretrained('model', tokenizer=embedded.demo_tokenizer())
+    GPTActor(config=demo_world.demo_config()).save_pretrained('model', tokenizer=demo_world.demo_tokenizer())
     Path('data.jsonl').write_text('{"prompt": "one day", "response": " a fox .", "reward": 0.5}\n' * 4)
     try:
         for words, shown in ((['--help'], '--beta X'), (['data.jsonl', '--pretrain=model', '--beta=0.25'], 'rwr/loss')):
@@ -296,7 +297,7 @@ def answers(engine: Any, **sampling: Any) -> list[Sample]:
     actor = Actor(tiny_causal_lm('gpt2', vocab_size=VOCAB, hidden=16, positions=32))
     params = SamplingParams(**{'max_new_tokens': 8, 'eos_token_ids': (2,)} | sampling)
     engine.begin(actor)
-    found = engine.generate([Prompt(ids=ids) for ids in prompts()], params, seed=5, indices=range(10, 18))
+    found = engine.generate(Call.of([Prompt(ids=ids) for ids in prompts()], params, seed=5, indices=range(10, 18)))
     engine.end()
     return found
 

@@ -35,7 +35,6 @@ def test_a_machine_with_gpus_gets_the_default_build_and_says_so(script, tmp_path
         env=env,
         capture_output=True,
         text=True,
-        timeout=60,
     )
     (said, command), pin = done.stdout.splitlines(), script['pinned']()
     assert said == f'{pin}: the default build, which has CUDA on Linux, for nvidia-smi shows 2 GPUs'

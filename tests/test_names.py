@@ -16,6 +16,7 @@ from chatgpt.launch.theirs import OF_ALL, OF_DATA, OF_PPO
 from chatgpt.names import THEIRS, hint, ours
 from chatgpt.nn import Actor, Critic, RewardModel
 from chatgpt.rollout import SamplingParams
+from chatgpt.strategies.registry import STRATEGIES
 from chatgpt.trainer import PPOConfig, PPOTrainer, RFTTrainer, SFTConfig, SFTTrainer
 
 NOTHING: Any = None
@@ -27,9 +28,10 @@ def run(cls: Any, *argv: str) -> Any:
 
 def test_every_name_of_the_table_leads_somewhere():
     known = {f.name for cls in (PPORun, SFTRun, RewardRun, PreferenceRun) for f in fields(cls)}
-    known |= {*OF_ALL, *OF_PPO, *OF_DATA}
+    known |= {*OF_ALL, *OF_PPO, *OF_DATA, *STRATEGIES}
     known |= {
         'run_dir',
+        'num_timesteps',
         'callbacks',
         'max_length',
         'num_workers',
@@ -85,7 +87,42 @@ def test_what_means_the_same_is_taken():
 def test_ours_stays_ours():
     assert ours('lr', ['lr']) == 'lr' and ours('loss_type', ['loss', 'loss_type']) == 'loss_type'
     assert ours('mini_batch_size', ['train_batch_size']) == 'mini_batch_size'  # not the same: TRL's is of one process
-    assert hint('lrr', ['lr', 'x']) == '; did you mean lr?' and hint('quite_other', ['lr']) == ''
+    assert ours('load_in_4bit', ['quantize']) == 'load_in_4bit'  # it is one value of ours
+
+
+FLAGS = ('lr', 'lora_rank', 'lora_train_bias', 'quantize', 'strategy', 'seed', 'training_iteration', 'kl_coef', 'help')
+FLAGS += ('eps_clip', 'value_clip', 'train_batch_size', 'experience_batch_size', 'num_episodes', 'save_path', 'lam')
+
+
+@pytest.mark.parametrize(
+    ('name', 'known', 'told'),
+    [
+        ('learning_rat', FLAGS, '; did you mean --learning_rate? Here it is --lr'),
+        ('learning-rate', FLAGS, '; here it is --lr'),
+        ('deepspeed', FLAGS, '; here it is --strategy, such as fsdp or colossalai_zero2'),
+        ('deepspeed', ['naive', 'fsdp', 'colossalai_zero2'], '; here it is --colossalai_zero2, or fsdp'),
+        ('load_in_4bit', FLAGS, '; here it is --quantize nf4'),
+        ('load_in_4bits', FLAGS, '; did you mean --load_in_4bit? Here it is --quantize nf4'),
+        ('lrr', FLAGS, '; did you mean --lr?'),
+        ('batch_size', FLAGS, '; did you mean --train_batch_size, --experience_batch_size?'),
+        ('clip', FLAGS, '; did you mean --eps_clip, --value_clip?'),
+        ('lambda', FLAGS, '; did you mean --lam?'),
+        ('Save-Path', FLAGS, '; did you mean --save_path?'),
+        ('train_batch_szie', FLAGS, '; did you mean --train_batch_size?'),
+        ('x', FLAGS, ''),
+        ('modelling', FLAGS, ''),
+        ('seedless_training', FLAGS, ''),
+        ('quite_other', FLAGS, ''),
+        ('num_episodes', ('num_timesteps', 'eval_episodes'), '; here it is --num_timesteps, each of which collects'),
+        ('promts', ('prompts', 'eval_prompts'), '; did you mean --prompts?'),
+        ('dataset', ('data_nam', 'target'), ''),
+        ('stf', ('sft', 'dpo'), '; did you mean --sft?'),
+        ('score_mean', ('rollout/score_mean', 'ppo/loss'), '; did you mean --rollout/score_mean?'),
+    ],
+)
+def test_suggestions(name, known, told):
+    found = hint(name, known, '--')
+    assert found.startswith(told) and bool(found) == bool(told)
 
 
 @pytest.mark.parametrize(

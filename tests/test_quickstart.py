@@ -11,13 +11,14 @@ import pytest
 import torch
 
 import chatgpt
-from chatgpt.experience import RewardFunctionError
+from chatgpt.launch.quickstart import GIVEN_OTHERWISE, KINDS, known_settings
+from chatgpt.launch.runs import run_class
 from chatgpt.nn import AutoActor, GPTActor, ILQLModel
-from chatgpt.quickstart import as_metric, as_reward
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import DPOConfig, DPOTrainer, ILQLTrainer, PPOTrainer, SFTConfig, SFTTrainer
 from chatgpt.trainer.callbacks import ProgressBar
+from chatgpt.trainer.experience import RewardFunctionError
 
 QUIET = {'callbacks': [ProgressBar(enabled=False)]}
 PPO = {'num_timesteps': 2, 'experience_batch_size': 4, 'train_batch_size': 4, 'max_new_tokens': 4}
@@ -82,7 +83,7 @@ def test_the_same_with_adapters_and_without_a_critic(folder):
         **QUIET,
     )
     assert trainer.critic is None
-    assert trainer.maker.initial_model is None
+    assert trainer.maker.reference.initial_model is None
     assert trainer.collector.stop_strings is not None
 
 
@@ -147,6 +148,24 @@ def test_every_route_writes_its_model_with_the_tokenizer(folder, tmp_path, given
         chatgpt.train('no/such-model', save_path=tmp_path / 'model', **given)
 
 
+def test_texts_are_read_as_on_a_command_line(folder):
+    settings = {'lr': '1e-4', 'max_epochs': '2', 'max_length': '3', 'packing': 'false', 'skip_bad_records': 'yes'}
+    trainer = chatgpt.train(folder, samples=['abcdef', ''] + ['ab'] * 3, **settings, **QUIET)
+    assert trainer.optim.param_groups[0]['lr'] == 1e-4
+    assert (trainer.config.max_epochs, trainer.config.packing, len(trainer.train_data)) == (2, False, 4)
+
+
+def test_a_prompt_that_is_no_text_is_named_before_the_model_is_loaded(tmp_path, folder, monkeypatch):
+    monkeypatch.setattr('chatgpt.launch.recipes.make_trainer', None)
+    (tmp_path / 'p.jsonl').write_text('{"prompt": "a"}\n{"prompt": [{"role": "user", "content": "b\\ud800"}]}\n')
+    with pytest.raises(ValueError, match=r'p.jsonl, line 2: the text of .prompt. holds half of a surrogate pair'):
+        chatgpt.train(folder, reward_fn=lambda prompts, responses: [], prompts=tmp_path / 'p.jsonl', **QUIET)
+    with pytest.raises(ValueError, match='row 2: the text of .prompt. holds half of a surrogate pair(?!.*skip_bad)'):
+        chatgpt.train(folder, reward_fn=lambda prompts, responses: [], prompts=['a', 'b\ud800'], **QUIET)
+    with pytest.raises(ValueError, match="needs a column 'answer' beside the prompts; there are none"):
+        chatgpt.train(folder, reward_fn=lambda prompts, responses, answer: [], prompts=['a'], **QUIET)
+
+
 def test_a_model_in_memory_needs_a_tokenizer(folder):
     from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
@@ -168,6 +187,9 @@ def test_a_model_in_memory_needs_a_tokenizer(folder):
         ({}, 'give one of reward_fn .* got none of them'),
         ({'reward_fn': len, 'samples': ['a']}, 'got reward_fn and samples'),
         ({'reward_fn': len}, 'a reward_fn needs prompts'),
+        ({'reward_fn': len, 'promts': ['a']}, "'promts' is not an argument or a setting; did you mean prompts"),
+        ({'sample': ['a']}, "'sample' is not an argument or a setting; did you mean samples"),
+        ({'reward_fn': len, 'prompts': ['a'], 'tau': 1}, "'tau' is not a setting of ppo; it is one of ilql"),
         ({'rewards': [1.0], 'preferences': []}, 'rewards belong to samples'),
         ({'samples': ['a'], 'prompts': ['b']}, 'prompts go with reward_fn'),
         ({'samples': ['a'], 'rewards': [1.0, 2.0]}, '1 samples but 2 rewards'),
@@ -177,14 +199,30 @@ def test_a_model_in_memory_needs_a_tokenizer(folder):
             {'samples': ['a'], 'stop_sequences': ['x'], 'max_new_tokens': 3},
             'stop_sequences, max_new_tokens would change nothing',
         ),
-        ({'samples': ['a'], 'rewards': [1.0], 'lora_rank': 2}, "'lora_rank' is not a setting of ilql"),
+        ({'samples': ['a'], 'rewards': [1.0], 'lora_rank': 2}, 'lora_rank: ILQL trains all weights'),
+        ({'samples': ['a'], 'seed': 2}, "'seed' is a setting of the command; here it is of the strategy"),
+        ({'reward_fn': len, 'prompts': ['a'], 'num_episodes': 2}, 'here give num_timesteps'),
+        ({'reward_fn': len, 'prompts': ['a'], 'lora_alpha': 2.0}, 'lora_alpha is about adapters, and there are none'),
+        (
+            {'reward_fn': len, 'prompts': ['a'], 'advantage_estimator': 'reinforce++', 'critic_lr': 1.0},
+            'critic_lr=1.0 is of a critic',
+        ),
+        (
+            {'reward_fn': len, 'prompts': ['a'], 'num_environment_workers': 2},
+            'is about an environment, and there is none',
+        ),
+        ({'reward_fn': len, 'prompts': ['a'], 'ptx_coef': 0.5}, 'PPO-ptx needs both'),
         ({'samples': ['a'], 'num_timesteps': 2}, "'num_timesteps' is not a setting of sft"),
         ({'reward_fn': len, 'prompts': ['a'], 'eps_clip': -1.0}, 'eps_clip=-1.0'),
+        ({'reward_fn': len, 'prompts': ['a'], 'lr': -1}, 'lr=-1 must not be negative'),
+        ({'reward_fn': len, 'prompts': ['a'], 'critic_lr': float('inf')}, 'critic_lr=inf must be a finite number'),
+        ({'samples': ['a'], 'lr': '-1e-4'}, 'lr=-0.0001 must not be negative'),
+        ({'samples': ['a'], 'lr': 'fast'}, "lr: 'fast' is no number"),
         (
             {'reward_fn': len, 'prompts': ['a'], 'critic_from': 'thin air'},
-            "critic_from='thin air' is not one of reward_model, actor",
+            r"critic_from='thin air' is not known; choose one of \['reward_model', 'actor'\]",
         ),
-        ({'preferences': [], 'loss_type': 'square'}, "loss_type='square' is not known"),
+        ({'preferences': [], 'loss_type': 'square'}, "loss='square' is not known"),
         (
             {'samples': ['a'], 'config': {'train': {'lr': 1e-3}, 'optimizer.lr': 1e-4}},
             'lr twice, as train.lr and as optimizer.lr',
@@ -200,28 +238,6 @@ def test_a_model_in_memory_needs_a_tokenizer(folder):
 def test_mistakes_before_anything_is_loaded(given, sentence):
     with pytest.raises(ValueError, match=sentence):
         chatgpt.train('no/such-model', **given)
-
-
-def test_both_conventions():
-    assert as_reward(lambda prompts, responses: responses)(['a'], ['b']) == ['b']
-    assert as_reward(lambda samples, **kw: samples)(['a'], ['b']) == ['ab']
-    assert as_reward(lambda outputs: outputs)(['a'], ['b'], other=[1]) == ['b']  # gets what it names
-    assert as_reward(lambda samples, prompts, outputs, other: other)(['a'], ['b'], other=[1], more=[2]) == [1]
-    assert as_reward(lambda prompts, responses, samples: samples)(['a'], ['b'], samples=[7]) == [
-        7
-    ]  # ours, with a column called samples
-    weighted = as_reward([(0.5, lambda samples: samples), (1.0, len)])
-    assert weighted[0][0] == 0.5 and weighted[0][1](['a'], ['b']) == ['ab'] and weighted[1] == (1.0, len)
-    assert as_reward(None) is None
-    assert as_reward(torch.nn.Linear(1, 1)).weight.shape == (1, 1)
-
-
-def test_metrics_in_both_conventions():
-    given = {'samples': ['ab'], 'prompts': ['a'], 'outputs': ['b'], 'column': [1]}
-    assert as_metric(lambda samples, column: (samples, column))(**given) == (['ab'], [1])
-    assert as_metric(lambda prompts, responses: (prompts, responses))(**given) == (['a'], ['b'])
-    assert as_metric(lambda prompts, responses, **columns: columns)(**given) == {'column': [1]}
-    assert as_metric(None) is None
 
 
 def test_a_reward_model_in_memory_is_prepared_and_scores_the_evaluation(folder, tmp_path):
@@ -344,7 +360,7 @@ def test_a_config_object_and_sections(folder):
 
 
 def run_on_ranks(folder: str, out: str) -> None:
-    from chatgpt.trainer.strategies import DDPStrategy
+    from chatgpt.strategies import DDPStrategy
 
     with DDPStrategy(seed=42, device='cpu') as strategy:
         run(folder, out, strategy)
@@ -449,7 +465,7 @@ def test_bad_rows_are_left_out_when_that_is_asked_for(folder):
     ('settings', 'said'),
     [
         ({'output_dir': 'x'}, "'output_dir' is not a setting of sft; here it is save_path"),
-        ({'report_to': 'wandb'}, "'report_to' is not a setting of sft; here it is callbacks, such as"),
+        ({'report_to': 'wandb'}, "'report_to' is not a setting of sft; here it is log_with"),
     ],
 )
 def test_other_systems_words_are_answered(folder, settings, said):
@@ -483,3 +499,33 @@ def test_a_run_goes_on_where_it_stopped_and_two_runs_are_not_mixed(folder, tmp_p
 def test_a_run_that_writes_nothing_says_so(folder, capfd):
     chatgpt.train(folder, samples=['a b', 'b a'], max_epochs=1, **QUIET)
     assert 'nothing of this run is written; give run_dir=...' in capfd.readouterr().err
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_what_is_given_otherwise_is_a_setting_of_the_command_that_is_not_taken(kind):
+    otherwise = {name for name in GIVEN_OTHERWISE if '.' not in name or name.startswith(f'{kind}.')}
+    otherwise = {name.rpartition('.')[2] for name in otherwise}
+    taken = set(known_settings(kind)) - set(run_class(kind).config_class.field_names())
+    assert not taken & otherwise
+    assert otherwise & set(run_class(kind).field_names())
+
+
+def test_settings_of_the_command_reach_the_run(folder):
+    """Of optimizers, models, environments and data."""
+    given = {'weight_decay': 0.25, 'optimizer': 'sgd', 'critic': 'shared', 'update_timesteps': 2, 'ptx_coef': 0.5}
+    given |= {'num_layers_unfrozen': 1, 'ptx_data': ['ab', 'cd'], 'logprob_kernel': 'plain'}
+    environment = {'environment': 'games:countdown', 'max_new_tokens': 8, 'num_environment_workers': 3, 'max_turns': 1}
+    trainer = chatgpt.train(folder, **PPO | environment | given, **QUIET)
+    group = trainer.actor_optim.param_groups[0]
+    assert isinstance(trainer.actor_optim, torch.optim.SGD) and group['weight_decay'] == 0.25
+    assert trainer.critic is None and trainer.shares_trunk and len(trainer.pretrain_data) == 2
+    assert trainer.strategy.unwrap(trainer.actor).logprob_kernel == 'plain'
+    assert (trainer.phase, trainer.engine.runner.settings.num_workers) == (1, 3)
+
+
+def test_several_rewards_are_normalised_apart(folder):
+    lengths = lambda prompts, responses: [float(len(r)) for r in responses]  # noqa: E731
+    rewards = [(1.0, lengths), (0.5, lambda prompts, responses: [float('a' in r) for r in responses])]
+    settings = {'advantage_estimator': 'gdpo', 'num_samples_per_prompt': 2, 'kl_in': 'loss', 'num_timesteps': 1}
+    trainer = chatgpt.train(folder, reward_fn=rewards, prompts=['a', 'b'], **PPO | settings, **QUIET)
+    assert trainer.critic is None and trainer.phase == 1

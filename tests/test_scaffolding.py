@@ -61,10 +61,15 @@ def test_the_distribution_has_a_name_of_its_own_and_no_page_or_message_says_anot
     ):
         assert not wrong.search(text), text
     pages = [
-        p for folder in ('docs', 'chatgpt', 'examples', 'benchmarks') for p in (ROOT / folder).rglob('*') if p.is_file()
+        p
+        for folder in ('docs', 'chatgpt', 'compat/chatgpt_compat', 'examples', 'benchmarks')
+        for p in (ROOT / folder).rglob('*')
+        if p.is_file()
     ]
     pages = [p for p in [*pages, *ROOT.glob('*.*'), ROOT / 'Makefile'] if p.is_file() and p.suffix != '.pyc']
-    assert {ROOT / 'README.md', ROOT / 'setup.py', ROOT / 'docs/launch.md', ROOT / 'chatgpt/cluster.py'} <= set(pages)
+    assert {ROOT / 'README.md', ROOT / 'setup.py', ROOT / 'docs/launch.md', ROOT / 'chatgpt/rollout/cluster.py'} <= set(
+        pages
+    )
     said = {
         f'{p.relative_to(ROOT)}: {found[0]}' for p in pages if (found := wrong.search(p.read_text(errors='ignore')))
     }
@@ -98,6 +103,8 @@ def test_requirement_files_do_not_contradict_each_other():
     core, dev = pins('requirements.txt'), pins('requirements-dev.txt')
     assert not set(core) & set(dev)
     both = core | dev
+    vllm = pins('requirements-vllm.txt')
+    assert vllm['ray'] == pins('requirements-ray.txt')['ray'] and 'torch' not in vllm
     for kind in ('colossalai', 'ray', 'docs', 'openenv'):
         extra = pins(f'requirements-{kind}.txt')
         assert {name: both[name] for name in extra if name in both} == {
@@ -127,7 +134,7 @@ def test_every_import_of_the_package_is_a_requirement(metadata):
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(['make', *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(['make', *arguments], cwd=ROOT, capture_output=True, text=True)
 
 
 def test_make_installs_torch_pinned_before_anything_else(tmp_path):
@@ -167,21 +174,24 @@ def test_make_refuses_an_old_python_in_one_line(tmp_path):
 def test_ci_runs_the_command_of_the_readme():
     script = (ROOT / '.ci' / 'run').read_text()
     readme = (ROOT / 'README.md').read_text()
-    assert re.findall(r'^(?:exec )?make (\S+) </dev/null$', script, re.MULTILINE) == ['test', 'test-system']
+    commands = re.findall(r'^(?:exec )?make (\S+) </dev/null$', script, re.MULTILINE)
+    assert commands == ['test', 'test-avx2', 'test-vllm', 'test-system']
+    told = re.search(r'^`\.ci/run` runs (.+),', (ROOT / 'CONTRIBUTING.md').read_text(), re.MULTILINE)
+    assert told is not None and re.findall(r'`make (\S+)`', told[1]) == commands
     assert 'set -euo pipefail' in script
     assert 'make test' in readme and 'make demo' in readme
     assert (ROOT / '.ci' / 'run').stat().st_mode & 0o100
 
 
-def test_the_slowest_tests_are_listed_by_names_that_exist():
-    text = (ROOT / 'CONTRIBUTING.md').read_text()
-    rows = re.findall(r'^\| `(tests/\S+\.py)::(test_\w+)` \| (\d+) \| (.+) \|$', text, re.MULTILINE)
-    assert len(rows) == len({row[:2] for row in rows}) == 20
-    for file, name, _, reason in rows:
-        assert re.search(rf'^def {name}\(', (ROOT / file).read_text(), re.MULTILINE), f'{file} has no {name}'
-        assert len(reason) > 10
-    seconds = [int(row[2]) for row in rows]
-    assert seconds == sorted(seconds, reverse=True)
+def test_no_test_has_a_limit_of_its_own_or_asks_how_long_something_took():
+    wrong = re.compile(
+        r'mark\.timeout\(|communicate\(timeout=|^ +timeout=\d|'
+        r'assert .*\b(monotonic|perf_counter|process_time|time)\(\) - \w+ <',
+        re.MULTILINE,
+    )
+    assert wrong.search('assert time.monotonic() - start < 3') and wrong.search('@pytest.mark.timeout(600)')
+    files = [p for folder in ('tests', 'compat/tests') for p in (ROOT / folder).rglob('*.py') if p != Path(__file__)]
+    assert [path.name for path in files if wrong.search(path.read_text())] == []
 
 
 COMMAND = re.compile(r'(?<![\w./-])(?:python|torchrun)(?= )')
@@ -204,7 +214,9 @@ def test_commands_in_module_docstrings_can_be_pasted():
     assert wrong_commands('A.\n\n    python a.py --b torchrun c.py\n') and not wrong_commands(
         'A.\n\n    python a.py \\\n        --b\n    python c.py    # d\n\nThen python and torchrun.'
     )
-    files = [p for folder in ('chatgpt', 'examples', 'benchmarks', 'tests') for p in (ROOT / folder).rglob('*.py')]
+    files = [
+        p for folder in ('chatgpt', 'compat', 'examples', 'benchmarks', 'tests') for p in (ROOT / folder).rglob('*.py')
+    ]
     texts = {p: ast.get_docstring(ast.parse(p.read_text())) or '' for p in files}
     assert sum(bool(COMMAND.search(text)) for text in texts.values()) > 20
     assert not {p.name: lines for p, text in texts.items() if (lines := wrong_commands(text))}

@@ -14,9 +14,9 @@ MAX_TOKENS = {'cpu': 512, 'cuda': 16384}
 
 def make_trainer(case: Case):
     from chatgpt.nn import GPTActor, GPTCritic, RewardModel
+    from chatgpt.strategies import NaiveStrategy
     from chatgpt.trainer import PPOTrainer
     from chatgpt.trainer.callbacks import ProgressBar
-    from chatgpt.trainer.strategies import NaiveStrategy
 
     strategy = NaiveStrategy(seed=0, precision=case.precision.split()[0], device=case.device)
     shared, groups = case.peer == 'trl_classic', case.method != 'ppo'
@@ -67,13 +67,13 @@ def update(trainer) -> tuple[int, int, dict[str, float]]:
     """New tokens, sequences, and the metrics of one collect and one learn."""
     trainer.collect(1)
     experiences = trainer.last_experiences
-    return sum(e.num_actions for e in experiences), len(experiences), trainer.learn_phase()
+    return sum(e.num_actions for e in experiences), len(experiences), trainer.learn()
 
 
 def main() -> None:
     case, line = begin()
     trainer = make_trainer(case)
-    networks = sum(m is not None for m in (trainer.actor, trainer.critic, trainer.maker.initial_model))
+    networks = sum(m is not None for m in (trainer.actor, trainer.critic, trainer.maker.reference.initial_model))
     line.ready(**versions(), networks=networks + (case.peer == 'trl_ppo'))
     while line.wait():
         tokens, sequences, metrics = update(trainer)

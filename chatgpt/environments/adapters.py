@@ -19,7 +19,6 @@ from typing import Any
 
 from chatgpt.environments.base import EnvironmentFactory
 from chatgpt.environments.openenv import openenv_server
-from chatgpt.environments.own_random import OwnRandom
 from chatgpt.environments.tools import ToolFactory
 from chatgpt.registry import load_object
 
@@ -65,17 +64,7 @@ class GymEnvironment:
 
 
 class GemEnvironment(GymEnvironment):
-    """GEM: as Gymnasium, but it draws from Python's and NumPy's global random numbers, and `info` may hold what stands
-    around an observation."""
-
-    def reset(self, seed: int, **columns: Any) -> str:
-        self._random = OwnRandom(seed)
-        with self._random:
-            return super().reset(seed)
-
-    def step(self, response: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        with self._random:
-            return super().step(response)
+    """GEM: as Gymnasium, and `info` may hold what stands around an observation."""
 
     def _told(self, observation: Any, info: Mapping[str, Any]) -> str:
         return str(info.get('prefix', '')) + super()._told(observation, info) + str(info.get('suffix', ''))

@@ -10,7 +10,6 @@
             return ('' if right else 'no\\n'), float(right), right, False, {'success': right}
 
 One object lives for one episode. `step` answers as Gymnasium's does: observation, reward, terminated, truncated, info.
-Left out: who calls it and for how long (`runner`), and how observations become ids (`transcript`).
 """
 
 from __future__ import annotations
@@ -78,8 +77,9 @@ class EnvironmentSettings:
     num_workers: int = 8
     """the most steps that run at the same time"""
     apply_chat_template: bool | None = None
-    """None: messages go through the tokenizer's chat template, and text is used as it is; True: text too, each
-    observation as a turn of the user"""
+    """None: messages go through the tokenizer's chat template, and text where the model was trained so
+    (`chatgpt.data.formats.text_choice`); True: text too, each observation as a turn of the user; False: text is used
+    as it is"""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """further arguments of the template, such as enable_thinking"""
 

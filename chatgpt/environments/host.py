@@ -1,7 +1,5 @@
 """Environments in one place, a thread or a process: made, called one at a time, closed. What they do wrong becomes a
 `Failure`.
-
-Left out: limits on time but for coroutines, which end themselves (`runner` sees to the rest).
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from chatgpt.data.rewards.calling import told
 from chatgpt.environments.base import (
     EnvironmentFactory,
     Failure,
@@ -23,7 +22,6 @@ from chatgpt.environments.base import (
     checked_rewards,
     checked_step,
 )
-from chatgpt.rewards.calling import told
 
 Answer = Step | Failure
 
@@ -53,6 +51,7 @@ class Host:
     def reset(self, number: int, seed: int, columns: Mapping[str, Any]) -> Answer:
         def first() -> Step:
             environment = self.environments[number] = self.factory()
+            _check_reset(environment.reset, columns)
             return Step(observation=checked_observation(self._called(number, environment.reset, seed, **columns)))
 
         return self._answered(first)
@@ -105,6 +104,20 @@ class Host:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=_run, args=(self._loop,), name='environment-loop', daemon=True).start()
         return asyncio.run_coroutine_threadsafe(_within(value, self.limit_s), self._loop).result()
+
+
+def _check_reset(reset: Callable[..., Any], columns: Mapping[str, Any]) -> None:
+    """Raises TypeError for a `reset` that does not take what it is called with, which it shows."""
+    try:
+        signature = inspect.signature(reset)
+    except (TypeError, ValueError):  # one that is not written in Python
+        return
+    try:
+        signature.bind(0, **columns)
+    except TypeError as error:
+        call = ', '.join(['seed', *(f'{name}=...' for name in columns)])
+        wrong = f'reset{signature} is called as reset({call}): {error}; write reset(self, seed, **columns)'
+        raise TypeError(wrong) from None
 
 
 class _TookTooLong(Exception):

@@ -1,22 +1,11 @@
-"""Python as a tool: code that a model wrote runs in a process of its own, which has nothing and leaves nothing.
+"""Python as a tool: code that a model wrote runs in a process of its own, under bubblewrap.
 
     outcome = run_python('print(6 * 7)')            # Outcome(output='42\\n', end='ok')
     tool = PythonTool(Limits(wall_s=2.0)); tool.python('print(6 * 7)')
 
-What holds on Linux, by the kernel (`guards` tells whether it does here):
-
-- *time*: wall and CPU seconds. *Memory*: address space; no shared memory that stays.
-- *Output*: of standard output and error together; what is more ends the process.
-- *Files*: an empty temporary folder, removed afterwards. Landlock refuses to open, make, rename or remove anything
-  else, and to read anything but Python's own library; a size per file and of the folder.
-- *Network*: none; seccomp refuses to make a socket, which asyncio's event loop needs too.
-- *Processes*: none; seccomp refuses new processes and programs, and signals to others. Threads are allowed.
-- *Secrets*: no environment variables, no open files, no standard input.
-
-What it does not do: hide which paths exist and how large files are (`os.stat`), spare CPU and disk below these limits,
-or hold against an error in the kernel. Who runs code of people who mean harm puts the whole run into a virtual machine.
-Where the kernel has no Landlock (before Linux 5.13, or switched off) or no seccomp (other systems), Python's audit
-hooks refuse in its place: they hold back code that errs, and code that means harm gets round them; a warning says so.
+bubblewrap (`bwrap`) gives each call namespaces of its own: no network, no other processes in sight, no environment
+variables, and of the file system only Python's own library, read-only, and an empty folder in memory. Resource limits
+keep time, memory, files and processes. docs/environments.md lists what holds and what does not.
 """
 
 from __future__ import annotations
@@ -26,20 +15,20 @@ import json
 import os
 import re
 import selectors
+import shutil
 import signal
-import stat
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
-from chatgpt.environments.confined import CONFINED, MACHINES
+from chatgpt.environments.confined import CONFINED
 
 PROGRAM = Path(__file__).with_name('confined.py')
 LOOK_EVERY_S = 0.05
@@ -60,15 +49,18 @@ class Limits:
     cpu_s: int = 5
     """CPU seconds of all threads together"""
     memory_mib: int = 256
-    """address space, of which Python itself takes 20 to 40"""
+    """address space of a process, of which Python itself takes 20 to 40"""
     output_bytes: int = 10_000
     """of standard output and error together"""
     file_bytes: int = 1 << 20
     """of one file"""
     folder_bytes: int = 1 << 23
-    """of all files together; looked at twenty times a second, so a fast writer gets a little further"""
+    """of all files together"""
     folder_entries: int = 100
+    """looked at twenty times a second, so fast code gets a little further"""
     open_files: int = 32
+    processes: int = 16
+    """processes and threads together; each process has `memory_mib` and `cpu_s` of its own"""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -86,108 +78,164 @@ class Outcome(NamedTuple):
     signal did, as after a crash or at the limit of CPU seconds"""
 
 
-class Guards(NamedTuple):
-    """Which guards the kernel has, tried out."""
-
-    files: bool
-    """Landlock"""
-    filter: bool
-    """seccomp: sockets, processes, signals to others"""
-
-
-def run_python(code: str, limits: Limits | None = None) -> Outcome:
-    """Run code as a script in a confined process. Blocks for at most `limits.wall_s` and the moment that starting and
+def run_python(code: str, limits: Limits | None = None, *, unsafe: bool = False) -> Outcome:
+    """Run code as a script in a process of its own. Blocks for at most `limits.wall_s` and the moment that starting and
     clearing up take.
 
+    Args:
+        code: the script.
+        limits: what it may use.
+        unsafe: the code is trusted: it runs without bubblewrap, as a plain process of this user in a temporary folder,
+            within limits of time, memory, output and size per file.
+
     Raises:
-        RuntimeError: the process could not be confined, so nothing was run.
+        ValueError: bubblewrap is missing or does not work here, so nothing was run.
+        RuntimeError: the process could not be started this time, so nothing was run.
     """
     limits = limits or Limits()
-    held = guards()
-    if not all(held):
-        _warn_once(held)
-    return _run(code, limits, held)
+    if not unsafe:
+        check_sandbox()
+        return _run(code, limits, bubblewrap=True)
+    with tempfile.TemporaryDirectory(prefix='python-tool-', ignore_cleanup_errors=True) as folder:
+        return _run(code, limits, bubblewrap=False, folder=folder)
+
+
+def check_sandbox() -> None:
+    """Try bubblewrap out, once per process.
+
+    Raises:
+        ValueError: of one line: what is missing, and how to install it.
+    """
+    problem = _problem()
+    if problem:
+        raise ValueError(
+            f'PythonTool: {problem}; it needs bubblewrap 0.8 or newer (apt-get install bubblewrap, or dnf install '
+            'bubblewrap) and user namespaces; trusted code runs without it by PythonTool(unsafe=True)'
+        )
 
 
 @functools.cache
-def guards() -> Guards:
-    """What this machine's kernel can keep, tried out in a process once."""
-    none = Guards(False, False)
-    if sys.platform != 'linux' or os.uname().machine not in MACHINES or sys.byteorder != 'little':
-        return none
-    for held in (Guards(True, True), Guards(False, True), Guards(True, False)):
-        try:
-            if _run('', Limits(), held).end == 'ok':
-                return held
-        except RuntimeError:
-            pass
-    return none
+def _problem() -> str:
+    if shutil.which('bwrap') is None:
+        return 'bwrap is not installed'
+    if os.geteuid() == 0 and shutil.which('setpriv') is None:
+        return 'setpriv (package util-linux) is not installed'
+    try:
+        outcome = _run('', Limits(wall_s=60.0), bubblewrap=True)
+    except RuntimeError as error:
+        return f'bwrap does not work here ({str(error).rpartition("nothing was run: ")[2]})'
+    return '' if outcome.end == 'ok' else f'bwrap does not work here ({outcome.end})'
 
 
-@functools.cache
-def _warn_once(held: Guards) -> None:
-    missing = [
-        *([] if held.files else ['Landlock, so files outside of the folder']),
-        *([] if held.filter else ['seccomp, so network, processes and signals']),
-    ]
-    warnings.warn(
-        f'PythonTool: this machine has no {" and no ".join(missing)} are guarded by Python alone, which code '
-        'that means harm gets round; run it where nothing is worth taking',
-        stacklevel=4,
-    )
-
-
-def _run(code: str, limits: Limits, held: Guards) -> Outcome:
-    with tempfile.TemporaryDirectory(prefix='python-tool-', ignore_cleanup_errors=True) as place:
-        folder = os.path.realpath(os.path.join(place, 'work'))
-        os.mkdir(folder)
-        settings = {
-            'folder': folder,
-            'readable': _readable(),
-            'parent': os.getpid(),
-            'cpu_s': limits.cpu_s,
-            'memory': limits.memory_mib << 20,
-            'file_bytes': limits.file_bytes,
-            'open_files': limits.open_files,
-            **held._asdict(),
-        }
-        # Not the interpreter of a virtual environment, whose folder the process has no business in.
-        interpreter = getattr(sys, '_base_executable', '') or sys.executable
+def _run(code: str, limits: Limits, *, bubblewrap: bool, folder: str | None = None) -> Outcome:
+    settings = {
+        'cpu_s': limits.cpu_s,
+        'memory': limits.memory_mib << 20,
+        'file_bytes': limits.file_bytes,
+        'open_files': limits.open_files,
+        # Outside of a user namespace all processes of the user count.
+        'processes': limits.processes if bubblewrap else None,
+    }
+    told, tell = os.pipe()
+    program = [_interpreter(), '-I', '-S', INSIDE if bubblewrap else str(PROGRAM), json.dumps(settings)]
+    try:
         process = subprocess.Popen(
-            [interpreter, '-I', '-S', str(PROGRAM), json.dumps(settings)],
+            [*_bubblewrap(limits, tell), *program] if bubblewrap else program,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             cwd=folder,
             env={},
             start_new_session=True,
+            pass_fds=[tell] if bubblewrap else [],
         )
+        os.close(tell)
+        tell = -1
         try:
-            output, end = _follow(process, code.encode('utf-8', 'replace'), folder, limits)
+            output, end = _follow(process, code.encode('utf-8', 'replace'), told, limits)
         finally:
-            # Not reaped yet, so that the number of the group is still its own.
+            # Not reaped yet, so that the number of the group is still its own. What bwrap has started ends with it.
             _kill_group(process.pid)
             process.wait()
             for stream in (process.stdin, process.stdout):
                 if stream is not None:
                     stream.close()
-            _clear(folder)
-    confined = output.startswith(CONFINED)
+    finally:
+        os.close(told)
+        if tell >= 0:
+            os.close(tell)
     text = output.removeprefix(CONFINED)[: limits.output_bytes].decode('utf-8', 'replace')
-    if end == 'ok' and not confined:
-        raise RuntimeError(f'PythonTool: the process could not be confined, and nothing was run: {text.strip()}')
+    if end == 'ok' and not output.startswith(CONFINED):
+        raise RuntimeError(f'PythonTool: nothing was run: {" ".join(text.split())}')
     if end == 'ok' and process.returncode:
-        end = 'killed' if process.returncode < 0 else 'error'
+        # bwrap ends with 128 and the number of the signal
+        end = 'killed' if process.returncode < 0 or process.returncode > 128 else 'error'
     return Outcome(text, end)
 
 
-def _follow(process: subprocess.Popen[bytes], code: bytes, folder: str, limits: Limits) -> tuple[bytes, End]:
+# ---------------------------------------------------------------------- the command line of bubblewrap
+
+INSIDE = '/confined.py'
+NOBODY = 65534
+NAMESPACES = [
+    *('--unshare-all', '--unshare-user', '--disable-userns', '--cap-drop', 'ALL', '--hostname', 'python'),
+    *('--clearenv', '--new-session', '--die-with-parent'),
+]
+
+
+def _bubblewrap(limits: Limits, info: int) -> list[str]:
+    """bwrap with its options. The code is no pid 1, to which signals without a handler do nothing."""
+    bwrap, outer = shutil.which('bwrap') or 'bwrap', []
+    shown, hidden = _places()
+    if os.geteuid() == 0:
+        # The kernel limits no processes of root's, so the sandbox is one of nobody's. Nobody may not see all of the
+        # places, hence root shows them to it under /tmp first.
+        outer = [bwrap, '--die-with-parent', '--dev-bind', '/', '/', '--tmpfs', '/tmp']
+        for number, (source, _) in enumerate(shown):
+            outer += ['--ro-bind', source, f'/tmp/{number}']
+        setpriv = shutil.which('setpriv') or 'setpriv'
+        outer += [setpriv, f'--reuid={NOBODY}', f'--regid={NOBODY}', '--clear-groups', '--pdeathsig=KILL']
+        shown = [(f'/tmp/{number}', place) for number, (_, place) in enumerate(shown)]
+    inner = [bwrap, *NAMESPACES, '--info-fd', str(info)]
+    for source, place in shown:
+        inner += ['--ro-bind', source, place]
+    for place in hidden:
+        inner += ['--tmpfs', place, '--remount-ro', place]
+    for device in ('/dev/null', '/dev/zero', '/dev/urandom'):
+        inner += ['--dev-bind', device, device]
+    inner += ['--size', str(limits.folder_bytes), '--tmpfs', '/tmp', '--remount-ro', '/', '--chdir', '/tmp']
+    return [*outer, *inner]
+
+
+def _interpreter() -> str:
+    """Not that of a virtual environment, whose folder the code has no business in."""
+    return os.path.realpath(getattr(sys, '_base_executable', '') or sys.executable)
+
+
+@functools.cache
+def _places() -> tuple[list[tuple[str, str]], list[str]]:
+    """The files that Python needs, each with its place inside: its own library, the system's shared libraries;
+    and folders of installed packages in these, which stay empty."""
+    library = sysconfig.get_path('stdlib')
+    own = [os.path.join(sys.base_prefix, 'lib'), os.path.join(sys.base_exec_prefix, sys.platlibdir), library]
+    system = ['/lib', '/lib64', '/usr/lib', '/usr/lib64', '/etc/ld.so.cache', '/usr/share/zoneinfo']
+    shown = [(path, path) for path in dict.fromkeys([*system, *own, _interpreter()]) if os.path.exists(path)]
+    hidden = [os.path.join(library, 'site-packages'), os.path.join(library, 'dist-packages')]
+    hidden += ['/usr/lib/python3/dist-packages']
+    return [*shown, (str(PROGRAM), INSIDE)], [path for path in hidden if os.path.isdir(path)]
+
+
+# ---------------------------------------------------------------------- following the process
+
+
+def _follow(process: subprocess.Popen[bytes], code: bytes, told: int, limits: Limits) -> tuple[bytes, End]:
     """Hand over the code and read until the process ends or a limit is reached; 'ok' stands for its own end."""
     stdin, stdout = process.stdin, process.stdout
     assert stdin is not None and stdout is not None
     os.set_blocking(stdin.fileno(), False)
     output, written, deadline = bytearray(), 0, time.monotonic() + limits.wall_s
-    with selectors.DefaultSelector() as selector, _told_of_its_end(process.pid) as its_end:
+    folder: int | None = None
+    with selectors.DefaultSelector() as selector, _told_of_its_end(process.pid) as its_end, ExitStack() as stack:
         if its_end is not None:
             selector.register(its_end, selectors.EVENT_READ)
         selector.register(stdout, selectors.EVENT_READ)
@@ -203,18 +251,41 @@ def _follow(process: subprocess.Popen[bytes], code: bytes, folder: str, limits: 
                 if key.fileobj is not stdout:
                     continue
                 chunk = os.read(stdout.fileno(), 65536)
+                if not output and chunk.startswith(CONFINED):
+                    folder = _open_folder(told, stack)
                 output += chunk
                 if len(output) > limits.output_bytes + len(CONFINED):
                     return bytes(output), 'output'
                 if not chunk:
                     selector.unregister(stdout)
             ended = _has_ended(process.pid)
-            if ended and not any(key.fileobj is stdout for key, _ in ready):
-                return bytes(output), 'ok'
-            if not ended and _too_much(folder, limits):
+            if ended and any(key.fileobj is stdout for key, _ in ready):
+                continue
+            if folder is not None and _too_much(folder, limits):
                 return bytes(output), 'files'
-            if time.monotonic() >= deadline and not ended:
+            if ended:
+                return bytes(output), 'ok'
+            if time.monotonic() >= deadline:
                 return bytes(output), 'time'
+
+
+def _open_folder(told: int, stack: ExitStack) -> int | None:
+    """The folder inside, by the number of the process that bwrap tells; None without bwrap."""
+    os.set_blocking(told, False)
+    try:
+        child = json.loads(os.read(told, 4096) or 'null')
+        if child is None:
+            return None
+        opened = os.open(f'/proc/{child["child-pid"]}/root/tmp', os.O_PATH | os.O_DIRECTORY)
+    except OSError:  # it has ended
+        return None
+    stack.callback(os.close, opened)
+    return opened
+
+
+def _too_much(folder: int, limits: Limits) -> bool:
+    held = os.fstatvfs(folder)
+    return held.f_bfree == 0 or held.f_files - held.f_ffree - 1 > limits.folder_entries
 
 
 @contextmanager
@@ -253,63 +324,6 @@ def _kill_group(pid: int) -> None:
         pass
 
 
-def _too_much(folder: str, limits: Limits) -> bool:
-    total, entries, waiting = 0, 0, [folder]
-    while waiting:
-        try:
-            with os.scandir(waiting.pop()) as found:
-                for entry in found:
-                    entries += 1
-                    if entries > limits.folder_entries:
-                        return True
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append(entry.path)
-                    else:
-                        total += entry.stat(follow_symlinks=False).st_blocks * 512
-        except OSError:  # removed or locked meanwhile
-            continue
-    return total > limits.folder_bytes
-
-
-def _clear(folder: str) -> None:
-    """Empty the folder, whatever its modes and however deep: by open folders, since paths may be too long, and without
-    recursion."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-    here, entered = os.open(folder, flags), list[str]()
-    try:
-        while True:
-            inner = None
-            with os.scandir(here) as found:
-                for entry in found:
-                    if entry.is_dir(follow_symlinks=False):
-                        inner = entry.name
-                        break
-                    os.unlink(entry.name, dir_fd=here)
-            if inner is not None:
-                os.chmod(inner, stat.S_IRWXU, dir_fd=here)
-                entered.append(inner)
-            elif not entered:
-                return
-            there = os.open('..' if inner is None else inner, flags, dir_fd=here)
-            os.close(here)
-            here = there
-            if inner is None:
-                os.rmdir(entered.pop(), dir_fd=here)
-    finally:
-        os.close(here)
-
-
-@functools.cache
-def _readable() -> list[str]:
-    """What Python needs of the file system: its own library, the system's shared libraries."""
-    import sysconfig
-
-    own = [sysconfig.get_path('stdlib'), sysconfig.get_path('platstdlib'), os.path.join(sys.base_prefix, 'lib')]
-    system = ['/lib', '/lib64', '/usr/lib', '/usr/lib64', '/etc/ld.so.cache', '/usr/share/zoneinfo']
-    devices = ['/dev/null', '/dev/zero', '/dev/urandom']
-    return [path for path in dict.fromkeys([*own, *system, *devices]) if path and os.path.exists(path)]
-
-
 # ---------------------------------------------------------------------- as a tool
 
 
@@ -329,10 +343,16 @@ class PythonTool:
 
     Args:
         limits: what the code may use.
+        unsafe: the code is trusted, and runs without bubblewrap (see `run_python`).
+
+    Raises:
+        ValueError: bubblewrap is missing or does not work here.
     """
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self._limits = limits or Limits()
+    def __init__(self, limits: Limits | None = None, *, unsafe: bool = False) -> None:
+        self._limits, self._unsafe = limits or Limits(), unsafe
+        if not unsafe:
+            check_sandbox()
 
     def reset(self, **columns: Any) -> None:
         """Nothing is kept from one call to the next."""
@@ -346,7 +366,7 @@ class PythonTool:
         Returns:
             What the code printed, and the traceback of an exception.
         """
-        outcome = run_python(code, self._limits)
+        outcome = run_python(code, self._limits, unsafe=self._unsafe)
         note = NOTES[outcome.end].format(limits=self._limits)
         lines = [outcome.output.rstrip('\n'), note]
         return '\n'.join(line for line in lines if line) or '[no output]'

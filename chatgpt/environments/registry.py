@@ -19,10 +19,7 @@ _GAMES = 'chatgpt.environments.games'
 ENVIRONMENTS: dict[str, str] = {
     'games:countdown': f'{_GAMES}:Countdown',
     'games:calculator': f'{_GAMES}:Calculator',
-    'games:guess_word': f'{_GAMES}:GuessWord',
-    'games:sokoban': f'{_GAMES}:Sokoban',
     'games:tictactoe': f'{_GAMES}:TicTacToe',
-    'games:blackjack': f'{_GAMES}:Blackjack',
     'games:calculator_tools': f'{_GAMES}:CalculatorTools',
 }
 """short names, and the `module:Class` that each stands for"""

@@ -12,8 +12,6 @@ left behind, as threads cannot be ended, and a process is killed. The other envi
 one. Those of a lost process, or of a lost event loop, are built again when they are asked next: from their seed and the
 responses so far. One that then answers differently than before ends its episode, since its transcript would go on
 in another world than it began in. Threads end when there is no episode; processes wait for the next until `close`.
-
-Left out: what is done with an answer.
 """
 
 from __future__ import annotations

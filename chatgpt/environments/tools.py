@@ -30,8 +30,6 @@ seed; a parameter called `seed` gets that seed.
 Semantics: TRL's GRPOTrainer (`environment_factory`, `_tool_call_loop`), at commit f2cd577. What differs: `close` is no
 tool, images are not shown, a call's arguments may be JSON in a string, and calls of an episode's very last allowed turn
 are still carried out.
-
-Left out: reading calls out of what a model wrote (`transcript`).
 """
 
 from __future__ import annotations
@@ -44,7 +42,6 @@ from functools import partial
 from typing import Any
 
 from chatgpt.environments.base import joined
-from chatgpt.environments.own_random import OwnRandom
 
 RESERVED = ('reset', 'get_reward', 'turn_reward', 'close')
 
@@ -116,8 +113,7 @@ class ToolEnvironment:
         given = ({'seed': seed} if 'seed' in parameters else {}) | columns
         if 'prompt' not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             given.pop('prompt', None)
-        with OwnRandom(seed):
-            observation = self._value(self.environment.reset(**given))
+        observation = self._value(self.environment.reset(**given))
         observation = '' if observation is None else _text(observation)
         self._prompt = joined(columns.get('prompt') or [], observation)
         self._busy = False

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from chatgpt.dataset.formats import begin_ids
-from chatgpt.dataset.tokenize import encode
-from chatgpt.environments.base import InvalidStep, Observation, joined
+from chatgpt.data.formats import begin_ids, note_turns, template_of, text_choice, text_is_turn
+from chatgpt.data.tokenize import encode
+from chatgpt.environments.base import EnvironmentSettings, InvalidStep, Observation, joined
 from chatgpt.environments.calls import checked_calls, reader
 
 Ended = Literal['eos', 'stop', 'length']
@@ -82,7 +82,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        if not getattr(tokenizer, 'chat_template', None):
+        if not template_of(tokenizer):
             raise ValueError(
                 'the tokenizer has no chat template, which an environment of messages or tools needs; set '
                 'tokenizer.chat_template'
@@ -177,7 +177,12 @@ class ChatTemplate:
         """Raises ValueError where the template refuses the messages."""
         try:
             return self.tokenizer.apply_chat_template(
-                messages, tools=self.tools or None, tokenize=False, add_generation_prompt=begin, **self.options
+                messages,
+                chat_template=None if self.tokenizer.chat_template else template_of(self.tokenizer),
+                tools=self.tools or None,
+                tokenize=False,
+                add_generation_prompt=begin,
+                **self.options,
             )
         except ImportError:
             raise
@@ -291,6 +296,22 @@ class ChatTemplate:
             )
 
 
+def _speaks_messages(environment: Any) -> bool:
+    return bool(getattr(environment, 'tools', None) or getattr(environment, 'messages', False))
+
+
+def takes_turns(environment: Any, tokenizer: Any, settings: EnvironmentSettings) -> bool:
+    """Whether all observations of an environment go through the chat template."""
+    asked = settings.apply_chat_template
+    return _speaks_messages(environment) or bool(text_choice(tokenizer) if asked is None else asked)
+
+
+def choose_text_for(environment: Any, tokenizer: Any) -> None:
+    """In an environment of messages a prompt in text is a turn of the user: note it before prompts are read."""
+    if template_of(tokenizer) and _speaks_messages(environment):
+        note_turns(tokenizer)
+
+
 class TextOrChat:
     """Text as it is, until an environment's first observation is messages; from then on a `ChatTemplate`."""
 
@@ -301,6 +322,9 @@ class TextOrChat:
     def first(self, prompt: Any, observation: Observation) -> list[int]:
         if isinstance(observation, list) and isinstance(self.format, PlainText):
             self.format = ChatTemplate(self.tokenizer, options=self.options)
+            note_turns(self.tokenizer)
+        elif isinstance(self.format, PlainText):
+            text_is_turn(self.tokenizer, None)  # says so once, where there is a template
         return self.format.first(prompt, observation)
 
     def after(self, turn_ids: Sequence[int], ended: Ended, observation: Observation) -> list[int]:

@@ -5,7 +5,7 @@
 
 It is a new interpreter that imports this package's environments and the user's, and no torch. It ends with the
 trainer, however that ends: at the end of the socket it kills its process group, with everything that environments have
-started in it. Left out: limits (`runner`).
+started in it.
 """
 
 from __future__ import annotations

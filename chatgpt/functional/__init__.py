@@ -10,6 +10,4 @@
 
 Letters: N tokens that are actions, all sequences of a batch concatenated; B sequences; A actions of one sequence; V
 vocabulary; D width.
-
-Left out: models, text, processes.
 """

@@ -9,9 +9,6 @@ successor of the one before; rewards and values at such tokens are never read, a
 Three sorts of estimator: over the tokens of a response (`gae`, `a2c`, `reinforce_pp`, `reinforce_pp_baseline`), over
 the turns of an episode (`gae_over_turns`), and over the responses to one prompt, one number per response (`grpo`,
 `dr_grpo`, `rloo`, `gdpo`), which `spread` puts on its tokens.
-
-Left out: KL estimates (`kl.py`), scaling and clipping of scores, which estimator a run uses, and whitening over a phase
-(`masking.whiten`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ Why the gradient is not taken in the forward pass where the head is trained: its
 g_i times something, and PPO's g_i follows from the very log-probs (ratio, clipping). Only a loss whose weights of
 tokens are known before, as in SFT, could.
 
-Letters: N tokens, D width, V vocabulary. Left out: heads that are more than a linear map.
+Letters: N tokens, D width, V vocabulary.
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@ The state before an action has a value V; taking a token has a value Q. The full
 
 with Q of the actions taken, target Qs from slowly moving copies of the heads, and rewards that are standardised over
 the data set and placed on the last token that counts.
-
-Left out: the heads, Polyak averaging of the targets, sampling.
 """
 
 from __future__ import annotations

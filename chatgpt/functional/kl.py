@@ -2,19 +2,18 @@
 controllers.
 
 Direction, everywhere: the token was drawn from the policy q, and the number estimates KL(q || p) = E_q[log q − log p]
-to the reference p. With r = p / q, log r = ref_logprobs − logprobs.
-
-Left out: where the number goes. In the reward it is a constant; as a loss its gradient matters, see `kl_penalty`.
+to the reference p. With r = p / q, log r = ref_logprobs − logprobs. In the reward it is a constant; as a loss its
+gradient matters, see `kl_penalty`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-KLKind = Literal['k1', 'k2', 'k3', 'abs', 'full']
+from chatgpt.functional.choices import KLKind
 
 _KINDS = ('k1', 'k2', 'k3', 'abs')
 

@@ -1,23 +1,18 @@
 """Log-probs of given tokens and entropy, from logits or, in bounded memory, from hidden states.
 
 Letters: N tokens, D width, V vocabulary, C rows of a chunk.
-
-Left out: which tokens (the caller gathers the states that predict actions), and the head itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-LogprobKernel = Literal['auto', 'plain', 'fused', 'liger']
-"""ways by which hidden states become log-probs (`chatgpt.nn.head_kernels`)"""
-KERNELS = get_args(LogprobKernel)
 WithEntropy = bool | Literal['detached']
 """whether the entropy is computed too; 'detached' is as a metric, without a graph: nothing of it is kept for the
 backward pass"""

@@ -3,22 +3,19 @@
 Every loss is unreduced: one number per token (N,) or per sequence (B,). `aggregate` turns it into this micro-batch's
 share of the loss of a whole train batch, by dividing a sum by a *global* count; adding the shares of all micro-batches
 and ranks gives the loss.
-
-Left out: preference losses (`preference.py`), offline RL (`ilql.py`), KL (`kl.py`), entropy itself (`logprobs.py`).
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chatgpt.functional.choices import Aggregation
 from chatgpt.functional.kl import MAX_LOG_RATIO, kl_penalty
 from chatgpt.functional.masking import masked_sum, masked_var, segment_count, segment_mean, segment_sum
-
-Aggregation = Literal['token', 'sequence', 'sequence_sum']
 
 _AGGREGATIONS = ('token', 'sequence', 'sequence_sum')
 

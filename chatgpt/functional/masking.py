@@ -2,8 +2,6 @@
 
 Sums are accumulated in float64, so that neither the order nor the cut of a batch shows in a float32 result. Values
 where the mask is False are never read: they may be NaN or infinite.
-
-Left out: losses (`losses.aggregate` divides by counts), and sums over ranks.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Inputs are log-probs of whole responses, (B,): sums over their tokens, or means where a method says so
 (`losses.sequence_logprobs` makes both). "Margin" is the difference of log-ratios that `dpo_margin` computes; the
 implicit reward of a response is β (log π − log π_ref), so β · margin is chosen reward − rejected reward.
-
-Left out: models and pairing.
 """
 
 from __future__ import annotations

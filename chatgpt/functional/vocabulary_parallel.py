@@ -6,7 +6,7 @@ them: the greatest logit, and with it the sums of powers and of powers times log
 process knows. So the logits of all the vocabulary are nowhere. Backward, the gradient of its rows is each process's
 own, and the gradients of the states are summed.
 
-Letters: N tokens, D width, V vocabulary. Left out: heads that are more than a linear map.
+Letters: N tokens, D width, V vocabulary.
 """
 
 from __future__ import annotations

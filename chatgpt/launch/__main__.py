@@ -16,17 +16,22 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import chatgpt
-from chatgpt.launch.arguments import Parser, run_main
+from chatgpt.launch.arguments import Parser, add_flag, field_docs, hints_of, run_main
 from chatgpt.launch.config_values import peek
 from chatgpt.launch.methods import METHODS
+from chatgpt.launch.ray_request import RayLaunch
+from chatgpt.launch.torchrun import TorchrunLaunch, run_on_torchrun
 from chatgpt.names import hint
 
-RAY_ONLY: dict[str, Any] = {'gpus_per_worker': None, 'address': None, 'placement': None, 'wait_s': None, 'env': []}
-TORCHRUN_ONLY: dict[str, Any] = {'num_nodes': None, 'rdzv_endpoint': None, 'run_id': None, 'local_addr': None}
+OF_RAY = ('gpus_per_worker', 'address', 'placement', 'wait_s')
+OF_TORCHRUN = ('num_nodes', 'rdzv_endpoint', 'run_id', 'local_addr')
+RAY_ONLY: dict[str, Any] = {**dict.fromkeys(OF_RAY), 'env': []}
+TORCHRUN_ONLY: dict[str, Any] = dict.fromkeys(OF_TORCHRUN)
 
 
 def parser() -> Parser:
@@ -44,33 +49,18 @@ def parser() -> Parser:
         help='cores of a worker, and its threads unless OMP_NUM_THREADS is set (default: 1)',
     )
     add('--max_failures', type=int, default=3, help='how many times failed workers are replaced (default: 3)')
-    ray = out.add_argument_group('ray')
-    ray.add_argument('--gpus_per_worker', type=int, help='devices of a worker (default: 0)')
-    ray.add_argument(
-        '--address', help='HOST:PORT of the cluster, or local for a new one; default: RAY_ADDRESS, or found, or local'
-    )
-    ray.add_argument('--placement', choices=('pack', 'spread'), help='workers on few nodes or on many (default: pack)')
-    ray.add_argument(
-        '--wait_s',
-        type=float,
-        help='longest wait for resources in use, or for a node in place of a dead one (default: 300)',
-    )
-    ray.add_argument(
-        '--env',
-        action='append',
-        default=[],
-        metavar='NAME=VALUE',
-        help='variable of the script; may be given several times',
-    )
-    torchrun = out.add_argument_group('torchrun, started with the same command on every node')
-    torchrun.add_argument('--num_nodes', type=int, help='(default: 1)')
-    torchrun.add_argument('--rdzv_endpoint', metavar='HOST:PORT', help='one of the nodes, where they meet')
-    torchrun.add_argument(
-        '--run_id', metavar='NAME', help='of this launch, the same on every node; a later one of that name goes on'
-    )
-    torchrun.add_argument(
-        '--local_addr', metavar='HOST', help='this node as the others reach it; default: by its host name'
-    )
+    groups = {
+        'ray': (RayLaunch, OF_RAY),
+        'torchrun, started with the same command on every node': (TorchrunLaunch, OF_TORCHRUN),
+    }
+    for title, (launch, names) in groups.items():
+        group, docs, hints = out.add_argument_group(title), field_docs(launch), hints_of(launch)
+        defaults = {f.name: f.default for f in fields(launch)}  # type: ignore[arg-type]
+        for name in names:
+            text = docs[name] if defaults[name] is None else f'{docs[name]} (default: {defaults[name]})'
+            add_flag(group, name, hints[name], text, None)
+    env = 'variable of the script; may be given several times'
+    add('--env', action='append', default=[], metavar='NAME=VALUE', help=f'{env}; of the launcher ray')
     add('script', help='a file, or a command of chatgpt-rlhf that trains or generates')
     add('script_args', nargs=argparse.REMAINDER)
     return out
@@ -93,12 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options |= {'script': args.script, 'script_args': args.script_args, 'max_failures': args.max_failures}
     options |= workers(args)
     if args.launcher == 'torchrun':
-        from chatgpt.launch.torchrun import TorchrunLaunch, run_on_torchrun
-
         options.pop('gpus_per_worker', None)  # torchrun counts no devices: local rank 0 takes the first, and so on
         run_on_torchrun(TorchrunLaunch(**options))
     from chatgpt.launch.ray import run_on_ray
-    from chatgpt.launch.ray_request import RayLaunch
 
     return run_on_ray(
         RayLaunch(**options, variables=variables(args.env), shared_path=peek(args.script_args).get('save_path'))

@@ -21,16 +21,19 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, fields
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from chatgpt.launch.config_values import metavar_of, typed_text, value_parser
+from chatgpt.data.rewards.calling import made
+from chatgpt.launch.config_values import metavar_of, typed_text
 from chatgpt.launch.relaunch import mark_told, was_told
 from chatgpt.names import choice_hint, hint
-from chatgpt.registry import load_module
-from chatgpt.rewards.calling import made
-from chatgpt.trainer.strategies.registry import STRATEGIES, strategy_flag
+from chatgpt.registry import load_object
+from chatgpt.rules import check
+from chatgpt.strategies.registry import STRATEGIES, strategy_flag
+from chatgpt.strategies.rules import PRECISION_RULES
 
 NOBODYS_FAULT = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EISDIR))
 """what an operating system says of a path that a user can mend"""
@@ -55,6 +58,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         parsed, unknown = self.parse_known_args(args, namespace)
+        if hasattr(parsed, 'words') and not any(text.startswith('-') for text in unknown):
+            parsed.words, unknown = [*parsed.words, *unknown], []  # words behind a flag, which argparse leaves over
         if unknown:
             known = [name.lstrip('-') for action in self._actions for name in action.option_strings]
             flag = next((text for text in unknown if text.startswith('-')), unknown[0]).split('=')[0]
@@ -62,16 +67,37 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
 
+_hints = cache(typing.get_type_hints)
+
+
+def hints_of(cls: type) -> dict[str, Any]:
+    """The types of a settings class's fields."""
+    return _hints(cls)
+
+
 def field_docs(cls: type) -> dict[str, str]:
     """The docstring under each field of a dataclass and its bases."""
+    bases = [b for b in cls.__mro__[:-1] if '__annotations__' in vars(b)]
+    return {name: doc for base in reversed(bases) for name, doc in _own_docs(base).items()}
+
+
+@cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    """The classes at the top of a module, parsed once for all of them."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+@cache
+def _own_docs(cls: type) -> dict[str, str]:
+    """The docstring under each field that the class itself defines."""
     docs: dict[str, str] = {}
-    for base in reversed([b for b in cls.__mro__[:-1] if '__annotations__' in vars(b)]):
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for item, following in zip(body.body, body.body[1:], strict=False):
-            is_doc = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and is_doc:
-                docs[item.target.id] = ' '.join(str(following.value.value).split())  # type: ignore[attr-defined]
+    definition = _classes(cls.__module__).get(cls.__qualname__)
+    body = (definition or ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]).body  # type: ignore[attr-defined]
+    for item, following in zip(body, body[1:], strict=False):
+        is_doc = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and is_doc:
+            docs[item.target.id] = ' '.join(str(following.value.value).split())  # type: ignore[attr-defined]
     return docs
 
 
@@ -80,12 +106,15 @@ def add_flag(
 ) -> None:
     """A flag with a value of the annotated type; that of a list may be given several times. `choices`: see
     `metavar_of`."""
-    options = {'default': default, 'help': text.replace('%', '%%'), 'metavar': metavar_of(kind, choices), 'dest': name}
+    options: dict[str, Any] = {
+        'default': default,
+        'help': text.replace('%', '%%'),
+        'metavar': metavar_of(kind, choices),
+    }
     if 'list[' in str(kind):
-        group.add_argument(f'--{name}', action='append', type=str, **options)
+        group.add_argument(f'--{name}', action='append', **options)
     else:
-        parse = partial(typed_text, hint=kind) if 'dict[' in str(kind) else value_parser(kind)
-        group.add_argument(f'--{name}', type=parse, **options)
+        group.add_argument(f'--{name}', type=partial(typed_text, hint=kind), **options)
 
 
 def choices_of(f: Field[Any]) -> Iterable[str]:
@@ -96,7 +125,7 @@ def choices_of(f: Field[Any]) -> Iterable[str]:
 
 def add_settings(parser: argparse.ArgumentParser, cls: type, *, skip: Iterable[str] = ()) -> None:
     """One flag per field of `cls`, with its default."""
-    hints, docs = typing.get_type_hints(cls), field_docs(cls)
+    hints, docs = hints_of(cls), field_docs(cls)
     group = parser.add_argument_group(cls.__name__)
     for f in fields(cls):
         if f.name not in skip:
@@ -148,15 +177,6 @@ def processes_here() -> int:
     return int(os.environ.get('LOCAL_WORLD_SIZE') or world_size_from_env())
 
 
-def check_precision(strategy: str, precision: str) -> None:
-    """Raises ValueError, in the words of the command line, for a precision that a strategy does not compute in."""
-    if STRATEGIES.find(strategy).only_16_bits and precision == 'fp32':
-        raise ValueError(
-            f'--strategy {strategy} computes in 16 bits, and --precision is fp32: give --precision bf16 (or fp16) with '
-            'it'
-        )
-
-
 def make_strategy(
     name: str,
     *,
@@ -164,30 +184,23 @@ def make_strategy(
     precision: Any,
     remote_code: bool = False,
     timeout_s: float = 1800.0,
-    deterministic: bool = False,
-    reproducible: Any = None,
-    atoms: int = 8,
-    tensor_parallel: int = 1,
+    **options: Any,
 ) -> Any:
-    """A strategy by its command-line name. `timeout_s`: a rank that keeps the others waiting longer ends the run, by
-    name.
+    """A strategy by its command-line name, with the options of `strategy_by_name`.
 
     FSDP builds on the meta device, so no rank holds a whole model; not with `remote_code`, since a model whose code
     came from a hub may compute buffers in its constructor, and on the meta device those would be lost.
     """
-    from chatgpt.trainer.strategies.named import strategy_by_name
+    from chatgpt.strategies.registry import strategy_by_name
 
-    check_precision(name, precision)
+    check(SimpleNamespace(strategy=name, precision=precision), PRECISION_RULES)
     return strategy_by_name(
         name,
         seed=seed,
         precision=precision,
         meta_init=not remote_code,
         timeout_s=timeout_s,
-        deterministic=deterministic,
-        reproducible=reproducible,
-        atoms=atoms,
-        tensor_parallel=tensor_parallel,
+        **options,
     )
 
 
@@ -219,33 +232,15 @@ def load_function(spec: str) -> Callable[..., Any]:
     Raises:
         ValueError: it is not of that form, there is no such module or function, or a class that cannot be made so.
     """
-    module_name, _, function_name = spec.rpartition(':')
-    if not module_name or not function_name:
-        raise ValueError(f'{spec!r} does not name a function; write module:function or path/to/file.py:function')
-    module = load_module(module_name, spec)
-    function = getattr(module, function_name, None)
+    function = load_object(spec)
     if not callable(function):
-        there = [name for name, value in vars(module).items() if callable(value) and not name.startswith('_')]
-        raise ValueError(f'{spec!r}: {module_name} has no function {function_name!r}{hint(function_name, there)}')
+        raise ValueError(f'{spec!r} is of type {type(function).__name__}, which cannot be called')
     try:
         return made(function)
     except ValueError as error:
         raise ValueError(
             f'{spec!r}: {_one_line(error)}; name a function or object of your own file that does'
         ) from None
-
-
-def check_reward_function(function: Callable[..., Any], spec: str) -> None:
-    """Raises ValueError for a function that cannot be called as `fn(prompts, responses)`."""
-    try:
-        inspect.signature(function).bind([], [])
-    except TypeError as error:
-        name = spec.rpartition(':')[2]
-        raise ValueError(
-            f'{spec!r}: {error}; it is called as {name}(prompts, responses), with the other columns by name'
-        ) from None
-    except ValueError:  # a builtin without a signature
-        return
 
 
 def check_run_folder(path: str | os.PathLike[str]) -> None:
@@ -255,7 +250,7 @@ def check_run_folder(path: str | os.PathLike[str]) -> None:
     Raises:
         ValueError: it cannot be made or written; CheckpointError: another run holds it, with its process and host.
     """
-    from chatgpt.checkpoint import claim_folder
+    from chatgpt.strategies.checkpoint import claim_folder
 
     if os.environ.get('RANK', '0') != '0':
         return
@@ -279,6 +274,8 @@ def run_main(main: Callable[[], Any]) -> None:
     An error inside the user's reward function is one line too, with exit code 1: the same call may succeed, so a
     launcher tries it again. With CHATGPT_TRACEBACK=1 in the environment everything is raised as it is.
     """
+    if hasattr(sys.stdout, 'reconfigure') and sys.stdout.errors == 'strict':
+        sys.stdout.reconfigure(errors='backslashreplace')
     try:
         with _short_warnings():
             main()

@@ -9,19 +9,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from chatgpt.launch.arguments import Parser, add_flag, choices_of, field_docs
+from chatgpt.launch.arguments import Parser, add_flag, choices_of, field_docs, hints_of
 from chatgpt.launch.config_values import OVERRIDE, flat, overrides, read_file, typed
 from chatgpt.launch.methods import METHODS
 from chatgpt.launch.runs import OPTIONS, PPORun, PreferenceRun, Run
 from chatgpt.launch.theirs import in_our_words, meet, their_settings
-from chatgpt.names import THEIRS, hint, ours
+from chatgpt.names import hint, ours
 
 R = TypeVar('R', bound=Run)
 
@@ -40,20 +39,17 @@ def values_of(
         below: what the source that these entries override says, by its own keys.
 
     Raises:
-        ValueError: an unknown key (with the nearest), two keys for one field, a value of another type, a key that
-            cannot be honoured.
+        ValueError: an unknown key (with the nearest), two keys for one field, a value of another type.
     """
-    hints, found, places = typing.get_type_hints(cls) | their_settings(cls), dict[str, Any](), dict[str, str]()
-    entries = list(entries)
-    known = {key: value for _, key, value in entries}
-    for where, key, value in entries:
-        name, value = _translated(key, value, cls, known, below or {})
-        if name is None:
-            continue
+    hints, found, places = hints_of(cls) | their_settings(cls), dict[str, Any](), dict[str, str]()
+    for where, key, value in _paired(list(entries), cls, below or {}):
+        name = ours(key, hints)
         if name not in hints:
-            raise ValueError(f'{source}: {where} is not a setting of this run{hint(key, [*_names(cls), *THEIRS])}')
+            raise ValueError(f'{source}: {where} is not a setting of this run{hint(key, _names(cls))}')
         if name in found:
             raise ValueError(f'{source}: {places[name]} and {where} both set {name}; give one')
+        if name in ('optimizer', 'lr_schedule'):
+            value = str(value).lower()
         try:
             found[name] = typed(value, hints[name])
         except (ValueError, argparse.ArgumentTypeError) as error:
@@ -62,30 +58,24 @@ def values_of(
     return found
 
 
+def _paired(
+    entries: list[tuple[str, str, Any]], cls: type[Run], below: Mapping[str, Any]
+) -> Iterator[tuple[str, str, Any]]:
+    """Entries with a pair of llm-on-ray's keys as one field: the trained weights where there are any, else the name,
+    of this source or of the one below."""
+    pairs = {key: (field, *keys) for field, keys in PAIRS.items() for key in keys} if issubclass(cls, PPORun) else {}
+    values = {key: value for _, key, value in entries}
+    for where, key, value in entries:
+        field, name, weights = pairs.get(key, (key, '', ''))
+        if key == weights and value is None:
+            if name not in values and field not in values:
+                yield where, field, below.get(name)
+        elif key != name or values.get(weights) is None:
+            yield where, field, value
+
+
 def _names(cls: type[Run]) -> list[str]:
     return [*cls.field_names(), *their_settings(cls)]
-
-
-def _translated(
-    key: str, value: Any, cls: type[Run], known: Mapping[str, Any], below: Mapping[str, Any]
-) -> tuple[str | None, Any]:
-    """Another system's key as one of ours; None for one that is taken up by another."""
-    ppo = issubclass(cls, PPORun)
-    names = set(_names(cls))
-    if key in ('optimizer', 'lr_scheduler', 'lr_scheduler_type'):
-        return ours(key, names), str(value).lower()
-    if key in names:
-        return key, value
-    for field, (name, weights) in PAIRS.items() if ppo else ():
-        # No weights given: take the model name beside this key, or the one in the file that this overrides.
-        if key == weights and value is None:
-            stands_by_itself = known.keys().isdisjoint((name, field))
-            return (field, below.get(name)) if stands_by_itself else (None, None)
-        if key == name and known.get(weights) is not None:  # whose folder says the family itself
-            return None, None
-        if key in (name, weights):
-            return field, value
-    return ours(key, names), value
 
 
 # ---------------------------------------------------------------------- command lines
@@ -174,7 +164,7 @@ def run_parser(
     parser = Parser(description=description, prog=prog, formatter_class=_formatter, add_help=False)
     word = f'[{positional.upper()}] ' if positional else ''
     parser.usage = f'%(prog)s {word}[--name value ...] [key=value ...]'
-    hints, docs, all_fields = typing.get_type_hints(cls), field_docs(cls), {f.name: f for f in fields(cls)}
+    hints, docs, all_fields = hints_of(cls), field_docs(cls), {f.name: f for f in fields(cls)}
     common = {name: title for title, names in cls.common.items() for name in names}
     hidden, presets = hidden_settings(cls, method), presets_of(cls, method)
 
@@ -236,51 +226,35 @@ def _sorted(argv: list[str], cls: type[Run]) -> tuple[list[str], list[str]]:
     """Flags and plain words as argparse takes them, and the `key=value` words, which may stand anywhere.
 
     `--tensorboard` alone becomes `--tensorboard=true`, `--no_packing` `--packing=false`, and `--learning_rate` `--lr`.
-    What follows `--tensorboard` and looks neither like a file nor like a data set is taken for its value, and refused.
+    A word behind `--tensorboard` that looks neither like a file nor like a data set is taken for its value.
+
+    Raises:
+        ValueError: two flags that are different names of one setting.
     """
-    _check_named_once(argv, cls)
-    argv = [_renamed(word, cls) for word in argv]
-    hints = typing.get_type_hints(cls)
-    switches = {f'--{name}' for name, hint in hints.items() if hint is bool}
-    flags: list[str] = []
-    words: list[str] = []
+    names, hints = _names(cls), hints_of(cls)
+    switches = {name for name, hint in hints.items() if hint in (bool, bool | None)}
+    flags, words, said = list[str](), list[str](), dict[str, str]()
+    takes_value = False
     for i, word in enumerate(argv):
-        following = argv[i + 1] if i + 1 < len(argv) else ''
-        before = argv[i - 1] if i else ''
-        is_value = (
-            before.startswith('--') and '=' not in before and before not in switches and before != '--print_config'
-        )
-        if word in switches and _is_a_value(following):
-            flags.append(f'{word}={argv.pop(i + 1)}')
-        elif word in switches and following.lower() not in BOOLEANS:
-            flags.append(f'{word}=true')
-        elif word.startswith('--no_') and f'--{word[5:]}' in switches:
-            flags.append(f'--{word[5:]}=false')
-        elif OVERRIDE.fullmatch(word) and not is_value:
-            words.append(word)
+        given, equals, text = word.removeprefix('--').partition('=')
+        if takes_value or not word.startswith('--') or word == '--':
+            (words if OVERRIDE.fullmatch(word) and not takes_value else flags).append(word)
+            takes_value = False
+            continue
+        name = ours(given, names)
+        if said.setdefault(name, given) != given:
+            raise ValueError(f'--{said[name]} and --{given} both set {name}; give one')
+        takes_value = not equals and name not in ('print_config', 'help')
+        if not equals and name in switches:
+            following = argv[i + 1] if i + 1 < len(argv) else ''
+            takes_value = following.lower() in BOOLEANS or following.isalpha() and not Path(following).exists()
+            flags.append(f'--{name}' if takes_value else f'--{name}=true')
+        elif not equals and given.startswith('no_') and given[3:] in switches:
+            takes_value = False
+            flags.append(f'--{given[3:]}=false')
         else:
-            flags.append(word)
+            flags.append(f'--{name}{equals}{text}')
     return flags, words
-
-
-def _check_named_once(argv: SequenceOf[str], cls: type[Run]) -> None:
-    """Raises ValueError for two flags that are different names of one setting."""
-    names, said = _names(cls), dict[str, str]()
-    for word in argv:
-        flag = word.removeprefix('--').partition('=')[0]
-        name = ours(flag, names)
-        if word.startswith('--') and said.setdefault(name, flag) != flag:
-            raise ValueError(f'--{said[name]} and --{flag} both set {name}; give one')
-
-
-def _renamed(word: str, cls: type[Run]) -> str:
-    """A flag of another system's as ours."""
-    name, equals, value = word.removeprefix('--').partition('=')
-    return f'--{ours(name, _names(cls))}{equals}{value}' if word.startswith('--') and word != '--' else word
-
-
-def _is_a_value(word: str) -> bool:
-    return bool(word) and word.isalpha() and word.lower() not in BOOLEANS and not Path(word).exists()
 
 
 def to_yaml(run: Run) -> str:
@@ -311,10 +285,10 @@ OF_ONE_START = ('resume', 'save_path', 'plan', 'strategy')
 def said_before(cls: type[Run], values: Mapping[str, Any]) -> dict[str, Any]:
     """What the user said of the run that `resume` goes on with: its last word stands until there is another. Empty
     without a resume."""
-    from chatgpt.checkpoint import latest
-
     if not values.get('resume'):
         return {}
+    from chatgpt.strategies.checkpoint import latest
+
     save_path = Path(values.get('save_path') or cls.from_dict({}).save_path)
     if values['resume'] == 'auto':
         places = [save_path] if latest(save_path / 'checkpoints') is not None else []

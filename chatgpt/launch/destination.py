@@ -11,12 +11,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from chatgpt.checkpoint import latest
 from chatgpt.launch.arguments import check_run_folder
 from chatgpt.launch.config_values import read_file
 from chatgpt.launch.relaunch import is_restart
 from chatgpt.launch.runs import Run
-from chatgpt.publish import check_push
+from chatgpt.monitor.publish import check_push
+from chatgpt.strategies.checkpoint import latest
 
 MODEL_FILES = ('config.json', 'adapter_config.json', '*.safetensors', 'pytorch_model*.bin')
 UPLOADED = ('README.md', 'LICENSE', 'LICENSE.md', 'LICENSE.txt', '.gitattributes')
@@ -154,14 +154,14 @@ def _try_to_write(folder: Path) -> None:
 def _bytes_of(config: Any, trust_remote_code: bool) -> int:
     """Of all weights in fp32; 0 where the model cannot be built without them."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    import transformers
 
-    apart = getattr(config, 'is_encoder_decoder', False)
+    from chatgpt.nn.layouts import layout_of
+
     try:
         with torch.device('meta'):
-            model = (AutoModelForSeq2SeqLM if apart else AutoModelForCausalLM).from_config(
-                config, trust_remote_code=trust_remote_code
-            )
+            make = getattr(transformers, layout_of(config).language_model)
+            model = make.from_config(config, trust_remote_code=trust_remote_code)
     except Exception:
         return 0  # not buildable as a causal LM, for example an encoder; loading it will report any error
     return sum(4 * p.numel() for p in model.parameters())

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from chatgpt.dataset import (
+from chatgpt.data import (
     PromptSet,
-    embedded,
     load_demonstrations,
     load_examples,
     load_labelled,
@@ -27,34 +26,47 @@ from chatgpt.dataset import (
     pack,
     split_examples,
 )
-from chatgpt.dataset.examples import Labelled, Preference
-from chatgpt.dataset.formats import is_for_encoder_decoder, note_model, shown_format
-from chatgpt.dataset.loading import left_out
-from chatgpt.dataset.prompts import load_prompts, tasks_without_prompts
-from chatgpt.dataset.reading import BadRecords, read_records
-from chatgpt.dataset.tokenize import TokenizedPreference, check_tokenizer
+from chatgpt.data.examples import Labelled, Preference
+from chatgpt.data.formats import (
+    adopt_turns,
+    choose_text,
+    copy_tokenizer,
+    is_for_encoder_decoder,
+    note_model,
+    shown_format,
+    text_choice,
+)
+from chatgpt.data.loading import left_out
+from chatgpt.data.prompts import load_prompts, tasks_without_prompts
+from chatgpt.data.reading import BadRecords, read_records
+from chatgpt.data.tokenize import TokenizedPreference, check_tokenizer
 from chatgpt.environments import EnvironmentSettings, find_environment, make_environment
-from chatgpt.launch.arguments import check_reward_function, load_function, world_size_from_env
+from chatgpt.environments.transcript import choose_text_for
+from chatgpt.launch import demo_world
+from chatgpt.launch.arguments import load_function, world_size_from_env
 from chatgpt.launch.destination import check_resume
-from chatgpt.launch.encoder_decoder import check_run_apart
 from chatgpt.launch.game_start import game_config, game_tokenizer
 from chatgpt.launch.rollouts import check_rollout_args
-from chatgpt.launch.runs import DataRun, ILQLRun, PPORun, PreferenceRun, RewardRun, Run, SFTRun, same_file
-from chatgpt.nn.families import MODELS
-from chatgpt.nn.files import HEAD_FILE
+from chatgpt.launch.rules import ENCODER_DECODER_RULES, same_file
+from chatgpt.launch.runs import DataRun, ILQLRun, PPORun, PreferenceRun, RewardRun, Run, SFTRun
+from chatgpt.nn.kinds import MODELS
+from chatgpt.nn.layouts import layout_of, longest_side
 from chatgpt.nn.loading import load_config, load_tokenizer
 from chatgpt.nn.peft_format import adapter_base
-from chatgpt.nn.trunk import position_limit, text_config
+from chatgpt.nn.trunk import text_config
+from chatgpt.nn.weights import HEAD_FILE
 from chatgpt.rollout import LocalEngine
-from chatgpt.rollout.episodes import EpisodeEngine
+from chatgpt.rollout.episodes import EpisodeEngine, check_writes_turns
+from chatgpt.rules import check
+from chatgpt.strategies.ranks import check_world_size
+from chatgpt.strategies.rules import TENSOR_PARALLEL_RULES
+from chatgpt.strategies.tensor_parallel import check_model
 from chatgpt.trainer.config import Settings
+from chatgpt.trainer.experience.environment_scorer import check_reward_beside
+from chatgpt.trainer.experience.scorers import as_scorer, check_columns
 from chatgpt.trainer.fits import check_router_loss
+from chatgpt.trainer.objectives.kto import check_both_kinds
 from chatgpt.trainer.objectives.reward_model import is_success
-from chatgpt.trainer.strategies.ranks import check_world_size
-from chatgpt.trainer.strategies.tensor_parallel import check_model
-
-EMBEDDED_EXAMPLES = 2000
-"""preferences or stories of a run without data"""
 
 
 @dataclass(kw_only=True)
@@ -93,6 +105,8 @@ class Inputs:
     run_dir: Any = None
     notes: list[str] = field(default_factory=list)
     """what there is to say about the data"""
+    by_name: bool = True
+    """read from what the run's settings name; False: objects of `chatgpt.train`"""
 
     def on(self, model: Any) -> Inputs:
         """The same with another model to start from."""
@@ -113,6 +127,8 @@ def read_inputs(run: Run) -> Inputs:
         run=run, settings=run.config(), tokenizer=tokenizer, model=run.base, config=config, run_dir=run.save_path
     )
     read(run, inputs)
+    adopt_turns(tokenizer, inputs.train)
+    run.apply_chat_template = text_choice(tokenizer)  # for run.json
     return inputs
 
 
@@ -121,7 +137,7 @@ def ranks_of(run: Run) -> int:
     processes = world_size_from_env()
     if run.plan:  # of processes that need not be there
         return processes
-    run.check_tensor_parallel()
+    check(run, TENSOR_PARALLEL_RULES)
     return check_world_size(processes, run.tensor_parallel)
 
 
@@ -132,6 +148,11 @@ def check_run(run: Run, world_size: int) -> None:
     run.validate(world_size)
     if isinstance(run, PPORun):
         check_rollout_args(run)
+        if run.estimator.rewards_apart and len(run.reward_weights or ()) < 2:
+            raise ValueError(
+                f'advantage_estimator={run.advantage_estimator!r} takes a list of rewards, which the command line '
+                'cannot give but for an environment, by reward_weights; use PPOTrainer or chatgpt.train'
+            )
     if not run.plan:  # which writes nothing
         check_resume(run)
 
@@ -151,16 +172,21 @@ def check_writes(config: Any, name: str) -> None:
         )
 
 
-def read_config(run: Run) -> tuple[Any, Any]:
-    """The config and tokenizer that a run starts from, checked against each other."""
+def read_config(run: Run, model: Any = None, tokenizer: Any = None) -> tuple[Any, Any]:
+    """The config and tokenizer that a run starts from, checked against each other; of `model` and `tokenizer` where
+    these objects are given."""
     quiet_transformers()
-    if run.base:
-        config = load_config(run.base, trust_remote_code=run.trust_remote_code)
-        tokenizer = load_tokenizer(run.tokenizer or run.base, trust_remote_code=run.trust_remote_code)
+    code = {'trust_remote_code': run.trust_remote_code}
+    if model is not None and not isinstance(model, (str, Path)):
+        config = model.config
+    elif run.base:
+        config = load_config(run.base, **code)
     elif isinstance(run, PPORun) and run.environment is not None:
         config, tokenizer = game_config(), game_tokenizer()
     else:
-        config, tokenizer = embedded.demo_config(), embedded.demo_tokenizer()
+        config, tokenizer = demo_world.demo_config(), demo_world.demo_tokenizer()
+    if tokenizer is None:
+        tokenizer = load_tokenizer(run.tokenizer or str(run.base), **code)
     if run.trained == 'actor':
         check_writes(config, str(run.pretrain))
     kind = MODELS.find(run.model)
@@ -172,7 +198,20 @@ def read_config(run: Run) -> tuple[Any, Any]:
     check_run_apart(run, config)
     check_parts(run, config, kind.reward_model if run.trained == 'reward_model' else kind.actor)
     note_model(tokenizer, config)
+    choose_text(tokenizer, run.apply_chat_template)
     return config, tokenizer
+
+
+def check_run_apart(run: Run, config: Any) -> None:
+    """Raises ValueError for a setting that the encoder-decoder of a run cannot follow. Nothing for a decoder."""
+    if not getattr(config, 'is_encoder_decoder', False):
+        return
+    for rule in ENCODER_DECODER_RULES:
+        if sentence := rule.broken_by(run):
+            name = run.pretrain or 'the model'
+            raise ValueError(f'{name} is an encoder-decoder ({config.model_type}), which {sentence}')
+    if getattr(run, 'environment', None) is not None:
+        check_writes_turns(config)
 
 
 def check_parts(run: Run, config: Any, make: Any) -> None:
@@ -182,13 +221,6 @@ def check_parts(run: Run, config: Any, make: Any) -> None:
         return
     with torch.device('meta'):
         check_model(make(config=copy.deepcopy(config)), run.tensor_parallel)
-
-
-def longest_side(config: Any) -> int | None:
-    """Most tokens of a sequence; of an encoder-decoder of its prompt and of its response, which the start token
-    precedes."""
-    limit = position_limit(config)
-    return limit - 1 if limit is not None and getattr(config, 'is_encoder_decoder', False) else limit
 
 
 def within_context(name: str, asked: int | None, config: Any, model: Any, *, default: int | None = None) -> int | None:
@@ -214,7 +246,6 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
     tokenizer, skip, context = inputs.tokenizer, run.skip_bad_records, longest_side(inputs.config)
     if run.reward_fn:
         inputs.reward = load_function(run.reward_fn)
-        check_reward_function(inputs.reward, run.reward_fn)
     if run.reward_model:
         if run.shared_trunk:
             _check_adapter(run.reward_model, run.pretrain)
@@ -224,15 +255,22 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
         inputs.reward_tokenizer, inputs.reward_context = reward_model_inputs(
             run.reward_model, tokenizer, trust_remote_code=run.trust_remote_code
         )
+    if run.environment is not None:
+        inputs.environment = find_environment(run.environment, run.environment_options)
+        choose_text_for(inputs.environment, tokenizer)
     if run.prompt_path:
         prompts = _own_prompts(run, run.prompt_path, tokenizer)
     elif run.environment is not None:
         prompts = tasks_without_prompts()
     else:
-        prompts = load_prompts(embedded.demo_prompts(200, seed=0), tokenizer, max_prompt_tokens=run.max_prompt_tokens)
-        inputs.reward = inputs.reward or embedded_reward
+        prompts = load_prompts(demo_world.demo_prompts(200, seed=0), tokenizer, max_prompt_tokens=run.max_prompt_tokens)
+        inputs.reward = inputs.reward or demo_world.true_reward
+    adopt_turns(tokenizer, prompts)  # before texts to evaluate on choose otherwise
     read: list[tuple[Any, str, Any]] = [(run.prompt_path, 'prompts', prompts)]
     inputs.train, inputs.validation = _eval_prompts(run, prompts, tokenizer)
+    if run.reward_fn:
+        for asked in filter(None, (inputs.train, inputs.validation)):
+            check_columns(as_scorer(inputs.reward), asked)
     if run.environment is not None:
         _read_environment(run, inputs, context)
     else:
@@ -262,8 +300,8 @@ OPENINGS = 8
 
 
 def _read_environment(run: PPORun, inputs: Inputs, context: int | None) -> None:
-    """Find the environment, try it, and see whether its episodes have room in the model's context."""
-    inputs.environment = find_environment(run.environment, run.environment_options)
+    """Try the environment, and see whether its episodes have room in the model's context."""
+    check_reward_beside(inputs.environment, run.reward_weights, inputs.reward)
     inputs.environment_settings = run.environment_settings()
     inputs.longest_opening = longest_opening(
         inputs.environment, inputs.environment_settings, inputs.tokenizer, inputs.train, run.seed
@@ -323,11 +361,6 @@ def _eval_prompts(run: PPORun, prompts: Any, tokenizer: Any) -> tuple[Any, Any]:
     return PromptSet(train), PromptSet(validation)
 
 
-def embedded_reward(prompts: list[str], responses: list[str]) -> list[float]:
-    """The known truth of the embedded story world."""
-    return [embedded.true_score(p, r) for p, r in zip(prompts, responses, strict=True)]
-
-
 def _check_lengths(prompts: Any, limit: int | None, max_new_tokens: int, what: str, tokenizer: Any) -> None:
     if limit is None:
         return
@@ -366,12 +399,12 @@ def reward_model_inputs(folder: str, tokenizer: Any, *, trust_remote_code: bool 
 
     A decoder and an encoder-decoder read other special tokens of one tokenizer."""
     config = load_config(folder, trust_remote_code=trust_remote_code)
-    other_kind = is_for_encoder_decoder(tokenizer) != bool(getattr(config, 'is_encoder_decoder', False))
+    other_kind = is_for_encoder_decoder(tokenizer) != layout_of(config).apart
     own = None
     if not Path(folder).is_dir() or Path(folder, 'tokenizer_config.json').is_file():
         own = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     if own is None and other_kind:
-        own = copy.copy(tokenizer)
+        own = copy_tokenizer(tokenizer)
     if own is not None and (other_kind or own.get_vocab() != tokenizer.get_vocab()):
         note_model(own, config)
         return own, longest_side(config)
@@ -389,7 +422,7 @@ def reward_model_inputs(folder: str, tokenizer: Any, *, trust_remote_code: bool 
 
 def read_sft(run: DataRun, inputs: Inputs) -> None:
     """Demonstrations, or plain text."""
-    source = run.dataset or embedded.demo_corpus(EMBEDDED_EXAMPLES, seed=0)
+    source = run.dataset or demo_world.demo_corpus(demo_world.NUM_EXAMPLES, seed=0)
     train, validation = load_demonstrations(source, inputs.tokenizer, **_reading_options(run, inputs))
     if isinstance(run, SFTRun) and run.pack_examples:
         train[:] = pack(train, run.max_tokens)
@@ -404,7 +437,7 @@ def read_preferences(run: RewardRun | PreferenceRun, inputs: Inputs) -> None:
     Raises:
         ValueError: labelled answers for a method that learns from pairs, or for KTO answers without a label.
     """
-    source = run.dataset or embedded.demo_preferences(EMBEDDED_EXAMPLES, seed=0)
+    source = run.dataset or demo_world.demo_preferences(demo_world.NUM_EXAMPLES, seed=0)
     options = _reading_options(run, inputs)
     first = load_examples(source, max_examples=1, skip_bad_records=run.skip_bad_records)[0]
     method = run.method if isinstance(run, PreferenceRun) else None
@@ -415,7 +448,8 @@ def read_preferences(run: RewardRun | PreferenceRun, inputs: Inputs) -> None:
     load: Callable[..., Any] = load_labelled if isinstance(first, Labelled) else load_preferences
     train, validation = load(source, inputs.tokenizer, **options)
     if isinstance(run, PreferenceRun) and isinstance(first, Labelled):
-        _check_labels(source, (record.label for record in [*train, *validation]), run.positive_label)
+        _check_labels(source, (record.label for record in validation), run.positive_label)
+        check_both_kinds(source, _check_labels(source, (record.label for record in train), run.positive_label))
     _take(inputs, train, validation)
 
 
@@ -425,7 +459,7 @@ def read_rewarded(run: ILQLRun, inputs: Inputs) -> None:
     Raises:
         ValueError: preferences, or a label that is no number.
     """
-    source = run.dataset or rewarded_stories(EMBEDDED_EXAMPLES)
+    source = run.dataset or demo_world.rewarded_stories(demo_world.NUM_EXAMPLES)
     first = load_examples(source, max_examples=1, skip_bad_records=run.skip_bad_records)[0]
     if not isinstance(first, Labelled):
         raise ValueError(f'{run.dataset}: ILQL needs the columns prompt, response and reward (or text and reward)')
@@ -436,19 +470,13 @@ def read_rewarded(run: ILQLRun, inputs: Inputs) -> None:
     _take(inputs, train, validation)
 
 
-def rewarded_stories(num: int) -> list[dict[str, Any]]:
-    """Stories of the embedded world with what they are worth."""
-    stories = embedded.demo_corpus(num, seed=0)
-    return [row | {'reward': embedded.true_score(row['prompt'], row['response'])} for row in stories]
-
-
 def _reading_options(run: DataRun, inputs: Inputs) -> dict[str, Any]:
-    """Keywords of the `load_` functions of `chatgpt.dataset`.
+    """Keywords of the `load_` functions of `chatgpt.data`.
 
     Without `max_len` sequences are cut to the model's context where that is less than 512. Raises ValueError where
     `max_len` is beyond it.
     """
-    model = run.base or 'the embedded model'
+    model = run.base or 'the small model'
     run.max_len = within_context('max_len', run.max_len, inputs.config, model, default=run.max_tokens)
     percentage = run.validation_percentage if run.dataset else run.validation_percentage or 5.0
     return {
@@ -486,14 +514,16 @@ def _tokens_of(record: Any) -> tuple[Any, ...]:
     return tuple((*s.prompt_ids.tolist(), -1, *s.response_ids.tolist()) for s in sequences)
 
 
-def _check_labels(source: Any, labels: Iterable[Any], positive_label: str | None) -> None:
-    """Raises ValueError for a label that does not say good or bad: rewards, or names of classes without
-    `positive_label`."""
+def _check_labels(source: Any, labels: Iterable[Any], positive_label: str | None) -> list[bool]:
+    """Which of them say good. Raises ValueError for one that says neither good nor bad: rewards, or names of classes
+    without `positive_label`."""
+    found = []
     for label in labels:
         try:
-            is_success(label, positive_label)
+            found.append(is_success(label, positive_label))
         except ValueError:
             raise ValueError(_what_kto_needs(source, f'{label!r} where a label is needed')) from None
+    return found
 
 
 def _what_kto_needs(source: Any, fault: str) -> str:

@@ -11,15 +11,15 @@ imported when they are first used, so that a list of methods waits for nothing. 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from chatgpt.registry import Registry
+from chatgpt.registry import Registry, imported
 
 PPO_RUN, PREFERENCE_RUN = 'chatgpt.launch.runs:PPORun', 'chatgpt.launch.runs:PreferenceRun'
-PAIRS, OBJECTIVES = 'chatgpt.trainer.objectives.pairs', 'chatgpt.trainer.objectives'
+OBJECTIVES = 'chatgpt.trainer.objectives'
+PAIRS, CONFIGS = f'{OBJECTIVES}.pairs', f'{OBJECTIVES}.config'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,6 @@ class Recipe:
         reader: (run, inputs) puts the data into `inputs.train` and `inputs.validation`.
         positional: the setting that a plain word is.
         defaults: of settings that are None until then.
-        embedded_defaults: the same for the small model of the embedded world, which is there without `pretrain`.
         settings: what is set unless the user says otherwise, such as the estimator of a relative of PPO.
     """
 
@@ -48,19 +47,15 @@ class Recipe:
     reader: Callable[[Any, Any], None] | str = 'chatgpt.launch.inputs:read_sft'
     positional: str = 'dataset'
     defaults: Mapping[str, Any] = field(default_factory=lambda: {'lr': 1e-5})
-    embedded_defaults: Mapping[str, Any] = field(default_factory=lambda: {'lr': 1e-4})
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def part(self, name: str) -> Any:
         """`config`, `trainer`, `run` or `reader`, imported where it is named."""
         found = getattr(self, name)
-        if not isinstance(found, str):
-            return found
-        module, _, attribute = found.partition(':')
-        return getattr(importlib.import_module(module), attribute)
+        return imported(found) if isinstance(found, str) else found
 
 
-def _online(about: str, *, buffer: int | None = None, embedded_buffer: int | None = None, **settings: Any) -> Recipe:
+def _online(about: str, *, buffer: int | None = None, **settings: Any) -> Recipe:
     return Recipe(
         about=about,
         run=PPO_RUN,
@@ -69,7 +64,6 @@ def _online(about: str, *, buffer: int | None = None, embedded_buffer: int | Non
         reader='chatgpt.launch.inputs:read_ppo',
         positional='prompt_path',
         defaults={'lr': 1e-5, 'critic_lr': 1e-5, 'max_new_tokens': 64, 'overlong_buffer': buffer},
-        embedded_defaults={'lr': 3e-4, 'critic_lr': 1e-3, 'max_new_tokens': 32, 'overlong_buffer': embedded_buffer},
         settings=settings,
     )
 
@@ -96,16 +90,14 @@ METHODS: Registry[Recipe] = Registry(
             config='chatgpt.trainer.config:SFTConfig',
             trainer=f'{OBJECTIVES}.sft:SFTTrainer',
             defaults={'lr': 2e-5},
-            embedded_defaults={'lr': 3e-3},
         ),
         'reward-model': Recipe(
             about='a reward model from preferences or labelled text',
             run='chatgpt.launch.runs:RewardRun',
-            config=f'{OBJECTIVES}.reward_model:RewardModelConfig',
+            config=f'{CONFIGS}:RewardModelConfig',
             trainer=f'{OBJECTIVES}.reward_model:RewardModelTrainer',
             model='RM',
             reader='chatgpt.launch.inputs:read_preferences',
-            embedded_defaults={'lr': 1e-3},
         ),
         'ppo': _online('PPO with a critic, on prompts and a reward'),
         'grpo': _online('GRPO: advantages within a group, no critic', **_GROUP, kl_in='loss', kl_coef=0.04),
@@ -135,7 +127,6 @@ METHODS: Registry[Recipe] = Registry(
             kl_coef=0.0,
             dynamic_sampling_rounds=4,
             buffer=64,
-            embedded_buffer=32,
         ),
         'gspo': _online(
             'GSPO: GRPO with one ratio per sequence', **_GROUP, policy_loss='gspo', eps_clip=3e-4, eps_clip_high=4e-4
@@ -149,20 +140,20 @@ METHODS: Registry[Recipe] = Registry(
         ),
         'a2c': _online('A2C: a critic and no ratio', advantage_estimator='a2c', policy_loss='reinforce', max_epochs=1),
         'dpo': _preference(
-            'DPO and IPO, cDPO, hinge: from preferences', f'{PAIRS}:DPOConfig', f'{PAIRS}:DPOTrainer', 1e-6
+            'DPO and IPO, cDPO, hinge: from preferences', f'{CONFIGS}:DPOConfig', f'{PAIRS}:DPOTrainer', 1e-6
         ),
         'kto': _preference(
             'KTO: from answers that are good or bad',
-            f'{OBJECTIVES}.kto:KTOConfig',
+            f'{CONFIGS}:KTOConfig',
             f'{OBJECTIVES}.kto:KTOTrainer',
             5e-6,
         ),
-        'orpo': _preference('ORPO: SFT and odds ratio in one', f'{PAIRS}:ORPOConfig', f'{PAIRS}:ORPOTrainer', 5e-6),
-        'simpo': _preference('SimPO: without a reference', f'{PAIRS}:SimPOConfig', f'{PAIRS}:SimPOTrainer', 1e-6),
+        'orpo': _preference('ORPO: SFT and odds ratio in one', f'{CONFIGS}:ORPOConfig', f'{PAIRS}:ORPOTrainer', 5e-6),
+        'simpo': _preference('SimPO: without a reference', f'{CONFIGS}:SimPOConfig', f'{PAIRS}:SimPOTrainer', 1e-6),
         'ilql': Recipe(
             about='ILQL: offline, from responses with rewards',
             run='chatgpt.launch.runs:ILQLRun',
-            config=f'{OBJECTIVES}.ilql:ILQLConfig',
+            config=f'{CONFIGS}:ILQLConfig',
             trainer=f'{OBJECTIVES}.ilql:ILQLTrainer',
             model='ILQLModel',
             reader='chatgpt.launch.inputs:read_rewarded',

@@ -1,10 +1,7 @@
-"""The models that a run starts from: loaded by name, built from a config, or the caller's own; and the small one of the
-embedded world."""
+"""The models that a run starts from: loaded by name, built from a config, or the caller's own."""
 
 from __future__ import annotations
 
-import random
-import shutil
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,21 +9,17 @@ from typing import Any, NamedTuple
 import torch
 
 from chatgpt import nn
-from chatgpt.dataset import embedded, load_demonstrations
+from chatgpt.launch.demo_world import write_taught
 from chatgpt.launch.game_start import game_config, game_tokenizer, games_of_a_random_player
 from chatgpt.launch.inputs import Inputs
 from chatgpt.launch.runs import PPORun, Run
 from chatgpt.nn.compiled import compile_blocks
-from chatgpt.nn.families import MODELS
+from chatgpt.nn.kinds import MODELS
 from chatgpt.nn.loading import load_causal_lm
 from chatgpt.nn.lora import has_lora
 from chatgpt.nn.shared import SharedTrunk
 from chatgpt.trainer.config import PPOConfig
-from chatgpt.trainer.objectives.sft import SFTTrainer
-from chatgpt.trainer.strategies import NaiveStrategy
-
-NUM_STORIES = 1600
-"""stories that the embedded model is trained on, for two epochs"""
+from chatgpt.trainer.policy import policy_class
 
 
 class PPOModels(NamedTuple):
@@ -35,6 +28,8 @@ class PPOModels(NamedTuple):
     reward: Any
     """a model, a function, or a list of (weight, either)"""
     initial_model: Any
+    mask_model: Any = None
+    """of NLPO"""
 
 
 def make_trunk(inputs: Inputs, dtype: torch.dtype, device: Any) -> SharedTrunk:
@@ -135,7 +130,8 @@ def build_ppo_models(inputs: Inputs) -> PPOModels:
         critic = nn.Critic.from_reward_model(reward, **run.lora_keywords())
     elif own_critic:
         critic = build_model(for_critic, 'Critic')
-    return PPOModels(actor, critic, reward, None if run.reference_in_actor else deepcopy(actor))
+    mask = deepcopy(actor) if policy_class(settings).takes_copy else None
+    return PPOModels(actor, critic, reward, None if run.reference_in_actor else deepcopy(actor), mask)
 
 
 def _has_head(reward: Any) -> bool:
@@ -144,45 +140,7 @@ def _has_head(reward: Any) -> bool:
 
 
 def write_game_model(folder: str | Path, seed: int, environment: Any) -> None:
-    """The same for a game: a small GPT-2 that has learned the moves of a random player."""
+    """A Hugging Face folder with a small GPT-2 that has learned the moves of a random player, and its tokenizer."""
     tokenizer = game_tokenizer()
     games = games_of_a_random_player(environment, tokenizer)
-    _write_taught(folder, seed, game_config(), tokenizer, games, max_epochs=4, lr_schedule='cosine')
-
-
-def write_embedded_model(folder: str | Path, seed: int) -> None:
-    """A Hugging Face folder with a small GPT-2 that has learned the language of the story world (SFT), and its
-    tokenizer.
-
-    A policy that cannot write one sentence earns the same for everything it says, and has nothing to learn from. One
-    process is enough, and the weights do not depend on how many there are.
-    """
-    tokenizer = embedded.demo_tokenizer()
-    stories = load_demonstrations(embedded.demo_corpus(NUM_STORIES, seed=0), tokenizer)[0]
-    _write_taught(folder, seed, embedded.demo_config(), tokenizer, stories, max_epochs=2)
-
-
-def _write_taught(
-    folder: str | Path, seed: int, config: Any, tokenizer: Any, examples: list[Any], **options: Any
-) -> None:
-    """A GPT-2 with new weights after SFT; `options` are of its trainer."""
-    python_random = random.getstate()
-    with torch.random.fork_rng(), NaiveStrategy(seed=seed) as strategy:
-        actor = nn.GPTActor(config=config)
-        model, optimizer = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=3e-3)))
-        SFTTrainer(
-            strategy,
-            model,
-            optimizer,
-            examples,
-            train_batch_size=32,
-            log_interval=25,
-            tokenizer=tokenizer,
-            **options,
-        ).fit()
-        unfinished = Path(folder).with_name(f'.{Path(folder).name}.tmp')
-        for old in (unfinished, Path(folder)):
-            shutil.rmtree(old, ignore_errors=True)
-        actor.save_pretrained(unfinished, tokenizer=tokenizer)
-        unfinished.rename(folder)
-    random.setstate(python_random)
+    write_taught(folder, seed, game_config(), tokenizer, games, max_epochs=4, lr_schedule='cosine')

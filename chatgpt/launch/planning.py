@@ -1,7 +1,4 @@
-"""`--plan` of a run, and the advice at the end of an out-of-memory error while its models are loaded.
-
-After loading the trainer gives that advice itself.
-"""
+"""`--plan` of a run, the plan in its run.json, and the advice at the end of an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ from chatgpt.launch.runs import NO_PLAN, PPORun, RewardRun, SFTRun
 from chatgpt.nn.loading import load_config
 from chatgpt.plan import Setup, make_plan, of_run
 from chatgpt.plan.advice import advice
-from chatgpt.trainer.strategies.precision import resolve_precision
-from chatgpt.trainer.strategies.registry import STRATEGIES
+from chatgpt.strategies.precision import resolve_precision
+from chatgpt.strategies.registry import STRATEGIES
 
 
 def _strategy_options(run: Any) -> dict[str, Any]:
@@ -69,7 +66,9 @@ def setup_of(inputs: Inputs) -> Setup:
         rollouts_elsewhere=run.rollout_workers > 0,
         update_timesteps=run.update_timesteps,
         train_batch_size=run.train_batch_size,
-        max_prompt_tokens=max([inputs.longest_opening, *(len(inputs.train[i].ids) for i in range(len(inputs.train)))]),
+        max_prompt_tokens=max(
+            [inputs.longest_opening, *(len(inputs.train[i].ids) for i in range(len(inputs.train or ())))]
+        ),
         max_new_tokens=run.max_new_tokens or 64,
         **common,
     )
@@ -85,6 +84,20 @@ def show_plan(inputs: Inputs) -> None:
     if not plan.fits:
         print(advice(setup), flush=True)
     raise SystemExit(0 if plan.fits else 1)
+
+
+def planned(inputs: Inputs) -> dict[str, Any] | None:
+    """Memory of a rank by plan; None where there is no plan for such a run."""
+    try:
+        plan = make_plan(setup_of(inputs))
+    except Exception:  # a run must not end for want of a plan
+        return None
+    places = ('device',) if plan.setup.on_cuda else ('device', 'host')  # a CPU has one memory for both
+    phases = {
+        name: sum(sum(getattr(memory, place).values()) for place in places) / 2**30
+        for name, memory in plan.phases.items()
+    }
+    return {'peak_gib': max(phases.values()), 'phases': phases}
 
 
 @contextmanager

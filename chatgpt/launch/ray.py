@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from chatgpt.cluster import amounts, import_ray, lack_of_room
 from chatgpt.launch import worker
 from chatgpt.launch.ray_request import (
     RayLaunch,
@@ -37,6 +36,7 @@ from chatgpt.launch.ray_request import (
     witness,
 )
 from chatgpt.launch.relaunch import MISTAKE
+from chatgpt.rollout.cluster import amounts, import_ray, lack_of_room
 
 GRACE_S = 6.0
 """how long the other ranks have, after one has failed, to say why and end by themselves"""

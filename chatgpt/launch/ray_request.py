@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import chatgpt
-from chatgpt.cluster import request
+from chatgpt.rollout.cluster import request
 
 WITNESS = '.chatgpt-shared-'
 _HTTP2 = b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n' + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
@@ -50,12 +50,13 @@ class RayLaunch:
     cpus_per_worker: float = 1
     """cores that Ray reserves, and threads of a process unless OMP_NUM_THREADS is set"""
     gpus_per_worker: int = 0
+    """devices of a worker"""
     max_failures: int = 3
     """how many times the workers are replaced"""
     address: str | None = None
     """host:port of the cluster; none: RAY_ADDRESS, or the one this node belongs to, or a local one; 'local': one on
     this machine that lives as long as this run; 'auto': the one this node belongs to"""
-    placement: str = 'pack'
+    placement: Literal['pack', 'spread'] = 'pack'
     """'pack' puts workers on few nodes, 'spread' on many"""
     wait_s: float = 300.0
     """longest wait for resources that others use now, or for a new node in place of a dead one"""

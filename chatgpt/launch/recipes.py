@@ -1,23 +1,24 @@
 """How a run is built: checked inputs, models, a trainer with its callbacks, fit, and what is written at the end.
 
-Command lines and config files go through `execute`, under any launcher; `chatgpt.train` makes its `Inputs` of objects
-and calls `make_trainer` and `fit`. Left out: settings (`runs`), data (`inputs`), models (`models`).
+Command lines and config files go through `execute`, under any launcher, and so does `chatgpt.train`, which makes its
+`Inputs` of objects.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
-import warnings
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from chatgpt.experience.scorers import RewardModelScorer, Scorer
+from chatgpt.data.formats import template_of, text_choice
 from chatgpt.launch.arguments import strategy_of
 from chatgpt.launch.config_file import write_resolved
+from chatgpt.launch.demo_world import write_demo_model
 from chatgpt.launch.destination import check_destination, final_folder
 from chatgpt.launch.inputs import Inputs, read_inputs
 from chatgpt.launch.models import (
@@ -28,46 +29,59 @@ from chatgpt.launch.models import (
     build_ppo_on_trunk,
     make_trunk,
     set_kernels,
-    write_embedded_model,
     write_game_model,
 )
-from chatgpt.launch.planning import memory_advice, show_plan
+from chatgpt.launch.planning import memory_advice, planned, show_plan
 from chatgpt.launch.relaunch import sign
 from chatgpt.launch.rollouts import rollout_engine
 from chatgpt.launch.runs import PPORun, Run, SFTRun
+from chatgpt.monitor.publish import push_folder
 from chatgpt.nn.heads import centred_head, save_head
 from chatgpt.nn.peft_format import check_export, export_peft
-from chatgpt.publish import push_folder
 from chatgpt.rollout.registry import ENGINES
 from chatgpt.trainer.callbacks import EMA, TRACKERS, Evaluator, RunRecorder, SampleTable, SaveCheckpoint, StopOnPlateau
 from chatgpt.trainer.config import PPOConfig
-from chatgpt.trainer.objectives.pairs import ReferenceConfig
+from chatgpt.trainer.experience.scorers import RewardModelScorer, Scorer
+from chatgpt.trainer.objectives.config import ReferenceConfig
+from chatgpt.trainer.policy import policy_class
 from chatgpt.trainer.ppo import PPOTrainer
 from chatgpt.trainer.prompt_evaluation import PromptEvaluation
 from chatgpt.trainer.saving import write_card_of
 
 
-def execute(run: Run) -> None:
-    """A run of a command line, from its settings to the trained model in its folder."""
-    inputs = read_inputs(run)
+def execute(run: Run, inputs: Inputs | None = None, strategy: Any = None) -> Any:
+    """A run from its settings to the trained model in its folder; its trainer.
+
+    Args:
+        inputs: objects in the place of what the settings name, of `chatgpt.train`; None reads what they name.
+        strategy: None makes the run's, and closes it at the end.
+    """
+    inputs = read_inputs(run) if inputs is None else inputs
     if run.plan:
         show_plan(inputs)
-    check_destination(run, inputs.config, run.trained)
-    with memory_advice(inputs), strategy_of(run) as strategy, rollout_engine(run, strategy) as engine:
+    if inputs.by_name:
+        check_destination(run, inputs.config, run.trained)
+    made = strategy_of(run) if strategy is None else nullcontext(strategy)
+    with memory_advice(inputs), made as strategy, rollout_engine(run, strategy) as engine:
         if strategy.is_rank_0 and inputs.notes:
             print(*inputs.notes, sep='\n', flush=True)
-        inputs.callbacks = make_callbacks(run, inputs)
-        inputs.model = start_of(inputs, strategy)
+        inputs.callbacks += make_callbacks(run, inputs)
+        if inputs.by_name:
+            inputs.model = start_of(inputs, strategy)
         trainer = make_trainer(inputs, strategy, engine)
-        if isinstance(run, PPORun):
+        if isinstance(run, PPORun) and inputs.train is not None:
             trainer.set_prompts(inputs.train)  # whose order a checkpoint goes on with
-        resume(run, trainer)
-        fit(inputs, trainer)
-        finish(run, trainer)
+        if inputs.by_name:
+            resume(run, trainer)
+        elif run.resume:
+            trainer.load_checkpoint(run.resume)
+        trainer.fit(*fit_arguments(inputs))
+        finish(run, trainer, by_name=inputs.by_name)
+    return trainer
 
 
 def start_of(inputs: Inputs, strategy: Any) -> str | None:
-    """The model to start from: the run's, or a small one that has learned the embedded world's language; none for SFT,
+    """The model to start from: the run's, or a small one that has learned the demo world's language; none for SFT,
     which teaches it."""
     run = inputs.run
     if run.base or isinstance(run, SFTRun):
@@ -80,7 +94,7 @@ def start_of(inputs: Inputs, strategy: Any) -> str | None:
             taught = 'write stories' if game is None else 'make moves that are allowed, from games of a random player,'
             print(f'{asked}: a small GPT-2 learns to {taught} first (SFT)', flush=True)
         if game is None:
-            strategy.run_on_rank0(lambda: write_embedded_model(folder, run.seed))
+            strategy.run_on_rank0(lambda: write_demo_model(folder, run.seed))
         else:
             strategy.run_on_rank0(lambda: write_game_model(folder, run.seed, inputs.environment))
     return str(folder)
@@ -113,20 +127,27 @@ def make_optimizer(run: Run, strategy: Any, model: Any, lr: float | None = None)
 
 
 def make_callbacks(run: Run, inputs: Inputs) -> list[Any]:
-    """What a run of a command line asks for: checkpoints, trackers, samples, evaluation, ..."""
-    minutes = run.checkpoint_minutes or None
-    callbacks: list[Any] = [
-        SaveCheckpoint(interval=run.checkpoint_interval or None, minutes=minutes, keep_last=run.keep_last),
-        RunRecorder(run.to_dict(), run_defaults(run)),
-    ]
+    """The callbacks of a run's settings: checkpoints, trackers, samples, evaluation, ... `chatgpt.train` asks for some
+    of them by a setting that is given, for the trainer has defaults of its own."""
+
+    def wanted(*names: str) -> bool:
+        return inputs.by_name or any(name in run.said for name in names)
+
+    callbacks: list[Any] = []
+    if isinstance(run, PPORun) and wanted('sample_interval'):
+        callbacks.append(SampleTable(every=run.sample_interval))
+    if wanted('checkpoint_interval', 'checkpoint_minutes', 'keep_last'):
+        interval, minutes = run.checkpoint_interval or None, run.checkpoint_minutes or None
+        callbacks.append(SaveCheckpoint(interval=interval, minutes=minutes, keep_last=run.keep_last))
+    if inputs.by_name:
+        callbacks.append(RunRecorder(run.to_dict(), run_defaults(run), lambda: planned(inputs)))
     callbacks += [TRACKERS.find(name)() for name in run.trackers()]
     if isinstance(run, SFTRun) and run.early_stopping_patience is not None:
         callbacks.append(StopOnPlateau('sft/val_loss', mode='min', patience=run.early_stopping_patience))
     if isinstance(run, PPORun):
-        callbacks.insert(0, SampleTable(every=run.sample_interval))
         if run.ema_decay is not None:
             callbacks.append(EMA(run.ema_decay))
-        if inputs.validation is not None:
+        if inputs.by_name and inputs.validation is not None:
             evaluation = PromptEvaluation(
                 inputs.validation,
                 inputs.tokenizer,
@@ -155,8 +176,9 @@ def make_trainer(inputs: Inputs, strategy: Any, engine: Any = None) -> Any:
     if not isinstance(inputs.settings, PPOConfig):
         trainer = offline_trainer(inputs, strategy)
     else:
+        policy_class(inputs.settings).check(strategy)
         if inputs.run.on_trunk:
-            models = build_ppo_on_trunk(inputs, make_trunk(inputs, strategy.dtype, strategy.device))
+            models = build_ppo_on_trunk(inputs, make_trunk(inputs, strategy.numerics.dtype, strategy.device))
         else:
             with strategy.model_init_context():
                 models = build_ppo_models(inputs)
@@ -169,15 +191,15 @@ def make_trainer(inputs: Inputs, strategy: Any, engine: Any = None) -> Any:
 def ppo_trainer(inputs: Inputs, strategy: Any, models: PPOModels, engine: Any = None) -> PPOTrainer:
     run, settings = inputs.run, inputs.settings
     assert isinstance(run, PPORun) and isinstance(settings, PPOConfig)
-    actor, critic, reward, initial_model = models
-    set_kernels(run, actor, critic, reward, initial_model)
+    actor, critic, reward, initial_model, mask_model = models
+    set_kernels(run, *models)
     actor_optim = make_optimizer(run, strategy, actor)
     critic_optim = make_optimizer(run, strategy, critic, run.critic_lr) if critic is not None else None
     scorer = (
         reward if isinstance(reward, Scorer) and not isinstance(reward, torch.nn.Module) else None
     )  # with nothing in it that the strategy could prepare
-    (actor, actor_optim), reward, initial_model = strategy.prepare(
-        (actor, actor_optim), None if scorer else reward, initial_model
+    (actor, actor_optim), reward, initial_model, mask_model = strategy.prepare(
+        (actor, actor_optim), None if scorer else reward, initial_model, mask_model
     )
     if critic is not None:
         critic, critic_optim = strategy.prepare((critic, critic_optim))
@@ -199,6 +221,7 @@ def ppo_trainer(inputs: Inputs, strategy: Any, models: PPOModels, engine: Any = 
         config=settings,
         tokenizer=inputs.tokenizer,
         pretrain_data=inputs.pretrain_data,
+        mask_model=mask_model,
         engine=engine or ENGINES.find(run.engine).make(inputs.model),
         callbacks=inputs.callbacks,
         run_dir=inputs.run_dir,
@@ -214,7 +237,7 @@ def offline_trainer(inputs: Inputs, strategy: Any) -> Any:
     run, settings = inputs.run, inputs.settings
     method = run.entry()
     if run.on_trunk:
-        model = build_on_trunk(inputs, method.model, make_trunk(inputs, strategy.dtype, strategy.device))
+        model = build_on_trunk(inputs, method.model, make_trunk(inputs, strategy.numerics.dtype, strategy.device))
         initial = None
     else:
         model, initial = _whole_models(inputs, strategy, method.model)
@@ -243,12 +266,12 @@ def _whole_models(inputs: Inputs, strategy: Any, kind: str) -> tuple[Any, Any]:
         return model, deepcopy(model) if needs_copy else None
 
 
-def fit(inputs: Inputs, trainer: Any) -> None:
+def fit_arguments(inputs: Inputs) -> tuple[Any, ...]:
+    """What `fit` of the run's trainer takes."""
     run = inputs.run
     if isinstance(run, PPORun):
-        trainer.fit(inputs.train, run.num_episodes, run.max_timesteps, run.update_timesteps)
-    else:
-        trainer.fit()
+        return inputs.train, run.num_episodes, run.max_timesteps, run.update_timesteps
+    return ()
 
 
 # ---------------------------------------------------------------------- a run's folder
@@ -257,18 +280,10 @@ def fit(inputs: Inputs, trainer: Any) -> None:
 def resume(run: Run, trainer: Any) -> None:
     """Go on from the checkpoint that the run names, if any, and write down what runs from here on."""
     strategy = trainer.strategy
-    if strategy.is_rank_0 and (text := short_step(run, trainer)):
-        warnings.warn(text, stacklevel=2)
     sign(run.save_path, strategy)
     if run.resume:
-        found = trainer.load_checkpoint(run.resume)
-        if strategy.is_rank_0:
-            text = (
-                f'going on from {trainer.resumed_from}'
-                if found
-                else 'nothing to resume yet: starting from the beginning'
-            )
-            print(text, flush=True)
+        if not trainer.load_checkpoint(run.resume) and strategy.is_rank_0:
+            print('nothing to resume yet: starting from the beginning', flush=True)
     lines = Path(run.save_path, 'metrics.jsonl')
     if trainer.phase == 0 and strategy.is_rank_0 and lines.is_file() and lines.stat().st_size:
         print(
@@ -278,46 +293,22 @@ def resume(run: Run, trainer: Any) -> None:
     strategy.run_on_rank0(lambda: write_resolved(run, run.save_path))
 
 
-MANY_STEPS = 50
-"""of one pass, among which a short one matters little"""
-
-
-def short_step(run: Run, trainer: Any) -> str | None:
-    """What to say where the last step of a pass learns from a quarter of a batch or less: it weighs as much as a whole
-    one's."""
-    if isinstance(run, PPORun):
-        what, count = (
-            'samples of a learning phase',
-            run.update_timesteps * run.experience_batch_size * run.num_samples_per_prompt,
-        )
-        if run.buffer_limit:
-            count = min(count, run.buffer_limit)
-        if run.sample_replay_buffer:
-            return None
-    else:
-        what, count = 'records', len(trainer.train_data)
-    size, rest = run.train_batch_size, count % run.train_batch_size  # type: ignore[attr-defined]
-    if not size <= count <= MANY_STEPS * size or not 0 < rest <= size / 4:
-        return None
-    return (
-        f'{count} {what} in batches of train_batch_size={size}: the last step of each pass learns from {rest} alone, '
-        f'and counts as much as one of {size}'
-    )
-
-
-def finish(run: Run, trainer: Any) -> Path:
-    """Write the trained model as a Hugging Face folder, and the optimizers' states where that is asked for."""
-    strategy, path = trainer.strategy, final_folder(run, run.trained)
-    trainer.save_pretrained(path, card_samples=run.card_samples)
-    if run.save_adapter:
-        write_adapter(run, trainer)
-    if run.need_optim_ckpt:
-        for name, optimizer in trainer.optimizers().items():
-            strategy.save_optimizer(optimizer, Path(run.save_path, f'{name}_optim.pt'), only_rank0=False)
-    say_use(run, trainer, path)
-    if run.push_to_hub:
-        push(run.push_to_hub, run, strategy, path)
-    return path
+def finish(run: Run, trainer: Any, *, by_name: bool = True) -> None:
+    """Write the trained model as a Hugging Face folder, where one is asked for, and the optimizers' states; upload."""
+    strategy = trainer.strategy
+    if by_name or run.model_path is not None:
+        path = final_folder(run, run.trained)
+        trainer.save_pretrained(path, card_samples=run.card_samples)
+        if run.save_adapter:
+            write_adapter(run, trainer)
+        if run.need_optim_ckpt:
+            for name, optimizer in trainer.optimizers().items():
+                strategy.save_optimizer(optimizer, Path(run.save_path, f'{name}_optim.pt'), only_rank0=False)
+        say_use(run, trainer, path)
+        if run.push_to_hub:
+            push(run.push_to_hub, run, strategy, path)
+    elif run.push_to_hub:
+        trainer.push_to_hub(run.push_to_hub, private=run.hub_private or None, card_samples=run.card_samples)
 
 
 def say_use(run: Run, trainer: Any, path: Path) -> None:
@@ -334,7 +325,7 @@ def use_of(run: Run, path: Path, tokenizer: Any) -> str:
     if isinstance(run, PPORun) and run.environment is not None:
         options = f" --environment_options '{json.dumps(run.environment_options)}'" if run.environment_options else ''
         return f'python -m chatgpt evaluate {place} --environment {shlex.quote(run.environment)}{options}'
-    chats = getattr(tokenizer, 'chat_template', None) is not None
+    chats = template_of(tokenizer) is not None and text_choice(tokenizer) is not False
     return f'python -m chatgpt chat {place}' if chats else f'python -m chatgpt generate {place} "your prompt"'
 
 

@@ -35,31 +35,12 @@ def _engine(args: PPORun) -> Any:
 
 
 def check_rollout_args(args: PPORun) -> None:
-    """Raises ValueError for flags of rollout workers and vLLM that do not fit together, before anything is started."""
+    """Raises ValueError for what vLLM or rollout workers cannot do, before anything is started."""
     if args.engine == 'vllm':
         drawn = {name: getattr(args, name) for name in ('top_k', 'top_p', 'min_new_tokens')}
         check_sampling(SimpleNamespace(**drawn, stop=args.stop_string or None, extra={}))
-    if args.rollout_workers < 0:
-        raise ValueError(f'rollout_workers={args.rollout_workers} must not be negative')
-    if not args.rollout_workers:
-        for name in ('max_staleness', 'rollout_chunk_size', 'rollout_resources'):
-            if getattr(args, name):
-                raise ValueError(
-                    f'{name}={getattr(args, name)} is about rollout workers, and there are none: give --rollout_workers'
-                )
-        return
-    if args.rollout_chunk_size is not None and args.rollout_chunk_size < 1:
-        raise ValueError(f'rollout_chunk_size={args.rollout_chunk_size} must be at least 1')
-    if args.engine not in ('auto', 'local', 'vllm'):
-        raise ValueError(
-            f'rollout workers generate with the local engine or vLLM: --engine {args.engine} does not fit '
-            '--rollout_workers'
-        )
-    if args.nlpo_top_p is not None:
-        raise ValueError(
-            'NLPO draws from two models at once, which rollout workers cannot: leave --rollout_workers out'
-        )
-    _engine(args)  # for its errors; starts nothing
+    if args.rollout_workers:
+        _engine(args)  # for its errors; starts nothing
 
 
 @contextmanager

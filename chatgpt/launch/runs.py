@@ -1,133 +1,57 @@
-"""What a script's run is made of: one dataclass each for PPO, SFT, reward models and preferences, behind flags and
-config files alike.
+"""A run as one object: dataclasses for the model, its adapters, the strategy, sampling, an environment and the run's
+folder, composed with the settings of a trainer into `PPORun`, `SFTRun`, `RewardRun`, `PreferenceRun` and `ILQLRun`.
 
-A run has the settings of its trainer, and beside them where models and data are and what is written. Left out: reading
-flags and files (`config_file`), and building the objects (`recipes`).
+Flags, config files, `chatgpt.train`, `--plan`, reports and sweeps read these fields; `chatgpt.launch.rules` says what
+does not go together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, cast
 
-from chatgpt.batching import Exact
 from chatgpt.environments import EnvironmentSettings
-from chatgpt.functional.logprobs import LogprobKernel
-from chatgpt.launch.arguments import check_precision
+from chatgpt.functional.choices import LogprobKernel
+from chatgpt.launch.demo_world import trial_defaults
 from chatgpt.launch.methods import METHODS, PREFERENCE_RUN, Recipe, methods_of
+from chatgpt.launch.rules import DATA_RULES, PPO_RUN_RULES, RUN_RULES
 from chatgpt.names import hint
-from chatgpt.nn.families import MODELS
-from chatgpt.nn.head_kernels import check_name
-from chatgpt.nn.liger import check_liger_temperature
-from chatgpt.publish import NUM_SAMPLES
-from chatgpt.rollout import SamplingParams
+from chatgpt.nn.kinds import MODELS
 from chatgpt.rollout.registry import ENGINES
-from chatgpt.trainer.callbacks.checkpoint import CHECKPOINT_MINUTES
+from chatgpt.rollout.sampling import SamplingParams
+from chatgpt.rules import check
+from chatgpt.strategies.checkpoint import CHECKPOINT_MINUTES
+from chatgpt.strategies.registry import STRATEGIES
+from chatgpt.strategies.rules import MODEL_RULES
 from chatgpt.trainer.callbacks.trackers import TRACKERS, tracker_names
-from chatgpt.trainer.config import (
-    LearningSettings,
-    PPOConfig,
-    Settings,
-    SFTConfig,
-    SupervisedConfig,
-)
-from chatgpt.trainer.objectives.ilql import ILQLConfig
-from chatgpt.trainer.objectives.pairs import DPOLoss, PreferenceConfig
-from chatgpt.trainer.objectives.reward_model import RewardModelConfig
-from chatgpt.trainer.strategies.registry import STRATEGIES, that_cut_layers
+from chatgpt.trainer.config import LearningSettings, PPOConfig, Settings, SFTConfig, SupervisedConfig
+from chatgpt.trainer.objectives.config import DPOLoss, ILQLConfig, PreferenceConfig, RewardModelConfig
+from chatgpt.trainer.rules import EXACT_RULES
 
-Precision = Literal['auto', 'fp32', 'bf16', 'fp16']
-Optimizer = Literal['adamw', 'adamw8bit', 'paged_adamw8bit', 'sgd']
-Quantize = Literal['none', 'nf4']
-BiasMode = Literal['none', 'all', 'lora_only']
-CriticStart = Literal['reward_model', 'actor']
-CRITIC_STARTS = get_args(CriticStart)
 EMBEDDED = 'embedded'
 """the name of the small GPT-2 that a run makes for itself, and teaches the stories first unless it is SFT"""
+EPISODE_TOKENS = 256
+"""most tokens of an episode, turns and observations together, unless max_new_tokens says it"""
 Groups = dict[str, tuple[str, ...]]
-MODEL = ('pretrain', 'lora_rank', 'gradient_checkpointing')
+MODEL = ('pretrain', 'apply_chat_template', 'lora_rank', 'gradient_checkpointing')
 RUN = (
     *('save_path', 'model_path', 'push_to_hub', 'resume', 'checkpoint_interval', 'log_with'),
     *('strategy', 'precision', 'seed', 'plan'),
 )
 
 
-def same_file(a: str, b: str) -> bool:
-    return Path(a).resolve() == Path(b).resolve()
-
-
-_NOT_IN_PARTS = (
-    ('reproducible', None),
-    ('compile_blocks', False),
-    ('num_layers_unfrozen', None),
-    ('environment', None),
-)
-"""settings, as they are by default, that do not go with tensor_parallel"""
-
-
 @dataclass(kw_only=True)
-class Run(LearningSettings):
-    """What the runs of all scripts have in common."""
+class StrategySettings(Settings):
+    """Hardware and numerics."""
 
-    said = cast(Mapping[str, Any], MappingProxyType({}))  # no annotation: not a setting
-    """the settings that the user gave, in this start or in one that it goes on from"""
     strategy: str = field(default='naive', metadata={'choices': STRATEGIES})
     """what prepares and shards the models; module:name is a class of your own (docs/strategies.md)"""
-    precision: Precision = 'auto'
+    precision: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto'
     """compute dtype; auto: bf16 on a GPU, fp32 on a CPU"""
     seed: int = 42
     """decides every draw, whatever the layout"""
-    model: str = field(default='auto', metadata={'choices': MODELS})
-    """family; auto reads it from the config; module:name is a `ModelKind` of your own"""
-    pretrain: str | None = None
-    """hub name or folder of the model to start from; embedded: a small GPT-2 for trials, which the run makes and,
-    unless it is SFT, teaches to write stories first"""
-    tokenizer: str | None = None
-    """hub name or folder; none: that of pretrain"""
-    save_path: str = 'outputs/run'
-    """folder of this run"""
-    model_path: str | None = None
-    """where the trained model is written; none: a folder in save_path"""
-    push_to_hub: str | None = None
-    """name on the Hugging Face Hub to upload the model to"""
-    hub_private: bool = False
-    """make that repository private, where it is made"""
-    card_samples: int = NUM_SAMPLES
-    """texts of the run that the model card shows; 0: none"""
-    save_adapter: bool = False
-    """also write the adapters alone, for PEFT, to adapter/ in save_path; with lora_rank"""
-    lr: float | None = None
-    """learning rate"""
-    weight_decay: float = 0.0
-    """decoupled, on all trained weights"""
-    optimizer: Optimizer = 'adamw'
-    """adamw8bit keeps its states in 8 bits, paged ones go to host memory where a GPU's is short (bitsandbytes)"""
-    lora_rank: int = 0
-    """adapters of this rank instead of all weights; 0: all weights"""
-    lora_alpha: float | None = None
-    """adapters are scaled by alpha / rank; none: alpha = rank"""
-    lora_dropout: float = 0.0
-    """on the input of adapters"""
-    lora_target_modules: list[str] | None = None
-    """patterns of layers that get adapters; none: every linear layer of the blocks"""
-    lora_train_bias: BiasMode = 'none'
-    """biases that are trained with the adapters"""
-    quantize: Quantize = 'none'
-    """keep the frozen weights under the adapters in 4 bits; with lora_rank, for PPO with shared_trunk"""
-    gradient_checkpointing: bool = False
-    """recompute activations in the backward pass"""
-    logprob_kernel: LogprobKernel = 'auto'
-    """how an actor's states become log-probs: plain, fused (blocks of the vocabulary), liger (its extra), or auto:
-    fused on a GPU where the output layer allows"""
-    compile_blocks: bool = False
-    """run transformer blocks through torch.compile when learning and scoring; the first steps compile"""
-    trust_remote_code: bool = False
-    """allow a hub model to bring code of its own"""
-    skip_bad_records: bool = False
-    """leave bad records out and count them"""
     rank_timeout_s: float = 1800.0
     """a rank that keeps the others waiting for longer ends the run, with a message that names it"""
     tensor_parallel: int = 1
@@ -139,6 +63,72 @@ class Run(LearningSettings):
     (docs/strategies.md)"""
     atoms: int = 8
     """pieces that every batch of an exact run is computed in: a power of two, and the most processes there can be"""
+
+
+@dataclass(kw_only=True)
+class ModelSettings(Settings):
+    """The model to start from, and its optimizer."""
+
+    model: str = field(default='auto', metadata={'choices': MODELS})
+    """family; auto reads it from the config; module:name is a `ModelKind` of your own"""
+    pretrain: str | None = None
+    """hub name or folder of the model to start from; embedded: a small GPT-2 for trials, which the run makes and,
+    unless it is SFT, teaches to write stories first"""
+    tokenizer: str | None = None
+    """hub name or folder; none: that of pretrain"""
+    apply_chat_template: bool | None = None
+    """plain text is a turn of the user; none: as the model was trained"""
+    lr: float | None = None
+    """learning rate"""
+    weight_decay: float = 0.0
+    """decoupled, on all trained weights"""
+    optimizer: Literal['adamw', 'adamw8bit', 'paged_adamw8bit', 'sgd'] = 'adamw'
+    """adamw8bit keeps its states in 8 bits, paged ones go to host memory where a GPU's is short (bitsandbytes)"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass"""
+    logprob_kernel: LogprobKernel = 'auto'
+    """how an actor's states become log-probs: plain, fused (blocks of the vocabulary), liger (its extra), or auto:
+    fused on a GPU where the output layer allows"""
+    compile_blocks: bool = False
+    """run transformer blocks through torch.compile when learning and scoring; the first steps compile"""
+    trust_remote_code: bool = False
+    """allow a hub model to bring code of its own"""
+
+
+@dataclass(kw_only=True)
+class LoraSettings(Settings):
+    """Adapters on frozen weights."""
+
+    lora_rank: int = 0
+    """train adapters of this rank; 0: all weights"""
+    lora_alpha: float | None = None
+    """adapters are scaled by alpha / rank; none: alpha = rank"""
+    lora_dropout: float = 0.0
+    """on the input of adapters"""
+    lora_target_modules: list[str] | None = None
+    """patterns of layers that get adapters; none: every linear layer of the blocks"""
+    lora_train_bias: Literal['none', 'all', 'lora_only'] = 'none'
+    """biases that are trained with the adapters"""
+    quantize: Literal['none', 'nf4'] = 'none'
+    """keep the frozen weights under the adapters in 4 bits; with lora_rank, for PPO with shared_trunk"""
+    save_adapter: bool = False
+    """also write the adapters alone, for PEFT, to adapter/ in save_path; with lora_rank"""
+
+
+@dataclass(kw_only=True)
+class FolderSettings(Settings):
+    """What a run writes: checkpoints, metrics, the trained model."""
+
+    save_path: str = 'outputs/run'
+    """folder of this run"""
+    model_path: str | None = None
+    """where the trained model is written; none: a folder in save_path"""
+    push_to_hub: str | None = None
+    """name on the Hugging Face Hub to upload the model to"""
+    hub_private: bool = False
+    """make that repository private, where it is made"""
+    card_samples: int = 3
+    """texts of the run that the model card shows; 0: none"""
     plan: bool = False
     """print what memory each phase takes, whether it fits here and what would make it fit, and stop; no weight is
     loaded"""
@@ -157,6 +147,16 @@ class Run(LearningSettings):
     """the same as log_with tensorboard"""
     need_optim_ckpt: bool = False
     """also write the optimizers' states with the final model"""
+
+
+@dataclass(kw_only=True)
+class Run(StrategySettings, ModelSettings, LoraSettings, FolderSettings, LearningSettings):
+    """What the runs of all methods have in common."""
+
+    said = cast(Mapping[str, Any], MappingProxyType({}))  # no annotation: not a setting
+    """the settings that the user gave, in this start or in one that it goes on from"""
+    skip_bad_records: bool = False
+    """leave bad records out and count them"""
     validation_file: str | None = None
     """eval data"""
     validation_percentage: float = 0.0
@@ -173,14 +173,18 @@ class Run(LearningSettings):
 
     @property
     def base(self) -> str | None:
-        """The model to start from; None: the small one of the embedded world."""
+        """The model to start from; None: the small one of the demo world."""
         return None if self.pretrain == EMBEDDED else self.pretrain
 
     def fill_defaults(self) -> None:
         entry = self.entry()
-        for name, value in (entry.defaults if self.base else entry.embedded_defaults).items():
-            if getattr(self, name) is None:
+        for name, value in (entry.defaults if self.base else trial_defaults(self.method, entry.defaults)).items():
+            if getattr(self, name) is None and name not in self.unused():
                 setattr(self, name, value)
+
+    def unused(self) -> tuple[str, ...]:
+        """Settings that say nothing of this run, and get no default."""
+        return ()
 
     def entry(self) -> Recipe:
         """How it trains."""
@@ -191,115 +195,31 @@ class Run(LearningSettings):
         """What --help says of a run, or of a run with that method."""
         entry = METHODS.find(method or cls.method)
         if default is None and entry.defaults.get(name) is not None:
-            return f'{entry.defaults[name]}; {entry.embedded_defaults[name]} without --pretrain'
+            trial = trial_defaults(method or cls.method, entry.defaults)
+            return f'{entry.defaults[name]}; {trial[name]} without --pretrain'
         return 'none' if default is None else str(default)
 
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
-        for name, kind in (
-            ('precision', Precision),
-            ('optimizer', Optimizer),
-            ('lora_train_bias', BiasMode),
-            ('quantize', Quantize),
-            ('logprob_kernel', LogprobKernel),
-        ):
-            self._one_of(name, get_args(kind))
-        if MODELS.find(self.model).actor is None and self.trained != 'reward_model':
-            raise ValueError(f'model={self.model!r} is a family of reward models; it cannot write')
-        check_precision(self.strategy, self.precision)
-        self._positive('keep_last', 'lora_alpha', 'rank_timeout_s', 'atoms')
-        self.check_tensor_parallel()
-        if self.reproducible is not None:
-            Exact(self.atoms).check(world_size)
-        self._check_kernels()
+        check(self, [*MODEL_RULES, *RUN_RULES])
         self.trackers()
-        self._not_negative(
-            'checkpoint_interval', 'checkpoint_minutes', 'lora_rank', 'weight_decay', 'lr', 'card_samples'
-        )
-        if self.hub_private and not self.push_to_hub:
-            raise ValueError('hub_private is about a repository of the hub: give push_to_hub too')
-        if self.lr is not None and not self.lr < float('inf'):
-            raise ValueError(f'lr={self.lr} must be a number of at least 0')
-        if not self.lora_rank:
-            for name, unset in (
-                ('lora_alpha', None),
-                ('lora_dropout', 0.0),
-                ('lora_target_modules', None),
-                ('lora_train_bias', 'none'),
-                ('save_adapter', False),
-                ('quantize', 'none'),
-                ('shared_trunk', False),
-            ):
-                if getattr(self, name, unset) != unset:
-                    raise ValueError(f'{name} is about adapters, and there are none: give lora_rank too')
-        if self.optimizer.endswith('8bit') and not STRATEGIES.find(self.strategy).memory_model().whole:
-            raise ValueError(
-                f'optimizer={self.optimizer} needs whole weights on each process: use strategy naive or ddp'
-            )
-        if not self.plan:
-            from chatgpt.nn.quantized import check_bitsandbytes
+        if self.reproducible is not None:
+            from chatgpt.batching import Exact
 
-            if self.quantize != 'none':
-                check_bitsandbytes(f'quantize={self.quantize}')
-            if self.optimizer.endswith('8bit'):
-                check_bitsandbytes(f'optimizer={self.optimizer}')
-        if self.on_trunk:
-            if self.lora_train_bias != 'none':
-                raise ValueError('lora_train_bias: the biases of a shared or quantized base are frozen; leave it out')
-            if not STRATEGIES.find(self.strategy).memory_model().whole:
-                raise ValueError(
-                    f'strategy={self.strategy} shards weights; a shared or quantized base is whole on each process: '
-                    'use naive or ddp'
-                )
-        if self.validation_file and self.validation_percentage:
-            raise ValueError('validation_file and validation_percentage are both given; give one')
-        if 0 < self.validation_percentage < 1:
-            percent = self.validation_percentage
-            raise ValueError(
-                f'validation_percentage={percent:g} may mean {100 * percent:g} % or {percent:g} %: give '
-                f'{100 * percent:g} for the first; '
-                'for the second keep records back yourself, with --validation_file'
-            )
-        data = self.data_source()
-        if data and self.validation_file and same_file(data, self.validation_file):
-            raise ValueError(
-                f'validation_file={self.validation_file} is the training data: give another, or --validation_percentage'
-            )
+            Exact(self.atoms).check(world_size)
+        self._check_installed()
 
-    def check_tensor_parallel(self) -> None:
-        """Raises ValueError for what does not go with tensor_parallel, whatever the number of processes."""
-        self._positive('tensor_parallel')
-        if self.tensor_parallel == 1:
-            return
-        if not STRATEGIES.find(self.strategy).takes_tensor_parallel:
-            raise ValueError(
-                f'tensor_parallel={self.tensor_parallel} needs strategy {that_cut_layers()}, and it is {self.strategy}'
-            )
-        for name, unset in _NOT_IN_PARTS:
-            if (given := getattr(self, name, unset)) not in (unset, -1):
-                raise ValueError(
-                    f'tensor_parallel={self.tensor_parallel} does not go with {name}={given!r}: leave one of them out'
-                )
+    def _check_installed(self) -> None:
+        """Raises ValueError for an optional package that the run needs and that is not there."""
+        if self.logprob_kernel == 'liger':
+            from chatgpt.nn.head_kernels import check_name
 
-    def _check_kernels(self) -> None:
-        check_name(self.logprob_kernel)
-        if self.logprob_kernel != 'auto' and self.trained == 'reward_model':
-            raise ValueError('logprob_kernel is about log-probs, and a reward model has none; leave it out')
-        if self.logprob_kernel not in ('auto', 'plain') and STRATEGIES.find(self.strategy).only_16_bits:
-            raise ValueError(
-                f'strategy={self.strategy} shards the output layer, which logprob_kernel={self.logprob_kernel!r} reads '
-                "whole; choose 'plain' or 'auto'"
-            )
-        if self.compile_blocks and self.reproducible is not None:
-            raise ValueError(
-                "reproducible='exact' promises bits, which compiled graphs do not repeat under another layout: leave "
-                'compile_blocks out'
-            )
-        if self.compile_blocks and STRATEGIES.find(self.strategy).only_16_bits:
-            raise ValueError(
-                f'strategy={self.strategy} acts on every use of a weight, which compiled graphs do not show: use '
-                'naive, ddp or fsdp, or leave compile_blocks out'
-            )
+            check_name(self.logprob_kernel)
+        for name in ('quantize', 'optimizer') if not self.plan else ():
+            if getattr(self, name) in ('nf4', 'adamw8bit', 'paged_adamw8bit'):
+                from chatgpt.nn.quantized import check_bitsandbytes
+
+                check_bitsandbytes(f'{name}={getattr(self, name)}')
 
     def trackers(self) -> list[str]:
         """Names in `TRACKERS`."""
@@ -327,7 +247,63 @@ class Run(LearningSettings):
 
 
 @dataclass(kw_only=True)
-class PPORun(Run, PPOConfig):
+class RolloutSettings(Settings):
+    """Who generates the responses, and how tokens are drawn."""
+
+    max_new_tokens: int | None = None
+    """most tokens of a response"""
+    max_prompt_tokens: int | None = None
+    """cut longer prompts on the left"""
+    min_new_tokens: int = 0
+    """a response does not end before"""
+    temperature: float = 1.0
+    """of drawing a response"""
+    top_k: int = 0
+    """draw from so many of the likeliest tokens; 0: from all"""
+    top_p: float = 1.0
+    """draw from the likeliest tokens of this probability"""
+    stop_string: list[str] | None = None
+    """end a response at this text; may be given several times"""
+    engine: str = field(default='auto', metadata={'choices': ENGINES})
+    """who generates: the local engine, model.generate, or vLLM, in this process or on rollout_workers; module:name is
+    an `EngineEntry` of your own; auto: the local engine, for encoder-decoders model.generate"""
+    rollout_workers: int = 0
+    """generate on so many Ray actors for each rank, with engine=vllm for all of them together (RAY_ADDRESS names a
+    cluster); 0 generates in the process itself"""
+    rollout_chunk_size: int | None = None
+    """prompts that go to an actor together; none: those of a timestep"""
+    rollout_resources: dict[str, float] | None = None
+    """of each actor: {CPU: its threads, GPU: devices, over which vLLM cuts the model}; none: as many threads as this
+    process has, with engine=vllm one GPU"""
+
+
+@dataclass(kw_only=True)
+class EpisodeSettings(Settings):
+    """An environment to act in."""
+
+    environment: str | None = None
+    """games:countdown (docs/environments.md has more) or module:Class: what to act in over several turns"""
+    environment_options: dict[str, Any] | None = None
+    """keyword arguments of the environment's class, such as '{numbers: 4}'"""
+    max_turns: int = 16
+    """turns of an episode"""
+    max_turn_tokens: int | None = None
+    """most tokens of one turn; none: what max_new_tokens leaves, which bounds the whole episode"""
+    step_timeout_s: float = 30.0
+    """an environment that takes longer for one step ends its episode"""
+    environment_workers: Literal['threads', 'processes'] = 'threads'
+    """where environments run; processes compute beside the trainer, and one that hangs is replaced"""
+    num_environment_workers: int = 8
+    """how many environments step at the same time"""
+    reward_weights: dict[str, float] | None = None
+    """of an environment's rewards by name; none: their sum. A reward function or model beside them has its weight by
+    the name reward_fn or reward_model"""
+    eval_episodes: int = 0
+    """episodes of an evaluation, whose tasks the training has not"""
+
+
+@dataclass(kw_only=True)
+class PPORun(Run, RolloutSettings, EpisodeSettings, PPOConfig):
     """A run of examples/train_prompts.py."""
 
     save_path: str = 'outputs/train_prompts'
@@ -339,31 +315,10 @@ class PPORun(Run, PPOConfig):
     """folder of a reward model, or of any sequence-classification model"""
     reward_fn: str | None = None
     """module:function or file.py:function, fn(prompts, responses, **columns) -> scores"""
-    environment: str | None = None
-    """games:countdown (docs/environments.md has more) or module:Class: what to act in over several turns"""
-    environment_options: dict[str, Any] | None = None
-    """keyword arguments of the environment's class, such as '{numbers: 4}'"""
-    max_turns: int = 16
-    """turns of an episode"""
-    max_turn_tokens: int | None = None
-    """most tokens of one turn; none: what max_new_tokens leaves, which bounds the whole episode"""
-    step_timeout_s: float = 30.0
-    """an environment that takes longer for one step ends its episode"""
-    apply_chat_template: bool = False
-    """what an environment says in text is a turn of the user, in the tokenizer's chat template; messages always go
-    through it"""
-    environment_workers: Literal['threads', 'processes'] = 'threads'
-    """where environments run; processes compute beside the trainer, and one that hangs is replaced"""
-    num_environment_workers: int = 8
-    """how many environments step at the same time"""
-    reward_weights: dict[str, float] | None = None
-    """of an environment's rewards by name; none: their sum"""
-    eval_episodes: int = 0
-    """episodes of an evaluation, whose tasks the training has not"""
     num_episodes: int = 10
     """of max_timesteps each"""
     max_timesteps: int | None = 10
-    """timesteps of an episode; none: as many as visit every prompt once"""
+    """timesteps of an episode; none: every prompt once"""
     update_timesteps: int = 10
     """timesteps between learning phases"""
     max_epochs: int = 5
@@ -372,40 +327,15 @@ class PPORun(Run, PPOConfig):
     """own: a model of its own; shared: a value head on the actor's trunk, with num_layers_unfrozen on the frozen one"""
     shared_trunk: bool = False
     """actor, critic, reward model and reference as adapters on one frozen base; with lora_rank"""
-    critic_from: CriticStart = 'reward_model'
+    critic_from: Literal['reward_model', 'actor'] = 'reward_model'
     """what a critic of its own starts from: the reward model, where there is one that reads the policy's tokens and has
     a head; or the actor's weights with a new head"""
     critic_lr: float | None = None
     """learning rate of a critic of its own"""
     num_layers_unfrozen: int = -1
     """hydra: train only the top blocks, whose frozen copies are the reference; -1 trains all"""
-    max_new_tokens: int | None = None
-    """most tokens of a response"""
-    max_prompt_tokens: int | None = None
-    """cut longer prompts on the left"""
-    temperature: float = 1.0
-    """of drawing a response"""
-    top_k: int = 0
-    """draw from so many of the likeliest tokens; 0: from all"""
-    top_p: float = 1.0
-    """draw from the likeliest tokens of this probability"""
-    min_new_tokens: int = 0
-    """a response does not end before"""
-    stop_string: list[str] | None = None
-    """end a response where this text appears; may be given several times"""
-    engine: str = field(default='auto', metadata={'choices': ENGINES})
-    """who generates: the local engine, model.generate, or vLLM, in this process or on rollout_workers; module:name is
-    an `EngineEntry` of your own; auto: the local engine, for encoder-decoders model.generate"""
     ema_decay: float | None = None
     """also keep a moving average of the actor's weights, written as actor_ema/; 0.992 is DeepSpeed-Chat's"""
-    rollout_workers: int = 0
-    """generate on so many Ray actors for each rank, with engine=vllm for all of them together (RAY_ADDRESS names a
-    cluster); 0 generates in the process itself"""
-    rollout_chunk_size: int | None = None
-    """prompts that go to an actor together; none: those of a timestep"""
-    rollout_resources: dict[str, float] | None = None
-    """of each actor: {CPU: its threads, GPU: devices, over which vLLM cuts the model}; none: as many threads as this
-    process has, with engine=vllm one GPU"""
     ptx_data: str | None = None
     """text or demonstrations for PPO-ptx, with ptx_coef"""
     sample_interval: int = 5
@@ -432,118 +362,27 @@ class PPORun(Run, PPOConfig):
     }
     config_class = PPOConfig
 
+    def unused(self) -> tuple[str, ...]:
+        return () if self.estimator.needs_values and self.critic == 'own' else ('critic_lr',)
+
     def data_source(self) -> str | None:
         return self.prompt_path
 
     def fill_defaults(self) -> None:
-        if self.critic == 'shared' and self.critic_lr is not None:
-            raise ValueError("critic_lr is of a critic with an optimizer of its own; with critic='shared' leave it out")
         if self.environment is not None and self.max_new_tokens is None:
             self.max_new_tokens = EPISODE_TOKENS
+        if self.nlpo_top_p is not None and self.precision == 'auto':
+            self.precision = 'fp32'  # in which the log-probs of decode and trainer agree
         super().fill_defaults()
 
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
-        for name in (
-            'num_episodes',
-            'max_timesteps',
-            'update_timesteps',
-            'max_prompt_tokens',
-            'sample_interval',
-            'eval_interval',
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f'{name}={value} must be at least 1')
-        if self.critic_lr is not None and not 0 <= self.critic_lr < float('inf'):
-            raise ValueError(f'critic_lr={self.critic_lr} must be a number of at least 0')
-        for name, known in (('critic', ('own', 'shared')), ('critic_from', CRITIC_STARTS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f'{name}={getattr(self, name)!r} is not one of {", ".join(known)}')
         ENGINES.find(self.engine)
-        if self.reproducible is not None:
-            self.check_exact()
-            ours = self.engine in ('auto', 'local')
-            if not ours or self.rollout_workers:
-                given = f'rollout_workers={self.rollout_workers}' if ours else f'engine={self.engine!r}'
-                raise ValueError(
-                    f"reproducible='exact' draws again what rounding could change, which only the local engine in the "
-                    f'training process can: {given} does not fit it'
-                )
-        if self.quantize != 'none' and not self.shared_trunk:
-            raise ValueError(f'quantize={self.quantize!r} is of the base that the models share: give shared_trunk too')
-        if self.logprob_kernel == 'liger':
-            if self.entropy_coef:
-                raise ValueError(
-                    f"entropy_coef={self.entropy_coef:g}: logprob_kernel='liger' has no gradient of the entropy; "
-                    "choose 'fused'"
-                )
-            check_liger_temperature(self.temperature, self.precision in ('fp32', 'auto'))  # auto: known at the device
-        if self.shared_trunk and (self.critic == 'shared' or self.num_layers_unfrozen > 0):
-            raise ValueError(
-                'shared_trunk gives the critic an adapter of its own; leave critic=shared and num_layers_unfrozen out'
-            )
-        if self.shared_trunk and (self.rollout_workers or self.engine == 'vllm'):
-            given = f'rollout_workers={self.rollout_workers}' if self.rollout_workers else "engine='vllm'"
-            raise ValueError(
-                f'shared_trunk: {given} generates with weights of its own, and the base is one, in this process; leave '
-                'it out, or take engine local or hf'
-            )
-        if self.shared_trunk and self.offload != 'none':
-            raise ValueError(
-                f'shared_trunk: offload={self.offload} would move the base that all models compute with; leave it out'
-            )
-        if self.critic == 'shared' and not self.estimator.needs_values:
-            raise ValueError(
-                f"critic='shared', but advantage_estimator={self.advantage_estimator!r} takes no critic; leave one out"
-            )
-        if self.lora_rank and self.num_layers_unfrozen > 0:
-            raise ValueError(
-                'lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one'
-            )
-        if self.temperature == 0:
-            raise ValueError(
-                'temperature=0 draws nothing, and a policy learns from what it draws: give a number above 0'
-            )
+        check(self, PPO_RUN_RULES if self.reproducible is None else [*EXACT_RULES, *PPO_RUN_RULES])
         sampling = self.generation() | {'max_new_tokens': 1 if self.max_new_tokens is None else self.max_new_tokens}
         SamplingParams(**{name: value for name, value in sampling.items() if name != 'stop_strings'})
-        self._check_environment()
-        if self.estimator.rewards_apart and len(self.reward_weights or ()) < 2:
-            raise ValueError(
-                f'advantage_estimator={self.advantage_estimator!r} takes a list of rewards, which the command line '
-                'cannot give but for an environment, by reward_weights; use PPOTrainer or chatgpt.train'
-            )
-        if self.reward_model and self.reward_fn:
-            raise ValueError('give --reward_model or --reward_fn, not both')
-        if self.prompt_path and not (self.reward_model or self.reward_fn or self.environment):
-            raise ValueError('nothing to learn from: give --reward_model FOLDER or --reward_fn module:function')
-        if self.prompt_path and not self.pretrain:
-            raise ValueError('prompts of your own need a model: give --pretrain NAME_OR_FOLDER')
-        if bool(self.ptx_coef) != bool(self.ptx_data):
-            raise ValueError('PPO-ptx needs both: --ptx_data FILE with text, and --ptx_coef above 0')
-
-    def _check_environment(self) -> None:
-        """What belongs to an environment, and what does not go with one."""
-        if self.environment is None:
-            for name in ENVIRONMENT:
-                if getattr(self, name) != PLAIN[name]:
-                    raise ValueError(
-                        f'{name}={getattr(self, name)!r} is about an environment, and there is none: give --environment'
-                    )
-            return
-        self.environment_settings()
-        if self.eval_episodes < 0:
-            raise ValueError(f'eval_episodes={self.eval_episodes} must not be negative')
-        if self.eval_episodes and (self.validation_file or self.validation_percentage):
-            raise ValueError('eval_episodes are of tasks without prompts: with eval prompts leave it out')
-        if self.reward_weights is not None and (self.reward_fn or self.reward_model):
-            raise ValueError(
-                'reward_weights weigh the rewards of the environment, whose place --reward_fn or --reward_model takes: '
-                'leave one out'
-            )
-        is_own = ':' in self.environment and not self.environment.startswith('games:')
-        if is_own and not self.pretrain:
-            raise ValueError('an environment of your own needs a model: give --pretrain NAME_OR_FOLDER')
+        if self.environment is not None:
+            self.environment_settings()
 
     def environment_settings(self) -> EnvironmentSettings:
         return EnvironmentSettings(
@@ -551,7 +390,7 @@ class PPORun(Run, PPOConfig):
             max_turn_tokens=self.max_turn_tokens,
             step_timeout_s=self.step_timeout_s,
             workers=self.environment_workers,
-            apply_chat_template=self.apply_chat_template or None,
+            apply_chat_template=self.apply_chat_template,
             num_workers=self.num_environment_workers,
         )
 
@@ -576,14 +415,6 @@ class PPORun(Run, PPOConfig):
         }
 
 
-ENVIRONMENT = (
-    *('environment_options', 'max_turns', 'max_turn_tokens', 'step_timeout_s', 'environment_workers'),
-    *('num_environment_workers', 'apply_chat_template', 'reward_weights', 'eval_episodes'),
-)
-"""settings that say nothing without an environment"""
-PLAIN = {f.name: f.default for f in fields(PPORun)}
-EPISODE_TOKENS = 256
-"""most tokens of an episode, turns and observations together, unless max_new_tokens says it"""
 DATA = ('dataset', 'max_len', 'validation_file', 'validation_percentage', 'skip_bad_records')
 LENGTH = ('max_epochs', 'max_steps', 'train_batch_size', 'max_tokens_per_batch', 'lr', 'lr_schedule', 'warmup_steps')
 
@@ -613,10 +444,8 @@ class DataRun(Run, SupervisedConfig):
         return 512 if self.max_len is None else self.max_len
 
     def validate(self, world_size: int = 1) -> None:
-        self._positive('max_len')
         super().validate(world_size)
-        if self.dataset and not self.pretrain:
-            raise ValueError('data of your own needs a model: give --pretrain NAME_OR_FOLDER')
+        check(self, DATA_RULES)
 
 
 def run_class(name: str) -> type[Run]:
@@ -669,11 +498,6 @@ class ILQLRun(DataRun, ILQLConfig):
     method = 'ilql'
     common = DataRun.common | {'the method': ('tau', 'gamma', 'cql_scale', 'awac_scale', 'beta', 'standardize_rewards')}
     config_class = ILQLConfig
-
-    def validate(self, world_size: int = 1) -> None:
-        super().validate(world_size)
-        if self.lora_rank:
-            raise ValueError('lora_rank: ILQL trains all weights; leave it out')
 
 
 OPTIONS = {
@@ -739,7 +563,7 @@ class PreferenceRun(DataRun):
         if name == 'lr' and method is None:
             known = sorted(methods_of(PREFERENCE_RUN).items(), key=lambda item: item[1].defaults['lr'])
             rates = ', '.join(f'{entry.defaults["lr"]} for {other}' for other, entry in known)
-            return f'{rates}; {METHODS[cls.method].embedded_defaults["lr"]} without --pretrain'
+            return f'{rates}; {trial_defaults(cls.method, METHODS[cls.method].defaults)["lr"]} without --pretrain'
         return super().shown_default(name, default, method)
 
     def validate(self, world_size: int = 1) -> None:

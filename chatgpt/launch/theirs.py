@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from chatgpt.launch.arguments import processes_here, world_size_from_env
 from chatgpt.launch.runs import DataRun, PPORun, RewardRun, Run
 
@@ -126,6 +124,10 @@ def meet(num_training_workers: int | None = None, resources_per_worker: Mapping[
             f'started; launch with: torchrun --nproc-per-node={wanted} script.py ..., or python -m chatgpt.launch '
             'script.py ..., or leave it out'
         )
+    if not resources:
+        return
+    import torch
+
     for name in resources:
         if name not in ('CPU', 'GPU'):
             raise ValueError(f'resources_per_worker: {name!r} is not known; there are CPU and GPU')

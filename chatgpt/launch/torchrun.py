@@ -26,6 +26,7 @@ class TorchrunLaunch:
     """threads of a process, unless OMP_NUM_THREADS is set; none: 1 where there are several processes"""
     max_failures: int = 3
     num_nodes: int = 1
+    """of this launch"""
     rdzv_endpoint: str | None = None
     """host:port of one of the nodes, where they meet; none: a free port of this one"""
     run_id: str | None = None

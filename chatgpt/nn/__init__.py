@@ -1,36 +1,55 @@
 """Models: actor, critic and reward model over Hugging Face transformers, by family or from a given module."""
 
-from chatgpt.nn.actor import Actor
-from chatgpt.nn.critic import Critic
-from chatgpt.nn.families import (
-    BLOOMRM,
-    GPTRM,
-    OPTRM,
-    AutoActor,
-    AutoCritic,
-    AutoRM,
-    BLOOMActor,
-    BLOOMCritic,
-    DebertaCritic,
-    DebertaRM,
-    GPTActor,
-    GPTCritic,
-    LlamaActor,
-    LlamaCritic,
-    LlamaRM,
-    OPTActor,
-    OPTCritic,
-)
-from chatgpt.nn.heads import critic_head, mlp_head, reward_head
-from chatgpt.nn.ilql import ILQLModel
-from chatgpt.nn.loading import load_base_model, load_causal_lm, load_config, load_tokenizer
-from chatgpt.nn.output import PolicyOutput
-from chatgpt.nn.reward_model import RewardModel
-from chatgpt.nn.sources import WeightsSource, initial_tensors
+from typing import TYPE_CHECKING
+
+from chatgpt import on_demand
+
+if TYPE_CHECKING:
+    from chatgpt.nn.actor import Actor, PolicyOutput
+    from chatgpt.nn.critic import Critic
+    from chatgpt.nn.families import (
+        BLOOMRM,
+        GPTRM,
+        OPTRM,
+        AutoActor,
+        AutoCritic,
+        AutoRM,
+        BLOOMActor,
+        BLOOMCritic,
+        DebertaCritic,
+        DebertaRM,
+        GPTActor,
+        GPTCritic,
+        LlamaActor,
+        LlamaCritic,
+        LlamaRM,
+        OPTActor,
+        OPTCritic,
+    )
+    from chatgpt.nn.heads import critic_head, mlp_head, reward_head
+    from chatgpt.nn.hydra import freeze_below
+    from chatgpt.nn.ilql import ILQLModel
+    from chatgpt.nn.layouts import start_token
+    from chatgpt.nn.loading import (
+        LOAD_OPTIONS,
+        add_lora,
+        load_base_model,
+        load_causal_lm,
+        load_config,
+        load_tokenizer,
+    )
+    from chatgpt.nn.lora import has_lora
+    from chatgpt.nn.peft_format import adapter_base, export_peft, import_peft
+    from chatgpt.nn.reward_model import RewardModel
+    from chatgpt.nn.trunk import dropout_off, hidden_size, is_encoder_decoder, position_limit
+    from chatgpt.nn.weights import WeightsSource, initial_tensors
+
+__getattr__, __dir__ = on_demand(__name__)
 
 __all__ = [
+    'BLOOMRM',
     'GPTRM',
-    'ILQLModel',
+    'LOAD_OPTIONS',
     'OPTRM',
     'Actor',
     'AutoActor',
@@ -38,12 +57,12 @@ __all__ = [
     'AutoRM',
     'BLOOMActor',
     'BLOOMCritic',
-    'BLOOMRM',
     'Critic',
     'DebertaCritic',
     'DebertaRM',
     'GPTActor',
     'GPTCritic',
+    'ILQLModel',
     'LlamaActor',
     'LlamaCritic',
     'LlamaRM',
@@ -52,12 +71,23 @@ __all__ = [
     'PolicyOutput',
     'RewardModel',
     'WeightsSource',
+    'adapter_base',
+    'add_lora',
     'critic_head',
+    'dropout_off',
+    'export_peft',
+    'freeze_below',
+    'has_lora',
+    'hidden_size',
+    'import_peft',
     'initial_tensors',
+    'is_encoder_decoder',
     'load_base_model',
     'load_causal_lm',
     'load_config',
     'load_tokenizer',
     'mlp_head',
+    'position_limit',
     'reward_head',
+    'start_token',
 ]

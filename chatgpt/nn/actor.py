@@ -10,37 +10,50 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from chatgpt.functional.logprobs import LogprobKernel, WithEntropy, entropy_graph, entropy_of, logprobs_of
+from chatgpt.functional.choices import LogprobKernel
+from chatgpt.functional.logprobs import WithEntropy, entropy_graph, entropy_of, logprobs_of
 from chatgpt.nn import hydra, lora
 from chatgpt.nn.compiled import not_compiled
-from chatgpt.nn.encoder_decoder import check_encoder_decoder
-from chatgpt.nn.gelu import use_fused_gelu
 from chatgpt.nn.head_kernels import check_kernel, head_logprobs
-from chatgpt.nn.heads import critic_head, in_fp32, load_head, save_head
-from chatgpt.nn.loading import TakesModel, add_lora, load_causal_lm, write_folder
-from chatgpt.nn.output import PolicyOutput
+from chatgpt.nn.heads import critic_head, in_fp32
+from chatgpt.nn.layouts import layout_of
+from chatgpt.nn.loading import Role, add_lora, load_causal_lm
 from chatgpt.nn.own_head import head_is_linear, head_is_linear_by_form, own_logits
 from chatgpt.nn.packing import check_company, enable_packing, flat_hidden, rows_joined
 from chatgpt.nn.trunk import (
     base_model,
     hidden_size,
-    is_encoder_decoder,
     is_meta,
     looks_ahead,
     run_trunk,
     text_config,
+    use_fused_gelu,
 )
 from chatgpt.types import Batch
 
 
-class Actor(TakesModel, nn.Module):
-    """A policy over a causal LM, or over an encoder-decoder (`chatgpt.nn.encoder_decoder`).
+class PolicyOutput(NamedTuple):
+    """Per-action results of a batch, flat: N is the number of actions of all its sequences."""
+
+    logprobs: Tensor
+    """(N,) fp32, log π(action | state) at the temperature asked for"""
+    entropy: Tensor | None = None
+    """(N,) fp32, in nats"""
+    values: Tensor | None = None
+    """(N,) fp32, when the actor carries a value head"""
+    logits: Tensor | None = None
+    """(N, V) in the model's dtype, not divided by the temperature; only on request"""
+    reference: PolicyOutput | None = None
+    """of a hydra's frozen branch on the same trunk; only on request"""
+
+
+class Actor(Role):
+    """A policy over a causal LM, or over an encoder-decoder (`chatgpt.nn.layouts`).
 
     Args:
         model: a transformers causal LM or `AutoModelForSeq2SeqLM`.
@@ -57,8 +70,8 @@ class Actor(TakesModel, nn.Module):
     """
 
     by_name = 'AutoActor(pretrained=NAME_OR_FOLDER)'
+    build_options = (*Role.build_options, 'num_layers_unfrozen')
     _logprob_kernel: LogprobKernel = 'auto'
-    model: Any  # transformers' PreTrainedModel, whose attributes nn.Module does not know
 
     def __init__(
         self,
@@ -76,7 +89,7 @@ class Actor(TakesModel, nn.Module):
         self.model = model
         if value_head is True:
             value_head = critic_head(hidden_size(model))
-        self.value_head: nn.Module | None = value_head or None
+        self.value_head = value_head or None
         if lora_rank and num_layers_unfrozen not in (None, -1):
             raise ValueError(
                 'lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one'
@@ -222,72 +235,11 @@ class Actor(TakesModel, nn.Module):
         """Inside, LoRA adapters do not contribute."""
         return lora.adapter_disabled(self)
 
-    # ------------------------------------------------------------------ files
-
-    @torch.no_grad()
-    def save_pretrained(
-        self,
-        folder: str | Path,
-        tokenizer: Any = None,
-        *,
-        state_dict: dict[str, Tensor] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """A Hugging Face folder that `AutoModelForCausalLM` loads, or `AutoModelForSeq2SeqLM`; adapters folded in, the
-        value head beside it.
-
-        Args:
-            state_dict: full weights by this module's parameter names, when they do not lie in the module itself.
-            dtype: of the weights in the files; None: that of the folder which the model was loaded from, and of a new
-                model the one it has. The value head stays in fp32.
-        """
-        weights = lora.merged_state_dict(self.model) if lora.has_lora(self.model) else None
-        if state_dict is not None:
-            if lora.has_lora(self.model):
-                raise ValueError('save_pretrained with given weights cannot fold adapters in; merge them first')
-            weights = {k.removeprefix('model.'): v for k, v in state_dict.items() if k.startswith('model.')}
-        write_folder(self.model, folder, weights, dtype=dtype)
-        if self.value_head is not None:
-            full = state_dict or self.state_dict()
-            save_head(
-                {k.removeprefix('value_head.'): v for k, v in full.items() if k.startswith('value_head.')}, folder
-            )
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-
     @classmethod
-    def from_pretrained(
-        cls,
-        folder: str | Path,
-        *,
-        lora_rank: int = 0,
-        lora_train_bias: str = 'none',
-        value_head: Any = None,
-        num_layers_unfrozen: int | None = None,
-        lora_options: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> Actor:
-        """An actor from a folder that `save_pretrained` wrote, with its value head if it has one, or from any causal
-        LM.
+    def _load(cls, pretrained: Any = None, config: Any = None, **options: Any) -> Any:
+        return load_causal_lm(pretrained, config, **options)
 
-        `options` are those of `chatgpt.nn.loading.load_model`.
-        """
-        actor = cls.__new__(cls)
-        value_head = load_head(folder) if value_head is None else value_head
-        Actor.__init__(
-            actor,
-            cls._load_pretrained(folder, **options),
-            lora_rank,
-            lora_train_bias,
-            value_head=value_head,
-            num_layers_unfrozen=num_layers_unfrozen,
-            lora_options=lora_options,
-        )
-        return actor
-
-    @classmethod
-    def _load_pretrained(cls, folder: str | Path, **options: Any) -> Any:
-        return load_causal_lm(folder, **options)
+    _build = __init__
 
 
 def _check_causal(model: Any) -> None:
@@ -296,8 +248,7 @@ def _check_causal(model: Any) -> None:
         raise ValueError(
             f'an Actor needs a causal language model or an encoder-decoder with an output head; {name} has none'
         )
-    if is_encoder_decoder(model):
-        check_encoder_decoder(model.config, name)
+    layout_of(model).check(model.config, name)
     if looks_ahead(model):
         raise ValueError(
             f'an Actor needs a causal language model; {name} looks ahead (for BERT-like models set is_decoder in the '

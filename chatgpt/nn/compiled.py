@@ -1,18 +1,12 @@
 """The blocks of a model compiled by torch (`torch.compile`) for learning and scoring; generating stays as it is.
 
-What is compiled is what a block is made of: attention's projections and rotary embedding, the gated MLP, RMS norms.
-Each kind of part is one function for all layers of all models, so a model costs a handful of graphs and not one per
-layer. The block itself stays ordinary code, and with it what is done around it: gradient checkpointing (which then
-recomputes compiled parts), FSDP2's gathering, hydra's recording. Only `forward` of a part's object changes, so names,
-weights, checkpoints, copies and LoRA layers inside are as before, and it may be done before or after a strategy has
-prepared the model.
-
-- Sizes are symbols: another length or number of rows needs no new graph. There are some kinds of call, each compiled
-  once: with and without gradients, in 16 bits, one row (which padding-free batches always are) or several.
-- Attention over a packed batch is left out of the graphs: its work list is Python.
-- What generates runs as without this: engines, which call `Actor.trunk`, and every call with a key/value cache.
-
-Left out: the decode step, whole-model graphs, layers whose parts are torch's own modules (one kernel each already).
+The parts of a block are compiled: attention's projections and rotary embedding, the gated MLP, RMS norms. Each kind of
+part is one function for all layers of all models, with symbols for sizes, so a model costs a handful of graphs. The
+block itself stays ordinary code, and with it gradient checkpointing, FSDP2's gathering and hydra's recording. Only
+`forward` of a part's object changes, so names, weights, checkpoints, copies and LoRA layers are as before, and it may
+be done before or after a strategy has prepared the model. Attention over a packed batch is left out of the graphs: its
+work list is Python. What generates runs uncompiled: engines, which call `Actor.trunk`, and every call with a key/value
+cache.
 """
 
 from __future__ import annotations
@@ -27,6 +21,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AttentionInterface
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from chatgpt.nn.packing import ATTENTION, packed_attention
 
@@ -39,24 +35,18 @@ _compiled: dict[tuple[Any, str], Callable[..., Any]] = {}
 
 
 def compile_blocks(model: nn.Module, *, backend: str = 'inductor') -> int:
-    """Let the parts of `model`'s transformer blocks run compiled in every forward that does not generate.
+    """Let the parts of `model`'s transformer blocks run compiled in every forward that does not generate. Numbers agree
+    with the plain ones up to rounding. The first forward and backward of each kind of call compile, for seconds to
+    minutes. A second call changes nothing.
 
-    Numbers agree with the plain ones up to rounding. The first forward and backward of each kind of call compile, for
-    seconds to minutes. A second call changes nothing.
+    model: an `Actor`, `Critic`, `RewardModel` or transformers model; also one on the meta device.
 
-    Args:
-        model: an `Actor`, `Critic`, `RewardModel` or transformers model; also one on the meta device.
-        backend: torch.compile's.
-
-    Returns:
-        the number of parts.
-
-    Raises:
-        ValueError: the model has no blocks, or on a machine without a C++ compiler, which inductor needs.
+    Returns the number of parts. Raises ValueError for a model without blocks, and without a C++ compiler, which
+    inductor needs.
     """
     if backend == 'inductor' and not has_compiler():
         raise ValueError('compile_blocks needs a C++ compiler (g++ or clang++, or CXX) for torch.compile; leave it out')
-    blocks = _blocks(model)
+    blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not blocks:
         raise ValueError(
             f'compile_blocks: {type(model).__name__} has no transformer blocks that transformers marks as such; leave '
@@ -115,12 +105,6 @@ def _forward_of(forward: Callable[..., Any], backend: str) -> Callable[..., Any]
     return _compiled[key]
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-
-
 def _parts(block: nn.Module) -> list[nn.Module]:
     """The members of a block that are made of several kernels: not what torch or a linear layer does in one, nor
     what has been changed before."""
@@ -138,8 +122,6 @@ def _parts(block: nn.Module) -> list[nn.Module]:
 def _leave_attention_out() -> None:
     """Register the packed attention so that graphs of parts end before it and begin again after it. What is compiled
     inside `not_compiled`, such as a decode step, goes through."""
-    from transformers import AttentionInterface
-
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
     AttentionInterface.register(ATTENTION, _attention)
 

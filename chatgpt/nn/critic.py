@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from chatgpt.nn import lora
-from chatgpt.nn.gelu import use_fused_gelu
-from chatgpt.nn.heads import critic_head, in_fp32, load_head, save_head
-from chatgpt.nn.loading import TakesModel, add_lora, load_base_model, trunk_of, write_folder
+from chatgpt.nn.heads import critic_head, in_fp32
+from chatgpt.nn.loading import Role, add_lora, load_base_model, trunk_of
 from chatgpt.nn.packing import check_company, enable_packing, flat_hidden
-from chatgpt.nn.trunk import causal_encoder_hidden, hidden_size, looks_ahead
+from chatgpt.nn.trunk import causal_encoder_hidden, hidden_size, looks_ahead, use_fused_gelu
 from chatgpt.types import Batch
 
 if TYPE_CHECKING:
     from chatgpt.nn.reward_model import RewardModel
 
 
-class Critic(TakesModel, nn.Module):
+class Critic(Role):
     """A transformers base model with a value head.
 
     Args:
@@ -36,7 +33,6 @@ class Critic(TakesModel, nn.Module):
     """
 
     by_name = 'AutoCritic(pretrained=NAME_OR_FOLDER)'
-    model: Any  # transformers' PreTrainedModel, whose attributes nn.Module does not know
 
     def __init__(
         self,
@@ -71,18 +67,11 @@ class Critic(TakesModel, nn.Module):
         return in_fp32(self.value_head, hidden[batch.action_index])
 
     @classmethod
-    def from_reward_model(
-        cls,
-        reward_model: RewardModel,
-        lora_rank: int = 0,
-        lora_train_bias: str = 'none',
-        *,
-        lora_options: Mapping[str, Any] | None = None,
-    ) -> Critic:
+    def from_reward_model(cls, reward_model: RewardModel, lora_rank: int = 0, **options: Any) -> Critic:
         """A critic that starts from a copy of a reward model, so V of a whole sequence is its score (arXiv 2403.17031).
 
-        The reward model's normalising bias goes into the head. Raises ValueError for a whole classifier, which has no
-        head of its own.
+        The reward model's normalising bias goes into the head. `options` are of the constructor. Raises ValueError for
+        a whole classifier, which has no head of its own.
         """
         if reward_model.value_head is None:
             raise ValueError(
@@ -98,43 +87,11 @@ class Critic(TakesModel, nn.Module):
                 bias.sub_(shift)
         critic = cls.__new__(cls)
         model = deepcopy(reward_model.model).requires_grad_(True)  # which may be frozen, the critic learns
-        Critic.__init__(critic, model, head, lora_rank, lora_train_bias, lora_options=lora_options)
-        return critic
-
-    @torch.no_grad()
-    def save_pretrained(self, folder: str | Path, tokenizer: Any = None, *, dtype: torch.dtype | None = None) -> None:
-        """A Hugging Face folder of the base model, adapters folded in, with the value head beside it. `dtype`: as of
-        `Actor.save_pretrained`."""
-        weights = lora.merged_state_dict(self.model) if lora.has_lora(self.model) else None
-        write_folder(self.model, folder, weights, dtype=dtype)
-        save_head(self.value_head.state_dict(), folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        folder: str | Path,
-        *,
-        value_head: nn.Module | None = None,
-        lora_rank: int = 0,
-        lora_train_bias: str = 'none',
-        lora_options: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> Critic:
-        """A critic from a folder that `save_pretrained` wrote, or from any model with a new value head."""
-        critic = cls.__new__(cls)
-        value_head = load_head(folder) if value_head is None else value_head
-        Critic.__init__(
-            critic,
-            cls._load_pretrained(folder, **options),
-            value_head,
-            lora_rank,
-            lora_train_bias,
-            lora_options=lora_options,
-        )
+        Critic.__init__(critic, model, head, lora_rank, **options)
         return critic
 
     @classmethod
-    def _load_pretrained(cls, folder: str | Path, **options: Any) -> Any:
-        return load_base_model(folder, **options)
+    def _load(cls, pretrained: Any = None, config: Any = None, **options: Any) -> Any:
+        return load_base_model(pretrained, config, **options)
+
+    _build = __init__

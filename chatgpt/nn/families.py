@@ -8,24 +8,18 @@ Each is a few lines on a common base; all take the ancestor's arguments (`pretra
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 import transformers
-from torch import nn
 
 from chatgpt.nn.actor import Actor
 from chatgpt.nn.critic import Critic
-from chatgpt.nn.heads import set_state
-from chatgpt.nn.loading import check_options, load_base_model, load_causal_lm, load_config
-from chatgpt.nn.reward_model import BIAS_KEY, RewardModel, ScorerParts, load_scorer
-from chatgpt.registry import Registry
+from chatgpt.nn.kinds import ModelKind
+from chatgpt.nn.loading import Role, check_options, load_config
+from chatgpt.nn.reward_model import RewardModel
 
 
-class _Family:
+class _Family(Role):
     """Where a family's model comes from. `pretrained` is a hub name or folder; neither that nor `config` means the
     family's default."""
 
@@ -54,10 +48,32 @@ class _Family:
             )
         return config
 
+    def __init__(
+        self,
+        pretrained: str | os.PathLike[str] | None = None,
+        config: Any = None,
+        checkpoint: bool = False,
+        lora_rank: int = 0,
+        lora_train_bias: str = 'none',
+        **options: Any,
+    ) -> None:
+        """See `Actor`, `Critic` and `RewardModel`, whose other keywords are taken too.
+
+        Args:
+            pretrained: a hub name or folder. One of a reward model may be that of a reward model, whose head is taken
+                over, or of a model without one, which gets a new head.
+            config: of a model with new weights.
+            checkpoint: turns gradient checkpointing on.
+            options: also those of `chatgpt.nn.loading.load_model`.
+        """
+        own = {name: options.pop(name) for name in (*self.build_options, 'value_head') if name in options}
+        model = self._load(pretrained, config, checkpoint=checkpoint, **options)
+        self._build(model, lora_rank=lora_rank, lora_train_bias=lora_train_bias, **own)
+
     @classmethod
-    def _load_pretrained(cls, folder: str | Path, **options: Any) -> Any:
-        cls.check_family(folder, None, {k: v for k, v in options.items() if k != 'checkpoint'})
-        return super()._load_pretrained(folder, **options)  # type: ignore[misc]  # of the kind: Actor, Critic, RewardModel
+    def _load(cls, pretrained: Any = None, config: Any = None, **options: Any) -> Any:
+        config = cls.check_family(pretrained, config, {k: v for k, v in options.items() if k != 'checkpoint'})
+        return super()._load(pretrained, config, **options)
 
 
 class _GPT(_Family):
@@ -84,173 +100,77 @@ class _Auto(_Family):
     pass
 
 
-class _FamilyActor(_Family, Actor):
-    def __init__(
-        self,
-        pretrained: str | os.PathLike[str] | None = None,
-        config: Any = None,
-        checkpoint: bool = False,
-        lora_rank: int = 0,
-        lora_train_bias: str = 'none',
-        *,
-        value_head: bool | nn.Module | None = None,
-        num_layers_unfrozen: int | None = None,
-        lora_options: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        """See `Actor`; `checkpoint` turns gradient checkpointing on, `options` are those of
-        `chatgpt.nn.loading.load_model`."""
-        config = self.check_family(pretrained, config, options)
-        model = load_causal_lm(pretrained, config, checkpoint=checkpoint, **options)
-        Actor.__init__(
-            self,
-            model,
-            lora_rank,
-            lora_train_bias,
-            value_head=value_head,
-            num_layers_unfrozen=num_layers_unfrozen,
-            lora_options=lora_options,
-        )
-
-
-class _FamilyCritic(_Family, Critic):
-    def __init__(
-        self,
-        pretrained: str | os.PathLike[str] | None = None,
-        config: Any = None,
-        checkpoint: bool = False,
-        lora_rank: int = 0,
-        lora_train_bias: str = 'none',
-        *,
-        value_head: nn.Module | None = None,
-        lora_options: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        """See `Critic`; `checkpoint` turns gradient checkpointing on, `options` are those of
-        `chatgpt.nn.loading.load_model`."""
-        config = self.check_family(pretrained, config, options)
-        model = load_base_model(pretrained, config, checkpoint=checkpoint, **options)
-        Critic.__init__(self, model, value_head, lora_rank, lora_train_bias, lora_options=lora_options)
-
-
-class _FamilyRM(_Family, RewardModel):
-    def __init__(
-        self,
-        pretrained: str | os.PathLike[str] | None = None,
-        config: Any = None,
-        checkpoint: bool = False,
-        lora_rank: int = 0,
-        lora_train_bias: str = 'none',
-        *,
-        value_head: nn.Module | None = None,
-        lora_options: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        """See `RewardModel`. `pretrained` may be a reward model, whose head is taken over, or a model without one,
-        which gets a new head.
-
-        `checkpoint` turns gradient checkpointing on, `options` are those of `chatgpt.nn.loading.load_model`.
-        """
-        config = self.check_family(pretrained, config, options)
-        if pretrained is None:
-            parts = ScorerParts(load_base_model(None, config, checkpoint=checkpoint, **options), None, 0.0)
-        else:
-            parts = load_scorer(pretrained, checkpoint=checkpoint, **options)  # type: ignore[arg-type]
-        RewardModel.__init__(
-            self, parts.model, value_head or parts.head, lora_rank, lora_train_bias, lora_options=lora_options
-        )
-        if value_head is None:
-            set_state(self, {BIAS_KEY: torch.tensor(parts.bias, device='cpu')})
-
-
-class GPTActor(_GPT, _FamilyActor):
+class GPTActor(_GPT, Actor):
     """GPT-2 policy."""
 
 
-class GPTCritic(_GPT, _FamilyCritic):
+class GPTCritic(_GPT, Critic):
     """GPT-2 value model."""
 
 
-class GPTRM(_GPT, _FamilyRM):
+class GPTRM(_GPT, RewardModel):
     """GPT-2 reward model."""
 
 
-class OPTActor(_OPT, _FamilyActor):
+class OPTActor(_OPT, Actor):
     """OPT policy."""
 
 
-class OPTCritic(_OPT, _FamilyCritic):
+class OPTCritic(_OPT, Critic):
     """OPT value model."""
 
 
-class OPTRM(_OPT, _FamilyRM):
+class OPTRM(_OPT, RewardModel):
     """OPT reward model."""
 
 
-class BLOOMActor(_BLOOM, _FamilyActor):
+class BLOOMActor(_BLOOM, Actor):
     """BLOOM policy."""
 
 
-class BLOOMCritic(_BLOOM, _FamilyCritic):
+class BLOOMCritic(_BLOOM, Critic):
     """BLOOM value model."""
 
 
-class BLOOMRM(_BLOOM, _FamilyRM):
+class BLOOMRM(_BLOOM, RewardModel):
     """BLOOM reward model."""
 
 
-class LlamaActor(_Llama, _FamilyActor):
+class LlamaActor(_Llama, Actor):
     """Llama policy."""
 
 
-class LlamaCritic(_Llama, _FamilyCritic):
+class LlamaCritic(_Llama, Critic):
     """Llama value model."""
 
 
-class LlamaRM(_Llama, _FamilyRM):
+class LlamaRM(_Llama, RewardModel):
     """Llama reward model."""
 
 
-class DebertaCritic(_Deberta, _FamilyCritic):
+class DebertaCritic(_Deberta, Critic):
     """DeBERTa-v2 value model; its attention is cut so that no value depends on later tokens."""
 
 
-class DebertaRM(_Deberta, _FamilyRM):
+class DebertaRM(_Deberta, RewardModel):
     """DeBERTa-v2 reward model, read at the first token."""
 
 
-class AutoActor(_Auto, _FamilyActor):
+class AutoActor(_Auto, Actor):
     """Policy of the family that the config names."""
 
 
-class AutoCritic(_Auto, _FamilyCritic):
+class AutoCritic(_Auto, Critic):
     """Value model of the family that the config names."""
 
 
-class AutoRM(_Auto, _FamilyRM):
+class AutoRM(_Auto, RewardModel):
     """Reward model of the family that the config names."""
 
 
-@dataclass(frozen=True)
-class ModelKind:
-    """The classes of a family. Each is called with `pretrained` or `config`, `checkpoint`, and the keywords of its
-    base."""
-
-    actor: type[Actor] | None
-    """None for a family of encoders, which cannot write"""
-    critic: type[Critic]
-    reward_model: type[RewardModel]
-
-
-MODELS: Registry[ModelKind] = Registry(
-    'model',
-    ModelKind,
-    {
-        'auto': ModelKind(AutoActor, AutoCritic, AutoRM),
-        'gpt2': ModelKind(GPTActor, GPTCritic, GPTRM),
-        'opt': ModelKind(OPTActor, OPTCritic, OPTRM),
-        'bloom': ModelKind(BLOOMActor, BLOOMCritic, BLOOMRM),
-        'llama': ModelKind(LlamaActor, LlamaCritic, LlamaRM),
-        'deberta': ModelKind(None, DebertaCritic, DebertaRM),
-    },
-)
+AUTO = ModelKind(AutoActor, AutoCritic, AutoRM)
+GPT = ModelKind(GPTActor, GPTCritic, GPTRM)
+OPT = ModelKind(OPTActor, OPTCritic, OPTRM)
+BLOOM = ModelKind(BLOOMActor, BLOOMCritic, BLOOMRM)
+LLAMA = ModelKind(LlamaActor, LlamaCritic, LlamaRM)
+DEBERTA = ModelKind(None, DebertaCritic, DebertaRM)

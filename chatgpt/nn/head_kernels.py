@@ -4,7 +4,7 @@
 |---|---|---|
 | plain | `functional.logprobs`: torch's softmax over chunks of rows | nothing; any head |
 | fused | `functional.fused_logprobs`: blocks of the vocabulary | an output layer that is a plain `nn.Linear` |
-| liger | `nn.liger`: Triton kernels of liger-kernel | that, CUDA, and no gradient of the entropy |
+| liger | Triton kernels of liger-kernel (arXiv 2410.10989) | that, CUDA, and no gradient of the entropy |
 | auto | fused on an accelerator where the head fits, else plain | |
 
 Where one chunk holds everything, plain keeps its logits and computes nothing twice, so fused is plain then. Where
@@ -16,6 +16,7 @@ Left out: the formulas.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -25,8 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from chatgpt.functional import logprobs
+from chatgpt.functional.choices import KERNELS
 from chatgpt.functional.fused_logprobs import fused_logprobs
-from chatgpt.functional.logprobs import KERNELS, WithEntropy, chunked_logprobs, rows_per_chunk
+from chatgpt.functional.logprobs import WithEntropy, chunked_logprobs, rows_per_chunk
 from chatgpt.functional.vocabulary_parallel import vocabulary_parallel_logprobs
 
 
@@ -124,8 +126,6 @@ def head_logprobs(
             )
         return chunked_logprobs(states, head, ids, vocab_size=vocab_size, **options)
     if kernel == 'liger':
-        from chatgpt.nn.liger import liger_logprobs
-
         return liger_logprobs(states, *weights, ids, **options)
     return fused_logprobs(states, *weights, ids, **options)
 
@@ -135,3 +135,60 @@ def _gains(kernel: str, states: Tensor, head: Any, vocab_size: int) -> bool:
     if kernel == 'auto' and logprobs.kind_of_device(states) == 'cpu':
         return False
     return states.shape[0] > rows_per_chunk(states, head, vocab_size)
+
+
+# --- liger ----------------------------------------------------------------------------------------------------------
+
+
+def check_liger_temperature(temperature: float, in_fp32: bool) -> None:
+    """Raises ValueError for one that 'liger' cannot take: it divides the states, which rounds them unless the
+    temperature is a power of two; in fp32 that is the rounding of any other division."""
+    if not in_fp32 and math.frexp(temperature)[0] != 0.5:
+        raise ValueError(
+            f"logprob_kernel='liger' divides the hidden states by the temperature, and in 16 bits {temperature:g}, "
+            "which is no power of two, would round them; choose 'fused'"
+        )
+
+
+def liger_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ids: Tensor,
+    *,
+    temperature: float = 1.0,
+    with_entropy: WithEntropy = False,
+) -> tuple[Tensor, Tensor | None]:
+    """As `fused_logprobs`. The temperature divides the states: exact where it is a power of two, else up to rounding in
+    fp32.
+
+    Raises:
+        ValueError: states on a CPU, where Triton does not run (but with TRITON_INTERPRET=1); an entropy with gradients;
+            a temperature that is no power of two in 16 bits, where dividing the states would change their last digits.
+    """
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    kind, dtype = hidden.device.type, hidden.dtype
+    if kind == 'cpu' and os.environ.get('TRITON_INTERPRET') != '1':
+        raise ValueError("logprob_kernel='liger' runs Triton kernels, which need a GPU; choose 'fused' or 'plain'")
+    if with_entropy is True and torch.is_grad_enabled():
+        raise ValueError(
+            "logprob_kernel='liger' has no gradient of the entropy: leave entropy_coef at 0, or choose 'fused'"
+        )
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+    check_liger_temperature(temperature, dtype in (torch.float32, torch.float64))
+    entropy = None
+    if with_entropy:
+        with torch.no_grad():
+            entropy = fused_logprobs(hidden, weight, bias, ids, temperature=temperature, with_entropy='detached')[1]
+    if not len(ids):
+        return fused_logprobs(hidden, weight, bias, ids, temperature=temperature)[0], entropy
+    with torch.autocast(kind, enabled=False):  # it would cast the weight once per chunk, and keep that without a graph
+        states, rows = hidden.to(dtype), weight.to(dtype)
+        shift = None if bias is None else bias.to(dtype)
+        if temperature != 1.0:
+            states, shift = states / temperature, None if shift is None else shift / temperature
+        wide = torch.promote_types(dtype, torch.float32)
+        nll = liger_fused_linear_cross_entropy(states, rows, ids, bias=shift, reduction='none', accum_dtype=wide)
+    return -nll, entropy

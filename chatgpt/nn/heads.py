@@ -2,8 +2,6 @@
 
 A head remembers the seed of its first weights, so that the same numbers can be drawn again when it was built on the
 meta device.
-
-Left out: the language-model head, which belongs to the Hugging Face model, and Q heads over the vocabulary.
 """
 
 from __future__ import annotations
@@ -15,9 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from chatgpt.nn.files import HEAD_FILE, save_tensors
-from chatgpt.nn.sources import draw_seed, seeded
-from chatgpt.nn.unfit import check_fit, read_weights
+from chatgpt.nn.weights import HEAD_FILE, check_fit, draw_seed, read_weights, save_tensors, seeded
 
 NEAR_ZERO = 1e-3
 """weights of a critic's head relative to 1/sqrt(width)"""

@@ -1,27 +1,17 @@
 """Hydra: policy and reference share one frozen trunk and differ only in their top k blocks.
 
 `make_hydra(owner, k)` freezes a causal LM below its top k blocks and keeps a frozen copy of what stays trainable above:
-the k blocks, the final norm and, when it is not tied to the embeddings, the output head. Memory is one model and k
-extra blocks. Inside `reference_branch(owner)` the copy stands in the model's own module tree in place of the trained
-part, and the trained part where the copy was, so the model's own forward computes the reference: no forward is written
-anew, and every module stays registered under the same root. `adapter_disabled` of `chatgpt.nn.lora` is the same
-contract for LoRA.
+the k blocks, the final norm and, when it is not tied to the embeddings, the output head. Inside
+`reference_branch(owner)` copy and trained part change places in the module tree, so the model's own forward computes
+the reference. `recorded_trunk(owner)` notes what enters the top blocks during an ordinary forward, so that the
+reference is computed from it without a second pass through the trunk. Of an encoder-decoder the top blocks are the
+decoder's.
 
-`recorded_trunk(owner)` notes what enters the top blocks during an ordinary forward, so that the reference is computed
-from it without a second pass through the trunk. A critic shares the trunk, and the trained top blocks, as a value head
-of the actor (`Actor(value_head=True, num_layers_unfrozen=k)`), as in trlX.
+Which models take part is found out: the blocks are the model's list of as many modules as its config has layers, the
+final norm is looked for beside it, and `check_hydra` compares reference and policy on a few tokens. On the meta device
+that waits for the weights (`settle_hydra`).
 
-Which models take part is found out, not listed: the blocks are the model's list of as many modules as its config has
-layers, the final norm is looked for beside it, and `check_hydra` proves on a few tokens that the reference is right,
-with the copy's numbers other than the policy's. On the meta device that waits for the weights (`settle_hydra`).
-
-The idea is the hydra of trlX (Havrilla et al. 2023, "trlX: A Framework for Large Scale RLHF"). It works in a single
-process, under DDP and FSDP2, and under ColossalAI's ZeRO and Gemini, with the branch registered inside the wrapped
-module.
-
-Of an encoder-decoder the top blocks are the decoder's; its encoder is part of the frozen trunk.
-
-Left out: LoRA at the same time.
+The idea is the hydra of trlX (Havrilla et al. 2023, "trlX: A Framework for Large Scale RLHF").
 """
 
 from __future__ import annotations
@@ -30,32 +20,20 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from chatgpt.nn.dropout import in_eval_mode
-from chatgpt.nn.encoder_decoder import decoder_states
+from chatgpt.nn.layouts import layout_of
 from chatgpt.nn.lora import has_lora
 from chatgpt.nn.packing import check_batch, close, reshard
-from chatgpt.nn.trunk import base_model, is_encoder_decoder, is_meta, run_trunk, text_config
+from chatgpt.nn.trunk import base_model, in_eval_mode, is_meta, text_config
 
 SUPPORTED = 'decoders that run their blocks one after another with nothing but a norm above them (docs/models.md)'
 
-_NORMS = (
-    'ln_f',
-    'norm',
-    'final_layer_norm',
-    'final_layernorm',
-    'final_norm',
-    'norm_f',
-    'layer_norm',
-    'layernorm',
-    'ln_out',
-)
+_NORMS = 'ln_f norm final_layer_norm final_layernorm final_norm norm_f layer_norm layernorm ln_out'.split()
 """what a final norm is called beside the blocks; others are tried after these"""
 _NOT_THIS_WAY = (TypeError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
 """what a model raises whose blocks cannot be computed apart"""
@@ -120,7 +98,7 @@ class TopBranch(nn.Module):
         return self
 
     def exchange(self) -> None:
-        """Swap every copied module with its original, in place. Twice is never."""
+        """Swap every copied module with its original, in place."""
         for parent, name, own, own_name in self._slots:
             parent._modules[name], own._modules[own_name] = own._modules[own_name], parent._modules[name]
 
@@ -158,19 +136,18 @@ class TopBranch(nn.Module):
             for weight in weights:
                 weight.data.neg_()
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _check_outside(self, what: str) -> None:
         if self.depth:
             raise RuntimeError(
-                'hydra: state_dict inside reference_branch would mix up policy and reference; leave the context first'
+                f'hydra: {what} inside reference_branch would mix up policy and reference; leave the context first'
             )
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self._check_outside('state_dict')
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        if self.depth:
-            raise RuntimeError(
-                'hydra: load_state_dict inside reference_branch would mix up policy and reference; leave the context '
-                'first'
-            )
+        self._check_outside('load_state_dict')
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -195,10 +172,8 @@ def make_hydra(owner: nn.Module, num_layers_unfrozen: int) -> None:
     """Give `owner` a frozen reference branch; train only the top `num_layers_unfrozen` blocks, the final norm and an
     untied head.
 
-    `owner` is a module that keeps the transformers causal LM as `.model` (then files of the model stay as they were),
-    or that model itself. The copy becomes `owner.ref_branch`. -1 means no hydra: nothing is changed and everything is
-    trained. Parameters of `owner` outside the model (a value head, the critic on the same trunk) are left as they are.
-    On the meta device the exactness check waits for `settle_hydra`.
+    `owner` keeps the transformers causal LM as `.model`, or is that model itself. The copy becomes `owner.ref_branch`.
+    -1 means no hydra: nothing is changed. Parameters of `owner` outside the model are left as they are.
 
     Raises ValueError for a number that is neither -1 nor in 1..number of blocks, an unsupported architecture, adapters
     in the model, or a reference that does not agree exactly with the policy on a few tokens.
@@ -270,8 +245,8 @@ def _model_of(owner: nn.Module) -> PreTrainedModel:
 
 def _candidates(model: PreTrainedModel, num_blocks: int) -> list[_Parts]:
     """Where the parts may be, the most likely first: there may be several norms beside the blocks."""
-    base: Any = base_model(model)
-    base, name = base.get_decoder() if is_encoder_decoder(model) else base, type(model).__name__
+    layout, name = layout_of(model), type(model).__name__
+    base = layout.blocks_in(base_model(model))
     lists = {path: m for path, m in base.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
     outer = {p: m for p, m in lists.items() if not any(p.startswith(f'{other}.') for other in lists)}
     count = getattr(text_config(model.config), 'num_hidden_layers', None)
@@ -287,7 +262,7 @@ def _candidates(model: PreTrainedModel, num_blocks: int) -> list[_Parts]:
     head_path = next((name for name, module in model.named_modules() if module is head), '') if head is not None else ''
     parent = base.get_submodule(found[-1].rpartition('.')[0])
     beside = [n for n, m in parent.named_children() if 'norm' in type(m).__name__.lower()]
-    if is_encoder_decoder(model):  # BART's stands below the blocks; LFM2's of such a name is its final one
+    if layout.apart:  # BART's stands below the blocks; LFM2's of such a name is its final one
         beside = [n for n in beside if 'embed' not in n]
     names = [n for n in _NORMS if n in beside] + [n for n in beside if n not in _NORMS] + ['']
     after = parent._modules.get('project_out')  # OPT's
@@ -327,12 +302,8 @@ def _reference_of(module: nn.Module) -> TopBranch:
 
 @contextmanager
 def reference_branch(module: nn.Module) -> Iterator[None]:
-    """Inside, the forward of the model in `module` is the reference's. Contexts may be nested. Not for training or
-    saving inside.
-
-    `module` may be wrapped (DDP, FSDP2). The copies are in eval mode; whether the shared trunk drops out is the model's
-    own mode.
-    """
+    """Inside, the forward of the model in `module`, which may be wrapped (DDP, FSDP2), is the reference's. Contexts may
+    be nested. The copies are in eval mode; whether the shared trunk drops out is the model's own mode."""
     branch = _reference_of(module)
     if branch.depth == 0:
         branch.exchange()
@@ -347,11 +318,8 @@ def reference_branch(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def recorded_trunk(module: nn.Module) -> Iterator[RecordedTrunk]:
-    """Record what enters the top blocks in a forward inside the context, for `branch(record)` afterwards, inside it or
-    outside.
-
-    Run the model without a key-value cache: a branch would append to it a second time. ValueError otherwise.
-    """
+    """Record what enters the top blocks in a forward inside the context, for `branch(record)` afterwards. Raises
+    ValueError for a forward with a key-value cache, to which a branch would append a second time."""
     branch = _reference_of(module)
     record = RecordedTrunk(branch.num_blocks)
 
@@ -374,29 +342,19 @@ def recorded_trunk(module: nn.Module) -> Iterator[RecordedTrunk]:
             handle.remove()
 
 
-def _decoder_hidden(base: nn.Module, ids: Tensor) -> Tensor:
-    return decoder_states(base, ids, torch.ones_like(ids, dtype=torch.bool), ids)
-
-
 @torch.no_grad()
 def check_hydra(owner: nn.Module) -> None:
-    """Prove on a few tokens that the reference is used and equals the policy, and that both ways of computing it are
-    the same where its numbers are others. Up to rounding (in 16 bits 2 % of the largest number): kernels may
-    take another way for a copy at another address.
-
-    True only before the first training step. Raises ValueError otherwise.
-    """
+    """Raises ValueError unless, on a few tokens, the reference is used and equals the policy, and both ways of
+    computing it agree where its numbers are others, up to rounding (in 16 bits 2 % of the largest number). Holds before
+    the first training step."""
     model, branch = _model_of(owner), _reference_of(owner)
     device, name = next(model.parameters()).device, type(model).__name__
     ids = (torch.arange(6, device=device) * 7 + 1).remainder(text_config(model.config).vocab_size).view(1, 6)
     copies = [m for _, _, own, slot in branch._slots if (m := own._modules[slot]) is not None]
     calls: list[nn.Module] = []
     handles = [m.register_forward_hook(lambda m, *_: calls.append(m)) for m in copies]
-    given = {'input_ids': ids, 'use_cache': False}
-    states = partial(run_trunk, base_model(model), ids)
-    if is_encoder_decoder(model):
-        given['decoder_input_ids'] = ids
-        states = partial(_decoder_hidden, base_model(model), ids)
+    layout = layout_of(model)
+    given = layout.inputs(ids)
     try:
         with in_eval_mode(owner):
             policy = model(**given)[0]
@@ -405,10 +363,10 @@ def check_hydra(owner: nn.Module) -> None:
                 reference = model(**given)[0]
                 used_by_reference = list(calls)
             with recorded_trunk(owner) as trunk:
-                states()
+                layout.states(model, ids)
             with branch.negated():
                 with reference_branch(owner):
-                    hidden = states()
+                    hidden = layout.states(model, ids)
                 from_trunk = branch(trunk)
     except torch.OutOfMemoryError:
         raise
@@ -448,11 +406,8 @@ def _same(got: Tensor, want: Tensor, rounding: float) -> bool:
 
 @torch.no_grad()
 def settle_hydra(module: nn.Module, device: torch.device) -> None:
-    """`check_hydra` for an actor that was built on the meta device, now that a strategy has given it its weights: by
-    its own forward on a batch, on all ranks that hold a part of it. Nothing happens without a hydra.
-
-    Raises ValueError where the reference is not right.
-    """
+    """`check_hydra` for an actor that was built on the meta device, once a strategy has given it its weights, by its
+    own forward, on all ranks that hold a part of it. Nothing happens without a hydra."""
     if not has_hydra(module):
         return
     branch, batch = _reference_of(module), check_batch(module, device)

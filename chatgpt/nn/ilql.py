@@ -5,8 +5,8 @@
                   ├ Q heads ──▶ Q(s, ·)
                   └ target Q ─▶ Q̂(s, ·)    moved by `sync_targets`, never by an optimizer
 
-Source: Snell et al. 2022, section 4; head shapes as in trlX (D → 2D → ReLU → out). Left out: losses
-(`chatgpt.functional.ilql`).
+Source: Snell et al. 2022, section 4; head shapes as in trlX (D → 2D → ReLU → out). The losses are in
+`chatgpt.functional.ilql`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from chatgpt.functional.ilql import ilql_logits, min_q
 from chatgpt.functional.logprobs import map_row_chunks, rows_per_chunk
 from chatgpt.nn.actor import Actor
-from chatgpt.nn.files import Q_HEADS_FILE, save_tensors
 from chatgpt.nn.head_kernels import head_logprobs
 from chatgpt.nn.heads import SeededLinear, in_fp32, mlp_head
 from chatgpt.nn.packing import flat_hidden
 from chatgpt.nn.trunk import base_model, hidden_size, text_config
-from chatgpt.nn.unfit import check_fit, read_weights
+from chatgpt.nn.weights import Q_HEADS_FILE, check_fit, read_weights, save_tensors
 from chatgpt.types import Batch
 
 
@@ -153,7 +152,7 @@ class ILQLModel(Actor):
         tensors = read_weights(path) if path.is_file() else None
         if tensors is not None:
             two_qs = any(name.startswith('q_heads.1.') for name in tensors)
-        model = cls(cls._load_pretrained(folder, **options), two_qs=two_qs is not False)
+        model = cls(cls._load(folder, **options), two_qs=two_qs is not False)
         if tensors is not None:
             own = {n: t for n, t in model.state_dict().items() if not n.startswith('model.')}
             misshaped = [(n, tensors[n].shape, t.shape) for n, t in own.items() if n in tensors]

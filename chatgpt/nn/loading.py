@@ -1,43 +1,49 @@
 """Loading Hugging Face models, configs and tokenizers: one-line errors, nothing unpickled but tensors, no remote code
-unless asked for.
-
-On the meta device (inside a sharded strategy's `model_init_context`) nothing is read: the model carries a
-`WeightsSource`, and the strategy fills its shards from it.
-"""
+unless asked for. On the meta device (inside a sharded strategy's `model_init_context`) no weights are read
+(`chatgpt.nn.weights`)."""
 
 from __future__ import annotations
 
 import copy
-import difflib
 import inspect
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from transformers import PreTrainedModel
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
 
+from chatgpt.data.formats import note_model, save_tokenizer
+from chatgpt.hub import checked_path, nearest
+from chatgpt.names import hint
 from chatgpt.nn import lora
-from chatgpt.nn.encoder_decoder import check_encoder_decoder, encoder_decoder_trunk, has_no_base, seq2seq_class
-from chatgpt.nn.files import remove_heads, share_by_umask
-from chatgpt.nn.peft_format import MergedAdapter, adapter_base
-from chatgpt.nn.sources import (
+from chatgpt.nn.heads import load_head, save_head
+from chatgpt.nn.layouts import layout_of
+from chatgpt.nn.peft_format import AdapterFolder, adapter_base
+from chatgpt.nn.trunk import cut_over
+from chatgpt.nn.weights import (
     Uninitialised,
     WeightsSource,
     all_to_meta,
+    check_finite,
+    check_fit,
     draw_seed,
     fill_model,
+    remove_heads,
     reset_adapter,
+    say_dtype,
     seeded,
+    share_by_umask,
+    stored_dtype,
+    to_dtype,
     weight_files,
 )
-from chatgpt.nn.stored_dtype import say_dtype, stored_dtype, to_dtype
-from chatgpt.nn.trunk import base_model, cut_over, is_encoder_decoder
-from chatgpt.nn.unfit import candidates, check_finite, check_fit, fits, not_tied, open_weights
 
 HUB_OPTIONS = ('revision', 'subfolder', 'cache_dir', 'local_files_only', 'token')
 """where a pretrained model comes from; all but `token` are kept in its `WeightsSource`"""
@@ -52,29 +58,8 @@ def check_options(options: dict[str, Any]) -> None:
     """Raises ValueError for a loading option that is not known."""
     for name in options:
         if name not in LOAD_OPTIONS:
-            near = difflib.get_close_matches(name, LOAD_OPTIONS, n=1)
-            hint = f'did you mean {near[0]!r}?' if near else f'known are {", ".join(LOAD_OPTIONS)}'
-            raise ValueError(f'unknown argument {name!r}; {hint}')
-
-
-def checked_path(pretrained: Any) -> str:
-    """`pretrained` as text. Raises ValueError for something else than a name, and for a path where there is no model
-    folder."""
-    if not isinstance(pretrained, (str, os.PathLike)):
-        raise ValueError(
-            f'pretrained: a {type(pretrained).__name__} given; it must be a hub name or a folder (for a model that you '
-            'have: Actor(model))'
-        )
-    name = os.fspath(pretrained)
-    if name and Path(name).is_dir():
-        return name
-    if name and Path(name).exists():
-        raise ValueError(f'pretrained={name!r} is a file; give the folder that save_pretrained wrote')
-    if name.startswith(('/', '.', '~')) or name.count('/') > 1 or '\\' in name or not name.strip('/'):
-        raise ValueError(
-            f'pretrained={name!r}: there is no such folder, and it cannot be a hub name (name or owner/name)'
-        )
-    return name
+            known = ', '.join(LOAD_OPTIONS)
+            raise ValueError(f'unknown argument {name!r}{hint(name, LOAD_OPTIONS) or f"; known are {known}"}')
 
 
 def _explained(what: str, name: str, error: Exception) -> ValueError:
@@ -86,12 +71,12 @@ def _explained(what: str, name: str, error: Exception) -> ValueError:
         ]
     # A list follows a colon.
     reason = ' '.join(' '.join(lines).split()) if lines[0].rstrip().endswith(':') else lines[0]
-    where = 'folder' if Path(name).is_dir() else 'hub name (there is no such folder)'
+    where = 'folder' if Path(name).is_dir() else f'hub name (there is no such folder{nearest(name)})'
     return ValueError(f'cannot load {what} from the {where} {name!r}: {reason}')
 
 
 def _models_inside(name: str) -> str:
-    """What to give instead of a folder that holds no model: those inside it, where it is a training run's."""
+    """What to give instead of a folder that holds no model: the models inside it."""
     root = Path(name)
     inside = sorted(str(path.parent) for path in root.glob('*/config.json') if path.parent.name != 'initial')
     if inside:
@@ -119,25 +104,14 @@ def load_config(pretrained: str | os.PathLike[str], *, trust_remote_code: bool =
 def _read_config(pretrained: str | os.PathLike[str], trust_remote_code: bool, hub: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
-    name = checked_path(pretrained)
-    name = adapter_base(name) or name
+    name = checked_path(pretrained, hub)
+    name = checked_path(adapter_base(name) or name, hub)
     if Path(name).is_dir() and not Path(name, hub.get('subfolder', ''), 'config.json').is_file():
         raise ValueError(f'the folder {name!r} has no config.json, so it holds no model{_models_inside(name)}')
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **hub)
     except (OSError, ValueError) as error:
         raise _explained('a model config', name, error) from None
-
-
-QUANTIZED = {
-    'bitsandbytes': 'bitsandbytes, 8 bits',
-    'gptq': 'GPTQ',
-    'awq': 'AWQ',
-    'fp8': 'fp8',
-    'mxfp4': 'MXFP4',
-    'compressed-tensors': 'compressed-tensors',
-}
-"""how people call the methods of `quantization_config`; others by the name that stands there"""
 
 
 def to_be_dense(config: Any, name: str) -> bool:
@@ -154,23 +128,21 @@ def to_be_dense(config: Any, name: str) -> bool:
         del config.quantization_config
         return True
     raise ValueError(
-        f'{name!r} holds quantized weights ({QUANTIZED.get(method, method)}), which cannot be trained here, nor be the '
+        f'{name!r} holds quantized weights ({method}), which cannot be trained here, nor be the '
         'frozen base of adapters; give the model in 16 bits that it was made from (--quantize nf4 puts its blocks into '
         '4 bits while it is loaded)'
     )
 
 
 def load_tokenizer(pretrained: str | os.PathLike[str], *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a hub name or folder. Without a padding token it gets the end token's, which the masks tell
-    apart. `for_encoder_decoder` on it says whether the model beside it is one (`chatgpt.dataset.formats`).
-
-    An adapter's folder without one gives its base's. Raises ValueError where there is none.
-    """
+    """The tokenizer of a hub name or folder, of an adapter's folder without one that of its base. Without a padding
+    token it gets the end token's. Whether the model beside it is an encoder-decoder is noted
+    (`chatgpt.data.formats.notes_of`). Raises ValueError where there is none."""
     from transformers import AutoTokenizer
 
     name = checked_path(pretrained)
     if not Path(name, 'tokenizer_config.json').is_file():
-        name = adapter_base(name) or name
+        name = checked_path(adapter_base(name) or name)
     if Path(name).is_dir() and not any(file for pattern in TOKENIZER_FILES for file in Path(name).glob(pattern)):
         raise ValueError(f'the folder {name!r} holds no tokenizer{_models_inside(name) or OTHER_TOKENIZER}')
     try:
@@ -183,7 +155,7 @@ def load_tokenizer(pretrained: str | os.PathLike[str], *, trust_remote_code: boo
         tokenizer.pad_token = tokenizer.eos_token
     with suppress(ValueError):  # a folder may hold a tokenizer alone
         config = load_config(name, trust_remote_code=trust_remote_code)
-        tokenizer.for_encoder_decoder = bool(getattr(config, 'is_encoder_decoder', False))
+        note_model(tokenizer, config)
     return tokenizer
 
 
@@ -208,15 +180,14 @@ def load_model(
     if (pretrained is None) == (config is None):
         raise ValueError('give either pretrained (a hub name or folder) or config, not both')
     check_options(options)
-    hub = _hub(options)
-    build = {k: v for k, v in options.items() if k not in HUB_OPTIONS}
+    hub = {k: v for k, v in options.items() if k in HUB_OPTIONS}
     if pretrained is None:
         cls = _class_for(auto_class, config, type(config).__name__)
-        model = _from_config(cls, config, WeightsSource(kind='config', seed=draw_seed()), build)
+        model = _made(cls, config, WeightsSource(kind='config', seed=draw_seed()), options)
     else:
-        name = checked_path(pretrained)
-        adapter = name if (base := adapter_base(name)) is not None else ''
-        name = checked_path(base or name)
+        name = checked_path(pretrained, hub)
+        adapter = AdapterFolder(name) if (base := adapter_base(name)) is not None else None
+        name = checked_path(base or name, hub)
         source = WeightsSource(
             kind='pretrained',
             path=name,
@@ -225,17 +196,17 @@ def load_model(
             **{k: v for k, v in hub.items() if k != 'token'},
         )
         config = _read_config(name, options.get('trust_remote_code', False), hub)
-        in_4bit = to_be_dense(config, name)
+        to_be_dense(config, name)
         cls = _class_for(auto_class, config, repr(name))
-        if on_meta() or in_4bit:
-            model = _from_config(cls, config, source, build)
-            _take_generation_config(model, name, hub)
-        else:
-            # transformers draws what Marian's files lack before it is computed: as on the meta device, no draw counts
-            apart = getattr(config, 'is_encoder_decoder', False)
-            with torch.random.fork_rng(devices=[]) if apart else nullcontext():
-                model = _from_files(cls, source, options)
-        model.weights_source = _with_dtype(model.weights_source)
+        try:
+            model = _made(cls, config, source, options)
+            dtype, wide = stored_dtype(weight_files(source))
+        except (OSError, SafetensorError) as error:
+            raise _explained('a model', name, error) from None
+        model.weights_source = replace(source, dtype=dtype, wide=wide)
+        if model.can_generate():
+            with suppress(OSError):  # else those of the config
+                model.generation_config = GenerationConfig.from_pretrained(name, **hub)
     if checkpoint:
         # transformers 5.17 has only the older name, which 5.23 deprecates
         enable = getattr(model, 'activation_checkpointing_enable', model.gradient_checkpointing_enable)
@@ -248,96 +219,71 @@ def load_model(
     return model
 
 
-def _with_dtype(source: WeightsSource) -> WeightsSource:
-    try:
-        dtype, wide = stored_dtype(weight_files(source))
-    except (OSError, ValueError):  # of a hub name, transformers may have found files elsewhere
-        return source
-    return replace(source, dtype=dtype, wide=wide)
-
-
 def _class_for(auto_class: str, config: Any, name: str) -> Any:
     """transformers would make a causal language model of an encoder-decoder's decoder alone."""
     import transformers
 
-    if getattr(config, 'is_encoder_decoder', False):
-        auto_class = seq2seq_class(auto_class, config, name)
-    return getattr(transformers, auto_class)
+    return getattr(transformers, layout_of(config).auto_class(auto_class, config, name))
 
 
-def _take_generation_config(model: Any, name: str, hub: dict[str, Any]) -> None:
-    """The folder's generation settings, as `from_pretrained` would take them; those of the config where it has none."""
-    from transformers import GenerationConfig
+def _made(cls: Any, config: Any, source: WeightsSource, options: dict[str, Any]) -> Any:
+    """A model that carries `source`; with its numbers, unless modules are built on the meta device now."""
+    meta, device = on_meta(), torch.empty(0).device
+    build: dict[str, Any] = {k: v for k, v in options.items() if k not in HUB_OPTIONS} | {'dtype': torch.float32}
+    config = copy.deepcopy(config)
 
-    if model.can_generate():
-        with suppress(OSError):
-            model.generation_config = GenerationConfig.from_pretrained(name, **hub)
+    def built() -> Any:
+        with seeded(source.seed):
+            return cls.from_config(config, **build)
 
-
-def _from_files(cls: Any, source: WeightsSource, options: dict[str, Any]) -> Any:
-    """`from_pretrained`, refusing what it only reports: a layer that it would draw at random, one that it would leave
-    out, NaN."""
-    from safetensors import SafetensorError
-
-    safe = True
-    with nullcontext() if Path(source.path).is_dir() else suppress(OSError):  # transformers may know the way
-        for file in weight_files(source):
-            open_weights(file)
-            safe = file.suffix == '.safetensors'
     try:
-        with _without_report():
-            model, info = cls.from_pretrained(
-                source.path,
-                use_safetensors=safe,
-                dtype=torch.float32,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                **options,
-            )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise _explained('a model', source.path, error) from None
-    except RuntimeError as error:  # parts that cannot be put together; what follows names them
-        if 'conversion' not in str(error):
-            raise
-        model, info = None, {}
-    problems = [info.get(f'{kind}_keys', ()) for kind in ('missing', 'unexpected', 'mismatched')]
-    if model is None or (not fits(model, *problems) and _is_native(model)):
-        # Tensor by tensor by the same tables of transformers: it finds some that `from_pretrained` misses in a bare
-        # trunk, and names what is wrong.
-        config = load_config(source.path, trust_remote_code=options.get('trust_remote_code', False), **_hub(options))
-        model = _from_config(cls, config, source, {k: v for k, v in options.items() if k not in HUB_OPTIONS})
-        _take_generation_config(model, source.path, _hub(options))
-        return model
-
-    def file_of(name: str) -> Any:
-        files = weight_files(source) if Path(source.path).is_dir() else []
-        if len(files) == 1:
-            return files[0]
-        named = (file for file in files if set(candidates(model, name)) & set(open_weights(file).keys()))
-        return next(named, source.path)
-
-    check_fit(model, file_of, *problems)
-    for one, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
-        if model.get_parameter_or_buffer(one) is not model.get_parameter_or_buffer(other):
-            raise not_tied(file_of(one), other, one)
-    for name, parameter in model.named_parameters():
-        check_finite(parameter, name, file_of)
-    if source.adapter:
-        adapter = MergedAdapter(model, source.adapter)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                adapter.add_to(name, parameter)
+        with torch.device('meta'):
+            model = cls.from_config(config, **build)
+        native = type(model).__module__.startswith('transformers.')
+        if native:
+            all_to_meta(model)
+        if not meta and not native:  # code of its own may fill buffers in its constructor
+            model = built() if source.kind == 'config' else _from_remote_code(cls, source, options)
+    except ValueError as error:
+        raise ValueError(str(error).strip().splitlines()[0]) from None
     model.weights_source = source
+    if meta:
+        return model
+    if native:
+        try:
+            fill_model(model, source)
+        except Uninitialised:
+            if source.kind == 'pretrained':
+                raise
+            model = built()
+            model.weights_source = source
+    if source.kind == 'pretrained':
+        model.eval()
+    return model.to(device)
+
+
+def _from_remote_code(cls: Any, source: WeightsSource, options: dict[str, Any]) -> Any:
+    """`from_pretrained` of a model with code of its own, refusing what it only reports: a layer that it would draw at
+    random, one that it would leave out, NaN."""
+    safe = all(file.suffix == '.safetensors' for file in weight_files(source))
+    with _without_report(), torch.random.fork_rng(devices=[]):
+        model, info = cls.from_pretrained(
+            source.path,
+            use_safetensors=safe,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    problems = [info.get(f'{kind}_keys', ()) for kind in ('missing', 'unexpected', 'mismatched')]
+    check_fit(model, lambda _: source.path, *problems)
+    adapter = None if source.adapter is None else source.adapter.of(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            check_finite(parameter, name, lambda _: source.path)
+            if adapter is not None:
+                adapter.add_to(name, parameter)
     return model
-
-
-def _is_native(model: Any) -> bool:
-    """Whether transformers has its code, and not the folder."""
-    return type(model).__module__.startswith('transformers.')
-
-
-def _hub(options: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in options.items() if k in HUB_OPTIONS}
 
 
 @contextmanager
@@ -354,34 +300,6 @@ def _without_report() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(is_other)
-
-
-def _from_config(cls: Any, config: Any, source: WeightsSource, build: dict[str, Any]) -> Any:
-    """A model that carries `source`; with its numbers, unless modules are built on the meta device now."""
-    meta, device = on_meta(), torch.empty(0).device
-    config = copy.deepcopy(config)
-    try:
-        with torch.device('meta'):
-            model = cls.from_config(config, dtype=torch.float32, **build)
-        native = _is_native(model)
-        if native:
-            all_to_meta(model)
-        if not meta and not native:  # code of its own may fill buffers in its constructor
-            with seeded(source.seed):
-                model = cls.from_config(config, dtype=torch.float32, **build)
-    except ValueError as error:
-        raise ValueError(str(error).strip().splitlines()[0]) from None
-    model.weights_source = source
-    if not meta:
-        if native:
-            try:
-                fill_model(model, source)
-            except Uninitialised:
-                with seeded(source.seed):
-                    model = cls.from_config(config, dtype=torch.float32, **build)
-                model.weights_source = source
-        model.to(device)
-    return model
 
 
 def add_lora(model: Any, rank: int, bias: str, options: Mapping[str, Any] | None = None) -> None:
@@ -402,21 +320,23 @@ def trunk_of(model: Any) -> Any:
     model."""
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f'model: a {type(model).__name__} given; it must be a transformers PreTrainedModel')
-    base, source = base_model(model), getattr(model, 'weights_source', None)
-    prefix = f'{model.base_model_prefix}.'
-    if is_encoder_decoder(model):
-        check_encoder_decoder(model.config, type(model).__name__)
-        if has_no_base(model):
-            base, prefix = encoder_decoder_trunk(model), ''
+    (base, prefix), source = layout_of(model).base(model), getattr(model, 'weights_source', None)
     if base is not model and source is not None and not hasattr(base, 'weights_source'):
         base.weights_source = replace(source, prefix=prefix)  # type: ignore[assignment]
     return base
 
 
-class TakesModel:
-    """Of a class that is built from a model: called with a name or folder, it says which class loads one."""
+class Role(nn.Module):
+    """What actors, critics and reward models have in common: how they are made by name, and how they are saved."""
 
     by_name: ClassVar[str]
+    """how a model is loaded, for an error"""
+    build_options: ClassVar[tuple[str, ...]] = ('lora_rank', 'lora_train_bias', 'lora_options')
+    """keywords of `_build`"""
+    _build: ClassVar[Callable[..., None]]
+    """makes an object of a loaded model: the constructor of the role, where that of a family takes a name"""
+    model: Any  # transformers' PreTrainedModel, whose attributes nn.Module does not know
+    value_head: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         takes = inspect.signature(cls.__init__).parameters
@@ -429,6 +349,62 @@ class TakesModel:
             )
         return super().__new__(cls)
 
+    @classmethod
+    def _load(cls, pretrained: Any = None, config: Any = None, **options: Any) -> Any:
+        raise NotImplementedError
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, *, value_head: Any = None, **options: Any) -> Any:
+        """From a folder that `save_pretrained` wrote, with its head, or from any model, with a new head where the role
+        needs one.
+
+        Args:
+            value_head: in place of the saved one.
+            options: keywords of the constructor, and those of `load_model`.
+        """
+        own = {name: options.pop(name) for name in cls.build_options if name in options}
+        role = cls.__new__(cls)
+        value_head = load_head(folder) if value_head is None else value_head
+        cls._build(role, cls._load(folder, **options), value_head=value_head, **own)
+        return role
+
+    @torch.no_grad()
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        tokenizer: Any = None,
+        *,
+        state_dict: dict[str, Tensor] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """A Hugging Face folder of the model, adapters folded in, with the value head beside it.
+
+        Args:
+            state_dict: full weights by this module's parameter names, when they do not lie in the module itself.
+            dtype: of the weights in the files; None: that of the folder which the model was loaded from, and of a new
+                model the one it has. The value head stays in fp32.
+        """
+        full = self.state_dict() if state_dict is None else state_dict
+        write_folder(self.model, folder, self._model_weights(state_dict), dtype=dtype)
+        if self.value_head is not None:
+            save_head(part_of(full, 'value_head'), folder)
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, folder)
+
+    def _model_weights(self, state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
+        """The model's own weights by its names, adapters folded in; None: they lie in the model as they are."""
+        adapted = lora.has_lora(self.model)
+        if state_dict is None:
+            return lora.merged_state_dict(self.model) if adapted else None
+        if adapted:
+            raise ValueError('save_pretrained with given weights cannot fold adapters in; merge them first')
+        return part_of(state_dict, 'model')
+
+
+def part_of(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """The state of one submodule, by its own names."""
+    return {k.removeprefix(f'{name}.'): v for k, v in state.items() if k.startswith(f'{name}.')}
+
 
 def load_causal_lm(pretrained: str | os.PathLike[str] | None = None, config: Any = None, **kwargs: Any) -> Any:
     """A causal language model, or an encoder-decoder's; see `load_model`."""
@@ -436,13 +412,13 @@ def load_causal_lm(pretrained: str | os.PathLike[str] | None = None, config: Any
 
 
 def load_base_model(pretrained: str | os.PathLike[str] | None = None, config: Any = None, **kwargs: Any) -> Any:
-    """A model without a head; see `load_model`.
-
-    Where transformers' AutoModel does not read a causal language model's folder (decoders of BART's kind, DeepSeek-V4),
-    the trunk of that model.
-    """
+    """A model without a head; see `load_model`. Where transformers' AutoModel does not read a causal language model's
+    folder (decoders of BART's kind), the trunk of that model. A BERT's pooler, which nothing reads, is left out."""
     try:
-        return load_model('AutoModel', pretrained, config, **kwargs)
+        model = load_model('AutoModel', pretrained, config, **kwargs)
+        if 'add_pooling_layer' in inspect.signature(type(model).__init__).parameters:
+            model.pooler = None
+        return model
     except ValueError:
         if pretrained is None or on_meta():
             raise
@@ -465,13 +441,8 @@ def write_folder(
 ) -> None:
     """`model.save_pretrained` without its progress bar, in place of what was saved there before with its heads.
 
-    Args:
-        state_dict: replaces the model's own weights.
-        dtype: of the weights in the files; None: that of the folder which the model was loaded from, and of a new model
-            the one it has.
-
-    Raises:
-        ValueError: parts of weights, which a folder cannot hold.
+    state_dict: replaces the model's own weights. dtype: as of `Role.save_pretrained`. Raises ValueError for parts of
+    weights, which a folder cannot hold.
     """
     from transformers.utils import logging
 

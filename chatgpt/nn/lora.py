@@ -7,8 +7,7 @@ under the same names, with `lora_A` and `lora_B` beside them. loralib's own laye
 the saved bits back.
 
 While an adapter is folded, `state_dict()` still writes the base weight, so a saved file never holds the adapter twice.
-
-Left out: adapters on embeddings and convolutions, and files on disk (`chatgpt.nn.peft_format`).
+PEFT's file format is in `chatgpt.nn.peft_format`; why its layers are not used is measured in docs/algorithms/ppo.md.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class _SavedBits:
 
 
 class _Adapter(loralib.LoRALayer):
-    """What adapted layers share: the two factors, the switch, folding and unfolding. Mixed into an `nn.Module`."""
+    """Mixed into an `nn.Module`: the two factors, the switch, folding and unfolding."""
 
     in_features: int
     out_features: int
@@ -57,11 +56,18 @@ class _Adapter(loralib.LoRALayer):
     shares_base = False
     """the weight is that of other models too, or in 4 bits, so no adapter can be folded into it"""
 
-    def _adopt(
-        self, base: nn.Linear | Conv1D | NF4Linear, rank: int, alpha: float, dropout: float, bias_mode: BiasMode
+    def __init__(
+        self,
+        base: nn.Linear | Conv1D | NF4Linear,
+        rank: int,
+        *,
+        alpha: float,
+        dropout: float = 0.0,
+        bias_mode: BiasMode = 'none',
     ) -> None:
-        """Take over the parameters of `base` (the very same objects) and add the two factors."""
+        """Takes over the parameters of `base` (the very same objects) and adds the two factors."""
         module = cast(nn.Module, self)
+        nn.Module.__init__(module)
         loralib.LoRALayer.__init__(self, r=rank, lora_alpha=alpha, lora_dropout=dropout, merge_weights=False)
         if dropout == 0:
             self.lora_dropout = nn.Identity()  # the base leaves a lambda here, which cannot be pickled
@@ -83,6 +89,8 @@ class _Adapter(loralib.LoRALayer):
         module.register_parameter('weight', base.weight)
         module.register_parameter('bias', base.bias)
         self.shares_base = is_shared(base.weight)
+        if isinstance(base, nn.Linear):
+            self.in_features, self.out_features = base.in_features, base.out_features
 
     def reset_lora_parameters(self) -> None:
         """A as `nn.Linear` draws its weight, B zero: the layer computes what its base computes."""
@@ -128,9 +136,8 @@ class _Adapter(loralib.LoRALayer):
 
     @torch.no_grad()
     def unmerge(self) -> None:
-        if not self.merged:
+        if self.saved is None:
             return
-        assert self.saved is not None
         self.weight.copy_(self.saved.tensor)
         self.saved = None
         self.merged = False
@@ -162,13 +169,6 @@ class _Adapter(loralib.LoRALayer):
 class LoRALinear(_Adapter, nn.Linear):
     """An `nn.Linear` with an adapter. Input (..., in), output (..., out)."""
 
-    def __init__(
-        self, base: nn.Linear, rank: int, *, alpha: float, dropout: float = 0.0, bias_mode: BiasMode = 'none'
-    ) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = base.in_features, base.out_features
-        self._adopt(base, rank, alpha, dropout, bias_mode)
-
     def reset_parameters(self) -> None:
         nn.Linear.reset_parameters(self)
         self.reset_lora_parameters()
@@ -182,13 +182,10 @@ class LoRAConv1D(_Adapter, Conv1D):
 
     weight_is_transposed = True
 
-    def __init__(
-        self, base: Conv1D, rank: int, *, alpha: float, dropout: float = 0.0, bias_mode: BiasMode = 'none'
-    ) -> None:
-        nn.Module.__init__(self)
+    def _take_weight(self, base: Any) -> None:
+        super()._take_weight(base)
         self.nx, self.nf = base.nx, base.nf
         self.in_features, self.out_features = base.nx, base.nf
-        self._adopt(base, rank, alpha, dropout, bias_mode)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._add_adapter(Conv1D.forward(self, x), x)
@@ -199,16 +196,10 @@ class LoRANF4Linear(_Adapter, nn.Module):
 
     shares_base = True
 
-    def __init__(
-        self, base: NF4Linear, rank: int, *, alpha: float, dropout: float = 0.0, bias_mode: BiasMode = 'none'
-    ) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = base.in_features, base.out_features
-        self.weight_is_transposed = base.is_transposed
-        self._adopt(base, rank, alpha, dropout, bias_mode)
-
     def _take_weight(self, base: NF4Linear) -> None:
         self.base = base
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight_is_transposed = base.is_transposed
 
     def folded_weight(self) -> Tensor:
         """A new dense tensor W + scaling * B A, W as it computes, and in that dtype."""
@@ -277,17 +268,18 @@ def convert_to_lora(
     targets: str | Iterable[str] | None = None,
     bias: BiasMode = 'none',
 ) -> None:
-    """Replace linear layers by adapted ones, in place, and leave only the adapters trainable.
+    """Replace linear layers by adapted ones, in place, and leave only the adapters trainable. B starts at zero: outputs
+    do not change. Parameters outside `module` are not touched, such as a value head beside it.
 
-    `targets` names the layers: one or more patterns, each matching by its full module name, by the end of it after a
-    dot (`'q_proj'`), as a glob (`'*.attn.*'`) or as a regular expression for the whole name. `None` takes every linear
-    layer inside the transformer blocks (below an `nn.ModuleList`), so no output or value head, but for a mixture's
-    routers, layers of one output, towers for pictures and sound, and layers whose weight is read without calling them,
-    as Mamba's kernels read `out_proj`. Experts that are one parameter for all are no
-    layers: a warning says what share of the blocks' weights the adapters reach. `alpha=None` means alpha
-    = rank, a scaling of 1. `bias` trains no bias, every bias of `module`, or those of the adapted layers. Parameters
-    outside `module` are not touched, so a value head kept beside it goes on training. B starts at zero: outputs do not
-    change.
+    Args:
+        alpha: None is `rank`, a scaling of 1.
+        targets: one or more patterns, each the full name of a layer, the end of it after a dot (`'q_proj'`), a glob
+            (`'*.attn.*'`) or a regular expression for the whole name. None takes every linear layer inside the
+            transformer blocks (below an `nn.ModuleList`) but a mixture's routers, layers of one output, towers for
+            pictures and sound, and layers whose weight is read without calling them, as Mamba's kernels read
+            `out_proj`. Experts that are one parameter for all are no layers: a warning says what share of the blocks'
+            weights the adapters reach.
+        bias: train no bias, every bias of `module`, or those of the adapted layers.
 
     Raises ValueError, before anything is changed, for a rank outside 1..min(in, out), a pattern that matches no linear
     layer, a named layer whose weight is shared with another module (folding would change both) or read without calling
@@ -441,12 +433,6 @@ def _require_lora(module: nn.Module, what: str) -> dict[str, AdaptedLayer]:
     if not layers:
         raise ValueError(f'{what}: {type(module).__name__} has no adapters; call convert_to_lora first')
     return layers
-
-
-def reset_lora(module: nn.Module) -> None:
-    """Draw A anew and set B to zero, in every layer: for modules built on the meta device."""
-    for layer in _require_lora(module, 'reset_lora').values():
-        layer.reset_lora_parameters()
 
 
 def layers_to_fold(module: nn.Module) -> list[AdaptedLayer]:

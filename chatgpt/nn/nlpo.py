@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from chatgpt.functional.logprobs import WithEntropy, entropy_graph, entropy_of, logprobs_of
-from chatgpt.nn.output import PolicyOutput
+from chatgpt.nn.actor import PolicyOutput
 from chatgpt.types import Batch
 
 

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from chatgpt.nn.dropout import in_eval_mode
-from chatgpt.nn.encoder_decoder import decoder_states, has_no_base
-from chatgpt.nn.sources import seeded
-from chatgpt.nn.trunk import base_model, is_encoder_decoder, run_trunk
+from chatgpt.nn.layouts import layout_of
+from chatgpt.nn.trunk import base_model, in_eval_mode
+from chatgpt.nn.weights import seeded
 
 NUM_CHECK_TOKENS = 4
 LARGE_LOGIT = 100.0
@@ -55,20 +54,11 @@ def _returning(modules: list[nn.Module], hidden: Tensor) -> Iterator[None]:
                 module.forward = forward
 
 
-def _trunks(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules of which a causal LM's forward may call one: OPT calls the decoder inside of its base model."""
-    base, decoder = base_model(model), getattr(model, 'get_decoder', lambda: None)()
-    if is_encoder_decoder(model) and has_no_base(model):
-        return [model.get_encoder(), model.get_decoder()]
-    # ModernBERT's decoder calls its output layer so.
-    return [base, decoder] if isinstance(decoder, PreTrainedModel) and decoder not in (base, model) else [base]
-
-
 def own_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Logits (..., V) of a causal LM for final hidden states (..., D), by the model's own forward after its trunk."""
     rows = hidden.reshape(1, -1, hidden.shape[-1])
     ids = torch.zeros(rows.shape[:2], dtype=torch.int64, device=hidden.device)
-    with _returning(_trunks(model), rows):
+    with _returning(layout_of(model).trunks(model), rows):
         logits = model.forward(input_ids=ids, use_cache=False, return_dict=True).logits
     return logits.reshape(*hidden.shape[:-1], logits.shape[-1])
 
@@ -84,13 +74,9 @@ def head_is_linear(model: PreTrainedModel) -> bool:
     with in_eval_mode(model):
         device, vocab = next(base.parameters()).device, model.config.get_text_config().vocab_size
         ids = (torch.arange(3, 3 + NUM_CHECK_TOKENS, device=device) % vocab)[None]
-        positions = torch.arange(NUM_CHECK_TOKENS, device=device)[None]
-        if is_encoder_decoder(model):
-            hidden = decoder_states(model, ids, torch.ones_like(ids).bool(), ids)
-            whole = model.forward(input_ids=ids, decoder_input_ids=ids, use_cache=False, return_dict=True).logits
-        else:
-            hidden = run_trunk(base, ids, position_ids=positions)
-            whole = model.forward(input_ids=ids, use_cache=False, return_dict=True).logits
+        layout = layout_of(model)
+        hidden = layout.states(model, ids)
+        whole = model.forward(**layout.inputs(ids), return_dict=True).logits
         tolerance = TOLERANCE.get(hidden.dtype, 1e-2)
         try:
             follow = _close(own_logits(model, hidden), whole, tolerance)

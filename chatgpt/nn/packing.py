@@ -1,24 +1,16 @@
 """The padding-free forward: the real tokens of a padded batch in one row, attention cut at the borders of the
 sequences.
 
-Everything but attention works token by token, so there padding is left out simply by not being there. Attention is
-asked for by transformers under a name of ours, which is the model's 'sdpa' for every ordinary call; a call that carries
-a `Packing` takes
+Everything but attention works token by token. Attention is registered with transformers under a name of ours, which is
+the model's 'sdpa' for every ordinary call; a call that carries a `Packing` takes FlashAttention for variable lengths
+(`torch.nn.attention.varlen`) on CUDA in 16 bits, elsewhere `scaled_dot_product_attention` over groups of sequences of
+similar length, padded within their group. On a CPU attention over few keys is computed in fp32, also in 16-bit models,
+where torch's 16-bit kernel is the slower one.
 
-- FlashAttention for variable lengths (`torch.nn.attention.varlen`) on CUDA in 16 bits, autocast's included, where torch
-  has it;
-- elsewhere `scaled_dot_product_attention` over groups of sequences of similar length, padded within their group.
-
-On a CPU attention over few keys is computed in fp32, also in 16-bit models: torch's 16-bit kernel is the slower one
-there.
-
-A model takes part when it asks transformers for its attention and every layer attends to all earlier tokens. On real
-weights that is compared with the plain forward on a few tokens when an `Actor`, `Critic` or `RewardModel` is built; on
-the meta device, once FSDP has given it its weights (`settle`). The others keep the padded forward, which
-gives the same numbers up to rounding.
-
-Left out: attention windows shorter than the batch, position biases (ALiBi), encoders, encoder-decoders: those run
-padded.
+A model takes part when it asks transformers for its attention and every layer attends to all earlier tokens. That is
+compared with the plain forward on a few tokens when an `Actor`, `Critic` or `RewardModel` is built; on the meta device,
+once a strategy has given it its weights (`settle`). Models with attention windows shorter than the batch, position
+biases (ALiBi), encoders and encoder-decoders run padded.
 """
 
 from __future__ import annotations
@@ -38,16 +30,17 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from chatgpt.batching import collate, packing_of
-from chatgpt.nn.dropout import in_eval_mode
-from chatgpt.nn.encoder_decoder import at_their_places, encoder_decoder_hidden, separate_inputs
+from chatgpt.nn.layouts import at_their_places, encoder_decoder_hidden, layout_of, separate_inputs
 from chatgpt.nn.trunk import (
     accepts,
-    is_encoder_decoder,
+    batch_limit,
+    in_eval_mode,
     is_meta,
     looks_ahead,
+    name_of,
     needs_mask,
-    position_limit,
     positions_of,
+    row_limit,
     run_trunk,
     text_config,
 )
@@ -71,16 +64,16 @@ def flat_hidden(model: nn.Module, batch: Batch) -> Tensor:
     Run without padding where batch and model can; the states of padding are then zeros. ValueError for sequences
     beyond the length from which a batch's numbers follow from its longest.
     """
-    if is_encoder_decoder(model):
+    if layout_of(model).apart:
         return encoder_decoder_hidden(model, batch)
-    limit = position_limit(model.config)
-    if limit != getattr(text_config(model.config), 'max_position_embeddings', limit):  # longrope
-        longest = batch.packing.max_length if batch.packing is not None else batch.input_ids.shape[1]
-        if limit is not None and longest > limit:
-            raise ValueError(f'a sequence of {longest} tokens is past {positions_of(model.config)}; give shorter ones')
+    longest = batch.packing.max_length if batch.packing is not None else batch.input_ids.shape[1]
+    limit = batch_limit(model.config)
+    if limit is not None and longest > limit[0]:
+        raise ValueError(f'a sequence of {longest} tokens is past {positions_of(model.config)}; give shorter ones')
     if _runs_packed(model, batch):
         return rows_joined(model, _packed_hidden(model, batch.input_ids, batch.position_ids, batch.packing), batch)
-    if packs(model) and not _too_long(model, batch.input_ids.shape[1]):
+    width = batch.input_ids.shape[1]
+    if packs(model) and width <= (window_of(model) or width):
         return run_trunk(
             model,
             batch.input_ids,
@@ -96,25 +89,20 @@ def flat_hidden(model: nn.Module, batch: Batch) -> Tensor:
 
 def _runs_packed(model: nn.Module, batch: Batch) -> bool:
     packing = batch.packing
-    return packing is not None and packs(model) and not _too_long(model, packing.max_length)
-
-
-def _too_long(model: nn.Module, length: int) -> bool:
-    """For the model's attention window."""
-    return length > (window_of(model) or length)
+    return packing is not None and packs(model) and packing.max_length <= (window_of(model) or packing.max_length)
 
 
 def _no_mask(device: torch.device) -> Tensor:
-    """A mask of four dimensions, which transformers hands on as it is and `packed_attention` does not read. Without
-    one, it makes a mask of (T, T), or looks into the positions on the device whether rows hold several sequences, and
-    waits for the answer. It has room for no key, so that attention which reads it fails."""
+    """A mask of four dimensions, which transformers hands on as it is and `packed_attention` does not read; without one
+    it makes a mask of (T, T) or waits for the device. It has room for no key, so that attention which reads it
+    fails."""
     return torch.zeros(1, 1, 1, 0, dtype=torch.bool, device=device)
 
 
 def rows_joined(model: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
     """(B*S, D) out of what a part of `model` gave for a batch: (B, S, D), the (1, T, D) of a packed run, or the states
     of an encoder-decoder's decoder."""
-    if is_encoder_decoder(model):
+    if layout_of(model).apart:
         return at_their_places(hidden, batch)
     if not _runs_packed(model, batch):
         return hidden.flatten(0, 1)
@@ -165,8 +153,7 @@ def packed_attention(
     """Attention as transformers asks for it: query (B, H, S, d), key and value (B, H_kv, S, d) → (B, S, H, d).
 
     With a `packing`, B is 1 and S the number of real tokens; causal within each sequence. With `whole_rows`, causal
-    within each row. Neither reads the mask. `attend` attends in place of all this: it is given query, key, value, mask
-    and scaling.
+    within each row. Neither reads the mask. `attend(query, key, value, mask, scaling)` is called in place of all this.
     """
     if attend is not None:
         if any(kwargs.get(name) is not None for name in ('softcap', 'position_bias', 's_aux')):
@@ -175,12 +162,11 @@ def packed_attention(
     ours = attention_mask is not None and attention_mask.numel() == 0
     if ours and packing is None and not whole_rows:
         raise ValueError(
-            f'{type(module).__name__} does not hand on how sequences are packed; load it with '
-            "attn_implementation='eager'"
+            f"{_named(module)} does not hand on how sequences are packed; load it with attn_implementation='eager'"
         )
     if (packing is not None or whole_rows) and not ours and attention_mask is not None:
         raise ValueError(
-            f'{type(module).__name__} makes an attention mask of its own, which a packed batch cannot follow; load it '
+            f'{_named(module)} makes an attention mask of its own, which a packed batch cannot follow; load it '
             "with attn_implementation='eager'"
         )
     if whole_rows:
@@ -194,6 +180,12 @@ def packed_attention(
     # autocast would cast them back
     with torch.autocast('cpu', enabled=False) if query.dtype != dtype else nullcontext():
         return _attend(module, query, key, value, attention_mask, dropout, scaling, packing, **kwargs).to(dtype), None
+
+
+def _named(attention: Any) -> str:
+    config = getattr(attention, 'config', None)
+    own = type(attention).__name__
+    return own if config is None else f'{own} of {name_of(config)}'
 
 
 def _attend(
@@ -303,7 +295,7 @@ def enable_packing(model: nn.Module) -> bool:
     """Let `model` (a base model) run packed batches if it can. Returns whether it does. Its ordinary calls are not
     changed."""
     config: Any = model.config
-    if is_encoder_decoder(model):
+    if layout_of(model).apart:
         separate_inputs(model)
         return False
     if packs(model):
@@ -328,6 +320,7 @@ def _can_by_form(model: nn.Module) -> bool:
         and any(p.kind is p.VAR_KEYWORD for p in parameters)
         and not needs_mask(model)
         and kinds <= {'full_attention', 'sliding_attention'}
+        and row_limit(config) is None
         and not any(getattr(config, name, None) for name in NEVER)
     )
 
@@ -371,11 +364,16 @@ def settle(
     release: Callable[[], None] | None = None,
 ) -> bool:
     """Compare what was taken on trust on the meta device, now that an actor, critic or reward model has its weights.
+    Where a packed forward does not give the padded one's numbers, batches run padded from now on. On all ranks that
+    hold a part of the module.
 
-    Where a packed forward does not give the padded one's numbers, batches run padded from now on. Call it on all ranks
-    that hold a part of the module. `device` is where it computes, `in_fp32` whether from weights gathered in fp32,
-    `forward` what is called for it, `release` gives back what forwards have left gathered: by default the module
-    itself, and FSDP's way. Returns whether it packs; raises as `check_company`.
+    Args:
+        device: where it computes.
+        in_fp32: whether from weights gathered in fp32.
+        forward: what is called for the module; None: itself.
+        release: gives back what forwards have left gathered; None: FSDP's way.
+
+    Returns whether it packs; raises as `check_company`.
     """
     model: Any = getattr(module, 'model', None)
     if not hasattr(model, 'config'):
@@ -432,7 +430,7 @@ def _records(model: nn.Module) -> list[Sequence]:
     records = []
     for number, length in enumerate(CHECK_LENGTHS):
         ids = ((torch.arange(length + 1) + number * 11) * 7919 + 13) % text_config(model.config).vocab_size
-        prompt = (length + 1) // 2 if is_encoder_decoder(model) else 1
+        prompt = (length + 1) // 2 if layout_of(model).apart else 1
         mask = torch.ones(len(ids) - prompt, dtype=torch.bool)
         records.append(Sequence(prompt_ids=ids[:prompt], response_ids=ids[prompt:], response_mask=mask))
     return records

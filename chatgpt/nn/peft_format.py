@@ -21,6 +21,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
-from chatgpt.nn.files import remove_heads, save_tensors
+from chatgpt.nn.layouts import layout_of
 from chatgpt.nn.lora import (
     convert_to_lora,
     has_lora,
@@ -41,7 +42,7 @@ from chatgpt.nn.lora import (
     weight_shape,
 )
 from chatgpt.nn.quantized import NF4Linear
-from chatgpt.nn.unfit import candidates, read_weights
+from chatgpt.nn.weights import candidates, read_weights, remove_heads, save_tensors
 
 CONFIG_FILE = 'adapter_config.json'
 WEIGHTS_FILE = 'adapter_model.safetensors'
@@ -83,14 +84,14 @@ def export_peft(
 ) -> None:
     """Write the adapters of `module` to `folder`, which is made if absent.
 
-    `module` is a transformers model, or a wrapper that holds one as `.model`; a value head beside it is not written.
-    `base_model` is the name or path that peft should load the base from (default: what the model was loaded from).
-    `task_type` is peft's (default: CAUSAL_LM with an output head, of an encoder-decoder SEQ_2_SEQ_LM, else
-    FEATURE_EXTRACTION). `state` are full weights by
-    the names of `module`, when they do not lie in the module itself.
+    Args:
+        module: a transformers model, or a wrapper that holds one as `.model`; a value head beside it is not written.
+        base_model: name or path that peft should load the base from; None: what the model was loaded from.
+        task_type: peft's; None: CAUSAL_LM with an output head, of an encoder-decoder SEQ_2_SEQ_LM, else
+            FEATURE_EXTRACTION.
+        state: full weights by the names of `module`, when they do not lie in the module itself.
 
-    Heads that an earlier adapter left in `folder` are removed. Those of a whole model there (its weights or
-    config.json) stay, for PEFT allows an adapter beside its base.
+    Heads that an earlier adapter left in `folder` are removed, unless the folder holds a whole model too.
 
     Raises ValueError without adapters, when `folder` is a file, or for a layer that peft does not adapt in such a model
     or would look for under another name.
@@ -106,8 +107,7 @@ def export_peft(
     parameters = sorted(f'{n}.weight' for n in layers if n.rpartition('.')[2] in of_experts)
     if task_type is None:
         has_head = isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None
-        language = 'SEQ_2_SEQ_LM' if getattr(model.config, 'is_encoder_decoder', False) else 'CAUSAL_LM'
-        task_type = language if has_head else 'FEATURE_EXTRACTION'
+        task_type = layout_of(model).task_type if has_head else 'FEATURE_EXTRACTION'
     config = {
         'peft_type': 'LORA',
         'task_type': task_type,
@@ -365,6 +365,16 @@ def adapter_base(folder: str | os.PathLike[str]) -> str | None:
             f'{path}: it names no base_model_name_or_path; add the hub name or folder of the model that it adapts'
         )
     return base
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """The folder of an adapter, for `WeightsSource`."""
+
+    path: str
+
+    def of(self, model: PreTrainedModel) -> MergedAdapter:
+        return MergedAdapter(model, self.path)
 
 
 class MergedAdapter:

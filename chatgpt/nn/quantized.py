@@ -2,9 +2,7 @@
 
 Source: Dettmers et al. 2023, "QLoRA", section 3: blocks of 64 weights share a scale, blocks of 256 scales another. The
 kernels are bitsandbytes', on CUDA and on a CPU. Backward computes the dense weight anew, so a graph holds no dense
-weights. Folders in which transformers wrote such weights are read here too, dense.
-
-Left out: training such a weight (adapters do, `chatgpt.nn.lora`), and embeddings and heads, which stay dense.
+weights. Embeddings and heads stay dense. Files in which transformers wrote such weights are read as dense ones.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import logging
 import re
 from collections.abc import Iterable
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +32,7 @@ def check_bitsandbytes(what: str) -> None:
 
 
 def _bnb() -> Any:
-    logger = logging.getLogger(
-        'bitsandbytes.backends.cpu.ops'
-    )  # misses an optional kernel, which it says at each start
+    logger = logging.getLogger('bitsandbytes.backends.cpu.ops')  # says at each start that an optional kernel is missing
     try:
         level = logger.level
         logger.setLevel(logging.ERROR)
@@ -128,27 +124,37 @@ class NF4Linear(nn.Module):
 
 def quantize_blocks(
     module: nn.Module,
-    name: str = '',
+    inside: bool = False,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device | None = None,
 ) -> None:
     """Replace the linear layers inside the transformer blocks (below an `nn.ModuleList`) of `module`, in place.
 
-    name: that of `module` in its model, where it is itself inside a block. device: where weights are packed, one after
-    another, so that one dense weight is there at a time; None: where they are.
+    inside: `module` is itself in a block. device: where weights are packed, one after another; None: where they are.
     """
-    inside = bool(name)
-    for child_name, child in module.named_children():
+    for name, child in module.named_children():
         if inside and isinstance(child, (nn.Linear, Conv1D)) and type(child) in (nn.Linear, Conv1D):
             if child.weight.numel() % BLOCK == 0:
-                module._modules[child_name] = NF4Linear(child, dtype, device)
+                module._modules[name] = NF4Linear(child, dtype, device)
         else:
-            inner = name or (child_name if isinstance(module, nn.ModuleList) else '')
-            quantize_blocks(child, inner, dtype, device)
+            quantize_blocks(child, inside or isinstance(module, nn.ModuleList), dtype, device)
 
 
 _OF_QUANTIZED = re.compile(r'\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)$')
 """end of the names of what stands beside a packed weight"""
+
+
+class Part(NamedTuple):
+    """Shape and dtype of a tensor in a file, as safetensors tells them of its own."""
+
+    shape: list[int]
+    dtype: str
+
+    def get_shape(self) -> list[int]:
+        return self.shape
+
+    def get_dtype(self) -> str:
+        return self.dtype
 
 
 class FourBitFile:
@@ -190,18 +196,10 @@ class FourBitFile:
         return ValueError(f'{self.file}: what makes {name} of 4 bits dense is incomplete; copy or download it again')
 
     def get_slice(self, name: str) -> Any:
-        return _DensePart(self._facts(name)) if name in self.beside else self.handle.get_slice(name)
-
-
-class _DensePart:
-    def __init__(self, facts: dict[str, Any]) -> None:
-        self.facts = facts
-
-    def get_shape(self) -> list[int]:
-        return list(self.facts['shape'])
-
-    def get_dtype(self) -> str:
-        return {'bfloat16': 'BF16', 'float16': 'F16'}.get(self.facts['dtype'], 'F32')
+        if name not in self.beside:
+            return self.handle.get_slice(name)
+        facts = self._facts(name)
+        return Part(list(facts['shape']), {'bfloat16': 'BF16', 'float16': 'F16'}.get(facts['dtype'], 'F32'))
 
 
 def in_four_bits(names: Iterable[str]) -> bool:

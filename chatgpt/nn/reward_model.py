@@ -1,8 +1,5 @@
-"""The reward model: one score per sequence, read at its last real token.
-
-A normalising bias (the mean score of reference answers, which is subtracted) is stored with the weights. Left out:
-training it.
-"""
+"""The reward model: one score per sequence, read at its last real token. A normalising bias (the mean score of
+reference answers, which is subtracted) is stored with the weights."""
 
 from __future__ import annotations
 
@@ -18,30 +15,30 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
+from chatgpt.data.formats import save_tokenizer
 from chatgpt.nn import lora
-from chatgpt.nn.encoder_decoder import seq2seq_class
-from chatgpt.nn.files import HEAD_FILE
-from chatgpt.nn.gelu import use_fused_gelu
 from chatgpt.nn.heads import SeededLinear, in_fp32, load_head, reward_head, save_head, set_state
+from chatgpt.nn.layouts import layout_of
 from chatgpt.nn.loading import (
-    TakesModel,
+    Role,
     add_lora,
     load_base_model,
     load_classifier,
     load_config,
+    part_of,
     trunk_of,
     write_folder,
 )
 from chatgpt.nn.packing import check_company, enable_packing, flat_hidden
 from chatgpt.nn.peft_format import adapter_base
-from chatgpt.nn.sources import WeightsSource, read_source_tensor
-from chatgpt.nn.trunk import base_model, hidden_size, is_encoder_decoder, looks_ahead
+from chatgpt.nn.trunk import base_model, hidden_size, looks_ahead, use_fused_gelu
+from chatgpt.nn.weights import HEAD_FILE, WeightsSource, read_source_tensor
 from chatgpt.types import Batch
 
 BIAS_KEY = 'score_bias'
 
 
-class RewardModel(TakesModel, nn.Module):
+class RewardModel(Role):
     """A transformers base model with a head that scores a sequence.
 
     Args:
@@ -54,8 +51,6 @@ class RewardModel(TakesModel, nn.Module):
     """
 
     by_name = 'AutoRM(pretrained=NAME_OR_FOLDER)'
-    model: Any  # transformers' PreTrainedModel, whose attributes nn.Module does not know
-    value_head: nn.Module | None
     score_bias: Tensor
 
     def __init__(
@@ -69,8 +64,8 @@ class RewardModel(TakesModel, nn.Module):
     ) -> None:
         super().__init__()
         whole = value_head is None and _is_classifier(model)
-        if whole and is_encoder_decoder(model):
-            seq2seq_class('AutoModelForSequenceClassification', model.config, type(model).__name__)
+        if whole:
+            layout_of(model).auto_class('AutoModelForSequenceClassification', model.config, type(model).__name__)
         self.model = model if whole else trunk_of(model)
         use_fused_gelu(self.model)
         if whole:
@@ -129,26 +124,20 @@ class RewardModel(TakesModel, nn.Module):
         state_dict: dict[str, Tensor] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """A folder for `from_pretrained`; where it can be, one that `transformers.AutoModelForSequenceClassification`
-        loads too.
+        """A folder for `from_pretrained`; with a linear head on a causal architecture that has such a class (GPT-2,
+        OPT, BLOOM, Llama and others) one that `transformers.AutoModelForSequenceClassification` loads too.
 
-        It can be with a linear head on a causal architecture that has such a class (GPT-2, OPT, BLOOM, Llama and
-        others). There a score is the one here plus `score_bias` as config.json has it: a bias of the head, which such
-        models do not have, is folded into it. Such a model finds the last token by the padding id, which is taken from
-        `tokenizer` or the config; without one a warning says so. Elsewhere the folder holds the base model and the head
-        beside it.
+        There a score is the one here plus `score_bias` of config.json, into which the bias of the head is folded. Such
+        a model finds the last token by the padding id of `tokenizer` or the config; without one a warning says so.
+        Elsewhere the folder holds the base model and the head beside it.
 
         Args:
             state_dict: full weights by this module's parameter names, when they do not lie in the module itself.
             dtype: as of `Actor.save_pretrained`; the head stays in fp32.
         """
-        if state_dict is not None and lora.has_lora(self.model):
-            raise ValueError('save_pretrained with given weights cannot fold adapters in; merge them first')
-        full = dict(self.state_dict() if state_dict is None else state_dict)
-        trunk = {k.removeprefix('model.'): v for k, v in full.items() if k.startswith('model.')}
-        if lora.has_lora(self.model):
-            trunk = lora.merged_state_dict(self.model)
-        head = {k.removeprefix('value_head.'): v for k, v in full.items() if k.startswith('value_head.')}
+        full = self.state_dict() if state_dict is None else state_dict
+        trunk = self._model_weights(state_dict) or part_of(full, 'model')
+        head = part_of(full, 'value_head')
         shift = float(full[BIAS_KEY])
         classifier = self._empty_classifier(tokenizer)
         if classifier is not None:
@@ -165,7 +154,7 @@ class RewardModel(TakesModel, nn.Module):
         stored = json.loads(path.read_text())
         path.write_text(json.dumps(stored | {BIAS_KEY: shift}, indent=2, sort_keys=True) + '\n')
         if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+            save_tokenizer(tokenizer, folder)
 
     def _empty_classifier(self, tokenizer: Any) -> Any:
         """A sequence-classification model on the meta device that this reward model's tensors fit, or None."""
@@ -182,36 +171,24 @@ class RewardModel(TakesModel, nn.Module):
         return classifier if set(classifier.state_dict()) == own | {'score.weight'} else None
 
     @classmethod
-    def from_pretrained(
-        cls,
-        folder: str | Path,
-        *,
-        value_head: nn.Module | None = None,
-        lora_rank: int = 0,
-        lora_train_bias: str = 'none',
-        lora_options: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> RewardModel:
-        """A reward model from a folder of `save_pretrained`, or from any sequence-classification model with one label
-        or two.
+    def from_pretrained(cls, folder: str | Path, *, value_head: nn.Module | None = None, **options: Any) -> RewardModel:
+        """A reward model from a folder of `save_pretrained`, or from any sequence-classification model: with one label
+        its logit is the score, with two it is logit 1 minus logit 0.
 
-        With one label its logit is the score; with two it is logit 1 minus logit 0. `options` are those of
-        `chatgpt.nn.loading.load_model`.
+        `options` are keywords of the constructor and those of `chatgpt.nn.loading.load_model`.
 
         Raises:
             ValueError: the folder holds no trained head, or the classifier has another number of labels.
         """
-        parts = cls._load_pretrained(folder, **options)
+        own = {name: options.pop(name) for name in cls.build_options if name in options}
+        parts = cls._load(folder, **options)
         if value_head is None and parts.head is None and not _is_classifier(parts.model):
             raise ValueError(
                 f'{str(folder)!r} holds a {type(parts.model).__name__} without a trained score head; for a new head '
                 'use AutoRM(pretrained=...), or give value_head'
             )
         model = cls.__new__(cls)
-        RewardModel.__init__(
-            model, parts.model, value_head or parts.head, lora_rank, lora_train_bias, lora_options=lora_options
-        )
-        set_state(model, {BIAS_KEY: torch.tensor(parts.bias, device='cpu')})
+        cls._build(model, parts, value_head=value_head, **own)
         return model
 
     @classmethod
@@ -236,8 +213,15 @@ class RewardModel(TakesModel, nn.Module):
         return cls(base, score)
 
     @classmethod
-    def _load_pretrained(cls, folder: str | Path, **options: Any) -> ScorerParts:
-        return load_scorer(folder, **options)
+    def _load(cls, pretrained: Any = None, config: Any = None, **options: Any) -> ScorerParts:
+        if pretrained is None:
+            return ScorerParts(load_base_model(None, config, **options), None, 0.0)
+        return load_scorer(pretrained, **options)
+
+    def _build(self, parts: ScorerParts, *, value_head: nn.Module | None = None, **options: Any) -> None:
+        RewardModel.__init__(self, parts.model, value_head or parts.head, **options)
+        if value_head is None:
+            set_state(self, {BIAS_KEY: torch.tensor(parts.bias, device='cpu')})
 
 
 class ScorerParts(NamedTuple):
@@ -252,13 +236,11 @@ class ScorerParts(NamedTuple):
 def load_scorer(pretrained: str | Path, *, checkpoint: bool = False, **options: Any) -> ScorerParts:
     """Base model, head and `score_bias` from a folder or hub name; a causal LM or base model comes without a head."""
     config = load_config(pretrained, **{k: v for k, v in options.items() if k != 'attn_implementation'})
-    bias = float(getattr(config, BIAS_KEY, 0.0))
-    if Path(pretrained, HEAD_FILE).is_file() and hasattr(config, BIAS_KEY):
-        return ScorerParts(load_base_model(pretrained, checkpoint=checkpoint, **options), load_head(pretrained), bias)
-    if Path(pretrained, HEAD_FILE).is_file() and adapter_base(pretrained) is not None:
-        return ScorerParts(load_base_model(pretrained, checkpoint=checkpoint, **options), load_head(pretrained), 0.0)
-    if not any(name.endswith('ForSequenceClassification') for name in config.architectures or ()):
-        return ScorerParts(load_base_model(pretrained, checkpoint=checkpoint, **options), None, 0.0)
+    bias, beside = float(getattr(config, BIAS_KEY, 0.0)), Path(pretrained, HEAD_FILE).is_file()
+    saved = beside and (hasattr(config, BIAS_KEY) or adapter_base(pretrained) is not None)
+    if saved or not any(name.endswith('ForSequenceClassification') for name in config.architectures or ()):
+        base = load_base_model(pretrained, checkpoint=checkpoint, **options)
+        return ScorerParts(base, load_head(pretrained), bias) if saved else ScorerParts(base, None, 0.0)
     _check_labels(config.num_labels, str(pretrained))
     classifier = load_classifier(pretrained, checkpoint=checkpoint, **options)
     score = getattr(classifier, 'score', None)
@@ -306,7 +288,8 @@ def _state_names(model: nn.Module) -> set[str]:
 
 
 def _set_pad_token(config: Any, tokenizer: Any) -> None:
-    """The id by which transformers' classifiers find the last real token."""
+    """The id by which transformers' classifiers find the last real token: the text part's."""
+    config = config.get_text_config()
     pad = getattr(tokenizer, 'pad_token_id', None)
     config.pad_token_id = pad = config.pad_token_id if pad is None else int(pad)
     eos = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]

@@ -5,10 +5,8 @@
     reward_model = trunk.reward_model(adapter='reward_adapter')
     initial_model = None                                       # the actor with its adapter off
 
-Each role is a plain `Actor`, `Critic` or `RewardModel`: module trees of their own over the very same base tensors, with
-an adapter and a head of their own. So there is nothing to switch between roles, and nothing is copied.
-
-Left out: sharded strategies, which would cut the base of one role under the feet of another; and encoder-decoders.
+Each role is a plain `Actor`, `Critic` or `RewardModel`: a module tree of its own over the very same base tensors, with
+an adapter and a head of its own. Sharded strategies are refused: they would cut the base that other roles use.
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ from transformers import PreTrainedModel
 from chatgpt.nn.actor import Actor
 from chatgpt.nn.critic import Critic
 from chatgpt.nn.heads import load_head
+from chatgpt.nn.layouts import check_causal
 from chatgpt.nn.loading import load_causal_lm
 from chatgpt.nn.peft_format import import_peft
 from chatgpt.nn.quantized import NF4Linear, quantize_blocks
 from chatgpt.nn.reward_model import RewardModel
-from chatgpt.nn.sources import fill_model
-from chatgpt.nn.trunk import is_encoder_decoder
+from chatgpt.nn.weights import fill_model
 
 Quantization = Literal['nf4']
 
@@ -50,7 +48,7 @@ class SharedTrunk:
     ) -> None:
         if quantize not in (None, 'nf4'):
             raise ValueError(f"quantize={quantize!r}; give 'nf4' or None")
-        _check_causal(model)
+        check_causal(model, 'SharedTrunk takes', 'give roles models of their own, with lora_rank')
         self.model: Any = model
         self.quantize, self.dtype = quantize, dtype
         if quantize is not None:
@@ -77,11 +75,11 @@ class SharedTrunk:
         with torch.device('meta'):
             model = load_causal_lm(pretrained, **options)
 
-        _check_causal(model)
+        check_causal(model, 'SharedTrunk takes', 'give roles models of their own, with lora_rank')
 
         def settle(name: str, module: nn.Module) -> None:
             if quantize is not None and name.rpartition('.')[2].isdigit():  # a block
-                quantize_blocks(module, name, dtype, device)
+                quantize_blocks(module, True, dtype, device)
             for parameter in module.parameters():  # before it is moved: in fp32 it may not fit
                 parameter.data = parameter.data.to(dtype)
             if device is not None:
@@ -94,44 +92,35 @@ class SharedTrunk:
 
     # ------------------------------------------------------------------ roles
 
-    def actor(
+    def actor(self, lora_rank: int = 8, **options: Any) -> Actor:
+        """The policy.
+
+        Args:
+            lora_rank: of a new adapter.
+            options: `adapter`, a folder in PEFT's format to start from, in place of a new adapter; `lora_options`.
+        """
+        return self._role(Actor, {}, lora_rank, **options)
+
+    def critic(self, lora_rank: int = 8, *, value_head: nn.Module | None = None, **options: Any) -> Critic:
+        """A value model; with the `adapter` of a reward model it starts from that, with its head where it has one."""
+        head = value_head or _head_of(options.get('adapter'))
+        return self._role(Critic, {'value_head': head}, lora_rank, **options)
+
+    def reward_model(self, lora_rank: int = 8, *, value_head: nn.Module | None = None, **options: Any) -> RewardModel:
+        """A reward model: one that was trained as an `adapter`, or a new one to train."""
+        head = value_head or _head_of(options.get('adapter'))
+        return self._role(RewardModel, {'value_head': head}, lora_rank, **options)
+
+    def _role(
         self,
-        lora_rank: int = 8,
+        kind: Any,
+        own: dict[str, Any],
+        lora_rank: int,
         *,
         adapter: str | os.PathLike[str] | None = None,
         lora_options: Mapping[str, Any] | None = None,
-    ) -> Actor:
-        """The policy. `adapter`: a folder in PEFT's format to start from, in place of a new adapter."""
-        role = Actor(self._view(), 0 if adapter else lora_rank, lora_options=lora_options)
-        return self._adapted(role, adapter)
-
-    def critic(
-        self,
-        lora_rank: int = 8,
-        *,
-        adapter: str | os.PathLike[str] | None = None,
-        value_head: nn.Module | None = None,
-        lora_options: Mapping[str, Any] | None = None,
-    ) -> Critic:
-        """A value model. `adapter`: of a reward model to start from, with its head where it has one."""
-        head = value_head or _head_of(adapter)
-        role = Critic(self._view(), head, 0 if adapter else lora_rank, lora_options=lora_options)
-        return self._adapted(role, adapter)
-
-    def reward_model(
-        self,
-        lora_rank: int = 8,
-        *,
-        adapter: str | os.PathLike[str] | None = None,
-        value_head: nn.Module | None = None,
-        lora_options: Mapping[str, Any] | None = None,
-    ) -> RewardModel:
-        """A reward model: one that was trained as an adapter (`adapter`), or a new one to train."""
-        head = value_head or _head_of(adapter)
-        role = RewardModel(self._view(), head, 0 if adapter else lora_rank, lora_options=lora_options)
-        return self._adapted(role, adapter)
-
-    def _adapted(self, role: Any, adapter: str | os.PathLike[str] | None) -> Any:
+    ) -> Any:
+        role = kind(self._view(), lora_rank=0 if adapter else lora_rank, lora_options=lora_options, **own)
         if adapter is not None:
             import_peft(role, adapter)
         return role
@@ -145,14 +134,6 @@ class SharedTrunk:
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             memo[id(tensor)] = tensor
         return copy.deepcopy(self.model, memo)
-
-
-def _check_causal(model: PreTrainedModel) -> None:
-    if is_encoder_decoder(model):
-        raise ValueError(
-            f'SharedTrunk: {type(model).__name__} is an encoder-decoder; give a causal language model, or models of '
-            'their own with lora_rank'
-        )
 
 
 def _head_of(adapter: str | os.PathLike[str] | None) -> nn.Module | None:

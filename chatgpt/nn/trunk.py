@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import inspect
 import logging
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.activations import NewGELUActivation
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto import modeling_auto
 
 from chatgpt.types import Batch
@@ -58,8 +63,7 @@ def position_limit(config: Any) -> int | None:
     """Most tokens of one sequence; None where the config sets no limit. Of an encoder-decoder the most on each of its
     sides (of LED the smaller of both), of which the decoder's begins with a token that is not the response's.
 
-    Of 'longrope' models (Ding et al. 2024, "LongRoPE") the length from which transformers takes other frequencies for a
-    whole batch: beyond it a sequence's numbers would depend on its company.
+    Not beyond `batch_limit`: a sequence's numbers would depend on its company.
     """
     config = text_config(config)
     limit = getattr(config, 'max_position_embeddings', None)
@@ -68,24 +72,52 @@ def position_limit(config: Any) -> int | None:
         limit = getattr(config, 'n_positions', None) or min((n for n in sides if n is not None), default=None)
     if limit is not None and (limit < 1 or getattr(config, 'position_biased_input', True) is False):
         limit = None  # relative positions alone
+    found = batch_limit(config)
+    return limit if found is None else min(limit or found[0], found[0])
+
+
+def batch_limit(config: Any) -> tuple[int, str] | None:
+    """The length from which on transformers takes other rotary frequencies for a whole batch, by its longest sequence,
+    and the `rope_type` that does so: 'longrope' (Ding et al. 2024, "LongRoPE") or 'dynamic'. None for other models."""
+    config = text_config(config)
     rope = getattr(config, 'rope_parameters', None) or {}
+    found = []
     for settings in (rope, *(part for part in rope.values() if isinstance(part, dict))):
-        if settings.get('rope_type') == 'longrope':
-            original = settings.get('original_max_position_embeddings')
-            original = original or getattr(config, 'original_max_position_embeddings', None)
-            limit = min(limit or original, original) if original else limit
-    return limit
+        kind, original = settings.get('rope_type'), getattr(config, 'max_position_embeddings', None)
+        if kind == 'longrope':
+            own = settings.get('original_max_position_embeddings')
+            original = own or getattr(config, 'original_max_position_embeddings', None)
+        if kind in ('longrope', 'dynamic') and original:
+            found.append((original, kind))
+    return min(found, default=None)
+
+
+def row_limit(config: Any) -> int | None:
+    """The tokens of a row within which a token's numbers follow from its position alone; None where they always do.
+
+    The attention temperature of Llama 4's layers without rope counts places in a row, padding on the left and slots of
+    a cache included, whatever the position ids say. Up to here it is 1 everywhere.
+    """
+    config = text_config(config)
+    if getattr(config, 'attn_temperature_tuning', False) and not all(getattr(config, 'no_rope_layers', None) or [1]):
+        return int(config.floor_scale) - 1
+    return None
 
 
 def positions_of(config: Any) -> str:
-    """The limit in words, for an error: "the model's 1024 positions"."""
-    limit, most = position_limit(config), getattr(text_config(config), 'max_position_embeddings', None)
-    if most is None or limit == most:
-        return f"the model's {limit} positions"
+    """The limit in words, for an error: "the model's 1024 positions (GPT2LMHeadModel)"."""
+    limit, found, name = position_limit(config), batch_limit(config), name_of(config)
+    if found is None or limit != found[0]:
+        return f"the model's {limit} positions ({name})"
     return (
-        f'{limit} tokens, from which on the rotary frequencies of {config.model_type} (longrope) follow from the '
-        'longest sequence of a batch'
+        f'{limit} tokens, from which on the rotary frequencies of {name} ({found[1]}) follow from the longest sequence '
+        'of a batch'
     )
+
+
+def name_of(config: Any) -> str:
+    """The model of a config, in an error: its class where the config knows it, else its type."""
+    return next(iter(getattr(config, 'architectures', None) or ()), config.model_type)
 
 
 def looks_ahead(model: nn.Module) -> bool:
@@ -111,7 +143,8 @@ def needs_mask(model: nn.Module) -> bool:
 
 
 def is_encoder_decoder(model: Any) -> bool:
-    return bool(getattr(getattr(model, 'config', None), 'is_encoder_decoder', False))
+    """Of a model, or of its config (`chatgpt.nn.layouts` says what follows)."""
+    return bool(getattr(getattr(model, 'config', model), 'is_encoder_decoder', False))
 
 
 @cache
@@ -162,3 +195,107 @@ def cut_over(module: nn.Module) -> Any:
 def is_meta(module: nn.Module) -> bool:
     """Whether weights are still to come."""
     return any(p.device.type == 'meta' for p in module.parameters())
+
+
+# --- dropout and activations ----------------------------------------------------------------------------------------
+
+
+def dropout_off(module: nn.Module) -> None:
+    """Put `module` in eval mode, with gradient checkpointing on, which transformers' layers do only in train mode.
+
+    A layer that checkpoints itself looks at its training flag before its forward, which then runs with the flag off. A
+    model that checkpoints in its own forward gets probabilities of 0.
+    """
+    module.eval()
+    for part in module.modules():
+        if not getattr(part, 'gradient_checkpointing', False):
+            continue
+        part.training = True
+        if isinstance(part, GradientCheckpointingLayer):
+            own: Any = part._gradient_checkpointing_func
+            if not isinstance(own, _FlagOff):
+                part._gradient_checkpointing_func = _FlagOff(part, own)  # type: ignore[assignment]
+            continue
+        for name, value in vars(part).items():
+            if 'drop' in name and isinstance(value, float):  # of F.dropout, and of whole layers
+                setattr(part, name, 0.0)
+
+
+def layer_drop_off(module: nn.Module) -> bool:
+    """Leave no block out in training (LayerDrop, Fan et al. 2019). Whether one could have been."""
+    drops = [part for part in module.modules() if getattr(part, 'layerdrop', 0.0) > 0.0]
+    for part in drops:
+        part.layerdrop = 0.0  # type: ignore[assignment]
+    return bool(drops)
+
+
+class _FlagOff:
+    """A layer's checkpointing whose forward, and its repetition in the backward pass, see the training flag off."""
+
+    def __init__(self, layer: nn.Module, checkpoint: Callable[..., Any]) -> None:
+        self.layer, self.checkpoint = layer, checkpoint
+
+    def __call__(self, run: Callable[..., Any], *args: Any) -> Any:
+        return self.checkpoint(partial(self._run, run), *args)
+
+    def _run(self, run: Callable[..., Any], *args: Any) -> Any:
+        flag, self.layer.training = self.layer.training, False
+        try:
+            return run(*args)
+        finally:
+            self.layer.training = flag
+
+
+@contextmanager
+def in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """Eval mode inside; every submodule's own training flag restored after."""
+    flags = {m: m.training for m in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for m, flag in flags.items():
+            m.training = flag
+
+
+class FusedNewGELU(NewGELUActivation):
+    """Drop-in for the plain module."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.gelu(input, approximate='tanh')
+
+
+def use_fused_gelu(model: nn.Module) -> None:
+    """Put `FusedNewGELU` in place of every plain `NewGELUActivation` of the model."""
+    for module in model.modules():
+        for name, child in module.named_children():
+            if type(child) is NewGELUActivation:
+                setattr(module, name, FusedNewGELU())
+
+
+# --- what a module computes with ------------------------------------------------------------------------------------
+
+_PLAIN = (bool, int, float, str, type(None))
+_OF_CALLING = {'training'}
+
+
+def plain_settings(module: nn.Module) -> tuple[Any, ...]:
+    """Of every submodule its class and its attributes that are numbers, strings or lists of these; `training` is left
+    out."""
+    found: list[Any] = []
+    for part in module.modules():
+        found.append(type(part))
+        for name, value in vars(part).items():
+            if name in _OF_CALLING:
+                continue
+            if isinstance(value, _PLAIN):
+                found.append((name, value))
+            elif isinstance(value, (list, tuple)) and all(isinstance(v, _PLAIN) for v in value):
+                found.append((name, tuple(value)))
+    return tuple(found)
+
+
+def addresses(module: nn.Module) -> tuple[Any, ...]:
+    """Name, address, shape and dtype of every parameter and buffer."""
+    tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return tuple((name, t.data_ptr(), tuple(t.shape), t.dtype) for name, t in tensors)

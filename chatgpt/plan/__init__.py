@@ -7,10 +7,17 @@ modules, built without memory; activations from a forward and backward of theirs
 memory of the CUDA context and of fragmentation (a margin stands for both), models that are not causal language models.
 """
 
-from chatgpt.plan.advice import cheapest_change, explain_out_of_memory
-from chatgpt.plan.phases import Plan, make_plan
-from chatgpt.plan.setup import Setup, parse_bytes, show_bytes
-from chatgpt.trainer.strategies.registry import STRATEGIES
+from typing import TYPE_CHECKING
+
+from chatgpt import on_demand
+
+if TYPE_CHECKING:
+    from chatgpt.plan.advice import cheapest_change, explain_out_of_memory
+    from chatgpt.plan.phases import Plan, make_plan
+    from chatgpt.plan.setup import Setup, parse_bytes, show_bytes
+    from chatgpt.strategies.registry import STRATEGIES
+
+__getattr__, __dir__ = on_demand(__name__)
 
 __all__ = [
     'STRATEGIES',

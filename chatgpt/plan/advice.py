@@ -10,7 +10,7 @@ from chatgpt.plan import models
 from chatgpt.plan.phases import Plan, make_plan
 from chatgpt.plan.setup import Setup, read_config, show_bytes
 from chatgpt.plan.tensor_parallel import can_be_cut
-from chatgpt.trainer.strategies.registry import FRUGAL, SHARDED
+from chatgpt.strategies.registry import FRUGAL, SHARDED
 
 
 def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
@@ -54,7 +54,7 @@ def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
         yield f'{first}strategy={offloaded.strategy}', offloaded
         if offloaded.memory_model.streams and setup.task == 'ppo':
             yield f'{first}strategy={offloaded.strategy}, stream_blocks', replace(offloaded, stream_blocks=True)
-    if setup.critic == 'own' and setup.num_layers_unfrozen < 1 and setup.task == 'ppo':
+    if setup.critic == 'own' and setup.task == 'ppo':
         yield f'{first}critic=shared', replace(small, critic='shared')
     if not setup.lora_rank and setup.num_layers_unfrozen < 1:
         yield f'{first}lora_rank=16', replace(small, lora_rank=16)
@@ -71,8 +71,8 @@ def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
 def _parts(setup: Setup) -> list[int]:
     """Into how many parts the processes of one machine could cut the model's layers, which they do not yet."""
     takes = setup.entry.takes_tensor_parallel
-    tight = setup.memory_model.offloads or setup.memory_model.atoms or setup.stream_blocks
-    if not (setup.on_cuda and takes and setup.tensor_parallel == 1) or tight or setup.num_layers_unfrozen > 0:
+    cuts = setup.memory_model.can_be_cut and not setup.stream_blocks
+    if not (setup.on_cuda and takes and setup.tensor_parallel == 1 and cuts) or setup.num_layers_unfrozen > 0:
         return []
     model = models.build('actor', read_config(setup.config), setup, layers=1)
     sizes = (n for n in (2, 4, 8) if n <= setup.on_machine and setup.num_processes % n == 0)

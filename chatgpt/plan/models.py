@@ -27,8 +27,8 @@ from chatgpt.batching import collate
 from chatgpt.functional import logprobs
 from chatgpt.plan.setup import Setup
 from chatgpt.plan.tensor_parallel import keep_part
-from chatgpt.trainer.strategies.memory import ModelSize, ParameterSize
-from chatgpt.trainer.strategies.precision import narrow, product_weights
+from chatgpt.strategies.copies import narrow, product_weights
+from chatgpt.strategies.memory import ModelSize, ParameterSize
 from chatgpt.types import Batch, Sequence
 
 LEAST_PACKED = 1 << 17
@@ -135,7 +135,7 @@ def measure(model: nn.Module) -> ModelSize:
     from transformers.pytorch_utils import Conv1D
 
     from chatgpt.nn import lora
-    from chatgpt.trainer.strategies.streaming import transformer_blocks
+    from chatgpt.strategies.streaming import transformer_blocks
 
     block_of = {id(p): i for i, block in enumerate(transformer_blocks(model)) for p in block.parameters()}
     kept = {id(p) for p in kept_narrow(model)}
@@ -259,7 +259,7 @@ def cast(model: Any, setup: Setup) -> nn.Module:
         model.logprob_kernel = 'plain'  # Gemini's weights act when they are used: `head_kernels.linear_weights`
     if setup.precision != 'fp32' and not setup.memory_model.autocasts:
         model.to(torch.bfloat16)
-    elif setup.precision != 'fp32' and not setup.memory_model.atoms:
+    elif setup.precision != 'fp32' and setup.memory_model.keeps_narrow:
         narrow(kept_narrow(model), torch.bfloat16)
     out: nn.Module = model
     return out

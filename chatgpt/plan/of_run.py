@@ -1,7 +1,4 @@
-"""From a run to its plan: the machine it is on, and what a trainer already knows about itself.
-
-Left out: runs of the example scripts, which are planned before there is a trainer (`chatgpt.launch.planning`).
-"""
+"""The machine that a run is on, and the advice at the end of an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from typing import Any, TypedDict
 import torch
 
 from chatgpt.plan.setup import Setup
-from chatgpt.trainer.strategies.registry import name_of
 
 OUT_OF_CPU_MEMORY = ("can't allocate memory", 'Cannot allocate memory')
 """what torch's CPU allocator says, in a plain RuntimeError"""
@@ -43,41 +39,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_CPU_MEMORY)
     )
-
-
-def common_fields(strategy: Any, config: Any, model: Any, optimizer: Any) -> dict[str, Any]:
-    """What is the same for every trainer: `config` is its settings, `model` the unwrapped module that learns first.
-
-    Raises:
-        ValueError: an optimizer that the planner does not know.
-    """
-    from chatgpt.nn import lora
-    from chatgpt.nn.quantized import NF4Linear
-
-    kind = type(optimizer).__name__
-    if not ('Adam' in kind or kind == 'SGD'):
-        raise ValueError(f'{kind} is no optimizer that can be planned')
-    layers = lora.lora_layers(model)
-    on_trunk = any(lora.is_shared(p) for p in model.parameters())
-    in_4_bits = any(isinstance(m, NF4Linear) for m in model.modules())
-    precision = {torch.float32: 'fp32', torch.bfloat16: 'bf16', torch.float16: 'fp16'}[strategy.dtype]
-    return {
-        'config': model.model.config,
-        'strategy': name_of(strategy),
-        'strategy_options': strategy.options,
-        'num_processes': strategy.processes.world_size,
-        'precision': precision,
-        'fused': bool(optimizer.param_groups[0].get('fused')),
-        'optimizer': {'SGD': 'sgd', 'AdamW8bit': 'adamw8bit', 'PagedAdamW8bit': 'paged_adamw8bit'}.get(kind, 'adamw'),
-        'lora_rank': next(iter(layers.values())).r if layers else 0,
-        'shared_trunk': on_trunk,
-        'quantize': 'nf4' if in_4_bits else 'none',
-        'gradient_checkpointing': any(getattr(m, 'gradient_checkpointing', False) for m in model.modules()),
-        'logprob_kernel': getattr(model, 'logprob_kernel', 'auto'),
-        'train_batch_size': config.train_batch_size,
-        'max_tokens_per_batch': config.max_tokens_per_batch,
-        **this_machine(),
-    }
 
 
 def note_on_memory(error: BaseException, make_setup: Any) -> None:

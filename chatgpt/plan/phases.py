@@ -12,8 +12,8 @@ import torch
 
 from chatgpt.plan import models
 from chatgpt.plan.setup import Setup, read_config, show_bytes
-from chatgpt.trainer.strategies.memory import Memory, ModelSize, ParameterSize
-from chatgpt.trainer.strategies.streaming import FREE_SHARE
+from chatgpt.strategies.memory import Memory, ModelSize, ParameterSize
+from chatgpt.strategies.streaming import FREE_SHARE
 
 SAMPLING_COPIES = 4
 """fp32 tables of (rows, V) alive while a token is drawn: logits, log-probs, and two of filtering"""
@@ -118,6 +118,14 @@ class Plan:
 def make_plan(setup: Setup) -> Plan:
     """Plan a run. Reads configs; loads no weight, touches no device and leaves the global generators as they are: a run
     is planned on one process while it runs."""
+    plan = _plan(setup)
+    if setup.on_cuda or not setup.process:
+        return plan
+    return Plan(setup, {name: Memory({'process': setup.process}) + held for name, held in plan.phases.items()})
+
+
+def _plan(setup: Setup) -> Plan:
+    """The plan of what models need."""
     config, reward_config = read_config(setup.config), read_config(setup.reward_config)
     if setup.shared_trunk:
         return _plan_of_shared_trunk(setup, config, reward_config is not None)
@@ -230,7 +238,7 @@ def _without(memory: Memory, ending: str) -> Memory:
 
 def rows_per_forward(setup: Setup, num_sequences: int) -> int:
     """Sequences of one micro-batch on one rank."""
-    share = -(-num_sequences // (setup.memory_model.atoms or setup.ranks))
+    share = -(-num_sequences // setup.memory_model.shares(setup.ranks))
     if setup.max_tokens_per_batch is None:
         return share
     return max(1, min(share, setup.max_tokens_per_batch // (setup.max_prompt_tokens + setup.max_new_tokens)))

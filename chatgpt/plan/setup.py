@@ -7,30 +7,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-import torch
-
-from chatgpt.functional.logprobs import KERNELS, LogprobKernel
-from chatgpt.trainer.strategies.memory import Layout, MemoryModel
-from chatgpt.trainer.strategies.precision import resolve_precision
-from chatgpt.trainer.strategies.registry import STRATEGIES, StrategyEntry, that_cut_layers
-from chatgpt.trainer.strategies.tensor_ranks import check_world_size
+from chatgpt.functional.choices import LogprobKernel
+from chatgpt.rules import check
+from chatgpt.strategies.memory import Layout, MemoryModel
+from chatgpt.strategies.registry import STRATEGIES, StrategyEntry
+from chatgpt.strategies.rules import MODEL_RULES, PRECISION_RULES
 
 Task = Literal['ppo', 'sft', 'reward_model']
-_UNITS = {'': 1, 'B': 1, 'KB': 10**3, 'MB': 10**6, 'GB': 10**9, 'TB': 10**12}
+PROCESS_BYTES = 460 << 20
+"""resident memory of a process that has trained a tiny model: Python, torch, transformers, kernels that oneDNN has
+compiled, and what malloc keeps (`benchmarks/process_memory.py`)"""
+_UNITS = {'': 2**30, 'B': 1, 'KB': 10**3, 'MB': 10**6, 'GB': 10**9, 'TB': 10**12}
 _UNITS |= {'KIB': 2**10, 'MIB': 2**20, 'GIB': 2**30, 'TIB': 2**40}
 
 
 def parse_bytes(text: str | int | float) -> int:
-    """'24GiB' (2^30) or '24GB' (10^9) or a number of bytes.
+    """'24GiB' (2^30), '24GB' (10^9) or '512B'; a bare number is GiB.
 
     Raises:
         ValueError: anything else.
     """
     match = re.fullmatch(r'\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*', str(text))
     if match is None or match[2].upper() not in _UNITS:
-        raise ValueError(f'{text!r} is not an amount of memory; write it like 24GiB or 80GB')
+        raise ValueError(f'{text!r} is not an amount of memory; write it like 24GiB or 80GB; a bare number is GiB')
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
@@ -102,28 +103,24 @@ class Setup(Layout):
     """responses come from workers (`--rollout_workers`), which are sent whole weights"""
     offload: Literal['none', 'idle'] = 'none'
     """'idle': the reward and initial models are on the device only while they score"""
+    process: int = PROCESS_BYTES
+    """resident bytes of a process beside its tensors, counted where devices are host memory; 0: they are not"""
     margin: float = 0.05
     """share of the device's memory kept free for its context and fragmentation"""
 
     def __post_init__(self) -> None:
         for config in (self.config, self.reward_config):
             check_planned(config)
-        for name, choices in (
-            ('precision', ('auto', 'fp32', 'bf16', 'fp16')),
-            ('critic', ('own', 'shared', 'none')),
-            ('optimizer', ('adamw', 'adamw8bit', 'paged_adamw8bit', 'sgd')),
-            ('offload', ('none', 'idle')),
-            ('quantize', ('none', 'nf4')),
-            ('task', get_args(Task)),
-            ('logprob_kernel', KERNELS),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(f'{name}={getattr(self, name)!r} is not one of {", ".join(choices)}')
+        for name, hint in get_type_hints(type(self)).items():
+            if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
+                raise ValueError(f'{name}={getattr(self, name)!r} is not one of {", ".join(get_args(hint))}')
         for f in fields(self):
             value = getattr(self, f.name)
-            least = {'lora_rank': 0, 'num_layers_unfrozen': -1}.get(f.name, 1)
+            least = {'lora_rank': 0, 'process': 0, 'num_layers_unfrozen': -1}.get(f.name, 1)
             if isinstance(value, int) and not isinstance(value, bool) and value < least:
                 raise ValueError(f'{f.name}={value} must be at least {least}')
+        if self.memory is not None and not self.on_cuda:
+            raise ValueError('memory is of a GPU, and without one devices are host memory: give host_memory')
         if not 0 <= self.margin < 1:
             raise ValueError(f'margin={self.margin} must lie in [0, 1)')
         if self.entry.one_process and self.num_processes > 1:
@@ -131,45 +128,27 @@ class Setup(Layout):
             raise ValueError(
                 f'strategy={self.strategy!r} is one process, not {self.num_processes}; use one of {", ".join(others)}'
             )
-        self._check_tensor_parallel()
+        check(self, MODEL_RULES)
+        if self.tensor_parallel > 1:
+            from chatgpt.strategies.ranks import check_world_size
+
+            check_world_size(self.num_processes, self.tensor_parallel)
+            if not self.memory_model.can_be_cut or self.stream_blocks:
+                raise ValueError(
+                    f'tensor_parallel={self.tensor_parallel} does not go with cpu_offload, reproducible or '
+                    'stream_blocks: leave one out'
+                )
+        import torch
+
+        from chatgpt.strategies.precision import resolve_precision
+
         device = torch.device('cuda' if self.on_cuda else 'cpu')
         resolved = resolve_precision(self.precision, device, only_16_bits=self.entry.only_16_bits, planned=True)
         object.__setattr__(self, 'precision', resolved)
-        if self.entry.only_16_bits and self.precision == 'fp32':
-            raise ValueError(f"strategy={self.strategy!r} computes in 16 bits; use precision='bf16' or 'fp16'")
-        if self.lora_rank and self.num_layers_unfrozen > 0:
-            raise ValueError(
-                'lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one'
-            )
-        if self.critic == 'shared' and self.num_layers_unfrozen > 0:
-            raise ValueError("critic='shared' with num_layers_unfrozen is not planned; use critic='own'")
-        if self.shared_trunk and not self.lora_rank:
-            raise ValueError('shared_trunk: its models are adapters on one base; give lora_rank too')
-        if self.shared_trunk and self.critic == 'shared':
-            raise ValueError("shared_trunk gives the critic an adapter of its own; leave critic='shared' out")
-        if self.shared_trunk and self.offload != 'none':
-            raise ValueError(f'offload={self.offload!r} would move the base that all models of a shared trunk use')
-        if self.shared_trunk and not self.memory_model.whole:
-            raise ValueError(
-                f'strategy={self.strategy!r} shards weights, which models on a shared trunk have in common'
-            )
-        if self.quantize != 'none' and not self.shared_trunk:
-            raise ValueError(f'quantize={self.quantize!r} is of a shared trunk; give shared_trunk too')
+        check(self, PRECISION_RULES)
         for name in ('experience_batch_size', 'train_batch_size') if self.task == 'ppo' else ():
             if getattr(self, name) % self.ranks:
                 raise ValueError(f'{name}={getattr(self, name)} cannot be split over {self.ranks} ranks')
-
-    def _check_tensor_parallel(self) -> None:
-        parts = self.tensor_parallel
-        if parts == 1:
-            return
-        if not self.entry.takes_tensor_parallel:
-            raise ValueError(f'tensor_parallel={parts} needs strategy {that_cut_layers()}, and it is {self.strategy}')
-        check_world_size(self.num_processes, parts)
-        if self.memory_model.offloads or self.memory_model.atoms or self.stream_blocks:
-            raise ValueError(
-                f'tensor_parallel={parts} does not go with cpu_offload, reproducible or stream_blocks: leave one out'
-            )
 
     @property
     def tensor_parallel(self) -> int:
@@ -198,9 +177,10 @@ class Setup(Layout):
 
 
 def check_planned(config: Any) -> None:
-    """Raises ValueError for the config of an encoder-decoder, whose two sides have lengths and depths of their own."""
-    if getattr(config, 'is_encoder_decoder', False):
-        raise ValueError(f'the memory of encoder-decoders ({config.model_type}) is not planned')
+    """Raises ValueError for a model whose two sides have lengths and depths of their own."""
+    from chatgpt.nn.layouts import check_causal
+
+    check_causal(config, 'a plan tells the memory of')
 
 
 def read_config(source: Any) -> Any:

@@ -1,8 +1,8 @@
 """What one process holds of a model under tensor parallelism, and computes with it: a module on the meta device is cut
-as `FSDPStrategy` and ColossalAI's ZeRO cut it, by the model's plan, and then counted and traced as any other.
+as `FSDPStrategy` cuts it, by the model's plan, and then counted and traced as any other.
 
 What passes between the processes has its shapes and no numbers. Left out: the plan itself
-(`chatgpt.trainer.strategies.tensor_parallel`).
+(`chatgpt.strategies.tensor_parallel`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chatgpt.trainer.strategies.tensor_group import TensorGroup
-from chatgpt.trainer.strategies.tensor_parallel import check_model, cut
+from chatgpt.strategies.tensor_parallel import check_model, parallelize
+from chatgpt.strategies.tensor_ranks import TensorGroup
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ def keep_part(module: nn.Module, tensor_parallel: int) -> None:
         ValueError: a model that cannot be cut so.
     """
     if tensor_parallel > 1:
-        cut(module, AloneGroup(None, 0, tensor_parallel), check_model(module, tensor_parallel))
+        parallelize(module, AloneGroup(None, 0, tensor_parallel), None, check_model(module, tensor_parallel))
 
 
 def can_be_cut(module: nn.Module, tensor_parallel: int) -> bool:

@@ -1,7 +1,7 @@
 """Best of n: several responses to a prompt, and those that a scorer likes best.
 
 The distribution of the best of n is at most log n − (n − 1)/n nats away from the policy (Stiennon et al. 2020, appendix
-G.3; Beirami et al. 2024 show that it is a bound). Left out: training on the result (`chatgpt.trainer.rft`).
+G.3; Beirami et al. 2024 show that it is a bound).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from chatgpt.rollout.call import Call
 from chatgpt.rollout.engine import RolloutEngine
 from chatgpt.rollout.sampling import SamplingParams
 from chatgpt.types import Prompt, Sample
@@ -79,9 +80,8 @@ class BestOfN:
         repeated = [prompt for prompt in prompts for _ in range(n)]
         indices = range(first_index, first_index + len(repeated))
         groups = [first_index + i // n for i in range(len(repeated))]
-        samples = (
-            self.engine.generate(repeated, sampling, seed=seed, indices=indices, groups=groups) if repeated else []
-        )
+        call = Call.of(repeated, sampling, seed=seed, indices=indices, groups=groups)
+        samples = self.engine.generate(call) if repeated else []
         for sample in samples if decode is not None else ():
             assert decode is not None
             decode(sample)

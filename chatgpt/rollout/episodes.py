@@ -3,20 +3,18 @@
     engine = EpisodeEngine(LocalEngine(), Countdown, tokenizer, EnvironmentSettings(max_turns=8))
     samples = engine.generate(prompts, sampling, seed=1, indices=range(8), groups=groups)
 
-`EpisodeEngine` is a `RolloutEngine` itself, so whoever holds an engine (collector, evaluation, best of n) needs to know
-nothing of environments. A transcript only grows: the ids that the policy sampled, and the ids of observations behind
-them, which `Sample.response_mask` leaves out. A draw's position counts all of them, so no two turns share a random
-number.
+Whoever holds an engine (collector, evaluation, best of n) needs to know nothing of environments. A transcript only
+grows: the ids that the policy sampled, and the ids of observations behind them, which `Sample.response_mask` leaves
+out. A draw's position counts all of them, so no two turns share a random number.
 
-An engine with a method `converse` keeps its cache between turns; others are asked turn by turn with all that came
+An engine that plays turns keeps its cache between them; others are asked turn by turn with all that came
 before as the prompt. Which sequences are computed together follows from token counts and order alone, never from how
 long an environment takes, so on a CPU a run repeats to the bit.
-
-Left out: who runs an environment (`chatgpt.environments.runner`), and what rewards come to (`chatgpt.experience`).
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,10 +24,12 @@ import torch
 from torch import Tensor
 
 from chatgpt.environments import EnvironmentSettings, Failure, Runner, Step, find_environment, seed_of
-from chatgpt.environments.base import InvalidStep
+from chatgpt.environments.base import InvalidStep, Observation, joined
 from chatgpt.environments.registry import described
-from chatgpt.environments.transcript import ChatTemplate, TextOrChat, TranscriptFormat
-from chatgpt.rollout.engine import RolloutEngine
+from chatgpt.environments.transcript import ChatTemplate, TextOrChat, TranscriptFormat, takes_turns
+from chatgpt.nn.layouts import check_causal
+from chatgpt.rollout.call import Call
+from chatgpt.rollout.engine import EngineAround, RolloutEngine
 from chatgpt.rollout.sampling import SamplingParams
 from chatgpt.rollout.stop import StopStrings
 from chatgpt.types import Episode, EpisodeEnd, FinishReason, Prompt, Sample, Turn
@@ -39,16 +39,11 @@ if TYPE_CHECKING:
 
 
 def check_writes_turns(config: Any) -> None:
-    """Raises ValueError for the config of an encoder-decoder, whose encoder would have to read the turns so far anew
-    where one response holds them all."""
-    if getattr(config, 'is_encoder_decoder', False):
-        raise ValueError(
-            f'an encoder-decoder ({config.model_type}) reads a prompt and writes one answer, not the turns of an '
-            'environment; give a causal language model'
-        )
+    """Raises ValueError for a model that reads a prompt apart from what it writes: one response holds all turns."""
+    check_causal(config, 'the turns of an environment are written by')
 
 
-class EpisodeEngine:
+class EpisodeEngine(EngineAround):
     """Generates whole episodes with an engine that generates responses.
 
     Args:
@@ -59,7 +54,7 @@ class EpisodeEngine:
             turns and observations together.
         stop_strings: where a turn ends by its text; those of the call's sampling.
         transcript: how observations become ids. By default `ChatTemplate` for an environment of tools or messages, or
-            where the settings say so, and else `TextOrChat`.
+            where the settings or the tokenizer's `text_choice` say so, and else `TextOrChat`.
 
     Raises:
         ValueError: there is no tokenizer; the environment cannot be made or shown to a model; or its tokenizer's chat
@@ -78,76 +73,56 @@ class EpisodeEngine:
     ) -> None:
         if tokenizer is None:
             raise ValueError('an environment needs a tokenizer: its observations are texts')
-        self.engine, self.tokenizer = engine, tokenizer
+        super().__init__(engine)
+        self.tokenizer = tokenizer
         self.settings = settings or EnvironmentSettings()
         self.factory = find_environment(environment)
         self.stop_strings = stop_strings
         self.transcript = transcript or self._transcript()
-        self.reproducible = engine.reproducible
-        self.recompute_logprobs = getattr(engine, 'recompute_logprobs', False)
-        self.copies_weights = getattr(engine, 'copies_weights', False)
-        self.is_shared = getattr(engine, 'is_shared', False)
         self.runner = Runner(self.factory, self.settings)
-        self.longest_opening = 0
-        """most tokens before the first turn so far, dataset prompt and first observation together"""
         limits = {'max_turns': self.settings.max_turns, 'max_turn_tokens': self.settings.max_turn_tokens}
         self.environment = described(self.factory) | limits
-        """what episodes follow from, as JSON, for telling whether a run goes on with another"""
-        remote: Any = engine if hasattr(engine, 'put_around') else None
-        self.is_remote = remote is not None
+        self.is_remote = engine.abilities.takes_environments
         """environments run where the engine's workers are"""
-        if remote is not None:
+        if self.is_remote:
             given = {'environment': environment, 'tokenizer': tokenizer, 'settings': settings}
-            remote.put_around(partial(EpisodeEngine, **given, stop_strings=stop_strings, transcript=transcript))
-            # whoever asks for them finds them where the engine answers later
-            self.submit, self.take, self.cancel = remote.submit, remote.take, remote.cancel
+            engine.put_around(partial(EpisodeEngine, **given, stop_strings=stop_strings, transcript=transcript))
+        ahead = self.is_remote and engine.abilities.answers_ahead
+        self.abilities = replace(
+            engine.abilities, answers_ahead=ahead, runs_actor=False, plays_turns=False, takes_environments=False
+        )
 
     def _transcript(self) -> TranscriptFormat:
         tools, options = getattr(self.factory, 'tools', None) or None, self.settings.chat_template_kwargs
-        if tools or getattr(self.factory, 'messages', False) or self.settings.apply_chat_template:
+        if takes_turns(self.factory, self.tokenizer, self.settings):
             return ChatTemplate(self.tokenizer, tools, options)
         return TextOrChat(self.tokenizer, options)
 
     def begin(self, actor: Actor) -> None:
         check_writes_turns(getattr(actor, 'config', None))
-        self.engine.begin(actor)
-
-    def end(self) -> None:
-        self.engine.end()
+        super().begin(actor)
 
     def close(self) -> None:
         """End what runs environments."""
         self.runner.close()
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        indices: Sequence[int],
-        groups: Sequence[int] | None = None,
-        offsets: Sequence[int] | None = None,
-        limits: Sequence[int | None] | None = None,
-    ) -> list[Sample]:
+    def generate(self, call: Call) -> list[Sample]:
         """One episode per prompt, in the order of the prompts; see `RolloutEngine.generate`.
 
         A prompt's ids stand before the first observation; there may be none. Raises ValueError for `offsets` and
         `limits`: an episode begins where its prompt ends, and has the room that `sampling` gives.
         """
-        if offsets is not None or limits is not None:
+        if any(call.offsets) or any(limit is not None for limit in call.limits):
             raise ValueError('EpisodeEngine.generate takes no offsets and limits; give its engine a turn to draw')
         if self.is_remote:
-            return self.engine.generate(prompts, sampling, seed=seed, indices=indices, groups=groups)
-        indices = list(indices)
-        groups = indices if groups is None else list(groups)
-        transcripts = [_Transcript(*of) for of in zip(indices, groups, prompts, strict=True)]
-        conversations = _Conversations(self, sampling, seed, transcripts)
+            return self.engine.generate(call)
+        transcripts = [_Transcript(*of) for of in zip(call.indices, call.groups, call.prompts, strict=True)]
+        conversations = _Conversations(self, call.sampling, call.seed, transcripts)
         try:
             conversations.run()
         finally:
             conversations.forget()
-        return [t.sample(sampling.temperature, self._decoded) for t in transcripts]
+        return [t.sample(call.sampling.temperature, self._decoded) for t in transcripts]
 
     def columns(self, prompt: Prompt) -> dict[str, Any]:
         """What `reset` is told of a data row."""
@@ -157,21 +132,37 @@ class EpisodeEngine:
         return {**prompt.columns, 'prompt': messages} if messages else prompt.columns
 
     def openings(self, prompts: Sequence[Prompt], *, seed: int, groups: Sequence[int]) -> list[list[int]]:
-        """The ids before the first turn of each prompt's episode: environments are begun, and nothing is drawn.
+        """The ids before the first turn of each prompt's episode: environments are begun, and nothing is drawn. Warns
+        of one that does not begin alike for one seed.
 
         Raises:
             ValueError: one failed, in one line.
         """
-        found = []
-        for i, (group, prompt) in enumerate(zip(groups, prompts, strict=True)):
-            key = ('opening', i)
-            self.runner.start(key, seed_of(seed, group), self.columns(prompt))
-            answer = self.runner.result(key)
-            self.runner.forget(key)
-            if isinstance(answer, Failure):
-                raise ValueError(f'environment: {answer.message}')
-            found.append(self.transcript.first(prompt, answer.observation))
-        return found
+        begun = [self._begun(seed_of(seed, group), prompt) for group, prompt in zip(groups, prompts, strict=True)]
+        for group, prompt, first in list(zip(groups, prompts, begun, strict=True))[:1]:
+            if self._begun(seed_of(seed, group), prompt) != first:
+                warnings.warn(
+                    f'environment {self.runner.name} begins in two ways with one seed, so the samples of a group have '
+                    'different tasks and a run does not repeat: let reset draw from random.Random(seed)',
+                    stacklevel=2,
+                )
+        return [self.transcript.first(prompt, first) for prompt, first in zip(prompts, begun, strict=True)]
+
+    def _begun(self, seed: int, prompt: Prompt) -> Observation:
+        self.runner.start('opening', seed, self.columns(prompt))
+        answer = self.runner.result('opening')
+        self.runner.forget('opening')
+        if isinstance(answer, Failure):
+            raise ValueError(f'environment: {answer.message}')
+        return answer.observation
+
+    def last_turn(self, prompt: Prompt, observation: Observation) -> str:
+        """The text of a conversation's last turn before the first answer; '' of plain text."""
+        if isinstance(observation, str):
+            if not isinstance(self.transcript, ChatTemplate):
+                return ''
+            observation = joined(self.transcript.messages(prompt), observation)
+        return str(observation[-1].get('content') or '') if observation else ''
 
     def _decoded(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -193,6 +184,7 @@ class _Transcript:
     def __init__(self, key: int, group: int, prompt: Prompt) -> None:
         self.key, self.group, self.prompt = key, group, prompt
         self.prompt_ids: list[int] = []
+        self.last_turn = ''
         self.parts: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
         """ids, mask, log-probs, filtered log-probs, edge distances of each turn and each observation"""
         self.length = 0
@@ -241,6 +233,7 @@ class _Transcript:
             finish_reason='eos' if self.end == 'terminated' else 'length',
             temperature=temperature,
             prompt_text=decode(self.prompt_ids),
+            last_turn=self.last_turn,
             response_text=decode(ids.tolist()),
             columns=self.prompt.columns,
             episode=Episode(
@@ -267,32 +260,29 @@ class _Conversations:
         for t in self.all:
             self._open(t, runner.result(t.key))
         self.live = [t for t in self.all if t.end is None]
-        converse = getattr(self.owner.engine, 'converse', None)
-        if converse is not None and self.live:
-            converse(self._prompts(self.live), self.sampling, turns=self, **self._numbers(self.live))
+        engine = self.owner.engine
+        if engine.abilities.plays_turns and self.live:
+            engine.converse(self._call(self.live), self)
             return
         rest = self.live
         while rest:
-            turns = self.owner.engine.generate(
-                self._prompts(rest),
-                self.sampling,
-                **self._numbers(rest),
-                offsets=[t.length for t in rest],
-                limits=[self._limit(t) for t in rest],
+            call = self._call(rest)
+            turns = engine.generate(
+                replace(call, offsets=[t.length for t in rest], limits=[self._limit(t) for t in rest])
             )
             for t, turn in zip(rest, turns, strict=True):
                 self._ended(t, turn)
             rest = [t for t in rest if self._next(t) is not None]
 
-    def _prompts(self, transcripts: list[_Transcript]) -> list[Prompt]:
-        return [Prompt(ids=t.ids()) for t in transcripts]
-
-    def _numbers(self, transcripts: list[_Transcript]) -> dict[str, Any]:
-        return {
-            'seed': self.seed,
-            'indices': [t.key for t in transcripts],
-            'groups': [t.group for t in transcripts],
-        }
+    def _call(self, transcripts: list[_Transcript]) -> Call:
+        """What comes next of these transcripts."""
+        return Call.of(
+            [Prompt(ids=t.ids()) for t in transcripts],
+            self.sampling,
+            seed=self.seed,
+            indices=[t.key for t in transcripts],
+            groups=[t.group for t in transcripts],
+        )
 
     def forget(self) -> None:
         for t in self.all:
@@ -319,6 +309,7 @@ class _Conversations:
             return
         try:
             t.prompt_ids = self.owner.transcript.first(t.prompt, answer.observation)
+            t.last_turn = self.owner.last_turn(t.prompt, answer.observation)
         except InvalidStep as error:
             t.prompt_ids = prompt_ids or [self.sampling.pad_token_id]
             self._fail(t, Failure(reason='invalid', message=f'{self.owner.runner.name}: {error}'))

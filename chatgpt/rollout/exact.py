@@ -31,14 +31,11 @@ are computed both ways to see it, beside all that are drawn again. A later diffe
 already cleared with raises, so that the assumption fails loudly.
 
 Greedy decoding records no edge: all of it is read again, and needs no bound.
-
-Left out: engines of other programs and processes, whose computation cannot be repeated here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,8 +43,8 @@ import torch
 from torch import Tensor
 
 from chatgpt.nn.trunk import position_limit, text_config
-from chatgpt.rollout.engine import Call, RolloutEngine, changing_shapes
-from chatgpt.rollout.local import LocalEngine
+from chatgpt.rollout.call import Call
+from chatgpt.rollout.engine import Abilities, EngineAround, RolloutEngine, changing_shapes
 from chatgpt.rollout.randomness import sample_keys, uniforms
 from chatgpt.rollout.sampling import Draw, SamplingParams, TokenSampler
 from chatgpt.types import FinishReason, Prompt, Sample
@@ -76,7 +73,7 @@ class Change(NamedTuple):
     """of one row"""
 
 
-class ExactDraws:
+class ExactDraws(EngineAround):
     """A `LocalEngine` with canonical draws: the same samples in any batch, on any number of ranks, in any order.
 
     Their tokens and finish reasons are canonical. `logprobs`, `filtered_logprobs` and `edge_distances` are still those
@@ -91,16 +88,15 @@ class ExactDraws:
     >>> engine = ExactDraws(LocalEngine())                                                        # doctest: +SKIP
     """
 
-    reproducible = True
-
     def __init__(self, engine: RolloutEngine) -> None:
-        if not isinstance(engine, LocalEngine):
+        if not (engine.abilities.runs_actor and engine.abilities.reproducible):
             raise ValueError(
                 f"reproducible='exact' draws again what rounding could change, which only LocalEngine can have done: "
                 f"{type(engine).__name__} computes elsewhere or otherwise; use engine='local' without rollout workers, "
                 'which decodes no encoder-decoders'
             )
-        self.engine = engine
+        super().__init__(engine)
+        self.abilities = Abilities(reproducible=True, runs_actor=True)  # nobody draws again while a turn is under way
         self.redrawn = self.changed = 0
         self._actor: Any = None
         self._positions: int | None = None
@@ -113,7 +109,7 @@ class ExactDraws:
         Raises:
             ValueError: what `LocalEngine.begin` raises, and a model whose logits depend on later tokens to the bit.
         """
-        self.engine.begin(actor)
+        super().begin(actor)
         self._actor, config = actor, text_config(actor.model.config)
         self._positions = position_limit(config)
         self._seen = self._cleared_with = 0.0
@@ -129,30 +125,23 @@ class ExactDraws:
 
     def end(self) -> None:
         """Give the weights back."""
-        self.engine.end()
+        super().end()
         self._actor = None
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        indices: Sequence[int],
-        groups: Sequence[int] | None = None,
-        offsets: Sequence[int] | None = None,
-        limits: Sequence[int | None] | None = None,
-    ) -> list[Sample]:
+    def counts(self) -> dict[str, int]:
+        """Draws that were drawn again, and those of them that came out as another token."""
+        counts = {'redrawn_draws': self.redrawn, 'changed_draws': self.changed}
+        self.redrawn = self.changed = 0
+        return counts
+
+    def generate(self, call: Call) -> list[Sample]:
         """See `RolloutEngine.generate`.
 
         Raises:
             ValueError: what `LocalEngine.generate` raises.
             RuntimeError: log-probs differ by more than earlier draws were cleared with.
         """
-        samples = self.engine.generate(
-            prompts, sampling, seed=seed, indices=indices, groups=groups, offsets=offsets, limits=limits
-        )
-        call = Call.of(prompts, sampling, seed, indices, groups, offsets, limits)
+        samples, sampling = self.engine.generate(call), call.sampling
         with torch.inference_mode():
             for i in range(min(PROBES, len(samples))):
                 middle = samples[i].num_actions // 2
@@ -267,13 +256,13 @@ class ExactDraws:
         rest: dict[int, list[int]] = {}
         for i, (position, draw) in changes.items():
             samples[i] = _cut(samples[i], position, draw)
-            reason = self._ending(sampling, samples[i].response_ids.tolist(), self._limit(call, i))
+            reason = self._ending(sampling, samples[i].response_ids.tolist(), call.room(i))
             if reason is not None:
                 samples[i].finish_reason = reason
             else:
                 rest.setdefault(max(sampling.min_new_tokens - position - 1, 0), []).append(i)
         for barred, members in rest.items():
-            limits = [self._limit(call, i) for i in members]
+            limits = [call.room(i) for i in members]
             room = [limit - samples[i].num_actions for i, limit in zip(members, limits, strict=True)]
             # One call for all: some may come out longer than they may be, and are cut; a stop is asked of the whole
             # response, which an engine that begins in its middle does not see.
@@ -284,21 +273,17 @@ class ExactDraws:
                 min_new_tokens=min(barred, max(room)),
                 stop=None,
             )
-            further = self.engine.generate(
+            asked = Call.of(
                 [Prompt(ids=torch.cat([samples[i].prompt_ids, samples[i].response_ids])) for i in members],
                 of_rest,
                 seed=call.seed,
                 indices=[call.indices[i] for i in members],
                 offsets=[call.offsets[i] + samples[i].num_actions for i in members],
             )
+            further = self.engine.generate(asked)
             for i, limit, more in zip(members, limits, further, strict=True):
                 samples[i] = self._joined(sampling, samples[i], more, limit)
         return {i: changes[i].position + 1 for members in rest.values() for i in members}
-
-    @staticmethod
-    def _limit(call: Call, i: int) -> int:
-        room, own = call.sampling.room(len(call.prompts[i].ids)), call.own_limits[i]
-        return room if own is None else min(room, own)
 
     @staticmethod
     def _ending(sampling: SamplingParams, ids: list[int], limit: int) -> FinishReason | None:
@@ -325,6 +310,14 @@ class ExactDraws:
             for name in ('response_ids', 'response_mask', 'logprobs', 'filtered_logprobs', 'edge_distances')
         }
         return replace(sample, **joined, finish_reason=reason)
+
+
+def exact_draws(engine: RolloutEngine) -> RolloutEngine:
+    """The engine with canonical draws; inside of what is around it. Raises ValueError where they cannot be had."""
+    if isinstance(engine, EngineAround) and not isinstance(engine, ExactDraws):
+        engine.engine = exact_draws(engine.engine)
+        return engine
+    return engine if isinstance(engine, ExactDraws) else ExactDraws(engine)
 
 
 def _cut(sample: Sample, position: int, draw: Draw) -> Sample:

@@ -2,19 +2,15 @@
 
 Prompts are padded on the left inside, with an attention mask, unless a check of the model finds that padding changes
 its numbers; then prompts of one length are computed together. Any GenerationConfig field may come along
-(`SamplingParams.extra`). Its draws come from a torch generator seeded per batch, so the same call gives the same
-samples, but another batch order or size gives others: `reproducible` is False.
-
-An encoder-decoder reads its prompts padded on the right, as it does in learning, and its tokens are drawn as
-`LocalEngine` draws: from (seed, sample index, position), whatever is generated beside them. Not so with beams.
-
-Left out: several sequences per prompt (give the prompt several times).
+(`SamplingParams.extra`). Tokens are drawn as `LocalEngine` draws: from (seed, sample index, position), whatever is
+generated beside them. Beams are transformers' own, with a torch generator seeded per batch. An encoder-decoder reads
+its prompts padded on the right, as it does in learning.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +24,11 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 from chatgpt.batching import collate
 from chatgpt.nn.actor import Actor
 from chatgpt.nn.compiled import not_compiled
-from chatgpt.nn.encoder_decoder import start_token
+from chatgpt.nn.layouts import start_token
 from chatgpt.nn.packing import flat_hidden
-from chatgpt.nn.trunk import base_model, is_encoder_decoder, text_config
-from chatgpt.rollout.engine import Call, InProcessEngine, changing_shapes
+from chatgpt.nn.trunk import base_model, is_encoder_decoder, row_limit, text_config
+from chatgpt.rollout.call import Call
+from chatgpt.rollout.engine import Abilities, CheckedEngine, changing_shapes
 from chatgpt.rollout.local.masks import windows_of
 from chatgpt.rollout.randomness import sample_keys, stream_keys, uniforms
 from chatgpt.rollout.sampling import SamplingParams, TokenSampler
@@ -67,111 +64,45 @@ class _StopCallback(StoppingCriteria):
         return torch.tensor([at is not None for at in self.stopped_at], device=input_ids.device)
 
 
-class _StepRecord(StoppingCriteria):
-    """Keeps of each step the log-probs of the chosen tokens, and of its (rows, V) logits nothing.
+class _Seen(LogitsProcessor):
+    """Stands first among transformers' processors and keeps a step's (rows, V) logits."""
 
-    Its processors stand first and last among transformers' own; as a stopping criterion it is asked once the step's
-    tokens are chosen, and never stops.
-    """
+    scores: Tensor | None = None
 
-    class _Seen(LogitsProcessor):
-        def __init__(self) -> None:
-            self.scores: Tensor | None = None
-
-        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-            self.scores = scores
-            return scores
-
-    def __init__(self, sampling: SamplingParams, device: torch.device) -> None:
-        self.sampler = TokenSampler(sampling, device)
-        self.logits, self.scores = self._Seen(), self._Seen()
-        self.steps: list[tuple[Tensor, Tensor]] = []
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        assert self.logits.scores is not None and self.scores.scores is not None
-        self.steps.append(_chosen(self.logits.scores, self.scores.scores, input_ids[:, -1:], self.sampler))
-        self.logits.scores = self.scores.scores = None
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-    @contextmanager
-    def around(self, model: Any) -> Iterator[None]:
-        """Inside, `model.generate` goes through the record's processors."""
-        make = model._get_logits_processor
-
-        def ours(*args: Any, **kwargs: Any) -> LogitsProcessorList:
-            return LogitsProcessorList([self.logits, *make(*args, **kwargs), self.scores])
-
-        model._get_logits_processor = ours
-        try:
-            yield
-        finally:
-            del model._get_logits_processor
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.scores = scores
+        return scores
 
 
-def _chosen(logits: Tensor, scores: Tensor, token: Tensor, sampler: TokenSampler) -> tuple[Tensor, Tensor]:
-    """Two (rows, 1) fp32 log-probs of (rows, 1) tokens: temperature-scaled from the raw (rows, V) logits, and as
-    transformers drew."""
-    sampling = sampler.sampling
-    plain = torch.log_softmax(logits.float() / sampling.temperature, dim=-1).gather(1, token)
-    scores = torch.log_softmax(scores.float(), dim=-1)
-    if not sampling.do_sample:  # transformers leaves temperature and filters out of greedy scores
-        scores = sampler.filter(torch.log_softmax(scores / sampling.temperature, dim=-1))[0]
-    return plain, scores.gather(1, token)
+class _OwnHead(_Seen):
+    """The logits of the actor's head, which may be more than the model's (ILQL)."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor, self.states = actor, None
+
+    def keep(self, _: Any, args: Any, output: Any) -> None:
+        self.states = output.last_hidden_state[:, -1]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return super().__call__(input_ids, self.actor.head(self.states))
 
 
-class _DrawnRecord(_StepRecord):
-    """Draws each step's tokens itself, as `LocalEngine` does, and leaves transformers no other choice. Logits are those
-    of the actor's head, which may be more than the model's (ILQL)."""
+class _Drawing(LogitsProcessor):
+    """Draws each step's tokens as `LocalEngine` does, and leaves transformers no other choice: stands last among its
+    processors. Keeps of each step what is recorded of the tokens, and of its logits nothing."""
 
     def __init__(self, call: Call, actor: Actor, device: torch.device) -> None:
-        super().__init__(call.sampling, device)
-        self.temperature = call.sampling.temperature
-        if _cuts(call.sampling):
-            bare = replace(call.sampling, temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=0)
-            self.sampler = TokenSampler(bare, device)
-        if getattr(actor, 'changes_logits', False):
-            self.logits = self._OwnHead(actor)
+        self.temperature, sampling = call.sampling.temperature, call.sampling
+        if _cuts(sampling):
+            sampling = replace(sampling, temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=0)
+        self.sampler = TokenSampler(sampling, device)
+        self.logits = _OwnHead(actor) if getattr(actor, 'changes_logits', False) else _Seen()
         self.keys = sample_keys(call.seed, torch.tensor(call.indices)).to(device)[:, None]
         self.offsets = torch.tensor(call.offsets, device=device)[:, None]
-        self.edges: list[Tensor] = []
-        self.scores = self._Drawing(self)
+        self.steps: list[tuple[Tensor, Tensor, Tensor]] = []
+        """(rows, 1) each: log-probs, filtered log-probs, edge distances"""
 
-    class _OwnHead(_StepRecord._Seen):
-        def __init__(self, actor: Any) -> None:
-            super().__init__()
-            self.actor, self.states = actor, None
-
-        def keep(self, _: Any, args: Any, output: Any) -> None:
-            self.states = output.last_hidden_state[:, -1]
-
-        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-            return super().__call__(input_ids, self.actor.head(self.states))
-
-    class _Drawing(_StepRecord._Seen):
-        def __init__(self, record: _DrawnRecord) -> None:
-            super().__init__()
-            self.record = record
-
-        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-            self.scores = scores
-            token = self.record.draw(scores)
-            return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
-
-    @contextmanager
-    def around(self, model: Any) -> Iterator[None]:
-        if not isinstance(self.logits, self._OwnHead):
-            with super().around(model):
-                yield
-            return
-        handle = model.get_decoder().register_forward_hook(self.logits.keep)
-        try:
-            with super().around(model):
-                yield
-        finally:
-            handle.remove()
-
-    def draw(self, scores: Tensor) -> Tensor:
-        """(rows, 1) tokens from (rows, V) scores, which are the logits where no extra has changed them."""
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         assert self.logits.scores is not None
         sampling, step = self.sampler.sampling, len(self.steps)
         uniform = uniforms(self.keys, self.offsets + step) if sampling.do_sample else None
@@ -181,25 +112,35 @@ class _DrawnRecord(_StepRecord):
         token = drawn.token[:, None]
         plain = torch.log_softmax(self.logits.scores.float() / self.temperature, dim=-1).gather(1, token)
         edge = torch.ones_like(plain) if drawn.edge_distance is None else drawn.edge_distance[:, None]
-        self.steps.append((plain, drawn.filtered_logprob[:, None]))
-        self.edges.append(edge)
-        return token
+        self.steps.append((plain, drawn.filtered_logprob[:, None], edge))
+        self.logits.scores = None
+        return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.logits.scores = self.scores.scores = None
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+    @contextmanager
+    def around(self, model: Any) -> Iterator[None]:
+        """Inside, `model.generate` goes through the processors."""
+        make = model._get_logits_processor
+
+        def ours(*args: Any, **kwargs: Any) -> LogitsProcessorList:
+            return LogitsProcessorList([self.logits, *make(*args, **kwargs), self])
+
+        with ExitStack() as undone:
+            if isinstance(self.logits, _OwnHead):
+                undone.callback(model.get_decoder().register_forward_hook(self.logits.keep).remove)
+            model._get_logits_processor = ours
+            undone.callback(delattr, model, '_get_logits_processor')
+            yield
 
 
-class HFEngine(InProcessEngine):
+class HFEngine(CheckedEngine):
     """Generates with `model.generate` of the actor's transformers model, `max_batch_size` prompts at a time.
 
     With extras the recorded `filtered_logprobs` include every processor transformers applied.
     """
 
-    reproducible = False
+    abilities = Abilities(reproducible=True)
 
     def __init__(self, *, max_batch_size: int = 64) -> None:
-        super().__init__()
         if max_batch_size < 1:
             raise ValueError(f'HFEngine: max_batch_size={max_batch_size}; give a positive integer')
         self.max_batch_size = max_batch_size
@@ -209,14 +150,12 @@ class HFEngine(InProcessEngine):
         """why what is generated beyond the attention window is not right, '' where it is; None: not tried"""
         self._checked: Any = None
 
-    def begin(self, actor: Actor) -> None:
+    def hold(self, actor: Actor) -> None:
         """Take the actor, dropout off. The first time with a model, checks its generation against its plain forward.
 
         Raises ValueError for a model without `generate`, for an actor whose head is not the model's, and where
         generation and plain forward disagree.
         """
-        if self._actor is not None:
-            self.end()
         if not hasattr(actor.model, 'generate'):
             raise ValueError(
                 f'HFEngine: {type(actor.model).__name__} has no generate method; give a causal language model'
@@ -227,8 +166,7 @@ class HFEngine(InProcessEngine):
                 f"HFEngine: {type(actor).__name__} changes the model's logits, which model.generate would not see; use "
                 'LocalEngine'
             )
-        self.hold(actor)
-        self.reproducible = is_encoder_decoder(actor.model)
+        super().hold(actor)
         parameter, config = next(actor.parameters()), actor.model.config
         kind = (type(actor.model), parameter.dtype, parameter.device, str(config.to_dict()))
         if self._checked != kind:
@@ -272,7 +210,7 @@ class HFEngine(InProcessEngine):
         if windows is None or longest <= windows.sizes[0]:
             return limits
         if self._beyond_windows is None:
-            lengths = windows.example_lengths if self._pads else [windows.example_lengths[-2]] * 2
+            lengths = windows.example_lengths if self._pads_to(longest) else [windows.example_lengths[-2]] * 2
             self._beyond_windows = _disagreement(self._actor, lengths)
         if self._beyond_windows:
             raise ValueError(
@@ -282,18 +220,24 @@ class HFEngine(InProcessEngine):
             )
         return limits
 
+    def _pads_to(self, longest: int) -> bool:
+        """Whether prompts of several lengths may be padded on the left, where sequences grow to `longest` tokens."""
+        most = row_limit(self._actor.model.config)
+        return self._pads and (most is None or longest <= most)
+
     def answer(self, call: Call, limits: list[int]) -> list[Sample]:
         samples: dict[int, Sample] = {}
-        for places in self._batches([len(prompt.ids) for prompt in call.prompts]):
+        lengths = [len(prompt.ids) for prompt in call.prompts]
+        for places in self._batches(lengths, self._pads_to(max(lengths, default=0) + max(limits, default=0))):
             part = call.part(places)
             samples |= zip(places, self._batch(part, [limits[i] for i in places]), strict=True)
         return [samples[i] for i in range(len(limits))]
 
-    def _batches(self, lengths: list[int]) -> Iterator[list[int]]:
+    def _batches(self, lengths: list[int], pads: bool) -> Iterator[list[int]]:
         """Places of the prompts that are computed together."""
         groups: dict[int, list[int]] = {}
         for place, length in enumerate(lengths):
-            groups.setdefault(0 if self._pads else length, []).append(place)
+            groups.setdefault(0 if pads else length, []).append(place)
         for group in groups.values():
             for first in range(0, len(group), self.max_batch_size):
                 yield group[first : first + self.max_batch_size]
@@ -314,8 +258,7 @@ class HFEngine(InProcessEngine):
         config = _generation_config(sampling, max(limits), model)
         record = None
         if config.get_generation_mode() in STEPWISE:
-            record = _DrawnRecord(call, self._actor, device) if encodes else _StepRecord(sampling, device)
-            criteria.append(record)
+            record = _Drawing(call, self._actor, device)
         elif getattr(self._actor, 'changes_logits', False):
             raise ValueError(
                 f'HFEngine: {type(self._actor).__name__} draws from logits of its own, which only sampling and greedy '
@@ -323,7 +266,7 @@ class HFEngine(InProcessEngine):
             )
         else:  # a row's token may come from another row's logits, which is known at the end
             config.output_logits = config.output_scores = True
-        self.reproducible = isinstance(record, _DrawnRecord)
+        self.abilities = Abilities(reproducible=record is not None)
         held = record.around(model) if record is not None else nullcontext()
         with (
             _bare_generation_config(model),
@@ -340,8 +283,8 @@ class HFEngine(InProcessEngine):
                 stopping_criteria=criteria,
             )
         responses = output.sequences[:, width:]
-        logprobs, filtered = self._logprobs(output, responses, sampling, record)
-        edges = torch.cat(record.edges, dim=1).cpu() if isinstance(record, _DrawnRecord) else torch.ones_like(logprobs)
+        steps = record.steps if record is not None else _of_beams(output, responses, sampling)
+        logprobs, filtered, edges = (torch.cat(column, dim=1).cpu() for column in zip(*steps, strict=True))
         samples = []
         for row in range(len(prompts)):
             ids = responses[row].tolist()
@@ -360,22 +303,20 @@ class HFEngine(InProcessEngine):
             )
         return samples
 
-    @staticmethod
-    def _logprobs(
-        output: Any, responses: Tensor, sampling: SamplingParams, record: _StepRecord | None
-    ) -> tuple[Tensor, Tensor]:
-        """(rows, T) fp32 on the CPU: temperature-scaled and unfiltered from the raw logits, and as transformers
-        drew."""
-        steps = record.steps if record is not None else []
-        if record is None:
-            sampler = TokenSampler(sampling, responses.device)
-            beams = getattr(output, 'beam_indices', None)
-            for t in range(responses.shape[1]):
-                # with beams, row i's token t was chosen from the scores of another row
-                rows = slice(None) if beams is None else beams[:, t].clamp(min=0)
-                steps.append(_chosen(output.logits[t][rows], output.scores[t][rows], responses[:, t : t + 1], sampler))
-        plain, drawn = zip(*steps, strict=True)
-        return torch.cat(plain, dim=1).cpu(), torch.cat(drawn, dim=1).cpu()
+
+def _of_beams(output: Any, responses: Tensor, sampling: SamplingParams) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Of each step (rows, 1) fp32: log-probs from the raw logits, as transformers drew, and edge distances of 1."""
+    sampler, steps = TokenSampler(sampling, responses.device), []
+    beams = getattr(output, 'beam_indices', None)
+    for t in range(responses.shape[1]):
+        # with beams, row i's token t was chosen from the scores of another row
+        rows, token = slice(None) if beams is None else beams[:, t].clamp(min=0), responses[:, t : t + 1]
+        plain = torch.log_softmax(output.logits[t][rows].float() / sampling.temperature, dim=-1).gather(1, token)
+        scores = torch.log_softmax(output.scores[t][rows].float(), dim=-1)
+        if not sampling.do_sample:  # transformers leaves temperature and filters out of greedy scores
+            scores = sampler.filter(torch.log_softmax(scores / sampling.temperature, dim=-1))[0]
+        steps.append((plain, scores.gather(1, token), torch.ones_like(plain)))
+    return steps
 
 
 @torch.no_grad()
@@ -471,10 +412,10 @@ def _generation_config(sampling: SamplingParams, max_new_tokens: int, model: Any
         settings |= {'temperature': sampling.temperature, 'top_k': sampling.top_k, 'top_p': sampling.top_p}
     if is_encoder_decoder(model):
         settings['decoder_start_token_id'] = start_token(model.config)
-        mode = GenerationConfig(**(settings | dict(sampling.extra))).get_generation_mode()
-        if mode in STEPWISE and not _cuts(sampling):  # `_DrawnRecord`'s
-            settings |= {'min_new_tokens': None}
-            settings |= {'temperature': 1.0, 'top_k': 0, 'top_p': 1.0} if sampling.do_sample else {}
+    mode = GenerationConfig(**(settings | dict(sampling.extra))).get_generation_mode()
+    if mode in STEPWISE and not _cuts(sampling):  # `_Drawing`'s
+        settings |= {'min_new_tokens': None}
+        settings |= {'temperature': 1.0, 'top_k': 0, 'top_p': 1.0} if sampling.do_sample else {}
     return GenerationConfig(**(settings | dict(sampling.extra)))
 
 

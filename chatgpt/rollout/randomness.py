@@ -4,8 +4,6 @@ There is no generator and no state, so batch order, batch size, refill and world
 checkpoint has nothing to save. The hash is built from the SplitMix64 finaliser (Steele, Lea, Flood 2014, "Fast
 splittable pseudorandom number generators", with Stafford's mix 13 constants) in wrapping int64 arithmetic, which
 gives the same bits on CPU and CUDA.
-
-Left out: temperature and filters (see `chatgpt.rollout.sampling`).
 """
 
 from __future__ import annotations

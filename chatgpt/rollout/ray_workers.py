@@ -2,7 +2,7 @@
 
 A bucket is put into the object store of the trainer's node as one array; every node fetches it once, and its workers
 read it from shared memory without a copy of their own. Replacing a dead actor is left to `RemoteEngine`, so Ray neither
-restarts actors nor retries calls. Left out: launching the trainer itself.
+restarts actors nor retries calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from chatgpt.cluster import import_ray, lack_of_room
+from chatgpt.rollout.cluster import import_ray, lack_of_room
 from chatgpt.rollout.remote import WorkerDied
 from chatgpt.rollout.wire import Around, ModelSpec, PackedSamples, Request
 

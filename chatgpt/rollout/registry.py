@@ -6,14 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from chatgpt.nn.trunk import is_encoder_decoder
-from chatgpt.registry import Registry
-from chatgpt.rollout.engine import RolloutEngine
-from chatgpt.rollout.hf import HFEngine
-from chatgpt.rollout.local import LocalEngine
-from chatgpt.rollout.vllm import VLLMEngine
+from chatgpt.registry import Registry, late
+
+if TYPE_CHECKING:
+    from chatgpt.rollout.engine import RolloutEngine
 
 
 @dataclass(frozen=True)
@@ -29,6 +27,10 @@ def engine_for(actor: Any, **options: Any) -> RolloutEngine:
 
     actor: not wrapped by a strategy.
     """
+    from chatgpt.nn.trunk import is_encoder_decoder
+    from chatgpt.rollout.hf import HFEngine
+    from chatgpt.rollout.local import LocalEngine
+
     return HFEngine() if is_encoder_decoder(getattr(actor, 'model', None)) else LocalEngine(**options)
 
 
@@ -37,8 +39,8 @@ ENGINES: Registry[EngineEntry] = Registry(
     EngineEntry,
     {
         'auto': EngineEntry(lambda pretrained: None),
-        'local': EngineEntry(lambda pretrained: LocalEngine()),
-        'hf': EngineEntry(lambda pretrained: HFEngine()),
-        'vllm': EngineEntry(VLLMEngine),
+        'local': EngineEntry(lambda pretrained: late('chatgpt.rollout.local:LocalEngine')()),
+        'hf': EngineEntry(lambda pretrained: late('chatgpt.rollout.hf:HFEngine')()),
+        'vllm': EngineEntry(late('chatgpt.rollout.vllm:VLLMEngine')),
     },
 )

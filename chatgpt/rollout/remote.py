@@ -7,8 +7,6 @@ exactly once.
 
 `generate` is `submit` and `take`. What is submitted is worked on while the trainer learns. As a request names its
 weights, and draws follow (seed, sample index, position), neither the number of workers nor a death can change a sample.
-Left out: the transport, which is a `RolloutWorkers` (`chatgpt.rollout.ray_workers`), and how old samples may be (the
-trainer's `max_staleness`).
 """
 
 from __future__ import annotations
@@ -16,30 +14,26 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Mapping
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from chatgpt.nn.actor import Actor
-from chatgpt.rollout.engine import Call
+from chatgpt.rollout.call import Call
+from chatgpt.rollout.engine import Abilities, CheckedEngine
 from chatgpt.rollout.local import LocalEngine, check_local
-from chatgpt.rollout.sampling import SamplingParams
 from chatgpt.rollout.wire import (
     BUCKET_BYTES,
     Around,
     Manifest,
     ModelSpec,
     Request,
-    check_policy,
     fill_buckets,
-    merged,
     plan_buckets,
     policy_tensors,
     unpack_samples,
 )
-from chatgpt.types import Prompt, Sample
+from chatgpt.types import Sample
 
 _FEW = 4
 """answers after which idle workers are reported"""
@@ -111,11 +105,9 @@ class Weights:
 
 @dataclass(eq=False)
 class _Chunk:
-    """Some prompts of a request, at one worker."""
+    """Some prompts of a call, at one worker."""
 
-    prompts: list[Prompt]
-    indices: list[int]
-    groups: list[int]
+    call: Call
     request: Request | None
     """None once it is answered, and so the weights, which can be freed"""
     weights: Weights | None
@@ -136,7 +128,7 @@ class Ticket:
     taken: bool = False
 
 
-class RemoteEngine:
+class RemoteEngine(CheckedEngine):
     """Generates on workers that have their own copy of the model. Draws are reproducible.
 
     Args:
@@ -154,8 +146,7 @@ class RemoteEngine:
     ...     trainer.fit(prompts)
     """
 
-    reproducible = True
-    copies_weights = True
+    abilities = Abilities(reproducible=True, copies_weights=True, answers_ahead=True, takes_environments=True)
 
     def __init__(
         self,
@@ -213,17 +204,14 @@ class RemoteEngine:
 
     # ------------------------------------------------------------------ the protocol of an engine
 
-    def begin(self, actor: Actor) -> None:
-        """Send the actor's weights as a new version. The first call starts the workers.
+    def transfer(self, model: Any, tensors: Mapping[str, Tensor]) -> None:
+        """Send the weights as a new version. The first call starts the workers.
 
         Raises:
-            ValueError: a policy whose logits are not its model's alone, weights that are not whole, or another model
-                than before.
+            ValueError: another model than before, or a closed engine.
         """
         if self._closed:
             raise ValueError('RemoteEngine.begin: the engine is closed; make a new one')
-        check_policy(actor, type(self).__name__)
-        model = actor.model
         spec = self._spec_of(model)
         if self.spec is None:
             self.workers.start(spec, self.engine_options, *([] if self.around is None else [self.around]))
@@ -234,17 +222,24 @@ class RemoteEngine:
                 'engine for this model'
             )
         self._sweep()
-        with merged(model):
-            tensors = self._tensors_of(model)
-            self.version += 1
-            manifest = plan_buckets(tensors, version=self.version, bucket_bytes=self.bucket_bytes)
-            self._weights = self._bring(manifest, tensors)
+        tensors = self._wanted(tensors)
+        self.version += 1
+        assert self._handshake is not None
+        manifest = plan_buckets(
+            tensors, version=self.version, handshake=self._handshake, bucket_bytes=self.bucket_bytes
+        )
+        self._weights = self._bring(manifest, tensors)
 
     def _spec_of(self, model: Any) -> ModelSpec:
         return ModelSpec.of(model)
 
-    def _tensors_of(self, model: Any) -> dict[str, Tensor]:
+    def tensors_of(self, model: Any) -> Mapping[str, Tensor]:
+        """Each tensor once: a worker's model is of the same class and ties what this one ties."""
         return policy_tensors(model)
+
+    def _wanted(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Those that workers, which have been started, have a place for."""
+        return tensors
 
     def _bring(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Weights:
         """Put weights where workers find them before they answer requests that name them."""
@@ -253,24 +248,19 @@ class RemoteEngine:
     def _buckets(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> list[Any]:
         return [self.workers.put(bucket) for bucket in fill_buckets(manifest, tensors)]
 
-    def generate(
-        self,
-        prompts: SequenceOf[Prompt],
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        indices: SequenceOf[int],
-        groups: SequenceOf[int] | None = None,
-        offsets: SequenceOf[int] | None = None,
-        limits: SequenceOf[int | None] | None = None,
-    ) -> list[Sample]:
-        """See `RolloutEngine.generate`. What a worker raises is raised here."""
-        return self.take(
-            self.submit(prompts, sampling, seed=seed, indices=indices, groups=groups, offsets=offsets, limits=limits)
-        )
+    def check_weights(self) -> None:
+        """Workers do when they have taken them, and `_receive` refuses samples of one that has not."""
+
+    def check(self, config: Any, call: Call) -> list[int]:
+        return [] if self.around is not None else check_local(config, call)
+
+    def answer(self, call: Call, limits: list[int]) -> list[Sample]:
+        """What a worker raises is raised here."""
+        return self.take(self._submit(call))
 
     def end(self) -> None:
         """Let go of the weights; those of requests under way stay until they are answered."""
+        super().end()
         self._weights = None
 
     # ------------------------------------------------------------------ asking now, taking later
@@ -280,49 +270,24 @@ class RemoteEngine:
         """Chunks that were sent and not answered, as far as is known here."""
         return sum(map(len, self._queues))
 
-    def submit(
-        self,
-        prompts: SequenceOf[Prompt],
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        indices: SequenceOf[int],
-        groups: SequenceOf[int] | None = None,
-        offsets: SequenceOf[int] | None = None,
-        limits: SequenceOf[int | None] | None = None,
-    ) -> Ticket:
-        """Ask for samples with the weights of the latest `begin`; returns at once. Raises what `generate` raises before
-        any work."""
-        if self._weights is None or self.spec is None:
-            raise ValueError('RemoteEngine.submit: no actor; call begin(actor) first')
-        call = Call.of(prompts, sampling, seed, indices, groups, offsets, limits)
-        self._check_call(call)
+    def submit(self, call: Call) -> Ticket:
+        """See `RolloutEngine.submit`."""
+        self.checked(call)
+        return self._submit(call)
+
+    def _submit(self, call: Call) -> Ticket:
+        assert self._weights is not None
         weights = self._weights
         ticket = Ticket(weights.manifest.version)
-        size = max(self._chunk_size(len(prompts)), 1)
-        for start in range(0, len(prompts), size):
+        size = max(self._chunk_size(len(call.prompts)), 1)
+        for start in range(0, len(call.prompts), size):
             part = call.part(slice(start, start + size))
-            request = Request(
-                manifest=weights.manifest,
-                buckets=weights.buckets,
-                prompt_ids=[p.ids.cpu().numpy() for p in part.prompts],
-                sampling=sampling,
-                seed=seed,
-                indices=part.indices,
-                groups=part.groups,
-                prompts=() if self.around is None else [replace(p, ids=p.ids.cpu()) for p in part.prompts],
-                offsets=part.offsets,
-                limits=part.own_limits,
-            )
-            chunk = _Chunk(list(part.prompts), part.indices, part.groups, request, weights)
-            worker = min(range(len(self._queues)), key=lambda w: sum(len(c.prompts) for c in self._queues[w]))
+            request = Request.of(weights.manifest, weights.buckets, part, whole=self.around is not None)
+            chunk = _Chunk(part, request, weights)
+            worker = min(range(len(self._queues)), key=lambda w: sum(len(c.call.prompts) for c in self._queues[w]))
             self._send(chunk, worker)
             ticket.chunks.append(chunk)
         return ticket
-
-    def _check_call(self, call: Call) -> None:
-        if self.around is None and self.spec is not None:
-            check_local(self.spec.config, call)
 
     def _chunk_size(self, num_prompts: int) -> int:
         return self.chunk_size or num_prompts
@@ -373,24 +338,34 @@ class RemoteEngine:
             self._queues[chunk.worker].remove(chunk)
             chunk.error = error
             return
-        if packed.version != chunk.request.manifest.version or len(packed.lengths) != len(chunk.prompts):
+        call = chunk.call
+        if packed.version != chunk.request.manifest.version or len(packed.lengths) != len(call.prompts):
             raise RuntimeError(
                 f'rollout worker {chunk.worker} answered with {len(packed.lengths)} samples of weights '
-                f'{packed.version}; asked for {len(chunk.prompts)} of weights {chunk.request.manifest.version}'
+                f'{packed.version}; asked for {len(call.prompts)} of weights {chunk.request.manifest.version}'
             )
-        chunk.samples = unpack_samples(
-            packed, chunk.prompts, chunk.indices, chunk.groups, chunk.request.sampling.temperature
-        )
+        if packed.difference is None:
+            raise RuntimeError(
+                f'rollout worker {chunk.worker} answered without having held its log-probs against the '
+                "actor's: take_weights calls manifest.handshake.check, and samples are packed with its difference"
+            )
+        self.difference = packed.difference
+        chunk.samples = unpack_samples(packed, call.prompts, call.indices, call.groups, call.sampling.temperature)
         chunk.request = chunk.weights = chunk.handle = None
         self._queues[chunk.worker].remove(chunk)
         self._deaths[chunk.worker] = 0
 
     def _replace(self, worker: int, error: WorkerDied) -> None:
         lost, self._queues[worker] = self._queues[worker], []
-        of = f'on samples {lost[0].indices[0]} to {lost[-1].indices[-1]}' if lost else 'while it was given weights'
+        of = (
+            f'on samples {lost[0].call.indices[0]} to {lost[-1].call.indices[-1]}'
+            if lost
+            else 'while it was given weights'
+        )
         self._count_death(worker, of, error)
-        num_prompts = sum(len(c.prompts) for c in lost)
-        what = f'generates its {num_prompts} prompts again, from sample {lost[0].indices[0]} on' if lost else 'goes on'
+        num_prompts = sum(len(c.call.prompts) for c in lost)
+        first = f', from sample {lost[0].call.indices[0]} on' if lost else ''
+        what = f'generates its {num_prompts} prompts again{first}' if lost else 'goes on'
         warnings.warn(f'rollout worker {worker} died ({error}); a new one {what}', stacklevel=4)
         while True:
             self.num_replaced += 1
@@ -448,9 +423,3 @@ class RemoteEngine:
         for queue in self._queues:
             queue.clear()
         self.workers.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -7,18 +7,18 @@ and penalties are not here; `from_generation_kwargs` keeps such settings apart f
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
-
-from chatgpt.rollout.randomness import edge_distances, inverse_cdf
+from chatgpt.names import hint
 from chatgpt.rollout.stop import StopStrings
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
 DEFAULT_NEW_TOKENS = 64
 
@@ -143,9 +143,8 @@ class SamplingParams:
         extra: dict[str, Any] = {}
         for name, value in kwargs.items():
             if name not in known:
-                near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
-                hint = f'did you mean {" or ".join(near)}?' if near else 'give a field of transformers.GenerationConfig'
-                raise ValueError(f'generation setting {name!r} is unknown; {hint}')
+                near = hint(name, sorted(known)) or '; give a field of transformers.GenerationConfig'
+                raise ValueError(f'generation setting {name!r} is unknown{near}')
             if value is None or name in _WITHOUT_EFFECT:
                 continue
             if name == 'stop_strings':
@@ -213,6 +212,8 @@ class TokenSampler:
     """
 
     def __init__(self, sampling: SamplingParams, device: torch.device | str) -> None:
+        import torch
+
         self.sampling = sampling
         self.end_ids = torch.tensor(sampling.eos_token_ids, dtype=torch.int64, device=device)
         self.has_filter = sampling.top_k > 0 or sampling.top_p < 1.0
@@ -226,6 +227,10 @@ class TokenSampler:
     def __call__(self, logits: Tensor, uniform: Tensor | None, no_end_mask: Tensor | None = None) -> Draw:
         """logits (n, V), any float dtype; uniform (n, 1) float64, None for greedy; no_end_mask (n,) bool: rows too
         short to end."""
+        import torch
+
+        from chatgpt.rollout.randomness import edge_distances, inverse_cdf
+
         scaled = logits.float()
         if self.sampling.temperature != 1.0:
             scaled = scaled / self.sampling.temperature
@@ -250,6 +255,8 @@ class TokenSampler:
     def filter(self, logprobs: Tensor, no_end_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """(n, V) log-probs to the log-probs of the filtered distribution (-inf where filtered out) and the (n,)
         threshold margin."""
+        import torch
+
         kept, margin = logprobs, None
         if no_end_mask is not None and len(self.end_ids) > 0:
             kept = kept.index_fill(1, self.end_ids, -math.inf)
@@ -270,6 +277,8 @@ class TokenSampler:
     def _nucleus(self, logprobs: Tensor) -> tuple[Tensor, Tensor]:
         """The smallest set of most likely tokens whose mass reaches top_p (Holtzman et al. 2019, section 3.1),
         renormalised."""
+        import torch
+
         top_p = self.sampling.top_p
         ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
         mass = ordered.exp().cumsum(dim=-1, dtype=torch.float64)

@@ -4,19 +4,19 @@
     each rank's prompts ─▶ gathered ─▶ rank 0: submit, take ─▶ samples to every rank, which keeps its own
 
 For workers that are larger than a rank's share of them, such as vLLM over several GPUs. Every call but `cancel` and
-`end` is a collective: all ranks make it, in the same order. Left out: the engine itself (`RemoteEngine`).
+`end` is a collective: all ranks make it, in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from chatgpt.nn.actor import Actor
-from chatgpt.rollout.remote import RemoteEngine
-from chatgpt.rollout.sampling import SamplingParams
-from chatgpt.types import Prompt, Sample
+from chatgpt.rollout.call import Call, joined
+from chatgpt.rollout.engine import EngineAround, RolloutEngine
+from chatgpt.types import Sample
 
 
 class Ranks(Protocol):
@@ -57,26 +57,19 @@ class _Ticket:
     """the engine's ticket, on rank 0"""
 
 
-class SharedEngine:
-    """An `AheadEngine` over ranks.
+class SharedEngine(EngineAround):
+    """One engine over ranks.
 
     Args:
         ranks: the strategy.
-        engine: the same on every rank; only that of rank 0 starts its workers.
+        engine: one that answers ahead, the same on every rank; only that of rank 0 starts its workers.
 
     >>> engine = SharedEngine(strategy, VLLMRemoteEngine(RayWorkers(2, resources={'GPU': 2})))     # doctest: +SKIP
     """
 
-    is_shared = True
-
-    def __init__(self, ranks: Ranks, engine: RemoteEngine) -> None:
-        self.ranks, self.engine = ranks, engine
-        self.reproducible = engine.reproducible
-        self.recompute_logprobs = getattr(engine, 'recompute_logprobs', False)
-        self.copies_weights = getattr(engine, 'copies_weights', False)
-
-    def put_around(self, around: Any) -> None:
-        self.engine.put_around(around)
+    def __init__(self, ranks: Ranks, engine: RolloutEngine) -> None:
+        super().__init__(engine)
+        self.ranks, self.abilities = ranks, replace(engine.abilities, spans_ranks=True)
 
     def _on_rank_0(self, function: Callable[[], Any]) -> Any:
         """What it returns there, or raises there, on every rank."""
@@ -93,59 +86,25 @@ class SharedEngine:
         return value
 
     def begin(self, actor: Actor) -> None:
-        """See `RemoteEngine.begin`; the weights are rank 0's."""
+        """The weights are rank 0's."""
         self._on_rank_0(lambda: self.engine.begin(actor))
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        indices: Sequence[int],
-        groups: Sequence[int] | None = None,
-        offsets: Sequence[int] | None = None,
-        limits: Sequence[int | None] | None = None,
-    ) -> list[Sample]:
-        """See `RolloutEngine.generate`."""
-        return self.take(
-            self.submit(prompts, sampling, seed=seed, indices=indices, groups=groups, offsets=offsets, limits=limits)
-        )
+    def generate(self, call: Call) -> list[Sample]:
+        return self.take(self.submit(call))
 
-    def submit(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        indices: Sequence[int],
-        groups: Sequence[int] | None = None,
-        offsets: Sequence[int] | None = None,
-        limits: Sequence[int | None] | None = None,
-    ) -> _Ticket:
-        """See `AheadEngine.submit`."""
-        own = (
-            list(prompts),
-            list(indices),
-            list(indices if groups is None else groups),
-            [0] * len(prompts) if offsets is None else list(offsets),
-            [None] * len(prompts) if limits is None else list(limits),
-        )
-        shares = self.ranks.all_gather_object(own)
-        every = [[one for share in shares for one in share[part]] for part in range(len(own))]
-        first = sum(len(share[0]) for share in shares[: self.ranks.rank])
-        ticket = _Ticket(slice(first, first + len(prompts)))
+    def submit(self, call: Call) -> _Ticket:
+        # what asks for a stop need not travel
+        shares = self.ranks.all_gather_object(replace(call, sampling=replace(call.sampling, stop=None)))
+        first = sum(len(share.prompts) for share in shares[: self.ranks.rank])
+        ticket = _Ticket(slice(first, first + len(call.prompts)))
 
         def ask() -> None:
-            ticket.asked = self.engine.submit(
-                every[0], sampling, seed=seed, indices=every[1], groups=every[2], offsets=every[3], limits=every[4]
-            )
+            ticket.asked = self.engine.submit(replace(joined(shares), sampling=call.sampling))
 
         self._on_rank_0(ask)
         return ticket
 
     def take(self, ticket: _Ticket) -> list[Sample]:
-        """See `AheadEngine.take`."""
         return self._on_rank_0(lambda: self.engine.take(ticket.asked))[ticket.own]
 
     def cancel(self, ticket: _Ticket) -> None:
@@ -158,9 +117,3 @@ class SharedEngine:
 
     def close(self) -> None:
         self.engine.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

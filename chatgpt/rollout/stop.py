@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from chatgpt.types import Sample
+if TYPE_CHECKING:
+    from chatgpt.types import Sample
 
 
 class StopStrings:

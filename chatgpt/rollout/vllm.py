@@ -2,44 +2,39 @@
 `end`.
 
 vLLM reads the architecture from a model folder or hub name and its weights from the actor, in every collect phase anew,
-under the names of a checkpoint; between the phases it sleeps (level 2: neither weights nor cache stay on the device).
-Its cache wakes up at the phase's first prompts, when the trainer has freed its own copy of the weights. Its draws come
+under the names of a checkpoint; between the phases it sleeps (level 2: neither weights nor cache stay on the device),
+where its platform can. Its cache wakes up at the phase's first prompts, when the trainer has freed its own copy of the
+weights, and the first tokens it draws check them (`chatgpt.rollout.handshake`). Its draws come
 from its own generators, one seed per sample from (seed, sample index), so a sample does not depend on its company by
-design, but kernels that see another batch may round otherwise: `reproducible` is False, and its log-probs are
-recomputed by the trainer.
+design, but kernels that see another batch may round otherwise, and its log-probs are recomputed by the trainer.
 
 vLLM reports log-probs after temperature and filters, so top_k, top_p and min_new_tokens are refused: with them the
 policy's own log-probs would be unknown.
-
-Left out: servers, LoRA adapters as such (a strategy merges them for the phase), several GPUs for one engine, which
-workers have (`chatgpt.rollout.vllm_remote`). What is called here is checked against vLLM's sources, version by version:
-tests/rollout/vllm_contract.json.
 """
 
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from chatgpt.rollout.engine import Call, InProcessEngine
+from chatgpt.rollout.call import Call
+from chatgpt.rollout.engine import Abilities, CheckedEngine
 from chatgpt.rollout.randomness import stream_keys
 from chatgpt.rollout.sampling import SamplingParams
-from chatgpt.rollout.wire import check_policy, policy_tensors
+from chatgpt.rollout.wire import each_once
 from chatgpt.types import FinishReason, Sample
 
-if TYPE_CHECKING:
-    from chatgpt.nn import Actor
-
-
-VLLM = 'vllm>=0.33,<0.34'
+VLLM = 'vllm>=0.32,<0.34'
 """the versions whose sources were read; the interface changes between them"""
 
 
-class VLLMEngine(InProcessEngine):
+class VLLMEngine(CheckedEngine):
     """Generates with `vllm.LLM`.
 
     Args:
@@ -51,11 +46,7 @@ class VLLMEngine(InProcessEngine):
         ImportError: vLLM is not installed; ValueError: an option that the engine sets itself, or several GPUs.
     """
 
-    reproducible = False
-    recompute_logprobs = True
-    """a trainer takes its old log-probs from a forward of its own"""
-    copies_weights = True
-    """what `begin` was given may be freed when it returns"""
+    abilities = Abilities(exact_logprobs=False, copies_weights=True)
     OWN = (
         'model',
         'load_format',
@@ -67,7 +58,6 @@ class VLLMEngine(InProcessEngine):
     )
 
     def __init__(self, pretrained: str | os.PathLike[str], *, memory_share: float = 0.4, **options: Any) -> None:
-        super().__init__()
         taken = sorted(set(options) & set(self.OWN))
         if taken:
             raise ValueError(f'VLLMEngine sets {taken[0]!r} itself; leave it out')
@@ -83,7 +73,7 @@ class VLLMEngine(InProcessEngine):
         self.settings = {
             'model': os.fspath(pretrained),
             'load_format': 'dummy',
-            'enable_sleep_mode': True,
+            'enable_sleep_mode': can_sleep(),
             'skip_tokenizer_init': True,
             'logprobs_mode': 'processed_logprobs',
             'gpu_memory_utilization': memory_share,
@@ -95,37 +85,33 @@ class VLLMEngine(InProcessEngine):
         if int(os.environ.get('WORLD_SIZE', '1')) > 1:
             self.settings.setdefault('distributed_executor_backend', 'external_launcher')
         self._llm: Any = None
+        self._has_head = True
         self._asleep: list[str] = []
         """what of it has no memory; it sleeps only as a whole, and calls after that do nothing"""
 
-    def begin(self, actor: Actor) -> None:
-        """Wake up with the actor's weights. Raises ValueError for an actor whose head is not its model's."""
-        if self._actor is not None:
-            self.end()
-        check_policy(actor, 'VLLMEngine')
-        weights = checkpoint_tensors(actor.model)
+    def transfer(self, model: Any, tensors: Mapping[str, Tensor]) -> None:
+        """Wake up with the weights."""
         # vLLM's memory is not torch's: what torch keeps for later would be missing there.
         torch.cuda.empty_cache()
         if self._llm is None:
-            # In a process of its own vLLM could not be given tensors without copying them through the host.
-            os.environ.setdefault('VLLM_ENABLE_V1_MULTIPROCESSING', '0')
-            self._llm = import_vllm().LLM(**self.settings)
+            self._llm = start(self.settings)
+            self.dtype, self._has_head = self._llm.model_config.dtype, has_head(self._llm)
             self._sleep()
         try:
             self._wake_up('weights')
             # and not load_weights alone: what vLLM makes of weights when it loads them has to be made again
-            self._llm.collective_rpc('reload_weights', kwargs={'weights_iterator': iter(weights.items())})
+            wanted = tensors if self._has_head else each_once(tensors)
+            self._llm.collective_rpc('reload_weights', kwargs={'weights_iterator': iter(wanted.items())})
             self._llm.reset_prefix_cache()  # what an earlier policy made of a prompt must not be found again
         except BaseException:
             self._sleep()
             raise
-        self._actor = Described(actor.model.config)
 
     def end(self) -> None:
         """Give the device's memory back."""
-        if self._actor is not None:
+        if self._config is not None:
             self._sleep()
-        self._actor = None
+        super().end()
 
     def _wake_up(self, part: str) -> None:
         if part in self._asleep:
@@ -134,7 +120,7 @@ class VLLMEngine(InProcessEngine):
             self._asleep.remove(part)
 
     def _sleep(self) -> None:
-        if self._asleep == ['weights', 'kv_cache']:
+        if self._asleep == ['weights', 'kv_cache'] or not self.settings['enable_sleep_mode']:
             return
         self._wake_up('kv_cache')  # vLLM takes one that is half awake for asleep
         self._llm.sleep(level=2)
@@ -149,6 +135,16 @@ class VLLMEngine(InProcessEngine):
         return answers(self._llm, call, limits)
 
 
+def has_head(llm: Any) -> bool:
+    """Whether vLLM's model has an output layer of its own. Where the policy's is tied, that layer wants its tensor all
+    the same, for vLLM may have made a copy in another layout; and a model without one refuses it."""
+    return any(llm.apply_model(_has_head))
+
+
+def _has_head(model: Any) -> bool:
+    return any(type(module).__name__ == 'ParallelLMHead' for module in model.modules())
+
+
 def answers(llm: Any, call: Call, limits: list[int]) -> list[Sample]:
     """What `vllm.LLM` draws for a checked call."""
     keys = stream_keys(call.seed, torch.tensor(call.indices), torch.tensor(call.offsets)).tolist()
@@ -158,28 +154,42 @@ def answers(llm: Any, call: Call, limits: list[int]) -> list[Sample]:
     return [_sample(call, i, answer.outputs[0]) for i, answer in enumerate(made)]
 
 
-def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
-    """`policy_tensors` under the names and in the layout of a checkpoint, which is what vLLM loads. They differ for
-    mixtures of experts, whose experts transformers stacks."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    with torch.no_grad():
-        return revert_weight_conversion(model, {name: t.detach() for name, t in policy_tensors(model).items()})
-
-
-class Described:
-    """What is left of an actor once vLLM has its weights: its configuration."""
-
-    def __init__(self, config: Any) -> None:
-        self.model = SimpleNamespace(config=config)
-
-
 def import_vllm() -> Any:
     try:
         import vllm
     except ImportError as error:
         raise ImportError(f"vLLM cannot be imported here ({error}); pip install '{VLLM}'") from error
     return vllm
+
+
+def check_version(version: str) -> None:
+    """Warns of a version of vLLM that was not looked at."""
+    found, (low, high) = re.match(r'0\.(\d+)', version), map(int, re.findall(r'0\.(\d+)', VLLM))
+    if found is None or not low <= int(found[1]) < high:
+        warnings.warn(f"vLLM {version} is installed, and this package knows the interface of '{VLLM}'", stacklevel=2)
+
+
+def can_sleep() -> bool:
+    """Whether vLLM can give its memory back on this platform; on a CPU it cannot."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_sleep_mode_available()
+
+
+def start(settings: Mapping[str, Any]) -> Any:
+    """`vllm.LLM` in this process, which keeps its random numbers and, on a CPU, its threads."""
+    # In a process of its own vLLM could not be given tensors without copying them through the host.
+    os.environ.setdefault('VLLM_ENABLE_V1_MULTIPROCESSING', '0')
+    os.environ.setdefault('VLLM_CPU_OMP_THREADS_BIND', 'nobind')
+    vllm = import_vllm()
+    check_version(vllm.__version__)
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return vllm.LLM(**settings)
+    finally:
+        torch.set_num_threads = set_num_threads  # in place of which vLLM puts a function that does nothing
+        torch.set_num_threads(num_threads)
 
 
 def check_sampling(sampling: Any) -> None:

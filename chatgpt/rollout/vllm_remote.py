@@ -17,18 +17,19 @@ import os
 import socket
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from chatgpt.nn.trunk import text_config
-from chatgpt.rollout.engine import Call
+from chatgpt.rollout.call import Call
+from chatgpt.rollout.engine import Abilities
 from chatgpt.rollout.remote import RemoteEngine, RolloutWorkers, Ticket, Weights, WorkerDied
-from chatgpt.rollout.vllm import check_sampling, checkpoint_tensors
+from chatgpt.rollout.vllm import check_sampling
 from chatgpt.rollout.vllm_worker import OWN, VLLMSpec, name_of_device
-from chatgpt.rollout.wire import Manifest
+from chatgpt.rollout.wire import Manifest, checkpoint_tensors, each_once
 from chatgpt.types import Sample
 
 WeightTransfer = Literal['auto', 'nccl', 'ipc', 'store']
@@ -58,8 +59,7 @@ class VLLMRemoteEngine(RemoteEngine):
     ...     trainer = PPOTrainer(..., engine=engine, max_staleness=1, tis_cap=2.0)
     """
 
-    reproducible = False
-    recompute_logprobs = True
+    abilities = Abilities(exact_logprobs=False, copies_weights=True, answers_ahead=True, takes_environments=True)
 
     def __init__(self, workers: RolloutWorkers, *, weight_transfer: WeightTransfer = 'auto', **options: Any) -> None:
         if weight_transfer not in ('auto', 'nccl', 'ipc', 'store'):
@@ -67,6 +67,8 @@ class VLLMRemoteEngine(RemoteEngine):
         self.weight_transfer = weight_transfer
         super().__init__(workers, **options)
         self.tensor_parallel = _tensor_parallel(workers)
+        self._has_head: bool | None = None
+        """whether the workers' model has an output layer of its own; known after the first `begin`"""
         self.ways: list[str] = []
         """how weights come to each worker: 'nccl', 'ipc' or 'store'; known after the first `begin`"""
         self._links: list[_Link | None] = []
@@ -82,10 +84,9 @@ class VLLMRemoteEngine(RemoteEngine):
         if not 0 < share < 1:
             raise ValueError(f'VLLMRemoteEngine: memory_share={share} must lie between 0 and 1')
 
-    def _check_call(self, call: Call) -> None:
+    def check(self, config: Any, call: Call) -> list[int]:
         check_sampling(call.sampling)
-        if self.around is None and self.spec is not None:
-            call.limits(text_config(self.spec.config))
+        return [] if self.around is not None else call.checked(config)
 
     def _chunk_size(self, num_prompts: int) -> int:
         return self.chunk_size or -(-num_prompts // self.workers.num_workers)
@@ -95,11 +96,16 @@ class VLLMRemoteEngine(RemoteEngine):
         spec = super()._spec_of(model)
         return VLLMSpec(**vars(spec), tensor_parallel=self.tensor_parallel)
 
-    def _tensors_of(self, model: Any) -> dict[str, Tensor]:
+    def tensors_of(self, model: Any) -> Mapping[str, Tensor]:
         # Views of a received buffer are aligned when larger elements come first.
         return dict(sorted(checkpoint_tensors(model).items(), key=lambda item: -item[1].dtype.itemsize))
 
     # ------------------------------------------------------------------ weights
+
+    def _wanted(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if self._has_head is None:
+            self._has_head = self.workers.wait(self.workers.call(0, 'has_head'))
+        return tensors if self._has_head else each_once(tensors)
 
     def _bring(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Weights:
         self._finish_sending()
@@ -124,7 +130,7 @@ class VLLMRemoteEngine(RemoteEngine):
             }
             if self._device.type == 'cuda':
                 torch.cuda.current_stream(self._device).synchronize()
-            self._sending = [_Sending(link, manifest.version, weights.kept, self._device) for link in links]
+            self._sending = [_Sending(link, manifest, weights.kept, self._device) for link in links]
             for sending in self._sending:
                 sending.start()
             for sending in self._sending:  # what is asked of a worker from now on must come behind its weights
@@ -160,7 +166,7 @@ class VLLMRemoteEngine(RemoteEngine):
             return super().take(ticket)
         except Exception:
             for sending in self._sending:
-                if sending.link.client.failed is not None:
+                if sending.link.client.answered.wait(STOPPING_S) and sending.link.client.failed is not None:
                     sending.join(STOPPING_S)
                 self._raise_of(sending)  # then the worker only misses the weights
             raise
@@ -178,10 +184,10 @@ class VLLMRemoteEngine(RemoteEngine):
         """Raises ValueError for what no worker could be sent weights by, before there are workers: which GPUs they have
         is known only then."""
         asked = self.weight_transfer
-        if asked in ('nccl', 'ipc') and device.type not in SENT_FROM:
+        if asked in ('nccl', 'ipc') and (device.type not in SENT_FROM or not self.tensor_parallel):
             raise ValueError(
-                f'weight_transfer={asked!r} sends from a GPU, and these weights are on {device}; '
-                "use weight_transfer='store'"
+                f'weight_transfer={asked!r} sends from a GPU to others, and these weights are on {device} and a worker '
+                f"has {self.tensor_parallel} GPUs; use weight_transfer='store'"
             )
         if asked == 'ipc' and (self.tensor_parallel > 1 or _several_ranks()):
             raise ValueError(
@@ -209,7 +215,7 @@ class VLLMRemoteEngine(RemoteEngine):
         return way
 
     def _can_send(self) -> bool:
-        if self._device.type not in SENT_FROM:
+        if self._device.type not in SENT_FROM or not self.tensor_parallel:
             return False
         try:
             import vllm.distributed.weight_transfer  # noqa: F401
@@ -231,9 +237,10 @@ class VLLMRemoteEngine(RemoteEngine):
 
 
 def _tensor_parallel(workers: RolloutWorkers) -> int:
+    """GPUs that hold a worker's model together; 0: it computes on a CPU."""
     gpus = getattr(workers, 'resources', {}).get('GPU', 1)
-    if gpus < 1 or gpus != int(gpus):
-        raise ValueError(f'resources: GPU={gpus} of a vLLM worker must be a whole number of at least 1')
+    if gpus < 0 or gpus != int(gpus):
+        raise ValueError(f'resources: GPU={gpus} of a vLLM worker must be a whole number; 0 computes on a CPU')
     return int(gpus)
 
 
@@ -260,7 +267,7 @@ class _Client:
 
     def __init__(self, workers: RolloutWorkers, worker: int, way: str) -> None:
         self.workers, self.worker, self.way = workers, worker, way
-        self.version = 0
+        self.manifest: Manifest | None = None
         """of the weights that are sent"""
         self.asked = threading.Event()
         """the worker has been asked to receive them"""
@@ -271,8 +278,8 @@ class _Client:
         """the worker, or what it was asked"""
         self.on_failure = lambda: None
 
-    def begin(self, version: int) -> None:
-        self.version, self.failed = version, None
+    def begin(self, manifest: Manifest) -> None:
+        self.manifest, self.failed = replace(manifest, tensors={}, buckets=()), None
         for event in (self.asked, self.turn, self.answered):
             event.clear()
         if self.way == 'ipc':
@@ -286,7 +293,7 @@ class _Client:
 
     def update_weights(self, update_info: Any) -> None:
         turn = self.workers.call(self.worker, 'turn')
-        handle = self.workers.call(self.worker, 'update_weights', self.version, update_info)
+        handle = self.workers.call(self.worker, 'update_weights', self.manifest, update_info)
         self.asked.set()
         try:
             self._wait(turn)
@@ -357,11 +364,11 @@ class _Link:
 class _Sending(threading.Thread):
     """One version on its way to one worker."""
 
-    def __init__(self, link: _Link, version: int, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    def __init__(self, link: _Link, manifest: Manifest, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         super().__init__(name=f'chatgpt-weights-{link.worker}', daemon=True)
-        self.link, self.version, self.device, self.tensors = link, version, device, tensors
+        self.link, self.version, self.device, self.tensors = link, manifest.version, device, tensors
         self.error: Exception | None = None
-        link.client.begin(version)
+        link.client.begin(manifest)
 
     def run(self) -> None:
         client = self.link.client
@@ -391,7 +398,7 @@ def _source(client: _Client) -> Any:
     """vLLM's `WeightSource` of named tensors."""
     from vllm.distributed.weight_transfer import ParamMeta, WeightSource
 
-    class Named(WeightSource):
+    class Tensors(WeightSource):
         def __init__(self) -> None:
             self._tensors: Mapping[str, Tensor] = {}
 
@@ -400,15 +407,33 @@ def _source(client: _Client) -> Any:
             if tensors:
                 self.__dict__.pop('metadata', None)
 
-        @cached_property
-        def metadata(self) -> list[Any]:
+        def _described(self) -> list[Any]:
             return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self._tensors.items()]
 
-        def iter_full(self) -> Iterator[tuple[str, Tensor]]:
+        def _all(self) -> Iterator[tuple[str, Tensor]]:
             client.turn.wait()  # a broadcast would keep the GPU busy with waiting
             if client.failed is not None:
                 raise client.failed
             for name, tensor in list(self._tensors.items()):  # from host memory one at a time
                 yield name, tensor.to(self._device)
+
+    if not hasattr(WeightSource, 'iter_full'):
+
+        class Named(Tensors):  # vLLM 0.32
+            def metadata(self) -> list[Any]:
+                return self._described()
+
+            def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+                return self._all()
+
+    else:
+
+        class Named(Tensors):  # type: ignore[no-redef]
+            @cached_property
+            def metadata(self) -> list[Any]:
+                return self._described()
+
+            def iter_full(self) -> Iterator[tuple[str, Tensor]]:
+                return self._all()
 
     return Named()

@@ -1,14 +1,12 @@
 """A rollout worker that generates with vLLM, on the GPUs that it owns. Plain Python, without Ray.
 
 Weights come to it by vLLM's own weight transfer (`update_weights`) or, as to every worker, in buckets that a request
-names. Left out: the process it runs in and its GPUs (`chatgpt.rollout.ray_workers`), and who sends the weights
-(`chatgpt.rollout.vllm_remote`).
+names.
 """
 
 from __future__ import annotations
 
 import copy
-import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chatgpt.rollout.engine import Call, InProcessEngine
+from chatgpt.rollout.call import Call
+from chatgpt.rollout.engine import Abilities, CheckedEngine
+from chatgpt.rollout.handshake import Handshake
 from chatgpt.rollout.remote import WorkerDied
-from chatgpt.rollout.vllm import Described, VLLMEngine, answers, check_sampling, import_vllm
+from chatgpt.rollout.vllm import VLLMEngine, answers, check_sampling, has_head, start
 from chatgpt.rollout.wire import Around, Manifest, ModelSpec, PackedSamples, Request, pack_samples, whole_tensors
-from chatgpt.types import Prompt, Sample
+from chatgpt.types import Sample
 
 OWN = (*VLLMEngine.OWN, 'tensor_parallel_size', 'distributed_executor_backend', 'weight_transfer_config')
 """keywords of `vllm.LLM` that a worker sets itself"""
@@ -30,7 +30,8 @@ OWN = (*VLLMEngine.OWN, 'tensor_parallel_size', 'distributed_executor_backend', 
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMSpec(ModelSpec):
-    """How a worker builds vLLM: the architecture of a model, on so many GPUs."""
+    """How a worker builds vLLM: the architecture of a model, on so many GPUs; 0: on the CPU, in the worker's own
+    process."""
 
     tensor_parallel: int = 1
 
@@ -61,8 +62,6 @@ class VLLMWorker:
         self.spec, self.fetch = spec, fetch
         options = dict(engine_options or {})
         share = options.pop('memory_share', 0.9)
-        # Where the engine has a process of its own, it would not know this one's placement group.
-        os.environ.setdefault('VLLM_ENABLE_V1_MULTIPROCESSING', '0')
         self._folder = tempfile.TemporaryDirectory(prefix='chatgpt_vllm_')
         spec.write_config(self._folder.name)
         settings = {
@@ -73,15 +72,15 @@ class VLLMWorker:
             'gpu_memory_utilization': share,
             'seed': 0,
             'max_model_len': -1,  # as long as fits the memory
-            'tensor_parallel_size': spec.tensor_parallel,
-            'distributed_executor_backend': 'ray',
+            'tensor_parallel_size': max(1, spec.tensor_parallel),
+            'distributed_executor_backend': 'ray' if spec.tensor_parallel else 'uni',
             'weight_transfer_config': {'backend': 'nccl'},
             **options,
         }
-        self.llm: Any = import_vllm().LLM(**settings)
-        own = _Answering(self.llm)
-        self.has_around = around is not None
-        self.engine: Any = own if around is None else around(own)
+        # In a process of its own the engine would not know this one's placement group.
+        self.llm: Any = start(settings)
+        self._own = _Answering(self.llm)
+        self.engine: Any = self._own if around is None else around(self._own)
         self.version: int | None = None
         """of the weights in the model; None where they are not whole"""
 
@@ -90,6 +89,10 @@ class VLLMWorker:
     def gpus(self) -> list[str]:
         """What tells each of its GPUs from all others; '' for what is none."""
         return self._asked(self.llm.collective_rpc, _gpu)
+
+    def has_head(self) -> bool:
+        """See `chatgpt.rollout.vllm.has_head`."""
+        return self._asked(has_head, self.llm)
 
     def turn(self) -> None:
         """Answered when all is done that was asked before."""
@@ -101,14 +104,14 @@ class VLLMWorker:
             self._asked(llm.collective_rpc, _use, args=(backend,))
         self._asked(llm.init_weight_transfer_engine, {'init_info': dict(init_info)})
 
-    def update_weights(self, version: int, update_info: Mapping[str, Any]) -> None:
+    def update_weights(self, manifest: Manifest, update_info: Mapping[str, Any]) -> None:
         """Receive a version of the weights from the sender. After a failure there are none."""
         llm = self.llm
         self.version = None
         self._asked(llm.start_weight_update)
         self._asked(llm.update_weights, {'update_info': dict(update_info)})
         self._asked(llm.finish_weight_update)
-        self._hold(version)
+        self._hold(manifest)
 
     def take_weights(self, manifest: Manifest, buckets: Sequence[Any]) -> None:
         """Fetch a version of the weights as buckets and load them. After a failure there are none."""
@@ -119,14 +122,14 @@ class VLLMWorker:
             if named:
                 self._asked(llm.apply_model, partial(_load, list(named.items())))
         self._asked(llm.finish_weight_update)
-        self._hold(manifest.version)
+        self._hold(manifest)
 
-    def _hold(self, version: int) -> None:
+    def _hold(self, manifest: Manifest) -> None:
         llm = self.llm
         llm.reset_prefix_cache()  # what an earlier policy made of a prompt must not be found again
         self.engine.end()
-        self.engine.begin(Described(self.spec.config))
-        self.version = version
+        self._own.take_up(self.spec.config, manifest.handshake)
+        self.version = manifest.version
 
     def _asked(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
         """Raises WorkerDied where vLLM's own processes are gone: then a new worker can go on, and this one cannot."""
@@ -154,30 +157,23 @@ class VLLMWorker:
                     f'{request.manifest.version}'
                 )
             self.take_weights(request.manifest, request.buckets)
-        samples = self._asked(
-            self.engine.generate,
-            list(request.prompts) or [Prompt(ids=torch.tensor(ids)) for ids in request.prompt_ids],
-            request.sampling,
-            seed=request.seed,
-            indices=list(request.indices),
-            groups=list(request.groups),
-            **({} if self.has_around else {'offsets': list(request.offsets), 'limits': list(request.limits)}),
-        )
-        return pack_samples(samples, request.manifest.version)
+        self._asked(self._own.check_weights)  # also where an environment asks for no turn
+        samples = self._asked(self.engine.generate, request.opened())
+        return pack_samples(samples, request.manifest.version, self._own.difference)
 
 
-class _Answering(InProcessEngine):
-    """The engine of a worker; the worker sees to its weights."""
+class _Answering(CheckedEngine):
+    """The engine of a worker, which gives it weights."""
 
-    reproducible = False
-    recompute_logprobs = True
+    abilities = Abilities(exact_logprobs=False)
 
     def __init__(self, llm: Any) -> None:
-        super().__init__()
-        self.llm = llm
+        self.llm, self.dtype = llm, llm.model_config.dtype
 
-    def begin(self, actor: Any) -> None:
-        self._actor = actor
+    def take_up(self, config: Any, handshake: Handshake) -> None:
+        """The weights of a policy of this config are there."""
+        self._config = config
+        self.expect(handshake)
 
     def check(self, config: Any, call: Call) -> list[int]:
         check_sampling(call.sampling)

@@ -3,7 +3,7 @@ prompts, samples.
 
 Weights go as a few flat byte buffers of bounded size instead of hundreds of tensors; a `Manifest` says what lies where.
 A bucket holds one dtype, a tensor larger than a bucket is cut, tied tensors go once. Nothing is converted, so bits
-arrive as they left. Left out: the transport (`RolloutWorkers`) and who generates (`RolloutWorker`).
+arrive as they left.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from chatgpt.nn import lora
-from chatgpt.nn.encoder_decoder import check_decoder_only
+from chatgpt.nn.layouts import check_causal
 from chatgpt.nn.trunk import cut_over
-from chatgpt.rollout.sampling import SamplingParams
+from chatgpt.rollout.call import Call
+from chatgpt.rollout.handshake import Handshake
 from chatgpt.types import Episode, FinishReason, Prompt, Sample
 
 BUCKET_BYTES = 64 << 20
@@ -42,7 +43,8 @@ class Piece(NamedTuple):
 class Manifest:
     """What the buckets of one version of the weights hold.
 
-    >>> plan_buckets({'a': torch.zeros(2, 3), 'b': torch.zeros(4)}, version=1, bucket_bytes=32).buckets
+    >>> tensors = {'a': torch.zeros(2, 3), 'b': torch.zeros(4)}
+    >>> plan_buckets(tensors, version=1, handshake=handshake, bucket_bytes=32).buckets          # doctest: +SKIP
     ((Piece(name='a', start=0, stop=6), Piece(name='b', start=0, stop=2)), (Piece(name='b', start=2, stop=4),))
     """
 
@@ -50,15 +52,18 @@ class Manifest:
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     """{name: (shape, dtype)}"""
     buckets: tuple[tuple[Piece, ...], ...]
+    handshake: Handshake
+    """what a worker checks them by before it generates with them"""
 
     @property
     def num_bytes(self) -> int:
         return sum((p.stop - p.start) * self.tensors[p.name][1].itemsize for pieces in self.buckets for p in pieces)
 
 
-def policy_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of a transformers model by name, each once, without adapters: those must be
-    folded in.
+def policy_tensors(model: nn.Module, *, every_name: bool = False) -> dict[str, Tensor]:
+    """Parameters and persistent buffers of a transformers model by name, without adapters: those must be folded in.
+
+    every_name: tied tensors under each of their names; else each tensor once.
 
     Raises:
         ValueError: weights that are not whole in memory, or whose adapters cannot be folded in.
@@ -70,8 +75,8 @@ def policy_tensors(model: nn.Module) -> dict[str, Tensor]:
         )
     if cut_over(model) is not None:
         raise ValueError(
-            'an engine of its own needs whole weights, and this process has parts of them (tensor_parallel): set '
-            'strategy.whole_copies = True before strategy.full_model'
+            'an engine of its own needs whole weights, and this process has parts of them (tensor_parallel): give '
+            'whole=True to strategy.full_model'
         )
     if any(layer.shares_base for layer in lora.lora_layers(model).values()):
         raise ValueError(
@@ -79,7 +84,8 @@ def policy_tensors(model: nn.Module) -> dict[str, Tensor]:
             'use LocalEngine or HFEngine'
         )
     adapters = {f'{name}.{factor}' for name in lora.lora_layers(model) for factor in ('lora_A', 'lora_B')}
-    tensors: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if name not in adapters}
+    named = model.named_parameters(remove_duplicate=not every_name)
+    tensors: dict[str, Tensor] = {name: p for name, p in named if name not in adapters}
     persistent = {
         name for module_name, module in model.named_modules() for name in _persistent_buffers(module_name, module)
     }
@@ -93,12 +99,32 @@ def policy_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
+    """`policy_tensors` under the names and in the layout of a checkpoint, for programs that load one: the experts of a
+    mixture, which transformers stacks, apart; a tied tensor under each of its names (see `each_once`)."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with torch.no_grad():
+        every = {name: t.detach() for name, t in policy_tensors(model, every_name=True).items()}
+        once = {name: every[name] for name in policy_tensors(model)}
+        further = {name: t for name, t in every.items() if name not in once}
+        return revert_weight_conversion(model, once) | revert_weight_conversion(model, further)
+
+
+def each_once(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without the further names of tied tensors, which come behind the first."""
+    named: dict[Any, str] = {}
+    for name, tensor in tensors.items():
+        named.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name, name)
+    return {name: tensors[name] for name in named.values()}
+
+
 def check_policy(actor: Any, engine: str) -> None:
     """An engine with a model of its own knows the model alone, so nothing but the model may decide the logits.
     ValueError otherwise."""
     from chatgpt.nn import Actor
 
-    check_decoder_only(getattr(actor, 'model', None), engine)
+    check_causal(getattr(actor, 'model', None), f'{engine} decodes', "use engine='hf'")
     own = any(getattr(type(actor), name, None) is not getattr(Actor, name) for name in ('trunk', 'head'))
     if getattr(actor, 'changes_logits', own):  # a class that overrides one of them may say when it matters
         raise ValueError(
@@ -113,7 +139,9 @@ def _persistent_buffers(prefix: str, module: nn.Module) -> Iterator[str]:
             yield f'{prefix}.{name}' if prefix else name
 
 
-def plan_buckets(tensors: Mapping[str, Tensor], *, version: int, bucket_bytes: int = BUCKET_BYTES) -> Manifest:
+def plan_buckets(
+    tensors: Mapping[str, Tensor], *, version: int, handshake: Handshake, bucket_bytes: int = BUCKET_BYTES
+) -> Manifest:
     """Cut tensors into buckets of one dtype and at most `bucket_bytes` (at least one element). Empty tensors need no
     bucket."""
     if bucket_bytes < 1:
@@ -135,7 +163,7 @@ def plan_buckets(tensors: Mapping[str, Tensor], *, version: int, bucket_bytes: i
         if pieces:
             buckets.append(tuple(pieces))
     shapes = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    return Manifest(version=version, tensors=shapes, buckets=tuple(buckets))
+    return Manifest(version=version, tensors=shapes, buckets=tuple(buckets), handshake=handshake)
 
 
 @torch.no_grad()
@@ -284,15 +312,23 @@ class Request:
 
     manifest: Manifest
     buckets: SequenceOf[Any]
-    prompt_ids: SequenceOf[np.ndarray]
-    sampling: SamplingParams
-    seed: int
-    indices: SequenceOf[int]
-    groups: SequenceOf[int]
-    prompts: SequenceOf[Prompt]
-    """with their data rows' columns, for an environment; else empty"""
-    offsets: SequenceOf[int]
-    limits: SequenceOf[int | None]
+    call: Call
+    """its prompts for an environment, whole; else without them"""
+    prompt_ids: SequenceOf[np.ndarray] = ()
+
+    @classmethod
+    def of(cls, manifest: Manifest, buckets: SequenceOf[Any], call: Call, *, whole: bool) -> Request:
+        if whole:
+            prompts = [replace(p, ids=p.ids.cpu()) for p in call.prompts]
+            return cls(manifest=manifest, buckets=buckets, call=replace(call, prompts=prompts))
+        ids = [p.ids.cpu().numpy() for p in call.prompts]
+        return cls(manifest=manifest, buckets=buckets, call=replace(call, prompts=()), prompt_ids=ids)
+
+    def opened(self) -> Call:
+        """What the worker's engine is asked."""
+        if self.call.prompts:
+            return self.call
+        return replace(self.call, prompts=[Prompt(ids=torch.tensor(ids)) for ids in self.prompt_ids])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,6 +352,8 @@ class PackedSamples:
     """(N,) bool, which tokens count; None: all"""
     episodes: list[PackedEpisode] | None = None
     """(n,) of an environment; None: the prompts are those that were asked for"""
+    difference: float | None = None
+    """of log-probs, that the worker's check of its weights found; None: it has not checked them"""
 
 
 class PackedEpisode(NamedTuple):
@@ -325,22 +363,24 @@ class PackedEpisode(NamedTuple):
     prompt_text: str
     response_text: str
     episode: Episode
+    last_turn: str = ''
 
 
-def pack_samples(samples: SequenceOf[Sample], version: int) -> PackedSamples:
+def pack_samples(samples: SequenceOf[Sample], version: int, difference: float | None = None) -> PackedSamples:
     """Whole responses of an engine, or whole episodes."""
 
     def joined(name: str) -> np.ndarray:
         return torch.cat([getattr(s, name) for s in samples]).numpy()
 
     episodes = [
-        PackedEpisode(s.prompt_ids.tolist(), s.prompt_text, s.response_text, s.episode)
+        PackedEpisode(s.prompt_ids.tolist(), s.prompt_text, s.response_text, s.episode, s.last_turn)
         for s in samples
         if s.episode is not None
     ]
     return PackedSamples(
         masks=joined('response_mask') if episodes else None,
         episodes=episodes or None,
+        difference=difference,
         version=version,
         lengths=np.array([len(s.response_ids) for s in samples], dtype=np.int64),
         ids=joined('response_ids'),
@@ -368,7 +408,9 @@ def unpack_samples(
         else:
             mask, of_episode = torch.tensor(packed.masks[where]), packed.episodes[i]._asdict()
             of_episode['prompt_ids'] = torch.tensor(of_episode['prompt_ids'], dtype=torch.int64)
-        made: dict[str, Any] = {'prompt_ids': prompts[i].ids.cpu(), 'prompt_text': prompts[i].text} | of_episode
+        asked = prompts[i]
+        of_prompt = {'prompt_ids': asked.ids.cpu(), 'prompt_text': asked.text, 'last_turn': asked.last_turn}
+        made: dict[str, Any] = of_prompt | of_episode
         samples.append(
             Sample(
                 index=indices[i],

@@ -1,7 +1,4 @@
-"""A rollout worker: a model of its own, filled from buckets, and a local engine. Plain Python, without Ray.
-
-Left out: the process it runs in (`chatgpt.rollout.ray_workers`), and what happens when that dies (`RemoteEngine`).
-"""
+"""A rollout worker: a model of its own, filled from buckets, and a local engine. Plain Python, without Ray."""
 
 from __future__ import annotations
 
@@ -11,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chatgpt.rollout.handshake import Handshake
 from chatgpt.rollout.local import LocalEngine
 from chatgpt.rollout.wire import Around, Manifest, ModelSpec, PackedSamples, Request, apply_buckets, pack_samples
-from chatgpt.types import Prompt
 
 
 def make_worker(
@@ -50,10 +47,11 @@ class RolloutWorker:
         self.spec, self.fetch = spec, fetch
         self.device = torch.device(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
         local = LocalEngine(**(engine_options or {}))
-        self.has_around = around is not None
         self.engine: Any = local if around is None else around(local)
         self.version: int | None = None
         """of the weights in the model; None where they are not whole"""
+        self.difference: float | None = None
+        """of log-probs, that the check of these weights found"""
         self._model: Any = None
         self._actor: Any = None
 
@@ -61,25 +59,19 @@ class RolloutWorker:
         """The samples of a request, drawn with the weights it names; weights that this worker does not hold yet are
         fetched.
 
-        Raises what `LocalEngine.generate` raises, and ValueError for weights that do not fit the model.
+        Raises what `LocalEngine.generate` raises, ValueError for weights that do not fit the model, and RuntimeError
+        where its log-probs are not the actor's.
         """
         if self.version != request.manifest.version:
             self.take_weights(request.manifest, request.buckets)
-        samples = self.engine.generate(
-            list(request.prompts) or [Prompt(ids=torch.tensor(ids)) for ids in request.prompt_ids],
-            request.sampling,
-            seed=request.seed,
-            indices=list(request.indices),
-            groups=list(request.groups),
-            **({} if self.has_around else {'offsets': list(request.offsets), 'limits': list(request.limits)}),
-        )
-        return pack_samples(samples, request.manifest.version)
+        samples = self.engine.generate(request.opened())
+        return pack_samples(samples, request.manifest.version, self.difference)
 
     def take_weights(self, manifest: Manifest, buckets: Sequence[Any]) -> None:
         """Fetch and apply a version of the weights. After a failure there are none."""
         from chatgpt.nn import Actor
 
-        self.version = None
+        self.version = self.difference = None
         self.engine.end()
         if self._model is None:
             self._model = self.spec.build().to(self.device)
@@ -87,5 +79,7 @@ class RolloutWorker:
         if self._actor is None:
             # only now: an actor looks at its model's outputs, which are arbitrary without weights
             self._actor = Actor(self._model)
+        own = Handshake.of(self._actor, type(self).__name__)
+        self.difference = manifest.handshake.check(own.best(), own.dtype)
         self.engine.begin(self._actor)
         self.version = manifest.version

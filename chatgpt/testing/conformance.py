@@ -4,8 +4,6 @@ Call `run_conformance(make_strategy)` in every process of a running group (or in
 strategy of its own, trains a tiny policy, and compares with plain torch or with `NaiveStrategy`. The checks are
 functions in a table (`all_checks`), so that a test can be made of each. A strategy that cannot do something must refuse
 it by name; that is reported, not failed.
-
-Left out: speed and memory, and real architectures.
 """
 
 from __future__ import annotations
@@ -20,11 +18,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from chatgpt.strategies.base import Strategy
+from chatgpt.strategies.processes import finish_gloo_at_exit
 from chatgpt.testing import conformance_saving, conformance_training
 from chatgpt.testing.conformance_bench import BF16, FP32, Bench, Check, ConformanceError, Refused, Tolerance
 from chatgpt.testing.tiny import TinyPolicy
-from chatgpt.trainer.strategies.base import Strategy
-from chatgpt.trainer.strategies.gloo_exit import finish_gloo_at_exit
 
 __all__ = ['BF16', 'FP32', 'Bench', 'ConformanceError', 'Tolerance', 'all_checks', 'run_check', 'run_conformance']
 
@@ -48,7 +46,7 @@ def run_conformance(
     Returns {check: 'passed' or 'refused: <the strategy's words>'}. Raises `ConformanceError` on every rank, listing
     each failed check with each rank's message. `folder` must be shared by all ranks; by default it is a temporary one.
 
-    >>> from chatgpt.trainer.strategies import NaiveStrategy
+    >>> from chatgpt.strategies import NaiveStrategy
     >>> run_conformance(lambda: NaiveStrategy(device='cpu'), checks=['frozen'])
     {'frozen': 'passed'}
     """

@@ -1,7 +1,5 @@
 """What a conformance check works with: a bench that makes and trains tiny models, tolerances, and words for what must
 hold.
-
-Left out: the checks (`conformance_training`, `conformance_saving`) and who runs them (`conformance`).
 """
 
 from __future__ import annotations
@@ -15,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from chatgpt.strategies.base import Strategy
+from chatgpt.strategies.naive import NaiveStrategy
 from chatgpt.testing.tiny import TinyPolicy, tiny_loss, tiny_micro_batches, tiny_sequences
-from chatgpt.trainer.strategies.base import Strategy
-from chatgpt.trainer.strategies.naive import NaiveStrategy
 from chatgpt.types import Sequence
 
 LR = 1e-2
@@ -165,7 +163,7 @@ def raises(kinds: type[Exception] | tuple[type[Exception], ...], text: str, what
 
 def _naive(strategy: Strategy) -> Strategy:
     """One process in the same precision on the same device."""
-    return NaiveStrategy(strategy.seed, strategy.precision, device=strategy.device)
+    return NaiveStrategy(strategy.seed, strategy.numerics.precision, device=strategy.device)
 
 
 Check = Callable[[Bench], None]

@@ -1,7 +1,4 @@
-"""Conformance checks of weights and optimizer states: files, folders, pieces, full weights for generation.
-
-Left out: training checkpoints as a whole, which are the trainer's.
-"""
+"""Conformance checks of weights and optimizer states: files, folders, pieces, full weights for generation."""
 
 from __future__ import annotations
 
@@ -13,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from chatgpt.checkpoint import CheckpointReader, DictReader, write_checkpoint
+from chatgpt.strategies.base import Strategy
+from chatgpt.strategies.checkpoint import CheckpointReader, DictReader, write_checkpoint
 from chatgpt.testing.conformance_bench import Bench, Check, Refused, expect, identical, raises
 from chatgpt.testing.tiny import tiny_micro_batches, tiny_sequences
-from chatgpt.trainer.strategies.base import Strategy
 
 
 def _other(model: nn.Module) -> nn.Module:
@@ -126,7 +123,7 @@ def check_optimizer_save_load(bench: Bench) -> None:
         strategy.barrier()
         straight = bench.train(strategy, model, optimizer, steps=2, first=2)
         weights = bench.weights(strategy, model)
-        if strategy.sharded:
+        if strategy.abilities.sharded:
             with raises(ValueError, 'only_rank0=False', 'save_optimizer(only_rank0=True) under a sharded strategy'):
                 strategy.save_optimizer(optimizer, bench.path(), only_rank0=True)
     with bench.make_strategy() as strategy:
@@ -153,8 +150,9 @@ def check_wrong_optimizer_state(bench: Bench) -> None:
                 shapes = {name: reader.shape(name) for name in reader.names()}
                 stored = {name: reader.read(name, 0, math.prod(shape)).reshape(shape) for name, shape in shapes.items()}
                 name = max(name for name, shape in shapes.items() if shape)
-                with raises((ValueError, RuntimeError), name, 'load_optimizer_pieces of a wrong shape'):
-                    strategy.load_optimizer_pieces(optimizer, DictReader(stored | {name: torch.ones(1, 2, 3)}))
+                wrong = DictReader(stored | {name: torch.ones(1, 2, 3)})
+                with raises((ValueError, RuntimeError), name, 'load_optimizer_state of a wrong shape'):
+                    strategy.load_optimizer_state(optimizer, strategy.optimizer_state(optimizer)[0], wrong)
             bench.train(strategy, model, optimizer, steps=1, first=2)
             return bench.weights(strategy, model)
 
@@ -162,17 +160,18 @@ def check_wrong_optimizer_state(bench: Bench) -> None:
 
 
 def _write(strategy: Strategy, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    groups = {'model/': strategy.model_pieces(model), 'optim/': strategy.optimizer_pieces(optimizer)}
-    meta = {'optimizer': strategy.optimizer_meta(optimizer)}
+    meta, pieces = strategy.optimizer_state(optimizer)
+    groups = {'model/': strategy.model_pieces(model), 'optim/': pieces}
     processes = strategy.processes
-    write_checkpoint(folder, groups, meta=meta, rank=processes.rank, all_gather_object=processes.all_gather_object)
+    write_checkpoint(
+        folder, groups, meta={'optimizer': meta}, rank=processes.rank, all_gather_object=processes.all_gather_object
+    )
 
 
 def _load(strategy: Strategy, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     reader = CheckpointReader(folder)
     strategy.load_model_pieces(model, reader.sub('model/'))
-    strategy.load_optimizer_meta(optimizer, reader.meta['optimizer'])
-    strategy.load_optimizer_pieces(optimizer, reader.sub('optim/'))
+    strategy.load_optimizer_state(optimizer, reader.meta['optimizer'], reader.sub('optim/'))
 
 
 def check_pieces(bench: Bench) -> None:
@@ -229,8 +228,7 @@ def check_pieces_to_naive(bench: Bench) -> None:
 
 
 def check_full_model(bench: Bench) -> None:
-    """`full_model` gives whole weights (`whole_copies`) or what computes the same, in eval mode, and leaves flags and
-    bits as they were."""
+    """`full_model` gives whole weights (`whole=True`) or what computes the same, in eval mode; flags and bits stay."""
     with bench.make_strategy() as strategy:
         model, optimizer = bench.pair(strategy)
         bench.train(strategy, model, optimizer, steps=1)
@@ -238,16 +236,15 @@ def check_full_model(bench: Bench) -> None:
         strategy.unwrap(model).train()
         computed = []
         for whole in (True, False):
-            strategy.whole_copies = whole
             try:
-                context = strategy.full_model(model)
+                context = strategy.full_model(model, whole=whole)
             except ValueError as error:
                 raise Refused(str(error)) from None
             with context as full:
                 expect(not any(m.training for m in full.modules()), 'full_model: not in eval mode')
                 for name, parameter in full.named_parameters():
-                    dtype = parameter.dtype
-                    expect(dtype == strategy.full_dtype, f'full_model: {name} is {dtype}, not {strategy.full_dtype}')
+                    dtype, wanted = parameter.dtype, strategy.numerics.full_dtype
+                    expect(dtype == wanted, f'full_model: {name} is {dtype}, not {wanted}')
                     same = not whole or torch.equal(parameter.detach().cpu(), weights[name].to(dtype))
                     expect(same, f'full_model: {name} has other values')
                 batch = tiny_micro_batches(tiny_sequences())[0][0].to(strategy.device)

@@ -1,7 +1,5 @@
 """Conformance checks of preparing and training: order and nesting, frozen modules, equality with Naive, accumulation,
 clipping.
-
-Left out: weights and optimizer states in files (`conformance_saving`).
 """
 
 from __future__ import annotations
@@ -108,7 +106,7 @@ def check_determinism(bench: Bench) -> None:
 def _require_accumulation(bench: Bench) -> None:
     """A strategy without accumulation must say so when it is tried."""
     with bench.make_strategy() as strategy:
-        if strategy.supports_accumulation:
+        if strategy.abilities.accumulation:
             return
         model, _ = bench.pair(strategy)
         try:
@@ -116,7 +114,7 @@ def _require_accumulation(bench: Bench) -> None:
                 pass
         except ValueError as error:
             raise Refused(str(error)) from None
-        raise ConformanceError('supports_accumulation is False, but accumulate(last=False) raises no ValueError')
+        raise ConformanceError('abilities.accumulation is False, but accumulate(last=False) raises no ValueError')
 
 
 def check_accumulation(bench: Bench) -> None:
@@ -139,8 +137,8 @@ def check_unequal(bench: Bench) -> None:
     """Fewer sequences than ranks can share evenly: dummy batches of weight zero change nothing."""
     with bench.make_strategy() as strategy, bench.make_reference(strategy) as naive:
         data = tiny_sequences(2 * strategy.world_size - 1 if strategy.world_size > 1 else 1, seed=9)
-        max_tokens = 1 if strategy.supports_accumulation else None  # one sequence per micro-batch
-        if not strategy.supports_accumulation:
+        max_tokens = 1 if strategy.abilities.accumulation else None  # one sequence per micro-batch
+        if not strategy.abilities.accumulation:
             data = data[:1]  # the other ranks have nothing but a dummy batch
         model, optimizer = bench.pair(strategy)
         want, want_optimizer = bench.pair(naive)

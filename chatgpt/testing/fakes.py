@@ -1,8 +1,4 @@
-"""Tiny models and tokenizers that are real: Hugging Face classes, built in memory, without a network.
-
-Left out: anything pretrained. The models are random; `initializer_range` is large enough that two tokens, or two
-positions, give clearly different numbers.
-"""
+"""Tiny models and tokenizers that are real: Hugging Face classes, built in memory, without a network."""
 
 from __future__ import annotations
 
@@ -40,63 +36,59 @@ def tiny_config(
     import transformers
 
     common: dict[str, Any] = {'vocab_size': vocab_size, 'pad_token_id': 0, 'bos_token_id': 1, 'eos_token_id': 2}
-    if family == 'gpt2':
-        sizes = {
-            'n_embd': hidden,
-            'n_layer': layers,
-            'n_head': heads,
-            'n_positions': positions,
-            'initializer_range': 0.1,
-        }
-        drops = {'resid_pdrop': dropout, 'embd_pdrop': dropout, 'attn_pdrop': dropout}
-        return transformers.GPT2Config(**{**common, **sizes, **drops, **kw})
-    if family == 'opt':
-        sizes = {
-            'hidden_size': hidden,
-            'word_embed_proj_dim': hidden,
-            'ffn_dim': 4 * hidden,
-            'num_hidden_layers': layers,
-            'num_attention_heads': heads,
-            'max_position_embeddings': positions,
-            'init_std': 0.1,
-        }
-        return transformers.OPTConfig(**{**common, **sizes, 'dropout': dropout, 'attention_dropout': dropout, **kw})
-    if family == 'bloom':
-        sizes = {'hidden_size': hidden, 'n_layer': layers, 'n_head': heads, 'initializer_range': 0.1}
-        return transformers.BloomConfig(
-            **{**common, **sizes, 'hidden_dropout': dropout, 'attention_dropout': dropout, **kw}
-        )
-    if family == 'llama':
-        sizes = {
-            'hidden_size': hidden,
-            'intermediate_size': 2 * hidden,
-            'num_hidden_layers': layers,
-            'num_attention_heads': heads,
-            'num_key_value_heads': heads // 2 if heads % 2 == 0 else heads,
-            'max_position_embeddings': positions,
-            'initializer_range': 0.1,
-        }
-        return transformers.LlamaConfig(**{**common, **sizes, 'attention_dropout': dropout, **kw})
-    if family in ('t5', 'flan-t5'):
-        sizes = {
-            'd_model': hidden,
-            'd_kv': hidden // heads,
-            'd_ff': 2 * hidden,
-            'num_layers': layers,
-            'num_heads': heads,
-            'decoder_start_token_id': 0,
-        }
-        gated = {'feed_forward_proj': 'gated-gelu', 'tie_word_embeddings': False} if family == 'flan-t5' else {}
-        return transformers.T5Config(**{**common, **sizes, **gated, 'dropout_rate': dropout, **kw})
-    if family in ('bart', 'marian'):
-        sizes = {'d_model': hidden, 'max_position_embeddings': positions, 'init_std': 0.1}
-        for side in ('encoder', 'decoder'):
-            sizes |= {f'{side}_layers': layers, f'{side}_attention_heads': heads, f'{side}_ffn_dim': 2 * hidden}
-        start = {'decoder_start_token_id': 2 if family == 'bart' else 0, 'forced_eos_token_id': None}
-        cls = transformers.BartConfig if family == 'bart' else transformers.MarianConfig
-        return cls(**{**common, **sizes, **start, 'dropout': dropout, 'attention_dropout': dropout, **kw})
-    known = ', '.join((*FAMILIES, *ENCODER_DECODERS))
-    raise ValueError(f'tiny_config: unknown family {family!r}; known are {known}')
+    usual = {
+        'hidden_size': hidden,
+        'num_hidden_layers': layers,
+        'num_attention_heads': heads,
+        'max_position_embeddings': positions,
+        'attention_dropout': dropout,
+    }
+    t5: dict[str, Any] = {
+        'd_model': hidden,
+        'd_kv': hidden // heads,
+        'd_ff': 2 * hidden,
+        'num_layers': layers,
+        'num_heads': heads,
+    }
+    t5 |= {'decoder_start_token_id': 0, 'dropout_rate': dropout}
+    bart: dict[str, Any] = {
+        'd_model': hidden,
+        'max_position_embeddings': positions,
+        'init_std': 0.1,
+        'forced_eos_token_id': None,
+    }
+    bart |= {'dropout': dropout, 'attention_dropout': dropout}
+    for side in ('encoder', 'decoder'):
+        bart |= {f'{side}_layers': layers, f'{side}_attention_heads': heads, f'{side}_ffn_dim': 2 * hidden}
+    gpt2: dict[str, Any] = {
+        'n_embd': hidden,
+        'n_layer': layers,
+        'n_head': heads,
+        'n_positions': positions,
+        'initializer_range': 0.1,
+    }
+    opt: dict[str, Any] = {'word_embed_proj_dim': hidden, 'ffn_dim': 4 * hidden, 'init_std': 0.1, 'dropout': dropout}
+    bloom: dict[str, Any] = {'hidden_size': hidden, 'n_layer': layers, 'n_head': heads, 'initializer_range': 0.1}
+    key_value_heads = heads // 2 if heads % 2 == 0 else heads
+    llama: dict[str, Any] = {
+        'intermediate_size': 2 * hidden,
+        'num_key_value_heads': key_value_heads,
+        'initializer_range': 0.1,
+    }
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        'gpt2': ('GPT2', gpt2 | dict.fromkeys(('resid_pdrop', 'embd_pdrop', 'attn_pdrop'), dropout)),
+        'opt': ('OPT', usual | opt),
+        'bloom': ('Bloom', bloom | dict.fromkeys(('hidden_dropout', 'attention_dropout'), dropout)),
+        'llama': ('Llama', usual | llama),
+        't5': ('T5', t5),
+        'flan-t5': ('T5', t5 | {'feed_forward_proj': 'gated-gelu', 'tie_word_embeddings': False}),
+        'bart': ('Bart', bart | {'decoder_start_token_id': 2}),
+        'marian': ('Marian', bart | {'decoder_start_token_id': 0}),
+    }
+    if family not in kinds:
+        raise ValueError(f'tiny_config: unknown family {family!r}; known are {", ".join(kinds)}')
+    name, settings = kinds[family]
+    return getattr(transformers, f'{name}Config')(**{**common, **settings, **kw})
 
 
 def tiny_causal_lm(family: str = 'gpt2', seed: int = 0, **kw: Any) -> PreTrainedModel:

@@ -2,8 +2,7 @@
 
 A new interpreter needs seconds to import torch and transformers. Where that is safe, ranks are forked from one that has
 done so: a server of `multiprocessing`, started at the first call, in which nothing but imports ever runs. Every rank is
-still a process of its own that joins a group of its own and ends, whatever its job did. Left out: more than one
-machine.
+still a process of its own that joins a group of its own and ends, whatever its job did.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _WARM = [
     'transformers.models.gpt2.modeling_gpt2',
     'transformers.models.llama.modeling_llama',
     'chatgpt.trainer',
-    'chatgpt.trainer.strategies',
+    'chatgpt.strategies',
     'chatgpt.testing.conformance',
 ]
 """what the server imports: what most jobs would"""
@@ -73,7 +72,7 @@ def run_distributed(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 100.0,
+    timeout_s: float = 600.0,
     init_group: bool = False,
     fresh: bool = False,
 ) -> list[Any]:
@@ -154,9 +153,9 @@ def _child(
 ) -> None:
     become_rank(rank, variables, world_size, port)
     if init_group:
-        from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
+        from chatgpt.strategies.processes import ProcessGroupStrategy
 
-        with ProcessGroupStrategy(device='cpu', timeout_s=60):  # joins the group, and leaves it at the end
+        with ProcessGroupStrategy(device='cpu'):  # joins the group, and leaves it at the end
             result = fn(*args)
     else:
         result = fn(*args)

@@ -1,7 +1,4 @@
-"""A tiny policy and batches of its sequences, for putting strategies to the test. Torch only, deterministic.
-
-Left out: real architectures (`chatgpt.testing.fakes`).
-"""
+"""A tiny policy and batches of its sequences, for putting strategies to the test. Torch only, deterministic."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 ends all.
 
 Ranks that disagree do not fail by themselves: they wait for each other in different collectives, or learn from
-different batches. A rank that does not come at all is the failure guard's (`chatgpt.trainer.strategies.guard`).
+different batches. A rank that does not come at all is the failure guard's (`chatgpt.strategies.guard`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.strategies.base import Strategy
 
 LEFT_OUT = ('callbacks', 'reward')
 """of a trainer's state: some callbacks write files, and count on rank 0 alone; a reward function is called there alone,

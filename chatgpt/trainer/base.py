@@ -3,28 +3,27 @@ on.
 
 A trainer alternates two verbs, collect and learn; those that have nothing to collect only learn. One learning phase is
 the unit of everything else: metrics are logged, checkpoints fall and signals are obeyed between phases.
-
-Left out: losses and data, which are the subclasses', and everything that depends on the hardware, which is the
-strategy's.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from chatgpt.checkpoint import claim_folder
-from chatgpt.checkpoint.layout import MANIFEST
-from chatgpt.dataset.formats import note_model
-from chatgpt.publish import NUM_SAMPLES
+from chatgpt.data.formats import note_model
+from chatgpt.monitor.publish import NUM_SAMPLES
+from chatgpt.strategies.base import Strategy
+from chatgpt.strategies.checkpoint import claim_folder
+from chatgpt.strategies.checkpoint.layout import MANIFEST
 from chatgpt.trainer import checkpointing
 from chatgpt.trainer.agreement import LEFT_OUT, check_ranks
 from chatgpt.trainer.callbacks import Callback, CallbackList
@@ -36,7 +35,6 @@ from chatgpt.trainer.run_control import PhaseClock, StopSignals, agreed
 from chatgpt.trainer.saving import push_trained, save_trained
 from chatgpt.trainer.schedule import LearningRate, describe_groups
 from chatgpt.trainer.step import Steps
-from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Experience
 
 
@@ -63,6 +61,8 @@ class Trainer:
     """what scores responses; None where nothing does"""
     collector: Any = None
     """what generates them; None where nothing does"""
+    lengthened_by: ClassVar[str] = 'its length'
+    """settings that make a run longer"""
 
     def __init__(
         self,
@@ -94,6 +94,7 @@ class Trainer:
         self.total_updates: int | None = None
         self.last_experiences: list[Experience] = []
         self.resumed_from: Path | None = None
+        self._resumed_unsaid = False
         self.saved_fingerprint: dict[str, Any] | None = None
         """settings and data of the checkpoint that was loaded"""
         self.steps = Steps()
@@ -117,6 +118,8 @@ class Trainer:
             )
             for name, optimizer in optimizers.items()
         }
+        for name, schedule in self._schedules.items():
+            self.warn(schedule.out_of_range(name))
 
     def models(self) -> Mapping[str, nn.Module]:
         """The trained models by name, as prepared."""
@@ -152,12 +155,10 @@ class Trainer:
         """Settings and data of this run; a resume says which of them changed."""
         rates = {name: schedule.base for name, schedule in self._schedules.items()}
         optimizers = {name: describe_groups(optimizer, rates[name]) for name, optimizer in self.optimizers().items()}
-        atoms = self.strategy.exact.atoms if self.strategy.exact is not None else None
         return {
             'config': self.config.to_dict(),
             'seed': self.strategy.seed,
-            'precision': self.strategy.precision,
-            'atoms': atoms,
+            **self.strategy.numerics.facts(),
             'optimizers': optimizers,
         }
 
@@ -172,11 +173,6 @@ class Trainer:
         self.strategy.note_progress(f'{where} of phase {self.phase + 1}')
         state = {k: v for k, v in (self.fingerprint() | self.state_dict()).items() if k not in LEFT_OUT}
         check_ranks(self.strategy, state, f'{where} of phase {self.phase + 1}')
-
-    def planned_sizes(self) -> dict[str, Any] | None:
-        """The fields of `chatgpt.plan.Setup` that only this kind of trainer knows, for `MemoryAdvice`; None where it is
-        not planned."""
-        return None
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -214,6 +210,7 @@ class Trainer:
             return False
         self.resumed_from, self.saved_fingerprint = found
         self._standing = self.resumed_from, self.phase, self.steps.done
+        self._resumed_unsaid = True
         self.callbacks.on_resume(self, self.resumed_from)
         return True
 
@@ -302,6 +299,7 @@ class Trainer:
         self.num_phases = num_phases
         self._stop_requested = False
         checkpointing.report_changes(self)
+        self._say_resumed(num_phases)
         with self.strategy.failure_guard(), self._claimed(), self._signals:
             try:
                 self.check_ranks('at the start')
@@ -318,6 +316,24 @@ class Trainer:
                 if self.collector is not None:
                     self.collector.free()
         self._signals.raise_received()
+
+    def _say_resumed(self, num_phases: int | None) -> None:
+        """On rank 0, once after `load_checkpoint`."""
+        if self._resumed_unsaid and self.strategy.is_rank_0:
+            is_over = num_phases is not None and num_phases <= self.phase
+            text = (
+                f'this run is finished, {self.resumed_from} is its end, and nothing is left to learn: to go on, raise '
+                f'{self.lengthened_by}'
+                if is_over
+                else f'going on from {self.resumed_from}'
+            )
+            print(text, flush=True)
+        self._resumed_unsaid = False
+
+    def warn(self, text: str | None) -> None:
+        """On rank 0, where there is anything to say."""
+        if text and self.strategy.is_rank_0:
+            warnings.warn(text, stacklevel=3)
 
     @contextmanager
     def _claimed(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ and number among its likes ('EMA.0'). A group goes back to its owner, whatever i
 name are told apart by the owner's name at the end, `<group>@<owner>`.
 
 Checkpoints fall between phases, when the replay buffer is empty, so no experience is in them; samples that were
-generated ahead (`max_staleness`) are, in state.json. Left out: the format (`chatgpt.checkpoint`).
+generated ahead (`max_staleness`) are, in state.json.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from chatgpt.checkpoint import (
+from chatgpt.strategies.checkpoint import (
     CUT_SHORT,
     CheckpointError,
     CheckpointReader,
@@ -58,9 +58,10 @@ def save_checkpoint(trainer: TrainerView, path: str | Path | None, *, score: flo
             raise ValueError('save_checkpoint needs a path, or a trainer with a run_dir')
         path = step_folder(trainer.checkpoint_dir, trainer.phase)
     path = Path(path)
+    optimizers = {name: strategy.optimizer_state(optimizer) for name, optimizer in trainer.optimizers().items()}
     state = {
         'trainer': trainer.checkpoint_state(),
-        'optimizers': {name: strategy.optimizer_meta(optimizer) for name, optimizer in trainer.optimizers().items()},
+        'optimizers': {name: meta for name, (meta, _) in optimizers.items()},
         'fingerprint': trainer.fingerprint(),
         'layout': layout_of(trainer),
     }
@@ -70,16 +71,17 @@ def save_checkpoint(trainer: TrainerView, path: str | Path | None, *, score: flo
         for name, model in trainer.models().items():
             owners[name] = MODELS
             writer.add(f'{name}/', strategy.model_pieces(model))
-        for name, optimizer in trainer.optimizers().items():
+        for name, (_, pieces) in optimizers.items():
             owners[f'{name}_optim'] = OPTIMIZERS
-            writer.add(f'{name}_optim/', strategy.optimizer_pieces(optimizer))
+            writer.add(f'{name}_optim/', pieces)
         for owner, group, pieces in trainer.callbacks.owned_pieces(trainer):
             name = f'{group}@{owner}' if group in owners else group
             owners[name] = owner
             writer.add(f'{name}/', pieces)
         writer.add('rng/', _rng_pieces(strategy.rank) if strategy.ranks.leads else ())
         writer.add_json('state.json', state)
-        writer.commit(meta={'kind': 'training', 'phase': trainer.phase, 'score': score, 'owners': owners})
+        kind = {'kind': 'training', 'method': trainer.facts()['method']}
+        writer.commit(meta=kind | {'phase': trainer.phase, 'score': score, 'owners': owners})
     if step_of(path) is not None and strategy.is_rank_0:  # what a phase cut short left behind is passed by now
         shutil.rmtree(path.with_name(CUT_SHORT), ignore_errors=True)
     return path
@@ -106,32 +108,31 @@ def load_checkpoint(trainer: TrainerView, path: str | Path) -> tuple[Path, dict[
             'weights'
         )
     state = reader.json()
-    owners = _owners(reader)
-    _check_members(trainer, owners, folder)
+    owners: dict[str, str] = reader.meta['owners']
+    _check_method(trainer, reader, state['trainer'], owners)
     for name, model in trainer.models().items():
         strategy.load_model_pieces(model, reader.sub(f'{name}/'))
     for name, optimizer in trainer.optimizers().items():
         chosen = [hyperparameters(group) for group in optimizer.param_groups]
-        strategy.load_optimizer_meta(optimizer, state['optimizers'][name])
+        strategy.load_optimizer_state(optimizer, state['optimizers'][name], reader.sub(f'{name}_optim/'))
         for settings, values in zip(optimizer.param_groups, chosen, strict=True):
             # The last word on a setting is this run's, not the checkpoint's; `report_changes` says what changed.
             settings.update(values)
-        strategy.load_optimizer_pieces(optimizer, reader.sub(f'{name}_optim/'))
     for name, owner in sorted(owners.items()):
         if owner in (MODELS, OPTIMIZERS, RNG):
             continue
         group = name.removesuffix(f'@{owner}')
         if (
-            not trainer.callbacks.load_owned_pieces(trainer, owner or None, group, reader.sub(f'{name}/'))
+            not trainer.callbacks.load_owned_pieces(trainer, owner, group, reader.sub(f'{name}/'))
             and strategy.is_rank_0
         ):
-            kind = f', {owner.partition(".")[0]}' if owner else ''
+            kind = owner.partition('.')[0]
             warnings.warn(
-                f'{folder}: {group} is of a callback that this run does not have{kind}; it is left out', stacklevel=3
+                f'{folder}: {group} is of a callback that this run does not have, {kind}; it is left out', stacklevel=3
             )
     trainer.load_state_dict(state['trainer'])
     if layout_of(trainer) == state['layout']:
-        _restore_rng(reader, strategy.rank, state.get('python_rng'))
+        _restore_rng(reader, strategy.rank)
     return folder, state['fingerprint']
 
 
@@ -162,7 +163,7 @@ def layout_of(trainer: TrainerView) -> dict[str, Any]:
         'strategy': type(strategy).__name__,
         'world_size': strategy.world_size,
         'device': strategy.device.type,
-        'precision': str(strategy.dtype),
+        'precision': str(strategy.numerics.dtype),
         'threads': torch.get_num_threads(),
         'torch': torch.__version__,
         'python': platform.python_version(),
@@ -190,26 +191,25 @@ def _find(trainer: TrainerView, path: str | Path) -> Path | None:
     return found
 
 
-def _check_members(trainer: TrainerView, owners: Mapping[str, str], folder: Path) -> None:
+def _check_method(
+    trainer: TrainerView, reader: CheckpointReader, state: Mapping[str, Any], owners: Mapping[str, str]
+) -> None:
+    """Raises CheckpointError for a checkpoint of other models, or of a trainer that counts other things."""
     stored = {name for name, owner in owners.items() if owner in (MODELS, OPTIMIZERS)}
-    models = set(trainer.models())
-    missing, unexpected = (
-        sorted(models - stored),
-        sorted(stored - models - {f'{name}_optim' for name in trainer.optimizers()}),
+    members = {*trainer.models(), *(f'{name}_optim' for name in trainer.optimizers())}
+    own, method = trainer.facts()['method'], reader.meta.get('method')
+    counters = trainer.state_dict().keys() - state.keys()
+    # relatives of PPO go on from one another, with a warning about what changed; other methods have one trainer each
+    other = 'batches_done' in state and method not in (None, own)
+    if set(trainer.models()) <= stored <= members and not counters and not other:
+        return
+    models = ' and '.join(sorted(name for name, owner in owners.items() if owner == MODELS))
+    of = f'of {method}' if method else 'of another method'
+    raise CheckpointError(
+        f'{reader.folder}: a checkpoint {of} (it holds {models}), and this run is {own} (it trains '
+        f'{" and ".join(sorted(trainer.models()))}). Go on with the method and models that the checkpoint is of, or '
+        'start from the model that it trained with --pretrain'
     )
-    if missing or unexpected:
-        raise CheckpointError(f'{folder}: belongs to another kind of run: missing {missing}, unexpected {unexpected}')
-
-
-def _owners(reader: CheckpointReader) -> dict[str, str]:
-    """Who owns each group. Checkpoints from before owners were recorded hold no callback's groups but an EMA's; their
-    owner is ''."""
-    recorded: dict[str, str] | None = reader.meta.get('owners')
-    if recorded is not None:
-        return recorded
-    groups = {name.split('/', 1)[0] for name in reader.names()}
-    known = {'rng': RNG} | {name: OPTIMIZERS for name in groups if name.endswith('_optim')}
-    return {name: known.get(name, '' if name.endswith('_ema') else MODELS) for name in groups}
 
 
 def _opened(folder: Path, process: int, num_processes: int) -> tuple[CheckpointReader | None, str | None]:
@@ -266,18 +266,14 @@ def _bytes(state: Any) -> torch.Tensor:
     return torch.tensor(list(json.dumps(state, default=lambda array: array.tolist()).encode()), dtype=torch.uint8)
 
 
-def _restore_rng(reader: CheckpointReader, rank: int, python_rng: list[Any] | None) -> None:
-    """`python_rng`: of checkpoints that hold Python's state in state.json, one for all ranks."""
+def _restore_rng(reader: CheckpointReader, rank: int) -> None:
     stored = {name.rpartition('/')[2] for name in reader.names() if name.startswith(f'rng/{rank}/')}
 
     def read(kind: str) -> torch.Tensor:
         name = f'rng/{rank}/{kind}'
         return reader.read(name, 0, reader.shape(name)[0]).clone()
 
-    states = {kind: read(kind) for kind in stored}
-    if 'python' not in states and python_rng is not None:
-        states['python'] = _bytes(python_rng)
-    set_generator_states(states)
+    set_generator_states({kind: read(kind) for kind in stored})
 
 
 def as_json(value: Any) -> Any:

@@ -1,57 +1,41 @@
-"""Collecting: prompts in an order that is a function of the seed, responses, texts. One object that PPO, RFT and
-evaluation hold.
+"""Collecting: prompts in an order that is a function of the seed, responses, texts. PPO, RFT and evaluation hold one.
 
     collector = Collector(strategy, engine, sampling, policy=..., tokenizer=...)
     samples = collector.generate(prompts, indices=range(first, first + len(prompts)))    # these prompts, now
 
     collector.set_prompts(prompts)
-    timesteps = collector.collect(4, version=phase, stop=stop_agreed)      # the next prompts; None: asked to stop
+    collector.plan(100, 8)                                      # 100 timesteps, 8 of them a learning phase
+    while collector.phases():
+        timesteps = collector.collect(version=phase, stop=stop_agreed)      # None: asked to stop
 
-The collector owns what it changes: how many prompts and samples were given out, and what was asked of an engine that
-answers later. Left out: what is measured on a sample (`chatgpt.experience`), and who generates (`chatgpt.rollout`).
+The collector owns what it changes: how many timesteps, prompts and samples were given out, and what was asked of an
+engine that answers later.
 """
 
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from chatgpt.dataset.prompts import PromptOrder, PromptSet
-from chatgpt.rollout import AheadEngine, ExactDraws, LocalEngine, RolloutEngine, SamplingParams, StopStrings
-from chatgpt.rollout.engine import InProcessEngine
-from chatgpt.rollout.episodes import EpisodeEngine
+from chatgpt.data.formats import choice_facts
+from chatgpt.data.prompts import PromptOrder, PromptSet
+from chatgpt.rollout import Call, RolloutEngine, SamplingParams, StopStrings
+from chatgpt.rollout.exact import exact_draws
 from chatgpt.rollout.stop import write_texts
+from chatgpt.strategies.base import Strategy
 from chatgpt.trainer.checkpointing import as_json
-from chatgpt.trainer.failed_episodes import compared
 from chatgpt.trainer.journal import Journal
-from chatgpt.trainer.pipeline import Pipeline, Timestep, restored
-from chatgpt.trainer.strategies.base import Strategy
-from chatgpt.types import Experience, Prompt, Sample
+from chatgpt.trainer.pipeline import Pipeline, Timestep
+from chatgpt.types import Prompt, Sample
 
-Full = Callable[[], AbstractContextManager[Any]]
+Full = Callable[..., AbstractContextManager[Any]]
 """a context that gives the model to generate with"""
-
-
-def exact_draws(engine: RolloutEngine) -> ExactDraws:
-    return engine if isinstance(engine, ExactDraws) else ExactDraws(engine)
-
-
-def _innermost(engine: Any) -> Any:
-    """Who computes, inside of what makes episodes or exact draws of it."""
-    while isinstance(engine, (EpisodeEngine, ExactDraws)):
-        engine = engine.engine
-    return engine
-
-
-class NothingToLearn(RuntimeError):
-    """Dynamic sampling found no group whose scores differ."""
 
 
 def check_hears_alike(strategy: Strategy) -> None:
@@ -61,6 +45,12 @@ def check_hears_alike(strategy: Strategy) -> None:
             'environment does not go with tensor_parallel: each of the processes that compute a rank together would '
             'ask an environment of its own, and need not hear the same; leave one of them out'
         )
+
+
+def phase_sizes(num_timesteps: int, per_phase: int, done: int = 0) -> list[int]:
+    """Timesteps of each learning phase that is left after `done` timesteps; the last phase may be short."""
+    ends = [done, *range(done - done % per_phase + per_phase, num_timesteps, per_phase), num_timesteps]
+    return [end - start for start, end in zip(ends, ends[1:], strict=False)] if done < num_timesteps else []
 
 
 class Collector:
@@ -95,40 +85,37 @@ class Collector:
         num_samples_per_prompt: int = 1,
         max_staleness: int = 0,
     ) -> None:
-        if isinstance(engine, EpisodeEngine):
+        if engine.environment is not None:
             check_hears_alike(strategy)
         if strategy.exact is not None:
-            if isinstance(engine, EpisodeEngine):
-                engine.engine = exact_draws(engine.engine)
-            else:
-                engine = exact_draws(engine)
+            engine = exact_draws(engine)
         self.strategy, self.engine, self.sampling, self.policy = strategy, engine, sampling, policy
         self.tokenizer, self.stop_strings = tokenizer, stop_strings
-        self.batch_size, self.num_samples_per_prompt, self.max_staleness = (
-            batch_size,
-            num_samples_per_prompt,
-            max_staleness,
-        )
-        self.pipeline = Pipeline(cast(AheadEngine, engine)) if callable(getattr(engine, 'submit', None)) else None
-        if max_staleness and self.pipeline is None:
+        self.batch_size, self.num_samples_per_prompt = batch_size, num_samples_per_prompt
+        self.max_staleness = max_staleness
+        self.pipeline: Pipeline | None = None
+        """timesteps in flight, of an engine that answers later"""
+        if engine.abilities.answers_ahead:
+            self.pipeline = Pipeline(engine, strategy, max_staleness, self._draw, self._call)
+        elif max_staleness:
             raise ValueError(
                 f'max_staleness={max_staleness} needs an engine that generates while the trainer learns, such as '
                 f'RemoteEngine; {type(engine).__name__} does not'
             )
         self.prompts: PromptSet | None = None
+        self._order: PromptOrder | None = None
+        self.timestep = 0
+        """timesteps given out"""
         self.prompts_drawn = 0
         """prompts given out, all ranks together"""
         self.samples_drawn = 0
+        self.fit_start = 0
+        """timestep at which the current plan began"""
+        self._total, self.per_phase = 0, 1
         self.generating_s = 0.0
         """this rank's own engine, since the last `taken_s`"""
-        self._order: PromptOrder | None = None
-        self._recorded: SequenceOf[Mapping[str, Any]] = ()
-        """timesteps in flight of a checkpoint that was loaded, until `collect` needs them"""
-        self._recorded_from: Mapping[str, Any] | None = None
-        environment = getattr(engine, 'environment', None)
-        self._journalled: Mapping[str, Any] | None = None
-        """of a checkpoint that was loaded, until `collect` begins"""
-        self.journal = Journal(environment['name'], tokenizer.decode) if environment is not None else None
+        name = None if engine.environment is None else engine.environment['name']
+        self.journal = None if name is None else Journal(name, tokenizer.decode, strategy)
 
     def set_prompts(self, prompts: PromptSet) -> None:
         """The prompts that `collect` draws from, without replacement within an epoch."""
@@ -138,14 +125,15 @@ class Collector:
     def fingerprint(self) -> dict[str, Any]:
         """What decides the draws, beside the seed."""
         prompts = self.prompts.fingerprint() if self.prompts is not None else None
-        environment = getattr(self.engine, 'environment', None)
+        environment = self.engine.environment
         return {'sampling': self._generation(), 'prompts': prompts} | (
             {'environment': environment} if environment is not None else {}
         )
 
     def facts(self) -> dict[str, Any]:
         """What run.json says of generating and of the prompts; see `RunRecord`."""
-        return {'generation': self._generation(), 'data': self.prompts.facts() if self.prompts is not None else {}}
+        data = self.prompts.facts() if self.prompts is not None else {}
+        return {'generation': self._generation(), 'data': data | choice_facts(self.tokenizer)}
 
     def _generation(self) -> dict[str, Any]:
         return {k: v for k, v in vars(self.sampling).items() if k != 'stop'}
@@ -181,38 +169,33 @@ class Collector:
         limits = limits if limits is not None else [sampling.max_new_tokens] * len(prompts)
         found: dict[int, Sample] = {}
         different = set(limits)
-        if getattr(self.engine, 'is_shared', False):  # all ranks ask alike
+        if self.engine.abilities.spans_ranks:  # all ranks ask alike
             different = set().union(*self.strategy.all_gather_object(different))
         with self._begun(policy):
             for limit in sorted(different, key=lambda n: n or 0):
                 at = [i for i, n in enumerate(limits) if n == limit]
-                samples = self._timed(
+                call = Call.of(
                     [prompts[i] for i in at],
                     replace(sampling, max_new_tokens=limit),
                     seed=self.strategy.seed if seed is None else seed,
                     indices=[indices[i] for i in at],
                     groups=None if groups is None else [groups[i] for i in at],
                 )
+                samples = self._timed(call)
                 found |= dict(zip(at, samples, strict=True))
         return self.decode([found[i] for i in range(len(prompts))])
 
-    def _timed(self, *args: Any, **kwargs: Any) -> list[Sample]:
+    def _timed(self, call: Call) -> list[Sample]:
         start = time.perf_counter()
-        samples = self.engine.generate(*args, **kwargs)
+        samples = self.engine.generate(call)
         self.generating_s += time.perf_counter() - start
         return self._of_rank(samples)
 
     def _of_rank(self, samples: list[Sample]) -> list[Sample]:
         """What the rank's first process has, where each has an engine with a whole model of its own: the processes of a
         rank compute every token of them together, and another GPU may have drawn another."""
-        if not self._has_own_model() or getattr(self.engine, 'is_shared', False):
-            return samples
-        return self.strategy.ranks.from_leader(samples)
-
-    def _has_own_model(self) -> bool:
-        """Whether the engine copies whole weights, and does not compute with what the strategy gives it."""
-        copies = getattr(self.engine, 'copies_weights', False)
-        return copies or not isinstance(_innermost(self.engine), InProcessEngine)
+        can = self.engine.abilities
+        return self.strategy.ranks.from_leader(samples) if can.copies_weights and not can.spans_ranks else samples
 
     def taken_s(self) -> float:
         """Seconds that this rank's engine has generated since it was last asked; waiting for other ranks is not in
@@ -221,28 +204,22 @@ class Collector:
         return seconds
 
     def draw_metrics(self) -> dict[str, float]:
-        """`perf/...`: what `ExactDraws` drew again since it was last asked, all ranks together. A collective; nothing
-        without it."""
-        engine = self.engine
-        engine = engine.engine if isinstance(engine, EpisodeEngine) else engine
-        if not isinstance(engine, ExactDraws):
+        """`perf/...`: what the engine counted since it was last asked, all ranks together. A collective where it counts
+        anything."""
+        counts = self.engine.counts()
+        if not counts:
             return {}
-        own = torch.tensor([engine.redrawn, engine.changed], dtype=torch.float64, device=self.strategy.device)
-        engine.redrawn = engine.changed = 0
-        redrawn, changed = self.strategy.all_reduce(own).tolist()
-        return {'perf/redrawn_draws': redrawn, 'perf/changed_draws': changed}
+        own = torch.tensor(list(counts.values()), dtype=torch.float64, device=self.strategy.device)
+        return {f'perf/{name}': n for name, n in zip(counts, self.strategy.all_reduce(own).tolist(), strict=True)}
 
     @contextmanager
     def _begun(self, policy: Full | None = None) -> Iterator[None]:
         """Inside, the engine has the policy's weights."""
         with ExitStack() as held:
-            copies = getattr(self.engine, 'copies_weights', False)
-            self.strategy.whole_copies = self._has_own_model()
-            self.strategy.only_reads = copies
-            self.engine.begin(held.enter_context((policy or self.policy)()))
-            generator = _innermost(self.engine)
-            if isinstance(generator, LocalEngine):
-                self.strategy.keep_copy(generator, generator.keeping)
+            copies = self.engine.abilities.copies_weights
+            full = (policy or self.policy)(whole=copies, read_only=copies)
+            self.engine.begin(held.enter_context(full))
+            self.strategy.keep_copy(self.engine.generator, self.engine.keeping)
             if copies:
                 held.close()  # a copy in the compute dtype would lie beside the engine's own
             try:
@@ -252,10 +229,8 @@ class Collector:
 
     def free(self) -> None:
         """Free what was kept for a next phase: the engine's cache and graphs, the policy's copy in 16 bits."""
-        generator = _innermost(self.engine)
-        if isinstance(generator, LocalEngine):
-            generator.release()
-            self.strategy.keep_copy(generator, False)
+        self.engine.release()
+        self.strategy.keep_copy(self.engine.generator, False)
 
     def decode(self, samples: list[Sample]) -> list[Sample]:
         """The samples, with their texts where there is a tokenizer."""
@@ -266,51 +241,68 @@ class Collector:
 
     # ------------------------------------------------------------------ the next prompts
 
+    def plan(self, num_timesteps: int, per_phase: int, *, resume: bool = False) -> None:
+        """From here on `collect` gives a phase of `per_phase` timesteps after the other, until `num_timesteps` are
+        given out; with `resume`, those of the plan that a checkpoint is of count."""
+        if not resume:
+            self.forget_in_flight()
+            self.fit_start = self.timestep
+        self._total, self.per_phase = num_timesteps, per_phase
+
+    def phases(self) -> list[int]:
+        """Timesteps of each phase of the plan that is left."""
+        return phase_sizes(self._total, self.per_phase, self.timestep - self.fit_start)
+
     def collect(
         self,
-        num_timesteps: int,
+        num_timesteps: int | None = None,
         *,
         version: int,
-        later: SequenceOf[int] = (),
+        counts: bool = True,
         stop: Callable[[], bool] = lambda: False,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> list[list[Sample]] | None:
-        """This rank's samples of the next `num_timesteps` timesteps; None when `stop()` was true before one of them.
+        """This rank's samples of each timestep; None when `stop()` was true before one of them.
+
+        An engine that answers later is also asked for the plan's next `max_staleness` phases.
 
         Args:
+            num_timesteps: None takes the next phase of the plan.
             version: learning phases that the policy has behind it.
-            later: timesteps of each of the following `max_staleness` phases, which are asked for as well.
-            around: a context around each timestep.
+            counts: the timesteps are those of the plan; False for further prompts of the same phase.
+            around: a context around each timestep, at the end of which it has been counted.
         """
         assert self.prompts is not None, 'set_prompts first'
+        coming = self.phases()
+        if num_timesteps is None:
+            num_timesteps, *coming = coming
         timesteps: list[list[Sample]] = []
-        with self._source(num_timesteps, version, later) as next_samples:
+        with self._source(num_timesteps, version, coming[: self.max_staleness]) as next_samples:
             for _ in range(num_timesteps):
                 if stop():
                     return None
                 with around():
                     timesteps.append(next_samples())
-                self._note(timesteps[-1])
+                    self.timestep += counts
+                if self.journal is not None:
+                    self.journal.record(timesteps[-1], self._made_from)
         return timesteps
-
-    def _note(self, samples: list[Sample]) -> None:
-        """What environments answered, and whether they did so before, unless settings or data have changed."""
-        if self.journal is None:
-            return
-        state, self._journalled = self._journalled, None
-        if state is not None and state['journal_from'] == self._made_from():
-            self.journal.expect(state['journal'])
-        self.journal.record(samples)
 
     @contextmanager
     def _source(self, count: int, version: int, later: SequenceOf[int]) -> Iterator[Callable[[], list[Sample]]]:
         """What gives this rank's samples of the next timestep, `count` times."""
-        if self.pipeline is not None:
-            self._ask(count, version, later)
-            yield lambda: self._take(version)
+        pipeline = self.pipeline
+        if pipeline is None:
+            with self._begun():
+                yield lambda: self._rollout(version)
             return
-        with self._begun():
-            yield lambda: self._rollout(version)
+        if not pipeline.take_up([count, *later], version, self._made_from):
+            self.forget_in_flight()
+        missing = count + sum(later) - len(pipeline.waiting)
+        with self._begun() if missing > 0 else nullcontext():
+            for _ in range(missing):
+                pipeline.ask(version)
+        yield lambda: self.decode(self._of_rank(pipeline.take(version)))
 
     def _draw(self, version: int) -> Timestep:
         """The next prompts: this rank's share of them, with their numbers."""
@@ -337,44 +329,20 @@ class Collector:
 
     def _rollout(self, version: int) -> list[Sample]:
         t = self._draw(version)
-        samples = self._timed(t.prompts, self.sampling, seed=self.strategy.seed, indices=t.indices, groups=t.groups)
+        samples = self._timed(self._call(t))
         for sample in samples:
             sample.version = t.version
         return self.decode(samples)
 
-    # ------------------------------------------------------------------ timesteps in flight
+    def _call(self, t: Timestep) -> Call:
+        return Call.of(t.prompts, self.sampling, seed=self.strategy.seed, indices=t.indices, groups=t.groups)
 
-    def _ask(self, count: int, version: int, later: SequenceOf[int]) -> None:
-        """Ask for what is missing to `count` timesteps now and those of the phases to come."""
-        assert self.pipeline is not None
-        self._restore([count, *later], version)
-        missing = count + sum(later) - len(self.pipeline.waiting)
-        if missing <= 0:
-            return
-        with self._begun():
-            for _ in range(missing):
-                self.pipeline.ask(self._draw(version), self._submit)
-
-    def _submit(self, prompts: list[Prompt], indices: list[int], groups: list[int]) -> Any:
-        engine: Any = self.engine
-        return engine.submit(prompts, self.sampling, seed=self.strategy.seed, indices=indices, groups=groups)
-
-    def _take(self, version: int) -> list[Sample]:
-        assert self.pipeline is not None
-        timestep = self.pipeline.take()
-        if version - timestep.version > self.max_staleness:
-            raise RuntimeError(
-                f'samples of phase {timestep.version + 1} came to phase {version + 1}, with '
-                f'max_staleness={self.max_staleness}'
-            )
-        assert timestep.samples is not None
-        timestep.samples = self._of_rank(timestep.samples)
-        return self.decode(timestep.samples)
+    # ------------------------------------------------------------------ state
 
     def learned(self) -> None:
         """The timesteps that were taken are in a replay buffer; they will not be put back."""
         if self.pipeline is not None:
-            self.pipeline.learned()
+            self.pipeline.taken.clear()
         if self.journal is not None:
             self.journal.clear()
 
@@ -383,44 +351,17 @@ class Collector:
         if self.pipeline is not None:
             self.prompts_drawn, self.samples_drawn = self._drawn()
             self.pipeline.clear()
-        self._recorded = ()
 
-    def give_up(self, version: int) -> list[Timestep]:
-        """Forget a phase that was only partly collected, but for what older weights have generated: for `put_back`, in
-        order."""
-        return self.pipeline.give_up(version) if self.pipeline is not None else []
-
-    def put_back(self, timesteps: SequenceOf[Timestep]) -> None:
-        """After `load_state_dict` of the given-up phase's start."""
+    @contextmanager
+    def dropped(self, version: int) -> Iterator[None]:
+        """Around a `load_state_dict` of a phase's start, which gives that phase up: what older weights have generated
+        stays in flight."""
+        kept = self.pipeline.give_up(version) if self.pipeline is not None else []
+        yield
         if self.pipeline is not None:
-            self.pipeline.put_back(timesteps)
-        self.prompts_drawn += len(timesteps) * self.batch_size
-        self.samples_drawn += len(timesteps) * self.batch_size * self.num_samples_per_prompt
-
-    def _restore(self, sizes: SequenceOf[int], version: int) -> None:
-        """Take up what was in flight in a checkpoint, unless settings or data have changed: then those prompts are
-        asked for again."""
-        records, self._recorded = self._recorded, ()
-        if not records:
-            return
-        assert self.pipeline is not None
-        due = [phase for phase, size in enumerate(sizes, version) for _ in range(size)]
-        fits = len(records) <= len(due) and self._recorded_from == self._made_from()
-        fits = fits and all(at - r['version'] <= self.max_staleness for at, r in zip(due, records, strict=False))
-        before = self.prompts_drawn, self.samples_drawn
-        timesteps = [self._draw(version) for _ in records]
-        if fits and restored(records, timesteps, self.strategy.rank, self.strategy.world_size):
-            self.pipeline.put_back(timesteps)
-            return
-        self.prompts_drawn, self.samples_drawn = before
-        if self.strategy.is_rank_0:
-            told = (
-                f'{len(records)} timesteps in flight in the checkpoint do not fit this run; their prompts are asked '
-                'for again'
-            )
-            warnings.warn(told, stacklevel=2)
-
-    # ------------------------------------------------------------------ state
+            self.pipeline.waiting.extend(kept)
+        self.prompts_drawn += len(kept) * self.batch_size
+        self.samples_drawn += len(kept) * self.batch_size * self.num_samples_per_prompt
 
     def _drawn(self) -> tuple[int, int]:
         """Prompts and samples given out, but for those in flight, which a run that goes on from here asks for again."""
@@ -431,90 +372,26 @@ class Collector:
 
     def state_dict(self) -> dict[str, Any]:
         prompts, samples = self._drawn()
-        return {'prompts_drawn': prompts, 'samples_drawn': samples}
+        return {
+            'timestep': self.timestep,
+            'fit_start': self.fit_start,
+            'prompts_drawn': prompts,
+            'samples_drawn': samples,
+        }
 
     def in_flight(self) -> dict[str, Any]:
         """For a checkpoint, beside `state_dict`: the samples in flight, and what environments answered in a phase that
         was dropped, all ranks together. A collective."""
-        state = self._samples_in_flight()
-        if self.journal is not None:
-            state['journal'] = self.journal.state(self.strategy.all_gather_object)
-            state['journal_from'] = self._made_from()
-        return state
+        parts = [part for part in (self.pipeline, self.journal) if part is not None]
+        return {name: value for part in parts for name, value in part.state(self._made_from).items()}
 
     def _made_from(self) -> Any:
         """What samples follow from, but for the weights."""
         return as_json(self.fingerprint() | {'seed': self.strategy.seed})
 
-    def _samples_in_flight(self) -> dict[str, Any]:
-        if self.pipeline is None or not self.pipeline.waiting:
-            return {'in_flight': list(self._recorded), 'in_flight_from': self._recorded_from} if self._recorded else {}
-        record = self.pipeline.record(self.strategy.all_gather_object)
-        return {'in_flight': record, 'in_flight_from': self._made_from()}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.timestep, self.fit_start = int(state['timestep']), int(state['fit_start'])
         self.prompts_drawn, self.samples_drawn = int(state['prompts_drawn']), int(state['samples_drawn'])
-        if self.pipeline is not None:
-            self.pipeline.clear()
-            self._recorded, self._recorded_from = list(state.get('in_flight', ())), state.get('in_flight_from')
-        if self.journal is not None and 'journal' in state:
-            self._journalled = state
-
-
-# ---------------------------------------------------------------------- dynamic sampling
-
-
-def informative_groups(experiences: list[Experience], *, apart: bool = False) -> list[list[Experience]]:
-    """The groups whose scores are not all equal, in order. `apart`: equal in each reward, not in their sum."""
-
-    def of(e: Experience) -> Any:
-        return e.weighted_scores if apart else e.score
-
-    groups: dict[int, list[Experience]] = {}
-    for e in experiences:
-        groups.setdefault(e.group, []).append(e)
-    return [members for members in groups.values() if len({of(e) for e in compared(members)}) > 1]
-
-
-def replace_uninformative(
-    experiences: list[Experience],
-    wanted: int,
-    rounds: int,
-    batch_size: int,
-    more: Callable[[int], list[Experience] | None],
-    *,
-    apart: bool,
-    tell: bool,
-) -> tuple[list[Experience], dict[str, float]] | None:
-    """DAPO's dynamic sampling: `wanted` groups whose scores differ, drawing further prompts for the others (Yu et al.
-    2025, section 3.2).
-
-    Args:
-        rounds: most further rounds.
-        more: draws and scores so many timesteps of `batch_size` prompts; None when a stop was asked for on the way.
-            Then None is returned, since a phase of fewer groups would not be the one that an undisturbed run has.
-        apart: see `informative_groups`.
-        tell: warn when too few are found; one rank does.
-
-    Raises:
-        NothingToLearn: not one group has different scores after the last round.
-    """
-    done, drawn = 0, wanted
-    kept = informative_groups(experiences, apart=apart)
-    while len(kept) < wanted and done < rounds:
-        done += 1
-        missing = -(-(wanted - len(kept)) // batch_size)
-        further = more(missing)
-        if further is None:
-            return None
-        drawn += missing * batch_size
-        kept += informative_groups(further, apart=apart)
-    if not kept:
-        raise NothingToLearn(
-            f'dynamic sampling: after {done} further round{"s" * (done != 1)} all {drawn} groups have equal scores '
-            'within; the task is too easy or too hard for this policy, or num_samples_per_prompt too small'
-        )
-    if len(kept) < wanted and tell:
-        warnings.warn(f'dynamic sampling gave up after {done} rounds with {len(kept)} of {wanted} groups', stacklevel=2)
-    metrics = {'rollout/dynamic_rounds': float(done), 'rollout/informative_share': len(kept) / drawn}
-    return [e for group in kept[:wanted] for e in group], metrics
+        for part in (self.pipeline, self.journal):
+            if part is not None:
+                part.load(state)

@@ -2,7 +2,7 @@
 
 Every keyword argument of a trainer is a field here. An unknown keyword is a ValueError that lists the nearest known
 ones. Each number is checked against its range when an object is made (`ranges`), and `validate` checks all settings
-together, before any weight is loaded. Left out: paths and models, which are arguments of their own.
+together, before any weight is loaded.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, Self, TypeVar
 
-from chatgpt.experience.shaping import ScoreScaling
-from chatgpt.functional.kl import KLKind
-from chatgpt.functional.losses import Aggregation
+from chatgpt.functional.choices import Aggregation, KLKind
 from chatgpt.names import hint
 from chatgpt.rollout.sampling import generation_fields
-from chatgpt.trainer.algorithms import ESTIMATORS, GAE_SETTINGS, POLICY_LOSSES, Estimator
+from chatgpt.rules import check
+from chatgpt.trainer.algorithms import ESTIMATORS, POLICY_LOSSES, Estimator
+from chatgpt.trainer.experience.shaping import ScoreScaling
+from chatgpt.trainer.nlpo import NLPOSettings
 from chatgpt.trainer.ranges import check_values
+from chatgpt.trainer.rules import LEARNING_RULES, PPO_RULES
 
 KLLossKind = Literal['k1', 'k2', 'k3']
 Schedule = Literal['constant', 'linear', 'cosine']
@@ -72,23 +74,6 @@ class Settings:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def _positive(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f'{name}={value!r} must be positive')
-
-    def _not_negative(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ValueError(f'{name}={value!r} must not be negative')
-
-    def _one_of(self, name: str, choices: Iterable[Any]) -> None:
-        value, allowed = getattr(self, name), list(choices)
-        if value not in allowed:
-            raise ValueError(f'{name}={value!r} is not known; choose one of {allowed}')
-
 
 def check_cut(name: str, value: int, world_size: int) -> None:
     """A global batch size must be a multiple of the number of ranks."""
@@ -124,15 +109,11 @@ class LearningSettings(Settings):
 
     def validate(self, world_size: int = 1) -> None:
         check_values(self)  # again: fields may have been set since
-        if self.lr_schedule == 'constant' and (self.lr_end_factor or self.lr_decay_steps is not None):
-            raise ValueError(
-                "lr_end_factor and lr_decay_steps are of a rate that decays, and lr_schedule is 'constant': give "
-                "'linear' or 'cosine'"
-            )
+        check(self, LEARNING_RULES)
 
 
 @dataclass(kw_only=True)
-class PPOConfig(LearningSettings):
+class PPOConfig(NLPOSettings, LearningSettings):
     """Every setting of `PPOTrainer`.
 
     Sources: [Z] Ziegler et al. 2019, [S] Stiennon et al. 2020, [T] arXiv 2403.17031, [37] "The 37 implementation
@@ -161,8 +142,6 @@ class PPOConfig(LearningSettings):
     max_staleness: int = 0
     """learning phases that the weights behind a sample may be old: while the trainer learns, an engine with workers of
     its own generates for so many phases ahead. 0 waits for samples of the newest weights; more needs `tis_cap`"""
-    ratio_check: bool = True
-    """warn when the first micro-batch after a rollout does not have ratio 1"""
 
     # reward
     kl_coef: float = 0.1
@@ -230,6 +209,8 @@ class PPOConfig(LearningSettings):
     """'ppo' clips each token's ratio, 'gspo' one ratio per sequence (Zheng et al. 2025), 'cispo' the weight of −A log π
     from above (MiniMax-M1, arXiv 2506.13585), 'reinforce' is −A log π without a ratio; module:name is a `PolicyLoss` of
     your own"""
+    loss_settings: dict[str, float] | None = None
+    """settings of the policy loss itself, by name, where it has any (`PolicyLoss.settings`)"""
     loss_aggregation: Aggregation | None = None
     """'token' is a mean over all tokens of a train batch, 'sequence' a mean over sequences of their means,
     'sequence_sum' divides by sequences x max_new_tokens; None takes each paper's: 'sequence' for gspo, 'token' for
@@ -239,11 +220,6 @@ class PPOConfig(LearningSettings):
     al. 2025), or whose weights are older (`max_staleness`)"""
     dual_clip: float | None = None
     """bound of the loss of a negative advantage, in multiples of it, above 1 (Ye et al. 2020)"""
-    nlpo_top_p: float | None = None
-    """NLPO: draw from and learn the policy restricted to what a mask policy holds likely (Ramamurthy et al. 2022, who
-    have 0.9)"""
-    nlpo_update_interval: int = 1
-    """learning phases after which the mask policy takes over the policy's weights"""
     train_batch_size: int = 8
     """sequences of one optimizer step, all ranks together"""
     max_epochs: int = 1
@@ -272,6 +248,11 @@ class PPOConfig(LearningSettings):
         return ESTIMATORS.find(self.advantage_estimator)
 
     @property
+    def of_loss(self) -> Any:
+        """The policy loss's own settings."""
+        return POLICY_LOSSES.find(self.policy_loss).own_settings(self.loss_settings)
+
+    @property
     def whitens_advantages(self) -> bool:
         return self.estimator.whitens if self.whiten_advantages is None else self.whiten_advantages
 
@@ -282,58 +263,6 @@ class PPOConfig(LearningSettings):
             return self.loss_aggregation
         return POLICY_LOSSES.find(self.policy_loss).aggregation or self.estimator.aggregation
 
-    def _check_choices(self) -> None:
-        """What does not go together."""
-        policy_loss = POLICY_LOSSES.find(self.policy_loss)
-        if policy_loss.per_sequence and self.aggregation != 'sequence':
-            raise ValueError(
-                f'policy_loss={self.policy_loss!r} has one ratio per sequence: '
-                f'loss_aggregation={self.loss_aggregation!r} does not fit it'
-            )
-        if policy_loss.clip == 'none' and (self.dual_clip is not None or self.eps_clip_high is not None):
-            raise ValueError(
-                f'policy_loss={self.policy_loss!r} has no ratio to clip: leave dual_clip and eps_clip_high out'
-            )
-        if policy_loss.clip == 'upper' and self.dual_clip is not None:
-            raise ValueError(f'policy_loss={self.policy_loss!r} has no clipped surrogate to bound: leave dual_clip out')
-        if self.kl_in == 'loss' and self.kl_kind == 'full':
-            raise ValueError("kl_kind='full' is an estimator of the reward; with kl_in='loss' set kl_loss_kind")
-        if self.estimator.rewards_apart:
-            self._check_rewards_apart()
-        self._check_gae()
-        if self.kl_importance and self.kl_in != 'loss':
-            raise ValueError("kl_importance weighs the KL in the loss: it needs kl_in='loss'")
-        if self.dynamic_sampling_rounds and not self.estimator.needs_groups:
-            grouping = ', '.join(name for name, entry in ESTIMATORS.items() if entry.needs_groups)
-            raise ValueError(
-                'dynamic_sampling_rounds compares the scores of a group; '
-                f'advantage_estimator={self.advantage_estimator!r} has none, use one of {grouping}'
-            )
-        if self.nlpo_top_p is not None and self.recompute_logprobs is True:
-            raise ValueError('nlpo_top_p takes the old log-probs from the decode: leave recompute_logprobs out')
-        if self.nlpo_top_p is not None and self.tis_cap is not None:
-            raise ValueError(
-                'nlpo_top_p takes the old log-probs from the decode, so there is nothing to weigh: leave tis_cap out'
-            )
-        if self.tis_cap is not None and self.recompute_logprobs is False:
-            raise ValueError(
-                "tis_cap compares the engine's log-probs with recomputed ones: recompute_logprobs=False does not fit it"
-            )
-        if self.max_staleness and self.tis_cap is None:
-            raise ValueError(
-                f'max_staleness={self.max_staleness} learns from samples of older weights, which tis_cap weighs: give '
-                'it (2.0, for example)'
-            )
-        if self.failure_reward is not None and self.environment_failures != 'penalise':
-            raise ValueError(
-                f"failure_reward={self.failure_reward!r} is paid with environment_failures='penalise'; got "
-                f'{self.environment_failures!r}, which leaves those episodes out'
-            )
-        if self.overlong_filter and self.missing_eos_score is not None:
-            raise ValueError(
-                'overlong_filter leaves responses without an end out of the loss, so missing_eos_score would do nothing'
-            )
-
     @property
     def reward_of_failure(self) -> float:
         """What a failed episode is paid; 0 where it is left out."""
@@ -341,66 +270,11 @@ class PPOConfig(LearningSettings):
             return 0.0
         return -1.0 if self.failure_reward is None else self.failure_reward
 
-    def _check_gae(self) -> None:
-        default = {f.name: f.default for f in fields(self)}
-        for name in GAE_SETTINGS:
-            if getattr(self, name) != default[name] and name not in self.estimator.follows:
-                follow = ', '.join(repr(key) for key, entry in ESTIMATORS.items() if name in entry.follows)
-                raise ValueError(
-                    f'{name}={getattr(self, name)!r} is a setting of advantage_estimator={follow}; '
-                    f'{self.advantage_estimator!r} does not follow it: leave it out'
-                )
-        if self.lam_length is not None and self.lam != default['lam']:
-            raise ValueError(f'lam_length={self.lam_length!r} takes the place of lam={self.lam!r}: give one of the two')
-
-    def check_exact(self) -> None:
-        """ValueError for what reads the log-probs of a decode, which depend on its batch: `reproducible='exact'`."""
-        given = {
-            'nlpo_top_p': (self.nlpo_top_p, None),
-            'tis_cap': (self.tis_cap, None),
-            'recompute_logprobs': (self.recompute_logprobs is False, False),
-        }
-        for name, (value, allowed) in given.items():
-            if value != allowed:
-                raise ValueError(
-                    f'{name}={getattr(self, name)} reads the log-probs of the decode, whose last bits depend on its '
-                    f"batch, and reproducible='exact' takes them from a forward of its own: leave {name} out"
-                )
-
-    def _check_rewards_apart(self) -> None:
-        """What acts on the sum of the rewards, which such an estimator never forms."""
-        if self.kl_in == 'reward' and self.kl_coef:
-            raise ValueError(
-                f'advantage_estimator={self.advantage_estimator!r} has no sum of rewards that a KL could be taken '
-                "from: set kl_in='loss', or kl_coef=0"
-            )
-        neutral = {
-            'score_scaling': 'none',
-            'score_clip': None,
-            'missing_eos_score': None,
-            'overlong_buffer': None,
-            'token_penalty': 0.0,
-            'environment_failures': 'mask',
-            'whiten_rewards': False,
-        }
-        for name, value in neutral.items():
-            if getattr(self, name) != value:
-                raise ValueError(
-                    f'{name}={getattr(self, name)!r} acts on the sum of the rewards, which '
-                    f'advantage_estimator={self.advantage_estimator!r} never forms: leave it out, or make it a reward '
-                    'of the list'
-                )
-
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
-        POLICY_LOSSES.find(self.policy_loss)
+        POLICY_LOSSES.find(self.policy_loss).own_settings(self.loss_settings)
         ESTIMATORS.find(self.advantage_estimator)
-        self._check_choices()
-        if self.estimator.needs_groups and self.num_samples_per_prompt < 2:
-            raise ValueError(
-                f'advantage_estimator={self.advantage_estimator!r} compares responses to the same prompt; '
-                f'set num_samples_per_prompt to 2 or more (got {self.num_samples_per_prompt})'
-            )
+        check(self, PPO_RULES)
         check_cut('experience_batch_size', self.experience_batch_size, world_size)
         check_cut('train_batch_size', self.train_batch_size, world_size)
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from chatgpt.checkpoint import CUT_SHORT, latest, list_checkpoints, step_folder
+from chatgpt.strategies.checkpoint import CUT_SHORT, latest, list_checkpoints, step_folder
 from chatgpt.trainer.agreement import RankMismatchError
 from chatgpt.trainer.callbacks import SaveCheckpoint
 from chatgpt.trainer.callbacks.base import TrainerView

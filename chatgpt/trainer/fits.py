@@ -1,17 +1,20 @@
-"""What is found before training: records that a model cannot read, and a loss that its config asks for and nobody adds.
-
-Left out: tokenizers (`chatgpt.dataset.tokenize.check_tokenizer`), prompts of rollouts (the engines check them).
-"""
+"""Checks before training: models in the wrong place, models and optimizers that are one where there must be two,
+records that a model cannot read, and a loss that its config asks for and nobody adds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
 
+from chatgpt.nn import Actor, Critic, RewardModel
+from chatgpt.nn.layouts import layout_of
 from chatgpt.nn.trunk import position_limit, positions_of, text_config
+from chatgpt.strategies.base import Strategy
 from chatgpt.types import Sequence
 
 
@@ -27,7 +30,7 @@ def check_records(what: str, records: Iterable[SequenceOf[Sequence]], model: nn.
         return
     size: int | None = getattr(text_config(config), 'vocab_size', None)
     limit = position_limit(config)
-    apart = getattr(config, 'is_encoder_decoder', False)  # which numbers prompt and response each from 0
+    layout = layout_of(config)
     for i, sequences in enumerate(records):
         for s in sequences:
             for ids in (s.prompt_ids, s.response_ids):
@@ -37,13 +40,11 @@ def check_records(what: str, records: Iterable[SequenceOf[Sequence]], model: nn.
                         f"{what}[{i}] has the token id {outside}, outside of the model's vocabulary of {size} tokens; "
                         'make it with the tokenizer of this model'
                     )
-            # before the response stands the start token
-            length = max(len(s.prompt_ids), len(s.response_ids) + 1) if apart else s.num_tokens
+            length = layout.length(len(s.prompt_ids), len(s.response_ids))
             if limit is not None and length > limit:
-                most, counted = (limit - 1, ' on one side, the start token included') if apart else (limit, '')
                 raise ValueError(
-                    f'{what}[{i}] has {length} tokens{counted}, more than {positions_of(config)}; cut it '
-                    f'(max_length={most} where text is loaded) or leave it out'
+                    f'{what}[{i}] has {length} tokens{layout.counted}, more than {positions_of(config)}; cut it '
+                    f'(max_length={layout.most(limit)} where text is loaded) or leave it out'
                 )
 
 
@@ -57,3 +58,76 @@ def check_router_loss(config: Any) -> None:
             f'balances experts (router_aux_loss_coef={getattr(text, "router_aux_loss_coef", None)}) is not added here; '
             'set output_router_logits to false in its config.json to train without it'
         )
+
+
+def check_apart(
+    strategy: Strategy,
+    models: Mapping[str, nn.Module],
+    optimizers: Mapping[str, Optimizer],
+    **frozen: nn.Module | None,
+) -> None:
+    """Raises ValueError where one optimizer is given for two models, or where a frozen model is a trained one, or holds
+    weights of it: it moves along, and what is measured against it is 0 for ever."""
+    owners: dict[int, str] = {}
+    for name, optimizer in optimizers.items():
+        if (other := owners.setdefault(id(optimizer), name)) != name:
+            raise ValueError(
+                f'{other} and {name} have the same optimizer, which moves the weights of one of them only: make one of '
+                f'{name}.parameters() for {name}'
+            )
+    groups = {name: [p for g in optimizer.param_groups for p in g['params']] for name, optimizer in optimizers.items()}
+    trained = {id(p): name for name, parameters in groups.items() for p in parameters}
+    moving = {id(p) for parameters in groups.values() for p in parameters if p.requires_grad}
+    for role, model in frozen.items():
+        if model is None:
+            continue
+        bare = strategy.unwrap(model)
+        same = next((name for name, other in models.items() if strategy.unwrap(other) is bare), None)
+        weights = list(map(id, getattr(bare, 'model', bare).parameters()))
+        shared = [each for each in weights if each in trained]
+        # frozen layers may be shared; all of them are where `prepare` froze a model that was to be trained
+        if same is None and shared and (len(shared) == len(weights) or not moving.isdisjoint(shared)):
+            same = trained[shared[0]]
+        if same is not None:
+            raise ValueError(
+                f'{role} shares its weights with the {same} that is trained, and would move along with it: make it '
+                f'with deepcopy({same}) before strategy.prepare'
+                + ('; with LoRA or hydra pass None' if role == 'initial_model' else '')
+            )
+
+
+ROLES: dict[str, type[nn.Module]] = {
+    'actor': Actor,
+    'initial_model': Actor,
+    'critic': Critic,
+    'reward_model': RewardModel,
+}
+"""the class of this package for each model of a trainer; a module of a user's own may stand in its place"""
+
+
+def check_models(
+    owner: str, strategy: Strategy, trained: Mapping[str, Any], frozen: Mapping[str, Any] | None = None
+) -> None:
+    """Whether each model, as prepared, is one for its role; anything but a module is left alone.
+
+    Raises:
+        ValueError: a model of transformers as it is, one of ours for another role, or a trained one without a parameter
+            that requires a gradient.
+    """
+    for role, prepared in {**trained, **(frozen or {})}.items():
+        if not isinstance(prepared, nn.Module):
+            continue
+        model = strategy.unwrap(prepared)
+        kind, name = ROLES.get(role), type(model).__name__
+        if isinstance(model, PreTrainedModel):
+            wrapped = f'{kind.__name__}({role})' if kind else 'the class of this package'
+            raise ValueError(f'{owner}: {role} is a {name} of transformers; wrap it as {wrapped}, from chatgpt.nn')
+        if kind and isinstance(model, tuple(ROLES.values())) and not isinstance(model, kind):
+            raise ValueError(
+                f'{owner}: {role} is a {name}, and {kind.__name__} is needed; look at the order of the arguments'
+            )
+        if role in trained and not any(p.requires_grad for p in model.parameters()):
+            raise ValueError(
+                f'{owner}: no parameter of the {role} requires a gradient, so nothing would be learned; prepare it '
+                'with its optimizer, as (model, optimizer), and do not freeze it'
+            )

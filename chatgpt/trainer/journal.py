@@ -8,9 +8,6 @@ what the environment answered (observation and rewards), and the observation's b
 
 An answer that differs is a warning, and not an error: the new episode is whole in itself and nothing wrong is learned
 from it, what is lost is the promise that a resume repeats the run; and an environment over live data cannot keep that.
-
-Left out: environments that are built again within an episode, whose transcript must not change under way
-(`chatgpt.environments.runner`), and samples in flight, which a checkpoint holds whole (`pipeline`).
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from chatgpt.strategies.base import Strategy
 from chatgpt.types import Sample
 
 BEGINNING = 60
@@ -41,14 +39,20 @@ class Journal:
         decode: ids -> text.
     """
 
-    def __init__(self, name: str, decode: Callable[[list[int]], str]) -> None:
-        self.name, self.decode = name, decode
+    def __init__(self, name: str, decode: Callable[[list[int]], str], strategy: Strategy) -> None:
+        self.name, self.decode, self.strategy = name, decode, strategy
         self._played: dict[int, list[Entry]] = {}
         self._expected: dict[int, list[Entry]] = {}
+        self._loaded: Mapping[str, Any] = {}
+        """of a checkpoint, until the first episodes are recorded"""
         self._has_warned = False
 
-    def record(self, samples: SequenceOf[Sample]) -> None:
-        """Note the episodes, and compare those that a checkpoint knows."""
+    def record(self, samples: SequenceOf[Sample], made_from: Callable[[], Any]) -> None:
+        """Note the episodes, and compare those that a checkpoint knows, unless settings or data (`made_from`) have
+        changed."""
+        loaded, self._loaded = self._loaded, {}
+        if 'journal' in loaded and loaded['journal_from'] == made_from():
+            self._expected = {int(index): list(entries) for index, entries in loaded['journal'].items()}
         for sample in samples:
             if sample.episode is None:
                 continue
@@ -69,14 +73,16 @@ class Journal:
         """The phase is learned from."""
         self._played, self._expected = {}, {}
 
-    def state(self, gather: Callable[[Any], list[Any]]) -> dict[str, list[Entry]]:
+    def state(self, made_from: Callable[[], Any]) -> dict[str, Any]:
         """For a checkpoint, as JSON: of all ranks together. A collective."""
-        everyone = gather({str(index): entries for index, entries in (self._expected | self._played).items()})
-        return {index: entries for one in everyone for index, entries in one.items()}
+        own = {str(index): entries for index, entries in (self._expected | self._played).items()}
+        everyone = self.strategy.all_gather_object(own)
+        return {'journal': {i: entries for one in everyone for i, entries in one.items()}, 'journal_from': made_from()}
 
-    def expect(self, state: Mapping[str, list[Entry]]) -> None:
+    def load(self, state: Mapping[str, Any]) -> None:
         """Of a checkpoint. Entries of other ranks' samples do no harm."""
-        self._expected = {int(index): list(entries) for index, entries in state.items()}
+        if 'journal' in state:
+            self._loaded = state
 
     def _entries(self, sample: Sample) -> list[Entry]:
         assert sample.episode is not None

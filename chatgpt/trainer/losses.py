@@ -42,12 +42,9 @@ def experience_totals(
 ) -> dict[str, float]:
     """What the losses of a train batch divide by. `max_new_tokens` is the constant length of Dr. GRPO."""
     masks = [r.response_mask for r in records]
-    tokens = max(sum(int(m.sum()) for m in masks), 1)
-    if config.aggregation == 'token':
-        return {'tokens': tokens, 'policy': tokens}
     rows = torch.cat([torch.full((len(m),), i) for i, m in enumerate(masks)])
     count = aggregation_count(torch.cat(masks), rows, len(masks), config.aggregation, max_new_tokens)
-    return {'tokens': tokens, 'policy': max(count, 1)}
+    return {'tokens': max(sum(int(m.sum()) for m in masks), 1), 'policy': max(count, 1)}
 
 
 def collate_experience(records: list[Experience], totals: dict[str, float], *, packing: bool = True) -> Batch:
@@ -85,37 +82,34 @@ class ActorLoss:
 
     def of(self, logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, Metrics]:
         c, mask, columns = self.config, batch.action_mask, batch.columns
+        rows, num_sequences = batch.action_rows, batch.num_sequences
         old, high, entry = columns['old_logprobs'], clip_high(c), POLICY_LOSSES.find(c.policy_loss)
-        tokens, divisor = batch.totals['tokens'], batch.totals['policy']
         metrics: dict[str, Mean | Highest | Lowest] = {}
-        losses = entry.fn(
-            PolicyInputs(logprobs, old, columns['advantages'], mask, batch.action_rows, batch.num_sequences), c
-        )
+        losses = entry.fn(PolicyInputs(logprobs, old, columns['advantages'], mask, rows, num_sequences), c)
         if c.tis_cap is not None:
             weights = truncated_importance_weights(old, columns['logprobs'], c.tis_cap)
             losses = losses * weights
             metrics['tis_weight'] = Mean(masked_sum(weights, mask), mask.sum())
-        loss = masked_sum(losses, mask)
-        if c.aggregation == 'token':
-            share = loss / tokens
-        else:
-            share = aggregate(losses, mask, batch.action_rows, batch.num_sequences, c.aggregation, divisor)
+        bonus, tokens, divisor = masked_sum(entropy, mask), batch.totals['tokens'], batch.totals['policy']
+
+        def share(per_token: Tensor) -> Tensor:
+            return aggregate(per_token, mask, rows, num_sequences, c.aggregation)
+
+        # the bonus is a mean over tokens, however the rest is aggregated
+        total = (share(losses) - c.entropy_coef * (bonus * (divisor / tokens))) / divisor
         if c.kl_in == 'loss' and self.kl_coef:
             penalty = kl_penalty(logprobs, columns['ref_logprobs'], c.kl_loss_kind)
             if c.kl_importance:
                 penalty = importance_weighted(penalty, logprobs, old)
-            share = share + self.kl_coef * aggregate(
-                penalty, mask, batch.action_rows, batch.num_sequences, c.aggregation, divisor
-            )
+            total = total + self.kl_coef * (share(penalty) / divisor)
             metrics['kl_loss'] = Mean(masked_sum(penalty, mask), mask.sum())
-        bonus = masked_sum(entropy, mask)
         low = 1.0 if entry.clip == 'upper' else c.eps_clip  # no lower bound
         seen = ratios = policy_stats(logprobs, old, mask, eps_low=low, eps_high=high)
         if entry.per_sequence:  # what is clipped is the ratio of the sequence
-            shift = sequence_log_ratio(logprobs.detach(), old, mask, batch.action_rows, batch.num_sequences)
+            shift = sequence_log_ratio(logprobs.detach(), old, mask, rows, num_sequences)
             ratios = policy_stats(old + shift, old, mask, eps_low=low, eps_high=high)
         metrics |= {
-            'policy_loss': Mean(loss, seen.num_tokens),
+            'policy_loss': Mean(masked_sum(losses.detach(), mask), seen.num_tokens),
             'entropy': Mean(bonus, seen.num_tokens),
             'approx_kl': Mean(seen.approx_kl, seen.num_tokens),
             'approx_kl_k3': Mean(seen.approx_kl_k3, seen.num_tokens),
@@ -124,9 +118,7 @@ class ActorLoss:
             'ratio_max': Highest(ratios.ratio_max),
             'ratio_min': Lowest(ratios.ratio_min),
         }
-        if c.aggregation == 'token' and c.kl_in == 'reward':
-            return (loss - c.entropy_coef * bonus) / tokens, metrics
-        return share - c.entropy_coef * bonus / tokens, metrics
+        return total, metrics
 
 
 @dataclass(frozen=True)

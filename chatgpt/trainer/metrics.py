@@ -1,7 +1,7 @@
 """Numbers of a learning phase: what a loss gives, how it adds up over micro-batches, ranks and train batches, and
 numbers about rollouts.
 
-docs/metrics.md gives the formula of each. Left out: where they are logged (`callbacks`).
+docs/metrics.md gives the formula of each.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from chatgpt.experience import ScoreShaper
 from chatgpt.functional.kl import kl_penalty
 from chatgpt.functional.losses import explained_variance
-from chatgpt.trainer.failed_episodes import compared
+from chatgpt.nn.sweep import Communicator
+from chatgpt.trainer.config import PPOConfig
+from chatgpt.trainer.experience import ScoreShaper
 from chatgpt.trainer.repetition import repetition
-from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.trainer.selection import compared
 from chatgpt.types import EpisodeEnd, Experience
 
 
@@ -73,7 +74,7 @@ class BatchStats:
         value = value.detach().double()
         self._extremes[name] = torch.maximum(self._extremes[name], value) if name in self._extremes else value
 
-    def reduced(self, strategy: Strategy) -> dict[str, float]:
+    def reduced(self, strategy: Communicator) -> dict[str, float]:
         """The numbers over all ranks. Every rank must have added the same names."""
         result: dict[str, float] = {}
         for name, (total, weight) in self._summed(strategy).items():
@@ -85,7 +86,7 @@ class BatchStats:
                 result[name.removeprefix('-')] = -value if name.startswith('-') else value
         return result
 
-    def _summed(self, strategy: Strategy) -> dict[str, tuple[float, float]]:
+    def _summed(self, strategy: Communicator) -> dict[str, tuple[float, float]]:
         """Totals and weights over micro-batches and ranks."""
         if not self._sums:
             return {}
@@ -195,6 +196,19 @@ def rollout_metrics(experiences: SequenceOf[Experience], kl_coef: float, *, in_r
     )
 
 
+def experience_metrics(
+    experiences: SequenceOf[Experience], config: PPOConfig, kl_coef: float, shaper: ScoreShaper
+) -> dict[str, float]:
+    """What the experience of a phase says of itself; the list must not be empty."""
+    return (
+        rollout_metrics(experiences, kl_coef, in_reward=config.kl_in == 'reward')
+        | group_metrics(experiences, apart=config.estimator.rewards_apart)
+        | environment_metrics(experiences)
+        | scaling_metrics(shaper)
+        | value_metrics(experiences)
+    )
+
+
 def group_metrics(experiences: SequenceOf[Experience], *, apart: bool = False) -> dict[str, float]:
     """`rollout/...`: groups whose scores are all equal; nothing without groups. `apart`: equal in each reward, not in
     their sum."""
@@ -255,7 +269,7 @@ def first_batch_metrics(metrics: dict[str, float]) -> dict[str, float]:
     return {'first_ratio_error': error, 'first_approx_kl': metrics['approx_kl']}
 
 
-def rank_metrics(strategy: Strategy, seconds: float) -> dict[str, float]:
+def rank_metrics(strategy: Communicator, seconds: float) -> dict[str, float]:
     """`perf/...`: which rank took longest over its own `seconds`, and the median of the others. A collective; nothing
     on one process."""
     if strategy.world_size == 1:

@@ -2,7 +2,7 @@
 method.
 
 Order, split over ranks, micro-batches, schedules, logging, evaluation, stopping and resuming are here, once. One logged
-phase is `log_interval` optimizer steps. Left out: the methods themselves (`chatgpt.trainer.objectives`).
+phase is `log_interval` optimizer steps.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from chatgpt.batching import collate
-from chatgpt.dataset.tokenize import warn_of_bare_prompt
-from chatgpt.nn.dropout import dropout_off, in_eval_mode
-from chatgpt.sweep import cuts_of_share, sweep
+from chatgpt.data.formats import choice_facts
+from chatgpt.data.tokenize import warn_of_bare_prompt
+from chatgpt.nn.sweep import cuts_of_share, sweep
+from chatgpt.nn.trunk import dropout_off, in_eval_mode
+from chatgpt.strategies.base import Strategy
+from chatgpt.strategies.registry import prepared_by
 from chatgpt.trainer.base import Trainer
 from chatgpt.trainer.config import SupervisedConfig
-from chatgpt.trainer.fits import check_records
+from chatgpt.trainer.experience.reference import Reference
+from chatgpt.trainer.fits import check_apart, check_models, check_records
 from chatgpt.trainer.metrics import BatchStats, Metrics, PhaseMetrics
-from chatgpt.trainer.order import permutation
-from chatgpt.trainer.reference import ReferenceModel
+from chatgpt.trainer.order import permutation, uneven_steps
 from chatgpt.trainer.step import Learner, Work, learn_batch
-from chatgpt.trainer.strategies.base import Strategy
-from chatgpt.trainer.strategies.named import prepared_by
 from chatgpt.types import Batch, Sequence
 
 SWEEP_TOKENS = 16384
@@ -48,8 +49,6 @@ class Objective(ABC):
     prefix: ClassVar[str]
     """first part of the metric names"""
     model_name: ClassVar[str] = 'actor'
-    planned_as: ClassVar[str | None] = None
-    """the planner's task, where it knows this method"""
     num_dummies: ClassVar[int] = 1
     """sequences of a dummy batch"""
     uses_dropout: ClassVar[bool] = True
@@ -124,7 +123,7 @@ class Method:
 
     Args:
         config: class of the settings.
-        objective: called with the settings and, where the method compares with a reference, a `ReferenceModel`.
+        objective: called with the settings and, where the method compares with a reference, a `Reference`.
         compares: with an initial model, or with the actor while its adapter is off.
     """
 
@@ -140,7 +139,7 @@ class OfflineTrainer(Trainer):
         strategy, model, optim: as prepared; or a strategy's name, such as 'ddp', and what it prepares here.
         train_data, eval_data: what the objective takes, the same lists on every rank. `train_data` is None where the
             trainer makes it.
-        method: what is learned.
+        method: what is learned; None is the class's own.
         initial_model: the reference of a method that compares with one, as prepared; None where the actor is its own
             with its adapter off.
         config: see the method's class of settings, whose fields are also accepted as keyword arguments.
@@ -152,6 +151,8 @@ class OfflineTrainer(Trainer):
     """
 
     config: SupervisedConfig
+    lengthened_by = 'max_epochs or max_steps'
+    own_method: ClassVar[Method | None] = None
     resumes_any_step: ClassVar[bool] = True
     """False: a run that failed amid a phase goes on from the phase's start"""
 
@@ -163,7 +164,7 @@ class OfflineTrainer(Trainer):
         train_data: SequenceOf[Any] | None,
         eval_data: SequenceOf[Any] | None = None,
         *,
-        method: Method,
+        method: Method | None = None,
         initial_model: nn.Module | None = None,
         config: SupervisedConfig | None = None,
         callbacks: SequenceOf[Any] = (),
@@ -171,14 +172,21 @@ class OfflineTrainer(Trainer):
         run_dir: str | Path | None = None,
         **settings: Any,
     ) -> None:
-        owner = type(self).__name__
+        owner, method = type(self).__name__, method or self.own_method
+        if method is None:
+            raise ValueError(f'{owner} needs to know what is learned: give method=')
         config = method.config.from_dict((config.to_dict() if config is not None else {}) | settings)
         if initial_model is not None and not method.compares:
             raise ValueError(f'{owner} has no reference: leave initial_model out')
         strategy, (model, optim), initial_model = prepared_by(strategy, (model, optim), initial_model)
         assert not isinstance(strategy, str)
-        reference = (ReferenceModel(strategy, model, initial_model, owner),) if method.compares else ()
-        objective = method.objective(config, *reference)
+        check_apart(strategy, {'actor': model}, {'actor': optim}, initial_model=initial_model)
+        check_models(owner, strategy, {'model': model})
+        reference = Reference(strategy, model, strategy.unwrap(model), initial_model)
+        if method.compares and not reference.exists:
+            raise ValueError(f'{owner} compares with a reference: pass initial_model, or an actor with lora_rank > 0')
+        objective = method.objective(config, reference) if method.compares else method.objective(config)
+        check_models(owner, strategy, {objective.model_name: model})
         objective.check(strategy, model)
         config.validate(strategy.world_size)
         train, for_eval = objective.accept(train_data or [], eval_data)
@@ -202,12 +210,6 @@ class OfflineTrainer(Trainer):
         self.epochs_before = 0
         """passes of earlier calls of `fit`, whose orders are not repeated"""
 
-    def planned_sizes(self) -> dict[str, Any] | None:
-        if self.objective.planned_as is None:
-            return None
-        longest = max(s.num_tokens for record in self.train_data for s in self.objective.sequences(record))
-        return {'task': self.objective.planned_as, 'max_prompt_tokens': 1, 'max_new_tokens': max(longest - 1, 1)}
-
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {'batches_done': self.batches_done, 'epochs_before': self.epochs_before}
 
@@ -222,7 +224,8 @@ class OfflineTrainer(Trainer):
     def facts(self) -> dict[str, Any]:
         return {
             'method': {'rm': 'reward-model'}.get(self.objective.prefix, self.objective.prefix),
-            'data': {'records': len(self.train_data), 'eval_records': len(self.eval_data or ())},
+            'data': {'records': len(self.train_data), 'eval_records': len(self.eval_data or ())}
+            | choice_facts(self.tokenizer),
         }
 
     def put_back(self) -> bool:
@@ -244,6 +247,7 @@ class OfflineTrainer(Trainer):
         c = self.config
         for data in (self.train_data, self.eval_data or []):
             self.objective.prepare(list(data))
+        self.warn(uneven_steps(len(self.train_data), 'records', c.train_batch_size))
         per_epoch = -(-len(self.train_data) // c.train_batch_size)
         total = per_epoch * c.max_epochs
         if c.max_steps is not None:

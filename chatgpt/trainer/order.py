@@ -1,5 +1,5 @@
-"""Orders and seeds as functions of counters, so that a resume needs counters and no generator's state. Left out:
-sampling of tokens."""
+"""Orders and seeds as functions of counters, so that a resume needs counters and no generator's state; and what batches
+the items of a pass make."""
 
 from __future__ import annotations
 
@@ -37,3 +37,24 @@ def train_batches(num_items: int, batch_size: int, *, key: tuple[int, ...]) -> I
     order = permutation(num_items, *key)
     for start in range(0, num_items, batch_size):
         yield order[start : start + batch_size]
+
+
+MANY_STEPS = 50
+"""of one pass, among which a short one matters little"""
+
+
+def uneven_steps(count: int, what: str, batch_size: int) -> str | None:
+    """The warning about passes over `count` items where no batch is ever full, or where the last step of a pass learns
+    from a quarter of a batch or less: it weighs as much as a whole one's."""
+    rest = count % batch_size
+    if count < batch_size:
+        return (
+            f'train_batch_size={batch_size} is more than the {count} {what}: no batch is ever full, and each pass is '
+            f'one step on all {count}'
+        )
+    if count > MANY_STEPS * batch_size or not 0 < rest <= batch_size / 4:
+        return None
+    return (
+        f'{count} {what} in batches of train_batch_size={batch_size}: the last step of each pass learns from {rest} '
+        f'alone, and counts as much as one of {batch_size}'
+    )

@@ -11,6 +11,7 @@ the engine, and scoring.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -19,8 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from chatgpt.rollout import AheadEngine
+from chatgpt.rollout import Call, RolloutEngine
 from chatgpt.rollout.wire import PackedEpisode, PackedSamples, pack_samples, unpack_samples
+from chatgpt.strategies.base import Strategy
 from chatgpt.types import Episode, Prompt, Sample, Turn
 
 
@@ -41,29 +43,70 @@ class Timestep:
 
 
 class Pipeline:
-    """First in, first out."""
+    """First in, first out.
 
-    def __init__(self, engine: AheadEngine) -> None:
-        self.engine = engine
+    Args:
+        max_staleness: learning phases that the weights behind a sample may be old.
+        draw: gives out the next timestep, for weights with so many learning phases behind them.
+        call: what the engine is asked for a timestep.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        strategy: Strategy,
+        max_staleness: int,
+        draw: Callable[[int], Timestep],
+        call: Callable[[Timestep], Call],
+    ) -> None:
+        self.engine, self.strategy, self.max_staleness = engine, strategy, max_staleness
+        self._draw, self._call = draw, call
         self.waiting: deque[Timestep] = deque()
         """asked and not taken, oldest first"""
         self.taken: list[Timestep] = []
         """taken in this phase"""
+        self._loaded: Mapping[str, Any] = {}
+        """what a checkpoint says was in flight, until a phase takes it up"""
 
-    def ask(self, timestep: Timestep, submit: Callable[..., Any]) -> None:
-        timestep.ticket = submit(timestep.prompts, timestep.indices, timestep.groups)
+    def take_up(self, sizes: SequenceOf[int], version: int, made_from: Callable[[], Any]) -> bool:
+        """Let what was in flight in a checkpoint that was loaded wait here again, its prompts given out anew. False,
+        with a warning, where it does not fit the phases to come (`sizes` in timesteps, the present one first), or
+        where settings or data have changed (`made_from`): then its prompts must be forgotten."""
+        loaded, self._loaded = self._loaded, {}
+        records = loaded.get('in_flight', ())
+        if not records:
+            return True
+        due = [phase for phase, size in enumerate(sizes, version) for _ in range(size)]
+        fits = len(records) <= len(due) and loaded.get('in_flight_from') == made_from()
+        fits = fits and all(at - r['version'] <= self.max_staleness for at, r in zip(due, records, strict=False))
+        self.waiting.extend(self._draw(version) for _ in records)
+        if fits and restored(records, self.waiting, self.strategy.rank, self.strategy.world_size):
+            return True
+        if self.strategy.is_rank_0:
+            told = (
+                f'{len(records)} timesteps in flight in the checkpoint do not fit this run; their prompts are asked '
+                'for again'
+            )
+            warnings.warn(told, stacklevel=2)
+        return False
+
+    def ask(self, version: int) -> None:
+        """Give the next timestep out, and ask the engine for it."""
+        timestep = self._draw(version)
+        timestep.ticket = self.engine.submit(self._call(timestep))
         self.waiting.append(timestep)
 
-    def put_back(self, timesteps: Iterable[Timestep]) -> None:
-        """Timesteps that were asked for before, in order."""
-        self.waiting.extend(timesteps)
-
-    def take(self) -> Timestep:
-        """The oldest timestep, with its samples; waits for them."""
+    def take(self, version: int) -> list[Sample]:
+        """The samples of the oldest timestep, for weights of this version; waits for them."""
         timestep = self.waiting[0]
-        self._wait(timestep)
+        samples = self._wait(timestep)
         self.taken.append(self.waiting.popleft())
-        return timestep
+        if version - timestep.version > self.max_staleness:
+            raise RuntimeError(
+                f'samples of phase {timestep.version + 1} came to phase {version + 1}, with '
+                f'max_staleness={self.max_staleness}'
+            )
+        return samples
 
     def _wait(self, timestep: Timestep) -> list[Sample]:
         if timestep.samples is None:
@@ -73,21 +116,17 @@ class Pipeline:
                 sample.version = timestep.version
         return timestep.samples
 
-    def give_up(self, phase: int) -> list[Timestep]:
+    def give_up(self, version: int) -> list[Timestep]:
         """End a phase without learning from it.
 
         Returns the timesteps, taken or not, that were asked of older weights than the phase's own. The others are
         dropped, because the same weights will generate them again.
         """
         everything = [*self.taken, *self.waiting]
-        kept = [t for t in everything if t.version < phase]
-        self.waiting = deque(t for t in everything if t.version >= phase)
+        kept = [t for t in everything if t.version < version]
+        self.waiting = deque(t for t in everything if t.version >= version)
         self.clear()
         return kept
-
-    def learned(self) -> None:
-        """What was taken will not be given up any more."""
-        self.taken.clear()
 
     def clear(self) -> None:
         """Forget everything; nobody generates for it any more."""
@@ -96,22 +135,28 @@ class Pipeline:
                 self.engine.cancel(timestep.ticket)
         self.waiting.clear()
         self.taken.clear()
+        self._loaded = {}
 
-    def record(self, gather: Callable[[Any], list[Any]]) -> list[dict[str, Any]]:
+    def state(self, made_from: Callable[[], Any]) -> dict[str, Any]:
         """Everything in flight as JSON, all ranks together. Waits until it is generated; a collective."""
+        if not self.waiting:
+            return {k: self._loaded[k] for k in ('in_flight', 'in_flight_from') if k in self._loaded}
         records = []
         for t in self.waiting:
             samples = self._wait(t)
-            shares = gather(_to_json(pack_samples(samples, t.version)))
+            shares = self.strategy.all_gather_object(_to_json(pack_samples(samples, t.version)))
             joined = {name: [x for share in shares for x in share[name]] for name in shares[0]}
             where = {'first_prompt': t.first_prompt, 'first_sample': t.first_sample, 'version': t.version}
             records.append(where | {'temperature': samples[0].temperature} | joined)
-        return records
+        return {'in_flight': records, 'in_flight_from': made_from()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Of a checkpoint; see `take_up`."""
+        self.clear()
+        self._loaded = state
 
 
-def restored(
-    records: SequenceOf[Mapping[str, Any]], timesteps: SequenceOf[Timestep], rank: int, world_size: int
-) -> bool:
+def restored(records: SequenceOf[Mapping[str, Any]], timesteps: Iterable[Timestep], rank: int, world_size: int) -> bool:
     """Fill timesteps that were drawn again with the samples of a checkpoint; False when they are not the same
     timesteps."""
     for record, timestep in zip(records, timesteps, strict=True):

@@ -4,57 +4,41 @@
         ─▶ learn:   epochs of train batches from the buffer ─▶ learn_batch ─▶ strategy.backward, strategy.optimizer_step
         ─▶ metrics, callbacks
 
-The same two verbs can be driven by hand: `generate`, then `step(queries, responses, scores)`.
-
-Left out: how text becomes ids (`chatgpt.dataset`), how a response is scored (`chatgpt.experience`), what tells one
-method from another (`algorithms`), and the hardware.
+The same two verbs can be driven by hand: `generate`, then `step(queries, responses, scores)`. What tells one method
+from another is in `algorithms`; how the parts are made, in `builder`.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from chatgpt.batching import collate
-from chatgpt.dataset.prompts import PromptSet, as_prompts, tasks_without_prompts
-from chatgpt.dataset.tokenize import warn_of_bare_prompt
+from chatgpt.data.prompts import PromptSet, as_prompts, tasks_without_prompts
+from chatgpt.data.tokenize import warn_of_bare_prompt
 from chatgpt.environments import EnvironmentSettings
-from chatgpt.experience import (
-    ExperienceMaker,
-    ExperienceSettings,
-    ReplayBuffer,
-    RewardModelScorer,
-    ScoreShaper,
-    as_scorer,
-)
-from chatgpt.experience.environment_scorer import environment_scorer
-from chatgpt.experience.rescore import RESCORE_EVERY, rescored
-from chatgpt.experience.scorers import described, models_of
-from chatgpt.functional.kl import AdaptiveKLController, FixedKLController
-from chatgpt.nn.dropout import dropout_off
-from chatgpt.nn.output import PolicyOutput
-from chatgpt.rollout import RolloutEngine, SamplingParams
-from chatgpt.rollout.episodes import EpisodeEngine, check_writes_turns
-from chatgpt.rollout.registry import engine_for
-from chatgpt.rollout.sampling import sampling_for
-from chatgpt.trainer.algorithms import estimate_advantages
+from chatgpt.nn.actor import PolicyOutput
+from chatgpt.rollout import RolloutEngine
+from chatgpt.strategies.base import Strategy
+from chatgpt.strategies.registry import prepared_by
 from chatgpt.trainer.base import Trainer
-from chatgpt.trainer.callbacks import Callback, RatioCheck, RolloutRecorder
+from chatgpt.trainer.builder import Models, build
+from chatgpt.trainer.callbacks import Callback, RolloutRecorder
 from chatgpt.trainer.checkpointing import generator_states, set_generator_states
-from chatgpt.trainer.collect import Collector, check_hears_alike, replace_uninformative
+from chatgpt.trainer.collect import phase_sizes
 from chatgpt.trainer.config import PPOConfig
-from chatgpt.trainer.failed_episodes import check_failed, compared, mask_failed
-from chatgpt.trainer.fits import check_records
+from chatgpt.trainer.experience import ReplayBuffer, RewardModelScorer
+from chatgpt.trainer.experience.rescore import RESCORE_EVERY, rescored
+from chatgpt.trainer.experience.scorers import check_columns, described
 from chatgpt.trainer.losses import (
     ActorLoss,
     PtxLoss,
@@ -66,22 +50,15 @@ from chatgpt.trainer.losses import (
 )
 from chatgpt.trainer.metrics import (
     PhaseMetrics,
-    environment_metrics,
+    experience_metrics,
     first_batch_metrics,
-    group_metrics,
     performance_metrics,
     rank_metrics,
-    rollout_metrics,
-    scaling_metrics,
-    value_metrics,
 )
-from chatgpt.trainer.nlpo import policy_for
-from chatgpt.trainer.order import generator_for, train_batches
-from chatgpt.trainer.reference import has_reference
+from chatgpt.trainer.order import generator_for, train_batches, uneven_steps
+from chatgpt.trainer.selection import Selection, mask_failed
 from chatgpt.trainer.step import Learner, Work, learn_batch
-from chatgpt.trainer.stepwise import check_by_hand, check_ids, given_groups, given_samples
-from chatgpt.trainer.strategies.base import Strategy
-from chatgpt.trainer.strategies.named import prepared_by
+from chatgpt.trainer.stepwise import ByHand
 from chatgpt.types import Batch, Experience, Sequence
 
 
@@ -105,7 +82,8 @@ class PPOTrainer(Trainer):
             a name such as 'games:countdown'. Its rewards are the scores where there is no `reward_model`.
         environment_settings: how long an episode may be, and how environments are run.
         reward_weights: of an environment's rewards by name, which then are a weighted list; None takes their sum.
-            Beside other rewards they stand in the list of `reward_model`, each as an `EnvironmentScorer(name)`.
+            Beside them `reward_model` stands as 'reward_model' or 'reward_fn'. A list of `reward_model` has them each
+            as an `EnvironmentScorer(name)`.
         engine: who generates; by default a `LocalEngine`, for an encoder-decoder an `HFEngine`. With `max_staleness`
             one that answers later, such as `RemoteEngine`.
         reward_tokenizer: the reward model's tokenizer when it is not the policy's.
@@ -119,6 +97,7 @@ class PPOTrainer(Trainer):
     """
 
     config: PPOConfig
+    lengthened_by = 'num_episodes or max_timesteps (num_timesteps of chatgpt.train)'
 
     def __init__(
         self,
@@ -148,166 +127,66 @@ class PPOTrainer(Trainer):
             strategy, (actor, actor_optim), (critic, critic_optim), reward_model, initial_model, mask_model
         )
         assert not isinstance(strategy, str)
-        config.validate(strategy.world_size)
-        if strategy.exact is not None:
-            config.check_exact()
-        bare: Any = strategy.unwrap(actor)
-        self.actor, self.critic = actor, critic
-        self.actor_optim, self.critic_optim = actor_optim, critic_optim
-        self.shares_trunk = critic is None and _trains_value_head(strategy, bare, config)
-        self.sampling, stop_strings = sampling_for(bare, tokenizer, self.generate_kwargs)
-        if reward_weights is not None and (environment is None or reward_model is not None):
-            raise ValueError(
-                'reward_weights weigh the rewards of an environment: pass environment=, and with a reward_model put '
-                'them into its list, as (weight, EnvironmentScorer(name))'
-            )
-        self._check(config, bare, initial_model, pretrain_data)
-        self.engine: RolloutEngine = engine if engine is not None else engine_for(bare)
-        self.policy = policy_for(strategy, actor, config, self.sampling.temperature, mask_model, self.engine)
-        models = {'actor': actor} | ({'critic': critic} if critic is not None else {}) | dict(self.policy.models())
-        optimizers = {'actor': actor_optim} | ({'critic': critic_optim} if critic_optim is not None else {})
-        own_callbacks: list[Callback] = [RatioCheck()] if config.ratio_check else []
+        self.actor, self.critic, self.actor_optim, self.critic_optim = actor, critic, actor_optim, critic_optim
+        self.pretrain_data = list(pretrain_data or ())
+        parts = build(
+            type(self).__name__,
+            strategy,
+            config,
+            Models(
+                actor=actor,
+                actor_optim=actor_optim,
+                critic=critic,
+                critic_optim=critic_optim,
+                initial_model=initial_model,
+                mask_model=mask_model,
+            ),
+            reward_model,
+            generation=self.generate_kwargs,
+            tokenizer=tokenizer,
+            engine=engine,
+            environment=environment,
+            environment_settings=environment_settings,
+            reward_weights=reward_weights,
+            reward_tokenizer=reward_tokenizer,
+            pretrain_data=self.pretrain_data,
+        )
+        own: list[Callback] = []
         if run_dir is not None and not any(isinstance(c, RolloutRecorder) for c in callbacks):
-            own_callbacks.append(RolloutRecorder())
+            own.append(RolloutRecorder())
         super().__init__(
             strategy,
             config,
-            models,
-            optimizers,
-            callbacks=[*own_callbacks, *callbacks],
+            parts.models,
+            parts.optimizers,
+            callbacks=[*own, *callbacks],
             tokenizer=tokenizer,
             run_dir=run_dir,
         )
-        if environment is not None:
-            check_hears_alike(strategy)
-            check_writes_turns(getattr(bare, 'config', None))
-            self.engine = EpisodeEngine(
-                self.engine, environment, tokenizer, environment_settings, stop_strings=stop_strings
-            )
-            if reward_model is None and not getattr(self.engine.factory, 'gives_rewards', True):
-                raise ValueError(
-                    f'{self.engine.runner.name} has neither get_reward nor turn_reward; give it one, or a reward_model'
-                )
-            reward_model = environment_scorer(reward_weights) if reward_model is None else reward_model
-        self.collector = Collector(
-            strategy,
-            self.engine,
-            self.sampling,
-            policy=self.policy.generating,
-            tokenizer=tokenizer,
-            stop_strings=stop_strings,
-            batch_size=config.experience_batch_size,
-            num_samples_per_prompt=config.num_samples_per_prompt,
-            max_staleness=config.max_staleness,
+        self.collector, self.policy, self.maker, self.kl_controller, self.shares_trunk = (
+            *(parts.collector, parts.policy, parts.maker),
+            *(parts.kl_controller, parts.shares_trunk),
         )
+        self.engine, self.sampling, self.scorer = parts.collector.engine, parts.collector.sampling, parts.maker.scorer
         self.buffer = ReplayBuffer(config.buffer_limit, 'cpu' if config.buffer_cpu_offload else strategy.device)
-        self.kl_controller = (
-            FixedKLController(config.kl_coef)
-            if config.kl_target is None
-            else AdaptiveKLController(config.kl_coef, config.kl_target, config.kl_horizon)
-        )
-        self.pretrain_data = list(pretrain_data or ())
-        self.maker = self._maker(reward_model, reward_tokenizer, initial_model)
-        self.scorer = self.maker.scorer
-        if config.estimator.rewards_apart and len(getattr(self.scorer, 'weighted', ())) < 2:
-            raise ValueError(
-                f'advantage_estimator={config.advantage_estimator!r} normalises several rewards apart: '
-                'give reward_model as a list of two or more (weight, reward) pairs, or reward_weights of an environment'
-            )
-        if config.offload == 'idle':
-            for frozen in [*models_of(self.scorer), *([initial_model] if initial_model is not None else [])]:
-                strategy.offload(frozen)
-        for model in models.values():
-            dropout_off(strategy.unwrap(model))
-        self.timestep = 0
-        self.fit_start = 0
-        """timestep at which the current `fit` began"""
-        self.update_timesteps = 1
-        self._generated_with: SamplingParams | None = None
-        """Sampling of the latest `generate`: `step` treats its end tokens and stop strings as ends of responses too."""
-        self._has_told_of_failures = False
-        self.sampling_metrics: dict[str, float] = {}
-        """of the latest `collect`: what dynamic sampling and filtering did"""
-
-    def _check(
-        self,
-        config: PPOConfig,
-        actor: nn.Module,
-        initial_model: nn.Module | None,
-        pretrain_data: Any,
-    ) -> None:
-        """What does not fit together among models, data and settings."""
-        if config.estimator.needs_values and self.critic is None and not self.shares_trunk:
-            raise ValueError(
-                f'advantage_estimator={config.advantage_estimator!r} needs values: pass a critic, or an actor with '
-                'value_head=True'
-            )
-        if self.critic is not None and self.critic_optim is None:
-            raise ValueError('a critic needs critic_optim')
-        if initial_model is None and config.kl_coef and not has_reference(actor):
-            raise ValueError(
-                f'kl_coef={config.kl_coef} needs a reference: pass initial_model, use an actor with lora_rank > 0, or '
-                'set kl_coef=0'
-            )
-        if config.overlong_buffer is not None:
-            limits = [(name, v) for name in ('max_new_tokens', 'max_length') if (v := getattr(self.sampling, name))]
-            name, limit = min(limits, key=lambda pair: pair[1])
-            if config.overlong_buffer > limit:
-                raise ValueError(
-                    f'overlong_buffer={config.overlong_buffer} is a part of {name}={limit}; it must not be larger'
-                )
-        if config.aggregation == 'sequence_sum' and self.sampling.max_new_tokens is None:
-            raise ValueError("loss_aggregation='sequence_sum' divides by max_new_tokens: give it")
-        if config.ptx_coef and not pretrain_data:
-            raise ValueError(f'ptx_coef={config.ptx_coef} needs pretrain_data, a list of sequences of pretraining text')
-        check_records(f'{type(self).__name__}: pretrain_data', ([s] for s in pretrain_data or ()), actor)
-
-    def _maker(self, reward_model: Any, reward_tokenizer: Any, initial_model: nn.Module | None) -> ExperienceMaker:
-        c, strategy, bare = self.config, self.strategy, cast(Any, self.strategy.unwrap(self.actor))
-        recompute = c.recompute_logprobs
-        if recompute == 'auto':
-            inexact = getattr(self.engine, 'recompute_logprobs', False)
-            recompute = strategy.dtype != torch.float32 or c.tis_cap is not None or inexact
-            # the decode's are those of its batch
-            recompute = recompute or strategy.exact is not None
-        scorer = as_scorer(
-            reward_model,
-            max_tokens_per_batch=c.max_tokens_per_batch,
-            timeout_s=c.score_timeout_s,
-            reward_tokenizer=reward_tokenizer,
-            packing=c.packing,
-        )
-        overlong = None if c.overlong_buffer is None else (self.sampling.room, c.overlong_buffer)
-        estimator = c.estimator
-        return ExperienceMaker(
-            strategy,
-            self.actor,
-            self.critic,
-            initial_model,
-            scorer,
-            ScoreShaper(
-                c.score_scaling, c.score_clip, c.missing_eos_score, c.token_penalty, overlong, c.reward_of_failure
-            ),
-            ExperienceSettings(
-                temperature=self.sampling.temperature,
-                kl_kind=c.kl_kind,
-                recompute_logprobs=recompute,
-                whiten_rewards=c.whiten_rewards,
-                max_tokens_per_batch=c.max_tokens_per_batch,
-                packing=c.packing,
-            ),
-            estimate=lambda experiences: estimate_advantages(compared(experiences), estimator, c),
-            reference_context=bare.reference if initial_model is None and has_reference(bare) else None,
-            actor_has_values=self.shares_trunk,
-            reference_with_policy=initial_model is None and hasattr(bare, 'ref_branch'),
-        )
+        self.selection = Selection(config, strategy)
+        self.by_hand = ByHand(strategy, config, actor, tokenizer, self.collector, self.maker)
+        self.episode_length: int | None = None
+        """timesteps of an episode of the present `fit`"""
 
     # ------------------------------------------------------------------ state
 
+    @property
+    def timestep(self) -> int:
+        """Timesteps collected."""
+        return self.collector.timestep
+
+    @property
+    def prompts(self) -> PromptSet | None:
+        return self.collector.prompts
+
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {
-            'timestep': self.timestep,
-            'fit_start': self.fit_start,
             **self.collector.state_dict(),
             'kl_controller': self.kl_controller.state_dict(),
             'score_moments': self.maker.shaper.moments.state_dict(),
@@ -318,8 +197,6 @@ class PPOTrainer(Trainer):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self.timestep = int(state['timestep'])
-        self.fit_start = int(state['fit_start'])
         self.collector.load_state_dict(state)
         self.kl_controller.load_state_dict(state['kl_controller'])
         self.maker.shaper.moments.load_state_dict(state['score_moments'])
@@ -332,27 +209,6 @@ class PPOTrainer(Trainer):
         estimator = 'ppo' if c.advantage_estimator == 'gae' else c.advantage_estimator
         method = estimator if c.policy_loss in ('ppo', 'reinforce') else c.policy_loss
         return {'method': method, 'reward': described(self.scorer)} | self.collector.facts()
-
-    def planned_sizes(self) -> dict[str, Any]:
-        """With the longest prompt; in an environment, with the longest first observation so far."""
-        c, actor, scorer = self.config, cast(Any, self.strategy.unwrap(self.actor)), self.scorer
-        reward: Any = self.strategy.unwrap(scorer.model) if isinstance(scorer, RewardModelScorer) else None
-        longest = max((len(prompt.ids) for prompt in self.collector.prompts or ()), default=1)
-        longest = max(longest, getattr(self.engine, 'longest_opening', 0), 1)
-        return {
-            'task': 'ppo',
-            'reward_config': reward.model.config if hasattr(reward, 'model') else None,
-            'critic': 'own' if self.critic is not None else 'shared' if self.shares_trunk else 'none',
-            'num_layers_unfrozen': actor.ref_branch.num_blocks if hasattr(actor, 'ref_branch') else -1,
-            'kl': self.maker.initial_model is not None or self.maker.reference_context is not None,
-            'own_reference': self.maker.initial_model is not None,
-            'experience_batch_size': c.experience_batch_size,
-            'num_samples_per_prompt': c.num_samples_per_prompt,
-            'offload': c.offload,
-            'update_timesteps': self.update_timesteps,
-            'max_prompt_tokens': longest,
-            'max_new_tokens': max(self.sampling.room(longest), 1),
-        }
 
     # ------------------------------------------------------------------ the loop
 
@@ -378,34 +234,37 @@ class PPOTrainer(Trainer):
             EpisodesFailed: the environment failed in all episodes of a phase.
             EnvironmentsHang, WorkerError: no further environments can be run; see `chatgpt.environments.runner`.
         """
-        for name, value in (
-            ('num_episodes', num_episodes),
-            ('max_timesteps', max_timesteps),
-            ('update_timesteps', update_timesteps),
-        ):
+        sizes = {'num_episodes': num_episodes, 'max_timesteps': max_timesteps, 'update_timesteps': update_timesteps}
+        for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f'{name}={value} must be at least 1')
         self.set_prompts(prompts)
-        self.update_timesteps = update_timesteps
-        total = num_episodes * max_timesteps
+        self._plan(num_episodes * max_timesteps, update_timesteps)
+        self.episode_length = max_timesteps
+        with self._environments(), self.running(self.phase + len(self.collector.phases())):
+            while self.collector.phases() and not self.stop_agreed():
+                if not self.collect():
+                    break
+                self.learn()
+
+    def _plan(self, total: int, update_timesteps: int) -> None:
+        """So many timesteps from here, or from where a checkpoint began."""
+        self.collector.plan(total, update_timesteps, resume=self.is_resuming)
         if not self.is_resuming:
-            self.collector.forget_in_flight()
-            self.fit_start = self.timestep
             self.fit_updates = self.num_updates
         self.is_resuming = False
-        self.total_updates = self.fit_updates + self._count_updates(total, update_timesteps)
-        end = self.fit_start + total
-        with self._environments(), self.running(num_phases=self.phase + -(-(end - self.timestep) // update_timesteps)):
-            while self.timestep < end and not self.stop_agreed():
-                start, generators = self.state_dict(), generator_states()
-                done = self.timestep - self.fit_start
-                ends = [done, *range(done - done % update_timesteps + update_timesteps, total, update_timesteps), total]
-                sizes = [b - a for a, b in zip(ends, ends[1:], strict=False)][: self.config.max_staleness + 1]
-                if not self.collect(sizes[0], episode_length=max_timesteps, later=sizes[1:]):
-                    self._drop_phase(start)
-                    set_generator_states(generators)  # what was generated and played draws the same again
-                    break
-                self.learn_phase()
+        c = self.config
+        held = [n * c.experience_batch_size * c.num_samples_per_prompt for n in phase_sizes(total, update_timesteps)]
+        held = [min(count, c.buffer_limit or count) for count in held]
+        batches = (1 if c.sample_replay_buffer else -(-count // c.train_batch_size) for count in held)
+        self.total_updates = self.fit_updates + c.max_epochs * sum(batches)
+        if update_timesteps > total:
+            self.warn(
+                f'update_timesteps={update_timesteps} is more than the {total} timesteps of this run '
+                '(num_episodes x max_timesteps): there is one learning phase, at the end'
+            )
+        if not c.sample_replay_buffer:
+            self.warn(uneven_steps(held[0], 'samples of a learning phase', c.train_batch_size))
 
     @contextmanager
     def _environments(self) -> Iterator[None]:
@@ -413,70 +272,40 @@ class PPOTrainer(Trainer):
         try:
             yield
         finally:
-            if isinstance(self.engine, EpisodeEngine):
+            if self.engine.environment is not None:
                 self.engine.close()
 
     def set_prompts(self, prompts: Any) -> None:
         """The prompts that `collect` draws from, in an order that is a function of the seed."""
-        if prompts is None and isinstance(self.engine, EpisodeEngine):
+        if prompts is None and self.engine.environment is not None:
             prompts = tasks_without_prompts()
         found = as_prompts(prompts, self.tokenizer)
+        check_columns(self.scorer, found)
         warn_of_bare_prompt(found[0].ids, self.tokenizer)
         self.collector.set_prompts(found)
 
-    @property
-    def prompts(self) -> PromptSet | None:
-        return self.collector.prompts
-
-    def _count_updates(self, timesteps: int, update_timesteps: int) -> int:
-        """Optimizer steps of so many timesteps, for the learning-rate schedules."""
-        c, total = self.config, 0
-        for start in range(0, timesteps, update_timesteps):
-            collected = min(update_timesteps, timesteps - start) * c.experience_batch_size * c.num_samples_per_prompt
-            held = min(collected, c.buffer_limit) if c.buffer_limit else collected
-            total += c.max_epochs * (1 if c.sample_replay_buffer else -(-held // c.train_batch_size))
-        return total
-
-    def _drop_phase(self, state: dict[str, Any]) -> None:
-        """Forget a phase that was only partly collected, so that a checkpoint taken now lies between phases."""
-        self.buffer.clear()
-        kept = self.collector.give_up(self.phase)
-        self.load_state_dict(state)
-        self.collector.put_back(kept)
-        self.is_resuming = False
-
     # ------------------------------------------------------------------ collect
 
-    def collect(self, num_timesteps: int, *, episode_length: int | None = None, later: SequenceOf[int] = ()) -> bool:
-        """Generate and score `num_timesteps` timesteps into the buffer; False when a stop was asked for on the way.
+    def collect(self, num_timesteps: int | None = None) -> bool:
+        """Generate and score one phase into the buffer. False when a stop was asked for on the way: then everything is
+        as it was, and a checkpoint taken now lies between phases.
 
-        `later`: timesteps of each of the following `max_staleness` phases, which are asked for as well.
+        Args:
+            num_timesteps: None takes the next phase of `fit`.
         """
-        c = self.config
+        before, generators = self.state_dict(), generator_states()
         self.callbacks.on_make_experience_start(self)
-        experiences = self._experience(
-            num_timesteps, later, partial(self._episode, episode_length or 1, bool(episode_length))
-        )
+        experiences = self._experience(num_timesteps, around=self._timestep)
+        if experiences is not None:
+            more = partial(self._experience, counts=False)
+            experiences = self.selection(experiences, self.phase, more)
         if experiences is None:
+            with self.collector.dropped(self.phase):
+                self.load_state_dict(before)
+            self.is_resuming = False
+            set_generator_states(generators)  # what was generated and played draws the same again
             return False
-        tell = self.strategy.is_rank_0 and not self._has_told_of_failures
-        self._has_told_of_failures |= check_failed(experiences, self.phase + 1, tell=tell)
-        self.sampling_metrics = {}
-        if c.dynamic_sampling_rounds:
-            chosen = replace_uninformative(
-                experiences,
-                num_timesteps * c.experience_batch_size,
-                c.dynamic_sampling_rounds,
-                c.experience_batch_size,
-                lambda count: self._experience(count, later),
-                apart=c.estimator.rewards_apart,
-                tell=self.strategy.is_rank_0,
-            )
-            if chosen is None:
-                return False
-            experiences, self.sampling_metrics = chosen
-        self.sampling_metrics |= self._filter_overlong(experiences) | self._staleness(experiences)
-        self.sampling_metrics |= self._rescored(experiences)
+        self.selection.metrics |= self._rescored(experiences)
         self.collector.learned()
         self.buffer.append(experiences)
         self.last_experiences = experiences
@@ -484,50 +313,33 @@ class PPOTrainer(Trainer):
         return True
 
     @contextmanager
-    def _episode(self, length: int, told: bool) -> Iterator[None]:
-        """Around a timestep: counts it, and calls the hooks of the episode that begins or ends with it."""
-        episode, at = divmod(self.timestep - self.fit_start, length)
-        if told and at == 0:
+    def _timestep(self) -> Iterator[None]:
+        """Around a timestep: the hooks of the episode that begins or ends with it."""
+        if self.episode_length is None:
+            yield
+            return
+        episode, at = divmod(self.timestep - self.collector.fit_start, self.episode_length)
+        if at == 0:
             self.callbacks.on_episode_start(self, episode)
         yield
-        self.timestep += 1
-        if told and at == length - 1:
+        if at == self.episode_length - 1:
             self.callbacks.on_episode_end(self, episode)
 
-    def _experience(self, num_timesteps: int, later: SequenceOf[int], around: Any = None) -> list[Experience] | None:
-        """Scored timesteps of all ranks. A KL that is paid in the loss is not paid in the rewards as well."""
+    def _experience(self, num_timesteps: int | None, **options: Any) -> list[Experience] | None:
+        """Scored timesteps of all ranks; None when a stop was asked for."""
         with self.clock.measure('collect'):
-            timesteps = self.collector.collect(
-                num_timesteps,
-                version=self.phase,
-                later=later,
-                stop=self.stop_agreed,
-                **({'around': around} if around else {}),
-            )
+            timesteps = self.collector.collect(num_timesteps, version=self.phase, stop=self.stop_agreed, **options)
         if timesteps is None:
             return None
-        kl_coef = self.kl_controller.value if self.config.kl_in == 'reward' else 0.0
         if self.config.environment_failures == 'mask':
             mask_failed([sample for samples in timesteps for sample in samples])
         with self.clock.measure('score'):
-            return [e for samples in timesteps for e in self.maker.make(samples, kl_coef=kl_coef)]
+            return [e for samples in timesteps for e in self.maker.make(samples, kl_coef=self.kl_in_reward)]
 
-    def _filter_overlong(self, experiences: list[Experience]) -> dict[str, float]:
-        """With `overlong_filter`, no token of a response that ran out of room counts; its score stays in its group's
-        baseline."""
-        if not self.config.overlong_filter:
-            return {}
-        cut = [e for e in experiences if not e.ended and not e.failed]
-        for e in cut:
-            e.response_mask = torch.zeros_like(e.response_mask)
-        return {'rollout/filtered_share': len(cut) / len(experiences)}
-
-    def _staleness(self, experiences: list[Experience]) -> dict[str, float]:
-        """How many learning phases old the weights were that drew the samples."""
-        if not self.config.max_staleness:
-            return {}
-        ages = [self.phase - e.version for e in experiences]
-        return {'rollout/staleness_mean': sum(ages) / len(ages), 'rollout/staleness_max': float(max(ages))}
+    @property
+    def kl_in_reward(self) -> float:
+        """β of the rewards: a KL that is paid in the loss is not paid in them as well."""
+        return self.kl_controller.value if self.config.kl_in == 'reward' else 0.0
 
     def _rescored(self, experiences: list[Experience]) -> dict[str, float]:
         """Now and then, whether the reward model agrees with itself."""
@@ -538,79 +350,60 @@ class PPOTrainer(Trainer):
 
     # ------------------------------------------------------------------ learn
 
-    def learn_phase(self) -> dict[str, float]:
-        """Learn from the buffer, empty it, adapt the KL coefficient, log. Returns the phase's metrics."""
+    def learn(self) -> dict[str, float]:
+        """Learn from the buffer in `max_epochs` passes of train batches, empty it, adapt the KL coefficient, log.
+        Returns the phase's metrics."""
         self.check_ranks('before learning')
-        experiences = list(self.buffer)
-        kl_coef = self.kl_controller.value
+        c, experiences, phase = self.config, list(self.buffer), PhaseMetrics()
+        skipped, stopped, first = 0, False, True
         with self.clock.measure('learn'):
-            metrics = self.learn(experiences)
-        rollouts = rollout_metrics(experiences, kl_coef, in_reward=self.config.kl_in == 'reward')
-        self.kl_controller.update(rollouts['rollout/kl_mean'], len(experiences))
+            items = c.estimator.whiten(experiences) if c.whitens_advantages else experiences
+            learners = self.learners()
+            for epoch in range(c.max_epochs):
+                self.callbacks.on_learn_epoch_start(self, epoch)
+                for number, records in enumerate(self._train_batches(items, epoch)):
+                    if not any(bool(r.response_mask.any()) for r in records):
+                        skipped += 1  # everything was filtered; a step would only decay the weights
+                        continue
+                    self.callbacks.on_learn_batch_start(self)
+                    rates, guard = self.set_learning_rates(), RatioGuard(c)
+                    result = learn_batch(
+                        self.strategy,
+                        self.work(records, learners),
+                        max_tokens=c.max_tokens_per_batch,
+                        max_grad_norm=c.max_grad_norm,
+                        veto=guard,
+                        where=f'in phase {self.phase + 1}, epoch {epoch + 1}, train batch {number + 1}',
+                        pin_memory=c.dataloader_pin_memory,
+                        steps=self.steps,
+                    )
+                    phase.add(first_batch_metrics(result.metrics) if first else {})
+                    first = False
+                    self.num_updates += result.stepped
+                    skipped += not result.stepped
+                    norms = {f'{k}_max': v for k, v in result.metrics.items() if k.endswith('_grad_norm')}
+                    lr = {'lr' if name == 'actor' else f'{name}_lr': rate for name, rate in rates.items()}
+                    phase.add(result.metrics | norms | lr)
+                    self.callbacks.on_learn_batch_end(self, result.metrics)
+                    if stopped := guard.early_stop:
+                        break
+                self.callbacks.on_learn_epoch_end(self, epoch)
+                if stopped:
+                    break
+        learned = {'skipped_batches': float(skipped), 'early_stopped': float(stopped), 'num_updates': self.num_updates}
+        return self._end(experiences, phase.result('ppo') | {f'ppo/{k}': float(v) for k, v in learned.items()})
+
+    def _end(self, experiences: list[Experience], learned: dict[str, float]) -> dict[str, float]:
+        """What closes a learning phase; its metrics."""
+        metrics = experience_metrics(experiences, self.config, self.kl_controller.value, self.maker.shaper)
+        self.kl_controller.update(metrics['rollout/kl_mean'], len(experiences))
         self.policy.end_phase(self.phase + 1)
         self.buffer.clear()
-        metrics = (
-            rollouts
-            | group_metrics(experiences, apart=self.config.estimator.rewards_apart)
-            | environment_metrics(experiences)
-            | scaling_metrics(self.maker.shaper)
-            | value_metrics(experiences)
-            | self.sampling_metrics
-            | metrics
-        )
+        metrics |= self.selection.metrics | learned
         metrics |= performance_metrics(experiences, self.clock.metrics(), self.config.max_epochs)
         metrics |= rank_metrics(self.strategy, self.collector.taken_s()) | self.collector.draw_metrics()
         self.end_phase(metrics)
         return metrics
-
-    def learn(self, experiences: list[Experience]) -> dict[str, float]:
-        """`max_epochs` passes over the experience in train batches. Returns `ppo/...` metrics."""
-        c, phase = self.config, PhaseMetrics()
-        items = c.estimator.whiten(experiences) if c.whitens_advantages else experiences
-        learners = self.learners()
-        skipped, stopped, first = 0, False, True
-        for epoch in range(c.max_epochs):
-            self.callbacks.on_learn_epoch_start(self, epoch)
-            for number, records in enumerate(self._train_batches(items, epoch)):
-                if not any(bool(r.response_mask.any()) for r in records):
-                    skipped += 1  # everything was filtered; a step would only decay the weights
-                    continue
-                self.callbacks.on_learn_batch_start(self)
-                rates = self.set_learning_rates()
-                guard = RatioGuard(c)
-                result = learn_batch(
-                    self.strategy,
-                    self.work(records, learners),
-                    max_tokens=c.max_tokens_per_batch,
-                    max_grad_norm=c.max_grad_norm,
-                    veto=guard,
-                    where=f'in phase {self.phase + 1}, epoch {epoch + 1}, train batch {number + 1}',
-                    pin_memory=c.dataloader_pin_memory,
-                    steps=self.steps,
-                )
-                if first:
-                    phase.add(first_batch_metrics(result.metrics))
-                    first = False
-                self.num_updates += result.stepped
-                skipped += not result.stepped
-                phase.add(
-                    result.metrics
-                    | {f'{k}_max': v for k, v in result.metrics.items() if k.endswith('_grad_norm')}
-                    | {'lr': rates['actor']}
-                    | ({'critic_lr': rates['critic']} if 'critic' in rates else {})
-                )
-                self.callbacks.on_learn_batch_end(self, result.metrics)
-                if guard.early_stop:
-                    stopped = True
-                    break
-            self.callbacks.on_learn_epoch_end(self, epoch)
-            if stopped:
-                break
-        return phase.result('ppo') | {
-            'ppo/skipped_batches': float(skipped),
-            'ppo/early_stopped': float(stopped),
-            'ppo/num_updates': float(self.num_updates),
-        }
 
     def _train_batches(self, items: list[Experience], epoch: int) -> Iterable[list[Experience]]:
         c, key = self.config, (self.strategy.seed, self.phase, epoch)
@@ -674,9 +467,8 @@ class PPOTrainer(Trainer):
         *,
         length_sampler: Callable[[], int] | None = None,
         return_prompt: bool = False,
-        generate_ref_response: bool = False,
         **generate_kwargs: Any,
-    ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
+    ) -> list[Tensor]:
         """Responses of the current policy: a list of (A,) int64 tensors. On several ranks each gives and gets its own
         share.
 
@@ -684,39 +476,13 @@ class PPOTrainer(Trainer):
             queries: (P,) id tensors, or texts when the trainer has a tokenizer; one tensor counts as a list of one.
             length_sampler: called once per query; its number is that response's limit of new tokens.
             return_prompt: put the prompt's tokens before the response's.
-            generate_ref_response: also generate with the initial model; then a pair of lists is returned.
             **generate_kwargs: generation settings that replace the trainer's for this call.
 
         Raises:
-            ValueError: an unknown setting, a prompt without room for a response, no initial model to generate with.
+            ValueError: an unknown setting, a prompt without room for a response.
         """
-        check_by_hand(self.config, has_environment=isinstance(self.engine, EpisodeEngine))
-        prompts = list(as_prompts([queries] if isinstance(queries, Tensor) else list(queries), self.tokenizer))
-        bare = self.strategy.unwrap(self.actor)
-        check_ids('generate: query', [p.ids for p in prompts], bare)
-        sampling, _ = sampling_for(bare, self.tokenizer, self.generate_kwargs | generate_kwargs)
-        self._generated_with = sampling
-        limits = None if length_sampler is None else [length_sampler() for _ in prompts]
-        if generate_ref_response and self.maker.initial_model is None:
-            raise ValueError('generate_ref_response needs an initial_model of its own')
-        first = self.collector.number(len(prompts))
-        indices = list(range(first, first + len(prompts)))
-        models = [self.actor] + ([cast(nn.Module, self.maker.initial_model)] if generate_ref_response else [])
-        answers = []
-        for model in models:
-            with self.strategy.onload(model), self.clock.measure('collect'):
-                samples = self.collector.generate(
-                    prompts,
-                    indices=indices,
-                    groups=indices,
-                    limits=limits,
-                    sampling=sampling,
-                    policy=partial(self.strategy.full_model, model),
-                )
-            answers.append(
-                [torch.cat([s.prompt_ids, s.response_ids]) if return_prompt else s.response_ids for s in samples]
-            )
-        return (answers[0], answers[1]) if generate_ref_response else answers[0]
+        with self.clock.measure('collect'):
+            return self.by_hand.generate(queries, length_sampler, return_prompt, self.generate_kwargs | generate_kwargs)
 
     def step(
         self,
@@ -741,28 +507,15 @@ class PPOTrainer(Trainer):
             ValueError: lists of different lengths, an empty response, a token id outside of the vocabulary, a score
                 that is not finite, queries that do not make groups, a setting that only `fit` can follow.
         """
-        check_by_hand(self.config, has_environment=isinstance(self.engine, EpisodeEngine))
-        prompts = list(as_prompts(list(queries), self.tokenizer))
-        bare = self.strategy.unwrap(self.actor)
-        check_ids('step: query', [p.ids for p in prompts], bare)
-        check_ids('step: response', responses, bare)
-        sampled = [self.sampling, *([self._generated_with] if self._generated_with is not None else [])]
-        samples, checked = given_samples(prompts, responses, scores, response_masks, sampled)
-        starts = given_groups(prompts, self.config)
-        first = self.collector.number(len(samples))
-        for i, sample in enumerate(samples):
-            sample.index, sample.group = first + i, first + starts[i]
-            sample.version = self.phase
-        self.collector.decode(samples)
+        samples, checked = self.by_hand.samples(queries, responses, scores, response_masks, self.phase)
         # These tokens may come from anywhere, so the log-probs the ratio is taken against are computed here.
         settings = replace(self.maker.settings, recompute_logprobs=True)
         with self.clock.measure('score'):
-            kl_coef = self.kl_controller.value if self.config.kl_in == 'reward' else 0.0
-            experiences = self.maker.make(samples, kl_coef=kl_coef, scores=checked, settings=settings)
-        self.sampling_metrics = self._filter_overlong(experiences)
+            experiences = self.maker.make(samples, kl_coef=self.kl_in_reward, scores=checked, settings=settings)
+        self.selection.of_step(experiences)
         self.buffer.append(experiences)
         self.last_experiences = experiences
-        return self.learn_phase()
+        return self.learn()
 
     def log_stats(
         self,
@@ -773,30 +526,6 @@ class PPOTrainer(Trainer):
     ) -> None:
         """Hand the numbers of a `step`, and rows of a batch, to the callbacks' sample tables."""
         self.callbacks.on_log(self, dict(stats), batch or {}, list(rewards or ()), list(columns_to_log))
-
-
-def _trains_value_head(strategy: Strategy, actor: Any, config: PPOConfig) -> bool:
-    """Whether the actor carries a value head that the estimator needs; warns of one that it does not.
-
-    Raises:
-        ValueError: one that it does not need, under a strategy that cannot leave a parameter without a gradient.
-    """
-    if getattr(actor, 'value_head', None) is None:
-        return False
-    if config.estimator.needs_values:
-        return True
-    if not strategy.supports_unused:
-        raise ValueError(
-            f'advantage_estimator={config.advantage_estimator!r} takes no values, and {type(strategy).__name__} cannot '
-            "leave the actor's value head untrained: build the actor without value_head"
-        )
-    if strategy.is_rank_0:
-        warnings.warn(
-            f"the actor's value head is not trained: advantage_estimator={config.advantage_estimator!r} takes no "
-            'values; build the actor without value_head to silence this',
-            stacklevel=3,
-        )
-    return False
 
 
 class RatioGuard:

@@ -11,31 +11,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from chatgpt.dataset.formats import note_model
-from chatgpt.dataset.prompts import as_prompts
+from chatgpt.data.formats import note_model
+from chatgpt.data.prompts import as_prompts
+from chatgpt.data.rewards.calling import call
 from chatgpt.environments import EnvironmentSettings
-from chatgpt.experience.scorers import as_scorer, scored, sequence_score
 from chatgpt.rollout import RolloutEngine
 from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.rollout.registry import engine_for
 from chatgpt.rollout.sampling import sampling_for
+from chatgpt.strategies.base import Strategy
 from chatgpt.trainer.base import config_of
 from chatgpt.trainer.callbacks.base import TrainerView, say
 from chatgpt.trainer.callbacks.jsonl import RunFile
-from chatgpt.trainer.callbacks.samples import episode_row, format_table, shown_parts
+from chatgpt.trainer.callbacks.samples import episode_row, format_table, prompt_row, shown_parts
 from chatgpt.trainer.collect import Collector
-from chatgpt.trainer.strategies.base import Strategy
-from chatgpt.types import Sample
+from chatgpt.trainer.experience.scorers import as_scorer, scored, sequence_score
+from chatgpt.types import EVAL_INDEX, Sample
 
 Decoding = Callable[[Any], AbstractContextManager[Any]]
 """a context around generation, given the whole model"""
 MetricFn = Callable[..., Mapping[str, SequenceOf[float]]]
-FIRST_INDEX = 1 << 40
-"""sample numbers of evaluations begin here, apart from those of the training"""
 
 
 class PromptEvaluation:
@@ -50,8 +50,8 @@ class PromptEvaluation:
         tokenizer: decodes responses, and ends them; None takes the trainer's.
         reward: a reward model (prepared), a function `fn(prompts, responses, **columns)`, or a scorer; None takes the
             trainer's, if any.
-        metric_fn: `fn(prompts=..., outputs=..., samples=..., **columns)` → {name: one number per sample}; runs on rank
-            0. `samples` are prompt and output joined.
+        metric_fn: a function of texts, which gets its arguments as a reward function does, such as `fn(prompts,
+            outputs, **columns)` → {name: one number per sample}; runs on rank 0.
         model: name of the model that speaks in `trainer.models()`; None takes 'actor', else the only one.
         engine: who generates; None is as of `PPOTrainer`.
         environment, environment_settings: what the model acts in, as of `PPOTrainer`; the tasks are others than those
@@ -105,12 +105,12 @@ class PromptEvaluation:
                 strategy,
                 engine,
                 sampling,
-                policy=lambda: _policy(strategy, actor, decoding),
+                policy=partial(_policy, strategy, actor, decoding),
                 tokenizer=tokenizer,
                 stop_strings=stops,
             )
             samples = collector.generate(
-                [prompts[i] for i in mine], indices=[FIRST_INDEX + i for i in mine], seed=self.seed
+                [prompts[i] for i in mine], indices=[EVAL_INDEX + i for i in mine], seed=self.seed
             )
         scorer = self.scorer or trainer.scorer
         everyone = [
@@ -139,8 +139,7 @@ class PromptEvaluation:
             return {}
         prompts, outputs = [s.prompt_text for s in samples], [s.response_text for s in samples]
         columns = {name: [s.columns.get(name) for s in samples] for s in samples[:1] for name in s.columns}
-        joined = [p + o for p, o in zip(prompts, outputs, strict=True)]
-        given = self.metric_fn(samples=joined, prompts=prompts, outputs=outputs, **columns)
+        given = call(self.metric_fn, prompts, outputs, columns)
         result = {name: [float(v) for v in values] for name, values in given.items()}
         for name, values in result.items():
             if len(values) != len(samples):
@@ -172,7 +171,7 @@ class PromptEvaluation:
         if not trainer.strategy.is_rank_0:
             return
         self.last = [
-            {'prompt': s.prompt_text, 'response': s.response_text}
+            {**prompt_row(s), 'response': s.response_text}
             | ({} if score is None else {'score': score})
             | {name: values[i] for name, values in metrics.items()}
             | episode_row(s, self.tokenizer or trainer.tokenizer)
@@ -188,10 +187,11 @@ class PromptEvaluation:
         self._file.write(trainer, trainer.phase, rows)
         shown = [shown_parts(row) for row in rows]
         names = [n for n in shown[0] if n not in ('prompt', 'response')]
-        say(f'eval prompts at phase {trainer.phase}\n{format_table(shown, [*names, "prompt", "response"])}')
+        after = f' after phase {trainer.phase}' if trainer.phase else ''
+        say(f'evaluation samples{after}\n{format_table(shown, [*names, "prompt", "response"])}')
 
 
 @contextmanager
-def _policy(strategy: Strategy, actor: nn.Module, decoding: Decoding) -> Iterator[Any]:
-    with strategy.full_model(actor) as full, decoding(full):
+def _policy(strategy: Strategy, actor: nn.Module, decoding: Decoding, **needs: Any) -> Iterator[Any]:
+    with strategy.full_model(actor, **needs) as full, decoding(full):
         yield full

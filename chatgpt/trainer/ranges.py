@@ -1,8 +1,5 @@
 """The range of every numeric setting of the trainers, and the check of a settings object against it and against its
-`Literal` types, done when it is made.
-
-Left out: which settings go together (`validate` of each class), and sampling (`chatgpt.rollout.SamplingParams`).
-"""
+`Literal` types, done when it is made."""
 
 from __future__ import annotations
 
@@ -24,12 +21,12 @@ RANGES: dict[str, dict[str, str]] = {
         'max_staleness': NOT_NEGATIVE, 'kl_coef': NOT_NEGATIVE, 'kl_target': POSITIVE, 'kl_horizon': POSITIVE, 'score_clip': POSITIVE,
         'missing_eos_score': '(-inf, inf)', 'failure_reward': '(-inf, inf)', 'overlong_buffer': COUNT, 'token_penalty': '(-inf, inf)',
         'dynamic_sampling_rounds': NOT_NEGATIVE, 'gamma': SHARE, 'lam': SHARE, 'lam_length': POSITIVE, 'value_lam': SHARE, 'tis_cap': POSITIVE, 'dual_clip': '(1, inf)',
-        'nlpo_top_p': '(0, 1]', 'nlpo_update_interval': COUNT, 'train_batch_size': COUNT, 'max_epochs': COUNT, 'eps_clip': '(0, 1)',
+        'train_batch_size': COUNT, 'max_epochs': COUNT, 'eps_clip': '(0, 1)',
         'eps_clip_high': POSITIVE, 'value_clip': POSITIVE, 'value_coef': NOT_NEGATIVE, 'entropy_coef': '(-inf, inf)',
         'ptx_coef': NOT_NEGATIVE, 'ratio_threshold': POSITIVE, 'target_kl': POSITIVE,
     },
     'SupervisedConfig': {'train_batch_size': COUNT, 'max_epochs': COUNT, 'max_steps': COUNT, 'log_interval': COUNT},
-    'RewardModelConfig': {'center_rewards_coefficient': NOT_NEGATIVE, 'early_stopping_patience': COUNT},
+    'RewardModelConfig': {'calibration_samples': COUNT, 'center_rewards_coefficient': NOT_NEGATIVE, 'early_stopping_patience': COUNT},
     'ReferenceConfig': {'beta': POSITIVE},
     'DPOConfig': {'label_smoothing': '[0, 0.5)'},
     'KTOConfig': {
@@ -46,9 +43,16 @@ RANGES: dict[str, dict[str, str]] = {
         'num_rounds': COUNT, 'num_samples_per_prompt': '[2, inf): RFT keeps some and drops some', 'start_quantile': SHARE,
         'end_quantile': SHARE,
     },
-    'Run': {'lora_dropout': '[0, 1)'},
+    'Run': {
+        'lora_dropout': '[0, 1)', 'lora_rank': NOT_NEGATIVE, 'lora_alpha': POSITIVE, 'lr': NOT_NEGATIVE,
+        'weight_decay': NOT_NEGATIVE, 'tensor_parallel': COUNT, 'atoms': COUNT, 'rank_timeout_s': POSITIVE, 'keep_last': COUNT,
+        'checkpoint_interval': NOT_NEGATIVE, 'checkpoint_minutes': NOT_NEGATIVE, 'card_samples': NOT_NEGATIVE,
+    },
+    'DataRun': {'max_len': COUNT},
     'PPORun': {
-        'num_layers_unfrozen': '[-1, inf)', 'ema_decay': '(0, 1)', 'rollout_workers': NOT_NEGATIVE, 'rollout_chunk_size': COUNT,
+        'num_episodes': COUNT, 'max_timesteps': COUNT, 'update_timesteps': COUNT, 'max_prompt_tokens': COUNT, 'sample_interval': COUNT,
+        'eval_interval': COUNT, 'eval_episodes': NOT_NEGATIVE, 'num_layers_unfrozen': '[-1, inf)', 'ema_decay': '(0, 1)', 'critic_lr': NOT_NEGATIVE,
+        'rollout_workers': NOT_NEGATIVE, 'rollout_chunk_size': COUNT,
     },
 }  # fmt: skip
 """Of each class and those derived from it: setting → interval, round brackets without the end, and why, where that is

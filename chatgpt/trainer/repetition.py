@@ -1,8 +1,7 @@
 """How much responses repeat: runs of four tokens that occur again in the same response, or in another of the phase.
 
 Both are shares of what is there, on token ids, so no tokenizer is needed. Sources: seq-rep-4 of Welleck et al. 2020,
-"Neural text generation with unlikelihood training", and distinct-n of Li et al. 2016. Left out: what is too much
-(`chatgpt.doctor`).
+"Neural text generation with unlikelihood training", and distinct-n of Li et al. 2016.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Each round draws `num_samples_per_prompt` responses to every prompt, and keeps of each prompt those at or above a
 quantile of its scores but never the worst, each text once (Dong et al. 2023, "RAFT"; Yuan et al. 2023; trlX's RFT,
-whose quantile rises from round to round). What is kept is learned for `max_epochs` passes. Left out: a KL penalty; the
-quantile and few epochs keep the policy near.
+whose quantile rises from round to round). What is kept is learned for `max_epochs` passes. There is no
+KL penalty: the quantile and few epochs keep the policy near.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from chatgpt.dataset.formats import note_model
-from chatgpt.dataset.prompts import as_prompts
-from chatgpt.experience.scorers import as_score, as_scorer, described, scored, sequence_score
+from chatgpt.data.formats import note_model
+from chatgpt.data.prompts import as_prompts
 from chatgpt.rollout import RolloutEngine
 from chatgpt.rollout.registry import engine_for
 from chatgpt.rollout.sampling import sampling_for
+from chatgpt.strategies.base import Strategy
+from chatgpt.strategies.registry import prepared_by
 from chatgpt.trainer.base import config_of
 from chatgpt.trainer.collect import Collector
 from chatgpt.trainer.config import SFTConfig
+from chatgpt.trainer.experience.scorers import as_score, as_scorer, check_columns, described, scored, sequence_score
 from chatgpt.trainer.objectives.sft import SFTObjective
 from chatgpt.trainer.offline import Method, OfflineTrainer
-from chatgpt.trainer.strategies.base import Strategy
-from chatgpt.trainer.strategies.named import prepared_by
 from chatgpt.types import Prompt, Sample, Sequence
 
 
@@ -135,6 +135,7 @@ class RFTTrainer(OfflineTrainer):
             raise ValueError(
                 'RFTTrainer chooses by a reward, and got None; give a reward model or fn(prompts, responses, **columns)'
             )
+        check_columns(scorer, self.prompts)
         self.scorer = scorer
         super().__init__(
             strategy,
@@ -243,8 +244,4 @@ class RFTTrainer(OfflineTrainer):
         ]
 
 
-class _OfRounds(SFTObjective):
-    planned_as: ClassVar[str | None] = None  # rounds collect too
-
-
-ROUNDS = Method(RFTConfig, lambda config: _OfRounds())
+ROUNDS = Method(RFTConfig, lambda config: SFTObjective())

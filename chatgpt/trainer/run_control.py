@@ -1,7 +1,7 @@
 """Stopping in good order: signals, and a clock for the phases.
 
 The first SIGINT or SIGTERM asks the run to stop at the next safe point, where it saves and leaves; a second SIGINT
-stops at once. All ranks agree on the safe point. Left out: what is saved.
+stops at once. All ranks agree on the safe point.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.strategies.base import Strategy
 
 HANDLED = (signal.SIGINT, signal.SIGTERM)
 

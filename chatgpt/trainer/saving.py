@@ -1,8 +1,5 @@
 """Writing a prepared model as a Hugging Face folder with its card, whatever strategy holds its weights; what is done
-when that fails; and uploading it.
-
-Left out: training checkpoints (`checkpointing`), what a card says and how a folder is uploaded (`chatgpt.publish`).
-"""
+when that fails; and uploading it."""
 
 from __future__ import annotations
 
@@ -17,17 +14,17 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from chatgpt.monitor.publish import NUM_SAMPLES, ModelFacts, check_push, push_folder, write_card
+from chatgpt.monitor.run_folder import RunFolder
+from chatgpt.monitor.run_folder.reading import is_run
 from chatgpt.nn.critic import Critic
 from chatgpt.nn.lora import lora_layers
 from chatgpt.nn.peft_format import export_peft
 from chatgpt.nn.reward_model import RewardModel
-from chatgpt.publish import NUM_SAMPLES, ModelFacts, check_push, push_folder, write_card
-from chatgpt.run_folder import RunFolder
-from chatgpt.run_folder.reading import is_run
+from chatgpt.strategies.base import Strategy
 from chatgpt.trainer.callbacks import Evaluator, rows_of
 from chatgpt.trainer.callbacks.base import TrainerView
 from chatgpt.trainer.callbacks.run_record import describe, model_facts
-from chatgpt.trainer.strategies.base import Strategy
 
 
 class SaveError(RuntimeError):
@@ -96,7 +93,7 @@ def push_trained(
     Args:
         write: writes the model's files, on every rank.
         near: where the folder is made; None: among the system's temporary ones. It stays when the upload fails.
-        options: of `chatgpt.publish.push_folder`.
+        options: of `chatgpt.monitor.publish.push_folder`.
 
     Raises:
         ValueError: it is clear beforehand that it may not be uploaded; nothing is written.

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from chatgpt.trainer.strategies.states import MACHINERY, plain
+from chatgpt.strategies.states import MACHINERY, plain
 
 
 def lr_factor(
@@ -44,6 +44,11 @@ def lr_factor(
     raise ValueError(f'lr_schedule={schedule!r} is not known; choose constant, linear or cosine')
 
 
+LOWEST_RATE, HIGHEST_RATE = 1e-9, 0.1
+"""of Adam and its relatives, which divide a gradient by its size. Most weights of a language model lie within 0.1 of 0,
+and neighbours of such numbers in fp32 are 1e-9 apart"""
+
+
 class LearningRate:
     """Sets the learning rate of an optimizer's groups to base x factor; remembers each group's base.
 
@@ -65,6 +70,20 @@ class LearningRate:
         self.warmup_steps = warmup_steps
         self.end_factor, self.decay_steps = end_factor, decay_steps
         self.base = [group.get('initial_lr', group['lr']) for group in optimizer.param_groups]
+
+    def out_of_range(self, name: str) -> str | None:
+        """The warning about a rate at which the model of that name does not learn, or diverges in its first steps."""
+        rate, adaptive = max(self.base), 'betas' in self.optimizer.param_groups[0]
+        if rate == 0.0:
+            return f'the learning rate of the {name} is 0, so it learns nothing'
+        if not adaptive or LOWEST_RATE <= rate <= HIGHEST_RATE:
+            return None
+        what = 'is lost in rounding' if rate < LOWEST_RATE else 'replaces the weights'
+        return (
+            f'the learning rate of the {name} is {rate:g}, far from any in use: a step of '
+            f'{type(self.optimizer).__name__} moves a weight by about that much, which {what}; language models take '
+            '1e-6 to 1e-3'
+        )
 
     def take_base(self) -> None:
         """What the groups have now is their base from here on."""

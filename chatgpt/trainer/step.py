@@ -5,8 +5,6 @@ whole train batch (`Batch.totals`), so neither the cut into micro-batches nor th
 beyond the order of additions.
 
 With `strategy.exact` the micro-batches are atoms, and their gradients are added in one order whatever the layout.
-
-Left out: where the records come from, and when to stop.
 """
 
 from __future__ import annotations
@@ -22,10 +20,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from chatgpt.batching import moved_together
-from chatgpt.sweep import cuts_of_share
+from chatgpt.nn.sweep import cuts_of_share
+from chatgpt.strategies.base import Strategy
 from chatgpt.trainer.metrics import BatchStats, Mean, Metrics
 from chatgpt.trainer.order import seed_for
-from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Batch
 
 Loss = Callable[[nn.Module, Batch], tuple[Tensor, Metrics]]
@@ -147,7 +145,7 @@ def learn_batch(
         steps.within = False
         reduced[f'{learner.name}_grad_norm'] = norm
         if not math.isfinite(norm):
-            if not strategy.uses_loss_scaling:
+            if not strategy.numerics.scales_loss:
                 steps.within = moved  # another model of this batch has stepped
                 raise NonFiniteError(
                     f'the gradient norm of the {learner.name} is {norm} {where}; its weights are those before this '

@@ -1,37 +1,93 @@
-"""What the caller of `PPOTrainer.step` brings, checked and made into samples."""
+"""The user's own loop of `PPOTrainer.generate` and `step`: what the caller brings, checked and made into experience."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from chatgpt.data.prompts import as_prompts
 from chatgpt.nn.trunk import text_config
 from chatgpt.rollout import SamplingParams
+from chatgpt.rollout.sampling import sampling_for
+from chatgpt.rules import check
+from chatgpt.strategies.base import Strategy
+from chatgpt.trainer.collect import Collector
 from chatgpt.trainer.config import PPOConfig
+from chatgpt.trainer.experience import ExperienceMaker
+from chatgpt.trainer.rules import BY_HAND_RULES
 from chatgpt.types import FinishReason, Prompt, Sample
 
 
-def check_by_hand(config: PPOConfig, *, has_environment: bool = False) -> None:
-    """ValueError for settings that need what only `fit` has: the engine's log-probs, or prompts to draw, or the turns
-    of an environment."""
-    if has_environment:
-        raise ValueError(
-            'an environment acts in fit only: for generate and step leave environment out, and give step '
-            "response_masks for tokens that are not the policy's"
-        )
-    if config.nlpo_top_p is not None:
-        raise ValueError('nlpo_top_p draws from the masked policy, which generate and step do not know: use fit')
-    if config.tis_cap is not None:
-        raise ValueError("tis_cap needs the engine's log-probs, which step is not given: use fit, or leave tis_cap out")
-    if config.estimator.rewards_apart:
-        name = config.advantage_estimator
-        raise ValueError(
-            f'advantage_estimator={name!r} needs the scores of each reward, which step is not given: use fit'
-        )
-    if config.dynamic_sampling_rounds:
-        raise ValueError('dynamic_sampling_rounds draws further prompts, which step does not have: use fit')
+class ByHand:
+    """Generates for the caller's loop, and makes experience of what it brings; parts as of a `PPOTrainer`."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        config: PPOConfig,
+        actor: nn.Module,
+        tokenizer: Any,
+        collector: Collector,
+        maker: ExperienceMaker,
+    ) -> None:
+        self.strategy, self.config, self.actor, self.tokenizer = strategy, config, actor, tokenizer
+        self.collector, self.maker = collector, maker
+        self._generated_with: list[SamplingParams] = []
+        """sampling of the latest `generate`: `step` takes its end tokens and stop strings for ends of responses too"""
+
+    def generate(
+        self,
+        queries: Tensor | SequenceOf[Tensor] | SequenceOf[str],
+        length_sampler: Callable[[], int] | None,
+        return_prompt: bool,
+        generation: dict[str, Any],
+    ) -> list[Tensor]:
+        """See `PPOTrainer.generate`."""
+        prompts = self._prompts('generate', [queries] if isinstance(queries, Tensor) else list(queries))
+        sampling, _ = sampling_for(self.strategy.unwrap(self.actor), self.tokenizer, generation)
+        self._generated_with = [sampling]
+        limits = None if length_sampler is None else [length_sampler() for _ in prompts]
+        first = self.collector.number(len(prompts))
+        indices = list(range(first, first + len(prompts)))
+        with self.strategy.onload(self.actor):
+            samples = self.collector.generate(
+                prompts, indices=indices, groups=indices, limits=limits, sampling=sampling
+            )
+        return [torch.cat([s.prompt_ids, s.response_ids]) if return_prompt else s.response_ids for s in samples]
+
+    def samples(
+        self,
+        queries: SequenceOf[Tensor] | SequenceOf[str],
+        responses: SequenceOf[Tensor],
+        scores: SequenceOf[float | Tensor],
+        masks: SequenceOf[Tensor] | None,
+        version: int,
+    ) -> tuple[list[Sample], list[float | Tensor]]:
+        """This rank's samples with their scores, numbered; see `PPOTrainer.step`."""
+        prompts = self._prompts('step', list(queries))
+        check_ids('step: response', responses, self.strategy.unwrap(self.actor))
+        sampled = [self.collector.sampling, *self._generated_with]
+        samples, checked = given_samples(prompts, responses, scores, masks, sampled)
+        starts = given_groups(prompts, self.config)
+        first = self.collector.number(len(samples))
+        for i, sample in enumerate(samples):
+            sample.index, sample.group, sample.version = first + i, first + starts[i], version
+        return self.collector.decode(samples), checked
+
+    def _prompts(self, what: str, queries: list[Any]) -> list[Prompt]:
+        if self.collector.engine.environment is not None:
+            raise ValueError(
+                'an environment acts in fit only: for generate and step leave environment out, and give step '
+                "response_masks for tokens that are not the policy's"
+            )
+        check(self.config, BY_HAND_RULES)
+        prompts = list(as_prompts(queries, self.tokenizer))
+        check_ids(f'{what}: query', [p.ids for p in prompts], self.strategy.unwrap(self.actor))
+        return prompts
 
 
 def given_groups(prompts: SequenceOf[Prompt], config: PPOConfig) -> list[int]:
@@ -112,6 +168,7 @@ def given_samples(
             finish_reason=_finish_reason(ids.tolist(), sampled),
             temperature=sampled[0].temperature,
             prompt_text=prompt.text,
+            last_turn=prompt.last_turn,
             columns=prompt.columns,
         )
         samples.append(sample)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from chatgpt.checkpoint import (
+from chatgpt.strategies.checkpoint import (
     CheckpointError,
     CheckpointReader,
     CheckpointWriter,
@@ -22,7 +22,7 @@ from chatgpt.checkpoint import (
     pieces_of,
     write_checkpoint,
 )
-from chatgpt.checkpoint.layout import coverage_fault, sealed
+from chatgpt.strategies.checkpoint.layout import coverage_fault, sealed
 
 TENSORS = {
     'weight': torch.arange(35, dtype=torch.float32).view(5, 7),
@@ -255,7 +255,7 @@ class Ranks:
     """`all_gather_object` between threads."""
 
     def __init__(self, world_size):
-        self.box, self.barrier = [None] * world_size, threading.Barrier(world_size, timeout=20)
+        self.box, self.barrier = [None] * world_size, threading.Barrier(world_size)
 
     def gather(self, rank):
         def all_gather_object(obj):

@@ -8,8 +8,8 @@ import struct
 import pytest
 import torch
 
-from chatgpt.checkpoint import CheckpointReader, Piece, parting, pieces_of, write_checkpoint
-from chatgpt.checkpoint.parting import TensorParting, compare_checkpoints, weights_hash
+from chatgpt.strategies.checkpoint import CheckpointReader, Piece, parting, pieces_of, write_checkpoint
+from chatgpt.strategies.checkpoint.parting import TensorParting, compare_checkpoints, weights_hash
 
 OWNERS = {'rng': 'rng', 'actor': 'models', 'critic': 'models', 'actor_optim': 'optimizers'}
 

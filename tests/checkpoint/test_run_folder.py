@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from limits import until
 
-from chatgpt.checkpoint import (
+from chatgpt.strategies.checkpoint import (
     CheckpointError,
     CheckpointReader,
     claim_folder,
@@ -26,7 +27,7 @@ from chatgpt.checkpoint import (
     step_of,
     write_checkpoint,
 )
-from chatgpt.checkpoint.folder import backup_of, score_of, temporary_of
+from chatgpt.strategies.checkpoint.folder import backup_of, score_of, temporary_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,10 +99,10 @@ def test_recover(tmp_path):
 
 HOLDER = """
 import sys, time
-from chatgpt.checkpoint import claim_folder
+from chatgpt.strategies.checkpoint import claim_folder
 claim = claim_folder(sys.argv[1])
 print('claimed', flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 
 
@@ -131,7 +132,8 @@ def test_the_claim_ends_with_its_process(tmp_path):
 
 SAVER = """
 import sys, torch
-from chatgpt.checkpoint import claim_folder, latest, pieces_of, prune, recover, step_folder, step_of, write_checkpoint
+from chatgpt.strategies.checkpoint import claim_folder, latest, pieces_of, prune, recover, step_folder, step_of
+from chatgpt.strategies.checkpoint import write_checkpoint
 root = sys.argv[1]
 with claim_folder(root):
     recover(root)
@@ -157,7 +159,8 @@ def test_killed_at_random_moments(tmp_path):
             [sys.executable, '-c', SAVER, str(tmp_path)], env=variables, stdout=subprocess.PIPE, text=True
         )
         assert saver.stdout is not None and saver.stdout.readline() == 'ready\n'
-        time.sleep(0.3 + 0.2 * rng.random())
+        until(lambda last=before: (steps(tmp_path) or [0])[-1] >= last + 2)
+        time.sleep(0.2 * rng.random())
         saver.send_signal(signal.SIGKILL)
         saver.wait()
         with claim_folder(tmp_path):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from chatgpt.cli import command
+from chatgpt.launch.cli import command
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
 import runpy
 import subprocess
 import sys
@@ -13,12 +15,13 @@ import pytest
 from command_line import call
 
 import chatgpt
-from chatgpt.cli.command import SUBCOMMANDS
+from chatgpt.launch.cli.command import SUBCOMMANDS
+from chatgpt.launch.demo_world import trial_defaults
 from chatgpt.launch.methods import METHODS
 from chatgpt.launch.runs import run_class
 
 ROOT = Path(__file__).resolve().parents[2]
-OTHERS = [name for name, entry in SUBCOMMANDS.items() if entry.module]
+OTHERS = [name for name, entry in SUBCOMMANDS.items() if entry.module and not entry.distribution]
 
 
 def module_of(name: str) -> object:
@@ -87,7 +90,8 @@ def test_help_all_has_every_option_and_help_the_common_ones_with_their_defaults(
         assert shown or f.name in (method.positional, 'method') or METHODS[name].run != METHODS['sft'].run, f.name
     assert len(everything) > 1.4 * len(common)
     assert f'--save_path TEXT folder of this run (default: outputs/{name})' in common
-    lr = f'--lr X learning rate (default: {method.defaults["lr"]}; {method.embedded_defaults["lr"]} without --pretrain)'
+    trial = trial_defaults(name, method.defaults)['lr']
+    lr = f'--lr X learning rate (default: {method.defaults["lr"]}; {trial} without --pretrain)'
     assert lr in common
     for setting, value in method.settings.items():
         if any(setting in names for names in cls.common.values()):
@@ -120,7 +124,6 @@ def test_common_options_are_settings():
         (['evaluate', 'm', 'p.jsonl'], 'error: give --reward_fn FILE:FUNCTION or --reward_model FOLDER'),
         (['missing_file.py:method'], "error: 'missing_file.py:method': there is no file missing_file.py"),
         (['ilql', '--lora_rank=2'], 'error: lora_rank: ILQL trains all weights; leave it out'),
-        (['compat', 'runn'], "invalid choice: 'runn' (choose from 'run', 'check'); did you mean run?"),
         (['convert', 'a', 'b', '--to', 'prompts'], "'text'); did you mean prompt?"),
         (['plan', 'c', '--task', 'pop'], "invalid choice: 'pop' (choose from"),
         (['plan', 'c', '--critic', 'shard'], 'did you mean shared?'),
@@ -141,6 +144,12 @@ def test_a_mistake_is_one_line_and_exit_code_2(monkeypatch, capsys, tmp_path, wo
     assert not list(tmp_path.iterdir())
 
 
+def test_the_word_of_a_package_that_is_not_installed_says_how_to_install_it(monkeypatch, capsys):
+    monkeypatch.setattr('chatgpt.launch.cli.command.entry_points', lambda **_: ())
+    assert call(monkeypatch, 'compat', 'check', 'script.py') == 2
+    assert capsys.readouterr().err == ('error: compat is in a package of its own: pip install chatgpt-rlhf-compat\n')
+
+
 def test_help_of_a_command_is_that_commands(monkeypatch, capsys):
     said = []
     for words in (['ppo', '--help'], ['help', 'ppo'], ['init', '--help'], ['help', 'init']):
@@ -157,13 +166,66 @@ def test_the_version(monkeypatch, capsys):
 @pytest.mark.parametrize('word', ['--help', 'version', 'stf'])
 def test_no_word_of_this_kind_waits_for_torch(word):
     code = (
-        'import sys\nfrom chatgpt.cli import command\n'
+        'import sys\nfrom chatgpt.launch.cli import command\n'
         f'sys.argv = ["chatgpt-rlhf", {word!r}]\n'
         'try:\n    command.main()\nexcept SystemExit:\n    pass\n'
         'print("loaded", *sorted({"torch", "transformers", "numpy", "yaml", "datasets"} & set(sys.modules)))'
     )
-    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == 'loaded', done.stdout + done.stderr
+
+
+LIGHT = """
+import contextlib, io, json, sys
+from chatgpt.launch.cli import command
+from chatgpt.launch.methods import METHODS
+heavy, said = {'torch', 'transformers', 'datasets', 'numpy', 'chatgpt.monitor.report.page'}, {}
+trained, others = list(METHODS), [
+    name for name, entry in command.SUBCOMMANDS.items() if entry.module and not entry.distribution
+]
+calls = [[word, asked] for word in trained + others for asked in ('--help', '--hepl=1')]
+for words in [*calls, *map(str.split, sys.argv[1:])]:
+    text = io.StringIO()
+    sys.argv = ['chatgpt-rlhf', *words]
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text), contextlib.suppress(SystemExit):
+        command.main()
+    said[' '.join(words)] = [text.getvalue(), sorted(heavy & set(sys.modules))]
+print(json.dumps(said))
+"""
+
+
+def test_neither_help_nor_a_mistake_waits_for_torch(tmp_path):
+    """Of every word, in one interpreter; and mistakes in values, config files and words with `=`."""
+    (tmp_path / 'bad.yaml').write_text('lrr: 1\n')
+    (tmp_path / 'sweep.yaml').write_text('spaces: {}\n')
+    mistakes = {
+        'ppo --advantage_estimator gea': 'did you mean gae',
+        'ppo --strategy fdsp': 'did you mean fsdp',
+        'ppo --policy_loss pppo --engine local': 'did you mean ppo',
+        'ppo prompts.jsonl': 'nothing to learn from',
+        'grpo lrr=1': 'did you mean lr',
+        'sft --config_file bad.yaml': 'did you mean lr',
+        'sft --log_with wandbb': 'did you mean wandb',
+        'sft --model gptt': 'did you mean gpt2',
+        'dpo --beta x': 'no number',
+        'reward-model --hub_private': 'push_to_hub',
+        'sweep sweep.yaml': 'no key of a sweep',
+        'sft --print_config': 'lr: ',
+        'completion bash': '_shtab',
+    }
+    done = subprocess.run(
+        [sys.executable, '-c', LIGHT, *mistakes],
+        cwd=tmp_path,
+        env=os.environ | {'PYTHONPATH': str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert next(((words, heavy) for words, (_, heavy) in said.items() if heavy), None) is None
+    assert len(said) > 60 and all('usage' in text for words, (text, _) in said.items() if words.endswith('--help'))
+    assert [words for words, (text, _) in said.items() if 'hepl' in words and 'error: ' not in text] == []
+    assert {words: said[words][0] for words, text in mistakes.items() if text not in said[words][0]} == {}
 
 
 def test_a_relative_of_ppo_is_ppo_with_settings_that_give_way(monkeypatch, capsys, tmp_path):

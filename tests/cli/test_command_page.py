@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from command_line import call
 
-from chatgpt.cli.command import SUBCOMMANDS
+from chatgpt.launch.cli.command import SUBCOMMANDS
 from chatgpt.launch.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]

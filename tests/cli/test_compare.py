@@ -9,8 +9,9 @@ import pytest
 import torch
 from command_line import call
 
-from chatgpt.compare import Store
-from chatgpt.dataset import embedded, load_preferences
+from chatgpt.data import load_preferences
+from chatgpt.launch import demo_world
+from chatgpt.monitor.compare.store import Store
 from chatgpt.nn import GPTRM, GPTActor
 
 
@@ -19,8 +20,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp('models')
     for seed, name in enumerate(('first', 'second')):
         torch.manual_seed(seed)
-        GPTActor(config=embedded.demo_config()).save_pretrained(folder / name, tokenizer=embedded.demo_tokenizer())
-    GPTRM(config=embedded.demo_config()).save_pretrained(folder / 'rm', tokenizer=embedded.demo_tokenizer())
+        GPTActor(config=demo_world.demo_config()).save_pretrained(folder / name, tokenizer=demo_world.demo_tokenizer())
+    GPTRM(config=demo_world.demo_config()).save_pretrained(folder / 'rm', tokenizer=demo_world.demo_tokenizer())
     rows = [{'prompt': f'one day a {animal}', 'bonus': 1} for animal in ('fox', 'cat', 'dog', 'duck', 'bear')]
     write(folder / 'prompts.jsonl', rows)
     return folder
@@ -30,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def compare(monkeypatch, folder, tmp_path):
     """The command on tmp_path/said.sqlite with nobody at the page, in the folder of the models."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr('chatgpt.cli.compare.serve', lambda app, host, port: None)
+    monkeypatch.setattr('chatgpt.launch.cli.compare.serve', lambda app, host, port: None)
     return lambda *words: call(monkeypatch, 'compare', f'--db={tmp_path}/said.sqlite', *words)
 
 
@@ -79,7 +80,7 @@ def test_two_samples_of_one_model(compare, tmp_path):
 
 def test_answers_are_made_once(compare, monkeypatch, tmp_path):
     """A start that was cut short between the two models goes on with the second; a third one makes nothing."""
-    from chatgpt.cli import compare as word
+    from chatgpt.launch.cli import compare as word
 
     made, generate = [], word._generate
 
@@ -106,8 +107,7 @@ def test_answers_are_made_once(compare, monkeypatch, tmp_path):
     [
         (['--model=second', *TWO[1:]], "was made with models ['first', 'second'], and now it is ['second', 'second']"),
         ([*TWO[:2], '--prompts=fewer.jsonl', TWO[3]], 'was made with prompts 5 with sha256 '),
-        ([*TWO, '--temperature=0.5'], 'was made with temperature 1.0, and now it is 0.5: give another --db'),
-        ([*TWO, '--apply_chat_template'], 'was made with prompts 5 with sha256 '),
+        ([*TWO, '--temperature=0.5'], 'was made with temperature 0.7, and now it is 0.5: give another --db'),
         (['--answers=made.jsonl'], 'was made with answers None, and now it is 1 with sha256 '),
     ],
 )
@@ -195,7 +195,7 @@ def test_the_reward_models_margins_are_those_of_its_training(compare, folder, tm
 
     assert compare(*TWO, '--reward_model=rm') == 0
     model = AutoModelForSequenceClassification.from_pretrained(folder / 'rm').eval()
-    tokenizer = embedded.demo_tokenizer()
+    tokenizer = demo_world.demo_tokenizer()
     with Store(tmp_path / 'said.sqlite') as store:
         margins = [row[0] for row in store._db.execute('SELECT margin FROM pairs ORDER BY id')]
         compared = 0
@@ -223,7 +223,7 @@ def test_what_is_exported_is_what_training_loads(compare, monkeypatch, capsys, t
     judge(tmp_path, lambda text: (len(text), text), people=2)
     assert compare(f'--export={out}') == 0
     assert f'{out}: 5 preferences' in capsys.readouterr().out
-    tokenizer = embedded.demo_tokenizer()
+    tokenizer = demo_world.demo_tokenizer()
     found, _ = load_preferences(str(out), tokenizer)
     by_prompt = {
         f'one day a {animal}': pair
@@ -247,10 +247,14 @@ def test_conversations_are_exported_as_conversations(compare, tmp_path):
     """So that training formats them with the template that the answers were made with."""
     rows = [{'prompt': 'one day a fox'}, {'messages': [{'role': 'user', 'content': 'one day a cat'}]}]
     prompts = write(tmp_path / 'chats.jsonl', rows)
-    assert compare('--model=first', '--model=second', f'--prompts={prompts}', '--apply_chat_template') == 0
+    tokenizer = demo_world.demo_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    GPTActor(config=demo_world.demo_config()).save_pretrained(tmp_path / 'chat', tokenizer=tokenizer)
+    assert compare('--model=first', f'--prompts={prompts}', '--apply_chat_template') == 2  # it has no template
+    assert compare(f'--model={tmp_path}/chat', f'--prompts={prompts}', '--apply_chat_template') == 0
     judge(tmp_path, hash)
     out = tmp_path / 'preferences.jsonl'
     assert compare(f'--export={out}') == 0
     exported = [json.loads(line)['prompt'] for line in out.read_text().splitlines()]
     assert exported == [[{'role': 'user', 'content': f'one day a {animal}'}] for animal in ('fox', 'cat')]
-    assert len(load_preferences(str(out), embedded.demo_tokenizer())[0]) == 2
+    assert len(load_preferences(str(out), demo_world.demo_tokenizer())[0]) == 2

@@ -10,7 +10,7 @@ import pytest
 from command_line import call
 
 from chatgpt.launch.methods import METHODS
-from chatgpt.trainer.strategies.registry import STRATEGIES
+from chatgpt.strategies.registry import STRATEGIES
 
 CASES = {
     'reward': {'reward-model'},
@@ -29,8 +29,6 @@ CASES = {
     'rollouts sto': {'stories.jsonl'},
     'report run --out sto': {'stories.jsonl'},
     'launch --laun': {'--launcher'},
-    'compat r': {'run'},
-    'compat c': {'check'},
     'ppo --log_with no': {'none'},
     'init sim': {'simpo'},
     'plan c --task re': {'reward_model'},
@@ -41,7 +39,7 @@ CASES = {
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import shtab
 
-    from chatgpt.cli.completion import whole_parser
+    from chatgpt.launch.cli.completion import whole_parser
 
     folder = tmp_path_factory.mktemp('completion')
     parser = whole_parser()
@@ -62,7 +60,7 @@ def test_bash_completes(scripts, tmp_path, words):
         printf '%s\\n' "${COMPREPLY[@]}"
     """
     argv = ['bash', '-c', code, 'bash', str(scripts / 'script.bash'), 'chatgpt-rlhf', *words.split()]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
     assert {line for line in done.stdout.splitlines() if line} == CASES[words], done.stderr
 
 
@@ -70,7 +68,7 @@ def test_bash_completes(scripts, tmp_path, words):
 def test_the_other_shells_read_their_script(scripts, shell):
     if shutil.which(shell) is None:
         pytest.skip(f'there is no {shell} on this machine')
-    done = subprocess.run([shell, '-n', str(scripts / f'script.{shell}')], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([shell, '-n', str(scripts / f'script.{shell}')], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from command_line import call
 
+from chatgpt.monitor.doctor import CHECKS
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -43,7 +45,17 @@ def test_a_run_with_a_fault(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert out.startswith(f'{run}: 2 findings in 10 phases\n')
     assert 'warning, from phase 8: nothing moves\n  seen    in 8 logged phases' in out
-    assert 'change  raise lr to 1e-03' in out and 'more    docs/doctor.md#nothing-moves' in out
+    assert 'change  raise lr to 1e-03' in out and 'more    chatgpt-rlhf doctor --explain nothing-moves' in out
+
+
+@pytest.mark.parametrize('line', ['garbage', '3', '{"rm/loss": 1}', '\0\0'])
+def test_a_damaged_line_is_named(tmp_path, monkeypatch, capsys, line):
+    run = folder(tmp_path / 'run')
+    with open(run / 'metrics.jsonl', 'a') as file:
+        file.write(f'{line}\n' + '{"step": 12}\n')
+    for word in ('doctor', 'report'):
+        assert call(monkeypatch, word, str(run)) == 2
+        assert f'error: {run}/metrics.jsonl, line 11: the line is damaged' in capsys.readouterr().err
 
 
 def test_a_good_run_and_one_without_a_record(tmp_path, monkeypatch, capsys):
@@ -100,6 +112,16 @@ def test_torch_is_not_imported(tmp_path):
         'except SystemExit as end:\n    assert not end.code, end.code\n'
         'print(sorted({m.split(".")[0] for m in sys.modules} & {"torch", "transformers", "numpy"}))'
     )
-    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith('[]\n') and 'no findings' in done.stdout
+
+
+def test_a_finding_is_explained_without_a_run(monkeypatch, capsys):
+    assert call(monkeypatch, 'doctor', '--explain', 'kl-runs-away') == 0
+    out = capsys.readouterr().out
+    assert out.startswith('kl-runs-away') and 'Why: ' in out and 'Change: ' in out
+    assert call(monkeypatch, 'doctor', '--explain') == 0
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()} == set(CHECKS)
+    assert call(monkeypatch, 'doctor', '--explain', 'kl-run-away') == 2
+    assert 'did you mean kl-runs-away' in capsys.readouterr().err

@@ -13,11 +13,11 @@ from command_line import call
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 import chatgpt
-from chatgpt.cli.generate import reward_model_of, tokenizer_of
-from chatgpt.dataset.formats import is_for_encoder_decoder
+from chatgpt.data.formats import is_for_encoder_decoder
+from chatgpt.launch.cli.generate import reward_model_of, tokenizer_of
 from chatgpt.nn import GPTRM, Actor, RewardModel
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing import char_tokenizer, encoder_decoder_tokenizer, tiny_causal_lm, tiny_config
-from chatgpt.trainer.strategies import NaiveStrategy
 
 DATA = {
     'demos.jsonl': [{'prompt': f'tl;dr {w} sat', 'response': w} for w in ('cat', 'dog', 'cow', 'hen')],
@@ -119,20 +119,20 @@ PPO = ('ppo', 'prompts.jsonl', '--pretrain=t5', '--reward_fn=rewards.py:score', 
 @pytest.mark.parametrize(
     ('words', 'reason'),
     [
-        ((*PPO, '--engine=local'), 'model.generate alone generates with'),
-        ((*PPO, '--engine=vllm'), 'model.generate alone generates with'),
+        ((*PPO, '--engine=local'), 'generates with model.generate alone'),
+        ((*PPO, '--engine=vllm'), 'generates with model.generate alone'),
         ((*PPO, '--rollout_workers=2'), 'leave rollout_workers out'),
         ((*PPO, '--reproducible=exact'), 'leave reproducible out'),
         ((*PPO, '--nlpo_top_p=0.9'), 'leave nlpo_top_p out'),
         ((*PPO, '--shared_trunk', '--lora_rank=2'), 'leave shared_trunk and quantize out'),
-        ((*PPO, '--environment=games:countdown'), 'not the turns of an environment'),
-        ((*PPO, '--plan'), 'the memory of encoder-decoders (t5) is not planned'),
+        ((*PPO, '--environment=games:countdown'), 'the turns of an environment are written by causal'),
+        ((*PPO, '--plan'), 'a plan tells the memory of causal language models'),
         (('sft', 'demos.jsonl', '--pretrain=t5', '--save_path=no', '--pack_examples'), 'pack_examples joins texts'),
         (('sft', 'texts.jsonl', '--pretrain=t5', '--save_path=no'), 'line 1: a text without a prompt'),
         (('sft', 'demos.jsonl', '--pretrain=bart', '--save_path=no', '--max_len=32'), 'give at most 31'),
         ((*PPO, '--pretrain=bart', '--max_new_tokens=32'), 'responses have up to 32 tokens, past the context of 31'),
         ((*PPO, '--pretrain=bart', '--prompt_path=long.jsonl'), 'prompts have up to 42 tokens, past the context of 31'),
-        (('evaluate', 't5', '--environment=games:countdown'), 'not the turns of an environment'),
+        (('evaluate', 't5', '--environment=games:countdown'), 'the turns of an environment are written by causal'),
     ],
 )
 def test_what_cannot_be_is_one_line_before_any_weight_is_loaded(place, monkeypatch, capsys, words, reason):
@@ -169,7 +169,7 @@ def test_train_in_python(place, tmp_path):
     assert len(ilql.train_data) == 2
     with pytest.raises(ValueError, match='a text without a prompt'):
         chatgpt.train('t5', samples=['only a text'])
-    with pytest.raises(ValueError, match='not the turns of an environment'):
+    with pytest.raises(ValueError, match='the turns of an environment are written by causal'):
         chatgpt.train('t5', environment='games:countdown')
 
 
@@ -186,7 +186,8 @@ def test_a_reward_model_of_another_kind_scores_best_of_as_evaluate_does(place, m
     monkeypatch.setattr(RewardModel, 'from_pretrained', classmethod(noted))
     assert call(monkeypatch, 'generate', 't5', *drawn, '--best_of=2', '--trust_remote_code') == 0
     assert remote == [True]
-    args = type('Args', (), {'reward_model': 'rm', 'trust_remote_code': False, 'tokenizer': None, 'pretrain': 't5'})
+    given = {'reward_model': 'rm', 'trust_remote_code': False, 'tokenizer': None, 'pretrain': 't5'}
+    args = type('Args', (), given | {'apply_chat_template': None})
     scorer = reward_model_of(args, NaiveStrategy(seed=0), tokenizer_of(args))
     assert scorer.tokenizer is not None and not is_for_encoder_decoder(scorer.tokenizer)
 

@@ -11,8 +11,7 @@ import torch
 from command_line import call
 from safetensors.torch import load, load_file
 
-from chatgpt import quickstart
-from chatgpt.dataset import embedded
+from chatgpt.launch import demo_world, quickstart
 from chatgpt.nn import GPTActor
 from chatgpt.plan.__main__ import main as planner
 
@@ -22,12 +21,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One GPT-2 in several folders, and some that are wrong."""
     root = tmp_path_factory.mktemp('folders')
     torch.manual_seed(0)
-    actor = GPTActor(config=embedded.demo_config())
+    actor = GPTActor(config=demo_world.demo_config())
     with torch.no_grad():  # numbers that 16 bits hold
         for parameter in actor.parameters():
             parameter.copy_(parameter.bfloat16())
-    actor.save_pretrained(root / 'plain', tokenizer=embedded.demo_tokenizer())
-    actor.save_pretrained(root / 'bf16', tokenizer=embedded.demo_tokenizer(), dtype=torch.bfloat16)
+    actor.save_pretrained(root / 'plain', tokenizer=demo_world.demo_tokenizer())
+    actor.save_pretrained(root / 'bf16', tokenizer=demo_world.demo_tokenizer(), dtype=torch.bfloat16)
     for name in ('pickled', 'quantized', 'code', 'empty'):
         shutil.copytree(root / 'plain', root / name)
     weights = root / 'pickled' / 'model.safetensors'
@@ -58,7 +57,7 @@ def test_each_folder_writes_the_same_text(name, monkeypatch, capsys, folders):
 
 
 SAID = {
-    'quantized': 'holds quantized weights (GPTQ)',
+    'quantized': 'holds quantized weights (gptq)',
     'code': 'brings code of its own (auto_map in config.json)',
     'empty': 'it holds no weights: neither model.safetensors nor pytorch_model.bin',
 }
@@ -90,10 +89,10 @@ def test_each_command_refuses_in_the_same_words(word, name, monkeypatch, capsys,
 
 @pytest.mark.parametrize('name', ['quantized', 'code'])
 def test_the_planner_too(name, capsys, folders):
-    assert planner([str(folders / name), '--cpu', '--memory=1GiB']) == 2
+    assert planner([str(folders / name), '--cpu', '--host_memory=1GiB']) == 2
     error = capsys.readouterr().err
     assert SAID[name] in error and error.count('\n') == 1
-    assert planner([str(folders / 'empty'), '--cpu', '--memory=8GiB']) == 0  # it needs no weights
+    assert planner([str(folders / 'empty'), '--cpu', '--host_memory=8GiB']) == 0  # it needs no weights
 
 
 @pytest.mark.parametrize('name', ['bf16', 'plain'])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from command_line import call
 
-from chatgpt.launch.inputs import rewarded_stories
+from chatgpt.launch.demo_world import rewarded_stories
 from chatgpt.nn.ilql import ILQLModel
 
 

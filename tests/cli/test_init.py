@@ -70,14 +70,13 @@ LEFT = {'ppo': 'actor', 'reward-model': 'reward_model'}
 @pytest.mark.parametrize('name', SHORT)
 def test_what_is_written_runs(monkeypatch, capsys, tmp_path, name):
     """With fewer steps than the printed command; the embedded model is not taught its language first."""
-    from chatgpt.dataset import embedded
-    from chatgpt.launch import recipes
+    from chatgpt.launch import demo_world, recipes
     from chatgpt.nn import GPTActor
 
     def untaught(folder, seed):
-        GPTActor(config=embedded.demo_config()).save_pretrained(folder, tokenizer=embedded.demo_tokenizer())
+        GPTActor(config=demo_world.demo_config()).save_pretrained(folder, tokenizer=demo_world.demo_tokenizer())
 
-    monkeypatch.setattr(recipes, 'write_embedded_model', untaught)
+    monkeypatch.setattr(recipes, 'write_demo_model', untaught)
     monkeypatch.chdir(tmp_path)
     assert call(monkeypatch, 'init', name, '--to', 'here') == 0
     *_, printed = capsys.readouterr().out.splitlines()
@@ -92,14 +91,13 @@ def test_what_is_written_runs(monkeypatch, capsys, tmp_path, name):
 
 
 @pytest.mark.system
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize('name', ['sft', 'ppo', 'dpo'])
 def test_the_printed_command_runs_as_it_is(tmp_path, name):
     """In a shell, from any folder, without the network."""
     bin_folder = tmp_path / 'bin'
     bin_folder.mkdir()
     script = bin_folder / 'chatgpt-rlhf'
-    script.write_text(f'#!{sys.executable}\nfrom chatgpt.cli.command import main\nmain()\n')
+    script.write_text(f'#!{sys.executable}\nfrom chatgpt.launch.cli.command import main\nmain()\n')
     script.chmod(0o755)
     environment = os.environ | {'PATH': f'{bin_folder}:{os.environ["PATH"]}', 'PYTHONPATH': str(ROOT)}
     environment |= {'HF_HUB_OFFLINE': '1', 'OMP_NUM_THREADS': '1'}

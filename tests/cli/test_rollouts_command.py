@@ -7,7 +7,7 @@ from command_line import call
 
 def test_it_serves_runs_that_have_recordings_and_names_one_that_has_none(monkeypatch, capsys, tmp_path):
     served = []
-    monkeypatch.setattr('chatgpt.cli.rollouts.serve', lambda app, host, port: served.append((host, port)))
+    monkeypatch.setattr('chatgpt.launch.cli.rollouts.serve', lambda app, host, port: served.append((host, port)))
     runs = [tmp_path / name / 'rollouts' for name in ('one', 'two')]
     for run in runs:
         run.mkdir(parents=True)

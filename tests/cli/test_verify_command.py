@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from command_line import call
 
-from chatgpt.checkpoint import pieces_of, write_checkpoint
-from chatgpt.run_folder.rollouts import PER_TOKEN, write_rollouts
+from chatgpt.monitor.run_folder.rollouts import PER_TOKEN, write_rollouts
+from chatgpt.strategies.checkpoint import pieces_of, write_checkpoint
 
 
 def folder(path: Path, phases: int = 3, saved: tuple[int, ...] = (1, 2, 3), **changes: Any) -> Path:
-    """A run. `changes`: {'metrics' | 'tokens' | 'values' | 'weights': phase}, of what is another from that phase on."""
+    """A run. `changes`: {'metrics' | 'tokens' | 'values' | 'samples' | 'weights' | 'kl' | 'callbacks': phase}, of what
+    is another from that phase on."""
 
     def other(what: str, phase: int) -> bool:
         return what in changes and phase >= changes[what]
@@ -30,15 +31,22 @@ def folder(path: Path, phases: int = 3, saved: tuple[int, ...] = (1, 2, 3), **ch
         per_token = {name: np.array([0.5, -1.0, 0.0], dtype=np.float32) for name in PER_TOKEN}
         if other('values', phase):
             per_token['values'] = np.array([0.5, -1.0, -0.0], dtype=np.float32)
-        write_rollouts(path / 'rollouts', phase, [row(phase, index, ids, per_token) for index in (4, 9)])
+        samples = (104, 109) if other('samples', phase) else (4, 9)
+        write_rollouts(path / 'rollouts', phase, [row(phase, index, ids, per_token) for index in samples])
     (path / 'metrics.jsonl').write_text(''.join(json.dumps(r) + '\n' for r in rows))
     for phase in saved:
         weight = torch.full((2, 3), float(phase))
         weight[1, 0] += other('weights', phase)
+        state = {
+            'samples_drawn': 8 * phase,
+            'kl_controller': {'coef': 0.1 + other('kl', phase)},
+            'callbacks': {'Watch.0': other('callbacks', phase)},
+        }
         write_checkpoint(
             path / 'checkpoints' / f'step-{phase:08d}',
             {'actor/': pieces_of({'weight': weight, 'bias': torch.ones(1)})},
             meta={'owners': {'actor': 'models'}},
+            state={'trainer': state},
         )
     return path
 
@@ -64,7 +72,9 @@ def test_the_same(tmp_path, monkeypatch, capsys):
     assert code == 0
     hashes = re.findall(r'3 phases, weights after phase 3 have SHA-256 ([0-9a-f]{64})\n', out)
     assert len(hashes) == 2 and len(set(hashes)) == 1
-    assert out.endswith('the same: 3 phases of rollouts, 3 phases of metrics, 3 phases of weights compared\n')
+    assert out.endswith(
+        'the same: 3 phases of rollouts, 3 phases of metrics, 3 phases of weights, 3 phases of state compared\n'
+    )
 
 
 def test_half_finished_and_saved_at_other_phases(tmp_path, monkeypatch, capsys):
@@ -73,7 +83,9 @@ def test_half_finished_and_saved_at_other_phases(tmp_path, monkeypatch, capsys):
         file.write('{"step": 3, "ppo/lo')  # a line that is being written
     code, out = verify(monkeypatch, capsys, a, b)
     assert code == 0 and f'{b}: 2 phases, weights after phase 2 have' in out
-    assert out.endswith('the same: 2 phases of rollouts, 2 phases of metrics, 1 phase of weights compared\n')
+    assert out.endswith(
+        'the same: 2 phases of rollouts, 2 phases of metrics, 1 phase of weights, 1 phase of state compared\n'
+    )
     c = folder(tmp_path / 'c', saved=())
     code, out = verify(monkeypatch, capsys, a, c)
     assert code == 0 and f'{c}: 3 phases, no checkpoint\n' in out and '0 phases of weights' in out
@@ -93,6 +105,18 @@ def test_where_they_part(tmp_path, monkeypatch, capsys):
     assert code == 1 and 'phase 1, rollouts: values[2] of sample 4 is 0.0 and -0.0' in out and 'weights:' not in out
 
 
+def test_state_of_the_trainer_counts_and_that_of_callbacks_does_not(tmp_path, monkeypatch, capsys):
+    a = folder(tmp_path / 'a')
+    code, out = verify(monkeypatch, capsys, a, folder(tmp_path / 'b', kl=2))
+    assert code == 1 and out.endswith('they part in\n  phase 2, state: kl_controller.coef is 0.1 and 1.1\n')
+    assert verify(monkeypatch, capsys, a, folder(tmp_path / 'c', callbacks=1))[0] == 0
+
+
+def test_phases_without_a_sample_in_common_are_different(tmp_path, monkeypatch, capsys):
+    code, out = verify(monkeypatch, capsys, folder(tmp_path / 'a'), folder(tmp_path / 'b', samples=3))
+    assert code == 1 and '  phase 3, rollouts: the first sample is 4 and 104, and no sample is in both\n' in out
+
+
 def test_a_number_that_one_run_lacks(tmp_path, monkeypatch, capsys):
     a, b = folder(tmp_path / 'a'), folder(tmp_path / 'b')
     rows = [json.loads(line) for line in (b / 'metrics.jsonl').read_text().splitlines()]
@@ -106,7 +130,7 @@ def test_a_checkpoint_that_is_damaged_is_named(tmp_path, monkeypatch, capsys):
     a, b = folder(tmp_path / 'a'), folder(tmp_path / 'b')
     (b / 'checkpoints' / 'step-00000002' / 'manifest.json').write_text('{')
     code, out = verify(monkeypatch, capsys, a, b)
-    assert code not in (0, 1) and 'step-00000002' in out
+    assert code == 2 and 'step-00000002' in out
 
 
 def test_what_cannot_be_compared_is_one_line(tmp_path, monkeypatch, capsys):

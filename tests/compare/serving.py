@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from chatgpt.compare import Serving, Store, compare_app
+from chatgpt.monitor.compare.app import compare_app
+from chatgpt.monitor.compare.server import Serving
+from chatgpt.monitor.compare.store import Store
 
 
 def filled(path: Path, answers: Sequence[tuple[str, str]], *, margins: Any = None, **settings: Any) -> Store:
@@ -32,6 +34,6 @@ def served(store: Store) -> Iterator[Serving]:
         yield serving
     finally:
         serving.stop()
-        thread.join(20)
+        thread.join()
         assert not thread.is_alive()
         store.close()

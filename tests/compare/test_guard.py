@@ -7,8 +7,9 @@ import socket
 import pytest
 from serving import filled
 
-from chatgpt.compare import Guard, Serving, compare_app
-from chatgpt.compare.guard import MAX_BODY
+from chatgpt.monitor.compare.app import compare_app
+from chatgpt.monitor.compare.guard import MAX_BODY, Guard
+from chatgpt.monitor.compare.server import Serving
 
 TOKEN = 'the-token'
 ORIGIN = 'http://127.0.0.1:8765'

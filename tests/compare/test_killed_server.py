@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from serving import filled
 
-from chatgpt.compare import Store
+from chatgpt.monitor.compare.store import Store
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.system
@@ -41,7 +41,7 @@ class Client:
         self.state = self.ask('POST', '/api/join', {'name': name})
 
     def ask(self, method: str, path: str, body: dict | None = None) -> dict:
-        connection = http.client.HTTPConnection(self.address, timeout=30)
+        connection = http.client.HTTPConnection(self.address)
         cookie = '; '.join(f'{key}={value}' for key, value in self.cookies.items())
         headers = {'Origin': f'http://{self.address}', 'Content-Type': 'application/json', 'Cookie': cookie}
         connection.request(method, path, None if body is None else json.dumps(body), headers)
@@ -85,9 +85,9 @@ def test_killed_in_the_middle_nothing_is_lost_and_it_goes_on(tmp_path):
             time.sleep(0.01)
         time.sleep(wait)
         process.kill()  # SIGKILL
-        assert process.wait(20) == -signal.SIGKILL
+        assert process.wait() == -signal.SIGKILL
         for person in people:
-            person.join(20)
+            person.join()
         assert sum(map(len, kept.values())) >= before + 10
         with Store(db, create=False) as store:
             assert store._value('PRAGMA integrity_check') == 'ok'
@@ -109,7 +109,7 @@ def test_ctrl_c_ends_it_with_what_came_out(tmp_path):
     client = Client(address, token, 'Anna')
     client.judge('tie')
     process.send_signal(signal.SIGINT)
-    shown, _ = process.communicate(timeout=30)
+    shown, _ = process.communicate()
     assert process.returncode == 0, shown
     assert 'Traceback' not in shown and '1 of 2 judgements, of 1 pairs by Anna (1)' in shown
     assert f'kept in {db}; export it with --export FILE.jsonl' in shown

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from chatgpt.compare import Guard, Serving, rollouts_app
-from chatgpt.run_folder.rollouts import write_rollouts
+from chatgpt.monitor.compare.guard import Guard
+from chatgpt.monitor.compare.rollouts import rollouts_app
+from chatgpt.monitor.compare.server import Serving
+from chatgpt.monitor.run_folder.rollouts import write_rollouts
 
 ORIGIN = 'http://127.0.0.1:8765'
 MARKUP = '<img src=x onerror="window.hacked = 1">'

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from serving import filled
 
-from chatgpt.compare import cohen_kappa, krippendorff_alpha, summarize, wilson
-from chatgpt.compare.statistics import lines
+from chatgpt.monitor.compare.statistics import krippendorff_alpha, lines, summarize, wilson
 
 
 def units(*people: str) -> list[list[str]]:
@@ -34,27 +33,6 @@ def test_alpha_where_it_has_no_value():
     assert krippendorff_alpha(units('aaa', 'aaa')) is None  # no value but one
     assert krippendorff_alpha(units('ab', 'ab')) == pytest.approx(1.0)
     assert krippendorff_alpha(units('ab', 'ba')) == pytest.approx(-0.5)  # o = 0, n = 4: −4 / 8
-
-
-def test_cohens_kappa_of_fifty_grant_proposals():
-    """The usual example: 20 times yes and yes, 5 yes and no, 10 no and yes, 15 no and no. p_o = 0.7, p_e = 0.5."""
-    said = [('y', 'y')] * 20 + [('y', 'n')] * 5 + [('n', 'y')] * 10 + [('n', 'n')] * 15
-    assert cohen_kappa(said) == pytest.approx(0.4)
-
-
-@pytest.mark.parametrize(
-    ('counts', 'kappa'), [((45, 15, 25, 15), 0.1304), ((25, 35, 5, 35), 0.2593)], ids=['as marginals', 'unlike them']
-)
-def test_cohens_kappa_depends_on_marginals(counts, kappa):
-    """Two tables with p_o = 0.6 of 100, with p_e = 0.54 and 0.46."""
-    cells = zip([('y', 'y'), ('y', 'n'), ('n', 'y'), ('n', 'n')], counts, strict=True)
-    assert cohen_kappa([cell for cell, count in cells for _ in range(count)]) == pytest.approx(kappa, abs=5e-5)
-
-
-def test_kappa_where_it_has_no_value():
-    assert cohen_kappa([]) is None
-    assert cohen_kappa([('a', 'a'), ('a', 'a')]) is None
-    assert cohen_kappa([('a', 'b')]) == 0.0
 
 
 # Newcombe (1998), Two-sided confidence intervals for the single proportion, table I, method 3.
@@ -92,15 +70,13 @@ def test_a_summary_by_hand(tmp_path):
         assert (found['num_judgements'], found['num_wanted'], found['num_skipped']) == (11, 12, 1)
         assert (found['num_judged_pairs'], found['num_judged_twice'], found['num_equal']) == (6, 5, 1)
         assert found['people'] == {'Anna': 5, 'Ben': 6}
-        # The five pairs of both: bb, ba, ab, ==, 0b. They agree in 2 of 5; Anna's shares are b 2, a 1, = 1, 0 1, Ben's
-        # b 3, a 1, = 1: p_e = (6 + 1 + 1) / 25.
-        assert found['kappa'] == pytest.approx((2 / 5 - 8 / 25) / (1 - 8 / 25))
+        # The five pairs of both: bb, ba, ab, ==, 0b.
         # n = 10: b 5, a 2, = 2, 0 1. Agreeing pairs count 2 each: o = 4; Σ n_c (n_c − 1) = 20 + 2 + 2 = 24.
         assert found['alpha'] == pytest.approx((9 * 4 - 24) / (90 - 24))
         shown = '\n'.join(lines(found))
         assert '11 of 12 judgements, of 6 pairs by Anna (5), Ben (6); 1 skipped' in shown
         assert 'B wins against A in 70.8%' in shown and '6 won, 2 lost, 2 ties, 1 both bad' in shown
-        assert 'Krippendorff α 0.182, Cohen κ 0.118' in shown
+        assert 'Krippendorff α 0.182' in shown
         assert '1 of 7 pairs have equal answers' in shown
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from chatgpt.dataset import load_demonstrations, load_preferences, load_prompts
-from chatgpt.dataset.examples import Demonstration, Message
-from chatgpt.dataset.formats import shown_format
-from chatgpt.dataset.tokenize import tokenize_demonstration
+from chatgpt.data import load_demonstrations, load_preferences, load_prompts
+from chatgpt.data.examples import Demonstration, Message
+from chatgpt.data.formats import save_tokenizer, shown_format, template_of
+from chatgpt.data.tokenize import tokenize_demonstration
 from chatgpt.testing import byte_tokenizer
 
 MODELS = Path(__file__).resolve().parents[3] / 'shared' / 'models'
@@ -58,7 +58,8 @@ def test_the_saved_tokenizer_gives_the_ids_that_training_saw(name, tmp_path):
     tokenizer = make(name)
     assert tokenizer.chat_template is None
     (record,), _ = load_demonstrations([{'messages': TALK}], tokenizer)
-    tokenizer.save_pretrained(tmp_path)
+    assert tokenizer.chat_template is None  # a user's tokenizer stays as it is
+    save_tokenizer(tokenizer, tmp_path)
     saved = AutoTokenizer.from_pretrained(tmp_path)
     seen = record.prompt_ids.tolist() + record.response_ids.tolist()
     assert seen == saved.apply_chat_template(TALK, return_dict=False)
@@ -75,9 +76,7 @@ def test_the_saved_tokenizer_gives_the_ids_that_training_saw(name, tmp_path):
 def test_of_preferences_and_instructions_too():
     tokenizer = byte_tokenizer()
     load_preferences([{'instruction': 'i', 'chosen': 'c', 'rejected': 'r'}], tokenizer)
-    assert tokenizer.apply_chat_template(
-        [{'role': 'user', 'content': 'i'}], tokenize=False, add_generation_prompt=True
-    ) == ('\n\nHuman: i\n\nAssistant:')
+    assert template_of(tokenizer) is not None and tokenizer.chat_template is None
     assert shown_format(tokenizer) == repr('\n\nHuman: QUESTION\n\nAssistant: ANSWER<eos>')
 
 
@@ -89,7 +88,7 @@ def test_a_tokenizer_keeps_its_own_template_and_plain_text_gives_none():
     train, _ = load_demonstrations([{'prompt': 'p', 'response': 'r'}, {'text': 't'}], plain)
     load_prompts([{'prompt': 'p'}], plain)
     load_demonstrations([{'messages': TALK}], plain, apply_chat_template=False)
-    assert plain.chat_template is None and not train.has_turns
+    assert template_of(plain) is None and not train.has_turns
 
 
 def test_chatml_with_another_end_token_does_not_train_the_newline():

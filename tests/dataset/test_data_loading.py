@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from chatgpt.dataset import (
+from chatgpt.data import (
     load_demonstrations,
     load_examples,
     load_labelled,
@@ -16,8 +16,8 @@ from chatgpt.dataset import (
     load_prompts,
     split_examples,
 )
-from chatgpt.dataset.convert import TARGETS, to_records, write_records
-from chatgpt.dataset.examples import BadRecord, Demonstration, Instruction, Labelled, Message, Preference, PromptExample
+from chatgpt.data.convert import TARGETS, to_records, write_records
+from chatgpt.data.examples import BadRecord, Demonstration, Instruction, Labelled, Message, Preference, PromptExample
 from chatgpt.testing import byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from chatgpt.dataset.examples import (
+from chatgpt.data.examples import (
     BadRecord,
     Demonstration,
     Instruction,
@@ -16,7 +16,7 @@ from chatgpt.dataset.examples import (
     PromptExample,
     as_kind,
 )
-from chatgpt.dataset.shapes import to_example
+from chatgpt.data.shapes import to_example
 
 U, A, S = (lambda text, role=role: Message(role, text) for role in ('user', 'assistant', 'system'))
 HH = '\n\nHuman: hi\n\nAssistant: hello\n\nHuman: bye\n\nAssistant:'

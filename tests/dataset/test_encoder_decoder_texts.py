@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chatgpt.dataset import load_demonstrations, load_preferences, load_prompts
-from chatgpt.dataset.examples import Demonstration
-from chatgpt.dataset.formats import frame, is_for_encoder_decoder, note_model
-from chatgpt.dataset.tokenize import lone_response, tokenize_demonstration
+from chatgpt.data import load_demonstrations, load_preferences, load_prompts
+from chatgpt.data.examples import Demonstration
+from chatgpt.data.formats import frame, is_for_encoder_decoder, note_model
+from chatgpt.data.tokenize import lone_response, tokenize_demonstration
 from chatgpt.nn import load_tokenizer
 from chatgpt.testing import encoder_decoder_tokenizer, tiny_config
 
@@ -111,7 +111,7 @@ class TwoLanguages:
     the language, if one is set."""
 
     eos_token_id, bos_token_id, eos_token, all_special_ids, chat_template = END, None, '<eos>', (END,), None
-    for_encoder_decoder, added_tokens_decoder, calls, tgt_lang = True, {}, 0, None
+    added_tokens_decoder, calls, tgt_lang = {}, 0, None
 
     def __call__(self, text=None, text_target=None, add_special_tokens=True, **_):
         self.calls += 1
@@ -126,6 +126,7 @@ class TwoLanguages:
 
 def test_responses_are_cut_as_the_target_language():
     tokenizer = TwoLanguages()
+    note_model(tokenizer, tiny_config('t5'))
     record = tokenize_demonstration(Demonstration(prompt='ab', response='ab'), tokenizer)
     assert (record.prompt_ids.tolist(), record.response_ids.tolist()) == ([A, B, END], [B, C, END])
     assert lone_response('ab', tokenizer) == [B, C]

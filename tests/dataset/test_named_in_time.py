@@ -8,9 +8,9 @@ import warnings
 import pytest
 import torch
 
-from chatgpt.dataset import load_demonstrations, load_examples, load_preferences, load_prompts
-from chatgpt.dataset.examples import BadRecord, Message, Preference, PromptExample
-from chatgpt.dataset.shapes import to_example
+from chatgpt.data import load_demonstrations, load_examples, load_preferences, load_prompts
+from chatgpt.data.examples import BadRecord, Message, Preference, PromptExample
+from chatgpt.data.shapes import to_example
 from chatgpt.testing.fakes import byte_tokenizer
 from chatgpt.types import Prompt
 
@@ -167,7 +167,7 @@ def test_a_column_with_the_name_of_an_argument_is_named_and_not_handed_on(name):
 
 
 def test_prompt_records_too():
-    from chatgpt.dataset.prompts import as_prompts
+    from chatgpt.data.prompts import as_prompts
 
     with pytest.warns(UserWarning, match='columns called responses'):
         found = as_prompts([Prompt(ids=torch.tensor([3]), columns={'responses': 1, 'k': 2})])

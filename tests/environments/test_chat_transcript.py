@@ -17,7 +17,7 @@ from chatgpt.environments.base import InvalidStep
 from chatgpt.environments.calls import checked_calls, reader
 from chatgpt.environments.transcript import ChatTemplate, PlainText, TextOrChat
 from chatgpt.nn import Actor
-from chatgpt.rollout import LocalEngine, SamplingParams
+from chatgpt.rollout import Call, LocalEngine, SamplingParams
 from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.rollout.stop import StopStrings
 from chatgpt.testing import tiny_causal_lm
@@ -199,7 +199,7 @@ def test_sampled_ids_stay_bit_for_bit():
     transcript = ChatTemplate(tokenizer)
     engine = EpisodeEngine(ScriptedEngine(scripts), Dialogue, tokenizer)
     samples = engine.generate(
-        [NOTHING] * 6, SamplingParams(max_new_tokens=500), seed=0, indices=range(6), groups=range(6)
+        Call.of([NOTHING] * 6, SamplingParams(max_new_tokens=500), seed=0, indices=range(6), groups=range(6))
     )
     engine.close()
     changed = 0
@@ -234,7 +234,7 @@ def test_conversations_of_a_model():
         sampling = SamplingParams(
             max_new_tokens=200, eos_token_ids=(tokenizer.eos_token_id, tokenizer.pad_token_id), stop=stop
         )
-        found.append(episodes.generate([NOTHING] * 5, sampling, seed=2, indices=range(5), groups=range(5)))
+        found.append(episodes.generate(Call.of([NOTHING] * 5, sampling, seed=2, indices=range(5), groups=range(5))))
         episodes.end()
         episodes.close()
     assert [s.response_ids.tolist() for s in found[0]] == [s.response_ids.tolist() for s in found[1]]
@@ -265,7 +265,7 @@ def test_text_is_plain_unless_the_settings_say_so_and_messages_never_are():
         turns = {0: [(tokenizer('Yes')['input_ids'], 'length'), (tokenizer('No')['input_ids'], 'length')]}
         settings = EnvironmentSettings(max_turns=2, **settings)
         engine = EpisodeEngine(ScriptedEngine(turns), environment, tokenizer, settings)
-        (sample,) = engine.generate([NOTHING], SamplingParams(max_new_tokens=90), seed=0, indices=[0])
+        (sample,) = engine.generate(Call.of([NOTHING], SamplingParams(max_new_tokens=90), seed=0, indices=[0]))
         engine.close()
         return tokenizer.decode(torch.cat([sample.prompt_ids, sample.response_ids]))
 
@@ -295,7 +295,7 @@ def test_a_template_that_rewrites_stops_a_run_before_anything_is_sampled():
     tokenizer = chat_tokenizer('qwen3')
     episodes = EpisodeEngine(engine, Dialogue, tokenizer)
     with pytest.raises(ValueError, match='rewrites what came before'):
-        episodes.generate([NOTHING], SamplingParams(max_new_tokens=9), seed=0, indices=[0])
+        episodes.generate(Call.of([NOTHING], SamplingParams(max_new_tokens=9), seed=0, indices=[0]))
     episodes.close()
     assert engine.asked == []
     assert isinstance(episodes.transcript, TextOrChat)
@@ -311,7 +311,7 @@ def test_messages_that_a_template_refuses_end_the_episode():
 
     tokenizer = chat_tokenizer('gemma')
     engine = EpisodeEngine(ScriptedEngine({0: [([5], 'length')]}), Jumps, tokenizer)
-    (sample,) = engine.generate([NOTHING], SamplingParams(max_new_tokens=50), seed=0, indices=[0])
+    (sample,) = engine.generate(Call.of([NOTHING], SamplingParams(max_new_tokens=50), seed=0, indices=[0]))
     engine.close()
     assert sample.episode.end == 'invalid' and 'must alternate' in sample.episode.message
 
@@ -329,7 +329,7 @@ def test_a_first_observation_that_a_template_refuses_ends_its_own_episode(said, 
     script = {0: [([5], 'length')], 1: [([5], 'length')]}
     engine = EpisodeEngine(ScriptedEngine(script), Opens, tokenizer)
     params = SamplingParams(max_new_tokens=50)
-    samples = engine.generate([NOTHING] * 2, params, seed=0, indices=[0, 1], groups=[0, 1])
+    samples = engine.generate(Call.of([NOTHING] * 2, params, seed=0, indices=[0, 1], groups=[0, 1]))
     engine.close()
     assert [s.episode.end for s in samples] == ['terminated', 'invalid'] and why in samples[1].episode.message
 

@@ -14,7 +14,7 @@ from chatgpt.environments import Environment, EnvironmentSettings
 from chatgpt.nn import Actor
 from chatgpt.nn.lora import convert_to_lora
 from chatgpt.nn.nlpo import MaskedPolicy
-from chatgpt.rollout import LocalEngine, SamplingParams, StopStrings
+from chatgpt.rollout import Abilities, Call, EngineAround, LocalEngine, SamplingParams, StopStrings
 from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.rollout.local.append import append, find_append_form
 from chatgpt.rollout.local.conversation import Conversation
@@ -45,12 +45,12 @@ class Game(Environment):
         return observation, float(len(response)), self.turns == self.last, False, {}
 
 
-class ByRounds:
-    """An engine without `converse`."""
+class ByRounds(EngineAround):
+    """An engine that does not play turns."""
 
     def __init__(self, engine):
-        self.inner, self.reproducible = engine, True
-        self.begin, self.generate, self.end = engine.begin, engine.generate, engine.end
+        super().__init__(engine)
+        self.abilities = Abilities(reproducible=True)
 
 
 def policy(family='gpt2', **config):
@@ -71,7 +71,7 @@ def play(engine, actor, *, count=9, pause=0.0, sampling=None, stop=None, setting
     try:
         # two samples of a group have one prompt
         groups = [i // 2 for i in range(count)]
-        return episodes.generate(prompts, sampling, seed=SEED, indices=range(10, 10 + count), groups=groups)
+        return episodes.generate(Call.of(prompts, sampling, seed=SEED, indices=range(10, 10 + count), groups=groups))
     finally:
         episodes.end()
         episodes.close()
@@ -324,6 +324,6 @@ def test_logits_that_are_not_finite_name_sample_and_position():
 def test_what_is_refused():
     engine = LocalEngine()
     with pytest.raises(ValueError, match='no actor'):
-        engine.converse([], SamplingParams(max_new_tokens=3), seed=0, indices=[], turns=None)
+        engine.converse(Call.of([], SamplingParams(max_new_tokens=3), seed=0, indices=[]), None)
     with pytest.raises(ValueError, match='positions'):
         play(engine, policy(positions=64))

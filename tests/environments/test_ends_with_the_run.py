@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
 from episode_runs import fit, make
+from limits import until
 from small_environments import Interrupts, Letters
 
 from chatgpt.environments import EnvironmentSettings
@@ -54,10 +54,7 @@ def test_nothing_is_left(kind, raises):
         fit(trainer)
     assert watch.seen - len(own) == (2 if kind == 'processes' else 0), 'they stay from phase to phase'
     assert workers() == own and len(os.listdir('/proc/self/fd')) <= files
-    deadline = time.monotonic() + 20
-    while threading.active_count() > threads and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() <= threads
+    until(lambda: threading.active_count() <= threads, threading.enumerate)
 
 
 @pytest.mark.parametrize('kind', ['threads', 'processes'])

@@ -11,7 +11,7 @@ from in_process_workers import InProcessWorkers
 
 from chatgpt.environments import Environment, EnvironmentSettings
 from chatgpt.nn import Actor
-from chatgpt.rollout import HFEngine, LocalEngine, RemoteEngine, SamplingParams, StopStrings
+from chatgpt.rollout import Call, HFEngine, LocalEngine, RemoteEngine, SamplingParams, StopStrings
 from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.testing import FAMILIES, byte_tokenizer, tiny_causal_lm
 from chatgpt.types import Prompt, Sample
@@ -42,7 +42,7 @@ def play(
     over.begin(actor)
     nothing = [Prompt(ids=torch.zeros(0, dtype=torch.int64)) for _ in range(5)]
     sampling = SamplingParams(**({'max_new_tokens': 50, 'eos_token_ids': tuple(range(2, 259, 5))} | kw), stop=stop)
-    samples = over.generate(nothing, sampling, seed=seed, indices=range(5))
+    samples = over.generate(Call.of(nothing, sampling, seed=seed, indices=range(5)))
     over.end()
     over.close()
     return samples
@@ -83,7 +83,9 @@ def test_a_stop_string_ends_a_turn_and_its_environment_does_not_read_it():
         over = EpisodeEngine(engine, Listening, TOKENIZER, EnvironmentSettings(max_turn_tokens=6), stop_strings=stop)
         over.begin(Actor(tiny_causal_lm('gpt2', vocab_size=len(TOKENIZER))))
         nothing = [Prompt(ids=torch.zeros(0, dtype=torch.int64)) for _ in range(5)]
-        samples = over.generate(nothing, SamplingParams(max_new_tokens=60, stop=stop), seed=1, indices=range(5))
+        samples = over.generate(
+            Call.of(nothing, SamplingParams(max_new_tokens=60, stop=stop), seed=1, indices=range(5))
+        )
         over.end()
         over.close()
         ends = [
@@ -106,8 +108,8 @@ def test_turns_of_the_engine_around_generate_have_random_numbers_of_their_own():
     over.begin(Actor(model))
     nothing = [Prompt(ids=torch.zeros(0, dtype=torch.int64))]
     ask = {'seed': 1, 'indices': [0]}
-    (sample,) = over.generate(nothing, SamplingParams(max_new_tokens=60), **ask)
-    (again,) = over.generate(nothing, SamplingParams(max_new_tokens=60), **ask)
+    (sample,) = over.generate(Call.of(nothing, SamplingParams(max_new_tokens=60), **ask))
+    (again,) = over.generate(Call.of(nothing, SamplingParams(max_new_tokens=60), **ask))
     over.end()
     over.close()
     turns = [tuple(sample.response_ids[t.start : t.stop].tolist()) for t in sample.episode.turns]

@@ -10,11 +10,11 @@ import torch
 
 from chatgpt.environments import Environment, EnvironmentSettings, seed_of
 from chatgpt.nn import Actor, Critic
-from chatgpt.rollout import HFEngine, LocalEngine, SamplingParams
+from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams
 from chatgpt.rollout.episodes import EpisodeEngine
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
 from chatgpt.trainer import PPOTrainer
-from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.types import Prompt
 
 NOTHING = Prompt(ids=torch.zeros(0, dtype=torch.int64))
@@ -40,7 +40,7 @@ def episodes(engine=None, settings=None, count=4, seed=5, **sampling):
     engine.begin(Actor(tiny_causal_lm('gpt2', vocab_size=len(tokenizer), n_positions=128)))
     try:
         params = SamplingParams(**({'max_new_tokens': 40, 'eos_token_ids': (tokenizer.eos_token_id,)} | sampling))
-        return engine.generate([NOTHING] * count, params, seed=seed, indices=range(count), groups=[0, 0, 1, 1])
+        return engine.generate(Call.of([NOTHING] * count, params, seed=seed, indices=range(count), groups=[0, 0, 1, 1]))
     finally:
         engine.end()
         engine.close()
@@ -161,7 +161,7 @@ def test_nonsense_of_the_right_type_ends_its_own_episode(monkeypatch, kind, mess
     torch.manual_seed(0)
     engine.begin(Actor(tiny_causal_lm('gpt2', vocab_size=len(tokenizer), n_positions=128)))
     params = SamplingParams(max_new_tokens=40, eos_token_ids=(tokenizer.eos_token_id,))
-    samples = engine.generate([NOTHING] * 4, params, seed=5, indices=range(4), groups=[0, 0, 1, 1])
+    samples = engine.generate(Call.of([NOTHING] * 4, params, seed=5, indices=range(4), groups=[0, 0, 1, 1]))
     engine.end()
     engine.close()
     assert [s.episode.end for s in samples] == ['terminated'] * 2 + ['invalid'] * 2

@@ -13,14 +13,14 @@ import torch
 
 from chatgpt.environments import Environment, EnvironmentSettings
 from chatgpt.nn import GPTActor, GPTCritic
-from chatgpt.rollout import BestOfN, LocalEngine, SamplingParams
+from chatgpt.rollout import BestOfN, Call, LocalEngine, SamplingParams
 from chatgpt.rollout.episodes import EpisodeEngine
+from chatgpt.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.testing import byte_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import PPOTrainer, RFTTrainer
 from chatgpt.trainer.callbacks import Callback, ProgressBar
 from chatgpt.trainer.prompt_evaluation import PromptEvaluation
-from chatgpt.trainer.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.types import Prompt
 
 TOKENIZER = byte_tokenizer()
@@ -153,7 +153,7 @@ def test_every_strategy_and_number_of_ranks_has_the_same_episodes(tmp_path):
 
 
 def on_zero() -> list[list[dict[str, Any]]]:
-    from chatgpt.trainer.strategies import ColossalAIStrategy
+    from chatgpt.strategies import ColossalAIStrategy
 
     return run(ColossalAIStrategy(2, 'fp32', seed=3))
 
@@ -192,11 +192,13 @@ def test_the_best_of_n_episodes():
     sampling = SamplingParams(max_new_tokens=70, eos_token_ids=tuple(ENDS))
     best = BestOfN(over, rewards, sample_size=5)(prompts(), sampling, seed=1)
     again = over.generate(
-        [p for p in prompts() for _ in range(5)],
-        sampling,
-        seed=1,
-        indices=range(15),
-        groups=[i // 5 for i in range(15)],
+        Call.of(
+            [p for p in prompts() for _ in range(5)],
+            sampling,
+            seed=1,
+            indices=range(15),
+            groups=[i // 5 for i in range(15)],
+        )
     )
     over.end()
     over.close()

@@ -10,10 +10,10 @@ import torch
 
 from chatgpt.environments import Environment, EnvironmentSettings
 from chatgpt.nn import Actor, Critic
+from chatgpt.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import PPOTrainer
-from chatgpt.trainer.strategies import DDPStrategy, NaiveStrategy
 
 
 class Answers(Environment):

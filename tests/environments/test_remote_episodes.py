@@ -21,14 +21,14 @@ from in_process_workers import InProcessWorkers
 
 from chatgpt.environments import Environment, EnvironmentSettings
 from chatgpt.nn import Actor, GPTActor, GPTCritic
-from chatgpt.rollout import LocalEngine, RemoteEngine, SamplingParams
+from chatgpt.rollout import Call, LocalEngine, RemoteEngine, SamplingParams
 from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.rollout.wire import pack_samples, unpack_samples
+from chatgpt.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm, tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.callbacks import Callback, ProgressBar
-from chatgpt.trainer.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.types import Prompt, Sample
 
 TOKENIZER = byte_tokenizer()
@@ -63,7 +63,7 @@ def episodes(engine: Any, *, num: int = 8) -> list[Sample]:
     over = EpisodeEngine(engine, Shop, TOKENIZER, SETTINGS)
     over.begin(actor)
     samples = over.generate(
-        prompts(num), SAMPLING, seed=5, indices=range(20, 20 + num), groups=[i // 2 for i in range(num)]
+        Call.of(prompts(num), SAMPLING, seed=5, indices=range(20, 20 + num), groups=[i // 2 for i in range(num)])
     )
     over.end()
     over.close()
@@ -124,7 +124,7 @@ def test_an_environment_on_a_worker_is_told_of_its_whole_data_row():
         row = Prompt(
             ids=torch.tensor([65]), messages=[{'role': 'user', 'content': 'a question'}], columns={'word': 'a word'}
         )
-        (sample,) = over.generate([row], SAMPLING, seed=1, indices=[0])
+        (sample,) = over.generate(Call.of([row], SAMPLING, seed=1, indices=[0]))
         over.end()
         over.close()
         return sample.prompt_text

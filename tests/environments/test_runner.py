@@ -4,19 +4,21 @@ is left behind."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
-import time
 from functools import partial
 from pathlib import Path
 
 import pytest
+from limits import until
 from small_environments import NEVER, Awaited, Closing, Counter, Moody
 
 from chatgpt.environments import EnvironmentSettings, Failure, Runner, Step, find_environment
 from chatgpt.environments import runner as runner_module
+from chatgpt.environments.host import Host
 
 KINDS = ('threads', 'processes')
 
@@ -39,13 +41,15 @@ def _nothing_is_left():
     NEVER.set()
     while MADE:
         MADE.pop().close()  # of a test that failed, for the sake of the others
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        now = threading.active_count(), len(os.listdir('/proc/self/fd')), set(children()) - before
-        if now[0] <= threads and now[1] <= files and not now[2]:
-            return
-        time.sleep(0.02)
-    pytest.fail(f'left: {threading.enumerate()}, descriptors {files} -> {now[1]}, processes {now[2]}')
+
+    def now():
+        return threading.active_count(), len(os.listdir('/proc/self/fd')), set(children()) - before
+
+    def is_clean():
+        active, opened, left = now()
+        return active <= threads and opened <= files and not left
+
+    until(is_clean, lambda: f'left: {threading.enumerate()}, {now()}, not {threads, files}')
 
 
 def children(pid=None):
@@ -211,7 +215,7 @@ def test_one_that_answers_differently_when_it_is_built_again_is_named():
 
 def test_too_many_threads_that_hang_end_the_run(monkeypatch):
     monkeypatch.setattr(runner_module, 'MAX_HUNG_THREADS', 1)
-    runner = made(limit=0.4)
+    runner = made(limit=1.0)
     assert play(runner, 0, 'do:hang')[-1].reason == 'timeout'
     with pytest.raises(runner_module.EnvironmentsHang, match="Counter: 2 threads hang.*workers='processes'"):
         play(runner, 1, 'do:hang')
@@ -240,10 +244,7 @@ def test_close_does_not_wait_for_what_hangs(monkeypatch):
     play(runner, 'other')
     runner.act('other', 'do:spin')
     runner.close()
-    deadline = time.monotonic() + 20
-    while is_there(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not is_there(pid), 'what an environment has started ends with its process'
+    until(lambda: not is_there(pid), lambda: 'what an environment has started ends with its process')
 
 
 PROGRAM = """
@@ -277,12 +278,9 @@ def test_workers_end_with_the_trainer(signum):
     workers = children(trainer.pid)
     assert len(workers) == 2 and all(map(is_there, [*workers, grandchild]))
     trainer.send_signal(signum)
-    trainer.wait(30)
+    trainer.wait()
     trainer.stdout.close()
-    deadline = time.monotonic() + 20
-    while any(map(is_there, [*workers, grandchild])) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(map(is_there, [*workers, grandchild]))
+    until(lambda: not any(map(is_there, [*workers, grandchild])))
 
 
 def local_factory():
@@ -328,3 +326,17 @@ def test_a_module_that_a_worker_cannot_import(tmp_path, monkeypatch):
         with pytest.raises(runner_module.WorkerError, match=f'cannot import it: .*{told}.*module that can be imported'):
             runner.result(0)
         runner.close()
+
+
+@pytest.mark.parametrize(
+    ('reset', 'shown'),
+    [
+        (lambda self, **k: 'go', r'reset\(\*\*k\) is called as reset\(seed, answer=...\): too many positional'),
+        (lambda self: 'go', r'reset\(\) is called as reset\(seed, answer=...\)'),
+        (lambda self, seed, task: 'go', r'reset\(seed, task\) is called as .*; write reset\(self, seed, \*\*columns\)'),
+    ],
+)
+def test_a_reset_that_cannot_be_called_shows_the_call(reset, shown):
+    made = type('Mine', (), {'reset': reset, 'step': lambda self, response: ('', 1.0, True)})
+    answer = Host(made, 1.0).reset(0, 7, {'answer': '4'})
+    assert re.search(shown, answer.message)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import pickle
 import random
-import time
-from concurrent.futures import ThreadPoolExecutor
+import warnings
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from chat_families import chat_tokenizer
@@ -17,15 +15,14 @@ from scripted_engine import ScriptedEngine, scripted
 from tool_classes import QUESTION, SCRIPTS, Increment, Shop, call
 from transformers.utils import get_json_schema
 
-from chatgpt.environments import EnvironmentSettings, find_environment, own_random
-from chatgpt.environments.own_random import OwnRandom
+from chatgpt.environments import EnvironmentSettings, find_environment
 from chatgpt.environments.tools import ToolFactory
 from chatgpt.nn import Actor
-from chatgpt.rollout import SamplingParams
+from chatgpt.rollout import Call, SamplingParams
 from chatgpt.rollout.episodes import EpisodeEngine
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing import tiny_causal_lm
 from chatgpt.trainer import PPOTrainer
-from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.types import Prompt
 
 TRL = json.loads(Path(__file__).with_name('trl_tools.json').read_text())
@@ -41,7 +38,7 @@ def episode(environment, turns, prompt=NOTHING, tokenizer=None, settings=None, e
     engine = EpisodeEngine(engine or scripted(tokenizer, turns), environment, tokenizer, settings)
     try:
         (sample,) = engine.generate(
-            [prompt], SamplingParams(**({'max_new_tokens': 5000} | sampling)), seed=3, indices=[0], groups=[0]
+            Call.of([prompt], SamplingParams(**({'max_new_tokens': 5000} | sampling)), seed=3, indices=[0], groups=[0])
         )
     finally:
         engine.close()
@@ -85,82 +82,53 @@ def test_episodes_are_those_of_trls_tool_loop(name):
             assert ours['role'] == 'assistant' and 'tool_calls' not in ours
 
 
-def test_the_class_of_trls_page_runs_as_it_is():
-    """A class that draws its task itself: the samples of a group have one task, and again in another run."""
+class Seeded(Increment):
+    """The class of TRL's page, drawing its task from the seed."""
+
+    def reset(self, seed, **kwargs):
+        self.counter, self.target = 0, random.Random(seed).randint(1, 6)
+        return f'Increment the counter by {self.target}.'
+
+
+@pytest.mark.parametrize('environment', [Seeded, Increment])
+def test_a_class_that_draws_its_task_draws_it_from_the_seed(environment):
+    """Then the samples of a group have one task, and again in another run; from the global numbers they have not."""
     tokenizer = chat_tokenizer('qwen2.5')
     random.seed(7)
-    before = random.getstate()
     turn = (tokenizer(call('increment', '{"step": 2}') + '<|im_end|>')['input_ids'], 'eos')
     end = (tokenizer('Done.<|im_end|>')['input_ids'], 'eos')
 
     def run():
-        engine = EpisodeEngine(ScriptedEngine({i: [turn, end] for i in range(12)}), Increment, tokenizer)
-        groups = [i // 2 for i in range(12)]
-        samples = engine.generate(
-            [NOTHING] * 12, SamplingParams(max_new_tokens=500), seed=3, indices=range(12), groups=groups
-        )
+        engine = EpisodeEngine(ScriptedEngine({i: [turn, end] for i in range(12)}), environment, tokenizer)
+        sampling, groups = SamplingParams(max_new_tokens=500), [i // 2 for i in range(12)]
+        samples = engine.generate(Call.of([NOTHING] * 12, sampling, seed=3, indices=range(12), groups=groups))
         engine.close()
         return samples
 
     samples = run()
     tasks = [tokenizer.decode(s.prompt_ids).partition('<|im_start|>user\n')[2] for s in samples]
-    assert all(t.startswith('Increment the counter by ') for t in tasks)
-    assert tasks[::2] == tasks[1::2] and len(set(tasks)) > 1
-    assert [s.prompt_ids.tolist() for s in run()] == [s.prompt_ids.tolist() for s in samples]
+    assert all(t.startswith('Increment the counter by ') for t in tasks) and len(set(tasks)) > 1
     rewards = [s.episode.turns[-1].rewards for s in samples]
     assert rewards == [{'reward': float('by 2.' in task)} for task in tasks]
-    assert random.getstate() == before, 'the random numbers of others are left alone'
+    again = [s.prompt_ids.tolist() for s in run()] == [s.prompt_ids.tolist() for s in samples]
+    assert (tasks[::2] == tasks[1::2], again) == (environment is Seeded,) * 2
 
 
-def test_several_environments_draw_as_if_alone():
-    def drawn(own):
-        with own:
-            return random.random(), float(np.random.rand())
-
-    alone = OwnRandom(4)
-    expected = [drawn(alone), drawn(alone)]
-    a, b = OwnRandom(4), OwnRandom(5)
-    first, other, second = drawn(a), drawn(b), drawn(a)
-    assert [first, second] == expected and other not in expected
-    assert expected[0][0] == random.Random(4).random() and expected[0][1] == np.random.RandomState(4).rand()
+def test_one_that_begins_in_two_ways_is_told():
+    for environment, told in ((Increment, True), (Seeded, False)):
+        random.seed(7)
+        engine = EpisodeEngine(ScriptedEngine({}), environment, chat_tokenizer('qwen2.5'))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter('always')
+            engine.openings([NOTHING] * 2, seed=3, groups=range(2))
+        engine.close()
+        assert any('Increment begins in two ways with one seed' in str(w.message) for w in caught) == told
 
 
 def test_an_answer_that_runs_out_of_tokens_is_no_end():
     sample, _, _ = episode(Shop, ['I would rather not say so much about it'], asked(), max_new_tokens=9)
     assert (sample.episode.end, sample.ended) == ('truncated', False)
     assert sample.episode.turns[0].rewards == {'reward': 0.1}
-
-
-def test_random_numbers_in_threads(monkeypatch):
-    def drawn(seed):
-        own, numbers = OwnRandom(seed), []
-        for _ in range(20):
-            with own:
-                numbers += [random.random(), float(np.random.rand())]
-                time.sleep(0.0005)
-        return numbers
-
-    alone = [drawn(seed) for seed in range(4)]
-    with ThreadPoolExecutor(4) as threads:
-        assert list(threads.map(drawn, range(4))) == alone
-
-
-def test_one_that_hangs_inside_is_waited_for_once(monkeypatch):
-    monkeypatch.setattr(own_random, '_WAIT_S', 0.2)
-    before = random.getstate(), str(np.random.get_state())
-    hanging, others = OwnRandom(1), [OwnRandom(seed) for seed in range(20)]
-    start = time.monotonic()
-    with hanging:
-        for seed, own in enumerate(others):
-            with own:
-                assert random.random() == random.Random(seed).random()
-        assert time.monotonic() - start < 20 * 0.2, 'not once each'
-        assert (random.getstate(), str(np.random.get_state())) == before, 'those of the program itself'
-    assert (random.getstate(), str(np.random.get_state())) == before
-    alone = random.Random(0)
-    alone.random()
-    with others[0]:
-        assert random.random() == alone.random(), 'it goes on from its first number'
 
 
 class Paid:
@@ -363,7 +331,7 @@ def ppo(environment, prompts=None, **kwargs):
 def test_a_trainer_takes_the_class():
     asked = []
 
-    class Asked(Increment):
+    class Asked(Seeded):
         def get_reward(self):
             asked.append((self.target, self.counter))
             return super().get_reward()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from chatgpt.dataset import embedded
+from chatgpt.launch import demo_world
 
 pytest.register_assert_rewrite('train_prompts_runs')
 
@@ -15,5 +15,5 @@ pytest.register_assert_rewrite('train_prompts_runs')
 @pytest.fixture(scope='module')
 def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp('data') / 'prompts.jsonl'
-    path.write_text('\n'.join(json.dumps(row) for row in embedded.demo_prompts(8)) + '\n')
+    path.write_text('\n'.join(json.dumps(row) for row in demo_world.demo_prompts(8)) + '\n')
     return path

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from chatgpt.dataset import embedded
+from chatgpt.launch import demo_world
 from chatgpt.launch.arguments import run_main
 from chatgpt.nn import GPTActor
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_bad_records_of_every_source_are_counted_and_named(monkeypatch, capsys, tmp_path):
-    GPTActor(config=embedded.demo_config()).save_pretrained(tmp_path / 'model', tokenizer=embedded.demo_tokenizer())
+    GPTActor(config=demo_world.demo_config()).save_pretrained(tmp_path / 'model', tokenizer=demo_world.demo_tokenizer())
     good = '{"prompt": "one day a small fox"}\n'
     (tmp_path / 'prompts.jsonl').write_text(good * 4 + '{"prompt": ""}\nnonsense\n')
     (tmp_path / 'validation.jsonl').write_text('nonsense\n' + good)

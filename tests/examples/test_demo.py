@@ -21,14 +21,15 @@ def demo() -> Any:
     return module
 
 
+@pytest.mark.system
 def test_demo_leaves_models_with_cards_a_table_and_reports(demo, monkeypatch, tmp_path, capsys):
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from chatgpt.dataset import embedded
+    from chatgpt.launch import demo_world
 
-    corpus, prompts = embedded.demo_corpus, embedded.demo_prompts
-    monkeypatch.setattr(embedded, 'demo_corpus', lambda num, seed: corpus(min(num, 264), seed))
-    monkeypatch.setattr(embedded, 'demo_prompts', lambda num, seed: prompts(min(num, 8), seed))
+    corpus, prompts = demo_world.demo_corpus, demo_world.demo_prompts
+    monkeypatch.setattr(demo_world, 'demo_corpus', lambda num, seed: corpus(min(num, 264), seed))
+    monkeypatch.setattr(demo_world, 'demo_prompts', lambda num, seed: prompts(min(num, 8), seed))
     monkeypatch.setitem(demo.PREFERENCES, 'num_pairs', 128)
     monkeypatch.setitem(demo.PPO, 'num_phases', 2)
     monkeypatch.setattr(sys, 'argv', ['demo.py', '--out', str(tmp_path)])
@@ -47,7 +48,9 @@ def test_demo_leaves_models_with_cards_a_table_and_reports(demo, monkeypatch, tm
     assert shown.splitlines()[-1] == f'report: {tmp_path}/ppo_run/report.html'
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path / 'reward_model').config.num_labels == 1
     for name in ('sft', 'ppo'):
-        assert AutoModelForCausalLM.from_pretrained(tmp_path / name).config.vocab_size == len(embedded.demo_tokenizer())
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / name).config.vocab_size == len(
+            demo_world.demo_tokenizer()
+        )
 
 
 def test_the_comparison_counts_wins_and_repetition(demo, monkeypatch, tmp_path):

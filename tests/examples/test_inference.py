@@ -12,7 +12,7 @@ import pytest
 import torch
 from example_script import script
 
-from chatgpt.dataset import embedded
+from chatgpt.launch import demo_world
 from chatgpt.nn import GPTRM, GPTActor
 from chatgpt.nn.peft_format import export_peft
 from chatgpt.testing.processes import free_port
@@ -23,10 +23,10 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp('models')
-    tokenizer = embedded.demo_tokenizer()
+    tokenizer = demo_world.demo_tokenizer()
     torch.manual_seed(0)
-    GPTActor(config=embedded.demo_config()).save_pretrained(folder / 'actor', tokenizer=tokenizer)
-    GPTRM(config=embedded.demo_config()).save_pretrained(folder / 'rm', tokenizer=tokenizer)
+    GPTActor(config=demo_world.demo_config()).save_pretrained(folder / 'actor', tokenizer=tokenizer)
+    GPTRM(config=demo_world.demo_config()).save_pretrained(folder / 'rm', tokenizer=tokenizer)
     return folder
 
 
@@ -63,7 +63,7 @@ def test_the_strategy_is_that_of_the_flags(monkeypatch, name, flags):
 
 @pytest.mark.parametrize('ending', ['jsonl', 'txt', 'csv'])
 def test_a_file_of_prompts(monkeypatch, capsys, folder, tmp_path, ending):
-    prompts = [row['prompt'] for row in embedded.demo_prompts(5)]
+    prompts = [row['prompt'] for row in demo_world.demo_prompts(5)]
     text = {
         'jsonl': '\n'.join(json.dumps({'prompt': p}) for p in prompts),
         'txt': '\n'.join(prompts),
@@ -92,7 +92,7 @@ def test_the_best_of_several(monkeypatch, folder, tmp_path):
         out = tmp_path / f'{n}.jsonl'
         rm = ['--reward_model', str(folder / 'rm'), f'--best_of={n}'] if n > 1 else []
         path = tmp_path / 'in.txt'
-        path.write_text('\n'.join(row['prompt'] for row in embedded.demo_prompts(12)))
+        path.write_text('\n'.join(row['prompt'] for row in demo_world.demo_prompts(12)))
         script(
             'inference',
             monkeypatch,
@@ -215,7 +215,7 @@ def test_mistakes(monkeypatch, capsys, folder, flags, sentence):
 @pytest.mark.system
 def test_inference_under_torchrun(monkeypatch, capsys, folder, tmp_path):
     path = tmp_path / 'in.txt'
-    path.write_text('\n'.join(row['prompt'] for row in embedded.demo_prompts(5)))
+    path.write_text('\n'.join(row['prompt'] for row in demo_world.demo_prompts(5)))
     flags = ['--pretrain', str(folder / 'actor'), '--input', str(path), '--max_new_tokens=6']
     flags += ['--best_of=2', '--reward_model', str(folder / 'rm')]
     script('inference', monkeypatch, *flags, '--output', str(tmp_path / 'one.jsonl'))
@@ -231,7 +231,7 @@ def test_inference_under_torchrun(monkeypatch, capsys, folder, tmp_path):
         '--output',
         str(tmp_path / 'two.jsonl'),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     one, two = (
         [json.loads(line) for line in (tmp_path / f'{n}.jsonl').read_text().splitlines()] for n in ('one', 'two')
@@ -263,7 +263,7 @@ def test_dummy_under_torchrun():
         '--prompt_tokens=4',
         '--max_new_tokens=4',
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert '8 samples in ' in done.stdout
     assert 'on 2 process(es)' in done.stdout

@@ -75,7 +75,11 @@ def test_a_chat_asks_as_training_did(trained, monkeypatch, capsys):
     assert repr('\n\nHuman: QUESTION\n\nAssistant: ANSWER<eos>') in capsys.readouterr().out
 
 
-@pytest.mark.parametrize('flag', [[], ['--apply_chat_template']])
-def test_a_prompt_in_text(trained, monkeypatch, capsys, flag):
-    script('inference', monkeypatch, '--pretrain', str(trained), '--input=hi', '--max_new_tokens=2', *flag)
-    assert capsys.readouterr().out.startswith('> \n\nHuman: hi\n\nAssistant:\n' if flag else '> hi\n')
+@pytest.mark.parametrize('flag', [[], ['--apply_chat_template'], ['--no_apply_chat_template']])
+def test_a_prompt_in_text_is_a_turn_as_in_training(trained, monkeypatch, capsys, tmp_path, flag):
+    words = ['--pretrain', str(trained), '--input=hi', '--max_new_tokens=2', *flag]
+    script('inference', monkeypatch, *words)
+    assert capsys.readouterr().out.startswith('> hi\n')
+    script('inference', monkeypatch, *words, f'--output={tmp_path}/out.jsonl')
+    asked = json.loads((tmp_path / 'out.jsonl').read_text())['prompt']
+    assert asked == ('hi' if flag == ['--no_apply_chat_template'] else [{'role': 'user', 'content': 'hi'}])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import chatgpt.nn.packing as packing_module
-from chatgpt.dataset import embedded
+from chatgpt.launch import demo_world
 from chatgpt.launch.arguments import run_main
 from chatgpt.nn import GPTActor
 from chatgpt.rollout import HFEngine, LocalEngine
@@ -31,9 +31,9 @@ QUICK = [
 
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *flags: str) -> tuple[dict[str, Any], dict[str, int]]:
     """The metrics of a phase, and how often a packed forward, the local engine and transformers' generate ran."""
-    GPTActor(config=embedded.demo_config()).save_pretrained(folder / 'model', tokenizer=embedded.demo_tokenizer())
+    GPTActor(config=demo_world.demo_config()).save_pretrained(folder / 'model', tokenizer=demo_world.demo_tokenizer())
     prompts = folder / 'prompts.jsonl'  # of different lengths, so that there is padding
-    cut = [' '.join(row['prompt'].split()[: 3 + i]) for i, row in enumerate(embedded.demo_prompts(4))]
+    cut = [' '.join(row['prompt'].split()[: 3 + i]) for i, row in enumerate(demo_world.demo_prompts(4))]
     prompts.write_text(''.join(json.dumps({'prompt': text}) + '\n' for text in cut))
     counts = {'packed': 0, 'local': 0, 'hf': 0}
 

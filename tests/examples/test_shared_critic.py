@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from chatgpt.dataset import embedded
+from chatgpt.launch import demo_world
 from chatgpt.launch.arguments import run_main
 from chatgpt.nn import GPTActor
 from chatgpt.nn.heads import load_head
@@ -34,7 +34,7 @@ QUICK = [
 @pytest.fixture(scope='module')
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp('model')
-    GPTActor(config=embedded.demo_config()).save_pretrained(folder, tokenizer=embedded.demo_tokenizer())
+    GPTActor(config=demo_world.demo_config()).save_pretrained(folder, tokenizer=demo_world.demo_tokenizer())
     return folder
 
 
@@ -62,7 +62,7 @@ def test_hydra_with_the_critic_on_the_same_trunk(monkeypatch, tmp_path, model):
     assert (
         abs(lines[0]['rollout/kl_mean']) < 1e-6 < abs(lines[1]['rollout/kl_mean'])
     )  # the reference stays where the policy was
-    top = f'h.{embedded.demo_config().n_layer - 1}.'
+    top = f'h.{demo_world.demo_config().n_layer - 1}.'
     changed = moved(model, tmp_path)
     assert changed
     assert all(top in name or 'ln_f' in name for name in changed)  # the value loss moves no weight of the shared trunk
@@ -89,7 +89,7 @@ def test_the_own_critic_is_the_default_and_leaves_no_head_in_the_actor(monkeypat
         (['--critic=shared', '--critic_lr=1e-3'], "with critic='shared' leave it out"),
         (
             ['--critic=shared', '--advantage_estimator=rloo', '--num_samples_per_prompt=2'],
-            "'rloo' takes no critic; leave one out",
+            "'rloo' takes no critic: leave one out",
         ),
         (['--critic=both'], "'both' is none of: own, shared"),
     ],

@@ -16,7 +16,7 @@ import torch
 
 from chatgpt.nn import BLOOMActor, BLOOMCritic, GPTActor, GPTCritic, OPTActor, OPTCritic, RewardModel
 from chatgpt.trainer import PPOTrainer, SFTTrainer
-from chatgpt.trainer.strategies import ColossalAIStrategy, DDPStrategy, NaiveStrategy
+from chatgpt.strategies import ColossalAIStrategy, DDPStrategy, NaiveStrategy
 
 strategy = STRATEGY
 with strategy.model_init_context():

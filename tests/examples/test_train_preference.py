@@ -11,8 +11,7 @@ import pytest
 import torch
 from example_script import script
 
-from chatgpt.dataset import embedded
-from chatgpt.launch import inputs, models
+from chatgpt.launch import demo_world
 from chatgpt.launch.config_file import parse_run
 from chatgpt.launch.runs import PreferenceRun
 from chatgpt.testing.processes import free_port
@@ -27,16 +26,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp('preference_data')
     labels = [
         {'text': r['prompt'] + r['response'], 'label': 'pos' if i % 2 else 'neg'}
-        for i, r in enumerate(embedded.demo_corpus(16))
+        for i, r in enumerate(demo_world.demo_corpus(16))
     ]
-    rewards = [{'prompt': r['prompt'], 'response': r['response'], 'reward': 0.73} for r in embedded.demo_corpus(4)]
-    stories = embedded.demo_corpus(4)
+    rewards = [{'prompt': r['prompt'], 'response': r['response'], 'reward': 0.73} for r in demo_world.demo_corpus(4)]
+    stories = demo_world.demo_corpus(4)
     ranked = [
         {'prompt': r['prompt'], 'responses': [r['chosen'], r['rejected'], f'{r["rejected"]} {r["rejected"]}']}
-        for r in embedded.demo_preferences(6)
+        for r in demo_world.demo_preferences(6)
     ]
     tables = (
-        ('pairs', embedded.demo_preferences(24)),
+        ('pairs', demo_world.demo_preferences(24)),
         ('ranked', ranked),
         ('labels', labels),
         ('rewards', rewards),
@@ -45,7 +44,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, rows in tables:
         (folder / f'{name}.jsonl').write_text('\n'.join(json.dumps(row) for row in rows) + '\n')
     torch.manual_seed(0)
-    GPTActor(config=embedded.demo_config()).save_pretrained(folder / 'base', tokenizer=embedded.demo_tokenizer())
+    GPTActor(config=demo_world.demo_config()).save_pretrained(folder / 'base', tokenizer=demo_world.demo_tokenizer())
     return folder
 
 
@@ -132,8 +131,8 @@ def test_kto_takes_labelled_answers(monkeypatch, data, tmp_path):
 
 
 def test_without_arguments(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(models, 'NUM_STORIES', 32)
-    monkeypatch.setattr(inputs, 'EMBEDDED_EXAMPLES', 40)
+    monkeypatch.setattr(demo_world, 'NUM_STORIES', 32)
+    monkeypatch.setattr(demo_world, 'NUM_EXAMPLES', 40)
     monkeypatch.chdir(tmp_path)
     script('train_preference', monkeypatch, '--log_interval=1', '--max_steps=2')
     assert '38 examples to learn from, 2 to evaluate on' in capsys.readouterr().out
@@ -180,6 +179,10 @@ def test_settings_reach_the_method(method, flags, expected):
             'true or false, 1 or 0, good or bad, or a name with --positive_label NAME; or prompt, chosen and '
             'rejected. Found the columns prompt, response, reward, and 0.73 where a label is needed',
         ),
+        (
+            ['{labels}', '--method=kto', '--positive_label=other'],
+            'KTO needs good and bad answers, and there are 0 good',
+        ),
         (['{stories}', '--method=kto'], 'Found the columns prompt, response, and no label'),
         (['{labels}'], 'dpo learns from pairs, and these are labelled answers; use kto'),
     ],
@@ -221,6 +224,6 @@ def test_under_torchrun(data, tmp_path):
         '--save_path',
         str(tmp_path),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert [row['dpo/loss'] for row in metrics(tmp_path)][0] == pytest.approx(0.6931, abs=1e-4)

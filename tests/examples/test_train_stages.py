@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from example_script import script
 
-from chatgpt.dataset import embedded
-from chatgpt.launch import inputs, models
+from chatgpt.launch import demo_world
 from chatgpt.testing.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,19 +24,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp('data')
     for name, rows in (
-        ('sft', [{'instruction': r['prompt'], 'output': r['response']} for r in embedded.demo_corpus(24)]),
-        ('pairs', embedded.demo_preferences(24)),
+        ('sft', [{'instruction': r['prompt'], 'output': r['response']} for r in demo_world.demo_corpus(24)]),
+        ('pairs', demo_world.demo_preferences(24)),
         (
             'labels',
             [
                 {'text': r['response'], 'label': 'pos' if i % 2 else 'neg'}
-                for i, r in enumerate(embedded.demo_corpus(24))
+                for i, r in enumerate(demo_world.demo_corpus(24))
             ],
         ),
-        ('prompts', embedded.demo_prompts(8)),
+        ('prompts', demo_world.demo_prompts(8)),
     ):
         (folder / f'{name}.jsonl').write_text('\n'.join(json.dumps(row) for row in rows) + '\n')
-    GPTActor(config=embedded.demo_config()).save_pretrained(folder / 'base', tokenizer=embedded.demo_tokenizer())
+    GPTActor(config=demo_world.demo_config()).save_pretrained(folder / 'base', tokenizer=demo_world.demo_tokenizer())
     return folder
 
 
@@ -118,7 +117,7 @@ def test_every_prompt_is_visited(monkeypatch, data, tmp_path):
         '--max_new_tokens=3',
     )
     assert sorted(set(seen.read_text().split('\n')) - {''}) == sorted(
-        {row['prompt'] for row in embedded.demo_prompts(8)}
+        {row['prompt'] for row in demo_world.demo_prompts(8)}
     )
 
 
@@ -176,8 +175,8 @@ def test_hydra_from_the_command_line(monkeypatch, data, tmp_path):
 
 
 def test_without_arguments(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(models, 'NUM_STORIES', 32)
-    monkeypatch.setattr(inputs, 'EMBEDDED_EXAMPLES', 40)
+    monkeypatch.setattr(demo_world, 'NUM_STORIES', 32)
+    monkeypatch.setattr(demo_world, 'NUM_EXAMPLES', 40)
     monkeypatch.chdir(tmp_path)
     for name, kind in (('train_sft', 'actor'), ('train_reward_model', 'reward_model')):
         script(name, monkeypatch, '--log_interval=2', '--max_steps=4')
@@ -288,6 +287,6 @@ def test_under_torchrun(data, tmp_path, name):
         '--save_path',
         str(tmp_path),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len(metrics(tmp_path)) == 2

@@ -10,38 +10,31 @@ from typing import Any
 
 import pytest
 
-from chatgpt.experience.described import checksum
-from chatgpt.experience.scorers import as_scorer, described
-from chatgpt.quickstart import as_reward
-from chatgpt.rewards import Pattern
+from chatgpt.data.rewards import Pattern
+from chatgpt.trainer.experience.described import checksum
+from chatgpt.trainer.experience.scorers import as_scorer, described
 
 FILE = """
-WEIGHT = {weight}
 seen = []
-def h(text):
-    return {body}
-class Base:
-    def one(self, text):
-        return h(text)
-class Reward(Base):
+class Reward:
     def __init__(self, scale=1.0):
         self.scale, self.calls = scale, 0
     def __call__(self, prompts, responses):
         self.calls += 1
-        return [self.scale * self.one(r) for r in responses]
+        return [self.scale * {body} for text in responses]
 def score(prompts, responses):
     seen.append(responses)
-    return [WEIGHT * h(r) for r in responses]
+    return [{body} for text in responses]
 def scaled(prompts, responses, k):
-    return [k * h(r) for r in responses]
+    return [k * {body} for text in responses]
 def unused():
     return {unused}
 """
 
 
-def reward_file(path: Path, weight: float = 1.0, body: str = 'len(text)', unused: int = 0) -> Any:
+def reward_file(path: Path, body: str = 'len(text)', unused: int = 0) -> Any:
     path.parent.mkdir(exist_ok=True)
-    path.write_text(FILE.format(weight=weight, body=body, unused=unused))
+    path.write_text(FILE.format(body=body, unused=unused))
     spec = importlib.util.spec_from_file_location(f'{path.parent.name}_{path.stem}', path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where inspect looks for a class
@@ -59,19 +52,17 @@ def told(reward: Any) -> Any:
         lambda module: module.score,
         lambda module: module.Reward(),
         lambda module: functools.partial(module.scaled, k=1),
-        lambda module: as_reward(module.score),
         lambda module: [(0.5, module.score), (1.0, module.Reward())],
     ],
 )
-def test_a_helper_that_changes_is_seen_and_what_is_not_used_is_not(tmp_path, reward):
+def test_a_body_that_changes_is_seen_and_what_stands_beside_it_is_not(tmp_path, reward):
     first = told(reward(reward_file(tmp_path / 'a' / 'r.py')))
     assert told(reward(reward_file(tmp_path / 'b' / 'r.py', unused=1))) == first
     assert told(reward(reward_file(tmp_path / 'c' / 'r.py', body='-len(text)'))) != first
 
 
-def test_constants_arguments_and_attributes_are_seen(tmp_path):
+def test_arguments_and_attributes_are_seen(tmp_path):
     module = reward_file(tmp_path / 'a' / 'r.py')
-    assert told(module.score) != told(reward_file(tmp_path / 'b' / 'r.py', weight=2.0).score)
     assert told(functools.partial(module.scaled, k=1)) != told(functools.partial(module.scaled, k=2))
     assert told(module.Reward(1.0)) == told(module.Reward(1.0)) != told(module.Reward(2.0))
     assert told(Pattern('a')) == told(Pattern('a')) != told(Pattern('b'))

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from chatgpt.experience import ExperienceMaker, ExperienceSettings, FunctionScorer, ReplayBuffer, ScoreShaper
 from chatgpt.nn import GPTActor, GPTCritic
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer.algorithms import estimate_advantages
 from chatgpt.trainer.config import PPOConfig
-from chatgpt.trainer.strategies import NaiveStrategy
+from chatgpt.trainer.experience import ExperienceMaker, ExperienceSettings, FunctionScorer, ReplayBuffer, ScoreShaper
+from chatgpt.trainer.experience.reference import Reference
+from chatgpt.trainer.experience.scorers import RewardValueError
 from chatgpt.types import Experience, Sample
 
 
@@ -37,7 +39,7 @@ def estimated(experiences: list[Experience], config: PPOConfig) -> None:
     estimate_advantages(experiences, config.estimator, config)
 
 
-def make(scores: list[Any], *, reference: bool = True, **settings: Any) -> ExperienceMaker:
+def make(scores: list[Any], *, reference: bool = True, clip: float | None = None, **settings: Any) -> ExperienceMaker:
     strategy = NaiveStrategy(seed=0)
     actor = GPTActor(config=tiny_config('gpt2'))
     torch.manual_seed(7)
@@ -47,9 +49,9 @@ def make(scores: list[Any], *, reference: bool = True, **settings: Any) -> Exper
         strategy,
         actor,
         critic,
-        other if reference else None,
+        Reference(strategy, actor, actor, other if reference else None),
         FunctionScorer(lambda p, r: scores),
-        ScoreShaper(),
+        ScoreShaper(clip=clip),
         ExperienceSettings(**settings),
         estimate=lambda experiences: estimated(experiences, PPOConfig(gamma=0.9, lam=0.8)),
     )
@@ -84,7 +86,7 @@ def test_gae_by_hand_in_float64():
 
 def test_a_policy_has_kl_zero_to_itself_and_recomputing_gives_its_own_log_probs():
     maker = make([0.0, 0.0], recompute_logprobs=True)
-    maker.initial_model = deepcopy(maker.actor)
+    maker.reference = Reference(maker.strategy, maker.actor, None, deepcopy(maker.actor))
     for e in maker.make(SAMPLES, kl_coef=1.0):
         assert e.kl.abs().max() == 0.0
         assert (e.old_logprobs != -1.0).all()
@@ -94,7 +96,7 @@ def test_full_kl_is_the_sum_over_the_vocabulary():
     maker = make([0.0, 0.0], kl_kind='full')
     e = maker.make(SAMPLES, kl_coef=1.0)[0]
     ids = torch.cat([SAMPLES[0].prompt_ids, SAMPLES[0].response_ids])[None]
-    p, q = (m.model(ids).logits[0, 1:4].double().log_softmax(-1) for m in (maker.actor, maker.initial_model))
+    p, q = (m.model(ids).logits[0, 1:4].double().log_softmax(-1) for m in (maker.actor, maker.reference.initial_model))
     assert e.kl.tolist() == pytest.approx((p.exp() * (p - q)).sum(-1).tolist(), rel=1e-4)
     assert (e.kl >= 0).all()
 
@@ -159,15 +161,21 @@ def test_whitened_rewards_keep_their_sign():
     assert flat.tolist() == pytest.approx([0.0, 0.0, float(1 / std), 0.0, float(2 / std)], rel=1e-5)
 
 
-def test_replay_buffer_keeps_the_newest_and_draws_without_repeating():
+def test_replay_buffer_keeps_the_newest():
     made = make([0.0] * 5, reference=False).make([sample(i, [5, 2]) for i in range(5)], kl_coef=0.0)
     buffer = ReplayBuffer(limit=3)
     buffer.append(made[:2])
     buffer.append(made[2:])
     assert [e.index for e in buffer] == [2, 3, 4]
-    drawn: list[Experience] = buffer.sample(3, torch.Generator().manual_seed(0))
-    assert sorted(e.index for e in drawn) == [2, 3, 4]
     buffer.clear()
     assert len(buffer) == 0
-    with pytest.raises(ValueError, match='limit=-1'):
-        ReplayBuffer(limit=-1)
+
+
+@pytest.mark.parametrize('score', [1e30, [1e30, -1e30]])
+def test_a_score_whose_square_overflows_is_refused_with_its_sample_unless_it_is_clipped(score):
+    samples = [sample(0, [5, 6]), sample(1, [5, 6])]
+    with pytest.raises(RewardValueError, match=r'the score .* of sample 1 .*score_clip'):
+        make([1.0, score]).make(samples, kl_coef=0.1)
+    if isinstance(score, float):
+        clipped = make([1.0, score], clip=5.0).make(samples, kl_coef=0.1)
+        assert clipped[1].shaped_score == 5.0

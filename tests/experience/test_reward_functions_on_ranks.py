@@ -22,8 +22,8 @@ def leaves(prompts: list[str], responses: list[str]) -> list[float]:
 
 def scored() -> tuple[list[float], str]:
     """This rank's scores by a coroutine function, and what an exit came to."""
-    from chatgpt.experience import FunctionScorer
-    from chatgpt.trainer.strategies import DDPStrategy
+    from chatgpt.strategies import DDPStrategy
+    from chatgpt.trainer.experience import FunctionScorer
 
     with DDPStrategy(device='cpu') as strategy:
         zeros = torch.zeros(1)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from chatgpt.dataset.formats import is_for_encoder_decoder, note_model
-from chatgpt.experience.scorers import RewardModelScorer
+from chatgpt.data.formats import is_for_encoder_decoder, note_model
 from chatgpt.launch.inputs import reward_model_inputs
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing import char_tokenizer, encoder_decoder_tokenizer, tiny_config
-from chatgpt.trainer.strategies import NaiveStrategy
+from chatgpt.trainer.experience.scorers import RewardModelScorer
 from chatgpt.types import Sample
 
 

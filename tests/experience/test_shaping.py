@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from chatgpt.experience import RunningMoments, ScoreShaper
 from chatgpt.functional.advantages import token_rewards
 from chatgpt.rollout import SamplingParams
+from chatgpt.trainer.experience import RunningMoments, ScoreShaper
 from chatgpt.types import Sample
 
 

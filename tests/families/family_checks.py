@@ -36,12 +36,11 @@ from transformers import AutoModelForCausalLM
 import chatgpt
 from chatgpt.batching import collate
 from chatgpt.nn import AutoActor, AutoCritic, AutoRM, initial_tensors
-from chatgpt.nn.dropout import dropout_off
 from chatgpt.nn.lora import convert_to_lora, lora_layers, merged
 from chatgpt.nn.packing import packs
 from chatgpt.nn.peft_format import export_peft
-from chatgpt.nn.trunk import base_model
-from chatgpt.rollout import HFEngine, LocalEngine, SamplingParams
+from chatgpt.nn.trunk import base_model, dropout_off
+from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams
 from chatgpt.types import Prompt, Sequence
 
 LENGTHS = [(5, 6), (3, 7), (4, 2), (1, 3), (30, 10)]
@@ -173,8 +172,15 @@ def hf(family: Family) -> str:
 
 
 def local(family: Family) -> str:
-    """The local engine's log-probs are the actor's."""
-    return _engine(family, LocalEngine())
+    """The local engine's log-probs are the actor's, in every form of decoding that the model takes."""
+    remark = _engine(family, LocalEngine(fixed_steps=False))
+    for form in ({'fixed_steps': True}, {'attention': 'grouped'}):
+        try:
+            _engine(family, LocalEngine(**form))
+        except ValueError as error:
+            if 'cannot be had' not in str(error):
+                raise
+    return remark
 
 
 @torch.no_grad()
@@ -183,7 +189,7 @@ def _engine(family: Family, engine: Any) -> str:
     prompts = [Prompt(ids=s.prompt_ids) for s in sequences()]
 
     def generated(given: list[Prompt]) -> None:
-        samples = engine.generate(given, SamplingParams(max_new_tokens=12), seed=3, indices=range(len(given)))
+        samples = engine.generate(Call.of(given, SamplingParams(max_new_tokens=12), seed=3, indices=range(len(given))))
         same(torch.cat([s.logprobs for s in samples]), family.actor(collate(samples)).logprobs)
 
     generated(prompts[:-1])
@@ -274,7 +280,7 @@ def saving(family: Family) -> str:
 @torch.no_grad()
 def bf16(family: Family) -> str:
     """A copy in bf16, as rollouts use it, gives finite numbers near those in fp32."""
-    from chatgpt.trainer.strategies.precision import cast_copy
+    from chatgpt.strategies.copies import cast_copy
 
     got = cast_copy(family.actor, torch.bfloat16).eval()(collate(sequences())).logprobs.float()
     same(got, torch.cat(family.plain), 0.5)

@@ -23,6 +23,11 @@ and their like are on the page of [encoder-decoders](encoder_decoders.md).
 {columns}
 | {speed} | {about_speed} |
 
+RoPE of the kinds 'longrope' and 'dynamic' is taken up to its original length: beyond it, the numbers of a batch follow
+from its longest sequence. Llama 4 with `attn_temperature_tuning` generates `floor_scale` tokens and more with the hf
+engine alone. A model that cuts its attention window out by slots of the cache (GPT-Neo) decodes without steps of fixed
+shape where these show.
+
 ## What works
 
 | model type | {names} |

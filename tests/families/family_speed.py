@@ -19,7 +19,7 @@ from family_configs import VOCAB, family_config
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from chatgpt.nn import Actor
-from chatgpt.rollout import LocalEngine, SamplingParams
+from chatgpt.rollout import Call, LocalEngine, SamplingParams
 from chatgpt.types import Prompt
 
 WIDTH, ROWS, PROMPT, NEW = 256, 16, 16, 48
@@ -48,7 +48,7 @@ def speed(model_type: str) -> float:
     engine.begin(Actor(model))
 
     def ours() -> Any:
-        return engine.generate(prompts, sampling, seed=1, indices=range(ROWS))
+        return engine.generate(Call.of(prompts, sampling, seed=1, indices=range(ROWS)))
 
     def theirs() -> Any:
         return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=how)

@@ -65,7 +65,6 @@ def as_the_page_says(model_type: str, found: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize('model_type', model_types())
 def test_every_family_works_or_is_refused(model_type):
     found = check_apart(model_type)

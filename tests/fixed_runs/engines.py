@@ -5,28 +5,21 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-from chatgpt.rollout import LocalEngine
+from chatgpt.rollout import Abilities, EngineAround, LocalEngine
 
 
-class AheadOfTime:
-    """An `AheadEngine` that draws with a copy of the weights of the latest `begin`, when it is asked."""
-
-    reproducible = True
+class AheadOfTime(EngineAround):
+    """Draws with a copy of the weights of the latest `begin`, when it is asked."""
 
     def __init__(self) -> None:
-        self.local = LocalEngine()
+        super().__init__(LocalEngine())
+        self.abilities = Abilities(reproducible=True, answers_ahead=True)
 
     def begin(self, actor: Any) -> None:
-        self.local.begin(deepcopy(actor))
+        super().begin(deepcopy(actor))
 
-    def end(self) -> None:
-        self.local.end()
-
-    def generate(self, *args: Any, **kw: Any) -> list[Any]:
-        return self.local.generate(*args, **kw)
-
-    def submit(self, *args: Any, **kw: Any) -> list[Any]:
-        return self.local.generate(*args, **kw)
+    def submit(self, call: Any) -> list[Any]:
+        return self.generate(call)
 
     def take(self, ticket: list[Any]) -> list[Any]:
         return ticket

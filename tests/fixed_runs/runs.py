@@ -22,9 +22,10 @@ import torch
 from engines import AheadOfTime, Workers
 from safetensors.torch import load_file
 
-from chatgpt.dataset import TokenizedLabelled, TokenizedPreference
+from chatgpt.data import TokenizedLabelled, TokenizedPreference
 from chatgpt.nn import GPTActor, GPTCritic, ILQLModel, LlamaActor, RewardModel
 from chatgpt.rollout import RemoteEngine
+from chatgpt.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.testing import char_tokenizer, tiny_causal_lm, tiny_config
 from chatgpt.trainer import (
     BetaEvaluation,
@@ -41,7 +42,6 @@ from chatgpt.trainer import (
     rewarded,
 )
 from chatgpt.trainer.callbacks import EMA, Callback, Evaluator, ProgressBar
-from chatgpt.trainer.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.types import Sequence
 
 Record = dict[str, str]

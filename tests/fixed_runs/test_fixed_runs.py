@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 import record
 import runs
 
-FEW = ['shared_trunk', 'dynamic_sampling', 'sft_resumed', 'kto', 'rft']
+FEW = ['shared_trunk', 'sft_resumed', 'kto']
+LOGGED = 'dynamic_sampling rft nlpo hydra ptx dpo orpo simpo ilql reward_model sft_evaluated'.split()
 
 
 @cache
@@ -34,6 +36,18 @@ def test_a_run_learns_something(name):
     assert len(norms) >= 2 and all(norm > 1e-3 for norm in norms)
     losses = {value for key, value in found.items() if key.endswith('loss')}
     assert len(losses) >= 2
+
+
+@pytest.mark.parametrize('name', [*FEW, *LOGGED])
+def test_every_metric_of_a_run_has_its_formula(name):
+    """On docs/metrics.md; an evaluation's own numbers have the names that its function gives."""
+    page = (Path(__file__).resolve().parents[2] / 'docs' / 'metrics.md').read_text()
+    documented = set(re.findall(r'`([a-z_]+(?:/[a-z_0-9]+)+)`', page))
+    logged = {key.split()[-1] for key in recorded(name) if key.startswith('phase ')}
+    assert len(logged) > 2
+    common = ('grad_norm', 'grad_norm_max', 'lr', 'epoch')  # described once, under sft/
+    names = {m.replace('/val_', '/') for m in logged if not m.startswith('eval/') and m.split('/')[1] not in common}
+    assert names <= documented
 
 
 def test_the_run_before_does_not_matter():

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from chatgpt.nn import GPTActor, GPTCritic
-from chatgpt.rollout import LocalEngine, SamplingParams
+from chatgpt.rollout import Call, LocalEngine, SamplingParams
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.callbacks import ProgressBar
-from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.types import Prompt
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')]
@@ -114,7 +114,7 @@ def test_turns_draw_the_same_tokens_as_on_the_cpu(fixed_steps):
         engine, turns = LocalEngine(max_batch_size=4, fixed_steps=fixed_steps), Turns()
         engine.begin(actor)
         prompts = [Prompt(ids=torch.arange(2, 4 + i)) for i in range(9)]
-        engine.converse(prompts, SamplingParams(max_new_tokens=40), seed=1, indices=range(9), turns=turns)
+        engine.converse(Call.of(prompts, SamplingParams(max_new_tokens=40), seed=1, indices=range(9)), turns)
         engine.end()
         return turns.turns
 

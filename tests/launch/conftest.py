@@ -21,5 +21,5 @@ def cluster() -> Iterator[Nodes]:
         assert nodes.address
         yield nodes
     finally:
-        nodes.process.communicate(timeout=30)
+        nodes.process.communicate()
         shutil.rmtree(folder, ignore_errors=True)

@@ -6,10 +6,8 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,17 +82,8 @@ def launch(cluster: Nodes, folder: Path, text: str, *options: str, args: Sequenc
     path = folder / 'script.py'
     path.write_text(text)
     process = on(cluster, *options, str(path), *args)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate()
     return process.returncode, output
-
-
-def wait_for(condition, seconds: float = 60.0) -> Any:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if found := condition():
-            return found
-        time.sleep(0.02)
-    raise AssertionError('it did not happen in time')
 
 
 def processes(*words: str) -> list[int]:

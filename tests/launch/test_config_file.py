@@ -13,8 +13,8 @@ from chatgpt.launch.arguments import make_strategy
 from chatgpt.launch.config_file import parse_run, read_file, to_yaml, write_resolved
 from chatgpt.launch.config_values import metavar_of
 from chatgpt.launch.runs import PPORun, PreferenceRun, RewardRun, SFTRun
+from chatgpt.strategies.registry import STRATEGIES
 from chatgpt.trainer.algorithms import ESTIMATORS
-from chatgpt.trainer.strategies.registry import STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / 'examples' / 'configs'
@@ -200,6 +200,10 @@ def test_what_wins(tmp_path):
         ('[1, 2]', 'json', r'it holds a list, not names with values'),
         ('{"a": ', 'json', r'config.json: '),
         ('lr: [1', 'yaml', r'config.yaml: '),
+        ('lr: 1e-4\nseed: 3\nlr: 1e-5\n', 'yaml', 'lr is given twice, on line 1 and on line 3'),
+        ('Training:\n  lr: 1e-4\n  lr: 1e-4\n', 'yaml', 'lr is given twice, on line 2 and on line 3'),
+        ('{"lr": 1,\n "lr": 2}', 'conf', 'lr is given twice, on line 1 and on line 2'),
+        ('{"lr": 1, "lr": 2}', 'json', 'lr is given twice'),
         ('lr=1', 'toml', r"the ending '.toml' is not known"),
     ],
 )

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from chatgpt.dataset import embedded
-from chatgpt.launch import destination
+from chatgpt.launch import demo_world, destination
 from chatgpt.launch.config_file import write_resolved
 from chatgpt.launch.destination import check_destination, check_resume
 from chatgpt.launch.runs import SFTRun
@@ -64,29 +63,29 @@ def test_what_a_run_starts_from_is_never_replaced(tmp_path, flag, resume):
 
 
 def test_a_destination_is_tried_and_nothing_is_left_there(tmp_path):
-    check_destination(run(tmp_path, model_path=str(tmp_path / 'a' / 'b')), embedded.demo_config(), 'actor')
+    check_destination(run(tmp_path, model_path=str(tmp_path / 'a' / 'b')), demo_world.demo_config(), 'actor')
     assert not list(tmp_path.iterdir())
     (tmp_path / 'file').touch()
     for path, reason in ((tmp_path / 'file', 'it is a file'), (tmp_path / 'file' / 'x', 'Not a directory')):
         with pytest.raises(ValueError, match=f'cannot write the trained model to {path}: {reason}'):
-            check_destination(run(tmp_path, model_path=str(path)), embedded.demo_config(), 'actor')
+            check_destination(run(tmp_path, model_path=str(path)), demo_world.demo_config(), 'actor')
     (tmp_path / 'run').mkdir()
     (tmp_path / 'run' / 'actor').touch()
     with pytest.raises(ValueError, match=f'cannot write the trained model to {tmp_path}/run/actor: it is a file'):
-        check_destination(run(tmp_path), embedded.demo_config(), 'actor')
+        check_destination(run(tmp_path), demo_world.demo_config(), 'actor')
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason='root may write everywhere')
 def test_a_folder_without_the_right_to_write(tmp_path):
     (tmp_path / 'locked').mkdir(mode=0o500)
     with pytest.raises(ValueError, match='Permission denied'):
-        check_destination(run(tmp_path, model_path=str(tmp_path / 'locked' / 'x')), embedded.demo_config(), 'actor')
+        check_destination(run(tmp_path, model_path=str(tmp_path / 'locked' / 'x')), demo_world.demo_config(), 'actor')
 
 
 def test_room_for_the_whole_model(tmp_path, monkeypatch):
     from chatgpt.nn import GPTActor
 
-    config = embedded.demo_config()
+    config = demo_world.demo_config()
     needed = sum(4 * p.numel() for p in GPTActor(config=config).parameters())  # fp32, tied weights once
     check = run(tmp_path, model_path=str(tmp_path / 'model'))
     monkeypatch.setattr(destination.shutil, 'disk_usage', lambda path: Usage(0, 0, needed))
@@ -102,4 +101,4 @@ def test_room_for_the_whole_model(tmp_path, monkeypatch):
 def test_only_rank_0_looks(tmp_path, monkeypatch):
     (tmp_path / 'file').touch()
     monkeypatch.setenv('RANK', '1')
-    check_destination(run(tmp_path, model_path=str(tmp_path / 'file')), embedded.demo_config(), 'actor')
+    check_destination(run(tmp_path, model_path=str(tmp_path / 'file')), demo_world.demo_config(), 'actor')

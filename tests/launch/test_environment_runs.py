@@ -143,10 +143,10 @@ def test_help_has_them(capsys):
             {'environment': 'games:countdown', 'eval_episodes': 3, 'validation_percentage': 5.0},
             'with eval prompts leave it out',
         ),
-        ({'environment': 'games:countdown', 'reward_fn': 'a:b', 'reward_weights': {'a': 1.0}}, 'reward_weights weigh'),
+        ({'environment': 'games:countdown', 'reward_fn': 'builtins:print'}, 'say how they add up by reward_weights'),
         ({'environment': 'games:countdown', 'max_timesteps': None}, 'tasks of an environment have no end'),
         ({'environment_workers': 'processes'}, 'environment_workers=.* is about an environment'),
-        ({'max_turns': 3}, 'max_turns=3 is about an environment, and there is none: give --environment'),
+        ({'max_turns': 3}, 'max_turns=3 is about an environment, and there is none: give environment'),
         ({'environment_options': {'numbers': 3}}, 'environment_options=.* is about an environment'),
         (
             {
@@ -255,7 +255,7 @@ def test_games_of_a_random_player_are_demonstrations_of_moves():
 
 @pytest.mark.slow
 def test_a_game_needs_no_model(tmp_path):
-    execute(run_of(environment='games:blackjack', save_path=str(tmp_path / 'run'), experience_batch_size=16))
+    execute(run_of(environment='games:tictactoe', save_path=str(tmp_path / 'run'), experience_batch_size=16))
     rows = lines(tmp_path / 'run' / 'metrics.jsonl')
     assert rows[0]['environment/return_mean'] > -1.2, 'it makes moves that are allowed'
 
@@ -292,7 +292,8 @@ def test_one_verb(environment, folder):
     assert trainer.phase == 2
 
 
-def test_one_verb_with_prompts_and_a_reward_function(folder):
+@pytest.mark.parametrize(('weights', 'score'), [({'reward_fn': 1.0}, 5.0), ({'reward': 10.0, 'reward_fn': 0.5}, 2.5)])
+def test_one_verb_with_prompts_and_a_reward_function(folder, weights, score):
     def reward(prompts, responses, start):
         assert all(prompt.endswith(f'{s}>') for prompt, s in zip(prompts, start, strict=True))
         return [5.0] * len(prompts)
@@ -303,13 +304,15 @@ def test_one_verb_with_prompts_and_a_reward_function(folder):
         environment_options={'word': 'z'},
         prompts=[{'prompt': 'x', 'start': 's'}],
         reward_fn=reward,
+        reward_weights=weights,
         num_timesteps=1,
         experience_batch_size=2,
         train_batch_size=2,
         max_new_tokens=8,
         callbacks=[ProgressBar(enabled=False)],
     )
-    assert [e.score for e in trainer.last_experiences] == [5.0, 5.0]
+    own = [sum(sum(t.rewards.values()) for t in e.episode.turns) for e in trainer.last_experiences]
+    assert [e.score for e in trainer.last_experiences] == [score + weights.get('reward', 0.0) * r for r in own]
     assert {e.prompt_text for e in trainer.last_experiences} == {'xs>'}
 
 
@@ -319,9 +322,12 @@ def test_one_verb_with_prompts_and_a_reward_function(folder):
         ({'environment': 'games:countdwn'}, 'did you mean games:countdown'),
         ({'environment': Say, 'environment_options': {'words': 'b'}}, "no option 'words'; did you mean word"),
         ({'environment': Say, 'samples': ['a']}, 'leave samples out'),
-        ({'max_turns': 3, 'reward_fn': len, 'prompts': ['a']}, 'max_turns is about an environment'),
+        ({'max_turns': 3, 'reward_fn': len, 'prompts': ['a']}, 'max_turns=3 is about an environment'),
         ({'environment': Say, 'eval_episodes': 2, 'eval_prompts': ['a']}, 'with eval_prompts leave it out'),
         ({'environment': 3}, 'environment=3 cannot be called'),
+        ({'environment': Say, 'reward_fn': len}, 'say how they add up by reward_weights'),
+        ({'environment': Say, 'reward_fn': len, 'reward_weights': {'reward': 1.0}}, 'needs one weight, by the name'),
+        ({'environment': Say, 'reward_weights': {'reward_fn': 1.0}}, 'there is no reward_fn'),
     ],
 )
 def test_mistakes_of_one_verb(given, complaint, folder):

@@ -13,14 +13,15 @@ import time
 from pathlib import Path
 
 import pytest
+from limits import until
 
 from chatgpt.launch import __main__ as command
 from chatgpt.launch import ray, relaunch, torchrun
 from chatgpt.launch.config_values import peek
 from chatgpt.launch.ray_request import RayLaunch, environment
 from chatgpt.launch.torchrun import TorchrunLaunch
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing.processes import environment as variables_set
-from chatgpt.trainer.strategies import NaiveStrategy
 
 SCRIPT = str(Path(__file__))
 
@@ -266,7 +267,7 @@ def test_a_slurm_job_starts_the_launcher(tmp_path, name):
     }
     job = Path(__file__).resolve().parents[2] / 'examples' / 'slurm' / f'{name}.sbatch'
     command_line = ['bash', str(job), 'p.csv', '--pretrain', 'a b']
-    done = subprocess.run(command_line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command_line, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     calls = (tmp_path / 'called').read_text().splitlines()
     (launch,) = [line.split() for line in calls if line.startswith('-m chatgpt.launch')]
@@ -293,9 +294,9 @@ def under_torchrun(script: Path, *flags: str) -> subprocess.Popen[str]:
 @pytest.mark.system
 def test_a_script_that_fails_is_one_line_and_its_exit_code(tmp_path):
     script = tmp_path / 'fails.py'
-    script.write_text('import os, sys, time\nif os.environ["RANK"] == "1":\n    sys.exit(3)\ntime.sleep(60)\n')
+    script.write_text('import os, sys, time\nif os.environ["RANK"] == "1":\n    sys.exit(3)\ntime.sleep(3600)\n')
     process = under_torchrun(script, '--max_failures=0')
-    output, _ = process.communicate(timeout=100)
+    output, _ = process.communicate()
     assert process.returncode == 3
     assert '[launch] rank 1 ended with exit code 3; giving up' in output and 'Traceback' not in output
 
@@ -305,15 +306,13 @@ def test_a_signal_ends_it_without_a_traceback(tmp_path):
     script = tmp_path / 'waits.py'
     script.write_text(
         'import pathlib, signal, sys, time\nsignal.signal(signal.SIGINT, lambda *_: sys.exit(0))\n'
-        f'pathlib.Path({str(tmp_path / "there")!r}).touch()\ntime.sleep(60)\n'
+        f'pathlib.Path({str(tmp_path / "there")!r}).touch()\ntime.sleep(3600)\n'
     )
     process = under_torchrun(script)
-    end = time.monotonic() + 90
-    while not (tmp_path / 'there').exists() and time.monotonic() < end:
-        time.sleep(0.1)
+    until((tmp_path / 'there').exists)
     time.sleep(1)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate()
     assert process.returncode == 130, output
     assert 'Traceback' not in output
 
@@ -326,18 +325,19 @@ def test_a_mistake_is_told_once(tmp_path):
         'thing")\n\nrun_main(main)\n'
     )
     process = under_torchrun(script, '--max_failures=1')
-    output, _ = process.communicate(timeout=110)
+    output, _ = process.communicate()
     assert (process.returncode, output) == (2, 'error: no such thing\n')
 
 
 def test_an_error_in_a_reward_function_is_told_and_tried_again(tmp_path):
     script = tmp_path / 'unlucky.py'
     script.write_text(
-        'import os\nfrom chatgpt.experience.scorers import RewardFunctionError\nfrom chatgpt.launch.arguments import '
-        'run_main\n\ndef main():\n    raise RewardFunctionError("it broke")\n\nrun_main(main)\n'
+        'import os\nfrom chatgpt.trainer.experience.scorers import RewardFunctionError\nfrom '
+        'chatgpt.launch.arguments import run_main\n\ndef main():\n    '
+        'raise RewardFunctionError("it broke")\n\nrun_main(main)\n'
     )
     process = under_torchrun(script, '--max_failures=1')
-    output, _ = process.communicate(timeout=110)
+    output, _ = process.communicate()
     assert process.returncode == 1
     words = re.sub(r'rank \d', 'rank N', output)
     assert words == (

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from chatgpt.dataset import embedded
+from chatgpt.launch import demo_world
 from chatgpt.launch.arguments import make_strategy, run_main
 from chatgpt.nn import GPTRM, GPTActor
+from chatgpt.strategies import FSDPStrategy
 from chatgpt.testing.processes import environment, free_port, torchrun_environment
-from chatgpt.trainer.strategies import FSDPStrategy
 
 EXAMPLES = Path(__file__).resolve().parents[2] / 'examples'
 LORA = ['--lora_rank=2', '--lora_alpha=4', '--lora_train_bias=lora_only']
@@ -50,7 +50,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     from transformers import GPT2ForSequenceClassification
 
     folder = tmp_path_factory.mktemp('start')
-    tokenizer, config = embedded.demo_tokenizer(), embedded.demo_config()
+    tokenizer, config = demo_world.demo_tokenizer(), demo_world.demo_config()
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
     torch.manual_seed(0)
     GPTActor(config=config).save_pretrained(folder / 'base', tokenizer=tokenizer)
@@ -65,9 +65,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         'def score(prompts, responses):\n    return [float(len(r)) / 10 for r in responses]\n'
     )
     for name, rows in (
-        ('demonstrations', [{'prompt': r['prompt'], 'completion': r['response']} for r in embedded.demo_corpus(8)]),
-        ('pairs', embedded.demo_preferences(8)),
-        ('prompts', embedded.demo_prompts(4)),
+        ('demonstrations', [{'prompt': r['prompt'], 'completion': r['response']} for r in demo_world.demo_corpus(8)]),
+        ('pairs', demo_world.demo_preferences(8)),
+        ('prompts', demo_world.demo_prompts(4)),
     ):
         (folder / f'{name}.jsonl').write_text('\n'.join(json.dumps(row) for row in rows) + '\n')
     kinds = {'base': '', 'rm': '', 'classifier': '', 'reward': '.py:score'}

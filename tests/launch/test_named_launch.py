@@ -6,7 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from launcher_runs import ROOT, command, metrics_of, wait_for
+from launcher_runs import ROOT, command, metrics_of
+from limits import until
 
 from chatgpt.launch.torchrun import TorchrunLaunch
 
@@ -50,15 +51,15 @@ def test_a_second_launch_of_the_name_goes_on(tmp_path: Path, model_folder: Path)
     flags = ['--run_id=job7', SCRIPT, *QUICK, '--pretrain', str(model_folder), '--save_path', str(tmp_path)]
     first = command(*flags)
     try:
-        wait_for(lambda: len(metrics_of(tmp_path)) >= 1)
+        until(lambda: len(metrics_of(tmp_path)) >= 1)
         first.send_signal(signal.SIGTERM)
-        first.communicate(timeout=60)
+        first.communicate()
     finally:
         first.kill()
     done = len(metrics_of(tmp_path))
     assert first.returncode == 128 + signal.SIGTERM and 1 <= done < 16
     second = command(*flags)
-    output, _ = second.communicate(timeout=100)
+    output, _ = second.communicate()
     assert second.returncode == 0, output
     assert [line['step'] for line in metrics_of(tmp_path)] == list(range(1, 17))
     assert f'phase {done + 1}/16' in output and 'phase 1/16' not in output

@@ -40,7 +40,6 @@ def commands() -> list[list[str]]:
 
 
 @pytest.mark.system
-@pytest.mark.timeout(600)
 def test_the_commands_of_the_page_run_in_order(tmp_path, model_folder):
     for name, rows in DATA.items():
         (tmp_path / name).write_text(''.join(json.dumps(row) + '\n' for row in rows))

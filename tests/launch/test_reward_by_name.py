@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from chatgpt.launch.arguments import check_reward_function, load_function
-from chatgpt.rewards import NumberAtEnd
+from chatgpt.data.rewards import NumberAtEnd
+from chatgpt.launch.arguments import load_function
 
 FILE = """
 class Starts:
@@ -34,8 +34,7 @@ class Holds:
 
 
 def test_a_class_is_made():
-    reward = load_function('chatgpt.rewards:NumberAtEnd')
-    check_reward_function(reward, 'chatgpt.rewards:NumberAtEnd')
+    reward = load_function('chatgpt.data.rewards:NumberAtEnd')
     assert reward == NumberAtEnd()
     assert reward([''] * 2, ['it is 7', '8'], answer=['7', '7']) == [1.0, 0.0]
 

@@ -44,4 +44,6 @@ def test_workers_with_vllm_have_gpus_and_serve_all_ranks():
 def test_what_does_not_fit_is_told_before_anything_starts(settings, why):
     pytest.importorskip('ray')
     with pytest.raises(ValueError, match=why):
-        check_rollout_args(PPORun(**settings))
+        run = PPORun(**settings)
+        run.validate()
+        check_rollout_args(run)

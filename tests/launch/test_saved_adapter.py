@@ -15,8 +15,8 @@ from chatgpt.launch.recipes import make_trainer
 from chatgpt.launch.runs import SFTRun
 from chatgpt.nn.lora import lora_layers
 from chatgpt.nn.peft_format import import_peft
+from chatgpt.strategies.registry import strategy_by_name
 from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer.strategies.named import strategy_by_name
 from chatgpt.types import Sequence
 
 

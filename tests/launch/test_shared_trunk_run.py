@@ -75,13 +75,9 @@ def numbers(folder: Path) -> list[dict]:
         ('ppo', PROMPTS, ['--optimizer=adamw8bit']),
         ('ppo', PROMPTS, ['--optimizer=paged_adamw8bit', '--gradient_checkpointing=true', '--ema_decay=0.9']),
         ('grpo', PROMPTS, GROUPS),
-        ('rloo', PROMPTS, GROUPS),
-        ('reinforce++', PROMPTS, []),
         ('sft', TEXTS, []),
         ('reward-model', PAIRS, []),
         ('dpo', PAIRS, []),
-        ('kto', PAIRS, []),
-        ('orpo', PAIRS, []),
     ],
 )
 def test_a_killed_run_in_4_bits_ends_as_one_that_was_not(method, rows, flags, request, tmp_path, model_folder):
@@ -121,30 +117,6 @@ def test_a_killed_run_in_4_bits_ends_as_one_that_was_not(method, rows, flags, re
     first, last = (load_file(f / 'adapter/adapter_model.safetensors') for f in (whole, again))
     assert any(v.abs().max() > 0 for k, v in first.items() if 'lora_B' in k), 'something was learnt'
     assert first.keys() == last.keys()
-
-
-@pytest.mark.parametrize(
-    ('flags', 'told'),
-    [
-        (['--quantize=nf4'], 'give lora_rank too'),
-        (['--quantize=nf4', '--lora_rank=2'], 'give shared_trunk too'),
-        (['--shared_trunk=true', '--lora_rank=2', '--critic=shared'], 'an adapter of its own'),
-        (['--shared_trunk=true', '--lora_rank=2', '--strategy=fsdp'], 'use naive or ddp'),
-        (['--shared_trunk=true', '--lora_rank=2', '--lora_train_bias=all'], 'biases'),
-        (['--shared_trunk=true', '--lora_rank=2', '--strategy=fsdp_cpu', '--quantize=nf4'], 'use naive or ddp'),
-        (['--shared_trunk=true', '--lora_rank=2', '--rollout_workers=1'], 'rollout_workers=1 generates with weights'),
-        (['--shared_trunk=true', '--lora_rank=2', '--engine=vllm'], "engine='vllm' generates with weights"),
-        (['--shared_trunk=true', '--lora_rank=2', '--offload=idle'], 'would move the base'),
-        (['--shared_trunk=true', '--lora_rank=2', '--num_layers_unfrozen=1'], 'leave critic=shared and num_layers'),
-        (['--quantize=int3', '--lora_rank=2'], 'none, nf4'),
-        (['--optimizer=adamw8bit', '--strategy=fsdp'], 'whole weights'),
-    ],
-)
-def test_what_does_not_go_together(flags, told, tmp_path, model_folder, capsys):
-    """Before any work: neither the data nor the model is there."""
-    with pytest.raises((ValueError, SystemExit)) as caught:
-        run('ppo', tmp_path / 'absent.jsonl', '--pretrain=absent/model', '--reward_fn=len:len', *SMALL, *flags)
-    assert told in str(caught.value) + capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from chatgpt.nn.loading import load_causal_lm
-from chatgpt.nn.sources import fill_model
+from chatgpt.nn.weights import fill_model
 from chatgpt.testing import tiny_causal_lm
 
 IDS = torch.tensor([[5, 9, 3, 17, 40], [8, 8, 21, 2, 33]])

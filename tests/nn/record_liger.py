@@ -11,7 +11,7 @@ from pathlib import Path
 
 from liger_cases import CASES, numbers
 
-from chatgpt.nn.liger import liger_logprobs
+from chatgpt.nn.head_kernels import liger_logprobs
 
 
 def main() -> None:

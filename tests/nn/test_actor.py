@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 
+import model_cases
 import pytest
 import torch
 from torch import nn
@@ -21,24 +22,15 @@ from transformers import (
 
 from chatgpt.batching import collate
 from chatgpt.nn import Actor, AutoActor, GPTActor, critic_head, mlp_head
-from chatgpt.nn.dropout import dropout_off
 from chatgpt.nn.lora import lora_layers
+from chatgpt.nn.trunk import dropout_off
 from chatgpt.testing import FAMILIES, byte_tokenizer, tiny_causal_lm, tiny_config
-from chatgpt.types import Sequence
 
 LENGTHS = ((1, 1), (3, 2), (2, 7), (6, 1))
 
 
-def sequences(lengths=LENGTHS, seed=0, vocab=64):
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(n):
-        return torch.randint(3, vocab, (n,), generator=generator)
-
-    return [
-        Sequence(prompt_ids=draw(p), response_ids=draw(a), response_mask=torch.ones(a, dtype=torch.bool))
-        for p, a in lengths
-    ]
+def sequences(lengths=LENGTHS, seed=0, high=60):
+    return model_cases.sequences(lengths, seed, high)
 
 
 def slow_logprobs(model, seqs, temperature=1.0, shift=0):
@@ -61,7 +53,7 @@ def slow_logprobs(model, seqs, temperature=1.0, shift=0):
 
 
 def close(a, b, tolerance=2e-5):
-    return torch.allclose(a.double(), b.double(), rtol=0, atol=tolerance)
+    return model_cases.close(a, b, tolerance)
 
 
 @pytest.mark.parametrize('family', FAMILIES)
@@ -282,13 +274,14 @@ def test_values_are_read_at_the_state_before_each_action(head):
 def test_values_are_fp32_under_autocast():
     actor = Actor(tiny_causal_lm('llama'), value_head=True)
     nn.init.normal_(actor.value_head.weight)
-    batch = collate(sequences())
+    seen = []
+    actor.value_head.register_forward_hook(lambda head, given, out: seen.append(given[0].detach().double()))
     with torch.autocast('cpu', dtype=torch.bfloat16):
-        out = actor(batch)
-        states = actor.model.model(batch.input_ids).last_hidden_state.flatten(0, 1)[batch.action_index]
-        rounded = actor.value_head(states)
+        out = actor(collate(sequences()))
+        (states,) = seen
+        rounded = actor.value_head(states.float())
     assert out.values.dtype == out.logprobs.dtype == torch.float32
-    exact = states.double() @ actor.value_head.weight.double().T + actor.value_head.bias.double()
+    exact = states @ actor.value_head.weight.double().T + actor.value_head.bias.double()
     assert close(out.values, exact[:, 0], 1e-5) and not close(rounded[:, 0], exact[:, 0], 1e-5)
 
 
@@ -342,8 +335,8 @@ def test_a_saved_actor_loads_in_transformers_and_here(family, tmp_path):
     assert all(torch.equal(tensor, weights[name]) for name, tensor in actor.model.state_dict().items())
     torch.testing.assert_close(
         theirs(ids).logits, actor.model(ids).logits
-    )  # GPT-2's GELU is another kernel here (nn/gelu.py)
-    batch = collate(sequences(vocab=259))
+    )  # GPT-2's GELU is another kernel here (nn/trunk.py)
+    batch = collate(sequences(high=259))
     assert torch.equal(Actor.from_pretrained(tmp_path).eval()(batch).logprobs, actor(batch).logprobs)
     from transformers import AutoTokenizer
 

@@ -18,10 +18,10 @@ from torch._dynamo.utils import counters
 from chatgpt.batching import collate
 from chatgpt.nn import Actor, Critic, compiled
 from chatgpt.nn.compiled import compile_blocks, is_compiled, not_compiled
-from chatgpt.rollout import LocalEngine, SamplingParams
+from chatgpt.rollout import Call, LocalEngine, SamplingParams
+from chatgpt.strategies import FSDPStrategy, NaiveStrategy
 from chatgpt.testing import tiny_causal_lm
 from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer.strategies import FSDPStrategy, NaiveStrategy
 from chatgpt.types import Prompt, Sequence
 
 
@@ -143,7 +143,7 @@ def test_generating_runs_no_graph(monkeypatch):
         engine.begin(actor)
         sampling = SamplingParams(max_new_tokens=6, eos_token_ids=(1,))
         prompts = [Prompt(ids=torch.tensor([4, 5, 6])), Prompt(ids=torch.tensor([7]))]
-        found = engine.generate(prompts, sampling, seed=0, indices=[0, 1])
+        found = engine.generate(Call.of(prompts, sampling, seed=0, indices=[0, 1]))
         engine.end()
         return [s.response_ids.tolist() for s in found]
 

@@ -8,6 +8,7 @@ from copy import deepcopy
 import pytest
 import torch
 from encoder_models import deberta_config
+from model_cases import close, sequences
 from torch import nn
 from transformers import BertConfig, BertModel, OPTConfig
 
@@ -16,19 +17,6 @@ from chatgpt.nn import Critic, DebertaCritic, GPTCritic, OPTCritic, RewardModel,
 from chatgpt.nn.heads import in_fp32
 from chatgpt.nn.lora import lora_layers
 from chatgpt.testing import FAMILIES, tiny_causal_lm, tiny_config
-from chatgpt.types import Sequence
-
-
-def sequences(lengths=((1, 1), (3, 2), (2, 7)), seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(n):
-        return torch.randint(3, 64, (n,), generator=generator)
-
-    return [
-        Sequence(prompt_ids=draw(p), response_ids=draw(a), response_mask=torch.ones(a, dtype=torch.bool))
-        for p, a in lengths
-    ]
 
 
 def slow_values(critic, seqs, shift=0):
@@ -40,10 +28,6 @@ def slow_values(critic, seqs, shift=0):
         for i in range(len(s.response_ids)):
             values.append(head(states[len(s.prompt_ids) - 1 + i + shift])[0])
     return torch.stack(values).detach()
-
-
-def close(a, b, tolerance=1e-5):
-    return torch.allclose(a.double(), b.double(), rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize('family', FAMILIES)

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import model_cases
 import pytest
 import torch
 import transformers
@@ -16,12 +17,11 @@ from torch import Tensor
 from chatgpt.batching import collate
 from chatgpt.nn import Actor, AutoActor, AutoCritic, AutoRM, Critic, ILQLModel, RewardModel, initial_tensors
 from chatgpt.nn.compiled import compile_blocks
-from chatgpt.nn.dropout import dropout_off
-from chatgpt.nn.encoder_decoder import encoder_decoder_hidden
+from chatgpt.nn.layouts import encoder_decoder_hidden
 from chatgpt.nn.lora import convert_to_lora, lora_layers, merged
 from chatgpt.nn.peft_format import export_peft
 from chatgpt.nn.shared import SharedTrunk
-from chatgpt.nn.trunk import position_limit
+from chatgpt.nn.trunk import dropout_off, position_limit
 from chatgpt.testing import ENCODER_DECODERS, tiny_causal_lm, tiny_config
 from chatgpt.types import Sequence
 
@@ -33,15 +33,7 @@ every = pytest.mark.parametrize('family', ENCODER_DECODERS)
 
 
 def sequences() -> list[Sequence]:
-    g = torch.Generator().manual_seed(1)
-    return [
-        Sequence(
-            prompt_ids=torch.randint(3, 64, (p,), generator=g),
-            response_ids=torch.randint(3, 64, (a,), generator=g),
-            response_mask=torch.ones(a, dtype=torch.bool),
-        )
-        for p, a in LENGTHS
-    ]
+    return model_cases.sequences(LENGTHS, seed=1)
 
 
 def moved(family: str, seed: int = 3) -> Any:
@@ -323,5 +315,8 @@ def test_a_classifier_over_one_is_refused(tmp_path: Path):
 
 def test_no_shared_trunk_of_one(tmp_path: Path):
     tiny_causal_lm('t5').save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match='SharedTrunk: T5ForConditionalGeneration is an encoder-decoder'):
+    with pytest.raises(
+        ValueError,
+        match='SharedTrunk takes causal language models, and T5',
+    ):
         SharedTrunk.from_pretrained(tmp_path)

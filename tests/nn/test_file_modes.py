@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from chatgpt.checkpoint.files import save_tensors
-from chatgpt.checkpoint.writer import write_checkpoint
-from chatgpt.dataset import embedded
+from chatgpt.launch import demo_world
 from chatgpt.nn import GPTRM, GPTActor, GPTCritic, ILQLModel
 from chatgpt.nn.peft_format import export_peft
-from chatgpt.trainer.strategies import NaiveStrategy
+from chatgpt.strategies import NaiveStrategy
+from chatgpt.strategies.checkpoint.files import save_tensors
+from chatgpt.strategies.checkpoint.writer import write_checkpoint
 
 
 @pytest.fixture(params=[0o022, 0o027])
@@ -29,7 +29,7 @@ def modes(folder: Path) -> dict[str, int]:
 
 
 def test_models(umask, tmp_path):
-    config = embedded.demo_config()
+    config = demo_world.demo_config()
     GPTActor(config=config, value_head=True).save_pretrained(tmp_path / 'actor')
     GPTCritic(config=config).save_pretrained(tmp_path / 'critic')
     GPTRM(config=config).save_pretrained(tmp_path / 'rm')

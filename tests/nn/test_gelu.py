@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.activations import NewGELUActivation
 
 from chatgpt.nn import Actor
-from chatgpt.nn.gelu import FusedNewGELU
+from chatgpt.nn.trunk import FusedNewGELU
 
 
 def run(module, x, grad):

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_on_cpu import pretend_cuda
 from liger_cases import CASES, numbers
 from torch import nn
 from transformers import AutoModelForCausalLM, Gemma2Config, PhiConfig
@@ -25,10 +26,9 @@ from chatgpt.functional.fused_logprobs import fused_logprobs
 from chatgpt.functional.logprobs import chunked_logprobs
 from chatgpt.nn import Actor, head_kernels
 from chatgpt.nn.head_kernels import head_logprobs, linear_weights
+from chatgpt.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.testing import tiny_causal_lm
-from chatgpt.testing.pretend_cuda import pretend_cuda
 from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.types import Sequence
 
 INTERPRETED = find_spec('liger_kernel') is not None and os.environ.get('TRITON_INTERPRET') == '1'

@@ -22,7 +22,6 @@ from chatgpt.nn.lora import (
     merge_lora,
     merged,
     merged_state_dict,
-    reset_lora,
     unmerge_lora,
 )
 from chatgpt.testing.fakes import FAMILIES, tiny_causal_lm
@@ -175,7 +174,7 @@ def test_second_conversion_and_missing_adapters_are_refused() -> None:
     with pytest.raises(ValueError, match='already has adapters'):
         convert_to_lora(adapted(), 2)
     plain = tiny_causal_lm('gpt2', hidden=16)
-    for use in (merge_lora, unmerge_lora, lora_state_dict, merged_state_dict, reset_lora):
+    for use in (merge_lora, unmerge_lora, lora_state_dict, merged_state_dict):
         with pytest.raises(ValueError, match='no adapters'):
             use(plain)
     with pytest.raises(ValueError, match='no transformer blocks'):
@@ -243,7 +242,8 @@ def test_built_on_the_meta_device() -> None:
         convert_to_lora(model, 2)
     assert all(p.is_meta for p in model.parameters())
     model.to_empty(device='cpu')
-    reset_lora(model)
+    for layer in lora_layers(model).values():
+        layer.reset_lora_parameters()
     model.load_state_dict(source.state_dict(), strict=False)
     assert torch.equal(logits(model), logits(source))
     assert all(p.abs().sum() > 0 for n, p in model.named_parameters() if n.endswith('lora_A'))

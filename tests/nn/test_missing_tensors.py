@@ -8,10 +8,11 @@ import re
 import pytest
 import torch
 import transformers
+from model_cases import WAYS
 from safetensors import torch as safetensors
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from chatgpt.nn import AutoActor, AutoCritic, AutoRM, Critic, ILQLModel, RewardModel, initial_tensors
+from chatgpt.nn import AutoActor, AutoCritic, AutoRM, Critic, ILQLModel, RewardModel
 from chatgpt.testing import tiny_causal_lm, tiny_config
 
 SMALL = {
@@ -26,20 +27,6 @@ SMALL = {
     'bos_token_id': 1,
     'eos_token_id': 2,
 }
-
-
-def at_once(cls, folder):
-    module = cls(folder)
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-def on_meta(cls, folder):
-    with torch.device('meta'):
-        module = cls(folder)
-    return dict(initial_tensors(module))
-
-
-WAYS = pytest.mark.parametrize('load', [at_once, on_meta])
 
 
 def without(folder, names):
@@ -67,36 +54,6 @@ def test_each_kind_of_tensor_of_a_family(load, cls, family, tmp_path):
             load(cls, tmp_path)
         assert name.partition('.')[2] in str(told.value) and '\n' not in str(told.value)
         (tmp_path / 'model.safetensors').write_bytes(whole)
-
-
-@WAYS
-def test_a_final_norm_that_transformers_misses_in_a_bare_trunk(load, tmp_path):
-    if not hasattr(transformers, 'DeepseekV4Config'):
-        pytest.skip('this transformers has no DeepSeek-V4')
-    config = transformers.DeepseekV4Config(
-        **SMALL | {'num_key_value_heads': 1},
-        q_lora_rank=16,
-        o_lora_rank=16,
-        o_groups=1,
-        head_dim=16,
-        qk_rope_head_dim=8,
-        n_routed_experts=4,
-        moe_intermediate_size=16,
-        num_experts_per_tok=2,
-        index_head_dim=16,
-        index_n_heads=2,
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    torch.nn.init.normal_(model.model.norm.weight)
-    model.save_pretrained(tmp_path)
-    from chatgpt.nn.loading import load_base_model
-
-    got = load(load_base_model, tmp_path)
-    for name, tensor in model.model.named_parameters():
-        assert torch.equal(got[name], tensor), name
-    without(tmp_path, r'^model\.norm\.weight')
-    with pytest.raises(ValueError, match=r'model\.safetensors: it holds no tensor for (model\.)?norm\.weight'):
-        load(load_base_model, tmp_path)
 
 
 @WAYS

@@ -17,7 +17,7 @@ from chatgpt.batching import collate, packing_of
 from chatgpt.nn import Actor, AutoActor, AutoCritic, Critic, RewardModel, initial_tensors
 from chatgpt.nn.packing import enable_packing, flat_hidden, packed_attention, packs, settle, window_of
 from chatgpt.nn.trunk import base_model
-from chatgpt.rollout import LocalEngine, SamplingParams
+from chatgpt.rollout import Call, LocalEngine, SamplingParams
 from chatgpt.testing import tiny_causal_lm, tiny_config
 from chatgpt.types import Prompt
 
@@ -312,7 +312,9 @@ def test_sequences_beyond_the_length_where_frequencies_change_are_refused():
     engine = LocalEngine()
     engine.begin(actor)
     with pytest.raises(ValueError, match=r'may grow by 10, past 16 tokens, from which on'):
-        engine.generate([Prompt(ids=torch.arange(3, 10))], SamplingParams(max_new_tokens=10), seed=0, indices=[0])
+        engine.generate(
+            Call.of([Prompt(ids=torch.arange(3, 10))], SamplingParams(max_new_tokens=10), seed=0, indices=[0])
+        )
     engine.end()
 
 

@@ -15,11 +15,11 @@ from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig
 from chatgpt.nn import AutoActor, AutoCritic, AutoRM, load_config
 from chatgpt.nn.loading import load_causal_lm
 from chatgpt.nn.shared import SharedTrunk
-from chatgpt.nn.sources import fill_model
+from chatgpt.nn.weights import fill_model
 from chatgpt.plan.setup import read_config
+from chatgpt.strategies.registry import strategy_by_name
 from chatgpt.testing import tiny_causal_lm
 from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer.strategies.named import strategy_by_name
 
 
 @pytest.mark.parametrize('make', FOLDERS.values(), ids=FOLDERS)

@@ -7,6 +7,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from model_cases import close, sequences
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -24,21 +25,8 @@ from chatgpt.batching import collate
 from chatgpt.nn import GPTRM, Critic, DebertaRM, GPTCritic, LlamaRM, RewardModel, mlp_head
 from chatgpt.nn.lora import lora_layers
 from chatgpt.testing import FAMILIES, char_tokenizer, tiny_causal_lm, tiny_config
-from chatgpt.types import Sequence
 
 LENGTHS = ((1, 1), (3, 2), (2, 7))
-
-
-def sequences(lengths=LENGTHS, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(n):
-        return torch.randint(4, 60, (n,), generator=generator)
-
-    return [
-        Sequence(prompt_ids=draw(p), response_ids=draw(a), response_mask=torch.ones(a, dtype=torch.bool))
-        for p, a in lengths
-    ]
 
 
 def whole(s):
@@ -53,10 +41,6 @@ def slow_scores(model, seqs, position=-1):
             state = model.model(whole(s)).last_hidden_state[0, position].double()
         scores.append(float(state @ weight) + bias)
     return torch.tensor(scores)
-
-
-def close(a, b, tolerance=1e-5):
-    return torch.allclose(a.double(), b.double(), rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize('family', FAMILIES)

@@ -25,8 +25,7 @@ from chatgpt.nn import (
     mlp_head,
 )
 from chatgpt.nn.lora import lora_layers
-from chatgpt.nn.sources import WeightsSource, draw_seed, seeded, weight_files
-from chatgpt.nn.unfit import open_weights
+from chatgpt.nn.weights import WeightsSource, draw_seed, open_weights, seeded, weight_files
 from chatgpt.testing import FAMILIES, char_tokenizer, tiny_causal_lm, tiny_config
 
 PREFIXES = {'gpt2': 'GPT', 'opt': 'OPT', 'bloom': 'BLOOM', 'llama': 'Llama'}
@@ -206,26 +205,6 @@ def test_meta_modules_without_a_record_are_refused():
         initial_tensors(actor)
 
 
-def test_files_that_lack_a_tensor_or_have_another_shape_are_named(tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    tiny_causal_lm('gpt2').save_pretrained(tmp_path)
-    with torch.device('meta'):
-        actor = GPTActor(pretrained=tmp_path)
-    path = tmp_path / 'model.safetensors'
-    tensors = load_file(path)
-    name = 'transformer.h.1.mlp.c_fc.weight'
-    save_file({n: t for n, t in tensors.items() if n != name}, path, metadata={'format': 'pt'})
-    with pytest.raises(ValueError, match=f'holds no tensor for {name} of GPT2LMHeadModel'):
-        list(initial_tensors(actor))
-    save_file({**tensors, name: tensors[name][:5].contiguous()}, path, metadata={'format': 'pt'})
-    with pytest.raises(ValueError, match=r'c_fc.weight is \(5, 128\), the model wants \(32, 128\)'):
-        list(initial_tensors(actor))
-    path.unlink()
-    with pytest.raises(ValueError, match='it holds no weights: neither model.safetensors nor pytorch_model.bin'):
-        list(initial_tensors(actor))
-
-
 def test_an_index_cannot_point_out_of_its_folder(tmp_path):
     (tmp_path / 'model.safetensors.index.json').write_text(
         json.dumps({'metadata': {}, 'weight_map': {'w': '../secret.safetensors'}})
@@ -289,21 +268,6 @@ def test_what_transformers_renames_or_puts_together_is_read_on_the_meta_device(c
     names = [n for n, _ in real.named_parameters()]
     assert any(n.removeprefix('model.') not in stored and n not in stored for n in names), 'nothing is renamed'
     assert_same(real, meta)
-
-
-def test_a_missing_expert_is_named_on_the_meta_device(tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    AutoModelForCausalLM.from_config(moe_config()).save_pretrained(tmp_path)
-    file = tmp_path / 'model.safetensors'
-    tensors = load_file(file)
-    lost = next(n for n in tensors if '.experts.3.' in n)
-    del tensors[lost]
-    save_file(tensors, file, metadata={'format': 'pt'})
-    with torch.device('meta'):
-        actor = AutoActor(tmp_path)
-    with pytest.raises(ValueError, match=r'model\.safetensors: .*experts'):
-        dict(initial_tensors(actor))
 
 
 def test_what_a_whole_model_sets_in_its_blocks_is_set():

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from chatgpt.nn import Actor, AutoActor, AutoCritic, AutoRM, Critic, ILQLModel, RewardModel, mlp_head
 from chatgpt.nn.loading import write_folder
 from chatgpt.nn.shared import SharedTrunk
+from chatgpt.strategies.registry import strategy_by_name
 from chatgpt.testing import char_tokenizer, tiny_causal_lm
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.saving import save_pretrained
-from chatgpt.trainer.strategies.named import strategy_by_name
 
 KINDS = {'bf16': torch.bfloat16, 'fp16': torch.float16, 'fp32': torch.float32}
 

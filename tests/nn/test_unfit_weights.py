@@ -7,23 +7,11 @@ import json
 
 import pytest
 import torch
+from model_cases import WAYS
 from safetensors import torch as safetensors
 
-from chatgpt.nn import Actor, AutoActor, AutoCritic, AutoRM, ILQLModel, RewardModel, initial_tensors, mlp_head
+from chatgpt.nn import Actor, AutoActor, AutoCritic, AutoRM, ILQLModel, RewardModel, mlp_head
 from chatgpt.testing import FAMILIES, tiny_causal_lm
-
-
-def at_once(cls, folder):
-    return dict(cls(pretrained=folder).named_parameters())
-
-
-def on_meta(cls, folder):
-    with torch.device('meta'):
-        module = cls(pretrained=folder)
-    return dict(initial_tensors(module))
-
-
-WAYS = pytest.mark.parametrize('load', [at_once, on_meta])
 
 
 def loaded(path):

@@ -142,12 +142,9 @@ def test_wrong_folders_are_named_in_one_line(
 
 
 QUANTIZED = {
-    'bitsandbytes, 8 bits': {'quant_method': 'bitsandbytes', 'load_in_8bit': True, 'load_in_4bit': False},
-    'GPTQ': {'quant_method': 'gptq', 'bits': 4, 'group_size': 128},
-    'AWQ': {'quant_method': 'awq', 'bits': 4, 'group_size': 128},
+    'bitsandbytes': {'quant_method': 'bitsandbytes', 'load_in_8bit': True, 'load_in_4bit': False},
+    'gptq': {'quant_method': 'gptq', 'bits': 4, 'group_size': 128},
     'fp8': {'quant_method': 'fp8', 'weight_block_size': [128, 128]},
-    'compressed-tensors': {'quant_method': 'compressed-tensors', 'config_groups': {}},
-    'MXFP4': {'quant_method': 'mxfp4'},
     'hqq': {'quant_method': 'hqq'},
 }
 

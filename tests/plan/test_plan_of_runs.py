@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import sys
-from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.optim import AdamW
 
-from chatgpt.nn import Actor, Critic, RewardModel
-from chatgpt.plan import Setup, make_plan
+from chatgpt.launch import planning
+from chatgpt.nn import RewardModel
+from chatgpt.plan import Setup, make_plan, models
 from chatgpt.plan.of_run import is_out_of_memory, note_on_memory, this_machine
+from chatgpt.plan.setup import PROCESS_BYTES
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm, tiny_config
-from chatgpt.trainer import PPOTrainer, SFTTrainer
-from chatgpt.trainer.callbacks.memory import setup_of
-from chatgpt.trainer.strategies import NaiveStrategy
-from chatgpt.types import Sequence
 
 EXAMPLES = Path(__file__).resolve().parents[2] / 'examples'
 
@@ -105,9 +102,8 @@ def test_a_run_that_does_not_fit_is_told_what_would(monkeypatch, capsys, tmp_pat
 
 def test_weights_and_optimizer_of_one_model_are_counted_by_hand():
     config = tiny_config('gpt2')
-    plan = make_plan(
-        Setup(config=config, task='sft', on_cuda=False, train_batch_size=2, max_prompt_tokens=1, max_new_tokens=7)
-    )
+    sizes = {'task': 'sft', 'on_cuda': False, 'max_prompt_tokens': 1, 'max_new_tokens': 7}
+    plan = make_plan(Setup(config=config, train_batch_size=2, process=0, **sizes))
     number = sum(p.numel() for p in tiny_causal_lm('gpt2').parameters())
     assert list(plan.phases) == ['load', 'learn']
     assert plan.phases['load'].device == {'actor weights': 4 * number}
@@ -117,10 +113,22 @@ def test_weights_and_optimizer_of_one_model_are_counted_by_hand():
         8 * number,
         4 * number,
     )
-    more = make_plan(
-        Setup(config=config, task='sft', on_cuda=False, train_batch_size=4, max_prompt_tokens=1, max_new_tokens=7)
-    )
+    more = make_plan(Setup(config=config, train_batch_size=4, **sizes))
     assert more.phases['learn'].device['activations'] > 1.5 * learn['activations'] > 0
+    for phase in ('load', 'learn'):  # the process itself counts where devices are host memory
+        assert more.phases[phase].device['process'] == PROCESS_BYTES
+    assert more.host_peak + more.peak > PROCESS_BYTES
+    on_a_gpu = make_plan(Setup(config=config, train_batch_size=4, **sizes | {'on_cuda': True}))
+    assert 'process' not in on_a_gpu.phases['learn'].device
+
+
+@pytest.mark.parametrize(('optimizer', 'least'), [('adamw', 2), ('sgd', 0)])
+def test_a_step_on_a_cpu_makes_two_copies_of_the_largest_weight(optimizer, least):
+    config = tiny_config('gpt2')
+    setup = Setup(config=config, on_cuda=False, optimizer=optimizer)
+    size = models.measure(models.build('actor', config, setup))
+    largest = max(p.numel() for p in tiny_causal_lm('gpt2').parameters())
+    assert setup.memory_model.step(size, setup) == least * 4 * largest
 
 
 def test_idle_models_are_on_the_device_one_at_a_time_by_hand():
@@ -138,106 +146,22 @@ def test_idle_models_are_on_the_device_one_at_a_time_by_hand():
     assert plans['idle'].phases['learn'].host['initial model weights'] == initial
 
 
-def ppo_trainer(strategy, **kwargs):
-    actor, critic = Actor(tiny_causal_lm('gpt2')), Critic(tiny_causal_lm('gpt2'))
-    initial, reward = deepcopy(actor), RewardModel(tiny_causal_lm('llama'))
-    (actor, actor_optim), (critic, critic_optim), reward, initial = strategy.prepare(
-        (actor, AdamW(actor.parameters())), (critic, AdamW(critic.parameters())), reward, initial
-    )
-    return PPOTrainer(
-        strategy,
-        actor,
-        critic,
-        reward,
-        initial,
-        actor_optim,
-        critic_optim,
-        experience_batch_size=2,
-        train_batch_size=2,
-        max_new_tokens=3,
-        **kwargs,
-    )
-
-
-def test_a_trainer_knows_its_plan():
-    with NaiveStrategy() as strategy:
-        trainer = ppo_trainer(strategy)
-        trainer.set_prompts([torch.tensor([5, 6, 7]), torch.tensor([5])])
-        setup = setup_of(trainer)
-    assert setup.config.model_type == 'gpt2' and setup.reward_config.model_type == 'llama'
-    assert (setup.max_prompt_tokens, setup.max_new_tokens, setup.train_batch_size) == (3, 3, 2)
-    assert (setup.optimizer, setup.update_timesteps) == ('adamw', 1)
-    assert (setup.strategy, setup.precision, setup.critic, setup.kl, setup.lora_rank) == (
-        'naive',
-        'fp32',
-        'own',
-        True,
-        0,
-    )
-
-
-def test_the_plan_is_of_the_run_as_it_was_asked_for():
-    """SGD, and max_length in place of max_new_tokens: 12 tokens in all, 3 of them the longest prompt's."""
-    with NaiveStrategy() as strategy:
-        actor = Actor(tiny_causal_lm('gpt2'))
-        actor.logprob_kernel = 'fused'
-        actor, optim = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=0.1)))
-        trainer = PPOTrainer(
-            strategy,
-            actor,
-            None,
-            lambda prompts, responses: [0.0] * len(prompts),
-            None,
-            optim,
-            kl_coef=0.0,
-            max_length=12,
-            advantage_estimator='reinforce++',
-            experience_batch_size=2,
-            train_batch_size=2,
-        )
-        trainer.fit([torch.tensor([5, 6, 7]), torch.tensor([5])], max_timesteps=2, update_timesteps=2)
-        setup = setup_of(trainer)
-    assert (setup.optimizer, setup.update_timesteps, setup.max_prompt_tokens, setup.max_new_tokens) == ('sgd', 2, 3, 9)
-    assert not setup.kl and (setup.critic, setup.logprob_kernel) == ('none', 'fused')
-
-
 OUT_OF_MEMORY = [
     torch.OutOfMemoryError('CUDA out of memory'),
     RuntimeError("DefaultCPUAllocator: can't allocate memory"),
 ]
 
 
-@pytest.mark.parametrize('error', OUT_OF_MEMORY)
-def test_running_out_of_memory_ends_with_the_advice(error):
-    with NaiveStrategy() as strategy:
-        trainer = ppo_trainer(strategy)
-
-        def no_room(*args, **kwargs):
-            raise error
-
-        trainer.learn_phase = no_room
-        with pytest.raises(type(error)) as raised:
-            trainer.fit([torch.tensor([5, 6, 7])] * 2, max_timesteps=1, update_timesteps=1)
-    (note,) = raised.value.__notes__
-    assert note.startswith('naive on 1 process needs') and 'To go on: ' in note
-
-
-def test_sft_ends_with_it_too_and_other_errors_do_not():
-    ids = torch.tensor([5, 6])
-    data = [Sequence(prompt_ids=ids, response_ids=ids, response_mask=torch.ones(2, dtype=torch.bool))] * 2
-    with NaiveStrategy() as strategy:
-        actor = Actor(tiny_causal_lm('gpt2'))
-        actor, optim = strategy.prepare((actor, AdamW(actor.parameters())))
-        for error, notes in ((MemoryError(), 1), (RuntimeError('something else'), 0)):
-            trainer = SFTTrainer(strategy, actor, optim, data, train_batch_size=2)
-
-            def fails(*args, error=error):
-                raise error
-
-            trainer.objective.loss = fails
-            with pytest.raises(type(error)) as raised:
-                trainer.fit()
-            assert len(getattr(raised.value, '__notes__', [])) == notes
+@pytest.mark.parametrize('error', [*OUT_OF_MEMORY, MemoryError(), RuntimeError('something else')])
+def test_running_out_of_memory_ends_with_the_advice(error, monkeypatch):
+    setup = Setup(config=tiny_config('gpt2'), precision='fp32', strategy='naive')
+    monkeypatch.setattr(planning, 'setup_of', lambda inputs: setup)
+    inputs: Any = None
+    with pytest.raises(type(error)) as raised, planning.memory_advice(inputs):
+        raise error
+    notes = getattr(raised.value, '__notes__', [])
+    assert all(note.startswith('naive on 1 process needs') and 'To go on: ' in note for note in notes)
+    assert len(notes) == ('something else' not in str(error))
 
 
 def test_advice_never_hides_the_error():

@@ -14,11 +14,11 @@ from chatgpt.batching import collate
 from chatgpt.functional import logprobs
 from chatgpt.nn import Actor, head_kernels
 from chatgpt.plan import Setup, models
+from chatgpt.strategies.colossalai.memory import GeminiMemory, chunk_size
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.testing.tiny import tiny_sequences
 from chatgpt.trainer import strategies as s
-from chatgpt.trainer.strategies.colossalai.memory import GeminiMemory, chunk_size
 
 CONFIG = tiny_config('gpt2', positions=64, layers=3)
 VARIANTS = {'full': {}, 'lora': {'lora_rank': 2}, 'hydra': {'num_layers_unfrozen': 1}}

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from chatgpt.testing.pretend_cuda import PretendTensor, pretend_cuda
+from cuda_on_cpu import PretendTensor, pretend_cuda
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / 'benchmarks'))
 import arithmetic_done
@@ -162,10 +161,10 @@ def test_trunk_under_a_cap(card, tmp_path):
 def test_trunk_that_runs_out_of_memory_says_where(card, tmp_path, monkeypatch):
     from chatgpt.trainer import PPOTrainer
 
-    def learn_phase(self):
+    def learn(self):
         raise torch.OutOfMemoryError('CUDA out of memory')
 
-    monkeypatch.setattr(PPOTrainer, 'learn_phase', learn_phase)
+    monkeypatch.setattr(PPOTrainer, 'learn', learn)
     with pytest.raises(torch.OutOfMemoryError):
         gpu_parts.trunk(
             note_of(tmp_path),

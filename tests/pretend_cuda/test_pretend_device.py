@@ -6,9 +6,8 @@ import copy
 
 import pytest
 import torch
+from cuda_on_cpu import Sync, pretend_cuda
 from torch import nn
-
-from chatgpt.testing.pretend_cuda import Sync, pretend_cuda
 
 
 @pytest.fixture
@@ -122,8 +121,8 @@ def test_waits_are_counted(cuda, ask, want):
 
 
 def test_a_wait_is_named_by_its_line(cuda):
+    from chatgpt.strategies import NaiveStrategy
     from chatgpt.trainer.metrics import BatchStats, Mean
-    from chatgpt.trainer.strategies import NaiveStrategy
 
     stats = BatchStats()
     stats.add({'loss': Mean(torch.ones((), device='cuda:0'), 2.0)})

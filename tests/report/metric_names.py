@@ -1,4 +1,4 @@
-"""chatgpt/report/assets/metrics.json out of docs/metrics.md: python tests/report/metric_names.py"""
+"""chatgpt/monitor/report/assets/metrics.json out of docs/metrics.md: python tests/report/metric_names.py"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-ASSET = ROOT / 'chatgpt' / 'report' / 'assets' / 'metrics.json'
+ASSET = ROOT / 'chatgpt' / 'monitor' / 'report' / 'assets' / 'metrics.json'
 
 
 def read_names(page: str) -> dict[str, list[str]]:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_runs import HOSTILE, make_offline_run, make_run, record, write_lines, write_sequences
+from limits import painted
+from made_runs import HOSTILE, make_run, write_lines, write_sequences
 
-from chatgpt.report import write_report
+from chatgpt.monitor.report import write_report
 
 
 class Opened:
@@ -142,26 +143,17 @@ def centre(page: Opened, key: str) -> tuple[float, float]:
     return box['x'] + box['width'] / 2, box['y'] + box['height'] / 2
 
 
-def test_buttons_zoom_too(opened, words):
-    page = opened(words)
-    assert page.page.locator('#zoom-all').is_disabled()
-    page.page.get_by_role('button', name='Zoom in').click()
-    assert page.page.locator('#zoom-range').inner_text() == 'phases 26 to 75'
-    page.page.get_by_role('button', name='Zoom out').click()
-    assert page.page.locator('#zoom-range').inner_text() == '' and page.page.locator('#zoom-all').is_disabled()
-
-
 def test_smoothing_is_a_moving_average_with_what_was_measured_behind(opened, words):
     """Of 1, 2, 3, ...: after n steps with weight w, sum of w^(n-k) k over sum of w^(n-k), here computed at n = 3."""
     page = opened(words)
     page.chart('score')
     page.page.locator('#smoothing').fill('0.5')
-    page.page.wait_for_timeout(50)
+    painted(page.page)
     page.point_at('score', 3 / 101)
     expected = (0.25 * 1 + 0.5 * 2 + 3) / 1.75
     assert page.legend('score').startswith(f'phase 3 score mean 3 (smoothed {expected:.3g})')
     page.page.locator('#smoothing').fill('0')
-    page.page.wait_for_timeout(50)
+    painted(page.page)
     assert page.legend('score').startswith('phase 3 score mean 3 score min ')
     assert page.page.locator('#smoothing-value').inner_text() == '0'
 
@@ -264,13 +256,11 @@ def test_every_text_stands_out_from_its_ground(opened, words, scheme):
         assert (a + 0.05) / (b + 0.05) >= 3, i
 
 
-def test_a_change_of_colours_redraws_the_charts(opened, words):
-    page = opened(words)
-    chart = page.chart('kl-coef')
-    assert BLUE in drawn_in(chart)
-    page.page.emulate_media(color_scheme='dark')
-    page.page.wait_for_timeout(100)
-    assert PALE_BLUE in drawn_in(chart) and BLUE not in drawn_in(chart)
+WIDE = """() => {
+    const sheet = new CSSStyleSheet();
+    sheet.replaceSync('* { font-family: monospace !important; letter-spacing: .3em !important; }');
+    document.adoptedStyleSheets = [sheet];
+}"""
 
 
 @pytest.mark.parametrize('width', [390, 320])
@@ -283,6 +273,8 @@ def test_a_phone_scrolls_one_way_only(opened, words, width):
     assert re.match(r'phase 5[01] score mean 5[01] ', page.legend('score'))
     target = page.page.locator('#chart-score .chip').first.bounding_box()
     assert target['height'] >= 24  # WCAG 2.2, 2.5.8
+    page.page.evaluate(WIDE)  # and with the widest fonts
+    assert page.page.evaluate('document.documentElement.scrollWidth') <= width
 
 
 def test_printed_everything_is_there_and_nothing_that_only_a_screen_can_do(opened, words, tmp_path):
@@ -303,12 +295,6 @@ def test_printed_everything_is_there_and_nothing_that_only_a_screen_can_do(opene
     page.page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert page.page.locator('details:not([open])').count() > 20
     assert PALE_BLUE in drawn_in(page.page.locator('#chart-kl-coef'))
-
-
-def test_less_motion_where_it_is_asked_for(opened, words):
-    behavior = 'getComputedStyle(document.documentElement).scrollBehavior'
-    assert opened(words).page.evaluate(behavior) == 'smooth'
-    assert opened(words, reduced_motion='reduce').page.evaluate(behavior) == 'auto'
 
 
 def test_without_scripts_the_numbers_are_readable(opened, words, browser):
@@ -353,36 +339,6 @@ def test_the_page_lets_nothing_run_or_load_but_what_it_was_written_with(opened, 
     assert len(page.complaints) == 4 and all('Content Security Policy' in said for said in page.complaints)
     page.complaints.clear()
     del page.asked[1:]  # which was blocked
-
-
-def test_runs_of_several_methods_share_a_page(opened, words, tmp_path):
-    page = opened(words, make_offline_run(tmp_path / 'sft', 30))
-    page.chart('rollout-score-mean')
-    page.chart('sft-loss')
-    assert page.legend('sft-loss').startswith('phase 30 sft ')
-    assert page.legend('rollout-score-mean') == 'phase 101 words 101'
-
-
-def test_a_run_without_a_phase_has_a_page_without_charts(opened, tmp_path):
-    record(status='failed', phase=0, error='RuntimeError: out of memory').write(tmp_path)
-    page = opened(tmp_path, awaited='.failure')
-    assert page.page.locator('.chart').count() == 0 and page.page.locator('.controls').count() == 0
-
-
-def test_a_metric_that_never_was_a_number_is_an_empty_chart(opened, tmp_path):
-    write_lines(tmp_path / 'metrics.jsonl', [{'step': s, 'sft/loss': None, 'perf/learn_s': None} for s in (1, 2)])
-    page = opened(tmp_path)
-    page.chart('loss')
-    assert page.legend('loss') == 'phase 2 loss none'
-    page.chart('time')
-    assert page.legend('time') == 'phase 2 learn s none'
-
-
-def test_one_phase_is_drawn_as_points(opened, tmp_path):
-    page = opened(make_run(tmp_path, 1))
-    assert BLUE in drawn_in(page.chart('kl-coef'))
-    page.chart('time')
-    assert page.legend('time').startswith('phase 1 collect s 1.')
 
 
 def test_a_stack_shows_the_parts_and_not_their_sums(opened, words):

@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,10 +18,10 @@ import metric_names
 import pytest
 from made_runs import HOSTILE, make_offline_run, make_run, ppo_row, record, write_lines
 
-from chatgpt.report import page, write_report
-from chatgpt.report.charts import GROUPS, choose
-from chatgpt.report.series import columns, kept, number, thinned
-from chatgpt.run_folder import Start
+from chatgpt.monitor.report import page, write_report
+from chatgpt.monitor.report.charts import GROUPS, choose
+from chatgpt.monitor.report.series import kept, number, thinned
+from chatgpt.monitor.run_folder import Start
 
 ROOT = Path(__file__).resolve().parents[2]
 VOID = {'meta', 'link', 'br', 'input', 'img', 'hr'}
@@ -138,15 +137,6 @@ def test_other_methods_have_their_own_charts(tmp_path, prefix, titles):
     assert phases[lines[1]['x']] == [5, 10, 15, 20, 25, 30]
 
 
-def test_every_chart_says_what_good_looks_like_in_one_sentence_of_plain_words():
-    for charts in GROUPS.values():
-        for chart in charts:
-            assert 20 < len(chart.good) < 140 and chart.good[0].isupper(), chart.key
-            assert chart.good.endswith('.') and '. ' not in chart.good, chart.key
-    keys = [chart.key for charts in GROUPS.values() for chart in charts]
-    assert len(set(keys)) == len(keys)
-
-
 def test_charts_name_metrics_of_the_page_about_them():
     """Every name that a chart gives in full is one of docs/metrics.md, but for what is derived."""
     documented = set(re.findall(r'`([a-z]+/[a-z0-9_]+)`', (ROOT / 'docs' / 'metrics.md').read_text()))
@@ -159,7 +149,7 @@ def test_charts_name_metrics_of_the_page_about_them():
 def test_the_meanings_are_those_of_the_page(tmp_path):
     """After a change of docs/metrics.md: python tests/report/metric_names.py"""
     text = metric_names.text_of(metric_names.read_names((ROOT / 'docs' / 'metrics.md').read_text()))
-    assert (ROOT / 'chatgpt' / 'report' / 'assets' / 'metrics.json').read_text() == text
+    assert (ROOT / 'chatgpt' / 'monitor' / 'report' / 'assets' / 'metrics.json').read_text() == text
     found = read(make_run(tmp_path))
     assert 'as above' not in text
     assert (
@@ -200,11 +190,6 @@ def test_texts_that_try_to_be_markup_stay_texts(tmp_path):
     assert found.texts('section', class_='failure')[0].startswith('The run failed in phase 41.')
 
 
-def test_long_texts_are_cut_with_a_note(tmp_path):
-    found = read(make_run(tmp_path, texts=('w' * 5000,)))
-    assert 'w' * 2000 + ' … (cut: 2000 of 5000 characters)' in found.texts('p', class_='text')
-
-
 def test_nothing_is_asked_of_a_network_and_nothing_else_may_run(tmp_path):
     found = read(make_run(tmp_path))
     policy = next(has['content'] for tag, has, _ in found.found if has.get('http-equiv') == 'Content-Security-Policy')
@@ -220,24 +205,7 @@ def test_nothing_is_asked_of_a_network_and_nothing_else_may_run(tmp_path):
     )
 
 
-def test_the_chart_library_comes_with_its_licence(tmp_path):
-    source = read(make_run(tmp_path)).source
-    assert 'uPlot (v1.6.32)' in source and 'Copyright (c) 2022 Leon Sorokin' in source
-    assert 'uPlot](https://github.com/leeoniya/uPlot) 1.6.32' in page.asset('README.md')
-
-
 # ---------------------------------------------------------------------- sizes
-
-
-def test_a_short_run_is_written_at_once(tmp_path):
-    folder = make_run(tmp_path, 1000)
-    write_report(folder)
-    seconds = []
-    for _ in range(3):
-        began = time.process_time()
-        write_report(folder)
-        seconds.append(time.process_time() - began)
-    assert min(seconds) < 0.5
 
 
 def test_a_run_of_a_hundred_thousand_phases_keeps_its_spikes(tmp_path):
@@ -295,12 +263,6 @@ def test_a_page_is_at_most_three_megabytes(tmp_path, phases, metrics, runs):
 # ---------------------------------------------------------------------- folders that lack something
 
 
-def test_a_run_of_one_phase(tmp_path):
-    found = read(make_run(tmp_path, 1))
-    assert 'in 1 phase, KL' in found.texts('p', class_='lead')[0]
-    assert 'Numbers of Score (1 point)' in found.texts('summary')
-
-
 def test_a_folder_without_a_record_is_read_too(tmp_path):
     write_lines(tmp_path / 'metrics.jsonl', [{'step': 1, 'sft/loss': 2.0}])
     with open(tmp_path / 'metrics.jsonl', 'a') as file:
@@ -336,7 +298,7 @@ def test_the_doctor_may_fail(tmp_path, monkeypatch):
     def broken(run):
         raise RuntimeError('what <b>')
 
-    monkeypatch.setattr('chatgpt.report.runs.diagnose', broken)
+    monkeypatch.setattr('chatgpt.monitor.report.runs.diagnose', broken)
     found = read(make_run(tmp_path))
     assert 'The doctor could not read this run: RuntimeError: what <b>' in found.texts('section', id='findings')[0]
 
@@ -383,11 +345,6 @@ def test_settings_of_several_runs_are_marked_where_they_differ(tmp_path):
 # ---------------------------------------------------------------------- columns and numbers
 
 
-def test_columns_follow_the_phases():
-    rows = [{'step': 2, 'a': 1.0}, {'step': 0, 'a': 5.0, 'b': None}, {'step': 2, 'a': 3.0}, {'a': 9.0}]
-    assert columns(rows) == {'a': ([0, 2], [5.0, 3.0]), 'b': ([0], [None])}
-
-
 @pytest.mark.parametrize(
     ('value', 'text'),
     [(0.0, '0'), (-0.0, '0'), (1.0, '1'), (-1.4440, '-1.44'), (123.4, '123'), (12345.6, '12 346'), (1e-5, '1e-5')]
@@ -404,12 +361,10 @@ def test_the_word_writes_a_page_without_torch(tmp_path):
     a, b = make_run(tmp_path / 'a'), make_run(tmp_path / 'b')
     calls = [['report', str(a)], ['report', str(a), str(b), '--out', str(tmp_path / 'both.html')]]
     code = (
-        f'import sys; from chatgpt.cli.command import run; [run(words) for words in {calls!r}]; '
+        f'import sys; from chatgpt.launch.cli.command import run; [run(words) for words in {calls!r}]; '
         "print('torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [str(a / 'report.html'), str(tmp_path / 'both.html'), 'False']
     assert '2 runs' in (tmp_path / 'both.html').read_text()
 
@@ -418,18 +373,19 @@ def test_the_word_writes_a_page_without_torch(tmp_path):
 def test_an_installed_wheel_has_the_assets(tmp_path):
     source = tmp_path / 'source'  # building leaves files beside setup.py
     shutil.copytree(ROOT / 'chatgpt', source / 'chatgpt', ignore=shutil.ignore_patterns('__pycache__'))
-    for name in ('setup.py', 'pyproject.toml', 'README.md', 'LICENSE'):
-        shutil.copy(ROOT / name, source)
+    (source / 'docs').mkdir()
+    for name in ('setup.py', 'pyproject.toml', 'README.md', 'LICENSE', 'docs/doctor.md'):
+        shutil.copy(ROOT / name, source / name)
     build = [sys.executable, '-m', 'pip', 'wheel', '-q', '--no-deps', '--no-build-isolation', '-w', str(tmp_path)]
-    subprocess.run([*build, str(source)], check=True, capture_output=True, timeout=110)
+    subprocess.run([*build, str(source)], check=True, capture_output=True)
     (wheel,) = tmp_path.glob('*.whl')
     with zipfile.ZipFile(wheel) as file:
-        names = {Path(n).name for n in file.namelist() if n.startswith('chatgpt/report/assets/')}
+        names = {Path(n).name for n in file.namelist() if n.startswith('chatgpt/monitor/report/assets/')}
         file.extractall(tmp_path / 'site')
-    assert names == {p.name for p in (ROOT / 'chatgpt' / 'report' / 'assets').iterdir()}
-    code = f'import chatgpt; assert {str(tmp_path)!r} in chatgpt.__file__; from chatgpt.cli.command import run; '
+    assert names == {p.name for p in (ROOT / 'chatgpt' / 'monitor' / 'report' / 'assets').iterdir()}
+    code = f'import chatgpt; assert {str(tmp_path)!r} in chatgpt.__file__; from chatgpt.launch.cli.command import run; '
     folder = make_run(tmp_path / 'run')
     code += f"run(['report', {str(folder)!r}])"
     environment = os.environ | {'PYTHONPATH': str(tmp_path / 'site')}
-    subprocess.run([sys.executable, '-c', code], check=True, cwd=tmp_path, env=environment, timeout=60)
+    subprocess.run([sys.executable, '-c', code], check=True, cwd=tmp_path, env=environment)
     assert (folder / 'report.html').stat().st_size > 100_000

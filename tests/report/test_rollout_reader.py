@@ -9,13 +9,14 @@ from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import pytest
+from limits import painted
 
-from chatgpt.report.rollouts import page_row
-from chatgpt.run_folder.rollouts import read_rollouts, write_rollouts
+from chatgpt.monitor.report.rollouts import page_row
+from chatgpt.monitor.run_folder.rollouts import read_rollouts, write_rollouts
 from chatgpt.testing import byte_tokenizer
 from chatgpt.trainer.callbacks.token_texts import token_texts
 
-ASSETS = Path(__file__).resolve().parents[2] / 'chatgpt' / 'report' / 'assets'
+ASSETS = Path(__file__).resolve().parents[2] / 'chatgpt' / 'monitor' / 'report' / 'assets'
 ORIGIN = 'http://page.test'
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'"
 """nothing inline, nothing from elsewhere"""
@@ -132,12 +133,12 @@ class Reader:
 
     def fill(self, label: str, value: str) -> None:
         self.page.get_by_label(label, exact=True).fill(value)
-        self.page.wait_for_timeout(350)  # it waits for the end of typing
+        painted(self.page, 350)  # it waits for the end of typing
         self.settle()
 
     def choose(self, label: str, value: str) -> None:
         self.page.get_by_label(label, exact=True).select_option(value)
-        self.page.wait_for_timeout(50)
+        painted(self.page, 50)
         self.settle()
 
     def shown(self) -> list[int]:
@@ -335,55 +336,6 @@ def test_long_lists_have_pages_of_whole_groups(browser, tmp_path, embedded):
     context.close()
 
 
-def test_a_group_larger_than_a_page_and_a_very_long_response(browser, tmp_path):
-    rows = recorded(tmp_path, ['a' * 700] + ['b'] * 29, num_phases=1, group=30)
-    context = browser.new_context()
-    reader = Reader(context, rows, tmp_path, embedded=False)
-    assert reader.shown() == list(range(30))
-    first = reader.page.locator('.ro-response').first
-    assert first.locator('.ro-token').count() == 600
-    first.get_by_role('button', name='Show all 701 tokens').click()
-    assert first.locator('.ro-token').count() == 701
-    assert reader.page.evaluate('document.activeElement.textContent') == 'a'
-    assert reader.errors == []
-    context.close()
-
-
-def test_nothing_recorded_and_a_server_that_fails(browser, tmp_path, data):
-    context = browser.new_context()
-    empty = Reader(context, [], tmp_path, embedded=True)
-    assert empty.page.locator('.ro-state').inner_text() == 'This run has recorded no sequences.'
-    failing = Reader(context, data[1], data[0], embedded=False)
-    failing.broken = True
-    failing.choose('Phase', '1')
-    assert 'the server answered 500' in failing.page.locator('.ro-state').inner_text()
-    failing.broken = False
-    failing.page.get_by_role('button', name='Try again').click()
-    failing.settle()
-    assert failing.shown() == [0, 1, 2, 3]
-    failing.page.evaluate('window.reader.refresh([1, 2, 3, 4])')
-    assert failing.page.get_by_label('Phase', exact=True).input_value() == '1'
-    assert failing.page.locator('option', has_text='Phase 4').count() == 1
-    context.close()
-
-
-@pytest.mark.parametrize('scheme', ['light', 'dark'])
-@pytest.mark.parametrize('width', [390, 1280])
-def test_every_width_and_scheme_is_legible(browser, data, scheme, width):
-    context = browser.new_context(color_scheme=scheme, viewport={'width': width, 'height': 844})
-    reader = Reader(context, data[1], data[0], embedded=True)
-    assert reader.page.evaluate('document.documentElement.scrollWidth') <= width
-    # Text on the strongest colours: contrast by the formula of WCAG 2, at least 4.5.
-    for quantity in ('advantages', 'entropy'):
-        reader.choose('Colour tokens by', quantity)
-        assert reader.page.evaluate(CONTRAST) >= 4.5
-    reader.page.locator('.ro-tokens .ro-token').first.click()
-    box = reader.page.locator('.ro-tip').bounding_box()
-    assert box['x'] >= 0 and box['x'] + box['width'] <= width
-    assert reader.errors == []
-    context.close()
-
-
 # ---------------------------------------------------------------------- episodes
 
 TALK = [('3*5<eos>', 0.0), ('\n7 15 =22\n', None), ('7*15<eos>', -0.1), ('\n?\n7 15 =22\n', None), ('7+15<eos>', 1.0)]
@@ -444,26 +396,6 @@ def test_turns_and_observations_stand_apart(browser, tmp_path, scheme, width):
     assert page.evaluate('document.documentElement.scrollWidth') <= width
     assert page.evaluate(CONTRAST.replace('.ro-token[data-tint]', '.ro-response .ro-token')) >= 4.5
     assert reader.errors == []
-    context.close()
-
-
-@pytest.mark.parametrize(
-    ('end', 'message', 'told'),
-    [
-        ('turns', '', 'out of turns'),
-        ('tokens', '', 'out of tokens'),
-        ('truncated', '', 'cut off by the environment'),
-        ('error', 'Countdown raised KeyError: 3', 'the environment failed'),
-        ('timeout', 'Countdown took longer than 30 s', 'the environment took too long'),
-        ('invalid', 'Countdown: reward is no number', 'the environment answered nonsense'),
-    ],
-)
-def test_an_end_is_told_in_words(browser, tmp_path, end, message, told):
-    acted(tmp_path, end=end, message=message, success=None)
-    context = browser.new_context()
-    reader = Reader(context, read_rollouts(tmp_path), tmp_path, embedded=False)
-    facts = reader.page.locator('.ro-facts').first.text_content()
-    assert told in facts and 'success' not in facts and facts.endswith(message)
     context.close()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from chatgpt.report.rollouts import page_row, phases_for_page, rows_for_page
+from chatgpt.monitor.report.rollouts import page_row, phases_for_page, rows_for_page
 
 
 def row(phase: int, index: int, tokens: int = 2, **more: Any) -> dict[str, Any]:
@@ -47,17 +47,6 @@ def test_first_groups_of_all_phases_before_second_ones_and_never_over_the_budget
     for budget in (2, one, 3 * one, 7 * one, 50_000):
         assert size(rows_for_page(rows, budget)) <= max(budget, 2)
     assert rows_for_page(rows, 10) == rows_for_page([], 1000) == []
-
-
-def test_a_group_that_does_not_fit_leaves_room_for_others():
-    rows = [row(1, 0, tokens=5000), row(2, 2), row(3, 4)]
-    assert [r['phase'] for r in rows_for_page(rows, 2000)] == [2, 3]
-
-
-def test_the_budget_counts_bytes_and_not_characters():
-    rows = [row(1, 0, response='😀' * 100)]
-    need = size([page_row(rows[0])])
-    assert rows_for_page(rows, need + 1) != [] and rows_for_page(rows, need - 10) == []
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from decimal import Decimal
 
 import pytest
 
-from chatgpt.rewards import ExactAnswer, Format, Length, NumberAtEnd, Pattern, Sentiment, combine, last_number
+from chatgpt.data.rewards import ExactAnswer, Format, Length, NumberAtEnd, Pattern, Sentiment, combine, last_number
 
 
 def test_exact_answer():
@@ -123,7 +123,7 @@ def test_combine_makes_classes_and_awaits_coroutines():
     'reward', [ExactAnswer(), NumberAtEnd(), Pattern('x'), Format(), Length(3), combine((1.0, Length(2)))]
 )
 def test_they_can_be_pickled_and_scored_by_a_trainer(reward):
-    from chatgpt.experience.scorers import as_scorer
+    from chatgpt.trainer.experience.scorers import as_scorer
 
     assert pickle.loads(pickle.dumps(reward)) == reward
     assert as_scorer(reward) is not None
@@ -144,7 +144,7 @@ def test_the_sentiment_library_is_used(monkeypatch):
     import sys
     import types
 
-    from chatgpt.rewards import sentiment
+    from chatgpt.data.rewards import checkable
 
     class Analyzer:
         def polarity_scores(self, text):
@@ -154,7 +154,7 @@ def test_the_sentiment_library_is_used(monkeypatch):
     inner.SentimentIntensityAnalyzer = Analyzer
     monkeypatch.setitem(sys.modules, 'vaderSentiment', types.ModuleType('vaderSentiment'))
     monkeypatch.setitem(sys.modules, 'vaderSentiment.vaderSentiment', inner)
-    sentiment._analyzer.cache_clear()
+    checkable._analyzer.cache_clear()
     assert Sentiment(with_prompt=True)(['good '], ['good day']) == [2.0]
     assert Sentiment(negative=True)(['good '], ['good day']) == [-1.0]
-    sentiment._analyzer.cache_clear()
+    checkable._analyzer.cache_clear()

@@ -75,7 +75,7 @@ class SpawnedWorkers:
         return handle.done()
 
     def wait(self, handle: Any) -> Any:
-        return handle.result(timeout=100)
+        return handle.result()
 
     def cancel(self, handle: Any) -> None:
         pass

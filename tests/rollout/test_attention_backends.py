@@ -8,7 +8,7 @@ import torch
 import chatgpt.rollout.hf
 import chatgpt.rollout.local.run
 from chatgpt.nn import Actor
-from chatgpt.rollout import HFEngine, LocalEngine, SamplingParams
+from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams
 from chatgpt.rollout.engine import changing_shapes
 from chatgpt.testing import tiny_causal_lm
 from chatgpt.types import Prompt
@@ -30,7 +30,9 @@ def test_cudnn_is_left_out_where_shapes_change(engine, during, monkeypatch):
     model, seen = tiny_causal_lm('gpt2'), []
     engine.begin(Actor(model))
     model.transformer.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
-    engine.generate([Prompt(ids=torch.tensor([4, 5, 6]))], SamplingParams(max_new_tokens=5), seed=1, indices=[0])
+    engine.generate(
+        Call.of([Prompt(ids=torch.tensor([4, 5, 6]))], SamplingParams(max_new_tokens=5), seed=1, indices=[0])
+    )
     engine.end()
     assert seen == during
     assert torch.backends.cuda.cudnn_sdp_enabled()

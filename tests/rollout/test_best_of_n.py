@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from chatgpt.nn import GPTActor
-from chatgpt.rollout import BestOfN, LocalEngine, SamplingParams, kl_bound, stream_tokens
+from chatgpt.rollout import BestOfN, Call, LocalEngine, SamplingParams, kl_bound, stream_tokens
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.types import Prompt
 
@@ -38,7 +38,7 @@ def test_the_best_are_found_and_in_order(engine):
     found = BestOfN(engine, score, sample_size=5, n_candidates=2)(PROMPTS, sampling, seed=3, first_index=10)
     for number, candidates in enumerate(found):
         plain = engine.generate(
-            [PROMPTS[number]] * 5, sampling, seed=3, indices=range(10 + 5 * number, 15 + 5 * number)
+            Call.of([PROMPTS[number]] * 5, sampling, seed=3, indices=range(10 + 5 * number, 15 + 5 * number))
         )
         want = sorted((int(s.response_ids.sum()) for s in plain), reverse=True)[:2]
         assert [c.score for c in candidates] == want
@@ -99,7 +99,7 @@ def test_a_score_that_is_none(engine, scores):
 def test_a_stream_gives_the_engines_tokens(actor, engine, settings):
     sampling = SamplingParams(max_new_tokens=12, **settings)
     for index, prompt in enumerate(PROMPTS):
-        want = engine.generate([prompt], sampling, seed=5, indices=[index])[0].response_ids.tolist()
+        want = engine.generate(Call.of([prompt], sampling, seed=5, indices=[index]))[0].response_ids.tolist()
         assert list(stream_tokens(actor, prompt.ids, sampling, seed=5, index=index)) == want
 
 

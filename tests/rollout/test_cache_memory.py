@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chatgpt.nn import Actor
-from chatgpt.rollout import LocalEngine, SamplingParams
+from chatgpt.rollout import Call, LocalEngine, SamplingParams
 from chatgpt.rollout.local.slot_cache import bytes_per_slot
 from chatgpt.testing import tiny_causal_lm
 from chatgpt.types import Prompt
@@ -33,7 +33,7 @@ class Small(LocalEngine):
 
 def generated(engine, calls: int = 1):
     engine.begin(Actor(tiny_causal_lm('gpt2')))
-    samples = [engine.generate(PROMPTS, SAMPLING, seed=3, indices=range(12)) for _ in range(calls)]
+    samples = [engine.generate(Call.of(PROMPTS, SAMPLING, seed=3, indices=range(12))) for _ in range(calls)]
     engine.end()
     return [[s.response_ids.tolist() for s in call] for call in samples]
 
@@ -90,13 +90,8 @@ def test_rows_that_are_kept_between_turns_are_what_fits(rows, most, fixed):
     def played(engine):
         engine.begin(Actor(tiny_causal_lm('gpt2')))
         turns = Turns()
-        engine.converse(
-            PROMPTS,
-            SamplingParams(max_new_tokens=16, eos_token_ids=(5, 9, 17)),
-            seed=3,
-            indices=range(12),
-            turns=turns,
-        )
+        sampling = SamplingParams(max_new_tokens=16, eos_token_ids=(5, 9, 17))
+        engine.converse(Call.of(PROMPTS, sampling, seed=3, indices=range(12)), turns)
         engine.end()
         return turns.turns
 

@@ -11,14 +11,14 @@ import warnings
 
 import pytest
 import torch
+from cuda_on_cpu import pretend_cuda
 from torch._dynamo.utils import counters
 
 from chatgpt.nn import Actor
 from chatgpt.nn.compiled import compile_blocks
-from chatgpt.rollout import LocalEngine, SamplingParams
+from chatgpt.rollout import Call, LocalEngine, SamplingParams
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing import tiny_causal_lm
-from chatgpt.testing.pretend_cuda import pretend_cuda
-from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.types import Prompt
 
 PROMPTS = [Prompt(ids=torch.arange(3, 5 + i % 4)) for i in range(9)]
@@ -28,7 +28,7 @@ FILTERED = SamplingParams(max_new_tokens=4, top_k=9, top_p=0.8)
 
 def drawn(engine, actor, seed=0, sampling=SAMPLING, prompts=PROMPTS):
     engine.begin(actor)
-    samples = engine.generate(prompts, sampling, seed=seed, indices=range(len(prompts)))
+    samples = engine.generate(Call.of(prompts, sampling, seed=seed, indices=range(len(prompts))))
     engine.end()
     return samples
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Mistra
 
 import chatgpt.rollout.local.attention as attention_module
 from chatgpt.nn import Actor
-from chatgpt.rollout import LocalEngine, SamplingParams
+from chatgpt.rollout import Call, LocalEngine, SamplingParams
 from chatgpt.rollout.local.attention import PagedAttention, grouped_attention, paged_varlen
 from chatgpt.testing import FAMILIES, tiny_causal_lm
 from chatgpt.types import Prompt
@@ -96,7 +96,7 @@ def pages(monkeypatch):
 
 def drawn(engine, actor, sampling=SAMPLING):
     engine.begin(actor)
-    samples = engine.generate(PROMPTS, sampling, seed=1, indices=range(5))
+    samples = engine.generate(Call.of(PROMPTS, sampling, seed=1, indices=range(5)))
     engine.end()
     return samples
 
@@ -170,7 +170,7 @@ def test_turns_by_pages(fixed, pages):
     def played(engine):
         turns = Turns()
         engine.begin(actor)
-        engine.converse(PROMPTS, SamplingParams(max_new_tokens=16), seed=3, indices=range(5), turns=turns)
+        engine.converse(Call.of(PROMPTS, SamplingParams(max_new_tokens=16), seed=3, indices=range(5)), turns)
         engine.end()
         return turns.turns
 
@@ -189,10 +189,6 @@ def test_windows_and_soft_caps():
         ValueError, match="attention='grouped' cannot be had: Gemma2ForCausalLM has an attention of its"
     ):
         LocalEngine(attention='grouped').begin(capped)
-    engine = LocalEngine(fixed_steps='compiled')
-    engine.begin(capped)
-    assert engine.attention_form == 'plain'
-    engine.end()
 
 
 def test_a_form_that_does_not_agree_is_refused(monkeypatch, pages):

@@ -10,7 +10,7 @@ import torch
 import chatgpt.rollout.exact as exact
 import chatgpt.rollout.local.run as local
 from chatgpt.nn import Actor
-from chatgpt.rollout import HFEngine, LocalEngine, SamplingParams
+from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams
 from chatgpt.rollout.exact import ExactDraws, edge_bound
 from chatgpt.rollout.randomness import uniforms
 from chatgpt.rollout.sampling import TokenSampler
@@ -42,7 +42,7 @@ def responses(engine, actor, prompts, sampling, *, together: int, seed: int = 11
     found = []
     for first in range(0, len(prompts), together):
         part = prompts[first : first + together]
-        found += engine.generate(part, sampling, seed=seed, indices=range(first, first + len(part)))
+        found += engine.generate(Call.of(part, sampling, seed=seed, indices=range(first, first + len(part))))
     engine.end()
     return [(s.response_ids.tolist(), s.finish_reason) for s in found]
 
@@ -211,9 +211,9 @@ def test_a_bound_that_proves_too_small_is_an_error():
     engine = ExactDraws(LocalEngine())
     engine.begin(actor)
     sampling = SamplingParams(max_new_tokens=30)
-    engine.generate(prompts_of()[:4], sampling, seed=11, indices=range(4))
+    engine.generate(Call.of(prompts_of()[:4], sampling, seed=11, indices=range(4)))
     with pytest.raises(RuntimeError, match=r'draws were cleared with at most \d\.\de-0[56]'):
-        engine.generate(prompts_of()[:2], sampling, seed=11, indices=range(2))
+        engine.generate(Call.of(prompts_of()[:2], sampling, seed=11, indices=range(2)))
 
 
 def test_what_cannot_be_computed_again_is_refused():
@@ -228,7 +228,7 @@ def test_what_cannot_be_computed_again_is_refused():
     with pytest.raises(ValueError, match='later tokens change the last bits of a forward'):
         engine.begin(Peeking(tiny_causal_lm('gpt2')))
     with pytest.raises(ValueError, match='call begin'):
-        engine.generate(prompts_of()[:1], SamplingParams(max_new_tokens=1), seed=0, indices=[0])
+        engine.generate(Call.of(prompts_of()[:1], SamplingParams(max_new_tokens=1), seed=0, indices=[0]))
 
 
 def test_samples_go_on_at_an_offset_and_keep_what_belongs_to_them():
@@ -238,10 +238,10 @@ def test_samples_go_on_at_an_offset_and_keep_what_belongs_to_them():
     prompts, ask = prompts_of(), {'seed': 11, 'indices': range(8), 'groups': [0, 0, 1, 1, 2, 2, 3, 3]}
     for prompt in prompts:
         prompt.columns['answer'] = 'yes'
-    whole = engine.generate(prompts, SamplingParams(max_new_tokens=40), **ask)
+    whole = engine.generate(Call.of(prompts, SamplingParams(max_new_tokens=40), **ask))
     assert engine.changed > 0
     later = [Prompt(ids=torch.cat([p.ids, s.response_ids[:7]])) for p, s in zip(prompts, whole, strict=True)]
-    rest = engine.generate(later, SamplingParams(max_new_tokens=33), offsets=[7] * 8, **ask)
+    rest = engine.generate(Call.of(later, SamplingParams(max_new_tokens=33), offsets=[7] * 8, **ask))
     assert [s.response_ids.tolist() for s in rest] == [s.response_ids[7:].tolist() for s in whole]
     for i, sample in enumerate(whole):
         assert (sample.index, sample.group, sample.columns) == (i, i // 2, {'answer': 'yes'})

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from chatgpt.nn import Actor
-from chatgpt.rollout import LocalEngine, SamplingParams
+from chatgpt.rollout import Call, LocalEngine, SamplingParams
 from chatgpt.rollout.local.fixed_step import row_bucket, slot_bucket
 from chatgpt.testing import FAMILIES, tiny_causal_lm
 from chatgpt.types import Prompt
@@ -31,7 +31,9 @@ def collect(engine, model, sampling, prompts=None, calls=1):
     engine.begin(Actor(model))
     out = []
     for call in range(calls):
-        out += engine.generate(prompts, sampling, seed=5, indices=[100 * call + i for i in range(len(prompts))])
+        out += engine.generate(
+            Call.of(prompts, sampling, seed=5, indices=[100 * call + i for i in range(len(prompts))])
+        )
     engine.end()
     return out
 
@@ -111,7 +113,7 @@ def test_graphs_draw_what_calls_draw(family, settings):
     sampling = SamplingParams(max_new_tokens=40, **SETTINGS[settings])
     engine = LocalEngine()
     engine.begin(Actor(model))
-    graphs = engine.generate(prompts_of(), sampling, seed=5, indices=range(8))
+    graphs = engine.generate(Call.of(prompts_of(), sampling, seed=5, indices=range(8)))
     assert engine._fixed is not None
     host_mask = family == 'bloom' and int(transformers.__version__.split('.')[1]) < 23  # made from a number of the host
     assert bool(engine._fixed._graphs) != host_mask

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from chatgpt.nn import Actor
-from chatgpt.rollout import LocalEngine, SamplingParams
+from chatgpt.rollout import Call, LocalEngine, SamplingParams
 from chatgpt.rollout.local.fixed_step import HostWatch
 from chatgpt.testing import FAMILIES, tiny_causal_lm
 from chatgpt.types import Prompt
@@ -81,7 +81,7 @@ class Cuda:
 
 def phase(engine, model):
     engine.begin(Actor(model))
-    samples = engine.generate(PROMPTS, SAMPLING, seed=5, indices=range(3))
+    samples = engine.generate(Call.of(PROMPTS, SAMPLING, seed=5, indices=range(3)))
     engine.end()
     return [s.response_ids.tolist() for s in samples]
 
@@ -141,7 +141,7 @@ def test_our_own_step_takes_nothing_from_the_host(family, settings, monkeypatch)
     engine = Capturing(fixed_steps=True)
     engine.begin(Actor(tiny_causal_lm(family)))
     with pytest.warns(UserWarning, match='reached'):
-        engine.generate(PROMPTS, SamplingParams(max_new_tokens=4, **settings), seed=5, indices=range(3))
+        engine.generate(Call.of(PROMPTS, SamplingParams(max_new_tokens=4, **settings), seed=5, indices=range(3)))
     engine.end()
     assert cuda.captures == 1
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from chatgpt.batching import collate
 from chatgpt.nn import Actor, ILQLModel
-from chatgpt.rollout import ExactDraws, HFEngine, LocalEngine, SamplingParams, stream_tokens
+from chatgpt.rollout import Call, ExactDraws, HFEngine, LocalEngine, SamplingParams, stream_tokens
 from chatgpt.rollout.randomness import sample_keys, uniforms
 from chatgpt.rollout.registry import ENGINES, engine_for
 from chatgpt.rollout.wire import check_policy
@@ -68,14 +68,14 @@ def test_draws_are_those_of_each_sequence_alone(family, top_k):
     actor = Actor(model(family))
     engine = begun(actor, max_batch_size=3)
     sampling = SamplingParams(max_new_tokens=6, top_k=top_k, pad_token_id=9)
-    samples = engine.generate(prompts(), sampling, seed=3, indices=[4, 5, 6, 7])
+    samples = engine.generate(Call.of(prompts(), sampling, seed=3, indices=[4, 5, 6, 7]))
     for sample, prompt, index in zip(samples, prompts(), range(4, 8), strict=True):
         ids, logprobs, filtered = by_hand(actor, family, prompt.ids, index, 3, 6, top_k)
         assert sample.response_ids.tolist() == ids.tolist() and sample.finish_reason == 'length'
         torch.testing.assert_close(sample.logprobs, logprobs, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(sample.filtered_logprobs, filtered, atol=1e-4, rtol=1e-4)
         assert bool((sample.edge_distances < 1).all())
-    assert engine.reproducible
+    assert engine.abilities.reproducible
     engine.end()
 
 
@@ -85,7 +85,7 @@ def test_log_probs_are_the_actors(family):
     engine = begun(actor)
     ends = tuple(range(20, 36))
     sampling = SamplingParams(max_new_tokens=8, temperature=0.7, top_p=0.9, min_new_tokens=2, eos_token_ids=ends)
-    samples = engine.generate(prompts() * 4, sampling, seed=1, indices=range(16))
+    samples = engine.generate(Call.of(prompts() * 4, sampling, seed=1, indices=range(16)))
     engine.end()
     got = actor(collate(samples), temperature=0.7).logprobs
     torch.testing.assert_close(torch.cat([s.logprobs for s in samples]), got.detach(), atol=1e-4, rtol=1e-4)
@@ -101,7 +101,7 @@ def test_greedy_is_transformers_own(family):
     made = model(family)
     engine = begun(Actor(made))
     sampling = SamplingParams(max_new_tokens=5, do_sample=False)
-    samples = engine.generate(prompts(), sampling, seed=0, indices=range(4))
+    samples = engine.generate(Call.of(prompts(), sampling, seed=0, indices=range(4)))
     for sample, prompt in zip(samples, prompts(), strict=True):
         want = made.generate(
             prompt.ids[None],
@@ -127,27 +127,27 @@ def test_extras_and_stops_and_own_limits():
     actor = Actor(model('bart'))
     engine = begun(actor)
     plain = SamplingParams(max_new_tokens=6)
-    first = engine.generate(prompts(), plain, seed=3, indices=range(4))
+    first = engine.generate(Call.of(prompts(), plain, seed=3, indices=range(4)))
     barred = int(first[0].response_ids[0])
     extra = SamplingParams(max_new_tokens=6, extra={'suppress_tokens': [barred]})
-    samples = engine.generate(prompts(), extra, seed=3, indices=range(4))
+    samples = engine.generate(Call.of(prompts(), extra, seed=3, indices=range(4)))
     assert all(barred not in s.response_ids.tolist() for s in samples)
     got = actor(collate(samples)).logprobs.detach()  # what was barred is in the filtered log-probs alone
     torch.testing.assert_close(torch.cat([s.logprobs for s in samples]), got, atol=1e-4, rtol=1e-4)
     assert bool((torch.cat([s.filtered_logprobs for s in samples]) > got).all())
     stop = SamplingParams(max_new_tokens=6, stop=lambda ids: len(ids) == 2)
-    assert [s.num_actions for s in engine.generate(prompts(), stop, seed=3, indices=range(4))] == [2] * 4
-    limited = engine.generate(prompts(), plain, seed=3, indices=range(4), limits=[1, None, 3, 2])
+    assert [s.num_actions for s in engine.generate(Call.of(prompts(), stop, seed=3, indices=range(4)))] == [2] * 4
+    limited = engine.generate(Call.of(prompts(), plain, seed=3, indices=range(4), limits=[1, None, 3, 2]))
     assert [s.response_ids.tolist() for s in limited] == [
         s.response_ids[:n].tolist() for s, n in zip(first, (1, 6, 3, 2), strict=True)
     ]
     two_beams = SamplingParams(max_new_tokens=4, do_sample=False, extra={'num_beams': 2})
-    beams = engine.generate(prompts(), two_beams, seed=0, indices=range(4))
-    assert not engine.reproducible  # until tokens are drawn again
+    beams = engine.generate(Call.of(prompts(), two_beams, seed=0, indices=range(4)))
+    assert not engine.abilities.reproducible  # until tokens are drawn again
     got = actor(collate(beams)).logprobs.detach()
     torch.testing.assert_close(torch.cat([s.logprobs for s in beams]), got, atol=1e-4, rtol=1e-4)
-    engine.generate(prompts(), plain, seed=3, indices=range(4))
-    assert engine.reproducible
+    engine.generate(Call.of(prompts(), plain, seed=3, indices=range(4)))
+    assert engine.abilities.reproducible
 
 
 @pytest.mark.parametrize('family', ['t5', 'bart'])
@@ -159,18 +159,18 @@ def test_ilql_draws_from_its_improved_policy(family):
             head[-1].weight.mul_(20)
     with ilql.decoding(2.0):
         engine = begun(ilql)
-        samples = engine.generate(prompts(), SamplingParams(max_new_tokens=4), seed=3, indices=range(4))
+        samples = engine.generate(Call.of(prompts(), SamplingParams(max_new_tokens=4), seed=3, indices=range(4)))
         for sample, prompt, index in zip(samples, prompts(), range(4), strict=True):
             ids, logprobs, _ = by_hand(ilql, family, prompt.ids, index, 3, 4)
             assert sample.response_ids.tolist() == ids.tolist()
             torch.testing.assert_close(sample.logprobs, logprobs, atol=1e-4, rtol=1e-4)
         with pytest.raises(ValueError, match='only sampling and greedy decoding see; leave out num_beams'):
             engine.generate(
-                prompts(), SamplingParams(max_new_tokens=4, extra={'num_beams': 2}), seed=3, indices=range(4)
+                Call.of(prompts(), SamplingParams(max_new_tokens=4, extra={'num_beams': 2}), seed=3, indices=range(4))
             )
         engine.end()
     engine = begun(ilql)
-    plain = engine.generate(prompts(), SamplingParams(max_new_tokens=4), seed=3, indices=range(4))
+    plain = engine.generate(Call.of(prompts(), SamplingParams(max_new_tokens=4), seed=3, indices=range(4)))
     assert [s.response_ids.tolist() for s in plain] != [s.response_ids.tolist() for s in samples]
 
 
@@ -197,19 +197,23 @@ def test_engines_of_decoders_refuse_an_encoder_decoder():
 def test_prompts_that_do_not_fit_a_side():
     engine = begun(Actor(model('bart')))
     long = [Prompt(ids=torch.arange(3, 33))]
-    assert len(engine.generate(long, SamplingParams(max_new_tokens=31), seed=0, indices=[0])) == 1
-    with pytest.raises(ValueError, match="each side has the model's 32 positions"):
-        engine.generate(long, SamplingParams(max_new_tokens=32), seed=0, indices=[0])
-    with pytest.raises(ValueError, match="each side has the model's 32 positions"):
-        engine.generate([Prompt(ids=torch.arange(3, 36))], SamplingParams(max_new_tokens=2), seed=0, indices=[0])
+    assert len(engine.generate(Call.of(long, SamplingParams(max_new_tokens=31), seed=0, indices=[0]))) == 1
+    with pytest.raises(ValueError, match="past the model's 32 positions .* on one side"):
+        engine.generate(Call.of(long, SamplingParams(max_new_tokens=32), seed=0, indices=[0]))
+    with pytest.raises(ValueError, match="past the model's 32 positions .* on one side"):
+        engine.generate(
+            Call.of([Prompt(ids=torch.arange(3, 36))], SamplingParams(max_new_tokens=2), seed=0, indices=[0])
+        )
     engine = begun(Actor(model('t5')))
-    assert len(engine.generate(long, SamplingParams(max_new_tokens=40), seed=0, indices=[0])) == 1
+    assert len(engine.generate(Call.of(long, SamplingParams(max_new_tokens=40), seed=0, indices=[0]))) == 1
 
 
 def test_a_later_turn_is_refused():
     engine = begun(Actor(model('t5')))
     with pytest.raises(ValueError, match='is an encoder-decoder, whose prompt cannot hold what it has written'):
-        engine.generate(prompts(), SamplingParams(max_new_tokens=2), seed=0, indices=range(4), offsets=[0, 3, 0, 0])
+        engine.generate(
+            Call.of(prompts(), SamplingParams(max_new_tokens=2), seed=0, indices=range(4), offsets=[0, 3, 0, 0])
+        )
 
 
 SMALL = {
@@ -251,7 +255,7 @@ def test_min_p_cuts_what_the_temperature_has_sharpened():
     engine = begun(Actor(made))
     prompt, temperature = prompts()[0].ids, 0.7
     sampling = SamplingParams(max_new_tokens=1, temperature=temperature, extra={'min_p': 0.2})
-    drawn = engine.generate([Prompt(ids=prompt)] * 200, sampling, seed=0, indices=range(200))
+    drawn = engine.generate(Call.of([Prompt(ids=prompt)] * 200, sampling, seed=0, indices=range(200)))
     with torch.no_grad():
         table = made(input_ids=prompt[None], decoder_input_ids=torch.tensor([[2]])).logits[0, -1]
     plain = (table / temperature).log_softmax(-1)

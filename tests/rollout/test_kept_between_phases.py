@@ -9,16 +9,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from cuda_on_cpu import pretend_cuda
 
 from chatgpt.nn import Actor
 from chatgpt.nn.hydra import make_hydra
 from chatgpt.nn.lora import convert_to_lora, lora_layers
-from chatgpt.rollout import LocalEngine, SamplingParams
+from chatgpt.rollout import Call, LocalEngine, SamplingParams
+from chatgpt.strategies import FSDPStrategy, NaiveStrategy
 from chatgpt.testing import FAMILIES, tiny_causal_lm
-from chatgpt.testing.pretend_cuda import pretend_cuda
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.collect import Collector
-from chatgpt.trainer.strategies import FSDPStrategy, NaiveStrategy
 from chatgpt.types import Prompt
 
 SAMPLING = SamplingParams(max_new_tokens=6, temperature=0.9, eos_token_ids=(2,))
@@ -27,7 +27,7 @@ PROMPTS = [Prompt(ids=torch.arange(3, 5 + i % 4)) for i in range(4)]
 
 def drawn(engine, actor, seed=0, prompts=PROMPTS):
     engine.begin(actor)
-    samples = engine.generate(prompts, SAMPLING, seed=seed, indices=range(len(prompts)))
+    samples = engine.generate(Call.of(prompts, SAMPLING, seed=seed, indices=range(len(prompts))))
     engine.end()
     return [(s.response_ids.tolist(), s.logprobs.tolist()) for s in samples]
 
@@ -86,7 +86,7 @@ def phases(strategy, kind, engine, dtype=torch.float32):
         actor, _ = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=0.1)))
 
         @contextmanager
-        def policy():
+        def policy(**_):
             with strategy.full_model(actor, dtype) as model:
                 seen.append(next(model.parameters()).data_ptr())
                 yield model
@@ -100,7 +100,7 @@ def phases(strategy, kind, engine, dtype=torch.float32):
                 at.append((len(made), seen[-1], held))
                 learn(strategy.unwrap(actor))
         collector.free()
-    assert engine._cache is engine._fixed is strategy._kept_copy is None
+    assert engine._cache is engine._fixed is strategy._kept_copy._copied is None
     assert len({str(phase) for phase in found}) == 3  # weights and draws are others
     return found, at
 
@@ -195,7 +195,7 @@ def test_an_interruption_leaves_nothing_that_is_not_finite():
         actor.model.transformer.h[0].attn.c_attn.weight.fill_(float('nan'))
     engine.begin(actor)
     with pytest.raises(FloatingPointError):
-        engine.generate(PROMPTS, SAMPLING, seed=0, indices=range(4))
+        engine.generate(Call.of(PROMPTS, SAMPLING, seed=0, indices=range(4)))
     engine.end()
     assert engine._cache is engine._fixed is None
     actor.load_state_dict(good)
@@ -207,15 +207,14 @@ def test_an_interruption_leaves_nothing_that_is_not_finite():
 
     engine.begin(actor)
     with pytest.raises(KeyboardInterrupt):
-        engine.generate(PROMPTS, SamplingParams(max_new_tokens=6, stop=interrupt), seed=0, indices=range(4))
+        engine.generate(Call.of(PROMPTS, SamplingParams(max_new_tokens=6, stop=interrupt), seed=0, indices=range(4)))
     engine.end()
     assert engine._cache is engine._fixed is None
     assert drawn(engine, actor) == want
 
 
-def test_a_copy_that_was_interrupted_is_made_anew():
+def test_a_copy_that_was_interrupted_is_made_anew(with_16_bits):
     strategy, actor = NaiveStrategy(precision='bf16', device='cpu'), make('lora')
-    strategy._emulates = False  # as on a CPU with instructions for 16 bits
     strategy.keep_copy(strategy, True)
     with strategy.full_model(actor) as first:
         pass
@@ -225,18 +224,17 @@ def test_a_copy_that_was_interrupted_is_made_anew():
             assert inner is not first
     with pytest.raises(KeyboardInterrupt), strategy.full_model(actor):
         raise KeyboardInterrupt
-    assert strategy._kept_copy is None
+    assert strategy._kept_copy._copied is None
     with strategy.full_model(actor) as kept:
         pass
     with strategy.full_model(make('tied')) as other:  # another module: another copy
         assert other is not kept
     strategy.keep_copy(strategy, False)
-    assert strategy._kept_copy is None
+    assert strategy._kept_copy._copied is None
 
 
-def test_a_copy_of_a_module_with_other_settings_is_made_anew():
+def test_a_copy_of_a_module_with_other_settings_is_made_anew(with_16_bits):
     strategy, actor = NaiveStrategy(precision='bf16', device='cpu'), make('lora')
-    strategy._emulates = False  # as on a CPU with instructions for 16 bits
     strategy.keep_copy(strategy, True)
     with strategy.full_model(actor) as first:
         pass

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from chatgpt.nn import Actor
-from chatgpt.rollout import LocalEngine, SamplingParams, compare_samples
+from chatgpt.rollout import Call, LocalEngine, SamplingParams, compare_samples
 from chatgpt.testing import FAMILIES, tiny_causal_lm
 from chatgpt.types import Prompt, Sample
 
@@ -25,7 +25,13 @@ def collect(model, prompts, sampling, *, indices=None, groups=None, seed=11, **e
     engine.begin(Actor(model))
     try:
         return engine.generate(
-            prompts, sampling, seed=seed, indices=indices if indices is not None else range(len(prompts)), groups=groups
+            Call.of(
+                prompts,
+                sampling,
+                seed=seed,
+                indices=indices if indices is not None else range(len(prompts)),
+                groups=groups,
+            )
         )
     finally:
         engine.end()
@@ -128,7 +134,7 @@ def test_equal_prompts_are_prefilled_once_and_drawn_apart():
     engine.begin(actor)
     actor.trunk = counting
     sampling = SamplingParams(max_new_tokens=6)
-    samples = engine.generate(prompts, sampling, seed=1, indices=range(5), groups=[0, 1, 0, 0, 1])
+    samples = engine.generate(Call.of(prompts, sampling, seed=1, indices=range(5), groups=[0, 1, 0, 0, 1]))
     engine.end()
     assert widths == [(2, 6)] + [(5, 1)] * 5
     assert [s.group for s in samples] == [0, 1, 0, 0, 1]
@@ -258,8 +264,8 @@ def test_dropout_is_off_and_training_flags_come_back():
     engine = LocalEngine()
     engine.begin(actor)
     sampling = SamplingParams(max_new_tokens=6)
-    first = engine.generate(prompts_of(), sampling, seed=1, indices=range(8))
-    second = engine.generate(prompts_of(), sampling, seed=1, indices=range(8))
+    first = engine.generate(Call.of(prompts_of(), sampling, seed=1, indices=range(8)))
+    second = engine.generate(Call.of(prompts_of(), sampling, seed=1, indices=range(8)))
     assert compare_samples(first, second).equal
     engine.end()
     assert [m.training for m in actor.modules()] == flags
@@ -270,11 +276,11 @@ def test_new_weights_count_in_the_next_call():
     model, sampling = tiny_causal_lm('gpt2'), SamplingParams(max_new_tokens=6, do_sample=False)
     engine = LocalEngine()
     engine.begin(Actor(model))
-    before = engine.generate(prompts_of(), sampling, seed=1, indices=range(8))
+    before = engine.generate(Call.of(prompts_of(), sampling, seed=1, indices=range(8)))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
-    after = engine.generate(prompts_of(), sampling, seed=1, indices=range(8))
+    after = engine.generate(Call.of(prompts_of(), sampling, seed=1, indices=range(8)))
     assert not compare_samples(before, after).equal
     for s in after:
         assert torch.equal(slow_logits(model, s).argmax(-1), s.response_ids)
@@ -321,7 +327,7 @@ class TestRefusals:
 
     def test_without_begin(self):
         with pytest.raises(ValueError, match='begin'):
-            LocalEngine().generate(prompts_of(), SamplingParams(max_new_tokens=2), seed=1, indices=range(8))
+            LocalEngine().generate(Call.of(prompts_of(), SamplingParams(max_new_tokens=2), seed=1, indices=range(8)))
 
     def test_settings_of_the_engine(self):
         with pytest.raises(ValueError, match='max_batch_size=0'):
@@ -362,11 +368,11 @@ class TestRefusals:
         engine.begin(Actor(model))
         sampling = SamplingParams(max_new_tokens=8, do_sample=False)
         for lengths in ((20, 12, 3, 33), (18, 18)):
-            found = engine.generate(prompts_of(lengths), sampling, seed=1, indices=range(len(lengths)))
+            found = engine.generate(Call.of(prompts_of(lengths), sampling, seed=1, indices=range(len(lengths))))
             for s in found:
                 assert torch.equal(slow_logits(model, s).argmax(-1), s.response_ids)
         # within the window it goes on as ever
-        (s,) = engine.generate(prompts_of((4,)), sampling, seed=1, indices=[0])
+        (s,) = engine.generate(Call.of(prompts_of((4,)), sampling, seed=1, indices=[0]))
         assert torch.equal(slow_logits(model, s).argmax(-1), s.response_ids)
         engine.end()
 
@@ -419,11 +425,11 @@ class TestRefusals:
         with torch.no_grad():
             model.transformer.wpe.weight[position] = torch.nan
         with pytest.raises(FloatingPointError, match=r'sample 41 are not finite at response position 5'):
-            engine.generate(prompts_of((2, 5)), SamplingParams(max_new_tokens=6), seed=1, indices=[40, 41])
+            engine.generate(Call.of(prompts_of((2, 5)), SamplingParams(max_new_tokens=6), seed=1, indices=[40, 41]))
         with torch.no_grad():
             model.transformer.wpe.weight[position] = 0.0
         # nothing of it is left in the cache
-        engine.generate(prompts_of((2, 5)), SamplingParams(max_new_tokens=8), seed=1, indices=[40, 41])
+        engine.generate(Call.of(prompts_of((2, 5)), SamplingParams(max_new_tokens=8), seed=1, indices=[40, 41]))
 
     def test_non_finite_weights_are_found_at_begin(self):
         model = tiny_causal_lm('gpt2')

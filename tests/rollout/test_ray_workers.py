@@ -15,7 +15,7 @@ import torch
 from in_process_workers import InProcessWorkers
 
 from chatgpt.nn import Actor
-from chatgpt.rollout import LocalEngine, RemoteEngine, SamplingParams, ray_workers
+from chatgpt.rollout import Call, LocalEngine, RemoteEngine, SamplingParams, ray_workers
 from chatgpt.rollout.ray_workers import RayWorkers
 from chatgpt.testing.fakes import tiny_causal_lm
 from chatgpt.types import Prompt, Sample
@@ -59,9 +59,11 @@ def halves(engine: Any, actor: Any, sampling: SamplingParams = SAMPLING, wait_fo
     engine.begin(actor)
     if isinstance(engine, LocalEngine):
         return [
-            s for a in (0, 4) for s in engine.generate(prompts()[a : a + 4], sampling, seed=5, indices=range(a, a + 4))
+            s
+            for a in (0, 4)
+            for s in engine.generate(Call.of(prompts()[a : a + 4], sampling, seed=5, indices=range(a, a + 4)))
         ]
-    tickets = [engine.submit(prompts()[a : a + 4], sampling, seed=5, indices=range(a, a + 4)) for a in (0, 4)]
+    tickets = [engine.submit(Call.of(prompts()[a : a + 4], sampling, seed=5, indices=range(a, a + 4))) for a in (0, 4)]
     engine.end()
     if wait_for is not None:
         wait_for()
@@ -115,10 +117,10 @@ def test_a_killed_actor_is_replaced_and_its_prompts_are_generated_again(cluster,
 
 def test_ppo_with_a_killed_actor_is_the_undisturbed_run(cluster, engine):
     from chatgpt.nn import GPTActor
+    from chatgpt.strategies import NaiveStrategy
     from chatgpt.testing.fakes import char_tokenizer, tiny_config
     from chatgpt.trainer import PPOTrainer
     from chatgpt.trainer.callbacks import ProgressBar
-    from chatgpt.trainer.strategies import NaiveStrategy
 
     class Log(ProgressBar):
         def __init__(self, kill_at: int | None) -> None:
@@ -181,18 +183,19 @@ def test_what_an_actor_raises_arrives_as_it_was(engine):
 def test_old_weights_leave_the_object_store_and_an_actor_that_hangs_counts_as_dead(cluster):
     """Twenty versions of 22 MB in a store of 80 MB: those of answered requests are freed."""
     actor = Actor(tiny_causal_lm('gpt2', hidden=512, layers=1, heads=2, positions=32, vocab_size=4096))
-    with RemoteEngine(RayWorkers(1, timeout_s=8.0), max_restarts=0) as big:
+    with RemoteEngine(RayWorkers(1), max_restarts=0) as big:
         for _ in range(20):
             big.begin(actor)
-            big.generate(prompts(2), SamplingParams(max_new_tokens=1), seed=5, indices=range(2))
+            big.generate(Call.of(prompts(2), SamplingParams(max_new_tokens=1), seed=5, indices=range(2)))
             big.end()
         assert big.version == 20
         big.begin(actor)
+        big.workers.timeout_s = 3.0
         where = rf'process {cluster.get(big.workers.actors[0].pid.remote())} on \d+\.\d+\.\d+\.\d+$'
         with pytest.raises(
-            RuntimeError, match=f'worker 0 died 1 times in a row on samples 0 to 7: no answer within 8 s from {where}'
+            RuntimeError, match=f'worker 0 died 1 times in a row on samples 0 to 7: no answer within 3 s from {where}'
         ):
-            big.generate(prompts(), SamplingParams(max_new_tokens=4, stop=slow(60)), seed=5, indices=range(8))
+            big.generate(Call.of(prompts(), SamplingParams(max_new_tokens=4, stop=slow(600)), seed=5, indices=range(8)))
     from ray._private.internal_api import memory_summary
 
     summary = memory_summary(address=cluster.get_runtime_context().gcs_address, stats_only=True)

@@ -14,7 +14,8 @@ from torch import nn
 
 from chatgpt.nn import Actor, GPTActor
 from chatgpt.nn.nlpo import MaskedPolicy
-from chatgpt.rollout import LocalEngine, RemoteEngine, SamplingParams, compare_samples
+from chatgpt.rollout import Call, LocalEngine, RemoteEngine, SamplingParams, compare_samples
+from chatgpt.rollout.handshake import Handshake
 from chatgpt.rollout.remote import WorkerDied
 from chatgpt.rollout.wire import ModelSpec, apply_buckets, fill_buckets, merged, plan_buckets, policy_tensors
 from chatgpt.testing.fakes import FAMILIES, tiny_causal_lm, tiny_config
@@ -36,14 +37,14 @@ def actor_of(family: str = 'gpt2', seed: int = 0) -> Actor:
 def local(actor: Any, given: list[Prompt], sampling: SamplingParams = SAMPLING, **kw: Any) -> list[Sample]:
     engine = LocalEngine()
     engine.begin(actor)
-    return engine.generate(given, sampling, seed=5, indices=range(len(given)), **kw)
+    return engine.generate(Call.of(given, sampling, seed=5, indices=range(len(given)), **kw))
 
 
 def remote(
     engine: RemoteEngine, actor: Any, given: list[Prompt], sampling: SamplingParams = SAMPLING, **kw: Any
 ) -> list[Sample]:
     engine.begin(actor)
-    samples = engine.generate(given, sampling, seed=5, indices=range(len(given)), **kw)
+    samples = engine.generate(Call.of(given, sampling, seed=5, indices=range(len(given)), **kw))
     engine.end()
     return samples
 
@@ -85,8 +86,8 @@ def test_samples_are_those_of_the_local_engine_to_the_bit_and_follow_the_weights
     assert {s.version for s in first} == {1} and {s.version for s in second} == {2}
 
 
-def test_adapters_a_hydra_branch_and_bf16_reach_the_workers():
-    from chatgpt.trainer.strategies import NaiveStrategy
+def test_adapters_a_hydra_branch_and_bf16_reach_the_workers(with_16_bits):
+    from chatgpt.strategies import NaiveStrategy
 
     config = tiny_config('gpt2')
     for kwargs, precision in (
@@ -104,7 +105,7 @@ def test_adapters_a_hydra_branch_and_bf16_reach_the_workers():
         with strategy.full_model(actor) as full, RemoteEngine(InProcessWorkers()) as engine:
             here = local(full, prompts())
             assert_same(remote(engine, full, prompts()), here)
-            assert {t.dtype for t in policy_tensors(full.model).values()} == {strategy.dtype}
+            assert {t.dtype for t in policy_tensors(full.model).values()} == {strategy.numerics.dtype}
         if (
             kwargs.get('lora_rank') and precision == 'fp32'
         ):  # outside of full_model the engine folds for itself, and unfolds
@@ -120,7 +121,7 @@ def test_whole_requests_on_any_number_of_workers_are_the_same_bits():
         pool = InProcessWorkers(num_workers)
         with RemoteEngine(pool) as engine:
             engine.begin(actor)
-            tickets = [engine.submit(part, SAMPLING, seed=5, indices=range(len(part))) for part in parts]
+            tickets = [engine.submit(Call.of(part, SAMPLING, seed=5, indices=range(len(part)))) for part in parts]
             engine.end()
             for ticket, expected in reversed(list(zip(tickets, want, strict=True))):  # taken in any order
                 assert_same(engine.take(ticket), expected)
@@ -147,7 +148,7 @@ def test_a_request_under_way_keeps_its_weights_while_newer_ones_are_sent():
     old = local(actor, prompts())
     with RemoteEngine(InProcessWorkers(), chunk_size=4) as engine:
         engine.begin(actor)
-        ticket = engine.submit(prompts(), SAMPLING, seed=5, indices=range(12))
+        ticket = engine.submit(Call.of(prompts(), SAMPLING, seed=5, indices=range(12)))
         engine.end()
         nudge(actor)
         new = remote(engine, actor, prompts())  # the same worker is asked for the newer ones first
@@ -162,7 +163,9 @@ def test_what_is_cancelled_is_never_generated():
     pool = InProcessWorkers()
     with RemoteEngine(pool) as engine:
         engine.begin(actor_of())
-        first, second = (engine.submit(prompts(), SAMPLING, seed=5, indices=range(i, i + 12)) for i in (0, 100))
+        first, second = (
+            engine.submit(Call.of(prompts(), SAMPLING, seed=5, indices=range(i, i + 12))) for i in (0, 100)
+        )
         engine.cancel(first)
         assert [s.index for s in engine.take(second)] == list(range(100, 112))
         assert [indices[0] for _, indices in pool.answered] == [100]
@@ -185,7 +188,7 @@ def test_a_dead_worker_is_replaced_and_every_prompt_counted_once():
         pool.answered.clear()
         pool.die_on = {6: 2}  # dies of it twice, then lives
         engine.begin(actor)
-        ticket = engine.submit(prompts(), SAMPLING, seed=5, indices=range(12))
+        ticket = engine.submit(Call.of(prompts(), SAMPLING, seed=5, indices=range(12)))
         with pytest.warns(
             UserWarning,
             match='rollout worker 1 died .of sample 6.; a new one generates its 4 prompts again, from sample 6',
@@ -200,7 +203,7 @@ def test_a_death_between_two_phases_is_noticed_when_the_next_begins():
     actor, pool = actor_of(), InProcessWorkers(2)
     with RemoteEngine(pool, chunk_size=6) as engine:
         engine.begin(actor)
-        ticket = engine.submit(prompts(), SAMPLING, seed=5, indices=range(12))
+        ticket = engine.submit(Call.of(prompts(), SAMPLING, seed=5, indices=range(12)))
         engine.end()
         pool.kill(0)
         with pytest.warns(UserWarning, match='worker 0 died'):
@@ -258,6 +261,9 @@ def test_what_a_worker_raises_is_raised_here_and_the_engine_goes_on():
 # ---------------------------------------------------------------------- weights
 
 
+NONE = Handshake(engine='', prompt_ids=(), tokens=(), logprobs=(), dtype=torch.float32)
+
+
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize('bucket_bytes', [8, 1000, 1 << 20])
 def test_weights_arrive_as_they_left(dtype, bucket_bytes):
@@ -268,7 +274,7 @@ def test_weights_arrive_as_they_left(dtype, bucket_bytes):
             p.data = p.to(dtype) if p.dim() > 1 else p.data  # two dtypes side by side
         model.transformer.wte.weight.view(-1)[:3] = torch.tensor([float('nan'), float('inf'), -0.0], dtype=dtype)
     tensors = policy_tensors(model)
-    manifest = plan_buckets(tensors, version=3, bucket_bytes=bucket_bytes)
+    manifest = plan_buckets(tensors, version=3, handshake=NONE, bucket_bytes=bucket_bytes)
     spec = pickle.loads(pickle.dumps(ModelSpec.of(model)))
     other = spec.build()
     sizes = []
@@ -297,7 +303,7 @@ def test_pieces_fill_buckets_without_gaps():
         'c': torch.zeros(3, dtype=torch.bfloat16),
         'empty': torch.zeros(0),
     }
-    manifest = plan_buckets(tensors, version=1, bucket_bytes=32)
+    manifest = plan_buckets(tensors, version=1, handshake=NONE, bucket_bytes=32)
     got = [[tuple(p) for p in pieces] for pieces in manifest.buckets]
     assert got == [[('a', 0, 6), ('b', 0, 2)], [('b', 2, 4)], [('c', 0, 3)]]
 
@@ -306,9 +312,10 @@ def test_a_weight_that_does_not_fit_is_named():
     model, other = tiny_causal_lm('gpt2'), tiny_causal_lm('gpt2', hidden=16)
     tensors = policy_tensors(model)
     with pytest.raises(ValueError, match='wte.weight is .64, 32., here .64, 16.'):
-        apply_buckets(manifest := plan_buckets(tensors, version=1), fill_buckets(manifest, tensors), other)
+        manifest = plan_buckets(tensors, version=1, handshake=NONE)
+        apply_buckets(manifest, fill_buckets(manifest, tensors), other)
     tensors.pop('transformer.ln_f.bias')
-    manifest = plan_buckets(tensors | {'x': torch.zeros(1)}, version=1)
+    manifest = plan_buckets(tensors | {'x': torch.zeros(1)}, version=1, handshake=NONE)
     with pytest.raises(ValueError, match="missing .'transformer.ln_f.bias'., unknown .'x'."):
         apply_buckets(manifest, [], model)
     with torch.device('meta'):
@@ -349,7 +356,7 @@ def test_the_callers_mistakes_are_found_before_any_work():
     pool = InProcessWorkers()
     engine = RemoteEngine(pool)
     with pytest.raises(ValueError, match='call begin'):
-        engine.generate(prompts(), SAMPLING, seed=1, indices=range(12))
+        engine.generate(Call.of(prompts(), SAMPLING, seed=1, indices=range(12)))
     engine.begin(actor_of())
     for given, sampling, message in (
         (prompts(), SamplingParams(max_new_tokens=500), "past the model's 128 positions"),
@@ -357,7 +364,7 @@ def test_the_callers_mistakes_are_found_before_any_work():
         (prompts(), SamplingParams(max_new_tokens=2, extra={'num_beams': 4}), 'num_beams=4'),
     ):
         with pytest.raises(ValueError, match=message):
-            engine.submit(given, sampling, seed=1, indices=range(len(given)))
+            engine.submit(Call.of(given, sampling, seed=1, indices=range(len(given))))
     assert pool.most_queued == 0
     with pytest.raises(ValueError, match='of another configuration'):
         engine.begin(Actor(tiny_causal_lm('gpt2', hidden=16)))

@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig
 
 from chatgpt.nn import Actor, AutoActor
-from chatgpt.rollout import HFEngine, LocalEngine, SamplingParams, from_generation_kwargs
+from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams, from_generation_kwargs
 from chatgpt.rollout.randomness import sample_keys, uniforms
 from chatgpt.rollout.sampling import TokenSampler, sampling_for
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
@@ -237,11 +237,11 @@ def test_a_response_ends_with_any_of_them(engine):
     prompts, asked = [Prompt(ids=torch.tensor([5, 6]))], {'max_new_tokens': 12, 'do_sample': False}
     engine = engine()
     engine.begin(actor)
-    [plain] = engine.generate(prompts, sampling_for(actor, tokenizer, asked)[0], seed=0, indices=[0])
+    [plain] = engine.generate(Call.of(prompts, sampling_for(actor, tokenizer, asked)[0], seed=0, indices=[0]))
     drawn = plain.response_ids.tolist()
     assert len(drawn) == 12
     end = drawn[4]
     actor.model.generation_config.eos_token_id = [258, end]
-    [ended] = engine.generate(prompts, sampling_for(actor, tokenizer, asked)[0], seed=0, indices=[0])
+    [ended] = engine.generate(Call.of(prompts, sampling_for(actor, tokenizer, asked)[0], seed=0, indices=[0]))
     engine.end()
     assert ended.response_ids.tolist() == drawn[: drawn.index(end) + 1] and ended.finish_reason == 'eos'

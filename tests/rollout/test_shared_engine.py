@@ -9,11 +9,11 @@ import torch
 from in_process_workers import InProcessWorkers
 
 from chatgpt.nn import Actor
-from chatgpt.rollout import LocalEngine, RemoteEngine, SamplingParams, SharedEngine
+from chatgpt.rollout import Call, LocalEngine, RemoteEngine, SamplingParams, SharedEngine
+from chatgpt.strategies import DDPStrategy
 from chatgpt.testing import tiny_causal_lm
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.collect import Collector
-from chatgpt.trainer.strategies import DDPStrategy
 from chatgpt.types import Prompt, Sample
 
 SAMPLING = SamplingParams(max_new_tokens=5, eos_token_ids=(2,))
@@ -37,19 +37,24 @@ def of_a_rank() -> dict[str, Any]:
         first = 3 * strategy.rank
         found: dict[str, Any] = {}
         engine.begin(Actor(model))
-        tickets = [engine.submit(mine, SAMPLING, seed=seed, indices=range(first, first + len(mine))) for seed in (5, 6)]
+        tickets = [
+            engine.submit(Call.of(mine, SAMPLING, seed=seed, indices=range(first, first + len(mine))))
+            for seed in (5, 6)
+        ]
         engine.end()
         found['drawn'] = [drawn(engine.take(ticket)) for ticket in reversed(tickets)]
         found['started'] = len(workers.workers)
         # ranks that want different limits, or nothing, still ask alike
         endless = SamplingParams(max_new_tokens=5)
-        collector = Collector(strategy, engine, endless, policy=lambda: nullcontext(Actor(model)))
+        collector = Collector(strategy, engine, endless, policy=lambda **_: nullcontext(Actor(model)))
         limits = [1, 2, 2] if strategy.rank == 0 else []
         samples = collector.generate(mine[: len(limits)], indices=range(len(limits)), limits=limits)
         found['limited'] = [len(s.response_ids) for s in samples]
         engine.begin(Actor(model))
         try:
-            engine.submit([Prompt(ids=torch.tensor([], dtype=torch.int64))], SAMPLING, seed=0, indices=[strategy.rank])
+            engine.submit(
+                Call.of([Prompt(ids=torch.tensor([], dtype=torch.int64))], SAMPLING, seed=0, indices=[strategy.rank])
+            )
         except ValueError as error:
             found['error'] = str(error)
         return found
@@ -60,7 +65,7 @@ def test_ranks_share_the_workers_of_rank_0():
     local, expected = LocalEngine(), []
     local.begin(Actor(tiny_causal_lm('gpt2')))
     for seed in (6, 5):
-        samples = local.generate(prompts(7), SAMPLING, seed=seed, indices=range(7))
+        samples = local.generate(Call.of(prompts(7), SAMPLING, seed=seed, indices=range(7)))
         expected.append([(i, text, ids, 1) for i, text, ids, _ in drawn(samples)])
     local.end()
     for rank, found in enumerate(results):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from chatgpt.nn import GPTActor
-from chatgpt.rollout import LocalEngine, SamplingParams, StopStrings
+from chatgpt.rollout import Call, LocalEngine, SamplingParams, StopStrings
 from chatgpt.testing import byte_tokenizer
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.types import Prompt
@@ -127,7 +127,7 @@ def test_the_engine_goes_on_past_an_early_string():
     def run(sampling: SamplingParams) -> list[Any]:
         engine = LocalEngine()
         engine.begin(actor)
-        return engine.generate(prompts, sampling, seed=1, indices=range(4))
+        return engine.generate(Call.of(prompts, sampling, seed=1, indices=range(4)))
 
     free = run(plain)
     letters = [tokenizer.decode([int(s.response_ids[2])]) for s in free]  # each response has its own too early

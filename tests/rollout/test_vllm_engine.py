@@ -1,5 +1,5 @@
-"""The engine around vLLM, on a stand-in for it that really generates, and on vLLM itself where that is installed on a
-GPU.
+"""The engine around vLLM where it sleeps, on a stand-in for it, and on vLLM itself where that is installed on a GPU.
+tests/real_vllm has what vLLM itself shows on a CPU.
 
 The stand-in (tests/rollout/stand_in) has the part of the interface that the engine uses, knows only the weights loaded
 into it, and refuses to work asleep.
@@ -18,7 +18,7 @@ import torch
 
 from chatgpt.nn import Actor
 from chatgpt.nn.nlpo import MaskedPolicy
-from chatgpt.rollout import HFEngine, LocalEngine, SamplingParams, VLLMEngine
+from chatgpt.rollout import Call, LocalEngine, SamplingParams, VLLMEngine
 from chatgpt.testing import tiny_causal_lm, tiny_config
 from chatgpt.types import Prompt
 
@@ -64,44 +64,9 @@ def collect(engine, model, sampling, prompts=None, seed=11):
     prompts = prompts or prompts_of()
     engine.begin(Actor(model))
     try:
-        return engine.generate(prompts, sampling, seed=seed, indices=range(len(prompts)))
+        return engine.generate(Call.of(prompts, sampling, seed=seed, indices=range(len(prompts))))
     finally:
         engine.end()
-
-
-def test_greedy_agrees_with_the_local_engine(fake_vllm, folder):
-    model = tiny_causal_lm('gpt2', tie_word_embeddings=False)
-    config = tiny_config('gpt2')
-    config.tie_word_embeddings = False
-    config.save_pretrained(folder)
-    sampling = SamplingParams(max_new_tokens=8, do_sample=False, eos_token_ids=(2, 5, 9, 11))
-    for a, b in zip(collect(LocalEngine(), model, sampling), collect(VLLMEngine(folder), model, sampling), strict=True):
-        assert a.response_ids.tolist() == b.response_ids.tolist()
-        assert (a.finish_reason, a.index, a.group, a.prompt_text) == (b.finish_reason, b.index, b.group, b.prompt_text)
-        torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-4, rtol=0)
-
-
-def test_samples_of_every_engine_have_the_models_distribution(fake_vllm, folder):
-    """The first token of 600 samples each: chi-squared over the likeliest tokens, below the 99.9 % quantile of 8
-    degrees of freedom."""
-    model = tiny_causal_lm('gpt2')
-    prompt = Prompt(ids=torch.tensor([5, 9, 3]))
-    number = 600
-    sampling = SamplingParams(max_new_tokens=1, temperature=0.7)
-    counts = []
-    for engine in (LocalEngine(), VLLMEngine(folder), HFEngine(max_batch_size=300)):
-        first = torch.tensor([int(s.response_ids[0]) for s in collect(engine, model, sampling, [prompt] * number)])
-        counts.append(torch.bincount(first, minlength=64).double())
-    with torch.no_grad():
-        probs = (model(prompt.ids[None]).logits[0, -1].double() / 0.7).softmax(-1)
-    cells = probs.argsort(descending=True)[:8]
-    for found in counts:
-        seen = torch.cat([found[cells], (number - found[cells].sum()).view(1)])
-        expected = number * torch.cat([probs[cells], (1 - probs[cells].sum()).view(1)])
-        assert float(((seen - expected) ** 2 / expected).sum()) < 26.1
-    wrong = torch.cat([counts[0].flip(0)[cells], torch.zeros(1)])  # negative control: another distribution is noticed
-    expected = number * torch.cat([probs[cells], (1 - probs[cells].sum()).view(1)])
-    assert float(((wrong - expected) ** 2 / expected).sum()) > 26.1
 
 
 def test_every_phase_has_the_policys_weights_and_leaves_none(fake_vllm, folder):
@@ -128,19 +93,19 @@ def test_every_phase_has_the_policys_weights_and_leaves_none(fake_vllm, folder):
     assert llm.events[-4:] == ['wake weights', 'load', 'wake kv_cache', 'sleep 2']
 
 
-def test_the_copy_in_16_bits_is_gone_when_the_cache_wakes_up(fake_vllm, folder, monkeypatch):
+def test_the_copy_in_16_bits_is_gone_when_the_cache_wakes_up(fake_vllm, folder, monkeypatch, with_16_bits):
     import weakref
 
+    from chatgpt.strategies import NaiveStrategy
     from chatgpt.trainer.collect import Collector
     from chatgpt.trainer.policy import Policy
-    from chatgpt.trainer.strategies import NaiveStrategy
 
     strategy = NaiveStrategy(precision='bf16', device='cpu')
     actor = strategy.prepare(Actor(tiny_causal_lm('gpt2')))
     policy, copies, alive = Policy(strategy, actor, 1.0), [], []
 
     @contextmanager
-    def generating():
+    def generating(**_):
         with policy.generating() as full:
             copies.extend(weakref.ref(p) for p in full.parameters())
             yield full
@@ -160,84 +125,6 @@ def test_the_copy_in_16_bits_is_gone_when_the_cache_wakes_up(fake_vllm, folder, 
     assert alive[1] == ('kv_cache', 0)
 
 
-def test_ppo_recomputes_its_log_probs(fake_vllm, folder):
-    from torch.optim import AdamW
-
-    from chatgpt.nn import Critic
-    from chatgpt.trainer import PPOTrainer
-    from chatgpt.trainer.strategies import NaiveStrategy
-
-    with NaiveStrategy() as strategy:
-        actor, critic = Actor(tiny_causal_lm('gpt2')), Critic(tiny_causal_lm('gpt2'))
-        (actor, actor_optim), (critic, critic_optim) = strategy.prepare(
-            (actor, AdamW(actor.parameters(), lr=1e-3)), (critic, AdamW(critic.parameters(), lr=1e-3))
-        )
-        trainer = PPOTrainer(
-            strategy,
-            actor,
-            critic,
-            lambda prompts, responses: [1.0] * len(prompts),
-            None,
-            actor_optim,
-            critic_optim,
-            kl_coef=0.0,
-            engine=VLLMEngine(folder),
-            experience_batch_size=2,
-            train_batch_size=2,
-            max_new_tokens=4,
-        )
-        assert trainer.maker.settings.recompute_logprobs is True
-        trainer.fit([torch.tensor([5, 6, 7])] * 2, max_timesteps=1, update_timesteps=1)
-        assert trainer.num_updates == 1
-        for e in trainer.last_experiences:
-            torch.testing.assert_close(e.old_logprobs, e.logprobs, atol=1e-4, rtol=0)
-
-
-def test_turns_of_episodes_have_limits_and_seeds_of_their_own(fake_vllm, folder, monkeypatch):
-    from chatgpt.environments import Environment, EnvironmentSettings
-    from chatgpt.rollout.episodes import EpisodeEngine
-    from chatgpt.testing import byte_tokenizer
-
-    class Counting(Environment):
-        def reset(self, seed, **columns):
-            self.turns = 0
-            return f'n{seed % 10}'
-
-        def step(self, response):
-            self.turns += 1
-            return 'x' * (self.turns - 1), 1.0, self.turns == 3, False, {}
-
-    tokenizer, asked = byte_tokenizer(), []
-    config = tiny_config('gpt2', vocab_size=len(tokenizer), tie_word_embeddings=False)
-    config.save_pretrained(folder)
-    generate = fake_vllm.generate
-
-    def watched(self, prompts, params, use_tqdm):
-        asked.append([(len(p['prompt_token_ids']), q.max_tokens, q.seed) for p, q in zip(prompts, params, strict=True)])
-        return generate(self, prompts, params, use_tqdm=use_tqdm)
-
-    monkeypatch.setattr(fake_vllm, 'generate', watched)
-
-    def played(engine, do_sample):
-        over = EpisodeEngine(engine, Counting, tokenizer, EnvironmentSettings(max_turn_tokens=5))
-        sampling = SamplingParams(max_new_tokens=14, do_sample=do_sample)
-        nothing = [Prompt(ids=torch.zeros(0, dtype=torch.int64))] * 3
-        samples = collect(
-            over, tiny_causal_lm('gpt2', vocab_size=len(tokenizer), tie_word_embeddings=False), sampling, nothing
-        )
-        over.close()
-        return [(s.prompt_ids.tolist(), s.response_ids.tolist(), s.episode.turns, s.episode.end) for s in samples]
-
-    assert played(VLLMEngine(folder), False) == played(LocalEngine(), False)
-    asked.clear()
-    assert played(VLLMEngine(folder), True) == played(VLLMEngine(folder), True)
-    # by hand: n7, 5 tokens, nothing, 5 tokens, x, and 14 - 11 = 3 tokens
-    sizes = [[(length, limit) for length, limit, _ in turn] for turn in asked[:3]]
-    assert sizes == [[(2, 5)] * 3, [(7, 5)] * 3, [(13, 3)] * 3]
-    seeds = [seed for turn in asked[:3] for *_, seed in turn]
-    assert len(set(seeds)) == 9
-
-
 @pytest.mark.parametrize('setting', [{'top_k': 3}, {'top_p': 0.9}, {'min_new_tokens': 2}, {'stop': lambda ids: False}])
 def test_what_would_hide_the_policys_log_probs_is_refused(fake_vllm, folder, setting):
     with pytest.raises(ValueError, match=next(iter(setting))):
@@ -252,7 +139,7 @@ def test_mistakes_are_named(fake_vllm, folder):
     with pytest.raises(ValueError, match='memory_share'):
         VLLMEngine(folder, memory_share=1.5)
     with pytest.raises(ValueError, match='begin'):
-        VLLMEngine(folder).generate([], SamplingParams(max_new_tokens=1), seed=0, indices=[])
+        VLLMEngine(folder).generate(Call.of([], SamplingParams(max_new_tokens=1), seed=0, indices=[]))
     actor = Actor(tiny_causal_lm('gpt2'))
     with pytest.raises(ValueError, match='changes the model'):
         VLLMEngine(folder).begin(MaskedPolicy(actor, actor, 0.9, 1.0))
@@ -260,7 +147,7 @@ def test_mistakes_are_named(fake_vllm, folder):
 
 @pytest.mark.skipif(importlib.util.find_spec('vllm') is not None, reason='vLLM is installed')
 def test_a_missing_vllm_names_the_command():
-    with pytest.raises(ImportError, match="pip install 'vllm>=0.33"):
+    with pytest.raises(ImportError, match="pip install 'vllm>=0.32"):
         VLLMEngine('gpt2')
 
 

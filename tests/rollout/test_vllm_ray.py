@@ -15,7 +15,7 @@ import torch
 from spawned_workers import SpawnedWorkers
 
 from chatgpt.nn import Actor
-from chatgpt.rollout import SamplingParams, VLLMRemoteEngine, vllm_remote
+from chatgpt.rollout import Call, SamplingParams, VLLMRemoteEngine, vllm_remote
 from chatgpt.rollout.ray_workers import RayWorkers
 from chatgpt.testing import tiny_causal_lm
 from chatgpt.types import Prompt
@@ -56,7 +56,7 @@ def two_versions(engine: VLLMRemoteEngine, between: Callable[[], None] = lambda:
     prompts = [Prompt(ids=torch.tensor([5, 3 + i])) for i in range(6)]
     for version in (1, 2):
         engine.begin(Actor(model))
-        samples = engine.generate(prompts, SAMPLING, seed=5, indices=range(6))
+        samples = engine.generate(Call.of(prompts, SAMPLING, seed=5, indices=range(6)))
         engine.end()
         drawn += [(s.index, s.version, s.response_ids.tolist(), s.logprobs.tolist()) for s in samples]
         with torch.no_grad():

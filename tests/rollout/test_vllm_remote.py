@@ -16,14 +16,14 @@ from spawned_workers import SpawnedWorkers
 
 from chatgpt.environments import Environment, EnvironmentSettings
 from chatgpt.nn import Actor, GPTActor, GPTCritic
-from chatgpt.rollout import LocalEngine, SamplingParams, vllm_remote
+from chatgpt.rollout import Call, LocalEngine, SamplingParams, vllm_remote
 from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.rollout.vllm_remote import VLLMRemoteEngine
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.callbacks import Callback
-from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.types import Prompt, Sample
 
 STAND_IN = Path(__file__).parent / 'stand_in'
@@ -59,7 +59,7 @@ def two_versions(engine: VLLMRemoteEngine, model: Any) -> list[Any]:
     samples = []
     for _ in range(2):
         engine.begin(Actor(model))
-        samples += engine.generate(prompts(), SAMPLING, seed=5, indices=range(6))
+        samples += engine.generate(Call.of(prompts(), SAMPLING, seed=5, indices=range(6)))
         engine.end()
         changed(model)
     return drawn(samples)
@@ -76,7 +76,7 @@ def test_weights_by_transfer_are_those_by_buckets_to_the_bit():
             calls = engine.workers.calls
             methods = [method for worker, method in calls if worker == 1]
             if way == 'nccl':  # both of two versions came by transfer, in front of their requests
-                assert [m for m in methods if m not in ('gpus', 'turn')] == ['join'] + [
+                assert [m for m in methods if m not in ('gpus', 'turn', 'has_head')] == ['join'] + [
                     'update_weights',
                     'generate',
                 ] * 2
@@ -93,7 +93,10 @@ def test_weights_by_transfer_are_those_by_buckets_to_the_bit():
             for one in (engine, LocalEngine()):
                 one.begin(Actor(model))
                 answers.append(
-                    [s.response_ids.tolist() for s in one.generate(prompts(), greedy, seed=0, indices=range(6))]
+                    [
+                        s.response_ids.tolist()
+                        for s in one.generate(Call.of(prompts(), greedy, seed=0, indices=range(6)))
+                    ]
                 )
                 one.end()
             assert answers[0] == answers[1]
@@ -123,7 +126,7 @@ def test_learning_goes_on_while_weights_are_sent(tmp_path, monkeypatch):
 
         def asked() -> Any:
             engine.begin(Actor(model))
-            ticket = engine.submit(prompts(), SAMPLING, seed=5, indices=range(6))
+            ticket = engine.submit(Call.of(prompts(), SAMPLING, seed=5, indices=range(6)))
             engine.end()
             return ticket
 
@@ -210,7 +213,7 @@ def test_a_worker_that_dies_in_the_middle_of_a_transfer_is_replaced(tmp_path, mo
                 if phase == 1:
                     die.touch()
                 engine.begin(Actor(model))
-                tickets.append(engine.submit(prompts(), SAMPLING, seed=5, indices=range(6)))
+                tickets.append(engine.submit(Call.of(prompts(), SAMPLING, seed=5, indices=range(6))))
                 engine.end()
                 if len(tickets) > staleness:
                     found += engine.take(tickets.pop(0))
@@ -239,7 +242,7 @@ def test_a_death_without_requests_is_told_and_the_next_weights_arrive(tmp_path, 
         engine.end()
         with pytest.warns(UserWarning, match=r'rollout worker 0 died \(its process ended\); a new one goes on'):
             engine.begin(Actor(model))
-        samples = engine.generate(prompts(), SAMPLING, seed=5, indices=range(6))
+        samples = engine.generate(Call.of(prompts(), SAMPLING, seed=5, indices=range(6)))
         assert {s.version for s in samples} == {2}
 
 
@@ -263,14 +266,14 @@ def test_environments_run_where_the_workers_are():
         over = EpisodeEngine(engine, Counting, tokenizer, EnvironmentSettings(max_turn_tokens=5))
         over.begin(Actor(model))
         sampling = SamplingParams(max_new_tokens=14, do_sample=False)
-        samples = over.generate(nothing, sampling, seed=11, indices=range(3))
+        samples = over.generate(Call.of(nothing, sampling, seed=11, indices=range(3)))
         over.end()
         played.append(
             [(s.prompt_ids.tolist(), s.response_ids.tolist(), s.episode.turns, s.episode.end) for s in samples]
         )
         over.close()
         if isinstance(engine, VLLMRemoteEngine):
-            assert over.is_remote and over.recompute_logprobs
+            assert over.is_remote and not over.abilities.exact_logprobs
             engine.close()
     assert played[0] == played[1]
 
@@ -287,7 +290,7 @@ def test_on_one_gpu_handles_are_sent(monkeypatch):
     with VLLMRemoteEngine(Workers(1, {'GPU': 1})) as engine:
         by_handles = two_versions(engine, tiny_causal_lm('gpt2'))
         assert engine.ways == ['ipc']
-        assert [m for _, m in engine.workers.calls if m not in ('gpus', 'turn')] == ['join'] + [
+        assert [m for _, m in engine.workers.calls if m not in ('gpus', 'turn', 'has_head')] == ['join'] + [
             'update_weights',
             'generate',
         ] * 2
@@ -302,7 +305,7 @@ def test_what_a_worker_raises_is_named(monkeypatch):
     with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 1}), weight_transfer='nccl') as engine:
         model = tiny_causal_lm('gpt2')
         engine.begin(Actor(model))
-        engine.generate(prompts(), SAMPLING, seed=5, indices=range(6))
+        engine.generate(Call.of(prompts(), SAMPLING, seed=5, indices=range(6)))
         engine._finish_sending()
         sender = engine._links[0].sender
         monkeypatch.setattr(sender, 'send_weights', lambda: 1 // 0)
@@ -315,7 +318,7 @@ def test_what_a_worker_raises_is_named(monkeypatch):
         monkeypatch.setattr(Worker, 'load_weights', lambda self, weights: 1 // 0)
         engine.begin(Actor(model))
         with pytest.raises(RuntimeError, match='sending weights 1 to rollout worker 0 by nccl: ZeroDivisionError'):
-            engine.generate(prompts(), SAMPLING, seed=5, indices=range(6))
+            engine.generate(Call.of(prompts(), SAMPLING, seed=5, indices=range(6)))
 
 
 def test_mistakes_are_named(monkeypatch):
@@ -333,9 +336,9 @@ def test_mistakes_are_named(monkeypatch):
         engine.begin(actor)  # auto: weights of a CPU go as buckets
         assert engine.ways == ['store'] and not threading_names()
         with pytest.raises(ValueError, match='top_k=3'):
-            engine.submit(prompts(), SamplingParams(max_new_tokens=3, top_k=3), seed=0, indices=range(6))
+            engine.submit(Call.of(prompts(), SamplingParams(max_new_tokens=3, top_k=3), seed=0, indices=range(6)))
     for options, resources, why in (
-        ({'weight_transfer': 'nccl'}, 1, "'nccl' sends from a GPU, and these weights are on cpu; use"),
+        ({'weight_transfer': 'nccl'}, 1, "'nccl' sends from a GPU to others, and these weights are on cpu"),
         ({'weight_transfer': 'ipc'}, 2, 'several GPUs to a worker'),
     ):
         workers = SpawnedWorkers(1, {'GPU': resources})
@@ -355,14 +358,14 @@ def test_nothing_of_sending_runs_on_when_it_is_over(monkeypatch):
 
     def slow(*args):
         entered.set()
-        let_go.wait(20)
+        let_go.wait()
         own(*args)
 
     monkeypatch.setattr(vllm_remote, '_to_host', slow)
     with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 2}), weight_transfer='nccl') as engine:
         engine.begin(Actor(tiny_causal_lm('gpt2')))
         moving = engine._moving
-        assert entered.wait(20) and moving.is_alive()
+        assert entered.wait() and moving.is_alive()
         threading.Timer(0.2, let_go.set).start()
         engine._finish_sending()
         assert not moving.is_alive() and engine._moving is None
@@ -383,7 +386,7 @@ def test_larger_elements_are_sent_first_and_experts_as_in_a_checkpoint():
     )
     model.model.norm.bfloat16()
     engine = VLLMRemoteEngine(SpawnedWorkers(1))
-    tensors = engine._tensors_of(model)
+    tensors = engine.tensors_of(model)
     assert next(reversed(tensors)) == 'model.norm.weight'
     experts = 'model.layers.0.block_sparse_moe.experts'
     stacked = model.model.layers[0].mlp.experts

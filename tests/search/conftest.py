@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from fake_trials import PROGRAM
 
-from chatgpt.search import sweep as loop
-from chatgpt.search.settings import Sweep, read_sweep
+from chatgpt.launch.search import sweep as loop
+from chatgpt.launch.search.settings import read_sweep
+from chatgpt.launch.search.study import Sweep
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def sweep_of(write_sweep: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(loop, 'command', command)
         monkeypatch.setattr(loop, 'POLL_S', 0.02)
         if not (behaviour or {}).get('plot'):
-            monkeypatch.setattr(loop, 'write_plot', lambda sweep, rows: None)
+            monkeypatch.setattr(loop.Study, 'write_plots', lambda study: None)
         return read_sweep(write_sweep(**changes))
 
     return make

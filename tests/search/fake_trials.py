@@ -12,7 +12,7 @@ PROGRAM = """
 import fcntl, json, math, os, signal, sys, time
 given = json.loads(sys.argv[1])
 folder, lr, number = given['folder'], given['parameters'].get('lr', 0.01), int(given['folder'][-4:])
-stop = []
+stop, pause = [], given.get('pause', {})
 signal.signal(signal.SIGTERM, lambda *_: stop.extend([True] * (not given.get('stubborn'))))
 lock = open(folder + '/.lock', 'a')
 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -31,7 +31,7 @@ with open(folder + '/metrics.jsonl', 'a' if done else 'w') as file:
         line = {'step': step, 'sft/loss': value, 'sft/accuracy': -(value or 0)}
         file.write(json.dumps(line) + chr(10))
         file.flush()
-        waits_until = time.monotonic() + given.get('pause', {}).get(str(step), 0)
+        waits_until = time.monotonic() + next((pause[k] for k in (f'{number}.{step}', str(step)) if k in pause), 0)
         while time.monotonic() < waits_until and not stop:
             time.sleep(0.01)
         if stop:

@@ -11,23 +11,22 @@ import time
 
 import pytest
 from fake_trials import loss_of, table
+from limits import until
 
 pytest.importorskip('optuna', reason='sweeps need optuna: make dev')
 
-from chatgpt.checkpoint import CheckpointError, claim_folder
-from chatgpt.search.sweep import run_sweep
+from chatgpt.launch.search.sweep import run_sweep
+from chatgpt.strategies.checkpoint import CheckpointError, claim_folder
 
 
 def signal_when(condition, number: int = signal.SIGINT) -> threading.Thread:
     """Send this process a signal once `condition` holds."""
 
     def wait() -> None:
-        end = time.monotonic() + 20
-        while not condition() and time.monotonic() < end:
-            time.sleep(0.01)
+        until(condition)
         os.kill(os.getpid(), number)
 
-    thread = threading.Thread(target=wait)
+    thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     return thread
 
@@ -50,7 +49,7 @@ def test_a_sweep_leaves_a_table_a_plot_and_the_best(sweep_of, capsys):
     assert [line.split()[0] for line in said[header + 2 : header + 14]] == [
         str(n) for n in sorted(range(12), key=lambda n: values[n])
     ]
-    assert (sweep.save_path / 'plot.png').read_bytes().startswith(b'\x89PNG')
+    assert (sweep.save_path / 'curves.png').read_bytes().startswith(b'\x89PNG')
     assert min(values[6:]) < sorted(values[:6])[2]  # it has learned where to look
 
 
@@ -61,13 +60,6 @@ def test_the_same_seed_is_the_same_sweep_and_another_is_not(sweep_of, tmp_path):
         run_sweep(sweep)
         found.append([row['lr'] for row in table(sweep.save_path)])
     assert found[0] == found[1] != found[2] and len(set(found[0])) == 4
-
-
-def test_maximize(sweep_of, capsys):
-    sweep = sweep_of(metric='sft/accuracy', direction='maximize')
-    assert run_sweep(sweep) == 0
-    best = max(table(sweep.save_path), key=lambda row: float(row['value']))
-    assert f'best: trial {best["number"]} with sft/accuracy {float(best["value"]):.6g}' in capsys.readouterr().out
 
 
 def test_a_grid_in_its_order(sweep_of):
@@ -103,7 +95,7 @@ def test_a_sweep_without_a_complete_trial_fails(sweep_of):
 
 def test_a_metric_that_runs_do_not_have_ends_the_sweep_and_names_the_nearest(sweep_of):
     sweep = sweep_of({'pause': {'1': 20}}, metric='sft/lss')
-    with pytest.raises(ValueError, match="there is no metric 'sft/lss' in this run; there are sft/loss"):
+    with pytest.raises(ValueError, match="there is no metric 'sft/lss' in this run; did you mean sft/loss"):
         run_sweep(sweep, jobs=2)
     claim_folder(sweep.save_path / 'trial-0000').release()  # nobody runs any more
 
@@ -135,15 +127,6 @@ def test_a_bad_trial_is_stopped(sweep_of, warmup, step):
     ]
     assert [row['step'] for row in rows] == ['4', step, '4', '4']
     assert float(rows[1]['value']) == pytest.approx(loss_of(0.1, int(step)))
-
-
-def test_a_pruned_trial_gets_sigterm(sweep_of):
-    grid = {'lr': [0.01, 0.1]}
-    pruner = {'name': 'median', 'n_startup_trials': 1}
-    sweep = sweep_of({'pause': {'1': 0.3}}, sampler='grid', parameters=grid, pruner=pruner)
-    assert run_sweep(sweep) == 0
-    saved = sweep.save_path / 'trial-0001' / 'state.json'
-    assert json.loads(saved.read_text()) == 1 and not (sweep.save_path / 'trial-0000' / 'state.json').exists()
 
 
 # ---------------------------------------------------------------------- several at once, stopping, going on
@@ -180,7 +163,7 @@ def test_a_signal_stops_all_and_the_next_call_goes_on_as_if_nothing_had_been(swe
 
 
 def test_a_second_signal_ends_trials_that_do_not_leave(sweep_of, capsys):
-    sweep = sweep_of({'pause': {'1': 30}, 'stubborn': True})
+    sweep = sweep_of({'pause': {'1': 3600}, 'stubborn': True})
     log = sweep.save_path / 'trial-0001' / 'metrics.jsonl'
     first = signal_when(log.is_file)
     second = signal_when(lambda: not first.is_alive() and time.sleep(0.5) is None)
@@ -192,13 +175,11 @@ def test_a_second_signal_ends_trials_that_do_not_leave(sweep_of, capsys):
 
 
 def test_a_pruned_trial_that_does_not_leave_is_killed(sweep_of, monkeypatch):
-    monkeypatch.setattr('chatgpt.search.trials.STOP_S', 0.3)
+    monkeypatch.setattr('chatgpt.launch.search.sweep.STOP_S', 0.3)
     pruner = {'name': 'median', 'n_startup_trials': 1}
-    behaviour = {'pause': {'1': 0.1, '2': 3}, 'stubborn': True}
+    behaviour = {'pause': {'1': 0.1, '1.2': 3600}, 'stubborn': True}
     sweep = sweep_of(behaviour, sampler='grid', parameters={'lr': [0.01, 0.1]}, pruner=pruner)
-    started = time.monotonic()
     assert run_sweep(sweep) == 0
-    assert time.monotonic() - started < 6  # twice 3 s and more if it had been waited for
     assert [row['state'] for row in table(sweep.save_path)] == ['complete', 'pruned']
 
 

@@ -22,9 +22,9 @@ from colossalai_runs import (
 )
 
 from chatgpt.nn import Actor
+from chatgpt.strategies import NaiveStrategy
+from chatgpt.strategies.colossalai import ColossalAIStrategy
 from chatgpt.testing import tiny_causal_lm
-from chatgpt.trainer.strategies import NaiveStrategy
-from chatgpt.trainer.strategies.colossalai import ColossalAIStrategy
 
 
 def check_agreement(folder, options, kind, max_tokens=None, max_norm=None):
@@ -176,13 +176,12 @@ def check_loss_scale(folder, options):
         norms, scales = [], []
         for step in range(3):
             norms.append(train(strategy, model, optimizer, steps=1, first=step)[0][1])
-            scales.append(strategy.optimizer_meta(optimizer)['scaler']['scale'])
+            scales.append(strategy.optimizer_state(optimizer)[0]['scaler']['scale'])
         unmoved = same_bits(weights_of(strategy, model), before)
-        meta = {**strategy.optimizer_meta(optimizer), 'scaler': {'scale': 512.0, 'num_finite': 3}}
-        strategy.load_optimizer_meta(optimizer, meta)
+        strategy._pair(optimizer).scaler.from_json({'scale': 512.0, 'num_finite': 3})
         after = train(strategy, model, optimizer, steps=1)[0]
         moved = not same_bits(weights_of(strategy, model), before)
-        return norms, scales, unmoved, moved, after, strategy.optimizer_meta(optimizer)['scaler']
+        return norms, scales, unmoved, moved, after, strategy.optimizer_state(optimizer)[0]['scaler']
 
 
 def check_growth(folder, options, max_norm):
@@ -194,7 +193,7 @@ def check_growth(folder, options, max_norm):
             model, optimizer = strategy.prepare((model, torch.optim.SGD(model.parameters(), lr=1.0)))
             assert not isinstance(strategy.model_pieces(model), (list, tuple)), 'all pieces would be in memory at once'
             norm = train(strategy, model, optimizer, steps=1, max_norm=max_norm)[0][1]
-            after.append((norm, strategy.optimizer_meta(optimizer)['scaler']['scale'], weights_of(strategy, model)))
+            after.append((norm, strategy.optimizer_state(optimizer)[0]['scaler']['scale'], weights_of(strategy, model)))
     return after
 
 

@@ -6,10 +6,10 @@ import math
 
 import torch
 
-from chatgpt.checkpoint import CheckpointReader, write_checkpoint
+from chatgpt.strategies import NaiveStrategy
+from chatgpt.strategies.checkpoint import CheckpointReader, write_checkpoint
 from chatgpt.testing.fakes import tiny_causal_lm
 from chatgpt.testing.tiny import tiny_micro_batches, tiny_sequences
-from chatgpt.trainer.strategies import NaiveStrategy
 
 LR, STEPS = 1e-3, 4
 SMALL = {'min_chunk_size_mb': 0.001, 'search_range_mb': 0.001, 'hidden_dim': 32}
@@ -101,16 +101,16 @@ def naive_run(precision, **kw):
 
 
 def write(strategy, folder, model, optimizer):
-    groups = {'model/': strategy.model_pieces(model), 'optim/': strategy.optimizer_pieces(optimizer)}
-    meta = {'optimizer': strategy.optimizer_meta(optimizer)}
+    meta, pieces = strategy.optimizer_state(optimizer)
+    groups = {'model/': strategy.model_pieces(model), 'optim/': pieces}
+    meta = {'optimizer': meta}
     write_checkpoint(folder, groups, meta=meta, rank=strategy.rank, all_gather_object=strategy.all_gather_object)
 
 
 def load(strategy, folder, model, optimizer):
     reader = CheckpointReader(folder)
     strategy.load_model_pieces(model, reader.sub('model/'))
-    strategy.load_optimizer_meta(optimizer, reader.meta['optimizer'])
-    strategy.load_optimizer_pieces(optimizer, reader.sub('optim/'))
+    strategy.load_optimizer_state(optimizer, reader.meta['optimizer'], reader.sub('optim/'))
 
 
 def contents(folder):

@@ -21,12 +21,12 @@ from colossalai_runs import (
 )
 from transformers import NemotronConfig
 
-from chatgpt.checkpoint import CheckpointReader
+from chatgpt.strategies import NaiveStrategy
+from chatgpt.strategies.checkpoint import CheckpointReader
+from chatgpt.strategies.colossalai import ColossalAIStrategy
+from chatgpt.strategies.copies import cast_copy
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.tiny import tiny_micro_batches, tiny_sequences
-from chatgpt.trainer.strategies import NaiveStrategy
-from chatgpt.trainer.strategies.colossalai import ColossalAIStrategy
-from chatgpt.trainer.strategies.precision import cast_copy
 
 
 def check_layouts(folder):

@@ -22,4 +22,4 @@ def colossalai_folder() -> Iterator[str]:
 @pytest.fixture(scope='session')
 def colossalai_checks(colossalai_folder: str) -> list[dict[str, Any]]:
     """{check: its facts, or a traceback} of both ranks; see `outcome`."""
-    return run_distributed(run_all, 2, colossalai_folder, list(TWO), timeout_s=400)
+    return run_distributed(run_all, 2, colossalai_folder, list(TWO))

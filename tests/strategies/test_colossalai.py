@@ -13,9 +13,9 @@ from colossalai_job import TWO, outcome
 from colossalai_runs import LR, distances, make_actor, naive_run, pair_of, train
 from optional_packages import needs_colossalai
 
-from chatgpt.trainer.strategies import NaiveStrategy
+from chatgpt.strategies import NaiveStrategy
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]  # the first test waits for the whole job on two processes
+pytestmark = pytest.mark.system
 
 PAIRWISE = ('agreement', 'clipped', 'micro-batches')
 
@@ -143,9 +143,9 @@ def test_loss_scale(colossalai_checks, name):
 
 
 @needs_colossalai
-@pytest.mark.parametrize(('name', 'max_norm'), [('zero', math.inf), ('parts', 0.3)])
+@pytest.mark.parametrize(('name', 'max_norm'), [('zero', math.inf), ('zero2', 0.3)])
 def test_a_step_in_which_the_loss_scale_grows(colossalai_checks, name, max_norm):
-    """Is divided by the scale that its gradients have, and clipped by their norm over all parts."""
+    """Is divided by the scale that its gradients have, and clipped by their norm."""
     (norm, scale, want), (same_norm, grown, got) = outcome(colossalai_checks, f'growth, {name}')
     assert (scale, grown) == (64.0, 128.0) and norm == same_norm
     assert all(torch.equal(got[key], weight) for key, weight in want.items())
@@ -166,7 +166,7 @@ def test_refusals(colossalai_checks):
 
 
 @needs_colossalai
-@pytest.mark.parametrize('name', ['zero2', 'zero1 parts', 'gemini'])
+@pytest.mark.parametrize('name', ['zero2', 'gemini'])
 def test_conformance(colossalai_checks, name):
     outcomes = outcome(colossalai_checks, f'conformance, {name}')
     assert set(outcomes.values()) == {'passed'}, outcomes

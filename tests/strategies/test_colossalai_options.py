@@ -11,17 +11,17 @@ import types
 import pytest
 import torch
 
-from chatgpt.trainer.strategies.colossalai import ColossalAIStrategy
-from chatgpt.trainer.strategies.colossalai.cpu import _TorchCPUAdam
-from chatgpt.trainer.strategies.colossalai.engines import rank_range
-from chatgpt.trainer.strategies.colossalai.states import UpstreamScaler
+from chatgpt.strategies.colossalai import ColossalAIStrategy
+from chatgpt.strategies.colossalai.cpu import _TorchCPUAdam
+from chatgpt.strategies.colossalai.engines import rank_range
+from chatgpt.strategies.colossalai.states import UpstreamScaler
 
 
 @pytest.mark.parametrize(
     ('options', 'text'),
     [
         ({'stage': 4}, 'stage=4 is not one of 1, 2, 3'),
-        ({'precision': 'fp32'}, "precision='fp32' under stage=3 is not one of 'bf16', 'fp16'"),
+        ({'precision': 'fp32'}, "precision='fp32' under stage=3 is not one of 'auto', 'bf16', 'fp16'"),
         ({'stage': 1, 'precision': 'tf32'}, "precision='tf32' under stage=1"),
         ({'placement_policy': 'const'}, "placement_policy='const' is not one of 'cuda', 'cpu', 'auto'"),
         ({'norm_type': 1.0}, 'norm_type=1.0 is not one of 2'),
@@ -40,15 +40,6 @@ from chatgpt.trainer.strategies.colossalai.states import UpstreamScaler
             "initial_scale=8 scales the loss under precision='fp16', not 'bf16'",
         ),
         ({'max_norm': -1.0}, 'max_norm=-1.0 must not be negative'),
-        ({'tensor_parallel': 2}, 'tensor_parallel=2: Gemini (stage=3) has no parts of layers; use stage=1 or 2'),
-        (
-            {'stage': 1, 'tensor_parallel': 2, 'placement_policy': 'cpu'},
-            "tensor_parallel=2 does not go with placement_policy='cpu'",
-        ),
-        (
-            {'stage': 2, 'tensor_parallel': 2, 'reproducible': 'exact'},
-            "tensor_parallel=2 does not go with reproducible='exact'",
-        ),
     ],
 )
 def test_options_that_cannot_be_honoured(options, text):
@@ -70,7 +61,7 @@ def test_not_installed(monkeypatch):
 def test_a_gpu_without_nvcc_is_named_before_anything_is_joined(home, monkeypatch, tmp_path):
     from torch.utils import cpp_extension
 
-    from chatgpt.trainer.strategies.colossalai.options import check_kernels
+    from chatgpt.strategies.colossalai.options import check_kernels
 
     home = home and str(tmp_path)
     monkeypatch.setattr(cpp_extension, 'CUDA_HOME', home)
@@ -86,14 +77,12 @@ def test_a_gpu_without_nvcc_is_named_before_anything_is_joined(home, monkeypatch
 
 
 def test_nothing_is_imported_before_a_strategy_is_built():
-    code = (
-        'import sys; from chatgpt.trainer.strategies import ColossalAIStrategy; sys.exit("colossalai" in sys.modules)'
-    )
-    assert subprocess.run([sys.executable, '-c', code], timeout=60).returncode == 0
+    code = 'import sys; from chatgpt.strategies import ColossalAIStrategy; sys.exit("colossalai" in sys.modules)'
+    assert subprocess.run([sys.executable, '-c', code]).returncode == 0
 
 
 def test_bridge_refuses_an_unknown_version(monkeypatch):
-    from chatgpt.trainer.strategies.colossalai import cpu
+    from chatgpt.strategies.colossalai import cpu
 
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     monkeypatch.setitem(sys.modules, 'colossalai', types.SimpleNamespace(__version__='0.6.1'))
@@ -103,7 +92,7 @@ def test_bridge_refuses_an_unknown_version(monkeypatch):
 
 
 def test_bridge_leaves_cuda_alone(monkeypatch):
-    from chatgpt.trainer.strategies.colossalai import cpu
+    from chatgpt.strategies.colossalai import cpu
 
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setitem(sys.modules, 'colossalai', types.SimpleNamespace(__version__='0.6.1'))

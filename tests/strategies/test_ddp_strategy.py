@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from chatgpt.strategies.ddp import DDPStrategy, buckets
+from chatgpt.strategies.processes import this_program
 from chatgpt.testing.processes import environment, free_port, run_distributed, torchrun_environment
-from chatgpt.trainer.strategies.ddp import DDPStrategy, buckets
-from chatgpt.trainer.strategies.processes import this_program
 
 
 def test_without_torchrun(monkeypatch):
@@ -28,7 +28,7 @@ def test_without_torchrun(monkeypatch):
     ('words', 'told'),
     [
         (['train.py', '--lr', '1e-3'], 'train.py --lr 1e-3'),
-        (['-u', '-m', 'chatgpt.compat', 'run', 'a b.py', '-x'], "-m chatgpt.compat run 'a b.py' ..."),
+        (['-u', '-m', 'package', 'run', 'a b.py', '-x'], "-m package run 'a b.py' ..."),
         (['-c', 'import chatgpt'], 'script.py'),
         ([], 'script.py'),
     ],
@@ -68,7 +68,7 @@ def _again():
 
 
 def test_a_group_is_left_and_another_joined():
-    assert run_distributed(_again, 2, timeout_s=60) == [[[0, 1]] * 3] * 2
+    assert run_distributed(_again, 2) == [[[0, 1]] * 3] * 2
 
 
 def test_buckets_keep_order_and_size():

@@ -10,9 +10,9 @@ from torch.optim import AdamW
 
 from chatgpt.launch.arguments import strategy_of
 from chatgpt.launch.runs import SFTRun
+from chatgpt.strategies import DDPStrategy, NaiveStrategy
+from chatgpt.strategies.registry import strategy_by_name
 from chatgpt.testing import tiny_causal_lm
-from chatgpt.trainer.strategies import DDPStrategy, NaiveStrategy
-from chatgpt.trainer.strategies.named import strategy_by_name
 
 
 def state() -> tuple[bool, ...]:
@@ -73,7 +73,7 @@ def test_by_name_and_from_a_setting(monkeypatch):
 
 
 def test_a_strategy_that_knows_nothing_of_it_is_named(monkeypatch):
-    from chatgpt.trainer.strategies.registry import STRATEGIES, StrategyEntry
+    from chatgpt.strategies.registry import STRATEGIES, StrategyEntry
 
     class Old(DDPStrategy):
         def __init__(self, seed=42, precision='fp32') -> None:

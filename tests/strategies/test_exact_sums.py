@@ -16,11 +16,11 @@ from torch import nn
 from chatgpt.batching import Exact, cut_by_tokens, micro_batches
 from chatgpt.launch.arguments import strategy_of
 from chatgpt.launch.runs import SFTRun
+from chatgpt.strategies import NaiveStrategy
+from chatgpt.strategies.exact import TreeSum, check_elementwise, exact_norm, tree_all_reduce
+from chatgpt.strategies.registry import strategy_by_name
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.metrics import BatchStats, Highest, Mean, rounded_sum
-from chatgpt.trainer.strategies import NaiveStrategy
-from chatgpt.trainer.strategies.exact import TreeSum, check_elementwise, exact_norm, tree_all_reduce
-from chatgpt.trainer.strategies.named import strategy_by_name
 
 # ---------------------------------------------------------------------- atoms
 
@@ -240,8 +240,6 @@ class Normalised(torch.optim.SGD):
 def test_optimizers_are_tried(make, refused):
     parameter = nn.Parameter(torch.ones(3))
     optimizer = make([parameter])
-    if optimizer.defaults.get('fused') and torch.backends.cpu.get_cpu_capability() not in ('AVX2', 'AVX512'):
-        pytest.skip('without vectors a fused step rounds all elements alike')
     if refused is None:
         check_elementwise(optimizer)
     else:
@@ -288,7 +286,7 @@ def test_weights_begin_where_memory_does():
 
 def test_by_name_and_from_a_setting():
     with strategy_by_name('naive', reproducible='exact', atoms=4) as strategy:
-        assert strategy.exact == Exact(4) and strategy.options == {'reproducible': 'exact', 'atoms': 4}
+        assert strategy.exact == Exact(4)
         assert torch.are_deterministic_algorithms_enabled()
     with strategy_of(SFTRun(reproducible='exact')) as strategy:
         assert strategy.exact == Exact(8)
@@ -297,7 +295,7 @@ def test_by_name_and_from_a_setting():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(ValueError, match="reproducible='yes' is not 'exact' or None"):
+    with pytest.raises(ValueError, match="reproducible='yes' is not one of 'exact', None"):
         NaiveStrategy(device='cpu', reproducible='yes')
     with pytest.raises(ValueError, match='8 atoms cannot be dealt to 3 processes'):
         SFTRun(reproducible='exact', train_batch_size=12).validate(world_size=3)
@@ -305,7 +303,7 @@ def test_mistakes_are_named():
 
 
 def test_the_planner_knows_the_sums_that_wait():
-    from chatgpt.trainer.strategies.memory import Layout, MemoryModel, ModelSize, ParameterSize
+    from chatgpt.strategies.memory import Layout, MemoryModel, ModelSize, ParameterSize
 
     size = ModelSize((ParameterSize('w', (10, 10), True, 0),))
     for processes, waiting in ((1, 3), (2, 2), (8, 0)):

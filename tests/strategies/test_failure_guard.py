@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import signal
 import textwrap
-import time
 
 import pytest
 from scripts_on_ranks import run_source
 
+from chatgpt.strategies import NaiveStrategy
+from chatgpt.strategies.guard import PATIENCE, FailureGuard, Whereabouts
 from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer.strategies import NaiveStrategy
-from chatgpt.trainer.strategies.guard import PATIENCE, FailureGuard, Whereabouts
 
 HEAD = """
 import os, sys, time, torch
 import torch.distributed as dist
-from chatgpt.trainer.strategies.ddp import DDPStrategy
+from chatgpt.strategies.ddp import DDPStrategy
 strategy = DDPStrategy(device='cpu')
 rank = strategy.rank
 """
@@ -28,51 +27,48 @@ strategy.ranks.whereabouts.note('before the run')
 """
 
 
-def launch(body: str, head: str = '') -> tuple[list[int], list[str], float]:
-    """Run a script on two ranks; exit codes, what was printed, and seconds since the ranks were all ready."""
-    results = run_source(HEAD + head + textwrap.dedent(body), timeout_s=60)
+def launch(body: str, head: str = '') -> tuple[list[int], list[str]]:
+    """Run a script on two ranks; exit codes, and what was printed."""
+    results = run_source(HEAD + head + textwrap.dedent(body))
     texts = [text for _, text in results]
-    assert any('ready ' in t for t in texts), texts
-    ready = [float(line.split()[1]) for text in texts for line in text.splitlines() if line.startswith('ready ')]
-    return [code for code, _ in results], texts, time.time() - max(ready)
+    assert any('ready' in text.splitlines() for text in texts), texts
+    return [code for code, _ in results], texts
 
 
 @pytest.mark.parametrize('failing', [1, 0])
 def test_other_ranks_end_with_the_message(failing):
-    codes, texts, seconds = launch(f"""
+    codes, texts = launch(f"""
         with strategy.failure_guard():
             strategy.barrier()
-            print('ready', time.time(), flush=True)
+            print('ready', flush=True)
             if rank == {failing}:
                 raise KeyError('no such shelf')
             strategy.all_reduce(torch.ones(3))
-            time.sleep(50)
+            time.sleep(3600)
     """)
     assert codes == [1, 1], texts
     assert f"because rank {failing} failed: KeyError: 'no such shelf'" in texts[1 - failing]
     assert f'[rank {1 - failing}] stopped' in texts[1 - failing]
     assert 'Traceback' in texts[failing] and 'no such shelf' in texts[failing]
-    assert seconds < 30  # of the 50 and more that waiting would take
 
 
 def test_a_rank_that_is_busy_with_something_else_ends_too():
-    codes, texts, seconds = launch("""
+    codes, texts = launch("""
         with strategy.failure_guard():
             strategy.barrier()
-            print('ready', time.time(), flush=True)
+            print('ready', flush=True)
             if rank == 1:
                 sys.exit('out of paper')
-            time.sleep(50)
+            time.sleep(3600)
     """)
     assert codes == [1, 1]
     assert 'rank 1 failed: SystemExit: out of paper' in texts[0]
-    assert seconds < 30  # of the 50 and more that waiting would take
 
 
 def test_without_a_guard_the_other_rank_does_not_learn_why():
-    codes, texts, _ = launch("""
+    codes, texts = launch("""
         strategy.barrier()
-        print('ready', time.time(), flush=True)
+        print('ready', flush=True)
         if rank == 1:
             raise KeyError('no such shelf')
         strategy.all_reduce(torch.ones(3))
@@ -82,10 +78,10 @@ def test_without_a_guard_the_other_rank_does_not_learn_why():
 
 
 def test_a_rank_that_has_finished_learns_of_a_late_failure():
-    codes, texts, _ = launch("""
+    codes, texts = launch("""
         with strategy.failure_guard():
             strategy.barrier()
-            print('ready', time.time(), flush=True)
+            print('ready', flush=True)
             if rank == 1:
                 time.sleep(1.0)
                 raise ValueError('late')
@@ -97,7 +93,7 @@ def test_a_rank_that_has_finished_learns_of_a_late_failure():
 
 
 def _same_mistake_everywhere():
-    from chatgpt.trainer.strategies.ddp import DDPStrategy
+    from chatgpt.strategies.ddp import DDPStrategy
 
     said = []
     with DDPStrategy(device='cpu') as strategy:
@@ -178,16 +174,16 @@ RAW = 'dist.all_reduce(torch.ones(3))'
 @pytest.mark.parametrize('collective', ['strategy.all_gather_object(rank)', RAW])
 def test_a_rank_that_does_not_come_is_named(collective):
     """Rank 1 sleeps in a function of its own while rank 0 waits; nobody raises, and no collective has an answer."""
-    codes, texts, seconds = launch(
+    codes, texts = launch(
         f"""
         def busy_elsewhere():
             asleep.set('asleep', '1')
-            time.sleep(50)
+            time.sleep(3600)
 
         with strategy.failure_guard():
             strategy.barrier()
             strategy.note_progress('before learning of phase 3')
-            print('ready', time.time(), flush=True)
+            print('ready', flush=True)
             if rank == 1:
                 busy_elsewhere()
             {collective}
@@ -198,36 +194,34 @@ def test_a_rank_that_does_not_come_is_named(collective):
     for text in texts:
         assert 'no progress for 1620 s (before learning of phase 3): rank 1 is in ' in text
         assert '(busy_elsewhere)' in text and 'Waiting: 0.' in text
-    assert seconds < 30
 
 
 @pytest.mark.system
 @pytest.mark.parametrize('collective', ['strategy.all_reduce(torch.ones(3))', RAW])
 def test_it_is_named_before_the_collective_gives_up(collective):
     """Against the collective's own timeout, which knows real time only."""
-    codes, texts, seconds = launch(f"""
+    codes, texts = launch(f"""
         strategy.close()
         strategy = DDPStrategy(device='cpu', timeout_s=20)
         with strategy.failure_guard():
             strategy.barrier()
-            print('ready', time.time(), flush=True)
+            print('ready', flush=True)
             if rank == 1:
-                time.sleep(50)
+                time.sleep(3600)
             {collective}
     """)
     assert codes == [1, 1], texts
     assert 'no progress for 18 s' in texts[0] and 'rank 1 is in <string>' in texts[0] and 'Timed out' not in texts[0]
-    assert 17 < seconds < 40
 
 
 def test_a_frozen_rank_is_named_too():
-    codes, texts, _ = launch(
+    codes, texts = launch(
         """
         import signal
         pids = strategy.all_gather_object(os.getpid())
         with strategy.failure_guard():
             strategy.barrier()
-            print('ready', time.time(), flush=True)
+            print('ready', flush=True)
             if rank == 1:
                 asleep.set('asleep', '1')
                 os.system(f'(while kill -0 {pids[0]}; do sleep 0.2; done; kill -KILL {pids[1]}) >/dev/null 2>&1 &')
@@ -241,11 +235,11 @@ def test_a_frozen_rank_is_named_too():
 
 
 def test_a_slow_rank_that_comes_in_time_is_let_be():
-    codes, texts, _ = launch(
+    codes, texts = launch(
         """
-        strategy.ranks.whereabouts.clock = lambda: 0.89 * strategy.timeout_s if asleep.check(['asleep']) else 0.0
+        strategy.ranks.whereabouts.clock = lambda: 0.89 * strategy.ranks.timeout_s if asleep.check(['asleep']) else 0.0
         with strategy.failure_guard():
-            print('ready', time.time(), flush=True)
+            print('ready', flush=True)
             if rank == 1:
                 asleep.set('asleep', '1')
                 time.sleep(1)
@@ -260,11 +254,11 @@ def test_a_slow_rank_that_comes_in_time_is_let_be():
 def test_ranks_that_get_on_are_let_be():
     """Collectives of a library one after another, for longer than the timeout, and nothing said of it: as a sharded
     model scores."""
-    codes, texts, _ = launch("""
-        strategy.timeout_s = 2
+    codes, texts = launch("""
+        strategy.ranks.timeout_s = 2
         with strategy.failure_guard():
             strategy.barrier()
-            print('ready', time.time(), flush=True)
+            print('ready', flush=True)
             end, go = time.time() + 4, True
             while go:
                 for _ in range(20):

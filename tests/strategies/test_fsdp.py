@@ -9,7 +9,7 @@ from chatgpt.testing.processes import run_distributed
 
 
 def conform(folder: str, precision: str, cpu_offload: bool) -> dict[str, str]:
-    from chatgpt.trainer.strategies import FSDPStrategy
+    from chatgpt.strategies import FSDPStrategy
 
     tolerance = FP32 if precision == 'fp32' else BF16
     return run_conformance(

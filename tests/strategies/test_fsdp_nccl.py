@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from chatgpt.strategies import FSDPStrategy, states
 from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer.strategies import FSDPStrategy, states
 
 
 class OnlyDeviceCollectives(TorchDispatchMode):

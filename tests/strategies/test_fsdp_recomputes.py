@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from chatgpt.nn import GPTActor
+from chatgpt.strategies import FSDPStrategy
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer.strategies import FSDPStrategy
 
 
 def block_forwards(world_size: int) -> dict[bool, tuple[int, float]]:

@@ -6,9 +6,9 @@ import torch
 
 from chatgpt.nn import Actor
 from chatgpt.rollout.local.cpu_speed import PackedModules
+from chatgpt.strategies import FSDPStrategy
 from chatgpt.testing import tiny_causal_lm
 from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer.strategies import FSDPStrategy
 
 
 def before_within_after() -> tuple[bool, int, int]:

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.system
 
 JOIN = """
 import torch, torch.distributed as dist
-from chatgpt.trainer.strategies.ddp import DDPStrategy
+from chatgpt.strategies.ddp import DDPStrategy
 strategy = DDPStrategy(device='cpu')
 """
 WORK = """

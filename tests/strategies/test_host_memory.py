@@ -11,7 +11,7 @@ import pytest
 
 CODE = """
 import resource, torch
-from chatgpt.trainer.strategies.host_memory import keep_freed_memory
+from chatgpt.strategies.machine import keep_freed_memory
 told = keep_freed_memory()
 def use():
     blocks = [torch.ones(1 << 21) for _ in range(8)]

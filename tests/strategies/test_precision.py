@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from cuda_on_cpu import pretend_cuda
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, M2M100Config, XGLMConfig
@@ -19,29 +20,17 @@ from chatgpt.launch.runs import SFTRun
 from chatgpt.nn import Actor, AutoActor, AutoRM, Critic, RewardModel, lora
 from chatgpt.plan import Setup
 from chatgpt.rollout import LocalEngine
+from chatgpt.strategies import DDPStrategy, NaiveStrategy
+from chatgpt.strategies.copies import cast_copy
+from chatgpt.strategies.precision import WideProducts, emulates, resolve_precision
+from chatgpt.strategies.registry import STRATEGIES, StrategyEntry
 from chatgpt.testing import FAMILIES, tiny_causal_lm, tiny_config
-from chatgpt.testing.pretend_cuda import pretend_cuda
 from chatgpt.testing.processes import run_distributed
 from chatgpt.testing.tiny import tiny_sequences
 from chatgpt.trainer import PPOTrainer
-from chatgpt.trainer.strategies import DDPStrategy, NaiveStrategy
-from chatgpt.trainer.strategies.precision import WideProducts, cast_copy, emulates, resolve_precision
-from chatgpt.trainer.strategies.registry import STRATEGIES, StrategyEntry
 
 CPU = torch.device('cpu')
 M2M_SIZES = {'layers': 1, 'attention_heads': 4, 'ffn_dim': 48}
-
-
-@pytest.fixture
-def old_cpu(monkeypatch):
-    """A CPU that has no products of 16 bits, as far as oneDNN may know."""
-    monkeypatch.setenv('ONEDNN_MAX_CPU_ISA', 'AVX512_CORE')
-
-
-@pytest.fixture
-def new_cpu(monkeypatch):
-    """A CPU that has them, whatever this one is."""
-    monkeypatch.setattr('chatgpt.trainer.strategies.base.emulates', lambda device, dtype: False)
 
 
 def batch():
@@ -60,22 +49,22 @@ def shifted(module: nn.Module) -> nn.Module:
 # --- auto
 
 
-def test_auto_is_fp32_on_every_cpu_and_the_default(old_cpu):
+def test_auto_is_fp32_on_every_cpu_and_the_default(without_16_bits):
     with NaiveStrategy(device='cpu') as strategy, warnings.catch_warnings():
         warnings.simplefilter('error')
-        assert (strategy.precision, strategy.dtype) == ('fp32', torch.float32)
-        assert make_strategy('naive', seed=1, precision='auto').precision == 'fp32'
+        assert (strategy.numerics.precision, strategy.numerics.dtype) == ('fp32', torch.float32)
+        assert make_strategy('naive', seed=1, precision='auto').numerics.precision == 'fp32'
     assert SFTRun().precision == 'auto'
     assert Setup(config=None, on_cuda=False).precision == 'fp32' and Setup(config=None).precision == 'bf16'
 
 
 def test_auto_is_bf16_on_a_gpu_that_has_it(monkeypatch):
     with pretend_cuda():
-        assert NaiveStrategy(device='cuda:0').precision == 'bf16'
-        assert NaiveStrategy(device='cuda:0', precision='fp32').precision == 'fp32'
+        assert NaiveStrategy(device='cuda:0').numerics.precision == 'bf16'
+        assert NaiveStrategy(device='cuda:0', precision='fp32').numerics.precision == 'fp32'
         monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation=True: including_emulation)
-        assert NaiveStrategy(device='cuda:0').precision == 'fp32'  # it could only emulate bf16
-        assert NaiveStrategy(device='cuda:0', precision='bf16').precision == 'bf16'
+        assert NaiveStrategy(device='cuda:0').numerics.precision == 'fp32'  # it could only emulate bf16
+        assert NaiveStrategy(device='cuda:0', precision='bf16').numerics.precision == 'bf16'
 
 
 def _a_rank_of_a_mixed_box():
@@ -89,9 +78,9 @@ def _a_rank_of_a_mixed_box():
             ValueError, match=r"precision='auto' is bf16 on rank 0 \(Card 0\), fp32 on rank 1 \(Card 1\)"
         ):
             DDPStrategy(device='cuda:0')
-        assert DDPStrategy(device='cuda:0', precision='fp32').precision == 'fp32'
+        assert DDPStrategy(device='cuda:0', precision='fp32').numerics.precision == 'fp32'
         patch.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation=True: True)
-        assert DDPStrategy(device='cuda:0').precision == 'bf16'
+        assert DDPStrategy(device='cuda:0').numerics.precision == 'bf16'
     torch.distributed.destroy_process_group()
 
 
@@ -99,25 +88,26 @@ def test_ranks_that_would_compute_in_different_precisions_are_refused():
     run_distributed(_a_rank_of_a_mixed_box, 2)
 
 
+class Narrow(NaiveStrategy):
+    _only_16_bits = True
+
+
 def test_what_computes_in_16_bits_only_gets_bf16():
     assert resolve_precision('auto', CPU, only_16_bits=True) == 'bf16'
-    STRATEGIES['narrow'] = StrategyEntry(NaiveStrategy, {'device': 'cpu'}, only_16_bits=True)
+    STRATEGIES['narrow'] = StrategyEntry(Narrow, {'device': 'cpu'}, only_16_bits=True)
     try:
-        assert make_strategy('narrow', seed=1, precision='auto').precision == 'bf16'
+        assert make_strategy('narrow', seed=1, precision='auto').numerics.precision == 'bf16'
         assert Setup(config=None, strategy='narrow', on_cuda=False).precision == 'bf16'
     finally:
         del STRATEGIES['narrow']
 
 
-def test_who_asks_for_16_bits_on_a_cpu_without_is_told_what_can_be_had(old_cpu):
-    class Narrow(NaiveStrategy):
-        only_16_bits = True
-
+def test_who_asks_for_16_bits_on_a_cpu_without_is_told_what_can_be_had(without_16_bits):
     with pytest.warns(UserWarning, match=r"learning imitates in fp32, .*Give precision='fp32'$"):
         NaiveStrategy(device='cpu', precision='bf16').close()
     with pytest.warns(UserWarning, match=r"which this strategy has not: take another with precision='fp32'$"):
         with Narrow(device='cpu') as strategy:
-            assert strategy.precision == 'bf16'
+            assert strategy.numerics.precision == 'bf16'
 
 
 def test_tf32_is_for_forward_and_backward_in_bf16_on_cuda():
@@ -148,7 +138,7 @@ def test_tf32_is_for_forward_and_backward_in_bf16_on_cuda():
             torch.set_float32_matmul_precision('highest')
 
 
-def test_autocast_is_where_tf32_is(monkeypatch, new_cpu):
+def test_autocast_is_where_tf32_is(monkeypatch, with_16_bits):
     with NaiveStrategy(precision='bf16', device='cpu') as strategy:
         with strategy.autocast():
             assert torch.is_autocast_enabled('cpu') and torch.get_float32_matmul_precision() == 'highest'
@@ -215,7 +205,7 @@ def test_states_move_between_fused_and_plain(tmp_path):
 
 @pytest.mark.parametrize('precision', ['bf16', 'fp16'])
 @pytest.mark.parametrize('family', FAMILIES)
-def test_a_frozen_model_kept_in_16_bits_has_the_bits_of_autocast(family, precision, new_cpu):
+def test_a_frozen_model_kept_in_16_bits_has_the_bits_of_autocast(family, precision, with_16_bits):
     actor, scorer = shifted(Actor(tiny_causal_lm(family))), shifted(RewardModel(tiny_causal_lm(family)))
     with NaiveStrategy(precision=precision, device='cpu') as strategy:
         for model in (actor.eval(), scorer.eval()):
@@ -228,7 +218,7 @@ def test_a_frozen_model_kept_in_16_bits_has_the_bits_of_autocast(family, precisi
             if isinstance(want, tuple):
                 want, got = want.logprobs, got.logprobs
             assert torch.equal(got, want)
-            kept = {n for n, p in frozen.named_parameters() if p.dtype is strategy.dtype}
+            kept = {n for n, p in frozen.named_parameters() if p.dtype is strategy.numerics.dtype}
             assert kept and all(before[n].dim() == 2 for n in kept)
             assert not any('emb' in n or 'wte' in n or 'wpe' in n or 'norm' in n or 'head' in n for n in kept)
             assert torch.equal(frozen(batch())[0] if isinstance(frozen, Actor) else frozen(batch()), want)  # of itself
@@ -263,7 +253,7 @@ def trained_under(strategy: NaiveStrategy, actor: Actor):
 
 
 @pytest.mark.parametrize('exact_in_bf16', [True, False])
-def test_the_weights_under_adapters_are_kept_in_bf16_where_that_loses_nothing(exact_in_bf16, new_cpu, tmp_path):
+def test_the_weights_under_adapters_are_kept_in_bf16_where_that_loses_nothing(exact_in_bf16, with_16_bits, tmp_path):
     plain = adapted(exact_in_bf16)
     with torch.no_grad():
         merged = {n: layer.folded_weight() for n, layer in lora.lora_layers(plain).items()}
@@ -302,7 +292,7 @@ def test_the_weights_under_adapters_are_kept_in_bf16_where_that_loses_nothing(ex
         assert all(torch.equal(learned[n], p) for n, p in other.named_parameters() if p.requires_grad)
 
 
-def test_weights_that_bf16_cannot_hold_are_loaded_whole(new_cpu, tmp_path):
+def test_weights_that_bf16_cannot_hold_are_loaded_whole(with_16_bits, tmp_path):
     with NaiveStrategy(precision='bf16', device='cpu') as strategy:
         other = adapted(exact_in_bf16=False)
         torch.save(other.state_dict(), tmp_path / 'other.pt')
@@ -312,11 +302,11 @@ def test_weights_that_bf16_cannot_hold_are_loaded_whole(new_cpu, tmp_path):
         assert all(torch.equal(weights[n].float(), t) for n, t in other.state_dict().items())
 
 
-def test_weights_reach_the_device_in_the_dtype_that_they_are_kept_in(new_cpu):
+def test_weights_reach_the_device_in_the_dtype_that_they_are_kept_in(with_16_bits):
     class Noting(NaiveStrategy):
-        def setup_model(self, model, trained):
+        def _setup_model(self, model, trained):
             dtypes[trained] = {p.dtype for n, p in model.named_parameters() if '.self_attn.' in n and 'lora' not in n}
-            return super().setup_model(model, trained)
+            return super()._setup_model(model, trained)
 
     dtypes: dict[bool, set[torch.dtype]] = {}
     with Noting(precision='bf16', device='cpu') as strategy:
@@ -403,25 +393,11 @@ def test_an_adapter_that_is_switched_off_is_not_folded_in():
 # --- a CPU without instructions of 16 bits
 
 
-def test_who_asks_for_16_bits_there_is_told(old_cpu):
+def test_who_asks_for_16_bits_there_is_told(without_16_bits):
     assert emulates(CPU, torch.bfloat16) and emulates(CPU, torch.float16) and not emulates(CPU, torch.float32)
     for precision in ('bf16', 'fp16'):
         with pytest.warns(UserWarning, match=f"precision='{precision}': this CPU has no .* Give precision='fp32'"):
             NaiveStrategy(precision=precision, device='cpu')
-
-
-def test_what_the_processor_says_counts_too(monkeypatch):
-    def says(**found: bool) -> bool:
-        monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: {'architecture': 'x86_64', **found})
-        return emulates(CPU, torch.bfloat16)
-
-    monkeypatch.delenv('ONEDNN_MAX_CPU_ISA', raising=False)
-    monkeypatch.setattr(torch.ops.mkldnn, '_is_mkldnn_bf16_supported', lambda: True)
-    assert says(avx512_f=True) and not says(avx512_f=True, avx512_bf16=True) and not says(amx_bf16=True)
-    monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: {'architecture': 'aarch64', 'bf16': True})
-    assert not emulates(CPU, torch.bfloat16)
-    monkeypatch.setattr(torch.ops.mkldnn, '_is_mkldnn_bf16_supported', lambda: False)
-    assert emulates(CPU, torch.bfloat16)
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
@@ -457,7 +433,7 @@ class Dtypes(LocalEngine):
         super().begin(actor)
 
 
-def test_there_learning_is_in_bf16_and_generation_and_scores_are_in_fp32(old_cpu):
+def test_there_learning_is_in_bf16_and_generation_and_scores_are_in_fp32(without_16_bits):
     """Scores and values are those of fp32 to the bit; the first KL is 0 and the first ratio 1, for their two sides are
     computed alike."""
     torch.manual_seed(0)
@@ -498,10 +474,10 @@ def test_there_learning_is_in_bf16_and_generation_and_scores_are_in_fp32(old_cpu
                 (e.score, e.response_ids.tolist(), e.values.tolist()) for e in trainer.last_experiences
             ]
             assert engine.found is torch.float32
-            assert {p.dtype for p in trainer.maker.initial_model.parameters()} == {torch.float32}
+            assert {p.dtype for p in trainer.maker.reference.initial_model.parameters()} == {torch.float32}
             kl = max(float(e.kl.abs().max()) for e in trainer.last_experiences)
-            metrics = trainer.learn_phase()
-            assert strategy.dtype is (torch.float32 if precision == 'fp32' else torch.bfloat16)
+            metrics = trainer.learn()
+            assert strategy.numerics.dtype is (torch.float32 if precision == 'fp32' else torch.bfloat16)
             assert kl < 1e-6 and metrics['ppo/first_ratio_error'] < 1e-6
             assert math.isfinite(metrics['ppo/actor_grad_norm'])
     assert scores['bf16'] == scores['fp32']
@@ -512,25 +488,22 @@ def scored(model, batch):
         return model(batch)
 
 
-def test_a_narrow_model_is_what_it_was_after_the_strategy():
+def test_a_narrow_model_is_what_it_was_after_the_strategy(with_16_bits):
     """Its hooks and dtypes end with the strategy, and transformers' own calls work while it lasts."""
     torch.manual_seed(0)
     model = AutoRM(config=tiny_config('llama')).eval()
     batch = collate(tiny_sequences())
     with NaiveStrategy(precision='bf16', device='cpu') as strategy:
         strategy.prepare(model)
-        narrow = [p for p in model.parameters() if p.dtype == torch.bfloat16]
-        if not strategy._emulates:
-            assert narrow
-            with torch.no_grad():
-                assert model.model(input_ids=batch.input_ids).last_hidden_state.isfinite().all()
-                with strategy.full_model(model, torch.float32) as full:
-                    wide = full(batch)
-                    assert {p.dtype for p in full.parameters()} == {torch.float32}
+        assert any(p.dtype == torch.bfloat16 for p in model.parameters())
+        with torch.no_grad():
+            assert model.model(input_ids=batch.input_ids).last_hidden_state.isfinite().all()
+            with strategy.full_model(model, torch.float32) as full:
+                wide = full(batch)
+                assert {p.dtype for p in full.parameters()} == {torch.float32}
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert not model._forward_pre_hooks and not model.model._forward_pre_hooks
-    if narrow:
-        assert torch.equal(scored(model, batch), wide), 'fp32, of the rounded weights'
+    assert torch.equal(scored(model, batch), wide), 'fp32, of the rounded weights'
 
 
 def test_a_trunk_that_learns_elsewhere_is_not_rounded():

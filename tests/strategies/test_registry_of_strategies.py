@@ -4,23 +4,21 @@ own `Ranks`."""
 from __future__ import annotations
 
 import re
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from chatgpt.plan import Setup, make_plan
-from chatgpt.plan.of_run import common_fields
+from chatgpt.strategies import FSDPStrategy, Strategy
+from chatgpt.strategies.memory import Layout, Memory, MemoryModel, ModelSize
+from chatgpt.strategies.ranks import OneProcess, Ranks
+from chatgpt.strategies.registry import STRATEGIES, StrategyEntry, strategy_by_name
 from chatgpt.testing.fakes import tiny_causal_lm, tiny_config
-from chatgpt.trainer.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy, Strategy
-from chatgpt.trainer.strategies.memory import Layout, Memory, MemoryModel, ModelSize
-from chatgpt.trainer.strategies.named import strategy_by_name
-from chatgpt.trainer.strategies.ranks import OneProcess, Ranks
-from chatgpt.trainer.strategies.registry import STRATEGIES, StrategyEntry, name_of
 
 FILE = """
-from chatgpt.trainer.strategies import NaiveStrategy
-from chatgpt.trainer.strategies.memory import Memory, MemoryModel
+from chatgpt.strategies import NaiveStrategy
+from chatgpt.strategies.memory import Memory, MemoryModel
 
 
 class FrozenOnHost(MemoryModel):
@@ -86,7 +84,7 @@ def test_it_is_known_by_name_everywhere(file, capsys):
 
     STRATEGIES['mine'] = StrategyEntry(f'{file}:Mine', {'factor': 3})
     with strategy_by_name('mine', precision='bf16') as strategy:
-        assert (strategy.factor, strategy.dtype) == (3, torch.bfloat16)
+        assert (strategy.factor, strategy.numerics.dtype) == (3, torch.bfloat16)
     flags = Parser()
     add_strategy(flags)
     for text in ('mine', f'{file}:Mine'):
@@ -101,13 +99,14 @@ def test_it_is_known_by_name_everywhere(file, capsys):
 
 
 def test_one_process_and_16_bits_are_the_entrys(file, monkeypatch):
-    from chatgpt.launch.arguments import check_precision
+    from chatgpt.rules import check
+    from chatgpt.strategies.rules import PRECISION_RULES
 
     STRATEGIES['mine'] = StrategyEntry(f'{file}:Mine', one_process=True, only_16_bits=True)
     with pytest.raises(ValueError, match='--strategy mine computes in 16 bits, and --precision is fp32'):
-        check_precision('mine', 'fp32')
-    check_precision('mine', 'bf16')
-    with pytest.raises(ValueError, match="strategy='mine' computes in 16 bits"):
+        check(SimpleNamespace(strategy='mine', precision='fp32'), PRECISION_RULES)
+    check(SimpleNamespace(strategy='mine', precision='bf16'), PRECISION_RULES)
+    with pytest.raises(ValueError, match='--strategy mine computes in 16 bits'):
         Setup(config=None, strategy='mine', precision='fp32')
     assert Setup(config=None, strategy='mine', on_cuda=False).precision == 'bf16'
     with pytest.raises(ValueError, match="strategy='mine' is one process, not 2; use one of ddp, fsdp"):
@@ -126,49 +125,9 @@ def test_it_is_planned_by_what_it_says(file):
     assert sum(naive.phases['collect'].device.values()) - sum(mine.phases['collect'].device.values()) == weights
     assert 'initial model weights' not in mine.phases['collect'].device
     assert Setup(config=config, strategy='mine').memory_model.bucket_bytes == 3000
-    with strategy_by_name('mine') as strategy:  # an instance, as a trainer has it
-        fields = common_fields(
-            strategy, Settings(), Holder(tiny_causal_lm('gpt2')), torch.optim.SGD([torch.zeros(1)], lr=0.1)
-        )
-    assert fields['strategy'] == 'mine'
 
 
-class Settings:
-    train_batch_size, max_tokens_per_batch = 8, None
-
-
-class Holder(torch.nn.Module):
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-
-class Unregistered(NaiveStrategy):
-    """Without a memory model of its own."""
-
-
-def test_an_instance_has_the_name_that_keeps_the_same_in_memory():
-    def instance(cls: type[Strategy], **options: Any) -> Strategy:
-        made = cls.__new__(cls)  # joins no processes
-        made.options = options
-        return made
-
-    from chatgpt.trainer.strategies import ColossalAIStrategy
-
-    names = {
-        'ddp': instance(DDPStrategy, bucket_bytes=1),
-        'fsdp': instance(FSDPStrategy, cpu_offload=False),
-        'fsdp_cpu': instance(FSDPStrategy, cpu_offload=True),
-        'colossalai_gemini': instance(ColossalAIStrategy, stage=3, placement_policy='cuda'),
-        'colossalai_zero2_cpu': instance(ColossalAIStrategy, stage=2, placement_policy='cpu'),
-        f'{__name__}:Unregistered': instance(Unregistered),
-    }
-    assert [name_of(strategy) for strategy in names.values()] == list(names)
-    plans = [
-        make_plan(Setup(config=tiny_config('gpt2'), strategy=n, task='sft')).peak
-        for n in (f'{__name__}:Unregistered', 'naive')
-    ]
-    assert plans[0] == plans[1]
+def test_options_of_a_setup_stand_above_those_of_the_name():
     own = Setup(config=None, strategy='ddp', strategy_options={'bucket_bytes': 1}).memory_model
     assert own.bucket_bytes == 1 and Setup(config=None, strategy='ddp').memory_model.bucket_bytes == 32 * 2**20
 
@@ -176,7 +135,7 @@ def test_an_instance_has_the_name_that_keeps_the_same_in_memory():
 def test_a_memory_model_by_hand():
     """Two parameters of 6 and 10 numbers, the first trained, each fp32; Adam has two moments, and a step count on the
     host."""
-    from chatgpt.trainer.strategies.memory import ParameterSize
+    from chatgpt.strategies.memory import ParameterSize
 
     size = ModelSize((ParameterSize('a', (2, 3), True, 0), ParameterSize('b', (5, 2), False, None)))
     memory = MemoryModel().trained('x', size, Layout())

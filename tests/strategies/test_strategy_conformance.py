@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from chatgpt.strategies import NaiveStrategy
+from chatgpt.strategies.ddp import DDPStrategy
 from chatgpt.testing.conformance import BF16, FP32, Bench, ConformanceError, all_checks, run_conformance
 from chatgpt.testing.processes import environment, free_port, run_distributed, torchrun_environment
-from chatgpt.trainer.strategies import NaiveStrategy
-from chatgpt.trainer.strategies.ddp import DDPStrategy
 
 
 @pytest.mark.parametrize('name', list(all_checks()))
@@ -58,7 +58,7 @@ def test_unknown_check():
 
 
 class ForgetsToReduce(DDPStrategy):
-    def reduce_gradients(self, pair):
+    def _reduce_gradients(self, pair):
         return
 
 
@@ -70,26 +70,26 @@ class Averages(DDPStrategy):
 class ForgetsBuckets(DDPStrategy):
     """Sums only the first bucket."""
 
-    def reduce_gradients(self, pair):
+    def _reduce_gradients(self, pair):
         first = next(p for _, p in pair.named_parameters())
         first.grad.copy_(self.all_reduce(first.grad))
 
 
 class LocalClipping(DDPStrategy):
-    def gradient_norm(self, parameters):
-        return super().gradient_norm(parameters[:3])
+    def _gradient_norm(self, parameters):
+        return super()._gradient_norm(parameters[:3])
 
 
 class WritesEverythingTwice(DDPStrategy):
     def model_pieces(self, model):
-        from chatgpt.checkpoint import pieces_of
+        from chatgpt.strategies.checkpoint import pieces_of
 
         return pieces_of(dict(self.unwrap(model).named_parameters()))
 
 
 class LosesTheMoments(DDPStrategy):
-    def load_optimizer_pieces(self, optimizer, reader):
-        self.trained(optimizer).optimizer.state.clear()
+    def _load_optimizer_pieces(self, optimizer, reader):
+        self._pair(optimizer).optimizer.state.clear()
 
 
 class FlatPrepare(DDPStrategy):
@@ -115,9 +115,9 @@ class KeepsGradients(DDPStrategy):
 
 class StepsOnInfinity(DDPStrategy):
     def optimizer_step(self, optimizer, max_norm=None):
-        pair = self.trained(optimizer)
-        self.reduce_gradients(pair)
-        norm = self.gradient_norm([p for _, p in pair.named_parameters() if p.grad is not None])
+        pair = self._pair(optimizer)
+        self._reduce_gradients(pair)
+        norm = self._gradient_norm([p for _, p in pair.named_parameters() if p.grad is not None])
         pair.optimizer.step()
         self.discard_gradients(optimizer)
         return norm

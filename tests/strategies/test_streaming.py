@@ -13,12 +13,12 @@ import torch
 from optional_packages import needs_colossalai
 
 from chatgpt.nn import Actor, GPTActor, lora
-from chatgpt.rollout import HFEngine, LocalEngine, SamplingParams
+from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams
+from chatgpt.strategies import ColossalAIStrategy, DDPStrategy, FSDPStrategy, NaiveStrategy, streaming
+from chatgpt.strategies.streaming import BlockStream, MappedTensors, mapped_copy, streamed, transformer_blocks
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.saving import save_pretrained
-from chatgpt.trainer.strategies import ColossalAIStrategy, DDPStrategy, FSDPStrategy, NaiveStrategy, streaming
-from chatgpt.trainer.strategies.streaming import BlockStream, MappedTensors, mapped_copy, streamed, transformer_blocks
 from chatgpt.types import Prompt
 
 FAMILIES = {'gpt2': {}, 'llama': {}, 'lora': {'lora_rank': 2}}
@@ -47,7 +47,7 @@ def generated(engine, full, rank: int) -> list[list[int]]:
     engine.begin(full)
     sampling = SamplingParams(max_new_tokens=4 + 6 * rank, eos_token_ids=(5,))
     given = prompts(rank)
-    samples = engine.generate(given, sampling, seed=1, indices=range(len(given)))
+    samples = engine.generate(Call.of(given, sampling, seed=1, indices=range(len(given))))
     engine.end()
     return [s.response_ids.tolist() for s in samples]
 

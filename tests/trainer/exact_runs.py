@@ -11,12 +11,12 @@ import torch
 from phase_log import Log
 from torch import Tensor
 
-from chatgpt.dataset import TokenizedPreference
+from chatgpt.data import TokenizedPreference
 from chatgpt.nn import GPTActor, GPTCritic, RewardModel
 from chatgpt.nn.heads import critic_head
+from chatgpt.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import DPOTrainer, PPOTrainer, RewardModelTrainer, SFTTrainer
-from chatgpt.trainer.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.types import Sequence
 
 VOCAB = 37
@@ -148,7 +148,7 @@ def digest(trainer: Any) -> str:
     ] + [
         (f'{name}_optim', piece.name, piece.start, piece.data.tolist())
         for name, optim in trainer.optimizers().items()
-        for piece in strategy.optimizer_pieces(optim)
+        for piece in strategy.optimizer_state(optim)[1]
     ]
     whole: dict[tuple[str, str], list[float]] = {}
     for name, tensor, _, data in sorted(p for rank in strategy.all_gather_object(pieces) for p in rank):
@@ -189,7 +189,7 @@ ALL: list[Case] = [
 def made(layout: str, precision: str = 'fp32', **options: Any) -> Any:
     options = {'seed': 3, 'device': 'cpu', 'reproducible': 'exact'} | options
     if layout.startswith('zero'):
-        from chatgpt.trainer.strategies.colossalai import ColossalAIStrategy
+        from chatgpt.strategies.colossalai import ColossalAIStrategy
 
         return ColossalAIStrategy(stage=int(layout[4:]), precision=precision, **options)
     return STRATEGIES[layout](precision=precision, **options)
@@ -217,7 +217,7 @@ def flip_one_bit(trainer: Any) -> None:
         backward(loss, model, optim)
         if not done and strategy.rank == strategy.world_size - 1:
             gradient = max(
-                (p.grad for _, p in strategy.trained(optim).named_parameters() if p.grad is not None),
+                (p.grad for _, p in strategy._pair(optim).named_parameters() if p.grad is not None),
                 key=lambda g: float(g.abs().max()),
             )
             flat = gradient.view(-1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from chatgpt.checkpoint import CheckpointError
+from chatgpt.strategies.checkpoint import CheckpointError
 from chatgpt.trainer import callbacks as cb
 from chatgpt.types import Experience
 

@@ -9,9 +9,9 @@ from phase_log import Log
 from transformers import GPT2LMHeadModel
 
 from chatgpt.nn import ILQLModel
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import ILQLTrainer
-from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.types import Sequence
 
 VOCAB = 16

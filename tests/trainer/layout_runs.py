@@ -6,7 +6,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.layouts import (
+from layouts import (
     FP32,
     UPDATES_PER_PHASE,
     Leg,

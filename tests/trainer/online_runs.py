@@ -10,9 +10,9 @@ from phase_log import Log
 
 from chatgpt.nn import GPTActor, GPTCritic
 from chatgpt.nn.heads import critic_head
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.trainer import PPOTrainer
-from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.types import Experience
 
 

@@ -10,10 +10,10 @@ from phase_log import Log
 from torch import nn
 
 from chatgpt.nn import GPTActor, GPTCritic
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.callbacks import ProgressBar
-from chatgpt.trainer.strategies import NaiveStrategy
 
 VOCAB, GOOD = 16, 7
 

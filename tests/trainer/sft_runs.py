@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from chatgpt.nn import GPTActor
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import SFTTrainer
 from chatgpt.trainer.callbacks import EMA, ProgressBar
-from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.types import Sequence
 
 

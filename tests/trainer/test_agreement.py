@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch.optim import AdamW
 
+from chatgpt.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.agreement import RankMismatchError, check_ranks
-from chatgpt.trainer.strategies import DDPStrategy, NaiveStrategy
 
 
 def run(difference: str | None) -> str:
@@ -40,13 +38,13 @@ def run(difference: str | None) -> str:
             gamma=0.9 if difference == 'gamma' and odd else 1.0,
         )
         if difference == 'position':
-            trainer.on_position = trainer.learn
+            learners = trainer.learners
 
-            def learn(experiences: list[Any]) -> dict[str, float]:
+            def counted() -> object:
                 trainer.collector.prompts_drawn += int(odd)
-                return trainer.on_position(experiences)
+                return learners()
 
-            trainer.learn = learn  # type: ignore[method-assign]
+            trainer.learners = counted  # type: ignore[method-assign]
         prompts = [torch.tensor([5, 6, 7 + int(difference == 'prompts' and odd)]), torch.tensor([9, 4])]
         try:
             trainer.fit(prompts, max_timesteps=2, update_timesteps=1)

@@ -72,11 +72,11 @@ def test_states_find_their_callback_again_and_strangers_are_left_alone():
         ]
 
     old = cb.CallbackList(make())
-    old.callbacks[0].num_crossed, old.callbacks[2].num_crossed = 3, 5
+    old.callbacks[0].num_bad, old.callbacks[2].num_bad = 3, 5
     state = json.loads(json.dumps(old.state_dict()))
     new = cb.CallbackList([cb.Callback(), *make(), cb.EarlyStopping('c', above=1)])
     new.load_state_dict(state | {'Gone.0': {'x': 1}})
-    assert [c.num_crossed for c in new if isinstance(c, cb.EarlyStopping)] == [3, 5, 0]
+    assert [c.num_bad for c in new if isinstance(c, cb.EarlyStopping)] == [3, 5, 0]
 
 
 def test_what_is_no_callback_is_refused_by_position():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_trainer import FakeTrainer
 
-from chatgpt.checkpoint import list_checkpoints
+from chatgpt.strategies.checkpoint import list_checkpoints
 from chatgpt.trainer import callbacks as cb
 
 
@@ -55,7 +56,7 @@ def test_a_run_without_an_interval_keeps_as_many_of_its_interruptions_as_asked()
     from chatgpt.launch.recipes import make_callbacks
     from chatgpt.launch.runs import SFTRun
 
-    keeper = make_callbacks(SFTRun(checkpoint_interval=0, keep_last=3), None)[0]
+    keeper = make_callbacks(SFTRun(checkpoint_interval=0, keep_last=3), SimpleNamespace(by_name=True))[0]
     assert (keeper.interval, keeper.keep_last) == (None, 3)
 
 

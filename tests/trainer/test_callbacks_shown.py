@@ -95,11 +95,6 @@ def test_sample_table_is_printed_and_written_every_n_phases_the_first_and_the_la
     assert sum(line.startswith('samples of phase') for line in lines) == 3
 
 
-def test_table_cuts_long_texts_and_keeps_columns_aligned():
-    text = cb.format_table([{'a': 'x' * 50, 'b': 1.0}, {'a': 'y', 'b': -22.5}], ('a', 'b'), width=10)
-    assert text.splitlines() == ['a           b', '----------  -------', 'xxxxxxxxx…  1.000', 'y           -22.500']
-
-
 def test_a_small_negative_number_is_no_negative_zero(capsys):
     assert cb.format_table([{'a': -0.0002}, {'a': -0.0}, {'a': -0.0006}], ('a',)).splitlines()[2:] == [
         '0.000',

@@ -13,7 +13,7 @@ from online_runs import PROMPTS, make, vowels
 
 from chatgpt.launch.config_file import parse_run, write_resolved
 from chatgpt.launch.runs import SFTRun
-from chatgpt.trainer.strategies import NaiveStrategy
+from chatgpt.strategies import NaiveStrategy
 
 
 def consonants(prompts: list[str], responses: list[str]) -> list[float]:
@@ -45,7 +45,7 @@ def test_auto_that_comes_to_another_precision_is_named(tmp_path, monkeypatch):
     assert json.loads((tmp_path / 'run/run.json').read_text())['strategy']['precision'] == 'fp32'
     path = trainer.save_checkpoint(tmp_path / 'c')
     monkeypatch.setattr(
-        'chatgpt.trainer.strategies.base.resolve_precision', lambda precision, device, **_: {'auto': 'bf16'}[precision]
+        'chatgpt.strategies.precision.resolve_precision', lambda precision, device, **_: {'auto': 'bf16'}[precision]
     )  # as on a GPU
     _, (told,) = resumed(path, strategy=NaiveStrategy(seed=3, device='cpu'))
     assert "precision 'fp32' → 'bf16'" in told

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from sft_runs import averages, make
 
-from chatgpt.checkpoint import Piece, TensorReader
+from chatgpt.strategies.checkpoint import Piece, TensorReader
 from chatgpt.trainer.callbacks import EMA, Callback
 
 
@@ -65,23 +64,3 @@ def test_the_checkpoint_records_the_owners_and_a_run_without_one_says_whose_is_l
         UserWarning, match='statistics is of a callback that this run does not have, Keeper; it is left out'
     ):
         make().load_checkpoint(path)
-
-
-def test_a_checkpoint_that_does_not_record_owners_gives_an_average_back(tmp_path, monkeypatch):
-    from chatgpt.checkpoint import CheckpointReader
-
-    ema = EMA(0.5)
-    trained = make(callbacks=[ema])
-    trained.fit()
-    path = trained.save_checkpoint(tmp_path / 'saved')
-    read = CheckpointReader.__init__
-
-    def without_owners(self: CheckpointReader, folder: Path, **kw: Any) -> None:
-        read(self, folder, **kw)
-        self.meta.pop('owners', None)
-
-    monkeypatch.setattr(CheckpointReader, '__init__', without_owners)
-    again = EMA(0.5)
-    make(callbacks=[again]).load_checkpoint(path)
-    assert averages(again).keys() == averages(ema).keys()
-    assert all(torch.equal(averages(again)[name], value) for name, value in averages(ema).items())

@@ -8,7 +8,7 @@ import pytest
 from online_runs import DYNAMIC, PROMPTS, make
 
 from chatgpt.trainer.callbacks import SaveCheckpoint
-from chatgpt.trainer.collect import NothingToLearn
+from chatgpt.trainer.selection import NothingToLearn
 
 
 class Rare:

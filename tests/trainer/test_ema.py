@@ -9,9 +9,9 @@ import pytest
 import torch
 from sft_runs import averages, make
 
+from chatgpt.strategies import ColossalAIStrategy, DDPStrategy, FSDPStrategy
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.callbacks import EMA, Callback, SaveCheckpoint
-from chatgpt.trainer.strategies import ColossalAIStrategy, DDPStrategy, FSDPStrategy
 
 DECAY = 0.8
 

@@ -8,13 +8,13 @@ from copy import deepcopy
 
 import torch
 
-from chatgpt.dataset import load_demonstrations
-from chatgpt.dataset.formats import note_model
+from chatgpt.data import load_demonstrations
+from chatgpt.data.formats import note_model
 from chatgpt.nn import Actor
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing import encoder_decoder_tokenizer, tiny_causal_lm
 from chatgpt.trainer import PPOTrainer, SFTTrainer
 from chatgpt.trainer.prompt_evaluation import PromptEvaluation
-from chatgpt.trainer.strategies import NaiveStrategy
 
 LETTERS = 'abcd'
 SEED = 2

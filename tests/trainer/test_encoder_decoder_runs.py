@@ -14,19 +14,19 @@ import torch
 from phase_log import Log
 
 from chatgpt.batching import collate
-from chatgpt.dataset import load_demonstrations, load_labelled, load_preferences
-from chatgpt.dataset.formats import note_model
+from chatgpt.data import load_demonstrations, load_labelled, load_preferences
+from chatgpt.data.formats import note_model
 from chatgpt.launch.methods import METHODS
 from chatgpt.nn import Actor, Critic, ILQLModel, RewardModel
 from chatgpt.nn.loading import trunk_of
-from chatgpt.rollout import BestOfN, HFEngine, LocalEngine, SamplingParams, stream_tokens
+from chatgpt.rollout import BestOfN, Call, HFEngine, LocalEngine, SamplingParams, stream_tokens
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing import encoder_decoder_tokenizer, tiny_causal_lm
 from chatgpt.trainer import ILQLTrainer, PPOTrainer, RFTTrainer, SFTTrainer
 from chatgpt.trainer.callbacks import Callback
 from chatgpt.trainer.objectives.ilql import BetaEvaluation
 from chatgpt.trainer.objectives.reward_model import RewardModelTrainer
 from chatgpt.trainer.prompt_evaluation import PromptEvaluation
-from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.types import Prompt
 
 REVIEWS = ['this film is', 'i saw it and', 'what a', 'the actors were', 'no one', 'at first i']
@@ -108,7 +108,7 @@ def test_ppo_with_a_critic_of_its_own_on_review_prefixes(family):
     assert experience.prompt_ids[-1] == 2 and experience.prompt_text in REVIEWS
     assert experience.num_actions <= 6 and experience.values.abs().sum() > 0
     # the same log-probs as transformers' own loss over labels gives
-    loss = label_loss(trainer.maker.initial_model.model, experience.prompt_ids, experience.response_ids)
+    loss = label_loss(trainer.maker.reference.initial_model.model, experience.prompt_ids, experience.response_ids)
     assert -experience.ref_logprobs.mean().item() == pytest.approx(loss, rel=1e-4)
 
 
@@ -208,17 +208,17 @@ def test_sft_then_ppo_on_summaries():
     samples.begin(actor)
     prompts = [Prompt(ids=s.prompt_ids) for s in data]
     sampling = SamplingParams(max_new_tokens=8, do_sample=False, eos_token_ids=(2,))
-    said = samples.generate(prompts, sampling, seed=0, indices=range(4))
+    said = samples.generate(Call.of(prompts, sampling, seed=0, indices=range(4)))
     samples.end()
     assert [s.response_ids.tolist() for s in said] == [s.response_ids.tolist() for s in data]  # it has learned them
     _, phases = online('flan-t5', actor, critic=False, reference=True)
     check_first(phases)
     streamed = list(stream_tokens(actor, prompts[0].ids, sampling, seed=0))
     samples.begin(actor)
-    assert streamed == samples.generate(prompts[:1], sampling, seed=0, indices=[0])[0].response_ids.tolist()
+    assert streamed == samples.generate(Call.of(prompts[:1], sampling, seed=0, indices=[0]))[0].response_ids.tolist()
     drawn = SamplingParams(max_new_tokens=8, eos_token_ids=(2,))
     streamed = list(stream_tokens(actor, prompts[0].ids, drawn, seed=7, index=3))
-    assert streamed == samples.generate(prompts[:1], drawn, seed=7, indices=[3])[0].response_ids.tolist()
+    assert streamed == samples.generate(Call.of(prompts[:1], drawn, seed=7, indices=[3]))[0].response_ids.tolist()
 
 
 @pytest.mark.parametrize('family', ['t5', 'bart'])
@@ -247,7 +247,7 @@ def test_ilql_and_what_it_decodes(family):
     greedy = SamplingParams(max_new_tokens=1, do_sample=False)
     with model.decoding(100.0):
         engine.begin(model)
-        (sample,) = engine.generate([prompt], greedy, seed=0, indices=[0])
+        (sample,) = engine.generate(Call.of([prompt], greedy, seed=0, indices=[0]))
         engine.end()
         batch = collate([sample])
         states = Actor.forward(model, batch, with_logits=True)  # head and Q heads at the state before the first token
@@ -336,7 +336,7 @@ def test_rft_and_best_of_n():
     sampling = SamplingParams(max_new_tokens=6, eos_token_ids=(2,))
     prompt = Prompt(ids=torch.tensor([6, 7, 8, 2]))
     ((best,),) = BestOfN(engine, counted, sample_size=8)([prompt], sampling, seed=0)
-    drawn = engine.generate([prompt] * 8, sampling, seed=0, indices=range(8))
+    drawn = engine.generate(Call.of([prompt] * 8, sampling, seed=0, indices=range(8)))
     assert best.score == max(counted(drawn))
 
 
@@ -353,7 +353,7 @@ def test_what_an_encoder_decoder_cannot_do_is_said():
     strategy, actor = NaiveStrategy(seed=1), Actor(tiny_causal_lm('t5'), value_head=True)
     model, optimizer = trained(strategy, actor)
     common: dict[str, Any] = {'tokenizer': tokenizer_of('t5'), 'kl_coef': 0.0, 'max_new_tokens': 4}
-    with pytest.raises(ValueError, match='reads a prompt and writes one answer, not the turns of an environment'):
+    with pytest.raises(ValueError, match='the turns of an environment are written by causal language models'):
         PPOTrainer(strategy, model, None, None, None, optimizer, environment='games:countdown', **common)
     with pytest.raises(ValueError, match='T5ForConditionalGeneration is an encoder-decoder'):
         LocalEngine().begin(actor)

@@ -9,11 +9,11 @@ import torch
 
 from chatgpt.nn import GPTActor
 from chatgpt.nn.nlpo import masked_output
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import PPOConfig
 from chatgpt.trainer.losses import ActorLoss, collate_experience, experience_totals
-from chatgpt.trainer.nlpo import policy_for
-from chatgpt.trainer.strategies import NaiveStrategy
+from chatgpt.trainer.policy import policy_for
 from chatgpt.types import Experience
 
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from chatgpt.environments import Environment, EnvironmentSettings
+from chatgpt.monitor.report.rollouts import page_row
+from chatgpt.monitor.run_folder.rollouts import read_rollouts
 from chatgpt.nn import Actor, Critic
-from chatgpt.report.rollouts import page_row
-from chatgpt.run_folder.rollouts import read_rollouts
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.callbacks import ProgressBar, SampleTable
 from chatgpt.trainer.callbacks.samples import format_table, shown_parts
-from chatgpt.trainer.strategies import NaiveStrategy
 
 
 class Twice(Environment):
@@ -114,8 +114,3 @@ def test_recorded_sequences_have_their_turns(run):
             assert all(row['mask'][turn['start'] : turn['stop']]) is not e.episode.failed
         between = ''.join(row['tokens'][told['turns'][0]['stop'] : told['turns'][1]['start']])
         assert between == '\n(again)\n' and not any(row['mask'][told['turns'][0]['stop'] : told['turns'][1]['start']])
-
-
-def test_sizes_have_room_for_the_first_observation_and_the_episode(run):
-    sizes = run[0].planned_sizes()
-    assert sizes['max_prompt_tokens'] == len('begin the task now:') and sizes['max_new_tokens'] == 60

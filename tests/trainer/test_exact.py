@@ -10,9 +10,9 @@ import torch
 from exact_runs import ALL, BF16, FP32, Case, build, controls, flip_one_bit, leg, made, run, runs, several
 from optional_packages import needs_colossalai
 
+from chatgpt.strategies.colossalai import ColossalAIStrategy
+from chatgpt.strategies.exact import check_elementwise
 from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer.strategies.colossalai import ColossalAIStrategy
-from chatgpt.trainer.strategies.exact import check_elementwise
 
 TWO = ['ddp', 'fsdp']
 
@@ -33,23 +33,21 @@ def test_one_hash_on_two_processes(cases):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize('ranks', [2, 4])
 def test_one_hash_of_everything(ranks):
     check(
-        run_distributed(runs, 1, 'naive', ALL, timeout_s=800)[0],
-        run_distributed(several, ranks, TWO, ALL, timeout_s=800),
+        run_distributed(runs, 1, 'naive', ALL)[0],
+        run_distributed(several, ranks, TWO, ALL),
     )
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @needs_colossalai
 def test_one_hash_under_zero():
     cases = [*FP32, *BF16, ('ptx', 'gpt2', 'fp32'), ('hydra', 'llama', 'bf16')]
     check(
-        run_distributed(runs, 1, 'naive', cases, timeout_s=500)[0],
-        run_distributed(several, 2, ['zero1', 'zero2'], cases, timeout_s=500),
+        run_distributed(runs, 1, 'naive', cases)[0],
+        run_distributed(several, 2, ['zero1', 'zero2'], cases),
     )
 
 
@@ -68,7 +66,6 @@ def test_gemini_and_its_fp16_are_refused(options, message):
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
 def test_one_hash_on_a_gpu():
     """Twice the same, and under DDP and FSDP2, which one GPU can try on one process only."""

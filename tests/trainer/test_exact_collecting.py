@@ -13,12 +13,12 @@ from phase_log import Log
 
 from chatgpt.nn import Actor, Critic, RewardModel
 from chatgpt.rollout import HFEngine, LocalEngine
+from chatgpt.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.testing import tiny_causal_lm
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import PPOTrainer, RFTTrainer
 from chatgpt.trainer.prompt_evaluation import PromptEvaluation
-from chatgpt.trainer.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 
 
 class Uneven(Actor):
@@ -176,8 +176,6 @@ def test_what_models_judge_together_does_not_follow_from_the_ranks():
     [
         ({'engine': HFEngine()}, "draws again what rounding could change.*HFEngine.*use engine='local'"),
         ({'tis_cap': 2.0}, r'tis_cap=2.0 reads the log-probs of the decode.*leave tis_cap out'),
-        ({'recompute_logprobs': False}, 'recompute_logprobs=False reads the log-probs of the decode'),
-        ({'nlpo_top_p': 0.9}, 'nlpo_top_p=0.9 reads the log-probs of the decode'),
     ],
 )
 def test_what_reads_the_decode_is_refused(settings, message):

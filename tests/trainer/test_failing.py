@@ -13,7 +13,7 @@ from ppo_on_ids import CountGood, make, prompts, weights
 from scripts_on_ranks import run_script
 from sft_runs import make as make_sft
 
-from chatgpt.checkpoint import CheckpointError, CheckpointReader
+from chatgpt.strategies.checkpoint import CheckpointError, CheckpointReader
 from chatgpt.trainer import NonFiniteError, checkpointing
 from chatgpt.trainer.callbacks import Callback, Evaluator, ProgressBar, SaveCheckpoint
 from chatgpt.trainer.saving import SaveError

@@ -1,9 +1,10 @@
 """Records that a model cannot read are refused by name before the first step; a router loss that a config asks for
-likewise."""
+likewise, and models that are one where there must be two."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,14 @@ from transformers import LEDConfig, MixtralConfig
 
 from chatgpt.launch.inputs import read_inputs
 from chatgpt.launch.runs import SFTRun
-from chatgpt.nn import GPTRM, AutoActor, GPTActor
+from chatgpt.nn import GPTRM, Actor, AutoActor, GPTActor, GPTCritic, RewardModel
 from chatgpt.nn.trunk import position_limit
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing import byte_tokenizer
 from chatgpt.testing.fakes import tiny_config
-from chatgpt.trainer import DPOTrainer, RewardModelTrainer, SFTTrainer
+from chatgpt.trainer import DPOTrainer, PPOTrainer, RewardModelTrainer, SFTTrainer
 from chatgpt.trainer.fits import check_records
 from chatgpt.trainer.objectives.pairs import Pair
-from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.types import Sequence
 
 VOCAB, POSITIONS = 16, 8
@@ -39,7 +40,7 @@ BAD = {
     'token id 16, outside of the model': sequence([3, 16], [4]),
     'token id 99, outside of the model': sequence([3], [4, 99]),
     'token id -1, outside of the model': sequence([3], [-1, 5]),
-    r"has 9 tokens, more than the model's 8 positions; cut it \(max_length=8": sequence([3] * 4, [4] * 5),
+    r"has 9 tokens, more than the model's 8 positions \(gpt2\); cut it \(max_length=8": sequence([3] * 4, [4] * 5),
 }
 
 
@@ -128,3 +129,37 @@ def test_a_run_is_told_before_weights_are_read(tmp_path: Path) -> None:
         read_inputs(
             SFTRun(dataset=str(tmp_path / 'data.jsonl'), pretrain=str(tmp_path), save_path=str(tmp_path / 'run'))
         )
+
+
+@pytest.mark.parametrize('kind', ['copy', 'none', 'itself', 'same weights', 'reward', 'optimizer'])
+def test_models_and_optimizers_that_are_one(kind):
+    """A copy is right, as is None with LoRA; the actor itself, before or after `prepare`, would have a KL of 0 for
+    ever."""
+    strategy, config = NaiveStrategy(seed=5), tiny_config('gpt2', vocab_size=VOCAB, hidden=16, positions=POSITIONS)
+    actor: Any = GPTActor(config=config, lora_rank=2 if kind == 'none' else 0)
+    critic: Any = GPTCritic(config=config)
+    references = {'none': None, 'itself': actor, 'same weights': Actor(actor.model)}
+    reward = RewardModel(critic.model) if kind == 'reward' else GPTRM(config=config)
+    initial = references[kind] if kind in references else deepcopy(actor)
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in (actor, critic)]
+    (actor, first), (critic, second), reward, initial = strategy.prepare(
+        (actor, optimizers[0]), (critic, optimizers[1]), reward, initial
+    )
+    said = {
+        'itself': 'initial_model shares its weights with the actor',
+        'same weights': 'initial_model shares its weights with the actor',
+        'reward': 'reward_model shares its weights with the critic',
+        'optimizer': 'actor and critic have the same optimizer',
+    }
+    with pytest.raises(ValueError, match=said[kind]) if kind in said else nullcontext():
+        PPOTrainer(
+            strategy, actor, critic, reward, initial, first, first if kind == 'optimizer' else second, max_new_tokens=4
+        )
+
+
+def test_the_reference_of_preferences_is_another_model():
+    strategy = NaiveStrategy(seed=5)
+    actor: Any = GPTActor(config=tiny_config('gpt2', vocab_size=VOCAB, hidden=16, positions=POSITIONS))
+    pair = strategy.prepare((actor, torch.optim.AdamW(actor.parameters())))
+    with pytest.raises(ValueError, match='initial_model shares its weights'):
+        DPOTrainer(strategy, *pair, [Pair(chosen=GOOD, rejected=GOOD)], initial_model=pair[0])

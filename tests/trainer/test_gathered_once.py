@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from chatgpt.nn import GPTActor
+from chatgpt.strategies import FSDPStrategy, NaiveStrategy, fsdp
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.callbacks import ProgressBar
-from chatgpt.trainer.strategies import FSDPStrategy, NaiveStrategy, fsdp
 
 
 class Watch(ProgressBar):
@@ -88,7 +88,6 @@ def under_fsdp(precision: str) -> tuple[list[dict[str, int]], int]:
         return watch.phases, len(list(GPTActor(config=tiny_config('gpt2', vocab_size=16, positions=32)).parameters()))
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize('precision', ['fp32', 'bf16'])
 def test_once_for_three_timesteps_and_freed(precision):
     for phases, parameters in run_distributed(under_fsdp, 2, precision):

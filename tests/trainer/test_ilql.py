@@ -9,16 +9,16 @@ import torch
 from ilql_runs import VOCAB, make, model, sequence
 from phase_log import Log
 
-from chatgpt.dataset import TokenizedLabelled
+from chatgpt.data import TokenizedLabelled
 from chatgpt.nn import ILQLModel
-from chatgpt.rollout import HFEngine, LocalEngine, SamplingParams
+from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams
+from chatgpt.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.testing.fakes import char_tokenizer
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import BetaEvaluation, ILQLTrainer, PromptEvaluation, rewarded
 from chatgpt.trainer.callbacks import Evaluator, ProgressBar, SaveCheckpoint
 from chatgpt.trainer.objectives.ilql import standardized, turn_ends
 from chatgpt.trainer.saving import save_pretrained
-from chatgpt.trainer.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.types import Prompt
 
 DIALOGUES = [
@@ -156,9 +156,9 @@ def test_decoding_is_the_papers_policy():
         with net.decoding(beta):
             engine.begin(net)
             texts.append(
-                engine.generate(prompts, SamplingParams(max_new_tokens=6, do_sample=False), seed=0, indices=[0])[
-                    0
-                ].response_ids
+                engine.generate(
+                    Call.of(prompts, SamplingParams(max_new_tokens=6, do_sample=False), seed=0, indices=[0])
+                )[0].response_ids
             )
             engine.end()
     ids = torch.tensor([[3, 4]])
@@ -187,7 +187,7 @@ def test_the_improved_policy_is_better_than_the_data():
         with net.decoding(beta):
             engine.begin(net)
             prompts = [Prompt(ids=torch.tensor([3 + i % 3])) for i in range(60)]
-            found = engine.generate(prompts, SamplingParams(max_new_tokens=1), seed=0, indices=range(60))
+            found = engine.generate(Call.of(prompts, SamplingParams(max_new_tokens=1), seed=0, indices=range(60)))
             engine.end()
         return sum(int(s.response_ids[0]) == 5 for s in found) / 60
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from killed_runs import finished, metrics, start
 
-from chatgpt.checkpoint import CheckpointReader, latest
+from chatgpt.strategies.checkpoint import CheckpointReader, latest
 
 pytestmark = pytest.mark.system
 
@@ -55,18 +55,15 @@ def done_phases(folder: Path) -> int:
     return path.read_text().count('\n') if path.is_file() else 0
 
 
-@pytest.mark.timeout(400)
 def test_five_kills(tmp_path):
     killed_many_times(tmp_path, kills=5, phases=40, seed=0)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_twenty_kills(tmp_path):
     killed_many_times(tmp_path, kills=20, phases=120, seed=1)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_five_kills_of_two_sharded_ranks(tmp_path):
     killed_many_times(tmp_path, kills=5, phases=20, seed=2, kind='FSDPStrategy', ranks=2)

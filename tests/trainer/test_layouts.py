@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 import torch
 from layout_runs import BEFORE_COLOSSALAI, PER_LEG, RING, TOTAL, Runs
-from optional_packages import needs_colossalai
-
-from benchmarks.layouts import (
+from layouts import (
     BF16,
     Leg,
     Log,
@@ -24,8 +22,9 @@ from benchmarks.layouts import (
     differing,
     run_leg,
 )
+from optional_packages import needs_colossalai
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]  # the first test waits for all legs
+pytestmark = pytest.mark.system
 
 
 @pytest.fixture(scope='module')
@@ -88,8 +87,9 @@ def test_the_comparison_tells_another_run(runs):
 
 def disturb(source: Path, target: Path) -> None:
     """A copy of a checkpoint with one layer norm scaled by a hundredth."""
-    from benchmarks.layouts import tensors
-    from chatgpt.checkpoint import CheckpointReader, pieces_of, write_checkpoint
+    from layouts import tensors
+
+    from chatgpt.strategies.checkpoint import CheckpointReader, pieces_of, write_checkpoint
 
     reader, content = CheckpointReader(source), tensors(source)
     content['actor/model.transformer.ln_f.weight'] = content['actor/model.transformer.ln_f.weight'] * 1.01
@@ -126,9 +126,8 @@ def test_gemini_goes_on_as_zero_in_bf16(colossal, gemini, zero):
 
 @pytest.mark.slow
 @needs_colossalai
-@pytest.mark.timeout(1800)
 def test_every_layout_to_every_other(tmp_path):
-    from benchmarks.layouts import every_pair
+    from layouts import every_pair
 
     cells = every_pair(tmp_path)
     assert len(cells) >= 64
@@ -143,11 +142,11 @@ def naive_leg(source: Path | None, target: Path | None, until: int) -> Log:
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_the_first_names(tmp_path):
-    from chatgpt.checkpoint import CheckpointError
     from chatgpt.nn import GPTActor
+    from chatgpt.strategies import NaiveStrategy
+    from chatgpt.strategies.checkpoint import CheckpointError
     from chatgpt.testing.fakes import tiny_config
     from chatgpt.trainer import SFTTrainer
-    from chatgpt.trainer.strategies import NaiveStrategy
     from chatgpt.types import Sequence
 
     naive_leg(None, tmp_path / 'ppo', 1)
@@ -156,7 +155,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_first_names(tmp_path):
     strategy = NaiveStrategy()
     actor = GPTActor(config=tiny_config('gpt2', positions=48))
     actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters())))
-    with pytest.raises(CheckpointError, match=r"another kind of run: missing \[\], unexpected \['critic'"):
+    with pytest.raises(CheckpointError, match='a checkpoint of ppo .it holds actor and critic., and this run is sft'):
         SFTTrainer(strategy, actor, optim, data).load_checkpoint(tmp_path / 'ppo')
 
 
@@ -164,8 +163,8 @@ def test_damage_is_named_and_a_pickle_is_not_opened(tmp_path):
     import json
     import pickle
 
-    from chatgpt.checkpoint import CheckpointError
-    from chatgpt.trainer.strategies import NaiveStrategy
+    from chatgpt.strategies import NaiveStrategy
+    from chatgpt.strategies.checkpoint import CheckpointError
 
     naive_leg(None, tmp_path / 'good', 1)
     victim = sorted((tmp_path / 'good').glob('actor-*.safetensors'))[0]
@@ -201,7 +200,7 @@ def test_a_full_disk_leaves_the_run_alive_and_the_last_checkpoint_whole(tmp_path
 
     from ppo_on_ids import make, prompts
 
-    from chatgpt.checkpoint import CheckpointReader, writer
+    from chatgpt.strategies.checkpoint import CheckpointReader, writer
     from chatgpt.trainer.callbacks import ProgressBar, SaveCheckpoint
 
     real, calls = writer.CheckpointWriter._write, []

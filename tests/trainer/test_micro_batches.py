@@ -11,12 +11,12 @@ import torch
 import chatgpt.nn.packing as packing_module
 from chatgpt.batching import collate, micro_batches
 from chatgpt.nn import GPTActor, GPTCritic
+from chatgpt.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.callbacks import ProgressBar
 from chatgpt.trainer.step import Learner, Work, learn_batch
-from chatgpt.trainer.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.types import Sequence
 
 # In this order half and half would give one rank 36 tokens and the other 10.

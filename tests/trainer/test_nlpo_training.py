@@ -11,11 +11,11 @@ from online_runs import PROMPTS, QUERIES, RESPONSES, ExperienceLog, vowels
 
 from chatgpt.nn import GPTActor
 from chatgpt.rollout import HFEngine
+from chatgpt.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.callbacks import ProgressBar, SaveCheckpoint
-from chatgpt.trainer.strategies import DDPStrategy, NaiveStrategy
 
 
 def nlpo(strategy: Any = None, more: Any = (), **kw: Any) -> Any:
@@ -138,7 +138,7 @@ def test_nlpo_on_two_ranks():
 @pytest.mark.parametrize(
     ('settings', 'sentence'),
     [
-        ({'nlpo_top_p': None}, 'NLPO needs both'),
+        ({'nlpo_top_p': None}, 'mask_model is of a policy that is made of two models: give nlpo_top_p'),
         ({'nlpo_top_p': 1.5}, r'nlpo_top_p=1.5 must lie in \(0, 1\]'),
         ({'recompute_logprobs': True}, 'leave recompute_logprobs out'),
         ({'strategy': NaiveStrategy(precision='bf16', device='cpu')}, 'use precision=fp32'),

@@ -13,18 +13,20 @@ from typing import Any
 import pytest
 import torch
 
-from chatgpt.experience import RewardModelScorer, ScoreShaper
-from chatgpt.experience.rescore import rescored
-from chatgpt.experience.scorers import sequence_score
 from chatgpt.functional.advantages import token_rewards
 from chatgpt.nn import GPTActor
 from chatgpt.rollout import SamplingParams
 from chatgpt.rollout.best_of_n import BestOfN
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing.fakes import tiny_config
-from chatgpt.trainer.algorithms import estimate_advantages, whiten_responses, whiten_tokens
+from chatgpt.trainer.algorithms import estimate_advantages
 from chatgpt.trainer.callbacks.rollouts import rows_of_phase
 from chatgpt.trainer.callbacks.samples import rows_of
 from chatgpt.trainer.config import PPOConfig
+from chatgpt.trainer.estimates import whiten_responses, whiten_tokens
+from chatgpt.trainer.experience import RewardModelScorer, ScoreShaper
+from chatgpt.trainer.experience.rescore import rescored
+from chatgpt.trainer.experience.scorers import sequence_score
 from chatgpt.trainer.losses import COLUMNS, ActorLoss, ValueLoss, collate_experience, experience_totals
 from chatgpt.trainer.metrics import (
     BatchStats,
@@ -35,7 +37,6 @@ from chatgpt.trainer.metrics import (
     rollout_metrics,
     value_metrics,
 )
-from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.types import Batch, Episode, Experience, Prompt, Turn
 
 VOCAB = 16

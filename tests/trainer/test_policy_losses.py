@@ -9,12 +9,12 @@ import torch
 
 from chatgpt.batching import collate
 from chatgpt.nn import GPTActor
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import PPOConfig
 from chatgpt.trainer.losses import ActorLoss, collate_experience, experience_totals
 from chatgpt.trainer.metrics import BatchStats, rollout_metrics
-from chatgpt.trainer.nlpo import Policy
-from chatgpt.trainer.strategies import NaiveStrategy
+from chatgpt.trainer.policy import Policy
 from chatgpt.types import Experience
 
 MAX_NEW = 7

@@ -10,16 +10,16 @@ import pytest
 import torch
 from phase_log import Log
 
-from chatgpt.dataset import TokenizedLabelled, TokenizedPreference
+from chatgpt.data import TokenizedLabelled, TokenizedPreference
 from chatgpt.nn import GPTActor
+from chatgpt.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import DPOTrainer, KTOTrainer, ORPOTrainer, RewardModelConfig, SimPOTrainer
 from chatgpt.trainer.callbacks import SaveCheckpoint
+from chatgpt.trainer.experience.reference import Reference
 from chatgpt.trainer.objectives.pairs import pairs_of
 from chatgpt.trainer.objectives.reward_model import PairwiseObjective
-from chatgpt.trainer.reference import ReferenceModel
-from chatgpt.trainer.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.types import Sequence
 
 
@@ -267,10 +267,8 @@ def test_dpo_of_three_ranked_answers_by_hand(loss_type, precompute):
 def test_the_reference_scores_a_shared_answer_once(monkeypatch):
     trainer = make('dpo', [preference([3], [5], [6], [7])])
     seen = []
-    score = ReferenceModel.__call__
-    monkeypatch.setattr(
-        ReferenceModel, '__call__', lambda self, batch: seen.append(batch.num_sequences) or score(self, batch)
-    )
+    score = Reference.sums
+    monkeypatch.setattr(Reference, 'sums', lambda self, batch: seen.append(batch.num_sequences) or score(self, batch))
     trainer.fit()
     assert sum(seen) == 3
 
@@ -298,7 +296,7 @@ def z0_by_hand(trainer: Any, crossed: list[Sequence]) -> float:
 @pytest.mark.parametrize('last', [5, 9])
 def test_z0_of_a_last_batch_of_one_record_takes_another_prompt(last):
     one, two, three = sequence([3, 4], [5, 6, 2]), sequence([7], [9, 8, 2]), sequence([3, 5], [last, 2])
-    records = [TokenizedLabelled(sequence=s, label=True) for s in (one, two, three)]
+    records = [TokenizedLabelled(sequence=s, label=s is not two) for s in (one, two, three)]
     trainer = make('kto', records, shuffle=False, moved=True, train_batch_size=2, lr=0.0)
     trainer.fit()
     want = z0_by_hand(
@@ -346,6 +344,7 @@ def test_z0_of_pairs_takes_answers_under_another_prompt():
         ('dpo', {'train_data': [preference([3], [5], [5])]}, 'no record has two answers that differ'),
         ('kto', {'train_batch_size': 1}, 'use 2 or more'),
         ('kto', {'train_data': [sequence([3], [4])]}, 'not from a Sequence'),
+        ('kto', {'train_data': [TokenizedLabelled(sequence=sequence([3], [4]), label=True)] * 2}, '2 good and 0 bad'),
         ('simpo', {'beta': 0.0}, 'beta=0.0 must be positive'),
     ],
 )

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from chatgpt.dataset import TokenizedPreference
+from chatgpt.data import TokenizedPreference
 from chatgpt.nn import GPTActor, GPTCritic
-from chatgpt.rollout import LocalEngine
+from chatgpt.rollout import Call, LocalEngine
 from chatgpt.rollout.sampling import SamplingParams
+from chatgpt.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import DPOTrainer, PPOTrainer, PromptEvaluation, SFTTrainer
 from chatgpt.trainer.callbacks import Evaluator, MetricsWriter, ProgressBar, SaveCheckpoint
-from chatgpt.trainer.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.types import Prompt, Sequence
 
 PROMPTS = [{'prompt': text, 'want': want} for text, want in (('a', 3), ('bc', 1), ('def', 0))]
@@ -119,7 +119,7 @@ def test_draws_are_not_those_of_the_training():
     engine.begin(trainer.strategy.unwrap(trainer.model))
     prompt = Prompt(ids=torch.tensor(TOKENIZER('a', add_special_tokens=False)['input_ids']))
     sampling = SamplingParams(max_new_tokens=12, eos_token_ids=(TOKENIZER.eos_token_id,))
-    training = engine.generate([prompt] * 4, sampling, seed=0, indices=range(4))
+    training = engine.generate(Call.of([prompt] * 4, sampling, seed=0, indices=range(4)))
     engine.end()
     responses = [TOKENIZER.decode(s.response_ids, skip_special_tokens=True) for s in training]
     assert responses != [row['response'] for row in evaluation.last]
@@ -164,7 +164,7 @@ def test_before_during_and_after_with_a_table_for_each(tmp_path, capsys):
         True,
         False,
     ]
-    assert 'eval prompts at phase 3' in capsys.readouterr().out
+    assert 'evaluation samples after phase 3' in capsys.readouterr().out
 
 
 def test_a_resumed_run_cuts_the_table_back(tmp_path):
@@ -269,9 +269,9 @@ def on_two_ranks() -> dict[str, Any]:
             with kind(seed=5, device='cpu') as strategy:
                 calls: list[int] = []
 
-                def counted(calls: list[int] = calls, **given: Any) -> dict[str, list[float]]:
+                def counted(calls: list[int] = calls, *, samples: Any, **given: Any) -> dict[str, list[float]]:
                     calls.append(1)
-                    return metric(**given)
+                    return metric(samples, **given)
 
                 evaluation = PromptEvaluation(
                     prompts, reward=length, metric_fn=counted, do_sample=True, max_new_tokens=6, num_rows=0

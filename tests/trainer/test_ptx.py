@@ -10,10 +10,10 @@ import torch
 
 from chatgpt.batching import cut_by_tokens
 from chatgpt.nn import GPTActor
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.callbacks import ProgressBar
-from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.types import Sequence
 
 VOCAB, COEF, BUDGET = 16, 0.5, 12

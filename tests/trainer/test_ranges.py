@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import chatgpt.trainer  # noqa: F401
-from chatgpt.launch.runs import PPORun, Run
+from chatgpt.launch.runs import DataRun, PPORun, Run
 from chatgpt.rollout import SamplingParams
 from chatgpt.trainer.config import PPOConfig, Settings, SFTConfig, SupervisedConfig
 from chatgpt.trainer.objectives.ilql import ILQLConfig
@@ -62,7 +62,7 @@ def test_the_classes_are_found_and_every_numeric_setting_has_a_range():
 
 
 def test_no_range_is_left_over():
-    names = {cls.__name__: cls for cls in [*CLASSES, Run, PPORun]}
+    names = {base.__name__: cls for cls in [*CLASSES, Run, DataRun, PPORun] for base in cls.__mro__[::-1]}
     assert [
         f'{c}.{n}'
         for c, ranges in RANGES.items()

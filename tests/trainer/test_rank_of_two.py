@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from chatgpt.rollout import Abilities, CheckedEngine
 from chatgpt.testing.processes import run_distributed
 
 
@@ -67,7 +69,7 @@ def signs(strategy: Any, folder: str) -> str:
 
 def resumed(trainer: Any, folder: str) -> str:
     """`load_checkpoint` where the second process does not see the folder of the first."""
-    from chatgpt.checkpoint import CheckpointError, CheckpointReader
+    from chatgpt.strategies.checkpoint import CheckpointError, CheckpointReader
 
     reads = CheckpointReader.verify
 
@@ -83,40 +85,28 @@ def resumed(trainer: Any, folder: str) -> str:
         CheckpointReader.verify = reads  # type: ignore[method-assign]
 
 
-class OwnModel:
+class OwnModel(CheckedEngine):
     """An engine with a model of its own, which draws another token on each process."""
 
-    reproducible, copies_weights = False, True
+    abilities = Abilities(copies_weights=True)
 
     def __init__(self, token: int) -> None:
         self.token, self.taken = token, 0
 
-    def begin(self, actor: Any) -> None: ...
+    def transfer(self, model: Any, tensors: Any) -> None: ...
 
-    def end(self) -> None: ...
+    def check_weights(self) -> None: ...
 
-    def generate(self, prompts: Any, sampling: Any, *, indices: Any, **_: Any) -> list[Any]:
-        from chatgpt.types import Sample
-
-        ids = torch.tensor([self.token])
-        more: Any = {name: torch.zeros(1) for name in ('logprobs', 'filtered_logprobs', 'edge_distances')}
-        return [
-            Sample(
-                prompt_ids=prompt.ids,
-                response_ids=ids,
-                response_mask=torch.ones(1, dtype=torch.bool),
-                index=index,
-                group=index,
-                finish_reason='length',
-                **more,
-            )
-            for prompt, index in zip(prompts, indices, strict=True)
-        ]
+    def answer(self, call: Any, limits: list[int]) -> list[Any]:
+        zeros = [torch.zeros(1) for _ in range(3)]
+        return [call.sample(i, torch.tensor([self.token]), *zeros, 'length') for i in range(len(limits))]
 
 
 class AnswersLater(OwnModel):
-    def submit(self, *args: Any, **kw: Any) -> list[Any]:
-        return self.generate(*args, **kw)
+    abilities = Abilities(copies_weights=True, answers_ahead=True)
+
+    def submit(self, call: Any) -> list[Any]:
+        return self.generate(call)
 
     def take(self, ticket: list[Any]) -> list[Any]:
         return ticket
@@ -126,15 +116,16 @@ class AnswersLater(OwnModel):
 
 def drawn(strategy: Any, kind: Any) -> tuple[list[int], list[int]]:
     """Tokens that a collector of such an engine gives: of these prompts now, and of the next ones."""
-    from chatgpt.dataset import PromptSet
+    from chatgpt.data import PromptSet
+    from chatgpt.nn import Actor
     from chatgpt.rollout import SamplingParams
+    from chatgpt.testing import tiny_causal_lm
     from chatgpt.trainer.collect import Collector
     from chatgpt.types import Prompt
 
     engine, prompts = kind(5 + strategy.processes.rank), [Prompt(ids=torch.tensor([3]), text='a') for _ in range(2)]
-    collector = Collector(
-        strategy, engine, SamplingParams(max_new_tokens=1), policy=lambda: nullcontext(None), batch_size=2
-    )
+    policy = nullcontext(Actor(tiny_causal_lm('gpt2')))
+    collector = Collector(strategy, engine, SamplingParams(max_new_tokens=1), policy=lambda **_: policy, batch_size=2)
     collector.set_prompts(PromptSet(prompts))
     now = collector.generate(prompts, indices=range(2))
     (later,) = collector.collect(1, version=0) or [[]]
@@ -144,6 +135,7 @@ def drawn(strategy: Any, kind: Any) -> tuple[list[int], list[int]]:
 def of_a_process(folder: str) -> dict[str, Any]:
     import chatgpt
     from chatgpt.environments.games import Countdown
+    from chatgpt.strategies import FSDPStrategy
     from chatgpt.trainer.agreement import check_ranks
     from chatgpt.trainer.callbacks import SaveCheckpoint
     from chatgpt.trainer.callbacks.base import TrainerView
@@ -151,7 +143,6 @@ def of_a_process(folder: str) -> dict[str, Any]:
     from chatgpt.trainer.metrics import rank_metrics
     from chatgpt.trainer.prompt_evaluation import PromptEvaluation
     from chatgpt.trainer.run_control import agreed
-    from chatgpt.trainer.strategies import FSDPStrategy
 
     found: dict[str, Any] = {}
     with FSDPStrategy(seed=3, precision='fp32', tensor_parallel=2, device='cpu') as strategy:
@@ -260,9 +251,9 @@ def by_workers() -> dict[str, Any]:
 
     from chatgpt.launch import rollouts
     from chatgpt.launch.runs import PPORun
-    from chatgpt.rollout import RemoteEngine, SamplingParams
+    from chatgpt.rollout import Call, RemoteEngine, SamplingParams
+    from chatgpt.strategies import FSDPStrategy
     from chatgpt.trainer.collect import Collector
-    from chatgpt.trainer.strategies import FSDPStrategy
     from chatgpt.types import Prompt
 
     workers, sampling = InProcessWorkers(2), SamplingParams(**SAMPLING)
@@ -271,26 +262,26 @@ def by_workers() -> dict[str, Any]:
         actor = actor_of(strategy)
         mine = range(strategy.rank, 3, strategy.world_size)
         with rollouts.rollout_engine(PPORun(rollout_workers=2), strategy) as engine:
-            collector = Collector(strategy, engine, sampling, policy=lambda: strategy.full_model(actor))
+            collector = Collector(strategy, engine, sampling, policy=partial(strategy.full_model, actor))
             samples = collector.generate(prompts(mine), indices=mine, limits=[4 + i for i in mine])
             found = {'started': len(workers.workers), 'drawn': {s.index: s.response_ids.tolist() for s in samples}}
-            with strategy.full_model(actor) as full:
+            with strategy.full_model(actor, whole=True) as full:
                 engine.begin(full)
                 empty = [Prompt(ids=torch.tensor([], dtype=torch.int64))]
-                found['error'] = told(engine.generate, empty, sampling, seed=0, indices=[0])
+                found['error'] = told(engine.generate, Call.of(empty, sampling, seed=0, indices=[0]))
                 engine.end()
     return found
 
 
 def test_a_rank_has_one_set_of_workers():
-    from chatgpt.rollout import LocalEngine, SamplingParams
-    from chatgpt.trainer.strategies import NaiveStrategy
+    from chatgpt.rollout import Call, LocalEngine, SamplingParams
+    from chatgpt.strategies import NaiveStrategy
 
     ranks = run_distributed(by_workers, 4)
     with NaiveStrategy(seed=3, device='cpu', precision='fp32') as strategy:
         engine = LocalEngine()
         engine.begin(actor_of(strategy))
-        alone = engine.generate(prompts(range(3)), SamplingParams(**SAMPLING), seed=3, indices=range(3))
+        alone = engine.generate(Call.of(prompts(range(3)), SamplingParams(**SAMPLING), seed=3, indices=range(3)))
         want = {s.index: s.response_ids.tolist()[: 4 + s.index] for s in alone}
     assert [r['started'] for r in ranks] == [2, 0, 2, 0]
     assert [r['drawn'] for r in ranks] == [{0: want[0], 2: want[2]}] * 2 + [{1: want[1]}] * 2

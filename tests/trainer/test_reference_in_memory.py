@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 import chatgpt
 from chatgpt.nn import GPTActor, GPTCritic
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.callbacks import ProgressBar
-from chatgpt.trainer.strategies import NaiveStrategy
 
 PHASE = {'experience_batch_size': 4, 'train_batch_size': 4, 'max_new_tokens': 4}
 

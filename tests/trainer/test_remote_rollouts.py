@@ -16,12 +16,12 @@ from phase_log import Log
 
 from chatgpt.nn import GPTActor, GPTCritic
 from chatgpt.rollout import HFEngine, LocalEngine, RemoteEngine
+from chatgpt.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import PPOConfig, PPOTrainer
 from chatgpt.trainer.callbacks import Callback, SaveCheckpoint
 from chatgpt.trainer.pipeline import Pipeline
-from chatgpt.trainer.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.types import Experience
 
 WORDS = [f'a {word}' for word in 'one two three four five six seven eight nine ten eleven'.split()]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
 import numpy
-import pytest
 import torch
 from ppo_on_ids import make, prompts
 
@@ -94,37 +92,11 @@ def test_numpy_generators_of_other_kinds(tmp_path):
         numpy.random.set_bit_generator(before)
 
 
-def test_a_checkpoint_with_pythons_state_in_its_json_loads(tmp_path, monkeypatch):
-    from chatgpt.trainer import checkpointing
-
-    def only_torch(rank: int) -> Any:
-        return [piece for piece in pieces(rank) if piece.name == f'{rank}/torch']
-
-    pieces, trainer = checkpointing._rng_pieces, make()
-    monkeypatch.setattr(checkpointing, '_rng_pieces', only_torch)
-    seed_all(5)
-    state = json.loads(json.dumps(random.getstate()))
-    monkeypatch.setattr(
-        checkpointing.CheckpointReader, 'json', with_python_rng(checkpointing.CheckpointReader.json, state)
-    )
-    trainer.save_checkpoint(tmp_path / 'old')
-    want = random.random()
-    seed_all(6)
-    numpy_next = numpy.random.RandomState(6).rand()
-    trainer.load_checkpoint(tmp_path / 'old')
-    assert random.random() == want
-    assert numpy.random.rand() == numpy_next
-
-
-def with_python_rng(read: Any, state: Any) -> Any:
-    return lambda reader, *args: read(reader, *args) | {'python_rng': state}
-
-
 def each_rank_its_own(folder: str) -> tuple[list[float], list[float]]:
     from chatgpt.nn import GPTActor
+    from chatgpt.strategies import DDPStrategy
     from chatgpt.testing.fakes import tiny_config
     from chatgpt.trainer import SFTTrainer
-    from chatgpt.trainer.strategies import DDPStrategy
     from chatgpt.types import Sequence
 
     with DDPStrategy(device='cpu') as strategy:
@@ -142,7 +114,6 @@ def each_rank_its_own(folder: str) -> tuple[list[float], list[float]]:
         return want, draws()
 
 
-@pytest.mark.timeout(200)
 def test_each_rank_keeps_its_own_generators(tmp_path):
     (want0, got0), (want1, got1) = run_distributed(each_rank_its_own, 2, str(tmp_path / 'saved'))
     assert got0 == want0

@@ -11,9 +11,10 @@ import torch
 from phase_log import Log
 
 from chatgpt.batching import collate
-from chatgpt.dataset import TokenizedLabelled, TokenizedPreference
+from chatgpt.data import TokenizedLabelled, TokenizedPreference
 from chatgpt.functional import losses
 from chatgpt.nn import RewardModel
+from chatgpt.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import RewardModelConfig, RewardModelTrainer
@@ -21,7 +22,6 @@ from chatgpt.trainer.callbacks import SaveCheckpoint
 from chatgpt.trainer.objectives import reward_model
 from chatgpt.trainer.objectives.reward_model import PairwiseObjective, is_success
 from chatgpt.trainer.saving import save_pretrained
-from chatgpt.trainer.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.types import Sequence
 
 
@@ -176,6 +176,20 @@ def test_calibration_puts_the_mean_of_reference_answers_at_zero():
     before = trainer.calibrate(given)
     assert before < -0.5  # the worse ones lie below
     assert sum(score(trainer, s) for s in given) == pytest.approx(0.0, abs=1e-5)
+
+
+def test_calibration_reads_a_bounded_sample_by_seed_and_says_so(capsys):
+    data = learnable(8)
+    all_scores = make(data, calibration_samples=8).calibrate()
+    trainer = make(data, calibration_samples=3)
+    trainer.log.enabled = True
+    best = [score(trainer, r.sequences()[0]) for r in data]
+    some = trainer.calibrate()
+    assert 'calibrate on 3 answers' in capsys.readouterr().out
+    assert make(data, calibration_samples=3).calibrate() == some != all_scores
+    assert all_scores == pytest.approx(sum(best) / 8, abs=1e-5)
+    assert any(some == pytest.approx(sum(three) / 3, abs=1e-5) for three in combinations(best, 3))
+    assert make(data, calibration_samples=512).calibrate() == all_scores  # a file below the bound is read as a whole
 
 
 def test_labelled_text_by_hand_and_learnt():

@@ -14,9 +14,10 @@ import torch
 from fake_trainer import FakeTrainer, experience
 from phase_log import Log
 
+from chatgpt.monitor.run_folder import rollouts
+from chatgpt.monitor.run_folder.rollouts import PER_TOKEN, read_rollouts, recorded_phases
 from chatgpt.nn import GPTActor, GPTCritic
-from chatgpt.run_folder import rollouts
-from chatgpt.run_folder.rollouts import PER_TOKEN, read_rollouts, recorded_phases
+from chatgpt.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.testing import byte_tokenizer
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
@@ -24,7 +25,6 @@ from chatgpt.trainer import PPOTrainer, SFTTrainer
 from chatgpt.trainer.callbacks import Callback, ProgressBar, RolloutRecorder
 from chatgpt.trainer.callbacks.rollouts import first_groups
 from chatgpt.trainer.losses import collate_experience
-from chatgpt.trainer.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.types import Sequence
 
 PROMPTS = [f'a {word}' for word in 'one two three four five six'.split()]
@@ -242,14 +242,6 @@ def test_a_resume_removes_what_came_after_and_goes_on(tmp_path):
     assert recorded_phases(tmp_path / 'rollouts.previous') == [1, 2, 3]
 
 
-def test_driven_by_hand(tmp_path):
-    trainer = make(NaiveStrategy(seed=3), tmp_path, num_samples_per_prompt=1)
-    queries = [torch.tensor([97, 98])] * 6
-    trainer.step(queries, trainer.generate(queries), [1.0] * 6)
-    assert [len(r['entropy']) for r in read_rollouts(tmp_path)] == [len(r['tokens']) for r in read_rollouts(tmp_path)]
-    assert [r['score'] for r in read_rollouts(tmp_path)] == [1.0] * 6
-
-
 def test_who_records(tmp_path):
     def recorders(trainer: Any) -> list[RolloutRecorder]:
         return [c for c in trainer.callbacks if isinstance(c, RolloutRecorder)]
@@ -268,14 +260,6 @@ def test_who_records(tmp_path):
     ]
     SFTTrainer('naive', actor, optim, data, run_dir=tmp_path, callbacks=[RolloutRecorder()]).fit()
     assert not (tmp_path / 'rollouts').exists()
-
-
-def test_every_so_many_phases_the_first_and_the_last_included(tmp_path):
-    trainer = FakeTrainer([RolloutRecorder(every=3)], tmp_path, num_phases=8)
-    trainer.fit([{}] * 8)
-    assert recorded_phases(tmp_path) == [1, 3, 6, 8]
-    (row,) = read_rollouts(tmp_path, [6])
-    assert (row['entropy'], row['kl'], row['tokens']) == (None, 1.5, ['5', ' 6', ' 1'])
 
 
 def test_the_folder_is_thinned_out_over_its_limit(tmp_path):
@@ -323,12 +307,3 @@ def test_a_tokenizer_with_its_own_mind_does_not_end_a_run(tmp_path, text):
     ):
         trainer.fit([{}])
     assert recorded_phases(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    'settings', [{'every': 0}, {'num_sequences': -1}, {'max_mib': 0}, {'max_phases': 1}, {'every': 1.5}]
-)
-def test_settings_are_checked(settings):
-    (name,) = settings
-    with pytest.raises(ValueError, match=f'{name}={settings[name]} must be'):
-        RolloutRecorder(**settings)

@@ -10,9 +10,9 @@ import torch
 from phase_log import Log
 
 from chatgpt.nn import GPTActor
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import SFTTrainer
-from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.types import Sequence
 
 

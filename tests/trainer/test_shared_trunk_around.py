@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cuda_on_cpu import pretend_cuda
 
 from chatgpt.batching import collate
 from chatgpt.nn import Actor, Critic, RewardModel
@@ -11,13 +12,11 @@ from chatgpt.nn.heads import critic_head
 from chatgpt.nn.shared import SharedTrunk
 from chatgpt.rollout import BestOfN, HFEngine, LocalEngine, SamplingParams
 from chatgpt.rollout.wire import policy_tensors
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing import tiny_causal_lm
-from chatgpt.testing.pretend_cuda import pretend_cuda
 from chatgpt.testing.tiny import tiny_sequences
 from chatgpt.trainer import PPOTrainer, RFTTrainer
 from chatgpt.trainer.callbacks import EMA, Callback
-from chatgpt.trainer.callbacks.memory import setup_of
-from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.types import Prompt
 
 PROMPTS = [Prompt(ids=torch.tensor([i + 3, 2 * i + 1])) for i in range(8)]
@@ -201,12 +200,3 @@ def test_an_export_leaves_the_device_alone(tmp_path):
         folded = {n.rpartition('.')[0] for n, _ in actor.model.named_parameters() if n.endswith('lora_A')}
         state = merged_state_dict(actor.model)
         assert folded and all(state[f'{n}.weight'].device.type == 'cpu' for n in folded)
-
-
-def test_what_a_trainer_tells_the_planner():
-    trainer, _ = trained(roles('shared', quantize='nf4'), fit=False)
-    setup = setup_of(trainer)
-    assert setup.shared_trunk and setup.quantize == 'nf4' and setup.lora_rank == 4
-    trainer, _ = trained(roles('separate'), fit=False)
-    setup = setup_of(trainer)
-    assert not setup.shared_trunk and setup.quantize == 'none'

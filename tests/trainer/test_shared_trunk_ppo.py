@@ -7,20 +7,20 @@ from copy import deepcopy
 
 import pytest
 import torch
+from cuda_on_cpu import pretend_cuda
 
 from chatgpt.batching import collate
-from chatgpt.checkpoint.layout import CheckpointMismatch
 from chatgpt.nn import Actor, Critic, RewardModel, shared
 from chatgpt.nn.heads import critic_head
 from chatgpt.nn.peft_format import export_peft
 from chatgpt.nn.shared import SharedTrunk
+from chatgpt.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
+from chatgpt.strategies.checkpoint.layout import CheckpointMismatch
 from chatgpt.testing import tiny_causal_lm
-from chatgpt.testing.pretend_cuda import pretend_cuda
 from chatgpt.testing.processes import run_distributed
 from chatgpt.testing.tiny import tiny_sequences
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.callbacks import Callback
-from chatgpt.trainer.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.types import Prompt
 
 

@@ -16,12 +16,12 @@ import torch
 from killed_runs import ROOT, SCRIPT, finished, metrics, start
 from ppo_on_ids import make, prompts
 
-from chatgpt.checkpoint import CheckpointError, CheckpointReader
 from chatgpt.nn import GPTActor
+from chatgpt.strategies import NaiveStrategy
+from chatgpt.strategies.checkpoint import CheckpointError, CheckpointReader
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import SFTTrainer
 from chatgpt.trainer.callbacks import ProgressBar, SaveCheckpoint
-from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.types import Sequence
 
 PHASES = 30
@@ -29,9 +29,8 @@ PHASES = 30
 
 def wait_for_phases(folder: Path, count: int, process: subprocess.Popen[str]) -> None:
     path = folder / 'metrics.jsonl'
-    deadline = time.monotonic() + 60
     while not (path.is_file() and path.read_text().count('\n') >= count):
-        assert process.poll() is None and time.monotonic() < deadline, 'the run ended too early, or does not advance'
+        assert process.poll() is None, 'the run ended too early'
         time.sleep(0.01)
 
 
@@ -55,7 +54,6 @@ def refused_beside(holder: subprocess.Popen[str], folder: Path) -> None:
 
 
 @pytest.mark.system
-@pytest.mark.timeout(400)
 def test_stopped_by_signals_and_resumed_to_the_same_bits(undisturbed, tmp_path):
     """SIGTERM, then SIGINT, each in the middle of a run; every time it ends between phases, with the code of the
     signal.
@@ -68,7 +66,7 @@ def test_stopped_by_signals_and_resumed_to_the_same_bits(undisturbed, tmp_path):
         wait_for_phases(tmp_path, done + 4, process)
         refused_beside(process, tmp_path)
         process.send_signal(signum)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate()
         assert 128 + signum == code
         # a script that lets KeyboardInterrupt pass ends by the signal itself, which a shell reports as 130
         assert process.returncode in ((code,) if signum == signal.SIGTERM else (code, -signum)), output
@@ -128,7 +126,7 @@ base.Trainer.save_checkpoint = limited
 """
     command = [sys.executable, '-c', full + SCRIPT, str(tmp_path), str(PHASES), 'NaiveStrategy']
     env = os.environ | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for phase in (3, 4, 5):
         assert f'phase {phase} was not saved, the run goes on' in done.stderr
@@ -137,6 +135,19 @@ base.Trainer.save_checkpoint = limited
     assert checkpoints(tmp_path) == [f'step-{PHASES - 1:08d}', f'step-{PHASES:08d}']
     assert undisturbed[0] in done.stdout
     assert metrics(tmp_path) == undisturbed[1]
+
+
+def test_a_checkpoint_of_another_method_with_the_same_models_is_refused(tmp_path, monkeypatch):
+    token, mask = torch.tensor([3]), torch.tensor([True])
+    strategy = NaiveStrategy()
+    actor = GPTActor(config=tiny_config('gpt2', vocab_size=16, hidden=16, positions=32))
+    actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters())))
+    trainer = SFTTrainer(strategy, actor, optim, [Sequence(prompt_ids=token, response_ids=token, response_mask=mask)])
+    trainer.save_checkpoint(tmp_path / 'sft')
+    trainer.load_checkpoint(tmp_path / 'sft')
+    monkeypatch.setattr(trainer, 'facts', lambda: {'method': 'dpo', 'data': {}})
+    with pytest.raises(CheckpointError, match=r'a checkpoint of sft .*, and this run is dpo .*--pretrain'):
+        trainer.load_checkpoint(tmp_path / 'sft')
 
 
 def test_a_checkpoint_of_supervised_training_is_refused_by_ppo(tmp_path):
@@ -149,7 +160,7 @@ def test_a_checkpoint_of_supervised_training_is_refused_by_ppo(tmp_path):
     ).save_checkpoint(tmp_path / 'sft')
     trainer = make()
     before = [p.clone() for p in trainer.actor.parameters()]
-    with pytest.raises(CheckpointError, match=r"another kind of run: missing \['critic'\]"):
+    with pytest.raises(CheckpointError, match='a checkpoint of sft .it holds actor., and this run is ppo'):
         trainer.load_checkpoint(tmp_path / 'sft')
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.actor.parameters(), strict=True))
 

@@ -9,23 +9,25 @@ import torch
 from ilql_runs import model, sequence
 
 from chatgpt.nn import GPTActor
+from chatgpt.strategies import ColossalAIStrategy, DDPStrategy, FSDPStrategy, NaiveStrategy
+from chatgpt.strategies.base import Abilities
+from chatgpt.strategies.precision import Numerics
 from chatgpt.testing.fakes import tiny_config
-from chatgpt.trainer import ILQLTrainer, rewarded
+from chatgpt.trainer import ILQLTrainer, PPOConfig, rewarded
 from chatgpt.trainer.nlpo import NLPOPolicy
-from chatgpt.trainer.strategies import ColossalAIStrategy, DDPStrategy, FSDPStrategy, NaiveStrategy
 
 
 class Hidden(NaiveStrategy):
     """A third party's, whose masters are elsewhere."""
 
-    weights_in_place = False
+    abilities = Abilities(weights_in_place=False)
 
 
 class Renamed(ColossalAIStrategy):
     """Not built as a whole: what is refused is refused before anything is asked of it."""
 
     def __init__(self) -> None:
-        self._dtype, self._prepared = torch.float32, {}
+        self.numerics, self._prepared = Numerics(precision='fp32'), {}
 
 
 class ColossalAILike(NaiveStrategy):
@@ -42,7 +44,7 @@ def ilql(strategy: Any) -> ILQLTrainer:
 
 def nlpo(strategy: Any) -> None:
     actor, mask = (GPTActor(config=tiny_config('gpt2')) for _ in range(2))
-    NLPOPolicy(strategy, actor, 1.0, mask_model=mask, top_p=0.9, interval=1, engine=None)
+    NLPOPolicy(strategy, actor, PPOConfig(nlpo_top_p=0.9), 1.0, mask, None)
 
 
 @pytest.mark.parametrize('kind', [Hidden, Renamed])
@@ -61,9 +63,5 @@ def test_a_name_refuses_nothing(method):
 
 
 def test_who_keeps_weights_in_place():
-    assert [kind.weights_in_place for kind in (NaiveStrategy, DDPStrategy, FSDPStrategy, ColossalAIStrategy)] == [
-        True,
-        True,
-        True,
-        False,
-    ]
+    kinds = (NaiveStrategy, DDPStrategy, FSDPStrategy, ColossalAIStrategy)
+    assert [kind.abilities.weights_in_place for kind in kinds] == [True, True, True, False]

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import chatgpt
-from chatgpt.dataset import embedded, load_demonstrations, load_preferences
+from chatgpt.data import load_demonstrations, load_preferences
+from chatgpt.launch import demo_world
 from chatgpt.nn import GPTRM, GPTActor, GPTCritic
+from chatgpt.strategies import NaiveStrategy
+from chatgpt.strategies.registry import STRATEGIES, strategy_by_name
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import DPOTrainer, PPOTrainer, RewardModelTrainer, SFTTrainer
-from chatgpt.trainer.strategies import NaiveStrategy
-from chatgpt.trainer.strategies.named import strategy_by_name
-from chatgpt.trainer.strategies.registry import STRATEGIES
 
 QUICK: dict[str, Any] = {'train_batch_size': 2, 'max_steps': 1}
 
@@ -27,8 +27,8 @@ def pair(model: torch.nn.Module) -> tuple[torch.nn.Module, torch.optim.Optimizer
 
 def sft(strategy: Any) -> SFTTrainer:
     torch.manual_seed(0)
-    records = load_demonstrations(embedded.demo_corpus(4), embedded.demo_tokenizer())[0]
-    model, optim = pair(GPTActor(config=embedded.demo_config()))
+    records = load_demonstrations(demo_world.demo_corpus(4), demo_world.demo_tokenizer())[0]
+    model, optim = pair(GPTActor(config=demo_world.demo_config()))
     if not isinstance(strategy, str):
         model, optim = strategy.prepare((model, optim))
     return SFTTrainer(strategy, model, optim, records, **QUICK)
@@ -46,7 +46,7 @@ def test_the_same_as_a_strategy_of_ones_own():
 
 
 def test_every_kind_of_trainer():
-    config, tokenizer = embedded.demo_config(), embedded.demo_tokenizer()
+    config, tokenizer = demo_world.demo_config(), demo_world.demo_tokenizer()
     actor, critic, rm = GPTActor(config=config), GPTCritic(config=config), GPTRM(config=config)
     ppo = PPOTrainer(
         'naive',
@@ -61,9 +61,9 @@ def test_every_kind_of_trainer():
         experience_batch_size=2,
         train_batch_size=2,
     )
-    ppo.fit([row['prompt'] for row in embedded.demo_prompts(2)], 1, 1, 1)
+    ppo.fit([row['prompt'] for row in demo_world.demo_prompts(2)], 1, 1, 1)
     assert ppo.num_updates == 1 and not any(p.requires_grad for p in rm.parameters())
-    records = load_preferences(embedded.demo_preferences(4), tokenizer)[0]
+    records = load_preferences(demo_world.demo_preferences(4), tokenizer)[0]
     dpo = DPOTrainer('naive', *pair(GPTActor(config=config)), records, initial_model=GPTActor(config=config), **QUICK)
     dpo.fit()
     reward = RewardModelTrainer('naive', *pair(GPTRM(config=config)), records, **QUICK)
@@ -72,7 +72,7 @@ def test_every_kind_of_trainer():
 
 
 def test_the_verb(model_folder):
-    texts = [row['response'] for row in embedded.demo_corpus(4)]
+    texts = [row['response'] for row in demo_world.demo_corpus(4)]
     trainer = chatgpt.train(str(model_folder), samples=texts, strategy='naive', **QUICK)
     assert trainer.num_updates == 1
     with pytest.raises(ValueError, match="strategy='dpp' is not known; choose one of naive, ddp, .*; did you mean ddp"):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import layout_runs
 import pytest
-
-from benchmarks.layouts import BF16, Log
+from layouts import BF16, Log
 
 
 @pytest.mark.parametrize('first', [0, 3])

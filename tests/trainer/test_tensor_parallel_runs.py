@@ -8,25 +8,16 @@ import os
 import shutil
 import signal
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from optional_packages import needs_colossalai
 
 from chatgpt.testing.processes import run_distributed
 
 LR = 1e-3
-_MARKS = [needs_colossalai, pytest.mark.system, pytest.mark.timeout(600)]  # every process takes seconds to import it
-
-
-def of_colossalai(test: Any) -> Any:
-    for mark in _MARKS:
-        test = mark(test)
-    return test
-
-
 TWO, FOUR = {'tensor_parallel': 2}, {'tensor_parallel': 2, 'meta_init': True}
 
 
@@ -156,24 +147,8 @@ def test_a_run_is_that_of_one_process(world_size, naive, tmp_path):
         assert torch.equal(weight, ranks[0]['weights']['actor'][f'model.{name}']), name
 
 
-@of_colossalai
-@pytest.mark.parametrize(('world_size', 'stage', 'family'), [(2, 1, 'llama'), (4, 2, 'gpt2')])
-def test_a_run_of_colossalai_is_that_of_one_process(world_size, stage, family, tmp_path):
-    """GPT-2's queries, keys and values are one tensor, which four processes hold in 2 x 2."""
-    options = {'stage': stage, 'tensor_parallel': 2}
-    ranks = run_distributed(ppo, world_size, 'ColossalAIStrategy', options, 2, str(tmp_path), '', family)
-    want = ppo('NaiveStrategy', {}, family=family)
-    check_equal(ranks[0], want, 8)
-    assert len(want['samples']) == 16 and len({tuple(ids) for _, ids, _ in want['samples']}) > 8
-    assert [r['rank'] for r in ranks] == [number // 2 for number in range(world_size)]
-    for r in ranks[1:]:
-        assert r['samples'] == ranks[r['rank'] * 2]['samples'] and r['metrics'] == ranks[0]['metrics']
-    assert max(r['own'] for r in ranks) < 0.58 * want['own']  # whole over the ranks, and norms and positions on all
-    same(ppo('NaiveStrategy', {}, resume=str(tmp_path / 'checkpoint'), family=family), ranks[0])
-
-
-def moved(options: dict[str, Any], folder: str, resume: str, kind: str = 'FSDPStrategy') -> dict[str, Any]:
-    return ppo(kind, options, 2, folder, resume)
+def moved(options: dict[str, Any], folder: str, resume: str) -> dict[str, Any]:
+    return ppo('FSDPStrategy', options, 2, folder, resume)
 
 
 def same(got: dict[str, Any], want: dict[str, Any]) -> None:
@@ -184,7 +159,7 @@ def same(got: dict[str, Any], want: dict[str, Any]) -> None:
 
 def test_a_checkpoint_goes_round(naive, tmp_path):
     """One process → two of one rank → FSDP on two ranks → one process, each with nothing left to learn."""
-    from chatgpt.checkpoint import CheckpointReader
+    from chatgpt.strategies.checkpoint import CheckpointReader
 
     first, second = tmp_path / 'tensor', tmp_path / 'data'
     for options, folder, resume in (({'tensor_parallel': 2}, first, naive['folder']), ({}, second, first)):
@@ -203,12 +178,11 @@ def test_a_checkpoint_goes_round(naive, tmp_path):
 
 
 @pytest.mark.system
-@pytest.mark.timeout(400)
 def test_a_run_of_two_by_two_that_is_killed_goes_on(tmp_path):
     """On the same layout to the bits of one that was not; on one process with the same draws."""
     from torch.multiprocessing.spawn import ProcessExitedException
 
-    from chatgpt.checkpoint import CheckpointReader, latest
+    from chatgpt.strategies.checkpoint import CheckpointReader, latest
 
     phases, job = 3, ('FSDPStrategy', TWO)
     straight, killed, alone = (tmp_path / name for name in ('straight', 'killed', 'alone'))
@@ -232,50 +206,6 @@ def test_a_run_of_two_by_two_that_is_killed_goes_on(tmp_path):
     check_equal(ppo('NaiveStrategy', {}, phases, '', 'auto', 'llama', str(alone)), later[0], 4 * phases)
 
 
-def built_on_meta(family: str) -> tuple[int, list[dict[str, Any]]]:
-    """Numbers that this process holds of an actor, and all of an actor's and a frozen critic's."""
-    from chatgpt.nn import AutoActor, AutoCritic
-    from chatgpt.trainer.strategies import ColossalAIStrategy
-
-    with ColossalAIStrategy(stage=1, precision='bf16', seed=3, tensor_parallel=2) as strategy:
-        with torch.device('meta'):
-            actor, critic = AutoActor(config=config(family)), AutoCritic(config=config(family))
-        optimizer = strategy.make_optimizer(actor.parameters(), lr=LR)
-        (actor, _), critic = strategy.prepare((actor, optimizer), critic)
-        own = sum(p.numel() for p in strategy.unwrap(actor).parameters())
-        return own, [{n: t.clone() for n, t in strategy.full_state_dict(m).items()} for m in (actor, critic)]
-
-
-@of_colossalai
-def test_models_on_the_meta_device_become_parts_of_what_one_process_draws():
-    from chatgpt.nn import AutoActor, AutoCritic
-
-    with make_strategy('NaiveStrategy', {}):
-        want = [AutoActor(config=config('gpt2')).state_dict(), AutoCritic(config=config('gpt2')).state_dict()]
-    ranks = run_distributed(built_on_meta, 4, 'gpt2')
-    assert max(own for own, _ in ranks) < 0.55 * sum(t.numel() for t in want[0].values())
-    for got, weights in zip(ranks[0][1], want, strict=True):
-        assert got.keys() == weights.keys()
-        assert all(torch.equal(got[name], weight) for name, weight in weights.items())
-
-
-@of_colossalai
-def test_a_checkpoint_goes_through_colossalai(naive, tmp_path):
-    """One process → 2 x 2 of ZeRO, which cuts rows in the middle → one process."""
-    from chatgpt.checkpoint import CheckpointReader
-
-    options, first = {'stage': 1, 'tensor_parallel': 2}, str(naive['folder'] / 'checkpoint')
-    got, *_ = run_distributed(moved, 4, options, str(tmp_path), first, 'ColossalAIStrategy')
-    same(got, naive)
-    assert got['samples'] == []
-    readers = [CheckpointReader(folder / 'checkpoint') for folder in (naive['folder'], tmp_path)]
-    stored = [{n for n in reader.names() if not n.startswith('rng/')} for reader in readers]
-    assert stored[0] == stored[1]
-    for name in stored[0]:
-        whole = [reader.read(name, 0, math.prod(reader.shape(name))) for reader in readers]
-        assert torch.equal(*whole), name
-
-
 def test_queries_keys_and_values_in_one_tensor(tmp_path):
     """GPT-2's, in parts on 2 x 2 processes: the run of one process, which reads their checkpoint."""
     want = ppo('NaiveStrategy', {}, phases=1, family='gpt2')
@@ -289,7 +219,7 @@ def test_queries_keys_and_values_in_one_tensor(tmp_path):
 
 def learned(kind: str, options: dict[str, Any]) -> dict[str, Any]:
     """Metrics and weights of SFT, DPO and a reward model; samples of workers that have a model of their own."""
-    from chatgpt.dataset import TokenizedPreference
+    from chatgpt.data import TokenizedPreference
     from chatgpt.nn import AutoActor, RewardModel
     from chatgpt.trainer import DPOTrainer, RewardModelTrainer, SFTTrainer
     from chatgpt.trainer.callbacks import ProgressBar
@@ -350,7 +280,7 @@ def of_workers(strategy: Any, actor: Any) -> list[list[int]]:
     from chatgpt.types import Prompt
 
     with RemoteEngine(InProcessWorkers(1)) as engine:
-        policy = lambda: strategy.full_model(actor)  # noqa: E731
+        policy = partial(strategy.full_model, actor)
         collector = Collector(strategy, engine, SamplingParams(max_new_tokens=5), policy=policy)
         prompts = [Prompt(ids=torch.tensor([5, 3 + i]), text=str(i)) for i in range(3)]
         return [s.response_ids.tolist() for s in collector.generate(prompts, indices=range(3))]
@@ -360,7 +290,6 @@ def of_workers(strategy: Any, actor: Any) -> list[list[int]]:
     ('kind', 'options'),
     [
         ('FSDPStrategy', TWO),
-        pytest.param('ColossalAIStrategy', {'stage': 2, **TWO}, marks=_MARKS),
     ],
 )
 def test_other_methods_learn_what_one_process_learns(kind, options):

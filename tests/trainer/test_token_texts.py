@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from chatgpt.dataset import embedded
+from chatgpt.launch import demo_world
 from chatgpt.testing import byte_tokenizer, char_tokenizer
 from chatgpt.trainer.callbacks.token_texts import token_texts
 
@@ -53,7 +53,7 @@ def test_bytes():
 
 
 def test_tokenizers_with_rules_of_their_own():
-    words = embedded.demo_tokenizer()
+    words = demo_world.demo_tokenizer()
     ids = words('the cat sat .')['input_ids']
     assert ''.join(token_texts(words, ids)) == words.decode(ids)
     letters = char_tokenizer()
@@ -79,4 +79,4 @@ def test_characters_of_several_tokens_under_a_tokenizer_that_only_decodes():
 
 def test_without_a_tokenizer_and_of_nothing():
     assert token_texts(None, [5, 17]) == ['5', ' 17']
-    assert token_texts(byte_tokenizer(), []) == token_texts(embedded.demo_tokenizer(), []) == []
+    assert token_texts(byte_tokenizer(), []) == token_texts(demo_world.demo_tokenizer(), []) == []

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,7 +45,6 @@ def two_runs(name: str, folder: Path, **variables: str) -> None:
         env=os.environ | ENVIRONMENT | {'PYTHONPATH': str(ROOT), 'HOME': str(folder)} | variables,
         capture_output=True,
         text=True,
-        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     loaded = set(done.stdout.splitlines()[-1].split())
@@ -203,7 +203,7 @@ def test_a_tracker_of_ones_own(tmp_path):
         'from chatgpt.trainer.callbacks import Callback\nclass Mine(Callback):\n    pass\n'
     )
     run = SFTRun(log_with=[f'{tmp_path}/my_tracker.py:Mine,tensorboard'])
-    made = [type(c).__name__ for c in make_callbacks(run, inputs=None)]
+    made = [type(c).__name__ for c in make_callbacks(run, SimpleNamespace(by_name=True))]
     assert made == ['SaveCheckpoint', 'RunRecorder', 'Mine', 'TensorBoard']
 
 
@@ -212,7 +212,7 @@ def test_a_tracker_that_is_not_installed_ends_the_run_before_it_trains(monkeypat
     with pytest.raises(
         ImportError, match=r'MLflow\(\) needs the package mlflow: pip install mlflow, or from a checkout'
     ):
-        make_callbacks(SFTRun(log_with=['mlflow']), inputs=None)
+        make_callbacks(SFTRun(log_with=['mlflow']), SimpleNamespace(by_name=True))
 
 
 def test_the_command_says_so_in_one_line(tmp_path, monkeypatch, capsys):
@@ -246,7 +246,6 @@ def test_a_run_of_the_command_line_under_two(tmp_path):
         env=os.environ | ENVIRONMENT | {'PYTHONPATH': str(ROOT), 'MLFLOW_TRACKING_URI': 'sqlite:///runs.db'},
         capture_output=True,
         text=True,
-        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     loaded = set(done.stdout.splitlines()[-1].split())

@@ -77,6 +77,7 @@ def environment(name: str, interpreter: str) -> Path:
     rest.write_text(''.join(f'{package}=={version}\n' for package, version in wanted.items()))
     # The pins are complete, and some contradict the metadata of others: ColossalAI's, gradio's.
     pip(python, '--no-deps', '-r', str(rest))
+    pip(python, '--no-deps', '--no-build-isolation', '--editable', str(ROOT / 'compat'))
     stamp.write_text(text)
     return python
 
@@ -110,7 +111,7 @@ def run(name: str, python: Path, words: list[str]) -> dict[str, str]:
     report.parent.mkdir(parents=True, exist_ok=True)
     report.unlink(missing_ok=True)
     variables = {
-        'PYTHONPATH': str(ROOT),
+        'PYTHONPATH': os.pathsep.join([str(ROOT), str(ROOT / 'compat')]),
         'OMP_NUM_THREADS': '1',
         'HF_HUB_OFFLINE': '1',
         'TOKENIZERS_PARALLELISM': 'false',

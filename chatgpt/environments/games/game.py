@@ -6,7 +6,7 @@ line break and every one ends with it; after a move that is not allowed a line w
 has changed.
 
 Seeds: Python's own `random.Random(seed)` draws the task, and after it the opponent's moves and the dealer's cards, so
-the seed and the moves decide everything. Left out: players (`scores`).
+the seed and the moves decide everything.
 """
 
 from __future__ import annotations

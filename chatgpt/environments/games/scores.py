@@ -2,7 +2,7 @@
 
     print(score('tictactoe', best, opponent='perfect'))
 
-Left out: the published numbers (benchmarks/game_scores.py, docs/environments.md).
+docs/environments.md has a table of them.
 """
 
 from __future__ import annotations
@@ -56,9 +56,11 @@ def play(game: Game, player: Player, seed: int) -> tuple[float, bool, int]:
             return total, info['success'], turns
 
 
-def score(game: str, player: Player, *, episodes: int = 1000, first_seed: int = 0, **options: Any) -> Score:
-    """A player's score over the tasks of `episodes` seeds in a row. `game`: a name in `GAMES`."""
-    made = GAMES[game](**options)
+def score(
+    game: str | Callable[..., Game], player: Player, *, episodes: int = 1000, first_seed: int = 0, **options: Any
+) -> Score:
+    """A player's score over the tasks of `episodes` seeds in a row. `game`: a class, or a name in `GAMES`."""
+    made = (GAMES[game] if isinstance(game, str) else game)(**options)
     returns, successes, turns = zip(*(play(made, player, first_seed + i) for i in range(episodes)), strict=True)
     mean = sum(returns) / episodes
     variance = sum((r - mean) ** 2 for r in returns) / max(episodes - 1, 1)

@@ -4,8 +4,6 @@ The rows have different lengths, so the mask differs from token to token. Models
 get all rows together, padded on the right. Others, which derive positions or the causal order from a mask of slots, get
 one row at a time, where nothing is padded. A model whose states are right in neither way gets its sequences from the
 start again. `find_append_form` finds out which on a few tokens.
-
-Left out: which sequences and when (`chatgpt.rollout.local.conversation`).
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ enough rows are free, the first of the queue enter: prompts by a prefill, sequen
 were appended to them. The rows that they need behind the live ones are exchanged with those that stand there. Every
 such choice is made on token counts and the order of the queue, and what an environment answers is asked for when its
 sequence enters, not before: how long it thinks cannot be seen in a sample.
-
-Left out: environments (`chatgpt.rollout.episodes`).
 """
 
 from __future__ import annotations
@@ -18,7 +16,8 @@ import torch
 from torch import Tensor
 
 from chatgpt.batching import cut_by_tokens
-from chatgpt.rollout.engine import Call, Turns, changing_shapes
+from chatgpt.rollout.call import Call
+from chatgpt.rollout.engine import Turns, changing_shapes
 from chatgpt.rollout.local.append import AppendForm, append
 from chatgpt.rollout.local.fixed_step import Tables
 from chatgpt.rollout.local.run import LocalRun

@@ -4,9 +4,6 @@ A decode step multiplies a few rows by every weight matrix, and a plain call rea
 weights stand still while responses are generated, so they are packed once. Only exact `nn.Linear` and `Conv1D` (also
 with a merged LoRA adapter) modules in fp32 on CPU are replaced, only inside the context and only without autograd; the
 results differ from the plain modules' by rounding.
-
-Left out: CUDA, 16-bit weights, narrow `nn.Linear`s, streamed blocks, compiled or quantised modules and whatever else is
-not exactly one of these classes.
 """
 
 from __future__ import annotations

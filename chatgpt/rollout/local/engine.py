@@ -15,7 +15,7 @@ over a key/value cache: those go through `chatgpt.rollout.hf`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from chatgpt.nn.encoder_decoder import check_decoder_only
-from chatgpt.nn.settings import addresses, plain_settings
-from chatgpt.nn.trunk import cut_over, text_config
-from chatgpt.rollout.engine import Call, InProcessEngine, Turns
+from chatgpt.nn.layouts import check_causal
+from chatgpt.nn.trunk import addresses, cut_over, plain_settings, row_limit, text_config
+from chatgpt.rollout.call import Call
+from chatgpt.rollout.engine import Abilities, CheckedEngine, Turns
 from chatgpt.rollout.local.append import AppendForm, find_append_form
 from chatgpt.rollout.local.attention import FORMS, AttentionForm, find_attention
 from chatgpt.rollout.local.conversation import Conversation
@@ -39,10 +39,11 @@ from chatgpt.rollout.local.slot_cache import (
     attention_disagrees,
     bytes_per_slot,
     find_mask_form,
+    fixed_steps_disagree,
     windows_disagree,
 )
-from chatgpt.rollout.sampling import SamplingParams, TokenSampler
-from chatgpt.types import Prompt, Sample
+from chatgpt.rollout.sampling import TokenSampler
+from chatgpt.types import Sample
 
 if TYPE_CHECKING:
     from chatgpt.nn import Actor
@@ -59,10 +60,10 @@ def check_local(config: Any, call: Call) -> list[int]:
     if call.sampling.extra:
         names = ', '.join(f'{k}={v!r}' for k, v in call.sampling.extra.items())
         raise ValueError(f"LocalEngine cannot do {names}; leave it out or use engine='hf'")
-    return call.limits(config)
+    return call.checked(config)
 
 
-class LocalEngine(InProcessEngine):
+class LocalEngine(CheckedEngine):
     """Generates with the actor's own `trunk` and `head`. Draws are reproducible.
 
     max_batch_size: most sequences decoded at once; further prompts wait. On a GPU fewer, if the cache of so many would
@@ -80,7 +81,7 @@ class LocalEngine(InProcessEngine):
     >>> engine.end()                                                                              # doctest: +SKIP
     """
 
-    reproducible = True
+    abilities = Abilities(reproducible=True, runs_actor=True, plays_turns=True)
 
     def __init__(
         self,
@@ -92,7 +93,6 @@ class LocalEngine(InProcessEngine):
         attention: AttentionForm | Literal['auto'] = 'auto',
         keep: bool | Literal['auto'] = 'auto',
     ) -> None:
-        super().__init__()
         if max_batch_size < 1 or max_prefill_tokens < 1 or not 0 <= refill_fraction <= 1:
             raise ValueError(
                 f'LocalEngine: max_batch_size={max_batch_size}, max_prefill_tokens={max_prefill_tokens}, '
@@ -126,18 +126,18 @@ class LocalEngine(InProcessEngine):
         """the actor that the steps were made for, and what of it must be the same when they are used again"""
         self._held_bytes: int | None = None
         """that the latest phase held at its end; None before"""
+        self._steps_agree = True
+        """False for a model whose decode over more slots than tokens is not its plain forward"""
         self._can_capture = True
         """False once a model of the kind `_checked` could not be captured"""
 
-    def begin(self, actor: Actor) -> None:
+    def hold(self, actor: Actor) -> None:
         """Take the actor, dropout off. The first time with a model, checks its cached decode against its plain forward.
 
         Raises ValueError where they disagree, and for an encoder-decoder.
         """
-        check_decoder_only(actor.model, 'LocalEngine')
-        if self._actor is not None:
-            self.end()
-        self.hold(actor)
+        check_causal(actor.model, 'LocalEngine decodes', "use engine='hf'")
+        super().hold(actor)
         # a 16-bit policy is a new copy in every phase: what matters is the architecture
         parameter, config = next(actor.parameters()), actor.model.config
         kind = (
@@ -162,12 +162,27 @@ class LocalEngine(InProcessEngine):
     def _find_forms(self, actor: Actor) -> None:
         with torch.inference_mode():
             self._mask_form = find_mask_form(actor)
+            self._steps_agree = True
+            if self.wants_fixed(next(actor.parameters()).device):
+                why = fixed_steps_disagree(actor, self._mask_form)
+                if why and self.fixed_steps != 'auto':
+                    raise ValueError(
+                        f'LocalEngine: fixed_steps={self.fixed_steps!r} cannot be had: decode of '
+                        f'{type(actor.model).__name__} over more slots than tokens does not agree with its plain '
+                        f'forward ({why}); use fixed_steps=False'
+                    )
+                self._steps_agree = not why
             self.attention_form = find_attention(
                 self.attention,
                 actor,
                 calls_compiled=self.fixed_steps == 'compiled',
                 disagrees=partial(attention_disagrees, actor, self._mask_form),
             )
+
+    def wants_fixed(self, device: torch.device) -> bool:
+        """Whether steps of fixed shape are asked for, and the model decodes right in them."""
+        wanted = device.type == 'cuda' if self.fixed_steps == 'auto' else bool(self.fixed_steps)
+        return wanted and self._steps_agree
 
     def _take_up(self, actor: Actor, steps: FixedSteps) -> None:
         """Steps that were kept go on with this actor, if it is the one that they were made for."""
@@ -194,14 +209,23 @@ class LocalEngine(InProcessEngine):
 
     def check(self, config: Any, call: Call) -> list[int]:
         """As `check_local`; the first time that sequences are longer than the model's attention window, its decode
-        beyond it is compared with its plain forward. Raises ValueError where they disagree."""
+        beyond it is compared with its plain forward. Raises ValueError where they disagree, and for sequences beyond
+        `row_limit`."""
         limits = check_local(config, call)
         longest = max((len(p.ids) + limit for p, limit in zip(call.prompts, limits, strict=True)), default=0)
+        most = row_limit(config)
+        if most is not None and longest > most:
+            raise ValueError(
+                f'LocalEngine: sequences of up to {longest} tokens exceed {most}, beyond which the attention '
+                f'temperature of {type(self._actor.model).__name__} follows from the longest sequence that is decoded '
+                "(attn_temperature_tuning); use engine='hf'"
+            )
         windows = self.windows_beyond(longest)
         if windows is not None:
             if self._beyond_windows is None:
+                fixed = self.wants_fixed(next(self._actor.parameters()).device)
                 with torch.inference_mode():
-                    self._beyond_windows = windows_disagree(self._actor, windows)
+                    self._beyond_windows = windows_disagree(self._actor, windows, fixed=fixed)
             if self._beyond_windows:
                 raise ValueError(
                     f"LocalEngine: sequences of up to {longest} tokens exceed the model's attention window of "
@@ -224,28 +248,16 @@ class LocalEngine(InProcessEngine):
             # outside of inference mode, so that the samples are ordinary tensors that autograd may save
             return run.samples()
 
-    def converse(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        indices: Sequence[int],
-        groups: Sequence[int] | None = None,
-        turns: Turns,
-    ) -> None:
-        """Draw all turns of these sequences, whose keys and values stay in the cache while `turns` says what follows.
-
-        `sampling`'s `max_new_tokens` and `max_length` bound all that stands after a prompt; end tokens, `stop` and
-        `min_new_tokens` are those of a turn. Which sequences are computed together follows from token counts and
-        order. Up to twice `max_batch_size` sequences are in the cache, of which at most `max_batch_size` are decoded
+    def converse(self, call: Call, turns: Turns) -> None:
+        """See `RolloutEngine.converse`. Which sequences are computed together follows from token counts and order. Up
+        to twice `max_batch_size` sequences are in the cache, of which at most `max_batch_size` are decoded
         at once; one whose turn has ended stands at the end of the queue, and is waited for when `refill_fraction` of
         the rows is free and it is its turn.
 
         Raises what `generate` raises.
         """
-        call, rooms = self.checked(prompts, sampling, seed, indices, groups)
-        if prompts:
+        rooms = self.checked(call)
+        if call.prompts:
             with self._cache_at_risk(), self._computing():
                 if self._append_form is None:
                     self._append_form = find_append_form(self._actor, self._mask_form)

@@ -3,8 +3,6 @@
 The cache keeps every token, so a window is a matter of the mask. transformers takes the mask of every layer as one
 tensor, or, from models whose layers differ, as a dict by kind of layer (`layer_types` of the config).
 `windows_disagree` compares what comes out with the plain forward of sequences that are longer than the window.
-
-Left out: flash kernels with a window.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ Live sequences stand in rows 0 .. n-1 of the batch. A finished one leaves at onc
 and waiting prompts take the free rows. Position t of sample i is drawn with the uniform number of (seed, i, t), so none
 of this can change a draw; only the rounding of sums of another shape can change a token. All per-token work is on
 tensors; Python looks at single rows only when one ends.
-
-Left out: what lives longer than a call (`chatgpt.rollout.local.engine`).
 """
 
 from __future__ import annotations
@@ -20,8 +18,9 @@ import torch
 from torch import Tensor
 
 from chatgpt.batching import cut_by_tokens
-from chatgpt.nn.trunk import cut_over
-from chatgpt.rollout.engine import Call, changing_shapes
+from chatgpt.nn.trunk import cut_over, row_limit
+from chatgpt.rollout.call import Call
+from chatgpt.rollout.engine import changing_shapes
 from chatgpt.rollout.local.attention import AttentionForm, step_keywords
 from chatgpt.rollout.local.fixed_step import FixedSteps, row_bucket, shared_capacity, slot_bucket
 from chatgpt.rollout.local.masks import decode_mask, window_masks
@@ -66,9 +65,11 @@ class LocalRun:
         # Blocks that are streamed come and go: their addresses hold for no graph. Nor are sums over processes recorded.
         streams = any(getattr(module, 'is_streamed', False) for module in self.actor.modules())
         no_graph = streams or cut_over(self.actor) is not None
-        fixed = (self.device.type == 'cuda' and not no_graph) if engine.fixed_steps == 'auto' else engine.fixed_steps
+        fixed = engine.wants_fixed(self.device) and not (engine.fixed_steps == 'auto' and no_graph)
         if fixed or self.attention == 'varlen':  # sizes that other calls have as well
-            capacity = shared_capacity(max(longest_prompt, self.max_width + spare_slots), self.attention)
+            needed = max(longest_prompt, self.max_width + spare_slots)
+            capacity = shared_capacity(needed, self.attention)
+            capacity = max(needed, min(capacity, row_limit(self.actor.model.config) or capacity))
             rows = engine.rows_that_fit(row_bucket(wanted, 2 * wanted), capacity)
         else:
             at_first = -(-(longest_prompt + _CAPACITY_STEP) // _CAPACITY_STEP) * _CAPACITY_STEP

@@ -8,9 +8,6 @@ and masked.
 `find_mask_form` finds out on a few tokens whether a model's cached decode agrees with its plain forward, and in which
 form the model takes the mask of valid slots: as an additive (n, 1, 1, K) tensor, which costs least, or as a boolean (n,
 K) one, which models that derive positions from it (ALiBi) and flash kernels need.
-
-Left out: linear attention and other states that are no keys and values, quantisation, offload; `find_mask_form`
-refuses models that need them.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from transformers.cache_utils import Cache
 
 from chatgpt.nn.trunk import accepts, base_model, text_config
 from chatgpt.rollout.local.attention import PAGE, AttentionForm, step_keywords
-from chatgpt.rollout.local.masks import MaskForm, Windows, decode_mask, window_masks
+from chatgpt.rollout.local.masks import MaskForm, Windows, decode_mask, window_masks, windows_of
 
 FORMS: tuple[MaskForm, ...] = ('additive', 'boolean')
 
@@ -208,15 +205,17 @@ def _cached_states(
     form: MaskForm,
     attention: AttentionForm = 'plain',
     windows: Windows | None = None,
+    slots: int = 0,
 ) -> list[Tensor]:
-    """Hidden states of the last prompt token and the tokens after it, per sequence, by prefill and decode."""
-    cache, last = prefilled_example(actor, sequences, PAGE if attention == 'varlen' else 0)
+    """Hidden states of the last prompt token and the tokens after it, per sequence, by prefill and decode over at least
+    so many slots."""
+    cache, last = prefilled_example(actor, sequences, slots)
     prompts = [len(s) - _NUM_STEPS for s in sequences]
     rows, lengths = len(sequences), torch.tensor(prompts, device=sequences[0].device)
     states = [[state] for state in last]
     row_index = torch.arange(rows, device=lengths.device)
     for step in range(_NUM_STEPS):
-        width = PAGE if attention == 'varlen' else max(prompts) + step + 1
+        width = max(slots, max(prompts) + step + 1)
         token = torch.stack([s[length + step] for s, length in zip(sequences, prompts, strict=True)])
         cache.decode(row_index, lengths, width, same_length=False)
         mask: Callable[[], Any] = partial(decode_mask, lengths, width, form, last.dtype)
@@ -317,11 +316,29 @@ def _own_cache(actor: Any) -> str:
     return '' if accepts(base, 'past_key_values') else 'it takes no cache of keys and values'
 
 
-def windows_disagree(actor: Any, windows: Windows) -> str:
-    """Why decoding beyond the attention window does not give the states of a plain forward; '' where it does."""
+def windows_disagree(actor: Any, windows: Windows, *, fixed: bool = False) -> str:
+    """Why decoding beyond the attention window does not give the states of a plain forward; '' where it does. fixed:
+    in steps of fixed shape."""
     sequences, plain, tolerance = plain_example(actor, windows.example_lengths)
-    cached = partial(_cached_states, actor, sequences, 'additive', windows=windows)
+    slots = in_pages(max(map(len, sequences))) if fixed else 0
+    cached = partial(_cached_states, actor, sequences, 'additive', windows=windows, slots=slots)
     return disagreement(cached, plain, tolerance)
+
+
+def fixed_steps_disagree(actor: Any, mask_form: MaskForm) -> str:
+    """Why steps of fixed shape, which attend over more slots than there are tokens, do not give the states of a plain
+    forward; '' where they do. A model that cuts its window out by slots shows it where they are more than the
+    window."""
+    windows = windows_of(text_config(actor.model.config))
+    sequences, plain, tolerance = plain_example(actor)
+    # sequences within a window of whole pages have no more slots than it
+    slots = in_pages(max([size for size in (windows.sizes if windows else ()) if size % PAGE], default=1))
+    return disagreement(partial(_cached_states, actor, sequences, mask_form, slots=slots), plain, tolerance)
+
+
+def in_pages(slots: int) -> int:
+    """So many slots or a few more: whole pages."""
+    return -(-slots // PAGE) * PAGE
 
 
 def attention_disagrees(actor: Any, mask_form: MaskForm, attention: AttentionForm) -> str:
@@ -329,4 +346,6 @@ def attention_disagrees(actor: Any, mask_form: MaskForm, attention: AttentionFor
     if mask_form != 'additive':
         return f'the model takes a {mask_form} mask'
     sequences, plain, tolerance = plain_example(actor)
-    return disagreement(partial(_cached_states, actor, sequences, mask_form, attention), plain, tolerance)
+    slots = PAGE if attention == 'varlen' else 0
+    cached = partial(_cached_states, actor, sequences, mask_form, attention, slots=slots)
+    return disagreement(cached, plain, tolerance)

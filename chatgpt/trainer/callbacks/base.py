@@ -1,26 +1,29 @@
-"""What a callback is: hooks that a trainer calls as it goes, and state that travels in checkpoints.
+"""Callbacks: hooks that a trainer calls as it goes, and state that travels in checkpoints.
 
 Every hook runs on every rank, in step, so a callback may do collective work (save, evaluate); what writes or prints
-does so on rank 0 only. Left out: the callbacks themselves, one file each.
+does so on rank 0 only.
 """
 
 from __future__ import annotations
 
-import difflib
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, get_args
 
-from torch import nn
-from torch.optim import Optimizer
+from chatgpt.names import hint
 
-from chatgpt.checkpoint import Piece, TensorReader
-from chatgpt.trainer.strategies.base import Strategy
-from chatgpt.types import Batch, Experience
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from chatgpt.strategies.base import Strategy
+    from chatgpt.strategies.checkpoint import Piece, TensorReader
+    from chatgpt.types import Batch, Experience
 
 Mode = Literal['max', 'min']
 
@@ -68,7 +71,7 @@ class TrainerView(Protocol):
     def optimizers(self) -> Mapping[str, Optimizer]: ...
     def fingerprint(self) -> dict[str, Any]: ...
     def facts(self) -> dict[str, Any]: ...
-    def planned_sizes(self) -> dict[str, Any] | None: ...
+    def state_dict(self) -> dict[str, Any]: ...
     def checkpoint_state(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
     def save_checkpoint(self, path: str | Path | None = None, *, score: float | None = None) -> Path: ...
@@ -159,7 +162,7 @@ class Callback:
 
     def load_checkpoint_pieces(self, trainer: TrainerView, name: str, reader: TensorReader) -> bool:
         """Take up a group that `checkpoint_pieces` gave; False when it is not taken up. Only this callback's own are
-        offered, unless the checkpoint is of a format that does not record whose a group is."""
+        offered."""
         return False
 
     def state_dict(self) -> dict[str, Any]:
@@ -232,30 +235,11 @@ class CallbackList(Callback):
             for group, pieces in callback.checkpoint_pieces(trainer).items():
                 yield owner, group, pieces
 
-    def load_owned_pieces(self, trainer: TrainerView, owner: str | None, group: str, reader: TensorReader) -> bool:
-        """Give a group to its owner; where the checkpoint names none, to the first callback that accepts it. False when
-        none does."""
+    def load_owned_pieces(self, trainer: TrainerView, owner: str, group: str, reader: TensorReader) -> bool:
+        """Give a group to its owner; False where it is not there, or does not accept it."""
         return any(
-            callback.load_checkpoint_pieces(trainer, group, reader)
-            for name, callback in self._named()
-            if owner is None or name == owner
+            callback.load_checkpoint_pieces(trainer, group, reader) for name, callback in self._named() if name == owner
         )
-
-    on_fit_start = _each(Callback.on_fit_start)
-    on_fit_end = _each(Callback.on_fit_end)
-    on_episode_start = _each(Callback.on_episode_start)
-    on_episode_end = _each(Callback.on_episode_end)
-    on_make_experience_start = _each(Callback.on_make_experience_start)
-    on_make_experience_end = _each(Callback.on_make_experience_end)
-    on_learn_epoch_start = _each(Callback.on_learn_epoch_start)
-    on_learn_epoch_end = _each(Callback.on_learn_epoch_end)
-    on_learn_batch_start = _each(Callback.on_learn_batch_start)
-    on_policy_output = _each(Callback.on_policy_output)
-    on_learn_batch_end = _each(Callback.on_learn_batch_end)
-    on_phase_end = _each(Callback.on_phase_end)
-    on_log = _each(Callback.on_log)
-    on_checkpoint = _each(Callback.on_checkpoint)
-    on_resume = _each(Callback.on_resume)
 
     def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
         """A callback that fails here must not hide the error that ended the run: its own becomes a warning."""
@@ -268,11 +252,17 @@ class CallbackList(Callback):
                 )
 
 
+for _name, _hook in list(vars(Callback).items()):
+    if _name.startswith('on_') and _name not in vars(CallbackList):
+        setattr(CallbackList, _name, _each(_hook))
+
+
 def say(text: str) -> None:
-    """Print a line to stdout without tearing a progress bar."""
+    """Print a line to stdout without tearing a progress bar; what its encoding lacks is written as an escape."""
     from tqdm import tqdm
 
-    tqdm.write(text)
+    encoding = getattr(sys.stdout, 'encoding', None) or 'utf-8'
+    tqdm.write(text.encode(encoding, 'backslashreplace').decode(encoding))
 
 
 def need_package(package: str, who: str) -> None:
@@ -306,5 +296,5 @@ def metric_value(metrics: Mapping[str, float], name: str) -> float | None:
         return float(metrics[name])
     if name.startswith('eval/') or '/val_' in name:
         return None
-    near = difflib.get_close_matches(name, list(metrics), n=3) or sorted(metrics)[:8]
-    raise ValueError(f'there is no metric {name!r} in this run; there are {", ".join(near)}; see docs/metrics.md')
+    there = hint(name, metrics) or f'; there are {", ".join(sorted(metrics)[:8])}'
+    raise ValueError(f'there is no metric {name!r} in this run{there}; see docs/metrics.md')

@@ -1,5 +1,4 @@
-"""Training checkpoints at intervals, and which of them to keep. Left out: what is in one
-(`Trainer.save_checkpoint`)."""
+"""Training checkpoints at intervals, and which of them to keep."""
 
 from __future__ import annotations
 
@@ -9,12 +8,9 @@ import warnings
 from pathlib import Path
 from typing import ClassVar
 
-from chatgpt.checkpoint import CheckpointError, prune, step_folder
+from chatgpt.strategies.checkpoint import CheckpointError, prune, step_folder
 from chatgpt.trainer.callbacks.base import Callback, Mode, TrainerView, check_interval, check_mode, metric_value
 from chatgpt.trainer.callbacks.evaluation import Evaluator
-
-CHECKPOINT_MINUTES = 15.0
-"""between checkpoints of a run that does not say how often"""
 
 
 class SaveCheckpoint(Callback):

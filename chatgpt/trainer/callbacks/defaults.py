@@ -6,21 +6,21 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 
+from chatgpt.strategies.checkpoint import CHECKPOINT_MINUTES
 from chatgpt.trainer.callbacks.base import Callback
-from chatgpt.trainer.callbacks.checkpoint import CHECKPOINT_MINUTES, SaveCheckpoint
+from chatgpt.trainer.callbacks.checkpoint import SaveCheckpoint
 from chatgpt.trainer.callbacks.doctor import Doctor
 from chatgpt.trainer.callbacks.jsonl import MetricsWriter
-from chatgpt.trainer.callbacks.memory import MemoryAdvice
 from chatgpt.trainer.callbacks.progress import ProgressBar
 from chatgpt.trainer.callbacks.report import WriteReport
 from chatgpt.trainer.callbacks.run_record import RunRecorder
 
 
 def with_defaults(given: SequenceOf[Callback], run_dir: Path | None) -> list[Callback]:
-    """Those given, and one of each kind that is not among them: progress, `Doctor`, `MemoryAdvice`; where there is a
-    `run_dir` also metrics.jsonl, run.json, report.html, and a checkpoint every `CHECKPOINT_MINUTES` and at the end, of
-    which the last two are kept."""
-    wanted: list[type[Callback]] = [ProgressBar, Doctor, MemoryAdvice]
+    """Those given, and one of each kind that is not among them: progress, `Doctor`; where there is a `run_dir` also
+    metrics.jsonl, run.json, report.html, and a checkpoint every `CHECKPOINT_MINUTES` and at the end, of which the last
+    two are kept."""
+    wanted: list[type[Callback]] = [ProgressBar, Doctor]
     if run_dir is not None:
         wanted += [MetricsWriter, RunRecorder, WriteReport, SaveCheckpoint]
     special: dict[type[Callback], Callable[[], Callback]] = {

@@ -1,7 +1,4 @@
-"""`Doctor`: says on one line when something goes wrong with a run, and writes it into run_dir/findings.jsonl.
-
-Left out: what is looked for (`chatgpt.doctor`).
-"""
+"""`Doctor`: says on one line when something goes wrong with a run, and writes it into run_dir/findings.jsonl."""
 
 from __future__ import annotations
 
@@ -10,13 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from chatgpt.doctor import Diagnosis, Finding
-from chatgpt.doctor.checks.ratio import KEY as RATIO
-from chatgpt.run_folder.lines import json_safe, read_jsonl
+from chatgpt.monitor.doctor import Diagnosis, Finding
+from chatgpt.monitor.run_folder.lines import json_safe, read_jsonl
 from chatgpt.trainer.callbacks.base import Callback, TrainerView, say
 from chatgpt.trainer.callbacks.jsonl import MetricsWriter, RunFile
 from chatgpt.trainer.callbacks.run_record import RunRecorder, describe
-from chatgpt.trainer.callbacks.self_check import RatioCheck
 
 FILENAME = 'findings.jsonl'
 
@@ -25,7 +20,7 @@ class Doctor(Callback):
     """Every trainer has one without being asked; rank 0 speaks.
 
     A finding is said when it starts, and never again: what an earlier start of the run has said is known from the
-    checkpoint and from the folder. A ratio that is not 1 is said by `RatioCheck` where there is one.
+    checkpoint and from the folder.
 
     Args:
         enabled: False looks at nothing, says nothing and writes nothing.
@@ -101,8 +96,7 @@ class Doctor(Callback):
         self._file.begin(trainer, before)
 
     def _say(self, trainer: TrainerView, finding: Finding) -> None:
-        by_itself = finding.key == RATIO and any(isinstance(c, RatioCheck) for c in trainer.callbacks)
-        if finding.key not in self._said and not by_itself:
+        if finding.key not in self._said:
             say(finding.line())
 
 

@@ -1,20 +1,52 @@
-"""Stopping a run whose metric has left its bounds."""
+"""Stopping a run when its metric has left its bounds, or has become no better for long."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from chatgpt.trainer.callbacks.base import Callback, TrainerView, check_interval, metric_value, say
+from chatgpt.trainer.callbacks.base import Callback, TrainerView, check_interval, check_mode, metric_value, say
 
 
-class EarlyStopping(Callback):
-    """Asks the run to stop when `metric` is above (or below) a bound in `patience` phases in a row. NaN is out of
-    bounds.
+class _Patience(Callback):
+    """Asks the run to stop after `patience` measurements of `metric` in a row that are not good. Phases that did not
+    measure it do not count."""
+
+    def __init__(self, metric: str, patience: int) -> None:
+        self.metric = metric
+        self.patience = check_interval('patience', patience)
+        self.num_bad = 0
+
+    @abstractmethod
+    def is_good(self, value: float) -> bool:
+        """NaN is not."""
+
+    @abstractmethod
+    def why(self, value: float) -> str: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {'num_bad': self.num_bad}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.num_bad = int(state['num_bad'])
+
+    def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
+        value = metric_value(metrics, self.metric)
+        if value is None:
+            return
+        self.num_bad = 0 if self.is_good(value) else self.num_bad + 1
+        if self.num_bad >= self.patience:
+            trainer.request_stop()
+            if trainer.strategy.is_rank_0:
+                say(f'stopping after phase {step}: {self.metric} {self.why(value)}')
+
+
+class EarlyStopping(_Patience):
+    """Asks the run to stop when `metric` is above (or below) a bound in `patience` phases in a row.
 
     `EarlyStopping('rollout/kl_mean', above=15.0, patience=3)` stops a policy that runs away;
-    `EarlyStopping('rollout/score_mean', above=0.9)` one that has arrived. Phases that did not measure an `eval/` metric
-    do not count.
+    `EarlyStopping('rollout/score_mean', above=0.9)` one that has arrived.
 
     Args:
         above, below: the bounds, at least one of them.
@@ -28,32 +60,21 @@ class EarlyStopping(Callback):
             raise ValueError(f'EarlyStopping({metric!r}) has no bound: give above= or below=')
         if above is not None and below is not None and not below < above:
             raise ValueError(f'EarlyStopping({metric!r}): below={below} must be smaller than above={above}')
-        self.metric, self.above, self.below = metric, above, below
-        self.patience = check_interval('patience', patience)
-        self.num_crossed = 0
+        super().__init__(metric, patience)
+        self.above, self.below = above, below
 
-    def state_dict(self) -> dict[str, Any]:
-        return {'num_crossed': self.num_crossed}
+    def is_good(self, value: float) -> bool:
+        return (self.above is None or value <= self.above) and (self.below is None or value >= self.below)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.num_crossed = int(state['num_crossed'])
-
-    def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
-        value = metric_value(metrics, self.metric)
-        if value is None:
-            return
-        within = (self.above is None or value <= self.above) and (self.below is None or value >= self.below)
-        self.num_crossed = 0 if within else self.num_crossed + 1  # NaN is never within
-        if self.num_crossed >= self.patience:
-            bounds = [f'{word} {b:g}' for word, b in (('above', self.above), ('below', self.below)) if b is not None]
-            why = f'{self.metric} is {value:.4g}, {" or ".join(bounds)} in {self.num_crossed} phases in a row'
-            _stop(trainer, step, why)
+    def why(self, value: float) -> str:
+        bounds = [f'{word} {b:g}' for word, b in (('above', self.above), ('below', self.below)) if b is not None]
+        return f'is {value:.4g}, {" or ".join(bounds)} in {self.num_bad} phases in a row'
 
 
-class StopOnPlateau(Callback):
-    """Asks the run to stop when `metric` has not become better in `patience` measurements in a row. NaN is not better.
+class StopOnPlateau(_Patience):
+    """Asks the run to stop when `metric` has not become better in `patience` measurements in a row.
 
-    `StopOnPlateau('sft/val_loss', mode='min', patience=3)`. Phases that did not measure it do not count.
+    `StopOnPlateau('sft/val_loss', mode='min', patience=3)`.
 
     Args:
         mode: 'min' or 'max', what is better.
@@ -62,36 +83,25 @@ class StopOnPlateau(Callback):
     """
 
     def __init__(self, metric: str, *, mode: str = 'max', patience: int = 3, min_delta: float = 0.0) -> None:
-        if mode not in ('min', 'max'):
-            raise ValueError(f"StopOnPlateau({metric!r}): mode={mode!r} must be 'min' or 'max'")
+        check_mode(mode)
         if min_delta < 0:
             raise ValueError(f'StopOnPlateau({metric!r}): min_delta={min_delta} must not be negative')
-        self.metric, self.sign, self.min_delta = metric, 1.0 if mode == 'max' else -1.0, min_delta
-        self.patience = check_interval('patience', patience)
+        super().__init__(metric, patience)
+        self.sign, self.min_delta = 1.0 if mode == 'max' else -1.0, min_delta
         self.best: float | None = None
-        self.num_without = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {'best': self.best, 'num_without': self.num_without}
+        return super().state_dict() | {'best': self.best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
         self.best = state['best']
-        self.num_without = int(state['num_without'])
 
-    def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
-        value = metric_value(metrics, self.metric)
-        if value is None:
-            return
-        if value == value and (self.best is None or self.sign * (value - self.best) > self.min_delta):
-            self.best, self.num_without = value, 0
-            return
-        self.num_without += 1
-        if self.num_without >= self.patience:
-            best = 'never a number' if self.best is None else f'best {self.best:.4g}'
-            _stop(trainer, step, f'{self.metric} has not become better for {self.num_without} times ({best})')
+    def is_good(self, value: float) -> bool:
+        better = value == value and (self.best is None or self.sign * (value - self.best) > self.min_delta)
+        self.best = value if better else self.best
+        return better
 
-
-def _stop(trainer: TrainerView, step: int, why: str) -> None:
-    trainer.request_stop()
-    if trainer.strategy.is_rank_0:
-        say(f'stopping after phase {step}: {why}')
+    def why(self, value: float) -> str:
+        best = 'never a number' if self.best is None else f'best {self.best:.4g}'
+        return f'has not become better for {self.num_bad} times ({best})'

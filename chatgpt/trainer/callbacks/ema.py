@@ -5,7 +5,7 @@
 Sources: Polyak & Juditsky 1992; DeepSpeed-Chat's actor EMA.
 
 Each rank averages the pieces it would write into a checkpoint, so that any strategy and world size works and may change
-on a resume. Left out: evaluating or generating with the average while the run goes on.
+on a resume.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 
-from chatgpt.checkpoint import Piece, TensorReader, write_checkpoint
+from chatgpt.strategies.checkpoint import Piece, TensorReader, write_checkpoint
 from chatgpt.trainer.callbacks.base import Callback, TrainerView
 
 

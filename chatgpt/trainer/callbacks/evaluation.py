@@ -1,18 +1,16 @@
-"""Evaluation before, during and after training, with the best value so far. Left out: what is evaluated, which is a
-function."""
+"""Evaluation before, during and after training, with the best value so far."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
-from chatgpt.trainer.callbacks.base import Callback, Mode, TrainerView, check_interval, check_mode, say
-from chatgpt.trainer.callbacks.jsonl import RunFile
+from chatgpt.trainer.callbacks.base import Mode, TrainerView, check_interval, check_mode, say
+from chatgpt.trainer.callbacks.jsonl import RunFileWriter
 
 
-class Evaluator(Callback):
+class Evaluator(RunFileWriter):
     """Calls `evaluate(trainer)` on every rank, prints what it returns and logs it as `eval/<name>`.
 
     Results of a learning phase join its metrics; all of them, that before training (step 0) included, are lines of
@@ -42,6 +40,7 @@ class Evaluator(Callback):
         if not callable(evaluate):
             raise ValueError(f'evaluate must be a function of the trainer; got {type(evaluate).__name__}')
         check_mode(mode)
+        super().__init__(filename)
         self.evaluate = evaluate
         self.interval = check_interval('interval', interval)
         self.before, self.after, self.mode = before, after, mode
@@ -51,7 +50,6 @@ class Evaluator(Callback):
         self.last: dict[str, float] = {}
         self.last_step: int | None = None
         """phase of `last`, the latest results"""
-        self._file = RunFile(filename)
 
     def state_dict(self) -> dict[str, Any]:
         return {'best': self.best, 'best_step': self.best_step, 'last_step': self.last_step}
@@ -60,12 +58,9 @@ class Evaluator(Callback):
         self.best, self.best_step, self.last_step = state['best'], state['best_step'], state['last_step']
 
     def on_fit_start(self, trainer: TrainerView) -> None:
-        self._file.begin(trainer, trainer.phase)
+        super().on_fit_start(trainer)
         if self.before and trainer.phase == 0:
             self._report(trainer, 0, self._run(trainer, 0))
-
-    def on_resume(self, trainer: TrainerView, path: Path) -> None:
-        self._file.forget()
 
     def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
         if step % self.interval == 0:
@@ -103,7 +98,8 @@ class Evaluator(Callback):
     def _report(trainer: TrainerView, step: int, result: Mapping[str, float]) -> None:
         """A line when they are made: bars and phase lines show other numbers."""
         if trainer.strategy.is_rank_0:
-            say(f'evaluation at phase {step}  ' + '  '.join(f'{name} {value:z.4g}' for name, value in result.items()))
+            when = f'after phase {step}' if step else 'before training'
+            say(f'evaluation {when}  ' + '  '.join(f'{name} {value:z.4g}' for name, value in result.items()))
 
 
 def _named(name: str) -> str:

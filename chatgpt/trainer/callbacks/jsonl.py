@@ -1,7 +1,7 @@
 """metrics.jsonl: one JSON object per learning phase, with `step` and every metric of the phase.
 
-A resumed run cuts the file back to the step of its checkpoint. Left out: the file itself (`chatgpt.run_folder.lines`),
-and what the metrics mean (docs/metrics.md).
+A resumed run cuts the file back to the step of its checkpoint. The file itself is written by
+`chatgpt.monitor.run_folder.lines`; docs/metrics.md says what the metrics mean.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from chatgpt.run_folder.lines import JsonLines, json_safe, read_jsonl
+from chatgpt.monitor.run_folder.lines import JsonLines, json_safe, read_jsonl
 from chatgpt.trainer.callbacks.base import Callback, TrainerView
 
 __all__ = ['JsonLines', 'MetricsWriter', 'RunFile', 'RunFileWriter', 'json_safe', 'read_jsonl']

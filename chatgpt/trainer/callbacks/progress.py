@@ -1,19 +1,20 @@
-"""What a run shows while it runs: bars on a terminal, one line per learning phase anywhere else. Rank 0 only.
-
-Left out: keeping the numbers (`jsonl`).
-"""
+"""Progress of a run: bars on a terminal, one line per learning phase anywhere else. Rank 0 only."""
 
 from __future__ import annotations
 
+import fnmatch
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import Any, TypeVar
 
-from chatgpt.report.summary import KL
-from chatgpt.report.text import duration
+from chatgpt.monitor.report.summary import KL
+from chatgpt.monitor.report.text import duration
 from chatgpt.trainer.callbacks.base import Callback, TrainerView, say
 from chatgpt.types import Experience
+
+T = TypeVar('T')
 
 SHOWN: dict[str, str | tuple[str, ...]] = {
     'score': 'rollout/score_mean',
@@ -21,25 +22,15 @@ SHOWN: dict[str, str | tuple[str, ...]] = {
     'length': 'rollout/response_len_mean',
     'policy': 'ppo/policy_loss',
     'value': 'ppo/value_loss',
-    'loss': 'sft/loss',
-    'val': 'sft/val_loss',
-    'rm loss': 'rm/loss',
-    'accuracy': 'rm/accuracy',
-    'margin': 'rm/margin',
-    'val accuracy': 'rm/val_accuracy',
-    'dpo loss': 'dpo/loss',
-    'dpo accuracy': 'dpo/accuracy',
-    'dpo margin': 'dpo/margin',
-    'kto loss': 'kto/loss',
-    'orpo loss': 'orpo/loss',
-    'orpo accuracy': 'orpo/accuracy',
-    'simpo loss': 'simpo/loss',
-    'simpo accuracy': 'simpo/accuracy',
-    'ilql loss': 'ilql/loss',
+    'loss': '*/loss',
+    'accuracy': '*/accuracy',
+    'margin': '*/margin',
+    'val loss': '*/val_loss',
+    'val accuracy': '*/val_accuracy',
     'tokens/s': ('perf/new_tokens_per_s', 'perf/learn_tokens_per_s'),
     'total_s': 'perf/total_s',
 }
-"""label → metric, or several of which the first that a phase has is shown; labels without one are left out"""
+"""label → metric, or several of which the first that a phase has is shown, with * for the method's part of a name"""
 
 COLLECTING = '{desc} [{elapsed}]'
 """of a bar whose end is not known"""
@@ -105,8 +96,11 @@ class ProgressBar(Callback):
         self._stop()
         if not (self.enabled and trainer.strategy.is_rank_0):
             return
-        found = {label: next((n for n in names if n in metrics), None) for label, names in self.shown.items()}
-        numbers = {label: _number(name, metrics[name]) for label, name in found.items() if name is not None}
+        numbers = {}
+        for label, patterns in self.shown.items():
+            names = [name for pattern in patterns for name in fnmatch.filter(metrics, pattern)]
+            if names:
+                numbers[label] = _number(names[0], metrics[names[0]])
         if self._phases is not None:
             self._phases.set_postfix(numbers, refresh=False)
             self._phases.update(step - self._phases.n)
@@ -118,6 +112,18 @@ class ProgressBar(Callback):
                 words.append(f'left {left}')
             say(f'phase {step}{of}  ' + '  '.join(words))
             sys.stdout.flush()
+
+    def over(self, trainer: TrainerView, what: str, items: SequenceOf[T]) -> Iterator[T]:
+        """The items, with a bar of their own; where there are no bars, one line."""
+        if self._showing(trainer):
+            self._start(what, len(items))
+        elif self.enabled and trainer.strategy.is_rank_0:
+            say(what)
+        for item in items:
+            yield item
+            if self._inner is not None:
+                self._inner.update(1)
+        self._stop()
 
     def on_fit_end(self, trainer: TrainerView) -> None:
         self._close()

@@ -1,5 +1,4 @@
-"""report.html in the run folder when the run ends, is stopped or fails, and the last words of a run. Left out: the page
-itself (`chatgpt.report`)."""
+"""report.html in the run folder when the run ends, is stopped or fails, and the last words of a run."""
 
 from __future__ import annotations
 
@@ -8,8 +7,8 @@ import warnings
 from pathlib import Path
 from typing import ClassVar
 
-from chatgpt.report import what_improved, write_report
-from chatgpt.run_folder import RunFolder
+from chatgpt.monitor.report import what_improved, write_report
+from chatgpt.monitor.run_folder import RunFolder
 from chatgpt.trainer.callbacks.base import Callback, TrainerView, say
 
 

@@ -2,7 +2,7 @@
 
 Recorded are the first groups of the phase by sample index: which these are depends on neither scores nor ranks nor a
 random state, and as prompts come in random order they are a fair sample. The entropy per token comes from the forwards
-of the first learning epoch, so nothing is computed again. Left out: the file's format (`run_folder.rollouts`).
+of the first learning epoch, so nothing is computed again.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chatgpt.run_folder import rollouts
-from chatgpt.run_folder.lines import json_safe
+from chatgpt.monitor.run_folder import rollouts
+from chatgpt.monitor.run_folder.lines import json_safe
 from chatgpt.trainer.callbacks.base import Callback, TrainerView, check_interval
 from chatgpt.trainer.callbacks.token_texts import token_texts
 from chatgpt.types import Batch, Episode, Experience
@@ -162,6 +162,7 @@ def rows_of_phase(
                 'index': e.index,
                 'group': e.group,
                 'prompt': _plain(e.prompt_text or ''.join(prompt_tokens)),
+                'last_turn': _plain(e.last_turn) or None,
                 'response': _plain(e.response_text or ''.join(tokens)),
                 'score': float(e.score),
                 'shaped_score': float(e.shaped_score),

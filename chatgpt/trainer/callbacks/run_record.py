@@ -1,7 +1,4 @@
-"""run.json at the start of a run, at every resume and at its end. Rank 0 writes.
-
-Left out: what is in it (`chatgpt.run_folder.record`), and what only a trainer knows of itself (`Trainer.facts`).
-"""
+"""run.json at the start of a run, at every resume and at its end. Rank 0 writes."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -23,12 +20,11 @@ from typing import Any, ClassVar
 import torch
 
 from chatgpt import __version__
-from chatgpt.plan import make_plan
-from chatgpt.run_folder import rollouts
-from chatgpt.run_folder.lines import previous_of
-from chatgpt.run_folder.record import FILENAME, RunRecord, Start, Status
+from chatgpt.monitor.run_folder import rollouts
+from chatgpt.monitor.run_folder.lines import previous_of
+from chatgpt.monitor.run_folder.record import FILENAME, RunRecord, Start, Status
+from chatgpt.strategies.machine import processor
 from chatgpt.trainer.callbacks.base import Callback, TrainerView
-from chatgpt.trainer.callbacks.memory import setup_of
 
 PACKAGES = ('torch', 'transformers', 'datasets', 'tokenizers', 'numpy', 'colossalai', 'peft', 'ray', 'vllm')
 SECRET = re.compile(r'(token|keys?|secret|passw(or)?d|credentials?|auth|bearer)\b', re.IGNORECASE)
@@ -36,7 +32,6 @@ SECRET_VALUE = re.compile(r'\bhf_\w{20,}|(?<=://)[^/@\s]+(?=@)')
 """a token of the hub; who logs in, and with what, in an address"""
 OTHER_FILES = ('eval.jsonl', 'samples.jsonl', 'eval_samples.jsonl', 'findings.jsonl', 'report.html')
 """of a run's folder, beside run.json and metrics.jsonl, which every run has"""
-GIB = 2**30
 PLANNED_AFTER_S = 10.0
 """a plan takes a quarter of a second, too much for a run of a few"""
 
@@ -47,13 +42,19 @@ class RunRecorder(Callback):
     Args:
         settings: all settings of the run, where there are more than the trainer's own.
         defaults: what they are when nothing is given.
+        planned: gives what the run needs by plan, for `RunRecord.plan`; asked once, on rank 0.
     """
 
     order: ClassVar[int] = -20
 
-    def __init__(self, settings: Mapping[str, Any] | None = None, defaults: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        settings: Mapping[str, Any] | None = None,
+        defaults: Mapping[str, Any] | None = None,
+        planned: Callable[[], dict[str, Any] | None] = lambda: None,
+    ) -> None:
         self.settings = dict(settings) if settings is not None else None
-        self.defaults = dict(defaults or {})
+        self.defaults, self.planned = dict(defaults or {}), planned
         self.record: RunRecord | None = None
         self._plan_at = 0.0
 
@@ -67,7 +68,7 @@ class RunRecorder(Callback):
             self._begin(trainer, step - 1)
         if self.record is not None and time.monotonic() > self._plan_at:
             self._plan_at = math.inf  # once: where there is no plan, there is none at the next phase
-            self.record.plan = planned(trainer)
+            self.record.plan = self.planned()
             self._write(trainer)
 
     def on_fit_end(self, trainer: TrainerView) -> None:
@@ -122,10 +123,9 @@ def describe(
             'name': type(strategy).__name__,
             'world_size': strategy.world_size,
             **({'processes': processes} if (processes := strategy.processes.world_size) != strategy.world_size else {}),
-            'precision': strategy.precision,
+            **{name: fact for name, fact in strategy.numerics.facts().items() if fact is not None},
             'device': str(strategy.device),
             'seed': strategy.seed,
-            **({'atoms': strategy.exact.atoms} if strategy.exact is not None else {}),
         },
         models={name: model_facts(strategy.unwrap(model)) for name, model in trainer.models().items()},
         optimizers=trainer.fingerprint()['optimizers'],
@@ -211,9 +211,10 @@ def _machine() -> dict[str, Any]:
     return {
         'system': f'{platform.system()} {platform.release()}',
         'processor': _processor(),
+        'instructions': str(processor()),
         'cores': len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count(),
         'threads': torch.get_num_threads(),
-        'memory_gib': round(pages / GIB, 1) if pages else None,
+        'memory_gib': round(pages / 2**30, 1) if pages else None,
         'gpus': [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if on_cuda else [],
     }
 
@@ -251,20 +252,3 @@ def defaults_of(config: Any) -> dict[str, Any]:
         elif f.default_factory is not MISSING:
             given[f.name] = f.default_factory()
     return given
-
-
-def planned(trainer: TrainerView) -> dict[str, Any] | None:
-    """Memory of a rank by plan; None where there is no plan for such a run."""
-    try:
-        setup = setup_of(trainer)
-        plan = make_plan(setup) if setup is not None else None
-    except Exception:  # a run must not end for want of a plan
-        return None
-    if plan is None:
-        return None
-    places = ('device',) if plan.setup.on_cuda else ('device', 'host')  # a CPU has one memory for both
-    phases = {
-        name: sum(sum(getattr(memory, place).values()) for place in places) / GIB
-        for name, memory in plan.phases.items()
-    }
-    return {'peak_gib': max(phases.values()), 'phases': phases}

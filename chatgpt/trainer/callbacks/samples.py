@@ -18,7 +18,8 @@ from chatgpt.types import Experience, Sample
 
 
 def rows_of(experiences: SequenceOf[Experience], num_rows: int, tokenizer: Any = None) -> list[dict[str, Any]]:
-    """The first `num_rows` as dicts: index, prompt, response, score, kl (nats, summed), num_tokens, ended.
+    """The first `num_rows` as dicts: index, prompt, response, score, kl (nats, summed), num_tokens, ended; of a
+    conversation also last_turn, which tables show in place of the prompt.
 
     Of an episode also end, success, and its parts in order: {'turn': text, 'rewards': {name: number}} and
     {'observation': text}.
@@ -29,7 +30,7 @@ def rows_of(experiences: SequenceOf[Experience], num_rows: int, tokenizer: Any =
         rows.append(
             {
                 'index': e.index,
-                'prompt': e.prompt_text or _text(e.prompt_ids, tokenizer),
+                **prompt_row(e, tokenizer),
                 'response': e.response_text or _text(e.response_ids, tokenizer),
                 'score': float(e.score),
                 'kl': kl,
@@ -39,6 +40,12 @@ def rows_of(experiences: SequenceOf[Experience], num_rows: int, tokenizer: Any =
             }
         )
     return rows
+
+
+def prompt_row(sample: Sample | Experience, tokenizer: Any = None) -> dict[str, str]:
+    """A prompt's text, and of a conversation the last turn."""
+    row = {'prompt': sample.prompt_text or _text(sample.prompt_ids, tokenizer)}
+    return row | {'last_turn': sample.last_turn} if sample.last_turn else row
 
 
 def episode_row(sample: Sample | Experience, tokenizer: Any) -> dict[str, Any]:
@@ -58,7 +65,10 @@ def episode_row(sample: Sample | Experience, tokenizer: Any) -> dict[str, Any]:
 
 
 def shown_parts(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row for a table: of an episode the response with observations in brackets, without their line breaks."""
+    """A row for a table: of a conversation the last turn as its prompt, of an episode the response with observations
+    in brackets, without their line breaks."""
+    if 'last_turn' in row:
+        row = {name: value for name, value in row.items() if name != 'last_turn'} | {'prompt': row['last_turn']}
     if 'parts' not in row:
         return dict(row)
     texts = [part['turn'] if 'turn' in part else f'[{part["observation"].strip()}]' for part in row['parts']]

@@ -1,27 +1,290 @@
-"""Trackers by name, as `--log_with` takes them: `TRACKERS['mine'] = MyCallback` adds one, which command lines and
-config files then know; `my_file.py:MyCallback` needs no line at all.
+"""Trackers by name, as `--log_with` takes them: one base and a backend each for TensorBoard, W&B, Trackio and MLflow.
 
-Each is a callback whose class is made without arguments; with arguments, give an object of it to `callbacks=`.
+`TRACKERS['mine'] = MyCallback` adds one, which command lines and config files then know; `my_file.py:MyCallback` needs
+no line at all. Each is a class of callbacks that is made without arguments; with arguments, give an object of it to
+`callbacks=`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import time
+import uuid
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
 from typing import Any
 
 from chatgpt.registry import Registry
-from chatgpt.trainer.callbacks.base import Callback
-from chatgpt.trainer.callbacks.mlflow import MLflow
-from chatgpt.trainer.callbacks.tensorboard import TensorBoard
-from chatgpt.trainer.callbacks.trackio import Trackio
-from chatgpt.trainer.callbacks.wandb import WandB
+from chatgpt.trainer.callbacks.base import Callback, TrainerView, check_interval, need_package
 
 NONE = 'none'
 """stands alone, for no tracker"""
+MAX_PARAMS, MAX_METRICS, MAX_TEXT = 100, 1000, 6000
+"""of one call of MLflow's `log_batch`; characters of a parameter"""
+
+
+class Tracker(Callback):
+    """Logs every metric of every learning phase with the phase as step, and samples every `samples_every` phases.
+
+    There is one run of the tracker per run of ours, on rank 0, which a resumed run continues.
+
+    Args:
+        samples_every: learning phases between tables of samples.
+        num_rows: rows of a table; 0 logs none.
+
+    Raises:
+        ImportError: the package is missing; names the command that installs it.
+    """
+
+    def __init__(self, *, samples_every: int = 10, num_rows: int = 4) -> None:
+        need_package(type(self).__name__.lower(), f'{type(self).__name__}()')
+        self.samples_every = check_interval('samples_every', samples_every)
+        self.num_rows = num_rows
+        self._run_id: str | None = None
+        self._run: Any = None
+
+    @abstractmethod
+    def start(self, trainer: TrainerView, run_id: str | None) -> tuple[Any, str | None]:
+        """Begin a run with the trainer's settings, or continue that of `run_id`; the run and its id."""
+
+    @abstractmethod
+    def log(self, metrics: Mapping[str, float], rows: SequenceOf[Mapping[str, Any]], step: int) -> None:
+        """Metrics of a phase, and rows of samples, none in most phases."""
+
+    @abstractmethod
+    def finish(self, *, failed: bool) -> None:
+        """End the run."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {'run_id': self._run_id} if self._run_id else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._run_id = state.get('run_id')
+
+    def on_fit_start(self, trainer: TrainerView) -> None:
+        if trainer.strategy.is_rank_0:
+            self._run, self._run_id = self.start(trainer, self._run_id)
+
+    def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
+        from chatgpt.trainer.callbacks.samples import rows_of
+
+        if self._run is None:
+            return
+        shown = self.num_rows and trainer.last_experiences and (step == 1 or step % self.samples_every == 0)
+        self.log(metrics, rows_of(trainer.last_experiences, self.num_rows, trainer.tokenizer) if shown else [], step)
+
+    def on_fit_end(self, trainer: TrainerView) -> None:
+        self._end(failed=False)
+
+    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
+        self._end(failed=True)
+
+    def _end(self, *, failed: bool) -> None:
+        if self._run is not None:
+            self.finish(failed=failed)
+            self._run = None
+
+
+def sample_table(rows: SequenceOf[Mapping[str, Any]]) -> str:
+    """Samples as aligned text."""
+    from chatgpt.trainer.callbacks.samples import format_table, shown_parts
+
+    return format_table(list(map(shown_parts, rows)), ('score', 'kl', 'prompt', 'response'), width=2000)
+
+
+class TensorBoard(Tracker):
+    """Metrics as scalars, and samples as text. The other arguments are `Tracker`'s.
+
+    Args:
+        log_dir: folder of the event files; None means `run_dir/tensorboard`.
+    """
+
+    def __init__(self, log_dir: str | Path | None = None, *, samples_every: int = 10, num_rows: int = 4) -> None:
+        super().__init__(samples_every=samples_every, num_rows=num_rows)
+        self.log_dir = log_dir
+
+    def on_fit_start(self, trainer: TrainerView) -> None:
+        if self.log_dir is None and trainer.run_dir is None:
+            raise ValueError('TensorBoard() has nowhere to write: give it log_dir, or the trainer a run_dir')
+        super().on_fit_start(trainer)
+
+    def start(self, trainer: TrainerView, run_id: str | None) -> tuple[Any, None]:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._end(failed=False)
+        folder = self.log_dir or Path(str(trainer.run_dir), 'tensorboard')
+        # purge_step hides what an interrupted run wrote beyond the checkpoint that this one took up.
+        return SummaryWriter(str(folder), purge_step=trainer.phase + 1 if trainer.phase else None), None
+
+    def log(self, metrics: Mapping[str, float], rows: SequenceOf[Mapping[str, Any]], step: int) -> None:
+        for name, value in metrics.items():
+            self._run.add_scalar(name, value, step)
+        if rows:
+            indented = '\n'.join(f'    {line}' for line in sample_table(rows).splitlines())  # Markdown: as it is
+            self._run.add_text('samples', indented, step)
+        self._run.flush()
+
+    def finish(self, *, failed: bool) -> None:
+        self._run.close()
+
+
+class _ProjectTracker(Tracker):
+    """W&B, and Trackio, which has its interface. The other arguments are `Tracker`'s.
+
+    Args:
+        project: None: WANDB_PROJECT or TRACKIO_PROJECT, or chatgpt.
+        **init: further arguments of the package's `init`, such as name, entity, mode, group or tags.
+    """
+
+    def __init__(self, project: str | None = None, *, samples_every: int = 10, num_rows: int = 4, **init: Any) -> None:
+        super().__init__(samples_every=samples_every, num_rows=num_rows)
+        self.project = project or os.environ.get(f'{type(self).__name__.upper()}_PROJECT') or 'chatgpt'
+        self.init = init
+
+    @staticmethod
+    @abstractmethod
+    def package() -> Any:
+        """Imported."""
+
+    def log(self, metrics: Mapping[str, float], rows: SequenceOf[Mapping[str, Any]], step: int) -> None:
+        logged: dict[str, Any] = dict(metrics)
+        if rows:
+            columns: list[Any] = list(rows[0])
+            data = [[row.get(c) for c in columns] for row in rows]
+            logged['samples'] = self.package().Table(columns=columns, data=data)
+        self._run.log(logged, step=step)
+
+
+class WandB(_ProjectTracker):
+    """Metrics and tables of samples in Weights & Biases."""
+
+    @staticmethod
+    def package() -> Any:
+        import wandb
+
+        return wandb
+
+    def start(self, trainer: TrainerView, run_id: str | None) -> tuple[Any, str]:
+        again = {'id': run_id, 'resume': 'allow'} if run_id else {}
+        folder = str(trainer.run_dir) if trainer.run_dir is not None else None
+        settings = {'project': self.project, 'config': trainer.config.to_dict(), 'dir': folder}
+        run = self.package().init(**(settings | again | self.init))
+        return run, run.id
+
+    def on_log(
+        self,
+        trainer: TrainerView,
+        stats: dict[str, float],
+        batch: Mapping[str, SequenceOf[Any]],
+        rewards: list[float],
+        columns_to_log: list[str],
+    ) -> None:
+        """A table `game_log`, as TRL calls it, of every row and its reward."""
+        columns = [c for c in columns_to_log if c in batch]
+        if self._run is None or not columns:
+            return
+        rows = [list(row) for row in zip(*(batch[c] for c in columns), rewards, strict=True)]
+        table = self.package().Table(columns=[*columns, 'reward'], data=rows)
+        self._run.log({'game_log': table}, step=trainer.phase)
+
+    def finish(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+class Trackio(_ProjectTracker):
+    """Metrics and tables of samples in Trackio, Hugging Face's tracker in local files; `trackio show` shows them.
+    Phases that a resumed run repeats are there twice."""
+
+    @staticmethod
+    def package() -> Any:
+        import trackio
+
+        return trackio
+
+    def start(self, trainer: TrainerView, run_id: str | None) -> tuple[Any, str]:
+        # Trackio finds a run by its name, and the names that it makes up itself are not unique between processes.
+        folder = trainer.run_dir.name if trainer.run_dir is not None else 'run'
+        name = run_id or f'{folder}-{uuid.uuid4().hex[:8]}'
+        settings = {'project': self.project, 'name': name, 'resume': 'allow', 'config': trainer.config.to_dict()}
+        run = self.package().init(**(settings | self.init))
+        return run, run.name
+
+    def finish(self, *, failed: bool) -> None:
+        self.package().finish()  # of the current run, which `start` has made
+
+
+class MLflow(Tracker):
+    """Settings as parameters, metrics, and samples as texts in MLflow, by `mlflow` or the smaller `mlflow-skinny`.
+
+    Phases that a resumed run repeats are in a metric's history twice. `mlflow`'s own active run stays as it is. The
+    other arguments are `Tracker`'s.
+
+    Args:
+        experiment: its name; None: MLFLOW_EXPERIMENT_NAME, or chatgpt. It is made where there is none.
+        tracking_uri: of a server or data base; None: MLFLOW_TRACKING_URI, or what MLflow takes then.
+        **tags: of a new run.
+    """
+
+    def __init__(
+        self,
+        experiment: str | None = None,
+        *,
+        tracking_uri: str | None = None,
+        samples_every: int = 10,
+        num_rows: int = 4,
+        **tags: Any,
+    ) -> None:
+        super().__init__(samples_every=samples_every, num_rows=num_rows)
+        self.experiment = experiment or os.environ.get('MLFLOW_EXPERIMENT_NAME') or 'chatgpt'
+        self.tracking_uri = tracking_uri
+        self.tags = tags
+
+    def start(self, trainer: TrainerView, run_id: str | None) -> tuple[Any, str]:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        client = MlflowClient(self.tracking_uri)
+        if run_id:  # a parameter cannot be changed: those of the start stand
+            client.update_run(run_id, status='RUNNING')
+            return client, run_id
+        name = trainer.run_dir.name if trainer.run_dir is not None else None
+        run = client.create_run(self._experiment_id(client), run_name=name, tags=self.tags)
+        params = [Param(key, str(value)[:MAX_TEXT]) for key, value in trainer.config.to_dict().items()]
+        for start in range(0, len(params), MAX_PARAMS):
+            client.log_batch(run.info.run_id, params=params[start : start + MAX_PARAMS])
+        return client, run.info.run_id
+
+    def _experiment_id(self, client: Any) -> str:
+        from mlflow.exceptions import MlflowException
+
+        found = client.get_experiment_by_name(self.experiment)
+        if found is None:
+            try:
+                return client.create_experiment(self.experiment)
+            except MlflowException:  # another run has just made it, or there is a reason why it cannot be
+                found = client.get_experiment_by_name(self.experiment)
+                if found is None:
+                    raise
+        return found.experiment_id
+
+    def log(self, metrics: Mapping[str, float], rows: SequenceOf[Mapping[str, Any]], step: int) -> None:
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        values = [Metric(name, float(value), now, step) for name, value in metrics.items()]
+        for start in range(0, len(values), MAX_METRICS):
+            self._run.log_batch(self._run_id, metrics=values[start : start + MAX_METRICS])
+        if rows:
+            self._run.log_text(self._run_id, sample_table(rows), f'samples/phase-{step}.txt')
+
+    def finish(self, *, failed: bool) -> None:
+        self._run.set_terminated(self._run_id, 'FAILED' if failed else 'FINISHED')
 
 
 class TrackerRegistry(Registry[type[Callback]]):
-    """Whose entries are classes of callbacks."""
+    """Classes of callbacks by name."""
 
     def admit(self, name: str, found: Any) -> type[Callback]:
         if not (isinstance(found, type) and issubclass(found, Callback)):

@@ -1,8 +1,7 @@
 """Offline reinforcement learning from texts with rewards: implicit language Q-learning (ILQL).
 
 Rewards are standardised over the data set and stand on the last token that counts, never on padding; target Q heads are
-synced every so many optimizer steps. Left out: decoding (`ILQLModel.decoding` inside an engine) and how text becomes
-ids (`chatgpt.dataset`).
+synced every so many optimizer steps.
 """
 
 from __future__ import annotations
@@ -15,42 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from chatgpt.batching import token_columns
-from chatgpt.dataset.tokenize import TokenizedLabelled
+from chatgpt.data.tokenize import TokenizedLabelled
 from chatgpt.functional.ilql import awac_loss, expectile_value_loss, next_values, td_loss
 from chatgpt.functional.masking import masked_sum
 from chatgpt.nn.ilql import ILQLModel
+from chatgpt.strategies.base import Strategy
 from chatgpt.trainer.callbacks.base import Callback
-from chatgpt.trainer.config import SupervisedConfig
 from chatgpt.trainer.metrics import Mean, Metrics
+from chatgpt.trainer.objectives.config import ILQLConfig
 from chatgpt.trainer.offline import Method, Objective, OfflineTrainer
 from chatgpt.trainer.prompt_evaluation import PromptEvaluation
-from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Batch, Sequence
-
-
-@dataclass(kw_only=True)
-class ILQLConfig(SupervisedConfig):
-    """Every setting of `ILQLTrainer`. Defaults are trlX's, which follow Snell et al. 2022."""
-
-    tau: float = 0.7
-    """expectile of V: 0.5 is the mean of Q over the data's actions, towards 1 their maximum"""
-    gamma: float = 0.99
-    cql_scale: float = 0.1
-    """weight of the conservative term"""
-    awac_scale: float = 1.0
-    """weight of the policy's next-token loss"""
-    beta: float = 0.0
-    """that loss is weighted by exp(β (Q − V)); 0 is plain next-token loss"""
-    alpha: float = 0.001
-    """Polyak averaging of the target Q heads"""
-    target_sync_interval: int = 5
-    """optimizer steps between two of them"""
-    standardize_rewards: bool = True
-    """rewards have mean 0 and standard deviation 1 over the training data, by whose moments those of the eval data go
-    too (per-token rewards: divided by the deviation of their sums)"""
 
 
 @dataclass(kw_only=True)
@@ -139,7 +115,7 @@ class ILQLObjective(Objective):
     def check(self, strategy: Strategy, model: nn.Module) -> None:
         if not isinstance(strategy.unwrap(model), ILQLModel):
             raise ValueError(f'ILQLTrainer trains an ILQLModel, not a {type(strategy.unwrap(model)).__name__}')
-        if not strategy.weights_in_place:
+        if not strategy.abilities.weights_in_place:
             raise ValueError(
                 f'ILQL does not run under {type(strategy).__name__}, whose masters hide the target heads; use ddp or '
                 'fsdp'
@@ -188,6 +164,9 @@ class ILQLObjective(Objective):
         return total / batch.totals['weight'], metrics
 
 
+ILQL = Method(ILQLConfig, ILQLObjective)
+
+
 class ILQLTrainer(OfflineTrainer):
     """Trains an `ILQLModel`.
 
@@ -205,16 +184,7 @@ class ILQLTrainer(OfflineTrainer):
 
     config: ILQLConfig
 
-    def __init__(
-        self,
-        strategy: Strategy | str,
-        model: nn.Module,
-        optim: Optimizer,
-        train_data: SequenceOf[Any],
-        eval_data: SequenceOf[Any] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(strategy, model, optim, train_data, eval_data, method=ILQL, **options)
+    own_method = ILQL
 
 
 def _with_rewards(data: SequenceOf[Any]) -> list[Rewarded]:
@@ -254,6 +224,3 @@ class BetaEvaluation:
             metrics = self.evaluation(trainer, decoding=partial(ILQLModel.decoding, beta=beta))
             found |= {f'{name}@beta={beta:g}': value for name, value in metrics.items()}
         return found
-
-
-ILQL = Method(ILQLConfig, ILQLObjective)

@@ -1,42 +1,27 @@
-"""KTO: learning from answers that are each just good or bad (Ethayarajh et al. 2024). Left out: pairs (`pairs`)."""
+"""KTO: learning from answers that are each just good or bad (Ethayarajh et al. 2024)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from chatgpt.batching import collate
-from chatgpt.dataset.tokenize import TokenizedLabelled, TokenizedPreference
+from chatgpt.data.tokenize import TokenizedLabelled, TokenizedPreference
 from chatgpt.functional.losses import sequence_logprobs
 from chatgpt.functional.preference import kto_loss
-from chatgpt.sweep import cuts_of_share, sweep
+from chatgpt.nn.sweep import cuts_of_share, sweep
+from chatgpt.trainer.experience.reference import Reference
 from chatgpt.trainer.metrics import BatchStats, Mean, Metrics
-from chatgpt.trainer.objectives.pairs import AgainstReference, Pair, ReferenceConfig
+from chatgpt.trainer.objectives.config import KTOConfig
+from chatgpt.trainer.objectives.pairs import AgainstReference, Pair
 from chatgpt.trainer.objectives.reward_model import is_success
 from chatgpt.trainer.offline import SWEEP_TOKENS, Method, Objective, OfflineTrainer
-from chatgpt.trainer.reference import ReferenceModel
-from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Batch, Sequence
-
-
-@dataclass(kw_only=True)
-class KTOConfig(ReferenceConfig):
-    """Every setting of `KTOTrainer`. A record is one labelled answer."""
-
-    train_batch_size: int = 8
-    """answers of one optimizer step, all ranks together; at least 2, for each is compared with another's prompt"""
-    desirable_weight: float = 1.0
-    """λ_D; the paper keeps λ_D n_D / (λ_U n_U) between 1 and 4/3"""
-    undesirable_weight: float = 1.0
-    """λ_U"""
-    positive_label: str | None = None
-    """which label is a success; None knows true, 1, good, positive and their opposites"""
 
 
 @dataclass(kw_only=True)
@@ -59,7 +44,7 @@ class KTOObjective(Objective):
     prefix = 'kto'
     uses_dropout = False
 
-    def __init__(self, config: KTOConfig, reference: ReferenceModel) -> None:
+    def __init__(self, config: KTOConfig, reference: Reference) -> None:
         self.config = config
         self.model, self.strategy, self.reference_model = reference.actor, reference.strategy, reference
         self.reference = AgainstReference(reference, config)
@@ -89,6 +74,8 @@ class KTOObjective(Objective):
         self, train_data: SequenceOf[Any], eval_data: SequenceOf[Any] | None
     ) -> tuple[list[Any], list[Any] | None]:
         train, for_eval = super().accept(train_data, eval_data)
+        if train:
+            check_both_kinds('KTOTrainer', (r.is_desirable for r in train))
         self.prompts = [r.sequence.prompt_ids for r in train]
         return train, for_eval
 
@@ -130,7 +117,7 @@ class KTOObjective(Objective):
         )
 
         def log_ratios(batch: Batch) -> Tensor:
-            reference = self.reference_model(batch)
+            reference = self.reference_model.sums(batch)
             return _logps(self.model, batch) - reference
 
         for positions, ratios in sweep(self.strategy, cuts, lambda p: collate([crossed[i] for i in p]), log_ratios):
@@ -179,8 +166,23 @@ class KTOObjective(Objective):
         return {'margin': metrics['reward_chosen'] - metrics['reward_rejected']}
 
 
+def check_both_kinds(source: Any, desirable: Iterable[bool]) -> None:
+    """Raises ValueError for answers that are all good or all bad: their log-probs are only ever raised, or only ever
+    lowered, whatever they say."""
+    labels = list(desirable)
+    good = sum(labels)
+    if good in (0, len(labels)):
+        raise ValueError(
+            f'{source}: KTO needs good and bad answers, and there are {good} good and {len(labels) - good} bad ones: '
+            'add some of the other kind, name the good label with positive_label, or train on the good ones with sft'
+        )
+
+
 def _logps(model: nn.Module, batch: Batch) -> Tensor:
     return sequence_logprobs(model(batch).logprobs, batch.action_mask, batch.action_rows, batch.num_sequences)
+
+
+KTO = Method(KTOConfig, KTOObjective, compares=True)
 
 
 class KTOTrainer(OfflineTrainer):
@@ -195,16 +197,4 @@ class KTOTrainer(OfflineTrainer):
 
     config: KTOConfig
 
-    def __init__(
-        self,
-        strategy: Strategy | str,
-        actor: nn.Module,
-        optim: Optimizer,
-        train_data: SequenceOf[Any],
-        eval_data: SequenceOf[Any] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(strategy, actor, optim, train_data, eval_data, method=KTO, **options)
-
-
-KTO = Method(KTOConfig, KTOObjective, compares=True)
+    own_method = KTO

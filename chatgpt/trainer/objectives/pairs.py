@@ -1,8 +1,7 @@
 """Preference optimisation without rollouts: DPO and its relatives, ORPO, SimPO. KTO, which needs no pairs, is in `kto`.
 
 Each method is a loss over the log-probs of a pair's two answers, which go through one forward. Where a loss compares
-with a reference, that is the frozen copy given, or the actor with its adapter off. Left out: how text becomes records
-(`chatgpt.dataset`).
+with a reference, that is the frozen copy given, or the actor with its adapter off.
 """
 
 from __future__ import annotations
@@ -12,24 +11,20 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from chatgpt.dataset.tokenize import TokenizedPreference
+from chatgpt.data.tokenize import TokenizedPreference
 from chatgpt.functional import preference as losses
 from chatgpt.functional.losses import sequence_logprobs
-from chatgpt.nn.dropout import dropout_off
-from chatgpt.trainer.config import SupervisedConfig
+from chatgpt.nn.trunk import dropout_off
+from chatgpt.trainer.experience.reference import Reference
 from chatgpt.trainer.metrics import Mean, Metrics
+from chatgpt.trainer.objectives.config import DPOConfig, ORPOConfig, ReferenceConfig, SimPOConfig
 from chatgpt.trainer.offline import SWEEP_TOKENS, Method, Objective, OfflineTrainer
-from chatgpt.trainer.reference import ReferenceModel
-from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Batch, Sequence
-
-DPOLoss = Literal['sigmoid', 'ipo', 'cdpo', 'robust', 'hinge']
 
 
 @dataclass(kw_only=True)
@@ -62,65 +57,6 @@ def pairs_of(records: SequenceOf[TokenizedPreference | Pair]) -> list[Pair]:
     return pairs
 
 
-@dataclass(kw_only=True)
-class PreferenceConfig(SupervisedConfig):
-    """What the preference trainers have in common. A record is a pair."""
-
-    max_epochs: int = 1
-
-
-@dataclass(kw_only=True)
-class ReferenceConfig(PreferenceConfig):
-    """Of those that compare with a reference."""
-
-    beta: float = 0.1
-    """how strongly the policy is held to the reference (Rafailov et al. 2023)"""
-    precompute_ref_logprobs: bool = True
-    """the reference's log-probs once, before the first step; False computes them with every batch"""
-
-
-@dataclass(kw_only=True)
-class DPOConfig(ReferenceConfig):
-    """Every setting of `DPOTrainer`."""
-
-    loss_type: DPOLoss = 'sigmoid'
-    """'sigmoid' is DPO (Rafailov et al. 2023), 'ipo' Azar et al. 2023, 'cdpo' Mitchell 2023, 'robust' Chowdhury et al.
-    2024, 'hinge' Zhao et al. 2023"""
-    label_smoothing: float | None = None
-    """share of labels assumed to be flipped, of 'cdpo' and 'robust' (None: 0.1); the other losses have none"""
-
-    @property
-    def flipped_share(self) -> float:
-        return 0.1 if self.label_smoothing is None else self.label_smoothing
-
-    def validate(self, world_size: int = 1) -> None:
-        super().validate(world_size)
-        if self.label_smoothing is not None and self.loss_type not in ('cdpo', 'robust'):
-            raise ValueError(
-                f'label_smoothing={self.label_smoothing} belongs to the losses cdpo and robust, not to '
-                f'{self.loss_type!r}; choose one of '
-                'them, or leave it out'
-            )
-
-
-@dataclass(kw_only=True)
-class ORPOConfig(PreferenceConfig):
-    """Every setting of `ORPOTrainer`."""
-
-    weight: float = 0.1
-    """λ of the odds-ratio term (Hong et al. 2024)"""
-
-
-@dataclass(kw_only=True)
-class SimPOConfig(PreferenceConfig):
-    """Every setting of `SimPOTrainer`."""
-
-    beta: float = 2.0
-    """of the mean log-prob per token (Meng et al. 2024, whose range is 2 to 2.5)"""
-    gamma: float = 1.0
-    """target margin (Meng et al. 2024: 0.3 to 1.6)"""
-
-
 PairLoss = Callable[..., tuple[Tensor, Tensor, Tensor]]
 """log-probs (B,) of chosen and rejected and, with a reference, its log-probs of both -> the loss of each pair, and
 implicit rewards of chosen and rejected, (B,) each"""
@@ -130,16 +66,16 @@ class AgainstReference:
     """The reference's log-probs of a method's records: once for each record before the first step, or with every
     batch."""
 
-    def __init__(self, reference: ReferenceModel, config: ReferenceConfig) -> None:
+    def __init__(self, reference: Reference, config: ReferenceConfig) -> None:
         self.reference, self.max_tokens = reference, config.max_tokens_per_batch or SWEEP_TOKENS
         self.precomputes = config.precompute_ref_logprobs
 
     def of(self, sequences: list[Sequence]) -> list[float]:
         """Of sequences that all ranks hold."""
-        bare = self.reference.strategy.unwrap(self.reference.actor)
+        bare = self.reference.bare
         was_training = bare.training
         dropout_off(bare)  # under LoRA the reference is this very model
-        values = self.reference.of(sequences, self.max_tokens)
+        values = self.reference.sums_of(sequences, self.max_tokens)
         bare.train(was_training)
         return values
 
@@ -149,7 +85,7 @@ class AgainstReference:
 
     def logps(self, batch: Batch) -> Tensor:
         """(B,)."""
-        return batch.columns['ref_logps'] if self.precomputes else self.reference(batch)
+        return batch.columns['ref_logps'] if self.precomputes else self.reference.sums(batch)
 
 
 class PairObjective(Objective):
@@ -247,66 +183,7 @@ def simpo_pair_loss(config: SimPOConfig, chosen: Tensor, rejected: Tensor) -> tu
     return losses.simpo_loss(chosen, rejected, beta=beta, gamma=gamma), beta * chosen.detach(), beta * rejected.detach()
 
 
-class DPOTrainer(OfflineTrainer):
-    """Direct preference optimisation and its relatives. Metrics `dpo/...`, see `PairObjective`.
-
-    Args:
-        train_data, eval_data: `TokenizedPreference` records or `Pair`s, the same lists on every rank.
-        options: `initial_model`, `config`, `callbacks`, `tokenizer`, `run_dir` of `OfflineTrainer`, and fields of
-            `DPOConfig`.
-    """
-
-    config: DPOConfig
-
-    def __init__(
-        self,
-        strategy: Strategy | str,
-        actor: nn.Module,
-        optim: Optimizer,
-        train_data: SequenceOf[Any],
-        eval_data: SequenceOf[Any] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(strategy, actor, optim, train_data, eval_data, method=DPO, **options)
-
-
-class ORPOTrainer(OfflineTrainer):
-    """Odds-ratio preference optimisation (Hong et al. 2024), which has no reference. Metrics `orpo/...`, see
-    `PairObjective`. Arguments as of `DPOTrainer`, with the fields of `ORPOConfig`."""
-
-    config: ORPOConfig
-
-    def __init__(
-        self,
-        strategy: Strategy | str,
-        actor: nn.Module,
-        optim: Optimizer,
-        train_data: SequenceOf[Any],
-        eval_data: SequenceOf[Any] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(strategy, actor, optim, train_data, eval_data, method=ORPO, **options)
-
-
-class SimPOTrainer(OfflineTrainer):
-    """SimPO (Meng et al. 2024), which has no reference. Metrics `simpo/...`, see `PairObjective`. Arguments as of
-    `DPOTrainer`, with the fields of `SimPOConfig`."""
-
-    config: SimPOConfig
-
-    def __init__(
-        self,
-        strategy: Strategy | str,
-        actor: nn.Module,
-        optim: Optimizer,
-        train_data: SequenceOf[Any],
-        eval_data: SequenceOf[Any] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(strategy, actor, optim, train_data, eval_data, method=SIMPO, **options)
-
-
-def _dpo_objective(config: DPOConfig, reference: ReferenceModel) -> PairObjective:
+def _dpo_objective(config: DPOConfig, reference: Reference) -> PairObjective:
     return PairObjective('dpo', partial(dpo_pair_loss, config), AgainstReference(reference, config))
 
 
@@ -321,3 +198,35 @@ def _simpo_objective(config: SimPOConfig) -> PairObjective:
 DPO = Method(DPOConfig, _dpo_objective, compares=True)
 ORPO = Method(ORPOConfig, _orpo_objective)
 SIMPO = Method(SimPOConfig, _simpo_objective)
+
+
+class DPOTrainer(OfflineTrainer):
+    """Direct preference optimisation and its relatives. Metrics `dpo/...`, see `PairObjective`.
+
+    Args:
+        train_data, eval_data: `TokenizedPreference` records or `Pair`s, the same lists on every rank.
+        options: `initial_model`, `config`, `callbacks`, `tokenizer`, `run_dir` of `OfflineTrainer`, and fields of
+            `DPOConfig`.
+    """
+
+    config: DPOConfig
+
+    own_method = DPO
+
+
+class ORPOTrainer(OfflineTrainer):
+    """Odds-ratio preference optimisation (Hong et al. 2024), which has no reference. Metrics `orpo/...`, see
+    `PairObjective`. Arguments as of `DPOTrainer`, with the fields of `ORPOConfig`."""
+
+    config: ORPOConfig
+
+    own_method = ORPO
+
+
+class SimPOTrainer(OfflineTrainer):
+    """SimPO (Meng et al. 2024), which has no reference. Metrics `simpo/...`, see `PairObjective`. Arguments as of
+    `DPOTrainer`, with the fields of `SimPOConfig`."""
+
+    config: SimPOConfig
+
+    own_method = SIMPO

@@ -1,15 +1,14 @@
 """Reward models from preferences (pairs, or several ranked answers to a prompt) or from labelled text.
 
 All answers to a prompt are scored in one forward, each once, and all their pairs count together as one prompt (Ouyang
-et al. 2022, equation 1 and section 3.5). Left out: how text becomes records (`chatgpt.dataset`), and the model itself
-(`chatgpt.nn.RewardModel`).
+et al. 2022, equation 1 and section 3.5).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,57 +16,28 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from chatgpt.batching import collate
-from chatgpt.dataset.tokenize import TokenizedLabelled, TokenizedPreference
+from chatgpt.data.tokenize import TokenizedLabelled, TokenizedPreference
 from chatgpt.functional.losses import pairwise_log_exp_loss, pairwise_log_sigmoid_loss, ranked_pairs
-from chatgpt.nn.dropout import in_eval_mode
-from chatgpt.sweep import cuts_of_share, sweep
+from chatgpt.nn.sweep import cuts_of_share, sweep
+from chatgpt.nn.trunk import in_eval_mode
+from chatgpt.strategies.base import Strategy
 from chatgpt.trainer.callbacks.early_stopping import StopOnPlateau
-from chatgpt.trainer.config import Schedule, SupervisedConfig
+from chatgpt.trainer.callbacks.progress import ProgressBar
 from chatgpt.trainer.metrics import BatchStats, Mean, Metrics
+from chatgpt.trainer.objectives.config import RewardModelConfig
 from chatgpt.trainer.offline import SWEEP_TOKENS, Method, Objective, OfflineTrainer
-from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.trainer.order import permutation
 from chatgpt.types import Batch, Sequence
 
-LossName = Literal['log_sig', 'log_exp']
 _TRUE, _FALSE = (
     ('1', 'true', 'yes', 'pos', 'positive', 'good', 'like'),
     ('0', '-1', 'false', 'no', 'neg', 'negative', 'bad', 'dislike'),
 )
 
 
-@dataclass(kw_only=True)
-class RewardModelConfig(SupervisedConfig):
-    """Every setting of `RewardModelTrainer`. One record is a prompt with all its answers, or one labelled text."""
-
-    lr_schedule: Schedule = 'cosine'
-    max_epochs: int = 1
-    """more than one overfits soon (Ouyang et al. 2022, appendix C.2)"""
-    loss_fn: LossName = 'log_sig'
-    """−log σ(better − worse), or log(1 + exp(worse − better)): the same function, with another way of rounding"""
-    use_margins: bool = False
-    """subtract the difference of the data's own scores from that of the model's (Touvron et al. 2023, equation 2)"""
-    center_rewards_coefficient: float = 0.0
-    """weight of the mean of (better + worse)², which keeps scores near 0 (Eisenstein et al. 2023, equation 2); TRL
-    suggests 0.01"""
-    positive_label: str | None = None
-    """which label of labelled text is a success; None knows 1, true, yes, pos, positive, good, like and their
-    opposites"""
-    calibrate: bool = True
-    """at the end make the mean score of reference answers 0 (arXiv 2403.17031); they are the best answers where none
-    are given"""
-    early_stopping_patience: int | None = None
-    """stop after so many evaluations in a row without a better loss on the eval data"""
-
-    def validate(self, world_size: int = 1) -> None:
-        super().validate(world_size)
-        if self.use_margins and self.loss_fn == 'log_exp':
-            raise ValueError("use_margins=True needs loss_fn='log_sig'; the log-exp form has no margin")
-
-
 class _RewardObjective(Objective):
     prefix = 'rm'
     model_name = 'reward_model'
-    planned_as: ClassVar[str | None] = 'reward_model'
 
     def __init__(self, config: RewardModelConfig) -> None:
         self.config = config
@@ -206,14 +176,13 @@ class RewardModelTrainer(OfflineTrainer):
         model: nn.Module,
         optim: Optimizer,
         train_data: SequenceOf[Any],
-        eval_data: SequenceOf[Any] | None = None,
-        *,
+        *args: Any,
         reference_data: SequenceOf[Sequence] | None = None,
         **options: Any,
     ) -> None:
         is_labelled = len(train_data) > 0 and isinstance(train_data[0], TokenizedLabelled)
         method = LABELLED if is_labelled else PAIRWISE
-        super().__init__(strategy, model, optim, train_data, eval_data, method=method, **options)
+        super().__init__(strategy, model, optim, train_data, *args, method=method, **options)
         self.reference_data = reference_data
 
     def fit(self) -> None:
@@ -227,20 +196,32 @@ class RewardModelTrainer(OfflineTrainer):
         """Subtract the mean score of reference answers from every score from now on; that mean, before.
 
         Args:
-            sequences: None takes `reference_data`, else the best answer to each training prompt, or all labelled texts.
+            sequences: None takes `reference_data`, else the best answer to each training prompt, or all labelled texts;
+                `calibration_samples` of them, drawn by seed. Those that are given are all read.
         """
-        chosen = list(sequences or self.reference_data or [self.objective.sequences(r)[0] for r in self.train_data])
+        if sequences is None:
+            found = list(self.reference_data or self.train_data)
+            drawn = permutation(len(found), self.strategy.seed)[: self.config.calibration_samples]
+            kept = [found[i] for i in sorted(drawn)]
+            sequences = kept if self.reference_data else [self.objective.sequences(r)[0] for r in kept]
+        chosen = list(sequences)
         bare: Any = self.strategy.unwrap(self.model)
         stats = BatchStats()
         cuts = cuts_of_share(
             self.strategy, [s.num_tokens for s in chosen], self.config.max_tokens_per_batch or SWEEP_TOKENS
         )
         with in_eval_mode(bare):
-            for positions, scores in sweep(self.strategy, cuts, lambda p: collate([chosen[i] for i in p]), self.model):
+            for positions, scores in sweep(
+                self.strategy, self._shown(cuts, len(chosen)), lambda p: collate([chosen[i] for i in p]), self.model
+            ):
                 stats.add({'score_mean': Mean(scores[: len(positions)].sum(), float(len(positions)))})
         mean = stats.reduced(self.strategy)['score_mean']
         bare.calibrate(mean)
         return mean
+
+    def _shown(self, cuts: list[list[int]], count: int) -> Iterable[list[int]]:
+        bars = (c for c in self.callbacks.callbacks if isinstance(c, ProgressBar))
+        return next((bar.over(self, f'calibrate on {count} answers', cuts) for bar in bars), cuts)
 
 
 def of_kind(data: SequenceOf[Any], kind: type[Any]) -> list[Any]:

@@ -1,7 +1,7 @@
 """Supervised fine-tuning: next-token loss on the response tokens of demonstrations.
 
 Prompts, padding and turns of other speakers are masked out by the records' `response_mask`; plain text counts from its
-second token. Left out: how text becomes records (`chatgpt.dataset`).
+second token.
 """
 
 from __future__ import annotations
@@ -9,17 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from chatgpt.functional.losses import next_token_loss
 from chatgpt.functional.masking import masked_sum
 from chatgpt.trainer.config import SFTConfig
 from chatgpt.trainer.metrics import Mean, Metrics
 from chatgpt.trainer.offline import Method, Objective, OfflineTrainer
-from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Batch, Sequence
 
 
@@ -27,7 +25,6 @@ class SFTObjective(Objective):
     """−Σ log π(token | before) over counted tokens / their global number."""
 
     prefix = 'sft'
-    planned_as: ClassVar[str | None] = 'sft'
 
     def records(self, data: SequenceOf[Any]) -> list[Sequence]:
         return list(data)
@@ -43,6 +40,9 @@ class SFTObjective(Objective):
         return {'perplexity': math.exp(min(metrics['loss'], 700.0))}
 
 
+SFT = Method(SFTConfig, lambda config: SFTObjective())
+
+
 class SFTTrainer(OfflineTrainer):
     """Trains an `Actor` on `Sequence` records.
 
@@ -53,16 +53,4 @@ class SFTTrainer(OfflineTrainer):
         options: `config`, `callbacks`, `tokenizer`, `run_dir` of `OfflineTrainer`, and fields of `SFTConfig`.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy | str,
-        model: nn.Module,
-        optim: Optimizer,
-        train_data: SequenceOf[Any],
-        eval_data: SequenceOf[Any] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(strategy, model, optim, train_data, eval_data, method=SFT, **options)
-
-
-SFT = Method(SFTConfig, lambda config: SFTObjective())
+    own_method = SFT

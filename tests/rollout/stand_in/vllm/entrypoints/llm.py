@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ class LLM(RLOfflineMixin):
         assert args.load_format == 'dummy' and args.logprobs_mode == 'processed_logprobs' and args.skip_tokenizer_init
         assert os.environ['VLLM_ENABLE_V1_MULTIPROCESSING'] == '0'
         self.args, self.events = args, []
+        self.model_config = SimpleNamespace(dtype=torch.float32)
         self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.model)).eval()
         self.workers = [Worker(args, rank, self) for rank in range(tensor_parallel_size)]
         self.threads = ThreadPoolExecutor(tensor_parallel_size)
@@ -77,7 +79,8 @@ class LLM(RLOfflineMixin):
         with torch.no_grad():
             for name in self.workers[0].shards:
                 own[name].copy_(torch.cat([w.shards[name] for w in self.workers]).view(own[name].shape))
-        missing = {n for n, _ in self.model.named_parameters()} - set(self.workers[0].shards)
+        names = {n for n, _ in self.model.named_parameters(remove_duplicate=False)}  # a tied head wants its own
+        missing = names - set(self.workers[0].shards)
         assert not missing, f'no weights for {sorted(missing)[:3]}'
         return self.model
 

@@ -17,7 +17,7 @@ class ParamMeta:
 
 class WeightSource(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        assert isinstance(cls.__dict__['metadata'], cached_property)
+        assert isinstance(cls.__dict__.get('metadata', cached_property(id)), cached_property)
 
     @property
     @abstractmethod

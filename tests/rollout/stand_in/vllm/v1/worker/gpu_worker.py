@@ -9,6 +9,10 @@ from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
 
+class ParallelLMHead:
+    pass
+
+
 class Worker:
     """One rank: of each weight the rows, counted flat, that are its share."""
 
@@ -28,6 +32,9 @@ class Worker:
 
     def get_model(self) -> Worker:
         return self
+
+    def modules(self) -> list[Any]:
+        return [ParallelLMHead()]
 
     def check_health(self) -> None:
         pass

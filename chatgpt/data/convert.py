@@ -1,0 +1,210 @@
+"""From canonical examples back to records of a chosen shape, and to a file. What a shape cannot hold is an error.
+Conversations become plain text where the shape knows only text (`formats.plain_prompt`), and text becomes one turn
+where it knows only turns."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from chatgpt.data.examples import (
+    BadRecord,
+    Demonstration,
+    Example,
+    Instruction,
+    Labelled,
+    Message,
+    Preference,
+    PromptText,
+    ResponseText,
+    as_kind,
+)
+from chatgpt.data.formats import plain_prompt, prompt_turns, render, response_turns
+
+_SHAREGPT = {'user': 'human', 'assistant': 'gpt', 'system': 'system', 'tool': 'observation'}
+OUTPUT_SUFFIXES = ('.jsonl', '.json', '.csv', '.parquet')
+
+
+def to_records(example: Example, shape: str) -> list[dict[str, Any]]:
+    """The records of one example in a shape of `TARGETS`; several where ranked answers become pairs. Raises BadRecord.
+
+    >>> to_records(Demonstration(prompt='2 + 3?', response='5'), 'messages')
+    [{'messages': [{'role': 'user', 'content': '2 + 3?'}, {'role': 'assistant', 'content': '5'}]}]
+    """
+    if shape not in TARGETS:
+        raise ValueError(f'unknown shape {shape!r}; known are {", ".join(TARGETS)}')
+    return TARGETS[shape](example)
+
+
+def _prompt(example: Example) -> list[dict[str, Any]]:
+    return [{'prompt': plain_prompt(as_kind(example, 'prompt').prompt)}]
+
+
+def _completion(example: Example) -> list[dict[str, Any]]:
+    found: Any = as_kind(example, 'demonstration')
+    if found.prompt == '':
+        raise BadRecord('a text without a prompt, where prompt and completion are needed')
+    return [{'prompt': plain_prompt(found.prompt), 'completion': _answer_text(found.prompt, found.response)}]
+
+
+def _alpaca(example: Example) -> list[dict[str, Any]]:
+    found: Any = as_kind(example, 'demonstration')
+    prompt = found.prompt
+    if isinstance(prompt, Instruction):
+        given = prompt
+    elif isinstance(prompt, str) and prompt:
+        given = Instruction(prompt)
+    elif isinstance(prompt, tuple) and len(prompt) == 1 and isinstance(found.response, str):
+        given = Instruction(prompt[0].content)
+    else:
+        raise BadRecord('more than one question and its answer, which instruction, input and output cannot hold')
+    return [{'instruction': given.instruction, 'input': given.input, 'output': found.response}]
+
+
+def _messages(example: Example) -> list[dict[str, Any]]:
+    return [{'messages': [turn._asdict() for turn in _all_turns(as_kind(example, 'demonstration'))]}]
+
+
+def _sharegpt(example: Example) -> list[dict[str, Any]]:
+    return [{'conversations': [_sharegpt_turn(turn) for turn in _all_turns(as_kind(example, 'demonstration'))]}]
+
+
+def _preference(example: Example) -> list[dict[str, Any]]:
+    found: Any = as_kind(example, 'preference')
+    prompt = plain_prompt(found.prompt)
+    texts = [_answer_text(found.prompt, response) for response in found.responses]
+    asked = {'prompt': prompt} if prompt else {}
+    return [{**asked, 'chosen': better, 'rejected': worse} for better, worse in combinations(texts, 2)]
+
+
+def _dialogues(example: Example) -> list[dict[str, Any]]:
+    """Whole dialogues as text; only what reads as HH's dialogues does can be cut again."""
+    found: Any = as_kind(example, 'preference')
+    prompt = plain_prompt(found.prompt if isinstance(found.prompt, str) else prompt_turns(found.prompt))
+    if prompt and not prompt.endswith('\n\nAssistant:'):
+        prompt = f'\n\nHuman: {prompt}\n\nAssistant:'
+    spaced = [_answer_text(prompt_turns(found.prompt) if prompt else '', response) for response in found.responses]
+    return [{'chosen': prompt + better, 'rejected': prompt + worse} for better, worse in combinations(spaced, 2)]
+
+
+def _ranked(example: Example) -> list[dict[str, Any]]:
+    found: Any = as_kind(example, 'preference')
+    if found.prompt == '':
+        raise BadRecord('texts without a prompt, where prompt and responses are needed')
+    record: dict[str, Any] = {'prompt': plain_prompt(found.prompt)}
+    record['responses'] = [_answer_text(found.prompt, response) for response in found.responses]
+    return [record | ({'scores': list(found.scores)} if found.scores else {})]
+
+
+def _labelled(example: Example) -> list[dict[str, Any]]:
+    """KTO's shape. A pair gives one desirable and one undesirable answer; of ranked ones the first and the last."""
+    if isinstance(example, Preference):
+        given = [(example.responses[0], True), (example.responses[-1], False)]
+    elif isinstance(example, Labelled) and isinstance(example.label, bool):
+        given = [(example.response, example.label)]
+    else:
+        raise BadRecord('neither a preference nor a labelled answer (label true or false)')
+    if example.prompt == '':
+        raise BadRecord('a text without a prompt, where a conversation is needed')
+    asked = prompt_turns(example.prompt)
+    return [
+        {'messages': [t._asdict() for t in (*asked, *response_turns(response))], 'label': label}
+        for response, label in given
+    ]
+
+
+def _text_label(example: Example) -> list[dict[str, Any]]:
+    if not isinstance(example, Labelled):
+        raise BadRecord('no label, where a labelled example is needed')
+    return [{'text': _whole_text(example), 'label': example.label}]
+
+
+def _text(example: Example) -> list[dict[str, Any]]:
+    return [{'text': _whole_text(as_kind(example, 'demonstration'))}]
+
+
+TARGETS: dict[str, Callable[[Example], list[dict[str, Any]]]] = {
+    'prompt': _prompt,
+    'prompt_completion': _completion,
+    'alpaca': _alpaca,
+    'messages': _messages,
+    'sharegpt': _sharegpt,
+    'preference': _preference,
+    'dialogues': _dialogues,
+    'ranked': _ranked,
+    'kto': _labelled,
+    'text_label': _text_label,
+    'text': _text,
+}
+
+
+def _answer_text(prompt: PromptText, response: ResponseText) -> str:
+    return ''.join(piece.text for piece in render(prompt, response, None, apply_chat_template=False)[1:])
+
+
+def _whole_text(example: Demonstration | Labelled) -> str:
+    return plain_prompt(example.prompt) + _answer_text(example.prompt, example.response)
+
+
+def _all_turns(example: Demonstration) -> tuple[Message, ...]:
+    if example.prompt == '':
+        raise BadRecord('a text without a prompt, where a conversation is needed')
+    return (*prompt_turns(example.prompt), *response_turns(example.response))
+
+
+def _sharegpt_turn(turn: Message) -> dict[str, str]:
+    return {'from': _SHAREGPT[turn.role], 'value': turn.content}
+
+
+def write_records(records: Iterable[dict[str, Any]], path: str | Path, *, overwrite: bool = False) -> int:
+    """Write records to a .jsonl, .json, .csv or .parquet file and return their number. Lists stand in a csv cell as
+    JSON text.
+
+    The file appears whole or not at all. Raises ValueError: unknown suffix, an existing file without `overwrite`, no
+    records.
+    """
+    path = Path(path)
+    if path.suffix not in OUTPUT_SUFFIXES:
+        raise ValueError(f'{path}: unknown kind of file {path.suffix!r}; give one of {", ".join(OUTPUT_SUFFIXES)}')
+    if path.exists() and not overwrite:
+        raise ValueError(f'{path}: the file exists; allow overwriting it or give another name')
+    if not path.parent.is_dir():
+        raise ValueError(f'{path}: there is no folder {path.parent}; make it first')
+    rows = list(records)
+    if not rows:
+        raise ValueError(f'{path}: there are no records to write')
+    part = path.with_name(f'.{path.name}.part')
+    try:
+        _write(rows, part, path.suffix)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return len(rows)
+
+
+def _write(rows: list[dict[str, Any]], path: Path, suffix: str) -> None:
+    if suffix == '.parquet':
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        return
+    with open(path, 'w', encoding='utf-8', newline='') as file:
+        if suffix == '.json':
+            json.dump(rows, file, ensure_ascii=False, indent=2)
+            file.write('\n')
+        elif suffix == '.jsonl':
+            file.writelines(json.dumps(row, ensure_ascii=False) + '\n' for row in rows)
+        else:
+            writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
+            writer.writeheader()
+            for row in rows:
+                writer.writerow({key: _cell(value) for key, value in row.items()})
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else value

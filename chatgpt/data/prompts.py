@@ -1,0 +1,256 @@
+"""Prompts: from a source to `Prompt` records, and the order in which a run draws them.
+
+The order is a function of the seed: a new permutation every epoch. Its state is the number of prompts drawn so far.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chatgpt.data.examples import BadRecord, PromptExample, as_kind
+from chatgpt.data.formats import adopt_template, begin_ids
+from chatgpt.data.reading import SKIPPED, BadRecordError, BadRecords, Record, any_usable, read_records
+from chatgpt.data.shapes import misspelt, prompt_of, shape_of, taken_by, to_example
+from chatgpt.data.tokenize import Overflow, tokenize_prompt
+from chatgpt.names import TEXTS
+from chatgpt.types import Prompt
+
+
+def _without_reserved(prompt: Prompt) -> Prompt:
+    if not any(name in prompt.columns for name in TEXTS):
+        return prompt
+    return replace(prompt, columns={name: value for name, value in prompt.columns.items() if name not in TEXTS})
+
+
+class PromptSet(SequenceOf[Prompt]):
+    """A fixed list of prompts."""
+
+    def __init__(
+        self,
+        prompts: SequenceOf[Prompt],
+        num_skipped: int = 0,
+        reasons: SequenceOf[str] = (),
+        has_turns: bool = False,
+        num_cut: int = 0,
+    ) -> None:
+        if not prompts:
+            raise ValueError('there are no prompts')
+        self._prompts = [_without_reserved(prompt) for prompt in prompts]
+        taken = sorted({name for prompt in prompts for name in TEXTS if name in prompt.columns})
+        if taken:
+            warnings.warn(
+                f'the prompts have columns called {", ".join(taken)}, which is what functions call their own '
+                'arguments; they are not handed to functions. Rename such a column to use it in one',
+                stacklevel=2,
+            )
+        self.num_skipped = num_skipped
+        """bad records that were left out"""
+        self.reasons = list(reasons)
+        """the first few, `file, line n: reason`"""
+        self.has_turns = has_turns
+        """some went through the tokenizer's chat template"""
+        self.num_cut = num_cut
+        """prompts that were too long, and lost their left end"""
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, position: Any) -> Any:
+        return self._prompts[position]
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return iter(self._prompts)
+
+    def num_distinct(self) -> int:
+        """Prompts that differ in their ids."""
+        return len({prompt.ids.numpy().tobytes() for prompt in self._prompts})
+
+    def facts(self) -> dict[str, int]:
+        """What run.json says of them: how many, and how many of these differ; how many were cut, or left out.
+
+        Nothing of prompts without text.
+        """
+        if not any(len(prompt.ids) for prompt in self._prompts):
+            return {}  # tasks of an environment, which says their text itself
+        counts = {'prompts': len(self), 'distinct': self.num_distinct()}
+        return counts | {'cut': self.num_cut, 'skipped': self.num_skipped}
+
+    def fingerprint(self) -> str:
+        """The number of prompts and a hash of their ids, for telling at a resume whether the data changed."""
+        digest = hashlib.sha256()
+        for prompt in self._prompts:
+            digest.update(prompt.ids.numpy().tobytes() + b'|')
+        return f'{len(self)} prompts, sha256 {digest.hexdigest()[:16]}'
+
+
+class PromptOrder:
+    """Which prompt the run-wide draw number `i` takes: permutation number i // n of (seed, epoch), position i % n.
+
+    >>> order = PromptOrder(3, seed=0)
+    >>> sorted(order[i] for i in range(3, 6))
+    [0, 1, 2]
+    """
+
+    def __init__(self, num_prompts: int, seed: int) -> None:
+        self.num_prompts = num_prompts
+        self.seed = seed
+        self._epoch = -1
+        self._permutation: list[int] = []
+
+    def __getitem__(self, draw: int) -> int:
+        epoch, position = divmod(draw, self.num_prompts)
+        if epoch != self._epoch:
+            digest = hashlib.blake2b(f'prompts {self.seed} {epoch}'.encode(), digest_size=8).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, 'little') >> 1)
+            self._permutation = torch.randperm(self.num_prompts, generator=generator).tolist()
+            self._epoch = epoch
+        return self._permutation[position]
+
+
+def tasks_without_prompts(count: int = 1) -> PromptSet:
+    """Empty prompts, for an environment that sets tasks of its own."""
+    return PromptSet([Prompt(ids=torch.zeros(0, dtype=torch.int64)) for _ in range(count)])
+
+
+def load_prompts(
+    source: Any,
+    tokenizer: Any,
+    *,
+    column: str = 'prompt',
+    max_prompt_tokens: int | None = None,
+    overflow: Overflow = 'truncate',
+    apply_chat_template: bool | None = None,
+    skip_bad_records: bool = False,
+    split: str = 'train',
+    subset: str | None = None,
+    max_prompts: int | None = None,
+) -> PromptSet:
+    """Prompts from a file, a hub data set, or rows.
+
+    Args:
+        source: anything `reading.read_records` takes; a .txt file holds one prompt a line.
+        tokenizer: turns a prompt into ids, with the begin token where it adds one by itself, and no end token.
+        column: holds the prompt, as text or as turns; the other columns go to reward functions. Where records have no
+            column 'prompt', the prompt of any shape that `shapes` knows is taken (question and answer, Alpaca,
+            conversations, ...).
+        max_prompt_tokens: longer prompts lose their left end (overflow='truncate') or are bad records
+            (overflow='refuse').
+        apply_chat_template: None: conversations and instructions go through the tokenizer's chat template (one without
+            is given `formats.default_template`), and text as the model was trained (`formats.text_choice`), else it is
+            used as it is, with a warning where there is a template; True: text too, as one turn of the user; False:
+            nothing does.
+        skip_bad_records: leave bad records out and count them, instead of stopping at the first.
+        split, subset: of a hub data set.
+        max_prompts: stop after so many.
+
+    Raises:
+        ValueError: a missing or empty file, a missing column, an empty prompt; names file, line and reason.
+    """
+    if max_prompt_tokens is not None and max_prompt_tokens < 1:
+        raise ValueError(f'max_prompt_tokens={max_prompt_tokens}; give at least 1, or None for no limit')
+    if overflow not in ('truncate', 'refuse'):
+        raise ValueError(f"overflow={overflow!r}; give 'truncate' or 'refuse'")
+    plain = isinstance(source, (str, Path)) and str(source).removesuffix('.gz').endswith('.txt')
+    plain = plain or (isinstance(source, (list, tuple)) and bool(source) and isinstance(source[0], str))
+    options: Any = {'max_tokens': max_prompt_tokens, 'overflow': overflow, 'apply_chat_template': apply_chat_template}
+    options['begin'] = tuple(begin_ids(tokenizer))
+    bad = BadRecords(skip_bad_records)
+    prompts: list[Prompt] = []
+    cuts: list[int] = []
+    has_turns = False
+    records = read_records(source, bad, split=split, subset=subset, text_separator='\n')
+    wanted = 'text' if plain else column
+    for record in records:
+        if max_prompts is not None and len(prompts) >= max_prompts:
+            break
+        try:
+            example = _prompt_example(record, wanted)
+            has_turns = adopt_template(example.prompt, tokenizer, apply_chat_template) or has_turns
+            prompts.append(tokenize_prompt(example, tokenizer, cuts=cuts, **options))
+        except BadRecord as reason:
+            others = prompts or bad.skip or any_usable(records, lambda other: _prompt_example(other, wanted))
+            bad.report(record.where, str(reason), SKIPPED if others else '')
+    if not prompts:
+        raise ValueError(f'none of {bad.num_skipped} records has a usable prompt; the first: {bad.reasons[0]}')
+    return PromptSet(prompts, bad.num_skipped, bad.reasons, has_turns, len(cuts))
+
+
+def _prompt_example(record: Record, column: str) -> PromptExample:
+    data = record.data
+    if column in data:
+        if data[column] is None:
+            raise BadRecord(f'the prompt in column {column!r} is empty')
+        given = data[column]
+        prompt, _ = prompt_of({'prompt': given, 'system': None if isinstance(given, str) else data.get('system')})
+        return PromptExample(prompt=prompt, columns={k: v for k, v in data.items() if k != column}, where=record.where)
+    missing = f'there is no column {column!r} for the prompt; the columns are {", ".join(map(repr, data)) or "none"}'
+    if column != 'prompt':
+        raise BadRecord(missing)
+    try:
+        shape_of(data)
+    except BadRecord:
+        raise BadRecord(missing + misspelt(data)) from None
+    example = to_example(data, record.where)
+    if example.prompt == '':
+        raise BadRecord(f'{missing}{taken_by(example)}; name the column of the prompt with --prompt_column')
+    taken = as_kind(example, 'prompt')
+    assert isinstance(taken, PromptExample)
+    return PromptExample(prompt=taken.prompt, columns=_all_but_prompt(data), where=record.where)
+
+
+def _all_but_prompt(data: dict[str, Any]) -> dict[str, Any]:
+    """The columns of a recognised record for reward functions: the reference answer stays, what the prompt was made of
+    goes."""
+    try:
+        _, used = prompt_of(data)
+    except BadRecord:  # whole dialogues, where prompt and answers share columns
+        used = set()
+    return {k: v for k, v in data.items() if k not in used}
+
+
+def as_prompts(prompts: Any, tokenizer: Any = None) -> PromptSet:
+    """A `PromptSet` from what a trainer is given: one already, `Prompt` records, id tensors, texts, dicts with a
+    'prompt', or a file.
+
+    Raises:
+        ValueError: texts without a tokenizer, or something that is no prompt.
+    """
+    if isinstance(prompts, PromptSet):
+        return prompts
+    if isinstance(prompts, (str, Path)):
+        if tokenizer is None:
+            raise ValueError(f'prompts from {str(prompts)!r} need a tokenizer; pass tokenizer=...')
+        return load_prompts(prompts, tokenizer)
+    items = list(prompts)
+    if not items:
+        raise ValueError('there are no prompts')
+    if isinstance(items[0], (str, dict)):
+        if tokenizer is None:
+            raise ValueError('prompts given as text need a tokenizer; pass tokenizer=..., or give id tensors')
+        try:
+            return load_prompts([{'prompt': i} if isinstance(i, str) else i for i in items], tokenizer)
+        except BadRecordError as error:  # a list is changed by whoever made it
+            raise ValueError(str(error).removesuffix(f'. {SKIPPED}')) from None
+    records = []
+    for i, item in enumerate(items):
+        if isinstance(item, Tensor) and item.dim() == 2 and item.shape[0] == 1:
+            item = item[0]
+        if isinstance(item, Tensor):
+            item = Prompt(ids=item.to(torch.int64).cpu())
+        if not isinstance(item, Prompt) or item.ids.dim() != 1:
+            raise ValueError(
+                f'prompt {i} is a {type(item).__name__}; give texts, dicts, Prompt records or 1-D id tensors'
+            )
+        if len(item.ids) == 0:
+            raise ValueError(f'prompt {i} is empty; give it at least a begin token')
+        records.append(item)
+    return PromptSet(records)

@@ -1,0 +1,123 @@
+"""Names of models and data sets: whether one can be loaded, found out before a client that retries for a minute.
+
+The hub is looked for once per process. Where it cannot be reached, the process goes on as under HF_HUB_OFFLINE=1: what
+is in the cache is loaded, and any other name is an error of one line.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import warnings
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from chatgpt.names import near
+
+REACH_S = 3.0
+"""longest wait for a connection"""
+Kind = Literal['model', 'dataset']
+
+
+def checked_path(pretrained: Any, hub: Mapping[str, Any] | None = None) -> str:
+    """`pretrained` as text.
+
+    Args:
+        hub: options of transformers' loaders, such as `cache_dir`.
+
+    Raises:
+        ValueError: it is no name, a path where there is no model folder, or a name that `check_name` refuses.
+    """
+    if not isinstance(pretrained, (str, os.PathLike)):
+        raise ValueError(
+            f'pretrained: a {type(pretrained).__name__} given; it must be a hub name or a folder (for a model that you '
+            'have: Actor(model))'
+        )
+    name = os.fspath(pretrained)
+    if name and Path(name).is_dir():
+        return name
+    if name and Path(name).exists():
+        raise ValueError(f'pretrained={name!r} is a file; give the folder that save_pretrained wrote')
+    if name.startswith(('/', '.', '~')) or name.count('/') > 1 or '\\' in name or not name.strip('/'):
+        raise ValueError(
+            f'pretrained={name!r}: there is no such folder{nearest(name)}, and it cannot be a hub name (name or '
+            'owner/name)'
+        )
+    if hub is None or not hub.get('local_files_only'):
+        check_name(name, cache_dir=(hub or {}).get('cache_dir'))
+    return name
+
+
+def check_name(name: str, kind: Kind = 'model', cache_dir: str | os.PathLike[str] | None = None) -> None:
+    """Raises ValueError for a name, which is no path here, that is not in the cache where the hub cannot be asked."""
+    from huggingface_hub import constants
+
+    why = 'the hub is not asked under HF_HUB_OFFLINE=1'
+    is_here = is_cached(name, kind, cache_dir)
+    if not constants.HF_HUB_OFFLINE:
+        from urllib.parse import urlsplit
+        from urllib.request import getproxies, proxy_bypass
+
+        endpoint = urlsplit(constants.ENDPOINT)
+        proxies = {} if proxy_bypass(endpoint.hostname or '') else getproxies()
+        proxy = proxies.get(endpoint.scheme, proxies.get('all', ''))
+        address = urlsplit(proxy) if '://' in proxy else endpoint
+        problem = connect(address.hostname or '', address.port or (80 if address.scheme == 'http' else 443))
+        if problem is None:
+            return
+        why = f'{address.hostname} cannot be reached ({problem})'
+        constants.HF_HUB_OFFLINE = True
+        os.environ['HF_HUB_OFFLINE'] = '1'  # for what is imported or started later
+        if 'datasets' in sys.modules:
+            sys.modules['datasets'].config.HF_HUB_OFFLINE = True
+        if is_here:
+            warnings.warn(f'{why}: {name} is taken from the cache, as under HF_HUB_OFFLINE=1', stacklevel=2)
+    if not is_here:
+        what = 'folder' if kind == 'model' else 'file or folder'
+        raise ValueError(
+            f'{name!r}: there is no such {what}{nearest(name, kind)}, it is not in the cache of the Hugging Face Hub, '
+            f'and {why}'
+        )
+
+
+def is_cached(name: str, kind: Kind, cache_dir: str | os.PathLike[str] | None = None) -> bool:
+    """Whether some version of it has been downloaded."""
+    from huggingface_hub import constants
+
+    places = [Path(cache_dir or constants.HF_HUB_CACHE, f'{kind}s--{name.replace("/", "--")}', 'snapshots')]
+    if 'datasets' in sys.modules:  # which keeps what it has prepared in a place of its own
+        places.append(Path(sys.modules['datasets'].config.HF_DATASETS_CACHE, name.replace('/', '___')))
+    return any(place.is_dir() and any(place.iterdir()) for place in places)
+
+
+@cache
+def connect(host: str, port: int) -> str | None:
+    """Why no connection comes about within `REACH_S`, looking the name up included; None where one does."""
+    found = ['no answer']
+
+    def attempt() -> None:
+        try:
+            socket.create_connection((host, port), timeout=REACH_S).close()
+            found[:] = []
+        except OSError as error:
+            found[:] = [error.strerror or str(error)]
+
+    thread = threading.Thread(target=attempt, daemon=True)  # looking a name up has no limit of its own
+    thread.start()
+    thread.join(REACH_S)
+    return found[0] if found else None
+
+
+def nearest(name: str, kind: Kind = 'model') -> str:
+    """' (did you mean outputs/sft/actor?)' for a path like one that is there; '' where there is none."""
+    path = Path(name).expanduser()
+    try:
+        there = [entry.name for entry in path.parent.iterdir() if kind == 'dataset' or entry.is_dir()]
+    except OSError:
+        return ''
+    close = near(path.name, there)
+    return f' (did you mean {" or ".join(str(path.parent / each) for each in close)}?)' if close else ''

@@ -1,0 +1,155 @@
+"""The command's first word: a method to train with, or another subcommand, each imported when it is asked for.
+
+    chatgpt-rlhf ppo prompts.jsonl --pretrain gpt2 --reward_fn rewards.py:score
+    python -m chatgpt ppo --help
+
+Left out: what the subcommands do. Nothing here waits for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from chatgpt import __version__
+from chatgpt.hub import checked_path
+from chatgpt.launch.arguments import run_main
+from chatgpt.launch.methods import METHODS
+from chatgpt.names import hint
+
+NAME = 'chatgpt-rlhf'
+ENTRY_POINTS = 'chatgpt.commands'
+"""the group of entry points in which other distributions give the modules of subcommands"""
+
+
+class Subcommand(NamedTuple):
+    module: str
+    """with `distribution` the name of its entry point"""
+    about: str
+    main: str = 'main'
+    """a function of the module that reads `sys.argv` and may return an exit code"""
+    parser: str = 'parser'
+    """one that gives its flags, for completion; '' where there are none to complete"""
+    distribution: str = ''
+    """another one that brings the module, as an entry point of the group `ENTRY_POINTS`"""
+
+    @property
+    def entry_points(self) -> list[EntryPoint]:
+        """Of `distribution`; none where it is not installed."""
+        return list(entry_points(group=ENTRY_POINTS, name=self.module))
+
+    @property
+    def installed(self) -> bool:
+        return not self.distribution or bool(self.entry_points)
+
+    def load(self, name: str) -> Any:
+        """Raises ValueError where the distribution of the subcommand is not installed."""
+        if not self.installed:
+            raise ValueError(f'{self.module} is in a package of its own: pip install {self.distribution}')
+        module = self.entry_points[0].load() if self.distribution else importlib.import_module(self.module)
+        return getattr(module, name)
+
+
+GROUPS: dict[str, dict[str, Subcommand]] = {
+    'use a model': {
+        'generate': Subcommand('chatgpt.launch.cli.generate', 'responses to one prompt, or to a file of them'),
+        'chat': Subcommand('chatgpt.launch.cli.generate', 'a dialogue in the terminal', 'chat_main', 'chat_parser'),
+        'evaluate': Subcommand('chatgpt.launch.cli.evaluate', 'score the responses of a model to a file of prompts'),
+        'compare': Subcommand('chatgpt.launch.cli.compare', 'people say in a browser which of two answers is better'),
+    },
+    'around a run': {
+        'init': Subcommand('chatgpt.launch.cli.init', 'write a commented config, data and a reward to start from'),
+        'plan': Subcommand('chatgpt.plan.__main__', 'what memory each phase of a run takes, and whether it fits'),
+        'launch': Subcommand('chatgpt.launch.__main__', 'several processes, by torchrun or on Ray'),
+        'sweep': Subcommand('chatgpt.launch.search.__main__', 'many runs in search of settings'),
+        'report': Subcommand('chatgpt.launch.cli.report', 'a page that shows a run, or several'),
+        'doctor': Subcommand('chatgpt.launch.cli.doctor', 'what is wrong with a run, and what to change'),
+        'verify': Subcommand(
+            'chatgpt.launch.cli.verify', 'whether two runs are the same to the bit, and where they part'
+        ),
+        'rollouts': Subcommand('chatgpt.launch.cli.rollouts', 'read the recorded sequences of runs in a browser'),
+        'convert': Subcommand('chatgpt.launch.cli.convert', 'a data file in another shape'),
+        'compat': Subcommand(
+            'compat', 'run or check a script written for TRL, trlX, ...', distribution='chatgpt-rlhf-compat'
+        ),
+        'completion': Subcommand('chatgpt.launch.cli.completion', 'what makes a shell complete this command'),
+        'version': Subcommand('', 'the version of the package', parser=''),
+    },
+}
+SUBCOMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
+
+
+def called() -> str:
+    """How the user calls the command."""
+    return NAME if Path(sys.argv[0]).stem.startswith(NAME) else 'python -m chatgpt'
+
+
+def overview() -> str:
+    width = max(map(len, [*METHODS, *SUBCOMMANDS])) + 2
+    groups = {'train': {name: method.about for name, method in METHODS.items()}}
+    groups |= {title: {name: entry.about for name, entry in group.items()} for title, group in GROUPS.items()}
+    lines = [f'usage: {called()} COMMAND ...', '', 'RLHF on Hugging Face models. COMMAND --help says more.']
+    for title, commands in groups.items():
+        lines += ['', f'{title}:', *(f'  {name:{width}}{about}' for name, about in commands.items())]
+    return '\n'.join([*lines, '', 'A method of your own is the command module:name or path/to/file.py:name.'])
+
+
+def train(name: str, argv: Sequence[str], prog: str) -> None:
+    from chatgpt.launch.config_file import parse_run
+    from chatgpt.launch.runs import run_class
+
+    cls, method = run_class(name), METHODS.find(name)
+    text = (
+        f'{method.about}.\n\nWithout data and --pretrain it trains a small model on embedded stories. Under --save_path'
+        f'\nit leaves metrics.jsonl, config.yaml, checkpoints/ and {cls.trained}/, a Hugging Face folder with its '
+        'tokenizer.'
+    )
+    settings = parse_run(cls, description=text, positional=method.positional, argv=argv, method=name, prog=prog)
+    settings.fill_defaults()
+    settings.validate()  # a mistake in the settings, or in a name, does not wait for torch
+    for model in (settings.base, settings.tokenizer, getattr(settings, 'reward_model', None)):
+        if model is not None:
+            checked_path(model)
+    from chatgpt.launch.recipes import execute
+
+    execute(settings)
+
+
+def run(words: Sequence[str]) -> int | None:
+    """The exit code of what was asked for. Raises ValueError for a word that is no command."""
+    name, *rest = words or ['--help']
+    prog = f'{called()} {name}'
+    asks_help, asks_version = name in ('-h', '--help', 'help'), name in ('version', '--version')
+    if len(rest) > asks_help and (asks_help or asks_version):
+        raise ValueError(f'{rest[-1]!r} is one word too many')
+    if asks_help and rest:
+        return run([*rest, '--help'])
+    if asks_help:
+        print(overview())
+    elif asks_version:
+        print(f'{NAME} {__version__}')
+    elif name in METHODS or ':' in name:
+        METHODS.find(name)
+        train(name, rest, prog)
+    elif name in SUBCOMMANDS:
+        sys.argv = [prog, *rest]
+        return SUBCOMMANDS[name].load(SUBCOMMANDS[name].main)()
+    else:
+        raise ValueError(f'{name!r} is no command{hint(name, [*METHODS, *SUBCOMMANDS])} (--help lists what there is)')
+    return None
+
+
+def main() -> None:
+    words, code = sys.argv[1:], 0
+
+    def command() -> None:
+        nonlocal code
+        code = run(words) or 0
+
+    run_main(command)
+    if code:
+        sys.exit(code)

@@ -1,0 +1,302 @@
+"""People compare answers in a browser: of two models, or two of one model. What they say becomes preferences.
+
+    chatgpt-rlhf compare --model outputs/sft/actor --model outputs/ppo/actor --prompts prompts.jsonl --db said.sqlite
+    chatgpt-rlhf compare --db said.sqlite
+    chatgpt-rlhf compare --db said.sqlite --export preferences.jsonl
+
+The first makes the answers and serves the page, until Ctrl-C; the second serves what is in the file, and goes on; the
+third writes what `reward-model` and `dpo` train on. Both sides are drawn with the same settings, whatever the models'
+generation_config say. --answers takes answers that are made already: two files as
+`generate --output` writes them, or one with prompt, response1 and response2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from chatgpt.launch.arguments import Parser, add_strategy, strategy_of, world_size_from_env
+from chatgpt.launch.cli.generate import (
+    DRAWN,
+    add_drawing,
+    add_template,
+    answer,
+    check_drawing,
+    flags_or_defaults,
+    load_actor,
+    sampling_of,
+)
+from chatgpt.monitor.compare.app import compare_app
+from chatgpt.monitor.compare.server import add_server, need_server, serve
+from chatgpt.monitor.compare.statistics import lines, summarize
+from chatgpt.monitor.compare.store import Store
+
+DRAWING = ('max_new_tokens', 'max_length', 'min_new_tokens', 'temperature', 'top_k', 'top_p', 'greedy', 'stop_string')
+
+
+def parser() -> Parser:
+    out = Parser(description=__doc__, usage='%(prog)s --model MODEL [--model MODEL] --prompts FILE --db FILE.sqlite')
+    said, asked, drawing, run = map(
+        out.add_argument_group, ('the file', 'what is compared', 'responses', 'the run and the page')
+    )
+    said.add_argument(
+        '--db', required=True, metavar='FILE', help='what people say, in SQLite; made where there is none'
+    )
+    said.add_argument('--export', metavar='FILE', help='write preferences as jsonl, and end')
+    asked.add_argument(
+        '--model', action='append', default=[], help='hub name or folder; once: two samples of it, twice: two models'
+    )
+    asked.add_argument('--prompts', metavar='FILE', help='csv, json, jsonl, parquet, or .txt: one a line')
+    asked.add_argument('--answers', action='append', default=[], metavar='FILE', help='in place of models and prompts')
+    add_template(asked, 'prompts in text are turns of the user')
+    asked.add_argument('--trust_remote_code', action='store_true', help='allow a hub model to bring code of its own')
+    asked.add_argument('--reward_model', help='its folder; pairs of which it is least sure come first')
+    asked.add_argument(
+        '--annotators_per_pair', type=int, metavar='K', help='how many people judge each pair (default: 1)'
+    )
+    add_drawing(drawing)
+    add_strategy(run)
+    add_server(run)
+    return out
+
+
+def main() -> None:
+    args = parser().parse_args()
+    if args.export:
+        export(args)
+        return
+    need_server()
+    with prepared(args) as store:
+        serve(compare_app(store), host=args.host, port=args.port)
+        print('\n'.join(['', *lines(summarize(store)), f'kept in {args.db}; export it with --export FILE.jsonl']))
+
+
+def export(args: Any) -> None:
+    """Write the preferences of --db."""
+    with Store(args.db, create=False) as store:
+        rows, num_left = store.preferences()
+        if not rows:
+            raise ValueError(f'{args.db} has no pair on which people prefer one answer: {num_left} were judged')
+        text = ''.join(json.dumps(row, ensure_ascii=False) + '\n' for row in rows)
+        try:
+            Path(args.export).write_text(text, encoding='utf-8')
+        except OSError as error:
+            raise ValueError(f'cannot write --export {args.export}: {error.strerror}') from None
+        told = [f'{args.export}: {len(rows)} preferences; {num_left} judged pairs without a majority or an answer left']
+        print('\n'.join([*told, *lines(summarize(store))]))
+
+
+def prepared(args: Any) -> Store:
+    """The store of --db with all its answers, made now where they are missing.
+
+    Raises:
+        ValueError: flags that do not fit together; a file that holds something else than they ask for, with what
+            differs.
+    """
+    if world_size_from_env() > 1:
+        raise ValueError('compare is one process: start it with python, not with a launcher')
+    _check(args)
+    records, settings, made = _asked(args)
+    store = Store(args.db)
+    try:
+        if settings and not store.has_answers:
+            store.begin(records, list(map(_shown, records)), **settings)
+        elif settings:
+            _check_same(args.db, store.settings, settings)
+        if args.annotators_per_pair:
+            store.update_settings(annotators_per_pair=args.annotators_per_pair)
+        for number, side in enumerate('ab'):
+            if not store.num_pairs or store.answers(side) is None:
+                if not (made or args.model):
+                    raise ValueError(f'{args.db} lacks answers: give --model and --prompts again, as before')
+                store.set_answers(side, made[number] if made else _generate(args, number, store.records()))
+        if args.reward_model and args.reward_model != store.settings.get('reward_model'):
+            store.set_margins(margins(args, store))
+            store.update_settings(reward_model=args.reward_model)
+        if not store.num_asked:
+            raise ValueError(
+                f'the two answers in {args.db} are equal for every prompt: compare others, in another --db'
+            )
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def _check(args: Any) -> None:
+    if len(args.model) > 2 or len(args.answers) > 2:
+        raise ValueError('two answers are compared: give --model, or --answers, once or twice')
+    if args.answers and (args.model or args.prompts):
+        raise ValueError('--answers has prompts and answers: leave --model and --prompts out')
+    if bool(args.model) != bool(args.prompts):
+        raise ValueError('--model and --prompts belong together: give both or neither')
+    if args.annotators_per_pair is not None and args.annotators_per_pair < 1:
+        raise ValueError(f'--annotators_per_pair {args.annotators_per_pair} must be at least 1')
+    if not Path(args.db).exists() and not (args.model or args.answers):
+        raise ValueError(f'there is no {args.db} yet: give --model and --prompts, or --answers, to make it')
+    if len(args.model) == 1 and args.greedy:
+        raise ValueError('--greedy gives one and the same answer twice: give a second --model, or leave it out')
+    check_drawing(args)
+    for model in args.model if args.apply_chat_template else ():
+        _tokenizer(args, model)
+    vars(args).update(flags_or_defaults(args))  # the same for both models, whatever their generation_config says
+
+
+def _asked(args: Any) -> tuple[list[dict[str, Any]], dict[str, Any], list[list[str]]]:
+    """Prompts as records, settings that a file is bound to, and the answers where they are made already."""
+    made: list[list[str]] = []
+    if args.answers:
+        records, made = read_answers(args.answers, args.apply_chat_template)
+        names = args.answers if len(args.answers) == 2 else ['response1', 'response2']
+        bound: dict[str, Any] = {'answers': _digest(list(zip(*made, strict=True)))}
+    elif args.model:
+        records = read_prompts(args.prompts, args.apply_chat_template)
+        names = args.model if len(args.model) == 2 else ['the first sample', 'the second sample']
+        bound = {'models': args.model} | {name: getattr(args, name) for name in DRAWING}
+    else:
+        return [], {}, []
+    names = list(names) if names[0] != names[1] else [f'{names[0]} (1)', f'{names[1]} (2)']
+    return records, {'names': names, 'prompts': _digest(records), 'seed': args.seed, **bound}, made
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return f'{len(value)} with sha256 {hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]}'
+
+
+def _check_same(db: str, there: dict[str, Any], asked: dict[str, Any]) -> None:
+    for name in sorted((asked.keys() | {'models', 'answers'} & there.keys()) - {'names'}):
+        if there.get(name) != asked.get(name):
+            raise ValueError(
+                f'{db} was made with {name} {there.get(name)}, and now it is {asked.get(name)}: give another --db, or '
+                '--db alone to go on with what is there'
+            )
+
+
+def read_prompts(path: str, apply_chat_template: bool | None = None) -> list[dict[str, Any]]:
+    """The prompts of a file as records for the loaders of `chatgpt.data`. Raises ValueError, with file and line."""
+    from chatgpt.data.loading import load_examples
+
+    source: Any = path
+    if Path(path).suffix == '.txt':
+        if not Path(path).is_file():
+            raise ValueError(f'--prompts {path}: there is no such file')
+        source = [{'prompt': line} for line in Path(path).read_text('utf-8').splitlines() if line.strip()]
+    return [_record(example.prompt, apply_chat_template) for example in load_examples(source, kind='prompt')]
+
+
+def read_answers(
+    paths: Sequence[str], apply_chat_template: bool | None = None
+) -> tuple[list[dict[str, Any]], list[list[str]]]:
+    """Prompts as records, and the answers to each of both sides. Raises ValueError for files that do not go
+    together."""
+    from chatgpt.data.examples import BadRecord
+    from chatgpt.data.reading import BadRecords, read_records
+    from chatgpt.data.shapes import prompt_of
+
+    columns = [('response1', 'response2')] if len(paths) == 1 else [('response',), ('response',)]
+    prompts: list[list[dict[str, Any]]] = []
+    made: list[list[str]] = []
+    for path, names in zip(paths, columns, strict=True):
+        rows, asked = list(read_records(path, BadRecords())), []
+        for row in rows:
+            missing = [name for name in names if not isinstance(row.data.get(name), str)]
+            if missing:
+                raise ValueError(f'{row.where}: {missing[0]} is missing, or no text')
+            try:
+                asked.append(_record(prompt_of(row.data)[0], apply_chat_template))
+            except BadRecord as reason:
+                raise ValueError(f'{row.where}: {reason}') from None
+        prompts.append(asked)
+        made += [[row.data[name] for row in rows] for name in names]
+    if prompts[0] != prompts[-1]:
+        raise ValueError(f'{" and ".join(paths)} have different prompts, or in another order')
+    return prompts[0], made
+
+
+def _record(prompt: Any, apply_chat_template: bool | None) -> dict[str, Any]:
+    """A prompt as a record that reads as it is formatted: with `apply_chat_template`, text is a turn of the user."""
+    from chatgpt.data.examples import Instruction
+    from chatgpt.data.formats import prompt_turns
+
+    if isinstance(prompt, Instruction):
+        return {'instruction': prompt.instruction, 'input': prompt.input}
+    if isinstance(prompt, str) and not apply_chat_template:
+        return {'prompt': prompt}
+    return {'prompt': [turn._asdict() for turn in prompt_turns(prompt)]}
+
+
+def _shown(record: dict[str, Any]) -> str:
+    """A prompt for people's eyes."""
+    prompt = record.get('prompt', record.get('instruction', ''))
+    if isinstance(prompt, str):
+        return '\n\n'.join(filter(None, [prompt, record.get('input', '')]))
+    if len(prompt) == 1:
+        return prompt[0]['content']
+    return '\n\n'.join(f'{turn["role"]}: {turn["content"]}' for turn in prompt)
+
+
+def _tokenizer(args: Any, model: str) -> Any:
+    """Of a model, with the choice of text noted. Raises ValueError where it has no template and one is asked for."""
+    from chatgpt.data.formats import choose_text
+    from chatgpt.nn.loading import load_tokenizer
+
+    tokenizer = load_tokenizer(model, trust_remote_code=args.trust_remote_code)
+    choose_text(tokenizer, args.apply_chat_template)
+    return tokenizer
+
+
+def _generate(args: Any, side: int, records: list[dict[str, Any]]) -> list[str]:
+    """Answers of one side; the second side draws with the seed after --seed."""
+    from chatgpt.data import load_prompts
+    from chatgpt.launch.inputs import quiet_transformers
+
+    quiet_transformers()
+    model = args.model[min(side, len(args.model) - 1)]
+    print(f'{model} answers {len(records)} prompts', flush=True)
+    options = argparse.Namespace(**vars(args) | {'pretrain': model, 'model': 'auto', 'weights': None, 'best_of': 1})
+    options.seed, options.reward_model = args.seed + side, None
+    tokenizer = _tokenizer(args, model)
+    prompts = load_prompts(records, tokenizer)
+    drawing = {'do_sample': False} if args.greedy else {name: getattr(args, name) for name in DRAWN}
+    with strategy_of(args) as strategy:
+        actor = strategy.prepare(load_actor(options, strategy))
+        sampling, stops = sampling_of(args, strategy.unwrap(actor), tokenizer, prompts, drawing)
+        with strategy.full_model(actor) as policy:
+            rows = answer(options, strategy, policy, tokenizer, prompts, sampling, stops)
+            return [row['response'] for row in rows]
+
+
+def margins(args: Any, store: Store) -> list[float | None]:
+    """s_a − s_b of each pair by --reward_model, on tokens as its training has them; None with an empty answer."""
+    from chatgpt.data import load_preferences
+    from chatgpt.launch.inputs import quiet_transformers
+    from chatgpt.nn import RewardModel
+    from chatgpt.nn.layouts import longest_side
+    from chatgpt.nn.loading import load_config, load_tokenizer
+    from chatgpt.trainer.experience.scorers import RewardModelScorer
+    from chatgpt.types import Sequence as Tokens
+
+    quiet_transformers()
+    remote = args.trust_remote_code
+    answers = [store.answers(side) or [] for side in 'ab']
+    tokenizer = load_tokenizer(args.reward_model, trust_remote_code=remote)
+    limit = longest_side(load_config(args.reward_model, trust_remote_code=remote))
+    pairs = list(zip(store.records(), *answers, strict=True))
+    readable = [all(text.strip() for text in pair[1:]) for pair in pairs]
+    rows = [record | {'chosen': a, 'rejected': b} for (record, a, b), ok in zip(pairs, readable, strict=True) if ok]
+    with strategy_of(args) as strategy:
+        model = strategy.prepare(RewardModel.from_pretrained(args.reward_model, trust_remote_code=remote))
+        found, _ = load_preferences(rows, tokenizer, max_length=limit) if rows else ([], [])
+        tokens: list[Any] = [
+            Tokens(prompt_ids=pair.prompt_ids, response_ids=ids, response_mask=mask)
+            for pair in found
+            for ids, mask in zip(pair.responses, pair.response_masks, strict=True)
+        ]
+        scores = [float(s) for s in RewardModelScorer(model, max_tokens_per_batch=8192).score(tokens, strategy)]
+    differences = iter([a - b for a, b in zip(scores[::2], scores[1::2], strict=True)])
+    return [next(differences) if ok else None for ok in readable]

@@ -1,0 +1,72 @@
+"""Convert a data file from whatever known shape it has to another one.
+
+chatgpt-rlhf convert alpaca.json messages.jsonl --to messages
+chatgpt-rlhf convert Anthropic/hh-rlhf pairs.jsonl --to preference --split test --max_examples 1000
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from chatgpt.data.convert import OUTPUT_SUFFIXES, TARGETS, to_records, write_records
+from chatgpt.data.reading import BadRecords
+from chatgpt.launch.arguments import Parser
+
+
+def parse_columns(pairs: list[str]) -> dict[str, str]:
+    """['prompt=question_text'] as {'prompt': 'question_text'}."""
+    for pair in pairs:
+        if '=' not in pair:
+            raise ValueError(f'--columns {pair}: give known_name=name_in_the_file, for example prompt=question_text')
+    return dict(pair.split('=', 1) for pair in pairs)
+
+
+def convert(examples: list[Any], shape: str, bad: BadRecords) -> Iterator[dict[str, Any]]:
+    for example in examples:
+        try:
+            yield from to_records(example, shape)
+        except ValueError as reason:
+            bad.report(example.where, str(reason))
+
+
+def parser() -> Parser:
+    out = Parser(description=__doc__)
+    out.add_argument('source', help='a file, a folder or a hub name')
+    out.add_argument('target', help=f'the file to write: {", ".join(OUTPUT_SUFFIXES)}')
+    out.add_argument('--to', required=True, choices=TARGETS, metavar='SHAPE', help=', '.join(TARGETS))
+    out.add_argument(
+        '--columns', nargs='*', default=[], metavar='KNOWN=NAME', help='names of columns that the shapes do not know'
+    )
+    out.add_argument('--split', default='train')
+    out.add_argument('--subset')
+    out.add_argument('--max_examples', type=int)
+    out.add_argument(
+        '--text_separator', default='\n\n', help='what separates the texts of a .txt file (default: blank lines)'
+    )
+    out.add_argument(
+        '--skip_bad_records', action='store_true', help='leave out and count what cannot be read or converted'
+    )
+    out.add_argument('--overwrite', action='store_true')
+    return out
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    from chatgpt.data.loading import load_examples
+
+    bad = BadRecords(args.skip_bad_records)
+    examples = load_examples(
+        args.source,
+        columns=parse_columns(args.columns),
+        bad=bad,
+        split=args.split,
+        subset=args.subset,
+        max_examples=args.max_examples,
+        streaming=args.max_examples is not None,
+        text_separator=args.text_separator,
+    )
+    count = write_records(convert(examples, args.to, bad), args.target, overwrite=args.overwrite)
+    print(f'{args.target}: {count} records written, {bad.num_skipped} skipped')
+    for reason in bad.reasons:
+        print(f'  skipped: {reason}')

@@ -1,0 +1,57 @@
+"""What is wrong with a run, from the numbers that it left in its folder.
+
+    chatgpt-rlhf doctor outputs/ppo
+    chatgpt-rlhf doctor outputs/* --json
+    chatgpt-rlhf doctor --explain kl-runs-away
+
+Prints each finding with the phase in which it began, the numbers, the likely cause and what to change; --explain says
+more of each. A run may still be going on. The exit code is 1 when there is an error or a warning in any of the runs,
+and 0 when there are only notes, or nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from chatgpt.launch.arguments import Parser
+
+
+def parser() -> Parser:
+    out = Parser(description=__doc__, usage='%(prog)s RUN [RUN ...] [--json]\n       %(prog)s --explain [KEY]')
+    out.add_argument('runs', nargs='*', metavar='RUN', help='folder of a run, with metrics.jsonl')
+    out.add_argument('--json', action='store_true', help='one line of JSON per finding, with its run')
+    out.add_argument('--explain', nargs='?', const='', metavar='KEY', help='what a finding means; alone: the list')
+    return out
+
+
+def main() -> int:
+    flags = parser()
+    args = flags.parse_args(sys.argv[1:])
+    from chatgpt.monitor.doctor import diagnose, worst_first
+    from chatgpt.monitor.doctor.explain import explain, overview
+    from chatgpt.monitor.run_folder.reading import RunFolder
+
+    if args.explain is not None:
+        print(explain(args.explain) if args.explain else overview())
+        return 0
+    if not args.runs:
+        flags.error('the following arguments are required: RUN')
+    runs = [RunFolder(path) for path in args.runs]
+    ill = False
+    for run in runs:
+        findings = worst_first(diagnose(run))
+        ill = ill or any(f.level != 'note' for f in findings)
+        if args.json:
+            for f in findings:
+                print(json.dumps({'run': str(run.path), 'step': f.step, **f.row()}, ensure_ascii=False))
+            continue
+        told = f'{len(findings)} finding{"s" * (len(findings) != 1)}' if findings else 'no findings'
+        error = (run.record.error or 'no reason known').strip() if run.record and run.record.status == 'failed' else ''
+        failed = f'; the run failed: {error.splitlines()[0]}' if error else ''
+        print(f'{run.path}: {told} in {run.phase} phase{"s" * (run.phase != 1)}{failed}')
+        if run.record is None:
+            print('(there is no run.json: checks that need settings, sizes or data were left out)')
+        for f in findings:
+            print(f'\n{f.text()}')
+    return int(ill)

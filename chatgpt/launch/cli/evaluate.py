@@ -1,0 +1,187 @@
+"""How good a model's responses are, by a reward: what it says to a file of prompts, scored.
+
+    chatgpt-rlhf evaluate outputs/run/actor prompts.jsonl --reward_fn rewards.py:score
+    chatgpt-rlhf evaluate outputs/run/actor prompts.jsonl --reward_model outputs/rm/reward_model --output scored.jsonl
+    chatgpt-rlhf evaluate outputs/run/actor --environment games:countdown --episodes 200
+
+Responses are the likeliest tokens, or drawn with --temperature, whatever the model's generation_config says, so that
+scores of different models compare. Prints a table of samples, and a line of numbers as JSON:
+score_mean, score_std, length_mean (in tokens), ended (the share of responses that came to their end). Of an environment
+the score is what its rewards come to, or what --reward_fn or --reward_model gives in their place, of tasks that no
+training has, and there are num_turns_mean, failed_share and success_share.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+from chatgpt.environments.registry import ENVIRONMENTS
+from chatgpt.launch.arguments import (
+    Parser,
+    add_strategy,
+    load_function,
+    strategy_of,
+)
+from chatgpt.launch.cli.generate import (
+    add_model,
+    add_template,
+    in_our_words,
+    load_actor,
+    output_file,
+    read_prompts,
+    reward_model_of,
+    room,
+    take_words,
+    tokenizer_of,
+)
+from chatgpt.launch.config_values import metavar_of, number, typed_text
+
+
+def parser() -> Parser:
+    out = Parser(description=__doc__, usage='%(prog)s MODEL [PROMPTS] --reward_fn FILE:FUNCTION [--name value ...]')
+    out.add_argument('words', nargs='*', metavar='MODEL', help='hub name or folder of the model; then the prompts')
+    titles = ('the model', 'the reward', 'the environment', 'responses', 'the run')
+    model, reward, environment, drawing, run = map(out.add_argument_group, titles)
+    add_model(model)
+    reward.add_argument('--reward_fn', help='module:function or file.py:function, fn(prompts, responses, **columns)')
+    reward.add_argument('--reward_model', help='folder of a reward model')
+    add_environment(environment)
+    drawing.add_argument('--input', help='the file of prompts, in place of the second word')
+    add_template(drawing, 'prompts and observations in text are turns of the user')
+    drawing.add_argument('--max_new_tokens', type=int, help='(default: 128, or what the context leaves)')
+    drawing.add_argument(
+        '--temperature', type=number, help='draw with it, from all tokens (default: the likeliest tokens)'
+    )
+    drawing.add_argument('--stop_string', action='append', help='end a response where this text appears')
+    run.add_argument('--num_rows', type=int, default=4, help='samples to show (default: 4)')
+    run.add_argument('--output', help='write prompts, responses and scores as jsonl')
+    add_strategy(run)
+    return out
+
+
+def add_environment(group: Any) -> None:
+    options: Any = dict[str, Any] | None
+    group.add_argument('--environment', help=f'{", ".join(ENVIRONMENTS)}, module:Class or file.py:Class')
+    group.add_argument(
+        '--environment_options',
+        type=partial(typed_text, hint=options),
+        metavar=metavar_of(options),
+        help="keyword arguments of its class, such as '{numbers: 4}'",
+    )
+    group.add_argument('--episodes', type=int, help='tasks of the environment, without prompts (default: 100)')
+    group.add_argument('--max_turns', type=int, default=16, help='turns of an episode (default: 16)')
+    group.add_argument('--max_turn_tokens', type=int, help='most tokens of one turn')
+    group.add_argument('--step_timeout_s', type=number, default=30.0, help='limit of one step (default: 30)')
+
+
+def parse_args() -> Any:
+    out = parser()
+    args = take_words(out, out.parse_args(in_our_words(sys.argv[1:], out)), 'input')
+    rewards = sum(given is not None for given in (args.reward_fn, args.reward_model))
+    if args.environment is None:
+        if args.input is None:
+            out.error('give a file of prompts, or --environment NAME')
+        if rewards != 1:
+            out.error('give --reward_fn FILE:FUNCTION or --reward_model FOLDER, which scores the responses')
+        idle = [
+            name for name in ('environment_options', 'episodes', 'max_turn_tokens') if getattr(args, name) is not None
+        ]
+        if idle:
+            out.error(f'--{idle[0]} is about an environment, and there is none: give --environment')
+        return args
+    if rewards > 1:
+        out.error('give --reward_fn or --reward_model, not both; without either the environment scores')
+    if args.input is not None and args.episodes is not None:
+        out.error('--episodes are of tasks without prompts: with a file of prompts there is one of each')
+    if args.tensor_parallel != 1:
+        out.error('--environment does not go with --tensor_parallel: leave one of them out')
+    if args.episodes is not None and args.episodes < 1:
+        out.error(f'--episodes {args.episodes} must be at least 1')
+    return args
+
+
+@dataclass
+class Model:
+    """What `PromptEvaluation` looks at of a trainer."""
+
+    strategy: Any
+    tokenizer: Any
+    actor: Any
+    phase: int = 0
+    run_dir: None = None
+
+    def models(self) -> dict[str, Any]:
+        return {'actor': self.actor}
+
+
+def main() -> None:
+    args = parse_args()
+    from chatgpt.data.prompts import tasks_without_prompts
+    from chatgpt.environments import EnvironmentSettings, find_environment
+    from chatgpt.environments.transcript import choose_text_for
+    from chatgpt.launch.inputs import longest_opening, quiet_transformers
+    from chatgpt.nn.loading import load_config
+    from chatgpt.rollout.episodes import check_writes_turns
+    from chatgpt.trainer.callbacks.base import TrainerView
+    from chatgpt.trainer.experience.scorers import as_scorer, check_columns
+    from chatgpt.trainer.prompt_evaluation import PromptEvaluation
+
+    if args.temperature == 0:
+        raise ValueError('--temperature 0 is what holds without it: leave it out')
+    quiet_transformers()
+    tokenizer = tokenizer_of(args)
+    environment, settings, opening = None, None, 0
+    if args.environment is not None:
+        environment = find_environment(args.environment, args.environment_options)
+        choose_text_for(environment, tokenizer)
+    if args.input is not None:
+        prompts = read_prompts(args.input, tokenizer)
+    else:
+        prompts = tasks_without_prompts(args.episodes or 100)
+    if args.environment is not None:
+        check_writes_turns(load_config(args.pretrain, trust_remote_code=args.trust_remote_code))
+        settings = EnvironmentSettings(
+            max_turns=args.max_turns,
+            max_turn_tokens=args.max_turn_tokens,
+            step_timeout_s=args.step_timeout_s,
+            apply_chat_template=args.apply_chat_template,
+        )
+        opening = longest_opening(environment, settings, tokenizer, prompts, args.seed)
+    function = load_function(args.reward_fn) if args.reward_fn is not None else None
+    check_columns(as_scorer(function), prompts)
+    with output_file(args) as output, strategy_of(args) as strategy:
+        reward = reward_of(args, strategy, tokenizer) if function is None else function
+        actor = strategy.prepare(load_actor(args, strategy))
+        drawing = {} if args.temperature is None else {'do_sample': True, 'temperature': args.temperature}
+        evaluation = PromptEvaluation(
+            prompts,
+            tokenizer,
+            reward,
+            num_rows=args.num_rows,
+            seed=args.seed,
+            environment=environment,
+            environment_settings=settings,
+            max_new_tokens=args.max_new_tokens or room(strategy.unwrap(actor).config, prompts, opening),
+            stop_strings=args.stop_string,
+            **drawing,
+        )
+        numbers = evaluation(cast(TrainerView, Model(strategy, tokenizer, actor)))
+    if strategy.is_rank_0:
+        print(json.dumps({name: round(value, 6) for name, value in numbers.items()}))
+        if output is not None:
+            with open(args.output, 'w') as file:
+                file.writelines(json.dumps(row, ensure_ascii=False) + '\n' for row in evaluation.last)
+            print(f'{len(evaluation.last)} responses written to {args.output}')
+
+
+def reward_of(args: Any, strategy: Any, tokenizer: Any) -> Any:
+    """The reward model, which may read other tokens than the policy; else the environment's own rewards."""
+    from chatgpt.trainer.experience.environment_scorer import EnvironmentScorer
+
+    if args.reward_model is None:
+        return EnvironmentScorer()
+    return reward_model_of(args, strategy, tokenizer)

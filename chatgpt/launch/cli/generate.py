@@ -1,0 +1,372 @@
+"""Text from a trained model: for one prompt, for a file of them, or as a chat in the terminal.
+
+    chatgpt-rlhf generate outputs/run/actor "Once upon a time"
+    chatgpt-rlhf generate outputs/run/actor prompts.jsonl --output answers.jsonl
+    chatgpt-rlhf chat outputs/run/actor
+
+--weights takes a weights file or folder that `strategy.save_model` wrote, or a PEFT adapter, on top of the model.
+In a chat Ctrl-C ends an answer, /new begins anew, Ctrl-D ends. Chats, and conversations in a file, use the tokenizer's
+chat template, which training writes for a model that had none. A prompt in text is given as the model was trained: as
+one turn of the user, or as it is. --apply_chat_template and --no_apply_chat_template choose. A chat with a model that
+has no template, or was trained on text as it is, goes on with the text so far.
+
+Temperature, top_k and top_p are those of the model's generation_config.json, and where it has none 0.7 and top_p 0.95;
+flags win over them, and a line says what was taken.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from chatgpt.launch.arguments import Parser, add_strategy, strategy_of
+from chatgpt.launch.cli.chat import chat
+from chatgpt.launch.config_values import number, whole_number
+from chatgpt.names import ours
+
+BATCH = 64
+
+
+def parser(*, chats: bool | None = False) -> Parser:
+    """`chats`: True takes no prompts, False only prompts, None is a chat where there are none."""
+    out = Parser(description=__doc__, usage='%(prog)s MODEL [--name value ...]')
+    if chats is False:
+        out.usage = '%(prog)s MODEL PROMPT_OR_FILE [--name value ...]'
+    out.add_argument('words', nargs='*', metavar='MODEL', help='hub name or folder of the model; then the input')
+    model, prompts, drawing, run = map(out.add_argument_group, ('the model', 'the prompts', 'responses', 'the run'))
+    add_model(model)
+    if not chats:
+        prompts.add_argument(
+            '--input', help='a prompt, or a file of prompts (csv, json, jsonl, parquet, or .txt: one a line)'
+        )
+        run.add_argument('--output', help='write prompts and responses as jsonl')
+    add_template(prompts, 'prompts in text are turns of the user')
+    add_drawing(drawing, "the model's generation_config, else {}")
+    if not chats:
+        drawing.add_argument(
+            '--best_of', type=int, default=1, help='draw so many responses and keep the best by --reward_model'
+        )
+        drawing.add_argument('--reward_model', help='folder of the reward model for --best_of')
+    add_strategy(run)
+    return out
+
+
+def add_template(group: Any, text: str) -> None:
+    """The flag that chooses whether text is a turn of the user, and its opposite."""
+    group.add_argument(
+        '--apply_chat_template',
+        action='store_true',
+        default=None,
+        help=f"{text}, in the tokenizer's chat template (default: as the model was trained)",
+    )
+    group.add_argument(
+        '--no_apply_chat_template', dest='apply_chat_template', action='store_false', help='text is used as it is'
+    )
+
+
+DRAWN = {'temperature': 0.7, 'top_k': 0, 'top_p': 0.95}
+"""how responses are drawn unless flags or the model say otherwise"""
+
+
+def add_drawing(group: Any, default: str = '{}') -> None:
+    """The flags of `sampling_of`. `default`: says what holds without a flag, with the entry of `DRAWN` in braces."""
+    shown = {name: f'(default: {default.format(value)})' for name, value in DRAWN.items()}
+    group.add_argument('--max_new_tokens', type=int, help='(default: 128, or what the context leaves)')
+    group.add_argument('--max_length', type=int, help='most tokens of prompt and response together')
+    group.add_argument('--min_new_tokens', type=int, default=0, help='no end before so many (default: 0)')
+    group.add_argument('--temperature', type=number, help=f'below 1 sharper, above 1 flatter {shown["temperature"]}')
+    group.add_argument(
+        '--top_k', type=whole_number, help=f'draw from so many of the likeliest tokens; 0: from all {shown["top_k"]}'
+    )
+    group.add_argument(
+        '--top_p', type=number, help=f'draw from the likeliest tokens that share this probability {shown["top_p"]}'
+    )
+    group.add_argument('--greedy', action='store_true', help='always the likeliest token')
+    group.add_argument(
+        '--stop_string', action='append', help='end a response where this text appears; may be given several times'
+    )
+
+
+def add_model(group: Any) -> None:
+    """The flags of `load_actor`."""
+    group.add_argument('--pretrain', help='the model, in place of the first word')
+    group.add_argument('--weights', help='weights of strategy.save_model, or a PEFT adapter folder')
+    group.add_argument('--tokenizer', help='hub name or folder; default: that of the model')
+    group.add_argument(
+        '--model', default='auto', help='family: gpt2, opt, bloom, llama, module:name, or auto: read it from the config'
+    )
+    group.add_argument('--trust_remote_code', action='store_true', help='allow a hub model to bring code of its own')
+
+
+def take_words(out: Parser, args: Any, second: str | None) -> Any:
+    """The plain words as the flags that they stand for: --pretrain, then `second`."""
+    for name in ('pretrain', second):
+        if name is None or not args.words:
+            continue
+        if getattr(args, name) is None:
+            setattr(args, name, args.words.pop(0))
+    if args.words:
+        out.error(f'{args.words[0]!r} is one word too many')
+    if args.pretrain is None:
+        out.error('give a model: its hub name or folder')
+    return args
+
+
+def in_our_words(argv: Sequence[str], out: Parser) -> list[str]:
+    """Flags that other programs, and this one before, call otherwise. Says so, for one of them means another thing in
+    training."""
+    known = [name.lstrip('-') for action in out._actions for name in action.option_strings]
+    words = []
+    for word in argv:
+        name, equals, value = word.removeprefix('--').partition('=')
+        if word.startswith('--') and ours(name, known) != name:
+            if os.environ.get('RANK', '0') == '0':
+                print(f'warning: --{name} is called --{ours(name, known)} here', file=sys.stderr, flush=True)
+            word = f'--{ours(name, known)}{equals}{value}'
+        words.append(word)
+    return words
+
+
+def chat_parser() -> Parser:
+    return parser(chats=True)
+
+
+def chat_main() -> None:
+    main(chats=True)
+
+
+def main(chats: bool | None = False) -> None:
+    out = parser(chats=chats)
+    args = take_words(out, out.parse_args(in_our_words(sys.argv[1:], out)), None if chats else 'input')
+    for name in ('input', 'output', 'reward_model') if chats else ():
+        setattr(args, name, None)
+    if chats:
+        args.best_of = 1
+    if chats is False and args.input is None:
+        out.error('give a prompt, or a file of prompts; the command chat needs none')
+    if args.input is not None and not args.input.strip():
+        out.error('the prompt is empty: give some text; for a dialogue there is the command chat')
+    from chatgpt.launch.inputs import quiet_transformers
+
+    if (args.best_of > 1) != bool(args.reward_model):
+        raise ValueError('--best_of above 1 and --reward_model belong together: give both or neither')
+    if args.best_of > 1 and args.greedy:
+        raise ValueError('--best_of draws several responses, and --greedy gives the same one each time: give one')
+    if args.output and not args.input:
+        raise ValueError('--output needs --input: a chat is not written down')
+    check_drawing(args)
+    quiet_transformers()
+    tokenizer = tokenizer_of(args)
+    prompts = read_prompts(args.input, tokenizer) if args.input else None
+    with output_file(args) as output, strategy_of(args) as strategy:
+        if prompts is None and strategy.processes.world_size > 1:
+            raise ValueError('a chat is one process: start it with python, or give --input')
+        actor = strategy.prepare(load_actor(args, strategy))
+        bare = strategy.unwrap(actor)
+        drawing, told = drawing_of(args, bare)
+        if strategy.is_rank_0:
+            print(told, file=sys.stderr, flush=True)
+        sampling, stops = sampling_of(args, bare, tokenizer, prompts, drawing)
+        with strategy.full_model(actor) as policy:
+            if prompts is None:
+                chat(policy, tokenizer, sampling, stops, args)
+            else:
+                write(answer(args, strategy, policy, tokenizer, prompts, sampling, stops), output, strategy.is_rank_0)
+
+
+def check_drawing(args: Any) -> None:
+    """Raises ValueError for flags of `add_drawing` that cannot be, before anything is loaded."""
+    from chatgpt.rollout import SamplingParams
+
+    if args.temperature == 0:
+        raise ValueError('--temperature 0 is --greedy: give that instead')
+    for name in DRAWN if args.greedy else ():
+        if getattr(args, name) is not None:
+            raise ValueError(f'--greedy takes the likeliest token, so --{name} changes nothing: give one of them')
+    SamplingParams(
+        max_new_tokens=args.max_new_tokens or sys.maxsize,
+        max_length=args.max_length,
+        min_new_tokens=args.min_new_tokens,
+        **flags_or_defaults(args),
+    )
+
+
+def flags_or_defaults(args: Any) -> dict[str, Any]:
+    """`DRAWN`, with the flags that were given."""
+    return {name: value if getattr(args, name) is None else getattr(args, name) for name, value in DRAWN.items()}
+
+
+def drawing_of(args: Any, actor: Any) -> tuple[dict[str, Any], str]:
+    """How responses are drawn: by flags, else by the model's generation_config, else by `DRAWN`; and a line that says
+    which."""
+    stored = getattr(getattr(actor, 'model', None), 'generation_config', None)
+    own = stored.to_diff_dict() if stored is not None else {}  # what differs from the defaults of transformers
+    own = {name: own[name] for name in (*DRAWN, 'do_sample') if own.get(name) is not None}
+    given = {name: getattr(args, name) for name in DRAWN if getattr(args, name) is not None}
+    greedy = args.greedy or own.get('do_sample') is False and not given and args.best_of == 1
+    if greedy:
+        source = '--greedy' if args.greedy else "the model's generation_config"
+        return {'do_sample': False}, f'responses are the likeliest tokens ({source})'
+    base = {'temperature': 1.0, 'top_k': 0, 'top_p': 1.0} | own if any(name in own for name in DRAWN) else DRAWN
+    drawing = {name: base[name] for name in DRAWN} | given
+    shown = ', '.join(f'{name} {drawing[name]:g}' for name in DRAWN if name != 'top_k' or drawing[name])
+    sources = ['flags'] if given else []
+    if len(given) < len(DRAWN):
+        sources.append('defaults of this command' if base is DRAWN else "the model's generation_config")
+    return drawing, f'responses are drawn with {shown} ({", ".join(sources)})'
+
+
+def sampling_of(args: Any, actor: Any, tokenizer: Any, prompts: Any, drawing: dict[str, Any]) -> Any:
+    """Sampling parameters and stop strings of the flags; `prompts` is None in a chat."""
+    from chatgpt.rollout.sampling import sampling_for
+
+    keywords = {
+        'max_new_tokens': args.max_new_tokens or (None if args.max_length else room(actor.config, prompts)),
+        'max_length': args.max_length,
+        'min_new_tokens': args.min_new_tokens,
+        **drawing,
+        'stop_strings': args.stop_string,
+    }
+    return sampling_for(actor, tokenizer, keywords)
+
+
+def room(config: Any, prompts: Any, opening: int = 0) -> int:
+    """New tokens where none are asked for: 128, or half of the context in a chat, or what the longest prompt leaves of
+    it; in an environment 256.
+
+    Args:
+        opening: tokens before the first turn in an environment; 0 where there is none.
+    """
+    from chatgpt.launch.runs import EPISODE_TOKENS
+    from chatgpt.nn.layouts import longest_side, room_beside
+
+    most, limit = EPISODE_TOKENS if opening else 128, longest_side(config)
+    if limit is None:
+        return most
+    longest = (limit + 1) // 2 if prompts is None else max([opening, *(len(p.ids) for p in prompts)])
+    return max(1, min(most, room_beside(config, longest) or 0))
+
+
+def tokenizer_of(args: Any) -> Any:
+    """The tokenizer of the flags, for the model of the flags, with the choice of text noted."""
+    from chatgpt.data.formats import choose_text, note_model
+    from chatgpt.nn.loading import load_config, load_tokenizer
+
+    tokenizer = load_tokenizer(args.tokenizer or args.pretrain, trust_remote_code=args.trust_remote_code)
+    if args.tokenizer:
+        note_model(tokenizer, load_config(args.pretrain, trust_remote_code=args.trust_remote_code))
+    choose_text(tokenizer, args.apply_chat_template)
+    return tokenizer
+
+
+def load_actor(args: Any, strategy: Any) -> Any:
+    from chatgpt.launch.inputs import check_writes
+    from chatgpt.nn.kinds import MODELS
+    from chatgpt.nn.loading import load_config
+    from chatgpt.nn.peft_format import CONFIG_FILE, import_peft
+
+    check_writes(load_config(args.pretrain, trust_remote_code=args.trust_remote_code), args.pretrain)
+    actor: Any = MODELS.find(args.model).actor
+    actor = actor(pretrained=args.pretrain, trust_remote_code=args.trust_remote_code)
+    if args.weights and Path(args.weights, CONFIG_FILE).is_file():
+        import_peft(actor, args.weights)
+    elif args.weights:
+        strategy.load_model(actor, args.weights)
+    return actor
+
+
+def read_prompts(source: str, tokenizer: Any) -> Any:
+    """A file's prompts, or the text itself as the only one."""
+    from chatgpt.data import load_prompts
+
+    path = Path(source)
+    if path.suffix == '.txt':
+        if not path.is_file():
+            raise ValueError(f'--input {source}: there is no such file')
+        lines = [line for line in path.read_text().splitlines() if line.strip()]
+        return load_prompts([{'prompt': line} for line in lines], tokenizer)
+    if path.suffix in ('.csv', '.json', '.jsonl', '.parquet', '.gz'):
+        return load_prompts(source, tokenizer)
+    return load_prompts([{'prompt': source}], tokenizer)
+
+
+def answer(args: Any, strategy: Any, policy: Any, tokenizer: Any, prompts: Any, sampling: Any, stops: Any) -> Any:
+    """Rows of prompt and response, batch after batch; each rank answers its share, and every rank has all rows."""
+    from chatgpt.rollout import BestOfN
+    from chatgpt.rollout.registry import engine_for
+    from chatgpt.rollout.stop import write_texts
+
+    scorer = reward_model_of(args, strategy, tokenizer) if args.reward_model else None
+
+    def score(samples: list[Any]) -> list[float]:
+        return [0.0] * len(samples) if scorer is None else [float(s) for s in scorer.score(samples, strategy)]
+
+    decode = partial(write_texts, tokenizer=tokenizer, stop_strings=stops)
+    engine = engine_for(policy)
+    engine.begin(policy)
+    best = BestOfN(engine, score, sample_size=args.best_of)
+    for start in range(0, len(prompts), BATCH):
+        size = min(BATCH, len(prompts) - start)
+        share = -(-size // strategy.world_size)
+        mine = range(start + min(strategy.rank * share, size), start + min((strategy.rank + 1) * share, size))
+        found = best(
+            [prompts[i] for i in mine], sampling, seed=args.seed, first_index=mine.start * args.best_of, decode=decode
+        )
+        rows = []
+        for i, (first,) in zip(mine, found, strict=True):
+            asked = prompts[i].messages or prompts[i].text or first.sample.prompt_text
+            row = {'prompt': asked, 'response': first.sample.response_text}
+            rows.append(row | ({'score': first.score} if scorer is not None else {}))
+        for part in strategy.all_gather_object(rows):
+            yield from part
+    engine.end()
+
+
+def reward_model_of(args: Any, strategy: Any, tokenizer: Any) -> Any:
+    """The scorer of --reward_model; one that reads other tokens than the policy is given the texts."""
+    from chatgpt.launch.inputs import reward_model_inputs
+    from chatgpt.nn import RewardModel
+    from chatgpt.trainer.experience.scorers import RewardModelScorer
+
+    remote = args.trust_remote_code
+    own, context = reward_model_inputs(args.reward_model, tokenizer, trust_remote_code=remote)
+    model = strategy.prepare(RewardModel.from_pretrained(args.reward_model, trust_remote_code=remote))
+    return RewardModelScorer(model, tokenizer=own, max_length=context)
+
+
+def output_file(args: Any) -> Any:
+    """The file of --output, opened before anything is generated; None without, and on all ranks but the first."""
+    if not args.output or os.environ.get('RANK', '0') != '0':
+        return nullcontext()
+    path = Path(args.output)
+    if path.exists() and Path(args.input).exists() and path.samefile(args.input):
+        raise ValueError(f'--output {path} is the file of --input: give another')
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open(path, 'w')
+    except OSError as error:
+        raise ValueError(f'cannot write --output {path}: {error.strerror}') from None
+
+
+def write(rows: Any, output: Any, is_rank_0: bool) -> None:
+    if not is_rank_0:
+        list(rows)
+        return
+    if output is None:
+        for row in rows:
+            score = f'  [{row["score"]:+z.3f}]' if 'score' in row else ''
+            asked = row['prompt'] if isinstance(row['prompt'], str) else row['prompt'][-1]['content']
+            print(f'> {asked}{score}\n{row["response"]}\n', flush=True)
+        return
+    count = 0
+    for row in rows:
+        output.write(json.dumps(row, ensure_ascii=False) + '\n')
+        output.flush()
+        count += 1
+    print(f'{count} responses written to {output.name}')

@@ -1,0 +1,27 @@
+"""Read the recorded sequences of runs in a browser: by phase, prompt, score and text, tokens coloured by a number.
+
+    chatgpt-rlhf rollouts outputs/ppo
+    chatgpt-rlhf rollouts outputs/ppo outputs/grpo --port 8800
+
+A run records them in rollouts/ of its folder. The page is served on this machine until Ctrl-C, and reads what a run
+that is still going has written so far.
+"""
+
+from __future__ import annotations
+
+from chatgpt.launch.arguments import Parser
+from chatgpt.monitor.compare.rollouts import rollouts_app
+from chatgpt.monitor.compare.server import add_server, need_server, serve
+
+
+def parser() -> Parser:
+    out = Parser(description=__doc__, usage='%(prog)s RUN [RUN ...]')
+    out.add_argument('runs', nargs='+', metavar='RUN', help='folder of a run')
+    add_server(out)
+    return out
+
+
+def main() -> None:
+    args = parser().parse_args()
+    need_server()
+    serve(rollouts_app(args.runs), host=args.host, port=args.port)

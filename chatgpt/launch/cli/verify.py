@@ -1,0 +1,126 @@
+"""Whether two runs are the same to the last bit and, if not, where they part.
+
+    chatgpt-rlhf verify outputs/one outputs/other
+
+Compares what both have, phase by phase: recorded sequences, metrics but for perf/, and of their checkpoints the tensors
+and the trainer's state (counters, KL coefficient, running moments), whatever layout wrote them. For each that differs
+it prints the first phase, number or tensor and element, with both values. A run may still be going on, and save at
+other phases. It also prints one SHA-256 of the weights in each run's last checkpoint; docs/exact.md says of which
+bytes.
+
+The exit code is 0 when all that was compared is the same, 1 when something differs, and 2 when they cannot be compared:
+they have no phase in common, or a file of theirs is damaged.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from chatgpt.launch.arguments import Parser
+from chatgpt.monitor.run_folder.parting import Compared, Parting, compare_metrics, compare_rollouts, parting_of_state
+from chatgpt.monitor.run_folder.reading import RunFolder
+
+if TYPE_CHECKING:
+    from chatgpt.strategies.checkpoint import CheckpointReader
+
+CHECKPOINTS = 'checkpoints'
+
+
+def parser() -> Parser:
+    out = Parser(description=__doc__, usage='%(prog)s RUN RUN')
+    out.add_argument('runs', nargs=2, metavar='RUN', help='folder of a run, with metrics.jsonl')
+    return out
+
+
+def main() -> int:
+    args = parser().parse_args(sys.argv[1:])
+    a, b = (RunFolder(path) for path in args.runs)
+    for run in (a, b):
+        print(f'{run.path}: {_told(run)}')
+    found = compare(a, b)
+    if not any(part.phases for part in found.values()):
+        raise ValueError(
+            f'{a.path} and {b.path} have no phase in common, in metrics.jsonl, rollouts/ or {CHECKPOINTS}/: give two '
+            'runs of which each has finished a phase'
+        )
+    told = ', '.join(f'{part.phases} phases of {kind}' for kind, part in found.items()).replace('1 phases', '1 phase')
+    partings = [part.parting for part in found.values() if part.parting is not None]
+    if not partings:
+        print(f'the same: {told} compared')
+        return 0
+    print(f'different: {told} compared, and they part in')
+    # Within a phase sequences come first, then what is learned from them: the cause stands above its effects.
+    for parting in sorted(partings, key=lambda p: p.phase):
+        print(f'  {parting}')
+    return 1
+
+
+def compare(a: RunFolder, b: RunFolder) -> dict[str, Compared]:
+    """What two runs have in common, by its kind, in the order in which a phase makes it."""
+    return {
+        'rollouts': compare_rollouts(a, b),
+        'metrics': compare_metrics(a, b),
+        'weights': compare_saved(a, b, _weights),
+        'state': compare_saved(a, b, _state),
+    }
+
+
+def compare_saved(
+    a: RunFolder, b: RunFolder, parting_of: Callable[[int, CheckpointReader, CheckpointReader], Parting | None]
+) -> Compared:
+    """Checkpoints of the same phase."""
+    from chatgpt.strategies.checkpoint import CheckpointReader, step_folder
+
+    common = sorted(set(_saved(a)) & set(_saved(b)))
+    for phase in common:
+        with (
+            CheckpointReader(step_folder(a.path / CHECKPOINTS, phase)) as one,
+            CheckpointReader(step_folder(b.path / CHECKPOINTS, phase)) as other,
+        ):
+            if (parting := parting_of(phase, one, other)) is not None:
+                return Compared(len(common), parting)
+    return Compared(len(common), None)
+
+
+def _weights(phase: int, one: CheckpointReader, other: CheckpointReader) -> Parting | None:
+    from chatgpt.strategies.checkpoint.parting import compare_checkpoints
+
+    parting = compare_checkpoints(one, other)
+    if parting is None:
+        return None
+    element = '' if parting.element is None else str(list(parting.element))
+    more = f', and {parting.elements - 1} more of its elements' if parting.elements > 1 else ''
+    more += f', in {parting.tensors} tensors' if parting.tensors > 1 else ''
+    return Parting(phase, 'weights', parting.tensor + element, parting.values, more)
+
+
+def _state(phase: int, one: CheckpointReader, other: CheckpointReader) -> Parting | None:
+    return parting_of_state(phase, one.json()['trainer'], other.json()['trainer'])
+
+
+def _saved(run: RunFolder) -> list[int]:
+    from chatgpt.strategies.checkpoint import list_checkpoints, step_of
+
+    return [step for path in list_checkpoints(run.path / CHECKPOINTS) if (step := step_of(path)) is not None]
+
+
+def hash_of(run: RunFolder) -> tuple[int, str] | None:
+    """Phase and SHA-256 of the weights in the run's last checkpoint; None where it has none."""
+    from chatgpt.strategies.checkpoint import CheckpointReader, step_folder
+    from chatgpt.strategies.checkpoint.parting import weights_hash
+
+    saved = _saved(run)
+    if not saved:
+        return None
+    with CheckpointReader(step_folder(run.path / CHECKPOINTS, saved[-1])) as reader:
+        return saved[-1], weights_hash(reader)
+
+
+def _told(run: RunFolder) -> str:
+    phases = f'{run.phase} phase{"s" * (run.phase != 1)}'
+    found = hash_of(run)
+    return f'{phases}, ' + (
+        'no checkpoint' if found is None else f'weights after phase {found[0]} have SHA-256 {found[1]}'
+    )

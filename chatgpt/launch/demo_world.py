@@ -1,0 +1,304 @@
+"""The world of the demo and of runs without data: stories of a few sentences with a known value, and the small model
+that is taught to write them.
+
+    one day a small fox went to the river .  it found a flower . it felt glad . it played with a duck .
+
+The prompt is the first sentence; the response is what follows. `true_score` reads a response by the world's grammar,
+so preferences can be generated, a reward model trained on them, and a policy scored by the truth instead of by that
+reward model. Everything follows from a seed. Imports no torch until a model is taught.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ANIMALS = ('cat', 'dog', 'fox', 'bear', 'bird', 'frog', 'fish', 'duck', 'mouse', 'horse')
+SIZES = ('small', 'big', 'young', 'old', 'white', 'brown')
+PLACES = ('river', 'forest', 'garden', 'hill', 'lake', 'farm')
+THINGS = {
+    1: ('flower', 'cake', 'gift', 'song'),
+    0: ('leaf', 'stone', 'stick', 'path'),
+    -1: ('thorn', 'storm', 'trap', 'hole'),
+}
+MOODS = {
+    1: ('glad', 'happy', 'merry', 'proud'),
+    0: ('calm', 'hungry', 'quiet', 'sleepy'),
+    -1: ('sad', 'angry', 'lonely', 'scared'),
+}
+DEEDS = {1: ('played', 'danced', 'laughed'), 0: ('walked', 'waited', 'talked'), -1: ('fought', 'quarrelled', 'cried')}
+FRAME = ('one', 'day', 'a', 'went', 'to', 'the', 'it', 'found', 'felt', 'with', '.')
+PAD, BOS, EOS = '<pad>', '<bos>', '<eos>'
+MAX_SENTENCES = 4
+VALUES = (1, 0, -1)
+RUN = 3
+"""words of a run whose second occurrence in a response is repetition"""
+
+_VALUE_OF = {word: value for table in (THINGS, MOODS, DEEDS) for value, words in table.items() for word in words}
+_SENTENCES = (
+    re.compile(r'it found a (\w+)'),
+    re.compile(r'it felt (\w+)'),
+    re.compile(rf'it (\w+) with a (?:{"|".join(ANIMALS)})'),
+)
+_SLOTS = tuple({w for words in table.values() for w in words} for table in (THINGS, MOODS, DEEDS))
+
+
+def _sentence(rng: random.Random, values: tuple[int, ...] = VALUES) -> str:
+    value = rng.choice(values)
+    kind = rng.randrange(3)
+    if kind == 0:
+        return f'it found a {rng.choice(THINGS[value])} .'
+    if kind == 1:
+        return f'it felt {rng.choice(MOODS[value])} .'
+    return f'it {rng.choice(DEEDS[value])} with a {rng.choice(ANIMALS)} .'
+
+
+def _prompt(rng: random.Random) -> str:
+    return f'one day a {rng.choice(SIZES)} {rng.choice(ANIMALS)} went to the {rng.choice(PLACES)} .'
+
+
+def _sentences(rng: random.Random, values: tuple[int, ...] = VALUES) -> list[str]:
+    return [_sentence(rng, values) for _ in range(rng.randint(2, MAX_SENTENCES))]
+
+
+def _response(rng: random.Random) -> str:
+    return ' '.join(_sentences(rng))
+
+
+def _spoilt(rng: random.Random, response: str) -> str:
+    """A response with a fault that a policy could fall into: words out of order, one word over and over, a broken end,
+    a refrain."""
+    words = response.split()
+    fault = rng.randrange(4)
+    if fault == 0:
+        rng.shuffle(words)
+    elif fault == 1:
+        words = [rng.choice(list(_VALUE_OF))] * rng.randint(2, len(words))
+    elif fault == 2:
+        words = words[: rng.randint(1, len(words) - 2)]
+    else:
+        return ' '.join([_sentence(rng)] * rng.randint(2, MAX_SENTENCES))
+    return ' '.join(words)
+
+
+def _changed(rng: random.Random, sentences: list[str], values: tuple[int, ...]) -> list[str]:
+    """The same story but for one thing, of those that a policy in training does: a sentence said again in the place of
+    another, or once more; an end that breaks off; another sentence; most often a wrong word."""
+    sentences, at, change = list(sentences), rng.randrange(len(sentences)), rng.randrange(8)
+    if change == 0:
+        sentences[at] = rng.choice(sentences)
+    elif change == 1:
+        sentences.insert(at, rng.choice(sentences))
+    elif change == 2:
+        sentences[-1] = ' '.join(sentences[-1].split()[: -rng.randint(1, 3)])
+    elif change == 3:
+        sentences[at] = _sentence(rng, values)
+    else:
+        words = sentences[at].split()
+        words[rng.randrange(len(words) - 1)] = rng.choice([*FRAME, *ANIMALS, *_VALUE_OF])
+        sentences[at] = ' '.join(words)
+    return sentences
+
+
+def demo_corpus(num: int, seed: int = 0) -> list[dict[str, str]]:
+    """`num` stories as {'prompt', 'response'}; cheerful, neutral and gloomy sentences are equally likely."""
+    rng = random.Random(f'corpus {seed}')
+    return [{'prompt': _prompt(rng), 'response': _response(rng)} for _ in range(num)]
+
+
+def demo_prompts(num: int, seed: int = 0) -> list[dict[str, str]]:
+    """`num` first sentences as {'prompt'}."""
+    rng = random.Random(f'prompts {seed}')
+    return [{'prompt': _prompt(rng)} for _ in range(num)]
+
+
+def _pairs(num: int, draw: Callable[[], tuple[str, str, str]]) -> list[dict[str, str]]:
+    """`num` drawn (prompt, response, response), ordered by the truth; pairs of equal truth are drawn again."""
+    pairs: list[dict[str, str]] = []
+    while len(pairs) < num:
+        prompt, a, b = draw()
+        score_a, score_b = true_score(prompt, a), true_score(prompt, b)
+        if score_a != score_b:
+            chosen, rejected = (a, b) if score_a > score_b else (b, a)
+            pairs.append({'prompt': prompt, 'chosen': chosen, 'rejected': rejected})
+    return pairs
+
+
+def demo_preferences(num: int, seed: int = 0) -> list[dict[str, str]]:
+    """`num` pairs as {'prompt', 'chosen', 'rejected'}. One response in three is spoilt (`_spoilt`), so that a reward
+    model also learns what a good story must not do."""
+    rng = random.Random(f'preferences {seed}')
+
+    def draw() -> tuple[str, str, str]:
+        prompt, a, b = _prompt(rng), _response(rng), _response(rng)
+        a, b = (_spoilt(rng, r) if rng.random() < 1 / 3 else r for r in (a, b))
+        return prompt, a, b
+
+    return _pairs(num, draw)
+
+
+def demo_close_preferences(num: int, seed: int = 0) -> list[dict[str, str]]:
+    """`num` pairs as {'prompt', 'chosen', 'rejected'}, as close as two answers of one policy, which is what a reward
+    model must tell apart while PPO presses on it.
+
+    Both stories of a pair are of one mood, mixed to cheerful. Half of the pairs are a story and the same with one thing
+    changed (`_changed`), and one second story in five is spoilt.
+    """
+    rng = random.Random(f'close preferences {seed}')
+
+    def draw() -> tuple[str, str, str]:
+        prompt, values = _prompt(rng), rng.choice((VALUES, (1, 1, 0), (1,)))
+        story = _sentences(rng, values)
+        other = _changed(rng, story, values) if rng.random() < 1 / 2 else _sentences(rng, values)
+        a, b = ' '.join(story), ' '.join(other)
+        if rng.random() < 1 / 5:
+            b = _spoilt(rng, b)
+        return prompt, a, b
+
+    return _pairs(num, draw)
+
+
+def rewarded_stories(num: int) -> list[dict[str, Any]]:
+    """Stories with their value, as {'prompt', 'response', 'reward'}."""
+    return [row | {'reward': true_score(row['prompt'], row['response'])} for row in demo_corpus(num, seed=0)]
+
+
+def true_reward(prompts: list[str], responses: list[str]) -> list[float]:
+    """The truth as a reward function."""
+    return [true_score(p, r) for p, r in zip(prompts, responses, strict=True)]
+
+
+def repeated_share(response: str) -> float:
+    """Share of a response's runs of `RUN` words that stood in it before (seq-rep-n of Welleck et al. 2020); 0 without
+    such a run.
+
+    >>> repeated_share('it felt glad . it felt sad . it felt glad .')
+    0.3
+    """
+    words = response.split()
+    runs = list(zip(*(words[i:] for i in range(RUN)), strict=False))
+    return (len(runs) - len(set(runs))) / len(runs) if runs else 0.0
+
+
+def true_score(prompt: str, response: str) -> float:
+    """What a response is worth, in [−1.25, 1]: the sum over its first four sentences / 4.
+
+    A well-formed sentence counts its word's value (+1 cheerful, 0, −1 gloomy), the same sentence only once; any other
+    counts −1. A response that breaks off within a sentence, or says nothing, loses 1/4.
+    """
+    *sentences, rest = [s.strip() for s in response.strip().split('.')]
+    total, seen = 0.0, set()
+    for sentence in sentences[:MAX_SENTENCES]:
+        if sentence not in seen:
+            total += _sentence_value(sentence)
+        seen.add(sentence)
+    return total / MAX_SENTENCES - (0.25 if rest or not sentences else 0.0)
+
+
+def _sentence_value(sentence: str) -> float:
+    for pattern, words in zip(_SENTENCES, _SLOTS, strict=True):
+        match = pattern.fullmatch(sentence)
+        if match and match[1] in words:
+            return float(_VALUE_OF[match[1]])
+    return -1.0
+
+
+def demo_tokenizer() -> Any:
+    """A word-level tokenizer of the world's words: a `PreTrainedTokenizerFast` with distinct pad, begin and end
+    tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [PAD, BOS, EOS, '<unk>', *FRAME, *ANIMALS, *SIZES, *PLACES, *_VALUE_OF]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token='<unk>'))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.WordPiece(prefix='##', cleanup=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token='<unk>',
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def demo_config() -> Any:
+    """A GPT-2 of 4 layers x 64 for the world's tokenizer: about 0.2 million parameters."""
+    from transformers import GPT2Config
+
+    tokenizer = demo_tokenizer()
+    return GPT2Config(
+        vocab_size=len(tokenizer),
+        n_positions=64,
+        n_embd=64,
+        n_layer=4,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+
+
+# --- a run without data or model ------------------------------------------------------------------------------------
+
+NUM_EXAMPLES = 2000
+"""preferences or stories of a run without data"""
+NUM_STORIES = 1600
+"""stories that the model is taught, for two epochs"""
+_OWN_DEFAULTS: dict[str, dict[str, Any]] = {
+    'sft': {'lr': 3e-3},
+    'reward-model': {'lr': 1e-3},
+    'dapo': {'overlong_buffer': 32},
+}
+
+
+def trial_defaults(method: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """A method's defaults for the small model, in place of those for a model that the user gives."""
+    lr = 3e-4 if 'critic_lr' in defaults else 1e-4
+    ours = {'lr': lr, 'critic_lr': 1e-3, 'max_new_tokens': 32, 'overlong_buffer': None} | _OWN_DEFAULTS.get(method, {})
+    return {name: ours.get(name, value) for name, value in defaults.items()}
+
+
+def write_demo_model(folder: str | Path, seed: int) -> None:
+    """A Hugging Face folder with a small GPT-2 after SFT on stories, and its tokenizer.
+
+    A policy that cannot write one sentence earns the same for everything that it says, and has nothing to learn from.
+    """
+    from chatgpt.data import load_demonstrations
+
+    tokenizer = demo_tokenizer()
+    stories = load_demonstrations(demo_corpus(NUM_STORIES, seed=0), tokenizer)[0]
+    write_taught(folder, seed, demo_config(), tokenizer, stories, max_epochs=2)
+
+
+def write_taught(
+    folder: str | Path, seed: int, config: Any, tokenizer: Any, examples: list[Any], **options: Any
+) -> None:
+    """A folder with a GPT-2 of new weights after SFT in this process, so that they do not depend on how many there are.
+    `options` are of the trainer."""
+    import torch
+
+    from chatgpt.nn import GPTActor
+    from chatgpt.strategies import NaiveStrategy
+    from chatgpt.trainer.objectives.sft import SFTTrainer
+
+    python_random = random.getstate()
+    with torch.random.fork_rng(), NaiveStrategy(seed=seed) as strategy:
+        actor = GPTActor(config=config)
+        model, optimizer = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=3e-3)))
+        options = {'train_batch_size': 32, 'log_interval': 25, 'tokenizer': tokenizer} | options
+        SFTTrainer(strategy, model, optimizer, examples, **options).fit()
+        unfinished = Path(folder).with_name(f'.{Path(folder).name}.tmp')
+        for old in (unfinished, Path(folder)):
+            shutil.rmtree(old, ignore_errors=True)
+        actor.save_pretrained(unfinished, tokenizer=tokenizer)
+        unfinished.rename(folder)
+    random.setstate(python_random)

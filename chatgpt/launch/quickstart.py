@@ -1,0 +1,508 @@
+"""One verb for the impatient: `chatgpt.train`. It makes a `Run` of the settings and `Inputs` of the objects, and calls
+`execute`, as the command does.
+
+| what is given | what runs |
+|---|---|
+| `reward_fn` (and `prompts`) | PPO, or another method of `PPOTrainer` by `config` |
+| `environment` | the same, over several turns; `prompts` and `reward_fn` where one likes |
+| `samples` and `rewards` | ILQL |
+| `samples` | SFT |
+| `preferences` | DPO |
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from chatgpt.data import load_demonstrations, load_preferences
+from chatgpt.data.formats import adopt_turns, copy_tokenizer
+from chatgpt.data.prompts import as_prompts, tasks_without_prompts
+from chatgpt.data.rewards.calling import check_call, made
+from chatgpt.environments import find_environment
+from chatgpt.environments.transcript import choose_text_for
+from chatgpt.launch.config_values import read_file, typed
+from chatgpt.launch.destination import try_model_folder
+from chatgpt.launch.inputs import Inputs, longest_opening, read_config, within_context
+from chatgpt.launch.methods import METHODS
+from chatgpt.launch.recipes import execute
+from chatgpt.launch.runs import OPTIONS, PPORun, Run, run_class
+from chatgpt.monitor.publish import check_push
+from chatgpt.monitor.run_folder import RunRecord
+from chatgpt.names import hint
+from chatgpt.nn.layouts import longest_side
+from chatgpt.nn.loading import load_tokenizer
+from chatgpt.rollout.sampling import SamplingParams, generation_fields
+from chatgpt.strategies.checkpoint import latest
+from chatgpt.strategies.registry import as_strategy
+from chatgpt.trainer.callbacks import Callback, Evaluator
+from chatgpt.trainer.collect import check_hears_alike
+from chatgpt.trainer.config import Settings
+from chatgpt.trainer.experience.environment_scorer import check_reward_beside
+from chatgpt.trainer.experience.scorers import as_scorer, check_columns, columns_of
+from chatgpt.trainer.objectives.ilql import BetaEvaluation, rewarded
+from chatgpt.trainer.prompt_evaluation import PromptEvaluation
+
+KINDS = ('ppo', 'ilql', 'sft', 'dpo')
+DEFAULTS: dict[str, Any] = {
+    'lr': 1e-5,
+    'critic_lr': None,
+    'num_timesteps': 100,
+    'update_timesteps': 1,
+    'eval_interval': 10,
+}
+"""where they differ from those of a run of the command; a trainer's settings have its own"""
+OF_THIS_VERB: dict[str, dict[str, Any]] = {
+    'ppo': {'num_timesteps': int},
+    **{kind: {'max_length': int | None, 'eval_interval': int} for kind in KINDS[1:]},
+}
+"""settings that no run of the command has; `max_length` of PPO is the generation keyword"""
+GIVEN_OTHERWISE: dict[str, str] = {
+    **dict.fromkeys(('pretrain', 'model'), 'the model is the first argument'),
+    **dict.fromkeys(
+        ('seed', 'precision', 'rank_timeout_s', 'tensor_parallel', 'deterministic', 'reproducible', 'atoms'),
+        'it is of the strategy: give strategy=NaiveStrategy(...), or another, made with it',
+    ),
+    'plan': 'only the command stops before a run: chatgpt-rlhf ... --plan',
+    **dict.fromkeys(
+        ('prompt_path', 'prompt_column', 'max_prompt_tokens', 'ppo.skip_bad_records'),
+        'give prompts, of chatgpt.data.load_prompts where they are in a file',
+    ),
+    **dict.fromkeys(('dataset', 'pack_examples'), 'give samples or preferences'),
+    'ilql.skip_bad_records': 'each of samples has its number in rewards',
+    **dict.fromkeys(('validation_file', 'validation_percentage', 'early_stopping_patience'), 'give eval_prompts'),
+    'reward_model': 'give reward_fn, which may be a model',
+    'stop_string': 'give stop_sequences',
+    'max_len': 'give max_length',
+    **dict.fromkeys(('num_episodes', 'max_timesteps'), 'give num_timesteps'),
+    'model_path': 'give save_path',
+    **dict.fromkeys(
+        ('need_optim_ckpt', 'save_adapter'), 'strategy.save_optimizer and export_peft write it from the trainer'
+    ),
+    **dict.fromkeys(
+        ('rollout_workers', 'rollout_chunk_size', 'rollout_resources'),
+        'workers end with the run and the trainer stays: give PPOTrainer an engine of theirs',
+    ),
+    'loss': 'give loss_type',
+    **dict.fromkeys(
+        ('method', 'desirable_weight', 'undesirable_weight', 'positive_label', 'weight', 'gamma'),
+        'preferences are learned by DPO: take KTOTrainer, ORPOTrainer or SimPOTrainer',
+    ),
+}
+"""settings of the command's runs that this verb does not take (`kind.name`: of that kind), and what to do instead"""
+
+
+def known_settings(kind: str) -> list[str]:
+    """The settings that this verb takes: the trainer's, those of generating, and of the command's run those that are
+    not given otherwise."""
+    elsewhere = {name.rpartition('.')[2] for name in GIVEN_OTHERWISE if '.' not in name or name.startswith(f'{kind}.')}
+    elsewhere |= set(inspect.signature(train).parameters)
+    own = [*_config_class(kind).field_names(), *generation_fields(), *OF_THIS_VERB[kind]]
+    return list(dict.fromkeys([*own, *(n for n in run_class(kind).field_names() if n not in elsewhere)]))
+
+
+def train(
+    model: Any = None,
+    *,
+    reward_fn: Callable[..., Any] | None = None,
+    prompts: Any = None,
+    environment: Any = None,
+    samples: Any = None,
+    rewards: Any = None,
+    preferences: Any = None,
+    eval_prompts: Any = None,
+    metric_fn: Callable[..., Any] | None = None,
+    stop_sequences: SequenceOf[str] = (),
+    config: Mapping[str, Any] | Settings | str | Path | None = None,
+    tokenizer: Any = None,
+    strategy: Any = None,
+    run_dir: str | Path | None = None,
+    resume: str | Path | None = None,
+    save_path: str | Path | None = None,
+    push_to_hub: str | None = None,
+    hub_private: bool | None = None,
+    callbacks: SequenceOf[Any] = (),
+    **settings: Any,
+) -> Any:
+    """Train a model and return its trainer, whose `models()` are the trained ones.
+
+    >>> trainer = chatgpt.train('gpt2', reward_fn=score, prompts=prompts, num_timesteps=50)   # doctest: +SKIP
+    >>> trainer.save_pretrained('outputs/actor')   # doctest: +SKIP
+
+    Args:
+        model: hub name or folder, or a transformers causal LM or encoder-decoder, which is trained in place.
+        reward_fn: `fn(prompts, responses, **columns)`, TRL's `fn(prompts, completions, **kwargs)` or trlX's
+            `fn(samples, prompts, outputs, **metadata)`, told apart by the names of its arguments
+            (docs/extend/reward.md); a `RewardModel`; or a list of (weight, one of these). One number per sample, or a
+            list of numbers per token.
+        prompts: texts, dicts with a 'prompt' (other keys reach the functions by name), or anything `PPOTrainer.fit`
+            takes.
+        environment: what the model acts in over several turns: 'games:countdown', module:Class, file.py:Class, an
+            `Environment` class, or a function that makes one. Its rewards are the scores; with a `reward_fn` beside
+            them `reward_weights` says how they add up, `{'reward': 1.0, 'reward_fn': 0.5}`. The columns of `prompts`,
+            where there are any, go to its `reset`.
+        samples: texts, (prompt, output) pairs, or what `chatgpt.data.load_demonstrations` takes.
+        rewards: one number per sample.
+        preferences: what `chatgpt.data.load_preferences` takes.
+        eval_prompts: evaluated on before, during and after; with `reward_fn` their scores, with `metric_fn` its
+            metrics.
+        metric_fn: a function called like `reward_fn` → {name: one number per sample}, logged as
+            `eval/metrics/<name>`.
+        stop_sequences: a response ends where one of these appears.
+        config: settings by name, in sections or with dotted names (`method.gamma`) where one likes; a YAML or JSON file
+            of them; or the trainer's config dataclass. `settings` win over it.
+        tokenizer: None takes the model's own.
+        strategy: a strategy, or one by name: naive, ddp, fsdp, ... (None is naive).
+        run_dir: folder of the run: metrics, and checkpoints every quarter of an hour, at the end and when it fails.
+        resume: 'auto' to go on from the newest checkpoint of `run_dir` where there is one, or a checkpoint's folder.
+        save_path: a new folder, where the trained model is written with its tokenizer, as
+            `trainer.save_pretrained(save_path)` does. Without a `run_dir`, the weights of a run that fails are written
+            to `<save_path>-cut-short`.
+        push_to_hub: 'NAME' or 'ACCOUNT/NAME' on the Hugging Face Hub, where the trained model is uploaded at the end;
+            whether it may be is asked before the run. Where that fails after all, the model is in `save_path`, or in a
+            folder that the error names.
+        hub_private: make that repository private, where it is made.
+        **settings: fields of the trainer's config, generation keywords, and what the command of the method takes
+            (`chatgpt-rlhf ppo --help-all`, or sft, dpo, ilql), such as `lr`, `critic_lr`, `lora_rank` and
+            `eval_interval`; a setting that is given otherwise here is an error that says how. Of this verb alone are
+            `num_timesteps` (PPO) and `max_length` (tokens of a sample, at most the model's context; with PPO of prompt
+            and response).
+
+    Raises:
+        ValueError: not exactly one kind of data, lists of different lengths, an unknown setting or a value out of
+            range, something that belongs to `eval_prompts` without them, no right to upload; before any weight is
+            loaded.
+        PushError: the trained model could not be uploaded; says where it is, and the command that uploads it.
+    """
+    if model is None:
+        raise ValueError(
+            'train: give the model first, as a hub name, a folder or a transformers model'
+            f'{next((hint(name, ["model"]) for name in settings if "model" in name), "")}'
+        )
+    try:
+        kind = _kind(reward_fn, prompts, environment, samples, rewards, preferences)
+    except ValueError:
+        _check_settings(KINDS, settings)  # what is missing may be there under a misspelt name
+        raise
+    chosen = _read_config(config, kind) | settings
+    _check_settings((kind,), chosen)
+    chosen = _typed(kind, chosen)
+    evaluates = eval_prompts is not None or bool(chosen.get('eval_episodes'))
+    _check_given(kind, chosen, metric_fn, stop_sequences, eval_prompts, evaluates)
+    _check_places(run_dir, resume, save_path, push_to_hub, hub_private)
+    run = _run(kind, chosen, model, reward_fn, environment)
+    run.save_path, run.resume = str(run_dir or ''), resume if resume is None else str(resume)
+    run.model_path, run.push_to_hub = None if save_path is None else str(save_path), push_to_hub
+    run.hub_private = bool(hub_private)
+    run.strategy = strategy if isinstance(strategy, str) else 'naive'
+    strategy = as_strategy('naive' if strategy is None else strategy)
+    if push_to_hub is not None and getattr(strategy, 'is_rank_0', True):
+        check_push(push_to_hub)
+    run.fill_defaults()
+    run.validate(getattr(strategy, 'world_size', 1))
+    if environment is not None:
+        assert isinstance(run, PPORun)
+        check_hears_alike(strategy)
+        environment = find_environment(environment, run.environment_options)
+        check_reward_beside(environment, run.reward_weights, reward_fn)
+    tokenizer = copy_tokenizer(tokenizer) if tokenizer is not None else _tokenizer_of(model, run)
+    if run.apply_chat_template is None:
+        run.apply_chat_template = _chosen_before(run_dir, resume)
+    model_config, tokenizer = read_config(run, model, tokenizer)
+    if save_path is not None:
+        try_model_folder(Path(save_path), model_config, trust_remote_code=run.trust_remote_code)
+    generation = {name: value for name, value in chosen.items() if name in generation_fields()}
+    inputs = Inputs(
+        run=run,
+        settings=run.config(),
+        model=model,
+        config=model_config,
+        tokenizer=tokenizer,
+        run_dir=run_dir,
+        callbacks=list(callbacks),
+        generation=generation,
+        by_name=False,
+    )
+    if stop_sequences:
+        generation['stop_strings'] = list(stop_sequences)
+    if isinstance(run, PPORun):
+        inputs.train = None if prompts is None else as_prompts(prompts, tokenizer)
+        adopt_turns(tokenizer, inputs.train)  # before texts to evaluate on choose otherwise
+        inputs.reward = made(reward_fn)
+        check_columns(as_scorer(inputs.reward), inputs.train or ())
+        if environment is not None:
+            choose_text_for(environment, tokenizer)
+            inputs.environment, inputs.environment_settings = environment, run.environment_settings()
+            tasks = tasks_without_prompts() if inputs.train is None else inputs.train
+            inputs.longest_opening = longest_opening(
+                environment, inputs.environment_settings, tokenizer, tasks, run.seed
+            )
+            eval_prompts = tasks_without_prompts(run.eval_episodes) if run.eval_episodes else eval_prompts
+        if run.ptx_data is not None:
+            most = longest_side(model_config)
+            inputs.pretrain_data = load_demonstrations(_texts(run.ptx_data), tokenizer, max_length=most)[0]
+    else:
+        options = {'max_length': within_context('max_length', chosen.get('max_length'), model_config, 'the model')}
+        if kind != 'ilql':
+            options['skip_bad_records'] = run.skip_bad_records
+        inputs.train = _records(kind, samples, rewards, preferences, tokenizer, options)
+    if eval_prompts is not None:
+        eval_prompts = as_prompts(eval_prompts, tokenizer)
+        check_columns(as_scorer(inputs.reward), eval_prompts)
+        if metric_fn is not None:
+            check_call(metric_fn, columns_of(eval_prompts), 'metric_fn')
+        interval = chosen.get('eval_interval', DEFAULTS['eval_interval'])
+        inputs.callbacks.append(_evaluator(kind, eval_prompts, inputs, metric_fn, interval))
+    if save_path is not None and run_dir is None:
+        inputs.callbacks.append(_KeepWeights(Path(save_path)))
+    if save_path is None and run_dir is None and push_to_hub is None and getattr(strategy, 'is_rank_0', True):
+        told = (
+            'nothing of this run is written; give run_dir=... for checkpoints and metrics, save_path=... for the model'
+        )
+        print(f'train: {told}', file=sys.stderr, flush=True)
+    return execute(run, inputs, strategy)
+
+
+def _check_places(run_dir: Any, resume: Any, save_path: Any, push_to_hub: Any, hub_private: Any) -> None:
+    """Raises ValueError for a folder of another run or model, and for what says nothing without another argument."""
+    place = None if save_path is None else Path(save_path)
+    if place is not None and place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise ValueError(
+            f'train: save_path={str(save_path)!r} is there already and would be overwritten; give a new folder'
+        )
+    if run_dir is not None and resume is None and (found := latest(Path(run_dir, 'checkpoints'))) is not None:
+        raise ValueError(
+            f'train: run_dir={str(run_dir)!r} holds checkpoints of an earlier run, up to {found.name}: go on with '
+            "resume='auto', or give another run_dir"
+        )
+    if hub_private is not None and push_to_hub is None:
+        raise ValueError('train: hub_private is about a repository of the hub; give push_to_hub too')
+    if resume == 'auto' and run_dir is None:
+        raise ValueError("train: resume='auto' looks into run_dir; give run_dir=...")
+
+
+class _KeepWeights(Callback):
+    """Of a run that leaves no checkpoints: the weights that an exception leaves whole, beside the place of the trained
+    ones."""
+
+    def __init__(self, save_path: Path) -> None:
+        self.place = save_path.with_name(f'{save_path.name}-cut-short')
+
+    def on_exception(self, trainer: Any, error: BaseException) -> None:
+        failed_together = isinstance(error, Exception) and trainer.strategy.fails_together('keeping weights')
+        if failed_together and trainer.num_updates and not trainer.steps.within and not self.place.exists():
+            trainer.save_pretrained(self.place)
+            if trainer.strategy.is_rank_0:
+                print(
+                    f'the weights after the last optimizer step are kept in {self.place}', file=sys.stderr, flush=True
+                )
+
+
+def _chosen_before(run_dir: str | Path | None, resume: Any) -> bool | None:
+    """The choice about plain text of the run that is resumed, None where there is none."""
+    record = RunRecord.read(run_dir) if resume is not None and run_dir is not None else None
+    return record.data.get('apply_chat_template') if record is not None else None
+
+
+def _kind(reward_fn: Any, prompts: Any, environment: Any, samples: Any, rewards: Any, preferences: Any) -> str:
+    if environment is not None:
+        wrong = [
+            n for n, v in (('samples', samples), ('preferences', preferences), ('rewards', rewards)) if v is not None
+        ]
+        if wrong:
+            raise ValueError(
+                f'train: a model that acts in an environment learns from what it does; leave {wrong[0]} out'
+            )
+        return 'ppo'
+    given = [
+        n for n, v in (('reward_fn', reward_fn), ('samples', samples), ('preferences', preferences)) if v is not None
+    ]
+    if len(given) != 1:
+        what = ' and '.join(given) if given else 'none of them'
+        raise ValueError(
+            'train: give one of reward_fn (with prompts), environment, samples (with or without rewards), preferences; '
+            f'got {what}'
+        )
+    if rewards is not None and samples is None:
+        raise ValueError('train: rewards belong to samples; give samples=..., rewards=...')
+    if reward_fn is not None:
+        if prompts is None:
+            raise ValueError('train: a reward_fn needs prompts to answer; give prompts=...')
+        return 'ppo'
+    if prompts is not None:
+        raise ValueError(f'train: prompts go with reward_fn, not with {given[0]}; use eval_prompts to evaluate')
+    if preferences is not None:
+        return 'dpo'
+    if rewards is None:
+        return 'sft'
+    if not isinstance(samples, (str, Path)) and len(samples) != len(rewards):
+        raise ValueError(f'train: {len(samples)} samples but {len(rewards)} rewards')
+    return 'ilql'
+
+
+def _read_config(config: Any, kind: str) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, Settings):
+        wanted = _config_class(kind)
+        if not isinstance(config, wanted):
+            raise ValueError(
+                f'train: config is a {type(config).__name__}, but what is given trains with a {wanted.__name__}'
+            )
+        return config.to_dict()
+    content = read_file(config) if isinstance(config, (str, Path)) else config
+    if not isinstance(content, Mapping):
+        raise ValueError(
+            'train: config must be names with values, a file of them, or a config dataclass; got '
+            f'{type(content).__name__}'
+        )
+    found: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    for place, value in _leaves(content, known_settings(kind)):
+        name = place.rpartition('.')[2]
+        if name in found:
+            raise ValueError(f'train: config gives {name} twice, as {places[name]} and as {place}')
+        found[name], places[name] = value, place
+    return found
+
+
+def _leaves(content: Mapping[str, Any], known: SequenceOf[str], above: str = '') -> Iterator[tuple[str, Any]]:
+    """(dotted place, value) of every setting; a mapping under a name that is no setting is a section."""
+    for key, value in content.items():
+        if isinstance(value, Mapping) and str(key).rpartition('.')[2] not in known:
+            yield from _leaves(value, known, f'{above}{key}.')
+        else:
+            yield f'{above}{key}', value
+
+
+def _config_class(kind: str) -> Any:
+    return METHODS[kind].part('config')
+
+
+def _check_settings(kinds: SequenceOf[str], chosen: Mapping[str, Any]) -> None:
+    """Raises ValueError for the first name that none of `kinds` knows."""
+    known = dict.fromkeys(name for kind in kinds for name in known_settings(kind))
+    for name in chosen:
+        if name not in known:
+            elsewhere = GIVEN_OTHERWISE.get(f'{kinds[0]}.{name}', GIVEN_OTHERWISE.get(name))
+            if elsewhere and name in run_class(kinds[0]).field_names():
+                raise ValueError(f'train: {name!r} is a setting of the command; here {elsewhere}')
+            arguments = [p for p in inspect.signature(train).parameters if p != 'settings']
+            others = [kind for kind in KINDS if name in known_settings(kind)]
+            instead = f'; it is one of {", ".join(others)}' if others else hint(name, [*known, *arguments])
+            what = f'a setting of {kinds[0]}' if len(kinds) == 1 else 'an argument or a setting'
+            raise ValueError(f'train: {name!r} is not {what}{instead}')
+
+
+def _typed(kind: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Texts as the values that they are of on a command line."""
+    hints = get_type_hints(run_class(kind)) | get_type_hints(SamplingParams) | get_type_hints(_config_class(kind))
+    hints |= OF_THIS_VERB[kind]
+    values = dict(chosen)
+    for name, value in chosen.items():
+        if isinstance(value, str) and name in hints:
+            try:
+                values[name] = typed(value, hints[name])
+            except (ValueError, ArgumentTypeError) as error:
+                if {int, float, bool} & {hints[name], *get_args(hints[name])}:
+                    raise ValueError(f'train: {name}: {error}') from None
+                # a name of something, which the settings refuse with the names that there are
+    return values
+
+
+def _check_given(
+    kind: str, chosen: Mapping[str, Any], metric_fn: Any, stop_sequences: Any, eval_prompts: Any, evaluates: bool
+) -> None:
+    """Raises ValueError for two kinds of evaluation, and for what would have no effect without one."""
+    if eval_prompts is not None and chosen.get('eval_episodes'):
+        raise ValueError('train: eval_episodes are of tasks without prompts; with eval_prompts leave it out')
+    if metric_fn is not None and not evaluates:
+        raise ValueError('train: metric_fn measures what is said to eval_prompts; give eval_prompts too')
+    if kind == 'ppo' or evaluates:
+        return
+    of_learning = {*_config_class(kind).field_names(), *run_class(kind).field_names(), *OF_THIS_VERB[kind]}
+    idle = [*(['stop_sequences'] if stop_sequences else []), *(name for name in chosen if name not in of_learning)]
+    if idle:
+        raise ValueError(
+            f'train: {", ".join(idle)} would change nothing, for {kind} generates only to evaluate; give eval_prompts '
+            'too'
+        )
+
+
+def _tokenizer_of(model: Any, run: Run) -> Any:
+    name = model if isinstance(model, (str, Path)) else getattr(model, 'name_or_path', None)
+    if not name:
+        raise ValueError('train: this model does not say which tokenizer is its own; give tokenizer=...')
+    return load_tokenizer(name, trust_remote_code=run.trust_remote_code)
+
+
+def _run(kind: str, chosen: Mapping[str, Any], model: Any, reward_fn: Any, environment: Any) -> Run:
+    """The run that a command line with these settings describes; objects stand by name."""
+    cls, config = run_class(kind), _config_class(kind)
+    names, ours = set(cls.field_names()), {setting: name for name, setting in OPTIONS.items()} if kind == 'dpo' else {}
+    values: dict[str, Any] = {**{f.name: f.default for f in fields(config)}, **DEFAULTS, **chosen}
+    values = {
+        ours.get(name, name): value
+        for name, value in values.items()
+        if kind != 'dpo' or name not in ours or name in chosen
+    }
+    named = isinstance(model, (str, Path))
+    if values.get('gradient_checkpointing') and not named:
+        raise ValueError(
+            'train: gradient_checkpointing is for a model that is loaded here; of one in memory call '
+            'model.gradient_checkpointing_enable()'
+        )
+    values |= {'pretrain': str(model) if named else 'the model', 'max_timesteps': values.get('num_timesteps')}
+    values |= {'num_episodes': 1, 'reward_fn': None if reward_fn is None else 'reward_fn'}
+    if environment is not None:
+        module, name = getattr(environment, '__module__', ''), getattr(environment, '__qualname__', 'environment')
+        values['environment'] = environment if isinstance(environment, str) else f'{module}:{name}'
+    run = cls(**{name: value for name, value in values.items() if name in names})
+    run.method, run.said = kind, chosen
+    return run
+
+
+def _records(
+    kind: str, samples: Any, rewards: Any, preferences: Any, tokenizer: Any, options: Mapping[str, Any]
+) -> Any:
+    if kind == 'dpo':
+        records: Any = load_preferences(preferences, tokenizer, **options)[0]
+    else:
+        records = load_demonstrations(_texts(samples), tokenizer, **options)[0]
+    adopt_turns(tokenizer, records)
+    return rewarded(records, list(rewards)) if kind == 'ilql' else records
+
+
+def _texts(samples: Any) -> Any:
+    """Pairs and texts as rows that the loaders know."""
+    if isinstance(samples, (list, tuple)) and samples and isinstance(samples[0], str):
+        return [{'text': text} for text in samples]
+    if (
+        isinstance(samples, (list, tuple))
+        and samples
+        and isinstance(samples[0], (list, tuple))
+        and len(samples[0]) == 2
+    ):
+        return [{'prompt': prompt, 'completion': output} for prompt, output in samples]
+    return samples
+
+
+def _evaluator(kind: str, prompts: Any, inputs: Inputs, metric_fn: Any, interval: int) -> Evaluator:
+    # no reward of its own: the trainer's scorer holds the reward model that the strategy has prepared
+    evaluation: Any = PromptEvaluation(
+        prompts,
+        inputs.tokenizer,
+        metric_fn=metric_fn,
+        environment=inputs.environment,
+        environment_settings=inputs.environment_settings,
+        **inputs.generation,
+    )
+    if kind == 'ilql':
+        evaluation = BetaEvaluation(evaluation)
+    return Evaluator(evaluation, interval, metric='score_mean' if kind == 'ppo' else None)

@@ -1,0 +1,39 @@
+"""Try settings of a method: trials that Optuna proposes, each a run of its own, side by side.
+
+    chatgpt-rlhf sweep sweep.yaml --jobs 2
+
+The same command continues a sweep that was stopped. docs/sweep.md describes the file.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from chatgpt.launch.arguments import Parser, run_main
+
+
+def parser() -> Parser:
+    out = Parser(prog='python -m chatgpt sweep', description=__doc__)
+    out.add_argument('file', help='YAML, JSON or .conf: method, config, parameters, metric, direction, ...')
+    out.add_argument('--jobs', type=int, default=1, metavar='N', help='trials at a time (default: 1)')
+    out.add_argument('--launcher', choices=('torchrun', 'ray'), help='run each trial under it, as launch of the file')
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0; 1 where no trial is complete; 130 or 143 after a signal."""
+    args = parser().parse_args(argv)
+    if args.jobs < 1:
+        raise ValueError(f'--jobs={args.jobs} must be at least 1')
+    from chatgpt.launch.search.study import need_optuna
+
+    need_optuna()
+    from chatgpt.launch.search.settings import read_sweep
+    from chatgpt.launch.search.sweep import run_sweep
+
+    return run_sweep(read_sweep(args.file, launcher=args.launcher), jobs=args.jobs)
+
+
+if __name__ == '__main__':
+    run_main(lambda: sys.exit(main()))

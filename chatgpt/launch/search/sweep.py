@@ -1,0 +1,297 @@
+"""A sweep: trials asked for, run side by side as processes, pruned by their metric, told to the study.
+
+Each trial is an ordinary run in a folder of its own, whose output is in output.log. It leads a session of its own, so
+that a Ctrl-C reaches it once, from the sweep, and it is asked to stop when the sweep is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import chatgpt
+from chatgpt.launch.ray import Signals
+from chatgpt.launch.search.study import Study, Sweep, shown
+from chatgpt.monitor.run_folder.lines import read_jsonl
+
+POLL_S = 0.2
+STOP_S = 120.0
+"""how long a trial has to save and leave"""
+TAIL_BYTES = 8192
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _words(parameters: Mapping[str, Any]) -> str:
+    return ' '.join(f'{name}={shown(value)}' for name, value in parameters.items())
+
+
+def run_sweep(sweep: Sweep, *, jobs: int = 1) -> int:
+    """Run trials until there are as many as the sweep asks for; the exit code: 0, 1 where no trial is complete, 130 or
+    143 after a signal. Trials that an earlier call left unfinished continue first.
+
+    Raises:
+        CheckpointError: another process runs a sweep in this folder; names it.
+        ValueError: the folder holds another sweep; a metric that the runs do not have.
+    """
+    from chatgpt.strategies.checkpoint import claim_folder  # torch, after the file was read
+
+    with claim_folder(sweep.save_path):
+        kept = sweep.save_path / 'sweep.json'
+        before = json.loads(kept.read_text()) if kept.is_file() else sweep.fixed
+        for name, value in sweep.fixed.items():
+            if before.get(name) != value:
+                raise ValueError(
+                    f'{sweep.save_path} holds a sweep whose {name} is {json.dumps(before.get(name))}, not '
+                    f'{json.dumps(value)}; give another save_path'
+                )
+        study = Study(sweep)
+        kept.write_text(json.dumps(sweep.fixed, indent=1) + '\n')
+        config = yaml.safe_dump(sweep.fixed['config'], sort_keys=False, allow_unicode=True)
+        (sweep.save_path / 'config.yaml').write_text(config)
+        with Signals() as signals:
+            number = Loop(sweep, study, jobs, signals).run()
+        table, best, unfinished = study.write_table()
+        say(table)
+        study.write_plots()
+        if best is not None:
+            parameters = {name: best[name] for name in sweep.parameters}
+            say(f'best: trial {best["number"]} with {sweep.metric} {best["value"]:.6g}: {_words(parameters)}')
+            say(f'its settings: {sweep.save_path}/trial-{best["number"]:04d}/config.yaml')
+        if number is not None:
+            these = f' with trial {", ".join(map(str, unfinished))}' if unfinished else ''
+            say(f'stopped; the same command goes on{these}')
+            return 128 + number
+    return 0 if best is not None else 1
+
+
+def command(sweep: Sweep, config: Path, folder: Path, parameters: Mapping[str, Any], *, again: bool) -> list[str]:
+    """A trial's command line. `again`: it continues from its checkpoint, where it has one."""
+    settings = {**parameters, 'save_path': str(folder), **({'resume': 'auto'} if again else {})}
+    words = [sweep.method, f'--config_file={config}', *(f'{key}={json.dumps(v)}' for key, v in settings.items())]
+    if not sweep.launch:
+        return [sys.executable, '-m', 'chatgpt', *words]
+    # A failed trial is a result: it is not started again unless the file says so.
+    flags = {'max_failures': 0} | dict(sweep.launch)
+    return [sys.executable, '-m', 'chatgpt.launch', *(f'--{key}={v}' for key, v in flags.items()), *words]
+
+
+def share(devices: Sequence[str], slot: int, jobs: int) -> list[str]:
+    """The devices of one of `jobs` places: its share of them, or one that others have too where there are fewer."""
+    return list(devices[slot::jobs]) or list(devices[slot % len(devices) :][:1]) if devices else []
+
+
+def environment(slot: int, jobs: int, *, launched: bool) -> dict[str, str]:
+    """Of a trial in one of `jobs` places, which share cores and devices; a launcher shares out itself."""
+    import torch
+
+    found = dict(os.environ)
+    root = Path(chatgpt.__file__).resolve().parents[1]
+    if 'site-packages' not in root.parts:
+        found['PYTHONPATH'] = os.pathsep.join(dict.fromkeys([str(root), *filter(None, [found.get('PYTHONPATH')])]))
+    if launched or jobs == 1:
+        return found
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
+    found.setdefault('OMP_NUM_THREADS', str(max(1, cores // jobs)))
+    named = os.environ.get('CUDA_VISIBLE_DEVICES')
+    devices = named.split(',') if named else [str(n) for n in range(torch.cuda.device_count())]
+    if own := share(devices, slot, jobs):
+        found['CUDA_VISIBLE_DEVICES'] = ','.join(own)
+    return found
+
+
+class Running:
+    """A trial and its process."""
+
+    def __init__(self, sweep: Sweep, trial: Any, slot: int, jobs: int, *, again: bool) -> None:
+        self.trial, self.slot, self.metric = trial, slot, sweep.metric
+        self.folder = sweep.save_path / f'trial-{trial.number:04d}'
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _wait_until_free(self.folder)
+        self.curve: dict[int, float | None] = {}
+        """the metric by step; None where it is not finite"""
+        self.pruned_at: int | None = None
+        self.started = time.monotonic()
+        self._told_to_stop: float | None = None
+        with open(self.folder / 'output.log', 'ab') as output:
+            self._start = output.tell()
+            self.process = subprocess.Popen(
+                command(sweep, sweep.save_path / 'config.yaml', self.folder, trial.params, again=again),
+                env=environment(slot, jobs, launched=bool(sweep.launch)),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_ends_with(os.getpid()),
+            )
+
+    def read(self, study: Study) -> None:
+        """Take up what it has logged since, until it is to be pruned.
+
+        Raises:
+            ValueError: the run has no metric of that name; lists the nearest.
+        """
+        from chatgpt.trainer.callbacks.base import metric_value  # torch, which a mistake in the file does not wait for
+
+        path = self.folder / 'metrics.jsonl'
+        for line in read_jsonl(path) if path.is_file() else []:
+            step = line.pop('step')
+            is_lost = self.metric in line and line[self.metric] is None
+            value = None if is_lost else metric_value(line, self.metric)
+            if step in self.curve or (value is None and not is_lost):
+                continue
+            self.curve[step] = value
+            if value is not None and study.report(self.trial, value, step):
+                self.pruned_at = step
+                return
+
+    def has_ended(self) -> bool:
+        if self._told_to_stop is not None and time.monotonic() > self._told_to_stop + STOP_S:
+            self.kill()
+        return self.process.poll() is not None
+
+    def stop(self) -> None:
+        """Ask it to save and leave; it is killed where it does not in time."""
+        if self._told_to_stop is None and self.process.poll() is None:
+            self._told_to_stop = time.monotonic()
+            self.process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it, and what it has started, at once."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+        self.process.wait()
+
+    def error(self) -> str:
+        """Why it failed, in one line: its last `error: ...`, or its last line; '' where it did not fail."""
+        code, last = self.process.returncode, max(self.curve, default=0)
+        if code < 0:
+            return f'ended by {signal.Signals(-code).name}'
+        if not code:
+            no_value = f'{self.metric} is not finite at step {last}' if last else f'it logged no {self.metric}'
+            return no_value if self.curve.get(last) is None else ''
+        with open(self.folder / 'output.log', 'rb') as file:
+            file.seek(max(self._start, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = [line.strip() for line in file.read().decode(errors='replace').splitlines() if line.strip()]
+        said = [line for line in lines if line.startswith('error: ')] or lines or [f'ended with exit code {code}']
+        return said[-1].removeprefix('error: ')
+
+
+def _wait_until_free(folder: Path) -> None:
+    """A process of a sweep that was killed may still be saving here."""
+    from chatgpt.strategies.checkpoint import CheckpointError, claim_folder
+
+    end = time.monotonic() + STOP_S
+    while True:
+        try:
+            claim_folder(folder).release()
+            return
+        except CheckpointError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.2)
+
+
+def _ends_with(parent: int) -> Any:
+    """For the child before its program: the kernel sends it SIGTERM when the sweep has ended, in whatever way."""
+    if not sys.platform.startswith('linux'):
+        return None
+    return partial(_ask_for_signal, ctypes.CDLL(None), parent)
+
+
+def _ask_for_signal(libc: Any, parent: int) -> None:
+    libc.prctl(1, int(signal.SIGTERM))  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+class Loop:
+    """What runs now, and what comes next."""
+
+    def __init__(self, sweep: Sweep, study: Study, jobs: int, signals: Signals) -> None:
+        self.sweep, self.study, self.jobs, self.signals = sweep, study, jobs, signals
+        self.running: list[Running] = []
+        self.unfinished = study.unfinished()
+
+    def run(self) -> int | None:
+        """Until all trials have ended; the number of the signal that ended it before that, else None."""
+        try:
+            while self.fill() or self.running:
+                for running in list(self.running):
+                    self.look_at(running)
+                if received := self.signals.take():
+                    self.stop_all(received[0])
+                    return received[0]
+                time.sleep(POLL_S)
+            return None
+        finally:  # an error of ours leaves no process behind
+            for running in self.running:
+                running.kill()
+
+    def fill(self) -> bool:
+        """Start what fits; whether anything was started."""
+        before = len(self.running)
+        while len(self.running) < self.jobs:
+            again = bool(self.unfinished)
+            if not again and self.study.num_trials() >= self.sweep.trials:
+                break
+            trial = self.unfinished.pop(0) if again else self.study.ask()
+            slot = min(set(range(self.jobs)) - {r.slot for r in self.running})
+            say(f'trial {trial.number} {"goes on" if again else "starts"}: {_words(trial.params)}')
+            self.running.append(Running(self.sweep, trial, slot, self.jobs, again=again))
+        return len(self.running) > before
+
+    def look_at(self, running: Running) -> None:
+        """Read its metric, decide whether it goes on, and tell the study when it has ended."""
+        ended = running.has_ended()  # before the last reading
+        if running.pruned_at is None:
+            try:
+                running.read(self.study)
+            except ValueError as error:
+                told = f'{error}; correct metric, and give another save_path or remove {self.sweep.save_path}'
+                raise ValueError(told) from None
+        if ended:
+            self.running.remove(running)
+            self.end(running)
+        elif running.pruned_at is not None:
+            running.stop()
+
+    def end(self, running: Running) -> None:
+        last, metric = running.pruned_at or max(running.curve, default=0), self.sweep.metric
+        value, seconds, error = running.curve.get(last), time.monotonic() - running.started, ''
+        if running.pruned_at is not None:
+            state, told = 'PRUNED', f'pruned at step {last}: {metric} {value:.6g}'
+        elif error := running.error():
+            state, told = 'FAIL', f'failed: {error} (output.log in its folder)'
+        else:
+            state, told = 'COMPLETE', f'complete: {metric} {value:.6g} in {seconds:.0f} s'
+        say(f'trial {running.trial.number} {told}')
+        self.study.end(running.trial, state, value, seconds=seconds, error=error)
+        self.study.write_table()
+
+    def stop_all(self, number: int) -> None:
+        """All trials save and leave; they stay unfinished in the study. A second signal ends them at once."""
+        say(f'{signal.Signals(number).name}: passed on to {len(self.running)} trials, which save and leave')
+        for running in self.running:
+            running.stop()
+        while any(not running.has_ended() for running in self.running):
+            if self.signals.take():
+                for running in self.running:
+                    running.kill()
+            time.sleep(POLL_S)
+        self.running.clear()

@@ -1,0 +1,369 @@
+"""Pairs of answers and what people said of them, in one SQLite file.
+
+A judgement is durable when `judge` returns: every change is a transaction of its own, in a write-ahead log that is
+synced at each commit (journal_mode=WAL, synchronous=FULL). A pair is asked of `annotators_per_pair` different people.
+Who is shown a pair holds a place at it for `LEASE_S` seconds; a place not used by then is given to somebody else.
+
+Which pair comes next: one that others were asked about already, so that pairs are finished and agreement can be told;
+then the one whose reward model margin |s_a − s_b| is smallest, where there is a reward model: by Bradley and Terry
+answer a wins with probability σ(s_a − s_b), and that is nearest to 1/2 there; then in an order drawn for each person.
+Which answer is on the left is drawn for each person and pair, and kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+VERSION = 1
+"""of the tables; a file of another one is refused"""
+APPLICATION = 0x43474350
+"""SQLite's application id of such a file"""
+LEASE_S = 900.0
+CHOICES = ('left', 'right', 'tie', 'both_bad', 'skip')
+MAX_NAME, MAX_COMMENT = 60, 4000
+SCHEMA = """
+CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE pairs (
+    id INTEGER PRIMARY KEY, prompt TEXT NOT NULL, shown TEXT NOT NULL, answer_a TEXT, answer_b TEXT, margin REAL);
+CREATE TABLE people (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
+CREATE TABLE judgements (
+    person INTEGER NOT NULL REFERENCES people, pair INTEGER NOT NULL REFERENCES pairs, a_is_left INTEGER NOT NULL,
+    asked REAL NOT NULL, verdict TEXT CHECK (verdict IN ('a', 'b', 'tie', 'both_bad', 'skip')),
+    comment TEXT NOT NULL DEFAULT '', judged REAL, number INTEGER, PRIMARY KEY (person, pair));
+CREATE INDEX judgements_of_pair ON judgements (pair);
+"""
+# Others' places at a pair: judged, or asked so lately that the answer is still to come.
+TAKEN = """(SELECT pair, COUNT(*) AS taken FROM judgements WHERE person != :person AND
+    (verdict IN ('a', 'b', 'tie', 'both_bad') OR (verdict IS NULL AND asked > :since)) GROUP BY pair)"""
+
+
+class NotAsked(ValueError):
+    """A judgement of a pair that this person does not have, or has not made."""
+
+
+@dataclass(frozen=True)
+class AskedPair:
+    """A pair as a person sees it."""
+
+    id: int
+    prompt: str
+    left: str
+    right: str
+    comment: str = ''
+    """what the person wrote before taking the judgement back"""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    person: str
+    pair: int
+    verdict: str
+    """a, b, tie, both_bad, or skip, which is none"""
+    a_is_left: bool
+    comment: str
+
+
+class Store:
+    """The file. Opened by one thread at a time; several processes may have it open.
+
+    Args:
+        path: the file; made where there is none, unless `create` is False.
+        clock: seconds since 1970.
+
+    Raises:
+        ValueError: no such file, no database of this kind, or one of another version.
+    """
+
+    def __init__(self, path: str | Path, *, create: bool = True, clock: Callable[[], float] = time.time) -> None:
+        self.path, self.clock = Path(path), clock
+        if not self.path.is_file() and not create:
+            raise ValueError(f'there is no database {path}')
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(path, timeout=10, isolation_level=None, check_same_thread=False)
+        except (OSError, sqlite3.OperationalError) as error:
+            raise ValueError(f'cannot open the database {path}: {error}') from None
+        self._db.row_factory = sqlite3.Row
+        try:
+            self._open()
+        except (sqlite3.DatabaseError, ValueError) as error:
+            self._db.close()
+            raise ValueError(f'{path} is no database of comparisons: {error}') from None
+
+    def _open(self) -> None:
+        application, version = (self._value(f'PRAGMA {name}') for name in ('application_id', 'user_version'))
+        is_new = not self._value('SELECT COUNT(*) FROM sqlite_master')
+        if not is_new and application != APPLICATION:
+            raise ValueError('it is one of something else; give another --db')
+        if not is_new and version != VERSION:
+            raise ValueError(f'its tables have version {version}, and this package reads {VERSION}')
+        for line in ('journal_mode = WAL', 'synchronous = FULL', 'foreign_keys = ON'):
+            self._db.execute(f'PRAGMA {line}')
+        if is_new:
+            with self._change():
+                for statement in SCHEMA.split(';'):
+                    self._db.execute(statement)
+                self._db.execute(f'PRAGMA application_id = {APPLICATION}')
+                self._db.execute(f'PRAGMA user_version = {VERSION}')
+
+    def _value(self, query: str, *values: Any) -> Any:
+        row = self._db.execute(query, values).fetchone()
+        return None if row is None else row[0]
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        self._db.execute('BEGIN IMMEDIATE')
+        try:
+            yield
+            self._db.execute('COMMIT')
+        except BaseException:
+            if self._db.in_transaction:  # a full disk may have ended it already
+                self._db.execute('ROLLBACK')
+            raise
+
+    def close(self) -> None:
+        self._db.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ what is compared
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {name: json.loads(value) for name, value in self._db.execute('SELECT name, value FROM settings')}
+
+    def update_settings(self, **settings: Any) -> None:
+        with self._change():
+            self._put_settings(settings)
+
+    def _put_settings(self, settings: dict[str, Any]) -> None:
+        rows = [(name, json.dumps(value)) for name, value in settings.items()]
+        self._db.executemany('INSERT OR REPLACE INTO settings VALUES (?, ?)', rows)
+
+    def begin(self, records: Sequence[dict[str, Any]], shown: Sequence[str], **settings: Any) -> None:
+        """The prompts of a new file, as records that the loaders of `chatgpt.data` read and as people see them, and
+        the settings, all at once; what a start without any answer has left is replaced. Raises ValueError for a file
+        with answers."""
+        rows = [(json.dumps(r, ensure_ascii=False), s) for r, s in zip(records, shown, strict=True)]
+        with self._change():
+            if self.has_answers:
+                raise ValueError(f'{self.path} has answers already')
+            self._db.execute('DELETE FROM pairs')
+            self._db.execute('DELETE FROM settings')
+            self._db.executemany('INSERT INTO pairs (prompt, shown) VALUES (?, ?)', rows)
+            self._put_settings(settings | {'id': secrets.token_hex(6)})
+
+    def records(self) -> list[dict[str, Any]]:
+        """The prompts, one per pair."""
+        return [json.loads(row['prompt']) for row in self._db.execute('SELECT prompt FROM pairs ORDER BY id')]
+
+    @property
+    def has_answers(self) -> bool:
+        return bool(self._value('SELECT COUNT(*) FROM pairs WHERE answer_a IS NOT NULL OR answer_b IS NOT NULL'))
+
+    def answers(self, side: str) -> list[str] | None:
+        """The answers 'a' or 'b' to all prompts; None before there are any."""
+        found = [row[0] for row in self._db.execute(f'SELECT answer_{side} FROM pairs ORDER BY id')]
+        return None if None in found else found
+
+    def set_answers(self, side: str, texts: Sequence[str]) -> None:
+        """The answers 'a' or 'b', one per prompt, once. Raises ValueError where there are some: people may have judged
+        them."""
+        if self.num_pairs and self.answers(side) is not None:
+            raise ValueError(f'{self.path} has the answers {side} already')
+        self._set_column(f'answer_{side}', texts)
+
+    def set_margins(self, margins: Sequence[float | None]) -> None:
+        """s_a − s_b of each pair by a reward model; None where it has none to give."""
+        self._set_column('margin', margins)
+
+    def _set_column(self, name: str, values: Sequence[Any]) -> None:
+        with self._change():
+            ids = [row[0] for row in self._db.execute('SELECT id FROM pairs ORDER BY id')]
+            rows = list(zip(values, ids, strict=True))
+            self._db.executemany(f'UPDATE pairs SET {name} = ? WHERE id = ?', rows)
+
+    @property
+    def annotators_per_pair(self) -> int:
+        return self.settings.get('annotators_per_pair', 1)
+
+    # ------------------------------------------------------------------ people
+
+    def join(self, name: str) -> int:
+        """The number of the person of that name, who is new or comes back. Raises ValueError for no name, or a long
+        one."""
+        name = ' '.join(name.split())
+        if not 0 < len(name) <= MAX_NAME:
+            raise ValueError(f'a name has 1 to {MAX_NAME} characters')
+        with self._change():
+            self._db.execute('INSERT OR IGNORE INTO people (name) VALUES (?)', (name,))
+        return self._value('SELECT id FROM people WHERE name = ?', name)
+
+    def name_of(self, person: int) -> str | None:
+        return self._value('SELECT name FROM people WHERE id = ?', person)
+
+    def next_pair(self, person: int) -> AskedPair | None:
+        """The pair that a person has, or a new one; None where nothing is left for this person at this time."""
+        draw = self._draws(person)
+        with self._change():
+            found = self._candidates(person, self.clock() - LEASE_S)
+            held = self._db.execute(
+                'SELECT pair, comment FROM judgements WHERE person = ? AND verdict IS NULL', (person,)
+            ).fetchone()
+            row = next((row for row in found if held is not None and row['id'] == held['pair']), None)
+            comment = held['comment'] if row is not None else ''
+            if row is None and found:
+                row = min(found, key=lambda r: (-r['taken'], _size(r['margin']), draw(r['id'], 'order')))
+            self._db.execute('DELETE FROM judgements WHERE person = ? AND verdict IS NULL', (person,))
+            if row is None:
+                return None
+            row = self._db.execute('SELECT * FROM pairs WHERE id = ?', (row['id'],)).fetchone()
+            a_is_left = draw(row['id'], 'side') < 0.5
+            self._db.execute(
+                'INSERT INTO judgements (person, pair, a_is_left, asked, comment) VALUES (?, ?, ?, ?, ?)',
+                (person, row['id'], a_is_left, self.clock(), comment),
+            )
+        answers = (row['answer_a'], row['answer_b'])
+        left, right = answers if a_is_left else answers[::-1]
+        return AskedPair(row['id'], row['shown'], left, right, comment)
+
+    def _candidates(self, person: int, since: float) -> list[sqlite3.Row]:
+        """Pairs that this person may be asked about, where whoever was asked before `since` has lost the place."""
+        return self._db.execute(
+            f"""SELECT id, margin, COALESCE(taken, 0) AS taken FROM pairs LEFT JOIN {TAKEN} t ON t.pair = id
+            WHERE answer_a != answer_b AND COALESCE(taken, 0) < :places AND id NOT IN
+            (SELECT pair FROM judgements WHERE person = :person AND verdict IS NOT NULL)""",
+            {'person': person, 'since': since, 'places': self.annotators_per_pair},
+        ).fetchall()
+
+    def _draws(self, person: int) -> Callable[[int, str], float]:
+        """Uniform numbers in [0, 1) of a person, which depend on nothing else but the seed and the arguments."""
+        start = f'{self.settings.get("seed", 0)} {self.name_of(person)}'
+
+        def draw(pair: int, what: str) -> float:
+            digest = hashlib.blake2b(f'{start} {pair} {what}'.encode(), digest_size=8).digest()
+            return int.from_bytes(digest, 'big') / 2**64
+
+        return draw
+
+    def judge(self, person: int, pair: int, choice: str, comment: str = '') -> None:
+        """Keep what a person said, for good when this returns. The same again changes nothing but the comment.
+
+        Raises:
+            NotAsked: the person was not shown the pair, has judged it otherwise, or took so long that all its places
+                went to others.
+            ValueError: an unknown choice, or a comment above `MAX_COMMENT` characters.
+        """
+        if choice not in CHOICES:
+            raise ValueError(f'{choice!r} is no choice; there are {", ".join(CHOICES)}')
+        if len(comment) > MAX_COMMENT:
+            raise ValueError(f'a comment has at most {MAX_COMMENT} characters')
+        with self._change():
+            row = self._db.execute(
+                f"""SELECT a_is_left, verdict, COALESCE(taken, 0) AS taken FROM judgements m
+                LEFT JOIN {TAKEN} t ON t.pair = m.pair WHERE m.person = :person AND m.pair = :pair""",
+                {'person': person, 'pair': pair, 'since': self.clock() - LEASE_S},
+            ).fetchone()
+            if row is None:
+                raise NotAsked('this pair is not yours to judge any more')
+            verdict = {'left': 'ba'[row['a_is_left']], 'right': 'ab'[row['a_is_left']]}.get(choice, choice)
+            if row['verdict'] not in (None, verdict):
+                raise NotAsked('you have judged this pair otherwise; take that back first')
+            if verdict != 'skip' and row['taken'] >= self.annotators_per_pair:
+                raise NotAsked('this took so long that the pair went to somebody else')
+            self._db.execute(
+                """UPDATE judgements SET verdict = ?, comment = ?, judged = ?,
+                number = COALESCE(number, (SELECT COALESCE(MAX(number), 0) + 1 FROM judgements))
+                WHERE person = ? AND pair = ?""",
+                (verdict, comment, self.clock(), person, pair),
+            )
+
+    def undo(self, person: int) -> bool:
+        """Take a person's last judgement back, a skip too: the pair comes next again. False where there is none."""
+        with self._change():
+            row = self._db.execute(
+                'SELECT pair FROM judgements WHERE person = ? AND verdict IS NOT NULL ORDER BY number DESC', (person,)
+            ).fetchone()
+            if row is None:
+                return False
+            self._db.execute('DELETE FROM judgements WHERE person = ? AND verdict IS NULL', (person,))
+            self._db.execute(
+                """UPDATE judgements SET verdict = NULL, judged = NULL, number = NULL, asked = ?
+                WHERE person = ? AND pair = ?""",
+                (self.clock(), person, row['pair']),
+            )
+        return True
+
+    # ------------------------------------------------------------------ what came out
+
+    def judgements(self) -> list[Judgement]:
+        """All there are, in the order in which they were made, skips included."""
+        found = self._db.execute(
+            """SELECT name, pair, verdict, a_is_left, comment FROM judgements JOIN people ON people.id = person
+            WHERE verdict IS NOT NULL ORDER BY number"""
+        )
+        return [Judgement(row[0], row[1], row[2], bool(row[3]), row[4]) for row in found]
+
+    def progress(self, person: int) -> dict[str, int]:
+        """Judgements by this person and by all, how many are wanted, and how many pairs this person could still get
+        once others have let them go."""
+        given = "SELECT COUNT(*) FROM judgements WHERE verdict IN ('a', 'b', 'tie', 'both_bad')"
+        return {
+            'mine': self._value(f'{given} AND person = ?', person),
+            'all': self._value(given),
+            'wanted': self.num_asked * self.annotators_per_pair,
+            'open': len(self._candidates(person, math.inf)),
+        }
+
+    @property
+    def num_pairs(self) -> int:
+        return self._value('SELECT COUNT(*) FROM pairs')
+
+    @property
+    def num_asked(self) -> int:
+        """Pairs that people are asked about: equal answers are not compared."""
+        return self._value('SELECT COUNT(*) FROM pairs WHERE answer_a != answer_b')
+
+    def preferences(self) -> tuple[list[dict[str, Any]], int]:
+        """Records that `chatgpt.data.load_preferences` reads, and how many judged pairs give none.
+
+        One per pair on which more people prefer one answer than the other: the prompt, `chosen`, `rejected`, and beside
+        them `pair`, `votes_chosen`, `votes_rejected`, `votes_neither` (ties and both bad) and `comments`. A pair
+        without a majority gives none, nor does one with an answer of no text, which no loader takes.
+        """
+        of_pair: dict[int, list[Judgement]] = {}
+        for judgement in self.judgements():
+            if judgement.verdict != 'skip':
+                of_pair.setdefault(judgement.pair, []).append(judgement)
+        rows = []
+        for pair in self._db.execute('SELECT * FROM pairs ORDER BY id'):
+            said = of_pair.get(pair['id'], [])
+            votes = {side: sum(j.verdict == side for j in said) for side in 'ab'}
+            better, worse = ('a', 'b') if votes['a'] > votes['b'] else ('b', 'a')
+            texts = [pair[f'answer_{side}'] for side in (better, worse)]
+            if votes[better] == votes[worse] or not all(text.strip() for text in texts):
+                continue
+            about = {'votes_chosen': votes[better], 'votes_rejected': votes[worse]}
+            about['votes_neither'] = len(said) - votes['a'] - votes['b']
+            comments = [j.comment for j in said if j.comment]
+            record = json.loads(pair['prompt']) | {'chosen': texts[0], 'rejected': texts[1], 'pair': pair['id']}
+            rows.append(record | about | {'comments': comments})
+        return rows, len(of_pair) - len(rows)
+
+
+def _size(margin: float | None) -> float:
+    return math.inf if margin is None else abs(margin)

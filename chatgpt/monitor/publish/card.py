@@ -1,0 +1,308 @@
+"""The model card of a saved model: README.md from the template `card.md.j2`.
+
+The card shows of a path its last part only, and neither the command line nor names of machines and accounts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import yaml
+
+from chatgpt import __version__
+from chatgpt.monitor.report.series import Column, columns, number
+from chatgpt.monitor.report.summary import what_improved
+from chatgpt.monitor.report.text import value_text
+from chatgpt.monitor.run_folder import RunFolder, RunRecord
+
+CARD, NUM_SAMPLES = 'README.md', 3
+MARKER = '<!-- Written by chatgpt-rlhf.'
+NOTE = f'{MARKER} Saving the model here again replaces this page; without this line it is yours, and stays. -->'
+MOST_CHARACTERS = 600
+"""of a sample"""
+UNSHOWN = frozenset({'save_path', 'model_path', 'resume', 'push_to_hub', 'hub_private', 'card_samples', 'plan'})
+"""settings of where things are written"""
+RUN_FILES = ('actor', 'reward_model', 'model', 'hf_model', 'adapter', 'critic')
+"""folder names that say nothing of the run"""
+DATA = {'dataset': 'records', 'prompt_path': 'prompts', 'ptx_data': '', 'validation_file': 'eval_records'}
+"""setting → where the record counts its rows"""
+FILES = ('.jsonl', '.json', '.csv', '.tsv', '.parquet', '.txt', '.arrow', '.py', '.gz', '.yaml', '.yml', '.bin', '.git')
+Role = Literal['actor', 'reward_model', 'critic']
+Measured = list[tuple[str, float | None, float, float | None]]
+
+
+@dataclass(kw_only=True)
+class ModelFacts:
+    """What is known of a model and of the run that trained it."""
+
+    record: RunRecord | None = None
+    """None: of a model that is saved without a run"""
+    metrics: Sequence[Mapping[str, Any]] = ()
+    eval: Sequence[Mapping[str, Any]] = ()
+    samples: Sequence[Mapping[str, Any]] = ()
+    """rows with prompt, response and score of one phase"""
+    findings: Sequence[Mapping[str, Any]] = ()
+    improved: str = ''
+    """in a line"""
+    source: str | None = None
+    """what the model was loaded from: a hub name or a folder"""
+    parameters: int | None = None
+    family: str | None = None
+    rank: int | None = None
+    """of the adapters, where only these are saved"""
+    run_name: str | None = None
+    title: str | None = None
+    """None: the name of the model's folder, or of the run's where the former says nothing"""
+    more: dict[str, Any] = field(default_factory=dict)
+    """further front matter: license, language, datasets, tags"""
+
+    @classmethod
+    def of(cls, run: RunFolder, **more: Any) -> ModelFacts:
+        """Of a run's folder."""
+        samples = run.eval_samples or run.samples
+        rows = [row for row in samples if row['step'] == samples[-1]['step']]
+        return cls(
+            record=run.record,
+            metrics=run.metrics,
+            eval=run.eval,
+            samples=rows,
+            findings=run.findings,
+            run_name=run.name,
+            improved=what_improved(run),
+            **more,
+        )
+
+
+class Base(NamedTuple):
+    """The model that a model was made of: the nearest name of the hub, how it is shown, and its licence."""
+
+    hub: str | None = None
+    shown: str = ''
+    license: str | None = None
+
+
+class Shape(NamedTuple):
+    """How a saved model is loaded. `auto`: class of transformers, or of `chatgpt.nn` for a head that transformers
+    lacks. `adapter_base`: of a folder with adapters alone, what they are loaded onto."""
+
+    auto: str
+    own_head: bool
+    writes: bool
+    encoder_decoder: bool
+    has_tokenizer: bool
+    adapter_base: str | None
+
+
+def is_ours(text: str) -> bool:
+    """Whether this library has written a card, and nobody has taken the marking line out."""
+    return MARKER in text
+
+
+def write_card(folder: str | Path, facts: ModelFacts, *, role: Role = 'actor', num_samples: int = NUM_SAMPLES) -> bool:
+    """Write README.md into a saved model's folder. False, with nothing written, where there is somebody else's."""
+    from huggingface_hub import ModelCard
+
+    path = Path(folder, CARD)
+    if path.exists() and not is_ours(path.read_text(encoding='utf-8', errors='replace')):
+        return False
+    place, record = path.absolute().parent, facts.record or RunRecord(method='', trainer='')
+    run = facts.run_name or ('' if place.parent == Path.home() else place.parent.name)
+    title = facts.title or (run if place.name in RUN_FILES else '') or place.name or 'model'
+    found = columns([*facts.metrics, *facts.eval])
+    base, shape, measured = base_of(facts.source), shape_of(place, role), measured_on_eval(found)
+    settings = {k: without_paths(v) for k, v in record.settings.items() if k not in UNSHOWN}
+    everything = {'settings': settings, 'generation': record.generation, 'optimizers': record.optimizers}
+    card = ModelCard.from_template(
+        front_matter(facts, title, role, shape, measured, base),
+        template_path=str(Path(__file__).with_name('card.md.j2')),
+        note=NOTE,
+        title=title,
+        name=place.name,
+        role=role,
+        facts=facts,
+        base=base,
+        shape=shape,
+        record=facts.record,
+        phases=max([record.phase, *(int(row['step']) for row in facts.metrics)]),
+        start=record.starts[-1] if record.starts else None,
+        data={key: (hub_name(record.settings.get(key)), record.data.get(name, '')) for key, name in DATA.items()},
+        reward=reward_of(record),
+        measured=measured,
+        only_score=all(re.match('eval/(score|length|ended|num_prompts)', name) for name, *_ in measured),
+        samples=list(facts.samples)[:num_samples],
+        last={name: values[-1] for name, (_, values) in found.items()},
+        settings=settings,
+        changed={k: map(without_paths, v) for k, v in sorted(record.changed_settings().items()) if k in settings},
+        everything=yaml.safe_dump(json.loads(json.dumps(without_paths(everything), default=str))).rstrip(),
+        version=__version__,
+        number=number,
+        code=code,
+        block=block,
+        fenced=fenced,
+        repr=repr,
+    )
+    card.save(path)
+    return True
+
+
+def set_name(folder: str | Path, repo_id: str) -> None:
+    """Make the code of our card read the model from a repository."""
+    path = Path(folder, CARD)
+    if path.is_file() and is_ours(text := path.read_text(encoding='utf-8', errors='replace')):
+        path.write_text(re.sub(r'(?m)^name = .*$', f'name = {repo_id!r}', text, count=1), encoding='utf-8')
+
+
+def front_matter(facts: ModelFacts, title: str, role: Role, shape: Shape, measured: Measured, base: Base) -> Any:
+    """`ModelCardData`, as the hub reads it."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    method, settings = (facts.record.method, facts.record.settings) if facts.record else (None, {})
+    more, writes = dict(facts.more), 'text2text-generation' if shape.encoder_decoder else 'text-generation'
+    task = writes if role == 'actor' else 'text-classification'
+    tags = ['chatgpt-rlhf', *([method] if method else []), *(['rlhf'] if method != 'sft' else [])]
+    tags += ['lora'] if shape.adapter_base or settings.get('lora_rank') else []
+    datasets = [name for key in ('dataset', 'prompt_path', 'ptx_data') if (name := hub_name(settings.get(key)))]
+    results = [
+        EvalResult(
+            task_type=task,
+            dataset_type=hub_name(settings.get('validation_file')) or 'local',
+            dataset_name=str(without_paths(settings.get('validation_file')) or 'eval data of the run'),
+            metric_type=name.rpartition('/')[2],
+            metric_name=name,
+            metric_value=last,
+        )
+        for name, _, last, _ in measured
+    ]
+    return ModelCardData(
+        base_model=base.hub,
+        base_model_relation=('adapter' if shape.adapter_base else 'finetune') if base.hub else None,
+        library_name='peft' if shape.adapter_base else 'chatgpt-rlhf' if shape.own_head else 'transformers',
+        pipeline_tag=None if shape.own_head else task,
+        tags=list(dict.fromkeys([*tags, *(more.pop('tags', None) or ())])),
+        datasets=list(dict.fromkeys([*datasets, *(more.pop('datasets', None) or ())])) or None,
+        license=more.pop('license', None) or base.license,
+        model_name=title if results else None,
+        eval_results=results or None,
+        **more,
+    )
+
+
+def base_of(source: str | None) -> Base:
+    """A name of the hub is taken as it is; a folder's card says what the model in it was made of."""
+    if not source:
+        return Base()
+    if name := hub_name(source):
+        return Base(name, f'[{name}](https://huggingface.co/{name})')
+    from huggingface_hub import ModelCard
+
+    shown, known = Path(source).name, {}
+    try:
+        text = Path(source, CARD).read_text(encoding='utf-8', errors='replace')
+        shown = title[1] if is_ours(text) and (title := re.search(r'(?m)^# (.+)$', text)) else shown
+        known = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
+    except Exception:  # there is none, or a broken one of somebody else
+        pass
+    base, license = known.get('base_model'), known.get('license')
+    hub = hub_name(base[0] if isinstance(base, list) and base else base)
+    origin = f', which is made of [{hub}](https://huggingface.co/{hub})' if hub else ''
+    return Base(hub, f'the model `{shown}`{origin}', license if isinstance(license, str) else None)
+
+
+def shape_of(folder: Path, role: Role) -> Shape:
+    """From the files of the saved folder."""
+    files = (folder / name for name in ('adapter_config.json', 'config.json'))
+    adapter, config = (json.loads(path.read_text()) if path.is_file() else {} for path in files)
+    encoder_decoder = adapter.get('task_type') == 'SEQ_2_SEQ_LM' or bool(config.get('is_encoder_decoder'))
+    auto = 'AutoModelForSeq2SeqLM' if encoder_decoder else 'AutoModelForCausalLM'
+    if adapter:
+        writes, base = adapter.get('task_type') in ('CAUSAL_LM', 'SEQ_2_SEQ_LM'), adapter.get('base_model_name_or_path')
+        named = hub_name(base) or Path(base or 'base').name
+        return Shape(auto if writes else 'AutoModel', False, writes, encoder_decoder, writes, named)
+    classifier = any('ForSequenceClassification' in name for name in config.get('architectures') or ())
+    own_head = role == 'critic' or (role == 'reward_model' and not classifier)
+    scores = {'critic': 'Critic', 'reward_model': 'RewardModel' if own_head else 'AutoModelForSequenceClassification'}
+    has_tokenizer = (folder / 'tokenizer_config.json').is_file()
+    return Shape(scores.get(role, auto), own_head, role == 'actor', encoder_decoder, has_tokenizer, None)
+
+
+def measured_on_eval(found: Mapping[str, Column]) -> Measured:
+    """(metric, before training, last, best) of what was measured on eval data. The best is the greatest, of a loss or
+    perplexity the least; what is neither better nor worse, such as a length, has none."""
+    rows: Measured = []
+    for name, (steps, column) in found.items():
+        values = [value for value in column if value is not None]
+        if not values or name.endswith('_best') or not (name.startswith('eval/') or '/val_' in name):
+            continue
+        falls = re.search('loss|perplexity', name)
+        rises = re.search('score_mean$|success_share$|accuracy|margin|reward|/metrics/', name)
+        best = (min if falls else max)(values) if len(values) > 2 and (falls or rises) else None
+        rows.append((name, values[0] if steps[0] == 0 and len(values) > 1 else None, values[-1], best))
+    return rows
+
+
+def reward_of(record: RunRecord) -> str:
+    """The reward in the words of the command line or of a checkpoint, without checksums and folders."""
+    if named := record.settings.get('reward_model') or record.settings.get('reward_fn'):
+        return code(without_paths(named))
+    parts = record.reward if isinstance(record.reward, list) else [(None, record.reward)] if record.reward else []
+    told = []
+    for weight, described in parts:
+        name, _, detail = str(described).partition(', ')
+        kind = {'RewardModelScorer': 'the reward model', 'EnvironmentScorer': "the environment's reward"}.get(name)
+        text = code(name) if kind is None else f'{kind} {code(without_paths(detail))}' if detail else kind
+        told.append(text if weight is None else f'{number(weight)} × {text}')
+    return ('a weighted sum of rewards: ' if isinstance(record.reward, list) else '') + ', '.join(told)
+
+
+# ---------------------------------------------------------------------- values and texts as a public page may show them
+
+
+def hub_name(source: Any) -> str | None:
+    """A name of the hub, `NAME` or `ACCOUNT/NAME`; None for a file, a folder, or no name at all."""
+    part = r'[A-Za-z0-9][\w.-]{0,95}'
+    if not isinstance(source, str) or not re.fullmatch(f'{part}(/{part})?', source) or '--' in source or '..' in source:
+        return None
+    return None if source.endswith((*FILES, '.')) or Path(source).exists() else source
+
+
+def without_paths(value: Any) -> Any:
+    """The value with the last part of every path alone, at any depth. Names of the hub stay."""
+    if isinstance(value, Mapping):
+        return {str(k): without_paths(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_paths(v) for v in value]
+    text = str(value) if isinstance(value, Path) else value
+    if not isinstance(text, str) or hub_name(text):
+        return text
+    begins = re.match(r'(~|\.\.?)?[/\\]\S|[A-Za-z]:[/\\]', text)
+    if begins or (re.search(r'[/\\]', text) and not re.search(r'\s', text)):
+        return re.split(r'[/\\]', text.rstrip('/\\'))[-1] or text
+    return re.sub(r'(?<![\w.])(?:~|\.\.?|[A-Za-z]:)?[/\\](?:[^\s/\\:]+[/\\])+', '', text)
+
+
+def code(value: Any) -> str:
+    """A value as a code span inside a table."""
+    text = value_text(value).replace('\n', '⏎')
+    fence, pad = _fence(text, 1), ' ' if '`' in text else ''
+    return f'{fence}{pad}{text}{pad}{fence}'.replace('|', '\\|')
+
+
+def fenced(text: str, language: str) -> str:
+    """A block of code that nothing in the text ends."""
+    return f'{_fence(text, 3)}{language}\n{text}\n{_fence(text, 3)}'
+
+
+def _fence(text: str, least: int) -> str:
+    return '`' * max(least, 1 + max(map(len, re.findall('`+', text)), default=0))
+
+
+def block(text: Any) -> str:
+    """A model's text as a fenced block, cut at `MOST_CHARACTERS`. What is invisible or changes the reading order is
+    shown as an escape."""
+    shown = str(text)[:MOST_CHARACTERS] + (' …' if len(str(text)) > MOST_CHARACTERS else '')
+    return fenced(''.join(c if c in '\n\t' or c.isprintable() else f'\\u{ord(c):04x}' for c in shown), 'text')

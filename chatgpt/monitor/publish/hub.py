@@ -1,0 +1,141 @@
+"""The way to the Hugging Face Hub: whether this account may upload there, asked before a run, and the upload after it.
+
+Both go through huggingface_hub, so HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and `hf auth login` keep their meaning.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from chatgpt.monitor.publish.card import CARD, is_ours, set_name
+
+TIMEOUT_S = 10.0
+"""for the one question before a run"""
+
+
+class PushError(RuntimeError):
+    """A model could not be uploaded. It is on disk; says where, and the command that uploads it."""
+
+
+def check_push(repo_id: str, *, token: str | None = None) -> str:
+    """Find out in one call whether the model may be uploaded; nothing is made there. Returns `account/name`.
+
+    Raises:
+        ValueError: no name of a repository, offline, not logged in, a token that is wrong or may not write there, no
+            answer; one line that says what to do.
+    """
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.utils import build_hf_headers, get_session, validate_repo_id
+
+    def refused(why: str) -> ValueError:
+        return ValueError(f'push_to_hub={repo_id!r}: {why}')
+
+    try:
+        validate_repo_id(repo_id)
+    except ValueError:
+        raise refused('this is no name of a repository: give NAME, or ACCOUNT/NAME') from None
+    if constants.HF_HUB_OFFLINE:
+        raise refused('HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it, or leave push_to_hub out')
+    token, hub = token or get_token(), constants.ENDPOINT
+    if token is None:
+        raise refused(
+            'you are not logged in to the hub; run `hf auth login`, or set HF_TOKEN to a token that may write'
+        )
+    try:
+        headers = build_hf_headers(token=token)
+        answer = get_session().get(f'{hub}/api/whoami-v2', headers=headers, timeout=TIMEOUT_S)
+        account = answer.json() if answer.status_code == 200 else None
+    except Exception as error:  # of its HTTP library, which changes from version to version
+        raise refused(f'no answer from {hub} ({_line(error)}); check the network, or leave push_to_hub out') from None
+    if answer.status_code in (401, 403):
+        raise refused(f'{hub} does not know this token; run `hf auth login` again, or set HF_TOKEN to a valid one')
+    if not isinstance(account, Mapping):
+        raise refused(
+            f'{hub} answers {answer.status_code} when asked who you are; check HF_ENDPOINT, or try again later'
+        )
+    full = repo_id if '/' in repo_id else f'{account.get("name")}/{repo_id}'
+    if fault := _fault(account, full):
+        raise refused(f'{fault} (https://huggingface.co/settings/tokens)')
+    return full
+
+
+def _fault(account: Mapping[str, Any], repo_id: str) -> str | None:
+    """Why this account may not upload there; None where it may, or where the hub does not say."""
+    owner, name = repo_id.partition('/')[0], account.get('name')
+    roles = {name: None} | {org.get('name'): org.get('roleInOrg') for org in account.get('orgs') or ()}
+    if owner not in roles:
+        return f'{owner!r} is not the account of this token, which may write to {", ".join(map(str, roles))}'
+    if roles[owner] == 'read':
+        return f'you may only read in the organisation {owner!r}; ask for the right to write, or give {name}/NAME'
+    token = (account.get('auth') or {}).get('accessToken') or {}
+    scopes = (token.get('fineGrained') or {}).get('scoped') or ()
+    allowed = {scope['entity'].get('name') for scope in scopes if 'repo.write' in scope.get('permissions', ())}
+    if token.get('role') == 'read' or (token.get('role') == 'fineGrained' and not allowed & {owner, repo_id}):
+        return f'this token may not write to {repo_id}; set HF_TOKEN to one that may'
+    return None
+
+
+def push_folder(
+    folder: str | Path,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    commit_message: str | None = None,
+    token: str | None = None,
+    revision: str | None = None,
+) -> str:
+    """Upload all files of a model's folder to a model repository, which is made if absent; returns its address.
+
+    A README.md there that this library has not written stays as it is.
+
+    Args:
+        private: only for a repository that is made; None is public, or what the organisation has set.
+        revision: a branch, made if absent, or refs/pr/N.
+
+    Raises:
+        PushError: the hub cannot be reached, or refuses; says how to upload the folder later.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=token)
+    try:
+        repo = api.create_repo(repo_id, private=private, exist_ok=True)
+        if revision is not None and not revision.startswith('refs/'):
+            api.create_branch(repo.repo_id, branch=revision, exist_ok=True)
+        set_name(folder, repo.repo_id)
+        api.upload_folder(
+            repo_id=repo.repo_id,
+            folder_path=folder,
+            commit_message=commit_message or 'Upload a model trained with chatgpt-rlhf',
+            revision=revision,
+            ignore_patterns=[CARD] if _has_another_card(api, repo.repo_id, revision) else None,
+        )
+    except Exception as error:  # of its HTTP library, which changes from version to version
+        words = ['hf', 'upload', repo_id, str(folder), '.', *(['--private'] if private else [])]
+        later = shlex.join([*words, *(['--revision', revision] if revision else [])])
+        raise PushError(
+            f'the model could not be uploaded to {repo_id} ({_line(error)}); it is in {folder}, and this uploads it '
+            f'later: {later}'
+        ) from error
+    return str(repo)
+
+
+def _has_another_card(api: Any, repo_id: str, revision: str | None) -> bool:
+    """Whether the repository has a README.md that somebody else has written."""
+    from huggingface_hub.utils import build_hf_headers, get_session
+
+    address = f'{api.endpoint}/{repo_id}/resolve/{quote(revision or "main", safe="")}/{CARD}'
+    answer = get_session().get(address, headers=build_hf_headers(token=api.token), timeout=TIMEOUT_S)
+    return answer.status_code == 200 and bool(answer.text.strip()) and not is_ours(answer.text)
+
+
+def _line(error: BaseException) -> str:
+    """What happened, on one line and without the token; of an error that only says where, what caused it."""
+    while error.__cause__ is not None and type(error) is RuntimeError:
+        error = error.__cause__
+    return re.sub(r"(?<=Bearer )[^']+", '***', ' '.join(str(error).split())) or type(error).__name__

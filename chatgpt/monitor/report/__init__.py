@@ -1,0 +1,13 @@
+"""A page that shows a run, or several: what the doctor found, curves, samples, settings. One file, opens anywhere."""
+
+from typing import TYPE_CHECKING
+
+from chatgpt import on_demand
+
+if TYPE_CHECKING:
+    from chatgpt.monitor.report.page import write_report
+    from chatgpt.monitor.report.summary import what_improved
+
+__getattr__, __dir__ = on_demand(__name__)
+
+__all__ = ['what_improved', 'write_report']

@@ -1,0 +1,160 @@
+"""report.html: one file that opens anywhere, at most 3 MB, and asks no network for anything.
+
+    write_report('outputs/ppo')
+    write_report(['outputs/ppo', 'outputs/grpo'], out='both.html')
+
+The page's own Content-Security-Policy lets nothing run but the scripts that it was written with, whatever texts a model
+has produced.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from chatgpt import __version__
+from chatgpt.monitor.report.figures import Curves, curves
+from chatgpt.monitor.report.parts import names_of_page, part
+from chatgpt.monitor.report.rollouts import rows_for_page
+from chatgpt.monitor.report.runs import Run, names_of, read_run
+from chatgpt.monitor.report.text import script_json
+from chatgpt.monitor.run_folder.record import write_text_atomically
+
+ASSETS = Path(__file__).parent / 'assets'
+FILENAME = 'report.html'
+LIMIT = 3_000_000
+"""bytes of a page"""
+FOR_CURVES = 1_500_000
+MOST_CHARTS = 1000
+BYTES_OF_A_POINT = 9
+FOR_ALL_BUT_ROLLOUTS = 2_600_000
+POINTS = (1000, 500, 250, 120, 60, 30, 12, 6)
+"""of a chart, at most: the first with which the curves fit"""
+TEXTS = (2000, 800, 300, 100, 0)
+"""characters of a sample's text, at most: the same; 0 leaves samples out"""
+
+Folder = str | os.PathLike[str]
+
+
+def write_report(folders: Folder | Sequence[Folder], out: Folder | None = None, title: str | None = None) -> Path:
+    """Write the page of a run, or of several with their curves in the same charts.
+
+    Args:
+        folders: of the runs, with or without run.json.
+        out: file to write; None means report.html in the run's folder, for several runs in the current one.
+        title: None means the name of the run.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: a folder is not that of a run, or its run.json is damaged.
+        OSError: the file could not be written; one that was there is untouched.
+    """
+    paths = [folders] if isinstance(folders, (str, os.PathLike)) else list(folders)
+    if not paths:
+        raise ValueError('no run was given; give the folder of at least one')
+    runs = [read_run(path, name) for path, name in zip(paths, names_of(paths), strict=True)]
+    target = Path(out) if out is not None else Path(paths[0] if len(paths) == 1 else '.', FILENAME)
+    if target.is_dir():
+        raise ValueError(f'{target} is a folder; give the name of a file, such as {target / FILENAME}')
+    if not target.parent.is_dir():
+        raise ValueError(f'{target}: there is no folder {target.parent}; make it, or give another file')
+    text = page(runs, title or (runs[0].name if len(runs) == 1 else f'{len(runs)} runs'))
+    write_text_atomically(target, text)
+    return target
+
+
+def page(runs: Sequence[Run], title: str) -> str:
+    """The whole page, shortened until it is within the limit. What room is left goes to recorded sequences."""
+    drawn = fitting_curves(runs)
+    for limit in TEXTS:
+        text = _assembled(runs, title, drawn, limit)
+        if len(text.encode()) <= FOR_ALL_BUT_ROLLOUTS:
+            break
+    room = (LIMIT - len(text.encode()) - 20_000 * len(runs)) / max(1, sum(bool(run.recorded) for run in runs))
+    for share in (0.95, 0.7, 0.4, 0.2):  # `<` takes more room in a page than in JSON
+        rows = [rows_for_page(run.recorded, int(share * room)) for run in runs]
+        if not any(rows):
+            break
+        with_rows = _assembled(runs, title, drawn, limit, rows)
+        if len(with_rows.encode()) <= LIMIT:
+            return with_rows
+    if len(text.encode()) > LIMIT:
+        raise ValueError(f'a page of these {len(runs)} runs would be larger than {LIMIT // 10**6} MB; give fewer')
+    return text
+
+
+def fitting_curves(runs: Sequence[Run]) -> Curves:
+    """With as many points as fit; of very many metrics only the first have a chart."""
+    lengths = [len(at) for run in runs for at, _ in run.columns.values()]
+    fewest = (points for points in POINTS if BYTES_OF_A_POINT * sum(min(n, points) for n in lengths) <= FOR_CURVES)
+    first = next(fewest, POINTS[-1])
+    tries = [(points, MOST_CHARTS) for points in POINTS if points <= first] + [(POINTS[-1], n) for n in (500, 250, 100)]
+    for points, most in tries:
+        drawn = curves(runs, points, most, frozenset(meanings()))
+        if len(drawn.html.encode()) + len(script_json(drawn.data)) <= FOR_CURVES:
+            break
+    return drawn
+
+
+@cache
+def meanings() -> dict[str, list[str]]:
+    """Unit and meaning of the metrics of docs/metrics.md, those it gives in a sentence too."""
+    found: dict[str, list[str]] = json.loads(asset('metrics.json'))
+    for method in ('dpo', 'orpo', 'simpo', 'kto', 'ilql'):
+        of_method = {name: told for name, told in found.items() if name.startswith(f'{method}/')}
+        found |= {f'{method}/{name}': found[f'sft/{name}'] for name in ('grad_norm', 'grad_norm_max', 'lr', 'epoch')}
+        for name, (unit, _) in of_method.items():
+            found[name.replace('/', '/val_')] = [
+                unit,
+                f'{name} on eval data; only in phases that end with an evaluation',
+            ]
+    return found
+
+
+@cache
+def asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding='utf-8')
+
+
+def _assembled(runs: Sequence[Run], title: str, drawn: Curves, texts: int, rows: Sequence[Sequence[Any]] = ()) -> str:
+    from markupsafe import Markup
+
+    names = ['uPlot.min.css', 'page.css', 'report.css', *(['rollouts.css'] if any(rows) else [])]
+    styles = ''.join(map(asset, names))
+    scripts = [f'/*\n{asset("uPlot.LICENSE")}*/\n{asset("uPlot.iife.min.js")}', asset('report.js')]
+    reader = f'{asset("rollouts.js")}\n{asset("embedded_rollouts.js")}' if any(rows) else ''
+    return part(
+        'page',
+        runs,
+        title,
+        curves=drawn,
+        limit=texts,
+        rows={run.name: of_run for run, of_run in zip(runs, rows, strict=True)} if any(rows) else {},
+        meanings=names_of_page(drawn.names, meanings()),
+        styles=Markup(styles),
+        scripts=list(map(Markup, scripts)),
+        reader=Markup(reader),
+        policy=Markup(policy(styles, [*scripts, reader])),
+        written=datetime.now(UTC).strftime('%Y-%m-%d %H:%M UTC'),
+        version=__version__,
+    )
+
+
+def policy(styles: str, scripts: Sequence[str]) -> str:
+    """What the page may load and run: what is in it as it was written, nothing else."""
+
+    def digest(text: str) -> str:
+        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+    run = ' '.join(digest(script) for script in scripts)
+    load = f"default-src 'none'; style-src {digest(styles)}; script-src {run}; img-src data:"
+    return f"{load}; base-uri 'none'; form-action 'none'"

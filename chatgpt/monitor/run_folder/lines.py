@@ -1,0 +1,111 @@
+"""Files of JSON objects, one a line, that only ever grow and are cut back at a resume.
+
+Each line is flushed and fsynced, so a killed run keeps all it has written. JSON has no NaN and no infinity: a value
+that is not finite is written as null, which every reader of JSON takes, and pandas reads as NaN.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+SURROGATES = 'backslashreplace'
+"""half of a surrogate pair, which UTF-8 has no bytes for, is written as JSON's own escape"""
+
+
+def json_safe(value: Any) -> Any:
+    """The value with NaN and infinities replaced by None, and tensors and numpy numbers by Python's, at any depth."""
+    if isinstance(value, Mapping):
+        return {str(k): json_safe(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_safe(v) for v in value]
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if hasattr(value, 'tolist'):
+        return json_safe(value.tolist())
+    return str(value)
+
+
+class JsonLines:
+    """A file of JSON objects, one a line, each with a `step` that never falls; only ever appended to and cut back."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def append(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Write the records and make them durable. On failure (a full disk) the file is cut back to what it was."""
+        text = ''.join(json.dumps(json_safe(r), ensure_ascii=False, allow_nan=False) + '\n' for r in records)
+        with open(self.path, 'ab') as file:
+            before = file.tell()
+            try:
+                file.write(text.encode('utf-8', SURROGATES))
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError:
+                os.truncate(self.path, before)
+                raise
+
+    def begin(self, step: int) -> None:
+        """Get the file ready to go on after `step`. A run from the beginning moves an earlier run's lines aside.
+
+        They are kept as `<name>.previous.jsonl`, which the next such move replaces.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if step > 0:
+            self.truncate_to(step)
+        elif self.path.exists() and self.path.stat().st_size > 0:
+            os.replace(self.path, previous_of(self.path))
+
+    def truncate_to(self, step: int) -> int:
+        """Cut the file before its first line with a later step; a torn line, as a kill leaves it, goes too. Returns
+        bytes cut."""
+        if not self.path.exists():
+            return 0
+        keep = 0
+        with open(self.path, 'r+b') as file:
+            for line in file:
+                if not line.endswith(b'\n') or not _has_step_up_to(line, step):
+                    break
+                keep += len(line)
+            size = file.seek(0, os.SEEK_END)
+            if keep < size:
+                file.truncate(keep)
+                file.flush()
+                os.fsync(file.fileno())
+        return size - keep
+
+
+def _has_step_up_to(line: bytes, step: int) -> bool:
+    try:
+        return json.loads(line)['step'] <= step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The objects of such a file; a torn last line is left out.
+
+    Raises:
+        ValueError: another line is no JSON object; names it.
+    """
+    rows = []
+    for number, line in enumerate(Path(path).read_bytes().split(b'\n')[:-1], 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise ValueError(f'{path}, line {number}: the line is damaged, for it is no JSON object; take it out')
+        rows.append(row)
+    return rows
+
+
+def previous_of(path: Path) -> Path:
+    """Where a file of an earlier run in the same folder is kept; the next such run replaces it."""
+    return path.with_name(f'{path.stem}.previous{path.suffix}')

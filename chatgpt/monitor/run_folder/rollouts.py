@@ -1,0 +1,247 @@
+"""Recorded sequences of a run: one parquet file per phase, a row per sequence with its per-token arrays.
+
+    rollouts/phase-00000012.parquet
+
+A file is written under a temporary name and renamed, so a reader sees whole files only. What the columns mean is in
+docs/reading_rollouts.md.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+FOLDER = 'rollouts'
+FORMAT = '1'
+KEEP_AT_MOST = 0.75
+"""of a limit is left by thinning, so that it is not due again at the next phase"""
+_NAME = re.compile(r'phase-(\d{8,})\.parquet')
+_TEMPORARY = '.tmp'
+PER_TOKEN = ('old_logprobs', 'ref_logprobs', 'values', 'rewards', 'advantages', 'returns')
+"""columns of (A,) float32, always there; `entropy` is null where it was not computed"""
+COLUMNS = (
+    *('phase', 'index', 'group', 'prompt', 'response', 'score', 'shaped_score', 'kl', 'finish_reason', 'version'),
+    *('prompt_ids', 'token_ids', 'prompt_tokens', 'tokens', 'mask', *PER_TOKEN, 'entropy'),
+    *('weighted_scores', 'columns', 'episode', 'last_turn'),
+)
+ADDED = frozenset(('episode', 'last_turn'))
+"""columns that recordings of earlier versions lack; None when they are read"""
+
+
+@cache
+def _schema() -> Any:
+    import pyarrow as pa
+
+    ids, texts, floats = pa.list_(pa.int64()), pa.list_(pa.string()), pa.list_(pa.float32())
+    types = dict.fromkeys(('phase', 'index', 'group', 'version'), pa.int64())
+    types |= dict.fromkeys(('prompt', 'response', 'finish_reason', 'columns', 'episode', 'last_turn'), pa.string())
+    types |= dict.fromkeys(('score', 'shaped_score', 'kl'), pa.float64())
+    types |= dict.fromkeys(('prompt_ids', 'token_ids'), ids) | dict.fromkeys(('prompt_tokens', 'tokens'), texts)
+    types |= dict.fromkeys((*PER_TOKEN, 'entropy'), floats)
+    types |= {'mask': pa.list_(pa.bool_()), 'weighted_scores': pa.list_(pa.list_(pa.float64()))}
+    return pa.schema([(name, types[name]) for name in COLUMNS], metadata={'chatgpt.rollouts': FORMAT})
+
+
+def file_of(folder: str | os.PathLike[str], phase: int) -> Path:
+    return Path(folder) / f'phase-{phase:08d}.parquet'
+
+
+def rollouts_folder(path: str | os.PathLike[str]) -> Path:
+    """`path` itself, or the rollouts of the run whose folder it is."""
+    inside = Path(path) / FOLDER
+    return inside if inside.is_dir() else Path(path)
+
+
+def recorded_phases(path: str | os.PathLike[str]) -> list[int]:
+    """Phases that have a file, in order; [] without a folder. `path`: a run's folder, or its rollouts folder."""
+    return sorted(phase for phase, _ in _files(rollouts_folder(path)))
+
+
+def _files(folder: Path) -> Iterator[tuple[int, Path]]:
+    """(phase, file), in no order."""
+    if folder.is_dir():
+        for name in os.listdir(folder):
+            if found := _NAME.fullmatch(name):
+                yield int(found[1]), folder / name
+
+
+# ---------------------------------------------------------------------- writing
+
+
+def write_rollouts(folder: str | os.PathLike[str], phase: int, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """Write a phase's rows, with the keys of `COLUMNS`; lists may be numpy arrays. The folder is made.
+
+    Returns:
+        The file, which takes the place of an earlier one of that phase.
+
+    Raises:
+        OSError: it could not be written (a full disk); nothing is left behind.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    listed = list(rows)
+    columns = [
+        pa.array([row.get(f.name) if f.name in ADDED else row[f.name] for row in listed], type=f.type)
+        for f in _schema()
+    ]
+    table = pa.table(columns, schema=_schema())
+    path = file_of(folder, phase)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + _TEMPORARY)
+    try:
+        with open(temporary, 'wb') as file:
+            # A dictionary per column costs more than it saves in a file of a few rows.
+            pq.write_table(table, file, compression='zstd', use_dictionary=False, write_statistics=False)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def begin(folder: str | os.PathLike[str], phase: int) -> None:
+    """Get the folder ready to go on after `phase`: files of later phases go. A run from the beginning moves an earlier
+    run's files to `rollouts.previous`, in place of those moved before."""
+    folder = Path(folder)
+    if phase == 0 and recorded_phases(folder):
+        aside = folder.with_name(folder.name + '.previous')
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(folder, aside)
+    for later, path in list(_files(folder)):
+        if later > phase:
+            path.unlink()
+    for torn in folder.glob(f'*.parquet{_TEMPORARY}'):
+        torn.unlink()
+
+
+def sizes_of(folder: str | os.PathLike[str]) -> dict[int, int]:
+    """Bytes of every recorded phase."""
+    return {phase: path.stat().st_size for phase, path in _files(Path(folder))}
+
+
+def phases_to_keep(sizes: Mapping[int, int], max_bytes: float, max_phases: int) -> set[int]:
+    """All, while they are within both limits. Else the first, the last, and the multiples of the smallest power of two
+    with which at most three quarters of either limit are left.
+
+    Of a long run this keeps phases at equal distances, and the newest ones closer until the next thinning.
+    """
+    kept, step = set(sizes), 1
+    if sum(sizes.values()) <= max_bytes and len(sizes) <= max_phases:
+        return kept
+    ends = {min(sizes), max(sizes)}
+    while len(kept) > 2:
+        step *= 2
+        kept = {phase for phase in sizes if phase % step == 0} | ends
+        if sum(sizes[p] for p in kept) <= KEEP_AT_MOST * max_bytes and len(kept) <= KEEP_AT_MOST * max_phases:
+            break
+    return kept
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def read_rollouts(
+    path: str | os.PathLike[str],
+    phases: Collection[int] | None = None,
+    *,
+    prompt: str | None = None,
+    text: str | None = None,
+    score: tuple[float | None, float | None] | None = None,
+    offset: int = 0,
+    limit: int | None = None,
+) -> list[dict[str, Any]]:
+    """Recorded sequences, ordered by phase and sample index, as dicts with the keys of `COLUMNS`.
+
+    Args:
+        path: a run's folder, its rollouts folder, or one file.
+        phases: only these.
+        prompt: only where the prompt contains this, whatever its case.
+        text: only where the response contains this, whatever its case.
+        score: (lowest, highest), both included; None is no bound. A score that is not a number is in no range.
+        offset, limit: leave out so many of what was found, then give at most so many.
+
+    A file that cannot be read, or is no recording, is left out with a warning that names it.
+    """
+    wanted = None if phases is None else set(phases)
+
+    def matches(row: Mapping[str, Any]) -> bool:
+        return (
+            (wanted is None or row['phase'] in wanted)
+            and _contains(row['prompt'], prompt)
+            and _contains(row['response'], text)
+            and _within(row['score'], score)
+        )
+
+    rows: list[dict[str, Any]] = []
+    for phase, file in _readable(Path(path)):
+        if wanted is not None and phase is not None and phase not in wanted:
+            continue
+        room = None if limit is None else limit - len(rows)
+        if room is not None and room <= 0:
+            break
+        skipped, found = _read(file, matches, offset, room)
+        offset -= skipped
+        rows += found
+    return rows
+
+
+def _readable(path: Path) -> Iterator[tuple[int | None, Path]]:
+    """(phase, file) in order of phases; of one file that was asked for by itself the phase is not known."""
+    if path.is_file():
+        yield None, path
+        return
+    folder = rollouts_folder(path)
+    known = sorted(_files(folder))
+    if folder.is_dir():
+        foreign = sorted(p for p in folder.iterdir() if p.name.endswith('.parquet') and not _NAME.fullmatch(p.name))
+        for other in foreign:
+            warnings.warn(f'{other}: not named as a recording of a phase; left out', stacklevel=3)
+    yield from known
+
+
+def _read(
+    file: Path, matches: Callable[[Mapping[str, Any]], bool], offset: int, room: int | None
+) -> tuple[int, list[dict[str, Any]]]:
+    """How many of the matching rows were left out because of the offset, and the next ones, at most `room`; (0, []),
+    with a warning, of a file that is no recording. Arrays are read of files that have something to give."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(file) as opened:
+            there = opened.schema_arrow.names
+            missing = [name for name in COLUMNS if name not in there and name not in ADDED]
+            if missing:
+                warnings.warn(
+                    f'{file}: is no recording of sequences (no column {missing[0]!r}); left out', stacklevel=4
+                )
+                return 0, []
+            heads = opened.read(columns=['phase', 'index', 'prompt', 'response', 'score']).to_pylist()
+            found = sorted((i for i, row in enumerate(heads) if matches(row)), key=lambda i: heads[i]['index'])
+            taken = found[offset : None if room is None else offset + room]
+            rows = opened.read(columns=[c for c in COLUMNS if c in there]).take(taken).to_pylist() if taken else []
+            rows = [{name: row.get(name) for name in COLUMNS} for row in rows]
+    except (OSError, pa.ArrowException) as error:
+        warnings.warn(f'{file}: cannot be read ({str(error).splitlines()[0]}); left out', stacklevel=4)
+        return 0, []
+    return min(offset, len(found)), rows
+
+
+def _contains(text: str, part: str | None) -> bool:
+    return not part or part.casefold() in text.casefold()
+
+
+def _within(value: float | None, bounds: tuple[float | None, float | None] | None) -> bool:
+    if bounds is None or bounds == (None, None):
+        return True
+    low, high = bounds
+    if value is None or value != value:
+        return False
+    return (low is None or value >= low) and (high is None or value <= high)

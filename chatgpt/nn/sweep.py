@@ -1,0 +1,89 @@
+"""A model over many sequences without gradients: one loop for scoring, references, evaluation and calibration.
+
+Every rank runs equally many forwards, because a sharded forward is a collective; `collate` makes a dummy batch where a
+rank has no data left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from chatgpt.batching import Exact, cut_by_tokens, micro_batches
+from chatgpt.types import Batch
+
+T = TypeVar('T')
+
+
+class Communicator(Protocol):
+    """The part of a strategy that running models over samples needs."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def exact(self) -> Exact | None: ...
+    def autocast(self, *, scoring: bool = False) -> Any: ...
+    def onload(self, model: nn.Module) -> Any: ...
+    def all_reduce(self, tensor: Tensor, op: Any = 'sum') -> Tensor: ...
+    def all_gather_object(self, obj: Any) -> list[Any]: ...
+    def run_on_rank0(self, fn: Callable[[], Any]) -> Any: ...
+
+
+def gathered(strategy: Communicator, items: list[T], index: Callable[[T], int]) -> list[T]:
+    """The items of all ranks, ordered by their sample index, on every rank. A collective."""
+    return sorted((item for rank in strategy.all_gather_object(items) for item in rank), key=index)
+
+
+def cuts_of_own(strategy: Communicator, lengths: SequenceOf[int], max_tokens: int | None) -> list[list[int]]:
+    """Micro-batches of a list that is this rank's alone, as positions; as many as on the rank with most. A
+    collective.
+
+    Raises:
+        ValueError: with `exact`, ranks have different numbers of items.
+    """
+    if strategy.exact is None:
+        cuts = cut_by_tokens(lengths, max_tokens)
+    else:
+        cuts = [
+            [atom[j] for j in cut]
+            for atom in strategy.exact.own(len(lengths), strategy.world_size)
+            for cut in cut_by_tokens([lengths[i] for i in atom], max_tokens)
+        ]
+    most = len(cuts)
+    if strategy.world_size > 1:
+        own = torch.tensor([len(cuts), len(lengths), -len(lengths)], dtype=torch.float64, device=strategy.device)
+        most, high, low = map(int, strategy.all_reduce(own, op='max').tolist())
+        if strategy.exact is not None and high != -low:
+            raise ValueError(
+                f"reproducible='exact': ranks have between {-low} and {high} samples; give each the same number, a "
+                'share in the order of the ranks'
+            )
+    return cuts + [[] for _ in range(most - len(cuts))]
+
+
+def cuts_of_share(strategy: Communicator, lengths: SequenceOf[int], max_tokens: int | None) -> list[list[int]]:
+    """Micro-batches of this rank's share of a list that all ranks hold, as positions in that list."""
+    return micro_batches(lengths, strategy.world_size, max_tokens, strategy.exact)[strategy.rank]
+
+
+@torch.no_grad()
+def sweep(
+    strategy: Communicator,
+    cuts: Iterable[list[int]],
+    make_batch: Callable[[list[int]], Batch],
+    forward: Callable[[Batch], T],
+) -> Iterator[tuple[list[int], T]]:
+    """(positions, what `forward` gave) of every micro-batch; positions are empty for a dummy batch."""
+    for positions in cuts:
+        batch = make_batch(positions).to(strategy.device)
+        with strategy.autocast(scoring=True):
+            given = forward(batch)
+        yield positions, given

@@ -1,0 +1,818 @@
+"""Weights in files: reading them one tensor at a time, checking them, giving them to models, and writing them.
+
+A model that is built on the meta device has shapes and no numbers. It carries a `WeightsSource`: a folder or hub name
+with weight files, or the seed of a fresh model. `initial_tensors` yields its tensors by name and holds no more than one
+transformer block at a time, so that a sharded strategy can fill its shards; `fill_model` fills the model itself. The
+numbers of a fresh model follow from (seed, block name), so they are the same whether the whole model is built at once
+or one block after another.
+
+Names and layouts in files may differ from those in the model: transformers' own tables are followed. Weights that
+should not be trained on are errors that name file and tensor: damaged files, NaN, names or shapes that do not fit the
+model of the config. Checkpoints are written by `chatgpt.strategies.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import os
+import re
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import initialization as hf_init
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from chatgpt.nn.quantized import FourBitFile, Part, in_four_bits
+
+
+def draw_seed() -> int:
+    """A seed from torch's global CPU generator, so that `manual_seed` decides what follows."""
+    return int(torch.randint(0, 2**31 - 1, (), device='cpu'))
+
+
+@contextmanager
+def seeded(*key: Any) -> Iterator[None]:
+    """Inside, torch's CPU generator follows from `key` alone; outside it is as it was."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    state = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(int.from_bytes(digest, 'little') >> 1)
+    try:
+        with torch.device('cpu'):
+            yield
+    finally:
+        torch.default_generator.set_state(state)
+
+
+# --- opening and checking files -----------------------------------------------------------------------------------
+
+HEADS = re.compile(
+    r'(language_model\.)?(\w*head\w*|\w*predictions|score|classifier|cls|pooler|embed_out|qa_outputs|summary|pred_layer|mtp'
+    r'|visual|vision\w*|audio\w*|multi_modal\w*|generator_\w+|discriminator_\w+|lm_loss)\.|(decoder|output)\.(weight|bias)$'
+)
+"""first part of a name beside the trunk: another use's head, or another sense of a multimodal model"""
+BUFFERS = re.compile(
+    r'(^|\.)((attn|attention|self_attention)\.(bias|masked_bias)|rotary_emb\.inv_freq|position_ids|version|'
+    r'final_logits_bias)$'
+)
+"""what older files hold and is computed today, and a part of BART's head"""
+
+
+_DTYPES = {'F64': torch.float64, 'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+class _Unpickled(dict[str, Tensor]):
+    """The tensors of a pickled file, read as those of a safetensors file are."""
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self[name]
+
+    def get_slice(self, name: str) -> Part:
+        return Part(list(self[name].shape), _CODES.get(self[name].dtype, str(self[name].dtype)))
+
+
+def _unpickle(file: str | Path) -> _Unpickled:
+    """Nothing but tensors is read, so no code runs."""
+    try:
+        # mapped into memory where the format allows it; older files are read whole
+        found = torch.load(file, map_location='cpu', weights_only=True, mmap=zipfile.is_zipfile(file))
+    except Exception as error:  # what unpickling may raise is not bounded
+        if 'nsupported' in str(error) or 'GLOBAL' in str(error):
+            raise ValueError(
+                f'{file}: it holds more than tensors, which is not read because a pickle can run code; save the '
+                'weights alone, as a state dict or as safetensors'
+            ) from None
+        size = Path(file).stat().st_size
+        raise ValueError(f'{file}: a damaged file of {size} bytes; copy or download it again') from None
+    if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
+        raise ValueError(f'{file}: it holds no state dict (tensors by their names); save model.state_dict() alone')
+    return _Unpickled(found)
+
+
+def open_weights(file: str | Path) -> Any:
+    """A safetensors file, or a pickled one of tensors alone, open for reading single tensors. ValueError in one line
+    when it is damaged or holds more."""
+    from safetensors import SafetensorError, safe_open
+
+    if Path(file).suffix == '.bin':
+        return _unpickle(file)
+    try:
+        handle = safe_open(file, framework='pt', device='cpu')
+    except SafetensorError as error:
+        size = Path(file).stat().st_size
+        raise ValueError(
+            f'{file}: a damaged safetensors file of {size} bytes ({error}); copy or download it again'
+        ) from None
+    return FourBitFile(handle, file) if in_four_bits(handle.keys()) else handle
+
+
+def read_weights(file: str | Path) -> dict[str, Tensor]:
+    """All tensors of a small file, such as a head's. ValueError when it is damaged, or holds NaN."""
+    handle = open_weights(file)
+    tensors = {name: handle.get_tensor(name) for name in handle.keys()}
+    for name, tensor in tensors.items():
+        check_finite(tensor, name, lambda _: file)
+    return tensors
+
+
+def check_finite(tensor: Tensor, name: str, file_of: Callable[[str], Any]) -> None:
+    """ValueError for NaN or infinite numbers; `file_of` says where the tensor is from.
+
+    One pass, without a temporary of the tensor's size.
+    """
+    if not tensor.is_floating_point() or not tensor.numel() or tensor.element_size() < 2:
+        return
+    low, high = (float(x) for x in torch.aminmax(tensor.detach()))
+    if not (math.isfinite(low) and math.isfinite(high)):
+        what = 'NaN' if math.isnan(low) or math.isnan(high) else 'infinite numbers'
+        raise ValueError(
+            f'{file_of(name)}: {name} holds {what}; these weights are broken, take an earlier checkpoint or the '
+            'original'
+        )
+
+
+OTHER_MODEL = 'config.json and the weights are of different models, or the weights are incomplete'
+
+
+def not_tied(file: Any, one: str, other: str) -> ValueError:
+    """For two names of one parameter that stand for two tensors in the files."""
+    return ValueError(
+        f'{file}: {one} and {other} differ, and config.json says that they are one (tie_word_embeddings); set that to '
+        'false there if the model is meant so'
+    )
+
+
+def candidates(model: Any, name: str) -> tuple[str, str, str]:
+    """What a model's tensor may be called in a file: by its own name, or with or without the trunk's prefix."""
+    prefix = f'{model.base_model_prefix}.'
+    return name, prefix + name, name.removeprefix(prefix)
+
+
+def may_lack(model: nn.Module, name: str) -> bool:
+    """Whether nothing reads that tensor (a BERT's pooler), or it is computed where a file has none, as Marian's
+    sines."""
+    computed = getattr(model, '_keys_to_ignore_on_load_missing', None) or ()
+    sines = 'Sinusoidal' in type(model.get_submodule(name.rpartition('.')[0])).__name__
+    return name.startswith('pooler.') or sines or any(re.search(pattern, name) for pattern in computed)
+
+
+def is_known(model: Any, name: str) -> bool:
+    """Whether a file may hold that tensor although the model has no place for it."""
+    ignored = getattr(model, '_keys_to_ignore_on_load_unexpected', None) or ()
+    beside = name.removeprefix(f'{model.base_model_prefix}.')
+    return bool(HEADS.match(beside) or BUFFERS.search(name)) or any(re.search(pattern, name) for pattern in ignored)
+
+
+def check_fit(
+    model: nn.Module,
+    file_of: Callable[[str], Any],
+    missing: Iterable[str],
+    unexpected: Iterable[str],
+    misshaped: Iterable[tuple[str, Any, Any]],
+) -> None:
+    """ValueError for the first misfit, wrong shapes before missing and unexpected names. `file_of` says where a tensor
+    is or should be."""
+    kind, advice = type(model).__name__, OTHER_MODEL
+    for name, found, wanted in sorted(misshaped):
+        raise ValueError(f'{file_of(name)}: {name} is {tuple(found)}, the model wants {tuple(wanted)}; {advice}')
+    if lacking := sorted(name for name in missing if not may_lack(model, name)):
+        raise ValueError(f'{file_of(lacking[0])}: it holds no tensor for {_first(lacking)} of {kind}; {advice}')
+    if strange := sorted(name for name in unexpected if not is_known(model, name)):
+        raise ValueError(f'{file_of(strange[0])}: it holds {_first(strange)}, for which {kind} has no place; {advice}')
+
+
+def _first(names: list[str]) -> str:
+    return names[0] + (f' (and {len(names) - 1} more)' if len(names) > 1 else '')
+
+
+# --- tensors by the names of a model --------------------------------------------------------------------------------
+
+
+@dataclass
+class _Recipe:
+    """How tensors of a model are made from `parts` of the files (names by the pattern that they match); None as
+    converter: one part, as it is. `first` is the name in the model of the first tensor that is cut out of them."""
+
+    first: str
+    converter: WeightConverter | None = None
+    parts: dict[str, list[str]] = field(default_factory=dict)
+
+
+class StoredTensors:
+    """Random access to the tensors of `files`.
+
+    Args:
+        files: safetensors files.
+        path: what to name where no single file can be named.
+        model: whose names are used; nothing is read into it.
+
+    Raises ValueError for a damaged file.
+    """
+
+    def __init__(self, files: Sequence[Path], path: Any, model: PreTrainedModel) -> None:
+        self.model = model
+        self.default: Any = files[0] if len(files) == 1 else path
+        self.where: dict[str, tuple[Path, Any]] = {}
+        """by name in the files: the file, and what is open to read from"""
+        for file in files:
+            handle = open_weights(file)
+            self.where |= dict.fromkeys(handle.keys(), (file, handle))
+        self.unexpected: list[str] = []
+        """names in the files for which the model has no place"""
+        self.recipes: dict[str, _Recipe] = {}
+        """by name in the model"""
+        self._find_recipes()
+
+    def _find_recipes(self) -> None:
+        transforms = get_model_conversion_mapping(self.model)
+        renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+        converters = [t for t in transforms if isinstance(t, WeightConverter)]
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        names = self.model.state_dict()
+        prefix = self.model.base_model_prefix
+        # Some renamings wait for the name of an earlier layer, and experts are put together in their order.
+        for stored in sorted(self.where, key=dot_natural_key):
+            name, pattern = rename_source_key(stored, renamings, converters, prefix, names)
+            if name not in names:
+                plain, _ = rename_source_key(stored, [], [], prefix, names)
+                if plain in names:
+                    name, pattern = plain, None
+            if name not in names:
+                if not is_known(self.model, name):
+                    self.unexpected.append(stored)
+            elif pattern is None:
+                self.recipes[name] = _Recipe(name, None, {stored: [stored]})
+            else:
+                converter = by_pattern[pattern]
+                recipe = self.recipes.setdefault(name, _Recipe(name, converter))
+                recipe.parts.setdefault(pattern, []).append(stored)
+                for other in converter.target_patterns[1:]:
+                    self.recipes[name.replace(converter.target_patterns[0], other)] = recipe
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.recipes
+
+    def file_of(self, name: str) -> Any:
+        """The file that holds that tensor, or the first part of it; when none does, the only file or the path."""
+        if name in self.recipes:
+            name = next(iter(self.recipes[name].parts.values()))[0]
+        return self.where[name][0] if name in self.where else self.default
+
+    def name_of(self, name: str) -> str:
+        """What an error calls that tensor: its name in the files where it has one."""
+        recipe = self.recipes[name]
+        return name if recipe.converter is not None else next(iter(recipe.parts))
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Without reading it; None where parts are put together or cut apart."""
+        if self.recipes[name].converter is not None:
+            return None
+        stored = self.name_of(name)
+        return tuple(self.where[stored][1].get_slice(stored).get_shape())
+
+    def get(self, name: str) -> Tensor:
+        """The tensor. Raises ValueError where its parts do not fit together."""
+        recipe = self.recipes[name]
+        if recipe.converter is None:
+            return self._read(self.name_of(name))
+        converter = copy.deepcopy(recipe.converter)
+        for pattern, stored in recipe.parts.items():
+            for part in stored:
+                converter.add_tensor(recipe.first, part, pattern, self._read(part))  # type: ignore[arg-type]
+        try:
+            made = converter.convert(recipe.first, model=self.model, config=self.model.config)[name]
+        except (KeyError, RuntimeError, ValueError, IndexError) as error:
+            raise ValueError(
+                f'{self.file_of(name)}: {name} of {type(self.model).__name__} cannot be made from '
+                f'{", ".join(sum(recipe.parts.values(), [])[:3])}: {(str(error).splitlines() or [""])[0]}; '
+                f'{OTHER_MODEL}'
+            ) from None
+        return made[0] if isinstance(made, list) else made
+
+    def _read(self, stored: str) -> Tensor:
+        return self.where[stored][1].get_tensor(stored)
+
+
+# --- where weights come from ----------------------------------------------------------------------------------------
+
+FILES = ('model.safetensors', 'pytorch_model.bin')
+"""of a whole model, best first; with `.index.json` behind it the list of its shards"""
+
+
+class Adapter(Protocol):
+    """An adapter that is added to a model's own weights (`chatgpt.nn.peft_format.MergedAdapter`)."""
+
+    def add_to(self, name: str, weight: Tensor) -> None: ...
+
+
+class AdapterSource(Protocol):
+    """Where an adapter comes from."""
+
+    def of(self, model: PreTrainedModel) -> Adapter: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsSource:
+    """The record that a loaded model carries as `weights_source`, and that `deepcopy` keeps."""
+
+    kind: Literal['pretrained', 'config']
+    path: str = ''
+    """folder or hub name, when pretrained"""
+    seed: int = 0
+    """of a fresh model's weights; also of what a pretrained one lacks, such as adapters"""
+    revision: str | None = None
+    subfolder: str = ''
+    adapter: AdapterSource | None = None
+    """added to the weights as they are read"""
+    prefix: str = ''
+    """of the names in the model that was first built: a trunk taken out of a causal LM keeps that model's draws"""
+    cache_dir: str | None = None
+    local_files_only: bool = False
+    dtype: torch.dtype | None = None
+    """of most numbers in the files; in which a trained model is saved"""
+    wide: frozenset[str] = frozenset()
+    """names in the files of tensors in a wider dtype than that"""
+
+
+def weight_files(source: WeightsSource) -> list[Path]:
+    """The files with the weights of a pretrained source, downloaded when it is a hub name: safetensors, else pickled
+    ones. Raises ValueError when there are none, and for an index that names what is not in its folder."""
+    for whole in FILES:  # in transformers' order
+        if (single := _cached(source, whole)) is not None:
+            return [single]
+        if (index := _cached(source, f'{whole}.index.json')) is not None:
+            return _shards(source, index)
+    raise ValueError(f'{source.path}: it holds no weights: neither {FILES[0]} nor {FILES[1]}, whole or in shards')
+
+
+def _shards(source: WeightsSource, index: Path) -> list[Path]:
+    try:
+        listed = json.loads(index.read_text(encoding='utf-8'))
+        places: dict[str, str] = listed['weight_map']
+        listed['metadata']  # transformers reads it
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(
+            f'{index}: not a list of shards (JSON with metadata and a weight_map); copy or download it again'
+        ) from None
+    files = []
+    for name in sorted(set(places.values())):
+        if Path(name).name != name:
+            raise ValueError(f'{index}: it names the file {name!r}; a shard must lie in the same folder')
+        file = _cached(source, name)
+        if file is None:
+            raise ValueError(f'{source.path}: the shard {name} that {index.name} names is missing')
+        held = set(open_weights(file).keys())
+        lost = sorted(tensor for tensor, place in places.items() if place == name and tensor not in held)
+        if lost:
+            raise ValueError(
+                f'{file}: it holds no tensor for {lost[0]}, which {index.name} names; copy or download it again'
+            )
+        files.append(file)
+    return files
+
+
+def _cached(source: WeightsSource, name: str) -> Path | None:
+    if Path(source.path).is_dir():
+        path = Path(source.path, source.subfolder, name)
+        return path if path.is_file() else None
+    from transformers.utils.hub import cached_file
+
+    found = cached_file(
+        source.path,
+        name,
+        revision=source.revision,
+        subfolder=source.subfolder,
+        cache_dir=source.cache_dir,
+        local_files_only=source.local_files_only,
+        _raise_exceptions_for_missing_entries=False,
+    )
+    return None if found is None else Path(found)
+
+
+def read_source_tensor(source: WeightsSource, name: str) -> Tensor:
+    """One tensor by its name in the files. Raises ValueError when it is not there."""
+    for file in weight_files(source):
+        handle = open_weights(file)
+        if name in handle.keys():
+            tensor = handle.get_tensor(name)
+            check_finite(tensor, name, {name: file}.__getitem__)
+            return tensor
+    raise ValueError(f'{source.path}: no tensor {name!r} in its weight files')
+
+
+# --- filling --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Unit:
+    """Modules that are filled together: one transformer block, or one module outside the blocks."""
+
+    name: str
+    owner: PreTrainedModel
+    modules: list[tuple[str, nn.Module]]
+    """children first, with their full names"""
+    above: list[tuple[PreTrainedModel, nn.Module]]
+    """modules that hold it, each with its owner, innermost first"""
+
+
+def _units(model: PreTrainedModel) -> Iterator[_Unit]:
+    def walk(
+        module: nn.Module, name: str, owner: PreTrainedModel, above: list[tuple[PreTrainedModel, nn.Module]]
+    ) -> Iterator[_Unit]:
+        owner = module if isinstance(module, PreTrainedModel) else owner
+        here = [(owner, module), *above]
+        for child_name, child in module.named_children():
+            full = f'{name}.{child_name}' if name else child_name
+            if isinstance(module, nn.ModuleList):
+                yield _Unit(full, owner, list(_children_first(child, full)), here)
+            else:
+                yield from walk(child, full, owner, here)
+        if not isinstance(module, nn.ModuleList) and (module._parameters or module._buffers):
+            yield _Unit(name, owner, [(name, module)], above)
+
+    yield from walk(model, '', model, [])
+
+
+def _children_first(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    for child_name, child in module.named_children():
+        yield from _children_first(child, f'{name}.{child_name}')
+    yield name, module
+
+
+class Uninitialised(ValueError):
+    """A tensor that only the model's constructor gives its numbers, and that none of the files holds."""
+
+
+class _Materializer:
+    """Gives the meta tensors of a model their numbers, unit by unit."""
+
+    def __init__(self, model: PreTrainedModel, source: WeightsSource) -> None:
+        if not type(model).__module__.startswith('transformers.'):
+            raise ValueError(
+                f'{type(model).__name__} comes with code of its own; it cannot be built on the meta device'
+            )
+        self.model, self.source = model, source
+        self.files = StoredTensors(weight_files(source), source.path, model) if source.kind == 'pretrained' else None
+        self.aliases: dict[int, list[str]] = {}
+        self.originals = []  # kept alive, so that an id stays one tensor's
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self.aliases.setdefault(id(parameter), []).append(name)
+            self.originals.append(parameter)
+        self.done: dict[int, nn.Parameter | None] = {}
+        self.unit_of: dict[int, _Unit] = {}
+        self.metas: dict[int, nn.Parameter] = {}
+        """by id of a parameter with numbers, the one on the meta device that it stands for"""
+        if self.files is not None:
+            self._check_fit(self.files)
+        self.adapter = source.adapter.of(model) if source.adapter is not None else None
+
+    def _check_fit(self, files: StoredTensors) -> None:
+        """Compare names and shapes before a number is read."""
+        missing, misshaped = [], []
+        for names, parameter in zip(self.aliases.values(), {id(p): p for p in self.originals}.values(), strict=True):
+            if names[0].endswith(('.lora_A', '.lora_B')):
+                continue
+            found = next((name for name in names if name in files), None)
+            if found is None:
+                missing.append(names[0])
+            elif (shape := files.shape(found)) is not None and shape != tuple(parameter.shape):
+                misshaped.append((files.name_of(found), shape, parameter.shape))
+        persistent = set(self.model.state_dict())
+        missing += [n for n, _ in self.model.named_buffers() if n in persistent and n not in files]
+        check_fit(self.model, files.file_of, missing, files.unexpected, misshaped)
+
+    def fill(self, unit: _Unit) -> list[tuple[str, Tensor]]:
+        """Make the unit's meta tensors real. Returns each under its first name."""
+        fresh: list[tuple[str, Tensor]] = []
+        loaded: list[Tensor] = []
+        for module_name, module in unit.modules:
+            prefix = f'{module_name}.' if module_name else ''
+            for name, parameter in list(module._parameters.items()):
+                if parameter is None or not parameter.is_meta:
+                    continue
+                if id(parameter) in self.done:  # tied: it was filled under its first name
+                    if (known := self.done[id(parameter)]) is not None:
+                        module._parameters[name] = known
+                        loaded.append(known)
+                    continue
+                real = nn.Parameter(_unset(parameter), requires_grad=parameter.requires_grad)
+                self.done[id(parameter)] = module._parameters[name] = real
+                self.unit_of[id(parameter)] = unit
+                self.metas[id(real)] = parameter
+                names = self.aliases[id(parameter)]
+                fresh.append((names[0], real))
+                if name not in ('lora_A', 'lora_B') and self._load(real, names):
+                    loaded.append(real)
+            for name, buffer in list(module._buffers.items()):
+                if buffer is None or not buffer.is_meta:
+                    continue
+                module._buffers[name] = made = _unset(buffer)
+                fresh.append((prefix + name, made))
+                if name not in module._non_persistent_buffers_set and self._load(made, [prefix + name]):
+                    loaded.append(made)
+        self._initialise(unit, loaded)
+        stored = {id(tensor) for tensor in loaded}
+        for name, tensor in fresh:
+            if id(tensor) not in stored and tensor.is_floating_point() and bool(tensor.isnan().any()):
+                raise Uninitialised(
+                    f'{type(self.model).__name__}: its constructor gives {name} its numbers, and transformers cannot '
+                    'give them later; build it outside of the meta device (a strategy that does not shard its models)'
+                )
+        return fresh
+
+    def keep_only(self, unit: _Unit) -> None:
+        """Let go of the modules and parameters that were filled with the unit and are no longer in it."""
+        inside = set(unit.modules[-1][1].modules())
+        unit.modules[:] = [(name, module) for name, module in unit.modules if module in inside]
+        alive = {id(p) for p in unit.modules[-1][1].parameters()}
+        for name in [n for n, p in self.done.items() if p is not None and self.unit_of.get(n) is unit]:
+            known = self.done[name]
+            if known is not None and id(known) not in alive:
+                self.done[name] = None
+                del self.metas[id(known)]
+
+    def release(self, unit: _Unit) -> None:
+        """Let the memory of the unit's tensors go."""
+        for _, module in unit.modules:
+            for name, parameter in module._parameters.items():
+                # The very one it had, so that tied weights stay tied.
+                if parameter is not None and not parameter.is_meta:
+                    module._parameters[name] = self.metas[id(parameter)]
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = torch.empty_like(buffer, device='meta')
+        self.done = dict.fromkeys(self.done)
+
+    @torch.no_grad()
+    def _load(self, target: Tensor, names: list[str]) -> bool:
+        """Whether the files hold it."""
+        files = self.files
+        held = [name for name in names if files is not None and name in files]
+        if files is None or not held:
+            return False
+        found, stored = held[0], files.get(held[0])
+        for other in held[1:]:
+            if not torch.equal(files.get(other), stored):
+                raise not_tied(files.file_of(other), found, other)
+        if stored.shape != target.shape:
+            check_fit(self.model, files.file_of, (), (), [(found, stored.shape, target.shape)])
+        target.copy_(stored)
+        if isinstance(target, nn.Parameter):
+            check_finite(target, files.name_of(found), lambda _: files.file_of(found))
+            if self.adapter is not None:
+                self.adapter.add_to(names[0], target)
+        return True
+
+    @torch.no_grad()
+    def _initialise(self, unit: _Unit, loaded: list[Tensor]) -> None:
+        """transformers' own initialisation, which passes over tensors that carry its flag.
+
+        A model may set what its blocks hold, so modules above have their turn too: what has its numbers keeps them.
+        """
+        for tensor in loaded:
+            tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+        guard = getattr(hf_init, 'guard_torch_init_functions', nullcontext)
+        with seeded(self.source.seed, self.source.prefix + unit.name), guard():
+            for _, module in unit.modules:
+                unit.owner._init_weights(module)
+            for owner, module in unit.above:
+                owner._init_weights(module)
+        for name, module in unit.modules:
+            if hasattr(module, 'reset_lora_parameters'):
+                reset_adapter(module, self.source.seed, name)
+            for own in [*module._parameters.values(), *module._buffers.values()]:
+                if own is not None:
+                    own._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+def _unset(like: Tensor) -> Tensor:
+    """A tensor on the CPU whose numbers cannot be taken for initialised ones, where its dtype has such a number."""
+    made = torch.zeros_like(like, device='cpu')
+    return made.fill_(math.nan) if made.is_floating_point() else made
+
+
+def all_to_meta(model: nn.Module) -> None:
+    """Move what was made with numbers although the device was meta (`torch.normal` with a size). Ties are kept."""
+    moved: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                bare = nn.Parameter(torch.empty_like(parameter, device='meta'), requires_grad=parameter.requires_grad)
+                module._parameters[name] = moved.setdefault(id(parameter), bare)
+
+
+def reset_adapter(layer: Any, seed: int, name: str) -> None:
+    """Draw an adapted layer's factors from (seed, its name)."""
+    if not layer.lora_A.is_meta:
+        with seeded(seed, name, 'lora'):
+            layer.reset_lora_parameters()
+
+
+def fill_model(
+    model: PreTrainedModel, source: WeightsSource, settle: Callable[[str, nn.Module], None] | None = None
+) -> None:
+    """Give a model on the meta device its numbers, on the CPU, in place. Tied weights stay tied.
+
+    settle: called with the name and the module of each transformer block, and of each module outside of them, once it
+        has its numbers. Parameters that it replaces are let go.
+    """
+    materializer = _Materializer(model, source)
+    for unit in _units(model):
+        materializer.fill(unit)
+        if settle is not None:
+            settle(unit.name, unit.modules[-1][1])
+            materializer.keep_only(unit)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor.__dict__.pop('_is_hf_initialized', None)
+    model.tie_weights()
+
+
+# --- one tensor after another ---------------------------------------------------------------------------------------
+
+_Named = Iterator[tuple[str, Tensor]]
+
+
+def initial_tensors(module: nn.Module) -> _Named:
+    """(name, CPU tensor) for every parameter and buffer of `module` at its start, non-persistent buffers included. Tied
+    parameters come once, under their first name. Tensors that are not on the meta device are yielded as they are.
+
+    `module` is an Actor, Critic, RewardModel or transformers model; it is not changed, and may be sharded or filled
+    while the iterator runs.
+
+    Raises ValueError at once for a module on the meta device without a record of where its numbers come from.
+    """
+    skeleton = copy.deepcopy(module)
+    steps: list[Callable[[], _Named]] = []
+    _plan(skeleton, '', steps, {m: n for n, m in skeleton.named_modules()})
+    return (named for step in steps for named in step())
+
+
+def _plan(module: nn.Module, name: str, steps: list[Callable[[], _Named]], names: dict[nn.Module, str]) -> None:
+    if not any(t.is_meta for t in [*module.parameters(), *module.buffers()]):
+        steps.append(lambda: _as_it_is(module, name))
+        return
+    source = getattr(module, 'weights_source', None)
+    if isinstance(module, PreTrainedModel) and source is not None:
+        steps.append(lambda: _stream(module, source, {'': f'{name}.' if name else ''}))
+        return
+    if hasattr(module, 'exchange') and hasattr(module, 'first_block'):
+        steps.append(lambda: _branch(module, names))
+        return
+    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    kept = getattr(module, 'initial_state', {})
+    draws = hasattr(module, 'reset_parameters') and not kept
+    if any(tensor.is_meta and n not in kept for n, tensor in own) and not draws:
+        raise ValueError(
+            f'{name or type(module).__name__}: it is on the meta device and has no record of where its weights come '
+            'from; load it through chatgpt.nn (pretrained= or config=), or build it outside of the meta device'
+        )
+    if own or draws:
+        steps.append(lambda: _small(module, name, draws))
+    if not draws:  # else it fills its children itself
+        for child_name, child in module.named_children():
+            _plan(child, f'{name}.{child_name}' if name else child_name, steps, names)
+
+
+def _as_it_is(module: nn.Module, name: str) -> _Named:
+    for n, tensor in [*module.named_parameters(prefix=name), *module.named_buffers(prefix=name)]:
+        yield n, tensor.detach()
+
+
+def _small(module: nn.Module, name: str, draws: bool) -> _Named:
+    """A head or a single buffer: kept tensors, tensors that are already real, or what `reset_parameters` draws."""
+    prefix = f'{name}.' if name else ''
+    kept = getattr(module, 'initial_state', {})
+    if draws and any(p.is_meta for p in module.parameters()):
+        module.to_empty(device='cpu')
+        with seeded(name):  # for a head that has no seed of its own
+            module.reset_parameters()  # type: ignore[operator]
+    for n, tensor in [*module.named_parameters(recurse=draws), *module.named_buffers(recurse=draws)]:
+        yield prefix + n, kept[n] if n in kept else tensor.detach()
+
+
+def _stream(model: PreTrainedModel, source: WeightsSource, renamed: dict[str, str]) -> _Named:
+    """A model's tensors; only those whose name starts with a key of `renamed`, which gives way to its value."""
+
+    def wanted(name: str) -> Iterator[str]:
+        return (new + name.removeprefix(old) for old, new in renamed.items() if name.startswith(old))
+
+    materializer = _Materializer(model, source)
+    for unit in _units(model):
+        if any(f'{unit.name}.'.startswith(old) for old in renamed):
+            for name, tensor in materializer.fill(unit):
+                for new_name in wanted(name):
+                    yield new_name, tensor.detach()
+            materializer.release(unit)
+
+
+def _branch(branch: Any, names: dict[nn.Module, str]) -> _Named:
+    """Hydra's copy of the top blocks: at the start it holds the tensors of the blocks it was copied from."""
+    models = {n: m for m, n in names.items() if isinstance(m, PreTrainedModel) and hasattr(m, 'weights_source')}
+    for slot in branch._slots:
+        original, mine = names[slot.parent._modules[slot.name]], names[slot.own._modules[slot.own_name]]
+        prefix = next(n for n in models if original.startswith(f'{n}.' if n else ''))
+        below = original.removeprefix(f'{prefix}.' if prefix else '')
+        yield from _stream(models[prefix], models[prefix].weights_source, {f'{below}.': f'{mine}.'})  # type: ignore[arg-type]
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+HEAD_FILE = 'value_head.safetensors'
+Q_HEADS_FILE = 'ilql_heads.safetensors'
+
+
+def share_by_umask(folder: str | os.PathLike[str], pattern: str = '*.safetensors') -> None:
+    """Give the files of `folder` that match the rights that a new file gets there."""
+    probe = Path(folder, f'.rights-{os.getpid()}')
+    handle = os.open(probe, os.O_CREAT | os.O_WRONLY, 0o666)
+    mode = os.fstat(handle).st_mode & 0o777
+    os.close(handle)
+    probe.unlink()
+    for path in Path(folder).glob(pattern):
+        path.chmod(mode)
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file of copies on the CPU."""
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)
+    share_by_umask(path.parent, path.name)
+
+
+def remove_heads(folder: str | os.PathLike[str]) -> None:
+    """Remove the heads of a model that was saved there before, which would be read as those of the one that took its
+    place."""
+    for name in (HEAD_FILE, Q_HEADS_FILE):
+        Path(folder, name).unlink(missing_ok=True)
+
+
+_NEW_HEADS = re.compile(r'(score|v_head)\.')
+
+
+def stored_dtype(files: Iterable[Path]) -> tuple[torch.dtype | None, frozenset[str]]:
+    """The dtype of most numbers of safetensors files, and the names of the tensors that have a wider one. None where no
+    tensor is floating."""
+    kinds: dict[str, torch.dtype] = {}
+    sizes: Counter[torch.dtype] = Counter()
+    for file in files:
+        handle = open_weights(file)
+        for name in handle.keys():
+            part = handle.get_slice(name)
+            if (dtype := _DTYPES.get(part.get_dtype())) is not None:
+                kinds[name] = dtype
+                sizes[dtype] += torch.Size(part.get_shape()).numel()
+    if not sizes:
+        return None, frozenset()
+    most = max(sizes, key=lambda dtype: sizes[dtype])
+    return most, frozenset(n for n, dtype in kinds.items() if dtype.itemsize > most.itemsize)
+
+
+def to_dtype(
+    model: Any, state: Mapping[str, Tensor], dtype: torch.dtype, wide: Collection[str] = (), *, widen: bool = False
+) -> dict[str, Tensor]:
+    """`state` of a transformers model with floating tensors in `dtype`; tied ones stay one tensor. Names in the files
+    that are in `wide` keep their dtype; tensors of 16 bits stay, unless `widen`. New heads and what transformers keeps
+    in fp32 stay too."""
+    strict = getattr(model, '_keep_in_fp32_modules_strict', None) or ()
+    made: dict[Any, Tensor] = {}
+
+    def stays(name: str, tensor: Tensor) -> bool:
+        return (
+            not tensor.is_floating_point()
+            or (not widen and tensor.element_size() <= dtype.itemsize)
+            or _NEW_HEADS.match(name) is not None
+            or any(part in strict for part in name.split('.'))
+            or not set(candidates(model, name)).isdisjoint(wide)
+        )
+
+    def put(name: str, tensor: Tensor) -> Tensor:
+        if stays(name, tensor):
+            return tensor
+        memory = tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
+        key = (name,) if tensor.is_meta or not tensor.numel() else memory
+        if key not in made:
+            made[key] = tensor.detach().to(dtype)
+        return made[key]
+
+    return {name: put(name, tensor) for name, tensor in state.items()}
+
+
+def say_dtype(folder: str | Path, dtype: torch.dtype) -> None:
+    """Write it into the folder's config."""
+    path = Path(folder, 'config.json')
+    config = json.loads(path.read_text(encoding='utf-8'))
+    config['dtype'] = str(dtype).removeprefix('torch.')
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + '\n', encoding='utf-8')

@@ -1,0 +1,143 @@
+"""What an engine is asked: prompts as ids, how to sample, and the numbers that decide the draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chatgpt.nn.layouts import layout_of
+from chatgpt.nn.trunk import position_limit, positions_of
+from chatgpt.rollout.sampling import SamplingParams
+from chatgpt.types import FinishReason, Prompt, Sample
+
+_LISTS = ('prompts', 'indices', 'groups', 'offsets', 'limits')
+
+
+@dataclass(frozen=True)
+class Call:
+    """What an engine is asked: one sample per prompt. `Call.of` fills in what is left out."""
+
+    prompts: Sequence[Prompt]
+    sampling: SamplingParams
+    seed: int
+    indices: list[int]
+    """run-wide sample numbers, which with the seed decide every draw"""
+    groups: list[int]
+    """by default the indices"""
+    offsets: list[int]
+    """the position of each response's first token, by default 0: that of a later turn, whose prompt ends with what was
+    drawn or appended before, so that no position of a sample is drawn twice"""
+    limits: list[int | None]
+    """the most new tokens of each response, where that is less than `sampling` allows"""
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        indices: Sequence[int],
+        groups: Sequence[int] | None = None,
+        offsets: Sequence[int] | None = None,
+        limits: Sequence[int | None] | None = None,
+    ) -> Call:
+        return cls(
+            prompts,
+            sampling,
+            seed,
+            list(indices),
+            list(indices if groups is None else groups),
+            [0] * len(prompts) if offsets is None else list(offsets),
+            [None] * len(prompts) if limits is None else list(limits),
+        )
+
+    def room(self, i: int) -> int:
+        """The most new tokens of prompt `i`; below 1 where there is no room."""
+        room, own = self.sampling.room(len(self.prompts[i].ids)), self.limits[i]
+        return room if own is None else min(room, own)
+
+    def checked(self, config: Any) -> list[int]:
+        """The most new tokens of each prompt, for a text model of this config.
+
+        Raises:
+            ValueError: lists of other lengths; a prompt that is empty, outside of the vocabulary or longer than the
+                model's positions allow; no room for a response; an end token outside of the vocabulary.
+        """
+        for name in ('indices', 'groups', 'offsets', 'limits'):
+            if len(getattr(self, name)) != len(self.prompts):
+                noun = 'sample indices' if name == 'indices' else name
+                raise ValueError(
+                    f'generate: {len(self.prompts)} prompts but {len(getattr(self, name))} {noun}; give one per prompt'
+                )
+        vocab_size = getattr(config, 'vocab_size', None)
+        for token in self.sampling.eos_token_ids:
+            if vocab_size is not None and token >= vocab_size:
+                raise ValueError(f'generate: end token {token} is outside the vocabulary of {vocab_size}')
+        return [self._checked(i, config, vocab_size) for i in range(len(self.prompts))]
+
+    def _checked(self, i: int, config: Any, vocab_size: int | None) -> int:
+        ids, limit, positions = self.prompts[i].ids, self.room(i), position_limit(config)
+        length = len(ids)
+        if length == 0:
+            raise ValueError(f'generate: prompt {i} is empty; give it at least a begin token')
+        if vocab_size is not None and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
+            raise ValueError(
+                f'generate: prompt {i} holds token ids outside the vocabulary of {vocab_size}; does the tokenizer '
+                'match the model?'
+            )
+        if limit < 1:
+            raise ValueError(
+                f'generate: prompt {i} has {length} tokens and max_length={self.sampling.max_length} leaves no room '
+                'for a response; shorten the prompt or raise max_length'
+            )
+        layout = layout_of(config)
+        if positions is not None and layout.length(length, limit) > positions:
+            raise ValueError(
+                f'generate: prompt {i} has {length} tokens and may grow by {limit}, past {positions_of(config)}'
+                f'{layout.counted}; shorten the prompt or lower max_new_tokens or max_length'
+            )
+        return limit
+
+    def part(self, where: slice | Sequence[int]) -> Call:
+        """The call for some of the prompts, in that order."""
+        places = range(len(self.prompts))[where] if isinstance(where, slice) else where
+        lists: Any = {name: [getattr(self, name)[i] for i in places] for name in _LISTS}
+        return replace(self, **lists)
+
+    def sample(
+        self,
+        i: int,
+        response_ids: Tensor,
+        logprobs: Tensor,
+        filtered_logprobs: Tensor,
+        edge_distances: Tensor,
+        reason: FinishReason,
+    ) -> Sample:
+        """The record of prompt `i`'s response, from (A,) tensors on the CPU."""
+        prompt = self.prompts[i]
+        return Sample(
+            index=self.indices[i],
+            group=int(self.groups[i]),
+            prompt_ids=prompt.ids.cpu(),
+            response_ids=response_ids,
+            response_mask=torch.ones(len(response_ids), dtype=torch.bool),
+            logprobs=logprobs,
+            filtered_logprobs=filtered_logprobs,
+            edge_distances=edge_distances,
+            finish_reason=reason,
+            temperature=self.sampling.temperature,
+            prompt_text=prompt.text,
+            last_turn=prompt.last_turn,
+            columns=prompt.columns,
+        )
+
+
+def joined(calls: Sequence[Call]) -> Call:
+    """One call of several that differ in their prompts alone."""
+    lists: Any = {name: [one for call in calls for one in getattr(call, name)] for name in _LISTS}
+    return replace(calls[0], **lists)

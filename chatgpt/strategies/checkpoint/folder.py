@@ -1,0 +1,169 @@
+"""A run's folder: names of its checkpoints, which to keep, what a killed process left behind, who may write there."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+from pathlib import Path
+from typing import IO, Self
+
+from chatgpt.strategies.checkpoint.files import fsync_folder
+from chatgpt.strategies.checkpoint.layout import MANIFEST, CheckpointError
+
+LOCK = '.lock'
+CUT_SHORT = 'cut-short'
+"""Folder of the checkpoint written when an exception ends a phase midway. It stands beside step-N; there is at most
+one."""
+_STEP = re.compile(r'step-(\d{8,})')
+
+
+def temporary_of(folder: Path) -> Path:
+    """Where a checkpoint is while it is being written."""
+    return folder.with_name(f'.{folder.name}.tmp')
+
+
+def backup_of(folder: Path) -> Path:
+    """Where a checkpoint is while another takes its name."""
+    return folder.with_name(f'.{folder.name}.old')
+
+
+def step_folder(root: str | os.PathLike[str], step: int) -> Path:
+    """root/step-00000012"""
+    if step < 0:
+        raise ValueError(f'step={step} must not be negative')
+    return Path(root) / f'step-{step:08d}'
+
+
+def step_of(folder: str | os.PathLike[str]) -> int | None:
+    """12 for .../step-00000012, None for other names."""
+    match = _STEP.fullmatch(Path(folder).name)
+    return int(match[1]) if match else None
+
+
+def list_checkpoints(root: str | os.PathLike[str]) -> list[Path]:
+    """Finished checkpoints under `root`, oldest step first. What lacks a manifest is none."""
+    root = Path(root)
+    if not root.is_dir():
+        return []
+    found = [
+        (step, path) for path in root.iterdir() if (step := step_of(path)) is not None and (path / MANIFEST).is_file()
+    ]
+    return [path for _, path in sorted(found)]
+
+
+def latest(root: str | os.PathLike[str]) -> Path | None:
+    """The finished checkpoint of the highest step; without any, that of a phase cut short; or None."""
+    checkpoints = list_checkpoints(root)
+    if checkpoints:
+        return checkpoints[-1]
+    return Path(root, CUT_SHORT) if Path(root, CUT_SHORT, MANIFEST).is_file() else None
+
+
+def score_of(folder: Path) -> float | None:
+    """The `score` noted in a checkpoint's manifest, None without one."""
+    try:
+        score = json.loads((folder / MANIFEST).read_bytes())['meta'].get('score')
+    except (ValueError, KeyError, OSError, AttributeError):
+        return None
+    return float(score) if isinstance(score, (int, float)) else None
+
+
+def prune(
+    root: str | os.PathLike[str], *, keep_last: int | None = None, keep_best: int = 0, up_to: int | None = None
+) -> list[Path]:
+    """Remove checkpoints that are neither the last `keep_last` nor the `keep_best` of the highest scores.
+
+    Returns those removed; `keep_last=None` keeps all. Scores are `meta['score']` of the manifests; of equal ones the
+    later counts as better. Those of steps after `up_to` are left alone: a run that went back to an earlier checkpoint
+    must not lose its own to them.
+    """
+    if keep_last is None:
+        return []
+    if keep_last < 1 or keep_best < 0:
+        raise ValueError(f'keep_last={keep_last} must be at least 1 and keep_best={keep_best} at least 0')
+    checkpoints = [path for path in list_checkpoints(root) if up_to is None or (step_of(path) or 0) <= up_to]
+    scored = [(score, number) for number, path in enumerate(checkpoints) if (score := score_of(path)) is not None]
+    best = {checkpoints[number] for _, number in sorted(scored, reverse=True)[:keep_best]}
+    removed = [path for path in checkpoints[:-keep_last] if path not in best]
+    for path in removed:
+        remove(path)
+    return removed
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint so that a kill on the way never leaves half a one under its name."""
+    temporary = temporary_of(folder)
+    shutil.rmtree(temporary, ignore_errors=True)
+    os.rename(folder, temporary)
+    fsync_folder(folder.parent)
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def recover(root: str | os.PathLike[str]) -> list[Path]:
+    """Clean up after a killed process: finish interrupted replacements, remove unfinished checkpoints. Returns what was
+    removed.
+
+    Only for the run that owns the folder (`claim_folder`): another's unfinished checkpoint looks the same.
+    """
+    root = Path(root)
+    removed = []
+    for path in sorted(root.iterdir()):
+        name = re.fullmatch(r'\.(.+)\.(tmp|old)', path.name)
+        if name is None or not path.is_dir():
+            continue
+        home = root / name[1]
+        if name[2] == 'old' and not (home / MANIFEST).exists():
+            os.rename(path, home)
+            continue
+        shutil.rmtree(path)
+        removed.append(path)
+    if removed:
+        fsync_folder(root)
+    return removed
+
+
+class FolderClaim:
+    """The right to write into a run's folder, held until `release`, the end of a `with`, or the end of the process."""
+
+    def __init__(self, root: Path, file: IO[str]) -> None:
+        self.root, self._file = root, file
+
+    def release(self) -> None:
+        if not self._file.closed:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def claim_folder(root: str | os.PathLike[str]) -> FolderClaim:
+    """Create `root` if need be and lock it for this run. `CheckpointError` naming process and host when another run
+    holds it.
+
+    The lock is the kernel's (flock), so it ends with the process, however that ends. One rank claims for its run.
+    """
+    root = Path(root)
+    root.mkdir(parents=True, exist_ok=True)
+    file = open(root / LOCK, 'a+')  # stays open as long as the claim
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip() or 'another process'
+        file.close()
+        raise CheckpointError(
+            f'{root}: {holder} is writing here; wait for it to end or choose another folder'
+        ) from None
+    file.seek(0)
+    file.truncate()
+    file.write(f'process {os.getpid()} on {socket.gethostname()}\n')
+    file.flush()
+    return FolderClaim(root, file)

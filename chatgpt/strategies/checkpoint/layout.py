@@ -1,0 +1,246 @@
+"""The words of the checkpoint format: pieces, readers, the manifest and its checks.
+
+A checkpoint names parameters, not ranks. Its unit is a piece: a flat, row-major range of one named tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+FORMAT_VERSION = 1
+MANIFEST = 'manifest.json'
+STATE = 'state.json'
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or is not whole."""
+
+
+class CheckpointMismatch(CheckpointError, ValueError):
+    """A whole checkpoint that does not belong to the model or optimizer it is loaded into."""
+
+
+class Piece(NamedTuple):
+    """Elements [start, stop) of the row-major tensor `name`.
+
+    >>> second_row = Piece('head.weight', (2, 3), 3, 6, torch.zeros(3))    # of a (2, 3) matrix
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    data: Tensor
+    """(stop - start,), any device"""
+
+
+class TensorReader(Protocol):
+    """Gives any range of any named tensor, whatever layout wrote it."""
+
+    def names(self) -> set[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) as a 1-D CPU tensor."""
+        ...
+
+
+class DictReader:
+    """A `TensorReader` over tensors in memory (or mapped from a file: only what is read is touched)."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def names(self) -> set[str]:
+        return set(self.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        return self.tensors[name].detach().reshape(-1)[start:stop].cpu()
+
+
+class SubReader:
+    """The tensors of another reader whose names begin with `prefix`, under the rest of their names."""
+
+    def __init__(self, reader: TensorReader, prefix: str) -> None:
+        self.reader, self.prefix = reader, prefix
+        self._names = {n[len(prefix) :] for n in reader.names() if n.startswith(prefix)}
+
+    def names(self) -> set[str]:
+        return set(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.reader.shape(self.prefix + name)
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        return self.reader.read(self.prefix + name, start, stop)
+
+
+class PrefixedReader:
+    """The tensors of another reader, under their names with `prefix` before them."""
+
+    def __init__(self, reader: TensorReader, prefix: str) -> None:
+        self.reader, self.prefix = reader, prefix
+
+    def names(self) -> set[str]:
+        return {self.prefix + name for name in self.reader.names()}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.reader.shape(name.removeprefix(self.prefix))
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        return self.reader.read(name.removeprefix(self.prefix), start, stop)
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """Where elements [start, stop) of a tensor lie: under `key` of the safetensors file `file`."""
+
+    file: str
+    key: str
+    start: int
+    stop: int
+
+
+@dataclass
+class StoredTensor:
+    """Shape, dtype and pieces of one tensor of a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: list[StoredPiece]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """Size and CRC-32 of one file of a checkpoint."""
+
+    bytes: int
+    crc32: int
+
+
+@dataclass
+class Manifest:
+    """What a checkpoint consists of. `meta` is the writer's own JSON (step, score and the like)."""
+
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    files: dict[str, StoredFile] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        tensors = {
+            name: {
+                'shape': list(t.shape),
+                'dtype': t.dtype,
+                'pieces': [{'file': p.file, 'key': p.key, 'start': p.start, 'stop': p.stop} for p in t.pieces],
+            }
+            for name, t in self.tensors.items()
+        }
+        files = {name: {'bytes': f.bytes, 'crc32': f.crc32} for name, f in self.files.items()}
+        return sealed({'format': FORMAT_VERSION, 'meta': self.meta, 'tensors': tensors, 'files': files})
+
+    @classmethod
+    def from_json(cls, data: Any, where: Path | str) -> Manifest:
+        """Parse and check; every fault is a `CheckpointError` that names `where`."""
+        version = data.get('format') if isinstance(data, dict) else None
+        if version != FORMAT_VERSION:
+            raise CheckpointError(f'{where}: format version {version!r}, this library reads version {FORMAT_VERSION}')
+        try:
+            manifest = cls(
+                tensors={name: _stored_tensor(entry) for name, entry in data['tensors'].items()},
+                files={name: StoredFile(int(f['bytes']), int(f['crc32'])) for name, f in data['files'].items()},
+                meta=dict(data['meta']),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f'{where}: malformed manifest ({type(error).__name__}: {error})') from error
+        manifest.check(where)
+        if data.get('crc32') != (found := sealed(data)['crc32']):
+            raise CheckpointError(f'{where}: checksum {found} instead of {data.get("crc32")}; the file is damaged')
+        return manifest
+
+    def check(self, where: Path | str) -> None:
+        """Every file name stays in the folder, every piece lies in a listed file, and pieces cover each tensor exactly
+        once."""
+        for name in self.files:
+            check_file_name(name, where)
+        for name, tensor in self.tensors.items():
+            if dtype_of(tensor.dtype) is None:
+                raise CheckpointError(f'{where}: tensor {name!r} has the unknown dtype {tensor.dtype!r}')
+            for piece in tensor.pieces:
+                if piece.file not in self.files:
+                    raise CheckpointError(
+                        f'{where}: tensor {name!r} lies in {piece.file!r}, which is not among the files'
+                    )
+            fault = coverage_fault([(p.start, p.stop) for p in tensor.pieces], tensor.numel)
+            if fault:
+                raise CheckpointError(f'{where}: tensor {name!r} of shape {tensor.shape} {fault}')
+
+
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A manifest's JSON with `crc32`, the CRC-32 of all else in it: it guards the other files, and nothing else guards
+    it.
+
+    Order of keys and white space do not count.
+    """
+    rest = {name: value for name, value in content.items() if name != 'crc32'}
+    as_read = json.loads(json.dumps(rest))  # keys that are no strings sort otherwise
+    return rest | {'crc32': zlib.crc32(json.dumps(as_read, sort_keys=True).encode())}
+
+
+def _stored_tensor(entry: dict[str, Any]) -> StoredTensor:
+    pieces = [StoredPiece(str(p['file']), str(p['key']), int(p['start']), int(p['stop'])) for p in entry['pieces']]
+    shape = tuple(int(n) for n in entry['shape'])
+    if any(n < 0 for n in shape):
+        raise ValueError(f'negative size in shape {shape}')
+    return StoredTensor(shape, str(entry['dtype']), sorted(pieces, key=lambda p: p.start))
+
+
+def dtype_of(name: str) -> torch.dtype | None:
+    """The dtype called `name` ('float32'), or None."""
+    dtype = getattr(torch, name, None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix('torch.')
+
+
+def check_file_name(name: str, where: Path | str) -> None:
+    """A file of a checkpoint is a plain relative path inside its folder."""
+    path = PurePosixPath(name)
+    if not name or '\\' in name or '\0' in name or path.is_absolute() or '..' in path.parts or name != str(path):
+        raise CheckpointError(
+            f'{where}: the path {name!r} leaves the checkpoint folder; only plain relative paths are allowed'
+        )
+
+
+def coverage_fault(ranges: Sequence[tuple[int, int]], numel: int) -> str | None:
+    """What is wrong with ranges that should cover [0, numel) exactly once, or None."""
+    position = 0
+    for start, stop in sorted(ranges):
+        if stop <= start:
+            return f'has an empty piece [{start}, {stop})'
+        if start > position:
+            return f'lacks elements [{position}, {start})'
+        if start < position:
+            return f'holds elements [{start}, {min(position, stop)}) twice'
+        position = stop
+    if position < numel:
+        return f'lacks elements [{position}, {numel})'
+    return f'has elements past its end ({position} > {numel})' if position > numel else None

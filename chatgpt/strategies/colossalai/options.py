@@ -1,0 +1,148 @@
+"""Options of `ColossalAIStrategy`, what goes together of them, and the import of colossalai."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+
+from chatgpt.strategies.precision import Precision
+from chatgpt.strategies.streaming import StreamBlocks, check_stream_blocks
+
+Placement = Literal['cuda', 'cpu', 'auto']
+
+INSTALL = 'pip install --no-deps -r requirements-colossalai.txt'
+_GEMINI_ONLY = ('shard_init', 'search_range_mb', 'hidden_dim', 'min_chunk_size_mb', 'gpu_margin_mem_ratio')
+_FP16_ONLY = (
+    'initial_scale',
+    'growth_factor',
+    'backoff_factor',
+    'growth_interval',
+    'hysteresis',
+    'min_scale',
+    'max_scale',
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Every option of upstream's plugins that the strategy takes."""
+
+    stage: int = 3
+    precision: Precision = 'auto'
+    shard_init: bool = False
+    placement_policy: Placement = 'cuda'
+    stream_blocks: StreamBlocks = 'auto'
+    pin_memory: bool = True
+    """host memory of chunks is pinned (stage 3, CUDA)"""
+    force_outputs_fp32: bool = False
+    """floating outputs of a forward are cast to fp32"""
+    search_range_mb: float = 32
+    """of Gemini's search for a chunk size, in 2^20 elements"""
+    hidden_dim: int | None = None
+    """of that search: chunk sizes are multiples of it"""
+    min_chunk_size_mb: float = 32
+    """in 2^20 elements; a model smaller than this is kept whole on every rank"""
+    gpu_margin_mem_ratio: float = 0.0
+    """stage 3 with 'auto': share of the free device memory given to masters and states"""
+    reduce_bucket_size: int = 12 * 1024**2
+    """stages 1, 2: elements per reduction"""
+    overlap_communication: bool = True
+    """reduce gradients while the backward runs"""
+    initial_scale: float = 2**16
+    """this and the next six: dynamic loss scaling in fp16"""
+    growth_factor: float = 2
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 2
+    min_scale: float = 1
+    max_scale: float = 2**32
+    max_norm: float = 0.0
+    """clips in every step that is not given a max_norm of its own; 0 does not"""
+    norm_type: float = 2.0
+    """2, the only one there is"""
+
+    def check(self, *, exact: bool) -> None:
+        """Raises ValueError for a value that is not allowed, and for an option that would be ignored."""
+        gemini = self.stage == 3
+        allowed = {
+            'stage': (1, 2, 3),
+            'placement_policy': ('cuda', 'cpu', 'auto'),
+            'precision': ('auto', 'bf16', 'fp16') if gemini else ('auto', 'fp32', 'bf16', 'fp16'),
+            'norm_type': (2, 2.0),
+        }
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                where = f' under stage={self.stage}' if name == 'precision' else ''
+                choices = ', '.join(map(repr, dict.fromkeys(values)))
+                raise ValueError(f'{name}={getattr(self, name)!r}{where} is not one of {choices}')
+        check_stream_blocks(self.stream_blocks)
+        if exact and (gemini or self.precision == 'fp16'):
+            what = 'Gemini (stage=3) keeps gradients in 16 bits' if gemini else "precision='fp16' is scaled by upstream"
+            raise ValueError(
+                f"reproducible='exact': {what}, which no other strategy repeats; use stage=1 or 2 in fp32 or bf16, or "
+                'FSDPStrategy'
+            )
+        if gemini:
+            self._refuse(('reduce_bucket_size',), 'is an option of stages 1 and 2; Gemini reduces chunk by chunk')
+            if self.placement_policy != 'auto':
+                self._refuse(('gpu_margin_mem_ratio',), f"needs placement_policy='auto', not {self.placement_policy!r}")
+        else:
+            if self.stream_blocks is True:
+                raise ValueError(
+                    f'stream_blocks=True: stage={self.stage} keeps whole weights on the device; only stage=3 can '
+                    'stream them'
+                )
+            self._refuse(_GEMINI_ONLY, f'is an option of Gemini (stage=3) and stage={self.stage} cannot honour it')
+        if self.precision != 'fp16':
+            self._refuse(_FP16_ONLY, f"scales the loss under precision='fp16', not {self.precision!r}")
+        if not 0 <= self.gpu_margin_mem_ratio <= 1:
+            raise ValueError(f'gpu_margin_mem_ratio={self.gpu_margin_mem_ratio} must lie between 0 and 1')
+        if self.max_norm < 0:
+            raise ValueError(f'max_norm={self.max_norm} must not be negative; 0 turns clipping off')
+
+    def _refuse(self, names: Iterable[str], reason: str) -> None:
+        defaults = {f.name: f.default for f in fields(self)}
+        for name in names:
+            if (value := getattr(self, name)) != defaults[name]:
+                raise ValueError(f'{name}={value!r} {reason}; leave it at {defaults[name]!r}')
+
+    def loss_scaling(self) -> dict[str, Any]:
+        """As upstream's plugins take it."""
+        return {name: getattr(self, name) for name in _FP16_ONLY}
+
+
+def import_colossalai() -> None:
+    """Import it once; its first import takes seconds and warns of packages that nothing here uses."""
+    if importlib.util.find_spec('colossalai') is None:
+        raise ImportError(f'ColossalAIStrategy needs colossalai, which is not installed; run: {INSTALL}')
+    name = 'CUDA_DEVICE_MAX_CONNECTIONS'
+    before = os.environ.get(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        try:
+            importlib.import_module('colossalai.booster.plugin')
+        except ImportError as error:
+            raise ImportError(f'ColossalAIStrategy cannot import colossalai ({error}); run: {INSTALL}') from error
+    if not torch.cuda.is_available() and before is None:
+        os.environ.pop(name, None)  # upstream sets it on import; without CUDA it means nothing
+
+
+def check_kernels(stage: int) -> None:
+    """Gemini's optimizers are CUDA kernels that upstream compiles when the first one is made, and it asks for the
+    toolkit even where they are compiled already. ImportError without it, before anything is joined or loaded."""
+    if stage < 3 or not torch.cuda.is_available():
+        return
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    if CUDA_HOME is None or not os.access(os.path.join(CUDA_HOME, 'bin', 'nvcc'), os.X_OK):
+        raise ImportError(
+            f'ColossalAIStrategy(stage=3): HybridAdam is compiled by nvcc, and there is none (CUDA_HOME: {CUDA_HOME}); '
+            f'install the CUDA {torch.version.cuda} toolkit and set CUDA_HOME, or use stage=2 or FSDPStrategy'
+        )

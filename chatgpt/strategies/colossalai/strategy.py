@@ -1,0 +1,501 @@
+"""`ColossalAIStrategy`: ZeRO stages 1 and 2 (LowLevelZero) and 3 (Gemini) of ColossalAI, with offload, on CUDA and on
+the CPU.
+
+| what | stage 1, 2 | stage 3 |
+|---|---|---|
+| precision | fp32, bf16, fp16 | bf16, fp16 |
+| a trained model | 16-bit weights whole on each rank; masters, states (stage 2: gradients) sharded | all sharded |
+| a frozen model | whole, in the compute dtype | sharded over ranks, in the compute dtype |
+| placement 'cuda' | all on the device | all on the device |
+| placement 'cpu' | masters and states in host memory | all in host memory, one chunk at a time on the device |
+| placement 'auto' | 'cpu' where masters and states exceed half of the free device memory | Gemini decides as it runs |
+| optimizers | element-wise ones of torch or ColossalAI | HybridAdam, CPUAdam, FusedAdam |
+
+colossalai is imported when a strategy is built.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from chatgpt.strategies import states
+from chatgpt.strategies.base import Abilities, check_max_norm
+from chatgpt.strategies.checkpoint.layout import Piece, TensorReader
+from chatgpt.strategies.colossalai.cpu import bridge
+from chatgpt.strategies.colossalai.engines import Engine, TrainedEngine, ZeroEngine, wire
+from chatgpt.strategies.colossalai.gemini import GeminiEngine, GeminiFrozen
+from chatgpt.strategies.colossalai.memory import GeminiMemory, ZeroMemory
+from chatgpt.strategies.colossalai.options import Options, Placement, check_kernels, import_colossalai
+from chatgpt.strategies.colossalai.states import (
+    UpstreamScaler,
+    buffers_of,
+    load_model_pieces,
+    load_optimizer_pieces,
+    model_pieces,
+    optimizer_pieces,
+)
+from chatgpt.strategies.copies import merge_for_good
+from chatgpt.strategies.exact import exact_norm
+from chatgpt.strategies.memory import MemoryModel, atoms_of
+from chatgpt.strategies.offload import Offloaded
+from chatgpt.strategies.precision import Precision
+from chatgpt.strategies.processes import ProcessGroupStrategy
+from chatgpt.strategies.streaming import StreamBlocks, mapped_copy, mapped_floats, set_buffers, streamed, streams
+
+
+class ColossalAIStrategy(ProcessGroupStrategy):
+    """ZeRO and Gemini. Launch with torchrun, or inside a process group that is already there.
+
+    Args:
+        stage: 1, 2 (LowLevelZero) or 3 (Gemini).
+        precision: of forward and backward; masters and optimizer states are fp32. 'auto' is bf16 in stage 3.
+        shard_init: stage 3: `model_init_context` builds on the meta device, and `prepare` fills shard after shard.
+        placement_policy: 'cuda', 'cpu' (offload) or 'auto'; see the table above.
+        stream_blocks: stage 3: as in `FSDPStrategy`.
+        options: further fields of `Options`, upstream's names; and of `Numerics`.
+
+    Raises:
+        ValueError: an option that this stage, precision or placement cannot honour.
+        ImportError: colossalai is not installed; says how to install it.
+    """
+
+    _keeps_narrow: ClassVar[bool] = False  # upstream casts whole modules
+    _fuses: ClassVar[bool] = False  # upstream steps masters of its own, maybe in host memory
+    abilities = Abilities(sharded=True, weights_in_place=False)
+
+    def __init__(
+        self,
+        stage: int = 3,
+        precision: Precision = 'auto',
+        seed: int = 42,
+        shard_init: bool = False,
+        placement_policy: Placement = 'cuda',
+        *,
+        stream_blocks: StreamBlocks = 'auto',
+        device: str | torch.device | None = None,
+        timeout_s: float = 1800.0,
+        **options: Any,
+    ) -> None:
+        numerics = {name: options.pop(name) for name in ('deterministic', 'reproducible', 'atoms') if name in options}
+        self.settings = Options(
+            stage=stage,
+            precision=precision,
+            shard_init=shard_init,
+            placement_policy=placement_policy,
+            stream_blocks=stream_blocks,
+            **options,
+        )
+        self.settings.check(exact=numerics.get('reproducible') is not None)
+        if device is not None and torch.device(device).type == 'cpu' and torch.cuda.is_available():
+            raise ValueError(
+                f'device={device!r}: ColossalAI takes a GPU where there is one; hide it with CUDA_VISIBLE_DEVICES='
+            )
+        check_kernels(stage)
+        import_colossalai()
+        self._sums_each_atom, self._only_16_bits = stage == 2, stage == 3
+        self.abilities = Abilities(sharded=True, weights_in_place=False, unused=stage < 3)
+        super().__init__(seed, precision, device=device, timeout_s=timeout_s, **numerics)
+        bridge()
+        self.stage, self.placement_policy, self.stream_blocks = stage, placement_policy, stream_blocks
+        self._engines: dict[int, Engine] = {}
+        """by id of the module the user built"""
+
+    @classmethod
+    def memory_model(
+        cls,
+        stage: int = 3,
+        placement_policy: Placement = 'cuda',
+        reduce_bucket_size: int = 12 * 1024**2,
+        search_range_mb: float = 32,
+        hidden_dim: int | None = None,
+        min_chunk_size_mb: float = 32,
+        **options: Any,
+    ) -> MemoryModel:
+        offloads = placement_policy == 'cpu'
+        if stage == 3:
+            return GeminiMemory(
+                offloads, search_range=search_range_mb, interval=hidden_dim or 1024, min_chunk=min_chunk_size_mb
+            )
+        return ZeroMemory(offloads, stage=stage, atoms=atoms_of(options), bucket=reduce_bucket_size)
+
+    # ------------------------------------------------------------------ models
+
+    def model_init_context(self) -> AbstractContextManager[Any]:
+        return torch.device('meta') if self.settings.shard_init else nullcontext()
+
+    def make_optimizer(
+        self,
+        parameters: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> Optimizer:
+        """AdamW as this stage takes it: HybridAdam under Gemini, torch's otherwise."""
+        if self.stage < 3:
+            return super().make_optimizer(parameters, lr, betas, eps, weight_decay)
+        from colossalai.nn.optimizer import HybridAdam
+
+        return HybridAdam(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+    def _setup_pair(
+        self, model: nn.Module, optimizer: Optimizer, names: list[list[str]]
+    ) -> tuple[nn.Module, Optimizer]:
+        if id(model) in self._prepared:
+            raise ValueError(
+                'prepare: ColossalAI trains a model with one optimizer; use parameter groups for different settings'
+            )
+        self._check_optimizer(optimizer)
+        if self.stage == 3:
+            self.keep_blocks(model)
+        return self._boost(model, optimizer)
+
+    def _prepare_pair(self, model: nn.Module, optimizer: Optimizer) -> None:
+        super()._prepare_pair(model, optimizer)
+        pair = self._pair(optimizer)
+        if pair.scaler is not None:
+            pair.scaler = UpstreamScaler(self._engine(optimizer).scaler)
+
+    def _offloaded(self, module: nn.Module) -> Offloaded | None:
+        if self.stage == 3:
+            raise ValueError(
+                "offload='idle': Gemini places frozen weights itself; use placement_policy='cpu' or 'auto'"
+            )
+        return super()._offloaded(module)
+
+    def _setup_model(self, model: nn.Module, trained: bool) -> nn.Module:
+        return self._boost(model, None)[0]
+
+    def _boost(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Any]:
+        """Wrap a module, with its optimizer when it is trained, and put the exact weights and buffers in.
+
+        The optimizer that comes back is the user's own, stepped through upstream's, so that a learning-rate schedule
+        can hold it.
+        """
+        from colossalai.booster import Booster
+
+        states.refuse_shared(model, f'{type(self).__name__} shards weights')
+        fresh = any(p.is_meta for p in model.parameters())
+        if fresh:
+            tensors: Iterable[tuple[str, Tensor]] = _on_demand(model, optimizer)
+        else:
+            self.take_weights_of_rank_0(model)
+            tensors = [(name, parameter.data) for name, parameter in model.named_parameters()]
+        buffers = [
+            (m, key, buffer.detach())
+            for m in model.modules()
+            for key, buffer in m._buffers.items()
+            if buffer is not None
+        ]
+        frozen_by_gemini = optimizer is None and self.stage == 3
+        if frozen_by_gemini:
+            model.requires_grad_(True)  # Gemini cuts only what requires a gradient over ranks
+        plugin = self._plugin(model, trained=optimizer is not None)
+        wrapped, boosted, *_ = Booster(plugin=plugin).boost(model, optimizer)
+        if frozen_by_gemini:
+            model.requires_grad_(False)
+        # upstream rounds buffers; rotary frequencies and the like lose their meaning in 16 bits
+        for module, key, buffer in buffers:
+            module._buffers[key] = buffer.to(self.device)
+        frozen, trained = (GeminiFrozen, GeminiEngine) if self.stage == 3 else (Engine, ZeroEngine)
+        engine: Engine = (frozen if optimizer is None else trained)(wrapped, boosted, self.device)
+        engine.fill(tensors, fresh)
+        self._engines[id(model)] = engine
+        wire(wrapped, engine, self.settings.force_outputs_fp32)
+        if fresh:
+            from chatgpt.nn.packing import settle
+
+            settle(model, self.device, forward=wrapped, release=engine.release)
+        return wrapped, None if boosted is None else boosted.optim
+
+    def _plugin(self, model: nn.Module, trained: bool) -> Any:
+        from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
+
+        settings, cuda = self.settings, self.device.type == 'cuda'
+        # Exact in bf16 is what the other strategies compute under autocast, from weights in fp32.
+        precision = self.numerics.precision if self.exact is None else 'fp32'
+        common = settings.loss_scaling() | {'precision': precision}
+        if self.stage < 3:
+            plugin = LowLevelZeroPlugin(
+                stage=self.stage,
+                cpu_offload=self._offloads(model) if trained else False,
+                overlap_communication=settings.overlap_communication,
+                **common,
+            )
+            plugin.zero_optim_kwargs['reduce_bucket_size'] = settings.reduce_bucket_size
+            return plugin
+        offload = 1.0 if self.placement_policy == 'cpu' else 0.0
+        plugin = GeminiPlugin(
+            # Without masters there is nothing for 'auto' to learn from: a frozen model has no training iteration.
+            placement_policy='auto' if self.placement_policy == 'auto' and trained else 'static',
+            offload_optim_frac=offload,
+            offload_param_frac=offload,
+            master_weights=trained,
+            pin_memory=settings.pin_memory and cuda,
+            enable_async_reduce=self._reduces_in_background,
+            search_range_m=settings.search_range_mb,
+            hidden_dim=settings.hidden_dim,
+            min_chunk_size_m=settings.min_chunk_size_mb,
+            gpu_margin_mem_ratio=settings.gpu_margin_mem_ratio,
+            **common,
+        )
+        # It has no groups of its own to destroy at its end, but would collect garbage, which takes a second.
+        plugin.pg_mesh.destroy_mesh_process_groups = lambda: None
+        return plugin
+
+    @property
+    def _reduces_in_background(self) -> bool:
+        """Under Gemini. It wants pinned chunks, and with offload upstream ran only without it."""
+        wanted = self.settings.overlap_communication and self.settings.pin_memory
+        return wanted and self.placement_policy == 'cuda' and self.device.type == 'cuda'
+
+    def _offloads(self, model: nn.Module) -> bool:
+        """Whether masters and states of a trained model go to host memory; the same answer on every rank."""
+        if self.placement_policy != 'auto' or self.device.type != 'cuda':
+            return self.placement_policy == 'cpu'
+        num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        needed = 16 * num_trained / self.world_size  # master, gradient and two moments in fp32
+        tight = torch.tensor(float(needed > torch.cuda.mem_get_info(self.device)[0] / 2))
+        return bool(self.all_reduce(tight, 'max'))
+
+    def _check_optimizer(self, optimizer: Optimizer) -> None:
+        if optimizer.state:
+            raise ValueError(
+                f'prepare: this {type(optimizer).__name__} has already stepped; prepare a new optimizer, then load its '
+                'state'
+            )
+        if self.stage < 3:
+            return
+        from colossalai.nn.optimizer import CPUAdam, FusedAdam, HybridAdam
+
+        kind = type(optimizer)
+        if kind not in (HybridAdam, CPUAdam, FusedAdam):
+            raise ValueError(
+                f'prepare: Gemini (stage=3) cannot step a {kind.__module__}.{kind.__name__}; '
+                'use HybridAdam of colossalai.nn.optimizer, or strategy.make_optimizer(parameters, lr)'
+            )
+        if kind is FusedAdam and self.placement_policy != 'cuda':
+            raise ValueError(
+                f'prepare: FusedAdam cannot step under placement_policy={self.placement_policy!r}; use HybridAdam'
+            )
+        on_gpu = self.placement_policy == 'cuda' and self.device.type == 'cuda'
+        if kind is CPUAdam and on_gpu and self.numerics.scales_loss:
+            raise ValueError(
+                "prepare: CPUAdam cannot unscale fp16 gradients on a GPU; use HybridAdam, or placement_policy='cpu'"
+            )
+
+    def _engine(self, optimizer: Optimizer) -> TrainedEngine:
+        engine = self._engines[id(self._pair(optimizer).user_model)]
+        assert isinstance(engine, TrainedEngine)
+        return engine
+
+    @contextmanager
+    def full_model(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None = None,
+        *,
+        whole: bool = False,
+        read_only: bool = False,
+        on_disk: str | os.PathLike[str] | None = None,
+    ) -> Iterator[nn.Module]:
+        """As in the base. Stages 1 and 2 without LoRA lend the module itself; otherwise a copy is gathered and freed
+        after."""
+        from chatgpt.nn import lora
+        from chatgpt.nn.trunk import in_eval_mode
+
+        module, dtype = self.unwrap(model), dtype or self.numerics.full_dtype
+        engine = self._engines.get(id(module))
+        if engine is None:
+            with super().full_model(model, dtype) as full:
+                yield full
+            return
+        has_lora = lora.has_lora(module)
+        if on_disk is not None or (self.stage == 3 and streams(self, self.stream_blocks, module, dtype)):
+            tensors = engine.gather(torch.float32 if has_lora else dtype)
+            full, mapped = mapped_copy(self, module, tensors, dtype, on_disk)
+            set_buffers(full, module)
+            on_host = on_disk is not None or read_only
+            with nullcontext() if on_host else streamed(full, mapped, self.device):
+                yield full
+            return
+        working = self.numerics.dtype if self.exact is None else torch.float32
+        if self.stage < 3 and dtype == working and not has_lora:
+            with in_eval_mode(module):
+                yield module
+            return
+        # Adapters are folded in fp32 and the sum is rounded once, as Naive does.
+        copied = self._gathered_copy(module, engine, torch.float32 if has_lora else dtype).eval()
+        merge_for_good(copied)
+        for parameter in copied.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+        yield copied
+
+    def _gathered_copy(self, module: nn.Module, engine: Engine, dtype: torch.dtype) -> nn.Module:
+        """A plain copy of the module the user built, with whole weights. Parameters are never copied, only received."""
+        plain: dict[str, nn.Parameter] = {}
+        memo: dict[int, Any] = {}
+        for name, parameter in module.named_parameters():
+            kind = dtype if parameter.is_floating_point() else parameter.dtype
+            plain[name] = nn.Parameter(
+                torch.empty(parameter.shape, dtype=kind, device=self.device), requires_grad=False
+            )
+            memo[id(parameter)] = plain[name]
+        copied = copy.deepcopy(module, memo)
+        for name, tensor in engine.gather(dtype):
+            plain[name].data.copy_(tensor)
+        return copied
+
+    # ------------------------------------------------------------------ one optimizer step
+
+    @contextmanager
+    def accumulate(self, model: nn.Module, last: bool) -> Iterator[None]:
+        engine = self._engines.get(id(self.unwrap(model)))
+        if not isinstance(engine, TrainedEngine):
+            yield
+            return
+        engine.sync = last
+        try:
+            yield
+        finally:
+            engine.sync = True
+
+    def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:
+        engine = self._engine(optimizer)
+        if self.exact is None:
+            engine.backward(loss * self.world_size)  # upstream takes the mean over ranks
+        else:
+            assert isinstance(engine, ZeroEngine)
+            engine.accumulate(loss)
+
+    def end_atom(self, optimizer: Optimizer) -> None:
+        pair = self._pair(optimizer)
+        if pair.tree is None:
+            return
+        parameters = self._engine(optimizer).trained()
+        if self._sums_each_atom:
+            shards = self._summed_shards(optimizer)
+            pair.tree.add([shards.get(id(p)) for p in parameters])
+        else:
+            pair.tree.take([*parameters])
+
+    def _summed_shards(self, optimizer: Optimizer) -> dict[int, Tensor]:
+        engine = self._engine(optimizer)
+        assert isinstance(engine, ZeroEngine)
+        return engine.summed_shards(self.fill_gradients([*engine.trained()]), self.settings.reduce_bucket_size)
+
+    def _exact_step(self, optimizer: Optimizer, max_norm: float | None) -> float:
+        engine, tree = self._engine(optimizer), self._pair(optimizer).tree
+        assert isinstance(engine, ZeroEngine) and tree is not None and self.exact is not None
+        atoms = self.exact.atoms // self.world_size
+        if self._sums_each_atom:
+            total = zip(engine.trained(), tree.finish(atoms), strict=True)
+            shards = {id(p): g for p, g in total if g is not None}
+        else:
+            tree.give([*engine.trained()], atoms)
+            shards = self._summed_shards(optimizer)
+        norm = exact_norm(shards.values(), self.device, self.all_reduce)
+        if math.isfinite(norm):
+            if max_norm is not None:
+                factor = min(1.0, max_norm / (norm + 1e-6))
+                for shard in shards.values():
+                    shard.mul_(factor)
+            engine.set_shards(shards)
+            engine.step(norm, None)
+        else:
+            engine.overflow()
+        return norm
+
+    def optimizer_step(self, optimizer: Optimizer, max_norm: float | None = None) -> float:
+        check_max_norm(max_norm)
+        max_norm = max_norm or self.settings.max_norm or None
+        if self.exact is not None:
+            return self._exact_step(optimizer, max_norm)
+        engine = self._engine(optimizer)
+        norm = engine.norm()
+        if math.isfinite(norm):
+            engine.step(norm, max_norm)
+        else:
+            engine.overflow()
+        return norm
+
+    def discard_gradients(self, optimizer: Optimizer) -> None:
+        if (tree := self._pair(optimizer).tree) is not None:
+            tree.clear()
+        self._engine(optimizer).discard()
+
+    # ------------------------------------------------------------------ weights and optimizer states
+
+    def full_state_dict(self, model: nn.Module, folder: str | os.PathLike[str] | None = None) -> dict[str, Tensor]:
+        module = self.unwrap(model)
+        if id(module) not in self._engines:
+            return super().full_state_dict(model, folder)
+        engine = self._engines[id(module)]
+        tensors, aliases = states.named_tensors(module)
+        full = mapped_floats(tensors, folder) if self.is_rank_0 else {}
+        for name, tensor in engine.gather(torch.float32):
+            if self.is_rank_0:
+                full[name].copy_(tensor)
+        if not self.is_rank_0:
+            return {}
+        for name, buffer in buffers_of(module).items():
+            full[name].copy_(buffer)
+        return {name: full[aliases.get(name, name)] for name in (*tensors, *aliases)}
+
+    def model_pieces(self, model: nn.Module) -> Iterable[Piece]:
+        module = self.unwrap(model)
+        if id(module) not in self._engines:
+            return super().model_pieces(model)
+        return itertools.chain(model_pieces(self._engines[id(module)]), self._dealt(buffers_of(module)))
+
+    def load_model_pieces(self, model: nn.Module, reader: TensorReader, strict: bool = True) -> None:
+        module = self.unwrap(model)
+        if id(module) not in self._engines:
+            super().load_model_pieces(model, reader, strict)
+        else:
+            load_model_pieces(self._engines[id(module)], reader, strict)
+
+    def _optimizer_pieces(self, optimizer: Optimizer) -> Iterable[Piece]:
+        return optimizer_pieces(self._engine(optimizer))
+
+    def _load_optimizer_pieces(self, optimizer: Optimizer, reader: TensorReader) -> None:
+        load_optimizer_pieces(
+            self._engine(optimizer), {n for names in self._pair(optimizer).names for n in names}, reader
+        )
+
+    def close(self) -> None:
+        self._engines.clear()
+        super().close()
+
+
+def _on_demand(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
+    """Turn a model on the meta device into one whose tensors take no memory yet; its first weights, one after
+    another."""
+    from chatgpt.nn.weights import initial_tensors
+
+    tensors = initial_tensors(model)
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    empty = torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape)
+                    made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                module._parameters[key] = made[id(parameter)]
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = torch.empty_like(buffer, device='cpu')
+    for group in optimizer.param_groups if optimizer is not None else ():
+        group['params'] = [made[id(p)] for p in group['params']]
+    return tensors

@@ -1,0 +1,547 @@
+"""`FSDPStrategy`: parameters, gradients and optimizer states sharded over processes by torch's own `fully_shard`
+(FSDP2).
+
+Every transformer block is gathered for its forward and backward and freed again; what lies outside the blocks belongs
+to the root. Modules are sharded in place, so any method of theirs can still be called, and an optimizer is pointed at
+the sharded parameters. With `tensor_parallel` a few processes hold each matrix of a block together, and `fully_shard`
+cuts their parts over the ranks: a mesh of two dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
+
+from chatgpt.strategies import states
+from chatgpt.strategies.base import Abilities
+from chatgpt.strategies.checkpoint.layout import Piece, TensorReader
+from chatgpt.strategies.copies import merge_for_good, narrow_states
+from chatgpt.strategies.exact import exact_norm, own_part, tree_reduce_scatter
+from chatgpt.strategies.memory import Layout, Memory, MemoryModel, ModelSize, atoms_of, gathered_copy
+from chatgpt.strategies.offload import Offloaded, OffloadedShards
+from chatgpt.strategies.pairs import Trained
+from chatgpt.strategies.precision import Precision
+from chatgpt.strategies.processes import ProcessGroupStrategy
+from chatgpt.strategies.ranks import check_world_size
+from chatgpt.strategies.streaming import (
+    StreamBlocks,
+    check_stream_blocks,
+    mapped_copy,
+    mapped_floats,
+    on_meta,
+    set_buffers,
+    streamed,
+    streams,
+    transformer_blocks,
+    with_parameters,
+)
+from chatgpt.strategies.tensor_parallel import CutReader, Parts, add_up, check_model, parallelize
+from chatgpt.strategies.tensor_ranks import TensorRanks
+
+
+class FSDPStrategy(ProcessGroupStrategy):
+    """Fully sharded data parallelism. Launch with torchrun.
+
+    Args:
+        tensor_parallel: neighbouring processes that hold each block's matrices together and are one rank
+            (`tensor_parallel`, `tensor_ranks`): a layer needs memory on so many devices, and each token is computed by
+            all of them. Models need a plan for it in transformers. Weights that generate stay cut like this.
+        precision: dtype in which blocks are gathered and computed; shards, gradients and optimizer states stay fp32.
+        cpu_offload: shards and optimizer states live in host memory, and the optimizer steps there.
+        activation_checkpointing: recompute activations in the backward pass, in models that can.
+        meta_init: models built inside `model_init_context` stay on the meta device, and `prepare` fills their shards
+            from the files or seeds that they carry a record of (`chatgpt.nn` models do), one block at a time. So no
+            rank ever holds a whole model while building it. A module without such a record is refused by name.
+        stream_blocks: while generating, bring blocks one after another from a copy in host memory (a file that all
+            ranks of a machine map) instead of holding a full copy on the device; 'auto' does so on a GPU whose free
+            memory is too small for it.
+    """
+
+    abilities = Abilities(sharded=True)
+    _keeps_narrow: ClassVar[bool] = False  # gathers in the compute dtype, from shards in fp32
+    _sums_each_atom = True
+
+    def __init__(
+        self,
+        seed: int = 42,
+        precision: Precision = 'auto',
+        *,
+        tensor_parallel: int = 1,
+        cpu_offload: bool = False,
+        activation_checkpointing: bool = False,
+        meta_init: bool = False,
+        stream_blocks: StreamBlocks = 'auto',
+        device: str | torch.device | None = None,
+        timeout_s: float = 1800.0,
+        **numerics: Any,
+    ) -> None:
+        check_stream_blocks(stream_blocks)
+        if tensor_parallel != 1:
+            given = {'cpu_offload': cpu_offload, 'stream_blocks': stream_blocks is True}
+            given['reproducible'] = numerics.get('reproducible') is not None
+            for name in (name for name, value in given.items() if value):
+                raise ValueError(f'tensor_parallel={tensor_parallel} does not go with {name}: leave one of them out')
+            if 'WORLD_SIZE' in os.environ:  # before anything is joined
+                check_world_size(int(os.environ['WORLD_SIZE']), tensor_parallel)
+        super().__init__(seed, precision, device=device, timeout_s=timeout_s, **numerics)
+        self.stream_blocks = stream_blocks
+        self.cpu_offload = cpu_offload
+        self.activation_checkpointing = activation_checkpointing
+        self.meta_init = meta_init
+        # Our forwards return views of their results, and nothing writes into a result in place.
+        warnings.filterwarnings('ignore', message=r'FSDP2-wrapped module \(.*\) returned a view tensor')
+        self._tensor: TensorRanks | None = None
+        """`ranks`, where each is a few processes"""
+        if tensor_parallel == 1:
+            self._mesh = init_device_mesh(self.device.type, (self.world_size,))
+        else:
+            self._tensor = TensorRanks(self.ranks, tensor_parallel)
+            self.ranks: Any = self._tensor
+            self._mesh = self._tensor.mesh['data']
+        # Exact in 16 bits is what the other strategies compute under autocast, from weights in fp32.
+        self._policy = MixedPrecisionPolicy(
+            param_dtype=None if self.numerics.precision == 'fp32' or self.exact is not None else self.numerics.dtype,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+        )
+        self._skeletons: dict[int, nn.Module] = {}
+        """id of a sharded module -> the same module with meta parameters: what a full copy is made from"""
+        self._parts: dict[int, Parts] = {}
+        """id of a sharded module -> what this process holds of it"""
+        self._cut_skeletons: dict[int, nn.Module] = {}
+        """id of a module that is held in parts -> the same with parts as meta parameters"""
+        self._is_cut: set[int] = set()
+        """ids of parameters that are parts"""
+
+    @classmethod
+    def memory_model(cls, cpu_offload: bool = False, tensor_parallel: int = 1, **options: Any) -> MemoryModel:
+        return FSDPMemory(offloads=cpu_offload, atoms=atoms_of(options), tensor_parallel=tensor_parallel)
+
+    # ------------------------------------------------------------------ models
+
+    def model_init_context(self) -> AbstractContextManager[Any]:
+        return torch.device('meta') if self.meta_init else nullcontext()
+
+    def _offloaded(self, module: nn.Module) -> Offloaded | None:
+        if self.cpu_offload:
+            raise ValueError(
+                "offload='idle': with cpu_offload=True frozen models wait in host memory already; leave one of them out"
+            )
+        return OffloadedShards(module, self.device) if self.device.type != 'cpu' else None
+
+    def _setup_model(self, model: nn.Module, trained: bool) -> nn.Module:
+        states.refuse_shared(model, f'{type(self).__name__} shards weights')
+        plan = check_model(model, self._tensor.tensor_parallel) if self._tensor is not None else {}
+        if trained:
+            self.keep_blocks(model)
+        if self.activation_checkpointing and trained:
+            _checkpoint_activations(model)
+        skeleton = on_meta(model)
+        stream = _initial_tensors(model)
+        if stream is None:
+            self.take_weights_of_rank_0(model)
+            model.to(torch.device('cpu') if self.cpu_offload else self.device)
+            for owner in model.modules():  # buffers compute, and so never wait in host memory
+                for name, buffer in list(owner._buffers.items()):
+                    if buffer is not None:
+                        owner._buffers[name] = buffer.to(self.device)
+        if self._tensor is not None:
+            self._parts[id(model)] = parallelize(model, self._tensor.group, self._tensor.mesh['tensor'], plan)
+            self._cut_skeletons[id(model)] = on_meta(model)
+        offload = CPUOffloadPolicy(pin_memory=self.device.type == 'cuda') if self.cpu_offload else OffloadPolicy()
+        for block in transformer_blocks(model):
+            fully_shard(block, mesh=self._mesh, mp_policy=self._policy, offload_policy=offload)
+        fully_shard(model, mesh=self._mesh, mp_policy=self._policy, offload_policy=offload)
+        if self.exact is not None:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_custom_reduce_scatter(_TreeReduceScatter())
+        if stream is not None:
+            self._materialise(model, stream)
+        if self._policy.param_dtype is not None:
+            narrow_states(model, self._policy.param_dtype)
+        if stream is not None:
+            from chatgpt.nn.hydra import settle_hydra
+            from chatgpt.nn.packing import settle
+
+            settle(model, self.device, in_fp32=self._policy.param_dtype is None)
+            settle_hydra(model, self.device)
+        self._skeletons[id(model)] = skeleton
+        for name, cut in self._parts_of(model).cuts.items():
+            parameter: Any = model.get_parameter(name)
+            parameter.whole_shape = cut.shape
+            self._is_cut.add(id(parameter))
+        return model
+
+    def _parts_of(self, module: nn.Module) -> Parts:
+        return self._parts.get(id(module), Parts())
+
+    @torch.no_grad()
+    def _materialise(self, model: nn.Module, stream: Iterator[tuple[str, Tensor]]) -> None:
+        """Give a sharded meta module its numbers: every rank goes through the same tensors and keeps its part of
+        each."""
+        model.to_empty(device='cpu' if self.cpu_offload else self.device)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        parts = self._parts_of(model)
+        filled: set[int] = set()
+        for name, tensor in stream:
+            if name not in parameters:
+                owner_name, _, buffer_name = name.rpartition('.')
+                model.get_submodule(owner_name)._buffers[buffer_name] = tensor.to(self.device, copy=True)
+                continue
+            target = parameters[name]
+            filled.add(id(target))
+            tensor = parts.take(name, tensor)
+            start, stop = _range(target) if isinstance(target, DTensor) else (0, target.numel())
+            local = target.to_local() if isinstance(target, DTensor) else target
+            local.view(-1).copy_(tensor.reshape(-1)[start:stop])
+        missing = [name for name, parameter in parameters.items() if id(parameter) not in filled]
+        if missing:
+            raise ValueError(
+                f'{type(model).__name__}: nothing says what these parameters start as: {", ".join(missing[:5])}'
+            )
+
+    def _setup_optimizer(self, optimizer: Optimizer, model: nn.Module, names: list[list[str]]) -> Optimizer:
+        if optimizer.state:
+            raise ValueError(
+                f'{type(self).__name__} shards parameters, and this {type(optimizer).__name__} already has states of '
+                'whole ones; prepare it before its first step, then load_optimizer'
+            )
+        parameters = dict(model.named_parameters())
+        for group, group_names in zip(optimizer.param_groups, names, strict=True):
+            group['params'] = [parameters[name] for name in group_names]
+        return optimizer
+
+    @contextmanager
+    def full_model(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None = None,
+        *,
+        whole: bool = False,
+        read_only: bool = False,
+        on_disk: str | os.PathLike[str] | None = None,
+    ) -> Iterator[nn.Module]:
+        """A plain copy with full weights, gathered tensor by tensor in the compute dtype, LoRA merged, freed after.
+
+        On the device; or, where that is too small (`stream_blocks`), streamed there block by block, or with `read_only`
+        in host memory that a machine's processes share; or in a mapped file in the folder `on_disk`, for writing. Under
+        tensor parallelism each process's part of the weights, which it computes with together with its group; or with
+        `whole` all of them, in that memory.
+        """
+        module, dtype = self.unwrap(model), dtype or self.numerics.full_dtype
+        too_large = on_disk is None and self._tensor is None and streams(self, self.stream_blocks, module, dtype)
+        apart = on_disk is None and (self._tensor is not None and whole or too_large and read_only)
+        if on_disk is not None or too_large or apart:
+            full, mapped = mapped_copy(self, self._skeletons[id(module)], self._whole(module), dtype, on_disk)
+            set_buffers(full, module)
+            with streamed(full, mapped, self.device) if too_large and not apart else nullcontext():
+                yield full.to('cpu') if apart else full
+            return
+        with self._kept_copy.lent(module, dtype) as kept:
+            folded_before = kept.copied is not None
+            kept.copied = self._gathered(module, dtype, kept.copied).eval()
+            merge_for_good(kept.copied, in_place=folded_before)
+            yield kept.copied
+
+    def _whole(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter whole, in fp32, one at a time. A collective: exhaust it on every rank."""
+        for name, parameter in module.named_parameters():
+            yield name, self._parts_of(module).join(name, _full(parameter.detach(), self.device))
+
+    @torch.no_grad()
+    def _gathered(self, module: nn.Module, dtype: torch.dtype, into: nn.Module | None = None) -> nn.Module:
+        if into is not None:
+            whole = dict(into.named_parameters())
+            for name, parameter in module.named_parameters():
+                whole[name].copy_(_full(parameter.detach(), self.device))
+            for buffer, own in zip(into.buffers(), module.buffers(), strict=True):
+                buffer.copy_(own)
+            return into
+        skeleton = self._cut_skeletons.get(id(module), self._skeletons[id(module)])
+        sharded = dict(module.named_parameters())
+        weights: dict[int, Tensor] = {}
+        for name, parameter in skeleton.named_parameters():
+            weights[id(parameter)] = _full(sharded[name].detach(), self.device).to(self.device, dtype)
+        full = with_parameters(skeleton, weights)
+        set_buffers(full, module)
+        return full.to(self.device)
+
+    # ------------------------------------------------------------------ one optimizer step
+
+    def autocast(self, *, scoring: bool = False) -> AbstractContextManager[Any]:
+        """FSDP gathers in the compute dtype; there is nothing left to cast."""
+        return self._products() if self.exact is None else super().autocast(scoring=scoring)
+
+    @contextmanager
+    def accumulate(self, model: nn.Module, last: bool) -> Iterator[None]:
+        """With `exact`, the backwards of one atom are added up before ranks are."""
+        module: Any = self.unwrap(model)
+        waits = self.exact is not None and not last
+        if waits:
+            module.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            if waits:
+                module.set_requires_gradient_sync(True)
+
+    def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:
+        # FSDP averages over ranks, while a loss here is a share of a sum. `_TreeReduceScatter` sums.
+        super().backward(loss * self.world_size if self.exact is None else loss, model, optimizer)
+
+    @torch.no_grad()
+    def _reduce_gradients(self, pair: Trained) -> None:
+        """What each process of a tensor group knows for its own heads only becomes the sum over the group."""
+        if self._tensor is not None:
+            partial = self._parts_of(pair.user_model).partial
+            gradients = (own_part(p.grad) for n, p in pair.named_parameters() if n in partial and p.grad is not None)
+            add_up(gradients, self._tensor.group)
+
+    def _gradient_norm(self, parameters: list[Tensor]) -> float:
+        if self.exact is not None:
+            shards = [own_part(p.grad) for p in parameters if p.grad is not None]
+            return exact_norm(shards, self.device, self.all_reduce)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for parameter in parameters:
+            gradient = parameter.grad
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            counts = self.ranks.leads or id(parameter) in self._is_cut  # what is whole on all of a tensor group once
+            if counts and local is not None and local.numel():
+                total += torch.linalg.vector_norm(local.detach(), dtype=torch.float64).square().to(self.device)
+        return math.sqrt(float(self.processes.all_reduce(total)))
+
+    def _scale_gradients(self, parameters: list[Tensor], factor: float) -> None:
+        if factor != 1.0:
+            for parameter in parameters:
+                gradient = parameter.grad
+                (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(factor)  # type: ignore[union-attr]
+
+    # ------------------------------------------------------------------ weights and optimizer states
+
+    def full_state_dict(self, model: nn.Module, folder: str | os.PathLike[str] | None = None) -> dict[str, Tensor]:
+        module = self.unwrap(model)
+        tensors, aliases = states.named_tensors(module)
+        whole, _ = states.named_tensors(self._skeletons.get(id(module), module))
+        full = mapped_floats(whole, folder) if self.is_rank_0 else {}
+        for name, tensor in tensors.items():
+            value = self._parts_of(module).join(name, _full(tensor.detach(), self.device))
+            if self.is_rank_0:
+                full[name].copy_(value)
+        return full | {alias: full[name] for alias, name in aliases.items() if self.is_rank_0}
+
+    def fails_together(self, state: str) -> bool:
+        # An exception inside a forward leaves a block's weights gathered in the compute dtype: they are not what a
+        # checkpoint holds.
+        trained = [(pair.user_model, pair.optimizer) for pair in self._pairs.values()]
+        owned = {id(parameter) for model, _ in trained for parameter in model.parameters()}
+        sharded = all(
+            id(p) in owned for _, optimizer in trained for group in optimizer.param_groups for p in group['params']
+        )
+        return super().fails_together(f'{state}, {sharded}') and sharded
+
+    def model_pieces(self, model: nn.Module) -> Iterable[Piece]:
+        module = self.unwrap(model)
+        return self._shards(states.named_tensors(module)[0], self._parts_of(module))
+
+    def _optimizer_pieces(self, optimizer: Optimizer) -> Iterable[Piece]:
+        pair = self._pair(optimizer)
+        return self._shards(
+            states.slots_of(pair.optimizer, pair.named_parameters()), self._parts_of(pair.user_model), slots=True
+        )
+
+    def _shards(self, tensors: dict[str, Tensor], parts: Parts, *, slots: bool = False) -> Iterator[Piece]:
+        """This process's range of every sharded tensor; what is replicated is written by the first that has it.
+        `slots`: names are those of a parameter's states."""
+        for name, tensor in tensors.items():
+            if isinstance(tensor, DTensor):
+                start, stop = _range(tensor)
+                local = tensor.to_local().detach().reshape(-1)
+                cut = parts.cuts.get(name.rpartition('/')[0] if slots else name)
+                if cut is not None and parts.group is not None:
+                    yield from cut.pieces(name, start, stop, local, parts.group)
+                elif stop > start and self.ranks.leads:
+                    yield Piece(name, tuple(tensor.shape), start, stop, local)
+            elif self.is_rank_0 and tensor.numel():
+                yield states.whole(name, tensor)
+
+    @torch.no_grad()
+    def load_model_pieces(self, model: nn.Module, reader: TensorReader, strict: bool = True) -> None:
+        module = self.unwrap(model)
+        tensors, aliases = states.named_tensors(module)
+        reader = CutReader(reader, self._parts_of(module).cuts)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        for name, stored in states.match_names(shapes, aliases, reader, strict=strict).items():
+            _fill(reader, stored, tensors[name])
+
+    @torch.no_grad()
+    def _load_optimizer_pieces(self, optimizer: Optimizer, reader: TensorReader) -> None:
+        pair = self._pair(optimizer)
+        reader = CutReader(reader, self._parts_of(pair.user_model).cuts)
+        states.load_slots(pair.optimizer, dict(pair.named_parameters()), reader, fill=_fill)
+
+    def close(self) -> None:
+        for kept in (self._skeletons, self._cut_skeletons, self._parts, self._is_cut):
+            kept.clear()
+        super().close()
+
+
+class _TreeReduceScatter(ReduceScatter):
+    """Sums gradients over ranks in the one order of `reproducible='exact'`, whatever operation is asked for."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        output_tensor.copy_(tree_reduce_scatter(input_tensor, group))
+
+
+@dataclass(frozen=True)
+class FSDPMemory(MemoryModel):
+    """Shards of fp32 weights, gradients and states; blocks are gathered in the compute dtype."""
+
+    tensor_parallel: int = 1
+    """processes that share each block's weights, beside the ranks that share the data"""
+
+    whole: ClassVar[bool] = False
+    streams: ClassVar[bool] = True
+
+    def ranks(self, run: Layout) -> int:
+        """Among which parameters are sharded: of what one process of a rank holds, which is the size it is asked of."""
+        return run.num_processes // self.tensor_parallel
+
+    def _sharded(self, size: ModelSize, run: Layout, *, trained_only: bool = False) -> int:
+        """Elements of rank 0's dim-0 shards."""
+        shapes = [p.shape for p in size.parameters if p.trained or not trained_only]
+        return sum(math.ceil(s[0] / self.ranks(run)) * math.prod(s[1:]) if s else 1 for s in shapes)
+
+    def trained(self, name: str, size: ModelSize, run: Layout) -> Memory:
+        return self._trained(
+            name, run, self._sharded(size, run), self._sharded(size, run, trained_only=True), size.num_trained
+        )
+
+    def frozen(self, name: str, size: ModelSize, run: Layout) -> Memory:
+        memory = Memory()
+        memory.add(f'{name} weights', 4 * self._sharded(size, run), host=self.offloads)
+        return memory
+
+    def gathered(self, size: ModelSize, run: Layout, *, backward: bool) -> int:
+        trained = [p for p in size.parameters if p.trained and p.block is not None]
+        reduced = 4 * max(ModelSize(tuple(trained)).blocks(), default=0)  # a block's whole gradients in fp32
+        # with one process nothing is gathered ahead: the next block comes when the last one has gone
+        whole = size.two_blocks if self.ranks(run) > 1 else size.outside + max(size.blocks(), default=0)
+        return (4 if self.autocasts else run.itemsize) * whole + (reduced if backward else 0)
+
+    def kept_gathered(self, size: ModelSize, run: Layout) -> int:
+        # what lies outside the blocks is torch's root, which only a backward shards again
+        return (4 if self.autocasts else run.itemsize) * size.outside
+
+    def growing(self, size: ModelSize, run: Layout, *, again: bool) -> float:
+        return super().growing(size, run, again=again) / self.ranks(run)
+
+    def step(self, size: ModelSize, run: Layout) -> int:
+        norm = 8 * math.ceil(size.largest_trained / self.ranks(run))  # a shard in fp64, as it is squared and added
+        if self.offloads:
+            return 0
+        return max(norm, 4 * self._sharded(size, run, trained_only=True) if self.has_temporary(run) else 0)
+
+    def full_copy(self, size: ModelSize, run: Layout) -> Memory:
+        itemsize = self.full_itemsize(run)
+        if self.ranks(run) == 1 and itemsize == 4 and not run.stream_blocks:  # the only shards are the weights
+            memory = Memory()
+            memory.add('full copy', itemsize * size.adapted)
+            return memory
+        return gathered_copy(size, run, itemsize)
+
+
+def _initial_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]] | None:
+    """The numbers that a model on the meta device starts with; None for one that has its numbers."""
+    if not any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        return None
+    from chatgpt.nn.weights import initial_tensors
+
+    return initial_tensors(model)
+
+
+def _checkpoint_activations(model: nn.Module) -> None:
+    module: Any
+    for module in model.modules():
+        if getattr(module, 'supports_gradient_checkpointing', False) and hasattr(
+            module, 'gradient_checkpointing_enable'
+        ):
+            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
+            return
+    raise ValueError(
+        f'activation_checkpointing: {type(model).__name__} has no model that can recompute its activations'
+    )
+
+
+def _full(tensor: Tensor, device: torch.device) -> Tensor:
+    """The whole tensor, where its shards are; a collective when it is sharded.
+
+    Shards that wait in host memory pass through `device` a bounded piece at a time: NCCL takes no tensor of the CPU.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = tensor.to_local()
+    if local.device.type == device.type:
+        return tensor.full_tensor()
+    ranks = tensor.device_mesh.size()
+    longest = -(-tensor.shape[0] // ranks) * math.prod(tensor.shape[1:])  # of any rank's shard, as torch.chunk cuts
+    whole = local.new_empty(tensor.shape)
+    mine, flat = local.reshape(-1), whole.view(-1)
+    most = max(1, states.CHUNK // ranks)
+    for at in range(0, longest, most):
+        width = min(most, longest - at)
+        piece = torch.zeros(width, dtype=local.dtype, device=device)
+        own = mine[at : at + width]
+        piece[: len(own)].copy_(own)
+        pieces = torch.empty(ranks * width, dtype=local.dtype, device=device)
+        dist.all_gather_into_tensor(pieces, piece, group=tensor.device_mesh.get_group())
+        for rank, values in enumerate(pieces.split(width)):
+            start, end = rank * longest, min((rank + 1) * longest, len(flat))
+            target = flat[start + at : max(start + at, min(start + at + width, end))]
+            target.copy_(values[: len(target)])
+    return whole
+
+
+def _range(tensor: DTensor) -> tuple[int, int]:
+    """The flat range [start, stop) of this rank's dim-0 shard."""
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    row = math.prod(tensor.shape[1:])
+    start = offset[0] * row if math.prod(shape) else 0
+    return start, start + math.prod(shape)
+
+
+def _fill(reader: TensorReader, stored: str, tensor: Tensor) -> None:
+    """Fill this rank's part of `tensor`, a bounded chunk at a time."""
+    if not isinstance(tensor, DTensor):
+        states.copy_from(reader, stored, tensor)
+        return
+    start, stop = _range(tensor)
+    local = tensor.to_local().detach().view(-1)
+    for at in range(start, stop, states.CHUNK):
+        end = min(at + states.CHUNK, stop)
+        local[at - start : end - start].copy_(reader.read(stored, at, end))

@@ -1,0 +1,315 @@
+"""`FailureGuard`: one rank's exception ends all ranks within seconds, with that rank's message; a rank that hangs is
+named.
+
+The failing rank writes its message into the process group's store. A thread on every rank looks there several times a
+second; when it finds another rank's message it gives the process a moment to fail by itself (the same mistake, a broken
+connection), then prints the message and ends the process, which may be stuck in a collective that will never finish.
+
+A rank that has waited for almost the whole timeout asks all ranks where their main threads are. All then end with a
+message that names the ranks that are elsewhere or do not answer. That a rank waits is known of a strategy's own
+collectives; of others, such as a sharded forward runs, it is seen by a main thread that uses no processor.
+
+Leaving the guard without an exception waits for the other ranks, so that the store outlives everyone who looks into it.
+A process that dies without a word (SIGKILL) is noticed by its launcher, which ends the others; a rank that waits on a
+GPU for a result behind another library's collective by NCCL's own watchdog, which gives no name.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
+from typing import ClassVar
+
+import torch.distributed as dist
+
+POLL_S = 0.2
+GRACE_S = 5.0
+"""how long the failing rank waits for the others to have read its message"""
+TOGETHER_S = 3.0
+"""how long a failing rank waits to see whether all others fail with it"""
+LEAVE_S = 1.0
+"""how long a process has to fail by itself once another has failed"""
+PATIENCE = 0.9
+"""share of the timeout after which a waiting rank asks the others where they are: a collective that has timed out would
+not say who was late"""
+STILL_S = 0.001
+"""so little processor time is no progress"""
+NUM_FRAMES = 3
+"""of the main thread's calls, in a message"""
+
+
+class Whereabouts:
+    """Where a rank's main thread is: what it last said, since when, and whether it waits for other ranks.
+
+    `clock` is the time by which a guard is patient.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.where = 'before the run'
+        self.since = clock()
+        self.thread = threading.get_ident()
+        self.collectives = 0
+        """finished so far, of a strategy's own"""
+        self._depth = 0
+
+    def note(self, where: str) -> None:
+        self.where, self.since = where, self.clock()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a collective."""
+        self._depth += 1
+        self.since = self.clock()
+        try:
+            yield
+            self.collectives += 1
+        finally:
+            self._depth -= 1
+            self.since = self.clock()
+
+    def in_own_collective(self) -> bool:
+        return self._depth > 0
+
+    def is_waiting(self) -> bool:
+        """In a collective of a strategy's, or in one that a sharded forward or backward runs."""
+        inside = os.path.join('torch', 'distributed', '')
+        return self.in_own_collective() or any(inside in frame.filename for frame in self._stack())
+
+    def processor_s(self) -> float:
+        """Processor time of the main thread so far; where the system does not tell, a clock that always goes on."""
+        if not hasattr(time, 'pthread_getcpuclockid'):
+            return time.monotonic()
+        return time.clock_gettime(time.pthread_getcpuclockid(self.thread))
+
+    def describe(self) -> str:
+        """'in reward.py:12 (score)', the innermost frame first."""
+        frames = [f'{os.path.basename(f.filename)}:{f.lineno} ({f.name})' for f in reversed(self._stack())]
+        return ' called by '.join(frames[:NUM_FRAMES]) or 'nowhere'
+
+    def _stack(self) -> list[traceback.FrameSummary]:
+        frame = sys._current_frames().get(self.thread)
+        return list(traceback.extract_stack(frame)) if frame is not None else []
+
+
+class RankFailure(RuntimeError):
+    """Another rank failed first; the message is that rank's."""
+
+
+class FailureGuard(AbstractContextManager[None]):
+    """Enter and leave on every rank together. A guard inside another does nothing.
+
+    Keys in the store: `failure` (the first message), `seen` (how many ranks have read it), `done` and `gone` (how many
+    left well, and how many know that all did), `asked` (somebody asks) and `at/RANK` (the answers); `failing/RANK`
+    (where a rank failed) and `together` (whether all did so at one place).
+    """
+
+    _active: ClassVar[FailureGuard | None] = None
+
+    def __init__(
+        self, rank: int, world_size: int, *, timeout_s: float = 1800.0, whereabouts: Whereabouts | None = None
+    ) -> None:
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self.whereabouts = whereabouts or Whereabouts()
+        self._answered = False
+        self._still_since, self._used = self.whereabouts.clock(), 0.0
+        """since when the main thread has used no processor, and how much it had used then"""
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._message: str | None = None
+        """another rank's failure, once the watching thread has read it"""
+
+    def __enter__(self) -> None:
+        if FailureGuard._active is not None or self.world_size == 1:
+            return
+        # a name of its own for the keys: a launcher's store may outlive a restart, and hold the failure that was its
+        # reason
+        name = [uuid.uuid4().hex]
+        dist.broadcast_object_list(name, src=0)
+        prefix = f'chatgpt/guard/{name[0]}'
+        store = dist.distributed_c10d._get_default_store()
+        # a connection of its own: the main thread may be waiting for a key while holding the other one
+        self._store = dist.PrefixStore(prefix, store.clone() if hasattr(store, 'clone') else store)
+        FailureGuard._active = self
+        self._thread = threading.Thread(target=self._watch, name='chatgpt-failure-guard', daemon=True)
+        self._thread.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._thread is None:
+            return
+        self._stop.set()
+        self._thread.join(timeout=GRACE_S)
+        self._thread = None
+        FailureGuard._active = None
+        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+            self._leave_together()
+        elif not isinstance(error, RankFailure):
+            self._report(error)
+
+    # on a rank that fails
+
+    @classmethod
+    def agree(cls, state: str) -> bool:
+        """See `Strategy.fails_together`. All ranks get the same answer, except those that never ask."""
+        guard = cls._active
+        if guard is None:
+            return False
+        try:
+            return guard._agree(state)
+        except (dist.DistError, RuntimeError):  # rank 0, which holds the store, is gone
+            return False
+
+    def _agree(self, state: str) -> bool:
+        keys = [f'failing/{rank}' for rank in range(self.world_size)]
+        self._store.set(keys[self.rank], state)
+        end = time.monotonic() + TOGETHER_S
+        while time.monotonic() < end and not self._store.check(keys):
+            time.sleep(POLL_S / 10)
+        together = self._store.check(keys) and all(self._store.get(key).decode() == state for key in keys)
+        # The first to decide decides for all: a rank that comes too late must not find everyone there and wait for
+        # those who have left.
+        return self._store.compare_set('together', '', 'yes' if together else 'no') == b'yes'
+
+    def _report(self, error: BaseException) -> None:
+        if self._message is not None:
+            error.add_note(self._because(self._message))
+            return
+        text = f'rank {self.rank} failed: {type(error).__name__}: {error}'
+        details = ''.join(traceback.format_exception(error)).rstrip()
+        try:
+            first = self._store.compare_set('failure', '', f'{text}\n{details}').decode()
+            if first.startswith(f'rank {self.rank} failed'):
+                self._wait_for('seen', self.world_size - 1, GRACE_S)
+            else:  # a consequence of the other's failure, or the same mistake noticed here too
+                self._store.add('seen', 1)
+                error.add_note(self._because(first))
+        except (dist.DistError, RuntimeError) as problem:  # rank 0, which holds the store, is gone
+            error.add_note(f'The other ranks could not be told: {problem}')
+
+    # on the others
+
+    def _watch(self) -> None:
+        while not self._stop.wait(POLL_S):
+            self._message = self._failure()
+            if self._message is not None:
+                if not self._stop.wait(LEAVE_S):
+                    sys.stdout.flush()
+                    print(self._because(self._message), file=sys.stderr, flush=True)
+                    os._exit(1)
+                return
+            self._answer_the_roll()
+            if self._is_stuck():
+                self._call_the_roll()
+
+    # when a rank does not come
+
+    def _is_stuck(self) -> bool:
+        """Whether this rank has stood in one and the same collective for too long."""
+        here, patience = self.whereabouts, PATIENCE * self.timeout_s
+        now = here.clock()
+        if here.in_own_collective():
+            return now - here.since > patience
+        used = here.processor_s()
+        if used - self._used > STILL_S or here.since > self._still_since:
+            self._used, self._still_since = used, now
+        if now - self._still_since <= patience:
+            return False
+        # Frames of a running thread are looked at only here and when another asks: that has brought down an interpreter
+        # (3.11).
+        if not here.is_waiting():
+            self._still_since = now
+            return False
+        return True
+
+    def _answer_the_roll(self) -> None:
+        """Say where this rank is, once, when another asks."""
+        try:
+            if not self._answered and self._store.check(['asked']):
+                self._answered = True
+                here = self.whereabouts
+                self._store.set(f'at/{self.rank}', f'{int(here.is_waiting())} {here.describe()}')
+        except (dist.DistError, RuntimeError):
+            return
+
+    def _call_the_roll(self) -> None:
+        """Ask everyone where they are, and fail in the name of those who keep the others waiting."""
+        try:
+            self._ask_everyone()
+        except (dist.DistError, RuntimeError) as problem:  # rank 0, which holds the store, is gone
+            told = f'the store of rank 0 cannot be reached ({str(problem).splitlines()[0]})'
+            print(self._because(told), file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)
+
+    def _ask_everyone(self) -> None:
+        self._store.set('asked', '1')
+        self._answer_the_roll()
+        end = time.monotonic() + min(
+            GRACE_S, (1 - PATIENCE) * self.timeout_s / 2 + POLL_S
+        )  # before the collective itself gives up
+        keys = {rank: f'at/{rank}' for rank in range(self.world_size)}
+        while time.monotonic() < end and not self._store.check(list(keys.values())):
+            time.sleep(POLL_S / 2)
+        found = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+        # Not in a collective as far as can be seen: on a GPU a rank may also wait where it reads a result.
+        late = [f'rank {rank} is in {text[2:]}' for rank, text in found.items() if text[0] == '0']
+        late += [f'rank {rank} does not answer' for rank in keys if rank not in found]
+        waiting = [str(rank) for rank, text in found.items() if text[0] == '1']
+        everyone = '; '.join(f'rank {rank} in {text[2:]}' for rank, text in found.items())
+        who = '; '.join(late) or f'all ranks wait, in different collectives: {everyone}'
+        text = (
+            f'rank {self.rank} failed: no progress for {PATIENCE * self.timeout_s:.0f} s ({self.whereabouts.where}): '
+            f'{who}. Waiting: {", ".join(waiting) or "none"}. A rank that needs longer needs more than '
+            f'timeout_s={self.timeout_s:g}'
+        )
+        first = self._store.compare_set('failure', '', text).decode()
+        if first == text:
+            self._wait_for('seen', len(found) - 1, GRACE_S)
+        else:
+            self._store.add('seen', 1)
+        print(self._because(first), file=sys.stderr, flush=True)
+
+    def _because(self, message: str) -> str:
+        return f'[rank {self.rank}] stopped, because {message}'
+
+    def _failure(self) -> str | None:
+        """Another rank's message, read and acknowledged."""
+        try:
+            if not self._store.check(['failure']):
+                return None
+            message = self._store.get('failure').decode()
+            self._store.add('seen', 1)
+            return message
+        except (dist.DistError, RuntimeError) as problem:
+            return f'the store of rank 0 cannot be reached ({str(problem).splitlines()[0]})'
+
+    def _leave_together(self) -> None:
+        if self._message is not None:
+            raise RankFailure(self._message.splitlines()[0])
+        self._store.add('done', 1)
+        end = time.monotonic() + self.timeout_s
+        while time.monotonic() < end:
+            message = self._failure()
+            if message is not None:
+                raise RankFailure(message.splitlines()[0])
+            if self._store.add('done', 0) >= self.world_size:
+                break
+            time.sleep(POLL_S / 10)
+        # the store lives in rank 0: it stays until the others have seen that all are done
+        self._store.add('gone', 1)
+        if self.rank == 0:
+            self._wait_for('gone', self.world_size, GRACE_S)
+
+    def _wait_for(self, key: str, count: int, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while self._store.add(key, 0) < count and time.monotonic() < end:
+            time.sleep(POLL_S / 10)

@@ -1,0 +1,126 @@
+"""This machine: the instructions of its processor, its default device, and how freed host memory is kept.
+
+All that depends on the processor's instructions asks `processor`, and CHATGPT_PROCESSOR answers in its place: tests
+give the same answer on every machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+VARIABLE = 'CHATGPT_PROCESSOR'
+WIDTHS = ('default', 'avx2', 'avx512')
+"""vectors, as ATEN_CPU_CAPABILITY names those of an x86 processor"""
+BEFORE_BF16 = frozenset(('SSE41', 'AVX', 'AVX2', 'AVX2_VNNI', 'AVX2_VNNI_2', 'AVX512_CORE', 'AVX512_CORE_VNNI'))
+"""values of ONEDNN_MAX_CPU_ISA with which oneDNN has no products of 16 bits"""
+
+
+class Processor(NamedTuple):
+    """The instructions that a processor computes with.
+
+    Args:
+        vectors: the widest vectors that torch uses, in the words of ATEN_CPU_CAPABILITY.
+        bf16: it has instructions for matrix products in bf16, and oneDNN may use them.
+        fp16: the same in fp16.
+    """
+
+    vectors: str
+    bf16: bool
+    fp16: bool
+
+    def __str__(self) -> str:
+        return ','.join((self.vectors, *(name for name in ('bf16', 'fp16') if getattr(self, name))))
+
+
+def processor() -> Processor:
+    """That of this machine, or the one that CHATGPT_PROCESSOR describes: 'avx512,bf16,fp16', 'avx2'.
+
+    Raises:
+        ValueError: CHATGPT_PROCESSOR is no such description.
+    """
+    if not (given := os.environ.get(VARIABLE)):
+        return Processor(torch.backends.cpu.get_cpu_capability().lower(), _multiplies('bf16'), _multiplies('fp16'))
+    width, *kinds = given.split(',')
+    if width not in WIDTHS or not set(kinds) <= {'bf16', 'fp16'}:
+        raise ValueError(
+            f"{VARIABLE}={given!r}: give one of {', '.join(WIDTHS)}, then bf16 and fp16 if it has them: 'avx512,bf16'"
+        )
+    return Processor(width, 'bf16' in kinds, 'fp16' in kinds)
+
+
+def _multiplies(kind: str) -> bool:
+    limit = (os.environ.get('ONEDNN_MAX_CPU_ISA') or os.environ.get('DNNL_MAX_CPU_ISA') or 'ALL').upper()
+    asked = getattr(torch.ops.mkldnn, f'_is_mkldnn_{kind}_supported', None)  # whether torch would give it to oneDNN
+    if asked is None or not asked() or limit in BEFORE_BF16 or (kind == 'fp16' and limit == 'AVX512_CORE_BF16'):
+        return False
+    found = torch.cpu.get_capabilities()
+    return found.get('architecture') not in ('x86_64', 'x86') or any(
+        bool(found.get(f'{family}_{kind}')) for family in ('amx', 'avx512')
+    )
+
+
+def default_device() -> str:
+    """'cuda' where torch has one, else 'cpu'. A card that stays idle is named on each machine by its first process."""
+    if torch.cuda.is_available():
+        return 'cuda'
+    if os.environ.get('LOCAL_RANK', '0') == '0' and (told := unused_card()):
+        warnings.warn(told, stacklevel=5)
+    return 'cpu'
+
+
+@cache
+def unused_card() -> str | None:
+    """The warning about cards that nvidia-smi lists where torch has no CUDA device. None where there is no card, or
+    CUDA_VISIBLE_DEVICES hides them all."""
+    program = shutil.which('nvidia-smi')
+    if program is None or os.environ.get('CUDA_VISIBLE_DEVICES', '0').strip() in ('', '-1'):
+        return None
+    query = [program, '--query-gpu=name,driver_version', '--format=csv,noheader']
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+        name, driver = listed.splitlines()[0].rsplit(', ', 1)
+    except (OSError, subprocess.SubprocessError, IndexError, ValueError):
+        return None  # no card answers
+    built = torch.version.cuda
+    why = (
+        f'torch {torch.__version__} is a build without CUDA'
+        if built is None
+        else f'torch {torch.__version__} is built for CUDA {built}, for which driver {driver} is too old, most likely'
+    )
+    return (
+        f'this machine has an {name} (driver {driver}), and the run goes to the CPU, many times slower: {why}. Install '
+        'a build of torch that fits the driver (https://pytorch.org/get-started/locally)'
+        + ('' if built is None else ', or a newer driver')
+        + '; CUDA_VISIBLE_DEVICES= (empty) asks for the CPU'
+    )
+
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+KEPT_BYTES = 1 << 30
+"""so much may lie free at the end of the heap"""
+LARGEST_BLOCK = 1 << 28
+"""larger ones are still mapped and given back one by one"""
+_USERS_OWN = ('MALLOC_TRIM_THRESHOLD_', 'MALLOC_MMAP_THRESHOLD_', 'GLIBC_TUNABLES', 'LD_PRELOAD')
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc to keep freed memory in the process; False where there is none or the user has settings of their own.
+
+    glibc gives large freed blocks back to the kernel, which hands them out again page by page and zeroed. On a CPU,
+    where activations are allocated and freed all the time, that is a twentieth of a PPO update and more.
+    """
+    if not sys.platform.startswith('linux') or any(name in os.environ for name in _USERS_OWN):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)) and bool(mallopt(M_MMAP_THRESHOLD, LARGEST_BLOCK))

@@ -1,0 +1,216 @@
+"""How numbers are computed: `Numerics`, and what torch has to be told for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor
+from torch.utils import deterministic as torch_deterministic
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from chatgpt.batching import Exact
+from chatgpt.strategies.machine import processor
+
+Precision = Literal['auto', 'fp32', 'bf16', 'fp16']
+Reproducible = Literal['exact'] | None
+DTYPES: dict[str, torch.dtype] = {'fp32': torch.float32, 'bf16': torch.bfloat16, 'fp16': torch.float16}
+PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ('mm', 'addmm', 'bmm', 'baddbmm'))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """The settings of a strategy that enter its numbers; every strategy takes them as keyword arguments.
+
+    Raises:
+        ValueError: a value that is not known.
+    """
+
+    precision: Precision = 'auto'
+    """compute dtype; what is trained stays fp32. 'auto': see `resolve_precision`"""
+    deterministic: bool = False
+    """use torch's deterministic algorithms, in the whole process"""
+    reproducible: Reproducible = None
+    """'exact': the same bits in every layout"""
+    atoms: int = 8
+    """pieces that a batch is computed in with 'exact': a power of two, and the most processes there can be"""
+    emulated: bool = field(default=False, init=False)
+    """products in 16 bits are slower than in fp32 on this device; known after `on`"""
+
+    def __post_init__(self) -> None:
+        for name, choices in (('precision', get_args(Precision)), ('reproducible', ('exact', None))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f'{name}={getattr(self, name)!r} is not one of {", ".join(map(repr, choices))}')
+
+    def on(self, device: torch.device, *, only_16_bits: bool = False) -> Numerics:
+        """The same with the precision that 'auto' stands for on this device."""
+        found = replace(self, precision=resolve_precision(self.precision, device, only_16_bits=only_16_bits))
+        object.__setattr__(found, 'emulated', emulates(device, found.dtype) and self.reproducible is None)
+        return found
+
+    def exact(self, world_size: int, *, dealt: bool = False) -> Exact | None:
+        """How batches are cut, None without 'exact'. ValueError where the processes do not divide `atoms`."""
+        if self.reproducible is None:
+            return None
+        exact = Exact(self.atoms, dealt)
+        exact.check(world_size)
+        return exact
+
+    def facts(self) -> dict[str, Any]:
+        """What run.json and checkpoints say of it."""
+        return {'precision': self.precision, 'atoms': self.atoms if self.reproducible is not None else None}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is computed in."""
+        return DTYPES[self.precision]
+
+    @property
+    def full_dtype(self) -> torch.dtype:
+        """Dtype of `Strategy.full_model`: fp32 with 'exact', since in 16 bits nearly every draw would lie so near to an
+        edge that it had to be drawn again (`chatgpt.rollout.exact`), and where 16 bits are emulated; else `dtype`."""
+        return torch.float32 if self.reproducible is not None or self.emulated else self.dtype
+
+    @property
+    def scales_loss(self) -> bool:
+        """fp16: an infinite norm means a skipped step and a smaller loss scale, not a failure."""
+        return self.precision == 'fp16'
+
+
+def resolve_precision(
+    precision: Precision, device: torch.device, *, only_16_bits: bool = False, planned: bool = False
+) -> Precision:
+    """'fp32', 'bf16' or 'fp16': the precision that a strategy computes in on this device.
+
+    'auto' is bf16 on a CUDA device that computes it, and for strategies without fp32; else fp32. A GPU without bf16
+    gets no fp16, which would scale losses and skip steps, and no CPU gets bf16, so that the default has the same
+    numbers on all.
+
+    Args:
+        planned: the device is not here; a GPU is one that computes bf16.
+    """
+    if precision != 'auto':
+        return precision
+    if only_16_bits:
+        return 'bf16'
+    if device.type != 'cuda':
+        return 'fp32'
+    if planned:
+        return 'bf16'
+    with torch.cuda.device(device):
+        return 'bf16' if torch.cuda.is_bf16_supported(including_emulation=False) else 'fp32'
+
+
+def check_agreed(chosen: Sequence[tuple[str, str]]) -> None:
+    """ValueError where 'auto' differs between ranks. `chosen`: precision and name of the device, by rank."""
+    if len({precision for precision, _ in chosen}) > 1:
+        found = ', '.join(f'{precision} on rank {rank} ({name})' for rank, (precision, name) in enumerate(chosen))
+        raise ValueError(f"precision='auto' is {found}; give precision='fp32', or one that all of them compute in")
+
+
+def emulates(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether matrix products in `dtype` are slower than in fp32: on a CPU without instructions of 16 bits."""
+    if device.type != 'cpu' or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return not (processor().bf16 if dtype is torch.bfloat16 else processor().fp16)
+
+
+@contextmanager
+def tf32() -> Iterator[None]:
+    """Inside, fp32 matrix products on CUDA round their inputs to TF32, unless somebody has chosen how they are done.
+
+    By `set_float32_matmul_precision`: after torch's newer `torch.backends.cuda.matmul.fp32_precision` alone, the older
+    settings, which torch.compile and others read, raise an error.
+    """
+    try:
+        chosen = torch.get_float32_matmul_precision() != 'highest'
+    except RuntimeError:  # set by the newer names
+        chosen = True
+    if chosen:
+        yield
+        return
+    torch.set_float32_matmul_precision('high')
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision('highest')
+
+
+class WideProducts(TorchDispatchMode):
+    """Inside, matrices of 16 bits are multiplied in fp32 and the result is rounded to their dtype, as instructions for
+    them do up to the order of sums. For a CPU without such instructions, where torch's own emulation is several times
+    slower. Backward passes included."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        dtype = args[0].dtype if func in PRODUCTS else torch.float32
+        if dtype not in (torch.bfloat16, torch.float16):
+            return func(*args, **kwargs)
+        return func(*(a.float() if isinstance(a, Tensor) else a for a in args), **kwargs).to(dtype)
+
+
+class LossScaler:
+    """Dynamic loss scaling for fp16 on any device (Micikevicius et al. 2018, section 3.2; constants as in torch.amp).
+
+    The loss is multiplied by `scale`; gradients are divided by it before use. A non-finite norm halves the scale, 2000
+    finite ones in a row double it.
+    """
+
+    def __init__(self, scale: float = 65536.0, *, growth_interval: int = 2000) -> None:
+        self.scale, self.growth_interval, self.num_finite = scale, growth_interval, 0
+
+    def unscale(self, gradients: list[Tensor]) -> None:
+        """Divide gradients by the scale, in place. The scale is a power of two, so this is exact."""
+        if gradients:
+            torch._foreach_mul_(gradients, 1.0 / self.scale)
+
+    def update(self, finite: bool) -> None:
+        if not finite:
+            self.scale, self.num_finite = max(self.scale / 2, 1.0), 0
+            return
+        self.num_finite += 1
+        if self.num_finite == self.growth_interval:
+            self.scale, self.num_finite = self.scale * 2, 0
+
+    def to_json(self) -> dict[str, float]:
+        return {'scale': self.scale, 'num_finite': self.num_finite}
+
+    def from_json(self, state: dict[str, Any]) -> None:
+        self.scale, self.num_finite = float(state['scale']), int(state['num_finite'])
+
+
+class Deterministic:
+    """torch's deterministic algorithms, and the attention kernels with one order of sums in their backward, for the
+    whole process from now until `restore`. An operator without a deterministic kernel is named in a warning of torch's.
+
+    cuBLAS reads its variable when it is first used, so this comes before any computation on a GPU; a value of the
+    user's own stays.
+    """
+
+    def __init__(self) -> None:
+        self._algorithms = torch.are_deterministic_algorithms_enabled()
+        self._warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        self._cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+        self._attention = torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()
+        self._memory = cast(Any, torch_deterministic)
+        self._fill = self._memory.fill_uninitialized_memory
+        os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        self._memory.fill_uninitialized_memory = False  # for finding reads of it; it costs a pass
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+        self._use_attention(cudnn=False, mem_efficient=False)  # FlashAttention and plain matrix products stay
+
+    def restore(self) -> None:
+        torch.use_deterministic_algorithms(self._algorithms, warn_only=self._warn_only)
+        self._memory.fill_uninitialized_memory = self._fill
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = self._cudnn
+        self._use_attention(*self._attention)
+
+    @staticmethod
+    def _use_attention(cudnn: bool, mem_efficient: bool) -> None:
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        torch.backends.cuda.enable_mem_efficient_sdp(mem_efficient)

@@ -1,0 +1,305 @@
+"""`ProcessGroup`: joining torchrun's processes, devices, collectives, leaving; and `ProcessGroupStrategy`, which runs
+on one.
+
+One process per device, started by torchrun or anything that sets its environment variables.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import shlex
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from chatgpt.strategies.base import Strategy
+from chatgpt.strategies.guard import FailureGuard, Whereabouts
+from chatgpt.strategies.machine import default_device, keep_freed_memory
+from chatgpt.strategies.precision import Numerics, Precision, check_agreed
+from chatgpt.strategies.ranks import Ranks
+
+T = TypeVar('T')
+
+_OPS: dict[str, Any] = {
+    'sum': dist.ReduceOp.SUM,
+    'mean': dist.ReduceOp.SUM,
+    'max': dist.ReduceOp.MAX,
+    'min': dist.ReduceOp.MIN,
+}
+_NEEDED = ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
+
+
+_meeting_points: dict[tuple[str, ...], tuple[Any, Iterator[int]]] = {}
+
+
+def _join(backend: str, timeout: timedelta) -> None:
+    """Join torchrun's process group, under keys of its own: processes that have left one may join another.
+
+    The store of the first one is kept for those after it. What a group wrote into a store stays there, and the
+    addresses of a group that is gone would be taken for those of the new one.
+    """
+    where = tuple(os.environ[name] for name in _NEEDED)
+    if where not in _meeting_points:
+        store, _, _ = next(dist.rendezvous('env://', timeout=timeout))
+        _meeting_points[where] = store, itertools.count()
+    store, joined = _meeting_points[where]
+    store.set_timeout(timeout)
+    rank, world_size = (int(os.environ[name]) for name in ('RANK', 'WORLD_SIZE'))
+    own = dist.PrefixStore(f'group/{next(joined)}', store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def buckets(tensors: Iterable[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
+    """Neighbours of one dtype, up to `max_bytes` together; a larger tensor stands alone."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if bucket and (size + num_bytes > max_bytes or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += num_bytes
+    if bucket:
+        yield bucket
+
+
+MOST_WORDS = 4
+
+
+def this_program() -> str:
+    """How this process was started, as torchrun is told it: `train.py --lr ...`, `-m package run script.py`."""
+    words = [word for word in sys.orig_argv[1:] if word not in ('-u', '-I', '-E', '-s', '-S', '-B', '-O')]
+    if not words or words[0] in ('-c', '-'):
+        return 'script.py'
+    return shlex.join(words[:MOST_WORDS]) + ' ...' * (len(words) > MOST_WORDS)
+
+
+class ProcessGroup(Ranks):
+    """Joins torchrun's process group: NCCL on CUDA, gloo on the CPU. A group that is already there is used and left
+    alone.
+
+    `timeout_s` bounds every collective: a rank that keeps the others waiting longer is named by the failure guard, and
+    all end. `device='cpu'` stays off the GPU; `what` runs on it, in the words of an error message.
+    """
+
+    def __init__(self, device: str | torch.device | None = None, timeout_s: float = 1800.0, what: str = 'this') -> None:
+        if not timeout_s > 0:
+            raise ValueError(f'timeout_s={timeout_s} must be positive')
+        self.timeout_s, self._what = timeout_s, what
+        self.whereabouts = Whereabouts()
+        self._owns_group = not dist.is_initialized()
+        if self._owns_group:
+            self._check_environment()
+        self._local_rank = int(os.environ.get('LOCAL_RANK', '0'))
+        self._device = self._choose_device(device)
+        if self._device.type == 'cuda':
+            torch.cuda.set_device(self._device)
+        else:
+            keep_freed_memory()
+        if self._owns_group:
+            backend = 'nccl' if self._device.type == 'cuda' else 'gloo'
+            _join(backend, timedelta(seconds=timeout_s))
+        if dist.get_backend() == 'gloo':
+            finish_gloo_at_exit()
+
+    def _check_environment(self) -> None:
+        missing = [name for name in _NEEDED if name not in os.environ]
+        if missing:
+            raise ValueError(
+                f'{self._what} runs in processes started together, and {", ".join(missing)} is not set; '
+                f'launch with: torchrun --nproc-per-node=<number of processes> {this_program()}'
+            )
+
+    def _choose_device(self, device: str | torch.device | None) -> torch.device:
+        if device is not None and torch.device(device).index is not None:
+            return torch.device(device)
+        kind = torch.device(device).type if device is not None else default_device()
+        if kind != 'cuda':
+            return torch.device(kind)
+        visible = torch.cuda.device_count()
+        if visible > 1 and self._local_rank >= visible:
+            raise ValueError(f'LOCAL_RANK={self._local_rank} but only {visible} CUDA devices are visible')
+        return torch.device('cuda', self._local_rank if visible > 1 else 0)
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    @property
+    def local_rank(self) -> int:
+        return self._local_rank
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def all_reduce(self, tensor: Tensor, op: str = 'sum') -> Tensor:
+        if op not in _OPS:
+            raise ValueError(f'all_reduce: op={op!r} is not one of {", ".join(_OPS)}')
+        reduced = tensor.detach().to(self._device, copy=True).contiguous()
+        with self.whereabouts.waiting():
+            dist.all_reduce(reduced, _OPS[op])
+            if self._device.type == 'cuda':
+                torch.cuda.current_stream(
+                    self._device
+                ).synchronize()  # NCCL has only queued it; its result is read at once anyway
+        if op == 'mean':
+            reduced = reduced / self.world_size
+        return reduced.to(tensor.device)
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        gathered: list[Any] = [None] * self.world_size
+        with self.whereabouts.waiting():
+            dist.all_gather_object(gathered, obj)
+        return gathered
+
+    def broadcast_object(self, obj: T, src: int = 0) -> T:
+        box = [obj]
+        with self.whereabouts.waiting():
+            dist.broadcast_object_list(box, src=src, device=self._device)
+        return box[0]
+
+    def barrier(self) -> None:
+        with self.whereabouts.waiting():
+            if dist.get_backend() == 'nccl':
+                dist.barrier(device_ids=[self._device.index])
+            else:
+                dist.barrier()
+
+    def note_progress(self, where: str) -> None:
+        self.whereabouts.note(where)
+
+    def failure_guard(self) -> AbstractContextManager[None]:
+        return FailureGuard(self.rank, self.world_size, timeout_s=self.timeout_s, whereabouts=self.whereabouts)
+
+    def fails_together(self, state: str) -> bool:
+        return self.world_size == 1 or FailureGuard.agree(f'{state}, {self.whereabouts.collectives} collectives')
+
+    def leave(self) -> None:
+        if self._owns_group and dist.is_initialized():
+            self._owns_group = False
+            dist.destroy_process_group()
+
+
+QUIET_S = 0.1
+"""how long the threads must not have moved: a busy machine leaves one that could run waiting for some tens of
+milliseconds"""
+LIMIT_S = 5.0
+"""how long a thread that does not come to rest is waited for"""
+THREAD = 'pt_gloo_runloop'
+FIELDS = ('Pid', 'State', 'voluntary_ctxt_switches', 'nonvoluntary_ctxt_switches')
+
+
+def finish_gloo_at_exit() -> None:
+    """Leave the gloo group before the interpreter is taken down, and let its threads end. May be called more than once.
+
+    A gloo thread drops the tensors of a finished collective a moment after the caller has gone on, and needs the
+    interpreter's lock for it. If the interpreter is already being taken down, Python ends that thread in the middle of
+    a C++ destructor, and the process dies with SIGABRT after its work is done. Leaving the group is not enough: torch
+    keeps it, threads and all, once DistributedDataParallel has used it (2.13).
+    """
+    atexit.unregister(_finish)
+    atexit.register(_finish)
+
+
+def _finish() -> None:
+    if dist.is_initialized() and dist.get_backend() == 'gloo':
+        dist.destroy_process_group()
+    end = time.monotonic() + LIMIT_S
+    before = _activity()
+    while before and time.monotonic() < end:
+        time.sleep(QUIET_S)  # without the interpreter's lock
+        now = _activity()
+        if now == before and not any('running' in state for state in now):
+            return
+        before = now
+
+
+def _activity() -> list[str]:
+    """For each of gloo's threads in this process: whether it sleeps, and how often it has been put on and taken off a
+    processor.
+
+    Empty where the system has no /proc, or where the group ended with its threads.
+    """
+    found = []
+    for task in sorted(Path('/proc/self/task').glob('*')):
+        try:
+            lines = (task / 'status').read_text().splitlines()
+        except OSError:  # ended meanwhile
+            continue
+        fields = {name: value.strip() for name, _, value in (line.partition(':') for line in lines)}
+        if fields.get('Name') == THREAD:
+            found.append(' '.join(fields.get(name, '') for name in FIELDS))
+    return found
+
+
+class ProcessGroupStrategy(Strategy):
+    """On the processes that torchrun started; see `ProcessGroup`."""
+
+    ranks: ProcessGroup
+
+    def __init__(
+        self,
+        seed: int = 42,
+        precision: Precision = 'auto',
+        *,
+        device: str | torch.device | None = None,
+        timeout_s: float = 1800.0,
+        **numerics: Any,
+    ) -> None:
+        Numerics(precision=precision, **numerics)  # refuses mistakes before anything is joined
+        ranks = ProcessGroup(device, timeout_s, type(self).__name__)
+        super().__init__(seed, precision, ranks=ranks, **numerics)
+        if precision == 'auto' and self.device.type == 'cuda':  # a CPU is like any other
+            check_agreed(ranks.all_gather_object((self.numerics.precision, torch.cuda.get_device_name(self.device))))
+
+    def fill_gradients(self, parameters: list[Tensor]) -> list[Tensor]:
+        """Those that have a gradient on any rank; where this one has none, it is zero from now on. A collective."""
+        used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=self.device)
+        with self.ranks.whereabouts.waiting():
+            dist.all_reduce(used, dist.ReduceOp.MAX)
+            flags = used.tolist()
+        found = [parameter for parameter, flag in zip(parameters, flags, strict=True) if flag]
+        for parameter in found:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return found
+
+    def keep_blocks(self, model: nn.Module) -> None:
+        """Leave no block of a trained model out (layerdrop), with a warning: for strategies that gather a block's
+        weights from all ranks, each of which draws for itself. Called while `prepare` sets a pair up."""
+        from chatgpt.nn.trunk import layer_drop_off
+
+        if layer_drop_off(model):
+            warnings.warn(
+                f'{type(self).__name__}: layerdrop of the config is set to 0, for a rank that leaves a block out would '
+                'be missing where its weights are gathered',
+                stacklevel=6,  # the line that calls `prepare`
+            )
+
+    @torch.no_grad()
+    def take_weights_of_rank_0(self, model: nn.Module, bucket_bytes: int = 0) -> None:
+        """Every rank's weights and buffers become rank 0's, `bucket_bytes` at a time, or one tensor at a time."""
+        tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if t.numel()]
+        for bucket in buckets(tensors, bucket_bytes):
+            flat = torch.cat([t.reshape(-1).to(self.device) for t in bucket])
+            with self.ranks.whereabouts.waiting():
+                dist.broadcast(flat.view(torch.uint8), src=0)  # as bytes: not every backend knows every dtype
+            for tensor, values in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                tensor.copy_(values.view(tensor.shape))

@@ -1,0 +1,179 @@
+"""Strategies by name: `STRATEGIES['mine'] = StrategyEntry('my_package.my_file:MyStrategy', {'option': 1})` adds one,
+which command lines, config files, `chatgpt.train`, every trainer and the planner then know. `my_file.py:MyStrategy`
+needs no line at all.
+
+Classes, and torch, are imported when they are asked for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import os
+from argparse import ArgumentTypeError
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from chatgpt.registry import Registry, load_object
+
+if TYPE_CHECKING:  # a mistake in a flag must not wait for torch
+    from chatgpt.strategies.base import Strategy
+    from chatgpt.strategies.memory import MemoryModel
+
+
+@dataclass(frozen=True)
+class StrategyEntry:
+    """A class and how to build it, and what has to be known of it before."""
+
+    target: str | type[Strategy]
+    """the class, or module:Class, or path/to/file.py:Class. It is built with `seed`, `precision`, and `timeout_s` and
+    `meta_init` where it takes them"""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """further arguments of its constructor"""
+    one_process: bool = False
+    only_16_bits: bool = False
+    """precision='fp32' is refused, and 'auto' is bf16"""
+    offloaded: str | None = None
+    """the entry that is the same with more in host memory, for advice on memory; None: `FRUGAL`"""
+
+    def load(self) -> type[Strategy]:
+        """The class.
+
+        Raises:
+            ValueError: there is none, or it is no strategy.
+        """
+        found = _loaded(self.target) if isinstance(self.target, str) else self.target
+        if not _is_strategy(found):
+            raise ValueError(f'{self.target!r} is no subclass of chatgpt.strategies.Strategy')
+        return found
+
+    @property
+    def takes_tensor_parallel(self) -> bool:
+        return 'tensor_parallel' in inspect.signature(self.load()).parameters and not self.options.get('cpu_offload')
+
+    def memory_model(self, **options: Any) -> MemoryModel:
+        """What such a strategy keeps in memory; `options` stand above the entry's own."""
+        return self.load().memory_model(**{**self.options, **options})
+
+
+_loaded = cache(load_object)  # a file that is executed twice makes two classes
+
+
+def _is_strategy(found: Any) -> TypeGuard[type[Strategy]]:
+    from chatgpt.strategies.base import Strategy
+
+    return isinstance(found, type) and issubclass(found, Strategy)
+
+
+class StrategyRegistry(Registry[StrategyEntry]):
+    """Where a class that is named `module:Class` is an entry without options."""
+
+    def admit(self, name: str, found: Any) -> StrategyEntry:
+        if _is_strategy(found):
+            return StrategyEntry(found)
+        return super().admit(name, found)
+
+
+_HERE = 'chatgpt.strategies'
+
+
+def _colossalai(stage: int, placement: str, offloaded: str | None = None) -> StrategyEntry:
+    options = {'stage': stage, 'placement_policy': placement}
+    target = f'{_HERE}.colossalai:ColossalAIStrategy'
+    return StrategyEntry(target, options, only_16_bits=stage == 3, offloaded=offloaded)
+
+
+STRATEGIES = StrategyRegistry(
+    'strategy',
+    StrategyEntry,
+    {
+        'naive': StrategyEntry(f'{_HERE}.naive:NaiveStrategy', one_process=True),
+        'ddp': StrategyEntry(f'{_HERE}.ddp:DDPStrategy'),
+        'fsdp': StrategyEntry(f'{_HERE}.fsdp:FSDPStrategy', {'cpu_offload': False}),
+        'fsdp_cpu': StrategyEntry(f'{_HERE}.fsdp:FSDPStrategy', {'cpu_offload': True}),
+        'colossalai_gemini': _colossalai(3, 'auto', 'colossalai_gemini_cpu'),
+        'colossalai_gemini_cpu': _colossalai(3, 'cpu'),
+        'colossalai_zero1': _colossalai(1, 'cuda', 'colossalai_zero1_cpu'),
+        'colossalai_zero1_cpu': _colossalai(1, 'cpu'),
+        'colossalai_zero2': _colossalai(2, 'cuda', 'colossalai_zero2_cpu'),
+        'colossalai_zero2_cpu': _colossalai(2, 'cpu'),
+    },
+)
+SHARDED, FRUGAL = 'fsdp', 'fsdp_cpu'
+"""What memory advice suggests: SHARDED in place of whole copies, FRUGAL where device memory must be least."""
+
+
+def strategy_flag(text: str) -> str:
+    """The value of a flag `--strategy`, for argparse."""
+    try:
+        STRATEGIES.find(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return text
+
+
+def strategy_by_name(
+    name: str,
+    *,
+    seed: int = 42,
+    precision: Any = 'auto',
+    meta_init: bool = True,
+    timeout_s: float = 1800.0,
+    tensor_parallel: int = 1,
+    **numerics: Any,
+) -> Strategy:
+    """A new strategy of a registered name, or of `module:Class`.
+
+    Args:
+        meta_init: where the strategy can, models are built on the meta device, so no rank holds a whole model.
+        timeout_s: a rank that keeps the others waiting longer ends the run, by name.
+        tensor_parallel: processes that hold each layer together and are one rank (docs/strategies.md).
+        numerics: the other fields of `chatgpt.strategies.precision.Numerics`.
+
+    Raises:
+        ValueError: a name that is not known, or one that does not fit the processes that were started.
+    """
+    entry = STRATEGIES.find(name)
+    if entry.one_process and int(os.environ.get('WORLD_SIZE', '1')) > 1:
+        others = [other for other, e in STRATEGIES.items() if not e.one_process]
+        raise ValueError(f'strategy {name} is one process; under torchrun use one of {", ".join(others)}')
+    cls = entry.load()
+    taken = inspect.signature(cls).parameters
+    if not {'seed', 'precision'} <= set(taken):
+        raise ValueError(f'{cls.__name__} cannot be made by name: its constructor must take seed and precision')
+    if tensor_parallel != 1 and 'tensor_parallel' not in taken:
+        raise ValueError(f'tensor_parallel: {cls.__name__} takes no such option; use strategy fsdp, or leave it out')
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values()):
+        for option in ('deterministic', 'reproducible'):
+            if numerics.get(option) and option not in taken:
+                raise ValueError(f'{option}: {cls.__name__} takes no such option; leave it out')
+        numerics = {k: v for k, v in numerics.items() if k in taken}
+    further = {'meta_init': meta_init, 'timeout_s': timeout_s, 'tensor_parallel': tensor_parallel}
+    given = {k: v for k, v in further.items() if k in taken}
+    return cls(**{'seed': seed, 'precision': precision, **numerics, **given, **entry.options})
+
+
+def as_strategy(strategy: Any) -> Any:
+    """The strategy itself, or a new one of that name, which is closed when the process ends."""
+    if not isinstance(strategy, str):
+        return strategy
+    found = strategy_by_name(strategy)
+    atexit.register(found.close)
+    return found
+
+
+def prepared_by(strategy: Any, *items: Any) -> tuple[Any, ...]:
+    """Strategy and items as they are; for a name a new strategy, and models and (model, optimizer) pairs as it prepares
+    them."""
+    if not isinstance(strategy, str):
+        return strategy, *items
+    from torch import nn
+
+    from chatgpt.strategies.pairs import is_pair
+
+    strategy = as_strategy(strategy)
+    return strategy, *(
+        strategy.prepare(item) if isinstance(item, (nn.Module, list)) or is_pair(item) else item for item in items
+    )

@@ -1,0 +1,260 @@
+"""Weights and optimizer states by parameter name: pure helpers shared by the strategies.
+
+Knows modules, optimizers and `TensorReader`; left out: files, and anything between ranks.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from chatgpt.strategies.checkpoint.layout import CheckpointMismatch, Piece, TensorReader
+
+
+def refuse_shared(model: nn.Module, what: str) -> None:
+    """Raises ValueError for a role of a shared trunk. `what`: what would be done to its weights, and by whom."""
+    from chatgpt.nn.lora import is_shared, lora_layers
+
+    adapted = lora_layers(model).values()
+    if any(is_shared(p) for p in model.parameters()) or any(layer.shares_base for layer in adapted):
+        raise ValueError(
+            f'{what}, and this {type(model).__name__} shares them with other models (SharedTrunk); '
+            'use NaiveStrategy or DDPStrategy, without offload'
+        )
+
+
+CHUNK = 1 << 24
+"""elements copied at a time, so that loading needs a bounded buffer"""
+
+_ELEMENTWISE = {'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq', 'momentum_buffer'}
+"""slots that must have their parameter's shape"""
+
+MACHINERY = {'params', 'foreach', 'fused', 'capturable', 'differentiable'}
+"""keys of a parameter group that say how a step is computed and not what it computes"""
+
+
+def named_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Parameters and persistent buffers, each once, and the further names of tied ones: ({name: tensor}, {alias:
+    name}). What a shared trunk holds is left out: nothing trains it, and it comes from where the trunk came from."""
+    from chatgpt.nn.lora import is_shared
+
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor) or is_shared(tensor):
+            continue
+        if id(tensor) in first:
+            aliases[name] = first[id(tensor)]
+        else:
+            first[id(tensor)] = name
+            tensors[name] = tensor
+    return tensors, aliases
+
+
+def match_names(
+    wanted: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str], reader: TensorReader, *, strict: bool = True
+) -> dict[str, str]:
+    """Which name of the reader fills which wanted tensor: {wanted name: reader's name}.
+
+    A tied tensor may be stored under any of its names. Raises `CheckpointMismatch` naming the first missing, unexpected
+    and wrongly shaped tensors; with `strict=False` missing and unexpected ones are only warned about, but wrong shapes,
+    or nothing in common, are still an error.
+    """
+    found = reader.names()
+    source = {name: name for name in wanted if name in found}
+    for alias, name in aliases.items():
+        if name not in source and alias in found:
+            source[name] = alias
+    missing = [name for name in wanted if name not in source]
+    unexpected = sorted(found - set(wanted) - set(aliases))
+    wrong = [
+        f'{name}: checkpoint {tuple(reader.shape(stored))}, model {tuple(wanted[name])}'
+        for name, stored in source.items()
+        if tuple(reader.shape(stored)) != tuple(wanted[name])
+    ]
+    faults = [
+        text
+        for text in (
+            _listed('missing', missing),
+            _listed('unexpected', unexpected),
+            _listed('wrong shape', wrong, sep='; '),
+        )
+        if text
+    ]
+    if wrong or (strict and faults):
+        raise CheckpointMismatch(f'the checkpoint does not fit: {"; ".join(faults)}')
+    if not source and wanted:
+        raise CheckpointMismatch(f'the checkpoint shares no tensor with the model: {"; ".join(faults)}')
+    if faults:
+        warnings.warn(f'loaded {len(source)} of {len(wanted)} tensors: {"; ".join(faults)}', stacklevel=3)
+    return source
+
+
+def _listed(what: str, names: list[str], limit: int = 5, sep: str = ', ') -> str:
+    if not names:
+        return ''
+    more = f' and {len(names) - limit} more' if len(names) > limit else ''
+    return f'{what} {sep.join(names[:limit])}{more}'
+
+
+def copy_from(reader: TensorReader, name: str, tensor: Tensor) -> None:
+    """Fill `tensor` with the reader's `name`, a bounded chunk at a time."""
+    with torch.no_grad():
+        if not tensor.is_contiguous():
+            tensor.copy_(reader.read(name, 0, tensor.numel()).view(tensor.shape))
+            return
+        flat = tensor.detach().view(-1)
+        for start in range(0, flat.numel(), CHUNK):
+            stop = min(start + CHUNK, flat.numel())
+            flat[start:stop].copy_(reader.read(name, start, stop))
+
+
+def whole(name: str, tensor: Tensor) -> Piece:
+    """A tensor as one piece."""
+    return Piece(name, tuple(tensor.shape), 0, tensor.numel(), tensor.detach().reshape(-1))
+
+
+def deal(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """Which rank writes which tensor: largest first, each to the rank with the fewest bytes so far."""
+    loads = [(0, rank) for rank in range(world_size)]
+    owner = {}
+    for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
+        load, rank = heapq.heappop(loads)
+        owner[name] = rank
+        heapq.heappush(loads, (load + sizes[name], rank))
+    return owner
+
+
+def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """Names in `model` of the optimizer's parameters, per group. ValueError when a parameter is not the model's."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        strange = sum(id(p) not in names for p in group['params'])
+        if strange:
+            raise ValueError(
+                f'prepare: {strange} parameter(s) in group {number} of {type(optimizer).__name__} do not belong to the '
+                f'{type(model).__name__} it is paired with; build the optimizer from model.parameters()'
+            )
+        groups.append([names[id(p)] for p in group['params']])
+    return groups
+
+
+def slots_of(optimizer: Optimizer, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Every tensor (or number) of the optimizer's state as {'<parameter>/<slot>': tensor}."""
+    slots = {}
+    for name, parameter in named:
+        for slot, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                slots[f'{name}/{slot}'] = value
+            elif isinstance(value, (int, float)) and not isinstance(value, bool):
+                slots[f'{name}/{slot}'] = torch.tensor(float(value))
+    return slots
+
+
+def slot_device(optimizer: Optimizer, parameter: Tensor, shape: tuple[int, ...]) -> torch.device:
+    """Where torch's optimizers want a slot: numbers stay on the CPU unless the step is fused or captured."""
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g['params']))
+    return parameter.device if shape or group.get('fused') or group.get('capturable') else torch.device('cpu')
+
+
+Fill = Callable[[TensorReader, str, Tensor], None]
+
+
+def load_slots(
+    optimizer: Optimizer, parameters: Mapping[str, Tensor], reader: TensorReader, fill: Fill | None = None
+) -> None:
+    """Replace the optimizer's state by the reader's '<parameter>/<slot>' tensors. Checks all before it changes any.
+
+    Args:
+        fill: of sharded parameters: reads this rank's part of a named tensor into one that is sharded alike. Every slot
+            is then a number or of its parameter's shape.
+    """
+    slots = slots_by_parameter(reader.names())
+    strange = _listed('unexpected', sorted(set(slots) - set(parameters)))
+    if strange:
+        raise CheckpointMismatch(f'the optimizer state does not fit: parameters {strange}')
+    for name, parameter in parameters.items():
+        for slot in slots.get(name, []):
+            shape = tuple(reader.shape(f'{name}/{slot}'))
+            elementwise = slot in _ELEMENTWISE if fill is None else shape != ()
+            if elementwise and shape != tuple(parameter.shape):
+                raise CheckpointMismatch(
+                    f'{name}/{slot}: wrong shape: checkpoint {shape}, parameter {tuple(parameter.shape)}'
+                )
+    optimizer.state.clear()
+    for name, parameter in parameters.items():
+        for slot in slots.get(name, []):
+            shape = tuple(reader.shape(f'{name}/{slot}'))
+            if fill is not None and shape:
+                value = torch.zeros_like(parameter, requires_grad=False)
+                fill(reader, f'{name}/{slot}', value)
+            else:
+                value = reader.read(f'{name}/{slot}', 0, math.prod(shape)).reshape(shape)
+                value = value.to(slot_device(optimizer, parameter, shape), copy=True)
+            counts = slot == 'step' and type(optimizer).__module__.startswith('bitsandbytes')  # which wants a plain int
+            optimizer.state[parameter][slot] = int(value) if counts else value
+
+
+def slots_by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
+    """{'a.weight': ['exp_avg', 'step']} from 'a.weight/exp_avg', 'a.weight/step'."""
+    slots: dict[str, list[str]] = {}
+    for name in sorted(names):
+        parameter, _, slot = name.rpartition('/')
+        slots.setdefault(parameter, []).append(slot)
+    return slots
+
+
+def groups_to_json(optimizer: Optimizer, names: list[list[str]]) -> list[dict[str, Any]]:
+    """Hyperparameters of each group with the names of its parameters; values JSON can hold."""
+    groups: list[dict[str, Any]] = []
+    for group, members in zip(optimizer.param_groups, names, strict=True):
+        settings = {key: plain(value) for key, value in group.items() if key not in MACHINERY}
+        groups.append({'params': list(members), **{key: v for key, v in settings.items() if v is not NotImplemented}})
+    return groups
+
+
+def plain(value: Any) -> Any:
+    """A hyperparameter as JSON holds it; NotImplemented for what JSON cannot hold."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else NotImplemented
+    if isinstance(value, (tuple, list)):
+        items = [plain(v) for v in value]
+        return NotImplemented if any(v is NotImplemented for v in items) else items
+    return value if value is None or isinstance(value, (bool, int, float, str)) else NotImplemented
+
+
+def groups_from_json(optimizer: Optimizer, names: list[list[str]], groups: list[dict[str, Any]]) -> None:
+    """Set hyperparameters from `groups_to_json`. Groups are matched by the parameters they hold."""
+    stored = {name: number for number, group in enumerate(groups) for name in group['params']}
+    missing = [name for members in names for name in members if name not in stored]
+    unexpected = sorted(set(stored) - {name for members in names for name in members})
+    if missing or unexpected:
+        faults = '; '.join(text for text in (_listed('missing', missing), _listed('unexpected', unexpected)) if text)
+        raise CheckpointMismatch(f'the optimizer state does not fit: parameters {faults}')
+    for number, (group, members) in enumerate(zip(optimizer.param_groups, names, strict=True)):
+        sources = {stored[name] for name in members}
+        if len(sources) > 1:
+            where = ', '.join(map(str, sorted(sources)))
+            raise CheckpointMismatch(
+                f'the optimizer state does not fit: parameters of group {number} are spread over {where}'
+            )
+        for source in sources:
+            for key, value in groups[source].items():
+                if key in group and key not in MACHINERY:
+                    group[key] = like(group[key], value)
+
+
+def like(old: Any, value: Any) -> Any:
+    """A JSON value in the kind of the value it replaces."""
+    if isinstance(old, Tensor):
+        return torch.full_like(old, value)
+    return tuple(value) if isinstance(old, tuple) and isinstance(value, list) else value

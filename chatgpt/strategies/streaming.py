@@ -1,0 +1,323 @@
+"""Whole weights of a sharded model outside of the device: in a file mapped into memory, one for all ranks of a machine.
+
+Two uses. Writing a model: the copy's parameters are the mapped file, so no rank holds the whole model in memory of its
+own. Generating with a model whose full copy does not fit on the device: `streamed` brings one block after another into
+two buffers, the next while the present one computes. Weights are gathered once, and no rank waits for another while it
+generates, so ranks may take different numbers of steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import socket
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from chatgpt.strategies.base import Strategy
+
+StreamBlocks = bool | Literal['auto']
+FREE_SHARE = 0.6
+"""'auto' streams a model whose full copy would take more than this share of the device's free memory: the cache needs
+the rest"""
+_ALIGNMENT = 256
+
+
+def check_stream_blocks(value: StreamBlocks) -> None:
+    if value not in (True, False, 'auto'):
+        raise ValueError(f"stream_blocks={value!r} must be True, False or 'auto'")
+
+
+def streams(strategy: Strategy, option: StreamBlocks, module: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether a full copy is to be streamed; the same answer on every rank."""
+    if option != 'auto' or strategy.device.type != 'cuda':
+        return option is True
+    size = sum(p.numel() for p in module.parameters()) * dtype.itemsize
+    tight = torch.tensor(float(size > FREE_SHARE * torch.cuda.mem_get_info(strategy.device)[0]))
+    return bool(strategy.all_reduce(tight, 'max'))
+
+
+def transformer_blocks(model: nn.Module) -> list[nn.Module]:
+    """The members of the module lists that hold whole layers."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    blocks: list[nn.Module] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if blocks:
+        return blocks
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    return list(max(lists, key=lambda m: sum(p.numel() for p in m.parameters()), default=[]))
+
+
+def with_parameters(module: nn.Module, tensors: Mapping[int, Tensor]) -> nn.Module:
+    """A deep copy of a module whose parameters are replaced, by id; ties stay ties."""
+    replaced: dict[int, Any] = {}
+    for parameter in module.parameters():
+        replaced[id(parameter)] = nn.Parameter(tensors[id(parameter)].detach(), requires_grad=False)
+    return copy.deepcopy(module, replaced)
+
+
+def on_meta(module: nn.Module) -> nn.Module:
+    """A copy whose parameters have shapes and no numbers: what a `mapped_copy` is made from."""
+    return with_parameters(module, {id(p): p.to('meta') for p in module.parameters()})
+
+
+def set_buffers(copied: nn.Module, module: nn.Module) -> None:
+    """Give a copy of `module` its buffers."""
+    for name, buffer in list(module.named_buffers()):
+        owner_name, _, buffer_name = name.rpartition('.')
+        copied.get_submodule(owner_name)._buffers[buffer_name] = buffer.clone()
+
+
+class MappedTensors:
+    """Named CPU tensors in one unnamed temporary file.
+
+    Args:
+        shapes: {name: (shape, dtype)}, laid out in this order.
+        folder: where the file is made; the system's temporary folder (TMPDIR) by default.
+        strategy: share the file with all ranks of a machine; its first rank is the `writer`. None: this process alone.
+
+    Raises:
+        OSError: no room for the file; on every rank.
+    """
+
+    def __init__(
+        self,
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]],
+        folder: str | os.PathLike[str] | None = None,
+        strategy: Strategy | None = None,
+    ) -> None:
+        self.ranges: dict[str, tuple[int, int]] = {}
+        end = 0
+        for name, (shape, dtype) in shapes.items():
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end = start + math.prod(shape) * dtype.itemsize
+            self.ranges[name] = (start, end)
+        memory = self._mapped(max(end, 1), folder, strategy)
+        self.bytes = torch.from_numpy(memory)
+        """(size,) uint8, the whole file"""
+        self.tensors = {  # cut in numpy, so that each is a storage of its own: torch.save writes storages
+            name: torch.from_numpy(memory[slice(*self.ranges[name])]).view(dtype).view(shape)
+            for name, (shape, dtype) in shapes.items()
+        }
+
+    def _mapped(self, size: int, folder: str | os.PathLike[str] | None, strategy: Strategy | None) -> Any:
+        gather = strategy.processes.all_gather_object if strategy is not None else lambda obj: [obj]
+        rank, host = (strategy.processes.rank if strategy is not None else 0), socket.gethostname()
+        hosts = gather(host)
+        self.writer = hosts.index(host) == rank
+        path, failure = '', ''
+        if self.writer:
+            try:
+                path = self._reserved(size, folder)
+            except OSError as error:
+                failure = (
+                    f'rank {rank}: {size} bytes for whole weights in {folder or tempfile.gettempdir()}: '
+                    f'{error.strerror}'
+                )
+        answers = gather((path, failure))
+        paths, failures = [p for p, _ in answers], [f for _, f in answers if f]
+        mapped = None
+        if not failures:
+            try:
+                mapped = np.memmap(paths[hosts.index(host)], np.uint8, 'r+', shape=(size,))
+            except OSError as error:
+                failure = f'rank {rank}: {error}'
+            failures = [f for f in gather(failure) if f]
+        if path:
+            os.unlink(
+                path
+            )  # everybody has mapped it: it lives as long as its last user, and a killed run leaves nothing
+        if failures or mapped is None:
+            raise OSError(f'{failures[0]}; free some, or point TMPDIR to another disk')
+        return mapped
+
+    @staticmethod
+    def _reserved(size: int, folder: str | os.PathLike[str] | None) -> str:
+        """A file of this size whose blocks exist: a disk that is full later would end the process without a word."""
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        handle, path = tempfile.mkstemp(prefix='.weights-', dir=folder)
+        try:
+            if hasattr(os, 'posix_fallocate'):
+                os.posix_fallocate(handle, 0, size)
+            else:
+                os.truncate(handle, size)
+        except OSError:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(handle)
+        return path
+
+
+def mapped_floats(tensors: Mapping[str, Tensor], folder: str | os.PathLike[str] | None) -> dict[str, Tensor]:
+    """Empty `MappedTensors` of this process for a full state dict: floating ones in fp32."""
+    kinds = {n: (tuple(t.shape), torch.float32 if t.is_floating_point() else t.dtype) for n, t in tensors.items()}
+    return MappedTensors(kinds, folder).tensors
+
+
+@torch.no_grad()
+def mapped_copy(
+    strategy: Strategy,
+    module: nn.Module,
+    whole: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    folder: str | os.PathLike[str] | None = None,
+) -> tuple[nn.Module, MappedTensors]:
+    """A copy of `module` in eval mode whose parameters lie in `MappedTensors`, adapters folded in and switched off.
+
+    Args:
+        module: parameters may be meta tensors or shards' stand-ins; only their names, shapes and dtypes count.
+        whole: every parameter's full value by name, in any order; collective, so it is exhausted on every rank. A value
+            is valid until the next one is asked for.
+    """
+    from chatgpt.nn import lora
+
+    ours = dict(module.named_parameters())
+    in_blocks = [p for block in transformer_blocks(module) for p in block.parameters()]
+    first = {id(p): i for i, p in reversed(list(enumerate(in_blocks)))}
+    order = sorted(ours, key=lambda name: first.get(id(ours[name]), len(in_blocks)))  # block after block, then the rest
+    kinds = {n: (tuple(ours[n].shape), dtype if ours[n].is_floating_point() else ours[n].dtype) for n in order}
+    mapped = MappedTensors(kinds, folder, strategy)
+    adapted = lora.lora_layers(module)
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for name, value in whole:
+        layer_name, _, part = name.rpartition('.')
+        if layer_name in adapted and part in ('weight', 'lora_A', 'lora_B'):
+            parts = waiting.setdefault(layer_name, {})
+            parts[part] = value.clone()
+            if len(parts) < 3:
+                continue
+            name, value = f'{layer_name}.weight', adapted[layer_name].fold(**waiting.pop(layer_name))
+        if mapped.writer:
+            mapped.tensors[name].copy_(value)
+    strategy.barrier()
+    memo: dict[int, Any] = {id(ours[n]): nn.Parameter(mapped.tensors[n], requires_grad=False) for n in order}
+    copied = copy.deepcopy(module, memo).eval()
+    for layer in lora.lora_layers(copied).values():
+        layer.adapter_on = False
+        for factor in (layer.lora_A, layer.lora_B):
+            factor.data = torch.zeros_like(factor)
+    return copied, mapped
+
+
+@contextmanager
+def streamed(model: nn.Module, mapped: MappedTensors, device: torch.device) -> Iterator[nn.Module]:
+    """Inside, `model` (a `mapped_copy`) computes on `device`: its blocks pass through two buffers, all else is
+    there."""
+    stream = BlockStream(model, mapped, device)
+    try:
+        yield model
+    finally:
+        stream.close()
+
+
+class BlockStream:
+    """Brings each block's weights into one of two buffers on the device before its forward.
+
+    Parameters of block i are views of buffer i mod 2 all the time; their numbers are there while the block computes.
+    """
+
+    def __init__(self, model: nn.Module, mapped: MappedTensors, device: torch.device) -> None:
+        self.mapped, self.device = mapped, device
+        self.blocks = transformer_blocks(model)
+        names = {id(p): n for n, p in model.named_parameters()}
+        holders: dict[int, int] = {}
+        for block in self.blocks:
+            for parameter in {id(p): p for p in block.parameters()}.values():
+                holders[id(parameter)] = holders.get(id(parameter), 0) + 1
+        self.spans: list[tuple[int, int]] = []
+        members: list[list[nn.Parameter]] = []
+        for block in self.blocks:
+            own = [
+                p
+                for p in {id(p): p for p in block.parameters()}.values()
+                if holders[id(p)] == 1 and names[id(p)] in mapped.ranges
+            ]
+            ranges = [mapped.ranges[names[id(p)]] for p in own]
+            self.spans.append((min((a for a, _ in ranges), default=0), max((b for _, b in ranges), default=0)))
+            members.append(own)
+        size = max((b - a for a, b in self.spans), default=0)
+        self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(min(2, len(self.blocks)))]
+        self.resident: list[int | None] = [None] * len(self.buffers)
+        streamed_ids = set()
+        for i, own in enumerate(members):
+            for parameter in own:
+                a, b = mapped.ranges[names[id(parameter)]]
+                start = self.spans[i][0]
+                view = self.buffers[i % 2][a - start : b - start].view(parameter.dtype).view(parameter.shape)
+                streamed_ids.add(id(parameter))
+                parameter.data = view
+        for parameter in model.parameters():
+            if id(parameter) not in streamed_ids:
+                parameter.data = parameter.data.to(device, copy=True)
+        for owner in model.modules():
+            for key, buffer in list(owner._buffers.items()):
+                if buffer is not None:
+                    owner._buffers[key] = buffer.to(device)
+        cuda = device.type == 'cuda'
+        self.pinned = cuda and page_locked(mapped.bytes, device)
+        self.side = torch.cuda.Stream(device) if cuda else None
+        self.copied = [torch.cuda.Event() for _ in self.buffers] if cuda else []
+        self.handles = []
+        for i, block in enumerate(self.blocks):
+            block.is_streamed = True  # type: ignore[assignment]
+            self.handles.append(block.register_forward_pre_hook(lambda *_, i=i: self.arrive(i), prepend=True))
+            self.handles.append(block.register_forward_hook(lambda *_, i=i: self.leave(i), always_call=True))
+
+    def _copy(self, i: int) -> None:
+        start, stop = self.spans[i]
+        slot = i % len(self.buffers)
+        self.buffers[slot][: stop - start].copy_(self.mapped.bytes[start:stop], non_blocking=True)
+        self.resident[slot] = i
+
+    def arrive(self, i: int) -> None:
+        """Before block i: its numbers are there, or on their way on the side stream."""
+        slot = i % len(self.buffers)
+        if self.side is not None:  # for the copy of another block too: a decoder goes on without its encoder's
+            torch.cuda.current_stream(self.device).wait_event(self.copied[slot])
+        if self.resident[slot] != i:
+            self._copy(i)
+
+    def leave(self, i: int) -> None:
+        """After block i, start copying the next block that uses its buffer; after the last block that is the first one,
+        for the next token."""
+        if self.side is None:
+            return  # a CPU has nothing to copy beside its computation
+        slot, following = i % len(self.buffers), i + len(self.buffers)
+        following = following if following < len(self.blocks) else slot
+        if following != i:
+            self.side.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self.side):
+                self._copy(following)
+            self.copied[slot].record(self.side)
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        if self.side is not None:
+            torch.cuda.synchronize(self.device)
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.mapped.bytes.data_ptr())  # type: ignore[attr-defined]
+        self.buffers = []
+
+
+def page_locked(memory: Tensor, device: torch.device) -> bool:
+    """Page-lock host memory that is there already, so that copies to a GPU run beside the computation; where that is
+    refused (False) they run before it."""
+    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel() * memory.element_size(), 0)  # type: ignore[attr-defined]
+    if int(status) == 0:
+        return True
+    # The refusal stays CUDA's last error, and the next kernel that is launched reports it as its own: this one does.
+    with suppress(RuntimeError):
+        torch.ones(1, device=device)
+    return False

@@ -1,0 +1,177 @@
+"""`TensorRanks`: processes that hold a model together count as one rank.
+
+    process   0   1   2   3   4   5          of a mesh of 3 ranks x 2 processes
+    rank      0   0   1   1   2   2          shares of the data, of draws, of records
+    index     0   1   0   1   0   1          which part of the weights
+
+Objects and sums come from a rank's first process, so that they are the same on all, also where processes differ (times,
+signals). A maximum or minimum is over all processes, so that a flag that any of them raises is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from chatgpt.strategies.guard import Whereabouts
+from chatgpt.strategies.processes import ProcessGroup
+from chatgpt.strategies.ranks import Ranks, check_world_size
+
+T = TypeVar('T')
+
+
+@dataclass(frozen=True, eq=False)
+class TensorGroup:
+    """The processes that hold one model's matrices together, and which part this process has."""
+
+    group: Any
+    index: int
+    size: int
+
+    def bounds(self, width: int) -> tuple[int, int]:
+        """[start, stop) of this process's part of `width` numbers, cut as `torch.chunk` does: the last may be
+        shorter."""
+        return part_of(width, self.index, self.size)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """A new tensor, equal to the bit on all."""
+        return self._reduced(x, dist.ReduceOp.SUM)
+
+    def max(self, x: Tensor) -> Tensor:
+        return self._reduced(x, dist.ReduceOp.MAX)
+
+    def _reduced(self, x: Tensor, op: Any) -> Tensor:
+        out = x.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(out, op, group=self.group)
+        return out
+
+    def joined(self, x: Tensor, width: int, dim: int = -1) -> Tensor:
+        """The parts of all behind one another along `dim`, `width` numbers long."""
+        own, lacks = x.detach(), -(-width // self.size) - x.shape[dim]
+        if lacks:  # all send equally much
+            own = torch.cat([own, own.new_zeros(*own.shape[:dim], lacks, *own.shape[dim % own.dim() + 1 :])], dim)
+        own = own.contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(parts, own, group=self.group)
+        return torch.cat(parts, dim).narrow(dim, 0, width)
+
+    def __deepcopy__(self, memo: Any) -> TensorGroup:
+        return self
+
+
+def part_of(width: int, index: int, size: int) -> tuple[int, int]:
+    """[start, stop) of part `index` of `size`, as `torch.chunk` cuts."""
+    longest = -(-width // size)
+    start = min(index * longest, width)
+    return start, min(start + longest, width)
+
+
+class TensorRanks(Ranks):
+    """Ranks of `tensor_parallel` neighbouring processes each.
+
+    Raises:
+        ValueError: the processes cannot be grouped so.
+    """
+
+    def __init__(self, processes: ProcessGroup, tensor_parallel: int) -> None:
+        check_world_size(processes.world_size, tensor_parallel)
+        self._processes, self.tensor_parallel = processes, tensor_parallel
+        shape = (processes.world_size // tensor_parallel, tensor_parallel)
+        self.mesh: DeviceMesh = init_device_mesh(processes.device.type, shape, mesh_dim_names=('data', 'tensor'))
+        """ranks x processes of a rank"""
+
+    @property
+    def processes(self) -> ProcessGroup:
+        return self._processes
+
+    @property
+    def rank(self) -> int:
+        return self._processes.rank // self.tensor_parallel
+
+    @property
+    def world_size(self) -> int:
+        return self._processes.world_size // self.tensor_parallel
+
+    @property
+    def index(self) -> int:
+        """Number of this process in its rank."""
+        return self._processes.rank % self.tensor_parallel
+
+    @property
+    def leads(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_rank_0(self) -> bool:
+        return self._processes.rank == 0
+
+    @property
+    def local_rank(self) -> int:
+        return self._processes.local_rank
+
+    @property
+    def device(self) -> torch.device:
+        return self._processes.device
+
+    @property
+    def whereabouts(self) -> Whereabouts:
+        return self._processes.whereabouts
+
+    @property
+    def timeout_s(self) -> float:
+        return self._processes.timeout_s
+
+    @property
+    def group(self) -> TensorGroup:
+        """The processes of this rank."""
+        return TensorGroup(self.mesh.get_group('tensor'), self.index, self.tensor_parallel)
+
+    def all_reduce(self, tensor: Tensor, op: str = 'sum') -> Tensor:
+        if op not in ('sum', 'mean'):
+            return self._processes.all_reduce(tensor, op)
+        reduced = tensor.detach().to(self.device, copy=True).contiguous()
+        with self.whereabouts.waiting():
+            dist.all_reduce(reduced, group=self.mesh.get_group('data'))
+            first = self.rank * self.tensor_parallel
+            dist.broadcast(reduced, src=first, group=self.mesh.get_group('tensor'))
+            if self.device.type == 'cuda':
+                torch.cuda.current_stream(self.device).synchronize()
+        return (reduced / self.world_size if op == 'mean' else reduced).to(tensor.device)
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        return self._processes.all_gather_object(obj)[:: self.tensor_parallel]
+
+    def broadcast_object(self, obj: T, src: int = 0) -> T:
+        return self._processes.broadcast_object(obj, src * self.tensor_parallel)
+
+    def from_leader(self, obj: T) -> T:
+        box = [obj]
+        with self.whereabouts.waiting():
+            first, group = self.rank * self.tensor_parallel, self.mesh.get_group('tensor')
+            dist.broadcast_object_list(box, src=first, group=group, device=self.device)
+        return box[0]
+
+    def barrier(self) -> None:
+        self._processes.barrier()
+
+    def run_on_rank0(self, fn: Callable[[], T]) -> T:
+        return self._processes.run_on_rank0(fn)
+
+    def note_progress(self, where: str) -> None:
+        self._processes.note_progress(where)
+
+    def failure_guard(self) -> AbstractContextManager[Any]:
+        return self._processes.failure_guard()
+
+    def fails_together(self, state: str) -> bool:
+        return self._processes.fails_together(state)
+
+    def leave(self) -> None:
+        self._processes.leave()

@@ -1,0 +1,258 @@
+"""The parts of a `PPOTrainer`, made from its arguments. Each function takes what it reads, so their order is that of
+the arrows: models and settings are checked, then policy and engine, collector, reward, maker."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from chatgpt.data.formats import note_model
+from chatgpt.environments import EnvironmentSettings
+from chatgpt.functional.kl import AdaptiveKLController, FixedKLController
+from chatgpt.nn.trunk import dropout_off
+from chatgpt.rollout import RolloutEngine, SamplingParams
+from chatgpt.rollout.episodes import EpisodeEngine, check_writes_turns
+from chatgpt.rollout.registry import engine_for
+from chatgpt.rollout.sampling import sampling_for
+from chatgpt.rules import check
+from chatgpt.strategies.base import Strategy
+from chatgpt.trainer.algorithms import estimate_advantages
+from chatgpt.trainer.base import config_of
+from chatgpt.trainer.collect import Collector, check_hears_alike
+from chatgpt.trainer.config import PPOConfig
+from chatgpt.trainer.experience import ExperienceMaker, ExperienceSettings, ScoreShaper, as_scorer
+from chatgpt.trainer.experience.environment_scorer import environment_rewards
+from chatgpt.trainer.experience.reference import Reference
+from chatgpt.trainer.experience.scorers import Scorer, models_of
+from chatgpt.trainer.fits import check_apart, check_models, check_records
+from chatgpt.trainer.policy import Policy, policy_for
+from chatgpt.trainer.rules import EXACT_RULES
+from chatgpt.trainer.selection import compared
+from chatgpt.types import Sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """What is trained and what stays, as prepared."""
+
+    actor: nn.Module
+    actor_optim: Optimizer
+    critic: nn.Module | None
+    critic_optim: Optimizer | None
+    initial_model: nn.Module | None
+    mask_model: nn.Module | None
+
+    def trained(self) -> dict[str, nn.Module]:
+        return {'actor': self.actor} | ({'critic': self.critic} if self.critic is not None else {})
+
+    def optimizers(self) -> dict[str, Optimizer]:
+        return {'actor': self.actor_optim} | ({'critic': self.critic_optim} if self.critic_optim is not None else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a `PPOTrainer` holds."""
+
+    models: dict[str, nn.Module]
+    """those whose weights belong to a checkpoint, by name"""
+    optimizers: dict[str, Optimizer]
+    shares_trunk: bool
+    """the actor carries the value head that is trained"""
+    policy: Policy
+    collector: Collector
+    maker: ExperienceMaker
+    kl_controller: FixedKLController | AdaptiveKLController
+
+
+def build(
+    owner: str,
+    strategy: Strategy,
+    config: PPOConfig,
+    models: Models,
+    reward: Any,
+    *,
+    generation: Mapping[str, Any],
+    tokenizer: Any,
+    engine: RolloutEngine | None,
+    environment: Any,
+    environment_settings: EnvironmentSettings | None,
+    reward_weights: Mapping[str, float] | None,
+    reward_tokenizer: Any,
+    pretrain_data: SequenceOf[Sequence],
+) -> Parts:
+    """The parts of a trainer; arguments as of `PPOTrainer`, `owner` its class's name.
+
+    Raises:
+        ValueError: what does not fit together among models, data and settings.
+    """
+    config.validate(strategy.world_size)
+    if strategy.exact is not None:
+        check(config, EXACT_RULES)
+    bare: Any = strategy.unwrap(models.actor)
+    note_model(tokenizer, config_of(strategy, models.actor))
+    sampling, stop_strings = sampling_for(bare, tokenizer, generation)
+    reference = Reference(strategy, models.actor, bare, models.initial_model)
+    _check_models(owner, strategy, models, reward if isinstance(reward, nn.Module) else None)
+    _check_settings(config, sampling, reference, pretrain_data)
+    check_records(f'{owner}: pretrain_data', ([s] for s in pretrain_data), bare)
+    shares_trunk = models.critic is None and _trains_value_head(strategy, bare, config)
+    if config.estimator.needs_values and models.critic is None and not shares_trunk:
+        raise ValueError(
+            f'advantage_estimator={config.advantage_estimator!r} needs values: pass a critic, or an actor with '
+            'value_head=True'
+        )
+    if reward_weights is not None and environment is None:
+        raise ValueError('reward_weights weigh the rewards of an environment: pass environment=')
+    engine = engine or engine_for(bare)
+    policy = policy_for(strategy, models.actor, config, sampling.temperature, models.mask_model, engine)
+    if environment is not None:
+        check_hears_alike(strategy)
+        check_writes_turns(getattr(bare, 'config', None))
+        episodes = EpisodeEngine(engine, environment, tokenizer, environment_settings, stop_strings=stop_strings)
+        engine = episodes
+        if reward is None and not getattr(episodes.factory, 'gives_rewards', True):
+            raise ValueError(
+                f'{episodes.runner.name} has neither get_reward nor turn_reward; give it one, or a reward_model'
+            )
+        reward = environment_rewards(reward_weights, reward)
+    collector = Collector(
+        strategy,
+        engine,
+        sampling,
+        policy=policy.generating,
+        tokenizer=tokenizer,
+        stop_strings=stop_strings,
+        batch_size=config.experience_batch_size,
+        num_samples_per_prompt=config.num_samples_per_prompt,
+        max_staleness=config.max_staleness,
+    )
+    scorer = _scorer(config, reward, reward_tokenizer)
+    if config.offload == 'idle':
+        for frozen in [*models_of(scorer), *([models.initial_model] if models.initial_model is not None else [])]:
+            strategy.offload(frozen)
+    trained = {**models.trained(), **policy.models()}
+    for model in trained.values():
+        dropout_off(strategy.unwrap(model))
+    return Parts(
+        models=trained,
+        optimizers=models.optimizers(),
+        shares_trunk=shares_trunk,
+        policy=policy,
+        collector=collector,
+        maker=_maker(strategy, config, models, reference, scorer, collector, shares_trunk),
+        kl_controller=FixedKLController(config.kl_coef)
+        if config.kl_target is None
+        else AdaptiveKLController(config.kl_coef, config.kl_target, config.kl_horizon),
+    )
+
+
+def _check_models(owner: str, strategy: Strategy, models: Models, reward_model: nn.Module | None) -> None:
+    trained, initial = models.trained(), models.initial_model
+    if models.critic is not None and models.critic_optim is None:
+        raise ValueError('a critic needs critic_optim')
+    frozen = {'initial_model': initial, 'mask_model': models.mask_model, 'reward_model': reward_model}
+    check_apart(strategy, trained, models.optimizers(), **frozen)
+    check_models(owner, strategy, trained, {'initial_model': initial, 'reward_model': reward_model})
+
+
+def _check_settings(
+    config: PPOConfig, sampling: SamplingParams, reference: Reference, pretrain_data: SequenceOf[Sequence]
+) -> None:
+    if config.kl_coef and not reference.exists:
+        raise ValueError(
+            f'kl_coef={config.kl_coef} needs a reference: pass initial_model, use an actor with lora_rank > 0, or '
+            'set kl_coef=0'
+        )
+    if config.overlong_buffer is not None:
+        limits = [(name, v) for name in ('max_new_tokens', 'max_length') if (v := getattr(sampling, name))]
+        name, limit = min(limits, key=lambda pair: pair[1])
+        if config.overlong_buffer > limit:
+            raise ValueError(
+                f'overlong_buffer={config.overlong_buffer} is a part of {name}={limit}; it must not be larger'
+            )
+    if config.aggregation == 'sequence_sum' and sampling.max_new_tokens is None:
+        raise ValueError("loss_aggregation='sequence_sum' divides by max_new_tokens: give it")
+    if config.ptx_coef and not pretrain_data:
+        raise ValueError(f'ptx_coef={config.ptx_coef} needs pretrain_data, a list of sequences of pretraining text')
+
+
+def _trains_value_head(strategy: Strategy, actor: Any, config: PPOConfig) -> bool:
+    """Whether the actor carries a value head that the estimator needs; warns of one that it does not.
+
+    Raises:
+        ValueError: one that it does not need, under a strategy that cannot leave a parameter without a gradient.
+    """
+    if getattr(actor, 'value_head', None) is None:
+        return False
+    if config.estimator.needs_values:
+        return True
+    if not strategy.abilities.unused:
+        raise ValueError(
+            f'advantage_estimator={config.advantage_estimator!r} takes no values, and {type(strategy).__name__} cannot '
+            "leave the actor's value head untrained: build the actor without value_head"
+        )
+    if strategy.is_rank_0:
+        warnings.warn(
+            f"the actor's value head is not trained: advantage_estimator={config.advantage_estimator!r} takes no "
+            'values; build the actor without value_head to silence this',
+            stacklevel=4,
+        )
+    return False
+
+
+def _scorer(config: PPOConfig, reward: Any, reward_tokenizer: Any) -> Scorer | None:
+    scorer = as_scorer(
+        reward,
+        max_tokens_per_batch=config.max_tokens_per_batch,
+        timeout_s=config.score_timeout_s,
+        reward_tokenizer=reward_tokenizer,
+        packing=config.packing,
+    )
+    if config.estimator.rewards_apart and len(getattr(scorer, 'weighted', ())) < 2:
+        raise ValueError(
+            f'advantage_estimator={config.advantage_estimator!r} normalises several rewards apart: give reward_model '
+            'as a list of two or more (weight, reward) pairs, or reward_weights of an environment'
+        )
+    return scorer
+
+
+def _maker(
+    strategy: Strategy,
+    c: PPOConfig,
+    models: Models,
+    reference: Reference,
+    scorer: Scorer | None,
+    collector: Collector,
+    shares_trunk: bool,
+) -> ExperienceMaker:
+    recompute = c.recompute_logprobs
+    if recompute == 'auto':  # what the engine saw, or its batch, may have rounded otherwise
+        differs = strategy.exact is not None or not collector.engine.abilities.exact_logprobs
+        recompute = strategy.numerics.dtype != torch.float32 or c.tis_cap is not None or differs
+    overlong = None if c.overlong_buffer is None else (collector.sampling.room, c.overlong_buffer)
+    estimator = c.estimator
+    return ExperienceMaker(
+        strategy,
+        models.actor,
+        models.critic,
+        reference,
+        scorer,
+        ScoreShaper(c.score_scaling, c.score_clip, c.missing_eos_score, c.token_penalty, overlong, c.reward_of_failure),
+        ExperienceSettings(
+            temperature=collector.sampling.temperature,
+            kl_kind=c.kl_kind,
+            recompute_logprobs=recompute,
+            whiten_rewards=c.whiten_rewards,
+            max_tokens_per_batch=c.max_tokens_per_batch,
+            packing=c.packing,
+        ),
+        estimate=lambda experiences: estimate_advantages(compared(experiences), estimator, c),
+        actor_has_values=shares_trunk,
+    )

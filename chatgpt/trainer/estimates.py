@@ -1,0 +1,143 @@
+"""How advantages are estimated, and the loss of a token of the policy: the functions that the tables of `algorithms`
+name. The formulas are in `chatgpt.functional`; here their inputs are laid out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from chatgpt.functional import advantages as estimators
+from chatgpt.functional.losses import cispo_policy_loss, clipped_policy_loss, gspo_policy_loss
+from chatgpt.functional.masking import whiten
+from chatgpt.trainer.algorithms import AlgorithmSettings, Estimates, PolicyInputs, clip_high
+from chatgpt.types import Experience
+
+# ------------------------------------------------------------------ advantages
+
+
+def whiten_tokens(experiences: list[Experience]) -> list[Experience]:
+    """Copies whose advantages have mean 0 and variance 1 over all tokens that count, of the whole list together."""
+    if not experiences:
+        return []
+    mask = torch.cat([e.response_mask for e in experiences])
+    flat = whiten(torch.cat([e.advantages for e in experiences]), mask)
+    parts = flat.split([e.num_actions for e in experiences])
+    return [replace(e, advantages=part) for e, part in zip(experiences, parts, strict=True)]
+
+
+def whiten_responses(experiences: list[Experience]) -> list[Experience]:
+    """The same over responses, each of one number; those of which no token counts do not enter."""
+    own = [e for e in experiences if bool(e.response_mask.any())]
+    if not own:
+        return experiences
+    numbers = estimators.normalised(torch.stack([e.advantages[e.response_mask][0] for e in own]))
+    parts = iter(estimators.spread(numbers, [e.response_mask for e in own]))
+    return [replace(e, advantages=next(parts)) if bool(e.response_mask.any()) else e for e in experiences]
+
+
+def gae(experiences: list[Experience], s: AlgorithmSettings) -> Estimates:
+    rewards, values, masks = _rewards_values_masks(experiences)
+    turns = [turn_numbers(e) for e in experiences] if s.gae_over == 'turn' else None
+    lam: float | list[float] = s.lam
+    if s.lam_length is not None:
+        of_turns = [t[m].unique() for t, m in zip(turns, masks, strict=True)] if turns is not None else None
+        lengths = [int(m.sum()) for m in masks] if of_turns is None else [len(each) for each in of_turns]
+        lam = estimators.length_lam(lengths, s.lam_length)
+    if turns is None:
+        return estimators.gae(rewards, values, masks, gamma=s.gamma, lam=lam, value_lam=s.value_lam)
+    return estimators.gae_over_turns(rewards, values, masks, turns, gamma=s.gamma, lam=lam, value_lam=s.value_lam)
+
+
+def turn_numbers(e: Experience) -> Tensor:
+    """(A,) int64: the turn of each token of a response, counted from 0; −1 at those of none.
+
+    Without an episode each run of tokens that count is a turn, so an ordinary response is one.
+    """
+    if e.episode is None:
+        starts = e.response_mask & ~torch.cat([e.response_mask.new_zeros(1), e.response_mask[:-1]])
+        return torch.where(e.response_mask, starts.long().cumsum(0) - 1, -1)
+    numbers = torch.full_like(e.response_ids, -1)
+    for k, turn in enumerate(e.episode.turns):
+        numbers[turn.start : turn.stop] = k
+    return numbers
+
+
+def a2c(experiences: list[Experience], s: AlgorithmSettings) -> Estimates:
+    return estimators.a2c(*_rewards_values_masks(experiences), gamma=s.gamma)
+
+
+def reinforce_pp(experiences: list[Experience], s: AlgorithmSettings) -> Estimates:
+    rewards, _, masks = _rewards_values_masks(experiences)
+    return estimators.reinforce_pp(rewards, masks, gamma=s.gamma)
+
+
+def reinforce_pp_baseline(experiences: list[Experience], s: AlgorithmSettings) -> Estimates:
+    totals, groups, masks = _totals_groups_masks(experiences)
+    return estimators.reinforce_pp_baseline(totals, groups, masks, gamma=s.gamma)
+
+
+def _per_response(
+    estimator: Callable[[Tensor, Tensor], Tensor],
+) -> Callable[[list[Experience], AlgorithmSettings], Estimates]:
+    """An estimator of one number per response, spread over its tokens."""
+
+    def fn(experiences: list[Experience], s: AlgorithmSettings) -> Estimates:
+        totals, groups, masks = _totals_groups_masks(experiences)
+        return estimators.spread(estimator(totals, groups), masks), estimators.spread(totals, masks)
+
+    return fn
+
+
+def gdpo(experiences: list[Experience], s: AlgorithmSettings) -> Estimates:
+    scores = torch.tensor([[score for _, score in e.weighted_scores] for e in experiences], dtype=torch.float64)
+    weights = torch.tensor([weight for weight, _ in experiences[0].weighted_scores], dtype=torch.float64)
+    masks = [e.response_mask for e in experiences]
+    advantages = estimators.gdpo(scores, weights, torch.tensor([e.group for e in experiences]))
+    return estimators.spread(advantages, masks), estimators.spread(scores @ weights, masks)
+
+
+def _rewards_values_masks(experiences: list[Experience]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    return [e.rewards for e in experiences], [e.values for e in experiences], [e.response_mask for e in experiences]
+
+
+def _totals_groups_masks(experiences: list[Experience]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Group-relative estimators compare KL-penalised sums of rewards, Σ_t r[t] = score − β Σ_t kl[t] (Ahmadian et al.
+    2024)."""
+    totals = torch.stack([_total(e) for e in experiences])
+    return totals, torch.tensor([e.group for e in experiences]), [e.response_mask for e in experiences]
+
+
+def _total(e: Experience) -> Tensor:
+    """Σ_t r[t]. A response without a token that counts has no rewards; its score stands in its group's baseline all the
+    same."""
+    if not e.response_mask.any():
+        return torch.tensor(e.shaped_score, dtype=torch.float64, device=e.rewards.device)
+    return torch.where(e.response_mask, e.rewards, 0.0).double().sum()
+
+
+grpo, dr_grpo, rloo = map(_per_response, (estimators.grpo, estimators.dr_grpo, estimators.rloo))
+
+
+# ------------------------------------------------------------------ losses of the policy
+
+
+def ppo(x: PolicyInputs, s: AlgorithmSettings) -> Tensor:
+    return clipped_policy_loss(
+        x.logprobs, x.old_logprobs, x.advantages, eps_low=s.eps_clip, eps_high=clip_high(s), dual_clip=s.dual_clip
+    )
+
+
+def gspo(x: PolicyInputs, s: AlgorithmSettings) -> Tensor:
+    return gspo_policy_loss(*x, eps_low=s.eps_clip, eps_high=clip_high(s), dual_clip=s.dual_clip)
+
+
+def cispo(x: PolicyInputs, s: AlgorithmSettings) -> Tensor:
+    return cispo_policy_loss(x.logprobs, x.old_logprobs, x.advantages, eps_high=clip_high(s))
+
+
+def reinforce(x: PolicyInputs, s: AlgorithmSettings) -> Tensor:
+    return -x.advantages * x.logprobs

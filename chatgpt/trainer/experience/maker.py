@@ -1,0 +1,197 @@
+"""From samples to experience: scores, reference log-probs, values, rewards per token, advantages.
+
+Each rank scores its own samples and runs the models over them, in micro-batches. Then the records of all ranks are
+gathered, ordered by sample index, and everything that looks across sequences (score scaling, groups, whitening) is
+computed from that one list on every rank, so the result does not depend on the world size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chatgpt.batching import collate
+from chatgpt.functional.advantages import token_rewards
+from chatgpt.functional.choices import KLKind
+from chatgpt.functional.kl import kl_full, kl_penalty
+from chatgpt.functional.masking import whiten
+from chatgpt.nn.sweep import Communicator, cuts_of_own, gathered, sweep
+from chatgpt.trainer.experience.reference import Reference
+from chatgpt.trainer.experience.scorers import RewardValueError, Score, Scorer, WeightedScorer, combine, sequence_score
+from chatgpt.trainer.experience.shaping import ScoreShaper
+from chatgpt.types import Batch, Experience, Sample
+
+LARGEST_REWARD = 1e12
+"""squares of rewards up to it can be added up in fp32, and so can their gradients"""
+
+
+@dataclass(kw_only=True)
+class ExperienceSettings:
+    """How experience is made; see `PPOConfig` for the meaning and the source of each."""
+
+    temperature: float = 1.0
+    kl_kind: KLKind = 'k1'
+    recompute_logprobs: bool = False
+    whiten_rewards: bool = False
+    max_tokens_per_batch: int | None = None
+    packing: bool = True
+
+
+class ExperienceMaker:
+    """Makes `Experience` records out of `Sample` records.
+
+    Args:
+        strategy: talks between ranks and places batches.
+        actor: the prepared policy. Run when log-probs are recomputed and when it carries the value head.
+        critic: the prepared critic; None: there is none, or the actor carries it.
+        reference: see `Reference`; where there is none, the KL is 0.
+        scorer: gives each response its score; None when scores are given with every batch.
+        shaper: scaling, clipping and penalties of scores.
+        estimate: fills `advantages` and `returns` of the gathered, ordered list in place (rewards are there already).
+        actor_has_values: the actor carries a value head.
+    """
+
+    def __init__(
+        self,
+        strategy: Communicator,
+        actor: nn.Module,
+        critic: nn.Module | None,
+        reference: Reference,
+        scorer: Scorer | None,
+        shaper: ScoreShaper,
+        settings: ExperienceSettings,
+        *,
+        estimate: Callable[[list[Experience]], None],
+        actor_has_values: bool = False,
+    ) -> None:
+        self.strategy, self.actor, self.critic, self.reference = strategy, actor, critic, reference
+        self.scorer, self.shaper, self.settings = scorer, shaper, settings
+        self.estimate, self.actor_has_values = estimate, actor_has_values
+
+    def make(
+        self,
+        samples: list[Sample],
+        *,
+        kl_coef: float,
+        scores: list[Score] | None = None,
+        settings: ExperienceSettings | None = None,
+    ) -> list[Experience]:
+        """Experience of **all** ranks, ordered by sample index, from this rank's `samples`.
+
+        Args:
+            kl_coef: β, the weight of the per-token KL in the reward.
+            scores: given scores of this rank's samples; None asks the scorer.
+            settings: in place of the maker's own, for this call.
+        """
+        settings = settings or self.settings
+        apart: list[list[tuple[float, Score]]] = [[]] * len(samples)
+        if scores is None:
+            if self.scorer is None:
+                raise ValueError('there is no reward: pass reward_model to the trainer, or scores with each batch')
+            if isinstance(self.scorer, WeightedScorer):
+                apart = self.scorer.apart(samples, self.strategy)
+                scores = [combine(parts, sample) for parts, sample in zip(apart, samples, strict=True)]
+            else:
+                scores = self.scorer.score(samples, self.strategy)
+        local = [_start(sample, score, parts) for sample, score, parts in zip(samples, scores, apart, strict=True)]
+        self._run_models(local, settings)
+        experiences = gathered(self.strategy, local, lambda e: e.index)
+        self._fill_rewards(experiences, kl_coef)
+        self.estimate(experiences)
+        return experiences
+
+    @torch.no_grad()
+    def _run_models(self, experiences: list[Experience], s: ExperienceSettings) -> None:
+        """Old log-probs, reference log-probs, KL and values, written into the records on the CPU."""
+        full_kl, reference = s.kl_kind == 'full', self.reference
+
+        def forward(batch: Batch) -> tuple[Any, Any, Tensor | None]:
+            options: dict[str, Any] = {'temperature': s.temperature, 'with_logits': full_kl}
+            policy: Any = None
+            compared: Any = None
+            with self.strategy.autocast():  # these are compared with what learning computes
+                if s.recompute_logprobs or self.actor_has_values or full_kl:
+                    both = {'with_reference': True} if reference.comes_with_policy else {}
+                    policy = self.actor(batch, **options, **both)
+                    compared = policy.reference
+                if compared is None and reference.exists:
+                    compared = reference.forward(batch, **options)
+            if self.critic is not None:
+                return policy, compared, self.critic(batch)
+            return policy, compared, policy.values if self.actor_has_values else None
+
+        cuts = cuts_of_own(self.strategy, [e.num_tokens for e in experiences], s.max_tokens_per_batch)
+        with reference.onload():
+            for positions, (policy, compared, values) in sweep(
+                self.strategy, cuts, lambda at: collate([experiences[i] for i in at], pack=s.packing), forward
+            ):
+                records = [experiences[i] for i in positions]
+                if policy is not None and s.recompute_logprobs:
+                    _write(records, 'old_logprobs', policy.logprobs)
+                if compared is not None:
+                    _write(records, 'ref_logprobs', compared.logprobs)
+                if values is not None:
+                    _write(records, 'values', values)
+                if full_kl and compared is not None:
+                    _write(records, 'kl', kl_full(policy.logits / s.temperature, compared.logits / s.temperature))
+        for e in experiences:
+            if not reference.exists:
+                e.ref_logprobs = e.old_logprobs.clone()
+            if not full_kl:
+                e.kl = kl_penalty(e.old_logprobs, e.ref_logprobs, s.kl_kind)
+
+    def _fill_rewards(self, experiences: list[Experience], kl_coef: float) -> None:
+        shaped = self.shaper([e.score for e in experiences], experiences)
+        for e, score in zip(experiences, shaped, strict=True):
+            e.shaped_score = score
+            if e.token_scores is None:
+                e.rewards = token_rewards(e.kl, kl_coef, score, e.response_mask)
+            else:
+                # The sequence score, their sum, must not be paid a second time.
+                dense, once = self.shaper.of_tokens(e.token_scores, e)
+                e.rewards = token_rewards(e.kl, kl_coef, once, e.response_mask, token_scores=dense)
+                score = float(dense.abs().sum()) + abs(once)
+            if abs(score) > LARGEST_REWARD:
+                raise RewardValueError(
+                    f'the score {e.score:g} of {e.called} is beyond {LARGEST_REWARD:g}, and squares of such rewards '
+                    'overflow in fp32; give score_clip, or a reward of another scale'
+                )
+        if self.settings.whiten_rewards and experiences:
+            mask = torch.cat([e.response_mask for e in experiences])
+            before = torch.cat([e.rewards for e in experiences])
+            flat = whiten(before, mask, shift_mean=False)
+            size = float(before.abs().sum())
+            factor = float(flat.abs().sum()) / size if size else 1.0
+            for e, rewards in zip(experiences, flat.split([e.num_actions for e in experiences]), strict=True):
+                e.rewards, e.shaped_score = rewards.clone(), e.shaped_score * factor
+
+
+def _start(sample: Sample, score: Score, parts: list[tuple[float, Score]]) -> Experience:
+    """An Experience with the sample's fields, its score and the score's parts, and zeros where model outputs will
+    go."""
+    dense = score if isinstance(score, Tensor) else None
+    zeros = torch.zeros(sample.num_actions)
+    return Experience(
+        **{f.name: getattr(sample, f.name) for f in fields(Sample)},
+        score=sequence_score(score, sample),
+        old_logprobs=sample.logprobs.clone(),
+        ref_logprobs=zeros,
+        values=zeros.clone(),
+        kl=zeros.clone(),
+        rewards=zeros.clone(),
+        advantages=zeros.clone(),
+        returns=zeros.clone(),
+        token_scores=dense,
+        weighted_scores=tuple((weight, sequence_score(part, sample)) for weight, part in parts),
+    )
+
+
+def _write(records: list[Experience], field: str, flat: Tensor) -> None:
+    """Cut a flat (N,) result back into the records it belongs to."""
+    if records:
+        for record, part in zip(records, flat.float().cpu().split([r.num_actions for r in records]), strict=True):
+            setattr(record, field, part.clone())

@@ -1,0 +1,381 @@
+"""What gives a response its score: a reward model, a Python function, a `transformers` pipeline, or a weighted list of
+them.
+
+A scorer returns, for each sample, a float (one score for the sequence) or a 1-D tensor (dense: one per response token).
+Two kinds differ in who does the work. A *model* scorer runs on every rank over that rank's own samples. A *function*
+scorer runs once, on rank 0, over the whole batch of a timestep, so a function that compares responses or calls a
+service sees them all, whatever the number of processes.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from chatgpt.batching import collate
+from chatgpt.data.rewards.calling import call, check_call, made, one_each, place_of, told
+from chatgpt.data.tokenize import tokenize_again
+from chatgpt.nn.sweep import Communicator, cuts_of_own, gathered, sweep
+from chatgpt.trainer.experience.described import checksum
+from chatgpt.types import Prompt, Sample, Sequence
+
+Score = float | Tensor
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    def score(self, samples: list[Sample], strategy: Communicator) -> list[Score]:
+        """Scores of this rank's `samples`, in their order. Every rank calls it, possibly with different numbers of
+        samples."""
+        ...
+
+
+class RewardFunctionError(RuntimeError):
+    """A reward function raised, took too long, or returned something that is not one finite score per response."""
+
+
+class RewardValueError(RewardFunctionError):
+    """A reward function returned something that is no list of scores; it would again."""
+
+
+class RewardModelScorer:
+    """Scores with a `RewardModel` (any module that maps a `Batch` to (B,) scores).
+
+    Args:
+        model: the prepared reward model.
+        tokenizer: the reward model's tokenizer when it differs from the policy's. Then texts, not ids, are handed over:
+            prompt and response are joined and tokenized again for the reward model only, by the rules of its training
+            data (`chatgpt.data.tokenize`): no special token but a begin token where the tokenizer adds one, and the
+            end token of a response that ended. One for an encoder-decoder is known by `formats.note_model`.
+        max_tokens_per_batch: padded tokens of one forward; None puts all of a rank's samples in one.
+        max_length: longest sequence the reward model takes; longer ones lose tokens on the left. Only with `tokenizer`.
+        packing: leave padding out where the model can.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        tokenizer: Any = None,
+        max_tokens_per_batch: int | None = None,
+        max_length: int | None = None,
+        packing: bool = True,
+    ) -> None:
+        self.packing = packing
+        self.model = model
+        self.tokenizer = tokenizer
+        self.max_tokens_per_batch = max_tokens_per_batch
+        self.max_length = max_length
+
+    @torch.no_grad()
+    def score(self, samples: list[Sample], strategy: Communicator) -> list[Score]:
+        sequences: list[Sequence] = list(samples)
+        if self.tokenizer is not None:
+            sequences = [
+                tokenize_again(s.prompt_text, s.response_text, s.ended, self.tokenizer, self.max_length)
+                for s in samples
+            ]
+        scores: list[Score] = [math.nan] * len(sequences)
+
+        cuts = cuts_of_own(strategy, [s.num_tokens for s in sequences], self.max_tokens_per_batch)
+        with strategy.onload(self.model):
+            for positions, out in sweep(
+                strategy, cuts, lambda at: collate([sequences[i] for i in at], pack=self.packing), self.model
+            ):
+                for i, value in zip(positions, out.float().tolist(), strict=False):
+                    scores[i] = value
+        for i, value in enumerate(scores):
+            if not math.isfinite(cast(float, value)):
+                raise RewardFunctionError(f'the reward model gave {value} for {samples[i].called}')
+        return scores
+
+
+def models_of(scorer: Scorer | None) -> list[nn.Module]:
+    """The reward models in a scorer of this module."""
+    if isinstance(scorer, RewardModelScorer):
+        return [scorer.model]
+    if isinstance(scorer, WeightedScorer):
+        return [model for _, inner in scorer.weighted for model in models_of(inner)]
+    return []
+
+
+def columns_of(prompts: Iterable[Prompt]) -> set[str]:
+    """Columns that reward functions get with these prompts."""
+    return {name for prompt in prompts for name in prompt.columns}
+
+
+def check_columns(scorer: Scorer | None, prompts: Iterable[Prompt]) -> None:
+    """Raises ValueError for a function in a scorer that needs a column which no prompt has."""
+    if isinstance(scorer, WeightedScorer):
+        for _, inner in scorer.weighted:
+            check_columns(inner, prompts)
+    elif isinstance(scorer, FunctionScorer):
+        scorer.check_columns(columns_of(prompts))
+
+
+def described(scorer: Scorer | None) -> Any:
+    """A scorer as JSON, for telling whether a run goes on with another: of a function its name and a checksum, of a
+    reward model the folder that it came from."""
+    if isinstance(scorer, WeightedScorer):
+        return [[weight, described(inner)] for weight, inner in scorer.weighted]
+    name, detail = type(scorer).__name__, str(getattr(scorer, 'description', ''))
+    if isinstance(scorer, RewardModelScorer):
+        detail = str(getattr(getattr(getattr(scorer.model, 'model', None), 'config', None), 'name_or_path', ''))
+    elif isinstance(scorer, FunctionScorer):
+        name, detail = scorer.name, f'source {scorer.checksum}' if scorer.checksum else ''
+    return f'{name}, {detail}' if detail else name
+
+
+class FunctionScorer:
+    """Scores with a Python function that sees the whole batch of a timestep once, on rank 0.
+
+    Args:
+        fn: `fn(prompts, responses, **columns) -> list`, one number per response or one list of numbers per response
+            (one per response token); a coroutine function is awaited, all calls in one event loop. `columns` are the
+            other columns of the prompts' data rows as keyword lists. Arguments go by their names, in TRL's and trlX's
+            conventions too: `chatgpt.data.rewards.calling`.
+        timeout_s: seconds after which the run stops with an error instead of waiting for ever. None waits.
+    """
+
+    def __init__(self, fn: Callable[..., Any], *, timeout_s: float | None = None) -> None:
+        self.fn = fn
+        self.timeout_s = timeout_s
+        self.name = getattr(fn, '__qualname__', None) or type(fn).__name__
+        self.checksum = checksum(fn)
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Raises ValueError for a function that cannot be called on prompts with these columns."""
+        check_call(self.fn, columns, f'reward function {self.name}')
+
+    def _call(self, samples: list[Sample]) -> list[Any]:
+        columns = {
+            key: [s.columns.get(key) for s in samples] for key in sorted({key for s in samples for key in s.columns})
+        }
+        prompts, responses = [s.prompt_text for s in samples], [s.response_text for s in samples]
+        return call_with_timeout(
+            lambda: call(self.fn, prompts, responses, columns), self.timeout_s, f'reward function {self.name}'
+        )
+
+    def _checked(self, samples: list[Sample]) -> list[Score]:
+        source = f'reward function {self.name}'
+        try:
+            values = self._call(samples)
+        except RewardFunctionError:
+            raise
+        except (Exception, SystemExit) as error:  # an exit inside would end one rank in silence
+            raise RewardFunctionError(f'{source} raised {told(error)}') from error
+        try:
+            values = one_each(values, len(samples), source, RewardValueError)
+            return [as_score(value, sample, source) for value, sample in zip(values, samples, strict=True)]
+        except RewardFunctionError as error:
+            raise type(error)(f'{error}; it is defined {place_of(self.fn)}') from None
+
+    def score(self, samples: list[Sample], strategy: Communicator) -> list[Score]:
+        everyone = gathered(strategy, samples, lambda s: s.index)
+        scores: list[Score] = strategy.run_on_rank0(lambda: self._checked(everyone))
+        by_index = {s.index: score for s, score in zip(everyone, scores, strict=True)}
+        return [by_index[s.index] for s in samples]
+
+
+class PipelineScorer:
+    """Scores with a `transformers` text-classification pipeline, each rank its own samples.
+
+    Args:
+        pipeline: called with a list of texts (prompt + response).
+        label: whose score counts, for example 'POSITIVE'. May be left out when the classifier has one label.
+    """
+
+    def __init__(self, pipeline: Callable[..., Any], *, label: str | None = None, batch_size: int = 8) -> None:
+        self.pipeline = pipeline
+        self.label = label
+        self.batch_size = batch_size
+        labels = list(getattr(getattr(getattr(pipeline, 'model', None), 'config', None), 'id2label', {}).values())
+        if label is None and len(labels) > 1:
+            raise ValueError(
+                f'the pipeline has labels {labels}; say whose score counts, for example PipelineScorer(pipe, '
+                f'label={labels[-1]!r})'
+            )
+        if label is not None and labels and label not in labels:
+            raise ValueError(f'the pipeline has no label {label!r}; it has {labels}')
+
+    def score(self, samples: list[Sample], strategy: Communicator) -> list[Score]:
+        batches = [[*range(len(samples))]]
+        if strategy.exact is not None:  # what is padded together must not follow from the share of a rank
+            batches = cuts_of_own(strategy, [1] * len(samples), self.batch_size)
+        texts = [s.prompt_text + s.response_text for s in samples]
+        rows: list[Any] = []
+        for batch in filter(None, batches):
+            rows += self.pipeline([texts[i] for i in batch], top_k=None, batch_size=self.batch_size)
+        scores: list[Score] = []
+        for sample, row in zip(samples, rows, strict=True):
+            found = {entry['label']: entry['score'] for entry in ([row] if isinstance(row, Mapping) else row)}
+            value = next(iter(found.values())) if self.label is None else found[self.label]
+            scores.append(as_score(value, sample, 'pipeline'))
+        return scores
+
+
+class WeightedScorer:
+    """Weighted sum of scorers. Dense and sequence scores mix: the sequence part is added at the last action that
+    counts."""
+
+    def __init__(self, weighted: SequenceOf[tuple[float, Scorer]]) -> None:
+        if not weighted:
+            raise ValueError('a list of rewards needs at least one (weight, reward) pair')
+        self.weighted = list(weighted)
+
+    def score(self, samples: list[Sample], strategy: Communicator) -> list[Score]:
+        return [combine(parts, sample) for parts, sample in zip(self.apart(samples, strategy), samples, strict=True)]
+
+    def apart(self, samples: list[Sample], strategy: Communicator) -> list[list[tuple[float, Score]]]:
+        """(weight, score) of each scorer, per sample."""
+        columns = [(weight, scorer.score(samples, strategy)) for weight, scorer in self.weighted]
+        return [[(weight, scores[i]) for weight, scores in columns] for i in range(len(samples))]
+
+
+def scored(scorer: Scorer | None, samples: list[Sample], strategy: Communicator) -> list[tuple[Sample, Score | None]]:
+    """The samples of all ranks, ordered by index, each with its score; `samples` are this rank's, any number of any
+    prompts. A collective.
+
+    With `exact`, what a model scores together must not follow from who generated it: samples are shared out anew, in
+    order, and the last one stands in for those that are missing to a multiple of the atoms.
+    """
+    scores: list[Score | None] = [None] * len(samples)
+    if strategy.exact is None or scorer is None or isinstance(scorer, FunctionScorer):
+        if scorer is not None:
+            scores = [*scorer.score(samples, strategy)]
+        return gathered(strategy, list(zip(samples, scores, strict=True)), lambda pair: pair[0].index)
+    everyone = gathered(strategy, samples, lambda s: s.index)
+    share = -(-len(everyone) // strategy.exact.atoms) * (strategy.exact.atoms // strategy.world_size)
+    first = strategy.rank * share
+    own = [everyone[min(i, len(everyone) - 1)] for i in range(first, first + share)] if everyone else []
+    found = list(zip(range(first, first + share), scorer.score(own, strategy), strict=False)) if own else []
+    numbered = gathered(strategy, found, lambda pair: pair[0])
+    return [(sample, score) for sample, (_, score) in zip(everyone, numbered, strict=False)]
+
+
+def combine(parts: SequenceOf[tuple[float, Score]], sample: Sequence) -> Score:
+    """Weighted sum of scores of one sample."""
+    single = sum(weight * value for weight, value in parts if not isinstance(value, Tensor))
+    dense = [weight * value for weight, value in parts if isinstance(value, Tensor)]
+    if not dense:
+        return float(single)
+    total = torch.stack(dense).sum(0)
+    counted = sample.response_mask.nonzero()
+    if len(counted):
+        total[counted[-1, 0]] += single
+    return total
+
+
+def sequence_score(score: Score, sample: Sequence) -> float:
+    """The score of a whole response: of dense scores their sum over the tokens that count."""
+    return float(torch.where(sample.response_mask, score, 0.0).sum()) if isinstance(score, Tensor) else float(score)
+
+
+def as_score(value: Any, sample: Sample, source: str) -> Score:
+    """A float or a (A,) tensor out of what a scorer returned; anything not finite or of the wrong length is refused by
+    name."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    elif hasattr(value, 'tolist'):  # numpy scalars and arrays
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        dense = torch.tensor([_number(v, sample, source) for v in value])
+        if len(dense) != sample.num_actions:
+            raise RewardValueError(
+                f'{source} returned {len(dense)} token scores for {sample.called}, whose response has '
+                f'{sample.num_actions} tokens'
+            )
+        if not torch.isfinite(dense).all():
+            raise RewardFunctionError(f'{source} returned a score that is not finite for {sample.called}')
+        return dense
+    number = _number(value, sample, source)
+    if not math.isfinite(number):
+        raise RewardFunctionError(f'{source} returned {number} for {sample.called}; scores must be finite')
+    return number
+
+
+def _number(value: Any, sample: Sample, source: str) -> float:
+    """A text is none, even one of digits: it is more often an answer than its score."""
+    try:
+        if not isinstance(value, (str, bytes)):
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    raise RewardValueError(f'{source} returned {value!r} for {sample.called}; return a number')
+
+
+def call_with_timeout(fn: Callable[[], Any], timeout_s: float | None, what: str) -> Any:
+    """`fn()`, or RewardFunctionError after `timeout_s`. The call runs in a daemon thread, so a hung one cannot keep the
+    process alive."""
+    if timeout_s is None:
+        return fn()
+    outcome: dict[str, Any] = {}
+
+    def target() -> None:
+        try:
+            outcome['value'] = fn()
+        except BaseException as error:  # handed to the caller's thread
+            outcome['error'] = error
+
+    thread = threading.Thread(target=target, daemon=True, name=what)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        raise RewardFunctionError(f'{what} did not return within {timeout_s:g} s')
+    if 'error' in outcome:
+        raise outcome['error']
+    return outcome['value']
+
+
+def as_scorer(
+    reward: Any,
+    *,
+    max_tokens_per_batch: int | None = None,
+    timeout_s: float | None = None,
+    reward_tokenizer: Any = None,
+    packing: bool = True,
+) -> Scorer | None:
+    """A `Scorer` from anything that scores text: a module, a pipeline, a function, a scorer, or a list of (weight, one
+    of these).
+
+    A class is made first, without arguments. None stays None: every batch then comes with its scores.
+    """
+    if reward is None:
+        return None
+    reward = made(reward)
+    if isinstance(reward, nn.Module):
+        return RewardModelScorer(
+            reward, tokenizer=reward_tokenizer, max_tokens_per_batch=max_tokens_per_batch, packing=packing
+        )
+    if isinstance(reward, Scorer):
+        return reward
+    if isinstance(reward, (list, tuple)):
+        pairs = []
+        for item in reward:
+            if not (isinstance(item, (list, tuple)) and len(item) == 2 and isinstance(item[0], (int, float))):
+                raise ValueError(f'a list of rewards holds (weight, reward) pairs; got {item!r}')
+            inner = as_scorer(
+                item[1],
+                max_tokens_per_batch=max_tokens_per_batch,
+                timeout_s=timeout_s,
+                reward_tokenizer=reward_tokenizer,
+                packing=packing,
+            )
+            if inner is None:
+                raise ValueError('a list of rewards holds (weight, reward) pairs; got None as a reward')
+            pairs.append((float(item[0]), inner))
+        return WeightedScorer(pairs)
+    if hasattr(reward, 'task') and hasattr(reward, 'model') and callable(reward):
+        return PipelineScorer(reward)
+    if callable(reward):
+        return FunctionScorer(reward, timeout_s=timeout_s)
+    raise ValueError(
+        'reward_model must be a RewardModel, a function fn(prompts, responses, **columns), a pipeline, a Scorer, or a '
+        f'list of (weight, reward) pairs; got {type(reward).__name__}'
+    )

@@ -1,0 +1,18 @@
+"""The public names of `chatgpt.strategies`, where programs of the package's first users import them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from chatgpt import on_demand
+
+if TYPE_CHECKING:
+    from chatgpt.strategies.base import Strategy
+    from chatgpt.strategies.colossalai import ColossalAIStrategy
+    from chatgpt.strategies.ddp import DDPStrategy
+    from chatgpt.strategies.fsdp import FSDPStrategy
+    from chatgpt.strategies.naive import NaiveStrategy
+
+__getattr__, __dir__ = on_demand(__name__)
+
+__all__ = ['ColossalAIStrategy', 'DDPStrategy', 'FSDPStrategy', 'NaiveStrategy', 'Strategy']

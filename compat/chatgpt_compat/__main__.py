@@ -1,0 +1,47 @@
+"""Scripts written for other systems: run them on this library, or see what they need.
+
+    python -m chatgpt_compat run script.py [ARGUMENTS of the script]
+    python -m chatgpt_compat check script.py [MORE.py ...]
+    torchrun --nproc-per-node=2 -m chatgpt_compat run script.py [ARGUMENTS of the script]
+
+run: `import trl`, `import trlx` and what ColossalAI's `chatgpt` had are served by this library, and the rest by the
+package of that name that is installed, if there is one. check: runs nothing; lists every such name with its line,
+served or not, and what to write instead; exit code 0 if all are served, 1 if not, 2 for a file that is no Python.
+docs/compat.md.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from chatgpt.launch.arguments import Parser, run_main
+
+
+def parser() -> Parser:
+    out = Parser(prog='python -m chatgpt_compat', description=__doc__)
+    verbs = out.add_subparsers(dest='verb', required=True, metavar='run|check')
+    running = verbs.add_parser('run', help='run a script')
+    running.add_argument('script')
+    running.add_argument('arguments', nargs='...', help="the script's own").required = False
+    checking = verbs.add_parser('check', help='list the names that scripts use')
+    checking.add_argument('scripts', nargs='+', metavar='script')
+    return out
+
+
+def main() -> int:
+    given = parser().parse_args()
+    if given.verb == 'check':
+        from chatgpt_compat.check import check
+
+        return check(given.scripts)
+    from chatgpt_compat.runner import run
+
+    return run(given.script, given.arguments)
+
+
+def command_line() -> None:
+    sys.exit(main())
+
+
+if __name__ == '__main__':
+    run_main(command_line)

@@ -1,0 +1,247 @@
+"""Its trainers: their argument lists, on the library's own trainers.
+
+A model and an optimizer that no strategy has prepared are prepared here, as theirs were.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from chatgpt.strategies import Strategy
+from chatgpt.trainer import PPOTrainer as OurPPOTrainer
+from chatgpt.trainer import RewardModelTrainer as OurRewardModelTrainer
+from chatgpt.trainer import SFTTrainer as OurSFTTrainer
+from chatgpt.trainer.callbacks import Callback, TrainerView
+from chatgpt_compat.colossalai.data import demonstrations, preferences
+from chatgpt_compat.colossalai.losses import LogExpLoss, LogSigLoss
+
+PPO_ORDER = (
+    'kl_coef',
+    'train_batch_size',
+    'buffer_limit',
+    'buffer_cpu_offload',
+    'eps_clip',
+    'value_clip',
+    'experience_batch_size',
+    'max_epochs',
+    'tokenizer',
+    'sample_replay_buffer',
+    'dataloader_pin_memory',
+    'callbacks',
+)
+"""what may follow the optimizers without a name"""
+CACHE_FUNCTIONS = ('prepare_inputs_fn', 'update_model_kwargs_fn')
+
+
+def is_prepared(strategy: Strategy, optimizer: Optimizer) -> bool:
+    try:
+        strategy.discard_gradients(optimizer)  # there are none yet
+    except ValueError:
+        return False
+    return True
+
+
+class PPOTrainer(OurPPOTrainer):
+    """`chatgpt.trainer.PPOTrainer`, and:
+
+    - what follows the optimizers may come without names, in its order;
+    - `tokenizer` may be a function of a list of prompts that gives input_ids and attention_mask;
+    - `prepare_inputs_fn` and `update_model_kwargs_fn` are taken and not needed: the engine keeps the cache itself.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        actor: nn.Module,
+        critic: nn.Module,
+        reward_model: Any,
+        initial_model: nn.Module | None,
+        actor_optim: Optimizer,
+        critic_optim: Optimizer | None = None,
+        *settings: Any,
+        tokenizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if len(settings) > len(PPO_ORDER):
+            raise ValueError(
+                f'PPOTrainer takes {7 + len(PPO_ORDER)} arguments without a name, {7 + len(settings)} given'
+            )
+        named = dict(zip(PPO_ORDER, settings, strict=False))
+        if twice := named.keys() & kwargs.keys():
+            raise ValueError(f'PPOTrainer got {sorted(twice)[0]} twice')
+        kwargs = named | kwargs
+        tokenizer = kwargs.pop('tokenizer', tokenizer)
+        for name in CACHE_FUNCTIONS:
+            kwargs.pop(name, None)
+        kwargs['callbacks'] = list(kwargs.get('callbacks') or ())
+        is_function = callable(tokenizer) and not hasattr(tokenizer, 'decode')
+        self.tokenize: Callable[[list[Any]], Any] | None = tokenizer if is_function else None
+        if isinstance(strategy, Strategy) and not is_prepared(strategy, actor_optim):
+            (actor, actor_optim), reward_model, initial_model = strategy.prepare(
+                (actor, actor_optim), reward_model, initial_model
+            )
+            if critic is not None:
+                critic, critic_optim = strategy.prepare((critic, critic_optim))
+        super().__init__(
+            strategy,
+            actor,
+            critic,
+            reward_model,
+            initial_model,
+            actor_optim,
+            critic_optim,
+            tokenizer=None if is_function else tokenizer,
+            **kwargs,
+        )
+
+    def set_prompts(self, prompts: Any) -> None:
+        if self.tokenize is not None and not isinstance(prompts, str):
+            prompts = [self._ids(prompt) for prompt in prompts]
+        super().set_prompts(prompts)
+
+    def _ids(self, prompt: Any) -> torch.Tensor:
+        assert self.tokenize is not None
+        batch = self.tokenize([prompt])
+        ids = batch['input_ids'][0]
+        mask = batch['attention_mask'][0].bool() if 'attention_mask' in batch else torch.ones_like(ids).bool()
+        return ids[mask]
+
+
+class RewardModelTrainer(OurRewardModelTrainer):
+    """Its reward-model trainer of both layouts: (model, strategy, optim, [loss_fn,] train_dataset, [valid_dataset,]
+    eval_dataset, batch_size, max_epochs), with data sets of (chosen ids, mask, rejected ids, mask).
+
+    `batch_size` is of each process. Scores are left where training put them (`calibrate=False`). The learning rate
+    falls as a cosine over the run, in every step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        strategy: Strategy,
+        optim: Optimizer,
+        *positional: Any,
+        loss_fn: Any = None,
+        train_dataset: Any = None,
+        valid_dataset: Any = None,
+        eval_dataset: Any = None,
+        batch_size: int = 1,
+        max_epochs: int | None = None,
+        **settings: Any,
+    ) -> None:
+        given = list(positional)
+        if given and (isinstance(given[0], nn.Module) or given[0] is None):
+            loss_fn = given.pop(0)
+            names = ['train_dataset', 'valid_dataset', 'eval_dataset', 'batch_size', 'max_epochs']
+        else:
+            names = ['train_dataset', 'eval_dataset', 'batch_size', 'max_epochs']
+        found = {
+            'train_dataset': train_dataset,
+            'valid_dataset': valid_dataset,
+            'eval_dataset': eval_dataset,
+            'batch_size': batch_size,
+            'max_epochs': max_epochs,
+        } | dict(zip(names, given, strict=False))
+        if len(given) > len(names):
+            raise ValueError(f'RewardModelTrainer takes at most {3 + len(names)} arguments without a name')
+        if found['train_dataset'] is None:
+            raise ValueError('RewardModelTrainer needs train_dataset')
+        names_of_loss = {LogSigLoss: 'log_sig', LogExpLoss: 'log_exp', type(None): 'log_sig'}
+        if type(loss_fn) not in names_of_loss:
+            raise ValueError(
+                f'loss_fn is a {type(loss_fn).__name__}; give LogSigLoss() or LogExpLoss(), or write an Objective of '
+                'your own (docs/extend/objective.md)'
+            )
+        held_out = found['eval_dataset'] if found['eval_dataset'] is not None else found['valid_dataset']
+        if found['valid_dataset'] is not None and found['eval_dataset'] is not None:
+            warnings.warn(
+                'valid_dataset is not read: eval_dataset is evaluated at the end of every epoch', stacklevel=2
+            )
+        if not is_prepared(strategy, optim):
+            model, optim = strategy.prepare((model, optim))
+        epochs = found['max_epochs'] if found['max_epochs'] is not None else 1 if loss_fn is not None else 2
+        super().__init__(
+            strategy,
+            model,
+            optim,
+            preferences(found['train_dataset']),
+            preferences(held_out) if held_out is not None else None,
+            train_batch_size=found['batch_size'] * strategy.world_size,
+            max_epochs=epochs,
+            loss_fn=names_of_loss[type(loss_fn)],
+            calibrate=False,
+            **settings,
+        )
+        self.model, self.optimizer = model, optim
+
+    def fit(self, use_lora: int = 0) -> None:  # type: ignore[override]
+        """`use_lora` says nothing that the model does not know."""
+        super().fit()
+
+
+class SFTTrainer(OurSFTTrainer):
+    """Its SFT trainer: (model, strategy, optim, train_dataloader, eval_dataloader, sampler, batch_size, max_epochs).
+
+    Every process reads the whole data set of a loader and takes its share of each batch, so `sampler` is not needed.
+    A batch is the loader's on each process.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        strategy: Strategy,
+        optim: Optimizer,
+        train_dataloader: Any,
+        eval_dataloader: Any = None,
+        sampler: Any = None,
+        batch_size: int = 1,
+        max_epochs: int = 2,
+        **settings: Any,
+    ) -> None:
+        train, held_out = demonstrations(train_dataloader), None
+        if eval_dataloader is not None:
+            held_out = demonstrations(eval_dataloader)
+        if not is_prepared(strategy, optim):
+            model, optim = strategy.prepare((model, optim))
+        self._logs = _LossLog()
+        callbacks: SequenceOf[Callback] = settings.pop('callbacks', ())
+        super().__init__(
+            strategy,
+            model,
+            optim,
+            train,
+            held_out,
+            train_batch_size=(train_dataloader.batch_size or batch_size) * strategy.world_size,
+            max_epochs=max_epochs,
+            callbacks=[*callbacks, self._logs],
+            **settings,
+        )
+        self.model, self.optimizer = model, optim
+
+    def fit(self, logger: Any = None, use_lora: int = 0, log_interval: int | None = None) -> None:  # type: ignore[override]
+        """`logger.info` is told the loss every `log_interval` steps; `use_lora` says nothing that the model does not
+        know."""
+        self._logs.logger = logger
+        if log_interval is not None:
+            if log_interval < 1:
+                raise ValueError(f'log_interval={log_interval} must be at least 1')
+            self.config.log_interval = log_interval
+        super().fit()
+
+
+class _LossLog(Callback):
+    """Tells a logger of the losses."""
+
+    logger: Any = None
+
+    def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
+        if self.logger is not None and trainer.strategy.is_rank_0:
+            losses = {name: value for name, value in metrics.items() if name in ('sft/loss', 'sft/val_loss')}
+            self.logger.info(f'step {trainer.num_updates}: ' + ', '.join(f'{k} {v:.4f}' for k, v in losses.items()))

@@ -1,0 +1,162 @@
+"""Other systems' packages as modules: what a table serves is ours, the rest is the installed package's, if there is
+one.
+
+`Finder` goes to the front of `sys.meta_path`. The installed package is not imported before it is asked for a name that
+is not served, so one that cannot be imported here is no hindrance.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from chatgpt_compat.tables import COLOSSALAI_CHATGPT, SYSTEMS, System, load, own_module, system_of
+
+
+class NotServed(ImportError):
+    """A name that is neither served nor installed; the message says what to write instead."""
+
+
+def not_served(system: System, name: str, why: str = '') -> str:
+    full = f'{system.package}.{name}'
+    if system.package == 'chatgpt':
+        return f'{full} is not served; {system.instead(name)}'
+    missing = why or (
+        f'the installed {system.package} has no such name'
+        if installed(system.package) is not None
+        else f'no {system.package} is installed'
+    )
+    return f'{full} is not served, and {missing}; {system.instead(name)}'
+
+
+def installed(name: str, path: Sequence[str] | None = None) -> ModuleSpec | None:
+    """Where the other finders find a module."""
+    for finder in sys.meta_path:
+        if not isinstance(finder, Finder) and (spec := finder.find_spec(name, path, None)) is not None:
+            return spec
+    return None
+
+
+class ServedModule(ModuleType):
+    """A module of another system. A name is looked up when it is asked for: in the table, then in the installed
+    package.
+
+    The installed module is executed in this very object, so that its own parts, which import one another by name, find
+    what they expect.
+    """
+
+    def __init__(self, name: str, system: System, spec: ModuleSpec | None) -> None:
+        super().__init__(name, f'What chatgpt serves of {name}.')
+        inner = name.partition('.')[2]
+        self.__dict__.update(
+            _system=system,
+            _prefix=f'{inner}.' if inner else '',
+            _spec=spec,
+            _others=[partial(getattr, own_module(inner))] if system.package == 'chatgpt' and own_module(inner) else [],
+            __all__=system.names_in(inner),
+            __path__=list(spec.submodule_search_locations or ()) if spec is not None else [],
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        system, key = self.__dict__['_system'], self.__dict__['_prefix'] + name
+        if key in system.served:
+            value = self.__dict__[name] = load(system.served[key])
+            return value
+        if name.startswith('__') and name != '__version__':  # who looks through all modules must not load a package
+            raise AttributeError(f'module {self.__name__!r} has no attribute {name!r}')
+        if system.has_module(key):
+            return importlib.import_module(f'{self.__name__}.{name}')
+        self._load_installed(key)
+        if name in self.__dict__:
+            return self.__dict__[name]
+        for other in self._others:
+            try:
+                return other(name)
+            except AttributeError:
+                pass
+        if name.startswith('_'):
+            raise AttributeError(f'module {self.__name__!r} has no attribute {name!r}')
+        raise AttributeError(not_served(system, key))
+
+    def _load_installed(self, asked: str) -> None:
+        """Execute the installed module, once; what is served stays."""
+        spec, own = self.__dict__['_spec'], dict(self.__dict__)
+        if spec is None or spec.loader is None:
+            return
+        self.__dict__.update(_spec=None, __file__=spec.origin, __spec__=spec, __package__=spec.parent)
+        try:
+            spec.loader.exec_module(self)
+        except Exception as error:
+            why = f'importing the installed {self.__name__} raised {type(error).__name__}: {error}'
+            raise NotServed(not_served(own['_system'], asked, ' '.join(why.split()))) from error
+        finally:
+            found = sys.modules.get(self.__name__, self)
+            sys.modules[self.__name__] = self
+            lazy = self.__dict__.pop('__getattr__', None)  # the module's own, which must not go before the table
+            for name in own['__all__']:
+                self.__dict__.pop(name, None)
+            own['_others'] += [lazy] if lazy is not None else []
+            own['_others'] += [partial(getattr, found)] if found is not self else []  # put in its place by itself
+            self.__dict__.update({k: own[k] for k in ('__path__', '__all__')})
+
+
+class Finder(MetaPathFinder, Loader):
+    """Finds the modules that the tables of the systems make; says of the others what to write instead."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        root, _, inner = fullname.partition('.')
+        system = next((s for s in SYSTEMS.values() if s.root == root and system_of(s.package) is not None), None)
+        if system is None:
+            return None
+        there = installed(fullname, path)
+        if system.has_module(inner) and (system.replaces or there is None):
+            spec = ModuleSpec(fullname, self, is_package=True)
+            spec.loader_state = (system, there)
+            return spec
+        if there is None and inner:
+            raise NotServed(not_served(system, inner), name=fullname)
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return ServedModule(spec.name, *spec.loader_state)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing: a served module looks its names up when they are asked for."""
+
+
+@contextmanager
+def serving() -> Iterator[None]:
+    """Inside, importing another system's package gives what is served of it; for `chatgpt` not where the library itself
+    imports. What was imported is forgotten at the end."""
+    finder, original = Finder(), builtins.__import__
+
+    def import_(name: str, importer: Any = None, local: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+        if not level and name.partition('.')[0] == 'chatgpt' and not _is_ours(importer):
+            name = COLOSSALAI_CHATGPT + name.removeprefix('chatgpt')
+        return original(name, importer, local, fromlist, level)
+
+    roots = [system.root for system in SYSTEMS.values() if system.replaces and system_of(system.package) is not None]
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition('.')[0] in roots}
+    sys.meta_path.insert(0, finder)
+    builtins.__import__ = import_  # type: ignore[assignment]  # its arguments are given by place
+    try:
+        yield
+    finally:
+        builtins.__import__ = original
+        sys.meta_path.remove(finder)
+        for name in list(sys.modules):
+            if name.partition('.')[0] in roots or isinstance(sys.modules[name], ServedModule):
+                del sys.modules[name]
+        sys.modules.update(hidden)
+
+
+def _is_ours(importer: Any) -> bool:
+    return importer is None or (importer.get('__name__') or '').partition('.')[0] in ('chatgpt', 'chatgpt_compat')

@@ -1,0 +1,124 @@
+"""PEFT's LoRA as our LoRA: a `LoraConfig` puts our adapters into a model, a `PeftModel` has its adapters taken over.
+
+PEFT is imported only for the layers it adapts by default, and its objects come from the script.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+from chatgpt.nn import add_lora, import_peft
+
+HEADS = ('score', 'classifier')
+"""of sequence classifiers, trained in full here as `modules_to_save` asks of PEFT"""
+FOLLOWED = ('r', 'lora_alpha', 'lora_dropout', 'target_modules', 'bias', 'use_rslora')
+SAID_ELSEWHERE = (
+    *('peft_type', 'task_type', 'inference_mode', 'base_model_name_or_path', 'revision', 'auto_mapping'),
+    *('peft_version', 'fan_in_fan_out', 'megatron_core', 'runtime_config'),
+)
+"""fields of LoraConfig that say nothing of the arithmetic"""
+
+
+def adapted(model: Any, peft_config: Any, *, heads: Sequence[str] = ()) -> Any:
+    """The transformers model with our adapters in it: those of a PEFT model, or new ones as `peft_config` says.
+
+    Args:
+        model: a transformers model, changed in place, or a PEFT model with one adapter.
+        peft_config: a `LoraConfig`, a dict of its fields, or None.
+        heads: modules that are trained in full here, so `modules_to_save` may name them.
+
+    Raises:
+        ValueError: a method that is not LoRA, a field that cannot be honoured, both a PEFT model and a config.
+    """
+    if hasattr(model, 'peft_config') and hasattr(model, 'get_base_model'):
+        if peft_config is not None:
+            raise ValueError('peft_config: the model is a PEFT model already; give one of the two')
+        if len(model.peft_config) != 1:
+            raise ValueError(f'model: a PEFT model with the adapters {", ".join(model.peft_config)}; it must have one')
+        with tempfile.TemporaryDirectory(prefix='chatgpt-adapter-') as folder:
+            model.save_pretrained(folder)
+            _leave_heads_out(Path(folder), heads)
+            model = model.unload()
+            import_peft(model, folder)
+        return model
+    if peft_config is not None:
+        lora = lora_arguments(peft_config, model, heads=heads)
+        add_lora(model, lora['lora_rank'], lora['lora_train_bias'], lora['lora_options'])
+    return model
+
+
+def _leave_heads_out(folder: Path, heads: Sequence[str]) -> None:
+    """Of a saved adapter, the heads that PEFT trains in full: `unload` leaves them in the model."""
+    path, weights = folder / 'adapter_config.json', folder / 'adapter_model.safetensors'
+    config = json.loads(path.read_text())
+    saved = config.get('modules_to_save') or []
+    if saved and set(saved) <= set(heads):
+        path.write_text(json.dumps(config | {'modules_to_save': None}))
+        tensors = load_file(weights)
+        kept = {name: t for name, t in tensors.items() if not any(f'.{head}.' in name for head in saved)}
+        save_file(kept, weights, metadata={'format': 'pt'})
+
+
+def lora_values(peft_config: Any, *, heads: Sequence[str] = ()) -> dict[str, Any]:
+    """The fields of a `LoraConfig`, or a dict of them, that are followed.
+
+    Raises:
+        ValueError: another method than LoRA, or a field that cannot be honoured.
+    """
+    if isinstance(peft_config, Mapping):
+        values, plain = dict(peft_config), {}
+    else:
+        values = vars(peft_config)
+        plain = vars(type(peft_config)())
+    kind = values.get('peft_type', 'LORA')
+    if str(getattr(kind, 'value', kind)) != 'LORA':
+        raise ValueError(f'peft_config: {kind} is not served here; use a LoraConfig')
+    for name, value in values.items():
+        if name in (*FOLLOWED, *SAID_ELSEWHERE) or not value or value == plain.get(name):
+            continue
+        if name == 'modules_to_save' and set(value) <= set(heads):
+            continue
+        if name == 'init_lora_weights' and value in (True, 'gaussian'):
+            continue
+        raise ValueError(f'peft_config: {name}={value!r} cannot be honoured here; leave it out')
+    return {name: values[name] for name in FOLLOWED if values.get(name) is not None}
+
+
+def lora_arguments(peft_config: Any, model: Any, *, heads: Sequence[str] = ()) -> dict[str, Any]:
+    """`lora_rank`, `lora_train_bias` and `lora_options` of the model classes. Raises ValueError as `adapted` does."""
+    values = lora_values(peft_config, heads=heads)
+    rank, alpha = int(values.get('r', 8)), float(values.get('lora_alpha', 8))
+    if values.get('use_rslora'):
+        alpha *= math.sqrt(rank)  # rsLoRA (Kalajdzievski 2023) scales by alpha / sqrt(r)
+    return {
+        'lora_rank': rank,
+        'lora_train_bias': str(values.get('bias', 'none')),
+        'lora_options': {
+            'alpha': alpha,
+            'dropout': float(values.get('lora_dropout', 0.0)),
+            'targets': _targets(values.get('target_modules'), model),
+        },
+    }
+
+
+def _targets(given: Any, model: Any) -> Any:
+    """Names of layers; None, which PEFT calls 'all-linear', is every linear layer of the blocks."""
+    if given == 'all-linear':
+        return None
+    if given:
+        return given if isinstance(given, str) else sorted(given)
+    try:
+        from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as known
+    except ImportError:
+        raise ValueError('peft_config: without the package peft, target_modules must be given') from None
+    family = model.config.model_type
+    if family not in known:
+        raise ValueError(f'peft_config: PEFT knows no layers of {family}; give target_modules')
+    return list(known[family])

@@ -1,0 +1,95 @@
+"""A script of another system, run with what is served of that system.
+
+The script runs as `__main__`, in this process, with its own folder first in `sys.path`: as `python script.py` runs it.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType, TracebackType
+from unittest.mock import patch
+
+from chatgpt_compat import modules
+from chatgpt_compat.check import findings, read_script, uses
+from chatgpt_compat.modules import NotServed, serving
+from chatgpt_compat.no_gpu import without_gpu
+from chatgpt_compat.tables import load
+
+
+def run(script: str, arguments: Sequence[str]) -> int:
+    """Run a script to its end; 1 where it raised. `SystemExit` of the script passes through.
+
+    Raises:
+        ValueError: a file that is not there or no Python.
+    """
+    tree = read_script(script)
+    if os.environ.get('RANK', '0') == '0':
+        report(script, tree)
+    code = compile(tree, script, 'exec', dont_inherit=True)
+    main = ModuleType('__main__')
+    main.__dict__.update(__file__=script, __builtins__=__builtins__, __cached__=None)
+    before = sys.modules['__main__'], sys.argv, sys.path[:]
+    sys.modules['__main__'] = main
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    try:
+        for system in {use.system for use in uses(tree)}:
+            if system.before and modules.installed(system.package) is not None:
+                load(system.before)()
+        with patch.object(warnings, 'formatwarning', with_place), serving(), without_gpu():
+            exec(code, main.__dict__)
+    except NotServed as error:
+        print(f'ImportError: {error} ({place(error, script)})', file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        raise
+    except Exception as error:
+        traceback.print_exception(error.with_traceback(from_script(error.__traceback__)))
+        return 1
+    finally:
+        sys.modules['__main__'], sys.argv, sys.path[:] = before
+    return 0
+
+
+def report(script: str, tree: ast.Module) -> None:
+    """Say on stderr which names of other systems the script uses, and whose they are."""
+    rows = {f.name: f.what for f in findings([u for u in uses(tree) if not u.keywords])}
+    if not rows:
+        print(f'chatgpt_compat: {script} uses no other system', file=sys.stderr, flush=True)
+        return
+    width = max(map(len, rows))
+    lines = [f'chatgpt_compat: {script} uses', *(f'  {name:{width}}  {what}' for name, what in rows.items())]
+    print(*lines, sep='\n', file=sys.stderr, flush=True)
+
+
+def with_place(message: object, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+    """A warning with the line that gave it, which is the script's; the command's own warnings have none."""
+    return f'{filename}:{lineno}: {category.__name__}: {message}\n'
+
+
+def from_script(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without this package's frames."""
+    frames = []
+    while trace is not None:
+        if not _ours(trace.tb_frame.f_code.co_filename):
+            frames.append(trace)
+        trace = trace.tb_next
+    for frame, following in zip(frames, [*frames[1:], None], strict=True):
+        frame.tb_next = following
+    return frames[0] if frames else None
+
+
+def place(error: BaseException, script: str) -> str:
+    """File and line of the script, or of a module beside it, that asked for a name."""
+    frames = [f for f in traceback.extract_tb(from_script(error.__traceback__)) if not f.filename.startswith('<frozen')]
+    return f'{frames[-1].filename}, line {frames[-1].lineno}' if frames else script
+
+
+def _ours(filename: str) -> bool:
+    return Path(filename).parent == Path(__file__).parent

@@ -1,0 +1,114 @@
+"""Which systems there are, and what their tables say of a name.
+
+Each has a module with two tables: `SERVED`, a name under the system's package → 'our.module:attribute', and `INSTEAD`,
+a name that is not served → what to write instead. The runner and the checker read these tables and nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import ModuleType
+from typing import Any
+
+from chatgpt.names import near
+
+
+@dataclass(frozen=True)
+class System:
+    """One system.
+
+    Args:
+        package: what its scripts import.
+        tables: our module with `SERVED` and `INSTEAD`.
+        replaces: what is served goes before a package of that name that is installed; else only without one.
+        before: 'our.module:function' to call before a script runs that uses the installed package; '' for none.
+    """
+
+    package: str
+    tables: str
+    replaces: bool = True
+    before: str = ''
+
+    @property
+    def root(self) -> str:
+        """What its package is called in `sys.modules`: ColossalAI's `chatgpt` stands beside the library itself."""
+        return COLOSSALAI_CHATGPT if self.package == 'chatgpt' else self.package
+
+    @cached_property
+    def module(self) -> ModuleType:
+        return importlib.import_module(self.tables)
+
+    @property
+    def served(self) -> Mapping[str, str]:
+        return self.module.SERVED
+
+    def has_module(self, name: str) -> bool:
+        """Whether the table makes `name` ('' is the package itself) a module."""
+        if not name or any(key.startswith(f'{name}.') for key in self.served):
+            return True
+        return self.package == 'chatgpt' and name not in self.served and own_module(name) is not None
+
+    def names_in(self, module: str) -> list[str]:
+        """What is served directly in a module."""
+        start = f'{module}.' if module else ''
+        rest = (key.removeprefix(start) for key in self.served if key.startswith(start))
+        return sorted({name for name in rest if '.' not in name})
+
+    def instead(self, name: str) -> str:
+        """What to write instead of a name that is not served: the sentence for it, for the module it is in, or for the
+        same name at another place; else the nearest names that are served."""
+        table: Mapping[str, str] = self.module.INSTEAD
+        parts = name.split('.')
+        for end in range(len(parts), 0, -1):
+            if (found := table.get('.'.join(parts[:end]))) is not None:
+                return f'instead: {found}'
+        last = parts[-1]
+        if (found := table.get(last)) is not None:
+            return f'instead: {found}'
+        there = sorted(f'{self.package}.{key}' for key in self.served if key.rpartition('.')[2] == last)
+        close = there or [f'{self.package}.{key}' for key in near(name, self.served)]
+        return f'served are {", ".join(close[:3])}' if close else f'see `{self.tables}` for the names that are served'
+
+
+COLOSSALAI_CHATGPT = 'colossalai_chatgpt'
+SYSTEMS: dict[str, System] = {
+    system.package: system
+    for system in (
+        System('trl', 'chatgpt_compat.trl'),
+        System('trlx', 'chatgpt_compat.trlx'),
+        System('chatgpt', 'chatgpt_compat.colossalai'),
+        System(
+            'colossalai',
+            'chatgpt_compat.colossalai.package',
+            replaces=False,
+            before='chatgpt_compat.colossalai.package:use_without_gpu',
+        ),
+    )
+}
+
+
+def system_of(name: str) -> System | None:
+    """The system whose package a dotted name begins with; None also for one whose tables are not there."""
+    system = SYSTEMS.get(name.partition('.')[0])
+    return system if system is not None and importlib.util.find_spec(system.tables) is not None else None
+
+
+def load(target: str) -> Any:
+    """The object of 'our.module:attribute'; of 'our.module' alone, the module."""
+    module, _, attribute = target.partition(':')
+    found = importlib.import_module(module)
+    return getattr(found, attribute) if attribute else found
+
+
+def own_module(name: str) -> ModuleType | None:
+    """The library's own module of that name under `chatgpt`, imported; None where there is none."""
+    full = f'chatgpt.{name}' if name else 'chatgpt'
+    try:
+        found = importlib.util.find_spec(full)
+    except ImportError:
+        return None
+    return None if found is None else importlib.import_module(full)

@@ -1,0 +1,281 @@
+"""`PPOConfig` with the arguments of both of TRL's eras: 0.4 to 0.11 ('classic': the user's own loop of `generate` and
+`step`) and 0.12 to 1.12 ('second': `PPOTrainer.train()`).
+
+`FATES` says for each era which arguments it cannot honour. A script may mix both eras' names: two names for one thing
+follow each other, and which trainer is made decides whose defaults hold for what was not given.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from chatgpt_compat.trl.arguments import (
+    Entry,
+    TrainingArguments,
+    absent,
+    check_given,
+    each,
+    given,
+    refused,
+    warned,
+)
+from chatgpt_compat.trl.later import ARGUMENTS
+
+Era = Literal['classic', 'second']
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    'classic': {
+        'seed': 0,
+        'learning_rate': 1.41e-5,
+        'adap_kl_ctrl': True,
+        'init_kl_coef': 0.2,
+        'ppo_epochs': 4,
+        'max_grad_norm': None,
+        'gradient_checkpointing': False,
+    },
+    'second': {
+        'seed': 42,
+        'learning_rate': 3e-6,
+        'adap_kl_ctrl': False,
+        'init_kl_coef': 0.05,
+        'ppo_epochs': 4,
+        'max_grad_norm': 1.0,
+        'gradient_checkpointing': False,
+    },
+}
+"""of the arguments that both eras have with different defaults: those of 0.11.4 and of 1.12"""
+
+TWINS = {'num_ppo_epochs': 'ppo_epochs', 'kl_coef': 'init_kl_coef', 'optimize_cuda_cache': 'optimize_device_cache'}
+"""an argument, and the other that means the same"""
+
+_MEMORY = warned('a matter of memory or speed, without influence on numbers')
+_ONE_ADAPTER = each(
+    refused('a model has one adapter here; its reference is the model without it'),
+    'model_adapter_name ref_adapter_name',
+)
+_CACHE = 'optimize_device_cache optimize_cuda_cache local_rollout_forward_batch_size ds3_gather_for_generation'
+FATES: dict[Era, dict[str, Entry]] = {
+    'classic': {
+        **_ONE_ADAPTER,
+        **each(
+            _MEMORY,
+            f'{_CACHE} dataloader_num_workers dataloader_persistent_workers dataloader_prefetch_factor torch_compile '
+            'gradient_checkpointing_kwargs torch_compile_backend torch_compile_mode torch_empty_cache_steps '
+            'use_liger_kernel tf32',
+        ),
+        **each(
+            absent('the loop of `generate` and `step` is the script'),
+            'total_episodes num_sample_generations num_total_batches max_steps num_train_epochs logging_steps '
+            'logging_strategy eval_strategy eval_steps eval_on_start save_strategy overwrite_output_dir data_seed '
+            'per_device_eval_batch_size eval_accumulation_steps dataloader_drop_last dataloader_pin_memory '
+            'group_by_length label_names auto_find_batch_size label_smoothing_factor neftune_noise_alpha '
+            'bf16_full_eval fp16_full_eval logging_dir logging_first_step log_level disable_tqdm evaluation_strategy '
+            'eval_delay save_steps save_total_limit save_only_model save_safetensors load_best_model_at_end '
+            'metric_for_best_model greater_is_better resume_from_checkpoint ignore_data_skip hub_revision '
+            'include_num_input_tokens_seen',
+        ),
+        **each(
+            absent('the optimizer is the one the trainer is given, or Adam with learning_rate'),
+            'optim_args optim weight_decay adam_beta1 adam_beta2 adam_epsilon lr_scheduler_type lr_scheduler_kwargs '
+            'warmup_steps warmup_ratio',
+        ),
+        **each(
+            warned('how many processes and how weights are split over them is the strategy of a launcher here'),
+            'deepspeed fsdp fsdp_config ddp_backend ddp_timeout ddp_find_unused_parameters ddp_bucket_cap_mb '
+            'ddp_broadcast_buffers accelerator_config use_cpu no_cuda',
+        ),
+        **each(
+            absent('the script calls push_to_hub'), 'push_to_hub hub_model_id hub_strategy hub_token hub_private_repo'
+        ),
+        **each(absent('give eos_token_id to generate'), 'stop_token stop_token_id'),
+        'response_length': absent('give max_new_tokens to generate'),
+        'temperature': absent('give temperature to generate'),
+        'missing_eos_penalty': absent('take it from the scores given to step'),
+        'output_dir': absent('the script calls save_pretrained'),
+        'bf16': absent('load the model with torch_dtype=torch.bfloat16'),
+        'fp16': absent('load the model with torch_dtype'),
+        'accelerator_kwargs': warned(
+            'but for logging_dir: there is no accelerate; precision and processes are those of the strategy'
+        ),
+    },
+    'second': {
+        **ARGUMENTS,
+        **_ONE_ADAPTER,
+        **each(_MEMORY, _CACHE),
+        **each(
+            absent('an argument of 0.4 to 0.11'),
+            'tracker_kwargs accelerator_kwargs project_kwargs tracker_project_name steps kl_penalty forward_batch_size '
+            'early_stopping target_kl',
+        ),
+        'max_steps': warned('total_episodes, or num_train_epochs, says how long'),
+    },
+}
+"""argument that the trainer of an era cannot honour: why"""
+
+
+@dataclass(kw_only=True)
+class PPOConfig(TrainingArguments):
+    """Arguments of TRL's `PPOTrainer`, of 0.4 to 0.11 and of 0.12 to 1.12; docs/coming_from/trl.md says what each does.
+
+    What is None by default takes the value of the era (`DEFAULTS`): that of the arguments given, until a trainer is
+    made with it.
+
+    Raises:
+        ValueError: an unknown name, two names of one thing with two values, batch sizes that do not divide.
+    """
+
+    # both eras
+    exp_name: str = 'ppo'
+    reward_model: str = 'sentiment-analysis:lvwerra/distilbert-imdb'
+    dataset_num_proc: int | None = None
+    batch_size: int | None = None
+    mini_batch_size: int | None = None
+    world_size: int | None = None
+    gamma: float = 1.0
+    lam: float = 0.95
+    cliprange: float = 0.2
+    cliprange_value: float = 0.2
+    vf_coef: float = 0.1
+    whiten_rewards: bool = False
+
+    # 0.4 to 0.11
+    log_with: str | None = None
+    task_name: str | None = None
+    model_name: str = 'gpt2'
+    query_dataset: str = 'stanfordnlp/imdb'
+    tracker_kwargs: dict = field(default_factory=dict)
+    accelerator_kwargs: dict = field(default_factory=dict)
+    project_kwargs: dict = field(default_factory=dict)
+    tracker_project_name: str = 'trl'
+    steps: int = 20000
+    adap_kl_ctrl: bool | None = None
+    init_kl_coef: float | None = None
+    kl_penalty: str = 'kl'
+    target: float = 6.0
+    horizon: float = 10000.0
+    forward_batch_size: int | None = None
+    ppo_epochs: int | None = None
+    optimize_cuda_cache: bool | None = None
+    optimize_device_cache: bool | None = None
+    early_stopping: bool = False
+    target_kl: float = 1.0
+    ratio_threshold: float = 10.0
+    use_score_scaling: bool = False
+    use_score_norm: bool = False
+    score_clip: float | None = None
+    is_encoder_decoder: bool | None = None
+    is_peft_model: bool | None = None
+    backward_batch_size: int | None = None
+    global_backward_batch_size: int | None = None
+    global_batch_size: int | None = None
+
+    # 0.12 to 1.12
+    num_mini_batches: int = 1
+    total_episodes: int | None = None
+    local_rollout_forward_batch_size: int = 64
+    num_sample_generations: int = 10
+    response_length: int = 53
+    stop_token: str | None = None
+    stop_token_id: int | None = None
+    temperature: float = 0.7
+    missing_eos_penalty: float | None = None
+    sft_model_path: str | None = None
+    reward_model_path: str | None = None
+    num_ppo_epochs: int | None = None
+    kl_coef: float | None = None
+    kl_estimator: str = 'k1'
+    ds3_gather_for_generation: bool = True
+    model_adapter_name: str | None = None
+    ref_adapter_name: str | None = None
+    num_total_batches: int | None = None
+    micro_batch_size: int | None = None
+    local_batch_size: int | None = None
+    local_mini_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kl_penalty not in ('kl', 'abs', 'mse', 'full'):
+            raise ValueError(f"kl_penalty={self.kl_penalty!r} is not known; choose one of 'kl', 'abs', 'mse', 'full'")
+        if self.evaluation_strategy is not None:
+            self.eval_strategy = self.evaluation_strategy
+        self._filled: dict[str, Any] = {}
+        self.resolve(self.era)
+
+    @property
+    def era(self) -> Era:
+        """That of the arguments given: the second, where some are only of the second and none only of the classic."""
+        return 'second' if self._given & _ONLY_SECOND and not self._given & _ONLY_CLASSIC else 'classic'
+
+    def resolve(self, era: Era) -> None:
+        """Fill in what was not given with this era's defaults.
+
+        Raises:
+            ValueError: batch sizes that do not divide.
+        """
+        for name, value in self._filled.items():
+            if getattr(self, name) == value:  # else the script has set it since
+                setattr(self, name, None)
+        self._follow_twins()
+        before = {name: getattr(self, name) for name in _DEPEND}
+        for name, value in DEFAULTS[era].items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        self._follow_twins()
+        if era == 'classic':
+            self._classic_batches()
+        self._filled = {name: getattr(self, name) for name, value in before.items() if value is None}
+
+    def _follow_twins(self) -> None:
+        """Two names of one thing hold one value.
+
+        Raises:
+            ValueError: both were given, with two values.
+        """
+        for name, other in TWINS.items():
+            one, two = getattr(self, name), getattr(self, other)
+            if one is not None and two is not None and one != two:
+                raise ValueError(f'{name}={one!r} and {other}={two!r} mean the same setting: give one of them')
+            value = one if two is None else two
+            setattr(self, name, value)
+            setattr(self, other, value)
+
+    def _classic_batches(self) -> None:
+        if self.batch_size is None:
+            steps = self.per_device_train_batch_size * self.gradient_accumulation_steps
+            self.batch_size = steps if given(self, 'per_device_train_batch_size') else 128
+        if self.forward_batch_size is not None:
+            self.mini_batch_size = self.forward_batch_size
+        if self.mini_batch_size is None and self.num_mini_batches > 1:
+            self.mini_batch_size = self.batch_size // self.num_mini_batches // self.gradient_accumulation_steps
+        if self.mini_batch_size is None:
+            self.mini_batch_size = min(128, max(self.batch_size // self.gradient_accumulation_steps, 1))
+        self.backward_batch_size = self.mini_batch_size * self.gradient_accumulation_steps
+        if self.backward_batch_size < 1 or self.batch_size % self.backward_batch_size:
+            raise ValueError(
+                f'batch_size={self.batch_size} must be a multiple of mini_batch_size x gradient_accumulation_steps = '
+                f'{self.mini_batch_size} x {self.gradient_accumulation_steps}'
+            )
+
+    @property
+    def total_ppo_epochs(self) -> int:
+        """Steps of the loop until `steps` sequences are seen."""
+        return math.ceil(self.steps / (self.batch_size or 1))
+
+    def check(self, era: Era) -> None:
+        """Errors and warnings for what the trainer of this era cannot honour; see `check_given`."""
+        check_given(self, FATES[era])
+
+
+_DEPEND = (*DEFAULTS['classic'], *TWINS, 'batch_size', 'mini_batch_size', 'backward_batch_size')
+"""what is filled in where it was not given"""
+_ONLY_CLASSIC = {
+    *('adap_kl_ctrl', 'init_kl_coef', 'ppo_epochs', 'batch_size', 'mini_batch_size', 'forward_batch_size'),
+    *('target', 'horizon', 'kl_penalty', 'early_stopping', 'steps', 'log_with', 'use_score_scaling', 'model_name'),
+}
+_ONLY_SECOND = {
+    *('output_dir', 'per_device_train_batch_size', 'num_mini_batches', 'total_episodes', 'response_length'),
+    *('stop_token', 'stop_token_id', 'missing_eos_penalty', 'num_ppo_epochs', 'kl_coef', 'kl_estimator'),
+    *('reward_model_path', 'sft_model_path', 'num_sample_generations', 'local_rollout_forward_batch_size'),
+}

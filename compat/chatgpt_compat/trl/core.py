@@ -1,0 +1,204 @@
+"""`trl.core`: the small functions that scripts import from there, and `trl.import_utils`' questions about hardware."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from chatgpt.functional.logprobs import entropy_of, logprobs_of
+from chatgpt.rollout import SamplingParams
+from chatgpt.rollout.sampling import TokenSampler
+
+WANDB_PADDING = -1
+
+
+class LengthSampler:
+    """A number of new tokens in [min_value, max_value), drawn with numpy's global generator as TRL draws it."""
+
+    def __init__(self, min_value: int, max_value: int) -> None:
+        if not min_value < max_value:
+            raise ValueError(
+                f'LengthSampler({min_value}, {max_value}): the second number is excluded and must be above'
+            )
+        self.values = list(range(min_value, max_value))
+
+    def __call__(self) -> int:
+        return int(np.random.choice(self.values))
+
+
+def set_seed(seed: int) -> None:
+    """Seed Python, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@torch.no_grad()
+def respond_to_batch(
+    model: Callable[[Tensor], Any], queries: Tensor, txt_len: int = 20, top_k: int = 0, top_p: float = 1.0
+) -> Tensor:
+    """`txt_len` sampled tokens after each of (B, P) prompts of one length, without an end: (B, txt_len) int64.
+
+    Args:
+        model: ids → a tuple or output whose first item is the logits (B, S, V).
+    """
+    sampler = TokenSampler(SamplingParams(max_new_tokens=txt_len, top_k=top_k, top_p=top_p), queries.device)
+    ids = queries
+    for _ in range(txt_len):
+        logits = model(ids)[0][:, -1]
+        uniform = torch.rand((len(ids), 1), dtype=torch.float64, device=ids.device)
+        ids = torch.cat([ids, sampler(logits, uniform).token[:, None]], dim=1)
+    return ids[:, -txt_len:]
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def logprobs_from_logits(logits: Tensor, labels: Tensor | None, gather: bool = True) -> Tensor:
+    """log softmax of (B, S, V) logits: of the labels (B, S), or with `gather=False` all of it."""
+    if not gather or labels is None:
+        return torch.log_softmax(logits, dim=-1)
+    return logprobs_of(logits, labels)
+
+
+def entropy_from_logits(logits: Tensor) -> Tensor:
+    """(..., V) → (...), in nats."""
+    return entropy_of(logits)
+
+
+def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
+    """Mean of the values whose mask is not 0; along one axis where it is given."""
+    if axis is None:
+        return (values * mask).sum() / mask.sum()
+    return (values * mask).sum(axis) / mask.sum(axis)
+
+
+def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+    """Variance of the values whose mask is not 0.
+
+    Raises:
+        ValueError: nothing counts.
+    """
+    count = mask.sum()
+    if count == 0:
+        raise ValueError('masked_var: the mask is 0 everywhere; a variance needs values')
+    variance = masked_mean((values - masked_mean(values, mask)) ** 2, mask)
+    return variance * count / (count - 1) if unbiased else variance
+
+
+def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """(x − mean) / sqrt(var + 1e-8) with the moments of what counts; `shift_mean=False` adds the mean back.
+
+    (`chatgpt.functional.masking.whiten` with `shift_mean=False` scales the mean too.)
+    """
+    mean, var = masked_mean(values, mask), masked_var(values, mask)
+    whitened = (values - mean) * torch.rsqrt(var + 1e-8)
+    return whitened if shift_mean else whitened + mean
+
+
+def whiten(values: Tensor, shift_mean: bool = True) -> Tensor:
+    """`masked_whiten` where everything counts."""
+    return masked_whiten(values, torch.ones_like(values), shift_mean)
+
+
+def clip_by_value(x: Tensor, tensor_min: Tensor | float, tensor_max: Tensor | float) -> Tensor:
+    """x within [tensor_min, tensor_max], each a number or a tensor."""
+    return torch.clamp(x, torch.as_tensor(tensor_min).to(x), torch.as_tensor(tensor_max).to(x))
+
+
+def top_k_top_p_filtering(
+    logits: Tensor,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    filter_value: float = -float('inf'),
+    min_tokens_to_keep: int = 1,
+) -> Tensor:
+    """(B, V) logits with those outside the top k, then outside the nucleus of mass top_p, replaced."""
+    k = max(top_k, min_tokens_to_keep) if top_k > 0 else 0
+    sampler = TokenSampler(SamplingParams(max_new_tokens=1, top_k=k, top_p=top_p), logits.device)
+    kept, _ = sampler.filter(torch.log_softmax(logits.float(), dim=-1))
+    return logits.masked_fill(torch.isneginf(kept), filter_value)
+
+
+# ---------------------------------------------------------------- dicts of statistics
+
+
+def flatten_dict(nested: Mapping[str, Any], sep: str = '/') -> dict[str, Any]:
+    """Nested dicts as one, keys joined by `sep`."""
+    flat: dict[str, Any] = {}
+    for name, value in nested.items():
+        if sep in name:
+            raise ValueError(f'flatten_dict: the key {name!r} holds the separator {sep!r}')
+        if isinstance(value, Mapping):
+            flat |= {f'{name}{sep}{inner}': v for inner, v in flatten_dict(value, sep).items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def stack_dicts(stats_dicts: SequenceOf[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Per key the flattened tensors of all dicts as rows, padded with `WANDB_PADDING`."""
+    return {
+        name: pad_sequence(
+            [torch.flatten(stats[name]) for stats in stats_dicts], batch_first=True, padding_value=WANDB_PADDING
+        )
+        for name in stats_dicts[0]
+    }
+
+
+def convert_to_scalar(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors and arrays of one element as numbers; everything else as it is."""
+    return {name: v.item() if hasattr(v, 'shape') and tuple(v.shape) in ((), (1,)) else v for name, v in stats.items()}
+
+
+def stats_to_np(stats_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors as numpy arrays (bfloat16 as float32), numbers as floats."""
+    found: dict[str, Any] = {}
+    value: Any
+    for name, value in stats_dict.items():
+        if isinstance(value, Tensor):
+            value = value.detach().cpu()
+            value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+        found[name] = float(value) if isinstance(value, (int, float, np.number)) else value
+    return found
+
+
+class PPODecorators:
+    """`empty_device_cache()`, which scripts wrap their own functions in; the allocator needs no help here."""
+
+    optimize_device_cache = False
+
+    @classmethod
+    @contextmanager
+    def empty_device_cache(cls) -> Any:
+        """Does nothing."""
+        yield
+
+
+# ---------------------------------------------------------------- trl.import_utils
+
+
+def is_npu_available() -> bool:
+    """Whether torch sees an Ascend NPU."""
+    npu = getattr(torch, 'npu', None)
+    return npu is not None and bool(npu.is_available())
+
+
+def is_xpu_available() -> bool:
+    """Whether torch sees an Intel GPU."""
+    return bool(torch.xpu.is_available())
+
+
+def is_peft_available() -> bool:
+    """Whether peft is installed."""
+    from importlib.util import find_spec
+
+    return find_spec('peft') is not None

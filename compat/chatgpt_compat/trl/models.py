@@ -1,0 +1,469 @@
+"""TRL's models with a value head: a transformers causal LM or encoder-decoder, and a linear layer on its last hidden
+state.
+
+`PPOTrainer` trains them as an `Actor` with a value head, over the very same modules.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from chatgpt.hub import checked_path
+from chatgpt.monitor.publish import push_folder
+from chatgpt.nn import (
+    LOAD_OPTIONS,
+    adapter_base,
+    export_peft,
+    has_lora,
+    hidden_size,
+    import_peft,
+    is_encoder_decoder,
+    load_causal_lm,
+)
+from chatgpt.strategies.checkpoint import save_tensors
+from chatgpt_compat.peft import adapted
+
+HEAD_FILE = 'value_head.safetensors'
+"""of this library's folders"""
+HEAD = 'v_head.summary.'
+"""what TRL's checkpoints call the head"""
+_FILES = (
+    'model.safetensors',
+    'model.safetensors.index.json',
+    HEAD_FILE,
+    'pytorch_model.bin',
+    'pytorch_model.bin.index.json',
+)
+"""where a value head may be, in this order"""
+_PLACED = 'models are placed by the strategy: on the first GPU, or on the CPU; under torchrun each process on its own'
+_WHOLE = (
+    'weights are read and trained in 32 bits, without quantization; peft_config keeps the optimizer small, and '
+    'torch_dtype=torch.bfloat16 computes in 16 bits'
+)
+_WITHOUT_EFFECT = {
+    'device_map': _PLACED,
+    'max_memory': _PLACED,
+    'offload_folder': _PLACED,
+    'load_in_8bit': _WHOLE,
+    'load_in_4bit': _WHOLE,
+    'quantization_config': _WHOLE,
+}
+_NO_MATTER = (
+    *('low_cpu_mem_usage', 'use_safetensors', 'is_trainable', 'reward_adapter_name', 'offload_state_dict'),
+    *('use_cache', 'return_dict'),
+)
+
+
+class ValueHead(nn.Module):
+    """Dropout and Linear(width, 1), computed in the dtype of its weight.
+
+    Dropout acts on `forward` of the model in train mode only; the trainer computes without it, as TRL's does.
+    """
+
+    def __init__(self, width: int, summary_dropout_prob: float = 0.1) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(summary_dropout_prob) if summary_dropout_prob else nn.Identity()
+        self.summary = nn.Linear(width, 1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(..., D) → (..., 1)."""
+        return self.summary(self.dropout(hidden).to(self.summary.weight.dtype))
+
+
+class PreTrainedModelWrapper(nn.Module):
+    """What TRL's models with a head have in common: `pretrained_model`, and the names that scripts reach through it."""
+
+    def __init__(self, pretrained_model: nn.Module) -> None:
+        super().__init__()
+        self.pretrained_model = pretrained_model
+        self.is_peft_model = has_lora(pretrained_model)
+        self.precision = _precision(next(pretrained_model.parameters()).dtype)
+        """that the trainer computes in: 'bf16' or 'fp16' where such a dtype was asked for"""
+        if self.precision != 'fp32':
+            pretrained_model.float()  # an update is smaller than what 16 bits of a weight can tell apart
+        self.is_sequential_parallel = self.is_loaded_in_8bit = self.is_loaded_in_4bit = False
+
+    @property
+    def config(self) -> Any:
+        """The transformers config."""
+        return self.pretrained_model.config
+
+    def __getattr__(self, name: str) -> Any:
+        if name in (
+            'prepare_inputs_for_generation',
+            'gradient_checkpointing_enable',
+            'gradient_checkpointing_disable',
+            'enable_input_require_grads',
+            'generation_config',
+            'name_or_path',
+            'device',
+            'dtype',
+        ):
+            return getattr(self.pretrained_model, name)
+        return super().__getattr__(name)
+
+
+class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
+    """A causal LM with a value head.
+
+    Args:
+        pretrained_model: a transformers causal LM, in which adapters may lie already.
+        summary_dropout_prob: of the head; TRL's default of 0.1 where neither this nor the config says.
+        v_head_init_strategy: None draws as `nn.Linear` does; 'normal' draws N(0, v_head_initializer_range), bias 0.
+
+    Raises:
+        ValueError: an encoder-decoder, a model without a language-model head, an unknown argument.
+    """
+
+    supported_args = ('summary_dropout_prob', 'v_head_initializer_range', 'v_head_init_strategy')
+    reads_apart: ClassVar[bool] = False
+    """whether it is one of an encoder-decoder"""
+
+    def __init__(
+        self,
+        pretrained_model: nn.Module,
+        *,
+        summary_dropout_prob: float | None = None,
+        v_head_initializer_range: float = 0.2,
+        v_head_init_strategy: str | None = None,
+    ) -> None:
+        if is_encoder_decoder(pretrained_model) != self.reads_apart:
+            kind = 'an encoder-decoder: use AutoModelForSeq2SeqLMWithValueHead'
+            kind = kind if not self.reads_apart else 'no encoder-decoder: use AutoModelForCausalLMWithValueHead'
+            raise ValueError(f'{type(pretrained_model).__name__} is {kind}')
+        if getattr(pretrained_model, 'get_output_embeddings', lambda: None)() is None:
+            raise ValueError(f'{type(pretrained_model).__name__} has no language-model head; use a causal LM')
+        super().__init__(pretrained_model)
+        if summary_dropout_prob is None:
+            summary_dropout_prob = getattr(self.config, 'summary_dropout_prob', 0.1)
+        self.v_head = ValueHead(hidden_size(pretrained_model), summary_dropout_prob)
+        if v_head_init_strategy == 'normal':
+            nn.init.normal_(self.v_head.summary.weight, std=v_head_initializer_range)
+            nn.init.zeros_(self.v_head.summary.bias)
+        elif v_head_init_strategy is not None:
+            raise ValueError(f"v_head_init_strategy={v_head_init_strategy!r} is not known; give None or 'normal'")
+
+    # ------------------------------------------------------------------ loading
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | Path | nn.Module,
+        *,
+        peft_config: Any = None,
+        reward_adapter: Any = None,
+        torch_dtype: Any = None,
+        dtype: Any = None,
+        **kwargs: Any,
+    ) -> AutoModelForCausalLMWithValueHead:
+        """A model from a hub name, a folder of TRL's, transformers' or this library's, or a transformers model.
+
+        The value head is read where a checkpoint has one, else drawn. An adapter's folder gives its base with the
+        adapter, which goes on training. Pickled files are read with `weights_only=True` only.
+
+        Args:
+            peft_config: a `peft.LoraConfig`: adapters of this library by its numbers.
+            torch_dtype, dtype: weights stay in 32 bits; 16 bits are what the trainer computes in.
+            kwargs: those of the constructor, and of loading (`revision`, `token`, `trust_remote_code`, ...).
+                `device_map` and quantization have no effect, and a warning says what happens instead.
+
+        Raises:
+            ValueError: an argument that is not known, one that cannot be honoured, nothing to load.
+        """
+        if reward_adapter is not None:
+            raise ValueError(
+                'reward_adapter: a model has one adapter here; give the reward model to the script as a model of its '
+                'own (chatgpt.nn.RewardModel)'
+            )
+        own = {name: kwargs.pop(name) for name in cls.supported_args if name in kwargs}
+        options = _loading_options(kwargs)
+        model, head = _load(pretrained_model_name_or_path, options)
+        if peft_config is not None:
+            if has_lora(model):
+                warnings.warn('peft_config has no effect: the folder holds an adapter already', stacklevel=2)
+            else:
+                adapted(model, peft_config)
+        wrapper = cls(model, **own)
+        if head is not None:
+            wrapper._fill_head(head, pretrained_model_name_or_path)
+        if (asked := torch_dtype if dtype is None else dtype) not in (None, 'auto'):
+            wrapper.precision = _precision(asked)
+        return wrapper
+
+    def _fill_head(self, head: Mapping[str, Tensor], where: Any) -> None:
+        own = self.v_head.summary.state_dict()
+        if {name: tensor.shape for name, tensor in head.items()} != {n: t.shape for n, t in own.items()}:
+            shapes = {name: tuple(tensor.shape) for name, tensor in head.items()}
+            raise ValueError(f'{where}: its value head is {shapes}, not a linear layer of {self.v_head.summary}')
+        self.v_head.summary.load_state_dict(dict(head))
+
+    # ------------------------------------------------------------------ use
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        return_past_key_values: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Any, ...]:
+        """(logits (B, S, V) fp32, loss or None, values (B, S) fp32), and the key-value cache where it is asked for."""
+        out = self.pretrained_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            **(kwargs | {'output_hidden_states': True, 'return_dict': True}),
+        )
+        hidden = (out.decoder_hidden_states if self.reads_apart else out.hidden_states)[-1]
+        values = self.v_head(hidden.to(self.v_head.summary.weight.device)).squeeze(-1)
+        found = (out.logits.float(), out.loss, values)
+        return (*found, out.past_key_values) if return_past_key_values else found
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """`generate` of the transformers model."""
+        model: Any = self.pretrained_model
+        return model.generate(*args, **kwargs)
+
+    # ------------------------------------------------------------------ files
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
+        """By TRL's names: the model's own without a prefix, `v_head.summary.*`; with adapters the head alone."""
+        state = {} if self.is_peft_model else dict(self.pretrained_model.state_dict(*args, **kwargs))
+        return state | {f'v_head.{name}': tensor for name, tensor in self.v_head.state_dict().items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> Any:
+        """What `state_dict` gave, or a state dict of the transformers model with or without a head."""
+        head = {k.removeprefix('v_head.'): v for k, v in state_dict.items() if k.startswith('v_head.')}
+        rest = {k.removeprefix('pretrained_model.'): v for k, v in state_dict.items() if not k.startswith('v_head.')}
+        if head:
+            self.v_head.load_state_dict(head, strict=strict, assign=assign)
+        return self.pretrained_model.load_state_dict(rest, strict=strict and bool(rest), assign=assign)
+
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
+        """A folder that TRL, this class and, but for the head, transformers load; `Actor.from_pretrained` too.
+
+        Args:
+            save_directory: made if absent. With adapters it gets the adapter in PEFT's format, and the head in the
+                `pytorch_model.bin` that TRL looks for.
+            kwargs: `state_dict` and `max_shard_size` of transformers. Weights are always safetensors.
+        """
+        folder = Path(save_directory)
+        if kwargs.pop('safe_serialization', True) is False:
+            warnings.warn('safe_serialization=False has no effect: weights are written as safetensors', stacklevel=2)
+        head = {name: tensor.detach().cpu() for name, tensor in self.v_head.summary.state_dict().items()}
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.is_peft_model:
+            export_peft(self.pretrained_model, folder)
+            torch.save({HEAD + name: tensor for name, tensor in head.items()}, folder / 'pytorch_model.bin')
+        else:
+            state = kwargs.pop('state_dict', None) or self.state_dict()
+            kept = {k: kwargs.pop(k) for k in ('max_shard_size',) if k in kwargs}
+            model: Any = self.pretrained_model
+            model.save_pretrained(folder, state_dict=state, **kept)
+        for name in kwargs:
+            warnings.warn(f'save_pretrained: {name} has no effect here', stacklevel=2)
+        save_tensors(head, folder / HEAD_FILE)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:
+        """Upload what `save_pretrained` writes, through huggingface_hub; the address."""
+        return upload(self.save_pretrained, repo_id, **kwargs)
+
+
+class AutoModelForSeq2SeqLMWithValueHead(AutoModelForCausalLMWithValueHead):
+    """An encoder-decoder (T5, BART) with a value head on its decoder; else as `AutoModelForCausalLMWithValueHead`.
+
+    `forward` takes `decoder_input_ids`, whose positions logits and values are of.
+    """
+
+    reads_apart = True
+
+
+# ---------------------------------------------------------------- loading
+
+
+def _loading_options(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The options of `load_model` among transformers' arguments; warnings for what has no effect here."""
+    options = dict(kwargs)
+    if 'use_auth_token' in options:
+        options['token'] = options.pop('use_auth_token')
+    for name, instead in _WITHOUT_EFFECT.items():
+        value = options.pop(name, None)
+        if value not in (None, False):
+            warnings.warn(f'from_pretrained: {name}={value!r} has no effect here: {instead}', stacklevel=3)
+    for name in _NO_MATTER:
+        options.pop(name, None)
+    for name in options:
+        if name not in LOAD_OPTIONS:
+            raise ValueError(
+                f'from_pretrained: {name}={options[name]!r} is not served here; known are {", ".join(LOAD_OPTIONS)}'
+            )
+    return options
+
+
+def _precision(dtype: Any) -> str:
+    name = str(dtype).removeprefix('torch.')
+    return {'bfloat16': 'bf16', 'float16': 'fp16', 'half': 'fp16'}.get(name, 'fp32')
+
+
+def _load(source: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Tensor] | None]:
+    """The causal LM, and the tensors of a value head beside it."""
+    if isinstance(source, nn.Module):
+        if not isinstance(source, PreTrainedModel) and not hasattr(source, 'peft_config'):
+            raise ValueError(
+                f'a {type(source).__name__} given; it must be a hub name, a folder or a transformers model'
+            )
+        return adapted(source, None), None
+    name = checked_path(source)
+    adapter = adapter_base(name)
+    hub = {k: v for k, v in options.items() if k not in ('trust_remote_code', 'attn_implementation')}
+    if adapter is not None:
+        model = load_causal_lm(adapter, **options)
+        import_peft(model, name)
+    else:
+        model = load_causal_lm(name, **options)
+    return model, read_head(name, hub)
+
+
+def read_head(name: str, hub: Mapping[str, Any] | None = None) -> dict[str, Tensor] | None:
+    """'weight' and 'bias' of the value head of a folder or hub name; None where it has none.
+
+    TRL's `v_head.summary.*` in safetensors or pickled files, whole or sharded, and this library's own file.
+
+    Raises:
+        ValueError: a damaged file; a file that is more than tensors.
+    """
+    for file_name in _FILES:
+        path = _file_of(name, file_name, hub or {})
+        if path is None:
+            continue
+        if path.name.endswith('.index.json'):
+            head = _sharded_head(name, path, hub or {})
+        else:
+            head = _head_in(path)
+        if head:
+            return head
+    return None
+
+
+def _file_of(name: str, file_name: str, hub: Mapping[str, Any]) -> Path | None:
+    if Path(name).is_dir():
+        path = Path(name, hub.get('subfolder') or '', file_name)
+        return path if path.is_file() else None
+    from transformers.utils.hub import cached_file
+
+    found = cached_file(
+        name,
+        file_name,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        **hub,
+    )
+    return Path(found) if found else None
+
+
+def _sharded_head(name: str, index: Path, hub: Mapping[str, Any]) -> dict[str, Tensor]:
+    places = json.loads(index.read_text(encoding='utf-8'))['weight_map']
+    head: dict[str, Tensor] = {}
+    for file_name in sorted({file for tensor, file in places.items() if tensor.startswith(HEAD)}):
+        path = _file_of(name, file_name, hub)
+        if path is None:
+            raise ValueError(f'{index}: it names {file_name} for the value head, which is not there')
+        head |= _head_in(path)
+    return head
+
+
+def _head_in(path: Path) -> dict[str, Tensor]:
+    try:
+        if path.suffix == '.safetensors':
+            with safe_open(path, 'pt') as file:
+                names = [name for name in file.keys() if name.startswith(HEAD) or path.name == HEAD_FILE]
+                return {name.removeprefix(HEAD): file.get_tensor(name) for name in names}
+        state = torch.load(path, map_location='cpu', weights_only=True)
+    except Exception as error:  # what unpickling may raise is not bounded
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f'{path}: not a file of tensors, and nothing else is unpickled ({reason})') from None
+    return {name.removeprefix(HEAD): tensor for name, tensor in state.items() if name.startswith(HEAD)}
+
+
+# ---------------------------------------------------------------- the reference
+
+
+def create_reference_model(
+    model: nn.Module, num_shared_layers: int | None = None, pattern: str | None = None
+) -> nn.Module:
+    """A frozen copy of a model in eval mode.
+
+    With `num_shared_layers` everything before that block is frozen in the model too, and copy and model hold the same
+    tensors there (TRL keeps a second copy of them).
+
+    Args:
+        model: with or without a value head.
+        num_shared_layers: blocks, counted from the embeddings, that both share.
+        pattern: how parameters of a block are called, with `{layer}` for its number, where it is not the usual way.
+
+    Raises:
+        ValueError: no parameter is called so; an adapter or a meta model, which need no copy or cannot have one.
+    """
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError('create_reference_model: the model has no weights yet (meta device); load it first')
+    shared: list[nn.Parameter] = []
+    if num_shared_layers is not None:
+        wanted = (pattern or _pattern(model)).format(layer=num_shared_layers)
+        named = list(model.named_parameters())
+        first = next((i for i, (name, _) in enumerate(named) if wanted in name), None)
+        if first is None:
+            raise ValueError(
+                f'create_reference_model: no parameter of {type(model).__name__} is called {wanted!r}; give '
+                f'num_shared_layers below the number of blocks, or pattern, such as {_pattern(model)!r}'
+            )
+        shared = [parameter for _, parameter in named[:first]]
+        for parameter in shared:
+            parameter.requires_grad_(False)
+    reference = copy.deepcopy(model, {id(parameter): parameter for parameter in shared})
+    return reference.requires_grad_(False).eval()
+
+
+def _pattern(model: nn.Module) -> str:
+    """How the parameters of block `{layer}` are called."""
+    config = getattr(model, 'config', None)
+    count = getattr(config, 'num_hidden_layers', None)
+    lists = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if not lists:
+        raise ValueError(f'create_reference_model: the blocks of {type(model).__name__} were not found; give pattern')
+    return f'{lists[0]}.{{layer}}.'
+
+
+# ---------------------------------------------------------------- the hub
+
+
+def upload(save: Callable[[Path], Any], repo_id: str, **kwargs: Any) -> str:
+    """Upload what `save` writes into a folder to a model repository of the hub, which is made if absent; its address.
+
+    Args:
+        kwargs: `private`, `commit_message`, `token`, and `revision` or `branch`.
+
+    Raises:
+        PushError: the hub cannot be reached, or refuses; says where the files are, and how to upload them later.
+    """
+    kwargs = {('revision' if name == 'branch' else name): value for name, value in kwargs.items()}
+    known = {name: kwargs.pop(name) for name in ('private', 'commit_message', 'token', 'revision') if name in kwargs}
+    for name in kwargs:
+        warnings.warn(f'push_to_hub: {name} has no effect here', stacklevel=3)
+    folder = Path(tempfile.mkdtemp(prefix='upload-')) / repo_id.rpartition('/')[2]
+    save(folder)
+    address = push_folder(folder, repo_id, **known)
+    shutil.rmtree(folder.parent)
+    return address

@@ -1,0 +1,315 @@
+"""What DPO, SFT and reward models of TRL 0.12 to 1.12 have in common, which only learn: arguments, how many steps,
+training, logging and evaluation.
+
+Left out: what each learns (`dpo`, `sft`, `reward`), and what PPO shares with them (`training`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import InitVar, dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+from transformers.trainer_utils import TrainOutput
+
+from chatgpt.names import hint
+from chatgpt_compat.trl import later
+from chatgpt_compat.trl.arguments import Entry, TrainingArguments, warned
+from chatgpt_compat.trl.training import LaterTrainer, clipping, refuse, resolved, strategy_of, tokenizer_of
+
+FATES = later.ARGUMENTS | {'activation_offloading': warned('a matter of memory, without influence on numbers')}
+"""argument that cannot be honoured: why"""
+
+REASONS = {
+    'data_collator': 'give rows of text; records are batched here',
+    'compute_metrics': 'evaluation measures the loss and its companions',
+    'compute_loss_func': 'write an Objective (docs/extend/objective.md)',
+    'preprocess_logits_for_metrics': 'see compute_metrics',
+    'optimizer_cls_and_kwargs': 'give optimizers=(optimizer, None)',
+    'quantization_config': 'models are trained in whole weights',
+    'model_init': 'give the model',
+    'infinite': 'give max_steps',
+}
+"""argument of a constructor that cannot be honoured: what to do instead"""
+
+
+@dataclass(kw_only=True)
+class OfflineArguments(TrainingArguments):
+    """Arguments of all three configs."""
+
+    output_dir: str | None = field(default=None, kw_only=False)
+    max_length: int | None = 1024
+    model_init_kwargs: dict | str | None = None
+    dataset_num_proc: int | None = None
+    pad_to_multiple_of: int | None = None
+    pad_token: str | None = None
+    activation_offloading: bool = False
+    trust_remote_code: InitVar[bool] = False  # no flag of a command line, where it is ModelConfig's
+
+    def __post_init__(self, trust_remote_code: bool) -> None:  # type: ignore[override]
+        super().__post_init__()
+        self.trust_remote_code = trust_remote_code  # type: ignore[attr-defined]
+
+
+class Plan(NamedTuple):
+    """Optimizer steps of a run over a list of records: how many, and between what."""
+
+    batch_size: int
+    per_epoch: int
+    total: int
+    log_every: int
+    eval_every: int | None
+    save_every: int | None
+    log_interval: int
+    """of one learning phase, which divides the others"""
+
+
+def plan_of(args: Any, num_records: int, world_size: int) -> Plan:
+    batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * world_size
+    per_epoch = math.ceil(num_records / batch_size)
+    total = args.max_steps if args.max_steps > 0 else max(math.ceil(args.num_train_epochs * per_epoch), 1)
+
+    def when(strategy: str, steps: float | None, default: int) -> int | None:
+        choice = str(getattr(getattr(args, strategy), 'value', getattr(args, strategy)))
+        if choice == 'no':
+            return None
+        return per_epoch if choice == 'epoch' else later.every(steps, default, total)
+
+    log_every = when('logging_strategy', args.logging_steps, 10) or total
+    eval_every = when('eval_strategy', args.eval_steps, log_every)
+    save_every = when('save_strategy', args.save_steps, 500)
+    interval = math.gcd(*(n for n in (log_every, eval_every, save_every) if n is not None))
+    return Plan(batch_size, per_epoch, total, log_every, eval_every, save_every, interval)
+
+
+class OfflineLaterTrainer(LaterTrainer):
+    """DPO, SFT and reward models: `inner` is an `OfflineTrainer`.
+
+    Subclasses say what a dataset's records are (`records`), and how our metrics are called there (`NAMES`).
+    """
+
+    NAMES: ClassVar[Mapping[str, str]]
+    """TRL's name → ours without prefix"""
+    CONFIG: ClassVar[type]
+    FATES: ClassVar[Mapping[str, Entry]] = FATES
+    """argument of the config that cannot be honoured: why"""
+
+    def __init__(
+        self,
+        args: Any,
+        callbacks: SequenceOf[Any] | None,
+        *,
+        model: Any,
+        train_dataset: Any,
+        processing_class: Any,
+        tokenizer: Any,
+        older: Mapping[str, Any],
+        reasons: Mapping[str, str] | None = None,
+    ) -> None:
+        """Everything that is checked before a model is touched.
+
+        Args:
+            older: further arguments of the constructor: of the config, which older versions took here, and those of
+                `REASONS`, which must not be given.
+            reasons: in place of those in `REASONS`.
+
+        Raises:
+            ValueError: what is missing, or cannot be honoured, by name.
+        """
+        owner = self.CONFIG.__name__.replace('Config', 'Trainer')
+        why = REASONS | dict(reasons or {})
+        refuse(owner, {name: (value, why[name]) for name, value in older.items() if name in why})
+        older = {name: value for name, value in older.items() if name not in why}
+        if model is None or train_dataset is None:
+            raise ValueError(f'{owner}: {"model" if model is None else "train_dataset"} is needed')
+        args = resolved(with_older(owner, args, self.CONFIG, older), self.CONFIG, 'trainer_output', self.FATES)
+        self.check_arguments(args)
+        words = tokenizer_of(processing_class, tokenizer, model)
+        if getattr(args, 'eos_token', None) is not None:
+            words.eos_token = args.eos_token
+        super().__init__(args, words, callbacks, strategy_of(args))
+        self.train_dataset = train_dataset
+
+    def check_arguments(self, args: Any) -> None:
+        """Raises ValueError for values that this method does not serve; may set one by another of its names."""
+
+    def start(
+        self,
+        trainer_class: Any,
+        config_class: Any,
+        model: Any,
+        optimizers: tuple[Any, Any],
+        records: Any,
+        eval_dataset: Any,
+        settings: Mapping[str, Any],
+        **models: Any,
+    ) -> None:
+        """Make `inner`.
+
+        Args:
+            model: an Actor or RewardModel, not prepared.
+            optimizers: those of the script: an optimizer over the model's parameters, or None.
+            settings: fields of `config_class` beside those of every trainer.
+            **models: frozen ones, not prepared.
+        """
+        args = self.args
+        if optimizers[1] is not None:
+            raise ValueError(
+                'optimizers: a scheduler cannot be taken over; give (optimizer, None) and lr_scheduler_type'
+            )
+        self.plan = plan = plan_of(args, len(records), self.strategy.world_size)
+        config = config_class(
+            train_batch_size=plan.batch_size,
+            max_epochs=max(math.ceil(plan.total / plan.per_epoch), 1),
+            max_steps=plan.total,
+            log_interval=plan.log_interval,
+            max_grad_norm=clipping(args),
+            dataloader_pin_memory=args.dataloader_pin_memory,
+            **later.schedule(args, plan.total),
+            **settings,
+        )
+        optimizer = optimizers[0] or later.make_optimizer(args, self.strategy, model)
+        prepared, optimizer = self.strategy.prepare((model, optimizer))
+        self.inner = trainer_class(
+            self.strategy,
+            prepared,
+            optimizer,
+            records,
+            config=config,
+            callbacks=self.our_callbacks(plan.save_every and plan.save_every // plan.log_interval),
+            tokenizer=self.processing_class,
+            run_dir=args.output_dir,
+            **{name: self.strategy.prepare(frozen) for name, frozen in models.items() if frozen is not None},
+        )
+        self.eval_dataset = eval_dataset
+        self._eval_records: dict[int, tuple[Any, list[Any]]] = {}
+        self.state.max_steps, self.state.num_train_epochs = plan.total, config.max_epochs
+        self._waiting: list[tuple[int, dict[str, float]]] = []
+        self._losses: list[tuple[int, float]] = []
+
+    @abstractmethod
+    def records(self, dataset: Any) -> list[Any]:
+        """The records of a dataset, as the objective takes them."""
+
+    # ------------------------------------------------------------------ training
+
+    def train(self, resume_from_checkpoint: bool | str | None = None, **unknown: Any) -> TrainOutput:
+        """Train, and return transformers' (global_step, training_loss, metrics).
+
+        Raises:
+            ValueError: an argument of transformers' `train` that cannot be honoured.
+        """
+        if any(value is not None for value in unknown.values()):
+            raise ValueError(f'train: {", ".join(unknown)} cannot be honoured here; leave it out')
+        self.resume(resume_from_checkpoint)
+        start, before = time.perf_counter(), self.inner.batches_done
+        self.inner.fit()
+        seconds, steps = time.perf_counter() - start, self.inner.batches_done - before
+        loss = sum(n * value for n, value in self._losses) / max(sum(n for n, _ in self._losses), 1)
+        metrics = {
+            'train_runtime': seconds,
+            'train_samples_per_second': steps * self.plan.batch_size / seconds,
+            'train_steps_per_second': steps / seconds,
+            'train_loss': loss,
+            'epoch': self._epoch(),
+        }
+        self.state.log_history.append({**metrics, 'step': self.state.global_step})
+        return TrainOutput(self.state.global_step, loss, metrics)
+
+    def _epoch(self) -> float:
+        return self.inner.batches_done / self.plan.per_epoch
+
+    def before_training(self) -> None:
+        if self.args.eval_on_start and self.eval_dataset is not None:
+            self.evaluate()
+
+    def around_epoch(self, event: str) -> None:
+        self.bridge.tell(event)
+
+    def before_batch(self) -> None:
+        self.bridge.tell('on_step_begin')
+
+    def after_batch(self, metrics: Mapping[str, float]) -> None:
+        self.state.global_step, self.state.epoch = self.inner.batches_done, self._epoch()
+        self.bridge.tell('on_step_end')
+
+    def after_phase(self, metrics: dict[str, float]) -> None:
+        """Log where `logging_steps` are full, evaluate where it is due."""
+        step, plan = self.inner.batches_done, self.plan
+        last = step == plan.total
+        count = step % plan.log_interval or plan.log_interval
+        prefix = self.inner.objective.prefix
+        self._losses.append((count, metrics[f'{prefix}/loss']))
+        self._waiting.append((count, self._theirs(metrics, f'{prefix}/')))
+        if step % plan.log_every == 0 or last:
+            total = sum(n for n, _ in self._waiting)
+            means = {k: sum(n * v[k] for n, v in self._waiting) / total for k in self._waiting[0][1]}
+            logs = means | {
+                'grad_norm': metrics[f'{prefix}/grad_norm'],
+                'learning_rate': metrics[f'{prefix}/lr'],
+                'epoch': self._epoch(),
+            }
+            self._waiting.clear()
+            self.log(logs)
+            metrics.update(logs)
+        if self.eval_dataset is not None and plan.eval_every and (step % plan.eval_every == 0 or self._ends(last)):
+            metrics.update(self.evaluate())
+
+    def _ends(self, last: bool) -> bool:
+        """The end of the run is the end of its last epoch."""
+        return last and str(getattr(self.args.eval_strategy, 'value', self.args.eval_strategy)) == 'epoch'
+
+    def _theirs(self, ours: Mapping[str, float], prefix: str = '') -> dict[str, float]:
+        return {name: ours[prefix + own] for name, own in self.NAMES.items() if prefix + own in ours}
+
+    # ------------------------------------------------------------------ evaluation
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = 'eval'
+    ) -> dict[str, float]:
+        """The loss and its companions over a dataset (or a dict of them), as `<prefix>_<name>`; logged.
+
+        Raises:
+            ValueError: there is nothing to evaluate on.
+        """
+        data = self.eval_dataset if eval_dataset is None else eval_dataset
+        if data is None:
+            raise ValueError('evaluate: there is no eval_dataset; give it here or to the trainer')
+        if isinstance(data, Mapping) and not hasattr(data, 'column_names'):
+            results: dict[str, float] = {}
+            for name, part in data.items():
+                results |= self.evaluate(part, metric_key_prefix=f'{metric_key_prefix}_{name}')
+            return results
+        if id(data) not in self._eval_records:  # a dataset keeps its records, which keep what is computed once
+            self._eval_records[id(data)] = (data, self.inner.objective.records(self.records(data)))
+        records = self._eval_records[id(data)][1]
+        start = time.perf_counter()
+        found = self._theirs(self.inner.evaluate(records))
+        seconds = time.perf_counter() - start
+        result = {f'{metric_key_prefix}_{name}': value for name, value in found.items()}
+        result[f'{metric_key_prefix}_runtime'] = seconds
+        result[f'{metric_key_prefix}_samples_per_second'] = len(records) / max(seconds, 1e-9)
+        result['epoch'] = self._epoch()
+        self.log(result)
+        self.bridge.tell('on_evaluate', metrics=result)
+        return result
+
+
+def with_older(owner: str, args: Any, config_class: type, older: Mapping[str, Any]) -> Any:
+    """`args` with what older versions took in the constructor. Raises ValueError for a name that is no argument."""
+    given = {name: value for name, value in older.items() if value is not None}
+    if not given:
+        return args
+    known = {f.name for f in dataclasses.fields(config_class)}
+    if unknown := [name for name in given if name not in known]:
+        raise ValueError(f'{owner} has no argument {unknown[0]!r}{hint(unknown[0], sorted(known))}')
+    if args is None:
+        return config_class(**given)
+    for name, value in given.items():
+        setattr(args, name, value)
+    return args

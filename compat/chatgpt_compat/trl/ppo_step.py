@@ -1,0 +1,655 @@
+"""TRL's classic `PPOTrainer` (0.4 to 0.11): a model with a value head, and the script's own loop of `generate` and
+`step`.
+
+It holds a `chatgpt.trainer.PPOTrainer` and drives its `generate` and `step`; here are TRL's arguments, its shapes of
+input and output, and its statistics. Left out: everything of PPO itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+import warnings
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
+from torch.utils.data import DataLoader, DistributedSampler
+
+from chatgpt.functional.advantages import gae
+from chatgpt.nn import Actor, dropout_off, is_encoder_decoder, start_token
+from chatgpt.rollout import Abilities, Call, HFEngine, LocalEngine, RolloutEngine
+from chatgpt.strategies import strategy_by_name
+from chatgpt.trainer import PPOConfig as OurConfig
+from chatgpt.trainer import PPOTrainer
+from chatgpt.trainer.algorithms import AlgorithmSettings, Estimates, Estimator
+from chatgpt.trainer.callbacks import TRACKERS, ProgressBar, TensorBoard, WandB
+from chatgpt.types import Experience, Sample
+from chatgpt_compat.accelerator import Accelerator
+from chatgpt_compat.measured import Measured
+from chatgpt_compat.trl.config import PPOConfig
+from chatgpt_compat.trl.core import masked_whiten, set_seed
+from chatgpt_compat.trl.models import PreTrainedModelWrapper, create_reference_model, upload
+from chatgpt_compat.trl.statistics import Recorder, statistics, token_statistics
+
+KL_KINDS = {'kl': 'k1', 'abs': 'abs', 'mse': 'k2', 'full': 'full'}
+_FOLLOWED = {
+    *(
+        'experience_batch_size',
+        'train_batch_size',
+        'max_epochs',
+        'max_tokens_per_batch',
+        'max_grad_norm',
+        'gamma',
+        'lam',
+    ),
+    *('eps_clip', 'value_clip', 'value_coef', 'ratio_threshold', 'target_kl'),
+}
+"""settings that our trainer reads in every step"""
+_POSITIONS = 1024
+"""tokens of a row that a micro-batch is planned for, where the model takes more"""
+
+
+_POLICY_LOSS = 'a loss of your own is a policy_loss of chatgpt.trainer.PPOTrainer (docs/extend/algorithm.md)'
+_ESTIMATOR = 'an estimator of your own is advantage_estimator of chatgpt.trainer.PPOTrainer (docs/extend/algorithm.md)'
+_REWARD = 'give step the scores that you want paid, one per response or one per token'
+_INNER = {
+    'compute_rewards': _REWARD,
+    '_kl_penalty': 'kl_penalty has the choices',
+    'compute_advantages': _ESTIMATOR,
+    'loss': _POLICY_LOSS,
+    'train_minibatch': _POLICY_LOSS,
+    'batched_forward_pass': "forwards are the library's, without padding",
+    'prepare_model_inputs': "forwards are the library's, without padding",
+    'record_step_stats': 'change what step returns',
+    '_generate_batched': 'override generate',
+}
+"""methods of TRL's trainer that its subclasses override, and what to do here"""
+
+
+# ------------------------------------------------------------------ the trainer of this library, with TRL's measures
+
+
+def _whitened_gae(experiences: list[Experience], settings: AlgorithmSettings) -> Estimates:
+    """GAE on rewards whitened as TRL does: the mean is added back unscaled, where ours is scaled with the rest."""
+    masks = [e.response_mask for e in experiences]
+    flat = masked_whiten(torch.cat([e.rewards for e in experiences]), torch.cat(masks).float(), shift_mean=False)
+    rewards = flat.split([e.num_actions for e in experiences])
+    return gae(list(rewards), [e.values for e in experiences], masks, gamma=settings.gamma, lam=settings.lam)
+
+
+WHITENED_GAE = Estimator(fn=_whitened_gae, needs_values=True)
+"""advantage_estimator of `whiten_rewards`"""
+
+
+class _Engine(RolloutEngine):
+    """The local engine; `model.generate` for an encoder-decoder, and for a call with settings that only transformers
+    has (beams, penalties)."""
+
+    abilities = Abilities(reproducible=True)
+
+    def __init__(self) -> None:
+        self.local, self.other = LocalEngine(), HFEngine()
+        self._actor: Any = None
+
+    def begin(self, actor: Any) -> None:
+        self._actor = actor
+        if not is_encoder_decoder(actor.model):
+            self.local.begin(actor)
+
+    def end(self) -> None:
+        self.local.end()
+        self._actor = None
+
+    def generate(self, call: Call) -> list[Sample]:
+        if not call.sampling.extra and not is_encoder_decoder(self._actor.model):
+            return self.local.generate(call)
+        self.other.begin(self._actor)
+        try:
+            return self.other.generate(call)
+        finally:
+            self.other.end()
+
+
+class _Trainer(PPOTrainer):
+    """`PPOTrainer` that measures what TRL's statistics need."""
+
+    recorder = Recorder()
+
+    def work(self, records: list[Experience], learners: Any) -> Any:
+        self.recorder.note(records)
+        measure = partial(token_statistics, self.config, self.recorder)
+        return super().work(records, [replace(x, loss=Measured(x.loss, measure)) for x in learners])
+
+
+def our_config(config: PPOConfig, world_size: int, max_positions: int) -> OurConfig:
+    """Our settings for a classic config."""
+    assert config.mini_batch_size is not None and config.backward_batch_size is not None
+    assert config.batch_size is not None and config.init_kl_coef is not None and config.ppo_epochs is not None
+    scaling = ('norm' if config.use_score_norm else 'running') if config.use_score_scaling else 'none'
+    kind: Any = KL_KINDS[config.kl_penalty]
+    if config.kl_estimator != 'k1' and config.kl_penalty == 'kl':
+        kind = config.kl_estimator
+    return OurConfig(
+        experience_batch_size=config.batch_size * world_size,
+        train_batch_size=config.backward_batch_size * world_size,
+        max_epochs=config.ppo_epochs,
+        max_tokens_per_batch=config.mini_batch_size * min(max_positions, _POSITIONS),
+        max_grad_norm=config.max_grad_norm,
+        kl_coef=config.init_kl_coef,
+        kl_kind=kind,
+        kl_target=config.target if config.adap_kl_ctrl else None,
+        kl_horizon=config.horizon,
+        score_scaling=scaling,  # type: ignore[arg-type]
+        score_clip=config.score_clip,
+        advantage_estimator=f'{__name__}:WHITENED_GAE' if config.whiten_rewards else 'gae',
+        gamma=config.gamma,
+        lam=config.lam,
+        eps_clip=config.cliprange,
+        value_clip=config.cliprange_value,
+        value_coef=config.vf_coef,
+        ratio_threshold=config.ratio_threshold,
+        target_kl=config.target_kl if config.early_stopping else None,
+        recompute_logprobs=True,
+    )
+
+
+# ------------------------------------------------------------------ TRL's
+
+
+class ClassicPPOTrainer:
+    """TRL's trainer of 0.4 to 0.11.
+
+    Args:
+        config: a `PPOConfig` of either era.
+        model: with a value head; trained in place, so `model` is the trained one at any time.
+        ref_model: the frozen reference. None copies the model as it is, sharing `num_shared_layers` blocks; a model
+            with an adapter is its own reference, without it.
+        tokenizer: of the model.
+        dataset: rows for `dataloader`; None where the script has its own.
+        optimizer: of the model's parameters; Adam with config.learning_rate by default.
+        data_collator: rows → a batch of `dataloader`.
+        lr_scheduler: stepped once per `step`.
+
+    Raises:
+        ValueError: what is no model with a value head, a missing tokenizer, settings that do not fit together.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig | None = None,
+        model: Any = None,
+        ref_model: Any = None,
+        tokenizer: Any = None,
+        dataset: Any = None,
+        optimizer: Optimizer | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        num_shared_layers: int | None = None,
+        lr_scheduler: Any = None,
+        training_data_collator: Any = None,
+    ) -> None:
+        if type(self) is not ClassicPPOTrainer:
+            _tell_of_overridden(type(self))
+        config = PPOConfig() if config is None else config
+        _check(config, model, ref_model, tokenizer)
+        if training_data_collator is not None:
+            warnings.warn('training_data_collator has no effect here: batches are made by the library', stacklevel=3)
+        config.resolve('classic')
+        config.check('classic')
+        set_seed(config.seed)  # type: ignore[arg-type]
+        self.config, self.model, self.tokenizer, self.lr_scheduler = config, model, tokenizer, lr_scheduler
+        if config.gradient_checkpointing:
+            hf = model.pretrained_model
+            getattr(hf, 'activation_checkpointing_enable', hf.gradient_checkpointing_enable)({'use_reentrant': False})
+        self.is_peft_model = bool(model.is_peft_model)
+        if ref_model is None and not self.is_peft_model:
+            ref_model = create_reference_model(model, num_shared_layers)
+        elif num_shared_layers is not None:
+            warnings.warn(
+                'num_shared_layers has no effect here: the reference is given or the model itself', stacklevel=3
+            )
+        self.ref_model = ref_model
+        self.optimizer = optimizer or Adam([p for p in model.parameters() if p.requires_grad], lr=config.learning_rate)  # type: ignore[arg-type]
+        self._strategy = strategy_by_name(
+            'ddp' if int(os.environ.get('WORLD_SIZE', '1')) > 1 else 'naive',
+            seed=config.seed,  # type: ignore[arg-type]
+            precision=model.precision,
+        )
+        atexit.register(self._strategy.close)
+        self._note_processes()
+        self.inner = self._make_trainer()
+        self.is_distributed = self._strategy.world_size > 1
+        self.is_encoder_decoder = config.is_encoder_decoder = is_encoder_decoder(model.pretrained_model)
+        self.current_device = self._strategy.device
+        self.current_step = 0
+        self._trackers = _trackers(config)
+        self._tracking = False
+        atexit.register(self._end_tracking)
+        self.accelerator = Accelerator(self._strategy, self._track, self._end_tracking)
+        self.dataset, self.data_collator = dataset, data_collator
+        self.dataloader = None if dataset is None else self.prepare_dataloader(dataset, data_collator)
+
+    def _note_processes(self) -> None:
+        """What TRL writes into the config for scripts to read."""
+        c, n = self.config, self._strategy.world_size
+        assert c.backward_batch_size is not None and c.batch_size is not None
+        c.world_size, c.is_peft_model = n, self.is_peft_model
+        c.global_backward_batch_size, c.global_batch_size = c.backward_batch_size * n, c.batch_size * n
+
+    def _make_trainer(self) -> _Trainer:
+        strategy = self._strategy
+        actor = Actor(self.model.pretrained_model, value_head=self.model.v_head)
+        initial = None
+        if self.ref_model is not None:
+            initial = Actor(getattr(self.ref_model, 'pretrained_model', self.ref_model))
+        (actor, optimizer), initial = strategy.prepare((actor, self.optimizer), initial)
+        self._positions: int = getattr(self.model.config, 'max_position_embeddings', None) or _POSITIONS
+        self._told: set[str] = set()
+        return _Trainer(
+            strategy,
+            actor,
+            None,
+            None,
+            initial,
+            optimizer,
+            config=our_config(self.config, strategy.world_size, self._positions),
+            tokenizer=self.tokenizer,
+            callbacks=[ProgressBar(enabled=False)],
+            engine=_Engine(),
+        )
+
+    @property
+    def kl_ctl(self) -> Any:
+        """The KL controller; `.value` is the coefficient."""
+        return self.inner.kl_controller
+
+    # ------------------------------------------------------------------ data
+
+    def prepare_dataloader(self, dataset: Any, data_collator: Callable[[list[Any]], Any] | None = None) -> DataLoader:
+        """Shuffled batches of config.batch_size rows, without the last short one; tensors are on the device.
+
+        Columns of a `datasets` dataset that neither a model takes nor `log_stats` shows are removed, unless
+        remove_unused_columns is False.
+        """
+        kept = {'input_ids', 'attention_mask', 'past_key_values', 'label', 'query', 'response'}
+        names = getattr(dataset, 'column_names', None)
+        if self.config.remove_unused_columns and isinstance(names, list) and hasattr(dataset, 'remove_columns'):
+            dataset = dataset.remove_columns([name for name in names if name not in kept])
+        sampler: DistributedSampler | None = None
+        if self.is_distributed:
+            n, rank = self._strategy.world_size, self._strategy.rank
+            sampler = DistributedSampler(dataset, n, rank, seed=self.config.seed or 0, drop_last=True)
+        return _OnDevice(
+            self.current_device,
+            dataset,
+            batch_size=self.config.batch_size,
+            collate_fn=data_collator,
+            shuffle=sampler is None,
+            sampler=sampler,
+            drop_last=True,
+        )
+
+    # ------------------------------------------------------------------ generate
+
+    def generate(
+        self,
+        query_tensor: Tensor | SequenceOf[Tensor],
+        length_sampler: Callable[[], int] | None = None,
+        batch_size: int = 4,
+        return_prompt: bool = True,
+        generate_ref_response: bool = False,
+        **generation_kwargs: Any,
+    ) -> Any:
+        """Responses: (1, L) of one (P,) query, a list of (L,) of a list of queries; int64, on the device.
+
+        What `generation_kwargs` leave open is transformers' default: greedy, 20 new tokens, and, where it samples,
+        top_k=50. Settings that only `model.generate` has (beams, penalties) go there.
+
+        Args:
+            length_sampler: new tokens; asked once per `batch_size` queries, as TRL does.
+            return_prompt: the prompt's tokens before the response's. An encoder-decoder's have the start token there
+                in any case.
+            generate_ref_response: a pair with the reference's responses, which transformers' own `generate` draws.
+            **generation_kwargs: as of `model.generate`. What `attention_mask` pads is left out of a query, though not
+                of the prompt before its response; a mask of one query, (P,) or (1, P), or a list of them.
+
+        Raises:
+            ValueError: a query of two dimensions, a mask of another shape, an unknown setting, a prompt without room.
+        """
+        if isinstance(query_tensor, Tensor) and query_tensor.dim() != 1:
+            raise ValueError(f'generate: query_tensor is {tuple(query_tensor.shape)}; give (P,), or a list of (P,)')
+        single = isinstance(query_tensor, Tensor)
+        given = [query_tensor] if isinstance(query_tensor, Tensor) else list(query_tensor)
+        queries = _unpadded(given, generation_kwargs.pop('attention_mask', None), single)
+        settings = self._settings(generation_kwargs, bool(length_sampler))
+
+        limits = None
+        if length_sampler is not None:
+            drawn = [int(length_sampler()) for _ in range(0, len(queries), batch_size)]
+            limits = [drawn[i // batch_size] for i in range(len(queries))]
+        sampler = None if limits is None else partial(next, iter(limits))
+        answers: Any = self.inner.generate(queries, length_sampler=sampler, **settings)
+        found = self._arranged(given, answers, single, return_prompt)
+        if not generate_ref_response:
+            return found
+        answers = self._reference_answers(queries, limits, generation_kwargs)
+        return found, self._arranged(given, answers, single, return_prompt)
+
+    def _arranged(self, queries: list[Tensor], answers: list[Tensor], single: bool, return_prompt: bool) -> Any:
+        """Answers as `generate` gives them."""
+        found = [answer.to(self.current_device) for answer in answers]
+        if self.is_encoder_decoder:
+            start = torch.tensor([start_token(self.model.config)], device=self.current_device)
+            found = [torch.cat([start, r]) for r in found]
+        elif return_prompt:
+            found = [torch.cat([q.to(r), r]) for q, r in zip(queries, found, strict=True)]
+        return found[0][None] if single else found
+
+    @torch.no_grad()
+    def _reference_answers(
+        self, queries: list[Tensor], limits: list[int] | None, settings: dict[str, Any]
+    ) -> list[Tensor]:
+        bare: Any = self._strategy.unwrap(self.inner.actor)
+        reference: Any = self.model if self.ref_model is None else self.ref_model
+        reference = getattr(reference, 'pretrained_model', reference)
+        found = []
+        with bare.adapter_disabled() if self.ref_model is None else nullcontext():
+            for i, query in enumerate(queries):
+                limit = {} if limits is None else {'max_new_tokens': limits[i]}
+                ids = query[None].to(reference.device)
+                out = reference.generate(ids, attention_mask=torch.ones_like(ids), **settings | limit)[0]
+                found.append(out[1:] if self.is_encoder_decoder else out[len(query) :])
+        return found
+
+    def _settings(self, given: dict[str, Any], has_lengths: bool) -> dict[str, Any]:
+        """Our generation keywords for transformers'."""
+        given = dict(given)
+        for name in ('remove_padding', 'pad_to_multiple_of', 'synced_gpus'):
+            if given.pop(name, None) not in (None, True):
+                warnings.warn(f'generate: {name} has no effect here: responses are never padded', stacklevel=3)
+        own = self.model.pretrained_model.generation_config
+        if (config := given.pop('generation_config', None)) is not None:
+            given = {k: v for k, v in config.to_diff_dict().items() if v is not None} | given
+        settings: dict[str, Any] = {
+            'do_sample': own.do_sample or False,
+            'temperature': own.temperature or 1.0,
+            'top_k': 50 if own.top_k is None else own.top_k,
+            'top_p': own.top_p or 1.0,
+            'eos_token_id': own.eos_token_id,
+        } | {k: v for k, v in given.items() if v is not None}
+        if has_lengths or settings.get('max_new_tokens') is not None:
+            settings.pop('max_length', None)
+        elif settings.get('max_length') is None:
+            limits = {'max_new_tokens': own.max_new_tokens, 'max_length': own.max_length}
+            settings |= {name: limit for name, limit in limits.items() if limit} or {'max_new_tokens': 20}
+        if self.is_encoder_decoder and (length := settings.pop('max_length', None)):  # of the decoder, with its start
+            settings.setdefault('max_new_tokens', length - 1)
+        if not settings['do_sample']:  # transformers filters draws only
+            settings |= {'temperature': 1.0, 'top_k': 0, 'top_p': 1.0}
+        if (end := settings['eos_token_id']) is not None:
+            # TRL's scripts write -1, or a number beyond the vocabulary, for no end at all
+            size, ends = self.model.config.vocab_size, [end] if isinstance(end, int) else list(end)
+            settings['eos_token_id'] = [t for t in ends if 0 <= t < size]
+        return settings
+
+    # ------------------------------------------------------------------ step
+
+    def step(
+        self,
+        queries: list[Tensor],
+        responses: list[Tensor],
+        scores: list[Tensor],
+        response_masks: list[Tensor] | None = None,
+    ) -> dict[str, Any]:
+        """One learning phase on `batch_size` scored responses of this process.
+
+        Args:
+            queries, responses: int64 tensors, (P,) and (A,); responses of an encoder-decoder may begin with its start
+                token, as `generate` gives them, which is none of the A.
+            scores: a tensor per response, of one element; or of A elements, one per token, which TRL does not take.
+            response_masks: (A,), 1 = a token of the model's own.
+
+        Returns:
+            TRL's statistics; docs/coming_from/trl.md lists them.
+
+        Raises:
+            ValueError: what is no list of tensors, another number of them than batch_size, and what
+                `chatgpt.trainer.PPOTrainer.step` refuses.
+        """
+        start = time.perf_counter()
+        self._check_lists(queries=queries, responses=responses, scores=scores)
+        inner, kl_coef = self.inner, self.kl_ctl.value
+        self._follow_config()
+        inner.take_learning_rates()  # of a scheduler, or set by hand
+        dropout_off(self._strategy.unwrap(inner.actor))  # the script may have called model.train()
+        inner.recorder = Recorder()
+        metrics = inner.step(
+            [q.detach().cpu().flatten() for q in queries],
+            [self._without_start(r.detach().cpu().flatten()) for r in responses],
+            [s.detach().float().cpu() for s in scores],
+            None if response_masks is None else [m.detach().cpu() for m in response_masks],
+        )
+        begin = time.perf_counter()
+        experiences = inner.last_experiences
+        stats = statistics(experiences, metrics, inner.recorder, inner.config.value_coef)
+        stats['ppo/learning_rate'] = float(self.optimizer.param_groups[0]['lr'])
+        if self.config.adap_kl_ctrl and inner.config.kl_kind != 'k1':
+            # Ours follows log π − log π_ref whatever the reward pays; TRL's follows what the reward pays.
+            self.kl_ctl.load_state_dict(self.kl_ctl.state_dict() | {'value': kl_coef})
+            self.kl_ctl.update(stats['objective/kl'], len(experiences))
+        if stats['objective/kl'] < -1.0:
+            warnings.warn(
+                f'the KL to the reference is {stats["objective/kl"]:.2f}: responses must be drawn as the model is '
+                'scored, without top_k, min_length or an altered temperature',
+                stacklevel=2,
+            )
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        now = time.perf_counter()
+        return stats | {
+            'time/ppo/forward_pass': metrics['perf/score_s'],
+            'time/ppo/optimize_step': metrics['perf/learn_s'],
+            'time/ppo/calc_stats': now - begin,
+            'time/ppo/total': now - start,
+        }
+
+    def _without_start(self, response: Tensor) -> Tensor:
+        starts = self.is_encoder_decoder and len(response) > 1 and response[0] == start_token(self.model.config)
+        return response[1:] if starts else response
+
+    def _follow_config(self) -> None:
+        """What the script has set in `config` since the trainer was made counts from this step on, as in TRL; a warning
+        where it cannot."""
+        wanted = our_config(self.config, self._strategy.world_size, self._positions)
+        for name, value in vars(wanted).items():
+            if value == getattr(self.inner.config, name) or name in self._told:
+                continue
+            if name in _FOLLOWED:
+                setattr(self.inner.config, name, value)
+            else:
+                self._told.add(name)
+                warnings.warn(
+                    f'config: {name}={value!r} has no effect now: it is read when the trainer is made', stacklevel=3
+                )
+
+    def _check_lists(self, **lists: Any) -> None:
+        for name, given in lists.items():
+            if not isinstance(given, (list, tuple)) or not all(isinstance(t, Tensor) for t in given):
+                raise ValueError(f'step: {name} must be a list of tensors; got {_kind(given)}')
+            if len(given) != self.config.batch_size:
+                raise ValueError(f'step: {len(given)} {name} given, but batch_size={self.config.batch_size}')
+
+    # ------------------------------------------------------------------ logging
+
+    def log_stats(
+        self,
+        stats: dict[str, Any],
+        batch: Any,
+        rewards: SequenceOf[Any] | Tensor,
+        columns_to_log: SequenceOf[str] = ('query', 'response'),
+    ) -> None:
+        """Statistics and the spread of the rewards to the trackers of `log_with`, with a table of texts under W&B.
+
+        Raises:
+            ValueError: a column that the batch does not have.
+        """
+        given = rewards if isinstance(rewards, Tensor) else torch.tensor([float(r) for r in rewards])
+        scores = self.accelerator.gather(given.detach().float().to(self.current_device)).flatten().cpu()
+        rows: dict[str, list[Any]] = {}
+        if self.config.log_with == 'wandb':
+            missing = [name for name in columns_to_log if name not in batch]
+            if missing:
+                raise ValueError(f'log_stats: the batch has no {missing[0]!r}; give it, or other columns_to_log')
+            for name in columns_to_log:
+                rows[name] = [text for part in self._strategy.all_gather_object(list(batch[name])) for text in part]
+        logs = dict(stats)
+        logs |= {
+            'env/reward_mean': float(scores.mean()),
+            'env/reward_std': float(scores.std()) if len(scores) > 1 else 0.0,
+            'env/reward_dist': scores.numpy(),
+        }
+        self.current_step += 1
+        self.accelerator.log(logs, step=self.inner.phase)
+        for tracker in self._trackers if rows and self.accelerator.is_main_process else ():
+            tracker.on_log(self.inner, {}, rows, scores.tolist(), list(columns_to_log))
+
+    def _track(self, values: dict[str, Any], step: int | None) -> None:
+        """Numbers go to every tracker; arrays to W&B."""
+        if self._trackers and not self._tracking:
+            self._tracking = True
+            for tracker in self._trackers:
+                tracker.on_fit_start(self.inner)
+        step = self.inner.phase if step is None else step
+        numbers = {k: float(v) for k, v in values.items() if np.ndim(v) == 0 and not isinstance(v, str)}
+        for tracker in self._trackers:
+            tracker.on_phase_end(self.inner, step, numbers if isinstance(tracker, TensorBoard) else values)
+
+    def _end_tracking(self) -> None:
+        for tracker in self._trackers if self._tracking else ():
+            tracker.on_fit_end(self.inner)
+        self._tracking = False
+
+    # ------------------------------------------------------------------ files
+
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
+        """The model with its value head and the tokenizer, as a folder; see the model's `save_pretrained`."""
+        if self._strategy.is_rank_0:
+            self.model.save_pretrained(save_directory, **kwargs)
+            self.tokenizer.save_pretrained(save_directory)
+        self._strategy.barrier()
+
+    _save_pretrained = save_pretrained
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> str | None:
+        """Upload what `save_pretrained` writes, from the main process; the address.
+
+        Raises:
+            PushError: the hub cannot be reached, or refuses; says how to upload the files later.
+        """
+        if not self._strategy.is_rank_0:
+            return None
+
+        def save(folder: Path) -> None:
+            self.model.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+
+        return upload(save, repo_id, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f'PPOTrainer.{name} is not served here; docs/coming_from/trl.md lists what is, and `trainer.inner` is the '
+            'PPOTrainer of this library behind it'
+        )
+
+
+class _OnDevice(DataLoader):
+    """A `DataLoader` whose batches are on a device."""
+
+    def __init__(self, device: torch.device, dataset: Any, **options: Any) -> None:
+        self._device = device
+        super().__init__(dataset, **options)
+
+    def __iter__(self) -> Any:
+        return (_to(batch, self._device) for batch in super().__iter__())
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {name: _to(part, device) for name, part in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, '_fields'):
+        return type(value)(_to(part, device) for part in value)
+    return value
+
+
+def _unpadded(queries: SequenceOf[Tensor], mask: Any, single: bool) -> list[Tensor]:
+    """The queries on the CPU, without the tokens of which a mask of `generate` is 0."""
+    queries = [q.detach().cpu() for q in queries]
+    if mask is None:
+        return queries
+    masks = [torch.as_tensor(m).detach().cpu().bool() for m in ([mask] if single else mask)]
+    masks = [m[0] if m.dim() == 2 and len(m) == 1 else m for m in masks]
+    shapes, wanted = [tuple(m.shape) for m in masks], [tuple(q.shape) for q in queries]
+    if shapes != wanted:
+        raise ValueError(f'generate: attention_mask is {shapes}, of queries {wanted}; give one of the shape of each')
+    return [q[m] for q, m in zip(queries, masks, strict=True)]
+
+
+def _check(config: Any, model: Any, ref_model: Any, tokenizer: Any) -> None:
+    if not isinstance(config, PPOConfig):
+        raise ValueError(f'PPOTrainer: config must be a PPOConfig; got {_kind(config)}')
+    if not isinstance(model, PreTrainedModelWrapper):
+        raise ValueError(
+            f'PPOTrainer: model must be a AutoModelForCausalLMWithValueHead; got {_kind(model)}. Wrap it: '
+            'AutoModelForCausalLMWithValueHead.from_pretrained(model)'
+        )
+    if ref_model is not None and not isinstance(ref_model, nn.Module):
+        raise ValueError(f'PPOTrainer: ref_model must be a model or None; got {_kind(ref_model)}')
+    if not hasattr(tokenizer, 'decode'):
+        raise ValueError(f'PPOTrainer: tokenizer must be a transformers tokenizer; got {_kind(tokenizer)}')
+
+
+def _tell_of_overridden(cls: type) -> None:
+    """A warning for each of TRL's inner steps that a subclass has of its own, which nothing here calls."""
+    for name in _INNER:
+        if any(name in vars(c) for c in cls.__mro__):
+            warnings.warn(f'{cls.__name__}.{name} is never called here: {_INNER[name]}', stacklevel=4)
+
+
+def _kind(value: Any) -> str:
+    return 'None' if value is None else f'a {type(value).__name__}'
+
+
+def _trackers(config: PPOConfig) -> list[Any]:
+    """Our callbacks for `log_with`."""
+    names = config.log_with or config.report_to or []
+    names = [names] if isinstance(names, str) else list(names)
+    made: list[Any] = []
+    for name in names:
+        if name == 'tensorboard':
+            folder = config.project_kwargs.get('logging_dir') or config.logging_dir
+            folder = folder or config.accelerator_kwargs.get('logging_dir')  # up to 0.4
+            if folder is None:
+                raise ValueError("log_with='tensorboard' needs project_kwargs={'logging_dir': FOLDER}")
+            made.append(TensorBoard(Path(folder, config.tracker_project_name), num_rows=0))
+        elif name == 'wandb':
+            init: dict[str, Any] = {'project': config.tracker_project_name} | dict(
+                config.tracker_kwargs.get('wandb', {})
+            )
+            made.append(WandB(**init, num_rows=0))
+        elif name not in ('none', None):
+            made.append(TRACKERS.find(name)())
+    for name in config.tracker_kwargs:
+        if name != 'wandb':
+            warnings.warn(f'tracker_kwargs[{name!r}] has no effect here', stacklevel=4)
+    return made

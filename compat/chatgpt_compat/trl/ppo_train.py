@@ -1,0 +1,560 @@
+"""`PPOTrainer` as TRL 0.12 to 1.12 have it, with a loop of its own (`train()`), over our `PPOTrainer`.
+
+Policy, reference, reward and value model are four transformers models. Left out: the arguments (`config`), and
+the classic trainer.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.trainer_utils import TrainOutput
+
+from chatgpt.data import PromptSet, as_prompts, note_model
+from chatgpt.nn import Actor, Critic, RewardModel, has_lora, load_config
+from chatgpt.trainer import PPOConfig as OurConfig
+from chatgpt.trainer import PPOTrainer as OurPPOTrainer
+from chatgpt.trainer import PromptEvaluation
+from chatgpt.trainer.experience import Scorer, as_scorer
+from chatgpt.types import Batch, Prompt, Sample
+from chatgpt_compat.measured import Measured
+from chatgpt_compat.peft import HEADS, adapted
+from chatgpt_compat.trl import later
+from chatgpt_compat.trl.arguments import given
+from chatgpt_compat.trl.config import FATES, PPOConfig
+from chatgpt_compat.trl.training import (
+    LaterTrainer,
+    causal_lm,
+    check_context,
+    clipping,
+    refuse,
+    resolved,
+    strategy_of,
+    tokenizer_of,
+    trainable,
+)
+
+COMPLETION_TEMPERATURE = 0.01
+"""of `generate_completions`"""
+
+
+class Models(NamedTuple):
+    """What TRL's `model` is: the two that are trained."""
+
+    policy: Any
+    value_model: Any
+
+    @property
+    def config(self) -> Any:
+        return self.policy.config
+
+
+# ---------------------------------------------------------------------- what TRL measures and ours does not
+
+
+def actor_statistics(config: OurConfig, out: Any, batch: Batch) -> dict[str, Tensor]:
+    """(N,) ½ (log ratio)², and where the clipped loss is the larger one."""
+    advantages, difference = batch.columns['advantages'], out.logprobs - batch.columns['old_logprobs']
+    ratio = difference.exp()
+    active = -advantages * ratio.clamp(1 - config.eps_clip, 1 + config.eps_clip) > -advantages * ratio
+    return {'approx_kl_k2': 0.5 * difference.square(), 'clip_active': active.float()}
+
+
+def value_statistics(config: OurConfig, values: Tensor, batch: Batch) -> dict[str, Tensor]:
+    """(N,) where the clipped loss is the larger one."""
+    old, returns = batch.columns['values'], batch.columns['returns']
+    clip = float('inf') if config.value_clip is None else config.value_clip
+    near = torch.maximum(torch.minimum(values, old + clip), old - clip)
+    return {'value_clip_active': ((near - returns).square() > (values - returns).square()).float()}
+
+
+class MeasuredPPOTrainer(OurPPOTrainer):
+    """Our trainer with these, and the value loss times `vf_coef`."""
+
+    vf_coef = 1.0
+
+    def learners(self) -> Any:
+        actor, critic = super().learners()
+        return [
+            replace(actor, loss=Measured(actor.loss, partial(actor_statistics, self.config))),
+            replace(critic, loss=Measured(critic.loss, partial(value_statistics, self.config), self.vf_coef)),
+        ]
+
+
+class EndPenalty:
+    """A scorer that subtracts `penalty` from the score of a response without the tokenizer's end token."""
+
+    def __init__(self, scorer: Scorer, penalty: float, end_id: int) -> None:
+        self.scorer, self.penalty, self.end_id = scorer, penalty, end_id
+
+    def score(self, samples: list[Sample], strategy: Any) -> list[Any]:
+        return [
+            score if bool((sample.response_ids == self.end_id).any()) else self._less(score)
+            for score, sample in zip(self.scorer.score(samples, strategy), samples, strict=True)
+        ]
+
+    def _less(self, score: Any) -> Any:
+        if not isinstance(score, Tensor):
+            return score - self.penalty
+        lowered = score.clone()
+        lowered[-1] -= self.penalty
+        return lowered
+
+
+# ---------------------------------------------------------------------- arguments
+
+
+class Sizes(NamedTuple):
+    """How many samples an update and an optimizer step have, all processes together, and how many updates there are."""
+
+    batch: int
+    mini_batch: int
+    updates: int
+
+
+def sizes_of(args: Any, num_prompts: int, world_size: int) -> Sizes:
+    """Raises ValueError for batch sizes that do not divide."""
+    local = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    local = args.batch_size if args.batch_size is not None else local
+    mini = args.mini_batch_size if args.mini_batch_size is not None else local // args.num_mini_batches
+    if mini < 1 or local % mini or (args.mini_batch_size is None and local % args.num_mini_batches):
+        raise ValueError(
+            f'PPOConfig: a batch of {local} on each process (batch_size, else per_device_train_batch_size x '
+            f'gradient_accumulation_steps) must be a multiple of '
+            + (
+                f'num_mini_batches={args.num_mini_batches}'
+                if args.mini_batch_size is None
+                else f'mini_batch_size={mini}'
+            )
+        )
+    batch = local * world_size
+    episodes = args.total_episodes
+    if episodes is None:
+        episodes = int(args.num_train_epochs * num_prompts)
+    if episodes < 1:
+        raise ValueError(f'PPOConfig: total_episodes={episodes} must be at least 1')
+    return Sizes(batch, mini * world_size, math.ceil(episodes / batch))
+
+
+def stop_id_of(args: Any, tokenizer: Any) -> int | None:
+    """The token that ends a response; None lets all of them run to response_length. Raises ValueError."""
+    if args.stop_token is not None and args.stop_token_id is not None:
+        raise ValueError('PPOConfig: stop_token and stop_token_id are given; give one of them')
+    if args.stop_token is None:
+        return args.stop_token_id
+    if args.stop_token != 'eos':
+        raise ValueError(f"PPOConfig: stop_token={args.stop_token!r} is not known; use 'eos', or stop_token_id")
+    if tokenizer.eos_token_id is None:
+        raise ValueError("PPOConfig: stop_token='eos', but the tokenizer has no end token; give stop_token_id")
+    return tokenizer.eos_token_id
+
+
+def ppo_settings(args: Any, sizes: Sizes, longest: int) -> OurConfig:
+    """Our settings of these arguments. `longest`: tokens of the longest sequence."""
+    if args.kl_estimator not in ('k1', 'k3'):
+        raise ValueError(f'PPOConfig: kl_estimator={args.kl_estimator!r} is not known; use k1 or k3')
+    steps = sizes.batch // sizes.mini_batch * args.num_ppo_epochs
+    schedule = later.schedule(args, sizes.updates)
+    scaling: Any = 'none' if not args.use_score_scaling else 'norm' if args.use_score_norm else 'running'
+    return OurConfig(
+        experience_batch_size=sizes.batch,
+        train_batch_size=sizes.mini_batch,
+        max_epochs=args.num_ppo_epochs,
+        max_tokens_per_batch=args.per_device_train_batch_size * longest,
+        max_grad_norm=clipping(args),
+        lr_schedule=schedule['lr_schedule'],
+        warmup_steps=schedule['warmup_steps'] * steps,  # TRL's schedule goes by updates, ours by optimizer steps
+        dataloader_pin_memory=args.dataloader_pin_memory,
+        kl_coef=args.kl_coef,
+        kl_kind=args.kl_estimator,
+        kl_target=args.target if args.adap_kl_ctrl else None,
+        kl_horizon=args.horizon,
+        score_scaling=scaling,
+        score_clip=args.score_clip,
+        whiten_rewards=args.whiten_rewards,
+        gamma=args.gamma,
+        lam=args.lam,
+        eps_clip=args.cliprange,
+        value_clip=args.cliprange_value,
+        ratio_threshold=args.ratio_threshold if given(args, 'ratio_threshold') else None,
+    )
+
+
+def prompts_of(dataset: Any, tokenizer: Any) -> PromptSet:
+    """Prompts of rows with input_ids, as TRL's scripts tokenize them, or with a column prompt (text or turns).
+
+    Padding by an attention_mask is left out; the other columns reach reward functions by name.
+    """
+    rows = list(dataset)
+    if not rows or 'input_ids' not in rows[0]:
+        return as_prompts(rows, tokenizer)
+    prompts = []
+    for row in rows:
+        ids = torch.as_tensor(row['input_ids'], dtype=torch.int64)
+        if row.get('attention_mask') is not None:
+            ids = ids[torch.as_tensor(row['attention_mask']).bool()]
+        columns = {k: v for k, v in row.items() if k not in ('input_ids', 'attention_mask', 'lengths')}
+        prompts.append(Prompt(ids=ids, text=tokenizer.decode(ids, skip_special_tokens=True), columns=columns))
+    return as_prompts(prompts)
+
+
+class BackboneScore(nn.Module):
+    """Scores by a module of the script's own, in TRL's protocol: the backbone that `base_model_prefix` names gives
+    hidden states, `score` makes logits of them, and the one at the last token is the score."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> Tensor:
+        """(B,) fp32."""
+        mask = batch.attention_mask
+        model: Any = self.model
+        out = getattr(model, model.base_model_prefix)(
+            input_ids=batch.input_ids.masked_fill(~mask, 0),
+            attention_mask=mask,
+            position_ids=mask.cumsum(1) - mask.long(),
+            return_dict=True,
+            output_hidden_states=True,
+            use_cache=False,
+        )
+        return model.score(out.hidden_states[-1]).flatten(0, 1)[batch.last_index].float().reshape(-1)
+
+
+def reward_of(reward_model: Any) -> Any:
+    """A `RewardModel` of a classifier or its folder, a module with TRL's protocol of backbone and score, or a function
+    as it is, in one of our conventions.
+
+    Raises:
+        ValueError: a module that is none of these.
+    """
+    if isinstance(reward_model, (str, Path)):
+        return RewardModel.from_pretrained(reward_model)
+    if not isinstance(reward_model, nn.Module):
+        return reward_model
+    if isinstance(reward_model, RewardModel):
+        return reward_model
+    if type(reward_model).__name__.endswith('ForSequenceClassification'):
+        return RewardModel.from_classifier(reward_model)
+    if hasattr(reward_model, 'base_model_prefix') and hasattr(reward_model, 'score'):
+        return BackboneScore(reward_model)
+    raise ValueError(
+        f'PPOTrainer: reward_model is a {type(reward_model).__name__}; give a sequence classifier with one label, a '
+        'module with base_model_prefix and score, or a function of prompts and responses'
+    )
+
+
+def policy_of(model: Any, args: Any) -> Any:
+    """The causal LM, also of a model with a value head, whose head has no part in this trainer."""
+    return causal_lm(getattr(model, 'pretrained_model', model), args)
+
+
+def critic_of(value_model: Any, reward: Any, policy: Any, args: Any) -> Critic:
+    """The value model with its own head; without one, a copy of the reward model, else of the policy with a new
+    head."""
+    if isinstance(value_model, Critic):
+        return value_model
+    if value_model is None:
+        if isinstance(reward, RewardModel) and reward.value_head is not None:
+            return Critic.from_reward_model(reward)
+        return Critic(deepcopy(policy))
+    if isinstance(value_model, nn.Module):
+        theirs = {id(p) for p in policy.parameters()}
+        if any(id(p) in theirs for p in value_model.parameters()):
+            warnings.warn(
+                'PPOTrainer: value_model shares weights with the policy; it is copied here, for each is trained by its '
+                'own optimizer',
+                stacklevel=3,
+            )
+            value_model = deepcopy(value_model)
+        if hasattr(value_model, 'pretrained_model') and hasattr(value_model, 'v_head'):
+            return Critic(trainable(value_model.pretrained_model, args), _last_linear(value_model.v_head))
+        value_model = adapted(value_model, None, heads=HEADS)
+    if isinstance(value_model, (str, Path)):
+        parts = RewardModel.from_pretrained(value_model)
+    elif type(value_model).__name__.endswith('ForSequenceClassification'):
+        parts = RewardModel.from_classifier(value_model)
+    else:
+        return Critic(trainable(value_model, args))
+    if parts.value_head is None:
+        raise ValueError(f'value_model: {type(parts.model).__name__} has no head of its own; use a causal classifier')
+    return Critic(trainable(parts.model, args), parts.value_head.float())
+
+
+def _last_linear(v_head: nn.Module) -> nn.Module:
+    """The linear layer of a value head of TRL's, whose dropout PPO does not use."""
+    return getattr(v_head, 'summary', v_head)
+
+
+# ---------------------------------------------------------------------- the trainer
+
+
+class PPOTrainer(LaterTrainer):
+    """PPO with a loop of its own.
+
+    Args:
+        args: a `PPOConfig`, of either era's names.
+        processing_class: the tokenizer.
+        model: the policy, a transformers causal LM, trained in place.
+        ref_model: the frozen reference; None is a copy, or with adapters the policy without them.
+        reward_model: a sequence classifier with one label, or its folder; or a function `fn(prompts, responses,
+            **columns)`, one number per response.
+        value_model: a sequence classifier with one label, trained in place; None starts from the reward model.
+        train_dataset: rows with input_ids, or with a prompt.
+        eval_dataset: the same, for `generate_completions`.
+        data_collator: cannot be honoured, but for one that only pads. Nor can `optimizers`: each of the two models has
+            its own, by optim and learning_rate.
+        peft_config: a LoraConfig for the policy.
+        config, tokenizer, policy, ref_policy: names that 0.12 to 0.15 have for args, processing_class, model,
+            ref_model.
+
+    Raises:
+        ValueError: what cannot be honoured, by name.
+    """
+
+    def __init__(
+        self,
+        args: Any = None,
+        processing_class: Any = None,
+        model: Any = None,
+        ref_model: Any = None,
+        reward_model: Any = None,
+        train_dataset: Any = None,
+        value_model: Any = None,
+        data_collator: Any = None,
+        eval_dataset: Any = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        callbacks: SequenceOf[Any] | None = None,
+        peft_config: Any = None,
+        *,
+        config: Any = None,
+        tokenizer: Any = None,
+        policy: Any = None,
+        ref_policy: Any = None,
+    ) -> None:
+        args = _either('args', args, 'config', config)
+        model = _either('model', model, 'policy', policy)
+        ref_model = _either('ref_model', ref_model, 'ref_policy', ref_policy)
+        refuse(
+            'PPOTrainer',
+            {
+                'data_collator': (
+                    None if _only_pads(data_collator) else data_collator,
+                    'prompts are batched here, without padding; leave it out',
+                ),
+                'optimizers': (
+                    next((x for x in optimizers if x is not None), None),
+                    'policy and value model have one each; give optim, learning_rate and lr_scheduler_type',
+                ),
+            },
+        )
+        for name, value in (('args', args), ('model', model), ('reward_model', reward_model)):
+            if value is None:
+                raise ValueError(f'PPOTrainer: {name} is needed')
+        if train_dataset is None:
+            raise ValueError('PPOTrainer: train_dataset is needed')
+        if ref_model is not None and ref_model is model:
+            raise ValueError('PPOTrainer: ref_model is the model itself; give a copy of it, or None')
+        if isinstance(args, PPOConfig):
+            args.resolve('second')
+        args = resolved(args, PPOConfig, 'trainer_output', FATES['second'])
+        words = tokenizer_of(processing_class, tokenizer, model)
+        stop_id = stop_id_of(args, words)
+        if args.missing_eos_penalty is not None and not args.missing_eos_penalty > 0:
+            raise ValueError(f'PPOConfig: missing_eos_penalty={args.missing_eos_penalty} must be positive')
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        note_model(words, load_config(model) if isinstance(model, (str, Path)) else model.config)
+        self.prompts = prompts_of(train_dataset, words)
+        super().__init__(args, words, callbacks, strategy_of(args))
+        self.sizes = sizes_of(args, len(self.prompts), self.strategy.world_size)
+        self._note_sizes()
+
+        model = policy_of(model, args)
+        longest_prompt = max(len(p.ids) for p in self.prompts)
+        check_context(model, longest_prompt, args.response_length)
+        reward = reward_of(reward_model)
+        if value_model is not None and value_model is reward_model:
+            value_model = deepcopy(value_model)  # one is trained, the other is not
+        critic = critic_of(value_model, reward, model, args)
+        model = adapted(model, peft_config)
+        self.is_peft_model = has_lora(model)
+        if ref_model is None and not self.is_peft_model:
+            ref_model = deepcopy(model)
+        actor, initial = Actor(model), None if ref_model is None else Actor(policy_of(ref_model, args))
+        self.policy_model, self.ref_model = model, ref_model
+        self.reward_model, self.value_model = reward_model, value_model if value_model is not None else critic.model
+
+        strategy = self.strategy
+        pairs = [(m, later.make_optimizer(args, strategy, m)) for m in (actor, critic)]
+        (actor, actor_optim), (critic, critic_optim), initial = strategy.prepare(*pairs, initial)
+        config = ppo_settings(args, self.sizes, longest_prompt + args.response_length)
+        self._plain_scorer = as_scorer(
+            strategy.prepare(reward) if isinstance(reward, nn.Module) else reward,
+            max_tokens_per_batch=config.max_tokens_per_batch,
+        )
+        scorer: Any = self._plain_scorer
+        if args.missing_eos_penalty is not None:
+            if words.eos_token_id is None:
+                raise ValueError('PPOConfig: missing_eos_penalty needs a tokenizer with an end token')
+            scorer = EndPenalty(scorer, args.missing_eos_penalty, words.eos_token_id)
+        pad = words.pad_token_id
+        self.generation = {
+            'max_new_tokens': args.response_length,
+            'do_sample': True,
+            'temperature': args.temperature,
+            'top_k': 0,
+            'top_p': 1.0,
+            'eos_token_id': [] if stop_id is None else stop_id,
+            # Scripts add a padding token that the model has no embedding for; here nothing reads it.
+            'pad_token_id': pad if pad is not None and pad < model.get_input_embeddings().num_embeddings else 0,
+        }
+        self.inner = MeasuredPPOTrainer(
+            strategy,
+            actor,
+            critic,
+            scorer,
+            initial,
+            actor_optim,
+            critic_optim,
+            config=config,
+            tokenizer=words,
+            callbacks=self.our_callbacks(self._save_interval()),
+            run_dir=args.output_dir,
+            **self.generation,
+        )
+        self.inner.vf_coef = args.vf_coef
+        self.state.max_steps = self.sizes.updates
+        self.state.num_train_epochs = math.ceil(self.sizes.updates * self.sizes.batch / len(self.prompts))
+        self._ratios: list[float] = []
+        self._losses: list[float] = []
+        self._started = time.perf_counter()
+
+    def _note_sizes(self) -> None:
+        """On the config, where scripts read them."""
+        args, world_size = self.args, self.strategy.world_size
+        args.world_size, args.num_total_batches = world_size, self.sizes.updates
+        args.batch_size, args.mini_batch_size = self.sizes.batch, self.sizes.mini_batch
+        args.local_batch_size, args.local_mini_batch_size = (
+            args.batch_size // world_size,
+            args.mini_batch_size // world_size,
+        )
+        args.micro_batch_size = args.per_device_train_batch_size * world_size
+        if args.total_episodes is None:
+            args.total_episodes = int(args.num_train_epochs * len(self.prompts))
+
+    def _save_interval(self) -> int | None:
+        args = self.args
+        if str(getattr(args.save_strategy, 'value', args.save_strategy)) == 'epoch':
+            return max(math.ceil(len(self.prompts) / self.sizes.batch), 1)
+        return later.every(args.save_steps, 500, self.sizes.updates)
+
+    @property
+    def model(self) -> Models:
+        """Policy and value model, as TRL's wrapper holds them."""
+        return Models(self.policy_model, self.value_model)
+
+    # ------------------------------------------------------------------ training
+
+    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
+        """Train for `total_episodes`. Returns transformers' (global_step, training_loss, metrics); TRL returns None."""
+        self.resume(resume_from_checkpoint)
+        self._started = time.perf_counter()
+        self.inner.fit(self.prompts, num_episodes=1, max_timesteps=self.sizes.updates, update_timesteps=1)
+        seconds = time.perf_counter() - self._started
+        loss = statistics.fmean(self._losses) if self._losses else 0.0
+        metrics = {'train_runtime': seconds, 'train_loss': loss, 'epoch': float(self.state.epoch or 0.0)}
+        return TrainOutput(self.state.global_step, loss, metrics)
+
+    def after_batch(self, metrics: Mapping[str, float]) -> None:
+        self._ratios.append(metrics['ratio_mean'])
+
+    def after_phase(self, metrics: dict[str, float]) -> None:
+        """Log the update under TRL's names, and show completions where they are due."""
+        self.state.global_step = self.inner.phase
+        self.state.episode = self.inner.phase * self.sizes.batch
+        self.state.epoch = self.state.episode / len(self.prompts)
+        logs = self._theirs(metrics)
+        self._ratios.clear()
+        self._losses.append(logs['loss/policy_avg'] + self.args.vf_coef * logs['loss/value_avg'])
+        self.log({**logs, 'epoch': self.state.epoch})
+        metrics.update(logs)
+        self.bridge.tell('on_step_end')
+        samples = self.args.num_sample_generations
+        if samples > 0 and (self.state.global_step - 1) % max(1, self.sizes.updates // samples) == 0:
+            self.generate_completions(sampling=True)
+
+    def _theirs(self, ours: Mapping[str, float]) -> dict[str, float]:
+        """The update's metrics by TRL's names and formulas, with means over tokens where TRL's are over padding too."""
+        experiences = self.inner.last_experiences
+        count, end = len(experiences), self.processing_class.eos_token_id
+        surprisal = -sum(float((e.old_logprobs * e.response_mask).double().sum()) for e in experiences)
+        kl = ours['rollout/kl_k3_mean' if self.args.kl_estimator == 'k3' else 'rollout/kl_mean']
+        non_score, scores = ours['rollout/non_score_reward_mean'], ours['rollout/score_mean']
+        return {
+            'eps': int(self.state.episode / max(time.perf_counter() - self._started, 1e-9)),
+            'objective/kl': kl,
+            'objective/entropy': surprisal / count,
+            'objective/non_score_reward': non_score,
+            'objective/rlhf_reward': non_score + scores,
+            'objective/scores': scores,
+            'policy/approxkl_avg': ours['ppo/approx_kl_k2'],
+            'policy/clipfrac_avg': ours['ppo/clip_active'],
+            'loss/policy_avg': ours['ppo/policy_loss'],
+            'loss/value_avg': ours['ppo/value_loss'],
+            'val/clipfrac_avg': ours['ppo/value_clip_active'],
+            'policy/entropy_avg': ours['ppo/entropy'],
+            'val/ratio': ours['ppo/ratio_mean'],
+            'val/ratio_var': statistics.variance(self._ratios) if len(self._ratios) > 1 else 0.0,
+            'val/num_eos_tokens': sum(int((e.response_ids == end).sum()) for e in experiences),
+            'lr': ours['ppo/lr'],
+            'episode': self.state.episode,
+        }
+
+    # ------------------------------------------------------------------ completions
+
+    def generate_completions(self, sampling: bool = False) -> list[dict[str, Any]] | None:
+        """What the policy says to `eval_dataset` at a temperature of 0.01: a table of five, and all rows (query, model
+        response, score) as the result. None without an `eval_dataset`.
+
+        Args:
+            sampling: only the first `per_device_eval_batch_size` prompts.
+        """
+        if self.eval_dataset is None:
+            return None
+        prompts = prompts_of(self.eval_dataset, self.processing_class)
+        chosen = [prompts[i] for i in range(len(prompts))]
+        if sampling:
+            chosen = chosen[: self.args.per_device_eval_batch_size]
+        evaluation = PromptEvaluation(
+            chosen,
+            self.processing_class,
+            self._plain_scorer,
+            num_rows=5,
+            **self.generation | {'temperature': COMPLETION_TEMPERATURE},
+        )
+        evaluation(self.inner)
+        names = {'prompt': 'query', 'response': 'model response'}
+        return [{names.get(k, k): v for k, v in row.items()} for row in evaluation.last]
+
+
+def _only_pads(data_collator: Any) -> bool:
+    """Whether a collator does no more than pad, of which there is nothing to do here."""
+    return type(data_collator).__name__ in ('DataCollatorWithPadding', 'NoneType')
+
+
+def _either(name: str, value: Any, other: str, older: Any) -> Any:
+    if value is not None and older is not None and value is not older:
+        raise ValueError(f'PPOTrainer: {name} and {other} are two names of one argument; give one of them')
+    return value if value is not None else older

@@ -1,0 +1,227 @@
+"""`SFTConfig` and `SFTTrainer` as TRL 0.12 to 1.12 have them, over our `SFTTrainer`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from chatgpt.data import load_demonstrations, note_model, pack
+from chatgpt.nn import Actor, is_encoder_decoder
+from chatgpt.trainer import SFTConfig as OurConfig
+from chatgpt.trainer import SFTTrainer as OurTrainer
+from chatgpt.types import Sequence
+from chatgpt_compat.peft import adapted
+from chatgpt_compat.trl.arguments import refused, warned
+from chatgpt_compat.trl.offline import FATES, OfflineArguments, OfflineLaterTrainer
+from chatgpt_compat.trl.training import causal_lm, max_length_of
+
+OWN_FATES = {
+    'packing_strategy': warned('records are packed in the order given, and never see each other'),
+    'eval_packing': warned('what is evaluated is packed as what is trained'),
+    'truncation_mode': warned('the prompt loses its beginning, then the response its end'),
+    'chat_template_path': refused("set the tokenizer's chat_template"),
+    'use_liger': warned('a matter of memory or speed, without influence on numbers'),
+    'router_aux_loss_coef': warned('the loss is that of the tokens alone'),
+}
+
+
+@dataclass(kw_only=True)
+class SFTConfig(OfflineArguments):
+    """Arguments of `SFTTrainer`; docs/coming_from/trl.md says what each does."""
+
+    learning_rate: float = 2e-5
+    max_seq_length: int | None = None
+    packing: bool = False
+    packing_strategy: str | None = None
+    eval_packing: bool | None = None
+    dataset_text_field: str = 'text'
+    completion_only_loss: bool | None = None
+    assistant_only_loss: bool = False
+    loss_type: str | None = None
+    truncation_mode: str | None = None
+    shuffle_dataset: bool = False
+    dataset_kwargs: dict | str | None = None
+    dataset_batch_size: int = 1000
+    num_of_sequences: int = 1024
+    chars_per_token: float = 3.6
+    padding_free: bool = False
+    eos_token: str | None = None
+    chat_template_path: str | None = None
+    use_liger: bool = False
+    router_aux_loss_coef: float = 0.0
+
+
+class SFTTrainer(OfflineLaterTrainer):
+    """Supervised fine-tuning. Data: rows with text, messages, prompt and completion, or input_ids (and labels,
+    completion_mask or assistant_masks).
+
+    Args:
+        model: a transformers causal LM, trained in place; a PEFT model; or a name or folder.
+        formatting_func: row → text; or, as before 0.16, columns → list of texts.
+        data_collator: cannot be honoured. Completions alone count where rows have a prompt and a completion.
+        **older: arguments of `SFTConfig` that the trainer itself took before 0.13, such as max_seq_length.
+
+    Raises:
+        ValueError: what cannot be honoured, by name.
+    """
+
+    NAMES: ClassVar = {'loss': 'loss'}
+    CONFIG = SFTConfig
+    FATES = FATES | OWN_FATES
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        *,
+        callbacks: SequenceOf[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
+        formatting_func: Callable[..., Any] | None = None,
+        tokenizer: Any = None,
+        **older: Any,
+    ) -> None:
+        super().__init__(
+            args,
+            callbacks,
+            model=model,
+            train_dataset=train_dataset,
+            processing_class=processing_class,
+            tokenizer=tokenizer,
+            older=older | {'data_collator': data_collator},
+            reasons={
+                'data_collator': 'records are batched here; rows of prompt and completion count the completion alone, '
+                'assistant_only_loss=True the answers of messages'
+            },
+        )
+        args = self.args
+        model = causal_lm(model, args, 'model_init_kwargs')
+        note_model(self.processing_class, model.config)
+        self.model = adapted(model, peft_config)
+        self.formatting_func = formatting_func
+        records = self.records(train_dataset)
+        self.start(OurTrainer, OurConfig, Actor(self.model), optimizers, records, eval_dataset, {})
+
+    def check_arguments(self, args: Any) -> None:
+        if args.max_seq_length is not None:
+            args.max_length = args.max_seq_length
+        if args.loss_type not in (None, 'nll'):
+            raise ValueError(f"SFTConfig: loss_type={args.loss_type!r} is not served here; use 'nll'")
+        known = {'skip_prepare_dataset', 'add_special_tokens', 'append_concat_token'}
+        if unknown := set(args.dataset_kwargs or ()) - known:
+            raise ValueError(
+                f'SFTConfig: dataset_kwargs has {", ".join(sorted(unknown))}, which cannot be honoured here'
+            )
+
+    def records(self, dataset: Any) -> list[Sequence]:
+        limit = max_length_of(self.args, 'max_length', self.model)
+        found = sequences_of(
+            dataset, self.processing_class, self.args, limit, self.formatting_func, apart=is_encoder_decoder(self.model)
+        )
+        if self.args.packing:
+            if limit is None:
+                raise ValueError('SFTConfig: packing=True needs max_length')
+            return pack(found, limit)
+        return found
+
+
+def sequences_of(
+    dataset: Any,
+    tokenizer: Any,
+    args: Any,
+    limit: int | None,
+    formatting_func: Callable[..., Any] | None = None,
+    *,
+    apart: bool = False,
+) -> list[Sequence]:
+    """Records of rows; which tokens count is decided by the kind of row and `args`. `apart`: for an encoder-decoder.
+    Raises ValueError."""
+    rows = dataset if hasattr(dataset, '__len__') and not isinstance(dataset, (str, bytes)) else None
+    if rows is None or not len(rows):
+        raise ValueError('SFTTrainer: the dataset must be a list of rows or a datasets.Dataset that is not empty')
+    if formatting_func is not None:
+        rows = [{'text': text} for row in rows for text in _formatted(formatting_func, row)]
+    if apart:
+        if args.completion_only_loss is False or args.packing:
+            raise ValueError(
+                'SFTConfig: completion_only_loss=False and packing cannot be honoured for an encoder-decoder, which '
+                'reads a prompt and learns to write its completion; leave them out'
+            )
+        return list(load_demonstrations(rows, tokenizer, max_length=limit)[0])
+    first: Mapping[str, Any] = rows[0]
+    if 'input_ids' in first:
+        return [_of_ids(row, limit) for row in rows]
+    if 'messages' in first and not args.assistant_only_loss and getattr(tokenizer, 'chat_template', None):
+        return [_whole_dialogue(row['messages'], tokenizer, limit) for row in rows]
+    if {'prompt', 'completion'} <= set(first):
+        found = load_demonstrations(rows, tokenizer, max_length=limit)[0]
+        return [every_token(s) for s in found] if args.completion_only_loss is False else list(found)
+    column = args.dataset_text_field if args.dataset_text_field in first else 'text'
+    if column in first:
+        return [_of_text(row[column], tokenizer, limit) for row in rows]
+    found = load_demonstrations(rows, tokenizer, max_length=limit)[0]
+    return list(found)
+
+
+def _formatted(formatting_func: Callable[..., Any], row: Mapping[str, Any]) -> Iterable[str]:
+    """A function of one row gives a text; one that does not is of the older kind, takes columns and gives a list."""
+    error: Exception | None = None
+    try:
+        given = formatting_func(row)
+    except Exception as raised:  # such as for a text where it would go over a list of them
+        given, error = None, raised
+    if isinstance(given, str):
+        return [given]
+    try:
+        texts = formatting_func({name: [value] for name, value in row.items()})
+    except Exception as raised:
+        raise error or raised from None
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f'formatting_func gave a {type(texts).__name__}; it must give a text, or a list of texts')
+    return texts
+
+
+def every_token(sequence: Sequence) -> Sequence:
+    """The same tokens, all of them learned but the first."""
+    ids = torch.cat([sequence.prompt_ids, sequence.response_ids])
+    return _counted(ids, torch.ones(len(ids), dtype=torch.bool))
+
+
+def _of_ids(row: Mapping[str, Any], limit: int | None) -> Sequence:
+    """A row that the script tokenized. Without a mask every token counts."""
+    ids = torch.as_tensor(row['input_ids'])[:limit]
+    mask = torch.ones(len(ids), dtype=torch.bool)
+    if row.get('labels') is not None:
+        mask = torch.as_tensor(row['labels'])[:limit] != -100
+    for name in ('completion_mask', 'assistant_masks'):
+        if row.get(name) is not None:
+            mask &= torch.as_tensor(row[name])[:limit].bool()
+    return _counted(ids, mask)
+
+
+def _of_text(text: str, tokenizer: Any, limit: int | None) -> Sequence:
+    """Every token of a text, and the end token."""
+    ids, end = list(tokenizer(text)['input_ids']), tokenizer.eos_token_id
+    if end is not None and ids[-1:] != [end]:
+        ids.append(end)
+    return _counted(torch.tensor(ids[:limit]), torch.ones(len(ids[:limit]), dtype=torch.bool))
+
+
+def _whole_dialogue(messages: Any, tokenizer: Any, limit: int | None) -> Sequence:
+    """Every token of a rendered dialogue, as TRL counts them without assistant_only_loss."""
+    ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+    return _counted(torch.tensor(ids[:limit]), torch.ones(len(ids[:limit]), dtype=torch.bool))
+
+
+def _counted(ids: torch.Tensor, mask: torch.Tensor) -> Sequence:
+    if len(ids) < 2:
+        raise ValueError(f'SFTTrainer: a row of {len(ids)} tokens has nothing to learn; leave it out')
+    return Sequence(prompt_ids=ids[:1], response_ids=ids[1:], response_mask=mask[1:].clone())

@@ -1,0 +1,230 @@
+"""Pipelines: trlX's way of handing over prompts, the registry of a script's own ones among them, and samples as
+sequences of tokens.
+
+A pipeline is asked for its items alone; how they are padded and loaded is this library's business. Left out: rollout
+stores, which a `PPOTrainer` has within.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from chatgpt.data import Demonstration, TokenizerOptions, tokenize_demonstration
+from chatgpt.types import Prompt, Sequence
+from chatgpt_compat.trlx.config import Register
+
+_PIPELINES = Register('pipelines')
+register_datapipeline, get_pipeline = _PIPELINES.add, _PIPELINES.find
+
+
+@dataclass
+class PromptElement:
+    """One prompt of a pipeline of 2022."""
+
+    text: str
+    tokens: Any
+
+
+@dataclass
+class PromptBatch:
+    """Several of them."""
+
+    text: Iterable[str]
+    tokens: Any
+
+
+@register_datapipeline
+class BasePipeline(Dataset[Any]):
+    """Base of pipelines: `__getitem__` and `__len__`. An item is a text, ids, a dict with `input_ids` (or a `prompt`)
+    and metadata, or a `PromptElement`."""
+
+    def __init__(self, path: str = 'dataset') -> None:
+        super().__init__()
+
+    def __len__(self) -> int:
+        raise NotImplementedError(f'{type(self).__name__} needs __len__')
+
+    def create_loader(self, batch_size: int, shuffle: bool = False, **options: Any) -> Any:
+        """A loader of lists of items, for a script that looks at them."""
+        return DataLoader(self, batch_size=batch_size, shuffle=shuffle, collate_fn=list)
+
+
+@register_datapipeline
+class PromptPipeline(BasePipeline):
+    """Tokenized prompts: `(prompts, max_prompt_length, tokenizer, add_special_tokens=False)`, or `(prompts, tokenizer)`
+    as in 2022.
+
+    Args:
+        prompts: texts, or dicts with a `prompt`, whose other keys reach reward and metric functions. They are not
+            changed (trlX takes the prompt out of the caller's dicts).
+        max_prompt_length: longer ones are cut, on the tokenizer's truncation side.
+    """
+
+    def __init__(
+        self,
+        prompts: SequenceOf[Any],
+        max_prompt_length: Any = None,
+        tokenizer: Any = None,
+        add_special_tokens: bool = False,
+    ) -> None:
+        super().__init__()
+        if tokenizer is None and not isinstance(max_prompt_length, (int, type(None))):
+            tokenizer, max_prompt_length = max_prompt_length, None
+        if tokenizer is None:
+            raise ValueError('PromptPipeline needs a tokenizer; token ids without one are not served')
+        if len(prompts) == 0:
+            raise ValueError('PromptPipeline: there are no prompts')
+        self.tokenizer = tokenizer
+        texts = [item['prompt'] if isinstance(item, Mapping) else item for item in prompts]
+        metadata = [
+            {k: v for k, v in item.items() if k != 'prompt'} if isinstance(item, Mapping) else {} for item in prompts
+        ]
+        cut = {} if max_prompt_length is None else {'truncation': True, 'max_length': max_prompt_length}
+        ids = tokenizer(texts, padding=False, add_special_tokens=add_special_tokens, **cut)['input_ids']
+        self.prompts = [
+            {'input_ids': list(tokens), 'attention_mask': [1] * len(tokens)} | columns
+            for tokens, columns in zip(ids, metadata, strict=True)
+        ]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.prompts[index]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def create_loader(self, batch_size: int, shuffle: bool = False, **options: Any) -> Any:
+        """A loader of padded batches with `input_ids`, `attention_mask` and the metadata."""
+
+        def collated(items: list[dict[str, Any]]) -> Any:
+            batch = self.tokenizer.pad([{'input_ids': item['input_ids']} for item in items], return_tensors='pt')
+            for name in items[0]:
+                if name not in ('input_ids', 'attention_mask'):
+                    batch[name] = [item[name] for item in items]
+            return batch
+
+        return DataLoader(self, batch_size=batch_size, shuffle=shuffle, collate_fn=collated)
+
+
+class First(BasePipeline):
+    """The first items of a pipeline."""
+
+    def __init__(self, pipeline: Any, count: int) -> None:
+        super().__init__()
+        self.pipeline, self.count = pipeline, count
+
+    def __getitem__(self, index: int) -> Any:
+        return self.pipeline[index]
+
+    def __len__(self) -> int:
+        return min(self.count, len(self.pipeline))
+
+
+def prompts_of(pipeline: Any, tokenizer: Any) -> list[Prompt]:
+    """The items of any pipeline as `Prompt` records; an empty one becomes the begin token."""
+    return [_prompt(pipeline[i], tokenizer) for i in range(len(pipeline))]
+
+
+def _prompt(item: Any, tokenizer: Any) -> Prompt:
+    columns: dict[str, Any] = {}
+    if isinstance(item, PromptElement):
+        item = item.tokens if item.tokens is not None else item.text
+    if isinstance(item, Mapping):
+        hidden = ('input_ids', 'attention_mask', 'prompt', 'token_type_ids')
+        columns = {name: value for name, value in item.items() if name not in hidden}
+        item = item['input_ids'] if 'input_ids' in item else item['prompt']
+    if isinstance(item, str):
+        item = tokenizer(item, add_special_tokens=False)['input_ids']
+    ids = torch.as_tensor(item, dtype=torch.int64).flatten()
+    return Prompt(ids=_without_padding(ids, tokenizer), columns=columns)
+
+
+def _without_padding(ids: torch.Tensor, tokenizer: Any) -> torch.Tensor:
+    """Pad tokens at the ends fall away, as an attention mask would say."""
+    real = (ids != tokenizer.pad_token_id).nonzero().flatten()
+    if len(real):
+        return ids[real[0] : real[-1] + 1]
+    return torch.tensor([begin_id(tokenizer)])
+
+
+def begin_id(tokenizer: Any) -> int:
+    """The begin token, or the end token of a tokenizer without one."""
+    return int(tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id)
+
+
+# ---------------------------------------------------------------------- samples
+
+
+def tokenize_dialogue(dialogue: Any, tokenizer: Any, max_length: int = 2048) -> Sequence:
+    """A sample as a sequence: the first message is the prompt, and of the rest what the model says counts.
+
+    Args:
+        dialogue: a text, which follows the begin token; or messages, prompt and output in turn. The end token is added
+            where it is missing.
+        max_length: longer ones are cut on the tokenizer's truncation side; what begins with an output then gets a begin
+            token before it.
+
+    Raises:
+        ValueError: an odd number of messages, or nothing that counts is left.
+    """
+    if isinstance(dialogue, str):
+        messages = [(False, [begin_id(tokenizer)]), (True, _ids(_ended(dialogue, tokenizer), tokenizer))]
+    else:
+        texts = [str(text) for text in dialogue]
+        if not texts or len(texts) % 2:
+            raise ValueError(f'a sample has {len(texts)} messages; give prompt and output in turn, an even number')
+        texts[-1] = _ended(texts[-1], tokenizer)
+        messages = [(i % 2 == 1, _ids(text, tokenizer)) for i, text in enumerate(texts)]
+    flat = [(token, is_output) for is_output, ids in messages for token in ids]
+    left = tokenizer.truncation_side == 'left'
+    kept = flat[-max_length:] if left else flat[:max_length]
+    if kept and kept[0][1]:
+        kept = [(begin_id(tokenizer), False), *(kept[1:] if left and len(kept) == max_length else kept)]
+        kept = kept[:max_length]
+    first = next((i for i, (_, is_output) in enumerate(kept) if is_output), len(kept))
+    if first == len(kept):
+        raise ValueError(f'a sample of {len(flat)} tokens has no output within max_length={max_length}')
+    ids = torch.tensor([token for token, _ in kept])
+    return Sequence(
+        prompt_ids=ids[:first], response_ids=ids[first:], response_mask=torch.tensor([flag for _, flag in kept[first:]])
+    )
+
+
+def tokenize_pair(sample: Any, tokenizer: Any, max_length: int = 2048) -> Sequence:
+    """A sample of an encoder-decoder: (prompt, output), each with its own special tokens and at most `max_length` long.
+
+    Raises:
+        ValueError: a text without a prompt, another number of messages, an empty one.
+    """
+    if isinstance(sample, str) or len(sample) != 2:
+        what = 'a text' if isinstance(sample, str) else f'{len(sample)} messages'
+        raise ValueError(f'a sample of an encoder-decoder is a prompt and an output, and this is {what}')
+    example = Demonstration(prompt=str(sample[0]), response=str(sample[1]))
+    return tokenize_demonstration(example, tokenizer, TokenizerOptions(max_length=max_length))
+
+
+def text_sequence(text: str, tokenizer: Any, max_length: int) -> Sequence:
+    """A text of which every token but the first is learned, as trlX's SFT takes texts: without an end token of its own.
+
+    Raises:
+        ValueError: it has fewer than two tokens.
+    """
+    ids = torch.tensor(_ids(text, tokenizer, max_length))
+    if len(ids) < 2:
+        raise ValueError(f'the sample {text!r} has {len(ids)} tokens; a text to learn needs two')
+    return Sequence(prompt_ids=ids[:1], response_ids=ids[1:], response_mask=torch.ones(len(ids) - 1, dtype=torch.bool))
+
+
+def _ids(text: str, tokenizer: Any, max_length: int | None = None) -> list[int]:
+    cut = {} if max_length is None else {'truncation': True, 'max_length': max_length}
+    return list(tokenizer(text, add_special_tokens=False, **cut)['input_ids'])
+
+
+def _ended(text: str, tokenizer: Any) -> str:
+    end = tokenizer.eos_token
+    return text if end is None or text.endswith(end) else text + end

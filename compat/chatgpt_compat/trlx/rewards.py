@@ -1,0 +1,141 @@
+"""Reward and metric functions of trlX's scripts: `samples`, `prompts`, `outputs`, `tokenizer` and the prompts' metadata
+by name. Calling them is `chatgpt.data.rewards.calling`'s."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+
+from chatgpt.data.rewards import call
+from chatgpt.trainer.experience import FunctionScorer
+from chatgpt.types import Sample
+
+NAMES = ('samples', 'prompts', 'outputs', 'responses', 'queries', 'completions', 'tokenizer')
+
+
+def by_names(function: Callable[..., Any], columns: Collection[str]) -> Callable[..., Any]:
+    """`function` by today's names: `queries` are prompts, and a first argument with a name of its own gets the samples,
+    as in 2022."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return function
+    names, spreads = {p.name for p in parameters}, any(p.kind is p.VAR_KEYWORD for p in parameters)
+    first = parameters[0] if parameters else None
+    plain = first is not None and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
+    is_odd = plain and first.default is first.empty and first.name not in (*NAMES, *columns)  # type: ignore[union-attr]
+    if not is_odd and 'queries' not in names:
+        return function
+
+    def called(samples: Any, prompts: Any, **given: Any) -> Any:
+        given |= {'samples': samples, 'prompts': prompts, 'queries': prompts}
+        given['responses'] = given['outputs']
+        start = [samples] if is_odd else []
+        known = {name: value for name, value in given.items() if name in names}
+        if spreads:
+            known |= {name: given[name] for name in given if name not in ('samples', 'queries', 'responses')}
+        return function(*start, **known)
+
+    return called
+
+
+class OnRank0:
+    """A reward function that only rank 0 has, as in scripts whose other ranks say `reward_fn = True`; described alike
+    on every rank."""
+
+    __slots__ = ('fn',)  # no attribute that a description of the reward could see
+
+    def __init__(self, fn: Any) -> None:
+        self.fn = fn
+
+    def __call__(self, samples: Any, prompts: Any, outputs: Any, **columns: Any) -> Any:
+        return call(by_names(self.fn, columns), prompts, outputs, columns)
+
+
+class RewardFunction(FunctionScorer):
+    """A reward function of trlX's.
+
+    Args:
+        fn: `fn(samples, prompts, outputs, tokenizer, **metadata)`, of which it takes what it names → one number for
+            each sample, or one for each token of its output. Lists shorter than the response end in zeros; what stands
+            beyond it falls on the last token.
+        clip: scores are clipped to ± this, each token's alone.
+        divisor: and divided by this.
+        with_end: outputs of responses that ended end with the end token's text, as trlX's rollouts do and its
+            evaluation does not.
+        separator: between prompt and output in `samples`.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        tokenizer: Any,
+        *,
+        clip: float | None = None,
+        divisor: float = 1.0,
+        with_end: bool = True,
+        separator: str = '',
+    ) -> None:
+        super().__init__(fn)
+        self.separator = separator
+        self.tokenizer, self.clip, self.divisor, self.with_end = tokenizer, clip, divisor, with_end
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """trlX's functions take what they name."""
+
+    def _call(self, samples: list[Sample]) -> list[Any]:
+        columns: dict[str, Any] = {
+            key: [s.columns.get(key) for s in samples] for key in sorted({k for s in samples for k in s.columns})
+        }
+        prompts = [sample.prompt_text for sample in samples]
+        columns |= {'tokenizer': self.tokenizer}
+        outputs = [self._output(sample) for sample in samples]
+        fn = by_names(getattr(self.fn, 'fn', self.fn), columns)
+        values = call(fn, prompts, outputs, columns, separator=self.separator)
+        if not isinstance(values, (list, tuple)) and not hasattr(values, 'tolist'):
+            return values
+        listed = values.tolist() if hasattr(values, 'tolist') else list(values)
+        if len(listed) != len(samples):
+            return listed  # the scorer says what is wrong with it
+        return [self._score(value, sample) for value, sample in zip(listed, samples, strict=True)]
+
+    def _output(self, sample: Sample) -> str:
+        text = sample.response_text.rstrip() if sample.finish_reason == 'stop' else sample.response_text
+        end = self.tokenizer.eos_token
+        return text + end if self.with_end and sample.ended and end is not None else text
+
+    def _score(self, value: Any, sample: Sample) -> Any:
+        if hasattr(value, 'tolist'):
+            value = value.tolist()
+        if not isinstance(value, (int, float, list, tuple)) or isinstance(value, bool):
+            return value
+        scores = torch.as_tensor(value, dtype=torch.float64).flatten()
+        if self.clip is not None:
+            scores = scores.clamp(-self.clip, self.clip)
+        scores = scores / self.divisor
+        if scores.numel() == 1:
+            return float(scores[0])
+        dense = torch.zeros(sample.num_actions, dtype=torch.float64)
+        size = min(len(dense), len(scores))
+        dense[:size] = scores[:size]
+        dense[-1] += scores[size:].sum()
+        return dense.tolist()
+
+
+def metric_function(metric_fn: Callable[..., Any] | None, separator: str = '') -> Callable[..., Any] | None:
+    """A metric function of trlX's in this library's convention: a number stands for every sample. Lists of texts, which
+    scripts show in trlX's tables, are left out. `separator` stands between prompt and output in `samples`."""
+    if metric_fn is None:
+        return None
+
+    def metrics(prompts: Any, outputs: Any, **columns: Any) -> dict[str, Any]:
+        columns.pop('samples', None)
+        found: Mapping[str, Any] = call(by_names(metric_fn, columns), prompts, outputs, columns, separator=separator)
+        listed = {name: value.tolist() if hasattr(value, 'tolist') else value for name, value in found.items()}
+        lists = {name: v if isinstance(v, (list, tuple)) else [float(v)] * len(prompts) for name, v in listed.items()}
+        return {name: v for name, v in lists.items() if not any(isinstance(x, str) for x in v)}
+
+    return metrics

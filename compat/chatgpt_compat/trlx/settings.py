@@ -1,0 +1,424 @@
+"""What each field of trlX's config comes to here; docs/coming_from/trlx.md says it of every one.
+
+A field that cannot be followed is a ValueError or a warning that names it. Left out: the config objects (`config`), and
+building trainers (`trainers`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from chatgpt.names import hint
+from chatgpt.trainer import ILQLConfig, PPOConfig, RFTConfig
+from chatgpt_compat.peft import lora_values
+from chatgpt_compat.trlx.config import TRLConfig, unknown
+
+
+def warn(text: str) -> None:
+    warnings.warn(f'trlx: {text}', stacklevel=3)
+
+
+def check(config: TRLConfig) -> None:
+    """What is not served, and values without meaning, before anything is loaded."""
+    from chatgpt.trainer.callbacks import TRACKERS
+
+    model, train = config.model, config.train
+    if model.model_arch_type not in ('causal', 'seq2seq'):
+        raise ValueError(
+            f"trlx: model_arch_type={model.model_arch_type!r} is not known; give 'causal', or 'seq2seq' for an "
+            'encoder-decoder'
+        )
+    if model.num_layers_unfrozen == 0:
+        raise ValueError(
+            'trlx: num_layers_unfrozen=0 leaves no block to train; give -1 (all), how many top blocks, or peft_config'
+        )
+    if train.minibatch_size and train.batch_size % train.minibatch_size:
+        raise ValueError(
+            f'trlx: minibatch_size={train.minibatch_size} must divide batch_size={train.batch_size}; give a divisor'
+        )
+    for name in ('total_steps', 'epochs', 'batch_size', 'checkpoint_interval', 'eval_interval'):
+        if not getattr(train, name) >= 1:
+            raise ValueError(f'trlx: train.{name}={getattr(train, name)!r} must be at least 1')
+    if train.tracker is not None and train.tracker not in TRACKERS:
+        raise ValueError(
+            f'trlx: train.tracker={train.tracker!r} is not known; choose one of {", ".join(TRACKERS)}, or None'
+            f'{hint(train.tracker, TRACKERS)}'
+        )
+    tokenizer_path(config)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # what is converted is said when it is used
+        if model.peft_config is not None:
+            lora_values(model.peft_config)
+        learning(config)
+        if hasattr(config.method, 'gen_kwargs'):
+            sweep_of(generation(config))
+            longest_prompt(config)
+        if hasattr(config.method, 'ppo_epochs'):
+            score_scaling(config)
+            ppo_settings(config)
+
+
+def is_seq2seq(config: TRLConfig) -> bool:
+    """Whether the model is an encoder-decoder."""
+    return bool(config.model.model_arch_type == 'seq2seq')
+
+
+def check_arch(config: TRLConfig, model_config: Any) -> None:
+    """Raises ValueError where the model is not what `model_arch_type` says."""
+    found = 'seq2seq' if getattr(model_config, 'is_encoder_decoder', False) else 'causal'
+    if found != config.model.model_arch_type:
+        raise ValueError(
+            f'trlx: model_arch_type={config.model.model_arch_type!r}, and the model ({model_config.model_type}) is '
+            f'{found!r}: give that, or another model'
+        )
+
+
+def separator(config: TRLConfig) -> str:
+    """What stands between prompt and output in the `samples` of reward and metric functions."""
+    return '<sep>' if is_seq2seq(config) else ''
+
+
+def processes() -> int:
+    """How many processes `torchrun` or `accelerate launch` started."""
+    return int(os.environ.get('WORLD_SIZE', '1'))
+
+
+def strategy_name() -> str:
+    """What the environment of the launcher asks for."""
+    if processes() == 1:
+        return 'naive'
+    if os.environ.get('ACCELERATE_DEEPSPEED_ZERO_STAGE') in ('2', '3') or os.environ.get('ACCELERATE_USE_FSDP'):
+        return 'fsdp'
+    return 'ddp'
+
+
+def precision() -> str:
+    """Of `accelerate launch`; fp32 without it."""
+    given = os.environ.get('ACCELERATE_MIXED_PRECISION', 'no')
+    return given if given in ('bf16', 'fp16') else 'fp32'
+
+
+# ---------------------------------------------------------------------- tokenizer, model
+
+
+def tokenizer_path(config: TRLConfig) -> Any:
+    path = None if config.tokenizer is None else config.tokenizer.tokenizer_path
+    if path is None or path == '':
+        raise ValueError(
+            'trlx: there is no tokenizer_path; token ids without a tokenizer are not served: give a hub name, a '
+            'folder or a tokenizer'
+        )
+    return path
+
+
+# ---------------------------------------------------------------------- optimizer, learning rate
+
+OPTIMIZERS = {'adamw': ('lr', 'betas', 'eps', 'weight_decay'), 'sgd': ('lr', 'weight_decay', 'momentum')}
+OPTIMIZERS['adam'] = OPTIMIZERS['adamw']
+
+
+def optimizer_of(config: TRLConfig) -> tuple[str, dict[str, Any]]:
+    """'adamw' or 'sgd', and its keywords, `lr` among them."""
+    if config.optimizer is None:
+        return 'adamw', {'lr': 1e-3}
+    name, kwargs = str(getattr(config.optimizer.name, 'value', config.optimizer.name)), dict(config.optimizer.kwargs)
+    if name not in OPTIMIZERS:
+        raise ValueError(f'trlx: optimizer {name!r} is not served; choose one of {", ".join(OPTIMIZERS)}')
+    for key in kwargs:
+        if key not in OPTIMIZERS[name]:
+            raise unknown(f'trlx: optimizer {name}', key, OPTIMIZERS[name])
+    if name == 'adam' and kwargs.get('weight_decay', 0):
+        warn(f'optimizer adam: weight_decay={kwargs["weight_decay"]} is decoupled here, as in adamw')
+    if 'betas' in kwargs:
+        kwargs['betas'] = tuple(kwargs['betas'])
+    return ('sgd' if name == 'sgd' else 'adamw'), {'lr': 1e-3} | kwargs
+
+
+def schedule_of(config: TRLConfig) -> dict[str, Any]:
+    """Settings of `LearningSettings` for the learning rate over the run."""
+    lr = optimizer_of(config)[1]['lr']
+    if config.scheduler is None:
+        return {'lr_schedule': 'constant'}
+    name = str(getattr(config.scheduler.name, 'value', config.scheduler.name))
+    given = dict(config.scheduler.kwargs)
+    known: dict[str, dict[str, Any]] = {'cosine_annealing': {'T_max': None, 'eta_min': 0.0, 'warmup_steps': 0}}
+    known['linear'] = {'start_factor': 1 / 3, 'end_factor': 1.0, 'total_iters': 5}
+    if name not in known:
+        raise ValueError(f'trlx: scheduler {name!r} is not served; choose one of {", ".join(known)}')
+    for key in given:
+        if key not in known[name]:
+            raise unknown(f'trlx: scheduler {name}', key, known[name])
+    values = known[name] | given
+    if name == 'cosine_annealing':
+        if values['T_max'] is None:
+            raise ValueError('trlx: scheduler cosine_annealing needs kwargs.T_max, its length in optimizer steps')
+        warmup = {'warmup_steps': int(values['warmup_steps'])} if values['warmup_steps'] else {}
+        return warmup | _cosine(lr, float(values['eta_min']), values['T_max'])
+    start, end, length = float(values['start_factor']), float(values['end_factor']), int(values['total_iters'])
+    if start == end == 1.0:
+        return {'lr_schedule': 'constant'}
+    if start == 1.0 and end < 1.0:
+        return {'lr_schedule': 'linear', 'lr_end_factor': end, 'lr_decay_steps': length}
+    if end == 1.0:
+        warn(f'scheduler linear: the rate rises over {length} steps from 1/{length} of it, not from {start:g}')
+        return {'lr_schedule': 'constant', 'warmup_steps': length}
+    raise ValueError(f'trlx: scheduler linear from {start:g} to {end:g} is not served; let one of them be 1')
+
+
+def _cosine(lr: float, end: float, length: float) -> dict[str, Any]:
+    """From `lr` to `end` in `length` steps; one so long that no run reaches it is no decay."""
+    if end == lr or length >= 1e9:
+        return {'lr_schedule': 'constant'}
+    return {'lr_schedule': 'cosine', 'lr_end_factor': end / lr, 'lr_decay_steps': int(length)}
+
+
+def learning(config: TRLConfig) -> dict[str, Any]:
+    """The fields of `LearningSettings`."""
+    train = config.train
+    bound = {'max_tokens_per_batch': train.minibatch_size * longest(config)} if train.minibatch_size else {}
+    return {'max_grad_norm': None} | bound | schedule_of(config)
+
+
+def longest(config: TRLConfig) -> int:
+    """Tokens of the longest sample."""
+    return int(config.train.seq_length or 1024)
+
+
+def longest_prompt(config: TRLConfig) -> int:
+    """Tokens that a prompt may have, so that a response fits behind it."""
+    gen = generation(config)
+    room = longest(config) - gen['max_new_tokens'] if 'max_new_tokens' in gen else gen.get('max_length', 2) - 1
+    if room < 1:
+        raise ValueError(
+            f'trlx: seq_length={longest(config)} leaves no token for a prompt with '
+            f'max_new_tokens={gen.get("max_new_tokens")}; give a longer one'
+        )
+    return int(room)
+
+
+# ---------------------------------------------------------------------- generation
+
+
+class Sweep(NamedTuple):
+    """An evaluation for each of several values of a generation keyword."""
+
+    name: str
+    values: list[Any]
+
+
+def generation(config: TRLConfig, *, experience: bool = False) -> dict[str, Any]:
+    """Generation keywords of an evaluation, or of the rollouts, which take the first value of a list."""
+    method = config.method
+    given = getattr(method, 'gen_experience_kwargs', None) if experience else None
+    gen = dict(method.gen_kwargs if given is None else given)
+    is_ilql, is_ppo = hasattr(method, 'two_qs'), hasattr(method, 'ppo_epochs')
+    if is_ilql:
+        gen = {'beta': 1, 'top_k': 20, 'temperature': 1.0} | gen
+    if 'max_new_tokens' not in gen and 'max_length' not in gen:
+        gen['max_new_tokens'] = 32
+    if is_ilql or is_ppo:
+        gen.setdefault('do_sample', True)
+    if experience:
+        for name, value in gen.items():
+            if isinstance(value, list):
+                warn(f'gen_kwargs.{name}={value} is a sweep of the evaluation; rollouts take {value[0]}')
+                gen[name] = value[0]
+    if is_seq2seq(config) and (length := gen.pop('max_length', None)):  # of the decoder, its start token among them
+        gen.setdefault('max_new_tokens', int(length) - 1)
+    return _lengths(gen)
+
+
+def sweep_of(gen: Mapping[str, Any]) -> Sweep | None:
+    """The one list among the generation keywords.
+
+    Raises:
+        ValueError: there are two.
+    """
+    lists = [Sweep(name, list(value)) for name, value in gen.items() if isinstance(value, list)]
+    if len(lists) > 1:
+        raise ValueError(
+            f'trlx: gen_kwargs has several lists, {" and ".join(s.name for s in lists)}; an evaluation sweeps one'
+        )
+    return lists[0] if lists else None
+
+
+def _lengths(gen: dict[str, Any]) -> dict[str, Any]:
+    """`min_length`, which counts the prompt as well, where it bars the end token altogether; a temperature of 0 is
+    greedy."""
+    if gen.get('min_length') and gen['min_length'] >= gen.get('max_length', math.inf):
+        gen |= {'eos_token_id': [], 'min_length': None}
+    if gen.get('temperature') == 0:
+        gen |= {'do_sample': False, 'temperature': None}
+    return gen
+
+
+def sampling_keywords(gen: Mapping[str, Any], stop_sequences: Any) -> dict[str, Any]:
+    """Keywords for this library's engines: without β, which is ILQL's, and with the stop strings."""
+    stop = {'stop_strings': list(stop_sequences)} if stop_sequences else {}
+    return {name: value for name, value in gen.items() if name != 'beta'} | stop
+
+
+# ---------------------------------------------------------------------- methods
+
+
+class PPOLength(NamedTuple):
+    """How long a PPO run is."""
+
+    chunks: int
+    """timesteps of one learning phase"""
+    phases: int
+    steps_per_phase: int
+
+
+def ppo_length(config: TRLConfig) -> PPOLength:
+    m, train = config.method, config.train
+    chunks = -(-m.num_rollouts // m.chunk_size)
+    steps = m.ppo_epochs * -(-chunks * m.chunk_size // train.batch_size)
+    total = min(train.epochs * steps, train.total_steps)
+    return PPOLength(chunks, -(-total // steps), steps)
+
+
+SCALING = {'running': 'running', 'ref': 'ref', 'ignored': 'none', 'none': 'none', 'false': 'none'}
+
+
+def score_scaling(config: TRLConfig) -> tuple[Any, float]:
+    """`PPOConfig.score_scaling`, and a number that scores are divided by."""
+    given = str(config.method.scale_reward or 'none').lower()
+    if given not in SCALING:
+        raise ValueError(
+            f"trlx: method.scale_reward={config.method.scale_reward!r} is not known; choose 'running', 'ref' or None"
+        )
+    if SCALING[given] == 'ref' and config.method.ref_std is not None:
+        if not config.method.ref_std > 0:
+            raise ValueError(f'trlx: method.ref_std={config.method.ref_std!r} must be positive')
+        return 'none', float(config.method.ref_std)
+    return SCALING[given], 1.0
+
+
+def ppo_settings(config: TRLConfig) -> PPOConfig:
+    m, world = config.method, processes()
+    length = ppo_length(config)
+    rollouts = length.chunks * m.chunk_size
+    return PPOConfig(
+        experience_batch_size=m.chunk_size * world,
+        train_batch_size=config.train.batch_size * world,
+        max_epochs=m.ppo_epochs,
+        kl_coef=float(m.init_kl_coef),
+        kl_target=m.target,
+        # trlX updates after each pass, by batch_size / horizon
+        kl_horizon=float(m.horizon) * rollouts * world / (config.train.batch_size * m.ppo_epochs),
+        score_scaling=score_scaling(config)[0],
+        gamma=m.gamma,
+        lam=m.lam,
+        eps_clip=m.cliprange,
+        value_clip=m.cliprange_value,
+        value_coef=m.vf_coef,
+        ratio_threshold=None,
+        **learning(config),
+    )
+
+
+def _records(config: TRLConfig) -> dict[str, Any]:
+    """The fields of `SupervisedConfig`. A logged phase is a part of an evaluation's interval."""
+    interval = config.train.eval_interval
+    return learning(config) | {
+        'train_batch_size': config.train.batch_size * processes(),
+        'log_interval': max(n for n in range(1, min(interval, 10) + 1) if interval % n == 0),
+    }
+
+
+def ilql_settings(config: TRLConfig) -> ILQLConfig:
+    m = config.method
+    return ILQLConfig(
+        tau=m.tau,
+        gamma=m.gamma,
+        cql_scale=m.cql_scale,
+        awac_scale=m.awac_scale,
+        beta=m.beta,
+        alpha=m.alpha,
+        target_sync_interval=m.steps_for_target_q_sync,
+        max_epochs=config.train.epochs,
+        max_steps=config.train.total_steps,
+        **_records(config),
+    )
+
+
+def sft_settings(config: TRLConfig) -> dict[str, Any]:
+    """The fields of `SFTConfig`."""
+    return _records(config) | {'max_epochs': config.train.epochs, 'max_steps': config.train.total_steps}
+
+
+def rft_settings(config: TRLConfig) -> RFTConfig:
+    m = config.method
+    passes = min(m.n_improve_steps, config.train.epochs)
+    return RFTConfig(
+        num_rounds=-(-config.train.epochs // passes),
+        max_epochs=passes,
+        num_samples_per_prompt=m.n_generations_per_prompt,
+        start_quantile=m.start_percentile,
+        end_quantile=m.end_percentile if passes > 1 else m.start_percentile,
+        **_records(config),
+    )
+
+
+# ---------------------------------------------------------------------- trackers
+
+
+def tracker(config: TRLConfig) -> list[Any]:
+    """The callbacks of `train.tracker`."""
+    from chatgpt.trainer.callbacks import TRACKERS, MLflow, TensorBoard, Trackio, WandB
+
+    t = config.train
+    if t.tracker == 'tensorboard':
+        return [TensorBoard(t.logging_dir)]
+    if t.tracker is None:
+        return []
+    init = {'name': t.run_name, 'entity': t.entity_name, 'group': t.group_name, 'tags': t.tags or None}
+    try:
+        if t.tracker != 'wandb':
+            if vain := [
+                f'train.{name}' for name in ('run_name', 'entity_name', 'group_name', 'tags') if getattr(t, name)
+            ]:
+                warn(f'{", ".join(vain)} have no effect with tracker={t.tracker!r}')
+            made: Any = TRACKERS.find(t.tracker)
+            return [made(t.project_name) if made in (MLflow, Trackio) else made()]
+        return [WandB(t.project_name, mode=_wandb_mode(), **{k: v for k, v in init.items() if v is not None})]
+    except ImportError as error:
+        warn(f'tracker {t.tracker!r}: {error}; metrics are in {t.checkpoint_dir}/metrics.jsonl')
+        return []
+
+
+def _wandb_mode() -> str | None:
+    """None leaves it to WANDB_MODE; offline where nobody is logged in, since asking would stop the run."""
+    if os.environ.get('debug'):
+        return 'disabled'
+    if os.environ.get('WANDB_MODE') or os.environ.get('WANDB_API_KEY'):
+        return None
+    import netrc
+
+    try:
+        logged_in = any('wandb' in host for host in netrc.netrc().hosts)
+    except (OSError, netrc.NetrcParseError):
+        logged_in = False
+    if logged_in:
+        return None
+    warn("tracker 'wandb': nobody is logged in, so the run is written offline; `wandb login`, or tracker=None")
+    return 'offline'
+
+
+def all_arguments(made: type) -> set[str] | None:
+    """Names of a class's arguments, with those of its bases to which `**kwargs` go; None where any keyword goes."""
+    found: set[str] = set()
+    for base in made.__mro__:
+        if (init := vars(base).get('__init__')) is None:
+            continue
+        parameters = inspect.signature(init).parameters.values()
+        found |= {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name != 'self'}
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return found
+    return None

@@ -1,0 +1,609 @@
+"""trlX's trainers over this library's: what scripts touch of them, and how ours are built from a `TRLConfig`.
+
+A trainer of trlX is built at once; here the models are loaded when they are first needed, by `learn`, `.model` or
+`generate`, after everything else has been checked. Left out: training itself (`chatgpt.trainer`).
+"""
+
+from __future__ import annotations
+
+import atexit
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import cached_property, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from chatgpt import nn
+from chatgpt.data import PromptSet, note_model
+from chatgpt.nn import freeze_below, hidden_size, load_causal_lm, load_config, mlp_head, start_token
+from chatgpt.rollout import HFEngine, LocalEngine, from_generation_kwargs
+from chatgpt.rollout.sampling import sampling_for
+from chatgpt.strategies import strategy_by_name
+from chatgpt.trainer import (
+    Collector,
+    ILQLTrainer,
+    PPOTrainer,
+    PromptEvaluation,
+    RFTTrainer,
+    SFTConfig,
+    SFTTrainer,
+    rewarded,
+)
+from chatgpt.types import EVAL_INDEX, Prompt
+from chatgpt_compat.accelerator import Accelerator
+from chatgpt_compat.peft import lora_arguments
+from chatgpt_compat.trlx import settings
+from chatgpt_compat.trlx.callbacks import Checkpoints, RolloutFiles, StepEvaluator, StopAtSteps
+from chatgpt_compat.trlx.config import Register, TRLConfig
+from chatgpt_compat.trlx.model import ModelView
+from chatgpt_compat.trlx.pipeline import First, prompts_of, text_sequence, tokenize_dialogue, tokenize_pair
+from chatgpt_compat.trlx.rewards import OnRank0, RewardFunction, metric_function
+from chatgpt_compat.trlx.settings import Sweep
+from chatgpt_compat.trlx.statistics import Statistics, evaluated
+
+_TRAINERS = Register('trainers')
+register_trainer = _TRAINERS.add
+OLD_NAMES = {
+    'AcceleratePPOModel': 'AcceleratePPOTrainer',
+    'AccelerateILQLModel': 'AccelerateILQLTrainer',
+    'ILQLModel': 'AccelerateILQLTrainer',
+}
+"""of the files of 2022"""
+
+
+def trainer_class_of(name: str) -> type[Any]:
+    """A trainer of a registered name, in any case; also the names of 2022.
+
+    Raises:
+        ValueError: a NeMo trainer, or none that is registered.
+    """
+    if str(name).lower().startswith('nemo'):
+        raise ValueError(
+            f'{name} is not served: this library shards with FSDP or ColossalAI; use the Accelerate trainer of that '
+            'name, under torchrun'
+        )
+    return _TRAINERS.find(OLD_NAMES.get(name, name))
+
+
+class AccelerateRLTrainer(ABC):
+    """Base of the four.
+
+    Args:
+        config: a `TRLConfig`.
+        reward_fn, metric_fn: as trlX calls them, see `rewards.call`.
+        stop_sequences: a response ends before the first of them.
+        strategy: in place of the one that the launcher's environment asks for.
+    """
+
+    evaluates_reward: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        config: TRLConfig,
+        reward_fn: Any = None,
+        metric_fn: Callable[..., Any] | None = None,
+        stop_sequences: SequenceOf[str] | None = None,
+        train_mode: bool = False,
+        strategy: Any = None,
+    ) -> None:
+        settings.check(config)
+        self.config, self.reward_fn, self.metric_fn = config, reward_fn, metric_fn
+        self.stop_sequences = list(stop_sequences or ())
+        self.eval_pipeline: Any = None
+        self._strategy = strategy
+        self._draws = 0
+
+    # ------------------------------------------------------------------ what it is made of
+
+    @cached_property
+    def strategy(self) -> Any:
+        """What prepares the models; one process, or what the launcher's environment asks for."""
+        if self._strategy is not None and not isinstance(self._strategy, str):
+            return self._strategy
+        name = self._strategy or settings.strategy_name()
+        found = strategy_by_name(name, seed=self.config.train.seed, precision=settings.precision())
+        atexit.register(found.close)
+        return found
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        path = settings.tokenizer_path(self.config)
+        section = self.config.tokenizer
+        if isinstance(path, (str, Path)):
+            from transformers import AutoTokenizer
+
+            extra = section.tokenizer_extra_configs if section is not None else {}
+            path = AutoTokenizer.from_pretrained(path, **extra)
+        if section is not None:
+            path.truncation_side = section.truncation_side
+        if path.pad_token is None:
+            path.pad_token = path.eos_token
+        note_model(path, SimpleNamespace(is_encoder_decoder=settings.is_seq2seq(self.config)))
+        return path
+
+    @cached_property
+    def actor(self) -> Any:
+        """The model that is trained, not prepared yet."""
+        with self.strategy.model_init_context():
+            return self.make_actor()
+
+    def make_actor(self) -> Any:
+        model = self.load_model()
+        return nn.Actor(model, **self.lora(model))
+
+    def lora(self, model: Any) -> dict[str, Any]:
+        """Arguments of the adapters of `model.peft_config`; {} without one."""
+        given = self.config.model
+        if given.peft_config is None:
+            return {}
+        if given.num_layers_unfrozen > 0:
+            settings.warn(f'num_layers_unfrozen={given.num_layers_unfrozen} is ignored with a peft_config, as in trlX')
+        return lora_arguments(given.peft_config, model)
+
+    @cached_property
+    def trainer(self) -> Any:
+        """This library's trainer, with its models prepared."""
+        return self.build()
+
+    @abstractmethod
+    def build(self) -> Any:
+        """This library's trainer, over prepared models."""
+
+    @property
+    def model(self) -> Any:
+        """The model that is trained, as trlX shows it; see `ModelView`."""
+        return ModelView(self.actor)
+
+    @property
+    def opt(self) -> Any:
+        return next(iter(self.trainer.optimizers().values()))
+
+    @cached_property
+    def accelerator(self) -> Accelerator:
+        return Accelerator(self.strategy)
+
+    @property
+    def iter_count(self) -> int:
+        """Optimizer steps done."""
+        return int(self.trainer.num_updates)
+
+    @property
+    def generate_kwargs(self) -> dict[str, Any]:
+        return settings.generation(self.config)
+
+    # ------------------------------------------------------------------ data
+
+    def add_eval_pipeline(self, eval_pipeline: Any) -> None:
+        """The prompts of evaluations."""
+        self.eval_pipeline = eval_pipeline
+
+    def push_to_store(self, data: Any) -> None:
+        raise ValueError(
+            f'{type(self).__name__}.push_to_store is not served: rollouts are collected within learn(); give '
+            'make_experience samples, or drive chatgpt.trainer.PPOTrainer.step by hand'
+        )
+
+    # ------------------------------------------------------------------ the run
+
+    def learn(self) -> dict[str, float]:
+        """Train. The numbers of the last evaluation, under trlX's names."""
+        trainer = self.trainer
+        resume = self.config.train.resume_from_checkpoint
+        if resume and Path(resume).exists():
+            trainer.load_checkpoint(resume)
+        self.fit(trainer)
+        last = next((c.last for c in trainer.callbacks if isinstance(c, StepEvaluator)), {})
+        return evaluated(last)
+
+    def fit(self, trainer: Any) -> None:
+        trainer.fit()
+
+    def evaluate(self) -> dict[str, float]:
+        """`reward/mean` and `metrics/<name>` of what is said to the eval prompts now."""
+        found = self._evaluation(self.trainer)
+        return evaluated({f'eval/{name}': value for name, value in found.items()})
+
+    def callbacks(self, total_steps: int) -> list[Any]:
+        """Those of every run."""
+        train = self.config.train
+        chosen = [
+            Statistics(),
+            StopAtSteps(total_steps),
+            Checkpoints(train, total_steps),
+            *settings.tracker(self.config),
+        ]
+        if self.eval_pipeline is not None:
+            metric = 'score_mean' if self.evaluates_reward and self._sweep is None else None
+            chosen.append(StepEvaluator(self._evaluation, train.eval_interval, metric))
+        return chosen
+
+    # ------------------------------------------------------------------ evaluation
+
+    @cached_property
+    def reward(self) -> Any:
+        """The reward function, also where only rank 0 has one. A collective at the first time.
+
+        Raises:
+            ValueError: rank 0 has none that can be called.
+        """
+        can_be_called = self.strategy.all_gather_object(callable(self.reward_fn))
+        if not can_be_called[0]:
+            raise ValueError(f'trlx: there is no reward_fn that can be called; got {self.reward_fn!r}')
+        return self.reward_fn if all(can_be_called) else OnRank0(self.reward_fn)
+
+    @property
+    def _sweep(self) -> Sweep | None:
+        return settings.sweep_of(self.generate_kwargs)
+
+    @cached_property
+    def _evaluations(self) -> list[tuple[str, Any]]:
+        """(suffix of the names, evaluation) of every value of a sweep."""
+        if self.eval_pipeline is None:
+            raise ValueError('there is nothing to evaluate on: give eval_prompts, or add_eval_pipeline')
+        prompts = PromptSet(prompts_of(self.eval_pipeline, self.tokenizer))
+        sweep, gen = self._sweep, self.generate_kwargs
+        if sweep is None:
+            return [('', self._one_evaluation(prompts, gen))]
+        return [
+            (f'@{sweep.name}={value}', self._one_evaluation(prompts, gen | {sweep.name: value}))
+            for value in sweep.values
+        ]
+
+    def _evaluation(self, trainer: Any) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for suffix, evaluation in self._evaluations:
+            found |= {f'{name}{suffix}': value for name, value in evaluation(trainer).items()}
+        return found
+
+    def _one_evaluation(self, prompts: PromptSet, gen: Mapping[str, Any]) -> Any:
+        keywords = settings.sampling_keywords(gen, self.stop_sequences)
+        reward = None
+        if self.evaluates_reward:
+            separator = settings.separator(self.config)
+            reward = RewardFunction(self.reward, self.tokenizer, with_end=False, separator=separator)
+        return PromptEvaluation(
+            prompts,
+            self.tokenizer,
+            reward,
+            metric_fn=metric_function(self.metric_fn, settings.separator(self.config)),
+            engine=engine_for(gen, self.config),
+            **keywords,
+        )
+
+    # ------------------------------------------------------------------ generation
+
+    @torch.no_grad()
+    def generate(self, input_ids: Any, attention_mask: Any = None, **kwargs: Any) -> Tensor:
+        """(B, S + A) prompts and responses, padded, as the rollouts draw them; of an encoder-decoder (B, 1 + A), the
+        start token and responses.
+
+        Args:
+            input_ids: (B, S) int64; padding may stand on either side.
+            attention_mask: (B, S), 1 = a real token; None takes everything but the pad token.
+            **kwargs: generation keywords in place of the config's.
+        """
+        return self._generate(input_ids, attention_mask, settings.generation(self.config, experience=True) | kwargs)
+
+    @torch.no_grad()
+    def generate_eval(self, input_ids: Any, attention_mask: Any = None, **kwargs: Any) -> Tensor:
+        """The same, as evaluations draw them."""
+        return self._generate(input_ids, attention_mask, self.generate_kwargs | kwargs)
+
+    def _generate(self, input_ids: Any, attention_mask: Any, gen: Mapping[str, Any]) -> Tensor:
+        pad = self.tokenizer.pad_token_id
+        ids = torch.as_tensor(input_ids, dtype=torch.int64).cpu()
+        mask = ids != pad if attention_mask is None else torch.as_tensor(attention_mask).cpu().bool()
+        prompts = [Prompt(ids=row[real]) for row, real in zip(ids, mask, strict=True)]
+        plain = {name: value[0] if isinstance(value, list) and value else value for name, value in gen.items()}
+        actor = next(iter(self.trainer.models().values()))
+        unwrapped = self.strategy.unwrap(actor)
+        sampling, stops = sampling_for(unwrapped, self.tokenizer, settings.sampling_keywords(plain, ()))
+        collector = Collector(
+            self.strategy,
+            engine_for(plain, self.config),
+            sampling,
+            policy=partial(self.policy, actor, plain),
+            tokenizer=self.tokenizer,
+            stop_strings=stops,
+        )
+        first = 2 * EVAL_INDEX + self._draws
+        self._draws += len(prompts)
+        samples = collector.generate(prompts, indices=list(range(first, first + len(prompts))))
+        if settings.is_seq2seq(self.config):
+            ids = torch.full((len(samples), 1), start_token(unwrapped.config))
+        width = max(sample.num_actions for sample in samples)
+        responses = torch.full((len(samples), width), pad)
+        for row, sample in enumerate(samples):
+            responses[row, : sample.num_actions] = sample.response_ids
+        return torch.cat([ids, responses], dim=1)
+
+    def policy(self, actor: Any, gen: Mapping[str, Any], **needs: Any) -> Any:
+        """A context with the whole model to generate with; `needs` as `Strategy.full_model` takes them."""
+        return self.strategy.full_model(actor, **needs)
+
+    # ------------------------------------------------------------------ files
+
+    def save_pretrained(self, directory: str | Path | None = None) -> None:
+        """A Hugging Face folder of the trained model and its tokenizer; without a folder `checkpoint_dir`/hf_model."""
+        self.trainer.save_pretrained(directory or Path(self.config.train.checkpoint_dir, 'hf_model'))
+
+    def save(self, directory: str | Path | None = None) -> None:
+        """A training checkpoint, which `load` and `resume_from_checkpoint` take; without a folder
+        `checkpoint_dir`/checkpoint."""
+        self.trainer.save_checkpoint(directory or Path(self.config.train.checkpoint_dir, 'checkpoint'))
+
+    def load(self, directory: str | Path | None = None) -> None:
+        """Go on from a folder that `save` wrote."""
+        self.trainer.load_checkpoint(directory or Path(self.config.train.checkpoint_dir, 'checkpoint'))
+
+    # ------------------------------------------------------------------ building
+
+    def load_model(self, *, freeze: bool = True) -> Any:
+        """The transformers model to start from, below its top `num_layers_unfrozen` blocks frozen."""
+        model = self.config.model
+        source, options = model.model_path, dict(model.model_extra_configs)
+        if isinstance(source, (str, Path)):
+            known = load_config(source, **{k: v for k, v in options.items() if k != 'attn_implementation'})
+        else:
+            known = getattr(source, 'config', source)
+        settings.check_arch(self.config, known)
+        if isinstance(source, (str, Path)):
+            found = load_causal_lm(source, **options)
+        elif isinstance(source, torch.nn.Module):
+            found = source
+        else:
+            found = load_causal_lm(None, source, **options)
+        if freeze and model.num_layers_unfrozen > 0 and model.peft_config is None:
+            freeze_below(found, model.num_layers_unfrozen)
+        return found
+
+    def with_optimizer(self, model: Any) -> tuple[Any, Any]:
+        """A model and an optimizer of what it trains."""
+        return model, self.optimizer(model)
+
+    def optimizer(self, model: Any) -> Any:
+        name, options = settings.optimizer_of(self.config)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        if name == 'sgd':
+            return torch.optim.SGD(parameters, **options)
+        return self.strategy.make_optimizer(parameters, **options)
+
+    def common(self, total_steps: int) -> dict[str, Any]:
+        """Arguments of every trainer of ours."""
+        return {
+            'tokenizer': self.tokenizer,
+            'callbacks': self.callbacks(total_steps),
+            'run_dir': self.config.train.checkpoint_dir,
+        }
+
+
+def engine_for(gen: Mapping[str, Any], config: TRLConfig) -> Any:
+    """The local engine, or model.generate for what that one cannot do: an encoder-decoder, or a keyword."""
+    if settings.is_seq2seq(config):
+        return HFEngine()
+    known = {k: v for k, v in gen.items() if k not in ('beta', 'stop_strings') and not isinstance(v, list)}
+    return HFEngine() if from_generation_kwargs(**({'max_new_tokens': 1} | known)).extra else LocalEngine()
+
+
+@register_trainer
+class AcceleratePPOTrainer(AccelerateRLTrainer):
+    """PPO, over `chatgpt.trainer.PPOTrainer`."""
+
+    evaluates_reward = True
+    prompt_pipeline: Any = None
+    critic: Any = None
+    """a critic of its own, where there is one; made with the actor"""
+    initial: Any = None
+    """the reference, where the actor is not its own; made with the actor"""
+
+    def __init__(self, config: TRLConfig, **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
+        _check_method(config, 'ppo_epochs', 'PPOConfig')
+
+    def add_prompt_pipeline(self, pipeline: Any) -> None:
+        """The prompts that rollouts are drawn from."""
+        self.prompt_pipeline = pipeline
+
+    def make_experience(self, num_rollouts: int = 1024, iter_count: int = 0) -> None:
+        """Rollouts are drawn when `learn` needs them, `method.num_rollouts` for each phase; another number here is
+        pointed out."""
+        if num_rollouts != self.config.method.num_rollouts:
+            settings.warn(
+                f'make_experience({num_rollouts}): every phase collects method.num_rollouts='
+                f'{self.config.method.num_rollouts}, the first one too'
+            )
+
+    def callbacks(self, total_steps: int) -> list[Any]:
+        if self.eval_pipeline is None and self.prompt_pipeline is not None:
+            self.eval_pipeline = First(self.prompt_pipeline, self.config.train.batch_size)
+        return super().callbacks(total_steps)
+
+    def make_actor(self) -> Any:
+        """With a value head on the trunk; and beside it what `critic` and `initial` are."""
+        config, model = self.config, self.load_model(freeze=False)
+        lora = self.lora(model)
+        unfrozen = None if lora or config.model.num_layers_unfrozen < 0 else config.model.num_layers_unfrozen
+        layers = config.method.num_value_layers_unfrozen
+        if layers > 0:
+            settings.warn(
+                f'num_value_layers_unfrozen={layers}: the values come from a critic of its own, a whole model that '
+                'starts from the policy'
+            )
+            self.critic = nn.Critic(deepcopy(model))
+        head = None if layers > 0 else mlp_head(hidden_size(model))
+        actor = nn.Actor(model, value_head=head, num_layers_unfrozen=unfrozen, **lora)
+        if not (unfrozen or (lora and lora['lora_train_bias'] == 'none')):
+            self.initial = deepcopy(actor)
+        return actor
+
+    @property
+    def store(self) -> list[Any]:
+        """The experience of the latest phase."""
+        return list(self.trainer.last_experiences)
+
+    def build(self) -> PPOTrainer:
+        config, strategy, method = self.config, self.strategy, self.config.method
+        ppo, length = settings.ppo_settings(config), settings.ppo_length(config)
+        actor, critic, initial = self.actor, self.critic, self.initial
+        actor_pair, critic_pair, initial = strategy.prepare(
+            self.with_optimizer(actor), None if critic is None else self.with_optimizer(critic), initial
+        )
+        critic, critic_optim = critic_pair or (None, None)
+        gen = settings.generation(config, experience=True)
+        reward = RewardFunction(
+            self.reward,
+            self.tokenizer,
+            clip=method.cliprange_reward or None,
+            divisor=settings.score_scaling(config)[1],
+            separator=settings.separator(config),
+        )
+        common = self.common(length.phases * length.steps_per_phase)
+        if config.train.rollout_logging_dir is not None:
+            common['callbacks'].append(RolloutFiles(config.train.rollout_logging_dir, config.to_dict()))
+        return PPOTrainer(
+            strategy,
+            actor_pair[0],
+            critic,
+            reward,
+            initial,
+            actor_pair[1],
+            critic_optim,
+            config=ppo,
+            engine=engine_for(gen, config),
+            **settings.sampling_keywords(gen, self.stop_sequences),
+            **common,
+        )
+
+    def fit(self, trainer: Any) -> None:
+        if self.prompt_pipeline is None:
+            raise ValueError('PPO needs prompts: give prompts, or add_prompt_pipeline')
+        length = settings.ppo_length(self.config)
+        prompts = PromptSet(prompts_of(self.prompt_pipeline, self.tokenizer))
+        trainer.fit(prompts, max_timesteps=length.phases * length.chunks, update_timesteps=length.chunks)
+
+
+class _OfflineTrainer(AccelerateRLTrainer):
+    """Base of those that learn from given samples."""
+
+    data: Any = None
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the run."""
+        train = self.config.train
+        per_epoch = -(-len(self.data) // (train.batch_size * settings.processes()))
+        return int(min(train.epochs * per_epoch, train.total_steps))
+
+    def _checked_data(self) -> Any:
+        if self.data is None:
+            raise ValueError(
+                f'{type(self).__name__} has nothing to learn from yet: make_experience(samples, ...) first'
+            )
+        return self.data
+
+
+@register_trainer
+class AccelerateILQLTrainer(_OfflineTrainer):
+    """ILQL, over `chatgpt.trainer.ILQLTrainer`."""
+
+    def __init__(self, config: TRLConfig, **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
+        _check_method(config, 'two_qs', 'ILQLConfig')
+        if config.model.peft_config is not None:
+            raise ValueError('trlx: peft_config with ILQL is not served: its heads and trunk are trained whole')
+
+    def make_experience(self, samples: Any, rewards: Any, max_length: int | None = None) -> None:
+        """Samples with one reward each, standardised over all of them, on the last token of the last output.
+
+        Raises:
+            ValueError: lists of different lengths, a sample without an output.
+        """
+        given = [float(r) for r in (rewards.tolist() if hasattr(rewards, 'tolist') else rewards)]
+        if len(samples) != len(given):
+            raise ValueError(f'trlx: {len(samples)} samples but {len(given)} rewards')
+        limit = max_length or settings.longest(self.config)
+        make = tokenize_pair if settings.is_seq2seq(self.config) else tokenize_dialogue
+        self.data = rewarded([make(s, self.tokenizer, limit) for s in samples], given)
+
+    def make_actor(self) -> Any:
+        return nn.ILQLModel(self.load_model(), two_qs=self.config.method.two_qs)
+
+    def build(self) -> ILQLTrainer:
+        ilql, data = settings.ilql_settings(self.config), self._checked_data()
+        model, optim = self.strategy.prepare(self.with_optimizer(self.actor))
+        return ILQLTrainer(self.strategy, model, optim, data, config=ilql, **self.common(self.total_steps))
+
+    def _one_evaluation(self, prompts: PromptSet, gen: Mapping[str, Any]) -> Any:
+        evaluation, beta = super()._one_evaluation(prompts, gen), float(gen['beta'])
+        return lambda trainer: evaluation(trainer, lambda model: model.decoding(beta))
+
+    @contextmanager
+    def policy(self, actor: Any, gen: Mapping[str, Any], **needs: Any) -> Iterator[Any]:
+        with self.strategy.full_model(actor, **needs) as full, full.decoding(float(gen['beta'])):
+            yield full
+
+
+@register_trainer
+class AccelerateSFTTrainer(_OfflineTrainer):
+    """SFT, over `chatgpt.trainer.SFTTrainer`."""
+
+    def make_experience(self, samples: Any, max_length: int | None = None) -> None:
+        """Texts, of which every token is learned; or dialogues, of which the outputs are."""
+        limit = max_length or settings.longest(self.config)
+        make: Callable[..., Any] = text_sequence if isinstance(samples[0], str) else tokenize_dialogue
+        if settings.is_seq2seq(self.config):
+            make = tokenize_pair
+        self.data = [make(sample, self.tokenizer, limit) for sample in samples]
+
+    def build(self) -> SFTTrainer:
+        sft, data = SFTConfig(**settings.sft_settings(self.config)), self._checked_data()
+        actor, optim = self.strategy.prepare(self.with_optimizer(self.actor))
+        return SFTTrainer(self.strategy, actor, optim, data, config=sft, **self.common(self.total_steps))
+
+
+@register_trainer
+class AccelerateRFTTrainer(AcceleratePPOTrainer):
+    """RFT, over `chatgpt.trainer.RFTTrainer`."""
+
+    def __init__(self, config: TRLConfig, **kwargs: Any) -> None:
+        AccelerateRLTrainer.__init__(self, config, **kwargs)
+        _check_method(config, 'n_generations_per_prompt', 'RFTConfig')
+
+    def make_experience(self, *args: Any, **kwargs: Any) -> None:
+        """Generations are drawn when `learn` needs them."""
+
+    def make_actor(self) -> Any:
+        return AccelerateRLTrainer.make_actor(self)
+
+    def build(self) -> Any:
+        if self.prompt_pipeline is None:
+            raise ValueError('RFT needs prompts: give prompts, or add_prompt_pipeline')
+        rft = settings.rft_settings(self.config)
+        actor, optim = self.strategy.prepare(self.with_optimizer(self.actor))
+        gen = settings.generation(self.config, experience=True) | {'do_sample': True}
+        return RFTTrainer(
+            self.strategy,
+            actor,
+            optim,
+            PromptSet(prompts_of(self.prompt_pipeline, self.tokenizer)),
+            RewardFunction(self.reward, self.tokenizer, separator=settings.separator(self.config)),
+            config=rft,
+            engine=engine_for(gen, self.config),
+            **settings.sampling_keywords(gen, self.stop_sequences),
+            **self.common(self.config.train.total_steps),
+        )
+
+    def fit(self, trainer: Any) -> None:
+        trainer.fit()
+
+
+def _check_method(config: TRLConfig, field: str, wanted: str) -> None:
+    if not hasattr(config.method, field):
+        raise ValueError(f'trlx: config.method is a {type(config.method).__name__}, and this trainer needs a {wanted}')

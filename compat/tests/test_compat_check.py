@@ -1,0 +1,169 @@
+"""`python -m chatgpt_compat check`: every name of another system in a script, without running it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chatgpt_compat import tables
+from chatgpt_compat.check import check, findings, read_script, uses
+from chatgpt_compat.tables import SYSTEMS, System
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLES = """
+SERVED = {'Trainer': 'our_checked_things:Trainer', 'core.Sampler': 'our_checked_things:Sampler'}
+INSTEAD = {'Other': 'chatgpt.trainer.PPOTrainer'}
+"""
+OURS = """
+from dataclasses import dataclass
+class Trainer:
+    def __init__(self, model, *, batch_size=1): ...
+@dataclass
+class Sampler:
+    low: int = 0
+    def go(self): ...
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Writes a script; a system `invented` has two names that are served."""
+    tmp_path.joinpath('invented_tables.py').write_text(TABLES)
+    tmp_path.joinpath('our_checked_things.py').write_text(OURS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(tables.SYSTEMS, 'invented', System('invented', 'invented_tables'))
+
+    def write(text: str) -> str:
+        path = tmp_path / 'script.py'
+        path.write_text(text)
+        return str(path)
+
+    yield write
+    for name in ('invented_tables', 'our_checked_things'):
+        sys.modules.pop(name, None)
+
+
+def found(path: str) -> list[tuple[int, str, bool]]:
+    return [(f.line, f.name, f.served) for f in findings(uses(read_script(path)))]
+
+
+def test_imports_aliases_attributes_and_keywords(script):
+    path = script(
+        """import invented as inv, os
+from invented import Trainer as T, Other
+import invented.core
+def late():
+    from invented.core import Sampler
+    return Sampler(low=2).go()
+inv.Trainer
+inv.core.Sampler.go
+invented.core.Missing
+T(1, batch_size=2,
+  batch_sise=3)
+inv.Trainer(model=1, lr=2, **os.environ)
+x = T
+unrelated.Trainer(lr=3)
+"""
+    )
+    assert found(path) == [
+        (1, 'invented', True),
+        (2, 'invented.Other', False),
+        (2, 'invented.Trainer', True),
+        (3, 'invented.core', True),
+        (5, 'invented.core.Sampler', True),
+        (7, 'invented.Trainer', True),
+        (8, 'invented.core.Sampler', True),
+        (9, 'invented.core.Missing', False),
+        (11, 'invented.Trainer(batch_sise=)', False),
+        (12, 'invented.Trainer(lr=)', False),
+    ]
+
+
+def test_nothing_runs_and_what_to_write_instead_is_said(script, tmp_path, capsys):
+    path = script(f'import pathlib\npathlib.Path({str(tmp_path)!r}, "ran").touch()\nfrom invented import Other\n')
+    assert check([path]) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert out == [f'{path}:3: invented.Other: not served; instead: chatgpt.trainer.PPOTrainer', '1 uses, 1 not served']
+    assert not (tmp_path / 'ran').exists()
+
+
+def test_a_script_of_which_everything_is_served(script, capsys):
+    path = script('from invented import Trainer\nTrainer(1)\n')
+    assert check([path]) == 0
+    assert capsys.readouterr().out == (
+        f'{path}:1: invented.Trainer: served by our_checked_things:Trainer\n1 uses, all served\n'
+    )
+
+
+def test_star_imports(script):
+    path = script('from invented import *\nTrainer(1, rate=2)\n')
+    assert found(path) == [(1, 'invented', True), (2, 'invented.Trainer(rate=)', False)]
+
+
+def test_our_own_names_of_chatgpt_are_served_as_they_are(script):
+    path = script(
+        'from chatgpt.nn import GPTActor\nfrom chatgpt.trainer.strategies import NaiveStrategy\n'
+        'import chatgpt.trainer\nchatgpt.trainer.PPOTrainer\nfrom chatgpt.trainer import NoSuchTrainer\n'
+    )
+    assert found(path) == [
+        (1, 'chatgpt.nn.GPTActor', True),
+        (2, 'chatgpt.trainer.strategies.NaiveStrategy', True),
+        (3, 'chatgpt.trainer', True),
+        (4, 'chatgpt.trainer.PPOTrainer', True),
+        (5, 'chatgpt.trainer.NoSuchTrainer', False),
+    ]
+
+
+def test_no_other_chatgpt_is_promised_where_the_library_lacks_a_name(script):
+    path = script('from chatgpt.nn import Foo\nfrom chatgpt.trainer.callbacks import SaveCheckpointt\n')
+    for finding in findings(uses(read_script(path))):
+        assert not finding.served and finding.what.startswith('not served; '), finding
+
+
+@pytest.mark.parametrize(
+    'line, said',
+    [
+        ('from trl.trainer.utils import disable_dropout_in_model', 'resid_pdrop'),
+        ('from trl.extras.dataset_formatting import get_formatting_func_from_dataset', 'trl.extras'),
+        ('from trl import OnlineDPOConfig', 'chatgpt.trainer.PPOConfig'),
+        ('from trl import KTOTrainer', 'python -m chatgpt kto'),
+    ],
+)
+def test_names_of_trl_that_scripts_ask_for_have_a_sentence(script, line, said):
+    (finding,) = findings(uses(read_script(script(f'{line}\n'))))
+    assert not finding.served and 'instead: ' in finding.what and said in finding.what
+
+
+def test_the_command(tmp_path):
+    good, bad, words = tmp_path / 'good.py', tmp_path / 'bad.py', tmp_path / 'words.txt'
+    good.write_text('from chatgpt.trainer import PPOTrainer\n')
+    bad.write_text('from chatgpt.trainer import NoSuchTrainer\n')
+    words.write_text('a poem about rewards\n')
+
+    def command(*arguments: str) -> tuple[int, str, str]:
+        done = subprocess.run(
+            [sys.executable, '-m', 'chatgpt_compat', *arguments], cwd=ROOT, capture_output=True, text=True
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    code, out, _ = command('check', str(good), str(bad))
+    assert code == 1 and f'{good}:1: chatgpt.trainer.PPOTrainer: served' in out
+    assert f'{bad}:1: chatgpt.trainer.NoSuchTrainer: not served' in out
+    code, out, err = command('check', str(good), str(words))
+    assert (code, out) == (2, '') and err == f'error: {words}, line 1: this is no Python: invalid syntax\n'
+
+
+def test_every_table_names_what_is_there():
+    """Of all systems whose tables are here."""
+    for system in SYSTEMS.values():
+        try:
+            served, instead = system.served, system.module.INSTEAD
+        except ModuleNotFoundError:
+            continue
+        assert served.keys().isdisjoint(instead), f'{system.package}: both served and not'
+        for name, target in served.items():
+            assert tables.load(target) is not None, f'{system.package}.{name}: {target}'
+        assert all(sentence.strip() for sentence in instead.values())

@@ -1,0 +1,146 @@
+"""Settings of a run that exclude each other: every row of the tables is broken by settings that a user can give, which
+are refused before any work, and defaults break none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from chatgpt.launch.rules import DATA_RULES, ENCODER_DECODER_RULES, PPO_RUN_RULES, RUN_RULES
+from chatgpt.launch.runs import DataRun, ILQLRun, PPORun, RewardRun, SFTRun
+from chatgpt.nn import head_kernels
+from chatgpt.strategies.rules import MODEL_RULES
+from chatgpt.trainer.rules import EXACT_RULES
+
+TRUNK = {'shared_trunk': True, 'lora_rank': 2}
+GEMINI = {'strategy': 'colossalai_gemini', 'precision': 'bf16'}
+OWN = 'file.py:Mine'
+BROKEN: list[tuple[type, dict[str, Any]]] = [
+    # models and strategies
+    (SFTRun, {'strategy': 'colossalai_gemini', 'precision': 'fp32'}),
+    (SFTRun, {'tensor_parallel': 2, 'strategy': 'ddp'}),
+    *(
+        (PPORun, {'tensor_parallel': 2, 'strategy': 'fsdp'} | given)
+        for given in (
+            {'reproducible': 'exact'},
+            {'compile_blocks': True},
+            {'num_layers_unfrozen': 1},
+            {'environment': 'games:countdown'},
+        )
+    ),
+    *(
+        (PPORun, given)
+        for given in (
+            {'lora_alpha': 3.0},
+            {'lora_dropout': 0.1},
+            {'lora_target_modules': ['q']},
+            {'lora_train_bias': 'all'},
+            {'save_adapter': True},
+            {'quantize': 'nf4'},
+            {'shared_trunk': True},
+        )
+    ),
+    (PPORun, {'lora_rank': 2, 'num_layers_unfrozen': 1}),
+    (PPORun, {'lora_rank': 2, 'quantize': 'nf4'}),
+    (PPORun, {'optimizer': 'adamw8bit', 'strategy': 'fsdp'}),
+    (PPORun, TRUNK | {'lora_train_bias': 'all'}),
+    (PPORun, TRUNK | {'strategy': 'fsdp'}),
+    (PPORun, TRUNK | {'critic': 'shared'}),
+    (PPORun, TRUNK | {'num_layers_unfrozen': 1}),
+    (PPORun, TRUNK | {'offload': 'idle'}),
+    # every run
+    (PPORun, {'model': 'deberta'}),
+    (RewardRun, {'logprob_kernel': 'fused'}),
+    (SFTRun, {'logprob_kernel': 'fused'} | GEMINI),
+    (PPORun, {'compile_blocks': True, 'reproducible': 'exact'}),
+    (PPORun, {'compile_blocks': True} | GEMINI),
+    (SFTRun, {'hub_private': True}),
+    (SFTRun, {'validation_file': 'a', 'validation_percentage': 3.0}),
+    (SFTRun, {'validation_percentage': 0.5}),
+    (SFTRun, {'validation_file': 'a', 'dataset': 'a', 'pretrain': 'gpt2'}),
+    # runs that only learn
+    (SFTRun, {'dataset': 'a'}),
+    (ILQLRun, {'lora_rank': 2}),
+    # PPO
+    (PPORun, {'critic': 'shared', 'critic_lr': 0.1}),
+    (PPORun, {'value_coef': 0.5}),
+    (PPORun, {'reproducible': 'exact', 'engine': 'hf'}),
+    (PPORun, {'reproducible': 'exact', 'rollout_workers': 2}),
+    (PPORun, {'nlpo_top_p': 0.9, 'lora_rank': 2}),
+    (PPORun, {'nlpo_top_p': 0.9, 'num_layers_unfrozen': 1}),
+    (PPORun, {'nlpo_top_p': 0.9, 'engine': 'hf'}),
+    (PPORun, {'nlpo_top_p': 0.9, 'rollout_workers': 2}),
+    (PPORun, {'logprob_kernel': 'liger', 'entropy_coef': 0.01}),
+    (PPORun, {'logprob_kernel': 'liger', 'temperature': 0.7, 'precision': 'bf16'}),
+    (PPORun, TRUNK | {'rollout_workers': 1}),
+    (PPORun, TRUNK | {'engine': 'vllm'}),
+    (PPORun, {'temperature': 0.0}),
+    (PPORun, {'environment_options': {'numbers': 3}}),
+    (PPORun, {'max_turns': 3}),
+    (PPORun, {'max_turn_tokens': 3}),
+    (PPORun, {'step_timeout_s': 3.0}),
+    (PPORun, {'environment_workers': 'processes'}),
+    (PPORun, {'num_environment_workers': 3}),
+    (PPORun, {'reward_weights': {'reward': 1.0}}),
+    (PPORun, {'eval_episodes': 3}),
+    (PPORun, {'environment': 'games:countdown', 'eval_episodes': 3, 'validation_percentage': 5.0}),
+    (PPORun, {'environment': OWN}),
+    (PPORun, {'reward_model': 'a', 'reward_fn': 'a:b'}),
+    (PPORun, {'prompt_path': 'a', 'pretrain': 'gpt2'}),
+    (PPORun, {'prompt_path': 'a', 'reward_fn': 'a:b'}),
+    (PPORun, {'ptx_coef': 0.1}),
+    (PPORun, {'ptx_data': 'a'}),
+    (PPORun, {'max_staleness': 1, 'tis_cap': 2.0}),
+    (PPORun, {'rollout_chunk_size': 1}),
+    (PPORun, {'rollout_resources': {'CPU': 1.0}}),
+    (PPORun, {'rollout_workers': 1, 'engine': 'hf'}),
+]
+TABLES: dict[type, list] = {
+    PPORun: [*EXACT_RULES, *MODEL_RULES, *RUN_RULES, *PPO_RUN_RULES],
+    DataRun: [*MODEL_RULES, *RUN_RULES, *DATA_RULES],
+}
+
+
+@pytest.fixture(autouse=True)
+def liger_is_there(monkeypatch):
+    monkeypatch.setattr(head_kernels, 'find_spec', lambda name: True)
+    monkeypatch.setenv('TRITON_INTERPRET', '1')
+
+
+@pytest.mark.parametrize(('cls', 'given'), BROKEN, ids=str)
+def test_settings_that_exclude_each_other_are_refused(cls, given):
+    with pytest.raises(ValueError) as error:
+        cls(**given).validate()
+    rules = TABLES[PPORun if cls is PPORun else DataRun]
+    assert str(error.value) in [row.broken_by(cls(**given)) for row in rules]
+
+
+def test_every_row_is_broken_by_one_of_them():
+    for table, kind in ((MODEL_RULES, None), (RUN_RULES, None), (DATA_RULES, DataRun), (PPO_RUN_RULES, PPORun)):
+        runs = [cls(**given) for cls, given in BROKEN if kind is None or issubclass(cls, kind)]
+        assert [row.sentence for row in table if not any(row.broken_by(run) for run in runs)] == []
+
+
+@pytest.mark.parametrize('cls', [PPORun, SFTRun, RewardRun, ILQLRun])
+def test_defaults_break_none(cls):
+    cls().validate()
+    rules = TABLES[PPORun if cls is PPORun else DataRun]
+    assert not any(row.broken_by(cls()) for row in [*rules, *ENCODER_DECODER_RULES])
+
+
+@pytest.mark.parametrize(
+    ('run', 'name'),
+    [
+        (SFTRun(lora_rank=2, quantize='nf4'), 'quantize'),
+        (SFTRun(pack_examples=True), 'pack_examples'),
+        (PPORun(rollout_workers=1), 'rollout_workers'),
+        (PPORun(reproducible='exact'), 'reproducible'),
+        (PPORun(nlpo_top_p=0.9), 'nlpo_top_p'),
+        (PPORun(engine='local'), 'engine'),
+        (PPORun(engine='vllm'), 'engine'),
+    ],
+)
+def test_what_an_encoder_decoder_cannot_do(run, name):
+    (sentence,) = (told for row in ENCODER_DECODER_RULES if (told := row.broken_by(run)))
+    assert name in sentence

@@ -1,0 +1,201 @@
+"""Small faults planted one at a time, and whether the tests catch them.
+
+    python tests/mutants/run.py sample --count 60 --out mutants.json    # chooses them, by a seed
+    python tests/mutants/run.py try mutants.json --out caught.json      # plants each and runs tests until one fails
+
+A mutant is one changed expression of functional/, trainer/, strategies/ or rollout/: a comparison turned round, plus
+for minus, times for divided by, `and` for `or`, a condition negated, a number one higher. It is kept as the statement
+before and after and the name of its function, so that it can be tried in another tree where the function has moved to
+another file; a statement that is not found is reported as 'gone'. The tests are those files that name the mutant's
+module or function, nearest first and at most 40, without `slow`, `gpu` and `system`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOMS = ('functional', 'trainer', 'strategies', 'rollout')
+TURNED: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Lt: ast.GtE,
+    ast.LtE: ast.Gt,
+    ast.Gt: ast.LtE,
+    ast.GtE: ast.Lt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+}
+SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr, ast.If, ast.While, ast.Assert)
+
+
+def heads(function: ast.AST) -> Iterator[ast.stmt]:
+    """The statements of a function, those of functions inside it excluded."""
+    for node in ast.iter_child_nodes(function):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            continue
+        if isinstance(node, SIMPLE) and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+            yield node
+        yield from heads(node)
+
+
+def expression(statement: ast.stmt) -> ast.expr | None:
+    """The part of a statement that is changed: of an `if` its condition, not its body."""
+    return getattr(statement, 'test', None) or getattr(statement, 'value', None)
+
+
+def changes(statement: ast.stmt) -> Iterator[ast.stmt]:
+    """Copies of the statement with one change each."""
+    nodes = list(ast.walk(expression(statement) or ast.Pass()))
+    for place, node in enumerate(nodes):
+        changed = copy.deepcopy(statement)
+        twin: Any = list(ast.walk(expression(changed) or ast.Pass()))[place]
+        if isinstance(node, ast.Compare) and type(node.ops[0]) in TURNED:
+            twin.ops[0] = TURNED[type(node.ops[0])]()
+        elif isinstance(node, (ast.BinOp, ast.BoolOp)) and type(node.op) in TURNED:
+            twin.op = TURNED[type(node.op)]()
+        elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
+            twin.value = node.value + 1
+        else:
+            continue
+        yield changed
+    if isinstance(statement, ast.If):
+        changed = copy.deepcopy(statement)
+        changed.test = ast.UnaryOp(ast.Not(), changed.test)
+        yield changed
+
+
+def head(statement: ast.stmt) -> str:
+    """The text of a statement without its body, as `ast` writes it."""
+    if isinstance(statement, (ast.If, ast.While)):
+        return f'{type(statement).__name__} {ast.unparse(statement.test)}'
+    return ast.unparse(statement)
+
+
+def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+def sample(root: Path, count: int, seed: int) -> list[dict[str, str]]:
+    """Mutants of the tree at `root`, equally many of each room and at most one of a function."""
+    rng = random.Random(seed)
+    rooms: list[list[dict[str, str]]] = []
+    for room in ROOMS:
+        found = [
+            {'file': str(path.relative_to(root)), 'function': f.name, 'before': head(statement), 'after': head(each)}
+            for path in sorted((root / 'chatgpt' / room).rglob('*.py'))
+            for f in functions(ast.parse(path.read_text()))
+            for statement in heads(f)
+            for each in changes(statement)
+        ]
+        rng.shuffle(found)
+        rooms.append(list({(m['file'], m['function']): m for m in found}.values()))
+    return [mutant for row in zip(*rooms, strict=False) for mutant in row][:count]
+
+
+def planted(root: Path, mutant: dict[str, str]) -> tuple[Path, str] | None:
+    """The file of the mutant in this tree and its text with the change; None if the statement is nowhere."""
+    own = root / mutant['file']
+    paths = [own, *(p for p in sorted((root / 'chatgpt').rglob('*.py')) if p != own)]
+    for path in paths:
+        if not path.is_file() or f'def {mutant["function"]}(' not in (text := path.read_text()):
+            continue
+        for function in functions(ast.parse(text)):
+            if function.name != mutant['function']:
+                continue
+            for statement in heads(function):
+                if head(statement) != mutant['before']:
+                    continue
+                part = statement.test if isinstance(statement, (ast.If, ast.While)) else statement
+                new = mutant['after'].split(' ', 1)[1] if part is not statement else mutant['after']
+                return path, replaced(text, part, f'({new})' if part is not statement else new)
+    return None
+
+
+def replaced(text: str, node: ast.expr | ast.stmt, new: str) -> str:
+    lines = text.encode().splitlines(keepends=True)
+    start = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
+    stop = sum(map(len, lines[: (node.end_lineno or 0) - 1])) + (node.end_col_offset or 0)
+    whole = text.encode()
+    return (whole[:start] + new.encode() + whole[stop:]).decode()
+
+
+def tests_of(root: Path, path: Path, function: str) -> list[str]:
+    """Test files that name the function or its module, those that name both first, then those of the room's folder."""
+    module = '.'.join(path.relative_to(root).with_suffix('').parts)
+    found = []
+    for file in sorted((root / 'tests').rglob('test_*.py')):
+        text = file.read_text()
+        near = 2 * bool(re.search(rf'\b{function}\b', text)) + 2 * (module in text) + (path.parts[-2] == file.parts[-2])
+        if near:
+            found.append((-near, str(file.relative_to(root))))
+    return [name for _, name in sorted(found)][:40]
+
+
+def attempt(root: Path, mutant: dict[str, str]) -> str:
+    """'caught by ...', 'survived' or 'gone'. The tree at `root` is as before afterwards."""
+    place = planted(root, mutant)
+    if place is None:
+        return 'gone'
+    path, text = place
+    before = path.read_text()
+    environment = os.environ | {'PYTHONPATH': str(root), 'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1'}
+    pytest = [sys.executable, '-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', '-m', 'not (slow or gpu or system)']
+    path.write_text(text)
+    try:
+        files = tests_of(root, path, mutant['function'])
+        done = subprocess.run([*pytest, *files], cwd=root, env=environment, capture_output=True, text=True)
+    finally:
+        path.write_text(before)
+    failed = re.search(r'^(?:FAILED|ERROR) (\S+)', done.stdout, re.MULTILINE)
+    return (
+        f'caught by {failed[1]}' if failed else 'survived' if done.returncode == 0 else 'caught by the start of pytest'
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words = parser.add_subparsers(dest='word', required=True)
+    one = words.add_parser('sample')
+    one.add_argument('--count', type=int, default=60)
+    one.add_argument('--seed', type=int, default=0)
+    two = words.add_parser('try')
+    two.add_argument('mutants')
+    for each in (one, two):
+        each.add_argument('--root', default='.', help='the tree, which is copied where it is changed')
+        each.add_argument('--out', required=True)
+    args = parser.parse_args()
+    root = Path(args.root).resolve()
+    if args.word == 'sample':
+        Path(args.out).write_text(json.dumps(sample(root, args.count, args.seed), indent=1) + '\n')
+        return
+    mutants = json.loads(Path(args.mutants).read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / 'tree'
+        shutil.copytree(root, tree, ignore=shutil.ignore_patterns('.git', '.venv*', '__pycache__', '.*_cache'))
+        for number, mutant in enumerate(mutants, 1):
+            mutant['outcome'] = attempt(tree, mutant)
+            print(f'{number}/{len(mutants)} {mutant["file"]} {mutant["function"]}: {mutant["outcome"]}', flush=True)
+            Path(args.out).write_text(json.dumps(mutants, indent=1) + '\n')
+    outcomes = [m['outcome'].split()[0] for m in mutants]
+    print({word: outcomes.count(word) for word in ('caught', 'survived', 'gone')})
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,3 @@
+class Platform:
+    def is_sleep_mode_available(self) -> bool:
+        return True

@@ -1,0 +1,169 @@
+"""The check of weights that an engine was handed: right ones pass, others are told before a sample is drawn. On engines
+and workers of this package; tests/real_vllm has the same of vLLM."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from in_process_workers import InProcessWorkers
+
+from chatgpt.nn import Actor
+from chatgpt.rollout import (
+    Abilities,
+    Call,
+    CheckedEngine,
+    LocalEngine,
+    RemoteEngine,
+    RolloutEngine,
+    SamplingParams,
+)
+from chatgpt.rollout.handshake import Handshake
+from chatgpt.rollout.wire import ModelSpec, each_once
+from chatgpt.rollout.worker import RolloutWorker
+from chatgpt.testing import tiny_causal_lm
+from chatgpt.types import Prompt
+
+PROMPTS = [Prompt(ids=torch.tensor([5, 3 + i])) for i in range(4)]
+
+
+def actor_of(seed: int = 0, lora_rank: int = 0) -> Actor:
+    actor = Actor(tiny_causal_lm('gpt2', seed), lora_rank)
+    with torch.no_grad():
+        for name, p in actor.named_parameters():
+            if 'lora_B' in name:
+                p.normal_(generator=torch.Generator().manual_seed(1))
+    return actor
+
+
+def generated(engine: Any, actor: Any) -> Any:
+    engine.begin(actor)
+    return engine.generate(Call.of(PROMPTS, SamplingParams(max_new_tokens=3), seed=1, indices=range(4)))
+
+
+class CopyEngine(CheckedEngine):
+    """As somebody else might write one: it says how weights come to it and how it generates."""
+
+    abilities = Abilities(reproducible=True, copies_weights=True)
+    asked = 0
+
+    def transfer(self, model: Any, tensors: Any) -> None:
+        self.model = ModelSpec.of(model).build()
+        self.model.load_state_dict(self.received(each_once(tensors)), strict=False)
+
+    def received(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        return tensors
+
+    def answer(self, call: Any, limits: list[int]) -> Any:
+        self.asked += 1
+        local = LocalEngine()
+        local.begin(Actor(self.model))
+        return local.answer(call, limits)
+
+
+class Remote(RemoteEngine):
+    def __init__(self) -> None:
+        super().__init__(InProcessWorkers(2), chunk_size=2)
+
+    def received(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        return tensors
+
+    def _wanted(self, tensors: Any) -> Any:
+        return self.received(dict(tensors))
+
+
+@pytest.mark.parametrize('kind', [CopyEngine, Remote])
+@pytest.mark.parametrize('lora_rank', [0, 2])
+def test_the_right_weights_pass_whenever_they_are_handed_over(kind, lora_rank):
+    engine = kind()
+    for seed in range(3):
+        actor = actor_of(seed, lora_rank)
+        generated(engine, actor)
+        assert engine.difference < 1e-5 and actor.training  # as it was
+        engine.end()
+
+
+@pytest.mark.parametrize('kind', [CopyEngine, Remote])
+@pytest.mark.parametrize('lost', ['wte.weight', 'h.1.attn.c_attn.weight', 'h.0.mlp.c_fc.bias', 'ln_f.weight'])
+def test_an_engine_that_keeps_an_old_tensor_is_refused(kind, lost, monkeypatch):
+    engine, old, new = kind(), actor_of(0), actor_of(1)
+    with torch.no_grad():
+        for p in new.parameters():
+            p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(2)))
+    generated(engine, old)
+    engine.end()
+    kept = {n: p for n, p in old.model.named_parameters() if n.endswith(lost)}
+    assert kept
+    monkeypatch.setattr(engine, 'received', lambda tensors: tensors | kept)
+    with pytest.raises(RuntimeError) as told:
+        generated(engine, new)
+    assert all(words in str(told.value) for words in (kind.__name__, 'nats, where float32 explains', 'look at'))
+    with pytest.raises(RuntimeError, match='nats'):  # and still, when it is asked again
+        engine.generate(Call.of(PROMPTS, SamplingParams(max_new_tokens=3), seed=1, indices=range(4)))
+    monkeypatch.undo()
+    generated(engine, new)
+    assert engine.difference < 1e-5
+
+
+def test_weights_are_checked_once_for_each_transfer():
+    engine = CopyEngine()
+    generated(engine, actor_of())
+    assert engine.asked == 2
+    engine.generate(Call.of(PROMPTS, SamplingParams(max_new_tokens=3), seed=1, indices=range(4)))
+    assert engine.asked == 3
+
+
+@pytest.mark.parametrize('around', ['begin', 'generate'])
+def test_no_engine_that_copies_weights_goes_around_the_check(around):
+    with pytest.raises(TypeError, match='Mine copies weights, .* write transfer and answer, not begin and generate'):
+        type('Mine', (CopyEngine,), {around: lambda self, given: None})
+    with pytest.raises(TypeError, match='Mine copies weights'):
+        type('Mine', (RolloutEngine,), {'abilities': Abilities(copies_weights=True)})
+
+
+def test_a_worker_that_does_not_check_is_noticed(monkeypatch):
+    take = RolloutWorker.take_weights
+
+    def unchecked(self: Any, manifest: Any, buckets: Any) -> None:
+        take(self, manifest, buckets)
+        self.difference = None
+
+    monkeypatch.setattr(RolloutWorker, 'take_weights', unchecked)
+    with pytest.raises(RuntimeError, match=r'worker 0 answered without having held its log-probs'):
+        generated(Remote(), actor_of())
+
+
+def test_differences_and_dtypes_by_hand():
+    two = math.log(2)
+    of_two = Handshake(
+        engine='Mine',
+        prompt_ids=((1,), (1, 2)),
+        tokens=((3, 4), (5, 6)),
+        logprobs=((-two, -3.0), (-1.0, -1.25)),
+        dtype=torch.float32,
+    )
+    assert of_two.difference([(3, -two), (5, -1.0)]) == 0
+    assert of_two.difference([(4, -3.25), (5, -1.125)]) == 0.25  # the same tokens, other log-probs
+    # 9 is not among the likeliest: one of the log-probs of 5 and 9 has moved by half of -1 - -1.25 at least
+    assert of_two.difference([(3, -two), (9, -1.0)]) == 0.125
+    assert of_two.check([(3, -two + 0.0156), (5, -1.0)]) == pytest.approx(0.0156)
+    with pytest.raises(RuntimeError, match='Mine: .* by 0.031 nats, where float32 explains 0.02'):
+        of_two.check([(3, -two + 0.03125), (5, -1.0)])
+    assert of_two.check([(3, -two + 0.03125), (5, -1.0)], torch.float16) == pytest.approx(0.03125)
+    with pytest.raises(RuntimeError, match='where bfloat16 and float32 explain 0.5'):
+        of_two.check([(3, -two + 1), (5, -1.0)], torch.bfloat16)
+    with pytest.raises(RuntimeError, match='by nan nats'):
+        of_two.check([(3, math.nan), (5, -1.0)])
+    with pytest.raises(RuntimeError, match='explains 0.001'):
+        replace(of_two, tolerance=0.001).check([(3, -two + 0.0156), (5, -1.0)])
+
+
+def test_a_policy_that_is_not_finite_is_told_before_its_weights_are_sent():
+    actor = actor_of()
+    with torch.no_grad():
+        actor.model.transformer.ln_f.weight[0] = float('nan')
+    with pytest.raises(FloatingPointError, match='log-probs of the actor are not finite'):
+        CopyEngine().begin(actor)
