@@ -52,7 +52,7 @@ test: lint colossalai ray
 # Files with a dtype of 16 bits in them, and all of tests/strategies.
 test-avx2:
 	@$(MAKE) --no-print-directory test-isa ISA=avx2 \
-	  ISA_TESTS="tests/strategies $$(grep -rlE 'bf16|bfloat16|fp16|float16|with(out)?_16_bits' tests --include='test_*.py' | grep -v ^tests/strategies/ | tr '\n' ' ')"
+	  ISA_TESTS="tests/strategies $$(grep -rlE 'bf16|bfloat16|fp16|float16|16_bits' tests compat/tests --include='test_*.py' | grep -v ^tests/strategies/ | tr '\n' ' ')"
 
 # A file's tests stay with one worker, for they share a cluster or a run.
 SYSTEM := $(PYTEST) -n $(WORKERS) --dist loadfile
@@ -76,7 +76,7 @@ fixed-runs: dev
 # folders.
 .PHONY: test-isa
 ISA ?= default avx2 onednn
-ISA_TESTS ?= tests
+ISA_TESTS ?= tests compat/tests
 ISA_default := ATEN_CPU_CAPABILITY=default
 ISA_avx2 := CHATGPT_PROCESSOR=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 ISA_onednn := ONEDNN_MAX_CPU_ISA=AVX2
