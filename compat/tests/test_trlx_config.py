@@ -14,12 +14,12 @@ from chatgpt.testing.fakes import char_tokenizer
 from chatgpt.trainer.schedule import lr_factor
 from chatgpt.types import Sample
 from chatgpt_compat import trlx
+from chatgpt_compat.statistics import TRLX, evaluated, named
 from chatgpt_compat.trlx import INSTEAD, SERVED, config, settings
 from chatgpt_compat.trlx.config import (
     ILQLConfig,
     ModelConfig,
     PPOConfig,
-    RFTConfig,
     SFTConfig,
     TokenizerConfig,
     TrainConfig,
@@ -31,7 +31,6 @@ from chatgpt_compat.trlx.config import (
 )
 from chatgpt_compat.trlx.pipeline import PromptPipeline, prompts_of, register_datapipeline
 from chatgpt_compat.trlx.rewards import RewardFunction, metric_function
-from chatgpt_compat.trlx.statistics import theirs
 from chatgpt_compat.trlx.trainers import trainer_class_of
 
 PAGE = Path(__file__).resolve().parents[2] / 'docs' / 'coming_from' / 'trlx.md'
@@ -117,7 +116,7 @@ def test_every_field_is_on_the_page():
         'optimizer': [config.OptimizerConfig],
         'scheduler': [config.SchedulerConfig],
         'train': [TrainConfig],
-        'method': [PPOConfig, ILQLConfig, SFTConfig, RFTConfig],
+        'method': [PPOConfig, ILQLConfig, SFTConfig],
     }
     there = {f'{section}.{f.name}' for section, kinds in classes.items() for kind in kinds for f in fields(kind)}
     text = PAGE.read_text()
@@ -126,11 +125,9 @@ def test_every_field_is_on_the_page():
 
 def test_every_name_and_statistic_is_on_the_page():
     text = PAGE.read_text()
-    from chatgpt_compat.trlx.statistics import STATISTICS
-
     assert not [name for name in SERVED if f'`{name}`' not in text]
     assert not [name for name in INSTEAD if f'`{name}`' not in text]
-    assert not [name for name in STATISTICS if f'| `{name}` |' not in text]
+    assert not [name for name in TRLX if f'| `{name}` |' not in text]
 
 
 def test_every_served_name_is_there():
@@ -157,6 +154,7 @@ def test_every_served_name_is_there():
         ({'tokenizer.tokenizer_path': ''}, 'no tokenizer_path'),
         ({'train.epochs': 0}, 'at least 1'),
         ({'train.trainer': 'NeMoPPOTrainer'}, 'FSDP or ColossalAI'),
+        ({'train.trainer': 'AccelerateRFTTrainer'}, 'chatgpt.trainer.RFTTrainer'),
         ({'train.trainer': 'AccelerateILQLTrainer'}, 'does not learn from a reward_fn|needs a ILQLConfig'),
     ],
 )
@@ -367,7 +365,7 @@ def test_statistics_from_hand():
         'eval/metrics/x': 5.0,
         'ppo/lr': 0.1,
     }
-    found = theirs(metrics, ppo)
+    found = named(TRLX, metrics, ppo) | evaluated(metrics)
     assert found.pop('policy/kl_per_token') == pytest.approx(0.1)
     assert found.pop('policy/sqrt_kl') == pytest.approx(0.3)
     assert found == {
@@ -380,7 +378,7 @@ def test_statistics_from_hand():
         'learning_rate_group_0': 0.1,
     }
     ilql = settings.ilql_settings(default_ilql_config())
-    assert theirs({'ilql/cql_loss': 0.3}, ilql)['losses/loss_cql'] == pytest.approx(3.0)
+    assert named(TRLX, {'ilql/cql_loss': 0.3}, ilql)['losses/loss_cql'] == pytest.approx(3.0)
 
 
 def test_other_trackers_of_the_library(monkeypatch):
