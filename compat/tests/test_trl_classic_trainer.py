@@ -22,8 +22,7 @@ from trl_page import KEYS
 import chatgpt_compat.trl as trl
 from chatgpt.testing.fakes import char_tokenizer, tiny_causal_lm
 from chatgpt_compat.trl import core
-from chatgpt_compat.trl.config import DEFAULTS, PPOConfig
-from chatgpt_compat.trl.dispatch import is_second
+from chatgpt_compat.trl.config import DEFAULTS, PPOConfig, is_second
 
 QUERIES = [torch.tensor(ids) for ids in ([5, 9, 12], [8, 3], [21, 14, 6, 11], [4, 17, 30])]
 SAMPLED = {'do_sample': True, 'top_k': 0.0, 'top_p': 1.0, 'min_length': -1, 'eos_token_id': -1}
@@ -503,9 +502,9 @@ def test_every_served_name_is_there() -> None:
         module, _, attribute = place.partition(':')
         __import__(module)
         assert hasattr(sys.modules[module], attribute), name
-    with pytest.raises(ImportError, match='trl.BestOfNSampler is not served: chatgpt.rollout.BestOfN'):
+    with pytest.raises(ImportError, match='trl.BestOfNSampler is not served; instead: chatgpt.rollout.BestOfN'):
         from chatgpt_compat.trl import BestOfNSampler  # noqa: F401
-    with pytest.raises(ImportError, match='trl.GRPOConfig is not served: .* with advantage_estimator='):
+    with pytest.raises(ImportError, match='trl.GRPOConfig is not served; .* with advantage_estimator='):
         from chatgpt_compat.trl import GRPOConfig  # noqa: F401
     with pytest.raises(AttributeError, match='no attribute'):
         trl.something  # noqa: B018

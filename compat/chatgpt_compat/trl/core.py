@@ -82,11 +82,7 @@ def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance of the values whose mask is not 0.
-
-    Raises:
-        ValueError: nothing counts.
-    """
+    """Variance of the values whose mask is not 0. Raises ValueError where nothing counts."""
     count = mask.sum()
     if count == 0:
         raise ValueError('masked_var: the mask is 0 everywhere; a variance needs values')

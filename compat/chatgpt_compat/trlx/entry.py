@@ -6,8 +6,7 @@ import inspect
 import os
 from typing import Any
 
-from transformers import set_seed as set_all_seeds
-
+from chatgpt_compat.trl.core import set_seed as set_all_seeds
 from chatgpt_compat.trlx import settings
 from chatgpt_compat.trlx.config import (
     TRLConfig,
