@@ -1,13 +1,16 @@
-"""Its trainers: their argument lists, on the library's own trainers.
+"""Its trainers and callbacks: their argument lists, on the library's own.
 
 A model and an optimizer that no strategy has prepared are prepared here, as theirs were.
 """
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,23 +21,14 @@ from chatgpt.strategies import Strategy
 from chatgpt.trainer import PPOTrainer as OurPPOTrainer
 from chatgpt.trainer import RewardModelTrainer as OurRewardModelTrainer
 from chatgpt.trainer import SFTTrainer as OurSFTTrainer
-from chatgpt.trainer.callbacks import Callback, TrainerView
+from chatgpt.trainer import callbacks as ours
+from chatgpt.trainer.callbacks import TrainerView
 from chatgpt_compat.colossalai.data import demonstrations, preferences
 from chatgpt_compat.colossalai.losses import LogExpLoss, LogSigLoss
 
 PPO_ORDER = (
-    'kl_coef',
-    'train_batch_size',
-    'buffer_limit',
-    'buffer_cpu_offload',
-    'eps_clip',
-    'value_clip',
-    'experience_batch_size',
-    'max_epochs',
-    'tokenizer',
-    'sample_replay_buffer',
-    'dataloader_pin_memory',
-    'callbacks',
+    *('kl_coef', 'train_batch_size', 'buffer_limit', 'buffer_cpu_offload', 'eps_clip', 'value_clip'),
+    *('experience_batch_size', 'max_epochs', 'tokenizer', 'sample_replay_buffer', 'dataloader_pin_memory', 'callbacks'),
 )
 """what may follow the optimizers without a name"""
 CACHE_FUNCTIONS = ('prepare_inputs_fn', 'update_model_kwargs_fn')
@@ -136,19 +130,12 @@ class RewardModelTrainer(OurRewardModelTrainer):
         max_epochs: int | None = None,
         **settings: Any,
     ) -> None:
-        given = list(positional)
+        given, names = list(positional), ['train_dataset', 'eval_dataset', 'batch_size', 'max_epochs']
         if given and (isinstance(given[0], nn.Module) or given[0] is None):
             loss_fn = given.pop(0)
-            names = ['train_dataset', 'valid_dataset', 'eval_dataset', 'batch_size', 'max_epochs']
-        else:
-            names = ['train_dataset', 'eval_dataset', 'batch_size', 'max_epochs']
-        found = {
-            'train_dataset': train_dataset,
-            'valid_dataset': valid_dataset,
-            'eval_dataset': eval_dataset,
-            'batch_size': batch_size,
-            'max_epochs': max_epochs,
-        } | dict(zip(names, given, strict=False))
+            names.insert(1, 'valid_dataset')
+        found = {'train_dataset': train_dataset, 'valid_dataset': valid_dataset, 'eval_dataset': eval_dataset}
+        found |= {'batch_size': batch_size, 'max_epochs': max_epochs} | dict(zip(names, given, strict=False))
         if len(given) > len(names):
             raise ValueError(f'RewardModelTrainer takes at most {3 + len(names)} arguments without a name')
         if found['train_dataset'] is None:
@@ -182,7 +169,6 @@ class RewardModelTrainer(OurRewardModelTrainer):
         self.model, self.optimizer = model, optim
 
     def fit(self, use_lora: int = 0) -> None:  # type: ignore[override]
-        """`use_lora` says nothing that the model does not know."""
         super().fit()
 
 
@@ -205,13 +191,12 @@ class SFTTrainer(OurSFTTrainer):
         max_epochs: int = 2,
         **settings: Any,
     ) -> None:
-        train, held_out = demonstrations(train_dataloader), None
-        if eval_dataloader is not None:
-            held_out = demonstrations(eval_dataloader)
+        train = demonstrations(train_dataloader)
+        held_out = None if eval_dataloader is None else demonstrations(eval_dataloader)
         if not is_prepared(strategy, optim):
             model, optim = strategy.prepare((model, optim))
         self._logs = _LossLog()
-        callbacks: SequenceOf[Callback] = settings.pop('callbacks', ())
+        callbacks: SequenceOf[ours.Callback] = settings.pop('callbacks', ())
         super().__init__(
             strategy,
             model,
@@ -236,7 +221,7 @@ class SFTTrainer(OurSFTTrainer):
         super().fit()
 
 
-class _LossLog(Callback):
+class _LossLog(ours.Callback):
     """Tells a logger of the losses."""
 
     logger: Any = None
@@ -245,3 +230,109 @@ class _LossLog(Callback):
         if self.logger is not None and trainer.strategy.is_rank_0:
             losses = {name: value for name, value in metrics.items() if name in ('sft/loss', 'sft/val_loss')}
             self.logger.info(f'step {trainer.num_updates}: ' + ', '.join(f'{k} {v:.4f}' for k, v in losses.items()))
+
+
+# ---------------------------------------------------------------------- callbacks
+
+HOOKS = {
+    **dict.fromkeys(('on_fit_start', 'on_fit_end', 'on_make_experience_start', 'on_learn_batch_start'), 0),
+    **dict.fromkeys(('on_episode_start', 'on_episode_end', 'on_make_experience_end'), 1),
+    **dict.fromkeys(('on_learn_epoch_start', 'on_learn_epoch_end'), 1),
+    'on_learn_batch_end': 2,
+}
+"""how many arguments its hooks take"""
+
+
+class Callback(ours.Callback):
+    """Derive from it: hooks with its arguments are called with those, hooks with ours, which begin with the trainer, as
+    they are.
+
+    `on_make_experience_end(experience)` is given the list of a phase's `chatgpt.types.Experience`, and so is the second
+    argument of `on_learn_batch_end(metrics, experience)`.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, count in HOOKS.items():
+            if (hook := vars(cls).get(name)) is not None:
+                names = list(inspect.signature(hook).parameters)
+                if len(names) == 1 + count and names[1:2] != ['trainer']:
+                    setattr(cls, name, _without_trainer(hook, name))
+
+
+def _nothing(self: Callback, *arguments: Any) -> None:
+    """What a hook does that is not overridden, with whichever arguments a subclass calls it."""
+
+
+for _name in HOOKS:
+    setattr(Callback, _name, _nothing)
+
+
+def _without_trainer(hook: Any, name: str) -> Any:
+    @wraps(hook)
+    def called(self: Callback, trainer: TrainerView, *arguments: Any) -> None:
+        if name == 'on_learn_batch_end':
+            arguments = (*arguments, trainer.last_experiences)
+        hook(self, *arguments)
+
+    del called.__wrapped__  # type: ignore[attr-defined]  # a subclass that calls its base has the signature it sees
+    return called
+
+
+class SaveCheckpoint(ours.Callback):
+    """Weights and optimizer states every `interval` episodes, as path/checkpoint/episode_N/actor.pt, actor-optim.pt and
+    the same of the critic.
+
+    They are for `strategy.load_model` and `load_optimizer`. A run that goes on where it was needs
+    `chatgpt.trainer.callbacks.SaveCheckpoint`, which keeps everything.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        interval: int,
+        strategy: Strategy,
+        actor: nn.Module | None = None,
+        critic: nn.Module | None = None,
+        actor_optim: Optimizer | None = None,
+        critic_optim: Optimizer | None = None,
+    ) -> None:
+        if interval < 1:
+            raise ValueError(f'interval={interval} must be at least 1')
+        self.path, self.interval, self.strategy = Path(path, 'checkpoint'), interval, strategy
+        self.saved = {'actor': (actor, actor_optim), 'critic': (critic, critic_optim)}
+        self._episode: int | None = None
+
+    def on_episode_end(self, trainer: TrainerView, episode: int) -> None:
+        if (episode + 1) % self.interval == 0:
+            self._episode = episode
+
+    def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
+        """An episode ends with its last timestep collected; what it taught is learned by the end of the phase."""
+        if self._episode is None:
+            return
+        folder = self.path / f'episode_{self._episode}'
+        self._episode = None
+        self.strategy.run_on_rank0(lambda: folder.mkdir(parents=True, exist_ok=True))
+        for name, (model, optimizer) in self.saved.items():
+            if model is None:
+                continue
+            self.strategy.save_model(model, folder / f'{name}.pt', only_rank0=True)
+            if optimizer is not None:
+                self.strategy.save_optimizer(optimizer, folder / f'{name}-optim.pt', only_rank0=False)
+
+
+class PerformanceEvaluator(ours.PerformanceEvaluator):
+    """`chatgpt.trainer.callbacks.PerformanceEvaluator`; `ignore_episodes` counts learning phases."""
+
+    def __init__(
+        self,
+        actor_num_params: int,
+        critic_num_params: int,
+        initial_model_num_params: int,
+        reward_model_num_params: int,
+        enable_grad_checkpoint: bool = False,
+        ignore_episodes: int = 0,
+    ) -> None:
+        sizes = (actor_num_params, critic_num_params, initial_model_num_params, reward_model_num_params)
+        super().__init__(*sizes, enable_grad_checkpoint, ignore_phases=ignore_episodes)
