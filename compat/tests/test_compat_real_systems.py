@@ -71,10 +71,7 @@ def test_the_command_under_torchrun(script, tmp_path):
     env = os.environ | {'OMP_NUM_THREADS': '1'}
     command = [sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node=2', f'--master-port={free_port()}']
     done = subprocess.run(
-        [*command, '-m', 'chatgpt_compat', 'run', path, '--lr', '3'],
-        env=env,
-        capture_output=True,
-        text=True,
+        [*command, '-m', 'chatgpt_compat', 'run', path, '--lr', '3'], env=env, capture_output=True, text=True
     )
     assert done.stdout.count('[2, 3, 4] 3 0.5 7') == 2, done.stderr
     assert done.stderr.count('chatgpt_compat: ') == 1

@@ -55,11 +55,7 @@ SERVED: dict[str, str] = {
     },
     **at('. scripts scripts.utils commands.cli_utils', f'{_HERE}.scripts', 'TrlParser'),
     **at('. scripts commands.cli_utils', f'{_HERE}.scripts', 'init_zero_verbose'),
-    **at(
-        '. trainer trainer.utils',
-        f'{_HERE}.scripts',
-        'get_peft_config get_quantization_config get_kbit_device_map',
-    ),
+    **at('. trainer trainer.utils', f'{_HERE}.scripts', 'get_peft_config get_quantization_config get_kbit_device_map'),
     **at('. models models.utils', f'{_HERE}.scripts', 'setup_chat_format'),
     **dict.fromkeys(
         ('trainer.utils.SIMPLE_CHAT_TEMPLATE', 'trainer.utils.SIMPLE_QUERY_CHAT_TEMPLATE'),

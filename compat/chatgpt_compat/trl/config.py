@@ -12,16 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from chatgpt_compat.tables import load
-from chatgpt_compat.trl.arguments import (
-    ARGUMENTS,
-    Entry,
-    TrainingArguments,
-    check_given,
-    each,
-    given,
-    refused,
-    warned,
-)
+from chatgpt_compat.trl.arguments import ARGUMENTS, Entry, TrainingArguments, check_given, each, given, refused, warned
 
 Era = Literal['classic', 'second']
 

@@ -111,11 +111,7 @@ def clip_by_value(x: Tensor, tensor_min: Tensor | float, tensor_max: Tensor | fl
 
 
 def top_k_top_p_filtering(
-    logits: Tensor,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    filter_value: float = -float('inf'),
-    min_tokens_to_keep: int = 1,
+    logits: Tensor, top_k: int = 0, top_p: float = 1.0, filter_value: float = -float('inf'), min_tokens_to_keep: int = 1
 ) -> Tensor:
     """(B, V) logits with those outside the top k, then outside the nucleus of mass top_p, replaced."""
     k = max(top_k, min_tokens_to_keep) if top_k > 0 else 0

@@ -20,14 +20,7 @@ import torch
 from transformers.trainer_callback import TrainerControl, TrainerState
 
 from chatgpt.monitor.publish import check_push, push_folder
-from chatgpt.nn import (
-    export_peft,
-    has_lora,
-    is_encoder_decoder,
-    load_causal_lm,
-    load_tokenizer,
-    position_limit,
-)
+from chatgpt.nn import export_peft, has_lora, is_encoder_decoder, load_causal_lm, load_tokenizer, position_limit
 from chatgpt.strategies import strategy_by_name
 from chatgpt.trainer.callbacks import Callback, ProgressBar, TrainerView
 from chatgpt_compat.accelerator import Accelerator

@@ -26,15 +26,7 @@ from chatgpt.nn import freeze_below, hidden_size, load_causal_lm, load_config, m
 from chatgpt.rollout import HFEngine, LocalEngine, from_generation_kwargs
 from chatgpt.rollout.sampling import sampling_for
 from chatgpt.strategies import strategy_by_name
-from chatgpt.trainer import (
-    Collector,
-    ILQLTrainer,
-    PPOTrainer,
-    PromptEvaluation,
-    SFTConfig,
-    SFTTrainer,
-    rewarded,
-)
+from chatgpt.trainer import Collector, ILQLTrainer, PPOTrainer, PromptEvaluation, SFTConfig, SFTTrainer, rewarded
 from chatgpt.types import EVAL_INDEX, Prompt
 from chatgpt_compat.accelerator import Accelerator
 from chatgpt_compat.peft import lora_arguments
