@@ -156,6 +156,15 @@ def test_every_served_name_is_there():
         ({'train.trainer': 'NeMoPPOTrainer'}, 'FSDP or ColossalAI'),
         ({'train.trainer': 'AccelerateRFTTrainer'}, 'chatgpt.trainer.RFTTrainer'),
         ({'train.trainer': 'AccelerateILQLTrainer'}, 'does not learn from a reward_fn|needs a ILQLConfig'),
+        ({'optimizer.name': 'adamw_8bit_bnb'}, 'adamw, sgd, adam'),
+        ({'optimizer.kwargs.leraning_rate': 1e-3}, "no 'leraning_rate'"),
+        ({'scheduler.name': 'cosine'}, 'cosine_annealing, linear'),
+        ({'scheduler.kwargs': {'T_max': None}}, 'needs kwargs.T_max'),
+        ({'method.scale_reward': 'runing'}, "choose 'running'"),
+        ({'model.peft_config': {'peft_type': 'PREFIX_TUNING'}}, 'PREFIX_TUNING is not served'),
+        ({'model.peft_config': {'peft_type': 'LORA', 'use_dora': True}}, 'use_dora=True cannot be honoured'),
+        ({'method.gen_kwargs.top_k': [1, 2], 'method.gen_kwargs.top_p': [0.1, 0.2]}, 'several lists'),
+        ({'train.seq_length': 40}, 'leaves no token for a prompt'),
     ],
 )
 def test_what_is_not_served_is_refused_before_anything_is_loaded(names, message):
@@ -173,27 +182,6 @@ def test_train_says_what_it_needs():
         trlx.train(reward_fn=len, samples=['a'])
     with pytest.raises(ValueError, match='does not learn from rewards'):
         trlx.train(samples=['a'], rewards=[1.0], config=default_sft_config())
-
-
-@pytest.mark.parametrize(
-    ('names', 'message'),
-    [
-        ({'optimizer.name': 'adamw_8bit_bnb'}, 'adamw, sgd, adam'),
-        ({'optimizer.kwargs.leraning_rate': 1e-3}, "no 'leraning_rate'"),
-        ({'scheduler.name': 'cosine'}, 'cosine_annealing, linear'),
-        ({'scheduler.kwargs': {'T_max': None}}, 'needs kwargs.T_max'),
-        ({'method.scale_reward': 'runing'}, "choose 'running'"),
-        ({'model.peft_config': {'peft_type': 'PREFIX_TUNING'}}, 'PREFIX_TUNING is not served'),
-        ({'model.peft_config': {'peft_type': 'LORA', 'use_dora': True}}, 'use_dora=True cannot be honoured'),
-        ({'method.gen_kwargs.top_k': [1, 2], 'method.gen_kwargs.top_p': [0.1, 0.2]}, 'several lists'),
-        ({'train.seq_length': 40}, 'leaves no token for a prompt'),
-    ],
-)
-def test_values_that_cannot_be_followed(names, message):
-    chosen = TRLConfig.update(default_ppo_config(), names)
-    chosen.model.model_path = '/nowhere'
-    with pytest.raises(ValueError, match=message):
-        trlx.train(reward_fn=lambda samples, **_: [0.0], prompts=['a'], config=chosen)
 
 
 @pytest.mark.parametrize('name', ['cosine_annealing', 'rising cosine_annealing', 'linear'])
