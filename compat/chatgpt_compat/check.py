@@ -15,7 +15,7 @@ from pathlib import Path
 
 from chatgpt.names import hint
 from chatgpt_compat.modules import installed
-from chatgpt_compat.tables import SYSTEMS, System, load, own_module, system_of
+from chatgpt_compat.tables import SYSTEMS, System, load, system_of
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def findings(script_uses: Sequence[Use]) -> Iterator[Finding]:
             what = f'served by {target}'
         elif system.has_module(name):
             what = 'served, a module'
-        elif system.package == 'chatgpt' and hasattr(own_module(module), attribute):
+        elif system.is_own(name):
             target, what = f'chatgpt.{module}:{attribute}'.replace('.:', ':'), 'served by itself'
         else:
             other = system.replaces and system.package != 'chatgpt' and installed(system.package) is not None

@@ -71,6 +71,12 @@ class System:
             return True
         return self.package == 'chatgpt' and name not in self.served and own_module(name) is not None
 
+    def is_own(self, name: str) -> bool:
+        """Whether a name of `chatgpt` is the library's own, as it is written; one with a sentence of its own is not."""
+        module, _, attribute = name.rpartition('.')
+        is_refused = name in self.module.INSTEAD
+        return self.package == 'chatgpt' and not is_refused and hasattr(own_module(module), attribute)
+
     def names_in(self, module: str) -> list[str]:
         """What is served directly in a module."""
         start = f'{module}.' if module else ''

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -277,49 +276,6 @@ def _without_trainer(hook: Any, name: str) -> Any:
 
     del called.__wrapped__  # type: ignore[attr-defined]  # a subclass that calls its base has the signature it sees
     return called
-
-
-class SaveCheckpoint(ours.Callback):
-    """Weights and optimizer states every `interval` episodes, as path/checkpoint/episode_N/actor.pt, actor-optim.pt and
-    the same of the critic.
-
-    They are for `strategy.load_model` and `load_optimizer`. A run that goes on where it was needs
-    `chatgpt.trainer.callbacks.SaveCheckpoint`, which keeps everything.
-    """
-
-    def __init__(
-        self,
-        path: str | Path,
-        interval: int,
-        strategy: Strategy,
-        actor: nn.Module | None = None,
-        critic: nn.Module | None = None,
-        actor_optim: Optimizer | None = None,
-        critic_optim: Optimizer | None = None,
-    ) -> None:
-        if interval < 1:
-            raise ValueError(f'interval={interval} must be at least 1')
-        self.path, self.interval, self.strategy = Path(path, 'checkpoint'), interval, strategy
-        self.saved = {'actor': (actor, actor_optim), 'critic': (critic, critic_optim)}
-        self._episode: int | None = None
-
-    def on_episode_end(self, trainer: TrainerView, episode: int) -> None:
-        if (episode + 1) % self.interval == 0:
-            self._episode = episode
-
-    def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
-        """An episode ends with its last timestep collected; what it taught is learned by the end of the phase."""
-        if self._episode is None:
-            return
-        folder = self.path / f'episode_{self._episode}'
-        self._episode = None
-        self.strategy.run_on_rank0(lambda: folder.mkdir(parents=True, exist_ok=True))
-        for name, (model, optimizer) in self.saved.items():
-            if model is None:
-                continue
-            self.strategy.save_model(model, folder / f'{name}.pt', only_rank0=True)
-            if optimizer is not None:
-                self.strategy.save_optimizer(optimizer, folder / f'{name}-optim.pt', only_rank0=False)
 
 
 class PerformanceEvaluator(ours.PerformanceEvaluator):
