@@ -205,12 +205,8 @@ def test_shapes_of_generate() -> None:
     several = trainer.generate(QUERIES, max_new_tokens=4, **SAMPLED)
     assert [len(r) for r in several] == [len(q) + 4 for q in QUERIES]
     assert all(torch.equal(r[: len(q)], q) for r, q in zip(several, QUERIES, strict=True))
-    responses, references = trainer.generate(
-        QUERIES, return_prompt=False, generate_ref_response=True, max_new_tokens=4, **SAMPLED
-    )
-    assert len(responses) == len(references) == 4
-    single = trainer.generate(QUERIES[0], generate_ref_response=True, max_new_tokens=4, **SAMPLED)
-    assert [r.shape for r in single] == [(1, 7), (1, 7)]
+    with pytest.raises(ValueError, match='generate_ref_response is not served; ref_model.generate'):
+        trainer.generate(QUERIES, generate_ref_response=True, **SAMPLED)
     with pytest.raises(ValueError, match=r'\(1, 3\)'):
         trainer.generate(QUERIES[0][None])
 

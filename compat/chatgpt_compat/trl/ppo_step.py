@@ -11,7 +11,6 @@ import time
 import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -266,7 +265,6 @@ class ClassicPPOTrainer:
         length_sampler: Callable[[], int] | None = None,
         batch_size: int = 4,
         return_prompt: bool = True,
-        generate_ref_response: bool = False,
         **generation_kwargs: Any,
     ) -> Any:
         """Responses: (1, L) of one (P,) query, a list of (L,) of a list of queries; int64, on the device.
@@ -277,7 +275,6 @@ class ClassicPPOTrainer:
         Args:
             length_sampler: new tokens; asked once per `batch_size` queries, as TRL does.
             return_prompt: the prompt's tokens before the response's; of an encoder-decoder always the start token.
-            generate_ref_response: a pair with the reference's responses, which transformers' own `generate` draws.
             **generation_kwargs: as of `model.generate`. `attention_mask` is of one query, (P,) or (1, P), or a list of
                 them; what it pads is left out of a query, though not of the prompt before its response.
         """
@@ -288,47 +285,27 @@ class ClassicPPOTrainer:
         queries = _unpadded(given, generation_kwargs.pop('attention_mask', None), single)
         settings = self._settings(generation_kwargs, bool(length_sampler))
 
-        limits = None
+        sampler = None
         if length_sampler is not None:
             drawn = [int(length_sampler()) for _ in range(0, len(queries), batch_size)]
-            limits = [drawn[i // batch_size] for i in range(len(queries))]
-        sampler = None if limits is None else partial(next, iter(limits))
+            sampler = partial(next, iter([drawn[i // batch_size] for i in range(len(queries))]))
         answers: Any = self.inner.generate(queries, length_sampler=sampler, **settings)
-        found = self._arranged(given, answers, single, return_prompt)
-        if not generate_ref_response:
-            return found
-        answers = self._reference_answers(queries, limits, generation_kwargs)
-        return found, self._arranged(given, answers, single, return_prompt)
-
-    def _arranged(self, queries: list[Tensor], answers: list[Tensor], single: bool, return_prompt: bool) -> Any:
-        """Answers as `generate` gives them."""
         found = [answer.to(self.current_device) for answer in answers]
         if self.is_encoder_decoder:
             start = torch.tensor([start_token(self.model.config)], device=self.current_device)
             found = [torch.cat([start, r]) for r in found]
         elif return_prompt:
-            found = [torch.cat([q.to(r), r]) for q, r in zip(queries, found, strict=True)]
+            found = [torch.cat([q.to(r), r]) for q, r in zip(given, found, strict=True)]
         return found[0][None] if single else found
-
-    @torch.no_grad()
-    def _reference_answers(
-        self, queries: list[Tensor], limits: list[int] | None, settings: dict[str, Any]
-    ) -> list[Tensor]:
-        bare: Any = self._strategy.unwrap(self.inner.actor)
-        reference: Any = self.model if self.ref_model is None else self.ref_model
-        reference = getattr(reference, 'pretrained_model', reference)
-        found = []
-        with bare.adapter_disabled() if self.ref_model is None else nullcontext():
-            for i, query in enumerate(queries):
-                limit = {} if limits is None else {'max_new_tokens': limits[i]}
-                ids = query[None].to(reference.device)
-                out = reference.generate(ids, attention_mask=torch.ones_like(ids), **settings | limit)[0]
-                found.append(out[1:] if self.is_encoder_decoder else out[len(query) :])
-        return found
 
     def _settings(self, given: dict[str, Any], has_lengths: bool) -> dict[str, Any]:
         """Our generation keywords for transformers'."""
         given = dict(given)
+        if given.pop('generate_ref_response', False):
+            raise ValueError(
+                'generate: generate_ref_response is not served; ref_model.generate(query[None], ...) gives what the '
+                'reference writes'
+            )
         for name in ('remove_padding', 'pad_to_multiple_of', 'synced_gpus'):
             if given.pop(name, None) not in (None, True):
                 warnings.warn(f'generate: {name} has no effect here: responses are never padded', stacklevel=3)
