@@ -94,11 +94,6 @@ def test_values_that_are_not_served(given, text):
         arguments.check_choices(pairs.DPOConfig(**given))
 
 
-def test_a_tracker_that_is_not_there_is_named():
-    with pytest.warns(UserWarning, match="report_to='neptune' has no effect here"):
-        assert arguments.trackers(sft.SFTConfig(report_to=['none', 'neptune'])) == []
-
-
 def test_warnings_point_at_the_line_of_the_script(folder, tmp_path):
     args = sft.SFTConfig(
         output_dir=str(tmp_path), report_to='neptune', optim='adamw_8bit', model_init_kwargs={'dtype': 'bfloat16'}
@@ -106,11 +101,6 @@ def test_warnings_point_at_the_line_of_the_script(folder, tmp_path):
     with pytest.warns(UserWarning, match='report_to') as told:
         sft.SFTTrainer(str(folder), args, train_dataset=[{'text': 'one day a cat'}] * 2)
     assert [w.filename for w in told] == [__file__] * 3
-
-
-def test_small_kinds_of_adamw_are_plain_ones_with_a_warning():
-    with pytest.warns(UserWarning, match='paged_adamw_32bit'):
-        arguments.check_choices(sft.SFTConfig(optim='paged_adamw_32bit'))
 
 
 def test_the_losses_are_the_same_list_everywhere(folder):
@@ -162,13 +152,6 @@ def test_batch_sizes_of_ppo(given, sizes):
     config = PPOConfig(**{'total_episodes': 100} | given)
     config.resolve('second')
     assert tuple(ppo_train.sizes_of(config, num_prompts=20, world_size=2)) == sizes
-
-
-def test_batch_sizes_that_do_not_divide():
-    config = PPOConfig(per_device_train_batch_size=5, num_mini_batches=2, total_episodes=10)
-    config.resolve('second')
-    with pytest.raises(ValueError, match='must be a multiple of num_mini_batches=2'):
-        ppo_train.sizes_of(config, 8, 1)
 
 
 def test_which_token_ends_a_response():
