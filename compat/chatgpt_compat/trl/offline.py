@@ -114,6 +114,7 @@ class OfflineLaterTrainer(LaterTrainer):
     """TRL's name of a metric → ours without prefix"""
     FATES: ClassVar[Mapping[str, Entry]] = FATES
     """argument of the config that cannot be honoured: why"""
+    model: Any
 
     def __init__(
         self,

@@ -114,9 +114,13 @@ def tokenizer_path(config: TRLConfig) -> Any:
 
 # ---------------------------------------------------------------------- optimizer, learning rate
 
-_ADAM = {'lr': 1e-3, 'betas': None, 'eps': None, 'weight_decay': None}
-OPTIMIZERS = {'adamw': _ADAM, 'sgd': {'lr': 1e-3, 'weight_decay': None, 'momentum': None}, 'adam': _ADAM}
-SCHEDULERS = {
+_ADAM: dict[str, Any] = {'lr': 1e-3, 'betas': None, 'eps': None, 'weight_decay': None}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    'adamw': _ADAM,
+    'sgd': {'lr': 1e-3, 'weight_decay': None, 'momentum': None},
+    'adam': _ADAM,
+}
+SCHEDULERS: dict[str, dict[str, Any]] = {
     'cosine_annealing': {'T_max': None, 'eta_min': 0.0, 'warmup_steps': 0},
     'linear': {'start_factor': 1 / 3, 'end_factor': 1.0, 'total_iters': 5},
 }
