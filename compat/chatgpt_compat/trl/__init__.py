@@ -31,7 +31,9 @@ SERVED: dict[str, str] = {
         'masked_whiten whiten clip_by_value top_k_top_p_filtering flatten_dict stack_dicts convert_to_scalar '
         'stats_to_np PPODecorators WANDB_PADDING',
     ),
-    **at('import_utils', f'{_HERE}.core', 'is_npu_available is_xpu_available is_peft_available'),
+    'import_utils.is_npu_available': 'transformers.utils:is_torch_npu_available',
+    'import_utils.is_xpu_available': 'transformers.utils:is_torch_xpu_available',
+    'import_utils.is_peft_available': 'transformers.utils:is_peft_available',
     # of 0.12 to 1.12
     **at('experimental.ppo experimental.ppo.ppo_config', f'{_HERE}.config', 'PPOConfig'),
     **dict.fromkeys(

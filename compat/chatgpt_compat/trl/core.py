@@ -1,4 +1,4 @@
-"""`trl.core`: the small functions that scripts import from there, and `trl.import_utils`' questions about hardware."""
+"""`trl.core`: the small functions that scripts import from there."""
 
 from __future__ import annotations
 
@@ -173,24 +173,3 @@ class PPODecorators:
     def empty_device_cache(cls) -> Any:
         """Does nothing."""
         yield
-
-
-# ---------------------------------------------------------------- trl.import_utils
-
-
-def is_npu_available() -> bool:
-    """Whether torch sees an Ascend NPU."""
-    npu = getattr(torch, 'npu', None)
-    return npu is not None and bool(npu.is_available())
-
-
-def is_xpu_available() -> bool:
-    """Whether torch sees an Intel GPU."""
-    return bool(torch.xpu.is_available())
-
-
-def is_peft_available() -> bool:
-    """Whether peft is installed."""
-    from importlib.util import find_spec
-
-    return find_spec('peft') is not None

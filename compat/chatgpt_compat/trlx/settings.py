@@ -60,6 +60,8 @@ def check(config: TRLConfig) -> None:
             f'{hint(train.tracker, TRACKERS)}'
         )
     tokenizer_path(config)
+    if hasattr(config.method, 'two_qs') and model.peft_config is not None:
+        raise ValueError('trlx: peft_config with ILQL is not served: its heads and trunk are trained whole')
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # what is converted is said when it is used
         if model.peft_config is not None:

@@ -64,6 +64,8 @@ class AccelerateRLTrainer(ABC):
     """
 
     evaluates_reward: ClassVar[bool] = False
+    needs: ClassVar[tuple[str, str] | None] = None
+    """a field that the method config must have, and the config that has it"""
 
     def __init__(
         self,
@@ -75,6 +77,9 @@ class AccelerateRLTrainer(ABC):
         strategy: Any = None,
     ) -> None:
         settings.check(config)
+        if self.needs is not None and not hasattr(config.method, self.needs[0]):
+            given, wanted = type(config.method).__name__, self.needs[1]
+            raise ValueError(f'trlx: config.method is a {given}, and this trainer needs a {wanted}')
         self.config, self.reward_fn, self.metric_fn = config, reward_fn, metric_fn
         self.stop_sequences = list(stop_sequences or ())
         self.eval_pipeline: Any = None
@@ -367,16 +372,12 @@ def engine_for(gen: Mapping[str, Any], config: TRLConfig) -> Any:
 class AcceleratePPOTrainer(AccelerateRLTrainer):
     """PPO, over `chatgpt.trainer.PPOTrainer`."""
 
-    evaluates_reward = True
+    evaluates_reward, needs = True, ('ppo_epochs', 'PPOConfig')
     prompt_pipeline: Any = None
     critic: Any = None
     """a critic of its own, where there is one; made with the actor"""
     initial: Any = None
     """the reference, where the actor is not its own; made with the actor"""
-
-    def __init__(self, config: TRLConfig, **kwargs: Any) -> None:
-        super().__init__(config, **kwargs)
-        _check_method(config, 'ppo_epochs', 'PPOConfig')
 
     def add_prompt_pipeline(self, pipeline: Any) -> None:
         """The prompts that rollouts are drawn from."""
@@ -482,11 +483,7 @@ class _OfflineTrainer(AccelerateRLTrainer):
 class AccelerateILQLTrainer(_OfflineTrainer):
     """ILQL, over `chatgpt.trainer.ILQLTrainer`."""
 
-    def __init__(self, config: TRLConfig, **kwargs: Any) -> None:
-        super().__init__(config, **kwargs)
-        _check_method(config, 'two_qs', 'ILQLConfig')
-        if config.model.peft_config is not None:
-            raise ValueError('trlx: peft_config with ILQL is not served: its heads and trunk are trained whole')
+    needs = ('two_qs', 'ILQLConfig')
 
     def make_experience(self, samples: Any, rewards: Any, max_length: int | None = None) -> None:
         """Samples with one reward each, standardised over all of them, on the last token of the last output.
@@ -531,11 +528,6 @@ class AccelerateSFTTrainer(_OfflineTrainer):
 
     def build(self) -> SFTTrainer:
         return self.build_over(SFTTrainer, SFTConfig(**settings.offline_settings(self.config)))
-
-
-def _check_method(config: TRLConfig, field: str, wanted: str) -> None:
-    if not hasattr(config.method, field):
-        raise ValueError(f'trlx: config.method is a {type(config.method).__name__}, and this trainer needs a {wanted}')
 
 
 class OutputWithValue(NamedTuple):
