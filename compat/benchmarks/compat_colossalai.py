@@ -16,13 +16,12 @@ keeps the KV cache.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import json
-import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,8 +33,8 @@ HERE = Path(__file__).resolve().parent
 CORE = HERE.parents[1] / 'benchmarks'
 sys.path[:0] = [str(HERE / 'peers'), str(CORE), str(CORE / 'peers')]
 
-from compat_page import checkout  # noqa: E402
-from vs_peers import ENVIRONMENTS, compare, environment, machine, save_model  # noqa: E402
+from compat_page import arguments, checkout, speed, write  # noqa: E402
+from vs_peers import ENVIRONMENTS, environment  # noqa: E402
 from work import Case as Update  # noqa: E402
 
 GOLDEN = HERE.parent / 'tests' / 'colossalai' / 'colossalai_numbers.json'
@@ -140,24 +139,6 @@ def package(source: str, work: Path) -> Path:
     return checkout(source, work, wanted, commit=COMMIT, paths=['applications/ChatGPT']) / inner
 
 
-def speed(source: Path, work: Path, rounds: int) -> dict[str, Any]:
-    """CPU seconds of an update, by case."""
-    folder = save_model(work, 'fixed')
-    worker = HERE / 'peers' / 'compat_colossalai_speed.py'
-    theirs = ['env', f'COLOSSALAI_SOURCE={source}', environment('colossalai', work), worker]
-    found = {}
-    print('| epochs | theirs | here | ratio, median (range) |\n|---|---|---|---|')
-    for case in SPEED:
-        case = Update(**{**vars(case), 'model': folder})
-        result = compare(case, [sys.executable, worker], theirs, rounds=rounds, warmup=1, logs=work / 'logs')
-        found[case.name] = {k: result[k] for k in ('ratio', 'ratio_wall', 'ours', 'theirs', 'about', 'rounds')}
-        cpu = [f'{result[who]["cpu_s"]:.2f}' for who in ('theirs', 'ours')]
-        ratio = result['ratio']
-        spread = f'{ratio["median"]:.2f} ({ratio["min"]:.2f} to {ratio["max"]:.2f})'
-        print(f'| {case.epochs} | {cpu[0]} | {cpu[1]} | {spread} |', flush=True)
-    return found
-
-
 def peer(source: Path) -> Any:
     """Its two files as one namespace."""
     folder = source / 'chatgpt' / 'models'
@@ -195,25 +176,14 @@ def shown(value: Any) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('what', nargs='?', choices=('numbers', 'speed'), default='numbers')
-    parser.add_argument(
-        '--source', help='the folder applications/ChatGPT of a checkout of ColossalAI, or git+https://...'
-    )
-    parser.add_argument('--rounds', type=int, default=3, help='of speed')
-    parser.add_argument('--work-dir', type=Path, default=Path('outputs/peers'), help='environments, models and logs')
-    args = parser.parse_args()
-    work = args.work_dir.resolve()
+    args = arguments(__doc__, help='the folder applications/ChatGPT of a checkout of ColossalAI, or git+https://...')
+    work = args.work_dir
     if args.what == 'speed':
-        if args.source is None:
-            parser.error('speed needs --source')
-        work.mkdir(parents=True, exist_ok=True)
-        found = speed(package(args.source, work), work, args.rounds)
-        about = {'machine': machine(), 'load': os.getloadavg()[0]}
-        RESULTS.write_text(json.dumps({'speed': found} | about, indent=1) + '\n')
-        return
+        worker = HERE / 'peers' / 'compat_colossalai_speed.py'
+        theirs = ['env', f'COLOSSALAI_SOURCE={package(args.source, work)}', environment('colossalai', work), worker]
+        timed = partial(speed, SPEED, [sys.executable, worker], theirs, work, args.rounds)
+        return write('speed', RESULTS, dict, timed)
     if args.source is not None:
-        work.mkdir(parents=True, exist_ok=True)
         x, source = inputs(), package(args.source, work)
         content = {'inputs': {k: v.tolist() for k, v in x.items()}, 'theirs': numbers(peer(source), x)}
         text = json.dumps(content, indent=None).replace('Infinity', '"inf"').replace('NaN', '"nan"')

@@ -14,11 +14,10 @@ A B A B. The environment of its side is made on first use, with the transformers
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
-import os
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,8 +31,8 @@ HERE = Path(__file__).resolve().parent
 CORE = HERE.parents[1] / 'benchmarks'
 sys.path[:0] = [str(HERE / 'peers'), str(CORE), str(CORE / 'peers')]
 
-from compat_page import checkout  # noqa: E402
-from vs_peers import ENVIRONMENTS, compare, environment, machine, save_model  # noqa: E402
+from compat_page import arguments, checkout, speed, write  # noqa: E402
+from vs_peers import ENVIRONMENTS, environment  # noqa: E402
 from work import Case  # noqa: E402
 
 GOLDEN = HERE.parent / 'tests' / 'llm_on_ray' / 'llm_on_ray_numbers.json'
@@ -62,18 +61,6 @@ def inputs() -> dict[str, dict[str, Tensor]]:
         'they differ in the last token': {'chosen': chosen, 'rejected': last, **scores},
         'they differ in three tokens': {'chosen': chosen, 'rejected': several, **scores},
     }
-
-
-def speed(source: Path, work: Path, rounds: int) -> dict[str, Any]:
-    """CPU seconds of four optimizer steps."""
-    case = Case('llm_on_ray', 'reward model', 'fixed', 'fp32', model=save_model(work, 'fixed'))
-    worker = HERE / 'peers' / 'compat_llm_on_ray_speed.py'
-    peer = ['env', f'LLM_ON_RAY_SOURCE={source}', environment('llm_on_ray', work), worker]
-    result = compare(case, [sys.executable, worker], peer, rounds=rounds, warmup=1, logs=work / 'logs')
-    ratio, (there, here) = result['ratio'], (result[who]['cpu_s'] for who in ('theirs', 'ours'))
-    print('| theirs | here | ratio, median (range) |\n|---|---|---|')
-    print(f'| {there:.2f} | {here:.2f} | {ratio["median"]:.2f} ({ratio["min"]:.2f} to {ratio["max"]:.2f}) |')
-    return {k: result[k] for k in ('ratio', 'ratio_wall', 'ours', 'theirs', 'about', 'rounds')}
 
 
 def theirs(source: Path, x: dict[str, Tensor]) -> dict[str, Any]:
@@ -110,22 +97,15 @@ def ours(x: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('what', nargs='?', choices=('numbers', 'speed'), default='numbers')
-    parser.add_argument('--source', help='a checkout of llm-on-ray, or git+https://...')
-    parser.add_argument('--rounds', type=int, default=3, help='of speed')
-    parser.add_argument('--work-dir', type=Path, default=Path('outputs/peers'), help='environments, models and logs')
-    args = parser.parse_args()
-    work = args.work_dir.resolve()
-    if args.what == 'speed' and args.source is None:
-        parser.error('speed needs --source')
+    args = arguments(__doc__, help='a checkout of llm-on-ray, or git+https://...')
+    work = args.work_dir
     if args.source is not None:
-        work.mkdir(parents=True, exist_ok=True)
         source = checkout(args.source, work, FILE, commit=COMMIT, paths=['llm_on_ray'])
     if args.what == 'speed':
-        results = {'speed': speed(source, work, args.rounds), 'machine': machine(), 'load': os.getloadavg()[0]}
-        RESULTS.write_text(json.dumps(results, indent=1) + '\n')
-        return
+        worker = HERE / 'peers' / 'compat_llm_on_ray_speed.py'
+        peer = ['env', f'LLM_ON_RAY_SOURCE={source}', environment('llm_on_ray', work), worker]
+        cases = [Case('llm_on_ray', 'reward model', 'fixed', 'fp32')]
+        return write('speed', RESULTS, dict, partial(speed, cases, [sys.executable, worker], peer, work, args.rounds))
     if args.source is not None:
         content = {
             name: {'inputs': {k: v.tolist() for k, v in x.items()}, 'theirs': theirs(source, x)}

@@ -1,10 +1,12 @@
-"""Programs of TRL's classic era here and in TRL 0.11.4: the same numbers, and CPU seconds side by side.
+"""Programs of TRL here and in TRL itself, 0.11.4 of its classic era and 1.12.0 of its second: the same numbers, and CPU
+seconds side by side.
 
-    python compat/benchmarks/compat_trl.py numbers      # makes TRL's environment on first use; writes what the tests compare with
-    python compat/benchmarks/compat_trl.py speed        # generate and step, A B A B, as in vs_peers.py
+    python compat/benchmarks/compat_trl.py numbers      # makes TRL's environments on first use; writes what the tests compare with
+    python compat/benchmarks/compat_trl.py speed        # whole updates of PPO, A B A B, as in vs_peers.py
 
-Both sides run the same file: `peers/compat_work.py` for the numbers, `peers/trl_classic.py` for the speed. Same weights,
-prompts, responses and scores: rewards, values, advantages, returns, gradients, and every statistic that is a number.
+Both sides run the same files: `peers/compat_work.py` and `peers/compat_recent_work.py` for the numbers. Same weights,
+prompts, responses and scores: rewards, values, advantages, returns, gradients, and every statistic that is a number; of
+DPO, SFT and reward models gradients and what is logged.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,40 +24,57 @@ HERE = Path(__file__).resolve().parent
 CORE = HERE.parents[1] / 'benchmarks'
 sys.path[:0] = [str(HERE / 'peers'), str(CORE), str(CORE / 'peers')]
 
-from compat_ours import differences, run  # noqa: E402
-from compat_page import arguments, speed, write  # noqa: E402
+import compat_ours as classic  # noqa: E402
+import compat_recent_ours as recent  # noqa: E402
+from compat_page import Numbers, arguments, speed, write  # noqa: E402
+from compat_recent_work import LEARNERS, PPO, make_folders  # noqa: E402
 from compat_work import CASES, make_folder  # noqa: E402
 from vs_peers import environment  # noqa: E402
 from work import Case  # noqa: E402
 
-GOLDEN = HERE.parent / 'tests' / 'trl_classic_numbers.json'
-RESULTS = HERE / 'results' / 'compat_trl.json'
-SPEED = [Case('trl_classic', 'ppo', lengths, 'fp32', epochs) for lengths in ('fixed', 'eos') for epochs in (1, 4)]
+TESTS, RESULTS, PEERS = HERE.parent / 'tests', HERE / 'results', HERE / 'peers'
+GOLDEN = {'trl_classic': TESTS / 'trl_classic_numbers.json', 'trl_ppo': TESTS / 'trl_recent_numbers.json'}
 
 
-def numbers(work: Path) -> dict[str, dict[str, float]]:
-    """Run TRL, write its numbers for the tests, and compare ours with them."""
-    python = environment('trl_classic', work)
+def theirs(name: str, work: Path, worker: str, *given: str) -> dict[str, Any]:
+    """Run TRL in its environment and write its numbers for the tests; the numbers."""
+    env = os.environ | {'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1', 'TRL_EXPERIMENTAL_SILENCE': '1'}
+    subprocess.run([environment(name, work), PEERS / worker, *given, GOLDEN[name]], check=True, env=env)
+    return json.loads(GOLDEN[name].read_text())
+
+
+def classic_numbers(work: Path) -> Numbers:
     with tempfile.TemporaryDirectory() as folder:
         policy, reference = (make_folder(f'{folder}/{n}', salt) for n, salt in (('policy', 0.0), ('reference', 0.37)))
-        env = os.environ | {'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1'}
-        worker = HERE / 'peers' / 'compat_numbers.py'
-        subprocess.run([python, worker, policy, reference, GOLDEN], check=True, env=env)
-        theirs = json.loads(GOLDEN.read_text())
-        return {name: differences(run(name, policy, reference), theirs['cases'][name]) for name in CASES}
+        found = theirs('trl_classic', work, 'compat_numbers.py', policy, reference)['cases']
+        return {name: classic.differences(classic.run(name, policy, reference), found[name]) for name in CASES}
+
+
+def recent_numbers(work: Path) -> Numbers:
+    with tempfile.TemporaryDirectory() as folder:
+        folders = make_folders(folder)
+        there, found = theirs('trl_ppo', work, 'compat_recent_numbers.py', folder), Numbers()
+        for kind, cases, run in (('ppo', PPO, recent.ppo), ('learners', LEARNERS, recent.learner)):
+            for name, case in cases.items():
+                result = run(name, folders, f'{folder}/out')
+                found[f'ppo, {name}' if kind == 'ppo' else name] = recent.differences(result, there[kind][name], case)
+        return found
 
 
 def main() -> None:
-    args = arguments(__doc__).parse_args()
-    work = args.work_dir.resolve()
-    mine = [sys.executable, HERE / 'peers' / 'compat_speed.py']
+    args = arguments(__doc__)
+    for name, mine, numbers, results in (
+        ('trl_classic', 'compat_speed.py', classic_numbers, 'compat_trl.json'),
+        ('trl_ppo', 'compat_recent_speed.py', recent_numbers, 'compat_trl_recent.json'),
+    ):
+        work: Path = args.work_dir
+        cases = [Case(name, 'ppo', lengths, 'fp32', epochs) for lengths in ('fixed', 'eos') for epochs in (1, 4)]
 
-    def timed() -> dict[str, Any]:
-        return speed(
-            SPEED, mine, [environment('trl_classic', work), CORE / 'peers' / 'trl_classic.py'], work, args.rounds
-        )
+        def timed(name: str = name, mine: str = mine, cases: Any = tuple(cases), work: Path = work) -> dict[str, Any]:
+            peer = [environment(name, work), CORE / 'peers' / f'{name}.py']
+            return speed(cases, [sys.executable, PEERS / mine], peer, work, args.rounds)
 
-    write(args.what, RESULTS, lambda: numbers(work), timed)
+        write(args.what, RESULTS / results, partial(numbers, work), timed)
 
 
 if __name__ == '__main__':

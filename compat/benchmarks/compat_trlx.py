@@ -58,11 +58,8 @@ def table(found: dict[str, dict[str, float]]) -> str:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument('--source', required=True, help='a folder with the package trlx, or git+https://...')
-    args = parser.parse_args()
-    work = args.work_dir.resolve()
-    work.mkdir(parents=True, exist_ok=True)
+    args = arguments(__doc__, required=True, help='a folder with the package trlx, or git+https://...')
+    work = args.work_dir
     source = checkout(args.source, work, 'trlx/__init__.py')
     worker = HERE / 'peers' / 'compat_trlx_speed.py'
 

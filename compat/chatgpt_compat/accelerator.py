@@ -1,20 +1,22 @@
-"""What scripts touch of `trainer.accelerator`, answered by the strategy. There is no accelerate behind it."""
+"""Hardware as scripts ask for it: `trainer.accelerator`, answered by the strategy, and CUDA where there is no GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from chatgpt.strategies import Strategy
 
 
 class Accelerator:
-    """`device`, `is_main_process`, `gather`, `unwrap_model`, `log`, ... of a strategy.
+    """`device`, `is_main_process`, `gather`, `unwrap_model`, `log`, ... of a strategy. No accelerate is behind it.
 
     Args:
         log: called by `log` on the main process with values by name and a step or None.
@@ -28,41 +30,15 @@ class Accelerator:
         end: Callable[[], None] | None = None,
     ) -> None:
         self._strategy, self._log, self._end = strategy, log, end
+        self.device, self.process_index, self.num_processes = strategy.device, strategy.rank, strategy.world_size
+        self.local_process_index = strategy.local_rank
+        self.is_main_process, self.is_local_main_process = strategy.is_rank_0, strategy.local_rank == 0
+        self.is_last_process = strategy.rank == strategy.world_size - 1
+        precision = strategy.numerics.precision
+        self.mixed_precision = 'no' if precision == 'fp32' else precision
         self.sync_gradients = True
         self.state = SimpleNamespace(deepspeed_plugin=None, num_processes=strategy.world_size)
         self.distributed_type = 'MULTI_GPU' if strategy.world_size > 1 else 'NO'
-
-    @property
-    def device(self) -> torch.device:
-        return self._strategy.device
-
-    @property
-    def num_processes(self) -> int:
-        return self._strategy.world_size
-
-    @property
-    def process_index(self) -> int:
-        return self._strategy.rank
-
-    @property
-    def local_process_index(self) -> int:
-        return self._strategy.local_rank
-
-    @property
-    def is_main_process(self) -> bool:
-        return self._strategy.is_rank_0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        return self._strategy.local_rank == 0
-
-    @property
-    def is_last_process(self) -> bool:
-        return self._strategy.rank == self._strategy.world_size - 1
-
-    @property
-    def mixed_precision(self) -> str:
-        return {'fp32': 'no'}.get(precision := self._strategy.numerics.precision, precision)
 
     def wait_for_everyone(self) -> None:
         self._strategy.barrier()
@@ -102,12 +78,10 @@ class Accelerator:
             print(*args, **kwargs)
 
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-        """To the trackers of `log_with`."""
         if self.is_main_process and self._log is not None:
             self._log(values, step)
 
     def end_training(self) -> None:
-        """Close the trackers."""
         if self._end is not None:
             self._end()
 
@@ -125,7 +99,6 @@ class Accelerator:
         return self._strategy.autocast()
 
     def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that does nothing on other processes."""
         return function if self.is_main_process else lambda *_, **__: None
 
     def no_sync(self, model: Any) -> AbstractContextManager[Any]:
@@ -139,3 +112,85 @@ class Accelerator:
             f'accelerator.{name} is not served: there is no accelerate behind this trainer; optimizer steps and '
             "backward passes are the trainer's, and other questions `accelerate.Accelerator()` answers"
         )
+
+
+# ---------------------------------------------------------------------- CUDA without a GPU
+
+NO_OPERATION = (
+    *('set_device', 'synchronize', 'empty_cache', 'ipc_collect', 'reset_accumulated_memory_stats'),
+    *('reset_max_memory_allocated', 'reset_max_memory_cached', 'reset_peak_memory_stats'),
+    'set_per_process_memory_fraction',
+)
+ZERO = (
+    *('current_device', 'memory_allocated', 'max_memory_allocated', 'memory_reserved', 'max_memory_reserved'),
+    *('memory_cached', 'max_memory_cached'),
+)
+
+
+def _on_cpu(device: Any) -> Any:
+    """The device, or a map of devices, without CUDA."""
+    if isinstance(device, dict):
+        return {name: _on_cpu(place) for name, place in device.items()}
+    is_number = isinstance(device, int) and not isinstance(device, bool)
+    is_name = isinstance(device, (str, torch.device)) and str(device).partition(':')[0] == 'cuda'
+    return torch.device('cpu') if is_number or is_name else device
+
+
+def _moved(kwargs: dict[str, Any], name: str = 'device') -> dict[str, Any]:
+    return kwargs | {name: _on_cpu(kwargs[name])} if name in kwargs else kwargs
+
+
+class _OnCPU(TorchFunctionMode):
+    """Takes CUDA devices out of every call of torch."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (Tensor.cuda, Tensor.pin_memory):
+            return args[0]
+        if func is Tensor.to and len(args) > 1:
+            args = (args[0], _on_cpu(args[1]), *args[2:])
+        return func(*args, **_moved(kwargs or {}))
+
+
+@contextmanager
+def without_gpu() -> Iterator[None]:
+    """Inside, in this thread, what a script asks of CUDA happens on the CPU: `.cuda()`, `.to(0)`, `device=`,
+    `device_map`, `map_location`. Nothing where there is a GPU. Streams, events, generators of CUDA and what asks after
+    a device's properties are left as they are."""
+    if torch.cuda.is_available():
+        yield
+        return
+    from transformers import Pipeline, PreTrainedModel
+
+    to, load, pipeline = nn.Module.to, torch.load, Pipeline.__init__
+    from_pretrained = vars(PreTrainedModel)['from_pretrained'].__func__
+
+    def module_to(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return to(self, *map(_on_cpu, args[:1]), *args[1:], **_moved(kwargs))
+
+    def load_on_cpu(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        place = 'cpu' if map_location is None or isinstance(map_location, dict) else _on_cpu(map_location)
+        return load(f, place, *args, **kwargs)
+
+    def model_on_cpu(cls: type, *args: Any, **kwargs: Any) -> Any:  # weights are loaded in threads, which have no mode
+        return from_pretrained(cls, *args, **_moved(kwargs, 'device_map'))
+
+    def pipeline_on_cpu(self: Pipeline, *args: Any, **kwargs: Any) -> None:
+        pipeline(self, *args, **_moved(kwargs))
+
+    instead: list[tuple[Any, str, Any]] = [
+        *((torch.cuda, name, lambda *args, **kwargs: None) for name in NO_OPERATION),
+        *((torch.cuda, name, lambda *args, **kwargs: 0) for name in ZERO),
+        (torch.cuda, 'device', nullcontext),
+        (torch, 'load', load_on_cpu),
+        (PreTrainedModel, 'from_pretrained', classmethod(model_on_cpu)),
+        (Pipeline, '__init__', pipeline_on_cpu),
+        (nn.Module, 'cuda', lambda self, device=None: self),
+        (nn.Module, 'to', module_to),
+    ]
+    with ExitStack() as stack:
+        for owner, name, value in instead:
+            stack.enter_context(patch.object(owner, name, value))
+        stack.enter_context(_OnCPU())
+        yield

@@ -12,11 +12,10 @@ import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from chatgpt.names import hint
 from chatgpt_compat.modules import installed
-from chatgpt_compat.tables import SYSTEMS, System, load, own_module, system_of
+from chatgpt_compat.tables import SYSTEMS, System, load, system_of
 
 
 @dataclass(frozen=True)
@@ -42,9 +41,6 @@ class Finding:
     name: str
     served: bool
     what: str
-
-    def __str__(self) -> str:
-        return f'{self.name}: {self.what}'
 
 
 def read_script(path: str | Path) -> ast.Module:
@@ -78,7 +74,8 @@ def uses(tree: ast.Module) -> list[Use]:
             for alias in node.names:
                 if alias.name == '*':
                     found.append(_use(node.lineno, node.module or ''))
-                    aliases |= {name: f'{node.module}.{name}' for name in _star(node.module or '')}
+                    package, _, inner = (node.module or '').partition('.')
+                    aliases |= {name: f'{node.module}.{name}' for name in SYSTEMS[package].names_in(inner)}
                     continue
                 aliases[alias.asname or alias.name] = f'{node.module}.{alias.name}'
                 found.append(_use(node.lineno, f'{node.module}.{alias.name}'))
@@ -95,11 +92,6 @@ def _use(line: int, dotted: str, keywords: tuple[tuple[int, str], ...] = ()) -> 
     parts = dotted.split('.')[1:]
     end = next((i + 1 for i in range(len(parts)) if not system.has_module('.'.join(parts[: i + 1]))), len(parts))
     return Use(line, system, '.'.join(parts[:end]), keywords)  # what follows a name that is no module is its attribute
-
-
-def _star(module: str) -> list[str]:
-    package, _, inner = module.partition('.')
-    return SYSTEMS[package].names_in(inner)
 
 
 def _through_aliases(tree: ast.Module, aliases: dict[str, str]) -> Iterator[Use]:
@@ -132,59 +124,41 @@ def _chain(node: ast.expr) -> tuple[str, ...] | None:
 # ---------------------------------------------------------------------- what the tables say
 
 
-def _by_itself(name: str) -> bool:
-    """Whether a name of `chatgpt` is the library's own as it is written."""
-    module, _, attribute = name.rpartition('.')
-    return hasattr(own_module(module), attribute)
-
-
 def findings(script_uses: Sequence[Use]) -> Iterator[Finding]:
-    """What becomes of each use."""
+    """What becomes of each use: of a call its keywords, of another use the name."""
     for use in script_uses:
-        system, name = use.system, use.name
-        target = system.served.get(name)
+        system, name, target = use.system, use.name, use.system.served.get(use.name)
+        module, _, attribute = name.rpartition('.')
         if not system.replaces and (target is not None or not name) and installed(system.package) is not None:
-            if not use.keywords:
-                yield Finding(use.line, use.full, True, f'the installed {system.package} has it')
+            target, what = None, f'the installed {system.package} has it'
         elif target is not None:
-            if not use.keywords:
-                yield Finding(use.line, use.full, True, f'served by {target}')
-            yield from _keywords(use, target)
+            what = f'served by {target}'
         elif system.has_module(name):
-            yield Finding(use.line, use.full, True, 'served, a module')
-        elif system.package == 'chatgpt' and _by_itself(name):
-            if not use.keywords:
-                yield Finding(use.line, use.full, True, 'served by itself')
-            yield from _keywords(use, 'chatgpt.{}:{}'.format(*name.rpartition('.')[::2]).replace('.:', ':'))
-        elif not use.keywords:
-            replaces = system.replaces and system.package != 'chatgpt'  # whose installed package is this library
-            other = installed(system.package) if replaces else None
-            there = f' (run takes it from the installed {system.package} if it is there)' if other is not None else ''
-            yield Finding(use.line, use.full, False, f'not served{there}; {system.instead(name)}')
+            what = 'served, a module'
+        elif system.is_own(name):
+            target, what = f'chatgpt.{module}:{attribute}'.replace('.:', ':'), 'served by itself'
+        else:
+            other = system.replaces and system.package != 'chatgpt' and installed(system.package) is not None
+            there = f' (run takes it from the installed {system.package} if it is there)' if other else ''
+            what = f'not served{there}; {system.instead(name)}'
+        if not use.keywords:
+            yield Finding(use.line, use.full, not what.startswith('not served'), what)
+        elif target is not None:
+            yield from _keywords(use, target)
 
 
 def _keywords(use: Use, target: str) -> Iterator[Finding]:
-    """Keywords that what is called does not take; silent where it takes any."""
-    if not use.keywords:
+    """Keywords that what is called does not take; none where it takes any, or does not say."""
+    try:
+        parameters = inspect.signature(load(target)).parameters.values()
+    except (TypeError, ValueError):
         return
-    known = parameters(load(target))
-    if known is None:
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
+    known = [p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY]
     for line, keyword in use.keywords:
         if keyword not in known:
             yield Finding(line, f'{use.full}({keyword}=)', False, f'not a parameter{hint(keyword, known)}')
-
-
-def parameters(called: Any) -> list[str] | None:
-    """The names of a class's or function's keywords; None where it takes any, or does not say."""
-    try:
-        signature = inspect.signature(called)
-    except (TypeError, ValueError):
-        return None
-    kinds = {p.kind for p in signature.parameters.values()}
-    if inspect.Parameter.VAR_KEYWORD in kinds:
-        return None
-    return [p.name for p in signature.parameters.values() if p.kind is not inspect.Parameter.POSITIONAL_ONLY]
 
 
 def check(paths: Sequence[str]) -> int:
@@ -198,7 +172,7 @@ def check(paths: Sequence[str]) -> int:
     for path, tree in trees.items():
         for finding in findings(uses(tree)):
             total, missing = total + 1, missing + (not finding.served)
-            print(f'{path}:{finding.line}: {finding}')
+            print(f'{path}:{finding.line}: {finding.name}: {finding.what}')
     if not total:
         print(f'no name of {", ".join(name for name in SYSTEMS if system_of(name))} is used')
     else:

@@ -60,7 +60,7 @@ class ServedModule(ModuleType):
             _system=system,
             _prefix=f'{inner}.' if inner else '',
             _spec=spec,
-            _others=[partial(getattr, own_module(inner))] if system.package == 'chatgpt' and own_module(inner) else [],
+            _others=[],
             __all__=system.names_in(inner),
             __path__=list(spec.submodule_search_locations or ()) if spec is not None else [],
         )
@@ -74,6 +74,8 @@ class ServedModule(ModuleType):
             raise AttributeError(f'module {self.__name__!r} has no attribute {name!r}')
         if system.has_module(key):
             return importlib.import_module(f'{self.__name__}.{name}')
+        if system.is_own(key):
+            return getattr(own_module(self._prefix.rstrip('.')), name)
         self._load_installed(key)
         if name in self.__dict__:
             return self.__dict__[name]

@@ -27,15 +27,9 @@ SAID_ELSEWHERE = (
 
 
 def adapted(model: Any, peft_config: Any, *, heads: Sequence[str] = ()) -> Any:
-    """The transformers model with our adapters in it: those of a PEFT model, or new ones as `peft_config` says.
-
-    Args:
-        model: a transformers model, changed in place, or a PEFT model with one adapter.
-        peft_config: a `LoraConfig`, a dict of its fields, or None.
-        heads: modules that are trained in full here, so `modules_to_save` may name them.
-
-    Raises:
-        ValueError: a method that is not LoRA, a field that cannot be honoured, both a PEFT model and a config.
+    """The transformers model, changed in place, with our adapters in it: those of a PEFT model, or new ones as
+    `peft_config` says, a `LoraConfig` or a dict of its fields. `heads` are modules that are trained in full here, so
+    `modules_to_save` may name them. Raises ValueError for what cannot be honoured, and for both.
     """
     if hasattr(model, 'peft_config') and hasattr(model, 'get_base_model'):
         if peft_config is not None:
@@ -67,16 +61,10 @@ def _leave_heads_out(folder: Path, heads: Sequence[str]) -> None:
 
 
 def lora_values(peft_config: Any, *, heads: Sequence[str] = ()) -> dict[str, Any]:
-    """The fields of a `LoraConfig`, or a dict of them, that are followed.
-
-    Raises:
-        ValueError: another method than LoRA, or a field that cannot be honoured.
-    """
-    if isinstance(peft_config, Mapping):
-        values, plain = dict(peft_config), {}
-    else:
-        values = vars(peft_config)
-        plain = vars(type(peft_config)())
+    """The fields of a `LoraConfig`, or a dict of them, that are followed. Raises ValueError for another method than
+    LoRA, and for a field that cannot be honoured."""
+    is_dict = isinstance(peft_config, Mapping)
+    values, plain = (dict(peft_config), {}) if is_dict else (vars(peft_config), vars(type(peft_config)()))
     kind = values.get('peft_type', 'LORA')
     if str(getattr(kind, 'value', kind)) != 'LORA':
         raise ValueError(f'peft_config: {kind} is not served here; use a LoraConfig')

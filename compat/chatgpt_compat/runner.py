@@ -16,9 +16,9 @@ from types import ModuleType, TracebackType
 from unittest.mock import patch
 
 from chatgpt_compat import modules
+from chatgpt_compat.accelerator import without_gpu
 from chatgpt_compat.check import findings, read_script, uses
 from chatgpt_compat.modules import NotServed, serving
-from chatgpt_compat.no_gpu import without_gpu
 from chatgpt_compat.tables import load
 
 

@@ -1,20 +1,39 @@
 """Which systems there are, and what their tables say of a name.
 
-Each has a module with two tables: `SERVED`, a name under the system's package → 'our.module:attribute', and `INSTEAD`,
-a name that is not served → what to write instead. The runner and the checker read these tables and nothing else.
+Each has a module with two tables: `SERVED`, a name under the system's package → 'module:attribute', and `INSTEAD`, a
+name that is not served → what to write instead. The runner and the checker read these tables and nothing else.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
 from typing import Any
 
 from chatgpt.names import near
+
+
+def at(places: str, module: str, names: str) -> dict[str, str]:
+    """Rows of `SERVED`: names of a module at each of the places where the versions of a system have them; '.' is its
+    package."""
+    return {f'{place}.{name}'.lstrip('.'): f'{module}:{name}' for place in places.split() for name in names.split()}
+
+
+def lookup(package: str, served: Mapping[str, str], instead: Mapping[str, str]) -> Callable[[str], Any]:
+    """`__getattr__` of a module that has both tables of a package."""
+
+    def find(name: str) -> Any:
+        if name in served:
+            return load(served[name])
+        if name in instead:  # of an AttributeError `from` would hide the text
+            raise ImportError(f'{package}.{name} is not served; instead: {instead[name]}')
+        raise AttributeError(f'chatgpt_compat.{package} has no attribute {name!r}')
+
+    return find
 
 
 @dataclass(frozen=True)
@@ -52,6 +71,12 @@ class System:
             return True
         return self.package == 'chatgpt' and name not in self.served and own_module(name) is not None
 
+    def is_own(self, name: str) -> bool:
+        """Whether a name of `chatgpt` is the library's own, as it is written; one with a sentence of its own is not."""
+        module, _, attribute = name.rpartition('.')
+        is_refused = name in self.module.INSTEAD
+        return self.package == 'chatgpt' and not is_refused and hasattr(own_module(module), attribute)
+
     def names_in(self, module: str) -> list[str]:
         """What is served directly in a module."""
         start = f'{module}.' if module else ''
@@ -61,14 +86,11 @@ class System:
     def instead(self, name: str) -> str:
         """What to write instead of a name that is not served: the sentence for it, for the module it is in, or for the
         same name at another place; else the nearest names that are served."""
-        table: Mapping[str, str] = self.module.INSTEAD
         parts = name.split('.')
-        for end in range(len(parts), 0, -1):
-            if (found := table.get('.'.join(parts[:end]))) is not None:
-                return f'instead: {found}'
         last = parts[-1]
-        if (found := table.get(last)) is not None:
-            return f'instead: {found}'
+        for key in [*('.'.join(parts[:end]) for end in range(len(parts), 0, -1)), last]:
+            if (found := self.module.INSTEAD.get(key)) is not None:
+                return f'instead: {found}'
         there = sorted(f'{self.package}.{key}' for key in self.served if key.rpartition('.')[2] == last)
         close = there or [f'{self.package}.{key}' for key in near(name, self.served)]
         return f'served are {", ".join(close[:3])}' if close else f'see `{self.tables}` for the names that are served'

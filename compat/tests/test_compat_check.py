@@ -130,9 +130,11 @@ def test_no_other_chatgpt_is_promised_where_the_library_lacks_a_name(script):
         ('from trl.extras.dataset_formatting import get_formatting_func_from_dataset', 'trl.extras'),
         ('from trl import OnlineDPOConfig', 'chatgpt.trainer.PPOConfig'),
         ('from trl import KTOTrainer', 'python -m chatgpt kto'),
+        ('from trlx.trainer.accelerate_rft_trainer import RFTConfig', 'chatgpt.trainer.RFTTrainer'),
+        ('from chatgpt.trainer.callbacks import SaveCheckpoint', 'strategy.save_model'),
     ],
 )
-def test_names_of_trl_that_scripts_ask_for_have_a_sentence(script, line, said):
+def test_names_that_scripts_ask_for_have_a_sentence(script, line, said):
     (finding,) = findings(uses(read_script(script(f'{line}\n'))))
     assert not finding.served and 'instead: ' in finding.what and said in finding.what
 

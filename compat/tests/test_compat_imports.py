@@ -1,4 +1,4 @@
-"""`chatgpt_compat` uses public names of `chatgpt` alone.
+"""The distribution: `chatgpt_compat` uses public names of `chatgpt` alone, and its metadata agrees.
 
 Public is what stands in `__all__` of a package (a folder), a package itself, and every name without an underscore of
 
@@ -12,10 +12,17 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from setuptools import find_packages
+
+import chatgpt
+from chatgpt.launch.cli import command
+from chatgpt.launch.cli.completion import whole_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 BESIDE = {f'chatgpt.{path.stem}' for path in (ROOT / 'chatgpt').glob('*.py') if not path.stem.startswith('_')}
@@ -56,27 +63,40 @@ def test_it_imports_public_names_alone(path):
 
 
 @pytest.mark.parametrize(
-    'source',
+    ('source', 'count'),
     [
-        'from chatgpt.nn.actor import Actor',
-        'def f():\n    from chatgpt.nn import _Adapter',
-        'from chatgpt.nn import write_folder',
-        'import chatgpt.trainer.ppo',
+        ('from chatgpt.nn.actor import Actor', 1),
+        ('def f():\n    from chatgpt.nn import _Adapter', 1),
+        ('from chatgpt.nn import write_folder', 1),
+        ('import chatgpt.trainer.ppo', 1),
+        ('from chatgpt.nn import Actor\nfrom chatgpt import nn\nfrom chatgpt.types import Sample', 0),
+        ('from chatgpt.functional.kl import kl_penalty\nfrom chatgpt.trainer.algorithms import Estimator', 0),
     ],
 )
-def test_another_name_is_found(source):
-    assert len(list(not_public(source))) == 1
+def test_what_is_public(source, count):
+    assert len(list(not_public(source))) == count
 
 
-@pytest.mark.parametrize(
-    'source',
-    [
-        'from chatgpt.nn import Actor',
-        'from chatgpt import nn',
-        'from chatgpt.types import Sample',
-        'from chatgpt.functional.kl import kl_penalty',
-        'from chatgpt.trainer.algorithms import Estimator',
-    ],
-)
-def test_a_public_name_is_none(source):
-    assert list(not_public(source)) == []
+def test_the_metadata_agrees_with_the_librarys():
+    project = tomllib.loads((ROOT / 'compat' / 'pyproject.toml').read_text())
+    assert project['project']['version'] == chatgpt.__version__
+    assert project['project']['dependencies'] == [f'chatgpt-rlhf=={chatgpt.__version__}']
+    wanted = project['tool']['setuptools']['packages']['find']['include']
+    folders = {p.parent.relative_to(ROOT / 'compat').as_posix() for p in (ROOT / 'compat/chatgpt_compat').rglob('*.py')}
+    assert set(find_packages(str(ROOT / 'compat'), include=wanted)) == {folder.replace('/', '.') for folder in folders}
+    entry = command.SUBCOMMANDS['compat']
+    assert entry.distribution == project['project']['name']
+    assert project['project']['entry-points'][command.ENTRY_POINTS] == {entry.module: entry.entry_points[0].value}
+
+
+def test_the_command_has_its_word(monkeypatch, capsys):
+    for words, code in ((('--help',), 0), (('runn',), 2)):
+        monkeypatch.setattr(sys, 'argv', ['chatgpt-rlhf', 'compat', *words])
+        with pytest.raises(SystemExit) as stop:
+            sys.exit(command.main())
+        assert int(stop.value.code or 0) == code
+    out, err = capsys.readouterr()
+    assert out.startswith('usage: ') and "invalid choice: 'runn' (choose from 'run', 'check'); did you mean run?" in err
+    (words,) = [a for a in whole_parser()._actions if a.choices]
+    (verbs,) = [a for a in words.choices['compat']._actions if a.choices]
+    assert set(verbs.choices) == {'run', 'check'}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import torch
 
 from chatgpt.launch import demo_world
 from chatgpt.nn import GPTActor
+from chatgpt.testing.processes import free_port
 from chatgpt_compat import tables
 from chatgpt_compat.runner import run
 from chatgpt_compat.tables import System
@@ -300,3 +302,47 @@ def test_the_command_is_told_of_mistakes_and_interrupted_in_a_line(tmp_path, pro
     _, err = process.communicate()
     assert process.returncode == 2
     assert re.fullmatch(r'error: the following arguments are required: script \(.*\)\n', err)
+
+
+# ---------------------------------------------------------------------- the real tables of TRL and trlX
+
+REAL = """
+import trl, trlx
+import trlx.data.configs
+from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, create_reference_model
+from trl.core import LengthSampler, respond_to_batch
+from trlx.data.default_configs import TRLConfig, default_ppo_config
+
+draws = {LengthSampler(2, 5)() for _ in range(200)}
+config = TRLConfig.update(default_ppo_config(), {'train.batch_size': 3, 'method.gamma': 0.5})
+print(sorted(draws), config.train.batch_size, config.method.gamma, PPOConfig(ppo_epochs=7).ppo_epochs)
+for thing in (trl.PPOTrainer, PPOTrainer, trlx.train, trlx.data.configs.TRLConfig, create_reference_model):
+    assert thing.__module__.startswith('chatgpt_compat.'), thing.__module__
+"""
+
+
+def test_names_of_trl_and_trlx_are_ours(folder, capsys):
+    assert script(folder, REAL) == 0, capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert out == '[2, 3, 4] 3 0.5 7\n'  # the upper end of a length is left out, as theirs
+    assert 'trl.core.LengthSampler' in err and 'trlx.train' in err
+    for line, sentence in (
+        ('from trl import GRPOTrainer', "instead: chatgpt.trainer.PPOTrainer with advantage_estimator='grpo'"),
+        ('from trlx import no_such_verb', 'trlx.no_such_verb is not served'),
+    ):
+        assert script(folder, f'{line}\n') == 1
+        assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.system
+def test_the_real_tables_under_torchrun(tmp_path):
+    path = tmp_path / 'script.py'
+    path.write_text(REAL + 'import sys\nsys.exit(len(sys.argv))\n')
+    env = os.environ | {'OMP_NUM_THREADS': '1'}
+    command = [sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node=2', f'--master-port={free_port()}']
+    done = subprocess.run(
+        [*command, '-m', 'chatgpt_compat', 'run', str(path), '--lr', '3'], env=env, capture_output=True, text=True
+    )
+    assert done.stdout.count('[2, 3, 4] 3 0.5 7') == 2, done.stderr
+    assert done.stderr.count('chatgpt_compat: ') == 1
+    assert 'exitcode  : 3' in done.stderr  # that of the script, which has three words in sys.argv

@@ -8,11 +8,11 @@ import re
 import pytest
 from trl_page import PAGE, ROOT, rows
 
-from chatgpt_compat.trl import SERVED, dpo, reward, sft
+from chatgpt_compat.trl import SERVED, pairs, sft
 from chatgpt_compat.trl.config import FATES, PPOConfig
 
-CONFIGS = [PPOConfig, dpo.DPOConfig, sft.SFTConfig, reward.RewardConfig]
-REASONS = [*FATES.values(), dpo.DPOTrainer.FATES, sft.SFTTrainer.FATES, reward.RewardTrainer.FATES]
+CONFIGS = [PPOConfig, pairs.DPOConfig, sft.SFTConfig, pairs.RewardConfig]
+REASONS = [*FATES.values(), pairs.DPOTrainer.FATES, sft.SFTTrainer.FATES, pairs.RewardTrainer.FATES]
 
 
 @pytest.mark.parametrize('config', CONFIGS)

@@ -124,7 +124,6 @@ def test_reward_model(run: Any, policy: str, classifier: str) -> None:
     check(found['stats'])
     assert found['stats']['ppo/learning_rate'] == 1e-3
     assert found['response_tensors'][0].dim() == 1
-    assert len(found['ref_response_tensors']) == 4
     with pytest.raises(ValueError, match='encoder-decoder'):
         run('reward_model', '--model_name', policy, '--use_seq2seq', 'True')
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, DataCollatorWithPadding, HfArgumentParse
 from chatgpt.launch import demo_world
 from chatgpt.nn import GPTActor
 from chatgpt_compat.peft import lora_arguments
-from chatgpt_compat.trl import chat, dpo, later, ppo_train, reward, sft
+from chatgpt_compat.trl import arguments, pairs, ppo_train, scripts, sft
 from chatgpt_compat.trl.arguments import check_given
 from chatgpt_compat.trl.config import FATES, PPOConfig
 from chatgpt_compat.trl.offline import plan_of
@@ -24,9 +24,9 @@ from chatgpt_compat.trl.scripts import ModelConfig, ScriptArguments, TrlParser, 
 
 TABLES = {
     'PPOConfig': (PPOConfig, FATES['second']),
-    'DPOConfig': (dpo.DPOConfig, dpo.DPOTrainer.FATES),
+    'DPOConfig': (pairs.DPOConfig, pairs.DPOTrainer.FATES),
     'SFTConfig': (sft.SFTConfig, sft.SFTTrainer.FATES),
-    'RewardConfig': (reward.RewardConfig, reward.RewardTrainer.FATES),
+    'RewardConfig': (pairs.RewardConfig, pairs.RewardTrainer.FATES),
 }
 ODD = 'something else'
 """a value that is no argument's default"""
@@ -61,13 +61,13 @@ def test_what_cannot_be_honoured_is_named(name):
 
 def test_an_argument_given_at_its_default_is_given():
     with pytest.warns(UserWarning, match='DPOConfig: ddp_timeout=1800 has no effect here'):
-        check_given(dpo.DPOConfig('out', ddp_timeout=1800), dpo.DPOTrainer.FATES)
-    (parsed,) = HfArgumentParser(dpo.DPOConfig).parse_args_into_dataclasses(['--output_dir', 'out'])
+        check_given(pairs.DPOConfig('out', ddp_timeout=1800), pairs.DPOTrainer.FATES)
+    (parsed,) = HfArgumentParser(pairs.DPOConfig).parse_args_into_dataclasses(['--output_dir', 'out'])
     with warnings.catch_warnings():
         warnings.simplefilter('error')
-        check_given(parsed, dpo.DPOTrainer.FATES)  # of a command line every field is passed
+        check_given(parsed, pairs.DPOTrainer.FATES)  # of a command line every field is passed
         check_given(
-            dpo.DPOConfig(f_divergence_type='reverse_kl', sync_ref_model=False, eval_delay=0), dpo.DPOTrainer.FATES
+            pairs.DPOConfig(f_divergence_type='reverse_kl', sync_ref_model=False, eval_delay=0), pairs.DPOTrainer.FATES
         )
 
 
@@ -91,12 +91,7 @@ def test_a_command_line_is_read_into_each_config(name, tmp_path):
 )
 def test_values_that_are_not_served(given, text):
     with pytest.raises(ValueError, match=text):
-        later.check_choices(dpo.DPOConfig(**given))
-
-
-def test_a_tracker_that_is_not_there_is_named():
-    with pytest.warns(UserWarning, match="report_to='neptune' has no effect here"):
-        assert later.trackers(sft.SFTConfig(report_to=['none', 'neptune'])) == []
+        arguments.check_choices(pairs.DPOConfig(**given))
 
 
 def test_warnings_point_at_the_line_of_the_script(folder, tmp_path):
@@ -108,36 +103,31 @@ def test_warnings_point_at_the_line_of_the_script(folder, tmp_path):
     assert [w.filename for w in told] == [__file__] * 3
 
 
-def test_small_kinds_of_adamw_are_plain_ones_with_a_warning():
-    with pytest.warns(UserWarning, match='paged_adamw_32bit'):
-        later.check_choices(sft.SFTConfig(optim='paged_adamw_32bit'))
-
-
 def test_the_losses_are_the_same_list_everywhere(folder):
     with pytest.raises(ValueError, match="loss_type='apo_zero' is not served here; use one of sigmoid, hinge, robust$"):
-        dpo.DPOTrainer(str(folder), args=dpo.DPOConfig(loss_type='apo_zero'), train_dataset=PAIRS)
+        pairs.DPOTrainer(str(folder), args=pairs.DPOConfig(loss_type='apo_zero'), train_dataset=PAIRS)
     for name in ('use_weighting', 'loss_weights', 'ld_alpha'):
-        assert 'sigmoid, hinge, robust' in dpo.DPOTrainer.FATES[name].note
+        assert 'sigmoid, hinge, robust' in pairs.DPOTrainer.FATES[name].note
 
 
 def test_an_unknown_argument_names_the_nearest():
     with pytest.raises(ValueError, match='DPOConfig.betta=.*beta'):
-        dpo.DPOConfig(betta=0.1)
+        pairs.DPOConfig(betta=0.1)
 
 
 def test_schedules_and_weight_decay():
     args = sft.SFTConfig(lr_scheduler_type='cosine', warmup_ratio=0.15)
-    assert later.schedule(args, 10) == {'lr_schedule': 'cosine', 'warmup_steps': 2}
+    assert arguments.schedule(args, 10) == {'lr_schedule': 'cosine', 'warmup_steps': 2}
     args = sft.SFTConfig(lr_scheduler_type='constant_with_warmup', warmup_steps=3)
-    assert later.schedule(args, 10) == {'lr_schedule': 'constant', 'warmup_steps': 3}
-    assert (later.every(None, 10, 100), later.every(0.05, 10, 100), later.every(7, 10, 100)) == (10, 5, 7)
+    assert arguments.schedule(args, 10) == {'lr_schedule': 'constant', 'warmup_steps': 3}
+    assert (arguments.every(None, 10, 100), arguments.every(0.05, 10, 100), arguments.every(7, 10, 100)) == (10, 5, 7)
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
-    made = later.make_optimizer(sft.SFTConfig(weight_decay=0.1, optim='sgd'), None, model)
+    made = arguments.make_optimizer(sft.SFTConfig(weight_decay=0.1, optim='sgd'), None, model)
     assert [(len(g['params']), g['weight_decay']) for g in made.param_groups] == [(1, 0.1), (3, 0.0)]
 
 
 def test_steps_of_a_run_over_a_list():
-    args = dpo.DPOConfig(
+    args = pairs.DPOConfig(
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
         num_train_epochs=1.5,
@@ -162,13 +152,6 @@ def test_batch_sizes_of_ppo(given, sizes):
     config = PPOConfig(**{'total_episodes': 100} | given)
     config.resolve('second')
     assert tuple(ppo_train.sizes_of(config, num_prompts=20, world_size=2)) == sizes
-
-
-def test_batch_sizes_that_do_not_divide():
-    config = PPOConfig(per_device_train_batch_size=5, num_mini_batches=2, total_episodes=10)
-    config.resolve('second')
-    with pytest.raises(ValueError, match='must be a multiple of num_mini_batches=2'):
-        ppo_train.sizes_of(config, 8, 1)
 
 
 def test_which_token_ends_a_response():
@@ -250,7 +233,7 @@ def test_prompts_leave_padding_out_and_keep_columns(folder):
 
 def test_the_loss_of_dpo():
     def loss(**given: Any) -> dict[str, Any]:
-        return dpo._loss(dpo.DPOConfig(**given))
+        return pairs.loss_of(pairs.DPOConfig(**given))
 
     assert loss() == {'loss_type': 'sigmoid'}
     assert loss(label_smoothing=0.2) == {'loss_type': 'cdpo', 'label_smoothing': 0.2}
@@ -260,7 +243,7 @@ def test_the_loss_of_dpo():
             loss(**given)
 
 
-@pytest.mark.parametrize('trainer', [dpo.DPOTrainer, sft.SFTTrainer, reward.RewardTrainer])
+@pytest.mark.parametrize('trainer', [pairs.DPOTrainer, sft.SFTTrainer, pairs.RewardTrainer])
 def test_a_collator_is_refused_by_name(trainer):
     with pytest.raises(ValueError, match=f'{trainer.__name__}: data_collator cannot be honoured here'):
         trainer(model='x', train_dataset=[], data_collator=lambda rows: rows)
@@ -284,16 +267,16 @@ def test_an_inner_step_that_a_script_overrides_is_named():
 def test_older_arguments_of_a_constructor(folder, tmp_path):
     rows = demo_world.demo_preferences(4)
     with pytest.warns(UserWarning, match='max_prompt_length=8'):
-        trainer = dpo.DPOTrainer(
+        trainer = pairs.DPOTrainer(
             str(folder),
-            args=dpo.DPOConfig(output_dir=str(tmp_path), save_strategy='no'),
+            args=pairs.DPOConfig(output_dir=str(tmp_path), save_strategy='no'),
             train_dataset=rows,
             beta=0.7,
             max_prompt_length=8,
         )
     assert trainer.inner.config.beta == 0.7
     with pytest.raises(ValueError, match="DPOTrainer has no argument 'betta'"):
-        dpo.DPOTrainer(str(folder), train_dataset=rows, betta=0.7)
+        pairs.DPOTrainer(str(folder), train_dataset=rows, betta=0.7)
 
 
 def test_arguments_of_transformers_own_class(folder, tmp_path):
@@ -348,7 +331,7 @@ ONE_STEP = {'max_steps': 1, 'save_strategy': 'no'}
 @pytest.mark.parametrize('trainer', ['DPOTrainer', 'SFTTrainer', 'RewardTrainer'])
 def test_options_of_loading_from_a_command_line(trainer, folder, tmp_path):
     """They are a text there, in JSON."""
-    module = {'DPOTrainer': dpo, 'SFTTrainer': sft, 'RewardTrainer': reward}[trainer]
+    module = sft if trainer == 'SFTTrainer' else pairs
     config_class = getattr(module, trainer.replace('Trainer', 'Config'))
 
     def make(options: str) -> Any:
@@ -375,9 +358,9 @@ def test_options_of_loading_beside_a_loaded_model_are_named(folder, tmp_path):
     with pytest.warns(UserWarning, match='SFTConfig: model_init_kwargs=.* the model is loaded already'):
         sft.SFTTrainer(load(folder), sft.SFTConfig(**args), train_dataset=rows)
     with pytest.warns(UserWarning, match='RewardConfig: model_init_kwargs=') as told:
-        reward.RewardTrainer(
+        pairs.RewardTrainer(
             AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1),
-            reward.RewardConfig(**args),
+            pairs.RewardConfig(**args),
             train_dataset=PAIRS,
             processing_class=AutoTokenizer.from_pretrained(folder),
         )
@@ -385,11 +368,11 @@ def test_options_of_loading_beside_a_loaded_model_are_named(folder, tmp_path):
     args = args | {'model_init_kwargs': None, 'ref_model_init_kwargs': options}
     for reference in (None, load(folder)):
         with pytest.warns(UserWarning, match='DPOConfig: ref_model_init_kwargs=.* a copy or given') as told:
-            dpo.DPOTrainer(str(folder), reference, dpo.DPOConfig(**args), train_dataset=PAIRS)
+            pairs.DPOTrainer(str(folder), reference, pairs.DPOConfig(**args), train_dataset=PAIRS)
         assert [w.filename for w in told] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter('error', UserWarning)
-        trainer = dpo.DPOTrainer(str(folder), str(folder), dpo.DPOConfig(**args), train_dataset=PAIRS)
+        trainer = pairs.DPOTrainer(str(folder), str(folder), pairs.DPOConfig(**args), train_dataset=PAIRS)
     assert trainer.ref_model.config._attn_implementation == 'eager'
 
 
@@ -461,7 +444,7 @@ def test_a_config_file_under_a_command_line(tmp_path, monkeypatch):
     monkeypatch.setenv('FROM_THE_FILE', 'before')
     path = tmp_path / 'c.yaml'
     path.write_text('dataset_name: d\nlearning_rate: 0.5\nbeta: 0.25\nenv:\n  FROM_THE_FILE: 3\n')
-    parser = TrlParser((ScriptArguments, dpo.DPOConfig))
+    parser = TrlParser((ScriptArguments, pairs.DPOConfig))
     script, config = parser.parse_args_and_config(['--config', str(path), '--beta', '0.75', '--output_dir', 'x'])
     assert (script.dataset_name, config.learning_rate, config.beta) == ('d', 0.5, 0.75)
     import os
@@ -521,16 +504,16 @@ class Plain:
 
 def test_rows_of_turns_become_text():
     asked, good, bad = ([{'role': r, 'content': c}] for r, c in (('user', 'q'), ('assistant', 'a'), ('assistant', 'b')))
-    assert chat.apply_chat_template({'messages': asked + good}, Plain()) == {'text': 'user: q\nassistant: a\n'}
+    assert scripts.apply_chat_template({'messages': asked + good}, Plain()) == {'text': 'user: q\nassistant: a\n'}
     row = {'prompt': asked, 'chosen': good, 'rejected': bad}
     expected = {'prompt': 'user: q\nassistant: ', 'chosen': 'a\n', 'rejected': 'b\n'}
-    assert chat.maybe_apply_chat_template(row, Plain()) == expected
+    assert scripts.maybe_apply_chat_template(row, Plain()) == expected
     text = {'prompt': 'q', 'chosen': 'a', 'rejected': 'b'}
-    assert chat.maybe_apply_chat_template(text, Plain()) is text
-    assert chat.is_conversational(row) and not chat.is_conversational(text)
+    assert scripts.maybe_apply_chat_template(text, Plain()) is text
+    assert scripts.is_conversational(row) and not scripts.is_conversational(text)
     whole = {'chosen': asked + good, 'rejected': asked + bad}
-    assert chat.maybe_extract_prompt(whole) == row | {}
-    assert chat.extract_prompt({'chosen': 'the sky is blue', 'rejected': 'the sky is green'}) == {
+    assert scripts.maybe_extract_prompt(whole) == row | {}
+    assert scripts.extract_prompt({'chosen': 'the sky is blue', 'rejected': 'the sky is green'}) == {
         'prompt': 'the sky is',
         'chosen': ' blue',
         'rejected': ' green',
@@ -540,19 +523,19 @@ def test_rows_of_turns_become_text():
 def test_pairs_become_labelled_rows():
     datasets = pytest.importorskip('datasets')
     pairs = datasets.Dataset.from_dict({'prompt': ['p', 'q'], 'chosen': ['a', 'b'], 'rejected': ['c', 'd']})
-    found = chat.maybe_unpair_preference_dataset(pairs)
+    found = scripts.maybe_unpair_preference_dataset(pairs)
     assert found['completion'][:] == ['a', 'b', 'c', 'd'] and found['label'][:] == [True, True, False, False]
     assert found['prompt'][:] == ['p', 'q', 'p', 'q']
-    assert chat.maybe_unpair_preference_dataset(found) is found
+    assert scripts.maybe_unpair_preference_dataset(found) is found
 
 
 def test_the_simple_template(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = chat.SIMPLE_CHAT_TEMPLATE
+    tokenizer.chat_template = scripts.SIMPLE_CHAT_TEMPLATE
     turns = [{'role': 'user', 'content': 'one'}, {'role': 'assistant', 'content': 'two'}]
     assert tokenizer.apply_chat_template(turns, tokenize=False) == 'User: one\n\nAssistant: two\n\n'
     assert tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True) == (
         'User: one\n\nAssistant:'
     )
     with pytest.raises(ValueError, match='the tokenizer has a chat template'):
-        chat.setup_chat_format(None, tokenizer)
+        scripts.setup_chat_format(None, tokenizer)

@@ -1,4 +1,4 @@
-"""Numbers of TRL 1.12.0, recorded by `compat/benchmarks/compat_trl_recent.py numbers`: PPO, DPO, SFT, reward models.
+"""Numbers of TRL 1.12.0, recorded by `compat/benchmarks/compat_trl.py numbers`: PPO, DPO, SFT, reward models.
 
 The same weights, prompts and responses; no TRL is needed here. Where TRL's own faults would enter (padding in means,
 the end of a response), the inputs are equally long, or only what they do not touch is compared.

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from chatgpt.launch import demo_world
 from chatgpt.nn import GPTActor
 from chatgpt_compat.trl.config import PPOConfig
-from chatgpt_compat.trl.dpo import DPOConfig, DPOTrainer
+from chatgpt_compat.trl.pairs import DPOConfig, DPOTrainer
 from chatgpt_compat.trl.ppo_train import PPOTrainer
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,14 +14,11 @@ from chatgpt.testing.fakes import char_tokenizer
 from chatgpt.trainer.schedule import lr_factor
 from chatgpt.types import Sample
 from chatgpt_compat import trlx
+from chatgpt_compat.statistics import TRLX, evaluated, named
 from chatgpt_compat.trlx import INSTEAD, SERVED, config, settings
 from chatgpt_compat.trlx.config import (
     ILQLConfig,
-    ModelConfig,
-    PPOConfig,
-    RFTConfig,
     SFTConfig,
-    TokenizerConfig,
     TrainConfig,
     TRLConfig,
     default_ilql_config,
@@ -31,7 +28,6 @@ from chatgpt_compat.trlx.config import (
 )
 from chatgpt_compat.trlx.pipeline import PromptPipeline, prompts_of, register_datapipeline
 from chatgpt_compat.trlx.rewards import RewardFunction, metric_function
-from chatgpt_compat.trlx.statistics import theirs
 from chatgpt_compat.trlx.trainers import trainer_class_of
 
 PAGE = Path(__file__).resolve().parents[2] / 'docs' / 'coming_from' / 'trlx.md'
@@ -110,39 +106,12 @@ def test_defaults_are_trlx_s():
 # ---------------------------------------------------------------------- what fields come to
 
 
-def test_every_field_is_on_the_page():
-    classes = {
-        'model': [ModelConfig],
-        'tokenizer': [TokenizerConfig],
-        'optimizer': [config.OptimizerConfig],
-        'scheduler': [config.SchedulerConfig],
-        'train': [TrainConfig],
-        'method': [PPOConfig, ILQLConfig, SFTConfig, RFTConfig],
-    }
-    there = {f'{section}.{f.name}' for section, kinds in classes.items() for kind in kinds for f in fields(kind)}
-    text = PAGE.read_text()
-    assert not [name for name in there if f'| `{name}` |' not in text]
-
-
-def test_every_name_and_statistic_is_on_the_page():
-    text = PAGE.read_text()
-    from chatgpt_compat.trlx.statistics import STATISTICS
-
-    assert not [name for name in SERVED if f'`{name}`' not in text]
-    assert not [name for name in INSTEAD if f'`{name}`' not in text]
-    assert not [name for name in STATISTICS if f'| `{name}` |' not in text]
-
-
-def test_every_served_name_is_there():
-    import importlib
-
-    for target in SERVED.values():
-        module, _, attribute = target.partition(':')
-        assert hasattr(importlib.import_module(module), attribute), target
-    assert callable(trlx.train)
-    with pytest.raises(ImportError, match='trlx.sweep is not served; instead: python -m chatgpt sweep'):
-        from chatgpt_compat.trlx import sweep  # noqa: F401
-    assert not set(SERVED) & set(INSTEAD)
+def test_every_name_field_and_statistic_is_on_the_page():
+    text, default = PAGE.read_text(), default_ppo_config()
+    kinds = [(s, type(getattr(default, s))) for s in config.SECTIONS] + [('method', ILQLConfig), ('method', SFTConfig)]
+    there = {f'| `{section}.{name}` |' for section, kind in kinds for name in kind.names()}
+    there |= {f'`{name}`' for name in (*SERVED, *INSTEAD)} | {f'| `{name}` |' for name in TRLX}
+    assert not [name for name in there if name not in text]
 
 
 @pytest.mark.parametrize(
@@ -157,29 +126,8 @@ def test_every_served_name_is_there():
         ({'tokenizer.tokenizer_path': ''}, 'no tokenizer_path'),
         ({'train.epochs': 0}, 'at least 1'),
         ({'train.trainer': 'NeMoPPOTrainer'}, 'FSDP or ColossalAI'),
+        ({'train.trainer': 'AccelerateRFTTrainer'}, 'chatgpt.trainer.RFTTrainer'),
         ({'train.trainer': 'AccelerateILQLTrainer'}, 'does not learn from a reward_fn|needs a ILQLConfig'),
-    ],
-)
-def test_what_is_not_served_is_refused_before_anything_is_loaded(names, message):
-    chosen = TRLConfig.update(default_ppo_config(), {'model.model_path': '/nowhere', **names})
-    with pytest.raises(ValueError, match=message):
-        trlx.train(reward_fn=lambda samples, **_: [0.0], prompts=['a'], config=chosen)
-
-
-def test_train_says_what_it_needs():
-    with pytest.raises(ValueError, match='give a reward_fn'):
-        trlx.train(config=default_ppo_config())
-    with pytest.raises(ValueError, match='2 samples but 1 rewards'):
-        trlx.train(samples=['a', 'b'], rewards=[1.0])
-    with pytest.raises(ValueError, match='both reward_fn and samples'):
-        trlx.train(reward_fn=len, samples=['a'])
-    with pytest.raises(ValueError, match='does not learn from rewards'):
-        trlx.train(samples=['a'], rewards=[1.0], config=default_sft_config())
-
-
-@pytest.mark.parametrize(
-    ('names', 'message'),
-    [
         ({'optimizer.name': 'adamw_8bit_bnb'}, 'adamw, sgd, adam'),
         ({'optimizer.kwargs.leraning_rate': 1e-3}, "no 'leraning_rate'"),
         ({'scheduler.name': 'cosine'}, 'cosine_annealing, linear'),
@@ -191,11 +139,24 @@ def test_train_says_what_it_needs():
         ({'train.seq_length': 40}, 'leaves no token for a prompt'),
     ],
 )
-def test_values_that_cannot_be_followed(names, message):
-    chosen = TRLConfig.update(default_ppo_config(), names)
-    chosen.model.model_path = '/nowhere'
+def test_what_is_not_served_is_refused_before_anything_is_loaded(names, message):
+    chosen = TRLConfig.update(default_ppo_config(), {'model.model_path': '/nowhere', **names})
     with pytest.raises(ValueError, match=message):
         trlx.train(reward_fn=lambda samples, **_: [0.0], prompts=['a'], config=chosen)
+
+
+@pytest.mark.parametrize(
+    ('given', 'message'),
+    [
+        ({}, 'give a reward_fn'),
+        ({'samples': ['a', 'b'], 'rewards': [1.0]}, '2 samples but 1 rewards'),
+        ({'reward_fn': len, 'samples': ['a']}, 'both reward_fn and samples'),
+        ({'samples': ['a'], 'rewards': [1.0], 'config': default_sft_config()}, 'does not learn from rewards'),
+    ],
+)
+def test_train_says_what_it_needs(given, message):
+    with pytest.raises(ValueError, match=message):
+        trlx.train(**given)
 
 
 @pytest.mark.parametrize('name', ['cosine_annealing', 'rising cosine_annealing', 'linear'])
@@ -210,6 +171,7 @@ def test_learning_rates_are_torch_s(name):
     chosen = default_sft_config()
     chosen.optimizer.kwargs['lr'] = 1e-3
     chosen.scheduler = config.SchedulerConfig(name, kwargs)
+    assert settings.schedule_of(default_ppo_config()) == {'lr_schedule': 'constant'}  # which never ends
     ours = settings.schedule_of(chosen)
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=1e-3)
@@ -222,10 +184,6 @@ def test_learning_rates_are_torch_s(name):
         assert 1e-3 * factor == pytest.approx(optimizer.param_groups[0]['lr'], rel=1e-9)
         optimizer.step()
         scheduler.step()
-
-
-def test_a_schedule_that_never_ends_is_constant():
-    assert settings.schedule_of(default_ppo_config()) == {'lr_schedule': 'constant'}
 
 
 def test_the_length_of_a_ppo_run():
@@ -367,7 +325,7 @@ def test_statistics_from_hand():
         'eval/metrics/x': 5.0,
         'ppo/lr': 0.1,
     }
-    found = theirs(metrics, ppo)
+    found = named(TRLX, metrics, ppo) | evaluated(metrics)
     assert found.pop('policy/kl_per_token') == pytest.approx(0.1)
     assert found.pop('policy/sqrt_kl') == pytest.approx(0.3)
     assert found == {
@@ -380,7 +338,7 @@ def test_statistics_from_hand():
         'learning_rate_group_0': 0.1,
     }
     ilql = settings.ilql_settings(default_ilql_config())
-    assert theirs({'ilql/cql_loss': 0.3}, ilql)['losses/loss_cql'] == pytest.approx(3.0)
+    assert named(TRLX, {'ilql/cql_loss': 0.3}, ilql)['losses/loss_cql'] == pytest.approx(3.0)
 
 
 def test_other_trackers_of_the_library(monkeypatch):

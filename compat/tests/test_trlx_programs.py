@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from chatgpt.nn import GPTActor, ILQLModel
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer import ILQLTrainer, PPOTrainer, RFTTrainer, SFTTrainer
+from chatgpt.trainer import ILQLTrainer, PPOTrainer, SFTTrainer
 from chatgpt_compat.modules import serving
 from chatgpt_compat.trlx.pipeline import tokenize_dialogue
 
@@ -184,15 +184,6 @@ def test_ilql_learns_the_walks_and_sweeps_beta(run, folder, tmp_path):
     assert record.response_ids[-1] == 2  # the end token
     heads = ILQLModel.from_pretrained(tmp_path / 'ckpts/checkpoint_80/hf_model')
     assert len(heads.q_heads) == 2
-
-
-def test_rft(run, folder, tmp_path):
-    config = {'model.model_path': str(folder), 'tokenizer.tokenizer_path': str(folder), 'train.tracker': None}
-    found = run('rft_randomwalks', {'config': config})['trainer']
-    assert isinstance(found.trainer, RFTTrainer)
-    rows = lines(tmp_path / 'checkpoints/randomwalks')
-    assert [row['rft/quantile'] for row in rows] == [0.9] * 4
-    assert rows[-1]['scores_mean'] > rows[0]['scores_mean'] + 0.1
 
 
 def test_sentiments_by_ilql(run, folder, classifier, tmp_path):

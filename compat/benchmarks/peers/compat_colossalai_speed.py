@@ -76,7 +76,7 @@ heads = side('models.gpt', 'chatgpt.nn')
 RewardModel = side('models.base', 'chatgpt.nn').RewardModel
 NaiveStrategy = side('trainer.strategies', 'chatgpt_compat.colossalai.strategies').NaiveStrategy
 PPOTrainer = side('trainer', 'chatgpt_compat.colossalai.trainers').PPOTrainer
-Callback = side('trainer.callbacks', 'chatgpt_compat.colossalai.callbacks').Callback
+Callback = side('trainer.callbacks', 'chatgpt_compat.colossalai.trainers').Callback
 
 
 class Serve(Callback):  # type: ignore[misc]

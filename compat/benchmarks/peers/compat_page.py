@@ -32,7 +32,9 @@ def speed(cases: Sequence[Case], mine: Sequence[Any], theirs: Sequence[Any], wor
     for case in cases:
         case = Case(**{**vars(case), 'model': folders[case.lengths]})
         result = compare(case, mine, theirs, rounds=rounds, warmup=1, logs=work / 'logs')
-        found[case.name] = {k: result[k] for k in ('ratio', 'ratio_wall', 'ratio_total', 'ours', 'theirs', 'about')}
+        found[case.name] = {
+            k: result[k] for k in ('ratio', 'ratio_wall', 'ratio_total', 'ours', 'theirs', 'about', 'rounds')
+        }
         here, there = result['ours']['cpu_s'], result['theirs']['cpu_s']
         print(f'{case.name}: {here:.2f} s here, {there:.2f} s there, {result["ratio"]["median"]:.2f} times', flush=True)
     return found
@@ -60,12 +62,20 @@ def checkout(source: str, work: Path, wanted: str, *, commit: str = '', paths: S
     return folder.resolve()
 
 
-def arguments(about: str | None) -> argparse.ArgumentParser:
+def arguments(about: str | None, **source: Any) -> argparse.Namespace:
+    """What the command line says; `source`: options of the argument --source, where a script has it."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('what', choices=('numbers', 'speed'))
+    parser.add_argument('what', nargs='?', choices=('numbers', 'speed'), default='numbers')
     parser.add_argument('--rounds', type=int, default=5)
     parser.add_argument('--work-dir', type=Path, default=Path('outputs/peers'), help='environments, models and logs')
-    return parser
+    if source:
+        parser.add_argument('--source', **source)
+    args = parser.parse_args()
+    if source and args.what == 'speed' and args.source is None:
+        parser.error('speed needs --source')
+    args.work_dir = args.work_dir.resolve()
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    return args
 
 
 def write(

@@ -1,4 +1,4 @@
-"""What both sides of `compat_trl_recent.py` compute: models by a formula, given responses, and cases of settings.
+"""What both sides of `compat_trl.py` compute: models by a formula, given responses, and cases of settings.
 
 Programs of TRL's second era, with the names of either `trl` or `chatgpt_compat.trl`. Runs in the library's environment
 and in the peer's, so it imports nothing of either, and torch only inside functions.

@@ -142,11 +142,8 @@ class AlpacaDataCollator:
 
 
 def preferences(dataset: Any) -> list[TokenizedPreference]:
-    """Records of what their reward-model data sets give: the ids that both answers begin with are the prompt.
-
-    Raises:
-        ValueError: items of another kind.
-    """
+    """Records of what their reward-model data sets give: the ids that both answers begin with are the prompt. Raises
+    ValueError for items of another kind."""
     return [_preference(i, dataset[i]) for i in range(len(dataset))]
 
 
@@ -176,11 +173,7 @@ def _real(ids: Tensor, mask: Tensor) -> Tensor:
 
 def demonstrations(loader: Any) -> list[Sequence]:
     """Records of a loader over demonstrations: all of its data set, one by one through its collate function, whatever
-    sampler it has.
-
-    Raises:
-        ValueError: no DataLoader, or batches without input_ids.
-    """
+    sampler it has. Raises ValueError for no DataLoader, and for batches without input_ids."""
     if not isinstance(loader, DataLoader):
         raise ValueError(f'train_dataloader is a {type(loader).__name__}; give a torch DataLoader')
     dataset: Any = loader.dataset

@@ -25,20 +25,13 @@ class _Generates:
     def generate(
         self, input_ids: Tensor, return_action_mask: bool = True, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Responses by transformers' `generate`.
-
-        Args:
-            input_ids: (B, P) int64; padded on the left where `pad_token_id` is given.
-            **kwargs: fields of GenerationConfig; the functions of `generation_utils` are not needed.
-
-        Returns:
-            sequences (B, P + A); attention mask (B, P + A), None without `pad_token_id`; action mask (B, A) bool, True
-            up to the end token and with it.
-        """
+        """Responses by transformers' `generate` to `input_ids` (B, P) int64, padded on the left where `pad_token_id` is
+        given: sequences (B, P + A); attention mask (B, P + A), None without `pad_token_id`; action mask (B, A) bool,
+        True up to the end token and with it. The functions of `generation_utils` are not needed."""
         for name in ('prepare_inputs_fn', 'update_model_kwargs_fn'):
             kwargs.pop(name, None)
         pad, end = kwargs.get('pad_token_id'), kwargs.get('eos_token_id')
-        mask = torch.ones_like(input_ids) if pad is None else _not_left_padding(input_ids, pad)
+        mask = torch.ones_like(input_ids) if pad is None else (input_ids.ne(pad).cumsum(dim=1) > 0).long()
         was_training = self.model.training
         self.model.eval()
         try:
@@ -53,29 +46,19 @@ class _Generates:
         return sequences, attention_mask, ended.cumsum(dim=1) - ended == 0
 
 
-def _not_left_padding(ids: Tensor, pad: int) -> Tensor:
-    """(B, P) int64: 0 before the first token that is not padding."""
-    return (ids.ne(pad).cumsum(dim=1) > 0).long()
+class Actor(_Generates, ours.Actor): ...
 
 
-class Actor(_Generates, ours.Actor):
-    """`chatgpt.nn.Actor` with `generate`."""
+class GPTActor(_Generates, ours.GPTActor): ...
 
 
-class GPTActor(_Generates, ours.GPTActor):
-    """`chatgpt.nn.GPTActor` with `generate`."""
+class OPTActor(_Generates, ours.OPTActor): ...
 
 
-class OPTActor(_Generates, ours.OPTActor):
-    """`chatgpt.nn.OPTActor` with `generate`."""
+class BLOOMActor(_Generates, ours.BLOOMActor): ...
 
 
-class BLOOMActor(_Generates, ours.BLOOMActor):
-    """`chatgpt.nn.BLOOMActor` with `generate`."""
-
-
-class LlamaActor(_Generates, ours.LlamaActor):
-    """`chatgpt.nn.LlamaActor` with `generate`."""
+class LlamaActor(_Generates, ours.LlamaActor): ...
 
 
 def smart_tokenizer_and_embedding_resize(tokenizer: Any, model: Any, special_tokens_dict: Any = None) -> None:
@@ -99,11 +82,9 @@ def prepare_llama_tokenizer_and_embedding(tokenizer: Any, model: Any, special_to
     return tokenizer
 
 
-def update_model_kwargs_fn(outputs: Any, **model_kwargs: Any) -> Any:
-    """Handed over by scripts, and never called: our engines keep the cache themselves."""
-    raise NotImplementedError('the engine keeps the cache itself; leave update_model_kwargs_fn out')
+def _handed_over(*_: Any, **__: Any) -> Any:
+    """Scripts hand it over, and nothing calls it."""
+    raise NotImplementedError('the engine keeps the cache itself; leave this function out')
 
 
-def prepare_inputs_fn(input_ids: Any, past: Any = None, **kwargs: Any) -> Any:
-    """Handed over by scripts, and never called: our engines keep the cache themselves."""
-    raise NotImplementedError('the engine keeps the cache itself; leave prepare_inputs_fn out')
+update_model_kwargs_fn = prepare_inputs_fn = _handed_over

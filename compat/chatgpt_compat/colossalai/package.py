@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import suppress
 from typing import Any
 
-_HERE = 'chatgpt_compat.colossalai.package'
 SERVED: dict[str, str] = {
-    'nn.optimizer.HybridAdam': f'{_HERE}:hybrid_adam',
-    'nn.optimizer.CPUAdam': f'{_HERE}:hybrid_adam',
-    'nn.optimizer.FusedAdam': f'{_HERE}:hybrid_adam',
-    'logging.get_dist_logger': f'{_HERE}:get_dist_logger',
-}
+    f'nn.optimizer.{name}': 'chatgpt_compat.colossalai.package:hybrid_adam'
+    for name in ('HybridAdam', 'CPUAdam', 'FusedAdam')
+} | {'logging.get_dist_logger': 'chatgpt_compat.colossalai.package:get_dist_logger'}
 
 INSTEAD: dict[str, str] = {
-    'launch': 'strategy = DDPStrategy() or FSDPStrategy(), which starts the process group',
-    'launch_from_torch': 'strategy = DDPStrategy() or FSDPStrategy(), which starts the process group',
+    **dict.fromkeys(
+        ('launch', 'launch_from_torch'), 'strategy = DDPStrategy() or FSDPStrategy(), which starts the process group'
+    ),
     'utils': 'torch and the strategy, such as strategy.device; or install colossalai (README, requirements-colossalai)',
-    'nn': 'strategy = ColossalAIStrategy(...), with colossalai installed (README, requirements-colossalai)',
-    'tensor': 'strategy = ColossalAIStrategy(...), with colossalai installed (README, requirements-colossalai)',
-    'booster': 'strategy = ColossalAIStrategy(...), with colossalai installed (README, requirements-colossalai)',
-    'zero': 'strategy = ColossalAIStrategy(...), with colossalai installed (README, requirements-colossalai)',
+    **dict.fromkeys(
+        ('nn', 'tensor', 'booster', 'zero'),
+        'strategy = ColossalAIStrategy(...), with colossalai installed (README, requirements-colossalai)',
+    ),
     'testing': 'chatgpt.testing.processes.run_distributed',
 }
 
@@ -39,17 +38,12 @@ def hybrid_adam(
     verbose: bool = False,
 ) -> Any:
     """torch's Adam in its place, the same update: AdamW, or Adam without `adamw_mode`. It is for the strategies that
-    need no colossalai.
-
-    Raises:
-        ValueError: what torch's has not.
-    """
+    need no colossalai. Raises ValueError for what torch's has not."""
     import torch
 
-    if not bias_correction:
-        raise ValueError('bias_correction=False needs colossalai itself (README, requirements-colossalai)')
-    if nvme_offload_fraction or nvme_offload_dir:
-        raise ValueError('offload to NVMe needs colossalai itself (README, requirements-colossalai)')
+    if not bias_correction or nvme_offload_fraction or nvme_offload_dir:
+        what = 'offload to NVMe' if bias_correction else 'bias_correction=False'
+        raise ValueError(f'{what} needs colossalai itself (README, requirements-colossalai)')
     kind = torch.optim.AdamW if adamw_mode else torch.optim.Adam
     return kind(model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
@@ -67,28 +61,16 @@ def use_without_gpu() -> None:
             bridge()
 
 
-class _Logger:
+class _Logger(logging.LoggerAdapter[logging.Logger]):
     """Logging whose `ranks` says nothing: rank 0 logs."""
 
-    def __init__(self, name: str) -> None:
-        import os
-
-        logging.basicConfig(format='%(message)s')
-        self._logger = logging.getLogger(name)
-        self._logger.setLevel(logging.INFO if os.environ.get('RANK', '0') == '0' else logging.ERROR)
-
-    def info(self, message: str, ranks: Any = None) -> None:
-        self._logger.info(message)
-
-    def warning(self, message: str, ranks: Any = None) -> None:
-        self._logger.warning(message)
-
-    def debug(self, message: str, ranks: Any = None) -> None:
-        self._logger.debug(message)
-
-    def error(self, message: str, ranks: Any = None) -> None:
-        self._logger.error(message)
+    def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
+        kwargs.pop('ranks', None)
+        return msg, kwargs
 
 
 def get_dist_logger(name: str = 'colossalai') -> _Logger:
-    return _Logger(name)
+    logging.basicConfig(format='%(message)s')
+    logger = logging.getLogger(name)
+    logger.setLevel(logging.INFO if os.environ.get('RANK', '0') == '0' else logging.ERROR)
+    return _Logger(logger, {})

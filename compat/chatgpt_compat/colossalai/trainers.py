@@ -1,13 +1,15 @@
-"""Its trainers: their argument lists, on the library's own trainers.
+"""Its trainers and callbacks: their argument lists, on the library's own.
 
 A model and an optimizer that no strategy has prepared are prepared here, as theirs were.
 """
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from functools import wraps
 from typing import Any
 
 import torch
@@ -18,23 +20,14 @@ from chatgpt.strategies import Strategy
 from chatgpt.trainer import PPOTrainer as OurPPOTrainer
 from chatgpt.trainer import RewardModelTrainer as OurRewardModelTrainer
 from chatgpt.trainer import SFTTrainer as OurSFTTrainer
-from chatgpt.trainer.callbacks import Callback, TrainerView
+from chatgpt.trainer import callbacks as ours
+from chatgpt.trainer.callbacks import TrainerView
 from chatgpt_compat.colossalai.data import demonstrations, preferences
 from chatgpt_compat.colossalai.losses import LogExpLoss, LogSigLoss
 
 PPO_ORDER = (
-    'kl_coef',
-    'train_batch_size',
-    'buffer_limit',
-    'buffer_cpu_offload',
-    'eps_clip',
-    'value_clip',
-    'experience_batch_size',
-    'max_epochs',
-    'tokenizer',
-    'sample_replay_buffer',
-    'dataloader_pin_memory',
-    'callbacks',
+    *('kl_coef', 'train_batch_size', 'buffer_limit', 'buffer_cpu_offload', 'eps_clip', 'value_clip'),
+    *('experience_batch_size', 'max_epochs', 'tokenizer', 'sample_replay_buffer', 'dataloader_pin_memory', 'callbacks'),
 )
 """what may follow the optimizers without a name"""
 CACHE_FUNCTIONS = ('prepare_inputs_fn', 'update_model_kwargs_fn')
@@ -136,19 +129,12 @@ class RewardModelTrainer(OurRewardModelTrainer):
         max_epochs: int | None = None,
         **settings: Any,
     ) -> None:
-        given = list(positional)
+        given, names = list(positional), ['train_dataset', 'eval_dataset', 'batch_size', 'max_epochs']
         if given and (isinstance(given[0], nn.Module) or given[0] is None):
             loss_fn = given.pop(0)
-            names = ['train_dataset', 'valid_dataset', 'eval_dataset', 'batch_size', 'max_epochs']
-        else:
-            names = ['train_dataset', 'eval_dataset', 'batch_size', 'max_epochs']
-        found = {
-            'train_dataset': train_dataset,
-            'valid_dataset': valid_dataset,
-            'eval_dataset': eval_dataset,
-            'batch_size': batch_size,
-            'max_epochs': max_epochs,
-        } | dict(zip(names, given, strict=False))
+            names.insert(1, 'valid_dataset')
+        found = {'train_dataset': train_dataset, 'valid_dataset': valid_dataset, 'eval_dataset': eval_dataset}
+        found |= {'batch_size': batch_size, 'max_epochs': max_epochs} | dict(zip(names, given, strict=False))
         if len(given) > len(names):
             raise ValueError(f'RewardModelTrainer takes at most {3 + len(names)} arguments without a name')
         if found['train_dataset'] is None:
@@ -182,7 +168,6 @@ class RewardModelTrainer(OurRewardModelTrainer):
         self.model, self.optimizer = model, optim
 
     def fit(self, use_lora: int = 0) -> None:  # type: ignore[override]
-        """`use_lora` says nothing that the model does not know."""
         super().fit()
 
 
@@ -205,13 +190,12 @@ class SFTTrainer(OurSFTTrainer):
         max_epochs: int = 2,
         **settings: Any,
     ) -> None:
-        train, held_out = demonstrations(train_dataloader), None
-        if eval_dataloader is not None:
-            held_out = demonstrations(eval_dataloader)
+        train = demonstrations(train_dataloader)
+        held_out = None if eval_dataloader is None else demonstrations(eval_dataloader)
         if not is_prepared(strategy, optim):
             model, optim = strategy.prepare((model, optim))
         self._logs = _LossLog()
-        callbacks: SequenceOf[Callback] = settings.pop('callbacks', ())
+        callbacks: SequenceOf[ours.Callback] = settings.pop('callbacks', ())
         super().__init__(
             strategy,
             model,
@@ -236,7 +220,7 @@ class SFTTrainer(OurSFTTrainer):
         super().fit()
 
 
-class _LossLog(Callback):
+class _LossLog(ours.Callback):
     """Tells a logger of the losses."""
 
     logger: Any = None
@@ -245,3 +229,66 @@ class _LossLog(Callback):
         if self.logger is not None and trainer.strategy.is_rank_0:
             losses = {name: value for name, value in metrics.items() if name in ('sft/loss', 'sft/val_loss')}
             self.logger.info(f'step {trainer.num_updates}: ' + ', '.join(f'{k} {v:.4f}' for k, v in losses.items()))
+
+
+# ---------------------------------------------------------------------- callbacks
+
+HOOKS = {
+    **dict.fromkeys(('on_fit_start', 'on_fit_end', 'on_make_experience_start', 'on_learn_batch_start'), 0),
+    **dict.fromkeys(('on_episode_start', 'on_episode_end', 'on_make_experience_end'), 1),
+    **dict.fromkeys(('on_learn_epoch_start', 'on_learn_epoch_end'), 1),
+    'on_learn_batch_end': 2,
+}
+"""how many arguments its hooks take"""
+
+
+class Callback(ours.Callback):
+    """Derive from it: hooks with its arguments are called with those, hooks with ours, which begin with the trainer, as
+    they are.
+
+    `on_make_experience_end(experience)` is given the list of a phase's `chatgpt.types.Experience`, and so is the second
+    argument of `on_learn_batch_end(metrics, experience)`.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, count in HOOKS.items():
+            if (hook := vars(cls).get(name)) is not None:
+                names = list(inspect.signature(hook).parameters)
+                if len(names) == 1 + count and names[1:2] != ['trainer']:
+                    setattr(cls, name, _without_trainer(hook, name))
+
+
+def _nothing(self: Callback, *arguments: Any) -> None:
+    """What a hook does that is not overridden, with whichever arguments a subclass calls it."""
+
+
+for _name in HOOKS:
+    setattr(Callback, _name, _nothing)
+
+
+def _without_trainer(hook: Any, name: str) -> Any:
+    @wraps(hook)
+    def called(self: Callback, trainer: TrainerView, *arguments: Any) -> None:
+        if name == 'on_learn_batch_end':
+            arguments = (*arguments, trainer.last_experiences)
+        hook(self, *arguments)
+
+    del called.__wrapped__  # type: ignore[attr-defined]  # a subclass that calls its base has the signature it sees
+    return called
+
+
+class PerformanceEvaluator(ours.PerformanceEvaluator):
+    """`chatgpt.trainer.callbacks.PerformanceEvaluator`; `ignore_episodes` counts learning phases."""
+
+    def __init__(
+        self,
+        actor_num_params: int,
+        critic_num_params: int,
+        initial_model_num_params: int,
+        reward_model_num_params: int,
+        enable_grad_checkpoint: bool = False,
+        ignore_episodes: int = 0,
+    ) -> None:
+        sizes = (actor_num_params, critic_num_params, initial_model_num_params, reward_model_num_params)
+        super().__init__(*sizes, enable_grad_checkpoint, ignore_phases=ignore_episodes)

@@ -1,5 +1,5 @@
-"""Which arguments of TRL's config classes cannot be honoured, and the check that nothing is ignored in silence.
-docs/coming_from/trl.md says what becomes of the others.
+"""Arguments of TRL's config classes: which cannot be honoured, the check that nothing is ignored in silence, and what
+the common ones become in `train()`. docs/coming_from/trl.md says it of each.
 
 `TrainingArguments` has the fields of transformers' class of that name which scripts give to TRL's configs; importing
 that one would take seconds and accelerate.
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
+import os
 import sys
 import warnings
 from collections.abc import Mapping
@@ -16,35 +18,29 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
 
 from chatgpt.names import hint
-
-Kind = Literal['warned', 'refused', 'absent']
+from chatgpt.trainer.callbacks import TRACKERS, SaveCheckpoint, TensorBoard, WandB
 
 
 class Entry(NamedTuple):
     """Why an argument cannot be honoured; one that is, or that is a note of the script's, has no entry."""
 
-    kind: Kind
+    kind: Literal['warned', 'refused']
     note: str
 
 
 def each(entry: Entry, names: str) -> dict[str, Entry]:
-    """The same of several arguments."""
+    """Of several arguments."""
     return dict.fromkeys(names.split(), entry)
 
 
 def warned(why: str) -> Entry:
-    """Cannot be honoured, and the run is sound without it: a warning names it."""
+    """Cannot be honoured, and the run is sound without it, or no argument of that trainer: a warning names it."""
     return Entry('warned', why)
 
 
 def refused(why: str) -> Entry:
     """Cannot be honoured, and the run would be another one: an error names it."""
     return Entry('refused', why)
-
-
-def absent(why: str) -> Entry:
-    """No argument of that trainer. Given all the same, by a script that mixes versions, it is a warning."""
-    return Entry('absent', why)
 
 
 def given(config: Any, name: str) -> bool:
@@ -221,3 +217,136 @@ class TrainingArguments:
     def to_dict(self) -> dict[str, Any]:
         """All arguments by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+
+# ---------------------------------------------------------------------- what they become
+
+ARGUMENTS: dict[str, Entry] = {
+    **each(
+        warned('a matter of memory or speed, without influence on numbers'),
+        'eval_accumulation_steps tf32 torch_compile torch_compile_backend torch_compile_mode torch_empty_cache_steps '
+        'use_liger_kernel',
+    ),
+    **each(
+        warned('records are tokenized once and cut into batches in this process; there is no dataloader'),
+        'dataloader_num_workers dataloader_persistent_workers dataloader_prefetch_factor',
+    ),
+    **each(
+        warned('processes and what each holds are decided by the launcher: torchrun runs data-parallel'),
+        'deepspeed fsdp fsdp_config ddp_backend ddp_timeout ddp_find_unused_parameters ddp_bucket_cap_mb '
+        'ddp_broadcast_buffers accelerator_config',
+    ),
+    **each(
+        warned('the strategy takes the accelerator where there is one; hide it with CUDA_VISIBLE_DEVICES='),
+        'use_cpu no_cuda',
+    ),
+    'dataloader_drop_last': warned('the last batch of an epoch is learned from, whatever its size'),
+    'group_by_length': warned('forwards leave padding out, so there is nothing to group for'),
+    'auto_find_batch_size': warned('python -m chatgpt.plan says which batch fits before a run'),
+    'optim_args': refused('there are no further arguments of AdamW or SGD here'),
+    'lr_scheduler_kwargs': refused('the schedules here have no further arguments'),
+    'label_smoothing_factor': refused('SFT has no label smoothing here'),
+    'neftune_noise_alpha': refused('there is no noise on embeddings here'),
+    'logging_first_step': warned('the first line comes after logging_steps'),
+    'eval_delay': warned('evaluations begin with the first that is due'),
+    'save_only_model': warned('a checkpoint here is what a run goes on from; save_model writes the model alone'),
+    'load_best_model_at_end': warned('the model in hand is that of the last step; checkpoints are in output_dir'),
+    'ignore_data_skip': warned('a resumed run goes on with the batch it would have had'),
+    'include_num_input_tokens_seen': warned('perf/learn_tokens_per_s in metrics.jsonl counts tokens'),
+}
+"""argument of transformers' class that cannot be honoured: why"""
+
+_ADAMW = ('adamw_torch', 'adamw_torch_fused', 'adamw_hf', 'adamw')
+_SMALL_ADAMW = (
+    *('paged_adamw_32bit', 'paged_adamw_8bit', 'paged_adamw', 'adamw_bnb_8bit', 'adamw_8bit', 'adamw_torch_8bit'),
+    *('adamw_torch_4bit', 'adamw_apex_fused', 'adamw_anyprecision'),
+)
+"""AdamW with its states elsewhere or in fewer bits"""
+_SCHEDULES = {'linear': 'linear', 'cosine': 'cosine', 'constant': 'constant', 'constant_with_warmup': 'constant'}
+_WHEN = ('steps', 'epoch', 'no')
+CHOICES = {'optim': (*_ADAMW, 'sgd', *_SMALL_ADAMW), 'lr_scheduler_type': tuple(_SCHEDULES)}
+CHOICES |= dict.fromkeys(('logging_strategy', 'eval_strategy', 'save_strategy'), _WHEN)
+
+
+def text_of(args: Any, name: str) -> str:
+    """The argument as text, also of an enum of transformers."""
+    value = getattr(args, name)
+    return str(getattr(value, 'value', value))
+
+
+def check_choices(args: Any) -> None:
+    """The arguments with a choice of values. Raises ValueError."""
+    for name, known in CHOICES.items():
+        if (value := text_of(args, name)) not in known:
+            raise ValueError(
+                f'{type(args).__name__}: {name}={value!r} is not served here; use one of {", ".join(known)}'
+            )
+    if (name := text_of(args, 'optim')) in _SMALL_ADAMW:
+        warnings.warn(
+            f'{type(args).__name__}: optim={name!r} is plain AdamW here, with states in 32 bits',
+            stacklevel=script_level(),
+        )
+    if args.bf16 and args.fp16:
+        raise ValueError(f'{type(args).__name__}: bf16=True and fp16=True; give one of them')
+
+
+def schedule(args: Any, total_steps: int) -> dict[str, Any]:
+    """`lr_schedule` and `warmup_steps` of a run of so many optimizer steps."""
+    share = args.warmup_steps if 0 < args.warmup_steps < 1 else args.warmup_ratio
+    steps = int(args.warmup_steps) if args.warmup_steps >= 1 else math.ceil(share * total_steps)
+    return {'lr_schedule': _SCHEDULES[text_of(args, 'lr_scheduler_type')], 'warmup_steps': steps}
+
+
+def make_optimizer(args: Any, strategy: Any, model: Any) -> Any:
+    """AdamW or SGD over what the model trains; biases and norms do not decay."""
+    import torch
+
+    decayed, apart = list[Any](), list[Any]()
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            (apart if args.weight_decay and (p.dim() < 2 or name.endswith('bias')) else decayed).append(p)
+    groups = [
+        {'params': parameters, 'weight_decay': decay}
+        for parameters, decay in ((decayed, args.weight_decay), (apart, 0.0))
+        if parameters
+    ]
+    if text_of(args, 'optim') == 'sgd':
+        return torch.optim.SGD(groups, lr=args.learning_rate, weight_decay=args.weight_decay)
+    betas = (args.adam_beta1, args.adam_beta2)
+    return strategy.make_optimizer(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
+
+
+def every(value: float | None, default: float, total_steps: int) -> int:
+    """`logging_steps` and its like: a number of steps, or below 1 a share of the run."""
+    value = default if value is None else value
+    return max(math.ceil(value * total_steps) if value < 1 else int(value), 1)
+
+
+def trackers(args: Any) -> list[Any]:
+    """The callbacks of `report_to`; a warning names a tracker there is none of."""
+    given = args.report_to if isinstance(args.report_to, (list, tuple)) else [args.report_to]
+    made: list[Any] = []
+    for name in given:
+        if name in (None, 'none'):
+            continue
+        if name == 'tensorboard':
+            made.append(TensorBoard(args.logging_dir) if args.logging_dir else TensorBoard())
+        elif name == 'wandb':
+            project = os.environ.get('WANDB_PROJECT', 'huggingface')
+            made.append(WandB(project, **({'name': args.run_name} if args.run_name else {})))
+        elif name in TRACKERS:
+            made.append(TRACKERS.find(name)())
+        else:
+            warnings.warn(
+                f'{type(args).__name__}: report_to={name!r} has no effect here; there are {", ".join(TRACKERS)}, and '
+                'metrics.jsonl is always written to output_dir',
+                stacklevel=script_level(),
+            )
+    return made
+
+
+def saving(args: Any, interval: int | None) -> SaveCheckpoint:
+    """The checkpoints of a run; `interval`: learning phases between two."""
+    if text_of(args, 'save_strategy') == 'no':
+        return SaveCheckpoint(interval=None)
+    return SaveCheckpoint(interval=interval, keep_last=args.save_total_limit)

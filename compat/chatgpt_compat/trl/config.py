@@ -11,41 +11,19 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from chatgpt_compat.trl.arguments import (
-    Entry,
-    TrainingArguments,
-    absent,
-    check_given,
-    each,
-    given,
-    refused,
-    warned,
-)
-from chatgpt_compat.trl.later import ARGUMENTS
+from chatgpt_compat.tables import load
+from chatgpt_compat.trl.arguments import ARGUMENTS, Entry, TrainingArguments, check_given, each, given, refused, warned
 
 Era = Literal['classic', 'second']
 
+_BOTH = {'ppo_epochs': 4, 'gradient_checkpointing': False}
 DEFAULTS: dict[str, dict[str, Any]] = {
-    'classic': {
-        'seed': 0,
-        'learning_rate': 1.41e-5,
-        'adap_kl_ctrl': True,
-        'init_kl_coef': 0.2,
-        'ppo_epochs': 4,
-        'max_grad_norm': None,
-        'gradient_checkpointing': False,
-    },
-    'second': {
-        'seed': 42,
-        'learning_rate': 3e-6,
-        'adap_kl_ctrl': False,
-        'init_kl_coef': 0.05,
-        'ppo_epochs': 4,
-        'max_grad_norm': 1.0,
-        'gradient_checkpointing': False,
-    },
+    'classic': {'seed': 0, 'learning_rate': 1.41e-5, 'adap_kl_ctrl': True, 'init_kl_coef': 0.2, 'max_grad_norm': None}
+    | _BOTH,
+    'second': {'seed': 42, 'learning_rate': 3e-6, 'adap_kl_ctrl': False, 'init_kl_coef': 0.05, 'max_grad_norm': 1.0}
+    | _BOTH,
 }
-"""of the arguments that both eras have with different defaults: those of 0.11.4 and of 1.12"""
+"""of the arguments that are None until the era is known: those of 0.11.4 and of 1.12"""
 
 TWINS = {'num_ppo_epochs': 'ppo_epochs', 'kl_coef': 'init_kl_coef', 'optimize_cuda_cache': 'optimize_device_cache'}
 """an argument, and the other that means the same"""
@@ -66,7 +44,7 @@ FATES: dict[Era, dict[str, Entry]] = {
             'use_liger_kernel tf32',
         ),
         **each(
-            absent('the loop of `generate` and `step` is the script'),
+            warned('the loop of `generate` and `step` is the script'),
             'total_episodes num_sample_generations num_total_batches max_steps num_train_epochs logging_steps '
             'logging_strategy eval_strategy eval_steps eval_on_start save_strategy overwrite_output_dir data_seed '
             'per_device_eval_batch_size eval_accumulation_steps dataloader_drop_last dataloader_pin_memory '
@@ -77,7 +55,7 @@ FATES: dict[Era, dict[str, Entry]] = {
             'include_num_input_tokens_seen',
         ),
         **each(
-            absent('the optimizer is the one the trainer is given, or Adam with learning_rate'),
+            warned('the optimizer is the one the trainer is given, or Adam with learning_rate'),
             'optim_args optim weight_decay adam_beta1 adam_beta2 adam_epsilon lr_scheduler_type lr_scheduler_kwargs '
             'warmup_steps warmup_ratio',
         ),
@@ -87,15 +65,15 @@ FATES: dict[Era, dict[str, Entry]] = {
             'ddp_broadcast_buffers accelerator_config use_cpu no_cuda',
         ),
         **each(
-            absent('the script calls push_to_hub'), 'push_to_hub hub_model_id hub_strategy hub_token hub_private_repo'
+            warned('the script calls push_to_hub'), 'push_to_hub hub_model_id hub_strategy hub_token hub_private_repo'
         ),
-        **each(absent('give eos_token_id to generate'), 'stop_token stop_token_id'),
-        'response_length': absent('give max_new_tokens to generate'),
-        'temperature': absent('give temperature to generate'),
-        'missing_eos_penalty': absent('take it from the scores given to step'),
-        'output_dir': absent('the script calls save_pretrained'),
-        'bf16': absent('load the model with torch_dtype=torch.bfloat16'),
-        'fp16': absent('load the model with torch_dtype'),
+        **each(warned('give eos_token_id to generate'), 'stop_token stop_token_id'),
+        'response_length': warned('give max_new_tokens to generate'),
+        'temperature': warned('give temperature to generate'),
+        'missing_eos_penalty': warned('take it from the scores given to step'),
+        'output_dir': warned('the script calls save_pretrained'),
+        'bf16': warned('load the model with torch_dtype=torch.bfloat16'),
+        'fp16': warned('load the model with torch_dtype'),
         'accelerator_kwargs': warned(
             'but for logging_dir: there is no accelerate; precision and processes are those of the strategy'
         ),
@@ -105,7 +83,7 @@ FATES: dict[Era, dict[str, Entry]] = {
         **_ONE_ADAPTER,
         **each(_MEMORY, _CACHE),
         **each(
-            absent('an argument of 0.4 to 0.11'),
+            warned('an argument of 0.4 to 0.11'),
             'tracker_kwargs accelerator_kwargs project_kwargs tracker_project_name steps kl_penalty forward_batch_size '
             'early_stopping target_kl',
         ),
@@ -267,6 +245,22 @@ class PPOConfig(TrainingArguments):
         """Errors and warnings for what the trainer of this era cannot honour; see `check_given`."""
         check_given(self, FATES[era])
 
+    def settings(self) -> dict[str, Any]:
+        """The fields of our `PPOConfig` that both trainers take from these arguments alone."""
+        scaling = 'none' if not self.use_score_scaling else 'norm' if self.use_score_norm else 'running'
+        return {
+            'max_epochs': self.ppo_epochs,
+            'kl_coef': self.init_kl_coef,
+            'kl_target': self.target if self.adap_kl_ctrl else None,
+            'kl_horizon': self.horizon,
+            'score_scaling': scaling,
+            'score_clip': self.score_clip,
+            'gamma': self.gamma,
+            'lam': self.lam,
+            'eps_clip': self.cliprange,
+            'value_clip': self.cliprange_value,
+        }
+
 
 _DEPEND = (*DEFAULTS['classic'], *TWINS, 'batch_size', 'mini_batch_size', 'backward_batch_size')
 """what is filled in where it was not given"""
@@ -279,3 +273,60 @@ _ONLY_SECOND = {
     *('stop_token', 'stop_token_id', 'missing_eos_penalty', 'num_ppo_epochs', 'kl_coef', 'kl_estimator'),
     *('reward_model_path', 'sft_model_path', 'num_sample_generations', 'local_rollout_forward_batch_size'),
 }
+
+
+# ---------------------------------------------------------------------- which trainer a call means
+
+_TRAINERS = {
+    'classic': 'chatgpt_compat.trl.ppo_step:ClassicPPOTrainer',
+    'second': 'chatgpt_compat.trl.ppo_train:PPOTrainer',
+}
+_CLASSIC = {'dataset', 'optimizer', 'num_shared_layers', 'lr_scheduler', 'training_data_collator'}
+_SECOND = {
+    *('args', 'processing_class', 'policy', 'ref_policy', 'reward_model', 'value_model', 'train_dataset'),
+    *('eval_dataset', 'callbacks', 'optimizers', 'peft_config'),
+}
+
+
+class _PPOTrainer:
+    """TRL's `PPOTrainer` of either era, which the names and positions of the arguments of a call decide. A class that
+    has it as a base has the classic one."""
+
+    __name__ = 'PPOTrainer'
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return load(_TRAINERS['second' if is_second(args, kwargs) else 'classic'])(*args, **kwargs)
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        return (load(_TRAINERS['classic']),)
+
+    def __instancecheck__(self, trainer: Any) -> bool:
+        return isinstance(trainer, tuple(map(load, _TRAINERS.values())))
+
+
+PPOTrainer = _PPOTrainer()
+
+
+def is_second(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call means the second era's trainer.
+
+    Raises:
+        ValueError: arguments of both, or of neither.
+    """
+    classic, second = sorted(_CLASSIC & kwargs.keys()), sorted(_SECOND & kwargs.keys())
+    if len(args) > 1:  # the model, or the tokenizer
+        if hasattr(args[1], 'parameters') or hasattr(args[1], 'pretrained_model'):
+            classic.append('a model in the second place')
+        elif hasattr(args[1], 'decode'):
+            second.append('a tokenizer in the second place')
+    if classic and second:
+        raise ValueError(
+            f'PPOTrainer: {classic[0]} is an argument of 0.4 to 0.11, {second[0]} of 0.12 to 1.12; give the arguments '
+            'of one of them'
+        )
+    if not classic and not second and not {'model', 'tokenizer'} & kwargs.keys():
+        raise ValueError(
+            'PPOTrainer: give (config, model, ref_model, tokenizer, ...) as up to 0.11, or (args, processing_class, '
+            'model, ref_model, reward_model, train_dataset, value_model, ...) as from 0.12 on'
+        )
+    return bool(second)

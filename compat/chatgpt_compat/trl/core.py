@@ -1,4 +1,4 @@
-"""`trl.core`: the small functions that scripts import from there, and `trl.import_utils`' questions about hardware."""
+"""`trl.core`: the small functions that scripts import from there."""
 
 from __future__ import annotations
 
@@ -82,11 +82,7 @@ def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance of the values whose mask is not 0.
-
-    Raises:
-        ValueError: nothing counts.
-    """
+    """Variance of the values whose mask is not 0. Raises ValueError where nothing counts."""
     count = mask.sum()
     if count == 0:
         raise ValueError('masked_var: the mask is 0 everywhere; a variance needs values')
@@ -115,11 +111,7 @@ def clip_by_value(x: Tensor, tensor_min: Tensor | float, tensor_max: Tensor | fl
 
 
 def top_k_top_p_filtering(
-    logits: Tensor,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    filter_value: float = -float('inf'),
-    min_tokens_to_keep: int = 1,
+    logits: Tensor, top_k: int = 0, top_p: float = 1.0, filter_value: float = -float('inf'), min_tokens_to_keep: int = 1
 ) -> Tensor:
     """(B, V) logits with those outside the top k, then outside the nucleus of mass top_p, replaced."""
     k = max(top_k, min_tokens_to_keep) if top_k > 0 else 0
@@ -181,24 +173,3 @@ class PPODecorators:
     def empty_device_cache(cls) -> Any:
         """Does nothing."""
         yield
-
-
-# ---------------------------------------------------------------- trl.import_utils
-
-
-def is_npu_available() -> bool:
-    """Whether torch sees an Ascend NPU."""
-    npu = getattr(torch, 'npu', None)
-    return npu is not None and bool(npu.is_available())
-
-
-def is_xpu_available() -> bool:
-    """Whether torch sees an Intel GPU."""
-    return bool(torch.xpu.is_available())
-
-
-def is_peft_available() -> bool:
-    """Whether peft is installed."""
-    from importlib.util import find_spec
-
-    return find_spec('peft') is not None

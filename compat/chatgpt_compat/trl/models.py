@@ -1,8 +1,5 @@
 """TRL's models with a value head: a transformers causal LM or encoder-decoder, and a linear layer on its last hidden
-state.
-
-`PPOTrainer` trains them as an `Actor` with a value head, over the very same modules.
-"""
+state. `PPOTrainer` trains them as an `Actor` with a value head, over the very same modules."""
 
 from __future__ import annotations
 
@@ -40,11 +37,8 @@ HEAD_FILE = 'value_head.safetensors'
 HEAD = 'v_head.summary.'
 """what TRL's checkpoints call the head"""
 _FILES = (
-    'model.safetensors',
-    'model.safetensors.index.json',
-    HEAD_FILE,
-    'pytorch_model.bin',
-    'pytorch_model.bin.index.json',
+    *('model.safetensors', 'model.safetensors.index.json', HEAD_FILE),
+    *('pytorch_model.bin', 'pytorch_model.bin.index.json'),
 )
 """where a value head may be, in this order"""
 _PLACED = 'models are placed by the strategy: on the first GPU, or on the CPU; under torchrun each process on its own'
@@ -52,13 +46,12 @@ _WHOLE = (
     'weights are read and trained in 32 bits, without quantization; peft_config keeps the optimizer small, and '
     'torch_dtype=torch.bfloat16 computes in 16 bits'
 )
-_WITHOUT_EFFECT = {
-    'device_map': _PLACED,
-    'max_memory': _PLACED,
-    'offload_folder': _PLACED,
-    'load_in_8bit': _WHOLE,
-    'load_in_4bit': _WHOLE,
-    'quantization_config': _WHOLE,
+_WITHOUT_EFFECT = dict.fromkeys(('device_map', 'max_memory', 'offload_folder'), _PLACED) | dict.fromkeys(
+    ('load_in_8bit', 'load_in_4bit', 'quantization_config'), _WHOLE
+)
+_REACHED_THROUGH = {
+    *('prepare_inputs_for_generation', 'gradient_checkpointing_enable', 'gradient_checkpointing_disable'),
+    *('enable_input_require_grads', 'generation_config', 'name_or_path', 'device', 'dtype'),
 }
 _NO_MATTER = (
     *('low_cpu_mem_usage', 'use_safetensors', 'is_trainable', 'reward_adapter_name', 'offload_state_dict'),
@@ -101,30 +94,17 @@ class PreTrainedModelWrapper(nn.Module):
         return self.pretrained_model.config
 
     def __getattr__(self, name: str) -> Any:
-        if name in (
-            'prepare_inputs_for_generation',
-            'gradient_checkpointing_enable',
-            'gradient_checkpointing_disable',
-            'enable_input_require_grads',
-            'generation_config',
-            'name_or_path',
-            'device',
-            'dtype',
-        ):
+        if name in _REACHED_THROUGH:
             return getattr(self.pretrained_model, name)
         return super().__getattr__(name)
 
 
 class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
-    """A causal LM with a value head.
+    """A causal LM of transformers, in which adapters may lie already, with a value head.
 
     Args:
-        pretrained_model: a transformers causal LM, in which adapters may lie already.
         summary_dropout_prob: of the head; TRL's default of 0.1 where neither this nor the config says.
         v_head_init_strategy: None draws as `nn.Linear` does; 'normal' draws N(0, v_head_initializer_range), bias 0.
-
-    Raises:
-        ValueError: an encoder-decoder, a model without a language-model head, an unknown argument.
     """
 
     supported_args = ('summary_dropout_prob', 'v_head_initializer_range', 'v_head_init_strategy')
@@ -140,9 +120,9 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
         v_head_init_strategy: str | None = None,
     ) -> None:
         if is_encoder_decoder(pretrained_model) != self.reads_apart:
-            kind = 'an encoder-decoder: use AutoModelForSeq2SeqLMWithValueHead'
-            kind = kind if not self.reads_apart else 'no encoder-decoder: use AutoModelForCausalLMWithValueHead'
-            raise ValueError(f'{type(pretrained_model).__name__} is {kind}')
+            a, kind = ('no', 'CausalLM') if self.reads_apart else ('an', 'Seq2SeqLM')
+            name = type(pretrained_model).__name__
+            raise ValueError(f'{name} is {a} encoder-decoder: use AutoModelFor{kind}WithValueHead')
         if getattr(pretrained_model, 'get_output_embeddings', lambda: None)() is None:
             raise ValueError(f'{type(pretrained_model).__name__} has no language-model head; use a causal LM')
         super().__init__(pretrained_model)
@@ -171,16 +151,9 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
         """A model from a hub name, a folder of TRL's, transformers' or this library's, or a transformers model.
 
         The value head is read where a checkpoint has one, else drawn. An adapter's folder gives its base with the
-        adapter, which goes on training. Pickled files are read with `weights_only=True` only.
-
-        Args:
-            peft_config: a `peft.LoraConfig`: adapters of this library by its numbers.
-            torch_dtype, dtype: weights stay in 32 bits; 16 bits are what the trainer computes in.
-            kwargs: those of the constructor, and of loading (`revision`, `token`, `trust_remote_code`, ...).
-                `device_map` and quantization have no effect, and a warning says what happens instead.
-
-        Raises:
-            ValueError: an argument that is not known, one that cannot be honoured, nothing to load.
+        adapter, which goes on training. Weights stay in 32 bits; 16 bits of `torch_dtype` are what the trainer computes
+        in. `kwargs` are those of the constructor and of loading; `device_map` and quantization have no effect, and a
+        warning says what happens instead. Raises ValueError for what is not known or cannot be honoured.
         """
         if reward_adapter is not None:
             raise ValueError(
@@ -252,13 +225,9 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
         return self.pretrained_model.load_state_dict(rest, strict=strict and bool(rest), assign=assign)
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        """A folder that TRL, this class and, but for the head, transformers load; `Actor.from_pretrained` too.
-
-        Args:
-            save_directory: made if absent. With adapters it gets the adapter in PEFT's format, and the head in the
-                `pytorch_model.bin` that TRL looks for.
-            kwargs: `state_dict` and `max_shard_size` of transformers. Weights are always safetensors.
-        """
+        """A folder that TRL, this class and, but for the head, transformers load; `Actor.from_pretrained` too. With
+        adapters it gets the adapter in PEFT's format, and the head in the `pytorch_model.bin` that TRL looks for.
+        `kwargs`: `state_dict` and `max_shard_size` of transformers. Weights are always safetensors."""
         folder = Path(save_directory)
         if kwargs.pop('safe_serialization', True) is False:
             warnings.warn('safe_serialization=False has no effect: weights are written as safetensors', stacklevel=2)
@@ -339,17 +308,19 @@ def _load(source: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Tensor] 
 def read_head(name: str, hub: Mapping[str, Any] | None = None) -> dict[str, Tensor] | None:
     """'weight' and 'bias' of the value head of a folder or hub name; None where it has none.
 
-    TRL's `v_head.summary.*` in safetensors or pickled files, whole or sharded, and this library's own file.
-
-    Raises:
-        ValueError: a damaged file; a file that is more than tensors.
+    TRL's `v_head.summary.*` in safetensors or pickled files, whole or sharded, and this library's own file. Raises
+    ValueError for a damaged file, and for a file that is more than tensors.
     """
     for file_name in _FILES:
-        path = _file_of(name, file_name, hub or {})
-        if path is None:
+        if (path := _file_of(name, file_name, hub or {})) is None:
             continue
+        head: dict[str, Tensor] = {}
         if path.name.endswith('.index.json'):
-            head = _sharded_head(name, path, hub or {})
+            places = json.loads(path.read_text(encoding='utf-8'))['weight_map']
+            for shard in sorted({file for tensor, file in places.items() if tensor.startswith(HEAD)}):
+                if (part := _file_of(name, shard, hub or {})) is None:
+                    raise ValueError(f'{path}: it names {shard} for the value head, which is not there')
+                head |= _head_in(part)
         else:
             head = _head_in(path)
         if head:
@@ -358,31 +329,12 @@ def read_head(name: str, hub: Mapping[str, Any] | None = None) -> dict[str, Tens
 
 
 def _file_of(name: str, file_name: str, hub: Mapping[str, Any]) -> Path | None:
-    if Path(name).is_dir():
-        path = Path(name, hub.get('subfolder') or '', file_name)
-        return path if path.is_file() else None
+    """A file of a folder or hub name; None where it is not there."""
     from transformers.utils.hub import cached_file
 
-    found = cached_file(
-        name,
-        file_name,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-        **hub,
-    )
+    raised = ('gated_repo', 'missing_entries', 'connection_errors')
+    found = cached_file(name, file_name, **{f'_raise_exceptions_for_{what}': False for what in raised}, **hub)
     return Path(found) if found else None
-
-
-def _sharded_head(name: str, index: Path, hub: Mapping[str, Any]) -> dict[str, Tensor]:
-    places = json.loads(index.read_text(encoding='utf-8'))['weight_map']
-    head: dict[str, Tensor] = {}
-    for file_name in sorted({file for tensor, file in places.items() if tensor.startswith(HEAD)}):
-        path = _file_of(name, file_name, hub)
-        if path is None:
-            raise ValueError(f'{index}: it names {file_name} for the value head, which is not there')
-        head |= _head_in(path)
-    return head
 
 
 def _head_in(path: Path) -> dict[str, Tensor]:
@@ -406,16 +358,9 @@ def create_reference_model(
 ) -> nn.Module:
     """A frozen copy of a model in eval mode.
 
-    With `num_shared_layers` everything before that block is frozen in the model too, and copy and model hold the same
-    tensors there (TRL keeps a second copy of them).
-
-    Args:
-        model: with or without a value head.
-        num_shared_layers: blocks, counted from the embeddings, that both share.
-        pattern: how parameters of a block are called, with `{layer}` for its number, where it is not the usual way.
-
-    Raises:
-        ValueError: no parameter is called so; an adapter or a meta model, which need no copy or cannot have one.
+    With `num_shared_layers`, counted from the embeddings, everything before that block is frozen in the model too, and
+    copy and model hold the same tensors there. `pattern` is how parameters of a block are called, with `{layer}` for
+    its number, where it is not the usual way. Raises ValueError where no parameter is called so, and for a meta model.
     """
     if any(p.is_meta for p in model.parameters()):
         raise ValueError('create_reference_model: the model has no weights yet (meta device); load it first')
@@ -451,13 +396,8 @@ def _pattern(model: nn.Module) -> str:
 
 def upload(save: Callable[[Path], Any], repo_id: str, **kwargs: Any) -> str:
     """Upload what `save` writes into a folder to a model repository of the hub, which is made if absent; its address.
-
-    Args:
-        kwargs: `private`, `commit_message`, `token`, and `revision` or `branch`.
-
-    Raises:
-        PushError: the hub cannot be reached, or refuses; says where the files are, and how to upload them later.
-    """
+    `kwargs`: `private`, `commit_message`, `token`, and `revision` or `branch`. Raises PushError where the hub cannot be
+    reached, or refuses; it says where the files are, and how to upload them later."""
     kwargs = {('revision' if name == 'branch' else name): value for name, value in kwargs.items()}
     known = {name: kwargs.pop(name) for name in ('private', 'commit_message', 'token', 'revision') if name in kwargs}
     for name in kwargs:

@@ -1,8 +1,5 @@
 """What DPO, SFT and reward models of TRL 0.12 to 1.12 have in common, which only learn: arguments, how many steps,
-training, logging and evaluation.
-
-Left out: what each learns (`dpo`, `sft`, `reward`), and what PPO shares with them (`training`).
-"""
+training, logging and evaluation. What each learns: `pairs` and `sft`."""
 
 from __future__ import annotations
 
@@ -17,16 +14,26 @@ from typing import Any, ClassVar, NamedTuple
 
 from transformers.trainer_utils import TrainOutput
 
+from chatgpt.data import load_preferences, note_model
 from chatgpt.names import hint
-from chatgpt_compat.trl import later
-from chatgpt_compat.trl.arguments import Entry, TrainingArguments, warned
-from chatgpt_compat.trl.training import LaterTrainer, clipping, refuse, resolved, strategy_of, tokenizer_of
+from chatgpt_compat.trl import arguments
+from chatgpt_compat.trl.arguments import ARGUMENTS, Entry, TrainingArguments, text_of, warned
+from chatgpt_compat.trl.training import (
+    LaterTrainer,
+    clipping,
+    max_length_of,
+    refuse,
+    resolved,
+    strategy_of,
+    tokenizer_of,
+)
 
-FATES = later.ARGUMENTS | {'activation_offloading': warned('a matter of memory, without influence on numbers')}
+FATES = ARGUMENTS | {'activation_offloading': warned('a matter of memory, without influence on numbers')}
 """argument that cannot be honoured: why"""
 
 REASONS = {
-    'data_collator': 'give rows of text; records are batched here',
+    'data_collator': 'records are batched here: give rows of text. Rows of prompt and completion count the completion '
+    'alone, assistant_only_loss=True the answers of messages',
     'compute_metrics': 'evaluation measures the loss and its companions',
     'compute_loss_func': 'write an Objective (docs/extend/objective.md)',
     'preprocess_logits_for_metrics': 'see compute_metrics',
@@ -75,10 +82,9 @@ def plan_of(args: Any, num_records: int, world_size: int) -> Plan:
     total = args.max_steps if args.max_steps > 0 else max(math.ceil(args.num_train_epochs * per_epoch), 1)
 
     def when(strategy: str, steps: float | None, default: int) -> int | None:
-        choice = str(getattr(getattr(args, strategy), 'value', getattr(args, strategy)))
-        if choice == 'no':
+        if (choice := text_of(args, strategy)) == 'no':
             return None
-        return per_epoch if choice == 'epoch' else later.every(steps, default, total)
+        return per_epoch if choice == 'epoch' else arguments.every(steps, default, total)
 
     log_every = when('logging_strategy', args.logging_steps, 10) or total
     eval_every = when('eval_strategy', args.eval_steps, log_every)
@@ -90,79 +96,63 @@ def plan_of(args: Any, num_records: int, world_size: int) -> Plan:
 class OfflineLaterTrainer(LaterTrainer):
     """DPO, SFT and reward models: `inner` is an `OfflineTrainer`.
 
-    Subclasses say what a dataset's records are (`records`), and how our metrics are called there (`NAMES`).
+    Args:
+        model: a transformers model, trained in place; a PEFT model; or a name or folder.
+        data_collator: cannot be honoured.
+        processing_class: the tokenizer, whose older name is `tokenizer`; None is the model's own.
+        optimizers: (an optimizer over the model's parameters, None).
+        **older: arguments of the config that the trainer itself took in older versions.
+
+    Raises:
+        ValueError: what is missing or cannot be honoured, by name; before a model is touched.
     """
 
-    NAMES: ClassVar[Mapping[str, str]]
-    """TRL's name → ours without prefix"""
     CONFIG: ClassVar[type]
+    OURS: ClassVar[tuple[Any, Any]]
+    """our trainer and its config"""
+    NAMES: ClassVar[Mapping[str, str]]
+    """TRL's name of a metric → ours without prefix"""
     FATES: ClassVar[Mapping[str, Entry]] = FATES
     """argument of the config that cannot be honoured: why"""
+    model: Any
 
     def __init__(
         self,
-        args: Any,
-        callbacks: SequenceOf[Any] | None,
+        model: Any = None,
+        args: Any = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
         *,
-        model: Any,
-        train_dataset: Any,
-        processing_class: Any,
-        tokenizer: Any,
-        older: Mapping[str, Any],
-        reasons: Mapping[str, str] | None = None,
+        callbacks: SequenceOf[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
+        tokenizer: Any = None,
+        **older: Any,
     ) -> None:
-        """Everything that is checked before a model is touched.
-
-        Args:
-            older: further arguments of the constructor: of the config, which older versions took here, and those of
-                `REASONS`, which must not be given.
-            reasons: in place of those in `REASONS`.
-
-        Raises:
-            ValueError: what is missing, or cannot be honoured, by name.
-        """
         owner = self.CONFIG.__name__.replace('Config', 'Trainer')
-        why = REASONS | dict(reasons or {})
-        refuse(owner, {name: (value, why[name]) for name, value in older.items() if name in why})
-        older = {name: value for name, value in older.items() if name not in why}
+        older['data_collator'] = data_collator
+        refuse(owner, {name: (older.pop(name), why) for name, why in REASONS.items() if name in older})
         if model is None or train_dataset is None:
             raise ValueError(f'{owner}: {"model" if model is None else "train_dataset"} is needed')
+        if optimizers[1] is not None:
+            raise ValueError(
+                'optimizers: a scheduler cannot be taken over; give (optimizer, None) and lr_scheduler_type'
+            )
         args = resolved(with_older(owner, args, self.CONFIG, older), self.CONFIG, 'trainer_output', self.FATES)
         self.check_arguments(args)
         words = tokenizer_of(processing_class, tokenizer, model)
         if getattr(args, 'eos_token', None) is not None:
             words.eos_token = args.eos_token
         super().__init__(args, words, callbacks, strategy_of(args))
-        self.train_dataset = train_dataset
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
 
-    def check_arguments(self, args: Any) -> None:
-        """Raises ValueError for values that this method does not serve; may set one by another of its names."""
-
-    def start(
-        self,
-        trainer_class: Any,
-        config_class: Any,
-        model: Any,
-        optimizers: tuple[Any, Any],
-        records: Any,
-        eval_dataset: Any,
-        settings: Mapping[str, Any],
-        **models: Any,
-    ) -> None:
-        """Make `inner`.
-
-        Args:
-            model: an Actor or RewardModel, not prepared.
-            optimizers: those of the script: an optimizer over the model's parameters, or None.
-            settings: fields of `config_class` beside those of every trainer.
-            **models: frozen ones, not prepared.
-        """
-        args = self.args
-        if optimizers[1] is not None:
-            raise ValueError(
-                'optimizers: a scheduler cannot be taken over; give (optimizer, None) and lr_scheduler_type'
-            )
+        trained, frozen = self.make_models(model, peft_config)
+        note_model(words, trained.model.config)
+        records = self.records(train_dataset)
         self.plan = plan = plan_of(args, len(records), self.strategy.world_size)
+        trainer_class, config_class = self.OURS
         config = config_class(
             train_batch_size=plan.batch_size,
             max_epochs=max(math.ceil(plan.total / plan.per_epoch), 1),
@@ -170,40 +160,49 @@ class OfflineLaterTrainer(LaterTrainer):
             log_interval=plan.log_interval,
             max_grad_norm=clipping(args),
             dataloader_pin_memory=args.dataloader_pin_memory,
-            **later.schedule(args, plan.total),
-            **settings,
+            **arguments.schedule(args, plan.total),
+            **self.settings(),
         )
-        optimizer = optimizers[0] or later.make_optimizer(args, self.strategy, model)
-        prepared, optimizer = self.strategy.prepare((model, optimizer))
+        optimizer = optimizers[0] or arguments.make_optimizer(args, self.strategy, trained)
+        trained, optimizer = self.strategy.prepare((trained, optimizer))
         self.inner = trainer_class(
             self.strategy,
-            prepared,
+            trained,
             optimizer,
             records,
             config=config,
             callbacks=self.our_callbacks(plan.save_every and plan.save_every // plan.log_interval),
-            tokenizer=self.processing_class,
+            tokenizer=words,
             run_dir=args.output_dir,
-            **{name: self.strategy.prepare(frozen) for name, frozen in models.items() if frozen is not None},
+            **{name: self.strategy.prepare(model) for name, model in frozen.items()},
         )
-        self.eval_dataset = eval_dataset
         self._eval_records: dict[int, tuple[Any, list[Any]]] = {}
         self.state.max_steps, self.state.num_train_epochs = plan.total, config.max_epochs
         self._waiting: list[tuple[int, dict[str, float]]] = []
         self._losses: list[tuple[int, float]] = []
 
+    def check_arguments(self, args: Any) -> None:
+        """Raises ValueError for values that this method does not serve; may set one by another of its names."""
+
     @abstractmethod
+    def make_models(self, model: Any, peft_config: Any) -> tuple[Any, dict[str, Any]]:
+        """The Actor or RewardModel that is trained, and frozen ones by the names of our trainer; none prepared. Sets
+        `self.model`."""
+
+    def settings(self) -> dict[str, Any]:
+        """Fields of our config beside those of every trainer."""
+        return {}
+
     def records(self, dataset: Any) -> list[Any]:
-        """The records of a dataset, as the objective takes them."""
+        """The records of a dataset, as the objective takes them: here preferences."""
+        limit = max_length_of(self.args, 'max_length', self.model)
+        return load_preferences(dataset, self.processing_class, max_length=limit)[0]
 
     # ------------------------------------------------------------------ training
 
     def train(self, resume_from_checkpoint: bool | str | None = None, **unknown: Any) -> TrainOutput:
-        """Train, and return transformers' (global_step, training_loss, metrics).
-
-        Raises:
-            ValueError: an argument of transformers' `train` that cannot be honoured.
-        """
+        """Train, and return transformers' (global_step, training_loss, metrics). Raises ValueError for other arguments
+        of transformers' `train`."""
         if any(value is not None for value in unknown.values()):
             raise ValueError(f'train: {", ".join(unknown)} cannot be honoured here; leave it out')
         self.resume(resume_from_checkpoint)
@@ -228,12 +227,6 @@ class OfflineLaterTrainer(LaterTrainer):
         if self.args.eval_on_start and self.eval_dataset is not None:
             self.evaluate()
 
-    def around_epoch(self, event: str) -> None:
-        self.bridge.tell(event)
-
-    def before_batch(self) -> None:
-        self.bridge.tell('on_step_begin')
-
     def after_batch(self, metrics: Mapping[str, float]) -> None:
         self.state.global_step, self.state.epoch = self.inner.batches_done, self._epoch()
         self.bridge.tell('on_step_end')
@@ -257,12 +250,9 @@ class OfflineLaterTrainer(LaterTrainer):
             self._waiting.clear()
             self.log(logs)
             metrics.update(logs)
-        if self.eval_dataset is not None and plan.eval_every and (step % plan.eval_every == 0 or self._ends(last)):
+        ends = last and text_of(self.args, 'eval_strategy') == 'epoch'  # the end of the run is that of its last epoch
+        if self.eval_dataset is not None and plan.eval_every and (step % plan.eval_every == 0 or ends):
             metrics.update(self.evaluate())
-
-    def _ends(self, last: bool) -> bool:
-        """The end of the run is the end of its last epoch."""
-        return last and str(getattr(self.args.eval_strategy, 'value', self.args.eval_strategy)) == 'epoch'
 
     def _theirs(self, ours: Mapping[str, float], prefix: str = '') -> dict[str, float]:
         return {name: ours[prefix + own] for name, own in self.NAMES.items() if prefix + own in ours}
@@ -273,10 +263,7 @@ class OfflineLaterTrainer(LaterTrainer):
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = 'eval'
     ) -> dict[str, float]:
         """The loss and its companions over a dataset (or a dict of them), as `<prefix>_<name>`; logged.
-
-        Raises:
-            ValueError: there is nothing to evaluate on.
-        """
+        Raises ValueError where there is nothing to evaluate on."""
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if data is None:
             raise ValueError('evaluate: there is no eval_dataset; give it here or to the trainer')

@@ -1,19 +1,16 @@
 """TRL's classic `PPOTrainer` (0.4 to 0.11): a model with a value head, and the script's own loop of `generate` and
 `step`.
 
-It holds a `chatgpt.trainer.PPOTrainer` and drives its `generate` and `step`; here are TRL's arguments, its shapes of
-input and output, and its statistics. Left out: everything of PPO itself.
+It drives a `chatgpt.trainer.PPOTrainer`; here are TRL's arguments and its shapes of input and output.
 """
 
 from __future__ import annotations
 
 import atexit
-import os
 import time
 import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,41 +32,29 @@ from chatgpt.trainer.algorithms import AlgorithmSettings, Estimates, Estimator
 from chatgpt.trainer.callbacks import TRACKERS, ProgressBar, TensorBoard, WandB
 from chatgpt.types import Experience, Sample
 from chatgpt_compat.accelerator import Accelerator
-from chatgpt_compat.measured import Measured
+from chatgpt_compat.statistics import Measured, Recorder, of_step, std
 from chatgpt_compat.trl.config import PPOConfig
 from chatgpt_compat.trl.core import masked_whiten, set_seed
 from chatgpt_compat.trl.models import PreTrainedModelWrapper, create_reference_model, upload
-from chatgpt_compat.trl.statistics import Recorder, statistics, token_statistics
+from chatgpt_compat.trl.training import launched
 
 KL_KINDS = {'kl': 'k1', 'abs': 'abs', 'mse': 'k2', 'full': 'full'}
 _FOLLOWED = {
-    *(
-        'experience_batch_size',
-        'train_batch_size',
-        'max_epochs',
-        'max_tokens_per_batch',
-        'max_grad_norm',
-        'gamma',
-        'lam',
-    ),
-    *('eps_clip', 'value_clip', 'value_coef', 'ratio_threshold', 'target_kl'),
+    *('experience_batch_size', 'train_batch_size', 'max_epochs', 'max_tokens_per_batch', 'max_grad_norm', 'gamma'),
+    *('lam', 'eps_clip', 'value_clip', 'value_coef', 'ratio_threshold', 'target_kl'),
 }
 """settings that our trainer reads in every step"""
 _POSITIONS = 1024
 """tokens of a row that a micro-batch is planned for, where the model takes more"""
 
 
-_POLICY_LOSS = 'a loss of your own is a policy_loss of chatgpt.trainer.PPOTrainer (docs/extend/algorithm.md)'
-_ESTIMATOR = 'an estimator of your own is advantage_estimator of chatgpt.trainer.PPOTrainer (docs/extend/algorithm.md)'
-_REWARD = 'give step the scores that you want paid, one per response or one per token'
+_OWN = 'of your own is {} of chatgpt.trainer.PPOTrainer (docs/extend/algorithm.md)'
 _INNER = {
-    'compute_rewards': _REWARD,
+    'compute_rewards': 'give step the scores that you want paid, one per response or one per token',
     '_kl_penalty': 'kl_penalty has the choices',
-    'compute_advantages': _ESTIMATOR,
-    'loss': _POLICY_LOSS,
-    'train_minibatch': _POLICY_LOSS,
-    'batched_forward_pass': "forwards are the library's, without padding",
-    'prepare_model_inputs': "forwards are the library's, without padding",
+    'compute_advantages': f'an estimator {_OWN.format("advantage_estimator")}',
+    **dict.fromkeys(('loss', 'train_minibatch'), f'a loss {_OWN.format("policy_loss")}'),
+    **dict.fromkeys(('batched_forward_pass', 'prepare_model_inputs'), "forwards are the library's, without padding"),
     'record_step_stats': 'change what step returns',
     '_generate_batched': 'override generate',
 }
@@ -127,39 +112,29 @@ class _Trainer(PPOTrainer):
 
     def work(self, records: list[Experience], learners: Any) -> Any:
         self.recorder.note(records)
-        measure = partial(token_statistics, self.config, self.recorder)
+        measure = partial(self.recorder.measure, self.config)
         return super().work(records, [replace(x, loss=Measured(x.loss, measure)) for x in learners])
 
 
 def our_config(config: PPOConfig, world_size: int, max_positions: int) -> OurConfig:
     """Our settings for a classic config."""
     assert config.mini_batch_size is not None and config.backward_batch_size is not None
-    assert config.batch_size is not None and config.init_kl_coef is not None and config.ppo_epochs is not None
-    scaling = ('norm' if config.use_score_norm else 'running') if config.use_score_scaling else 'none'
+    assert config.batch_size is not None
     kind: Any = KL_KINDS[config.kl_penalty]
     if config.kl_estimator != 'k1' and config.kl_penalty == 'kl':
         kind = config.kl_estimator
     return OurConfig(
         experience_batch_size=config.batch_size * world_size,
         train_batch_size=config.backward_batch_size * world_size,
-        max_epochs=config.ppo_epochs,
         max_tokens_per_batch=config.mini_batch_size * min(max_positions, _POSITIONS),
         max_grad_norm=config.max_grad_norm,
-        kl_coef=config.init_kl_coef,
         kl_kind=kind,
-        kl_target=config.target if config.adap_kl_ctrl else None,
-        kl_horizon=config.horizon,
-        score_scaling=scaling,  # type: ignore[arg-type]
-        score_clip=config.score_clip,
         advantage_estimator=f'{__name__}:WHITENED_GAE' if config.whiten_rewards else 'gae',
-        gamma=config.gamma,
-        lam=config.lam,
-        eps_clip=config.cliprange,
-        value_clip=config.cliprange_value,
         value_coef=config.vf_coef,
         ratio_threshold=config.ratio_threshold,
         target_kl=config.target_kl if config.early_stopping else None,
         recompute_logprobs=True,
+        **config.settings(),
     )
 
 
@@ -167,21 +142,15 @@ def our_config(config: PPOConfig, world_size: int, max_positions: int) -> OurCon
 
 
 class ClassicPPOTrainer:
-    """TRL's trainer of 0.4 to 0.11.
+    """TRL's trainer of 0.4 to 0.11. Raises ValueError for arguments that are not what they must be.
 
     Args:
-        config: a `PPOConfig` of either era.
         model: with a value head; trained in place, so `model` is the trained one at any time.
         ref_model: the frozen reference. None copies the model as it is, sharing `num_shared_layers` blocks; a model
             with an adapter is its own reference, without it.
-        tokenizer: of the model.
-        dataset: rows for `dataloader`; None where the script has its own.
+        dataset, data_collator: rows for `dataloader`, and rows → a batch of it.
         optimizer: of the model's parameters; Adam with config.learning_rate by default.
-        data_collator: rows → a batch of `dataloader`.
         lr_scheduler: stepped once per `step`.
-
-    Raises:
-        ValueError: what is no model with a value head, a missing tokenizer, settings that do not fit together.
     """
 
     def __init__(
@@ -197,8 +166,9 @@ class ClassicPPOTrainer:
         lr_scheduler: Any = None,
         training_data_collator: Any = None,
     ) -> None:
-        if type(self) is not ClassicPPOTrainer:
-            _tell_of_overridden(type(self))
+        for name in _INNER if type(self) is not ClassicPPOTrainer else ():
+            if any(name in vars(c) for c in type(self).__mro__):
+                warnings.warn(f'{type(self).__name__}.{name} is never called here: {_INNER[name]}', stacklevel=3)
         config = PPOConfig() if config is None else config
         _check(config, model, ref_model, tokenizer)
         if training_data_collator is not None:
@@ -219,13 +189,8 @@ class ClassicPPOTrainer:
             )
         self.ref_model = ref_model
         self.optimizer = optimizer or Adam([p for p in model.parameters() if p.requires_grad], lr=config.learning_rate)  # type: ignore[arg-type]
-        self._strategy = strategy_by_name(
-            'ddp' if int(os.environ.get('WORLD_SIZE', '1')) > 1 else 'naive',
-            seed=config.seed,  # type: ignore[arg-type]
-            precision=model.precision,
-        )
+        self._strategy = strategy_by_name(launched(), seed=config.seed, precision=model.precision)  # type: ignore[arg-type]
         atexit.register(self._strategy.close)
-        self._note_processes()
         self.inner = self._make_trainer()
         self.is_distributed = self._strategy.world_size > 1
         self.is_encoder_decoder = config.is_encoder_decoder = is_encoder_decoder(model.pretrained_model)
@@ -238,15 +203,12 @@ class ClassicPPOTrainer:
         self.dataset, self.data_collator = dataset, data_collator
         self.dataloader = None if dataset is None else self.prepare_dataloader(dataset, data_collator)
 
-    def _note_processes(self) -> None:
-        """What TRL writes into the config for scripts to read."""
-        c, n = self.config, self._strategy.world_size
-        assert c.backward_batch_size is not None and c.batch_size is not None
-        c.world_size, c.is_peft_model = n, self.is_peft_model
-        c.global_backward_batch_size, c.global_batch_size = c.backward_batch_size * n, c.batch_size * n
-
     def _make_trainer(self) -> _Trainer:
-        strategy = self._strategy
+        strategy, c = self._strategy, self.config
+        assert c.backward_batch_size is not None and c.batch_size is not None
+        c.world_size, c.is_peft_model = strategy.world_size, self.is_peft_model  # for scripts to read
+        c.global_backward_batch_size = c.backward_batch_size * strategy.world_size
+        c.global_batch_size = c.batch_size * strategy.world_size
         actor = Actor(self.model.pretrained_model, value_head=self.model.v_head)
         initial = None
         if self.ref_model is not None:
@@ -261,7 +223,7 @@ class ClassicPPOTrainer:
             None,
             initial,
             optimizer,
-            config=our_config(self.config, strategy.world_size, self._positions),
+            config=our_config(c, strategy.world_size, self._positions),
             tokenizer=self.tokenizer,
             callbacks=[ProgressBar(enabled=False)],
             engine=_Engine(),
@@ -275,11 +237,8 @@ class ClassicPPOTrainer:
     # ------------------------------------------------------------------ data
 
     def prepare_dataloader(self, dataset: Any, data_collator: Callable[[list[Any]], Any] | None = None) -> DataLoader:
-        """Shuffled batches of config.batch_size rows, without the last short one; tensors are on the device.
-
-        Columns of a `datasets` dataset that neither a model takes nor `log_stats` shows are removed, unless
-        remove_unused_columns is False.
-        """
+        """Shuffled batches of config.batch_size rows, without the last short one; tensors are on the device. Columns of
+        a `datasets` dataset that neither a model takes nor `log_stats` shows are removed with remove_unused_columns."""
         kept = {'input_ids', 'attention_mask', 'past_key_values', 'label', 'query', 'response'}
         names = getattr(dataset, 'column_names', None)
         if self.config.remove_unused_columns and isinstance(names, list) and hasattr(dataset, 'remove_columns'):
@@ -306,24 +265,18 @@ class ClassicPPOTrainer:
         length_sampler: Callable[[], int] | None = None,
         batch_size: int = 4,
         return_prompt: bool = True,
-        generate_ref_response: bool = False,
         **generation_kwargs: Any,
     ) -> Any:
         """Responses: (1, L) of one (P,) query, a list of (L,) of a list of queries; int64, on the device.
 
-        What `generation_kwargs` leave open is transformers' default: greedy, 20 new tokens, and, where it samples,
-        top_k=50. Settings that only `model.generate` has (beams, penalties) go there.
+        What is left open is transformers' default: greedy, 20 new tokens, and, where it samples, top_k=50. Settings
+        that only `model.generate` has (beams, penalties) go there.
 
         Args:
             length_sampler: new tokens; asked once per `batch_size` queries, as TRL does.
-            return_prompt: the prompt's tokens before the response's. An encoder-decoder's have the start token there
-                in any case.
-            generate_ref_response: a pair with the reference's responses, which transformers' own `generate` draws.
-            **generation_kwargs: as of `model.generate`. What `attention_mask` pads is left out of a query, though not
-                of the prompt before its response; a mask of one query, (P,) or (1, P), or a list of them.
-
-        Raises:
-            ValueError: a query of two dimensions, a mask of another shape, an unknown setting, a prompt without room.
+            return_prompt: the prompt's tokens before the response's; of an encoder-decoder always the start token.
+            **generation_kwargs: as of `model.generate`. `attention_mask` is of one query, (P,) or (1, P), or a list of
+                them; what it pads is left out of a query, though not of the prompt before its response.
         """
         if isinstance(query_tensor, Tensor) and query_tensor.dim() != 1:
             raise ValueError(f'generate: query_tensor is {tuple(query_tensor.shape)}; give (P,), or a list of (P,)')
@@ -332,47 +285,27 @@ class ClassicPPOTrainer:
         queries = _unpadded(given, generation_kwargs.pop('attention_mask', None), single)
         settings = self._settings(generation_kwargs, bool(length_sampler))
 
-        limits = None
+        sampler = None
         if length_sampler is not None:
             drawn = [int(length_sampler()) for _ in range(0, len(queries), batch_size)]
-            limits = [drawn[i // batch_size] for i in range(len(queries))]
-        sampler = None if limits is None else partial(next, iter(limits))
+            sampler = partial(next, iter([drawn[i // batch_size] for i in range(len(queries))]))
         answers: Any = self.inner.generate(queries, length_sampler=sampler, **settings)
-        found = self._arranged(given, answers, single, return_prompt)
-        if not generate_ref_response:
-            return found
-        answers = self._reference_answers(queries, limits, generation_kwargs)
-        return found, self._arranged(given, answers, single, return_prompt)
-
-    def _arranged(self, queries: list[Tensor], answers: list[Tensor], single: bool, return_prompt: bool) -> Any:
-        """Answers as `generate` gives them."""
         found = [answer.to(self.current_device) for answer in answers]
         if self.is_encoder_decoder:
             start = torch.tensor([start_token(self.model.config)], device=self.current_device)
             found = [torch.cat([start, r]) for r in found]
         elif return_prompt:
-            found = [torch.cat([q.to(r), r]) for q, r in zip(queries, found, strict=True)]
+            found = [torch.cat([q.to(r), r]) for q, r in zip(given, found, strict=True)]
         return found[0][None] if single else found
-
-    @torch.no_grad()
-    def _reference_answers(
-        self, queries: list[Tensor], limits: list[int] | None, settings: dict[str, Any]
-    ) -> list[Tensor]:
-        bare: Any = self._strategy.unwrap(self.inner.actor)
-        reference: Any = self.model if self.ref_model is None else self.ref_model
-        reference = getattr(reference, 'pretrained_model', reference)
-        found = []
-        with bare.adapter_disabled() if self.ref_model is None else nullcontext():
-            for i, query in enumerate(queries):
-                limit = {} if limits is None else {'max_new_tokens': limits[i]}
-                ids = query[None].to(reference.device)
-                out = reference.generate(ids, attention_mask=torch.ones_like(ids), **settings | limit)[0]
-                found.append(out[1:] if self.is_encoder_decoder else out[len(query) :])
-        return found
 
     def _settings(self, given: dict[str, Any], has_lengths: bool) -> dict[str, Any]:
         """Our generation keywords for transformers'."""
         given = dict(given)
+        if given.pop('generate_ref_response', False):
+            raise ValueError(
+                'generate: generate_ref_response is not served; ref_model.generate(query[None], ...) gives what the '
+                'reference writes'
+            )
         for name in ('remove_padding', 'pad_to_multiple_of', 'synced_gpus'):
             if given.pop(name, None) not in (None, True):
                 warnings.warn(f'generate: {name} has no effect here: responses are never padded', stacklevel=3)
@@ -410,20 +343,14 @@ class ClassicPPOTrainer:
         scores: list[Tensor],
         response_masks: list[Tensor] | None = None,
     ) -> dict[str, Any]:
-        """One learning phase on `batch_size` scored responses of this process.
+        """One learning phase on `batch_size` scored responses of this process; TRL's statistics, which
+        docs/coming_from/trl.md lists. Raises ValueError for what is no list of so many tensors.
 
         Args:
             queries, responses: int64 tensors, (P,) and (A,); responses of an encoder-decoder may begin with its start
                 token, as `generate` gives them, which is none of the A.
-            scores: a tensor per response, of one element; or of A elements, one per token, which TRL does not take.
+            scores: a tensor per response, of one element or one per token.
             response_masks: (A,), 1 = a token of the model's own.
-
-        Returns:
-            TRL's statistics; docs/coming_from/trl.md lists them.
-
-        Raises:
-            ValueError: what is no list of tensors, another number of them than batch_size, and what
-                `chatgpt.trainer.PPOTrainer.step` refuses.
         """
         start = time.perf_counter()
         self._check_lists(queries=queries, responses=responses, scores=scores)
@@ -440,7 +367,7 @@ class ClassicPPOTrainer:
         )
         begin = time.perf_counter()
         experiences = inner.last_experiences
-        stats = statistics(experiences, metrics, inner.recorder, inner.config.value_coef)
+        stats = of_step(experiences, metrics, inner.recorder, inner.config.value_coef)
         stats['ppo/learning_rate'] = float(self.optimizer.param_groups[0]['lr'])
         if self.config.adap_kl_ctrl and inner.config.kl_kind != 'k1':
             # Ours follows log π − log π_ref whatever the reward pays; TRL's follows what the reward pays.
@@ -497,11 +424,7 @@ class ClassicPPOTrainer:
         rewards: SequenceOf[Any] | Tensor,
         columns_to_log: SequenceOf[str] = ('query', 'response'),
     ) -> None:
-        """Statistics and the spread of the rewards to the trackers of `log_with`, with a table of texts under W&B.
-
-        Raises:
-            ValueError: a column that the batch does not have.
-        """
+        """Statistics and the spread of the rewards to the trackers of `log_with`, with a table of texts under W&B."""
         given = rewards if isinstance(rewards, Tensor) else torch.tensor([float(r) for r in rewards])
         scores = self.accelerator.gather(given.detach().float().to(self.current_device)).flatten().cpu()
         rows: dict[str, list[Any]] = {}
@@ -511,12 +434,8 @@ class ClassicPPOTrainer:
                 raise ValueError(f'log_stats: the batch has no {missing[0]!r}; give it, or other columns_to_log')
             for name in columns_to_log:
                 rows[name] = [text for part in self._strategy.all_gather_object(list(batch[name])) for text in part]
-        logs = dict(stats)
-        logs |= {
-            'env/reward_mean': float(scores.mean()),
-            'env/reward_std': float(scores.std()) if len(scores) > 1 else 0.0,
-            'env/reward_dist': scores.numpy(),
-        }
+        spread = {'mean': float(scores.mean()), 'std': std(scores), 'dist': scores.numpy()}
+        logs = stats | {f'env/reward_{name}': value for name, value in spread.items()}
         self.current_step += 1
         self.accelerator.log(logs, step=self.inner.phase)
         for tracker in self._trackers if rows and self.accelerator.is_main_process else ():
@@ -550,11 +469,7 @@ class ClassicPPOTrainer:
     _save_pretrained = save_pretrained
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> str | None:
-        """Upload what `save_pretrained` writes, from the main process; the address.
-
-        Raises:
-            PushError: the hub cannot be reached, or refuses; says how to upload the files later.
-        """
+        """Upload what `save_pretrained` writes, from the main process; the address."""
         if not self._strategy.is_rank_0:
             return None
 
@@ -606,24 +521,20 @@ def _unpadded(queries: SequenceOf[Tensor], mask: Any, single: bool) -> list[Tens
 
 
 def _check(config: Any, model: Any, ref_model: Any, tokenizer: Any) -> None:
-    if not isinstance(config, PPOConfig):
-        raise ValueError(f'PPOTrainer: config must be a PPOConfig; got {_kind(config)}')
-    if not isinstance(model, PreTrainedModelWrapper):
-        raise ValueError(
-            f'PPOTrainer: model must be a AutoModelForCausalLMWithValueHead; got {_kind(model)}. Wrap it: '
-            'AutoModelForCausalLMWithValueHead.from_pretrained(model)'
-        )
-    if ref_model is not None and not isinstance(ref_model, nn.Module):
-        raise ValueError(f'PPOTrainer: ref_model must be a model or None; got {_kind(ref_model)}')
-    if not hasattr(tokenizer, 'decode'):
-        raise ValueError(f'PPOTrainer: tokenizer must be a transformers tokenizer; got {_kind(tokenizer)}')
-
-
-def _tell_of_overridden(cls: type) -> None:
-    """A warning for each of TRL's inner steps that a subclass has of its own, which nothing here calls."""
-    for name in _INNER:
-        if any(name in vars(c) for c in cls.__mro__):
-            warnings.warn(f'{cls.__name__}.{name} is never called here: {_INNER[name]}', stacklevel=4)
+    head = 'AutoModelForCausalLMWithValueHead'
+    for name, value, is_right, wanted in (
+        ('config', config, isinstance(config, PPOConfig), 'a PPOConfig'),
+        (
+            'model',
+            model,
+            isinstance(model, PreTrainedModelWrapper),
+            f'a model with a head, {head}.from_pretrained(model)',
+        ),
+        ('ref_model', ref_model, ref_model is None or isinstance(ref_model, nn.Module), 'a model or None'),
+        ('tokenizer', tokenizer, hasattr(tokenizer, 'decode'), 'a transformers tokenizer'),
+    ):
+        if not is_right:
+            raise ValueError(f'PPOTrainer: {name} must be {wanted}; got {_kind(value)}')
 
 
 def _kind(value: Any) -> str:
@@ -643,9 +554,7 @@ def _trackers(config: PPOConfig) -> list[Any]:
                 raise ValueError("log_with='tensorboard' needs project_kwargs={'logging_dir': FOLDER}")
             made.append(TensorBoard(Path(folder, config.tracker_project_name), num_rows=0))
         elif name == 'wandb':
-            init: dict[str, Any] = {'project': config.tracker_project_name} | dict(
-                config.tracker_kwargs.get('wandb', {})
-            )
+            init: Any = {'project': config.tracker_project_name} | dict(config.tracker_kwargs.get('wandb', {}))
             made.append(WandB(**init, num_rows=0))
         elif name not in ('none', None):
             made.append(TRACKERS.find(name)())

@@ -1,8 +1,5 @@
-"""`PPOTrainer` as TRL 0.12 to 1.12 have it, with a loop of its own (`train()`), over our `PPOTrainer`.
-
-Policy, reference, reward and value model are four transformers models. Left out: the arguments (`config`), and
-the classic trainer.
-"""
+"""`PPOTrainer` as TRL 0.12 to 1.12 have it, with a loop of its own (`train()`), over our `PPOTrainer`: policy,
+reference, reward and value model are four transformers models."""
 
 from __future__ import annotations
 
@@ -23,21 +20,20 @@ from torch import Tensor, nn
 from transformers.trainer_utils import TrainOutput
 
 from chatgpt.data import PromptSet, as_prompts, note_model
-from chatgpt.nn import Actor, Critic, RewardModel, has_lora, load_config
+from chatgpt.nn import Actor, Critic, RewardModel, has_lora, is_encoder_decoder, load_config, position_limit
 from chatgpt.trainer import PPOConfig as OurConfig
 from chatgpt.trainer import PPOTrainer as OurPPOTrainer
 from chatgpt.trainer import PromptEvaluation
 from chatgpt.trainer.experience import Scorer, as_scorer
 from chatgpt.types import Batch, Prompt, Sample
-from chatgpt_compat.measured import Measured
 from chatgpt_compat.peft import HEADS, adapted
-from chatgpt_compat.trl import later
-from chatgpt_compat.trl.arguments import given
+from chatgpt_compat.statistics import TRL, Measured, named, of_policy, of_values
+from chatgpt_compat.trl import arguments
+from chatgpt_compat.trl.arguments import given, text_of
 from chatgpt_compat.trl.config import FATES, PPOConfig
 from chatgpt_compat.trl.training import (
     LaterTrainer,
     causal_lm,
-    check_context,
     clipping,
     refuse,
     resolved,
@@ -61,35 +57,20 @@ class Models(NamedTuple):
         return self.policy.config
 
 
-# ---------------------------------------------------------------------- what TRL measures and ours does not
-
-
-def actor_statistics(config: OurConfig, out: Any, batch: Batch) -> dict[str, Tensor]:
-    """(N,) ½ (log ratio)², and where the clipped loss is the larger one."""
-    advantages, difference = batch.columns['advantages'], out.logprobs - batch.columns['old_logprobs']
-    ratio = difference.exp()
-    active = -advantages * ratio.clamp(1 - config.eps_clip, 1 + config.eps_clip) > -advantages * ratio
-    return {'approx_kl_k2': 0.5 * difference.square(), 'clip_active': active.float()}
-
-
-def value_statistics(config: OurConfig, values: Tensor, batch: Batch) -> dict[str, Tensor]:
-    """(N,) where the clipped loss is the larger one."""
-    old, returns = batch.columns['values'], batch.columns['returns']
-    clip = float('inf') if config.value_clip is None else config.value_clip
-    near = torch.maximum(torch.minimum(values, old + clip), old - clip)
-    return {'value_clip_active': ((near - returns).square() > (values - returns).square()).float()}
-
-
 class MeasuredPPOTrainer(OurPPOTrainer):
-    """Our trainer with these, and the value loss times `vf_coef`."""
+    """Our trainer with what TRL measures beside, and the value loss times `vf_coef`."""
 
     vf_coef = 1.0
 
     def learners(self) -> Any:
         actor, critic = super().learners()
+
+        def of_actor(out: Any, batch: Batch) -> dict[str, Tensor]:
+            return of_policy(self.config, out.logprobs, batch)
+
         return [
-            replace(actor, loss=Measured(actor.loss, partial(actor_statistics, self.config))),
-            replace(critic, loss=Measured(critic.loss, partial(value_statistics, self.config), self.vf_coef)),
+            replace(actor, loss=Measured(actor.loss, of_actor)),
+            replace(critic, loss=Measured(critic.loss, partial(of_values, self.config), self.vf_coef)),
         ]
 
 
@@ -129,15 +110,11 @@ def sizes_of(args: Any, num_prompts: int, world_size: int) -> Sizes:
     local = args.per_device_train_batch_size * args.gradient_accumulation_steps
     local = args.batch_size if args.batch_size is not None else local
     mini = args.mini_batch_size if args.mini_batch_size is not None else local // args.num_mini_batches
+    of = f'num_mini_batches={args.num_mini_batches}' if args.mini_batch_size is None else f'mini_batch_size={mini}'
     if mini < 1 or local % mini or (args.mini_batch_size is None and local % args.num_mini_batches):
         raise ValueError(
             f'PPOConfig: a batch of {local} on each process (batch_size, else per_device_train_batch_size x '
-            f'gradient_accumulation_steps) must be a multiple of '
-            + (
-                f'num_mini_batches={args.num_mini_batches}'
-                if args.mini_batch_size is None
-                else f'mini_batch_size={mini}'
-            )
+            f'gradient_accumulation_steps) must be a multiple of {of}'
         )
     batch = local * world_size
     episodes = args.total_episodes
@@ -166,29 +143,19 @@ def ppo_settings(args: Any, sizes: Sizes, longest: int) -> OurConfig:
     if args.kl_estimator not in ('k1', 'k3'):
         raise ValueError(f'PPOConfig: kl_estimator={args.kl_estimator!r} is not known; use k1 or k3')
     steps = sizes.batch // sizes.mini_batch * args.num_ppo_epochs
-    schedule = later.schedule(args, sizes.updates)
-    scaling: Any = 'none' if not args.use_score_scaling else 'norm' if args.use_score_norm else 'running'
+    schedule = arguments.schedule(args, sizes.updates)
     return OurConfig(
         experience_batch_size=sizes.batch,
         train_batch_size=sizes.mini_batch,
-        max_epochs=args.num_ppo_epochs,
         max_tokens_per_batch=args.per_device_train_batch_size * longest,
         max_grad_norm=clipping(args),
         lr_schedule=schedule['lr_schedule'],
         warmup_steps=schedule['warmup_steps'] * steps,  # TRL's schedule goes by updates, ours by optimizer steps
         dataloader_pin_memory=args.dataloader_pin_memory,
-        kl_coef=args.kl_coef,
         kl_kind=args.kl_estimator,
-        kl_target=args.target if args.adap_kl_ctrl else None,
-        kl_horizon=args.horizon,
-        score_scaling=scaling,
-        score_clip=args.score_clip,
         whiten_rewards=args.whiten_rewards,
-        gamma=args.gamma,
-        lam=args.lam,
-        eps_clip=args.cliprange,
-        value_clip=args.cliprange_value,
         ratio_threshold=args.ratio_threshold if given(args, 'ratio_threshold') else None,
+        **args.settings(),
     )
 
 
@@ -208,6 +175,18 @@ def prompts_of(dataset: Any, tokenizer: Any) -> PromptSet:
         columns = {k: v for k, v in row.items() if k not in ('input_ids', 'attention_mask', 'lengths')}
         prompts.append(Prompt(ids=ids, text=tokenizer.decode(ids, skip_special_tokens=True), columns=columns))
     return as_prompts(prompts)
+
+
+def check_context(model: Any, longest_prompt: int, response_length: int) -> None:
+    """Raises ValueError where the policy has too few positions for its longest prompt and a response to it."""
+    limit, needed = position_limit(model.config), longest_prompt + response_length
+    if is_encoder_decoder(model):  # which has them on each side; before the response stands the start token
+        needed = max(longest_prompt, response_length + 1)
+    if limit is not None and needed > limit:
+        raise ValueError(
+            f'PPOConfig: the longest prompt has {longest_prompt} tokens; with response_length={response_length} it '
+            f"passes the policy's context of {limit}: lower it, or shorten the prompts"
+        )
 
 
 class BackboneScore(nn.Module):
@@ -235,16 +214,10 @@ class BackboneScore(nn.Module):
 
 def reward_of(reward_model: Any) -> Any:
     """A `RewardModel` of a classifier or its folder, a module with TRL's protocol of backbone and score, or a function
-    as it is, in one of our conventions.
-
-    Raises:
-        ValueError: a module that is none of these.
-    """
+    as it is, in one of our conventions. Raises ValueError for another module."""
     if isinstance(reward_model, (str, Path)):
         return RewardModel.from_pretrained(reward_model)
-    if not isinstance(reward_model, nn.Module):
-        return reward_model
-    if isinstance(reward_model, RewardModel):
+    if isinstance(reward_model, RewardModel) or not isinstance(reward_model, nn.Module):
         return reward_model
     if type(reward_model).__name__.endswith('ForSequenceClassification'):
         return RewardModel.from_classifier(reward_model)
@@ -280,7 +253,8 @@ def critic_of(value_model: Any, reward: Any, policy: Any, args: Any) -> Critic:
             )
             value_model = deepcopy(value_model)
         if hasattr(value_model, 'pretrained_model') and hasattr(value_model, 'v_head'):
-            return Critic(trainable(value_model.pretrained_model, args), _last_linear(value_model.v_head))
+            head = getattr(value_model.v_head, 'summary', value_model.v_head)  # without TRL's dropout
+            return Critic(trainable(value_model.pretrained_model, args), head)
         value_model = adapted(value_model, None, heads=HEADS)
     if isinstance(value_model, (str, Path)):
         parts = RewardModel.from_pretrained(value_model)
@@ -293,36 +267,22 @@ def critic_of(value_model: Any, reward: Any, policy: Any, args: Any) -> Critic:
     return Critic(trainable(parts.model, args), parts.value_head.float())
 
 
-def _last_linear(v_head: nn.Module) -> nn.Module:
-    """The linear layer of a value head of TRL's, whose dropout PPO does not use."""
-    return getattr(v_head, 'summary', v_head)
-
-
 # ---------------------------------------------------------------------- the trainer
 
 
 class PPOTrainer(LaterTrainer):
-    """PPO with a loop of its own.
+    """PPO with a loop of its own. Raises ValueError for what cannot be honoured, by name.
 
     Args:
-        args: a `PPOConfig`, of either era's names.
-        processing_class: the tokenizer.
-        model: the policy, a transformers causal LM, trained in place.
+        model: the policy, a transformers causal LM, trained in place; `peft_config` is its LoraConfig.
         ref_model: the frozen reference; None is a copy, or with adapters the policy without them.
-        reward_model: a sequence classifier with one label, or its folder; or a function `fn(prompts, responses,
-            **columns)`, one number per response.
+        reward_model: a sequence classifier with one label, its folder, or a function of prompts and responses.
         value_model: a sequence classifier with one label, trained in place; None starts from the reward model.
-        train_dataset: rows with input_ids, or with a prompt.
-        eval_dataset: the same, for `generate_completions`.
-        data_collator: cannot be honoured, but for one that only pads. Nor can `optimizers`: each of the two models has
-            its own, by optim and learning_rate.
-        peft_config: a LoraConfig for the policy.
-        config, tokenizer, policy, ref_policy: names that 0.12 to 0.15 have for args, processing_class, model,
-            ref_model.
-
-    Raises:
-        ValueError: what cannot be honoured, by name.
+        train_dataset, eval_dataset: rows with input_ids, or with a prompt.
+        config, tokenizer, policy, ref_policy: older names of args, processing_class, model, ref_model.
     """
+
+    tells_batches = False
 
     def __init__(
         self,
@@ -347,24 +307,20 @@ class PPOTrainer(LaterTrainer):
         args = _either('args', args, 'config', config)
         model = _either('model', model, 'policy', policy)
         ref_model = _either('ref_model', ref_model, 'ref_policy', ref_policy)
+        if type(data_collator).__name__ == 'DataCollatorWithPadding':  # which does no more than pad
+            data_collator = None
+        optimizer = next((x for x in optimizers if x is not None), None)
+        one_each = 'policy and value model have one each; give optim, learning_rate and lr_scheduler_type'
         refuse(
             'PPOTrainer',
             {
-                'data_collator': (
-                    None if _only_pads(data_collator) else data_collator,
-                    'prompts are batched here, without padding; leave it out',
-                ),
-                'optimizers': (
-                    next((x for x in optimizers if x is not None), None),
-                    'policy and value model have one each; give optim, learning_rate and lr_scheduler_type',
-                ),
+                'data_collator': (data_collator, 'prompts are batched here, without padding; leave it out'),
+                'optimizers': (optimizer, one_each),
             },
         )
-        for name, value in (('args', args), ('model', model), ('reward_model', reward_model)):
-            if value is None:
-                raise ValueError(f'PPOTrainer: {name} is needed')
-        if train_dataset is None:
-            raise ValueError('PPOTrainer: train_dataset is needed')
+        needed = {'args': args, 'model': model, 'reward_model': reward_model, 'train_dataset': train_dataset}
+        if missing := [name for name, value in needed.items() if value is None]:
+            raise ValueError(f'PPOTrainer: {missing[0]} is needed')
         if ref_model is not None and ref_model is model:
             raise ValueError('PPOTrainer: ref_model is the model itself; give a copy of it, or None')
         if isinstance(args, PPOConfig):
@@ -397,7 +353,7 @@ class PPOTrainer(LaterTrainer):
         self.reward_model, self.value_model = reward_model, value_model if value_model is not None else critic.model
 
         strategy = self.strategy
-        pairs = [(m, later.make_optimizer(args, strategy, m)) for m in (actor, critic)]
+        pairs = [(m, arguments.make_optimizer(args, strategy, m)) for m in (actor, critic)]
         (actor, actor_optim), (critic, critic_optim), initial = strategy.prepare(*pairs, initial)
         config = ppo_settings(args, self.sizes, longest_prompt + args.response_length)
         self._plain_scorer = as_scorer(
@@ -446,19 +402,16 @@ class PPOTrainer(LaterTrainer):
         args, world_size = self.args, self.strategy.world_size
         args.world_size, args.num_total_batches = world_size, self.sizes.updates
         args.batch_size, args.mini_batch_size = self.sizes.batch, self.sizes.mini_batch
-        args.local_batch_size, args.local_mini_batch_size = (
-            args.batch_size // world_size,
-            args.mini_batch_size // world_size,
-        )
+        args.local_batch_size = args.batch_size // world_size
+        args.local_mini_batch_size = args.mini_batch_size // world_size
         args.micro_batch_size = args.per_device_train_batch_size * world_size
         if args.total_episodes is None:
             args.total_episodes = int(args.num_train_epochs * len(self.prompts))
 
     def _save_interval(self) -> int | None:
-        args = self.args
-        if str(getattr(args.save_strategy, 'value', args.save_strategy)) == 'epoch':
+        if text_of(self.args, 'save_strategy') == 'epoch':
             return max(math.ceil(len(self.prompts) / self.sizes.batch), 1)
-        return later.every(args.save_steps, 500, self.sizes.updates)
+        return arguments.every(self.args.save_steps, 500, self.sizes.updates)
 
     @property
     def model(self) -> Models:
@@ -497,28 +450,13 @@ class PPOTrainer(LaterTrainer):
 
     def _theirs(self, ours: Mapping[str, float]) -> dict[str, float]:
         """The update's metrics by TRL's names and formulas, with means over tokens where TRL's are over padding too."""
-        experiences = self.inner.last_experiences
-        count, end = len(experiences), self.processing_class.eos_token_id
+        experiences, end = self.inner.last_experiences, self.processing_class.eos_token_id
         surprisal = -sum(float((e.old_logprobs * e.response_mask).double().sum()) for e in experiences)
-        kl = ours['rollout/kl_k3_mean' if self.args.kl_estimator == 'k3' else 'rollout/kl_mean']
-        non_score, scores = ours['rollout/non_score_reward_mean'], ours['rollout/score_mean']
-        return {
+        return named(TRL, ours, self.inner.config) | {
             'eps': int(self.state.episode / max(time.perf_counter() - self._started, 1e-9)),
-            'objective/kl': kl,
-            'objective/entropy': surprisal / count,
-            'objective/non_score_reward': non_score,
-            'objective/rlhf_reward': non_score + scores,
-            'objective/scores': scores,
-            'policy/approxkl_avg': ours['ppo/approx_kl_k2'],
-            'policy/clipfrac_avg': ours['ppo/clip_active'],
-            'loss/policy_avg': ours['ppo/policy_loss'],
-            'loss/value_avg': ours['ppo/value_loss'],
-            'val/clipfrac_avg': ours['ppo/value_clip_active'],
-            'policy/entropy_avg': ours['ppo/entropy'],
-            'val/ratio': ours['ppo/ratio_mean'],
+            'objective/entropy': surprisal / len(experiences),
             'val/ratio_var': statistics.variance(self._ratios) if len(self._ratios) > 1 else 0.0,
             'val/num_eos_tokens': sum(int((e.response_ids == end).sum()) for e in experiences),
-            'lr': ours['ppo/lr'],
             'episode': self.state.episode,
         }
 
@@ -547,11 +485,6 @@ class PPOTrainer(LaterTrainer):
         evaluation(self.inner)
         names = {'prompt': 'query', 'response': 'model response'}
         return [{names.get(k, k): v for k, v in row.items()} for row in evaluation.last]
-
-
-def _only_pads(data_collator: Any) -> bool:
-    """Whether a collator does no more than pad, of which there is nothing to do here."""
-    return type(data_collator).__name__ in ('DataCollatorWithPadding', 'NoneType')
 
 
 def _either(name: str, value: Any, other: str, older: Any) -> Any:

@@ -1,15 +1,17 @@
-"""What scripts of TRL 0.12 to 1.12 read their command line with: `ModelConfig`, `ScriptArguments`, `TrlParser`, and
-what they make of a `ModelConfig`."""
+"""Functions of TRL 0.12 to 1.12 that scripts call around a trainer: what reads their command line, what they make of a
+`ModelConfig`, chat templates and kinds of rows."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import HfArgumentParser
+from transformers.utils import logging as transformers_logging
 
 
 @dataclass
@@ -70,15 +72,8 @@ class TrlParser(HfArgumentParser):
         return_remaining_strings: bool = False,
         fail_with_unknown_args: bool = True,
     ) -> tuple[Any, ...]:
-        """One object for each dataclass.
-
-        Args:
-            return_remaining_strings: what no dataclass knows comes last, as a list of strings.
-            fail_with_unknown_args: else it is an error.
-
-        Raises:
-            ValueError: --config without a file, a file that is no mapping, or a name in it that is not known.
-        """
+        """One object for each dataclass; with `return_remaining_strings` what none of them knows comes last, as a list.
+        Raises ValueError for --config without a file, a file that is no mapping, or a name that is not known."""
         import yaml
 
         given = list(sys.argv[1:] if args is None else args)
@@ -90,11 +85,9 @@ class TrlParser(HfArgumentParser):
             _, path = given.pop(at), given.pop(at)
             with open(path, encoding='utf-8') as file:
                 content = yaml.safe_load(file) or {}
-            if not isinstance(content, dict):
-                raise ValueError(f'{path}: it must hold names with values')
-            variables = content.pop('env', {})
+            variables = content.pop('env', {}) if isinstance(content, dict) else None
             if not isinstance(variables, dict):
-                raise ValueError(f'{path}: env must hold names with values')
+                raise ValueError(f'{path}: it, and env in it, must hold names with values')
             os.environ.update({name: str(value) for name, value in variables.items()})
             rest = self.set_defaults_with_config(**content)
         found = self.parse_args_into_dataclasses(args=given, return_remaining_strings=True)
@@ -114,11 +107,8 @@ class TrlParser(HfArgumentParser):
 
 
 def get_peft_config(model_args: ModelConfig) -> Any:
-    """A PEFT `LoraConfig` of the arguments; None without `use_peft`.
-
-    Raises:
-        ValueError: use_dora, lora_target_parameters, or adapters without the package peft.
-    """
+    """A PEFT `LoraConfig` of the arguments; None without `use_peft`. Raises ValueError for use_dora,
+    lora_target_parameters, and adapters without the package peft."""
     if not model_args.use_peft:
         return None
     if model_args.use_dora or model_args.lora_target_parameters:
@@ -127,16 +117,9 @@ def get_peft_config(model_args: ModelConfig) -> Any:
         from peft import LoraConfig
     except ImportError:
         raise ValueError('ModelConfig: use_peft=True needs the package peft: pip install peft') from None
-    return LoraConfig(
-        task_type=model_args.lora_task_type,
-        r=model_args.lora_r,
-        target_modules=model_args.lora_target_modules,
-        lora_alpha=model_args.lora_alpha,
-        lora_dropout=model_args.lora_dropout,
-        bias='none',
-        use_rslora=model_args.use_rslora,
-        modules_to_save=model_args.lora_modules_to_save,
-    )
+    names = ('task_type', 'r', 'target_modules', 'lora_alpha', 'lora_dropout', 'modules_to_save')
+    values = {name: getattr(model_args, f'lora_{name.removeprefix("lora_")}') for name in names}
+    return LoraConfig(bias='none', use_rslora=model_args.use_rslora, **values)
 
 
 def get_quantization_config(model_args: ModelConfig) -> None:
@@ -155,9 +138,127 @@ def get_kbit_device_map() -> None:
 
 def init_zero_verbose() -> None:
     """Warnings alone on the console."""
-    import logging
-
-    from transformers.utils import logging as transformers_logging
-
     logging.basicConfig(level=logging.ERROR)
     transformers_logging.set_verbosity_error()
+
+
+# ---------------------------------------------------------------------- chat templates, kinds of rows
+
+SIMPLE_CHAT_TEMPLATE = (
+    '{% for message in messages %}'
+    "{{ message['role'].capitalize() + ': ' + message['content'] + '\n\n' }}"
+    '{% endfor %}'
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+"""roles in capitals, each turn a paragraph of its own"""
+
+_CHATML = (
+    '{% for message in messages %}'
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_TURNS = ('prompt', 'chosen', 'rejected', 'completion', 'messages')
+
+
+def is_conversational(example: Mapping[str, Any]) -> bool:
+    """Whether one of the row's columns holds turns with a role."""
+    values = [example.get(name) for name in _TURNS]
+    lists = [value for value in values if isinstance(value, (list, tuple)) and value]
+    return any(isinstance(value[0], Mapping) and 'role' in value[0] for value in lists)
+
+
+def apply_chat_template(
+    example: Mapping[str, Any], tokenizer: Any, tools: Any = None, **template_kwargs: Any
+) -> dict[str, Any]:
+    """The row with its turns rendered: messages becomes text; prompt ends where the answer begins, and completion,
+    chosen and rejected hold what follows. Raises ValueError for columns without a known meaning, and for a template
+    that changes the prompt when an answer follows."""
+    known = set(example) & {*_TURNS, 'label'}
+    options = dict(template_kwargs) | ({'tools': tools} if tools is not None else {})
+
+    def render(turns: Any, **more: Any) -> str:
+        return tokenizer.apply_chat_template(turns, tokenize=False, **options, **more)
+
+    if 'messages' in known:
+        return {'text': render(example['messages'])}
+    answers = [name for name in ('completion', 'chosen', 'rejected') if name in known]
+    if 'prompt' not in known:
+        if not answers:
+            raise ValueError(f'apply_chat_template: no turns in the columns {", ".join(example)}')
+        return {name: render(example[name]) for name in answers}
+    last = example['prompt'][-1]['role']
+    begun = {'continue_final_message': True} if last == 'assistant' else {'add_generation_prompt': True}
+    prompt = render(example['prompt'], **begun)
+    rendered: dict[str, Any] = {'prompt': prompt}
+    for name in answers:
+        whole = render([*example['prompt'], *example[name]])
+        if not whole.startswith(prompt):
+            raise ValueError('apply_chat_template: this template renders the prompt otherwise once an answer follows')
+        rendered[name] = whole[len(prompt) :]
+    return rendered | ({'label': example['label']} if 'label' in known else {})
+
+
+def maybe_apply_chat_template(
+    example: Mapping[str, Any], tokenizer: Any, tools: Any = None, **template_kwargs: Any
+) -> Mapping[str, Any]:
+    """`apply_chat_template` of a row with turns; any other row as it is."""
+    return apply_chat_template(example, tokenizer, tools, **template_kwargs) if is_conversational(example) else example
+
+
+def extract_prompt(example: Mapping[str, Any]) -> dict[str, Any]:
+    """prompt, chosen and rejected of a row whose chosen and rejected begin alike: the common beginning is the prompt,
+    which in texts ends before a space."""
+    chosen, rejected = example['chosen'], example['rejected']
+    shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
+    if shared is None:
+        shared = min(len(chosen), len(rejected))
+    if shared and isinstance(chosen, str) and chosen[shared - 1] == ' ':
+        shared -= 1
+    return {'prompt': chosen[:shared], 'chosen': chosen[shared:], 'rejected': rejected[shared:]}
+
+
+def maybe_extract_prompt(example: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`extract_prompt` where the prompt stands in chosen and rejected; any other row as it is."""
+    is_pair = 'chosen' in example and 'rejected' in example
+    kinds = [isinstance(example.get(name), (list, tuple)) for name in ('prompt', 'chosen')]  # turns, or texts
+    if not is_pair or ('prompt' in example and kinds[0] == kinds[1]):
+        return example
+    return {**example, **extract_prompt(example)}
+
+
+def unpair_preference_dataset(dataset: Any, num_proc: int | None = None, desc: str | None = None) -> Any:
+    """Two rows for each of a `datasets` dataset with chosen and rejected: completion, and label true or false."""
+
+    def two(batch: Mapping[str, Any]) -> dict[str, Any]:
+        size = len(batch['chosen'])
+        made = {'completion': [*batch['chosen'], *batch['rejected']], 'label': [True] * size + [False] * size}
+        return made | ({'prompt': batch['prompt'] * 2} if 'prompt' in batch else {})
+
+    return dataset.map(two, batched=True, remove_columns=['chosen', 'rejected'], num_proc=num_proc, desc=desc)
+
+
+def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, desc: str | None = None) -> Any:
+    """`unpair_preference_dataset` of a dataset with chosen and rejected; any other as it is."""
+    columns = dataset.column_names
+    columns = next(iter(columns.values())) if isinstance(columns, Mapping) else columns
+    return unpair_preference_dataset(dataset, num_proc, desc) if {'chosen', 'rejected'} <= set(columns) else dataset
+
+
+def setup_chat_format(
+    model: Any, tokenizer: Any, format: str = 'chatml', resize_to_multiple_of: int | None = None
+) -> tuple[Any, Any]:
+    """ChatML for a base model: its two special tokens, the template, embeddings for them, and the ends in the configs.
+    Raises ValueError where the tokenizer has a template already, and for another format."""
+    if tokenizer.chat_template is not None:
+        raise ValueError('setup_chat_format: the tokenizer has a chat template; set it to None to replace it')
+    if format != 'chatml':
+        raise ValueError(f"setup_chat_format: format={format!r} is not known; use 'chatml'")
+    begin, end = '<|im_start|>', '<|im_end|>'
+    tokenizer.add_special_tokens({'bos_token': begin, 'eos_token': end, 'pad_token': end})
+    tokenizer.chat_template = _CHATML
+    model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=resize_to_multiple_of)
+    for config in (model.config, getattr(model, 'generation_config', None)):
+        if config is not None:
+            for name in ('bos_token_id', 'eos_token_id', 'pad_token_id'):
+                setattr(config, name, getattr(tokenizer, name))
+    return model, tokenizer

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from chatgpt.data import load_demonstrations, note_model, pack
+import chatgpt.trainer as ours
+from chatgpt.data import load_demonstrations, pack
 from chatgpt.nn import Actor, is_encoder_decoder
-from chatgpt.trainer import SFTConfig as OurConfig
-from chatgpt.trainer import SFTTrainer as OurTrainer
 from chatgpt.types import Sequence
 from chatgpt_compat.peft import adapted
 from chatgpt_compat.trl.arguments import refused, warned
 from chatgpt_compat.trl.offline import FATES, OfflineArguments, OfflineLaterTrainer
 from chatgpt_compat.trl.training import causal_lm, max_length_of
 
-OWN_FATES = {
+OF_SFT = {
     'packing_strategy': warned('records are packed in the order given, and never see each other'),
     'eval_packing': warned('what is evaluated is packed as what is trained'),
     'truncation_mode': warned('the prompt loses its beginning, then the response its end'),
@@ -57,58 +55,20 @@ class SFTConfig(OfflineArguments):
 
 class SFTTrainer(OfflineLaterTrainer):
     """Supervised fine-tuning. Data: rows with text, messages, prompt and completion, or input_ids (and labels,
-    completion_mask or assistant_masks).
+    completion_mask or assistant_masks). `formatting_func`: row → text; or, as before 0.16, columns → list of texts."""
 
-    Args:
-        model: a transformers causal LM, trained in place; a PEFT model; or a name or folder.
-        formatting_func: row → text; or, as before 0.16, columns → list of texts.
-        data_collator: cannot be honoured. Completions alone count where rows have a prompt and a completion.
-        **older: arguments of `SFTConfig` that the trainer itself took before 0.13, such as max_seq_length.
-
-    Raises:
-        ValueError: what cannot be honoured, by name.
-    """
-
-    NAMES: ClassVar = {'loss': 'loss'}
     CONFIG = SFTConfig
-    FATES = FATES | OWN_FATES
+    OURS = (ours.SFTTrainer, ours.SFTConfig)
+    FATES = FATES | OF_SFT
+    NAMES: ClassVar = {'loss': 'loss'}
 
-    def __init__(
-        self,
-        model: Any = None,
-        args: Any = None,
-        data_collator: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        *,
-        callbacks: SequenceOf[Any] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        peft_config: Any = None,
-        formatting_func: Callable[..., Any] | None = None,
-        tokenizer: Any = None,
-        **older: Any,
-    ) -> None:
-        super().__init__(
-            args,
-            callbacks,
-            model=model,
-            train_dataset=train_dataset,
-            processing_class=processing_class,
-            tokenizer=tokenizer,
-            older=older | {'data_collator': data_collator},
-            reasons={
-                'data_collator': 'records are batched here; rows of prompt and completion count the completion alone, '
-                'assistant_only_loss=True the answers of messages'
-            },
-        )
-        args = self.args
-        model = causal_lm(model, args, 'model_init_kwargs')
-        note_model(self.processing_class, model.config)
-        self.model = adapted(model, peft_config)
+    def __init__(self, *positional: Any, formatting_func: Callable[..., Any] | None = None, **keywords: Any) -> None:
         self.formatting_func = formatting_func
-        records = self.records(train_dataset)
-        self.start(OurTrainer, OurConfig, Actor(self.model), optimizers, records, eval_dataset, {})
+        super().__init__(*positional, **keywords)
+
+    def make_models(self, model: Any, peft_config: Any) -> tuple[Any, dict[str, Any]]:
+        self.model = adapted(causal_lm(model, self.args, 'model_init_kwargs'), peft_config)
+        return Actor(self.model), {}
 
     def check_arguments(self, args: Any) -> None:
         if args.max_seq_length is not None:
@@ -116,10 +76,8 @@ class SFTTrainer(OfflineLaterTrainer):
         if args.loss_type not in (None, 'nll'):
             raise ValueError(f"SFTConfig: loss_type={args.loss_type!r} is not served here; use 'nll'")
         known = {'skip_prepare_dataset', 'add_special_tokens', 'append_concat_token'}
-        if unknown := set(args.dataset_kwargs or ()) - known:
-            raise ValueError(
-                f'SFTConfig: dataset_kwargs has {", ".join(sorted(unknown))}, which cannot be honoured here'
-            )
+        if unknown := sorted(set(args.dataset_kwargs or ()) - known):
+            raise ValueError(f'SFTConfig: dataset_kwargs has {", ".join(unknown)}, which cannot be honoured here')
 
     def records(self, dataset: Any) -> list[Sequence]:
         limit = max_length_of(self.args, 'max_length', self.model)
@@ -163,12 +121,13 @@ def sequences_of(
         return [_whole_dialogue(row['messages'], tokenizer, limit) for row in rows]
     if {'prompt', 'completion'} <= set(first):
         found = load_demonstrations(rows, tokenizer, max_length=limit)[0]
-        return [every_token(s) for s in found] if args.completion_only_loss is False else list(found)
+        if args.completion_only_loss is False:
+            return [_counted(torch.cat([s.prompt_ids, s.response_ids])) for s in found]
+        return list(found)
     column = args.dataset_text_field if args.dataset_text_field in first else 'text'
     if column in first:
         return [_of_text(row[column], tokenizer, limit) for row in rows]
-    found = load_demonstrations(rows, tokenizer, max_length=limit)[0]
-    return list(found)
+    return list(load_demonstrations(rows, tokenizer, max_length=limit)[0])
 
 
 def _formatted(formatting_func: Callable[..., Any], row: Mapping[str, Any]) -> Iterable[str]:
@@ -189,12 +148,6 @@ def _formatted(formatting_func: Callable[..., Any], row: Mapping[str, Any]) -> I
     return texts
 
 
-def every_token(sequence: Sequence) -> Sequence:
-    """The same tokens, all of them learned but the first."""
-    ids = torch.cat([sequence.prompt_ids, sequence.response_ids])
-    return _counted(ids, torch.ones(len(ids), dtype=torch.bool))
-
-
 def _of_ids(row: Mapping[str, Any], limit: int | None) -> Sequence:
     """A row that the script tokenized. Without a mask every token counts."""
     ids = torch.as_tensor(row['input_ids'])[:limit]
@@ -212,16 +165,18 @@ def _of_text(text: str, tokenizer: Any, limit: int | None) -> Sequence:
     ids, end = list(tokenizer(text)['input_ids']), tokenizer.eos_token_id
     if end is not None and ids[-1:] != [end]:
         ids.append(end)
-    return _counted(torch.tensor(ids[:limit]), torch.ones(len(ids[:limit]), dtype=torch.bool))
+    return _counted(torch.tensor(ids[:limit]))
 
 
 def _whole_dialogue(messages: Any, tokenizer: Any, limit: int | None) -> Sequence:
     """Every token of a rendered dialogue, as TRL counts them without assistant_only_loss."""
     ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
-    return _counted(torch.tensor(ids[:limit]), torch.ones(len(ids[:limit]), dtype=torch.bool))
+    return _counted(torch.tensor(ids[:limit]))
 
 
-def _counted(ids: torch.Tensor, mask: torch.Tensor) -> Sequence:
+def _counted(ids: torch.Tensor, mask: torch.Tensor | None = None) -> Sequence:
+    """Ids of which those with a mask of True count, all of them without one; never the first."""
     if len(ids) < 2:
         raise ValueError(f'SFTTrainer: a row of {len(ids)} tokens has nothing to learn; leave it out')
+    mask = torch.ones(len(ids), dtype=torch.bool) if mask is None else mask
     return Sequence(prompt_ids=ids[:1], response_ids=ids[1:], response_mask=mask[1:].clone())

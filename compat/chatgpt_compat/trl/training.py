@@ -1,13 +1,12 @@
-"""What the trainers of TRL 0.12 to 1.12 have in common, over a trainer of ours: `state` and its log history, Hugging
-Face's callbacks, evaluation when it is due, `train`, `evaluate`, `save_model`.
-
-Left out: what each learns (`ppo_train`, `dpo`, `sft`, `reward`), and what arguments become (`later`).
-"""
+"""What the trainers of TRL 0.12 to 1.12 have in common, over a trainer of ours: what it is made of, `state` and its log
+history, Hugging Face's callbacks, `save_model`. What each learns: `ppo_train`, `pairs`, `sft`."""
 
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import json
+import os
 import shutil
 import tempfile
 import warnings
@@ -21,18 +20,11 @@ import torch
 from transformers.trainer_callback import TrainerControl, TrainerState
 
 from chatgpt.monitor.publish import check_push, push_folder
-from chatgpt.nn import (
-    export_peft,
-    has_lora,
-    is_encoder_decoder,
-    load_causal_lm,
-    load_tokenizer,
-    position_limit,
-)
+from chatgpt.nn import export_peft, has_lora, is_encoder_decoder, load_causal_lm, load_tokenizer, position_limit
 from chatgpt.strategies import strategy_by_name
 from chatgpt.trainer.callbacks import Callback, ProgressBar, TrainerView
 from chatgpt_compat.accelerator import Accelerator
-from chatgpt_compat.trl import later
+from chatgpt_compat.trl import arguments
 from chatgpt_compat.trl.arguments import Entry, TrainingArguments, check_given, script_level
 
 
@@ -51,16 +43,13 @@ def resolved(args: Any, config_class: type, name: str, table: Mapping[str, Entry
     Args:
         args: None makes the defaults; transformers' TrainingArguments give what they have in common with ours.
         name: of the folder where none is given.
-
-    Raises:
-        ValueError: an argument that cannot be honoured, or a value that is not served.
     """
     if args is None:
         args = config_class()
     elif not isinstance(args, TrainingArguments):
         args = _from_transformers(args, config_class)
     check_given(args, table)
-    later.check_choices(args)
+    arguments.check_choices(args)
     if args.evaluation_strategy is not None:
         args.eval_strategy = args.evaluation_strategy
     if args.output_dir is None:
@@ -70,39 +59,35 @@ def resolved(args: Any, config_class: type, name: str, table: Mapping[str, Entry
 
 def _from_transformers(args: Any, config_class: type) -> Any:
     """Ours with the values of transformers' TrainingArguments that are not their defaults."""
-    import dataclasses
-
     if not dataclasses.is_dataclass(args):
         raise ValueError(f'args: a {type(args).__name__} given; it must be a {config_class.__name__}')
     known = {f.name for f in dataclasses.fields(config_class)}
     theirs: Any = args
     fresh = type(theirs)(output_dir=theirs.output_dir)
-    changed = {
-        f.name: getattr(args, f.name)
-        for f in dataclasses.fields(args)
-        if f.init and getattr(args, f.name) != getattr(fresh, f.name)
-    }
-    if unknown := sorted(set(changed) - known):
+    names = [f.name for f in dataclasses.fields(args) if f.init and getattr(args, f.name) != getattr(fresh, f.name)]
+    if unknown := sorted(set(names) - known):
         warnings.warn(
             f'args: {", ".join(unknown)} of {type(args).__name__} have no effect here', stacklevel=script_level()
         )
-    return config_class(output_dir=theirs.output_dir, **{k: v for k, v in changed.items() if k in known})
+    return config_class(output_dir=theirs.output_dir, **{name: getattr(args, name) for name in names if name in known})
+
+
+def launched() -> Any:
+    """The strategy of one process, or of as many as torchrun or accelerate started."""
+    return 'ddp' if int(os.environ.get('WORLD_SIZE', '1')) > 1 else 'naive'
 
 
 def strategy_of(args: Any) -> Any:
     """The strategy of a run: data-parallel under torchrun or accelerate, else one process."""
     seed = args.data_seed if args.data_seed is not None else 42 if args.seed is None else args.seed
-    strategy = strategy_by_name(later.strategy_name(), seed=seed, precision=later.precision(args))
+    precision: Any = 'bf16' if args.bf16 else 'fp16' if args.fp16 else 'fp32'
+    strategy = strategy_by_name(launched(), seed=seed, precision=precision)
     atexit.register(strategy.close)
     return strategy
 
 
 def tokenizer_of(processing_class: Any, tokenizer: Any, model: Any) -> Any:
-    """The tokenizer under either of its names, else the model's own.
-
-    Raises:
-        ValueError: two different ones, a processor of images, or none that can be found.
-    """
+    """The tokenizer under either of its names, else the model's own. Raises ValueError."""
     if processing_class is not None and tokenizer is not None and processing_class is not tokenizer:
         raise ValueError('processing_class and tokenizer are two names of one argument; give one of them')
     found = processing_class if processing_class is not None else tokenizer
@@ -118,10 +103,7 @@ def tokenizer_of(processing_class: Any, tokenizer: Any, model: Any) -> Any:
 
 def causal_lm(model: Any, args: Any, options: str | None = None) -> Any:
     """The transformers model in fp32, loaded where it is a name, with gradient checkpointing where `args` ask for it.
-
-    Args:
-        options: the argument with the options of loading.
-    """
+    `options`: the argument with the options of loading."""
     if isinstance(model, (str, Path)):
         model = load_causal_lm(model, **({} if options is None else loading_options(args, options)))
     elif options is not None:
@@ -131,11 +113,7 @@ def causal_lm(model: Any, args: Any, options: str | None = None) -> Any:
 
 def loading_options(args: Any, name: str) -> dict[str, Any]:
     """What `model_init_kwargs`, or another argument like it, says that our loader takes; a warning of what has no
-    effect.
-
-    Raises:
-        ValueError: a quantised model, or a text that is no JSON object.
-    """
+    effect. Raises ValueError for a quantised model, or a text that is no JSON object."""
     given = getattr(args, name) or {}
     if isinstance(given, str):  # of a command line
         try:
@@ -196,18 +174,6 @@ def max_length_of(args: Any, name: str, model: Any) -> int | None:
     return given if limit is None else limit if given is None else min(given, limit)
 
 
-def check_context(model: Any, longest_prompt: int, response_length: int) -> None:
-    """Raises ValueError where the policy has too few positions for its longest prompt and a response to it."""
-    limit, needed = position_limit(model.config), longest_prompt + response_length
-    if is_encoder_decoder(model):  # which has them on each side; before the response stands the start token
-        needed = max(longest_prompt, response_length + 1)
-    if limit is not None and needed > limit:
-        raise ValueError(
-            f'PPOConfig: the longest prompt has {longest_prompt} tokens; with response_length={response_length} it '
-            f"passes the policy's context of {limit}: lower it, or shorten the prompts"
-        )
-
-
 def refuse(owner: str, what: Mapping[str, tuple[Any, str]]) -> None:
     """Raises ValueError for the first argument of a constructor that is given and cannot be honoured: {name: (value,
     why)}."""
@@ -245,13 +211,18 @@ class Bridge(Callback):
         self.tell('on_train_end')
 
     def on_learn_epoch_start(self, trainer: TrainerView, epoch: int) -> None:
-        self.owner.around_epoch('on_epoch_begin')
+        self.of_offline('on_epoch_begin')
 
     def on_learn_epoch_end(self, trainer: TrainerView, epoch: int) -> None:
-        self.owner.around_epoch('on_epoch_end')
+        self.of_offline('on_epoch_end')
 
     def on_learn_batch_start(self, trainer: TrainerView) -> None:
-        self.owner.before_batch()
+        self.of_offline('on_step_begin')
+
+    def of_offline(self, event: str) -> None:
+        """PPO's passes and batches lie within a step of transformers' callbacks."""
+        if self.owner.tells_batches:
+            self.tell(event)
 
     def on_learn_batch_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
         self.owner.after_batch(metrics)
@@ -290,13 +261,7 @@ class LaterTrainer(ABC):
                 stacklevel=2,
             )
 
-    def __init__(
-        self,
-        args: Any,
-        processing_class: Any,
-        callbacks: SequenceOf[Any] | None,
-        strategy: Any,
-    ) -> None:
+    def __init__(self, args: Any, processing_class: Any, callbacks: SequenceOf[Any] | None, strategy: Any) -> None:
         self.args, self.processing_class = args, processing_class
         self.strategy = strategy
         self.accelerator = Accelerator(strategy)
@@ -382,6 +347,8 @@ class LaterTrainer(ABC):
 
     save_pretrained = save_model
     saves_adapters: ClassVar[bool] = True
+    tells_batches: ClassVar[bool] = True
+    """whether a pass over the data and a batch are an epoch and a step of transformers' callbacks"""
 
     @property
     def hub_model_id(self) -> str:
@@ -401,7 +368,7 @@ class LaterTrainer(ABC):
 
         Raises:
             ValueError: it is clear beforehand that it may not be uploaded.
-            PushError: the upload failed; says where the model is, and how to upload it later.
+            PushError: the upload failed; says where the model is, and how to upload it arguments.
         """
         args, strategy, token = self.args, self.strategy, token or self.args.hub_token
 
@@ -431,19 +398,13 @@ class LaterTrainer(ABC):
     def our_callbacks(self, interval: int | None) -> list[Any]:
         """What `args` ask of our callbacks. `interval`: learning phases between checkpoints."""
         shown = ProgressBar(enabled=not self.args.disable_tqdm)
-        return [self.bridge, shown, later.saving(self.args, interval), *later.trackers(self.args)]
+        return [self.bridge, shown, arguments.saving(self.args, interval), *arguments.trackers(self.args)]
 
     def before_training(self) -> None:
         """After `on_train_begin`."""
 
-    def around_epoch(self, event: str) -> None:
-        """Where a pass over the data begins or ends."""
-
-    def before_batch(self) -> None:
-        """Before an optimizer step."""
-
     def after_batch(self, metrics: Mapping[str, float]) -> None:
-        """After it."""
+        """After an optimizer step."""
 
     @abstractmethod
     def after_phase(self, metrics: dict[str, float]) -> None:

@@ -1,8 +1,5 @@
-"""What trlX does between optimizer steps: evaluations and checkpoints counted in steps, the best model, rollouts as
-files.
-
-Here all of it falls between learning phases: after the one in which the step is reached. Left out: what is evaluated.
-"""
+"""What trlX does between optimizer steps, here after the learning phase in which the step is reached: evaluations and
+checkpoints counted in steps, the best model, rollouts as files, statistics under its names."""
 
 from __future__ import annotations
 
@@ -17,7 +14,16 @@ from typing import Any, ClassVar
 from chatgpt.strategies.checkpoint import CheckpointError
 from chatgpt.trainer import SaveError
 from chatgpt.trainer.callbacks import Callback, Evaluator, SaveCheckpoint
-from chatgpt_compat.trlx.statistics import evaluated
+from chatgpt_compat.statistics import TRLX, evaluated, named
+
+
+class Statistics(Callback):
+    """Adds trlX's names to the metrics of a phase, before they are logged."""
+
+    order: ClassVar[int] = -5
+
+    def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
+        metrics.update(evaluated(metrics) | named(TRLX, metrics, trainer.config))
 
 
 class Steps:
@@ -118,11 +124,8 @@ class Checkpoints(SaveCheckpoint):
 
 
 class RolloutFiles(Callback):
-    """Every phase's rollouts as JSON in a folder of the run below `folder`, under trlX's names.
-
-    Raises:
-        ValueError: `folder` is not there.
-    """
+    """Every phase's rollouts as JSON in a folder of the run below `folder`, under trlX's names. Raises ValueError where
+    `folder` is not there."""
 
     def __init__(self, folder: str, config: dict[str, Any]) -> None:
         if not Path(folder).is_dir():
@@ -135,14 +138,7 @@ class RolloutFiles(Callback):
         if not self.folder.is_dir():
             self.folder.mkdir()
             (self.folder / 'config.json').write_text(json.dumps(self.config, indent=2, default=str))
-        rows = [
-            {
-                'query_tensor': e.prompt_ids.tolist(),
-                'response_tensor': e.response_ids.tolist(),
-                'logprobs': e.old_logprobs.tolist(),
-                'values': e.values.tolist(),
-                'rewards': e.rewards.tolist(),
-            }
-            for e in experiences
-        ]
+        ours = {'query_tensor': 'prompt_ids', 'response_tensor': 'response_ids', 'logprobs': 'old_logprobs'}
+        ours |= {'values': 'values', 'rewards': 'rewards'}
+        rows = [{theirs: getattr(e, name).tolist() for theirs, name in ours.items()} for e in experiences]
         (self.folder / f'epoch-{time.time()}.json').write_text(json.dumps(rows, indent=2))

@@ -2,7 +2,7 @@
 are translated when they are read.
 
 A name that no section has is a ValueError with the nearest one, in a constructor, a file, `update`, `evolve` and an
-assignment alike (trlX drops it). Left out: what the values mean here (`settings`).
+assignment alike. What the values mean here: `settings`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from chatgpt.names import hint, near
 
-SECTIONS = ('method', 'model', 'optimizer', 'scheduler', 'tokenizer', 'train')
-REQUIRED = ('method', 'model', 'train')
 MOVED = {
     'model.tokenizer_path': 'tokenizer.tokenizer_path',
     'model.model_type': 'train.trainer',
@@ -178,30 +177,41 @@ class TrainConfig(Section):
 
 
 class Register:
-    """What scripts register under a class's name, or a name given, in any case; `add` is the decorator."""
+    """Classes that scripts register under their own name, or a name given, in any case; `add` is the decorator.
 
-    def __init__(self, what: str) -> None:
-        self.what, self.known = what, dict[str, type[Any]]()
+    Args:
+        what: they are, for messages.
+        refused: the beginning of a name in lower case, and what to do instead.
+    """
+
+    def __init__(self, what: str, refused: Mapping[str, str] | None = None) -> None:
+        self.what, self.refused, self.known = what, refused or {}, dict[str, type[Any]]()
 
     def add(self, name: Any) -> Any:
-        if not isinstance(name, str):
-            self.known[name.__name__.lower()] = name
-            return name
+        if isinstance(name, str):
+            return partial(self._put, name)
+        return self._put(name.__name__, name)
 
-        def register(cls: type[Any]) -> type[Any]:
-            self.known[name.lower()] = cls
-            return cls
-
-        return register
+    def _put(self, name: str, cls: type[Any]) -> type[Any]:
+        self.known[name.lower()] = cls
+        return cls
 
     def find(self, name: str) -> type[Any]:
-        """Raises ValueError where nothing is registered under the name."""
-        if str(name).lower() not in self.known:
+        """Raises ValueError for a name that is refused, or under which nothing is registered."""
+        key = str(name).lower()
+        if why := next((why for start, why in self.refused.items() if key.startswith(start)), None):
+            raise ValueError(f'trlx: {name} is not served: {why}')
+        if key not in self.known:
             raise unknown(f'the registry of {self.what}', str(name), [cls.__name__ for cls in self.known.values()])
-        return self.known[str(name).lower()]
+        return self.known[key]
 
 
-_METHODS = Register('method configs')
+RFT = 'chatgpt.trainer.RFTTrainer, or chatgpt-rlhf rft'
+NEMO = (
+    'this library shards with FSDP or ColossalAI; start from default_ppo_config, default_ilql_config or '
+    'default_sft_config and the Accelerate trainer, under torchrun'
+)
+_METHODS = Register('method configs', {'rft': RFT})
 register_method, get_method = _METHODS.add, _METHODS.find
 
 
@@ -259,16 +269,6 @@ class SFTConfig(MethodConfig):
     gen_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-@register_method
-@dataclass(kw_only=True)
-class RFTConfig(MethodConfig):
-    gen_kwargs: dict[str, Any] = field(default_factory=dict)
-    start_percentile: float = 0.7
-    end_percentile: float = 0.95
-    n_improve_steps: int = 4
-    n_generations_per_prompt: int = 32
-
-
 # ---------------------------------------------------------------------- all of it
 
 KINDS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
@@ -279,6 +279,7 @@ KINDS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     'tokenizer': TokenizerConfig.from_dict,
     'train': TrainConfig.from_dict,
 }
+SECTIONS, REQUIRED = tuple(KINDS), ('method', 'model', 'train')
 
 
 @dataclass
@@ -312,10 +313,8 @@ class TRLConfig(Section):
             ValueError: an unknown section, method or name; says which is nearest.
         """
         cls.check_names(config)
-        missing = [name for name in REQUIRED if name not in config]
-        if missing:
-            raise ValueError(f'TRLConfig needs the section {missing[0]}; got {", ".join(config) or "none"}')
-        return cls(**{name: KINDS[name](deepcopy(dict(given))) for name, given in config.items() if given is not None})
+        made = {name: KINDS[name](deepcopy(dict(given))) for name, given in config.items() if given is not None}
+        return cls(**dict.fromkeys(REQUIRED) | made)
 
     def to_dict(self) -> dict[str, Any]:
         return {name: section.to_dict() for name in SECTIONS if (section := getattr(self, name)) is not None}
@@ -378,52 +377,43 @@ def _set(base: TRLConfig, result: dict[str, Any], path: list[str], value: Any) -
 # ---------------------------------------------------------------------- defaults
 
 
-def _sections(trainer: str, lr: float, train: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
+def _default(method: Any, lr: float, model: ModelConfig, **train: Any) -> TRLConfig:
     """What the three defaults have in common."""
-    return {
-        'train': TrainConfig(trainer=trainer, **train),
-        'model': ModelConfig(**model),
-        'tokenizer': TokenizerConfig('gpt2'),
-        'optimizer': OptimizerConfig('adamw', {'lr': lr, 'betas': (0.9, 0.95), 'eps': 1e-8, 'weight_decay': 1e-6}),
-        'scheduler': SchedulerConfig('cosine_annealing', {'T_max': 1e12, 'eta_min': lr}),
-    }
+    return TRLConfig(
+        method=method,
+        model=model,
+        tokenizer=TokenizerConfig('gpt2'),
+        optimizer=OptimizerConfig('adamw', {'lr': lr, 'betas': (0.9, 0.95), 'eps': 1e-8, 'weight_decay': 1e-6}),
+        scheduler=SchedulerConfig('cosine_annealing', {'T_max': 1e12, 'eta_min': lr}),
+        train=TrainConfig(**{'seq_length': 1024, 'epochs': 100, 'eval_interval': 100} | train),
+    )
 
 
 def default_ppo_config() -> TRLConfig:
     """trlX's defaults of PPO: GPT-2 trained on reviews, of which the top two blocks learn."""
-    length = {'seq_length': 1024, 'epochs': 100, 'total_steps': 10000, 'batch_size': 32}
-    train = length | {'checkpoint_interval': 10000, 'eval_interval': 100}
-    model = {'model_path': 'lvwerra/gpt2-imdb', 'num_layers_unfrozen': 2}
-    method = PPOConfig(
-        init_kl_coef=0.001,
-        scale_reward='ignored',
-        cliprange_reward=10,
-        gen_kwargs={'max_new_tokens': 40, 'top_k': 0, 'top_p': 1.0, 'do_sample': True},
-    )
-    return TRLConfig(method=method, **_sections('AcceleratePPOTrainer', 3e-5, train, model))
+    gen = {'max_new_tokens': 40, 'top_k': 0, 'top_p': 1.0, 'do_sample': True}
+    method = PPOConfig(init_kl_coef=0.001, scale_reward='ignored', cliprange_reward=10, gen_kwargs=gen)
+    model = ModelConfig('lvwerra/gpt2-imdb', num_layers_unfrozen=2)
+    length = {'total_steps': 10000, 'batch_size': 32, 'checkpoint_interval': 10000}
+    return _default(method, 3e-5, model, trainer='AcceleratePPOTrainer', **length)
 
 
 def default_ilql_config() -> TRLConfig:
     """trlX's defaults of ILQL, on GPT-2."""
-    length = {'seq_length': 64, 'epochs': 100, 'total_steps': 1000, 'batch_size': 128}
-    train = length | {'checkpoint_interval': 1000, 'eval_interval': 100}
     method = ILQLConfig(gen_kwargs={'max_new_tokens': 56, 'top_k': 20, 'beta': 1, 'temperature': 1.0})
-    return TRLConfig(method=method, **_sections('AccelerateILQLTrainer', 5e-5, train, {'model_path': 'gpt2'}))
+    length = {'seq_length': 64, 'total_steps': 1000, 'batch_size': 128, 'checkpoint_interval': 1000}
+    return _default(method, 5e-5, ModelConfig('gpt2'), trainer='AccelerateILQLTrainer', **length)
 
 
 def default_sft_config() -> TRLConfig:
     """trlX's defaults of SFT, on GPT-2."""
-    length = {'seq_length': 1024, 'epochs': 100, 'total_steps': 1000, 'batch_size': 8}
-    train = length | {'checkpoint_interval': 10000, 'eval_interval': 100}
     method = SFTConfig(gen_kwargs={'max_new_tokens': 40, 'top_k': 0, 'top_p': 1.0, 'do_sample': True})
-    return TRLConfig(method=method, **_sections('AccelerateSFTTrainer', 1e-4, train, {'model_path': 'gpt2'}))
+    length = {'total_steps': 1000, 'batch_size': 8, 'checkpoint_interval': 10000}
+    return _default(method, 1e-4, ModelConfig('gpt2'), trainer='AccelerateSFTTrainer', **length)
 
 
 def _no_nemo(*_: Any, **__: Any) -> Any:
-    raise ValueError(
-        'NeMo configs are not served: this library shards with FSDP or ColossalAI; start from default_ppo_config, '
-        'default_ilql_config or default_sft_config, and run the script under torchrun'
-    )
+    raise ValueError(f'NeMo configs are not served: {NEMO}')
 
 
 default_nemo_20b_config = default_nemo_2b_config = default_nemo_1_3b_config = _no_nemo

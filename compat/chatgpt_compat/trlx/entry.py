@@ -1,17 +1,14 @@
-"""`trlx.train`: one verb, whose arguments decide what runs."""
+"""`trlx.train`, whose arguments decide what runs, and the functions of `trlx.utils`."""
 
 from __future__ import annotations
 
+import inspect
+import os
 from typing import Any
 
+from chatgpt_compat.trl.core import set_seed as set_all_seeds
 from chatgpt_compat.trlx import settings
-from chatgpt_compat.trlx.config import (
-    TRLConfig,
-    default_ilql_config,
-    default_ppo_config,
-    default_sft_config,
-    unknown,
-)
+from chatgpt_compat.trlx.config import TRLConfig, default_ilql_config, default_ppo_config, default_sft_config, unknown
 from chatgpt_compat.trlx.pipeline import PromptPipeline, begin_id, get_pipeline
 from chatgpt_compat.trlx.trainers import trainer_class_of
 
@@ -28,23 +25,17 @@ def train(
     config: TRLConfig | None = None,
     stop_sequences: Any = (),
 ) -> Any:
-    """Train, and return the trainer.
+    """Train, and return the trainer: PPO from a `reward_fn` of (samples, prompts, outputs, tokenizer, **metadata), ILQL
+    from samples with rewards, SFT from samples; or what `config.train.trainer` says.
 
     Args:
         model_path: in place of the config's; also a transformers config (new weights) or model.
-        reward_fn: `fn(samples, prompts, outputs, tokenizer, **metadata)` → a number, or one per token, for each sample:
-            PPO, or what `config.train.trainer` says. Without `prompts` they are begin tokens.
-        dataset: (samples, rewards), as in 2022.
-        samples: texts or dialogues (prompt, output, prompt, output, ...): with `rewards` ILQL, without them SFT.
-        rewards: one number per sample.
-        prompts, eval_prompts: texts, or dicts with a `prompt` and metadata.
+        dataset: (samples, rewards), as in 2022. A sample is a text or (prompt, output, prompt, output, ...).
+        prompts, eval_prompts: texts, or dicts with a `prompt` and metadata; begin tokens without them.
         metric_fn: `fn(samples, prompts, outputs, **metadata)` → {name: numbers}, logged as `metrics/<name>`.
-        config: None takes the defaults of what runs.
-        stop_sequences: a response ends before the first of them.
 
     Raises:
-        ValueError: nothing to train on, lists of different lengths, a config that does not fit what is given or has a
-            field that is not served; before any weight is loaded.
+        ValueError: nothing to train on, or a config that does not fit what is given; before any weight is loaded.
     """
     if dataset is not None:
         samples, rewards = dataset
@@ -60,14 +51,10 @@ def train(
     if model_path is not None:
         config.model.model_path = model_path
     name, kwargs = config.train.trainer or '', dict(config.train.trainer_kwargs)
-    given = {
-        'config': config,
-        'reward_fn': reward_fn or None,
-        'metric_fn': metric_fn,
-        'stop_sequences': stop_sequences,
-    }
+    given = {'config': config, 'reward_fn': reward_fn or None, 'metric_fn': metric_fn}
+    given['stop_sequences'] = stop_sequences
     trainer_class = trainer_class_of(name)
-    known = settings.all_arguments(trainer_class)
+    known = all_arguments(trainer_class)
     for key in kwargs:
         if key in given or (known is not None and key not in known):
             raise unknown('trlx: train.trainer_kwargs', key, (known or set()) - given.keys())
@@ -110,3 +97,29 @@ def _pipeline(config: TRLConfig) -> Any:
     """The config's pipeline; those of 2022 that `train` never used are prompts all the same."""
     known_to_train = config.train.pipeline not in ('PPOPipeline', 'OfflinePipeline')
     return get_pipeline(config.train.pipeline) if known_to_train else PromptPipeline
+
+
+def all_arguments(made: type) -> set[str] | None:
+    """Names of a class's arguments, with those of its bases to which `**kwargs` go; None where any keyword goes."""
+    found: set[str] = set()
+    for base in made.__mro__:
+        if (init := vars(base).get('__init__')) is None:
+            continue
+        parameters = inspect.signature(init).parameters.values()
+        found |= {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name != 'self'}
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return found
+    return None
+
+
+# ---------------------------------------------------------------------- trlx.utils
+
+
+def set_seed(seed: int) -> None:
+    """Python's, numpy's and torch's generators, apart for each process. Training here draws from `train.seed` alone."""
+    set_all_seeds(seed + int(os.environ.get('RANK', '0')))
+
+
+def print_rank_0(*message: Any) -> None:
+    if os.environ.get('RANK', '0') == '0':
+        print(*message)

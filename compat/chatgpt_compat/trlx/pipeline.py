@@ -1,8 +1,6 @@
-"""Pipelines: trlX's way of handing over prompts, the registry of a script's own ones among them, and samples as
-sequences of tokens.
+"""Pipelines, trlX's way of handing over prompts, and samples as sequences of tokens.
 
-A pipeline is asked for its items alone; how they are padded and loaded is this library's business. Left out: rollout
-stores, which a `PPOTrainer` has within.
+A pipeline is asked for its items alone; how they are padded and loaded is this library's business.
 """
 
 from __future__ import annotations
@@ -60,10 +58,8 @@ class PromptPipeline(BasePipeline):
     """Tokenized prompts: `(prompts, max_prompt_length, tokenizer, add_special_tokens=False)`, or `(prompts, tokenizer)`
     as in 2022.
 
-    Args:
-        prompts: texts, or dicts with a `prompt`, whose other keys reach reward and metric functions. They are not
-            changed (trlX takes the prompt out of the caller's dicts).
-        max_prompt_length: longer ones are cut, on the tokenizer's truncation side.
+    `prompts` are texts, or dicts with a `prompt`, whose other keys reach reward and metric functions; the caller's
+    dicts stay whole. Longer ones are cut on the tokenizer's truncation side.
     """
 
     def __init__(
@@ -81,15 +77,13 @@ class PromptPipeline(BasePipeline):
         if len(prompts) == 0:
             raise ValueError('PromptPipeline: there are no prompts')
         self.tokenizer = tokenizer
-        texts = [item['prompt'] if isinstance(item, Mapping) else item for item in prompts]
-        metadata = [
-            {k: v for k, v in item.items() if k != 'prompt'} if isinstance(item, Mapping) else {} for item in prompts
-        ]
+        rows = [dict(item) if isinstance(item, Mapping) else {'prompt': item} for item in prompts]
+        texts = [row.pop('prompt') for row in rows]
         cut = {} if max_prompt_length is None else {'truncation': True, 'max_length': max_prompt_length}
         ids = tokenizer(texts, padding=False, add_special_tokens=add_special_tokens, **cut)['input_ids']
         self.prompts = [
             {'input_ids': list(tokens), 'attention_mask': [1] * len(tokens)} | columns
-            for tokens, columns in zip(ids, metadata, strict=True)
+            for tokens, columns in zip(ids, rows, strict=True)
         ]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -141,15 +135,10 @@ def _prompt(item: Any, tokenizer: Any) -> Prompt:
     if isinstance(item, str):
         item = tokenizer(item, add_special_tokens=False)['input_ids']
     ids = torch.as_tensor(item, dtype=torch.int64).flatten()
-    return Prompt(ids=_without_padding(ids, tokenizer), columns=columns)
-
-
-def _without_padding(ids: torch.Tensor, tokenizer: Any) -> torch.Tensor:
-    """Pad tokens at the ends fall away, as an attention mask would say."""
-    real = (ids != tokenizer.pad_token_id).nonzero().flatten()
-    if len(real):
-        return ids[real[0] : real[-1] + 1]
-    return torch.tensor([begin_id(tokenizer)])
+    real = (ids != tokenizer.pad_token_id).nonzero().flatten()  # pad tokens at the ends fall away
+    return Prompt(
+        ids=ids[real[0] : real[-1] + 1] if len(real) else torch.tensor([begin_id(tokenizer)]), columns=columns
+    )
 
 
 def begin_id(tokenizer: Any) -> int:
@@ -161,16 +150,11 @@ def begin_id(tokenizer: Any) -> int:
 
 
 def tokenize_dialogue(dialogue: Any, tokenizer: Any, max_length: int = 2048) -> Sequence:
-    """A sample as a sequence: the first message is the prompt, and of the rest what the model says counts.
+    """A sample as a sequence: a text, which follows the begin token, or messages, prompt and output in turn. The first
+    message is the prompt, and of the rest the outputs count. The end token is added where it is missing.
 
-    Args:
-        dialogue: a text, which follows the begin token; or messages, prompt and output in turn. The end token is added
-            where it is missing.
-        max_length: longer ones are cut on the tokenizer's truncation side; what begins with an output then gets a begin
-            token before it.
-
-    Raises:
-        ValueError: an odd number of messages, or nothing that counts is left.
+    Longer ones are cut on the tokenizer's truncation side; what begins with an output then gets a begin token before
+    it. Raises ValueError for an odd number of messages, and where nothing that counts is left.
     """
     if isinstance(dialogue, str):
         messages = [(False, [begin_id(tokenizer)]), (True, _ids(_ended(dialogue, tokenizer), tokenizer))]
@@ -189,18 +173,13 @@ def tokenize_dialogue(dialogue: Any, tokenizer: Any, max_length: int = 2048) -> 
     first = next((i for i, (_, is_output) in enumerate(kept) if is_output), len(kept))
     if first == len(kept):
         raise ValueError(f'a sample of {len(flat)} tokens has no output within max_length={max_length}')
-    ids = torch.tensor([token for token, _ in kept])
-    return Sequence(
-        prompt_ids=ids[:first], response_ids=ids[first:], response_mask=torch.tensor([flag for _, flag in kept[first:]])
-    )
+    ids, counts = (torch.tensor(column) for column in zip(*kept, strict=True))
+    return Sequence(prompt_ids=ids[:first], response_ids=ids[first:], response_mask=counts[first:])
 
 
 def tokenize_pair(sample: Any, tokenizer: Any, max_length: int = 2048) -> Sequence:
     """A sample of an encoder-decoder: (prompt, output), each with its own special tokens and at most `max_length` long.
-
-    Raises:
-        ValueError: a text without a prompt, another number of messages, an empty one.
-    """
+    Raises ValueError for anything else."""
     if isinstance(sample, str) or len(sample) != 2:
         what = 'a text' if isinstance(sample, str) else f'{len(sample)} messages'
         raise ValueError(f'a sample of an encoder-decoder is a prompt and an output, and this is {what}')
@@ -210,10 +189,7 @@ def tokenize_pair(sample: Any, tokenizer: Any, max_length: int = 2048) -> Sequen
 
 def text_sequence(text: str, tokenizer: Any, max_length: int) -> Sequence:
     """A text of which every token but the first is learned, as trlX's SFT takes texts: without an end token of its own.
-
-    Raises:
-        ValueError: it has fewer than two tokens.
-    """
+    Raises ValueError for fewer than two tokens."""
     ids = torch.tensor(_ids(text, tokenizer, max_length))
     if len(ids) < 2:
         raise ValueError(f'the sample {text!r} has {len(ids)} tokens; a text to learn needs two')

@@ -20,25 +20,28 @@ def by_names(function: Callable[..., Any], columns: Collection[str]) -> Callable
     """`function` by today's names: `queries` are prompts, and a first argument with a name of its own gets the samples,
     as in 2022."""
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        signature = inspect.signature(function)
     except (TypeError, ValueError):
         return function
-    names, spreads = {p.name for p in parameters}, any(p.kind is p.VAR_KEYWORD for p in parameters)
+    parameters = list(signature.parameters.values())
     first = parameters[0] if parameters else None
-    plain = first is not None and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
-    is_odd = plain and first.default is first.empty and first.name not in (*NAMES, *columns)  # type: ignore[union-attr]
-    if not is_odd and 'queries' not in names:
+    names = {'prompts': 'queries'} if 'queries' in signature.parameters else {}
+    is_odd = (
+        first is not None
+        and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
+        and first.default is first.empty
+        and first.name not in (*NAMES, *columns)
+    )
+    if not is_odd and not names:
         return function
+    today = {theirs: name for name, theirs in names.items()} | ({first.name: 'samples'} if is_odd and first else {})
 
-    def called(samples: Any, prompts: Any, **given: Any) -> Any:
-        given |= {'samples': samples, 'prompts': prompts, 'queries': prompts}
-        given['responses'] = given['outputs']
-        start = [samples] if is_odd else []
-        known = {name: value for name, value in given.items() if name in names}
-        if spreads:
-            known |= {name: given[name] for name in given if name not in ('samples', 'queries', 'responses')}
-        return function(*start, **known)
+    def called(**given: Any) -> Any:
+        start = [given.pop('samples')] if is_odd else []
+        return function(*start, **{names.get(name, name): value for name, value in given.items()})
 
+    renamed = [p.replace(name=today.get(p.name, p.name)) for p in parameters]
+    called.__signature__ = signature.replace(parameters=renamed)  # type: ignore[attr-defined]  # `call` goes by it
     return called
 
 
@@ -56,14 +59,11 @@ class OnRank0:
 
 
 class RewardFunction(FunctionScorer):
-    """A reward function of trlX's.
+    """A reward function of trlX's: one number for each sample, or one for each token of its output. Lists shorter than
+    the response end in zeros; what stands beyond it falls on the last token.
 
     Args:
-        fn: `fn(samples, prompts, outputs, tokenizer, **metadata)`, of which it takes what it names → one number for
-            each sample, or one for each token of its output. Lists shorter than the response end in zeros; what stands
-            beyond it falls on the last token.
-        clip: scores are clipped to ± this, each token's alone.
-        divisor: and divided by this.
+        clip: scores are clipped to ± this, each token's alone, and divided by `divisor`.
         with_end: outputs of responses that ended end with the end token's text, as trlX's rollouts do and its
             evaluation does not.
         separator: between prompt and output in `samples`.
@@ -87,20 +87,16 @@ class RewardFunction(FunctionScorer):
         """trlX's functions take what they name."""
 
     def _call(self, samples: list[Sample]) -> list[Any]:
-        columns: dict[str, Any] = {
-            key: [s.columns.get(key) for s in samples] for key in sorted({k for s in samples for k in s.columns})
-        }
-        prompts = [sample.prompt_text for sample in samples]
-        columns |= {'tokenizer': self.tokenizer}
-        outputs = [self._output(sample) for sample in samples]
+        names = sorted({name for sample in samples for name in sample.columns})
+        columns: dict[str, Any] = {name: [sample.columns.get(name) for sample in samples] for name in names}
+        columns['tokenizer'] = self.tokenizer
+        prompts, outputs = [sample.prompt_text for sample in samples], [self._output(sample) for sample in samples]
         fn = by_names(getattr(self.fn, 'fn', self.fn), columns)
         values = call(fn, prompts, outputs, columns, separator=self.separator)
-        if not isinstance(values, (list, tuple)) and not hasattr(values, 'tolist'):
-            return values
-        listed = values.tolist() if hasattr(values, 'tolist') else list(values)
-        if len(listed) != len(samples):
-            return listed  # the scorer says what is wrong with it
-        return [self._score(value, sample) for value, sample in zip(listed, samples, strict=True)]
+        values = values.tolist() if hasattr(values, 'tolist') else values
+        if not isinstance(values, (list, tuple)) or len(values) != len(samples):
+            return values  # type: ignore[return-value]  # the scorer says what is wrong with it
+        return [self._score(value, sample) for value, sample in zip(values, samples, strict=True)]
 
     def _output(self, sample: Sample) -> str:
         text = sample.response_text.rstrip() if sample.finish_reason == 'stop' else sample.response_text

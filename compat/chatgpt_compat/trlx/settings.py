@@ -6,15 +6,16 @@ building trainers (`trainers`).
 
 from __future__ import annotations
 
-import inspect
 import math
+import netrc
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from chatgpt.names import hint
-from chatgpt.trainer import ILQLConfig, PPOConfig, RFTConfig
+from chatgpt.trainer import ILQLConfig, PPOConfig
+from chatgpt.trainer.callbacks import TRACKERS, MLflow, TensorBoard, Trackio, WandB
 from chatgpt_compat.peft import lora_values
 from chatgpt_compat.trlx.config import TRLConfig, unknown
 
@@ -23,33 +24,44 @@ def warn(text: str) -> None:
     warnings.warn(f'trlx: {text}', stacklevel=3)
 
 
-def check(config: TRLConfig) -> None:
-    """What is not served, and values without meaning, before anything is loaded."""
-    from chatgpt.trainer.callbacks import TRACKERS
+RULES: list[tuple[Callable[..., Any], str]] = [
+    (
+        lambda model, train: model.model_arch_type not in ('causal', 'seq2seq'),
+        "model_arch_type={model.model_arch_type!r} is not known; give 'causal', or 'seq2seq' for an encoder-decoder",
+    ),
+    (
+        lambda model, train: model.num_layers_unfrozen == 0,
+        'num_layers_unfrozen=0 leaves no block to train; give -1 (all), how many top blocks, or peft_config',
+    ),
+    (
+        lambda model, train: train.minibatch_size and train.batch_size % train.minibatch_size,
+        'minibatch_size={train.minibatch_size} must divide batch_size={train.batch_size}; give a divisor',
+    ),
+    *(
+        (
+            lambda model, train, name=name: not getattr(train, name) >= 1,
+            f'train.{name}={{train.{name}!r}} must be at least 1',
+        )
+        for name in ('total_steps', 'epochs', 'batch_size', 'checkpoint_interval', 'eval_interval')
+    ),
+]
+"""(whether it is so in the sections model and train, what is wrong with that)"""
 
+
+def check(config: TRLConfig) -> None:
+    """Raises ValueError for what is not served, and for values without meaning, before anything is loaded."""
     model, train = config.model, config.train
-    if model.model_arch_type not in ('causal', 'seq2seq'):
-        raise ValueError(
-            f"trlx: model_arch_type={model.model_arch_type!r} is not known; give 'causal', or 'seq2seq' for an "
-            'encoder-decoder'
-        )
-    if model.num_layers_unfrozen == 0:
-        raise ValueError(
-            'trlx: num_layers_unfrozen=0 leaves no block to train; give -1 (all), how many top blocks, or peft_config'
-        )
-    if train.minibatch_size and train.batch_size % train.minibatch_size:
-        raise ValueError(
-            f'trlx: minibatch_size={train.minibatch_size} must divide batch_size={train.batch_size}; give a divisor'
-        )
-    for name in ('total_steps', 'epochs', 'batch_size', 'checkpoint_interval', 'eval_interval'):
-        if not getattr(train, name) >= 1:
-            raise ValueError(f'trlx: train.{name}={getattr(train, name)!r} must be at least 1')
+    for is_wrong, sentence in RULES:
+        if is_wrong(model, train):
+            raise ValueError(f'trlx: {sentence.format(model=model, train=train)}')
     if train.tracker is not None and train.tracker not in TRACKERS:
         raise ValueError(
             f'trlx: train.tracker={train.tracker!r} is not known; choose one of {", ".join(TRACKERS)}, or None'
             f'{hint(train.tracker, TRACKERS)}'
         )
     tokenizer_path(config)
+    if hasattr(config.method, 'two_qs') and model.peft_config is not None:
+        raise ValueError('trlx: peft_config with ILQL is not served: its heads and trunk are trained whole')
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # what is converted is said when it is used
         if model.peft_config is not None:
@@ -59,23 +71,12 @@ def check(config: TRLConfig) -> None:
             sweep_of(generation(config))
             longest_prompt(config)
         if hasattr(config.method, 'ppo_epochs'):
-            score_scaling(config)
             ppo_settings(config)
 
 
 def is_seq2seq(config: TRLConfig) -> bool:
     """Whether the model is an encoder-decoder."""
     return bool(config.model.model_arch_type == 'seq2seq')
-
-
-def check_arch(config: TRLConfig, model_config: Any) -> None:
-    """Raises ValueError where the model is not what `model_arch_type` says."""
-    found = 'seq2seq' if getattr(model_config, 'is_encoder_decoder', False) else 'causal'
-    if found != config.model.model_arch_type:
-        raise ValueError(
-            f'trlx: model_arch_type={config.model.model_arch_type!r}, and the model ({model_config.model_type}) is '
-            f'{found!r}: give that, or another model'
-        )
 
 
 def separator(config: TRLConfig) -> str:
@@ -103,9 +104,6 @@ def precision() -> str:
     return given if given in ('bf16', 'fp16') else 'fp32'
 
 
-# ---------------------------------------------------------------------- tokenizer, model
-
-
 def tokenizer_path(config: TRLConfig) -> Any:
     path = None if config.tokenizer is None else config.tokenizer.tokenizer_path
     if path is None or path == '':
@@ -118,47 +116,53 @@ def tokenizer_path(config: TRLConfig) -> Any:
 
 # ---------------------------------------------------------------------- optimizer, learning rate
 
-OPTIMIZERS = {'adamw': ('lr', 'betas', 'eps', 'weight_decay'), 'sgd': ('lr', 'weight_decay', 'momentum')}
-OPTIMIZERS['adam'] = OPTIMIZERS['adamw']
+_ADAM: dict[str, Any] = {'lr': 1e-3, 'betas': None, 'eps': None, 'weight_decay': None}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    'adamw': _ADAM,
+    'sgd': {'lr': 1e-3, 'weight_decay': None, 'momentum': None},
+    'adam': _ADAM,
+}
+SCHEDULERS: dict[str, dict[str, Any]] = {
+    'cosine_annealing': {'T_max': None, 'eta_min': 0.0, 'warmup_steps': 0},
+    'linear': {'start_factor': 1 / 3, 'end_factor': 1.0, 'total_iters': 5},
+}
+"""name → its keywords with their defaults; None is torch's"""
+
+
+def _chosen(what: str, section: Any, known: Mapping[str, Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """The name and all keywords of an optimizer or scheduler. Raises ValueError for one that is not known."""
+    name = str(getattr(section.name, 'value', section.name))
+    if name not in known:
+        raise ValueError(f'trlx: {what} {name!r} is not served; choose one of {", ".join(known)}')
+    for key in section.kwargs:
+        if key not in known[name]:
+            raise unknown(f'trlx: {what} {name}', key, known[name])
+    return name, dict(known[name]) | dict(section.kwargs)
 
 
 def optimizer_of(config: TRLConfig) -> tuple[str, dict[str, Any]]:
     """'adamw' or 'sgd', and its keywords, `lr` among them."""
     if config.optimizer is None:
         return 'adamw', {'lr': 1e-3}
-    name, kwargs = str(getattr(config.optimizer.name, 'value', config.optimizer.name)), dict(config.optimizer.kwargs)
-    if name not in OPTIMIZERS:
-        raise ValueError(f'trlx: optimizer {name!r} is not served; choose one of {", ".join(OPTIMIZERS)}')
-    for key in kwargs:
-        if key not in OPTIMIZERS[name]:
-            raise unknown(f'trlx: optimizer {name}', key, OPTIMIZERS[name])
+    name, kwargs = _chosen('optimizer', config.optimizer, OPTIMIZERS)
+    kwargs = {key: value for key, value in kwargs.items() if value is not None}
     if name == 'adam' and kwargs.get('weight_decay', 0):
         warn(f'optimizer adam: weight_decay={kwargs["weight_decay"]} is decoupled here, as in adamw')
     if 'betas' in kwargs:
         kwargs['betas'] = tuple(kwargs['betas'])
-    return ('sgd' if name == 'sgd' else 'adamw'), {'lr': 1e-3} | kwargs
+    return ('sgd' if name == 'sgd' else 'adamw'), kwargs
 
 
 def schedule_of(config: TRLConfig) -> dict[str, Any]:
     """Settings of `LearningSettings` for the learning rate over the run."""
-    lr = optimizer_of(config)[1]['lr']
     if config.scheduler is None:
         return {'lr_schedule': 'constant'}
-    name = str(getattr(config.scheduler.name, 'value', config.scheduler.name))
-    given = dict(config.scheduler.kwargs)
-    known: dict[str, dict[str, Any]] = {'cosine_annealing': {'T_max': None, 'eta_min': 0.0, 'warmup_steps': 0}}
-    known['linear'] = {'start_factor': 1 / 3, 'end_factor': 1.0, 'total_iters': 5}
-    if name not in known:
-        raise ValueError(f'trlx: scheduler {name!r} is not served; choose one of {", ".join(known)}')
-    for key in given:
-        if key not in known[name]:
-            raise unknown(f'trlx: scheduler {name}', key, known[name])
-    values = known[name] | given
+    name, values = _chosen('scheduler', config.scheduler, SCHEDULERS)
     if name == 'cosine_annealing':
         if values['T_max'] is None:
             raise ValueError('trlx: scheduler cosine_annealing needs kwargs.T_max, its length in optimizer steps')
         warmup = {'warmup_steps': int(values['warmup_steps'])} if values['warmup_steps'] else {}
-        return warmup | _cosine(lr, float(values['eta_min']), values['T_max'])
+        return warmup | _cosine(optimizer_of(config)[1]['lr'], float(values['eta_min']), values['T_max'])
     start, end, length = float(values['start_factor']), float(values['end_factor']), int(values['total_iters'])
     if start == end == 1.0:
         return {'lr_schedule': 'constant'}
@@ -230,31 +234,21 @@ def generation(config: TRLConfig, *, experience: bool = False) -> dict[str, Any]
                 gen[name] = value[0]
     if is_seq2seq(config) and (length := gen.pop('max_length', None)):  # of the decoder, its start token among them
         gen.setdefault('max_new_tokens', int(length) - 1)
-    return _lengths(gen)
+    if gen.get('min_length') and gen['min_length'] >= gen.get('max_length', math.inf):
+        gen |= {'eos_token_id': [], 'min_length': None}  # it counts the prompt as well: there is no end at all
+    if gen.get('temperature') == 0:
+        gen |= {'do_sample': False, 'temperature': None}
+    return gen
 
 
 def sweep_of(gen: Mapping[str, Any]) -> Sweep | None:
-    """The one list among the generation keywords.
-
-    Raises:
-        ValueError: there are two.
-    """
+    """The one list among the generation keywords. Raises ValueError where there are two."""
     lists = [Sweep(name, list(value)) for name, value in gen.items() if isinstance(value, list)]
     if len(lists) > 1:
         raise ValueError(
             f'trlx: gen_kwargs has several lists, {" and ".join(s.name for s in lists)}; an evaluation sweeps one'
         )
     return lists[0] if lists else None
-
-
-def _lengths(gen: dict[str, Any]) -> dict[str, Any]:
-    """`min_length`, which counts the prompt as well, where it bars the end token altogether; a temperature of 0 is
-    greedy."""
-    if gen.get('min_length') and gen['min_length'] >= gen.get('max_length', math.inf):
-        gen |= {'eos_token_id': [], 'min_length': None}
-    if gen.get('temperature') == 0:
-        gen |= {'do_sample': False, 'temperature': None}
-    return gen
 
 
 def sampling_keywords(gen: Mapping[str, Any], stop_sequences: Any) -> dict[str, Any]:
@@ -323,47 +317,21 @@ def ppo_settings(config: TRLConfig) -> PPOConfig:
     )
 
 
-def _records(config: TRLConfig) -> dict[str, Any]:
+def offline_settings(config: TRLConfig) -> dict[str, Any]:
     """The fields of `SupervisedConfig`. A logged phase is a part of an evaluation's interval."""
-    interval = config.train.eval_interval
+    train = config.train
     return learning(config) | {
-        'train_batch_size': config.train.batch_size * processes(),
-        'log_interval': max(n for n in range(1, min(interval, 10) + 1) if interval % n == 0),
+        'train_batch_size': train.batch_size * processes(),
+        'log_interval': max(n for n in range(1, min(train.eval_interval, 10) + 1) if train.eval_interval % n == 0),
+        'max_epochs': train.epochs,
+        'max_steps': train.total_steps,
     }
 
 
 def ilql_settings(config: TRLConfig) -> ILQLConfig:
     m = config.method
-    return ILQLConfig(
-        tau=m.tau,
-        gamma=m.gamma,
-        cql_scale=m.cql_scale,
-        awac_scale=m.awac_scale,
-        beta=m.beta,
-        alpha=m.alpha,
-        target_sync_interval=m.steps_for_target_q_sync,
-        max_epochs=config.train.epochs,
-        max_steps=config.train.total_steps,
-        **_records(config),
-    )
-
-
-def sft_settings(config: TRLConfig) -> dict[str, Any]:
-    """The fields of `SFTConfig`."""
-    return _records(config) | {'max_epochs': config.train.epochs, 'max_steps': config.train.total_steps}
-
-
-def rft_settings(config: TRLConfig) -> RFTConfig:
-    m = config.method
-    passes = min(m.n_improve_steps, config.train.epochs)
-    return RFTConfig(
-        num_rounds=-(-config.train.epochs // passes),
-        max_epochs=passes,
-        num_samples_per_prompt=m.n_generations_per_prompt,
-        start_quantile=m.start_percentile,
-        end_quantile=m.end_percentile if passes > 1 else m.start_percentile,
-        **_records(config),
-    )
+    own = {name: getattr(m, name) for name in ('tau', 'gamma', 'cql_scale', 'awac_scale', 'beta', 'alpha')}
+    return ILQLConfig(target_sync_interval=m.steps_for_target_q_sync, **own, **offline_settings(config))
 
 
 # ---------------------------------------------------------------------- trackers
@@ -371,23 +339,20 @@ def rft_settings(config: TRLConfig) -> RFTConfig:
 
 def tracker(config: TRLConfig) -> list[Any]:
     """The callbacks of `train.tracker`."""
-    from chatgpt.trainer.callbacks import TRACKERS, MLflow, TensorBoard, Trackio, WandB
-
     t = config.train
-    if t.tracker == 'tensorboard':
-        return [TensorBoard(t.logging_dir)]
     if t.tracker is None:
         return []
-    init = {'name': t.run_name, 'entity': t.entity_name, 'group': t.group_name, 'tags': t.tags or None}
+    if t.tracker == 'tensorboard':
+        return [TensorBoard(t.logging_dir)]
+    of_wandb = {'run_name': 'name', 'entity_name': 'entity', 'group_name': 'group', 'tags': 'tags'}
+    given = {name: value for name in of_wandb if (value := getattr(t, name))}
     try:
-        if t.tracker != 'wandb':
-            if vain := [
-                f'train.{name}' for name in ('run_name', 'entity_name', 'group_name', 'tags') if getattr(t, name)
-            ]:
-                warn(f'{", ".join(vain)} have no effect with tracker={t.tracker!r}')
-            made: Any = TRACKERS.find(t.tracker)
-            return [made(t.project_name) if made in (MLflow, Trackio) else made()]
-        return [WandB(t.project_name, mode=_wandb_mode(), **{k: v for k, v in init.items() if v is not None})]
+        if t.tracker == 'wandb':
+            return [WandB(t.project_name, mode=_wandb_mode(), **{of_wandb[name]: given[name] for name in given})]
+        if given:
+            warn(f'{", ".join(f"train.{name}" for name in given)} have no effect with tracker={t.tracker!r}')
+        made: Any = TRACKERS.find(t.tracker)
+        return [made(t.project_name) if made in (MLflow, Trackio) else made()]
     except ImportError as error:
         warn(f'tracker {t.tracker!r}: {error}; metrics are in {t.checkpoint_dir}/metrics.jsonl')
         return []
@@ -399,8 +364,6 @@ def _wandb_mode() -> str | None:
         return 'disabled'
     if os.environ.get('WANDB_MODE') or os.environ.get('WANDB_API_KEY'):
         return None
-    import netrc
-
     try:
         logged_in = any('wandb' in host for host in netrc.netrc().hosts)
     except (OSError, netrc.NetrcParseError):
@@ -409,16 +372,3 @@ def _wandb_mode() -> str | None:
         return None
     warn("tracker 'wandb': nobody is logged in, so the run is written offline; `wandb login`, or tracker=None")
     return 'offline'
-
-
-def all_arguments(made: type) -> set[str] | None:
-    """Names of a class's arguments, with those of its bases to which `**kwargs` go; None where any keyword goes."""
-    found: set[str] = set()
-    for base in made.__mro__:
-        if (init := vars(base).get('__init__')) is None:
-            continue
-        parameters = inspect.signature(init).parameters.values()
-        found |= {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name != 'self'}
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return found
-    return None

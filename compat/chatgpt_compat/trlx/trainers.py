@@ -1,7 +1,7 @@
 """trlX's trainers over this library's: what scripts touch of them, and how ours are built from a `TRLConfig`.
 
-A trainer of trlX is built at once; here the models are loaded when they are first needed, by `learn`, `.model` or
-`generate`, after everything else has been checked. Left out: training itself (`chatgpt.trainer`).
+The models are loaded when they are first needed, by `learn`, `.model` or `generate`, after everything else has been
+checked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from copy import deepcopy
 from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,29 +26,19 @@ from chatgpt.nn import freeze_below, hidden_size, load_causal_lm, load_config, m
 from chatgpt.rollout import HFEngine, LocalEngine, from_generation_kwargs
 from chatgpt.rollout.sampling import sampling_for
 from chatgpt.strategies import strategy_by_name
-from chatgpt.trainer import (
-    Collector,
-    ILQLTrainer,
-    PPOTrainer,
-    PromptEvaluation,
-    RFTTrainer,
-    SFTConfig,
-    SFTTrainer,
-    rewarded,
-)
+from chatgpt.trainer import Collector, ILQLTrainer, PPOTrainer, PromptEvaluation, SFTConfig, SFTTrainer, rewarded
 from chatgpt.types import EVAL_INDEX, Prompt
 from chatgpt_compat.accelerator import Accelerator
 from chatgpt_compat.peft import lora_arguments
+from chatgpt_compat.statistics import evaluated
 from chatgpt_compat.trlx import settings
-from chatgpt_compat.trlx.callbacks import Checkpoints, RolloutFiles, StepEvaluator, StopAtSteps
-from chatgpt_compat.trlx.config import Register, TRLConfig
-from chatgpt_compat.trlx.model import ModelView
+from chatgpt_compat.trlx.callbacks import Checkpoints, RolloutFiles, Statistics, StepEvaluator, StopAtSteps
+from chatgpt_compat.trlx.config import NEMO, RFT, Register, TRLConfig
 from chatgpt_compat.trlx.pipeline import First, prompts_of, text_sequence, tokenize_dialogue, tokenize_pair
 from chatgpt_compat.trlx.rewards import OnRank0, RewardFunction, metric_function
 from chatgpt_compat.trlx.settings import Sweep
-from chatgpt_compat.trlx.statistics import Statistics, evaluated
 
-_TRAINERS = Register('trainers')
+_TRAINERS = Register('trainers', {'nemo': NEMO, 'acceleraterft': RFT})
 register_trainer = _TRAINERS.add
 OLD_NAMES = {
     'AcceleratePPOModel': 'AcceleratePPOTrainer',
@@ -59,21 +49,12 @@ OLD_NAMES = {
 
 
 def trainer_class_of(name: str) -> type[Any]:
-    """A trainer of a registered name, in any case; also the names of 2022.
-
-    Raises:
-        ValueError: a NeMo trainer, or none that is registered.
-    """
-    if str(name).lower().startswith('nemo'):
-        raise ValueError(
-            f'{name} is not served: this library shards with FSDP or ColossalAI; use the Accelerate trainer of that '
-            'name, under torchrun'
-        )
+    """A trainer of a registered name, in any case; also the names of 2022. Raises ValueError for another name."""
     return _TRAINERS.find(OLD_NAMES.get(name, name))
 
 
 class AccelerateRLTrainer(ABC):
-    """Base of the four.
+    """Base of the three.
 
     Args:
         config: a `TRLConfig`.
@@ -83,6 +64,8 @@ class AccelerateRLTrainer(ABC):
     """
 
     evaluates_reward: ClassVar[bool] = False
+    needs: ClassVar[tuple[str, str] | None] = None
+    """a field that the method config must have, and the config that has it"""
 
     def __init__(
         self,
@@ -94,6 +77,9 @@ class AccelerateRLTrainer(ABC):
         strategy: Any = None,
     ) -> None:
         settings.check(config)
+        if self.needs is not None and not hasattr(config.method, self.needs[0]):
+            given, wanted = type(config.method).__name__, self.needs[1]
+            raise ValueError(f'trlx: config.method is a {given}, and this trainer needs a {wanted}')
         self.config, self.reward_fn, self.metric_fn = config, reward_fn, metric_fn
         self.stop_sequences = list(stop_sequences or ())
         self.eval_pipeline: Any = None
@@ -213,12 +199,8 @@ class AccelerateRLTrainer(ABC):
     def callbacks(self, total_steps: int) -> list[Any]:
         """Those of every run."""
         train = self.config.train
-        chosen = [
-            Statistics(),
-            StopAtSteps(total_steps),
-            Checkpoints(train, total_steps),
-            *settings.tracker(self.config),
-        ]
+        chosen = [Statistics(), StopAtSteps(total_steps), Checkpoints(train, total_steps)]
+        chosen += settings.tracker(self.config)
         if self.eval_pipeline is not None:
             metric = 'score_mean' if self.evaluates_reward and self._sweep is None else None
             chosen.append(StepEvaluator(self._evaluation, train.eval_interval, metric))
@@ -248,13 +230,11 @@ class AccelerateRLTrainer(ABC):
         if self.eval_pipeline is None:
             raise ValueError('there is nothing to evaluate on: give eval_prompts, or add_eval_pipeline')
         prompts = PromptSet(prompts_of(self.eval_pipeline, self.tokenizer))
-        sweep, gen = self._sweep, self.generate_kwargs
-        if sweep is None:
+        gen = self.generate_kwargs
+        if (sweep := self._sweep) is None:
             return [('', self._one_evaluation(prompts, gen))]
-        return [
-            (f'@{sweep.name}={value}', self._one_evaluation(prompts, gen | {sweep.name: value}))
-            for value in sweep.values
-        ]
+        each = [(value, gen | {sweep.name: value}) for value in sweep.values]
+        return [(f'@{sweep.name}={value}', self._one_evaluation(prompts, keywords)) for value, keywords in each]
 
     def _evaluation(self, trainer: Any) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -263,18 +243,16 @@ class AccelerateRLTrainer(ABC):
         return found
 
     def _one_evaluation(self, prompts: PromptSet, gen: Mapping[str, Any]) -> Any:
-        keywords = settings.sampling_keywords(gen, self.stop_sequences)
-        reward = None
+        separator, reward = settings.separator(self.config), None
         if self.evaluates_reward:
-            separator = settings.separator(self.config)
             reward = RewardFunction(self.reward, self.tokenizer, with_end=False, separator=separator)
         return PromptEvaluation(
             prompts,
             self.tokenizer,
             reward,
-            metric_fn=metric_function(self.metric_fn, settings.separator(self.config)),
+            metric_fn=metric_function(self.metric_fn, separator),
             engine=engine_for(gen, self.config),
-            **keywords,
+            **settings.sampling_keywords(gen, self.stop_sequences),
         )
 
     # ------------------------------------------------------------------ generation
@@ -330,13 +308,14 @@ class AccelerateRLTrainer(ABC):
 
     # ------------------------------------------------------------------ files
 
+    # Without a directory they go to hf_model and checkpoint in `checkpoint_dir`.
+
     def save_pretrained(self, directory: str | Path | None = None) -> None:
-        """A Hugging Face folder of the trained model and its tokenizer; without a folder `checkpoint_dir`/hf_model."""
+        """A Hugging Face folder of the trained model and its tokenizer."""
         self.trainer.save_pretrained(directory or Path(self.config.train.checkpoint_dir, 'hf_model'))
 
     def save(self, directory: str | Path | None = None) -> None:
-        """A training checkpoint, which `load` and `resume_from_checkpoint` take; without a folder
-        `checkpoint_dir`/checkpoint."""
+        """A training checkpoint, which `load` and `resume_from_checkpoint` take."""
         self.trainer.save_checkpoint(directory or Path(self.config.train.checkpoint_dir, 'checkpoint'))
 
     def load(self, directory: str | Path | None = None) -> None:
@@ -349,31 +328,28 @@ class AccelerateRLTrainer(ABC):
         """The transformers model to start from, below its top `num_layers_unfrozen` blocks frozen."""
         model = self.config.model
         source, options = model.model_path, dict(model.model_extra_configs)
-        if isinstance(source, (str, Path)):
+        is_name, is_model = isinstance(source, (str, Path)), isinstance(source, torch.nn.Module)
+        if is_name:
             known = load_config(source, **{k: v for k, v in options.items() if k != 'attn_implementation'})
         else:
-            known = getattr(source, 'config', source)
-        settings.check_arch(self.config, known)
-        if isinstance(source, (str, Path)):
-            found = load_causal_lm(source, **options)
-        elif isinstance(source, torch.nn.Module):
-            found = source
-        else:
-            found = load_causal_lm(None, source, **options)
+            known = source.config if is_model else source
+        kind = 'seq2seq' if getattr(known, 'is_encoder_decoder', False) else 'causal'
+        if kind != model.model_arch_type:
+            raise ValueError(
+                f'trlx: model_arch_type={model.model_arch_type!r}, and the model ({known.model_type}) is {kind!r}: '
+                'give that, or another model'
+            )
+        found = source if is_model else load_causal_lm(*((source,) if is_name else (None, source)), **options)
         if freeze and model.num_layers_unfrozen > 0 and model.peft_config is None:
             freeze_below(found, model.num_layers_unfrozen)
         return found
 
     def with_optimizer(self, model: Any) -> tuple[Any, Any]:
         """A model and an optimizer of what it trains."""
-        return model, self.optimizer(model)
-
-    def optimizer(self, model: Any) -> Any:
         name, options = settings.optimizer_of(self.config)
         parameters = [p for p in model.parameters() if p.requires_grad]
-        if name == 'sgd':
-            return torch.optim.SGD(parameters, **options)
-        return self.strategy.make_optimizer(parameters, **options)
+        make = torch.optim.SGD if name == 'sgd' else self.strategy.make_optimizer
+        return model, make(parameters, **options)
 
     def common(self, total_steps: int) -> dict[str, Any]:
         """Arguments of every trainer of ours."""
@@ -396,16 +372,12 @@ def engine_for(gen: Mapping[str, Any], config: TRLConfig) -> Any:
 class AcceleratePPOTrainer(AccelerateRLTrainer):
     """PPO, over `chatgpt.trainer.PPOTrainer`."""
 
-    evaluates_reward = True
+    evaluates_reward, needs = True, ('ppo_epochs', 'PPOConfig')
     prompt_pipeline: Any = None
     critic: Any = None
     """a critic of its own, where there is one; made with the actor"""
     initial: Any = None
     """the reference, where the actor is not its own; made with the actor"""
-
-    def __init__(self, config: TRLConfig, **kwargs: Any) -> None:
-        super().__init__(config, **kwargs)
-        _check_method(config, 'ppo_epochs', 'PPOConfig')
 
     def add_prompt_pipeline(self, pipeline: Any) -> None:
         """The prompts that rollouts are drawn from."""
@@ -494,30 +466,24 @@ class _OfflineTrainer(AccelerateRLTrainer):
 
     data: Any = None
 
-    @property
-    def total_steps(self) -> int:
-        """Optimizer steps of the run."""
-        train = self.config.train
-        per_epoch = -(-len(self.data) // (train.batch_size * settings.processes()))
-        return int(min(train.epochs * per_epoch, train.total_steps))
-
-    def _checked_data(self) -> Any:
+    def build_over(self, trainer_class: Any, config: Any) -> Any:
+        """Ours over the data."""
         if self.data is None:
             raise ValueError(
                 f'{type(self).__name__} has nothing to learn from yet: make_experience(samples, ...) first'
             )
-        return self.data
+        train = self.config.train
+        per_epoch = -(-len(self.data) // (train.batch_size * settings.processes()))
+        common = self.common(int(min(train.epochs * per_epoch, train.total_steps)))
+        model, optim = self.strategy.prepare(self.with_optimizer(self.actor))
+        return trainer_class(self.strategy, model, optim, self.data, config=config, **common)
 
 
 @register_trainer
 class AccelerateILQLTrainer(_OfflineTrainer):
     """ILQL, over `chatgpt.trainer.ILQLTrainer`."""
 
-    def __init__(self, config: TRLConfig, **kwargs: Any) -> None:
-        super().__init__(config, **kwargs)
-        _check_method(config, 'two_qs', 'ILQLConfig')
-        if config.model.peft_config is not None:
-            raise ValueError('trlx: peft_config with ILQL is not served: its heads and trunk are trained whole')
+    needs = ('two_qs', 'ILQLConfig')
 
     def make_experience(self, samples: Any, rewards: Any, max_length: int | None = None) -> None:
         """Samples with one reward each, standardised over all of them, on the last token of the last output.
@@ -536,9 +502,7 @@ class AccelerateILQLTrainer(_OfflineTrainer):
         return nn.ILQLModel(self.load_model(), two_qs=self.config.method.two_qs)
 
     def build(self) -> ILQLTrainer:
-        ilql, data = settings.ilql_settings(self.config), self._checked_data()
-        model, optim = self.strategy.prepare(self.with_optimizer(self.actor))
-        return ILQLTrainer(self.strategy, model, optim, data, config=ilql, **self.common(self.total_steps))
+        return self.build_over(ILQLTrainer, settings.ilql_settings(self.config))
 
     def _one_evaluation(self, prompts: PromptSet, gen: Mapping[str, Any]) -> Any:
         evaluation, beta = super()._one_evaluation(prompts, gen), float(gen['beta'])
@@ -563,47 +527,53 @@ class AccelerateSFTTrainer(_OfflineTrainer):
         self.data = [make(sample, self.tokenizer, limit) for sample in samples]
 
     def build(self) -> SFTTrainer:
-        sft, data = SFTConfig(**settings.sft_settings(self.config)), self._checked_data()
-        actor, optim = self.strategy.prepare(self.with_optimizer(self.actor))
-        return SFTTrainer(self.strategy, actor, optim, data, config=sft, **self.common(self.total_steps))
+        return self.build_over(SFTTrainer, SFTConfig(**settings.offline_settings(self.config)))
 
 
-@register_trainer
-class AccelerateRFTTrainer(AcceleratePPOTrainer):
-    """RFT, over `chatgpt.trainer.RFTTrainer`."""
-
-    def __init__(self, config: TRLConfig, **kwargs: Any) -> None:
-        AccelerateRLTrainer.__init__(self, config, **kwargs)
-        _check_method(config, 'n_generations_per_prompt', 'RFTConfig')
-
-    def make_experience(self, *args: Any, **kwargs: Any) -> None:
-        """Generations are drawn when `learn` needs them."""
-
-    def make_actor(self) -> Any:
-        return AccelerateRLTrainer.make_actor(self)
-
-    def build(self) -> Any:
-        if self.prompt_pipeline is None:
-            raise ValueError('RFT needs prompts: give prompts, or add_prompt_pipeline')
-        rft = settings.rft_settings(self.config)
-        actor, optim = self.strategy.prepare(self.with_optimizer(self.actor))
-        gen = settings.generation(self.config, experience=True) | {'do_sample': True}
-        return RFTTrainer(
-            self.strategy,
-            actor,
-            optim,
-            PromptSet(prompts_of(self.prompt_pipeline, self.tokenizer)),
-            RewardFunction(self.reward, self.tokenizer, separator=settings.separator(self.config)),
-            config=rft,
-            engine=engine_for(gen, self.config),
-            **settings.sampling_keywords(gen, self.stop_sequences),
-            **self.common(self.config.train.total_steps),
-        )
-
-    def fit(self, trainer: Any) -> None:
-        trainer.fit()
+class OutputWithValue(NamedTuple):
+    logits: Tensor
+    """(B, S, V)"""
+    past_key_values: Any
+    value: Tensor | None
+    """(B, S) fp32, None without a value head"""
 
 
-def _check_method(config: TRLConfig, field: str, wanted: str) -> None:
-    if not hasattr(config.method, field):
-        raise ValueError(f'trlx: config.method is a {type(config.method).__name__}, and this trainer needs a {wanted}')
+class ModelView(torch.nn.Module):
+    """`trainer.model`: the modules of an `Actor` or `ILQLModel` under trlX's names; a name that it lacks is the
+    transformers model's."""
+
+    def __init__(self, actor: Any) -> None:
+        super().__init__()
+        self._actor = (actor,)  # in a tuple, so that it is not registered beside its parts
+        self.base_model = actor.model
+        self.v_head = getattr(actor, 'v_head', None) or getattr(actor, 'value_head', None)
+        if hasattr(actor, 'q_heads'):
+            self.q_heads, self.target_q_heads = actor.q_heads, actor.target_q_heads
+        self.training = actor.training
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == 'base_model':
+                raise
+            return getattr(self.base_model, name)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, return_dict: bool = True, **kwargs: Any
+    ) -> OutputWithValue:
+        """Logits and values of every position. `input_ids` (B, S) int64; of an encoder-decoder those of
+        `decoder_input_ids`."""
+        out = self.base_model(input_ids, attention_mask=attention_mask, output_hidden_states=True, **kwargs)
+        states = out.decoder_hidden_states if nn.is_encoder_decoder(self.base_model) else out.hidden_states
+        values = None if self.v_head is None else self.v_head(states[-1]).squeeze(-1)
+        return OutputWithValue(out.logits, getattr(out, 'past_key_values', None), values)
+
+    @torch.no_grad()
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `generate`, of the policy itself."""
+        return self.base_model.generate(*args, **kwargs)
+
+    def save_pretrained(self, directory: str | Path, **_: Any) -> None:
+        """A Hugging Face folder; adapters are folded in."""
+        self._actor[0].save_pretrained(directory)

@@ -236,37 +236,6 @@ def test_ppo_conf_by_epochs_visits_every_prompt(here, reward_model):
     assert model.config.vocab_size >= len(tokenizer)
 
 
-def test_ppo_yaml_by_iterations(here, reward_model):
-    prompts(here / 'ppo.jsonl', 6)
-    r = run(
-        'ppo',
-        conf(
-            here / 'ppo.yaml',
-            """
-General:
-  model_name: EleutherAI/gpt2
-  model_pretrain: null
-  rm_name: EleutherAI/gpt2
-  rm_pretrain: rm
-Dataset:
-  train_file: ppo.jsonl
-  validation_file: null
-  validation_split_percentage: 0
-Training:
-  optimizer: AdamW
-  experience_batch_size: 2
-  training_iteration: 3
-  learning_rate: 1.0e-05
-  kl_coeff: 0.2
-  num_training_workers: 1
-  resources_per_worker:
-    CPU: 1
-""",
-        ),
-    )
-    assert len(metrics(r.save_path)) == 3
-
-
 def test_the_reward_models_head_goes_into_ppo(here, reward_model):
     """Theirs never read `rm_pretrain`, so its head was random. Here a head of zeros with a bias scores all alike."""
     model = RewardModel.from_pretrained('rm')

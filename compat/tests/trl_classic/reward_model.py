@@ -1,4 +1,4 @@
-"""A reward model of its own, what the reference writes beside the policy, tables of both."""
+"""A reward model of its own, scores of which are the rewards."""
 
 import sys
 from dataclasses import dataclass, field
@@ -56,14 +56,8 @@ for _ in range(2):
     for batch in ppo_trainer.dataloader:
         columns.append(sorted(batch))
         query_tensors = batch['input_ids']
-        response_tensors, ref_response_tensors = ppo_trainer.generate(
-            query_tensors, return_prompt=False, generate_ref_response=True, **generation_kwargs
-        )
+        response_tensors = ppo_trainer.generate(query_tensors, return_prompt=False, **generation_kwargs)
         batch['response'] = tokenizer.batch_decode(response_tensors)
-        batch['ref_response'] = tokenizer.batch_decode(ref_response_tensors)
         rewards = score([q + r for q, r in zip(batch['query'], batch['response'], strict=True)])
-        batch['ref_rewards'] = score([q + r for q, r in zip(batch['query'], batch['ref_response'], strict=True)])
         stats = ppo_trainer.step(query_tensors, response_tensors, rewards)
-        ppo_trainer.log_stats(
-            stats, batch, rewards, columns_to_log=['query', 'response', 'ref_response', 'ref_rewards']
-        )
+        ppo_trainer.log_stats(stats, batch, rewards)

@@ -69,11 +69,7 @@ def main(hparams={}):
     questions = ['how are you?', 'what is the time?', 'where is the station?', 'who wrote it?']
     prompts = [{'prompt': f'human: {q} assistant:', 'original_output': f' answer {i}'} for i, q in enumerate(questions)]
     return trlx.train(
-        prompts=prompts,
-        eval_prompts=prompts[:2],
-        reward_fn=reward_fn,
-        config=config,
-        stop_sequences=['human:', 'e'],
+        prompts=prompts, eval_prompts=prompts[:2], reward_fn=reward_fn, config=config, stop_sequences=['human:', 'e']
     )
 
 

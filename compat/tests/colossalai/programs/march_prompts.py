@@ -13,7 +13,6 @@ from torch.optim import Adam
 from transformers import AutoTokenizer
 
 from chatgpt.trainer import PPOTrainer
-from chatgpt.trainer.callbacks import SaveCheckpoint
 from chatgpt.trainer.strategies import ColossalAIStrategy, DDPStrategy, NaiveStrategy
 
 
@@ -43,7 +42,6 @@ def main(args):
     (actor, actor_optim), (critic, critic_optim), reward_model, initial_model = strategy.prepare(
         (actor, actor_optim), (critic, critic_optim), reward_model, initial_model
     )
-    callbacks = [SaveCheckpoint('saved', 1, strategy, actor, critic, actor_optim, critic_optim)]
     trainer = PPOTrainer(
         strategy,
         actor,
@@ -62,7 +60,6 @@ def main(args):
         top_k=50,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        callbacks=callbacks,
     )
     trainer.fit(
         dataset,

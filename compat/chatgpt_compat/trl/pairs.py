@@ -1,25 +1,25 @@
-"""`DPOConfig` and `DPOTrainer` as TRL 0.12 to 1.12 have them, over our `DPOTrainer`."""
+"""`DPOConfig`, `DPOTrainer`, `RewardConfig` and `RewardTrainer` as TRL 0.12 to 1.12 have them, over our trainers:
+what learns from pairs of answers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from chatgpt.data import load_preferences, note_model
-from chatgpt.nn import Actor, has_lora
-from chatgpt.trainer import DPOConfig as OurConfig
-from chatgpt.trainer import DPOTrainer as OurTrainer
-from chatgpt_compat.peft import adapted
+import torch
+
+import chatgpt.trainer as ours
+from chatgpt.nn import Actor, AutoRM, RewardModel, has_lora
+from chatgpt_compat.peft import HEADS, adapted
 from chatgpt_compat.trl.arguments import each, refused, warned
 from chatgpt_compat.trl.offline import FATES, OfflineArguments, OfflineLaterTrainer
-from chatgpt_compat.trl.training import causal_lm, max_length_of, warn_of_options
+from chatgpt_compat.trl.training import causal_lm, loading_options, trainable, warn_of_options
 
 LOSSES = ('sigmoid', 'hinge', 'robust')
 """values of loss_type"""
-OWN_FATES = {
+OF_DPO = {
     **each(
         warned('a record is cut to max_length as a whole: the prompt loses its beginning, then the answer its end'),
         'max_prompt_length max_completion_length max_target_length truncation_mode',
@@ -80,7 +80,7 @@ class DPOConfig(OfflineArguments):
     tools: str | None = None
 
 
-def _loss(args: Any) -> dict[str, Any]:
+def loss_of(args: Any) -> dict[str, Any]:
     """`loss_type` and `label_smoothing` of our config."""
     names = [args.loss_type] if isinstance(args.loss_type, str) else list(args.loss_type)
     if len(names) != 1:
@@ -101,17 +101,13 @@ def _loss(args: Any) -> dict[str, Any]:
 class DPOTrainer(OfflineLaterTrainer):
     """Direct preference optimisation. Data: rows with prompt, chosen, rejected, as text or turns; or whole dialogues.
 
-    Args:
-        model: a transformers causal LM, trained in place; a PEFT model; or a name or folder.
-        ref_model: the frozen reference; None is a copy, or with adapters the model without them.
-        processing_class: the tokenizer; None is the model's own.
-        optimizers: (an optimizer over the model's parameters, None).
-        **older: arguments of `DPOConfig` that the trainer itself took before 0.12, such as beta.
-
-    Raises:
-        ValueError: what cannot be honoured, by name.
+    Its arguments are (model, ref_model, args, ...) as of `OfflineLaterTrainer`. `ref_model` is the frozen reference;
+    None is a copy, or with adapters the model without them.
     """
 
+    CONFIG = DPOConfig
+    OURS = (ours.DPOTrainer, ours.DPOConfig)
+    FATES = FATES | OF_DPO
     NAMES: ClassVar = {
         'loss': 'loss',
         'rewards/chosen': 'reward_chosen',
@@ -120,66 +116,79 @@ class DPOTrainer(OfflineLaterTrainer):
         'logps/chosen': 'logp_chosen',
         'logps/rejected': 'logp_rejected',
     }
-    CONFIG = DPOConfig
-    FATES = FATES | OWN_FATES
 
-    def __init__(
-        self,
-        model: Any = None,
-        ref_model: Any = None,
-        args: Any = None,
-        data_collator: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        *,
-        callbacks: SequenceOf[Any] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        peft_config: Any = None,
-        tokenizer: Any = None,
-        **older: Any,
-    ) -> None:
+    def __init__(self, model: Any = None, ref_model: Any = None, *positional: Any, **keywords: Any) -> None:
         if ref_model is model and model is not None and not isinstance(model, (str, Path)):
             raise ValueError('DPOTrainer: ref_model is the model itself; give a copy of it, or None')
-        super().__init__(
-            args,
-            callbacks,
-            model=model,
-            train_dataset=train_dataset,
-            processing_class=processing_class,
-            tokenizer=tokenizer,
-            older=older | {'data_collator': data_collator},
-        )
-        args = self.args
-        model = causal_lm(model, args, 'model_init_kwargs')
-        note_model(self.processing_class, model.config)
-        model = adapted(model, peft_config)
-        if ref_model is not None:
-            ref_model = causal_lm(ref_model, args, 'ref_model_init_kwargs')
-        else:
-            warn_of_options(args, 'ref_model_init_kwargs')
-            ref_model = None if has_lora(model) else deepcopy(model)
-        self.model, self.ref_model = model, ref_model
-        self.start(
-            OurTrainer,
-            OurConfig,
-            Actor(model),
-            optimizers,
-            self.records(train_dataset),
-            eval_dataset,
-            {'beta': args.beta, **_loss(args)},
-            initial_model=None if ref_model is None else Actor(ref_model),
-        )
+        self.ref_model = ref_model
+        super().__init__(model, *positional, **keywords)
 
     def check_arguments(self, args: Any) -> None:
         if not args.disable_dropout:
             raise ValueError('DPOConfig: disable_dropout=False cannot be honoured here: two models are compared')
-        _loss(args)
+        loss_of(args)
 
-    def records(self, dataset: Any) -> list[Any]:
-        limit = max_length_of(self.args, 'max_length', self.model)
-        return load_preferences(dataset, self.processing_class, max_length=limit)[0]
+    def make_models(self, model: Any, peft_config: Any) -> tuple[Any, dict[str, Any]]:
+        self.model = adapted(causal_lm(model, self.args, 'model_init_kwargs'), peft_config)
+        if self.ref_model is not None:
+            self.ref_model = causal_lm(self.ref_model, self.args, 'ref_model_init_kwargs')
+        else:
+            warn_of_options(self.args, 'ref_model_init_kwargs')
+            self.ref_model = None if has_lora(self.model) else deepcopy(self.model)
+        return Actor(self.model), {} if self.ref_model is None else {'initial_model': Actor(self.ref_model)}
 
-    def _theirs(self, ours: Any, prefix: str = '') -> dict[str, float]:
-        found = super()._theirs(ours, prefix)
+    def settings(self) -> dict[str, Any]:
+        return {'beta': self.args.beta, **loss_of(self.args)}
+
+    def _theirs(self, metrics: Any, prefix: str = '') -> dict[str, float]:
+        found = super()._theirs(metrics, prefix)
         return found | {'rewards/margins': found['rewards/chosen'] - found['rewards/rejected']}
+
+
+@dataclass(kw_only=True)
+class RewardConfig(OfflineArguments):
+    """Arguments of `RewardTrainer`; docs/coming_from/trl.md says what each does."""
+
+    learning_rate: float = 1e-4
+    center_rewards_coefficient: float | None = None
+    disable_dropout: bool = True
+    eos_token: str | None = None
+    chat_template_path: str | None = None
+
+
+class RewardTrainer(OfflineLaterTrainer):
+    """A reward model from pairs, over `RewardModelTrainer`. Data: rows with chosen and rejected, with or without
+    prompt, as text or turns; a column margin is subtracted from the difference. The model is a sequence classifier
+    with one label."""
+
+    CONFIG = RewardConfig
+    OURS = (ours.RewardModelTrainer, ours.RewardModelConfig)
+    FATES = FATES | {'chat_template_path': refused("set the tokenizer's chat_template")}
+    NAMES: ClassVar = {'loss': 'loss', 'accuracy': 'accuracy', 'margin': 'margin', 'mean_reward': 'score_mean'}
+    saves_adapters = False
+
+    def make_models(self, model: Any, peft_config: Any) -> tuple[Any, dict[str, Any]]:
+        args = self.args
+        if isinstance(model, (str, Path)):
+            scorer: RewardModel = AutoRM(pretrained=model, **loading_options(args, 'model_init_kwargs'))
+            model = scorer.model
+        else:
+            warn_of_options(args, 'model_init_kwargs')
+            model = adapted(model, None, heads=HEADS)  # of a PEFT model its adapters
+            scorer = RewardModel.from_classifier(model)
+        adapted(trainable(scorer.model, args), peft_config, heads=HEADS)
+        if args.disable_dropout:
+            for module in scorer.modules():
+                if isinstance(module, torch.nn.Dropout):
+                    module.p = 0.0
+        self.model = model
+        return scorer, {}
+
+    def settings(self) -> dict[str, Any]:
+        rows = self.train_dataset
+        columns = getattr(rows, 'column_names', None) or (rows[0] if isinstance(rows, (list, tuple)) else ())
+        return {
+            'center_rewards_coefficient': self.args.center_rewards_coefficient or 0.0,
+            'use_margins': 'margin' in columns,
+            'calibrate': False,
+        }
