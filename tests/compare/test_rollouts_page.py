@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from chatgpt.monitor.compare.guard import Guard
-from chatgpt.monitor.compare.rollouts import rollouts_app
-from chatgpt.monitor.compare.server import Serving
+from chatgpt.monitor.compare.app import rollouts_app
+from chatgpt.monitor.compare.serving import Guard, Serving
 from chatgpt.monitor.run_folder.rollouts import write_rollouts
 
 ORIGIN = 'http://127.0.0.1:8765'

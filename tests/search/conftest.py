@@ -12,8 +12,7 @@ import pytest
 from fake_trials import PROGRAM
 
 from chatgpt.launch.search import sweep as loop
-from chatgpt.launch.search.settings import read_sweep
-from chatgpt.launch.search.study import Sweep
+from chatgpt.launch.search.settings import Sweep, read_sweep
 
 
 @pytest.fixture
