@@ -18,15 +18,16 @@ from typing import Any
 
 import torch
 from harness import PAGES, RESULTS, alternate, cpu_seconds, gpt2, markdown, ppo_trainer, write_json, write_page
+from transformers import GPT2LMHeadModel
+
+from chatgpt.nn import GPTActor, GPTCritic, RewardModel
+from chatgpt.strategies import NaiveStrategy
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS, VOCAB = 32, 16, 48, 512
 PARTS = ('collect', 'score', 'learn')
 
 
 def make_trainer(arrangement: str, epochs: int) -> Any:
-    from chatgpt.nn import GPTActor, GPTCritic, RewardModel
-    from chatgpt.strategies import NaiveStrategy
-
     strategy, shared = NaiveStrategy(seed=0), arrangement == 'shared trunk'
     actor = GPTActor(config=gpt2(), value_head=True if shared else None)
     critic = None if shared else GPTCritic(config=gpt2())
@@ -49,8 +50,6 @@ def one_phase(trainer: Any) -> dict[str, float]:
 
 def bare_costs() -> dict[str, float]:
     """CPU seconds of the model alone, without a library."""
-    from transformers import GPT2LMHeadModel
-
     model = GPT2LMHeadModel(gpt2()).eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, eps=1e-5)
     ids = torch.randint(2, VOCAB, (PROMPTS, PROMPT_TOKENS + NEW_TOKENS))

@@ -19,7 +19,7 @@ import dummy
 import gpu_parts
 import ladders
 import random_models
-from gpu_worker import Note
+from gpu_parts import Note
 
 CARD = 2**31
 TINY = {
