@@ -32,12 +32,7 @@ class SaveError(RuntimeError):
 
 
 def save_pretrained(
-    strategy: Strategy,
-    model: nn.Module,
-    path: str | Path,
-    *,
-    tokenizer: Any = None,
-    dtype: torch.dtype | None = None,
+    strategy: Strategy, model: nn.Module, path: str | Path, *, tokenizer: Any = None, dtype: torch.dtype | None = None
 ) -> None:
     """Write the full weights (adapters folded in) as a folder that `transformers` loads, with a card that says what the
     model is. Call it on every rank.

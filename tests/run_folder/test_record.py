@@ -150,16 +150,6 @@ def test_a_trainer_that_is_driven_by_hand_has_a_record_from_its_first_phase(tmp_
     assert [start.phase for start in RunRecord.read(tmp_path).starts] == [0, 2]
 
 
-def test_a_second_interrupt_stops_a_run_and_is_no_failure(tmp_path):
-    class Interrupts(Callback):
-        def on_phase_end(self, trainer, step, metrics):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        trainer(tmp_path, [Interrupts()]).fit(['a'], max_timesteps=2, update_timesteps=1)
-    assert RunRecord.read(tmp_path).status == 'stopped'
-
-
 def test_what_an_earlier_run_has_left_is_not_of_the_next(tmp_path):
     def evaluate(trainer):
         return {'score': 9.0}

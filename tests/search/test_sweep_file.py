@@ -50,10 +50,7 @@ def test_spaces(given, whole, space):
         ({'values': [1, 2], 'strategy': 'logunifrom'}, 'did you mean loguniform'),
         ({'values': [1, 2], 'strategy': 'quniform'}, 'quniform needs a step'),
         ({'min': 1, 'max': 2, 'log': True, 'step': 0.1}, '`step`'),
-        (
-            {'values': [1, 2], 'min': 1},
-            'choice takes values, a list of at least one',
-        ),
+        ({'values': [1, 2], 'min': 1}, 'choice takes values, a list of at least one'),
     ],
 )
 def test_mistakes_in_a_space(given, message):

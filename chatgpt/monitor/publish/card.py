@@ -15,8 +15,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from chatgpt import __version__
-from chatgpt.monitor.report.series import Column, columns, number
-from chatgpt.monitor.report.summary import what_improved
+from chatgpt.monitor.report.series import Column, columns, number, what_improved
 from chatgpt.monitor.report.text import value_text
 from chatgpt.monitor.run_folder import RunFolder, RunRecord
 
