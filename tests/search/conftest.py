@@ -12,7 +12,8 @@ import pytest
 from fake_trials import PROGRAM
 
 from chatgpt.launch.search import sweep as loop
-from chatgpt.launch.search.settings import Sweep, read_sweep
+from chatgpt.launch.search.settings import read_sweep
+from chatgpt.launch.search.study import Sweep
 
 
 @pytest.fixture

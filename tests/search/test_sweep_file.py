@@ -6,7 +6,8 @@ import pytest
 
 from chatgpt.launch.arguments import run_main
 from chatgpt.launch.search import __main__ as command_line
-from chatgpt.launch.search.settings import points, read_sweep, space_of
+from chatgpt.launch.search.settings import read_sweep, space_of
+from chatgpt.launch.search.study import points
 from chatgpt.launch.search.sweep import share
 
 pytest.importorskip('optuna', reason='sweeps need optuna: make dev')

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from chatgpt.launch.config_file import presets_of, values_of
 from chatgpt.launch.config_values import flat, options_of, read_file
 from chatgpt.launch.methods import METHODS
 from chatgpt.launch.runs import run_class
-from chatgpt.launch.search.study import PRUNERS, SAMPLERS, distribution, made, need_optuna
+from chatgpt.launch.search.study import PRUNERS, SAMPLERS, Sweep, distribution, made, need_optuna, points
 from chatgpt.launch.theirs import in_our_words, meet, their_settings
 from chatgpt.names import hint, ours
 
@@ -32,35 +30,6 @@ LAUNCH = ('launcher', 'num_workers', 'cpus_per_worker', 'gpus_per_worker', 'addr
 LAUNCH += ('max_failures',)
 SPACE = ('strategy', 'values', 'min', 'max', 'log', 'step')
 STRATEGIES = ('choice', 'uniform', 'loguniform', 'quniform', 'int', 'randint')
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sweep:
-    """A sweep's file; docs/sweep.md says what its keys mean.
-
-    Args:
-        parameters: what varies; an Optuna distribution each.
-        sampler, pruner: a name, and arguments of its class in Optuna.
-        fixed: what must be the same when the sweep is continued.
-    """
-
-    method: str
-    metric: str
-    direction: str
-    parameters: Mapping[str, Any]
-    config: Mapping[str, Any]
-    trials: int
-    seed: int
-    sampler: tuple[str, Mapping[str, Any]]
-    pruner: tuple[str, Mapping[str, Any]]
-    launch: Mapping[str, Any]
-    save_path: Path
-    fixed: Mapping[str, Any]
-
-    def grid(self) -> list[dict[str, Any]]:
-        """Every combination of values; the last parameter changes fastest."""
-        combinations = itertools.product(*map(points, self.parameters.values()))
-        return [dict(zip(self.parameters, values, strict=True)) for values in combinations]
 
 
 def read_sweep(path: str | Path, *, launcher: str | None = None) -> Sweep:
@@ -179,15 +148,6 @@ def space_of(given: Any, *, whole: bool) -> Any:
     if any(value != int(value) for value in (low, high, step or 1)):
         raise ValueError(f'{low}, {high}: whole numbers are needed')
     return distribution('Int', int(low), int(high), log, int(step or 1))
-
-
-def points(space: Any) -> list[Any]:
-    """Every value of a space. Raises ValueError where there are infinitely many."""
-    if hasattr(space, 'choices'):
-        return list(space.choices)
-    if space.step is None:
-        raise ValueError('sampler grid tries every value, and a range without a step has no end of them')
-    return [space.low + i * space.step for i in range(round((space.high - space.low) / space.step) + 1)]
 
 
 def check_runs(sweep: Sweep) -> None:

@@ -8,12 +8,13 @@ interrupted continues as if it had not been.
 from __future__ import annotations
 
 import csv
+import itertools
 import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from chatgpt.launch.search.settings import Sweep
+from pathlib import Path
+from typing import Any
 
 JOURNAL = 'journal.log'
 SAMPLERS = {'tpe': 'TPESampler', 'random': 'RandomSampler', 'grid': 'PartialFixedSampler'}
@@ -22,6 +23,44 @@ PRUNERS |= {'hyperband': 'HyperbandPruner'}
 """their classes in Optuna"""
 STATES = {'COMPLETE': 'complete', 'PRUNED': 'pruned', 'RUNNING': 'unfinished', 'FAIL': 'failed'}
 """in the order of the table"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """A sweep's file; docs/sweep.md says what its keys mean.
+
+    Args:
+        parameters: what varies; an Optuna distribution each.
+        sampler, pruner: a name, and arguments of its class in Optuna.
+        fixed: what must be the same when the sweep is continued.
+    """
+
+    method: str
+    metric: str
+    direction: str
+    parameters: Mapping[str, Any]
+    config: Mapping[str, Any]
+    trials: int
+    seed: int
+    sampler: tuple[str, Mapping[str, Any]]
+    pruner: tuple[str, Mapping[str, Any]]
+    launch: Mapping[str, Any]
+    save_path: Path
+    fixed: Mapping[str, Any]
+
+    def grid(self) -> list[dict[str, Any]]:
+        """Every combination of values; the last parameter changes fastest."""
+        combinations = itertools.product(*map(points, self.parameters.values()))
+        return [dict(zip(self.parameters, values, strict=True)) for values in combinations]
+
+
+def points(space: Any) -> list[Any]:
+    """Every value of a space. Raises ValueError where there are infinitely many."""
+    if hasattr(space, 'choices'):
+        return list(space.choices)
+    if space.step is None:
+        raise ValueError('sampler grid tries every value, and a range without a step has no end of them')
+    return [space.low + i * space.step for i in range(round((space.high - space.low) / space.step) + 1)]
 
 
 def need_optuna() -> None:

@@ -21,8 +21,7 @@ import yaml
 
 import chatgpt
 from chatgpt.launch.ray import Signals
-from chatgpt.launch.search.settings import Sweep
-from chatgpt.launch.search.study import Study, shown
+from chatgpt.launch.search.study import Study, Sweep, shown
 from chatgpt.monitor.run_folder.lines import read_jsonl
 
 POLL_S = 0.2

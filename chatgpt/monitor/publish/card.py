@@ -110,9 +110,16 @@ def write_card(folder: str | Path, facts: ModelFacts, *, role: Role = 'actor', n
     base, shape, measured = base_of(facts.source), shape_of(place, role), measured_on_eval(found)
     settings = {k: without_paths(v) for k, v in record.settings.items() if k not in UNSHOWN}
     everything = {'settings': settings, 'generation': record.generation, 'optimizers': record.optimizers}
-    shown = {'facts': facts, 'title': title, 'name': place.name, 'role': role, 'base': base, 'shape': shape}
+    shown: dict[str, Any] = {
+        'facts': facts,
+        'title': title,
+        'name': place.name,
+        'role': role,
+        'base': base,
+        'shape': shape,
+    }
     shown |= {'record': facts.record, 'settings': settings, 'measured': measured, 'note': NOTE, 'version': __version__}
-    shown |= {'number': number, 'code': code, 'block': block, 'fenced': fenced, 'repr': repr}
+    shown |= {'role': role, 'number': number, 'code': code, 'block': block, 'fenced': fenced, 'repr': repr}
     card = ModelCard.from_template(
         front_matter(facts, title, role, shape, measured, base),
         template_path=str(Path(__file__).with_name('card.md.j2')),

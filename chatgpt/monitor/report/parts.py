@@ -54,8 +54,8 @@ def _macros() -> Any:
 
     places = FileSystemLoader(Path(__file__).parent / 'assets')
     environment = Environment(loader=places, autoescape=True, finalize=shown, trim_blocks=True)
-    functions = (about_answer, cut, explanations, facts_of, flat, metric_id, number, samples_of, settings_of, tiles_of)
-    functions += (time_text, turns_of, what_improved)
+    functions: list[Any] = [about_answer, cut, explanations, facts_of, flat, metric_id, number, samples_of, settings_of]
+    functions += [tiles_of, time_text, turns_of, what_improved]
     environment.globals |= {function.__name__: function for function in functions}
     environment.globals |= {'COLORS': COLORS, 'Markup': Markup, 'STATUS': STATUS, 'shell_words': shlex.join}
     environment.globals['script_json'] = lambda value: Markup(script_json(value))
