@@ -136,7 +136,8 @@ def space_of(given: Any, *, whole: bool) -> Any:
         return distribution('Categorical', values)
     if values is not None and (not isinstance(values, list) or len(values) not in (2, 3) or 'min' in given):
         raise ValueError(f'{strategy} takes values: [low, high], or min and max')
-    low, high, step = [*values, None][:3] if values else (given.get(name) for name in ('min', 'max', 'step'))
+    bounds: list[Any] = [*values, None] if values else [given.get(name) for name in ('min', 'max', 'step')]
+    low, high, step = bounds[:3]
     for name, value in (('min', low), ('max', high), ('step', 1 if step is None else step)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f'{name}={value!r} is no number, and a range needs min and max')
