@@ -115,19 +115,15 @@ def test_a_resume_adds_a_start_and_a_new_run_begins_anew(tmp_path):
     assert len(json.loads((tmp_path / 'run.previous.json').read_text())['starts']) == 2
 
 
-def test_a_plan_is_made_for_runs_that_last(tmp_path, monkeypatch):
-    monkeypatch.setattr('chatgpt.trainer.callbacks.run_record.PLANNED_AFTER_S', 0.0)
-    trainer(tmp_path).fit(['a'], max_timesteps=1, update_timesteps=1)
-    plan = RunRecord.read(tmp_path).plan
-    assert plan['peak_gib'] == max(plan['phases'].values()) > 0 and {'collect', 'learn'} <= plan['phases'].keys()
-
-
-def test_where_there_is_no_plan_it_is_asked_for_once(tmp_path, monkeypatch):
+@pytest.mark.parametrize('plan', [{'peak_gib': 0.5, 'phases': {'collect': 0.25, 'learn': 0.5}}, None])
+def test_a_plan_is_asked_for_once_by_runs_that_last(tmp_path, monkeypatch, plan):
     asked = []
+    recorder = RunRecorder(planned=lambda: asked.append(1) or plan)
+    trainer(tmp_path, [recorder]).fit(['a'], max_timesteps=1, update_timesteps=1)
+    assert asked == [] and RunRecord.read(tmp_path).plan is None
     monkeypatch.setattr('chatgpt.trainer.callbacks.run_record.PLANNED_AFTER_S', 0.0)
-    monkeypatch.setattr('chatgpt.trainer.callbacks.run_record.planned', asked.append)
-    trainer(tmp_path).fit(['a'], max_timesteps=3, update_timesteps=1)
-    assert len(asked) == 1 and RunRecord.read(tmp_path).plan is None
+    trainer(tmp_path, [recorder]).fit(['a'], max_timesteps=3, update_timesteps=1)
+    assert len(asked) == 1 and RunRecord.read(tmp_path).plan == plan
 
 
 def test_a_trainer_that_is_driven_by_hand_has_a_record_from_its_first_phase(tmp_path):

@@ -26,8 +26,10 @@ DEFAULTS |= {'launch': {}, 'save_path': 'outputs/sweep'}
 NUM_TRIALS = 20
 OF_ONE_RUN = ('model_path', 'push_to_hub', 'resume', 'plan', 'method')
 """settings that would be the same place for all trials"""
-LAUNCH = ('launcher', 'num_workers', 'cpus_per_worker', 'gpus_per_worker', 'address', 'placement', 'wait_s')
-LAUNCH += ('max_failures',)
+LAUNCH = (
+    *('launcher', 'num_workers', 'cpus_per_worker', 'gpus_per_worker', 'address', 'placement', 'wait_s'),
+    'max_failures',
+)
 SPACE = ('strategy', 'values', 'min', 'max', 'log', 'step')
 STRATEGIES = ('choice', 'uniform', 'loguniform', 'quniform', 'int', 'randint')
 
