@@ -6,13 +6,12 @@ import json
 import subprocess
 import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 import torch
+from byte_runs import byte_trainer as trainer
 
 from chatgpt.monitor.run_folder import JsonLines, RunFolder, RunRecord, Start, read_jsonl
-from chatgpt.testing import byte_tokenizer, tiny_causal_lm
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.callbacks import (
     Callback,
@@ -24,36 +23,6 @@ from chatgpt.trainer.callbacks import (
     WriteReport,
 )
 from chatgpt.trainer.callbacks.run_record import command_line
-
-
-def trainer(run_dir: Path, callbacks=(), **settings) -> PPOTrainer:
-    from chatgpt.nn import Actor
-    from chatgpt.strategies import NaiveStrategy
-
-    strategy = NaiveStrategy(seed=3)
-    torch.manual_seed(0)
-    actor = Actor(tiny_causal_lm('gpt2', vocab_size=259, pad_token_id=256, bos_token_id=257, eos_token_id=258))
-    actor, optimizer = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=0.01)))
-    return PPOTrainer(
-        strategy,
-        actor,
-        None,
-        lambda prompts, responses: [float(len(r)) for r in responses],
-        None,
-        optimizer,
-        tokenizer=byte_tokenizer(),
-        run_dir=run_dir,
-        callbacks=callbacks,
-        **{
-            'advantage_estimator': 'rloo',
-            'num_samples_per_prompt': 2,
-            'experience_batch_size': 2,
-            'train_batch_size': 4,
-            'kl_coef': 0.0,
-            'max_new_tokens': 3,
-        }
-        | settings,
-    )
 
 
 def test_a_run_says_what_it_is_and_how_it_ended(tmp_path):
