@@ -11,7 +11,6 @@ from typing import Any
 from chatgpt.monitor.compare.serving import ASSETS
 from chatgpt.monitor.compare.statistics import lines, summarize
 from chatgpt.monitor.compare.store import MAX_COMMENT, MAX_NAME, NotAsked, Store
-from chatgpt.monitor.report.page import ASSETS as REPORT_ASSETS
 from chatgpt.monitor.report.rollouts import page_row
 from chatgpt.monitor.run_folder import RunFolder
 from chatgpt.monitor.run_folder.rollouts import read_rollouts, recorded_phases
@@ -171,6 +170,8 @@ def _application(routes: list[Any], handlers: Any = None) -> Any:
     from starlette.applications import Starlette
     from starlette.routing import Mount
     from starlette.staticfiles import StaticFiles
+
+    from chatgpt.monitor.report.page import ASSETS as REPORT_ASSETS
 
     files = [Mount(p, StaticFiles(directory=f)) for p, f in (('/assets', ASSETS), ('/report', REPORT_ASSETS))]
     return Starlette(routes=[*routes, *files], exception_handlers=handlers)
