@@ -5,7 +5,7 @@
         --json benchmarks/results/capacity/cpu-512MiB.json --page
 
 A rung counts when one PPO phase of two passes ends: rollout, scoring, and optimizer steps with states, gradients and
-activations in memory at once. Every rung is a process of its own (capacity_rung.py), and the cap is enforced, so that a
+activations in memory at once. Every rung is a process of its own, and the cap is enforced, so that a
 large GPU stands in for a consumer one and running out of memory ends one rung and not the sweep. `chatgpt.plan` says
 where to begin; from there the sweep goes up until a rung fails, or down until one trains. Rungs that the planner holds
 for hopeless (--hopeless times the cap) are not tried; where it and the measurement disagree is part of the result.
@@ -13,8 +13,10 @@ for hopeless (--hopeless times the cap) are not tried; where it and the measurem
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -22,9 +24,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import dummy
 import ladders
+import torch
 from dummy import DummyRun, plan_for
-from harness import PAGES, RETURNS, markdown, spread, write_json, write_page
+from harness import PAGES, RETURNS, markdown, process_memory, spread, write_json, write_page
 
 from chatgpt.launch.arguments import Parser, run_main
 from chatgpt.plan import parse_bytes, show_bytes
@@ -76,7 +80,7 @@ class Row:
     strategy: str
     option: str
     tried: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """rung -> outcome of capacity_rung.py, with `planned` and `planner_fits`"""
+    """rung -> outcome, with `planned` and `planner_fits`"""
     rung: str | None = None
     parameters: int = 0
     """of the actor"""
@@ -149,7 +153,7 @@ class Sweep:
             }
             try:
                 child = subprocess.run(
-                    [sys.executable, str(HERE / 'capacity_rung.py'), json.dumps(spec)],
+                    [sys.executable, __file__, '--child', json.dumps(spec)],
                     env=child_environment(self.cap.on_cuda),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
@@ -225,6 +229,112 @@ def tell(row: Row, rung: str, outcome: dict[str, Any]) -> None:
     print(f'{row.strategy} {row.option} {rung}: {text}{planned}', flush=True)
 
 
+# ---------------------------------------------------------------------- the child
+
+
+def cap_process(extra: int) -> None:
+    """Let this process take `extra` bytes of private memory more than it has now."""
+    limit = process_memory().get('VmData', 0) + extra
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+def cap_allocator(memory: int, device: Any) -> None:
+    """Let torch's allocator have `memory` bytes of the device, and whoever asks for its free memory be told so."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    if memory > total:
+        raise ValueError(f'memory={memory} is more than the {total} bytes that the device has')
+    torch.cuda.set_per_process_memory_fraction(memory / total, device)
+
+    def mem_get_info(device: Any = None) -> tuple[int, int]:
+        return max(memory - torch.cuda.memory_reserved(device), 0), memory
+
+    torch.cuda.mem_get_info = mem_get_info  # the strategies decide by it what to stream and to offload
+
+
+def cap_cuda(memory: int, device: Any) -> None:
+    """Make the device look and behave as one of `memory` bytes."""
+    cap_allocator(memory, device)
+    try:
+        from colossalai.legacy.utils.memory import colo_set_process_memory_fraction
+    except ImportError:
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    colo_set_process_memory_fraction(memory / total)  # Gemini's own record of the same
+
+
+def outcome_of(error: BaseException, on_cuda: bool) -> dict[str, Any]:
+    """Which limit an exception means; `limit` is None where it is not about memory."""
+    text = ' '.join(str(error).split())
+    words = text.lower()
+    # the last two are oneDNN's, which says no more
+    host_words = (
+        "can't allocate memory",
+        'cannot allocate memory',
+        'bad_alloc',
+        'not enough memory',
+        'could not create a memory object',
+        'could not create a primitive',
+    )
+    if isinstance(error, torch.OutOfMemoryError) or 'cuda out of memory' in words:
+        limit = 'device memory'
+    elif isinstance(error, MemoryError) or any(w in words for w in host_words) or getattr(error, 'errno', None) == 12:
+        limit = 'host memory' if on_cuda else 'memory'
+    else:
+        limit = None
+    return {'trained': False, 'limit': limit, 'message': f'{type(error).__name__}: {text}'[:400]}
+
+
+def attempt(spec: dict[str, Any]) -> dict[str, Any]:
+    on_cuda = torch.cuda.is_available()
+
+    def ready(strategy: Any) -> None:
+        if on_cuda:
+            cap_cuda(spec['memory'], strategy.device)
+            if spec['host_memory'] is not None:
+                cap_process(spec['host_memory'])
+        else:
+            cap_process(spec['memory'])
+
+    try:
+        result = dummy.run(DummyRun(**spec['settings']), spec['ladder'], spec['rung'], ready=ready)
+    except Exception as error:
+        return outcome_of(error, on_cuda)
+    memory = result['memory']
+    host = memory['host_peak_over_start'] + memory.get('host_pinned', 0)
+    outcome = {
+        'trained': True,
+        'limit': None,
+        'peak': memory['peak'],
+        'reserved': memory.get('reserved'),
+        'host': host,
+        'parameters': result['parameters'],
+        'seconds': result['wall_s'],
+        'machine': result['machine'],
+        'precision': result['settings']['precision'],
+    }
+    if on_cuda and spec['host_memory'] is not None and host > spec['host_memory']:
+        return outcome | {
+            'trained': False,
+            'limit': 'host memory',
+            'message': f'it took {host} bytes of host memory, pinned ones counted',
+        }
+    return outcome
+
+
+def child(spec: dict[str, Any]) -> None:
+    """One rung trains one PPO phase under a cap on memory; a process that is killed writes no outcome.
+
+    On CUDA the device's cap is the limit of torch's allocator, so memory that it does not manage (the CUDA context, NCCL's
+    buffers) is not counted; what asks the device for its free memory is told of the cap. The host's is RLIMIT_DATA, and
+    pinned memory, which that limit does not see, is added up afterwards. On a CPU there is one cap, RLIMIT_DATA, above what
+    the process holds before any model exists.
+    """
+    done = attempt(spec)
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.getrlimit(resource.RLIMIT_DATA)[1],) * 2)
+    write_json(Path(spec['out']), done)
+    os._exit(0)  # after a failed allocation, teardown can only go wrong
+
+
 # ---------------------------------------------------------------------- tables
 
 
@@ -279,13 +389,14 @@ def parse_args() -> Any:
         '--json', type=Path, metavar='FILE', help='results, of which rows that are there are not made again'
     )
     parser.add_argument('--page', action='store_true', help='write the tables into docs/results/capacity.md')
+    parser.add_argument('--child', type=json.loads, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
-    import torch
-
     args = parse_args()
+    if args.child:
+        child(args.child)
     on_cuda = args.device != 'cpu' and torch.cuda.is_available()
     if args.device == 'cuda' and not on_cuda:
         raise ValueError('--device cuda: torch sees none')

@@ -272,9 +272,7 @@ FAULTS: dict[str, Fault] = {
     'kl-runs-away': Fault(run(**FAST), plain, 'kl_coef 0, lr 1e-2'),
     'kl-runs-away (at once)': Fault(run(lr=10.0, **AT_ONCE), run(**AT_ONCE), 'lr 10'),
     'kl-coef-at-limit': Fault(
-        run(kl_target=50.0, phases=26, lr=6e-4),
-        run(kl_target=1.0, phases=26, kl_horizon=200, lr=6e-4),
-        'kl_target 50',
+        run(kl_target=50.0, phases=26, lr=6e-4), run(kl_target=1.0, phases=26, kl_horizon=200, lr=6e-4), 'kl_target 50'
     ),
     'clip-fraction-high': Fault(run(lr=3e-2), plain, 'lr 3e-2'),
     'clip-fraction-zero': Fault(run(lr=6e-5, phases=16), plain, 'lr 6e-5'),

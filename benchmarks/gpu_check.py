@@ -8,7 +8,7 @@ capacity, TRL on the same card; one JSON file and a table. `make gpu-check` runs
 Parts come in the order of what one wants to know first. Each has a budget of seconds; all of them and the start together
 have --budget_s. A part may take what earlier ones left over, up to twice its budget, and never what later ones need; it is
 ended with all that it started when that is over, and keeps the numbers that it had by then. Extra parts run at the end
-with what time is left. Parts that only measure share one process (gpu_worker.py), which is started anew when one fails.
+with what time is left. Parts share one process (gpu_parts.py), which is started anew when one fails.
 The file, <device>-<date>.json, is written anew after each part.
 
 Exit code 0: every part passed, or was left out for a card that is too small or a package that is optional and not there
@@ -23,7 +23,6 @@ import argparse
 import json
 import os
 import re
-import select
 import shutil
 import signal
 import subprocess
@@ -36,10 +35,10 @@ from pathlib import Path
 from typing import Any
 
 import gpu_page
-from harness import install_wheels, write_json
+from harness import Worker, install_wheels, write_json
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
+ROOT, SCRIPT = HERE.parent, HERE / 'gpu_parts.py'
 REQUIRED = ('torch', 'transformers', 'safetensors', 'loralib', 'pytest', 'pytest_timeout')
 COLOSSALAI = ('colossalai', 'galore_torch', 'bitsandbytes', 'peft', 'accelerate', 'psutil', 'einops')
 GIB = 2**30
@@ -55,31 +54,32 @@ TELLS = 4000
 
 @dataclass(frozen=True)
 class Part:
-    """One measurement: a process of its own, or a function of gpu_parts.py."""
+    """One measurement, a function of gpu_parts.py.
+
+    Args:
+        needs: packages without which it is left out.
+        worker: parts of the same name share a process.
+        memory: bytes that the card must have.
+        wheels: a folder of --wheels without which it is left out; the function is given its parent.
+        extra: only with time that is left over.
+    """
 
     name: str
-    command: tuple[str, ...]
-    """of the process; `{out}` is the file that it writes its numbers to. Empty: `function`"""
+    function: str
     budget_s: int
-    needs: tuple[str, ...] = ()
-    """packages without which it is left out"""
-    function: str = ''
     options: Mapping[str, Any] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
     worker: str = 'main'
-    """functions of the same share a process"""
     memory: int = 0
-    """bytes that the card must have"""
     wheels: str = ''
-    """a folder of --wheels without which it is left out; the function is given its parent"""
     extra: bool = False
-    """only with time that is left over"""
 
 
 def measure(
     name: str, function: str, budget_s: int, gib: int = 0, *, part: Mapping[str, Any] | None = None, **options: Any
 ) -> Part:
-    """A part that is a function. gib: that the card must have. part: further fields of `Part`."""
-    return Part(name, (), budget_s, function=function, options=options, memory=gib * GIB, **(part or {}))
+    """gib: that the card must have. part: further fields of `Part`."""
+    return Part(name, function, budget_s, options, memory=gib * GIB, **(part or {}))
 
 
 def cuda_parts() -> list[Part]:
@@ -95,7 +95,7 @@ def cuda_parts() -> list[Part]:
     trunk = {'model': 'qwen2-7b', 'memory': 16 * GIB, 'prompt': 512, 'new': 512}
     return [
         measure('device', 'device', 12),
-        Part('tests', ('benchmarks/gpu_tests.py', '{out}', '--workers', '3'), 75),
+        measure('tests', 'tests', 75, workers=3),
         measure('decode-gpt2', 'decode', 22, 6, model='gpt2', **generated),
         measure('decode-qwen2', 'decode', 55, 11, model='qwen2-1.5b', **generated),
         measure('ppo-s', 'ppo', 18, rungs=['s'], **phases, **batch),
@@ -126,6 +126,7 @@ SHORT = {'num_episodes': 2, 'max_timesteps': 1, 'update_timesteps': 1, 'max_epoc
 TINY = {'precision': 'fp32', 'prompt': 8, 'new': 8}
 ON_A_CPU: dict[str, tuple[int, dict[str, Any]]] = {
     'device': (20, {}),
+    'tests': (50, {'workers': 1, 'files': ['tests/gpu']}),
     'decode': (30, TINY | {'batch': 4, 'new': 16}),
     'ppo': (20, {'rungs': ['tiny'], **SHORT}),
     'peer': (50, TINY | {'rung': 'tiny', 'sequences': 4, 'rounds': 1, 'lengths': ['fixed']}),
@@ -143,20 +144,16 @@ def cpu_parts() -> list[Part]:
     """The same parts at tiny sizes; without vLLM, and without a second precision."""
     found = []
     for part in cuda_parts():
-        if part.name == 'tests':
-            part = replace(part, command=('benchmarks/gpu_tests.py', '{out}', '--files', 'tests/gpu'), budget_s=50)
-        elif part.function in ON_A_CPU and part.name != 'ppo-s-fp32':
-            budget_s, tiny = ON_A_CPU[part.function]
-            options = {k: v for k, v in part.options.items() if part.function != 'ppo' or k not in SIZED} | tiny
-            if 'model' in options:
-                options['model'] = 'tiny-gpt2' if options['model'] == 'gpt2' else 'tiny-qwen2'
-            if 'lora_rank' in options:
-                options['lora_rank'] = 2
-            budget_s = 40 if part.worker == 'colossalai' else budget_s
-            part = replace(part, options=options, budget_s=budget_s, memory=0)
-        else:
+        if part.function not in ON_A_CPU or part.name == 'ppo-s-fp32':
             continue
-        found.append(part)
+        budget_s, tiny = ON_A_CPU[part.function]
+        options = {k: v for k, v in part.options.items() if part.function != 'ppo' or k not in SIZED} | tiny
+        if 'model' in options:
+            options['model'] = 'tiny-gpt2' if options['model'] == 'gpt2' else 'tiny-qwen2'
+        if 'lora_rank' in options:
+            options['lora_rank'] = 2
+        budget_s = 40 if part.worker == 'colossalai' else budget_s
+        found.append(replace(part, options=options, budget_s=budget_s, memory=0))
     return found
 
 
@@ -178,90 +175,6 @@ def environment(device: str, site: str | None) -> dict[str, str]:
     return os.environ | changed | (tiny if device == 'cpu' else {})
 
 
-def end_group(child: subprocess.Popen[bytes]) -> None:
-    """End a process with everything that it started."""
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(child.pid, sign)
-        except ProcessLookupError:
-            break
-        try:
-            child.wait(2.0)
-        except subprocess.TimeoutExpired:
-            continue
-    child.wait()
-
-
-class Worker:
-    """A process of gpu_worker.py."""
-
-    script = HERE / 'gpu_worker.py'
-
-    def __init__(self, name: str, device: str, env: Mapping[str, str], log: Path) -> None:
-        self.name, self.log = name, log
-        command = [sys.executable, str(self.script), '--device', device]
-        with log.open('ab') as sink:
-            self.child = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=env,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=sink,
-                start_new_session=True,
-            )
-        self._heard = b''
-        self.machine: dict[str, Any] | None = None
-
-    def hear(self, timeout_s: float) -> dict[str, Any] | None:
-        """The next line; None: none came in time.
-
-        Raises:
-            EOFError: the process has ended.
-        """
-        assert self.child.stdout is not None
-        end = time.monotonic() + timeout_s
-        while b'\n' not in self._heard:
-            left = end - time.monotonic()
-            if left <= 0 or not select.select([self.child.stdout], [], [], left)[0]:
-                return None
-            read = os.read(self.child.stdout.fileno(), 65536)
-            if not read:
-                raise EOFError(f'the process ended with {self.child.wait()}')
-            self._heard += read
-        line, _, self._heard = self._heard.partition(b'\n')
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def ready(self, timeout_s: float) -> bool:
-        """Whether it is up in time.
-
-        Raises:
-            EOFError: it has ended; ValueError: it sees no CUDA device.
-        """
-        said = self.hear(timeout_s)
-        if said is None:
-            return False
-        if said['ready'] is None:
-            raise ValueError('torch sees no CUDA device; --device cpu runs the same at tiny sizes')
-        self.machine = said['ready']
-        return True
-
-    def ask(self, task: Mapping[str, Any]) -> None:
-        assert self.child.stdin is not None
-        self.child.stdin.write(json.dumps(task).encode() + b'\n')
-        self.child.stdin.flush()
-
-    def end(self) -> None:
-        end_group(self.child)
-        for pipe in (self.child.stdin, self.child.stdout):
-            assert pipe is not None
-            try:
-                pipe.close()
-            except BrokenPipeError:
-                pass
-
-
 class Runner:
     """What runs parts one after another, and the process that they share."""
 
@@ -269,24 +182,32 @@ class Runner:
         self.device, self.wheels = device, wheels
         self.env = environment(device, site)
         self.folder = Path(tempfile.mkdtemp(prefix='gpu-check-'))
+        self.log = self.folder / 'worker.log'
         self.worker: Worker | None = None
         self.machine: dict[str, Any] = {}
-        self._number = 0
 
     def close(self) -> None:
         self.end_worker()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def start_worker(self, name: str, timeout_s: float) -> Worker | None:
-        """The process of that name, another one's having ended; None: it was not up in time. Raises as `ready`."""
-        if self.worker is not None and self.worker.name == name:
+        """The process of that name, another one's having ended; None: it was not up in time.
+
+        Raises:
+            EOFError: it has ended; ValueError: it sees no CUDA device.
+        """
+        if self.worker is not None and self.worker_name == name:
             return self.worker
         self.end_worker()
-        self.worker = Worker(name, self.device, self.env, self.folder / 'worker.log')
-        if not self.worker.ready(timeout_s):
+        self.worker = Worker([sys.executable, SCRIPT, '--device', self.device], self.env, self.log)
+        self.worker_name = name
+        said = self.worker.hear(timeout_s)
+        if said is None:
             self.end_worker()
             return None
-        self.machine = self.worker.machine or {}
+        if said['ready'] is None:
+            raise ValueError('torch sees no CUDA device; --device cpu runs the same at tiny sizes')
+        self.machine = said['ready']
         return self.worker
 
     def end_worker(self) -> None:
@@ -312,56 +233,24 @@ class Runner:
         reason = self.lacks(part)
         if reason is not None:
             return {'name': part.name, 'status': 'left out', 'reason': reason}
-        self._number += 1
-        out = self.folder / f'{self._number}.json'
-        log = self.folder / ('worker.log' if part.function else f'{self._number}.log')
-        begin, start = log.stat().st_size if log.exists() else 0, time.monotonic()
-        record: dict[str, Any] = {'name': part.name, 'budget_s': part.budget_s}
-        if part.function:
-            record['function'] = part.function
-        else:
-            record['command'] = ' '.join(['python', *part.command])
+        out = self.folder / f'{part.name}.json'
+        begin, start = self.log.stat().st_size if self.log.exists() else 0, time.monotonic()
+        record: dict[str, Any] = {'name': part.name, 'budget_s': part.budget_s, 'function': part.function}
         try:
-            run = self._ask if part.function else self._start
-            record |= run(part, out, log, timeout_s)
+            record |= self._ask(part, out, timeout_s)
         except KeyboardInterrupt:
             record |= {'status': 'interrupted'}
         record['seconds'] = round(time.monotonic() - start, 1)
         if record['status'] not in ('passed', 'left out'):
             self.end_worker()  # what it would do next could fail for what happened now
-            with log.open(errors='replace') as file:
+            with self.log.open(errors='replace') as file:
                 file.seek(begin)
                 record['output'] = file.read()[-TELLS:]
         if out.is_file():
             record['result'] = read_result(out)
-        is_tests = part.name == 'tests' and self.device == 'cuda'
-        if is_tests and record['status'] == 'passed' and not (record.get('result') or {}).get('passed'):
-            record |= {'status': 'failed', 'reason': 'no marked test ran on the device'}
         return record
 
-    def _start(self, part: Part, out: Path, log: Path, timeout_s: float) -> dict[str, Any]:
-        """In a process of its own."""
-        command = [sys.executable, *(word.replace('{out}', str(out)) for word in part.command)]
-        with log.open('w') as sink:
-            child = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=self.env,
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                code = child.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                return {'status': 'out of time', 'reason': f'ended after {timeout_s:.0f} s'}
-            finally:
-                end_group(child)
-        return {'status': 'passed' if code == 0 else 'failed', 'exit_code': code}
-
-    def _ask(self, part: Part, out: Path, log: Path, timeout_s: float) -> dict[str, Any]:
-        """In the process that parts share."""
+    def _ask(self, part: Part, out: Path, timeout_s: float) -> dict[str, Any]:
         end = time.monotonic() + timeout_s
         too_late = {'status': 'out of time', 'reason': f'ended after {timeout_s:.0f} s'}
         try:
@@ -370,8 +259,8 @@ class Runner:
                 return too_late
             options = dict(part.options) | ({'wheels': str(self.wheels)} if part.wheels else {})
             left = end - time.monotonic()
-            worker.ask({'function': part.function, 'options': options, 'out': str(out), 'seconds': left})
-            answer = worker.hear(left)
+            task = {'function': part.function, 'options': options, 'out': str(out), 'seconds': left}
+            answer = worker.ask(json.dumps(task), left)
         except (EOFError, BrokenPipeError, ValueError) as error:
             return {'status': 'failed', 'reason': str(error)}
         if answer is None:
@@ -544,7 +433,7 @@ def main() -> int:
         try:
             up = runner.start_worker('main', args.budget_s - (time.monotonic() - begun))
         except EOFError as error:
-            told = ' '.join((runner.folder / 'worker.log').read_text().split())
+            told = ' '.join(runner.log.read_text().split())
             raise ValueError(f'the process of the parts cannot start: {error}: {told[-500:]}') from None
         if up is None:
             raise ValueError('the process of the parts was not up in time')

@@ -46,7 +46,7 @@ def outcome(record: Record) -> str:
 
 
 def _words(record: Record, result: Record) -> str:
-    function = record.get('function', 'tests' if record['name'] == 'tests' else '')
+    function = record['function']
     if function == 'tests':
         return f'{result["passed"]} passed, {result["failures"] + result["errors"]} failed, {result["skipped"]} skipped'
     if function == 'device':

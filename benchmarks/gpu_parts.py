@@ -1,26 +1,52 @@
-"""The parts of gpu_check.py that measure: functions of a `Note` (gpu_worker.py), which says what they run on and takes
-their numbers as they come. Run by a process that does several of them.
+"""The parts of gpu_check.py: functions of a `Note`, which says what they run on and takes their numbers as they come; and
+the process that does one after another, so that torch and transformers are imported once.
+
+The process says {"ready": {...}} and answers each line of JSON, {"function", "options", "out", "seconds"}, with {"status":
+"passed" | "left out" | "failed", "reason", "held"}. Numbers go to `out`, what is printed to stderr.
 
 Weights are random and drawn on the device. Left out: correctness, which the tests marked `gpu` are for.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
+import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import capacity as sweeps
+import decode as decoding
+import dummy
 import ladders
+import logprobs
+import torch
+import vs_peers
+import which_gpu
+from arithmetic_done import matmul_peak
+from harness import machine, ppo_trainer, write_json
+from random_models import checkpoint_blocks, empty_model, fill, random_model
+from transformers import GenerationConfig, Qwen2Config
+from work import Case
 
-if TYPE_CHECKING:
-    from gpu_worker import Note
+from chatgpt.nn import Actor
+from chatgpt.nn.compiled import has_compiler
+from chatgpt.nn.quantized import quantize_blocks
+from chatgpt.nn.shared import SharedTrunk
+from chatgpt.plan import make_plan, show_bytes
+from chatgpt.rollout import Call, LocalEngine, SamplingParams
+from chatgpt.strategies import NaiveStrategy
+from chatgpt.types import Prompt
 
 HERE = Path(__file__).resolve().parent
 GIB = 2**30
@@ -32,9 +58,31 @@ class LeftOut(Exception):
     """What the machine cannot hold or has not got."""
 
 
-def seconds(act: Callable[[], Any], device: Any) -> float:
-    import torch
+class Note:
+    """Where a part writes its numbers, and what it runs on."""
 
+    def __init__(self, device: Any, out: Path, seconds: float) -> None:
+        self.device, self.out = device, out
+        self._end = time.monotonic() + seconds
+        self.content: dict[str, Any] = {}
+
+    def left(self) -> float:
+        """Seconds before the part is ended."""
+        return self._end - time.monotonic()
+
+    def write(self, **entries: Any) -> None:
+        """Keep these, now."""
+        self.content |= entries
+        write_json(self.out, self.content)
+
+    @property
+    def card(self) -> int | None:
+        """Bytes of the device; None on a CPU."""
+        on_cuda = self.device.type == 'cuda'
+        return torch.cuda.get_device_properties(self.device).total_memory if on_cuda else None
+
+
+def seconds(act: Callable[[], Any], device: Any) -> float:
     synchronize = torch.cuda.synchronize if device.type == 'cuda' else lambda: None
     synchronize()
     start = time.perf_counter()
@@ -45,15 +93,11 @@ def seconds(act: Callable[[], Any], device: Any) -> float:
 
 def config_of(model: str, positions: int) -> Any:
     """Shapes of published models: `gpt2` (124 million), `qwen2-1.5b`, `qwen2-7b`, and tiny ones."""
-    import which_gpu
-
     if model == 'gpt2':
         return ladders.config('gpt', 's', positions)
     if model == 'tiny-gpt2':
         return ladders.config('gpt', 'tiny', positions)
     if model == 'tiny-qwen2':
-        from transformers import Qwen2Config
-
         small = {'hidden_size': 64, 'intermediate_size': 128, 'num_hidden_layers': 2, 'num_attention_heads': 4}
         return Qwen2Config(**small, num_key_value_heads=2, vocab_size=256, max_position_embeddings=positions)
     return which_gpu.config_of({'qwen2-1.5b': '1.5B', 'qwen2-7b': '7B'}[model])
@@ -64,9 +108,6 @@ def config_of(model: str, positions: int) -> Any:
 
 def device(note: Note) -> None:
     """Its speed at matrix products and copies."""
-    import torch
-    from arithmetic_done import matmul_peak
-
     on_cuda = note.device.type == 'cuda'
     note.write(cuda=torch.version.cuda, tf32=torch.backends.cuda.matmul.allow_tf32, matmul_tflops={})
     for dtype in (torch.bfloat16, torch.float32, *((torch.float16,) if on_cuda else ())):
@@ -87,6 +128,14 @@ def device(note: Note) -> None:
     )
 
 
+def tests(note: Note, *, workers: int, files: Sequence[str] = ()) -> None:
+    """The tests marked `gpu`, by gpu_tests.py."""
+    chosen = ['--files', *files] if files else []
+    code = subprocess.call([sys.executable, HERE / 'gpu_tests.py', note.out, f'--workers={workers}', *chosen])
+    if code or (note.card and not json.loads(note.out.read_text())['passed']):
+        raise RuntimeError(f'exit code {code}' if code else 'no marked test ran on the device')
+
+
 # ---------------------------------------------------------------------- generating
 
 
@@ -95,9 +144,6 @@ def decode(
 ) -> None:
     """New tokens per second of the local engine, `begin` included, and of `model.generate` on the same modules, with
     cuDNN's attention and without. No response ends early."""
-    import torch
-    from random_models import random_model
-
     config = config_of(model, prompt + new)
     dtype = {'fp32': torch.float32, 'bf16': torch.bfloat16}[precision]
     policy = random_model('AutoModelForCausalLM', config, place=note.device, draw=note.device, dtype=dtype)
@@ -117,10 +163,6 @@ def _rate(tokens: int, duration: float) -> dict[str, float]:
 
 def _local_engine(note: Note, policy: Any, ids: Any, new: int, rounds: int) -> None:
     """A first phase, in which the engine checks the model and captures graphs, and later ones."""
-    from chatgpt.nn import Actor
-    from chatgpt.rollout import Call, LocalEngine, SamplingParams
-    from chatgpt.types import Prompt
-
     prompts, engine, actor = [Prompt(ids=row) for row in ids], LocalEngine(), Actor(policy)
     tokens, sampling, took = len(ids) * new, SamplingParams(max_new_tokens=new), {'begin_s': 0.0}
 
@@ -143,9 +185,6 @@ def _local_engine(note: Note, policy: Any, ids: Any, new: int, rounds: int) -> N
 
 def _generate(note: Note, policy: Any, ids: Any, new: int) -> None:
     """`model.generate`, for a few tokens first, so that there is a number where time runs out."""
-    import decode as decoding
-    import torch
-    from transformers import GenerationConfig
 
     def generate(tokens: int) -> dict[str, float]:
         sampled = {'do_sample': True, 'top_k': 0, 'top_p': 1.0, 'temperature': 1.0}
@@ -176,7 +215,6 @@ def _generate(note: Note, policy: Any, ids: Any, new: int) -> None:
 
 def decode_vllm(note: Note, *, models: Sequence[str], batch: int, prompt: int, new: int) -> None:
     """The same of vLLM alone, with the weights that it makes up itself."""
-    import torch
     from vllm import LLM, SamplingParams
 
     sampling = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False)
@@ -206,10 +244,8 @@ def decode_vllm(note: Note, *, models: Sequence[str], batch: int, prompt: int, n
 
 def decode_ways(note: Note, *, model: str, **settings: Any) -> None:
     """The engine's forms of attention and of steps, side by side: `decode.py`."""
-    import decode as benchmark
-
     config = config_of(model, settings['prompt'] + settings['new'])
-    note.write(model=model, **benchmark.measure_decode(str(note.device), config=config, left_s=note.left, **settings))
+    note.write(model=model, **decoding.measure_decode(str(note.device), config=config, left_s=note.left, **settings))
 
 
 # ---------------------------------------------------------------------- learning
@@ -217,17 +253,11 @@ def decode_ways(note: Note, *, model: str, **settings: Any) -> None:
 
 def head(note: Note, *, sizes: Sequence[tuple[int, int]], vocab: int) -> None:
     """Log-probs through a large output layer by every kernel: `logprobs.py`."""
-    import logprobs
-
     note.write(**logprobs.compare(note.device.type, sizes, vocab))
 
 
 def blocks(note: Note, **settings: Any) -> None:
     """Transformer blocks compiled and not: `logprobs.py`."""
-    import logprobs
-
-    from chatgpt.nn.compiled import has_compiler
-
     if not has_compiler():
         raise LeftOut('torch.compile needs a C++ compiler (g++ or clang++, or CXX)')
     note.write(**logprobs.compare_blocks(note.device.type, **settings))
@@ -239,10 +269,6 @@ def blocks(note: Note, **settings: Any) -> None:
 def ppo(note: Note, *, rungs: Sequence[str], ladder: str = 'gpt', **settings: Any) -> None:
     """A run of dummy.py of the first rung that the planner says this card holds: seconds, FLOP and share of the matrix
     product's speed of collect, score and learn; peak memory and the planner's."""
-    import dummy
-
-    from chatgpt.plan import show_bytes
-
     s, on_cuda, too_large = dummy.DummyRun(**settings), note.device.type == 'cuda', {}
     precision = ('bf16' if on_cuda or s.is_gemini else 'fp32') if s.precision == 'auto' else s.precision
     for rung in rungs:
@@ -264,16 +290,13 @@ def ppo(note: Note, *, rungs: Sequence[str], ladder: str = 'gpt', **settings: An
 def capped(note: Note, memory: int) -> Iterator[None]:
     """Inside, torch's allocator gives this many bytes of the device, and who asks is told so. On a CPU nothing is
     capped."""
-    import torch
-    from capacity_rung import cap_allocator
-
     if note.card is None:
         yield
         return
     if memory > note.card:
         raise LeftOut(f'the cap of {memory / GIB:g} GiB is more than the card has')
     kept = torch.cuda.mem_get_info
-    cap_allocator(memory, note.device)
+    sweeps.cap_allocator(memory, note.device)
     try:
         yield
     finally:
@@ -294,11 +317,6 @@ def trunk(
 ) -> None:
     """One phase of PPO with actor, critic, reward model and reference on one 4-bit trunk, under a cap: peak and plan of
     loading, collecting, scoring and learning. Weights are made and quantized block by block on the device."""
-    import torch
-    import which_gpu
-
-    from chatgpt.plan import make_plan
-
     config = config_of(model, prompt + new)
     options = {'precision': precision, 'on_cuda': note.device.type == 'cuda', 'lora_rank': lora_rank}
     sizes = {'train_batch_size': sequences, 'experience_batch_size': sequences}
@@ -345,14 +363,6 @@ def _trunk_phases(
     lora_rank: int,
     end_of: Callable[[str], None],
 ) -> None:
-    import torch
-    from harness import ppo_trainer
-    from random_models import checkpoint_blocks
-
-    from chatgpt.nn.shared import SharedTrunk
-    from chatgpt.strategies import NaiveStrategy
-    from chatgpt.types import Prompt
-
     strategy = NaiveStrategy(seed=0, precision=precision, device=note.device)  # type: ignore[arg-type]
     shared = SharedTrunk(quantized_model(config, strategy.numerics.dtype, note.device), dtype=strategy.numerics.dtype)
     shared.quantize = 'nf4'
@@ -383,10 +393,6 @@ def _trunk_phases(
 
 def quantized_model(config: Any, dtype: Any, place: Any) -> Any:
     """A causal LM of random weights with its blocks in 4 bits, of which no more than one was ever dense."""
-    from random_models import empty_model, fill
-
-    from chatgpt.nn.quantized import quantize_blocks
-
     model = empty_model('AutoModelForCausalLM', config, dtype)
     for number, block in enumerate(model.model.layers):
         fill(block, model, place, place)
@@ -408,9 +414,6 @@ def capacity(
     hopeless: float = 1.1,
 ) -> None:
     """The largest rung of a ladder that trains under each cap, begun where the planner says, in this process."""
-    import capacity as sweeps
-    import dummy
-
     short = {'num_episodes': 1, 'max_timesteps': 1, 'update_timesteps': 1, 'max_epochs': 2, 'ignore_phases': 0}
     lengths = {'prompt_length': prompt_length, 'max_length': max_length}
     batches = {'train_batch_size': batch_size, 'experience_batch_size': batch_size}
@@ -421,15 +424,13 @@ def capacity(
 
     class Sweep(sweeps.Sweep):
         def measure(self, settings: Any, rung: str) -> dict[str, Any]:
-            import capacity_rung
-
             try:
                 with capped(note, self.cap.memory):
                     result = dummy.run(settings, self.ladder, rung, ready=lambda strategy: None)
             except LeftOut:
                 raise
             except Exception as error:
-                outcome: dict[str, Any] = capacity_rung.outcome_of(error, on_cuda)
+                outcome: dict[str, Any] = sweeps.outcome_of(error, on_cuda)
                 error.__traceback__ = None  # it holds the models
                 gc.collect()
                 return outcome
@@ -474,10 +475,6 @@ def peer(
     rounds: int = 2,
 ) -> None:
     """A PPO update of TRL, from the wheels that were carried, and of this library on the same work, in turns."""
-    import torch
-    import vs_peers
-    from work import Case
-
     width, layers, heads = ladders.GPT[rung]
     vocab = ladders.TINY_VOCAB if rung == 'tiny' else ladders.GPT_VOCAB
     with tempfile.TemporaryDirectory(prefix='gpu-check-peer-') as folder:
@@ -508,16 +505,57 @@ def peer(
             took = time.perf_counter() - begun
 
 
-FUNCTIONS: dict[str, Callable[..., None]] = {
-    'device': device,
-    'decode': decode,
-    'decode_ways': decode_ways,
-    'decode_vllm': decode_vllm,
-    'head': head,
-    'blocks': blocks,
-    'ppo': ppo,
-    'trunk': trunk,
-    'capacity': capacity,
-    'peer': peer,
-}
-"""by the name that gpu_check.py asks for"""
+PARTS = (device, tests, decode, decode_ways, decode_vllm, head, blocks, ppo, trunk, capacity, peer)
+FUNCTIONS: dict[str, Callable[..., None]] = {part.__name__: part for part in PARTS}  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------------- the process
+
+
+def do(task: dict[str, Any], place: Any) -> dict[str, Any]:
+    """One part, and room for the next."""
+    note = Note(place, Path(task['out']), task['seconds'])
+    try:
+        FUNCTIONS[task['function']](note, **task['options'])
+        answer: dict[str, Any] = {'status': 'passed'}
+    except LeftOut as reason:
+        answer = {'status': 'left out', 'reason': str(reason)}
+    except Exception as error:
+        traceback.print_exc()
+        lacks = isinstance(error, ImportError) and 'nvcc' in str(error)  # ColossalAI compiles Gemini's optimizer
+        answer = {
+            'status': 'left out' if lacks else 'failed',
+            'reason': f'{type(error).__name__}: {" ".join(str(error).split())}'[:300],
+        }
+    gc.collect()
+    answer['held'] = 0
+    if place.type == 'cuda':
+        torch.cuda.empty_cache()
+        answer['held'] = torch.cuda.memory_allocated(place)
+    return answer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--device', choices=('cuda', 'cpu'), required=True)
+    args = parser.parse_args()
+    out = os.fdopen(os.dup(1), 'w')
+    os.dup2(2, 1)
+
+    def say(message: dict[str, Any]) -> None:
+        out.write(json.dumps(message) + '\n')
+        out.flush()
+
+    import chatgpt.trainer  # noqa: F401
+
+    if args.device == 'cuda' and not torch.cuda.is_available():
+        say({'ready': None})
+        return
+    place = torch.device('cuda:0' if args.device == 'cuda' else 'cpu')
+    say({'ready': machine(place)})
+    for line in sys.stdin:
+        say(do(json.loads(line), place))
+
+
+if __name__ == '__main__':
+    main()

@@ -11,12 +11,14 @@ import json
 import os
 import platform
 import re
+import select
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -138,6 +140,60 @@ def child(script: str, *words: str, **variables: str) -> Any:
     command = [sys.executable, script, *words]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env)
     return json.loads(done.stdout.splitlines()[-1])
+
+
+class Worker:
+    """A process that says {"ready": {...}} and answers a line of ours by a line of JSON; its stderr goes to `log`."""
+
+    def __init__(self, command: Sequence[str | Path], env: Mapping[str, str], log: Path) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        pipes: dict[str, Any] = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE}
+        with log.open('ab') as sink:
+            self.process = subprocess.Popen(
+                list(map(str, command)), cwd=ROOT, env=env, stderr=sink, start_new_session=True, **pipes
+            )
+        self._heard = b''
+
+    def hear(self, timeout_s: float = float('inf')) -> dict[str, Any] | None:
+        """The next line; None: none came in time.
+
+        Raises:
+            EOFError: the process has ended.
+        """
+        end = time.monotonic() + timeout_s
+        while b'\n' not in self._heard:
+            left = end - time.monotonic()
+            wait = None if left == float('inf') else left
+            if left <= 0 or not select.select([self.process.stdout], [], [], wait)[0]:
+                return None
+            read = os.read(self.process.stdout.fileno(), 65536)  # type: ignore[union-attr]
+            if not read:
+                raise EOFError(f'the process ended with {self.process.wait()}')
+            self._heard += read
+        line, _, self._heard = self._heard.partition(b'\n')
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def ask(self, line: str, timeout_s: float = float('inf')) -> dict[str, Any] | None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line.encode() + b'\n')
+        self.process.stdin.flush()
+        return self.hear(timeout_s)
+
+    def end(self) -> None:
+        """With everything that it started."""
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self.process.pid, sign)
+                self.process.wait(2.0)
+            except ProcessLookupError:
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with suppress(BrokenPipeError):
+                pipe.close()  # type: ignore[union-attr]
 
 
 def process_memory() -> dict[str, int]:

@@ -16,15 +16,22 @@ import gc
 import json
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from harness import child, forget_peak, process_memory
 from torch import Tensor, nn
+from transformers import LlamaConfig
 
+from chatgpt.batching import collate
 from chatgpt.functional.fused_logprobs import fused_logprobs
 from chatgpt.functional.logprobs import chunked_logprobs
+from chatgpt.nn import LlamaActor
+from chatgpt.nn.compiled import compile_blocks
+from chatgpt.nn.head_kernels import liger_logprobs
+from chatgpt.types import Sequence
 
 VOCAB = 151_936
 """Qwen 2's"""
@@ -50,8 +57,6 @@ def kernels() -> dict[str, Callable[..., Any]]:
         'fused': lambda x, head, ids, e: fused_logprobs(x, head.weight, head.bias, ids, with_entropy=e),
     }
     if find_spec('liger_kernel') is not None:
-        from chatgpt.nn.head_kernels import liger_logprobs
-
         found['liger'] = lambda x, head, ids, e: liger_logprobs(x, head.weight, head.bias, ids, with_entropy=e)
     return found
 
@@ -150,15 +155,6 @@ def compare_blocks(
 ) -> dict[str, Any]:
     """A llama's forward and backward with its blocks compiled and not: seconds of each, of the first call, and the
     relative difference of log-probs."""
-    from copy import deepcopy
-
-    from transformers import LlamaConfig
-
-    from chatgpt.batching import collate
-    from chatgpt.nn import LlamaActor
-    from chatgpt.nn.compiled import compile_blocks
-    from chatgpt.types import Sequence
-
     generator = torch.Generator().manual_seed(0)
 
     def batch(seed: int) -> Any:

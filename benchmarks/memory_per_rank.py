@@ -19,7 +19,14 @@ import os
 import threading
 from typing import Any, Self
 
+import torch
 from harness import PAGES, gpt2, markdown, process_memory, write_page
+
+from chatgpt import strategies as s
+from chatgpt.batching import collate
+from chatgpt.nn import GPTActor
+from chatgpt.testing.processes import run_distributed
+from chatgpt.types import Sequence
 
 SMALL_CHUNKS = {'search_range_mb': 1, 'min_chunk_size_mb': 1}
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -67,12 +74,6 @@ class Peak:
 
 def two_steps(strategy: Any, layers: int, width: int) -> dict[str, float]:
     """Train a new model; what is held at the end, what its weights take whole, and how many it has."""
-    import torch
-
-    from chatgpt.batching import collate
-    from chatgpt.nn import GPTActor
-    from chatgpt.types import Sequence
-
     config = gpt2(2048, layers, width, 8, 64)
     with strategy.model_init_context():
         actor = GPTActor(config=config)
@@ -101,8 +102,6 @@ def two_steps(strategy: Any, layers: int, width: int) -> dict[str, float]:
 
 
 def measure(kind: str, options: dict[str, Any], layers: int = 18, width: int = 512) -> dict[str, float]:
-    from chatgpt import strategies as s
-
     def new() -> Any:
         return getattr(s, kind)(seed=0, **options)
 
@@ -116,8 +115,6 @@ def measure(kind: str, options: dict[str, Any], layers: int = 18, width: int = 5
 
 
 def table(names: tuple[str, ...], precision: str, world_sizes: list[int]) -> str:
-    from chatgpt.testing.processes import run_distributed
-
     rows = []
     for name in names:
         kind, options = STRATEGIES[name]

@@ -28,6 +28,16 @@ import randomwalks_task as rw
 import torch
 from harness import PAGES, RESULTS, Results, figure, markdown, mean_and_spread, ppo_trainer, write_page
 
+from chatgpt.batching import collate
+from chatgpt.data.tokenize import TokenizedPreference
+from chatgpt.nn import Actor, Critic, GPTActor, RewardModel
+from chatgpt.nn.lora import load_lora_state_dict, lora_state_dict
+from chatgpt.nn.shared import SharedTrunk
+from chatgpt.strategies import NaiveStrategy
+from chatgpt.trainer import RewardModelTrainer, SFTTrainer
+from chatgpt.trainer.callbacks import Evaluator, ProgressBar
+from chatgpt.types import Sequence
+
 KINDS = {'nf4': 'one trunk, nf4', 'shared': 'one trunk, fp32', 'separate': 'four models, fp32'}
 GRAPH, RANK, LR, KL = 1000, 16, 1e-3, 0.05
 SFT_STEPS, REWARD_STEPS, PAIRS, STEPS, BATCH, EVERY = 200, 60, 64, 20, 100, 5
@@ -41,8 +51,6 @@ def spoiled(walk: str, rng: random.Random) -> str:
 
 def preferences(task: rw.Task, number: int, seed: int) -> list[Any]:
     """Pairs of walks from the same start, the one of higher optimality first."""
-    from chatgpt.data.tokenize import TokenizedPreference
-
     rng = random.Random(seed)
     from_start = defaultdict(list)
     for walk in task.walks:
@@ -65,11 +73,6 @@ def preferences(task: rw.Task, number: int, seed: int) -> list[Any]:
 
 def base_model(task: rw.Task, seed: int) -> Any:
     """A small GPT-2 that has learned the walks."""
-    from chatgpt.nn import GPTActor
-    from chatgpt.strategies import NaiveStrategy
-    from chatgpt.trainer import SFTTrainer
-    from chatgpt.trainer.callbacks import ProgressBar
-
     config = rw.config()
     config.n_layer, config.n_embd, config.n_head = 2, 128, 4
     with NaiveStrategy(seed=seed, device='cpu') as strategy:
@@ -92,10 +95,6 @@ adam = partial(torch.optim.AdamW, lr=LR, eps=1e-5, weight_decay=0.0)
 
 
 def trained_reward_model(model: Any, task: rw.Task, seed: int) -> Any:
-    from chatgpt.strategies import NaiveStrategy
-    from chatgpt.trainer import RewardModelTrainer
-    from chatgpt.trainer.callbacks import ProgressBar
-
     with NaiveStrategy(seed=seed, device='cpu') as strategy:
         model, optim = strategy.prepare((model, adam([p for p in model.parameters() if p.requires_grad])))
         pairs = preferences(task, REWARD_STEPS * PAIRS, seed)
@@ -107,8 +106,6 @@ def trained_reward_model(model: Any, task: rw.Task, seed: int) -> Any:
 @torch.no_grad()
 def accuracy(reward_model: Any, pairs: list[Any]) -> float:
     """Share of pairs in the right order."""
-    from chatgpt.batching import collate
-    from chatgpt.types import Sequence
 
     def scores(place: int) -> torch.Tensor:
         answers = [(p.prompt_ids, p.responses[place], p.response_masks[place]) for p in pairs]
@@ -129,12 +126,6 @@ def held_bytes(models: list[Any]) -> int:
 def run(kind: str, seed: int, base: Any, task: rw.Task) -> dict[str, Any]:
     """One run: the reward model's accuracy on new pairs, and the policy's optimality at every evaluation. CPU seconds
     are those after the SFT."""
-    from chatgpt.nn import Actor, Critic, RewardModel
-    from chatgpt.nn.lora import load_lora_state_dict, lora_state_dict
-    from chatgpt.nn.shared import SharedTrunk
-    from chatgpt.strategies import NaiveStrategy
-    from chatgpt.trainer.callbacks import Evaluator
-
     torch.set_num_threads(1)
     cpu = time.process_time()
     base, tokenizer = deepcopy(base), rw.tokenizer()

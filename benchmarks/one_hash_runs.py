@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM
 
 from chatgpt.data import TokenizedPreference
 from chatgpt.nn import Actor, Critic, RewardModel
@@ -121,8 +122,6 @@ def trainer_of(job: Job, strategy: Any, sizes: dict[str, Any], **kwargs: Any) ->
 
 
 def offline(job: Job, strategy: Any, sizes: dict[str, Any], **kwargs: Any) -> Any:
-    from transformers import AutoModel
-
     config = tiny_config('gpt2', **sizes, dropout=0.1 if job.method == 'sft' else 0.0)
     batch = BATCH[sizes is LARGE]
     kwargs |= {'train_batch_size': batch, 'max_epochs': job.updates // PER_PHASE, 'log_interval': PER_PHASE}
@@ -139,8 +138,6 @@ def offline(job: Job, strategy: Any, sizes: dict[str, Any], **kwargs: Any) -> An
 
 
 def online(job: Job, strategy: Any, sizes: dict[str, Any], **kwargs: Any) -> Any:
-    from transformers import AutoModel
-
     config = tiny_config('gpt2', **sizes)
     actor = actor_of(config, lora_rank=4 if job.method == 'lora' else 0)
     reward = RewardModel(AutoModel.from_config(config))
@@ -172,8 +169,6 @@ def online(job: Job, strategy: Any, sizes: dict[str, Any], **kwargs: Any) -> Any
 
 
 def actor_of(config: Any, **kw: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
     return Actor(AutoModelForCausalLM.from_config(config), **kw)
 
 

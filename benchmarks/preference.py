@@ -21,6 +21,15 @@ from typing import Any
 import torch
 from harness import PAGES, RESULTS, Results, markdown, mean_and_spread, write_page
 
+from chatgpt import trainer as trainers
+from chatgpt.data import load_demonstrations, load_preferences, load_prompts
+from chatgpt.launch import demo_world
+from chatgpt.nn import GPTActor
+from chatgpt.rollout import Call, LocalEngine, SamplingParams
+from chatgpt.strategies import NaiveStrategy
+from chatgpt.trainer import SFTTrainer
+from chatgpt.trainer.callbacks import ProgressBar
+
 LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     'dpo sigmoid': ('DPOTrainer', {'beta': 0.5}),
     'dpo ipo': ('DPOTrainer', {'loss_type': 'ipo', 'beta': 0.5}),
@@ -36,8 +45,6 @@ NUM_PAIRS, NUM_PROMPTS = 1500, 200
 
 def stories_in_pairs(seed: int) -> list[dict[str, str]]:
     """Two stories under one prompt, the better one chosen; pairs of equal value are left out."""
-    from chatgpt.launch import demo_world
-
     rows = demo_world.demo_corpus(4 * NUM_PAIRS, seed=1000 + seed)
     pairs = []
     for first, second in zip(rows[::2], rows[1::2], strict=True):
@@ -50,18 +57,10 @@ def stories_in_pairs(seed: int) -> list[dict[str, str]]:
 
 
 def quiet() -> list[Any]:
-    from chatgpt.trainer.callbacks import ProgressBar
-
     return [ProgressBar(enabled=False)]
 
 
 def sft(seed: int, tokenizer: Any, run_dir: Path | None = None) -> Any:
-    from chatgpt.data import load_demonstrations
-    from chatgpt.launch import demo_world
-    from chatgpt.nn import GPTActor
-    from chatgpt.strategies import NaiveStrategy
-    from chatgpt.trainer import SFTTrainer
-
     with NaiveStrategy(seed=seed, device='cpu') as strategy:
         actor = GPTActor(config=demo_world.demo_config())
         actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=2e-3)))
@@ -74,10 +73,6 @@ def sft(seed: int, tokenizer: Any, run_dir: Path | None = None) -> Any:
 
 def values(actor: Any, tokenizer: Any, seed: int) -> list[float]:
     """True value of a sampled response to each of the new prompts."""
-    from chatgpt.data import load_prompts
-    from chatgpt.launch import demo_world
-    from chatgpt.rollout import Call, LocalEngine, SamplingParams
-
     prompts = load_prompts(demo_world.demo_prompts(NUM_PROMPTS, seed=99), tokenizer)
     engine = LocalEngine()
     engine.begin(actor)
@@ -95,10 +90,6 @@ def win_rate(new: list[float], old: list[float]) -> float:
 
 
 def optimise(name: str, start: Any, seed: int, tokenizer: Any, run_dir: Path | None = None) -> Any:
-    from chatgpt import trainer as trainers
-    from chatgpt.data import load_preferences
-    from chatgpt.strategies import NaiveStrategy
-
     kind, settings = LOSSES[name]
     settings = dict(settings)
     lr = settings.pop('lr', 1e-4)
@@ -146,8 +137,6 @@ def main() -> None:
     parser.add_argument('--page', action='store_true', help='write docs/results/preference.md')
     args = parser.parse_args()
     torch.set_num_threads(1)
-    from chatgpt.launch import demo_world
-
     results = Results(RESULTS / 'preference.json')
     for seed in args.seeds:
         measure(seed, results, demo_world.demo_tokenizer())

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import transformers
+
 
 def random_model(auto_class: str, config: Any, *, place: Any, draw: Any, dtype: Any = None) -> Any:
     """A model of transformers' `auto_class` on the device `place`, numbers drawn on `draw`. dtype: torch.float32."""
-    import torch
-
     model = empty_model(auto_class, config, torch.float32 if dtype is None else dtype)
     fill(model, model, place, draw)
     return model.eval()
@@ -21,9 +22,6 @@ def random_model(auto_class: str, config: Any, *, place: Any, draw: Any, dtype: 
 
 def empty_model(auto_class: str, config: Any, dtype: Any) -> Any:
     """Shapes without numbers."""
-    import torch
-    import transformers
-
     with torch.device('meta'):
         return getattr(transformers, auto_class).from_config(config, dtype=dtype)
 
@@ -37,8 +35,6 @@ def checkpoint_blocks(model: Any) -> None:
 
 def fill(module: Any, model: Any, place: Any, draw: Any) -> None:
     """Numbers for what of `module`, a part of `model`, is on the meta device. Tied parameters of a module stay tied."""
-    import torch
-
     made: dict[Any, Any] = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
@@ -56,8 +52,6 @@ def fill(module: Any, model: Any, place: Any, draw: Any) -> None:
 
 
 def _drawn(parameter: Any, name: str, draw: Any) -> Any:
-    import torch
-
     drawn = torch.empty(parameter.shape, dtype=parameter.dtype, device=draw)
     if parameter.dim() >= 2:
         return drawn.normal_(std=0.02)

@@ -28,6 +28,13 @@ from typing import Any
 import randomwalks_task as rw
 import torch
 from harness import PAGES, RESULTS, ROOT, Results, figure, markdown, mean_and_spread, ppo_trainer, write_page
+from transformers import GPT2LMHeadModel
+
+from chatgpt.nn import GPTActor, GPTCritic, ILQLModel
+from chatgpt.strategies import NaiveStrategy
+from chatgpt.trainer import BetaEvaluation, ILQLTrainer, PromptEvaluation, SFTTrainer, rewarded
+from chatgpt.trainer.algorithms import ESTIMATORS
+from chatgpt.trainer.callbacks import Evaluator, ProgressBar
 
 BETAS = (0.0, 1.0, 100.0)
 NUM_SAMPLES, BATCH, SFT_STEPS, STEPS = 32, 100, 300, 160
@@ -61,8 +68,6 @@ class Curve:
 
 
 def evaluation(task: rw.Task, tokenizer: Any, **generate: Any) -> Any:
-    from chatgpt.trainer import PromptEvaluation
-
     prompts = [p for p in task.starts for _ in range(NUM_SAMPLES)]
     return PromptEvaluation(
         prompts, tokenizer, reward_of(task), num_rows=0, do_sample=True, max_new_tokens=rw.MAX_LENGTH - 1, **generate
@@ -70,13 +75,6 @@ def evaluation(task: rw.Task, tokenizer: Any, **generate: Any) -> Any:
 
 
 def run_ilql(graph_seed: int, seed: int, times: int = 1, *, every: int = 20, **changes: Any) -> dict[str, Any]:
-    from transformers import GPT2LMHeadModel
-
-    from chatgpt.nn import ILQLModel
-    from chatgpt.strategies import NaiveStrategy
-    from chatgpt.trainer import BetaEvaluation, ILQLTrainer, rewarded
-    from chatgpt.trainer.callbacks import Evaluator, ProgressBar
-
     task, tokenizer = rw.make_task(graph_seed), rw.tokenizer()
     records = rewarded(rw.sequences(task.walks), [task.optimality(w) for w in task.walks])
     curve = Curve(BetaEvaluation(evaluation(task, tokenizer, top_k=10), BETAS))
@@ -113,11 +111,6 @@ def run_ilql(graph_seed: int, seed: int, times: int = 1, *, every: int = 20, **c
 def sft_model(task: rw.Task, graph_seed: int, seed: int, cache: Path | None = None) -> tuple[Any, dict[str, float]]:
     """The model that has learned the walks (300 steps of batch 100) and its seconds; kept in `cache` for the other
     methods."""
-    from chatgpt.nn import GPTActor
-    from chatgpt.strategies import NaiveStrategy
-    from chatgpt.trainer import SFTTrainer
-    from chatgpt.trainer.callbacks import ProgressBar
-
     file = cache / f'sft-{graph_seed}-{seed}.pt' if cache is not None else None
     if file is not None and file.exists():
         kept = torch.load(file, weights_only=True)
@@ -158,11 +151,6 @@ def run_online(
     every: int = 10,
     **changes: Any,
 ) -> dict[str, Any]:
-    from chatgpt.nn import GPTCritic
-    from chatgpt.strategies import NaiveStrategy
-    from chatgpt.trainer.algorithms import ESTIMATORS
-    from chatgpt.trainer.callbacks import Evaluator
-
     task, tokenizer = rw.make_task(graph_seed), rw.tokenizer()
     actor, seconds = sft_model(task, graph_seed, seed, cache)
     wall, cpu = time.perf_counter(), time.process_time()

@@ -14,7 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from harness import gpt2
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from chatgpt.types import Sequence
 
 NUM_NODES, MAX_LENGTH, NUM_WALKS = 21, 10, 1000
 LETTERS = 'abcdefghijklmnopqrstu'
@@ -101,9 +106,6 @@ def _shortest(edges: np.ndarray, start: int) -> int:
 
 def tokenizer() -> Any:
     """One token a letter; a prompt has no begin token before it."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     vocab = {c: i for i, c in enumerate([PAD, BOS, EOS, *LETTERS])}
     inner = Tokenizer(models.WordLevel(vocab, unk_token=PAD))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex('.'), 'isolated')
@@ -118,10 +120,6 @@ def config() -> Any:
 
 def sequences(walks: Any) -> list[Any]:
     """Walks as records: the first letter is the prompt, the rest and the end token the response."""
-    import torch
-
-    from chatgpt.types import Sequence
-
     ids = {c: i + 3 for i, c in enumerate(LETTERS)}
     records = []
     for walk in walks:

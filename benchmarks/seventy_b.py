@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import PAGES, RESULTS, Results, markdown, write_page
+from transformers import LlamaConfig
 from which_gpu import planned
 
 from chatgpt.plan import Setup, make_plan, show_bytes
@@ -55,8 +56,6 @@ SHOWN, LENGTHS = 2048, (2048, 4096, 8192, 16384, 32768)
 
 def setup_of(method: str, layout: str, gpus: int, tokens: int, elsewhere: bool) -> Setup | None:
     """None for a layout that changes nothing, or does not exist, there."""
-    from transformers import LlamaConfig
-
     config, options, where = LlamaConfig(**SHAPE), dict(METHODS[method]), dict(LAYOUTS[layout])
     parts, frozen = where.pop('tensor_parallel', 1), options.pop('frozen', False)
     if 'offload' in where and not (frozen or not options.get('lora_rank')):

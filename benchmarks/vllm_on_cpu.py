@@ -17,6 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import vllm
+
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 os.environ.setdefault('VLLM_LOGGING_LEVEL', 'ERROR')
 
@@ -100,8 +102,6 @@ def measure(model: Any, *, batch: int, prompt: int, new: int, rounds: int) -> di
 
 
 def main() -> None:
-    import vllm
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--model', help='folder or hub name')
     for name, default in (('batch', 32), ('prompt', 16), ('new', 48), ('rounds', 3)):

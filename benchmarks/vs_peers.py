@@ -25,7 +25,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ sys.path.insert(0, str(HERE / 'peers'))
 from harness import (  # noqa: E402
     PAGES,
     RESULTS,
+    Worker,
     end_probability,
     gpt2,
     install_wheels,
@@ -143,65 +143,30 @@ def save_model(
 # ---------------------------------------------------------------- one side, and the comparison of two
 
 
-class Worker:
-    """A side of a comparison in a process of its own; see the protocol in `peers/work.py`.
+class Side(Worker):
+    """A side of a comparison; see the protocol in `peers/work.py`. site: where Python looks first."""
 
-    site: where Python looks first. wait: until it is ready; otherwise `about` is to be asked for."""
-
-    def __init__(self, command: Sequence[str], log: Path, *, site: Path | None = None, wait: bool = True) -> None:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        self.log = log
+    def __init__(self, command: Sequence[str], log: Path, *, site: Path | None = None) -> None:
         # an environment of its own looks nowhere else
         kept = os.environ.get('PYTHONPATH') if str(command[0]) == sys.executable else None
-        paths = os.pathsep.join(str(p) for p in (site, HERE.parent, HERE / 'peers', kept) if p)
-        env = os.environ | {
+        own = {
             'OMP_NUM_THREADS': '1',
             'MKL_NUM_THREADS': '1',
             'HF_HUB_OFFLINE': '1',
             'TOKENIZERS_PARALLELISM': 'false',
             'TRL_EXPERIMENTAL_SILENCE': '1',
-            'PYTHONPATH': paths,
+            'PYTHONPATH': os.pathsep.join(str(p) for p in (site, HERE.parent, HERE / 'peers', kept) if p),
         }
-        with log.open('w') as errors:
-            self.process = subprocess.Popen(
-                list(map(str, command)),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env=env,
-            )
-        if wait:
-            _ = self.about
+        log.unlink(missing_ok=True)
+        super().__init__(command, os.environ | own, log)
+        self.log = log
 
-    @cached_property
-    def about(self) -> dict[str, Any]:
-        """What it says of itself once it is ready."""
-        return self._hear()['ready']
-
-    def _hear(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            tail = ''.join(self.log.read_text().splitlines(keepends=True)[-12:])
-            raise RuntimeError(f'{self.log.name}: the worker ended with {self.process.wait()}:\n{tail}')
-        return json.loads(line)
-
-    def update(self) -> dict[str, float]:
-        assert self.process.stdin is not None
-        self.process.stdin.write('go\n')
-        self.process.stdin.flush()
-        return self._hear()
-
-    def close(self) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.close()
+    def hear(self, timeout_s: float = float('inf')) -> dict[str, Any]:  # type: ignore[override]
         try:
-            self.process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process.stdout.close()
+            return super().hear(timeout_s) or {}
+        except EOFError as error:
+            tail = ''.join(self.log.read_text().splitlines(keepends=True)[-12:])
+            raise RuntimeError(f'{self.log.name}: {error}:\n{tail}') from None
 
 
 def summary(rounds: Sequence[tuple[dict[str, float], dict[str, float]]]) -> dict[str, Any]:
@@ -249,22 +214,21 @@ def compare(
 
     site: of their packages. told: is called after each round with all rounds so far.
     """
-    sides: list[Worker] = []
+    sides: list[Side] = []
     try:
-        sides.append(Worker([*ours, case.to_json()], logs / f'{case.name} ours.log', wait=False))
-        sides.append(Worker([*theirs, case.to_json()], logs / f'{case.name} theirs.log', site=site, wait=False))
-        about = {'ours': sides[0].about, 'theirs': sides[1].about}
-        for _ in range(warmup):
-            for side in sides:
-                side.update()
+        sides.append(Side([*ours, case.to_json()], logs / f'{case.name} ours.log'))
+        sides.append(Side([*theirs, case.to_json()], logs / f'{case.name} theirs.log', site=site))
+        about = {name: side.hear()['ready'] for name, side in zip(('ours', 'theirs'), sides, strict=True)}
         pairs: list[tuple[dict[str, float], dict[str, float]]] = []
-        for _ in range(rounds):
-            pairs.append((sides[0].update(), sides[1].update()))
-            if told is not None:
-                told(pairs)
+        for number in range(warmup + rounds):
+            pair = sides[0].ask('go'), sides[1].ask('go')
+            if number >= warmup:
+                pairs.append(pair)  # type: ignore[arg-type]
+                if told is not None:
+                    told(pairs)
     finally:
         for side in sides:
-            side.close()
+            side.end()
     wanted = next((v for k, v in TARGETS.items() if k == (case.lengths, case.precision.split()[0])), None)
     settings = {k: getattr(case, k) for k in ('peer', 'method', 'lengths', 'precision', 'epochs', 'kl')}
     return {'case': settings, 'name': case.name, 'target': wanted, **summary(pairs), 'about': about, 'rounds': pairs}
@@ -273,40 +237,29 @@ def compare(
 # ---------------------------------------------------------------- output
 
 
-def table(results: Sequence[dict[str, Any]]) -> str:
-    head = (
-        'case | ratio min | median | max | all rounds | target | of wall | ours CPU s | theirs | ours tokens / CPU s | theirs '
-        '| mean lengths'
-    )
+def table(results: Sequence[dict[str, Any]], *, short: bool = False) -> str:
+    """`short`: what there is to say of `--without-16-bits`."""
     rows = []
     for r in results:
         ratio, sides = r['ratio'], (r['ours'], r['theirs'])
-        mark = '' if r['target'] is None else f'{r["target"]:g} {"met" if ratio["median"] >= r["target"] else "missed"}'
-        numbers = [
-            f'{ratio["min"]:.2f}',
-            f'**{ratio["median"]:.2f}**',
-            f'{ratio["max"]:.2f}',
-            f'{r["ratio_total"]:.2f}',
-        ]
-        own = [f'{s[name]:{form}}' for name, form in (('cpu_s', '.2f'), ('new_tokens_per_cpu_s', '.0f')) for s in sides]
-        lengths = ' / '.join(f'{s["mean_length"]:.1f}' for s in sides)
-        rows.append([r['name'], *numbers, mark, f'{r["ratio_wall"]["median"]:.2f}', *own, lengths])
-    return markdown(head, rows)
-
-
-def table_without(results: Sequence[dict[str, Any]]) -> str:
-    """Of `--without-16-bits`."""
-    rows = []
-    for r in results:
-        ratio = r['ratio']
-        numbers = [
-            f'{ratio["min"]:.2f}',
-            f'**{ratio["median"]:.2f}**',
-            f'{ratio["max"]:.2f}',
-            f'{r["ratio_total"]:.2f}',
-        ]
-        rows.append([r['name'], *numbers, f'{r["ours"]["cpu_s"]:.2f}', f'{r["theirs"]["cpu_s"]:.2f}'])
-    return markdown('case | ratio min | median | max | all rounds | ours CPU s | theirs', rows)
+        met = '' if r['target'] is None else f'{r["target"]:g} {"met" if ratio["median"] >= r["target"] else "missed"}'
+        cells = {
+            'case': r['name'],
+            'ratio min': f'{ratio["min"]:.2f}',
+            'median': f'**{ratio["median"]:.2f}**',
+            'max': f'{ratio["max"]:.2f}',
+            'all rounds': f'{r["ratio_total"]:.2f}',
+            'target': met,
+            'of wall': f'{r["ratio_wall"]["median"]:.2f}',
+            'ours CPU s': f'{sides[0]["cpu_s"]:.2f}',
+            'theirs': f'{sides[1]["cpu_s"]:.2f}',
+            'ours tokens / CPU s': f'{sides[0]["new_tokens_per_cpu_s"]:.0f}',
+            'theirs ': f'{sides[1]["new_tokens_per_cpu_s"]:.0f}',
+            'mean lengths': ' / '.join(f'{s["mean_length"]:.1f}' for s in sides),
+        }
+        left_out = ('target', 'of wall', 'ours tokens / CPU s', 'theirs ', 'mean lengths') if short else ()
+        rows.append({name: cell for name, cell in cells.items() if name not in left_out})
+    return markdown([name.strip() for name in rows[0]], [list(row.values()) for row in rows]) if rows else ''
 
 
 def results_in(folder: Path) -> list[dict[str, Any]]:
@@ -336,7 +289,7 @@ def main() -> None:
     args = parser.parse_args()
     narrow = args.out / 'without_16_bits'
     if args.page:
-        write_page(PAGES / 'peers.md', cases=table(results_in(args.out)), without=table_without(results_in(narrow)))
+        write_page(PAGES / 'peers.md', cases=table(results_in(args.out)), without=table(results_in(narrow), short=True))
         return
     work, out = args.work_dir.resolve(), narrow if args.without_16_bits else args.out
     if args.without_16_bits:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import PAGES, alternate, markdown, ratios, where, write_page
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from chatgpt.nn import Actor
 from chatgpt.rollout.cluster import import_ray
@@ -34,8 +35,6 @@ BUCKETS_MIB = (1, 16, 64, 256)
 
 
 def make_model(size: str) -> Any:
-    from transformers import AutoModelForCausalLM, GPT2Config
-
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(GPT2Config(n_positions=1024, **SIZES[size])).eval()
 

@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
 from harness import (
     PAGES,
     RESULTS,
@@ -30,9 +32,13 @@ from harness import (
     process_memory,
     write_page,
 )
+from transformers import LlamaConfig
 
+from chatgpt.nn.shared import SharedTrunk
 from chatgpt.plan import Setup, make_plan, show_bytes
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.trainer.callbacks import Callback
+from chatgpt.types import Prompt
 
 GIB = 2**30
 CARDS = (8, 12, 16, 24, 48, 80)
@@ -59,8 +65,6 @@ MEASURED_VOCAB, MEASURED_ROWS, MEASURED_PROMPT, MEASURED_NEW = 8192, 4, 112, 16
 
 
 def config_of(name: str) -> Any:
-    import transformers
-
     kind, sizes = SHAPES[name]
     return getattr(transformers, kind)(**(QWEN | sizes))
 
@@ -120,8 +124,6 @@ def longest(peaks: dict[int, int], more: int, card: int) -> str:
 
 
 def measured_config(hidden: int, layers: int) -> Any:
-    from transformers import LlamaConfig
-
     return LlamaConfig(
         hidden_size=hidden,
         intermediate_size=hidden * 4,
@@ -174,12 +176,6 @@ class PhasePeaks(Callback):
 
 def phase_peaks(config: Any) -> dict[str, int]:
     """Of a run with new weights, which are made block by block as those of a folder are read."""
-    import torch
-
-    from chatgpt.nn.shared import SharedTrunk
-    from chatgpt.strategies import NaiveStrategy
-    from chatgpt.types import Prompt
-
     peaks = PhasePeaks()
     trunk = SharedTrunk.from_pretrained(None, config=config, quantize='nf4', checkpoint=True)  # type: ignore[arg-type]
     actor, critic, reward_model = trunk.actor(16), trunk.critic(16), trunk.reward_model(16)

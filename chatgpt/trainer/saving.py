@@ -32,12 +32,7 @@ class SaveError(RuntimeError):
 
 
 def save_pretrained(
-    strategy: Strategy,
-    model: nn.Module,
-    path: str | Path,
-    *,
-    tokenizer: Any = None,
-    dtype: torch.dtype | None = None,
+    strategy: Strategy, model: nn.Module, path: str | Path, *, tokenizer: Any = None, dtype: torch.dtype | None = None
 ) -> None:
     """Write the full weights (adapters folded in) as a folder that `transformers` loads, with a card that says what the
     model is. Call it on every rank.
@@ -111,10 +106,6 @@ def push_trained(
     return address
 
 
-def _write(trainer: TrainerView, path: str | Path, dtype: torch.dtype | None) -> None:
-    _write_weights(trainer.strategy, next(iter(trainer.models().values())), path, trainer.tokenizer, dtype)
-
-
 def _write_weights(
     strategy: Strategy, model: nn.Module, path: str | Path, tokenizer: Any, dtype: torch.dtype | None
 ) -> None:
@@ -123,19 +114,22 @@ def _write_weights(
         strategy.run_on_rank0(lambda: cast(Any, full).save_pretrained(path, tokenizer=tokenizer, **more))
 
 
+def _write(trainer: TrainerView, path: str | Path, dtype: torch.dtype | None) -> None:
+    _write_weights(trainer.strategy, next(iter(trainer.models().values())), path, trainer.tokenizer, dtype)
+
+
 # ---------------------------------------------------------------------- the card
 
 
 def write_card_of(trainer: TrainerView, path: str | Path, *, card_samples: int = NUM_SAMPLES, **more: Any) -> None:
     """Write the card of a trainer's first model into the folder where that is saved. Call it on every rank. `more`:
     fields of `ModelFacts`."""
-    trainer.strategy.run_on_rank0(lambda: write_card_here(trainer, path, card_samples=card_samples, **more))
 
+    def write() -> None:
+        bare = trainer.strategy.unwrap(next(iter(trainer.models().values())))
+        _write_card(path, bare, replace(_facts_of_run(trainer, bare), **more), card_samples)
 
-def write_card_here(trainer: TrainerView, path: str | Path, *, card_samples: int = NUM_SAMPLES, **more: Any) -> None:
-    """The same on one rank alone."""
-    bare = trainer.strategy.unwrap(next(iter(trainer.models().values())))
-    _write_card(path, bare, replace(_facts_of_run(trainer, bare), **more), card_samples)
+    trainer.strategy.run_on_rank0(write)
 
 
 def _write_card(path: str | Path, bare: nn.Module, facts: ModelFacts, num_samples: int = NUM_SAMPLES) -> None:
@@ -156,18 +150,16 @@ def _facts_of_run(trainer: TrainerView, bare: nn.Module) -> ModelFacts:
     """From the run's folder; from the trainer itself where it has none, or has not trained yet."""
     facts = _facts_of(bare)
     if trainer.run_dir is not None and trainer.phase and is_run(trainer.run_dir):
-        facts = ModelFacts.of(
-            RunFolder(trainer.run_dir), **{k: getattr(facts, k) for k in ('source', 'parameters', 'family')}
-        )
+        known = {name: getattr(facts, name) for name in ('source', 'parameters', 'family')}
+        facts = ModelFacts.of(RunFolder(trainer.run_dir), **known)
         return facts if facts.record is not None else replace(facts, record=describe(trainer))
+    rows = rows_of(trainer.last_experiences, NUM_SAMPLES, trainer.tokenizer)
     evaluations = [c for c in trainer.callbacks if isinstance(c, Evaluator) and c.last_step is not None]
     return replace(
         facts,
         record=describe(trainer) if trainer.phase else None,
         eval=[{'step': c.last_step, **c.last} for c in evaluations],
-        samples=[
-            {'step': trainer.phase, **row} for row in rows_of(trainer.last_experiences, NUM_SAMPLES, trainer.tokenizer)
-        ],
+        samples=[{'step': trainer.phase, **row} for row in rows],
     )
 
 

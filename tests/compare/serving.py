@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from chatgpt.monitor.compare.app import compare_app
-from chatgpt.monitor.compare.server import Serving
+from chatgpt.monitor.compare.serving import Serving
 from chatgpt.monitor.compare.store import Store
 
 

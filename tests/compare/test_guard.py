@@ -8,8 +8,7 @@ import pytest
 from serving import filled
 
 from chatgpt.monitor.compare.app import compare_app
-from chatgpt.monitor.compare.guard import MAX_BODY, Guard
-from chatgpt.monitor.compare.server import Serving
+from chatgpt.monitor.compare.serving import MAX_BODY, Guard, Serving
 
 TOKEN = 'the-token'
 ORIGIN = 'http://127.0.0.1:8765'

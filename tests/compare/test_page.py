@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from serving import filled, served
 
-from chatgpt.monitor.compare.guard import Guard
+from chatgpt.monitor.compare.serving import Guard
 
 MARKUP = '<script>window.hacked = 1</script> & `code` <img src=x onerror="window.hacked = 1"> {{ 7 * 7 }}'
 HEBREW = 'שלום עולם, this is mixed.\nמה שלומך?'

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recorded import recorded_row
 
-from chatgpt.monitor.compare.guard import Guard
-from chatgpt.monitor.compare.rollouts import rollouts_app
-from chatgpt.monitor.compare.server import Serving
+from chatgpt.monitor.compare.app import rollouts_app
+from chatgpt.monitor.compare.serving import Guard, Serving
 from chatgpt.monitor.run_folder.rollouts import write_rollouts
 
 ORIGIN = 'http://127.0.0.1:8765'
@@ -23,27 +23,8 @@ MARKUP = '<img src=x onerror="window.hacked = 1">'
 def row(phase: int, index: int, prompt: str, response: str, score: float, group: int) -> dict[str, Any]:
     tokens = [f'{word} ' for word in response.split()]
     numbers = [0.25 * (at + 1) for at in range(len(tokens))]
-    return {
-        'phase': phase,
-        'index': index,
-        'group': group,
-        'version': phase,
-        'prompt': prompt,
-        'response': response,
-        'finish_reason': 'eos',
-        'columns': '{}',
-        'score': score,
-        'shaped_score': score,
-        'kl': 0.5,
-        'weighted_scores': [[1.0, score]],
-        'prompt_ids': [1],
-        'token_ids': list(range(len(tokens))),
-        'prompt_tokens': [prompt],
-        'tokens': tokens,
-        **dict.fromkeys(('old_logprobs', 'values', 'rewards', 'advantages', 'returns', 'entropy'), numbers),
-        'mask': [True] * len(tokens),
-        'ref_logprobs': [0.0] * len(tokens),
-    }
+    more = {'old_logprobs': numbers, 'ref_logprobs': [0.0] * len(tokens), 'advantages': numbers, 'group': group}
+    return recorded_row(phase, index, tokens, prompt=prompt, response=response, score=score, **more)
 
 
 @pytest.fixture

@@ -293,10 +293,7 @@ CASES |= {
         base=EPISODES,
     ),
     'kl-runs-away, in few tokens of its own': Case(  # e^(i/4) nats in 6 tokens of 20
-        {'rollout/kl_mean': lambda i: 2.718 ** (i / 4)},
-        {'rollout/kl_mean': lambda i: 0.2 * i},
-        step=10,
-        base=EPISODES,
+        {'rollout/kl_mean': lambda i: 2.718 ** (i / 4)}, {'rollout/kl_mean': lambda i: 0.2 * i}, step=10, base=EPISODES
     ),
 }
 

@@ -14,12 +14,11 @@ import torch
 from cuda_on_cpu import PretendTensor, pretend_cuda
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / 'benchmarks'))
-import arithmetic_done
 import dummy
 import gpu_parts
 import ladders
 import random_models
-from gpu_worker import Note
+from gpu_parts import Note
 
 CARD = 2**31
 TINY = {
@@ -71,7 +70,7 @@ def card(monkeypatch):
         monkeypatch.setattr(torch.cuda, 'get_rng_state', lambda device=None: torch.get_rng_state())
         monkeypatch.setattr(torch.cuda, 'host_memory_stats', lambda: {'allocated_bytes.peak': 0})
         # its sizes are for a GPU
-        monkeypatch.setattr(arithmetic_done, 'matmul_peak', lambda device, dtype: 2e12)
+        monkeypatch.setattr(gpu_parts, 'matmul_peak', lambda device, dtype: 2e12)
         monkeypatch.setattr(dummy, 'matmul_peak', lambda device, dtype: 2e12)
         yield made
 

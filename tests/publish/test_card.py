@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from byte_runs import SIZES, byte_trainer
 
 from chatgpt.monitor.publish import ModelFacts, hub_name, write_card
 from chatgpt.monitor.publish.card import CARD, MARKER, block, code, without_paths
@@ -304,40 +305,9 @@ def run_code(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str
     return names, capsys.readouterr().out
 
 
-def ppo(run_dir: Path | None, tokenizer: Any = True, callbacks: Any = (), **model: Any) -> Any:
-    from chatgpt.nn import Actor
-    from chatgpt.strategies import NaiveStrategy
-    from chatgpt.trainer import PPOTrainer
-
-    strategy = NaiveStrategy(seed=3)
-    torch.manual_seed(0)
-    lm = tiny_causal_lm('gpt2', vocab_size=259, pad_token_id=256, bos_token_id=257, eos_token_id=258)
-    actor = Actor(lm, **model)
-    actor, optimizer = strategy.prepare(
-        (actor, torch.optim.SGD([p for p in actor.parameters() if p.requires_grad], 0.1))
-    )
-    return PPOTrainer(
-        strategy,
-        actor,
-        None,
-        lambda prompts, responses: [float(len(r)) for r in responses],
-        None,
-        optimizer,
-        tokenizer=byte_tokenizer() if tokenizer else None,
-        run_dir=run_dir,
-        callbacks=callbacks,
-        advantage_estimator='rloo',
-        num_samples_per_prompt=2,
-        experience_batch_size=2,
-        train_batch_size=4,
-        kl_coef=0.0,
-        max_new_tokens=3,
-    )
-
-
 def test_a_policy_of_a_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    trainer = ppo(tmp_path / 'words')
+    trainer = byte_trainer(tmp_path / 'words')
     trainer.fit(['a', 'b', 'a'], max_timesteps=2, update_timesteps=1)
     trainer.save_pretrained('words/actor')
     text = Path('words/actor', CARD).read_text()
@@ -353,7 +323,7 @@ def test_a_policy_of_a_run(tmp_path, monkeypatch, capsys):
 def test_a_trainer_without_a_folder_tells_what_it_knows(tmp_path, monkeypatch, capsys):
     from chatgpt.trainer.callbacks import Evaluator
 
-    trainer = ppo(None, callbacks=[Evaluator(lambda trainer: {'truth': 0.5}, interval=1)])
+    trainer = byte_trainer(None, callbacks=[Evaluator(lambda trainer: {'truth': 0.5}, interval=1)])
     trainer.save_pretrained(tmp_path / 'fresh')
     assert 'nothing is known of its training' in (tmp_path / 'fresh' / CARD).read_text()
     trainer.fit(['a', 'b', 'c'], max_timesteps=2, update_timesteps=1)
@@ -366,7 +336,7 @@ def test_a_trainer_without_a_folder_tells_what_it_knows(tmp_path, monkeypatch, c
 
 def test_a_policy_that_reads_ids(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    trainer = ppo(None, tokenizer=False)
+    trainer = byte_trainer(None, tokenizer=False)
     trainer.fit([torch.tensor([1, 2]), torch.tensor([3])], max_timesteps=1, update_timesteps=1)
     trainer.save_pretrained('ids')
     names, printed = run_code(Path('ids'), capsys)
@@ -384,8 +354,7 @@ def test_a_reward_model_and_a_critic(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     tokenizer, strategy = byte_tokenizer(), NaiveStrategy()
     torch.manual_seed(1)
-    size = {'vocab_size': 259, 'pad_token_id': 256, 'bos_token_id': 257, 'eos_token_id': 258}
-    model = RewardModel(tiny_causal_lm('gpt2', **size).base_model)
+    model = RewardModel(tiny_causal_lm('gpt2', **SIZES).base_model)
     with torch.no_grad():
         model.score_bias.fill_(0.5)
     save_pretrained(strategy, model, tmp_path / 'rm', tokenizer=tokenizer)
@@ -398,7 +367,7 @@ def test_a_reward_model_and_a_critic(tmp_path, monkeypatch, capsys):
     assert float(printed) == pytest.approx(float(want), abs=1e-5)
     card = Path('rm', CARD).read_text()
     assert 'pipeline_tag: text-classification' in card and 'Scores of answers to the same prompt' in card
-    save_pretrained(strategy, Critic(tiny_causal_lm('gpt2', **size).base_model), tmp_path / 'critic')
+    save_pretrained(strategy, Critic(tiny_causal_lm('gpt2', **SIZES).base_model), tmp_path / 'critic')
     assert isinstance(run_code(Path('critic'), capsys)[0]['model'], Critic)
     assert 'library_name: chatgpt-rlhf' in Path('critic', CARD).read_text()
 
@@ -407,8 +376,8 @@ def test_adapters_alone(tmp_path, monkeypatch, capsys):
     from chatgpt.trainer.saving import save_adapter
 
     monkeypatch.chdir(tmp_path)
-    trainer = ppo(None, lora_rank=2)
-    base = tiny_causal_lm('gpt2', vocab_size=259, pad_token_id=256, bos_token_id=257, eos_token_id=258)
+    trainer = byte_trainer(None, model={'lora_rank': 2})
+    base = tiny_causal_lm('gpt2', **SIZES)
     base.save_pretrained('base')
     byte_tokenizer().save_pretrained('base')
     save_adapter(trainer.actor, tmp_path / 'adapter', base_model=str(tmp_path / 'base'))
@@ -431,7 +400,7 @@ def test_a_card_that_fails_does_not_take_the_model_along(tmp_path, monkeypatch):
 
     monkeypatch.setattr(saving, 'write_card', fails)
     with pytest.warns(UserWarning, match=r'the model is saved without a card \(OSError: the disk is full\)'):
-        ppo(None).save_pretrained(tmp_path / 'actor')
+        byte_trainer(None).save_pretrained(tmp_path / 'actor')
     assert (tmp_path / 'actor' / 'model.safetensors').is_file() and not (tmp_path / 'actor' / CARD).exists()
 
 

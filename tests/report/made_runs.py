@@ -8,6 +8,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from recorded import recorded_row
+
 from chatgpt.monitor.run_folder import RunRecord, Start
 from chatgpt.monitor.run_folder.rollouts import FOLDER, write_rollouts
 
@@ -179,29 +181,7 @@ def write_sequences(folder: Path, texts: tuple[str, ...], phases: tuple[int, ...
     for phase in phases:
         rows = []
         for i, text in enumerate(texts):
-            one = [0.25 * i - 0.5] * len(text)
-            arrays = dict.fromkeys(('old_logprobs', 'values', 'rewards', 'advantages', 'returns', 'entropy'), one)
-            rows.append(
-                {
-                    'phase': phase,
-                    'index': i,
-                    'group': i // 2,
-                    'prompt': f'prompt {i // 2}',
-                    'response': text,
-                    'score': float(i),
-                    'shaped_score': float(i),
-                    'kl': 0.5,
-                    'finish_reason': ('eos', 'stop', 'length', 'eos')[i % 4],
-                    'version': 0,
-                    'prompt_ids': [1],
-                    'token_ids': [2] * len(text),
-                    'prompt_tokens': [f'prompt {i // 2}'],
-                    'tokens': list(text),
-                    'mask': [True] * len(text),
-                    'ref_logprobs': [-0.7] * len(text),
-                    'weighted_scores': [],
-                    'columns': '{}',
-                }
-                | arrays
-            )
+            numbers = {'ref_logprobs': [-0.7] * len(text), 'advantages': [0.25 * i - 0.5] * len(text)}
+            about = {'prompt': f'prompt {i // 2}', 'finish_reason': ('eos', 'stop', 'length', 'eos')[i % 4]}
+            rows.append(recorded_row(phase, i, text, **about, **numbers))
         write_rollouts(folder / FOLDER, phase, rows)

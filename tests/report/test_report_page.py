@@ -124,8 +124,7 @@ def test_every_metric_is_in_one_chart_and_those_that_no_group_knows_are_in_other
 
 
 @pytest.mark.parametrize(
-    ('prefix', 'titles'),
-    [('sft', {'Loss', 'Perplexity'}), ('rm', {'Loss', 'Accuracy'}), ('rwr', {'Loss', 'Accuracy'})],
+    ('prefix', 'titles'), [('sft', {'Loss', 'Perplexity'}), ('rm', {'Loss', 'Accuracy'}), ('rwr', {'Loss', 'Accuracy'})]
 )
 def test_other_methods_have_their_own_charts(tmp_path, prefix, titles):
     found = read(make_offline_run(tmp_path, prefix=prefix))

@@ -10,6 +10,7 @@ from urllib.parse import parse_qs, urlparse
 
 import pytest
 from limits import painted
+from recorded import recorded_row
 
 from chatgpt.monitor.report.rollouts import page_row
 from chatgpt.monitor.run_folder.rollouts import read_rollouts, write_rollouts
@@ -44,34 +45,18 @@ def recorded(folder: Path, texts: list[str] = TEXTS, num_phases: int = 3, group:
             ids = [*text.encode(), tokenizer.eos_token_id]
             prompt = f'<i>Prompt</i> {index // group}\nof two lines'
             n = len(ids)
-            rows.append(
-                {
-                    'phase': phase,
-                    'index': index,
-                    'group': index // group,
-                    'prompt': prompt,
-                    'response': text,
-                    'score': float(index % len(texts)),
-                    'shaped_score': 0.0,
-                    'kl': 0.5,
-                    'finish_reason': 'eos',
-                    'version': 0,
-                    'prompt_ids': list(prompt.encode()),
-                    'token_ids': ids,
-                    'prompt_tokens': token_texts(tokenizer, list(prompt.encode())),
-                    'tokens': token_texts(tokenizer, ids),
-                    'mask': [i != 1 for i in range(n)],
-                    'old_logprobs': [-1.0 - 0.25 * i for i in range(n)],
-                    'ref_logprobs': [-1.5] * n,
-                    'values': [0.1 * i for i in range(n)],
-                    'rewards': [0.0] * (n - 1) + [1.0],
-                    'advantages': [float(i - 2) for i in range(n)],
-                    'returns': [1.0] * n,
-                    'entropy': [1.0 + i for i in range(n)] if phase > 1 else None,
-                    'weighted_scores': [],
-                    'columns': '{}',
-                }
-            )
+            about = {'group': index // group, 'prompt': prompt, 'response': text, 'score': float(index % len(texts))}
+            about |= {'prompt_ids': list(prompt.encode()), 'token_ids': ids, 'mask': [i != 1 for i in range(n)]}
+            about |= {'prompt_tokens': token_texts(tokenizer, list(prompt.encode()))}
+            numbers = {
+                'old_logprobs': [-1.0 - 0.25 * i for i in range(n)],
+                'ref_logprobs': [-1.5] * n,
+                'values': [0.1 * i for i in range(n)],
+                'rewards': [0.0] * (n - 1) + [1.0],
+                'advantages': [float(i - 2) for i in range(n)],
+                'entropy': [1.0 + i for i in range(n)] if phase > 1 else None,
+            }
+            rows.append(recorded_row(phase, index, token_texts(tokenizer, ids), **about, **numbers))
             index += 1
         write_rollouts(folder, phase, rows)
     return read_rollouts(folder)
@@ -372,11 +357,7 @@ def test_turns_and_observations_stand_apart(browser, tmp_path, scheme, width):
     reader = Reader(context, read_rollouts(tmp_path), tmp_path, embedded=True)
     page = reader.page
     turns, seen = page.locator('.ro-turn'), page.locator('.ro-seen:not(.ro-key-seen)')
-    assert turns.locator('.ro-part').all_text_contents() == [
-        'turn 1reward 0',
-        'turn 2reward −0.1',
-        'turn 3reward +1',
-    ]
+    assert turns.locator('.ro-part').all_text_contents() == ['turn 1reward 0', 'turn 2reward −0.1', 'turn 3reward +1']
     words = "all => all.map(x => [...x.querySelectorAll('.ro-token')].map(t => t.textContent).join(''))"
     assert turns.evaluate_all(words) == ['3*5<eos>', '7*15<eos>', '7+15<eos>']
     assert seen.evaluate_all(words) == ['\n7 15 =22\n', '\n?\n7 15 =22\n']

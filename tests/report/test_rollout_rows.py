@@ -7,18 +7,14 @@ import math
 from typing import Any
 
 import pytest
+from recorded import recorded_row
 
 from chatgpt.monitor.report.rollouts import page_row, phases_for_page, rows_for_page
 
 
 def row(phase: int, index: int, tokens: int = 2, **more: Any) -> dict[str, Any]:
-    arrays = ('old_logprobs', 'ref_logprobs', 'values', 'rewards', 'advantages', 'returns', 'entropy')
-    texts = {'prompt': 'p', 'response': 'r' * tokens, 'finish_reason': 'eos', 'columns': '{}'}
-    numbers = {'score': 1.23456, 'shaped_score': 0.5, 'kl': 0.1, 'version': 0}
-    lists = {'prompt_ids': [1], 'prompt_tokens': ['p'], 'tokens': ['r'] * tokens, 'token_ids': [7] * tokens}
-    known = {'phase': phase, 'index': index, 'group': index // 2, 'weighted_scores': [[0.5, 1 / 3]]}
-    per_token = {name: [0.123456] * tokens for name in arrays} | {'mask': [True] * tokens}
-    return known | texts | numbers | lists | per_token | more
+    given = {'score': 1.23456, 'weighted_scores': [[0.5, 1 / 3]], 'advantages': [0.123456] * tokens}
+    return recorded_row(phase, index, ['r'] * tokens, **given | more)
 
 
 def size(rows: list[dict[str, Any]]) -> int:

@@ -6,13 +6,12 @@ import json
 import subprocess
 import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 import torch
+from byte_runs import byte_trainer as trainer
 
 from chatgpt.monitor.run_folder import JsonLines, RunFolder, RunRecord, Start, read_jsonl
-from chatgpt.testing import byte_tokenizer, tiny_causal_lm
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.callbacks import (
     Callback,
@@ -24,36 +23,6 @@ from chatgpt.trainer.callbacks import (
     WriteReport,
 )
 from chatgpt.trainer.callbacks.run_record import command_line
-
-
-def trainer(run_dir: Path, callbacks=(), **settings) -> PPOTrainer:
-    from chatgpt.nn import Actor
-    from chatgpt.strategies import NaiveStrategy
-
-    strategy = NaiveStrategy(seed=3)
-    torch.manual_seed(0)
-    actor = Actor(tiny_causal_lm('gpt2', vocab_size=259, pad_token_id=256, bos_token_id=257, eos_token_id=258))
-    actor, optimizer = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=0.01)))
-    return PPOTrainer(
-        strategy,
-        actor,
-        None,
-        lambda prompts, responses: [float(len(r)) for r in responses],
-        None,
-        optimizer,
-        tokenizer=byte_tokenizer(),
-        run_dir=run_dir,
-        callbacks=callbacks,
-        **{
-            'advantage_estimator': 'rloo',
-            'num_samples_per_prompt': 2,
-            'experience_batch_size': 2,
-            'train_batch_size': 4,
-            'kl_coef': 0.0,
-            'max_new_tokens': 3,
-        }
-        | settings,
-    )
 
 
 def test_a_run_says_what_it_is_and_how_it_ended(tmp_path):
@@ -115,19 +84,15 @@ def test_a_resume_adds_a_start_and_a_new_run_begins_anew(tmp_path):
     assert len(json.loads((tmp_path / 'run.previous.json').read_text())['starts']) == 2
 
 
-def test_a_plan_is_made_for_runs_that_last(tmp_path, monkeypatch):
-    monkeypatch.setattr('chatgpt.trainer.callbacks.run_record.PLANNED_AFTER_S', 0.0)
-    trainer(tmp_path).fit(['a'], max_timesteps=1, update_timesteps=1)
-    plan = RunRecord.read(tmp_path).plan
-    assert plan['peak_gib'] == max(plan['phases'].values()) > 0 and {'collect', 'learn'} <= plan['phases'].keys()
-
-
-def test_where_there_is_no_plan_it_is_asked_for_once(tmp_path, monkeypatch):
+@pytest.mark.parametrize('plan', [{'peak_gib': 0.5, 'phases': {'collect': 0.25, 'learn': 0.5}}, None])
+def test_a_plan_is_asked_for_once_by_runs_that_last(tmp_path, monkeypatch, plan):
     asked = []
+    recorder = RunRecorder(planned=lambda: asked.append(1) or plan)
+    trainer(tmp_path, [recorder]).fit(['a'], max_timesteps=1, update_timesteps=1)
+    assert asked == [] and RunRecord.read(tmp_path).plan is None
     monkeypatch.setattr('chatgpt.trainer.callbacks.run_record.PLANNED_AFTER_S', 0.0)
-    monkeypatch.setattr('chatgpt.trainer.callbacks.run_record.planned', asked.append)
-    trainer(tmp_path).fit(['a'], max_timesteps=3, update_timesteps=1)
-    assert len(asked) == 1 and RunRecord.read(tmp_path).plan is None
+    trainer(tmp_path, [recorder]).fit(['a'], max_timesteps=3, update_timesteps=1)
+    assert len(asked) == 1 and RunRecord.read(tmp_path).plan == plan
 
 
 def test_a_trainer_that_is_driven_by_hand_has_a_record_from_its_first_phase(tmp_path):
@@ -148,16 +113,6 @@ def test_a_trainer_that_is_driven_by_hand_has_a_record_from_its_first_phase(tmp_
     again.load_checkpoint('auto')
     step(again)
     assert [start.phase for start in RunRecord.read(tmp_path).starts] == [0, 2]
-
-
-def test_a_second_interrupt_stops_a_run_and_is_no_failure(tmp_path):
-    class Interrupts(Callback):
-        def on_phase_end(self, trainer, step, metrics):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        trainer(tmp_path, [Interrupts()]).fit(['a'], max_timesteps=2, update_timesteps=1)
-    assert RunRecord.read(tmp_path).status == 'stopped'
 
 
 def test_what_an_earlier_run_has_left_is_not_of_the_next(tmp_path):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from recorded import recorded_row
 
 from chatgpt.monitor.run_folder import RunFolder, rollouts
 from chatgpt.monitor.run_folder.rollouts import phases_to_keep, read_rollouts, recorded_phases, write_rollouts
@@ -17,28 +18,10 @@ from chatgpt.monitor.run_folder.rollouts import phases_to_keep, read_rollouts, r
 def row(phase: int, index: int, **more: Any) -> dict[str, Any]:
     """Two response tokens, the second of which does not count."""
     numbers = np.array([0.5, -1.0], dtype=np.float32)
-    given = {
-        'phase': phase,
-        'index': index,
-        'group': index // 2,
-        'prompt': 'A prompt',
-        'response': f'Answer {index}',
-        'score': float(index),
-        'shaped_score': 0.25,
-        'kl': 0.125,
-        'finish_reason': 'eos',
-        'version': phase - 1,
-        'prompt_ids': [4, 5],
-        'token_ids': [6, 7],
-        'prompt_tokens': ['A', ' prompt'],
-        'tokens': ['Answer', f' {index}'],
-        'mask': np.array([True, False]),
-        **{name: numbers * (i + 1) for i, name in enumerate(rollouts.PER_TOKEN)},
-        'entropy': [1.5, 2.5],
-        'weighted_scores': [[0.5, 2.0], [1.0, -1.0]],
-        'columns': '{"answer": "12"}',
-    }
-    return given | more
+    given = {name: numbers * (i + 1) for i, name in enumerate(rollouts.PER_TOKEN)}
+    given |= {'prompt': 'A prompt', 'response': f'Answer {index}', 'mask': np.array([True, False])}
+    given |= {'weighted_scores': [[0.5, 2.0], [1.0, -1.0]], 'columns': '{"answer": "12"}', 'prompt_ids': [4, 5]}
+    return recorded_row(phase, index, ('Answer', f' {index}'), **given | more)
 
 
 @pytest.fixture

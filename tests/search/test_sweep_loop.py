@@ -211,11 +211,7 @@ def test_what_a_killed_sweep_leaves_of_its_journal_is_mended(sweep_of):
 @pytest.mark.parametrize('sampler', ['tpe', 'grid'])
 def test_a_sweep_that_was_killed_at_any_line_of_its_journal_goes_on_to_the_same_end(sweep_of, tmp_path, sampler):
     """The journal is cut after each of its first lines, in the middle of asking and telling."""
-    changes = {
-        'sampler': sampler,
-        'parameters': {'lr': [1e-3, 1e-2], 'warmup_steps': [0, 1]},
-        'trials': 2,
-    }
+    changes = {'sampler': sampler, 'parameters': {'lr': [1e-3, 1e-2], 'warmup_steps': [0, 1]}, 'trials': 2}
     whole = sweep_of({'steps': 1}, save_path=str(tmp_path / 'whole'), **changes)
     run_sweep(whole)
     journal = (whole.save_path / 'journal.log').read_text().splitlines(keepends=True)

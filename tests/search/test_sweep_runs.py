@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ import yaml
 from fake_trials import table
 from limits import until
 
-from chatgpt.strategies.checkpoint import CheckpointError, claim_folder, list_checkpoints
+from chatgpt.strategies.checkpoint import CheckpointError, claim_folder
 
 pytest.importorskip('optuna', reason='sweeps need optuna: make dev')
 pytestmark = pytest.mark.system
@@ -73,34 +72,6 @@ def test_the_example_of_the_page_finds_a_better_learning_rate_than_the_worst(tmp
     assert float(best['value']) < float(worst['value']) - 0.5  # nats per token, of about 4 at the start
     assert float(best['lr']) > 10 * float(worst['lr'])  # new weights want a large one
     assert (folder / 'curves.png').read_bytes().startswith(b'\x89PNG')
-
-
-def test_a_signal_saves_the_trials_and_the_next_call_goes_on_from_their_checkpoints(tmp_path):
-    content = {
-        'method': 'sft',
-        'metric': 'sft/loss',
-        'direction': 'minimize',
-        'sampler': 'grid',
-        'parameters': {'lr': [1e-3, 3e-3]},
-        'config': TINY | {'max_steps': 60},
-        'save_path': 'out',
-    }
-    process = start(tmp_path, content, '--jobs=2')
-    runs = [tmp_path / 'out' / f'trial-000{n}' for n in (0, 1)]
-    until(lambda: all(len(lines(run / 'metrics.jsonl')) >= 1 for run in runs))
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate()
-    assert process.returncode == 130, output
-    assert 'stopped; the same command goes on with trial 0, 1' in output
-    saved = [len(lines(run / 'metrics.jsonl')) for run in runs]
-    assert all(is_free(run) and list_checkpoints(run / 'checkpoints') for run in runs)
-    process = start(tmp_path, content, '--jobs=2')
-    output, _ = process.communicate()
-    assert process.returncode == 0, output
-    for run, phases in zip(runs, saved, strict=True):
-        assert f'going on from {run}/checkpoints/step-{phases:08d}' in (run / 'output.log').read_text()
-        assert [line['step'] for line in lines(run / 'metrics.jsonl')] == list(range(1, 31))
-    assert [row['state'] for row in table(tmp_path / 'out')] == ['complete', 'complete']
 
 
 def test_of_two_sweeps_in_a_folder_one_runs_and_killed_it_leaves_no_trial_behind_and_goes_on(tmp_path):

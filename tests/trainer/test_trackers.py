@@ -174,13 +174,6 @@ def test_names_on_a_command_line(cls, argv, names):
     assert run.trackers() == names
 
 
-def test_names_in_a_file(tmp_path):
-    path = tmp_path / 'run.yaml'
-    path.write_text('report_to: [tensorboard, mlflow]\n')
-    run = parse_run(SFTRun, description=None, argv=['--config_file', str(path)])
-    assert run.trackers() == ['tensorboard', 'mlflow']
-
-
 @pytest.mark.parametrize(
     ('given', 'message'),
     [
@@ -205,14 +198,6 @@ def test_a_tracker_of_ones_own(tmp_path):
     run = SFTRun(log_with=[f'{tmp_path}/my_tracker.py:Mine,tensorboard'])
     made = [type(c).__name__ for c in make_callbacks(run, SimpleNamespace(by_name=True))]
     assert made == ['SaveCheckpoint', 'RunRecorder', 'Mine', 'TensorBoard']
-
-
-def test_a_tracker_that_is_not_installed_ends_the_run_before_it_trains(monkeypatch):
-    monkeypatch.setattr('chatgpt.trainer.callbacks.base.find_spec', lambda name: None)
-    with pytest.raises(
-        ImportError, match=r'MLflow\(\) needs the package mlflow: pip install mlflow, or from a checkout'
-    ):
-        make_callbacks(SFTRun(log_with=['mlflow']), SimpleNamespace(by_name=True))
 
 
 def test_the_command_says_so_in_one_line(tmp_path, monkeypatch, capsys):

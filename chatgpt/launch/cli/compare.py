@@ -20,18 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from chatgpt.launch.arguments import Parser, add_strategy, strategy_of, world_size_from_env
-from chatgpt.launch.cli.generate import (
-    DRAWN,
-    add_drawing,
-    add_template,
-    answer,
-    check_drawing,
-    flags_or_defaults,
-    load_actor,
-    sampling_of,
-)
+from chatgpt.launch.cli import generate
 from chatgpt.monitor.compare.app import compare_app
-from chatgpt.monitor.compare.server import add_server, need_server, serve
+from chatgpt.monitor.compare.serving import add_server, need_server, serve
 from chatgpt.monitor.compare.statistics import lines, summarize
 from chatgpt.monitor.compare.store import Store
 
@@ -40,9 +31,8 @@ DRAWING = ('max_new_tokens', 'max_length', 'min_new_tokens', 'temperature', 'top
 
 def parser() -> Parser:
     out = Parser(description=__doc__, usage='%(prog)s --model MODEL [--model MODEL] --prompts FILE --db FILE.sqlite')
-    said, asked, drawing, run = map(
-        out.add_argument_group, ('the file', 'what is compared', 'responses', 'the run and the page')
-    )
+    titles = ('the file', 'what is compared', 'responses', 'the run and the page')
+    said, asked, drawing, run = map(out.add_argument_group, titles)
     said.add_argument(
         '--db', required=True, metavar='FILE', help='what people say, in SQLite; made where there is none'
     )
@@ -52,13 +42,11 @@ def parser() -> Parser:
     )
     asked.add_argument('--prompts', metavar='FILE', help='csv, json, jsonl, parquet, or .txt: one a line')
     asked.add_argument('--answers', action='append', default=[], metavar='FILE', help='in place of models and prompts')
-    add_template(asked, 'prompts in text are turns of the user')
+    generate.add_template(asked, 'prompts in text are turns of the user')
     asked.add_argument('--trust_remote_code', action='store_true', help='allow a hub model to bring code of its own')
     asked.add_argument('--reward_model', help='its folder; pairs of which it is least sure come first')
-    asked.add_argument(
-        '--annotators_per_pair', type=int, metavar='K', help='how many people judge each pair (default: 1)'
-    )
-    add_drawing(drawing)
+    asked.add_argument('--annotators_per_pair', type=int, metavar='K', help='people that judge each pair (default: 1)')
+    generate.add_drawing(drawing)
     add_strategy(run)
     add_server(run)
     return out
@@ -67,8 +55,7 @@ def parser() -> Parser:
 def main() -> None:
     args = parser().parse_args()
     if args.export:
-        export(args)
-        return
+        return export(args)
     need_server()
     with prepared(args) as store:
         serve(compare_app(store), host=args.host, port=args.port)
@@ -118,9 +105,7 @@ def prepared(args: Any) -> Store:
             store.set_margins(margins(args, store))
             store.update_settings(reward_model=args.reward_model)
         if not store.num_asked:
-            raise ValueError(
-                f'the two answers in {args.db} are equal for every prompt: compare others, in another --db'
-            )
+            raise ValueError(f'the answers in {args.db} are equal for every prompt: compare others, in another --db')
     except BaseException:
         store.close()
         raise
@@ -140,10 +125,10 @@ def _check(args: Any) -> None:
         raise ValueError(f'there is no {args.db} yet: give --model and --prompts, or --answers, to make it')
     if len(args.model) == 1 and args.greedy:
         raise ValueError('--greedy gives one and the same answer twice: give a second --model, or leave it out')
-    check_drawing(args)
+    generate.check_drawing(args)
     for model in args.model if args.apply_chat_template else ():
         _tokenizer(args, model)
-    vars(args).update(flags_or_defaults(args))  # the same for both models, whatever their generation_config says
+    vars(args).update(generate.flags_or_defaults(args))  # the same for both models
 
 
 def _asked(args: Any) -> tuple[list[dict[str, Any]], dict[str, Any], list[list[str]]]:
@@ -195,24 +180,23 @@ def read_answers(
     """Prompts as records, and the answers to each of both sides. Raises ValueError for files that do not go
     together."""
     from chatgpt.data.examples import BadRecord
-    from chatgpt.data.reading import BadRecords, read_records
+    from chatgpt.data.reading import read_records
     from chatgpt.data.shapes import prompt_of
 
-    columns = [('response1', 'response2')] if len(paths) == 1 else [('response',), ('response',)]
+    columns = ('response1', 'response2') if len(paths) == 1 else ('response',)
     prompts: list[list[dict[str, Any]]] = []
     made: list[list[str]] = []
-    for path, names in zip(paths, columns, strict=True):
-        rows, asked = list(read_records(path, BadRecords())), []
+    for path in paths:
+        rows, asked = list(read_records(path)), []
         for row in rows:
-            missing = [name for name in names if not isinstance(row.data.get(name), str)]
-            if missing:
+            if missing := [name for name in columns if not isinstance(row.data.get(name), str)]:
                 raise ValueError(f'{row.where}: {missing[0]} is missing, or no text')
             try:
                 asked.append(_record(prompt_of(row.data)[0], apply_chat_template))
             except BadRecord as reason:
                 raise ValueError(f'{row.where}: {reason}') from None
         prompts.append(asked)
-        made += [[row.data[name] for row in rows] for name in names]
+        made += [[row.data[name] for row in rows] for name in columns]
     if prompts[0] != prompts[-1]:
         raise ValueError(f'{" and ".join(paths)} have different prompts, or in another order')
     return prompts[0], made
@@ -262,12 +246,12 @@ def _generate(args: Any, side: int, records: list[dict[str, Any]]) -> list[str]:
     options.seed, options.reward_model = args.seed + side, None
     tokenizer = _tokenizer(args, model)
     prompts = load_prompts(records, tokenizer)
-    drawing = {'do_sample': False} if args.greedy else {name: getattr(args, name) for name in DRAWN}
+    drawing = {'do_sample': False} if args.greedy else {name: getattr(args, name) for name in generate.DRAWN}
     with strategy_of(args) as strategy:
-        actor = strategy.prepare(load_actor(options, strategy))
-        sampling, stops = sampling_of(args, strategy.unwrap(actor), tokenizer, prompts, drawing)
+        actor = strategy.prepare(generate.load_actor(options, strategy))
+        sampling, stops = generate.sampling_of(args, strategy.unwrap(actor), tokenizer, prompts, drawing)
         with strategy.full_model(actor) as policy:
-            rows = answer(options, strategy, policy, tokenizer, prompts, sampling, stops)
+            rows = generate.answer(options, strategy, policy, tokenizer, prompts, sampling, stops)
             return [row['response'] for row in rows]
 
 

@@ -29,7 +29,7 @@ def main() -> int:
     flags = parser()
     args = flags.parse_args(sys.argv[1:])
     from chatgpt.monitor.doctor import diagnose, worst_first
-    from chatgpt.monitor.doctor.explain import explain, overview
+    from chatgpt.monitor.doctor.diagnosis import explain, overview
     from chatgpt.monitor.run_folder.reading import RunFolder
 
     if args.explain is not None:

@@ -15,9 +15,7 @@ def parser() -> Parser:
     out = Parser(description=__doc__, usage='%(prog)s RUN [RUN ...] [--out FILE] [--title TITLE]')
     out.add_argument('runs', nargs='+', metavar='RUN', help='folder of a run, where metrics.jsonl is')
     out.add_argument(
-        '--out',
-        metavar='FILE',
-        help='default: report.html in the folder of the run; of several, in the current one',
+        '--out', metavar='FILE', help='default: report.html in the folder of the run; of several, in the current one'
     )
     out.add_argument('--title', help='default: the name of the run')
     return out

@@ -10,8 +10,8 @@ that is still going has written so far.
 from __future__ import annotations
 
 from chatgpt.launch.arguments import Parser
-from chatgpt.monitor.compare.rollouts import rollouts_app
-from chatgpt.monitor.compare.server import add_server, need_server, serve
+from chatgpt.monitor.compare.app import rollouts_app
+from chatgpt.monitor.compare.serving import add_server, need_server, serve
 
 
 def parser() -> Parser:

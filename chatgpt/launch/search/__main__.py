@@ -26,9 +26,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.jobs < 1:
         raise ValueError(f'--jobs={args.jobs} must be at least 1')
-    from chatgpt.launch.search.study import need_optuna
-
-    need_optuna()
     from chatgpt.launch.search.settings import read_sweep
     from chatgpt.launch.search.sweep import run_sweep
 

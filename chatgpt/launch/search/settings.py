@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import typing
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from chatgpt.launch.__main__ import parser
+from chatgpt.launch.arguments import hints_of
 from chatgpt.launch.config_file import presets_of, values_of
-from chatgpt.launch.config_values import flat, read_file
+from chatgpt.launch.config_values import flat, options_of, read_file
 from chatgpt.launch.methods import METHODS
 from chatgpt.launch.runs import run_class
-from chatgpt.launch.search.study import PRUNERS, SAMPLERS, Sweep, ends, named, points, space_of
+from chatgpt.launch.search.study import PRUNERS, SAMPLERS, Sweep, distribution, made, need_optuna, points
 from chatgpt.launch.theirs import in_our_words, meet, their_settings
 from chatgpt.names import hint, ours
 
 DIRECTIONS = {'maximize': 'maximize', 'max': 'maximize', 'minimize': 'minimize', 'min': 'minimize'}
 REQUIRED = ('method', 'metric', 'direction', 'parameters')
-DEFAULTS = {'config': None, 'trials': None, 'seed': 42, 'sampler': 'tpe', 'pruner': 'none', 'launch': None}
-DEFAULTS |= {'save_path': 'outputs/sweep'}
+DEFAULTS: dict[str, Any] = {'config': {}, 'trials': None, 'seed': 42, 'sampler': 'tpe', 'pruner': 'none'}
+DEFAULTS |= {'launch': {}, 'save_path': 'outputs/sweep'}
 NUM_TRIALS = 20
 OF_ONE_RUN = ('model_path', 'push_to_hub', 'resume', 'plan', 'method')
 """settings that would be the same place for all trials"""
-LAUNCH: tuple[str, ...] = (
-    'launcher',
-    'num_workers',
-    'cpus_per_worker',
-    'gpus_per_worker',
-    'address',
-    'placement',
-    'wait_s',
+LAUNCH = (
+    *('launcher', 'num_workers', 'cpus_per_worker', 'gpus_per_worker', 'address', 'placement', 'wait_s'),
+    'max_failures',
 )
-LAUNCH += ('placement', 'wait_s', 'max_failures')
+SPACE = ('strategy', 'values', 'min', 'max', 'log', 'step')
+STRATEGIES = ('choice', 'uniform', 'loguniform', 'quniform', 'int', 'randint')
 
 
 def read_sweep(path: str | Path, *, launcher: str | None = None) -> Sweep:
@@ -44,7 +40,9 @@ def read_sweep(path: str | Path, *, launcher: str | None = None) -> Sweep:
     Raises:
         ValueError: an unknown key (with the nearest), a missing one, a value out of range, a parameter or a value that
             the method's run does not take.
+        ImportError: Optuna is missing; names the command that installs it.
     """
+    need_optuna()
     content = read_file(path)
     try:
         return _sweep(content, launcher)
@@ -56,50 +54,47 @@ def _sweep(content: Mapping[str, Any], launcher: str | None) -> Sweep:
     for key in content:
         if key not in (*REQUIRED, *DEFAULTS):
             raise ValueError(f'{key!r} is no key of a sweep{hint(str(key), [*REQUIRED, *DEFAULTS])}')
-    for key in REQUIRED:
-        if content.get(key) is None:
-            raise ValueError(f'{key} is missing')
     given = DEFAULTS | {key: value for key, value in content.items() if value is not None}
+    for key in REQUIRED:
+        if key not in given:
+            raise ValueError(f'{key} is missing')
     METHODS.find(given['method'])
-    if given['direction'] not in DIRECTIONS:
-        raise ValueError(f'direction={given["direction"]!r} is not known; choose one of {", ".join(DIRECTIONS)}')
-    config = read_file(given['config']) if isinstance(given['config'], str) else given['config'] or {}
-    launch = (given['launch'] or {}) | ({'launcher': launcher} if launcher else {})
-    for name, value in (('config', config), ('launch', launch)):
-        if not isinstance(value, Mapping):
-            raise ValueError(f'{name}={value!r} is no names with values')
-    for key in launch:
+    given['direction'] = DIRECTIONS[known('direction', given['direction'], DIRECTIONS)]
+    given['config'] = read_file(given['config']) if isinstance(given['config'], str) else given['config']
+    for name in ('config', 'launch'):
+        if not isinstance(given[name], Mapping):
+            raise ValueError(f'{name}={given[name]!r} is no names with values')
+    for key in given['launch']:
         if key not in LAUNCH:
             raise ValueError(f'launch: {key!r} is not known; there are {", ".join(LAUNCH)}{hint(str(key), LAUNCH)}')
+    given['launch'] = given['launch'] | ({'launcher': launcher} if launcher else {})
     for name, least in (('trials', 1), ('seed', 0)):
         value = given[name]
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise ValueError(f'{name}={value!r} must be a whole number, at least {least}')
-    sampler, pruner = named('sampler', given['sampler'], SAMPLERS), named('pruner', given['pruner'], PRUNERS)
-    spaces = _spaces(given['parameters'], run_class(given['method']))
-    size = len(list(itertools.product(*map(points, spaces.values())))) if sampler[0] == 'grid' else None
-    fixed = {key: given[key] for key in ('method', 'parameters', 'metric', 'seed')}
-    fixed |= {'config': config, 'direction': DIRECTIONS[given['direction']], 'sampler': sampler}
-    sweep = Sweep(
-        method=given['method'],
-        metric=str(given['metric']),
-        direction=DIRECTIONS[given['direction']],
-        parameters=spaces,
-        config=config,
-        trials=min(filter(None, (given['trials'], size)), default=NUM_TRIALS),
-        seed=given['seed'],
-        sampler=sampler,
-        pruner=pruner,
-        launch=launch,
-        save_path=Path(given['save_path']),
-        fixed=json.loads(json.dumps(fixed, default=str)),
-    )
+    for name, classes in (('sampler', SAMPLERS), ('pruner', PRUNERS)):  # `tpe`, or {name: tpe, n_startup_trials: 5}
+        options = dict(given[name]) if isinstance(given[name], Mapping) else {'name': given[name]}
+        given[name] = known(name, options.pop('name', None), classes), options
+        made(name, *given[name])
+    fixed = {key: given[key] for key in (*REQUIRED, 'seed', 'config', 'sampler')}
+    given['parameters'] = _spaces(given['parameters'], given['method'])
+    size = math.prod(len(points(s)) for s in given['parameters'].values()) if given['sampler'][0] == 'grid' else None
+    given['trials'] = min(filter(None, (given['trials'], size)), default=NUM_TRIALS)
+    given |= {'metric': str(given['metric']), 'save_path': Path(given['save_path'])}
+    sweep = Sweep(**given, fixed=json.loads(json.dumps(fixed, default=str)))
     check_runs(sweep)
     return sweep
 
 
-def _spaces(given: Any, cls: type[Any]) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls) | their_settings(cls)
+def known(what: str, value: Any, choices: Iterable[str]) -> Any:
+    if value not in choices:
+        names = list(choices)
+        raise ValueError(f'{what}={value!r} is not known; choose one of {", ".join(names)}{hint(str(value), names)}')
+    return value
+
+
+def _spaces(given: Any, method: str) -> dict[str, Any]:
+    hints = hints_of(run_class(method)) | their_settings(run_class(method))
     if not isinstance(given, Mapping) or not given:
         raise ValueError('parameters holds the settings that vary: names, each with a list of values, or min and max')
     spaces: dict[str, Any] = {}
@@ -111,12 +106,51 @@ def _spaces(given: Any, cls: type[Any]) -> dict[str, Any]:
             raise ValueError(f'parameters: {where} is not a setting of this run{hint(key, list(hints))}')
         if name in spaces:
             raise ValueError(f'parameters: {where} is there twice')
-        kinds = typing.get_args(hints[name]) or (hints[name],)
+        kinds = options_of(hints[name])
         try:
             spaces[name] = space_of(value, whole=int in kinds and float not in kinds)
         except ValueError as error:
             raise ValueError(f'parameters: {where}: {error}') from None
     return spaces
+
+
+def space_of(given: Any, *, whole: bool) -> Any:
+    """The Optuna distribution that a sweep's file gives, as `[8, 16]`, `{min: 0, max: 1}` or in the form of trlX's
+    sweeps, `{strategy: loguniform, values: [1.0e-5, 1.0e-3]}`.
+
+    Args:
+        whole: the setting takes whole numbers only.
+
+    Raises:
+        ValueError: it is no list and has no `values` or `min` and `max`, or they do not fit the strategy.
+    """
+    given = {'values': given} if isinstance(given, list) else given
+    if not isinstance(given, Mapping):
+        raise ValueError(f'{given!r} is one value, which does not vary; give a list of values, or min and max')
+    for key in given:
+        known('key', key, SPACE)
+    values = given.get('values')
+    strategy = given.get('strategy', 'choice' if values is not None else 'int' if whole else 'uniform')
+    if known('strategy', strategy, STRATEGIES) == 'choice':
+        single = isinstance(values, list) and all(isinstance(v, float | int | str | bool | None) for v in values)
+        if not values or not single or set(given) - {'strategy', 'values'}:
+            raise ValueError('choice takes values, a list of at least one, each a single value, and nothing else')
+        return distribution('Categorical', values)
+    if values is not None and (not isinstance(values, list) or len(values) not in (2, 3) or 'min' in given):
+        raise ValueError(f'{strategy} takes values: [low, high], or min and max')
+    bounds: list[Any] = [*values, None] if values else [given.get(name) for name in ('min', 'max', 'step')]
+    low, high, step = bounds[:3]
+    for name, value in (('min', low), ('max', high), ('step', 1 if step is None else step)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f'{name}={value!r} is no number, and a range needs min and max')
+    if strategy == 'quniform' and step is None:
+        raise ValueError('quniform needs a step: values: [low, high, step]')
+    log, high = given.get('log', strategy == 'loguniform'), high - (strategy == 'randint')  # as numpy and Ray have it
+    if not whole and strategy not in ('int', 'randint'):
+        return distribution('Float', low, high, log, step)
+    if any(value != int(value) for value in (low, high, step or 1)):
+        raise ValueError(f'{low}, {high}: whole numbers are needed')
+    return distribution('Int', int(low), int(high), log, int(step or 1))
 
 
 def check_runs(sweep: Sweep) -> None:
@@ -133,12 +167,14 @@ def check_runs(sweep: Sweep) -> None:
     for name in OF_ONE_RUN:
         if base.get(name):
             raise ValueError(f'config: {name} is of one run, and trials are many; leave it out')
-    base = presets_of(cls, sweep.method) | base
-    first = {name: ends(space)[0] for name, space in sweep.parameters.items()}
-    for name, value in ((name, value) for name, space in sweep.parameters.items() for value in ends(space)):
-        words = [(key, key, each) for key, each in (first | {name: value}).items()]
+    ends = {
+        name: getattr(space, 'choices', None) or (space.low, space.high) for name, space in sweep.parameters.items()
+    }
+    for name, value in ((name, value) for name, values in ends.items() for value in values):
+        words = [(key, key, value if key == name else values[0]) for key, values in ends.items()]
         try:
-            values, of_processes = in_our_words(base | values_of(words, cls, 'parameters', below), cls)
+            values = presets_of(cls, sweep.method) | base | values_of(words, cls, 'parameters', below)
+            values, of_processes = in_our_words(values, cls)
             if not sweep.launch:
                 meet(of_processes.get('num_training_workers'))
             run = cls.from_dict(values)

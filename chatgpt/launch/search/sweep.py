@@ -13,8 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,33 +48,69 @@ def run_sweep(sweep: Sweep, *, jobs: int = 1) -> int:
     """
     from chatgpt.strategies.checkpoint import claim_folder  # torch, after the file was read
 
-    with claim_folder(sweep.save_path):
-        kept = sweep.save_path / 'sweep.json'
+    folder = sweep.save_path
+    with claim_folder(folder):
+        kept = folder / 'sweep.json'
         before = json.loads(kept.read_text()) if kept.is_file() else sweep.fixed
         for name, value in sweep.fixed.items():
             if before.get(name) != value:
                 raise ValueError(
-                    f'{sweep.save_path} holds a sweep whose {name} is {json.dumps(before.get(name))}, not '
-                    f'{json.dumps(value)}; give another save_path'
+                    f'{folder} holds a sweep whose {name} is {json.dumps(before.get(name))}, not {json.dumps(value)}; '
+                    'give another save_path'
                 )
         study = Study(sweep)
         kept.write_text(json.dumps(sweep.fixed, indent=1) + '\n')
-        config = yaml.safe_dump(sweep.fixed['config'], sort_keys=False, allow_unicode=True)
-        (sweep.save_path / 'config.yaml').write_text(config)
-        with Signals() as signals:
-            number = Loop(sweep, study, jobs, signals).run()
+        (folder / 'config.yaml').write_text(yaml.safe_dump(sweep.fixed['config'], sort_keys=False, allow_unicode=True))
+        received = _run_trials(sweep, study, jobs)
         table, best, unfinished = study.write_table()
         say(table)
         study.write_plots()
         if best is not None:
             parameters = {name: best[name] for name in sweep.parameters}
             say(f'best: trial {best["number"]} with {sweep.metric} {best["value"]:.6g}: {_words(parameters)}')
-            say(f'its settings: {sweep.save_path}/trial-{best["number"]:04d}/config.yaml')
-        if number is not None:
+            say(f'its settings: {folder}/trial-{best["number"]:04d}/config.yaml')
+        if received is not None:
             these = f' with trial {", ".join(map(str, unfinished))}' if unfinished else ''
             say(f'stopped; the same command goes on{these}')
-            return 128 + number
+            return 128 + received
     return 0 if best is not None else 1
+
+
+def _run_trials(sweep: Sweep, study: Study, jobs: int) -> int | None:
+    """Until all trials have ended; the number of the signal that ended it before that, else None. After a signal all
+    trials save and leave, and stay unfinished in the study; a second one ends them at once."""
+    unfinished, running, received = study.unfinished(), list[Running](), None
+    with Signals() as signals:
+        try:
+            while True:
+                while received is None and len(running) < jobs:
+                    again = bool(unfinished)
+                    if not again and study.num_trials() >= sweep.trials:
+                        break
+                    trial = unfinished.pop(0) if again else study.ask()
+                    slot = min(set(range(jobs)) - {r.slot for r in running})
+                    say(f'trial {trial.number} {"goes on" if again else "starts"}: {_words(trial.params)}')
+                    running.append(Running(sweep, trial, slot, jobs, again=again))
+                for one in list(running):
+                    if one.has_ended(study, told=received is None):
+                        running.remove(one)
+                if not running and (received or not unfinished and study.num_trials() >= sweep.trials):
+                    return received
+                for number in signals.take():
+                    if received is None:
+                        received = number
+                        name = signal.Signals(number).name
+                        say(f'{name}: passed on to {len(running)} trials, which save and leave')
+                    else:
+                        for one in running:
+                            one.kill()
+                if received is not None:
+                    for one in running:
+                        one.stop()
+                time.sleep(POLL_S)
+        finally:  # an error of ours leaves no process behind
+            for one in running:
+                one.kill()
 
 
 def command(sweep: Sweep, config: Path, folder: Path, parameters: Mapping[str, Any], *, again: bool) -> list[str]:
@@ -117,7 +152,7 @@ class Running:
     """A trial and its process."""
 
     def __init__(self, sweep: Sweep, trial: Any, slot: int, jobs: int, *, again: bool) -> None:
-        self.trial, self.slot, self.metric = trial, slot, sweep.metric
+        self.sweep, self.trial, self.slot = sweep, trial, slot
         self.folder = sweep.save_path / f'trial-{trial.number:04d}'
         self.folder.mkdir(parents=True, exist_ok=True)
         _wait_until_free(self.folder)
@@ -135,22 +170,39 @@ class Running:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_ends_with(os.getpid()),
+                preexec_fn=_stop_with_this_process(),
             )
 
-    def read(self, study: Study) -> None:
-        """Take up what it has logged since, until it is to be pruned.
+    def has_ended(self, study: Study, *, told: bool) -> bool:
+        """Whether its process has; read its metric, and decide whether it goes on. `told`: the study is told the end.
 
         Raises:
             ValueError: the run has no metric of that name; lists the nearest.
         """
+        if self._told_to_stop is not None and time.monotonic() > self._told_to_stop + STOP_S:
+            self.kill()
+        ended = self.process.poll() is not None  # before the last reading
+        if told and self.pruned_at is None:
+            self._read(study)
+        if ended and told:
+            self._tell_end(study)
+        elif self.pruned_at is not None:
+            self.stop()
+        return ended
+
+    def _read(self, study: Study) -> None:
+        """Take up what it has logged since, until it is to be pruned."""
         from chatgpt.trainer.callbacks.base import metric_value  # torch, which a mistake in the file does not wait for
 
-        path = self.folder / 'metrics.jsonl'
+        path, metric = self.folder / 'metrics.jsonl', self.sweep.metric
         for line in read_jsonl(path) if path.is_file() else []:
             step = line.pop('step')
-            is_lost = self.metric in line and line[self.metric] is None
-            value = None if is_lost else metric_value(line, self.metric)
+            is_lost = metric in line and line[metric] is None
+            try:
+                value = None if is_lost else metric_value(line, metric)
+            except ValueError as error:
+                told = f'{error}; correct metric, and give another save_path or remove {self.sweep.save_path}'
+                raise ValueError(told) from None
             if step in self.curve or (value is None and not is_lost):
                 continue
             self.curve[step] = value
@@ -158,10 +210,32 @@ class Running:
                 self.pruned_at = step
                 return
 
-    def has_ended(self) -> bool:
-        if self._told_to_stop is not None and time.monotonic() > self._told_to_stop + STOP_S:
-            self.kill()
-        return self.process.poll() is not None
+    def _tell_end(self, study: Study) -> None:
+        last, metric = self.pruned_at or max(self.curve, default=0), self.sweep.metric
+        value, seconds, error = self.curve.get(last), time.monotonic() - self.started, ''
+        if self.pruned_at is not None:
+            state, told = 'PRUNED', f'pruned at step {last}: {metric} {value:.6g}'
+        elif error := self._error():
+            state, told = 'FAIL', f'failed: {error} (output.log in its folder)'
+        else:
+            state, told = 'COMPLETE', f'complete: {metric} {value:.6g} in {seconds:.0f} s'
+        say(f'trial {self.trial.number} {told}')
+        study.end(self.trial, state, value, seconds=seconds, error=error)
+        study.write_table()
+
+    def _error(self) -> str:
+        """Why it failed, in one line: its last `error: ...`, or its last line; '' where it did not fail."""
+        code, last, metric = self.process.returncode, max(self.curve, default=0), self.sweep.metric
+        if code < 0:
+            return f'ended by {signal.Signals(-code).name}'
+        if not code:
+            no_value = f'{metric} is not finite at step {last}' if last else f'it logged no {metric}'
+            return no_value if self.curve.get(last) is None else ''
+        with open(self.folder / 'output.log', 'rb') as file:
+            file.seek(max(self._start, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = [line.strip() for line in file.read().decode(errors='replace').splitlines() if line.strip()]
+        said = [line for line in lines if line.startswith('error: ')] or lines or [f'ended with exit code {code}']
+        return said[-1].removeprefix('error: ')
 
     def stop(self) -> None:
         """Ask it to save and leave; it is killed where it does not in time."""
@@ -177,20 +251,6 @@ class Running:
             pass
         self.process.wait()
 
-    def error(self) -> str:
-        """Why it failed, in one line: its last `error: ...`, or its last line; '' where it did not fail."""
-        code, last = self.process.returncode, max(self.curve, default=0)
-        if code < 0:
-            return f'ended by {signal.Signals(-code).name}'
-        if not code:
-            no_value = f'{self.metric} is not finite at step {last}' if last else f'it logged no {self.metric}'
-            return no_value if self.curve.get(last) is None else ''
-        with open(self.folder / 'output.log', 'rb') as file:
-            file.seek(max(self._start, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = [line.strip() for line in file.read().decode(errors='replace').splitlines() if line.strip()]
-        said = [line for line in lines if line.startswith('error: ')] or lines or [f'ended with exit code {code}']
-        return said[-1].removeprefix('error: ')
-
 
 def _wait_until_free(folder: Path) -> None:
     """A process of a sweep that was killed may still be saving here."""
@@ -199,99 +259,22 @@ def _wait_until_free(folder: Path) -> None:
     end = time.monotonic() + STOP_S
     while True:
         try:
-            claim_folder(folder).release()
-            return
+            return claim_folder(folder).release()
         except CheckpointError:
             if time.monotonic() > end:
                 raise
-            time.sleep(0.2)
+            time.sleep(POLL_S)
 
 
-def _ends_with(parent: int) -> Any:
+def _stop_with_this_process() -> Callable[[], None] | None:
     """For the child before its program: the kernel sends it SIGTERM when the sweep has ended, in whatever way."""
     if not sys.platform.startswith('linux'):
         return None
-    return partial(_ask_for_signal, ctypes.CDLL(None), parent)
+    libc, parent = ctypes.CDLL(None), os.getpid()
 
+    def ask() -> None:
+        libc.prctl(1, int(signal.SIGTERM))  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
 
-def _ask_for_signal(libc: Any, parent: int) -> None:
-    libc.prctl(1, int(signal.SIGTERM))  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-class Loop:
-    """What runs now, and what comes next."""
-
-    def __init__(self, sweep: Sweep, study: Study, jobs: int, signals: Signals) -> None:
-        self.sweep, self.study, self.jobs, self.signals = sweep, study, jobs, signals
-        self.running: list[Running] = []
-        self.unfinished = study.unfinished()
-
-    def run(self) -> int | None:
-        """Until all trials have ended; the number of the signal that ended it before that, else None."""
-        try:
-            while self.fill() or self.running:
-                for running in list(self.running):
-                    self.look_at(running)
-                if received := self.signals.take():
-                    self.stop_all(received[0])
-                    return received[0]
-                time.sleep(POLL_S)
-            return None
-        finally:  # an error of ours leaves no process behind
-            for running in self.running:
-                running.kill()
-
-    def fill(self) -> bool:
-        """Start what fits; whether anything was started."""
-        before = len(self.running)
-        while len(self.running) < self.jobs:
-            again = bool(self.unfinished)
-            if not again and self.study.num_trials() >= self.sweep.trials:
-                break
-            trial = self.unfinished.pop(0) if again else self.study.ask()
-            slot = min(set(range(self.jobs)) - {r.slot for r in self.running})
-            say(f'trial {trial.number} {"goes on" if again else "starts"}: {_words(trial.params)}')
-            self.running.append(Running(self.sweep, trial, slot, self.jobs, again=again))
-        return len(self.running) > before
-
-    def look_at(self, running: Running) -> None:
-        """Read its metric, decide whether it goes on, and tell the study when it has ended."""
-        ended = running.has_ended()  # before the last reading
-        if running.pruned_at is None:
-            try:
-                running.read(self.study)
-            except ValueError as error:
-                told = f'{error}; correct metric, and give another save_path or remove {self.sweep.save_path}'
-                raise ValueError(told) from None
-        if ended:
-            self.running.remove(running)
-            self.end(running)
-        elif running.pruned_at is not None:
-            running.stop()
-
-    def end(self, running: Running) -> None:
-        last, metric = running.pruned_at or max(running.curve, default=0), self.sweep.metric
-        value, seconds, error = running.curve.get(last), time.monotonic() - running.started, ''
-        if running.pruned_at is not None:
-            state, told = 'PRUNED', f'pruned at step {last}: {metric} {value:.6g}'
-        elif error := running.error():
-            state, told = 'FAIL', f'failed: {error} (output.log in its folder)'
-        else:
-            state, told = 'COMPLETE', f'complete: {metric} {value:.6g} in {seconds:.0f} s'
-        say(f'trial {running.trial.number} {told}')
-        self.study.end(running.trial, state, value, seconds=seconds, error=error)
-        self.study.write_table()
-
-    def stop_all(self, number: int) -> None:
-        """All trials save and leave; they stay unfinished in the study. A second signal ends them at once."""
-        say(f'{signal.Signals(number).name}: passed on to {len(self.running)} trials, which save and leave')
-        for running in self.running:
-            running.stop()
-        while any(not running.has_ended() for running in self.running):
-            if self.signals.take():
-                for running in self.running:
-                    running.kill()
-            time.sleep(POLL_S)
-        self.running.clear()
+    return ask

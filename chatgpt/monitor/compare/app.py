@@ -1,33 +1,38 @@
-"""The pages on which people compare answers, as an ASGI application."""
+"""The pages of this package, as ASGI applications: people compare answers, and read the recorded sequences of runs.
+The reader itself is the report's (`report/assets/rollouts.js`); here are its questions and their answers."""
 
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from chatgpt.monitor.compare.server import ASSETS, asset_routes
+from chatgpt.monitor.compare.serving import ASSETS
 from chatgpt.monitor.compare.statistics import lines, summarize
 from chatgpt.monitor.compare.store import MAX_COMMENT, MAX_NAME, NotAsked, Store
+from chatgpt.monitor.report.rollouts import page_row
+from chatgpt.monitor.run_folder import RunFolder
+from chatgpt.monitor.run_folder.rollouts import read_rollouts, recorded_phases
+
+NUM_ROWS = 200
+"""of an answer to a question without `limit`"""
 
 
 def compare_app(store: Store) -> Any:
     """A Starlette application. `/` is the page, `/results` says what came out and which model is which; the page posts
     JSON to `/api/...`, and every answer is the state after it: person, pair, progress."""
-    from starlette.applications import Starlette
     from starlette.responses import JSONResponse
     from starlette.routing import Route
-    from starlette.templating import Jinja2Templates
 
-    templates = Jinja2Templates(directory=ASSETS)
     # Cookies do not know ports, and a number means another person in another file.
     cookie = f'chatgpt_person_{store.settings.get("id", "")}'
 
     async def page(request: Any) -> Any:
-        limits = {'max_name': MAX_NAME, 'max_comment': MAX_COMMENT}
-        return templates.TemplateResponse(request, 'compare.html', limits)
+        return _page(request, 'compare.html', max_name=MAX_NAME, max_comment=MAX_COMMENT)
 
     async def results(request: Any) -> Any:
-        return templates.TemplateResponse(request, 'results.html', {'lines': lines(summarize(store))})
+        return _page(request, 'results.html', lines=lines(summarize(store)))
 
     def person_of(request: Any) -> int | None:
         number = request.cookies.get(cookie, '')
@@ -62,10 +67,7 @@ def compare_app(store: Store) -> Any:
         return JSONResponse({'error': f'this cannot be saved: {error}'}, 503)
 
     actions = Route('/api/{action:str}', act, methods=['POST'])
-    return Starlette(
-        routes=[Route('/', page), Route('/results', results), actions, *asset_routes()],
-        exception_handlers={sqlite3.Error: not_saved},
-    )
+    return _application([Route('/', page), Route('/results', results), actions], {sqlite3.Error: not_saved})
 
 
 def _perform(store: Store, person: Any, action: str, given: Any) -> int | None:
@@ -96,3 +98,80 @@ def _text(given: Any, name: str) -> str:
         raise ValueError(f'{name} is no text')
     value.encode()  # half of a surrogate pair is no text either, and cannot be stored
     return value
+
+
+def rollouts_app(runs: Sequence[str | Path]) -> Any:
+    """A Starlette application. `/` is the page; `/api/runs` gives name and recorded phases of each run; `/api/rollouts`
+    gives rows of one, ?run=&phase=&prompt=&text=&min=&max=&offset=&limit=, of which all but `run` may be left
+    out: see `read_rollouts` for what they mean, and `page_row` for a row.
+
+    Raises:
+        ValueError: a folder without recorded sequences.
+    """
+    from starlette.concurrency import run_in_threadpool
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+
+    folders = [Path(run).absolute() for run in runs]
+    for folder in folders:
+        if not recorded_phases(folder):
+            RunFolder(folder)  # says what is wrong with one that is no run's
+            raise ValueError(
+                f'{folder} has no recorded sequences: give the folder of a run that draws responses (PPO, GRPO, ...), '
+                'with rollouts/'
+            )
+
+    async def page(request: Any) -> Any:
+        return _page(request, 'rollouts.html', runs=[folder.name for folder in folders])
+
+    async def told(request: Any) -> Any:
+        return JSONResponse([{'name': folder.name, 'phases': recorded_phases(folder)} for folder in folders])
+
+    async def rows(request: Any) -> Any:
+        try:
+            asked = _question(request.query_params)
+            folder = folders[_whole(request.query_params, 'run', 0, len(folders) - 1)]
+        except ValueError as error:
+            return JSONResponse({'error': f'this cannot be read: {error}'}, 400)
+        found = await run_in_threadpool(read_rollouts, folder, **asked)
+        return JSONResponse([page_row(row) for row in found])
+
+    return _application([Route('/', page), Route('/api/runs', told), Route('/api/rollouts', rows)])
+
+
+def _question(given: Mapping[str, str]) -> dict[str, Any]:
+    """The arguments of `read_rollouts`. Raises ValueError for what is no number."""
+    least, most = (float(given[name]) if given.get(name) else None for name in ('min', 'max'))
+    return {
+        'phases': [_whole(given, 'phase')] if given.get('phase') else None,
+        'prompt': given.get('prompt'),
+        'text': given.get('text'),
+        'score': (least, most),
+        'offset': _whole(given, 'offset'),
+        'limit': _whole(given, 'limit', NUM_ROWS),
+    }
+
+
+def _whole(given: Mapping[str, str], name: str, default: int = 0, most: float = float('inf')) -> int:
+    value = int(given.get(name) or default)
+    if not 0 <= value <= most:
+        raise ValueError(f'{name}={value} is out of range')
+    return value
+
+
+def _page(request: Any, name: str, **values: Any) -> Any:
+    from starlette.templating import Jinja2Templates
+
+    return Jinja2Templates(directory=ASSETS).TemplateResponse(request, name, values)
+
+
+def _application(routes: list[Any], handlers: Any = None) -> Any:
+    """With our files, and the report's: what every page looks like, and the reader of sequences."""
+    from starlette.applications import Starlette
+    from starlette.routing import Mount
+    from starlette.staticfiles import StaticFiles
+
+    from chatgpt.monitor.report.page import ASSETS as REPORT_ASSETS
+
+    files = [Mount(p, StaticFiles(directory=f)) for p, f in (('/assets', ASSETS), ('/report', REPORT_ASSETS))]
+    return Starlette(routes=[*routes, *files], exception_handlers=handlers)

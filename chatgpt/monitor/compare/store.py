@@ -31,7 +31,7 @@ APPLICATION = 0x43474350
 LEASE_S = 900.0
 CHOICES = ('left', 'right', 'tie', 'both_bad', 'skip')
 MAX_NAME, MAX_COMMENT = 60, 4000
-SCHEMA = """
+SCHEMA = f"""
 CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE pairs (
     id INTEGER PRIMARY KEY, prompt TEXT NOT NULL, shown TEXT NOT NULL, answer_a TEXT, answer_b TEXT, margin REAL);
@@ -41,7 +41,10 @@ CREATE TABLE judgements (
     asked REAL NOT NULL, verdict TEXT CHECK (verdict IN ('a', 'b', 'tie', 'both_bad', 'skip')),
     comment TEXT NOT NULL DEFAULT '', judged REAL, number INTEGER, PRIMARY KEY (person, pair));
 CREATE INDEX judgements_of_pair ON judgements (pair);
+PRAGMA application_id = {APPLICATION};
+PRAGMA user_version = {VERSION}
 """
+
 # Others' places at a pair: judged, or asked so lately that the answer is still to come.
 TAKEN = """(SELECT pair, COUNT(*) AS taken FROM judgements WHERE person != :person AND
     (verdict IN ('a', 'b', 'tie', 'both_bad') OR (verdict IS NULL AND asked > :since)) GROUP BY pair)"""
@@ -101,11 +104,10 @@ class Store:
             raise ValueError(f'{path} is no database of comparisons: {error}') from None
 
     def _open(self) -> None:
-        application, version = (self._value(f'PRAGMA {name}') for name in ('application_id', 'user_version'))
         is_new = not self._value('SELECT COUNT(*) FROM sqlite_master')
-        if not is_new and application != APPLICATION:
+        if not is_new and self._value('PRAGMA application_id') != APPLICATION:
             raise ValueError('it is one of something else; give another --db')
-        if not is_new and version != VERSION:
+        if not is_new and (version := self._value('PRAGMA user_version')) != VERSION:
             raise ValueError(f'its tables have version {version}, and this package reads {VERSION}')
         for line in ('journal_mode = WAL', 'synchronous = FULL', 'foreign_keys = ON'):
             self._db.execute(f'PRAGMA {line}')
@@ -113,8 +115,6 @@ class Store:
             with self._change():
                 for statement in SCHEMA.split(';'):
                     self._db.execute(statement)
-                self._db.execute(f'PRAGMA application_id = {APPLICATION}')
-                self._db.execute(f'PRAGMA user_version = {VERSION}')
 
     def _value(self, query: str, *values: Any) -> Any:
         row = self._db.execute(query, values).fetchone()
@@ -167,9 +167,17 @@ class Store:
             self._db.executemany('INSERT INTO pairs (prompt, shown) VALUES (?, ?)', rows)
             self._put_settings(settings | {'id': secrets.token_hex(6)})
 
+    def _column(self, name: str) -> list[Any]:
+        return [row[0] for row in self._db.execute(f'SELECT {name} FROM pairs ORDER BY id')]
+
+    def _set_column(self, name: str, values: Sequence[Any]) -> None:
+        with self._change():
+            rows = list(zip(values, self._column('id'), strict=True))
+            self._db.executemany(f'UPDATE pairs SET {name} = ? WHERE id = ?', rows)
+
     def records(self) -> list[dict[str, Any]]:
         """The prompts, one per pair."""
-        return [json.loads(row['prompt']) for row in self._db.execute('SELECT prompt FROM pairs ORDER BY id')]
+        return list(map(json.loads, self._column('prompt')))
 
     @property
     def has_answers(self) -> bool:
@@ -177,7 +185,7 @@ class Store:
 
     def answers(self, side: str) -> list[str] | None:
         """The answers 'a' or 'b' to all prompts; None before there are any."""
-        found = [row[0] for row in self._db.execute(f'SELECT answer_{side} FROM pairs ORDER BY id')]
+        found = self._column(f'answer_{side}')
         return None if None in found else found
 
     def set_answers(self, side: str, texts: Sequence[str]) -> None:
@@ -191,11 +199,14 @@ class Store:
         """s_a − s_b of each pair by a reward model; None where it has none to give."""
         self._set_column('margin', margins)
 
-    def _set_column(self, name: str, values: Sequence[Any]) -> None:
-        with self._change():
-            ids = [row[0] for row in self._db.execute('SELECT id FROM pairs ORDER BY id')]
-            rows = list(zip(values, ids, strict=True))
-            self._db.executemany(f'UPDATE pairs SET {name} = ? WHERE id = ?', rows)
+    @property
+    def num_pairs(self) -> int:
+        return self._value('SELECT COUNT(*) FROM pairs')
+
+    @property
+    def num_asked(self) -> int:
+        """Pairs that people are asked about: equal answers are not compared."""
+        return self._value('SELECT COUNT(*) FROM pairs WHERE answer_a != answer_b')
 
     @property
     def annotators_per_pair(self) -> int:
@@ -218,28 +229,35 @@ class Store:
 
     def next_pair(self, person: int) -> AskedPair | None:
         """The pair that a person has, or a new one; None where nothing is left for this person at this time."""
-        draw = self._draws(person)
+        start = f'{self.settings.get("seed", 0)} {self.name_of(person)}'
+
+        def draw(pair: int, what: str) -> float:
+            """Uniform in [0, 1), by the seed, the person and the arguments alone."""
+            digest = hashlib.blake2b(f'{start} {pair} {what}'.encode(), digest_size=8).digest()
+            return int.from_bytes(digest, 'big') / 2**64
+
+        def rank(row: sqlite3.Row) -> tuple[float, ...]:
+            unsure = math.inf if row['margin'] is None else abs(row['margin'])
+            return -row['taken'], unsure, draw(row['id'], 'order')
+
         with self._change():
             found = self._candidates(person, self.clock() - LEASE_S)
-            held = self._db.execute(
-                'SELECT pair, comment FROM judgements WHERE person = ? AND verdict IS NULL', (person,)
-            ).fetchone()
-            row = next((row for row in found if held is not None and row['id'] == held['pair']), None)
-            comment = held['comment'] if row is not None else ''
-            if row is None and found:
-                row = min(found, key=lambda r: (-r['taken'], _size(r['margin']), draw(r['id'], 'order')))
+            query = 'SELECT pair, comment FROM judgements WHERE person = ? AND verdict IS NULL'
+            held = self._db.execute(query, (person,)).fetchone()
+            keeps = held is not None and any(row['id'] == held['pair'] for row in found)
+            chosen = held['pair'] if keeps else min(found, key=rank)['id'] if found else None
             self._db.execute('DELETE FROM judgements WHERE person = ? AND verdict IS NULL', (person,))
-            if row is None:
+            if chosen is None:
                 return None
-            row = self._db.execute('SELECT * FROM pairs WHERE id = ?', (row['id'],)).fetchone()
-            a_is_left = draw(row['id'], 'side') < 0.5
+            row = self._db.execute('SELECT * FROM pairs WHERE id = ?', (chosen,)).fetchone()
+            a_is_left, comment = draw(chosen, 'side') < 0.5, held['comment'] if keeps else ''
             self._db.execute(
                 'INSERT INTO judgements (person, pair, a_is_left, asked, comment) VALUES (?, ?, ?, ?, ?)',
-                (person, row['id'], a_is_left, self.clock(), comment),
+                (person, chosen, a_is_left, self.clock(), comment),
             )
         answers = (row['answer_a'], row['answer_b'])
         left, right = answers if a_is_left else answers[::-1]
-        return AskedPair(row['id'], row['shown'], left, right, comment)
+        return AskedPair(chosen, row['shown'], left, right, comment)
 
     def _candidates(self, person: int, since: float) -> list[sqlite3.Row]:
         """Pairs that this person may be asked about, where whoever was asked before `since` has lost the place."""
@@ -249,16 +267,6 @@ class Store:
             (SELECT pair FROM judgements WHERE person = :person AND verdict IS NOT NULL)""",
             {'person': person, 'since': since, 'places': self.annotators_per_pair},
         ).fetchall()
-
-    def _draws(self, person: int) -> Callable[[int, str], float]:
-        """Uniform numbers in [0, 1) of a person, which depend on nothing else but the seed and the arguments."""
-        start = f'{self.settings.get("seed", 0)} {self.name_of(person)}'
-
-        def draw(pair: int, what: str) -> float:
-            digest = hashlib.blake2b(f'{start} {pair} {what}'.encode(), digest_size=8).digest()
-            return int.from_bytes(digest, 'big') / 2**64
-
-        return draw
 
     def judge(self, person: int, pair: int, choice: str, comment: str = '') -> None:
         """Keep what a person said, for good when this returns. The same again changes nothing but the comment.
@@ -329,15 +337,6 @@ class Store:
             'open': len(self._candidates(person, math.inf)),
         }
 
-    @property
-    def num_pairs(self) -> int:
-        return self._value('SELECT COUNT(*) FROM pairs')
-
-    @property
-    def num_asked(self) -> int:
-        """Pairs that people are asked about: equal answers are not compared."""
-        return self._value('SELECT COUNT(*) FROM pairs WHERE answer_a != answer_b')
-
     def preferences(self) -> tuple[list[dict[str, Any]], int]:
         """Records that `chatgpt.data.load_preferences` reads, and how many judged pairs give none.
 
@@ -363,7 +362,3 @@ class Store:
             record = json.loads(pair['prompt']) | {'chosen': texts[0], 'rejected': texts[1], 'pair': pair['id']}
             rows.append(record | about | {'comments': comments})
         return rows, len(of_pair) - len(rows)
-
-
-def _size(margin: float | None) -> float:
-    return math.inf if margin is None else abs(margin)

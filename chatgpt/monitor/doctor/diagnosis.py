@@ -1,8 +1,12 @@
-"""From the numbers of a run to findings: phase by phase, while it goes on or afterwards."""
+"""From the numbers of a run to findings, phase by phase, while it goes on or afterwards; and the explanation of each
+finding, a section of docs/doctor.md, which an installed package has a copy of."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from chatgpt.monitor.doctor import collecting, learning  # noqa: F401  register the checks
@@ -10,6 +14,7 @@ from chatgpt.monitor.doctor.finding import CHECKS, LEVELS, Finding
 from chatgpt.monitor.doctor.history import History
 from chatgpt.monitor.run_folder.reading import RunFolder
 from chatgpt.monitor.run_folder.record import RunRecord
+from chatgpt.names import hint
 
 
 class Diagnosis:
@@ -39,17 +44,9 @@ class Diagnosis:
         for key, check in CHECKS.items():
             if self.found.keys() & {key, *check.unless} or (seen := check.look(self.history)) is None:
                 continue
-            finding = Finding(
-                key=key,
-                step=self.history.step,
-                level=seen.level or check.level,
-                title=seen.title or check.title,
-                evidence=seen.evidence,
-                cause=seen.cause,
-                change=seen.change,
-            )
-            self.found[key] = finding.step
-            new.append(finding)
+            said = {'level': check.level, 'title': check.title} | {k: v for k, v in seen._asdict().items() if v}
+            new.append(Finding(key=key, step=self.history.step, **said))
+            self.found[key] = self.history.step
         return new
 
 
@@ -62,3 +59,36 @@ def diagnose(run: RunFolder) -> list[Finding]:
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
     """By level, then by phase."""
     return sorted(findings, key=lambda f: (LEVELS.index(f.level), f.step))
+
+
+# ---------------------------------------------------------------------- explanations
+
+COPY = Path(__file__).with_name('explanations.md')
+"""written by setup.py when the package is built"""
+PAGE = Path(__file__).resolve().parents[3] / 'docs' / 'doctor.md'
+
+
+@cache
+def explanations() -> dict[str, str]:
+    """Text by the key of a finding, in the order of the page; links are their words alone."""
+    text = (COPY if COPY.is_file() else PAGE).read_text(encoding='utf-8')
+    sections = re.findall(r'^### (\S+)\n(.*?)(?=^##)', text, re.MULTILINE | re.DOTALL)
+    return {key: re.sub(r'\[([^\]]+)\]\([^)]+\)', r'\1', section).strip() for key, section in sections}
+
+
+def explain(key: str) -> str:
+    """The explanation of a finding.
+
+    Raises:
+        ValueError: there is no finding of that key; names the nearest.
+    """
+    if key not in explanations():
+        raise ValueError(f'--explain {key}: the doctor has no such finding{hint(key, explanations())}')
+    return f'{key}\n\n{explanations()[key]}'
+
+
+def overview() -> str:
+    """Each key with the beginning of what is seen."""
+    width = max(map(len, explanations()))
+    seen = {key: ' '.join(text.split('\n\n')[0].removeprefix('Seen: ').split()) for key, text in explanations().items()}
+    return '\n'.join(f'{key:{width}}  {text if len(text) < 90 else text[:87] + "..."}' for key, text in seen.items())

@@ -15,8 +15,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from chatgpt import __version__
-from chatgpt.monitor.report.series import Column, columns, number
-from chatgpt.monitor.report.summary import what_improved
+from chatgpt.monitor.report.series import Column, columns, number, what_improved
 from chatgpt.monitor.report.text import value_text
 from chatgpt.monitor.run_folder import RunFolder, RunRecord
 
@@ -38,44 +37,38 @@ Measured = list[tuple[str, float | None, float, float | None]]
 
 @dataclass(kw_only=True)
 class ModelFacts:
-    """What is known of a model and of the run that trained it."""
+    """What is known of a model and of the run that trained it; `record` is None of a model saved without a run.
+
+    Args:
+        samples: rows with prompt, response and score of one phase.
+        improved: over the run, in a line.
+        source: what the model was loaded from, a hub name or a folder.
+        rank: of the adapters, where only these are saved.
+        title: None: the name of the model's folder, or of the run's where the former says nothing.
+        more: further front matter, such as license, language, datasets, tags.
+    """
 
     record: RunRecord | None = None
-    """None: of a model that is saved without a run"""
     metrics: Sequence[Mapping[str, Any]] = ()
     eval: Sequence[Mapping[str, Any]] = ()
     samples: Sequence[Mapping[str, Any]] = ()
-    """rows with prompt, response and score of one phase"""
     findings: Sequence[Mapping[str, Any]] = ()
     improved: str = ''
-    """in a line"""
     source: str | None = None
-    """what the model was loaded from: a hub name or a folder"""
     parameters: int | None = None
     family: str | None = None
     rank: int | None = None
-    """of the adapters, where only these are saved"""
     run_name: str | None = None
     title: str | None = None
-    """None: the name of the model's folder, or of the run's where the former says nothing"""
     more: dict[str, Any] = field(default_factory=dict)
-    """further front matter: license, language, datasets, tags"""
 
     @classmethod
     def of(cls, run: RunFolder, **more: Any) -> ModelFacts:
         """Of a run's folder."""
+        rows: Any = {name: getattr(run, name) for name in ('record', 'metrics', 'eval', 'findings')}
         samples = run.eval_samples or run.samples
-        rows = [row for row in samples if row['step'] == samples[-1]['step']]
-        return cls(
-            record=run.record,
-            metrics=run.metrics,
-            eval=run.eval,
-            samples=rows,
-            findings=run.findings,
-            run_name=run.name,
-            improved=what_improved(run),
-            **more,
-        )
+        last = [row for row in samples if row['step'] == samples[-1]['step']]
+        return cls(**rows, samples=last, run_name=run.name, improved=what_improved(run), **more)
 
 
 class Base(NamedTuple):
@@ -117,34 +110,29 @@ def write_card(folder: str | Path, facts: ModelFacts, *, role: Role = 'actor', n
     base, shape, measured = base_of(facts.source), shape_of(place, role), measured_on_eval(found)
     settings = {k: without_paths(v) for k, v in record.settings.items() if k not in UNSHOWN}
     everything = {'settings': settings, 'generation': record.generation, 'optimizers': record.optimizers}
+    shown: dict[str, Any] = {
+        'facts': facts,
+        'title': title,
+        'name': place.name,
+        'role': role,
+        'base': base,
+        'shape': shape,
+    }
+    shown |= {'record': facts.record, 'settings': settings, 'measured': measured, 'note': NOTE, 'version': __version__}
+    shown |= {'role': role, 'number': number, 'code': code, 'block': block, 'fenced': fenced, 'repr': repr}
     card = ModelCard.from_template(
         front_matter(facts, title, role, shape, measured, base),
         template_path=str(Path(__file__).with_name('card.md.j2')),
-        note=NOTE,
-        title=title,
-        name=place.name,
-        role=role,
-        facts=facts,
-        base=base,
-        shape=shape,
-        record=facts.record,
         phases=max([record.phase, *(int(row['step']) for row in facts.metrics)]),
         start=record.starts[-1] if record.starts else None,
         data={key: (hub_name(record.settings.get(key)), record.data.get(name, '')) for key, name in DATA.items()},
         reward=reward_of(record),
-        measured=measured,
         only_score=all(re.match('eval/(score|length|ended|num_prompts)', name) for name, *_ in measured),
         samples=list(facts.samples)[:num_samples],
         last={name: values[-1] for name, (_, values) in found.items()},
-        settings=settings,
         changed={k: map(without_paths, v) for k, v in sorted(record.changed_settings().items()) if k in settings},
         everything=yaml.safe_dump(json.loads(json.dumps(without_paths(everything), default=str))).rstrip(),
-        version=__version__,
-        number=number,
-        code=code,
-        block=block,
-        fenced=fenced,
-        repr=repr,
+        **shown,
     )
     card.save(path)
     return True
@@ -167,16 +155,10 @@ def front_matter(facts: ModelFacts, title: str, role: Role, shape: Shape, measur
     tags = ['chatgpt-rlhf', *([method] if method else []), *(['rlhf'] if method != 'sft' else [])]
     tags += ['lora'] if shape.adapter_base or settings.get('lora_rank') else []
     datasets = [name for key in ('dataset', 'prompt_path', 'ptx_data') if (name := hub_name(settings.get(key)))]
+    evaluated = settings.get('validation_file')
+    data = hub_name(evaluated) or 'local', str(without_paths(evaluated) or 'eval data of the run')
     results = [
-        EvalResult(
-            task_type=task,
-            dataset_type=hub_name(settings.get('validation_file')) or 'local',
-            dataset_name=str(without_paths(settings.get('validation_file')) or 'eval data of the run'),
-            metric_type=name.rpartition('/')[2],
-            metric_name=name,
-            metric_value=last,
-        )
-        for name, _, last, _ in measured
+        EvalResult(task, *data, name.rpartition('/')[2], last, metric_name=name) for name, _, last, _ in measured
     ]
     return ModelCardData(
         base_model=base.hub,

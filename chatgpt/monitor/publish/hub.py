@@ -43,9 +43,7 @@ def check_push(repo_id: str, *, token: str | None = None) -> str:
         raise refused('HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it, or leave push_to_hub out')
     token, hub = token or get_token(), constants.ENDPOINT
     if token is None:
-        raise refused(
-            'you are not logged in to the hub; run `hf auth login`, or set HF_TOKEN to a token that may write'
-        )
+        raise refused('you are not logged in to the hub; run `hf auth login`, or set HF_TOKEN to one that may write')
     try:
         headers = build_hf_headers(token=token)
         answer = get_session().get(f'{hub}/api/whoami-v2', headers=headers, timeout=TIMEOUT_S)
@@ -55,9 +53,7 @@ def check_push(repo_id: str, *, token: str | None = None) -> str:
     if answer.status_code in (401, 403):
         raise refused(f'{hub} does not know this token; run `hf auth login` again, or set HF_TOKEN to a valid one')
     if not isinstance(account, Mapping):
-        raise refused(
-            f'{hub} answers {answer.status_code} when asked who you are; check HF_ENDPOINT, or try again later'
-        )
+        raise refused(f'{hub} answers {answer.status_code} when asked who you are; check HF_ENDPOINT, or try later')
     full = repo_id if '/' in repo_id else f'{account.get("name")}/{repo_id}'
     if fault := _fault(account, full):
         raise refused(f'{fault} (https://huggingface.co/settings/tokens)')

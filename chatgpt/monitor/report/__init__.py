@@ -6,7 +6,7 @@ from chatgpt import on_demand
 
 if TYPE_CHECKING:
     from chatgpt.monitor.report.page import write_report
-    from chatgpt.monitor.report.summary import what_improved
+    from chatgpt.monitor.report.series import what_improved
 
 __getattr__, __dir__ = on_demand(__name__)
 

@@ -83,11 +83,7 @@ def choose(names: Iterable[str]) -> dict[str, list[Drawn]]:
 def one_metric_each(drawn: Sequence[Drawn]) -> list[Drawn]:
     """The same metrics with a chart for each, for the curves of several runs to be told apart by colour."""
     return [
-        Drawn(
-            Chart(_key(name), f'{d.chart.title} ({name})' if i else d.chart.title, d.chart.good, ()),
-            [name],
-            [],
-        )
+        Drawn(Chart(_key(name), f'{d.chart.title} ({name})' if i else d.chart.title, d.chart.good, ()), [name], [])
         for d in drawn
         for names in [[*d.lines, *d.band]]
         for i, name in enumerate(names)
@@ -111,13 +107,6 @@ def _taken(patterns: Sequence[str], left: dict[str, None]) -> list[str]:
     return found
 
 
-def _taken_names(names: Sequence[str], left: dict[str, None]) -> list[str]:
-    found = [name for name in names if name in left]
-    for name in found:
-        del left[name]
-    return found
-
-
 def _one_each(names: list[str], left: dict[str, None]) -> list[Drawn]:
     """A chart for each, together with the best value so far and the same on eval data where there are any."""
     drawn = []
@@ -125,7 +114,9 @@ def _one_each(names: list[str], left: dict[str, None]) -> list[Drawn]:
         if name not in left:
             continue
         phase, _, quantity = name.rpartition('/')
-        lines = _taken_names((name, f'{name}_best', f'{phase}/val_{quantity}'), left)
+        lines = [n for n in (name, f'{name}_best', f'{phase}/val_{quantity}') if n in left]
+        for taken in lines:
+            del left[taken]
         drawn.append(Drawn(Chart(_key(name), name, '', ()), lines, []))
     return drawn
 

@@ -8,10 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from chatgpt.monitor.doctor.explain import explanations
+from chatgpt.monitor.doctor.diagnosis import explanations
 from chatgpt.monitor.report.runs import Run, all_settings
-from chatgpt.monitor.report.series import average, nats, number
-from chatgpt.monitor.report.summary import KL, what_improved
+from chatgpt.monitor.report.series import KL, average, nats, number, what_improved
 from chatgpt.monitor.report.text import cut, duration, moment_of, plain, script_json, time_text, value_text
 
 STATUS = {
@@ -55,26 +54,11 @@ def _macros() -> Any:
 
     places = FileSystemLoader(Path(__file__).parent / 'assets')
     environment = Environment(loader=places, autoescape=True, finalize=shown, trim_blocks=True)
-    environment.globals |= {
-        'COLORS': COLORS,
-        'Markup': Markup,
-        'STATUS': STATUS,
-        'about_answer': about_answer,
-        'cut': cut,
-        'explanations': explanations,
-        'facts_of': facts_of,
-        'flat': flat,
-        'metric_id': metric_id,
-        'number': number,
-        'samples_of': samples_of,
-        'script_json': lambda value: Markup(script_json(value)),
-        'settings_of': settings_of,
-        'shell_words': shlex.join,
-        'tiles_of': tiles_of,
-        'time_text': time_text,
-        'turns_of': turns_of,
-        'what_improved': what_improved,
-    }
+    functions: list[Any] = [about_answer, cut, explanations, facts_of, flat, metric_id, number, samples_of, settings_of]
+    functions += [tiles_of, time_text, turns_of, what_improved]
+    environment.globals |= {function.__name__: function for function in functions}
+    environment.globals |= {'COLORS': COLORS, 'Markup': Markup, 'STATUS': STATUS, 'shell_words': shlex.join}
+    environment.globals['script_json'] = lambda value: Markup(script_json(value))
     return environment.get_template('report.html.j2').module
 
 

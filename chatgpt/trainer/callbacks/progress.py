@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, TypeVar
 
-from chatgpt.monitor.report.summary import KL
+from chatgpt.monitor.report.series import KL
 from chatgpt.monitor.report.text import duration
 from chatgpt.trainer.callbacks.base import Callback, TrainerView, say
 from chatgpt.types import Experience

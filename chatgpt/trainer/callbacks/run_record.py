@@ -187,10 +187,7 @@ def _git() -> dict[str, Any] | None:
         return asked.stdout.strip()
 
     try:
-        return {
-            'commit': ask('rev-parse', 'HEAD'),
-            'dirty': bool(ask('status', '--porcelain', '--untracked-files=no')),
-        }
+        return {'commit': ask('rev-parse', 'HEAD'), 'dirty': bool(ask('status', '--porcelain', '--untracked-files=no'))}
     except (OSError, subprocess.SubprocessError):
         return None
 

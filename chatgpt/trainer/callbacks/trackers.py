@@ -13,6 +13,7 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -143,34 +144,28 @@ class _ProjectTracker(Tracker):
         self.project = project or os.environ.get(f'{type(self).__name__.upper()}_PROJECT') or 'chatgpt'
         self.init = init
 
-    @staticmethod
-    @abstractmethod
-    def package() -> Any:
+    @property
+    def package(self) -> Any:
         """Imported."""
+        return import_module(type(self).__name__.lower())
 
     def log(self, metrics: Mapping[str, float], rows: SequenceOf[Mapping[str, Any]], step: int) -> None:
         logged: dict[str, Any] = dict(metrics)
         if rows:
             columns: list[Any] = list(rows[0])
             data = [[row.get(c) for c in columns] for row in rows]
-            logged['samples'] = self.package().Table(columns=columns, data=data)
+            logged['samples'] = self.package.Table(columns=columns, data=data)
         self._run.log(logged, step=step)
 
 
 class WandB(_ProjectTracker):
     """Metrics and tables of samples in Weights & Biases."""
 
-    @staticmethod
-    def package() -> Any:
-        import wandb
-
-        return wandb
-
     def start(self, trainer: TrainerView, run_id: str | None) -> tuple[Any, str]:
         again = {'id': run_id, 'resume': 'allow'} if run_id else {}
         folder = str(trainer.run_dir) if trainer.run_dir is not None else None
         settings = {'project': self.project, 'config': trainer.config.to_dict(), 'dir': folder}
-        run = self.package().init(**(settings | again | self.init))
+        run = self.package.init(**(settings | again | self.init))
         return run, run.id
 
     def on_log(
@@ -186,7 +181,7 @@ class WandB(_ProjectTracker):
         if self._run is None or not columns:
             return
         rows = [list(row) for row in zip(*(batch[c] for c in columns), rewards, strict=True)]
-        table = self.package().Table(columns=[*columns, 'reward'], data=rows)
+        table = self.package.Table(columns=[*columns, 'reward'], data=rows)
         self._run.log({'game_log': table}, step=trainer.phase)
 
     def finish(self, *, failed: bool) -> None:
@@ -197,22 +192,16 @@ class Trackio(_ProjectTracker):
     """Metrics and tables of samples in Trackio, Hugging Face's tracker in local files; `trackio show` shows them.
     Phases that a resumed run repeats are there twice."""
 
-    @staticmethod
-    def package() -> Any:
-        import trackio
-
-        return trackio
-
     def start(self, trainer: TrainerView, run_id: str | None) -> tuple[Any, str]:
         # Trackio finds a run by its name, and the names that it makes up itself are not unique between processes.
         folder = trainer.run_dir.name if trainer.run_dir is not None else 'run'
         name = run_id or f'{folder}-{uuid.uuid4().hex[:8]}'
         settings = {'project': self.project, 'name': name, 'resume': 'allow', 'config': trainer.config.to_dict()}
-        run = self.package().init(**(settings | self.init))
+        run = self.package.init(**(settings | self.init))
         return run, run.name
 
     def finish(self, *, failed: bool) -> None:
-        self.package().finish()  # of the current run, which `start` has made
+        self.package.finish()  # of the current run, which `start` has made
 
 
 class MLflow(Tracker):
