@@ -384,7 +384,7 @@ def test_an_installed_wheel_has_the_assets(tmp_path):
     assert names == {p.name for p in (ROOT / 'chatgpt' / 'monitor' / 'report' / 'assets').iterdir()}
     code = f'import chatgpt; assert {str(tmp_path)!r} in chatgpt.__file__; from chatgpt.launch.cli.command import run; '
     folder = make_run(tmp_path / 'run')
-    code += f"run(['report', {str(folder)!r}])"
+    code += f"run(['report', {str(folder)!r}]); run(['doctor', '--explain', 'kl-runs-away'])"
     environment = os.environ | {'PYTHONPATH': str(tmp_path / 'site')}
-    subprocess.run([sys.executable, '-c', code], check=True, cwd=tmp_path, env=environment)
-    assert (folder / 'report.html').stat().st_size > 100_000
+    done = subprocess.run([sys.executable, '-c', code], check=True, cwd=tmp_path, env=environment, stdout=subprocess.PIPE)
+    assert (folder / 'report.html').stat().st_size > 100_000 and b'kl-runs-away' in done.stdout
