@@ -10,7 +10,6 @@ import pytest
 
 import chatgpt
 from chatgpt.launch.config_file import parse_run
-from chatgpt.launch.config_values import peek
 from chatgpt.launch.runs import PPORun, PreferenceRun, RewardRun, SFTRun
 from chatgpt.launch.theirs import OF_ALL, OF_DATA, OF_PPO
 from chatgpt.names import THEIRS, hint, ours

@@ -47,8 +47,8 @@ class Parser(argparse.ArgumentParser):
     the nearest."""
 
     def __init__(self, **options: Any) -> None:
-        options.setdefault('formatter_class', argparse.RawDescriptionHelpFormatter)
-        super().__init__(allow_abbrev=False, **options)
+        formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30)
+        super().__init__(allow_abbrev=False, formatter_class=formatter, **options)
         if self.add_help:  # a parser without hides some of its options in --help, and adds both itself
             self.add_argument('--help-all', action='help', help=argparse.SUPPRESS)
 

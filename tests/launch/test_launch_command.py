@@ -17,7 +17,6 @@ from limits import until
 
 from chatgpt.launch import __main__ as command
 from chatgpt.launch import ray, relaunch, torchrun
-from chatgpt.launch.config_values import peek
 from chatgpt.launch.ray_request import RayLaunch, environment
 from chatgpt.launch.torchrun import TorchrunLaunch
 from chatgpt.strategies import NaiveStrategy
@@ -104,6 +103,7 @@ def test_a_config_file_says_number_and_resources_of_workers(launched, tmp_path):
 def test_peek_sees_what_the_script_will_see(tmp_path):
     path = tmp_path / 'run.json'
     path.write_text(json.dumps({'num_training_workers': 2, 'save_path': 'a', 'num_workers': 7, 'epochs': 1}))
+    peek = command.peek
     assert peek([]) == {}
     assert peek(['--config_file', str(path)]) == {'num_training_workers': 2, 'save_path': 'a'}
     words = ['General.output_dir=b', 'lr=1', 'elsewhere.x=2']
@@ -157,7 +157,7 @@ def test_the_torchrun_command():
     one = TorchrunLaunch(script=SCRIPT, script_args=['--a', 'b'], num_workers=2)
     assert one.command()[1:] == [
         '-m',
-        'chatgpt.launch.elastic',
+        'chatgpt.launch.torchrun',
         '--standalone',
         '--nproc_per_node=2',
         '--max_restarts=3',
