@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import chatgpt
+from chatgpt.launch.__main__ import peek
 from chatgpt.launch.config_file import parse_run
 from chatgpt.launch.runs import PPORun, PreferenceRun, RewardRun, SFTRun
 from chatgpt.launch.theirs import OF_ALL, OF_DATA, OF_PPO
@@ -128,8 +129,8 @@ def test_suggestions(name, known, told):
     ('call', 'message'),
     [
         (
-            lambda: chatgpt.train('gpt2', samples=['a'], learning_rate=1e-5),
-            "train: 'learning_rate' is not a setting of sft; here it is lr",
+            lambda: chatgpt.train('gpt2', samples=['a'], mini_batch_size=4),
+            "train: 'mini_batch_size' is not a setting of sft; here it is train_batch_size",
         ),
         (
             lambda: PPOConfig(mini_batch_size=4),

@@ -18,12 +18,12 @@ import textwrap
 import time
 import typing
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, fields
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NoReturn
 
 from chatgpt.data.rewards.calling import made
@@ -32,7 +32,7 @@ from chatgpt.launch.relaunch import mark_told, was_told
 from chatgpt.names import choice_hint, hint
 from chatgpt.registry import load_object
 from chatgpt.rules import check
-from chatgpt.strategies.registry import STRATEGIES, strategy_flag
+from chatgpt.strategies.registry import strategy_flag
 from chatgpt.strategies.rules import PRECISION_RULES
 
 NOBODYS_FAULT = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EISDIR))
@@ -102,10 +102,17 @@ def _own_docs(cls: type) -> dict[str, str]:
 
 
 def add_flag(
-    group: Any, name: str, kind: Any, text: str, default: Any = argparse.SUPPRESS, *, choices: Iterable[str] = ()
+    group: Any,
+    name: str,
+    kind: Any,
+    text: str,
+    default: Any = argparse.SUPPRESS,
+    *,
+    choices: Iterable[str] = (),
+    read: Callable[[str], Any] | None = None,
 ) -> None:
-    """A flag with a value of the annotated type; that of a list may be given several times. `choices`: see
-    `metavar_of`."""
+    """A flag with a value of the annotated type, or what `read` makes of its text; that of a list may be given several
+    times, and one that is false may be given alone. `choices`: see `metavar_of`."""
     options: dict[str, Any] = {
         'default': default,
         'help': text.replace('%', '%%'),
@@ -114,7 +121,8 @@ def add_flag(
     if 'list[' in str(kind):
         group.add_argument(f'--{name}', action='append', **options)
     else:
-        group.add_argument(f'--{name}', type=partial(typed_text, hint=kind), **options)
+        options |= {'nargs': '?', 'const': True} if default is False else {}
+        group.add_argument(f'--{name}', type=read or partial(typed_text, hint=kind), **options)
 
 
 def choices_of(f: Field[Any]) -> Iterable[str]:
@@ -123,14 +131,16 @@ def choices_of(f: Field[Any]) -> Iterable[str]:
     return choices() if callable(choices) else choices
 
 
-def add_settings(parser: argparse.ArgumentParser, cls: type, *, skip: Iterable[str] = ()) -> None:
-    """One flag per field of `cls`, with its default."""
+def add_settings(
+    parser: Any, cls: type, *, skip: Iterable[str] = (), read: Mapping[str, Callable[[str], Any]] = MappingProxyType({})
+) -> None:
+    """One flag per field of `cls`, with its default. `read`: of fields that are read in a way of their own."""
     hints, docs = hints_of(cls), field_docs(cls)
-    group = parser.add_argument_group(cls.__name__)
     for f in fields(cls):
         if f.name not in skip:
-            text = f'{docs.get(f.name, "")} (default: {f.default})'
-            add_flag(group, f.name, hints[f.name], text, f.default, choices=choices_of(f))
+            text = f'{docs.get(f.name, "")} (default: {"none" if f.default is None else f.default})'
+            choices, reader = choices_of(f), read.get(f.name)
+            add_flag(parser, f.name, hints[f.name], text, f.default, choices=choices, read=reader)
 
 
 def settings_from(args: argparse.Namespace, cls: type) -> dict[str, Any]:
@@ -138,34 +148,12 @@ def settings_from(args: argparse.Namespace, cls: type) -> dict[str, Any]:
     return {f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)}
 
 
-def add_strategy(parser: argparse._ActionsContainer) -> None:
-    names = ', '.join(STRATEGIES)
-    parser.add_argument(
-        '--strategy',
-        type=strategy_flag,
-        default='naive',
-        help=f'what prepares and shards the models: {names}, or module:Class',
-    )
-    parser.add_argument(
-        '--precision',
-        choices=('auto', 'fp32', 'bf16', 'fp16'),
-        default='auto',
-        help='compute dtype; auto: bf16 on a GPU, fp32 on a CPU',
-    )
-    parser.add_argument(
-        '--tensor_parallel',
-        type=int,
-        default=1,
-        help='processes that hold each layer together and are one rank, with --strategy fsdp, colossalai_zero1 or '
-        'colossalai_zero2 (docs/strategies.md)',
-    )
-    parser.add_argument('--seed', type=int, default=42, help='decides every draw, whatever the layout')
-    parser.add_argument(
-        '--rank_timeout_s',
-        type=float,
-        default=1800.0,
-        help='a rank that keeps the others waiting for longer ends the run, and is named',
-    )
+def add_strategy(parser: Any) -> None:
+    """The flags of `strategy_of` for what runs and trains nothing."""
+    from chatgpt.launch.runs import StrategySettings
+
+    of_training = ('deterministic', 'reproducible', 'atoms')
+    add_settings(parser, StrategySettings, skip=of_training, read={'strategy': strategy_flag})
 
 
 def world_size_from_env() -> int:
@@ -178,13 +166,7 @@ def processes_here() -> int:
 
 
 def make_strategy(
-    name: str,
-    *,
-    seed: int,
-    precision: Any,
-    remote_code: bool = False,
-    timeout_s: float = 1800.0,
-    **options: Any,
+    name: str, *, seed: int, precision: Any, remote_code: bool = False, timeout_s: float = 1800.0, **options: Any
 ) -> Any:
     """A strategy by its command-line name, with the options of `strategy_by_name`.
 
@@ -194,14 +176,8 @@ def make_strategy(
     from chatgpt.strategies.registry import strategy_by_name
 
     check(SimpleNamespace(strategy=name, precision=precision), PRECISION_RULES)
-    return strategy_by_name(
-        name,
-        seed=seed,
-        precision=precision,
-        meta_init=not remote_code,
-        timeout_s=timeout_s,
-        **options,
-    )
+    options |= {'meta_init': not remote_code, 'timeout_s': timeout_s}
+    return strategy_by_name(name, seed=seed, precision=precision, **options)
 
 
 _OF_STRATEGY = ('deterministic', 'reproducible', 'atoms', 'tensor_parallel')
@@ -213,12 +189,11 @@ def strategy_of(run: Any) -> Iterator[Any]:
 
     One rank's failure inside ends all, also before training has begun.
     """
-    remote_code = getattr(run, 'trust_remote_code', False)
     strategy = make_strategy(
         run.strategy,
         seed=run.seed,
         precision=run.precision,
-        remote_code=remote_code,
+        remote_code=getattr(run, 'trust_remote_code', False),
         timeout_s=run.rank_timeout_s,
         **{name: getattr(run, name) for name in _OF_STRATEGY if hasattr(run, name)},
     )
@@ -343,9 +318,7 @@ def _is_explained(error: Exception, main: Callable[[], Any]) -> bool:
     it."""
     if type(error).__module__.startswith('chatgpt.'):
         return True
-    if os.environ.get('RANK', '0') != '0' and str(error).startswith(
-        'rank 0: '
-    ):  # the first rank shows where it came from
+    if os.environ.get('RANK', '0') != '0' and str(error).startswith('rank 0: '):  # which shows where it came from
         return True
     if isinstance(error, OSError) and error.errno in NOBODYS_FAULT and error.filename:
         return True

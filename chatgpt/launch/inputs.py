@@ -45,7 +45,6 @@ from chatgpt.environments.transcript import choose_text_for
 from chatgpt.launch import demo_world
 from chatgpt.launch.arguments import load_function, world_size_from_env
 from chatgpt.launch.destination import check_resume
-from chatgpt.launch.game_start import game_config, game_tokenizer
 from chatgpt.launch.rollouts import check_rollout_args
 from chatgpt.launch.rules import ENCODER_DECODER_RULES, same_file
 from chatgpt.launch.runs import DataRun, ILQLRun, PPORun, PreferenceRun, RewardRun, Run, SFTRun
@@ -182,7 +181,7 @@ def read_config(run: Run, model: Any = None, tokenizer: Any = None) -> tuple[Any
     elif run.base:
         config = load_config(run.base, **code)
     elif isinstance(run, PPORun) and run.environment is not None:
-        config, tokenizer = game_config(), game_tokenizer()
+        config, tokenizer = demo_world.game_config(), demo_world.game_tokenizer()
     else:
         config, tokenizer = demo_world.demo_config(), demo_world.demo_tokenizer()
     if tokenizer is None:

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from chatgpt import nn
-from chatgpt.launch.demo_world import write_taught
-from chatgpt.launch.game_start import game_config, game_tokenizer, games_of_a_random_player
 from chatgpt.launch.inputs import Inputs
 from chatgpt.launch.runs import PPORun, Run
 from chatgpt.nn.compiled import compile_blocks
@@ -137,10 +135,3 @@ def build_ppo_models(inputs: Inputs) -> PPOModels:
 def _has_head(reward: Any) -> bool:
     """Whether a critic can start from it."""
     return isinstance(reward, nn.RewardModel) and reward.value_head is not None and not has_lora(reward.model)
-
-
-def write_game_model(folder: str | Path, seed: int, environment: Any) -> None:
-    """A Hugging Face folder with a small GPT-2 that has learned the moves of a random player, and its tokenizer."""
-    tokenizer = game_tokenizer()
-    games = games_of_a_random_player(environment, tokenizer)
-    write_taught(folder, seed, game_config(), tokenizer, games, max_epochs=4, lr_schedule='cosine')

@@ -18,7 +18,7 @@ import torch
 from chatgpt.data.formats import template_of, text_choice
 from chatgpt.launch.arguments import strategy_of
 from chatgpt.launch.config_file import write_resolved
-from chatgpt.launch.demo_world import write_demo_model
+from chatgpt.launch.demo_world import write_demo_model, write_game_model
 from chatgpt.launch.destination import check_destination, final_folder
 from chatgpt.launch.inputs import Inputs, read_inputs
 from chatgpt.launch.models import (
@@ -29,7 +29,6 @@ from chatgpt.launch.models import (
     build_ppo_on_trunk,
     make_trunk,
     set_kernels,
-    write_game_model,
 )
 from chatgpt.launch.planning import memory_advice, planned, show_plan
 from chatgpt.launch.relaunch import sign

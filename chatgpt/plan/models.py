@@ -26,9 +26,10 @@ from torch.utils._pytree import tree_leaves
 from chatgpt.batching import collate
 from chatgpt.functional import logprobs
 from chatgpt.plan.setup import Setup
-from chatgpt.plan.tensor_parallel import keep_part
 from chatgpt.strategies.copies import narrow, product_weights
 from chatgpt.strategies.memory import ModelSize, ParameterSize
+from chatgpt.strategies.tensor_parallel import check_model, parallelize
+from chatgpt.strategies.tensor_ranks import TensorGroup
 from chatgpt.types import Batch, Sequence
 
 LEAST_PACKED = 1 << 17
@@ -148,6 +149,39 @@ def measure(model: nn.Module) -> ModelSize:
     multiplied: list[Any] = [m for m in model.modules() if type(m) in plain]
     packable = sum(m.weight.numel() for m in multiplied if isinstance(m, Conv1D) or m.weight.numel() >= LEAST_PACKED)
     return ModelSize(parameters, sum(layer.weight.numel() for layer in adapted), packable)
+
+
+# ---------------------------------------------------------------------- parts of layers
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AloneGroup(TensorGroup):
+    """A group whose other processes are not there: the first one's memory, whatever the numbers."""
+
+    def _reduced(self, x: Tensor, op: Any) -> Tensor:
+        return x.detach().clone(memory_format=torch.contiguous_format)
+
+    def joined(self, x: Tensor, width: int, dim: int = -1) -> Tensor:
+        own = x.detach().contiguous()
+        return torch.cat([torch.empty_like(own) for _ in range(self.size)], dim).narrow(dim, 0, width)
+
+
+def keep_part(module: nn.Module, tensor_parallel: int) -> None:
+    """Leave of `module`, on the meta device, what the first process of a rank holds.
+
+    Raises:
+        ValueError: a model that cannot be cut so.
+    """
+    if tensor_parallel > 1:
+        parallelize(module, AloneGroup(None, 0, tensor_parallel), None, check_model(module, tensor_parallel))
+
+
+def can_be_cut(module: nn.Module, tensor_parallel: int) -> bool:
+    try:
+        check_model(module, tensor_parallel)
+    except ValueError:
+        return False
+    return True
 
 
 # ---------------------------------------------------------------------- traces

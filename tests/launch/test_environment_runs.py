@@ -15,7 +15,7 @@ import chatgpt
 from chatgpt.environments import Environment
 from chatgpt.environments.games import Countdown, TicTacToe
 from chatgpt.launch.config_file import parse_run
-from chatgpt.launch.game_start import CHARACTERS, game_config, game_tokenizer, games_of_a_random_player
+from chatgpt.launch.demo_world import CHARACTERS, game_config, game_tokenizer, games_of_a_random_player
 from chatgpt.launch.inputs import read_inputs
 from chatgpt.launch.planning import setup_of
 from chatgpt.launch.recipes import execute

@@ -12,7 +12,6 @@ import torch
 from chatgpt.launch import planning
 from chatgpt.nn import RewardModel
 from chatgpt.plan import Setup, make_plan, models
-from chatgpt.plan.of_run import is_out_of_memory, note_on_memory, this_machine
 from chatgpt.plan.setup import PROCESS_BYTES
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm, tiny_config
 
@@ -88,10 +87,8 @@ def test_the_other_scripts_plan_one_model(monkeypatch, capsys, tmp_path, no_weig
 
 
 def test_a_run_that_does_not_fit_is_told_what_would(monkeypatch, capsys, tmp_path, no_weights):
-    import chatgpt.plan.of_run as of_run
-
-    small = this_machine() | {'on_cuda': True, 'memory': 600 * 2**10}
-    monkeypatch.setattr(of_run, 'this_machine', lambda: small)
+    small = planning.this_machine() | {'on_cuda': True, 'memory': 600 * 2**10}
+    monkeypatch.setattr(planning, 'this_machine', lambda: small)
     (tmp_path / 'data.jsonl').write_text('{"prompt": "a", "completion": "b"}\n' * 40)
     flags = [str(tmp_path / 'data.jsonl'), '--pretrain', str(no_weights), '--plan', '--train_batch_size', '32']
     code, out = run_script(monkeypatch, capsys, 'train_sft.py', *flags)
@@ -164,14 +161,15 @@ def test_running_out_of_memory_ends_with_the_advice(error, monkeypatch):
     assert len(notes) == ('something else' not in str(error))
 
 
-def test_advice_never_hides_the_error():
-    error = MemoryError('full')
-
-    def broken():
+def test_advice_never_hides_the_error(monkeypatch):
+    def broken(inputs):
         raise KeyError('nothing known')
 
-    note_on_memory(error, broken)
-    assert error.__notes__ == [
+    monkeypatch.setattr(planning, 'setup_of', broken)
+    inputs: Any = None
+    with pytest.raises(MemoryError) as raised, planning.memory_advice(inputs):
+        raise MemoryError('full')
+    assert raised.value.__notes__ == [
         'python -m chatgpt.plan tells what a run needs and the cheapest change that makes it fit'
     ]
-    assert not is_out_of_memory(ValueError('full'))
+    assert not planning.is_out_of_memory(ValueError('full'))
