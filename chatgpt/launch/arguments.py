@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, fields
 from functools import cache, partial
-from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NoReturn
 
@@ -216,30 +215,6 @@ def load_function(spec: str) -> Callable[..., Any]:
         raise ValueError(
             f'{spec!r}: {_one_line(error)}; name a function or object of your own file that does'
         ) from None
-
-
-def check_run_folder(path: str | os.PathLike[str]) -> None:
-    """Find out before any weight is loaded that a run can write its folder. Only rank 0 looks, which is the one that
-    writes.
-
-    Raises:
-        ValueError: it cannot be made or written; CheckpointError: another run holds it, with its process and host.
-    """
-    from chatgpt.strategies.checkpoint import claim_folder
-
-    if os.environ.get('RANK', '0') != '0':
-        return
-    folder = Path(path)
-    new = [p for p in (folder, *folder.parents) if not p.exists()]
-    try:
-        claim_folder(folder).release()
-    except OSError as error:
-        raise ValueError(f'cannot write to {path}: {error.strerror}') from None
-    if new:  # a run that stops at a later mistake leaves nothing behind
-        for entry in folder.iterdir():
-            entry.unlink()
-        for made in new:
-            made.rmdir()
 
 
 def run_main(main: Callable[[], Any]) -> None:

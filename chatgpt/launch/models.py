@@ -51,17 +51,12 @@ def set_kernels(run: Run, *models: Any) -> None:
             compile_blocks(model)
 
 
-def adapter_keywords(run: Run) -> dict[str, Any]:
-    """As `Run.lora_keywords`, for the roles of a trunk, whose biases are frozen."""
-    keywords = run.lora_keywords()
+def trunk_role(inputs: Inputs, kind: str, trunk: SharedTrunk, **options: Any) -> Any:
+    """An 'Actor', 'Critic' or 'RM' of the run as adapters on a trunk, whose biases are frozen."""
+    make: Any = {'Actor': trunk.actor, 'Critic': trunk.critic, 'RM': trunk.reward_model}[kind]
+    keywords = inputs.run.lora_keywords()
     del keywords['lora_train_bias']
-    return keywords
-
-
-def build_on_trunk(inputs: Inputs, kind: str, trunk: SharedTrunk) -> Any:
-    """An 'Actor' or 'RM' of a run that only learns."""
-    make: Any = {'Actor': trunk.actor, 'RM': trunk.reward_model}[kind]
-    return make(**adapter_keywords(inputs.run))
+    return make(**options, **keywords)
 
 
 def build_ppo_on_trunk(inputs: Inputs, trunk: SharedTrunk) -> PPOModels:
@@ -70,15 +65,10 @@ def build_ppo_on_trunk(inputs: Inputs, trunk: SharedTrunk) -> PPOModels:
     run, settings, reward = inputs.run, inputs.settings, inputs.reward
     assert isinstance(run, PPORun) and isinstance(settings, PPOConfig)
     adapter = reward if isinstance(reward, (str, Path)) else None
-    keywords = adapter_keywords(run)
-    actor = trunk.actor(**keywords)
-    critic = None
+    actor, critic = trunk_role(inputs, 'Actor', trunk), None
     if settings.estimator.needs_values:
-        starts = adapter if run.critic_from == 'reward_model' else None
-        critic = trunk.critic(adapter=starts, **keywords)
-    if adapter is not None:
-        reward = trunk.reward_model(adapter=adapter)
-    return PPOModels(actor, critic, reward, None)
+        critic = trunk_role(inputs, 'Critic', trunk, adapter=adapter if run.critic_from == 'reward_model' else None)
+    return PPOModels(actor, critic, reward if adapter is None else trunk.reward_model(adapter=adapter), None)
 
 
 def build_model(inputs: Inputs, kind: str, **options: Any) -> Any:
