@@ -11,7 +11,8 @@ import pytest
 import chatgpt
 from chatgpt.launch.__main__ import peek
 from chatgpt.launch.config_file import parse_run
-from chatgpt.launch.runs import PPORun, PreferenceRun, RewardRun, SFTRun
+from chatgpt.launch.methods import METHODS
+from chatgpt.launch.runs import PPORun, RewardRun, SFTRun, run_class
 from chatgpt.launch.theirs import OF_ALL, OF_DATA, OF_PPO
 from chatgpt.names import THEIRS, hint, ours
 from chatgpt.nn import Actor, Critic, RewardModel
@@ -27,7 +28,7 @@ def run(cls: Any, *argv: str) -> Any:
 
 
 def test_every_name_of_the_table_leads_somewhere():
-    known = {f.name for cls in (PPORun, SFTRun, RewardRun, PreferenceRun) for f in fields(cls)}
+    known = {f.name for cls in map(run_class, METHODS) for f in fields(cls)}
     known |= {*OF_ALL, *OF_PPO, *OF_DATA, *STRATEGIES}
     known |= {
         'run_dir',
@@ -186,9 +187,8 @@ def test_generation_keywords_of_trls_documentation():
         (RewardRun, 'learning rate (default: 1e-05; 0.001 without'),
         (PPORun, '(default: 64; 32 without --pretrain)'),
         (
-            PreferenceRun,
-            'learning rate (default: 1e-06 for dpo, 1e-06 for simpo, 5e-06 for kto, 5e-06 for orpo; 0.0001 without '
-            '--pretrain)',
+            run_class('kto'),
+            'learning rate (default: 5e-06; 0.0001 without --pretrain)',
         ),
     ],
 )
@@ -203,12 +203,10 @@ def test_the_defaults_that_help_shows_are_used():
         (SFTRun, 2e-5, 3e-3),
         (RewardRun, 1e-5, 1e-3),
         (PPORun, 1e-5, 3e-4),
-        (PreferenceRun, 1e-6, 1e-4),
+        (run_class('dpo'), 1e-6, 1e-4),
+        (run_class('kto'), 5e-6, 1e-4),
     ):
         for argv, lr in ((['--pretrain=x'], with_model), ([], without), (['--lr=7'], 7.0)):
             found = run(cls, *argv)
             found.fill_defaults()
             assert found.lr == lr
-    kto = run(PreferenceRun, '--method=kto', '--pretrain=x')
-    kto.fill_defaults()
-    assert kto.lr == 5e-6

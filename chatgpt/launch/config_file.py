@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 from chatgpt.launch.arguments import Parser, add_flag, choices_of, field_docs, hints_of
 from chatgpt.launch.config_values import OVERRIDE, collected, flat, overrides, read_file
 from chatgpt.launch.methods import METHODS
-from chatgpt.launch.runs import OPTIONS, PPORun, PreferenceRun, Run
+from chatgpt.launch.runs import PPORun, Run
 from chatgpt.launch.theirs import in_our_words, meet, their_settings
 from chatgpt.names import hint, ours
 
@@ -107,13 +107,11 @@ def parse_run(
     values = values_of(entries, cls, f'config_file {path}')
     values |= values_of(overrides(words), cls, 'command line', {key: value for _, key, value in entries})
     values |= {positional: plain[0]} if plain and positional is not None else {}
-    presets = presets_of(cls, method)
+    presets = presets_of(method)
     before = said_before(cls, presets | values | given)
     values, of_processes = in_our_words(values | given, cls, before)
     if not show:
         meet(**of_processes)
-    if values.get('method', presets.get('method')) != presets.get('method') and 'method' in presets:
-        raise ValueError(f'method={values["method"]} is another command than {method}: give that one')
     said = presets | before | values
     run = cls.from_dict(said)
     run.said, run.method = said, method or run.method
@@ -125,12 +123,11 @@ def parse_run(
     return run
 
 
-def presets_of(cls: type[Run], method: str | None) -> dict[str, Any]:
+def presets_of(method: str | None) -> dict[str, Any]:
     """What a method sets unless the user says otherwise."""
     if method is None:
         return {}
-    own = {'save_path': f'outputs/{method.rpartition(":")[2]}'} | dict(METHODS.find(method).settings)
-    return own | ({'method': method} if 'method' in cls.field_names() else {})
+    return {'save_path': f'outputs/{method.rpartition(":")[2]}'} | dict(METHODS.find(method).settings)
 
 
 def run_parser(
@@ -148,7 +145,7 @@ def run_parser(
     parser.usage = f'%(prog)s {word}[--name value ...] [key=value ...]'
     hints, docs, all_fields = hints_of(cls), field_docs(cls), {f.name: f for f in fields(cls)}
     common = {name: title for title, names in cls.common.items() for name in names}
-    hidden, presets = hidden_settings(cls, method), presets_of(cls, method)
+    presets = presets_of(method)
 
     def add(group: Any, name: str, shown: bool) -> None:
         f = all_fields[name]
@@ -166,12 +163,12 @@ def run_parser(
     for title, names in cls.common.items():
         group = parser.add_argument_group(title)
         for name in names:
-            add(group, name, name not in hidden and name != positional)
+            add(group, name, name != positional)
     for base in (b for b in cls.__mro__ if '__annotations__' in vars(b)):
         group = parser.add_argument_group(f'more of {base.__name__}')
         for name in base.__annotations__:
             if name in all_fields and name not in common and name not in {a.dest for a in parser._actions}:
-                add(group, name, everything and name not in hidden)
+                add(group, name, everything)
     for name, kind in their_settings(cls).items():
         add_flag(parser, name, kind, argparse.SUPPRESS)
     return parser
@@ -181,14 +178,6 @@ def option_text(cls: type[Run], name: str, doc: str, default: Any, method: str |
     """What a setting means, and its default where that does not say it already."""
     shown = '' if default is MISSING else cls.shown_default(name, default, method)
     return doc if shown == 'none' and 'none:' in doc else f'{doc} (default: {shown})'.strip()
-
-
-def hidden_settings(cls: type[Run], method: str | None) -> set[str]:
-    """What a chosen method has no use for: the choice itself, and settings of its relatives."""
-    if method is None or not issubclass(cls, PreferenceRun):
-        return set()
-    own = METHODS.find(method).part('config').field_names()
-    return {'method'} | {name for name, setting in OPTIONS.items() if setting not in own}
 
 
 def _sorted(argv: list[str], cls: type[Run]) -> tuple[list[str], list[str]]:

@@ -17,7 +17,6 @@ from typing import Any
 
 from chatgpt.registry import Registry, imported
 
-PPO_RUN, PREFERENCE_RUN = 'chatgpt.launch.runs:PPORun', 'chatgpt.launch.runs:PreferenceRun'
 OBJECTIVES = 'chatgpt.trainer.objectives'
 PAIRS, CONFIGS = f'{OBJECTIVES}.pairs', f'{OBJECTIVES}.config'
 
@@ -31,7 +30,8 @@ class Recipe:
         config: the trainer's settings, a `LearningSettings`.
         trainer: called as `trainer(strategy, model, optimizer, train, validation, config=..., callbacks=...,
             tokenizer=..., run_dir=...)`, as those of `chatgpt.trainer.objectives` are; PPO's in its own way.
-        run: the settings of a command line, a `runs.Run`; None is `runs.DataRun` with the fields of `config`.
+        run: the settings of a command line, a `runs.Run`; None is `runs.DataRun`, of a `PreferenceConfig`
+            `runs.PreferenceRun`, with the fields of `config`.
         model: what is trained: 'Actor', 'RM' or 'ILQLModel'.
         reader: (run, inputs) puts the data into `inputs.train` and `inputs.validation`.
         positional: the setting that a plain word is.
@@ -58,7 +58,7 @@ class Recipe:
 def _online(about: str, *, buffer: int | None = None, **settings: Any) -> Recipe:
     return Recipe(
         about=about,
-        run=PPO_RUN,
+        run='chatgpt.launch.runs:PPORun',
         config='chatgpt.trainer.config:PPOConfig',
         trainer='chatgpt.trainer.ppo:PPOTrainer',
         reader='chatgpt.launch.inputs:read_ppo',
@@ -69,14 +69,8 @@ def _online(about: str, *, buffer: int | None = None, **settings: Any) -> Recipe
 
 
 def _preference(about: str, config: str, trainer: str, lr: float) -> Recipe:
-    return Recipe(
-        about=about,
-        run=PREFERENCE_RUN,
-        config=config,
-        trainer=trainer,
-        reader='chatgpt.launch.inputs:read_preferences',
-        defaults={'lr': lr},
-    )
+    reader = 'chatgpt.launch.inputs:read_preferences'
+    return Recipe(about=about, config=config, trainer=trainer, reader=reader, defaults={'lr': lr})
 
 
 _GROUP: dict[str, Any] = {'advantage_estimator': 'grpo', 'num_samples_per_prompt': 8}
@@ -160,8 +154,3 @@ METHODS: Registry[Recipe] = Registry(
         ),
     },
 )
-
-
-def methods_of(run: str) -> dict[str, Recipe]:
-    """The entries with that run."""
-    return {name: method for name, method in METHODS.items() if method.run == run}

@@ -32,7 +32,7 @@ from chatgpt.launch.destination import try_model_folder
 from chatgpt.launch.inputs import Inputs, longest_opening, read_config, within_context
 from chatgpt.launch.methods import METHODS
 from chatgpt.launch.recipes import execute
-from chatgpt.launch.runs import OPTIONS, PPORun, Run, run_class
+from chatgpt.launch.runs import PPORun, Run, run_class
 from chatgpt.monitor.publish import check_push
 from chatgpt.monitor.run_folder import RunRecord
 from chatgpt.names import hint
@@ -88,11 +88,6 @@ GIVEN_OTHERWISE: dict[str, str] = {
     **dict.fromkeys(
         ('rollout_workers', 'rollout_chunk_size', 'rollout_resources'),
         'workers end with the run and the trainer stays: give PPOTrainer an engine of theirs',
-    ),
-    'loss': 'give loss_type',
-    **dict.fromkeys(
-        ('method', 'desirable_weight', 'undesirable_weight', 'positive_label', 'weight', 'gamma'),
-        'preferences are learned by DPO: take KTOTrainer, ORPOTrainer or SimPOTrainer',
     ),
 }
 """settings of the command's runs that this verb does not take (`kind.name`: of that kind), and what to do instead"""
@@ -430,9 +425,6 @@ def _run(kind: str, chosen: Mapping[str, Any], model: Any, reward_fn: Any, envir
     """The run that a command line with these settings describes; objects stand by name."""
     cls, config = run_class(kind), _config_class(kind)
     values: dict[str, Any] = {**{f.name: f.default for f in fields(config)}, **DEFAULTS, **chosen}
-    for name, setting in OPTIONS.items() if kind == 'dpo' else ():  # None until it is given
-        values.pop(setting, None)
-        values[name] = chosen.get(setting)
     named = isinstance(model, (str, Path))
     if values.get('gradient_checkpointing') and not named:
         raise ValueError(

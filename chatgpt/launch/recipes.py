@@ -155,9 +155,8 @@ def make_callbacks(run: Run, inputs: Inputs) -> list[Any]:
 
 def run_defaults(run: Run) -> dict[str, Any]:
     """The settings of such a run when none is given."""
-    kind: Any = type(run)
-    plain = kind(method=run.method) if 'method' in run.field_names() else kind()
-    plain.pretrain = run.pretrain  # on which some defaults depend
+    plain = type(run)(pretrain=run.pretrain)  # on which some defaults depend
+    plain.method = run.method
     plain.fill_defaults()
     folder = {} if 'save_path' in run.said else {'save_path': run.save_path}  # which follows the word of the command
     return plain.to_dict() | dict(run.entry().settings) | {'pretrain': None} | folder

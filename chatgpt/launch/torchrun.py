@@ -75,6 +75,11 @@ class TorchrunLaunch(Launch):
                 'several nodes have to find each other: give --rdzv_endpoint HOST:PORT of one of them, and --run_id '
                 'NAME'
             )
+        if self.rdzv_endpoint and not self.run_id:
+            raise ValueError(
+                f'rdzv_endpoint={self.rdzv_endpoint} is where the launch of a --run_id NAME meets: give both, or '
+                'neither'
+            )
 
     def command(self) -> list[str]:
         """The torchrun command, through `main` here."""

@@ -12,7 +12,7 @@ import pytest
 from chatgpt.launch.arguments import make_strategy
 from chatgpt.launch.config_file import parse_run, read_file, to_yaml, write_resolved
 from chatgpt.launch.config_values import metavar_of
-from chatgpt.launch.runs import PPORun, PreferenceRun, RewardRun, SFTRun
+from chatgpt.launch.runs import PPORun, RewardRun, SFTRun, run_class
 from chatgpt.strategies.registry import STRATEGIES
 from chatgpt.trainer.algorithms import ESTIMATORS
 
@@ -300,7 +300,7 @@ def test_a_flags_value_is_shown_by_its_type(hint, shown):
 
 
 def test_help_names_the_value_of_every_flag(capsys):
-    for cls in (PPORun, SFTRun, RewardRun, PreferenceRun):
+    for cls in (PPORun, SFTRun, RewardRun, run_class('dpo')):
         with pytest.raises(SystemExit):
             run(cls, '--help-all')
         text = capsys.readouterr().out
@@ -323,7 +323,7 @@ def test_help_lists_the_names_of_the_tables_also_those_added_from_outside(capsys
             texts.append(' '.join(capsys.readouterr().out.split()))
         return texts
 
-    for text in shown(PPORun, SFTRun, RewardRun, PreferenceRun):
+    for text in shown(PPORun, SFTRun, RewardRun, run_class('dpo')):
         assert '--strategy {' + ','.join(STRATEGIES) + '}|module:name ' in text and 'fsdp_cpu' in text
     (text,) = shown(PPORun)
     assert '--advantage_estimator {gae,a2c,grpo,dr_grpo,rloo,gdpo,reinforce++,reinforce++_baseline}|module:name' in text

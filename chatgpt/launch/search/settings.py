@@ -133,7 +133,7 @@ def check_runs(sweep: Sweep) -> None:
     for name in OF_ONE_RUN:
         if base.get(name):
             raise ValueError(f'config: {name} is of one run, and trials are many; leave it out')
-    base = presets_of(cls, sweep.method) | base
+    base = presets_of(sweep.method) | base
     first = {name: ends(space)[0] for name, space in sweep.parameters.items()}
     for name, value in ((name, value) for name, space in sweep.parameters.items() for value in ends(space)):
         words = [(key, key, each) for key, each in (first | {name: value}).items()]
