@@ -180,24 +180,6 @@ def test_generation_keywords_of_trls_documentation():
     assert SamplingParams.from_generation_kwargs(min_length=5, max_new_tokens=1).extra == {'min_length': 5}
 
 
-@pytest.mark.parametrize(
-    ('cls', 'shown'),
-    [
-        (SFTRun, 'learning rate (default: 2e-05; 0.003 without --pretrain)'),
-        (RewardRun, 'learning rate (default: 1e-05; 0.001 without'),
-        (PPORun, '(default: 64; 32 without --pretrain)'),
-        (
-            run_class('kto'),
-            'learning rate (default: 5e-06; 0.0001 without --pretrain)',
-        ),
-    ],
-)
-def test_help_shows_real_defaults(cls, shown, capsys):
-    with pytest.raises(SystemExit):
-        run(cls, '--help')
-    assert shown in ' '.join(capsys.readouterr().out.split())
-
-
 def test_the_defaults_that_help_shows_are_used():
     for cls, with_model, without in (
         (SFTRun, 2e-5, 3e-3),

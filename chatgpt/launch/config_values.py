@@ -14,6 +14,7 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any, Literal
 
+from chatgpt.names import hint as hint_of
 from chatgpt.names import ours
 
 SECTIONS = ('general', 'dataset', 'training')
@@ -194,7 +195,8 @@ def typed(value: Any, hint: Any) -> Any:
     if not literals and {int, float}.issuperset(plain):
         raise argparse.ArgumentTypeError(f'{text!r} is no {"whole " if float not in plain else ""}number')
     expected = ', '.join([str(v) for v in literals] + [getattr(o, '__name__', str(o)) for o in plain])
-    raise argparse.ArgumentTypeError(f'{text!r} is none of: {expected}')
+    close = hint_of(text, [str(v) for v in literals])
+    raise argparse.ArgumentTypeError(f'{text!r} is none of: {expected}{close}')
 
 
 def typed_text(text: str, hint: Any) -> Any:

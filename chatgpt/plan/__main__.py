@@ -31,7 +31,8 @@ NO_FLAGS = (
 
 
 def parser() -> Parser:
-    out = Parser(prog='python -m chatgpt.plan', description=__doc__)
+    usage = '%(prog)s CONFIG [--name value ...]'
+    out = Parser(prog='python -m chatgpt.plan', usage=usage, description=__doc__)
     out.add_argument('config', help='config.json of the policy, its folder, or a hub name')
     out.add_argument('--cpu', action='store_true', help='no GPU: devices are host memory (--host_memory)')
     out.add_argument('--no_kl', action='store_true', help='no reference')

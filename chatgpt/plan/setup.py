@@ -69,9 +69,9 @@ class Setup(Layout):
     strategy_options: Mapping[str, Any] = field(default_factory=dict)
     """of the strategy, where they differ from those of its name"""
     memory: int | None = None
-    """of one device, in bytes; None: nothing is said about fitting"""
+    """of one device, in bytes (as a flag also 24GiB); None: nothing is said about fitting"""
     host_memory: int | None = None
-    """of one machine, in bytes"""
+    """of one machine, likewise"""
     critic: Literal['own', 'shared', 'none'] = 'own'
     """own: a model; shared: a head on the actor's trunk"""
     lora_rank: int = 0

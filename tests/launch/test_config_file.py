@@ -97,6 +97,28 @@ def test_every_key_of_a_ppo_config(tmp_path):
     assert run(PPORun, '--config_file', file(tmp_path, trained)).pretrain == 'sft'
 
 
+PAIRS = [('model_name', 'model_pretrain', 'pretrain'), ('rm_name', 'rm_pretrain', 'reward_model')]
+
+
+@pytest.mark.parametrize(('name', 'weights', 'field'), PAIRS)
+def test_of_two_keys_for_one_model_trained_weights_win_and_null_means_the_name(tmp_path, name, weights, field):
+    """Decided by value, never by presence or order, and by words over the file."""
+
+    def found(general: dict[str, str | None], *words: str) -> str | None:
+        return getattr(run(PPORun, '--config_file', file(tmp_path, {'General': general}), *words), field)
+
+    for given, expected in (((None, None), None), (('x', None), 'x'), ((None, 'a'), 'a'), (('x', 'a'), 'a')):
+        items = list(zip((name, weights), given, strict=True))
+        assert found(dict(items)) == found(dict(reversed(items))) == expected
+    assert (found({name: 'x'}), found({weights: 'a'}), found({field: 'own', weights: None})) == ('x', 'a', 'own')
+    with pytest.raises(ValueError, match=f'both set {field}; give one'):
+        found({field: 'own', name: 'x'})
+    both: dict[str, str | None] = {name: 'x', weights: 'a'}
+    for word, expected in ((f'General.{weights}=b', 'b'), (f'General.{name}=y', 'y'), (f'General.{weights}=null', 'x')):
+        assert found(both, word) == expected
+    assert found({weights: 'a'}, f'{weights}=null') is None
+
+
 def test_workers_are_asked_for_by_number(tmp_path, monkeypatch, capsys):
     argv = ['--config_file', file(tmp_path, {**REWARD, 'Training': {'num_training_workers': 2, 'batch_size': 2}})]
     with pytest.raises(

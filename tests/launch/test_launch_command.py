@@ -145,6 +145,7 @@ def test_peek_sees_what_the_script_will_see(tmp_path):
             ['--num_workers=4', '--num_nodes=2', SCRIPT],
             'give --rdzv_endpoint HOST:PORT of one of them, and --run_id NAME',
         ),
+        (['--rdzv_endpoint=a:1', SCRIPT], 'rdzv_endpoint=a:1 is where the launch of a --run_id NAME meets: give both'),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else '',
 )
@@ -178,6 +179,10 @@ def test_the_torchrun_command():
         '--max_restarts=0',
         SCRIPT,
     ]
+    for given, used in (('a:1', 'a:1'), (None, 'localhost:0')):  # one node keeps the name and the meeting place
+        named = TorchrunLaunch(script=SCRIPT, num_workers=2, run_id='job7', rdzv_endpoint=given).command()
+        assert named[3:6] == ['--rdzv_backend=c10d', f'--rdzv_endpoint={used}', '--rdzv_id=job7']
+        assert named[6:] == ['--nnodes=1', '--nproc_per_node=2', '--max_restarts=3', SCRIPT]
 
 
 def test_ray_that_is_not_installed(monkeypatch):

@@ -9,8 +9,6 @@ import pytest
 from launcher_runs import ROOT, command, metrics_of
 from limits import until
 
-from chatgpt.launch.torchrun import TorchrunLaunch
-
 SCRIPT = str(ROOT / 'examples' / 'train_prompts.py')
 QUICK = [
     '--num_episodes=1',
@@ -22,27 +20,6 @@ QUICK = [
     '--max_new_tokens=2',
     '--checkpoint_interval=1',
 ]
-
-
-@pytest.mark.parametrize(('given', 'used'), [('a:1', 'a:1'), (None, 'localhost:0')])
-def test_one_node_keeps_the_name_and_the_meeting_place(given, used):
-    launch = TorchrunLaunch(script=SCRIPT, num_workers=2, run_id='job7', rdzv_endpoint=given)
-    assert launch.command()[3:] == [
-        '--rdzv_backend=c10d',
-        f'--rdzv_endpoint={used}',
-        '--rdzv_id=job7',
-        '--nnodes=1',
-        '--nproc_per_node=2',
-        '--max_restarts=3',
-        SCRIPT,
-    ]
-
-
-def test_a_meeting_place_without_a_name_is_refused():
-    with pytest.raises(
-        ValueError, match='rdzv_endpoint=a:1 is where the launch of a --run_id NAME meets: give both, or neither'
-    ):
-        TorchrunLaunch(script=SCRIPT, rdzv_endpoint='a:1')
 
 
 @pytest.mark.system
