@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +107,6 @@ class Inputs:
     """what there is to say about the data"""
     by_name: bool = True
     """read from what the run's settings name; False: objects of `chatgpt.train`"""
-
-    def on(self, model: Any) -> Inputs:
-        """The same with another model to start from."""
-        return replace(self, model=model)
 
 
 def read_inputs(run: Run) -> Inputs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,7 +108,7 @@ def build_ppo_models(inputs: Inputs) -> PPOModels:
     own_critic = settings.estimator.needs_values and run.critic == 'own'
     for_critic = inputs
     if own_critic and inputs.model is not None and not isinstance(inputs.model, (str, Path)):
-        for_critic = inputs.on(deepcopy(inputs.model))  # before the actor puts its adapters into the model
+        for_critic = replace(inputs, model=deepcopy(inputs.model))  # before the actor puts its adapters into the model
     in_actor = True if settings.estimator.needs_values and run.critic == 'shared' else None
     actor = build_model(inputs, 'Actor', num_layers_unfrozen=unfrozen, value_head=in_actor)
     reward = inputs.reward

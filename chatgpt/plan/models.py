@@ -58,18 +58,19 @@ def _build(kind: str, config: Any, setup: Setup, layers: int | None) -> nn.Modul
 
     if layers is not None:
         _set_layers(config, layers)
-    if setup.shared_trunk:
-        return _role(kind, config, setup)
-    unfrozen = setup.num_layers_unfrozen if setup.num_layers_unfrozen > 0 else None
-    if unfrozen is not None and layers is not None:
-        unfrozen = min(unfrozen, layers)
     with torch.device('meta'):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        if setup.gradient_checkpointing and (kind in ('actor', 'critic') or setup.task == 'reward_model'):
+        learns = setup.shared_trunk or kind in ('actor', 'critic') or setup.task == 'reward_model'
+        if setup.gradient_checkpointing and learns:
             with warnings.catch_warnings():
                 warnings.simplefilter('ignore', FutureWarning)
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
+        if setup.shared_trunk:
+            return _role(kind, model, setup)
         if kind == 'actor':
+            unfrozen = setup.num_layers_unfrozen if setup.num_layers_unfrozen > 0 else None
+            if unfrozen is not None and layers is not None:
+                unfrozen = min(unfrozen, layers)
             head = True if setup.critic == 'shared' and setup.task == 'ppo' else None
             return Actor(model, setup.lora_rank, value_head=head, num_layers_unfrozen=unfrozen)
         if kind == 'critic':
@@ -81,24 +82,14 @@ def _build(kind: str, config: Any, setup: Setup, layers: int | None) -> nn.Modul
         return Actor(model).requires_grad_(False)
 
 
-def _role(kind: str, config: Any, setup: Setup) -> nn.Module:
+def _role(kind: str, model: Any, setup: Setup) -> nn.Module:
     """A model on a shared trunk, whose base is in the compute dtype: 4 bits are for `make_plan` to count."""
-    from transformers import AutoModelForCausalLM
-
     from chatgpt.nn.shared import SharedTrunk
 
-    dtype = torch.float32 if setup.precision == 'fp32' else torch.bfloat16
-    with torch.device('meta'):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        if setup.gradient_checkpointing:
-            with warnings.catch_warnings():
-                warnings.simplefilter('ignore', FutureWarning)
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
-        trunk = SharedTrunk(model, dtype=dtype)
-        if kind in ('actor', 'initial'):
-            return trunk.actor(setup.lora_rank)
-        role = trunk.critic(setup.lora_rank) if kind == 'critic' else trunk.reward_model(setup.lora_rank)
-        return role
+    trunk = SharedTrunk(model, dtype=torch.float32 if setup.precision == 'fp32' else torch.bfloat16)
+    if kind in ('actor', 'initial'):
+        return trunk.actor(setup.lora_rank)
+    return trunk.critic(setup.lora_rank) if kind == 'critic' else trunk.reward_model(setup.lora_rank)
 
 
 def kept_narrow(model: Any) -> list[nn.Parameter]:

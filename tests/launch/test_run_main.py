@@ -1,4 +1,4 @@
-"""What surrounds the main of a command: output that nobody reads, the defaults that a run records, functions by name."""
+"""What surrounds the main of a command: output that nobody reads, defaults that a run records, functions by name."""
 
 from __future__ import annotations
 

@@ -16,16 +16,10 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 from chatgpt.environments.registry import ENVIRONMENTS
-from chatgpt.launch.arguments import (
-    Parser,
-    add_strategy,
-    load_function,
-    strategy_of,
-)
+from chatgpt.launch.arguments import Parser, add_flag, add_strategy, load_function, strategy_of
 from chatgpt.launch.cli.generate import (
     add_model,
     add_template,
@@ -38,7 +32,7 @@ from chatgpt.launch.cli.generate import (
     take_words,
     tokenizer_of,
 )
-from chatgpt.launch.config_values import metavar_of, number, typed_text
+from chatgpt.launch.config_values import number
 
 
 def parser() -> Parser:
@@ -64,14 +58,9 @@ def parser() -> Parser:
 
 
 def add_environment(group: Any) -> None:
-    options: Any = dict[str, Any] | None
     group.add_argument('--environment', help=f'{", ".join(ENVIRONMENTS)}, module:Class or file.py:Class')
-    group.add_argument(
-        '--environment_options',
-        type=partial(typed_text, hint=options),
-        metavar=metavar_of(options),
-        help="keyword arguments of its class, such as '{numbers: 4}'",
-    )
+    options = "keyword arguments of its class, such as '{numbers: 4}'"
+    add_flag(group, 'environment_options', dict[str, Any] | None, options, None)
     group.add_argument('--episodes', type=int, help='tasks of the environment, without prompts (default: 100)')
     group.add_argument('--max_turns', type=int, default=16, help='turns of an episode (default: 16)')
     group.add_argument('--max_turn_tokens', type=int, help='most tokens of one turn')
@@ -127,6 +116,7 @@ def main() -> None:
     from chatgpt.nn.loading import load_config
     from chatgpt.rollout.episodes import check_writes_turns
     from chatgpt.trainer.callbacks.base import TrainerView
+    from chatgpt.trainer.experience.environment_scorer import EnvironmentScorer
     from chatgpt.trainer.experience.scorers import as_scorer, check_columns
     from chatgpt.trainer.prompt_evaluation import PromptEvaluation
 
@@ -154,7 +144,9 @@ def main() -> None:
     function = load_function(args.reward_fn) if args.reward_fn is not None else None
     check_columns(as_scorer(function), prompts)
     with output_file(args) as output, strategy_of(args) as strategy:
-        reward = reward_of(args, strategy, tokenizer) if function is None else function
+        reward = function or EnvironmentScorer()
+        if args.reward_model is not None:  # which may read other tokens than the policy
+            reward = reward_model_of(args, strategy, tokenizer)
         actor = strategy.prepare(load_actor(args, strategy))
         drawing = {} if args.temperature is None else {'do_sample': True, 'temperature': args.temperature}
         evaluation = PromptEvaluation(
@@ -176,12 +168,3 @@ def main() -> None:
             with open(args.output, 'w') as file:
                 file.writelines(json.dumps(row, ensure_ascii=False) + '\n' for row in evaluation.last)
             print(f'{len(evaluation.last)} responses written to {args.output}')
-
-
-def reward_of(args: Any, strategy: Any, tokenizer: Any) -> Any:
-    """The reward model, which may read other tokens than the policy; else the environment's own rewards."""
-    from chatgpt.trainer.experience.environment_scorer import EnvironmentScorer
-
-    if args.reward_model is None:
-        return EnvironmentScorer()
-    return reward_model_of(args, strategy, tokenizer)
