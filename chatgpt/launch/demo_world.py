@@ -278,7 +278,7 @@ def games_of_a_random_player(make: Any, tokenizer: Any, *, num_tokens: int = 160
     from chatgpt.environments.games.scores import random_player
     from chatgpt.types import Sequence
 
-    examples = []
+    examples = list[Any]()
     player = random_player()
     while num_tokens > 0 and len(examples) < most:
         game = make()

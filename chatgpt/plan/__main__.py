@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from typing import Any
 
 from chatgpt.launch.arguments import Parser, add_settings, run_main
 from chatgpt.plan.setup import Setup, parse_bytes
@@ -38,7 +39,7 @@ def parser() -> Parser:
     out.add_argument('--no_kl', action='store_true', help='no reference')
     parts = 'processes that hold a model together (fsdp, colossalai_zero1 or colossalai_zero2)'
     out.add_argument('--tensor_parallel', type=int, default=1, metavar='N', help=parts)
-    readers = {'memory': memory, 'host_memory': memory, 'strategy': strategy_flag, 'reward_config': str}
+    readers: dict[str, Any] = {'memory': memory, 'host_memory': memory, 'strategy': strategy_flag, 'reward_config': str}
     add_settings(out, Setup, skip=NO_FLAGS, read=readers)
     out.add_argument('--json', action='store_true', help='print numbers of bytes as JSON')
     return out
