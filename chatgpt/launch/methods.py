@@ -137,10 +137,7 @@ METHODS: Registry[Recipe] = Registry(
             'DPO and IPO, cDPO, hinge: from preferences', f'{CONFIGS}:DPOConfig', f'{PAIRS}:DPOTrainer', 1e-6
         ),
         'kto': _preference(
-            'KTO: from answers that are good or bad',
-            f'{CONFIGS}:KTOConfig',
-            f'{OBJECTIVES}.kto:KTOTrainer',
-            5e-6,
+            'KTO: from answers that are good or bad', f'{CONFIGS}:KTOConfig', f'{OBJECTIVES}.kto:KTOTrainer', 5e-6
         ),
         'orpo': _preference('ORPO: SFT and odds ratio in one', f'{CONFIGS}:ORPOConfig', f'{PAIRS}:ORPOTrainer', 5e-6),
         'simpo': _preference('SimPO: without a reference', f'{CONFIGS}:SimPOConfig', f'{PAIRS}:SimPOTrainer', 1e-6),

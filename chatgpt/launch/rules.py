@@ -161,8 +161,7 @@ PPO_RUN_RULES = [
         'nothing to learn from: give --reward_model FOLDER or --reward_fn module:function',
     ),
     Rule(
-        lambda s: s.prompt_path and not s.pretrain,
-        'prompts of your own need a model: give --pretrain NAME_OR_FOLDER',
+        lambda s: s.prompt_path and not s.pretrain, 'prompts of your own need a model: give --pretrain NAME_OR_FOLDER'
     ),
     Rule(
         lambda s: bool(s.ptx_coef) != bool(s.ptx_data),

@@ -429,12 +429,7 @@ class DataRun(Run, SupervisedConfig):
     """tokens of prompt and response, at most the model's context; longer ones are cut, and counted; none: 512, or the
     context where that is less"""
 
-    common = {
-        'data': DATA,
-        'the model': MODEL,
-        'how long, how much': LENGTH,
-        'the run': RUN,
-    }
+    common = {'data': DATA, 'the model': MODEL, 'how long, how much': LENGTH, 'the run': RUN}
 
     def data_source(self) -> str | None:
         return self.dataset

@@ -18,27 +18,13 @@ from chatgpt.trainer.algorithms import ESTIMATORS
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / 'examples' / 'configs'
+DATASET = {'train_file': 'a.jsonl', 'validation_file': None, 'validation_split_percentage': 5}
+LEARNING = {'optimizer': 'AdamW', 'batch_size': 2, 'epochs': 3, 'learning_rate': 1e-5, 'lr_scheduler': 'linear'}
+STEPS = {'weight_decay': 0.1, 'gradient_accumulation_steps': 4, 'seed': 7, 'max_train_steps': 100}
 REWARD = {
     'General': {'base_model': 'opt', 'output_dir': 'logs', 'checkpoint_dir': 'model'},
-    'Dataset': {
-        'train_file': 'a.jsonl',
-        'validation_file': None,
-        'validation_split_percentage': 5,
-        'preprocessing_num_workers': 1,
-    },
-    'Training': {
-        'optimizer': 'AdamW',
-        'batch_size': 2,
-        'epochs': 3,
-        'learning_rate': 1e-5,
-        'lr_scheduler': 'linear',
-        'weight_decay': 0.1,
-        'gradient_accumulation_steps': 4,
-        'seed': 7,
-        'max_train_steps': 100,
-        'num_training_workers': 1,
-        'resources_per_worker': {'CPU': 2},
-    },
+    'Dataset': DATASET | {'preprocessing_num_workers': 1},
+    'Training': LEARNING | STEPS | {'num_training_workers': 1, 'resources_per_worker': {'CPU': 2}},
 }
 PPO = {
     'General': {'model_name': 'gpt2', 'model_pretrain': None, 'rm_name': 'gpt2', 'rm_pretrain': 'rm'},
@@ -69,21 +55,10 @@ def file(tmp_path: Path, content, ending: str = 'json') -> str:
 def test_every_key_of_a_reward_config(tmp_path, ending):
     r = run(RewardRun, '--config_file', file(tmp_path, REWARD, ending))
     r.validate(1)
-    assert (r.pretrain, r.save_path, r.model_path, r.dataset, r.validation_file) == (
-        'opt',
-        'logs',
-        'model',
-        'a.jsonl',
-        None,
-    )
-    assert (r.validation_percentage, r.optimizer, r.max_epochs, r.lr, r.lr_schedule) == (
-        5.0,
-        'adamw',
-        3,
-        1e-5,
-        'linear',
-    )
-    assert (r.weight_decay, r.seed, r.max_steps) == (0.1, 7, 100)
+    expected = {'pretrain': 'opt', 'save_path': 'logs', 'model_path': 'model', 'dataset': 'a.jsonl', 'max_epochs': 3}
+    expected |= {'validation_file': None, 'validation_percentage': 5.0, 'optimizer': 'adamw', 'lr': 1e-5}
+    expected |= {'lr_schedule': 'linear', 'weight_decay': 0.1, 'seed': 7, 'max_steps': 100}
+    assert {name: getattr(r, name) for name in expected} == expected
     assert (r.train_batch_size, r.max_tokens_per_batch) == (8, 2 * r.max_tokens)  # 2 records in each of 4 forwards
 
 
@@ -189,22 +164,10 @@ def test_what_wins(tmp_path):
     assert run(SFTRun, '--config_file', path).lr == 1e-5
     assert run(SFTRun, '--config_file', path, 'Training.learning_rate=3e-4').lr == 3e-4
     assert run(SFTRun, '--config_file', path, 'lr=3e-4', '--lr', '7').lr == 7.0
-    both = run(
-        SFTRun,
-        'data.jsonl',
-        'max_epochs=5',
-        '--tensorboard',
-        '--lora_target_modules',
-        'q',
-        '--lora_target_modules',
-        'v',
-    )
-    assert (both.dataset, both.max_epochs, both.tensorboard, both.lora_target_modules) == (
-        'data.jsonl',
-        5,
-        True,
-        ['q', 'v'],
-    )
+    words = 'data.jsonl max_epochs=5 --tensorboard --lora_target_modules q --lora_target_modules v'
+    both = run(SFTRun, *words.split())
+    assert (both.dataset, both.max_epochs) == ('data.jsonl', 5)
+    assert (both.tensorboard, both.lora_target_modules) == (True, ['q', 'v'])
 
 
 @pytest.mark.parametrize(

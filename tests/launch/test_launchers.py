@@ -28,18 +28,10 @@ from chatgpt.testing.processes import free_port
 pytestmark = pytest.mark.system
 
 SCRIPT = ROOT / 'examples' / 'train_prompts.py'
-QUICK = [
-    '--strategy=ddp',
-    '--num_episodes=1',
-    '--max_timesteps=8',
-    '--update_timesteps=1',
-    '--experience_batch_size=4',
-    '--train_batch_size=4',
-    '--max_epochs=1',
-    '--max_new_tokens=4',
-    '--checkpoint_interval=1',
-    '--lr=1e-3',
-]
+QUICK = (
+    '--strategy=ddp --num_episodes=1 --max_timesteps=8 --update_timesteps=1 --experience_batch_size=4 '
+    '--train_batch_size=4 --max_epochs=1 --max_new_tokens=4 --checkpoint_interval=1 --lr=1e-3'
+).split()
 
 
 # ---------------------------------------------------------------------- the same run, whatever happens

@@ -43,21 +43,9 @@ def run_script(monkeypatch, capsys, name: str, *flags: str) -> tuple[int, str]:
 def test_train_prompts_plans_without_weights(monkeypatch, capsys, tmp_path, no_weights):
     (tmp_path / 'prompts.csv').write_text('prompt\nhello\n')
     (tmp_path / 'reward.py').write_text('def score(prompts, responses):\n    return [0.0] * len(prompts)\n')
-    code, out = run_script(
-        monkeypatch,
-        capsys,
-        'train_prompts.py',
-        str(tmp_path / 'prompts.csv'),
-        '--pretrain',
-        str(no_weights),
-        '--reward_fn',
-        f'{tmp_path / "reward.py"}:score',
-        '--plan',
-        '--max_new_tokens',
-        '8',
-        '--save_path',
-        str(tmp_path / 'run'),
-    )
+    flags = f'{tmp_path}/prompts.csv --pretrain {no_weights} --reward_fn {tmp_path}/reward.py:score --plan'.split()
+    flags += ['--max_new_tokens', '8', '--save_path', str(tmp_path / 'run')]
+    code, out = run_script(monkeypatch, capsys, 'train_prompts.py', *flags)
     assert code == 0, out
     for word in ('load', 'collect', 'score', 'learn', 'actor weights', 'critic optimizer', 'it fits'):
         assert word in out
@@ -73,14 +61,7 @@ def test_train_prompts_plans_without_weights(monkeypatch, capsys, tmp_path, no_w
 )
 def test_the_other_scripts_plan_one_model(monkeypatch, capsys, tmp_path, no_weights, name, rows, model):
     (tmp_path / 'data.jsonl').write_text(rows * 4)
-    flags = [
-        str(tmp_path / 'data.jsonl'),
-        '--pretrain',
-        str(no_weights),
-        '--plan',
-        '--save_path',
-        str(tmp_path / 'run'),
-    ]
+    flags = f'{tmp_path}/data.jsonl --pretrain {no_weights} --plan --save_path {tmp_path}/run'.split()
     code, out = run_script(monkeypatch, capsys, name, *flags)
     assert code == 0, out
     assert f'{model} weights' in out and f'{model} optimizer' in out and 'collect' not in out
@@ -105,11 +86,8 @@ def test_weights_and_optimizer_of_one_model_are_counted_by_hand():
     assert list(plan.phases) == ['load', 'learn']
     assert plan.phases['load'].device == {'actor weights': 4 * number}
     learn = plan.phases['learn'].device
-    assert (learn['actor weights'], learn['actor optimizer'], learn['actor gradients']) == (
-        4 * number,
-        8 * number,
-        4 * number,
-    )
+    parts = ('actor weights', 'actor optimizer', 'actor gradients')
+    assert [learn[part] for part in parts] == [4 * number, 8 * number, 4 * number]
     more = make_plan(Setup(config=config, train_batch_size=4, **sizes))
     assert more.phases['learn'].device['activations'] > 1.5 * learn['activations'] > 0
     for phase in ('load', 'learn'):  # the process itself counts where devices are host memory
