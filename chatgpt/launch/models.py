@@ -28,7 +28,7 @@ class PPOModels(NamedTuple):
     """a model, a function, or a list of (weight, either)"""
     initial_model: Any
     mask_model: Any = None
-    """of NLPO"""
+    """a copy of the actor, for a policy that takes one"""
 
 
 def make_trunk(inputs: Inputs, dtype: torch.dtype, device: Any) -> SharedTrunk:

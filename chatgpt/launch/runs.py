@@ -17,7 +17,7 @@ from chatgpt.environments import EnvironmentSettings
 from chatgpt.functional.choices import LogprobKernel
 from chatgpt.launch.demo_world import trial_defaults
 from chatgpt.launch.methods import METHODS, Recipe
-from chatgpt.launch.rules import DATA_RULES, PPO_RUN_RULES, RUN_RULES
+from chatgpt.launch.rules import DATA_RULES, PPO_RUN_RULES, RUN_RULES, own_policy
 from chatgpt.nn.kinds import MODELS
 from chatgpt.rollout.registry import ENGINES
 from chatgpt.rollout.sampling import SamplingParams
@@ -371,7 +371,7 @@ class PPORun(Run, RolloutSettings, EpisodeSettings, PPOConfig):
     def fill_defaults(self) -> None:
         if self.environment is not None and self.max_new_tokens is None:
             self.max_new_tokens = EPISODE_TOKENS
-        if self.nlpo_top_p is not None and self.precision == 'auto':
+        if own_policy(self) is not None and self.precision == 'auto':
             self.precision = 'fp32'  # in which the log-probs of decode and trainer agree
         super().fill_defaults()
 
