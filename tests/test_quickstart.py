@@ -202,15 +202,6 @@ def test_a_model_in_memory_needs_a_tokenizer(folder):
         ({'samples': ['a'], 'rewards': [1.0], 'lora_rank': 2}, 'lora_rank: ILQL trains all weights'),
         ({'samples': ['a'], 'seed': 2}, "'seed' is a setting of the command; here it is of the strategy"),
         ({'reward_fn': len, 'prompts': ['a'], 'num_episodes': 2}, 'here give num_timesteps'),
-        ({'reward_fn': len, 'prompts': ['a'], 'lora_alpha': 2.0}, 'lora_alpha is about adapters, and there are none'),
-        (
-            {'reward_fn': len, 'prompts': ['a'], 'advantage_estimator': 'reinforce++', 'critic_lr': 1.0},
-            'critic_lr=1.0 is of a critic',
-        ),
-        (
-            {'reward_fn': len, 'prompts': ['a'], 'num_environment_workers': 2},
-            'is about an environment, and there is none',
-        ),
         ({'reward_fn': len, 'prompts': ['a'], 'ptx_coef': 0.5}, 'PPO-ptx needs both'),
         ({'samples': ['a'], 'num_timesteps': 2}, "'num_timesteps' is not a setting of sft"),
         ({'reward_fn': len, 'prompts': ['a'], 'eps_clip': -1.0}, 'eps_clip=-1.0'),

@@ -135,11 +135,9 @@ def _plan(setup: Setup) -> Plan:
     trained = {'actor': (actor, config)}
     if setup.critic == 'own':
         trained['critic'] = (models.measure(models.build('critic', config, setup)), config)
-    frozen = (
-        {'initial model': (models.measure(models.build('initial', config, setup)), config)}
-        if setup.has_initial_model
-        else {}
-    )
+    frozen = {}
+    if setup.has_initial_model:
+        frozen['initial model'] = (models.measure(models.build('initial', config, setup)), config)
     if reward_config is not None:
         frozen['reward model'] = (models.measure(models.build('reward', reward_config, setup)), reward_config)
     load = Memory()

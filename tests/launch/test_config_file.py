@@ -223,8 +223,6 @@ def test_a_yaml_file_makes_no_objects(tmp_path):
         (['--max_epochs=2', '--epochs', '3'], '--max_epochs and --epochs both set max_epochs; give one'),
         (['--learning_rate', '1e-3', '--lr=1e-4'], '--learning_rate and --lr both set lr; give one'),
         (['--optimizer=adafactor'], "'adafactor' is none of: adamw, adamw8bit, paged_adamw8bit, sgd"),
-        (['--lora_alpha=3'], 'lora_alpha is about adapters, and there are none'),
-        (['--validation_file=a', '--validation_percentage=3'], 'give one'),
         (['--gradient_accumulation_steps=3'], 'give batch_size too'),
         (['--resources_per_worker={TPU: 1}'], "'TPU' is not known; there are CPU and GPU"),
         (['Trainin.lr=3'], 'Trainin is no section'),
