@@ -243,7 +243,9 @@ def run_main(main: Callable[[], Any]) -> None:
         if os.environ.get('CHATGPT_TRACEBACK') or not _is_explained(error, main):
             raise
         tell(f'error: {_one_line(error)}')
-        raise SystemExit(_exit_code(error)) from None
+        failed = 'RewardFunctionError'  # by name: a mistake must not wait for torch to be imported
+        again = type(error).__name__ == failed or str(error).startswith(f'rank 0: {failed}: ')
+        raise SystemExit(1 if again else 2) from None  # 2: the same call would meet it again
 
 
 def _nobody_reads() -> bool:
@@ -254,12 +256,6 @@ def _nobody_reads() -> bool:
     except (OSError, ValueError):  # no file of the system
         return False
     return any(events & select.POLLERR for _, events in poll.poll(0))
-
-
-def _exit_code(error: Exception) -> int:
-    """2 for what the same call would meet again, 1 for what may have passed by then."""
-    name = 'RewardFunctionError'  # by name: a mistake must not wait for torch to be imported
-    return 1 if type(error).__name__ == name or str(error).startswith(f'rank 0: {name}: ') else 2
 
 
 def tell(what: str) -> None:

@@ -61,7 +61,7 @@ def check_not_replaced(run: Run, *, goes_on: bool) -> None:
                 raise ValueError(
                     f'the trained model would replace --{flag} {source}: choose another --save_path or --model_path'
                 )
-        found = _model_file(place)
+        found = next((path.name for pattern in MODEL_FILES for path in place.glob(pattern)), None)
         if found is None or own:
             continue
         if run.model_path:
@@ -78,10 +78,6 @@ def recorded_destination(run: Run) -> str | None:
     """The model_path that this run's folder says it was started with."""
     record = Path(run.save_path, 'config.yaml')
     return (read_file(record) or {}).get('model_path') if record.is_file() else None
-
-
-def _model_file(folder: Path) -> str | None:
-    return next((path.name for pattern in MODEL_FILES for path in folder.glob(pattern)), None)
 
 
 def check_destination(run: Run, config: Any, name: str) -> None:

@@ -47,7 +47,7 @@ from chatgpt.launch.arguments import load_function, world_size_from_env
 from chatgpt.launch.destination import check_resume
 from chatgpt.launch.rollouts import check_rollout_args
 from chatgpt.launch.rules import ENCODER_DECODER_RULES, same_file
-from chatgpt.launch.runs import DataRun, ILQLRun, PPORun, Run, SFTRun
+from chatgpt.launch.runs import DataRun, PPORun, Run, SFTRun
 from chatgpt.nn.kinds import MODELS
 from chatgpt.nn.layouts import layout_of, longest_side
 from chatgpt.nn.loading import load_config, load_tokenizer
@@ -450,7 +450,7 @@ def read_preferences(run: DataRun, inputs: Inputs) -> None:
     _take(inputs, train, validation)
 
 
-def read_rewarded(run: ILQLRun, inputs: Inputs) -> None:
+def read_rewarded(run: DataRun, inputs: Inputs) -> None:
     """Texts with a number each, for ILQL.
 
     Raises:

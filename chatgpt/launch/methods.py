@@ -143,7 +143,6 @@ METHODS: Registry[Recipe] = Registry(
         'simpo': _preference('SimPO: without a reference', f'{CONFIGS}:SimPOConfig', f'{PAIRS}:SimPOTrainer', 1e-6),
         'ilql': Recipe(
             about='ILQL: offline, from responses with rewards',
-            run='chatgpt.launch.runs:ILQLRun',
             config=f'{CONFIGS}:ILQLConfig',
             trainer=f'{OBJECTIVES}.ilql:ILQLTrainer',
             model='ILQLModel',

@@ -232,7 +232,10 @@ def offline_trainer(inputs: Inputs, strategy: Any) -> Any:
         model = trunk_role(inputs, method.model, make_trunk(inputs, strategy.numerics.dtype, strategy.device))
         initial = None
     else:
-        model, initial = _whole_models(inputs, strategy, method.model)
+        with strategy.model_init_context():
+            model = build_model(inputs, method.model)
+            needs_copy = isinstance(settings, ReferenceConfig) and not run.lora_rank
+            initial = deepcopy(model) if needs_copy else None
     set_kernels(run, model, initial)
     model, optimizer = strategy.prepare((model, make_optimizer(run, strategy, model)))
     reference = {} if initial is None else {'initial_model': strategy.prepare(initial)}
@@ -248,14 +251,6 @@ def offline_trainer(inputs: Inputs, strategy: Any) -> Any:
         run_dir=inputs.run_dir,
         **reference,
     )
-
-
-def _whole_models(inputs: Inputs, strategy: Any, kind: str) -> tuple[Any, Any]:
-    """The model that learns, and its reference where the method has one that is no part of it."""
-    with strategy.model_init_context():
-        model = build_model(inputs, kind)
-        needs_copy = isinstance(inputs.settings, ReferenceConfig) and not inputs.run.lora_rank
-        return model, deepcopy(model) if needs_copy else None
 
 
 def fit_arguments(inputs: Inputs) -> tuple[Any, ...]:

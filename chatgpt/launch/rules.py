@@ -79,10 +79,6 @@ ENVIRONMENT_SETTINGS = (
 )
 
 
-def _is_own(environment: str | None) -> bool:
-    return environment is not None and ':' in environment and not environment.startswith('games:')
-
-
 def own_policy(s: Any) -> str | None:
     """The setting that asks for a policy of `POLICIES`, which is the actor and a copy of it; None where none does."""
     return next((name for name in POLICIES if getattr(s, name, None) is not None), None)
@@ -160,7 +156,7 @@ PPO_RUN_RULES = [
         'eval_episodes are of tasks without prompts: with eval prompts leave it out',
     ),
     Rule(
-        lambda s: _is_own(s.environment) and not s.pretrain,
+        lambda s: ':' in (s.environment or '') and not s.environment.startswith('games:') and not s.pretrain,
         'an environment of your own needs a model: give --pretrain NAME_OR_FOLDER',
     ),
     Rule(lambda s: s.reward_model and s.reward_fn, 'give --reward_model or --reward_fn, not both'),

@@ -1,5 +1,6 @@
 """A run as one object: dataclasses for the model, its adapters, the strategy, sampling, an environment and the run's
-folder, composed with the settings of a trainer into `PPORun`, `SFTRun`, `RewardRun`, `PreferenceRun` and `ILQLRun`.
+folder, composed with the settings of a trainer into `PPORun`, `SFTRun`, `RewardRun`, and those that `run_class`
+makes.
 
 Flags, config files, `chatgpt.train`, `--plan`, reports and sweeps read these fields; `chatgpt.launch.rules` says what
 does not go together.
@@ -27,7 +28,7 @@ from chatgpt.strategies.registry import STRATEGIES
 from chatgpt.strategies.rules import MODEL_RULES
 from chatgpt.trainer.callbacks.trackers import TRACKERS, tracker_names
 from chatgpt.trainer.config import LearningSettings, PPOConfig, Settings, SFTConfig, SupervisedConfig
-from chatgpt.trainer.objectives.config import ILQLConfig, PreferenceConfig, RewardModelConfig
+from chatgpt.trainer.objectives.config import PreferenceConfig, RewardModelConfig
 from chatgpt.trainer.rules import EXACT_RULES
 
 EMBEDDED = 'embedded'
@@ -469,17 +470,6 @@ class RewardRun(DataRun, RewardModelConfig):
     common = DataRun.common | {'the method': ('loss_fn',)}
     trained = 'reward_model'
     config_class = RewardModelConfig
-
-
-@dataclass(kw_only=True)
-class ILQLRun(DataRun, ILQLConfig):
-    """A run of ILQL: prompt, response and reward, or text and reward."""
-
-    save_path: str = 'outputs/train_ilql'
-
-    method = 'ilql'
-    common = DataRun.common | {'the method': ('tau', 'gamma', 'cql_scale', 'awac_scale', 'beta', 'standardize_rewards')}
-    config_class = ILQLConfig
 
 
 NO_PLAN = '--plan knows PPO, SFT and reward models; python -m chatgpt.plan CONFIG --task sft comes nearest'

@@ -10,7 +10,7 @@ import pytest
 from chatgpt.launch import models
 from chatgpt.launch.models import set_kernels
 from chatgpt.launch.rules import DATA_RULES, ENCODER_DECODER_RULES, PPO_RUN_RULES, RUN_RULES
-from chatgpt.launch.runs import DataRun, ILQLRun, PPORun, RewardRun, SFTRun
+from chatgpt.launch.runs import DataRun, PPORun, RewardRun, SFTRun, run_class
 from chatgpt.nn import Actor, RewardModel, head_kernels
 from chatgpt.strategies.rules import MODEL_RULES
 from chatgpt.testing import tiny_causal_lm
@@ -64,7 +64,7 @@ BROKEN: list[tuple[type, dict[str, Any]]] = [
     (SFTRun, {'validation_file': 'a', 'dataset': 'a', 'pretrain': 'gpt2'}),
     # runs that only learn
     (SFTRun, {'dataset': 'a'}),
-    (ILQLRun, {'lora_rank': 2}),
+    (run_class('ilql'), {'lora_rank': 2}),
     # PPO
     (PPORun, {'critic': 'shared', 'critic_lr': 0.1}),
     (PPORun, {'value_coef': 0.5}),
@@ -125,7 +125,7 @@ def test_every_row_is_broken_by_one_of_them():
         assert [row.sentence for row in table if not any(row.broken_by(run) for run in runs)] == []
 
 
-@pytest.mark.parametrize('cls', [PPORun, SFTRun, RewardRun, ILQLRun])
+@pytest.mark.parametrize('cls', [PPORun, SFTRun, RewardRun, run_class('ilql')])
 def test_defaults_break_none(cls):
     cls().validate()
     rules = TABLES[PPORun if cls is PPORun else DataRun]

@@ -65,7 +65,7 @@ def main() -> None:
 def example(method: str) -> tuple[dict[str, str], dict[str, Any]]:
     """Texts of the files beside a config, by name, and the settings that use them."""
     from chatgpt.launch import demo_world
-    from chatgpt.launch.runs import EMBEDDED, ILQLRun, PPORun, PreferenceRun, RewardRun, run_class
+    from chatgpt.launch.runs import EMBEDDED, PPORun, PreferenceRun, RewardRun, run_class
 
     cls = run_class(method)
     own: dict[str, Any] = {'pretrain': EMBEDDED}
@@ -78,7 +78,7 @@ def example(method: str) -> tuple[dict[str, str], dict[str, Any]]:
         )
     if issubclass(cls, (PreferenceRun, RewardRun)):
         data, rows = 'preferences.jsonl', demo_world.demo_preferences(NUM_ROWS)
-    elif issubclass(cls, ILQLRun):
+    elif METHODS[method].model == 'ILQLModel':
         data, rows = 'rewarded.jsonl', demo_world.rewarded_stories(NUM_ROWS)
     else:
         data, rows = 'stories.jsonl', demo_world.demo_corpus(NUM_ROWS)
