@@ -33,6 +33,7 @@ from chatgpt.launch.cli.generate import (
     tokenizer_of,
 )
 from chatgpt.launch.config_values import number
+from chatgpt.rules import Rule, check
 
 
 def parser() -> Parser:
@@ -67,30 +68,34 @@ def add_environment(group: Any) -> None:
     group.add_argument('--step_timeout_s', type=number, default=30.0, help='limit of one step (default: 30)')
 
 
-def parse_args() -> Any:
-    out = parser()
-    args = take_words(out, out.parse_args(in_our_words(sys.argv[1:], out)), 'input')
-    rewards = sum(given is not None for given in (args.reward_fn, args.reward_model))
-    if args.environment is None:
-        if args.input is None:
-            out.error('give a file of prompts, or --environment NAME')
-        if rewards != 1:
-            out.error('give --reward_fn FILE:FUNCTION or --reward_model FOLDER, which scores the responses')
-        idle = [
-            name for name in ('environment_options', 'episodes', 'max_turn_tokens') if getattr(args, name) is not None
-        ]
-        if idle:
-            out.error(f'--{idle[0]} is about an environment, and there is none: give --environment')
-        return args
-    if rewards > 1:
-        out.error('give --reward_fn or --reward_model, not both; without either the environment scores')
-    if args.input is not None and args.episodes is not None:
-        out.error('--episodes are of tasks without prompts: with a file of prompts there is one of each')
-    if args.tensor_parallel != 1:
-        out.error('--environment does not go with --tensor_parallel: leave one of them out')
-    if args.episodes is not None and args.episodes < 1:
-        out.error(f'--episodes {args.episodes} must be at least 1')
-    return args
+RULES = [
+    Rule(lambda s: not s.environment and s.input is None, 'give a file of prompts, or --environment NAME'),
+    Rule(
+        lambda s: not s.environment and bool(s.reward_fn) == bool(s.reward_model),
+        'give --reward_fn FILE:FUNCTION or --reward_model FOLDER, which scores the responses',
+    ),
+    *(
+        Rule(
+            lambda s, name=name: not s.environment and getattr(s, name) is not None,  # type: ignore[misc]
+            f'--{name} is about an environment, and there is none: give --environment',
+        )
+        for name in ('environment_options', 'episodes', 'max_turn_tokens')
+    ),
+    Rule(
+        lambda s: s.reward_fn and s.reward_model,
+        'give --reward_fn or --reward_model, not both; without either the environment scores',
+    ),
+    Rule(
+        lambda s: s.input is not None and s.episodes is not None,
+        '--episodes are of tasks without prompts: with a file of prompts there is one of each',
+    ),
+    Rule(
+        lambda s: s.environment and s.tensor_parallel != 1,
+        '--environment does not go with --tensor_parallel: leave one of them out',
+    ),
+    Rule(lambda s: s.episodes is not None and s.episodes < 1, '--episodes {s.episodes} must be at least 1'),
+    Rule(lambda s: s.temperature == 0, '--temperature 0 is what holds without it: leave it out'),
+]
 
 
 @dataclass
@@ -108,7 +113,9 @@ class Model:
 
 
 def main() -> None:
-    args = parse_args()
+    out = parser()
+    args = take_words(out, out.parse_args(in_our_words(sys.argv[1:], out)), 'input')
+    check(args, RULES)
     from chatgpt.data.prompts import tasks_without_prompts
     from chatgpt.environments import EnvironmentSettings, find_environment
     from chatgpt.environments.transcript import choose_text_for
@@ -120,8 +127,6 @@ def main() -> None:
     from chatgpt.trainer.experience.scorers import as_scorer, check_columns
     from chatgpt.trainer.prompt_evaluation import PromptEvaluation
 
-    if args.temperature == 0:
-        raise ValueError('--temperature 0 is what holds without it: leave it out')
     quiet_transformers()
     tokenizer = tokenizer_of(args)
     environment, settings, opening = None, None, 0
