@@ -226,33 +226,14 @@ def train(
     if stop_sequences:
         generation['stop_strings'] = list(stop_sequences)
     if isinstance(run, PPORun):
-        inputs.train = None if prompts is None else as_prompts(prompts, tokenizer)
-        adopt_turns(tokenizer, inputs.train)  # before texts to evaluate on choose otherwise
-        inputs.reward = made(reward_fn)
-        check_columns(as_scorer(inputs.reward), inputs.train or ())
-        if environment is not None:
-            choose_text_for(environment, tokenizer)
-            inputs.environment, inputs.environment_settings = environment, run.environment_settings()
-            tasks = tasks_without_prompts() if inputs.train is None else inputs.train
-            inputs.longest_opening = longest_opening(
-                environment, inputs.environment_settings, tokenizer, tasks, run.seed
-            )
-            eval_prompts = tasks_without_prompts(run.eval_episodes) if run.eval_episodes else eval_prompts
-        if run.ptx_data is not None:
-            most = longest_side(model_config)
-            inputs.pretrain_data = load_demonstrations(_texts(run.ptx_data), tokenizer, max_length=most)[0]
+        _read_ppo(run, inputs, prompts, reward_fn, environment)
+        eval_prompts = tasks_without_prompts(run.eval_episodes) if run.eval_episodes else eval_prompts
     else:
-        options = {'max_length': within_context('max_length', chosen.get('max_length'), model_config, 'the model')}
-        if kind != 'ilql':
-            options['skip_bad_records'] = run.skip_bad_records
-        inputs.train = _records(kind, samples, rewards, preferences, tokenizer, options)
+        longest = within_context('max_length', chosen.get('max_length'), model_config, 'the model')
+        inputs.train = _records(kind, run, samples, rewards, preferences, tokenizer, longest)
     if eval_prompts is not None:
-        eval_prompts = as_prompts(eval_prompts, tokenizer)
-        check_columns(as_scorer(inputs.reward), eval_prompts)
-        if metric_fn is not None:
-            check_call(metric_fn, columns_of(eval_prompts), 'metric_fn')
         interval = chosen.get('eval_interval', DEFAULTS['eval_interval'])
-        inputs.callbacks.append(_evaluator(kind, eval_prompts, inputs, metric_fn, interval))
+        inputs.callbacks.append(_evaluator(kind, as_prompts(eval_prompts, tokenizer), inputs, metric_fn, interval))
     if save_path is not None and run_dir is None:
         inputs.callbacks.append(_KeepWeights(Path(save_path)))
     if save_path is None and run_dir is None and push_to_hub is None and getattr(strategy, 'is_rank_0', True):
@@ -441,9 +422,29 @@ def _run(kind: str, chosen: Mapping[str, Any], model: Any, reward_fn: Any, envir
     return run
 
 
+def _read_ppo(run: PPORun, inputs: Inputs, prompts: Any, reward_fn: Any, environment: Any) -> None:
+    """Prompts, reward, environment and the texts of PPO-ptx."""
+    tokenizer = inputs.tokenizer
+    inputs.train = None if prompts is None else as_prompts(prompts, tokenizer)
+    adopt_turns(tokenizer, inputs.train)  # before texts to evaluate on choose otherwise
+    inputs.reward = made(reward_fn)
+    check_columns(as_scorer(inputs.reward), inputs.train or ())
+    if environment is not None:
+        choose_text_for(environment, tokenizer)
+        inputs.environment, inputs.environment_settings = environment, run.environment_settings()
+        tasks = tasks_without_prompts() if inputs.train is None else inputs.train
+        inputs.longest_opening = longest_opening(environment, inputs.environment_settings, tokenizer, tasks, run.seed)
+    if run.ptx_data is not None:
+        longest = longest_side(inputs.config)
+        inputs.pretrain_data = load_demonstrations(_texts(run.ptx_data), tokenizer, max_length=longest)[0]
+
+
 def _records(
-    kind: str, samples: Any, rewards: Any, preferences: Any, tokenizer: Any, options: Mapping[str, Any]
+    kind: str, run: Run, samples: Any, rewards: Any, preferences: Any, tokenizer: Any, longest: int | None
 ) -> Any:
+    options: dict[str, Any] = {'max_length': longest}
+    if kind != 'ilql':
+        options['skip_bad_records'] = run.skip_bad_records
     if kind == 'dpo':
         records: Any = load_preferences(preferences, tokenizer, **options)[0]
     else:
@@ -463,6 +464,9 @@ def _texts(samples: Any) -> Any:
 
 
 def _evaluator(kind: str, prompts: Any, inputs: Inputs, metric_fn: Any, interval: int) -> Evaluator:
+    check_columns(as_scorer(inputs.reward), prompts)
+    if metric_fn is not None:
+        check_call(metric_fn, columns_of(prompts), 'metric_fn')
     # no reward of its own: the trainer's scorer holds the reward model that the strategy has prepared
     settings = {'environment': inputs.environment, 'environment_settings': inputs.environment_settings}
     evaluation: Any = PromptEvaluation(prompts, inputs.tokenizer, metric_fn=metric_fn, **settings, **inputs.generation)
