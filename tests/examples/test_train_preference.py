@@ -89,7 +89,6 @@ def test_each_method_learns_from_a_file(monkeypatch, capsys, data, tmp_path, met
     trained = AutoModelForCausalLM.from_pretrained(out / 'actor').state_dict()
     base = AutoModelForCausalLM.from_pretrained(data / 'base').state_dict()
     assert any(not torch.equal(trained[name], base[name]) for name in base)
-    assert f'method: {method}' in (out / 'config.yaml').read_text()
 
 
 @pytest.mark.parametrize('method', ['dpo', 'kto'])
