@@ -75,7 +75,7 @@ THEIRS: dict[str, tuple[Ours, ...]] = {
     'lora_r': (Ours('lora_rank'),),
     'reward_model_path': (Ours('reward_model'),),
     'sft_model_path': (Ours('pretrain'),),
-    'loss_type': (Ours('loss'),),
+    'loss': (Ours('loss_type'),),
     'min_length': (Ours('min_new_tokens', 'without the prompt'),),
     # llm-on-ray
     'epochs': (Ours('max_epochs'),),

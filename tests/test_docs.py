@@ -97,7 +97,7 @@ def known_flags() -> set[str]:
     parsers += [entry.load(entry.parser)() for entry in SUBCOMMANDS.values() if entry.parser]
     return (
         found
-        | {'--config_file', '--print_config'}
+        | {'--config_file', '--print_config', '--method'}  # the last of examples/train_preference.py
         | {text for parser in parsers for action in parser._actions for text in action.option_strings}
     )
 

@@ -1,6 +1,6 @@
 """The commands of docs/first_hour.md run one after another, shortened, and print the lines that the page shows.
 
-Those of README.md and docs/command.md: tests/cli/test_command_page.py.
+Those of README.md and docs/command.md: tests/cli/test_command.py.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     'strategies.checkpoint': set(),
     'strategies': MODELS | {'registry', 'rules'},
     'plan': MODELS | {'rules', 'strategies'},
+    'plan.__main__': {'launch', 'plan', 'strategies'},
     'rollout': MODELS | {'registry', 'environments'},
     'trainer.experience': MODELS | {'rollout', 'data'},
     'trainer.callbacks': MODELS | {'registry', 'monitor', 'strategies'},

@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import chatgpt
+from chatgpt.launch import torchrun
 from chatgpt.launch.arguments import Parser, add_flag, field_docs, hints_of, run_main
-from chatgpt.launch.config_values import peek
+from chatgpt.launch.config_values import collected, flat, overrides, read_file, typed, typed_text
 from chatgpt.launch.methods import METHODS
 from chatgpt.launch.ray_request import RayLaunch
-from chatgpt.launch.torchrun import TorchrunLaunch, run_on_torchrun
-from chatgpt.names import hint
+from chatgpt.launch.torchrun import TorchrunLaunch
+from chatgpt.names import hint, ours
 
 OF_RAY = ('gpus_per_worker', 'address', 'placement', 'wait_s')
 OF_TORCHRUN = ('num_nodes', 'rdzv_endpoint', 'run_id', 'local_addr')
@@ -84,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options |= workers(args)
     if args.launcher == 'torchrun':
         options.pop('gpus_per_worker', None)  # torchrun counts no devices: local rank 0 takes the first, and so on
-        run_on_torchrun(TorchrunLaunch(**options))
+        torchrun.run_on_torchrun(TorchrunLaunch(**options))
     from chatgpt.launch.ray import run_on_ray
 
     return run_on_ray(
@@ -104,6 +105,38 @@ def script_of(script: str, words: Sequence[str]) -> tuple[str, list[str]]:
     if not Path(script).exists() and re.fullmatch(r'[\w+-]+', script):
         raise ValueError(f'{script!r} is no file, and no command that trains or generates{hint(script, commands)}')
     return script, list(words)
+
+
+OF_THE_LAUNCH: dict[str, Any] = {
+    'num_training_workers': int | None,
+    'resources_per_worker': dict[str, float] | None,
+    'save_path': str,
+}
+"""settings of every run that concern its launcher too"""
+
+
+def peek(argv: Sequence[str]) -> dict[str, Any]:
+    """The settings `OF_THE_LAUNCH` of a script called with `argv`, where its command line or config file has them.
+
+    Raises:
+        ValueError: the config file cannot be read, or a value is of another type.
+    """
+    flags = dict[str, str]()
+    for word, following in zip(argv, [*argv[1:], ''], strict=False):
+        name, equals, text = word.removeprefix('--').partition('=')
+        if word.startswith('--'):
+            flags[ours(name, OF_THE_LAUNCH)] = text if equals else following
+    path = flags.pop('config_file', None)
+    # other words may be of a script that has sections of its own
+    words = [w for w in argv if ours(w.partition('=')[0].rpartition('.')[2], OF_THE_LAUNCH) in OF_THE_LAUNCH]
+    found = dict[str, Any]()
+    for source, entries, read in (
+        (f'config_file {path}: ', flat(read_file(path)) if path else (), typed),
+        ('command line: ', overrides(words), typed),
+        ('', ((f'--{name}', name, text) for name, text in flags.items()), typed_text),
+    ):
+        found |= collected(entries, OF_THE_LAUNCH, source, lambda where, key: None, read)
+    return found
 
 
 def workers(args: argparse.Namespace) -> dict[str, Any]:

@@ -18,12 +18,11 @@ import textwrap
 import time
 import typing
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, fields
 from functools import cache, partial
-from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NoReturn
 
 from chatgpt.data.rewards.calling import made
@@ -32,7 +31,7 @@ from chatgpt.launch.relaunch import mark_told, was_told
 from chatgpt.names import choice_hint, hint
 from chatgpt.registry import load_object
 from chatgpt.rules import check
-from chatgpt.strategies.registry import STRATEGIES, strategy_flag
+from chatgpt.strategies.registry import strategy_flag
 from chatgpt.strategies.rules import PRECISION_RULES
 
 NOBODYS_FAULT = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EISDIR))
@@ -47,8 +46,8 @@ class Parser(argparse.ArgumentParser):
     the nearest."""
 
     def __init__(self, **options: Any) -> None:
-        options.setdefault('formatter_class', argparse.RawDescriptionHelpFormatter)
-        super().__init__(allow_abbrev=False, **options)
+        formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30)
+        super().__init__(allow_abbrev=False, formatter_class=formatter, **options)
         if self.add_help:  # a parser without hides some of its options in --help, and adds both itself
             self.add_argument('--help-all', action='help', help=argparse.SUPPRESS)
 
@@ -102,10 +101,17 @@ def _own_docs(cls: type) -> dict[str, str]:
 
 
 def add_flag(
-    group: Any, name: str, kind: Any, text: str, default: Any = argparse.SUPPRESS, *, choices: Iterable[str] = ()
+    group: Any,
+    name: str,
+    kind: Any,
+    text: str,
+    default: Any = argparse.SUPPRESS,
+    *,
+    choices: Iterable[str] = (),
+    read: Callable[[str], Any] | None = None,
 ) -> None:
-    """A flag with a value of the annotated type; that of a list may be given several times. `choices`: see
-    `metavar_of`."""
+    """A flag with a value of the annotated type, or what `read` makes of its text; that of a list may be given several
+    times, and one that is false may be given alone. `choices`: see `metavar_of`."""
     options: dict[str, Any] = {
         'default': default,
         'help': text.replace('%', '%%'),
@@ -114,7 +120,8 @@ def add_flag(
     if 'list[' in str(kind):
         group.add_argument(f'--{name}', action='append', **options)
     else:
-        group.add_argument(f'--{name}', type=partial(typed_text, hint=kind), **options)
+        options |= {'nargs': '?', 'const': True} if default is False else {}
+        group.add_argument(f'--{name}', type=read or partial(typed_text, hint=kind), **options)
 
 
 def choices_of(f: Field[Any]) -> Iterable[str]:
@@ -123,14 +130,16 @@ def choices_of(f: Field[Any]) -> Iterable[str]:
     return choices() if callable(choices) else choices
 
 
-def add_settings(parser: argparse.ArgumentParser, cls: type, *, skip: Iterable[str] = ()) -> None:
-    """One flag per field of `cls`, with its default."""
+def add_settings(
+    parser: Any, cls: type, *, skip: Iterable[str] = (), read: Mapping[str, Callable[[str], Any]] = MappingProxyType({})
+) -> None:
+    """One flag per field of `cls`, with its default. `read`: of fields that are read in a way of their own."""
     hints, docs = hints_of(cls), field_docs(cls)
-    group = parser.add_argument_group(cls.__name__)
     for f in fields(cls):
         if f.name not in skip:
-            text = f'{docs.get(f.name, "")} (default: {f.default})'
-            add_flag(group, f.name, hints[f.name], text, f.default, choices=choices_of(f))
+            text = f'{docs.get(f.name, "")} (default: {"none" if f.default is None else f.default})'
+            choices, reader = choices_of(f), read.get(f.name)
+            add_flag(parser, f.name, hints[f.name], text, f.default, choices=choices, read=reader)
 
 
 def settings_from(args: argparse.Namespace, cls: type) -> dict[str, Any]:
@@ -138,34 +147,12 @@ def settings_from(args: argparse.Namespace, cls: type) -> dict[str, Any]:
     return {f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)}
 
 
-def add_strategy(parser: argparse._ActionsContainer) -> None:
-    names = ', '.join(STRATEGIES)
-    parser.add_argument(
-        '--strategy',
-        type=strategy_flag,
-        default='naive',
-        help=f'what prepares and shards the models: {names}, or module:Class',
-    )
-    parser.add_argument(
-        '--precision',
-        choices=('auto', 'fp32', 'bf16', 'fp16'),
-        default='auto',
-        help='compute dtype; auto: bf16 on a GPU, fp32 on a CPU',
-    )
-    parser.add_argument(
-        '--tensor_parallel',
-        type=int,
-        default=1,
-        help='processes that hold each layer together and are one rank, with --strategy fsdp, colossalai_zero1 or '
-        'colossalai_zero2 (docs/strategies.md)',
-    )
-    parser.add_argument('--seed', type=int, default=42, help='decides every draw, whatever the layout')
-    parser.add_argument(
-        '--rank_timeout_s',
-        type=float,
-        default=1800.0,
-        help='a rank that keeps the others waiting for longer ends the run, and is named',
-    )
+def add_strategy(parser: Any) -> None:
+    """The flags of `strategy_of` for what runs and trains nothing."""
+    from chatgpt.launch.runs import StrategySettings
+
+    of_training = ('deterministic', 'reproducible', 'atoms')
+    add_settings(parser, StrategySettings, skip=of_training, read={'strategy': strategy_flag})
 
 
 def world_size_from_env() -> int:
@@ -178,13 +165,7 @@ def processes_here() -> int:
 
 
 def make_strategy(
-    name: str,
-    *,
-    seed: int,
-    precision: Any,
-    remote_code: bool = False,
-    timeout_s: float = 1800.0,
-    **options: Any,
+    name: str, *, seed: int, precision: Any, remote_code: bool = False, timeout_s: float = 1800.0, **options: Any
 ) -> Any:
     """A strategy by its command-line name, with the options of `strategy_by_name`.
 
@@ -194,14 +175,8 @@ def make_strategy(
     from chatgpt.strategies.registry import strategy_by_name
 
     check(SimpleNamespace(strategy=name, precision=precision), PRECISION_RULES)
-    return strategy_by_name(
-        name,
-        seed=seed,
-        precision=precision,
-        meta_init=not remote_code,
-        timeout_s=timeout_s,
-        **options,
-    )
+    options |= {'meta_init': not remote_code, 'timeout_s': timeout_s}
+    return strategy_by_name(name, seed=seed, precision=precision, **options)
 
 
 _OF_STRATEGY = ('deterministic', 'reproducible', 'atoms', 'tensor_parallel')
@@ -213,12 +188,11 @@ def strategy_of(run: Any) -> Iterator[Any]:
 
     One rank's failure inside ends all, also before training has begun.
     """
-    remote_code = getattr(run, 'trust_remote_code', False)
     strategy = make_strategy(
         run.strategy,
         seed=run.seed,
         precision=run.precision,
-        remote_code=remote_code,
+        remote_code=getattr(run, 'trust_remote_code', False),
         timeout_s=run.rank_timeout_s,
         **{name: getattr(run, name) for name in _OF_STRATEGY if hasattr(run, name)},
     )
@@ -241,30 +215,6 @@ def load_function(spec: str) -> Callable[..., Any]:
         raise ValueError(
             f'{spec!r}: {_one_line(error)}; name a function or object of your own file that does'
         ) from None
-
-
-def check_run_folder(path: str | os.PathLike[str]) -> None:
-    """Find out before any weight is loaded that a run can write its folder. Only rank 0 looks, which is the one that
-    writes.
-
-    Raises:
-        ValueError: it cannot be made or written; CheckpointError: another run holds it, with its process and host.
-    """
-    from chatgpt.strategies.checkpoint import claim_folder
-
-    if os.environ.get('RANK', '0') != '0':
-        return
-    folder = Path(path)
-    new = [p for p in (folder, *folder.parents) if not p.exists()]
-    try:
-        claim_folder(folder).release()
-    except OSError as error:
-        raise ValueError(f'cannot write to {path}: {error.strerror}') from None
-    if new:  # a run that stops at a later mistake leaves nothing behind
-        for entry in folder.iterdir():
-            entry.unlink()
-        for made in new:
-            made.rmdir()
 
 
 def run_main(main: Callable[[], Any]) -> None:
@@ -293,7 +243,9 @@ def run_main(main: Callable[[], Any]) -> None:
         if os.environ.get('CHATGPT_TRACEBACK') or not _is_explained(error, main):
             raise
         tell(f'error: {_one_line(error)}')
-        raise SystemExit(_exit_code(error)) from None
+        failed = 'RewardFunctionError'  # by name: a mistake must not wait for torch to be imported
+        again = type(error).__name__ == failed or str(error).startswith(f'rank 0: {failed}: ')
+        raise SystemExit(1 if again else 2) from None  # 2: the same call would meet it again
 
 
 def _nobody_reads() -> bool:
@@ -304,12 +256,6 @@ def _nobody_reads() -> bool:
     except (OSError, ValueError):  # no file of the system
         return False
     return any(events & select.POLLERR for _, events in poll.poll(0))
-
-
-def _exit_code(error: Exception) -> int:
-    """2 for what the same call would meet again, 1 for what may have passed by then."""
-    name = 'RewardFunctionError'  # by name: a mistake must not wait for torch to be imported
-    return 1 if type(error).__name__ == name or str(error).startswith(f'rank 0: {name}: ') else 2
 
 
 def tell(what: str) -> None:
@@ -343,9 +289,7 @@ def _is_explained(error: Exception, main: Callable[[], Any]) -> bool:
     it."""
     if type(error).__module__.startswith('chatgpt.'):
         return True
-    if os.environ.get('RANK', '0') != '0' and str(error).startswith(
-        'rank 0: '
-    ):  # the first rank shows where it came from
+    if os.environ.get('RANK', '0') != '0' and str(error).startswith('rank 0: '):  # which shows where it came from
         return True
     if isinstance(error, OSError) and error.errno in NOBODYS_FAULT and error.filename:
         return True

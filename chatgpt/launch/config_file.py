@@ -13,18 +13,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from chatgpt.launch.arguments import Parser, add_flag, choices_of, field_docs, hints_of
-from chatgpt.launch.config_values import OVERRIDE, flat, overrides, read_file, typed
+from chatgpt.launch.config_values import OVERRIDE, collected, flat, overrides, read_file
 from chatgpt.launch.methods import METHODS
-from chatgpt.launch.runs import OPTIONS, PPORun, PreferenceRun, Run
+from chatgpt.launch.runs import PPORun, Run
 from chatgpt.launch.theirs import in_our_words, meet, their_settings
 from chatgpt.names import hint, ours
 
 R = TypeVar('R', bound=Run)
-
-
 BOOLEANS = ('true', 'false', 'yes', 'no', '1', '0')
 PAIRS = {'pretrain': ('model_name', 'model_pretrain'), 'reward_model': ('rm_name', 'rm_pretrain')}
 """llm-on-ray's two keys for one PPO model, by our field: the name, and trained weights that take its place"""
@@ -41,21 +39,12 @@ def values_of(
     Raises:
         ValueError: an unknown key (with the nearest), two keys for one field, a value of another type.
     """
-    hints, found, places = hints_of(cls) | their_settings(cls), dict[str, Any](), dict[str, str]()
-    for where, key, value in _paired(list(entries), cls, below or {}):
-        name = ours(key, hints)
-        if name not in hints:
-            raise ValueError(f'{source}: {where} is not a setting of this run{hint(key, _names(cls))}')
-        if name in found:
-            raise ValueError(f'{source}: {places[name]} and {where} both set {name}; give one')
-        if name in ('optimizer', 'lr_schedule'):
-            value = str(value).lower()
-        try:
-            found[name] = typed(value, hints[name])
-        except (ValueError, argparse.ArgumentTypeError) as error:
-            raise ValueError(f'{source}: {where}: {error}') from None
-        places[name] = where
-    return found
+
+    def unknown(where: str, key: str) -> NoReturn:
+        raise ValueError(f'{source}: {where} is not a setting of this run{hint(key, _names(cls))}')
+
+    hints = hints_of(cls) | their_settings(cls)
+    return collected(_paired(list(entries), cls, below or {}), hints, f'{source}: ', unknown)
 
 
 def _paired(
@@ -79,6 +68,9 @@ def _names(cls: type[Run]) -> list[str]:
 
 
 # ---------------------------------------------------------------------- command lines
+
+
+HELP_ALL = '--help-all'
 
 
 def parse_run(
@@ -108,47 +100,34 @@ def parse_run(
         raise SystemExit(0)
     flags, words = _sorted(argv, cls)
     given = vars(parser.parse_args(flags))
-    plain = given.pop('words', [])
+    plain, path, show = given.pop('words', []), given.pop('config_file', None), given.pop('print_config', False)
     if len(plain) > (positional is not None):
         parser.error(f'{plain[-1]!r} is one word too many')
-    values, below = dict[str, Any](), dict[str, Any]()
-    path = given.pop('config_file', None)
-    if path is not None:
-        entries = list(flat(read_file(path)))
-        below = {key: value for _, key, value in entries}
-        values |= values_of(entries, cls, f'config_file {path}')
-    values |= values_of(overrides(words), cls, 'command line', below)
-    if plain and positional is not None:
-        values[positional] = plain[0]
-    show = given.pop('print_config', False)
-    presets = presets_of(cls, method)
+    entries = list(flat(read_file(path))) if path is not None else []
+    values = values_of(entries, cls, f'config_file {path}')
+    values |= values_of(overrides(words), cls, 'command line', {key: value for _, key, value in entries})
+    values |= {positional: plain[0]} if plain and positional is not None else {}
+    presets = presets_of(method)
     before = said_before(cls, presets | values | given)
     values, of_processes = in_our_words(values | given, cls, before)
     if not show:
         meet(**of_processes)
-    if values.get('method', presets.get('method')) != presets.get('method') and 'method' in presets:
-        raise ValueError(f'method={values["method"]} is another command than {method}: give that one')
-    run = cls.from_dict(presets | before | values)
-    run.said = presets | before | values
-    if method is not None:
-        run.method = method
-    if before and os.environ.get('RANK', '0') == '0' and not show:
-        report_said({n: v for n, v in before.items() if n not in presets}, values, cls.from_dict({}).to_dict())
+    said = presets | before | values
+    run = cls.from_dict(said)
+    run.said, run.method = said, method or run.method
     if show:
         print(to_yaml(run), end='')
         raise SystemExit(0)
+    if before and os.environ.get('RANK', '0') == '0':
+        report_said({n: v for n, v in before.items() if n not in presets}, values, cls.from_dict({}).to_dict())
     return run
 
 
-HELP_ALL = '--help-all'
-
-
-def presets_of(cls: type[Run], method: str | None) -> dict[str, Any]:
+def presets_of(method: str | None) -> dict[str, Any]:
     """What a method sets unless the user says otherwise."""
     if method is None:
         return {}
-    own = {'save_path': f'outputs/{method.rpartition(":")[2]}'} | dict(METHODS.find(method).settings)
-    return own | ({'method': method} if 'method' in cls.field_names() else {})
+    return {'save_path': f'outputs/{method.rpartition(":")[2]}'} | dict(METHODS.find(method).settings)
 
 
 def run_parser(
@@ -161,12 +140,12 @@ def run_parser(
     everything: bool = False,
 ) -> Parser:
     """The flags of a run. --help shows the common ones, by what they are about; with `everything` it shows all."""
-    parser = Parser(description=description, prog=prog, formatter_class=_formatter, add_help=False)
+    parser = Parser(description=description, prog=prog, add_help=False, argument_default=argparse.SUPPRESS)
     word = f'[{positional.upper()}] ' if positional else ''
     parser.usage = f'%(prog)s {word}[--name value ...] [key=value ...]'
     hints, docs, all_fields = hints_of(cls), field_docs(cls), {f.name: f for f in fields(cls)}
     common = {name: title for title, names in cls.common.items() for name in names}
-    hidden, presets = hidden_settings(cls, method), presets_of(cls, method)
+    presets = presets_of(method)
 
     def add(group: Any, name: str, shown: bool) -> None:
         f = all_fields[name]
@@ -174,52 +153,31 @@ def run_parser(
         add_flag(group, name, hints[name], text if shown else argparse.SUPPRESS, choices=choices_of(f))
 
     what = f'{docs[positional]}; ' if positional else ''
-    parser.add_argument(
-        'words',
-        nargs='*',
-        metavar=positional or 'key=value',
-        default=argparse.SUPPRESS,
-        help=f'{what}key=value words override the file',
-    )
+    words = f'{what}key=value words override the file'
+    parser.add_argument('words', nargs='*', metavar=positional or 'key=value', help=words, default=argparse.SUPPRESS)
     start = parser.add_argument_group('help and config files')
     start.add_argument('-h', '--help', action='help', help='the common options')
-    start.add_argument(HELP_ALL, action='store_true', default=argparse.SUPPRESS, help='every option there is')
-    start.add_argument(
-        '--config_file', help='YAML, JSON or .conf; flags and key=value words win over it', default=argparse.SUPPRESS
-    )
-    start.add_argument(
-        '--print_config', action='store_true', default=argparse.SUPPRESS, help='write the full resolved config and stop'
-    )
+    start.add_argument(HELP_ALL, action='store_true', help='every option there is')
+    start.add_argument('--config_file', help='YAML, JSON or .conf; flags and key=value words win over it')
+    start.add_argument('--print_config', action='store_true', help='write the full resolved config and stop')
     for title, names in cls.common.items():
         group = parser.add_argument_group(title)
         for name in names:
-            add(group, name, name not in hidden and name != positional)
+            add(group, name, name != positional)
     for base in (b for b in cls.__mro__ if '__annotations__' in vars(b)):
         group = parser.add_argument_group(f'more of {base.__name__}')
         for name in base.__annotations__:
             if name in all_fields and name not in common and name not in {a.dest for a in parser._actions}:
-                add(group, name, everything and name not in hidden)
+                add(group, name, everything)
     for name, kind in their_settings(cls).items():
         add_flag(parser, name, kind, argparse.SUPPRESS)
     return parser
-
-
-def _formatter(prog: str) -> argparse.HelpFormatter:
-    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=30)
 
 
 def option_text(cls: type[Run], name: str, doc: str, default: Any, method: str | None) -> str:
     """What a setting means, and its default where that does not say it already."""
     shown = '' if default is MISSING else cls.shown_default(name, default, method)
     return doc if shown == 'none' and 'none:' in doc else f'{doc} (default: {shown})'.strip()
-
-
-def hidden_settings(cls: type[Run], method: str | None) -> set[str]:
-    """What a chosen method has no use for: the choice itself, and settings of its relatives."""
-    if method is None or not issubclass(cls, PreferenceRun):
-        return set()
-    own = METHODS.find(method).part('config').field_names()
-    return {'method'} | {name for name, setting in OPTIONS.items() if setting not in own}
 
 
 def _sorted(argv: list[str], cls: type[Run]) -> tuple[list[str], list[str]]:

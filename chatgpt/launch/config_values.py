@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any, Literal
 
+from chatgpt.names import hint as hint_of
 from chatgpt.names import ours
 
 SECTIONS = ('general', 'dataset', 'training')
@@ -131,10 +133,13 @@ def parse_bool(text: str) -> bool:
     raise argparse.ArgumentTypeError(f'{text!r} is not a boolean; use true or false')
 
 
-def number(text: str) -> float:
+def number(text: Any) -> float:
     """A flag's value as a float; 'nan' is none."""
-    value = float(text)
-    if value != value:
+    try:
+        value = float(text)
+    except (TypeError, ValueError):
+        value = math.nan
+    if math.isnan(value):
         raise argparse.ArgumentTypeError(f'{text!r} is not a number')
     return value
 
@@ -144,9 +149,9 @@ def whole_number(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        if not float(text).is_integer():
+        if not (value := float(text)).is_integer():
             raise
-        return int(float(text))
+        return int(value)
 
 
 PARSERS: dict[Any, Any] = {bool: parse_bool, int: whole_number, float: number}
@@ -169,7 +174,7 @@ def typed(value: Any, hint: Any) -> Any:
         if origin is list and isinstance(value, (list, tuple, str)):
             return [value] if isinstance(value, str) else [str(v) for v in value]
         if origin is dict and isinstance(value, Mapping):
-            return {str(k): float(v) if arguments[1] is float else v for k, v in value.items()}
+            return {str(k): number(v) if arguments[1] is float else v for k, v in value.items()}
     if isinstance(value, (list, tuple, Mapping)):
         raise ValueError(f'{value!r} is not expected here')
     text = 'none' if value is None else str(value)
@@ -177,7 +182,7 @@ def typed(value: Any, hint: Any) -> Any:
         return None
     literals = [v for o in options if typing.get_origin(o) is Literal for v in typing.get_args(o)]
     for literal in literals:
-        if text == str(literal) or (isinstance(literal, bool) and text.lower() == str(literal).lower()):
+        if text.lower() == str(literal).lower():
             return literal
     plain = [o for o in options if o is not type(None) and typing.get_origin(o) is not Literal]
     for kind in plain:
@@ -190,12 +195,45 @@ def typed(value: Any, hint: Any) -> Any:
     if not literals and {int, float}.issuperset(plain):
         raise argparse.ArgumentTypeError(f'{text!r} is no {"whole " if float not in plain else ""}number')
     expected = ', '.join([str(v) for v in literals] + [getattr(o, '__name__', str(o)) for o in plain])
-    raise argparse.ArgumentTypeError(f'{text!r} is none of: {expected}')
+    close = hint_of(text, [str(v) for v in literals])
+    raise argparse.ArgumentTypeError(f'{text!r} is none of: {expected}{close}')
 
 
 def typed_text(text: str, hint: Any) -> Any:
     """A flag's text as the annotated type; that of a dict is YAML."""
     return typed(parse_yaml(text) if 'dict[' in str(hint) else text, hint)
+
+
+def collected(
+    entries: Iterable[tuple[str, str, Any]],
+    hints: Mapping[str, Any],
+    source: str,
+    unknown: Callable[[str, str], object],
+    read: Callable[[Any, Any], Any] = typed,
+) -> dict[str, Any]:
+    """Entries (place, key, value) as values of the settings with these types, by our names.
+
+    Args:
+        source: begins the errors.
+        unknown: called with place and key of what is none of the settings; it raises, or the entry is left out.
+
+    Raises:
+        ValueError: two entries of one setting, a value of another type.
+    """
+    found, places = dict[str, Any](), dict[str, str]()
+    for where, key, value in entries:
+        name = ours(key, hints)
+        if name not in hints:
+            unknown(where, key)
+            continue
+        if name in found:
+            raise ValueError(f'{source}{places[name]} and {where} both set {name}; give one')
+        try:
+            found[name] = read(value, hints[name])
+        except (ValueError, argparse.ArgumentTypeError) as error:
+            raise ValueError(f'{source}{where}: {error}') from None
+        places[name] = where
+    return found
 
 
 def metavar_of(hint: Any, choices: Iterable[str] = ()) -> str:
@@ -214,43 +252,3 @@ def metavar_of(hint: Any, choices: Iterable[str] = ()) -> str:
         elif option is not type(None):
             words.append({bool: 'true|false', int: 'N', float: 'X'}.get(option, 'TEXT'))
     return '|'.join(words)
-
-
-# ---------------------------------------------------------------------- for a launcher
-
-LAUNCH_SETTINGS: dict[str, Any] = {
-    'num_training_workers': int | None,
-    'resources_per_worker': dict[str, float] | None,
-    'save_path': str,
-}
-"""settings of every run that concern its launcher too"""
-
-
-def peek(argv: SequenceOf[str]) -> dict[str, Any]:
-    """The `LAUNCH_SETTINGS` that a script called with `argv` will have, where its command line or config file has them.
-
-    Raises:
-        ValueError: the config file cannot be read, or a value is of another type.
-    """
-    flags: list[tuple[str, str, Any]] = []
-    path = None
-    for word, following in zip(argv, [*argv[1:], ''], strict=False):
-        name, equals, text = word.removeprefix('--').partition('=')
-        if word in ('--config_file', f'--config_file={text}'):
-            path = text if equals else following
-        elif word.startswith('--') and (own := ours(name, LAUNCH_SETTINGS)) in LAUNCH_SETTINGS:
-            flags.append((f'--{own}', own, text if equals else following))
-    found: dict[str, Any] = {}
-    for source, entries in (
-        (f'config_file {path}: ', flat(read_file(path)) if path else ()),
-        ('command line: ', overrides(argv)),
-        ('', flags),
-    ):
-        for where, key, value in entries:
-            if (name := ours(key, LAUNCH_SETTINGS)) in LAUNCH_SETTINGS:
-                read = typed_text if source == '' else typed
-                try:
-                    found[name] = read(value, LAUNCH_SETTINGS[name])
-                except (ValueError, argparse.ArgumentTypeError) as error:
-                    raise ValueError(f'{source}{where}: {error}') from None
-    return found

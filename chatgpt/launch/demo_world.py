@@ -1,5 +1,5 @@
-"""The world of the demo and of runs without data: stories of a few sentences with a known value, and the small model
-that is taught to write them.
+"""The world of the demo and of runs without data: stories of a few sentences with a known value, the small model
+that is taught to write them, and for a run in a game one that is taught its moves.
 
     one day a small fox went to the river .  it found a flower . it felt glad . it played with a duck .
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ MOODS = {
 }
 DEEDS = {1: ('played', 'danced', 'laughed'), 0: ('walked', 'waited', 'talked'), -1: ('fought', 'quarrelled', 'cried')}
 FRAME = ('one', 'day', 'a', 'went', 'to', 'the', 'it', 'found', 'felt', 'with', '.')
-PAD, BOS, EOS = '<pad>', '<bos>', '<eos>'
+PAD, BOS, EOS, UNKNOWN = '<pad>', '<bos>', '<eos>', '<unk>'
 MAX_SENTENCES = 4
 VALUES = (1, 0, -1)
 RUN = 3
@@ -210,41 +210,102 @@ def _sentence_value(sentence: str) -> float:
 def demo_tokenizer() -> Any:
     """A word-level tokenizer of the world's words: a `PreTrainedTokenizerFast` with distinct pad, begin and end
     tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import decoders, pre_tokenizers
+
+    words = [*FRAME, *ANIMALS, *SIZES, *PLACES, *_VALUE_OF]
+    return _tokenizer(words, BOS, EOS, pre_tokenizers.WhitespaceSplit(), decoders.WordPiece(prefix='##', cleanup=False))
+
+
+def _tokenizer(words: Iterable[str], bos: str, eos: str, split: Any, decoder: Any) -> Any:
+    from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    words = [PAD, BOS, EOS, '<unk>', *FRAME, *ANIMALS, *SIZES, *PLACES, *_VALUE_OF]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token='<unk>'))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.decoder = decoders.WordPiece(prefix='##', cleanup=False)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        bos_token=BOS,
-        eos_token=EOS,
-        unk_token='<unk>',
-        clean_up_tokenization_spaces=False,
-    )
+    numbers = {word: i for i, word in enumerate([PAD, bos, eos, UNKNOWN, *words])}
+    tokenizer = Tokenizer(models.WordLevel(numbers, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer, tokenizer.decoder = split, decoder
+    special = {'pad_token': PAD, 'bos_token': bos, 'eos_token': eos, 'unk_token': UNKNOWN}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
 
 
-def demo_config() -> Any:
-    """A GPT-2 of 4 layers x 64 for the world's tokenizer: about 0.2 million parameters."""
+def demo_config(vocab_size: int | None = None, n_positions: int = 64) -> Any:
+    """A GPT-2 of 4 layers x 64, by default for the world's tokenizer: about 0.2 million parameters."""
     from transformers import GPT2Config
 
-    tokenizer = demo_tokenizer()
     return GPT2Config(
-        vocab_size=len(tokenizer),
-        n_positions=64,
+        vocab_size=len(demo_tokenizer()) if vocab_size is None else vocab_size,
+        n_positions=n_positions,
         n_embd=64,
         n_layer=4,
         n_head=4,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
     )
+
+
+# --- games ----------------------------------------------------------------------------------------------------------
+
+CHARACTERS = '\n' + ''.join(map(chr, range(32, 127)))
+"""of the tokenizer of games: those of every game, and of their rules"""
+GAME_CONTEXT = 512
+
+
+def game_tokenizer() -> Any:
+    """A `PreTrainedTokenizerFast` with a token per character of ASCII."""
+    from tokenizers import Regex, decoders, pre_tokenizers
+
+    return _tokenizer(CHARACTERS, '<s>', '</s>', pre_tokenizers.Split(Regex(r'[\s\S]'), 'isolated'), decoders.Fuse())
+
+
+def game_config() -> Any:
+    """A GPT-2 of 4 layers x 64 for that tokenizer: about 0.25 million parameters."""
+    return demo_config(4 + len(CHARACTERS), GAME_CONTEXT)
+
+
+def games_of_a_random_player(make: Any, tokenizer: Any, *, num_tokens: int = 160_000, most: int = 8000) -> list[Any]:
+    """Episodes as demonstrations, each a `Sequence`: each move, with an end token, is trained on; observations are not.
+    Longer ones are cut at a move.
+
+    Args:
+        make: makes a `Game`.
+        num_tokens: of all of them together, about; at most `most` games.
+    """
+    import torch
+
+    from chatgpt.environments.games.scores import random_player
+    from chatgpt.types import Sequence
+
+    examples = list[Any]()
+    player = random_player()
+    while num_tokens > 0 and len(examples) < most:
+        game = make()
+        prompt = tokenizer(game.reset((1 << 32) + len(examples)))['input_ids']
+        response: list[int] = []
+        mask: list[bool] = []
+        over = False
+        while not over:
+            move = player(game)
+            observation, _, terminated, truncated, _ = game.step(move)
+            over = terminated or truncated
+            turn = [*tokenizer(move)['input_ids'], tokenizer.eos_token_id]
+            seen = [] if over else tokenizer(observation)['input_ids']
+            if len(prompt) + len(response) + len(turn) > GAME_CONTEXT:
+                break
+            response += [*turn, *seen]
+            mask += [True] * len(turn) + [False] * len(seen)
+        num_tokens -= len(prompt) + len(response)
+        last = max(i for i, counts in enumerate(mask) if counts) + 1
+        examples.append(
+            Sequence(
+                prompt_ids=torch.tensor(prompt),
+                response_ids=torch.tensor(response[:last]),
+                response_mask=torch.tensor(mask[:last]),
+            )
+        )
+    return examples
 
 
 # --- a run without data or model ------------------------------------------------------------------------------------
@@ -277,6 +338,14 @@ def write_demo_model(folder: str | Path, seed: int) -> None:
     tokenizer = demo_tokenizer()
     stories = load_demonstrations(demo_corpus(NUM_STORIES, seed=0), tokenizer)[0]
     write_taught(folder, seed, demo_config(), tokenizer, stories, max_epochs=2)
+
+
+def write_game_model(folder: str | Path, seed: int, environment: Any) -> None:
+    """The same with a small GPT-2 that has learned the moves of a random player of the game that `environment`
+    makes."""
+    tokenizer = game_tokenizer()
+    games = games_of_a_random_player(environment, tokenizer)
+    write_taught(folder, seed, game_config(), tokenizer, games, max_epochs=4, lr_schedule='cosine')
 
 
 def write_taught(

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from chatgpt.launch.arguments import check_run_folder
 from chatgpt.launch.config_values import read_file
 from chatgpt.launch.relaunch import is_restart
 from chatgpt.launch.runs import Run
 from chatgpt.monitor.publish import check_push
-from chatgpt.strategies.checkpoint import latest
+from chatgpt.strategies.checkpoint import claim_folder, latest
 
 MODEL_FILES = ('config.json', 'adapter_config.json', '*.safetensors', 'pytorch_model*.bin')
 UPLOADED = ('README.md', 'LICENSE', 'LICENSE.md', 'LICENSE.txt', '.gitattributes')
@@ -59,7 +61,7 @@ def check_not_replaced(run: Run, *, goes_on: bool) -> None:
                 raise ValueError(
                     f'the trained model would replace --{flag} {source}: choose another --save_path or --model_path'
                 )
-        found = _model_file(place)
+        found = next((path.name for pattern in MODEL_FILES for path in place.glob(pattern)), None)
         if found is None or own:
             continue
         if run.model_path:
@@ -78,33 +80,28 @@ def recorded_destination(run: Run) -> str | None:
     return (read_file(record) or {}).get('model_path') if record.is_file() else None
 
 
-def _model_file(folder: Path) -> str | None:
-    return next((path.name for pattern in MODEL_FILES for path in folder.glob(pattern)), None)
-
-
 def check_destination(run: Run, config: Any, name: str) -> None:
     """Try the run's folder and the trained model's, and whether that may be uploaded where this is asked for. Only rank
     0 looks, which is the one that writes.
 
     Raises:
         ValueError: one cannot be made or written, or has no room for the whole model; or it may not be uploaded.
-    """
-    check_run_folder(run.save_path)
-    try_model_folder(final_folder(run, name), config, trust_remote_code=run.trust_remote_code)
-    if run.push_to_hub is not None:
-        own = bool(run.resume) and recorded_destination(run) == run.model_path
-        check_upload(final_folder(run, name), run.push_to_hub, own=own)
-
-
-def check_upload(folder: Path, repo_id: str, *, own: bool = False) -> None:
-    """Find out on rank 0 whether a model's folder may be uploaded. `own`: the folder is this run's, from an earlier
-    start.
-
-    Raises:
-        ValueError: it holds files that nobody asked to have uploaded; or see `check_push`.
+            CheckpointError: another run holds the folder, with its process and host.
     """
     if os.environ.get('RANK', '0') != '0':
         return
+    folder, place = Path(run.save_path), final_folder(run, name)
+    with _leaving_nothing(folder, f'cannot write to {folder}'):
+        claim_folder(folder).release()
+    try_model_folder(place, config, trust_remote_code=run.trust_remote_code)
+    if run.push_to_hub is not None:
+        own = bool(run.resume) and recorded_destination(run) == run.model_path
+        check_upload(place, run.push_to_hub, own=own)
+
+
+def check_upload(folder: Path, repo_id: str, *, own: bool = False) -> None:
+    """Raises ValueError for a model's folder with files that nobody asked to have uploaded, and see `check_push`.
+    `own`: the folder is this run's, from an earlier start."""
     others = [] if own or not folder.is_dir() else sorted(p.name for p in folder.iterdir() if p.name not in UPLOADED)
     if others:
         raise ValueError(
@@ -122,7 +119,12 @@ def try_model_folder(place: Path, config: Any, *, trust_remote_code: bool = Fals
     """
     if os.environ.get('RANK', '0') != '0':
         return
-    _try_to_write(place)
+    if place.is_file():
+        raise ValueError(f'cannot write the trained model to {place}: it is a file')
+    with _leaving_nothing(place, f'cannot write the trained model to {place}'):
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=place):
+            pass
     needed = _bytes_of(config, trust_remote_code)
     free = shutil.disk_usage(next(p for p in (place.absolute(), *place.absolute().parents) if p.is_dir())).free
     if free < needed:
@@ -132,23 +134,19 @@ def try_model_folder(place: Path, config: Any, *, trust_remote_code: bool = Fals
         )
 
 
-def _try_to_write(folder: Path) -> None:
-    """Make the folder and a file in it, and remove what is new."""
-    if folder.is_file():
-        raise ValueError(f'cannot write the trained model to {folder}: it is a file')
+@contextmanager
+def _leaving_nothing(folder: Path, problem: str) -> Iterator[None]:
+    """What is made inside is removed where the folder was not there. An error of the system is a ValueError."""
     new = [p for p in (folder, *folder.parents) if not p.exists()]
-    probe = folder / f'.probe-{os.getpid()}'
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b'\0')
+        yield
     except OSError as error:
-        raise ValueError(f'cannot write the trained model to {folder}: {error.strerror}') from None
+        raise ValueError(f'{problem}: {error.strerror}') from None
     finally:
-        if folder.is_dir():
-            probe.unlink(missing_ok=True)
-        for made in new:
-            if made.is_dir():
-                made.rmdir()
+        for made in filter(Path.is_dir, new):
+            for file in made.iterdir():
+                file.unlink()
+            made.rmdir()
 
 
 def _bytes_of(config: Any, trust_remote_code: bool) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +45,9 @@ from chatgpt.environments.transcript import choose_text_for
 from chatgpt.launch import demo_world
 from chatgpt.launch.arguments import load_function, world_size_from_env
 from chatgpt.launch.destination import check_resume
-from chatgpt.launch.game_start import game_config, game_tokenizer
 from chatgpt.launch.rollouts import check_rollout_args
 from chatgpt.launch.rules import ENCODER_DECODER_RULES, same_file
-from chatgpt.launch.runs import DataRun, ILQLRun, PPORun, PreferenceRun, RewardRun, Run, SFTRun
+from chatgpt.launch.runs import DataRun, PPORun, Run, SFTRun
 from chatgpt.nn.kinds import MODELS
 from chatgpt.nn.layouts import layout_of, longest_side
 from chatgpt.nn.loading import load_config, load_tokenizer
@@ -65,6 +64,7 @@ from chatgpt.trainer.config import Settings
 from chatgpt.trainer.experience.environment_scorer import check_reward_beside
 from chatgpt.trainer.experience.scorers import as_scorer, check_columns
 from chatgpt.trainer.fits import check_router_loss
+from chatgpt.trainer.objectives.config import KTOConfig, PreferenceConfig
 from chatgpt.trainer.objectives.kto import check_both_kinds
 from chatgpt.trainer.objectives.reward_model import is_success
 
@@ -107,10 +107,6 @@ class Inputs:
     """what there is to say about the data"""
     by_name: bool = True
     """read from what the run's settings name; False: objects of `chatgpt.train`"""
-
-    def on(self, model: Any) -> Inputs:
-        """The same with another model to start from."""
-        return replace(self, model=model)
 
 
 def read_inputs(run: Run) -> Inputs:
@@ -182,7 +178,7 @@ def read_config(run: Run, model: Any = None, tokenizer: Any = None) -> tuple[Any
     elif run.base:
         config = load_config(run.base, **code)
     elif isinstance(run, PPORun) and run.environment is not None:
-        config, tokenizer = game_config(), game_tokenizer()
+        config, tokenizer = demo_world.game_config(), demo_world.game_tokenizer()
     else:
         config, tokenizer = demo_world.demo_config(), demo_world.demo_tokenizer()
     if tokenizer is None:
@@ -431,7 +427,7 @@ def read_sft(run: DataRun, inputs: Inputs) -> None:
     _take(inputs, train, validation)
 
 
-def read_preferences(run: RewardRun | PreferenceRun, inputs: Inputs) -> None:
+def read_preferences(run: DataRun, inputs: Inputs) -> None:
     """Preferences; for a reward model and for KTO also labelled text.
 
     Raises:
@@ -440,20 +436,21 @@ def read_preferences(run: RewardRun | PreferenceRun, inputs: Inputs) -> None:
     source = run.dataset or demo_world.demo_preferences(demo_world.NUM_EXAMPLES, seed=0)
     options = _reading_options(run, inputs)
     first = load_examples(source, max_examples=1, skip_bad_records=run.skip_bad_records)[0]
-    method = run.method if isinstance(run, PreferenceRun) else None
+    method = run.method if isinstance(inputs.settings, PreferenceConfig) else None
     if method == 'kto' and not isinstance(first, (Labelled, Preference)):
         raise ValueError(_what_kto_needs(source, 'no label'))
     if isinstance(first, Labelled) and method not in ('kto', None):
         raise ValueError(f'{run.dataset}: {method} learns from pairs, and these are labelled answers; use kto')
     load: Callable[..., Any] = load_labelled if isinstance(first, Labelled) else load_preferences
     train, validation = load(source, inputs.tokenizer, **options)
-    if isinstance(run, PreferenceRun) and isinstance(first, Labelled):
-        _check_labels(source, (record.label for record in validation), run.positive_label)
-        check_both_kinds(source, _check_labels(source, (record.label for record in train), run.positive_label))
+    if isinstance(inputs.settings, KTOConfig) and isinstance(first, Labelled):
+        name = inputs.settings.positive_label
+        _check_labels(source, (record.label for record in validation), name)
+        check_both_kinds(source, _check_labels(source, (record.label for record in train), name))
     _take(inputs, train, validation)
 
 
-def read_rewarded(run: ILQLRun, inputs: Inputs) -> None:
+def read_rewarded(run: DataRun, inputs: Inputs) -> None:
     """Texts with a number each, for ILQL.
 
     Raises:

@@ -17,7 +17,6 @@ from typing import Any
 
 from chatgpt.registry import Registry, imported
 
-PPO_RUN, PREFERENCE_RUN = 'chatgpt.launch.runs:PPORun', 'chatgpt.launch.runs:PreferenceRun'
 OBJECTIVES = 'chatgpt.trainer.objectives'
 PAIRS, CONFIGS = f'{OBJECTIVES}.pairs', f'{OBJECTIVES}.config'
 
@@ -31,7 +30,8 @@ class Recipe:
         config: the trainer's settings, a `LearningSettings`.
         trainer: called as `trainer(strategy, model, optimizer, train, validation, config=..., callbacks=...,
             tokenizer=..., run_dir=...)`, as those of `chatgpt.trainer.objectives` are; PPO's in its own way.
-        run: the settings of a command line, a `runs.Run`; None is `runs.DataRun` with the fields of `config`.
+        run: the settings of a command line, a `runs.Run`; None is `runs.DataRun`, of a `PreferenceConfig`
+            `runs.PreferenceRun`, with the fields of `config`.
         model: what is trained: 'Actor', 'RM' or 'ILQLModel'.
         reader: (run, inputs) puts the data into `inputs.train` and `inputs.validation`.
         positional: the setting that a plain word is.
@@ -58,7 +58,7 @@ class Recipe:
 def _online(about: str, *, buffer: int | None = None, **settings: Any) -> Recipe:
     return Recipe(
         about=about,
-        run=PPO_RUN,
+        run='chatgpt.launch.runs:PPORun',
         config='chatgpt.trainer.config:PPOConfig',
         trainer='chatgpt.trainer.ppo:PPOTrainer',
         reader='chatgpt.launch.inputs:read_ppo',
@@ -69,14 +69,8 @@ def _online(about: str, *, buffer: int | None = None, **settings: Any) -> Recipe
 
 
 def _preference(about: str, config: str, trainer: str, lr: float) -> Recipe:
-    return Recipe(
-        about=about,
-        run=PREFERENCE_RUN,
-        config=config,
-        trainer=trainer,
-        reader='chatgpt.launch.inputs:read_preferences',
-        defaults={'lr': lr},
-    )
+    reader = 'chatgpt.launch.inputs:read_preferences'
+    return Recipe(about=about, config=config, trainer=trainer, reader=reader, defaults={'lr': lr})
 
 
 _GROUP: dict[str, Any] = {'advantage_estimator': 'grpo', 'num_samples_per_prompt': 8}
@@ -143,16 +137,12 @@ METHODS: Registry[Recipe] = Registry(
             'DPO and IPO, cDPO, hinge: from preferences', f'{CONFIGS}:DPOConfig', f'{PAIRS}:DPOTrainer', 1e-6
         ),
         'kto': _preference(
-            'KTO: from answers that are good or bad',
-            f'{CONFIGS}:KTOConfig',
-            f'{OBJECTIVES}.kto:KTOTrainer',
-            5e-6,
+            'KTO: from answers that are good or bad', f'{CONFIGS}:KTOConfig', f'{OBJECTIVES}.kto:KTOTrainer', 5e-6
         ),
         'orpo': _preference('ORPO: SFT and odds ratio in one', f'{CONFIGS}:ORPOConfig', f'{PAIRS}:ORPOTrainer', 5e-6),
         'simpo': _preference('SimPO: without a reference', f'{CONFIGS}:SimPOConfig', f'{PAIRS}:SimPOTrainer', 1e-6),
         'ilql': Recipe(
             about='ILQL: offline, from responses with rewards',
-            run='chatgpt.launch.runs:ILQLRun',
             config=f'{CONFIGS}:ILQLConfig',
             trainer=f'{OBJECTIVES}.ilql:ILQLTrainer',
             model='ILQLModel',
@@ -160,8 +150,3 @@ METHODS: Registry[Recipe] = Registry(
         ),
     },
 )
-
-
-def methods_of(run: str) -> dict[str, Recipe]:
-    """The entries with that run."""
-    return {name: method for name, method in METHODS.items() if method.run == run}

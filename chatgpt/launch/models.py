@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from chatgpt import nn
-from chatgpt.launch.demo_world import write_taught
-from chatgpt.launch.game_start import game_config, game_tokenizer, games_of_a_random_player
 from chatgpt.launch.inputs import Inputs
 from chatgpt.launch.runs import PPORun, Run
 from chatgpt.nn.compiled import compile_blocks
@@ -29,7 +28,7 @@ class PPOModels(NamedTuple):
     """a model, a function, or a list of (weight, either)"""
     initial_model: Any
     mask_model: Any = None
-    """of NLPO"""
+    """a copy of the actor, for a policy that takes one"""
 
 
 def make_trunk(inputs: Inputs, dtype: torch.dtype, device: Any) -> SharedTrunk:
@@ -53,17 +52,12 @@ def set_kernels(run: Run, *models: Any) -> None:
             compile_blocks(model)
 
 
-def adapter_keywords(run: Run) -> dict[str, Any]:
-    """As `Run.lora_keywords`, for the roles of a trunk, whose biases are frozen."""
-    keywords = run.lora_keywords()
+def trunk_role(inputs: Inputs, kind: str, trunk: SharedTrunk, **options: Any) -> Any:
+    """An 'Actor', 'Critic' or 'RM' of the run as adapters on a trunk, whose biases are frozen."""
+    make: Any = {'Actor': trunk.actor, 'Critic': trunk.critic, 'RM': trunk.reward_model}[kind]
+    keywords = inputs.run.lora_keywords()
     del keywords['lora_train_bias']
-    return keywords
-
-
-def build_on_trunk(inputs: Inputs, kind: str, trunk: SharedTrunk) -> Any:
-    """An 'Actor' or 'RM' of a run that only learns."""
-    make: Any = {'Actor': trunk.actor, 'RM': trunk.reward_model}[kind]
-    return make(**adapter_keywords(inputs.run))
+    return make(**options, **keywords)
 
 
 def build_ppo_on_trunk(inputs: Inputs, trunk: SharedTrunk) -> PPOModels:
@@ -72,15 +66,10 @@ def build_ppo_on_trunk(inputs: Inputs, trunk: SharedTrunk) -> PPOModels:
     run, settings, reward = inputs.run, inputs.settings, inputs.reward
     assert isinstance(run, PPORun) and isinstance(settings, PPOConfig)
     adapter = reward if isinstance(reward, (str, Path)) else None
-    keywords = adapter_keywords(run)
-    actor = trunk.actor(**keywords)
-    critic = None
+    actor, critic = trunk_role(inputs, 'Actor', trunk), None
     if settings.estimator.needs_values:
-        starts = adapter if run.critic_from == 'reward_model' else None
-        critic = trunk.critic(adapter=starts, **keywords)
-    if adapter is not None:
-        reward = trunk.reward_model(adapter=adapter)
-    return PPOModels(actor, critic, reward, None)
+        critic = trunk_role(inputs, 'Critic', trunk, adapter=adapter if run.critic_from == 'reward_model' else None)
+    return PPOModels(actor, critic, reward if adapter is None else trunk.reward_model(adapter=adapter), None)
 
 
 def build_model(inputs: Inputs, kind: str, **options: Any) -> Any:
@@ -119,7 +108,7 @@ def build_ppo_models(inputs: Inputs) -> PPOModels:
     own_critic = settings.estimator.needs_values and run.critic == 'own'
     for_critic = inputs
     if own_critic and inputs.model is not None and not isinstance(inputs.model, (str, Path)):
-        for_critic = inputs.on(deepcopy(inputs.model))  # before the actor puts its adapters into the model
+        for_critic = replace(inputs, model=deepcopy(inputs.model))  # before the actor puts its adapters into the model
     in_actor = True if settings.estimator.needs_values and run.critic == 'shared' else None
     actor = build_model(inputs, 'Actor', num_layers_unfrozen=unfrozen, value_head=in_actor)
     reward = inputs.reward
@@ -137,10 +126,3 @@ def build_ppo_models(inputs: Inputs) -> PPOModels:
 def _has_head(reward: Any) -> bool:
     """Whether a critic can start from it."""
     return isinstance(reward, nn.RewardModel) and reward.value_head is not None and not has_lora(reward.model)
-
-
-def write_game_model(folder: str | Path, seed: int, environment: Any) -> None:
-    """A Hugging Face folder with a small GPT-2 that has learned the moves of a random player, and its tokenizer."""
-    tokenizer = game_tokenizer()
-    games = games_of_a_random_player(environment, tokenizer)
-    write_taught(folder, seed, game_config(), tokenizer, games, max_epochs=4, lr_schedule='cosine')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,15 +14,26 @@ from chatgpt.launch.arguments import world_size_from_env
 from chatgpt.launch.inputs import Inputs
 from chatgpt.launch.runs import NO_PLAN, PPORun, RewardRun, SFTRun
 from chatgpt.nn.loading import load_config
-from chatgpt.plan import Setup, make_plan, of_run
-from chatgpt.plan.advice import advice
+from chatgpt.plan import Setup, make_plan
+from chatgpt.plan.advice import advice, explain_out_of_memory
 from chatgpt.strategies.precision import resolve_precision
 from chatgpt.strategies.registry import STRATEGIES
 
+OUT_OF_CPU_MEMORY = ("can't allocate memory", 'Cannot allocate memory')
+"""what torch's CPU allocator says, in a plain RuntimeError"""
 
-def _strategy_options(run: Any) -> dict[str, Any]:
-    exact = {'reproducible': 'exact', 'atoms': run.atoms} if run.reproducible else {}
-    return {**exact, **({'tensor_parallel': run.tensor_parallel} if run.tensor_parallel != 1 else {})}
+
+def this_machine() -> dict[str, Any]:
+    """The first device and the host, which a container may have been given less of, as `Setup` takes them."""
+    on_cuda = torch.cuda.is_available()
+    host = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') if hasattr(os, 'sysconf') else None
+    for name in ('memory.max', 'memory/memory.limit_in_bytes'):
+        limit = Path('/sys/fs/cgroup', name)
+        text = limit.read_text().strip() if limit.is_file() else ''
+        if text.isdigit() and host is not None:
+            host = min(host, int(text))
+    memory = int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory) if on_cuda else None
+    return {'on_cuda': on_cuda, 'memory': memory, 'host_memory': host}
 
 
 def setup_of(inputs: Inputs) -> Setup:
@@ -29,48 +41,29 @@ def setup_of(inputs: Inputs) -> Setup:
     episodes with the longest first observation that was seen and all the room that they have."""
     run = inputs.run
     device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
-    common = {
+    others = {
         'config': inputs.config,
-        'strategy': run.strategy,
         'num_processes': world_size_from_env(),
         'precision': resolve_precision(run.precision, device, only_16_bits=STRATEGIES.find(run.strategy).only_16_bits),
-        'lora_rank': run.lora_rank,
         'shared_trunk': run.on_trunk,
-        'quantize': run.quantize,
-        'gradient_checkpointing': run.gradient_checkpointing,
-        'logprob_kernel': run.logprob_kernel,
-        'optimizer': run.optimizer,
-        'max_tokens_per_batch': run.max_tokens_per_batch,
-        **({'strategy_options': options} if (options := _strategy_options(run)) else {}),
-        **of_run.this_machine(),
+        **this_machine(),
     }
     if isinstance(run, (SFTRun, RewardRun)):
-        return Setup(
-            task='reward_model' if isinstance(run, RewardRun) else 'sft',
-            train_batch_size=run.train_batch_size,
-            max_prompt_tokens=1,
-            max_new_tokens=max(run.max_tokens - 1, 1),
-            **common,
-        )
+        others |= {'max_prompt_tokens': 1, 'max_new_tokens': max(run.max_tokens - 1, 1)}
+        return Setup.of(run, task='reward_model' if isinstance(run, RewardRun) else 'sft', **others)
     if not isinstance(run, PPORun):
         raise ValueError(NO_PLAN)
     reward = load_config(run.reward_model, trust_remote_code=run.trust_remote_code) if run.reward_model else None
-    return Setup(
+    prompts = (len(inputs.train[i].ids) for i in range(len(inputs.train or ())))
+    return Setup.of(
+        run,
         reward_config=reward,
         critic=run.critic if run.estimator.needs_values else 'none',
-        num_layers_unfrozen=run.num_layers_unfrozen,
         own_reference=not run.reference_in_actor,
-        experience_batch_size=run.experience_batch_size,
-        num_samples_per_prompt=run.num_samples_per_prompt,
-        offload=run.offload,
         rollouts_elsewhere=run.rollout_workers > 0,
-        update_timesteps=run.update_timesteps,
-        train_batch_size=run.train_batch_size,
-        max_prompt_tokens=max(
-            [inputs.longest_opening, *(len(inputs.train[i].ids) for i in range(len(inputs.train or ())))]
-        ),
+        max_prompt_tokens=max([inputs.longest_opening, *prompts]),
         max_new_tokens=run.max_new_tokens or 64,
-        **common,
+        **others,
     )
 
 
@@ -100,12 +93,22 @@ def planned(inputs: Inputs) -> dict[str, Any] | None:
     return {'peak_gib': max(phases.values()), 'phases': phases}
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_CPU_MEMORY)
+    )
+
+
 @contextmanager
 def memory_advice(inputs: Inputs) -> Iterator[None]:
     """An out-of-memory error inside ends with what the run needs and the cheapest change that makes it fit."""
     try:
         yield
     except BaseException as error:
-        if not getattr(error, '__notes__', None):
-            of_run.note_on_memory(error, lambda: setup_of(inputs))
+        if not getattr(error, '__notes__', None) and is_out_of_memory(error):
+            try:
+                setup: Setup | None = setup_of(inputs)
+            except Exception:  # the advice must not hide the error it is about
+                setup = None
+            error.add_note(explain_out_of_memory(setup, error))
         raise

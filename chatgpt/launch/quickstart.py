@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from chatgpt.data import load_demonstrations, load_preferences
 from chatgpt.data.formats import adopt_turns, copy_tokenizer
@@ -27,12 +26,13 @@ from chatgpt.data.prompts import as_prompts, tasks_without_prompts
 from chatgpt.data.rewards.calling import check_call, made
 from chatgpt.environments import find_environment
 from chatgpt.environments.transcript import choose_text_for
-from chatgpt.launch.config_values import read_file, typed
+from chatgpt.launch.arguments import hints_of
+from chatgpt.launch.config_values import collected, read_file, typed
 from chatgpt.launch.destination import try_model_folder
 from chatgpt.launch.inputs import Inputs, longest_opening, read_config, within_context
 from chatgpt.launch.methods import METHODS
 from chatgpt.launch.recipes import execute
-from chatgpt.launch.runs import OPTIONS, PPORun, Run, run_class
+from chatgpt.launch.runs import PPORun, Run, run_class
 from chatgpt.monitor.publish import check_push
 from chatgpt.monitor.run_folder import RunRecord
 from chatgpt.names import hint
@@ -88,11 +88,6 @@ GIVEN_OTHERWISE: dict[str, str] = {
     **dict.fromkeys(
         ('rollout_workers', 'rollout_chunk_size', 'rollout_resources'),
         'workers end with the run and the trainer stays: give PPOTrainer an engine of theirs',
-    ),
-    'loss': 'give loss_type',
-    **dict.fromkeys(
-        ('method', 'desirable_weight', 'undesirable_weight', 'positive_label', 'weight', 'gamma'),
-        'preferences are learned by DPO: take KTOTrainer, ORPOTrainer or SimPOTrainer',
     ),
 }
 """settings of the command's runs that this verb does not take (`kind.name`: of that kind), and what to do instead"""
@@ -187,12 +182,11 @@ def train(
         )
     try:
         kind = _kind(reward_fn, prompts, environment, samples, rewards, preferences)
-    except ValueError:
-        _check_settings(KINDS, settings)  # what is missing may be there under a misspelt name
+    except ValueError:  # what is missing may be there under a misspelt name
+        for name in settings:
+            _refuse(KINDS, name)
         raise
-    chosen = _read_config(config, kind) | settings
-    _check_settings((kind,), chosen)
-    chosen = _typed(kind, chosen)
+    chosen = _read_config(config, kind) | _settings(kind, ((name, name, value) for name, value in settings.items()))
     evaluates = eval_prompts is not None or bool(chosen.get('eval_episodes'))
     _check_given(kind, chosen, metric_fn, stop_sequences, eval_prompts, evaluates)
     _check_places(run_dir, resume, save_path, push_to_hub, hub_private)
@@ -232,33 +226,14 @@ def train(
     if stop_sequences:
         generation['stop_strings'] = list(stop_sequences)
     if isinstance(run, PPORun):
-        inputs.train = None if prompts is None else as_prompts(prompts, tokenizer)
-        adopt_turns(tokenizer, inputs.train)  # before texts to evaluate on choose otherwise
-        inputs.reward = made(reward_fn)
-        check_columns(as_scorer(inputs.reward), inputs.train or ())
-        if environment is not None:
-            choose_text_for(environment, tokenizer)
-            inputs.environment, inputs.environment_settings = environment, run.environment_settings()
-            tasks = tasks_without_prompts() if inputs.train is None else inputs.train
-            inputs.longest_opening = longest_opening(
-                environment, inputs.environment_settings, tokenizer, tasks, run.seed
-            )
-            eval_prompts = tasks_without_prompts(run.eval_episodes) if run.eval_episodes else eval_prompts
-        if run.ptx_data is not None:
-            most = longest_side(model_config)
-            inputs.pretrain_data = load_demonstrations(_texts(run.ptx_data), tokenizer, max_length=most)[0]
+        _read_ppo(run, inputs, prompts, reward_fn, environment)
+        eval_prompts = tasks_without_prompts(run.eval_episodes) if run.eval_episodes else eval_prompts
     else:
-        options = {'max_length': within_context('max_length', chosen.get('max_length'), model_config, 'the model')}
-        if kind != 'ilql':
-            options['skip_bad_records'] = run.skip_bad_records
-        inputs.train = _records(kind, samples, rewards, preferences, tokenizer, options)
+        longest = within_context('max_length', chosen.get('max_length'), model_config, 'the model')
+        inputs.train = _records(kind, run, samples, rewards, preferences, tokenizer, longest)
     if eval_prompts is not None:
-        eval_prompts = as_prompts(eval_prompts, tokenizer)
-        check_columns(as_scorer(inputs.reward), eval_prompts)
-        if metric_fn is not None:
-            check_call(metric_fn, columns_of(eval_prompts), 'metric_fn')
         interval = chosen.get('eval_interval', DEFAULTS['eval_interval'])
-        inputs.callbacks.append(_evaluator(kind, eval_prompts, inputs, metric_fn, interval))
+        inputs.callbacks.append(_evaluator(kind, as_prompts(eval_prompts, tokenizer), inputs, metric_fn, interval))
     if save_path is not None and run_dir is None:
         inputs.callbacks.append(_KeepWeights(Path(save_path)))
     if save_path is None and run_dir is None and push_to_hub is None and getattr(strategy, 'is_rank_0', True):
@@ -311,39 +286,31 @@ def _chosen_before(run_dir: str | Path | None, resume: Any) -> bool | None:
 
 
 def _kind(reward_fn: Any, prompts: Any, environment: Any, samples: Any, rewards: Any, preferences: Any) -> str:
+    given = {'reward_fn': reward_fn, 'samples': samples, 'preferences': preferences, 'rewards': rewards}
+    given = {name: value for name, value in given.items() if value is not None}
     if environment is not None:
-        wrong = [
-            n for n, v in (('samples', samples), ('preferences', preferences), ('rewards', rewards)) if v is not None
-        ]
-        if wrong:
+        if wrong := [name for name in given if name != 'reward_fn']:
             raise ValueError(
                 f'train: a model that acts in an environment learns from what it does; leave {wrong[0]} out'
             )
         return 'ppo'
-    given = [
-        n for n, v in (('reward_fn', reward_fn), ('samples', samples), ('preferences', preferences)) if v is not None
-    ]
-    if len(given) != 1:
-        what = ' and '.join(given) if given else 'none of them'
+    sources = [name for name in given if name != 'rewards']
+    if len(sources) != 1:
         raise ValueError(
             'train: give one of reward_fn (with prompts), environment, samples (with or without rewards), preferences; '
-            f'got {what}'
+            f'got {" and ".join(sources) or "none of them"}'
         )
     if rewards is not None and samples is None:
         raise ValueError('train: rewards belong to samples; give samples=..., rewards=...')
-    if reward_fn is not None:
-        if prompts is None:
-            raise ValueError('train: a reward_fn needs prompts to answer; give prompts=...')
-        return 'ppo'
-    if prompts is not None:
-        raise ValueError(f'train: prompts go with reward_fn, not with {given[0]}; use eval_prompts to evaluate')
-    if preferences is not None:
-        return 'dpo'
-    if rewards is None:
-        return 'sft'
-    if not isinstance(samples, (str, Path)) and len(samples) != len(rewards):
+    if reward_fn is not None and prompts is None:
+        raise ValueError('train: a reward_fn needs prompts to answer; give prompts=...')
+    if reward_fn is None and prompts is not None:
+        raise ValueError(f'train: prompts go with reward_fn, not with {sources[0]}; use eval_prompts to evaluate')
+    if rewards is not None and not isinstance(samples, (str, Path)) and len(samples) != len(rewards):
         raise ValueError(f'train: {len(samples)} samples but {len(rewards)} rewards')
-    return 'ilql'
+    if reward_fn is not None:
+        return 'ppo'
+    return 'dpo' if preferences is not None else 'sft' if rewards is None else 'ilql'
 
 
 def _read_config(config: Any, kind: str) -> dict[str, Any]:
@@ -362,58 +329,51 @@ def _read_config(config: Any, kind: str) -> dict[str, Any]:
             'train: config must be names with values, a file of them, or a config dataclass; got '
             f'{type(content).__name__}'
         )
-    found: dict[str, Any] = {}
-    places: dict[str, str] = {}
-    for place, value in _leaves(content, known_settings(kind)):
-        name = place.rpartition('.')[2]
-        if name in found:
-            raise ValueError(f'train: config gives {name} twice, as {places[name]} and as {place}')
-        found[name], places[name] = value, place
-    return found
+    return _settings(kind, _leaves(content, known_settings(kind)))
 
 
-def _leaves(content: Mapping[str, Any], known: SequenceOf[str], above: str = '') -> Iterator[tuple[str, Any]]:
-    """(dotted place, value) of every setting; a mapping under a name that is no setting is a section."""
+def _leaves(content: Mapping[str, Any], known: SequenceOf[str], above: str = '') -> Iterator[tuple[str, str, Any]]:
+    """(dotted place, name, value) of every setting; a mapping under a name that is no setting is a section."""
     for key, value in content.items():
-        if isinstance(value, Mapping) and str(key).rpartition('.')[2] not in known:
+        name = str(key).rpartition('.')[2]
+        if isinstance(value, Mapping) and name not in known:
             yield from _leaves(value, known, f'{above}{key}.')
         else:
-            yield f'{above}{key}', value
+            yield f'{above}{key}', name, value
+
+
+def _settings(kind: str, entries: Iterable[tuple[str, str, Any]]) -> dict[str, Any]:
+    """Entries (place, name, value) as settings; a text is read as on a command line.
+
+    Raises:
+        ValueError: a name that is no setting of `kind`, one that is given twice, a value of another type.
+    """
+    hints = hints_of(run_class(kind)) | hints_of(SamplingParams) | hints_of(_config_class(kind)) | OF_THIS_VERB[kind]
+    hints = {name: hints.get(name, Any) for name in known_settings(kind)}
+
+    def read(value: Any, hint: Any) -> Any:
+        return typed(value, hint) if isinstance(value, str) and hint is not Any else value
+
+    return collected(entries, hints, 'train: ', lambda _, name: _refuse((kind,), name), read)
 
 
 def _config_class(kind: str) -> Any:
     return METHODS[kind].part('config')
 
 
-def _check_settings(kinds: SequenceOf[str], chosen: Mapping[str, Any]) -> None:
-    """Raises ValueError for the first name that none of `kinds` knows."""
+def _refuse(kinds: SequenceOf[str], name: str) -> None:
+    """Raises ValueError for a name that none of `kinds` knows."""
     known = dict.fromkeys(name for kind in kinds for name in known_settings(kind))
-    for name in chosen:
-        if name not in known:
-            elsewhere = GIVEN_OTHERWISE.get(f'{kinds[0]}.{name}', GIVEN_OTHERWISE.get(name))
-            if elsewhere and name in run_class(kinds[0]).field_names():
-                raise ValueError(f'train: {name!r} is a setting of the command; here {elsewhere}')
-            arguments = [p for p in inspect.signature(train).parameters if p != 'settings']
-            others = [kind for kind in KINDS if name in known_settings(kind)]
-            instead = f'; it is one of {", ".join(others)}' if others else hint(name, [*known, *arguments])
-            what = f'a setting of {kinds[0]}' if len(kinds) == 1 else 'an argument or a setting'
-            raise ValueError(f'train: {name!r} is not {what}{instead}')
-
-
-def _typed(kind: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Texts as the values that they are of on a command line."""
-    hints = get_type_hints(run_class(kind)) | get_type_hints(SamplingParams) | get_type_hints(_config_class(kind))
-    hints |= OF_THIS_VERB[kind]
-    values = dict(chosen)
-    for name, value in chosen.items():
-        if isinstance(value, str) and name in hints:
-            try:
-                values[name] = typed(value, hints[name])
-            except (ValueError, ArgumentTypeError) as error:
-                if {int, float, bool} & {hints[name], *get_args(hints[name])}:
-                    raise ValueError(f'train: {name}: {error}') from None
-                # a name of something, which the settings refuse with the names that there are
-    return values
+    if name in known:
+        return
+    elsewhere = GIVEN_OTHERWISE.get(f'{kinds[0]}.{name}', GIVEN_OTHERWISE.get(name))
+    if elsewhere and name in run_class(kinds[0]).field_names():
+        raise ValueError(f'train: {name!r} is a setting of the command; here {elsewhere}')
+    arguments = [p for p in inspect.signature(train).parameters if p != 'settings']
+    others = [kind for kind in KINDS if name in known_settings(kind)]
+    instead = f'; it is one of {", ".join(others)}' if others else hint(name, [*known, *arguments])
+    what = f'a setting of {kinds[0]}' if len(kinds) == 1 else 'an argument or a setting'
+    raise ValueError(f'train: {name!r} is not {what}{instead}')
 
 
 def _check_given(
@@ -445,13 +405,7 @@ def _tokenizer_of(model: Any, run: Run) -> Any:
 def _run(kind: str, chosen: Mapping[str, Any], model: Any, reward_fn: Any, environment: Any) -> Run:
     """The run that a command line with these settings describes; objects stand by name."""
     cls, config = run_class(kind), _config_class(kind)
-    names, ours = set(cls.field_names()), {setting: name for name, setting in OPTIONS.items()} if kind == 'dpo' else {}
     values: dict[str, Any] = {**{f.name: f.default for f in fields(config)}, **DEFAULTS, **chosen}
-    values = {
-        ours.get(name, name): value
-        for name, value in values.items()
-        if kind != 'dpo' or name not in ours or name in chosen
-    }
     named = isinstance(model, (str, Path))
     if values.get('gradient_checkpointing') and not named:
         raise ValueError(
@@ -463,14 +417,34 @@ def _run(kind: str, chosen: Mapping[str, Any], model: Any, reward_fn: Any, envir
     if environment is not None:
         module, name = getattr(environment, '__module__', ''), getattr(environment, '__qualname__', 'environment')
         values['environment'] = environment if isinstance(environment, str) else f'{module}:{name}'
-    run = cls(**{name: value for name, value in values.items() if name in names})
+    run = cls(**{name: value for name, value in values.items() if name in cls.field_names()})
     run.method, run.said = kind, chosen
     return run
 
 
+def _read_ppo(run: PPORun, inputs: Inputs, prompts: Any, reward_fn: Any, environment: Any) -> None:
+    """Prompts, reward, environment and the texts of PPO-ptx."""
+    tokenizer = inputs.tokenizer
+    inputs.train = None if prompts is None else as_prompts(prompts, tokenizer)
+    adopt_turns(tokenizer, inputs.train)  # before texts to evaluate on choose otherwise
+    inputs.reward = made(reward_fn)
+    check_columns(as_scorer(inputs.reward), inputs.train or ())
+    if environment is not None:
+        choose_text_for(environment, tokenizer)
+        inputs.environment, inputs.environment_settings = environment, run.environment_settings()
+        tasks = tasks_without_prompts() if inputs.train is None else inputs.train
+        inputs.longest_opening = longest_opening(environment, inputs.environment_settings, tokenizer, tasks, run.seed)
+    if run.ptx_data is not None:
+        longest = longest_side(inputs.config)
+        inputs.pretrain_data = load_demonstrations(_texts(run.ptx_data), tokenizer, max_length=longest)[0]
+
+
 def _records(
-    kind: str, samples: Any, rewards: Any, preferences: Any, tokenizer: Any, options: Mapping[str, Any]
+    kind: str, run: Run, samples: Any, rewards: Any, preferences: Any, tokenizer: Any, longest: int | None
 ) -> Any:
+    options: dict[str, Any] = {'max_length': longest}
+    if kind != 'ilql':
+        options['skip_bad_records'] = run.skip_bad_records
     if kind == 'dpo':
         records: Any = load_preferences(preferences, tokenizer, **options)[0]
     else:
@@ -481,28 +455,21 @@ def _records(
 
 def _texts(samples: Any) -> Any:
     """Pairs and texts as rows that the loaders know."""
-    if isinstance(samples, (list, tuple)) and samples and isinstance(samples[0], str):
+    first = samples[0] if isinstance(samples, (list, tuple)) and samples else None
+    if isinstance(first, str):
         return [{'text': text} for text in samples]
-    if (
-        isinstance(samples, (list, tuple))
-        and samples
-        and isinstance(samples[0], (list, tuple))
-        and len(samples[0]) == 2
-    ):
+    if isinstance(first, (list, tuple)) and len(first) == 2:
         return [{'prompt': prompt, 'completion': output} for prompt, output in samples]
     return samples
 
 
 def _evaluator(kind: str, prompts: Any, inputs: Inputs, metric_fn: Any, interval: int) -> Evaluator:
+    check_columns(as_scorer(inputs.reward), prompts)
+    if metric_fn is not None:
+        check_call(metric_fn, columns_of(prompts), 'metric_fn')
     # no reward of its own: the trainer's scorer holds the reward model that the strategy has prepared
-    evaluation: Any = PromptEvaluation(
-        prompts,
-        inputs.tokenizer,
-        metric_fn=metric_fn,
-        environment=inputs.environment,
-        environment_settings=inputs.environment_settings,
-        **inputs.generation,
-    )
+    settings = {'environment': inputs.environment, 'environment_settings': inputs.environment_settings}
+    evaluation: Any = PromptEvaluation(prompts, inputs.tokenizer, metric_fn=metric_fn, **settings, **inputs.generation)
     if kind == 'ilql':
         evaluation = BetaEvaluation(evaluation)
     return Evaluator(evaluation, interval, metric='score_mean' if kind == 'ppo' else None)

@@ -8,51 +8,34 @@ import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
 import chatgpt
+from chatgpt.launch.torchrun import Launch, python_path
 from chatgpt.rollout.cluster import request
 
 WITNESS = '.chatgpt-shared-'
 _HTTP2 = b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n' + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """how a gRPC connection begins; the other side answers with a frame of the same kind, 4"""
 FORWARDED = (
-    'CHATGPT_',
-    'CUBLAS_',
-    'GLOO_',
-    'HF_',
-    'MKL_',
-    'NCCL_',
-    'OMP_',
-    'PYTHONHASHSEED',
-    'PYTHONPATH',
-    'TOKENIZERS_',
-    'TORCH_',
-    'TRANSFORMERS_',
-    'WANDB_',
-    'TRACKIO_',
-    'MLFLOW_',
+    *('CHATGPT_', 'CUBLAS_', 'GLOO_', 'HF_', 'MKL_', 'NCCL_', 'OMP_', 'PYTHONHASHSEED', 'PYTHONPATH', 'TOKENIZERS_'),
+    *('TORCH_', 'TRANSFORMERS_', 'WANDB_', 'TRACKIO_', 'MLFLOW_'),
 )
 """beginnings of the environment variables that go with the script to every worker"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RayLaunch:
+class RayLaunch(Launch):
     """What is asked for."""
 
-    script: str
-    script_args: Sequence[str] = ()
-    num_workers: int = 1
     cpus_per_worker: float = 1
     """cores that Ray reserves, and threads of a process unless OMP_NUM_THREADS is set"""
     gpus_per_worker: int = 0
     """devices of a worker"""
-    max_failures: int = 3
-    """how many times the workers are replaced"""
     address: str | None = None
     """host:port of the cluster; none: RAY_ADDRESS, or the one this node belongs to, or a local one; 'local': one on
     this machine that lives as long as this run; 'auto': the one this node belongs to"""
@@ -66,8 +49,7 @@ class RayLaunch:
     """folder that all nodes must see, or the run could not go on elsewhere; none: the working directory"""
 
     def __post_init__(self) -> None:
-        if self.num_workers < 1:
-            raise ValueError(f'num_workers={self.num_workers} must be at least 1')
+        super().__post_init__()
         if self.cpus_per_worker < 0 or self.gpus_per_worker < 0 or self.cpus_per_worker + self.gpus_per_worker == 0:
             raise ValueError(
                 f'cpus_per_worker={self.cpus_per_worker:g} and gpus_per_worker={self.gpus_per_worker:g}: give at least '
@@ -77,12 +59,8 @@ class RayLaunch:
             raise ValueError(
                 f'gpus_per_worker={self.gpus_per_worker:g}: a rank has devices of its own; give a whole number'
             )
-        if self.max_failures < 0:
-            raise ValueError(f'max_failures={self.max_failures} must not be negative')
         if self.placement not in ('pack', 'spread'):
             raise ValueError(f'placement={self.placement!r} is not one of pack, spread')
-        if not Path(self.script).is_file():
-            raise ValueError(f'{self.script}: there is no such script')
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -95,11 +73,8 @@ class RayLaunch:
 def environment(launch: RayLaunch, run_id: str, failures: int) -> dict[str, str]:
     """Variables that are the same on every rank."""
     forwarded = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
-    root = Path(chatgpt.__file__).resolve().parents[1]
-    if 'site-packages' not in root.parts:  # a checkout, which workers find on the shared path
-        forwarded['PYTHONPATH'] = os.pathsep.join(
-            dict.fromkeys([str(root), *filter(None, [forwarded.get('PYTHONPATH')])])
-        )
+    # workers find a checkout on the shared path
+    forwarded |= python_path(forwarded.get('PYTHONPATH'))
     return {
         'OMP_NUM_THREADS': str(max(1, int(launch.cpus_per_worker))),
         'PYTHONUNBUFFERED': '1',

@@ -18,18 +18,17 @@ import torch
 from chatgpt.data.formats import template_of, text_choice
 from chatgpt.launch.arguments import strategy_of
 from chatgpt.launch.config_file import write_resolved
-from chatgpt.launch.demo_world import write_demo_model
+from chatgpt.launch.demo_world import write_demo_model, write_game_model
 from chatgpt.launch.destination import check_destination, final_folder
 from chatgpt.launch.inputs import Inputs, read_inputs
 from chatgpt.launch.models import (
     PPOModels,
     build_model,
-    build_on_trunk,
     build_ppo_models,
     build_ppo_on_trunk,
     make_trunk,
     set_kernels,
-    write_game_model,
+    trunk_role,
 )
 from chatgpt.launch.planning import memory_advice, planned, show_plan
 from chatgpt.launch.relaunch import sign
@@ -103,27 +102,21 @@ def start_of(inputs: Inputs, strategy: Any) -> str | None:
 # ---------------------------------------------------------------------- the trainer
 
 
-EIGHT_BITS = {'adamw8bit': 'AdamW8bit', 'paged_adamw8bit': 'PagedAdamW8bit'}
-
-
-def bitsandbytes_optimizer(name: str, parameters: list[Any], lr: float, weight_decay: float) -> Any:
-    """AdamW with states in 8 bits, in blocks of 256 (Dettmers et al. 2022, "8-bit optimizers")."""
-    try:
-        from bitsandbytes import optim
-    except ImportError as error:
-        raise ImportError(f"{name} needs bitsandbytes: pip install 'chatgpt-rlhf[nf4]'") from error
-    return getattr(optim, name)(parameters, lr=lr, eps=1e-5, weight_decay=weight_decay)
-
-
 def make_optimizer(run: Run, strategy: Any, model: Any, lr: float | None = None) -> Any:
-    """The run's optimizer over what the model trains."""
+    """The run's optimizer over what the model trains. With states in 8 bits, in blocks of 256 (Dettmers et al. 2022,
+    "8-bit optimizers")."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     lr = (run.lr or 0.0) if lr is None else lr
     if run.optimizer == 'sgd':
         return torch.optim.SGD(parameters, lr=lr, weight_decay=run.weight_decay)
-    if run.optimizer in EIGHT_BITS:
-        return bitsandbytes_optimizer(EIGHT_BITS[run.optimizer], parameters, lr, run.weight_decay)
-    return strategy.make_optimizer(parameters, lr=lr, eps=1e-5, weight_decay=run.weight_decay)
+    if run.optimizer == 'adamw':
+        return strategy.make_optimizer(parameters, lr=lr, eps=1e-5, weight_decay=run.weight_decay)
+    try:
+        from bitsandbytes import optim
+    except ImportError as error:
+        raise ImportError(f"{run.optimizer} needs bitsandbytes: pip install 'chatgpt-rlhf[nf4]'") from error
+    make = optim.PagedAdamW8bit if run.optimizer == 'paged_adamw8bit' else optim.AdamW8bit
+    return make(parameters, lr=lr, eps=1e-5, weight_decay=run.weight_decay)
 
 
 def make_callbacks(run: Run, inputs: Inputs) -> list[Any]:
@@ -162,9 +155,8 @@ def make_callbacks(run: Run, inputs: Inputs) -> list[Any]:
 
 def run_defaults(run: Run) -> dict[str, Any]:
     """The settings of such a run when none is given."""
-    kind: Any = type(run)
-    plain = kind(method=run.method) if 'method' in run.field_names() else kind()
-    plain.pretrain = run.pretrain  # on which some defaults depend
+    plain = type(run)(pretrain=run.pretrain)  # on which some defaults depend
+    plain.method = run.method
     plain.fill_defaults()
     folder = {} if 'save_path' in run.said else {'save_path': run.save_path}  # which follows the word of the command
     return plain.to_dict() | dict(run.entry().settings) | {'pretrain': None} | folder
@@ -237,10 +229,13 @@ def offline_trainer(inputs: Inputs, strategy: Any) -> Any:
     run, settings = inputs.run, inputs.settings
     method = run.entry()
     if run.on_trunk:
-        model = build_on_trunk(inputs, method.model, make_trunk(inputs, strategy.numerics.dtype, strategy.device))
+        model = trunk_role(inputs, method.model, make_trunk(inputs, strategy.numerics.dtype, strategy.device))
         initial = None
     else:
-        model, initial = _whole_models(inputs, strategy, method.model)
+        with strategy.model_init_context():
+            model = build_model(inputs, method.model)
+            needs_copy = isinstance(settings, ReferenceConfig) and not run.lora_rank
+            initial = deepcopy(model) if needs_copy else None
     set_kernels(run, model, initial)
     model, optimizer = strategy.prepare((model, make_optimizer(run, strategy, model)))
     reference = {} if initial is None else {'initial_model': strategy.prepare(initial)}
@@ -256,14 +251,6 @@ def offline_trainer(inputs: Inputs, strategy: Any) -> Any:
         run_dir=inputs.run_dir,
         **reference,
     )
-
-
-def _whole_models(inputs: Inputs, strategy: Any, kind: str) -> tuple[Any, Any]:
-    """The model that learns, and its reference where the method has one that is no part of it."""
-    with strategy.model_init_context():
-        model = build_model(inputs, kind)
-        needs_copy = isinstance(inputs.settings, ReferenceConfig) and not inputs.run.lora_rank
-        return model, deepcopy(model) if needs_copy else None
 
 
 def fit_arguments(inputs: Inputs) -> tuple[Any, ...]:
@@ -294,7 +281,11 @@ def resume(run: Run, trainer: Any) -> None:
 
 
 def finish(run: Run, trainer: Any, *, by_name: bool = True) -> None:
-    """Write the trained model as a Hugging Face folder, where one is asked for, and the optimizers' states; upload."""
+    """Write the trained model as a Hugging Face folder, where one is asked for, and the optimizers' states; upload.
+
+    Raises:
+        PushError: the upload failed; says how to do it later.
+    """
     strategy = trainer.strategy
     if by_name or run.model_path is not None:
         path = final_folder(run, run.trained)
@@ -304,17 +295,15 @@ def finish(run: Run, trainer: Any, *, by_name: bool = True) -> None:
         if run.need_optim_ckpt:
             for name, optimizer in trainer.optimizers().items():
                 strategy.save_optimizer(optimizer, Path(run.save_path, f'{name}_optim.pt'), only_rank0=False)
-        say_use(run, trainer, path)
+        if strategy.is_rank_0:
+            print(f'{run.trained} written to {path}; use it: {use_of(run, path, trainer.tokenizer)}', flush=True)
         if run.push_to_hub:
-            push(run.push_to_hub, run, strategy, path)
+            private = run.hub_private or None
+            address = strategy.run_on_rank0(lambda: push_folder(path, str(run.push_to_hub), private=private))
+            if strategy.is_rank_0:
+                print(f'{run.trained} uploaded to {address}', flush=True)
     elif run.push_to_hub:
         trainer.push_to_hub(run.push_to_hub, private=run.hub_private or None, card_samples=run.card_samples)
-
-
-def say_use(run: Run, trainer: Any, path: Path) -> None:
-    """The last line of a run: where the trained model is, and what uses it."""
-    if trainer.strategy.is_rank_0:
-        print(f'{run.trained} written to {path}; use it: {use_of(run, path, trainer.tokenizer)}', flush=True)
 
 
 def use_of(run: Run, path: Path, tokenizer: Any) -> str:
@@ -327,13 +316,6 @@ def use_of(run: Run, path: Path, tokenizer: Any) -> str:
         return f'python -m chatgpt evaluate {place} --environment {shlex.quote(run.environment)}{options}'
     chats = template_of(tokenizer) is not None and text_choice(tokenizer) is not False
     return f'python -m chatgpt chat {place}' if chats else f'python -m chatgpt generate {place} "your prompt"'
-
-
-def push(repo_id: str, run: Run, strategy: Any, path: Path) -> None:
-    """Upload the trained model's folder. Raises `PushError`, which says how to do it later."""
-    address = strategy.run_on_rank0(lambda: push_folder(path, repo_id, private=run.hub_private or None))
-    if strategy.is_rank_0:
-        print(f'{run.trained} uploaded to {address}', flush=True)
 
 
 def write_adapter(run: Run, trainer: Any) -> None:

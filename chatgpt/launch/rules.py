@@ -9,6 +9,7 @@ from typing import Any
 from chatgpt.nn.kinds import MODELS
 from chatgpt.rules import Rule, changed, is_changed
 from chatgpt.strategies.registry import STRATEGIES
+from chatgpt.trainer.policy import POLICIES
 
 
 def _only_16_bits(s: Any) -> bool:
@@ -78,8 +79,9 @@ ENVIRONMENT_SETTINGS = (
 )
 
 
-def _is_own(environment: str | None) -> bool:
-    return environment is not None and ':' in environment and not environment.startswith('games:')
+def own_policy(s: Any) -> str | None:
+    """The setting that asks for a policy of `POLICIES`, which is the actor and a copy of it; None where none does."""
+    return next((name for name in POLICIES if getattr(s, name, None) is not None), None)
 
 
 def _elsewhere(s: Any, *here: str) -> str:
@@ -118,13 +120,15 @@ PPO_RUN_RULES = [
         ),
     ),
     Rule(
-        lambda s: s.nlpo_top_p is not None and (s.lora_rank or s.num_layers_unfrozen > 0),
-        'nlpo_top_p={s.nlpo_top_p}: NLPO copies the actor as a whole: leave lora_rank and num_layers_unfrozen out',
+        lambda s: own_policy(s) and (s.lora_rank or s.num_layers_unfrozen > 0),
+        lambda s: f'{own_policy(s)} copies the actor as a whole: leave lora_rank and num_layers_unfrozen out',
     ),
     Rule(
-        lambda s: s.nlpo_top_p is not None and _elsewhere(s, 'auto', 'local'),
-        'nlpo_top_p={s.nlpo_top_p}: NLPO draws from two models at once, which only the local engine in the training '
-        'process does: leave engine and rollout_workers out',
+        lambda s: own_policy(s) and _elsewhere(s, 'auto', 'local'),
+        lambda s: (
+            f'{own_policy(s)} draws from two models at once, which only the local engine in the training process does: '
+            'leave engine and rollout_workers out'
+        ),
     ),
     Rule(
         lambda s: s.logprob_kernel == 'liger' and s.entropy_coef,
@@ -152,7 +156,7 @@ PPO_RUN_RULES = [
         'eval_episodes are of tasks without prompts: with eval prompts leave it out',
     ),
     Rule(
-        lambda s: _is_own(s.environment) and not s.pretrain,
+        lambda s: ':' in (s.environment or '') and not s.environment.startswith('games:') and not s.pretrain,
         'an environment of your own needs a model: give --pretrain NAME_OR_FOLDER',
     ),
     Rule(lambda s: s.reward_model and s.reward_fn, 'give --reward_model or --reward_fn, not both'),
@@ -161,8 +165,7 @@ PPO_RUN_RULES = [
         'nothing to learn from: give --reward_model FOLDER or --reward_fn module:function',
     ),
     Rule(
-        lambda s: s.prompt_path and not s.pretrain,
-        'prompts of your own need a model: give --pretrain NAME_OR_FOLDER',
+        lambda s: s.prompt_path and not s.pretrain, 'prompts of your own need a model: give --pretrain NAME_OR_FOLDER'
     ),
     Rule(
         lambda s: bool(s.ptx_coef) != bool(s.ptx_data),
@@ -191,8 +194,11 @@ ENCODER_DECODER_RULES = [
         for name, why in {
             'rollout_workers': 'generates in the training process',
             'reproducible': 'generates without the local engine, which alone draws exactly',
-            'nlpo_top_p': 'generates without the local engine, which alone draws for NLPO',
         }.items()
+    ),
+    Rule(
+        own_policy,
+        lambda s: f'generates without the local engine, which alone draws from two models: leave {own_policy(s)} out',
     ),
     Rule(
         lambda s: getattr(s, 'engine', 'auto') in ('local', 'vllm'),

@@ -1,5 +1,6 @@
 """A run as one object: dataclasses for the model, its adapters, the strategy, sampling, an environment and the run's
-folder, composed with the settings of a trainer into `PPORun`, `SFTRun`, `RewardRun`, `PreferenceRun` and `ILQLRun`.
+folder, composed with the settings of a trainer into `PPORun`, `SFTRun`, `RewardRun`, and those that `run_class`
+makes.
 
 Flags, config files, `chatgpt.train`, `--plan`, reports and sweeps read these fields; `chatgpt.launch.rules` says what
 does not go together.
@@ -8,16 +9,16 @@ does not go together.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from functools import cache
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, cast
 
 from chatgpt.environments import EnvironmentSettings
 from chatgpt.functional.choices import LogprobKernel
 from chatgpt.launch.demo_world import trial_defaults
-from chatgpt.launch.methods import METHODS, PREFERENCE_RUN, Recipe, methods_of
-from chatgpt.launch.rules import DATA_RULES, PPO_RUN_RULES, RUN_RULES
-from chatgpt.names import hint
+from chatgpt.launch.methods import METHODS, Recipe
+from chatgpt.launch.rules import DATA_RULES, PPO_RUN_RULES, RUN_RULES, own_policy
 from chatgpt.nn.kinds import MODELS
 from chatgpt.rollout.registry import ENGINES
 from chatgpt.rollout.sampling import SamplingParams
@@ -27,7 +28,7 @@ from chatgpt.strategies.registry import STRATEGIES
 from chatgpt.strategies.rules import MODEL_RULES
 from chatgpt.trainer.callbacks.trackers import TRACKERS, tracker_names
 from chatgpt.trainer.config import LearningSettings, PPOConfig, Settings, SFTConfig, SupervisedConfig
-from chatgpt.trainer.objectives.config import DPOLoss, ILQLConfig, PreferenceConfig, RewardModelConfig
+from chatgpt.trainer.objectives.config import PreferenceConfig, RewardModelConfig
 from chatgpt.trainer.rules import EXACT_RULES
 
 EMBEDDED = 'embedded'
@@ -162,7 +163,7 @@ class Run(StrategySettings, ModelSettings, LoraSettings, FolderSettings, Learnin
     validation_percentage: float = 0.0
     """evaluate on this share of the data, in per cent, instead of a file"""
 
-    method = ''  # no annotation: a setting of preference runs alone
+    method = ''  # no annotation: not a setting
     """name in `METHODS`"""
     common: ClassVar[Groups] = {'the model': MODEL, 'the run': RUN}
     """what --help and `init` show, by what it is about; the others stand behind --help-all"""
@@ -192,7 +193,7 @@ class Run(StrategySettings, ModelSettings, LoraSettings, FolderSettings, Learnin
 
     @classmethod
     def shown_default(cls, name: str, default: Any, method: str | None = None) -> str:
-        """What --help says of a run, or of a run with that method."""
+        """The default of a setting in --help, of this class or of a run with that method."""
         entry = METHODS.find(method or cls.method)
         if default is None and entry.defaults.get(name) is not None:
             trial = trial_defaults(method or cls.method, entry.defaults)
@@ -371,7 +372,7 @@ class PPORun(Run, RolloutSettings, EpisodeSettings, PPOConfig):
     def fill_defaults(self) -> None:
         if self.environment is not None and self.max_new_tokens is None:
             self.max_new_tokens = EPISODE_TOKENS
-        if self.nlpo_top_p is not None and self.precision == 'auto':
+        if own_policy(self) is not None and self.precision == 'auto':
             self.precision = 'fp32'  # in which the log-probs of decode and trainer agree
         super().fill_defaults()
 
@@ -429,12 +430,7 @@ class DataRun(Run, SupervisedConfig):
     """tokens of prompt and response, at most the model's context; longer ones are cut, and counted; none: 512, or the
     context where that is less"""
 
-    common = {
-        'data': DATA,
-        'the model': MODEL,
-        'how long, how much': LENGTH,
-        'the run': RUN,
-    }
+    common = {'data': DATA, 'the model': MODEL, 'how long, how much': LENGTH, 'the run': RUN}
 
     def data_source(self) -> str | None:
         return self.dataset
@@ -446,19 +442,6 @@ class DataRun(Run, SupervisedConfig):
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
         check(self, DATA_RULES)
-
-
-def run_class(name: str) -> type[Run]:
-    """The settings of a command line of the method of that name."""
-    method = METHODS.find(name)
-    found, config = method.part('run'), method.part('config')
-    if found is not None:
-        return found
-    if issubclass(config, PreferenceConfig):
-        return PreferenceRun
-    common = DataRun.common | {'the method': tuple(n for n in config.field_names() if n not in DataRun.field_names())}
-    own = {'__doc__': method.about, 'method': name, 'config_class': config, 'common': common}
-    return dataclass(kw_only=True)(type(f'{config.__name__}Run', (DataRun, config), own))
 
 
 @dataclass(kw_only=True)
@@ -489,103 +472,32 @@ class RewardRun(DataRun, RewardModelConfig):
     config_class = RewardModelConfig
 
 
-@dataclass(kw_only=True)
-class ILQLRun(DataRun, ILQLConfig):
-    """A run of ILQL: prompt, response and reward, or text and reward."""
-
-    save_path: str = 'outputs/train_ilql'
-
-    method = 'ilql'
-    common = DataRun.common | {'the method': ('tau', 'gamma', 'cql_scale', 'awac_scale', 'beta', 'standardize_rewards')}
-    config_class = ILQLConfig
-
-
-OPTIONS = {
-    'loss': 'loss_type',
-    'beta': 'beta',
-    'label_smoothing': 'label_smoothing',
-    'precompute_ref_logprobs': 'precompute_ref_logprobs',
-    'desirable_weight': 'desirable_weight',
-    'undesirable_weight': 'undesirable_weight',
-    'positive_label': 'positive_label',
-    'weight': 'weight',
-    'gamma': 'gamma',
-}
-"""settings that only some methods have, and what their configs call them"""
 NO_PLAN = '--plan knows PPO, SFT and reward models; python -m chatgpt.plan CONFIG --task sft comes nearest'
 
 
 @dataclass(kw_only=True)
 class PreferenceRun(DataRun):
-    """A run of examples/train_preference.py: preferences (prompt, chosen, rejected, or ranked answers); for KTO also
-    text and label.
-
-    A setting of some methods only is None until it is given: then the method's own default holds.
-    """
+    """What the runs of methods with a `PreferenceConfig` have in common: preferences (prompt, chosen, rejected, or
+    ranked answers); for KTO also text and label."""
 
     save_path: str = 'outputs/train_preference'
-    method: str = field(default='dpo', metadata={'choices': lambda: methods_of(PREFERENCE_RUN)})
-    """dpo, kto, orpo or simpo; module:name is a `Recipe` of your own, with a `PreferenceConfig`"""
     max_epochs: int = 1
-    loss: DPOLoss | None = None
-    """dpo: sigmoid, ipo, cdpo, robust or hinge; none: sigmoid"""
-    beta: float | None = None
-    """dpo, kto: how strongly the policy is held to the reference, none: 0.1; simpo: of the mean log-prob, none: 2"""
-    label_smoothing: float | None = None
-    """dpo with cdpo or robust: share of labels assumed to be flipped; none: 0.1"""
-    precompute_ref_logprobs: bool | None = None
-    """dpo, kto: the reference's log-probs once, before the first step; none: true"""
-    desirable_weight: float | None = None
-    """kto: weight of good answers; none: 1"""
-    undesirable_weight: float | None = None
-    """kto: weight of bad answers; none: 1"""
-    positive_label: str | None = None
-    """kto: which label is a success; none: true, 1, good, positive are"""
-    weight: float | None = None
-    """orpo: of the odds-ratio term; none: 0.1"""
-    gamma: float | None = None
-    """simpo: target margin; none: 1"""
-
-    def entry(self) -> Recipe:
-        known = methods_of(PREFERENCE_RUN)
-        entry = METHODS.find(self.method) if ':' in self.method else known.get(self.method)
-        if entry is None or not issubclass(entry.part('config'), PreferenceConfig):
-            raise ValueError(
-                f'method={self.method!r} is not one of {", ".join(known)}, nor module:name of a method with a '
-                f'PreferenceConfig{hint(self.method, known)}'
-            )
-        return entry
-
-    common = DataRun.common | {'the method': ('method', *OPTIONS)}
-
-    @classmethod
-    def shown_default(cls, name: str, default: Any, method: str | None = None) -> str:
-        if name == 'lr' and method is None:
-            known = sorted(methods_of(PREFERENCE_RUN).items(), key=lambda item: item[1].defaults['lr'])
-            rates = ', '.join(f'{entry.defaults["lr"]} for {other}' for other, entry in known)
-            return f'{rates}; {trial_defaults(cls.method, METHODS[cls.method].defaults)["lr"]} without --pretrain'
-        return super().shown_default(name, default, method)
 
     def validate(self, world_size: int = 1) -> None:
         if self.plan:
             raise ValueError(NO_PLAN)
-        own = self.entry().part('config').field_names()
-        for name, setting in OPTIONS.items():
-            if getattr(self, name) is not None and setting not in own:
-                known = methods_of(PREFERENCE_RUN)
-                who = ' or '.join(m for m, entry in known.items() if setting in entry.part('config').field_names())
-                raise ValueError(
-                    f'{name}={getattr(self, name)} is a setting of {who}, not of {self.method}; leave it out'
-                )
         super().validate(world_size)
-        self.config().validate(world_size)
 
-    def config(self) -> PreferenceConfig:
-        """The settings of this run's trainer."""
-        cls = self.entry().part('config')
-        shared = {f.name for f in fields(PreferenceConfig)}
-        values: dict[str, Any] = {name: getattr(self, name) for name in shared}
-        for name, setting in OPTIONS.items():
-            if getattr(self, name) is not None:
-                values[setting] = getattr(self, name)
-        return cls(**values)
+
+def run_class(name: str) -> type[Run]:
+    """The settings of a command line of the method of that name: its own class, or its config's with those of a run."""
+    method = METHODS.find(name)
+    return method.part('run') or _run_class(name, method.about, method.part('config'))
+
+
+@cache
+def _run_class(name: str, about: str, config: type[Settings]) -> type[Run]:
+    base = PreferenceRun if issubclass(config, PreferenceConfig) else DataRun
+    common = DataRun.common | {'the method': tuple(n for n in config.field_names() if n not in DataRun.field_names())}
+    own = {'__doc__': about, 'method': name, 'config_class': config, 'common': common}
+    return dataclass(kw_only=True)(type(f'{config.__name__}Run', (base, config), own))

@@ -1,30 +1,59 @@
-"""A script under torchrun, with the names of this package's launcher. Left out: all that `torchrun --help` has beyond
-them."""
+"""A script under torchrun, with the names of this package's launcher.
+
+`python -m chatgpt.launch.torchrun ARGUMENTS OF TORCHRUN` is torchrun without its traceback where a script fails or is
+told to stop; a script that was called wrongly is not started again.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import chatgpt
-from chatgpt.launch.relaunch import TOLD
+from chatgpt.launch.relaunch import MISTAKE, TOLD
 
 
 @dataclass(frozen=True, kw_only=True)
-class TorchrunLaunch:
-    """What is asked for on this node; with several nodes the same command is started on each."""
+class Launch:
+    """What every launcher is asked for."""
 
     script: str
     script_args: Sequence[str] = ()
     num_workers: int = 1
     """of all nodes together"""
+    max_failures: int = 3
+    """how many times the workers are replaced"""
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 1:
+            raise ValueError(f'num_workers={self.num_workers} must be at least 1')
+        if self.max_failures < 0:
+            raise ValueError(f'max_failures={self.max_failures} must not be negative')
+        if not Path(self.script).is_file():
+            raise ValueError(f'{self.script}: there is no such script')
+
+
+def python_path(given: str | None) -> dict[str, str]:
+    """PYTHONPATH with the checkout that this package is in before what is `given`; nothing for an installed package."""
+    root = Path(chatgpt.__file__).resolve().parents[1]
+    if 'site-packages' in root.parts:
+        return {}
+    return {'PYTHONPATH': os.pathsep.join(dict.fromkeys([str(root), *filter(None, [given])]))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchrunLaunch(Launch):
+    """What is asked for on this node; with several nodes the same command is started on each."""
+
     cpus_per_worker: float | None = None
     """threads of a process, unless OMP_NUM_THREADS is set; none: 1 where there are several processes"""
-    max_failures: int = 3
     num_nodes: int = 1
     """of this launch"""
     rdzv_endpoint: str | None = None
@@ -36,13 +65,11 @@ class TorchrunLaunch:
     """this node's address as the others reach it; none: found by the host name"""
 
     def __post_init__(self) -> None:
-        for name in ('num_workers', 'num_nodes'):
-            if getattr(self, name) < 1:
-                raise ValueError(f'{name}={getattr(self, name)} must be at least 1')
+        super().__post_init__()
+        if self.num_nodes < 1:
+            raise ValueError(f'num_nodes={self.num_nodes} must be at least 1')
         if self.num_workers % self.num_nodes:
             raise ValueError(f'num_workers={self.num_workers} cannot be split over num_nodes={self.num_nodes}')
-        if self.max_failures < 0:
-            raise ValueError(f'max_failures={self.max_failures} must not be negative')
         if self.num_nodes > 1 and not (self.rdzv_endpoint and self.run_id):
             raise ValueError(
                 'several nodes have to find each other: give --rdzv_endpoint HOST:PORT of one of them, and --run_id '
@@ -53,11 +80,9 @@ class TorchrunLaunch:
                 f'rdzv_endpoint={self.rdzv_endpoint} is where the launch of a --run_id NAME meets: give both, or '
                 'neither'
             )
-        if not Path(self.script).is_file():
-            raise ValueError(f'{self.script}: there is no such script')
 
     def command(self) -> list[str]:
-        """The torchrun command, through `chatgpt.launch.elastic`."""
+        """The torchrun command, through `main` here."""
         meet = ['--standalone']
         if self.run_id:
             endpoint = self.rdzv_endpoint or 'localhost:0'
@@ -72,7 +97,7 @@ class TorchrunLaunch:
         return [
             sys.executable,
             '-m',
-            'chatgpt.launch.elastic',
+            'chatgpt.launch.torchrun',
             *meet,
             f'--nproc_per_node={self.num_workers // self.num_nodes}',
             f'--max_restarts={self.max_failures}',
@@ -92,12 +117,63 @@ def run_on_torchrun(launch: TorchrunLaunch) -> None:
     # Otherwise torchrun sets it to 1 itself, and says so in four lines.
     if launch.cpus_per_worker is not None or launch.num_workers > launch.num_nodes:
         os.environ.setdefault('OMP_NUM_THREADS', str(max(1, int(launch.cpus_per_worker or 1))))
-    root = Path(chatgpt.__file__).resolve().parents[1]
-    if 'site-packages' not in root.parts:
-        os.environ['PYTHONPATH'] = os.pathsep.join(
-            dict.fromkeys([str(root), *filter(None, [os.environ.get('PYTHONPATH')])])
-        )
+    os.environ.update(python_path(os.environ.get('PYTHONPATH')))
     os.environ[TOLD] = str(Path(tempfile.mkdtemp(prefix='chatgpt-launch-'), 'told'))
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(command[0], command)
+
+
+def main() -> None:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    _end_at_mistakes()
+    try:
+        run(parse_args(sys.argv[1:]))
+    except SignalException as stop:
+        raise SystemExit(128 + int(stop.sigval)) from None
+    except ChildFailedError as error:
+        if any(failure.exitcode == MISTAKE for failure in error.failures.values()):  # which has said itself what it is
+            raise SystemExit(MISTAKE) from None
+        rank, failure = error.get_first_failure()
+        print(f'[launch] rank {rank} {_ending(failure.exitcode)}; giving up', file=sys.stderr, flush=True)
+        raise SystemExit(failure.exitcode if failure.exitcode > 0 else 1) from None
+
+
+def _end_at_mistakes() -> None:
+    """Take a script that ends with `MISTAKE` as the end of the launch, and say in a line why workers are started
+    again."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.launcher import api
+
+    class Agent(LocalElasticAgent):
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            result = super()._monitor_workers(worker_group)
+            if any(failure.exitcode == MISTAKE for failure in result.failures.values()):
+                self._remaining_restarts = 0
+            elif result.failures and self._remaining_restarts > 0:
+                rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
+                most = worker_group.spec.max_restarts
+                print(
+                    f'[launch] rank {rank} {_ending(failure.exitcode)}; restart {most - self._remaining_restarts + 1} '
+                    f'of {most}',
+                    file=sys.stderr,
+                    flush=True,
+                )
+            return result
+
+    api.LocalElasticAgent = Agent  # type: ignore[misc]
+    remarks = ('Sending process', 'failed (exitcode')
+    logging.getLogger('torch.distributed.elastic.multiprocessing.api').addFilter(
+        lambda record: not str(record.msg).startswith(remarks)
+    )
+
+
+def _ending(code: int) -> str:
+    return f'was ended by {signal.Signals(-code).name}' if code < 0 else f'ended with exit code {code}'
+
+
+if __name__ == '__main__':
+    main()

@@ -9,7 +9,6 @@ from typing import Any
 from chatgpt.plan import models
 from chatgpt.plan.phases import Plan, make_plan
 from chatgpt.plan.setup import Setup, read_config, show_bytes
-from chatgpt.plan.tensor_parallel import can_be_cut
 from chatgpt.strategies.registry import FRUGAL, SHARDED
 
 
@@ -76,7 +75,7 @@ def _parts(setup: Setup) -> list[int]:
         return []
     model = models.build('actor', read_config(setup.config), setup, layers=1)
     sizes = (n for n in (2, 4, 8) if n <= setup.on_machine and setup.num_processes % n == 0)
-    return [n for n in sizes if can_be_cut(model, n)]
+    return [n for n in sizes if models.can_be_cut(model, n)]
 
 
 def _on_trunk(setup: Setup, first: str) -> Iterator[tuple[str, Setup]]:

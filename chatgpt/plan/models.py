@@ -26,9 +26,10 @@ from torch.utils._pytree import tree_leaves
 from chatgpt.batching import collate
 from chatgpt.functional import logprobs
 from chatgpt.plan.setup import Setup
-from chatgpt.plan.tensor_parallel import keep_part
 from chatgpt.strategies.copies import narrow, product_weights
 from chatgpt.strategies.memory import ModelSize, ParameterSize
+from chatgpt.strategies.tensor_parallel import check_model, parallelize
+from chatgpt.strategies.tensor_ranks import TensorGroup
 from chatgpt.types import Batch, Sequence
 
 LEAST_PACKED = 1 << 17
@@ -57,18 +58,19 @@ def _build(kind: str, config: Any, setup: Setup, layers: int | None) -> nn.Modul
 
     if layers is not None:
         _set_layers(config, layers)
-    if setup.shared_trunk:
-        return _role(kind, config, setup)
-    unfrozen = setup.num_layers_unfrozen if setup.num_layers_unfrozen > 0 else None
-    if unfrozen is not None and layers is not None:
-        unfrozen = min(unfrozen, layers)
     with torch.device('meta'):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        if setup.gradient_checkpointing and (kind in ('actor', 'critic') or setup.task == 'reward_model'):
+        learns = setup.shared_trunk or kind in ('actor', 'critic') or setup.task == 'reward_model'
+        if setup.gradient_checkpointing and learns:
             with warnings.catch_warnings():
                 warnings.simplefilter('ignore', FutureWarning)
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
+        if setup.shared_trunk:
+            return _role(kind, model, setup)
         if kind == 'actor':
+            unfrozen = setup.num_layers_unfrozen if setup.num_layers_unfrozen > 0 else None
+            if unfrozen is not None and layers is not None:
+                unfrozen = min(unfrozen, layers)
             head = True if setup.critic == 'shared' and setup.task == 'ppo' else None
             return Actor(model, setup.lora_rank, value_head=head, num_layers_unfrozen=unfrozen)
         if kind == 'critic':
@@ -80,24 +82,14 @@ def _build(kind: str, config: Any, setup: Setup, layers: int | None) -> nn.Modul
         return Actor(model).requires_grad_(False)
 
 
-def _role(kind: str, config: Any, setup: Setup) -> nn.Module:
+def _role(kind: str, model: Any, setup: Setup) -> nn.Module:
     """A model on a shared trunk, whose base is in the compute dtype: 4 bits are for `make_plan` to count."""
-    from transformers import AutoModelForCausalLM
-
     from chatgpt.nn.shared import SharedTrunk
 
-    dtype = torch.float32 if setup.precision == 'fp32' else torch.bfloat16
-    with torch.device('meta'):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        if setup.gradient_checkpointing:
-            with warnings.catch_warnings():
-                warnings.simplefilter('ignore', FutureWarning)
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
-        trunk = SharedTrunk(model, dtype=dtype)
-        if kind in ('actor', 'initial'):
-            return trunk.actor(setup.lora_rank)
-        role = trunk.critic(setup.lora_rank) if kind == 'critic' else trunk.reward_model(setup.lora_rank)
-        return role
+    trunk = SharedTrunk(model, dtype=torch.float32 if setup.precision == 'fp32' else torch.bfloat16)
+    if kind in ('actor', 'initial'):
+        return trunk.actor(setup.lora_rank)
+    return trunk.critic(setup.lora_rank) if kind == 'critic' else trunk.reward_model(setup.lora_rank)
 
 
 def kept_narrow(model: Any) -> list[nn.Parameter]:
@@ -148,6 +140,39 @@ def measure(model: nn.Module) -> ModelSize:
     multiplied: list[Any] = [m for m in model.modules() if type(m) in plain]
     packable = sum(m.weight.numel() for m in multiplied if isinstance(m, Conv1D) or m.weight.numel() >= LEAST_PACKED)
     return ModelSize(parameters, sum(layer.weight.numel() for layer in adapted), packable)
+
+
+# ---------------------------------------------------------------------- parts of layers
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AloneGroup(TensorGroup):
+    """A group whose other processes are not there: the first one's memory, whatever the numbers."""
+
+    def _reduced(self, x: Tensor, op: Any) -> Tensor:
+        return x.detach().clone(memory_format=torch.contiguous_format)
+
+    def joined(self, x: Tensor, width: int, dim: int = -1) -> Tensor:
+        own = x.detach().contiguous()
+        return torch.cat([torch.empty_like(own) for _ in range(self.size)], dim).narrow(dim, 0, width)
+
+
+def keep_part(module: nn.Module, tensor_parallel: int) -> None:
+    """Leave of `module`, on the meta device, what the first process of a rank holds.
+
+    Raises:
+        ValueError: a model that cannot be cut so.
+    """
+    if tensor_parallel > 1:
+        parallelize(module, AloneGroup(None, 0, tensor_parallel), None, check_model(module, tensor_parallel))
+
+
+def can_be_cut(module: nn.Module, tensor_parallel: int) -> bool:
+    try:
+        check_model(module, tensor_parallel)
+    except ValueError:
+        return False
+    return True
 
 
 # ---------------------------------------------------------------------- traces

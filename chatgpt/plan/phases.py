@@ -135,7 +135,9 @@ def _plan(setup: Setup) -> Plan:
     trained = {'actor': (actor, config)}
     if setup.critic == 'own':
         trained['critic'] = (models.measure(models.build('critic', config, setup)), config)
-    frozen = {'initial model': (actor_without_extras(config, setup), config)} if setup.has_initial_model else {}
+    frozen = {}
+    if setup.has_initial_model:
+        frozen['initial model'] = (models.measure(models.build('initial', config, setup)), config)
     if reward_config is not None:
         frozen['reward model'] = (models.measure(models.build('reward', reward_config, setup)), reward_config)
     load = Memory()
@@ -223,10 +225,6 @@ def _plan_of_shared_trunk(setup: Setup, config: Any, with_reward: bool) -> Plan:
         'learn': static + _learn(setup, trained),
     }
     return Plan(setup, _with_kept(setup, phases))
-
-
-def actor_without_extras(config: Any, setup: Setup) -> ModelSize:
-    return models.measure(models.build('initial', config, setup))
 
 
 def _without(memory: Memory, ending: str) -> Memory:

@@ -61,24 +61,29 @@ class Setup(Layout):
     precision: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto'
     """auto becomes bf16 on a GPU, fp32 on a CPU, as in a run"""
     task: Task = 'ppo'
+    """what is trained"""
     reward_config: Any = None
     """None: a reward function takes no memory"""
-    strategy: str = 'naive'
+    strategy: str = field(default='naive', metadata={'choices': STRATEGIES})
     """a name of `STRATEGIES`, or module:Class"""
     strategy_options: Mapping[str, Any] = field(default_factory=dict)
     """of the strategy, where they differ from those of its name"""
     memory: int | None = None
-    """bytes of one device; None: nothing is said about fitting"""
+    """of one device, in bytes (as a flag also 24GiB); None: nothing is said about fitting"""
     host_memory: int | None = None
-    """bytes of one machine"""
+    """of one machine, likewise"""
     critic: Literal['own', 'shared', 'none'] = 'own'
+    """own: a model; shared: a head on the actor's trunk"""
     lora_rank: int = 0
+    """of adapters; 0: all weights are trained"""
     shared_trunk: bool = False
     """actor, critic, reward model and reference are adapters on one frozen base (`SharedTrunk`)"""
     quantize: Literal['none', 'nf4'] = 'none'
     """of that base"""
     num_layers_unfrozen: int = -1
+    """of a hydra; -1: all"""
     gradient_checkpointing: bool = False
+    """recompute activations in the backward pass"""
     logprob_kernel: LogprobKernel = 'auto'
     """as `Actor.logprob_kernel`; liger's is planned as fused"""
     kl: bool = True
@@ -86,14 +91,20 @@ class Setup(Layout):
     own_reference: bool | None = None
     """whether the reference is a copy of its own; None: unless LoRA or hydra keep it in the actor"""
     experience_batch_size: int = 8
+    """prompts of one timestep"""
     num_samples_per_prompt: int = 1
+    """responses to each"""
     update_timesteps: int = 10
     num_phases: int = 2
     """of collecting and learning; 1: it collects and scores before any optimizer state exists"""
     train_batch_size: int = 8
+    """sequences of an optimizer step"""
     max_tokens_per_batch: int | None = None
+    """padded tokens of one forward on one rank"""
     max_prompt_tokens: int = 64
+    """of the longest prompt"""
     max_new_tokens: int = 64
+    """of a response"""
     keep: bool = False
     """count what the local engine keeps for the next phase (`LocalEngine(keep=...)`); it does so only on a GPU that has
     memory left, so it is no part of what a run needs"""
@@ -107,6 +118,17 @@ class Setup(Layout):
     """resident bytes of a process beside its tensors, counted where devices are host memory; 0: they are not"""
     margin: float = 0.05
     """share of the device's memory kept free for its context and fragmentation"""
+
+    @classmethod
+    def of(cls, settings: Any, **others: Any) -> Setup:
+        """Of settings by the names of these fields, such as a run of the command; `others` win."""
+        names = [f.name for f in fields(cls) if f.name not in others and hasattr(settings, f.name)]
+        options = {}
+        if getattr(settings, 'reproducible', None):
+            options = {'reproducible': settings.reproducible, 'atoms': settings.atoms}
+        if settings.tensor_parallel != 1:
+            options['tensor_parallel'] = settings.tensor_parallel
+        return cls(**{name: getattr(settings, name) for name in names}, strategy_options=options, **others)
 
     def __post_init__(self) -> None:
         for config in (self.config, self.reward_config):

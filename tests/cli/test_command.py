@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
+import re
 import runpy
+import shlex
 import subprocess
 import sys
 from dataclasses import fields
@@ -115,8 +118,7 @@ def test_common_options_are_settings():
             "error: unknown argument '--train_batch_szie'; did you mean --train_batch_size",
         ),
         (['generate', 'm', 'hi', '--temprature=1'], "'--temprature'; did you mean --temperature?"),
-        (['dpo', '--method=kto'], 'error: method=kto is another command than dpo: give that one'),
-        (['dpo', '--gamma=1'], 'error: gamma=1.0 is a setting of simpo, not of dpo'),
+        (['dpo', '--weight=1'], "error: unknown argument '--weight'; did you mean --weight_decay"),
         (['init', 'pop'], "error: method='pop' is not known; choose one of sft, "),
         (['generate'], 'error: give a model: its hub name or folder'),
         (['generate', 'm'], 'error: give a prompt, or a file of prompts; the command chat needs none'),
@@ -125,7 +127,7 @@ def test_common_options_are_settings():
         (['missing_file.py:method'], "error: 'missing_file.py:method': there is no file missing_file.py"),
         (['ilql', '--lora_rank=2'], 'error: lora_rank: ILQL trains all weights; leave it out'),
         (['convert', 'a', 'b', '--to', 'prompts'], "'text'); did you mean prompt?"),
-        (['plan', 'c', '--task', 'pop'], "invalid choice: 'pop' (choose from"),
+        (['plan', 'c', '--task', 'pop'], "'pop' is none of: ppo, sft, reward_model"),
         (['plan', 'c', '--critic', 'shard'], 'did you mean shared?'),
         (['launch', 'stf'], "'stf' is no file, and no command that trains or generates; did you mean sft?"),
         (['launch', 'init', 'sft'], "error: 'init' is no file, and no command that trains or generates"),
@@ -253,3 +255,53 @@ def test_the_settings_of_a_method_are_kept_when_it_goes_on(monkeypatch, capsys, 
         run = parse_run(PPORun, description='', argv=again, method=method)
         assert (run.kl_coef, run.advantage_estimator, run.num_samples_per_prompt) == (0.25, 'grpo', 8)
     assert 'settings changed' not in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------- the commands that pages print
+
+ELSEWHERE = {
+    'launch': 'starts processes: tests/cli/test_launched_command.py does',
+    'my_objective.py:rwr': 'in the text; tests/launch/test_methods.py has one',
+}
+
+
+def commands(page: str) -> list[list[str]]:
+    """What follows `chatgpt-rlhf` on the lines that show a command."""
+    text = (ROOT / page).read_text()
+    found = re.findall(r'^    chatgpt-rlhf ((?:.*\\\n)*.*)$', text, re.MULTILINE)
+    return [shlex.split(line.replace('\\\n', ' '), comments=True) for line in found]
+
+
+def fewer(words: list[str], model: Path) -> list[str]:
+    """The same with a folder for a hub's name, and at most one phase or step."""
+    words = [str(model) if word == 'gpt2' else word for word in words]
+    method = METHODS.get(words[0])
+    if method is None or '--help' in words or '--help-all' in words:
+        return words
+    if method.positional == 'dataset':
+        return [*words, '--max_steps=1']
+    return [*words, '--num_episodes=1', '--max_timesteps=1', '--update_timesteps=1', '--experience_batch_size=2']
+
+
+@pytest.mark.parametrize('page', ['docs/command.md', 'README.md'])
+def test_the_commands_of_a_page_run(monkeypatch, capsys, tmp_path, model_folder, page):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr('sys.stdin', io.StringIO('one day\n'))
+    found = commands(page)
+    assert len(found) >= 5
+    for words in found:
+        if words[0] not in ELSEWHERE:
+            assert call(monkeypatch, *fewer(words, model_folder)) == 0, (words, capsys.readouterr().err)
+    shown = capsys.readouterr().out
+    assert 'actor written to outputs/ppo/actor; use it: ' in shown
+    assert 'score_mean' in json.loads(next(line for line in shown.splitlines() if line.startswith('{"')))
+
+
+def test_every_command_is_on_the_page():
+    text = (ROOT / 'docs' / 'command.md').read_text()
+    assert [name for name in (*METHODS, *SUBCOMMANDS) if not re.search(rf'`{re.escape(name)}`|rlhf {name}', text)] == []
+
+
+@pytest.mark.parametrize('page', [*ROOT.glob('*.md'), *(ROOT / 'docs').rglob('*.md')], ids=lambda p: p.name)
+def test_no_page_installs_somebody_elses_package(page):
+    assert not re.search(r'pip3? install (?:-\S+ )*chatgpt(?![\w-])', page.read_text())

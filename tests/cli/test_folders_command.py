@@ -80,7 +80,6 @@ def test_each_command_refuses_in_the_same_words(word, name, monkeypatch, capsys,
             f'--pretrain={folders / name}',
             f'--save_path={tmp_path / "run"}',
         ],
-        'plan': ['plan', 'sft', f'--pretrain={folders / name}', '--gpu_memory=8', '--cpu'],
     }[word]
     assert call(monkeypatch, *words) != 0
     lines = [line for line in capsys.readouterr().err.splitlines() if SAID[name] in line]

@@ -61,23 +61,9 @@ def start(folder: Path, model: str = 'llama') -> list[str]:
     ('flags', 'sentence'),
     [
         (['--strategy=ddp'], 'tensor_parallel=2 needs strategy fsdp, and it is ddp'),
-        (['--strategy=naive'], 'tensor_parallel=2 needs strategy fsdp, and it is naive'),
-        (['--strategy=fsdp_cpu'], 'tensor_parallel=2 needs strategy fsdp, and it is fsdp_cpu'),
         (
             ['--strategy=fsdp', '--reproducible=exact'],
             "tensor_parallel=2 does not go with reproducible='exact': leave one of them out",
-        ),
-        (
-            ['--strategy=fsdp', '--num_layers_unfrozen=1'],
-            'tensor_parallel=2 does not go with num_layers_unfrozen=1: leave one of them out',
-        ),
-        (
-            ['--strategy=fsdp', '--compile_blocks'],
-            'tensor_parallel=2 does not go with compile_blocks=True: leave one of them out',
-        ),
-        (
-            ['--strategy=fsdp', '--environment=games:countdown'],
-            "tensor_parallel=2 does not go with environment='games:countdown': leave one of them out",
         ),
         (
             ['--strategy=fsdp'],

@@ -13,7 +13,7 @@ from example_script import script
 
 from chatgpt.launch import demo_world
 from chatgpt.launch.config_file import parse_run
-from chatgpt.launch.runs import PreferenceRun
+from chatgpt.launch.runs import run_class
 from chatgpt.testing.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,7 +89,6 @@ def test_each_method_learns_from_a_file(monkeypatch, capsys, data, tmp_path, met
     trained = AutoModelForCausalLM.from_pretrained(out / 'actor').state_dict()
     base = AutoModelForCausalLM.from_pretrained(data / 'base').state_dict()
     assert any(not torch.equal(trained[name], base[name]) for name in base)
-    assert f'method: {method}' in (out / 'config.yaml').read_text()
 
 
 @pytest.mark.parametrize('method', ['dpo', 'kto'])
@@ -157,7 +156,7 @@ def test_without_arguments(monkeypatch, capsys, tmp_path):
     ],
 )
 def test_settings_reach_the_method(method, flags, expected):
-    run = parse_run(PreferenceRun, description=None, positional='dataset', argv=[f'--method={method}', *flags])
+    run = parse_run(run_class(method), description=None, positional='dataset', argv=flags)
     run.validate(1)
     config = run.config()
     assert {name: getattr(config, name) for name in expected} == expected
@@ -166,9 +165,8 @@ def test_settings_reach_the_method(method, flags, expected):
 @pytest.mark.parametrize(
     ('flags', 'sentence'),
     [
-        (['{pairs}', '--method=ppo'], "method='ppo' is not one of dpo, kto, orpo, simpo"),
-        (['{pairs}', '--method=simpo', '--loss=ipo'], 'loss=ipo is a setting of dpo, not of simpo; leave it out'),
-        (['{pairs}', '--method=orpo', '--beta=1'], 'beta=1.0 is a setting of dpo or kto or simpo, not of orpo'),
+        (['{pairs}', '--method=ppo'], "method='ppo' learns from no preferences; choose dpo, kto, orpo or simpo"),
+        (['{pairs}', '--method=orpo', '--beta=1'], "unknown argument '--beta'"),
         (['{pairs}', '--label_smoothing=0.2'], 'label_smoothing=0.2 belongs to the losses cdpo and robust'),
         (['{pairs}', '--loss=cdpo', '--label_smoothing=0.5'], 'label_smoothing=0.5 must lie in [0, 0.5)'),
         (['{pairs}', '--method=kto', '--train_batch_size=1'], 'use 2 or more'),

@@ -12,33 +12,19 @@ import pytest
 from chatgpt.launch.arguments import make_strategy
 from chatgpt.launch.config_file import parse_run, read_file, to_yaml, write_resolved
 from chatgpt.launch.config_values import metavar_of
-from chatgpt.launch.runs import PPORun, PreferenceRun, RewardRun, SFTRun
+from chatgpt.launch.runs import PPORun, RewardRun, SFTRun, run_class
 from chatgpt.strategies.registry import STRATEGIES
 from chatgpt.trainer.algorithms import ESTIMATORS
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / 'examples' / 'configs'
+DATASET = {'train_file': 'a.jsonl', 'validation_file': None, 'validation_split_percentage': 5}
+LEARNING = {'optimizer': 'AdamW', 'batch_size': 2, 'epochs': 3, 'learning_rate': 1e-5, 'lr_scheduler': 'linear'}
+STEPS = {'weight_decay': 0.1, 'gradient_accumulation_steps': 4, 'seed': 7, 'max_train_steps': 100}
 REWARD = {
     'General': {'base_model': 'opt', 'output_dir': 'logs', 'checkpoint_dir': 'model'},
-    'Dataset': {
-        'train_file': 'a.jsonl',
-        'validation_file': None,
-        'validation_split_percentage': 5,
-        'preprocessing_num_workers': 1,
-    },
-    'Training': {
-        'optimizer': 'AdamW',
-        'batch_size': 2,
-        'epochs': 3,
-        'learning_rate': 1e-5,
-        'lr_scheduler': 'linear',
-        'weight_decay': 0.1,
-        'gradient_accumulation_steps': 4,
-        'seed': 7,
-        'max_train_steps': 100,
-        'num_training_workers': 1,
-        'resources_per_worker': {'CPU': 2},
-    },
+    'Dataset': DATASET | {'preprocessing_num_workers': 1},
+    'Training': LEARNING | STEPS | {'num_training_workers': 1, 'resources_per_worker': {'CPU': 2}},
 }
 PPO = {
     'General': {'model_name': 'gpt2', 'model_pretrain': None, 'rm_name': 'gpt2', 'rm_pretrain': 'rm'},
@@ -69,21 +55,10 @@ def file(tmp_path: Path, content, ending: str = 'json') -> str:
 def test_every_key_of_a_reward_config(tmp_path, ending):
     r = run(RewardRun, '--config_file', file(tmp_path, REWARD, ending))
     r.validate(1)
-    assert (r.pretrain, r.save_path, r.model_path, r.dataset, r.validation_file) == (
-        'opt',
-        'logs',
-        'model',
-        'a.jsonl',
-        None,
-    )
-    assert (r.validation_percentage, r.optimizer, r.max_epochs, r.lr, r.lr_schedule) == (
-        5.0,
-        'adamw',
-        3,
-        1e-5,
-        'linear',
-    )
-    assert (r.weight_decay, r.seed, r.max_steps) == (0.1, 7, 100)
+    expected = {'pretrain': 'opt', 'save_path': 'logs', 'model_path': 'model', 'dataset': 'a.jsonl', 'max_epochs': 3}
+    expected |= {'validation_file': None, 'validation_percentage': 5.0, 'optimizer': 'adamw', 'lr': 1e-5}
+    expected |= {'lr_schedule': 'linear', 'weight_decay': 0.1, 'seed': 7, 'max_steps': 100}
+    assert {name: getattr(r, name) for name in expected} == expected
     assert (r.train_batch_size, r.max_tokens_per_batch) == (8, 2 * r.max_tokens)  # 2 records in each of 4 forwards
 
 
@@ -95,6 +70,28 @@ def test_every_key_of_a_ppo_config(tmp_path):
     assert r.max_epochs == 5  # PPO's passes over a buffer are another thing
     trained = {**PPO, 'General': {**PPO['General'], 'model_pretrain': 'sft'}}
     assert run(PPORun, '--config_file', file(tmp_path, trained)).pretrain == 'sft'
+
+
+PAIRS = [('model_name', 'model_pretrain', 'pretrain'), ('rm_name', 'rm_pretrain', 'reward_model')]
+
+
+@pytest.mark.parametrize(('name', 'weights', 'field'), PAIRS)
+def test_of_two_keys_for_one_model_trained_weights_win_and_null_means_the_name(tmp_path, name, weights, field):
+    """Decided by value, never by presence or order, and by words over the file."""
+
+    def found(general: dict[str, str | None], *words: str) -> str | None:
+        return getattr(run(PPORun, '--config_file', file(tmp_path, {'General': general}), *words), field)
+
+    for given, expected in (((None, None), None), (('x', None), 'x'), ((None, 'a'), 'a'), (('x', 'a'), 'a')):
+        items = list(zip((name, weights), given, strict=True))
+        assert found(dict(items)) == found(dict(reversed(items))) == expected
+    assert (found({name: 'x'}), found({weights: 'a'}), found({field: 'own', weights: None})) == ('x', 'a', 'own')
+    with pytest.raises(ValueError, match=f'both set {field}; give one'):
+        found({field: 'own', name: 'x'})
+    both: dict[str, str | None] = {name: 'x', weights: 'a'}
+    for word, expected in ((f'General.{weights}=b', 'b'), (f'General.{name}=y', 'y'), (f'General.{weights}=null', 'x')):
+        assert found(both, word) == expected
+    assert found({weights: 'a'}, f'{weights}=null') is None
 
 
 def test_workers_are_asked_for_by_number(tmp_path, monkeypatch, capsys):
@@ -167,22 +164,10 @@ def test_what_wins(tmp_path):
     assert run(SFTRun, '--config_file', path).lr == 1e-5
     assert run(SFTRun, '--config_file', path, 'Training.learning_rate=3e-4').lr == 3e-4
     assert run(SFTRun, '--config_file', path, 'lr=3e-4', '--lr', '7').lr == 7.0
-    both = run(
-        SFTRun,
-        'data.jsonl',
-        'max_epochs=5',
-        '--tensorboard',
-        '--lora_target_modules',
-        'q',
-        '--lora_target_modules',
-        'v',
-    )
-    assert (both.dataset, both.max_epochs, both.tensorboard, both.lora_target_modules) == (
-        'data.jsonl',
-        5,
-        True,
-        ['q', 'v'],
-    )
+    words = 'data.jsonl max_epochs=5 --tensorboard --lora_target_modules q --lora_target_modules v'
+    both = run(SFTRun, *words.split())
+    assert (both.dataset, both.max_epochs) == ('data.jsonl', 5)
+    assert (both.tensorboard, both.lora_target_modules) == (True, ['q', 'v'])
 
 
 @pytest.mark.parametrize(
@@ -238,8 +223,6 @@ def test_a_yaml_file_makes_no_objects(tmp_path):
         (['--max_epochs=2', '--epochs', '3'], '--max_epochs and --epochs both set max_epochs; give one'),
         (['--learning_rate', '1e-3', '--lr=1e-4'], '--learning_rate and --lr both set lr; give one'),
         (['--optimizer=adafactor'], "'adafactor' is none of: adamw, adamw8bit, paged_adamw8bit, sgd"),
-        (['--lora_alpha=3'], 'lora_alpha is about adapters, and there are none'),
-        (['--validation_file=a', '--validation_percentage=3'], 'give one'),
         (['--gradient_accumulation_steps=3'], 'give batch_size too'),
         (['--resources_per_worker={TPU: 1}'], "'TPU' is not known; there are CPU and GPU"),
         (['Trainin.lr=3'], 'Trainin is no section'),
@@ -300,7 +283,7 @@ def test_a_flags_value_is_shown_by_its_type(hint, shown):
 
 
 def test_help_names_the_value_of_every_flag(capsys):
-    for cls in (PPORun, SFTRun, RewardRun, PreferenceRun):
+    for cls in (PPORun, SFTRun, RewardRun, run_class('dpo')):
         with pytest.raises(SystemExit):
             run(cls, '--help-all')
         text = capsys.readouterr().out
@@ -323,7 +306,7 @@ def test_help_lists_the_names_of_the_tables_also_those_added_from_outside(capsys
             texts.append(' '.join(capsys.readouterr().out.split()))
         return texts
 
-    for text in shown(PPORun, SFTRun, RewardRun, PreferenceRun):
+    for text in shown(PPORun, SFTRun, RewardRun, run_class('dpo')):
         assert '--strategy {' + ','.join(STRATEGIES) + '}|module:name ' in text and 'fsdp_cpu' in text
     (text,) = shown(PPORun)
     assert '--advantage_estimator {gae,a2c,grpo,dr_grpo,rloo,gdpo,reinforce++,reinforce++_baseline}|module:name' in text

@@ -17,7 +17,6 @@ from limits import until
 
 from chatgpt.launch import __main__ as command
 from chatgpt.launch import ray, relaunch, torchrun
-from chatgpt.launch.config_values import peek
 from chatgpt.launch.ray_request import RayLaunch, environment
 from chatgpt.launch.torchrun import TorchrunLaunch
 from chatgpt.strategies import NaiveStrategy
@@ -44,29 +43,15 @@ def launched(monkeypatch):
 
 
 def test_flags_before_the_script_are_the_launchers_and_those_after_it_the_scripts(launched):
-    launch = launched(
-        '--launcher',
-        'ray',
-        '--num_workers',
-        '4',
-        '--cpus_per_worker=2',
-        '--gpus_per_worker=1',
-        '--max_failures=7',
-        '--address=a:1',
-        '--env',
-        'A=1',
-        '--env=B=x=y',
-        SCRIPT,
-        'data.csv',
-        '--num_workers',
-        '9',
-        '--save_path',
-        'out',
-        'a=b',
-    )
+    of_launcher = (
+        '--launcher ray --num_workers 4 --cpus_per_worker=2 --gpus_per_worker=1 --max_failures=7 --address=a:1 '
+        '--env A=1 --env=B=x=y'
+    ).split()
+    of_script = 'data.csv --num_workers 9 --save_path out a=b'.split()
+    launch = launched(*of_launcher, SCRIPT, *of_script)
     assert launch == RayLaunch(
         script=SCRIPT,
-        script_args=['data.csv', '--num_workers', '9', '--save_path', 'out', 'a=b'],
+        script_args=of_script,
         num_workers=4,
         cpus_per_worker=2,
         gpus_per_worker=1,
@@ -90,11 +75,8 @@ def test_a_config_file_says_number_and_resources_of_workers(launched, tmp_path):
     launch = launched(
         '--launcher=ray', SCRIPT, file, 'Training.num_training_workers=5', '--resources_per_worker={CPU: 4}'
     )
-    assert (launch.num_workers, launch.cpus_per_worker, launch.gpus_per_worker) == (
-        5,
-        4,
-        0,
-    )  # words win over the file, flags over words
+    # words win over the file, flags over words
+    assert (launch.num_workers, launch.cpus_per_worker, launch.gpus_per_worker) == (5, 4, 0)
     launch = launched('--launcher=ray', '--num_workers=2', '--cpus_per_worker=3', SCRIPT, f'--config_file={path}')
     assert (launch.num_workers, launch.gpus_per_worker) == (2, 1)
     launch = launched(SCRIPT, f'--config_file={path}')
@@ -104,6 +86,7 @@ def test_a_config_file_says_number_and_resources_of_workers(launched, tmp_path):
 def test_peek_sees_what_the_script_will_see(tmp_path):
     path = tmp_path / 'run.json'
     path.write_text(json.dumps({'num_training_workers': 2, 'save_path': 'a', 'num_workers': 7, 'epochs': 1}))
+    peek = command.peek
     assert peek([]) == {}
     assert peek(['--config_file', str(path)]) == {'num_training_workers': 2, 'save_path': 'a'}
     words = ['General.output_dir=b', 'lr=1', 'elsewhere.x=2']
@@ -145,6 +128,7 @@ def test_peek_sees_what_the_script_will_see(tmp_path):
             ['--num_workers=4', '--num_nodes=2', SCRIPT],
             'give --rdzv_endpoint HOST:PORT of one of them, and --run_id NAME',
         ),
+        (['--rdzv_endpoint=a:1', SCRIPT], 'rdzv_endpoint=a:1 is where the launch of a --run_id NAME meets: give both'),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else '',
 )
@@ -155,29 +139,17 @@ def test_mistakes_of_a_launch(argv, message):
 
 def test_the_torchrun_command():
     one = TorchrunLaunch(script=SCRIPT, script_args=['--a', 'b'], num_workers=2)
-    assert one.command()[1:] == [
-        '-m',
-        'chatgpt.launch.elastic',
-        '--standalone',
-        '--nproc_per_node=2',
-        '--max_restarts=3',
-        SCRIPT,
-        '--a',
-        'b',
-    ]
+    words = '-m chatgpt.launch.torchrun --standalone --nproc_per_node=2 --max_restarts=3'.split()
+    assert one.command()[1:] == [*words, SCRIPT, '--a', 'b']
     two = TorchrunLaunch(
         script=SCRIPT, num_workers=4, num_nodes=2, rdzv_endpoint='n0:29400', run_id='j', local_addr='n1', max_failures=0
     )
-    assert two.command()[3:] == [
-        '--rdzv_backend=c10d',
-        '--rdzv_endpoint=n0:29400',
-        '--rdzv_id=j',
-        '--nnodes=2',
-        '--local_addr=n1',
-        '--nproc_per_node=2',
-        '--max_restarts=0',
-        SCRIPT,
-    ]
+    words = '--rdzv_backend=c10d --rdzv_endpoint=n0:29400 --rdzv_id=j --nnodes=2 --local_addr=n1 --nproc_per_node=2'
+    assert two.command()[3:] == [*words.split(), '--max_restarts=0', SCRIPT]
+    for given, used in (('a:1', 'a:1'), (None, 'localhost:0')):  # one node keeps the name and the meeting place
+        named = TorchrunLaunch(script=SCRIPT, num_workers=2, run_id='job7', rdzv_endpoint=given).command()
+        assert named[3:6] == ['--rdzv_backend=c10d', f'--rdzv_endpoint={used}', '--rdzv_id=job7']
+        assert named[6:] == ['--nnodes=1', '--nproc_per_node=2', '--max_restarts=3', SCRIPT]
 
 
 def test_ray_that_is_not_installed(monkeypatch):

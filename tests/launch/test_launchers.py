@@ -28,18 +28,10 @@ from chatgpt.testing.processes import free_port
 pytestmark = pytest.mark.system
 
 SCRIPT = ROOT / 'examples' / 'train_prompts.py'
-QUICK = [
-    '--strategy=ddp',
-    '--num_episodes=1',
-    '--max_timesteps=8',
-    '--update_timesteps=1',
-    '--experience_batch_size=4',
-    '--train_batch_size=4',
-    '--max_epochs=1',
-    '--max_new_tokens=4',
-    '--checkpoint_interval=1',
-    '--lr=1e-3',
-]
+QUICK = (
+    '--strategy=ddp --num_episodes=1 --max_timesteps=8 --update_timesteps=1 --experience_batch_size=4 '
+    '--train_batch_size=4 --max_epochs=1 --max_new_tokens=4 --checkpoint_interval=1 --lr=1e-3'
+).split()
 
 
 # ---------------------------------------------------------------------- the same run, whatever happens
@@ -99,6 +91,35 @@ def test_torchrun_on_two_nodes_goes_on_after_a_killed_rank(tmp_path, model_folde
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     assert any('rank 1 was ended by SIGKILL; restart 1 of 3' in output for output in outputs)
     check_same_run(tmp_path, undisturbed)
+
+
+def test_a_second_launch_of_the_name_goes_on(tmp_path: Path, model_folder: Path):
+    """The first is ended by SIGTERM, as by a batch system that queues the job again."""
+    small = ['--max_timesteps=16', '--experience_batch_size=2', '--train_batch_size=2', '--max_new_tokens=2']
+    flags = [
+        '--run_id=job7',
+        str(SCRIPT),
+        *QUICK[1:],
+        *small,
+        '--pretrain',
+        str(model_folder),
+        '--save_path',
+        str(tmp_path),
+    ]
+    first = command(*flags)
+    try:
+        until(lambda: len(metrics_of(tmp_path)) >= 1)
+        first.send_signal(signal.SIGTERM)
+        first.communicate()
+    finally:
+        first.kill()
+    done = len(metrics_of(tmp_path))
+    assert first.returncode == 128 + signal.SIGTERM and 1 <= done < 16
+    second = command(*flags)
+    output, _ = second.communicate()
+    assert second.returncode == 0, output
+    assert [line['step'] for line in metrics_of(tmp_path)] == list(range(1, 17))
+    assert f'phase {done + 1}/16' in output and 'phase 1/16' not in output
 
 
 # ---------------------------------------------------------------------- what a script finds, and how it ends

@@ -19,14 +19,9 @@ from chatgpt.testing.processes import environment, free_port, torchrun_environme
 
 EXAMPLES = Path(__file__).resolve().parents[2] / 'examples'
 LORA = ['--lora_rank=2', '--lora_alpha=4', '--lora_train_bias=lora_only']
-PPO = [
-    '{prompts}',
-    '--max_new_tokens=4',
-    'training_iteration=1',
-    '--experience_batch_size=4',
-    '--train_batch_size=4',
-    '--lr=1e-3',
-]
+PPO = (
+    '{prompts} --max_new_tokens=4 training_iteration=1 --experience_batch_size=4 --train_batch_size=4 --lr=1e-3'.split()
+)
 LEARN = ['--train_batch_size=4', '--max_steps=2', '--lr=1e-2', '--log_interval=1']
 RUNS = {
     'sft': ('train_sft', ['{demonstrations}', *LEARN]),

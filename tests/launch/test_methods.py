@@ -106,15 +106,12 @@ mine = Recipe(about='DPO with another margin', config=DPOConfig, trainer=DPOTrai
 def test_a_preference_method_of_ones_own_is_named(model_folder):
     name = f'{Path(__file__)}:mine'
     try:
-        run = PreferenceRun(method=name, pretrain=str(model_folder))
+        run = run_class(name)(pretrain=str(model_folder))
+        assert isinstance(run, PreferenceRun)
         run.fill_defaults()
         assert run.lr == 0.25 and isinstance(run.config(), DPOConfig)
     finally:
         METHODS.pop(name, None)
-    with pytest.raises(ValueError, match=r"method='dop' is not one of dpo, kto, orpo, simpo, .*; did you mean dpo\?"):
-        PreferenceRun(method='dop').validate()
-    with pytest.raises(ValueError, match=r"method='ppo' is not one of dpo"):
-        PreferenceRun(method='ppo').validate()
 
 
 def test_the_estimators_of_the_presets_are_those_of_the_table():

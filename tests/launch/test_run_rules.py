@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
+from chatgpt.launch import models
+from chatgpt.launch.models import set_kernels
 from chatgpt.launch.rules import DATA_RULES, ENCODER_DECODER_RULES, PPO_RUN_RULES, RUN_RULES
-from chatgpt.launch.runs import DataRun, ILQLRun, PPORun, RewardRun, SFTRun
-from chatgpt.nn import head_kernels
+from chatgpt.launch.runs import DataRun, PPORun, RewardRun, SFTRun, run_class
+from chatgpt.nn import Actor, RewardModel, head_kernels
 from chatgpt.strategies.rules import MODEL_RULES
+from chatgpt.testing import tiny_causal_lm
 from chatgpt.trainer.rules import EXACT_RULES
 
 TRUNK = {'shared_trunk': True, 'lora_rank': 2}
@@ -61,7 +64,7 @@ BROKEN: list[tuple[type, dict[str, Any]]] = [
     (SFTRun, {'validation_file': 'a', 'dataset': 'a', 'pretrain': 'gpt2'}),
     # runs that only learn
     (SFTRun, {'dataset': 'a'}),
-    (ILQLRun, {'lora_rank': 2}),
+    (run_class('ilql'), {'lora_rank': 2}),
     # PPO
     (PPORun, {'critic': 'shared', 'critic_lr': 0.1}),
     (PPORun, {'value_coef': 0.5}),
@@ -122,7 +125,7 @@ def test_every_row_is_broken_by_one_of_them():
         assert [row.sentence for row in table if not any(row.broken_by(run) for run in runs)] == []
 
 
-@pytest.mark.parametrize('cls', [PPORun, SFTRun, RewardRun, ILQLRun])
+@pytest.mark.parametrize('cls', [PPORun, SFTRun, RewardRun, run_class('ilql')])
 def test_defaults_break_none(cls):
     cls().validate()
     rules = TABLES[PPORun if cls is PPORun else DataRun]
@@ -144,3 +147,24 @@ def test_defaults_break_none(cls):
 def test_what_an_encoder_decoder_cannot_do(run, name):
     (sentence,) = (told for row in ENCODER_DECODER_RULES if (told := row.broken_by(run)))
     assert name in sentence
+
+
+def test_liger_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr(head_kernels, 'find_spec', lambda name: None)
+    with pytest.raises(ValueError, match=r'chatgpt-rlhf\[liger\]'):
+        SFTRun(logprob_kernel='liger').validate()
+
+
+def test_temperatures_of_liger():
+    for settings in ({'temperature': 0.7}, {'temperature': 0.5, 'precision': 'bf16'}):
+        PPORun(logprob_kernel='liger', **settings).validate()
+
+
+def test_they_reach_actors_and_modules(monkeypatch):
+    seen = []
+    monkeypatch.setattr(models, 'compile_blocks', seen.append)
+    actor, reward = Actor(tiny_causal_lm('gpt2')), RewardModel(tiny_causal_lm('gpt2').base_model)
+    set_kernels(PPORun(), actor, reward, None, len)
+    assert actor.logprob_kernel == 'auto' and not seen
+    set_kernels(PPORun(logprob_kernel='fused', compile_blocks=True), actor, reward, None, len)
+    assert actor.logprob_kernel == 'fused' and seen == [actor, reward]

@@ -91,18 +91,9 @@ def test_a_killed_run_in_4_bits_ends_as_one_that_was_not(method, rows, flags, re
             'def vowels(prompts, responses):\n    return [r.count("a") for r in responses]\n'
         )
         flags = [*flags, f'--reward_fn={tmp_path}/reward.py:vowels']
-    common = [
-        f'--pretrain={model_folder}',
-        '--quantize=nf4',
-        '--lora_rank=2',
-        '--save_adapter',
-        '--checkpoint_interval=1',
-        '--keep_last=9',
-        '--lr=0.01',
-        *(['--shared_trunk=true'] if online else []),
-        *common,
-        *flags,
-    ]
+    kept = '--quantize=nf4 --lora_rank=2 --save_adapter --checkpoint_interval=1 --keep_last=9 --lr=0.01'.split()
+    kept += ['--shared_trunk=true'] if online else []
+    common = [f'--pretrain={model_folder}', *kept, *common, *flags]
     data = lines(tmp_path / 'data.jsonl', rows)
     whole = run(method, data, *common, f'--save_path={tmp_path}/whole')
     assert any('critic' in name for name in numbers(whole)[-1]) == (method == 'ppo')
@@ -156,13 +147,6 @@ def test_an_adapter_of_another_base(adapter, tmp_path, model_folder, capsys):
 def test_a_whole_reward_model_is_no_adapter(adapter, tmp_path, model_folder, capsys):
     prompts = lines(tmp_path / 'p.jsonl', [{'prompt': 'the'}])
     with pytest.raises((ValueError, SystemExit)) as caught:
-        run(
-            'ppo',
-            prompts,
-            f'--pretrain={model_folder}',
-            '--shared_trunk=true',
-            '--lora_rank=2',
-            f'--reward_model={adapter.parent}/reward_model',
-            *SMALL,
-        )
+        flags = ['--shared_trunk=true', '--lora_rank=2', f'--reward_model={adapter.parent}/reward_model', *SMALL]
+        run('ppo', prompts, f'--pretrain={model_folder}', *flags)
     assert 'is none; train one' in str(caught.value) + capsys.readouterr().err

@@ -79,21 +79,11 @@ def test_rollout_workers_that_no_node_can_hold_name_request_and_cluster(cluster)
 @pytest.mark.system
 def test_a_sharded_run_on_ray_writes_a_whole_model(cluster, tmp_path, model_folder):
     """FSDP over two nodes, whose shards are put together again at the end."""
-    flags = [
-        '--strategy=fsdp',
-        '--num_episodes=1',
-        '--max_timesteps=1',
-        '--update_timesteps=1',
-        '--experience_batch_size=2',
-        '--max_epochs=1',
-        '--train_batch_size=2',
-        '--max_new_tokens=2',
-        '--checkpoint_interval=1',
-        '--pretrain',
-        str(model_folder),
-        '--save_path',
-        str(tmp_path),
-    ]
+    flags = (
+        '--strategy=fsdp --num_episodes=1 --max_timesteps=1 --update_timesteps=1 --experience_batch_size=2 '
+        f'--max_epochs=1 --train_batch_size=2 --max_new_tokens=2 --checkpoint_interval=1 --pretrain {model_folder} '
+        f'--save_path {tmp_path}'
+    ).split()
     process = on(cluster, '--num_workers=2', '--max_failures=0', str(ROOT / 'examples' / 'train_prompts.py'), *flags)
     output, _ = process.communicate()
     assert process.returncode == 0, output

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from chatgpt.launch.inputs import read_inputs
-from chatgpt.launch.runs import PreferenceRun, Run, SFTRun
+from chatgpt.launch.runs import Run, SFTRun, run_class
 from chatgpt.nn import GPTActor
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
 
@@ -20,8 +20,7 @@ def written(path: Path, first: int, count: int, **columns: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ('cls', 'columns'),
-    [(SFTRun, {'completion': 'b'}), (PreferenceRun, {'chosen': 'b', 'rejected': 'c'})],
+    ('cls', 'columns'), [(SFTRun, {'completion': 'b'}), (run_class('dpo'), {'chosen': 'b', 'rejected': 'c'})]
 )
 def test_records_that_are_trained_on_are_told(tmp_path, cls, columns, recwarn):
     GPTActor(config=tiny_config('gpt2', positions=48)).save_pretrained(tmp_path / 'model', tokenizer=char_tokenizer())

@@ -302,6 +302,7 @@ def test_the_cheapest_change_fits_and_those_before_it_do_not():
         ({'train_batch_size': 0}, 'train_batch_size=0 must be at least 1'),
         ({'strategy': 'ddp', 'num_processes': 3}, 'cannot be split over 3 ranks'),
         ({'lora_rank': 2, 'num_layers_unfrozen': 2}, 'choose one'),
+        ({'shared_trunk': True, 'quantize': 'nf4'}, 'give lora_rank too'),
     ],
 )
 def test_setups_that_cannot_be(given, sentence):

@@ -93,20 +93,6 @@ def test_a_trunk_is_advised_where_separate_models_do_not_fit():
     assert any('lora_rank=16, quantize=nf4' in text and 'trunk' not in text for text, _ in changes(sft))
 
 
-@pytest.mark.parametrize(
-    ('given', 'sentence'),
-    [
-        ({'critic': 'shared'}, 'an adapter of its own'),
-        ({'offload': 'idle'}, 'would move the base'),
-        ({'strategy': 'fsdp'}, 'shards weights'),
-        ({'lora_rank': 0}, 'give lora_rank too'),
-    ],
-)
-def test_setups_that_cannot_be(given, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        Setup(**SHARED | given)
-
-
 def test_the_command(tmp_path, capsys):
     CONFIG.save_pretrained(tmp_path)
     flags = ['--shared_trunk', '--quantize', 'nf4', '--lora_rank', '8', '--optimizer', 'adamw8bit', '--memory', '1GiB']

@@ -12,7 +12,6 @@ import torch
 from chatgpt.launch import planning
 from chatgpt.nn import RewardModel
 from chatgpt.plan import Setup, make_plan, models
-from chatgpt.plan.of_run import is_out_of_memory, note_on_memory, this_machine
 from chatgpt.plan.setup import PROCESS_BYTES
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm, tiny_config
 
@@ -44,21 +43,9 @@ def run_script(monkeypatch, capsys, name: str, *flags: str) -> tuple[int, str]:
 def test_train_prompts_plans_without_weights(monkeypatch, capsys, tmp_path, no_weights):
     (tmp_path / 'prompts.csv').write_text('prompt\nhello\n')
     (tmp_path / 'reward.py').write_text('def score(prompts, responses):\n    return [0.0] * len(prompts)\n')
-    code, out = run_script(
-        monkeypatch,
-        capsys,
-        'train_prompts.py',
-        str(tmp_path / 'prompts.csv'),
-        '--pretrain',
-        str(no_weights),
-        '--reward_fn',
-        f'{tmp_path / "reward.py"}:score',
-        '--plan',
-        '--max_new_tokens',
-        '8',
-        '--save_path',
-        str(tmp_path / 'run'),
-    )
+    flags = f'{tmp_path}/prompts.csv --pretrain {no_weights} --reward_fn {tmp_path}/reward.py:score --plan'.split()
+    flags += ['--max_new_tokens', '8', '--save_path', str(tmp_path / 'run')]
+    code, out = run_script(monkeypatch, capsys, 'train_prompts.py', *flags)
     assert code == 0, out
     for word in ('load', 'collect', 'score', 'learn', 'actor weights', 'critic optimizer', 'it fits'):
         assert word in out
@@ -74,24 +61,15 @@ def test_train_prompts_plans_without_weights(monkeypatch, capsys, tmp_path, no_w
 )
 def test_the_other_scripts_plan_one_model(monkeypatch, capsys, tmp_path, no_weights, name, rows, model):
     (tmp_path / 'data.jsonl').write_text(rows * 4)
-    flags = [
-        str(tmp_path / 'data.jsonl'),
-        '--pretrain',
-        str(no_weights),
-        '--plan',
-        '--save_path',
-        str(tmp_path / 'run'),
-    ]
+    flags = f'{tmp_path}/data.jsonl --pretrain {no_weights} --plan --save_path {tmp_path}/run'.split()
     code, out = run_script(monkeypatch, capsys, name, *flags)
     assert code == 0, out
     assert f'{model} weights' in out and f'{model} optimizer' in out and 'collect' not in out
 
 
 def test_a_run_that_does_not_fit_is_told_what_would(monkeypatch, capsys, tmp_path, no_weights):
-    import chatgpt.plan.of_run as of_run
-
-    small = this_machine() | {'on_cuda': True, 'memory': 600 * 2**10}
-    monkeypatch.setattr(of_run, 'this_machine', lambda: small)
+    small = planning.this_machine() | {'on_cuda': True, 'memory': 600 * 2**10}
+    monkeypatch.setattr(planning, 'this_machine', lambda: small)
     (tmp_path / 'data.jsonl').write_text('{"prompt": "a", "completion": "b"}\n' * 40)
     flags = [str(tmp_path / 'data.jsonl'), '--pretrain', str(no_weights), '--plan', '--train_batch_size', '32']
     code, out = run_script(monkeypatch, capsys, 'train_sft.py', *flags)
@@ -108,11 +86,8 @@ def test_weights_and_optimizer_of_one_model_are_counted_by_hand():
     assert list(plan.phases) == ['load', 'learn']
     assert plan.phases['load'].device == {'actor weights': 4 * number}
     learn = plan.phases['learn'].device
-    assert (learn['actor weights'], learn['actor optimizer'], learn['actor gradients']) == (
-        4 * number,
-        8 * number,
-        4 * number,
-    )
+    parts = ('actor weights', 'actor optimizer', 'actor gradients')
+    assert [learn[part] for part in parts] == [4 * number, 8 * number, 4 * number]
     more = make_plan(Setup(config=config, train_batch_size=4, **sizes))
     assert more.phases['learn'].device['activations'] > 1.5 * learn['activations'] > 0
     for phase in ('load', 'learn'):  # the process itself counts where devices are host memory
@@ -164,14 +139,15 @@ def test_running_out_of_memory_ends_with_the_advice(error, monkeypatch):
     assert len(notes) == ('something else' not in str(error))
 
 
-def test_advice_never_hides_the_error():
-    error = MemoryError('full')
-
-    def broken():
+def test_advice_never_hides_the_error(monkeypatch):
+    def broken(inputs):
         raise KeyError('nothing known')
 
-    note_on_memory(error, broken)
-    assert error.__notes__ == [
+    monkeypatch.setattr(planning, 'setup_of', broken)
+    inputs: Any = None
+    with pytest.raises(MemoryError) as raised, planning.memory_advice(inputs):
+        raise MemoryError('full')
+    assert raised.value.__notes__ == [
         'python -m chatgpt.plan tells what a run needs and the cheapest change that makes it fit'
     ]
-    assert not is_out_of_memory(ValueError('full'))
+    assert not planning.is_out_of_memory(ValueError('full'))

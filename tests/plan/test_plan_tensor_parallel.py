@@ -125,8 +125,6 @@ def test_workers_are_sent_whole_weights():
     ('options', 'message'),
     [
         ({'strategy': 'ddp'}, 'needs strategy fsdp, and it is ddp'),
-        ({'strategy': 'colossalai_gemini', 'precision': 'bf16'}, 'and it is colossalai_gemini'),
-        ({'strategy': 'fsdp_cpu'}, 'and it is fsdp_cpu'),
         ({'stream_blocks': True}, 'does not go with cpu_offload, reproducible or stream_blocks'),
         ({'num_processes': 3}, '3 processes cannot be grouped'),
         ({'config': NO_PLAN}, 'CodeGenForCausalLM has no plan'),

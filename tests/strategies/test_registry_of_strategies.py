@@ -95,7 +95,7 @@ def test_it_is_known_by_name_everywhere(file, capsys):
     assert "strategy='mina' is not known; choose one of naive, ddp" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         flags.parse_args(['--help'])
-    assert 'mine, or module:Class' in ' '.join(capsys.readouterr().out.split())
+    assert ',mine}|module:name' in ' '.join(capsys.readouterr().out.split())
 
 
 def test_one_process_and_16_bits_are_the_entrys(file, monkeypatch):

@@ -17,7 +17,7 @@ import pytest
 from chatgpt.launch.arguments import run_main
 from chatgpt.launch.config_file import parse_run
 from chatgpt.launch.recipes import execute, make_callbacks
-from chatgpt.launch.runs import PPORun, PreferenceRun, RewardRun, Run, SFTRun
+from chatgpt.launch.runs import PPORun, RewardRun, Run, SFTRun, run_class
 from chatgpt.trainer.callbacks import read_jsonl
 from chatgpt.trainer.callbacks.trackers import TRACKERS, tracker_names
 
@@ -154,7 +154,7 @@ def test_trackio_in_local_files(tmp_path):
 # ---------------------------------------------------------------------- by name
 
 
-@pytest.mark.parametrize('cls', [PPORun, SFTRun, RewardRun, PreferenceRun])
+@pytest.mark.parametrize('cls', [PPORun, SFTRun, RewardRun, run_class('dpo')])
 @pytest.mark.parametrize(
     ('argv', 'names'),
     [

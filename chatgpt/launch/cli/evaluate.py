@@ -16,16 +16,10 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 from chatgpt.environments.registry import ENVIRONMENTS
-from chatgpt.launch.arguments import (
-    Parser,
-    add_strategy,
-    load_function,
-    strategy_of,
-)
+from chatgpt.launch.arguments import Parser, add_flag, add_strategy, load_function, strategy_of
 from chatgpt.launch.cli.generate import (
     add_model,
     add_template,
@@ -38,7 +32,8 @@ from chatgpt.launch.cli.generate import (
     take_words,
     tokenizer_of,
 )
-from chatgpt.launch.config_values import metavar_of, number, typed_text
+from chatgpt.launch.config_values import number
+from chatgpt.rules import Rule, check
 
 
 def parser() -> Parser:
@@ -64,44 +59,43 @@ def parser() -> Parser:
 
 
 def add_environment(group: Any) -> None:
-    options: Any = dict[str, Any] | None
     group.add_argument('--environment', help=f'{", ".join(ENVIRONMENTS)}, module:Class or file.py:Class')
-    group.add_argument(
-        '--environment_options',
-        type=partial(typed_text, hint=options),
-        metavar=metavar_of(options),
-        help="keyword arguments of its class, such as '{numbers: 4}'",
-    )
+    options = "keyword arguments of its class, such as '{numbers: 4}'"
+    add_flag(group, 'environment_options', dict[str, Any] | None, options, None)
     group.add_argument('--episodes', type=int, help='tasks of the environment, without prompts (default: 100)')
     group.add_argument('--max_turns', type=int, default=16, help='turns of an episode (default: 16)')
     group.add_argument('--max_turn_tokens', type=int, help='most tokens of one turn')
     group.add_argument('--step_timeout_s', type=number, default=30.0, help='limit of one step (default: 30)')
 
 
-def parse_args() -> Any:
-    out = parser()
-    args = take_words(out, out.parse_args(in_our_words(sys.argv[1:], out)), 'input')
-    rewards = sum(given is not None for given in (args.reward_fn, args.reward_model))
-    if args.environment is None:
-        if args.input is None:
-            out.error('give a file of prompts, or --environment NAME')
-        if rewards != 1:
-            out.error('give --reward_fn FILE:FUNCTION or --reward_model FOLDER, which scores the responses')
-        idle = [
-            name for name in ('environment_options', 'episodes', 'max_turn_tokens') if getattr(args, name) is not None
-        ]
-        if idle:
-            out.error(f'--{idle[0]} is about an environment, and there is none: give --environment')
-        return args
-    if rewards > 1:
-        out.error('give --reward_fn or --reward_model, not both; without either the environment scores')
-    if args.input is not None and args.episodes is not None:
-        out.error('--episodes are of tasks without prompts: with a file of prompts there is one of each')
-    if args.tensor_parallel != 1:
-        out.error('--environment does not go with --tensor_parallel: leave one of them out')
-    if args.episodes is not None and args.episodes < 1:
-        out.error(f'--episodes {args.episodes} must be at least 1')
-    return args
+RULES = [
+    Rule(lambda s: not s.environment and s.input is None, 'give a file of prompts, or --environment NAME'),
+    Rule(
+        lambda s: not s.environment and bool(s.reward_fn) == bool(s.reward_model),
+        'give --reward_fn FILE:FUNCTION or --reward_model FOLDER, which scores the responses',
+    ),
+    *(
+        Rule(
+            lambda s, name=name: not s.environment and getattr(s, name) is not None,  # type: ignore[misc]
+            f'--{name} is about an environment, and there is none: give --environment',
+        )
+        for name in ('environment_options', 'episodes', 'max_turn_tokens')
+    ),
+    Rule(
+        lambda s: s.reward_fn and s.reward_model,
+        'give --reward_fn or --reward_model, not both; without either the environment scores',
+    ),
+    Rule(
+        lambda s: s.input is not None and s.episodes is not None,
+        '--episodes are of tasks without prompts: with a file of prompts there is one of each',
+    ),
+    Rule(
+        lambda s: s.environment and s.tensor_parallel != 1,
+        '--environment does not go with --tensor_parallel: leave one of them out',
+    ),
+    Rule(lambda s: s.episodes is not None and s.episodes < 1, '--episodes {s.episodes} must be at least 1'),
+    Rule(lambda s: s.temperature == 0, '--temperature 0 is what holds without it: leave it out'),
+]
 
 
 @dataclass
@@ -119,7 +113,9 @@ class Model:
 
 
 def main() -> None:
-    args = parse_args()
+    out = parser()
+    args = take_words(out, out.parse_args(in_our_words(sys.argv[1:], out)), 'input')
+    check(args, RULES)
     from chatgpt.data.prompts import tasks_without_prompts
     from chatgpt.environments import EnvironmentSettings, find_environment
     from chatgpt.environments.transcript import choose_text_for
@@ -127,11 +123,10 @@ def main() -> None:
     from chatgpt.nn.loading import load_config
     from chatgpt.rollout.episodes import check_writes_turns
     from chatgpt.trainer.callbacks.base import TrainerView
+    from chatgpt.trainer.experience.environment_scorer import EnvironmentScorer
     from chatgpt.trainer.experience.scorers import as_scorer, check_columns
     from chatgpt.trainer.prompt_evaluation import PromptEvaluation
 
-    if args.temperature == 0:
-        raise ValueError('--temperature 0 is what holds without it: leave it out')
     quiet_transformers()
     tokenizer = tokenizer_of(args)
     environment, settings, opening = None, None, 0
@@ -154,7 +149,9 @@ def main() -> None:
     function = load_function(args.reward_fn) if args.reward_fn is not None else None
     check_columns(as_scorer(function), prompts)
     with output_file(args) as output, strategy_of(args) as strategy:
-        reward = reward_of(args, strategy, tokenizer) if function is None else function
+        reward = function or EnvironmentScorer()
+        if args.reward_model is not None:  # which may read other tokens than the policy
+            reward = reward_model_of(args, strategy, tokenizer)
         actor = strategy.prepare(load_actor(args, strategy))
         drawing = {} if args.temperature is None else {'do_sample': True, 'temperature': args.temperature}
         evaluation = PromptEvaluation(
@@ -176,12 +173,3 @@ def main() -> None:
             with open(args.output, 'w') as file:
                 file.writelines(json.dumps(row, ensure_ascii=False) + '\n' for row in evaluation.last)
             print(f'{len(evaluation.last)} responses written to {args.output}')
-
-
-def reward_of(args: Any, strategy: Any, tokenizer: Any) -> Any:
-    """The reward model, which may read other tokens than the policy; else the environment's own rewards."""
-    from chatgpt.trainer.experience.environment_scorer import EnvironmentScorer
-
-    if args.reward_model is None:
-        return EnvironmentScorer()
-    return reward_model_of(args, strategy, tokenizer)

@@ -65,7 +65,7 @@ def main() -> None:
 def example(method: str) -> tuple[dict[str, str], dict[str, Any]]:
     """Texts of the files beside a config, by name, and the settings that use them."""
     from chatgpt.launch import demo_world
-    from chatgpt.launch.runs import EMBEDDED, ILQLRun, PPORun, PreferenceRun, RewardRun, run_class
+    from chatgpt.launch.runs import EMBEDDED, PPORun, PreferenceRun, RewardRun, run_class
 
     cls = run_class(method)
     own: dict[str, Any] = {'pretrain': EMBEDDED}
@@ -78,7 +78,7 @@ def example(method: str) -> tuple[dict[str, str], dict[str, Any]]:
         )
     if issubclass(cls, (PreferenceRun, RewardRun)):
         data, rows = 'preferences.jsonl', demo_world.demo_preferences(NUM_ROWS)
-    elif issubclass(cls, ILQLRun):
+    elif METHODS[method].model == 'ILQLModel':
         data, rows = 'rewarded.jsonl', demo_world.rewarded_stories(NUM_ROWS)
     else:
         data, rows = 'stories.jsonl', demo_world.demo_corpus(NUM_ROWS)
@@ -91,12 +91,11 @@ def _lines(rows: list[dict[str, Any]]) -> str:
 
 def config_text(method: str, own: dict[str, Any], start: str) -> str:
     """YAML with every common option of a method, as `own`, the method or the class sets it; comments from the class."""
-    from chatgpt.launch.config_file import hidden_settings, option_text, presets_of
+    from chatgpt.launch.config_file import option_text, presets_of
     from chatgpt.launch.runs import run_class
 
     cls = run_class(method)
-    docs, hidden = field_docs(cls), hidden_settings(cls, method)
-    presets = {name: value for name, value in presets_of(cls, method).items() if name not in hidden}
+    docs, presets = field_docs(cls), presets_of(method)
     defaults = {f.name: f.default for f in fields(typing.cast(Any, cls))} | presets
     groups = dict(cls.common)
     more = tuple(name for name in presets if not any(name in names for names in groups.values()))
@@ -110,8 +109,6 @@ def config_text(method: str, own: dict[str, Any], start: str) -> str:
     for title, names in groups.items():
         lines += ['', f'# {f" {title} ":-^{WIDTH - 2}}']
         for name in names:
-            if name in hidden:
-                continue
             text = option_text(cls, name, docs.get(name, ''), defaults[name], method)
             lines += ['', *textwrap.wrap(f'# {text}', WIDTH, subsequent_indent='# ', break_on_hyphens=False)]
             lines.append(_entry(name, own.get(name, defaults[name])))

@@ -167,14 +167,14 @@ def check_runs(sweep: Sweep) -> None:
     for name in OF_ONE_RUN:
         if base.get(name):
             raise ValueError(f'config: {name} is of one run, and trials are many; leave it out')
+    base = presets_of(sweep.method) | base
     ends = {
         name: getattr(space, 'choices', None) or (space.low, space.high) for name, space in sweep.parameters.items()
     }
     for name, value in ((name, value) for name, values in ends.items() for value in values):
         words = [(key, key, value if key == name else values[0]) for key, values in ends.items()]
         try:
-            values = presets_of(cls, sweep.method) | base | values_of(words, cls, 'parameters', below)
-            values, of_processes = in_our_words(values, cls)
+            values, of_processes = in_our_words(base | values_of(words, cls, 'parameters', below), cls)
             if not sweep.launch:
                 meet(of_processes.get('num_training_workers'))
             run = cls.from_dict(values)

@@ -296,7 +296,7 @@ def test_more_cores_than_there_are(here):
     ('old', 'new', 'sentence'),
     [
         ('"weight_decay"', '"weigth_decay"', 'weigth_decay is not a setting of this run; did you mean weight_decay'),
-        ('"AdamW"', '"Adafactor"', "'adafactor' is none of: adamw, adamw8bit, paged_adamw8bit, sgd"),
+        ('"AdamW"', '"Adafactor"', "'Adafactor' is none of: adamw, adamw8bit, paged_adamw8bit, sgd"),
         ('"num_training_workers": 1', '"num_training_workers": 2', 'num_training_workers=2, but 1 process was started'),
         ('{"CPU": 1}', '{"TPU": 1}', "'TPU' is not known; there are CPU and GPU"),
         ('25,', '25, "preprocessing_num_workers": 8,', 'preprocessing_num_workers=8 cannot be honoured'),

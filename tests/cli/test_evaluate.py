@@ -1,4 +1,5 @@
-"""evaluate with an environment: numbers by hand, what is written, and mistakes."""
+"""evaluate with an environment, and with reward functions as people write them: numbers by hand, what is written,
+mistakes."""
 
 from __future__ import annotations
 
@@ -32,6 +33,21 @@ class Three:
         return f'[{self.turns}]', 0.5, over, False, {'success': over and self.won}
 '''
 
+REWARDS = """
+def right(prompts, responses, answer, **k):
+    return [float(a) for a in answer]
+
+def theirs(completions, answer, **kwargs):
+    return [float(a) + (p.startswith('p') and not c.startswith('p')) for c, a, p in
+            zip(completions, answer, kwargs['prompts'])]
+
+def misspelt(prompts, responses, anser):
+    return [0.0] * len(prompts)
+
+def broken(prompts, responses, answer):
+    return [float('nan') if a == 3 else 0.0 for a in answer]
+"""
+
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -40,6 +56,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny_config('gpt2', vocab_size=259, positions=64)
     GPTActor(config=config).save_pretrained(folder / 'actor', tokenizer=byte_tokenizer())
     (folder / 'own.py').write_text(OWN)
+    (folder / 'r.py').write_text(REWARDS)
+    rows = [{'prompt': f'p{i} ', 'answer': i} for i in range(4)]
+    (folder / 'answers.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
     rows = [{'prompt': f'p{i} ', 'word': word} for i, word in enumerate(('none', 'a', 'b', 'c'))]
     (folder / 'prompts.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
     return folder
@@ -103,3 +122,24 @@ def test_mistakes_are_one_line(monkeypatch, capsys, folder, words, complaint):
     assert call(monkeypatch, 'evaluate', str(folder / 'actor'), *words) == 2
     error = capsys.readouterr().err
     assert complaint in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(('name', 'mean'), [('right', 1.5), ('theirs', 2.5)])
+def test_columns_and_texts_go_by_name(monkeypatch, capsys, folder, name, mean):
+    words = [f'{folder}/actor', f'{folder}/answers.jsonl', '--max_new_tokens=2', f'--reward_fn={folder}/r.py:{name}']
+    assert call(monkeypatch, 'evaluate', *words) == 0
+    assert f'"score_mean": {mean}' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ('name', 'message', 'code'),
+    [
+        ('misspelt', "needs a column 'anser' beside the prompts; there are answer; did you mean answer?", 2),
+        ('broken', "returned nan for eval prompt 3, counted from 0 ('p3 ')", 1),
+    ],
+)
+def test_what_is_wrong_is_named_in_a_users_words(monkeypatch, capsys, folder, name, message, code):
+    words = [f'{folder}/actor', f'{folder}/answers.jsonl', '--max_new_tokens=2', f'--reward_fn={folder}/r.py:{name}']
+    assert call(monkeypatch, 'evaluate', *words) == code
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert message in line
