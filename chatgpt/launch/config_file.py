@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 from chatgpt.launch.arguments import Parser, add_flag, choices_of, field_docs, hints_of
 from chatgpt.launch.config_values import OVERRIDE, collected, flat, overrides, read_file
 from chatgpt.launch.methods import METHODS
-from chatgpt.launch.runs import PPORun, Run
+from chatgpt.launch.runs import PPORun, Run, run_class
 from chatgpt.launch.theirs import in_our_words, meet, their_settings
 from chatgpt.names import hint, ours
 
@@ -40,11 +40,23 @@ def values_of(
         ValueError: an unknown key (with the nearest), two keys for one field, a value of another type.
     """
 
+    entries = list(entries)
+
     def unknown(where: str, key: str) -> NoReturn:
-        raise ValueError(f'{source}: {where} is not a setting of this run{hint(key, _names(cls))}')
+        others = _commands_with([key for _, key, _ in entries])
+        told = f'; the settings of this file are those of {" or ".join(others)}: use that command' if others else ''
+        raise ValueError(f'{source}: {where} is not a setting of this run{told or hint(key, _names(cls))}')
 
     hints = hints_of(cls) | their_settings(cls)
-    return collected(_paired(list(entries), cls, below or {}), hints, f'{source}: ', unknown)
+    return collected(_paired(entries, cls, below or {}), hints, f'{source}: ', unknown)
+
+
+def _commands_with(keys: SequenceOf[str]) -> list[str]:
+    """The commands that take all of these settings; of those with the same settings, the first. None of a single key,
+    which is rather a slip."""
+    commands = {run_class(name): name for name in reversed(list(METHODS))} if len(keys) > 1 else {}
+    known = {name: hints_of(cls) | their_settings(cls) for cls, name in commands.items()}
+    return sorted(name for name, hints in known.items() if all(ours(key, hints) in hints for key in keys))
 
 
 def _paired(

@@ -198,6 +198,21 @@ def test_mistakes(tmp_path, content, ending, sentence):
 
 
 @pytest.mark.parametrize(
+    ('cls', 'content', 'named'),
+    [
+        (PPORun, {'dataset': 'a.jsonl', 'pack_examples': True}, 'those of sft: use that command'),
+        (SFTRun, {'prompt_path': 'a.jsonl', 'kl_coef': 0.1}, 'those of ppo: use that command'),
+        (RewardRun, {'dataset': 'a.jsonl', 'tau': 0.7}, 'those of ilql: use that command'),
+        (PPORun, {'prompt_path': 'a.jsonl', 'kl_cof': 0.1}, 'did you mean kl_coef'),
+        (PPORun, {'pack_examples': True}, r'this run(\?|$|; did)'),
+    ],
+)
+def test_a_file_of_another_method_names_its_command(tmp_path, cls, content, named):
+    with pytest.raises(ValueError, match=named):
+        run(cls, '--config_file', file(tmp_path, content))
+
+
+@pytest.mark.parametrize(
     'content', ['__import__("os").mkdir("executed")', '{"a": open("executed", "w")}', '[].append(1)']
 )
 def test_a_conf_file_is_never_evaluated(tmp_path, monkeypatch, content):

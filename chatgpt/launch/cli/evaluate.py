@@ -148,6 +148,8 @@ def main() -> None:
         opening = longest_opening(environment, settings, tokenizer, prompts, args.seed)
     function = load_function(args.reward_fn) if args.reward_fn is not None else None
     check_columns(as_scorer(function), prompts)
+    if args.environment is not None and (args.reward_fn or args.reward_model):
+        print(f"scored by {args.reward_fn or args.reward_model} in place of the environment's rewards", file=sys.stderr)
     with output_file(args) as output, strategy_of(args) as strategy:
         reward = function or EnvironmentScorer()
         if args.reward_model is not None:  # which may read other tokens than the policy
