@@ -18,7 +18,15 @@ from torch import Tensor
 
 from chatgpt.data.examples import BadRecord, PromptExample, as_kind
 from chatgpt.data.formats import adopt_template, begin_ids
-from chatgpt.data.reading import SKIPPED, BadRecordError, BadRecords, Record, any_usable, read_records
+from chatgpt.data.reading import (
+    SKIPPED,
+    BadRecordError,
+    BadRecords,
+    Record,
+    any_usable,
+    read_records,
+    without_remedy,
+)
 from chatgpt.data.shapes import misspelt, prompt_of, shape_of, taken_by, to_example
 from chatgpt.data.tokenize import Overflow, tokenize_prompt
 from chatgpt.names import TEXTS
@@ -239,7 +247,7 @@ def as_prompts(prompts: Any, tokenizer: Any = None) -> PromptSet:
         try:
             return load_prompts([{'prompt': i} if isinstance(i, str) else i for i in items], tokenizer)
         except BadRecordError as error:  # a list is changed by whoever made it
-            raise ValueError(str(error).removesuffix(f'. {SKIPPED}')) from None
+            raise without_remedy(error) from None
     records = []
     for i, item in enumerate(items):
         if isinstance(item, Tensor) and item.dim() == 2 and item.shape[0] == 1:

@@ -39,6 +39,13 @@ class BadRecordError(ValueError):
 
 
 SKIPPED = 'Bad records are left out with --skip_bad_records (Python: skip_bad_records=True)'
+
+
+def without_remedy(error: BadRecordError) -> BadRecordError:
+    """The error without the sentence about skipping, for those who cannot skip."""
+    return BadRecordError(str(error).removesuffix(f'. {SKIPPED}'))
+
+
 LOOKED_AT = 100
 """records after a bad first one, before it is said that bad ones can be left out"""
 
@@ -110,19 +117,36 @@ def read_records(
     """
     bad = bad or BadRecords()
     name, records = _open_source(source, bad, split, subset, streaming, text_separator)
-    return _not_empty(name, records, bad)
+
+    def others() -> Iterator[Record]:
+        return _open_source(source, BadRecords(skip=True), split, subset, streaming, text_separator)[1]
+
+    return _not_empty(name, records, bad, others)
 
 
-def _not_empty(name: str, records: Iterator[Record], bad: BadRecords) -> Iterator[Record]:
+def _not_empty(
+    name: str, records: Iterator[Record], bad: BadRecords, others: Callable[[], Iterator[Record]]
+) -> Iterator[Record]:
+    """`others` reads the source anew without its bad records, after a first one that is bad."""
     skipped_before, found = bad.num_skipped, False
-    for record in records:
-        if (column := next((key for key, value in record.data.items() if _has_half_a_pair(value)), None)) is not None:
-            bad.report(record.where, f'the text of {column!r} holds half of a surrogate pair, which is no character')
-            continue
-        found = True
-        yield record
+    try:
+        for record in records:
+            if column := _broken_column(record):
+                bad.report(record.where, f'the text of {column} holds half of a surrogate pair, which is no character')
+                continue
+            found = True
+            yield record
+    except BadRecordError as error:
+        if found or not all(map(_broken_column, islice(others(), LOOKED_AT))):
+            raise
+        raise without_remedy(error) from None
     if not found and bad.num_skipped == skipped_before:
         raise ValueError(f'{name}: there is no record in it')
+
+
+def _broken_column(record: Record) -> str:
+    """The name of the column that holds half of a surrogate pair; '' where none does."""
+    return next((repr(key) for key, value in record.data.items() if _has_half_a_pair(value)), '')
 
 
 def _has_half_a_pair(value: Any) -> bool:

@@ -93,7 +93,9 @@ def test_with_prompts_and_a_reward_of_another(monkeypatch, capsys, folder, tmp_p
     assert told['success_share'] == 0.75 and told['score_mean'] == 1.5
     (folder / 'score.py').write_text('def twos(prompts, responses, word=()):\n    return [2.0 for _ in word]\n')
     assert call(monkeypatch, 'evaluate', *words, *more, f'--reward_fn={folder}/score.py:twos') == 0
-    assert numbers_of(capsys.readouterr().out)['score_mean'] == 2.0
+    told = capsys.readouterr()
+    assert numbers_of(told.out)['score_mean'] == 2.0
+    assert f"scored by {folder}/score.py:twos in place of the environment's rewards" in told.err
 
 
 def test_failures_and_the_limit_of_turns_are_told(monkeypatch, capsys, folder):
@@ -122,6 +124,25 @@ def test_mistakes_are_one_line(monkeypatch, capsys, folder, words, complaint):
     assert call(monkeypatch, 'evaluate', str(folder / 'actor'), *words) == 2
     error = capsys.readouterr().err
     assert complaint in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ('word', 'where', 'more'),
+    [
+        ('evaluate', '{file}', ['--reward_fn={folder}/r.py:right']),
+        ('generate', '{file}', []),
+        ('compare', '--prompts={file}', ['--model={folder}/actor', '--model={folder}/actor', '--db={folder}/c.db']),
+    ],
+)
+def test_a_command_that_cannot_skip_does_not_say_that_records_can_be(
+    monkeypatch, capsys, folder, tmp_path, word, where, more
+):
+    (file := tmp_path / 'p.jsonl').write_text('{"prompt": "a\\ud800", "answer": 1}\n{"prompt": "a", "answer": 1}\n')
+    model = [] if word == 'compare' else [f'{folder}/actor']
+    words = [word, *model, where.format(file=file), *(each.format(folder=folder) for each in more)]
+    assert call(monkeypatch, *words) == 2
+    error = capsys.readouterr().err
+    assert 'p.jsonl, line 1: the text of' in error and 'skip_bad_records' not in error
 
 
 @pytest.mark.parametrize(('name', 'mean'), [('right', 1.5), ('theirs', 2.5)])

@@ -60,6 +60,22 @@ def test_one_bad_record_among_good_ones_can_be_left_out(tmp_path, method, good):
 
 
 @pytest.mark.parametrize(
+    ('ending', 'bad', 'good'),
+    [
+        ('jsonl', '{"prompt": "a\\ud800"}\n', '{"prompt": "a"}\n'),
+        ('jsonl', '{"prompt": \n', '{"prompt": "a"}\n'),
+        ('jsonl', '3\n', '{"prompt": "a"}\n'),
+        ('csv', 'a,b,c\n', 'a\n'),
+    ],
+)
+def test_what_cannot_be_read_is_left_out_only_beside_something_that_can(tmp_path, ending, bad, good):
+    header = 'prompt\n' if ending == 'csv' else ''
+    for name, text, remedy in (('one', bad, False), ('all', bad + bad, False), ('first', bad + good, True)):
+        (tmp_path / f'{name}.{ending}').write_text(header + text)
+        assert ('--skip_bad_records' in refusal('ppo', tmp_path / f'{name}.{ending}')) == remedy, name
+
+
+@pytest.mark.parametrize(
     ('name', 'text', 'encoding', 'told'),
     [
         (

@@ -132,6 +132,15 @@ def _check(args: Any) -> None:
 
 
 def _asked(args: Any) -> tuple[list[dict[str, Any]], dict[str, Any], list[list[str]]]:
+    from chatgpt.data.reading import BadRecordError, without_remedy
+
+    try:
+        return _read(args)
+    except BadRecordError as error:
+        raise without_remedy(error) from None
+
+
+def _read(args: Any) -> tuple[list[dict[str, Any]], dict[str, Any], list[list[str]]]:
     """Prompts as records, settings that a file is bound to, and the answers where they are made already."""
     made: list[list[str]] = []
     if args.answers:

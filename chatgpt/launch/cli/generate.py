@@ -283,16 +283,21 @@ def load_actor(args: Any, strategy: Any) -> Any:
 def read_prompts(source: str, tokenizer: Any) -> Any:
     """A file's prompts, or the text itself as the only one."""
     from chatgpt.data import load_prompts
+    from chatgpt.data.reading import BadRecordError, without_remedy
 
     path = Path(source)
     if path.suffix == '.txt':
         if not path.is_file():
             raise ValueError(f'--input {source}: there is no such file')
         lines = [line for line in path.read_text().splitlines() if line.strip()]
-        return load_prompts([{'prompt': line} for line in lines], tokenizer)
-    if path.suffix in ('.csv', '.json', '.jsonl', '.parquet', '.gz'):
-        return load_prompts(source, tokenizer)
-    return load_prompts([{'prompt': source}], tokenizer)
+        records: Any = [{'prompt': line} for line in lines]
+    else:
+        is_file = path.suffix in ('.csv', '.json', '.jsonl', '.parquet', '.gz')
+        records = source if is_file else [{'prompt': source}]
+    try:
+        return load_prompts(records, tokenizer)
+    except BadRecordError as error:
+        raise without_remedy(error) from None
 
 
 def answer(args: Any, strategy: Any, policy: Any, tokenizer: Any, prompts: Any, sampling: Any, stops: Any) -> Any:
