@@ -495,7 +495,11 @@ def test_what_is_given_otherwise_is_a_setting_of_the_command_that_is_not_taken(k
     otherwise = {name.rpartition('.')[2] for name in otherwise}
     taken = set(known_settings(kind)) - set(run_class(kind).config_class.field_names())
     assert not taken & otherwise
-    assert otherwise & set(run_class(kind).field_names())
+    here = {name.rpartition('.')[2] for name in GIVEN_OTHERWISE if name.startswith(f'{kind}.')}
+    assert here <= set(run_class(kind).field_names())
+    assert {name for name in GIVEN_OTHERWISE if '.' not in name} <= {
+        n for k in KINDS for n in run_class(k).field_names()
+    }
 
 
 def test_settings_of_the_command_reach_the_run(folder):

@@ -99,6 +99,19 @@ def test_a_run_chooses_and_what_follows_it_does_the_same(
     assert asked == ([{'role': 'user', 'content': 'hi'}] if choice else 'hi')
     scored = [actor, f'{folder}/prompts.jsonl', f'--reward_fn={folder}/score.py:score', '--max_new_tokens=2']
     assert call(monkeypatch, 'evaluate', *scored) == 0 and seen(folder) == sorted(texts)
+    drawn: list[str] = []
+    generate = LocalEngine.generate
+    monkeypatch.setattr('chatgpt.launch.cli.compare.serve', lambda *given, **more: None)
+    monkeypatch.setattr(
+        LocalEngine,
+        'generate',
+        lambda self, call: (drawn.extend(byte_tokenizer().decode(p.ids) for p in call.prompts), generate(self, call))[
+            1
+        ],
+    )
+    sides = [f'--model={actor}', f'--prompts={folder}/prompts.jsonl', f'--db={tmp_path}/said.sqlite']
+    assert call(monkeypatch, 'compare', *sides, '--max_new_tokens=2') == 0 and set(drawn) == set(texts)
+    monkeypatch.setattr(LocalEngine, 'generate', generate)
     other = AS_IS if choice else TURN
     assert call(monkeypatch, 'evaluate', *scored, other) == 0 and seen(folder) == sorted(TEXTS if choice else TURNS)
     assert train(monkeypatch, folder, tmp_path / 'next', f'--pretrain={actor}') == 0 and seen(folder) == sorted(texts)
@@ -110,7 +123,8 @@ def test_a_run_chooses_and_what_follows_it_does_the_same(
 @pytest.mark.parametrize(
     ('flags', 'asked'), [([], '<s>be brief<u>hi<a>'), ([TURN], '<s>be brief<u>hi<a>'), ([AS_IS], 'hi')]
 )
-def test_a_chat_follows_too(monkeypatch, capsys, folder, flags, asked):
+def test_a_chat_follows_too(monkeypatch, capsys, folder, tmp_path, flags, asked):
+    """The flag, and where there is none what the model's folder keeps."""
     import chatgpt.rollout
 
     given = []
@@ -121,6 +135,10 @@ def test_a_chat_follows_too(monkeypatch, capsys, folder, flags, asked):
     assert call(monkeypatch, 'chat', f'{folder}/chat', '--max_new_tokens=2', *flags) == 0
     assert byte_tokenizer().decode(given[0]) == asked
     assert ('without its chat template' in capsys.readouterr().out) is (flags == [AS_IS])
+    assert train(monkeypatch, folder, tmp_path / 'run', *flags) == 0
+    monkeypatch.setattr('sys.stdin', io.StringIO('hi\n'))
+    assert call(monkeypatch, 'chat', f'{tmp_path}/run/actor', '--max_new_tokens=2') == 0
+    assert byte_tokenizer().decode(given[-1]) == ('<s>be brief<u>hi<a>' if flags == [TURN] else 'hi')
 
 
 @pytest.mark.parametrize('model', ['plain', 'deaf'])

@@ -34,6 +34,8 @@ class Three:
 '''
 
 REWARDS = """
+number = 3
+
 def right(prompts, responses, answer, **k):
     return [float(a) for a in answer]
 
@@ -156,6 +158,7 @@ def test_columns_and_texts_go_by_name(monkeypatch, capsys, folder, name, mean):
     ('name', 'message', 'code'),
     [
         ('misspelt', "needs a column 'anser' beside the prompts; there are answer; did you mean answer?", 2),
+        ('number', 'is of type int, which cannot be called', 2),
         ('broken', "returned nan for eval prompt 3, counted from 0 ('p3 ')", 1),
     ],
 )

@@ -176,6 +176,7 @@ def test_a_folder_that_cannot_be_written_or_that_another_run_holds(monkeypatch, 
         ('return [1.0]', 'returned 1 scores for 4 responses; return one per response; it is defined at {file}:1', 2),
         ("return [float('nan')] * len(responses)", "returned nan for sample 0 ('", 1),
         ('return [1e30] * len(responses)', 'the score 1e+30 of sample 0', 2),
+        ('return [1e30] * len(responses)', 'give score_clip', 2),
     ],
 )
 def test_a_reward_function_that_misbehaves(monkeypatch, capsys, tmp_path, model_folder, body, message, code):
