@@ -21,7 +21,6 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -365,16 +364,6 @@ def adapter_base(folder: str | os.PathLike[str]) -> str | None:
             f'{path}: it names no base_model_name_or_path; add the hub name or folder of the model that it adapts'
         )
     return base
-
-
-@dataclass(frozen=True)
-class AdapterFolder:
-    """The folder of an adapter, for `WeightsSource`."""
-
-    path: str
-
-    def of(self, model: PreTrainedModel) -> MergedAdapter:
-        return MergedAdapter(model, self.path)
 
 
 class MergedAdapter:

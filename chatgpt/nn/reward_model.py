@@ -23,8 +23,8 @@ from chatgpt.nn.loading import (
     Role,
     add_lora,
     load_base_model,
-    load_classifier,
     load_config,
+    load_model,
     part_of,
     trunk_of,
     write_folder,
@@ -242,7 +242,7 @@ def load_scorer(pretrained: str | Path, *, checkpoint: bool = False, **options: 
         base = load_base_model(pretrained, checkpoint=checkpoint, **options)
         return ScorerParts(base, load_head(pretrained), bias) if saved else ScorerParts(base, None, 0.0)
     _check_labels(config.num_labels, str(pretrained))
-    classifier = load_classifier(pretrained, checkpoint=checkpoint, **options)
+    classifier = load_model('AutoModelForSequenceClassification', pretrained, None, checkpoint=checkpoint, **options)
     score = getattr(classifier, 'score', None)
     base = trunk_of(classifier)
     if not isinstance(score, nn.Linear) or looks_ahead(base):
