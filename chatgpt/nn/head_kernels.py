@@ -8,8 +8,7 @@
 | auto | fused on an accelerator where the head fits, else plain | |
 
 Where one chunk holds everything, plain keeps its logits and computes nothing twice, so fused is plain then. Where
-processes have rows of the output layer each (tensor parallelism), all but liger are
-`functional.vocabulary_parallel`.
+processes have rows of the output layer each (tensor parallelism), all but liger are fused.
 
 Left out: the formulas.
 """
@@ -29,7 +28,6 @@ from chatgpt.functional import logprobs
 from chatgpt.functional.choices import KERNELS
 from chatgpt.functional.fused_logprobs import fused_logprobs
 from chatgpt.functional.logprobs import WithEntropy, chunked_logprobs, rows_per_chunk
-from chatgpt.functional.vocabulary_parallel import vocabulary_parallel_logprobs
 
 
 def check_kernel(kernel: str, head: nn.Module | None, linear: bool | None, model: str) -> None:
@@ -116,7 +114,7 @@ def head_logprobs(
     options: Any = {'temperature': temperature, 'with_entropy': with_entropy}
     part = getattr(layer, 'vocabulary', None)
     if part is not None and kernel != 'liger':
-        return vocabulary_parallel_logprobs(states, layer.weight, layer.bias, ids, part, **options)
+        return fused_logprobs(states, layer.weight, layer.bias, ids, part=part, **options)
     weights = None if kernel == 'plain' else linear_weights(layer)
     if weights is None or not (kernel == 'liger' or _gains(kernel, states, head, vocab_size)):
         if kernel in ('fused', 'liger') and weights is None:

@@ -31,12 +31,17 @@ from chatgpt.nn.lora import has_lora
 from chatgpt.nn.packing import check_batch, close, reshard
 from chatgpt.nn.trunk import base_model, in_eval_mode, is_meta, text_config
 
-SUPPORTED = 'decoders that run their blocks one after another with nothing but a norm above them (docs/models.md)'
-
 _NORMS = 'ln_f norm final_layer_norm final_layernorm final_norm norm_f layer_norm layernorm ln_out'.split()
 """what a final norm is called beside the blocks; others are tried after these"""
 _NOT_THIS_WAY = (TypeError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
 """what a model raises whose blocks cannot be computed apart"""
+
+
+def _refused(why: str) -> ValueError:
+    return ValueError(
+        f'num_layers_unfrozen: {why}; supported are decoders that run their blocks one after another with nothing but '
+        'a norm above them (docs/models.md)'
+    )
 
 
 class _Slot(NamedTuple):
@@ -226,14 +231,10 @@ def _freeze_below(model: PreTrainedModel, parts: _Parts, num_blocks: int) -> Non
     for part in (*list(parts.blocks)[-num_blocks:], parts.norm, parts.head):
         if part is not None:
             part.requires_grad_(True)
-    biases = [_biases(block) for block in parts.blocks]
+    biases = [[m for n, m in b.named_modules() if n.endswith('relative_attention_bias')] for b in parts.blocks]
     if biases[0] and not any(biases[1:]):  # T5: all blocks read those of the first, the reference's too
         for bias in biases[0]:
             bias.requires_grad_(False)
-
-
-def _biases(block: nn.Module) -> list[nn.Module]:
-    return [module for name, module in block.named_modules() if name.endswith('relative_attention_bias')]
 
 
 def _model_of(owner: nn.Module) -> PreTrainedModel:
@@ -252,7 +253,7 @@ def _candidates(model: PreTrainedModel, num_blocks: int) -> list[_Parts]:
     count = getattr(text_config(model.config), 'num_hidden_layers', None)
     found = [p for p, m in outer.items() if len(m) == count] or sorted(outer, key=lambda p: len(outer[p]))
     if not found:
-        raise ValueError(f'num_layers_unfrozen: {name} is not supported; supported are {SUPPORTED}')
+        raise _refused(f'{name} is not supported')
     blocks = outer[found[-1]]
     if num_blocks > len(blocks):
         raise ValueError(f'num_layers_unfrozen: {num_blocks} given, but {name} has {len(blocks)} blocks')
@@ -372,28 +373,19 @@ def check_hydra(owner: nn.Module) -> None:
         raise
     except (*_NOT_THIS_WAY, ValueError) as error:
         line = (str(error).splitlines() or [''])[0]
-        raise ValueError(
-            f'num_layers_unfrozen: the top blocks of {name} cannot be computed apart ({type(error).__name__}: {line}); '
-            f'supported are {SUPPORTED}'
-        ) from None
+        why = f'the top blocks of {name} cannot be computed apart ({type(error).__name__}: {line})'
+        raise _refused(why) from None
     finally:
         for handle in handles:
             handle.remove()
     if used_by_policy or sorted(map(id, used_by_reference)) != sorted(map(id, copies)):  # each copy exactly once
-        raise ValueError(
-            f'num_layers_unfrozen: {name} does not run its blocks from its module tree; supported are {SUPPORTED}'
-        )
+        raise _refused(f'{name} does not run its blocks from its module tree')
     rounding = min(64 * torch.finfo(policy.dtype).eps, 2e-2)
     if not _same(reference, policy, rounding):
         worst = (policy - reference).abs().max().item()
-        raise ValueError(
-            f'num_layers_unfrozen: policy and reference of {name} differ by {worst:g}; supported are {SUPPORTED}'
-        )
+        raise _refused(f'policy and reference of {name} differ by {worst:g}')
     if from_trunk.shape != hidden.shape or not _same(from_trunk, hidden, rounding):
-        raise ValueError(
-            f'num_layers_unfrozen: {name} does more above its blocks than a norm, or they hand on more than hidden '
-            f'states; supported are {SUPPORTED}'
-        )
+        raise _refused(f'{name} does more above its blocks than a norm, or they hand on more than hidden states')
 
 
 def _same(got: Tensor, want: Tensor, rounding: float) -> bool:
@@ -427,7 +419,4 @@ def settle_hydra(module: nn.Module, device: torch.device) -> None:
             reshard(module)
     pairs = ((reference, policy), (from_trunk, policy), (still, policy), (other_from_trunk, other))
     if not all(close(a, b) for a, b in pairs) or close(other, policy):
-        raise ValueError(
-            f'num_layers_unfrozen: the reference of {type(_model_of(module)).__name__} is not what its policy was; '
-            f'supported are {SUPPORTED}'
-        )
+        raise _refused(f'the reference of {type(_model_of(module)).__name__} is not what its policy was')

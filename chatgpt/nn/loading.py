@@ -294,8 +294,10 @@ def _without_report() -> Iterator[None]:
 
 
 def add_lora(model: Any, rank: int, bias: str, options: Mapping[str, Any] | None = None) -> None:
-    """Adapters on `model`, drawn from the seed of its `WeightsSource`, or a new one. `options`: alpha, dropout,
-    targets."""
+    """Adapters on `model`, drawn from the seed of its `WeightsSource`, or a new one; none of rank 0. `options`: alpha,
+    dropout, targets."""
+    if not rank:
+        return
     unknown = set(options or ()) - {'alpha', 'dropout', 'targets'}
     if unknown:
         raise ValueError(f'lora_options: {sorted(unknown)[0]!r} is not known; there are alpha, dropout and targets')
@@ -368,28 +370,35 @@ class Role(nn.Module):
         state_dict: dict[str, Tensor] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """A Hugging Face folder of the model, adapters folded in, with the value head beside it.
+        """A Hugging Face folder of the model, adapters folded in, with its heads beside it.
 
         Args:
             state_dict: full weights by this module's parameter names, when they do not lie in the module itself.
             dtype: of the weights in the files; None: that of the folder which the model was loaded from, and of a new
-                model the one it has. The value head stays in fp32.
+                model the one it has. Heads stay in fp32.
         """
-        full = self.state_dict() if state_dict is None else state_dict
-        write_folder(self.model, folder, self._model_weights(state_dict), dtype=dtype)
-        if self.value_head is not None:
-            save_head(part_of(full, 'value_head'), folder)
+        if not lora.has_lora(self.model):
+            weights = None if state_dict is None else part_of(state_dict, 'model')
+        elif state_dict is None:
+            weights = lora.merged_state_dict(self.model)
+        else:
+            raise ValueError('save_pretrained with given weights cannot fold adapters in; merge them first')
+        self._write(folder, weights, self.state_dict() if state_dict is None else state_dict, tokenizer, dtype)
         if tokenizer is not None:
             save_tokenizer(tokenizer, folder)
 
-    def _model_weights(self, state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
-        """The model's own weights by its names, adapters folded in; None: they lie in the model as they are."""
-        adapted = lora.has_lora(self.model)
-        if state_dict is None:
-            return lora.merged_state_dict(self.model) if adapted else None
-        if adapted:
-            raise ValueError('save_pretrained with given weights cannot fold adapters in; merge them first')
-        return part_of(state_dict, 'model')
+    def _write(
+        self,
+        folder: str | Path,
+        weights: dict[str, Tensor] | None,
+        state: dict[str, Tensor],
+        tokenizer: Any,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Write model and heads. `weights` are the model's by its own names; None: they lie in it as they are."""
+        write_folder(self.model, folder, weights, dtype=dtype)
+        if self.value_head is not None:
+            save_head(part_of(state, 'value_head'), folder)
 
 
 def part_of(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:

@@ -48,23 +48,11 @@ WEIGHTS_FILE = 'adapter_model.safetensors'
 PICKLED_FILE = 'adapter_model.bin'
 _PREFIX = 'base_model.model.'
 
-# Settings under which the tensors mean something else than W + scaling * B A, with the values that leave plain LoRA.
-PLAIN_LORA: dict[str, tuple[Any, ...]] = {
-    'use_dora': (False, None),
-    'lora_bias': (False, None),
-    'use_qalora': (False, None),
-    'use_bdlora': (None, False),
-    'rank_pattern': (None, {}),
-    'alpha_pattern': (None, {}),
-    'modules_to_save': (None, []),
-    'target_parameters': (None, []),
-    'trainable_token_indices': (None, [], {}),
-    'layer_replication': (None, []),
-    'alora_invocation_tokens': (None, []),
-    'arrow_config': (None,),
-    'kasa_config': (None,),
-    'monteclora_config': (None,),
-}
+NOT_PLAIN = (
+    'use_dora use_qalora use_bdlora lora_bias rank_pattern alpha_pattern modules_to_save target_parameters '
+    'trainable_token_indices layer_replication alora_invocation_tokens arrow_config kasa_config monteclora_config'
+).split()
+"""settings under which, unless empty, the tensors mean something else than W + scaling * B A"""
 
 
 def _hf_model(module: nn.Module) -> nn.Module:
@@ -244,7 +232,7 @@ def import_peft(module: nn.Module, folder: str | os.PathLike[str]) -> None:
             alpha=alpha,
             dropout=config.get('lora_dropout', 0.0),
             bias=config.get('bias', 'none'),
-            targets=_exactly(targets),
+            targets=[name.replace('.', r'\.') for name in targets],  # expressions for exactly these
         )
     first = next(iter(lora_layers(model).values()))
     if first.r != rank or not math.isclose(first.scaling, alpha / rank):
@@ -258,27 +246,17 @@ def import_peft(module: nn.Module, folder: str | os.PathLike[str]) -> None:
 def _check_fit(model: nn.Module, rank: int, targets: Iterable[str], state: dict[str, Tensor]) -> None:
     """Refuse an adapter that does not fit `model`, before the model is converted."""
     modules = dict(model.named_modules())
+    kind = type(model).__name__
     for name in targets:
         layer: Any = modules.get(name)
         shape = weight_shape(layer) if hasattr(layer, 'weight') or isinstance(layer, NF4Linear) else ()
         if len(shape) != 2:
-            raise ValueError(
-                f'import_peft: the adapter is for a layer {name}, which {type(model).__name__} does not have'
-            )
+            raise ValueError(f'import_peft: the adapter is for a layer {name}, which {kind} does not have')
         transposed = isinstance(layer, Conv1D) or getattr(layer, 'is_transposed', False)
         fan_out, fan_in = reversed(shape) if transposed else shape
         for key, shape in ((f'{name}.lora_A', (rank, fan_in)), (f'{name}.lora_B', (fan_out, rank))):
-            if key not in state:
-                raise ValueError(f'import_peft: missing {key} in {WEIGHTS_FILE}')
             if tuple(state[key].shape) != shape:
-                raise ValueError(
-                    f'import_peft: {key} is {tuple(state[key].shape)}, but {type(model).__name__} needs {shape}'
-                )
-
-
-def _exactly(names: Iterable[str]) -> list[str]:
-    """Regular expressions that match these full names and no other."""
-    return [name.replace('.', r'\.') for name in names]
+                raise ValueError(f'import_peft: {key} is {tuple(state[key].shape)}, but {kind} needs {shape}')
 
 
 def _targets(state: dict[str, Tensor]) -> list[str]:
@@ -303,8 +281,8 @@ def _read(folder: Path, model: nn.Module) -> tuple[dict[str, Any], float, dict[s
     parameters = config.get('target_parameters') or []
     if all(name.endswith('.weight') for name in parameters):  # of linear layers, as export_peft writes them
         config.pop('target_parameters', None)
-    for key, plain in PLAIN_LORA.items():
-        if key in config and config[key] not in plain:
+    for key in NOT_PLAIN:
+        if config.get(key):
             raise ValueError(
                 f'{folder}: {key}={config[key]!r} is not plain LoRA and cannot be read; export the adapter without it'
             )
@@ -368,10 +346,7 @@ def adapter_base(folder: str | os.PathLike[str]) -> str | None:
 
 class MergedAdapter:
     """An adapter in PEFT's format that is added to a model's own weights, one tensor at a time: W + scaling * B A.
-
-    Raises ValueError for an adapter that does not fit `model`. Its tensors for a head that a bare trunk lacks are
-    passed over.
-    """
+    Raises ValueError for an adapter that does not fit `model`."""
 
     def __init__(self, model: PreTrainedModel, folder: str) -> None:
         config, alpha, state = _read(Path(folder), model)
@@ -387,8 +362,8 @@ class MergedAdapter:
             parameter = f'{layer}.weight' if part == 'lora_A' else name
             mine = next((c for c in candidates(model, parameter) if c in own), None)
             if mine is None:
-                if self._is_of_a_head(model, parameter):
-                    continue
+                if model.base_model is model and parameter.startswith('lm_head.'):
+                    continue  # of a head that a bare trunk lacks
                 raise ValueError(
                     f'{self.file}: it adapts {parameter}, which {type(model).__name__} does not have as a weight of '
                     'its own'
@@ -413,10 +388,6 @@ class MergedAdapter:
                 f'{self.file}: it holds no tensors for {missing[0].removesuffix(".weight")}{more}, which '
                 f'target_modules of {CONFIG_FILE} names; is the file whole?'
             )
-
-    @staticmethod
-    def _is_of_a_head(model: PreTrainedModel, name: str) -> bool:
-        return model.base_model is model and name.startswith('lm_head.')
 
     def add_to(self, name: str, weight: Tensor) -> None:
         """Change a weight of the model, given by its name there, in place."""
