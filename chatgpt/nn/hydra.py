@@ -20,7 +20,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -72,28 +72,23 @@ class TopBranch(nn.Module):
 
     def __init__(self, parts: _Parts, num_blocks: int, config: Any) -> None:
         super().__init__()
-        self.num_blocks = num_blocks
-        self.first_block = len(parts.blocks) - num_blocks
+        self.num_blocks, self.first_block = num_blocks, len(parts.blocks) - num_blocks
+        places = [(parts.blocks, str(self.first_block + i)) for i in range(num_blocks)]
+        places += [(parent, name) for _, parent, name in parts.above]
         # One deepcopy, so that what blocks share stays shared; the config stays the model's own, with its attention
         # setting.
-        tops = list(parts.blocks)[self.first_block :]
-        originals = [*tops, parts.norm, parts.head]
-        copied: list[Any] = copy.deepcopy(originals, {id(config): config})
+        copied: list[Any] = copy.deepcopy([parent._modules[name] for parent, name in places], {id(config): config})
         self.blocks = nn.ModuleList(copied[:num_blocks])
-        self.norm, self.head = copied[num_blocks:]
+        self.norm: nn.Module | None = None
+        self.head: nn.Module | None = None
+        for (name, *_), module in zip(parts.above, copied[num_blocks:], strict=True):
+            setattr(self, name, module)
+        own = [(self.blocks, str(i)) for i in range(num_blocks)] + [(self, name) for name, *_ in parts.above]
         # Links into the model, in tuples so that they are not registered a second time below this module.
         self._blocks, self._after_norm = (parts.blocks,), parts.after_norm
-        self._slots = [_Slot(parts.blocks, str(self.first_block + i), self.blocks, str(i)) for i in range(num_blocks)]
-        for name, parent, child in (
-            ('norm', parts.norm_parent, parts.norm_name),
-            ('head', parts.head_parent, parts.head_name),
-        ):
-            if getattr(self, name) is not None and parent is not None:
-                self._slots.append(_Slot(parent, child, self, name))
+        self._slots = [_Slot(*place, *mine) for place, mine in zip(places, own, strict=True)]
         self.depth = 0
-        named = zip(('blocks', 'norm', 'head'), (nn.ModuleList(tops), parts.norm, parts.head), strict=True)
-        originals_by_name = {f'{n}.{k}': p for n, part in named if part is not None for k, p in part.named_parameters()}
-        self._never_other = {n for n, p in originals_by_name.items() if not p.requires_grad}
+        self._never_other = {n for n, p in self.named_parameters() if not p.requires_grad}
         """copies of what is not trained, which may be read below as well: T5's position biases"""
         self.requires_grad_(False)
         self.eval()
@@ -161,16 +156,10 @@ class TopBranch(nn.Module):
 
 class _Parts(NamedTuple):
     blocks: nn.ModuleList
-    norm: nn.Module | None
-    """the final norm when it has weights of its own"""
-    norm_parent: nn.Module
-    norm_name: str
+    above: list[tuple[str, nn.Module, str]]
+    """'norm' and 'head', where they have weights of their own: the module that holds each, and its name there"""
     after_norm: tuple[nn.Module, ...]
     """frozen, shared modules between final norm and head; a norm without weights is one"""
-    head: nn.Module | None
-    """the output head when it has weights of its own"""
-    head_parent: nn.Module | None
-    head_name: str
 
 
 def make_hydra(owner: nn.Module, num_layers_unfrozen: int) -> None:
@@ -228,9 +217,8 @@ def _freeze_below(model: PreTrainedModel, parts: _Parts, num_blocks: int) -> Non
             f'{num_blocks} cannot be trained alone; use LoRA, or -1'
         )
     model.requires_grad_(False)
-    for part in (*list(parts.blocks)[-num_blocks:], parts.norm, parts.head):
-        if part is not None:
-            part.requires_grad_(True)
+    for part in (*list(parts.blocks)[-num_blocks:], *(parent._modules[name] for _, parent, name in parts.above)):
+        cast(nn.Module, part).requires_grad_(True)
     biases = [[m for n, m in b.named_modules() if n.endswith('relative_attention_bias')] for b in parts.blocks]
     if biases[0] and not any(biases[1:]):  # T5: all blocks read those of the first, the reference's too
         for bias in biases[0]:
@@ -260,7 +248,8 @@ def _candidates(model: PreTrainedModel, num_blocks: int) -> list[_Parts]:
     head = model.get_output_embeddings()
     if head is not None and sum(p is head.weight for _, p in model.named_parameters(remove_duplicate=False)) > 1:
         head = None  # it is the embeddings, of an encoder-decoder the decoder's
-    head_path = next((name for name, module in model.named_modules() if module is head), '') if head is not None else ''
+    path = next((n for n, m in model.named_modules() if m is head), '') if head is not None else ''
+    heads = [('head', model.get_submodule(path.rpartition('.')[0]), path.rpartition('.')[2])] if path else []
     parent = base.get_submodule(found[-1].rpartition('.')[0])
     beside = [n for n, m in parent.named_children() if 'norm' in type(m).__name__.lower()]
     if layout.apart:  # BART's stands below the blocks; LFM2's of such a name is its final one
@@ -271,16 +260,8 @@ def _candidates(model: PreTrainedModel, num_blocks: int) -> list[_Parts]:
     def parts(norm_name: str) -> _Parts:
         norm = parent._modules[norm_name] if norm_name else None
         own = norm is not None and next(norm.parameters(), None) is not None
-        return _Parts(
-            blocks=blocks,
-            norm=norm if own else None,
-            norm_parent=parent,
-            norm_name=norm_name,
-            after_norm=tuple(m for m in (None if own else norm, after) if m is not None),
-            head=head,
-            head_parent=model.get_submodule(head_path.rpartition('.')[0]) if head_path else None,
-            head_name=head_path.rpartition('.')[2],
-        )
+        above = [('norm', parent, norm_name), *heads] if own else heads
+        return _Parts(blocks, above, tuple(m for m in (None if own else norm, after) if m is not None))
 
     return [parts(name) for name in names]
 

@@ -130,8 +130,8 @@ class ILQLModel(Actor):
         for target, source in zip(self.target_q_heads.parameters(), self.q_heads.parameters(), strict=True):
             _local(target).lerp_(_local(source).to(_local(target).dtype), alpha)
 
-    def _write(self, folder: str | Path, weights: Any, state: dict[str, Tensor], *options: Any) -> None:
-        super()._write(folder, weights, state, *options)
+    def _write(self, folder: str | Path, weights: Any, state: dict[str, Tensor], tokenizer: Any, dtype: Any) -> None:
+        super()._write(folder, weights, state, tokenizer, dtype)
         heads = {n: t for n, t in state.items() if n.startswith(('v_head.', 'q_heads.', 'target_q_heads.'))}
         save_tensors(heads, Path(folder, Q_HEADS_FILE))
 

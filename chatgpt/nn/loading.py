@@ -387,15 +387,9 @@ class Role(nn.Module):
         if tokenizer is not None:
             save_tokenizer(tokenizer, folder)
 
-    def _write(
-        self,
-        folder: str | Path,
-        weights: dict[str, Tensor] | None,
-        state: dict[str, Tensor],
-        tokenizer: Any,
-        dtype: torch.dtype | None,
-    ) -> None:
-        """Write model and heads. `weights` are the model's by its own names; None: they lie in it as they are."""
+    def _write(self, folder: str | Path, weights: Any, state: dict[str, Tensor], tokenizer: Any, dtype: Any) -> None:
+        """Write model and heads. `weights` are the model's by its own names; None: they lie in it as they are. `state`
+        is the role's."""
         write_folder(self.model, folder, weights, dtype=dtype)
         if self.value_head is not None:
             save_head(part_of(state, 'value_head'), folder)

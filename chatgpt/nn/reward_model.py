@@ -113,14 +113,7 @@ class RewardModel(Role):
 
     # ------------------------------------------------------------------ files
 
-    def _write(
-        self,
-        folder: str | Path,
-        weights: dict[str, Tensor] | None,
-        state: dict[str, Tensor],
-        tokenizer: Any,
-        dtype: torch.dtype | None,
-    ) -> None:
+    def _write(self, folder: str | Path, weights: Any, state: dict[str, Tensor], tokenizer: Any, dtype: Any) -> None:
         """With a linear head on a causal architecture that has such a class (GPT-2, OPT, BLOOM, Llama and others) the
         folder is one that `transformers.AutoModelForSequenceClassification` loads too.
 

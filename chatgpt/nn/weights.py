@@ -624,7 +624,8 @@ def initial_tensors(module: nn.Module) -> _Named:
 
 def _plan(module: nn.Module, name: str, steps: list[Callable[[], _Named]], names: dict[nn.Module, str]) -> None:
     if not any(t.is_meta for t in [*module.parameters(), *module.buffers()]):
-        steps.append(lambda: _as_it_is(module, name))
+        own = [*module.named_parameters(prefix=name), *module.named_buffers(prefix=name)]
+        steps.append(lambda: ((n, tensor.detach()) for n, tensor in own))
         return
     source = getattr(module, 'weights_source', None)
     if isinstance(module, PreTrainedModel) and source is not None:
@@ -646,11 +647,6 @@ def _plan(module: nn.Module, name: str, steps: list[Callable[[], _Named]], names
     if not draws:  # else it fills its children itself
         for child_name, child in module.named_children():
             _plan(child, f'{name}.{child_name}' if name else child_name, steps, names)
-
-
-def _as_it_is(module: nn.Module, name: str) -> _Named:
-    for n, tensor in [*module.named_parameters(prefix=name), *module.named_buffers(prefix=name)]:
-        yield n, tensor.detach()
 
 
 def _small(module: nn.Module, name: str, draws: bool) -> _Named:
