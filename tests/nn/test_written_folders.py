@@ -1,5 +1,5 @@
-"""What is written: the dtype of the folder that a model came from (heads, and what has to, stay in fp32), no heads of an
-earlier model in that folder, and the rights that the umask leaves."""
+"""What is written: the dtype of the folder that a model came from (heads, and what has to, stay in fp32), no heads of
+an earlier model in that folder, and the rights that the umask leaves."""
 
 from __future__ import annotations
 
