@@ -1,17 +1,13 @@
 """Hydra: policy and reference share one frozen trunk and differ only in their top k blocks.
 
 `make_hydra(owner, k)` freezes a causal LM below its top k blocks and keeps a frozen copy of what stays trainable above:
-the k blocks, the final norm and, when it is not tied to the embeddings, the output head. Inside
-`reference_branch(owner)` copy and trained part change places in the module tree, so the model's own forward computes
-the reference. `recorded_trunk(owner)` notes what enters the top blocks during an ordinary forward, so that the
-reference is computed from it without a second pass through the trunk. Of an encoder-decoder the top blocks are the
-decoder's.
+the k blocks (of an encoder-decoder the decoder's), the final norm and an output head that is not tied to the
+embeddings. Inside `reference_branch(owner)` copy and trained part change places in the module tree, so the model's own
+forward computes the reference. `recorded_trunk(owner)` notes what enters the top blocks during an ordinary forward, so
+that the reference needs no second pass through the trunk. Which models take part is found out: `check_hydra` compares
+reference and policy on a few tokens, on the meta device once the weights are there (`settle_hydra`).
 
-Which models take part is found out: the blocks are the model's list of as many modules as its config has layers, the
-final norm is looked for beside it, and `check_hydra` compares reference and policy on a few tokens. On the meta device
-that waits for the weights (`settle_hydra`).
-
-The idea is the hydra of trlX (Havrilla et al. 2023, "trlX: A Framework for Large Scale RLHF").
+Source: the hydra of trlX (Havrilla et al. 2023, "trlX: A Framework for Large Scale RLHF").
 """
 
 from __future__ import annotations
@@ -163,11 +159,9 @@ class _Parts(NamedTuple):
 
 
 def make_hydra(owner: nn.Module, num_layers_unfrozen: int) -> None:
-    """Give `owner` a frozen reference branch; train only the top `num_layers_unfrozen` blocks, the final norm and an
-    untied head.
-
-    `owner` keeps the transformers causal LM as `.model`, or is that model itself. The copy becomes `owner.ref_branch`.
-    -1 means no hydra: nothing is changed. Parameters of `owner` outside the model are left as they are.
+    """Give `owner`, a transformers causal LM or what keeps one as `.model`, a frozen `ref_branch`; train only the top
+    `num_layers_unfrozen` blocks, the final norm and an untied head. -1 changes nothing. Parameters of `owner` outside
+    the model are left as they are.
 
     Raises ValueError for a number that is neither -1 nor in 1..number of blocks, an unsupported architecture, adapters
     in the model, or a reference that does not agree exactly with the policy on a few tokens.

@@ -4,10 +4,9 @@ An adapted layer computes y = x W^T + b + (alpha / r) x A^T B^T (Hu et al. 2021,
 r). `convert_to_lora` replaces `nn.Linear` and GPT-2's `Conv1D` in place. `weight` and `bias` stay the same parameters
 under the same names, with `lora_A` and `lora_B` beside them. loralib's own layers fold the adapter into the weight on
 `eval()` and subtract it on `train()`, which rounds; these never do. Folding is `merge_lora`, and `unmerge_lora` puts
-the saved bits back.
+the saved bits back; meanwhile `state_dict()` still writes the base weight.
 
-While an adapter is folded, `state_dict()` still writes the base weight, so a saved file never holds the adapter twice.
-PEFT's file format is in `chatgpt.nn.peft_format`; why its layers are not used is measured in docs/algorithms/ppo.md.
+PEFT's file format is in `chatgpt.nn.peft_format`; docs/algorithms/ppo.md measures why its layers are not used.
 """
 
 from __future__ import annotations
@@ -119,9 +118,8 @@ class _Adapter(loralib.LoRALayer):
             return
         if self.shares_base:
             raise ValueError('merge_lora: the weight is shared with other models or in 4 bits; export it instead')
-        folded = self.folded_weight().to(self.weight.dtype)
         self.saved = self.weight.detach().clone()
-        self.weight.copy_(folded)
+        self.weight.copy_(self.folded_weight())
         self.merged = True
 
     @torch.no_grad()
@@ -284,9 +282,8 @@ def convert_to_lora(
     chosen = _target_layers(module, targets)
     for name, layer in chosen.items():
         shape = weight_shape(layer)
-        smaller = min(shape)
-        if rank > smaller:
-            raise ValueError(f'LoRA rank: {rank} given, but {name} is {shape}; the rank must be at most {smaller}')
+        if rank > min(shape):
+            raise ValueError(f'LoRA rank: {rank} given, but {name} is {shape}; the rank must be at most {min(shape)}')
     for name, layer in chosen.items():
         parent, _, child = name.rpartition('.')
         adapted = _replacement(layer)(layer, rank, alpha=alpha or rank, dropout=dropout, bias_mode=bias)
@@ -339,16 +336,13 @@ def _target_layers(module: nn.Module, targets: str | Iterable[str] | None) -> di
                 f'name the layers with targets=; linear layers: {_some(linear)}'
             )
     else:
-        chosen = {}
         patterns = [targets] if isinstance(targets, str) else list(targets)
         if not patterns:
             raise ValueError('LoRA targets: an empty list given; give patterns, or None for every layer in the blocks')
         for pattern in patterns:
-            matched = {n: m for n, m in linear.items() if _matches(pattern, n)}
-            if not matched:
+            if not any(_matches(pattern, n) for n in linear):
                 raise ValueError(f'LoRA targets: {pattern!r} matches no linear layer; there are {_some(linear)}')
-            chosen |= matched
-        chosen = {n: m for n, m in linear.items() if n in chosen}
+        chosen = {n: m for n, m in linear.items() if any(_matches(pattern, n) for pattern in patterns)}
         for name in chosen:
             if _bypassed(module, name):
                 parent, _, child = name.rpartition('.')

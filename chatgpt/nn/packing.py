@@ -3,14 +3,12 @@ sequences.
 
 Everything but attention works token by token. Attention is registered with transformers under a name of ours, which is
 the model's 'sdpa' for every ordinary call; a call that carries a `Packing` takes FlashAttention for variable lengths
-(`torch.nn.attention.varlen`) on CUDA in 16 bits, elsewhere `scaled_dot_product_attention` over groups of sequences of
-similar length, padded within their group. On a CPU attention over few keys is computed in fp32, also in 16-bit models,
-where torch's 16-bit kernel is the slower one.
+(`torch.nn.attention.varlen`) on CUDA in 16 bits, elsewhere SDPA over groups of sequences of similar length, padded
+within their group. On a CPU few keys are computed in fp32, where torch's 16-bit kernel is the slower one.
 
-A model takes part when it asks transformers for its attention and every layer attends to all earlier tokens. That is
-compared with the plain forward on a few tokens when an `Actor`, `Critic` or `RewardModel` is built; on the meta device,
-once a strategy has given it its weights (`settle`). Models with attention windows shorter than the batch, position
-biases (ALiBi), encoders and encoder-decoders run padded.
+A model takes part when every layer attends to all earlier tokens, which is compared with the plain forward on a few
+tokens when a role is built; on the meta device, once a strategy has given it its weights (`settle`). Others (windows
+shorter than the batch, ALiBi, encoders, encoder-decoders) run padded.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
 """LoRA adapters in PEFT's file format: `adapter_config.json` beside `adapter_model.safetensors`.
 
-`export_peft` writes a folder that `peft.PeftModel.from_pretrained(base, folder)` loads; `import_peft` reads such a
-folder into a Hugging Face model, and `MergedAdapter` adds it to the weights of its base. peft itself is not needed. In
-that format a tensor is called `base_model.model.<layer>.lora_A.weight`, and a trained bias of an adapted layer
+`export_peft` writes a folder that `peft.PeftModel.from_pretrained(base, folder)` loads; `import_peft` reads one into a
+model, and `MergedAdapter` adds one to the weights of its base. peft itself is not needed. There a tensor is called
+`base_model.model.<layer>.lora_A.weight`, and a trained bias of an adapted layer
 `base_model.model.<layer>.base_layer.bias`.
 
-peft 0.19 and later read an adapter as transformers reads a folder of the same model: names are converted. In a mixture
-`gate_proj` among `target_modules` is taken for the fused experts', wherever such a layer stands, so linear layers of
-that name (of a shared expert, of a dense block) are written as `target_parameters`, which are taken literally; and
-names that transformers would change are written as they are in its folders.
+peft 0.19 and later convert names as transformers does for a folder of the same model, so they are written as in its
+folders. In a mixture `gate_proj` among `target_modules` is taken for the fused experts', so linear layers of that name
+(of a shared expert, of a dense block) are written as `target_parameters`, which are taken literally.
 
-Left out: what plain LoRA on linear layers cannot express (DoRA, per-layer ranks, trained embeddings, extra saved
-modules); both readers refuse these by name.
+Left out, and refused by name: what plain LoRA on linear layers cannot express (DoRA, ranks by layer, saved modules).
 """
 
 from __future__ import annotations
@@ -69,16 +67,13 @@ def export_peft(
     task_type: str | None = None,
     state: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write the adapters of `module` to `folder`, which is made if absent.
+    """Write the adapters of `module`, a transformers model or what keeps one as `.model`, to `folder`. Heads that an
+    earlier adapter left there are removed, unless it holds a whole model too.
 
     Args:
-        module: a transformers model, or a wrapper that holds one as `.model`; a value head beside it is not written.
         base_model: name or path that peft should load the base from; None: what the model was loaded from.
-        task_type: peft's; None: CAUSAL_LM with an output head, of an encoder-decoder SEQ_2_SEQ_LM, else
-            FEATURE_EXTRACTION.
+        task_type: peft's; None: that of the model's output head.
         state: full weights by the names of `module`, when they do not lie in the module itself.
-
-    Heads that an earlier adapter left in `folder` are removed, unless the folder holds a whole model too.
 
     Raises ValueError without adapters, when `folder` is a file, or for a layer that peft does not adapt in such a model
     or would look for under another name.
@@ -92,6 +87,9 @@ def export_peft(
     first = next(iter(layers.values()))
     of_experts = _NamesInFiles(model).of_experts
     parameters = sorted(f'{n}.weight' for n in layers if n.rpartition('.')[2] in of_experts)
+    modules = {n for n in layers if f'{n}.weight' not in parameters}
+    short = {n.rpartition('.')[2] for n in modules}  # peft matches by the end of a name
+    picked = {n for n, _ in model.named_modules() if n.rpartition('.')[2] in short}
     if task_type is None:
         has_head = isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None
         task_type = layout_of(model).task_type if has_head else 'FEATURE_EXTRACTION'
@@ -106,7 +104,7 @@ def export_peft(
         'lora_dropout': 0.0 if parameters else float(getattr(first.lora_dropout, 'p', 0.0)),
         'bias': first.bias_mode,
         'fan_in_fan_out': any(layer.weight_is_transposed for layer in layers.values()),
-        'target_modules': _target_names(model, [n for n in layers if f'{n}.weight' not in parameters]),
+        'target_modules': sorted(short if picked == modules else modules),
     }
     if parameters:
         config['target_parameters'] = parameters
@@ -121,15 +119,6 @@ def export_peft(
         remove_heads(path)
     save_tensors(tensors, path / WEIGHTS_FILE, metadata={'format': 'pt'})
     (path / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + '\n', encoding='utf-8')
-
-
-def _target_names(model: nn.Module, layers: Iterable[str]) -> list[str]:
-    """Short names ('q_proj') when they pick exactly the adapted layers, as peft matches by the end of a name; else full
-    names."""
-    adapted = set(layers)
-    short = {name.rpartition('.')[2] for name in adapted}
-    picked = {name for name, _ in model.named_modules() if name.rpartition('.')[2] in short}
-    return sorted(short if picked == adapted else adapted)
 
 
 _NOT_IN_MAMBA = ('out_proj', 'conv1d')

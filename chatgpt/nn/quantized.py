@@ -45,9 +45,8 @@ def _bnb() -> Any:
 
 
 class NF4Linear(nn.Module):
-    """y = x W^T + b with W (out, in) in 4 bits. Input (..., in) of fp32, bf16 or fp16; output of the same dtype.
-
-    Its tensors are no part of `state_dict`: they follow from the dense weight, and nothing trains them.
+    """y = x W^T + b with W (out, in) in 4 bits. Input (..., in) of fp32, bf16 or fp16; output of the same dtype. Its
+    tensors are no part of `state_dict`: they follow from the dense weight, and nothing trains them.
 
     Args:
         layer: whose weight is taken; a `Conv1D`'s is transposed.

@@ -156,12 +156,10 @@ class RewardModel(Role):
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, value_head: nn.Module | None = None, **options: Any) -> RewardModel:
         """A reward model from a folder of `save_pretrained`, or from any sequence-classification model: with one label
-        its logit is the score, with two it is logit 1 minus logit 0.
+        its logit is the score, with two it is logit 1 minus logit 0. `options` are keywords of the constructor and
+        those of `chatgpt.nn.loading.load_model`.
 
-        `options` are keywords of the constructor and those of `chatgpt.nn.loading.load_model`.
-
-        Raises:
-            ValueError: the folder holds no trained head, or the classifier has another number of labels.
+        Raises ValueError where the folder holds no trained head, or the classifier another number of labels.
         """
         own = {name: options.pop(name) for name in cls.build_options if name in options}
         parts = cls._load(folder, **options)
@@ -177,13 +175,10 @@ class RewardModel(Role):
     @classmethod
     def from_classifier(cls, classifier: Any) -> RewardModel:
         """A reward model over a sequence classifier of transformers: its logit is the score; of two labels, logit 1
-        minus logit 0.
+        minus logit 0. Trunk and head are the classifier's own, which is trained with it; of two labels the head is a
+        new one. An encoder with a pooler is kept whole.
 
-        Trunk and head are the classifier's own, which is trained with it; of two labels the head is a new one. An
-        encoder with a pooler is kept whole.
-
-        Raises:
-            ValueError: no sequence classifier, or one with another number of labels.
+        Raises ValueError for no sequence classifier, or one with another number of labels.
         """
         if not _is_classifier(classifier):
             raise ValueError(f'from_classifier: a {type(classifier).__name__} given; it must be a sequence classifier')

@@ -1,14 +1,10 @@
 """Weights in files: reading them one tensor at a time, checking them, giving them to models, and writing them.
 
-A model that is built on the meta device has shapes and no numbers. It carries a `WeightsSource`: a folder or hub name
-with weight files, or the seed of a fresh model. `initial_tensors` yields its tensors by name and holds no more than one
-transformer block at a time, so that a sharded strategy can fill its shards; `fill_model` fills the model itself. The
-numbers of a fresh model follow from (seed, block name), so they are the same whether the whole model is built at once
-or one block after another.
-
-Names and layouts in files may differ from those in the model: transformers' own tables are followed. Weights that
-should not be trained on are errors that name file and tensor: damaged files, NaN, names or shapes that do not fit the
-model of the config. Checkpoints are written by `chatgpt.strategies.checkpoint`.
+A model on the meta device carries a `WeightsSource`: a folder or hub name with weight files, or the seed of a fresh
+model. `initial_tensors` yields its tensors by name, of one transformer block at a time, so that a sharded strategy can
+fill its shards; `fill_model` fills the model itself. The numbers of a fresh model follow from (seed, block name), so
+they are the same either way. Names and layouts in files are converted by transformers' own tables. Weights that should
+not be trained on are errors that name file and tensor. Checkpoints are written by `chatgpt.strategies.checkpoint`.
 """
 
 from __future__ import annotations
@@ -203,15 +199,8 @@ class _Recipe:
 
 
 class StoredTensors:
-    """Random access to the tensors of `files`.
-
-    Args:
-        files: safetensors files.
-        path: what to name where no single file can be named.
-        model: whose names are used; nothing is read into it.
-
-    Raises ValueError for a damaged file.
-    """
+    """Random access to the tensors of `files` by the names of `model`. `path` is named where no single file can be.
+    Raises ValueError for a damaged file."""
 
     def __init__(self, files: Sequence[Path], path: Any, model: PreTrainedModel) -> None:
         self.model = model
