@@ -75,7 +75,7 @@ def card(monkeypatch):
         yield made
 
 
-def note_of(folder: Path, seconds: float = 100.0) -> Note:
+def note_of(folder: Path, seconds: float = 10_000.0) -> Note:
     return Note(torch.device('cuda:0'), folder / 'out.json', seconds)
 
 
