@@ -95,7 +95,7 @@ class Actor(Role):
                 'lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one'
             )
         # Whether the output layer alone gives the model's logits; else its own head is used. None: not known yet.
-        self._linear_head = head_is_linear_by_form(model) if is_meta(model) else head_is_linear(model)
+        self._linear_head = (head_is_linear_by_form if is_meta(model) else head_is_linear)(self.model)
         enable_packing(base_model(model))
         check_company(base_model(model))
         add_lora(model, lora_rank, lora_train_bias, lora_options)

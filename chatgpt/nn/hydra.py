@@ -69,7 +69,7 @@ class TopBranch(nn.Module):
     def __init__(self, parts: _Parts, num_blocks: int, config: Any) -> None:
         super().__init__()
         self.num_blocks, self.first_block = num_blocks, len(parts.blocks) - num_blocks
-        places = [(parts.blocks, str(self.first_block + i)) for i in range(num_blocks)]
+        places: list[tuple[nn.Module, str]] = [(parts.blocks, str(self.first_block + i)) for i in range(num_blocks)]
         places += [(parent, name) for _, parent, name in parts.above]
         # One deepcopy, so that what blocks share stays shared; the config stays the model's own, with its attention
         # setting.
