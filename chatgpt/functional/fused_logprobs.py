@@ -16,13 +16,19 @@ Why the gradient is not taken in the forward pass where the head is trained: its
 g_i times something, and PPO's g_i follows from the very log-probs (ratio, clipping). Only a loss whose weights of
 tokens are known before, as in SFT, could.
 
+Where each process of a tensor group has some rows of the output layer (`VocabularyPart`; Shoeybi et al. 2019,
+"Megatron-LM", section 3), each goes over its own rows. Then three numbers for each token pass between them: the
+greatest logit, and with it the sums of powers and of powers times logits, and the picked logit, which one process
+knows. Backward, the gradient of its rows is each process's own, and the gradients of the states are summed.
+
 Letters: N tokens, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +42,26 @@ MIN_COLUMNS = 128
 """of a block, however many rows there are"""
 
 
+class Group(Protocol):
+    """The processes that share an output layer. Both give a new tensor, equal to the bit on all."""
+
+    def sum(self, x: Tensor) -> Tensor: ...
+
+    def max(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, eq=False)
+class VocabularyPart:
+    """Which rows of an embedding or output layer a process has: from `start` on, of `size`."""
+
+    group: Group
+    start: int
+    size: int
+
+    def __deepcopy__(self, memo: Any) -> VocabularyPart:
+        return self
+
+
 def fused_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -45,6 +71,7 @@ def fused_logprobs(
     temperature: float = 1.0,
     with_entropy: WithEntropy = False,
     block_size: int | None = None,
+    part: VocabularyPart | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of `ids` (and the entropy) under softmax((hidden Wᵀ + b) / temperature).
 
@@ -58,9 +85,12 @@ def fused_logprobs(
         bias: (V,) or None.
         ids: (N,) int64.
         block_size: columns of a block; None bounds N times it as `chunked_logprobs` bounds its chunks.
+        part: weight and bias are this process's rows; hidden and ids (0 .. V - 1) are the same on all processes of the
+            group. The call is then a collective, backward too.
 
     Returns:
-        log-probs (N,) fp32, and entropy (N,) fp32 or None. They can be differentiated once.
+        log-probs (N,) fp32, and entropy (N,) fp32 or None, equal to the bit on all processes of a group. They can be
+        differentiated once.
     """
     if not temperature > 0:
         raise ValueError(f'temperature={temperature!r} must be positive')
@@ -78,9 +108,9 @@ def fused_logprobs(
     learns = torch.is_grad_enabled()
     head_learns = learns and (weight.requires_grad or (bias is not None and bias.requires_grad))
     # The row that a frozen head needs holds for the log-prob alone: the entropy's gradient is another.
-    pulls = learns and hidden.requires_grad and not head_learns and with_entropy is not True
+    pulls = learns and hidden.requires_grad and not head_learns and with_entropy is not True and part is None
     logprobs, entropy = _FusedLogprobs.apply(
-        hidden, weight, bias, ids, float(temperature), with_entropy, block_size, dtype, pulls
+        hidden, weight, bias, ids, float(temperature), with_entropy, block_size, dtype, pulls, part
     )
     return logprobs, entropy if with_entropy else None
 
@@ -98,7 +128,9 @@ class _FusedLogprobs(torch.autograd.Function):
         block_size: int,
         dtype: torch.dtype,
         pulls: bool,
+        part: VocabularyPart | None,
     ) -> tuple[Tensor, Tensor]:
+        ids = ids if part is None else ids - part.start
         wide = torch.promote_types(dtype, torch.float32)
         lowest = torch.finfo(wide).min  # not −inf, whose differences are NaN
         n, states = hidden.shape[0], hidden.to(dtype)
@@ -111,23 +143,28 @@ class _FusedLogprobs(torch.autograd.Function):
                 inside, position = _positions(ids, columns)
                 chosen = torch.where(inside, logits.gather(1, position[:, None])[:, 0], chosen)
                 highest = torch.maximum(top, logits.amax(1))
-                shrink = (top - highest).exp_()
+                if mean is not None:
+                    mean.mul_((top - highest).exp_()[:, None])
+                total, surprise = _moved(total, surprise, top - highest)
                 logits.sub_(highest[:, None])
                 powers = logits.exp()
-                if with_entropy:  # Σ e^(l − m) (l − m), moved from the last maximum to this one
-                    moved = (surprise + total * (top - highest)) * shrink
-                    surprise = moved + logits.clamp_min_(lowest).mul_(powers).sum(1)
-                total = total * shrink + powers.sum(1)
+                if with_entropy:
+                    surprise = surprise + logits.clamp_min_(lowest).mul_(powers).sum(1)
+                total = total + powers.sum(1)
                 if mean is not None:
-                    mean.mul_(shrink[:, None])
                     _add_product(mean, powers.to(dtype), rows)
+                top = highest
+            if part is not None:
+                highest = part.group.max(top)
+                total, surprise = _moved(total, surprise, top - highest)
+                total, surprise, chosen = part.group.sum(torch.stack([total, surprise, chosen])).unbind()
                 top = highest
             log_total = total.log()
             entropy = log_total - surprise / total
             pull = None
             if mean is not None:
                 pull = (weight[ids].to(wide) - mean / total[:, None]).div_(temperature).to(dtype)
-        ctx.settings = (temperature, with_entropy is True, block_size, dtype, pulls)
+        ctx.settings = (temperature, with_entropy is True, block_size, dtype, pulls, part)
         if pulls:
             ctx.save_for_backward(pull)
         else:
@@ -141,8 +178,8 @@ class _FusedLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        temperature, entropy_learns, block_size, dtype, pulls = ctx.settings
-        none = (None,) * 6
+        temperature, entropy_learns, block_size, dtype, pulls, part = ctx.settings
+        none = (None,) * 7
         if grad is None and (entropy_grad is None or not entropy_learns):
             return None, None, None, *none
         if pulls:
@@ -176,7 +213,15 @@ class _FusedLogprobs(torch.autograd.Function):
                     _add_product(hidden_grad, logits_grad, rows)
                 if weight_grad is not None:
                     weight_grad[columns] = (logits_grad.t() @ states).to(weight_grad.dtype)
-        return None if hidden_grad is None else hidden_grad.to(ctx.hidden_dtype), weight_grad, bias_grad, *none
+        if hidden_grad is not None:
+            hidden_grad = (hidden_grad if part is None else part.group.sum(hidden_grad)).to(ctx.hidden_dtype)
+        return hidden_grad, weight_grad, bias_grad, *none
+
+
+def _moved(total: Tensor, surprise: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ e^(l − m) and Σ e^(l − m) (l − m) for a maximum that is −`by` higher."""
+    shrink = by.exp()
+    return total * shrink, (surprise + total * by) * shrink
 
 
 def _blocks(weight: Tensor, size: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:

@@ -94,12 +94,11 @@ class Actor(Role):
             raise ValueError(
                 'lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one'
             )
-        self._linear_head: bool | None = None
-        self.check_head()
+        # Whether the output layer alone gives the model's logits; else its own head is used. None: not known yet.
+        self._linear_head = (head_is_linear_by_form if is_meta(model) else head_is_linear)(self.model)
         enable_packing(base_model(model))
         check_company(base_model(model))
-        if lora_rank:
-            add_lora(model, lora_rank, lora_train_bias, lora_options)
+        add_lora(model, lora_rank, lora_train_bias, lora_options)
         if num_layers_unfrozen not in (None, -1):
             hydra.make_hydra(self, num_layers_unfrozen)
 
@@ -188,22 +187,13 @@ class Actor(Role):
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., D)."""
-        # Not known yet is treated as not linear: the model's own way is always right.
-        if not self._linear_head:
+        if not self._linear_head:  # not known yet is as no: the model's own way is always right
             return own_logits(self.model, hidden)
         layer = self.model.get_output_embeddings()
         weight = getattr(layer, 'weight', None)
         if weight is not None and weight.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(weight.dtype)  # Mamba's trunk gives fp32 in 16 bits
         return layer(hidden)
-
-    def check_head(self) -> None:
-        """Find out whether the output layer alone gives the model's logits; else its own head is used. Part of
-        construction.
-
-        Done on a few tokens; on the meta device, on random states and a small output layer.
-        """
-        self._linear_head = head_is_linear_by_form(self.model) if is_meta(self.model) else head_is_linear(self.model)
 
     @property
     def logprob_kernel(self) -> LogprobKernel:

@@ -1,12 +1,10 @@
 """The blocks of a model compiled by torch (`torch.compile`) for learning and scoring; generating stays as it is.
 
-The parts of a block are compiled: attention's projections and rotary embedding, the gated MLP, RMS norms. Each kind of
-part is one function for all layers of all models, with symbols for sizes, so a model costs a handful of graphs. The
-block itself stays ordinary code, and with it gradient checkpointing, FSDP2's gathering and hydra's recording. Only
-`forward` of a part's object changes, so names, weights, checkpoints, copies and LoRA layers are as before, and it may
-be done before or after a strategy has prepared the model. Attention over a packed batch is left out of the graphs: its
-work list is Python. What generates runs uncompiled: engines, which call `Actor.trunk`, and every call with a key/value
-cache.
+The parts of a block are compiled (attention's projections, the MLP, norms), each kind as one function for all layers of
+all models, with symbols for sizes. The block stays ordinary code, and with it gradient checkpointing, FSDP2's gathering
+and hydra's recording. Only `forward` of a part's object changes, so names, weights and copies are as before. Attention
+over a packed batch is left out: its work list is Python. What generates runs uncompiled: `Actor.trunk`, and every call
+with a key/value cache.
 """
 
 from __future__ import annotations
@@ -35,14 +33,11 @@ _compiled: dict[tuple[Any, str], Callable[..., Any]] = {}
 
 
 def compile_blocks(model: nn.Module, *, backend: str = 'inductor') -> int:
-    """Let the parts of `model`'s transformer blocks run compiled in every forward that does not generate. Numbers agree
-    with the plain ones up to rounding. The first forward and backward of each kind of call compile, for seconds to
-    minutes. A second call changes nothing.
+    """Let the parts of `model`'s transformer blocks run compiled in every forward that does not generate; returns their
+    number. Numbers agree with the plain ones up to rounding. The first call of each kind compiles, for seconds to
+    minutes. The model may be on the meta device, or prepared by a strategy. A second call changes nothing.
 
-    model: an `Actor`, `Critic`, `RewardModel` or transformers model; also one on the meta device.
-
-    Returns the number of parts. Raises ValueError for a model without blocks, and without a C++ compiler, which
-    inductor needs.
+    Raises ValueError for a model without blocks, and without a C++ compiler, which inductor needs.
     """
     if backend == 'inductor' and not has_compiler():
         raise ValueError('compile_blocks needs a C++ compiler (g++ or clang++, or CXX) for torch.compile; leave it out')

@@ -58,8 +58,7 @@ class Critic(Role):
         if not self._cut:
             check_company(self.model)
         self.value_head = value_head if value_head is not None else critic_head(hidden_size(self.model))
-        if lora_rank:
-            add_lora(self.model, lora_rank, lora_train_bias, lora_options)
+        add_lora(self.model, lora_rank, lora_train_bias, lora_options)
 
     def forward(self, batch: Batch) -> Tensor:
         """Values (N,) fp32 of the states before each action of the batch."""

@@ -8,8 +8,7 @@
 | auto | fused on an accelerator where the head fits, else plain | |
 
 Where one chunk holds everything, plain keeps its logits and computes nothing twice, so fused is plain then. Where
-processes have rows of the output layer each (tensor parallelism), all but liger are
-`functional.vocabulary_parallel`.
+processes have rows of the output layer each (tensor parallelism), all but liger are fused.
 
 Left out: the formulas.
 """
@@ -29,20 +28,11 @@ from chatgpt.functional import logprobs
 from chatgpt.functional.choices import KERNELS
 from chatgpt.functional.fused_logprobs import fused_logprobs
 from chatgpt.functional.logprobs import WithEntropy, chunked_logprobs, rows_per_chunk
-from chatgpt.functional.vocabulary_parallel import vocabulary_parallel_logprobs
 
 
 def check_kernel(kernel: str, head: nn.Module | None, linear: bool | None, model: str) -> None:
-    """Whether a model can take its log-probs so.
-
-    Args:
-        head: its output layer.
-        linear: whether that alone gives its logits; None: not known yet.
-        model: its name.
-
-    Raises:
-        ValueError: an unknown kernel, a package that is not there, or a head that it cannot compute.
-    """
+    """Raises ValueError for an unknown kernel, a package that is not there, or a head that it cannot compute. `linear`:
+    whether the output layer `head` alone gives the logits of the model of that name; None: not known yet."""
     check_name(kernel)
     if kernel in ('auto', 'plain'):
         return
@@ -102,21 +92,15 @@ def head_logprobs(
     temperature: float = 1.0,
     with_entropy: WithEntropy = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`chunked_logprobs` by a kernel.
+    """`chunked_logprobs` by a kernel. `head` gives logits of states (N, D), whatever it is made of; `layer` is the
+    output layer if its weight is all of that, else None.
 
-    Args:
-        states: (N, D).
-        head: states → logits, whatever it is made of.
-        layer: the output layer if its weight is all of `head`, else None.
-        ids: (N,).
-
-    Raises:
-        ValueError: the kernel was asked for by name, and the head, the device or the arguments do not fit it.
+    Raises ValueError where the kernel was asked for by name, and the head, the device or the arguments do not fit it.
     """
     options: Any = {'temperature': temperature, 'with_entropy': with_entropy}
     part = getattr(layer, 'vocabulary', None)
     if part is not None and kernel != 'liger':
-        return vocabulary_parallel_logprobs(states, layer.weight, layer.bias, ids, part, **options)
+        return fused_logprobs(states, layer.weight, layer.bias, ids, part=part, **options)
     weights = None if kernel == 'plain' else linear_weights(layer)
     if weights is None or not (kernel == 'liger' or _gains(kernel, states, head, vocab_size)):
         if kernel in ('fused', 'liger') and weights is None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from chatgpt.nn.weights import HEAD_FILE, check_fit, draw_seed, read_weights, save_tensors, seeded
 
@@ -64,20 +65,11 @@ def in_fp32(head: nn.Module, hidden: Tensor) -> Tensor:
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     with torch.autocast(device_type=hidden.device.type, enabled=False):
-        weight = next(head.parameters(), None)
-        if weight is None or weight.dtype == wide:
+        if all(parameter.dtype == wide for parameter in head.parameters()):
             out = head(hidden.to(wide))
         else:  # a model cast for the collect phase: its head is 16 bits, the product is not
-            layers = list(head) if isinstance(head, nn.Sequential) else [head]
-            simple = all(isinstance(layer, nn.Linear) or next(layer.parameters(), None) is None for layer in layers)
-            out = hidden.to(wide) if simple else head(hidden.to(weight.dtype))
-            for layer in layers if simple else ():
-                if isinstance(layer, nn.Linear):
-                    out = nn.functional.linear(
-                        out, layer.weight.to(wide), None if layer.bias is None else layer.bias.to(wide)
-                    )
-                else:
-                    out = layer(out)
+            widened = {name: parameter.to(wide) for name, parameter in head.named_parameters()}
+            out = functional_call(head, widened, hidden.to(wide))
     if out.shape != (*hidden.shape[:-1], 1):
         raise ValueError(
             f'value head: it gives {tuple(out.shape)} for states {tuple(hidden.shape)}; it must give one number per '
@@ -90,7 +82,7 @@ def in_fp32(head: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def save_head(head_state: dict[str, Tensor], folder: str | Path) -> None:
-    """Write a head's tensors beside a model. Names as in the head's own state dict."""
+    """Write a head's tensors, by the names of its own state dict, beside a model."""
     save_tensors(head_state, Path(folder, HEAD_FILE))
 
 

@@ -1,17 +1,13 @@
 """Hydra: policy and reference share one frozen trunk and differ only in their top k blocks.
 
 `make_hydra(owner, k)` freezes a causal LM below its top k blocks and keeps a frozen copy of what stays trainable above:
-the k blocks, the final norm and, when it is not tied to the embeddings, the output head. Inside
-`reference_branch(owner)` copy and trained part change places in the module tree, so the model's own forward computes
-the reference. `recorded_trunk(owner)` notes what enters the top blocks during an ordinary forward, so that the
-reference is computed from it without a second pass through the trunk. Of an encoder-decoder the top blocks are the
-decoder's.
+the k blocks (of an encoder-decoder the decoder's), the final norm and an output head that is not tied to the
+embeddings. Inside `reference_branch(owner)` copy and trained part change places in the module tree, so the model's own
+forward computes the reference. `recorded_trunk(owner)` notes what enters the top blocks during an ordinary forward, so
+that the reference needs no second pass through the trunk. Which models take part is found out: `check_hydra` compares
+reference and policy on a few tokens, on the meta device once the weights are there (`settle_hydra`).
 
-Which models take part is found out: the blocks are the model's list of as many modules as its config has layers, the
-final norm is looked for beside it, and `check_hydra` compares reference and policy on a few tokens. On the meta device
-that waits for the weights (`settle_hydra`).
-
-The idea is the hydra of trlX (Havrilla et al. 2023, "trlX: A Framework for Large Scale RLHF").
+Source: the hydra of trlX (Havrilla et al. 2023, "trlX: A Framework for Large Scale RLHF").
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +27,17 @@ from chatgpt.nn.lora import has_lora
 from chatgpt.nn.packing import check_batch, close, reshard
 from chatgpt.nn.trunk import base_model, in_eval_mode, is_meta, text_config
 
-SUPPORTED = 'decoders that run their blocks one after another with nothing but a norm above them (docs/models.md)'
-
 _NORMS = 'ln_f norm final_layer_norm final_layernorm final_norm norm_f layer_norm layernorm ln_out'.split()
 """what a final norm is called beside the blocks; others are tried after these"""
 _NOT_THIS_WAY = (TypeError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
 """what a model raises whose blocks cannot be computed apart"""
+
+
+def _refused(why: str) -> ValueError:
+    return ValueError(
+        f'num_layers_unfrozen: {why}; supported are decoders that run their blocks one after another with nothing but '
+        'a norm above them (docs/models.md)'
+    )
 
 
 class _Slot(NamedTuple):
@@ -67,28 +68,23 @@ class TopBranch(nn.Module):
 
     def __init__(self, parts: _Parts, num_blocks: int, config: Any) -> None:
         super().__init__()
-        self.num_blocks = num_blocks
-        self.first_block = len(parts.blocks) - num_blocks
+        self.num_blocks, self.first_block = num_blocks, len(parts.blocks) - num_blocks
+        places: list[tuple[nn.Module, str]] = [(parts.blocks, str(self.first_block + i)) for i in range(num_blocks)]
+        places += [(parent, name) for _, parent, name in parts.above]
         # One deepcopy, so that what blocks share stays shared; the config stays the model's own, with its attention
         # setting.
-        tops = list(parts.blocks)[self.first_block :]
-        originals = [*tops, parts.norm, parts.head]
-        copied: list[Any] = copy.deepcopy(originals, {id(config): config})
+        copied: list[Any] = copy.deepcopy([parent._modules[name] for parent, name in places], {id(config): config})
         self.blocks = nn.ModuleList(copied[:num_blocks])
-        self.norm, self.head = copied[num_blocks:]
+        self.norm: nn.Module | None = None
+        self.head: nn.Module | None = None
+        for (name, *_), module in zip(parts.above, copied[num_blocks:], strict=True):
+            setattr(self, name, module)
+        own = [(self.blocks, str(i)) for i in range(num_blocks)] + [(self, name) for name, *_ in parts.above]
         # Links into the model, in tuples so that they are not registered a second time below this module.
         self._blocks, self._after_norm = (parts.blocks,), parts.after_norm
-        self._slots = [_Slot(parts.blocks, str(self.first_block + i), self.blocks, str(i)) for i in range(num_blocks)]
-        for name, parent, child in (
-            ('norm', parts.norm_parent, parts.norm_name),
-            ('head', parts.head_parent, parts.head_name),
-        ):
-            if getattr(self, name) is not None and parent is not None:
-                self._slots.append(_Slot(parent, child, self, name))
+        self._slots = [_Slot(*place, *mine) for place, mine in zip(places, own, strict=True)]
         self.depth = 0
-        named = zip(('blocks', 'norm', 'head'), (nn.ModuleList(tops), parts.norm, parts.head), strict=True)
-        originals_by_name = {f'{n}.{k}': p for n, part in named if part is not None for k, p in part.named_parameters()}
-        self._never_other = {n for n, p in originals_by_name.items() if not p.requires_grad}
+        self._never_other = {n for n, p in self.named_parameters() if not p.requires_grad}
         """copies of what is not trained, which may be read below as well: T5's position biases"""
         self.requires_grad_(False)
         self.eval()
@@ -156,24 +152,16 @@ class TopBranch(nn.Module):
 
 class _Parts(NamedTuple):
     blocks: nn.ModuleList
-    norm: nn.Module | None
-    """the final norm when it has weights of its own"""
-    norm_parent: nn.Module
-    norm_name: str
+    above: list[tuple[str, nn.Module, str]]
+    """'norm' and 'head', where they have weights of their own: the module that holds each, and its name there"""
     after_norm: tuple[nn.Module, ...]
     """frozen, shared modules between final norm and head; a norm without weights is one"""
-    head: nn.Module | None
-    """the output head when it has weights of its own"""
-    head_parent: nn.Module | None
-    head_name: str
 
 
 def make_hydra(owner: nn.Module, num_layers_unfrozen: int) -> None:
-    """Give `owner` a frozen reference branch; train only the top `num_layers_unfrozen` blocks, the final norm and an
-    untied head.
-
-    `owner` keeps the transformers causal LM as `.model`, or is that model itself. The copy becomes `owner.ref_branch`.
-    -1 means no hydra: nothing is changed. Parameters of `owner` outside the model are left as they are.
+    """Give `owner`, a transformers causal LM or what keeps one as `.model`, a frozen `ref_branch`; train only the top
+    `num_layers_unfrozen` blocks, the final norm and an untied head. -1 changes nothing. Parameters of `owner` outside
+    the model are left as they are.
 
     Raises ValueError for a number that is neither -1 nor in 1..number of blocks, an unsupported architecture, adapters
     in the model, or a reference that does not agree exactly with the policy on a few tokens.
@@ -223,17 +211,12 @@ def _freeze_below(model: PreTrainedModel, parts: _Parts, num_blocks: int) -> Non
             f'{num_blocks} cannot be trained alone; use LoRA, or -1'
         )
     model.requires_grad_(False)
-    for part in (*list(parts.blocks)[-num_blocks:], parts.norm, parts.head):
-        if part is not None:
-            part.requires_grad_(True)
-    biases = [_biases(block) for block in parts.blocks]
+    for part in (*list(parts.blocks)[-num_blocks:], *(parent._modules[name] for _, parent, name in parts.above)):
+        cast(nn.Module, part).requires_grad_(True)
+    biases = [[m for n, m in b.named_modules() if n.endswith('relative_attention_bias')] for b in parts.blocks]
     if biases[0] and not any(biases[1:]):  # T5: all blocks read those of the first, the reference's too
         for bias in biases[0]:
             bias.requires_grad_(False)
-
-
-def _biases(block: nn.Module) -> list[nn.Module]:
-    return [module for name, module in block.named_modules() if name.endswith('relative_attention_bias')]
 
 
 def _model_of(owner: nn.Module) -> PreTrainedModel:
@@ -252,14 +235,15 @@ def _candidates(model: PreTrainedModel, num_blocks: int) -> list[_Parts]:
     count = getattr(text_config(model.config), 'num_hidden_layers', None)
     found = [p for p, m in outer.items() if len(m) == count] or sorted(outer, key=lambda p: len(outer[p]))
     if not found:
-        raise ValueError(f'num_layers_unfrozen: {name} is not supported; supported are {SUPPORTED}')
+        raise _refused(f'{name} is not supported')
     blocks = outer[found[-1]]
     if num_blocks > len(blocks):
         raise ValueError(f'num_layers_unfrozen: {num_blocks} given, but {name} has {len(blocks)} blocks')
     head = model.get_output_embeddings()
     if head is not None and sum(p is head.weight for _, p in model.named_parameters(remove_duplicate=False)) > 1:
         head = None  # it is the embeddings, of an encoder-decoder the decoder's
-    head_path = next((name for name, module in model.named_modules() if module is head), '') if head is not None else ''
+    path = next((n for n, m in model.named_modules() if m is head), '') if head is not None else ''
+    heads = [('head', model.get_submodule(path.rpartition('.')[0]), path.rpartition('.')[2])] if path else []
     parent = base.get_submodule(found[-1].rpartition('.')[0])
     beside = [n for n, m in parent.named_children() if 'norm' in type(m).__name__.lower()]
     if layout.apart:  # BART's stands below the blocks; LFM2's of such a name is its final one
@@ -270,16 +254,8 @@ def _candidates(model: PreTrainedModel, num_blocks: int) -> list[_Parts]:
     def parts(norm_name: str) -> _Parts:
         norm = parent._modules[norm_name] if norm_name else None
         own = norm is not None and next(norm.parameters(), None) is not None
-        return _Parts(
-            blocks=blocks,
-            norm=norm if own else None,
-            norm_parent=parent,
-            norm_name=norm_name,
-            after_norm=tuple(m for m in (None if own else norm, after) if m is not None),
-            head=head,
-            head_parent=model.get_submodule(head_path.rpartition('.')[0]) if head_path else None,
-            head_name=head_path.rpartition('.')[2],
-        )
+        above = [('norm', parent, norm_name), *heads] if own else heads
+        return _Parts(blocks, above, tuple(m for m in (None if own else norm, after) if m is not None))
 
     return [parts(name) for name in names]
 
@@ -372,28 +348,19 @@ def check_hydra(owner: nn.Module) -> None:
         raise
     except (*_NOT_THIS_WAY, ValueError) as error:
         line = (str(error).splitlines() or [''])[0]
-        raise ValueError(
-            f'num_layers_unfrozen: the top blocks of {name} cannot be computed apart ({type(error).__name__}: {line}); '
-            f'supported are {SUPPORTED}'
-        ) from None
+        why = f'the top blocks of {name} cannot be computed apart ({type(error).__name__}: {line})'
+        raise _refused(why) from None
     finally:
         for handle in handles:
             handle.remove()
     if used_by_policy or sorted(map(id, used_by_reference)) != sorted(map(id, copies)):  # each copy exactly once
-        raise ValueError(
-            f'num_layers_unfrozen: {name} does not run its blocks from its module tree; supported are {SUPPORTED}'
-        )
+        raise _refused(f'{name} does not run its blocks from its module tree')
     rounding = min(64 * torch.finfo(policy.dtype).eps, 2e-2)
     if not _same(reference, policy, rounding):
         worst = (policy - reference).abs().max().item()
-        raise ValueError(
-            f'num_layers_unfrozen: policy and reference of {name} differ by {worst:g}; supported are {SUPPORTED}'
-        )
+        raise _refused(f'policy and reference of {name} differ by {worst:g}')
     if from_trunk.shape != hidden.shape or not _same(from_trunk, hidden, rounding):
-        raise ValueError(
-            f'num_layers_unfrozen: {name} does more above its blocks than a norm, or they hand on more than hidden '
-            f'states; supported are {SUPPORTED}'
-        )
+        raise _refused(f'{name} does more above its blocks than a norm, or they hand on more than hidden states')
 
 
 def _same(got: Tensor, want: Tensor, rounding: float) -> bool:
@@ -427,7 +394,4 @@ def settle_hydra(module: nn.Module, device: torch.device) -> None:
             reshard(module)
     pairs = ((reference, policy), (from_trunk, policy), (still, policy), (other_from_trunk, other))
     if not all(close(a, b) for a, b in pairs) or close(other, policy):
-        raise ValueError(
-            f'num_layers_unfrozen: the reference of {type(_model_of(module)).__name__} is not what its policy was; '
-            f'supported are {SUPPORTED}'
-        )
+        raise _refused(f'the reference of {type(_model_of(module)).__name__} is not what its policy was')

@@ -130,19 +130,9 @@ class ILQLModel(Actor):
         for target, source in zip(self.target_q_heads.parameters(), self.q_heads.parameters(), strict=True):
             _local(target).lerp_(_local(source).to(_local(target).dtype), alpha)
 
-    @torch.no_grad()
-    def save_pretrained(
-        self,
-        folder: str | Path,
-        tokenizer: Any = None,
-        *,
-        state_dict: dict[str, Tensor] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """A Hugging Face folder of the policy, with the heads in a file beside it."""
-        super().save_pretrained(folder, tokenizer, state_dict=state_dict, dtype=dtype)
-        full = self.state_dict() if state_dict is None else state_dict
-        heads = {n: t for n, t in full.items() if n.startswith(('v_head.', 'q_heads.', 'target_q_heads.'))}
+    def _write(self, folder: str | Path, weights: Any, state: dict[str, Tensor], tokenizer: Any, dtype: Any) -> None:
+        super()._write(folder, weights, state, tokenizer, dtype)
+        heads = {n: t for n, t in state.items() if n.startswith(('v_head.', 'q_heads.', 'target_q_heads.'))}
         save_tensors(heads, Path(folder, Q_HEADS_FILE))
 
     @classmethod

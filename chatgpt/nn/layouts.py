@@ -1,8 +1,7 @@
 """How a model reads a prompt and writes a response: in one row, as a decoder does, or apart, as an encoder-decoder.
 
-`layout_of(model)` gives one of two objects with the same face; what differs between the two kinds of model is behind
-it. Of an encoder-decoder (T5, BART) the prompt is the encoder's and the response the decoder's. A `Batch` is what it is
-for a decoder, prompt and response in one row:
+`layout_of(model)` gives one of two objects with the same face. Of an encoder-decoder (T5, BART) the prompt is the
+encoder's and the response the decoder's. A `Batch` is what it is for a decoder, prompt and response in one row:
 
     row                p1 p2 p3 r1 r2          encoder  p1 p2 p3          decoder  start r1 r2
     state at           .  .  0  1  2                                               0     1  2

@@ -11,10 +11,12 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
@@ -25,7 +27,7 @@ from chatgpt.names import hint
 from chatgpt.nn import lora
 from chatgpt.nn.heads import load_head, save_head
 from chatgpt.nn.layouts import layout_of
-from chatgpt.nn.peft_format import AdapterFolder, adapter_base
+from chatgpt.nn.peft_format import MergedAdapter, adapter_base
 from chatgpt.nn.trunk import cut_over
 from chatgpt.nn.weights import (
     Uninitialised,
@@ -102,14 +104,12 @@ def load_config(pretrained: str | os.PathLike[str], *, trust_remote_code: bool =
 
 
 def _read_config(pretrained: str | os.PathLike[str], trust_remote_code: bool, hub: Mapping[str, Any]) -> Any:
-    from transformers import AutoConfig
-
     name = checked_path(pretrained, hub)
     name = checked_path(adapter_base(name) or name, hub)
     if Path(name).is_dir() and not Path(name, hub.get('subfolder', ''), 'config.json').is_file():
         raise ValueError(f'the folder {name!r} has no config.json, so it holds no model{_models_inside(name)}')
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **hub)
+        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **hub)
     except (OSError, ValueError) as error:
         raise _explained('a model config', name, error) from None
 
@@ -138,15 +138,13 @@ def load_tokenizer(pretrained: str | os.PathLike[str], *, trust_remote_code: boo
     """The tokenizer of a hub name or folder, of an adapter's folder without one that of its base. Without a padding
     token it gets the end token's. Whether the model beside it is an encoder-decoder is noted
     (`chatgpt.data.formats.notes_of`). Raises ValueError where there is none."""
-    from transformers import AutoTokenizer
-
     name = checked_path(pretrained)
     if not Path(name, 'tokenizer_config.json').is_file():
         name = checked_path(adapter_base(name) or name)
     if Path(name).is_dir() and not any(file for pattern in TOKENIZER_FILES for file in Path(name).glob(pattern)):
         raise ValueError(f'the folder {name!r} holds no tokenizer{_models_inside(name) or OTHER_TOKENIZER}')
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f'{_explained("a tokenizer", name, error)}{OTHER_TOKENIZER}') from None
     if not tokenizer.vocab_size:  # transformers makes an empty one of the config's family where files lack
@@ -182,22 +180,22 @@ def load_model(
     check_options(options)
     hub = {k: v for k, v in options.items() if k in HUB_OPTIONS}
     if pretrained is None:
-        cls = _class_for(auto_class, config, type(config).__name__)
+        cls = getattr(transformers, layout_of(config).auto_class(auto_class, config, type(config).__name__))
         model = _made(cls, config, WeightsSource(kind='config', seed=draw_seed()), options)
     else:
         name = checked_path(pretrained, hub)
-        adapter = AdapterFolder(name) if (base := adapter_base(name)) is not None else None
+        adapter = partial(MergedAdapter, folder=name) if (base := adapter_base(name)) is not None else None
         name = checked_path(base or name, hub)
         source = WeightsSource(
             kind='pretrained',
             path=name,
             adapter=adapter,
             seed=draw_seed(),
-            **{k: v for k, v in hub.items() if k != 'token'},
+            hub={k: v for k, v in hub.items() if k != 'token'},
         )
         config = _read_config(name, options.get('trust_remote_code', False), hub)
         to_be_dense(config, name)
-        cls = _class_for(auto_class, config, repr(name))
+        cls = getattr(transformers, layout_of(config).auto_class(auto_class, config, repr(name)))
         try:
             model = _made(cls, config, source, options)
             dtype, wide = stored_dtype(weight_files(source))
@@ -217,13 +215,6 @@ def load_model(
                 f'checkpoint=True: {type(model).__name__} cannot recompute its activations; leave it out'
             ) from None
     return model
-
-
-def _class_for(auto_class: str, config: Any, name: str) -> Any:
-    """transformers would make a causal language model of an encoder-decoder's decoder alone."""
-    import transformers
-
-    return getattr(transformers, layout_of(config).auto_class(auto_class, config, name))
 
 
 def _made(cls: Any, config: Any, source: WeightsSource, options: dict[str, Any]) -> Any:
@@ -277,7 +268,7 @@ def _from_remote_code(cls: Any, source: WeightsSource, options: dict[str, Any]) 
         )
     problems = [info.get(f'{kind}_keys', ()) for kind in ('missing', 'unexpected', 'mismatched')]
     check_fit(model, lambda _: source.path, *problems)
-    adapter = None if source.adapter is None else source.adapter.of(model)
+    adapter = None if source.adapter is None else source.adapter(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             check_finite(parameter, name, lambda _: source.path)
@@ -303,8 +294,10 @@ def _without_report() -> Iterator[None]:
 
 
 def add_lora(model: Any, rank: int, bias: str, options: Mapping[str, Any] | None = None) -> None:
-    """Adapters on `model`, drawn from the seed of its `WeightsSource`, or a new one. `options`: alpha, dropout,
-    targets."""
+    """Adapters on `model`, drawn from the seed of its `WeightsSource`, or a new one; none of rank 0. `options`: alpha,
+    dropout, targets."""
+    if not rank:
+        return
     unknown = set(options or ()) - {'alpha', 'dropout', 'targets'}
     if unknown:
         raise ValueError(f'lora_options: {sorted(unknown)[0]!r} is not known; there are alpha, dropout and targets')
@@ -377,28 +370,29 @@ class Role(nn.Module):
         state_dict: dict[str, Tensor] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """A Hugging Face folder of the model, adapters folded in, with the value head beside it.
+        """A Hugging Face folder of the model, adapters folded in, with its heads beside it.
 
         Args:
             state_dict: full weights by this module's parameter names, when they do not lie in the module itself.
             dtype: of the weights in the files; None: that of the folder which the model was loaded from, and of a new
-                model the one it has. The value head stays in fp32.
+                model the one it has. Heads stay in fp32.
         """
-        full = self.state_dict() if state_dict is None else state_dict
-        write_folder(self.model, folder, self._model_weights(state_dict), dtype=dtype)
-        if self.value_head is not None:
-            save_head(part_of(full, 'value_head'), folder)
+        if not lora.has_lora(self.model):
+            weights = None if state_dict is None else part_of(state_dict, 'model')
+        elif state_dict is None:
+            weights = lora.merged_state_dict(self.model)
+        else:
+            raise ValueError('save_pretrained with given weights cannot fold adapters in; merge them first')
+        self._write(folder, weights, self.state_dict() if state_dict is None else state_dict, tokenizer, dtype)
         if tokenizer is not None:
             save_tokenizer(tokenizer, folder)
 
-    def _model_weights(self, state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
-        """The model's own weights by its names, adapters folded in; None: they lie in the model as they are."""
-        adapted = lora.has_lora(self.model)
-        if state_dict is None:
-            return lora.merged_state_dict(self.model) if adapted else None
-        if adapted:
-            raise ValueError('save_pretrained with given weights cannot fold adapters in; merge them first')
-        return part_of(state_dict, 'model')
+    def _write(self, folder: str | Path, weights: Any, state: dict[str, Tensor], tokenizer: Any, dtype: Any) -> None:
+        """Write model and heads. `weights` are the model's by its own names; None: they lie in it as they are. `state`
+        is the role's."""
+        write_folder(self.model, folder, weights, dtype=dtype)
+        if self.value_head is not None:
+            save_head(part_of(state, 'value_head'), folder)
 
 
 def part_of(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
@@ -425,11 +419,6 @@ def load_base_model(pretrained: str | os.PathLike[str] | None = None, config: An
         with suppress(ValueError):
             return trunk_of(load_causal_lm(pretrained, **kwargs))
         raise
-
-
-def load_classifier(pretrained: str | os.PathLike[str], **kwargs: Any) -> Any:
-    """A sequence-classification model; see `load_model`."""
-    return load_model('AutoModelForSequenceClassification', pretrained, None, **kwargs)
 
 
 def write_folder(

@@ -4,10 +4,9 @@ An adapted layer computes y = x W^T + b + (alpha / r) x A^T B^T (Hu et al. 2021,
 r). `convert_to_lora` replaces `nn.Linear` and GPT-2's `Conv1D` in place. `weight` and `bias` stay the same parameters
 under the same names, with `lora_A` and `lora_B` beside them. loralib's own layers fold the adapter into the weight on
 `eval()` and subtract it on `train()`, which rounds; these never do. Folding is `merge_lora`, and `unmerge_lora` puts
-the saved bits back.
+the saved bits back; meanwhile `state_dict()` still writes the base weight.
 
-While an adapter is folded, `state_dict()` still writes the base weight, so a saved file never holds the adapter twice.
-PEFT's file format is in `chatgpt.nn.peft_format`; why its layers are not used is measured in docs/algorithms/ppo.md.
+PEFT's file format is in `chatgpt.nn.peft_format`; docs/algorithms/ppo.md measures why its layers are not used.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import inspect
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Literal, cast, get_args
@@ -31,16 +30,6 @@ from transformers.pytorch_utils import Conv1D
 from chatgpt.nn.quantized import NF4Linear
 
 BiasMode = Literal['none', 'all', 'lora_only']
-
-
-class _SavedBits:
-    """A base weight put aside while its adapter is folded in. Never written to, so copies of the layer share it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _SavedBits:
-        return self
 
 
 class _Adapter(loralib.LoRALayer):
@@ -74,7 +63,7 @@ class _Adapter(loralib.LoRALayer):
         self.scaling = alpha / rank
         self.bias_mode = bias_mode
         self.adapter_on = True
-        self.saved: _SavedBits | None = None  # the base weight while the adapter is folded in
+        self.saved: Tensor | None = None  # the base weight while the adapter is folded in
         self._take_weight(base)
         like = next(iter((*base.parameters(), *base.buffers())))
         # what is trained is kept in fp32, whatever the frozen weight is kept in
@@ -108,7 +97,7 @@ class _Adapter(loralib.LoRALayer):
     def folded_weight(self) -> Tensor:
         """A new tensor W + scaling * B A in the layout of `weight`, in fp32 or wider: W may be kept in 16 bits, and the
         sum is no number of theirs."""
-        weight = self.weight if self.saved is None else self.saved.tensor
+        weight = self.weight if self.saved is None else self.saved
         return self._folded(weight, self.lora_A, self.lora_B)
 
     def fold(self, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> Tensor:
@@ -129,38 +118,29 @@ class _Adapter(loralib.LoRALayer):
             return
         if self.shares_base:
             raise ValueError('merge_lora: the weight is shared with other models or in 4 bits; export it instead')
-        folded = self.folded_weight().to(self.weight.dtype)
-        self.saved = _SavedBits(self.weight.detach().clone())
-        self.weight.copy_(folded)
+        self.saved = self.weight.detach().clone()
+        self.weight.copy_(self.folded_weight())
         self.merged = True
 
     @torch.no_grad()
     def unmerge(self) -> None:
         if self.saved is None:
             return
-        self.weight.copy_(self.saved.tensor)
+        self.weight.copy_(self.saved)
         self.saved = None
         self.merged = False
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
         if self.saved is not None:
-            destination[prefix + 'weight'] = self.saved.tensor
+            destination[prefix + 'weight'] = self.saved
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        metadata: Any,
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         if self.merged:
+            errors = args[-1]
             errors.append(f'{prefix[:-1]}: its adapter is merged; call unmerge_lora before load_state_dict')
             return
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)  # type: ignore[misc]
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def extra_repr(self) -> str:
         return f'in_features={self.in_features}, out_features={self.out_features}, r={self.r}, alpha={self.lora_alpha}'
@@ -302,9 +282,8 @@ def convert_to_lora(
     chosen = _target_layers(module, targets)
     for name, layer in chosen.items():
         shape = weight_shape(layer)
-        smaller = min(shape)
-        if rank > smaller:
-            raise ValueError(f'LoRA rank: {rank} given, but {name} is {shape}; the rank must be at most {smaller}')
+        if rank > min(shape):
+            raise ValueError(f'LoRA rank: {rank} given, but {name} is {shape}; the rank must be at most {min(shape)}')
     for name, layer in chosen.items():
         parent, _, child = name.rpartition('.')
         adapted = _replacement(layer)(layer, rank, alpha=alpha or rank, dropout=dropout, bias_mode=bias)
@@ -314,17 +293,22 @@ def convert_to_lora(
         _tell_of_what_is_not_reached(module)
 
 
+def _of_the_blocks(module: nn.Module) -> Callable[[str], bool]:
+    """Whether what has that name stands in a transformer block (below an `nn.ModuleList`), and text reaches it."""
+    lists = tuple(f'{n}.' if n else '' for n, m in module.named_modules() if isinstance(m, nn.ModuleList))
+    return lambda name: name.startswith(lists) and not OTHER_SENSES.search(name)
+
+
 def _tell_of_what_is_not_reached(module: nn.Module) -> None:
     """Warn when matrices of the blocks have no adapter, as a mixture's fused experts have none."""
-    reached = {id(p) for layer in lora_layers(module).values() for p in layer.parameters()}
-    lists = [n for n, m in module.named_modules() if isinstance(m, nn.ModuleList)]
-    within = sum(layer.in_features * layer.out_features for layer in lora_layers(module).values())
-    beside = {}
-    for name, parameter in module.named_parameters():
-        if not any(name.startswith(f'{p}.' if p else '') for p in lists) or OTHER_SENSES.search(name):
-            continue
-        if id(parameter) not in reached and parameter.dim() > 1:
-            beside[name] = parameter.numel()
+    layers, in_blocks = lora_layers(module).values(), _of_the_blocks(module)
+    reached = {id(p) for layer in layers for p in layer.parameters()}
+    within = sum(layer.in_features * layer.out_features for layer in layers)
+    beside = {
+        name: parameter.numel()
+        for name, parameter in module.named_parameters()
+        if in_blocks(name) and id(parameter) not in reached and parameter.dim() > 1
+    }
     if sum(beside.values()) > 0.1 * (within + sum(beside.values())):
         share = within / (within + sum(beside.values()))
         warnings.warn(
@@ -337,14 +321,13 @@ def _tell_of_what_is_not_reached(module: nn.Module) -> None:
 def _target_layers(module: nn.Module, targets: str | Iterable[str] | None) -> dict[str, Any]:
     linear: dict[str, Any] = {n: m for n, m in module.named_modules() if n and _replacement(m) is not None}
     if targets is None:
-        lists = [n for n, m in module.named_modules() if isinstance(m, nn.ModuleList)]
+        in_blocks = _of_the_blocks(module)
         chosen = {
             n: m
             for n, m in linear.items()
-            if any(n.startswith(f'{p}.' if p else '') for p in lists)
+            if in_blocks(n)
             and not set(n.split('.')) & set(LEFT_OUT)
             and min(weight_shape(m)) > 1
-            and not OTHER_SENSES.search(n)
             and not _bypassed(module, n)
         }
         if not chosen:
@@ -353,16 +336,13 @@ def _target_layers(module: nn.Module, targets: str | Iterable[str] | None) -> di
                 f'name the layers with targets=; linear layers: {_some(linear)}'
             )
     else:
-        chosen = {}
         patterns = [targets] if isinstance(targets, str) else list(targets)
         if not patterns:
             raise ValueError('LoRA targets: an empty list given; give patterns, or None for every layer in the blocks')
         for pattern in patterns:
-            matched = {n: m for n, m in linear.items() if _matches(pattern, n)}
-            if not matched:
+            if not any(_matches(pattern, n) for n in linear):
                 raise ValueError(f'LoRA targets: {pattern!r} matches no linear layer; there are {_some(linear)}')
-            chosen |= matched
-        chosen = {n: m for n, m in linear.items() if n in chosen}
+        chosen = {n: m for n, m in linear.items() if any(_matches(pattern, n) for pattern in patterns)}
         for name in chosen:
             if _bypassed(module, name):
                 parent, _, child = name.rpartition('.')

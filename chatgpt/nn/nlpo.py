@@ -31,11 +31,6 @@ def likely_tokens(logits: Tensor, top_p: float, temperature: float = 1.0) -> Ten
     return torch.zeros_like(keep).scatter_(-1, order, keep)
 
 
-def masked_logits(logits: Tensor, mask_logits: Tensor, top_p: float, temperature: float = 1.0) -> Tensor:
-    """`logits` with −inf outside of M(s)."""
-    return logits.masked_fill(~likely_tokens(mask_logits, top_p, temperature), -math.inf)
-
-
 def masked_output(
     policy: Any,
     mask_model: Any,
@@ -94,7 +89,8 @@ class MaskedPolicy(nn.Module):
     def head(self, hidden: Tensor) -> Tensor:
         """Logits (..., V), −inf outside of M(s)."""
         own, other = hidden.chunk(2, dim=-1)
-        return masked_logits(self.actor.head(own), self.mask_actor.head(other), self.top_p, self.temperature)
+        likely = likely_tokens(self.mask_actor.head(other), self.top_p, self.temperature)
+        return self.actor.head(own).masked_fill(~likely, -math.inf)
 
 
 class _Shifted(Cache):

@@ -3,14 +3,12 @@ sequences.
 
 Everything but attention works token by token. Attention is registered with transformers under a name of ours, which is
 the model's 'sdpa' for every ordinary call; a call that carries a `Packing` takes FlashAttention for variable lengths
-(`torch.nn.attention.varlen`) on CUDA in 16 bits, elsewhere `scaled_dot_product_attention` over groups of sequences of
-similar length, padded within their group. On a CPU attention over few keys is computed in fp32, also in 16-bit models,
-where torch's 16-bit kernel is the slower one.
+(`torch.nn.attention.varlen`) on CUDA in 16 bits, elsewhere SDPA over groups of sequences of similar length, padded
+within their group. On a CPU few keys are computed in fp32, where torch's 16-bit kernel is the slower one.
 
-A model takes part when it asks transformers for its attention and every layer attends to all earlier tokens. That is
-compared with the plain forward on a few tokens when an `Actor`, `Critic` or `RewardModel` is built; on the meta device,
-once a strategy has given it its weights (`settle`). Models with attention windows shorter than the batch, position
-biases (ALiBi), encoders and encoder-decoders run padded.
+A model takes part when every layer attends to all earlier tokens, which is compared with the plain forward on a few
+tokens when a role is built; on the meta device, once a strategy has given it its weights (`settle`). Others (windows
+shorter than the batch, ALiBi, encoders, encoder-decoders) run padded.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from chatgpt.batching import collate, packing_of
+from chatgpt.batching import collate
 from chatgpt.nn.layouts import at_their_places, encoder_decoder_hidden, layout_of, separate_inputs
 from chatgpt.nn.trunk import (
     accepts,
@@ -450,18 +448,15 @@ def close(got: Tensor, want: Tensor, tolerance: float = 2e-2) -> bool:
 @torch.no_grad()
 def _agrees(model: nn.Module) -> bool:
     """Whether a packed forward of two short sequences gives the hidden states of the padded one."""
+    first = next(model.parameters())
+    batch = collate(_records(model)).to(first.device)
+    assert batch.packing is not None
     try:
         with in_eval_mode(model):
-            device, width = next(model.parameters()).device, max(CHECK_LENGTHS)
-            ids = torch.arange(len(CHECK_LENGTHS) * width, device=device).view(-1, width) * 7919 + 13
-            ids = ids % text_config(model.config).vocab_size
-            positions = torch.arange(width, device=device).expand_as(ids)
-            packing = packing_of(CHECK_LENGTHS, width)
-            assert packing is not None
-            packing = packing.to(device)
-            plain = run_trunk(model, ids, position_ids=positions).flatten(0, 1)[packing.token_index].double()
-            packed = _packed_hidden(model, ids, positions, packing)[0].double()
-            tolerance = 1e-4 if next(model.parameters()).dtype == torch.float32 else 2e-2
-            return bool((packed - plain).abs().max() <= tolerance * plain.abs().max().clamp_min(1e-6))
+            plain = run_trunk(model, batch.input_ids, position_ids=batch.position_ids).flatten(0, 1)
+            packed = _packed_hidden(model, batch.input_ids, batch.position_ids, batch.packing)[0]
+            off = (packed.double() - plain[batch.packing.token_index].double()).abs().max()
+            tolerance = 1e-4 if first.dtype == torch.float32 else 2e-2
+            return bool(off <= tolerance * plain.double().abs().max().clamp_min(1e-6))
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, NotImplementedError):
         return False

@@ -1,17 +1,15 @@
 """LoRA adapters in PEFT's file format: `adapter_config.json` beside `adapter_model.safetensors`.
 
-`export_peft` writes a folder that `peft.PeftModel.from_pretrained(base, folder)` loads; `import_peft` reads such a
-folder into a Hugging Face model, and `MergedAdapter` adds it to the weights of its base. peft itself is not needed. In
-that format a tensor is called `base_model.model.<layer>.lora_A.weight`, and a trained bias of an adapted layer
+`export_peft` writes a folder that `peft.PeftModel.from_pretrained(base, folder)` loads; `import_peft` reads one into a
+model, and `MergedAdapter` adds one to the weights of its base. peft itself is not needed. There a tensor is called
+`base_model.model.<layer>.lora_A.weight`, and a trained bias of an adapted layer
 `base_model.model.<layer>.base_layer.bias`.
 
-peft 0.19 and later read an adapter as transformers reads a folder of the same model: names are converted. In a mixture
-`gate_proj` among `target_modules` is taken for the fused experts', wherever such a layer stands, so linear layers of
-that name (of a shared expert, of a dense block) are written as `target_parameters`, which are taken literally; and
-names that transformers would change are written as they are in its folders.
+peft 0.19 and later convert names as transformers does for a folder of the same model, so they are written as in its
+folders. In a mixture `gate_proj` among `target_modules` is taken for the fused experts', so linear layers of that name
+(of a shared expert, of a dense block) are written as `target_parameters`, which are taken literally.
 
-Left out: what plain LoRA on linear layers cannot express (DoRA, per-layer ranks, trained embeddings, extra saved
-modules); both readers refuse these by name.
+Left out, and refused by name: what plain LoRA on linear layers cannot express (DoRA, ranks by layer, saved modules).
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,23 +46,11 @@ WEIGHTS_FILE = 'adapter_model.safetensors'
 PICKLED_FILE = 'adapter_model.bin'
 _PREFIX = 'base_model.model.'
 
-# Settings under which the tensors mean something else than W + scaling * B A, with the values that leave plain LoRA.
-PLAIN_LORA: dict[str, tuple[Any, ...]] = {
-    'use_dora': (False, None),
-    'lora_bias': (False, None),
-    'use_qalora': (False, None),
-    'use_bdlora': (None, False),
-    'rank_pattern': (None, {}),
-    'alpha_pattern': (None, {}),
-    'modules_to_save': (None, []),
-    'target_parameters': (None, []),
-    'trainable_token_indices': (None, [], {}),
-    'layer_replication': (None, []),
-    'alora_invocation_tokens': (None, []),
-    'arrow_config': (None,),
-    'kasa_config': (None,),
-    'monteclora_config': (None,),
-}
+NOT_PLAIN = (
+    'use_dora use_qalora use_bdlora lora_bias rank_pattern alpha_pattern modules_to_save target_parameters '
+    'trainable_token_indices layer_replication alora_invocation_tokens arrow_config kasa_config monteclora_config'
+).split()
+"""settings under which, unless empty, the tensors mean something else than W + scaling * B A"""
 
 
 def _hf_model(module: nn.Module) -> nn.Module:
@@ -82,16 +67,13 @@ def export_peft(
     task_type: str | None = None,
     state: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write the adapters of `module` to `folder`, which is made if absent.
+    """Write the adapters of `module`, a transformers model or what keeps one as `.model`, to `folder`. Heads that an
+    earlier adapter left there are removed, unless it holds a whole model too.
 
     Args:
-        module: a transformers model, or a wrapper that holds one as `.model`; a value head beside it is not written.
         base_model: name or path that peft should load the base from; None: what the model was loaded from.
-        task_type: peft's; None: CAUSAL_LM with an output head, of an encoder-decoder SEQ_2_SEQ_LM, else
-            FEATURE_EXTRACTION.
+        task_type: peft's; None: that of the model's output head.
         state: full weights by the names of `module`, when they do not lie in the module itself.
-
-    Heads that an earlier adapter left in `folder` are removed, unless the folder holds a whole model too.
 
     Raises ValueError without adapters, when `folder` is a file, or for a layer that peft does not adapt in such a model
     or would look for under another name.
@@ -105,6 +87,9 @@ def export_peft(
     first = next(iter(layers.values()))
     of_experts = _NamesInFiles(model).of_experts
     parameters = sorted(f'{n}.weight' for n in layers if n.rpartition('.')[2] in of_experts)
+    modules = {n for n in layers if f'{n}.weight' not in parameters}
+    short = {n.rpartition('.')[2] for n in modules}  # peft matches by the end of a name
+    picked = {n for n, _ in model.named_modules() if n.rpartition('.')[2] in short}
     if task_type is None:
         has_head = isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None
         task_type = layout_of(model).task_type if has_head else 'FEATURE_EXTRACTION'
@@ -119,7 +104,7 @@ def export_peft(
         'lora_dropout': 0.0 if parameters else float(getattr(first.lora_dropout, 'p', 0.0)),
         'bias': first.bias_mode,
         'fan_in_fan_out': any(layer.weight_is_transposed for layer in layers.values()),
-        'target_modules': _target_names(model, [n for n in layers if f'{n}.weight' not in parameters]),
+        'target_modules': sorted(short if picked == modules else modules),
     }
     if parameters:
         config['target_parameters'] = parameters
@@ -134,15 +119,6 @@ def export_peft(
         remove_heads(path)
     save_tensors(tensors, path / WEIGHTS_FILE, metadata={'format': 'pt'})
     (path / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + '\n', encoding='utf-8')
-
-
-def _target_names(model: nn.Module, layers: Iterable[str]) -> list[str]:
-    """Short names ('q_proj') when they pick exactly the adapted layers, as peft matches by the end of a name; else full
-    names."""
-    adapted = set(layers)
-    short = {name.rpartition('.')[2] for name in adapted}
-    picked = {name for name, _ in model.named_modules() if name.rpartition('.')[2] in short}
-    return sorted(short if picked == adapted else adapted)
 
 
 _NOT_IN_MAMBA = ('out_proj', 'conv1d')
@@ -245,7 +221,7 @@ def import_peft(module: nn.Module, folder: str | os.PathLike[str]) -> None:
             alpha=alpha,
             dropout=config.get('lora_dropout', 0.0),
             bias=config.get('bias', 'none'),
-            targets=_exactly(targets),
+            targets=[name.replace('.', r'\.') for name in targets],  # expressions for exactly these
         )
     first = next(iter(lora_layers(model).values()))
     if first.r != rank or not math.isclose(first.scaling, alpha / rank):
@@ -259,27 +235,17 @@ def import_peft(module: nn.Module, folder: str | os.PathLike[str]) -> None:
 def _check_fit(model: nn.Module, rank: int, targets: Iterable[str], state: dict[str, Tensor]) -> None:
     """Refuse an adapter that does not fit `model`, before the model is converted."""
     modules = dict(model.named_modules())
+    kind = type(model).__name__
     for name in targets:
         layer: Any = modules.get(name)
         shape = weight_shape(layer) if hasattr(layer, 'weight') or isinstance(layer, NF4Linear) else ()
         if len(shape) != 2:
-            raise ValueError(
-                f'import_peft: the adapter is for a layer {name}, which {type(model).__name__} does not have'
-            )
+            raise ValueError(f'import_peft: the adapter is for a layer {name}, which {kind} does not have')
         transposed = isinstance(layer, Conv1D) or getattr(layer, 'is_transposed', False)
         fan_out, fan_in = reversed(shape) if transposed else shape
         for key, shape in ((f'{name}.lora_A', (rank, fan_in)), (f'{name}.lora_B', (fan_out, rank))):
-            if key not in state:
-                raise ValueError(f'import_peft: missing {key} in {WEIGHTS_FILE}')
             if tuple(state[key].shape) != shape:
-                raise ValueError(
-                    f'import_peft: {key} is {tuple(state[key].shape)}, but {type(model).__name__} needs {shape}'
-                )
-
-
-def _exactly(names: Iterable[str]) -> list[str]:
-    """Regular expressions that match these full names and no other."""
-    return [name.replace('.', r'\.') for name in names]
+                raise ValueError(f'import_peft: {key} is {tuple(state[key].shape)}, but {kind} needs {shape}')
 
 
 def _targets(state: dict[str, Tensor]) -> list[str]:
@@ -304,8 +270,8 @@ def _read(folder: Path, model: nn.Module) -> tuple[dict[str, Any], float, dict[s
     parameters = config.get('target_parameters') or []
     if all(name.endswith('.weight') for name in parameters):  # of linear layers, as export_peft writes them
         config.pop('target_parameters', None)
-    for key, plain in PLAIN_LORA.items():
-        if key in config and config[key] not in plain:
+    for key in NOT_PLAIN:
+        if config.get(key):
             raise ValueError(
                 f'{folder}: {key}={config[key]!r} is not plain LoRA and cannot be read; export the adapter without it'
             )
@@ -367,22 +333,9 @@ def adapter_base(folder: str | os.PathLike[str]) -> str | None:
     return base
 
 
-@dataclass(frozen=True)
-class AdapterFolder:
-    """The folder of an adapter, for `WeightsSource`."""
-
-    path: str
-
-    def of(self, model: PreTrainedModel) -> MergedAdapter:
-        return MergedAdapter(model, self.path)
-
-
 class MergedAdapter:
     """An adapter in PEFT's format that is added to a model's own weights, one tensor at a time: W + scaling * B A.
-
-    Raises ValueError for an adapter that does not fit `model`. Its tensors for a head that a bare trunk lacks are
-    passed over.
-    """
+    Raises ValueError for an adapter that does not fit `model`."""
 
     def __init__(self, model: PreTrainedModel, folder: str) -> None:
         config, alpha, state = _read(Path(folder), model)
@@ -398,8 +351,8 @@ class MergedAdapter:
             parameter = f'{layer}.weight' if part == 'lora_A' else name
             mine = next((c for c in candidates(model, parameter) if c in own), None)
             if mine is None:
-                if self._is_of_a_head(model, parameter):
-                    continue
+                if model.base_model is model and parameter.startswith('lm_head.'):
+                    continue  # of a head that a bare trunk lacks
                 raise ValueError(
                     f'{self.file}: it adapts {parameter}, which {type(model).__name__} does not have as a weight of '
                     'its own'
@@ -424,10 +377,6 @@ class MergedAdapter:
                 f'{self.file}: it holds no tensors for {missing[0].removesuffix(".weight")}{more}, which '
                 f'target_modules of {CONFIG_FILE} names; is the file whole?'
             )
-
-    @staticmethod
-    def _is_of_a_head(model: PreTrainedModel, name: str) -> bool:
-        return model.base_model is model and name.startswith('lm_head.')
 
     def add_to(self, name: str, weight: Tensor) -> None:
         """Change a weight of the model, given by its name there, in place."""

@@ -45,9 +45,8 @@ def _bnb() -> Any:
 
 
 class NF4Linear(nn.Module):
-    """y = x W^T + b with W (out, in) in 4 bits. Input (..., in) of fp32, bf16 or fp16; output of the same dtype.
-
-    Its tensors are no part of `state_dict`: they follow from the dense weight, and nothing trains them.
+    """y = x W^T + b with W (out, in) in 4 bits. Input (..., in) of fp32, bf16 or fp16; output of the same dtype. Its
+    tensors are no part of `state_dict`: they follow from the dense weight, and nothing trains them.
 
     Args:
         layer: whose weight is taken; a `Conv1D`'s is transposed.
@@ -171,13 +170,6 @@ class FourBitFile:
     def keys(self) -> list[str]:
         return [name for name in self.handle.keys() if not _OF_QUANTIZED.search(name)]
 
-    def _facts(self, name: str) -> dict[str, Any]:
-        stored = next((n for n in self.beside[name] if 'quant_state' in n), None)
-        if stored is None:
-            raise self._incomplete(name)
-        facts: dict[str, Any] = json.loads(bytes(self.handle.get_tensor(stored).tolist()))
-        return facts
-
     def get_tensor(self, name: str) -> Tensor:
         if name not in self.beside:
             tensor: Tensor = self.handle.get_tensor(name)
@@ -198,7 +190,10 @@ class FourBitFile:
     def get_slice(self, name: str) -> Any:
         if name not in self.beside:
             return self.handle.get_slice(name)
-        facts = self._facts(name)
+        stored = next((n for n in self.beside[name] if 'quant_state' in n), None)
+        if stored is None:
+            raise self._incomplete(name)
+        facts = json.loads(bytes(self.handle.get_tensor(stored).tolist()))
         return Part(list(facts['shape']), {'bfloat16': 'BF16', 'float16': 'F16'}.get(facts['dtype'], 'F32'))
 
 

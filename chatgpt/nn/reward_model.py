@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-from chatgpt.data.formats import save_tokenizer
 from chatgpt.nn import lora
 from chatgpt.nn.heads import SeededLinear, in_fp32, load_head, reward_head, save_head, set_state
 from chatgpt.nn.layouts import layout_of
@@ -23,8 +22,8 @@ from chatgpt.nn.loading import (
     Role,
     add_lora,
     load_base_model,
-    load_classifier,
     load_config,
+    load_model,
     part_of,
     trunk_of,
     write_folder,
@@ -77,10 +76,9 @@ class RewardModel(Role):
             self.value_head = value_head if value_head is not None else reward_head(hidden_size(self.model))
         self.register_buffer('score_bias', torch.zeros((), dtype=torch.float32))
         set_state(self, {BIAS_KEY: torch.zeros((), device='cpu')})
-        if lora_rank:
-            add_lora(self.model, lora_rank, lora_train_bias, lora_options)
-            if whole:
-                _unfreeze_head(self.model)
+        add_lora(self.model, lora_rank, lora_train_bias, lora_options)
+        if whole and lora_rank:
+            _unfreeze_head(self.model)
 
     def forward(self, batch: Batch) -> Tensor:
         """Scores (B,) fp32: the head at the last real token of each sequence (an encoder's at its first), minus
@@ -115,30 +113,17 @@ class RewardModel(Role):
 
     # ------------------------------------------------------------------ files
 
-    @torch.no_grad()
-    def save_pretrained(
-        self,
-        folder: str | Path,
-        tokenizer: Any = None,
-        *,
-        state_dict: dict[str, Tensor] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """A folder for `from_pretrained`; with a linear head on a causal architecture that has such a class (GPT-2,
-        OPT, BLOOM, Llama and others) one that `transformers.AutoModelForSequenceClassification` loads too.
+    def _write(self, folder: str | Path, weights: Any, state: dict[str, Tensor], tokenizer: Any, dtype: Any) -> None:
+        """With a linear head on a causal architecture that has such a class (GPT-2, OPT, BLOOM, Llama and others) the
+        folder is one that `transformers.AutoModelForSequenceClassification` loads too.
 
         There a score is the one here plus `score_bias` of config.json, into which the bias of the head is folded. Such
         a model finds the last token by the padding id of `tokenizer` or the config; without one a warning says so.
         Elsewhere the folder holds the base model and the head beside it.
-
-        Args:
-            state_dict: full weights by this module's parameter names, when they do not lie in the module itself.
-            dtype: as of `Actor.save_pretrained`; the head stays in fp32.
         """
-        full = self.state_dict() if state_dict is None else state_dict
-        trunk = self._model_weights(state_dict) or part_of(full, 'model')
-        head = part_of(full, 'value_head')
-        shift = float(full[BIAS_KEY])
+        trunk = weights or part_of(state, 'model')
+        head = part_of(state, 'value_head')
+        shift = float(state[BIAS_KEY])
         classifier = self._empty_classifier(tokenizer)
         if classifier is not None:
             bias = head.get('bias')
@@ -153,8 +138,6 @@ class RewardModel(Role):
         path = Path(folder, 'config.json')
         stored = json.loads(path.read_text())
         path.write_text(json.dumps(stored | {BIAS_KEY: shift}, indent=2, sort_keys=True) + '\n')
-        if tokenizer is not None:
-            save_tokenizer(tokenizer, folder)
 
     def _empty_classifier(self, tokenizer: Any) -> Any:
         """A sequence-classification model on the meta device that this reward model's tensors fit, or None."""
@@ -173,12 +156,10 @@ class RewardModel(Role):
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, value_head: nn.Module | None = None, **options: Any) -> RewardModel:
         """A reward model from a folder of `save_pretrained`, or from any sequence-classification model: with one label
-        its logit is the score, with two it is logit 1 minus logit 0.
+        its logit is the score, with two it is logit 1 minus logit 0. `options` are keywords of the constructor and
+        those of `chatgpt.nn.loading.load_model`.
 
-        `options` are keywords of the constructor and those of `chatgpt.nn.loading.load_model`.
-
-        Raises:
-            ValueError: the folder holds no trained head, or the classifier has another number of labels.
+        Raises ValueError where the folder holds no trained head, or the classifier another number of labels.
         """
         own = {name: options.pop(name) for name in cls.build_options if name in options}
         parts = cls._load(folder, **options)
@@ -194,13 +175,10 @@ class RewardModel(Role):
     @classmethod
     def from_classifier(cls, classifier: Any) -> RewardModel:
         """A reward model over a sequence classifier of transformers: its logit is the score; of two labels, logit 1
-        minus logit 0.
+        minus logit 0. Trunk and head are the classifier's own, which is trained with it; of two labels the head is a
+        new one. An encoder with a pooler is kept whole.
 
-        Trunk and head are the classifier's own, which is trained with it; of two labels the head is a new one. An
-        encoder with a pooler is kept whole.
-
-        Raises:
-            ValueError: no sequence classifier, or one with another number of labels.
+        Raises ValueError for no sequence classifier, or one with another number of labels.
         """
         if not _is_classifier(classifier):
             raise ValueError(f'from_classifier: a {type(classifier).__name__} given; it must be a sequence classifier')
@@ -242,7 +220,7 @@ def load_scorer(pretrained: str | Path, *, checkpoint: bool = False, **options: 
         base = load_base_model(pretrained, checkpoint=checkpoint, **options)
         return ScorerParts(base, load_head(pretrained), bias) if saved else ScorerParts(base, None, 0.0)
     _check_labels(config.num_labels, str(pretrained))
-    classifier = load_classifier(pretrained, checkpoint=checkpoint, **options)
+    classifier = load_model('AutoModelForSequenceClassification', pretrained, None, checkpoint=checkpoint, **options)
     score = getattr(classifier, 'score', None)
     base = trunk_of(classifier)
     if not isinstance(score, nn.Linear) or looks_ahead(base):

@@ -53,8 +53,7 @@ class SharedTrunk:
         self.quantize, self.dtype = quantize, dtype
         if quantize is not None:
             quantize_blocks(model, dtype=dtype)
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
+        for parameter in model.requires_grad_(False).parameters():
             parameter.data = parameter.data.to(dtype)
             parameter.in_shared_trunk = True  # type: ignore[attr-defined]
 
@@ -74,7 +73,6 @@ class SharedTrunk:
         """
         with torch.device('meta'):
             model = load_causal_lm(pretrained, **options)
-
         check_causal(model, 'SharedTrunk takes', 'give roles models of their own, with lora_rank')
 
         def settle(name: str, module: nn.Module) -> None:
@@ -89,8 +87,6 @@ class SharedTrunk:
         trunk = cls(model, dtype=dtype)
         trunk.quantize = quantize
         return trunk
-
-    # ------------------------------------------------------------------ roles
 
     def actor(self, lora_rank: int = 8, **options: Any) -> Actor:
         """The policy.
@@ -127,13 +123,9 @@ class SharedTrunk:
 
     def _view(self) -> Any:
         """A module tree of its own over the base's very tensors."""
-        memo: dict[int, Any] = {}
-        for module in self.model.modules():
-            if isinstance(module, NF4Linear):
-                memo[id(module)] = module
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            memo[id(tensor)] = tensor
-        return copy.deepcopy(self.model, memo)
+        packed = [module for module in self.model.modules() if isinstance(module, NF4Linear)]
+        shared = (*packed, *self.model.parameters(), *self.model.buffers())
+        return copy.deepcopy(self.model, {id(part): part for part in shared})
 
 
 def _head_of(adapter: str | os.PathLike[str] | None) -> nn.Module | None:

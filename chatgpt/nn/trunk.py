@@ -23,16 +23,10 @@ from transformers.models.auto import modeling_auto
 
 from chatgpt.types import Batch
 
-
-class _NoPaddingWarning(logging.Filter):
-    """Drops transformers' advice to pass an attention mask: on right-padded input a causal model needs none (see
-    above)."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return 'We strongly recommend passing in an `attention_mask`' not in str(record.msg)
-
-
-logging.getLogger('transformers.modeling_utils').addFilter(_NoPaddingWarning())
+# On right-padded input a causal model needs no attention mask, which transformers advises to pass.
+logging.getLogger('transformers.modeling_utils').addFilter(
+    lambda record: 'We strongly recommend passing in an `attention_mask`' not in str(record.msg)
+)
 
 
 def base_model(model: nn.Module) -> nn.Module:
@@ -148,12 +142,13 @@ def is_encoder_decoder(model: Any) -> bool:
 
 
 @cache
-def _parameters_of(forward: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(forward).parameters)
+def _takes(forward: Any, name: str) -> bool:
+    return name in inspect.signature(forward).parameters
 
 
 def accepts(model: nn.Module, name: str) -> bool:
-    return name in _parameters_of(type(model).forward)
+    """Whether the model's forward has a parameter of that name."""
+    return _takes(type(model).forward, name)
 
 
 def run_trunk(
@@ -276,7 +271,6 @@ def use_fused_gelu(model: nn.Module) -> None:
 # --- what a module computes with ------------------------------------------------------------------------------------
 
 _PLAIN = (bool, int, float, str, type(None))
-_OF_CALLING = {'training'}
 
 
 def plain_settings(module: nn.Module) -> tuple[Any, ...]:
@@ -286,7 +280,7 @@ def plain_settings(module: nn.Module) -> tuple[Any, ...]:
     for part in module.modules():
         found.append(type(part))
         for name, value in vars(part).items():
-            if name in _OF_CALLING:
+            if name == 'training':
                 continue
             if isinstance(value, _PLAIN):
                 found.append((name, value))

@@ -1,14 +1,10 @@
 """Weights in files: reading them one tensor at a time, checking them, giving them to models, and writing them.
 
-A model that is built on the meta device has shapes and no numbers. It carries a `WeightsSource`: a folder or hub name
-with weight files, or the seed of a fresh model. `initial_tensors` yields its tensors by name and holds no more than one
-transformer block at a time, so that a sharded strategy can fill its shards; `fill_model` fills the model itself. The
-numbers of a fresh model follow from (seed, block name), so they are the same whether the whole model is built at once
-or one block after another.
-
-Names and layouts in files may differ from those in the model: transformers' own tables are followed. Weights that
-should not be trained on are errors that name file and tensor: damaged files, NaN, names or shapes that do not fit the
-model of the config. Checkpoints are written by `chatgpt.strategies.checkpoint`.
+A model on the meta device carries a `WeightsSource`: a folder or hub name with weight files, or the seed of a fresh
+model. `initial_tensors` yields its tensors by name, of one transformer block at a time, so that a sharded strategy can
+fill its shards; `fill_model` fills the model itself. The numbers of a fresh model follow from (seed, block name), so
+they are the same either way. Names and layouts in files are converted by transformers' own tables. Weights that should
+not be trained on are errors that name file and tensor. Checkpoints are written by `chatgpt.strategies.checkpoint`.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -146,14 +142,6 @@ def check_finite(tensor: Tensor, name: str, file_of: Callable[[str], Any]) -> No
 OTHER_MODEL = 'config.json and the weights are of different models, or the weights are incomplete'
 
 
-def not_tied(file: Any, one: str, other: str) -> ValueError:
-    """For two names of one parameter that stand for two tensors in the files."""
-    return ValueError(
-        f'{file}: {one} and {other} differ, and config.json says that they are one (tie_word_embeddings); set that to '
-        'false there if the model is meant so'
-    )
-
-
 def candidates(model: Any, name: str) -> tuple[str, str, str]:
     """What a model's tensor may be called in a file: by its own name, or with or without the trunk's prefix."""
     prefix = f'{model.base_model_prefix}.'
@@ -211,15 +199,8 @@ class _Recipe:
 
 
 class StoredTensors:
-    """Random access to the tensors of `files`.
-
-    Args:
-        files: safetensors files.
-        path: what to name where no single file can be named.
-        model: whose names are used; nothing is read into it.
-
-    Raises ValueError for a damaged file.
-    """
+    """Random access to the tensors of `files` by the names of `model`. `path` is named where no single file can be.
+    Raises ValueError for a damaged file."""
 
     def __init__(self, files: Sequence[Path], path: Any, model: PreTrainedModel) -> None:
         self.model = model
@@ -311,18 +292,6 @@ FILES = ('model.safetensors', 'pytorch_model.bin')
 """of a whole model, best first; with `.index.json` behind it the list of its shards"""
 
 
-class Adapter(Protocol):
-    """An adapter that is added to a model's own weights (`chatgpt.nn.peft_format.MergedAdapter`)."""
-
-    def add_to(self, name: str, weight: Tensor) -> None: ...
-
-
-class AdapterSource(Protocol):
-    """Where an adapter comes from."""
-
-    def of(self, model: PreTrainedModel) -> Adapter: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class WeightsSource:
     """The record that a loaded model carries as `weights_source`, and that `deepcopy` keeps."""
@@ -332,14 +301,12 @@ class WeightsSource:
     """folder or hub name, when pretrained"""
     seed: int = 0
     """of a fresh model's weights; also of what a pretrained one lacks, such as adapters"""
-    revision: str | None = None
-    subfolder: str = ''
-    adapter: AdapterSource | None = None
-    """added to the weights as they are read"""
+    hub: Mapping[str, Any] = field(default_factory=dict)
+    """`revision`, `subfolder`, `cache_dir` and `local_files_only` of transformers' loaders, where given"""
+    adapter: Callable[[PreTrainedModel], Any] | None = None
+    """gives the `chatgpt.nn.peft_format.MergedAdapter` that is added to the weights as they are read"""
     prefix: str = ''
     """of the names in the model that was first built: a trunk taken out of a causal LM keeps that model's draws"""
-    cache_dir: str | None = None
-    local_files_only: bool = False
     dtype: torch.dtype | None = None
     """of most numbers in the files; in which a trained model is saved"""
     wide: frozenset[str] = frozenset()
@@ -385,19 +352,11 @@ def _shards(source: WeightsSource, index: Path) -> list[Path]:
 
 def _cached(source: WeightsSource, name: str) -> Path | None:
     if Path(source.path).is_dir():
-        path = Path(source.path, source.subfolder, name)
+        path = Path(source.path, source.hub.get('subfolder', ''), name)
         return path if path.is_file() else None
     from transformers.utils.hub import cached_file
 
-    found = cached_file(
-        source.path,
-        name,
-        revision=source.revision,
-        subfolder=source.subfolder,
-        cache_dir=source.cache_dir,
-        local_files_only=source.local_files_only,
-        _raise_exceptions_for_missing_entries=False,
-    )
+    found = cached_file(source.path, name, _raise_exceptions_for_missing_entries=False, **source.hub)
     return None if found is None else Path(found)
 
 
@@ -470,13 +429,13 @@ class _Materializer:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.aliases.setdefault(id(parameter), []).append(name)
             self.originals.append(parameter)
-        self.done: dict[int, nn.Parameter | None] = {}
-        self.unit_of: dict[int, _Unit] = {}
+        self.tied: dict[int, nn.Parameter | None] = {}
+        """by id of a parameter with several names: it with its numbers, None once these were let go"""
         self.metas: dict[int, nn.Parameter] = {}
         """by id of a parameter with numbers, the one on the meta device that it stands for"""
         if self.files is not None:
             self._check_fit(self.files)
-        self.adapter = source.adapter.of(model) if source.adapter is not None else None
+        self.adapter = source.adapter(model) if source.adapter is not None else None
 
     def _check_fit(self, files: StoredTensors) -> None:
         """Compare names and shapes before a number is read."""
@@ -502,16 +461,17 @@ class _Materializer:
             for name, parameter in list(module._parameters.items()):
                 if parameter is None or not parameter.is_meta:
                     continue
-                if id(parameter) in self.done:  # tied: it was filled under its first name
-                    if (known := self.done[id(parameter)]) is not None:
+                if id(parameter) in self.tied:  # it was filled under its first name
+                    if (known := self.tied[id(parameter)]) is not None:
                         module._parameters[name] = known
                         loaded.append(known)
                     continue
-                real = nn.Parameter(_unset(parameter), requires_grad=parameter.requires_grad)
-                self.done[id(parameter)] = module._parameters[name] = real
-                self.unit_of[id(parameter)] = unit
-                self.metas[id(real)] = parameter
                 names = self.aliases[id(parameter)]
+                real = nn.Parameter(_unset(parameter), requires_grad=parameter.requires_grad)
+                module._parameters[name] = real
+                self.metas[id(real)] = parameter
+                if len(names) > 1:
+                    self.tied[id(parameter)] = real
                 fresh.append((names[0], real))
                 if name not in ('lora_A', 'lora_B') and self._load(real, names):
                     loaded.append(real)
@@ -532,17 +492,6 @@ class _Materializer:
                 )
         return fresh
 
-    def keep_only(self, unit: _Unit) -> None:
-        """Let go of the modules and parameters that were filled with the unit and are no longer in it."""
-        inside = set(unit.modules[-1][1].modules())
-        unit.modules[:] = [(name, module) for name, module in unit.modules if module in inside]
-        alive = {id(p) for p in unit.modules[-1][1].parameters()}
-        for name in [n for n, p in self.done.items() if p is not None and self.unit_of.get(n) is unit]:
-            known = self.done[name]
-            if known is not None and id(known) not in alive:
-                self.done[name] = None
-                del self.metas[id(known)]
-
     def release(self, unit: _Unit) -> None:
         """Let the memory of the unit's tensors go."""
         for _, module in unit.modules:
@@ -553,7 +502,8 @@ class _Materializer:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = torch.empty_like(buffer, device='meta')
-        self.done = dict.fromkeys(self.done)
+        self.tied = dict.fromkeys(self.tied)
+        self.metas.clear()
 
     @torch.no_grad()
     def _load(self, target: Tensor, names: list[str]) -> bool:
@@ -565,7 +515,10 @@ class _Materializer:
         found, stored = held[0], files.get(held[0])
         for other in held[1:]:
             if not torch.equal(files.get(other), stored):
-                raise not_tied(files.file_of(other), found, other)
+                raise ValueError(
+                    f'{files.file_of(other)}: {found} and {other} differ, and config.json says that they are one '
+                    '(tie_word_embeddings); set that to false there if the model is meant so'
+                )
         if stored.shape != target.shape:
             check_fit(self.model, files.file_of, (), (), [(found, stored.shape, target.shape)])
         target.copy_(stored)
@@ -626,14 +579,13 @@ def fill_model(
     """Give a model on the meta device its numbers, on the CPU, in place. Tied weights stay tied.
 
     settle: called with the name and the module of each transformer block, and of each module outside of them, once it
-        has its numbers. Parameters that it replaces are let go.
+        has its numbers. What it replaces is let go before the next one is filled.
     """
     materializer = _Materializer(model, source)
     for unit in _units(model):
         materializer.fill(unit)
         if settle is not None:
             settle(unit.name, unit.modules[-1][1])
-            materializer.keep_only(unit)
     for tensor in [*model.parameters(), *model.buffers()]:
         tensor.__dict__.pop('_is_hf_initialized', None)
     model.tie_weights()
@@ -661,7 +613,8 @@ def initial_tensors(module: nn.Module) -> _Named:
 
 def _plan(module: nn.Module, name: str, steps: list[Callable[[], _Named]], names: dict[nn.Module, str]) -> None:
     if not any(t.is_meta for t in [*module.parameters(), *module.buffers()]):
-        steps.append(lambda: _as_it_is(module, name))
+        own = [*module.named_parameters(prefix=name), *module.named_buffers(prefix=name)]
+        steps.append(lambda: ((n, tensor.detach()) for n, tensor in own))
         return
     source = getattr(module, 'weights_source', None)
     if isinstance(module, PreTrainedModel) and source is not None:
@@ -683,11 +636,6 @@ def _plan(module: nn.Module, name: str, steps: list[Callable[[], _Named]], names
     if not draws:  # else it fills its children itself
         for child_name, child in module.named_children():
             _plan(child, f'{name}.{child_name}' if name else child_name, steps, names)
-
-
-def _as_it_is(module: nn.Module, name: str) -> _Named:
-    for n, tensor in [*module.named_parameters(prefix=name), *module.named_buffers(prefix=name)]:
-        yield n, tensor.detach()
 
 
 def _small(module: nn.Module, name: str, draws: bool) -> _Named:

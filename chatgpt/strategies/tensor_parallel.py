@@ -12,7 +12,7 @@ steps see tensors of one mesh, products run without DTensor's dispatch, and the 
 ordinary module. `Cut` remembers what a part is a part of, for checkpoints.
 
 What a process computes from replicated numbers is equal to the bit on all processes of a group: results are summed or
-gathered once, for all. Log-probs over parts of the vocabulary are in `chatgpt.functional.vocabulary_parallel`.
+gathered once, for all. Log-probs over parts of the vocabulary are in `chatgpt.functional.fused_logprobs`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn import functional as F
 
-from chatgpt.functional.vocabulary_parallel import VocabularyPart
+from chatgpt.functional.fused_logprobs import VocabularyPart
 from chatgpt.nn.layouts import check_causal
 from chatgpt.strategies.checkpoint.layout import Piece, TensorReader
 from chatgpt.strategies.processes import buckets

@@ -10,8 +10,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from chatgpt.batching import collate
 from chatgpt.nn import Actor, AutoActor, AutoCritic, AutoRM, RewardModel, initial_tensors
-from chatgpt.nn.packing import packs
-from chatgpt.nn.trunk import base_model
 from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams
 from chatgpt.types import Prompt
 
@@ -148,15 +146,6 @@ def test_a_decoder_of_bert_has_no_pooler_and_the_same_head_from_the_meta_device(
     assert found and not any('pooler' in name for name in found)
     for name, tensor in here.named_parameters():
         assert torch.equal(found[name], tensor), name
-
-
-def test_attention_that_hands_nothing_on_is_refused_by_the_models_name(tmp_path):
-    lm('nemotron').save_pretrained(tmp_path)
-    with torch.device('meta'):
-        later = AutoActor(tmp_path)
-    assert packs(base_model(later.model))
-    with pytest.raises(ValueError, match='of NemotronForCausalLM .*eager'):
-        filled(later)(collate(sequences()))
 
 
 # ---------------------------------------------------------------------- texts and images

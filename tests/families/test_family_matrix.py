@@ -4,7 +4,6 @@ tests."""
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import family_checks
@@ -12,11 +11,8 @@ import pytest
 import transformers
 from family_checks import CHECKS, SPEED, Family, Wrong, check, check_apart, forward, outcome, peft
 from family_configs import model_types
-from family_page import cells, page, read_page
-from family_speed import differs_from_one
+from family_page import cells, read_page
 
-from chatgpt.nn import AutoActor
-from chatgpt.nn.hydra import make_hydra
 from chatgpt.nn.lora import lora_layers
 from chatgpt.nn.peft_format import export_peft
 
@@ -108,71 +104,6 @@ def test_an_adapter_that_peft_would_look_for_elsewhere_is_refused_by_the_models_
     pytest.importorskip('peft', exc_type=Exception)
     told = outcome(peft, Family('inkling2_text', tmp_path))
     assert re.match(r'no: export_peft: peft would look for \S+ of Inkling2ForCausalLM under another name; leave', told)
-
-
-def test_without_peft_its_column_is_empty(monkeypatch, tmp_path):
-    family = Family('llama', tmp_path)
-    monkeypatch.setitem(sys.modules, 'peft', None)
-    assert outcome(peft, family).startswith('none: peft cannot be imported')
-
-
-@pytest.mark.parametrize(
-    ('above', 'below', 'differs'), [(9, 0, True), (8, 1, True), (7, 2, False), (1, 8, True), (20, 20, False)]
-)
-def test_pairs_are_measured_until_one_side_is_faster(above, below, differs):
-    """Nine throws of a coin have a standard deviation of 1.5: seven heads are 2.5 more than 4.5, eight are 3.5."""
-    assert differs_from_one([1.1] * above + [0.9] * below) is differs
-
-
-def test_the_page():
-    found = {
-        'aa': dict.fromkeys(CHECKS, 'ok') | {'forward': 'ok: packed', 'hydra': 'no: not | this one'},
-        'bb': dict.fromkeys(CHECKS, 'no: looks ahead'),
-        'cc': {'config': 'none: too big'},
-        'dd': dict.fromkeys(CHECKS, 'ok') | {'meta': 'WRONG: off by 1'},
-    }
-    text = page(found)
-    assert re.search(r'^\| aa \| packed \| yes \|.* ✗ \|', text, re.MULTILINE)
-    assert '- aa, hydra: not / this one' in text and '- bb: looks ahead' in text and '- cc: too big' in text
-    assert '- dd, meta: off by 1' in text and '| bb |' not in text
-    assert read_page(text) == {'aa': cells(found['aa']), 'bb': [], 'cc': [], 'dd': cells(found['dd'])}
-    assert cells(found['aa'])[:2] == ['packed', 'yes'] and '✗' in cells(found['aa'])
-    works = dict.fromkeys(CHECKS, 'ok')
-    with_speed = page(
-        {
-            'ee': works | {SPEED: 'ok: 1.07'},
-            'ff': works | {'local': 'no: a state'},
-            'gg': works | {'PEFT': 'none: no peft', SPEED: 'none: wide'},
-        }
-    )
-    last = {
-        row.split(' ')[1]: row.split(' ')[-2] for row in re.findall(r'^\| (?:ee|ff|gg) \|.*', with_speed, re.MULTILINE)
-    }
-    assert last == {'ee': '1.07', 'ff': '✗', 'gg': '–'} and '| yes | – |' in text
-    refused, _, rest = with_speed.partition('## Refused')[2].partition('## Not tried')
-    assert re.findall('^- (.*)', refused, re.MULTILINE) == ['ff, local: a state']
-    assert re.findall('^- (.*)', rest, re.MULTILINE) == ['gg, PEFT: no peft', f'gg, {SPEED}: wide']
-
-
-class _Speaks:
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    def __call__(self, family: Family) -> str:
-        raise self.error
-
-
-def test_only_the_librarys_own_words_about_this_model_are_a_refusal(tmp_path):
-    family = Family('llama', tmp_path)
-
-    def refused(_: Family) -> str:
-        return str(make_hydra(family.actor.model, 7))
-
-    assert outcome(refused, family).startswith('no: num_layers_unfrozen: 7 given, but LlamaForCausalLM has 2')
-    # ValueErrors of others, and of the library about something else
-    assert outcome(_Speaks(ValueError('LlamaForCausalLM')), family).startswith('CRASH: ')
-    assert outcome(lambda _: str(AutoActor(tmp_path, wrong=1)), family).startswith("CRASH: unknown argument 'wrong'")
-    assert outcome(_Speaks(IndexError('x')), family) == 'CRASH: IndexError: x'
 
 
 def test_the_page_in_the_docs_has_nothing_wrong():

@@ -1,4 +1,5 @@
-"""Records `liger_golden.json`: what liger-kernel computes for the cases of `liger_cases`.
+"""Cases for liger-kernel, without a generator, so that they are the same everywhere. As a script: records what it
+computes for them in `liger_golden.json`.
 
 TRITON_INTERPRET=1 python tests/nn/record_liger.py      # with liger-kernel and triton installed
 """
@@ -9,9 +10,34 @@ import json
 from importlib.metadata import version
 from pathlib import Path
 
-from liger_cases import CASES, numbers
+import torch
+from torch import nn
 
 from chatgpt.nn.head_kernels import liger_logprobs
+
+
+def golden_case(temperature, bias, trained):
+    """The numbers that `liger_golden.json` was recorded from; no generator, so that they are the same everywhere."""
+    head = nn.Linear(8, 50, bias=bias)
+    with torch.no_grad():
+        head.weight.copy_(torch.sin(torch.arange(400.0)).view(50, 8))
+        if bias:
+            head.bias.copy_(torch.cos(torch.arange(50.0)))
+    head.requires_grad_(trained)
+    hidden = (2 * torch.cos(0.7 * torch.arange(88.0))).view(11, 8).requires_grad_()
+    return hidden, head, torch.arange(11) * 17 % 50, torch.linspace(-1, 1, 11)
+
+
+CASES = [(t, b, trained) for t in (1.0, 2.0, 0.7) for b in (True, False) for trained in (True, False)]
+
+
+def numbers(compute, temperature, bias, trained):
+    hidden, head, ids, weights = golden_case(temperature, bias, trained)
+    logprobs, entropy = compute(hidden, head, ids, temperature=temperature, with_entropy='detached')
+    (logprobs * weights).sum().backward()
+    assert not entropy.requires_grad
+    found = [logprobs, entropy, hidden.grad, *(p.grad for p in head.parameters() if trained)]
+    return [x.detach().flatten().tolist() for x in found]
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ import math
 import model_cases
 import pytest
 import torch
+from model_cases import SIZES, model_of
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -19,11 +20,12 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.activations import NewGELUActivation
 
 from chatgpt.batching import collate
 from chatgpt.nn import Actor, AutoActor, GPTActor, critic_head, mlp_head
 from chatgpt.nn.lora import lora_layers
-from chatgpt.nn.trunk import dropout_off
+from chatgpt.nn.trunk import FusedNewGELU, dropout_off
 from chatgpt.testing import FAMILIES, byte_tokenizer, tiny_causal_lm, tiny_config
 
 LENGTHS = ((1, 1), (3, 2), (2, 7), (6, 1))
@@ -128,75 +130,23 @@ def test_with_logits_gives_the_plain_logits_and_the_same_logprobs():
     assert close(full.logprobs, lean.logprobs) and close(full.entropy, lean.entropy)
 
 
-def test_gradients_reach_every_parameter_and_equal_those_of_whole_logits():
-    model, seqs = tiny_causal_lm('gpt2'), sequences()
-    actor, batch = Actor(model), collate(seqs)
-    actor(batch).logprobs.sum().backward()
-    got = {n: p.grad.clone() for n, p in model.named_parameters()}
-    model.zero_grad()
-    logits = model(batch.input_ids).logits.flatten(0, 1)[batch.action_index]
-    (logits.gather(1, batch.action_ids[:, None])[:, 0] - logits.logsumexp(-1)).sum().backward()
-    for name, parameter in model.named_parameters():
-        assert torch.allclose(got[name], parameter.grad, atol=1e-4), name
-    assert got['transformer.wte.weight'].abs().sum() > 0
-
-
 # --- heads that are more than a linear map --------------------------------------------------------------------------
 
 
 def capped():
-    torch.manual_seed(0)
     config = Gemma2Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=64,
-        final_logit_softcapping=2.0,
-        attn_logit_softcapping=None,
-        pad_token_id=0,
-        sliding_window=16,
-        initializer_range=0.3,
-    )
-    return AutoModelForCausalLM.from_config(config, attn_implementation='eager').eval()
+        **SIZES, num_key_value_heads=1, head_dim=16, final_logit_softcapping=2.0, attn_logit_softcapping=None,
+        sliding_window=16, initializer_range=0.3, attn_implementation='eager',
+    )  # fmt: skip
+    return model_of(config)
 
 
 def scaled():
-    torch.manual_seed(0)
-    config = CohereConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        logit_scale=0.25,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        initializer_range=0.3,
-    )
-    return AutoModelForCausalLM.from_config(config).eval()
+    return model_of(CohereConfig(**SIZES, num_key_value_heads=1, logit_scale=0.25, initializer_range=0.3))
 
 
 def biased():
-    torch.manual_seed(0)
-    config = PhiConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = model_of(PhiConfig(**SIZES))
     nn.init.normal_(model.lm_head.bias)
     return model
 
@@ -229,15 +179,17 @@ def test_taking_the_matrix_alone_would_be_seen():
     assert not close(actor(collate(seqs)).logprobs, slow_logprobs(model, seqs)[0], 1e-2)
 
 
-def test_gradients_flow_through_an_own_head():
-    model, seqs = capped(), sequences()
-    Actor(model)(collate(seqs)).logprobs.sum().backward()
-    got = model.lm_head.weight.grad.clone()
+@pytest.mark.parametrize('make', [lambda: tiny_causal_lm('gpt2'), capped])
+def test_gradients_reach_every_parameter_and_equal_those_of_whole_logits(make):
+    model, batch = make(), collate(sequences())
+    Actor(model)(batch).logprobs.sum().backward()
+    got = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
-    batch = collate(seqs)
     logits = model(batch.input_ids).logits.flatten(0, 1)[batch.action_index]
     (logits.gather(1, batch.action_ids[:, None])[:, 0] - logits.logsumexp(-1)).sum().backward()
-    assert torch.allclose(got, model.lm_head.weight.grad, atol=1e-4)
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(got[name], parameter.grad, atol=1e-4), name
+    assert model.get_output_embeddings().weight.grad.abs().sum() > 0
 
 
 def test_the_check_leaves_modes_and_generator_alone():
@@ -301,18 +253,11 @@ def test_lora_starts_as_the_model_and_its_reference_is_the_model():
 
 
 def test_what_is_no_causal_model_is_refused():
-    small = {
-        'hidden_size': 16,
-        'num_hidden_layers': 1,
-        'num_attention_heads': 2,
-        'intermediate_size': 16,
-        'vocab_size': 32,
-    }
     with pytest.raises(ValueError, match='GPT2Model has none'):
         Actor(tiny_causal_lm('gpt2').transformer)
     with pytest.raises(ValueError, match='looks ahead'):
-        Actor(BertLMHeadModel(BertConfig(**small)))
-    assert Actor(BertLMHeadModel(BertConfig(**small, is_decoder=True)))
+        Actor(BertLMHeadModel(BertConfig(**SIZES)))
+    assert Actor(BertLMHeadModel(BertConfig(**SIZES, is_decoder=True)))
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
     with pytest.raises(ValueError, match='names no decoder_start_token_id'):
         Actor(t5)
@@ -410,29 +355,18 @@ def dropping(kind):
     """A config whose every kind of dropout is far from 0."""
     import transformers
 
-    sizes = {'vocab_size': 64, 'hidden_size': 32, 'num_hidden_layers': 2, 'num_attention_heads': 4}
-    positions = {'max_position_embeddings': 64}
+    drops = {'attention_dropout': 0.5, 'layerdrop': 0.9}
     if kind == 'falcon':
-        return transformers.FalconConfig(**sizes, hidden_dropout=0.5, attention_dropout=0.5, parallel_attn=False)
+        return transformers.FalconConfig(**SIZES, hidden_dropout=0.5, attention_dropout=0.5, parallel_attn=False)
     if kind == 'biogpt':
         drops = {'hidden_dropout_prob': 0.5, 'attention_probs_dropout_prob': 0.5, 'layerdrop': 0.9}
-        return transformers.BioGptConfig(**sizes, **positions, **drops, activation_dropout=0.5, intermediate_size=48)
+        return transformers.BioGptConfig(**SIZES, **drops, activation_dropout=0.5)
     if kind == 'xglm':
+        sizes = {'vocab_size': 64, 'd_model': 32, 'num_layers': 2, 'attention_heads': 4, 'ffn_dim': 48}
         return transformers.XGLMConfig(
-            vocab_size=64,
-            d_model=32,
-            num_layers=2,
-            attention_heads=4,
-            ffn_dim=48,
-            **positions,
-            dropout=0.5,
-            attention_dropout=0.5,
-            activation_dropout=0.5,
-            layerdrop=0.9,
+            **sizes, max_position_embeddings=64, dropout=0.5, activation_dropout=0.5, **drops
         )
-    return transformers.OPTConfig(
-        **sizes, **positions, ffn_dim=48, word_embed_proj_dim=32, dropout=0.5, attention_dropout=0.5, layerdrop=0.9
-    )
+    return transformers.OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32, dropout=0.5, **drops)
 
 
 @pytest.mark.parametrize('kind', ['opt', 'falcon', 'biogpt', 'xglm'])
@@ -456,3 +390,37 @@ def test_no_kind_of_dropout_is_left_on_with_gradient_checkpointing(kind):
     plain(batch).logprobs.sum().backward()
     want = {n: p.grad for n, p in plain.named_parameters()}
     assert all(torch.allclose(want[n], p.grad, atol=1e-4) for n, p in actor.named_parameters() if want[n] is not None)
+
+
+# --- GPT-2's GELU in one kernel -------------------------------------------------------------------------------------
+
+
+def run(module, x, grad):
+    x = x.clone().requires_grad_()
+    y = module(x)
+    y.backward(grad)
+    return y.detach(), x.grad
+
+
+@pytest.mark.parametrize(('dtype', 'tolerance'), [(torch.float64, 1e-13), (torch.float32, 1e-5)])
+def test_function_and_gradient_are_the_plain_ones(dtype, tolerance):
+    torch.manual_seed(0)
+    x, grad = torch.randn(7, 1000, dtype=dtype) * 3, torch.randn(7, 1000, dtype=dtype)
+    for ours, plain in zip(run(FusedNewGELU(), x, grad), run(NewGELUActivation(), x, grad), strict=True):
+        torch.testing.assert_close(ours, plain, atol=tolerance, rtol=tolerance)
+    exact = run(torch.nn.GELU(), x, grad)  # negative control: GELU without the approximation is told apart
+    assert not torch.allclose(run(FusedNewGELU(), x, grad)[0], exact[0], atol=1e-5)
+
+
+def test_a_value_by_hand():
+    x = 1.5
+    want = 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    assert FusedNewGELU()(torch.tensor(x, dtype=torch.float64)).item() == pytest.approx(want, abs=1e-14)
+
+
+def test_an_actor_has_it_and_weights_keep_their_names():
+    model = tiny_causal_lm('gpt2')
+    names = list(model.state_dict())
+    Actor(model)
+    assert [type(block.mlp.act) for block in model.transformer.h] == [FusedNewGELU] * 2
+    assert list(model.state_dict()) == names

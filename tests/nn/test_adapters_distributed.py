@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from model_cases import IDS
 from torch import Tensor, nn
 
 from chatgpt.nn.hydra import make_hydra, recorded_trunk, reference_branch
@@ -16,7 +17,6 @@ from chatgpt.nn.lora import adapter_disabled, convert_to_lora, merged
 from chatgpt.testing.fakes import tiny_causal_lm
 from chatgpt.testing.processes import run_distributed
 
-IDS = torch.tensor([[5, 9, 3, 17, 40], [8, 8, 21, 2, 33]])
 STEPS = 3
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from model_cases import sequences
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -22,7 +23,7 @@ from chatgpt.rollout import Call, LocalEngine, SamplingParams
 from chatgpt.strategies import FSDPStrategy, NaiveStrategy
 from chatgpt.testing import tiny_causal_lm
 from chatgpt.testing.processes import run_distributed
-from chatgpt.types import Prompt, Sequence
+from chatgpt.types import Prompt
 
 
 @pytest.fixture(autouse=True)
@@ -37,17 +38,7 @@ def fresh_graphs():
 
 
 def batch_of(*lengths: tuple[int, int]) -> Any:
-    generator = torch.Generator().manual_seed(sum(p + 7 * a for p, a in lengths))
-
-    def draw(n):
-        return torch.randint(3, 60, (n,), generator=generator)
-
-    return collate(
-        [
-            Sequence(prompt_ids=draw(p), response_ids=draw(a), response_mask=torch.ones(a, dtype=torch.bool))
-            for p, a in lengths
-        ]
-    )
+    return collate(sequences(lengths, seed=sum(p + 7 * a for p, a in lengths)))
 
 
 SHAPES = [

@@ -7,8 +7,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from encoder_models import deberta_config
-from model_cases import close, sequences
+from model_cases import SIZES, close, deberta_config, sequences
 from torch import nn
 from transformers import BertConfig, BertModel, OPTConfig
 
@@ -49,18 +48,7 @@ def test_a_causal_lm_gives_its_trunk():
 
 
 def test_opt_with_a_projection_has_the_projected_width():
-    config = OPTConfig(
-        vocab_size=64,
-        hidden_size=32,
-        word_embed_proj_dim=16,
-        ffn_dim=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        do_layer_norm_before=False,
-        pad_token_id=0,
-    )
-    critic = OPTCritic(config=config)
+    critic = OPTCritic(config=OPTConfig(**SIZES, word_embed_proj_dim=16, ffn_dim=32, do_layer_norm_before=False))
     assert critic.value_head.in_features == 16
     assert critic(collate(sequences())).shape == (10,)
 
@@ -131,11 +119,8 @@ def test_a_deberta_critic_sees_no_later_token():
 
 
 def test_encoders_that_cannot_be_cut_are_refused():
-    bert = BertModel(
-        BertConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
-    )
     with pytest.raises(ValueError, match='must not look ahead, and BertModel does'):
-        Critic(bert)
+        Critic(BertModel(BertConfig(**SIZES)))
     with pytest.raises(ValueError, match='must not look ahead'):
         DebertaCritic(config=deberta_config(conv_kernel_size=3))
     with pytest.raises(ValueError, match='a Linear given; it must be a transformers PreTrainedModel'):

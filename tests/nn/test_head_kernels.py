@@ -13,12 +13,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import model_cases
 import pytest
 import torch
 from cuda_on_cpu import pretend_cuda
-from liger_cases import CASES, numbers
+from model_cases import SIZES, model_of
+from record_liger import CASES, numbers
 from torch import nn
-from transformers import AutoModelForCausalLM, Gemma2Config, PhiConfig
+from transformers import Gemma2Config, PhiConfig
 
 from chatgpt.batching import collate
 from chatgpt.functional import logprobs as plain_module
@@ -29,22 +31,13 @@ from chatgpt.nn.head_kernels import head_logprobs, linear_weights
 from chatgpt.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.testing import tiny_causal_lm
 from chatgpt.testing.processes import run_distributed
-from chatgpt.types import Sequence
 
 INTERPRETED = find_spec('liger_kernel') is not None and os.environ.get('TRITON_INTERPRET') == '1'
 GOLDEN = Path(__file__).with_name('liger_golden.json')
 
 
-def sequences(num=6, vocab=60, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(n):
-        return torch.randint(3, vocab, (n,), generator=generator)
-
-    return [
-        Sequence(prompt_ids=draw(2 + i), response_ids=draw(3 + i), response_mask=torch.ones(3 + i, dtype=torch.bool))
-        for i in range(num)
-    ]
+def sequences():
+    return model_cases.sequences([(2 + i, 3 + i) for i in range(6)])
 
 
 @pytest.fixture
@@ -79,16 +72,8 @@ def run(actor, batch, with_entropy='detached'):
 @pytest.mark.parametrize('lora_rank', [0, 2])
 @pytest.mark.parametrize('with_entropy', ['detached', True])
 def test_an_actor_learns_the_same_by_blocks(family, lora_rank, with_entropy, small_chunks, taken):
+    model = model_of(PhiConfig(**SIZES) if family == 'phi' else family)  # Phi's is an untied head with a bias
     torch.manual_seed(0)
-    if family == 'phi':  # an untied head with a bias
-        model = AutoModelForCausalLM.from_config(
-            PhiConfig(
-                vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-                max_position_embeddings=32,
-            )
-        )  # fmt: skip
-    else:
-        model = tiny_causal_lm(family)
     actor, batch = Actor(model, lora_rank=lora_rank).eval(), collate(sequences())
     want = run(actor, batch, with_entropy)
     assert taken == ['chunked_logprobs']  # the default, on a CPU
@@ -127,19 +112,11 @@ def test_auto_takes_blocks_on_an_accelerator_and_waits_for_nothing(small_chunks,
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
 
 
-def gemma():
-    config = Gemma2Config(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, final_logit_softcapping=5.0,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config)
-
-
 def test_what_does_not_fit_is_refused_by_name(monkeypatch, small_chunks):
     actor = Actor(tiny_causal_lm('gpt2'))
     with pytest.raises(ValueError, match=r"logprob_kernel='fusd' is not one of auto, plain, fused, liger"):
         actor.logprob_kernel = 'fusd'
-    capped = Actor(gemma())
+    capped = Actor(model_of(Gemma2Config(**SIZES, num_key_value_heads=1, head_dim=16, final_logit_softcapping=5.0)))
     with pytest.raises(ValueError, match='logits of Gemma2ForCausalLM are more than its output layer'):
         capped.logprob_kernel = 'fused'
     assert capped.logprob_kernel == 'auto'

@@ -8,7 +8,7 @@ import pickle
 import loralib
 import pytest
 import torch
-from adapter_models import IDS, disturb, logits
+from model_cases import IDS, SIZES, disturb, logits, model_of, same
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -36,10 +36,6 @@ def adapted(family: str = 'gpt2', rank: int = 2, **kw: object) -> nn.Module:
 
 def bits(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 class Toy(nn.Module):
@@ -235,20 +231,6 @@ def test_deepcopy_of_a_folded_model_unfolds_to_the_saved_bits() -> None:
     assert not same(bits(model), before)
 
 
-def test_built_on_the_meta_device() -> None:
-    source = tiny_causal_lm('gpt2', hidden=16)
-    with torch.device('meta'):
-        model = tiny_causal_lm('gpt2', hidden=16)
-        convert_to_lora(model, 2)
-    assert all(p.is_meta for p in model.parameters())
-    model.to_empty(device='cpu')
-    for layer in lora_layers(model).values():
-        layer.reset_lora_parameters()
-    model.load_state_dict(source.state_dict(), strict=False)
-    assert torch.equal(logits(model), logits(source))
-    assert all(p.abs().sum() > 0 for n, p in model.named_parameters() if n.endswith('lora_A'))
-
-
 # --- folding --------------------------------------------------------------------------------------------------------
 
 
@@ -390,26 +372,10 @@ def test_merged_state_dict_is_the_base_architecture(family: str) -> None:
 def mixture(kind: str) -> nn.Module:
     import transformers
 
-    sizes = {
-        'vocab_size': 64,
-        'hidden_size': 32,
-        'num_hidden_layers': 2,
-        'num_attention_heads': 4,
-        'num_key_value_heads': 2,
-        'max_position_embeddings': 64,
-    }
     if kind == 'falcon':
-        del sizes['num_key_value_heads'], sizes['max_position_embeddings']
-        return transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, alibi=False)).eval()
-    config = transformers.Qwen2MoeConfig(
-        **sizes,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
-    return transformers.Qwen2MoeForCausalLM(config).eval()
+        return model_of(transformers.FalconConfig(**SIZES, alibi=False))
+    experts = {'moe_intermediate_size': 16, 'shared_expert_intermediate_size': 16, 'num_experts_per_tok': 2}
+    return model_of(transformers.Qwen2MoeConfig(**SIZES, **experts, num_key_value_heads=2, num_experts=4))
 
 
 def test_a_mixtures_routers_have_no_adapter_and_its_experts_share_is_told() -> None:

@@ -6,9 +6,10 @@ from __future__ import annotations
 import inspect
 from copy import deepcopy
 
+import model_cases
 import pytest
 import torch
-from packing_cases import OTHERS, SIZES, gradients, model_of, sequences
+from model_cases import OTHERS, SIZES, gradients, model_of
 from torch import nn
 from transformers import AutoModelForCausalLM, MistralConfig
 from transformers.models.doge.modeling_doge import DogeModel
@@ -20,6 +21,13 @@ from chatgpt.nn.trunk import base_model
 from chatgpt.rollout import Call, LocalEngine, SamplingParams
 from chatgpt.testing import tiny_causal_lm, tiny_config
 from chatgpt.types import Prompt
+
+LENGTHS = [(9, 12), (3, 7), (5, 5), (4, 2), (2, 2)]
+
+
+def sequences(lengths=LENGTHS):
+    return model_cases.sequences(lengths, seed=1)
+
 
 # ---------------------------------------------------------------- the plan, by hand
 
@@ -143,9 +151,7 @@ def test_position_biases_run_padded(name):
 
 
 def test_a_batch_longer_than_the_window_runs_padded():
-    config = MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=8)
-    torch.manual_seed(0)
-    actor = Actor(AutoModelForCausalLM.from_config(config)).eval()
+    actor = Actor(model_of(MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=8))).eval()
     assert packs(actor.model.model) and window_of(actor.model.model) == 8
     packed, padded = collate(sequences()), collate(sequences(), pack=False)
     assert packed.packing is not None and packed.packing.max_length > 8
@@ -226,31 +232,11 @@ def test_a_hydras_reference_comes_with_the_policy(name, pack):
 def small_config(kind):
     import transformers
 
-    sizes = {
-        'vocab_size': 64,
-        'hidden_size': 32,
-        'intermediate_size': 48,
-        'num_hidden_layers': 2,
-        'num_attention_heads': 4,
-        'num_key_value_heads': 2,
-        'max_position_embeddings': 64,
-        'pad_token_id': 0,
-        'bos_token_id': 1,
-        'eos_token_id': 2,
-    }
-    if kind == 'nemotron':
-        return transformers.NemotronConfig(**sizes, initializer_range=0.1)
-    if kind == 'doge':
-        return transformers.DogeConfig(**sizes, initializer_range=0.1)
-    rope = {
-        'rope_type': 'longrope',
-        'rope_theta': 10000.0,
-        'short_factor': [1.0] * 4,
-        'long_factor': [4.0] * 4,
-    }
-    return transformers.Phi3Config(
-        **sizes, initializer_range=0.1, rope_parameters=rope, original_max_position_embeddings=16
-    )
+    sizes = SIZES | {'num_key_value_heads': 2, 'initializer_range': 0.1}
+    if kind != 'phi3':
+        return {'nemotron': transformers.NemotronConfig, 'doge': transformers.DogeConfig}[kind](**sizes)
+    rope = {'rope_type': 'longrope', 'rope_theta': 10000.0, 'short_factor': [1.0] * 4, 'long_factor': [4.0] * 4}
+    return transformers.Phi3Config(**sizes, rope_parameters=rope, original_max_position_embeddings=16)
 
 
 def filled(build):
@@ -324,11 +310,8 @@ def test_a_model_whose_numbers_depend_on_their_company_is_refused(cls):
     import transformers
 
     torch.manual_seed(0)
-    sizes = {'vocab_size': 64, 'hidden_size': 32, 'num_hidden_layers': 2, 'num_attention_heads': 4}
     for is_decoder in (True, False):
-        config = transformers.BertGenerationConfig(
-            **sizes, intermediate_size=48, max_position_embeddings=64, initializer_range=0.3, is_decoder=is_decoder
-        )
+        config = transformers.BertGenerationConfig(**SIZES, initializer_range=0.3, is_decoder=is_decoder)
         model = transformers.BertGenerationDecoder(config).eval()
         if is_decoder:
             cls(model)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from adapter_models import disturb, logits
+from model_cases import SIZES, disturb, logits
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -19,19 +19,7 @@ from chatgpt.nn import AutoActor
 from chatgpt.nn.lora import convert_to_lora, lora_layers, reads_weight
 from chatgpt.nn.peft_format import CONFIG_FILE, WEIGHTS_FILE, check_export, export_peft, import_peft
 
-SMALL = {
-    'vocab_size': 64,
-    'hidden_size': 32,
-    'intermediate_size': 48,
-    'num_hidden_layers': 2,
-    'num_attention_heads': 2,
-    'num_key_value_heads': 2,
-    'max_position_embeddings': 64,
-    'pad_token_id': 0,
-    'bos_token_id': 1,
-    'eos_token_id': 2,
-    'use_cache': False,
-}
+SMALL = SIZES | {'num_attention_heads': 2, 'num_key_value_heads': 2, 'use_cache': False}
 EXPERTS = {'moe_intermediate_size': 16, 'num_experts_per_tok': 2, 'first_k_dense_replace': 1, 'n_routed_experts': 4}
 LATENT = {'q_lora_rank': 16, 'kv_lora_rank': 16, 'qk_nope_head_dim': 16, 'qk_rope_head_dim': 16, 'v_head_dim': 16}
 CONFIGS: dict[str, dict[str, Any]] = {

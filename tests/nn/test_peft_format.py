@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_models import disturb, logits
+from model_cases import disturb, logits
 from safetensors.torch import load_file, save_file
 from torch import nn
 

@@ -7,13 +7,13 @@ from copy import deepcopy
 
 import pytest
 import torch
-from model_cases import close, sequences
+from model_cases import SIZES, close, deberta_config, model_of, sequences
 from torch import nn
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertConfig,
     BertForSequenceClassification,
+    CohereConfig,
     DebertaV2ForSequenceClassification,
     DistilBertConfig,
     DistilBertForSequenceClassification,
@@ -135,22 +135,7 @@ def test_given_weights_are_the_ones_saved(tmp_path):
 
 @pytest.mark.parametrize('head', [mlp_head(32), None])
 def test_what_transformers_has_no_class_for_still_survives_a_folder(head, tmp_path):
-    from transformers import CohereConfig
-
-    torch.manual_seed(0)
-    config = CohereConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    model = RewardModel(AutoModelForCausalLM.from_config(config), head).eval()
+    model = RewardModel(model_of(CohereConfig(**SIZES, num_key_value_heads=1)), head).eval()
     for parameter in model.value_head.parameters():
         nn.init.normal_(parameter)
     model.calibrate(0.25)
@@ -184,21 +169,15 @@ def test_a_causal_classifier_of_one_label_or_two(family, labels, tmp_path):
     assert labels == 1 or not close(model(collate(seqs)), -want, 1e-2)
 
 
-SMALL = {
-    'vocab_size': 64,
-    'hidden_size': 16,
-    'num_hidden_layers': 1,
-    'num_attention_heads': 2,
-    'intermediate_size': 16,
-} | {'initializer_range': 0.5}
+SMALL = SIZES | {'hidden_size': 16, 'num_attention_heads': 2, 'intermediate_size': 16, 'initializer_range': 0.5}
 
 
 @pytest.mark.parametrize('labels', [1, 2])
 @pytest.mark.parametrize(
     ('cls', 'config'),
     [
-        (BertForSequenceClassification, BertConfig(**SMALL, pad_token_id=0)),
-        (RobertaForSequenceClassification, RobertaConfig(**SMALL, pad_token_id=1, max_position_embeddings=40)),
+        (BertForSequenceClassification, BertConfig(**SMALL)),
+        (RobertaForSequenceClassification, RobertaConfig(**SMALL | {'pad_token_id': 1})),
         (
             DistilBertForSequenceClassification,
             DistilBertConfig(vocab_size=64, dim=16, n_layers=1, n_heads=2, hidden_dim=16),
@@ -221,8 +200,6 @@ def test_an_encoder_scores_as_its_own_classifier_does(cls, config, labels, tmp_p
 
 
 def test_a_deberta_classifier_and_a_new_deberta_reward_model(tmp_path):
-    from encoder_models import deberta_config
-
     torch.manual_seed(0)
     classifier = DebertaV2ForSequenceClassification(deberta_config(num_labels=1)).eval()
     classifier.save_pretrained(tmp_path)

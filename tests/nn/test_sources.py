@@ -7,6 +7,8 @@ from copy import deepcopy
 
 import pytest
 import torch
+import transformers
+from model_cases import OTHERS, SIZES
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -226,39 +228,10 @@ def test_a_saved_reward_model_is_a_source_as_well(tmp_path):
     assert_same(real, meta)
 
 
-def moe_config(**kw):
-    import transformers
-
-    return transformers.MixtralConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=4,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        **kw,
-    )
+MIXTRAL = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
 
 
-def neox_config():
-    import transformers
-
-    return transformers.GPTNeoXConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-    )
-
-
-@pytest.mark.parametrize('config', [moe_config(), neox_config()], ids=['mixtral', 'gpt_neox'])
+@pytest.mark.parametrize('config', [MIXTRAL, OTHERS['gpt_neox']], ids=['mixtral', 'gpt_neox'])
 @pytest.mark.parametrize('cls', [AutoActor, AutoCritic, AutoRM], ids=['actor', 'critic', 'reward model'])
 def test_what_transformers_renames_or_puts_together_is_read_on_the_meta_device(config, cls, tmp_path):
     torch.manual_seed(1)
@@ -271,20 +244,9 @@ def test_what_transformers_renames_or_puts_together_is_read_on_the_meta_device(c
 
 
 def test_what_a_whole_model_sets_in_its_blocks_is_set():
-    import transformers
-
+    states = {'mamba_d_ssm': 32, 'mamba_d_state': 4, 'mamba_n_heads': 2, 'mamba_d_head': 16}
     config = transformers.FalconH1Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        mamba_d_ssm=32,
-        mamba_d_state=4,
-        mamba_n_heads=2,
-        mamba_d_head=16,
-        ssm_multipliers=[0.5, 2.0, 0.25, 3.0, 1.5],
+        **SIZES, **states, num_key_value_heads=2, ssm_multipliers=[0.5, 2.0, 0.25, 3.0, 1.5]
     )
     real, meta = both_ways(lambda: AutoActor(config=config))
     vectors = {n: t for n, t in everything(real).items() if n.endswith('mup_vector')}
@@ -296,17 +258,7 @@ def test_what_a_whole_model_sets_in_its_blocks_is_set():
 
 
 def test_numbers_that_only_a_constructor_gives():
-    import transformers
-
-    config = transformers.ApertusConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-    )
+    config = transformers.ApertusConfig(**SIZES, num_key_value_heads=2)
     torch.manual_seed(0)
     want = dict(AutoModelForCausalLM.from_config(config).named_parameters())
     real, meta = both_ways(lambda: AutoActor(config=config))

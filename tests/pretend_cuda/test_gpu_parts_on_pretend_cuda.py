@@ -11,13 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cuda_on_cpu import PretendTensor, pretend_cuda
+from cuda_on_cpu import pretend_cuda
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / 'benchmarks'))
 import dummy
 import gpu_parts
 import ladders
-import random_models
 from gpu_parts import Note
 
 CARD = 2**31
@@ -75,29 +74,12 @@ def card(monkeypatch):
         yield made
 
 
-def note_of(folder: Path, seconds: float = 100.0) -> Note:
+def note_of(folder: Path, seconds: float = 10_000.0) -> Note:
     return Note(torch.device('cuda:0'), folder / 'out.json', seconds)
 
 
 def written(folder: Path) -> dict:
     return json.loads((folder / 'out.json').read_text())
-
-
-def test_weights_are_drawn_on_the_device_and_stay_tied(card):
-    place = torch.device('cuda:0')
-    model = random_models.random_model('AutoModelForCausalLM', gpt_parts_config(), place=place, draw=place)
-    assert all(isinstance(p.data, PretendTensor) and p.device == place for p in model.parameters())
-    assert model.lm_head.weight is model.transformer.wte.weight
-    assert model.transformer.h[0].ln_1.weight.min().item() == 1.0
-    assert model.transformer.wpe.weight.std().item() == pytest.approx(0.02, rel=0.1)
-    onto_host = random_models.random_model(
-        'AutoModelForCausalLM', gpt_parts_config(), place=torch.device('cpu'), draw=place
-    )
-    assert {p.device.type for p in onto_host.parameters()} == {'cpu'}
-
-
-def gpt_parts_config():
-    return gpu_parts.config_of('tiny-gpt2', 32)
 
 
 def test_device(card, tmp_path):
@@ -118,12 +100,6 @@ def test_decode_with_cudnn_and_without(card, tmp_path):
     assert found['engine']['tokens_per_s'] == pytest.approx(2 * 4 / found['engine']['seconds'])
     assert found['engine']['begin_s'] <= found['engine']['seconds']
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
-
-
-def test_generate_keeps_the_few_tokens_where_time_runs_out(card, tmp_path):
-    gpu_parts.decode(note_of(tmp_path, 0.0), model='tiny-gpt2', batch=1, prompt=3, new=16, precision='fp32', rounds=1)
-    for numbers in written(tmp_path)['generate'].values():
-        assert numbers['new'] == 2 and numbers['reason'] == 'there was no time for 16 tokens'
 
 
 def test_ppo_and_the_largest_rung_that_the_card_holds(card, tmp_path, monkeypatch):
@@ -157,28 +133,6 @@ def test_trunk_under_a_cap(card, tmp_path):
         gpu_parts.trunk(note_of(tmp_path), model='tiny-qwen2', memory=2**34, **sizes)
 
 
-def test_trunk_that_runs_out_of_memory_says_where(card, tmp_path, monkeypatch):
-    from chatgpt.trainer import PPOTrainer
-
-    def learn(self):
-        raise torch.OutOfMemoryError('CUDA out of memory')
-
-    monkeypatch.setattr(PPOTrainer, 'learn', learn)
-    with pytest.raises(torch.OutOfMemoryError):
-        gpu_parts.trunk(
-            note_of(tmp_path),
-            model='tiny-qwen2',
-            memory=2**28,
-            prompt=4,
-            new=4,
-            sequences=2,
-            precision='fp32',
-            lora_rank=2,
-        )
-    assert written(tmp_path)['out_of_memory_after'] == ['load', 'collect', 'score']
-    assert card.fractions[-1] == 1.0
-
-
 def test_capacity_under_caps(card, tmp_path, monkeypatch):
     monkeypatch.setitem(ladders.FAMILIES, 'tiny', ('GPT', {'a': (32, 1, 2), 'b': (128, 4, 4)}))
     monkeypatch.setattr(dummy, '_warm_up', lambda *given: None)  # a second run
@@ -190,25 +144,3 @@ def test_capacity_under_caps(card, tmp_path, monkeypatch):
     assert small['tried']['a']['trained'] and small['tried']['a']['peak'] > 0
     assert card.fractions == [cap / CARD, 1.0]
     assert large['left_out'] == 'the cap of 4 GiB is more than the card has'
-
-
-def test_vllm_on_a_stand_in(card, tmp_path, monkeypatch):
-    made = []
-
-    class LLM:
-        def __init__(self, model, **settings):
-            made.append((json.loads((Path(model) / 'config.json').read_text()), settings))
-            self.calls = 0
-
-        def generate(self, prompts, sampling, use_tqdm):
-            self.calls += 1
-            assert len(prompts) == 2 and all(len(p['prompt_token_ids']) == 3 for p in prompts)
-            assert sampling == {'temperature': 1.0, 'max_tokens': 5, 'ignore_eos': True, 'detokenize': False}
-
-    monkeypatch.setitem(sys.modules, 'vllm', SimpleNamespace(LLM=LLM, SamplingParams=dict))
-    gpu_parts.decode_vllm(note_of(tmp_path), models=['tiny-qwen2', 'tiny-gpt2'], batch=2, prompt=3, new=5)
-    found = written(tmp_path)
-    assert [config['architectures'] for config, _ in made] == [['Qwen2ForCausalLM'], ['GPT2LMHeadModel']]
-    assert all(settings['load_format'] == 'dummy' and settings['max_model_len'] == 8 for _, settings in made)
-    for name in ('tiny-qwen2', 'tiny-gpt2'):
-        assert found[name]['tokens_per_s'] == pytest.approx(2 * 5 / found[name]['seconds'])

@@ -373,7 +373,7 @@ def vocabulary_parallel(seed: int, dtype: torch.dtype, with_entropy: Any, block:
     """Log-probs, entropy and gradients: of parts of 13 tokens, and by plain softmax of the whole."""
     from torch import distributed as dist
 
-    from chatgpt.functional.vocabulary_parallel import VocabularyPart, vocabulary_parallel_logprobs
+    from chatgpt.functional.fused_logprobs import VocabularyPart, fused_logprobs
     from chatgpt.strategies.tensor_ranks import TensorGroup
 
     group = TensorGroup(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
@@ -385,12 +385,12 @@ def vocabulary_parallel(seed: int, dtype: torch.dtype, with_entropy: Any, block:
     pull = torch.randn(2, 6, generator=generator, dtype=dtype)
     start, stop = group.bounds(13)
     own, own_bias = (t.detach()[start:stop].clone().requires_grad_() for t in (weight, bias))
-    got, entropy = vocabulary_parallel_logprobs(
+    got, entropy = fused_logprobs(
         states,
         own,
         own_bias,
         ids,
-        VocabularyPart(group, start, 13),
+        part=VocabularyPart(group, start, 13),
         temperature=0.7,
         with_entropy=with_entropy,
         block_size=block,
@@ -439,7 +439,7 @@ def test_an_actor_takes_them_and_never_makes_whole_logits(monkeypatch):
         called.append(args)
         return args[0], None
 
-    monkeypatch.setattr('chatgpt.nn.head_kernels.vocabulary_parallel_logprobs', parts)
+    monkeypatch.setattr('chatgpt.nn.head_kernels.fused_logprobs', parts)
     layer = nn.Linear(4, 3)
     layer.vocabulary = SimpleNamespace()  # type: ignore[assignment]
 

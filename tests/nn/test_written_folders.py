@@ -1,20 +1,45 @@
-"""A trained model is written in the dtype of the folder that it came from; heads, and what has to, stay in fp32."""
+"""What is written: the dtype of the folder that a model came from (heads, and what has to, stay in fp32), no heads of
+an earlier model in that folder, and the rights that the umask leaves."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from model_cases import SIZES, sequences
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from chatgpt.nn import Actor, AutoActor, AutoCritic, AutoRM, Critic, ILQLModel, RewardModel, mlp_head
-from chatgpt.nn.loading import write_folder
+from chatgpt.batching import collate
+from chatgpt.launch import demo_world
+from chatgpt.nn import (
+    GPTRM,
+    Actor,
+    AutoActor,
+    AutoCritic,
+    AutoRM,
+    Critic,
+    GPTActor,
+    GPTCritic,
+    ILQLModel,
+    RewardModel,
+    mlp_head,
+)
+from chatgpt.nn.loading import trunk_of, write_folder
+from chatgpt.nn.lora import convert_to_lora
+from chatgpt.nn.peft_format import export_peft
+from chatgpt.nn.reward_model import load_scorer
 from chatgpt.nn.shared import SharedTrunk
+from chatgpt.strategies import NaiveStrategy
+from chatgpt.strategies.checkpoint.files import save_tensors
+from chatgpt.strategies.checkpoint.writer import write_checkpoint
 from chatgpt.strategies.registry import strategy_by_name
 from chatgpt.testing import char_tokenizer, tiny_causal_lm
 from chatgpt.testing.processes import run_distributed
@@ -182,17 +207,119 @@ def test_under_a_strategy(name: str, ranks: int, tmp_path: Path) -> None:
 
 def test_experts_of_a_mixture(tmp_path: Path) -> None:
     """Fused in the model, apart in the files."""
-    config = transformers.MixtralConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=4,
-    )
+    config = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path / 'base')
     AutoActor(tmp_path / 'base').save_pretrained(tmp_path / 'out')
     one, two = (load_file(tmp_path / f / 'model.safetensors') for f in ('base', 'out'))
     assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
     assert dtypes(tmp_path / 'out') == {torch.bfloat16}
+
+
+# --- into the folder of an earlier model ----------------------------------------------------------------------------
+
+BATCH = collate(sequences([(2, 3)]))
+
+
+def earlier_critic(folder, family):
+    critic = Critic(trunk_of(tiny_causal_lm(family)))
+    nn.init.normal_(critic.value_head.weight)
+    critic.save_pretrained(folder)
+    assert (folder / 'value_head.safetensors').is_file()
+    return critic.eval()
+
+
+@pytest.mark.parametrize('family', ['gpt2', 't5'])
+def test_an_actor_over_a_critic_has_no_values(family, tmp_path):
+    earlier_critic(tmp_path, family)
+    model = tiny_causal_lm(family, seed=1)
+    Actor(model).save_pretrained(tmp_path)
+    again = Actor.from_pretrained(tmp_path).eval()
+    assert again.value_head is None and again(BATCH).values is None
+    torch.testing.assert_close(again(BATCH).logprobs, Actor(model)(BATCH).logprobs)
+
+
+def test_a_reward_model_that_is_a_classifier_over_a_critic_has_its_own_head(tmp_path):
+    earlier_critic(tmp_path, 'gpt2')
+    reward = RewardModel(trunk_of(tiny_causal_lm('gpt2', seed=1))).eval()
+    reward.save_pretrained(tmp_path)
+    torch.testing.assert_close(RewardModel.from_pretrained(tmp_path).eval()(BATCH), reward(BATCH))
+
+
+def test_an_ilql_model_over_an_actor_and_an_actor_over_it(tmp_path):
+    Actor(tiny_causal_lm('t5'), value_head=True).save_pretrained(tmp_path)
+    ILQLModel(tiny_causal_lm('t5', seed=1)).save_pretrained(tmp_path)
+    assert Actor.from_pretrained(tmp_path).value_head is None
+    Actor(tiny_causal_lm('t5', seed=2)).save_pretrained(tmp_path)
+    new = ILQLModel.from_pretrained(tmp_path, two_qs=False)
+    assert len(new.q_heads) == 1  # not the two that were there
+
+
+def test_an_adapter_over_that_of_a_reward_model_has_no_head(tmp_path):
+    tiny_causal_lm('gpt2').save_pretrained(tmp_path / 'base')
+    earlier_critic(tmp_path / 'adapter', 'gpt2')
+    for name in ('model.safetensors', 'config.json'):  # what an adapter's folder has not
+        (tmp_path / 'adapter' / name).unlink()
+    actor = Actor.from_pretrained(tmp_path / 'base')
+    convert_to_lora(actor.model, 2)
+    export_peft(actor, tmp_path / 'adapter')
+    assert load_scorer(tmp_path / 'adapter').head is None
+
+
+def test_an_adapter_beside_its_base_leaves_the_base_its_head(tmp_path):
+    earlier = earlier_critic(tmp_path, 'gpt2')
+    adapted = Critic.from_pretrained(tmp_path)
+    convert_to_lora(adapted.model, 2)
+    export_peft(adapted, tmp_path)
+    assert (tmp_path / 'adapter_model.safetensors').is_file()
+    torch.testing.assert_close(Critic.from_pretrained(tmp_path).eval()(BATCH), earlier(BATCH))
+
+
+def test_a_save_that_transformers_refuses_leaves_the_earlier_critic_whole(tmp_path):
+    earlier = earlier_critic(tmp_path, 'gpt2')
+    model = tiny_causal_lm('gpt2', seed=1)
+    model.generation_config.do_sample, model.generation_config.top_p = False, 0.5
+    with pytest.raises(ValueError, match='top_p'):
+        Actor(model).save_pretrained(tmp_path)
+    torch.testing.assert_close(Critic.from_pretrained(tmp_path).eval()(BATCH), earlier(BATCH))
+
+
+# --- rights ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[0o022, 0o027])
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def modes(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mode & 0o777 for path in folder.rglob('*') if path.is_file()}
+
+
+def test_models(umask, tmp_path):
+    config = demo_world.demo_config()
+    GPTActor(config=config, value_head=True).save_pretrained(tmp_path / 'actor')
+    GPTCritic(config=config).save_pretrained(tmp_path / 'critic')
+    GPTRM(config=config).save_pretrained(tmp_path / 'rm')
+    ILQLModel(GPTActor(config=config).model).save_pretrained(tmp_path / 'ilql')
+    export_peft(GPTActor(config=config, lora_rank=2), tmp_path / 'adapter')
+    found = {f'{f.name}/{name}': mode for f in tmp_path.iterdir() for name, mode in modes(f).items()}
+    assert sum(name.endswith('.safetensors') for name in found) >= 7
+    assert set(found.values()) == {0o666 & ~umask}, found
+
+
+def test_checkpoints_and_single_files(umask, tmp_path):
+    strategy, model = NaiveStrategy(), torch.nn.Linear(3, 2)
+    prepared = strategy.prepare(model)
+    write_checkpoint(
+        tmp_path / 'checkpoint',
+        {'': strategy.model_pieces(prepared)},
+        meta={'kind': 'model'},
+        rank=0,
+        all_gather_object=strategy.all_gather_object,
+    )
+    save_tensors(model.state_dict(), tmp_path / 'weights.safetensors')
+    save_tensors(model.state_dict(), tmp_path / 'weights.pt')
+    found = modes(tmp_path)
+    assert len(found) >= 4 and set(found.values()) == {0o666 & ~umask}, found
