@@ -63,8 +63,7 @@ def use_template(prompt: PromptText, tokenizer: Any, apply_chat_template: bool |
 TEXT_CHOICE = 'text_is_user_turn'
 """in the tokenizer_config.json of a saved model: whether its training made text a turn of the user"""
 _MARK = 'zqmark'
-_sound: set[str] = set()
-"""templates that show the messages"""
+_sound: set[str] = set()  # templates that show the messages
 
 
 @dataclass

@@ -77,10 +77,7 @@ class ChatTemplate:
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
+        self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None = None, options: Mapping[str, Any] | None = None
     ) -> None:
         if not template_of(tokenizer):
             raise ValueError(
@@ -136,7 +133,8 @@ class ChatTemplate:
             ids = self._encoded(self._tail(messages))
         except ValueError as error:
             raise InvalidStep(str(error)) from error
-        if ended == 'eos' and self._ending() and (ids[0] == turn_ids[-1] or self._is_special(ids[0])):
+        added = self.tokenizer.added_tokens_decoder.get(ids[0])
+        if ended == 'eos' and self._ending() and (ids[0] == turn_ids[-1] or (added is not None and added.special)):
             return ids[1:]  # the model has written the end token itself, or another one in its place
         return ids
 
@@ -166,10 +164,6 @@ class ChatTemplate:
             return message
         except (ValueError, TypeError, AttributeError):  # as in TRL, whatever the model wrote is an answer
             return text
-
-    def _is_special(self, token: int) -> bool:
-        added = self.tokenizer.added_tokens_decoder.get(token)
-        return added is not None and added.special
 
     # ------------------------------------------------------------------ the template
 

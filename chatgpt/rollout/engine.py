@@ -163,11 +163,9 @@ class CheckedEngine(RolloutEngine):
     """of log-probs, that the latest check of a copy found"""
 
     _actor: Any = None
-    _config: Any = None
-    """of the policy, from `begin` to `end`"""
+    _config: Any = None  # of the policy, from `begin` to `end`
     _modes: Sequence[tuple[Any, bool]] = ()
-    _handshake: Handshake | None = None
-    """of weights that were handed over and not checked yet"""
+    _handshake: Handshake | None = None  # of weights that were handed over and not checked yet
 
     def begin(self, actor: Actor) -> None:
         """Take the actor, dropout off; or a copy of its weights, adapters folded in.

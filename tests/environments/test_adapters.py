@@ -114,8 +114,7 @@ class WithStep:
 
 
 @pytest.mark.parametrize(
-    ('made', 'wrapper'),
-    [(GemGuess, GemEnvironment), (GymnasiumText, GymEnvironment), (SkyRLSum, SkyRLEnvironment)],
+    ('made', 'wrapper'), [(GemGuess, GemEnvironment), (GymnasiumText, GymEnvironment), (SkyRLSum, SkyRLEnvironment)]
 )
 def test_a_class_is_recognised_by_its_methods(made, wrapper):
     factory = find_environment(made)

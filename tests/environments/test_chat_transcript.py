@@ -132,10 +132,7 @@ def test_appended_text_is_the_rendered_text(family, tools, said, ended):
             messages, tools=TOOLS if tools else None, tokenize=False, add_generation_prompt=True
         )
         whole = tokenizer.apply_chat_template(
-            [*messages, answer, *follows],
-            tools=TOOLS if tools else None,
-            tokenize=False,
-            add_generation_prompt=True,
+            [*messages, answer, *follows], tools=TOOLS if tools else None, tokenize=False, add_generation_prompt=True
         )
         ending = FAMILIES[family][1]
         turn_text = whole[len(before) : whole.index(ending, len(before))]

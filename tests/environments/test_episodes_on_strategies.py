@@ -290,9 +290,6 @@ def test_by_hand_there_is_no_environment():
             advantage_estimator='reinforce++',
             kl_coef=0.0,
         )
-        for call in (
-            partial(trainer.generate, ['a']),
-            partial(trainer.step, ['a'], [torch.tensor([5])], [1.0]),
-        ):
+        for call in (partial(trainer.generate, ['a']), partial(trainer.step, ['a'], [torch.tensor([5])], [1.0])):
             with pytest.raises(ValueError, match='acts in fit only: .* response_masks'):
                 call()

@@ -165,8 +165,7 @@ def test_rewards_of_turns():
 
 
 @pytest.mark.parametrize(
-    ('settings', 'sampling', 'end'),
-    [({'max_turns': 2}, {}, 'turns'), ({}, {'max_new_tokens': 160}, 'tokens')],
+    ('settings', 'sampling', 'end'), [({'max_turns': 2}, {}, 'turns'), ({}, {'max_new_tokens': 160}, 'tokens')]
 )
 def test_an_episode_that_is_cut_off_has_its_reward(settings, sampling, end):
     asked_for = []

@@ -176,13 +176,13 @@ def test_turns_of_episodes_are_those_of_the_local_engine(llama, engine_of, monke
 
     engine = engine_of(model)
     assert played(engine) == played(LocalEngine())
-    generate, asked = engine._llm.generate, []
+    generate, asked = engine.llm.generate, []
 
     def watched(given: Any, params: Any, **kw: Any) -> Any:
         asked.append([(len(p['prompt_token_ids']), q.max_tokens, q.seed) for p, q in zip(given, params, strict=True)])
         return generate(given, params, **kw)
 
-    monkeypatch.setattr(engine._llm, 'generate', watched)
+    monkeypatch.setattr(engine.llm, 'generate', watched)
     assert played(engine, do_sample=True) == played(engine, do_sample=True)
     # by hand, after what checks the weights: n7, 5 tokens, nothing, 5 tokens, x, and 14 - 11 = 3 tokens
     sizes = [[(length, limit) for length, limit, _ in turn] for turn in asked[1:4]]

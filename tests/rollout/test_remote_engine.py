@@ -125,7 +125,6 @@ def test_whole_requests_on_any_number_of_workers_are_the_same_bits():
             engine.end()
             for ticket, expected in reversed(list(zip(tickets, want, strict=True))):  # taken in any order
                 assert_same(engine.take(ticket), expected)
-            assert engine.num_in_flight == 0
         assert len({worker for worker, _ in pool.answered}) == num_workers
 
 
@@ -169,7 +168,6 @@ def test_what_is_cancelled_is_never_generated():
         engine.cancel(first)
         assert [s.index for s in engine.take(second)] == list(range(100, 112))
         assert [indices[0] for _, indices in pool.answered] == [100]
-        assert engine.num_in_flight == 0
 
 
 def test_no_prompts_are_no_samples():

@@ -79,10 +79,7 @@ def uses(name: str, text: str) -> Iterator[tuple[str, str]]:
 
 def _of_llm() -> set[str]:
     """What vLLM's LLM may be given."""
-    return {
-        *FACTS['objects']['EngineArgs']['fields'],
-        *FACTS['objects']['LLM']['methods']['__init__']['parameters'],
-    }
+    return {*FACTS['objects']['EngineArgs']['fields'], *FACTS['objects']['LLM']['methods']['__init__']['parameters']}
 
 
 def _is(name: str, node: ast.AST) -> str:

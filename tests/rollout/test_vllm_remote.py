@@ -135,15 +135,15 @@ def test_learning_goes_on_while_weights_are_sent(tmp_path, monkeypatch):
         engine._finish_sending()
         changed(model)
         new = asked()
-        (sending,) = engine._sending
-        events.append(('asked', sending.is_alive()))
-        assert not sending.link.client.turn.is_set()  # nothing occupies the trainer's device until the worker receives
+        (link,) = engine._sending
+        events.append(('asked', link.thread.is_alive()))
+        assert not link.turn.is_set()  # nothing occupies the trainer's device until the worker receives
         changed(model, seed=7)  # a learn step, in place
-        events.append(('learned', sending.is_alive()))
+        events.append(('learned', link.thread.is_alive()))
         gate.touch()
         samples = drawn(engine.take(old) + engine.take(new))
-        sending.join()
-        events.append(('taken', sending.is_alive()))
+        link.thread.join()
+        events.append(('taken', link.thread.is_alive()))
     assert events == [('asked', True), ('learned', True), ('taken', False)]
     assert [s[1] for s in samples] == [3] * 6 + [4] * 6  # two versions came before
     assert [(i, *rest) for i, _, *rest in samples] == [(i, *rest) for i, _, *rest in expected]
