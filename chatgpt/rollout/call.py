@@ -136,6 +136,14 @@ class Call:
             columns=prompt.columns,
         )
 
+    def samples(
+        self, tables: Sequence[Tensor], lengths: Sequence[int], reasons: Sequence[FinishReason]
+    ) -> list[Sample]:
+        """The records of all prompts, from (prompts, T) tables on the CPU: ids, log-probs, filtered log-probs, edge
+        distances. Copies, so that a sample does not hold all others in memory."""
+        ends = enumerate(zip(lengths, reasons, strict=True))
+        return [self.sample(i, *(table[i, :n].clone() for table in tables), reason) for i, (n, reason) in ends]
+
 
 def joined(calls: Sequence[Call]) -> Call:
     """One call of several that differ in their prompts alone."""

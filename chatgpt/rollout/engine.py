@@ -55,16 +55,13 @@ class Turns(Protocol):
 
     def limit(self, i: int) -> int:
         """The most tokens of sequence i's next turn."""
-        ...
 
     def ended(self, i: int, turn: Sample) -> None:
         """Sequence i's turn is there, as a sample whose response is this turn alone. Returns at once."""
-        ...
 
     def next(self, i: int) -> Tensor | None:
         """(n,) int64 ids, n >= 0, to append before sequence i's next turn; None: its episode is over. Waits for the
         environment."""
-        ...
 
 
 class RolloutEngine(ABC):

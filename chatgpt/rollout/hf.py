@@ -286,23 +286,10 @@ class HFEngine(CheckedEngine):
         responses = output.sequences[:, width:]
         steps = record.steps if record is not None else _of_beams(output, responses, sampling)
         logprobs, filtered, edges = (torch.cat(column, dim=1).cpu() for column in zip(*steps, strict=True))
-        samples = []
-        for row in range(len(prompts)):
-            ids = responses[row].tolist()
-            length, reason = _response_length(
-                ids, sampling.eos_token_ids, stop.stopped_at[row] if stop else None, limits[row]
-            )
-            samples.append(
-                call.sample(
-                    row,
-                    responses[row, :length].cpu().clone(),
-                    logprobs[row, :length].clone(),
-                    filtered[row, :length].clone(),
-                    edges[row, :length].clone(),
-                    reason,
-                )
-            )
-        return samples
+        stopped_at = stop.stopped_at if stop else [None] * len(prompts)
+        rows = zip(responses.tolist(), stopped_at, limits, strict=True)
+        ends = [_response_length(ids, sampling.eos_token_ids, at, limit) for ids, at, limit in rows]
+        return call.samples((responses.cpu(), logprobs, filtered, edges), *zip(*ends, strict=True))
 
 
 def _of_beams(output: Any, responses: Tensor, sampling: SamplingParams) -> list[tuple[Tensor, Tensor, Tensor]]:

@@ -49,45 +49,35 @@ class RolloutWorkers(Protocol):
     def start(self, spec: ModelSpec, engine_options: Mapping[str, Any], around: Around | None = None) -> None:
         """Start all workers. Called once, before anything else; `around` is given only where there is one. A class
         whose pickling can do more than `pickle.dumps` has it as a method `dumps`."""
-        ...
 
     def put(self, bucket: Tensor) -> Any:
         """Copy a (bytes,) uint8 CPU tensor to where every worker can read it; kept as long as the returned handle
         is."""
-        ...
 
     def submit(self, worker: int, request: Request) -> Any:
         """Queue a request; returns a handle at once."""
-        ...
 
     def call(self, worker: int, method: str, *args: Any) -> Any:
         """Queue a call of a worker's method behind what was queued there before; a handle for `wait`. Any thread may.
         Only engines that bring weights to their workers another way than by `put` call it, and `host`."""
-        ...
 
     def host(self) -> str:
         """An address of this process's machine that workers can reach."""
-        ...
 
     def ready(self, handle: Any) -> bool:
         """Whether `wait` would return (or raise) at once."""
-        ...
 
     def wait(self, handle: Any) -> Any:
         """The answer, `PackedSamples` of a request. Raises `WorkerDied`, or what the worker raised."""
-        ...
 
     def cancel(self, handle: Any) -> None:
         """The answer is not wanted any more."""
-        ...
 
     def replace(self, worker: int) -> None:
         """Put a new worker in the place of a dead one. What was queued there is lost."""
-        ...
 
     def close(self) -> None:
         """End all workers. May be called twice."""
-        ...
 
 
 @dataclass(eq=False)

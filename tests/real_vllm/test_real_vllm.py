@@ -130,13 +130,9 @@ def test_ppo_whose_first_ratio_is_1(llama, engine_of, recompute):
             (actor, AdamW(actor.parameters(), lr=1e-2)), (critic, AdamW(critic.parameters(), lr=1e-2))
         )
         trainer = PPOTrainer(
-            strategy,
-            actor,
-            critic,
+            *(strategy, actor, critic),
             lambda prompts, responses: [float(i % 2) for i in range(len(prompts))],
-            None,
-            a,
-            c,
+            *(None, a, c),
             kl_coef=0.0,
             engine=engine_of(model),
             experience_batch_size=4,

@@ -300,7 +300,13 @@ class LocalEngine(CheckedEngine):
 
     def rows_that_fit(self, rows: int, capacity: int) -> int:
         """How many of `rows` rows of `capacity` slots this phase's cache may have, by `free_bytes`; at least one."""
-        return self._agreed(self._rows_that_fit(rows, capacity))
+        cache, device = self._cache, next(self._actor.parameters()).device
+        if cache is None or rows > cache.rows or capacity > cache.capacity:
+            free = self.free_bytes(device)
+            if free is not None:
+                room = CACHE_SHARE * (free + (cache.nbytes if cache else 0))
+                rows = max(1, min(rows, int(room / max(bytes_per_slot(self._actor) * capacity, 1))))
+        return self._agreed(rows)
 
     def _agreed(self, number: int) -> int:
         """The least of all processes that hold the model together, which compute the same forwards."""
@@ -308,17 +314,6 @@ class LocalEngine(CheckedEngine):
             return number
         device = next(self._actor.parameters()).device
         return -int(group.max(torch.tensor(-number, device=device)))
-
-    def _rows_that_fit(self, rows: int, capacity: int) -> int:
-        if self._cache is not None and rows <= self._cache.rows and capacity <= self._cache.capacity:
-            return rows
-        device = next(self._actor.parameters()).device
-        free = self.free_bytes(device)
-        if free is None:
-            return rows
-        held = self._cache.nbytes if self._cache else 0
-        per_row = bytes_per_slot(self._actor) * capacity
-        return max(1, min(rows, int(CACHE_SHARE * (free + held) / max(per_row, 1))))
 
     def free_bytes(self, device: torch.device) -> int | None:
         """Memory that the cache could have: the device's, and what torch keeps for later. None: no bound (a CPU)."""

@@ -309,8 +309,6 @@ class LocalRun:
         shape = (len(self.prompts), self.max_new)
 
         def table(name: str, dtype: torch.dtype) -> Tensor:
-            # a new tensor on the CPU: slices of it are cut out with clone, so that a sample does not hold all others in
-            # memory
             values = torch.zeros(shape[0] * shape[1], dtype=dtype, device=self.device)
             if self.fixed is not None:
                 values.copy_(getattr(self.fixed.tables, name)[: len(values)])
@@ -323,14 +321,4 @@ class LocalRun:
         bad = (~(torch.isfinite(filtered) & torch.isfinite(logprobs))).nonzero()
         if len(bad):
             raise self.not_finite(*bad[0].tolist())
-        return [
-            self.call.sample(
-                i,
-                tokens[i, :length].clone(),
-                logprobs[i, :length].clone(),
-                filtered[i, :length].clone(),
-                edges[i, :length].clone(),
-                self.reasons[i],
-            )
-            for i, length in enumerate(self.num_tokens)
-        ]
+        return self.call.samples((tokens, logprobs, filtered, edges), self.num_tokens, self.reasons)
