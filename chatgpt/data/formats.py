@@ -346,11 +346,7 @@ def apply_template(
     template = None if own else template_of(tokenizer) or default_template(tokenizer)
     try:
         return tokenizer.apply_chat_template(
-            messages,
-            chat_template=template,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **options,
+            messages, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt, **options
         )
     except ImportError:
         raise

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from example_script import write_rows
 
 from chatgpt.launch import demo_world
 from chatgpt.nn import GPTRM, GPTActor
@@ -17,6 +16,8 @@ pytest.register_assert_rewrite('example_script')
 @pytest.fixture(scope='session')
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files of every shape, a model and a reward model."""
+    from example_script import write_rows
+
     folder = tmp_path_factory.mktemp('data')
     stories, pairs = demo_world.demo_corpus(24), demo_world.demo_preferences(24)
     labels = [{'text': r['prompt'] + r['response'], 'label': ('neg', 'pos')[i % 2]} for i, r in enumerate(stories)]

@@ -19,16 +19,8 @@ def prompts_of(lengths: tuple[int, ...] = LENGTHS, vocab: int = 64, seed: int = 
     return [Prompt(ids=torch.randint(3, vocab, (n,), generator=generator), text=str(n)) for n in lengths]
 
 
-def drawn(
-    engine: Any,
-    policy: Any,
-    sampling: SamplingParams,
-    prompts: list[Prompt] | None = None,
-    *,
-    seed: int = 5,
-    **call: Any,
-) -> list[Sample]:
-    """One phase of an engine. policy: an actor, or a model of transformers."""
+def drawn(engine: Any, policy: Any, sampling: SamplingParams, prompts: Any = None, **call: Any) -> list[Sample]:
+    """One phase of an engine. policy: an actor, or a model of transformers. call: of `Call.of`; the seed is 5."""
     prompts = prompts_of() if prompts is None else prompts
     engine.begin(policy if hasattr(policy, 'trunk') else Actor(policy))
     try:
