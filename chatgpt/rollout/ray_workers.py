@@ -237,7 +237,7 @@ class _Actor:
         device: str,
         around: Around | None = None,
     ) -> None:
-        from chatgpt.rollout.worker import make_worker
+        from chatgpt.rollout.vllm_worker import make_worker
 
         torch.set_num_threads(num_threads)
         self.ray = import_ray('a rollout worker')

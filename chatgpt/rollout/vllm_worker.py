@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chatgpt.rollout import vllm
 from chatgpt.rollout.remote import WorkerDied
+from chatgpt.rollout.vllm import OWN as OWN_OF_AN_ENGINE
+from chatgpt.rollout.vllm import AsksLLM, has_head, llm_settings, start
 from chatgpt.rollout.wire import Around, Manifest, ModelSpec, PackedSamples, Request, whole_tensors
-from chatgpt.rollout.worker import Fetch, Worker, as_it_is
+from chatgpt.rollout.worker import Fetch, RolloutWorker, Worker, as_it_is
 
-OWN = (*vllm.OWN, 'tensor_parallel_size', 'distributed_executor_backend', 'weight_transfer_config')
+OWN = (*OWN_OF_AN_ENGINE, 'tensor_parallel_size', 'distributed_executor_backend', 'weight_transfer_config')
 """keywords of `vllm.LLM` that a worker sets itself"""
 
 
@@ -79,7 +80,7 @@ class VLLMWorker(Worker):
             **(engine_options or {}),
         }
         # In a process of its own the engine would not know this one's placement group.
-        self.llm: Any = vllm.start(vllm.llm_settings(self._folder.name, **settings))
+        self.llm: Any = start(llm_settings(self._folder.name, **settings))
         self._own = _Answering(self.llm)
         super().__init__(self._own, fetch, around)
 
@@ -93,7 +94,7 @@ class VLLMWorker(Worker):
     @_or_died
     def has_head(self) -> bool:
         """See `chatgpt.rollout.vllm.has_head`."""
-        return vllm.has_head(self.llm)
+        return has_head(self.llm)
 
     def turn(self) -> None:
         """Answered when all is done that was asked before."""
@@ -143,7 +144,16 @@ class VLLMWorker(Worker):
         return super().generate(request)
 
 
-class _Answering(vllm.AsksLLM):
+def make_worker(
+    spec: ModelSpec, engine_options: Mapping[str, Any], *, device: str | torch.device | None = None, **keywords: Any
+) -> Worker:
+    """The kind of worker that a spec is of, with `RolloutWorker`'s keywords."""
+    if isinstance(spec, VLLMSpec):
+        return VLLMWorker(spec, engine_options, **keywords)  # whose own processes have the devices
+    return RolloutWorker(spec, engine_options, device=device, **keywords)
+
+
+class _Answering(AsksLLM):
     """The engine of a worker, which gives it weights."""
 
     def __init__(self, llm: Any) -> None:

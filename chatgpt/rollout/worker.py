@@ -1,6 +1,7 @@
 """A rollout worker: it answers requests one after another with weights that it is sent. Plain Python, without Ray.
 
-`RolloutWorker` has a model of its own, filled from buckets, and a local engine; `chatgpt.rollout.vllm_worker` has vLLM.
+`RolloutWorker` has a model of its own, filled from buckets, and a local engine; `chatgpt.rollout.vllm_worker` has vLLM,
+and makes the worker that a spec is of.
 """
 
 from __future__ import annotations
@@ -22,17 +23,6 @@ Fetch = Callable[[Any], Tensor]
 
 def as_it_is(bucket: Any) -> Tensor:
     return bucket
-
-
-def make_worker(
-    spec: ModelSpec, engine_options: Mapping[str, Any], *, device: str | torch.device | None = None, **keywords: Any
-) -> Any:
-    """The kind of worker that a spec is of, with `RolloutWorker`'s keywords."""
-    from chatgpt.rollout.vllm_worker import VLLMSpec, VLLMWorker
-
-    if isinstance(spec, VLLMSpec):
-        return VLLMWorker(spec, engine_options, **keywords)  # whose own processes have the devices
-    return RolloutWorker(spec, engine_options, device=device, **keywords)
 
 
 class Worker(ABC):
