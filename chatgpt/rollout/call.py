@@ -141,8 +141,11 @@ class Call:
     ) -> list[Sample]:
         """The records of all prompts, from (prompts, T) tables on the CPU: ids, log-probs, filtered log-probs, edge
         distances. Copies, so that a sample does not hold all others in memory."""
-        ends = enumerate(zip(lengths, reasons, strict=True))
-        return [self.sample(i, *(table[i, :n].clone() for table in tables), reason) for i, (n, reason) in ends]
+        samples = []
+        for i, (n, reason) in enumerate(zip(lengths, reasons, strict=True)):
+            ids, logprobs, filtered, edges = (table[i, :n].clone() for table in tables)
+            samples.append(self.sample(i, ids, logprobs, filtered, edges, reason))
+        return samples
 
 
 def joined(calls: Sequence[Call]) -> Call:

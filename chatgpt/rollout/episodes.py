@@ -255,7 +255,8 @@ class _Conversations:
         rest = list(range(len(self.live)))
         while rest:
             call = self._call([self.live[i] for i in rest])
-            offsets, limits = [self.live[i].length for i in rest], [self.limit(i) for i in rest]
+            offsets = [self.live[i].length for i in rest]
+            limits: list[int | None] = [self.limit(i) for i in rest]
             for i, turn in zip(rest, engine.generate(replace(call, offsets=offsets, limits=limits)), strict=True):
                 self.ended(i, turn)
             rest = [i for i in rest if self.next(i) is not None]
