@@ -70,7 +70,8 @@ def _messages(example: Example) -> list[dict[str, Any]]:
 
 
 def _sharegpt(example: Example) -> list[dict[str, Any]]:
-    return [{'conversations': [_sharegpt_turn(turn) for turn in _all_turns(as_kind(example, 'demonstration'))]}]
+    turns = _all_turns(as_kind(example, 'demonstration'))
+    return [{'conversations': [{'from': _SHAREGPT[turn.role], 'value': turn.content} for turn in turns]}]
 
 
 def _preference(example: Example) -> list[dict[str, Any]]:
@@ -154,10 +155,6 @@ def _all_turns(example: Demonstration) -> tuple[Message, ...]:
     if example.prompt == '':
         raise BadRecord('a text without a prompt, where a conversation is needed')
     return (*prompt_turns(example.prompt), *response_turns(example.response))
-
-
-def _sharegpt_turn(turn: Message) -> dict[str, str]:
-    return {'from': _SHAREGPT[turn.role], 'value': turn.content}
 
 
 def write_records(records: Iterable[dict[str, Any]], path: str | Path, *, overwrite: bool = False) -> int:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -63,8 +63,7 @@ def use_template(prompt: PromptText, tokenizer: Any, apply_chat_template: bool |
 TEXT_CHOICE = 'text_is_user_turn'
 """in the tokenizer_config.json of a saved model: whether its training made text a turn of the user"""
 _MARK = 'zqmark'
-_sound: set[str] = set()
-"""templates that show the messages"""
+_sound: set[str] = set()  # templates that show the messages
 
 
 @dataclass
@@ -339,19 +338,27 @@ def _plain_turn(turn: Message) -> str:
     return turn.content if turn.role == 'system' else f'\n\n{_SPEAKERS[turn.role]}: {turn.content}'
 
 
-def _templated(turns: Sequence[Message], tokenizer: Any, *, add_generation_prompt: bool) -> str:
-    chat = [{'role': turn.role, 'content': turn.content} for turn in turns]
+def apply_template(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Any, *, add_generation_prompt: bool, **options: Any
+) -> str:
+    """The text of messages by the chat template. Raises BadRecord where the template refuses them."""
+    own = getattr(tokenizer, 'chat_template', None)
+    template = None if own else template_of(tokenizer) or default_template(tokenizer)
     try:
-        template = template_of(tokenizer) or default_template(tokenizer)
         return tokenizer.apply_chat_template(
-            chat, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt
+            messages, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt, **options
         )
     except ImportError:
         raise
-    except Exception as error:  # a template may refuse an order of roles in any way it likes
+    except Exception as error:  # a template may refuse messages in any way it likes
+        roles = ', '.join(message['role'] for message in messages)
         raise BadRecord(
-            f"the tokenizer's chat template refuses the turns: {' '.join(str(error).split())[:200]}"
+            f"the tokenizer's chat template refuses messages of {roles}: {' '.join(str(error).split())[:200]}"
         ) from error
+
+
+def _templated(turns: Sequence[Message], tokenizer: Any, *, add_generation_prompt: bool) -> str:
+    return apply_template([t._asdict() for t in turns], tokenizer, add_generation_prompt=add_generation_prompt)
 
 
 def _template_pieces(asked: tuple[Message, ...], answered: tuple[Message, ...], tokenizer: Any) -> list[Piece]:

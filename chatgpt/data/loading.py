@@ -15,16 +15,7 @@ from collections.abc import Sequence as SequenceOf
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
-from chatgpt.data.examples import (
-    BadRecord,
-    Demonstration,
-    Example,
-    Kind,
-    Labelled,
-    Preference,
-    PromptExample,
-    as_kind,
-)
+from chatgpt.data.examples import BadRecord, Demonstration, Example, Kind, Labelled, Preference, PromptExample, as_kind
 from chatgpt.data.formats import adopt_template, begin_ids
 from chatgpt.data.reading import SKIPPED, BadRecords, any_usable, read_records
 from chatgpt.data.shapes import misspelt, taken_by, to_example

@@ -33,12 +33,6 @@ from chatgpt.names import TEXTS
 from chatgpt.types import Prompt
 
 
-def _without_reserved(prompt: Prompt) -> Prompt:
-    if not any(name in prompt.columns for name in TEXTS):
-        return prompt
-    return replace(prompt, columns={name: value for name, value in prompt.columns.items() if name not in TEXTS})
-
-
 class PromptSet(SequenceOf[Prompt]):
     """A fixed list of prompts."""
 
@@ -52,9 +46,12 @@ class PromptSet(SequenceOf[Prompt]):
     ) -> None:
         if not prompts:
             raise ValueError('there are no prompts')
-        self._prompts = [_without_reserved(prompt) for prompt in prompts]
-        taken = sorted({name for prompt in prompts for name in TEXTS if name in prompt.columns})
-        if taken:
+        self._prompts = list(prompts)
+        if taken := sorted({name for prompt in prompts for name in TEXTS if name in prompt.columns}):
+            self._prompts = [
+                replace(prompt, columns={name: value for name, value in prompt.columns.items() if name not in TEXTS})
+                for prompt in prompts
+            ]
             warnings.warn(
                 f'the prompts have columns called {", ".join(taken)}, which is what functions call their own '
                 'arguments; they are not handed to functions. Rename such a column to use it in one',
@@ -146,19 +143,12 @@ def load_prompts(
 
     Args:
         source: anything `reading.read_records` takes; a .txt file holds one prompt a line.
-        tokenizer: turns a prompt into ids, with the begin token where it adds one by itself, and no end token.
         column: holds the prompt, as text or as turns; the other columns go to reward functions. Where records have no
-            column 'prompt', the prompt of any shape that `shapes` knows is taken (question and answer, Alpaca,
-            conversations, ...).
-        max_prompt_tokens: longer prompts lose their left end (overflow='truncate') or are bad records
-            (overflow='refuse').
-        apply_chat_template: None: conversations and instructions go through the tokenizer's chat template (one without
-            is given `formats.default_template`), and text as the model was trained (`formats.text_choice`), else it is
-            used as it is, with a warning where there is a template; True: text too, as one turn of the user; False:
-            nothing does.
+            column 'prompt', the prompt of any shape that `shapes` knows is taken.
+        max_prompt_tokens, overflow: longer prompts lose their left end ('truncate') or are bad records ('refuse').
+        apply_chat_template: see `formats.use_template`; where nobody has chosen, text is used as it is, with a warning
+            where there is a template.
         skip_bad_records: leave bad records out and count them, instead of stopping at the first.
-        split, subset: of a hub data set.
-        max_prompts: stop after so many.
 
     Raises:
         ValueError: a missing or empty file, a missing column, an empty prompt; names file, line and reason.

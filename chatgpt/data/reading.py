@@ -370,8 +370,7 @@ def _unwrapped(path: Path, bad: BadRecords, split: str) -> Iterator[Record]:
 class _Broken(NamedTuple):
     offset: int
     message: str
-    unfinished: bool
-    """the text is a correct beginning: more of it could make it whole"""
+    unfinished: bool  # the text is a correct beginning: more of it could make it whole
 
 
 def _decode_all(text: str) -> tuple[list[tuple[int, Any]], _Broken | None]:

@@ -429,7 +429,10 @@ def check_tokenizer(tokenizer: Any, config: Any) -> None:
             f'the tokenizer does not match the model: its token {token!r} has id {largest}, but the model has a '
             f'vocabulary of {config.vocab_size}; use the tokenizer the model was trained with, or resize its embeddings'
         )
-    ends = _known_ends(config)
+    given = getattr(config, 'eos_token_id', None)
+    ends = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    # a family's default beyond the vocabulary of a small model says nothing
+    ends = [end for end in ends if 0 <= end < config.vocab_size]
     if ends and not any(end in vocab.values() for end in ends):
         raise ValueError(
             f"the tokenizer does not match the model: the model's end token has id {ends[0]}, but the tokenizer has "
@@ -437,10 +440,3 @@ def check_tokenizer(tokenizer: Any, config: Any) -> None:
         )
     if tokenizer.eos_token_id is None:
         raise ValueError('the tokenizer has no end token, so no response could end; set tokenizer.eos_token')
-
-
-def _known_ends(config: Any) -> list[int]:
-    """The end tokens that the config names; a family's default beyond the vocabulary of a small model says nothing."""
-    given = getattr(config, 'eos_token_id', None)
-    ends = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
-    return [end for end in ends if 0 <= end < config.vocab_size]

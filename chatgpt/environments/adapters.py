@@ -1,10 +1,9 @@
 """Environments of other systems as this package's: GEM, SkyRL-Gym, Gymnasium, and TRL's classes with tools.
 
-A class is recognised by its methods, whatever it derives from; `adapted` tells how. A function that makes environments
-does not show what it makes: wrap it, as `Adapter(GymEnvironment, make)` or `ToolFactory(make)`. Names choose adapters,
-too. `gem:game:GuessTheNumber-v0-easy`, `gymnasium:MyText-v0` and `skyrl:gsm8k_multi_turn` are made by the registry of
-the package; `tools:package.module:Class` is a class with tools that is not recognised as one, because a tool is called
-`step`; `openenv:ws://host:8000` is a server (`chatgpt.environments.openenv`).
+A class is recognised by its methods; `adapted` tells how. A function that makes environments does not show what it
+makes: wrap it, as `Adapter(GymEnvironment, make)` or `ToolFactory(make)`. Names choose adapters, too: `gem:...`,
+`gymnasium:...` and `skyrl:...` are made by the registry of the package; `tools:package.module:Class` is a class with
+tools of which one is called `step`; `openenv:ws://host:8000` is a server (`chatgpt.environments.openenv`).
 
 Signatures as in gem-llm 0.1.0, skyrl-gym 0.4.0, Gymnasium 1.4.0.
 """
@@ -131,22 +130,23 @@ def adapted(factory: EnvironmentFactory) -> EnvironmentFactory:
     return factory
 
 
-def _gem(name: str, options: Mapping[str, Any]) -> EnvironmentFactory:
-    return Adapter(GemEnvironment, _made_by('gem', 'gem-llm', name, options))
-
-
-def _skyrl(name: str, options: Mapping[str, Any]) -> EnvironmentFactory:
-    return Adapter(SkyRLEnvironment, _made_by('skyrl_gym', 'skyrl-gym', name, options))
+def _registered(wrapper: Any, module: str, package: str, name: str, options: Mapping[str, Any]) -> EnvironmentFactory:
+    """Environments that `make` of a package's registry makes for one name."""
+    try:
+        registry = importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f'the environment {name!r} is one of {package}, which is not installed ({error})') from None
+    return Adapter(wrapper, partial(registry.make, name, **options))
 
 
 def _gymnasium(name: str, options: Mapping[str, Any]) -> EnvironmentFactory:
-    make = _made_by('gymnasium', 'gymnasium', name, options)
-    example = make()
+    factory = _registered(GymEnvironment, 'gymnasium', 'gymnasium', name, options)
+    example = factory().environment
     for space in (example.observation_space, example.action_space):
         if type(space).__name__ != 'Text':
             raise ValueError(f'gymnasium:{name} has a space {space!r:.60}, and a model reads and writes text; wrap it')
     example.close()
-    return Adapter(GymEnvironment, make)
+    return factory
 
 
 def _tools(name: str, options: Mapping[str, Any]) -> EnvironmentFactory:
@@ -154,18 +154,9 @@ def _tools(name: str, options: Mapping[str, Any]) -> EnvironmentFactory:
     return ToolFactory(partial(made, **options) if options else made)
 
 
-def _made_by(module: str, package: str, name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
-    """`make` of an environment package's registry, for one name."""
-    try:
-        registry = importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(f'the environment {name!r} is one of {package}, which is not installed ({error})') from None
-    return partial(registry.make, name, **options)
-
-
 ADAPTERS: dict[str, Callable[[str, Mapping[str, Any]], EnvironmentFactory]] = {
-    'gem': _gem,
-    'skyrl': _skyrl,
+    'gem': partial(_registered, GemEnvironment, 'gem', 'gem-llm'),
+    'skyrl': partial(_registered, SkyRLEnvironment, 'skyrl_gym', 'skyrl-gym'),
     'gymnasium': _gymnasium,
     'tools': _tools,
     'openenv': openenv_server,

@@ -258,11 +258,14 @@ def _follow(process: subprocess.Popen[bytes], code: bytes, told: int, limits: Li
                     return bytes(output), 'output'
                 if not chunk:
                     selector.unregister(stdout)
-            ended = _has_ended(process.pid)
+            # it is left to be waited for, so that its number is not given to another
+            ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
             if ended and any(key.fileobj is stdout for key, _ in ready):
                 continue
-            if folder is not None and _too_much(folder, limits):
-                return bytes(output), 'files'
+            if folder is not None:
+                held = os.fstatvfs(folder)
+                if held.f_bfree == 0 or held.f_files - held.f_ffree - 1 > limits.folder_entries:
+                    return bytes(output), 'files'
             if ended:
                 return bytes(output), 'ok'
             if time.monotonic() >= deadline:
@@ -281,11 +284,6 @@ def _open_folder(told: int, stack: ExitStack) -> int | None:
         return None
     stack.callback(os.close, opened)
     return opened
-
-
-def _too_much(folder: int, limits: Limits) -> bool:
-    held = os.fstatvfs(folder)
-    return held.f_bfree == 0 or held.f_files - held.f_ffree - 1 > limits.folder_entries
 
 
 @contextmanager
@@ -310,11 +308,6 @@ def _write(stdin: IO[bytes], code: bytes, written: int) -> int:
         return written
     except BrokenPipeError:
         return len(code)
-
-
-def _has_ended(pid: int) -> bool:
-    """Whether the process has ended; leaves it to be waited for, so that its number is not given to another."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _kill_group(pid: int) -> None:

@@ -1,11 +1,5 @@
 """Who runs environments: threads or processes, each answer within a limit, a failure as a record and never as an
-exception.
-
-    runner.start(key, seed, columns)      # reset; returns at once
-    answer = runner.result(key)           # Step | Failure; waits
-    runner.act(key, 'guess 5')            # step; returns at once
-    answer = runner.result(key)
-    runner.forget(key)                    # its `close`; returns at once
+exception. `start`, `act`, `finish` and `forget` return at once, `result` waits for the answer.
 
 An environment stays with one worker, which runs one step at a time. A step over its limit loses the worker: a thread is
 left behind, as threads cannot be ended, and a process is killed. The other environments of a lost thread move to a new
@@ -59,8 +53,7 @@ class _Job:
 
     episode: _Episode
     command: tuple[Any, ...]
-    began: float | None = None
-    """when its latest call of the environment did"""
+    began: float | None = None  # when its latest call of the environment did
     answer: Answer | Exception | None = None
 
 
@@ -68,8 +61,7 @@ class _Job:
 class _Episode:
     number: int
     worker: _Worker
-    history: list[tuple[tuple[Any, ...], Step]] = field(default_factory=list)
-    """commands, and what was answered"""
+    history: list[tuple[tuple[Any, ...], Step]] = field(default_factory=list)  # commands, and what was answered
     job: _Job | None = None
 
 
@@ -221,8 +213,7 @@ class Runner:
 class _Worker(ABC):
     """A thread of this process that works off jobs: it runs environments itself, or has a process do it."""
 
-    left_behind = False
-    """its thread may go on for ever"""
+    left_behind = False  # its thread may go on for ever
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
@@ -378,7 +369,7 @@ class _Process(_Worker):
             return
         ours, theirs = socket.socketpair()
         program = 'import json, sys; sys.path[:] = json.loads(sys.argv[2]); '
-        program += 'from chatgpt.environments.worker import main; main(int(sys.argv[1]))'
+        program += 'from chatgpt.environments.host import main; main(int(sys.argv[1]))'
         arguments = [str(theirs.fileno()), json.dumps(sys.path)]
         with theirs:
             self.process = subprocess.Popen(

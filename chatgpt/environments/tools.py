@@ -1,31 +1,9 @@
 """The face of TRL's `environment_factory`: a class whose public methods are tools that the model may call.
 
-    class Counter:
-        def reset(self, target, **columns):
-            self.count, self.target = 0, target
-
-        def increment(self, step: int) -> int:
-            \"\"\"Add to the counter.
-
-            Args:
-                step: what to add
-
-            Returns:
-                the new count
-            \"\"\"
-            self.count += step
-            return self.count
-
-        def get_reward(self):
-            return float(self.count == self.target)
-
-    trainer = PPOTrainer(..., environment=Counter)
-
 `reset` gets the columns of the data row, its prompt among them, and may return a text, which is added to the prompt's
 last turn. A turn that calls tools is answered by their results, an error included, and one without calls ends the
 episode. `get_reward` is asked once, when the episode is over, and `turn_reward` after every turn; all of them may be
-coroutine functions. `reset` draws from Python's and NumPy's global random numbers as if they were seeded by the group's
-seed; a parameter called `seed` gets that seed.
+coroutine functions. A parameter of `reset` called `seed` gets the group's seed.
 
 Semantics: TRL's GRPOTrainer (`environment_factory`, `_tool_call_loop`), at commit f2cd577. What differs: `close` is no
 tool, images are not shown, a call's arguments may be JSON in a string, and calls of an episode's very last allowed turn
@@ -181,9 +159,13 @@ class ToolEnvironment:
         connections belong."""
         if not inspect.isawaitable(value):
             return value
+
+        async def outcome() -> Any:
+            return await value
+
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-        return self._loop.run_until_complete(_outcome(value))
+        return self._loop.run_until_complete(outcome())
 
     # ------------------------------------------------------------------ rewards
 
@@ -242,7 +224,3 @@ def _text(result: Any) -> str:
 
 async def _together(values: list[Any]) -> list[Any]:
     return await asyncio.gather(*values, return_exceptions=True)
-
-
-async def _outcome(value: Any) -> Any:
-    return await value

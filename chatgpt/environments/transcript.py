@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from chatgpt.data.formats import begin_ids, note_turns, template_of, text_choice, text_is_turn
+from chatgpt.data.formats import apply_template, begin_ids, note_turns, template_of, text_choice, text_is_turn
 from chatgpt.data.tokenize import encode
 from chatgpt.environments.base import EnvironmentSettings, InvalidStep, Observation, joined
 from chatgpt.environments.calls import checked_calls, reader
@@ -30,11 +30,9 @@ class TranscriptFormat(Protocol):
 
     def first(self, prompt: Any, observation: Observation) -> list[int]:
         """The ids before the first turn. `prompt`: the data row's `Prompt`, without ids where there is no data."""
-        ...
 
     def after(self, turn_ids: Sequence[int], ended: Ended, observation: Observation) -> list[int]:
         """The ids to append after a turn and before the next."""
-        ...
 
 
 class PlainText:
@@ -77,10 +75,7 @@ class ChatTemplate:
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
+        self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None = None, options: Mapping[str, Any] | None = None
     ) -> None:
         if not template_of(tokenizer):
             raise ValueError(
@@ -136,7 +131,8 @@ class ChatTemplate:
             ids = self._encoded(self._tail(messages))
         except ValueError as error:
             raise InvalidStep(str(error)) from error
-        if ended == 'eos' and self._ending() and (ids[0] == turn_ids[-1] or self._is_special(ids[0])):
+        added = self.tokenizer.added_tokens_decoder.get(ids[0])
+        if ended == 'eos' and self._ending() and (ids[0] == turn_ids[-1] or (added is not None and added.special)):
             return ids[1:]  # the model has written the end token itself, or another one in its place
         return ids
 
@@ -167,30 +163,11 @@ class ChatTemplate:
         except (ValueError, TypeError, AttributeError):  # as in TRL, whatever the model wrote is an answer
             return text
 
-    def _is_special(self, token: int) -> bool:
-        added = self.tokenizer.added_tokens_decoder.get(token)
-        return added is not None and added.special
-
     # ------------------------------------------------------------------ the template
 
     def _render(self, messages: list[dict[str, Any]], begin: bool = False) -> str:
-        """Raises ValueError where the template refuses the messages."""
-        try:
-            return self.tokenizer.apply_chat_template(
-                messages,
-                chat_template=None if self.tokenizer.chat_template else template_of(self.tokenizer),
-                tools=self.tools or None,
-                tokenize=False,
-                add_generation_prompt=begin,
-                **self.options,
-            )
-        except ImportError:
-            raise
-        except Exception as error:  # a template may refuse messages in any way it likes
-            roles = ', '.join(message['role'] for message in messages)
-            raise ValueError(
-                f"the tokenizer's chat template refuses messages of {roles}: {' '.join(str(error).split())[:200]}"
-            ) from error
+        options = self.options | ({'tools': self.tools} if self.tools else {})
+        return apply_template(messages, self.tokenizer, add_generation_prompt=begin, **options)
 
     def _tail(self, messages: list[dict[str, Any]]) -> str:
         """What the template writes after the last character of a turn: its ending, `messages`, the generation

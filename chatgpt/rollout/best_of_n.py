@@ -35,10 +35,6 @@ def kl_bound(n: int) -> float:
 class BestOfN:
     """Generates `sample_size` responses to each prompt and gives the `n_candidates` best.
 
-    >>> best = BestOfN(engine, score, sample_size=4)                                        # doctest: +SKIP
-    >>> engine.begin(actor)                                                                 # doctest: +SKIP
-    >>> best(prompts, SamplingParams(max_new_tokens=48), seed=1)[0][0].sample.response_ids  # doctest: +SKIP
-
     Args:
         engine: begun with a policy when this is called.
         score: samples → one number each, or (A,) scores of tokens, whose sum over those that count it is; such as

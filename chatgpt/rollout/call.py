@@ -136,6 +136,17 @@ class Call:
             columns=prompt.columns,
         )
 
+    def samples(
+        self, tables: Sequence[Tensor], lengths: Sequence[int], reasons: Sequence[FinishReason]
+    ) -> list[Sample]:
+        """The records of all prompts, from (prompts, T) tables on the CPU: ids, log-probs, filtered log-probs, edge
+        distances. Copies, so that a sample does not hold all others in memory."""
+        samples = []
+        for i, (n, reason) in enumerate(zip(lengths, reasons, strict=True)):
+            ids, logprobs, filtered, edges = (table[i, :n].clone() for table in tables)
+            samples.append(self.sample(i, ids, logprobs, filtered, edges, reason))
+        return samples
+
 
 def joined(calls: Sequence[Call]) -> Call:
     """One call of several that differ in their prompts alone."""

@@ -55,16 +55,13 @@ class Turns(Protocol):
 
     def limit(self, i: int) -> int:
         """The most tokens of sequence i's next turn."""
-        ...
 
     def ended(self, i: int, turn: Sample) -> None:
         """Sequence i's turn is there, as a sample whose response is this turn alone. Returns at once."""
-        ...
 
     def next(self, i: int) -> Tensor | None:
         """(n,) int64 ids, n >= 0, to append before sequence i's next turn; None: its episode is over. Waits for the
         environment."""
-        ...
 
 
 class RolloutEngine(ABC):
@@ -163,11 +160,9 @@ class CheckedEngine(RolloutEngine):
     """of log-probs, that the latest check of a copy found"""
 
     _actor: Any = None
-    _config: Any = None
-    """of the policy, from `begin` to `end`"""
+    _config: Any = None  # of the policy, from `begin` to `end`
     _modes: Sequence[tuple[Any, bool]] = ()
-    _handshake: Handshake | None = None
-    """of weights that were handed over and not checked yet"""
+    _handshake: Handshake | None = None  # of weights that were handed over and not checked yet
 
     def begin(self, actor: Actor) -> None:
         """Take the actor, dropout off; or a copy of its weights, adapters folded in.

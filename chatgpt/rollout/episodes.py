@@ -1,15 +1,11 @@
 """Episodes of several turns, over any rollout engine: prompts in, samples of whole episodes out.
 
-    engine = EpisodeEngine(LocalEngine(), Countdown, tokenizer, EnvironmentSettings(max_turns=8))
-    samples = engine.generate(prompts, sampling, seed=1, indices=range(8), groups=groups)
+A transcript only grows: the ids that the policy sampled, and the ids of observations behind them, which
+`Sample.response_mask` leaves out. A draw's position counts all of them, so no two turns share a random number.
 
-Whoever holds an engine (collector, evaluation, best of n) needs to know nothing of environments. A transcript only
-grows: the ids that the policy sampled, and the ids of observations behind them, which `Sample.response_mask` leaves
-out. A draw's position counts all of them, so no two turns share a random number.
-
-An engine that plays turns keeps its cache between them; others are asked turn by turn with all that came
-before as the prompt. Which sequences are computed together follows from token counts and order alone, never from how
-long an environment takes, so on a CPU a run repeats to the bit.
+An engine that plays turns keeps its cache between them; others are asked turn by turn with all that came before as the
+prompt. Which sequences are computed together follows from token counts and order alone, never from how long an
+environment takes, so on a CPU a run repeats to the bit.
 """
 
 from __future__ import annotations
@@ -47,11 +43,8 @@ class EpisodeEngine(EngineAround):
     """Generates whole episodes with an engine that generates responses.
 
     Args:
-        engine: draws the turns.
         environment: makes the environment of an episode: a class, a function without arguments, or a name.
-        tokenizer: turns into text, observations into ids.
-        settings: see `EnvironmentSettings`. `max_new_tokens` and `max_length` of a call bound the whole response,
-            turns and observations together.
+        settings: `max_new_tokens` and `max_length` of a call bound the whole response, turns and observations.
         stop_strings: where a turn ends by its text; those of the call's sampling.
         transcript: how observations become ids. By default `ChatTemplate` for an environment of tools or messages, or
             where the settings or the tokenizer's `text_choice` say so, and else `TextOrChat`.
@@ -188,8 +181,7 @@ class _Transcript:
         self.parts: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
         """ids, mask, log-probs, filtered log-probs, edge distances of each turn and each observation"""
         self.length = 0
-        self.room = 0
-        """most tokens after the prompt"""
+        self.room = 0  # most tokens after the prompt
         self.turns: list[Turn] = []
         self.end: EpisodeEnd | None = None
         self.finish: FinishReason = 'length'
@@ -237,11 +229,7 @@ class _Transcript:
             response_text=decode(ids.tolist()),
             columns=self.prompt.columns,
             episode=Episode(
-                turns=tuple(self.turns),
-                end=self.end,
-                message=self.message,
-                success=self.success,
-                step_s=self.step_s,
+                turns=tuple(self.turns), end=self.end, message=self.message, success=self.success, step_s=self.step_s
             ),
         )
 
@@ -264,15 +252,14 @@ class _Conversations:
         if engine.abilities.plays_turns and self.live:
             engine.converse(self._call(self.live), self)
             return
-        rest = self.live
+        rest = list(range(len(self.live)))
         while rest:
-            call = self._call(rest)
-            turns = engine.generate(
-                replace(call, offsets=[t.length for t in rest], limits=[self._limit(t) for t in rest])
-            )
-            for t, turn in zip(rest, turns, strict=True):
-                self._ended(t, turn)
-            rest = [t for t in rest if self._next(t) is not None]
+            call = self._call([self.live[i] for i in rest])
+            offsets = [self.live[i].length for i in rest]
+            limits: list[int | None] = [self.limit(i) for i in rest]
+            for i, turn in zip(rest, engine.generate(replace(call, offsets=offsets, limits=limits)), strict=True):
+                self.ended(i, turn)
+            rest = [i for i in rest if self.next(i) is not None]
 
     def _call(self, transcripts: list[_Transcript]) -> Call:
         """What comes next of these transcripts."""
@@ -288,19 +275,6 @@ class _Conversations:
         for t in self.all:
             self.owner.runner.forget(t.key)
 
-    # ------------------------------------------------------------------ the protocol
-
-    def limit(self, i: int) -> int:
-        return self._limit(self.live[i])
-
-    def ended(self, i: int, turn: Sample) -> None:
-        self._ended(self.live[i], turn)
-
-    def next(self, i: int) -> Tensor | None:
-        return self._next(self.live[i])
-
-    # ------------------------------------------------------------------ one episode
-
     def _open(self, t: _Transcript, answer: Step | Failure) -> None:
         prompt_ids = t.prompt.ids.tolist()
         if isinstance(answer, Failure):
@@ -312,7 +286,7 @@ class _Conversations:
             t.last_turn = self.owner.last_turn(t.prompt, answer.observation)
         except InvalidStep as error:
             t.prompt_ids = prompt_ids or [self.sampling.pad_token_id]
-            self._fail(t, Failure(reason='invalid', message=f'{self.owner.runner.name}: {error}'))
+            self._refuse(t, error)
             return
         self.owner.longest_opening = max(self.owner.longest_opening, len(t.prompt_ids))
         t.room = self.sampling.room(len(t.prompt_ids))
@@ -320,18 +294,19 @@ class _Conversations:
         if t.room < 1:
             t.end = 'tokens'
 
-    def _limit(self, t: _Transcript) -> int:
-        most = self.owner.settings.max_turn_tokens
-        left = t.room - t.length
+    def limit(self, i: int) -> int:
+        most, left = self.owner.settings.max_turn_tokens, self.live[i].room - self.live[i].length
         return left if most is None else min(left, most)
 
-    def _ended(self, t: _Transcript, turn: Sample) -> None:
+    def ended(self, i: int, turn: Sample) -> None:
+        t = self.live[i]
         before = t.parts[-1][0].tolist() if t.parts else t.prompt_ids
         t.add_turn(turn)
         t.finish = turn.finish_reason
         self.owner.runner.act(t.key, self.owner.response_of(turn, before))
 
-    def _next(self, t: _Transcript) -> Tensor | None:
+    def next(self, i: int) -> Tensor | None:
+        t = self.live[i]
         answer = self.owner.runner.result(t.key)
         if isinstance(answer, Failure):
             self._fail(t, answer)
@@ -349,7 +324,7 @@ class _Conversations:
         try:
             ids = torch.tensor(self.owner.transcript.after(turn, t.finish, answer.observation), dtype=torch.int64)
         except InvalidStep as error:
-            self._fail(t, Failure(reason='invalid', message=f'{self.owner.runner.name}: {error}'))
+            self._refuse(t, error)
             return None
         if t.length + len(ids) >= t.room:
             self._cut(t, 'tokens')
@@ -369,6 +344,9 @@ class _Conversations:
         t.step_s += answer.seconds
         given = t.turns[-1].rewards
         t.reward(given | {name: given.get(name, 0.0) + value for name, value in answer.rewards.items()})
+
+    def _refuse(self, t: _Transcript, error: InvalidStep) -> None:
+        self._fail(t, Failure(reason='invalid', message=f'{self.owner.runner.name}: {error}'))
 
     def _fail(self, t: _Transcript, failure: Failure) -> None:
         t.end, t.message = failure.reason, failure.message

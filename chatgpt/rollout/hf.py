@@ -270,12 +270,13 @@ class HFEngine(CheckedEngine):
         held = record.around(model) if record is not None else nullcontext()
         with (
             _bare_generation_config(model),
-            _own_generator(key, device),
+            torch.random.fork_rng(devices=[device] if device.type == 'cuda' else []),
             torch.no_grad(),
             held,
             not_compiled(),  # an encoder is called without a cache
             changing_shapes(device),
         ):
+            torch.manual_seed(key)  # `generate` takes no generator of its own
             output = model.generate(
                 input_ids.to(device),
                 attention_mask=attention_mask.to(device),
@@ -285,23 +286,10 @@ class HFEngine(CheckedEngine):
         responses = output.sequences[:, width:]
         steps = record.steps if record is not None else _of_beams(output, responses, sampling)
         logprobs, filtered, edges = (torch.cat(column, dim=1).cpu() for column in zip(*steps, strict=True))
-        samples = []
-        for row in range(len(prompts)):
-            ids = responses[row].tolist()
-            length, reason = _response_length(
-                ids, sampling.eos_token_ids, stop.stopped_at[row] if stop else None, limits[row]
-            )
-            samples.append(
-                call.sample(
-                    row,
-                    responses[row, :length].cpu().clone(),
-                    logprobs[row, :length].clone(),
-                    filtered[row, :length].clone(),
-                    edges[row, :length].clone(),
-                    reason,
-                )
-            )
-        return samples
+        stopped_at = stop.stopped_at if stop else [None] * len(prompts)
+        rows = zip(responses.tolist(), stopped_at, limits, strict=True)
+        ends = [_response_length(ids, sampling.eos_token_ids, at, limit) for ids, at, limit in rows]
+        return call.samples((responses.cpu(), logprobs, filtered, edges), *zip(*ends, strict=True))
 
 
 def _of_beams(output: Any, responses: Tensor, sampling: SamplingParams) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -334,7 +322,7 @@ def _disagreement(actor: Actor, lengths: Sequence[int], first: int | None = None
     try:
         with _bare_generation_config(model):
             output = model.generate(ids, attention_mask=mask, generation_config=config)
-    except (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError, NotImplementedError) as error:
+    except (ValueError, TypeError, RuntimeError, LookupError, AttributeError) as error:
         return f'{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ""}'
     difference = scale = 0.0
     for row in range(len(lengths)):
@@ -428,12 +416,3 @@ def _bare_generation_config(model: Any) -> Iterator[None]:
         yield
     finally:
         model.generation_config = saved
-
-
-@contextmanager
-def _own_generator(key: int, device: torch.device) -> Iterator[None]:
-    """Seed the global generator inside and put it back after: `generate` takes no generator of its own."""
-    devices = [device] if device.type == 'cuda' else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(key)
-        yield

@@ -30,19 +30,15 @@ class RayWorkers:
     """`num_workers` actors for a `RemoteEngine`.
 
     Args:
-        num_workers: of this process; under several ranks each rank has its own.
-        resources: of each worker: {'CPU': 2, 'GPU': 1, 'any label': 1}. GPUs of a worker that generates with vLLM hold
-            its model together, in a placement group on one node. CPU is also the number of its threads; unless
-            given it is this process's own, because the number of threads enters the last bits of a log-prob, or 1 for
-            workers with a GPU.
+        resources: of each worker: {'CPU': 2, 'GPU': 1, 'any label': 1}. GPUs of a worker with vLLM hold its model
+            together, in a placement group on one node. CPU is also the number of threads: by default this process's
+            own, which enters the last bits of a log-prob, or 1 for workers with a GPU.
         address: of a running cluster, such as 'auto'. None uses the Ray that this process has initialised, or
-            RAY_ADDRESS, or starts one on this machine that ends with `close`.
-        timeout_s: a worker that has been waited for so long counts as dead and is ended; None waits for ever. A
-            replacement's start counts too, and what it has to do before. The first start has at least START_S.
+            RAY_ADDRESS, or starts one that ends with `close`.
+        timeout_s: a worker that has been waited for so long is ended; None waits for ever. A replacement's start
+            counts too; the first start has at least START_S.
 
-    Raises:
-        ImportError: ray is not installed.
-        ValueError: a number of workers or resources that cannot be.
+    Raises ImportError without ray, ValueError for a number of workers or resources that cannot be.
     """
 
     def __init__(
@@ -65,10 +61,8 @@ class RayWorkers:
         given = dict(resources or {})
         self.resources = {'CPU': 1.0 if given.get('GPU') else float(torch.get_num_threads())} | given
         self.actors: list[Any] = []
-        self._groups: list[Any] = []
-        """of each actor, where it has one: its placement group"""
-        self._places: list[Any] = []
-        """of each actor, asked for: process and node"""
+        self._groups: list[Any] = []  # of each actor, where it has one: its placement group
+        self._places: list[Any] = []  # of each actor, asked for: process and node
         self._actor_class: Any = None
         self._options: dict[str, Any] = {}
         self._arguments: tuple[Any, ...] = ()
@@ -153,17 +147,15 @@ class RayWorkers:
         if self.ray.is_initialized():
             return
         address = self.address or os.environ.get('RAY_ADDRESS')
-        own = {'address': 'local', 'include_dashboard': False, 'num_cpus': self._cpus_needed()}
+        # a Ray of our own has as many CPUs as its workers ask for: slots, not cores
+        num_cpus = max(1, math.ceil(self.num_workers * self.resources['CPU']))
+        own = {'address': 'local', 'include_dashboard': False, 'num_cpus': num_cpus}
         # Ray takes SIGTERM over and exits; a run that is training wants to save first
         handler = signal.getsignal(signal.SIGTERM)
         self.ray.init(log_to_driver=False, logging_level='error', **({'address': address} if address else own))
         if callable(handler) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
         self._started_ray = not address
-
-    def _cpus_needed(self) -> int:
-        """A Ray of our own has as many CPUs as its workers ask for: slots, not cores."""
-        return max(1, math.ceil(self.num_workers * self.resources['CPU']))
 
     def put(self, bucket: Tensor) -> Any:
         return self.ray.put(bucket.numpy())
@@ -226,8 +218,7 @@ class _Asked(NamedTuple):
     """A request under way."""
 
     answer: Any
-    place: Any
-    """of the actor that was asked"""
+    place: Any  # of the actor that was asked
 
 
 def _reason(error: Exception) -> str:
@@ -246,7 +237,7 @@ class _Actor:
         device: str,
         around: Around | None = None,
     ) -> None:
-        from chatgpt.rollout.worker import make_worker
+        from chatgpt.rollout.vllm_worker import make_worker
 
         torch.set_num_threads(num_threads)
         self.ray = import_ray('a rollout worker')

@@ -1,12 +1,11 @@
-"""The engine whose workers live elsewhere: it sends weights and prompts out and takes samples back, in order, each
-exactly once.
+"""The engine whose workers live elsewhere.
 
     begin(actor) ─▶ buckets of weights, version v, put where every worker can read them
     submit(...)  ─▶ chunks of prompts, each a request that names its weights ─▶ the least loaded worker
     take(ticket) ◀─ samples in the order of the prompts; what a dead worker held is generated again by its replacement
 
-`generate` is `submit` and `take`. What is submitted is worked on while the trainer learns. As a request names its
-weights, and draws follow (seed, sample index, position), neither the number of workers nor a death can change a sample.
+What is submitted is worked on while the trainer learns. As a request names its weights, and draws follow (seed, sample
+index, position), neither the number of workers nor a death can change a sample.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ from chatgpt.rollout.wire import (
 )
 from chatgpt.types import Sample
 
-_FEW = 4
-"""answers after which idle workers are reported"""
+_FEW = 4  # answers after which idle workers are reported
 
 
 class WorkerDied(RuntimeError):
@@ -51,45 +49,35 @@ class RolloutWorkers(Protocol):
     def start(self, spec: ModelSpec, engine_options: Mapping[str, Any], around: Around | None = None) -> None:
         """Start all workers. Called once, before anything else; `around` is given only where there is one. A class
         whose pickling can do more than `pickle.dumps` has it as a method `dumps`."""
-        ...
 
     def put(self, bucket: Tensor) -> Any:
         """Copy a (bytes,) uint8 CPU tensor to where every worker can read it; kept as long as the returned handle
         is."""
-        ...
 
     def submit(self, worker: int, request: Request) -> Any:
         """Queue a request; returns a handle at once."""
-        ...
 
     def call(self, worker: int, method: str, *args: Any) -> Any:
         """Queue a call of a worker's method behind what was queued there before; a handle for `wait`. Any thread may.
         Only engines that bring weights to their workers another way than by `put` call it, and `host`."""
-        ...
 
     def host(self) -> str:
         """An address of this process's machine that workers can reach."""
-        ...
 
     def ready(self, handle: Any) -> bool:
         """Whether `wait` would return (or raise) at once."""
-        ...
 
     def wait(self, handle: Any) -> Any:
         """The answer, `PackedSamples` of a request. Raises `WorkerDied`, or what the worker raised."""
-        ...
 
     def cancel(self, handle: Any) -> None:
         """The answer is not wanted any more."""
-        ...
 
     def replace(self, worker: int) -> None:
         """Put a new worker in the place of a dead one. What was queued there is lost."""
-        ...
 
     def close(self) -> None:
         """End all workers. May be called twice."""
-        ...
 
 
 @dataclass(eq=False)
@@ -108,14 +96,12 @@ class _Chunk:
     """Some prompts of a call, at one worker."""
 
     call: Call
-    request: Request | None
-    """None once it is answered, and so the weights, which can be freed"""
+    request: Request | None  # None once it is answered, and so the weights, which can be freed
     weights: Weights | None
     worker: int = 0
     handle: Any = None
     samples: list[Sample] | None = None
-    error: Exception | None = None
-    """what its worker raised"""
+    error: Exception | None = None  # what its worker raised
 
 
 @dataclass(eq=False)
@@ -133,17 +119,11 @@ class RemoteEngine(CheckedEngine):
 
     Args:
         workers: not started yet; this engine starts and closes them.
-        chunk_size: cut a request into chunks of at most so many prompts, each for one worker. None sends a request
-            whole, which on a CPU computes exactly what a `LocalEngine` here would, to the bit; then only several
-            requests at a time keep several workers busy. Cut, tokens are the same but at the edge between two, and
-            log-probs agree up to rounding; the chunks, not the number of workers, decide.
+        chunk_size: most prompts of a chunk, which is for one worker. None sends a request whole, which on a CPU
+            computes what a `LocalEngine` would, to the bit; then only several requests keep several workers busy.
         bucket_bytes: most bytes of one bucket of weights.
         max_restarts: deaths of one worker in a row, without an answer in between, before the engine gives up.
         engine_options: keywords of the workers' `LocalEngine`s.
-
-    >>> with RemoteEngine(RayWorkers(2)) as engine:                                               # doctest: +SKIP
-    ...     trainer = PPOTrainer(..., engine=engine, max_staleness=1, tis_cap=2.0)
-    ...     trainer.fit(prompts)
     """
 
     abilities = Abilities(reproducible=True, copies_weights=True, answers_ahead=True, takes_environments=True)
@@ -265,11 +245,6 @@ class RemoteEngine(CheckedEngine):
 
     # ------------------------------------------------------------------ asking now, taking later
 
-    @property
-    def num_in_flight(self) -> int:
-        """Chunks that were sent and not answered, as far as is known here."""
-        return sum(map(len, self._queues))
-
     def submit(self, call: Call) -> Ticket:
         """See `RolloutEngine.submit`."""
         self.checked(call)
@@ -277,8 +252,7 @@ class RemoteEngine(CheckedEngine):
 
     def _submit(self, call: Call) -> Ticket:
         assert self._weights is not None
-        weights = self._weights
-        ticket = Ticket(weights.manifest.version)
+        weights, ticket = self._weights, Ticket(self._weights.manifest.version)
         size = max(self._chunk_size(len(call.prompts)), 1)
         for start in range(0, len(call.prompts), size):
             part = call.part(slice(start, start + size))

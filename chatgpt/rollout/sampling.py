@@ -23,34 +23,18 @@ if TYPE_CHECKING:
 DEFAULT_NEW_TOKENS = 64
 
 # GenerationConfig fields that change nothing at these values, so they are no reason for a refusal
-_NEUTRAL: dict[str, Any] = {
-    'num_beams': 1,
-    'num_beam_groups': 1,
-    'num_return_sequences': 1,
-    'repetition_penalty': 1.0,
-    'encoder_repetition_penalty': 1.0,
-    'no_repeat_ngram_size': 0,
-    'encoder_no_repeat_ngram_size': 0,
-    'min_length': 0,
-    'min_p': 0.0,
-    'typical_p': 1.0,
-    'epsilon_cutoff': 0.0,
-    'eta_cutoff': 0.0,
-    'length_penalty': 1.0,
-    'diversity_penalty': 0.0,
-    'guidance_scale': 1.0,
-    'use_cache': True,
+_NEUTRAL: dict[str, float] = {
+    **dict.fromkeys(('num_beams', 'num_beam_groups', 'num_return_sequences', 'use_cache'), 1),
+    **dict.fromkeys(('repetition_penalty', 'encoder_repetition_penalty', 'length_penalty', 'guidance_scale'), 1),
+    **dict.fromkeys(('no_repeat_ngram_size', 'encoder_no_repeat_ngram_size', 'min_length', 'diversity_penalty'), 0),
+    **dict.fromkeys(('min_p', 'epsilon_cutoff', 'eta_cutoff'), 0),
+    'typical_p': 1,
 }
 # fields that say nothing about sampling a response to a given prompt
 _WITHOUT_EFFECT = {'bos_token_id', 'transformers_version'}
 # fields that would change the shape of what an engine returns
-_OWNED_BY_ENGINE = {
-    'num_return_sequences',
-    'return_dict_in_generate',
-    'output_scores',
-    'output_logits',
-    'output_attentions',
-    'output_hidden_states',
+_OWNED_BY_ENGINE = {'num_return_sequences', 'return_dict_in_generate'} | {
+    f'output_{name}' for name in ('scores', 'logits', 'attentions', 'hidden_states')
 }
 
 
@@ -148,7 +132,12 @@ class SamplingParams:
             if value is None or name in _WITHOUT_EFFECT:
                 continue
             if name == 'stop_strings':
-                settings['stop'] = _stop_strings(tokenizer, value)
+                if tokenizer is None:
+                    raise ValueError(
+                        f'generation setting stop_strings={value!r} needs a tokenizer; give one, or stop=<function of '
+                        'ids>'
+                    )
+                settings['stop'] = StopStrings(tokenizer, value)
             elif name in ('eos_token_id', 'eos_token_ids'):
                 settings['eos_token_ids'] = (value,) if isinstance(value, int) else tuple(value)
             elif name == 'top_k' and isinstance(value, float) and value.is_integer():  # TRL writes 0.0
@@ -181,14 +170,6 @@ def _generation_config_fields() -> frozenset[str]:
     from transformers import GenerationConfig
 
     return frozenset(name for name in vars(GenerationConfig()) if not name.startswith('_'))
-
-
-def _stop_strings(tokenizer: Any, strings: Any) -> Callable[[Sequence[int]], bool]:
-    if tokenizer is None:
-        raise ValueError(
-            f'generation setting stop_strings={strings!r} needs a tokenizer; give one, or stop=<function of ids>'
-        )
-    return StopStrings(tokenizer, strings)
 
 
 class Draw(NamedTuple):

@@ -51,10 +51,8 @@ class OfOneRank:
 
 @dataclass(eq=False)
 class _Ticket:
-    own: slice
-    """this rank's samples among all"""
-    asked: Any = None
-    """the engine's ticket, on rank 0"""
+    own: slice  # this rank's samples among all
+    asked: Any = None  # the engine's ticket, on rank 0
 
 
 class SharedEngine(EngineAround):
@@ -63,8 +61,6 @@ class SharedEngine(EngineAround):
     Args:
         ranks: the strategy.
         engine: one that answers ahead, the same on every rank; only that of rank 0 starts its workers.
-
-    >>> engine = SharedEngine(strategy, VLLMRemoteEngine(RayWorkers(2, resources={'GPU': 2})))     # doctest: +SKIP
     """
 
     def __init__(self, ranks: Ranks, engine: RolloutEngine) -> None:

@@ -1,15 +1,10 @@
-"""The engine around vLLM, in this process: the policy's weights are handed over at `begin`, its memory is given back at
-`end`.
+"""The engine around vLLM, in this process: weights are handed over at `begin`, memory is given back at `end`.
 
-vLLM reads the architecture from a model folder or hub name and its weights from the actor, in every collect phase anew,
-under the names of a checkpoint; between the phases it sleeps (level 2: neither weights nor cache stay on the device),
-where its platform can. Its cache wakes up at the phase's first prompts, when the trainer has freed its own copy of the
-weights, and the first tokens it draws check them (`chatgpt.rollout.handshake`). Its draws come
-from its own generators, one seed per sample from (seed, sample index), so a sample does not depend on its company by
-design, but kernels that see another batch may round otherwise, and its log-probs are recomputed by the trainer.
-
-vLLM reports log-probs after temperature and filters, so top_k, top_p and min_new_tokens are refused: with them the
-policy's own log-probs would be unknown.
+Between the phases vLLM sleeps (level 2: neither weights nor cache stay on the device), where its platform can. Its
+cache wakes up at the phase's first prompts, when the trainer has freed its own copy of the weights. Draws come from its
+own generators, one seed per sample from (seed, sample index), but kernels that see another batch may round otherwise,
+and log-probs are recomputed by the trainer. It reports log-probs after temperature and filters, so top_k, top_p and
+min_new_tokens are refused: with them the policy's own log-probs would be unknown.
 """
 
 from __future__ import annotations
@@ -17,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +29,56 @@ VLLM = 'vllm>=0.32,<0.34'
 """the versions whose sources were read; the interface changes between them"""
 
 
-class VLLMEngine(CheckedEngine):
+OWN = (
+    *('model', 'load_format', 'enable_sleep_mode', 'skip_tokenizer_init', 'logprobs_mode'),
+    *('gpu_memory_utilization', 'seed'),
+)
+"""keywords of `vllm.LLM` that an engine sets itself"""
+
+
+def check_options(engine: str, options: Mapping[str, Any], own: Sequence[str] = OWN) -> None:
+    """Raises ValueError for keywords that an engine sets itself, and for a share of memory that cannot be."""
+    for name in own:
+        if name in options:
+            raise ValueError(f'{engine} sets {name!r} itself; leave it out')
+    share = options.get('memory_share', 0.5)
+    if not 0 < share < 1:
+        raise ValueError(f'{engine}: memory_share={share} must lie between 0 and 1')
+
+
+def llm_settings(model: str | os.PathLike[str], memory_share: float, **options: Any) -> dict[str, Any]:
+    """Keywords of `vllm.LLM` for a policy whose config.json is in `model`."""
+    return {
+        'model': os.fspath(model),
+        'load_format': 'dummy',
+        'skip_tokenizer_init': True,
+        'logprobs_mode': 'processed_logprobs',
+        'gpu_memory_utilization': memory_share,
+        'seed': 0,
+        'max_model_len': -1,  # as long as fits the memory
+        **options,
+    }
+
+
+class AsksLLM(CheckedEngine):
+    """Base of engines that ask a `vllm.LLM`, their `llm`."""
+
+    abilities = Abilities(exact_logprobs=False)
+    llm: Any = None
+
+    def check(self, config: Any, call: Call) -> list[int]:
+        check_sampling(call.sampling)
+        return super().check(config, call)
+
+    def answer(self, call: Call, limits: list[int]) -> list[Sample]:
+        keys = stream_keys(call.seed, torch.tensor(call.indices), torch.tensor(call.offsets)).tolist()
+        asked = [_params(call.sampling, limit, key) for limit, key in zip(limits, keys, strict=True)]
+        given = [{'prompt_token_ids': p.ids.tolist()} for p in call.prompts]
+        made = self.llm.generate(given, asked, use_tqdm=False)
+        return [_sample(call, i, answer.outputs[0]) for i, answer in enumerate(made)]
+
+
+class VLLMEngine(AsksLLM):
     """Generates with `vllm.LLM`.
 
     Args:
@@ -47,22 +91,9 @@ class VLLMEngine(CheckedEngine):
     """
 
     abilities = Abilities(exact_logprobs=False, copies_weights=True)
-    OWN = (
-        'model',
-        'load_format',
-        'enable_sleep_mode',
-        'skip_tokenizer_init',
-        'logprobs_mode',
-        'gpu_memory_utilization',
-        'seed',
-    )
 
     def __init__(self, pretrained: str | os.PathLike[str], *, memory_share: float = 0.4, **options: Any) -> None:
-        taken = sorted(set(options) & set(self.OWN))
-        if taken:
-            raise ValueError(f'VLLMEngine sets {taken[0]!r} itself; leave it out')
-        if not 0 < memory_share < 1:
-            raise ValueError(f'VLLMEngine: memory_share={memory_share} must lie between 0 and 1')
+        check_options('VLLMEngine', options | {'memory_share': memory_share})
         for name in ('tensor_parallel_size', 'pipeline_parallel_size', 'data_parallel_size'):
             if options.get(name, 1) != 1:
                 raise ValueError(
@@ -70,21 +101,13 @@ class VLLMEngine(CheckedEngine):
                     'with prompts of its own; leave it out, or use rollout workers, which may own several GPUs each'
                 )
         import_vllm()
-        self.settings = {
-            'model': os.fspath(pretrained),
-            'load_format': 'dummy',
-            'enable_sleep_mode': can_sleep(),
-            'skip_tokenizer_init': True,
-            'logprobs_mode': 'processed_logprobs',
-            'gpu_memory_utilization': memory_share,
-            'seed': 0,
-            'max_model_len': -1,  # as long as fits the memory
-            **options,
-        }
+        from vllm.platforms import current_platform
+
+        can_sleep = current_platform.is_sleep_mode_available()  # on a CPU it cannot
+        self.settings = llm_settings(pretrained, memory_share, enable_sleep_mode=can_sleep, **options)
         # Every rank has an engine of its own, within the run's process group.
         if int(os.environ.get('WORLD_SIZE', '1')) > 1:
             self.settings.setdefault('distributed_executor_backend', 'external_launcher')
-        self._llm: Any = None
         self._has_head = True
         self._asleep: list[str] = []
         """what of it has no memory; it sleeps only as a whole, and calls after that do nothing"""
@@ -93,16 +116,16 @@ class VLLMEngine(CheckedEngine):
         """Wake up with the weights."""
         # vLLM's memory is not torch's: what torch keeps for later would be missing there.
         torch.cuda.empty_cache()
-        if self._llm is None:
-            self._llm = start(self.settings)
-            self.dtype, self._has_head = self._llm.model_config.dtype, has_head(self._llm)
+        if self.llm is None:
+            self.llm = start(self.settings)
+            self.dtype, self._has_head = self.llm.model_config.dtype, has_head(self.llm)
             self._sleep()
         try:
             self._wake_up('weights')
             # and not load_weights alone: what vLLM makes of weights when it loads them has to be made again
             wanted = tensors if self._has_head else each_once(tensors)
-            self._llm.collective_rpc('reload_weights', kwargs={'weights_iterator': iter(wanted.items())})
-            self._llm.reset_prefix_cache()  # what an earlier policy made of a prompt must not be found again
+            self.llm.collective_rpc('reload_weights', kwargs={'weights_iterator': iter(wanted.items())})
+            self.llm.reset_prefix_cache()  # what an earlier policy made of a prompt must not be found again
         except BaseException:
             self._sleep()
             raise
@@ -116,42 +139,29 @@ class VLLMEngine(CheckedEngine):
     def _wake_up(self, part: str) -> None:
         if part in self._asleep:
             torch.cuda.empty_cache()
-            self._llm.wake_up(tags=[part])
+            self.llm.wake_up(tags=[part])
             self._asleep.remove(part)
 
     def _sleep(self) -> None:
         if self._asleep == ['weights', 'kv_cache'] or not self.settings['enable_sleep_mode']:
             return
         self._wake_up('kv_cache')  # vLLM takes one that is half awake for asleep
-        self._llm.sleep(level=2)
+        self.llm.sleep(level=2)
         self._asleep = ['weights', 'kv_cache']
-
-    def check(self, config: Any, call: Call) -> list[int]:
-        check_sampling(call.sampling)
-        return super().check(config, call)
 
     def answer(self, call: Call, limits: list[int]) -> list[Sample]:
         self._wake_up('kv_cache')
-        return answers(self._llm, call, limits)
+        return super().answer(call, limits)
 
 
 def has_head(llm: Any) -> bool:
-    """Whether vLLM's model has an output layer of its own. Where the policy's is tied, that layer wants its tensor all
-    the same, for vLLM may have made a copy in another layout; and a model without one refuses it."""
+    """Whether vLLM's model has an output layer of its own, which wants its tensor also where the policy's is tied; a
+    model without one refuses it."""
     return any(llm.apply_model(_has_head))
 
 
 def _has_head(model: Any) -> bool:
     return any(type(module).__name__ == 'ParallelLMHead' for module in model.modules())
-
-
-def answers(llm: Any, call: Call, limits: list[int]) -> list[Sample]:
-    """What `vllm.LLM` draws for a checked call."""
-    keys = stream_keys(call.seed, torch.tensor(call.indices), torch.tensor(call.offsets)).tolist()
-    asked = [_params(call.sampling, limit, key) for limit, key in zip(limits, keys, strict=True)]
-    given = [{'prompt_token_ids': p.ids.tolist()} for p in call.prompts]
-    made = llm.generate(given, asked, use_tqdm=False)
-    return [_sample(call, i, answer.outputs[0]) for i, answer in enumerate(made)]
 
 
 def import_vllm() -> Any:
@@ -162,27 +172,17 @@ def import_vllm() -> Any:
     return vllm
 
 
-def check_version(version: str) -> None:
-    """Warns of a version of vLLM that was not looked at."""
-    found, (low, high) = re.match(r'0\.(\d+)', version), map(int, re.findall(r'0\.(\d+)', VLLM))
-    if found is None or not low <= int(found[1]) < high:
-        warnings.warn(f"vLLM {version} is installed, and this package knows the interface of '{VLLM}'", stacklevel=2)
-
-
-def can_sleep() -> bool:
-    """Whether vLLM can give its memory back on this platform; on a CPU it cannot."""
-    from vllm.platforms import current_platform
-
-    return current_platform.is_sleep_mode_available()
-
-
 def start(settings: Mapping[str, Any]) -> Any:
-    """`vllm.LLM` in this process, which keeps its random numbers and, on a CPU, its threads."""
+    """`vllm.LLM` in this process, which keeps its random numbers and, on a CPU, its threads. Warns of a version whose
+    sources were not read."""
     # In a process of its own vLLM could not be given tensors without copying them through the host.
     os.environ.setdefault('VLLM_ENABLE_V1_MULTIPROCESSING', '0')
     os.environ.setdefault('VLLM_CPU_OMP_THREADS_BIND', 'nobind')
     vllm = import_vllm()
-    check_version(vllm.__version__)
+    found, (low, high) = re.match(r'0\.(\d+)', vllm.__version__), map(int, re.findall(r'0\.(\d+)', VLLM))
+    if found is None or not low <= int(found[1]) < high:
+        told = f"vLLM {vllm.__version__} is installed, and this package knows the interface of '{VLLM}'"
+        warnings.warn(told, stacklevel=2)
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     try:
         with torch.random.fork_rng(devices=[]):

@@ -5,10 +5,9 @@
     the trainer learns: it changes its own weights, not the copy
     next begin   ─▶ waits until v is with every worker
 
-The sending is vLLM's (`vllm.distributed.weight_transfer`, by name, in packed buffers, in the layout of a checkpoint);
-each worker is a group of its own with the trainer, so that the death of one breaks no other's. Where it cannot be
-(weights on a CPU, no vLLM here) weights go as buckets, as to every `RemoteEngine`'s workers; and so does a version that
-a dead worker held, to the worker that takes its place.
+The sending is vLLM's (`vllm.distributed.weight_transfer`); each worker is a group of its own with the trainer, so that
+the death of one breaks no other's. Where it cannot be (weights on a CPU, no vLLM here), and to the worker that takes a
+dead one's place, weights go as buckets, as to every `RemoteEngine`'s workers.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch import Tensor
 from chatgpt.rollout.call import Call
 from chatgpt.rollout.engine import Abilities
 from chatgpt.rollout.remote import RemoteEngine, RolloutWorkers, Ticket, Weights, WorkerDied
-from chatgpt.rollout.vllm import check_sampling
+from chatgpt.rollout.vllm import check_options, check_sampling
 from chatgpt.rollout.vllm_worker import OWN, VLLMSpec, name_of_device
 from chatgpt.rollout.wire import Manifest, checkpoint_tensors, each_once
 from chatgpt.types import Sample
@@ -40,23 +39,14 @@ STOPPING_S = 10.0
 
 
 class VLLMRemoteEngine(RemoteEngine):
-    """`RemoteEngine` whose workers run vLLM. Each sample has a seed of its own from (seed, sample index, position); its
-    log-probs are recomputed by the trainer.
+    """`RemoteEngine` whose workers run vLLM; a worker's GPUs hold its model together (tensor parallelism).
 
     Args:
-        workers: see `RemoteEngine`. A worker's GPUs, `resources={'GPU': k}`, hold its model together (tensor
-            parallelism).
-        weight_transfer: how weights come to the workers. 'nccl': vLLM's NCCL transfer, from this process's GPU to
-            others. 'ipc': its CUDA IPC transfer, to a worker on this process's own GPU. 'store': as buckets through
-            `RolloutWorkers.put`. 'auto': for each worker the first of these that can be.
-        chunk_size: see `RemoteEngine`; None cuts a request into equal parts, one for each worker.
-        engine_options: keywords of `vllm.LLM`, and memory_share: of each GPU, 0.9.
-
-    Raises:
-        ValueError: options that a worker sets itself, ...
-
-    >>> with VLLMRemoteEngine(RayWorkers(2, resources={'GPU': 2})) as engine:                     # doctest: +SKIP
-    ...     trainer = PPOTrainer(..., engine=engine, max_staleness=1, tis_cap=2.0)
+        weight_transfer: 'nccl': vLLM's NCCL transfer, from this process's GPU to others. 'ipc': its CUDA IPC transfer,
+            to a worker on this process's own GPU. 'store': as buckets through `RolloutWorkers.put`. 'auto': for each
+            worker the first of these that can be.
+        options: see `RemoteEngine`. chunk_size None cuts a request into equal parts, one for each worker;
+            engine_options are keywords of `vllm.LLM`, and memory_share: of each GPU, 0.9.
     """
 
     abilities = Abilities(exact_logprobs=False, copies_weights=True, answers_ahead=True, takes_environments=True)
@@ -72,17 +62,11 @@ class VLLMRemoteEngine(RemoteEngine):
         self.ways: list[str] = []
         """how weights come to each worker: 'nccl', 'ipc' or 'store'; known after the first `begin`"""
         self._links: list[_Link | None] = []
-        self._sending: list[_Sending] = []
-        self._moving: threading.Thread | None = None
-        """`_to_host`, after them"""
+        self._sending: list[_Link] = []  # to workers that may not have the latest version yet
+        self._moving: threading.Thread | None = None  # `_to_host`, after them
 
     def _check_options(self) -> None:
-        taken = sorted(set(self.engine_options) & set(OWN))
-        if taken:
-            raise ValueError(f'VLLMRemoteEngine sets {taken[0]!r} itself; leave it out')
-        share = self.engine_options.get('memory_share', 0.9)
-        if not 0 < share < 1:
-            raise ValueError(f'VLLMRemoteEngine: memory_share={share} must lie between 0 and 1')
+        check_options('VLLMRemoteEngine', self.engine_options, OWN)
 
     def check(self, config: Any, call: Call) -> list[int]:
         check_sampling(call.sampling)
@@ -118,8 +102,7 @@ class VLLMRemoteEngine(RemoteEngine):
         weights = Weights(manifest)
         if 'store' in self.ways:
             weights.buckets = self._buckets(manifest, tensors)
-        links = [link for link in self._links if link is not None]
-        if links:
+        if links := [link for link in self._links if link is not None]:
             # learning goes on with the tensors themselves, but for those that a strategy has put into host memory
             here = self._device if 'ipc' in self.ways else None  # whose worker reads the copy where it lies
             weights.kept = {
@@ -130,34 +113,34 @@ class VLLMRemoteEngine(RemoteEngine):
             }
             if self._device.type == 'cuda':
                 torch.cuda.current_stream(self._device).synchronize()
-            self._sending = [_Sending(link, manifest, weights.kept, self._device) for link in links]
-            for sending in self._sending:
-                sending.start()
-            for sending in self._sending:  # what is asked of a worker from now on must come behind its weights
-                sending.link.client.asked.wait()
-            self._moving = threading.Thread(target=_to_host, args=(weights, list(self._sending)), daemon=True)
+            for link in links:
+                link.send(manifest, weights.kept, self._device)
+            for link in links:  # what is asked of a worker from now on must come behind its weights
+                link.asked.wait()
+            self._sending = links
+            self._moving = threading.Thread(target=_to_host, args=(weights, links), daemon=True)
             self._moving.start()
         return weights
 
     def _finish_sending(self) -> None:
         """Wait until the weights of the last `begin` are with every worker."""
-        sendings, self._sending = self._sending, []
-        for sending in sendings:
-            sending.join()
+        links, self._sending = self._sending, []
+        for link in links:
+            link.thread.join()
         if self._moving is not None:  # who dies from here on finds the copy on the host
             self._moving.join()
             self._moving = None
-        for sending in sendings:
-            self._raise_of(sending)
-            error, link = sending.error, sending.link
-            if isinstance(error, WorkerDied) and self._links[link.worker] is link:  # not replaced yet
-                self._replace(link.worker, error)
+        for link in links:
+            self._raise_of(link)
+            if isinstance(link.error, WorkerDied) and self._links[link.worker] is link:  # not replaced yet
+                self._replace(link.worker, link.error)
 
-    def _raise_of(self, sending: _Sending) -> None:
-        error, link = sending.error, sending.link
+    def _raise_of(self, link: _Link) -> None:
+        error = link.error
         if error is not None and not isinstance(error, WorkerDied) and self._links[link.worker] is link:
+            assert link.manifest is not None
             raise RuntimeError(
-                f'sending weights {sending.version} to rollout worker {link.worker} by {link.way}: '
+                f'sending weights {link.manifest.version} to rollout worker {link.worker} by {link.way}: '
                 f'{type(error).__name__}: {error}'
             ) from error
 
@@ -165,10 +148,10 @@ class VLLMRemoteEngine(RemoteEngine):
         try:
             return super().take(ticket)
         except Exception:
-            for sending in self._sending:
-                if sending.link.client.answered.wait(STOPPING_S) and sending.link.client.failed is not None:
-                    sending.join(STOPPING_S)
-                self._raise_of(sending)  # then the worker only misses the weights
+            for link in self._sending:
+                if link.answered.wait(STOPPING_S) and link.failed is not None:
+                    link.thread.join(STOPPING_S)
+                self._raise_of(link)  # then the worker only misses the weights
             raise
 
     def _welcome(self, worker: int) -> None:
@@ -177,7 +160,8 @@ class VLLMRemoteEngine(RemoteEngine):
             link.shutdown()  # its thread may wait for the dead one
         way = self._way(worker)
         if way != 'store':
-            self._links[worker] = _Link(self.workers, worker, way, self.bucket_bytes, self._largest)
+            buffer_bytes = max(self.bucket_bytes, self._largest)
+            self._links[worker] = _Link(self.workers, worker, way, self.tensor_parallel, buffer_bytes)
         self.ways[worker] = way
 
     def _check_way(self, device: torch.device) -> None:
@@ -224,12 +208,11 @@ class VLLMRemoteEngine(RemoteEngine):
         return True
 
     def close(self) -> None:
-        for link in self._links:
-            if link is not None:
-                link.shutdown()
+        for link in filter(None, self._links):
+            link.shutdown()
         self.workers.close()  # ends what senders wait for
-        for sending in self._sending:
-            sending.join(STOPPING_S)
+        for link in self._sending:
+            link.thread.join(STOPPING_S)
         if self._moving is not None:
             self._moving.join(STOPPING_S)
         self._links, self._sending, self._moving = [], [], None
@@ -249,10 +232,10 @@ def _several_ranks() -> bool:
     return int(os.environ.get('WORLD_SIZE', '1')) > 1
 
 
-def _to_host(weights: Weights, sendings: list[_Sending]) -> None:
+def _to_host(weights: Weights, links: list[_Link]) -> None:
     """When all is sent, the copy leaves the device: it is only wanted for a worker that dies."""
-    for sending in sendings:
-        sending.join()
+    for link in links:
+        link.thread.join()
     for name, tensor in list(weights.kept.items()):
         if tensor.is_cuda:
             weights.kept[name] = tensor.cpu()  # type: ignore[index]
@@ -261,29 +244,84 @@ def _to_host(weights: Weights, sendings: list[_Sending]) -> None:
 # ---------------------------------------------------------------------- one worker
 
 
-class _Client:
-    """vLLM's `VLLMWeightSyncClient` of one worker. Start, update and finish are one call there, so that nothing comes
-    between them."""
+class _Link:
+    """Sends weights to one worker, each version in a thread. It is vLLM's `VLLMWeightSyncClient` of that worker too:
+    start, update and finish are one call there, so that nothing comes between them."""
 
-    def __init__(self, workers: RolloutWorkers, worker: int, way: str) -> None:
+    def __init__(self, workers: RolloutWorkers, worker: int, way: str, num_gpus: int, buffer_bytes: int) -> None:
         self.workers, self.worker, self.way = workers, worker, way
-        self.manifest: Manifest | None = None
-        """of the weights that are sent"""
-        self.asked = threading.Event()
-        """the worker has been asked to receive them"""
-        self.turn = threading.Event()
-        """the worker is about to receive them: what it was asked before is done"""
+        self.num_gpus, self.buffer_bytes = num_gpus, buffer_bytes
+        self.sender: Any = None
+        self.source = _source(self)
+        self.thread = threading.Thread()
+        self.manifest: Manifest | None = None  # of the weights that are sent
+        self.asked = threading.Event()  # the worker has been asked to receive them
+        self.turn = threading.Event()  # the worker is about to receive them: what it was asked before is done
         self.answered = threading.Event()
-        self.failed: Exception | None = None
-        """the worker, or what it was asked"""
-        self.on_failure = lambda: None
+        self.failed: Exception | None = None  # of the worker, or of what it was asked
+        self.error: Exception | None = None  # why the version is not there
 
-    def begin(self, manifest: Manifest) -> None:
-        self.manifest, self.failed = replace(manifest, tensors={}, buckets=()), None
+    def send(self, manifest: Manifest, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        """Begin to send a version."""
+        self.manifest, self.failed, self.error = replace(manifest, tensors={}, buckets=()), None, None
         for event in (self.asked, self.turn, self.answered):
             event.clear()
         if self.way == 'ipc':
             self.turn.set()  # what is sent are handles
+        name = f'chatgpt-weights-{self.worker}'
+        self.thread = threading.Thread(target=self._send, args=(tensors, device), name=name, daemon=True)
+        self.thread.start()
+
+    def _send(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        try:
+            if device.type == 'cuda':
+                torch.cuda.set_device(device)  # a thread has one of its own
+            self.source.give(tensors, device)
+            if self.sender is None:
+                self._meet()
+            self.sender.send_weights()
+        except Exception as error:
+            if self.asked.is_set():
+                self.answered.wait(STOPPING_S)  # whether it was the worker
+            self.error = self.failed or error
+        finally:
+            self.asked.set()
+            self.source.give({})
+
+    def _meet(self) -> None:
+        """With the first weights, whose names and shapes the sender wants to know."""
+        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+
+        # what it was asked before may take longer than a meeting waits
+        self.workers.wait(self.workers.call(self.worker, 'turn'))
+        info: Any
+        if self.way == 'ipc':
+            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+            info = IPCTrainerInitInfo(rank=0, packed=False)  # the copy is there as long as it is read: no buffer
+        else:
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+            host = self.workers.host()
+            with socket.socket() as free:
+                free.bind((host, 0))
+                port = free.getsockname()[1]
+            info = NCCLTrainerInitInfo(
+                rank=0,
+                master_address=host,
+                master_port=port,
+                world_size=1 + self.num_gpus,
+                packed=True,
+                packed_buffer_size_bytes=self.buffer_bytes,
+            )
+        self.sender = WeightTransferTrainerFactory.trainer_init(info, client=self, source=self.source)
+
+    def shutdown(self) -> None:
+        """Leave the group. May be called twice, by any thread, and while it sends."""
+        if self.sender is not None:
+            self.sender.shutdown()
+
+    # ------------------------------------------------------------------ vLLM's client
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._wait(self.workers.call(self.worker, 'join', self.way, init_info))
@@ -303,6 +341,9 @@ class _Client:
             self.turn.set()
             self.answered.set()
 
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        pass
+
     def _wait(self, handle: Any) -> None:
         try:
             self.workers.wait(handle)
@@ -310,130 +351,35 @@ class _Client:
             self.failed = error
             for event in (self.asked, self.turn, self.answered):  # also when it was still being met
                 event.set()
-            self.on_failure()  # the other half of the transfer waits for it
+            self.shutdown()  # the other half of the transfer waits for it
             raise
 
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        pass
 
-
-class _Link:
-    """What sends weights to one worker: vLLM's sender, which meets the worker here."""
-
-    def __init__(self, workers: RolloutWorkers, worker: int, way: str, bucket_bytes: int, largest: int) -> None:
-        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
-
-        self.worker, self.way = worker, way
-        self.client = _Client(workers, worker, way)
-        self.source = _source(self.client)
-        self.client.on_failure = self.shutdown
-        self._workers, self._buffer_bytes = workers, max(bucket_bytes, largest)
-        self._factory = WeightTransferTrainerFactory
-        self.sender: Any = None
-
-    def meet(self) -> None:
-        """With the first weights, whose names and shapes the sender wants to know."""
-        if self.sender is None:
-            # what it was asked before may take longer than a meeting waits
-            self._workers.wait(self._workers.call(self.worker, 'turn'))
-            self.sender = self._factory.trainer_init(self._init_info(), client=self.client, source=self.source)
-
-    def _init_info(self) -> Any:
-        if self.way == 'ipc':
-            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-
-            return IPCTrainerInitInfo(rank=0, packed=False)  # the copy is there as long as it is read: no buffer
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
-        host = self._workers.host()
-        return NCCLTrainerInitInfo(
-            rank=0,
-            master_address=host,
-            master_port=_free_port(host),
-            world_size=1 + _tensor_parallel(self._workers),
-            packed=True,
-            packed_buffer_size_bytes=self._buffer_bytes,
-        )
-
-    def shutdown(self) -> None:
-        """Leave the group. May be called twice, by any thread, and while it sends."""
-        if self.sender is not None:
-            self.sender.shutdown()
-
-
-class _Sending(threading.Thread):
-    """One version on its way to one worker."""
-
-    def __init__(self, link: _Link, manifest: Manifest, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        super().__init__(name=f'chatgpt-weights-{link.worker}', daemon=True)
-        self.link, self.version, self.device, self.tensors = link, manifest.version, device, tensors
-        self.error: Exception | None = None
-        link.client.begin(manifest)
-
-    def run(self) -> None:
-        client = self.link.client
-        try:
-            if self.device.type == 'cuda':
-                torch.cuda.set_device(self.device)  # a thread has one of its own
-            self.link.source.give(self.tensors, self.device)
-            self.link.meet()
-            self.link.sender.send_weights()
-        except Exception as error:
-            if client.asked.is_set():
-                client.answered.wait(STOPPING_S)  # whether it was the worker
-            self.error = client.failed or error
-        finally:
-            client.asked.set()
-            self.link.source.give({})
-            self.tensors = {}
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as s:
-        s.bind((host, 0))
-        return s.getsockname()[1]
-
-
-def _source(client: _Client) -> Any:
+def _source(link: _Link) -> Any:
     """vLLM's `WeightSource` of named tensors."""
     from vllm.distributed.weight_transfer import ParamMeta, WeightSource
 
     class Tensors(WeightSource):
-        def __init__(self) -> None:
-            self._tensors: Mapping[str, Tensor] = {}
+        tensors: Mapping[str, Tensor] = {}
+        device: torch.device | None = None
 
         def give(self, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> None:
-            self._tensors, self._device = tensors, device
+            self.tensors, self.device = tensors, device
             if tensors:
                 self.__dict__.pop('metadata', None)
 
         def _described(self) -> list[Any]:
-            return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self._tensors.items()]
+            return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self.tensors.items()]
 
-        def _all(self) -> Iterator[tuple[str, Tensor]]:
-            client.turn.wait()  # a broadcast would keep the GPU busy with waiting
-            if client.failed is not None:
-                raise client.failed
-            for name, tensor in list(self._tensors.items()):  # from host memory one at a time
-                yield name, tensor.to(self._device)
+        def _each(self) -> Iterator[tuple[str, Tensor]]:
+            link.turn.wait()  # a broadcast would keep the GPU busy with waiting
+            if link.failed is not None:
+                raise link.failed
+            for name, tensor in list(self.tensors.items()):  # from host memory one at a time
+                yield name, tensor.to(self.device)
 
-    if not hasattr(WeightSource, 'iter_full'):
+        # vLLM 0.32 calls metadata and iterates; 0.33 reads metadata and calls iter_full
+        metadata = cached_property(_described) if hasattr(WeightSource, 'iter_full') else _described
+        iter_full = __iter__ = _each
 
-        class Named(Tensors):  # vLLM 0.32
-            def metadata(self) -> list[Any]:
-                return self._described()
-
-            def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-                return self._all()
-
-    else:
-
-        class Named(Tensors):  # type: ignore[no-redef]
-            @cached_property
-            def metadata(self) -> list[Any]:
-                return self._described()
-
-            def iter_full(self) -> Iterator[tuple[str, Tensor]]:
-                return self._all()
-
-    return Named()
+    return Tensors()

@@ -10,21 +10,19 @@ import copy
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from chatgpt.rollout.call import Call
-from chatgpt.rollout.engine import Abilities, CheckedEngine
-from chatgpt.rollout.handshake import Handshake
 from chatgpt.rollout.remote import WorkerDied
-from chatgpt.rollout.vllm import VLLMEngine, answers, check_sampling, has_head, start
-from chatgpt.rollout.wire import Around, Manifest, ModelSpec, PackedSamples, Request, pack_samples, whole_tensors
-from chatgpt.types import Sample
+from chatgpt.rollout.vllm import OWN as OWN_OF_AN_ENGINE
+from chatgpt.rollout.vllm import AsksLLM, has_head, llm_settings, start
+from chatgpt.rollout.wire import Around, Manifest, ModelSpec, PackedSamples, Request, whole_tensors
+from chatgpt.rollout.worker import Fetch, RolloutWorker, Worker, as_it_is
 
-OWN = (*VLLMEngine.OWN, 'tensor_parallel_size', 'distributed_executor_backend', 'weight_transfer_config')
+OWN = (*OWN_OF_AN_ENGINE, 'tensor_parallel_size', 'distributed_executor_backend', 'weight_transfer_config')
 """keywords of `vllm.LLM` that a worker sets itself"""
 
 
@@ -35,20 +33,31 @@ class VLLMSpec(ModelSpec):
 
     tensor_parallel: int = 1
 
-    def write_config(self, folder: str) -> None:
-        """config.json, of which vLLM builds the model."""
-        config = copy.deepcopy(self.config)
-        config.architectures = [self.model_class.__name__]
-        config.save_pretrained(folder)
+
+def _or_died(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that raises WorkerDied where vLLM's own processes are gone: a new worker can go on, and this one
+    cannot."""
+
+    @wraps(method)
+    def asked(worker: VLLMWorker, *args: Any) -> Any:
+        try:
+            return method(worker, *args)
+        except Exception as error:
+            try:
+                worker.llm.collective_rpc('check_health', timeout=10.0)
+            except Exception:
+                raise WorkerDied(f'of what vLLM runs on its GPUs: {type(error).__name__}: {error}') from error
+            raise
+
+    return asked
 
 
-class VLLMWorker:
-    """Answers requests one after another.
+class VLLMWorker(Worker):
+    """Generates with vLLM.
 
     Args:
         spec: the model to build; its weights come later.
         engine_options: keywords of `vllm.LLM`, and memory_share: of each device that vLLM may take.
-        fetch, around: see `RolloutWorker`.
     """
 
     def __init__(
@@ -56,131 +65,104 @@ class VLLMWorker:
         spec: VLLMSpec,
         engine_options: Mapping[str, Any] | None = None,
         *,
-        fetch: Callable[[Any], Tensor] = lambda bucket: bucket,
+        fetch: Fetch = as_it_is,
         around: Around | None = None,
     ) -> None:
-        self.spec, self.fetch = spec, fetch
-        options = dict(engine_options or {})
-        share = options.pop('memory_share', 0.9)
         self._folder = tempfile.TemporaryDirectory(prefix='chatgpt_vllm_')
-        spec.write_config(self._folder.name)
+        self.config = copy.deepcopy(spec.config)
+        self.config.architectures = [spec.model_class.__name__]
+        self.config.save_pretrained(self._folder.name)
         settings = {
-            'model': self._folder.name,
-            'load_format': 'dummy',
-            'skip_tokenizer_init': True,
-            'logprobs_mode': 'processed_logprobs',
-            'gpu_memory_utilization': share,
-            'seed': 0,
-            'max_model_len': -1,  # as long as fits the memory
             'tensor_parallel_size': max(1, spec.tensor_parallel),
             'distributed_executor_backend': 'ray' if spec.tensor_parallel else 'uni',
             'weight_transfer_config': {'backend': 'nccl'},
-            **options,
+            'memory_share': 0.9,
+            **(engine_options or {}),
         }
         # In a process of its own the engine would not know this one's placement group.
-        self.llm: Any = start(settings)
+        self.llm: Any = start(llm_settings(self._folder.name, **settings))
         self._own = _Answering(self.llm)
-        self.engine: Any = self._own if around is None else around(self._own)
-        self.version: int | None = None
-        """of the weights in the model; None where they are not whole"""
+        super().__init__(self._own, fetch, around)
 
     # ------------------------------------------------------------------ weights
 
+    @_or_died
     def gpus(self) -> list[str]:
         """What tells each of its GPUs from all others; '' for what is none."""
-        return self._asked(self.llm.collective_rpc, _gpu)
+        return self.llm.collective_rpc(_gpu)
 
+    @_or_died
     def has_head(self) -> bool:
         """See `chatgpt.rollout.vllm.has_head`."""
-        return self._asked(has_head, self.llm)
+        return has_head(self.llm)
 
     def turn(self) -> None:
         """Answered when all is done that was asked before."""
 
+    @_or_died
     def join(self, backend: str, init_info: Mapping[str, Any]) -> None:
         """Meet the sender; see `vllm.LLM.init_weight_transfer_engine`. Returns when it is there too."""
-        llm = self.llm
         if backend != 'nccl':
-            self._asked(llm.collective_rpc, _use, args=(backend,))
-        self._asked(llm.init_weight_transfer_engine, {'init_info': dict(init_info)})
+            self.llm.collective_rpc(_use, args=(backend,))
+        self.llm.init_weight_transfer_engine({'init_info': dict(init_info)})
 
+    @_or_died
     def update_weights(self, manifest: Manifest, update_info: Mapping[str, Any]) -> None:
         """Receive a version of the weights from the sender. After a failure there are none."""
-        llm = self.llm
-        self.version = None
-        self._asked(llm.start_weight_update)
-        self._asked(llm.update_weights, {'update_info': dict(update_info)})
-        self._asked(llm.finish_weight_update)
-        self._hold(manifest)
+        self._load(manifest, lambda: self.llm.update_weights({'update_info': dict(update_info)}))
 
     def take_weights(self, manifest: Manifest, buckets: Sequence[Any]) -> None:
-        """Fetch a version of the weights as buckets and load them. After a failure there are none."""
-        llm = self.llm
-        self.version = None
-        self._asked(llm.start_weight_update)  # what vLLM makes of weights when it loads them is made again
-        for named in whole_tensors(manifest, map(self.fetch, buckets)):
-            if named:
-                self._asked(llm.apply_model, partial(_load, list(named.items())))
-        self._asked(llm.finish_weight_update)
-        self._hold(manifest)
+        """Raises RuntimeError for weights that it was not told where to fetch."""
+        if not buckets:
+            raise RuntimeError(
+                f'a rollout worker with weights {self.version} was asked for samples of weights {manifest.version}'
+            )
 
-    def _hold(self, manifest: Manifest) -> None:
-        llm = self.llm
+        def load() -> None:
+            for named in whole_tensors(manifest, map(self.fetch, buckets)):
+                if named:
+                    self.llm.apply_model(partial(_load, list(named.items())))
+
+        self._load(manifest, load)
+
+    def _load(self, manifest: Manifest, load: Callable[[], None]) -> None:
+        llm, self.version, self.difference = self.llm, None, None
+        llm.start_weight_update()  # what vLLM makes of weights when it loads them is made again
+        load()
+        llm.finish_weight_update()
         llm.reset_prefix_cache()  # what an earlier policy made of a prompt must not be found again
         self.engine.end()
-        self._own.take_up(self.spec.config, manifest.handshake)
+        self._own.take_up(self.config, manifest)
         self.version = manifest.version
 
-    def _asked(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-        """Raises WorkerDied where vLLM's own processes are gone: then a new worker can go on, and this one cannot."""
-        llm = self.llm
-        try:
-            return function(*args, **keywords)
-        except Exception as error:
-            try:
-                llm.collective_rpc('check_health', timeout=10.0)
-            except Exception:
-                raise WorkerDied(f'of what vLLM runs on its GPUs: {type(error).__name__}: {error}') from error
-            raise
-
-    # ------------------------------------------------------------------ answers
-
+    @_or_died
     def generate(self, request: Request) -> PackedSamples:
-        """The samples of a request, drawn with the weights it names.
-
-        Raises RuntimeError for weights that it neither has nor was told where to fetch.
-        """
         if self.version != request.manifest.version:
-            if not request.buckets:
-                raise RuntimeError(
-                    f'a rollout worker with weights {self.version} was asked for samples of weights '
-                    f'{request.manifest.version}'
-                )
             self.take_weights(request.manifest, request.buckets)
-        self._asked(self._own.check_weights)  # also where an environment asks for no turn
-        samples = self._asked(self.engine.generate, request.opened())
-        return pack_samples(samples, request.manifest.version, self._own.difference)
+        self._own.check_weights()  # also where an environment asks for no turn
+        self.difference = self._own.difference
+        return super().generate(request)
 
 
-class _Answering(CheckedEngine):
+def make_worker(
+    spec: ModelSpec, engine_options: Mapping[str, Any], *, device: str | torch.device | None = None, **keywords: Any
+) -> Worker:
+    """The kind of worker that a spec is of, with `RolloutWorker`'s keywords."""
+    if isinstance(spec, VLLMSpec):
+        return VLLMWorker(spec, engine_options, **keywords)  # whose own processes have the devices
+    return RolloutWorker(spec, engine_options, device=device, **keywords)
+
+
+class _Answering(AsksLLM):
     """The engine of a worker, which gives it weights."""
-
-    abilities = Abilities(exact_logprobs=False)
 
     def __init__(self, llm: Any) -> None:
         self.llm, self.dtype = llm, llm.model_config.dtype
 
-    def take_up(self, config: Any, handshake: Handshake) -> None:
+    def take_up(self, config: Any, manifest: Manifest) -> None:
         """The weights of a policy of this config are there."""
         self._config = config
-        self.expect(handshake)
-
-    def check(self, config: Any, call: Call) -> list[int]:
-        check_sampling(call.sampling)
-        return super().check(config, call)
-
-    def answer(self, call: Call, limits: list[int]) -> list[Sample]:
-        return answers(self.llm, call, limits)
+        self.expect(manifest.handshake)
 
 
 # What runs in vLLM's own processes. They import this module: vLLM sends functions by name.

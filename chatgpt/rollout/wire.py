@@ -87,7 +87,9 @@ def policy_tensors(model: nn.Module, *, every_name: bool = False) -> dict[str, T
     named = model.named_parameters(remove_duplicate=not every_name)
     tensors: dict[str, Tensor] = {name: p for name, p in named if name not in adapters}
     persistent = {
-        name for module_name, module in model.named_modules() for name in _persistent_buffers(module_name, module)
+        f'{prefix}.{name}' if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._buffers.keys() - module._non_persistent_buffers_set
     }
     tensors |= {name: b for name, b in model.named_buffers() if name in persistent}
     for name, tensor in tensors.items():
@@ -131,12 +133,6 @@ def check_policy(actor: Any, engine: str) -> None:
             f"{engine}: {type(actor).__name__} changes the model's logits, as NLPO's and ILQL's policies do, and this "
             'engine knows the model alone; use LocalEngine'
         )
-
-
-def _persistent_buffers(prefix: str, module: nn.Module) -> Iterator[str]:
-    for name in module._buffers:
-        if name not in module._non_persistent_buffers_set:
-            yield f'{prefix}.{name}' if prefix else name
 
 
 def plan_buckets(

@@ -1,7 +1,12 @@
-"""A rollout worker: a model of its own, filled from buckets, and a local engine. Plain Python, without Ray."""
+"""A rollout worker: it answers requests one after another with weights that it is sent. Plain Python, without Ray.
+
+`RolloutWorker` has a model of its own, filled from buckets, and a local engine; `chatgpt.rollout.vllm_worker` has vLLM,
+and makes the worker that a spec is of.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,27 +17,54 @@ from chatgpt.rollout.handshake import Handshake
 from chatgpt.rollout.local import LocalEngine
 from chatgpt.rollout.wire import Around, Manifest, ModelSpec, PackedSamples, Request, apply_buckets, pack_samples
 
-
-def make_worker(
-    spec: ModelSpec, engine_options: Mapping[str, Any], *, device: str | torch.device | None = None, **keywords: Any
-) -> Any:
-    """The kind of worker that a spec is of, with `RolloutWorker`'s keywords."""
-    from chatgpt.rollout.vllm_worker import VLLMSpec, VLLMWorker
-
-    if isinstance(spec, VLLMSpec):
-        return VLLMWorker(spec, engine_options, **keywords)  # whose own processes have the devices
-    return RolloutWorker(spec, engine_options, device=device, **keywords)
+Fetch = Callable[[Any], Tensor]
+"""from what `RolloutWorkers.put` returned to the (bytes,) uint8 bucket; it may be read-only"""
 
 
-class RolloutWorker:
-    """Answers requests one after another.
+def as_it_is(bucket: Any) -> Tensor:
+    return bucket
+
+
+class Worker(ABC):
+    """Base of workers.
+
+    Args:
+        own: the engine that draws.
+        around: makes of that engine the one that answers; it is given prompts with their columns.
+    """
+
+    def __init__(self, own: Any, fetch: Fetch, around: Around | None) -> None:
+        self.fetch = fetch
+        self.engine: Any = own if around is None else around(own)
+        self.version: int | None = None
+        """of the weights in the model; None where they are not whole"""
+        self.difference: float | None = None
+        """of log-probs, that the check of these weights found"""
+
+    @abstractmethod
+    def take_weights(self, manifest: Manifest, buckets: Sequence[Any]) -> None:
+        """Fetch and apply a version of the weights, and check them. After a failure there are none."""
+
+    def generate(self, request: Request) -> PackedSamples:
+        """The samples of a request, drawn with the weights it names; weights that this worker does not hold yet are
+        fetched.
+
+        Raises what its engine raises, ValueError for weights that do not fit the model, and RuntimeError where its
+        log-probs are not the actor's.
+        """
+        if self.version != request.manifest.version:
+            self.take_weights(request.manifest, request.buckets)
+        samples = self.engine.generate(request.opened())
+        return pack_samples(samples, request.manifest.version, self.difference)
+
+
+class RolloutWorker(Worker):
+    """Generates with a `LocalEngine`.
 
     Args:
         spec: the model to build; its weights come with the requests.
         engine_options: keywords of `LocalEngine`.
-        fetch: what `RolloutWorkers.put` returned → the (bytes,) uint8 bucket; it may be read-only.
         device: where to compute; None takes a CUDA device when there is one.
-        around: makes of that engine the one that answers; it is given prompts with their columns.
     """
 
     def __init__(
@@ -40,35 +72,16 @@ class RolloutWorker:
         spec: ModelSpec,
         engine_options: Mapping[str, Any] | None = None,
         *,
-        fetch: Callable[[Any], Tensor] = lambda bucket: bucket,
+        fetch: Fetch = as_it_is,
         device: str | torch.device | None = None,
         around: Around | None = None,
     ) -> None:
-        self.spec, self.fetch = spec, fetch
-        self.device = torch.device(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
-        local = LocalEngine(**(engine_options or {}))
-        self.engine: Any = local if around is None else around(local)
-        self.version: int | None = None
-        """of the weights in the model; None where they are not whole"""
-        self.difference: float | None = None
-        """of log-probs, that the check of these weights found"""
+        super().__init__(LocalEngine(**(engine_options or {})), fetch, around)
+        self.spec, self.device = spec, torch.device(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
         self._model: Any = None
         self._actor: Any = None
 
-    def generate(self, request: Request) -> PackedSamples:
-        """The samples of a request, drawn with the weights it names; weights that this worker does not hold yet are
-        fetched.
-
-        Raises what `LocalEngine.generate` raises, ValueError for weights that do not fit the model, and RuntimeError
-        where its log-probs are not the actor's.
-        """
-        if self.version != request.manifest.version:
-            self.take_weights(request.manifest, request.buckets)
-        samples = self.engine.generate(request.opened())
-        return pack_samples(samples, request.manifest.version, self.difference)
-
     def take_weights(self, manifest: Manifest, buckets: Sequence[Any]) -> None:
-        """Fetch and apply a version of the weights. After a failure there are none."""
         from chatgpt.nn import Actor
 
         self.version = self.difference = None

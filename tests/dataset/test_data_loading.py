@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from chatgpt.data import (
 )
 from chatgpt.data.convert import TARGETS, to_records, write_records
 from chatgpt.data.examples import BadRecord, Demonstration, Instruction, Labelled, Message, Preference, PromptExample
+from chatgpt.launch.arguments import run_main
 from chatgpt.testing import byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -302,3 +304,24 @@ def test_convert_script(tmp_path, capsys):
     for name in TARGETS:  # every shape can be made from one of the samples
         sample = 'kto.jsonl' if name == 'text_label' else 'preference.jsonl'
         script['main']([str(SAMPLES / sample), str(tmp_path / f'{name}.jsonl'), '--to', name])
+
+
+@pytest.mark.parametrize(
+    ('flags', 'message'),
+    [
+        ('--to=nope', "argument --to: invalid choice: 'nope' (choose from"),
+        ('', 'the following arguments are required: --to'),
+        ('--to=alpaca --overwrit', "unknown argument '--overwrit'; did you mean --overwrite?"),
+        ('--to=alpaca', 'line 1: not valid JSON'),
+    ],
+)
+def test_mistakes_of_the_script_are_one_line(monkeypatch, capsys, tmp_path, flags, message):
+    (tmp_path / 'in.jsonl').write_text('nonsense\n')
+    monkeypatch.chdir(tmp_path)
+    main = runpy.run_path(str(ROOT / 'examples' / 'convert_data.py'))['main']
+    monkeypatch.setattr(sys, 'argv', ['convert_data.py', 'in.jsonl', 'out.jsonl', *flags.split()])
+    with pytest.raises(SystemExit) as stop:
+        run_main(main)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and message in line
+    assert ('--skip_bad_records' in line) == ('JSON' in message)

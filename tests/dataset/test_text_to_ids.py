@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
+from chatgpt.data import load_demonstrations, load_preferences, load_prompts
 from chatgpt.data.examples import BadRecord, Demonstration, Instruction, Labelled, Message, Preference, PromptExample
-from chatgpt.data.formats import plain_prompt, render
+from chatgpt.data.formats import plain_prompt, render, save_tokenizer, shown_format, template_of
 from chatgpt.data.tokenize import (
     TokenizerOptions,
     pack,
@@ -190,7 +192,7 @@ def test_plain_text_goes_through_the_template_only_when_asked(plain, chat):
 def test_a_template_that_refuses_or_rewrites_turns_is_a_bad_record():
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('only\ntwo') }}"
-    with pytest.raises(BadRecord, match='chat template refuses the turns: only two'):
+    with pytest.raises(BadRecord, match='chat template refuses messages of user: only two'):
         tokenize_prompt(PromptExample(prompt=(U('hi'),)), tokenizer)
     tokenizer.chat_template = '{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}'
     with pytest.raises(BadRecord, match='rewrites earlier turns when turn 2 is added'):
@@ -304,3 +306,93 @@ def test_packing_leaves_out_blocks_where_nothing_counts():
         pack([], 4)
     with pytest.raises(ValueError, match='block_length=1; give at least 2'):
         pack([document([1], [2])], 1)
+
+
+# ---------------------------------------------------------------------- one chat format
+
+
+TURNS = [
+    {'role': 'system', 'content': 'Be brief.'},
+    {'role': 'user', 'content': 'Who are you?'},
+    {'role': 'assistant', 'content': ' A fox, "Tom".\n'},
+    {'role': 'user', 'content': ': and where?  '},
+    {'role': 'assistant', 'content': '- In the wood\n\n- at home'},
+    {'role': 'user', 'content': 'Good.'},
+    {'role': 'assistant', 'content': ': bye 12'},
+]
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def beginning():
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single='<bos> $A', special_tokens=[('<bos>', 257)])
+    return tokenizer
+
+
+def chatml():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({'additional_special_tokens': ['<|im_start|>', '<|im_end|>']})
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def make(name):
+    if name in ('stories260K', 'gpt2_tokenizer'):
+        if not MODELS.is_dir():
+            pytest.skip(f'needs the tokenizers in {MODELS}')
+        return AutoTokenizer.from_pretrained(MODELS / name)
+    return {'bytes': byte_tokenizer, 'beginning': beginning}[name]()
+
+
+@pytest.mark.parametrize('name', ['bytes', 'beginning', 'stories260K', 'gpt2_tokenizer'])
+def test_the_saved_tokenizer_gives_the_ids_that_training_saw(name, tmp_path):
+    tokenizer = make(name)
+    assert tokenizer.chat_template is None
+    (record,), _ = load_demonstrations([{'messages': TURNS}], tokenizer)
+    assert tokenizer.chat_template is None  # a user's tokenizer stays as it is
+    save_tokenizer(tokenizer, tmp_path)
+    saved = AutoTokenizer.from_pretrained(tmp_path)
+    seen = record.prompt_ids.tolist() + record.response_ids.tolist()
+    assert seen == saved.apply_chat_template(TURNS, return_dict=False)
+    asked = saved.apply_chat_template(TURNS[:2], add_generation_prompt=True, return_dict=False)
+    assert record.prompt_ids.tolist() == asked == load_prompts([{'prompt': TURNS[:2]}], make(name))[0].ids.tolist()
+    later = saved.apply_chat_template(TURNS[:4], add_generation_prompt=True, return_dict=False)
+    assert seen[: len(later)] == later  # a second question is asked in a chat as it was in training
+    learned = [t for t, m in zip(record.response_ids.tolist(), record.response_mask.tolist(), strict=True) if m]
+    assert learned.count(tokenizer.eos_token_id) == 3 and learned[-1] == tokenizer.eos_token_id
+    # the negative control: plain text of the same words has other ids
+    assert seen != saved(''.join(turn['content'] for turn in TURNS))['input_ids']
+
+
+def test_of_preferences_and_instructions_too():
+    tokenizer = byte_tokenizer()
+    load_preferences([{'instruction': 'i', 'chosen': 'c', 'rejected': 'r'}], tokenizer)
+    assert template_of(tokenizer) is not None and tokenizer.chat_template is None
+    assert shown_format(tokenizer) == repr('\n\nHuman: QUESTION\n\nAssistant: ANSWER<eos>')
+
+
+def test_a_tokenizer_keeps_its_own_template_and_plain_text_gives_none():
+    tokenizer = chatml()
+    train, _ = load_demonstrations([{'messages': TURNS}], tokenizer)
+    assert tokenizer.chat_template == CHATML and train.has_turns
+    plain = byte_tokenizer()
+    train, _ = load_demonstrations([{'prompt': 'p', 'response': 'r'}, {'text': 't'}], plain)
+    load_prompts([{'prompt': 'p'}], plain)
+    load_demonstrations([{'messages': TURNS}], plain, apply_chat_template=False)
+    assert template_of(plain) is None and not train.has_turns
+
+
+def test_chatml_with_another_end_token_does_not_train_the_newline():
+    """A turn counts up to <|im_end|>; at the very end the tokenizer's end token follows it in the newline's place."""
+    tokenizer = chatml()
+    turns = (Message('user', 'q'),), (Message('assistant', 'one'), Message('user', 'more'), Message('assistant', 'two'))
+    found = tokenize_demonstration(Demonstration(prompt=turns[0], response=turns[1]), tokenizer)
+    assert tokenizer.decode(found.response_ids.tolist()) == (
+        'one<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\ntwo<|im_end|><eos>'
+    )
+    assert tokenizer.decode(found.response_ids[found.response_mask].tolist()) == 'one<|im_end|>two<|im_end|><eos>'

@@ -1,10 +1,12 @@
-"""An engine whose turns are written down."""
+"""An engine whose turns are written down, and the episodes of any engine."""
 
 from __future__ import annotations
 
 import torch
 
-from chatgpt.rollout import Abilities, RolloutEngine
+from chatgpt.rollout import Abilities, Call, RolloutEngine, SamplingParams
+from chatgpt.rollout.episodes import EpisodeEngine
+from chatgpt.types import Prompt
 
 
 class ScriptedEngine(RolloutEngine):
@@ -37,3 +39,33 @@ class ScriptedEngine(RolloutEngine):
 def scripted(tokenizer, turns, end='<|im_end|>'):
     """An engine for one sample that ends every turn with the end token."""
     return ScriptedEngine({0: [(tokenizer(t + end, add_special_tokens=False)['input_ids'], 'eos') for t in turns]})
+
+
+NOTHING = Prompt(ids=torch.zeros(0, dtype=torch.int64))
+
+
+def played(
+    engine,
+    environment,
+    tokenizer,
+    *,
+    actor=None,
+    prompts=(NOTHING,),
+    settings=None,
+    stop=None,
+    transcript=None,
+    **given,
+):
+    """The episodes of one call. `given`: seed, indices and groups of the call, and fields of `SamplingParams`."""
+    call = {'seed': 0, 'indices': range(len(prompts))}
+    call |= {name: given.pop(name) for name in ('seed', 'indices', 'groups') if name in given}
+    sampling = SamplingParams(**({'max_new_tokens': 500} | given), stop=stop)
+    episodes = EpisodeEngine(engine, environment, tokenizer, settings, stop_strings=stop)
+    try:
+        if actor is not None:
+            episodes.begin(actor)
+        return episodes.generate(Call.of(list(prompts), sampling, **call))
+    finally:
+        if actor is not None:
+            episodes.end()
+        episodes.close()

@@ -11,17 +11,14 @@ import numpy as np
 import pytest
 import torch
 from chat_families import chat_tokenizer
-from scripted_engine import ScriptedEngine, scripted
+from scripted_engine import NOTHING, ScriptedEngine, played, scripted
 
 from chatgpt.environments import Environment, find_environment
 from chatgpt.environments.adapters import ADAPTERS, Adapter, GemEnvironment, GymEnvironment, SkyRLEnvironment
 from chatgpt.environments.tools import ToolEnvironment
-from chatgpt.rollout import Call, SamplingParams
 from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.rollout.stop import StopStrings
 from chatgpt.types import Prompt
-
-NOTHING = Prompt(ids=torch.zeros(0, dtype=torch.int64))
 
 
 class GemGuess:
@@ -114,8 +111,7 @@ class WithStep:
 
 
 @pytest.mark.parametrize(
-    ('made', 'wrapper'),
-    [(GemGuess, GemEnvironment), (GymnasiumText, GymEnvironment), (SkyRLSum, SkyRLEnvironment)],
+    ('made', 'wrapper'), [(GemGuess, GemEnvironment), (GymnasiumText, GymEnvironment), (SkyRLSum, SkyRLEnvironment)]
 )
 def test_a_class_is_recognised_by_its_methods(made, wrapper):
     factory = find_environment(made)
@@ -132,11 +128,9 @@ def test_a_class_is_recognised_by_its_methods(made, wrapper):
 
 def episode(factory, turns, prompt=NOTHING, family='chatml', end='<|im_end|>', seed=0):
     tokenizer = chat_tokenizer(family)
-    engine = EpisodeEngine(scripted(tokenizer, turns, end), factory, tokenizer)
-    (sample,) = engine.generate(
-        Call.of([prompt], SamplingParams(max_new_tokens=900), seed=seed, indices=[0], groups=[0])
+    (sample,) = played(
+        scripted(tokenizer, turns, end), factory, tokenizer, prompts=[prompt], seed=seed, max_new_tokens=900
     )
-    engine.close()
     return sample, tokenizer
 
 
@@ -189,11 +183,8 @@ def test_skyrl_gym():
 
     tokenizer = chat_tokenizer('chatml')
     turn = [(tokenizer('<search>tea</search>')['input_ids'], 'stop')]
-    engine = EpisodeEngine(
-        ScriptedEngine({0: turn}), Searches, tokenizer, stop_strings=StopStrings(tokenizer, '</search>')
-    )
-    engine.generate(Call.of([asked], SamplingParams(max_new_tokens=90), seed=0, indices=[0]))
-    engine.close()
+    stop = StopStrings(tokenizer, '</search>')
+    played(ScriptedEngine({0: turn}), Searches, tokenizer, prompts=[asked], stop=stop, max_new_tokens=90)
     assert heard == ['<search>tea</search>']
     with pytest.raises(ValueError, match='rewrites what came before'):
         EpisodeEngine(ScriptedEngine({}), SkyRLSum, chat_tokenizer('qwen3'))

@@ -10,15 +10,14 @@ import re
 import pytest
 import torch
 from chat_families import FAMILIES, chat_tokenizer
-from scripted_engine import ScriptedEngine
+from scripted_engine import NOTHING, ScriptedEngine, played
 
 from chatgpt.environments import Environment, EnvironmentSettings, seed_of
 from chatgpt.environments.base import InvalidStep
 from chatgpt.environments.calls import checked_calls, reader
-from chatgpt.environments.transcript import ChatTemplate, PlainText, TextOrChat
+from chatgpt.environments.transcript import ChatTemplate, PlainText
 from chatgpt.nn import Actor
-from chatgpt.rollout import Call, LocalEngine, SamplingParams
-from chatgpt.rollout.episodes import EpisodeEngine
+from chatgpt.rollout import LocalEngine
 from chatgpt.rollout.stop import StopStrings
 from chatgpt.testing import tiny_causal_lm
 from chatgpt.types import Prompt
@@ -33,7 +32,6 @@ TOOLS = [
         },
     }
 ]
-NOTHING = Prompt(ids=torch.zeros(0, dtype=torch.int64))
 SYSTEM = {'role': 'system', 'content': 'Be brief.'}
 THOUGHT = '<think>\nLet me see.\n</think>\n\n'
 
@@ -132,10 +130,7 @@ def test_appended_text_is_the_rendered_text(family, tools, said, ended):
             messages, tools=TOOLS if tools else None, tokenize=False, add_generation_prompt=True
         )
         whole = tokenizer.apply_chat_template(
-            [*messages, answer, *follows],
-            tools=TOOLS if tools else None,
-            tokenize=False,
-            add_generation_prompt=True,
+            [*messages, answer, *follows], tools=TOOLS if tools else None, tokenize=False, add_generation_prompt=True
         )
         ending = FAMILIES[family][1]
         turn_text = whole[len(before) : whole.index(ending, len(before))]
@@ -197,11 +192,7 @@ def test_sampled_ids_stay_bit_for_bit():
             reason = ('eos', 'length', 'stop')[(index + number) % 3]
             scripts[index].append((ids + [end] if reason == 'eos' else ids, reason))
     transcript = ChatTemplate(tokenizer)
-    engine = EpisodeEngine(ScriptedEngine(scripts), Dialogue, tokenizer)
-    samples = engine.generate(
-        Call.of([NOTHING] * 6, SamplingParams(max_new_tokens=500), seed=0, indices=range(6), groups=range(6))
-    )
-    engine.close()
+    samples = played(ScriptedEngine(scripts), Dialogue, tokenizer, prompts=[NOTHING] * 6)
     changed = 0
     for sample in samples:
         expected, mask = [], []
@@ -223,20 +214,16 @@ def test_sampled_ids_stay_bit_for_bit():
 
 def test_conversations_of_a_model():
     tokenizer = chat_tokenizer('chatml')
-    stop = StopStrings(tokenizer, ['t'])
+    stop, ends_of_turns = StopStrings(tokenizer, ['t']), (tokenizer.eos_token_id, tokenizer.pad_token_id)
     found = []
     for engine in (LocalEngine(), LocalEngine(max_batch_size=2)):
-        episodes = EpisodeEngine(
-            engine, Dialogue, tokenizer, EnvironmentSettings(max_turn_tokens=12), stop_strings=stop
-        )
         torch.manual_seed(0)
-        episodes.begin(Actor(tiny_causal_lm('gpt2', vocab_size=len(tokenizer), n_positions=512)))
-        sampling = SamplingParams(
-            max_new_tokens=200, eos_token_ids=(tokenizer.eos_token_id, tokenizer.pad_token_id), stop=stop
+        actor = Actor(tiny_causal_lm('gpt2', vocab_size=len(tokenizer), n_positions=512))
+        given = {'seed': 2, 'max_new_tokens': 200, 'eos_token_ids': ends_of_turns, 'stop': stop}
+        settings = EnvironmentSettings(max_turn_tokens=12)
+        found.append(
+            played(engine, Dialogue, tokenizer, actor=actor, prompts=[NOTHING] * 5, settings=settings, **given)
         )
-        found.append(episodes.generate(Call.of([NOTHING] * 5, sampling, seed=2, indices=range(5), groups=range(5))))
-        episodes.end()
-        episodes.close()
     assert [s.response_ids.tolist() for s in found[0]] == [s.response_ids.tolist() for s in found[1]]
     transcript = ChatTemplate(tokenizer)
     ends = set()
@@ -245,7 +232,7 @@ def test_conversations_of_a_model():
         for number, (turn, later) in enumerate(itertools.pairwise(sample.episode.turns)):
             mine, said = ids[turn.start : turn.stop], ids[turn.stop : later.start]
             text = tokenizer.decode(mine)
-            ended = 'eos' if mine[-1] in sampling.eos_token_ids else 'stop' if 't' in text else 'length'
+            ended = 'eos' if mine[-1] in ends_of_turns else 'stop' if 't' in text else 'length'
             assert said == transcript.after(mine, ended, 'the adventure ' * (number + 1))
             ends.add(ended)
     assert ends >= {'length', 'stop'}, 'of these draws'
@@ -264,9 +251,7 @@ def test_text_is_plain_unless_the_settings_say_so_and_messages_never_are():
     def text(environment, **settings):
         turns = {0: [(tokenizer('Yes')['input_ids'], 'length'), (tokenizer('No')['input_ids'], 'length')]}
         settings = EnvironmentSettings(max_turns=2, **settings)
-        engine = EpisodeEngine(ScriptedEngine(turns), environment, tokenizer, settings)
-        (sample,) = engine.generate(Call.of([NOTHING], SamplingParams(max_new_tokens=90), seed=0, indices=[0]))
-        engine.close()
+        (sample,) = played(ScriptedEngine(turns), environment, tokenizer, settings=settings)
         return tokenizer.decode(torch.cat([sample.prompt_ids, sample.response_ids]))
 
     assert text(Says) == 'Well?YesSo?No'
@@ -293,12 +278,9 @@ def test_text_is_plain_unless_the_settings_say_so_and_messages_never_are():
 def test_a_template_that_rewrites_stops_a_run_before_anything_is_sampled():
     engine = ScriptedEngine({0: []})
     tokenizer = chat_tokenizer('qwen3')
-    episodes = EpisodeEngine(engine, Dialogue, tokenizer)
     with pytest.raises(ValueError, match='rewrites what came before'):
-        episodes.generate(Call.of([NOTHING], SamplingParams(max_new_tokens=9), seed=0, indices=[0]))
-    episodes.close()
+        played(engine, Dialogue, tokenizer)
     assert engine.asked == []
-    assert isinstance(episodes.transcript, TextOrChat)
 
 
 def test_messages_that_a_template_refuses_end_the_episode():
@@ -310,9 +292,7 @@ def test_messages_that_a_template_refuses_end_the_episode():
             return [user('b'), user('c')], 0.0, False, False, {}
 
     tokenizer = chat_tokenizer('gemma')
-    engine = EpisodeEngine(ScriptedEngine({0: [([5], 'length')]}), Jumps, tokenizer)
-    (sample,) = engine.generate(Call.of([NOTHING], SamplingParams(max_new_tokens=50), seed=0, indices=[0]))
-    engine.close()
+    (sample,) = played(ScriptedEngine({0: [([5], 'length')]}), Jumps, tokenizer)
     assert sample.episode.end == 'invalid' and 'must alternate' in sample.episode.message
 
 
@@ -327,10 +307,7 @@ def test_a_first_observation_that_a_template_refuses_ends_its_own_episode(said, 
 
     tokenizer = chat_tokenizer('gemma')
     script = {0: [([5], 'length')], 1: [([5], 'length')]}
-    engine = EpisodeEngine(ScriptedEngine(script), Opens, tokenizer)
-    params = SamplingParams(max_new_tokens=50)
-    samples = engine.generate(Call.of([NOTHING] * 2, params, seed=0, indices=[0, 1], groups=[0, 1]))
-    engine.close()
+    samples = played(ScriptedEngine(script), Opens, tokenizer, prompts=[NOTHING] * 2)
     assert [s.episode.end for s in samples] == ['terminated', 'invalid'] and why in samples[1].episode.message
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 
 import pytest
 import torch
+from scripted_engine import NOTHING, played
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from chatgpt.batching import collate
@@ -15,12 +17,9 @@ from chatgpt.nn import Actor
 from chatgpt.nn.lora import convert_to_lora
 from chatgpt.nn.nlpo import MaskedPolicy
 from chatgpt.rollout import Abilities, Call, EngineAround, LocalEngine, SamplingParams, StopStrings
-from chatgpt.rollout.episodes import EpisodeEngine
-from chatgpt.rollout.local.append import append, find_append_form
-from chatgpt.rollout.local.conversation import Conversation
+from chatgpt.rollout.local.conversation import Conversation, append, find_append_form
 from chatgpt.rollout.local.slot_cache import SlotCache
 from chatgpt.testing import FAMILIES, byte_tokenizer, tiny_causal_lm
-from chatgpt.types import Prompt
 
 TOKENIZER = byte_tokenizer()
 OBSERVATIONS = ('', '!', 'the board now stands as it stood before', ' ok')
@@ -60,21 +59,14 @@ def policy(family='gpt2', **config):
     )
 
 
-def play(engine, actor, *, count=9, pause=0.0, sampling=None, stop=None, settings=None, environment=Game):
-    settings = settings or EnvironmentSettings(max_turn_tokens=6)
-    episodes = EpisodeEngine(engine, environment, TOKENIZER, settings, stop_strings=stop)
+def play(engine, actor, *, count=9, pause=0.0, sampling=None, stop=None):
     # a third of the byte values end a turn, so turns differ in length
     ends = (TOKENIZER.eos_token_id, *range(2, len(TOKENIZER), 3))
-    sampling = SamplingParams(**({'max_new_tokens': ROOM, 'eos_token_ids': ends} | (sampling or {})), stop=stop)
-    prompts = [Prompt(ids=torch.zeros(0, dtype=torch.int64), columns={'pause': pause}) for _ in range(count)]
-    episodes.begin(actor)
-    try:
-        # two samples of a group have one prompt
-        groups = [i // 2 for i in range(count)]
-        return episodes.generate(Call.of(prompts, sampling, seed=SEED, indices=range(10, 10 + count), groups=groups))
-    finally:
-        episodes.end()
-        episodes.close()
+    given = {'max_new_tokens': ROOM, 'eos_token_ids': ends, 'stop': stop} | (sampling or {})
+    given |= {'seed': SEED, 'indices': range(10, 10 + count), 'groups': [i // 2 for i in range(count)]}
+    prompts = [replace(NOTHING, columns={'pause': pause})] * count
+    settings = EnvironmentSettings(max_turn_tokens=6)
+    return played(engine, Game, TOKENIZER, actor=actor, prompts=prompts, settings=settings, **given)
 
 
 def same(a, b, *, bits=False):

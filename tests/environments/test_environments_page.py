@@ -11,18 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from chatgpt.environments import ENVIRONMENTS
 from chatgpt.environments.games import GAMES
 from chatgpt.environments.games.scores import random_player, score
 from chatgpt.launch.recipes import execute
 from chatgpt.launch.runs import PPORun
-from chatgpt.nn import Actor, Critic
-from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
-from chatgpt.trainer import PPOTrainer
-from chatgpt.trainer.callbacks import ProgressBar
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / 'docs' / 'environments.md').read_text()
@@ -62,30 +57,6 @@ def test_the_example_is_short_and_keeps_its_word(guess):
     other.reset(1)
     other.number = 5
     assert [other.step('6')[2] for _ in range(3)] == [False, False, True]
-
-
-def test_the_example_goes_through_ppo(guess, tmp_path):
-    tokenizer = byte_tokenizer()
-    torch.manual_seed(0)
-    strategy = NaiveStrategy(seed=1)
-    models = [(m, torch.optim.AdamW(m.parameters(), lr=1e-3)) for m in (Actor(lm()), Critic(lm()))]
-    (actor, actor_optim), (critic, critic_optim) = strategy.prepare(*models)
-    trainer = PPOTrainer(
-        *(strategy, actor, critic, None, None, actor_optim, critic_optim),
-        tokenizer=tokenizer,
-        environment=guess,
-        experience_batch_size=8,
-        train_batch_size=8,
-        kl_coef=0.0,
-        max_new_tokens=64,
-        run_dir=tmp_path / 'run',
-        callbacks=[ProgressBar(enabled=False)],
-    )
-    trainer.fit(max_timesteps=2, update_timesteps=1)
-    rows = [json.loads(line) for line in (tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines()]
-    assert len(rows) == 2 and all(row['environment/failed_share'] == 0 for row in rows)
-    assert all(1 <= len(e.episode.turns) <= 3 for e in trainer.last_experiences)
-    assert {name for e in trainer.last_experiences for t in e.episode.turns for name in t.rewards} == {'right', 'form'}
 
 
 def test_the_command_of_the_page_takes_its_file(guess, tmp_path):

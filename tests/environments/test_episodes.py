@@ -1,4 +1,5 @@
-"""Whole episodes: what the policy sampled is what it learns from, and observations are no actions."""
+"""Whole episodes: what the policy sampled is what it learns from, observations are no actions, and greedy episodes are
+the same over every engine, each with limits and random numbers of its own turns."""
 
 from __future__ import annotations
 
@@ -7,17 +8,21 @@ import re
 
 import pytest
 import torch
+from scripted_engine import NOTHING, played
 
 from chatgpt.environments import Environment, EnvironmentSettings, seed_of
-from chatgpt.nn import Actor, Critic
-from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams
-from chatgpt.rollout.episodes import EpisodeEngine
-from chatgpt.strategies import NaiveStrategy
-from chatgpt.testing import byte_tokenizer, tiny_causal_lm
-from chatgpt.trainer import PPOTrainer
-from chatgpt.types import Prompt
+from chatgpt.nn import Actor
+from chatgpt.rollout import HFEngine, LocalEngine, StopStrings
+from chatgpt.testing import FAMILIES, byte_tokenizer, tiny_causal_lm
 
-NOTHING = Prompt(ids=torch.zeros(0, dtype=torch.int64))
+TOKENIZER = byte_tokenizer()
+ENDS = tuple(range(2, 259, 5))
+FOUR = {'prompts': [NOTHING] * 4, 'groups': [0, 0, 1, 1], 'seed': 5, 'max_new_tokens': 40}
+
+
+def policy(family='gpt2', **config):
+    torch.manual_seed(0)
+    return Actor(tiny_causal_lm(family, vocab_size=len(TOKENIZER), **config))
 
 
 class Echo(Environment):
@@ -33,21 +38,13 @@ class Echo(Environment):
         return f'<{len(response)}>', len(response), done, False, {'success': done}
 
 
-def episodes(engine=None, settings=None, count=4, seed=5, **sampling):
-    tokenizer = byte_tokenizer()
-    engine = EpisodeEngine(engine or LocalEngine(), Echo, tokenizer, settings or EnvironmentSettings(max_turn_tokens=4))
-    torch.manual_seed(0)
-    engine.begin(Actor(tiny_causal_lm('gpt2', vocab_size=len(tokenizer), n_positions=128)))
-    try:
-        params = SamplingParams(**({'max_new_tokens': 40, 'eos_token_ids': (tokenizer.eos_token_id,)} | sampling))
-        return engine.generate(Call.of([NOTHING] * count, params, seed=seed, indices=range(count), groups=[0, 0, 1, 1]))
-    finally:
-        engine.end()
-        engine.close()
+def episodes(max_turns=16, max_turn_tokens=4, **sampling):
+    settings = EnvironmentSettings(max_turns=max_turns, max_turn_tokens=max_turn_tokens)
+    given = FOUR | {'eos_token_ids': (TOKENIZER.eos_token_id,)} | sampling
+    return played(LocalEngine(), Echo, TOKENIZER, actor=policy(n_positions=128), settings=settings, **given)
 
 
 def test_a_transcript_is_turns_and_observations():
-    tokenizer = byte_tokenizer()
     for sample in episodes():
         turns = sample.episode.turns
         assert len(turns) == 3 and sample.episode.end == 'terminated' and sample.ended
@@ -58,8 +55,8 @@ def test_a_transcript_is_turns_and_observations():
         assert torch.equal(covered, sample.response_mask)
         between = [(a.stop, b.start) for a, b in zip(turns, turns[1:], strict=False)]
         for turn, (start, stop) in zip(turns, between, strict=False):
-            text = tokenizer.decode(sample.response_ids[turn.start : turn.stop], skip_special_tokens=True)
-            assert tokenizer.decode(sample.response_ids[start:stop]) == f'<{len(text)}>'
+            text = TOKENIZER.decode(sample.response_ids[turn.start : turn.stop], skip_special_tokens=True)
+            assert TOKENIZER.decode(sample.response_ids[start:stop]) == f'<{len(text)}>'
             assert turn.rewards == {'reward': float(len(text))}
         assert not sample.logprobs[~sample.response_mask].any()
 
@@ -71,61 +68,15 @@ def test_the_seed_makes_a_groups_task():
     assert seed_of(5, 0) != seed_of(5, 1) != seed_of(6, 1)
 
 
-def test_samples_do_not_depend_on_who_is_beside_them():
-    together = episodes()
-    engine = LocalEngine(max_batch_size=1)
-    for a, b in zip(together, episodes(engine), strict=True):
-        assert a.response_ids.tolist() == b.response_ids.tolist()
-        torch.testing.assert_close(a.logprobs, b.logprobs)
-
-
 @pytest.mark.parametrize(
-    ('settings', 'sampling', 'end'),
-    [
-        (EnvironmentSettings(max_turns=2, max_turn_tokens=3), {}, 'turns'),
-        (EnvironmentSettings(max_turn_tokens=3), {'max_new_tokens': 8}, 'tokens'),
-    ],
+    ('limits', 'end'),
+    [({'max_turns': 2, 'max_turn_tokens': 3}, 'turns'), ({'max_turn_tokens': 3, 'max_new_tokens': 8}, 'tokens')],
 )
-def test_limits_end_an_episode(settings, sampling, end):
-    for sample in episodes(settings=settings, **sampling):
+def test_limits_end_an_episode(limits, end):
+    for sample in episodes(**limits):
         assert sample.episode.end == end and not sample.ended
-        assert sample.num_actions <= sampling.get('max_new_tokens', 40)
+        assert sample.num_actions <= limits.get('max_new_tokens', 40)
         assert bool(sample.response_mask[-1]), 'the last observation is no part of it'
-
-
-def test_the_hf_engine_goes_by_rounds():
-    samples = episodes(HFEngine())
-    assert all(len(s.episode.turns) == 3 for s in samples)
-
-
-def test_ppo_learns_from_episodes():
-    tokenizer = byte_tokenizer()
-    torch.manual_seed(0)
-    model = tiny_causal_lm('gpt2', vocab_size=len(tokenizer), n_positions=128)
-    actor, critic = Actor(model), Critic(tiny_causal_lm('gpt2', vocab_size=len(tokenizer), n_positions=128))
-    strategy = NaiveStrategy(seed=1)
-    pairs = strategy.prepare(*((m, torch.optim.AdamW(m.parameters(), lr=1e-3)) for m in (actor, critic)))
-    (actor, actor_optim), (critic, critic_optim) = pairs
-    trainer = PPOTrainer(
-        strategy,
-        actor,
-        critic,
-        None,
-        None,
-        actor_optim,
-        critic_optim,
-        tokenizer=tokenizer,
-        environment=Echo,
-        environment_settings=EnvironmentSettings(max_turn_tokens=4),
-        experience_batch_size=4,
-        train_batch_size=4,
-        kl_coef=0.0,
-        max_new_tokens=40,
-    )
-    trainer.fit(max_timesteps=2, update_timesteps=1)
-    for e in trainer.last_experiences:
-        assert e.score == sum(sum(t.rewards.values()) for t in e.episode.turns)
-        assert not e.advantages[~e.response_mask].any()
 
 
 class Careless(Environment):
@@ -156,14 +107,87 @@ class Careless(Environment):
 )
 def test_nonsense_of_the_right_type_ends_its_own_episode(monkeypatch, kind, message):
     monkeypatch.setattr(Careless, 'kind', kind)
-    tokenizer = byte_tokenizer()
-    engine = EpisodeEngine(LocalEngine(), Careless, tokenizer, EnvironmentSettings(max_turn_tokens=4, max_turns=3))
-    torch.manual_seed(0)
-    engine.begin(Actor(tiny_causal_lm('gpt2', vocab_size=len(tokenizer), n_positions=128)))
-    params = SamplingParams(max_new_tokens=40, eos_token_ids=(tokenizer.eos_token_id,))
-    samples = engine.generate(Call.of([NOTHING] * 4, params, seed=5, indices=range(4), groups=[0, 0, 1, 1]))
-    engine.end()
-    engine.close()
+    settings = EnvironmentSettings(max_turn_tokens=4, max_turns=3)
+    given = FOUR | {'eos_token_ids': (TOKENIZER.eos_token_id,), 'settings': settings}
+    samples = played(LocalEngine(), Careless, TOKENIZER, actor=policy(n_positions=128), **given)
     assert [s.episode.end for s in samples] == ['terminated'] * 2 + ['invalid'] * 2
     for sample in samples[2:]:
         assert sample.failed and re.search(message, sample.episode.message)
+
+
+# ---------------------------------------------------------------------- engines
+
+
+class Maze(Environment):
+    """What it says depends on all that was said."""
+
+    heard = []
+
+    def reset(self, seed, **columns):
+        self.random, self.turns = random.Random(seed), 0
+        return f'room {self.random.randint(10, 99)} '
+
+    def step(self, response):
+        self.heard.append(response)
+        self.turns += 1
+        self.random.seed(self.random.random() + len(response))
+        door = 'left right up down'.split()[self.random.randint(0, 3)]
+        return f' {door} ' * self.random.randint(0, 2), 1.0, self.turns == 4, False, {}
+
+
+def five(engine, actor, **given):
+    settings = EnvironmentSettings(max_turn_tokens=6)
+    given = {'seed': 3, 'max_new_tokens': 50, 'eos_token_ids': ENDS} | given
+    return played(engine, Maze, TOKENIZER, actor=actor, prompts=[NOTHING] * 5, settings=settings, **given)
+
+
+def told(samples):
+    return [(s.prompt_ids.tolist(), s.response_ids.tolist(), s.episode.turns, s.episode.end) for s in samples]
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize('engine', [HFEngine, lambda: HFEngine(max_batch_size=2)])
+def test_greedy_episodes_are_the_same(family, engine):
+    greedy = {'do_sample': False, 'min_new_tokens': 2}
+    actor = policy(family, tie_word_embeddings=False)
+    wanted, found = five(LocalEngine(), actor, **greedy), five(engine(), actor, **greedy)
+    assert told(found) == told(wanted)
+    assert {len(s.episode.turns) for s in wanted} > {1} or any(not s.response_mask.all() for s in wanted)
+    for a, b in zip(wanted, found, strict=True):
+        torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-4, rtol=0)
+        assert torch.equal(a.response_mask, b.response_mask)
+
+
+def test_a_stop_string_ends_a_turn_and_its_environment_does_not_read_it(monkeypatch):
+    stop = StopStrings(TOKENIZER, [chr(b) for b in range(97, 115)])
+    for engine in (LocalEngine(), HFEngine()):
+        monkeypatch.setattr(Maze, 'heard', [])
+        samples = five(engine, policy(), stop=stop, seed=1, max_new_tokens=60, eos_token_ids=())
+        ends = [
+            TOKENIZER.decode(s.response_ids[t.start : t.stop], skip_special_tokens=True)
+            for s in samples
+            for t in s.episode.turns
+        ]
+        assert any(text[-1] in 'abcdefghijklmnopqr' for text in ends)
+        assert sorted(Maze.heard) == sorted(stop.cut(text) for text in ends)
+
+
+def test_turns_of_the_engine_around_generate_have_random_numbers_of_their_own():
+    """A flat policy: with the same numbers in each turn it would say the same in each."""
+    actor = policy()
+    with torch.no_grad():
+        actor.model.transformer.ln_f.weight.zero_()
+        actor.model.transformer.ln_f.bias.zero_()
+    settings = EnvironmentSettings(max_turn_tokens=5)
+    (sample,), (again,) = (
+        played(HFEngine(), Maze, TOKENIZER, actor=actor, settings=settings, seed=1, max_new_tokens=60) for _ in range(2)
+    )
+    turns = [tuple(sample.response_ids[t.start : t.stop].tolist()) for t in sample.episode.turns]
+    assert len(turns) == 4 == len(set(turns))
+    assert told([sample]) == told([again])
+
+
+def test_a_first_observation_without_room_for_a_turn_ends_its_episode_alone():
+    samples = five(LocalEngine(), policy(tie_word_embeddings=False), max_new_tokens=None, max_length=8)
+    assert [(s.episode.end, s.episode.turns) for s in samples] == [('tokens', ())] * 5
+    assert not any(s.response_mask.any() or s.ended for s in samples)

@@ -3,6 +3,7 @@ goes on under another layout with the episodes that follow."""
 
 from __future__ import annotations
 
+import hashlib
 import random
 from functools import partial
 from pathlib import Path
@@ -12,11 +13,11 @@ import pytest
 import torch
 
 from chatgpt.environments import Environment, EnvironmentSettings
-from chatgpt.nn import GPTActor, GPTCritic
-from chatgpt.rollout import BestOfN, Call, LocalEngine, SamplingParams
+from chatgpt.nn import Actor, Critic, GPTActor, GPTCritic
+from chatgpt.rollout import LocalEngine
 from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
-from chatgpt.testing import byte_tokenizer, tiny_config
+from chatgpt.testing import byte_tokenizer, tiny_causal_lm, tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import PPOTrainer, RFTTrainer
 from chatgpt.trainer.callbacks import Callback, ProgressBar
@@ -86,13 +87,7 @@ def run(strategy: Any, *, source: Path | None = None, target: Path | None = None
         (actor, a), (critic, c) = strategy.prepare((actor, optimizers[0]), (critic, optimizers[1]))
         log = Log()
         trainer = PPOTrainer(
-            strategy,
-            actor,
-            critic,
-            None,
-            None,
-            a,
-            c,
+            *(strategy, actor, critic, None, None, a, c),
             environment=Bargain,
             environment_settings=SETTINGS,
             experience_batch_size=4,
@@ -186,30 +181,6 @@ def rewards(samples: list[Any]) -> list[float]:
     return [sum(sum(t.rewards.values()) for t in s.episode.turns) for s in samples]
 
 
-def test_the_best_of_n_episodes():
-    over = engine()
-    over.begin(actor())
-    sampling = SamplingParams(max_new_tokens=70, eos_token_ids=tuple(ENDS))
-    best = BestOfN(over, rewards, sample_size=5)(prompts(), sampling, seed=1)
-    again = over.generate(
-        Call.of(
-            [p for p in prompts() for _ in range(5)],
-            sampling,
-            seed=1,
-            indices=range(15),
-            groups=[i // 5 for i in range(15)],
-        )
-    )
-    over.end()
-    over.close()
-    for i, (candidate,) in enumerate(best):
-        group = again[5 * i : 5 * i + 5]
-        assert candidate.score == max(rewards(group)) and len({tuple(s.prompt_ids.tolist()) for s in group}) == 1
-        assert candidate.sample.response_text == TOKENIZER.decode(
-            candidate.sample.response_ids, skip_special_tokens=True
-        )
-
-
 def test_rejection_sampling_learns_the_turns_of_good_episodes_alone():
     class Returns:
         def score(self, samples: list[Any], strategy: Any) -> list[float]:
@@ -220,9 +191,7 @@ def test_rejection_sampling_learns_the_turns_of_good_episodes_alone():
         policy = actor()
         model, optimizer = strategy.prepare((policy, torch.optim.AdamW(policy.parameters(), lr=1e-3)))
         trainer = RFTTrainer(
-            strategy,
-            model,
-            optimizer,
+            *(strategy, model, optimizer),
             prompts(),
             Returns(),
             engine=engine(),
@@ -279,20 +248,65 @@ def test_by_hand_there_is_no_environment():
         policy = actor()
         model, optimizer = strategy.prepare((policy, torch.optim.AdamW(policy.parameters(), lr=1e-3)))
         trainer = PPOTrainer(
-            strategy,
-            model,
-            None,
-            None,
-            None,
-            optimizer,
+            *(strategy, model, None, None, None, optimizer),
             environment=Bargain,
             tokenizer=TOKENIZER,
             advantage_estimator='reinforce++',
             kl_coef=0.0,
         )
-        for call in (
-            partial(trainer.generate, ['a']),
-            partial(trainer.step, ['a'], [torch.tensor([5])], [1.0]),
-        ):
+        for call in (partial(trainer.generate, ['a']), partial(trainer.step, ['a'], [torch.tensor([5])], [1.0])):
             with pytest.raises(ValueError, match='acts in fit only: .* response_masks'):
                 call()
+
+
+# ---------------------------------------------------------------------- reproducible='exact'
+
+
+class Answers(Environment):
+    """Says a number and what it heard; three turns."""
+
+    def reset(self, seed: int, **columns: Any) -> str:
+        self.turn = 0
+        return f'n{random.Random(seed).randint(0, 99)}:'
+
+    def step(self, response: str) -> Any:
+        self.turn += 1
+        done = self.turn == 3
+        return f'<{len(response)}>', float(sum(map(ord, response)) % 7), done, False, {}
+
+
+def weights_after(kind: str, seed: int = 1) -> str:
+    """SHA-256 of actor and critic after three phases."""
+    strategy: Any = {'naive': NaiveStrategy, 'ddp': DDPStrategy}[kind](
+        seed=seed, device='cpu', reproducible='exact', atoms=4
+    )
+    tokenizer = byte_tokenizer()
+    size = {'vocab_size': len(tokenizer), 'n_positions': 128}
+    models = Actor(tiny_causal_lm('gpt2', **size)), Critic(tiny_causal_lm('gpt2', seed=1, **size))
+    (actor, actor_optim), (critic, critic_optim) = strategy.prepare(
+        *((m, torch.optim.AdamW(m.parameters(), lr=1e-3)) for m in models)
+    )
+    trainer = PPOTrainer(
+        *(strategy, actor, critic, None, None, actor_optim, critic_optim),
+        tokenizer=tokenizer,
+        environment=Answers,
+        environment_settings=EnvironmentSettings(max_turn_tokens=6),
+        gae_over='turn',
+        experience_batch_size=8,
+        train_batch_size=8,
+        kl_coef=0.0,
+        max_new_tokens=40,
+    )
+    trainer.fit(max_timesteps=3, update_timesteps=1)
+    assert trainer.collector.engine.environment['name'].endswith('Answers')
+    digest = hashlib.sha256()
+    for model in models:
+        for name, tensor in sorted(model.state_dict().items()):
+            digest.update(name.encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def test_one_hash_on_one_rank_and_two():
+    (alone,) = run_distributed(weights_after, 1, 'naive')  # a process as fresh as the others
+    assert run_distributed(weights_after, 2, 'ddp') == [alone, alone]
+    assert run_distributed(weights_after, 1, 'naive', 2) != [alone]

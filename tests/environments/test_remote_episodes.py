@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 import torch
 from in_process_workers import InProcessWorkers
+from scripted_engine import played
 
 from chatgpt.environments import Environment, EnvironmentSettings
 from chatgpt.nn import Actor, GPTActor, GPTCritic
-from chatgpt.rollout import Call, LocalEngine, RemoteEngine, SamplingParams
+from chatgpt.rollout import LocalEngine, RemoteEngine
 from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.rollout.wire import pack_samples, unpack_samples
 from chatgpt.strategies import DDPStrategy, NaiveStrategy
@@ -33,7 +34,7 @@ from chatgpt.types import Prompt, Sample
 
 TOKENIZER = byte_tokenizer()
 SETTINGS = EnvironmentSettings(max_turns=3, max_turn_tokens=4)
-SAMPLING = SamplingParams(max_new_tokens=60, eos_token_ids=tuple(range(2, len(TOKENIZER), 3)))
+SAMPLING = {'max_new_tokens': 60, 'eos_token_ids': tuple(range(2, len(TOKENIZER), 3))}
 STALE: dict[str, Any] = {'tis_cap': 2.0}
 
 
@@ -60,14 +61,8 @@ def prompts(num: int = 8) -> list[Prompt]:
 def episodes(engine: Any, *, num: int = 8) -> list[Sample]:
     torch.manual_seed(0)
     actor = Actor(tiny_causal_lm('gpt2', vocab_size=len(TOKENIZER)))
-    over = EpisodeEngine(engine, Shop, TOKENIZER, SETTINGS)
-    over.begin(actor)
-    samples = over.generate(
-        Call.of(prompts(num), SAMPLING, seed=5, indices=range(20, 20 + num), groups=[i // 2 for i in range(num)])
-    )
-    over.end()
-    over.close()
-    return samples
+    given = {'seed': 5, 'indices': range(20, 20 + num), 'groups': [i // 2 for i in range(num)], **SAMPLING}
+    return played(engine, Shop, TOKENIZER, actor=actor, prompts=prompts(num), settings=SETTINGS, **given)
 
 
 def assert_same(a: list[Sample], b: list[Sample]) -> None:
@@ -119,14 +114,12 @@ class Told(Environment):
 
 def test_an_environment_on_a_worker_is_told_of_its_whole_data_row():
     def first(engine: Any) -> str:
-        over = EpisodeEngine(engine, Told, TOKENIZER, SETTINGS)
-        over.begin(Actor(tiny_causal_lm('gpt2', vocab_size=len(TOKENIZER))))
-        row = Prompt(
-            ids=torch.tensor([65]), messages=[{'role': 'user', 'content': 'a question'}], columns={'word': 'a word'}
+        actor, said = (
+            Actor(tiny_causal_lm('gpt2', vocab_size=len(TOKENIZER))),
+            {'role': 'user', 'content': 'a question'},
         )
-        (sample,) = over.generate(Call.of([row], SAMPLING, seed=1, indices=[0]))
-        over.end()
-        over.close()
+        row = Prompt(ids=torch.tensor([65]), messages=[said], columns={'word': 'a word'})
+        (sample,) = played(engine, Told, TOKENIZER, actor=actor, prompts=[row], settings=SETTINGS, **SAMPLING)
         return sample.prompt_text
 
     with RemoteEngine(InProcessWorkers()) as engine:
@@ -216,7 +209,7 @@ def make(engine: Any = None, *, strategy: Any = None, more: Any = (), **kw: Any)
         'train_batch_size': 4,
         'kl_coef': 0.0,
         'max_new_tokens': 60,
-        'eos_token_id': list(SAMPLING.eos_token_ids),
+        'eos_token_id': list(SAMPLING['eos_token_ids']),
         'tokenizer': TOKENIZER,
         'callbacks': [log, *more],
         'engine': engine,
@@ -256,20 +249,6 @@ def test_a_resumed_run_continues_to_the_bit_with_episodes_in_flight(tmp_path, n)
         second.fit(tasks(), 5, 1, 1)
     assert before.samples + after.samples == log.samples
     assert torch.equal(weights(second), weights(straight))
-
-
-def test_a_worker_that_dies_changes_nothing():
-    def run(die_on: dict[int, int]) -> Any:
-        pool = InProcessWorkers(2)
-        pool.die_on = die_on
-        trainer, log = make(RemoteEngine(pool), max_staleness=1, **STALE)
-        with warnings.catch_warnings():
-            warnings.filterwarnings('ignore', message='rollout worker')
-            trainer.fit(tasks(), 4, 1, 1)
-        return log.samples, weights(trainer)
-
-    disturbed, undisturbed = run({5: 1, 9: 2}), run({})
-    assert disturbed[0] == undisturbed[0] and torch.equal(disturbed[1], undisturbed[1])
 
 
 def on_two_ranks(folder: str) -> Any:

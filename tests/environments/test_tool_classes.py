@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from chat_families import chat_tokenizer
-from scripted_engine import ScriptedEngine, scripted
+from scripted_engine import NOTHING, ScriptedEngine, played, scripted
 from tool_classes import QUESTION, SCRIPTS, Increment, Shop, call
 from transformers.utils import get_json_schema
 
 from chatgpt.environments import EnvironmentSettings, find_environment
 from chatgpt.environments.tools import ToolFactory
 from chatgpt.nn import Actor
-from chatgpt.rollout import Call, SamplingParams
 from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing import tiny_causal_lm
@@ -26,23 +25,17 @@ from chatgpt.trainer import PPOTrainer
 from chatgpt.types import Prompt
 
 TRL = json.loads(Path(__file__).with_name('trl_tools.json').read_text())
-NOTHING = Prompt(ids=torch.zeros(0, dtype=torch.int64))
 
 
 def asked(messages=QUESTION, **columns):
     return Prompt(ids=torch.tensor([1]), text='', messages=messages, columns=columns)
 
 
-def episode(environment, turns, prompt=NOTHING, tokenizer=None, settings=None, engine=None, **sampling):
-    tokenizer = tokenizer or chat_tokenizer('qwen2.5')
-    engine = EpisodeEngine(engine or scripted(tokenizer, turns), environment, tokenizer, settings)
-    try:
-        (sample,) = engine.generate(
-            Call.of([prompt], SamplingParams(**({'max_new_tokens': 5000} | sampling)), seed=3, indices=[0], groups=[0])
-        )
-    finally:
-        engine.close()
-    return sample, tokenizer, engine
+def episode(environment, turns, prompt=NOTHING, **given):
+    tokenizer = chat_tokenizer('qwen2.5')
+    given = {'prompts': [prompt], 'seed': 3, 'max_new_tokens': 5000} | given
+    (sample,) = played(scripted(tokenizer, turns), environment, tokenizer, **given)
+    return sample, tokenizer
 
 
 def type_of_a_list():
@@ -68,7 +61,7 @@ def test_episodes_are_those_of_trls_tool_loop(name):
         seen.extend(completions[0])
         return [0.5]
 
-    sample, tokenizer, _ = episode(ToolFactory(Shop, [look]), turns, asked(**columns))
+    sample, tokenizer = episode(ToolFactory(Shop, [look]), turns, asked(**columns))
     assert tokenizer.decode(sample.prompt_ids) == theirs['prompt'].replace('"array"', f'"{type_of_a_list()}"')
     assert sample.response_ids.tolist() == theirs['completion_ids']
     assert sample.response_mask.tolist() == [bool(m) for m in theirs['mask']]
@@ -99,11 +92,8 @@ def test_a_class_that_draws_its_task_draws_it_from_the_seed(environment):
     end = (tokenizer('Done.<|im_end|>')['input_ids'], 'eos')
 
     def run():
-        engine = EpisodeEngine(ScriptedEngine({i: [turn, end] for i in range(12)}), environment, tokenizer)
-        sampling, groups = SamplingParams(max_new_tokens=500), [i // 2 for i in range(12)]
-        samples = engine.generate(Call.of([NOTHING] * 12, sampling, seed=3, indices=range(12), groups=groups))
-        engine.close()
-        return samples
+        engine, groups = ScriptedEngine({i: [turn, end] for i in range(12)}), [i // 2 for i in range(12)]
+        return played(engine, environment, tokenizer, prompts=[NOTHING] * 12, seed=3, groups=groups)
 
     samples = run()
     tasks = [tokenizer.decode(s.prompt_ids).partition('<|im_start|>user\n')[2] for s in samples]
@@ -126,7 +116,7 @@ def test_one_that_begins_in_two_ways_is_told():
 
 
 def test_an_answer_that_runs_out_of_tokens_is_no_end():
-    sample, _, _ = episode(Shop, ['I would rather not say so much about it'], asked(), max_new_tokens=9)
+    sample, _ = episode(Shop, ['I would rather not say so much about it'], asked(), max_new_tokens=9)
     assert (sample.episode.end, sample.ended) == ('truncated', False)
     assert sample.episode.turns[0].rewards == {'reward': 0.1}
 
@@ -150,7 +140,7 @@ class Paid:
 
 
 def test_rewards_of_turns():
-    sample, _, engine = episode(Paid, [call('work', '{}'), call('work', '{}'), 'end'])
+    sample, _ = episode(Paid, [call('work', '{}'), call('work', '{}'), 'end'])
     assert [t.rewards for t in sample.episode.turns] == [
         {'turn_reward': 1.0},
         {'turn_reward': 2.0},
@@ -160,13 +150,12 @@ def test_rewards_of_turns():
     class Turned(Paid):
         get_reward = None
 
-    sample, _, _ = episode(Turned, [call('work', '{}'), 'end'])
+    sample, _ = episode(Turned, [call('work', '{}'), 'end'])
     assert [t.rewards for t in sample.episode.turns] == [{'reward': 1.0}, {'reward': 2.0}]
 
 
 @pytest.mark.parametrize(
-    ('settings', 'sampling', 'end'),
-    [({'max_turns': 2}, {}, 'turns'), ({}, {'max_new_tokens': 160}, 'tokens')],
+    ('settings', 'sampling', 'end'), [({'max_turns': 2}, {}, 'turns'), ({}, {'max_new_tokens': 160}, 'tokens')]
 )
 def test_an_episode_that_is_cut_off_has_its_reward(settings, sampling, end):
     asked_for = []
@@ -177,7 +166,7 @@ def test_an_episode_that_is_cut_off_has_its_reward(settings, sampling, end):
             return super().get_reward()
 
     turns = [call('buy', '{"item": "a"}')] * 5
-    sample, _, _ = episode(Counted, turns, asked(), settings=EnvironmentSettings(**settings), **sampling)
+    sample, _ = episode(Counted, turns, asked(), settings=EnvironmentSettings(**settings), **sampling)
     assert sample.episode.end == end and len(sample.episode.turns) == 2
     assert [t.rewards for t in sample.episode.turns] == [{}, {'reward': 2 + 0.04}], 'two things for 3 each, of 10'
     assert len(asked_for) == 1, 'once an episode'
@@ -204,7 +193,7 @@ def test_objects_are_used_again():
             raise RuntimeError('no money')
 
     factory = ToolFactory(Broken)
-    sample, _, _ = episode(factory, ['no'], asked())
+    sample, _ = episode(factory, ['no'], asked())
     assert (sample.episode.end, sample.episode.turns[-1].rewards) == ('error', {})
     assert 'no money' in sample.episode.message and not factory._free
 
@@ -217,7 +206,7 @@ def test_trls_reward_functions_see_the_environment():
     async def nothing(**columns):
         return [None]
 
-    sample, _, _ = episode(ToolFactory(Shop, [left, nothing]), [call('buy', '{"item": "a"}'), 'ok'], asked(budget=6))
+    sample, _ = episode(ToolFactory(Shop, [left, nothing]), [call('buy', '{"item": "a"}'), 'ok'], asked(budget=6))
     assert sample.episode.turns[-1].rewards == {'Shop': 1.03, 'left': 3.0}
 
 
@@ -284,7 +273,7 @@ def test_a_reset_with_few_columns_and_an_image():
         def get_reward(self):
             return self.target
 
-    sample, tokenizer, _ = episode(Few, [call('look', '{}'), 'ok'], asked(target=4))
+    sample, tokenizer = episode(Few, [call('look', '{}'), 'ok'], asked(target=4))
     assert 'Go shopping. Go on.' in tokenizer.decode(sample.prompt_ids)
     assert "{'error': 'a result of type image cannot be shown'}" in tokenizer.decode(sample.response_ids)
     assert sample.episode.turns[-1].rewards == {'reward': 4.0}
@@ -306,13 +295,9 @@ def ppo(environment, prompts=None, **kwargs):
     strategy = NaiveStrategy(seed=1)
     actor, optim = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=1e-3)))
     trainer = PPOTrainer(
-        strategy,
-        actor,
-        None,
+        *(strategy, actor, None),
         kwargs.pop('reward_model', None),
-        None,
-        optim,
-        None,
+        *(None, optim, None),
         advantage_estimator='grpo',
         num_samples_per_prompt=2,
         experience_batch_size=2,

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
+from example_script import loaded
 
 
 @pytest.fixture
 def demo() -> Any:
-    spec = importlib.util.spec_from_file_location('demo', ROOT / 'examples' / 'demo.py')
-    assert spec is not None and spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded('demo')
 
 
 @pytest.mark.system

@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from example_script import script
+from example_script import error_of, script, torchrun
 
+import chatgpt.rollout
 from chatgpt.launch import demo_world
-from chatgpt.nn import GPTRM, GPTActor
+from chatgpt.nn import GPTActor
 from chatgpt.nn.peft_format import export_peft
-from chatgpt.testing.processes import free_port
-
-ROOT = Path(__file__).resolve().parents[2]
+from chatgpt.plan.__main__ import main as plan
 
 
-@pytest.fixture(scope='module')
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp('models')
-    tokenizer = demo_world.demo_tokenizer()
-    torch.manual_seed(0)
-    GPTActor(config=demo_world.demo_config()).save_pretrained(folder / 'actor', tokenizer=tokenizer)
-    GPTRM(config=demo_world.demo_config()).save_pretrained(folder / 'rm', tokenizer=tokenizer)
-    return folder
-
-
-def test_one_prompt(monkeypatch, capsys, folder):
-    flags = ['--pretrain', str(folder / 'actor'), '--input', 'one day a fox', '--max_new_tokens=5']
+def test_one_prompt(monkeypatch, capsys, data):
+    flags = ['--pretrain', str(data / 'base'), '--input', 'one day a fox', '--max_new_tokens=5']
     script('inference', monkeypatch, *flags, '--seed=1')
     first = capsys.readouterr().out
     assert first.startswith('> one day a fox\n')
@@ -62,7 +50,7 @@ def test_the_strategy_is_that_of_the_flags(monkeypatch, name, flags):
 
 
 @pytest.mark.parametrize('ending', ['jsonl', 'txt', 'csv'])
-def test_a_file_of_prompts(monkeypatch, capsys, folder, tmp_path, ending):
+def test_a_file_of_prompts(monkeypatch, capsys, data, tmp_path, ending):
     prompts = [row['prompt'] for row in demo_world.demo_prompts(5)]
     text = {
         'jsonl': '\n'.join(json.dumps({'prompt': p}) for p in prompts),
@@ -71,65 +59,44 @@ def test_a_file_of_prompts(monkeypatch, capsys, folder, tmp_path, ending):
     }
     (tmp_path / f'in.{ending}').write_text(text[ending] + '\n')
     out = tmp_path / 'deep' / 'out.jsonl'
-    script(
-        'inference',
-        monkeypatch,
-        '--pretrain',
-        str(folder / 'actor'),
-        '--input',
-        str(tmp_path / f'in.{ending}'),
-        '--output',
-        str(out),
-    )
+    script('inference', monkeypatch, *f'--pretrain {data}/base --input {tmp_path}/in.{ending} --output {out}'.split())
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row['prompt'] for row in rows] == prompts
     assert sum(bool(row['response']) for row in rows) >= 3  # a model without training may end at once
     assert '5 responses written to' in capsys.readouterr().out
 
 
-def test_the_best_of_several(monkeypatch, folder, tmp_path):
+def test_the_best_of_several(monkeypatch, data, tmp_path):
     def mean(n: int) -> float:
         out = tmp_path / f'{n}.jsonl'
-        rm = ['--reward_model', str(folder / 'rm'), f'--best_of={n}'] if n > 1 else []
+        rm = ['--reward_model', str(data / 'rm'), f'--best_of={n}'] if n > 1 else []
         path = tmp_path / 'in.txt'
         path.write_text('\n'.join(row['prompt'] for row in demo_world.demo_prompts(12)))
-        script(
-            'inference',
-            monkeypatch,
-            '--pretrain',
-            str(folder / 'actor'),
-            '--input',
-            str(path),
-            '--output',
-            str(out),
-            *rm,
-        )
+        script('inference', monkeypatch, *f'--pretrain {data}/base --input {path} --output {out}'.split(), *rm)
         rows = [json.loads(line) for line in out.read_text().splitlines()]
         return sum(row['score'] for row in rows) / len(rows)
 
     assert mean(8) > mean(2) + 0.02
 
 
-def test_a_chat(monkeypatch, capsys, folder):
+def test_a_chat(monkeypatch, capsys, data):
     monkeypatch.setattr(sys, 'stdin', io.StringIO('one day a fox\n\n/new\none day a bear\n'))
-    script('inference', monkeypatch, '--pretrain', str(folder / 'actor'), '--max_new_tokens=4')
+    script('inference', monkeypatch, '--pretrain', str(data / 'base'), '--max_new_tokens=4')
     out = capsys.readouterr().out
     assert out.startswith('chatting with ')
     assert out.count('> ') == 5  # two questions, an empty line, /new, and the end
 
 
 def chat_with(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path, said: str, *flags: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: Path, said: str, *flags: str
 ) -> list[str]:
     monkeypatch.setattr(sys, 'stdin', io.StringIO(said))
-    script('inference', monkeypatch, '--pretrain', str(folder / 'actor'), '--seed=3', *flags)
+    script('inference', monkeypatch, '--pretrain', str(data / 'base'), '--seed=3', *flags)
     return capsys.readouterr().out.split('> ')[1:]
 
 
-def test_control_c_ends_an_answer_and_not_the_chat(monkeypatch, capsys, folder):
-    import chatgpt.rollout
-
-    whole, _ = chat_with(monkeypatch, capsys, folder, 'one day a fox\n', '--max_new_tokens=12')
+def test_control_c_ends_an_answer_and_not_the_chat(monkeypatch, capsys, data):
+    whole, _ = chat_with(monkeypatch, capsys, data, 'one day a fox\n', '--max_new_tokens=12')
     stream = chatgpt.rollout.stream_tokens
 
     def interrupted(*args, **kw):
@@ -139,23 +106,23 @@ def test_control_c_ends_an_answer_and_not_the_chat(monkeypatch, capsys, folder):
             yield token
 
     monkeypatch.setattr(chatgpt.rollout, 'stream_tokens', interrupted)
-    cut, second, _ = chat_with(monkeypatch, capsys, folder, 'one day a fox\none day a bear\n', '--max_new_tokens=12')
+    cut, second, _ = chat_with(monkeypatch, capsys, data, 'one day a fox\none day a bear\n', '--max_new_tokens=12')
     assert whole.startswith(cut.rstrip('\n'))
     assert 0 < len(cut.strip()) < len(whole.strip())
     assert second.strip()
 
 
-def test_a_stop_string_is_not_shown(monkeypatch, capsys, folder):
-    whole, _ = chat_with(monkeypatch, capsys, folder, 'one day a fox\n', '--max_new_tokens=16')
+def test_a_stop_string_is_not_shown(monkeypatch, capsys, data):
+    whole, _ = chat_with(monkeypatch, capsys, data, 'one day a fox\n', '--max_new_tokens=16')
     word = whole.split()[2]
-    cut, _ = chat_with(monkeypatch, capsys, folder, 'one day a fox\n', '--max_new_tokens=16', '--stop_string', word)
+    cut, _ = chat_with(monkeypatch, capsys, data, 'one day a fox\n', '--max_new_tokens=16', '--stop_string', word)
     assert cut.rstrip('\n') == whole[: whole.index(word)]
 
 
-def test_a_chat_template_sees_the_whole_dialogue(monkeypatch, capsys, folder, tmp_path):
+def test_a_chat_template_sees_the_whole_dialogue(monkeypatch, capsys, data, tmp_path):
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder / 'actor')
+    tokenizer = AutoTokenizer.from_pretrained(data / 'base')
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
     tokenizer.save_pretrained(tmp_path)
     seen = []
@@ -163,31 +130,31 @@ def test_a_chat_template_sees_the_whole_dialogue(monkeypatch, capsys, folder, tm
         type(tokenizer), '__call__', lambda self, text, **kw: seen.append((text, kw)) or {'input_ids': [3, 4]}
     )
     first, _, _ = chat_with(
-        monkeypatch, capsys, folder, 'a fox\na bear\n', '--tokenizer', str(tmp_path), '--max_new_tokens=4'
+        monkeypatch, capsys, data, 'a fox\na bear\n', '--tokenizer', str(tmp_path), '--max_new_tokens=4'
     )
     assert [kw['add_special_tokens'] for _, kw in seen] == [False, False]
     assert seen[0][0] == 'user a fox '
     assert seen[1][0] == f'user a fox assistant {first[:-1]} user a bear '
 
 
-def test_a_chat_past_the_context_is_one_line(monkeypatch, capsys, folder):
+def test_a_chat_past_the_context_is_one_line(monkeypatch, capsys, data):
     with pytest.raises(SystemExit) as stop:
-        chat_with(monkeypatch, capsys, folder, 'a fox\n', '--max_new_tokens=100000')
+        chat_with(monkeypatch, capsys, data, 'a fox\n', '--max_new_tokens=100000')
     assert stop.value.code == 2
     assert 'positions' in capsys.readouterr().err
 
 
-def test_weights_and_adapters(monkeypatch, capsys, folder, tmp_path):
-    other = GPTActor(pretrained=folder / 'actor')
+def test_weights_and_adapters(monkeypatch, capsys, data, tmp_path):
+    other = GPTActor(pretrained=data / 'base')
     with torch.no_grad():
         other.model.transformer.ln_f.weight.neg_()
     torch.save(other.state_dict(), tmp_path / 'other.pt')
-    adapted = GPTActor(pretrained=folder / 'actor', lora_rank=2)
+    adapted = GPTActor(pretrained=data / 'base', lora_rank=2)
     for name, parameter in adapted.named_parameters():
         if 'lora_B' in name:
             torch.nn.init.normal_(parameter, std=10.0)
     export_peft(adapted, tmp_path / 'adapter')
-    flags = ['--pretrain', str(folder / 'actor'), '--input', 'one day a fox', '--greedy', '--max_new_tokens=6']
+    flags = ['--pretrain', str(data / 'base'), '--input', 'one day a fox', '--greedy', '--max_new_tokens=6']
     outputs = []
     for extra in ([], ['--model_path', str(tmp_path / 'other.pt')], ['--model_path', str(tmp_path / 'adapter')]):
         script('inference', monkeypatch, *flags, *extra)
@@ -196,42 +163,46 @@ def test_weights_and_adapters(monkeypatch, capsys, folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ('flags', 'sentence'),
+    ('flags', 'message'),
     [
-        (['--input', 'x', '--best_of=4'], '--best_of above 1 and --reward_model belong together'),
-        (['--output', 'x.jsonl'], '--output needs --input'),
-        (['--input', 'nowhere.jsonl'], 'nowhere.jsonl'),
+        ('--input=x --best_of=4', '--best_of above 1 and --reward_model belong together'),
+        ('--output=x.jsonl', '--output needs --input'),
+        ('--input=missing.txt', '--input missing.txt: there is no such file'),
+        ('--input=missing.csv', 'missing.csv: no such file'),
+        ('--input=in.txt --output=file/out.jsonl', 'cannot write --output file/out.jsonl: File exists'),
+        ('--input=in.txt --output=folder', 'cannot write --output folder: Is a directory'),
+        ('--input=in.txt --output=in.txt', '--output in.txt is the file of --input: give another'),
+        ('--input=in.txt --temperature=0', '--temperature 0 is --greedy: give that instead'),
+        ('--input=in.txt --temperature=nan', "argument --temperature: 'nan' is not a number"),
+        ('--input=in.txt --temperature=-1', 'temperature=-1.0; give a number above 0'),
+        ('--input=in.txt --top_p=2', 'top_p=2.0; give a number above 0 and at most 1'),
+        ('--input=in.txt --max_lenght=20', "unknown argument '--max_lenght'; did you mean --max_length"),
+        ('--input=in.txt --num_beams=4', "unknown argument '--num_beams'"),
     ],
 )
-def test_mistakes(monkeypatch, capsys, folder, flags, sentence):
-    with pytest.raises(SystemExit) as stop:
-        script('inference', monkeypatch, '--pretrain', str(folder / 'actor'), *flags)
-    assert stop.value.code == 2
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1
-    assert sentence in lines[0]
+def test_mistakes(monkeypatch, capsys, tmp_path, data, flags, message):
+    """Nothing is generated that could not be written."""
+
+    def generate(self, *args, **options):
+        raise AssertionError('it generated before the mistake was found')
+
+    monkeypatch.setattr(chatgpt.rollout.LocalEngine, 'generate', generate)
+    (tmp_path / 'in.txt').write_text('one day\n')
+    (tmp_path / 'file').touch()
+    (tmp_path / 'folder').mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert message in error_of('inference', monkeypatch, capsys, '--pretrain', str(data / 'base'), *flags.split())
+    assert (tmp_path / 'in.txt').read_text() == 'one day\n'
 
 
 @pytest.mark.system
-def test_inference_under_torchrun(monkeypatch, capsys, folder, tmp_path):
+def test_inference_under_torchrun(monkeypatch, capsys, data, tmp_path):
     path = tmp_path / 'in.txt'
     path.write_text('\n'.join(row['prompt'] for row in demo_world.demo_prompts(5)))
-    flags = ['--pretrain', str(folder / 'actor'), '--input', str(path), '--max_new_tokens=6']
-    flags += ['--best_of=2', '--reward_model', str(folder / 'rm')]
+    flags = ['--pretrain', str(data / 'base'), '--input', str(path), '--max_new_tokens=6']
+    flags += ['--best_of=2', '--reward_model', str(data / 'rm')]
     script('inference', monkeypatch, *flags, '--output', str(tmp_path / 'one.jsonl'))
-    command = [
-        sys.executable,
-        '-m',
-        'torch.distributed.run',
-        '--nproc-per-node=2',
-        f'--master-port={free_port()}',
-        str(ROOT / 'examples' / 'inference.py'),
-        *flags,
-        '--strategy=fsdp',
-        '--output',
-        str(tmp_path / 'two.jsonl'),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = torchrun('inference', *flags, '--strategy=fsdp', '--output', str(tmp_path / 'two.jsonl'))
     assert done.returncode == 0, done.stderr
     one, two = (
         [json.loads(line) for line in (tmp_path / f'{n}.jsonl').read_text().splitlines()] for n in ('one', 'two')
@@ -247,23 +218,12 @@ def test_dummy_runs(monkeypatch, capsys, flags):
     assert '16 samples in ' in capsys.readouterr().out
 
 
-@pytest.mark.system
-def test_dummy_under_torchrun():
-    command = [
-        sys.executable,
-        '-m',
-        'torch.distributed.run',
-        '--nproc-per-node=2',
-        f'--master-port={free_port()}',
-        str(ROOT / 'examples' / 'train_dummy.py'),
-        '--strategy=fsdp',
-        '--num_episodes=1',
-        '--max_timesteps=1',
-        '--update_timesteps=1',
-        '--prompt_tokens=4',
-        '--max_new_tokens=4',
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert '8 samples in ' in done.stdout
-    assert 'on 2 process(es)' in done.stdout
+@pytest.mark.parametrize(
+    ('flag', 'message'),
+    [('--memory=24Gibberish', "'24Gibberish' is not an amount of memory"), ('--strategy=magic', "strategy='magic' is")],
+)
+def test_mistakes_of_a_plan_are_one_line(capsys, flag, message):
+    with pytest.raises(SystemExit) as stop:
+        plan(['model', flag])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and line.startswith(f'error: argument {flag.partition("=")[0]}: ') and message in line

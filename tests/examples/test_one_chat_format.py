@@ -6,9 +6,10 @@ import io
 import json
 
 import pytest
-from example_script import script
+from example_script import script, write_rows
 from transformers import AutoTokenizer
 
+import chatgpt.rollout
 from chatgpt.nn import GPTActor
 from chatgpt.testing import byte_tokenizer, tiny_config
 
@@ -20,45 +21,19 @@ TALK = [
 ]
 
 
-@pytest.fixture(scope='module')
-def trained(tmp_path_factory):
+@pytest.fixture
+def trained(tmp_path_factory, monkeypatch, capsys):
     folder = tmp_path_factory.mktemp('chat')
     actor = GPTActor(config=tiny_config('gpt2', vocab_size=259, hidden=16, positions=256))
     actor.save_pretrained(folder / 'base', tokenizer=byte_tokenizer())
-    (folder / 'chats.jsonl').write_text((json.dumps({'messages': TALK}) + '\n') * 4)
-    with pytest.MonkeyPatch.context() as patch:
-        script(
-            'train_sft',
-            patch,
-            str(folder / 'chats.jsonl'),
-            '--pretrain',
-            str(folder / 'base'),
-            '--max_steps=1',
-            '--log_interval=1',
-            '--save_path',
-            str(folder / 'run'),
-        )
+    chats = write_rows(folder / 'chats.jsonl', [{'messages': TALK}] * 4)
+    given = f'{chats} --pretrain {folder}/base --max_steps=1 --log_interval=1 --save_path {folder}/run'.split()
+    script('train_sft', monkeypatch, *given)
+    assert repr('\n\nHuman: QUESTION\n\nAssistant: ANSWER<eos>') in capsys.readouterr().out
     return folder / 'run' / 'actor'
 
 
-def test_training_says_which_format(trained, capsys, monkeypatch, tmp_path):
-    base = trained.parents[1] / 'base'
-    script(
-        'train_sft',
-        monkeypatch,
-        str(base.parent / 'chats.jsonl'),
-        '--pretrain',
-        str(base),
-        '--max_steps=1',
-        '--save_path',
-        str(tmp_path / 'run'),
-    )
-    assert repr('\n\nHuman: QUESTION\n\nAssistant: ANSWER<eos>') in capsys.readouterr().out
-
-
 def test_a_chat_asks_as_training_did(trained, monkeypatch, capsys):
-    import chatgpt.rollout
-
     tokenizer = AutoTokenizer.from_pretrained(trained)
     asked = []
 

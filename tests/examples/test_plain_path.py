@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from example_script import QUICK, REWARD, metrics_of, run, write_rows
 
 import chatgpt.nn.packing as packing_module
 from chatgpt.launch import demo_world
-from chatgpt.launch.arguments import run_main
-from chatgpt.nn import GPTActor
 from chatgpt.rollout import HFEngine, LocalEngine
 
-EXAMPLES = Path(__file__).resolve().parents[2] / 'examples'
-SCRIPT = EXAMPLES / 'train_prompts.py'
-QUICK = [
-    '--num_episodes=1',
-    '--max_timesteps=1',
-    '--update_timesteps=1',
-    '--experience_batch_size=4',
-    '--train_batch_size=4',
-    '--max_epochs=1',
-    '--max_new_tokens=4',
-]
 
-
-def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *flags: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """The metrics of a phase, and how often a packed forward, the local engine and transformers' generate ran."""
-    GPTActor(config=demo_world.demo_config()).save_pretrained(folder / 'model', tokenizer=demo_world.demo_tokenizer())
-    prompts = folder / 'prompts.jsonl'  # of different lengths, so that there is padding
+@pytest.mark.parametrize('plain', [True, False])
+def test_which_paths_run(monkeypatch, data, tmp_path, plain):
+    """How often a packed forward, the local engine and transformers' generate ran."""
     cut = [' '.join(row['prompt'].split()[: 3 + i]) for i, row in enumerate(demo_world.demo_prompts(4))]
-    prompts.write_text(''.join(json.dumps({'prompt': text}) + '\n' for text in cut))
+    prompts = write_rows(tmp_path / 'prompts.jsonl', [{'prompt': text} for text in cut])  # there is padding
     counts = {'packed': 0, 'local': 0, 'hf': 0}
 
     def count(owner: Any, name: str, kind: str) -> None:
@@ -53,32 +35,7 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *flags: str) -> tuple[dic
         monkeypatch.setattr(f'chatgpt.nn.{place}.check_company', lambda model: None)
     count(LocalEngine, 'generate', 'local')
     count(HFEngine, 'generate', 'hf')
-    spec = importlib.util.spec_from_file_location('train_prompts', SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    out = folder / 'run'
-    given = [
-        str(prompts),
-        '--pretrain',
-        str(folder / 'model'),
-        '--reward_fn',
-        f'{EXAMPLES / "rewards.py"}:joy',
-        '--save_path',
-        str(out),
-    ]
-    monkeypatch.setattr(sys, 'argv', [str(SCRIPT), *given, *QUICK, *flags])
-    run_main(module.main)
-    return json.loads((out / 'metrics.jsonl').read_text().splitlines()[0]), counts
-
-
-def test_the_plain_path(monkeypatch, tmp_path):
-    metrics, counts = run(monkeypatch, tmp_path, '--engine=hf', '--no_packing')
-    assert counts['packed'] == counts['local'] == 0 and counts['hf'] > 0
-    assert metrics['ppo/first_ratio_error'] < 1e-4
-
-
-def test_the_default_takes_the_fast_ones(monkeypatch, tmp_path):
-    metrics, counts = run(monkeypatch, tmp_path)
-    assert counts['packed'] > 0 and counts['local'] > 0 and counts['hf'] == 0
-    assert metrics['ppo/first_ratio_error'] < 1e-4
+    flags = f'{prompts} --pretrain {data}/base --save_path {tmp_path}/run --max_timesteps=1'.split()
+    run(monkeypatch, *QUICK, *flags, *REWARD, *(['--engine=hf', '--no_packing'] if plain else []))
+    assert [counts[kind] > 0 for kind in ('packed', 'local', 'hf')] == [not plain, not plain, plain]
+    assert metrics_of(tmp_path / 'run')[0]['ppo/first_ratio_error'] < 1e-4

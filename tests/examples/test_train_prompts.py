@@ -2,43 +2,36 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
+import random
 import signal
+from pathlib import Path
 
 import pytest
 import torch
+from example_script import QUICK, REWARD, SHARED, fails, metrics_of, run, start
 from limits import until
-from train_prompts_runs import QUICK, REWARD, SHARED, fails, metrics_of, run, start
+from safetensors.torch import load_file
 
 from chatgpt.launch import demo_world
 from chatgpt.nn import RewardModel
+from chatgpt.testing import byte_tokenizer
 
 
 def test_without_arguments_a_model_of_its_own_learns_stories_first(monkeypatch, tmp_path, capsys):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from chatgpt.launch import demo_world
-
     monkeypatch.setattr(demo_world, 'NUM_STORIES', 64)
     monkeypatch.chdir(tmp_path)
-    short = ['--num_episodes=1', '--max_timesteps=1', '--update_timesteps=1', '--max_epochs=1']
-    run(monkeypatch, *short, '--tensorboard')
+    run(monkeypatch, *'--num_episodes=1 --max_timesteps=1 --update_timesteps=1 --max_epochs=1 --tensorboard'.split())
     shown = capsys.readouterr()
     assert 'learns to write stories first' in shown.out
     assert 'samples of phase 1' in shown.out
     assert shown.err == ''  # no bars of libraries, no warnings
     folder = tmp_path / 'outputs' / 'train_prompts'
     line = metrics_of(folder)[0]
-    assert {
-        'step',
-        'rollout/score_mean',
-        'ppo/approx_kl',
-        'perf/collect_s',
-        'perf/score_s',
-        'perf/learn_s',
-    } <= line.keys()
+    assert {'step', 'rollout/score_mean', 'ppo/approx_kl', 'perf/collect_s', 'perf/learn_s'} <= line.keys()
     assert line['ppo/first_ratio_error'] < 1e-4
     record = json.loads((folder / 'run.json').read_text())
     settings = record['settings']
@@ -46,141 +39,76 @@ def test_without_arguments_a_model_of_its_own_learns_stories_first(monkeypatch, 
     assert (record['strategy']['world_size'], record['status']) == (1, 'ended')
     assert len((folder / 'samples.jsonl').read_text().splitlines()) == 4
     assert list((folder / 'tensorboard').iterdir())
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(folder / 'actor'),
-        AutoTokenizer.from_pretrained(folder / 'actor'),
-    )
+    model, tokenizer = (c.from_pretrained(folder / 'actor') for c in (AutoModelForCausalLM, AutoTokenizer))
     ids = tokenizer('one day a small fox', return_tensors='pt')['input_ids']
     assert model.generate(ids, max_new_tokens=4, do_sample=False).shape[1] <= ids.shape[1] + 4
 
 
 def test_the_embedded_model_does_not_disturb_the_draws_around_it(tmp_path, monkeypatch):
-    import random
-
-    from chatgpt.launch import demo_world
-
     monkeypatch.setattr(demo_world, 'NUM_STORIES', 32)
-    torch.manual_seed(5)
-    random.seed(5)
+
+    def written(seed: int) -> bytes:
+        demo_world.write_demo_model(tmp_path / 'model', seed=seed)
+        return (tmp_path / 'model' / 'model.safetensors').read_bytes()
+
+    torch.manual_seed(5), random.seed(5)
     expected = torch.rand(1).item(), random.random()
-    torch.manual_seed(5)
-    random.seed(5)
-    demo_world.write_demo_model(tmp_path / 'a', seed=1)
+    torch.manual_seed(5), random.seed(5)
+    first = written(1)
     assert (torch.rand(1).item(), random.random()) == expected
-    demo_world.write_demo_model(tmp_path / 'b', seed=1)
-    assert (tmp_path / 'a' / 'model.safetensors').read_bytes() == (tmp_path / 'b' / 'model.safetensors').read_bytes()
-    demo_world.write_demo_model(tmp_path / 'b', seed=2)
-    assert (tmp_path / 'a' / 'model.safetensors').read_bytes() != (tmp_path / 'b' / 'model.safetensors').read_bytes()
+    assert first == written(1) != written(2)
 
 
 @pytest.mark.parametrize(
     'flags',
     [
-        ['--engine=hf'],
-        ['--lora_rank=2', '--need_optim_ckpt'],
-        ['--precision=bf16'],
-        ['--num_samples_per_prompt=2', '--advantage_estimator=rloo', '--lr=1e-3'],
+        '--engine=hf',
+        '--lora_rank=2 --need_optim_ckpt',
+        '--precision=bf16',
+        '--num_samples_per_prompt=2 --advantage_estimator=rloo --lr=1e-3',
     ],
-    ids=['hf', 'lora', 'bf16', 'rloo'],
 )
 def test_options_run(monkeypatch, tmp_path, model_folder, flags):
-    from safetensors.torch import load_file
-
-    run(monkeypatch, *QUICK, '--max_timesteps=1', '--pretrain', str(model_folder), '--save_path', str(tmp_path), *flags)
+    run(monkeypatch, *QUICK, *f'--max_timesteps=1 --pretrain {model_folder} --save_path {tmp_path} {flags}'.split())
     weights, start = load_file(tmp_path / 'actor' / 'model.safetensors'), load_file(model_folder / 'model.safetensors')
     assert weights.keys() == start.keys()  # adapters are folded in
     assert all(tensor.dtype == torch.float32 for tensor in weights.values())
-    assert ('ppo/value_loss' in metrics_of(tmp_path)[0]) == (
-        '--advantage_estimator=rloo' not in flags
-    )  # which needs no critic
+    assert ('ppo/value_loss' in metrics_of(tmp_path)[0]) == ('rloo' not in flags)  # which needs no critic
     assert (tmp_path / 'critic_optim.pt').exists() == ('--need_optim_ckpt' in flags)
 
 
-@pytest.mark.parametrize('kind', ['csv', 'parquet'])
-def test_prompts_of_a_table(monkeypatch, tmp_path, model_folder, kind):
-    rows = demo_world.demo_prompts(8)
-    path = tmp_path / f'prompts.{kind}'
-    if kind == 'csv':
-        with path.open('w', newline='') as file:
-            writer = csv.DictWriter(file, ['prompt'])
-            writer.writeheader()
-            writer.writerows(rows)
-    else:
-        pyarrow = pytest.importorskip('pyarrow')
-        pytest.importorskip('pyarrow.parquet').write_table(pyarrow.Table.from_pylist(rows), path)
-    run(
-        monkeypatch,
-        str(path),
-        '--pretrain',
-        str(model_folder),
-        *REWARD,
-        *QUICK,
-        '--max_timesteps=1',
-        '--save_path',
-        str(tmp_path / 'run'),
-    )
-    seen = [json.loads(line)['prompt'] for line in (tmp_path / 'run' / 'samples.jsonl').read_text().splitlines()]
-    assert len(seen) == 4
-    assert set(seen) <= {row['prompt'] for row in rows}
+@pytest.mark.parametrize('other', [False, True])
+def test_a_reward_model_of_ones_own(monkeypatch, tmp_path, model_folder, prompt_file, other):
+    """With the policy's tokenizer, or with another one and a shorter context: prompts alone have more bytes."""
+    from transformers import GPT2Config, GPT2Model
 
-
-def test_own_prompts_model_and_reward_model(monkeypatch, tmp_path, model_folder, prompt_file):
-    from transformers import GPT2Model
-
+    config, tokenizer = demo_world.demo_config(), demo_world.demo_tokenizer()
+    if other:
+        tokenizer = byte_tokenizer()
+        config = GPT2Config(vocab_size=len(tokenizer), n_positions=24, n_embd=16, n_layer=1, n_head=2)
     torch.manual_seed(0)
-    reward = RewardModel(GPT2Model(demo_world.demo_config()))
+    reward = RewardModel(GPT2Model(config))
     reward.calibrate(0.5)
-    reward.save_pretrained(tmp_path / 'rm', tokenizer=demo_world.demo_tokenizer())
-    flags = [str(prompt_file), '--pretrain', str(model_folder), '--reward_model', str(tmp_path / 'rm'), *QUICK]
-    run(monkeypatch, *flags, '--save_path', str(tmp_path / 'run'))
+    reward.save_pretrained(tmp_path / 'rm', tokenizer=tokenizer)
+    flags = f'{prompt_file} --pretrain {model_folder} --reward_model {tmp_path}/rm --save_path {tmp_path}/run'.split()
+    run(monkeypatch, *flags, *QUICK)
     lines = metrics_of(tmp_path / 'run')
     assert len(lines) == 2
     assert all(line['rollout/score_std'] > 0 for line in lines)
 
 
-def test_a_reward_model_with_another_tokenizer_and_a_shorter_context(monkeypatch, tmp_path, model_folder, prompt_file):
-    from transformers import GPT2Config, GPT2Model
-
-    from chatgpt.testing.fakes import byte_tokenizer
-
-    tokenizer = byte_tokenizer()
-    config = GPT2Config(
-        vocab_size=len(tokenizer), n_positions=24, n_embd=16, n_layer=1, n_head=2
-    )  # prompts alone have more bytes
-    RewardModel(GPT2Model(config)).save_pretrained(tmp_path / 'rm', tokenizer=tokenizer)
-    flags = [str(prompt_file), '--pretrain', str(model_folder), '--reward_model', str(tmp_path / 'rm'), *QUICK]
-    run(monkeypatch, *flags, '--max_timesteps=1', '--save_path', str(tmp_path / 'run'))
-    assert metrics_of(tmp_path / 'run')[0]['rollout/score_std'] > 0
-
-
 def test_ptx(monkeypatch, tmp_path, model_folder):
     (tmp_path / 'text.txt').write_text('one day a fox went to the hill . it felt glad .\n\nit found a cake .\n')
-    flags = [
-        '--pretrain',
-        str(model_folder),
-        '--ptx_data',
-        str(tmp_path / 'text.txt'),
-        '--ptx_coef=0.5',
-        *QUICK,
-        '--max_timesteps=1',
-    ]
-    run(monkeypatch, *flags, '--save_path', str(tmp_path / 'run'))
+    flags = (
+        f'--pretrain {model_folder} --ptx_data {tmp_path}/text.txt --ptx_coef=0.5 --save_path {tmp_path}/run'.split()
+    )
+    run(monkeypatch, *flags, *QUICK, '--max_timesteps=1')
     assert metrics_of(tmp_path / 'run')[0]['ppo/ptx_loss'] > 1.0  # an untrained model: about log of the vocabulary
 
 
 def test_ema(monkeypatch, tmp_path, model_folder):
-    from safetensors.torch import load_file
-
-    flags = [
-        '--pretrain',
-        str(model_folder),
-        '--ema_decay=0.9',
-        '--lora_rank=2',
-        '--lr=0.1',
-        *QUICK,
-        '--max_timesteps=1',
-    ]
-    run(monkeypatch, *flags, '--save_path', str(tmp_path / 'run'))
+    flags = f'--pretrain {model_folder} --ema_decay=0.9 --lora_rank=2 --lr=0.1 --save_path {tmp_path}/run'.split()
+    run(monkeypatch, *flags, *QUICK, '--max_timesteps=1')
     folders = (model_folder, tmp_path / 'run' / 'actor_ema', tmp_path / 'run' / 'actor')
     start, average, end = (load_file(folder / 'model.safetensors') for folder in folders)
     moved = [n for n in start if (end[n] - start[n]).norm() > 0]
@@ -199,6 +127,12 @@ def test_a_real_model_on_real_prompts(monkeypatch, tmp_path):
     assert all(line['ppo/first_ratio_error'] < 1e-4 for line in metrics_of(tmp_path))
 
 
+def left(folder: Path) -> tuple[list[dict[str, float]], bytes]:
+    """Metrics without times, and weights."""
+    lines = [{k: v for k, v in line.items() if 'perf/' not in k} for line in metrics_of(folder)]
+    return lines, (folder / 'actor' / 'model.safetensors').read_bytes()
+
+
 @pytest.mark.system
 def test_rollout_workers_on_ray_are_the_same_run(monkeypatch, tmp_path, model_folder):
     ray = pytest.importorskip('ray')
@@ -208,29 +142,15 @@ def test_rollout_workers_on_ray_are_the_same_run(monkeypatch, tmp_path, model_fo
         '    assert "StopSignals" in repr(signal.getsignal(signal.SIGTERM))  # Ray has its own, which would not save\n'
         '    return [float(len(r)) for r in responses]\n'
     )
-    flags = [
-        '--pretrain',
-        str(model_folder),
-        *QUICK,
-        '--max_timesteps=4',
-        '--update_timesteps=2',
-        '--lr=1e-3',
-        '--stop_string=.',
-        '--reward_fn',
-        f'{tmp_path / "reward.py"}:score',
-    ]
+    own = f'--pretrain {model_folder} --reward_fn {tmp_path}/reward.py:score --stop_string=. --lr=1e-3'.split()
+    flags = [*own, *QUICK, '--max_timesteps=4', '--update_timesteps=2']
     run(monkeypatch, *flags, '--save_path', str(tmp_path / 'here'))
     run(monkeypatch, *flags, '--rollout_workers=1', '--save_path', str(tmp_path / 'there'))
     assert not ray.is_initialized()  # it ended with the run
     for variable in set(os.environ) - before:
         del os.environ[variable]
-    here, there = (
-        [{k: v for k, v in line.items() if 'perf/' not in k} for line in metrics_of(tmp_path / name)]
-        for name in ('here', 'there')
-    )
-    assert here == there and len(here) == 2
-    ends = [(tmp_path / name / 'actor' / 'model.safetensors').read_bytes() for name in ('here', 'there')]
-    assert ends[0] == ends[1]
+    here, there = left(tmp_path / 'here'), left(tmp_path / 'there')
+    assert here == there and len(here[0]) == 2
 
 
 @pytest.mark.parametrize('lora', [[], ['--lora_rank=2']], ids=['full', 'lora'])
@@ -242,14 +162,8 @@ def test_resume_auto_goes_on_where_the_run_stopped(monkeypatch, capsys, tmp_path
     capsys.readouterr()
     assert 'holds checkpoints of an earlier run, up to step-00000001' in fails(monkeypatch, capsys, *stopped)
     run(monkeypatch, *stopped, '--max_timesteps=3', '--resume', 'auto')
-    whole, resumed = metrics_of(tmp_path / 'whole'), metrics_of(tmp_path / 'stopped')
-    assert [line['step'] for line in resumed] == [1, 2, 3]
-    for one, other in zip(whole, resumed, strict=True):
-        assert {k: v for k, v in one.items() if 'perf/' not in k} == {
-            k: v for k, v in other.items() if 'perf/' not in k
-        }
-    ends = [(tmp_path / name / 'actor' / 'model.safetensors').read_bytes() for name in ('whole', 'stopped')]
-    assert ends[0] == ends[1]
+    whole, resumed = left(tmp_path / 'whole'), left(tmp_path / 'stopped')
+    assert whole == resumed and [line['step'] for line in resumed[0]] == [1, 2, 3]
 
 
 def test_a_resume_under_changed_settings_says_so_in_one_line(monkeypatch, capsys, tmp_path, model_folder):

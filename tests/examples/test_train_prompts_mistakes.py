@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
+import shutil
 
 import pytest
-from train_prompts_runs import QUICK, REWARD, fails, run
+from example_script import QUICK, REWARD, fails, run
+from safetensors import torch as safetensors
 
-from chatgpt.nn import RewardModel
+from chatgpt.nn import Actor, AutoActor, RewardModel
+from chatgpt.nn.peft_format import export_peft
 from chatgpt.strategies.checkpoint import claim_folder
 
 
@@ -28,99 +29,59 @@ def no_weights(monkeypatch):
 @pytest.mark.parametrize(
     ('flags', 'message'),
     [
-        (['--kl_coeffs', '0.1'], "unknown argument '--kl_coeffs'; did you mean --kl_coef"),
-        (['--train_batch_size=0'], 'train_batch_size=0 must be positive'),
-        (['--lr=nan'], "argument --lr: 'nan' is no number"),
+        ('--kl_coeffs 0.1', "unknown argument '--kl_coeffs'; did you mean --kl_coef"),
+        ('--train_batch_size=0', 'train_batch_size=0 must be positive'),
+        ('--lr=nan', "argument --lr: 'nan' is no number"),
+        ('--epochs=2 --num_episodes=3 {run}', 'epochs=2 and num_episodes=3 both say how long to train; give one'),
+        ('--validation_file={prompts} {run}', 'is the training data: give another, or'),
+        ('--validation_percentage=0.1', 'validation_percentage=0.1 may mean 10 % or 0.1 %: give 10 for the first'),
+        ('--model_path={model} {run}', 'the trained model would replace --pretrain '),
+        ('--mini_batch_size=3', "unknown argument '--mini_batch_size'; here it is --train_batch_size"),
+        ('--resume=/no/such/checkpoint', '--resume /no/such/checkpoint: there is no such folder'),
+        ('{prompts} --pretrain={model}', 'give --reward_model FOLDER or --reward_fn module:function'),
+        ('{prompts} {reward}', 'give --pretrain NAME_OR_FOLDER'),
+        ('--reward_model={model} {run}', 'give --reward_model or --reward_fn, not both'),
+        ('/no/such/file.csv --pretrain={model} {reward}', '/no/such/file.csv: no such file'),
+        ('{prompts} --pretrain=/no/such/model {reward}', "'/no/such/model': there is no such folder"),
+        ('{prompts} --pretrain={model} --reward_model=/no/such/rm', "'/no/such/rm': there is no such folder"),
+        ('--model=opt {run}', "--model opt: the model is of the family 'gpt2'"),
+        ('{prompts} --pretrain={model} --reward_fn=nowhere:joy', "No module named 'nowhere'"),
+        ('{prompts} --pretrain={model} --reward_fn=joy', 'write module:name or path/to/file.py:name'),
+        ('{prompts} --pretrain={model} --reward_fn={tmp}/broken.py:joy', 'importing it raised ZeroDivisionError'),
+        ('{prompts} --pretrain={model} --reward_fn={tmp}/narrow.py:joy', 'it is called as joy(prompts, responses)'),
         (
-            ['--epochs=2', '--num_episodes=3', '{prompts}', '--pretrain={model}', *REWARD],
-            'epochs=2 and num_episodes=3 both say how long to train; give one',
-        ),
-        (
-            ['{prompts}', '--validation_file={prompts}', '--pretrain={model}', *REWARD],
-            'is the training data: give another, or',
-        ),
-        (
-            ['--validation_percentage=0.1'],
-            'validation_percentage=0.1 may mean 10 % or 0.1 %: give 10 for the first; for the second keep records back '
-            'yourself',
-        ),
-        (
-            ['--model_path={model}', '{prompts}', '--pretrain={model}', *REWARD],
-            'the trained model would replace --pretrain ',
-        ),
-        (
-            ['--mini_batch_size=3'],
-            "unknown argument '--mini_batch_size'; here it is --train_batch_size, of one optimizer step, all processes",
-        ),
-        (['--resume=/no/such/checkpoint'], '--resume /no/such/checkpoint: there is no such folder'),
-        (['{prompts}', '--pretrain={model}'], 'give --reward_model FOLDER or --reward_fn module:function'),
-        (['{prompts}', *REWARD], 'give --pretrain NAME_OR_FOLDER'),
-        (
-            ['{prompts}', '--pretrain={model}', *REWARD, '--reward_model={model}'],
-            'give --reward_model or --reward_fn, not both',
-        ),
-        (['/no/such/file.csv', '--pretrain={model}', *REWARD], '/no/such/file.csv: no such file'),
-        (['{prompts}', '--pretrain=/no/such/model', *REWARD], "'/no/such/model': there is no such folder"),
-        (['{prompts}', '--pretrain={model}', '--reward_model=/no/such/rm'], "'/no/such/rm': there is no such folder"),
-        (['{prompts}', '--pretrain={model}', '--model=opt', *REWARD], "--model opt: the model is of the family 'gpt2'"),
-        (['{prompts}', '--pretrain={model}', '--reward_fn=nowhere:joy'], "No module named 'nowhere'"),
-        (['{prompts}', '--pretrain={model}', '--reward_fn=joy'], 'write module:name or path/to/file.py:name'),
-        (
-            ['{prompts}', '--pretrain={model}', '--reward_fn={broken}:joy'],
-            'importing it raised ZeroDivisionError: division by zero',
-        ),
-        (['{prompts}', '--pretrain={model}', '--reward_fn={narrow}:joy'], 'it is called as joy(prompts, responses)'),
-        (
-            ['{prompts}', '--pretrain={model}', '--reward_fn={narrow}:right'],
+            '{prompts} --pretrain={model} --reward_fn={tmp}/narrow.py:right',
             "reward function right needs a column 'answer' beside the prompts; there are none",
         ),
+        ('{prompts} --pretrain={model} --reward_fn={tmp}/narrow.py:limit', 'is of type int, which cannot be called'),
+        ('{prompts} --pretrain={model} --reward_fn={tmp}/narrow.py:joi', "has no 'joi'; did you mean joy?"),
         (
-            ['{prompts}', '--pretrain={model}', '--reward_fn={narrow}:limit'],
-            'is of type int, which cannot be called',
-        ),
-        (
-            ['{prompts}', '--pretrain={model}', '--reward_fn', REWARD[1].replace('joy', 'jox')],
-            "has no 'jox'; did you mean joy?",
-        ),
-        (
-            ['{nocolumn}', '--pretrain={model}', *REWARD],
+            '{tmp}/nocolumn.csv --pretrain={model} {reward}',
             "no column 'prompt' for the prompt; the columns are 'act', 'words'",
         ),
         (
-            ['{empty}', '--pretrain={model}', *REWARD],
+            '{tmp}/empty.jsonl --pretrain={model} {reward}',
             'empty.jsonl, line 2: the prompt is empty. Bad records are left out with --skip_bad_records',
         ),
-        (['{prompts}', '--pretrain={model}', '--max_new_tokens=60', *REWARD], 'passes the context of 64'),
+        ('--max_new_tokens=60 {run}', 'passes the context of 64'),
         (
-            ['{long}', '--pretrain={model}', *REWARD],
+            '{tmp}/long.jsonl --pretrain={model} {reward}',
             'prompt 1 has 70 tokens; with max_new_tokens=4 it passes the context of 64',
         ),
     ],
-    ids=lambda value: value.split(':')[0][:40] if isinstance(value, str) else '',
 )
 def test_mistakes(monkeypatch, capsys, tmp_path, model_folder, prompt_file, flags, message):
     (tmp_path / 'nocolumn.csv').write_text('act,words\nx,y\n')
     (tmp_path / 'empty.jsonl').write_text('{"prompt": "one day"}\n{"prompt": ""}\n')
-    (tmp_path / 'long.jsonl').write_text(
-        json.dumps({'prompt': 'one day'}) + '\n' + json.dumps({'prompt': 'fox ' * 70}) + '\n'
-    )
+    (tmp_path / 'long.jsonl').write_text('{"prompt": "one day"}\n{"prompt": "' + 'fox ' * 70 + '"}\n')
     (tmp_path / 'broken.py').write_text('1 / 0\n')
     (tmp_path / 'narrow.py').write_text(
         'limit = 3\ndef joy(texts):\n    return [0.0] * len(texts)\ndef right(prompts, responses, answer, **k): ...\n'
     )
-    names = {
-        name: tmp_path / file
-        for name, file in (
-            ('nocolumn', 'nocolumn.csv'),
-            ('empty', 'empty.jsonl'),
-            ('long', 'long.jsonl'),
-            ('broken', 'broken.py'),
-            ('narrow', 'narrow.py'),
-        )
-    }
-    names |= {'prompts': prompt_file, 'model': model_folder}
-    filled = [re.sub(r'\{(\w+)\}', lambda match: str(names[match[1]]), flag) for flag in flags]
-    error = fails(monkeypatch, capsys, *QUICK, '--save_path', str(tmp_path / 'run'), *filled)
+    places = {'tmp': tmp_path, 'prompts': prompt_file, 'model': model_folder, 'reward': ' '.join(REWARD)}
+    places['run'] = '{prompts} --pretrain={model} {reward}'.format(**places)
+    given = flags.format(**places).split()
+    error = fails(monkeypatch, capsys, *QUICK, '--save_path', str(tmp_path / 'run'), *given)
     assert message in error
     assert not (tmp_path / 'run').exists()  # it left nothing behind
 
@@ -138,7 +99,7 @@ def test_a_batch_that_cannot_be_cut_over_the_ranks(monkeypatch, capsys, tmp_path
 def test_a_tokenizer_that_does_not_match(monkeypatch, capsys, tmp_path, model_folder, prompt_file):
     from transformers import GPT2Config, GPT2Model
 
-    from chatgpt.testing.fakes import byte_tokenizer
+    from chatgpt.testing import byte_tokenizer
 
     byte_tokenizer().save_pretrained(tmp_path / 'bytes')
     common = [str(prompt_file), '--pretrain', str(model_folder), *QUICK, '--save_path', str(tmp_path / 'run')]
@@ -215,18 +176,70 @@ def test_weights_that_are_not_finite_end_the_run_and_leave_the_checkpoint_whole(
 
 
 def test_a_damaged_checkpoint_is_one_line(monkeypatch, capsys, tmp_path, model_folder):
-    flags = [
-        *QUICK,
-        '--pretrain',
-        str(model_folder),
-        '--save_path',
-        str(tmp_path),
-        '--checkpoint_interval=1',
-        '--max_timesteps=1',
-    ]
+    flags = f'--pretrain {model_folder} --save_path {tmp_path} --checkpoint_interval=1 --max_timesteps=1'.split()
+    flags = [*QUICK, *flags]
     run(monkeypatch, *flags)
     capsys.readouterr()
     part = next((tmp_path / 'checkpoints' / 'step-00000001').glob('actor-*.safetensors'))
     part.write_bytes(part.read_bytes()[:-1])
     error = fails(monkeypatch, capsys, *flags, '--resume=auto')
     assert part.name in error and '--resume' not in error
+
+
+@pytest.fixture
+def broken(model_folder, tmp_path):
+    """The demo's policy with NaN in a block; with its first block's attention left out; and as a reward model with
+    NaN."""
+    scorer = tmp_path / 'rm'
+    RewardModel(AutoActor(pretrained=model_folder).model).save_pretrained(scorer)
+    for name, source in (('nan', model_folder), ('lacking', model_folder), ('nan_rm', scorer)):
+        shutil.copytree(source, tmp_path / name)
+        path = tmp_path / name / 'model.safetensors'
+        tensors = safetensors.load(path.read_bytes())
+        if name == 'lacking':
+            tensors = {n: t for n, t in tensors.items() if 'h.0.attn' not in n}
+        else:
+            tensors['transformer.h.0.mlp.c_fc.weight'][0, 0] = float('nan')
+        safetensors.save_file(tensors, path, metadata={'format': 'pt'})
+    return tmp_path
+
+
+def test_unfit_weights_end_the_command_in_one_line(monkeypatch, capsys, broken, model_folder):
+    capsys.readouterr()
+    for flags, told in (
+        (['--pretrain={nan}', *REWARD], '{nan}/model.safetensors: transformer.h.0.mlp.c_fc.weight holds NaN'),
+        (['--pretrain={lacking}', *REWARD], 'it holds no tensor for transformer.h.0.attn.c_attn.bias (and 3 more)'),
+        (['--pretrain={model}', '--reward_model={nan_rm}'], '{nan_rm}/model.safetensors: transformer.h.0.mlp.c_fc'),
+    ):
+        places = {name: broken / name for name in ('nan', 'lacking', 'nan_rm')} | {'model': model_folder}
+        given = [flag.format(**places) for flag in flags]
+        error = fails(monkeypatch, capsys, *QUICK, '--save_path', str(broken / 'run'), *given)
+        assert told.format(**places) in error
+    assert not (broken / 'run' / 'metrics.jsonl').exists()
+
+
+def test_an_adapters_folder_is_a_place_to_start_from(monkeypatch, tmp_path, model_folder):
+    export_peft(
+        Actor(AutoActor(pretrained=model_folder).model, lora_rank=2), tmp_path / 'adapter', base_model=str(model_folder)
+    )
+    run(monkeypatch, *QUICK, '--pretrain', str(tmp_path / 'adapter'), '--save_path', str(tmp_path / 'run'), *REWARD)
+    assert 'transformer.h.0.mlp.c_fc.weight' in AutoActor(pretrained=tmp_path / 'run' / 'actor').model.state_dict()
+
+
+def test_bad_records_of_every_source_are_counted_and_named(monkeypatch, capsys, tmp_path, model_folder):
+    good = '{"prompt": "one day a small fox"}\n'
+    prompts, validation, ptx = (tmp_path / f'{name}.jsonl' for name in ('prompts', 'validation', 'ptx'))
+    prompts.write_text(good * 4 + '{"prompt": ""}\nnonsense\n')
+    validation.write_text('nonsense\n' + good)
+    ptx.write_text('{"text": "a fox ."}\n{"text": 3}\n')
+    flags = (
+        f'{prompts} --validation_file {validation} --ptx_data {ptx} --ptx_coef=0.5 --pretrain {model_folder}'.split()
+    )
+    flags += [*REWARD, *QUICK, '--max_timesteps=1', '--save_path', str(tmp_path / 'run')]
+    error = fails(monkeypatch, capsys, *flags)
+    assert f'{prompts}, line 5: ' in error  # without the flag the first one ends the run
+    run(monkeypatch, *flags, '--skip_bad_records')
+    said = capsys.readouterr().out
+    assert f'{prompts}: 4 prompts, 2 bad ones left out ({prompts}, line 5: ' in said
+    assert f'{validation}: 1 eval prompts, 1 bad ones left out ({validation}, line 1: ' in said
+    assert f'{ptx}: 1 texts, 1 bad ones left out ({ptx}, line 2: ' in said

@@ -130,13 +130,9 @@ def test_ppo_whose_first_ratio_is_1(llama, engine_of, recompute):
             (actor, AdamW(actor.parameters(), lr=1e-2)), (critic, AdamW(critic.parameters(), lr=1e-2))
         )
         trainer = PPOTrainer(
-            strategy,
-            actor,
-            critic,
+            *(strategy, actor, critic),
             lambda prompts, responses: [float(i % 2) for i in range(len(prompts))],
-            None,
-            a,
-            c,
+            *(None, a, c),
             kl_coef=0.0,
             engine=engine_of(model),
             experience_batch_size=4,
@@ -176,13 +172,13 @@ def test_turns_of_episodes_are_those_of_the_local_engine(llama, engine_of, monke
 
     engine = engine_of(model)
     assert played(engine) == played(LocalEngine())
-    generate, asked = engine._llm.generate, []
+    generate, asked = engine.llm.generate, []
 
     def watched(given: Any, params: Any, **kw: Any) -> Any:
         asked.append([(len(p['prompt_token_ids']), q.max_tokens, q.seed) for p, q in zip(given, params, strict=True)])
         return generate(given, params, **kw)
 
-    monkeypatch.setattr(engine._llm, 'generate', watched)
+    monkeypatch.setattr(engine.llm, 'generate', watched)
     assert played(engine, do_sample=True) == played(engine, do_sample=True)
     # by hand, after what checks the weights: n7, 5 tokens, nothing, 5 tokens, x, and 14 - 11 = 3 tokens
     sizes = [[(length, limit) for length, limit, _ in turn] for turn in asked[1:4]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from policies import GREEDY, OPTIONS, WARM, off, prompts, update
 
 from chatgpt.nn import Actor
 from chatgpt.rollout import Call, LocalEngine, VLLMRemoteEngine
+from chatgpt.rollout.vllm_remote import _Link
 
 pytest.importorskip('vllm', reason='vLLM has an environment of its own: make test-vllm')
 ray = pytest.importorskip('ray')
@@ -69,3 +71,29 @@ def test_two_workers_take_three_versions_and_one_is_killed(llama, cluster):
         engine._wanted = lambda given: {**wanted(given), 'lm_head.weight': torch.rand(64, 64)}  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match='VLLMRemoteEngine: .* nats, where float32 explains 0.02'):
             drawn(GREEDY)
+
+
+def test_what_a_cpu_cannot_send_by_has_the_names_that_are_used():
+    """NCCL and IPC need GPUs; their senders, what they are told, and what they ask of a client are vLLM's own here."""
+    from vllm.distributed import weight_transfer as vllms
+    from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+    from vllm.v1.worker.gpu_worker import Worker
+
+    sizes = {'world_size': 3, 'packed': True, 'packed_buffer_size_bytes': 64}
+    NCCLTrainerInitInfo(rank=0, master_address='localhost', master_port=1, **sizes)
+    IPCTrainerInitInfo(rank=0, packed=False)
+    vllms.WeightTransferEngineFactory.create_engine  # noqa: B018
+    inspect.signature(vllms.WeightTransferTrainerFactory.trainer_init).bind(None, client=None, source=None)
+    for sender in (IPCTrainerWeightTransferEngine, NCCLTrainerWeightTransferEngine):
+        inspect.signature(sender.send_weights).bind(None)
+        inspect.signature(sender.shutdown).bind(None)
+    assert all(hasattr(Worker, name) for name in ('reload_weights', 'check_health', 'get_model'))
+    link = _Link(None, 0, 'nccl', 2, 64)
+    for name in ('init_weight_transfer_engine', 'start_weight_update', 'update_weights', 'finish_weight_update'):
+        theirs, ours = (inspect.signature(getattr(of, name)).parameters for of in (VLLMWeightSyncClient, _Link))
+        assert list(theirs) == list(ours), name
+    link.source.give({'a': torch.zeros(2, 3)}, torch.device('cpu'))
+    (described,) = link.source.metadata if not callable(link.source.metadata) else link.source.metadata()
+    assert (described.name, described.dtype, described.shape) == ('a', torch.float32, (2, 3))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from chatgpt.rollout.remote import WorkerDied
-from chatgpt.rollout.worker import make_worker
+from chatgpt.rollout.vllm_worker import make_worker
 
 
 def _serve(pipe: Any, environment: Mapping[str, str], spec: Any, options: Mapping[str, Any], around: Any) -> None:

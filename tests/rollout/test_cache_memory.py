@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from engine_calls import conversed
 
 from chatgpt.nn import Actor
 from chatgpt.rollout import Call, LocalEngine, SamplingParams
@@ -66,36 +67,16 @@ def test_a_cpu_has_no_bound_and_a_gpu_what_is_free_or_kept_by_torch(monkeypatch)
     assert engine.free_bytes(torch.device('cuda', 0)) == 1400
 
 
-class Turns:
-    """Three turns of up to four tokens, an observation of two between them."""
-
-    def __init__(self) -> None:
-        self.turns = [[] for _ in PROMPTS]
-
-    def limit(self, i):
-        return 4
-
-    def ended(self, i, turn):
-        self.turns[i].append(turn.response_ids.tolist())
-
-    def next(self, i):
-        return None if len(self.turns[i]) == 3 else torch.tensor([7, 8])
-
-
 @pytest.mark.parametrize('fixed', [False, True])
 @pytest.mark.parametrize(('rows', 'most'), [(0, 1), (3, 3), (40, 8)])
 def test_rows_that_are_kept_between_turns_are_what_fits(rows, most, fixed):
     """Twice those that are decoded at once, where that fits."""
 
-    def played(engine):
-        engine.begin(Actor(tiny_causal_lm('gpt2')))
-        turns = Turns()
-        sampling = SamplingParams(max_new_tokens=16, eos_token_ids=(5, 9, 17))
-        engine.converse(Call.of(PROMPTS, sampling, seed=3, indices=range(12)), turns)
-        engine.end()
-        return turns.turns
-
+    sampling = SamplingParams(max_new_tokens=16, eos_token_ids=(5, 9, 17))
     longest = 64 if fixed else 5 + 16 - 1
     engine = Small(int(rows * PER_SLOT * (longest + 1) / 0.6) + 1, fixed_steps=fixed, max_batch_size=4)
-    assert played(engine) == played(LocalEngine())
+    found, wanted = (
+        conversed(one, Actor(tiny_causal_lm('gpt2')), PROMPTS, sampling) for one in (engine, LocalEngine())
+    )
+    assert found == wanted
     assert engine.rows == [most]

@@ -12,11 +12,13 @@ import warnings
 import pytest
 import torch
 from cuda_on_cpu import pretend_cuda
+from engine_calls import assert_same
+from engine_calls import drawn as drawn_of
 from torch._dynamo.utils import counters
 
 from chatgpt.nn import Actor
 from chatgpt.nn.compiled import compile_blocks
-from chatgpt.rollout import Call, LocalEngine, SamplingParams
+from chatgpt.rollout import LocalEngine, SamplingParams
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing import tiny_causal_lm
 from chatgpt.types import Prompt
@@ -27,17 +29,7 @@ FILTERED = SamplingParams(max_new_tokens=4, top_k=9, top_p=0.8)
 
 
 def drawn(engine, actor, seed=0, sampling=SAMPLING, prompts=PROMPTS):
-    engine.begin(actor)
-    samples = engine.generate(Call.of(prompts, sampling, seed=seed, indices=range(len(prompts))))
-    engine.end()
-    return samples
-
-
-def assert_same(found, want):
-    for a, b in zip(found, want, strict=True):
-        assert a.response_ids.tolist() == b.response_ids.tolist()
-        for field in ('logprobs', 'filtered_logprobs', 'edge_distances'):
-            torch.testing.assert_close(getattr(a, field), getattr(b, field), atol=2e-5, rtol=0)
+    return drawn_of(engine, actor, sampling, prompts, seed=seed)
 
 
 def compiled_graphs():

@@ -7,11 +7,13 @@ import math
 
 import pytest
 import torch
+from engine_calls import assert_same, conversed
+from engine_calls import drawn as drawn_of
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig
 
 import chatgpt.rollout.local.attention as attention_module
 from chatgpt.nn import Actor
-from chatgpt.rollout import Call, LocalEngine, SamplingParams
+from chatgpt.rollout import LocalEngine, SamplingParams
 from chatgpt.rollout.local.attention import PagedAttention, grouped_attention, paged_varlen
 from chatgpt.testing import FAMILIES, tiny_causal_lm
 from chatgpt.types import Prompt
@@ -95,16 +97,7 @@ def pages(monkeypatch):
 
 
 def drawn(engine, actor, sampling=SAMPLING):
-    engine.begin(actor)
-    samples = engine.generate(Call.of(PROMPTS, sampling, seed=1, indices=range(5)))
-    engine.end()
-    return samples
-
-
-def assert_same(found, want, tolerance=2e-5):
-    for a, b in zip(found, want, strict=True):
-        assert a.response_ids.tolist() == b.response_ids.tolist()
-        torch.testing.assert_close(a.logprobs, b.logprobs, atol=tolerance, rtol=0)
+    return drawn_of(engine, actor, sampling, PROMPTS, seed=1)
 
 
 @pytest.mark.parametrize('kv_heads', [4, 2, 1])
@@ -147,35 +140,16 @@ def test_families_take_pages_or_say_why_not(family, pages):
     assert pages
 
 
-class Turns:
-    """Three turns of up to four tokens, an observation of two between them."""
-
-    def __init__(self):
-        self.turns = [[] for _ in PROMPTS]
-
-    def limit(self, i):
-        return 4
-
-    def ended(self, i, turn):
-        self.turns[i].append(turn.response_ids.tolist())
-
-    def next(self, i):
-        return None if len(self.turns[i]) == 3 else torch.tensor([7, 8])
-
-
 @pytest.mark.parametrize('fixed', [False, True])
 def test_turns_by_pages(fixed, pages):
     actor = Actor(grouped_model())
 
-    def played(engine):
-        turns = Turns()
-        engine.begin(actor)
-        engine.converse(Call.of(PROMPTS, SamplingParams(max_new_tokens=16), seed=3, indices=range(5)), turns)
-        engine.end()
-        return turns.turns
-
     form = {'attention': 'varlen', 'fixed_steps': fixed, 'max_batch_size': 3}
-    assert played(LocalEngine(**form)) == played(LocalEngine(max_batch_size=3))
+    found, wanted = (
+        conversed(LocalEngine(**options), actor, PROMPTS, SamplingParams(max_new_tokens=16))
+        for options in (form, {'max_batch_size': 3})
+    )
+    assert found == wanted
     assert pages
 
 
@@ -206,8 +180,6 @@ def test_what_a_cpu_does_by_default_and_what_is_refused():
     engine.end()
     with pytest.raises(ValueError, match='it needs CUDA and 16 bits, and the policy is torch.float32 on cpu'):
         LocalEngine(attention='varlen').begin(Actor(grouped_model()))
-    with pytest.raises(ValueError, match="attention='paged' is not one of 'auto', 'plain', 'grouped', 'varlen'"):
-        LocalEngine(attention='paged')
 
 
 def test_torch_has_pages():
@@ -226,10 +198,8 @@ def test_pages_on_a_gpu(kv_heads, fixed):
     actor = Actor(grouped_model(kv_heads=kv_heads).to('cuda', torch.bfloat16))
     sampling = SamplingParams(max_new_tokens=6, do_sample=False)
     engine = LocalEngine(fixed_steps=fixed)
-    found, want = (
-        drawn(engine, actor, sampling),
-        drawn(LocalEngine(attention='plain', fixed_steps=fixed), actor, sampling),
-    )
+    found = drawn(engine, actor, sampling)
+    want = drawn(LocalEngine(attention='plain', fixed_steps=fixed), actor, sampling)
     assert engine.attention_form == ('varlen' if paged_varlen() is not None else 'grouped')
     for a, b in zip(found, want, strict=True):
         torch.testing.assert_close(a.logprobs[:1], b.logprobs[:1], atol=0.05, rtol=0)

@@ -6,9 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from engine_calls import assert_same, drawn, prompts_of
 
+import chatgpt.rollout.hf
+import chatgpt.rollout.local.run
 from chatgpt.nn import Actor
-from chatgpt.rollout import Call, LocalEngine, SamplingParams
+from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams
+from chatgpt.rollout.engine import changing_shapes
 from chatgpt.rollout.local.fixed_step import row_bucket, slot_bucket
 from chatgpt.testing import FAMILIES, tiny_causal_lm
 from chatgpt.types import Prompt
@@ -21,45 +25,9 @@ SETTINGS = {
 }
 
 
-def prompts_of(lengths=(3, 9, 5, 1, 7, 4, 12, 2), seed: int = 0) -> list[Prompt]:
-    generator = torch.Generator().manual_seed(seed)
-    return [Prompt(ids=torch.randint(3, 64, (n,), generator=generator)) for n in lengths]
-
-
-def collect(engine, model, sampling, prompts=None, calls=1):
-    prompts = prompts or prompts_of()
-    engine.begin(Actor(model))
-    out = []
-    for call in range(calls):
-        out += engine.generate(
-            Call.of(prompts, sampling, seed=5, indices=[100 * call + i for i in range(len(prompts))])
-        )
-    engine.end()
-    return out
-
-
-def assert_same(one, other):
-    for a, b in zip(one, other, strict=True):
-        assert a.response_ids.tolist() == b.response_ids.tolist()
-        assert (a.index, a.finish_reason) == (b.index, b.finish_reason)
-        for field in ('logprobs', 'filtered_logprobs', 'edge_distances'):
-            torch.testing.assert_close(getattr(a, field), getattr(b, field), atol=2e-5, rtol=0)
-
-
 def test_buckets_by_hand():
-    assert [row_bucket(n, 200) for n in (1, 2, 3, 5, 9, 17, 32, 33, 64, 65, 199)] == [
-        1,
-        2,
-        4,
-        8,
-        16,
-        32,
-        32,
-        64,
-        64,
-        96,
-        200,
-    ]
+    found = [row_bucket(n, 200) for n in (1, 2, 3, 5, 9, 17, 32, 33, 64, 65, 199)]
+    assert found == [1, 2, 4, 8, 16, 32, 32, 64, 64, 96, 200]
     assert [row_bucket(n, 5) for n in (1, 3, 5)] == [1, 4, 5]
     assert [slot_bucket(w, 600) for w in (1, 256, 257, 599)] == [256, 256, 512, 600]
 
@@ -70,24 +38,25 @@ def test_buckets_by_hand():
 def test_tokens_are_those_of_the_ordinary_decode(family, settings, max_batch_size):
     model = tiny_causal_lm(family, tie_word_embeddings=False)
     sampling = SamplingParams(max_new_tokens=11, **SETTINGS[settings])
-    plain = collect(LocalEngine(fixed_steps=False, max_batch_size=max_batch_size), model, sampling)
-    fixed = collect(LocalEngine(fixed_steps=True, max_batch_size=max_batch_size), model, sampling)
+    plain = drawn(LocalEngine(fixed_steps=False, max_batch_size=max_batch_size), model, sampling)
+    fixed = drawn(LocalEngine(fixed_steps=True, max_batch_size=max_batch_size), model, sampling)
     assert_same(plain, fixed)
     if settings == 'ends':
         assert len({s.num_actions for s in fixed}) > 2
 
 
 def test_another_call_of_the_phase_reuses_the_steps():
-    model = tiny_causal_lm('gpt2')
+    actor = Actor(tiny_causal_lm('gpt2'))
     sampling = SamplingParams(max_new_tokens=9, eos_token_ids=tuple(range(2, 12)))
-    engine = LocalEngine(fixed_steps=True)
-    made = []
-    original = engine.fixed
-    engine.fixed = lambda *args, **kwargs: made.append(original(*args, **kwargs)) or made[-1]
-    assert_same(
-        collect(LocalEngine(fixed_steps=False), model, sampling, calls=3), collect(engine, model, sampling, calls=3)
-    )
-    assert len(made) == 3 and made[0] is made[1] is made[2]
+    engine, made = LocalEngine(fixed_steps=True), []
+    engine.begin(actor)
+    for indices in (range(8), range(100, 108), range(200, 208)):
+        call = Call.of(prompts_of(), sampling, seed=5, indices=indices)
+        plain = drawn(LocalEngine(fixed_steps=False), actor, sampling, indices=indices)
+        assert_same(engine.generate(call), plain)
+        made.append(engine._fixed)
+    assert made[0] is made[1] is made[2] is not None
+    engine.end()
     assert engine._fixed is None
 
 
@@ -95,14 +64,9 @@ def test_a_stop_function_is_asked():
     model = tiny_causal_lm('gpt2')
     sampling = SamplingParams(max_new_tokens=12, stop=lambda ids: len(ids) >= 2 and sum(ids[-2:]) % 5 == 0)
     assert_same(
-        collect(LocalEngine(fixed_steps=False), model, sampling),
-        collect(LocalEngine(fixed_steps=True), model, sampling),
+        drawn(LocalEngine(fixed_steps=False), model, sampling),
+        drawn(LocalEngine(fixed_steps=True), model, sampling),
     )
-
-
-def test_what_is_not_known_is_refused():
-    with pytest.raises(ValueError, match='fixed_steps'):
-        LocalEngine(fixed_steps='sometimes')
 
 
 @pytest.mark.gpu
@@ -118,4 +82,44 @@ def test_graphs_draw_what_calls_draw(family, settings):
     host_mask = family == 'bloom' and int(transformers.__version__.split('.')[1]) < 23  # made from a number of the host
     assert bool(engine._fixed._graphs) != host_mask
     engine.end()
-    assert_same(collect(LocalEngine(fixed_steps=False), model, sampling), graphs)
+    assert_same(drawn(LocalEngine(fixed_steps=False), model, sampling), graphs)
+
+
+# ---------------------------------------------------------------------- attention backends
+
+
+CUDA = torch.device('cuda', 0)
+
+
+@pytest.mark.parametrize(
+    ('engine', 'during'),
+    [
+        (LocalEngine(fixed_steps=False), [False] * 5),
+        (LocalEngine(fixed_steps=True), [False, True, True, True, True]),  # few shapes: only the prefill is without
+        (HFEngine(), [False] * 5),
+    ],
+)
+def test_cudnn_is_left_out_where_shapes_change(engine, during, monkeypatch):
+    for module in (chatgpt.rollout.hf, chatgpt.rollout.local.run):
+        monkeypatch.setattr(module, 'changing_shapes', lambda device: changing_shapes(CUDA))
+    model, seen = tiny_causal_lm('gpt2'), []
+    engine.begin(Actor(model))
+    model.transformer.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    engine.generate(
+        Call.of([Prompt(ids=torch.tensor([4, 5, 6]))], SamplingParams(max_new_tokens=5), seed=1, indices=[0])
+    )
+    engine.end()
+    assert seen == during
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_a_setting_of_the_users_own_stays():
+    with changing_shapes(torch.device('cpu')):
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        with changing_shapes(CUDA):
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)

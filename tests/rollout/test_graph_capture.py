@@ -9,9 +9,9 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+from engine_calls import drawn
 
-from chatgpt.nn import Actor
-from chatgpt.rollout import Call, LocalEngine, SamplingParams
+from chatgpt.rollout import LocalEngine, SamplingParams
 from chatgpt.rollout.local.fixed_step import HostWatch
 from chatgpt.testing import FAMILIES, tiny_causal_lm
 from chatgpt.types import Prompt
@@ -80,10 +80,7 @@ class Cuda:
 
 
 def phase(engine, model):
-    engine.begin(Actor(model))
-    samples = engine.generate(Call.of(PROMPTS, SAMPLING, seed=5, indices=range(3)))
-    engine.end()
-    return [s.response_ids.tolist() for s in samples]
+    return [s.response_ids.tolist() for s in drawn(engine, model, SAMPLING, PROMPTS)]
 
 
 def test_a_capture_that_breaks_off_leaves_the_allocator_and_the_tokens_whole(monkeypatch):
@@ -139,10 +136,8 @@ def test_our_own_step_takes_nothing_from_the_host(family, settings, monkeypatch)
         pytest.skip('makes its mask from a number of the host')
     cuda = Cuda(monkeypatch, fails='reached')
     engine = Capturing(fixed_steps=True)
-    engine.begin(Actor(tiny_causal_lm(family)))
     with pytest.warns(UserWarning, match='reached'):
-        engine.generate(Call.of(PROMPTS, SamplingParams(max_new_tokens=4, **settings), seed=5, indices=range(3)))
-    engine.end()
+        drawn(engine, tiny_causal_lm(family), SamplingParams(max_new_tokens=4, **settings), PROMPTS)
     assert cuda.captures == 1
 
 

@@ -12,15 +12,7 @@ import torch
 from in_process_workers import InProcessWorkers
 
 from chatgpt.nn import Actor
-from chatgpt.rollout import (
-    Abilities,
-    Call,
-    CheckedEngine,
-    LocalEngine,
-    RemoteEngine,
-    RolloutEngine,
-    SamplingParams,
-)
+from chatgpt.rollout import Abilities, Call, CheckedEngine, LocalEngine, RemoteEngine, RolloutEngine, SamplingParams
 from chatgpt.rollout.handshake import Handshake
 from chatgpt.rollout.wire import ModelSpec, each_once
 from chatgpt.rollout.worker import RolloutWorker

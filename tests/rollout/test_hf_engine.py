@@ -7,6 +7,7 @@ import gc
 
 import pytest
 import torch
+from engine_calls import drawn, prompts_of, slow_logits, tiny_of
 
 from chatgpt.nn import Actor
 from chatgpt.nn.nlpo import MaskedPolicy
@@ -16,23 +17,8 @@ from chatgpt.testing import FAMILIES, tiny_causal_lm
 from chatgpt.types import Prompt
 
 
-def prompts_of(lengths=(3, 9, 5, 1, 7), seed: int = 0) -> list[Prompt]:
-    generator = torch.Generator().manual_seed(seed)
-    return [Prompt(ids=torch.randint(3, 64, (n,), generator=generator), text=str(n)) for n in lengths]
-
-
 def collect(engine, model, prompts, sampling, seed=11):
-    engine.begin(Actor(model))
-    try:
-        return engine.generate(Call.of(prompts, sampling, seed=seed, indices=range(len(prompts))))
-    finally:
-        engine.end()
-
-
-def slow_logits(model, sample):
-    ids = torch.cat([sample.prompt_ids, sample.response_ids])
-    with torch.no_grad():
-        return model(ids[None]).logits[0, len(sample.prompt_ids) - 1 : -1].double()
+    return drawn(engine, model, sampling, prompts, seed=seed)
 
 
 @pytest.mark.parametrize('family', FAMILIES)
@@ -168,31 +154,9 @@ def test_logits_of_earlier_steps_are_not_kept(settings):
     assert '_get_logits_processor' not in vars(model)
 
 
-def test_beams_still_have_their_own_logits():
-    model = tiny_causal_lm('gpt2')
-    sampling = from_generation_kwargs(max_new_tokens=6, do_sample=False, num_beams=3)
-    for s in collect(HFEngine(), model, prompts_of(), sampling):
-        wanted = slow_logits(model, s).log_softmax(-1).gather(1, s.response_ids[:, None])[:, 0]
-        torch.testing.assert_close(s.logprobs.double(), wanted, atol=1e-4, rtol=0)
-
-
 def test_a_model_that_padding_changes_is_given_prompts_of_one_length():
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.RecurrentGemmaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        intermediate_size=48,
-        lru_width=32,
-        attention_window_size=16,
-        block_types=['recurrent', 'attention'],
-    )
-    actor = Actor(transformers.AutoModelForCausalLM.from_config(config)).eval()
+    own = {'lru_width': 32, 'attention_window_size': 16, 'block_types': ['recurrent', 'attention'], 'head_dim': 16}
+    actor = Actor(tiny_of('RecurrentGemma', **own))
     prompts = [Prompt(ids=torch.arange(3, 3 + n)) for n in (6, 2, 4, 2, 6)]
     sampling = SamplingParams(max_new_tokens=5, temperature=0.8)
     engine = HFEngine()
@@ -211,12 +175,7 @@ def test_a_model_that_padding_changes_is_given_prompts_of_one_length():
 
 def test_a_model_whose_generate_is_not_its_forward_is_refused():
     """RWKV of transformers 5 forgets its state between the steps."""
-    import transformers
-
-    config = transformers.RwkvConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32, intermediate_size=48
-    )
-    actor = Actor(transformers.AutoModelForCausalLM.from_config(config)).eval()
+    actor = Actor(tiny_of('Rwkv', attention_hidden_size=32))
     with pytest.raises(
         ValueError, match='RwkvForCausalLM generates does not agree with its plain forward: logits differ'
     ):

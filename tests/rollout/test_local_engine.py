@@ -6,43 +6,17 @@ import random
 
 import pytest
 import torch
+from engine_calls import drawn, prompts_of, slow_logits, tiny_of
 
 from chatgpt.nn import Actor
-from chatgpt.rollout import Call, LocalEngine, SamplingParams, compare_samples
+from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams, compare_samples
 from chatgpt.testing import FAMILIES, tiny_causal_lm
 from chatgpt.types import Prompt, Sample
 
-LENGTHS = (3, 9, 5, 1, 7, 4, 12, 2)
-
-
-def prompts_of(lengths=LENGTHS, vocab: int = 64, seed: int = 0) -> list[Prompt]:
-    generator = torch.Generator().manual_seed(seed)
-    return [Prompt(ids=torch.randint(3, vocab, (n,), generator=generator)) for n in lengths]
-
 
 def collect(model, prompts, sampling, *, indices=None, groups=None, seed=11, **engine_settings) -> list[Sample]:
-    engine = LocalEngine(**engine_settings)
-    engine.begin(Actor(model))
-    try:
-        return engine.generate(
-            Call.of(
-                prompts,
-                sampling,
-                seed=seed,
-                indices=indices if indices is not None else range(len(prompts)),
-                groups=groups,
-            )
-        )
-    finally:
-        engine.end()
-
-
-def slow_logits(model, sample: Sample) -> torch.Tensor:
-    """(A, V) float64 logits that predict each action: one plain, unpadded forward of the whole sequence."""
-    ids = torch.cat([sample.prompt_ids, sample.response_ids])
-    with torch.no_grad():
-        logits = model(ids[None]).logits[0].double()
-    return logits[len(sample.prompt_ids) - 1 : -1]
+    call = {'indices': range(len(prompts)) if indices is None else indices, 'groups': groups}
+    return drawn(LocalEngine(**engine_settings), model, sampling, prompts, seed=seed, **call)
 
 
 @pytest.mark.parametrize('family', FAMILIES)
@@ -319,51 +293,43 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             collect(model, rows, SamplingParams(**settings))
 
-    def test_counts_that_do_not_match(self):
-        with pytest.raises(ValueError, match='2 prompts but 3 sample indices'):
-            collect(tiny_causal_lm(), prompts_of((1, 2)), SamplingParams(max_new_tokens=2), indices=range(3))
-        with pytest.raises(ValueError, match='2 prompts but 1 groups'):
-            collect(tiny_causal_lm(), prompts_of((1, 2)), SamplingParams(max_new_tokens=2), groups=[0])
+    @pytest.mark.parametrize(
+        ('counts', 'message'),
+        [
+            ({'indices': range(3)}, '2 prompts but 3 sample indices'),
+            ({'groups': [0]}, '2 prompts but 1 groups'),
+            ({'offsets': [0, 1, 2]}, '2 prompts but 3 offsets'),
+        ],
+    )
+    def test_counts_that_do_not_match(self, counts, message):
+        with pytest.raises(ValueError, match=message):
+            drawn(LocalEngine(), tiny_causal_lm(), SamplingParams(max_new_tokens=2), prompts_of((1, 2)), **counts)
 
     def test_without_begin(self):
         with pytest.raises(ValueError, match='begin'):
             LocalEngine().generate(Call.of(prompts_of(), SamplingParams(max_new_tokens=2), seed=1, indices=range(8)))
 
-    def test_settings_of_the_engine(self):
-        with pytest.raises(ValueError, match='max_batch_size=0'):
-            LocalEngine(max_batch_size=0)
+    @pytest.mark.parametrize(
+        ('setting', 'message'),
+        [
+            ({'max_batch_size': 0}, 'max_batch_size=0'),
+            ({'fixed_steps': 'sometimes'}, "fixed_steps='sometimes' is not one of True, False, 'auto', 'compiled'"),
+            ({'attention': 'paged'}, "attention='paged' is not one of 'auto', 'plain', 'grouped', 'varlen'"),
+            ({'keep': 'sometimes'}, "keep='sometimes' is not one of True, False, 'auto'"),
+        ],
+    )
+    def test_settings_of_the_engine(self, setting, message):
+        with pytest.raises(ValueError, match=message):
+            LocalEngine(**setting)
 
     @pytest.mark.parametrize('fixed_steps', [False, True])
     @pytest.mark.parametrize('family', ['Mistral', 'Gemma2', 'Llama4Text'])
     def test_sequences_longer_than_the_attention_window(self, family, fixed_steps):
         """Every token is the model's own choice by a plain forward, whose mask has the window: of rows on both sides of
         it, one that crosses it, and rows of one length."""
-        import transformers
-
-        own = {
-            'Mistral': {'sliding_window': 16},
-            'Gemma2': {'sliding_window': 16, 'head_dim': 16},
-            'Llama4Text': {
-                'attention_chunk_size': 16,
-                'head_dim': 16,
-                'intermediate_size_mlp': 64,
-                'num_local_experts': 2,
-            },
-        }[family]
-        config = getattr(transformers, f'{family}Config')(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=64,
-            pad_token_id=0,
-            initializer_range=0.1,
-            **own,
-        )
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        chunks = {'attention_chunk_size': 16, 'intermediate_size_mlp': 64, 'num_local_experts': 2}
+        own = {'Mistral': {}, 'Gemma2': {'head_dim': 16}, 'Llama4Text': {'head_dim': 16} | chunks}[family]
+        model = tiny_of(family, **({'sliding_window': 16} if family != 'Llama4Text' else {}), **own)
         engine = LocalEngine(max_batch_size=3, fixed_steps=fixed_steps)
         engine.begin(Actor(model))
         sampling = SamplingParams(max_new_tokens=8, do_sample=False)
@@ -378,8 +344,6 @@ class TestRefusals:
 
     def test_a_window_that_is_not_followed_is_refused_where_it_would_matter(self, monkeypatch):
         """Negative control of the check beyond the window: with the mask of a model without one."""
-        from transformers import MistralConfig, MistralForCausalLM
-
         from chatgpt.rollout.local import slot_cache
 
         monkeypatch.setattr(
@@ -387,32 +351,14 @@ class TestRefusals:
             'window_masks',
             lambda lengths, width, windows, dtype: slot_cache.decode_mask(lengths, width, 'additive', dtype),
         )
-        config = MistralConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            sliding_window=16,
-            max_position_embeddings=64,
-            pad_token_id=0,
-            initializer_range=0.1,
-        )
-        torch.manual_seed(0)
-        model = MistralForCausalLM(config).eval()
+        model = tiny_of('Mistral', sliding_window=16)
         with pytest.raises(ValueError, match="attention window of 16, beyond which its decode.*use engine='hf'"):
             collect(model, prompts_of((12,)), SamplingParams(max_new_tokens=5))
         (s,) = collect(model, prompts_of((12,)), SamplingParams(max_new_tokens=4, do_sample=False))
         assert torch.equal(slow_logits(model, s).argmax(-1), s.response_ids)
 
     def test_a_model_without_a_plain_key_value_cache_is_refused(self):
-        from transformers import MambaConfig, MambaForCausalLM
-
-        model = MambaForCausalLM(
-            MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4, pad_token_id=0)
-        ).eval()
-        actor = Actor(model).train()
+        actor = Actor(tiny_of('Mamba', state_size=4)).train()
         with pytest.raises(ValueError, match="MambaForCausalLM does not agree with its plain forward.*use engine='hf'"):
             LocalEngine().begin(actor)
         assert all(m.training for m in actor.modules())  # a refusal leaves nothing behind
@@ -452,3 +398,35 @@ def test_cuda_draws_the_same_tokens_as_cpu(family):
     cuda = collect(tiny_causal_lm(family).cuda(), prompts_of(), sampling, max_batch_size=5)
     report = compare_samples(cpu, cuda, tolerance=1e-4)
     assert report.explained and report.num_tokens > 40, str(report)
+
+
+# ---------------------------------------------------------------------- later turns
+
+
+def test_the_second_half_draws_with_its_own_positions():
+    engine = LocalEngine()
+    engine.begin(Actor(tiny_causal_lm('gpt2')))
+    prompts = [Prompt(ids=torch.tensor([5, 6, 7])), Prompt(ids=torch.tensor([9, 4]))]
+    whole = engine.generate(Call.of(prompts, SamplingParams(max_new_tokens=12), seed=3, indices=[7, 2]))
+    cuts = [4, 7]
+    later = [Prompt(ids=torch.cat([p.ids, s.response_ids[:n]])) for p, s, n in zip(prompts, whole, cuts, strict=True)]
+    ask = {'seed': 3, 'indices': [7, 2]}
+    on = engine.generate(Call.of(later, SamplingParams(max_new_tokens=5), offsets=cuts, **ask))
+    for sample, rest, n in zip(whole, on, cuts, strict=True):
+        assert rest.response_ids.tolist() == sample.response_ids[n : n + 5].tolist()
+    # without the offset the draws begin anew, so this could have failed
+    anew = engine.generate(Call.of(later, SamplingParams(max_new_tokens=5), **ask))
+    assert any(a.response_ids.tolist() != b.response_ids.tolist() for a, b in zip(anew, on, strict=True))
+
+
+def test_generators_of_later_turns_are_others():
+    engine = HFEngine()
+    engine.begin(Actor(tiny_causal_lm('gpt2')))
+    prompt, sampling = [Prompt(ids=torch.tensor([5, 6, 7]))], SamplingParams(max_new_tokens=16)
+
+    def drawn(offset):
+        (sample,) = engine.generate(Call.of(prompt, sampling, seed=3, indices=[7], offsets=[offset]))
+        return sample.response_ids.tolist()
+
+    assert drawn(0) != drawn(4) != drawn(5)
+    assert drawn(4) == drawn(4)

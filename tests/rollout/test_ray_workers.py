@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from in_process_workers import InProcessWorkers
 
 from chatgpt.nn import Actor
 from chatgpt.rollout import Call, LocalEngine, RemoteEngine, SamplingParams, ray_workers
@@ -113,62 +112,6 @@ def test_a_killed_actor_is_replaced_and_its_prompts_are_generated_again(cluster,
     assert_same(want, got)
     assert engine.num_replaced == before + 1
     assert cluster.get(engine.workers.actors[1].pid.remote()) != victim
-
-
-def test_ppo_with_a_killed_actor_is_the_undisturbed_run(cluster, engine):
-    from chatgpt.nn import GPTActor
-    from chatgpt.strategies import NaiveStrategy
-    from chatgpt.testing.fakes import char_tokenizer, tiny_config
-    from chatgpt.trainer import PPOTrainer
-    from chatgpt.trainer.callbacks import ProgressBar
-
-    class Log(ProgressBar):
-        def __init__(self, kill_at: int | None) -> None:
-            super().__init__(enabled=False)
-            self.kill_at, self.phases, self.indices = kill_at, [], []
-
-        def on_make_experience_start(self, trainer: Any) -> None:
-            if trainer.phase == self.kill_at:
-                os.kill(cluster.get(engine.workers.actors[0].pid.remote()), signal.SIGKILL)
-
-        def on_make_experience_end(self, trainer: Any, experiences: list[Any]) -> None:
-            self.indices += [e.index for e in experiences]
-
-        def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
-            self.phases.append({k: v for k, v in metrics.items() if not k.startswith('perf/')})
-
-    def run(engine: RemoteEngine, kill_at: int | None = None) -> Log:
-        strategy = NaiveStrategy(seed=3, device='cpu')
-        actor = GPTActor(config=tiny_config('gpt2'))
-        actor, optimizer = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=3e-3)))
-        log = Log(kill_at)
-        trainer = PPOTrainer(
-            strategy,
-            actor,
-            None,
-            lambda prompts, responses: [float(r.count('a')) for r in responses],
-            None,
-            optimizer,
-            kl_coef=0.0,
-            advantage_estimator='reinforce++',
-            experience_batch_size=4,
-            train_batch_size=4,
-            max_new_tokens=6,
-            max_staleness=1,
-            tis_cap=2.0,
-            tokenizer=char_tokenizer(),
-            callbacks=[log],
-            engine=engine,
-        )
-        trainer.fit(['one', 'two', 'three', 'four', 'five'], 1, 10, 2)
-        return log
-
-    with RemoteEngine(InProcessWorkers(1)) as here:
-        undisturbed = run(here)
-    with pytest.warns(UserWarning, match='rollout worker 0 died'):
-        disturbed = run(engine, kill_at=2)
-    assert disturbed.indices == undisturbed.indices == list(range(40))
-    assert disturbed.phases == undisturbed.phases
 
 
 def test_what_an_actor_raises_arrives_as_it_was(engine):

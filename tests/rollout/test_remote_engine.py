@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,11 +15,14 @@ from torch import nn
 
 from chatgpt.nn import Actor, GPTActor
 from chatgpt.nn.nlpo import MaskedPolicy
-from chatgpt.rollout import Call, LocalEngine, RemoteEngine, SamplingParams, compare_samples
+from chatgpt.rollout import Call, LocalEngine, RemoteEngine, SamplingParams, SharedEngine, compare_samples
 from chatgpt.rollout.handshake import Handshake
 from chatgpt.rollout.remote import WorkerDied
 from chatgpt.rollout.wire import ModelSpec, apply_buckets, fill_buckets, merged, plan_buckets, policy_tensors
+from chatgpt.strategies import DDPStrategy
 from chatgpt.testing.fakes import FAMILIES, tiny_causal_lm, tiny_config
+from chatgpt.testing.processes import run_distributed
+from chatgpt.trainer.collect import Collector
 from chatgpt.types import Prompt, Sample
 
 SAMPLING = SamplingParams(max_new_tokens=10, eos_token_ids=(2,), temperature=0.8, top_p=0.95)
@@ -125,7 +129,6 @@ def test_whole_requests_on_any_number_of_workers_are_the_same_bits():
             engine.end()
             for ticket, expected in reversed(list(zip(tickets, want, strict=True))):  # taken in any order
                 assert_same(engine.take(ticket), expected)
-            assert engine.num_in_flight == 0
         assert len({worker for worker, _ in pool.answered}) == num_workers
 
 
@@ -169,7 +172,6 @@ def test_what_is_cancelled_is_never_generated():
         engine.cancel(first)
         assert [s.index for s in engine.take(second)] == list(range(100, 112))
         assert [indices[0] for _, indices in pool.answered] == [100]
-        assert engine.num_in_flight == 0
 
 
 def test_no_prompts_are_no_samples():
@@ -392,3 +394,65 @@ def test_idle_workers_are_reported_once():
     (message,) = four_times(3, 2)
     assert 'only 2 of 3 rollout workers had something to do' in message
     assert four_times(3, 1) == four_times(1, None) == []
+
+
+# ---------------------------------------------------------------------- one engine for all ranks
+
+
+FEW = SamplingParams(max_new_tokens=5, eos_token_ids=(2,))
+
+
+def numbered(num: int) -> list[Prompt]:
+    return [Prompt(ids=torch.tensor([5, 3 + i]), text=str(i)) for i in range(num)]
+
+
+def versions(samples: list[Sample]) -> list[Any]:
+    return [(s.index, s.prompt_text, s.response_ids.tolist(), s.version) for s in samples]
+
+
+def of_a_rank() -> dict[str, Any]:
+    workers = InProcessWorkers(2)
+    with DDPStrategy(seed=3, device='cpu') as strategy, SharedEngine(strategy, RemoteEngine(workers)) as engine:
+        model = tiny_causal_lm('gpt2')
+        if strategy.rank == 1:  # is not asked
+            torch.nn.init.zeros_(model.transformer.wte.weight)
+        mine = numbered(7)[:3] if strategy.rank == 0 else numbered(7)[3:]
+        first = 3 * strategy.rank
+        found: dict[str, Any] = {}
+        engine.begin(Actor(model))
+        tickets = [
+            engine.submit(Call.of(mine, FEW, seed=seed, indices=range(first, first + len(mine)))) for seed in (5, 6)
+        ]
+        engine.end()
+        found['versions'] = [versions(engine.take(ticket)) for ticket in reversed(tickets)]
+        found['started'] = len(workers.workers)
+        # ranks that want different limits, or nothing, still ask alike
+        endless = SamplingParams(max_new_tokens=5)
+        collector = Collector(strategy, engine, endless, policy=lambda **_: nullcontext(Actor(model)))
+        limits = [1, 2, 2] if strategy.rank == 0 else []
+        samples = collector.generate(mine[: len(limits)], indices=range(len(limits)), limits=limits)
+        found['limited'] = [len(s.response_ids) for s in samples]
+        engine.begin(Actor(model))
+        try:
+            engine.submit(
+                Call.of([Prompt(ids=torch.tensor([], dtype=torch.int64))], FEW, seed=0, indices=[strategy.rank])
+            )
+        except ValueError as error:
+            found['error'] = str(error)
+        return found
+
+
+def test_ranks_share_the_workers_of_rank_0():
+    results = run_distributed(of_a_rank, 2)
+    local, expected = LocalEngine(), []
+    local.begin(Actor(tiny_causal_lm('gpt2')))
+    for seed in (6, 5):
+        samples = local.generate(Call.of(numbered(7), FEW, seed=seed, indices=range(7)))
+        expected.append([(i, text, ids, 1) for i, text, ids, _ in versions(samples)])
+    local.end()
+    for rank, found in enumerate(results):
+        mine = slice(0, 3) if rank == 0 else slice(3, 7)
+        assert found['versions'] == [samples[mine] for samples in expected]
+        assert found['error'].startswith('generate: prompt 0 is empty')
+    assert [found['started'] for found in results] == [2, 0]
+    assert [found['limited'] for found in results] == [[1, 2, 2], []]

@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_calls import drawn as collect
+from engine_calls import prompts_of
 
 from chatgpt.nn import Actor
 from chatgpt.nn.nlpo import MaskedPolicy
 from chatgpt.rollout import Call, LocalEngine, SamplingParams, VLLMEngine
 from chatgpt.testing import tiny_causal_lm, tiny_config
-from chatgpt.types import Prompt
 
 STAND_IN = Path(__file__).parent / 'stand_in'
 EMPTIED: list[int] = []
@@ -53,20 +54,6 @@ def fake_vllm(monkeypatch):
 def folder(tmp_path):
     tiny_config('gpt2').save_pretrained(tmp_path)
     return tmp_path
-
-
-def prompts_of(lengths=(3, 9, 5, 1, 7)) -> list[Prompt]:
-    generator = torch.Generator().manual_seed(0)
-    return [Prompt(ids=torch.randint(3, 64, (n,), generator=generator), text=str(n)) for n in lengths]
-
-
-def collect(engine, model, sampling, prompts=None, seed=11):
-    prompts = prompts or prompts_of()
-    engine.begin(Actor(model))
-    try:
-        return engine.generate(Call.of(prompts, sampling, seed=seed, indices=range(len(prompts))))
-    finally:
-        engine.end()
 
 
 def test_every_phase_has_the_policys_weights_and_leaves_none(fake_vllm, folder):
@@ -120,7 +107,7 @@ def test_the_copy_in_16_bits_is_gone_when_the_cache_wakes_up(fake_vllm, folder, 
     monkeypatch.setattr(fake_vllm, 'wake_up', watched)
     engine = VLLMEngine(folder)
     collector = Collector(strategy, engine, SamplingParams(max_new_tokens=3), policy=generating)
-    collector.generate(prompts_of(), indices=range(5))
+    collector.generate(prompts_of(), indices=range(8))
     assert alive[0][0] == 'weights' and alive[0][1] == len(copies) > 0
     assert alive[1] == ('kv_cache', 0)
 

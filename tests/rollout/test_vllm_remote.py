@@ -103,16 +103,6 @@ def test_weights_by_transfer_are_those_by_buckets_to_the_bit():
             changed(model)
 
 
-@pytest.mark.system
-def test_the_same_in_processes_of_their_own():
-    found = []
-    for apart in (False, True):
-        workers = SpawnedWorkers(2, {'GPU': 2}, apart=apart)
-        with VLLMRemoteEngine(workers, weight_transfer='nccl', bucket_bytes=4096) as engine:
-            found.append(two_versions(engine, tiny_causal_lm('gpt2')))
-    assert found[0] == found[1]
-
-
 def test_learning_goes_on_while_weights_are_sent(tmp_path, monkeypatch):
     """The worker is still busy with version 1 when version 2 is sent and learned from; its samples of version 2 know
     nothing of what was learned in the meantime."""
@@ -135,15 +125,15 @@ def test_learning_goes_on_while_weights_are_sent(tmp_path, monkeypatch):
         engine._finish_sending()
         changed(model)
         new = asked()
-        (sending,) = engine._sending
-        events.append(('asked', sending.is_alive()))
-        assert not sending.link.client.turn.is_set()  # nothing occupies the trainer's device until the worker receives
+        (link,) = engine._sending
+        events.append(('asked', link.thread.is_alive()))
+        assert not link.turn.is_set()  # nothing occupies the trainer's device until the worker receives
         changed(model, seed=7)  # a learn step, in place
-        events.append(('learned', sending.is_alive()))
+        events.append(('learned', link.thread.is_alive()))
         gate.touch()
         samples = drawn(engine.take(old) + engine.take(new))
-        sending.join()
-        events.append(('taken', sending.is_alive()))
+        link.thread.join()
+        events.append(('taken', link.thread.is_alive()))
     assert events == [('asked', True), ('learned', True), ('taken', False)]
     assert [s[1] for s in samples] == [3] * 6 + [4] * 6  # two versions came before
     assert [(i, *rest) for i, _, *rest in samples] == [(i, *rest) for i, _, *rest in expected]
@@ -166,13 +156,9 @@ def ppo(way: str, staleness: int) -> tuple[list[Any], list[Any]]:
             *((m, torch.optim.AdamW(m.parameters(), lr=3e-3)) for m in (actor, critic))
         )
         trainer = PPOTrainer(
-            strategy,
-            actor,
-            critic,
+            *(strategy, actor, critic),
             lambda prompts, responses: [float(sum(c in 'aeiou' for c in r)) for r in responses],
-            None,
-            a,
-            c,
+            *(None, a, c),
             kl_coef=0.0,
             experience_batch_size=4,
             train_batch_size=4,

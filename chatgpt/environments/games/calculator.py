@@ -90,15 +90,12 @@ class Calculator(Game):
         if not found:
             raise IllegalMove
         result = self.results[move] = COMPUTE[found[2]](int(found[1]), int(found[3]))
-        self.shown = '\n'.join([*self.other_calculations(), f'={result}'])
-        return None
-
-    def other_calculations(self) -> list[str]:
         lines = []
         for _ in range(self.tape):
             a, operation, b = self.number(), self.random.choice(self.operations), self.number()
             lines.append(f'{a}{operation}{b}={COMPUTE[operation](a, b)}')
-        return lines
+        self.shown = '\n'.join([*lines, f'={result}'])
+        return None
 
     def best(self) -> str:
         value = self.terms[0]
@@ -135,10 +132,10 @@ class CalculatorTools:
         Returns:
             the result
         """
-        try:
-            self._game.play(_call_of(expression))
-        except IllegalMove:
+        move = ''.join(str(expression).split())
+        if not _CALL.fullmatch(move):
             return 'error: give two whole numbers with +, - or * between them, such as 12*34'
+        self._game.play(move)
         return self._game.show()
 
     def answer(self, number: int) -> str:
@@ -156,11 +153,3 @@ class CalculatorTools:
     def get_reward(self) -> float:
         """1 where the latest answer is right."""
         return self._reward
-
-
-def _call_of(expression: str) -> str:
-    """Without spaces. Raises IllegalMove for a number alone, which is no calculation."""
-    move = ''.join(str(expression).split())
-    if not _CALL.fullmatch(move):
-        raise IllegalMove
-    return move

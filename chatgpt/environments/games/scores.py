@@ -33,15 +33,13 @@ def random_player(seed: int = 0) -> Player:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """Of a player over episodes. `*_error`: half the width of the 95 % interval."""
+    """Of a player over episodes."""
 
     episodes: int
     return_mean: float
     return_error: float
+    """half the width of the mean's 95 % interval"""
     success: float
-    success_low: float
-    """of the 95 % interval by Wilson (1927), as is `success_high`"""
-    success_high: float
     turns_mean: float
 
 
@@ -64,21 +62,10 @@ def score(
     returns, successes, turns = zip(*(play(made, player, first_seed + i) for i in range(episodes)), strict=True)
     mean = sum(returns) / episodes
     variance = sum((r - mean) ** 2 for r in returns) / max(episodes - 1, 1)
-    low, high = wilson(sum(successes), episodes)
     return Score(
         episodes=episodes,
         return_mean=mean,
         return_error=Z * math.sqrt(variance / episodes),
         success=sum(successes) / episodes,
-        success_low=low,
-        success_high=high,
         turns_mean=sum(turns) / episodes,
     )
-
-
-def wilson(count: int, total: int) -> tuple[float, float]:
-    """The 95 % interval of a share (Wilson 1927)."""
-    share, spread = count / total, Z * Z / total
-    centre = (share + spread / 2) / (1 + spread)
-    width = Z / (1 + spread) * math.sqrt(share * (1 - share) / total + spread / (4 * total))
-    return max(0.0, centre - width), min(1.0, centre + width)

@@ -1,17 +1,12 @@
 """Attention of one new token per row over the slots of a cache, in the form that costs least where it runs.
 
-- `plain`: transformers' own, with a mask of the valid slots. Before 5.23, and wherever torch compiles it, this repeats
-  the keys and values of grouped queries for every query head.
-- `grouped`: the same mask, and the query heads of a group as further queries of their one key head: nothing is
-  repeated.
-- `varlen`: FlashAttention for variable lengths (`torch.nn.attention.varlen`) on CUDA in 16 bits. It is told how many
-  slots of each row count and so reads no others, takes no mask, and knows grouped queries. A row of the cache is one
-  page, so its width is a multiple of 256.
+- `plain`: transformers' own, with a mask of the valid slots; it may repeat keys and values for every query head.
+- `grouped`: the same mask, and the query heads of a group as further queries of their one key head.
+- `varlen`: FlashAttention for variable lengths (`torch.nn.attention.varlen`) on CUDA in 16 bits, which reads the slots
+  of a row that count and no others. A row of the cache is one page, so its width is a multiple of 256.
 
-The two latter are handed to `chatgpt.nn.packing`'s attention, so a model takes part that asks for it; soft caps,
-position biases and sinks are refused, and `find_attention` compares decoded states with those of a plain forward.
-
-Left out: pages that rows share.
+The two latter are handed to `chatgpt.nn.packing`'s attention, and `find_attention` compares decoded states with those
+of a plain forward.
 """
 
 from __future__ import annotations

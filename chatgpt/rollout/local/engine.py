@@ -3,13 +3,10 @@
 It holds what lives for a collect phase: the actor, the cache and the steps of fixed shape. One call is a `LocalRun`
 (`chatgpt.rollout.local.run`), or a `Conversation` of several turns (`chatgpt.rollout.local.conversation`).
 
-On a GPU cache and steps are kept from one phase to the next where memory is left for them: as much as they take, and a
-twentieth of the GPU, is free when learning is over. What learning has used stays reserved by torch, so then it has room
-for all of it again beside them. So nothing is kept from the first phase, which no learning came before. A captured
-graph reads weights where they lie, so steps are used again only for the very actor whose tensors are where they were.
-
-Left out: beam search, penalties and other GenerationConfig extras, and models whose decode is more than full attention
-over a key/value cache: those go through `chatgpt.rollout.hf`.
+On a GPU cache and steps are kept for the next phase where as much as they take, and a twentieth of the GPU, is free
+when learning is over; so nothing is kept from the first phase. A captured graph reads weights where they lie, so steps
+are used again only for the very actor whose tensors are where they were. Beam search, penalties, and models that decode
+from more than keys and values go through `chatgpt.rollout.hf`.
 """
 
 from __future__ import annotations
@@ -27,9 +24,8 @@ from chatgpt.nn.layouts import check_causal
 from chatgpt.nn.trunk import addresses, cut_over, plain_settings, row_limit, text_config
 from chatgpt.rollout.call import Call
 from chatgpt.rollout.engine import Abilities, CheckedEngine, Turns
-from chatgpt.rollout.local.append import AppendForm, find_append_form
 from chatgpt.rollout.local.attention import FORMS, AttentionForm, find_attention
-from chatgpt.rollout.local.conversation import Conversation
+from chatgpt.rollout.local.conversation import AppendForm, Conversation, find_append_form
 from chatgpt.rollout.local.cpu_speed import PackedModules
 from chatgpt.rollout.local.fixed_step import FixedSteps
 from chatgpt.rollout.local.masks import Windows, windows_of
@@ -67,18 +63,11 @@ class LocalEngine(CheckedEngine):
     """Generates with the actor's own `trunk` and `head`. Draws are reproducible.
 
     max_batch_size: most sequences decoded at once; further prompts wait. On a GPU fewer, if the cache of so many would
-    take more than 60 % of its free memory. max_prefill_tokens: padded size of one prefill
-    forward. refill_fraction: waiting prompts enter when this share of the rows is free. fixed_steps: decode at fixed
-    shapes, on CUDA as captured graphs (`chatgpt.rollout.local.fixed_step`); 'auto' does so on CUDA, where launching
-    kernels costs more than idle rows; 'compiled' by torch.compile, which on CUDA is captured. attention: of decode
-    steps, one of `FORMS` of `chatgpt.rollout.local.attention`; 'auto' is the plain one on a CPU. keep: cache and steps
-    from one phase to the next; 'auto' where a GPU has memory left for them.
-
-    >>> engine = LocalEngine()                                                                    # doctest: +SKIP
-    >>> engine.begin(actor)                                                                       # doctest: +SKIP
-    >>> sampling = SamplingParams(max_new_tokens=48)                                              # doctest: +SKIP
-    >>> samples = engine.generate(prompts, sampling, seed=1, indices=range(len(prompts)))         # doctest: +SKIP
-    >>> engine.end()                                                                              # doctest: +SKIP
+    take more than 60 % of its free memory. max_prefill_tokens: padded size of one prefill forward. refill_fraction:
+    waiting prompts enter when this share of the rows is free. fixed_steps: decode at fixed shapes, on CUDA as captured
+    graphs; 'auto' does so on CUDA; 'compiled' by torch.compile, which on CUDA is captured. attention: of decode steps,
+    one of `FORMS` of `chatgpt.rollout.local.attention`; 'auto' is the plain one on a CPU. keep: cache and steps from
+    one phase to the next; 'auto' where a GPU has memory left for them.
     """
 
     abilities = Abilities(reproducible=True, runs_actor=True, plays_turns=True)
@@ -98,17 +87,15 @@ class LocalEngine(CheckedEngine):
                 f'LocalEngine: max_batch_size={max_batch_size}, max_prefill_tokens={max_prefill_tokens}, '
                 f'refill_fraction={refill_fraction}; give two positive integers and a share between 0 and 1'
             )
-        self.max_batch_size = max_batch_size
-        self.max_prefill_tokens = max_prefill_tokens
+        for name, value, known in (
+            ('fixed_steps', fixed_steps, (True, False, 'auto', 'compiled')),
+            ('attention', attention, ('auto', *FORMS)),
+            ('keep', keep, (True, False, 'auto')),
+        ):
+            if value not in known:
+                raise ValueError(f'LocalEngine: {name}={value!r} is not one of {", ".join(map(repr, known))}')
+        self.max_batch_size, self.max_prefill_tokens = max_batch_size, max_prefill_tokens
         self.min_refill = max(1, int(max_batch_size * refill_fraction))
-        if fixed_steps not in (True, False, 'auto', 'compiled'):
-            raise ValueError(f"LocalEngine: fixed_steps={fixed_steps!r} is not one of True, False, 'auto', 'compiled'")
-        if attention not in ('auto', *FORMS):
-            raise ValueError(
-                f"LocalEngine: attention={attention!r} is not one of 'auto', {', '.join(map(repr, FORMS))}"
-            )
-        if keep not in (True, False, 'auto'):
-            raise ValueError(f"LocalEngine: keep={keep!r} is not one of True, False, 'auto'")
         self.fixed_steps, self.attention, self.keep = fixed_steps, attention, keep
         self.keeping = False
         """whether cache and steps of this phase are kept for the next"""
@@ -124,12 +111,9 @@ class LocalEngine(CheckedEngine):
         self._fixed: FixedSteps | None = None
         self._kept_for: tuple[Any, Any] | None = None
         """the actor that the steps were made for, and what of it must be the same when they are used again"""
-        self._held_bytes: int | None = None
-        """that the latest phase held at its end; None before"""
-        self._steps_agree = True
-        """False for a model whose decode over more slots than tokens is not its plain forward"""
-        self._can_capture = True
-        """False once a model of the kind `_checked` could not be captured"""
+        self._held_bytes: int | None = None  # that the latest phase held at its end; None before
+        self._steps_agree = True  # False for a model whose decode over more slots than tokens is not its plain forward
+        self._can_capture = True  # False once a model of the kind `_checked` could not be captured
 
     def hold(self, actor: Actor) -> None:
         """Take the actor, dropout off. The first time with a model, checks its cached decode against its plain forward.
@@ -139,14 +123,9 @@ class LocalEngine(CheckedEngine):
         check_causal(actor.model, 'LocalEngine decodes', "use engine='hf'")
         super().hold(actor)
         # a 16-bit policy is a new copy in every phase: what matters is the architecture
-        parameter, config = next(actor.parameters()), actor.model.config
-        kind = (
-            type(actor.model),
-            config._attn_implementation,
-            parameter.dtype,
-            parameter.device,
-            str(config.to_dict()),
-        )
+        model, parameter = actor.model, next(actor.parameters())
+        settings = model.config._attn_implementation, str(model.config.to_dict())
+        kind = type(model), parameter.dtype, parameter.device, *settings
         if self._checked != kind:
             self.release()
             try:
@@ -155,8 +134,7 @@ class LocalEngine(CheckedEngine):
                 self.end()
                 raise
             self._checked, self._can_capture, self._append_form, self._beyond_windows = kind, True, None, None
-        if self._fixed is not None:
-            self._take_up(actor, self._fixed)
+        self._keep_steps_of(actor)
         self.keeping = bool(self._agreed(self._may_keep(parameter.device)))
 
     def _find_forms(self, actor: Actor) -> None:
@@ -184,12 +162,10 @@ class LocalEngine(CheckedEngine):
         wanted = device.type == 'cuda' if self.fixed_steps == 'auto' else bool(self.fixed_steps)
         return wanted and self._steps_agree
 
-    def _take_up(self, actor: Actor, steps: FixedSteps) -> None:
+    def _keep_steps_of(self, actor: Actor) -> None:
         """Steps that were kept go on with this actor, if it is the one that they were made for."""
         kept, self._kept_for = self._kept_for, None
-        if kept is not None and kept[0]() is actor and kept[1] == (addresses(actor), plain_settings(actor)):
-            steps.actor = actor
-        else:
+        if kept is None or kept[0]() is not actor or kept[1] != (addresses(actor), plain_settings(actor)):
             self._fixed = None
 
     def _may_keep(self, device: torch.device) -> bool:
@@ -298,7 +274,7 @@ class LocalEngine(CheckedEngine):
             self._cache = self._fixed = None
         elif self._fixed is not None and actor is not None:
             self._kept_for = weakref.ref(actor), (addresses(actor), plain_settings(actor))
-            self._fixed.actor = None  # a copy of the policy that others free is not held here
+            self._fixed.let_go()
 
     def release(self) -> None:
         """Free what is kept for the next phase."""
@@ -324,7 +300,13 @@ class LocalEngine(CheckedEngine):
 
     def rows_that_fit(self, rows: int, capacity: int) -> int:
         """How many of `rows` rows of `capacity` slots this phase's cache may have, by `free_bytes`; at least one."""
-        return self._agreed(self._rows_that_fit(rows, capacity))
+        cache, device = self._cache, next(self._actor.parameters()).device
+        if cache is None or rows > cache.rows or capacity > cache.capacity:
+            free = self.free_bytes(device)
+            if free is not None:
+                room = CACHE_SHARE * (free + (cache.nbytes if cache else 0))
+                rows = max(1, min(rows, int(room / max(bytes_per_slot(self._actor) * capacity, 1))))
+        return self._agreed(rows)
 
     def _agreed(self, number: int) -> int:
         """The least of all processes that hold the model together, which compute the same forwards."""
@@ -332,17 +314,6 @@ class LocalEngine(CheckedEngine):
             return number
         device = next(self._actor.parameters()).device
         return -int(group.max(torch.tensor(-number, device=device)))
-
-    def _rows_that_fit(self, rows: int, capacity: int) -> int:
-        if self._cache is not None and rows <= self._cache.rows and capacity <= self._cache.capacity:
-            return rows
-        device = next(self._actor.parameters()).device
-        free = self.free_bytes(device)
-        if free is None:
-            return rows
-        held = self._cache.nbytes if self._cache else 0
-        per_row = bytes_per_slot(self._actor) * capacity
-        return max(1, min(rows, int(CACHE_SHARE * (free + held) / max(per_row, 1))))
 
     def free_bytes(self, device: torch.device) -> int | None:
         """Memory that the cache could have: the device's, and what torch keeps for later. None: no bound (a CPU)."""
@@ -377,5 +348,5 @@ class LocalEngine(CheckedEngine):
                 compiled=self.fixed_steps == 'compiled',
                 windows=windows,
             )
-        self._fixed.renew(uniforms)
+        self._fixed.renew(self._actor, uniforms)
         return self._fixed

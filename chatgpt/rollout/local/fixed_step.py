@@ -1,16 +1,10 @@
 """One decode step at a fixed number of rows and slots, on tensors that stay where they are: what a CUDA graph can hold.
 
-A step runs trunk, head, draw, record and bookkeeping for `rows` rows, of which those beyond the live ones are idle:
-they write into a slot of the tables that nobody reads, and into a slot of cache rows that nobody uses. Rows and
-slots come in buckets, one graph for each pair, captured at its second use; replaying it is all the Python that a token
-costs. The first use is an ordinary call that is watched: a model that makes tensors from numbers of the host, or waits
-for the device, gets no graphs. Without CUDA the same step is an ordinary call, which is how it is tested.
-
-A step may also be compiled by torch (norms, rotary embeddings, gated layers and the draw become few kernels): rows and
-slots are symbols then, and weights are inputs, so buckets and phases share what was compiled. On CUDA the compiled step
-is captured in its turn. A model that torch cannot compile decodes without.
-
-Left out: prefill, and which rows live (`chatgpt.rollout.local.run`).
+A step runs trunk, head, draw, record and bookkeeping for `rows` rows; idle ones write where nobody reads. Rows and
+slots come in buckets, one graph for each pair, captured at its second use. The first use is an ordinary call that is
+watched: a model that makes tensors from numbers of the host, or waits for the device, gets no graphs. A step may also
+be compiled by torch: rows and slots are symbols then, and weights are inputs, so buckets and phases share what was
+compiled; on CUDA the compiled step is captured in its turn. A model that torch cannot compile decodes without.
 """
 
 from __future__ import annotations
@@ -84,8 +78,7 @@ class Tables:
 _WAIT = frozenset(
     'item _local_scalar_dense is_nonzero nonzero masked_select equal allclose _unique _unique2 unique_dim '
     'unique_consecutive unique_dim_consecutive bincount'.split()
-)
-"""operators that wait for numbers of the device"""
+)  # operators that wait for numbers of the device
 _FROM_VALUES = frozenset(('lift_fresh', 'lift_fresh_copy', 'lift', 'detach_'))
 """what `torch.tensor` ends with: the copy from the host before it is not seen"""
 
@@ -188,10 +181,15 @@ class FixedSteps:
         same = self.cache is cache and len(self.row_index) == cache.rows and self.windows == windows
         return same and size <= self.size and self.settings == _in_the_step(sampler.sampling)
 
-    def renew(self, uniforms: Tensor | None) -> None:
+    def renew(self, actor: Any, uniforms: Tensor | None) -> None:
         """Begin another call, with other draws: (n, 1) float64, or None for greedy decoding."""
+        self.actor = actor
         if self.uniforms is not None and uniforms is not None:
             self.uniforms[: len(uniforms)] = uniforms
+
+    def let_go(self) -> None:
+        """Hold no actor until the next call: a copy of the policy that others free."""
+        self.actor = None
 
     def load(self, token: Tensor, state: Tensor, idle_slot: int = 0) -> None:
         """Set the live rows: the first ones. The others idle, and write into `idle_slot` of their cache rows."""

@@ -49,32 +49,18 @@ class LocalRun:
         self.device = next(self.actor.parameters()).device
         self.sampler = TokenSampler(sampling, self.device)
         self.max_new = max(limits)
-        self.uniforms: Tensor | None = None
-        if sampling.do_sample:
-            keys = sample_keys(call.seed, torch.tensor(self.indices, dtype=torch.int64, device=self.device))
-            first = torch.tensor(call.offsets, dtype=torch.int64, device=self.device)
-            positions = first[:, None] + torch.arange(self.max_new, device=self.device)
-            self.uniforms = uniforms(keys[:, None], positions).view(-1, 1)
+        self.uniforms = self._uniforms() if sampling.do_sample else None
         self.queue = deque(range(len(prompts)))
         # the last token of a sequence is never fed back, so it needs no slot
         self.max_width = max(len(p.ids) + limit - 1 for p, limit in zip(prompts, limits, strict=True))
         self.windows = engine.windows_beyond(self.max_width + 1)
         self.attention: AttentionForm = 'plain' if self.windows is not None else engine.attention_form
         wanted = min(most_rows or engine.max_batch_size, len(prompts))
-        longest_prompt = max(len(p.ids) for p in prompts)
         # Blocks that are streamed come and go: their addresses hold for no graph. Nor are sums over processes recorded.
         streams = any(getattr(module, 'is_streamed', False) for module in self.actor.modules())
         no_graph = streams or cut_over(self.actor) is not None
         fixed = engine.wants_fixed(self.device) and not (engine.fixed_steps == 'auto' and no_graph)
-        if fixed or self.attention == 'varlen':  # sizes that other calls have as well
-            needed = max(longest_prompt, self.max_width + spare_slots)
-            capacity = shared_capacity(needed, self.attention)
-            capacity = max(needed, min(capacity, row_limit(self.actor.model.config) or capacity))
-            rows = engine.rows_that_fit(row_bucket(wanted, 2 * wanted), capacity)
-        else:
-            at_first = -(-(longest_prompt + _CAPACITY_STEP) // _CAPACITY_STEP) * _CAPACITY_STEP
-            capacity = max(longest_prompt, min(at_first, self.max_width))
-            rows = engine.rows_that_fit(wanted, self.max_width)
+        rows, capacity = self._sizes(wanted, fixed, spare_slots)
         self.max_rows = min(wanted, rows)
         self.min_refill = max(1, engine.min_refill * self.max_rows // wanted)
         self.cache = engine.cache(rows, capacity)
@@ -109,6 +95,25 @@ class LocalRun:
         self.num_tokens = [0] * len(prompts)
         self.reasons: list[FinishReason] = ['length'] * len(prompts)
         self.ids: list[list[int]] = [[] for _ in prompts]  # kept only for `sampling.stop`
+
+    def _uniforms(self) -> Tensor:
+        """One number for each entry of the table, (samples x max_new, 1) float64."""
+        keys = sample_keys(self.call.seed, torch.tensor(self.indices, dtype=torch.int64, device=self.device))
+        first = torch.tensor(self.call.offsets, dtype=torch.int64, device=self.device)
+        positions = first[:, None] + torch.arange(self.max_new, device=self.device)
+        return uniforms(keys[:, None], positions).view(-1, 1)
+
+    def _sizes(self, wanted: int, fixed: bool, spare_slots: int) -> tuple[int, int]:
+        """Rows and slots of the cache, for `wanted` rows at once."""
+        longest_prompt = max(len(p.ids) for p in self.prompts)
+        if fixed or self.attention == 'varlen':  # sizes that other calls have as well
+            needed = max(longest_prompt, self.max_width + spare_slots)
+            capacity = shared_capacity(needed, self.attention)
+            capacity = max(needed, min(capacity, row_limit(self.actor.model.config) or capacity))
+            return self.engine.rows_that_fit(row_bucket(wanted, 2 * wanted), capacity), capacity
+        at_first = -(-(longest_prompt + _CAPACITY_STEP) // _CAPACITY_STEP) * _CAPACITY_STEP
+        capacity = max(longest_prompt, min(at_first, self.max_width))
+        return self.engine.rows_that_fit(wanted, self.max_width), capacity
 
     def loop(self) -> None:
         while self.queue or self.row_sample:
@@ -304,8 +309,6 @@ class LocalRun:
         shape = (len(self.prompts), self.max_new)
 
         def table(name: str, dtype: torch.dtype) -> Tensor:
-            # a new tensor on the CPU: slices of it are cut out with clone, so that a sample does not hold all others in
-            # memory
             values = torch.zeros(shape[0] * shape[1], dtype=dtype, device=self.device)
             if self.fixed is not None:
                 values.copy_(getattr(self.fixed.tables, name)[: len(values)])
@@ -318,14 +321,4 @@ class LocalRun:
         bad = (~(torch.isfinite(filtered) & torch.isfinite(logprobs))).nonzero()
         if len(bad):
             raise self.not_finite(*bad[0].tolist())
-        return [
-            self.call.sample(
-                i,
-                tokens[i, :length].clone(),
-                logprobs[i, :length].clone(),
-                filtered[i, :length].clone(),
-                edges[i, :length].clone(),
-                self.reasons[i],
-            )
-            for i, length in enumerate(self.num_tokens)
-        ]
+        return self.call.samples((tokens, logprobs, filtered, edges), self.num_tokens, self.reasons)

@@ -1,0 +1,78 @@
+"""What tests of engines have in common: prompts, a call, what a plain forward says, comparisons."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+from chatgpt.nn import Actor
+from chatgpt.rollout import Call, SamplingParams
+from chatgpt.types import Prompt, Sample
+
+LENGTHS = (3, 9, 5, 1, 7, 4, 12, 2)
+
+
+def prompts_of(lengths: tuple[int, ...] = LENGTHS, vocab: int = 64, seed: int = 0) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(seed)
+    return [Prompt(ids=torch.randint(3, vocab, (n,), generator=generator), text=str(n)) for n in lengths]
+
+
+def drawn(engine: Any, policy: Any, sampling: SamplingParams, prompts: Any = None, **call: Any) -> list[Sample]:
+    """One phase of an engine. policy: an actor, or a model of transformers. call: of `Call.of`; the seed is 5."""
+    prompts = prompts_of() if prompts is None else prompts
+    engine.begin(policy if hasattr(policy, 'trunk') else Actor(policy))
+    try:
+        return engine.generate(Call.of(prompts, sampling, **({'seed': 5, 'indices': range(len(prompts))} | call)))
+    finally:
+        engine.end()
+
+
+def assert_same(found: list[Sample], wanted: list[Sample], tolerance: float = 2e-5) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        assert a.response_ids.tolist() == b.response_ids.tolist()
+        assert (a.index, a.finish_reason) == (b.index, b.finish_reason)
+        for name in ('logprobs', 'filtered_logprobs', 'edge_distances'):
+            torch.testing.assert_close(getattr(a, name), getattr(b, name), atol=tolerance, rtol=0)
+
+
+def slow_logits(model: Any, sample: Sample) -> torch.Tensor:
+    """(A, V) float64 logits that predict each action: one plain, unpadded forward of the whole sequence."""
+    ids = torch.cat([sample.prompt_ids, sample.response_ids])
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0].double()
+    return logits[len(sample.prompt_ids) - 1 : -1]
+
+
+def tiny_of(kind: str, **own: Any) -> Any:
+    """A random model of a family that `chatgpt.testing` has none of."""
+    sizes = {'vocab_size': 64, 'hidden_size': 32, 'intermediate_size': 64, 'num_hidden_layers': 2, 'pad_token_id': 0}
+    heads = {'num_attention_heads': 2, 'num_key_value_heads': 1, 'max_position_embeddings': 64}
+    torch.manual_seed(0)
+    config = getattr(transformers, f'{kind}Config')(**(sizes | heads | {'initializer_range': 0.1} | own))
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+class Turns:
+    """Three turns of up to four tokens, an observation of two between them; see `converse`."""
+
+    def __init__(self, count: int) -> None:
+        self.turns: list[list[Any]] = [[] for _ in range(count)]
+
+    def limit(self, i: int) -> int:
+        return 4
+
+    def ended(self, i: int, turn: Sample) -> None:
+        self.turns[i].append(turn.response_ids.tolist())
+
+    def next(self, i: int) -> torch.Tensor | None:
+        return None if len(self.turns[i]) == 3 else torch.tensor([7, 8])
+
+
+def conversed(engine: Any, policy: Any, prompts: list[Prompt], sampling: SamplingParams) -> list[list[Any]]:
+    turns = Turns(len(prompts))
+    engine.begin(policy)
+    engine.converse(Call.of(prompts, sampling, seed=3, indices=range(len(prompts))), turns)
+    engine.end()
+    return turns.turns
