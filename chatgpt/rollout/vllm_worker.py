@@ -39,12 +39,12 @@ def _or_died(method: Callable[..., Any]) -> Callable[..., Any]:
     cannot."""
 
     @wraps(method)
-    def asked(worker: VLLMWorker, *args: Any) -> Any:
+    def asked(self: VLLMWorker, *args: Any) -> Any:
         try:
-            return method(worker, *args)
+            return method(self, *args)
         except Exception as error:
             try:
-                worker.llm.collective_rpc('check_health', timeout=10.0)
+                self.llm.collective_rpc('check_health', timeout=10.0)
             except Exception:
                 raise WorkerDied(f'of what vLLM runs on its GPUs: {type(error).__name__}: {error}') from error
             raise
