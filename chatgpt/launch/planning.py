@@ -15,13 +15,9 @@ from chatgpt.launch.runs import NO_PLAN, PPORun, RewardRun, SFTRun
 from chatgpt.nn.loading import load_config
 from chatgpt.plan import Setup, make_plan, of_run
 from chatgpt.plan.advice import advice
+from chatgpt.rules import is_changed
 from chatgpt.strategies.precision import resolve_precision
-from chatgpt.strategies.registry import STRATEGIES
-
-
-def _strategy_options(run: Any) -> dict[str, Any]:
-    exact = {'reproducible': 'exact', 'atoms': run.atoms} if run.reproducible else {}
-    return {**exact, **({'tensor_parallel': run.tensor_parallel} if run.tensor_parallel != 1 else {})}
+from chatgpt.strategies.registry import STRATEGIES, STRATEGY_OPTIONS
 
 
 def setup_of(inputs: Inputs) -> Setup:
@@ -41,7 +37,7 @@ def setup_of(inputs: Inputs) -> Setup:
         'logprob_kernel': run.logprob_kernel,
         'optimizer': run.optimizer,
         'max_tokens_per_batch': run.max_tokens_per_batch,
-        **({'strategy_options': options} if (options := _strategy_options(run)) else {}),
+        'strategy_options': {name: getattr(run, name) for name in STRATEGY_OPTIONS if is_changed(run, name)},
         **of_run.this_machine(),
     }
     if isinstance(run, (SFTRun, RewardRun)):

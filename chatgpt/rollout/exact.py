@@ -36,6 +36,7 @@ Greedy decoding records no edge: all of it is read again, and needs no bound.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -96,12 +97,17 @@ class ExactDraws(EngineAround):
                 'which decodes no encoder-decoders'
             )
         super().__init__(engine)
-        self.abilities = Abilities(reproducible=True, runs_actor=True)  # nobody draws again while a turn is under way
+        # Nobody draws again while a turn is under way, and recorded log-probs are of the batches that engines made.
+        self.abilities = Abilities(reproducible=True, runs_actor=True, exact_logprobs=False)
         self.redrawn = self.changed = 0
         self._actor: Any = None
         self._positions: int | None = None
         self._seen = self._cleared_with = 0.0
         self._checked: Any = None
+
+    def with_draws_of(self, wrap: Callable[[RolloutEngine], RolloutEngine]) -> RolloutEngine:
+        """This one: its draws are canonical already."""
+        return self
 
     def begin(self, actor: Actor) -> None:
         """Take the policy's weights for one collect phase.
@@ -310,14 +316,6 @@ class ExactDraws(EngineAround):
             for name in ('response_ids', 'response_mask', 'logprobs', 'filtered_logprobs', 'edge_distances')
         }
         return replace(sample, **joined, finish_reason=reason)
-
-
-def exact_draws(engine: RolloutEngine) -> RolloutEngine:
-    """The engine with canonical draws; inside of what is around it. Raises ValueError where they cannot be had."""
-    if isinstance(engine, EngineAround) and not isinstance(engine, ExactDraws):
-        engine.engine = exact_draws(engine.engine)
-        return engine
-    return engine if isinstance(engine, ExactDraws) else ExactDraws(engine)
 
 
 def _cut(sample: Sample, position: int, draw: Draw) -> Sample:

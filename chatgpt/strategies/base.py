@@ -26,12 +26,12 @@ from chatgpt.strategies import states
 from chatgpt.strategies.checkpoint.files import save_object, save_tensors
 from chatgpt.strategies.checkpoint.layout import Piece, PrefixedReader, TensorReader
 from chatgpt.strategies.copies import KeptCopy, NarrowWeights, cast_copy, lora_merged, product_weights
-from chatgpt.strategies.exact import TreeSum, align, check_elementwise, exact_norm
-from chatgpt.strategies.memory import MemoryModel, atoms_of
+from chatgpt.strategies.memory import MemoryModel, of_numerics
 from chatgpt.strategies.offload import Offloaded, OffloadedWeights
 from chatgpt.strategies.pairs import Trained, check_items, is_pair, open_saved, rebuilt
 from chatgpt.strategies.precision import Deterministic, LossScaler, Numerics, Precision, WideProducts, tf32
 from chatgpt.strategies.ranks import OnRanks, Ranks
+from chatgpt.strategies.sums import exact_norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +83,8 @@ class Strategy(OnRanks):
     """`make_optimizer` makes torch's fused AdamW on CUDA"""
     _only_16_bits: bool = False
     """it has no fp32, so 'auto' is bf16 on any device"""
-    _sums_each_atom: bool = False
-    """with `exact`: gradients are summed over ranks after every atom, and not once per step"""
+    _reduces_each_round: bool = False
+    """in an exact run gradients are summed over ranks after every round, and not once per step"""
 
     def __init__(
         self, seed: int = 42, precision: Precision = 'auto', *, ranks: Ranks | None = None, **numerics: Any
@@ -100,9 +100,9 @@ class Strategy(OnRanks):
             ranks = self
         self.ranks, self.seed = ranks, seed
         self.numerics = Numerics(precision=precision, **numerics).on(ranks.device, only_16_bits=self._only_16_bits)
-        self.exact = self.numerics.exact(ranks.world_size, dealt=self._sums_each_atom)
-        """how batches are cut and numbers added with `reproducible='exact'`; None otherwise"""
-        self._deterministic = Deterministic() if self.numerics.deterministic or self.exact is not None else None
+        self.sums = self.numerics.sums(ranks, ranks_below=self._reduces_each_round)
+        """how batches are cut and numbers added up"""
+        self._deterministic = Deterministic() if self.numerics.deterministic or self.sums.exact else None
         self._warn_of_emulation()
         bf16_on_cuda = ranks.device.type == 'cuda' and self.numerics.precision == 'bf16'
         self._uses_tf32 = bf16_on_cuda and self._deterministic is None
@@ -152,8 +152,8 @@ class Strategy(OnRanks):
         weight_decay: float = 0.0,
     ) -> Optimizer:
         """An AdamW that this strategy can train with. On CUDA torch's fused one, which needs no temporary as large as
-        the weights; not with `exact`, nor on a CPU, where it rounds otherwise."""
-        fused = True if self._fuses and self.device.type == 'cuda' and self.exact is None else None
+        the weights; not in an exact run, nor on a CPU, where it rounds otherwise."""
+        fused = True if self._fuses and self.device.type == 'cuda' and not self.sums.exact else None
         return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
 
     def prepare(self, *items: Any) -> Any:
@@ -180,8 +180,7 @@ class Strategy(OnRanks):
             return item
         if id(item) not in self._prepared:
             item.requires_grad_(False)
-            if self.exact is not None:
-                align(item)
+            self.sums.check_model(item)
             self._keep_narrow(item)
             self._remember(item, self._setup_model(item, trained=False).eval())
         return self._prepared[id(item)][1]
@@ -194,15 +193,13 @@ class Strategy(OnRanks):
             return
         names = states.parameter_names(user_model, optimizer)
         if id(model) not in self._prepared:
-            if self.exact is not None:
-                align(model)
+            self.sums.check_model(model)
             self._keep_narrow(model, optimizer)
         model, optimizer = self._setup_pair(model, optimizer, names)
-        if self.exact is not None:
-            check_elementwise(optimizer)
+        self.sums.check_optimizer(optimizer)
         self._remember(user_model, model)
         scaler = LossScaler() if self.numerics.scales_loss else None
-        pair = Trained(user_model, model, optimizer, names, scaler, TreeSum() if self.exact is not None else None)
+        pair = Trained(user_model, model, optimizer, names, scaler, self.sums.tree())
         self._pairs[id(user_optimizer)] = self._pairs[id(optimizer)] = pair
         self._keep += [user_optimizer, optimizer]
 
@@ -211,7 +208,7 @@ class Strategy(OnRanks):
         are numbers of that dtype anyway, as of a folder in bf16, so that what is saved is exact. Before the model goes
         to the device."""
         numerics = self.numerics
-        if numerics.precision == 'fp32' or numerics.emulated or self.exact is not None or not self._keeps_narrow:
+        if numerics.precision == 'fp32' or numerics.emulated or self.sums.exact or not self._keeps_narrow:
             return
         owned = {id(p) for group in optimizer.param_groups for p in group['params']} if optimizer is not None else set()
         from chatgpt.nn import lora
@@ -285,7 +282,7 @@ class Strategy(OnRanks):
     def memory_model(cls, **options: Any) -> MemoryModel:
         """What a strategy that is built with these options keeps, for `chatgpt.plan`. Here: whole copies on each
         rank."""
-        return MemoryModel(atoms=atoms_of(options))
+        return MemoryModel(**of_numerics(options))
 
     def offload(self, model: nn.Module) -> None:
         """Let a frozen model's weights wait in host memory outside of `onload`. On a CPU nothing moves.
@@ -318,7 +315,7 @@ class Strategy(OnRanks):
     @contextmanager
     def _cast(self) -> Iterator[None]:
         # A cast weight that is used again would add its gradients up in 16 bits, where it is not a gathered one.
-        cast = torch.autocast(self.device.type, dtype=self.numerics.dtype, cache_enabled=self.exact is None)
+        cast = torch.autocast(self.device.type, dtype=self.numerics.dtype, cache_enabled=not self.sums.exact)
         with cast, self._products():
             yield
 
@@ -330,8 +327,16 @@ class Strategy(OnRanks):
         return tf32() if self._uses_tf32 else nullcontext()
 
     def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of one micro-batch; `last` marks the one before `optimizer_step`."""
-        return nullcontext()
+        """Around forward and backward of one micro-batch; `last` marks the one before `optimizer_step`, and in an exact
+        run the last one of each of `sums.rounds`."""
+        return self._round(model) if last and self.sums.exact else nullcontext()
+
+    @contextmanager
+    def _round(self, model: nn.Module) -> Iterator[None]:
+        yield
+        module = self.unwrap(model)
+        for pair in {id(pair): pair for pair in self._pairs.values() if pair.user_model is module}.values():
+            self._end_round(pair)
 
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:
         """Add this rank's share of the gradient. `loss` is a share of a sum: already divided by what counts on all
@@ -340,12 +345,6 @@ class Strategy(OnRanks):
         with self._products():
             (loss if scaler is None else loss * scaler.scale).backward()
 
-    def end_atom(self, optimizer: Optimizer) -> None:
-        """With `exact`, what `backward` has added up since the last call is one atom's gradient; otherwise nothing."""
-        pair = self._pair(optimizer)
-        if pair.tree is not None:
-            pair.tree.take(pair.parameters())
-
     def optimizer_step(self, optimizer: Optimizer, max_norm: float | None = None) -> float:
         """Clip, step, clear the gradients; the global gradient norm before clipping.
 
@@ -353,8 +352,8 @@ class Strategy(OnRanks):
         """
         check_max_norm(max_norm)
         pair = self._pair(optimizer)
-        if pair.tree is not None and self.exact is not None:
-            pair.tree.give(pair.parameters(), self.exact.atoms // self.world_size)
+        if pair.tree is not None:
+            pair.tree.give(pair.parameters())
         self._reduce_gradients(pair)
         parameters = [p for p in pair.parameters() if p.grad is not None]
         if pair.scaler is not None:
@@ -532,13 +531,18 @@ class Strategy(OnRanks):
         """Moves a frozen module to host memory and back; None on a CPU, ValueError where it cannot be moved."""
         return None if self.device.type == 'cpu' else OffloadedWeights(module, self.device)
 
+    def _end_round(self, pair: Trained) -> None:
+        """In an exact run: what `backward` has added up since the last round waits as one leaf of the tree of sums."""
+        if pair.tree is not None:
+            pair.tree.take(pair.parameters())
+
     def _reduce_gradients(self, pair: Trained) -> None:
         """Make every gradient the sum over ranks, where `backward` has not done so already."""
 
     def _gradient_norm(self, parameters: list[Tensor]) -> float:
         """L2 norm of all gradients together, over all ranks."""
         gradients = [p.grad.detach() for p in parameters if p.grad is not None]
-        if self.exact is not None:
+        if self.sums.exact:
             return exact_norm(gradients, self.device)
         if not gradients:
             return 0.0

@@ -31,8 +31,7 @@ from chatgpt.strategies import states
 from chatgpt.strategies.base import Abilities
 from chatgpt.strategies.checkpoint.layout import Piece, TensorReader
 from chatgpt.strategies.copies import merge_for_good, narrow_states
-from chatgpt.strategies.exact import exact_norm, own_part, tree_reduce_scatter
-from chatgpt.strategies.memory import Layout, Memory, MemoryModel, ModelSize, atoms_of, gathered_copy
+from chatgpt.strategies.memory import Layout, Memory, MemoryModel, ModelSize, gathered_copy, of_numerics
 from chatgpt.strategies.offload import Offloaded, OffloadedShards
 from chatgpt.strategies.pairs import Trained
 from chatgpt.strategies.precision import Precision
@@ -50,6 +49,7 @@ from chatgpt.strategies.streaming import (
     transformer_blocks,
     with_parameters,
 )
+from chatgpt.strategies.sums import Sums, exact_norm, own_part, tree_reduce_scatter
 from chatgpt.strategies.tensor_parallel import CutReader, Parts, add_up, check_model, parallelize
 from chatgpt.strategies.tensor_ranks import TensorRanks
 
@@ -74,7 +74,7 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     abilities = Abilities(sharded=True)
     _keeps_narrow: ClassVar[bool] = False  # gathers in the compute dtype, from shards in fp32
-    _sums_each_atom = True
+    _reduces_each_round = True
 
     def __init__(
         self,
@@ -112,10 +112,11 @@ class FSDPStrategy(ProcessGroupStrategy):
         else:
             self._tensor = TensorRanks(self.ranks, tensor_parallel)
             self.ranks: Any = self._tensor
+            self.sums = Sums(self.ranks)
             self._mesh = self._tensor.mesh['data']
         # Exact in 16 bits is what the other strategies compute under autocast, from weights in fp32.
         self._policy = MixedPrecisionPolicy(
-            param_dtype=None if self.numerics.precision == 'fp32' or self.exact is not None else self.numerics.dtype,
+            param_dtype=None if self.numerics.precision == 'fp32' or self.sums.exact else self.numerics.dtype,
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,
         )
@@ -130,7 +131,7 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     @classmethod
     def memory_model(cls, cpu_offload: bool = False, tensor_parallel: int = 1, **options: Any) -> MemoryModel:
-        return FSDPMemory(offloads=cpu_offload, atoms=atoms_of(options), tensor_parallel=tensor_parallel)
+        return FSDPMemory(offloads=cpu_offload, tensor_parallel=tensor_parallel, **of_numerics(options))
 
     # ------------------------------------------------------------------ models
 
@@ -167,7 +168,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         for block in transformer_blocks(model):
             fully_shard(block, mesh=self._mesh, mp_policy=self._policy, offload_policy=offload)
         fully_shard(model, mesh=self._mesh, mp_policy=self._policy, offload_policy=offload)
-        if self.exact is not None:
+        if self.sums.exact:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_custom_reduce_scatter(_TreeReduceScatter())
@@ -286,24 +287,25 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def autocast(self, *, scoring: bool = False) -> AbstractContextManager[Any]:
         """FSDP gathers in the compute dtype; there is nothing left to cast."""
-        return self._products() if self.exact is None else super().autocast(scoring=scoring)
+        return super().autocast(scoring=scoring) if self.sums.exact else self._products()
 
     @contextmanager
     def accumulate(self, model: nn.Module, last: bool) -> Iterator[None]:
-        """With `exact`, the backwards of one atom are added up before ranks are."""
+        """In an exact run the backwards of one round are added up before ranks are."""
         module: Any = self.unwrap(model)
-        waits = self.exact is not None and not last
+        waits = self.sums.exact and not last
         if waits:
             module.set_requires_gradient_sync(False)
         try:
-            yield
+            with super().accumulate(model, last):
+                yield
         finally:
             if waits:
                 module.set_requires_gradient_sync(True)
 
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:
         # FSDP averages over ranks, while a loss here is a share of a sum. `_TreeReduceScatter` sums.
-        super().backward(loss * self.world_size if self.exact is None else loss, model, optimizer)
+        super().backward(loss if self.sums.exact else loss * self.world_size, model, optimizer)
 
     @torch.no_grad()
     def _reduce_gradients(self, pair: Trained) -> None:
@@ -314,7 +316,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             add_up(gradients, self._tensor.group)
 
     def _gradient_norm(self, parameters: list[Tensor]) -> float:
-        if self.exact is not None:
+        if self.sums.exact:
             shards = [own_part(p.grad) for p in parameters if p.grad is not None]
             return exact_norm(shards, self.device, self.all_reduce)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -353,7 +355,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         sharded = all(
             id(p) in owned for _, optimizer in trained for group in optimizer.param_groups for p in group['params']
         )
-        return super().fails_together(f'{state}, {sharded}') and sharded
+        return self.ranks.fails_together(f'{state}, {sharded}') and sharded
 
     def model_pieces(self, model: nn.Module) -> Iterable[Piece]:
         module = self.unwrap(model)

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils import deterministic as torch_deterministic
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chatgpt.batching import Exact
 from chatgpt.strategies.machine import processor
+from chatgpt.strategies.ranks import Ranks
+from chatgpt.strategies.sums import ExactSums, Sums
 
 Precision = Literal['auto', 'fp32', 'bf16', 'fp16']
 Reproducible = Literal['exact'] | None
@@ -52,13 +53,9 @@ class Numerics:
         object.__setattr__(found, 'emulated', emulates(device, found.dtype) and self.reproducible is None)
         return found
 
-    def exact(self, world_size: int, *, dealt: bool = False) -> Exact | None:
-        """How batches are cut, None without 'exact'. ValueError where the processes do not divide `atoms`."""
-        if self.reproducible is None:
-            return None
-        exact = Exact(self.atoms, dealt)
-        exact.check(world_size)
-        return exact
+    def sums(self, ranks: Ranks, *, ranks_below: bool = False) -> Sums:
+        """How batches are cut and numbers added up. ValueError where 'exact' and the number of ranks do not fit."""
+        return Sums(ranks) if self.reproducible is None else ExactSums(ranks, self.atoms, ranks_below=ranks_below)
 
     def facts(self) -> dict[str, Any]:
         """What run.json and checkpoints say of it."""

@@ -11,7 +11,7 @@ from chatgpt.launch.rules import DATA_RULES, ENCODER_DECODER_RULES, PPO_RUN_RULE
 from chatgpt.launch.runs import DataRun, ILQLRun, PPORun, RewardRun, SFTRun
 from chatgpt.nn import head_kernels
 from chatgpt.strategies.rules import MODEL_RULES
-from chatgpt.trainer.rules import EXACT_RULES
+from chatgpt.trainer.rules import DECODE_RULES
 
 TRUNK = {'shared_trunk': True, 'lora_rank': 2}
 GEMINI = {'strategy': 'colossalai_gemini', 'precision': 'bf16'}
@@ -97,7 +97,7 @@ BROKEN: list[tuple[type, dict[str, Any]]] = [
     (PPORun, {'rollout_workers': 1, 'engine': 'hf'}),
 ]
 TABLES: dict[type, list] = {
-    PPORun: [*EXACT_RULES, *MODEL_RULES, *RUN_RULES, *PPO_RUN_RULES],
+    PPORun: [*DECODE_RULES, *MODEL_RULES, *RUN_RULES, *PPO_RUN_RULES],
     DataRun: [*MODEL_RULES, *RUN_RULES, *DATA_RULES],
 }
 

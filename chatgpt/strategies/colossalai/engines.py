@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from chatgpt.strategies.exact import tree_reduce_scatter
 from chatgpt.strategies.processes import buckets
+from chatgpt.strategies.sums import tree_reduce_scatter
 
 
 @dataclass

@@ -45,12 +45,13 @@ from chatgpt.strategies.colossalai.states import (
     optimizer_pieces,
 )
 from chatgpt.strategies.copies import merge_for_good
-from chatgpt.strategies.exact import exact_norm
-from chatgpt.strategies.memory import MemoryModel, atoms_of
+from chatgpt.strategies.memory import MemoryModel, of_numerics
 from chatgpt.strategies.offload import Offloaded
+from chatgpt.strategies.pairs import Trained
 from chatgpt.strategies.precision import Precision
 from chatgpt.strategies.processes import ProcessGroupStrategy
 from chatgpt.strategies.streaming import StreamBlocks, mapped_copy, mapped_floats, set_buffers, streamed, streams
+from chatgpt.strategies.sums import exact_norm
 
 
 class ColossalAIStrategy(ProcessGroupStrategy):
@@ -95,14 +96,24 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             stream_blocks=stream_blocks,
             **options,
         )
-        self.settings.check(exact=numerics.get('reproducible') is not None)
+        self.settings.check()
+        if numerics.get('reproducible') is not None and (stage == 3 or precision == 'fp16'):
+            what = (
+                'Gemini (stage=3) keeps gradients in 16 bits'
+                if stage == 3
+                else "precision='fp16' is scaled by upstream"
+            )
+            raise ValueError(
+                f"reproducible='exact': {what}, which no other strategy repeats; use stage=1 or 2 in fp32 or bf16, or "
+                'FSDPStrategy'
+            )
         if device is not None and torch.device(device).type == 'cpu' and torch.cuda.is_available():
             raise ValueError(
                 f'device={device!r}: ColossalAI takes a GPU where there is one; hide it with CUDA_VISIBLE_DEVICES='
             )
         check_kernels(stage)
         import_colossalai()
-        self._sums_each_atom, self._only_16_bits = stage == 2, stage == 3
+        self._reduces_each_round, self._only_16_bits = stage == 2, stage == 3
         self.abilities = Abilities(sharded=True, weights_in_place=False, unused=stage < 3)
         super().__init__(seed, precision, device=device, timeout_s=timeout_s, **numerics)
         bridge()
@@ -126,7 +137,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             return GeminiMemory(
                 offloads, search_range=search_range_mb, interval=hidden_dim or 1024, min_chunk=min_chunk_size_mb
             )
-        return ZeroMemory(offloads, stage=stage, atoms=atoms_of(options), bucket=reduce_bucket_size)
+        return ZeroMemory(offloads, stage=stage, bucket=reduce_bucket_size, **of_numerics(options))
 
     # ------------------------------------------------------------------ models
 
@@ -223,7 +234,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
 
         settings, cuda = self.settings, self.device.type == 'cuda'
         # Exact in bf16 is what the other strategies compute under autocast, from weights in fp32.
-        precision = self.numerics.precision if self.exact is None else 'fp32'
+        precision = 'fp32' if self.sums.exact else self.numerics.precision
         common = settings.loss_scaling() | {'precision': precision}
         if self.stage < 3:
             plugin = LowLevelZeroPlugin(
@@ -329,7 +340,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             with nullcontext() if on_host else streamed(full, mapped, self.device):
                 yield full
             return
-        working = self.numerics.dtype if self.exact is None else torch.float32
+        working = torch.float32 if self.sums.exact else self.numerics.dtype
         if self.stage < 3 and dtype == working and not has_lora:
             with in_eval_mode(module):
                 yield module
@@ -367,25 +378,24 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             return
         engine.sync = last
         try:
-            yield
+            with super().accumulate(model, last):
+                yield
         finally:
             engine.sync = True
 
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:
         engine = self._engine(optimizer)
-        if self.exact is None:
-            engine.backward(loss * self.world_size)  # upstream takes the mean over ranks
-        else:
+        if self.sums.exact:
             assert isinstance(engine, ZeroEngine)
             engine.accumulate(loss)
+        else:
+            engine.backward(loss * self.world_size)  # upstream takes the mean over ranks
 
-    def end_atom(self, optimizer: Optimizer) -> None:
-        pair = self._pair(optimizer)
-        if pair.tree is None:
-            return
-        parameters = self._engine(optimizer).trained()
-        if self._sums_each_atom:
-            shards = self._summed_shards(optimizer)
+    def _end_round(self, pair: Trained) -> None:
+        assert pair.tree is not None
+        parameters = self._engine(pair.optimizer).trained()
+        if self._reduces_each_round:
+            shards = self._summed_shards(pair.optimizer)
             pair.tree.add([shards.get(id(p)) for p in parameters])
         else:
             pair.tree.take([*parameters])
@@ -397,13 +407,12 @@ class ColossalAIStrategy(ProcessGroupStrategy):
 
     def _exact_step(self, optimizer: Optimizer, max_norm: float | None) -> float:
         engine, tree = self._engine(optimizer), self._pair(optimizer).tree
-        assert isinstance(engine, ZeroEngine) and tree is not None and self.exact is not None
-        atoms = self.exact.atoms // self.world_size
-        if self._sums_each_atom:
-            total = zip(engine.trained(), tree.finish(atoms), strict=True)
+        assert isinstance(engine, ZeroEngine) and tree is not None
+        if self._reduces_each_round:
+            total = zip(engine.trained(), tree.finish(), strict=True)
             shards = {id(p): g for p, g in total if g is not None}
         else:
-            tree.give([*engine.trained()], atoms)
+            tree.give([*engine.trained()])
             shards = self._summed_shards(optimizer)
         norm = exact_norm(shards.values(), self.device, self.all_reduce)
         if math.isfinite(norm):
@@ -420,7 +429,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
     def optimizer_step(self, optimizer: Optimizer, max_norm: float | None = None) -> float:
         check_max_norm(max_norm)
         max_norm = max_norm or self.settings.max_norm or None
-        if self.exact is not None:
+        if self.sums.exact:
             return self._exact_step(optimizer, max_norm)
         engine = self._engine(optimizer)
         norm = engine.norm()
