@@ -14,7 +14,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -40,13 +40,12 @@ from chatgpt.strategies.ranks import check_world_size
 from chatgpt.strategies.streaming import (
     StreamBlocks,
     check_stream_blocks,
-    mapped_copy,
-    mapped_floats,
+    gathered_state,
     on_meta,
     set_buffers,
-    streamed,
     streams,
     transformer_blocks,
+    whole_copy,
     with_parameters,
 )
 from chatgpt.strategies.sums import Sums, exact_norm, own_part, tree_reduce_scatter
@@ -120,14 +119,8 @@ class FSDPStrategy(ProcessGroupStrategy):
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,
         )
-        self._skeletons: dict[int, nn.Module] = {}
-        """id of a sharded module -> the same module with meta parameters: what a full copy is made from"""
-        self._parts: dict[int, Parts] = {}
-        """id of a sharded module -> what this process holds of it"""
-        self._cut_skeletons: dict[int, nn.Module] = {}
-        """id of a module that is held in parts -> the same with parts as meta parameters"""
-        self._is_cut: set[int] = set()
-        """ids of parameters that are parts"""
+        self._sharded: dict[int, _Sharded] = {}
+        """by id of a sharded module"""
 
     @classmethod
     def memory_model(cls, cpu_offload: bool = False, tensor_parallel: int = 1, **options: Any) -> MemoryModel:
@@ -153,6 +146,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         if self.activation_checkpointing and trained:
             _checkpoint_activations(model)
         skeleton = on_meta(model)
+        sharded = self._sharded[id(model)] = _Sharded(skeleton, skeleton)
         stream = _initial_tensors(model)
         if stream is None:
             self.take_weights_of_rank_0(model)
@@ -162,8 +156,8 @@ class FSDPStrategy(ProcessGroupStrategy):
                     if buffer is not None:
                         owner._buffers[name] = buffer.to(self.device)
         if self._tensor is not None:
-            self._parts[id(model)] = parallelize(model, self._tensor.group, self._tensor.mesh['tensor'], plan)
-            self._cut_skeletons[id(model)] = on_meta(model)
+            sharded.parts = parallelize(model, self._tensor.group, self._tensor.mesh['tensor'], plan)
+            sharded.own_skeleton = on_meta(model)
         offload = CPUOffloadPolicy(pin_memory=self.device.type == 'cuda') if self.cpu_offload else OffloadPolicy()
         for block in transformer_blocks(model):
             fully_shard(block, mesh=self._mesh, mp_policy=self._policy, offload_policy=offload)
@@ -182,15 +176,13 @@ class FSDPStrategy(ProcessGroupStrategy):
 
             settle(model, self.device, in_fp32=self._policy.param_dtype is None)
             settle_hydra(model, self.device)
-        self._skeletons[id(model)] = skeleton
-        for name, cut in self._parts_of(model).cuts.items():
+        for name, cut in sharded.parts.cuts.items():
             parameter: Any = model.get_parameter(name)
             parameter.whole_shape = cut.shape
-            self._is_cut.add(id(parameter))
         return model
 
     def _parts_of(self, module: nn.Module) -> Parts:
-        return self._parts.get(id(module), Parts())
+        return self._sharded[id(module)].parts if id(module) in self._sharded else Parts()
 
     @torch.no_grad()
     def _materialise(self, model: nn.Module, stream: Iterator[tuple[str, Tensor]]) -> None:
@@ -209,8 +201,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             filled.add(id(target))
             tensor = parts.take(name, tensor)
             start, stop = _range(target) if isinstance(target, DTensor) else (0, target.numel())
-            local = target.to_local() if isinstance(target, DTensor) else target
-            local.view(-1).copy_(tensor.reshape(-1)[start:stop])
+            own_part(target).view(-1).copy_(tensor.reshape(-1)[start:stop])
         missing = [name for name, parameter in parameters.items() if id(parameter) not in filled]
         if missing:
             raise ValueError(
@@ -246,13 +237,14 @@ class FSDPStrategy(ProcessGroupStrategy):
         `whole` all of them, in that memory.
         """
         module, dtype = self.unwrap(model), dtype or self.numerics.full_dtype
+        parts = self._parts_of(module)
         too_large = on_disk is None and self._tensor is None and streams(self, self.stream_blocks, module, dtype)
         apart = on_disk is None and (self._tensor is not None and whole or too_large and read_only)
         if on_disk is not None or too_large or apart:
-            full, mapped = mapped_copy(self, self._skeletons[id(module)], self._whole(module), dtype, on_disk)
-            set_buffers(full, module)
-            with streamed(full, mapped, self.device) if too_large and not apart else nullcontext():
-                yield full.to('cpu') if apart else full
+            skeleton, values = self._sharded[id(module)].skeleton, self._whole(module.named_parameters(), parts)
+            computes = too_large and not apart
+            with whole_copy(self, module, skeleton, values, dtype, on_disk, computes=computes) as full:
+                yield full
             return
         with self._kept_copy.lent(module, dtype) as kept:
             folded_before = kept.copied is not None
@@ -260,10 +252,10 @@ class FSDPStrategy(ProcessGroupStrategy):
             merge_for_good(kept.copied, in_place=folded_before)
             yield kept.copied
 
-    def _whole(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter whole, in fp32, one at a time. A collective: exhaust it on every rank."""
-        for name, parameter in module.named_parameters():
-            yield name, self._parts_of(module).join(name, _full(parameter.detach(), self.device))
+    def _whole(self, tensors: Iterable[tuple[str, Tensor]], parts: Parts) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor whole, in fp32, one at a time. A collective: exhaust it on every rank."""
+        for name, tensor in tensors:
+            yield name, parts.join(name, _full(tensor.detach(), self.device))
 
     @torch.no_grad()
     def _gathered(self, module: nn.Module, dtype: torch.dtype, into: nn.Module | None = None) -> nn.Module:
@@ -274,11 +266,11 @@ class FSDPStrategy(ProcessGroupStrategy):
             for buffer, own in zip(into.buffers(), module.buffers(), strict=True):
                 buffer.copy_(own)
             return into
-        skeleton = self._cut_skeletons.get(id(module), self._skeletons[id(module)])
-        sharded = dict(module.named_parameters())
-        weights: dict[int, Tensor] = {}
-        for name, parameter in skeleton.named_parameters():
-            weights[id(parameter)] = _full(sharded[name].detach(), self.device).to(self.device, dtype)
+        skeleton, shards = self._sharded[id(module)].own_skeleton, dict(module.named_parameters())
+        weights = {
+            id(parameter): _full(shards[name].detach(), self.device).to(self.device, dtype)
+            for name, parameter in skeleton.named_parameters()
+        }
         full = with_parameters(skeleton, weights)
         set_buffers(full, module)
         return full.to(self.device)
@@ -321,31 +313,24 @@ class FSDPStrategy(ProcessGroupStrategy):
             return exact_norm(shards, self.device, self.all_reduce)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for parameter in parameters:
-            gradient = parameter.grad
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            counts = self.ranks.leads or id(parameter) in self._is_cut  # what is whole on all of a tensor group once
+            local = own_part(parameter.grad) if parameter.grad is not None else None
+            counts = self.ranks.leads or hasattr(parameter, 'whole_shape')  # what is whole on all of a group: once
             if counts and local is not None and local.numel():
                 total += torch.linalg.vector_norm(local.detach(), dtype=torch.float64).square().to(self.device)
         return math.sqrt(float(self.processes.all_reduce(total)))
 
     def _scale_gradients(self, parameters: list[Tensor], factor: float) -> None:
-        if factor != 1.0:
-            for parameter in parameters:
-                gradient = parameter.grad
-                (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(factor)  # type: ignore[union-attr]
+        for gradient in (p.grad for p in parameters if p.grad is not None and factor != 1.0):
+            own_part(gradient).mul_(factor)
 
     # ------------------------------------------------------------------ weights and optimizer states
 
     def full_state_dict(self, model: nn.Module, folder: str | os.PathLike[str] | None = None) -> dict[str, Tensor]:
         module = self.unwrap(model)
         tensors, aliases = states.named_tensors(module)
-        whole, _ = states.named_tensors(self._skeletons.get(id(module), module))
-        full = mapped_floats(whole, folder) if self.is_rank_0 else {}
-        for name, tensor in tensors.items():
-            value = self._parts_of(module).join(name, _full(tensor.detach(), self.device))
-            if self.is_rank_0:
-                full[name].copy_(value)
-        return full | {alias: full[name] for alias, name in aliases.items() if self.is_rank_0}
+        skeleton = self._sharded[id(module)].skeleton if id(module) in self._sharded else module
+        whole = self._whole(tensors.items(), self._parts_of(module))
+        return gathered_state(self, states.named_tensors(skeleton)[0], aliases, whole, folder)
 
     def fails_together(self, state: str) -> bool:
         # An exception inside a forward leaves a block's weights gathered in the compute dtype: they are not what a
@@ -398,9 +383,19 @@ class FSDPStrategy(ProcessGroupStrategy):
         states.load_slots(pair.optimizer, dict(pair.named_parameters()), reader, fill=_fill)
 
     def close(self) -> None:
-        for kept in (self._skeletons, self._cut_skeletons, self._parts, self._is_cut):
-            kept.clear()
+        self._sharded.clear()
         super().close()
+
+
+@dataclass
+class _Sharded:
+    """What is remembered of a module that is sharded in place."""
+
+    skeleton: nn.Module
+    """the same module with meta parameters: what a full copy is made from"""
+    own_skeleton: nn.Module
+    """the same with what this process holds, where that is a part"""
+    parts: Parts = field(default_factory=Parts)
 
 
 class _TreeReduceScatter(ReduceScatter):

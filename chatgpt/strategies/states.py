@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -178,18 +178,8 @@ def load_slots(
         fill: of sharded parameters: reads this rank's part of a named tensor into one that is sharded alike. Every slot
             is then a number or of its parameter's shape.
     """
-    slots = slots_by_parameter(reader.names())
-    strange = _listed('unexpected', sorted(set(slots) - set(parameters)))
-    if strange:
-        raise CheckpointMismatch(f'the optimizer state does not fit: parameters {strange}')
-    for name, parameter in parameters.items():
-        for slot in slots.get(name, []):
-            shape = tuple(reader.shape(f'{name}/{slot}'))
-            elementwise = slot in _ELEMENTWISE if fill is None else shape != ()
-            if elementwise and shape != tuple(parameter.shape):
-                raise CheckpointMismatch(
-                    f'{name}/{slot}: wrong shape: checkpoint {shape}, parameter {tuple(parameter.shape)}'
-                )
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    slots = checked_slots(reader, shapes, None if fill is not None else _ELEMENTWISE)
     optimizer.state.clear()
     for name, parameter in parameters.items():
         for slot in slots.get(name, []):
@@ -204,12 +194,32 @@ def load_slots(
             optimizer.state[parameter][slot] = int(value) if counts else value
 
 
-def slots_by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
-    """{'a.weight': ['exp_avg', 'step']} from 'a.weight/exp_avg', 'a.weight/step'."""
+def checked_slots(
+    reader: TensorReader, shapes: Mapping[str, tuple[int, ...]], elementwise: Container[str] | None
+) -> dict[str, list[str]]:
+    """{'a.weight': ['exp_avg', 'step']} of a reader with 'a.weight/exp_avg' and 'a.weight/step'.
+
+    Args:
+        shapes: of the parameters that the optimizer has.
+        elementwise: slots that have the shape of their parameter; None: all that are no numbers.
+
+    Raises:
+        CheckpointMismatch: a parameter or a shape that does not fit.
+    """
     slots: dict[str, list[str]] = {}
-    for name in sorted(names):
+    for name in sorted(reader.names()):
         parameter, _, slot = name.rpartition('/')
         slots.setdefault(parameter, []).append(slot)
+    if strange := _listed('unexpected', sorted(set(slots) - set(shapes))):
+        raise CheckpointMismatch(f'the optimizer state does not fit: parameters {strange}')
+    for parameter in slots:
+        for slot in slots[parameter]:
+            shape = tuple(reader.shape(f'{parameter}/{slot}'))
+            sized = shape != () if elementwise is None else slot in elementwise
+            if sized and shape != shapes[parameter]:
+                raise CheckpointMismatch(
+                    f'{parameter}/{slot}: wrong shape: checkpoint {shape}, parameter {shapes[parameter]}'
+                )
     return slots
 
 

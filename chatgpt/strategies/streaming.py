@@ -14,7 +14,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -159,10 +159,49 @@ class MappedTensors:
         return path
 
 
-def mapped_floats(tensors: Mapping[str, Tensor], folder: str | os.PathLike[str] | None) -> dict[str, Tensor]:
-    """Empty `MappedTensors` of this process for a full state dict: floating ones in fp32."""
-    kinds = {n: (tuple(t.shape), torch.float32 if t.is_floating_point() else t.dtype) for n, t in tensors.items()}
-    return MappedTensors(kinds, folder).tensors
+def gathered_state(
+    strategy: Strategy,
+    tensors: Mapping[str, Tensor],
+    aliases: Mapping[str, str],
+    whole: Iterable[tuple[str, Tensor]],
+    folder: str | os.PathLike[str] | None,
+) -> dict[str, Tensor]:
+    """A full state dict on rank 0, in a mapped file in `folder`, floating tensors in fp32.
+
+    Args:
+        tensors, aliases: of `states.named_tensors`; only shapes and dtypes count.
+        whole: every tensor's full value by name; collective, so it is exhausted on every rank.
+    """
+    full: dict[str, Tensor] = {}
+    if strategy.is_rank_0:
+        kinds = {n: (tuple(t.shape), torch.float32 if t.is_floating_point() else t.dtype) for n, t in tensors.items()}
+        full = MappedTensors(kinds, folder).tensors
+    for name, value in whole:
+        if strategy.is_rank_0:
+            full[name].copy_(value)
+    return full | {alias: full[name] for alias, name in aliases.items() if strategy.is_rank_0}
+
+
+@contextmanager
+def whole_copy(
+    strategy: Strategy,
+    module: nn.Module,
+    skeleton: nn.Module,
+    whole: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    folder: str | os.PathLike[str] | None,
+    *,
+    computes: bool,
+) -> Iterator[nn.Module]:
+    """A `mapped_copy` of `module` in host memory; inside, one that `computes` is `streamed` to the device.
+
+    Args:
+        skeleton: what the copy is made from, `module` itself or one of the same names and shapes.
+    """
+    full, mapped = mapped_copy(strategy, skeleton, whole, dtype, folder)
+    set_buffers(full, module)
+    with streamed(full, mapped, strategy.device) if computes else nullcontext():
+        yield full if computes else full.to('cpu')
 
 
 @torch.no_grad()

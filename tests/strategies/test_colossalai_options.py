@@ -14,7 +14,7 @@ import torch
 from chatgpt.strategies.colossalai import ColossalAIStrategy
 from chatgpt.strategies.colossalai.cpu import _TorchCPUAdam
 from chatgpt.strategies.colossalai.engines import rank_range
-from chatgpt.strategies.colossalai.states import UpstreamScaler
+from chatgpt.strategies.colossalai.engines import UpstreamScaler
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ colossalai is imported when a strategy is built.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import os
@@ -32,25 +31,17 @@ from chatgpt.strategies import states
 from chatgpt.strategies.base import Abilities, check_max_norm
 from chatgpt.strategies.checkpoint.layout import Piece, TensorReader
 from chatgpt.strategies.colossalai.cpu import bridge
-from chatgpt.strategies.colossalai.engines import Engine, TrainedEngine, ZeroEngine, wire
+from chatgpt.strategies.colossalai.engines import Engine, TrainedEngine, UpstreamScaler, ZeroEngine, wire
 from chatgpt.strategies.colossalai.gemini import GeminiEngine, GeminiFrozen
 from chatgpt.strategies.colossalai.memory import GeminiMemory, ZeroMemory
 from chatgpt.strategies.colossalai.options import Options, Placement, check_kernels, import_colossalai
-from chatgpt.strategies.colossalai.states import (
-    UpstreamScaler,
-    buffers_of,
-    load_model_pieces,
-    load_optimizer_pieces,
-    model_pieces,
-    optimizer_pieces,
-)
 from chatgpt.strategies.copies import merge_for_good
 from chatgpt.strategies.memory import MemoryModel, of_numerics
 from chatgpt.strategies.offload import Offloaded
 from chatgpt.strategies.pairs import Trained
 from chatgpt.strategies.precision import Precision
 from chatgpt.strategies.processes import ProcessGroupStrategy
-from chatgpt.strategies.streaming import StreamBlocks, mapped_copy, mapped_floats, set_buffers, streamed, streams
+from chatgpt.strategies.streaming import StreamBlocks, gathered_state, streams, whole_copy, with_parameters
 from chatgpt.strategies.sums import exact_norm
 
 
@@ -332,12 +323,10 @@ class ColossalAIStrategy(ProcessGroupStrategy):
                 yield full
             return
         has_lora = lora.has_lora(module)
+        exact = torch.float32 if has_lora else dtype  # adapters are folded in fp32 and the sum is rounded once
         if on_disk is not None or (self.stage == 3 and streams(self, self.stream_blocks, module, dtype)):
-            tensors = engine.gather(torch.float32 if has_lora else dtype)
-            full, mapped = mapped_copy(self, module, tensors, dtype, on_disk)
-            set_buffers(full, module)
-            on_host = on_disk is not None or read_only
-            with nullcontext() if on_host else streamed(full, mapped, self.device):
+            computes = on_disk is None and not read_only
+            with whole_copy(self, module, module, engine.gather(exact), dtype, on_disk, computes=computes) as full:
                 yield full
             return
         working = torch.float32 if self.sums.exact else self.numerics.dtype
@@ -345,28 +334,13 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             with in_eval_mode(module):
                 yield module
             return
-        # Adapters are folded in fp32 and the sum is rounded once, as Naive does.
-        copied = self._gathered_copy(module, engine, torch.float32 if has_lora else dtype).eval()
-        merge_for_good(copied)
+        ours = dict(module.named_parameters())
+        copied = with_parameters(module, {id(ours[n]): t.to(self.device, copy=True) for n, t in engine.gather(exact)})
+        merge_for_good(copied.eval())
         for parameter in copied.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
         yield copied
-
-    def _gathered_copy(self, module: nn.Module, engine: Engine, dtype: torch.dtype) -> nn.Module:
-        """A plain copy of the module the user built, with whole weights. Parameters are never copied, only received."""
-        plain: dict[str, nn.Parameter] = {}
-        memo: dict[int, Any] = {}
-        for name, parameter in module.named_parameters():
-            kind = dtype if parameter.is_floating_point() else parameter.dtype
-            plain[name] = nn.Parameter(
-                torch.empty(parameter.shape, dtype=kind, device=self.device), requires_grad=False
-            )
-            memo[id(parameter)] = plain[name]
-        copied = copy.deepcopy(module, memo)
-        for name, tensor in engine.gather(dtype):
-            plain[name].data.copy_(tensor)
-        return copied
 
     # ------------------------------------------------------------------ one optimizer step
 
@@ -451,37 +425,28 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         if id(module) not in self._engines:
             return super().full_state_dict(model, folder)
         engine = self._engines[id(module)]
-        tensors, aliases = states.named_tensors(module)
-        full = mapped_floats(tensors, folder) if self.is_rank_0 else {}
-        for name, tensor in engine.gather(torch.float32):
-            if self.is_rank_0:
-                full[name].copy_(tensor)
-        if not self.is_rank_0:
-            return {}
-        for name, buffer in buffers_of(module).items():
-            full[name].copy_(buffer)
-        return {name: full[aliases.get(name, name)] for name in (*tensors, *aliases)}
+        whole = itertools.chain(engine.gather(torch.float32), engine.buffers().items())
+        return gathered_state(self, *states.named_tensors(module), whole, folder)
 
     def model_pieces(self, model: nn.Module) -> Iterable[Piece]:
-        module = self.unwrap(model)
-        if id(module) not in self._engines:
+        engine = self._engines.get(id(self.unwrap(model)))
+        if engine is None:
             return super().model_pieces(model)
-        return itertools.chain(model_pieces(self._engines[id(module)]), self._dealt(buffers_of(module)))
+        return itertools.chain(engine.pieces(), self._dealt(engine.buffers()))
 
     def load_model_pieces(self, model: nn.Module, reader: TensorReader, strict: bool = True) -> None:
-        module = self.unwrap(model)
-        if id(module) not in self._engines:
+        engine = self._engines.get(id(self.unwrap(model)))
+        if engine is None:
             super().load_model_pieces(model, reader, strict)
         else:
-            load_model_pieces(self._engines[id(module)], reader, strict)
+            engine.load_pieces(reader, strict)
 
     def _optimizer_pieces(self, optimizer: Optimizer) -> Iterable[Piece]:
-        return optimizer_pieces(self._engine(optimizer))
+        return self._engine(optimizer).state_pieces()
 
     def _load_optimizer_pieces(self, optimizer: Optimizer, reader: TensorReader) -> None:
-        load_optimizer_pieces(
-            self._engine(optimizer), {n for names in self._pair(optimizer).names for n in names}, reader
-        )
+        members = {name for names in self._pair(optimizer).names for name in names}
+        self._engine(optimizer).load_state(members, reader)
 
     def close(self) -> None:
         self._engines.clear()
