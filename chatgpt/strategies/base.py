@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from chatgpt.strategies import states
 from chatgpt.strategies.checkpoint.files import save_object, save_tensors
-from chatgpt.strategies.checkpoint.layout import Piece, PrefixedReader, TensorReader
+from chatgpt.strategies.checkpoint.layout import Piece, RenamedReader, TensorReader
 from chatgpt.strategies.copies import KeptCopy, NarrowWeights, cast_copy, lora_merged, product_weights
 from chatgpt.strategies.memory import MemoryModel, of_numerics
 from chatgpt.strategies.offload import Offloaded, OffloadedWeights
@@ -403,7 +403,7 @@ class Strategy(OnRanks):
         reader, _ = open_saved(path, 'model')
         own, found = set(self.unwrap(model).state_dict(keep_vars=True)), reader.names()
         if own.isdisjoint(found) and any(f'model.{name}' in own for name in found):
-            reader = PrefixedReader(reader, 'model.')
+            reader = RenamedReader(reader, {f'model.{name}': name for name in found})
         self.load_model_pieces(model, reader, strict=strict)
 
     def save_optimizer(self, optimizer: Optimizer, path: str | os.PathLike[str], only_rank0: bool = False) -> None:
