@@ -30,9 +30,8 @@ from torch.optim import Optimizer
 from chatgpt.strategies import states
 from chatgpt.strategies.base import Abilities
 from chatgpt.strategies.checkpoint.layout import Piece, TensorReader
-from chatgpt.strategies.copies import merge_for_good, narrow_states
+from chatgpt.strategies.copies import Offloaded, OffloadedShards, merge_for_good, narrow_states
 from chatgpt.strategies.memory import Layout, Memory, MemoryModel, ModelSize, gathered_copy, of_numerics
-from chatgpt.strategies.offload import Offloaded, OffloadedShards
 from chatgpt.strategies.pairs import Trained
 from chatgpt.strategies.precision import Precision
 from chatgpt.strategies.processes import ProcessGroupStrategy
@@ -365,7 +364,7 @@ class FSDPStrategy(ProcessGroupStrategy):
                 elif stop > start and self.ranks.leads:
                     yield Piece(name, tuple(tensor.shape), start, stop, local)
             elif self.is_rank_0 and tensor.numel():
-                yield states.whole(name, tensor)
+                yield Piece.whole(name, tensor)
 
     @torch.no_grad()
     def load_model_pieces(self, model: nn.Module, reader: TensorReader, strict: bool = True) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast, get_args
@@ -102,13 +102,6 @@ def resolve_precision(
         return 'bf16' if torch.cuda.is_bf16_supported(including_emulation=False) else 'fp32'
 
 
-def check_agreed(chosen: Sequence[tuple[str, str]]) -> None:
-    """ValueError where 'auto' differs between ranks. `chosen`: precision and name of the device, by rank."""
-    if len({precision for precision, _ in chosen}) > 1:
-        found = ', '.join(f'{precision} on rank {rank} ({name})' for rank, (precision, name) in enumerate(chosen))
-        raise ValueError(f"precision='auto' is {found}; give precision='fp32', or one that all of them compute in")
-
-
 def emulates(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether matrix products in `dtype` are slower than in fp32: on a CPU without instructions of 16 bits."""
     if device.type != 'cpu' or dtype not in (torch.bfloat16, torch.float16):
@@ -199,15 +192,12 @@ class Deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
         self._memory.fill_uninitialized_memory = False  # for finding reads of it; it costs a pass
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-        self._use_attention(cudnn=False, mem_efficient=False)  # FlashAttention and plain matrix products stay
+        torch.backends.cuda.enable_cudnn_sdp(False)  # FlashAttention and plain matrix products stay
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
 
     def restore(self) -> None:
         torch.use_deterministic_algorithms(self._algorithms, warn_only=self._warn_only)
         self._memory.fill_uninitialized_memory = self._fill
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = self._cudnn
-        self._use_attention(*self._attention)
-
-    @staticmethod
-    def _use_attention(cudnn: bool, mem_efficient: bool) -> None:
-        torch.backends.cuda.enable_cudnn_sdp(cudnn)
-        torch.backends.cuda.enable_mem_efficient_sdp(mem_efficient)
+        torch.backends.cuda.enable_cudnn_sdp(self._attention[0])
+        torch.backends.cuda.enable_mem_efficient_sdp(self._attention[1])

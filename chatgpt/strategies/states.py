@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from chatgpt.strategies.checkpoint.layout import CheckpointMismatch, Piece, TensorReader
+from chatgpt.strategies.checkpoint.layout import CheckpointMismatch, TensorReader
 
 
 def refuse_shared(model: nn.Module, what: str) -> None:
@@ -115,11 +115,6 @@ def copy_from(reader: TensorReader, name: str, tensor: Tensor) -> None:
         for start in range(0, flat.numel(), CHUNK):
             stop = min(start + CHUNK, flat.numel())
             flat[start:stop].copy_(reader.read(name, start, stop))
-
-
-def whole(name: str, tensor: Tensor) -> Piece:
-    """A tensor as one piece."""
-    return Piece(name, tuple(tensor.shape), 0, tensor.numel(), tensor.detach().reshape(-1))
 
 
 def deal(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:

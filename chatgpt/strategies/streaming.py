@@ -13,6 +13,7 @@ import math
 import os
 import socket
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -133,9 +134,7 @@ class MappedTensors:
                 failure = f'rank {rank}: {error}'
             failures = [f for f in gather(failure) if f]
         if path:
-            os.unlink(
-                path
-            )  # everybody has mapped it: it lives as long as its last user, and a killed run leaves nothing
+            os.unlink(path)  # mapped by all, it lives as long as its last user, and a killed run leaves nothing
         if failures or mapped is None:
             raise OSError(f'{failures[0]}; free some, or point TMPDIR to another disk')
         return mapped
@@ -270,32 +269,21 @@ class BlockStream:
         self.mapped, self.device = mapped, device
         self.blocks = transformer_blocks(model)
         names = {id(p): n for n, p in model.named_parameters()}
-        holders: dict[int, int] = {}
-        for block in self.blocks:
-            for parameter in {id(p): p for p in block.parameters()}.values():
-                holders[id(parameter)] = holders.get(id(parameter), 0) + 1
-        self.spans: list[tuple[int, int]] = []
-        members: list[list[nn.Parameter]] = []
-        for block in self.blocks:
-            own = [
-                p
-                for p in {id(p): p for p in block.parameters()}.values()
-                if holders[id(p)] == 1 and names[id(p)] in mapped.ranges
-            ]
-            ranges = [mapped.ranges[names[id(p)]] for p in own]
-            self.spans.append((min((a for a, _ in ranges), default=0), max((b for _, b in ranges), default=0)))
-            members.append(own)
+        holders = Counter(id(p) for block in self.blocks for p in block.parameters())
+        members = [
+            [(p, *mapped.ranges[names[id(p)]]) for p in block.parameters() if holders[id(p)] == 1]
+            for block in self.blocks
+        ]
+        self.spans = [(min((a for _, a, _ in m), default=0), max((b for *_, b in m), default=0)) for m in members]
         size = max((b - a for a, b in self.spans), default=0)
         self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(min(2, len(self.blocks)))]
         self.resident: list[int | None] = [None] * len(self.buffers)
         streamed_ids = set()
         for i, own in enumerate(members):
-            for parameter in own:
-                a, b = mapped.ranges[names[id(parameter)]]
-                start = self.spans[i][0]
-                view = self.buffers[i % 2][a - start : b - start].view(parameter.dtype).view(parameter.shape)
+            for parameter, a, b in own:
+                view = self.buffers[i % 2][a - self.spans[i][0] : b - self.spans[i][0]]
                 streamed_ids.add(id(parameter))
-                parameter.data = view
+                parameter.data = view.view(parameter.dtype).view(parameter.shape)
         for parameter in model.parameters():
             if id(parameter) not in streamed_ids:
                 parameter.data = parameter.data.to(device, copy=True)

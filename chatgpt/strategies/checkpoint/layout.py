@@ -42,6 +42,10 @@ class Piece(NamedTuple):
     data: Tensor
     """(stop - start,), any device"""
 
+    @classmethod
+    def whole(cls, name: str, tensor: Tensor) -> Piece:
+        return cls(name, tuple(tensor.shape), 0, tensor.numel(), tensor.detach().reshape(-1))
+
 
 class TensorReader(Protocol):
     """Gives any range of any named tensor, whatever layout wrote it."""

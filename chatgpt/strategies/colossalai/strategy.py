@@ -35,9 +35,8 @@ from chatgpt.strategies.colossalai.engines import Engine, TrainedEngine, Upstrea
 from chatgpt.strategies.colossalai.gemini import GeminiEngine, GeminiFrozen
 from chatgpt.strategies.colossalai.memory import GeminiMemory, ZeroMemory
 from chatgpt.strategies.colossalai.options import Options, Placement, check_kernels, import_colossalai
-from chatgpt.strategies.copies import merge_for_good
+from chatgpt.strategies.copies import Offloaded, merge_for_good
 from chatgpt.strategies.memory import MemoryModel, of_numerics
-from chatgpt.strategies.offload import Offloaded
 from chatgpt.strategies.pairs import Trained
 from chatgpt.strategies.precision import Precision
 from chatgpt.strategies.processes import ProcessGroupStrategy
