@@ -207,14 +207,12 @@ def checked_slots(
         slots.setdefault(parameter, []).append(slot)
     if strange := _listed('unexpected', sorted(set(slots) - set(shapes))):
         raise CheckpointMismatch(f'the optimizer state does not fit: parameters {strange}')
-    for parameter in slots:
-        for slot in slots[parameter]:
+    for parameter, whole in shapes.items():
+        for slot in slots.get(parameter, []):
             shape = tuple(reader.shape(f'{parameter}/{slot}'))
             sized = shape != () if elementwise is None else slot in elementwise
-            if sized and shape != shapes[parameter]:
-                raise CheckpointMismatch(
-                    f'{parameter}/{slot}: wrong shape: checkpoint {shape}, parameter {shapes[parameter]}'
-                )
+            if sized and shape != whole:
+                raise CheckpointMismatch(f'{parameter}/{slot}: wrong shape: checkpoint {shape}, parameter {whole}')
     return slots
 
 

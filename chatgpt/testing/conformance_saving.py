@@ -247,6 +247,6 @@ def check_full_model(bench: Bench) -> None:
         identical(bench.weights(strategy, model), weights, 'weights after full_model')
 
 
-ORDER = (check_save_load, check_sharded_save, check_wrong_files, check_optimizer_save_load)
-ORDER += (check_wrong_optimizer_state, check_pieces, check_pieces_to_naive, check_full_model)
+ORDER: list[Check] = [check_save_load, check_sharded_save, check_wrong_files, check_optimizer_save_load]
+ORDER += [check_wrong_optimizer_state, check_pieces, check_pieces_to_naive, check_full_model]
 CHECKS: dict[str, Check] = {check.__name__.removeprefix('check_'): check for check in ORDER}

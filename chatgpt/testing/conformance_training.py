@@ -250,6 +250,13 @@ def check_collectives(bench: Bench) -> None:
         strategy.barrier()
 
 
-ORDER = (check_collectives, check_prepare, check_frozen, check_equals_naive, check_determinism, check_accumulation)
-ORDER += (check_unequal, check_clipping, check_non_finite, check_discard, check_partly_frozen)
+ORDER: list[Check] = [
+    check_collectives,
+    check_prepare,
+    check_frozen,
+    check_equals_naive,
+    check_determinism,
+    check_accumulation,
+]
+ORDER += [check_unequal, check_clipping, check_non_finite, check_discard, check_partly_frozen]
 CHECKS: dict[str, Check] = {check.__name__.removeprefix('check_'): check for check in ORDER}
