@@ -14,21 +14,13 @@ from chatgpt.strategies.checkpoint import CheckpointReader, DictReader, write_ch
 from chatgpt.testing.conformance_bench import Bench, Check, Refused, expect, identical, raises
 
 
-def _other(model: nn.Module) -> nn.Module:
-    """The same architecture with other weights."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if not parameter.is_meta:
-                parameter.add_(1.0)
-    return model
-
-
 def check_save_load(bench: Bench) -> None:
     """Saved {before, after} prepare, loaded {before, after} prepare: the same bits."""
     start = {n: t.detach().clone() for n, t in bench.make_model().state_dict().items()}
     for saved_after in (False, True):
         for loaded_after in (False, True):
-            what = f'saved {_when(saved_after)}, loaded {_when(loaded_after)} prepare'
+            saved, loaded = ('after' if after else 'before' for after in (saved_after, loaded_after))
+            what = f'saved {saved}, loaded {loaded} prepare'
             with bench.make_strategy() as strategy:
                 path = bench.path('.pt')
                 model: nn.Module = bench.make_model()
@@ -37,17 +29,16 @@ def check_save_load(bench: Bench) -> None:
                 strategy.save_model(model, path, only_rank0=True)
                 strategy.barrier()
                 identical(torch.load(path, weights_only=True), start, f'{what}: the file, read by plain torch,')
-                model = _other(bench.make_model())
+                model = bench.make_model()
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.add_(1.0)
                 if not loaded_after:
                     strategy.load_model(model, path)
                 model, _ = strategy.prepare((model, bench.optimizer(strategy, model.parameters())))
                 if loaded_after:
                     strategy.load_model(model, path)
                 identical(bench.weights(strategy, model), start, what)
-
-
-def _when(after: bool) -> str:
-    return 'after' if after else 'before'
 
 
 def check_sharded_save(bench: Bench) -> None:
@@ -96,9 +87,8 @@ def check_wrong_files(bench: Bench) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter('always')
             strategy.load_model(model, lacking, strict=False)
-        expect(
-            any(name in str(w.message) for w in caught), 'load_model(strict=False) does not warn with the missing name'
-        )
+        warned = any(name in str(w.message) for w in caught)
+        expect(warned, 'load_model(strict=False) does not warn with the missing name')
         with raises(FileNotFoundError, 'nowhere', 'load_model of a path that is not there'):
             strategy.load_model(model, bench.folder / 'nowhere.pt')
 
@@ -154,10 +144,8 @@ def check_wrong_optimizer_state(bench: Bench) -> None:
 def _write(strategy: Strategy, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     meta, pieces = strategy.optimizer_state(optimizer)
     groups = {'model/': strategy.model_pieces(model), 'optim/': pieces}
-    processes = strategy.processes
-    write_checkpoint(
-        folder, groups, meta={'optimizer': meta}, rank=processes.rank, all_gather_object=processes.all_gather_object
-    )
+    rank, gather = strategy.processes.rank, strategy.processes.all_gather_object
+    write_checkpoint(folder, groups, meta={'optimizer': meta}, rank=rank, all_gather_object=gather)
 
 
 def _load(strategy: Strategy, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -187,10 +175,8 @@ def check_pieces(bench: Bench) -> None:
         end = bench.weights(strategy, model)
         model, optimizer = bench.pair(strategy)
         _load(strategy, folder, model, optimizer)
-        expect(
-            bench.train(strategy, model, optimizer, steps=2, first=2) == straight,
-            'pieces: resumed losses and norms differ',
-        )
+        resumed = bench.train(strategy, model, optimizer, steps=2, first=2)
+        expect(resumed == straight, 'pieces: resumed losses and norms differ')
         identical(bench.weights(strategy, model), end, 'resumed from pieces')
 
 
@@ -241,9 +227,8 @@ def check_full_model(bench: Bench) -> None:
                 expect(bool(torch.isfinite(computed[-1]).all()), 'full_model: the model does not compute')
         far = float((computed[0] - computed[1]).abs().max())
         expect(far <= bench.tolerance.loss * 10, f'full_model: log-probs of a copy that is not whole are {far:.3g} off')
-        expect(
-            all(m.training for m in strategy.unwrap(model).modules()), 'full_model: training flags were not restored'
-        )
+        trains = all(m.training for m in strategy.unwrap(model).modules())
+        expect(trains, 'full_model: training flags were not restored')
         identical(bench.weights(strategy, model), weights, 'weights after full_model')
 
 

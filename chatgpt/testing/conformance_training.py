@@ -36,17 +36,14 @@ def check_prepare(bench: Bench) -> None:
         out = strategy.prepare((a, a_optim), [c, [(b, b_optim)]], None, reward, c)
         expect(isinstance(out, tuple) and len(out) == 5, f'prepare: five items came back as {type(out).__name__}')
         (a2, _), nested, none, same_reward, c_again = out
-        expect(
-            isinstance(nested, list) and isinstance(nested[1], list) and len(nested[1][0]) == 2,
-            'prepare: nesting was lost',
-        )
+        nests = isinstance(nested, list) and isinstance(nested[1], list) and len(nested[1][0]) == 2
+        expect(nests, 'prepare: nesting was lost')
         expect(none is None and same_reward is reward, 'prepare: None and functions must pass through untouched')
         expect(nested[0] is c_again, 'prepare: a module given twice must be prepared once')
         for got, built in ((a2, a), (nested[1][0][0], b), (nested[0], c)):
             expect(strategy.unwrap(got) is built, 'unwrap: not the module the user built, or out of order')
-        expect(
-            isinstance(strategy.prepare(bench.make_model()), nn.Module), 'prepare: a single item must come back bare'
-        )
+        bare = strategy.prepare(bench.make_model())
+        expect(isinstance(bare, nn.Module), 'prepare: a single item must come back bare')
         with raises(ValueError, 'model', 'prepare of an optimizer alone'):
             strategy.prepare(b_optim)
         with raises(ValueError, 'prepare', 'optimizer_step of an optimizer that was not prepared'):
@@ -67,10 +64,8 @@ def check_frozen(bench: Bench) -> None:
         with torch.no_grad(), strategy.autocast():
             got, want = frozen(batch).float(), plain(batch).float()
         distance = float((got - want).abs().max() / want.abs().max())
-        expect(
-            distance <= bench.tolerance.loss,
-            f'a frozen module gives other numbers than before: {distance:.3g} relative',
-        )
+        told = f'a frozen module gives other numbers than before: {distance:.3g} relative'
+        expect(distance <= bench.tolerance.loss, told)
         before = bench.weights(strategy, frozen)
         model, optimizer = bench.pair(strategy)
         bench.train(strategy, model, optimizer, steps=1)
@@ -124,9 +119,8 @@ def check_accumulation(bench: Bench) -> None:
     for max_tokens in (None, 12):
         with bench.make_strategy() as strategy:
             model, optimizer = bench.pair(strategy)
-            ends.append(
-                (bench.train(strategy, model, optimizer, max_tokens=max_tokens), bench.weights(strategy, model))
-            )
+            results = bench.train(strategy, model, optimizer, max_tokens=max_tokens)
+            ends.append((results, bench.weights(strategy, model)))
             num = len(tiny_micro_batches(tiny_sequences(), strategy.rank, strategy.world_size, max_tokens))
     expect(num > 1, 'the batch was not cut')
     bench.compare_results(ends[1][0], ends[0][0], 'micro-batches against one batch')
@@ -214,9 +208,8 @@ def check_partly_frozen(bench: Bench) -> None:
                 model = bench.make_model()
             some = next(iter(model.children()))
             some.requires_grad_(False)
-            pairs.append(
-                owner.prepare((model, bench.optimizer(owner, (p for p in model.parameters() if p.requires_grad))))
-            )
+            optimizer = bench.optimizer(owner, (p for p in model.parameters() if p.requires_grad))
+            pairs.append(owner.prepare((model, optimizer)))
         (model, optimizer), (want, want_optimizer) = pairs
         before = bench.weights(strategy, model)
         results = bench.train(strategy, model, optimizer)

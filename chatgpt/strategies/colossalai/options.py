@@ -19,15 +19,8 @@ Placement = Literal['cuda', 'cpu', 'auto']
 
 INSTALL = 'pip install --no-deps -r requirements-colossalai.txt'
 _GEMINI_ONLY = ('shard_init', 'search_range_mb', 'hidden_dim', 'min_chunk_size_mb', 'gpu_margin_mem_ratio')
-_FP16_ONLY = (
-    'initial_scale',
-    'growth_factor',
-    'backoff_factor',
-    'growth_interval',
-    'hysteresis',
-    'min_scale',
-    'max_scale',
-)
+_FP16_ONLY: tuple[str, ...] = ('initial_scale', 'growth_factor', 'backoff_factor', 'growth_interval', 'hysteresis')
+_FP16_ONLY += ('min_scale', 'max_scale')
 
 
 @dataclass(frozen=True, kw_only=True)
