@@ -299,7 +299,8 @@ class OffloadedWeights(Offloaded):
         self.host = [t.detach().to('cpu', copy=device.type == 'cuda') for t in self.tensors]
         if device.type == 'cuda':
             self.host = [t.pin_memory() for t in self.host]
-        self.offload()
+        for tensor, kept in zip(self.tensors, self.host, strict=True):
+            tensor.data = kept
 
     def on_device(self, kept: Tensor) -> Tensor:
         return kept.to(self.device, non_blocking=True)
