@@ -334,11 +334,8 @@ class FSDPStrategy(ProcessGroupStrategy):
     def fails_together(self, state: str) -> bool:
         # An exception inside a forward leaves a block's weights gathered in the compute dtype: they are not what a
         # checkpoint holds.
-        trained = [(pair.user_model, pair.optimizer) for pair in self._pairs.values()]
-        owned = {id(parameter) for model, _ in trained for parameter in model.parameters()}
-        sharded = all(
-            id(p) in owned for _, optimizer in trained for group in optimizer.param_groups for p in group['params']
-        )
+        owned = {id(p) for pair in self._pairs.values() for p in pair.user_model.parameters()}
+        sharded = all(id(p) in owned for pair in self._pairs.values() for p in pair.parameters())
         return self.ranks.fails_together(f'{state}, {sharded}') and sharded
 
     def model_pieces(self, model: nn.Module) -> Iterable[Piece]:
@@ -347,9 +344,8 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def _optimizer_pieces(self, optimizer: Optimizer) -> Iterable[Piece]:
         pair = self._pair(optimizer)
-        return self._shards(
-            states.slots_of(pair.optimizer, pair.named_parameters()), self._parts_of(pair.user_model), slots=True
-        )
+        slots = states.slots_of(pair.optimizer, pair.named_parameters())
+        return self._shards(slots, self._parts_of(pair.user_model), slots=True)
 
     def _shards(self, tensors: dict[str, Tensor], parts: Parts, *, slots: bool = False) -> Iterator[Piece]:
         """This process's range of every sharded tensor; what is replicated is written by the first that has it.
@@ -434,9 +430,8 @@ class FSDPMemory(MemoryModel):
         return sum(math.ceil(s[0] / self.ranks(run)) * math.prod(s[1:]) if s else 1 for s in shapes)
 
     def trained(self, name: str, size: ModelSize, run: Layout) -> Memory:
-        return self._trained(
-            name, run, self._sharded(size, run), self._sharded(size, run, trained_only=True), size.num_trained
-        )
+        own, trained = self._sharded(size, run), self._sharded(size, run, trained_only=True)
+        return self._trained(name, run, own, trained, size.num_trained)
 
     def frozen(self, name: str, size: ModelSize, run: Layout) -> Memory:
         memory = Memory()

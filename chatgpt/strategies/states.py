@@ -80,15 +80,8 @@ def match_names(
         for name, stored in source.items()
         if tuple(reader.shape(stored)) != tuple(wanted[name])
     ]
-    faults = [
-        text
-        for text in (
-            _listed('missing', missing),
-            _listed('unexpected', unexpected),
-            _listed('wrong shape', wrong, sep='; '),
-        )
-        if text
-    ]
+    found_out = _listed('missing', missing), _listed('unexpected', unexpected), _listed('wrong shape', wrong, sep='; ')
+    faults = [text for text in found_out if text]
     if wrong or (strict and faults):
         raise CheckpointMismatch(f'the checkpoint does not fit: {"; ".join(faults)}')
     if not source and wanted:

@@ -46,12 +46,8 @@ STYLES = ('colwise', FUSED, 'colwise_gather_output', 'colwise_rep', 'rowwise', '
 VOCABULARY = 'embedding_rowwise'
 WHOLE = 'replicate'
 KNOWN = (*STYLES, VOCABULARY, PARTIAL, WHOLE)
-GPT2 = {
-    'h.*.attn.c_attn': FUSED,
-    'h.*.attn.c_proj': 'rowwise',
-    'h.*.mlp.c_fc': 'colwise',
-    'h.*.mlp.c_proj': 'rowwise',
-}
+GPT2 = {'h.*.attn.c_attn': FUSED, 'h.*.mlp.c_fc': 'colwise'}
+GPT2 |= {'h.*.attn.c_proj': 'rowwise', 'h.*.mlp.c_proj': 'rowwise'}
 """names as in the base model"""
 
 

@@ -293,9 +293,8 @@ class TrainedEngine(Engine, ABC):
                 name = f'{shard.name}/{slot}'
                 if reader.shape(name) == ():  # ColossalAI counts steps in an int, torch in a tensor
                     value = reader.read(name, 0, 1)
-                    state[slot] = (
-                        int(value) if upstream else value.reshape(()).to(device if on_device else 'cpu', copy=True)
-                    )
+                    number = value.reshape(()).to(device if on_device else 'cpu', copy=True)
+                    state[slot] = int(value) if upstream else number
                     continue
                 size = max(shard.state_key.numel(), shard.data.numel())  # ZeRO pads to equal shares
                 state[slot] = torch.zeros(size, dtype=torch.float32, device=device)
@@ -335,10 +334,8 @@ class ZeroEngine(TrainedEngine):
             master = self.optimizer.working_to_master_param[id(parameter)]
             start, stop = rank_range(parameter.numel(), self.rank, self.world_size)
             if stop > start:
-                name = self.names[id(parameter)]
-                yield Shard(
-                    name, tuple(parameter.shape), start, stop, master.detach()[: stop - start], master, start, stop
-                )
+                name, data = self.names[id(parameter)], master.detach()[: stop - start]
+                yield Shard(name, tuple(parameter.shape), start, stop, data, master, start, stop)
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -192,12 +192,8 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         else:
             self.take_weights_of_rank_0(model)
             tensors = [(name, parameter.data) for name, parameter in model.named_parameters()]
-        buffers = [
-            (m, key, buffer.detach())
-            for m in model.modules()
-            for key, buffer in m._buffers.items()
-            if buffer is not None
-        ]
+        found = ((m, key, buffer) for m in model.modules() for key, buffer in m._buffers.items())
+        buffers = [(m, key, buffer.detach()) for m, key, buffer in found if buffer is not None]
         frozen_by_gemini = optimizer is None and self.stage == 3
         if frozen_by_gemini:
             model.requires_grad_(True)  # Gemini cuts only what requires a gradient over ranks
