@@ -1,9 +1,8 @@
 """One call that any `Strategy`, ours or a third party's, can be put through.
 
 Call `run_conformance(make_strategy)` in every process of a running group (or in the only process). Each check makes a
-strategy of its own, trains a tiny policy, and compares with plain torch or with `NaiveStrategy`. The checks are
-functions in a table (`all_checks`), so that a test can be made of each. A strategy that cannot do something must refuse
-it by name; that is reported, not failed.
+strategy of its own, trains a tiny policy, and compares with plain torch or with `NaiveStrategy`. A strategy that cannot
+do something must refuse it by name; that is reported, not failed.
 """
 
 from __future__ import annotations

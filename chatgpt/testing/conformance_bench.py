@@ -1,6 +1,4 @@
-"""What a conformance check works with: a bench that makes and trains tiny models, tolerances, and words for what must
-hold.
-"""
+"""What a conformance check works with: a bench that makes and trains tiny models, tolerances, words for results."""
 
 from __future__ import annotations
 

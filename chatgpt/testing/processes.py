@@ -1,8 +1,7 @@
 """Run a function on several local processes, as torchrun would, and bring its results or its traceback back.
 
 A new interpreter needs seconds to import torch and transformers. Where that is safe, ranks are forked from one that has
-done so: a server of `multiprocessing`, started at the first call, in which nothing but imports ever runs. Every rank is
-still a process of its own that joins a group of its own and ends, whatever its job did.
+done so: a server of `multiprocessing` in which nothing but imports ever runs. Every rank is a process of its own.
 """
 
 from __future__ import annotations
