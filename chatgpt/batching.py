@@ -4,7 +4,6 @@
 `cut_by_tokens` makes micro-batches under a token budget; `split_over_ranks` splits a global batch by cost. `align`
 gives every rank the same number of micro-batches by adding empty ones, and `collate` turns an empty one into a dummy
 batch that weighs nothing. All are pure functions of lengths, so every rank computes the whole assignment alone.
-`Exact` cuts by a rule that knows nothing of ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -178,76 +176,17 @@ def split_over_ranks(lengths: SequenceOf[int], world_size: int) -> list[list[int
     return shares
 
 
-def micro_batches(
-    lengths: SequenceOf[int], world_size: int, max_tokens: int | None, exact: Exact | None = None
-) -> list[list[list[int]]]:
-    """A list that all ranks hold, split over them and cut: for each rank its micro-batches, equally many, as positions
-    in `lengths`."""
-    shares = split_over_ranks(lengths, world_size if exact is None else exact.atoms)
-    cuts = [
-        [[share[j] for j in cut] for cut in cut_by_tokens([lengths[i] for i in share], max_tokens)] for share in shares
+def cut_shares(lengths: SequenceOf[int], shares: int, max_tokens: int | None) -> list[list[list[int]]]:
+    """A list split into so many shares (`split_over_ranks`): the micro-batches of each, as positions in `lengths`."""
+    return [
+        [[share[j] for j in cut] for cut in cut_by_tokens([lengths[i] for i in share], max_tokens)]
+        for share in split_over_ranks(lengths, shares)
     ]
-    if exact is not None:
-        cuts = [[cut for i in exact.of_rank(rank, world_size) for cut in cuts[i]] for rank in range(world_size)]
-    return align(cuts)
 
 
-@dataclass(frozen=True)
-class Exact:
-    """A run that is the same to the bit on any number of ranks: what it is cut into, and who computes which part.
-
-    A global batch is cut into `atoms`, micro-batches that follow from the batch alone, so that a forward sees the same
-    tensors in every layout. Sums over atoms follow one perfect binary tree: ((1 + 2) + (3 + 4)) + ((5 + 6) + (7 + 8)).
-    """
-
-    atoms: int = 8
-    """a power of two; the most ranks there can be"""
-    ranks_below: bool = False
-    """The ranks' sums are the lower levels of the tree: they are added after every atom, which a strategy wants that
-    keeps gradients in shards. Otherwise they are the upper ones, added once."""
-
-    def check(self, world_size: int) -> None:
-        """Raises ValueError for a number of atoms or of ranks that makes no such tree."""
-        if self.atoms < 1 or self.atoms & (self.atoms - 1):
-            raise ValueError(f'atoms={self.atoms} must be a power of two: 1, 2, 4, 8, ...')
-        if self.atoms % world_size:
-            raise ValueError(
-                f"reproducible='exact': {self.atoms} atoms cannot be dealt to {world_size} processes; start "
-                f'{" or ".join(str(2**k) for k in range(self.atoms.bit_length()))} of them, or give other atoms '
-                '(another number has other last bits)'
-            )
-
-    def of_rank(self, rank: int, world_size: int) -> range:
-        """The atoms that a rank computes, in its order."""
-        if self.ranks_below:
-            return range(rank, self.atoms, world_size)
-        share = self.atoms // world_size
-        return range(rank * share, (rank + 1) * share)
-
-    def share(
-        self, lengths: SequenceOf[int], rank: int, world_size: int, max_tokens: int | None = None
-    ) -> list[list[int]]:
-        """A rank's atoms of a list that all ranks hold, as positions; empty ones where the list is short.
-
-        Raises:
-            ValueError: an atom, of any rank, is larger than `max_tokens`; it is never split.
-        """
-        atoms = split_over_ranks(lengths, self.atoms)
-        for atom in atoms if max_tokens is not None else ():
-            longest = max((lengths[i] for i in atom), default=0)
-            if len(atom) * longest > max_tokens:  # type: ignore[operator]
-                raise ValueError(
-                    f"reproducible='exact': one of the {self.atoms} atoms of a train batch of {len(lengths)} has "
-                    f'{len(atom)} rows of up to {longest} tokens, {len(atom) * longest} padded ones, above '
-                    f'max_tokens_per_batch={max_tokens}; raise that or atoms, or lower train_batch_size'
-                )
-        return [atoms[i] for i in self.of_rank(rank, world_size)]
-
-    def own(self, count: int, world_size: int) -> list[list[int]]:
-        """Atoms of `count` items that are a rank's alone: its even share of a list in the order of the ranks."""
-        share = self.atoms // world_size
-        ends = [i * count // share for i in range(share + 1)]
-        return [list(range(start, stop)) for start, stop in zip(ends, ends[1:], strict=False) if stop > start]
+def micro_batches(lengths: SequenceOf[int], world_size: int, max_tokens: int | None) -> list[list[list[int]]]:
+    """A list that all ranks hold, split over them and cut: for each rank its micro-batches, equally many."""
+    return align(cut_shares(lengths, world_size, max_tokens))
 
 
 def align(cuts: list[list[list[int]]]) -> list[list[list[int]]]:

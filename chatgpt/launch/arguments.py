@@ -31,7 +31,7 @@ from chatgpt.launch.relaunch import mark_told, was_told
 from chatgpt.names import choice_hint, hint
 from chatgpt.registry import load_object
 from chatgpt.rules import check
-from chatgpt.strategies.registry import strategy_flag
+from chatgpt.strategies.registry import STRATEGY_OPTIONS, strategy_flag
 from chatgpt.strategies.rules import PRECISION_RULES
 
 NOBODYS_FAULT = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EISDIR))
@@ -179,9 +179,6 @@ def make_strategy(
     return strategy_by_name(name, seed=seed, precision=precision, **options)
 
 
-_OF_STRATEGY = ('deterministic', 'reproducible', 'atoms', 'tensor_parallel')
-
-
 @contextmanager
 def strategy_of(run: Any) -> Iterator[Any]:
     """The strategy that a `chatgpt.launch.runs.Run` asks for, or the flags of `add_strategy`.
@@ -194,7 +191,7 @@ def strategy_of(run: Any) -> Iterator[Any]:
         precision=run.precision,
         remote_code=getattr(run, 'trust_remote_code', False),
         timeout_s=run.rank_timeout_s,
-        **{name: getattr(run, name) for name in _OF_STRATEGY if hasattr(run, name)},
+        **{name: getattr(run, name) for name in STRATEGY_OPTIONS if hasattr(run, name)},
     )
     with strategy, strategy.failure_guard():
         yield strategy

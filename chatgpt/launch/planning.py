@@ -16,8 +16,9 @@ from chatgpt.launch.runs import NO_PLAN, PPORun, RewardRun, SFTRun
 from chatgpt.nn.loading import load_config
 from chatgpt.plan import Setup, make_plan
 from chatgpt.plan.advice import advice, explain_out_of_memory
+from chatgpt.rules import is_changed
 from chatgpt.strategies.precision import resolve_precision
-from chatgpt.strategies.registry import STRATEGIES
+from chatgpt.strategies.registry import STRATEGIES, STRATEGY_OPTIONS
 
 OUT_OF_CPU_MEMORY = ("can't allocate memory", 'Cannot allocate memory')
 """what torch's CPU allocator says, in a plain RuntimeError"""
@@ -46,6 +47,7 @@ def setup_of(inputs: Inputs) -> Setup:
         'num_processes': world_size_from_env(),
         'precision': resolve_precision(run.precision, device, only_16_bits=STRATEGIES.find(run.strategy).only_16_bits),
         'shared_trunk': run.on_trunk,
+        'strategy_options': {name: getattr(run, name) for name in STRATEGY_OPTIONS if is_changed(run, name)},
         **this_machine(),
     }
     if isinstance(run, (SFTRun, RewardRun)):

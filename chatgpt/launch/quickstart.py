@@ -40,7 +40,7 @@ from chatgpt.nn.layouts import longest_side
 from chatgpt.nn.loading import load_tokenizer
 from chatgpt.rollout.sampling import SamplingParams, generation_fields
 from chatgpt.strategies.checkpoint import latest
-from chatgpt.strategies.registry import as_strategy
+from chatgpt.strategies.registry import STRATEGY_OPTIONS, as_strategy
 from chatgpt.trainer.callbacks import Callback, Evaluator
 from chatgpt.trainer.collect import check_hears_alike
 from chatgpt.trainer.config import Settings
@@ -66,7 +66,7 @@ OF_THIS_VERB: dict[str, dict[str, Any]] = {
 GIVEN_OTHERWISE: dict[str, str] = {
     **dict.fromkeys(('pretrain', 'model'), 'the model is the first argument'),
     **dict.fromkeys(
-        ('seed', 'precision', 'rank_timeout_s', 'tensor_parallel', 'deterministic', 'reproducible', 'atoms'),
+        ('seed', 'precision', 'rank_timeout_s', *STRATEGY_OPTIONS),
         'it is of the strategy: give strategy=NaiveStrategy(...), or another, made with it',
     ),
     'plan': 'only the command stops before a run: chatgpt-rlhf ... --plan',

@@ -29,7 +29,7 @@ from chatgpt.strategies.rules import MODEL_RULES
 from chatgpt.trainer.callbacks.trackers import TRACKERS, tracker_names
 from chatgpt.trainer.config import LearningSettings, PPOConfig, Settings, SFTConfig, SupervisedConfig
 from chatgpt.trainer.objectives.config import PreferenceConfig, RewardModelConfig
-from chatgpt.trainer.rules import EXACT_RULES
+from chatgpt.trainer.rules import DECODE_RULES
 
 EMBEDDED = 'embedded'
 """the name of the small GPT-2 that a run makes for itself, and teaches the stories first unless it is SFT"""
@@ -205,9 +205,9 @@ class Run(StrategySettings, ModelSettings, LoraSettings, FolderSettings, Learnin
         check(self, [*MODEL_RULES, *RUN_RULES])
         self.trackers()
         if self.reproducible is not None:
-            from chatgpt.batching import Exact
+            from chatgpt.strategies.sums import check_atoms
 
-            Exact(self.atoms).check(world_size)
+            check_atoms(self.atoms, world_size)
         self._check_installed()
 
     def _check_installed(self) -> None:
@@ -379,7 +379,7 @@ class PPORun(Run, RolloutSettings, EpisodeSettings, PPOConfig):
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
         ENGINES.find(self.engine)
-        check(self, PPO_RUN_RULES if self.reproducible is None else [*EXACT_RULES, *PPO_RUN_RULES])
+        check(self, PPO_RUN_RULES if self.reproducible is None else [*DECODE_RULES, *PPO_RUN_RULES])
         sampling = self.generation() | {'max_new_tokens': 1 if self.max_new_tokens is None else self.max_new_tokens}
         SamplingParams(**{name: value for name, value in sampling.items() if name != 'stop_strings'})
         if self.environment is not None:

@@ -13,7 +13,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from chatgpt.batching import Exact, cut_by_tokens, micro_batches
 from chatgpt.types import Batch
 
 T = TypeVar('T')
@@ -29,7 +28,7 @@ class Communicator(Protocol):
     @property
     def device(self) -> torch.device: ...
     @property
-    def exact(self) -> Exact | None: ...
+    def sums(self) -> Any: ...
     def autocast(self, *, scoring: bool = False) -> Any: ...
     def onload(self, model: nn.Module) -> Any: ...
     def all_reduce(self, tensor: Tensor, op: Any = 'sum') -> Tensor: ...
@@ -47,31 +46,20 @@ def cuts_of_own(strategy: Communicator, lengths: SequenceOf[int], max_tokens: in
     collective.
 
     Raises:
-        ValueError: with `exact`, ranks have different numbers of items.
+        ValueError: ranks have different numbers of items where the strategy's `sums` allow none.
     """
-    if strategy.exact is None:
-        cuts = cut_by_tokens(lengths, max_tokens)
-    else:
-        cuts = [
-            [atom[j] for j in cut]
-            for atom in strategy.exact.own(len(lengths), strategy.world_size)
-            for cut in cut_by_tokens([lengths[i] for i in atom], max_tokens)
-        ]
+    cuts = strategy.sums.own(lengths, max_tokens)
     most = len(cuts)
     if strategy.world_size > 1:
         own = torch.tensor([len(cuts), len(lengths), -len(lengths)], dtype=torch.float64, device=strategy.device)
         most, high, low = map(int, strategy.all_reduce(own, op='max').tolist())
-        if strategy.exact is not None and high != -low:
-            raise ValueError(
-                f"reproducible='exact': ranks have between {-low} and {high} samples; give each the same number, a "
-                'share in the order of the ranks'
-            )
+        strategy.sums.check_counts(-low, high)
     return cuts + [[] for _ in range(most - len(cuts))]
 
 
 def cuts_of_share(strategy: Communicator, lengths: SequenceOf[int], max_tokens: int | None) -> list[list[int]]:
     """Micro-batches of this rank's share of a list that all ranks hold, as positions in that list."""
-    return micro_batches(lengths, strategy.world_size, max_tokens, strategy.exact)[strategy.rank]
+    return strategy.sums.share(lengths, max_tokens)
 
 
 @torch.no_grad()

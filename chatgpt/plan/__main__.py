@@ -37,7 +37,7 @@ def parser() -> Parser:
     out.add_argument('config', help='config.json of the policy, its folder, or a hub name')
     out.add_argument('--cpu', action='store_true', help='no GPU: devices are host memory (--host_memory)')
     out.add_argument('--no_kl', action='store_true', help='no reference')
-    parts = 'processes that hold a model together (fsdp, colossalai_zero1 or colossalai_zero2)'
+    parts = 'processes that hold each layer together, with strategy fsdp (default: 1)'
     out.add_argument('--tensor_parallel', type=int, default=1, metavar='N', help=parts)
     readers: dict[str, Any] = {'memory': memory, 'host_memory': memory, 'strategy': strategy_flag, 'reward_config': str}
     add_settings(out, Setup, skip=NO_FLAGS, read=readers)
@@ -51,7 +51,8 @@ def main(argv: list[str] | None = None) -> int:
     from chatgpt.plan.phases import make_plan
 
     try:
-        setup = Setup.of(args, on_cuda=not args.cpu, kl=not args.no_kl)
+        options = {'tensor_parallel': args.tensor_parallel} if args.tensor_parallel != 1 else {}
+        setup = Setup.of(args, on_cuda=not args.cpu, kl=not args.no_kl, strategy_options=options)
         plan = make_plan(setup)
     except (ValueError, OSError) as error:
         print(f'error: {error}', file=sys.stderr)

@@ -9,7 +9,7 @@ from typing import Any
 from chatgpt.plan import models
 from chatgpt.plan.phases import Plan, make_plan
 from chatgpt.plan.setup import Setup, read_config, show_bytes
-from chatgpt.strategies.registry import FRUGAL, SHARDED
+from chatgpt.strategies.registry import FRUGAL, SHARDED, STRATEGY_OPTIONS
 
 
 def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
@@ -94,7 +94,7 @@ def _on_trunk(setup: Setup, first: str) -> Iterator[tuple[str, Setup]]:
 
 
 def with_strategy(setup: Setup, name: str) -> Setup:
-    kept = {k: v for k, v in setup.strategy_options.items() if k in ('reproducible', 'atoms', 'tensor_parallel')}
+    kept = {k: v for k, v in setup.strategy_options.items() if k in STRATEGY_OPTIONS}
     return replace(setup, strategy=name, strategy_options=kept)
 
 

@@ -123,12 +123,7 @@ class Setup(Layout):
     def of(cls, settings: Any, **others: Any) -> Setup:
         """Of settings by the names of these fields, such as a run of the command; `others` win."""
         names = [f.name for f in fields(cls) if f.name not in others and hasattr(settings, f.name)]
-        options = {}
-        if getattr(settings, 'reproducible', None):
-            options = {'reproducible': settings.reproducible, 'atoms': settings.atoms}
-        if settings.tensor_parallel != 1:
-            options['tensor_parallel'] = settings.tensor_parallel
-        return cls(**{name: getattr(settings, name) for name in names}, strategy_options=options, **others)
+        return cls(**{name: getattr(settings, name) for name in names}, **others)
 
     def __post_init__(self) -> None:
         for config in (self.config, self.reward_config):

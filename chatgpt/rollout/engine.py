@@ -8,9 +8,9 @@ handed, its log-probs of a few tokens are compared with the actor's (`chatgpt.ro
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
@@ -87,6 +87,10 @@ class RolloutEngine(ABC):
                 f'{cls.__name__} copies weights, which begin and generate of CheckedEngine compare with the actor: '
                 'derive from it and write transfer and answer, not begin and generate'
             )
+
+    def with_draws_of(self, wrap: Callable[[RolloutEngine], RolloutEngine]) -> RolloutEngine:
+        """An engine whose tokens `wrap` of this one draws; engines around it stay around."""
+        return wrap(self)
 
     @abstractmethod
     def begin(self, actor: Actor) -> None:
@@ -249,6 +253,11 @@ class EngineAround(RolloutEngine):
 
     def __init__(self, engine: RolloutEngine) -> None:
         self.engine, self.abilities = engine, engine.abilities
+
+    def with_draws_of(self, wrap: Callable[[RolloutEngine], RolloutEngine]) -> RolloutEngine:
+        self.engine = self.engine.with_draws_of(wrap)
+        self.abilities = replace(self.abilities, exact_logprobs=self.engine.abilities.exact_logprobs)
+        return self
 
     @property
     def generator(self) -> RolloutEngine:

@@ -1,41 +1,18 @@
 """Draws that do not depend on what was generated beside them: a `LocalEngine` whose tokens are those that one canonical
 computation of each sequence alone would have drawn.
 
-A decode's logits differ in their last bits with the shape of its batch, so a token whose uniform number lies next to an
-edge of the cumulative distribution may come out differently on another number of ranks. Every draw whose recorded edge
-distance is within a bound is drawn again from the canonical computation; where the token differs, the rest of the
-response is generated again from there, until nothing is left. The result is the canonical one at every position,
-however the engine batched, so the bound may differ between layouts.
-
-The canonical computation of a position is a forward of that sequence alone, without a cache: one row, filled up to the
-next power of two (at least `BLOCK`, at most the model's positions), and the head over the aligned block of `BLOCK`
-positions. Its shapes follow from the position alone, and a causal model's rows do not depend on what stands after them,
-which `begin` tests to the bit.
-
-The bound. Let no log-prob of the decode differ from the canonical one by more than d, before filters and at the
-sampling's temperature. Split the tokens that a filter kept into those up to an edge, of mass A, and the others, of mass
-B. Both sums change by factors within [exp(-d), exp(d)], so the logit of F = A / (A + B), which is log A - log B, moves
-by at most 2d. The sigmoid is steepest at its middle, hence
-
-    |F - F*| <= sigmoid(d) - sigmoid(-d) = tanh(d / 2)
-
-which is the bound without a filter. A filter keeps the same tokens where the token kept last and the first one left out
-cannot change places, and the mass around `top_p` cannot cross it. Two tokens that change places were within a factor
-exp(2d) of each other, and the smaller had at most half the mass: their gap was at most (exp(2d) - 1) / 2, which is also
-more than a mass can move; it is the bound with a filter. The recorded edge distance is at most each of these margins.
-The rounding of probabilities and of their sums in float64 is a few units of fp32 in each log-prob and belongs to d.
-
-What is assumed, not proven: d. It is `SAFETY` times the largest difference seen between a decoded log-prob and its
-canonical one since `begin`, at least `FLOOR_UNITS` units in the last place; the first `PROBES` responses of each call
-are computed both ways to see it, beside all that are drawn again. A later difference above the d that draws were
-already cleared with raises, so that the assumption fails loudly.
-
-Greedy decoding records no edge: all of it is read again, and needs no bound.
+That computation of a position is a forward of the sequence alone, without a cache: one row, filled up to the next power
+of two (at least `BLOCK`, at most the model's positions), and the head over the aligned block of `BLOCK` positions. Its
+shapes follow from the position alone, and a causal model's rows do not depend on what stands after them, which `begin`
+tests to the bit. Every draw whose recorded edge distance is within a bound (`edge_bound`) is drawn again from it; where
+the token differs, the rest of the response is generated again from there. So the result is the canonical one at every
+position, and the bound may differ between layouts. Greedy decoding records no edge: all of it is read again.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,8 +37,14 @@ FLOOR_UNITS = 64.0
 
 
 def edge_bound(d: float, *, filtered: bool = False) -> float:
-    """How far from an edge a draw may lie and come out differently, where no log-prob differs by more than d; see the
-    module's docstring."""
+    """How far from an edge a draw may lie and come out differently, where no log-prob differs by more than d.
+
+    Split the tokens that a filter kept into those up to an edge, of mass A, and the others, of mass B. Each sum changes
+    by a factor within [exp(-d), exp(d)], so the logit of F = A / (A + B) moves by at most 2d, and F by at most
+    sigmoid(d) - sigmoid(-d) = tanh(d / 2). A filter keeps the same tokens where the one kept last and the first one
+    left out cannot change places: two that do were within a factor exp(2d) of each other, the smaller with at most half
+    the mass, so their gap was at most (exp(2d) - 1) / 2, which is also more than a mass at `top_p` can move.
+    """
     return math.expm1(2 * d) / 2 if filtered else math.tanh(d / 2)
 
 
@@ -96,12 +79,17 @@ class ExactDraws(EngineAround):
                 'which decodes no encoder-decoders'
             )
         super().__init__(engine)
-        self.abilities = Abilities(reproducible=True, runs_actor=True)  # nobody draws again while a turn is under way
+        # Nobody draws again while a turn is under way, and recorded log-probs are of the batches that engines made.
+        self.abilities = Abilities(reproducible=True, runs_actor=True, exact_logprobs=False)
         self.redrawn = self.changed = 0
         self._actor: Any = None
         self._positions: int | None = None
         self._seen = self._cleared_with = 0.0
         self._checked: Any = None
+
+    def with_draws_of(self, wrap: Callable[[RolloutEngine], RolloutEngine]) -> RolloutEngine:
+        """This one: its draws are canonical already."""
+        return self
 
     def begin(self, actor: Actor) -> None:
         """Take the policy's weights for one collect phase.
@@ -195,6 +183,9 @@ class ExactDraws(EngineAround):
     # ------------------------------------------------------------------ the bound
 
     def _d(self) -> float:
+        """What is assumed, not proven: `SAFETY` times the largest difference seen since `begin`, and at least
+        `FLOOR_UNITS` units in the last place, for the rounding of probabilities. The first `PROBES` responses of each
+        call are computed both ways to see it, beside all that are drawn again; a later one above it raises."""
         return max(SAFETY * self._seen, FLOOR_UNITS * torch.finfo(next(self._actor.parameters()).dtype).eps)
 
     def _bound(self, sampling: SamplingParams) -> float:
@@ -310,14 +301,6 @@ class ExactDraws(EngineAround):
             for name in ('response_ids', 'response_mask', 'logprobs', 'filtered_logprobs', 'edge_distances')
         }
         return replace(sample, **joined, finish_reason=reason)
-
-
-def exact_draws(engine: RolloutEngine) -> RolloutEngine:
-    """The engine with canonical draws; inside of what is around it. Raises ValueError where they cannot be had."""
-    if isinstance(engine, EngineAround) and not isinstance(engine, ExactDraws):
-        engine.engine = exact_draws(engine.engine)
-        return engine
-    return engine if isinstance(engine, ExactDraws) else ExactDraws(engine)
 
 
 def _cut(sample: Sample, position: int, draw: Draw) -> Sample:

@@ -1,8 +1,8 @@
 """`Strategy`: everything that depends on how many processes there are and where weights live.
 
-The bodies here work for models that are whole on each rank. A subclass overrides what its layout changes: the methods
-with an underscore under "what a subclass overrides", `backward`, `full_model`, `full_state_dict`, the pieces, and
-`memory_model` for the planner.
+The bodies here work for models that are whole on each rank. The public members come first; a subclass overrides what
+its layout changes: the methods under "what a subclass overrides", `accumulate`, `backward`, `full_model`,
+`full_state_dict`, the pieces, and `memory_model` for the planner.
 """
 
 from __future__ import annotations
@@ -24,14 +24,21 @@ from torch.optim import Optimizer
 
 from chatgpt.strategies import states
 from chatgpt.strategies.checkpoint.files import save_object, save_tensors
-from chatgpt.strategies.checkpoint.layout import Piece, PrefixedReader, TensorReader
-from chatgpt.strategies.copies import KeptCopy, NarrowWeights, cast_copy, lora_merged, product_weights
-from chatgpt.strategies.exact import TreeSum, align, check_elementwise, exact_norm
-from chatgpt.strategies.memory import MemoryModel, atoms_of
-from chatgpt.strategies.offload import Offloaded, OffloadedWeights
+from chatgpt.strategies.checkpoint.layout import Piece, RenamedReader, TensorReader
+from chatgpt.strategies.copies import (
+    KeptCopy,
+    NarrowWeights,
+    Offloaded,
+    OffloadedWeights,
+    cast_copy,
+    lora_merged,
+    product_weights,
+)
+from chatgpt.strategies.memory import MemoryModel, of_numerics
 from chatgpt.strategies.pairs import Trained, check_items, is_pair, open_saved, rebuilt
 from chatgpt.strategies.precision import Deterministic, LossScaler, Numerics, Precision, WideProducts, tf32
 from chatgpt.strategies.ranks import OnRanks, Ranks
+from chatgpt.strategies.sums import exact_norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +90,8 @@ class Strategy(OnRanks):
     """`make_optimizer` makes torch's fused AdamW on CUDA"""
     _only_16_bits: bool = False
     """it has no fp32, so 'auto' is bf16 on any device"""
-    _sums_each_atom: bool = False
-    """with `exact`: gradients are summed over ranks after every atom, and not once per step"""
+    _reduces_each_round: bool = False
+    """in an exact run gradients are summed over ranks after every round, and not once per step"""
 
     def __init__(
         self, seed: int = 42, precision: Precision = 'auto', *, ranks: Ranks | None = None, **numerics: Any
@@ -100,9 +107,9 @@ class Strategy(OnRanks):
             ranks = self
         self.ranks, self.seed = ranks, seed
         self.numerics = Numerics(precision=precision, **numerics).on(ranks.device, only_16_bits=self._only_16_bits)
-        self.exact = self.numerics.exact(ranks.world_size, dealt=self._sums_each_atom)
-        """how batches are cut and numbers added with `reproducible='exact'`; None otherwise"""
-        self._deterministic = Deterministic() if self.numerics.deterministic or self.exact is not None else None
+        self.sums = self.numerics.sums(ranks, ranks_below=self._reduces_each_round)
+        """how batches are cut and numbers added up"""
+        self._deterministic = Deterministic() if self.numerics.deterministic or self.sums.exact else None
         self._warn_of_emulation()
         bf16_on_cuda = ranks.device.type == 'cuda' and self.numerics.precision == 'bf16'
         self._uses_tf32 = bf16_on_cuda and self._deterministic is None
@@ -120,23 +127,6 @@ class Strategy(OnRanks):
         self._narrow = NarrowWeights(self.numerics.dtype, self.autocast)
         self._kept_copy = KeptCopy()
 
-    def _warn_of_emulation(self) -> None:
-        if not self.numerics.emulated or self.ranks.rank:
-            return
-        given = f'precision={self.numerics.precision!r}'
-        if self._only_16_bits:
-            what = (
-                'all but generation imitates in fp32, slower than fp32 itself, which this strategy has not: take '
-                "another with precision='fp32'"
-            )
-        else:
-            what = (
-                'learning imitates in fp32, slower than fp32 itself; generation, scores and values are in fp32. '
-                "Give precision='fp32'"
-            )
-        without = 'this CPU has no instructions for matrix products of 16 bits, which'
-        warnings.warn(f'{given}: {without} {what}', stacklevel=3)
-
     # ------------------------------------------------------------------ models
 
     def model_init_context(self) -> AbstractContextManager[Any]:
@@ -152,8 +142,8 @@ class Strategy(OnRanks):
         weight_decay: float = 0.0,
     ) -> Optimizer:
         """An AdamW that this strategy can train with. On CUDA torch's fused one, which needs no temporary as large as
-        the weights; not with `exact`, nor on a CPU, where it rounds otherwise."""
-        fused = True if self._fuses and self.device.type == 'cuda' and self.exact is None else None
+        the weights; not in an exact run, nor on a CPU, where it rounds otherwise."""
+        fused = True if self._fuses and self.device.type == 'cuda' and not self.sums.exact else None
         return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
 
     def prepare(self, *items: Any) -> Any:
@@ -170,74 +160,9 @@ class Strategy(OnRanks):
         prepared = tuple(self._prepare_item(item) for item in items)
         return prepared[0] if len(prepared) == 1 else prepared
 
-    def _prepare_item(self, item: Any) -> Any:
-        if is_pair(item):
-            pair = self._pair(item[1])
-            return rebuilt(item, [pair.model, pair.optimizer])
-        if isinstance(item, (tuple, list)):
-            return rebuilt(item, [self._prepare_item(part) for part in item])
-        if not isinstance(item, nn.Module):
-            return item
-        if id(item) not in self._prepared:
-            item.requires_grad_(False)
-            if self.exact is not None:
-                align(item)
-            self._keep_narrow(item)
-            self._remember(item, self._setup_model(item, trained=False).eval())
-        return self._prepared[id(item)][1]
-
-    def _prepare_pair(self, model: nn.Module, optimizer: Optimizer) -> None:
-        user_model, user_optimizer = self.unwrap(model), optimizer
-        if id(optimizer) in self._pairs:
-            if self._pairs[id(optimizer)].user_model is not user_model:
-                raise ValueError('prepare: this optimizer is already paired with another model')
-            return
-        names = states.parameter_names(user_model, optimizer)
-        if id(model) not in self._prepared:
-            if self.exact is not None:
-                align(model)
-            self._keep_narrow(model, optimizer)
-        model, optimizer = self._setup_pair(model, optimizer, names)
-        if self.exact is not None:
-            check_elementwise(optimizer)
-        self._remember(user_model, model)
-        scaler = LossScaler() if self.numerics.scales_loss else None
-        pair = Trained(user_model, model, optimizer, names, scaler, TreeSum() if self.exact is not None else None)
-        self._pairs[id(user_optimizer)] = self._pairs[id(optimizer)] = pair
-        self._keep += [user_optimizer, optimizer]
-
-    def _keep_narrow(self, module: nn.Module, optimizer: Optimizer | None = None) -> None:
-        """Keep what nothing trains in the compute dtype. In a model that learns (under LoRA, hydra) only weights that
-        are numbers of that dtype anyway, as of a folder in bf16, so that what is saved is exact. Before the model goes
-        to the device."""
-        numerics = self.numerics
-        if numerics.precision == 'fp32' or numerics.emulated or self.exact is not None or not self._keeps_narrow:
-            return
-        owned = {id(p) for group in optimizer.param_groups for p in group['params']} if optimizer is not None else set()
-        from chatgpt.nn import lora
-
-        elsewhere = {id(p) for pair in self._pairs.values() for p in pair.user_model.parameters()}
-        frozen = [p for p in product_weights(module) if not p.requires_grad and id(p) not in owned | elsewhere]
-        if optimizer is not None or lora.has_lora(module):  # what is folded or saved is exact
-            lossless = self.broadcast_object([torch.equal(p.to(numerics.dtype).to(p.dtype), p) for p in frozen])
-            frozen = [p for p, same in zip(frozen, lossless, strict=True) if same]
-        self._narrow.keep(module, frozen)
-
-    def _remember(self, user_model: nn.Module, model: nn.Module) -> None:
-        self._prepared[id(user_model)] = self._prepared[id(model)] = (user_model, model)
-
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The module the user built."""
         return self._prepared[id(model)][0] if id(model) in self._prepared else model
-
-    def _pair(self, optimizer: Optimizer) -> Trained:
-        """The pair an optimizer belongs to; ValueError before `prepare`."""
-        if id(optimizer) not in self._pairs:
-            raise ValueError(
-                f'this {type(optimizer).__name__} was not prepared, so its model is unknown; '
-                'call strategy.prepare((model, optimizer)) first'
-            )
-        return self._pairs[id(optimizer)]
 
     @contextmanager
     def full_model(
@@ -279,13 +204,11 @@ class Strategy(OnRanks):
         """Keep the copy that `full_model` makes in 16 bits for `user`, or no longer; without users it is freed."""
         self._kept_copy.keep(user, keep)
 
-    # ------------------------------------------------------------------ memory
-
     @classmethod
     def memory_model(cls, **options: Any) -> MemoryModel:
         """What a strategy that is built with these options keeps, for `chatgpt.plan`. Here: whole copies on each
         rank."""
-        return MemoryModel(atoms=atoms_of(options))
+        return MemoryModel(**of_numerics(options))
 
     def offload(self, model: nn.Module) -> None:
         """Let a frozen model's weights wait in host memory outside of `onload`. On a CPU nothing moves.
@@ -315,23 +238,10 @@ class Strategy(OnRanks):
             return nullcontext()
         return self._cast()
 
-    @contextmanager
-    def _cast(self) -> Iterator[None]:
-        # A cast weight that is used again would add its gradients up in 16 bits, where it is not a gathered one.
-        cast = torch.autocast(self.device.type, dtype=self.numerics.dtype, cache_enabled=self.exact is None)
-        with cast, self._products():
-            yield
-
-    def _products(self) -> AbstractContextManager[Any]:
-        """Around a forward and its backward: how matrices are multiplied, where torch would do it otherwise. In bf16 on
-        CUDA what stays fp32 may use TF32."""
-        if self.numerics.emulated:
-            return WideProducts()
-        return tf32() if self._uses_tf32 else nullcontext()
-
     def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of one micro-batch; `last` marks the one before `optimizer_step`."""
-        return nullcontext()
+        """Around forward and backward of one micro-batch; `last` marks the one before `optimizer_step`, and in an exact
+        run the last one of each of `sums.rounds`."""
+        return self._round(model) if last and self.sums.exact else nullcontext()
 
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:
         """Add this rank's share of the gradient. `loss` is a share of a sum: already divided by what counts on all
@@ -340,12 +250,6 @@ class Strategy(OnRanks):
         with self._products():
             (loss if scaler is None else loss * scaler.scale).backward()
 
-    def end_atom(self, optimizer: Optimizer) -> None:
-        """With `exact`, what `backward` has added up since the last call is one atom's gradient; otherwise nothing."""
-        pair = self._pair(optimizer)
-        if pair.tree is not None:
-            pair.tree.take(pair.parameters())
-
     def optimizer_step(self, optimizer: Optimizer, max_norm: float | None = None) -> float:
         """Clip, step, clear the gradients; the global gradient norm before clipping.
 
@@ -353,8 +257,8 @@ class Strategy(OnRanks):
         """
         check_max_norm(max_norm)
         pair = self._pair(optimizer)
-        if pair.tree is not None and self.exact is not None:
-            pair.tree.give(pair.parameters(), self.exact.atoms // self.world_size)
+        if pair.tree is not None:
+            pair.tree.give(pair.parameters())
         self._reduce_gradients(pair)
         parameters = [p for p in pair.parameters() if p.grad is not None]
         if pair.scaler is not None:
@@ -404,7 +308,7 @@ class Strategy(OnRanks):
         reader, _ = open_saved(path, 'model')
         own, found = set(self.unwrap(model).state_dict(keep_vars=True)), reader.names()
         if own.isdisjoint(found) and any(f'model.{name}' in own for name in found):
-            reader = PrefixedReader(reader, 'model.')
+            reader = RenamedReader(reader, {f'model.{name}': name for name in found})
         self.load_model_pieces(model, reader, strict=strict)
 
     def save_optimizer(self, optimizer: Optimizer, path: str | os.PathLike[str], only_rank0: bool = False) -> None:
@@ -444,14 +348,6 @@ class Strategy(OnRanks):
         tensors, aliases = states.named_tensors(self.unwrap(model))
         full = {n: (t.detach().float() if t.is_floating_point() else t.detach()).cpu() for n, t in tensors.items()}
         return full | {alias: full[name] for alias, name in aliases.items()}
-
-    def _save_folder(
-        self, path: str | os.PathLike[str], groups: Mapping[str, Iterable[Piece]], meta: dict[str, Any]
-    ) -> None:
-        from chatgpt.strategies.checkpoint.writer import write_checkpoint
-
-        gather = self.processes.all_gather_object
-        write_checkpoint(path, groups, meta=meta, rank=self.processes.rank, all_gather_object=gather)
 
     # ------------------------------------------------------------------ pieces for training checkpoints
 
@@ -493,14 +389,24 @@ class Strategy(OnRanks):
             pair.scaler.from_json(meta['scaler'])
         self._load_optimizer_pieces(optimizer, reader)
 
-    def _dealt(self, tensors: Mapping[str, Tensor], in_fp32: Container[str] = ()) -> Iterator[Piece]:
-        """This rank's share of replicated tensors, so that all ranks write at once; its first process writes them."""
-        owner = states.deal({n: t.numel() * t.element_size() for n, t in tensors.items()}, self.world_size)
-        return (
-            states.whole(name, tensor.detach().float() if name in in_fp32 else tensor)
-            for name, tensor in tensors.items()
-            if owner[name] == self.rank and self.ranks.leads and tensor.numel()
-        )
+    # ------------------------------------------------------------------ end
+
+    def close(self) -> None:
+        """Forget prepared models; leave what was joined."""
+        for kept in (self._prepared, self._pairs, self._keep, self._offloaded_models):
+            kept.clear()
+        self._narrow.release()
+        self._kept_copy.free()
+        if self._deterministic is not None:
+            self._deterministic.restore()
+            self._deterministic = None
+        self.ranks.leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # ------------------------------------------------------------------ what a subclass overrides
 
@@ -532,13 +438,18 @@ class Strategy(OnRanks):
         """Moves a frozen module to host memory and back; None on a CPU, ValueError where it cannot be moved."""
         return None if self.device.type == 'cpu' else OffloadedWeights(module, self.device)
 
+    def _end_round(self, pair: Trained) -> None:
+        """In an exact run: what `backward` has added up since the last round waits as one leaf of the tree of sums."""
+        if pair.tree is not None:
+            pair.tree.take(pair.parameters())
+
     def _reduce_gradients(self, pair: Trained) -> None:
         """Make every gradient the sum over ranks, where `backward` has not done so already."""
 
     def _gradient_norm(self, parameters: list[Tensor]) -> float:
         """L2 norm of all gradients together, over all ranks."""
         gradients = [p.grad.detach() for p in parameters if p.grad is not None]
-        if self.exact is not None:
+        if self.sums.exact:
             return exact_norm(gradients, self.device)
         if not gradients:
             return 0.0
@@ -561,24 +472,119 @@ class Strategy(OnRanks):
         pair = self._pair(optimizer)
         states.load_slots(pair.optimizer, dict(pair.named_parameters()), reader)
 
-    # ------------------------------------------------------------------ end
+    # ------------------------------------------------------------------ for the bodies above
 
-    def close(self) -> None:
-        """Forget prepared models; leave what was joined."""
-        for kept in (self._prepared, self._pairs, self._keep, self._offloaded_models):
-            kept.clear()
-        self._narrow.release()
-        self._kept_copy.free()
-        if self._deterministic is not None:
-            self._deterministic.restore()
-            self._deterministic = None
-        self.ranks.leave()
+    def _warn_of_emulation(self) -> None:
+        if not self.numerics.emulated or self.ranks.rank:
+            return
+        what, instead = 'learning', "; generation, scores and values are in fp32. Give precision='fp32'"
+        if self._only_16_bits:
+            what, instead = 'all but generation', ", which this strategy has not: take another with precision='fp32'"
+        warnings.warn(
+            f'precision={self.numerics.precision!r}: this CPU has no instructions for matrix products of 16 bits, '
+            f'which {what} imitates in fp32, slower than fp32 itself{instead}',
+            stacklevel=3,
+        )
 
-    def __enter__(self) -> Self:
-        return self
+    def _prepare_item(self, item: Any) -> Any:
+        if is_pair(item):
+            pair = self._pair(item[1])
+            return rebuilt(item, [pair.model, pair.optimizer])
+        if isinstance(item, (tuple, list)):
+            return rebuilt(item, [self._prepare_item(part) for part in item])
+        if not isinstance(item, nn.Module):
+            return item
+        if id(item) not in self._prepared:
+            item.requires_grad_(False)
+            self.sums.check_model(item)
+            self._keep_narrow(item)
+            self._remember(item, self._setup_model(item, trained=False).eval())
+        return self._prepared[id(item)][1]
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def _prepare_pair(self, model: nn.Module, optimizer: Optimizer) -> None:
+        user_model, user_optimizer = self.unwrap(model), optimizer
+        if id(optimizer) in self._pairs:
+            if self._pairs[id(optimizer)].user_model is not user_model:
+                raise ValueError('prepare: this optimizer is already paired with another model')
+            return
+        names = states.parameter_names(user_model, optimizer)
+        if id(model) not in self._prepared:
+            self.sums.check_model(model)
+            self._keep_narrow(model, optimizer)
+        model, optimizer = self._setup_pair(model, optimizer, names)
+        self.sums.check_optimizer(optimizer)
+        self._remember(user_model, model)
+        scaler = LossScaler() if self.numerics.scales_loss else None
+        pair = Trained(user_model, model, optimizer, names, scaler, self.sums.tree())
+        self._pairs[id(user_optimizer)] = self._pairs[id(optimizer)] = pair
+        self._keep += [user_optimizer, optimizer]
+
+    def _keep_narrow(self, module: nn.Module, optimizer: Optimizer | None = None) -> None:
+        """Keep what nothing trains in the compute dtype. In a model that learns (under LoRA, hydra) only weights that
+        are numbers of that dtype anyway, as of a folder in bf16, so that what is saved is exact. Before the model goes
+        to the device."""
+        numerics = self.numerics
+        if numerics.precision == 'fp32' or numerics.emulated or self.sums.exact or not self._keeps_narrow:
+            return
+        owned = {id(p) for group in optimizer.param_groups for p in group['params']} if optimizer is not None else set()
+        from chatgpt.nn import lora
+
+        elsewhere = {id(p) for pair in self._pairs.values() for p in pair.user_model.parameters()}
+        frozen = [p for p in product_weights(module) if not p.requires_grad and id(p) not in owned | elsewhere]
+        if optimizer is not None or lora.has_lora(module):  # what is folded or saved is exact
+            lossless = self.broadcast_object([torch.equal(p.to(numerics.dtype).to(p.dtype), p) for p in frozen])
+            frozen = [p for p, same in zip(frozen, lossless, strict=True) if same]
+        self._narrow.keep(module, frozen)
+
+    def _remember(self, user_model: nn.Module, model: nn.Module) -> None:
+        self._prepared[id(user_model)] = self._prepared[id(model)] = (user_model, model)
+
+    def _pair(self, optimizer: Optimizer) -> Trained:
+        """The pair an optimizer belongs to; ValueError before `prepare`."""
+        if id(optimizer) not in self._pairs:
+            raise ValueError(
+                f'this {type(optimizer).__name__} was not prepared, so its model is unknown; '
+                'call strategy.prepare((model, optimizer)) first'
+            )
+        return self._pairs[id(optimizer)]
+
+    @contextmanager
+    def _cast(self) -> Iterator[None]:
+        # A cast weight that is used again would add its gradients up in 16 bits, where it is not a gathered one.
+        cast = torch.autocast(self.device.type, dtype=self.numerics.dtype, cache_enabled=not self.sums.exact)
+        with cast, self._products():
+            yield
+
+    def _products(self) -> AbstractContextManager[Any]:
+        """Around a forward and its backward: how matrices are multiplied, where torch would do it otherwise. In bf16 on
+        CUDA what stays fp32 may use TF32."""
+        if self.numerics.emulated:
+            return WideProducts()
+        return tf32() if self._uses_tf32 else nullcontext()
+
+    @contextmanager
+    def _round(self, model: nn.Module) -> Iterator[None]:
+        yield
+        module = self.unwrap(model)
+        for pair in {id(pair): pair for pair in self._pairs.values() if pair.user_model is module}.values():
+            self._end_round(pair)
+
+    def _save_folder(
+        self, path: str | os.PathLike[str], groups: Mapping[str, Iterable[Piece]], meta: dict[str, Any]
+    ) -> None:
+        from chatgpt.strategies.checkpoint.writer import write_checkpoint
+
+        gather = self.processes.all_gather_object
+        write_checkpoint(path, groups, meta=meta, rank=self.processes.rank, all_gather_object=gather)
+
+    def _dealt(self, tensors: Mapping[str, Tensor], in_fp32: Container[str] = ()) -> Iterator[Piece]:
+        """This rank's share of replicated tensors, so that all ranks write at once; its first process writes them."""
+        owner = states.deal({n: t.numel() * t.element_size() for n, t in tensors.items()}, self.world_size)
+        return (
+            Piece.whole(name, tensor.detach().float() if name in in_fp32 else tensor)
+            for name, tensor in tensors.items()
+            if owner[name] == self.rank and self.ranks.leads and tensor.numel()
+        )
 
 
 def check_max_norm(max_norm: float | None) -> None:

@@ -1,10 +1,12 @@
-"""What is kept of a module in the compute dtype: weights that nothing trains, and copies to generate with."""
+"""What is kept of a module beside its weights in fp32: weights that nothing trains in the compute dtype, copies to
+generate with, and frozen models that wait in host memory and are on the device only while they are used."""
 
 from __future__ import annotations
 
 import copy
 import re
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 WITH_STATES = re.compile(
     r'(^|\.)(embed_positions\.weights|attn\.bias|slope_rate|query_decay|key_decay|diagonal_decay)$'
@@ -269,3 +271,57 @@ def _form(module: nn.Module, copied: nn.Module, dtype: torch.dtype) -> Any:
         return [(name, t.shape) for name, t in (*of.named_parameters(), *of.named_buffers())]
 
     return dtype, next(module.parameters()).device, plain_settings(module), shapes(module) == shapes(copied)
+
+
+class Offloaded(ABC):
+    """A frozen module in host memory. `with` this, it is on the device."""
+
+    @abstractmethod
+    def onload(self) -> None: ...
+
+    @abstractmethod
+    def offload(self) -> None: ...
+
+    def __enter__(self) -> None:
+        self.onload()
+
+    def __exit__(self, *_: object) -> None:
+        self.offload()
+
+
+class OffloadedWeights(Offloaded):
+    """Moves weights and buffers, keeping parameters the same objects. The host copy stays for good, page-locked for a
+    CUDA device: frozen weights never change, so offloading copies nothing."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.device = device
+        self.tensors = [*module.parameters(), *(b for b in module.buffers() if b is not None)]
+        self.host = [t.detach().to('cpu', copy=device.type == 'cuda') for t in self.tensors]
+        if device.type == 'cuda':
+            self.host = [t.pin_memory() for t in self.host]
+        for tensor, kept in zip(self.tensors, self.host, strict=True):
+            tensor.data = kept
+
+    def on_device(self, kept: Tensor) -> Tensor:
+        return kept.to(self.device, non_blocking=True)
+
+    def onload(self) -> None:
+        for tensor, kept in zip(self.tensors, self.host, strict=True):
+            tensor.data = self.on_device(kept)
+
+    def offload(self) -> None:
+        for tensor, kept in zip(self.tensors, self.host, strict=True):
+            tensor.data = kept
+
+
+class OffloadedShards(Offloaded):
+    """The same for a module under FSDP2, which has to know where its shards are."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.module, self.device = module.to('cpu'), device
+
+    def onload(self) -> None:
+        self.module.to(self.device)
+
+    def offload(self) -> None:
+        self.module.to('cpu')

@@ -12,11 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from chatgpt.strategies.exact import tree_all_reduce
-from chatgpt.strategies.memory import MemoryModel, atoms_of
+from chatgpt.strategies.memory import MemoryModel, of_numerics
 from chatgpt.strategies.pairs import Trained
 from chatgpt.strategies.precision import Precision
 from chatgpt.strategies.processes import ProcessGroupStrategy, buckets
@@ -47,7 +45,7 @@ class DDPStrategy(ProcessGroupStrategy):
 
     @classmethod
     def memory_model(cls, bucket_bytes: int = BUCKET_BYTES, **options: Any) -> MemoryModel:
-        return MemoryModel(bucket_bytes=bucket_bytes, atoms=atoms_of(options))
+        return MemoryModel(bucket_bytes=bucket_bytes, **of_numerics(options))
 
     def _setup_model(self, model: nn.Module, trained: bool) -> nn.Module:
         model = super()._setup_model(model, trained)
@@ -61,9 +59,6 @@ class DDPStrategy(ProcessGroupStrategy):
         for bucket in buckets(gradients, self.bucket_bytes):
             flat = torch.cat([g.reshape(-1) for g in bucket])
             with self.ranks.whereabouts.waiting():
-                if self.exact is None:
-                    dist.all_reduce(flat)
-                else:
-                    flat = tree_all_reduce(flat)
+                flat = self.sums.all_reduced(flat)
             for gradient, values in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 gradient.copy_(values.view(gradient.shape))

@@ -14,7 +14,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -30,10 +30,8 @@ from torch.optim import Optimizer
 from chatgpt.strategies import states
 from chatgpt.strategies.base import Abilities
 from chatgpt.strategies.checkpoint.layout import Piece, TensorReader
-from chatgpt.strategies.copies import merge_for_good, narrow_states
-from chatgpt.strategies.exact import exact_norm, own_part, tree_reduce_scatter
-from chatgpt.strategies.memory import Layout, Memory, MemoryModel, ModelSize, atoms_of, gathered_copy
-from chatgpt.strategies.offload import Offloaded, OffloadedShards
+from chatgpt.strategies.copies import Offloaded, OffloadedShards, merge_for_good, narrow_states
+from chatgpt.strategies.memory import Layout, Memory, MemoryModel, ModelSize, gathered_copy, of_numerics
 from chatgpt.strategies.pairs import Trained
 from chatgpt.strategies.precision import Precision
 from chatgpt.strategies.processes import ProcessGroupStrategy
@@ -41,15 +39,15 @@ from chatgpt.strategies.ranks import check_world_size
 from chatgpt.strategies.streaming import (
     StreamBlocks,
     check_stream_blocks,
-    mapped_copy,
-    mapped_floats,
+    gathered_state,
     on_meta,
     set_buffers,
-    streamed,
     streams,
     transformer_blocks,
+    whole_copy,
     with_parameters,
 )
+from chatgpt.strategies.sums import Sums, exact_norm, own_part, tree_reduce_scatter
 from chatgpt.strategies.tensor_parallel import CutReader, Parts, add_up, check_model, parallelize
 from chatgpt.strategies.tensor_ranks import TensorRanks
 
@@ -74,7 +72,7 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     abilities = Abilities(sharded=True)
     _keeps_narrow: ClassVar[bool] = False  # gathers in the compute dtype, from shards in fp32
-    _sums_each_atom = True
+    _reduces_each_round = True
 
     def __init__(
         self,
@@ -112,25 +110,20 @@ class FSDPStrategy(ProcessGroupStrategy):
         else:
             self._tensor = TensorRanks(self.ranks, tensor_parallel)
             self.ranks: Any = self._tensor
+            self.sums = Sums(self.ranks)
             self._mesh = self._tensor.mesh['data']
         # Exact in 16 bits is what the other strategies compute under autocast, from weights in fp32.
         self._policy = MixedPrecisionPolicy(
-            param_dtype=None if self.numerics.precision == 'fp32' or self.exact is not None else self.numerics.dtype,
+            param_dtype=None if self.numerics.precision == 'fp32' or self.sums.exact else self.numerics.dtype,
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,
         )
-        self._skeletons: dict[int, nn.Module] = {}
-        """id of a sharded module -> the same module with meta parameters: what a full copy is made from"""
-        self._parts: dict[int, Parts] = {}
-        """id of a sharded module -> what this process holds of it"""
-        self._cut_skeletons: dict[int, nn.Module] = {}
-        """id of a module that is held in parts -> the same with parts as meta parameters"""
-        self._is_cut: set[int] = set()
-        """ids of parameters that are parts"""
+        self._sharded: dict[int, _Sharded] = {}
+        """by id of a sharded module"""
 
     @classmethod
     def memory_model(cls, cpu_offload: bool = False, tensor_parallel: int = 1, **options: Any) -> MemoryModel:
-        return FSDPMemory(offloads=cpu_offload, atoms=atoms_of(options), tensor_parallel=tensor_parallel)
+        return FSDPMemory(offloads=cpu_offload, tensor_parallel=tensor_parallel, **of_numerics(options))
 
     # ------------------------------------------------------------------ models
 
@@ -152,6 +145,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         if self.activation_checkpointing and trained:
             _checkpoint_activations(model)
         skeleton = on_meta(model)
+        sharded = self._sharded[id(model)] = _Sharded(skeleton, skeleton)
         stream = _initial_tensors(model)
         if stream is None:
             self.take_weights_of_rank_0(model)
@@ -161,13 +155,13 @@ class FSDPStrategy(ProcessGroupStrategy):
                     if buffer is not None:
                         owner._buffers[name] = buffer.to(self.device)
         if self._tensor is not None:
-            self._parts[id(model)] = parallelize(model, self._tensor.group, self._tensor.mesh['tensor'], plan)
-            self._cut_skeletons[id(model)] = on_meta(model)
+            sharded.parts = parallelize(model, self._tensor.group, self._tensor.mesh['tensor'], plan)
+            sharded.own_skeleton = on_meta(model)
         offload = CPUOffloadPolicy(pin_memory=self.device.type == 'cuda') if self.cpu_offload else OffloadPolicy()
         for block in transformer_blocks(model):
             fully_shard(block, mesh=self._mesh, mp_policy=self._policy, offload_policy=offload)
         fully_shard(model, mesh=self._mesh, mp_policy=self._policy, offload_policy=offload)
-        if self.exact is not None:
+        if self.sums.exact:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_custom_reduce_scatter(_TreeReduceScatter())
@@ -181,15 +175,13 @@ class FSDPStrategy(ProcessGroupStrategy):
 
             settle(model, self.device, in_fp32=self._policy.param_dtype is None)
             settle_hydra(model, self.device)
-        self._skeletons[id(model)] = skeleton
-        for name, cut in self._parts_of(model).cuts.items():
+        for name, cut in sharded.parts.cuts.items():
             parameter: Any = model.get_parameter(name)
             parameter.whole_shape = cut.shape
-            self._is_cut.add(id(parameter))
         return model
 
     def _parts_of(self, module: nn.Module) -> Parts:
-        return self._parts.get(id(module), Parts())
+        return self._sharded[id(module)].parts if id(module) in self._sharded else Parts()
 
     @torch.no_grad()
     def _materialise(self, model: nn.Module, stream: Iterator[tuple[str, Tensor]]) -> None:
@@ -208,8 +200,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             filled.add(id(target))
             tensor = parts.take(name, tensor)
             start, stop = _range(target) if isinstance(target, DTensor) else (0, target.numel())
-            local = target.to_local() if isinstance(target, DTensor) else target
-            local.view(-1).copy_(tensor.reshape(-1)[start:stop])
+            own_part(target).view(-1).copy_(tensor.reshape(-1)[start:stop])
         missing = [name for name, parameter in parameters.items() if id(parameter) not in filled]
         if missing:
             raise ValueError(
@@ -245,13 +236,14 @@ class FSDPStrategy(ProcessGroupStrategy):
         `whole` all of them, in that memory.
         """
         module, dtype = self.unwrap(model), dtype or self.numerics.full_dtype
+        parts = self._parts_of(module)
         too_large = on_disk is None and self._tensor is None and streams(self, self.stream_blocks, module, dtype)
         apart = on_disk is None and (self._tensor is not None and whole or too_large and read_only)
         if on_disk is not None or too_large or apart:
-            full, mapped = mapped_copy(self, self._skeletons[id(module)], self._whole(module), dtype, on_disk)
-            set_buffers(full, module)
-            with streamed(full, mapped, self.device) if too_large and not apart else nullcontext():
-                yield full.to('cpu') if apart else full
+            skeleton, values = self._sharded[id(module)].skeleton, self._whole(module.named_parameters(), parts)
+            computes = too_large and not apart
+            with whole_copy(self, module, skeleton, values, dtype, on_disk, computes=computes) as full:
+                yield full
             return
         with self._kept_copy.lent(module, dtype) as kept:
             folded_before = kept.copied is not None
@@ -259,10 +251,10 @@ class FSDPStrategy(ProcessGroupStrategy):
             merge_for_good(kept.copied, in_place=folded_before)
             yield kept.copied
 
-    def _whole(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter whole, in fp32, one at a time. A collective: exhaust it on every rank."""
-        for name, parameter in module.named_parameters():
-            yield name, self._parts_of(module).join(name, _full(parameter.detach(), self.device))
+    def _whole(self, tensors: Iterable[tuple[str, Tensor]], parts: Parts) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor whole, in fp32, one at a time. A collective: exhaust it on every rank."""
+        for name, tensor in tensors:
+            yield name, parts.join(name, _full(tensor.detach(), self.device))
 
     @torch.no_grad()
     def _gathered(self, module: nn.Module, dtype: torch.dtype, into: nn.Module | None = None) -> nn.Module:
@@ -273,11 +265,11 @@ class FSDPStrategy(ProcessGroupStrategy):
             for buffer, own in zip(into.buffers(), module.buffers(), strict=True):
                 buffer.copy_(own)
             return into
-        skeleton = self._cut_skeletons.get(id(module), self._skeletons[id(module)])
-        sharded = dict(module.named_parameters())
-        weights: dict[int, Tensor] = {}
-        for name, parameter in skeleton.named_parameters():
-            weights[id(parameter)] = _full(sharded[name].detach(), self.device).to(self.device, dtype)
+        skeleton, shards = self._sharded[id(module)].own_skeleton, dict(module.named_parameters())
+        weights = {
+            id(parameter): _full(shards[name].detach(), self.device).to(self.device, dtype)
+            for name, parameter in skeleton.named_parameters()
+        }
         full = with_parameters(skeleton, weights)
         set_buffers(full, module)
         return full.to(self.device)
@@ -286,24 +278,25 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def autocast(self, *, scoring: bool = False) -> AbstractContextManager[Any]:
         """FSDP gathers in the compute dtype; there is nothing left to cast."""
-        return self._products() if self.exact is None else super().autocast(scoring=scoring)
+        return super().autocast(scoring=scoring) if self.sums.exact else self._products()
 
     @contextmanager
     def accumulate(self, model: nn.Module, last: bool) -> Iterator[None]:
-        """With `exact`, the backwards of one atom are added up before ranks are."""
+        """In an exact run the backwards of one round are added up before ranks are."""
         module: Any = self.unwrap(model)
-        waits = self.exact is not None and not last
+        waits = self.sums.exact and not last
         if waits:
             module.set_requires_gradient_sync(False)
         try:
-            yield
+            with super().accumulate(model, last):
+                yield
         finally:
             if waits:
                 module.set_requires_gradient_sync(True)
 
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:
         # FSDP averages over ranks, while a loss here is a share of a sum. `_TreeReduceScatter` sums.
-        super().backward(loss * self.world_size if self.exact is None else loss, model, optimizer)
+        super().backward(loss if self.sums.exact else loss * self.world_size, model, optimizer)
 
     @torch.no_grad()
     def _reduce_gradients(self, pair: Trained) -> None:
@@ -314,46 +307,36 @@ class FSDPStrategy(ProcessGroupStrategy):
             add_up(gradients, self._tensor.group)
 
     def _gradient_norm(self, parameters: list[Tensor]) -> float:
-        if self.exact is not None:
+        if self.sums.exact:
             shards = [own_part(p.grad) for p in parameters if p.grad is not None]
             return exact_norm(shards, self.device, self.all_reduce)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for parameter in parameters:
-            gradient = parameter.grad
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            counts = self.ranks.leads or id(parameter) in self._is_cut  # what is whole on all of a tensor group once
+            local = own_part(parameter.grad) if parameter.grad is not None else None
+            counts = self.ranks.leads or hasattr(parameter, 'whole_shape')  # what is whole on all of a group: once
             if counts and local is not None and local.numel():
                 total += torch.linalg.vector_norm(local.detach(), dtype=torch.float64).square().to(self.device)
         return math.sqrt(float(self.processes.all_reduce(total)))
 
     def _scale_gradients(self, parameters: list[Tensor], factor: float) -> None:
-        if factor != 1.0:
-            for parameter in parameters:
-                gradient = parameter.grad
-                (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(factor)  # type: ignore[union-attr]
+        for gradient in (p.grad for p in parameters if p.grad is not None and factor != 1.0):
+            own_part(gradient).mul_(factor)
 
     # ------------------------------------------------------------------ weights and optimizer states
 
     def full_state_dict(self, model: nn.Module, folder: str | os.PathLike[str] | None = None) -> dict[str, Tensor]:
         module = self.unwrap(model)
         tensors, aliases = states.named_tensors(module)
-        whole, _ = states.named_tensors(self._skeletons.get(id(module), module))
-        full = mapped_floats(whole, folder) if self.is_rank_0 else {}
-        for name, tensor in tensors.items():
-            value = self._parts_of(module).join(name, _full(tensor.detach(), self.device))
-            if self.is_rank_0:
-                full[name].copy_(value)
-        return full | {alias: full[name] for alias, name in aliases.items() if self.is_rank_0}
+        skeleton = self._sharded[id(module)].skeleton if id(module) in self._sharded else module
+        whole = self._whole(tensors.items(), self._parts_of(module))
+        return gathered_state(self, states.named_tensors(skeleton)[0], aliases, whole, folder)
 
     def fails_together(self, state: str) -> bool:
         # An exception inside a forward leaves a block's weights gathered in the compute dtype: they are not what a
         # checkpoint holds.
-        trained = [(pair.user_model, pair.optimizer) for pair in self._pairs.values()]
-        owned = {id(parameter) for model, _ in trained for parameter in model.parameters()}
-        sharded = all(
-            id(p) in owned for _, optimizer in trained for group in optimizer.param_groups for p in group['params']
-        )
-        return super().fails_together(f'{state}, {sharded}') and sharded
+        owned = {id(p) for pair in self._pairs.values() for p in pair.user_model.parameters()}
+        sharded = all(id(p) in owned for pair in self._pairs.values() for p in pair.parameters())
+        return self.ranks.fails_together(f'{state}, {sharded}') and sharded
 
     def model_pieces(self, model: nn.Module) -> Iterable[Piece]:
         module = self.unwrap(model)
@@ -361,9 +344,8 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def _optimizer_pieces(self, optimizer: Optimizer) -> Iterable[Piece]:
         pair = self._pair(optimizer)
-        return self._shards(
-            states.slots_of(pair.optimizer, pair.named_parameters()), self._parts_of(pair.user_model), slots=True
-        )
+        slots = states.slots_of(pair.optimizer, pair.named_parameters())
+        return self._shards(slots, self._parts_of(pair.user_model), slots=True)
 
     def _shards(self, tensors: dict[str, Tensor], parts: Parts, *, slots: bool = False) -> Iterator[Piece]:
         """This process's range of every sharded tensor; what is replicated is written by the first that has it.
@@ -378,7 +360,7 @@ class FSDPStrategy(ProcessGroupStrategy):
                 elif stop > start and self.ranks.leads:
                     yield Piece(name, tuple(tensor.shape), start, stop, local)
             elif self.is_rank_0 and tensor.numel():
-                yield states.whole(name, tensor)
+                yield Piece.whole(name, tensor)
 
     @torch.no_grad()
     def load_model_pieces(self, model: nn.Module, reader: TensorReader, strict: bool = True) -> None:
@@ -396,9 +378,19 @@ class FSDPStrategy(ProcessGroupStrategy):
         states.load_slots(pair.optimizer, dict(pair.named_parameters()), reader, fill=_fill)
 
     def close(self) -> None:
-        for kept in (self._skeletons, self._cut_skeletons, self._parts, self._is_cut):
-            kept.clear()
+        self._sharded.clear()
         super().close()
+
+
+@dataclass
+class _Sharded:
+    """What is remembered of a module that is sharded in place."""
+
+    skeleton: nn.Module
+    """the same module with meta parameters: what a full copy is made from"""
+    own_skeleton: nn.Module
+    """the same with what this process holds, where that is a part"""
+    parts: Parts = field(default_factory=Parts)
 
 
 class _TreeReduceScatter(ReduceScatter):
@@ -438,9 +430,8 @@ class FSDPMemory(MemoryModel):
         return sum(math.ceil(s[0] / self.ranks(run)) * math.prod(s[1:]) if s else 1 for s in shapes)
 
     def trained(self, name: str, size: ModelSize, run: Layout) -> Memory:
-        return self._trained(
-            name, run, self._sharded(size, run), self._sharded(size, run, trained_only=True), size.num_trained
-        )
+        own, trained = self._sharded(size, run), self._sharded(size, run, trained_only=True)
+        return self._trained(name, run, own, trained, size.num_trained)
 
     def frozen(self, name: str, size: ModelSize, run: Layout) -> Memory:
         memory = Memory()

@@ -43,6 +43,8 @@ STILL_S = 0.001
 """so little processor time is no progress"""
 NUM_FRAMES = 3
 """of the main thread's calls, in a message"""
+_GONE = (dist.DistError, RuntimeError)
+"""of the store: rank 0, which holds it, is gone"""
 
 
 class Whereabouts:
@@ -97,6 +99,10 @@ class Whereabouts:
     def _stack(self) -> list[traceback.FrameSummary]:
         frame = sys._current_frames().get(self.thread)
         return list(traceback.extract_stack(frame)) if frame is not None else []
+
+
+def _unreachable(problem: Exception) -> str:
+    return f'the store of rank 0 cannot be reached ({str(problem).splitlines()[0]})'
 
 
 class RankFailure(RuntimeError):
@@ -165,7 +171,7 @@ class FailureGuard(AbstractContextManager[None]):
             return False
         try:
             return guard._agree(state)
-        except (dist.DistError, RuntimeError):  # rank 0, which holds the store, is gone
+        except _GONE:
             return False
 
     def _agree(self, state: str) -> bool:
@@ -192,7 +198,7 @@ class FailureGuard(AbstractContextManager[None]):
             else:  # a consequence of the other's failure, or the same mistake noticed here too
                 self._store.add('seen', 1)
                 error.add_note(self._because(first))
-        except (dist.DistError, RuntimeError) as problem:  # rank 0, which holds the store, is gone
+        except _GONE as problem:
             error.add_note(f'The other ranks could not be told: {problem}')
 
     # on the others
@@ -203,7 +209,7 @@ class FailureGuard(AbstractContextManager[None]):
             if self._message is not None:
                 if not self._stop.wait(LEAVE_S):
                     sys.stdout.flush()
-                    print(self._because(self._message), file=sys.stderr, flush=True)
+                    self._say(self._message)
                     os._exit(1)
                 return
             self._answer_the_roll()
@@ -237,25 +243,23 @@ class FailureGuard(AbstractContextManager[None]):
                 self._answered = True
                 here = self.whereabouts
                 self._store.set(f'at/{self.rank}', f'{int(here.is_waiting())} {here.describe()}')
-        except (dist.DistError, RuntimeError):
+        except _GONE:
             return
 
     def _call_the_roll(self) -> None:
         """Ask everyone where they are, and fail in the name of those who keep the others waiting."""
         try:
             self._ask_everyone()
-        except (dist.DistError, RuntimeError) as problem:  # rank 0, which holds the store, is gone
-            told = f'the store of rank 0 cannot be reached ({str(problem).splitlines()[0]})'
-            print(self._because(told), file=sys.stderr, flush=True)
+        except _GONE as problem:
+            self._say(_unreachable(problem))
         sys.stdout.flush()
         os._exit(1)
 
     def _ask_everyone(self) -> None:
         self._store.set('asked', '1')
         self._answer_the_roll()
-        end = time.monotonic() + min(
-            GRACE_S, (1 - PATIENCE) * self.timeout_s / 2 + POLL_S
-        )  # before the collective itself gives up
+        # before the collective itself gives up
+        end = time.monotonic() + min(GRACE_S, (1 - PATIENCE) * self.timeout_s / 2 + POLL_S)
         keys = {rank: f'at/{rank}' for rank in range(self.world_size)}
         while time.monotonic() < end and not self._store.check(list(keys.values())):
             time.sleep(POLL_S / 2)
@@ -276,7 +280,10 @@ class FailureGuard(AbstractContextManager[None]):
             self._wait_for('seen', len(found) - 1, GRACE_S)
         else:
             self._store.add('seen', 1)
-        print(self._because(first), file=sys.stderr, flush=True)
+        self._say(first)
+
+    def _say(self, message: str) -> None:
+        print(self._because(message), file=sys.stderr, flush=True)
 
     def _because(self, message: str) -> str:
         return f'[rank {self.rank}] stopped, because {message}'
@@ -289,8 +296,8 @@ class FailureGuard(AbstractContextManager[None]):
             message = self._store.get('failure').decode()
             self._store.add('seen', 1)
             return message
-        except (dist.DistError, RuntimeError) as problem:
-            return f'the store of rank 0 cannot be reached ({str(problem).splitlines()[0]})'
+        except _GONE as problem:
+            return _unreachable(problem)
 
     def _leave_together(self) -> None:
         if self._message is not None:

@@ -181,6 +181,10 @@ class MemoryModel:
         optimizer', ..."""
         return self._trained(name, run, size.total - self.saved(size, run), size.trained, size.num_trained)
 
+    def waiting(self, run: Layout) -> int:
+        """Sums of gradients of an exact run that wait for each other."""
+        return max(self.atoms // run.num_processes, 1).bit_length() - 1
+
     def saved(self, size: ModelSize, run: Layout) -> float:
         """Numbers of fp32 that a run in 16 bits does not keep of what nothing trains."""
         return size.narrow * (1 - run.itemsize / 4) if self.keeps_narrow else 0.0
@@ -190,8 +194,7 @@ class MemoryModel:
         memory = Memory()
         memory.add(f'{name} weights', 4 * weights, host=self.offloads)
         memory.add(f'{name} gradients', 4 * trained, host=self.offloads)
-        waiting = max(self.atoms // run.num_processes, 1).bit_length() - 1
-        memory.add(f'{name} waiting gradients', 4 * trained * waiting, host=self.offloads)
+        memory.add(f'{name} waiting gradients', 4 * trained * self.waiting(run), host=self.offloads)
         memory.add(f'{name} optimizer', 4 * run.slots * trained, host=self.offloads)
         if run.optimizer != 'sgd':
             memory.add(f'{name} optimizer', 4 * num_trained, host=True)  # a step count for each parameter
@@ -252,9 +255,9 @@ class MemoryModel:
         return memory
 
 
-def atoms_of(options: Mapping[str, Any]) -> int:
-    """`MemoryModel.atoms` out of a strategy's options."""
-    return int(options.get('atoms', 8)) if options.get('reproducible') else 0
+def of_numerics(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a `MemoryModel` out of a strategy's options."""
+    return {'atoms': int(options.get('atoms', 8)) if options.get('reproducible') else 0}
 
 
 def gathered_copy(size: ModelSize, run: Layout, itemsize: int) -> Memory:

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from chatgpt.strategies.checkpoint.files import load_object, load_tensors
 from chatgpt.strategies.checkpoint.layout import CheckpointMismatch, DictReader, TensorReader
 from chatgpt.strategies.checkpoint.reader import CheckpointReader
-from chatgpt.strategies.exact import TreeSum
 from chatgpt.strategies.precision import LossScaler
+from chatgpt.strategies.sums import TreeSum
 
 
 @dataclass(eq=False)

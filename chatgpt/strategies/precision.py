@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast, get_args
@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils import deterministic as torch_deterministic
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chatgpt.batching import Exact
 from chatgpt.strategies.machine import processor
+from chatgpt.strategies.ranks import Ranks
+from chatgpt.strategies.sums import ExactSums, Sums
 
 Precision = Literal['auto', 'fp32', 'bf16', 'fp16']
 Reproducible = Literal['exact'] | None
@@ -52,13 +53,9 @@ class Numerics:
         object.__setattr__(found, 'emulated', emulates(device, found.dtype) and self.reproducible is None)
         return found
 
-    def exact(self, world_size: int, *, dealt: bool = False) -> Exact | None:
-        """How batches are cut, None without 'exact'. ValueError where the processes do not divide `atoms`."""
-        if self.reproducible is None:
-            return None
-        exact = Exact(self.atoms, dealt)
-        exact.check(world_size)
-        return exact
+    def sums(self, ranks: Ranks, *, ranks_below: bool = False) -> Sums:
+        """How batches are cut and numbers added up. ValueError where 'exact' and the number of ranks do not fit."""
+        return Sums(ranks) if self.reproducible is None else ExactSums(ranks, self.atoms, ranks_below=ranks_below)
 
     def facts(self) -> dict[str, Any]:
         """What run.json and checkpoints say of it."""
@@ -103,13 +100,6 @@ def resolve_precision(
         return 'bf16'
     with torch.cuda.device(device):
         return 'bf16' if torch.cuda.is_bf16_supported(including_emulation=False) else 'fp32'
-
-
-def check_agreed(chosen: Sequence[tuple[str, str]]) -> None:
-    """ValueError where 'auto' differs between ranks. `chosen`: precision and name of the device, by rank."""
-    if len({precision for precision, _ in chosen}) > 1:
-        found = ', '.join(f'{precision} on rank {rank} ({name})' for rank, (precision, name) in enumerate(chosen))
-        raise ValueError(f"precision='auto' is {found}; give precision='fp32', or one that all of them compute in")
 
 
 def emulates(device: torch.device, dtype: torch.dtype) -> bool:
@@ -202,15 +192,12 @@ class Deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
         self._memory.fill_uninitialized_memory = False  # for finding reads of it; it costs a pass
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-        self._use_attention(cudnn=False, mem_efficient=False)  # FlashAttention and plain matrix products stay
+        torch.backends.cuda.enable_cudnn_sdp(False)  # FlashAttention and plain matrix products stay
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
 
     def restore(self) -> None:
         torch.use_deterministic_algorithms(self._algorithms, warn_only=self._warn_only)
         self._memory.fill_uninitialized_memory = self._fill
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = self._cudnn
-        self._use_attention(*self._attention)
-
-    @staticmethod
-    def _use_attention(cudnn: bool, mem_efficient: bool) -> None:
-        torch.backends.cuda.enable_cudnn_sdp(cudnn)
-        torch.backends.cuda.enable_mem_efficient_sdp(mem_efficient)
+        torch.backends.cuda.enable_cudnn_sdp(self._attention[0])
+        torch.backends.cuda.enable_mem_efficient_sdp(self._attention[1])

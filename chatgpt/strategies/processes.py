@@ -26,17 +26,12 @@ from torch import Tensor, nn
 from chatgpt.strategies.base import Strategy
 from chatgpt.strategies.guard import FailureGuard, Whereabouts
 from chatgpt.strategies.machine import default_device, keep_freed_memory
-from chatgpt.strategies.precision import Numerics, Precision, check_agreed
+from chatgpt.strategies.precision import Numerics, Precision
 from chatgpt.strategies.ranks import Ranks
 
 T = TypeVar('T')
 
-_OPS: dict[str, Any] = {
-    'sum': dist.ReduceOp.SUM,
-    'mean': dist.ReduceOp.SUM,
-    'max': dist.ReduceOp.MAX,
-    'min': dist.ReduceOp.MIN,
-}
+_OPS = {'sum': dist.ReduceOp.SUM, 'mean': dist.ReduceOp.SUM, 'max': dist.ReduceOp.MAX, 'min': dist.ReduceOp.MIN}
 _NEEDED = ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
 
 
@@ -94,6 +89,8 @@ class ProcessGroup(Ranks):
     all end. `device='cpu'` stays off the GPU; `what` runs on it, in the words of an error message.
     """
 
+    local_rank, device = 0, torch.device('cpu')
+
     def __init__(self, device: str | torch.device | None = None, timeout_s: float = 1800.0, what: str = 'this') -> None:
         if not timeout_s > 0:
             raise ValueError(f'timeout_s={timeout_s} must be positive')
@@ -102,14 +99,14 @@ class ProcessGroup(Ranks):
         self._owns_group = not dist.is_initialized()
         if self._owns_group:
             self._check_environment()
-        self._local_rank = int(os.environ.get('LOCAL_RANK', '0'))
-        self._device = self._choose_device(device)
-        if self._device.type == 'cuda':
-            torch.cuda.set_device(self._device)
+        self.local_rank = int(os.environ.get('LOCAL_RANK', '0'))
+        self.device = self._choose_device(device)
+        if self.device.type == 'cuda':
+            torch.cuda.set_device(self.device)
         else:
             keep_freed_memory()
         if self._owns_group:
-            backend = 'nccl' if self._device.type == 'cuda' else 'gloo'
+            backend = 'nccl' if self.device.type == 'cuda' else 'gloo'
             _join(backend, timedelta(seconds=timeout_s))
         if dist.get_backend() == 'gloo':
             finish_gloo_at_exit()
@@ -129,9 +126,9 @@ class ProcessGroup(Ranks):
         if kind != 'cuda':
             return torch.device(kind)
         visible = torch.cuda.device_count()
-        if visible > 1 and self._local_rank >= visible:
-            raise ValueError(f'LOCAL_RANK={self._local_rank} but only {visible} CUDA devices are visible')
-        return torch.device('cuda', self._local_rank if visible > 1 else 0)
+        if visible > 1 and self.local_rank >= visible:
+            raise ValueError(f'LOCAL_RANK={self.local_rank} but only {visible} CUDA devices are visible')
+        return torch.device('cuda', self.local_rank if visible > 1 else 0)
 
     @property
     def rank(self) -> int:
@@ -141,27 +138,15 @@ class ProcessGroup(Ranks):
     def world_size(self) -> int:
         return dist.get_world_size()
 
-    @property
-    def local_rank(self) -> int:
-        return self._local_rank
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
     def all_reduce(self, tensor: Tensor, op: str = 'sum') -> Tensor:
         if op not in _OPS:
             raise ValueError(f'all_reduce: op={op!r} is not one of {", ".join(_OPS)}')
-        reduced = tensor.detach().to(self._device, copy=True).contiguous()
+        reduced = tensor.detach().to(self.device, copy=True).contiguous()
         with self.whereabouts.waiting():
             dist.all_reduce(reduced, _OPS[op])
-            if self._device.type == 'cuda':
-                torch.cuda.current_stream(
-                    self._device
-                ).synchronize()  # NCCL has only queued it; its result is read at once anyway
-        if op == 'mean':
-            reduced = reduced / self.world_size
-        return reduced.to(tensor.device)
+            if self.device.type == 'cuda':
+                torch.cuda.current_stream(self.device).synchronize()  # NCCL has only queued what is read at once
+        return (reduced / self.world_size if op == 'mean' else reduced).to(tensor.device)
 
     def all_gather_object(self, obj: T) -> list[T]:
         gathered: list[Any] = [None] * self.world_size
@@ -172,13 +157,13 @@ class ProcessGroup(Ranks):
     def broadcast_object(self, obj: T, src: int = 0) -> T:
         box = [obj]
         with self.whereabouts.waiting():
-            dist.broadcast_object_list(box, src=src, device=self._device)
+            dist.broadcast_object_list(box, src=src, device=self.device)
         return box[0]
 
     def barrier(self) -> None:
         with self.whereabouts.waiting():
             if dist.get_backend() == 'nccl':
-                dist.barrier(device_ids=[self._device.index])
+                dist.barrier(device_ids=[self.device.index])
             else:
                 dist.barrier()
 
@@ -267,7 +252,13 @@ class ProcessGroupStrategy(Strategy):
         ranks = ProcessGroup(device, timeout_s, type(self).__name__)
         super().__init__(seed, precision, ranks=ranks, **numerics)
         if precision == 'auto' and self.device.type == 'cuda':  # a CPU is like any other
-            check_agreed(ranks.all_gather_object((self.numerics.precision, torch.cuda.get_device_name(self.device))))
+            own = self.numerics.precision, torch.cuda.get_device_name(self.device)
+            chosen = ranks.all_gather_object(own)
+            if len({found for found, _ in chosen}) > 1:
+                told = ', '.join(f'{found} on rank {rank} ({name})' for rank, (found, name) in enumerate(chosen))
+                raise ValueError(
+                    f"precision='auto' is {told}; give precision='fp32', or one that all of them compute in"
+                )
 
     def fill_gradients(self, parameters: list[Tensor]) -> list[Tensor]:
         """Those that have a gradient on any rank; where this one has none, it is zero from now on. A collective."""

@@ -121,57 +121,29 @@ class Ranks(ABC):
 
 
 class OnRanks:
-    """The members of `ranks` by their own names."""
+    """Answers the members of `ranks` by their own names."""
 
     ranks: Ranks
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    is_rank_0: bool
+    processes: Ranks
+    all_reduce: Callable[..., Tensor]
+    all_gather_object: Callable[[Any], list[Any]]
+    broadcast_object: Callable[..., Any]
+    barrier: Callable[[], None]
+    run_on_rank0: Callable[[Callable[[], Any]], Any]
+    note_progress: Callable[[str], None]
+    failure_guard: Callable[[], AbstractContextManager[None]]
+    fails_together: Callable[[str], bool]
 
-    @property
-    def rank(self) -> int:
-        return self.ranks.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.ranks.world_size
-
-    @property
-    def local_rank(self) -> int:
-        return self.ranks.local_rank
-
-    @property
-    def device(self) -> torch.device:
-        return self.ranks.device
-
-    @property
-    def is_rank_0(self) -> bool:
-        return self.ranks.is_rank_0
-
-    @property
-    def processes(self) -> Ranks:
-        return self.ranks.processes
-
-    def all_reduce(self, tensor: Tensor, op: str = 'sum') -> Tensor:
-        return self.ranks.all_reduce(tensor, op)
-
-    def all_gather_object(self, obj: T) -> list[T]:
-        return self.ranks.all_gather_object(obj)
-
-    def broadcast_object(self, obj: T, src: int = 0) -> T:
-        return self.ranks.broadcast_object(obj, src)
-
-    def barrier(self) -> None:
-        self.ranks.barrier()
-
-    def run_on_rank0(self, fn: Callable[[], T]) -> T:
-        return self.ranks.run_on_rank0(fn)
-
-    def note_progress(self, where: str) -> None:
-        self.ranks.note_progress(where)
-
-    def failure_guard(self) -> AbstractContextManager[None]:
-        return self.ranks.failure_guard()
-
-    def fails_together(self, state: str) -> bool:
-        return self.ranks.fails_together(state)
+    def __getattr__(self, name: str) -> Any:
+        ranks = self.__dict__.get('ranks')
+        if ranks is None or ranks is self or name not in OnRanks.__annotations__:
+            raise AttributeError(f'{type(self).__name__} has no attribute {name!r}')
+        return getattr(ranks, name)
 
 
 class OneProcess(Ranks):

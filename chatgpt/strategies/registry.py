@@ -101,6 +101,8 @@ STRATEGIES = StrategyRegistry(
         'colossalai_zero2_cpu': _colossalai(2, 'cpu'),
     },
 )
+STRATEGY_OPTIONS = ('deterministic', 'reproducible', 'atoms', 'tensor_parallel')
+"""Settings of a run that its strategy is made with, beside seed, precision and timeout."""
 SHARDED, FRUGAL = 'fsdp', 'fsdp_cpu'
 """What memory advice suggests: SHARDED in place of whole copies, FRUGAL where device memory must be least."""
 

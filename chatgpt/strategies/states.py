@@ -8,14 +8,14 @@ from __future__ import annotations
 import heapq
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from chatgpt.strategies.checkpoint.layout import CheckpointMismatch, Piece, TensorReader
+from chatgpt.strategies.checkpoint.layout import CheckpointMismatch, TensorReader
 
 
 def refuse_shared(model: nn.Module, what: str) -> None:
@@ -80,15 +80,8 @@ def match_names(
         for name, stored in source.items()
         if tuple(reader.shape(stored)) != tuple(wanted[name])
     ]
-    faults = [
-        text
-        for text in (
-            _listed('missing', missing),
-            _listed('unexpected', unexpected),
-            _listed('wrong shape', wrong, sep='; '),
-        )
-        if text
-    ]
+    found_out = _listed('missing', missing), _listed('unexpected', unexpected), _listed('wrong shape', wrong, sep='; ')
+    faults = [text for text in found_out if text]
     if wrong or (strict and faults):
         raise CheckpointMismatch(f'the checkpoint does not fit: {"; ".join(faults)}')
     if not source and wanted:
@@ -115,11 +108,6 @@ def copy_from(reader: TensorReader, name: str, tensor: Tensor) -> None:
         for start in range(0, flat.numel(), CHUNK):
             stop = min(start + CHUNK, flat.numel())
             flat[start:stop].copy_(reader.read(name, start, stop))
-
-
-def whole(name: str, tensor: Tensor) -> Piece:
-    """A tensor as one piece."""
-    return Piece(name, tuple(tensor.shape), 0, tensor.numel(), tensor.detach().reshape(-1))
 
 
 def deal(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
@@ -178,18 +166,8 @@ def load_slots(
         fill: of sharded parameters: reads this rank's part of a named tensor into one that is sharded alike. Every slot
             is then a number or of its parameter's shape.
     """
-    slots = slots_by_parameter(reader.names())
-    strange = _listed('unexpected', sorted(set(slots) - set(parameters)))
-    if strange:
-        raise CheckpointMismatch(f'the optimizer state does not fit: parameters {strange}')
-    for name, parameter in parameters.items():
-        for slot in slots.get(name, []):
-            shape = tuple(reader.shape(f'{name}/{slot}'))
-            elementwise = slot in _ELEMENTWISE if fill is None else shape != ()
-            if elementwise and shape != tuple(parameter.shape):
-                raise CheckpointMismatch(
-                    f'{name}/{slot}: wrong shape: checkpoint {shape}, parameter {tuple(parameter.shape)}'
-                )
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    slots = checked_slots(reader, shapes, None if fill is not None else _ELEMENTWISE)
     optimizer.state.clear()
     for name, parameter in parameters.items():
         for slot in slots.get(name, []):
@@ -204,12 +182,30 @@ def load_slots(
             optimizer.state[parameter][slot] = int(value) if counts else value
 
 
-def slots_by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
-    """{'a.weight': ['exp_avg', 'step']} from 'a.weight/exp_avg', 'a.weight/step'."""
+def checked_slots(
+    reader: TensorReader, shapes: Mapping[str, tuple[int, ...]], elementwise: Container[str] | None
+) -> dict[str, list[str]]:
+    """{'a.weight': ['exp_avg', 'step']} of a reader with 'a.weight/exp_avg' and 'a.weight/step'.
+
+    Args:
+        shapes: of the parameters that the optimizer has.
+        elementwise: slots that have the shape of their parameter; None: all that are no numbers.
+
+    Raises:
+        CheckpointMismatch: a parameter or a shape that does not fit.
+    """
     slots: dict[str, list[str]] = {}
-    for name in sorted(names):
+    for name in sorted(reader.names()):
         parameter, _, slot = name.rpartition('/')
         slots.setdefault(parameter, []).append(slot)
+    if strange := _listed('unexpected', sorted(set(slots) - set(shapes))):
+        raise CheckpointMismatch(f'the optimizer state does not fit: parameters {strange}')
+    for parameter, whole in shapes.items():
+        for slot in slots.get(parameter, []):
+            shape = tuple(reader.shape(f'{parameter}/{slot}'))
+            sized = shape != () if elementwise is None else slot in elementwise
+            if sized and shape != whole:
+                raise CheckpointMismatch(f'{parameter}/{slot}: wrong shape: checkpoint {shape}, parameter {whole}')
     return slots
 
 

@@ -13,8 +13,9 @@ import math
 import os
 import socket
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -133,9 +134,7 @@ class MappedTensors:
                 failure = f'rank {rank}: {error}'
             failures = [f for f in gather(failure) if f]
         if path:
-            os.unlink(
-                path
-            )  # everybody has mapped it: it lives as long as its last user, and a killed run leaves nothing
+            os.unlink(path)  # mapped by all, it lives as long as its last user, and a killed run leaves nothing
         if failures or mapped is None:
             raise OSError(f'{failures[0]}; free some, or point TMPDIR to another disk')
         return mapped
@@ -159,10 +158,49 @@ class MappedTensors:
         return path
 
 
-def mapped_floats(tensors: Mapping[str, Tensor], folder: str | os.PathLike[str] | None) -> dict[str, Tensor]:
-    """Empty `MappedTensors` of this process for a full state dict: floating ones in fp32."""
-    kinds = {n: (tuple(t.shape), torch.float32 if t.is_floating_point() else t.dtype) for n, t in tensors.items()}
-    return MappedTensors(kinds, folder).tensors
+def gathered_state(
+    strategy: Strategy,
+    tensors: Mapping[str, Tensor],
+    aliases: Mapping[str, str],
+    whole: Iterable[tuple[str, Tensor]],
+    folder: str | os.PathLike[str] | None,
+) -> dict[str, Tensor]:
+    """A full state dict on rank 0, in a mapped file in `folder`, floating tensors in fp32.
+
+    Args:
+        tensors, aliases: of `states.named_tensors`; only shapes and dtypes count.
+        whole: every tensor's full value by name; collective, so it is exhausted on every rank.
+    """
+    full: dict[str, Tensor] = {}
+    if strategy.is_rank_0:
+        kinds = {n: (tuple(t.shape), torch.float32 if t.is_floating_point() else t.dtype) for n, t in tensors.items()}
+        full = MappedTensors(kinds, folder).tensors
+    for name, value in whole:
+        if strategy.is_rank_0:
+            full[name].copy_(value)
+    return full | {alias: full[name] for alias, name in aliases.items() if strategy.is_rank_0}
+
+
+@contextmanager
+def whole_copy(
+    strategy: Strategy,
+    module: nn.Module,
+    skeleton: nn.Module,
+    whole: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    folder: str | os.PathLike[str] | None,
+    *,
+    computes: bool,
+) -> Iterator[nn.Module]:
+    """A `mapped_copy` of `module` in host memory; inside, one that `computes` is `streamed` to the device.
+
+    Args:
+        skeleton: what the copy is made from, `module` itself or one of the same names and shapes.
+    """
+    full, mapped = mapped_copy(strategy, skeleton, whole, dtype, folder)
+    set_buffers(full, module)
+    with streamed(full, mapped, strategy.device) if computes else nullcontext():
+        yield full if computes else full.to('cpu')
 
 
 @torch.no_grad()
@@ -231,32 +269,21 @@ class BlockStream:
         self.mapped, self.device = mapped, device
         self.blocks = transformer_blocks(model)
         names = {id(p): n for n, p in model.named_parameters()}
-        holders: dict[int, int] = {}
-        for block in self.blocks:
-            for parameter in {id(p): p for p in block.parameters()}.values():
-                holders[id(parameter)] = holders.get(id(parameter), 0) + 1
-        self.spans: list[tuple[int, int]] = []
-        members: list[list[nn.Parameter]] = []
-        for block in self.blocks:
-            own = [
-                p
-                for p in {id(p): p for p in block.parameters()}.values()
-                if holders[id(p)] == 1 and names[id(p)] in mapped.ranges
-            ]
-            ranges = [mapped.ranges[names[id(p)]] for p in own]
-            self.spans.append((min((a for a, _ in ranges), default=0), max((b for _, b in ranges), default=0)))
-            members.append(own)
+        holders = Counter(id(p) for block in self.blocks for p in block.parameters())
+        members = [
+            [(p, *mapped.ranges[names[id(p)]]) for p in block.parameters() if holders[id(p)] == 1]
+            for block in self.blocks
+        ]
+        self.spans = [(min((a for _, a, _ in m), default=0), max((b for *_, b in m), default=0)) for m in members]
         size = max((b - a for a, b in self.spans), default=0)
         self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(min(2, len(self.blocks)))]
         self.resident: list[int | None] = [None] * len(self.buffers)
         streamed_ids = set()
         for i, own in enumerate(members):
-            for parameter in own:
-                a, b = mapped.ranges[names[id(parameter)]]
-                start = self.spans[i][0]
-                view = self.buffers[i % 2][a - start : b - start].view(parameter.dtype).view(parameter.shape)
+            for parameter, a, b in own:
+                view = self.buffers[i % 2][a - self.spans[i][0] : b - self.spans[i][0]]
                 streamed_ids.add(id(parameter))
-                parameter.data = view
+                parameter.data = view.view(parameter.dtype).view(parameter.shape)
         for parameter in model.parameters():
             if id(parameter) not in streamed_ids:
                 parameter.data = parameter.data.to(device, copy=True)

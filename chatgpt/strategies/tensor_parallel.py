@@ -46,12 +46,8 @@ STYLES = ('colwise', FUSED, 'colwise_gather_output', 'colwise_rep', 'rowwise', '
 VOCABULARY = 'embedding_rowwise'
 WHOLE = 'replicate'
 KNOWN = (*STYLES, VOCABULARY, PARTIAL, WHOLE)
-GPT2 = {
-    'h.*.attn.c_attn': FUSED,
-    'h.*.attn.c_proj': 'rowwise',
-    'h.*.mlp.c_fc': 'colwise',
-    'h.*.mlp.c_proj': 'rowwise',
-}
+GPT2 = {'h.*.attn.c_attn': FUSED, 'h.*.mlp.c_fc': 'colwise'}
+GPT2 |= {'h.*.attn.c_proj': 'rowwise', 'h.*.mlp.c_proj': 'rowwise'}
 """names as in the base model"""
 
 
@@ -99,15 +95,6 @@ def is_transposed(layer: nn.Module) -> bool:
     return any(kind.__name__ == 'Conv1D' for kind in type(layer).__mro__)
 
 
-def _count_own_heads(module: nn.Module, group: TensorGroup) -> None:
-    """Tell GPT-2's attention, which counts heads itself, how many this process has."""
-    attention: Any
-    for attention in module.modules():
-        if any(kind.__name__ == 'GPT2Attention' for kind in type(attention).__mro__):
-            attention.num_heads //= group.size
-            attention.split_size //= group.size
-
-
 def _pattern(name: str) -> str:
     """'layers.3.mlp.fc1' → 'layers.*.mlp.fc1'."""
     return '.'.join('*' if part.isdigit() else part for part in name.split('.'))
@@ -122,18 +109,15 @@ def _with_vocabulary(owner: Any, plan: dict[str, str]) -> dict[str, str]:
     if not first:
         return plan
     tied = bool(last) and inputs.weight is outputs.weight
-    can = type(inputs).forward is nn.Embedding.forward or _calls_embedding(inputs)
+    # A scaled embedding, as of Gemma 3, multiplies what `nn.Embedding` gives.
+    scaled = isinstance(inputs, nn.Embedding) and 'Scaled' in type(inputs).__name__
+    can = type(inputs).forward is nn.Embedding.forward or scaled
     plan = {n: style for n, style in plan.items() if n not in ((first, last) if tied else (first,))}
     if can:
         plan[first] = VOCABULARY
     if can and tied:
         plan[last] = 'colwise_gather_output'
     return plan
-
-
-def _calls_embedding(layer: Any) -> bool:
-    """A scaled embedding, as of Gemma 3: a subclass that multiplies what `nn.Embedding` gives."""
-    return isinstance(layer, nn.Embedding) and 'Scaled' in type(layer).__name__
 
 
 def check_model(module: nn.Module, tensor_parallel: int) -> dict[str, str]:
@@ -162,11 +146,13 @@ def check_model(module: nn.Module, tensor_parallel: int) -> dict[str, str]:
             fused = 'query_key_value' in layer_name or style == FUSED
             num_heads = num_heads // 3 if fused and num_heads % 3 == 0 else num_heads
             if num_heads % tensor_parallel:
+                divisors = ', '.join(str(d) for d in range(1, num_heads + 1) if num_heads % d == 0)
                 raise ValueError(
                     f'tensor_parallel={tensor_parallel}: {name} has {num_heads} heads in {layer_name}, which it does '
-                    f'not divide; choose one of {_divisors(num_heads)}'
+                    f'not divide; choose one of {divisors}'
                 )
-        if width % tensor_parallel and '.' in layer_name and not _is_output(module, layer):
+        is_output = any(getattr(m, 'get_output_embeddings', lambda: None)() is layer for m in module.modules())
+        if width % tensor_parallel and '.' in layer_name and not is_output:
             raise ValueError(
                 f'tensor_parallel={tensor_parallel} does not divide the {side} width {width} of {layer_name} in {name}'
             )
@@ -186,14 +172,6 @@ def _check_all_planned(module: nn.Module, plan: dict[str, str], name: str) -> No
                 )
 
 
-def _is_output(module: nn.Module, layer: nn.Module) -> bool:
-    return any(getattr(m, 'get_output_embeddings', lambda: None)() is layer for m in module.modules())
-
-
-def _divisors(number: int) -> str:
-    return ', '.join(str(d) for d in range(1, number + 1) if number % d == 0)
-
-
 def parallelize(module: nn.Module, group: TensorGroup, mesh: DeviceMesh | None, plan: dict[str, str]) -> Parts:
     """Cut the weights of `module` in place, and let its layers compute with their parts.
 
@@ -203,13 +181,17 @@ def parallelize(module: nn.Module, group: TensorGroup, mesh: DeviceMesh | None, 
         plan: of `check_model`.
     """
     made = _Made(group)
-    styles: dict[str, Any] = {name: _style(style, made) for name, style in plan.items() if style != WHOLE}
+    styles: dict[str, Any] = {n: _STYLES[style](made, style) for n, style in plan.items() if style != WHOLE}
     if mesh is not None:
         parallelize_module(module, mesh, styles)
     else:
         for name, style in styles.items():
             style._apply(module.get_submodule(name), None)
-    _count_own_heads(module, group)
+    attention: Any
+    for attention in module.modules():
+        if any(kind.__name__ == 'GPT2Attention' for kind in type(attention).__mro__):  # which counts heads itself
+            attention.num_heads //= group.size
+            attention.split_size //= group.size
     named = dict(module.named_parameters(remove_duplicate=False))
     cuts = {name: made.cuts[id(p)] for name, p in named.items() if id(p) in made.cuts}
     return Parts(group, cuts, {name for name, p in module.named_parameters() if id(p) in made.partial})
@@ -374,51 +356,42 @@ class _Made:
         self.partial |= {id(p) for n in names if (p := owner._parameters.get(n)) is not None}
 
 
-def _style(name: str, made: _Made) -> ParallelStyle:
-    if name == PARTIAL:
-        return _Partial(made)
-    if name == VOCABULARY:
-        return _Vocabulary(made)
-    if name.startswith('colwise'):
-        return _Colwise(made, gathers=name not in ('colwise', FUSED), blocks=3 if name == FUSED else 1)
-    return _Rowwise(made, splits=name != 'rowwise')
+class _Style(ParallelStyle):
+    """How a layer is cut. `name` is the style's in a plan."""
+
+    def __init__(self, made: _Made, name: str) -> None:
+        self.made, self.name = made, name
 
 
-class _Colwise(ParallelStyle):
+class _Colwise(_Style):
     """Own rows of a linear layer's weight: (..., in) on all → this process's part of (..., out), or all of it."""
-
-    def __init__(self, made: _Made, gathers: bool, blocks: int) -> None:
-        self.made, self.gathers, self.blocks = made, gathers, blocks
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         group, copies, made = self.made.group, self.made.copies, self.made
         linear, transposed = type(module) is nn.Linear, is_transposed(module)
         width = module.weight.shape[0]
         for name in ('weight', 'bias', 'lora_B'):
-            made.cut(module, name, 1 if transposed and name == 'weight' else 0, self.blocks)
+            made.cut(module, name, 1 if transposed and name == 'weight' else 0, 3 if self.name == FUSED else 1)
         if transposed:
             module.nf = module.weight.shape[1]
         made.mark_partial(module, 'lora_A')
         module.register_forward_pre_hook(lambda _, args: (copies(args[0]), *args[1:]))
-        if self.gathers:
+        if self.name not in ('colwise', FUSED):
             module.register_forward_hook(lambda _, args, output: gather(output, group, width))
             if linear:  # log-probs may be taken from the parts (chatgpt.nn.head_kernels)
                 module.vocabulary = VocabularyPart(group, made.cuts[id(module.weight)].start, width)
         return module
 
 
-class _Rowwise(ParallelStyle):
+class _Rowwise(_Style):
     """Own columns of a linear layer's weight: this process's part of (..., in), or all of it → (..., out) on all."""
-
-    def __init__(self, made: _Made, splits: bool) -> None:
-        self.made, self.splits = made, splits
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         group, made = self.made.group, self.made
         for name in ('weight', 'lora_A'):
             made.cut(module, name, 0 if is_transposed(module) and name == 'weight' else 1)
         made.mark_partial(module, 'lora_B')
-        if self.splits:
+        if self.name != 'rowwise':
             module.register_forward_pre_hook(lambda _, args: (split(args[0], group), *args[1:]))
         if module.bias is None:
             module.register_forward_hook(lambda _, args, output: total(output, group))
@@ -435,11 +408,8 @@ def _rowwise_with_bias(layer: Any, x: Tensor) -> Tensor:
     return total(out, layer.tensor_group) + layer.bias
 
 
-class _Vocabulary(ParallelStyle):
+class _Vocabulary(_Style):
     """Own rows of an embedding: (...) ids → (..., D) on all."""
-
-    def __init__(self, made: _Made) -> None:
-        self.made = made
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         whole = module.weight
@@ -460,14 +430,19 @@ def _embedded(layer: Any, ids: Tensor) -> Tensor:
     return total(out * inside[..., None], part.group)
 
 
-class _Partial(ParallelStyle):
-    def __init__(self, made: _Made) -> None:
-        self.made = made
+class _Partial(_Style):
+    """Whole on each process, of which each knows the gradient for its own heads only."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.made.mark_partial(module, *module._parameters)
         return module
 
+
+_STYLES: dict[str, type[_Style]] = {
+    **{name: _Colwise if name.startswith('colwise') else _Rowwise for name in STYLES},
+    VOCABULARY: _Vocabulary,
+    PARTIAL: _Partial,
+}
 
 # ---------------------------------------------------------------- between the processes of a group
 
@@ -503,21 +478,6 @@ class _Copies:
         return self
 
 
-def total(x: Tensor, group: TensorGroup) -> Tensor:
-    """Megatron's g: forward the sum over the group; backward the same gradient for each."""
-    return _Total.apply(x, group)
-
-
-def gather(x: Tensor, group: TensorGroup, width: int) -> Tensor:
-    """(..., own part) → (..., width); backward the own part of the gradient."""
-    return _Gather.apply(x, group, width)
-
-
-def split(x: Tensor, group: TensorGroup) -> Tensor:
-    """(..., width) → (..., own part); backward all parts' gradients."""
-    return _Split.apply(x, group)
-
-
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
@@ -530,6 +490,8 @@ class _Copy(torch.autograd.Function):
 
 
 class _Total(torch.autograd.Function):
+    """Megatron's g: forward the sum over the group; backward the same gradient for each."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
         return group.sum(x)
@@ -540,6 +502,8 @@ class _Total(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
+    """(..., own part) → (..., width); backward the own part of the gradient."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup, width: int) -> Tensor:
         ctx.own = group.bounds(width)
@@ -552,6 +516,8 @@ class _Gather(torch.autograd.Function):
 
 
 class _Split(torch.autograd.Function):
+    """(..., width) → (..., own part); backward all parts' gradients."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
         ctx.group, ctx.width = group, x.shape[-1]
@@ -561,3 +527,6 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.group.joined(grad, ctx.width), None
+
+
+total, gather, split = _Total.apply, _Gather.apply, _Split.apply

@@ -10,8 +10,6 @@ signals). A maximum or minimum is over all processes, so that a flag that any of
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from chatgpt.strategies.guard import Whereabouts
 from chatgpt.strategies.processes import ProcessGroup
 from chatgpt.strategies.ranks import Ranks, check_world_size
 
@@ -40,17 +37,14 @@ class TensorGroup:
         shorter."""
         return part_of(width, self.index, self.size)
 
-    def sum(self, x: Tensor) -> Tensor:
+    def sum(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """A new tensor, equal to the bit on all."""
-        return self._reduced(x, dist.ReduceOp.SUM)
-
-    def max(self, x: Tensor) -> Tensor:
-        return self._reduced(x, dist.ReduceOp.MAX)
-
-    def _reduced(self, x: Tensor, op: Any) -> Tensor:
         out = x.detach().clone(memory_format=torch.contiguous_format)
         dist.all_reduce(out, op, group=self.group)
         return out
+
+    def max(self, x: Tensor) -> Tensor:
+        return self.sum(x, dist.ReduceOp.MAX)
 
     def joined(self, x: Tensor, width: int, dim: int = -1) -> Tensor:
         """The parts of all behind one another along `dim`, `width` numbers long."""
@@ -71,6 +65,11 @@ def part_of(width: int, index: int, size: int) -> tuple[int, int]:
     longest = -(-width // size)
     start = min(index * longest, width)
     return start, min(start + longest, width)
+
+
+def _of_process(name: str) -> Any:
+    """A member that is this process's own."""
+    return property(lambda self: getattr(self.processes, name))
 
 
 class TensorRanks(Ranks):
@@ -112,21 +111,16 @@ class TensorRanks(Ranks):
     def is_rank_0(self) -> bool:
         return self._processes.rank == 0
 
-    @property
-    def local_rank(self) -> int:
-        return self._processes.local_rank
-
-    @property
-    def device(self) -> torch.device:
-        return self._processes.device
-
-    @property
-    def whereabouts(self) -> Whereabouts:
-        return self._processes.whereabouts
-
-    @property
-    def timeout_s(self) -> float:
-        return self._processes.timeout_s
+    local_rank: Any = _of_process('local_rank')
+    device: Any = _of_process('device')
+    whereabouts: Any = _of_process('whereabouts')
+    timeout_s: Any = _of_process('timeout_s')
+    barrier: Any = _of_process('barrier')
+    run_on_rank0: Any = _of_process('run_on_rank0')
+    note_progress: Any = _of_process('note_progress')
+    failure_guard: Any = _of_process('failure_guard')
+    fails_together: Any = _of_process('fails_together')
+    leave: Any = _of_process('leave')
 
     @property
     def group(self) -> TensorGroup:
@@ -157,21 +151,3 @@ class TensorRanks(Ranks):
             first, group = self.rank * self.tensor_parallel, self.mesh.get_group('tensor')
             dist.broadcast_object_list(box, src=first, group=group, device=self.device)
         return box[0]
-
-    def barrier(self) -> None:
-        self._processes.barrier()
-
-    def run_on_rank0(self, fn: Callable[[], T]) -> T:
-        return self._processes.run_on_rank0(fn)
-
-    def note_progress(self, where: str) -> None:
-        self._processes.note_progress(where)
-
-    def failure_guard(self) -> AbstractContextManager[Any]:
-        return self._processes.failure_guard()
-
-    def fails_together(self, state: str) -> bool:
-        return self._processes.fails_together(state)
-
-    def leave(self) -> None:
-        self._processes.leave()

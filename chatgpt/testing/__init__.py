@@ -10,12 +10,5 @@ from chatgpt.testing.fakes import (
     tiny_config,
 )
 
-__all__ = [
-    'ENCODER_DECODERS',
-    'FAMILIES',
-    'byte_tokenizer',
-    'char_tokenizer',
-    'encoder_decoder_tokenizer',
-    'tiny_causal_lm',
-    'tiny_config',
-]
+__all__ = ['ENCODER_DECODERS', 'FAMILIES', 'byte_tokenizer', 'char_tokenizer', 'encoder_decoder_tokenizer']
+__all__ += ['tiny_causal_lm', 'tiny_config']

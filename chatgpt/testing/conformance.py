@@ -1,18 +1,18 @@
 """One call that any `Strategy`, ours or a third party's, can be put through.
 
 Call `run_conformance(make_strategy)` in every process of a running group (or in the only process). Each check makes a
-strategy of its own, trains a tiny policy, and compares with plain torch or with `NaiveStrategy`. The checks are
-functions in a table (`all_checks`), so that a test can be made of each. A strategy that cannot do something must refuse
-it by name; that is reported, not failed.
+strategy of its own, trains a tiny policy, and compares with plain torch or with `NaiveStrategy`. A strategy that cannot
+do something must refuse it by name; that is reported, not failed.
 """
 
 from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -59,17 +59,16 @@ def run_conformance(
         finish_gloo_at_exit()
     with make_strategy() as strategy, strategy.failure_guard():
         temporary = strategy.is_rank_0 and folder is None
-        with tempfile.TemporaryDirectory(prefix='conformance-') if temporary else _nothing() as own:
+        with tempfile.TemporaryDirectory(prefix='conformance-') if temporary else nullcontext() as own:
             root = Path(strategy.broadcast_object(str(folder or own)))
             results, failures = {}, []
             for name in chosen:
-                bench = Bench(
-                    make_strategy=make_strategy,
-                    folder=root / name,
-                    tolerance=tolerance,
-                    make_model=make_model,
-                    make_optimizer=make_optimizer,
-                )
+                made: dict[str, Any] = {
+                    'make_strategy': make_strategy,
+                    'make_model': make_model,
+                    'make_optimizer': make_optimizer,
+                }
+                bench = Bench(folder=root / name, tolerance=tolerance, **made)
                 strategy.run_on_rank0(functools.partial(bench.folder.mkdir, parents=True))
                 outcomes = strategy.all_gather_object(run_check(table[name], bench))
                 results[name] = outcomes[0]
@@ -91,8 +90,3 @@ def run_check(check: Check, bench: Bench) -> str:
     except ConformanceError as error:
         return f'failed: {error}'
     return 'passed'
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield None

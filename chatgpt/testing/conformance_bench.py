@@ -1,6 +1,4 @@
-"""What a conformance check works with: a bench that makes and trains tiny models, tolerances, and words for what must
-hold.
-"""
+"""What a conformance check works with: a bench that makes and trains tiny models, tolerances, words for results."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from torch.optim import Optimizer
 from chatgpt.strategies.base import Strategy
 from chatgpt.strategies.naive import NaiveStrategy
 from chatgpt.testing.tiny import TinyPolicy, tiny_loss, tiny_micro_batches, tiny_sequences
-from chatgpt.types import Sequence
+from chatgpt.types import Batch, Sequence
 
 LR = 1e-2
 
@@ -61,7 +59,10 @@ class Bench:
     make_model: Callable[[], nn.Module] = TinyPolicy
     make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None
     """None takes the strategy's own `make_optimizer`"""
-    make_reference: Callable[[Strategy], Strategy] = field(default_factory=lambda: _naive)
+    make_reference: Callable[[Strategy], Strategy] = lambda s: NaiveStrategy(
+        s.seed, s.numerics.precision, device=s.device
+    )
+    """one process in the same precision on the same device"""
     _numbers: Iterator[int] = field(default_factory=lambda: iter(range(1_000_000)))
 
     def path(self, suffix: str = '') -> Path:
@@ -115,8 +116,14 @@ class Bench:
             results.append((float(strategy.all_reduce(total)), norm))
         return results
 
+    def batch(self, strategy: Strategy, seed: int = 0) -> tuple[Batch, Tensor]:
+        """This rank's first micro-batch of `tiny_sequences`, and its weights, on the device."""
+        batch, weights = tiny_micro_batches(tiny_sequences(seed=seed), strategy.rank, strategy.world_size)[0]
+        return batch.to(strategy.device), weights.to(strategy.device)
+
     def compare(self, got: dict[str, Tensor], want: dict[str, Tensor], steps: int, what: str) -> None:
         """Weights against weights, within the tolerance for so many steps."""
+        want = {name: tensor.detach().cpu() for name, tensor in want.items()}
         expect(got.keys() == want.keys(), f'{what}: names differ: {sorted(got.keys() ^ want.keys())[:5]}')
         distances = torch.cat([(got[n].double() - want[n].double()).abs().reshape(-1) for n in want])
         largest, mean = float(distances.max()) / (LR * steps), float(distances.mean()) / (LR * steps)
@@ -159,11 +166,6 @@ def raises(kinds: type[Exception] | tuple[type[Exception], ...], text: str, what
         expect(text in str(error), f'{what}: the message {str(error)!r} does not mention {text!r}')
     else:
         raise ConformanceError(f'{what}: no error was raised')
-
-
-def _naive(strategy: Strategy) -> Strategy:
-    """One process in the same precision on the same device."""
-    return NaiveStrategy(strategy.seed, strategy.numerics.precision, device=strategy.device)
 
 
 Check = Callable[[Bench], None]

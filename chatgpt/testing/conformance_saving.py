@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,16 +12,6 @@ from torch import Tensor, nn
 from chatgpt.strategies.base import Strategy
 from chatgpt.strategies.checkpoint import CheckpointReader, DictReader, write_checkpoint
 from chatgpt.testing.conformance_bench import Bench, Check, Refused, expect, identical, raises
-from chatgpt.testing.tiny import tiny_micro_batches, tiny_sequences
-
-
-def _other(model: nn.Module) -> nn.Module:
-    """The same architecture with other weights."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if not parameter.is_meta:
-                parameter.add_(1.0)
-    return model
 
 
 def check_save_load(bench: Bench) -> None:
@@ -30,7 +19,8 @@ def check_save_load(bench: Bench) -> None:
     start = {n: t.detach().clone() for n, t in bench.make_model().state_dict().items()}
     for saved_after in (False, True):
         for loaded_after in (False, True):
-            what = f'saved {_when(saved_after)}, loaded {_when(loaded_after)} prepare'
+            saved, loaded = ('after' if after else 'before' for after in (saved_after, loaded_after))
+            what = f'saved {saved}, loaded {loaded} prepare'
             with bench.make_strategy() as strategy:
                 path = bench.path('.pt')
                 model: nn.Module = bench.make_model()
@@ -39,17 +29,16 @@ def check_save_load(bench: Bench) -> None:
                 strategy.save_model(model, path, only_rank0=True)
                 strategy.barrier()
                 identical(torch.load(path, weights_only=True), start, f'{what}: the file, read by plain torch,')
-                model = _other(bench.make_model())
+                model = bench.make_model()
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.add_(1.0)
                 if not loaded_after:
                     strategy.load_model(model, path)
                 model, _ = strategy.prepare((model, bench.optimizer(strategy, model.parameters())))
                 if loaded_after:
                     strategy.load_model(model, path)
                 identical(bench.weights(strategy, model), start, what)
-
-
-def _when(after: bool) -> str:
-    return 'after' if after else 'before'
 
 
 def check_sharded_save(bench: Bench) -> None:
@@ -68,11 +57,6 @@ def check_sharded_save(bench: Bench) -> None:
         identical(bench.weights(strategy, frozen), weights, 'the same, loaded into a frozen model')
 
 
-def _only_a_stranger(tensors: dict[str, Tensor]) -> None:
-    tensors.clear()
-    tensors['stranger'] = torch.zeros(1)
-
-
 def check_wrong_files(bench: Bench) -> None:
     """A wrong file is an error that names the first keys; `strict=False` warns, and still refuses wrong shapes and
     strangers."""
@@ -82,31 +66,29 @@ def check_wrong_files(bench: Bench) -> None:
         weights = bench.weights(strategy, model)
         name = next(n for n in weights if n.endswith('up.weight'))
 
-        def save(change: Callable[[dict[str, Tensor]], object]) -> Path:
-            tensors = {n: t.clone() for n, t in weights.items()}
-            change(tensors)
+        def save(tensors: dict[str, Tensor]) -> Path:
             path = bench.path('.pt')
             strategy.run_on_rank0(lambda: torch.save(tensors, path))
             return path
 
-        lacking = save(lambda t: t.pop(name))
+        stranger = {'stranger': torch.zeros(1)}
+        lacking = save({n: t for n, t in weights.items() if n != name})
         with raises(errors, name, 'load_model of a file that lacks a tensor'):
             strategy.load_model(model, lacking)
         with raises(errors, 'stranger', 'load_model of a file with a tensor too many'):
-            strategy.load_model(model, save(lambda t: t.update(stranger=torch.zeros(1))))
-        wrong = save(lambda t: t.update({name: torch.zeros(1, 2)}))
+            strategy.load_model(model, save(weights | stranger))
+        wrong = save(weights | {name: torch.zeros(1, 2)})
         for strict in (True, False):
             with raises(errors, name, f'load_model of a wrong shape, strict={strict}'):
                 strategy.load_model(model, wrong, strict=strict)
         with raises(errors, 'stranger', 'load_model(strict=False) of a file with nothing in common'):
-            strategy.load_model(model, save(_only_a_stranger), strict=False)
+            strategy.load_model(model, save(stranger), strict=False)
         identical(bench.weights(strategy, model), weights, 'a model after files that did not fit')
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter('always')
             strategy.load_model(model, lacking, strict=False)
-        expect(
-            any(name in str(w.message) for w in caught), 'load_model(strict=False) does not warn with the missing name'
-        )
+        warned = any(name in str(w.message) for w in caught)
+        expect(warned, 'load_model(strict=False) does not warn with the missing name')
         with raises(FileNotFoundError, 'nowhere', 'load_model of a path that is not there'):
             strategy.load_model(model, bench.folder / 'nowhere.pt')
 
@@ -162,10 +144,8 @@ def check_wrong_optimizer_state(bench: Bench) -> None:
 def _write(strategy: Strategy, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     meta, pieces = strategy.optimizer_state(optimizer)
     groups = {'model/': strategy.model_pieces(model), 'optim/': pieces}
-    processes = strategy.processes
-    write_checkpoint(
-        folder, groups, meta={'optimizer': meta}, rank=processes.rank, all_gather_object=processes.all_gather_object
-    )
+    rank, gather = strategy.processes.rank, strategy.processes.all_gather_object
+    write_checkpoint(folder, groups, meta={'optimizer': meta}, rank=rank, all_gather_object=gather)
 
 
 def _load(strategy: Strategy, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -195,10 +175,8 @@ def check_pieces(bench: Bench) -> None:
         end = bench.weights(strategy, model)
         model, optimizer = bench.pair(strategy)
         _load(strategy, folder, model, optimizer)
-        expect(
-            bench.train(strategy, model, optimizer, steps=2, first=2) == straight,
-            'pieces: resumed losses and norms differ',
-        )
+        resumed = bench.train(strategy, model, optimizer, steps=2, first=2)
+        expect(resumed == straight, 'pieces: resumed losses and norms differ')
         identical(bench.weights(strategy, model), end, 'resumed from pieces')
 
 
@@ -214,17 +192,13 @@ def check_pieces_to_naive(bench: Bench) -> None:
         identical({n: t.cpu() for n, t in want.state_dict().items()}, bench.weights(strategy, model), 'loaded by Naive')
         want_results = bench.train(naive, want, want_optimizer, steps=1, first=2)
         bench.compare_results(bench.train(strategy, model, optimizer, steps=1, first=2), want_results, 'Naive goes on')
-        bench.compare(
-            bench.weights(strategy, model), {n: t.cpu() for n, t in want.state_dict().items()}, 1, 'Naive goes on'
-        )
+        bench.compare(bench.weights(strategy, model), want.state_dict(), 1, 'Naive goes on')
         strategy.run_on_rank0(lambda: _write(naive, back, want, want_optimizer))
         model, optimizer = bench.pair(strategy)
         _load(strategy, back, model, optimizer)
         want_results = bench.train(naive, want, want_optimizer, steps=1, first=3)
         bench.compare_results(bench.train(strategy, model, optimizer, steps=1, first=3), want_results, 'from Naive')
-        bench.compare(
-            bench.weights(strategy, model), {n: t.cpu() for n, t in want.state_dict().items()}, 1, 'from Naive'
-        )
+        bench.compare(bench.weights(strategy, model), want.state_dict(), 1, 'from Naive')
 
 
 def check_full_model(bench: Bench) -> None:
@@ -247,25 +221,17 @@ def check_full_model(bench: Bench) -> None:
                     expect(dtype == wanted, f'full_model: {name} is {dtype}, not {wanted}')
                     same = not whole or torch.equal(parameter.detach().cpu(), weights[name].to(dtype))
                     expect(same, f'full_model: {name} has other values')
-                batch = tiny_micro_batches(tiny_sequences())[0][0].to(strategy.device)
+                batch, _ = bench.batch(strategy)
                 with torch.no_grad(), strategy.autocast():
                     computed.append(full(batch))
                 expect(bool(torch.isfinite(computed[-1]).all()), 'full_model: the model does not compute')
         far = float((computed[0] - computed[1]).abs().max())
         expect(far <= bench.tolerance.loss * 10, f'full_model: log-probs of a copy that is not whole are {far:.3g} off')
-        expect(
-            all(m.training for m in strategy.unwrap(model).modules()), 'full_model: training flags were not restored'
-        )
+        trains = all(m.training for m in strategy.unwrap(model).modules())
+        expect(trains, 'full_model: training flags were not restored')
         identical(bench.weights(strategy, model), weights, 'weights after full_model')
 
 
-CHECKS: dict[str, Check] = {
-    'save_load': check_save_load,
-    'sharded_save': check_sharded_save,
-    'wrong_files': check_wrong_files,
-    'optimizer_save_load': check_optimizer_save_load,
-    'wrong_optimizer_state': check_wrong_optimizer_state,
-    'pieces': check_pieces,
-    'pieces_to_naive': check_pieces_to_naive,
-    'full_model': check_full_model,
-}
+ORDER: list[Check] = [check_save_load, check_sharded_save, check_wrong_files, check_optimizer_save_load]
+ORDER += [check_wrong_optimizer_state, check_pieces, check_pieces_to_naive, check_full_model]
+CHECKS: dict[str, Check] = {check.__name__.removeprefix('check_'): check for check in ORDER}

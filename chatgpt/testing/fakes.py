@@ -35,50 +35,24 @@ def tiny_config(
     """
     import transformers
 
-    common: dict[str, Any] = {'vocab_size': vocab_size, 'pad_token_id': 0, 'bos_token_id': 1, 'eos_token_id': 2}
-    usual = {
-        'hidden_size': hidden,
-        'num_hidden_layers': layers,
-        'num_attention_heads': heads,
-        'max_position_embeddings': positions,
-        'attention_dropout': dropout,
-    }
-    t5: dict[str, Any] = {
-        'd_model': hidden,
-        'd_kv': hidden // heads,
-        'd_ff': 2 * hidden,
-        'num_layers': layers,
-        'num_heads': heads,
-    }
-    t5 |= {'decoder_start_token_id': 0, 'dropout_rate': dropout}
-    bart: dict[str, Any] = {
-        'd_model': hidden,
-        'max_position_embeddings': positions,
-        'init_std': 0.1,
-        'forced_eos_token_id': None,
-    }
-    bart |= {'dropout': dropout, 'attention_dropout': dropout}
+    names = {'hidden_size': hidden, 'num_hidden_layers': layers, 'num_attention_heads': heads}
+    usual: dict[str, Any] = {**names, 'max_position_embeddings': positions, 'attention_dropout': dropout}
+    short = {'n_layer': layers, 'n_head': heads, 'initializer_range': 0.1}
+    gpt2: dict[str, Any] = short | {'n_embd': hidden, 'n_positions': positions}
+    t5: dict[str, Any] = {'d_model': hidden, 'd_kv': hidden // heads, 'd_ff': 2 * hidden, 'num_layers': layers}
+    t5 |= {'num_heads': heads, 'decoder_start_token_id': 0, 'dropout_rate': dropout}
+    bart: dict[str, Any] = {'d_model': hidden, 'max_position_embeddings': positions, 'init_std': 0.1}
+    bart |= {'forced_eos_token_id': None, 'dropout': dropout, 'attention_dropout': dropout}
     for side in ('encoder', 'decoder'):
         bart |= {f'{side}_layers': layers, f'{side}_attention_heads': heads, f'{side}_ffn_dim': 2 * hidden}
-    gpt2: dict[str, Any] = {
-        'n_embd': hidden,
-        'n_layer': layers,
-        'n_head': heads,
-        'n_positions': positions,
-        'initializer_range': 0.1,
-    }
-    opt: dict[str, Any] = {'word_embed_proj_dim': hidden, 'ffn_dim': 4 * hidden, 'init_std': 0.1, 'dropout': dropout}
-    bloom: dict[str, Any] = {'hidden_size': hidden, 'n_layer': layers, 'n_head': heads, 'initializer_range': 0.1}
+    opt = {'word_embed_proj_dim': hidden, 'ffn_dim': 4 * hidden, 'init_std': 0.1, 'dropout': dropout}
     key_value_heads = heads // 2 if heads % 2 == 0 else heads
-    llama: dict[str, Any] = {
-        'intermediate_size': 2 * hidden,
-        'num_key_value_heads': key_value_heads,
-        'initializer_range': 0.1,
-    }
+    llama = {'intermediate_size': 2 * hidden, 'num_key_value_heads': key_value_heads, 'initializer_range': 0.1}
+    bloom_dropout = dict.fromkeys(('hidden_dropout', 'attention_dropout'), dropout)
     kinds: dict[str, tuple[str, dict[str, Any]]] = {
         'gpt2': ('GPT2', gpt2 | dict.fromkeys(('resid_pdrop', 'embd_pdrop', 'attn_pdrop'), dropout)),
         'opt': ('OPT', usual | opt),
-        'bloom': ('Bloom', bloom | dict.fromkeys(('hidden_dropout', 'attention_dropout'), dropout)),
+        'bloom': ('Bloom', short | {'hidden_size': hidden} | bloom_dropout),
         'llama': ('Llama', usual | llama),
         't5': ('T5', t5),
         'flan-t5': ('T5', t5 | {'feed_forward_proj': 'gated-gelu', 'tie_word_embeddings': False}),
@@ -88,6 +62,7 @@ def tiny_config(
     if family not in kinds:
         raise ValueError(f'tiny_config: unknown family {family!r}; known are {", ".join(kinds)}')
     name, settings = kinds[family]
+    common = {'vocab_size': vocab_size, 'pad_token_id': 0, 'bos_token_id': 1, 'eos_token_id': 2}
     return getattr(transformers, f'{name}Config')(**{**common, **settings, **kw})
 
 
@@ -113,7 +88,10 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+    # Printable Latin-1 bytes are written as themselves, the others as the code points from 256 on, in order.
+    visible = {*range(ord('!'), ord('~') + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
+    hidden = iter(range(256, 512))
+    vocab = {chr(byte) if byte in visible else chr(next(hidden)): byte for byte in range(256)}
     vocab |= {PAD: 256, BOS: 257, EOS: 258}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -154,22 +132,5 @@ def encoder_decoder_tokenizer(family: str = 't5') -> PreTrainedTokenizerFast:
 def _fast(tokenizer: Any, **kw: Any) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        bos_token=BOS,
-        eos_token=EOS,
-        padding_side='right',
-        clean_up_tokenization_spaces=False,
-        **kw,
-    )
-
-
-def _byte_characters() -> list[str]:
-    """The visible character that byte-level tokenizers write for each byte 0..255.
-
-    Printable Latin-1 bytes stand for themselves; the others take the code points from 256 on, in order.
-    """
-    visible = {*range(ord('!'), ord('~') + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
-    hidden = iter(range(256, 512))
-    return [chr(byte) if byte in visible else chr(next(hidden)) for byte in range(256)]
+    tokens = {'pad_token': PAD, 'bos_token': BOS, 'eos_token': EOS, 'padding_side': 'right', **kw}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **tokens)

@@ -1,8 +1,7 @@
 """Run a function on several local processes, as torchrun would, and bring its results or its traceback back.
 
 A new interpreter needs seconds to import torch and transformers. Where that is safe, ranks are forked from one that has
-done so: a server of `multiprocessing`, started at the first call, in which nothing but imports ever runs. Every rank is
-still a process of its own that joins a group of its own and ends, whatever its job did.
+done so: a server of `multiprocessing` in which nothing but imports ever runs. Every rank is a process of its own.
 """
 
 from __future__ import annotations
@@ -21,16 +20,9 @@ from pathlib import Path
 from typing import Any
 
 _THREADS = {'OMP_NUM_THREADS': '1', 'MKL_NUM_THREADS': '1'}
-_WARM = [
-    'torch._dynamo',
-    'torch.distributed.fsdp',
-    'torch.distributed.checkpoint.state_dict',
-    'transformers.models.gpt2.modeling_gpt2',
-    'transformers.models.llama.modeling_llama',
-    'chatgpt.trainer',
-    'chatgpt.strategies',
-    'chatgpt.testing.conformance',
-]
+_WARM = ['torch._dynamo', 'torch.distributed.fsdp', 'torch.distributed.checkpoint.state_dict']
+_WARM += ['transformers.models.gpt2.modeling_gpt2', 'transformers.models.llama.modeling_llama']
+_WARM += ['chatgpt.trainer', 'chatgpt.strategies', 'chatgpt.testing.conformance']
 """what the server imports: what most jobs would"""
 
 
@@ -43,14 +35,8 @@ def free_port() -> int:
 
 def torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     """The variables that torchrun sets for one process of one machine."""
-    return {
-        'RANK': str(rank),
-        'LOCAL_RANK': str(rank),
-        'WORLD_SIZE': str(world_size),
-        'LOCAL_WORLD_SIZE': str(world_size),
-        'MASTER_ADDR': '127.0.0.1',
-        'MASTER_PORT': str(port),
-    }
+    ranks = {'RANK': rank, 'LOCAL_RANK': rank, 'WORLD_SIZE': world_size, 'LOCAL_WORLD_SIZE': world_size}
+    return {name: str(value) for name, value in ranks.items()} | {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)}
 
 
 @contextmanager
@@ -87,7 +73,7 @@ def run_distributed(
 
     with tempfile.TemporaryDirectory(prefix='run-distributed-') as folder, start_method(fresh) as method:
         job = (own_variables(), world_size, free_port(), folder, init_group, fn, args)
-        context = mp.start_processes(_child, job, nprocs=world_size, join=False, start_method=method)
+        context = mp.start_processes(_child, (job,), nprocs=world_size, join=False, start_method=method)
         assert context is not None
         end = time.monotonic() + timeout_s
         try:
@@ -141,16 +127,8 @@ def become_rank(rank: int, variables: dict[str, str], world_size: int, port: int
     os.environ.update(variables | torchrun_environment(rank, world_size, port))
 
 
-def _child(
-    rank: int,
-    variables: dict[str, str],
-    world_size: int,
-    port: int,
-    folder: str,
-    init_group: bool,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
+def _child(rank: int, job: tuple[Any, ...]) -> None:
+    variables, world_size, port, folder, init_group, fn, args = job
     become_rank(rank, variables, world_size, port)
     if init_group:
         from chatgpt.strategies.processes import ProcessGroupStrategy

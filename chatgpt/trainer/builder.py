@@ -21,7 +21,6 @@ from chatgpt.rollout import RolloutEngine, SamplingParams
 from chatgpt.rollout.episodes import EpisodeEngine, check_writes_turns
 from chatgpt.rollout.registry import engine_for
 from chatgpt.rollout.sampling import sampling_for
-from chatgpt.rules import check
 from chatgpt.strategies.base import Strategy
 from chatgpt.trainer.algorithms import estimate_advantages
 from chatgpt.trainer.base import config_of
@@ -33,7 +32,7 @@ from chatgpt.trainer.experience.reference import Reference
 from chatgpt.trainer.experience.scorers import Scorer, models_of
 from chatgpt.trainer.fits import check_apart, check_models, check_records
 from chatgpt.trainer.policy import Policy, policy_for
-from chatgpt.trainer.rules import EXACT_RULES
+from chatgpt.trainer.rules import DECODE_RULES
 from chatgpt.trainer.selection import compared
 from chatgpt.types import Sequence
 
@@ -93,8 +92,7 @@ def build(
         ValueError: what does not fit together among models, data and settings.
     """
     config.validate(strategy.world_size)
-    if strategy.exact is not None:
-        check(config, EXACT_RULES)
+    strategy.sums.refuse(config, DECODE_RULES)
     bare: Any = strategy.unwrap(models.actor)
     note_model(tokenizer, config_of(strategy, models.actor))
     sampling, stop_strings = sampling_for(bare, tokenizer, generation)
@@ -234,7 +232,7 @@ def _maker(
 ) -> ExperienceMaker:
     recompute = c.recompute_logprobs
     if recompute == 'auto':  # what the engine saw, or its batch, may have rounded otherwise
-        differs = strategy.exact is not None or not collector.engine.abilities.exact_logprobs
+        differs = not collector.engine.abilities.exact_logprobs
         recompute = strategy.numerics.dtype != torch.float32 or c.tis_cap is not None or differs
     overlong = None if c.overlong_buffer is None else (collector.sampling.room, c.overlong_buffer)
     estimator = c.estimator

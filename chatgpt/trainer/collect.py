@@ -26,7 +26,7 @@ import torch
 from chatgpt.data.formats import choice_facts
 from chatgpt.data.prompts import PromptOrder, PromptSet
 from chatgpt.rollout import Call, RolloutEngine, SamplingParams, StopStrings
-from chatgpt.rollout.exact import exact_draws
+from chatgpt.rollout.exact import ExactDraws
 from chatgpt.rollout.stop import write_texts
 from chatgpt.strategies.base import Strategy
 from chatgpt.trainer.checkpointing import as_json
@@ -58,7 +58,7 @@ class Collector:
 
     Args:
         strategy: splits prompts over ranks.
-        engine: who generates; with `strategy.exact`, by `ExactDraws`.
+        engine: who generates; in an exact run, by `ExactDraws`.
         sampling, stop_strings: how, and where a response ends by its text.
         policy: gives the model to generate with, whole weights; entered once per `generate` and per `collect`.
         tokenizer: writes prompt and response texts into the samples; None where nobody reads text.
@@ -68,7 +68,7 @@ class Collector:
             answers later.
 
     Raises:
-        ValueError: `max_staleness` with an engine that does not answer later; with `strategy.exact`, an engine whose
+        ValueError: `max_staleness` with an engine that does not answer later; in an exact run, an engine whose
             draws cannot be exact; episodes under tensor parallelism.
     """
 
@@ -87,8 +87,8 @@ class Collector:
     ) -> None:
         if engine.environment is not None:
             check_hears_alike(strategy)
-        if strategy.exact is not None:
-            engine = exact_draws(engine)
+        if strategy.sums.exact:
+            engine = engine.with_draws_of(ExactDraws)
         self.strategy, self.engine, self.sampling, self.policy = strategy, engine, sampling, policy
         self.tokenizer, self.stop_strings = tokenizer, stop_strings
         self.batch_size, self.num_samples_per_prompt = batch_size, num_samples_per_prompt

@@ -91,24 +91,8 @@ class BatchStats:
         if not self._sums:
             return {}
         names = sorted(self._sums)
-        if strategy.exact is None:
-            sums = [tuple(sum(numbers[1:], numbers[0]) for numbers in zip(*self._sums[n], strict=True)) for n in names]
-            flat = torch.stack([torch.stack(pair) for pair in sums]).to(strategy.device)
-            return dict(zip(names, strategy.all_reduce(flat, op='sum').tolist(), strict=True))
-        # Every rank has as many atoms. Their numbers are laid side by side, and the sum of all is rounded once.
-        own = torch.stack([torch.stack(pair) for n in names for pair in self._sums[n]]).to(strategy.device)
-        everyone = own.new_zeros(strategy.world_size, *own.shape)
-        everyone[strategy.rank] = own
-        parts = strategy.all_reduce(everyone, op='sum').split([len(self._sums[n]) for n in names], dim=1)
-        return {
-            name: (rounded_sum(part[..., 0].flatten().tolist()), rounded_sum(part[..., 1].flatten().tolist()))
-            for name, part in zip(names, parts, strict=True)
-        }
-
-
-def rounded_sum(numbers: SequenceOf[float]) -> float:
-    """The sum, rounded once, so that no order shows; of numbers that are not finite, whatever they add up to."""
-    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
+        totals = strategy.sums.totals([[torch.stack(pair) for pair in self._sums[n]] for n in names])
+        return dict(zip(names, totals, strict=True))
 
 
 class PhaseMetrics:

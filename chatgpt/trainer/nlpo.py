@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from chatgpt.rules import Rule
 from chatgpt.trainer.policy import POLICIES, Policy
 from chatgpt.trainer.ranges import COUNT, RANGES
-from chatgpt.trainer.rules import BY_HAND_RULES, EXACT_RULES, PPO_RULES
+from chatgpt.trainer.rules import BY_HAND_RULES, DECODE_RULES, PPO_RULES, reads_decode
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,13 +47,7 @@ PPO_RULES += [
         'nlpo_top_p takes the old log-probs from the decode, so there is nothing to weigh: leave tis_cap out',
     ),
 ]
-EXACT_RULES += [
-    Rule(
-        lambda s: s.nlpo_top_p is not None,
-        'nlpo_top_p={s.nlpo_top_p} reads the log-probs of the decode, whose last bits depend on its batch, and '
-        "reproducible='exact' takes them from a forward of its own: leave nlpo_top_p out",
-    )
-]
+DECODE_RULES.append(reads_decode('nlpo_top_p', lambda value: value is not None))
 BY_HAND_RULES += [
     Rule(
         lambda s: s.nlpo_top_p is not None,

@@ -120,16 +120,19 @@ PPO_RULES = [
 ]
 """of `PPOConfig`"""
 
-EXACT_RULES = [
-    Rule(
-        lambda s, name=name, test=test: test(getattr(s, name)),  # type: ignore[misc]
+
+def reads_decode(name: str, reads: Callable[[Any], bool]) -> Rule:
+    """A setting that reads the decode's own log-probs where `reads` holds of its value."""
+    return Rule(
+        lambda s: reads(getattr(s, name)),
         f'{name}={{s.{name}}} reads the log-probs of the decode, whose last bits depend on its batch, and '
         f"reproducible='exact' takes them from a forward of its own: leave {name} out",
     )
-    for name, test in {
-        'tis_cap': lambda value: value is not None,
-        'recompute_logprobs': lambda value: value is False,
-    }.items()
+
+
+DECODE_RULES = [
+    reads_decode('tis_cap', lambda value: value is not None),
+    reads_decode('recompute_logprobs', lambda value: value is False),
 ]
 """of `PPOConfig` with reproducible='exact'"""
 

@@ -4,7 +4,7 @@ A loss is `loss(model, batch) -> (total, metrics)`. `total` is this rank's share
 whole train batch (`Batch.totals`), so neither the cut into micro-batches nor the number of ranks changes a gradient
 beyond the order of additions.
 
-With `strategy.exact` the micro-batches are atoms, and their gradients are added in one order whatever the layout.
+How a batch is cut and in which order gradients are added is the strategy's (`Strategy.sums`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from chatgpt.batching import moved_together
-from chatgpt.nn.sweep import cuts_of_share
 from chatgpt.strategies.base import Strategy
 from chatgpt.trainer.metrics import BatchStats, Mean, Metrics
 from chatgpt.trainer.order import seed_for
@@ -61,14 +60,10 @@ class Work:
     make_batch: Callable[[list[Any]], Batch]
     length_of: Callable[[Any], int]
 
-    def micro_batches(self, strategy: Strategy, max_tokens: int | None) -> list[list[Any]]:
-        """This rank's; as many as on any other rank, the last ones maybe empty."""
-        lengths = [self.length_of(r) for r in self.records]
-        if strategy.exact is None:
-            cuts = cuts_of_share(strategy, lengths, max_tokens)
-        else:
-            cuts = strategy.exact.share(lengths, strategy.rank, strategy.world_size, max_tokens)
-        return [[self.records[i] for i in cut] for cut in cuts]
+    def rounds(self, strategy: Strategy, max_tokens: int | None) -> list[tuple[int, list[list[Any]]]]:
+        """This rank's micro-batches, in rounds with their numbers, as `Sums.rounds` cuts; the last ones maybe empty."""
+        cut = strategy.sums.rounds([self.length_of(r) for r in self.records], max_tokens)
+        return [(number, [[self.records[i] for i in batch] for batch in batches]) for number, batches in cut]
 
 
 @dataclass
@@ -107,7 +102,7 @@ def learn_batch(
         veto: sees the reduced metrics before any step; True drops the gradients instead.
         where: named in the error when something is not finite.
         steps: counts the steps that are finished.
-        draws: torch's generators are seeded from these and the rank, or the atom, for dropout.
+        draws: torch's generators are seeded from these and the number of the round, for dropout.
 
     Raises:
         NonFiniteError: a loss or a gradient norm is not finite; names the batch and its samples.
@@ -129,8 +124,6 @@ def learn_batch(
                 losses.append((loss.detach(), records))
                 stats.add(metrics)
                 stats.add({'loss_sum': Mean(loss, 0.0)})
-        for learner in trained.values():
-            strategy.end_atom(learner.optimizer)
     reduced = stats.reduced(strategy)
     if not math.isfinite(reduced.pop('loss_sum')):
         _discard(strategy, trained.values())
@@ -170,14 +163,9 @@ def _batches(strategy: Strategy, forwards: SequenceOf[tuple[Work, list[Any]]], p
 def _rounds(
     strategy: Strategy, work: SequenceOf[Work], max_tokens: int | None
 ) -> Iterator[tuple[int, list[tuple[Work, list[Any]]]]]:
-    """The forwards of a train batch: all of this rank's, with its number; or one atom's after the other's, with
-    theirs."""
-    cuts = [(w, w.micro_batches(strategy, max_tokens)) for w in work]
-    if strategy.exact is None:
-        yield strategy.rank, [(w, records) for w, batches in cuts for records in batches]
-        return
-    for i, atom in enumerate(strategy.exact.of_rank(strategy.rank, strategy.world_size)):
-        yield atom, [(w, atoms[i]) for w, atoms in cuts]
+    """This rank's forwards of a train batch, one round after the other, with its number."""
+    for parts in zip(*(w.rounds(strategy, max_tokens) for w in work), strict=True):
+        yield parts[0][0], [(w, records) for w, (_, batches) in zip(work, parts, strict=True) for records in batches]
 
 
 def _discard(strategy: Strategy, learners: Iterable[Learner]) -> None:

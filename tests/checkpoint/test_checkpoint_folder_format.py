@@ -16,8 +16,6 @@ from chatgpt.strategies.checkpoint import (
     CheckpointError,
     CheckpointReader,
     CheckpointWriter,
-    DictReader,
-    Manifest,
     Piece,
     pieces_of,
     write_checkpoint,
@@ -90,11 +88,6 @@ def test_unknown_names(folder):
         CheckpointReader(folder / 'nothing-here')
 
 
-def test_dict_reader():
-    reader = DictReader({'x': torch.arange(6).view(2, 3)})
-    assert reader.names() == {'x'} and reader.shape('x') == (2, 3) and reader.read('x', 2, 5).tolist() == [2, 3, 4]
-
-
 # --- damage
 
 
@@ -114,20 +107,6 @@ def test_a_damaged_file_is_refused_by_name(folder, damage, which):
         path.unlink()
     with pytest.raises(CheckpointError, match=path.name):
         CheckpointReader(folder)
-
-
-def test_every_flipped_bit_is_found(folder):
-    path = next(folder.glob('*.safetensors'))
-    data = path.read_bytes()
-    rng = random.Random(1)
-    for _ in range(50):
-        flipped = bytearray(data)
-        flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        path.write_bytes(flipped)
-        with pytest.raises(CheckpointError, match=path.name):
-            CheckpointReader(folder)
-    path.write_bytes(data)
-    CheckpointReader(folder)
 
 
 def test_ranks_can_share_the_verification(tmp_path):
@@ -175,28 +154,11 @@ def test_every_flipped_bit_of_a_manifest_is_seen(folder):
                 CheckpointReader(folder)
 
 
-def test_a_manifest_of_other_values_is_damaged(folder):
-    text = (folder / 'manifest.json').read_text()
-    for old, new in (('"step": 4', '"step": 5'), ('actor/weight', 'actor/weighs'), ('"crc32"', '"crc33"')):
-        broken = text.replace(old, new)
-        assert broken != text
-        (folder / 'manifest.json').write_text(broken)
-        with pytest.raises(CheckpointError, match=r'manifest\.json: (checksum \d+ instead of|malformed)'):
-            CheckpointReader(folder)
-
-
 @pytest.mark.parametrize(
     ('change', 'message'),
     [
         (lambda p: p['pieces'].clear(), r'lacks elements \[0, 35\)'),
-        (lambda p: p['pieces'][0].update(stop=34), r'lacks elements \[34, 35\)'),
-        (lambda p: p['pieces'][0].update(start=1), r'lacks elements \[0, 1\)'),
-        (lambda p: p['pieces'].append(dict(p['pieces'][0])), r'holds elements \[0, 35\) twice'),
-        (lambda p: p['pieces'][0].update(stop=36), 'past its end'),
-        (
-            lambda p: p['pieces'][0].update(file='other.safetensors'),
-            "'other.safetensors', which is not among the files",
-        ),
+        (lambda p: p['pieces'][0].update(file='other'), "'other', which is not among the files"),
         (lambda p: p.update(shape=[-5, -7]), 'negative size'),
     ],
 )
@@ -212,6 +174,8 @@ def test_coverage_by_hand():
     assert coverage_fault([(0, 3), (2, 5)], 5) == 'holds elements [2, 3) twice'
     assert coverage_fault([(0, 5), (1, 2)], 5) == 'holds elements [1, 2) twice'
     assert coverage_fault([(0, 2), (2, 2), (2, 5)], 5) == 'has an empty piece [2, 2)'
+    assert coverage_fault([(0, 4)], 5) == 'lacks elements [4, 5)' and coverage_fault([(1, 5)], 5)[:5] == 'lacks'
+    assert coverage_fault([(0, 6)], 5) == 'has elements past its end (6 > 5)'
 
 
 @pytest.mark.parametrize(
@@ -310,19 +274,18 @@ def test_two_ranks_write_one_checkpoint(tmp_path):
 
 
 def test_ranks_that_do_not_fit_together(tmp_path):
+    def x(size: int, start: int, stop: int, *shape: int) -> list[Piece]:
+        return [Piece('x', (size,), start, stop, torch.zeros(shape or (stop - start,)))]
+
     faults = {
-        r"tensor 'x' of shape \(4,\) lacks elements \[2, 4\)": lambda rank: [Piece('x', (4,), 0, 2, torch.zeros(2))][
-            rank:
-        ],
-        r'holds elements \[0, 4\) twice': lambda rank: [Piece('x', (4,), 0, 4, torch.zeros(4))],
-        "disagree about the shape or dtype of 'x'": lambda rank: [
-            Piece('x', (4 + rank,), rank, 2 + rank, torch.zeros(2))
-        ],
-        'has data of shape': lambda rank: [Piece('x', (4,), 0, 4, torch.zeros(2, 2))],
+        r"tensor 'x' of shape \(4,\) lacks elements \[2, 4\)": (x(4, 0, 2), []),
+        r'holds elements \[0, 4\) twice': (x(4, 0, 4), x(4, 0, 4)),
+        "disagree about the shape or dtype of 'x'": (x(4, 0, 2), x(5, 1, 3)),
+        'has data of shape': (x(4, 0, 4, 2, 2), x(4, 0, 4, 2, 2)),
     }
     for message, pieces in faults.items():
         errors = on_ranks(
-            2, lambda r, g, p=pieces: write_checkpoint(tmp_path / 'c', {'': p(r)}, rank=r, all_gather_object=g)
+            2, lambda r, g, p=pieces: write_checkpoint(tmp_path / 'c', {'': p[r]}, rank=r, all_gather_object=g)
         )
         for error in errors:
             with pytest.raises(CheckpointError, match=message):
@@ -425,12 +388,6 @@ def test_other_peoples_folders_are_not_replaced(tmp_path):
         writer.add_json('../state.json', {})
 
 
-def test_writing_again_replaces(folder):
-    write_checkpoint(folder, {'': pieces_of({'new': torch.zeros(2)})})
-    assert CheckpointReader(folder).names() == {'new'}
-    assert [p.name for p in folder.parent.iterdir()] == [folder.name]
-
-
 def test_written_bytes_do_not_follow_later_changes(tmp_path):
     tensor = torch.zeros(4)
     with CheckpointWriter(tmp_path / 'c') as writer:
@@ -438,8 +395,3 @@ def test_written_bytes_do_not_follow_later_changes(tmp_path):
         tensor.fill_(9)
         writer.commit()
     assert CheckpointReader(tmp_path / 'c').read('x', 0, 4).tolist() == [0, 0, 0, 0]
-
-
-def test_manifest_survives_json(folder):
-    data = json.loads((folder / 'manifest.json').read_text())
-    assert Manifest.from_json(data, 'here').to_json() == data

@@ -149,26 +149,11 @@ def online(
     frozen = [run.strategy.prepare(deepcopy(policy)) if wanted else None for wanted in (reference, mask)]
     values, value_optim = run.trained(GPTCritic(config=tiny_config('gpt2', **WIDTH))) if critic else (None, None)
     policy, optim = run.trained(policy)
-    sizes = {
-        'experience_batch_size': 4,
-        'train_batch_size': 4,
-        'max_new_tokens': 6,
-        'max_tokens_per_batch': 24,
-        'max_epochs': 2,
-    }
-    return PPOTrainer(
-        run.strategy,
-        policy,
-        values,
-        reward,
-        frozen[0],
-        optim,
-        value_optim,
-        mask_model=frozen[1],
-        tokenizer=char_tokenizer(),
-        callbacks=run.callbacks(*callbacks),
-        **(sizes | settings),
-    )
+    sizes = {'experience_batch_size': 4, 'train_batch_size': 4, 'max_epochs': 2}
+    sizes |= {'max_new_tokens': 6, 'max_tokens_per_batch': 24}
+    given = {'mask_model': frozen[1], 'tokenizer': char_tokenizer(), 'callbacks': run.callbacks(*callbacks)}
+    models = policy, values, reward, frozen[0], optim, value_optim
+    return PPOTrainer(run.strategy, *models, **given, **(sizes | settings))
 
 
 def fitted(run: Run, trainer: PPOTrainer, phases: int = 2, update: int = 1) -> None:
@@ -177,16 +162,8 @@ def fitted(run: Run, trainer: PPOTrainer, phases: int = 2, update: int = 1) -> N
 
 
 def ppo(run: Run) -> None:
-    settings = {
-        'kl_target': 3.0,
-        'kl_horizon': 50.0,
-        'score_scaling': 'running',
-        'score_clip': 2.0,
-        'entropy_coef': 0.01,
-        'lr_schedule': 'linear',
-        'missing_eos_score': -1.0,
-        'whiten_rewards': True,
-    }
+    settings = {'kl_target': 3.0, 'kl_horizon': 50.0, 'score_scaling': 'running', 'score_clip': 2.0}
+    settings |= {'entropy_coef': 0.01, 'lr_schedule': 'linear', 'missing_eos_score': -1.0, 'whiten_rewards': True}
     fitted(run, online(run, EMA(0.9, path=run.folder / 'average'), **settings), update=2)
     run.note_folder('average', run.folder / 'average')
 
@@ -198,16 +175,8 @@ def ppo_bf16(run: Run) -> None:
 def ppo_sampling(run: Run) -> None:
     """Temperature, stop strings and the small settings of collecting and learning."""
     sampling = {'temperature': 0.8, 'top_k': 20, 'top_p': 0.9, 'stop_strings': ['e']}
-    settings = {
-        'buffer_limit': 7,
-        'sample_replay_buffer': True,
-        'max_epochs': 3,
-        'token_penalty': 0.01,
-        'overlong_buffer': 3,
-        'packing': False,
-        'advantage_estimator': 'a2c',
-        'kl_kind': 'full',
-    }
+    settings = {'buffer_limit': 7, 'sample_replay_buffer': True, 'max_epochs': 3, 'token_penalty': 0.01}
+    settings |= {'overlong_buffer': 3, 'packing': False, 'advantage_estimator': 'a2c', 'kl_kind': 'full'}
     fitted(run, online(run, **sampling, **settings), update=2)
 
 
@@ -234,22 +203,13 @@ def grpo(run: Run) -> None:
 
 
 def gspo(run: Run) -> None:
-    fitted(
-        run,
-        online(
-            run, critic=False, reference=False, advantage_estimator='grpo', policy_loss='gspo', kl_coef=0.0, **GROUPS
-        ),
-    )
+    settings = {'advantage_estimator': 'grpo', 'policy_loss': 'gspo', 'kl_coef': 0.0}
+    fitted(run, online(run, critic=False, reference=False, **settings, **GROUPS))
 
 
 def dr_grpo(run: Run) -> None:
-    settings = {
-        'advantage_estimator': 'dr_grpo',
-        'kl_coef': 0.0,
-        'dual_clip': 3.0,
-        'eps_clip_high': 0.3,
-        'overlong_filter': True,
-    }
+    settings = {'advantage_estimator': 'dr_grpo', 'kl_coef': 0.0, 'dual_clip': 3.0}
+    settings |= {'eps_clip_high': 0.3, 'overlong_filter': True}
     fitted(run, online(run, critic=False, reference=False, **settings, **GROUPS))
 
 
@@ -441,33 +401,17 @@ def sft_evaluated(run: Run) -> None:
 
 def rft(run: Run) -> None:
     model, optim = run.trained(policy())
-    settings = {
-        'num_rounds': 2,
-        'num_samples_per_prompt': 4,
-        'max_epochs': 2,
-        'train_batch_size': 4,
-        'max_new_tokens': 6,
-    }
-    trainer = RFTTrainer(
-        run.strategy,
-        model,
-        optim,
-        PROMPTS[:5],
-        vowels,
-        tokenizer=char_tokenizer(),
-        callbacks=run.callbacks(),
-        **settings,
-    )
+    settings = {'num_rounds': 2, 'num_samples_per_prompt': 4, 'max_epochs': 2, 'train_batch_size': 4}
+    settings |= {'max_new_tokens': 6, 'tokenizer': char_tokenizer(), 'callbacks': run.callbacks()}
+    trainer = RFTTrainer(run.strategy, model, optim, PROMPTS[:5], vowels, **settings)
     completed(run, trainer)
 
 
 def reward_model(run: Run) -> None:
     torch.manual_seed(1)
     model = RewardModel(tiny_causal_lm('gpt2', **WIDTH))
-    completed(
-        run,
-        learned(run, RewardModelTrainer, model, preferences(3), preferences(2)[:3], center_rewards_coefficient=0.01),
-    )
+    settings = {'center_rewards_coefficient': 0.01}
+    completed(run, learned(run, RewardModelTrainer, model, preferences(3), preferences(2)[:3], **settings))
 
 
 def reward_model_labels(run: Run) -> None:
@@ -513,64 +457,20 @@ def ilql(run: Run) -> None:
     data = demonstrations()
     records = rewarded(data, [float(i % 3) for i in range(len(data))])
     prompts = PromptEvaluation(PROMPTS[:3], char_tokenizer(), vowels, max_new_tokens=4, num_rows=0)
-    trainer = learned(
-        run,
-        ILQLTrainer,
-        model,
-        records,
-        records[:3],
-        Evaluator(BetaEvaluation(prompts, (0.0, 4.0)), 1),
-        alpha=0.3,
-        target_sync_interval=2,
-        max_epochs=2,
-        tokenizer=char_tokenizer(),
-    )
-    completed(run, trainer)
+    evaluation = Evaluator(BetaEvaluation(prompts, (0.0, 4.0)), 1)
+    settings = {'alpha': 0.3, 'target_sync_interval': 2, 'max_epochs': 2, 'tokenizer': char_tokenizer()}
+    completed(run, learned(run, ILQLTrainer, model, records, records[:3], evaluation, **settings))
 
 
 # ---------------------------------------------------------------------- the table
 
-RUNS: dict[str, Callable[[Run], None]] = {
-    fn.__name__: fn
-    for fn in (
-        ppo,
-        ppo_bf16,
-        ppo_sampling,
-        shared_trunk,
-        hydra,
-        lora,
-        reward_model_scores,
-        grpo,
-        gspo,
-        dr_grpo,
-        rloo,
-        reinforce_pp,
-        reinforce_pp_baseline,
-        nlpo,
-        ptx,
-        dynamic_sampling,
-        stale,
-        stale_workers,
-        stepwise,
-        ppo_resumed,
-        stale_resumed,
-        ppo_evaluated,
-        sft,
-        sft_llama,
-        sft_resumed,
-        sft_evaluated,
-        rft,
-        reward_model,
-        reward_model_labels,
-        dpo,
-        dpo_ipo,
-        dpo_lora,
-        kto,
-        orpo,
-        simpo,
-        ilql,
-    )
-}
+NAMES = """
+ppo ppo_bf16 ppo_sampling shared_trunk hydra lora reward_model_scores grpo gspo dr_grpo rloo
+reinforce_pp reinforce_pp_baseline nlpo ptx dynamic_sampling stale stale_workers stepwise
+ppo_resumed stale_resumed ppo_evaluated sft sft_llama sft_resumed sft_evaluated rft reward_model
+reward_model_labels dpo dpo_ipo dpo_lora kto orpo simpo ilql
+"""
+RUNS: dict[str, Callable[[Run], None]] = {name: globals()[name] for name in NAMES.split()}
 BF16 = {'ppo_bf16'}
 
 

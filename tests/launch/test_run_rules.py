@@ -14,7 +14,7 @@ from chatgpt.launch.runs import DataRun, PPORun, RewardRun, SFTRun, run_class
 from chatgpt.nn import Actor, RewardModel, head_kernels
 from chatgpt.strategies.rules import MODEL_RULES
 from chatgpt.testing import tiny_causal_lm
-from chatgpt.trainer.rules import EXACT_RULES
+from chatgpt.trainer.rules import DECODE_RULES
 
 TRUNK = {'shared_trunk': True, 'lora_rank': 2}
 GEMINI = {'strategy': 'colossalai_gemini', 'precision': 'bf16'}
@@ -100,7 +100,7 @@ BROKEN: list[tuple[type, dict[str, Any]]] = [
     (PPORun, {'rollout_workers': 1, 'engine': 'hf'}),
 ]
 TABLES: dict[type, list] = {
-    PPORun: [*EXACT_RULES, *MODEL_RULES, *RUN_RULES, *PPO_RUN_RULES],
+    PPORun: [*DECODE_RULES, *MODEL_RULES, *RUN_RULES, *PPO_RUN_RULES],
     DataRun: [*MODEL_RULES, *RUN_RULES, *DATA_RULES],
 }
 

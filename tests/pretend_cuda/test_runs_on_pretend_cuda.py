@@ -162,7 +162,9 @@ def test_a_run_has_the_numbers_of_the_cpu_and_waits_in_no_micro_batch(kind, tmp_
         for sync, times in (cuda.syncs - before).items():
             waits[sync.kind] += times
         num_batches += 1
-        num_micro_batches += sum(len(w.micro_batches(strategy, settings['max_tokens'])) for w in work)
+        num_micro_batches += sum(
+            len(batches) for w in work for _, batches in w.rounds(strategy, settings['max_tokens'])
+        )
         return result
 
     monkeypatch.setattr(ppo, 'learn_batch', learn_batch)

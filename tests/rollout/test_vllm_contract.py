@@ -70,9 +70,7 @@ def uses(name: str, text: str) -> Iterator[tuple[str, str]]:
             yield f'LLM({", ".join(keys)})', _unknown(keys, _of_llm())
         if isinstance(node, ast.Dict) and ast.unparse(node).startswith("{'prompt_token_ids'"):
             yield ast.unparse(node), _unknown(['prompt_token_ids'], FACTS['objects']['TokensPrompt']['fields'])
-        if (
-            isinstance(node, ast.ClassDef) and node.name == 'Tensors'
-        ):  # vLLM's WeightSource, in the forms of all versions
+        if isinstance(node, ast.ClassDef) and node.name == 'Tensors':  # vLLM's WeightSource, for all versions
             ours = [ast.unparse(t) for n in node.body if isinstance(n, ast.Assign) for t in n.targets]
             theirs = {name for each in BY_VERSION.values() for name in each['objects']['WeightSource']['methods']}
             yield f'class {node.name}: {ours}', _unknown(ours, theirs | {'__iter__'})

@@ -7,86 +7,66 @@ import warnings
 from functools import partial
 from pathlib import Path
 
+import colossalai_learning as learning
+import colossalai_saving as saving
 import pytest
 import torch
-from colossalai_learning import (
-    check_accumulation,
-    check_agreement,
-    check_conformance,
-    check_families,
-    check_gemini_is_zero,
-    check_growth,
-    check_layer_drop,
-    check_loss_scale,
-    check_order_of_calls,
-    check_outputs,
-    check_refusals,
-    check_unequal_rows,
-)
 from colossalai_runs import FP16, GEMINI, ZERO, contents, distances, load, pair_of, same_bits, train, weights_of, write
-from colossalai_saving import (
-    check_bits_of_resume,
-    check_full_model,
-    check_layouts,
-    check_packing_is_settled,
-    check_shard_init,
-    check_whole_files,
-)
 
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.strategies.colossalai import ColossalAIStrategy
 
 TWO = {
-    **{f'agreement, {name}': (check_agreement, *config) for name, config in {**ZERO, **GEMINI}.items()},
-    'clipped, zero1 cpu hybrid': (check_agreement, *ZERO['zero1 cpu hybrid'], None, 0.3),
-    'clipped, gemini cpu cut': (check_agreement, *GEMINI['gemini cpu cut'], None, 0.3),
+    **{f'agreement, {name}': (learning.check_agreement, *config) for name, config in {**ZERO, **GEMINI}.items()},
+    'clipped, zero1 cpu hybrid': (learning.check_agreement, *ZERO['zero1 cpu hybrid'], None, 0.3),
+    'clipped, gemini cpu cut': (learning.check_agreement, *GEMINI['gemini cpu cut'], None, 0.3),
     **{
-        f'micro-batches, {name}': (check_agreement, *ZERO[name], 12)
+        f'micro-batches, {name}': (learning.check_agreement, *ZERO[name], 12)
         for name in ('zero1 cuda adamw', 'zero2 cpu cpuadam')
     },
-    'gemini is zero': (check_gemini_is_zero,),
+    'gemini is zero': (learning.check_gemini_is_zero,),
     **{
-        f'accumulation, {name}': (check_accumulation, GEMINI[name][0])
+        f'accumulation, {name}': (learning.check_accumulation, GEMINI[name][0])
         for name in ('gemini cuda whole', 'gemini cpu cut')
     },
-    'accumulation, forgetful': (check_accumulation, GEMINI['gemini cuda cut'][0], True),
-    'order of calls': (check_order_of_calls,),
-    'outputs': (check_outputs,),
-    'unequal rows': (check_unequal_rows,),
-    'families': (check_families,),
-    'layer drop': (check_layer_drop,),
-    'layouts': (check_layouts,),
+    'accumulation, forgetful': (learning.check_accumulation, GEMINI['gemini cuda cut'][0], True),
+    'order of calls': (learning.check_order_of_calls,),
+    'outputs': (learning.check_outputs,),
+    'unequal rows': (learning.check_unequal_rows,),
+    'families': (learning.check_families,),
+    'layer drop': (learning.check_layer_drop,),
+    'layouts': (saving.check_layouts,),
     'resume, zero2 bf16': (
-        check_bits_of_resume,
+        saving.check_bits_of_resume,
         {'stage': 2, 'precision': 'bf16', 'placement_policy': 'cpu'},
         'cpuadam',
     ),
-    'resume, gemini bf16': (check_bits_of_resume, *GEMINI['gemini cuda cut']),
+    'resume, gemini bf16': (saving.check_bits_of_resume, *GEMINI['gemini cuda cut']),
     'resume, gemini fp16': (
-        check_bits_of_resume,
+        saving.check_bits_of_resume,
         {**FP16, 'placement_policy': 'cpu', 'initial_scale': 2.0**10},
         'hybrid',
     ),
-    'full model, zero gpt2': (check_full_model, {'stage': 1, 'precision': 'bf16'}, 'adamw', 'gpt2'),
+    'full model, zero gpt2': (saving.check_full_model, {'stage': 1, 'precision': 'bf16'}, 'adamw', 'gpt2'),
     'full model, zero lora': (
-        partial(check_full_model, lora_rank=2),
+        partial(saving.check_full_model, lora_rank=2),
         {'stage': 2, 'precision': 'bf16'},
         'adamw',
         'llama',
     ),
-    'full model, gemini llama': (check_full_model, *GEMINI['gemini cpu cut'], 'llama'),
-    'full model, gemini lora': (partial(check_full_model, lora_rank=2), *GEMINI['gemini cuda cut'], 'gpt2'),
-    'files, zero2': (check_whole_files, {'stage': 2, 'precision': 'bf16'}, 'adamw'),
-    'files, gemini': (check_whole_files, *GEMINI['gemini cuda cut']),
-    'loss scale, zero': (check_loss_scale, {'stage': 2, 'precision': 'fp16'}),
-    'loss scale, gemini': (check_loss_scale, FP16),
-    'growth, zero': (check_growth, {'stage': 1, 'precision': 'fp16'}, None),
-    'growth, zero2': (check_growth, {'stage': 2, 'precision': 'fp16'}, 0.3),
-    'shard_init': (check_shard_init,),
-    'packing is settled': (check_packing_is_settled,),
-    'refusals': (check_refusals,),
-    'conformance, zero2': (check_conformance, *ZERO['zero2 cuda hybrid']),
-    'conformance, gemini': (check_conformance, *GEMINI['gemini cuda cut']),
+    'full model, gemini llama': (saving.check_full_model, *GEMINI['gemini cpu cut'], 'llama'),
+    'full model, gemini lora': (partial(saving.check_full_model, lora_rank=2), *GEMINI['gemini cuda cut'], 'gpt2'),
+    'files, zero2': (saving.check_whole_files, {'stage': 2, 'precision': 'bf16'}, 'adamw'),
+    'files, gemini': (saving.check_whole_files, *GEMINI['gemini cuda cut']),
+    'loss scale, zero': (learning.check_loss_scale, {'stage': 2, 'precision': 'fp16'}),
+    'loss scale, gemini': (learning.check_loss_scale, FP16),
+    'growth, zero': (learning.check_growth, {'stage': 1, 'precision': 'fp16'}, None),
+    'growth, zero2': (learning.check_growth, {'stage': 2, 'precision': 'fp16'}, 0.3),
+    'shard_init': (saving.check_shard_init,),
+    'packing is settled': (saving.check_packing_is_settled,),
+    'refusals': (learning.check_refusals,),
+    'conformance, zero2': (learning.check_conformance, *ZERO['zero2 cuda hybrid']),
+    'conformance, gemini': (learning.check_conformance, *GEMINI['gemini cuda cut']),
 }
 
 

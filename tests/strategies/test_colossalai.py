@@ -15,12 +15,11 @@ from optional_packages import needs_colossalai
 
 from chatgpt.strategies import NaiveStrategy
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, needs_colossalai]
 
 PAIRWISE = ('agreement', 'clipped', 'micro-batches')
 
 
-@needs_colossalai
 @pytest.mark.parametrize('name', [n for n in TWO if n.startswith(PAIRWISE) and 'zero' in n])
 def test_zero_agrees_with_naive_in_fp32(colossalai_checks, name):
     facts = outcome(colossalai_checks, name)
@@ -30,7 +29,6 @@ def test_zero_agrees_with_naive_in_fp32(colossalai_checks, name):
     assert facts['distance'][0] <= 0.05
 
 
-@needs_colossalai
 @pytest.mark.parametrize('name', [n for n in TWO if n.startswith(PAIRWISE) and 'gemini' in n])
 def test_gemini_agrees_with_naive_in_bf16(colossalai_checks, name):
     """Tolerances. A bf16 number is off by up to u = 2^-9 of itself. Naive keeps residual streams in fp32 (autocast),
@@ -51,7 +49,6 @@ def test_gemini_agrees_with_naive_in_bf16(colossalai_checks, name):
     assert facts['chunks'] == 1 if 'whole' in name else facts['chunks'] > 4
 
 
-@needs_colossalai
 def test_tolerance_for_gemini_tells_wrong_from_right(colossalai_checks):
     """Negative control: clipped against unclipped, and one step's data against the next one's, lie outside of the
     tolerances."""
@@ -66,7 +63,6 @@ def test_tolerance_for_gemini_tells_wrong_from_right(colossalai_checks):
     assert clipped != free
 
 
-@needs_colossalai
 def test_gemini_is_zero_in_bf16(colossalai_checks):
     """The same module in the same dtype on the same data: what is left is the order of fp32 operations in two Adam
     kernels."""
@@ -77,7 +73,6 @@ def test_gemini_is_zero_in_bf16(colossalai_checks):
     assert facts['distance'][0] <= 0.05
 
 
-@needs_colossalai
 @pytest.mark.parametrize('name', ['gemini cuda whole', 'gemini cpu cut'])
 def test_gemini_accumulates(colossalai_checks, name):
     facts = outcome(colossalai_checks, f'accumulation, {name}')
@@ -87,26 +82,22 @@ def test_gemini_accumulates(colossalai_checks, name):
         assert norm == pytest.approx(want_norm, rel=2**-8)
 
 
-@needs_colossalai
 def test_gemini_without_setting_gradients_aside_is_wrong(colossalai_checks):
     facts = outcome(colossalai_checks, 'accumulation, forgetful')
     assert facts['many'][0][1] < 0.5 * facts['one'][0][1]
     assert abs(facts['many'][1][0] - facts['one'][1][0]) > 2**-8 * facts['one'][1][0]
 
 
-@needs_colossalai
 def test_gemini_in_any_order_of_calls(colossalai_checks):
     assert outcome(colossalai_checks, 'order of calls') == (True, True)
 
 
-@needs_colossalai
 def test_outputs_are_plain(colossalai_checks):
     facts = outcome(colossalai_checks, 'outputs')
     assert facts[2] == ('PolicyOutput', {'Tensor'}, True, 'torch.bfloat16', True)
     assert facts[3] == ('PolicyOutput', {'Tensor'}, True, 'torch.float32', True)
 
 
-@needs_colossalai
 def test_ranks_with_unequally_many_rows(colossalai_checks):
     facts = outcome(colossalai_checks, 'unequal rows')
     assert len(set(facts['rows'])) == 2, 'the ranks must differ'
@@ -115,7 +106,6 @@ def test_ranks_with_unequally_many_rows(colossalai_checks):
         assert norm == pytest.approx(want_norm, rel=2**-8)
 
 
-@needs_colossalai
 def test_families_and_references(colossalai_checks):
     for what, losses in outcome(colossalai_checks, 'families').items():
         half = len(losses) // 2
@@ -123,7 +113,6 @@ def test_families_and_references(colossalai_checks):
             assert got == pytest.approx(want, rel=1e-4), what
 
 
-@needs_colossalai
 def test_gemini_leaves_no_block_out(colossalai_checks):
     facts = outcome(colossalai_checks, 'layer drop')
     assert facts[1] == facts[2] == (0.5, [])
@@ -132,7 +121,6 @@ def test_gemini_leaves_no_block_out(colossalai_checks):
     assert file.endswith('colossalai_learning.py')  # that called `prepare`
 
 
-@needs_colossalai
 @pytest.mark.parametrize('name', ['zero', 'gemini'])
 def test_loss_scale(colossalai_checks, name):
     norms, scales, unmoved, moved, (loss, norm), scaler = outcome(colossalai_checks, f'loss scale, {name}')
@@ -142,7 +130,6 @@ def test_loss_scale(colossalai_checks, name):
     assert scaler == {'scale': 512.0, 'num_finite': 4, 'num_overflows': 0}
 
 
-@needs_colossalai
 @pytest.mark.parametrize(('name', 'max_norm'), [('zero', math.inf), ('zero2', 0.3)])
 def test_a_step_in_which_the_loss_scale_grows(colossalai_checks, name, max_norm):
     """Is divided by the scale that its gradients have, and clipped by their norm."""
@@ -154,7 +141,6 @@ def test_a_step_in_which_the_loss_scale_grows(colossalai_checks, name, max_norm)
     assert moved == pytest.approx(min(norm, max_norm), rel=1e-2)
 
 
-@needs_colossalai
 def test_refusals(colossalai_checks):
     said = outcome(colossalai_checks, 'refusals')
     assert 'HybridAdam' in said['adamw'] and 'torch.optim.adamw.AdamW' in said['adamw']
@@ -165,7 +151,6 @@ def test_refusals(colossalai_checks):
     assert 'max_exp_avg_sq' in said['amsgrad']
 
 
-@needs_colossalai
 @pytest.mark.parametrize('name', ['zero2', 'gemini'])
 def test_conformance(colossalai_checks, name):
     outcomes = outcome(colossalai_checks, f'conformance, {name}')

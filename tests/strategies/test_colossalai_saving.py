@@ -12,10 +12,9 @@ from optional_packages import needs_colossalai
 
 from chatgpt.testing.processes import run_distributed
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, needs_colossalai]
 
 
-@needs_colossalai
 def test_pieces_move_between_layouts(colossalai_checks):
     facts = outcome(colossalai_checks, 'layouts')
     assert facts == {
@@ -31,13 +30,11 @@ def test_pieces_move_between_layouts(colossalai_checks):
     assert facts['num'] == 4 * len(list(model.parameters())), 'a weight, two moments and a step for every parameter'
 
 
-@needs_colossalai
 @pytest.mark.parametrize('name', ['zero2 bf16', 'gemini bf16', 'gemini fp16'])
 def test_resume_to_the_bit(colossalai_checks, name):
     assert outcome(colossalai_checks, f'resume, {name}') == (True, True, True)
 
 
-@needs_colossalai
 @pytest.mark.parametrize('name', ['zero gpt2', 'zero lora', 'gemini llama', 'gemini lora'])
 def test_full_model(colossalai_checks, name):
     facts = outcome(colossalai_checks, f'full model, {name}')
@@ -47,7 +44,6 @@ def test_full_model(colossalai_checks, name):
         assert facts['scored']
 
 
-@needs_colossalai
 @pytest.mark.parametrize('name', ['zero2', 'gemini'])
 def test_whole_files(colossalai_checks, name):
     same, refusal = outcome(colossalai_checks, f'files, {name}')
@@ -55,18 +51,15 @@ def test_whole_files(colossalai_checks, name):
     assert 'only_rank0=False' in refusal
 
 
-@needs_colossalai
 def test_packing_is_looked_at_when_the_weights_are_there(colossalai_checks):
     no, yes = [False, False], [True, True]
     assert outcome(colossalai_checks, 'packing is settled') == [([no, no], True), ([yes, yes], True)]
 
 
-@needs_colossalai
 def test_shard_init(colossalai_checks):
     assert outcome(colossalai_checks, 'shard_init') == ([False, True], True, True, True)
 
 
-@needs_colossalai
 def test_one_process_takes_over_from_two(colossalai_checks, colossalai_folder):
     outcome(colossalai_checks, 'layouts')
     facts = run_distributed(check_one_process, 1, colossalai_folder)[0]

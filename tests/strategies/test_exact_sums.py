@@ -13,63 +13,87 @@ import pytest
 import torch
 from torch import nn
 
-from chatgpt.batching import Exact, cut_by_tokens, micro_batches
+from chatgpt.batching import cut_by_tokens, micro_batches
 from chatgpt.launch.arguments import strategy_of
 from chatgpt.launch.runs import SFTRun
 from chatgpt.strategies import NaiveStrategy
-from chatgpt.strategies.exact import TreeSum, check_elementwise, exact_norm, tree_all_reduce
+from chatgpt.strategies.ranks import OneProcess
 from chatgpt.strategies.registry import strategy_by_name
+from chatgpt.strategies.sums import (
+    ExactSums,
+    Sums,
+    TreeSum,
+    check_elementwise,
+    exact_norm,
+    rounded_sum,
+    tree_all_reduce,
+)
 from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer.metrics import BatchStats, Highest, Mean, rounded_sum
+from chatgpt.trainer.metrics import BatchStats, Highest, Mean
 
 # ---------------------------------------------------------------------- atoms
+
+
+class Of(OneProcess):
+    """Rank `rank` of `world_size`, as far as cutting asks."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__('cpu')
+        self.rank, self.world_size = rank, world_size
+
+
+def on_all(ranks: int, *args, **kw) -> list[ExactSums]:
+    return [ExactSums(Of(rank, ranks), *args, **kw) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize('below', [False, True])
 @pytest.mark.parametrize('ranks', [1, 2, 4, 8])
 def test_every_atom_is_of_one_rank(ranks, below):
-    exact = Exact(8, below)
-    owned = [list(exact.of_rank(rank, ranks)) for rank in range(ranks)]
+    owned = [[number for number, _ in sums.rounds([5] * 9, None)] for sums in on_all(ranks, ranks_below=below)]
     assert sorted(atom for share in owned for atom in share) == list(range(8))
     assert {len(share) for share in owned} == {8 // ranks}
     assert owned[0] == (list(range(0, 8, ranks)) if below else list(range(8 // ranks)))
 
 
+@pytest.mark.parametrize('below', [False, True])
 @pytest.mark.parametrize('count', [1, 5, 8, 21])
-def test_a_train_batch_is_cut_alike_for_any_ranks(count):
+def test_a_train_batch_is_cut_alike_for_any_ranks(count, below):
     lengths = [3 + (7 * i) % 11 for i in range(count)]
-    whole = Exact().share(lengths, 0, 1)
-    assert len(whole) == 8 and sorted(i for atom in whole for i in atom) == list(range(count))
-    for below in (False, True):
-        exact = Exact(8, below)
-        for ranks in (2, 4, 8):
-            for rank in range(ranks):
-                assert exact.share(lengths, rank, ranks) == [whole[i] for i in exact.of_rank(rank, ranks)]
+    whole = on_all(1)[0].rounds(lengths, None)
+    assert len(whole) == 8 and sorted(i for _, (atom,) in whole for i in atom) == list(range(count))
+    for ranks in (2, 4, 8):
+        rounds = [round for sums in on_all(ranks, ranks_below=below) for round in sums.rounds(lengths, None)]
+        assert sorted(rounds) == whole
+    assert Sums(Of(1, 2)).rounds(lengths, 30) == [(1, micro_batches(lengths, 2, 30)[1])]
 
 
 @pytest.mark.parametrize('count', [2, 4, 8, 12, 20, 24, 40])
 def test_a_timestep_is_cut_alike_for_any_ranks(count):
     """Each rank cuts the samples that it has drawn, without knowing the others'."""
-    whole = Exact().own(count, 1)
+    whole = on_all(1)[0].parts(count)
     assert [i for atom in whole for i in atom] == list(range(count))
     for ranks in (n for n in (2, 4, 8) if count % n == 0):
         share = count // ranks
-        of_all = [[rank * share + i for i in atom] for rank in range(ranks) for atom in Exact().own(share, ranks)]
+        of_all = [[r * share + i for i in atom] for r, sums in enumerate(on_all(ranks)) for atom in sums.parts(share)]
         assert of_all == whole
+        assert [i for sums in on_all(ranks) for i in sums.dealt(count)] == list(range(-(-count // 8) * 8))
+    with pytest.raises(ValueError, match='ranks have between 1 and 2 samples; give each the same number'):
+        on_all(1)[0].check_counts(1, 2)
+    Sums(Of(0, 2)).check_counts(1, 2)
 
 
 def test_a_sweep_runs_the_same_forwards_for_any_ranks():
-    lengths, exact = [2 + (5 * i) % 13 for i in range(37)], Exact()
+    lengths = [2 + (5 * i) % 13 for i in range(37)]
 
-    def forwards(ranks: int) -> list[tuple[int, ...]]:
-        cuts = micro_batches(lengths, ranks, 30, exact)
+    def forwards(of_all: list[Sums]) -> list[tuple[int, ...]]:
+        cuts = [sums.share(lengths, 30) for sums in of_all]
         assert len({len(of_rank) for of_rank in cuts}) == 1
         return sorted(tuple(cut) for of_rank in cuts for cut in of_rank if cut)
 
-    assert forwards(1) == forwards(2) == forwards(4) == forwards(8)
-    assert any(len(cut_by_tokens([lengths[i] for i in atom], 30)) > 1 for atom in exact.share(lengths, 0, 1))
-    ordinary = [sorted(tuple(cut) for of_rank in micro_batches(lengths, n, 30) for cut in of_rank) for n in (1, 2)]
-    assert ordinary[0] != ordinary[1]  # negative control
+    assert forwards(on_all(1)) == forwards(on_all(2)) == forwards(on_all(4)) == forwards(on_all(8))
+    atoms = [atom for _, (atom,) in on_all(1)[0].rounds(lengths, None)]
+    assert any(len(cut_by_tokens([lengths[i] for i in atom], 30)) > 1 for atom in atoms)
+    assert forwards([Sums(Of(0, 1))]) != forwards([Sums(Of(0, 2)), Sums(Of(1, 2))])  # negative control
 
 
 @pytest.mark.parametrize(
@@ -83,15 +107,14 @@ def test_a_sweep_runs_the_same_forwards_for_any_ranks():
 )
 def test_layouts_that_do_not_fit_are_refused(atoms, ranks, message):
     with pytest.raises(ValueError, match=message):
-        Exact(atoms).check(ranks)
+        ExactSums(Of(0, ranks), atoms)
 
 
 def test_an_atom_is_never_split():
-    with pytest.raises(
-        ValueError, match=r'one of the 4 atoms of a train batch of 12 has 3 rows of up to 9 tokens, 27 '
-    ):
-        Exact(4).share([9] * 12, 0, 1, max_tokens=26)
-    assert [len(atom) for atom in Exact(4).share([9] * 12, 0, 1, max_tokens=27)] == [3] * 4
+    sums = ExactSums(Of(0, 1), 4)
+    with pytest.raises(ValueError, match='of the 4 atoms of a train batch of 12 has 3 rows of up to 9 tokens, 27 '):
+        sums.rounds([9] * 12, 26)
+    assert [len(atom) for _, (atom,) in sums.rounds([9] * 12, 27)] == [3] * 4
 
 
 # ---------------------------------------------------------------------- sums
@@ -117,10 +140,10 @@ UNEVEN = [single(x) for x in (1e8, 3.3, -1e8, 0.7, 1234.567, 1e-3, -1234.5, 5.5)
 
 
 def test_a_tree_of_sums():
-    tree = TreeSum()
+    tree = TreeSum(8)
     for x in UNEVEN:
         tree.add([torch.tensor([x])])
-    (total,) = tree.finish(8)
+    (total,) = tree.finish()
     assert float(total) == by_hand(UNEVEN)
     in_turn = 0.0
     for x in UNEVEN:
@@ -131,10 +154,10 @@ def test_a_tree_of_sums():
 
 def test_what_has_no_gradient_counts_as_zero():
     """Of three parameters: one used by two atoms, one by none, one that is -0 where it is used at all."""
-    tree, used = TreeSum(), {1: 2.0, 6: 3.0}
+    tree, used = TreeSum(8), {1: 2.0, 6: 3.0}
     for i in range(8):
         tree.add([torch.tensor([used[i]]) if i in used else None, None, torch.tensor([-0.0]) if i == 3 else None])
-    first, second, third = tree.finish(8)
+    first, second, third = tree.finish()
     assert float(first) == 5.0 and second is None
     assert math.copysign(1.0, float(third)) == 1.0
 
@@ -143,8 +166,8 @@ def test_a_step_needs_every_atom():
     with NaiveStrategy(device='cpu', reproducible='exact') as strategy:
         model, optimizer = strategy.prepare((m := nn.Linear(2, 1), torch.optim.AdamW(m.parameters())))
         for _ in range(3):
-            strategy.backward(model(torch.ones(1, 2)).sum(), model, optimizer)
-            strategy.end_atom(optimizer)
+            with strategy.accumulate(model, last=True):
+                strategy.backward(model(torch.ones(1, 2)).sum(), model, optimizer)
         with pytest.raises(RuntimeError, match='needs the gradients of 8 atoms on this rank, and has those of 3'):
             strategy.optimizer_step(optimizer)
 
@@ -286,12 +309,12 @@ def test_weights_begin_where_memory_does():
 
 def test_by_name_and_from_a_setting():
     with strategy_by_name('naive', reproducible='exact', atoms=4) as strategy:
-        assert strategy.exact == Exact(4)
+        assert strategy.sums.atoms == 4
         assert torch.are_deterministic_algorithms_enabled()
     with strategy_of(SFTRun(reproducible='exact')) as strategy:
-        assert strategy.exact == Exact(8)
+        assert strategy.sums.atoms == 8
     with strategy_of(SFTRun()) as strategy:
-        assert strategy.exact is None and not torch.are_deterministic_algorithms_enabled()
+        assert not strategy.sums.exact and not torch.are_deterministic_algorithms_enabled()
 
 
 def test_mistakes_are_named():

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from chatgpt.strategies import FSDPStrategy, states
+from chatgpt.strategies.tensor_parallel import Parts
 from chatgpt.testing.processes import run_distributed
 
 
@@ -74,7 +75,7 @@ def gathered(folder: str, chunk: int) -> tuple[dict[str, list[Any]], int]:
     states.CHUNK = chunk
     with FSDPStrategy(device='cpu', cpu_offload=True, stream_blocks=False) as strategy:
         model = strategy.prepare(Odd())
-        strategy.ranks._device = torch.device('cuda', 0)
+        strategy.ranks.device = torch.device('cuda', 0)
         out: dict[str, list[Any]] = {}
         try:
             with OnlyDeviceCollectives() as mode:
@@ -82,9 +83,9 @@ def gathered(folder: str, chunk: int) -> tuple[dict[str, list[Any]], int]:
                 full = strategy._gathered(model, torch.float32)
                 out['copy'] = [(n, t.tolist()) for n, t in full.named_parameters()]
                 out['device'] = [mode.is_marked(t.data) for t in full.parameters()]
-                out['mapped'] = [(n, t.tolist()) for n, t in strategy._whole(model)]
+                out['mapped'] = [(n, t.tolist()) for n, t in strategy._whole(model.named_parameters(), Parts())]
         finally:
-            strategy.ranks._device = torch.device('cpu')
+            strategy.ranks.device = torch.device('cpu')
         (Path(folder) / f'{strategy.rank}').touch()
         return out, mode.largest
 

@@ -10,7 +10,7 @@ from torch.optim import AdamW
 
 from chatgpt.nn import Actor, Critic, RewardModel
 from chatgpt.strategies import FSDPStrategy, NaiveStrategy
-from chatgpt.strategies.offload import OffloadedWeights
+from chatgpt.strategies.copies import OffloadedWeights
 from chatgpt.testing import tiny_causal_lm
 from chatgpt.trainer import PPOTrainer
 

@@ -103,8 +103,11 @@ def test_what_computes_in_16_bits_only_gets_bf16():
 
 
 def test_who_asks_for_16_bits_on_a_cpu_without_is_told_what_can_be_had(without_16_bits):
-    with pytest.warns(UserWarning, match=r"learning imitates in fp32, .*Give precision='fp32'$"):
-        NaiveStrategy(device='cpu', precision='bf16').close()
+    assert emulates(CPU, torch.bfloat16) and emulates(CPU, torch.float16) and not emulates(CPU, torch.float32)
+    for precision in ('bf16', 'fp16'):
+        told = f"precision='{precision}': this CPU has no .* learning imitates in fp32, .*Give precision='fp32'$"
+        with pytest.warns(UserWarning, match=told):
+            NaiveStrategy(device='cpu', precision=precision).close()
     with pytest.warns(UserWarning, match=r"which this strategy has not: take another with precision='fp32'$"):
         with Narrow(device='cpu') as strategy:
             assert strategy.numerics.precision == 'bf16'
@@ -136,16 +139,6 @@ def test_tf32_is_for_forward_and_backward_in_bf16_on_cuda():
             assert setting() == {'medium'}
         finally:
             torch.set_float32_matmul_precision('highest')
-
-
-def test_autocast_is_where_tf32_is(monkeypatch, with_16_bits):
-    with NaiveStrategy(precision='bf16', device='cpu') as strategy:
-        with strategy.autocast():
-            assert torch.is_autocast_enabled('cpu') and torch.get_float32_matmul_precision() == 'highest'
-        monkeypatch.setattr(strategy, '_uses_tf32', True)
-        with strategy.autocast():
-            assert torch.is_autocast_enabled('cpu') and torch.get_float32_matmul_precision() == 'high'
-    assert torch.get_float32_matmul_precision() == 'highest'
 
 
 # --- fused AdamW
@@ -222,12 +215,6 @@ def test_a_frozen_model_kept_in_16_bits_has_the_bits_of_autocast(family, precisi
             assert kept and all(before[n].dim() == 2 for n in kept)
             assert not any('emb' in n or 'wte' in n or 'wpe' in n or 'norm' in n or 'head' in n for n in kept)
             assert torch.equal(frozen(batch())[0] if isinstance(frozen, Actor) else frozen(batch()), want)  # of itself
-
-
-def test_a_frozen_model_in_fp32_is_left_alone():
-    with NaiveStrategy(precision='fp32', device='cpu') as strategy:
-        frozen = strategy.prepare(Actor(tiny_causal_lm('llama')))
-    assert {p.dtype for p in frozen.parameters()} == {torch.float32}
 
 
 def in_bf16(module: nn.Module) -> nn.Module:
@@ -391,13 +378,6 @@ def test_an_adapter_that_is_switched_off_is_not_folded_in():
 
 
 # --- a CPU without instructions of 16 bits
-
-
-def test_who_asks_for_16_bits_there_is_told(without_16_bits):
-    assert emulates(CPU, torch.bfloat16) and emulates(CPU, torch.float16) and not emulates(CPU, torch.float32)
-    for precision in ('bf16', 'fp16'):
-        with pytest.warns(UserWarning, match=f"precision='{precision}': this CPU has no .* Give precision='fp32'"):
-            NaiveStrategy(precision=precision, device='cpu')
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])

@@ -165,6 +165,9 @@ def test_a_strategy_may_be_its_own_ranks():
         assert strategy.ranks is strategy and not strategy.is_rank_0
         assert strategy.run_on_rank0(lambda: pytest.fail('only rank 0 runs it')) == 'of rank 0'
         assert isinstance(strategy.prepare(torch.nn.Linear(2, 2)), torch.nn.Linear)
+        for owner in (strategy, Strategy(ranks=OneProcess('cpu'))):
+            with pytest.raises(AttributeError, match='has no attribute .nothing.'):
+                _ = owner.nothing
 
 
 def test_without_ranks_it_is_refused():

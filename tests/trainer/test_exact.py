@@ -11,7 +11,7 @@ from exact_runs import ALL, BF16, FP32, Case, build, controls, flip_one_bit, leg
 from optional_packages import needs_colossalai
 
 from chatgpt.strategies.colossalai import ColossalAIStrategy
-from chatgpt.strategies.exact import check_elementwise
+from chatgpt.strategies.sums import check_elementwise
 from chatgpt.testing.processes import run_distributed
 
 TWO = ['ddp', 'fsdp']

@@ -12,7 +12,7 @@ import torch
 from chatgpt.rules import Rule, check, is_changed
 from chatgpt.trainer.algorithms import ESTIMATORS, POLICY_LOSSES, PolicyLoss
 from chatgpt.trainer.config import PPOConfig
-from chatgpt.trainer.rules import EXACT_RULES, LEARNING_RULES, PPO_RULES
+from chatgpt.trainer.rules import DECODE_RULES, LEARNING_RULES, PPO_RULES
 
 GROUP = {'advantage_estimator': 'grpo', 'num_samples_per_prompt': 4}
 APART = {'advantage_estimator': 'gdpo', 'num_samples_per_prompt': 4, 'kl_coef': 0.0}
@@ -62,13 +62,13 @@ def test_every_row_is_broken_by_one_of_them():
     rows = [*LEARNING_RULES, *PPO_RULES]
     of_runs = sum(1 for row in rows if not any(row.broken_by(PPOConfig(**given)) for given in BROKEN))
     assert of_runs == 3  # critic, critic_lr and critic_from, which only a run of the command has
-    assert all(any(row.broken_by(PPOConfig(**given)) for given in EXACT) for row in EXACT_RULES)
+    assert all(any(row.broken_by(PPOConfig(**given)) for given in EXACT) for row in DECODE_RULES)
 
 
 @pytest.mark.parametrize('name', ESTIMATORS)
 def test_defaults_break_none(name):
     config = PPOConfig(advantage_estimator=name, num_samples_per_prompt=2, kl_coef=0.0)
-    check(config, [*LEARNING_RULES, *PPO_RULES, *EXACT_RULES])
+    check(config, [*LEARNING_RULES, *PPO_RULES, *DECODE_RULES])
 
 
 def test_a_sentence_names_the_values():

@@ -6,16 +6,9 @@ from typing import TYPE_CHECKING
 from chatgpt import on_demand
 
 if TYPE_CHECKING:
-    from chatgpt.strategies.checkpoint.files import (
-        load_object,
-        load_tensors,
-        save_object,
-        save_tensors,
-        write_atomically,
-    )
+    from chatgpt.strategies.checkpoint.files import save_tensors
     from chatgpt.strategies.checkpoint.folder import (
         CUT_SHORT,
-        FolderClaim,
         claim_folder,
         latest,
         list_checkpoints,
@@ -30,7 +23,6 @@ if TYPE_CHECKING:
         DictReader,
         Manifest,
         Piece,
-        SubReader,
         TensorReader,
     )
     from chatgpt.strategies.checkpoint.reader import CheckpointReader
@@ -40,31 +32,7 @@ CHECKPOINT_MINUTES = 15.0
 """between checkpoints of a run that does not say how often"""
 __getattr__, __dir__ = on_demand(__name__)
 
-__all__ = [
-    'CHECKPOINT_MINUTES',
-    'CUT_SHORT',
-    'CheckpointError',
-    'CheckpointMismatch',
-    'CheckpointReader',
-    'CheckpointWriter',
-    'DictReader',
-    'FolderClaim',
-    'Manifest',
-    'Piece',
-    'SubReader',
-    'TensorReader',
-    'claim_folder',
-    'latest',
-    'list_checkpoints',
-    'load_object',
-    'load_tensors',
-    'pieces_of',
-    'prune',
-    'recover',
-    'save_object',
-    'save_tensors',
-    'step_folder',
-    'step_of',
-    'write_atomically',
-    'write_checkpoint',
-]
+__all__ = ['CHECKPOINT_MINUTES', 'CUT_SHORT', 'CheckpointError', 'CheckpointMismatch', 'CheckpointReader']
+__all__ += ['CheckpointWriter', 'DictReader', 'Manifest', 'Piece', 'TensorReader', 'claim_folder', 'latest']
+__all__ += ['list_checkpoints', 'pieces_of', 'prune', 'recover', 'save_tensors', 'step_folder', 'step_of']
+__all__ += ['write_checkpoint']

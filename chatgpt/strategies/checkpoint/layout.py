@@ -42,6 +42,10 @@ class Piece(NamedTuple):
     data: Tensor
     """(stop - start,), any device"""
 
+    @classmethod
+    def whole(cls, name: str, tensor: Tensor) -> Piece:
+        return cls(name, tuple(tensor.shape), 0, tensor.numel(), tensor.detach().reshape(-1))
+
 
 class TensorReader(Protocol):
     """Gives any range of any named tensor, whatever layout wrote it."""
@@ -71,37 +75,20 @@ class DictReader:
         return self.tensors[name].detach().reshape(-1)[start:stop].cpu()
 
 
-class SubReader:
-    """The tensors of another reader whose names begin with `prefix`, under the rest of their names."""
+class RenamedReader:
+    """Tensors of another reader under other names: {name: that reader's name}."""
 
-    def __init__(self, reader: TensorReader, prefix: str) -> None:
-        self.reader, self.prefix = reader, prefix
-        self._names = {n[len(prefix) :] for n in reader.names() if n.startswith(prefix)}
-
-    def names(self) -> set[str]:
-        return set(self._names)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.reader.shape(self.prefix + name)
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        return self.reader.read(self.prefix + name, start, stop)
-
-
-class PrefixedReader:
-    """The tensors of another reader, under their names with `prefix` before them."""
-
-    def __init__(self, reader: TensorReader, prefix: str) -> None:
-        self.reader, self.prefix = reader, prefix
+    def __init__(self, reader: TensorReader, stored: Mapping[str, str]) -> None:
+        self.reader, self.stored = reader, stored
 
     def names(self) -> set[str]:
-        return {self.prefix + name for name in self.reader.names()}
+        return set(self.stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self.reader.shape(name.removeprefix(self.prefix))
+        return self.reader.shape(self.stored[name])
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        return self.reader.read(name.removeprefix(self.prefix), start, stop)
+        return self.reader.read(self.stored[name], start, stop)
 
 
 @dataclass(frozen=True)

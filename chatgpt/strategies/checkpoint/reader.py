@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from chatgpt.strategies.checkpoint.layout import MANIFEST, STATE, CheckpointError, Manifest, SubReader, dtype_of
+from chatgpt.strategies.checkpoint.layout import MANIFEST, STATE, CheckpointError, Manifest, RenamedReader, dtype_of
 
 BLOCK = 1 << 22
 
@@ -127,9 +127,9 @@ class CheckpointReader:
             self._open[name] = safe_open(self.folder / name, framework='pt', device='cpu')
         return self._open[name]
 
-    def sub(self, prefix: str) -> SubReader:
+    def sub(self, prefix: str) -> RenamedReader:
         """The tensors under `prefix` ('actor/'), without it."""
-        return SubReader(self, prefix)
+        return RenamedReader(self, {n.removeprefix(prefix): n for n in self.names() if n.startswith(prefix)})
 
     def json(self, name: str = STATE) -> Any:
         """Content of a JSON file of the checkpoint."""

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from safetensors.torch import save
 from torch import Tensor
 
@@ -257,6 +256,4 @@ def write_checkpoint(
 
 def pieces_of(tensors: Mapping[str, Tensor]) -> Iterable[Piece]:
     """Whole tensors as pieces."""
-    for name, tensor in tensors.items():
-        if tensor.numel():
-            yield Piece(name, tuple(tensor.shape), 0, tensor.numel(), torch.as_tensor(tensor).detach().reshape(-1))
+    return (Piece.whole(name, tensor) for name, tensor in tensors.items() if tensor.numel())

@@ -1,4 +1,4 @@
-"""ZeRO and Gemini of ColossalAI: `strategy` is the plug, `engines` and `gemini` hold one model each, `states` their
+"""ZeRO and Gemini of ColossalAI: `strategy` is the plug, `engines` and `gemini` hold one model each and its
 checkpoints, `options` the options, `cpu` the bridge that runs it all without CUDA."""
 
 from chatgpt.strategies.colossalai.cpu import bridge

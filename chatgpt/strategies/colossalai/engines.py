@@ -1,9 +1,10 @@
 """One model under ColossalAI's LowLevelZero (ZeRO stage 1, 2), or Gemini (`gemini`), behind one small interface.
 
 An engine owns a boosted model, with its optimizer when it is trained: backward with accumulation, the exact gradient
-norm, the step, and where this rank's part of every parameter and optimizer state lives. Upstream rounds fp32 weights to
-the compute dtype before it makes its fp32 masters, and keeps no exact copy of weights that are not trained. An engine
-puts the exact values in and keeps them, so a run starts and resumes on the same bits as under any other strategy.
+norm, the step, and where this rank's part of every parameter and optimizer state lives, as pieces and back. Upstream
+rounds fp32 weights to the compute dtype before it makes its fp32 masters, and keeps no exact copy of weights that are
+not trained. An engine puts the exact values in and keeps them, so a run starts and resumes on the same bits as under
+any other strategy.
 """
 
 from __future__ import annotations
@@ -21,8 +22,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from chatgpt.strategies.exact import tree_reduce_scatter
+from chatgpt.strategies import states
+from chatgpt.strategies.checkpoint.layout import CheckpointMismatch, Piece, TensorReader
+from chatgpt.strategies.precision import LossScaler
 from chatgpt.strategies.processes import buckets
+from chatgpt.strategies.sums import tree_reduce_scatter
+
+_ADAM_SLOTS = ('exp_avg', 'exp_avg_sq', 'step')
 
 
 @dataclass
@@ -43,6 +49,17 @@ class Shard:
     write_start: int
     write_stop: int
     """the part that this rank writes: all of it, or its share of a replicated one"""
+
+    def piece(self, name: str, data: Tensor) -> Piece:
+        """What this rank writes of (stop - start,) `data`."""
+        part = data[self.write_start - self.start : self.write_stop - self.start].detach()
+        return Piece(name, self.shape, self.write_start, self.write_stop, part)
+
+    def read_into(self, out: Tensor, reader: TensorReader, name: str) -> None:
+        """Fill `out`, (stop - start,), a bounded part at a time."""
+        for at in range(0, out.numel(), states.CHUNK):
+            end = min(at + states.CHUNK, out.numel())
+            out[at:end].copy_(reader.read(name, self.start + at, self.start + end))
 
 
 def rank_range(numel: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -109,13 +126,27 @@ class Engine:
             self.refresh()
 
     @torch.no_grad()
-    def set_untrained(self, parameter: nn.Parameter, values: Tensor) -> None:
-        """Set a whole parameter that has no master; `values` is exact and flat."""
-        name = self.names[id(parameter)]
-        if name in self._kept:
-            start, stop = rank_range(values.numel(), self.rank, self.world_size)
-            self._kept[name].copy_(values[start:stop])
-        self._write(parameter, values)
+    def load_pieces(self, reader: TensorReader, strict: bool) -> None:
+        """Fill masters, untrained parameters and buffers, and make the working weights from them. A collective."""
+        tensors, aliases = states.named_tensors(self.module)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        stored = states.match_names(shapes, aliases, reader, strict=strict)
+        self.discard()
+        for shard in self.trained_shards():
+            if shard.name in stored:
+                shard.read_into(shard.data, reader, stored[shard.name])
+        for parameter in self.untrained():
+            name = self.names[id(parameter)]
+            if name in stored:
+                values = reader.read(stored[name], 0, parameter.numel())
+                if name in self._kept:
+                    start, stop = rank_range(values.numel(), self.rank, self.world_size)
+                    self._kept[name].copy_(values[start:stop])
+                self._write(parameter, values)
+        for name, buffer in self.buffers().items():
+            if name in stored:
+                states.copy_from(reader, stored[name], buffer)
+        self.refresh()
 
     def _keep(self, name: str, parameter: nn.Parameter, values: Tensor) -> None:
         if values.dtype != parameter.dtype:
@@ -128,7 +159,21 @@ class Engine:
     def refresh(self) -> None:
         """Make the weights that the forward uses from the masters. May be a collective."""
 
+    def discard(self) -> None:
+        """Forget all gradients; the weights are as before."""
+
     # ------------------------------------------------------------------ values out
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The persistent ones."""
+        return {n: t for n, t in states.named_tensors(self.module)[0].items() if not isinstance(t, nn.Parameter)}
+
+    def pieces(self) -> Iterator[Piece]:
+        """This rank's of all parameters: fp32 masters, and exact values of what is not trained. Buffers are not among
+        them."""
+        for shard in (*self.trained_shards(), *self.untrained_shards()):
+            if shard.write_stop > shard.write_start:
+                yield shard.piece(shard.name, shard.data)
 
     @torch.no_grad()
     def gather(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -205,10 +250,6 @@ class TrainedEngine(Engine, ABC):
         """Step with the gradients clipped to `max_norm`, and clear them. `norm` is what `norm()` returned, and
         finite."""
 
-    @abstractmethod
-    def discard(self) -> None:
-        """Forget all gradients; the weights are as before."""
-
     def overflow(self) -> None:
         """Forget the gradients and, under fp16, lower the loss scale as upstream does."""
         self.discard()
@@ -218,6 +259,63 @@ class TrainedEngine(Engine, ABC):
     def _reduced_sqrt(self, square: Tensor) -> float:
         dist.all_reduce(square)
         return math.sqrt(square.item()) / self.loss_scale
+
+    def state_pieces(self) -> Iterator[Piece]:
+        """This rank's pieces '<parameter>/<slot>'. A number is written by the rank that holds the parameter's first
+        element."""
+        for shard in self.trained_shards():
+            if shard.state_key is None or shard.write_stop == shard.write_start:
+                continue
+            for slot, value in self.inner.state.get(shard.state_key, {}).items():
+                name = f'{shard.name}/{slot}'
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    yield shard.piece(name, value.reshape(-1))
+                elif shard.write_start == 0 and isinstance(value, (Tensor, int, float)) and not isinstance(value, bool):
+                    yield Piece(name, (), 0, 1, torch.as_tensor(value, dtype=torch.float32).reshape(1))
+
+    def load_state(self, members: set[str], reader: TensorReader) -> None:
+        """Replace the optimizer's states; `members` are the names of its parameters. Checks all before it changes
+        any."""
+        shapes = {name: tuple(p.shape) for name, p in self.module.named_parameters() if name in members}
+        slots = states.checked_slots(reader, shapes, None)
+        upstream = type(self.inner).__module__.startswith('colossalai.')
+        for name, slot in ((name, slot) for name, found in slots.items() for slot in found if upstream):
+            if slot not in _ADAM_SLOTS:
+                raise CheckpointMismatch(
+                    f'{name}/{slot}: {type(self.inner).__name__} has no {slot!r}, only {", ".join(_ADAM_SLOTS)}'
+                )
+        on_device = any(group.get('fused') or group.get('capturable') for group in self.inner.param_groups)
+        self.discard()
+        self.inner.state.clear()
+        for shard in (s for s in self.trained_shards() if s.state_key is not None):
+            state, device = self.inner.state[shard.state_key], shard.data.device
+            for slot in slots.get(shard.name, []):
+                name = f'{shard.name}/{slot}'
+                if reader.shape(name) == ():  # ColossalAI counts steps in an int, torch in a tensor
+                    value = reader.read(name, 0, 1)
+                    number = value.reshape(()).to(device if on_device else 'cpu', copy=True)
+                    state[slot] = int(value) if upstream else number
+                    continue
+                size = max(shard.state_key.numel(), shard.data.numel())  # ZeRO pads to equal shares
+                state[slot] = torch.zeros(size, dtype=torch.float32, device=device)
+                shard.read_into(state[slot][: shard.data.numel()], reader, name)
+
+
+class UpstreamScaler(LossScaler):
+    """Upstream's dynamic loss scale under the names that other strategies save theirs by."""
+
+    def __init__(self, upstream: Any) -> None:
+        self.upstream = upstream
+
+    def to_json(self) -> dict[str, float]:
+        scaler = self.upstream
+        counts = {'num_finite': scaler._growth_step, 'num_overflows': scaler._hysteresis_step}
+        return {'scale': float(scaler.scale.item()), **counts}
+
+    def from_json(self, state: dict[str, Any]) -> None:
+        self.upstream._scale.fill_(float(state['scale']))
+        self.upstream._growth_step = int(state['num_finite'])
+        self.upstream._hysteresis_step = int(state.get('num_overflows', 0))
 
 
 class ZeroEngine(TrainedEngine):
@@ -236,10 +334,8 @@ class ZeroEngine(TrainedEngine):
             master = self.optimizer.working_to_master_param[id(parameter)]
             start, stop = rank_range(parameter.numel(), self.rank, self.world_size)
             if stop > start:
-                name = self.names[id(parameter)]
-                yield Shard(
-                    name, tuple(parameter.shape), start, stop, master.detach()[: stop - start], master, start, stop
-                )
+                name, data = self.names[id(parameter)], master.detach()[: stop - start]
+                yield Shard(name, tuple(parameter.shape), start, stop, data, master, start, stop)
 
     @torch.no_grad()
     def refresh(self) -> None:

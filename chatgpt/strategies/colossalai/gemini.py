@@ -29,9 +29,7 @@ class GeminiFrozen(Engine):
         chunk = self.model.chunk_manager.get_chunk(parameter)  # type: ignore[operator, union-attr]
         for begin, end, start in _overlap(chunk, parameter):
             chunk.payload[begin:end].copy_(values[start : start + end - begin])
-            chunk.cpu_vis_flag = (
-                chunk.device_type == 'cpu'
-            )  # a pinned host copy of a chunk on the device is now out of date
+            _forget_host_copy(chunk)
 
     def before_forward(self) -> None:
         forget_layouts(self.model.gemini_manager)
@@ -89,18 +87,16 @@ class GeminiEngine(TrainedEngine):
             chunk = self._manager.get_chunk(master)
             for begin, end, start in _overlap(chunk, master):
                 stop = start + end - begin
-                written = (
-                    rank_range(parameter.numel(), self.rank, self.world_size) if chunk.keep_gathered else (start, stop)
-                )
+                written = start, stop
+                if chunk.keep_gathered:
+                    written = rank_range(parameter.numel(), self.rank, self.world_size)
                 name, key = self.names[id(parameter)], fakes.get(id(parameter))
                 yield Shard(name, tuple(parameter.shape), start, stop, chunk.payload[begin:end], key, *written)
 
     def refresh(self) -> None:
         for chunk in self.chunks:
             chunk.payload.copy_(chunk.paired_chunk.payload)
-            chunk.cpu_vis_flag = (
-                chunk.device_type == 'cpu'
-            )  # a pinned host copy of a chunk on the device is now out of date
+            _forget_host_copy(chunk)
 
     def _gather_trained(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         masters = {id(master): self.names[id(parameter)] for parameter, master in self._with_masters()}
@@ -205,6 +201,11 @@ def _overlap(chunk: Any, tensor: Tensor) -> Iterator[tuple[int, int, int]]:
     begin, end = max(0, info.offset - base), min(length, info.end - base)
     if begin < end:
         yield begin, end, begin + base - info.offset
+
+
+def _forget_host_copy(chunk: Any) -> None:
+    """A pinned host copy of a chunk on the device is out of date once its weights have been written."""
+    chunk.cpu_vis_flag = chunk.device_type == 'cpu'
 
 
 def _gradient(chunk: Any) -> Tensor:

@@ -32,13 +32,9 @@ class _Masters(MemoryModel, ABC):
 
     def exact_values(self, size: ModelSize, run: Layout, *, frozen: bool) -> int:
         """Bytes, on the host, of what has no master: nothing where the working weights are as exact."""
-        if self._itemsize(run) == 4:
+        if self.full_itemsize(run) == 4:
             return 0
         return 4 * (self._share(size, run) - (0 if frozen else self._share(size, run, trained_only=True)))
-
-    def _itemsize(self, run: Layout) -> int:
-        """Bytes of a working number: an exact run computes with fp32 ones."""
-        return 4 if self.atoms else run.itemsize
 
     def _named(self, name: str, parts: Memory) -> Memory:
         return Memory(
@@ -68,7 +64,7 @@ class ZeroMemory(_Masters):
 
     def weights(self, size: ModelSize, run: Layout) -> Memory:
         memory = Memory()
-        memory.add('weights', self._itemsize(run) * size.total)
+        memory.add('weights', self.full_itemsize(run) * size.total)
         return memory
 
     def trained(self, name: str, size: ModelSize, run: Layout) -> Memory:
@@ -82,20 +78,20 @@ class ZeroMemory(_Masters):
     def gradients(self, size: ModelSize, run: Layout) -> int:
         """Bytes of the gradients, in the compute dtype."""
         held = size.trained if self.stage == 1 else self._share(size, run, trained_only=True)
-        if self.atoms:  # the sums that wait for each other, and in stage 2 an atom's own before it is cut
-            held *= max(self.atoms // run.num_processes, 1).bit_length()
-            held += size.trained if self.stage == 2 else 0
-        return self._itemsize(run) * held
+        held *= 1 + self.waiting(run)
+        if self.autocasts and self.stage == 2:  # of an exact run: a round's own before they are cut
+            held += size.trained
+        return self.full_itemsize(run) * held
 
     def growing(self, size: ModelSize, run: Layout, *, again: bool) -> float:
         if self.stage == 1 and again:  # they are added up where autograd puts them, and reduced once
             return 0.0
         in_bucket = min(1.0, self.bucket / max(size.trained, 1))
         reduced = 0.0 if again or in_bucket == 1 else 1.0 if self.stage == 1 else 1 / run.num_processes
-        return self._itemsize(run) * (in_bucket + reduced)
+        return self.full_itemsize(run) * (in_bucket + reduced)
 
     def reduction(self, size: ModelSize, run: Layout, *, again: bool) -> int:
-        bucket = self._itemsize(run) * min(size.trained, self.bucket)
+        bucket = self.full_itemsize(run) * min(size.trained, self.bucket)
         if self.stage == 1:  # what autograd made, beside the flat bucket whose parts become the gradients
             return bucket
         received = bucket // run.num_processes if again else 0  # added to the sum, else it becomes the gradient
@@ -105,7 +101,7 @@ class ZeroMemory(_Masters):
     def step(self, size: ModelSize, run: Layout) -> int:
         if self.offloads:
             return 0
-        itemsize, share = self._itemsize(run), self._share(size, run, trained_only=True)
+        itemsize, share = self.full_itemsize(run), self._share(size, run, trained_only=True)
         norm = 8 * math.ceil(size.largest_trained / run.num_processes)  # a gradient in fp64, as it is squared and added
         in_fp32 = 4 * share if itemsize < 4 else 0
         foreach = 4 * share if run.on_cuda else 0  # torch's Adam takes a temporary as large as the masters

@@ -19,15 +19,8 @@ Placement = Literal['cuda', 'cpu', 'auto']
 
 INSTALL = 'pip install --no-deps -r requirements-colossalai.txt'
 _GEMINI_ONLY = ('shard_init', 'search_range_mb', 'hidden_dim', 'min_chunk_size_mb', 'gpu_margin_mem_ratio')
-_FP16_ONLY = (
-    'initial_scale',
-    'growth_factor',
-    'backoff_factor',
-    'growth_interval',
-    'hysteresis',
-    'min_scale',
-    'max_scale',
-)
+_FP16_ONLY: tuple[str, ...] = ('initial_scale', 'growth_factor', 'backoff_factor', 'growth_interval', 'hysteresis')
+_FP16_ONLY += ('min_scale', 'max_scale')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +61,7 @@ class Options:
     norm_type: float = 2.0
     """2, the only one there is"""
 
-    def check(self, *, exact: bool) -> None:
+    def check(self) -> None:
         """Raises ValueError for a value that is not allowed, and for an option that would be ignored."""
         gemini = self.stage == 3
         allowed = {
@@ -83,12 +76,6 @@ class Options:
                 choices = ', '.join(map(repr, dict.fromkeys(values)))
                 raise ValueError(f'{name}={getattr(self, name)!r}{where} is not one of {choices}')
         check_stream_blocks(self.stream_blocks)
-        if exact and (gemini or self.precision == 'fp16'):
-            what = 'Gemini (stage=3) keeps gradients in 16 bits' if gemini else "precision='fp16' is scaled by upstream"
-            raise ValueError(
-                f"reproducible='exact': {what}, which no other strategy repeats; use stage=1 or 2 in fp32 or bf16, or "
-                'FSDPStrategy'
-            )
         if gemini:
             self._refuse(('reduce_bucket_size',), 'is an option of stages 1 and 2; Gemini reduces chunk by chunk')
             if self.placement_policy != 'auto':

@@ -16,7 +16,6 @@ colossalai is imported when a strategy is built.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import os
@@ -32,25 +31,17 @@ from chatgpt.strategies import states
 from chatgpt.strategies.base import Abilities, check_max_norm
 from chatgpt.strategies.checkpoint.layout import Piece, TensorReader
 from chatgpt.strategies.colossalai.cpu import bridge
-from chatgpt.strategies.colossalai.engines import Engine, TrainedEngine, ZeroEngine, wire
+from chatgpt.strategies.colossalai.engines import Engine, TrainedEngine, UpstreamScaler, ZeroEngine, wire
 from chatgpt.strategies.colossalai.gemini import GeminiEngine, GeminiFrozen
 from chatgpt.strategies.colossalai.memory import GeminiMemory, ZeroMemory
 from chatgpt.strategies.colossalai.options import Options, Placement, check_kernels, import_colossalai
-from chatgpt.strategies.colossalai.states import (
-    UpstreamScaler,
-    buffers_of,
-    load_model_pieces,
-    load_optimizer_pieces,
-    model_pieces,
-    optimizer_pieces,
-)
-from chatgpt.strategies.copies import merge_for_good
-from chatgpt.strategies.exact import exact_norm
-from chatgpt.strategies.memory import MemoryModel, atoms_of
-from chatgpt.strategies.offload import Offloaded
+from chatgpt.strategies.copies import Offloaded, merge_for_good
+from chatgpt.strategies.memory import MemoryModel, of_numerics
+from chatgpt.strategies.pairs import Trained
 from chatgpt.strategies.precision import Precision
 from chatgpt.strategies.processes import ProcessGroupStrategy
-from chatgpt.strategies.streaming import StreamBlocks, mapped_copy, mapped_floats, set_buffers, streamed, streams
+from chatgpt.strategies.streaming import StreamBlocks, gathered_state, streams, whole_copy, with_parameters
+from chatgpt.strategies.sums import exact_norm
 
 
 class ColossalAIStrategy(ProcessGroupStrategy):
@@ -95,14 +86,24 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             stream_blocks=stream_blocks,
             **options,
         )
-        self.settings.check(exact=numerics.get('reproducible') is not None)
+        self.settings.check()
+        if numerics.get('reproducible') is not None and (stage == 3 or precision == 'fp16'):
+            what = (
+                'Gemini (stage=3) keeps gradients in 16 bits'
+                if stage == 3
+                else "precision='fp16' is scaled by upstream"
+            )
+            raise ValueError(
+                f"reproducible='exact': {what}, which no other strategy repeats; use stage=1 or 2 in fp32 or bf16, or "
+                'FSDPStrategy'
+            )
         if device is not None and torch.device(device).type == 'cpu' and torch.cuda.is_available():
             raise ValueError(
                 f'device={device!r}: ColossalAI takes a GPU where there is one; hide it with CUDA_VISIBLE_DEVICES='
             )
         check_kernels(stage)
         import_colossalai()
-        self._sums_each_atom, self._only_16_bits = stage == 2, stage == 3
+        self._reduces_each_round, self._only_16_bits = stage == 2, stage == 3
         self.abilities = Abilities(sharded=True, weights_in_place=False, unused=stage < 3)
         super().__init__(seed, precision, device=device, timeout_s=timeout_s, **numerics)
         bridge()
@@ -126,7 +127,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             return GeminiMemory(
                 offloads, search_range=search_range_mb, interval=hidden_dim or 1024, min_chunk=min_chunk_size_mb
             )
-        return ZeroMemory(offloads, stage=stage, atoms=atoms_of(options), bucket=reduce_bucket_size)
+        return ZeroMemory(offloads, stage=stage, bucket=reduce_bucket_size, **of_numerics(options))
 
     # ------------------------------------------------------------------ models
 
@@ -191,12 +192,8 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         else:
             self.take_weights_of_rank_0(model)
             tensors = [(name, parameter.data) for name, parameter in model.named_parameters()]
-        buffers = [
-            (m, key, buffer.detach())
-            for m in model.modules()
-            for key, buffer in m._buffers.items()
-            if buffer is not None
-        ]
+        found = ((m, key, buffer) for m in model.modules() for key, buffer in m._buffers.items())
+        buffers = [(m, key, buffer.detach()) for m, key, buffer in found if buffer is not None]
         frozen_by_gemini = optimizer is None and self.stage == 3
         if frozen_by_gemini:
             model.requires_grad_(True)  # Gemini cuts only what requires a gradient over ranks
@@ -223,7 +220,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
 
         settings, cuda = self.settings, self.device.type == 'cuda'
         # Exact in bf16 is what the other strategies compute under autocast, from weights in fp32.
-        precision = self.numerics.precision if self.exact is None else 'fp32'
+        precision = 'fp32' if self.sums.exact else self.numerics.precision
         common = settings.loss_scaling() | {'precision': precision}
         if self.stage < 3:
             plugin = LowLevelZeroPlugin(
@@ -321,41 +318,24 @@ class ColossalAIStrategy(ProcessGroupStrategy):
                 yield full
             return
         has_lora = lora.has_lora(module)
+        exact = torch.float32 if has_lora else dtype  # adapters are folded in fp32 and the sum is rounded once
         if on_disk is not None or (self.stage == 3 and streams(self, self.stream_blocks, module, dtype)):
-            tensors = engine.gather(torch.float32 if has_lora else dtype)
-            full, mapped = mapped_copy(self, module, tensors, dtype, on_disk)
-            set_buffers(full, module)
-            on_host = on_disk is not None or read_only
-            with nullcontext() if on_host else streamed(full, mapped, self.device):
+            computes = on_disk is None and not read_only
+            with whole_copy(self, module, module, engine.gather(exact), dtype, on_disk, computes=computes) as full:
                 yield full
             return
-        working = self.numerics.dtype if self.exact is None else torch.float32
+        working = torch.float32 if self.sums.exact else self.numerics.dtype
         if self.stage < 3 and dtype == working and not has_lora:
             with in_eval_mode(module):
                 yield module
             return
-        # Adapters are folded in fp32 and the sum is rounded once, as Naive does.
-        copied = self._gathered_copy(module, engine, torch.float32 if has_lora else dtype).eval()
-        merge_for_good(copied)
+        ours = dict(module.named_parameters())
+        copied = with_parameters(module, {id(ours[n]): t.to(self.device, copy=True) for n, t in engine.gather(exact)})
+        merge_for_good(copied.eval())
         for parameter in copied.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
         yield copied
-
-    def _gathered_copy(self, module: nn.Module, engine: Engine, dtype: torch.dtype) -> nn.Module:
-        """A plain copy of the module the user built, with whole weights. Parameters are never copied, only received."""
-        plain: dict[str, nn.Parameter] = {}
-        memo: dict[int, Any] = {}
-        for name, parameter in module.named_parameters():
-            kind = dtype if parameter.is_floating_point() else parameter.dtype
-            plain[name] = nn.Parameter(
-                torch.empty(parameter.shape, dtype=kind, device=self.device), requires_grad=False
-            )
-            memo[id(parameter)] = plain[name]
-        copied = copy.deepcopy(module, memo)
-        for name, tensor in engine.gather(dtype):
-            plain[name].data.copy_(tensor)
-        return copied
 
     # ------------------------------------------------------------------ one optimizer step
 
@@ -367,25 +347,24 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             return
         engine.sync = last
         try:
-            yield
+            with super().accumulate(model, last):
+                yield
         finally:
             engine.sync = True
 
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:
         engine = self._engine(optimizer)
-        if self.exact is None:
-            engine.backward(loss * self.world_size)  # upstream takes the mean over ranks
-        else:
+        if self.sums.exact:
             assert isinstance(engine, ZeroEngine)
             engine.accumulate(loss)
+        else:
+            engine.backward(loss * self.world_size)  # upstream takes the mean over ranks
 
-    def end_atom(self, optimizer: Optimizer) -> None:
-        pair = self._pair(optimizer)
-        if pair.tree is None:
-            return
-        parameters = self._engine(optimizer).trained()
-        if self._sums_each_atom:
-            shards = self._summed_shards(optimizer)
+    def _end_round(self, pair: Trained) -> None:
+        assert pair.tree is not None
+        parameters = self._engine(pair.optimizer).trained()
+        if self._reduces_each_round:
+            shards = self._summed_shards(pair.optimizer)
             pair.tree.add([shards.get(id(p)) for p in parameters])
         else:
             pair.tree.take([*parameters])
@@ -397,13 +376,12 @@ class ColossalAIStrategy(ProcessGroupStrategy):
 
     def _exact_step(self, optimizer: Optimizer, max_norm: float | None) -> float:
         engine, tree = self._engine(optimizer), self._pair(optimizer).tree
-        assert isinstance(engine, ZeroEngine) and tree is not None and self.exact is not None
-        atoms = self.exact.atoms // self.world_size
-        if self._sums_each_atom:
-            total = zip(engine.trained(), tree.finish(atoms), strict=True)
+        assert isinstance(engine, ZeroEngine) and tree is not None
+        if self._reduces_each_round:
+            total = zip(engine.trained(), tree.finish(), strict=True)
             shards = {id(p): g for p, g in total if g is not None}
         else:
-            tree.give([*engine.trained()], atoms)
+            tree.give([*engine.trained()])
             shards = self._summed_shards(optimizer)
         norm = exact_norm(shards.values(), self.device, self.all_reduce)
         if math.isfinite(norm):
@@ -420,7 +398,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
     def optimizer_step(self, optimizer: Optimizer, max_norm: float | None = None) -> float:
         check_max_norm(max_norm)
         max_norm = max_norm or self.settings.max_norm or None
-        if self.exact is not None:
+        if self.sums.exact:
             return self._exact_step(optimizer, max_norm)
         engine = self._engine(optimizer)
         norm = engine.norm()
@@ -442,37 +420,28 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         if id(module) not in self._engines:
             return super().full_state_dict(model, folder)
         engine = self._engines[id(module)]
-        tensors, aliases = states.named_tensors(module)
-        full = mapped_floats(tensors, folder) if self.is_rank_0 else {}
-        for name, tensor in engine.gather(torch.float32):
-            if self.is_rank_0:
-                full[name].copy_(tensor)
-        if not self.is_rank_0:
-            return {}
-        for name, buffer in buffers_of(module).items():
-            full[name].copy_(buffer)
-        return {name: full[aliases.get(name, name)] for name in (*tensors, *aliases)}
+        whole = itertools.chain(engine.gather(torch.float32), engine.buffers().items())
+        return gathered_state(self, *states.named_tensors(module), whole, folder)
 
     def model_pieces(self, model: nn.Module) -> Iterable[Piece]:
-        module = self.unwrap(model)
-        if id(module) not in self._engines:
+        engine = self._engines.get(id(self.unwrap(model)))
+        if engine is None:
             return super().model_pieces(model)
-        return itertools.chain(model_pieces(self._engines[id(module)]), self._dealt(buffers_of(module)))
+        return itertools.chain(engine.pieces(), self._dealt(engine.buffers()))
 
     def load_model_pieces(self, model: nn.Module, reader: TensorReader, strict: bool = True) -> None:
-        module = self.unwrap(model)
-        if id(module) not in self._engines:
+        engine = self._engines.get(id(self.unwrap(model)))
+        if engine is None:
             super().load_model_pieces(model, reader, strict)
         else:
-            load_model_pieces(self._engines[id(module)], reader, strict)
+            engine.load_pieces(reader, strict)
 
     def _optimizer_pieces(self, optimizer: Optimizer) -> Iterable[Piece]:
-        return optimizer_pieces(self._engine(optimizer))
+        return self._engine(optimizer).state_pieces()
 
     def _load_optimizer_pieces(self, optimizer: Optimizer, reader: TensorReader) -> None:
-        load_optimizer_pieces(
-            self._engine(optimizer), {n for names in self._pair(optimizer).names for n in names}, reader
-        )
+        members = {name for names in self._pair(optimizer).names for name in names}
+        self._engine(optimizer).load_state(members, reader)
 
     def close(self) -> None:
         self._engines.clear()

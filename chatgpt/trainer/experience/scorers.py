@@ -205,13 +205,10 @@ class PipelineScorer:
             raise ValueError(f'the pipeline has no label {label!r}; it has {labels}')
 
     def score(self, samples: list[Sample], strategy: Communicator) -> list[Score]:
-        batches = [[*range(len(samples))]]
-        if strategy.exact is not None:  # what is padded together must not follow from the share of a rank
-            batches = cuts_of_own(strategy, [1] * len(samples), self.batch_size)
         texts = [s.prompt_text + s.response_text for s in samples]
         rows: list[Any] = []
-        for batch in filter(None, batches):
-            rows += self.pipeline([texts[i] for i in batch], top_k=None, batch_size=self.batch_size)
+        for part in strategy.sums.parts(len(samples)):
+            rows += self.pipeline([texts[i] for i in part], top_k=None, batch_size=self.batch_size)
         scores: list[Score] = []
         for sample, row in zip(samples, rows, strict=True):
             found = {entry['label']: entry['score'] for entry in ([row] if isinstance(row, Mapping) else row)}
@@ -242,19 +239,16 @@ def scored(scorer: Scorer | None, samples: list[Sample], strategy: Communicator)
     """The samples of all ranks, ordered by index, each with its score; `samples` are this rank's, any number of any
     prompts. A collective.
 
-    With `exact`, what a model scores together must not follow from who generated it: samples are shared out anew, in
-    order, and the last one stands in for those that are missing to a multiple of the atoms.
+    Where the strategy's `sums` deal samples out, what a model scores together does not follow from who generated it:
+    they are shared out anew, in order, and the last one stands in for those that are missing to full parts.
     """
-    scores: list[Score | None] = [None] * len(samples)
-    if strategy.exact is None or scorer is None or isinstance(scorer, FunctionScorer):
-        if scorer is not None:
-            scores = [*scorer.score(samples, strategy)]
+    if scorer is None or isinstance(scorer, FunctionScorer) or not strategy.sums.deals:
+        scores = [None] * len(samples) if scorer is None else [*scorer.score(samples, strategy)]
         return gathered(strategy, list(zip(samples, scores, strict=True)), lambda pair: pair[0].index)
     everyone = gathered(strategy, samples, lambda s: s.index)
-    share = -(-len(everyone) // strategy.exact.atoms) * (strategy.exact.atoms // strategy.world_size)
-    first = strategy.rank * share
-    own = [everyone[min(i, len(everyone) - 1)] for i in range(first, first + share)] if everyone else []
-    found = list(zip(range(first, first + share), scorer.score(own, strategy), strict=False)) if own else []
+    dealt = strategy.sums.dealt(len(everyone))
+    own = [everyone[min(i, len(everyone) - 1)] for i in dealt] if everyone else []
+    found = list(zip(dealt, scorer.score(own, strategy), strict=False)) if own else []
     numbered = gathered(strategy, found, lambda pair: pair[0])
     return [(sample, score) for sample, (_, score) in zip(everyone, numbered, strict=False)]
 

@@ -1,0 +1,156 @@
+"""The processor's instructions, cards that torch cannot use, and freed memory that stays with a CPU process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+from chatgpt.strategies import NaiveStrategy
+from chatgpt.strategies.machine import Processor, processor, unused_card
+from chatgpt.testing.processes import run_distributed
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """A function that says what torch finds, and gives the answer."""
+    monkeypatch.delenv('CHATGPT_PROCESSOR')
+    monkeypatch.delenv('ONEDNN_MAX_CPU_ISA', raising=False)
+    monkeypatch.delenv('DNNL_MAX_CPU_ISA', raising=False)
+
+    def ask(onednn: bool = True, architecture: str = 'x86_64', **capabilities: bool) -> tuple[bool, bool]:
+        for kind in ('bf16', 'fp16'):
+            monkeypatch.setattr(torch.ops.mkldnn, f'_is_mkldnn_{kind}_supported', lambda: onednn)
+        monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: {'architecture': architecture, **capabilities})
+        monkeypatch.setattr(torch.backends.cpu, 'get_cpu_capability', lambda: 'AVX512')
+        answer = processor()
+        assert answer.vectors == 'avx512'
+        return answer.bf16, answer.fp16
+
+    return ask
+
+
+def test_what_torch_finds(found, monkeypatch):
+    assert found(avx512_f=True) == (False, False)
+    assert found(avx512_f=True, avx512_bf16=True) == (True, False)
+    assert found(amx_bf16=True, avx512_fp16=True) == (True, True)
+    assert found(architecture='aarch64', bf16=True) == (True, True)
+    assert found(onednn=False, amx_bf16=True, amx_fp16=True) == (False, False)
+    for limit, can in (('AVX512_CORE', (False, False)), ('avx512_core_bf16', (True, False)), ('ALL', (True, True))):
+        monkeypatch.setenv('ONEDNN_MAX_CPU_ISA', limit)
+        assert found(avx512_bf16=True, avx512_fp16=True) == can
+
+
+@pytest.mark.parametrize(
+    ('given', 'answer'),
+    [('avx2', ('avx2', False, False)), ('avx512,bf16', ('avx512', True, False)), ('default,fp16', ('default', 0, 1))],
+)
+def test_the_variable_answers_in_its_place(monkeypatch, given, answer):
+    monkeypatch.setenv('CHATGPT_PROCESSOR', given)
+    monkeypatch.setenv('ONEDNN_MAX_CPU_ISA', 'AVX2')
+    assert processor() == Processor(*answer) and str(processor()) == given
+
+
+@pytest.mark.parametrize('given', ['sse', 'bf16', 'avx2,int8', 'avx2;bf16'])
+def test_another_word_is_an_error(monkeypatch, given):
+    monkeypatch.setenv('CHATGPT_PROCESSOR', given)
+    with pytest.raises(ValueError, match=f"CHATGPT_PROCESSOR='{given}': give one of default, avx2, avx512"):
+        processor()
+
+
+def test_every_test_has_the_same_answer_and_ranks_have_it_too(without_16_bits):
+    assert str(processor()) == os.environ['CHATGPT_PROCESSOR'] == 'avx2'
+    assert run_distributed(processor, 1) == run_distributed(processor, 1, fresh=True) == [processor()]
+
+
+CARD = 'echo "NVIDIA H100, 470.57.02"; echo "NVIDIA H100, 470.57.02"'
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    def put(script: str) -> None:
+        program = tmp_path / 'nvidia-smi'
+        program.write_text(f'#!/bin/sh\n{script}\n')
+        program.chmod(0o755)
+        monkeypatch.setenv('PATH', f'{tmp_path}:/usr/bin:/bin')
+        monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+        monkeypatch.setattr(torch, '__version__', '9.9')
+        for name in ('CUDA_VISIBLE_DEVICES', 'LOCAL_RANK'):
+            monkeypatch.delenv(name, raising=False)
+
+    unused_card.cache_clear()
+    yield put
+    unused_card.cache_clear()
+
+
+def warned() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        assert NaiveStrategy().device.type == 'cpu'
+    return [str(w.message) for w in caught if 'NVIDIA' in str(w.message)]
+
+
+@pytest.mark.parametrize(
+    ('built', 'said'),
+    [
+        (None, 'torch 9.9 is a build without CUDA'),
+        ('13.0', 'torch 9.9 is built for CUDA 13.0, for which driver 470.57.02'),
+    ],
+)
+def test_a_card_that_stays_idle_is_named_with_both_versions(nvidia_smi, monkeypatch, built, said):
+    nvidia_smi(CARD)
+    monkeypatch.setattr(torch.version, 'cuda', built)
+    (text,) = warned()
+    assert 'NVIDIA H100 (driver 470.57.02), and the run goes to the CPU' in text and said in text
+
+
+@pytest.mark.parametrize(
+    ('script', 'variables'),
+    [
+        ('exit 9', {}),
+        ('echo "No devices were found"', {}),
+        (CARD, {'CUDA_VISIBLE_DEVICES': ''}),
+        (CARD, {'LOCAL_RANK': '1'}),
+    ],
+)
+def test_silent(nvidia_smi, monkeypatch, script, variables):
+    """No card, cards that were hidden on purpose, and another process of the machine."""
+    nvidia_smi(script)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert warned() == []
+
+
+CODE = """
+import resource, torch
+from chatgpt.strategies.machine import keep_freed_memory
+told = keep_freed_memory()
+def use():
+    blocks = [torch.ones(1 << 21) for _ in range(8)]
+for _ in range(4): use()  # until the heap has found its shape
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(4): use()
+print(told, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(**env):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(('MALLOC_', 'GLIBC_', 'LD_PRELOAD'))}
+    told, count = subprocess.run(
+        [sys.executable, '-c', CODE], env=clean | env, capture_output=True, text=True, check=True
+    ).stdout.split()
+    return told == 'True', int(count)
+
+
+@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='mallopt is of glibc')
+def test_freed_blocks_are_used_again():
+    told, count = faults()
+    if not told:
+        pytest.skip('this C library has no mallopt')
+    assert count < 2000  # of the 64 MiB x 4 that are filled; 65536 pages when given back in between
+    told, given_back = faults(MALLOC_TRIM_THRESHOLD_='131072', MALLOC_MMAP_THRESHOLD_='131072')
+    assert not told and given_back > 10 * count
