@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from chatgpt.data.formats import note_model
 from chatgpt.environments import EnvironmentSettings
-from chatgpt.functional.kl import AdaptiveKLController, FixedKLController
+from chatgpt.functional.ppo import AdaptiveKLController, FixedKLController
 from chatgpt.nn.trunk import dropout_off
 from chatgpt.rollout import RolloutEngine, SamplingParams
 from chatgpt.rollout.episodes import EpisodeEngine, check_writes_turns

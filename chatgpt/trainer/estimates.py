@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from chatgpt.functional import advantages as estimators
-from chatgpt.functional.losses import cispo_policy_loss, clipped_policy_loss, gspo_policy_loss
+from chatgpt.functional import ppo as maths
+from chatgpt.functional.losses import cispo_policy_loss, gspo_policy_loss
 from chatgpt.functional.masking import whiten
 from chatgpt.trainer.algorithms import AlgorithmSettings, Estimates, PolicyInputs, clip_high
 from chatgpt.types import Experience
@@ -48,7 +49,7 @@ def gae(experiences: list[Experience], s: AlgorithmSettings) -> Estimates:
         lengths = [int(m.sum()) for m in masks] if of_turns is None else [len(each) for each in of_turns]
         lam = estimators.length_lam(lengths, s.lam_length)
     if turns is None:
-        return estimators.gae(rewards, values, masks, gamma=s.gamma, lam=lam, value_lam=s.value_lam)
+        return maths.gae(rewards, values, masks, gamma=s.gamma, lam=lam, value_lam=s.value_lam)
     return estimators.gae_over_turns(rewards, values, masks, turns, gamma=s.gamma, lam=lam, value_lam=s.value_lam)
 
 
@@ -126,7 +127,7 @@ grpo, dr_grpo, rloo = map(_per_response, (estimators.grpo, estimators.dr_grpo, e
 
 
 def ppo(x: PolicyInputs, s: AlgorithmSettings) -> Tensor:
-    return clipped_policy_loss(
+    return maths.clipped_policy_loss(
         x.logprobs, x.old_logprobs, x.advantages, eps_low=s.eps_clip, eps_high=clip_high(s), dual_clip=s.dual_clip
     )
 

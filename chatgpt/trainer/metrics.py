@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from chatgpt.functional.kl import kl_penalty
-from chatgpt.functional.losses import explained_variance
+from chatgpt.functional.ppo import explained_variance, kl_penalty
 from chatgpt.nn.sweep import Communicator
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.experience import ScoreShaper

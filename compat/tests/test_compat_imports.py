@@ -74,7 +74,7 @@ def test_another_name_is_found(source):
         'from chatgpt.nn import Actor',
         'from chatgpt import nn',
         'from chatgpt.types import Sample',
-        'from chatgpt.functional.kl import kl_penalty',
+        'from chatgpt.functional.ppo import kl_penalty',
         'from chatgpt.trainer.algorithms import Estimator',
     ],
 )

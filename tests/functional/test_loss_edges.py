@@ -8,28 +8,19 @@ import pytest
 import torch
 from float64 import F64, all_count, bools, tensor
 
-from chatgpt.functional.advantages import (
-    dr_grpo,
-    gae,
-    grpo,
-    monte_carlo_returns,
-    reinforce_pp_baseline,
-    rloo,
-    spread,
-    token_rewards,
-)
-from chatgpt.functional.kl import kl_penalty
-from chatgpt.functional.losses import (
+from chatgpt.functional.advantages import dr_grpo, grpo, monte_carlo_returns, reinforce_pp_baseline, rloo, spread
+from chatgpt.functional.losses import gspo_policy_loss, sequence_logprobs, truncated_importance_weights
+from chatgpt.functional.masking import masked_sum
+from chatgpt.functional.ppo import (
     aggregate,
     aggregation_count,
     clipped_policy_loss,
     clipped_value_loss,
-    gspo_policy_loss,
+    gae,
+    kl_penalty,
     policy_stats,
-    sequence_logprobs,
-    truncated_importance_weights,
+    token_rewards,
 )
-from chatgpt.functional.masking import masked_sum
 
 # ---------------------------------------------------------------------- advantages
 

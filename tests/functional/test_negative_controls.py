@@ -22,21 +22,23 @@ from chatgpt.functional.advantages import (
     reinforce_pp,
     reinforce_pp_baseline,
     rloo,
-    token_rewards,
 )
 from chatgpt.functional.losses import (
-    aggregate,
-    aggregation_count,
     cispo_policy_loss,
-    clipped_policy_loss,
-    clipped_value_loss,
-    explained_variance,
     gspo_policy_loss,
-    policy_stats,
     sequence_logprobs,
     truncated_importance_weights,
 )
 from chatgpt.functional.masking import whiten
+from chatgpt.functional.ppo import (
+    aggregate,
+    aggregation_count,
+    clipped_policy_loss,
+    clipped_value_loss,
+    explained_variance,
+    policy_stats,
+    token_rewards,
+)
 
 Numbers = list[float]
 

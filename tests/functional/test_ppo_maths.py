@@ -10,28 +10,23 @@ import torch
 from float64 import F64, all_count, tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chatgpt.functional.advantages import (
-    dr_grpo,
-    gae,
-    grpo,
-    reinforce_pp,
-    reinforce_pp_baseline,
-    rloo,
-    spread,
-    token_rewards,
-)
-from chatgpt.functional.kl import AdaptiveKLController, FixedKLController, kl_full, kl_penalty
+from chatgpt.functional.advantages import dr_grpo, grpo, reinforce_pp, reinforce_pp_baseline, rloo, spread
 from chatgpt.functional.logprobs import chunked_logprobs, entropy_of, logprobs_of
-from chatgpt.functional.losses import (
+from chatgpt.functional.losses import gspo_policy_loss, truncated_importance_weights
+from chatgpt.functional.masking import masked_mean, masked_sum, masked_var, segment_mean, segment_sum, whiten
+from chatgpt.functional.ppo import (
+    AdaptiveKLController,
+    FixedKLController,
     aggregate,
     clipped_policy_loss,
     clipped_value_loss,
     explained_variance,
-    gspo_policy_loss,
+    gae,
+    kl_full,
+    kl_penalty,
     policy_stats,
-    truncated_importance_weights,
+    token_rewards,
 )
-from chatgpt.functional.masking import masked_mean, masked_sum, masked_var, segment_mean, segment_sum, whiten
 
 # ---------------------------------------------------------------------- masking
 

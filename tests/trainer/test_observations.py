@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from chatgpt.functional.advantages import token_rewards
+from chatgpt.functional.ppo import token_rewards
 from chatgpt.nn import GPTActor
 from chatgpt.rollout import SamplingParams
 from chatgpt.rollout.best_of_n import BestOfN

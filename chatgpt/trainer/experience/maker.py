@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from chatgpt.batching import collate
-from chatgpt.functional.advantages import token_rewards
 from chatgpt.functional.choices import KLKind
-from chatgpt.functional.kl import kl_full, kl_penalty
 from chatgpt.functional.masking import whiten
+from chatgpt.functional.ppo import kl_full, kl_penalty, token_rewards
 from chatgpt.nn.sweep import Communicator, cuts_of_own, gathered, sweep
 from chatgpt.trainer.experience.reference import Reference
 from chatgpt.trainer.experience.scorers import RewardValueError, Score, Scorer, WeightedScorer, combine, sequence_score

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
-from chatgpt.functional.advantages import gae
+from chatgpt.functional.ppo import gae
 from chatgpt.nn import Actor, dropout_off, is_encoder_decoder, start_token
 from chatgpt.rollout import Abilities, Call, HFEngine, LocalEngine, RolloutEngine
 from chatgpt.strategies import strategy_by_name

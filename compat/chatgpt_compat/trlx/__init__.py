@@ -85,8 +85,8 @@ INSTEAD: dict[str, str] = {
     'chatgpt.nn.AutoActor(pretrained=..., value_head=True)',
     'models.modeling_ppo.AutoModelForSeq2SeqLMWithHydraValueHead': 'chatgpt_compat.trl.AutoModelForSeq2SeqLMWithValue'
     'Head, or chatgpt.nn.AutoActor(pretrained=..., value_head=True)',
-    'models.modeling_ppo.AdaptiveKLController': 'chatgpt.functional.kl.AdaptiveKLController',
-    'models.modeling_ppo.FixedKLController': 'chatgpt.functional.kl.FixedKLController',
+    'models.modeling_ppo.AdaptiveKLController': 'chatgpt.functional.ppo.AdaptiveKLController',
+    'models.modeling_ppo.FixedKLController': 'chatgpt.functional.ppo.FixedKLController',
     'models.modeling_ilql.AutoModelForCausalLMWithILQLHeads': 'chatgpt.nn.ILQLModel.from_pretrained(FOLDER)',
     'models.modeling_ilql.AutoModelForSeq2SeqLMWithILQLHeads': 'chatgpt.nn.ILQLModel.from_pretrained(FOLDER)',
     'models.modeling_base.PreTrainedModelWrapper': 'chatgpt.nn.Actor(model), which takes any transformers causal LM',
