@@ -1,15 +1,13 @@
-"""Collecting: prompts in an order that is a function of the seed, responses, texts. PPO, RFT and evaluation hold one.
+"""Collecting: prompts in an order that is a function of the seed, responses, texts. PPO, RFT and evaluation hold a
+collector. It owns the plan of a fit, how many timesteps, prompts and samples were given out, and what was asked of an
+engine that answers later.
 
-    collector = Collector(strategy, engine, sampling, policy=..., tokenizer=...)
-    samples = collector.generate(prompts, indices=range(first, first + len(prompts)))    # these prompts, now
+    samples = collector.generate(prompts, indices=range(first, first + len(prompts)))       # these prompts, now
 
     collector.set_prompts(prompts)
-    collector.plan(100, 8)                                      # 100 timesteps, 8 of them a learning phase
+    collector.set_plan(Plan(total=100, per_phase=8))                                           # 8 timesteps a phase
     while collector.phases():
-        timesteps = collector.collect(version=phase, stop=stop_agreed)      # None: asked to stop
-
-The collector owns what it changes: how many timesteps, prompts and samples were given out, and what was asked of an
-engine that answers later.
+        timesteps = collector.collect(version=phase, stop=stop_agreed)                      # None: asked to stop
 """
 
 from __future__ import annotations
@@ -30,27 +28,14 @@ from chatgpt.rollout.exact import exact_draws
 from chatgpt.rollout.stop import write_texts
 from chatgpt.strategies.base import Strategy
 from chatgpt.trainer.checkpointing import as_json
+from chatgpt.trainer.fits import check_hears_alike
 from chatgpt.trainer.journal import Journal
 from chatgpt.trainer.pipeline import Pipeline, Timestep
+from chatgpt.trainer.schedule import Plan
 from chatgpt.types import Prompt, Sample
 
 Full = Callable[..., AbstractContextManager[Any]]
 """a context that gives the model to generate with"""
-
-
-def check_hears_alike(strategy: Strategy) -> None:
-    """Raises ValueError, before an environment is asked, where several processes compute a rank together."""
-    if strategy.processes.world_size != strategy.world_size:
-        raise ValueError(
-            'environment does not go with tensor_parallel: each of the processes that compute a rank together would '
-            'ask an environment of its own, and need not hear the same; leave one of them out'
-        )
-
-
-def phase_sizes(num_timesteps: int, per_phase: int, done: int = 0) -> list[int]:
-    """Timesteps of each learning phase that is left after `done` timesteps; the last phase may be short."""
-    ends = [done, *range(done - done % per_phase + per_phase, num_timesteps, per_phase), num_timesteps]
-    return [end - start for start, end in zip(ends, ends[1:], strict=False)] if done < num_timesteps else []
 
 
 class Collector:
@@ -96,7 +81,7 @@ class Collector:
         self.pipeline: Pipeline | None = None
         """timesteps in flight, of an engine that answers later"""
         if engine.abilities.answers_ahead:
-            self.pipeline = Pipeline(engine, strategy, max_staleness, self._draw, self._call)
+            self.pipeline = Pipeline(engine, strategy, max_staleness, self._draw)
         elif max_staleness:
             raise ValueError(
                 f'max_staleness={max_staleness} needs an engine that generates while the trainer learns, such as '
@@ -109,9 +94,7 @@ class Collector:
         self.prompts_drawn = 0
         """prompts given out, all ranks together"""
         self.samples_drawn = 0
-        self.fit_start = 0
-        """timestep at which the current plan began"""
-        self._total, self.per_phase = 0, 1
+        self.plan = Plan()
         self.generating_s = 0.0
         """this rank's own engine, since the last `taken_s`"""
         name = None if engine.environment is None else engine.environment['name']
@@ -154,7 +137,7 @@ class Collector:
         indices: SequenceOf[int],
         groups: SequenceOf[int] | None = None,
         seed: int | None = None,
-        limits: SequenceOf[int | None] | None = None,
+        limits: SequenceOf[int] | None = None,
         sampling: SamplingParams | None = None,
         policy: Full | None = None,
     ) -> list[Sample]:
@@ -162,28 +145,17 @@ class Collector:
 
         Args:
             indices: run-wide sample numbers, which with the seed decide every draw.
-            limits: each response's own limit of new tokens. Prompts of one limit go to the engine together.
+            limits: each response's own limit of new tokens, in place of that of `sampling`.
             seed, sampling, policy: in place of the strategy's and the collector's own.
         """
         sampling = sampling or self.sampling
-        limits = limits if limits is not None else [sampling.max_new_tokens] * len(prompts)
-        found: dict[int, Sample] = {}
-        different = set(limits)
-        if self.engine.abilities.spans_ranks:  # all ranks ask alike
-            different = set().union(*self.strategy.all_gather_object(different))
+        if limits is not None:  # all ranks ask alike
+            longest = max(max(each, default=1) for each in self.strategy.all_gather_object(list(limits)))
+            sampling = replace(sampling, max_new_tokens=longest)
+        seed = self.strategy.seed if seed is None else seed
+        call = Call.of(prompts, sampling, seed=seed, indices=indices, groups=groups, limits=limits)
         with self._begun(policy):
-            for limit in sorted(different, key=lambda n: n or 0):
-                at = [i for i, n in enumerate(limits) if n == limit]
-                call = Call.of(
-                    [prompts[i] for i in at],
-                    replace(sampling, max_new_tokens=limit),
-                    seed=self.strategy.seed if seed is None else seed,
-                    indices=[indices[i] for i in at],
-                    groups=None if groups is None else [groups[i] for i in at],
-                )
-                samples = self._timed(call)
-                found |= dict(zip(at, samples, strict=True))
-        return self.decode([found[i] for i in range(len(prompts))])
+            return self.decode(self._timed(call))
 
     def _timed(self, call: Call) -> list[Sample]:
         start = time.perf_counter()
@@ -241,17 +213,16 @@ class Collector:
 
     # ------------------------------------------------------------------ the next prompts
 
-    def plan(self, num_timesteps: int, per_phase: int, *, resume: bool = False) -> None:
-        """From here on `collect` gives a phase of `per_phase` timesteps after the other, until `num_timesteps` are
-        given out; with `resume`, those of the plan that a checkpoint is of count."""
+    def set_plan(self, plan: Plan, *, resume: bool = False) -> None:
+        """From here on `collect` gives one phase of the plan after the other; with `resume`, what a checkpoint has
+        collected is the plan's beginning."""
         if not resume:
             self.forget_in_flight()
-            self.fit_start = self.timestep
-        self._total, self.per_phase = num_timesteps, per_phase
+        self.plan = replace(plan, start=self.plan.start if resume else self.timestep)
 
     def phases(self) -> list[int]:
         """Timesteps of each phase of the plan that is left."""
-        return phase_sizes(self._total, self.per_phase, self.timestep - self.fit_start)
+        return self.plan.phases(self.timestep)
 
     def collect(
         self,
@@ -294,7 +265,7 @@ class Collector:
         pipeline = self.pipeline
         if pipeline is None:
             with self._begun():
-                yield lambda: self._rollout(version)
+                yield lambda: self.decode(self._draw(version).stamped(self._timed))
             return
         if not pipeline.take_up([count, *later], version, self._made_from):
             self.forget_in_flight()
@@ -318,24 +289,8 @@ class Collector:
                 groups.append(first_prompt + i)
         self.prompts_drawn += n
         self.samples_drawn += n * k
-        return Timestep(
-            first_prompt=first_prompt,
-            first_sample=first_index,
-            prompts=prompts,
-            indices=indices,
-            groups=groups,
-            version=version,
-        )
-
-    def _rollout(self, version: int) -> list[Sample]:
-        t = self._draw(version)
-        samples = self._timed(self._call(t))
-        for sample in samples:
-            sample.version = t.version
-        return self.decode(samples)
-
-    def _call(self, t: Timestep) -> Call:
-        return Call.of(t.prompts, self.sampling, seed=self.strategy.seed, indices=t.indices, groups=t.groups)
+        call = Call.of(prompts, self.sampling, seed=self.strategy.seed, indices=indices, groups=groups)
+        return Timestep(first_prompt=first_prompt, first_sample=first_index, call=call, version=version)
 
     # ------------------------------------------------------------------ state
 
@@ -374,7 +329,7 @@ class Collector:
         prompts, samples = self._drawn()
         return {
             'timestep': self.timestep,
-            'fit_start': self.fit_start,
+            'fit_start': self.plan.start,
             'prompts_drawn': prompts,
             'samples_drawn': samples,
         }
@@ -390,7 +345,7 @@ class Collector:
         return as_json(self.fingerprint() | {'seed': self.strategy.seed})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.timestep, self.fit_start = int(state['timestep']), int(state['fit_start'])
+        self.timestep, self.plan = int(state['timestep']), replace(self.plan, start=int(state['fit_start']))
         self.prompts_drawn, self.samples_drawn = int(state['prompts_drawn']), int(state['samples_drawn'])
         for part in (self.pipeline, self.journal):
             if part is not None:

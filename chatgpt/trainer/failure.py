@@ -26,9 +26,9 @@ import sys
 from pathlib import Path
 
 from chatgpt.strategies.checkpoint import CUT_SHORT, latest, list_checkpoints, step_folder
-from chatgpt.trainer.agreement import RankMismatchError
 from chatgpt.trainer.callbacks import SaveCheckpoint
 from chatgpt.trainer.callbacks.base import TrainerView
+from chatgpt.trainer.run_control import RankMismatchError
 from chatgpt.trainer.step import Steps
 
 

@@ -31,7 +31,7 @@ from chatgpt.trainer.config import SupervisedConfig
 from chatgpt.trainer.experience.reference import Reference
 from chatgpt.trainer.fits import check_apart, check_models, check_records
 from chatgpt.trainer.metrics import BatchStats, Metrics, PhaseMetrics
-from chatgpt.trainer.order import permutation, uneven_steps
+from chatgpt.trainer.schedule import permutation, uneven_steps
 from chatgpt.trainer.step import Learner, Work, learn_batch
 from chatgpt.types import Batch, Sequence
 
@@ -255,9 +255,8 @@ class OfflineTrainer(Trainer):
         if not self.is_resuming:
             self.epochs_before += -(-self.batches_done // per_epoch)
             self.batches_done = 0
-            self.fit_updates = self.num_updates
-        self.is_resuming = False
-        self.total_updates, self._last_batch = self.fit_updates + total, total
+        self.expect_updates(total)
+        self._last_batch = total
         with self.running(num_phases=self.phase + -(-total // c.log_interval) - self.batches_done // c.log_interval):
             while self.batches_done < total and not self.stop_agreed():
                 # A phase that an exception cut short is ended first.

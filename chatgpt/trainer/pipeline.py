@@ -23,7 +23,7 @@ import numpy as np
 from chatgpt.rollout import Call, RolloutEngine
 from chatgpt.rollout.wire import PackedEpisode, PackedSamples, pack_samples, unpack_samples
 from chatgpt.strategies.base import Strategy
-from chatgpt.types import Episode, Prompt, Sample, Turn
+from chatgpt.types import Episode, Sample, Turn
 
 
 @dataclass(eq=False, kw_only=True)
@@ -33,13 +33,19 @@ class Timestep:
     first_prompt: int
     """draws of prompts before it, all ranks together"""
     first_sample: int
-    prompts: list[Prompt]
-    indices: list[int]
-    groups: list[int]
+    call: Call
+    """what the engine is asked"""
     version: int = 0
     """learning phases behind the weights it was asked of"""
     ticket: Any = None
     samples: list[Sample] | None = None
+
+    def stamped(self, generate: Callable[[Call], list[Sample]]) -> list[Sample]:
+        """What `generate` gives for its call, which weights of its version have drawn."""
+        samples = generate(self.call)
+        for sample in samples:
+            sample.version = self.version
+        return samples
 
 
 class Pipeline:
@@ -48,7 +54,6 @@ class Pipeline:
     Args:
         max_staleness: learning phases that the weights behind a sample may be old.
         draw: gives out the next timestep, for weights with so many learning phases behind them.
-        call: what the engine is asked for a timestep.
     """
 
     def __init__(
@@ -57,10 +62,8 @@ class Pipeline:
         strategy: Strategy,
         max_staleness: int,
         draw: Callable[[int], Timestep],
-        call: Callable[[Timestep], Call],
     ) -> None:
-        self.engine, self.strategy, self.max_staleness = engine, strategy, max_staleness
-        self._draw, self._call = draw, call
+        self.engine, self.strategy, self.max_staleness, self._draw = engine, strategy, max_staleness, draw
         self.waiting: deque[Timestep] = deque()
         """asked and not taken, oldest first"""
         self.taken: list[Timestep] = []
@@ -93,7 +96,7 @@ class Pipeline:
     def ask(self, version: int) -> None:
         """Give the next timestep out, and ask the engine for it."""
         timestep = self._draw(version)
-        timestep.ticket = self.engine.submit(self._call(timestep))
+        timestep.ticket = self.engine.submit(timestep.call)
         self.waiting.append(timestep)
 
     def take(self, version: int) -> list[Sample]:
@@ -110,10 +113,8 @@ class Pipeline:
 
     def _wait(self, timestep: Timestep) -> list[Sample]:
         if timestep.samples is None:
-            timestep.samples = self.engine.take(timestep.ticket)
+            timestep.samples = timestep.stamped(lambda _: self.engine.take(timestep.ticket))
             timestep.ticket = None
-            for sample in timestep.samples:
-                sample.version = timestep.version
         return timestep.samples
 
     def give_up(self, version: int) -> list[Timestep]:
@@ -160,15 +161,14 @@ def restored(records: SequenceOf[Mapping[str, Any]], timesteps: Iterable[Timeste
     """Fill timesteps that were drawn again with the samples of a checkpoint; False when they are not the same
     timesteps."""
     for record, timestep in zip(records, timesteps, strict=True):
-        num_samples, first = len(timestep.prompts) * world_size, len(timestep.prompts) * rank
+        call = timestep.call
+        num_samples, first = len(call.prompts) * world_size, len(call.prompts) * rank
         where = record['first_prompt'], record['first_sample'], len(record['lengths'])
         if where != (timestep.first_prompt, timestep.first_sample, num_samples):
             return False
-        packed = _share(record, first, first + len(timestep.prompts))
+        packed = _share(record, first, first + len(call.prompts))
         timestep.version = packed.version
-        timestep.samples = unpack_samples(
-            packed, timestep.prompts, timestep.indices, timestep.groups, record['temperature']
-        )
+        timestep.samples = unpack_samples(packed, call.prompts, call.indices, call.groups, record['temperature'])
     return True
 
 

@@ -122,10 +122,11 @@ class Selection:
         self.metrics |= {'rollout/dynamic_rounds': float(done), 'rollout/informative_share': len(kept) / drawn}
         return [e for group in kept[:wanted] for e in group]
 
-    def of_step(self, experiences: list[Experience]) -> None:
-        """Of responses that the caller of `step` brings."""
+    def of_step(self, experiences: list[Experience]) -> dict[str, float]:
+        """Of responses that the caller of `step` brings; `metrics`."""
         self.metrics = {}
         self._leave_out_overlong(experiences)
+        return self.metrics
 
     def _leave_out_overlong(self, experiences: list[Experience]) -> None:
         """With `overlong_filter`, no token of a response that ran out of room counts; its score stays in its group's

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from chatgpt.batching import moved_together
 from chatgpt.nn.sweep import cuts_of_share
 from chatgpt.strategies.base import Strategy
 from chatgpt.trainer.metrics import BatchStats, Mean, Metrics
-from chatgpt.trainer.order import seed_for
+from chatgpt.trainer.schedule import seed_for
 from chatgpt.types import Batch
 
 Loss = Callable[[nn.Module, Batch], tuple[Tensor, Metrics]]
@@ -59,7 +60,7 @@ class Work:
     records: SequenceOf[Any]
     learners: SequenceOf[Learner]
     make_batch: Callable[[list[Any]], Batch]
-    length_of: Callable[[Any], int]
+    length_of: Callable[[Any], int] = attrgetter('num_tokens')
 
     def micro_batches(self, strategy: Strategy, max_tokens: int | None) -> list[list[Any]]:
         """This rank's; as many as on any other rank, the last ones maybe empty."""

@@ -8,7 +8,7 @@ from torch.optim import AdamW
 
 from chatgpt.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer.agreement import RankMismatchError, check_ranks
+from chatgpt.trainer.run_control import RankMismatchError, check_ranks
 
 
 def run(difference: str | None) -> str:

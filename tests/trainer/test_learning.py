@@ -11,8 +11,7 @@ import torch
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.trainer.config import PPOConfig, check_cut
 from chatgpt.trainer.metrics import BatchStats, Highest, Lowest, Mean
-from chatgpt.trainer.order import permutation, seed_for, train_batches
-from chatgpt.trainer.schedule import lr_factor
+from chatgpt.trainer.schedule import lr_factor, permutation, seed_for, train_batches
 
 
 def test_batch_stats_weigh_micro_batches_by_what_counts():

@@ -14,8 +14,7 @@ from chatgpt.nn import GPTActor
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import SFTTrainer
-from chatgpt.trainer.order import uneven_steps
-from chatgpt.trainer.schedule import LearningRate
+from chatgpt.trainer.schedule import LearningRate, uneven_steps
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from chatgpt.trainer.callbacks.progress import ProgressBar
 from chatgpt.trainer.metrics import BatchStats, Mean, Metrics
 from chatgpt.trainer.objectives.config import RewardModelConfig
 from chatgpt.trainer.offline import SWEEP_TOKENS, Method, Objective, OfflineTrainer
-from chatgpt.trainer.order import permutation
+from chatgpt.trainer.schedule import permutation
 from chatgpt.types import Batch, Sequence
 
 _TRUE, _FALSE = (
