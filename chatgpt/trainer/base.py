@@ -27,12 +27,12 @@ from chatgpt.strategies.checkpoint.layout import MANIFEST
 from chatgpt.trainer import checkpointing
 from chatgpt.trainer.callbacks import Callback, CallbackList
 from chatgpt.trainer.callbacks.defaults import with_defaults
-from chatgpt.trainer.config import LearningSettings
 from chatgpt.trainer.failure import keep_what_is_whole, resume_words
 from chatgpt.trainer.fits import check_router_loss
 from chatgpt.trainer.run_control import LEFT_OUT, PhaseClock, StopSignals, agreed, check_ranks
 from chatgpt.trainer.saving import push_trained, save_trained
 from chatgpt.trainer.schedule import LearningRate, describe_groups
+from chatgpt.trainer.settings import LearningSettings
 from chatgpt.trainer.step import Steps
 from chatgpt.types import Experience
 

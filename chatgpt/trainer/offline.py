@@ -27,10 +27,10 @@ from chatgpt.nn.trunk import dropout_off, in_eval_mode
 from chatgpt.strategies.base import Strategy
 from chatgpt.strategies.registry import prepared_by
 from chatgpt.trainer.base import Trainer
-from chatgpt.trainer.config import SupervisedConfig
 from chatgpt.trainer.experience.reference import Reference
 from chatgpt.trainer.fits import check_apart, check_models, check_records
 from chatgpt.trainer.metrics import BatchStats, Metrics, PhaseMetrics
+from chatgpt.trainer.objectives.config import SupervisedConfig
 from chatgpt.trainer.schedule import permutation, uneven_steps
 from chatgpt.trainer.step import Learner, Work, learn_batch
 from chatgpt.types import Batch, Sequence

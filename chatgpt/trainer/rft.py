@@ -29,8 +29,8 @@ from chatgpt.strategies.base import Strategy
 from chatgpt.strategies.registry import prepared_by
 from chatgpt.trainer.base import config_of
 from chatgpt.trainer.collect import Collector
-from chatgpt.trainer.config import SFTConfig
 from chatgpt.trainer.experience.scorers import as_score, as_scorer, check_columns, described, scored, sequence_score
+from chatgpt.trainer.objectives.config import SFTConfig
 from chatgpt.trainer.objectives.sft import SFTObjective
 from chatgpt.trainer.offline import Method, OfflineTrainer
 from chatgpt.types import Prompt, Sample, Sequence

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -82,12 +82,10 @@ class Steps:
     """inside one; stays True when an exception came from there, which leaves some weights moved and others not"""
 
 
-@dataclass
-class BatchResult:
-    """What one train batch gave. `stepped` is False when it was vetoed or its step was skipped by loss scaling."""
-
+class BatchResult(NamedTuple):
     metrics: dict[str, float]
     stepped: bool
+    """False when the batch was vetoed or a step was skipped by loss scaling"""
 
 
 def learn_batch(
@@ -132,31 +130,49 @@ def learn_batch(
                 stats.add({'loss_sum': Mean(loss, 0.0)})
         for learner in trained.values():
             strategy.end_atom(learner.optimizer)
+
+    def discard() -> None:
+        for learner in trained.values():
+            strategy.discard_gradients(learner.optimizer)
+
     reduced = stats.reduced(strategy)
     if not math.isfinite(reduced.pop('loss_sum')):
-        _discard(strategy, trained.values())
+        discard()
         raise NonFiniteError(_describe(strategy, losses, where))
     if veto is not None and veto(reduced):
-        _discard(strategy, trained.values())
+        discard()
         return BatchResult(reduced, stepped=False)
-    stepped, moved, steps = True, False, steps or Steps()
-    for learner in trained.values():
+    return BatchResult(reduced, _step(strategy, trained.values(), reduced, max_grad_norm, where, steps or Steps()))
+
+
+def _step(
+    strategy: Strategy,
+    trained: Iterable[Learner],
+    metrics: dict[str, float],
+    max_grad_norm: float | None,
+    where: str,
+    steps: Steps,
+) -> bool:
+    """One step of each optimizer, whose gradient norms are put among the metrics. False where loss scaling skipped
+    one."""
+    stepped, moved = True, False
+    for learner in trained:
         steps.within = True
         norm = strategy.optimizer_step(learner.optimizer, max_norm=max_grad_norm)
         steps.within = False
-        reduced[f'{learner.name}_grad_norm'] = norm
-        if not math.isfinite(norm):
-            if not strategy.numerics.scales_loss:
-                steps.within = moved  # another model of this batch has stepped
-                raise NonFiniteError(
-                    f'the gradient norm of the {learner.name} is {norm} {where}; its weights are those before this '
-                    'step. Lower the learning rate, or compute in bf16 or fp32'
-                )
-            stepped = False
-        else:
+        metrics[f'{learner.name}_grad_norm'] = norm
+        if math.isfinite(norm):
             steps.done += 1
             moved = True
-    return BatchResult(reduced, stepped)
+            continue
+        if not strategy.numerics.scales_loss:
+            steps.within = moved  # another model of this batch has stepped
+            raise NonFiniteError(
+                f'the gradient norm of the {learner.name} is {norm} {where}; its weights are those before this step. '
+                'Lower the learning rate, or compute in bf16 or fp32'
+            )
+        stepped = False
+    return stepped
 
 
 def _batches(strategy: Strategy, forwards: SequenceOf[tuple[Work, list[Any]]], pin_memory: bool) -> Iterable[Batch]:
@@ -181,17 +197,9 @@ def _rounds(
         yield atom, [(w, atoms[i]) for w, atoms in cuts]
 
 
-def _discard(strategy: Strategy, learners: Iterable[Learner]) -> None:
-    for learner in learners:
-        strategy.discard_gradients(learner.optimizer)
-
-
 def _describe(strategy: Strategy, losses: list[tuple[Tensor, list[Any]]], where: str) -> str:
     """One sentence that names the samples whose micro-batch had a loss that is not finite, the same on every rank."""
-    bad: list[str] = []
-    for loss, records in losses:
-        if not torch.isfinite(loss):
-            bad += [str(getattr(r, 'index', '?')) for r in records]
-    everyone = [name for names in strategy.all_gather_object(sorted(set(bad))) for name in names]
+    bad = {str(getattr(r, 'index', '?')) for loss, records in losses if not torch.isfinite(loss) for r in records}
+    everyone = [name for names in strategy.all_gather_object(sorted(bad)) for name in names]
     samples = f'; samples in it: {", ".join(everyone[:16])}' if everyone else ''
     return f'the loss is not finite {where}{samples}. The weights are those before this step'

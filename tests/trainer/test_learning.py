@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from chatgpt.strategies import NaiveStrategy
-from chatgpt.trainer.config import PPOConfig, check_cut
+from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.metrics import BatchStats, Highest, Lowest, Mean
 from chatgpt.trainer.schedule import lr_factor, permutation, seed_for, train_batches
+from chatgpt.trainer.settings import check_cut
 
 
 def test_batch_stats_weigh_micro_batches_by_what_counts():

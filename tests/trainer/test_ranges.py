@@ -11,13 +11,14 @@ import pytest
 import chatgpt.trainer  # noqa: F401
 from chatgpt.launch.runs import DataRun, PPORun, Run
 from chatgpt.rollout import SamplingParams
-from chatgpt.trainer.config import PPOConfig, Settings, SFTConfig, SupervisedConfig
+from chatgpt.trainer.config import PPOConfig
+from chatgpt.trainer.objectives.config import SFTConfig, SupervisedConfig
 from chatgpt.trainer.objectives.ilql import ILQLConfig
 from chatgpt.trainer.objectives.kto import KTOConfig
 from chatgpt.trainer.objectives.pairs import DPOConfig, ORPOConfig, SimPOConfig
 from chatgpt.trainer.objectives.reward_model import RewardModelConfig
-from chatgpt.trainer.ranges import RANGES, numeric_fields, range_of
 from chatgpt.trainer.rft import RFTConfig
+from chatgpt.trainer.settings import RANGES, Settings, numeric_fields, range_of
 
 
 def classes(base: type = Settings) -> list[type[Any]]:
