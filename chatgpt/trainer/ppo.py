@@ -160,7 +160,7 @@ class PPOTrainer(Stepwise):
 
     @property
     def prompts(self) -> PromptSet | None:
-        return self.collector.prompts
+        return self.collector.draws.prompts
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {

@@ -74,7 +74,7 @@ class Stepwise(Trainer):
         sampling, _ = sampling_for(self.strategy.unwrap(actor), self.tokenizer, self.generation | generate_kwargs)
         self._generated_with = (sampling,)
         limits = None if length_sampler is None else [length_sampler() for _ in prompts]
-        first = self.collector.number(len(prompts))
+        first = self.collector.draws.number(len(prompts))
         indices = range(first, first + len(prompts))
         with self.clock.measure('collect'), self.strategy.onload(actor):
             samples = self.collector.generate(prompts, indices=indices, limits=limits, sampling=sampling)
@@ -108,7 +108,7 @@ class Stepwise(Trainer):
         sampled = [self.collector.sampling, *self._generated_with]
         samples, checked = given_samples(prompts, responses, scores, response_masks, sampled)
         starts = given_groups(prompts, self.config)
-        first = self.collector.number(len(samples))
+        first = self.collector.draws.number(len(samples))
         for i, sample in enumerate(samples):
             sample.index, sample.group, sample.version = first + i, first + starts[i], self.phase
         # These tokens may come from anywhere, so the log-probs the ratio is taken against are computed here.

@@ -41,7 +41,7 @@ def run(difference: str | None) -> str:
             learners = trainer.learners
 
             def counted() -> object:
-                trainer.collector.prompts_drawn += int(odd)
+                trainer.collector.draws.prompts_drawn += int(odd)
                 return learners()
 
             trainer.learners = counted  # type: ignore[method-assign]

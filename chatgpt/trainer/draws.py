@@ -1,26 +1,27 @@
-"""Timesteps that were asked of a rollout engine and not learned from yet: a queue, and what a checkpoint needs to know
-of it.
+"""Timesteps: the prompts of each and the numbers of its samples, functions of counters; and those that were asked of an
+engine ahead of their time.
 
     phase v:  ask ─▶ [v .. v + n] are now in flight, the newest with this phase's weights    (n = `max_staleness`)
               take ◀─ the oldest, for this phase; the others go on while the trainer scores and learns
 
 So a sample is at most n phases older than the weights it teaches, and never more than n + 1 phases' timesteps are in
-flight. The order is that of the prompts, so which weights draw which sample follows from the settings alone. Left out:
-the engine, and scoring.
+flight. The order is that of the prompts, so which weights draw which sample follows from the settings alone.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from chatgpt.rollout import Call, RolloutEngine
+from chatgpt.data.prompts import PromptOrder, PromptSet
+from chatgpt.rollout import Call, RolloutEngine, SamplingParams
 from chatgpt.rollout.wire import PackedEpisode, PackedSamples, pack_samples, unpack_samples
 from chatgpt.strategies.base import Strategy
 from chatgpt.types import Episode, Sample, Turn
@@ -35,35 +36,119 @@ class Timestep:
     first_sample: int
     call: Call
     """what the engine is asked"""
-    version: int = 0
+    version: int
     """learning phases behind the weights it was asked of"""
     ticket: Any = None
     samples: list[Sample] | None = None
 
-    def stamped(self, generate: Callable[[Call], list[Sample]]) -> list[Sample]:
-        """What `generate` gives for its call, which weights of its version have drawn."""
+    def generated(self, generate: Callable[[Call], list[Sample]]) -> list[Sample]:
+        """What `generate` gives for its call."""
         samples = generate(self.call)
         for sample in samples:
             sample.version = self.version
         return samples
 
 
-class Pipeline:
-    """First in, first out.
+class Draws:
+    """Gives timesteps out, each when it is wanted. Its counters go into a checkpoint.
 
     Args:
-        max_staleness: learning phases that the weights behind a sample may be old.
-        draw: gives out the next timestep, for weights with so many learning phases behind them.
+        sampling: of every call.
+        batch_size: prompts of one timestep, all ranks together.
+        num_samples_per_prompt: responses to each prompt.
+        begun: a context in which the engine has the policy's weights.
+        generate: asks the engine.
+        made_from: what samples follow from, but for the weights, as JSON.
     """
 
     def __init__(
         self,
-        engine: RolloutEngine,
         strategy: Strategy,
-        max_staleness: int,
-        draw: Callable[[int], Timestep],
+        sampling: SamplingParams,
+        batch_size: int,
+        num_samples_per_prompt: int,
+        *,
+        begun: Callable[[], AbstractContextManager[Any]],
+        generate: Callable[[Call], list[Sample]],
+        made_from: Callable[[], Any],
     ) -> None:
-        self.engine, self.strategy, self.max_staleness, self._draw = engine, strategy, max_staleness, draw
+        self.strategy, self.sampling = strategy, sampling
+        self.begun, self.generate, self.made_from = begun, generate, made_from
+        self.batch_size, self.num_samples_per_prompt = batch_size, num_samples_per_prompt
+        self.prompts: PromptSet | None = None
+        self._order: PromptOrder | None = None
+        self.prompts_drawn = 0
+        """prompts given out, all ranks together"""
+        self.samples_drawn = 0
+
+    def set_prompts(self, prompts: PromptSet) -> None:
+        """What is drawn from, without replacement within an epoch."""
+        self.prompts, self._order = prompts, PromptOrder(len(prompts), self.strategy.seed)
+
+    def number(self, count: int) -> int:
+        """Give run-wide numbers to `count` samples of this rank; the first. A collective."""
+        counts = self.strategy.all_gather_object(count)
+        first = self.samples_drawn + sum(counts[: self.strategy.rank])
+        self.samples_drawn += sum(counts)
+        return first
+
+    def draw(self, version: int) -> Timestep:
+        """The next prompts: this rank's share of them, with their numbers."""
+        assert self.prompts is not None and self._order is not None, 'set_prompts first'
+        n, k = self.batch_size, self.num_samples_per_prompt
+        first_prompt, first_sample, share = self.prompts_drawn, self.samples_drawn, n // self.strategy.world_size
+        own = range(self.strategy.rank * share, (self.strategy.rank + 1) * share)
+        call = Call.of(
+            [self.prompts[self._order[first_prompt + i]] for i in own for _ in range(k)],
+            self.sampling,
+            seed=self.strategy.seed,
+            indices=[first_sample + i * k + j for i in own for j in range(k)],
+            groups=[first_prompt + i for i in own for _ in range(k)],
+        )
+        self.prompts_drawn += n
+        self.samples_drawn += n * k
+        return Timestep(first_prompt=first_prompt, first_sample=first_sample, call=call, version=version)
+
+    @contextmanager
+    def source(self, sizes: SequenceOf[int], version: int) -> Iterator[Callable[[], list[Sample]]]:
+        """What gives the samples of the next timestep, `sizes[0]` times.
+
+        Args:
+            sizes: timesteps of this phase and of those to come.
+            version: learning phases that the policy has behind it.
+        """
+        with self.begun():
+            yield lambda: self.draw(version).generated(self.generate)
+
+    def learned(self) -> None:
+        """What was taken is in a replay buffer, and will not be put back."""
+
+    def forget(self) -> None:
+        """What is in flight; its prompts are drawn again."""
+
+    @contextmanager
+    def dropped(self, version: int) -> Iterator[None]:
+        """Around a `load` of a phase's start, which gives that phase up: what older weights have generated stays in
+        flight."""
+        yield
+
+    def state_dict(self) -> dict[str, int]:
+        return {'prompts_drawn': self.prompts_drawn, 'samples_drawn': self.samples_drawn}
+
+    def state(self) -> dict[str, Any]:
+        """Everything in flight as JSON, all ranks together. A collective."""
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.prompts_drawn, self.samples_drawn = int(state['prompts_drawn']), int(state['samples_drawn'])
+
+
+class Pipeline(Draws):
+    """Gives timesteps out up to `max_staleness` phases ahead, to an engine that answers later. First in, first out."""
+
+    def __init__(self, engine: RolloutEngine, max_staleness: int, *given: Any, **functions: Any) -> None:
+        super().__init__(*given, **functions)
+        self.engine, self.max_staleness = engine, max_staleness
         self.waiting: deque[Timestep] = deque()
         """asked and not taken, oldest first"""
         self.taken: list[Timestep] = []
@@ -71,18 +156,28 @@ class Pipeline:
         self._loaded: Mapping[str, Any] = {}
         """what a checkpoint says was in flight, until a phase takes it up"""
 
-    def take_up(self, sizes: SequenceOf[int], version: int, made_from: Callable[[], Any]) -> bool:
+    @contextmanager
+    def source(self, sizes: SequenceOf[int], version: int) -> Iterator[Callable[[], list[Sample]]]:
+        sizes = sizes[: 1 + self.max_staleness]
+        if not self._take_up(sizes, version):
+            self.forget()
+        missing = sum(sizes) - len(self.waiting)
+        with self.begun() if missing > 0 else nullcontext():
+            for _ in range(missing):
+                self.ask(version)
+        yield lambda: self._take(version)
+
+    def _take_up(self, sizes: SequenceOf[int], version: int) -> bool:
         """Let what was in flight in a checkpoint that was loaded wait here again, its prompts given out anew. False,
-        with a warning, where it does not fit the phases to come (`sizes` in timesteps, the present one first), or
-        where settings or data have changed (`made_from`): then its prompts must be forgotten."""
+        with a warning, where it does not fit the phases to come, or where settings or data have changed."""
         loaded, self._loaded = self._loaded, {}
         records = loaded.get('in_flight', ())
         if not records:
             return True
         due = [phase for phase, size in enumerate(sizes, version) for _ in range(size)]
-        fits = len(records) <= len(due) and loaded.get('in_flight_from') == made_from()
+        fits = len(records) <= len(due) and loaded.get('in_flight_from') == self.made_from()
         fits = fits and all(at - r['version'] <= self.max_staleness for at, r in zip(due, records, strict=False))
-        self.waiting.extend(self._draw(version) for _ in records)
+        self.waiting.extend(self.draw(version) for _ in records)
         if fits and restored(records, self.waiting, self.strategy.rank, self.strategy.world_size):
             return True
         if self.strategy.is_rank_0:
@@ -95,11 +190,11 @@ class Pipeline:
 
     def ask(self, version: int) -> None:
         """Give the next timestep out, and ask the engine for it."""
-        timestep = self._draw(version)
+        timestep = self.draw(version)
         timestep.ticket = self.engine.submit(timestep.call)
         self.waiting.append(timestep)
 
-    def take(self, version: int) -> list[Sample]:
+    def _take(self, version: int) -> list[Sample]:
         """The samples of the oldest timestep, for weights of this version; waits for them."""
         timestep = self.waiting[0]
         samples = self._wait(timestep)
@@ -113,23 +208,30 @@ class Pipeline:
 
     def _wait(self, timestep: Timestep) -> list[Sample]:
         if timestep.samples is None:
-            timestep.samples = timestep.stamped(lambda _: self.engine.take(timestep.ticket))
+            timestep.samples = timestep.generated(lambda _: self.engine.take(timestep.ticket))
             timestep.ticket = None
         return timestep.samples
 
-    def give_up(self, version: int) -> list[Timestep]:
-        """End a phase without learning from it.
+    def learned(self) -> None:
+        self.taken.clear()
 
-        Returns the timesteps, taken or not, that were asked of older weights than the phase's own. The others are
-        dropped, because the same weights will generate them again.
-        """
+    def forget(self) -> None:
+        super().load(self.state_dict())
+        self._clear()
+
+    @contextmanager
+    def dropped(self, version: int) -> Iterator[None]:
         everything = [*self.taken, *self.waiting]
         kept = [t for t in everything if t.version < version]
+        # the same weights will generate the others again
         self.waiting = deque(t for t in everything if t.version >= version)
-        self.clear()
-        return kept
+        self._clear()
+        yield
+        self.waiting.extend(kept)
+        self.prompts_drawn += len(kept) * self.batch_size
+        self.samples_drawn += len(kept) * self.batch_size * self.num_samples_per_prompt
 
-    def clear(self) -> None:
+    def _clear(self) -> None:
         """Forget everything; nobody generates for it any more."""
         for timestep in self.waiting:
             if timestep.ticket is not None:
@@ -138,8 +240,14 @@ class Pipeline:
         self.taken.clear()
         self._loaded = {}
 
-    def state(self, made_from: Callable[[], Any]) -> dict[str, Any]:
-        """Everything in flight as JSON, all ranks together. Waits until it is generated; a collective."""
+    def state_dict(self) -> dict[str, int]:
+        """But for what is in flight, which a run that goes on from here asks for again."""
+        if not self.waiting:
+            return super().state_dict()
+        return {'prompts_drawn': self.waiting[0].first_prompt, 'samples_drawn': self.waiting[0].first_sample}
+
+    def state(self) -> dict[str, Any]:
+        """Waits until everything in flight is generated."""
         if not self.waiting:
             return {k: self._loaded[k] for k in ('in_flight', 'in_flight_from') if k in self._loaded}
         records = []
@@ -149,11 +257,11 @@ class Pipeline:
             joined = {name: [x for share in shares for x in share[name]] for name in shares[0]}
             where = {'first_prompt': t.first_prompt, 'first_sample': t.first_sample, 'version': t.version}
             records.append(where | {'temperature': samples[0].temperature} | joined)
-        return {'in_flight': records, 'in_flight_from': made_from()}
+        return {'in_flight': records, 'in_flight_from': self.made_from()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Of a checkpoint; see `take_up`."""
-        self.clear()
+        super().load(state)
+        self._clear()
         self._loaded = state
 
 
