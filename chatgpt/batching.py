@@ -1,10 +1,9 @@
 """From single sequences to batches: the one place where padding exists.
 
 `collate` pads just before a model's forward, and says how to leave the padding out again (`packing_of`).
-`cut_by_tokens` makes micro-batches under a token budget; `split_over_ranks` splits a global batch by cost. `align`
-gives every rank the same number of micro-batches by adding empty ones, and `collate` turns an empty one into a dummy
-batch that weighs nothing. All are pure functions of lengths, so every rank computes the whole assignment alone.
-`Exact` cuts by a rule that knows nothing of ranks.
+`cut_by_tokens` makes micro-batches under a token budget; `split_over_ranks` splits a global batch by cost;
+`micro_batches` does both, and gives every rank equally many. All are pure functions of lengths, so every rank computes
+the whole assignment alone. `Exact` cuts by a rule that knows nothing of ranks.
 """
 
 from __future__ import annotations
@@ -51,7 +50,8 @@ def collate(
     columns = dict(columns or {})
     sequence_mask = torch.ones(len(sequences), dtype=torch.bool)
     if not sequences:
-        sequences = [_dummy()] * num_dummies
+        one = torch.zeros(1, dtype=torch.int64)
+        sequences = [Sequence(prompt_ids=one, response_ids=one, response_mask=one.bool())] * num_dummies
         sequence_mask = torch.zeros(num_dummies, dtype=torch.bool)
         columns = {name: column.new_zeros(num_dummies) for name, column in columns.items()}
     lengths = []
@@ -189,7 +189,8 @@ def micro_batches(
     ]
     if exact is not None:
         cuts = [[cut for i in exact.of_rank(rank, world_size) for cut in cuts[i]] for rank in range(world_size)]
-    return align(cuts)
+    most = max(map(len, cuts))  # a sharded forward is a collective: a rank with less data takes part with dummies
+    return [c + [[] for _ in range(most - len(c))] for c in cuts]
 
 
 @dataclass(frozen=True)
@@ -248,18 +249,3 @@ class Exact:
         share = self.atoms // world_size
         ends = [i * count // share for i in range(share + 1)]
         return [list(range(start, stop)) for start, stop in zip(ends, ends[1:], strict=False) if stop > start]
-
-
-def align(cuts: list[list[list[int]]]) -> list[list[list[int]]]:
-    """Give every rank as many micro-batches as the rank with most, by adding empty ones.
-
-    A sharded forward is a collective: a rank with less data must still take part. `collate` makes a dummy batch of an
-    empty list.
-    """
-    most = max((len(c) for c in cuts), default=0)
-    return [c + [[] for _ in range(most - len(c))] for c in cuts]
-
-
-def _dummy() -> Sequence:
-    one = torch.zeros(1, dtype=torch.int64)
-    return Sequence(prompt_ids=one, response_ids=one.clone(), response_mask=torch.zeros(1, dtype=torch.bool))

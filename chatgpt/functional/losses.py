@@ -162,3 +162,21 @@ def sequence_logprobs(
     `average`."""
     fold = segment_mean if average else segment_sum
     return fold(logprobs, rows, num_sequences, mask=mask)
+
+
+def kl_full(logits: Tensor, ref_logits: Tensor) -> Tensor:
+    """Σ_v q(v) (log q(v) − log p(v)): the exact KL(policy || reference) at each token.
+
+    Args:
+        logits: (..., V) of the policy, already divided by the temperature, any float dtype.
+        ref_logits: (..., V) of the reference, likewise.
+
+    Returns:
+        (...) fp32 (fp64 for fp64 logits). Tokens that the policy cannot draw (−inf) add 0; a token that only the
+        reference cannot draw counts as if its log-prob were the lowest finite number.
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    lowest = torch.finfo(dtype).min
+    logq = torch.log_softmax(logits.to(dtype), dim=-1)
+    logp = torch.log_softmax(ref_logits.to(dtype), dim=-1)
+    return (logq.exp() * (logq.clamp_min(lowest) - logp.clamp_min(lowest))).sum(dim=-1)

@@ -47,13 +47,11 @@ def token_rewards(
 
     Args:
         kl: (A,) estimate per token.
-        beta: coefficient.
-        score: of the whole response.
         mask: (A,) bool, True = counts.
         token_scores: (A,) dense scores, or None.
 
     Returns:
-        (A,) of kl's dtype, 0 where the mask is False; all 0 when nothing counts.
+        (A,) of kl's dtype, 0 where the mask is False.
     """
     check_lists('mask', [kl], [mask])
     rewards = -beta * kl
@@ -88,11 +86,9 @@ def gae(
     VC-PPO, Yuan et al. 2025, arXiv 2503.01491, "Decoupled-GAE".
 
     Args:
-        rewards: per sequence (A,).
-        values: per sequence (A,), V at the state before each token.
-        masks: per sequence (A,) bool, True = counts.
+        rewards, values, masks: per sequence (A,); V at the state before each token; bool, True = counts.
         lam: λ, one for all or one per sequence (`length_lam`).
-        value_lam: λ of the returns; None is the same as that of the advantages.
+        value_lam: λ of the returns; None is that of the advantages.
 
     Returns:
         advantages and returns, per sequence (A,).
@@ -159,13 +155,9 @@ def clipped_policy_loss(
 
     Args:
         logprobs: (N,) or any shape, of the policy that learns.
-        old_logprobs: same shape, of the policy that collected; constants.
-        advantages: same shape; constants.
+        old_logprobs, advantages: same shape, constants; the log-probs of the policy that collected.
         eps_high: None means eps_low.
         dual_clip: c > 1, or None.
-
-    Returns:
-        same shape. For one ratio per sequence see `gspo_policy_loss`.
     """
     return clipped_surrogate(logprobs - old_logprobs, advantages, eps_low, eps_high, dual_clip)
 
@@ -199,8 +191,7 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
 
     Args:
         values: (N,) or any shape.
-        old_values: same shape, when the experience was made; constants.
-        returns: same shape; constants.
+        old_values, returns: same shape, constants; values of when the experience was made.
         clip: ε > 0, or None.
     """
     error = (values - returns).square()
@@ -230,12 +221,9 @@ def aggregate(
     3), 'sequence_sum' Dr. GRPO's (Liu et al. 2025, section 3).
 
     Args:
-        loss: (N,) per token.
-        mask: (N,) bool, True = counts.
-        rows: (N,) int64, the sequence of each token.
+        loss, mask, rows: (N,) per token: its loss, whether it counts, its sequence (int64).
         num_sequences: B of this micro-batch.
-        normalizer: over the whole train batch, all ranks and micro-batches; `aggregation_count` gives a part's share of
-            it.
+        normalizer: over the whole train batch, all ranks and micro-batches; `aggregation_count` gives a part's share.
 
     Returns:
         scalar; 0 where nothing counts. A sequence without tokens that count adds 0.
@@ -293,15 +281,10 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = 'k1') -> T
     the KL; k3, the choice of GRPO (Shao et al. 2024, equation 4), agrees with it to first order in log r.
 
     Args:
-        logprobs: any shape, of the policy.
-        ref_logprobs: same shape, of the reference.
-        kind: 'full' needs all logits and is `kl_full`.
-
-    Returns:
-        same shape.
+        logprobs, ref_logprobs: of one shape, which the result has.
 
     Raises:
-        ValueError: an unknown kind, or 'full'.
+        ValueError: an unknown kind, or 'full', which needs all logits and is `losses.kl_full`.
     """
     if kind == 'full':
         raise ValueError("kl kind 'full' sums over the vocabulary and needs logits; call kl_full(logits, ref_logits)")
@@ -317,24 +300,6 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = 'k1') -> T
         # expm1, because r − 1 of an r near 1 would lose every digit that k3 is made of.
         return torch.expm1(log_r) - log_r
     return log_r.abs()
-
-
-def kl_full(logits: Tensor, ref_logits: Tensor) -> Tensor:
-    """Σ_v q(v) (log q(v) − log p(v)): the exact KL(policy || reference) at each token.
-
-    Args:
-        logits: (..., V) of the policy, already divided by the temperature, any float dtype.
-        ref_logits: (..., V) of the reference, likewise.
-
-    Returns:
-        (...) fp32 (fp64 for fp64 logits). Tokens that the policy cannot draw (−inf) add 0; a token that only the
-        reference cannot draw counts as if its log-prob were the lowest finite number.
-    """
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    lowest = torch.finfo(dtype).min
-    logq = torch.log_softmax(logits.to(dtype), dim=-1)
-    logp = torch.log_softmax(ref_logits.to(dtype), dim=-1)
-    return (logq.exp() * (logq.clamp_min(lowest) - logp.clamp_min(lowest))).sum(dim=-1)
 
 
 class FixedKLController:
@@ -370,9 +335,8 @@ class AdaptiveKLController(FixedKLController):
     Source: Ziegler et al. 2019, "Fine-tuning language models from human preferences", section 2.2.
 
     Args:
-        init_coef: first value of the coefficient.
         target: mean KL per response, in nats.
-        horizon: the larger, the slower the coefficient moves; in samples.
+        horizon: in samples; the larger, the slower the coefficient moves.
     """
 
     kind = 'adaptive'
@@ -393,8 +357,7 @@ class AdaptiveKLController(FixedKLController):
 
 
 class PolicyStats(NamedTuple):
-    """Sums over the tokens that count, so that micro-batches and ranks add up; divide by `num_tokens`. fp64 scalars
-    without gradient."""
+    """Sums over the tokens that count, to be divided by `num_tokens`: fp64 scalars without gradient."""
 
     num_tokens: Tensor
     approx_kl: Tensor

@@ -185,6 +185,15 @@ class Collector:
             finally:
                 self.engine.end()
 
+    @contextmanager
+    def environments(self) -> Iterator[None]:
+        """However it ends, the engine's environments end with it."""
+        try:
+            yield
+        finally:
+            if self.engine.environment is not None:
+                self.engine.close()
+
     def free(self) -> None:
         """Free what was kept for a next phase: the engine's cache and graphs, the policy's copy in 16 bits."""
         self.engine.release()
@@ -251,11 +260,6 @@ class Collector:
         self.draws.learned()
         if self.journal is not None:
             self.journal.clear()
-
-    def dropped(self, version: int) -> AbstractContextManager[None]:
-        """Around a `load_state_dict` of a phase's start, which gives that phase up: what older weights have generated
-        stays in flight."""
-        return self.draws.dropped(version)
 
     def state_dict(self) -> dict[str, Any]:
         return {'timestep': self.timestep, 'fit_start': self.plan.start, **self.draws.state_dict()}

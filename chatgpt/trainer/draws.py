@@ -128,8 +128,8 @@ class Draws:
 
     @contextmanager
     def dropped(self, version: int) -> Iterator[None]:
-        """Around a `load` of a phase's start, which gives that phase up: what older weights have generated stays in
-        flight."""
+        """Around a `load_state_dict` of a phase's start, which gives that phase up: what older weights have generated
+        stays in flight."""
         yield
 
     def state_dict(self) -> dict[str, int]:

@@ -120,6 +120,13 @@ class PhaseMetrics:
         for name, value in metrics.items():
             self._values.setdefault(name, []).append(value)
 
+    def add_batch(self, metrics: dict[str, float], rates: Mapping[str, float]) -> None:
+        """Those of an online train batch, with the learning rates of its step."""
+        first = {} if self._values else first_batch_metrics(metrics)
+        norms = {f'{k}_max': v for k, v in metrics.items() if k.endswith('_grad_norm')}
+        lr = {'lr' if name == 'actor' else f'{name}_lr': rate for name, rate in rates.items()}
+        self.add(first | metrics | norms | lr)
+
     def result(self, prefix: str) -> dict[str, float]:
         return {f'{prefix}/{name}': self._one(name, values) for name, values in self._values.items()}
 

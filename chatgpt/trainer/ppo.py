@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from chatgpt.trainer.builder import Models, Reward, build
 from chatgpt.trainer.callbacks import RolloutRecorder
 from chatgpt.trainer.checkpointing import generator_states, set_generator_states
 from chatgpt.trainer.config import PPOConfig
-from chatgpt.trainer.experience import ReplayBuffer, RewardModelScorer
+from chatgpt.trainer.experience import RewardModelScorer
 from chatgpt.trainer.experience.scorers import RESCORE_EVERY, check_columns, described, rescored
 from chatgpt.trainer.losses import (
     ActorLoss,
@@ -47,12 +48,11 @@ from chatgpt.trainer.losses import (
 from chatgpt.trainer.metrics import (
     PhaseMetrics,
     experience_metrics,
-    first_batch_metrics,
     performance_metrics,
     rank_metrics,
 )
 from chatgpt.trainer.schedule import Plan, generator_for, train_batches
-from chatgpt.trainer.selection import Selection, mask_failed
+from chatgpt.trainer.selection import ReplayBuffer, Selection, mask_failed
 from chatgpt.trainer.step import Learner, Work, learn_batch
 from chatgpt.trainer.stepwise import Stepwise
 from chatgpt.types import Batch, Experience, Sample, Sequence
@@ -65,7 +65,7 @@ class PPOTrainer(Stepwise):
         strategy: has prepared the models below; or a name, such as 'ddp', whose strategy prepares them here.
         actor: the policy, as prepared.
         critic: the value model, as prepared; None when the actor carries a value head or the estimator needs none. A
-            value head that the estimator does not need stays as it is, with a warning.
+            value head that the estimator does not need stays untrained, with a warning.
         reward_model: a prepared `RewardModel`, a function `fn(prompts, responses, **columns)`, a `transformers`
             pipeline, or a list of (weight, one of these).
         initial_model: the frozen reference, as prepared. None means the actor itself with its adapter off (LoRA) or its
@@ -84,7 +84,7 @@ class PPOTrainer(Stepwise):
             one that answers later, such as `RemoteEngine`.
         reward_tokenizer: the reward model's tokenizer when it is not the policy's.
         pretrain_data: sequences for PPO-ptx (`ptx_coef`).
-        mask_model: NLPO's mask policy (`nlpo_top_p`): a copy of the actor, prepared as a frozen model.
+        mask_model: a copy of the actor, prepared as a frozen model, for a policy that is made of both (`POLICIES`).
         **kwargs: fields of `PPOConfig`, and fields of transformers' GenerationConfig (`max_length` is prompt +
             response).
 
@@ -221,18 +221,10 @@ class PPOTrainer(Stepwise):
             self.warn(warning)
         self.collector.set_plan(plan, resume=self.is_resuming)
         self.expect_updates(plan.num_updates(self.config))
-        with self._environments(), self.running(self.phase + len(self.collector.phases())):
+        num_phases = self.phase + len(self.collector.phases())
+        with self.collector.environments(), self.running(num_phases):
             while self.collector.phases() and not self.stop_agreed() and self.collect():
                 self.learn()
-
-    @contextmanager
-    def _environments(self) -> Iterator[None]:
-        """However a run ends, its environments end with it."""
-        try:
-            yield
-        finally:
-            if self.engine.environment is not None:
-                self.engine.close()
 
     def set_prompts(self, prompts: Any) -> None:
         """The prompts that `collect` draws from, in an order that is a function of the seed."""
@@ -259,7 +251,7 @@ class PPOTrainer(Stepwise):
             more = partial(self._experience, counts=False)
             experiences = self.selection(experiences, self.phase, more)
         if experiences is None:
-            with self.collector.dropped(self.phase):
+            with self.collector.draws.dropped(self.phase):
                 self.load_state_dict(before)
             self.is_resuming = False
             set_generator_states(generators)  # what was generated and played draws the same again
@@ -315,7 +307,7 @@ class PPOTrainer(Stepwise):
         Returns the phase's metrics."""
         self.check_ranks('before learning')
         c, experiences, phase = self.config, list(self.buffer), PhaseMetrics()
-        skipped, stopped, first = 0, False, True
+        skipped, stopped = 0, False
         with self.clock.measure('learn'):
             items = c.estimator.whiten(experiences) if c.whitens_advantages else experiences
             learners = self.learners()
@@ -337,13 +329,9 @@ class PPOTrainer(Stepwise):
                         pin_memory=c.dataloader_pin_memory,
                         steps=self.steps,
                     )
-                    phase.add(first_batch_metrics(result.metrics) if first else {})
-                    first = False
+                    phase.add_batch(result.metrics, rates)
                     self.num_updates += result.stepped
                     skipped += not result.stepped
-                    norms = {f'{k}_max': v for k, v in result.metrics.items() if k.endswith('_grad_norm')}
-                    lr = {'lr' if name == 'actor' else f'{name}_lr': rate for name, rate in rates.items()}
-                    phase.add(result.metrics | norms | lr)
                     self.callbacks.on_learn_batch_end(self, result.metrics)
                     if stopped := guard.early_stop:
                         break
@@ -367,10 +355,8 @@ class PPOTrainer(Stepwise):
 
     def _train_batches(self, items: list[Experience], epoch: int) -> Iterable[list[Experience]]:
         c, key = self.config, (self.strategy.seed, self.phase, epoch)
-        if c.sample_replay_buffer:
-            order = torch.randperm(len(items), generator=generator_for(*key))[: c.train_batch_size].tolist()
-            return [[items[i] for i in order]]
-        return ([items[i] for i in positions] for positions in train_batches(len(items), c.train_batch_size, key=key))
+        batches = train_batches(len(items), c.train_batch_size, key=key)
+        return ([items[i] for i in at] for at in islice(batches, 1 if c.sample_replay_buffer else None))
 
     def learners(self) -> list[Learner]:
         """The models that learn from experience in this phase, with their losses."""
@@ -393,21 +379,14 @@ class PPOTrainer(Stepwise):
         text. A subclass that measures more wraps the learners' losses."""
         c = self.config
         totals = experience_totals(records, c, self.sampling.max_new_tokens)
-        made = partial(collate_experience, totals=totals, packing=c.packing)
-        work = [Work(records, learners, made)]
-        if c.ptx_coef:
-            text = self._pretrain_batch(len(records))
+        work = [Work(records, learners, partial(collate_experience, totals=totals, packing=c.packing))]
+        if c.ptx_coef:  # as many sequences as the train batch has; a function of the optimizer step
+            generator = generator_for(self.strategy.seed, -1, self.num_updates)
+            drawn = torch.randint(len(self.pretrain_data), (len(records),), generator=generator)
+            text = [self.pretrain_data[i] for i in drawn.tolist()]
             learner = Learner('actor', self.actor, self.actor_optim, PtxLoss(c.ptx_coef))
             work.append(Work(text, [learner], partial(collate, totals=sequence_totals(text), pack=c.packing)))
         return work
-
-    def _pretrain_batch(self, size: int) -> list[Sequence]:
-        """As many pretraining sequences as the train batch has; drawn from (seed, optimizer step), so a resume draws
-        the same."""
-        draw = torch.randint(
-            len(self.pretrain_data), (size,), generator=generator_for(self.strategy.seed, -1, self.num_updates)
-        )
-        return [self.pretrain_data[i] for i in draw.tolist()]
 
 
 class RatioGuard:

@@ -13,9 +13,10 @@ from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer.algorithms import estimate_advantages
 from chatgpt.trainer.config import PPOConfig
-from chatgpt.trainer.experience import ExperienceMaker, ExperienceSettings, FunctionScorer, ReplayBuffer, ScoreShaper
+from chatgpt.trainer.experience import ExperienceMaker, ExperienceSettings, FunctionScorer, ScoreShaper
 from chatgpt.trainer.experience.reference import Reference
 from chatgpt.trainer.experience.scorers import RewardValueError
+from chatgpt.trainer.selection import ReplayBuffer
 from chatgpt.types import Experience, Sample
 
 

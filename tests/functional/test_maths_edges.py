@@ -10,9 +10,9 @@ from float64 import F64, bools, tensor
 
 from chatgpt.functional import logprobs as logprobs_module
 from chatgpt.functional.logprobs import chunked_logprobs, entropy_of, logprobs_of, map_row_chunks, rows_per_chunk
-from chatgpt.functional.losses import importance_weighted
+from chatgpt.functional.losses import importance_weighted, kl_full
 from chatgpt.functional.masking import masked_mean, masked_sum, masked_var, segment_mean, segment_sum, whiten
-from chatgpt.functional.ppo import AdaptiveKLController, FixedKLController, kl_full, kl_penalty
+from chatgpt.functional.ppo import AdaptiveKLController, FixedKLController, kl_penalty
 
 # ---------------------------------------------------------------------- masking
 

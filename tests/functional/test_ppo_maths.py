@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chatgpt.functional.advantages import dr_grpo, grpo, reinforce_pp, reinforce_pp_baseline, rloo, spread
 from chatgpt.functional.logprobs import chunked_logprobs, entropy_of, logprobs_of
-from chatgpt.functional.losses import gspo_policy_loss, truncated_importance_weights
+from chatgpt.functional.losses import gspo_policy_loss, kl_full, truncated_importance_weights
 from chatgpt.functional.masking import masked_mean, masked_sum, masked_var, segment_mean, segment_sum, whiten
 from chatgpt.functional.ppo import (
     AdaptiveKLController,
@@ -22,7 +22,6 @@ from chatgpt.functional.ppo import (
     clipped_value_loss,
     explained_variance,
     gae,
-    kl_full,
     kl_penalty,
     policy_stats,
     token_rewards,

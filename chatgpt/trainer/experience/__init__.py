@@ -6,7 +6,7 @@ from chatgpt import on_demand
 
 if TYPE_CHECKING:
     from chatgpt.trainer.experience.environment_scorer import EnvironmentScorer
-    from chatgpt.trainer.experience.maker import ExperienceMaker, ExperienceSettings, ReplayBuffer
+    from chatgpt.trainer.experience.maker import ExperienceMaker, ExperienceSettings
     from chatgpt.trainer.experience.scorers import (
         FunctionScorer,
         PipelineScorer,
@@ -27,7 +27,6 @@ __all__ = [
     'ExperienceSettings',
     'FunctionScorer',
     'PipelineScorer',
-    'ReplayBuffer',
     'RewardFunctionError',
     'RewardModelScorer',
     'RewardValueError',

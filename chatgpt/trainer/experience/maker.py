@@ -7,7 +7,7 @@ computed from that one list on every rank, so the result does not depend on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from chatgpt.batching import collate
 from chatgpt.functional.choices import KLKind
+from chatgpt.functional.losses import kl_full
 from chatgpt.functional.masking import whiten
-from chatgpt.functional.ppo import kl_full, kl_penalty, token_rewards
+from chatgpt.functional.ppo import kl_penalty, token_rewards
 from chatgpt.nn.sweep import Communicator, cuts_of_own, gathered, sweep
 from chatgpt.trainer.experience.reference import Reference
 from chatgpt.trainer.experience.scorers import RewardValueError, Score, Scorer, WeightedScorer, combine, sequence_score
 from chatgpt.trainer.experience.shaping import ScoreShaper
-from chatgpt.types import Batch, Experience, Sample, tensors_to
+from chatgpt.types import Batch, Experience, Sample
 
 LARGEST_REWARD = 1e12
 """squares of rewards up to it can be added up in fp32, and so can their gradients"""
@@ -194,30 +195,3 @@ def _write(records: list[Experience], field: str, flat: Tensor) -> None:
     if records:
         for record, part in zip(records, flat.float().cpu().split([r.num_actions for r in records]), strict=True):
             setattr(record, field, part.clone())
-
-
-class ReplayBuffer:
-    """A list of experiences with a limit.
-
-    Args:
-        limit: keep at most this many sequences, dropping the oldest; 0 keeps all.
-        device: where the tensors wait; 'cpu' keeps them out of the accelerator's memory.
-    """
-
-    def __init__(self, limit: int = 0, device: torch.device | str = 'cpu') -> None:
-        self.limit, self.device = limit, torch.device(device)
-        self._items: list[Experience] = []
-
-    def append(self, experiences: Iterable[Experience]) -> None:
-        self._items.extend(tensors_to(e, self.device) for e in experiences)
-        if self.limit:
-            del self._items[: -self.limit]
-
-    def clear(self) -> None:
-        self._items.clear()
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __iter__(self) -> Iterator[Experience]:
-        return iter(self._items)
