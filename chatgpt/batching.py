@@ -1,9 +1,8 @@
 """From single sequences to batches: the one place where padding exists.
 
-`collate` pads just before a model's forward, and says how to leave the padding out again (`packing_of`).
-`cut_by_tokens` makes micro-batches under a token budget; `split_over_ranks` splits a global batch by cost;
-`micro_batches` does both, and gives every rank equally many. All are pure functions of lengths, so every rank computes
-the whole assignment alone. `Exact` cuts by a rule that knows nothing of ranks.
+`collate` pads just before a model's forward, and says how to leave the padding out again. `micro_batches` splits a
+global batch over ranks and cuts it, a pure function of lengths, so every rank computes the whole assignment alone;
+`Exact` cuts by a rule that knows nothing of ranks.
 """
 
 from __future__ import annotations

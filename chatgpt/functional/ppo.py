@@ -1,14 +1,13 @@
 """The maths of PPO: rewards of tokens and GAE, clipped losses and their aggregation, KL estimators and coefficients,
 and what is measured beside them.
 
-Per-token quantities of a phase are lists: one 1-D tensor per sequence, each of its own length A. Work is vectorised
-over sequences by elementwise operations only, so a sequence's numbers are the same bits whatever else is in the list.
+Advantages: lists of one 1-D tensor per sequence, each of its own length A. Work is vectorised over sequences by
+elementwise operations only, so a sequence's numbers are the same bits whatever else is in the list. A token whose mask
+is False (tool output inside a response) is no step: the next token that counts is the successor of the one before;
+rewards and values at such tokens are never read, advantages and returns there are 0.
 
-Masks: a token whose mask is False (tool output inside a response) is no step. The next token that counts is the
-successor of the one before; rewards and values at such tokens are never read, advantages and returns there are 0.
-
-Losses are unreduced: one number per token, (N,). `aggregate` turns them into this micro-batch's share of the loss of a
-whole train batch, by dividing a sum by a *global* count; the shares of all micro-batches and ranks add up to the loss.
+Losses: unreduced, one number per token, (N,). `aggregate` divides their sum by a *global* count, which gives this
+micro-batch's share of the loss of a whole train batch.
 
 KL, everywhere: the token was drawn from the policy q, and the number estimates KL(q || p) = E_q[log q − log p] to the
 reference p. With r = p / q, log r = ref_logprobs − logprobs.
@@ -86,7 +85,7 @@ def gae(
     VC-PPO, Yuan et al. 2025, arXiv 2503.01491, "Decoupled-GAE".
 
     Args:
-        rewards, values, masks: per sequence (A,); V at the state before each token; bool, True = counts.
+        rewards, values, masks: per sequence (A,); values at the state before each token; bool, True = counts.
         lam: λ, one for all or one per sequence (`length_lam`).
         value_lam: λ of the returns; None is that of the advantages.
 
@@ -274,14 +273,9 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = 'k1') -> T
         k3 = (r − 1) − log r    unbiased, never negative; log r above MAX_LOG_RATIO counts as that, without gradient
         abs = |log r|
 
-    Source: Schulman 2020, "Approximating KL divergence"; 'abs' and k2 (there called 'mse') are also TRL's `kl_penalty`
-    choices.
-
-    As a loss on tokens drawn from the policy itself, the expected gradient of k1 is 0 and that of k2 is the gradient of
-    the KL; k3, the choice of GRPO (Shao et al. 2024, equation 4), agrees with it to first order in log r.
-
-    Args:
-        logprobs, ref_logprobs: of one shape, which the result has.
+    Source: Schulman 2020, "Approximating KL divergence"; TRL calls k2 'mse'. As a loss on tokens drawn from the policy
+    itself, the expected gradient of k1 is 0 and that of k2 is the gradient of the KL; k3, the choice of GRPO (Shao et
+    al. 2024, equation 4), agrees with it to first order in log r.
 
     Raises:
         ValueError: an unknown kind, or 'full', which needs all logits and is `losses.kl_full`.

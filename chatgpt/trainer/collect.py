@@ -1,13 +1,8 @@
 """Collecting: prompts in an order that is a function of the seed, responses, texts. PPO, RFT and evaluation hold a
 collector. It owns the plan of a fit, how many timesteps, prompts and samples were given out, and what was asked of an
-engine that answers later.
+engine that answers later (`draws`).
 
-    samples = collector.generate(prompts, indices=range(first, first + len(prompts)))       # these prompts, now
-
-    collector.set_prompts(prompts)
-    collector.set_plan(Plan(total=100, per_phase=8))                                           # 8 timesteps a phase
-    while collector.phases():
-        timesteps = collector.collect(version=phase, stop=stop_agreed)                      # None: asked to stop
+`generate` answers given prompts now; `collect` gives the next phase of a plan, of prompts that it draws.
 """
 
 from __future__ import annotations

@@ -178,7 +178,6 @@ class PPOConfig(NLPOSettings, LearningSettings):
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
         POLICY_LOSSES.find(self.policy_loss).own_settings(self.loss_settings)
-        ESTIMATORS.find(self.advantage_estimator)
         check(self, PPO_RULES)
         check_cut('experience_batch_size', self.experience_batch_size, world_size)
         check_cut('train_batch_size', self.train_batch_size, world_size)

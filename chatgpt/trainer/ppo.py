@@ -34,8 +34,7 @@ from chatgpt.trainer.builder import Models, Reward, build
 from chatgpt.trainer.callbacks import RolloutRecorder
 from chatgpt.trainer.checkpointing import generator_states, set_generator_states
 from chatgpt.trainer.config import PPOConfig
-from chatgpt.trainer.experience import RewardModelScorer
-from chatgpt.trainer.experience.scorers import RESCORE_EVERY, check_columns, described, rescored
+from chatgpt.trainer.experience.scorers import check_columns, described, rescored_metrics
 from chatgpt.trainer.losses import (
     ActorLoss,
     PtxLoss,
@@ -77,9 +76,8 @@ class PPOTrainer(Stepwise):
         environment: what the policy acts in over several turns: an `Environment` class, a function that makes one, or
             a name such as 'games:countdown'. Its rewards are the scores where there is no `reward_model`.
         environment_settings: how long an episode may be, and how environments are run.
-        reward_weights: of an environment's rewards by name, which then are a weighted list; None takes their sum.
-            Beside them `reward_model` stands as 'reward_model' or 'reward_fn'. A list of `reward_model` has them each
-            as an `EnvironmentScorer(name)`.
+        reward_weights: of an environment's rewards by name, which then are a weighted list, beside them `reward_model`
+            as 'reward_model' or 'reward_fn'; None takes their sum.
         engine: who generates; by default a `LocalEngine`, for an encoder-decoder an `HFEngine`. With `max_staleness`
             one that answers later, such as `RemoteEngine`.
         reward_tokenizer: the reward model's tokenizer when it is not the policy's.
@@ -92,7 +90,6 @@ class PPOTrainer(Stepwise):
         ValueError: an unknown keyword (the nearest known ones are listed), settings that do not fit together.
     """
 
-    config: PPOConfig
     lengthened_by = 'num_episodes or max_timesteps (num_timesteps of chatgpt.train)'
 
     def __init__(
@@ -211,12 +208,8 @@ class PPOTrainer(Stepwise):
             EpisodesFailed: the environment failed in all episodes of a phase.
             EnvironmentsHang, WorkerError: no further environments can be run; see `chatgpt.environments.runner`.
         """
-        sizes = {'num_episodes': num_episodes, 'max_timesteps': max_timesteps, 'update_timesteps': update_timesteps}
-        for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f'{name}={value} must be at least 1')
+        plan = Plan.of(num_episodes=num_episodes, max_timesteps=max_timesteps, update_timesteps=update_timesteps)
         self.set_prompts(prompts)
-        plan = Plan(num_episodes * max_timesteps, update_timesteps, max_timesteps)
         for warning in plan.warnings(self.config):
             self.warn(warning)
         self.collector.set_plan(plan, resume=self.is_resuming)
@@ -257,7 +250,9 @@ class PPOTrainer(Stepwise):
             set_generator_states(generators)  # what was generated and played draws the same again
             return False
         self.collector.learned()
-        self.keep(experiences, self.selection.metrics | self._rescored(experiences))
+        with self.clock.measure('score'):
+            agreement = rescored_metrics(self.scorer, experiences, self.strategy, self.phase)
+        self.keep(experiences, self.selection.metrics | agreement)
         self.callbacks.on_make_experience_end(self, experiences)
         return True
 
@@ -293,18 +288,10 @@ class PPOTrainer(Stepwise):
         with self.clock.measure('score'):
             return self.maker.make(samples, kl_coef=kl_coef, **given)
 
-    def _rescored(self, experiences: list[Experience]) -> dict[str, float]:
-        """Now and then, whether the reward model agrees with itself."""
-        if not isinstance(self.scorer, RewardModelScorer) or self.phase % RESCORE_EVERY:
-            return {}
-        with self.clock.measure('score'):
-            return {'rollout/rescore_error': rescored(self.scorer, experiences, self.strategy)}
-
     # ------------------------------------------------------------------ learn
 
     def learn(self) -> dict[str, float]:
-        """Learn from the buffer in `max_epochs` passes of train batches, empty it, adapt the KL coefficient, log.
-        Returns the phase's metrics."""
+        """Passes over the buffer, which is empty then; adapts the KL coefficient, logs. Returns the phase's metrics."""
         self.check_ranks('before learning')
         c, experiences, phase = self.config, list(self.buffer), PhaseMetrics()
         skipped, stopped = 0, False
@@ -375,8 +362,7 @@ class PPOTrainer(Stepwise):
         return output
 
     def work(self, records: list[Experience], learners: list[Learner]) -> list[Work]:
-        """What one train batch trains: actor and critic on experience and, with PPO-ptx, the actor on pretraining
-        text. A subclass that measures more wraps the learners' losses."""
+        """What one train batch trains. A subclass that measures more wraps the learners' losses."""
         c = self.config
         totals = experience_totals(records, c, self.sampling.max_new_tokens)
         work = [Work(records, learners, partial(collate_experience, totals=totals, packing=c.packing))]
@@ -390,11 +376,8 @@ class PPOTrainer(Stepwise):
 
 
 class RatioGuard:
-    """Decides, before a step, whether a train batch may change the weights.
-
-    A batch whose mean ratio exceeds `ratio_threshold` is skipped; one whose approximate KL exceeds 1.5 · `target_kl` is
-    skipped and ends the phase (TRL's semantics for both).
-    """
+    """Skips a train batch, before its step, whose mean ratio exceeds `ratio_threshold`, or whose approximate KL exceeds
+    1.5 · `target_kl`, which also ends the phase (TRL's semantics for both)."""
 
     def __init__(self, config: PPOConfig) -> None:
         self.config = config

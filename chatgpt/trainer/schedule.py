@@ -82,6 +82,15 @@ class Plan:
     start: int = 0
     """timesteps collected before it"""
 
+    @classmethod
+    def of(cls, **sizes: int) -> Plan:
+        """From the arguments of `PPOTrainer.fit`. Raises ValueError for one below 1."""
+        for name, value in sizes.items():
+            if value < 1:
+                raise ValueError(f'{name}={value} must be at least 1')
+        length = sizes['max_timesteps']
+        return cls(sizes['num_episodes'] * length, sizes['update_timesteps'], length)
+
     def __post_init__(self) -> None:
         ends = [*range(0, self.total, self.per_phase), self.total]
         self.ends = ends[1:] if self.total else []

@@ -49,18 +49,16 @@ class Work:
     """A global list of records and the models that learn from it.
 
     PPO is one `Work` for actor and critic; PPO-ptx adds a second, of pretraining text, for the actor.
-
-    Args:
-        records: the same list on every rank.
-        learners: in the order in which they see each micro-batch.
-        make_batch: turns records into a `Batch`, an empty list into a dummy batch, as `collate` does.
-        length_of: tokens a record takes in a padded batch.
     """
 
     records: SequenceOf[Any]
+    """the same list on every rank"""
     learners: SequenceOf[Learner]
+    """in the order in which they see each micro-batch"""
     make_batch: Callable[[list[Any]], Batch]
+    """turns records into a `Batch`, an empty list into a dummy batch, as `collate` does"""
     length_of: Callable[[Any], int] = attrgetter('num_tokens')
+    """tokens that a record takes in a padded batch"""
 
     def micro_batches(self, strategy: Strategy, max_tokens: int | None) -> list[list[Any]]:
         """This rank's; as many as on any other rank, the last ones maybe empty."""
@@ -131,16 +129,13 @@ def learn_batch(
         for learner in trained.values():
             strategy.end_atom(learner.optimizer)
 
-    def discard() -> None:
+    reduced = stats.reduced(strategy)
+    is_finite = math.isfinite(reduced.pop('loss_sum'))
+    if not is_finite or (veto is not None and veto(reduced)):
         for learner in trained.values():
             strategy.discard_gradients(learner.optimizer)
-
-    reduced = stats.reduced(strategy)
-    if not math.isfinite(reduced.pop('loss_sum')):
-        discard()
-        raise NonFiniteError(_describe(strategy, losses, where))
-    if veto is not None and veto(reduced):
-        discard()
+        if not is_finite:
+            raise NonFiniteError(_describe(strategy, losses, where))
         return BatchResult(reduced, stepped=False)
     return BatchResult(reduced, _step(strategy, trained.values(), reduced, max_grad_norm, where, steps or Steps()))
 

@@ -432,6 +432,15 @@ RESCORE_EVERY = 50
 """learning phases"""
 
 
+def rescored_metrics(
+    scorer: Scorer | None, experiences: SequenceOf[Experience], strategy: Communicator, phase: int
+) -> dict[str, float]:
+    """`rollout/rescore_error`, now and then, where a reward model scores."""
+    if not isinstance(scorer, RewardModelScorer) or phase % RESCORE_EVERY:
+        return {}
+    return {'rollout/rescore_error': rescored(scorer, experiences, strategy)}
+
+
 def rescored(scorer: RewardModelScorer, experiences: SequenceOf[Experience], strategy: Communicator) -> float:
     """The greatest difference between the scores that a few responses have and those that each gets alone.
 
