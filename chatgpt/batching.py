@@ -53,13 +53,11 @@ def collate(
         sequences = [Sequence(prompt_ids=one, response_ids=one, response_mask=one.bool())] * num_dummies
         sequence_mask = torch.zeros(num_dummies, dtype=torch.bool)
         columns = {name: column.new_zeros(num_dummies) for name, column in columns.items()}
-    lengths = []
     for i, s in enumerate(sequences):
-        if len(s.prompt_ids) == 0:
-            raise ValueError(f'collate: sequence {i} has an empty prompt; give it at least a begin token')
-        if len(s.response_ids) == 0:
-            raise ValueError(f'collate: sequence {i} has an empty response; it needs at least one token')
-        lengths.append(s.num_tokens)
+        if not len(s.prompt_ids) or not len(s.response_ids):
+            what = 'response; it needs at least one token' if len(s.prompt_ids) else 'prompt; give it a begin token'
+            raise ValueError(f'collate: sequence {i} has an empty {what}')
+    lengths = [s.num_tokens for s in sequences]
     rows, width = len(sequences), max(lengths)
     device = sequences[0].prompt_ids.device  # where they wait, which may be a GPU
     input_ids = torch.full((rows, width), pad_id, dtype=torch.int64, device=device)

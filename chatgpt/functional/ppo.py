@@ -42,12 +42,7 @@ def token_rewards(
     """reward[t] = −beta · kl[t] (+ token_scores[t]), and the score added once, at the last token that counts.
 
     Source: Ziegler et al. 2019, equation 2 (the score minus β log(π / ρ)), per token as in Stiennon et al. 2020 and
-    "The N implementation details of RLHF with PPO".
-
-    Args:
-        kl: (A,) estimate per token.
-        mask: (A,) bool, True = counts.
-        token_scores: (A,) dense scores, or None.
+    "The N implementation details of RLHF with PPO". All (A,); the mask is bool, True = counts.
 
     Returns:
         (A,) of kl's dtype, 0 where the mask is False.

@@ -57,21 +57,15 @@ class BatchStats:
     def add(self, metrics: Metrics) -> None:
         for name, metric in metrics.items():
             if isinstance(metric, Mean):
-                self._mean(name, metric.total, metric.weight)
-            elif isinstance(metric, Highest):
-                self._maximum(name, metric.value)
-            else:  # the maximum of the negative, so that one reduction serves both; `reduced` turns it back
-                self._maximum('-' + name, -metric.value)
-
-    def _mean(self, name: str, total: Tensor, weight: Tensor | float) -> None:
-        total = total.detach().double()
-        # `new_full` fills on the device; a number would be copied there, and the host would wait.
-        weight = weight.to(total) if isinstance(weight, Tensor) else total.new_full((), weight)
-        self._sums.setdefault(name, []).append((total, weight))
-
-    def _maximum(self, name: str, value: Tensor) -> None:
-        value = value.detach().double()
-        self._extremes[name] = torch.maximum(self._extremes[name], value) if name in self._extremes else value
+                total, weight = metric.total.detach().double(), metric.weight
+                # `new_full` fills on the device; a number would be copied there, and the host would wait.
+                weight = weight.to(total) if isinstance(weight, Tensor) else total.new_full((), weight)
+                self._sums.setdefault(name, []).append((total, weight))
+                continue
+            value = metric.value.detach().double()
+            if isinstance(metric, Lowest):  # the maximum of the negative, so that one reduction serves both
+                name, value = '-' + name, -value
+            self._extremes[name] = torch.maximum(self._extremes[name], value) if name in self._extremes else value
 
     def reduced(self, strategy: Communicator) -> dict[str, float]:
         """The numbers over all ranks. Every rank must have added the same names."""

@@ -8,7 +8,7 @@ phase is `log_interval` optimizer steps.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,7 @@ from chatgpt.strategies.registry import prepared_by
 from chatgpt.trainer.base import Trainer
 from chatgpt.trainer.experience.reference import Reference
 from chatgpt.trainer.fits import check_apart, check_models, check_records
-from chatgpt.trainer.metrics import BatchStats, Metrics, PhaseMetrics
+from chatgpt.trainer.metrics import BatchStats, Mean, Metrics, PhaseMetrics
 from chatgpt.trainer.objectives.config import SupervisedConfig
 from chatgpt.trainer.schedule import permutation, uneven_steps
 from chatgpt.trainer.step import Learner, Work, learn_batch
@@ -37,6 +37,24 @@ from chatgpt.types import Batch, Sequence
 
 SWEEP_TOKENS = 16384
 """padded tokens of a forward without gradients, where `max_tokens_per_batch` does not say"""
+
+
+def mean_over(
+    strategy: Strategy,
+    sequences: SequenceOf[Sequence],
+    forward: Callable[[Batch], Tensor],
+    max_tokens: int | None,
+    shown: Callable[[list[list[int]]], Iterable[list[int]]] = iter,
+) -> float:
+    """The mean of `forward`, (B,) of a batch, over sequences that all ranks hold. A collective.
+
+    Args:
+        shown: goes over the micro-batches, such as with a progress bar.
+    """
+    cuts, stats = cuts_of_share(strategy, [s.num_tokens for s in sequences], max_tokens or SWEEP_TOKENS), BatchStats()
+    for at, numbers in sweep(strategy, shown(cuts), lambda at: collate([sequences[i] for i in at]), forward):
+        stats.add({'mean': Mean(numbers[: len(at)].sum(), float(len(at)))})
+    return stats.reduced(strategy)['mean']
 
 
 class Objective(ABC):

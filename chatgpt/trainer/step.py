@@ -109,26 +109,15 @@ def learn_batch(
     Raises:
         NonFiniteError: a loss or a gradient norm is not finite; names the batch and its samples.
     """
-    stats = BatchStats()
-    losses: list[tuple[Tensor, list[Any]]] = []
+    stats, steps, moved = BatchStats(), steps or Steps(), False
     trained = {id(learner.optimizer): learner for w in work for learner in w.learners}
+    losses: list[tuple[Tensor, list[Any]]] = []
     for number, forwards in _rounds(strategy, work, max_tokens):
         if draws is not None:
             torch.manual_seed(seed_for(*draws, number))
-        last_of = {id(learner.model): i for i, (w, _) in enumerate(forwards) for learner in w.learners}
-        for i, ((w, records), batch) in enumerate(zip(forwards, _batches(strategy, forwards, pin_memory), strict=True)):
-            for learner in w.learners:
-                with strategy.accumulate(learner.model, last=last_of[id(learner.model)] == i):
-                    with strategy.autocast():
-                        loss, metrics = learner.loss(learner.model, batch)
-                    strategy.backward(loss, learner.model, learner.optimizer)
-                strategy.note_progress('learning')
-                losses.append((loss.detach(), records))
-                stats.add(metrics)
-                stats.add({'loss_sum': Mean(loss, 0.0)})
+        losses += _accumulate(strategy, forwards, stats, pin_memory)
         for learner in trained.values():
             strategy.end_atom(learner.optimizer)
-
     reduced = stats.reduced(strategy)
     is_finite = math.isfinite(reduced.pop('loss_sum'))
     if not is_finite or (veto is not None and veto(reduced)):
@@ -137,25 +126,12 @@ def learn_batch(
         if not is_finite:
             raise NonFiniteError(_describe(strategy, losses, where))
         return BatchResult(reduced, stepped=False)
-    return BatchResult(reduced, _step(strategy, trained.values(), reduced, max_grad_norm, where, steps or Steps()))
-
-
-def _step(
-    strategy: Strategy,
-    trained: Iterable[Learner],
-    metrics: dict[str, float],
-    max_grad_norm: float | None,
-    where: str,
-    steps: Steps,
-) -> bool:
-    """One step of each optimizer, whose gradient norms are put among the metrics. False where loss scaling skipped
-    one."""
-    stepped, moved = True, False
-    for learner in trained:
+    stepped = True
+    for learner in trained.values():
         steps.within = True
         norm = strategy.optimizer_step(learner.optimizer, max_norm=max_grad_norm)
         steps.within = False
-        metrics[f'{learner.name}_grad_norm'] = norm
+        reduced[f'{learner.name}_grad_norm'] = norm
         if math.isfinite(norm):
             steps.done += 1
             moved = True
@@ -167,7 +143,24 @@ def _step(
                 'Lower the learning rate, or compute in bf16 or fp32'
             )
         stepped = False
-    return stepped
+    return BatchResult(reduced, stepped)
+
+
+def _accumulate(
+    strategy: Strategy, forwards: SequenceOf[tuple[Work, list[Any]]], stats: BatchStats, pin_memory: bool
+) -> Iterator[tuple[Tensor, list[Any]]]:
+    """Forward and backward of micro-batches; their losses, and the records of each."""
+    last_of = {id(learner.model): i for i, (w, _) in enumerate(forwards) for learner in w.learners}
+    for i, ((w, records), batch) in enumerate(zip(forwards, _batches(strategy, forwards, pin_memory), strict=True)):
+        for learner in w.learners:
+            with strategy.accumulate(learner.model, last=last_of[id(learner.model)] == i):
+                with strategy.autocast():
+                    loss, metrics = learner.loss(learner.model, batch)
+                strategy.backward(loss, learner.model, learner.optimizer)
+            strategy.note_progress('learning')
+            stats.add(metrics)
+            stats.add({'loss_sum': Mean(loss, 0.0)})
+            yield loss.detach(), records
 
 
 def _batches(strategy: Strategy, forwards: SequenceOf[tuple[Work, list[Any]]], pin_memory: bool) -> Iterable[Batch]:
