@@ -423,6 +423,8 @@ def test_explained_variance():
 
     ours = [explained_variance(f64(NEW), f64(ADVANTAGES), torch.tensor(MASK)).item()]
     holds(ours, slow, 'masked tokens too', 'mean square for variance', 'over the variance of V')
+    constant = f64([5.0] * len(MASK))
+    assert explained_variance(f64(NEW), constant, torch.tensor(MASK)).item() == 0
 
 
 # ---------------------------------------------------------------------- sums over a batch
