@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from phase_log import sequence
 from transformers import AutoModelForCausalLM, LEDConfig, MixtralConfig
 
 from chatgpt.launch.inputs import read_inputs
@@ -25,14 +26,6 @@ from chatgpt.trainer.objectives.pairs import Pair
 from chatgpt.types import Sequence
 
 VOCAB, POSITIONS = 16, 8
-
-
-def sequence(prompt: list[int], response: list[int]) -> Sequence:
-    return Sequence(
-        prompt_ids=torch.tensor(prompt, dtype=torch.int64),
-        response_ids=torch.tensor(response),
-        response_mask=torch.ones(len(response), dtype=torch.bool),
-    )
 
 
 GOOD = sequence([3], [4, 5])

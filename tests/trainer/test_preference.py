@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from phase_log import Log
+from phase_log import Log, sequence
 
 from chatgpt.data import TokenizedLabelled, TokenizedPreference
 from chatgpt.nn import GPTActor
@@ -21,11 +21,6 @@ from chatgpt.trainer.experience.reference import Reference
 from chatgpt.trainer.objectives.pairs import pairs_of
 from chatgpt.trainer.objectives.reward_model import PairwiseObjective
 from chatgpt.types import Sequence
-
-
-def sequence(prompt: list[int], response: list[int]) -> Sequence:
-    mask = torch.ones(len(response), dtype=torch.bool)
-    return Sequence(prompt_ids=torch.tensor(prompt), response_ids=torch.tensor(response), response_mask=mask)
 
 
 def preference(

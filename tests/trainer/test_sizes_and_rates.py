@@ -1,4 +1,4 @@
-"""Batches, orders, schedules; sizes and learning rates that do not come out as they are given, named once at the start."""
+"""Batches, orders, schedules; sizes and learning rates that do not come out as they are given, named at the start."""
 
 from __future__ import annotations
 
