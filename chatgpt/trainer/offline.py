@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from chatgpt.batching import collate
 from chatgpt.data.formats import choice_facts
 from chatgpt.data.tokenize import warn_of_bare_prompt
-from chatgpt.nn.sweep import cuts_of_share, sweep
+from chatgpt.nn.sweep import Communicator, cuts_of_share, sweep
 from chatgpt.nn.trunk import dropout_off, in_eval_mode
 from chatgpt.strategies.base import Strategy
 from chatgpt.strategies.registry import prepared_by
@@ -40,7 +40,7 @@ SWEEP_TOKENS = 16384
 
 
 def mean_over(
-    strategy: Strategy,
+    strategy: Communicator,
     sequences: SequenceOf[Sequence],
     forward: Callable[[Batch], Tensor],
     max_tokens: int | None,
