@@ -1,9 +1,7 @@
 """From single sequences to batches: the one place where padding exists.
 
-`collate` pads just before a model's forward, and says how to leave the padding out again (`packing_of`).
-`cut_by_tokens` makes micro-batches under a token budget; `split_over_ranks` splits a global batch by cost. `align`
-gives every rank the same number of micro-batches by adding empty ones, and `collate` turns an empty one into a dummy
-batch that weighs nothing. All are pure functions of lengths, so every rank computes the whole assignment alone.
+`collate` pads just before a model's forward, and says how to leave the padding out again. `micro_batches` splits a
+global batch over ranks and cuts it, a pure function of lengths, so every rank computes the whole assignment alone.
 """
 
 from __future__ import annotations
@@ -49,16 +47,15 @@ def collate(
     columns = dict(columns or {})
     sequence_mask = torch.ones(len(sequences), dtype=torch.bool)
     if not sequences:
-        sequences = [_dummy()] * num_dummies
+        one = torch.zeros(1, dtype=torch.int64)
+        sequences = [Sequence(prompt_ids=one, response_ids=one, response_mask=one.bool())] * num_dummies
         sequence_mask = torch.zeros(num_dummies, dtype=torch.bool)
         columns = {name: column.new_zeros(num_dummies) for name, column in columns.items()}
-    lengths = []
     for i, s in enumerate(sequences):
-        if len(s.prompt_ids) == 0:
-            raise ValueError(f'collate: sequence {i} has an empty prompt; give it at least a begin token')
-        if len(s.response_ids) == 0:
-            raise ValueError(f'collate: sequence {i} has an empty response; it needs at least one token')
-        lengths.append(s.num_tokens)
+        if not len(s.prompt_ids) or not len(s.response_ids):
+            what = 'response; it needs at least one token' if len(s.prompt_ids) else 'prompt; give it a begin token'
+            raise ValueError(f'collate: sequence {i} has an empty {what}')
+    lengths = [s.num_tokens for s in sequences]
     rows, width = len(sequences), max(lengths)
     device = sequences[0].prompt_ids.device  # where they wait, which may be a GPU
     input_ids = torch.full((rows, width), pad_id, dtype=torch.int64, device=device)
@@ -197,8 +194,3 @@ def align(cuts: list[list[list[int]]]) -> list[list[list[int]]]:
     """
     most = max((len(c) for c in cuts), default=0)
     return [c + [[] for _ in range(most - len(c))] for c in cuts]
-
-
-def _dummy() -> Sequence:
-    one = torch.zeros(1, dtype=torch.int64)
-    return Sequence(prompt_ids=one, response_ids=one.clone(), response_mask=torch.zeros(1, dtype=torch.bool))

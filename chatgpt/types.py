@@ -22,10 +22,7 @@ EVAL_INDEX = 1 << 40
 
 @dataclass(kw_only=True, slots=True)
 class Prompt:
-    """One prompt, tokenized.
-
-    >>> prompt = Prompt(ids=torch.tensor([5, 6, 7]), text='a b c', columns={'answer': '12'})
-    """
+    """One prompt, tokenized."""
 
     ids: Tensor
     """(P,) int64, P >= 1"""
@@ -43,13 +40,7 @@ class Prompt:
 
 @dataclass(kw_only=True, slots=True)
 class Sequence:
-    """Prompt and response tokens with a mask: what a model needs to score or to learn from.
-
-    >>> prompt_ids, response_ids = torch.tensor([5, 6]), torch.tensor([7, 1])
-    >>> sequence = Sequence(
-    ...     prompt_ids=prompt_ids, response_ids=response_ids, response_mask=torch.tensor([True, True])
-    ... )
-    """
+    """Prompt and response tokens with a mask: what a model needs to score or to learn from."""
 
     prompt_ids: Tensor
     """(P,) int64, P >= 1"""
@@ -101,13 +92,7 @@ class Episode:
 
 @dataclass(kw_only=True, slots=True)
 class Sample(Sequence):
-    """One generated response.
-
-    >>> sample = Sample(index=17, group=17, prompt_ids=torch.tensor([5, 6]), response_ids=torch.tensor([7, 1]),
-    ...        response_mask=torch.tensor([True, True]), logprobs=torch.tensor([-1.2, -0.1]),
-    ...        filtered_logprobs=torch.tensor([-0.9, 0.0]), edge_distances=torch.tensor([0.2, 0.03]),
-    ...        finish_reason='eos')
-    """
+    """One generated response."""
 
     index: int
     """run-wide sample number: it and the seed decide every draw"""
@@ -182,21 +167,14 @@ class Experience(Sample):
     """(weight, score) of each reward, when the scorer is a weighted list; `score` is their sum"""
 
 
-def tensors_to(record: Any, device: torch.device | str, *, pin_memory: bool = False) -> Any:
-    """A copy of a record with every tensor field on `device`; with `pin_memory`, from page-locked copies of those in
-    host memory, which a CUDA device takes without making the host wait."""
-    return _with_tensors(record, lambda tensor: _moved(tensor, device, pin_memory))
+def tensors_to(record: Any, device: torch.device | str) -> Any:
+    """A copy of a record with every tensor field on `device`."""
+    return _with_tensors(record, lambda tensor: tensor.to(device))
 
 
 def _with_tensors(record: Any, change: Callable[[Tensor], Tensor]) -> Any:
     values = {f.name: value for f in fields(record) if isinstance(value := getattr(record, f.name), Tensor)}
     return replace(record, **{name: change(value) for name, value in values.items()})
-
-
-def _moved(tensor: Tensor, device: torch.device | str, pin_memory: bool) -> Tensor:
-    if pin_memory and tensor.device.type == 'cpu':
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -276,8 +254,15 @@ class Batch:
         return self.action_ids.shape[0]
 
     def to(self, device: torch.device | str, *, pin_memory: bool = False) -> Batch:
-        """As `tensors_to`, packing and columns included."""
-        return self.changed(lambda tensor: _moved(tensor, device, pin_memory))
+        """A copy on `device`; with `pin_memory`, from page-locked copies of what is in host memory, which a CUDA device
+        takes without making the host wait."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            if pin_memory and tensor.device.type == 'cpu':
+                return tensor.pin_memory().to(device, non_blocking=True)
+            return tensor.to(device)
+
+        return self.changed(moved)
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """With `change` of every tensor, packing and columns included."""

@@ -31,7 +31,7 @@ from chatgpt.nn import AutoActor, AutoRM, Critic
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.trainer import PPOTrainer, RewardModelTrainer, SFTTrainer
 from chatgpt.trainer.callbacks import format_table
-from chatgpt.trainer.repetition import repetition
+from chatgpt.trainer.metrics import repetition
 
 NUM_SHOWN, NUM_COMPARED = 6, 200
 PREFERENCES: dict[str, Any] = {

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from chatgpt.batching import align, collate, cut_by_tokens, micro_batches, split_over_ranks
+from chatgpt.batching import collate, cut_by_tokens, micro_batches, split_over_ranks
 from chatgpt.types import Sequence
 
 
@@ -68,10 +68,6 @@ def test_split_over_ranks_deals_everything_once_and_evenly(world_size):
 def test_split_over_ranks_balances_tokens():
     shares = split_over_ranks([10, 10, 1, 1], 2)
     assert [sum([10, 10, 1, 1][i] for i in share) for share in shares] == [11, 11]
-
-
-def test_align_gives_every_rank_the_same_number_of_micro_batches():
-    assert align([[[0], [1]], [[2]]]) == [[[0], [1]], [[2], []]]
 
 
 def test_a_dummy_batch_weighs_nothing():

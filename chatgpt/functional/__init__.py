@@ -2,9 +2,9 @@
 
     masking.py      masked sum, mean, variance, whitening; sums per sequence
     logprobs.py     log-probs of given tokens, entropy; through a head in chunks of bounded memory
-    kl.py           KL estimators, fixed and adaptive coefficient
-    advantages.py   token rewards, GAE, Monte-Carlo, GRPO, RLOO, REINFORCE++
-    losses.py       clipped policy and value, next-token, pairwise; aggregation and statistics
+    ppo.py          token rewards, GAE, clipped policy and value loss, aggregation, KL estimators and coefficients
+    advantages.py   those of other methods: turns, Monte-Carlo, GRPO, RLOO, GDPO, REINFORCE++
+    losses.py       those of other methods: GSPO, CISPO, importance weights, next-token, pairwise
     preference.py   DPO family, KTO, ORPO, SimPO
     ilql.py         offline RL: TD, expectile, CQL, AWAC
 

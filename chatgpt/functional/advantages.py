@@ -1,14 +1,8 @@
-"""Rewards per token, and advantages from rewards, values or scores.
+"""Advantages of other methods than PPO: over the turns of an episode, from returns alone, and from the scores of
+several responses to one prompt.
 
-Per-token quantities of a phase are lists: one 1-D tensor per sequence, each of its own length A. Work is vectorised
-over sequences by elementwise operations only, so a sequence's numbers are the same bits whatever else is in the list.
-
-Masks: a token whose mask is False (tool output inside a response) is no step. The next token that counts is the
-successor of the one before; rewards and values at such tokens are never read, advantages and returns there are 0.
-
-Three sorts of estimator: over the tokens of a response (`gae`, `a2c`, `reinforce_pp`, `reinforce_pp_baseline`), over
-the turns of an episode (`gae_over_turns`), and over the responses to one prompt, one number per response (`grpo`,
-`dr_grpo`, `rloo`, `gdpo`), which `spread` puts on its tokens.
+Lists and masks are as in `chatgpt.functional.ppo`. Group-relative estimators (`grpo`, `dr_grpo`, `rloo`, `gdpo`) give
+one number per response, which `spread` puts on its tokens.
 """
 
 from __future__ import annotations
@@ -17,99 +11,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from chatgpt.functional.masking import segment_count, segment_mean, segment_sum
-
-Lists = Sequence[Tensor]
-
-
-def token_rewards(
-    kl: Tensor, beta: float, score: float | Tensor, mask: Tensor, *, token_scores: Tensor | None = None
-) -> Tensor:
-    """reward[t] = −beta · kl[t] (+ token_scores[t]), and the score added once, at the last token that counts.
-
-    Source: Ziegler et al. 2019, equation 2 (the score minus β log(π / ρ)), per token as in Stiennon et al. 2020 and
-    "The N implementation details of RLHF with PPO".
-
-    Args:
-        kl: (A,) estimate per token.
-        beta: coefficient.
-        score: of the whole response.
-        mask: (A,) bool, True = counts.
-        token_scores: (A,) dense scores, or None.
-
-    Returns:
-        (A,) of kl's dtype, 0 where the mask is False; all 0 when nothing counts.
-    """
-    _check_lists('mask', [kl], [mask])
-    rewards = -beta * kl
-    if token_scores is not None:
-        _check_lists('token_scores', [kl], [token_scores])
-        rewards = rewards + token_scores.to(rewards)
-    rewards = torch.where(mask, rewards, torch.zeros_like(rewards))
-    counted = mask.nonzero()
-    if len(counted):
-        rewards[counted[-1, 0]] += score
-    return rewards
-
-
-def gae(
-    rewards: Lists,
-    values: Lists,
-    masks: Lists,
-    *,
-    gamma: float = 1.0,
-    lam: float | Sequence[float] = 0.95,
-    value_lam: float | None = None,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Generalised advantage estimation.
-
-        δ[t] = r[t] + γ V[t+1] − V[t],   A[t] = δ[t] + γ λ A[t+1],   R[t] = A[t] + V[t]
-
-    V and A after the last token that counts are 0. Source: Schulman et al. 2016, equation 16; returns as in
-    "The 37 implementation details of PPO", detail 5.
-
-    With `value_lam` the returns, which the critic learns, come from advantages with that λ, and the policy's advantages
-    from `lam`: a λ of 1 gives the critic targets without its own bias, while the policy keeps a lower variance. Source:
-    VC-PPO, Yuan et al. 2025, arXiv 2503.01491, "Decoupled-GAE".
-
-    Args:
-        rewards: per sequence (A,).
-        values: per sequence (A,), V at the state before each token.
-        masks: per sequence (A,) bool, True = counts.
-        lam: λ, one for all or one per sequence (`length_lam`).
-        value_lam: λ of the returns; None is the same as that of the advantages.
-
-    Returns:
-        advantages and returns, per sequence (A,).
-    """
-    _check_lists('values', rewards, values)
-    _check_lists('masks', rewards, masks)
-    if not rewards:
-        return [], []
-    r, v, m = _time_first(rewards), _time_first(values), _time_first(masks)
-    advantages = _discounted_deltas(r, v, m, gamma, lam)
-    targets = advantages if value_lam is None else _discounted_deltas(r, v, m, gamma, value_lam)
-    returns = torch.where(m, targets + v, torch.zeros_like(v))
-    return _cut(advantages, rewards), _cut(returns, rewards)
-
-
-def _discounted_deltas(r: Tensor, v: Tensor, m: Tensor, gamma: float, lam: float | Sequence[float]) -> Tensor:
-    """A[t] = δ[t] + γ λ A[t+1] of (longest A, B) rewards, values and mask."""
-    if not isinstance(lam, (int, float)):
-        if len(lam) != r.shape[1]:
-            raise ValueError(f'lam has {len(lam)} numbers for {r.shape[1]} sequences')
-    decay = gamma * lam if isinstance(lam, (int, float)) else r.new_tensor([gamma * each for each in lam])
-    advantages = torch.zeros_like(r)
-    next_value, next_advantage = torch.zeros_like(r[0]), torch.zeros_like(r[0])
-    for t in reversed(range(len(r))):
-        delta = r[t] + gamma * next_value - v[t]
-        advantage = delta + decay * next_advantage
-        advantages[t] = torch.where(m[t], advantage, advantages[t])
-        next_value = torch.where(m[t], v[t], next_value)
-        next_advantage = torch.where(m[t], advantage, next_advantage)
-    return advantages
+from chatgpt.functional.ppo import Lists, check_lists, gae, token_rewards
 
 
 def gae_over_turns(
@@ -149,9 +53,9 @@ def gae_over_turns(
     Returns:
         advantages and returns, per sequence (A,), 0 where the mask is False.
     """
-    _check_lists('values', rewards, values)
-    _check_lists('masks', rewards, masks)
-    _check_lists('turns', rewards, turns)
+    check_lists('values', rewards, values)
+    check_lists('masks', rewards, masks)
+    check_lists('turns', rewards, turns)
     rows = [_turn_rows(t[m]) for t, m in zip(turns, masks, strict=True)]
     # A sequence of which nothing counts has one turn that does not count either.
     totals = [segment_sum(r[m], row, _num_turns(row)) for r, m, row in zip(rewards, masks, rows, strict=True)]
@@ -198,17 +102,8 @@ def length_lam(lengths: Sequence[int], alpha: float) -> list[float]:
 
 def monte_carlo_returns(rewards: Lists, masks: Lists, *, gamma: float = 1.0) -> list[Tensor]:
     """R[t] = r[t] + γ R[t+1] over the tokens that count, 0 after the last (Williams 1992; Sutton & Barto 2018, equation
-    3.9)."""
-    _check_lists('masks', rewards, masks)
-    if not rewards:
-        return []
-    r, m = _time_first(rewards), _time_first(masks)
-    returns = torch.zeros_like(r)
-    following = torch.zeros_like(r[0])
-    for t in reversed(range(len(r))):
-        following = torch.where(m[t], r[t] + gamma * following, following)
-        returns[t] = torch.where(m[t], following, returns[t])
-    return _cut(returns, rewards)
+    3.9): `gae` without values."""
+    return gae(rewards, [torch.zeros_like(r) for r in rewards], masks, gamma=gamma, lam=1.0)[1]
 
 
 def a2c(rewards: Lists, values: Lists, masks: Lists, *, gamma: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
@@ -216,7 +111,7 @@ def a2c(rewards: Lists, values: Lists, masks: Lists, *, gamma: float = 1.0) -> t
 
     Source: Mnih et al. 2016, section 4 and algorithm S3. Equals `gae` with λ = 1. Returns advantages and returns.
     """
-    _check_lists('values', rewards, values)
+    check_lists('values', rewards, values)
     returns = monte_carlo_returns(rewards, masks, gamma=gamma)
     advantages = [
         torch.where(m, ret - v, torch.zeros_like(ret)) for ret, v, m in zip(returns, values, masks, strict=True)
@@ -374,23 +269,3 @@ def _centred(scores: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     num_groups = int(index.max()) + 1 if len(index) else 0
     mean = segment_mean(wide, index, num_groups)
     return wide - mean[index], index, segment_count(index, num_groups)
-
-
-def _time_first(lists: Lists) -> Tensor:
-    """(longest A, B), so that one step of all sequences is one contiguous row; missing ends are 0 or False."""
-    return pad_sequence(list(lists))
-
-
-def _cut(padded: Tensor, like: Lists) -> list[Tensor]:
-    """Back to one tensor per sequence, each with memory of its own."""
-    return [padded[: len(x), i].clone() for i, x in enumerate(like)]
-
-
-def _check_lists(name: str, reference: Lists, given: Lists) -> None:
-    if len(reference) != len(given):
-        raise ValueError(f'{name} has {len(given)} sequences, {len(reference)} were expected')
-    for i, (a, b) in enumerate(zip(reference, given, strict=True)):
-        if a.dim() != 1 or a.shape != b.shape:
-            raise ValueError(f'{name}[{i}] must be 1-D with shape {tuple(a.shape)}; got {tuple(b.shape)}')
-        if 'mask' in name and b.dtype != torch.bool:
-            raise ValueError(f'{name}[{i}] must be bool, True = counts; got {b.dtype}')

@@ -1,8 +1,6 @@
-"""Losses of policies, values and reward models, their aggregation, and what is measured beside them.
+"""Losses beside PPO's: of other policy methods, of reward models, and the log-prob of a sequence.
 
-Every loss is unreduced: one number per token (N,) or per sequence (B,). `aggregate` turns it into this micro-batch's
-share of the loss of a whole train batch, by dividing a sum by a *global* count; adding the shares of all micro-batches
-and ranks gives the loss.
+Every loss is unreduced: one number per token (N,) or per sequence (B,); see `chatgpt.functional.ppo.aggregate`.
 """
 
 from __future__ import annotations
@@ -13,97 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chatgpt.functional.choices import Aggregation
-from chatgpt.functional.kl import MAX_LOG_RATIO, kl_penalty
-from chatgpt.functional.masking import masked_sum, masked_var, segment_count, segment_mean, segment_sum
-
-_AGGREGATIONS = ('token', 'sequence', 'sequence_sum')
-
-
-def aggregate(
-    loss: Tensor,
-    mask: Tensor,
-    rows: Tensor,
-    num_sequences: int,
-    mode: Aggregation = 'token',
-    normalizer: float | Tensor = 1.0,
-) -> Tensor:
-    """This micro-batch's share of a loss.
-
-        'token'         Σ_t loss / normalizer                  normalizer: tokens that count
-        'sequence'      Σ_b mean_{t in b} loss / normalizer    normalizer: sequences
-        'sequence_sum'  Σ_b Σ_{t in b} loss / normalizer       normalizer: sequences × a constant length
-
-    Sources: 'token' is PPO's and DAPO's (Yu et al. 2025, section 3.3), 'sequence' GRPO's (Shao et al. 2024, equation
-    3), 'sequence_sum' Dr. GRPO's (Liu et al. 2025, section 3).
-
-    Args:
-        loss: (N,) per token.
-        mask: (N,) bool, True = counts.
-        rows: (N,) int64, the sequence of each token.
-        num_sequences: B of this micro-batch.
-        normalizer: over the whole train batch, all ranks and micro-batches; `aggregation_count` gives a part's share of
-            it.
-
-    Returns:
-        scalar; 0 where nothing counts. A sequence without tokens that count adds 0.
-    """
-    _check_mode(mode)
-    if not isinstance(normalizer, Tensor) and not normalizer > 0:
-        raise ValueError(f'normalizer={normalizer!r} must be positive: no token of the train batch counts')
-    if mode == 'sequence':
-        return segment_mean(loss, rows, num_sequences, mask=mask).sum() / normalizer
-    return masked_sum(loss, mask) / normalizer
-
-
-def aggregation_count(
-    mask: Tensor, rows: Tensor, num_sequences: int, mode: Aggregation = 'token', constant_length: int | None = None
-) -> int:
-    """What a part of the train batch adds to `aggregate`'s normalizer: tokens, sequences, or sequences ×
-    `constant_length`.
-
-    Only tokens whose mask is True, and sequences with at least one of them, are counted.
-    """
-    _check_mode(mode)
-    if mode == 'token':
-        return int(mask.sum())
-    sequences = int((segment_count(rows, num_sequences, mask=mask) > 0).sum())
-    if mode == 'sequence':
-        return sequences
-    if constant_length is None or constant_length < 1:
-        raise ValueError(
-            f"mode 'sequence_sum' divides by a constant length of at least 1; got {constant_length!r}, give "
-            'max_new_tokens'
-        )
-    return sequences * constant_length
-
-
-def clipped_policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    eps_low: float = 0.2,
-    eps_high: float | None = None,
-    dual_clip: float | None = None,
-) -> Tensor:
-    """max(−A ρ, −A clip(ρ, 1 − eps_low, 1 + eps_high)) with ρ = π / π_old = exp(logprobs − old_logprobs).
-
-    Sources: Schulman et al. 2017, equation 7 (with the sign of a loss); eps_high ≠ eps_low is DAPO's clip-higher, Yu et
-    al. 2025, section 3.1. With `dual_clip` c the loss of a negative advantage is at most −c A (Ye et al. 2020,
-    "Mastering complex control in MOBA games with deep reinforcement learning").
-
-    Args:
-        logprobs: (N,) or any shape, of the policy that learns.
-        old_logprobs: same shape, of the policy that collected; constants.
-        advantages: same shape; constants.
-        eps_high: None means eps_low.
-        dual_clip: c > 1, or None.
-
-    Returns:
-        same shape. For one ratio per sequence see `gspo_policy_loss`.
-    """
-    return _clipped_surrogate(logprobs - old_logprobs, advantages, eps_low, eps_high, dual_clip)
+from chatgpt.functional.masking import segment_mean, segment_sum
+from chatgpt.functional.ppo import clipped_surrogate, ratio_of
 
 
 def gspo_policy_loss(
@@ -134,7 +43,7 @@ def gspo_policy_loss(
         (N,).
     """
     log_ratio = sequence_log_ratio(logprobs, old_logprobs, mask, rows, num_sequences)
-    return _clipped_surrogate(log_ratio, advantages, eps_low, eps_high, dual_clip)
+    return clipped_surrogate(log_ratio, advantages, eps_low, eps_high, dual_clip)
 
 
 def cispo_policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, eps_high: float = 0.2) -> Tensor:
@@ -154,7 +63,7 @@ def cispo_policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor
     """
     if not eps_high >= 0:
         raise ValueError(f'eps_high={eps_high!r} must not be negative')
-    return -advantages * _ratio(logprobs.detach() - old_logprobs).clamp_max(1 + eps_high) * logprobs
+    return -advantages * ratio_of(logprobs.detach() - old_logprobs).clamp_max(1 + eps_high) * logprobs
 
 
 def sequence_log_ratio(
@@ -162,27 +71,6 @@ def sequence_log_ratio(
 ) -> Tensor:
     """mean over a sequence's tokens of logprobs − old_logprobs, on each of its tokens: (N,). See `gspo_policy_loss`."""
     return segment_mean(logprobs - old_logprobs, rows, num_sequences, mask=mask)[rows]
-
-
-def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None = None) -> Tensor:
-    """½ max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²); with clip=None ½ (V − R)².
-
-    Source: OpenAI baselines' PPO; "The 37 implementation details of PPO", detail 9, and Ziegler et al.'s code for
-    language models.
-
-    Args:
-        values: (N,) or any shape.
-        old_values: same shape, when the experience was made; constants.
-        returns: same shape; constants.
-        clip: ε > 0, or None.
-    """
-    error = (values - returns).square()
-    if clip is None:
-        return 0.5 * error
-    if not clip > 0:
-        raise ValueError(f'value clip {clip!r} must be positive; None switches clipping off')
-    near = torch.maximum(torch.minimum(values, old_values + clip), old_values - clip)
-    return 0.5 * torch.maximum(error, (near - returns).square())
 
 
 def next_token_loss(logprobs: Tensor) -> Tensor:
@@ -251,7 +139,7 @@ def importance_weighted(estimate: Tensor, logprobs: Tensor, old_logprobs: Tensor
         logprobs: same shape, of the policy that learns.
         old_logprobs: same shape, of the policy that collected; constants.
     """
-    return _ratio(logprobs - old_logprobs) * estimate
+    return ratio_of(logprobs - old_logprobs) * estimate
 
 
 def truncated_importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, cap: float = 2.0) -> Tensor:
@@ -264,62 +152,7 @@ def truncated_importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, c
     """
     if not cap > 0:
         raise ValueError(f'cap={cap!r} must be positive')
-    return _ratio(logprobs - behaviour_logprobs).clamp_max(cap).detach()
-
-
-class PolicyStats(NamedTuple):
-    """Sums over the tokens that count, so that micro-batches and ranks add up; divide by `num_tokens`. fp64 scalars
-    without gradient."""
-
-    num_tokens: Tensor
-    approx_kl: Tensor
-    """k1 of KL(π_old || π): Σ −log ρ"""
-    approx_kl_k3: Tensor
-    """k3: Σ (ρ − 1) − log ρ"""
-    clipped: Tensor
-    """tokens whose ratio lies outside the clip range"""
-    ratio: Tensor
-    ratio_min: Tensor
-    """+inf where nothing counts"""
-    ratio_max: Tensor
-    """−inf where nothing counts"""
-
-
-@torch.no_grad()
-def policy_stats(
-    logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, eps_low: float = 0.2, eps_high: float | None = None
-) -> PolicyStats:
-    """How far the policy has moved from the one that collected; ρ = exp(logprobs − old_logprobs), all (N,).
-
-    Sources: "The 37 implementation details of PPO", detail 12 (clip fraction: |ρ − 1| beyond the range, approximate
-    KL); Schulman 2020 for k1, k3.
-    """
-    new, old = logprobs.double(), old_logprobs.double()
-    ratio = _ratio(new - old)
-    high = eps_low if eps_high is None else eps_high
-    outside = (ratio < 1 - eps_low) | (ratio > 1 + high)
-    return PolicyStats(
-        num_tokens=mask.sum().double(),
-        approx_kl=masked_sum(old - new, mask),
-        approx_kl_k3=masked_sum(kl_penalty(old, new, 'k3'), mask),
-        clipped=(outside & mask).sum().double(),
-        ratio=masked_sum(ratio, mask),
-        ratio_min=torch.cat(
-            [ratio.masked_fill(~mask, float('inf')).flatten(), ratio.new_full((1,), float('inf'))]
-        ).min(),
-        ratio_max=torch.cat(
-            [ratio.masked_fill(~mask, -float('inf')).flatten(), ratio.new_full((1,), -float('inf'))]
-        ).max(),
-    )
-
-
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """1 − Var(R − V) / Var(R) over the tokens that count: 1 is perfect, 0 no better than a constant; 0 where R does not
-    vary."""
-    total = masked_var(returns.double(), mask, unbiased=False)
-    rest = masked_var(returns.double() - values.double(), mask, unbiased=False)
-    safe = torch.where(total > 0, total, torch.ones_like(total))
-    return torch.where(total > 0, 1.0 - rest / safe, torch.zeros_like(total))
+    return ratio_of(logprobs - behaviour_logprobs).clamp_max(cap).detach()
 
 
 def sequence_logprobs(
@@ -331,27 +164,19 @@ def sequence_logprobs(
     return fold(logprobs, rows, num_sequences, mask=mask)
 
 
-def _ratio(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+def kl_full(logits: Tensor, ref_logits: Tensor) -> Tensor:
+    """Σ_v q(v) (log q(v) − log p(v)): the exact KL(policy || reference) at each token.
 
+    Args:
+        logits: (..., V) of the policy, already divided by the temperature, any float dtype.
+        ref_logits: (..., V) of the reference, likewise.
 
-def _clipped_surrogate(
-    log_ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float | None, dual_clip: float | None
-) -> Tensor:
-    high = eps_low if eps_high is None else eps_high
-    if not 0 <= eps_low < 1 or not high >= 0:
-        raise ValueError(
-            f'clip range eps_low={eps_low!r}, eps_high={high!r} is not allowed; 0 <= eps_low < 1 and eps_high >= 0'
-        )
-    ratio = _ratio(log_ratio)
-    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - eps_low, 1 + high))
-    if dual_clip is None:
-        return loss
-    if not dual_clip > 1:
-        raise ValueError(f'dual_clip={dual_clip!r} must be greater than 1; None switches it off')
-    return torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
-
-
-def _check_mode(mode: str) -> None:
-    if mode not in _AGGREGATIONS:
-        raise ValueError(f'aggregation mode {mode!r} is not known; choose one of {list(_AGGREGATIONS)}')
+    Returns:
+        (...) fp32 (fp64 for fp64 logits). Tokens that the policy cannot draw (−inf) add 0; a token that only the
+        reference cannot draw counts as if its log-prob were the lowest finite number.
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    lowest = torch.finfo(dtype).min
+    logq = torch.log_softmax(logits.to(dtype), dim=-1)
+    logp = torch.log_softmax(ref_logits.to(dtype), dim=-1)
+    return (logq.exp() * (logq.clamp_min(lowest) - logp.clamp_min(lowest))).sum(dim=-1)

@@ -60,13 +60,13 @@ from chatgpt.rules import check
 from chatgpt.strategies.ranks import check_world_size
 from chatgpt.strategies.rules import TENSOR_PARALLEL_RULES
 from chatgpt.strategies.tensor_parallel import check_model
-from chatgpt.trainer.config import Settings
 from chatgpt.trainer.experience.environment_scorer import check_reward_beside
 from chatgpt.trainer.experience.scorers import as_scorer, check_columns
 from chatgpt.trainer.fits import check_router_loss
 from chatgpt.trainer.objectives.config import KTOConfig, PreferenceConfig
 from chatgpt.trainer.objectives.kto import check_both_kinds
 from chatgpt.trainer.objectives.reward_model import is_success
+from chatgpt.trainer.settings import Settings
 
 
 @dataclass(kw_only=True)

@@ -81,7 +81,7 @@ METHODS: Registry[Recipe] = Registry(
         'sft': Recipe(
             about='supervised fine-tuning on demonstrations, chats or text',
             run='chatgpt.launch.runs:SFTRun',
-            config='chatgpt.trainer.config:SFTConfig',
+            config='chatgpt.trainer.objectives.config:SFTConfig',
             trainer=f'{OBJECTIVES}.sft:SFTTrainer',
             defaults={'lr': 2e-5},
         ),

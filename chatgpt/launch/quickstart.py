@@ -42,12 +42,12 @@ from chatgpt.rollout.sampling import SamplingParams, generation_fields
 from chatgpt.strategies.checkpoint import latest
 from chatgpt.strategies.registry import STRATEGY_OPTIONS, as_strategy
 from chatgpt.trainer.callbacks import Callback, Evaluator
-from chatgpt.trainer.collect import check_hears_alike
-from chatgpt.trainer.config import Settings
 from chatgpt.trainer.experience.environment_scorer import check_reward_beside
 from chatgpt.trainer.experience.scorers import as_scorer, check_columns, columns_of
+from chatgpt.trainer.fits import check_hears_alike
 from chatgpt.trainer.objectives.ilql import BetaEvaluation, rewarded
 from chatgpt.trainer.prompt_evaluation import PromptEvaluation
+from chatgpt.trainer.settings import Settings
 
 KINDS = ('ppo', 'ilql', 'sft', 'dpo')
 DEFAULTS: dict[str, Any] = {

@@ -27,9 +27,10 @@ from chatgpt.strategies.checkpoint import CHECKPOINT_MINUTES
 from chatgpt.strategies.registry import STRATEGIES
 from chatgpt.strategies.rules import MODEL_RULES
 from chatgpt.trainer.callbacks.trackers import TRACKERS, tracker_names
-from chatgpt.trainer.config import LearningSettings, PPOConfig, Settings, SFTConfig, SupervisedConfig
-from chatgpt.trainer.objectives.config import PreferenceConfig, RewardModelConfig
+from chatgpt.trainer.config import PPOConfig
+from chatgpt.trainer.objectives.config import PreferenceConfig, RewardModelConfig, SFTConfig, SupervisedConfig
 from chatgpt.trainer.rules import DECODE_RULES
+from chatgpt.trainer.settings import LearningSettings, Settings
 
 EMBEDDED = 'embedded'
 """the name of the small GPT-2 that a run makes for itself, and teaches the stories first unless it is SFT"""

@@ -9,14 +9,16 @@ from chatgpt import on_demand
 if TYPE_CHECKING:
     from chatgpt.trainer.base import Trainer
     from chatgpt.trainer.collect import Collector
-    from chatgpt.trainer.config import PPOConfig, SFTConfig, SupervisedConfig
+    from chatgpt.trainer.config import PPOConfig
     from chatgpt.trainer.objectives.config import (
         DPOConfig,
         ILQLConfig,
         KTOConfig,
         ORPOConfig,
         RewardModelConfig,
+        SFTConfig,
         SimPOConfig,
+        SupervisedConfig,
     )
     from chatgpt.trainer.objectives.ilql import BetaEvaluation, ILQLTrainer, rewarded
     from chatgpt.trainer.objectives.kto import KTOTrainer, LabelledAnswer

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from chatgpt.functional.choices import Aggregation
 from chatgpt.names import hint
@@ -29,23 +29,6 @@ Estimates = tuple[list['Tensor'], list['Tensor']]
 
 GAE_SETTINGS = ('gae_over', 'value_lam', 'lam_length')
 """which not every estimator with values has a meaning for"""
-
-
-class AlgorithmSettings(Protocol):
-    """The fields of `PPOConfig` that entries read."""
-
-    gamma: float
-    lam: float
-    lam_length: float | None
-    value_lam: float | None
-    gae_over: Literal['token', 'turn']
-    eps_clip: float
-    eps_clip_high: float | None
-    dual_clip: float | None
-
-    @property
-    def of_loss(self) -> Any:
-        """The policy loss's own settings: an object of `PolicyLoss.settings`."""
 
 
 def _late(name: str) -> Callable[..., Any]:
@@ -71,7 +54,7 @@ class Estimator:
         aggregation: of the policy loss, where neither `loss_aggregation` nor the policy loss says otherwise.
     """
 
-    fn: Callable[[list[Experience], AlgorithmSettings], Estimates]
+    fn: Callable[[list[Experience], Any], Estimates]
     needs_values: bool = False
     needs_groups: bool = False
     rewards_apart: bool = False
@@ -103,7 +86,7 @@ ESTIMATORS: Registry[Estimator] = Registry(
 )
 
 
-def estimate_advantages(experiences: list[Experience], estimator: Estimator, settings: AlgorithmSettings) -> None:
+def estimate_advantages(experiences: list[Experience], estimator: Estimator, settings: Any) -> None:
     """Write `advantages` and `returns` of every experience, in place. The list holds whole groups."""
     if not experiences:
         return
@@ -145,7 +128,7 @@ class PolicyLoss:
             `settings.of_loss`.
     """
 
-    fn: Callable[[PolicyInputs, AlgorithmSettings], Tensor]
+    fn: Callable[[PolicyInputs, Any], Tensor]
     clip: Literal['both', 'upper', 'none'] = 'both'
     per_sequence: bool = False
     aggregation: Aggregation | None = None
@@ -168,7 +151,7 @@ class PolicyLoss:
             raise ValueError(f'loss_settings: {error}') from None
 
 
-def clip_high(settings: AlgorithmSettings) -> float:
+def clip_high(settings: Any) -> float:
     """The upper clip, which is the lower one unless it is given."""
     return settings.eps_clip if settings.eps_clip_high is None else settings.eps_clip_high
 

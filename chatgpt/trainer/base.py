@@ -25,15 +25,14 @@ from chatgpt.strategies.base import Strategy
 from chatgpt.strategies.checkpoint import claim_folder
 from chatgpt.strategies.checkpoint.layout import MANIFEST
 from chatgpt.trainer import checkpointing
-from chatgpt.trainer.agreement import LEFT_OUT, check_ranks
 from chatgpt.trainer.callbacks import Callback, CallbackList
 from chatgpt.trainer.callbacks.defaults import with_defaults
-from chatgpt.trainer.config import LearningSettings
 from chatgpt.trainer.failure import keep_what_is_whole, resume_words
 from chatgpt.trainer.fits import check_router_loss
-from chatgpt.trainer.run_control import PhaseClock, StopSignals, agreed
+from chatgpt.trainer.run_control import LEFT_OUT, PhaseClock, StopSignals, agreed, check_ranks
 from chatgpt.trainer.saving import push_trained, save_trained
 from chatgpt.trainer.schedule import LearningRate, describe_groups
+from chatgpt.trainer.settings import LearningSettings
 from chatgpt.trainer.step import Steps
 from chatgpt.types import Experience
 
@@ -168,7 +167,7 @@ class Trainer:
         return {'method': type(self).__name__, 'data': {}}
 
     def check_ranks(self, where: str) -> None:
-        """Every rank runs the same run and stands at the same place, or all end; see `chatgpt.trainer.agreement`. A
+        """Every rank runs the same run and stands at the same place, or all end; see `chatgpt.trainer.run_control`. A
         collective."""
         self.strategy.note_progress(f'{where} of phase {self.phase + 1}')
         state = {k: v for k, v in (self.fingerprint() | self.state_dict()).items() if k not in LEFT_OUT}
@@ -355,6 +354,13 @@ class Trainer:
             path = self.save_checkpoint()
             if self.strategy.is_rank_0:
                 print(f'stopped after phase {self.phase}; continue with {resume_words(path)}', flush=True)
+
+    def expect_updates(self, count: int) -> None:
+        """A `fit` of so many optimizer steps begins, or goes on after a checkpoint."""
+        if not self.is_resuming:
+            self.fit_updates = self.num_updates
+        self.is_resuming = False
+        self.total_updates = self.fit_updates + count
 
     def set_learning_rates(self) -> dict[str, float]:
         """Apply the schedules for the next optimizer step; the learning rate of each model."""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from chatgpt.data.formats import note_model
 from chatgpt.environments import EnvironmentSettings
-from chatgpt.functional.kl import AdaptiveKLController, FixedKLController
+from chatgpt.functional.ppo import AdaptiveKLController, FixedKLController
 from chatgpt.nn.trunk import dropout_off
 from chatgpt.rollout import RolloutEngine, SamplingParams
 from chatgpt.rollout.episodes import EpisodeEngine, check_writes_turns
@@ -24,20 +24,20 @@ from chatgpt.rollout.sampling import sampling_for
 from chatgpt.strategies.base import Strategy
 from chatgpt.trainer.algorithms import estimate_advantages
 from chatgpt.trainer.base import config_of
-from chatgpt.trainer.collect import Collector, check_hears_alike
+from chatgpt.trainer.collect import Collector
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.experience import ExperienceMaker, ExperienceSettings, ScoreShaper, as_scorer
 from chatgpt.trainer.experience.environment_scorer import environment_rewards
 from chatgpt.trainer.experience.reference import Reference
 from chatgpt.trainer.experience.scorers import Scorer, models_of
-from chatgpt.trainer.fits import check_apart, check_models, check_records
+from chatgpt.trainer.fits import check_apart, check_hears_alike, check_models, check_records
 from chatgpt.trainer.policy import Policy, policy_for
 from chatgpt.trainer.rules import DECODE_RULES
 from chatgpt.trainer.selection import compared
 from chatgpt.types import Sequence
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Models:
     """What is trained and what stays, as prepared."""
 
@@ -55,7 +55,16 @@ class Models:
         return {'actor': self.actor_optim} | ({'critic': self.critic_optim} if self.critic_optim is not None else {})
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
+class Reward:
+    """What scores responses; see `PPOTrainer`."""
+
+    model: Any
+    weights: Mapping[str, float] | None
+    tokenizer: Any
+
+
+@dataclass(frozen=True)
 class Parts:
     """What a `PPOTrainer` holds."""
 
@@ -67,7 +76,7 @@ class Parts:
     policy: Policy
     collector: Collector
     maker: ExperienceMaker
-    kl_controller: FixedKLController | AdaptiveKLController
+    kl_controller: FixedKLController
 
 
 def build(
@@ -75,15 +84,13 @@ def build(
     strategy: Strategy,
     config: PPOConfig,
     models: Models,
-    reward: Any,
+    reward: Reward,
     *,
     generation: Mapping[str, Any],
     tokenizer: Any,
     engine: RolloutEngine | None,
     environment: Any,
     environment_settings: EnvironmentSettings | None,
-    reward_weights: Mapping[str, float] | None,
-    reward_tokenizer: Any,
     pretrain_data: SequenceOf[Sequence],
 ) -> Parts:
     """The parts of a trainer; arguments as of `PPOTrainer`, `owner` its class's name.
@@ -97,29 +104,19 @@ def build(
     note_model(tokenizer, config_of(strategy, models.actor))
     sampling, stop_strings = sampling_for(bare, tokenizer, generation)
     reference = Reference(strategy, models.actor, bare, models.initial_model)
-    _check_models(owner, strategy, models, reward if isinstance(reward, nn.Module) else None)
+    _check_models(owner, strategy, models, reward.model if isinstance(reward.model, nn.Module) else None)
     _check_settings(config, sampling, reference, pretrain_data)
     check_records(f'{owner}: pretrain_data', ([s] for s in pretrain_data), bare)
-    shares_trunk = models.critic is None and _trains_value_head(strategy, bare, config)
-    if config.estimator.needs_values and models.critic is None and not shares_trunk:
-        raise ValueError(
-            f'advantage_estimator={config.advantage_estimator!r} needs values: pass a critic, or an actor with '
-            'value_head=True'
-        )
-    if reward_weights is not None and environment is None:
+    shares_trunk = _shares_trunk(strategy, config, models, bare)
+    if reward.weights is not None and environment is None:
         raise ValueError('reward_weights weigh the rewards of an environment: pass environment=')
     engine = engine or engine_for(bare)
     policy = policy_for(strategy, models.actor, config, sampling.temperature, models.mask_model, engine)
     if environment is not None:
         check_hears_alike(strategy)
         check_writes_turns(getattr(bare, 'config', None))
-        episodes = EpisodeEngine(engine, environment, tokenizer, environment_settings, stop_strings=stop_strings)
-        engine = episodes
-        if reward is None and not getattr(episodes.factory, 'gives_rewards', True):
-            raise ValueError(
-                f'{episodes.runner.name} has neither get_reward nor turn_reward; give it one, or a reward_model'
-            )
-        reward = environment_rewards(reward_weights, reward)
+        engine = EpisodeEngine(engine, environment, tokenizer, environment_settings, stop_strings=stop_strings)
+        reward = _of_episodes(engine, reward)
     collector = Collector(
         strategy,
         engine,
@@ -131,24 +128,12 @@ def build(
         num_samples_per_prompt=config.num_samples_per_prompt,
         max_staleness=config.max_staleness,
     )
-    scorer = _scorer(config, reward, reward_tokenizer)
-    if config.offload == 'idle':
-        for frozen in [*models_of(scorer), *([models.initial_model] if models.initial_model is not None else [])]:
-            strategy.offload(frozen)
+    maker = _maker(strategy, config, models, reference, _scorer(config, reward), collector, shares_trunk)
     trained = {**models.trained(), **policy.models()}
     for model in trained.values():
         dropout_off(strategy.unwrap(model))
-    return Parts(
-        models=trained,
-        optimizers=models.optimizers(),
-        shares_trunk=shares_trunk,
-        policy=policy,
-        collector=collector,
-        maker=_maker(strategy, config, models, reference, scorer, collector, shares_trunk),
-        kl_controller=FixedKLController(config.kl_coef)
-        if config.kl_target is None
-        else AdaptiveKLController(config.kl_coef, config.kl_target, config.kl_horizon),
-    )
+    controller = _kl_controller(config)
+    return Parts(trained, models.optimizers(), shares_trunk, policy, collector, maker, controller)
 
 
 def _check_models(owner: str, strategy: Strategy, models: Models, reward_model: nn.Module | None) -> None:
@@ -181,36 +166,46 @@ def _check_settings(
         raise ValueError(f'ptx_coef={config.ptx_coef} needs pretrain_data, a list of sequences of pretraining text')
 
 
-def _trains_value_head(strategy: Strategy, actor: Any, config: PPOConfig) -> bool:
-    """Whether the actor carries a value head that the estimator needs; warns of one that it does not.
+def _shares_trunk(strategy: Strategy, config: PPOConfig, models: Models, actor: Any) -> bool:
+    """Whether the actor carries the value head that is trained; warns of one that the estimator does not need.
 
     Raises:
-        ValueError: one that it does not need, under a strategy that cannot leave a parameter without a gradient.
+        ValueError: no values where the estimator needs some; a value head that it does not need, under a strategy that
+            cannot leave a parameter without a gradient.
     """
-    if getattr(actor, 'value_head', None) is None:
-        return False
-    if config.estimator.needs_values:
-        return True
+    name = f'advantage_estimator={config.advantage_estimator!r}'
+    has_head = getattr(actor, 'value_head', None) is not None
+    if models.critic is None and config.estimator.needs_values and not has_head:
+        raise ValueError(f'{name} needs values: pass a critic, or an actor with value_head=True')
+    if models.critic is not None or not has_head or config.estimator.needs_values:
+        return models.critic is None and has_head
     if not strategy.abilities.unused:
         raise ValueError(
-            f'advantage_estimator={config.advantage_estimator!r} takes no values, and {type(strategy).__name__} cannot '
+            f'{name} takes no values, and {type(strategy).__name__} cannot '
             "leave the actor's value head untrained: build the actor without value_head"
         )
     if strategy.is_rank_0:
         warnings.warn(
-            f"the actor's value head is not trained: advantage_estimator={config.advantage_estimator!r} takes no "
+            f"the actor's value head is not trained: {name} takes no "
             'values; build the actor without value_head to silence this',
             stacklevel=4,
         )
     return False
 
 
-def _scorer(config: PPOConfig, reward: Any, reward_tokenizer: Any) -> Scorer | None:
+def _of_episodes(engine: EpisodeEngine, reward: Reward) -> Reward:
+    """The rewards of an environment, with the one beside them."""
+    if reward.model is None and not getattr(engine.factory, 'gives_rewards', True):
+        raise ValueError(f'{engine.runner.name} has neither get_reward nor turn_reward; give it one, or a reward_model')
+    return Reward(environment_rewards(reward.weights, reward.model), None, reward.tokenizer)
+
+
+def _scorer(config: PPOConfig, reward: Reward) -> Scorer | None:
     scorer = as_scorer(
-        reward,
+        reward.model,
         max_tokens_per_batch=config.max_tokens_per_batch,
         timeout_s=config.score_timeout_s,
-        reward_tokenizer=reward_tokenizer,
+        reward_tokenizer=reward.tokenizer,
         packing=config.packing,
     )
     if config.estimator.rewards_apart and len(getattr(scorer, 'weighted', ())) < 2:
@@ -235,6 +230,9 @@ def _maker(
         differs = not collector.engine.abilities.exact_logprobs
         recompute = strategy.numerics.dtype != torch.float32 or c.tis_cap is not None or differs
     overlong = None if c.overlong_buffer is None else (collector.sampling.room, c.overlong_buffer)
+    if c.offload == 'idle':
+        for frozen in [*models_of(scorer), *([] if models.initial_model is None else [models.initial_model])]:
+            strategy.offload(frozen)
     estimator = c.estimator
     return ExperienceMaker(
         strategy,
@@ -254,3 +252,9 @@ def _maker(
         estimate=lambda experiences: estimate_advantages(compared(experiences), estimator, c),
         actor_has_values=shares_trunk,
     )
+
+
+def _kl_controller(c: PPOConfig) -> FixedKLController:
+    if c.kl_target is None:
+        return FixedKLController(c.kl_coef)
+    return AdaptiveKLController(c.kl_coef, c.kl_target, c.kl_horizon)

@@ -1,15 +1,8 @@
-"""Collecting: prompts in an order that is a function of the seed, responses, texts. PPO, RFT and evaluation hold one.
+"""Collecting: prompts in an order that is a function of the seed, responses, texts. PPO, RFT and evaluation hold a
+collector. It owns the plan of a fit, how many timesteps, prompts and samples were given out, and what was asked of an
+engine that answers later (`draws`).
 
-    collector = Collector(strategy, engine, sampling, policy=..., tokenizer=...)
-    samples = collector.generate(prompts, indices=range(first, first + len(prompts)))    # these prompts, now
-
-    collector.set_prompts(prompts)
-    collector.plan(100, 8)                                      # 100 timesteps, 8 of them a learning phase
-    while collector.phases():
-        timesteps = collector.collect(version=phase, stop=stop_agreed)      # None: asked to stop
-
-The collector owns what it changes: how many timesteps, prompts and samples were given out, and what was asked of an
-engine that answers later.
+`generate` answers given prompts now; `collect` gives the next phase of a plan, of prompts that it draws.
 """
 
 from __future__ import annotations
@@ -24,33 +17,20 @@ from typing import Any
 import torch
 
 from chatgpt.data.formats import choice_facts
-from chatgpt.data.prompts import PromptOrder, PromptSet
+from chatgpt.data.prompts import PromptSet
 from chatgpt.rollout import Call, RolloutEngine, SamplingParams, StopStrings
 from chatgpt.rollout.exact import ExactDraws
 from chatgpt.rollout.stop import write_texts
 from chatgpt.strategies.base import Strategy
 from chatgpt.trainer.checkpointing import as_json
+from chatgpt.trainer.draws import Draws, Pipeline
+from chatgpt.trainer.fits import check_hears_alike
 from chatgpt.trainer.journal import Journal
-from chatgpt.trainer.pipeline import Pipeline, Timestep
+from chatgpt.trainer.schedule import Plan
 from chatgpt.types import Prompt, Sample
 
 Full = Callable[..., AbstractContextManager[Any]]
 """a context that gives the model to generate with"""
-
-
-def check_hears_alike(strategy: Strategy) -> None:
-    """Raises ValueError, before an environment is asked, where several processes compute a rank together."""
-    if strategy.processes.world_size != strategy.world_size:
-        raise ValueError(
-            'environment does not go with tensor_parallel: each of the processes that compute a rank together would '
-            'ask an environment of its own, and need not hear the same; leave one of them out'
-        )
-
-
-def phase_sizes(num_timesteps: int, per_phase: int, done: int = 0) -> list[int]:
-    """Timesteps of each learning phase that is left after `done` timesteps; the last phase may be short."""
-    ends = [done, *range(done - done % per_phase + per_phase, num_timesteps, per_phase), num_timesteps]
-    return [end - start for start, end in zip(ends, ends[1:], strict=False)] if done < num_timesteps else []
 
 
 class Collector:
@@ -91,61 +71,43 @@ class Collector:
             engine = engine.with_draws_of(ExactDraws)
         self.strategy, self.engine, self.sampling, self.policy = strategy, engine, sampling, policy
         self.tokenizer, self.stop_strings = tokenizer, stop_strings
-        self.batch_size, self.num_samples_per_prompt = batch_size, num_samples_per_prompt
-        self.max_staleness = max_staleness
-        self.pipeline: Pipeline | None = None
-        """timesteps in flight, of an engine that answers later"""
+        given = strategy, sampling, batch_size, num_samples_per_prompt
+        asked: Any = {'begun': self._begun, 'generate': self._timed, 'made_from': self._made_from}
+        self.draws = Draws(*given, **asked)
         if engine.abilities.answers_ahead:
-            self.pipeline = Pipeline(engine, strategy, max_staleness, self._draw, self._call)
+            self.draws = Pipeline(engine, max_staleness, *given, **asked)
         elif max_staleness:
             raise ValueError(
                 f'max_staleness={max_staleness} needs an engine that generates while the trainer learns, such as '
                 f'RemoteEngine; {type(engine).__name__} does not'
             )
-        self.prompts: PromptSet | None = None
-        self._order: PromptOrder | None = None
         self.timestep = 0
         """timesteps given out"""
-        self.prompts_drawn = 0
-        """prompts given out, all ranks together"""
-        self.samples_drawn = 0
-        self.fit_start = 0
-        """timestep at which the current plan began"""
-        self._total, self.per_phase = 0, 1
+        self.plan = Plan()
         self.generating_s = 0.0
         """this rank's own engine, since the last `taken_s`"""
         name = None if engine.environment is None else engine.environment['name']
         self.journal = None if name is None else Journal(name, tokenizer.decode, strategy)
 
     def set_prompts(self, prompts: PromptSet) -> None:
-        """The prompts that `collect` draws from, without replacement within an epoch."""
-        self.prompts = prompts
-        self._order = PromptOrder(len(prompts), self.strategy.seed)
+        """What `collect` draws from, without replacement within an epoch."""
+        self.draws.set_prompts(prompts)
 
     def fingerprint(self) -> dict[str, Any]:
         """What decides the draws, beside the seed."""
-        prompts = self.prompts.fingerprint() if self.prompts is not None else None
-        environment = self.engine.environment
-        return {'sampling': self._generation(), 'prompts': prompts} | (
-            {'environment': environment} if environment is not None else {}
-        )
+        prompts = self.draws.prompts.fingerprint() if self.draws.prompts is not None else None
+        environment = {} if self.engine.environment is None else {'environment': self.engine.environment}
+        return {'sampling': self._generation(), 'prompts': prompts} | environment
 
     def facts(self) -> dict[str, Any]:
         """What run.json says of generating and of the prompts; see `RunRecord`."""
-        data = self.prompts.facts() if self.prompts is not None else {}
+        data = self.draws.prompts.facts() if self.draws.prompts is not None else {}
         return {'generation': self._generation(), 'data': data | choice_facts(self.tokenizer)}
 
     def _generation(self) -> dict[str, Any]:
         return {k: v for k, v in vars(self.sampling).items() if k != 'stop'}
 
     # ------------------------------------------------------------------ these prompts, now
-
-    def number(self, count: int) -> int:
-        """Give run-wide numbers to `count` samples of this rank; the first. A collective."""
-        counts = self.strategy.all_gather_object(count)
-        first = self.samples_drawn + sum(counts[: self.strategy.rank])
-        self.samples_drawn += sum(counts)
-        return first
 
     def generate(
         self,
@@ -154,7 +116,7 @@ class Collector:
         indices: SequenceOf[int],
         groups: SequenceOf[int] | None = None,
         seed: int | None = None,
-        limits: SequenceOf[int | None] | None = None,
+        limits: SequenceOf[int] | None = None,
         sampling: SamplingParams | None = None,
         policy: Full | None = None,
     ) -> list[Sample]:
@@ -162,40 +124,31 @@ class Collector:
 
         Args:
             indices: run-wide sample numbers, which with the seed decide every draw.
-            limits: each response's own limit of new tokens. Prompts of one limit go to the engine together.
+            limits: each response's own limit of new tokens, in place of that of `sampling`.
             seed, sampling, policy: in place of the strategy's and the collector's own.
         """
         sampling = sampling or self.sampling
-        limits = limits if limits is not None else [sampling.max_new_tokens] * len(prompts)
-        found: dict[int, Sample] = {}
-        different = set(limits)
-        if self.engine.abilities.spans_ranks:  # all ranks ask alike
-            different = set().union(*self.strategy.all_gather_object(different))
+        if limits is not None:  # all ranks ask alike
+            longest = max(max(each, default=1) for each in self.strategy.all_gather_object(list(limits)))
+            sampling = replace(sampling, max_new_tokens=longest)
+        seed = self.strategy.seed if seed is None else seed
+        call = Call.of(prompts, sampling, seed=seed, indices=indices, groups=groups, limits=limits)
         with self._begun(policy):
-            for limit in sorted(different, key=lambda n: n or 0):
-                at = [i for i, n in enumerate(limits) if n == limit]
-                call = Call.of(
-                    [prompts[i] for i in at],
-                    replace(sampling, max_new_tokens=limit),
-                    seed=self.strategy.seed if seed is None else seed,
-                    indices=[indices[i] for i in at],
-                    groups=None if groups is None else [groups[i] for i in at],
-                )
-                samples = self._timed(call)
-                found |= dict(zip(at, samples, strict=True))
-        return self.decode([found[i] for i in range(len(prompts))])
+            return self._finished(self._timed(call))
 
     def _timed(self, call: Call) -> list[Sample]:
         start = time.perf_counter()
         samples = self.engine.generate(call)
         self.generating_s += time.perf_counter() - start
-        return self._of_rank(samples)
+        return samples
 
-    def _of_rank(self, samples: list[Sample]) -> list[Sample]:
-        """What the rank's first process has, where each has an engine with a whole model of its own: the processes of a
-        rank compute every token of them together, and another GPU may have drawn another."""
+    def _finished(self, samples: list[Sample]) -> list[Sample]:
+        """With their texts; what the rank's first process has, where each has an engine with a whole model of its own:
+        the processes of a rank compute every token of them together, and another GPU may have drawn another."""
         can = self.engine.abilities
-        return self.strategy.ranks.from_leader(samples) if can.copies_weights and not can.spans_ranks else samples
+        if can.copies_weights and not can.spans_ranks:
+            samples = self.strategy.ranks.from_leader(samples)
+        return self.decode(samples)
 
     def taken_s(self) -> float:
         """Seconds that this rank's engine has generated since it was last asked; waiting for other ranks is not in
@@ -227,6 +180,15 @@ class Collector:
             finally:
                 self.engine.end()
 
+    @contextmanager
+    def environments(self) -> Iterator[None]:
+        """However it ends, the engine's environments end with it."""
+        try:
+            yield
+        finally:
+            if self.engine.environment is not None:
+                self.engine.close()
+
     def free(self) -> None:
         """Free what was kept for a next phase: the engine's cache and graphs, the policy's copy in 16 bits."""
         self.engine.release()
@@ -241,17 +203,16 @@ class Collector:
 
     # ------------------------------------------------------------------ the next prompts
 
-    def plan(self, num_timesteps: int, per_phase: int, *, resume: bool = False) -> None:
-        """From here on `collect` gives a phase of `per_phase` timesteps after the other, until `num_timesteps` are
-        given out; with `resume`, those of the plan that a checkpoint is of count."""
+    def set_plan(self, plan: Plan, *, resume: bool = False) -> None:
+        """From here on `collect` gives one phase of the plan after the other; with `resume`, what a checkpoint has
+        collected is the plan's beginning."""
         if not resume:
-            self.forget_in_flight()
-            self.fit_start = self.timestep
-        self._total, self.per_phase = num_timesteps, per_phase
+            self.draws.forget()
+        self.plan = replace(plan, start=self.plan.start if resume else self.timestep)
 
     def phases(self) -> list[int]:
         """Timesteps of each phase of the plan that is left."""
-        return phase_sizes(self._total, self.per_phase, self.timestep - self.fit_start)
+        return self.plan.phases(self.timestep)
 
     def collect(
         self,
@@ -272,126 +233,44 @@ class Collector:
             counts: the timesteps are those of the plan; False for further prompts of the same phase.
             around: a context around each timestep, at the end of which it has been counted.
         """
-        assert self.prompts is not None, 'set_prompts first'
         coming = self.phases()
         if num_timesteps is None:
             num_timesteps, *coming = coming
         timesteps: list[list[Sample]] = []
-        with self._source(num_timesteps, version, coming[: self.max_staleness]) as next_samples:
+        with self.draws.source([num_timesteps, *coming], version) as next_samples:
             for _ in range(num_timesteps):
                 if stop():
                     return None
                 with around():
-                    timesteps.append(next_samples())
+                    timesteps.append(self._finished(next_samples()))
                     self.timestep += counts
                 if self.journal is not None:
                     self.journal.record(timesteps[-1], self._made_from)
         return timesteps
 
-    @contextmanager
-    def _source(self, count: int, version: int, later: SequenceOf[int]) -> Iterator[Callable[[], list[Sample]]]:
-        """What gives this rank's samples of the next timestep, `count` times."""
-        pipeline = self.pipeline
-        if pipeline is None:
-            with self._begun():
-                yield lambda: self._rollout(version)
-            return
-        if not pipeline.take_up([count, *later], version, self._made_from):
-            self.forget_in_flight()
-        missing = count + sum(later) - len(pipeline.waiting)
-        with self._begun() if missing > 0 else nullcontext():
-            for _ in range(missing):
-                pipeline.ask(version)
-        yield lambda: self.decode(self._of_rank(pipeline.take(version)))
-
-    def _draw(self, version: int) -> Timestep:
-        """The next prompts: this rank's share of them, with their numbers."""
-        assert self.prompts is not None and self._order is not None
-        n, k = self.batch_size, self.num_samples_per_prompt
-        first_prompt, first_index, share = self.prompts_drawn, self.samples_drawn, n // self.strategy.world_size
-        prompts, indices, groups = [], [], []
-        for i in range(self.strategy.rank * share, (self.strategy.rank + 1) * share):
-            prompt = self.prompts[self._order[first_prompt + i]]
-            for j in range(k):
-                prompts.append(prompt)
-                indices.append(first_index + i * k + j)
-                groups.append(first_prompt + i)
-        self.prompts_drawn += n
-        self.samples_drawn += n * k
-        return Timestep(
-            first_prompt=first_prompt,
-            first_sample=first_index,
-            prompts=prompts,
-            indices=indices,
-            groups=groups,
-            version=version,
-        )
-
-    def _rollout(self, version: int) -> list[Sample]:
-        t = self._draw(version)
-        samples = self._timed(self._call(t))
-        for sample in samples:
-            sample.version = t.version
-        return self.decode(samples)
-
-    def _call(self, t: Timestep) -> Call:
-        return Call.of(t.prompts, self.sampling, seed=self.strategy.seed, indices=t.indices, groups=t.groups)
-
     # ------------------------------------------------------------------ state
 
     def learned(self) -> None:
         """The timesteps that were taken are in a replay buffer; they will not be put back."""
-        if self.pipeline is not None:
-            self.pipeline.taken.clear()
+        self.draws.learned()
         if self.journal is not None:
             self.journal.clear()
 
-    def forget_in_flight(self) -> None:
-        """Their prompts are drawn again."""
-        if self.pipeline is not None:
-            self.prompts_drawn, self.samples_drawn = self._drawn()
-            self.pipeline.clear()
-
-    @contextmanager
-    def dropped(self, version: int) -> Iterator[None]:
-        """Around a `load_state_dict` of a phase's start, which gives that phase up: what older weights have generated
-        stays in flight."""
-        kept = self.pipeline.give_up(version) if self.pipeline is not None else []
-        yield
-        if self.pipeline is not None:
-            self.pipeline.waiting.extend(kept)
-        self.prompts_drawn += len(kept) * self.batch_size
-        self.samples_drawn += len(kept) * self.batch_size * self.num_samples_per_prompt
-
-    def _drawn(self) -> tuple[int, int]:
-        """Prompts and samples given out, but for those in flight, which a run that goes on from here asks for again."""
-        if self.pipeline is not None and self.pipeline.waiting:
-            first = self.pipeline.waiting[0]
-            return first.first_prompt, first.first_sample
-        return self.prompts_drawn, self.samples_drawn
-
     def state_dict(self) -> dict[str, Any]:
-        prompts, samples = self._drawn()
-        return {
-            'timestep': self.timestep,
-            'fit_start': self.fit_start,
-            'prompts_drawn': prompts,
-            'samples_drawn': samples,
-        }
+        return {'timestep': self.timestep, 'fit_start': self.plan.start, **self.draws.state_dict()}
 
     def in_flight(self) -> dict[str, Any]:
         """For a checkpoint, beside `state_dict`: the samples in flight, and what environments answered in a phase that
         was dropped, all ranks together. A collective."""
-        parts = [part for part in (self.pipeline, self.journal) if part is not None]
-        return {name: value for part in parts for name, value in part.state(self._made_from).items()}
+        journal = {} if self.journal is None else self.journal.state(self._made_from)
+        return self.draws.state() | journal
 
     def _made_from(self) -> Any:
         """What samples follow from, but for the weights."""
         return as_json(self.fingerprint() | {'seed': self.strategy.seed})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.timestep, self.fit_start = int(state['timestep']), int(state['fit_start'])
-        self.prompts_drawn, self.samples_drawn = int(state['prompts_drawn']), int(state['samples_drawn'])
-        for part in (self.pipeline, self.journal):
-            if part is not None:
-                part.load(state)
+        self.timestep, self.plan = int(state['timestep']), replace(self.plan, start=int(state['fit_start']))
+        self.draws.load(state)
+        if self.journal is not None:
+            self.journal.load(state)

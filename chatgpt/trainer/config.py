@@ -1,115 +1,20 @@
-"""Settings of the trainers as validated dataclasses.
-
-Every keyword argument of a trainer is a field here. An unknown keyword is a ValueError that lists the nearest known
-ones. Each number is checked against its range when an object is made (`ranges`), and `validate` checks all settings
-together, before any weight is loaded.
-"""
+"""Every setting of PPO and its relatives, each a keyword argument of the trainer. `validate` checks all together,
+before any weight is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal, Self, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from chatgpt.functional.choices import Aggregation, KLKind
-from chatgpt.names import hint
-from chatgpt.rollout.sampling import generation_fields
 from chatgpt.rules import check
 from chatgpt.trainer.algorithms import ESTIMATORS, POLICY_LOSSES, Estimator
 from chatgpt.trainer.experience.shaping import ScoreScaling
 from chatgpt.trainer.nlpo import NLPOSettings
-from chatgpt.trainer.ranges import check_values
-from chatgpt.trainer.rules import LEARNING_RULES, PPO_RULES
+from chatgpt.trainer.rules import PPO_RULES
+from chatgpt.trainer.settings import LearningSettings, check_cut
 
 KLLossKind = Literal['k1', 'k2', 'k3']
-Schedule = Literal['constant', 'linear', 'cosine']
-
-C = TypeVar('C', bound='Settings')
-
-
-@dataclass(kw_only=True)
-class Settings:
-    """Base of the settings dataclasses: made from keywords, checked, turned back into a dict."""
-
-    def __new__(cls, *args: Any, **values: Any) -> Self:
-        cls.check_names(values)
-        return super().__new__(cls)
-
-    @classmethod
-    def check_names(cls, names: Iterable[str]) -> None:
-        """Raises ValueError for the first name that is no field, with the nearest ones."""
-        known = cls.field_names()
-        for name in names:
-            if name not in known:
-                raise ValueError(f'{cls.__name__} has no setting {name!r}{hint(name, known)}')
-
-    def __post_init__(self) -> None:
-        check_values(self)
-
-    @classmethod
-    def field_names(cls) -> list[str]:
-        return [f.name for f in fields(cls)]
-
-    @classmethod
-    def from_dict(cls: type[C], values: Mapping[str, Any]) -> C:
-        """Settings from keywords; an unknown one is a ValueError with the nearest names."""
-        return cls(**values)
-
-    @classmethod
-    def split(cls: type[C], owner: str, config: C | None, kwargs: Mapping[str, Any]) -> tuple[C, dict[str, Any]]:
-        """The keywords of a trainer that also generates: settings (over those of `config`), and generation keywords.
-
-        Raises:
-            ValueError: a keyword that is neither; lists the nearest known ones.
-        """
-        settings, generation = cls.field_names(), generation_fields()
-        for name in kwargs:
-            if name not in settings and name not in generation:
-                raise ValueError(f'{owner} got an unknown keyword {name!r}{hint(name, [*settings, *generation])}')
-        own = {k: v for k, v in kwargs.items() if k in settings}
-        return replace(config, **own) if config is not None else cls(**own), {
-            k: v for k, v in kwargs.items() if k not in settings
-        }
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def check_cut(name: str, value: int, world_size: int) -> None:
-    """A global batch size must be a multiple of the number of ranks."""
-    if value % world_size:
-        lower = value // world_size * world_size
-        near = f'{lower} or {lower + world_size}' if lower else str(world_size)
-        raise ValueError(
-            f'{name}={value} cannot be split over {world_size} ranks; use a multiple of {world_size}, such as {near}'
-        )
-
-
-@dataclass(kw_only=True)
-class LearningSettings(Settings):
-    """What every trainer that learns has in common. Batch sizes are global: all ranks together."""
-
-    max_tokens_per_batch: int | None = None
-    """padded tokens of one forward on one rank; None puts a rank's share of a train batch into one forward"""
-    packing: bool = True
-    """forwards leave padding out where the model can (`chatgpt.nn.packing`); False runs every row of a batch at full
-    width"""
-    max_grad_norm: float | None = 1.0
-    """clip the global gradient norm of each model to this; None only measures it"""
-    lr_schedule: Schedule = 'constant'
-    """'linear' and 'cosine' decay to 0 over the run, after the warm-up"""
-    lr_end_factor: float = 0.0
-    """they end at this multiple of the learning rate instead"""
-    lr_decay_steps: int | None = None
-    """and are there at this optimizer step, after which the rate holds; None is the end of the run"""
-    warmup_steps: int = 0
-    """optimizer steps over which the learning rate rises from 0"""
-    dataloader_pin_memory: bool = True
-    """copy batches to an accelerator from pinned host memory"""
-
-    def validate(self, world_size: int = 1) -> None:
-        check_values(self)  # again: fields may have been set since
-        check(self, LEARNING_RULES)
 
 
 @dataclass(kw_only=True)
@@ -273,32 +178,6 @@ class PPOConfig(NLPOSettings, LearningSettings):
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
         POLICY_LOSSES.find(self.policy_loss).own_settings(self.loss_settings)
-        ESTIMATORS.find(self.advantage_estimator)
         check(self, PPO_RULES)
         check_cut('experience_batch_size', self.experience_batch_size, world_size)
         check_cut('train_batch_size', self.train_batch_size, world_size)
-
-
-@dataclass(kw_only=True)
-class SupervisedConfig(LearningSettings):
-    """Settings of every trainer that passes over a fixed list of records."""
-
-    train_batch_size: int = 4
-    """records of one optimizer step, all ranks together"""
-    max_epochs: int = 2
-    """passes over the data"""
-    max_steps: int | None = None
-    """stop after this many optimizer steps"""
-    log_interval: int = 10
-    """optimizer steps of one logged phase"""
-    shuffle: bool = True
-    """a new order each epoch, from (seed, epoch)"""
-
-    def validate(self, world_size: int = 1) -> None:
-        super().validate(world_size)
-        check_cut('train_batch_size', self.train_batch_size, world_size)
-
-
-@dataclass(kw_only=True)
-class SFTConfig(SupervisedConfig):
-    """Every setting of `SFTTrainer`."""

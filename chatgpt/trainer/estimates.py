@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from chatgpt.functional import advantages as estimators
-from chatgpt.functional.losses import cispo_policy_loss, clipped_policy_loss, gspo_policy_loss
+from chatgpt.functional import ppo as maths
+from chatgpt.functional.losses import cispo_policy_loss, gspo_policy_loss
 from chatgpt.functional.masking import whiten
-from chatgpt.trainer.algorithms import AlgorithmSettings, Estimates, PolicyInputs, clip_high
+from chatgpt.trainer.algorithms import Estimates, PolicyInputs, clip_high
+from chatgpt.trainer.config import PPOConfig
 from chatgpt.types import Experience
 
 # ------------------------------------------------------------------ advantages
@@ -39,7 +41,7 @@ def whiten_responses(experiences: list[Experience]) -> list[Experience]:
     return [replace(e, advantages=next(parts)) if bool(e.response_mask.any()) else e for e in experiences]
 
 
-def gae(experiences: list[Experience], s: AlgorithmSettings) -> Estimates:
+def gae(experiences: list[Experience], s: PPOConfig) -> Estimates:
     rewards, values, masks = _rewards_values_masks(experiences)
     turns = [turn_numbers(e) for e in experiences] if s.gae_over == 'turn' else None
     lam: float | list[float] = s.lam
@@ -48,7 +50,7 @@ def gae(experiences: list[Experience], s: AlgorithmSettings) -> Estimates:
         lengths = [int(m.sum()) for m in masks] if of_turns is None else [len(each) for each in of_turns]
         lam = estimators.length_lam(lengths, s.lam_length)
     if turns is None:
-        return estimators.gae(rewards, values, masks, gamma=s.gamma, lam=lam, value_lam=s.value_lam)
+        return maths.gae(rewards, values, masks, gamma=s.gamma, lam=lam, value_lam=s.value_lam)
     return estimators.gae_over_turns(rewards, values, masks, turns, gamma=s.gamma, lam=lam, value_lam=s.value_lam)
 
 
@@ -66,33 +68,33 @@ def turn_numbers(e: Experience) -> Tensor:
     return numbers
 
 
-def a2c(experiences: list[Experience], s: AlgorithmSettings) -> Estimates:
+def a2c(experiences: list[Experience], s: PPOConfig) -> Estimates:
     return estimators.a2c(*_rewards_values_masks(experiences), gamma=s.gamma)
 
 
-def reinforce_pp(experiences: list[Experience], s: AlgorithmSettings) -> Estimates:
+def reinforce_pp(experiences: list[Experience], s: PPOConfig) -> Estimates:
     rewards, _, masks = _rewards_values_masks(experiences)
     return estimators.reinforce_pp(rewards, masks, gamma=s.gamma)
 
 
-def reinforce_pp_baseline(experiences: list[Experience], s: AlgorithmSettings) -> Estimates:
+def reinforce_pp_baseline(experiences: list[Experience], s: PPOConfig) -> Estimates:
     totals, groups, masks = _totals_groups_masks(experiences)
     return estimators.reinforce_pp_baseline(totals, groups, masks, gamma=s.gamma)
 
 
 def _per_response(
     estimator: Callable[[Tensor, Tensor], Tensor],
-) -> Callable[[list[Experience], AlgorithmSettings], Estimates]:
+) -> Callable[[list[Experience], PPOConfig], Estimates]:
     """An estimator of one number per response, spread over its tokens."""
 
-    def fn(experiences: list[Experience], s: AlgorithmSettings) -> Estimates:
+    def fn(experiences: list[Experience], s: PPOConfig) -> Estimates:
         totals, groups, masks = _totals_groups_masks(experiences)
         return estimators.spread(estimator(totals, groups), masks), estimators.spread(totals, masks)
 
     return fn
 
 
-def gdpo(experiences: list[Experience], s: AlgorithmSettings) -> Estimates:
+def gdpo(experiences: list[Experience], s: PPOConfig) -> Estimates:
     scores = torch.tensor([[score for _, score in e.weighted_scores] for e in experiences], dtype=torch.float64)
     weights = torch.tensor([weight for weight, _ in experiences[0].weighted_scores], dtype=torch.float64)
     masks = [e.response_mask for e in experiences]
@@ -125,19 +127,19 @@ grpo, dr_grpo, rloo = map(_per_response, (estimators.grpo, estimators.dr_grpo, e
 # ------------------------------------------------------------------ losses of the policy
 
 
-def ppo(x: PolicyInputs, s: AlgorithmSettings) -> Tensor:
-    return clipped_policy_loss(
+def ppo(x: PolicyInputs, s: PPOConfig) -> Tensor:
+    return maths.clipped_policy_loss(
         x.logprobs, x.old_logprobs, x.advantages, eps_low=s.eps_clip, eps_high=clip_high(s), dual_clip=s.dual_clip
     )
 
 
-def gspo(x: PolicyInputs, s: AlgorithmSettings) -> Tensor:
+def gspo(x: PolicyInputs, s: PPOConfig) -> Tensor:
     return gspo_policy_loss(*x, eps_low=s.eps_clip, eps_high=clip_high(s), dual_clip=s.dual_clip)
 
 
-def cispo(x: PolicyInputs, s: AlgorithmSettings) -> Tensor:
+def cispo(x: PolicyInputs, s: PPOConfig) -> Tensor:
     return cispo_policy_loss(x.logprobs, x.old_logprobs, x.advantages, eps_high=clip_high(s))
 
 
-def reinforce(x: PolicyInputs, s: AlgorithmSettings) -> Tensor:
+def reinforce(x: PolicyInputs, s: PPOConfig) -> Tensor:
     return -x.advantages * x.logprobs

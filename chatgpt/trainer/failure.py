@@ -1,23 +1,14 @@
 """What is kept of a run that an exception ends: a checkpoint wherever the weights are whole, and one line that says
 where it is.
 
-Weights move only inside optimizer steps. So there are four cases:
+Weights move only inside optimizer steps. Since the last phase none has stepped: the counters go back to that phase, and
+the checkpoint is the one that an undisturbed run would have, but for samples that were generated ahead. Some have, and
+the counters can tell which (offline training): the same, from the last finished step. Some have, amid a phase of
+collected experience: the counters go back, the weights stay, and the checkpoint is `checkpoints/cut-short`; a resume
+collects that phase again with these weights, and `--resume auto` prefers the newest whole phase. The exception came
+from inside a step, or the ranks differ: nothing is written.
 
-- *Since the last phase no optimizer has stepped* (a reward function raised, the first loss was not finite): the
-  counters go back to that phase, and its checkpoint is the one that an undisturbed run would have written. A resume
-  continues it, on a CPU bit for bit, but for samples that were generated ahead (`max_staleness`): they are asked for
-  again.
-- *Some have, and the trainer's counters can tell which* (offline training, whose data position counts batches): the
-  same, from the last finished step.
-- *Some have, in the middle of a phase of collected experience*, which no checkpoint holds: the counters go back to the
-  last phase, the weights stay as they are, and the checkpoint is `checkpoints/cut-short`. A resume collects that phase
-  again with these weights: nothing is lost, but the run differs from an uninterrupted one. The newest checkpoint of a
-  whole phase stays beside it, and `--resume auto` prefers that.
-- *The exception came from inside a step*, or the ranks differ: nothing is written.
-
-On several ranks saving is a collective. It is done only where all ranks fail at the same place
-(`Strategy.fails_together`), as they do for a reward function or a loss that is not finite; when one rank fails alone
-the earlier checkpoint is named.
+On several ranks saving is a collective, done only where all ranks fail at the same place (`Strategy.fails_together`).
 """
 
 from __future__ import annotations
@@ -26,9 +17,9 @@ import sys
 from pathlib import Path
 
 from chatgpt.strategies.checkpoint import CUT_SHORT, latest, list_checkpoints, step_folder
-from chatgpt.trainer.agreement import RankMismatchError
 from chatgpt.trainer.callbacks import SaveCheckpoint
 from chatgpt.trainer.callbacks.base import TrainerView
+from chatgpt.trainer.run_control import RankMismatchError
 from chatgpt.trainer.step import Steps
 
 

@@ -131,3 +131,12 @@ def check_models(
                 f'{owner}: no parameter of the {role} requires a gradient, so nothing would be learned; prepare it '
                 'with its optimizer, as (model, optimizer), and do not freeze it'
             )
+
+
+def check_hears_alike(strategy: Strategy) -> None:
+    """Raises ValueError, before an environment is asked, where several processes compute a rank together."""
+    if strategy.processes.world_size != strategy.world_size:
+        raise ValueError(
+            'environment does not go with tensor_parallel: each of the processes that compute a rank together would '
+            'ask an environment of its own, and need not hear the same; leave one of them out'
+        )

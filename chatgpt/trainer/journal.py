@@ -1,13 +1,10 @@
 """What environments answered in a phase that was dropped, so that a resume can tell whether they answer so again.
 
-A stop in the middle of collecting drops the phase: a resume generates its samples again, on a CPU the same tokens from
-(seed, sample index, position), and plays their episodes again, from the same seeds with the same responses. That gives
-the same run to the bit if environments follow from their seed and the responses alone. Whether they do is checked here:
-a checkpoint holds, of each episode of a dropped phase and of each of its turns, a digest of the response, a digest of
-what the environment answered (observation and rewards), and the observation's beginning.
-
-An answer that differs is a warning, and not an error: the new episode is whole in itself and nothing wrong is learned
-from it, what is lost is the promise that a resume repeats the run; and an environment over live data cannot keep that.
+A resume plays the episodes of a dropped phase again, from the same seeds with the same responses, which gives the same
+run to the bit if environments follow from these alone. So a checkpoint holds, of each turn of each such episode, a
+digest of the response, a digest of what the environment answered (observation and rewards), and the observation's
+beginning. An answer that differs is a warning: the new episode is whole in itself, and an environment over live data
+cannot repeat itself.
 """
 
 from __future__ import annotations

@@ -16,18 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from chatgpt.batching import collate, token_columns
-from chatgpt.functional.kl import kl_penalty
 from chatgpt.functional.losses import (
-    aggregate,
-    aggregation_count,
-    clipped_value_loss,
     importance_weighted,
     next_token_loss,
-    policy_stats,
     sequence_log_ratio,
     truncated_importance_weights,
 )
 from chatgpt.functional.masking import masked_sum
+from chatgpt.functional.ppo import aggregate, aggregation_count, clipped_value_loss, kl_penalty, policy_stats
 from chatgpt.trainer.algorithms import POLICY_LOSSES, PolicyInputs, clip_high
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.metrics import Highest, Lowest, Mean, Metrics

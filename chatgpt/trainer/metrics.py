@@ -12,15 +12,14 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from chatgpt.functional.kl import kl_penalty
-from chatgpt.functional.losses import explained_variance
+from chatgpt.functional.ppo import explained_variance, kl_penalty
 from chatgpt.nn.sweep import Communicator
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.experience import ScoreShaper
-from chatgpt.trainer.repetition import repetition
 from chatgpt.trainer.selection import compared
 from chatgpt.types import EpisodeEnd, Experience
 
@@ -58,21 +57,15 @@ class BatchStats:
     def add(self, metrics: Metrics) -> None:
         for name, metric in metrics.items():
             if isinstance(metric, Mean):
-                self._mean(name, metric.total, metric.weight)
-            elif isinstance(metric, Highest):
-                self._maximum(name, metric.value)
-            else:  # the maximum of the negative, so that one reduction serves both; `reduced` turns it back
-                self._maximum('-' + name, -metric.value)
-
-    def _mean(self, name: str, total: Tensor, weight: Tensor | float) -> None:
-        total = total.detach().double()
-        # `new_full` fills on the device; a number would be copied there, and the host would wait.
-        weight = weight.to(total) if isinstance(weight, Tensor) else total.new_full((), weight)
-        self._sums.setdefault(name, []).append((total, weight))
-
-    def _maximum(self, name: str, value: Tensor) -> None:
-        value = value.detach().double()
-        self._extremes[name] = torch.maximum(self._extremes[name], value) if name in self._extremes else value
+                total, weight = metric.total.detach().double(), metric.weight
+                # `new_full` fills on the device; a number would be copied there, and the host would wait.
+                weight = weight.to(total) if isinstance(weight, Tensor) else total.new_full((), weight)
+                self._sums.setdefault(name, []).append((total, weight))
+                continue
+            value = metric.value.detach().double()
+            if isinstance(metric, Lowest):  # the maximum of the negative, so that one reduction serves both
+                name, value = '-' + name, -value
+            self._extremes[name] = torch.maximum(self._extremes[name], value) if name in self._extremes else value
 
     def reduced(self, strategy: Communicator) -> dict[str, float]:
         """The numbers over all ranks. Every rank must have added the same names."""
@@ -104,6 +97,13 @@ class PhaseMetrics:
     def add(self, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
             self._values.setdefault(name, []).append(value)
+
+    def add_batch(self, metrics: dict[str, float], rates: Mapping[str, float]) -> None:
+        """Those of an online train batch, with the learning rates of its step."""
+        first = {} if self._values else first_batch_metrics(metrics)
+        norms = {f'{k}_max': v for k, v in metrics.items() if k.endswith('_grad_norm')}
+        lr = {'lr' if name == 'actor' else f'{name}_lr': rate for name, rate in rates.items()}
+        self.add(first | metrics | norms | lr)
 
     def result(self, prefix: str) -> dict[str, float]:
         return {f'{prefix}/{name}': self._one(name, values) for name, values in self._values.items()}
@@ -282,3 +282,41 @@ def performance_metrics(
     if metrics.get('perf/learn_s'):
         metrics['perf/learn_tokens_per_s'] = tokens * max_epochs / metrics['perf/learn_s']
     return metrics
+
+
+RUN = 4
+"""tokens of a run"""
+FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], dtype=np.uint64)
+"""odd 64-bit numbers: their sum of products with four ids tells runs apart but for one pair in about 10^19"""
+
+
+def repetition(responses: SequenceOf[Tensor], masks: SequenceOf[Tensor] | None = None) -> dict[str, float]:
+    """`rollout/repetition_within` and `_across` of (A,) id tensors; nothing where no response has four tokens.
+
+    With `masks`, (A,) bool, only runs are looked at whose four tokens are all True: the policy's own words.
+
+    Within: mean over the responses of the share of their runs that stood earlier in the same response. Across: the
+    share of the responses' different runs that another response of the phase has as well, the first of them not
+    counted; it grows with the number of responses and is to be compared with itself.
+    """
+    ids = np.concatenate([np.zeros(0, dtype=np.int64), *(r.cpu().numpy() for r in responses)]).astype(np.uint64)
+    row = np.repeat(np.arange(len(responses)), [len(r) for r in responses])
+    if len(ids) < RUN:
+        return {}
+    whole = row[: -RUN + 1] == row[RUN - 1 :]
+    if masks is not None:
+        own = np.concatenate([m.cpu().numpy() for m in masks])
+        whole = whole & np.logical_and.reduce([own[k : len(own) - RUN + 1 + k] for k in range(RUN)])
+    runs = sum(ids[k : len(ids) - RUN + 1 + k] * FACTORS[k] for k in range(RUN))[whole]
+    row = row[: -RUN + 1][whole]
+    if not len(runs):
+        return {}
+    # A response's number, spread over all bits, makes equal runs of two responses different.
+    of_response, first = np.unique(runs ^ (row.astype(np.uint64) + np.uint64(1)) * FACTORS[0], return_index=True)
+    total = np.bincount(row)
+    different = np.bincount(row[first], minlength=len(total))
+    long = total > 0
+    return {
+        'rollout/repetition_within': float(np.mean(1.0 - different[long] / total[long])),
+        'rollout/repetition_across': 1.0 - len(np.unique(runs)) / len(of_response),
+    }

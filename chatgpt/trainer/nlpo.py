@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from chatgpt.rules import Rule
 from chatgpt.trainer.policy import POLICIES, Policy
-from chatgpt.trainer.ranges import COUNT, RANGES
 from chatgpt.trainer.rules import BY_HAND_RULES, DECODE_RULES, PPO_RULES, reads_decode
+from chatgpt.trainer.settings import COUNT, RANGES
 
 if TYPE_CHECKING:
     from torch import nn

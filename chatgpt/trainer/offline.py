@@ -8,7 +8,7 @@ phase is `log_interval` optimizer steps.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import partial
@@ -22,21 +22,39 @@ from torch.optim import Optimizer
 from chatgpt.batching import collate
 from chatgpt.data.formats import choice_facts
 from chatgpt.data.tokenize import warn_of_bare_prompt
-from chatgpt.nn.sweep import cuts_of_share, sweep
+from chatgpt.nn.sweep import Communicator, cuts_of_share, sweep
 from chatgpt.nn.trunk import dropout_off, in_eval_mode
 from chatgpt.strategies.base import Strategy
 from chatgpt.strategies.registry import prepared_by
 from chatgpt.trainer.base import Trainer
-from chatgpt.trainer.config import SupervisedConfig
 from chatgpt.trainer.experience.reference import Reference
 from chatgpt.trainer.fits import check_apart, check_models, check_records
-from chatgpt.trainer.metrics import BatchStats, Metrics, PhaseMetrics
-from chatgpt.trainer.order import permutation, uneven_steps
+from chatgpt.trainer.metrics import BatchStats, Mean, Metrics, PhaseMetrics
+from chatgpt.trainer.objectives.config import SupervisedConfig
+from chatgpt.trainer.schedule import permutation, uneven_steps
 from chatgpt.trainer.step import Learner, Work, learn_batch
 from chatgpt.types import Batch, Sequence
 
 SWEEP_TOKENS = 16384
 """padded tokens of a forward without gradients, where `max_tokens_per_batch` does not say"""
+
+
+def mean_over(
+    strategy: Communicator,
+    sequences: SequenceOf[Sequence],
+    forward: Callable[[Batch], Tensor],
+    max_tokens: int | None,
+    shown: Callable[[list[list[int]]], Iterable[list[int]]] = iter,
+) -> float:
+    """The mean of `forward`, (B,) of a batch, over sequences that all ranks hold. A collective.
+
+    Args:
+        shown: goes over the micro-batches, such as with a progress bar.
+    """
+    cuts, stats = cuts_of_share(strategy, [s.num_tokens for s in sequences], max_tokens or SWEEP_TOKENS), BatchStats()
+    for at, numbers in sweep(strategy, shown(cuts), lambda at: collate([sequences[i] for i in at]), forward):
+        stats.add({'mean': Mean(numbers[: len(at)].sum(), float(len(at)))})
+    return stats.reduced(strategy)['mean']
 
 
 class Objective(ABC):
@@ -255,9 +273,8 @@ class OfflineTrainer(Trainer):
         if not self.is_resuming:
             self.epochs_before += -(-self.batches_done // per_epoch)
             self.batches_done = 0
-            self.fit_updates = self.num_updates
-        self.is_resuming = False
-        self.total_updates, self._last_batch = self.fit_updates + total, total
+        self.expect_updates(total)
+        self._last_batch = total
         with self.running(num_phases=self.phase + -(-total // c.log_interval) - self.batches_done // c.log_interval):
             while self.batches_done < total and not self.stop_agreed():
                 # A phase that an exception cut short is ended first.

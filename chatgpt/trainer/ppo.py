@@ -4,22 +4,22 @@
         ─▶ learn:   epochs of train batches from the buffer ─▶ learn_batch ─▶ strategy.backward, strategy.optimizer_step
         ─▶ metrics, callbacks
 
-The same two verbs can be driven by hand: `generate`, then `step(queries, responses, scores)`. What tells one method
-from another is in `algorithms`; how the parts are made, in `builder`.
+What tells one method from another is in `algorithms`; how the parts are made, in `builder`; the caller's own loop, in
+`stepwise`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from chatgpt.batching import collate
@@ -30,15 +30,11 @@ from chatgpt.nn.actor import PolicyOutput
 from chatgpt.rollout import RolloutEngine
 from chatgpt.strategies.base import Strategy
 from chatgpt.strategies.registry import prepared_by
-from chatgpt.trainer.base import Trainer
-from chatgpt.trainer.builder import Models, build
-from chatgpt.trainer.callbacks import Callback, RolloutRecorder
+from chatgpt.trainer.builder import Models, Reward, build
+from chatgpt.trainer.callbacks import RolloutRecorder
 from chatgpt.trainer.checkpointing import generator_states, set_generator_states
-from chatgpt.trainer.collect import phase_sizes
 from chatgpt.trainer.config import PPOConfig
-from chatgpt.trainer.experience import ReplayBuffer, RewardModelScorer
-from chatgpt.trainer.experience.rescore import RESCORE_EVERY, rescored
-from chatgpt.trainer.experience.scorers import check_columns, described
+from chatgpt.trainer.experience.scorers import check_columns, described, rescored_metrics
 from chatgpt.trainer.losses import (
     ActorLoss,
     PtxLoss,
@@ -51,25 +47,24 @@ from chatgpt.trainer.losses import (
 from chatgpt.trainer.metrics import (
     PhaseMetrics,
     experience_metrics,
-    first_batch_metrics,
     performance_metrics,
     rank_metrics,
 )
-from chatgpt.trainer.order import generator_for, train_batches, uneven_steps
-from chatgpt.trainer.selection import Selection, mask_failed
+from chatgpt.trainer.schedule import Plan, generator_for, train_batches
+from chatgpt.trainer.selection import ReplayBuffer, Selection, mask_failed
 from chatgpt.trainer.step import Learner, Work, learn_batch
-from chatgpt.trainer.stepwise import ByHand
-from chatgpt.types import Batch, Experience, Sequence
+from chatgpt.trainer.stepwise import Stepwise
+from chatgpt.types import Batch, Experience, Sample, Sequence
 
 
-class PPOTrainer(Trainer):
+class PPOTrainer(Stepwise):
     """Proximal policy optimisation (Schulman et al. 2017) of a language model on a reward.
 
     Args:
         strategy: has prepared the models below; or a name, such as 'ddp', whose strategy prepares them here.
         actor: the policy, as prepared.
         critic: the value model, as prepared; None when the actor carries a value head or the estimator needs none. A
-            value head that the estimator does not need stays as it is, with a warning.
+            value head that the estimator does not need stays untrained, with a warning.
         reward_model: a prepared `RewardModel`, a function `fn(prompts, responses, **columns)`, a `transformers`
             pipeline, or a list of (weight, one of these).
         initial_model: the frozen reference, as prepared. None means the actor itself with its adapter off (LoRA) or its
@@ -81,14 +76,13 @@ class PPOTrainer(Trainer):
         environment: what the policy acts in over several turns: an `Environment` class, a function that makes one, or
             a name such as 'games:countdown'. Its rewards are the scores where there is no `reward_model`.
         environment_settings: how long an episode may be, and how environments are run.
-        reward_weights: of an environment's rewards by name, which then are a weighted list; None takes their sum.
-            Beside them `reward_model` stands as 'reward_model' or 'reward_fn'. A list of `reward_model` has them each
-            as an `EnvironmentScorer(name)`.
+        reward_weights: of an environment's rewards by name, which then are a weighted list, beside them `reward_model`
+            as 'reward_model' or 'reward_fn'; None takes their sum.
         engine: who generates; by default a `LocalEngine`, for an encoder-decoder an `HFEngine`. With `max_staleness`
             one that answers later, such as `RemoteEngine`.
         reward_tokenizer: the reward model's tokenizer when it is not the policy's.
         pretrain_data: sequences for PPO-ptx (`ptx_coef`).
-        mask_model: NLPO's mask policy (`nlpo_top_p`): a copy of the actor, prepared as a frozen model.
+        mask_model: a copy of the actor, prepared as a frozen model, for a policy that is made of both (`POLICIES`).
         **kwargs: fields of `PPOConfig`, and fields of transformers' GenerationConfig (`max_length` is prompt +
             response).
 
@@ -96,7 +90,6 @@ class PPOTrainer(Trainer):
         ValueError: an unknown keyword (the nearest known ones are listed), settings that do not fit together.
     """
 
-    config: PPOConfig
     lengthened_by = 'num_episodes or max_timesteps (num_timesteps of chatgpt.train)'
 
     def __init__(
@@ -122,7 +115,7 @@ class PPOTrainer(Trainer):
         mask_model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        config, self.generate_kwargs = PPOConfig.split('PPOTrainer', config, kwargs)
+        config, self.generation = PPOConfig.split('PPOTrainer', config, kwargs)
         strategy, (actor, actor_optim), (critic, critic_optim), reward_model, initial_model, mask_model = prepared_by(
             strategy, (actor, actor_optim), (critic, critic_optim), reward_model, initial_model, mask_model
         )
@@ -133,46 +126,27 @@ class PPOTrainer(Trainer):
             type(self).__name__,
             strategy,
             config,
-            Models(
-                actor=actor,
-                actor_optim=actor_optim,
-                critic=critic,
-                critic_optim=critic_optim,
-                initial_model=initial_model,
-                mask_model=mask_model,
-            ),
-            reward_model,
-            generation=self.generate_kwargs,
+            Models(actor, actor_optim, critic, critic_optim, initial_model, mask_model),
+            Reward(reward_model, reward_weights, reward_tokenizer),
+            generation=self.generation,
             tokenizer=tokenizer,
             engine=engine,
             environment=environment,
             environment_settings=environment_settings,
-            reward_weights=reward_weights,
-            reward_tokenizer=reward_tokenizer,
             pretrain_data=self.pretrain_data,
         )
-        own: list[Callback] = []
         if run_dir is not None and not any(isinstance(c, RolloutRecorder) for c in callbacks):
-            own.append(RolloutRecorder())
+            callbacks = [RolloutRecorder(), *callbacks]
+        models, optimizers = parts.models, parts.optimizers
         super().__init__(
-            strategy,
-            config,
-            parts.models,
-            parts.optimizers,
-            callbacks=[*own, *callbacks],
-            tokenizer=tokenizer,
-            run_dir=run_dir,
+            strategy, config, models, optimizers, callbacks=callbacks, tokenizer=tokenizer, run_dir=run_dir
         )
-        self.collector, self.policy, self.maker, self.kl_controller, self.shares_trunk = (
-            *(parts.collector, parts.policy, parts.maker),
-            *(parts.kl_controller, parts.shares_trunk),
-        )
+        self.collector, self.policy, self.maker = parts.collector, parts.policy, parts.maker
+        self.kl_controller, self.shares_trunk = parts.kl_controller, parts.shares_trunk
         self.engine, self.sampling, self.scorer = parts.collector.engine, parts.collector.sampling, parts.maker.scorer
         self.buffer = ReplayBuffer(config.buffer_limit, 'cpu' if config.buffer_cpu_offload else strategy.device)
         self.selection = Selection(config, strategy)
-        self.by_hand = ByHand(strategy, config, actor, tokenizer, self.collector, self.maker)
-        self.episode_length: int | None = None
-        """timesteps of an episode of the present `fit`"""
+        self._kept_metrics: dict[str, float] = {}
 
     # ------------------------------------------------------------------ state
 
@@ -183,7 +157,7 @@ class PPOTrainer(Trainer):
 
     @property
     def prompts(self) -> PromptSet | None:
-        return self.collector.prompts
+        return self.collector.draws.prompts
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {
@@ -234,46 +208,16 @@ class PPOTrainer(Trainer):
             EpisodesFailed: the environment failed in all episodes of a phase.
             EnvironmentsHang, WorkerError: no further environments can be run; see `chatgpt.environments.runner`.
         """
-        sizes = {'num_episodes': num_episodes, 'max_timesteps': max_timesteps, 'update_timesteps': update_timesteps}
-        for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f'{name}={value} must be at least 1')
+        plan = Plan.of(num_episodes=num_episodes, max_timesteps=max_timesteps, update_timesteps=update_timesteps)
         self.set_prompts(prompts)
-        self._plan(num_episodes * max_timesteps, update_timesteps)
-        self.episode_length = max_timesteps
-        with self._environments(), self.running(self.phase + len(self.collector.phases())):
-            while self.collector.phases() and not self.stop_agreed():
-                if not self.collect():
-                    break
+        for warning in plan.warnings(self.config):
+            self.warn(warning)
+        self.collector.set_plan(plan, resume=self.is_resuming)
+        self.expect_updates(plan.num_updates(self.config))
+        num_phases = self.phase + len(self.collector.phases())
+        with self.collector.environments(), self.running(num_phases):
+            while self.collector.phases() and not self.stop_agreed() and self.collect():
                 self.learn()
-
-    def _plan(self, total: int, update_timesteps: int) -> None:
-        """So many timesteps from here, or from where a checkpoint began."""
-        self.collector.plan(total, update_timesteps, resume=self.is_resuming)
-        if not self.is_resuming:
-            self.fit_updates = self.num_updates
-        self.is_resuming = False
-        c = self.config
-        held = [n * c.experience_batch_size * c.num_samples_per_prompt for n in phase_sizes(total, update_timesteps)]
-        held = [min(count, c.buffer_limit or count) for count in held]
-        batches = (1 if c.sample_replay_buffer else -(-count // c.train_batch_size) for count in held)
-        self.total_updates = self.fit_updates + c.max_epochs * sum(batches)
-        if update_timesteps > total:
-            self.warn(
-                f'update_timesteps={update_timesteps} is more than the {total} timesteps of this run '
-                '(num_episodes x max_timesteps): there is one learning phase, at the end'
-            )
-        if not c.sample_replay_buffer:
-            self.warn(uneven_steps(held[0], 'samples of a learning phase', c.train_batch_size))
-
-    @contextmanager
-    def _environments(self) -> Iterator[None]:
-        """However a run ends, its environments end with it."""
-        try:
-            yield
-        finally:
-            if self.engine.environment is not None:
-                self.engine.close()
 
     def set_prompts(self, prompts: Any) -> None:
         """The prompts that `collect` draws from, in an order that is a function of the seed."""
@@ -300,29 +244,31 @@ class PPOTrainer(Trainer):
             more = partial(self._experience, counts=False)
             experiences = self.selection(experiences, self.phase, more)
         if experiences is None:
-            with self.collector.dropped(self.phase):
+            with self.collector.draws.dropped(self.phase):
                 self.load_state_dict(before)
             self.is_resuming = False
             set_generator_states(generators)  # what was generated and played draws the same again
             return False
-        self.selection.metrics |= self._rescored(experiences)
         self.collector.learned()
-        self.buffer.append(experiences)
-        self.last_experiences = experiences
+        with self.clock.measure('score'):
+            agreement = rescored_metrics(self.scorer, experiences, self.strategy, self.phase)
+        self.keep(experiences, self.selection.metrics | agreement)
         self.callbacks.on_make_experience_end(self, experiences)
         return True
+
+    def keep(self, experiences: list[Experience], metrics: Mapping[str, float]) -> None:
+        """Let experience wait to be learned from, with metrics of how it came about."""
+        self.buffer.append(experiences)
+        self.last_experiences, self._kept_metrics = experiences, dict(metrics)
 
     @contextmanager
     def _timestep(self) -> Iterator[None]:
         """Around a timestep: the hooks of the episode that begins or ends with it."""
-        if self.episode_length is None:
-            yield
-            return
-        episode, at = divmod(self.timestep - self.collector.fit_start, self.episode_length)
-        if at == 0:
+        episode, begins, ends = self.collector.plan.episode(self.timestep)
+        if begins:
             self.callbacks.on_episode_start(self, episode)
         yield
-        if at == self.episode_length - 1:
+        if ends:
             self.callbacks.on_episode_end(self, episode)
 
     def _experience(self, num_timesteps: int | None, **options: Any) -> list[Experience] | None:
@@ -333,29 +279,22 @@ class PPOTrainer(Trainer):
             return None
         if self.config.environment_failures == 'mask':
             mask_failed([sample for samples in timesteps for sample in samples])
-        with self.clock.measure('score'):
-            return [e for samples in timesteps for e in self.maker.make(samples, kl_coef=self.kl_in_reward)]
+        return [e for samples in timesteps for e in self.make(samples)]
 
-    @property
-    def kl_in_reward(self) -> float:
-        """β of the rewards: a KL that is paid in the loss is not paid in them as well."""
-        return self.kl_controller.value if self.config.kl_in == 'reward' else 0.0
-
-    def _rescored(self, experiences: list[Experience]) -> dict[str, float]:
-        """Now and then, whether the reward model agrees with itself."""
-        if not isinstance(self.scorer, RewardModelScorer) or self.phase % RESCORE_EVERY:
-            return {}
+    def make(self, samples: list[Sample], **given: Any) -> list[Experience]:
+        """Experience of all ranks; see `ExperienceMaker.make`. A KL that is paid in the loss is not paid in the rewards
+        as well."""
+        kl_coef = self.kl_controller.value if self.config.kl_in == 'reward' else 0.0
         with self.clock.measure('score'):
-            return {'rollout/rescore_error': rescored(self.scorer, experiences, self.strategy)}
+            return self.maker.make(samples, kl_coef=kl_coef, **given)
 
     # ------------------------------------------------------------------ learn
 
     def learn(self) -> dict[str, float]:
-        """Learn from the buffer in `max_epochs` passes of train batches, empty it, adapt the KL coefficient, log.
-        Returns the phase's metrics."""
+        """Passes over the buffer, which is empty then; adapts the KL coefficient, logs. Returns the phase's metrics."""
         self.check_ranks('before learning')
         c, experiences, phase = self.config, list(self.buffer), PhaseMetrics()
-        skipped, stopped, first = 0, False, True
+        skipped, stopped = 0, False
         with self.clock.measure('learn'):
             items = c.estimator.whiten(experiences) if c.whitens_advantages else experiences
             learners = self.learners()
@@ -377,13 +316,9 @@ class PPOTrainer(Trainer):
                         pin_memory=c.dataloader_pin_memory,
                         steps=self.steps,
                     )
-                    phase.add(first_batch_metrics(result.metrics) if first else {})
-                    first = False
+                    phase.add_batch(result.metrics, rates)
                     self.num_updates += result.stepped
                     skipped += not result.stepped
-                    norms = {f'{k}_max': v for k, v in result.metrics.items() if k.endswith('_grad_norm')}
-                    lr = {'lr' if name == 'actor' else f'{name}_lr': rate for name, rate in rates.items()}
-                    phase.add(result.metrics | norms | lr)
                     self.callbacks.on_learn_batch_end(self, result.metrics)
                     if stopped := guard.early_stop:
                         break
@@ -399,7 +334,7 @@ class PPOTrainer(Trainer):
         self.kl_controller.update(metrics['rollout/kl_mean'], len(experiences))
         self.policy.end_phase(self.phase + 1)
         self.buffer.clear()
-        metrics |= self.selection.metrics | learned
+        metrics |= self._kept_metrics | learned
         metrics |= performance_metrics(experiences, self.clock.metrics(), self.config.max_epochs)
         metrics |= rank_metrics(self.strategy, self.collector.taken_s()) | self.collector.draw_metrics()
         self.end_phase(metrics)
@@ -407,10 +342,8 @@ class PPOTrainer(Trainer):
 
     def _train_batches(self, items: list[Experience], epoch: int) -> Iterable[list[Experience]]:
         c, key = self.config, (self.strategy.seed, self.phase, epoch)
-        if c.sample_replay_buffer:
-            order = torch.randperm(len(items), generator=generator_for(*key))[: c.train_batch_size].tolist()
-            return [[items[i] for i in order]]
-        return ([items[i] for i in positions] for positions in train_batches(len(items), c.train_batch_size, key=key))
+        batches = train_batches(len(items), c.train_batch_size, key=key)
+        return ([items[i] for i in at] for at in islice(batches, 1 if c.sample_replay_buffer else None))
 
     def learners(self) -> list[Learner]:
         """The models that learn from experience in this phase, with their losses."""
@@ -429,111 +362,22 @@ class PPOTrainer(Trainer):
         return output
 
     def work(self, records: list[Experience], learners: list[Learner]) -> list[Work]:
-        """What one train batch trains: actor and critic on experience and, with PPO-ptx, the actor on pretraining
-        text. A subclass that measures more wraps the learners' losses."""
+        """What one train batch trains. A subclass that measures more wraps the learners' losses."""
         c = self.config
         totals = experience_totals(records, c, self.sampling.max_new_tokens)
-        work = [
-            Work(
-                records, learners, partial(collate_experience, totals=totals, packing=c.packing), lambda r: r.num_tokens
-            )
-        ]
-        if c.ptx_coef:
-            text = self._pretrain_batch(len(records))
+        work = [Work(records, learners, partial(collate_experience, totals=totals, packing=c.packing))]
+        if c.ptx_coef:  # as many sequences as the train batch has; a function of the optimizer step
+            generator = generator_for(self.strategy.seed, -1, self.num_updates)
+            drawn = torch.randint(len(self.pretrain_data), (len(records),), generator=generator)
+            text = [self.pretrain_data[i] for i in drawn.tolist()]
             learner = Learner('actor', self.actor, self.actor_optim, PtxLoss(c.ptx_coef))
-            work.append(
-                Work(
-                    text,
-                    [learner],
-                    partial(collate, totals=sequence_totals(text), pack=c.packing),
-                    lambda s: s.num_tokens,
-                )
-            )
+            work.append(Work(text, [learner], partial(collate, totals=sequence_totals(text), pack=c.packing)))
         return work
-
-    def _pretrain_batch(self, size: int) -> list[Sequence]:
-        """As many pretraining sequences as the train batch has; drawn from (seed, optimizer step), so a resume draws
-        the same."""
-        draw = torch.randint(
-            len(self.pretrain_data), (size,), generator=generator_for(self.strategy.seed, -1, self.num_updates)
-        )
-        return [self.pretrain_data[i] for i in draw.tolist()]
-
-    # ------------------------------------------------------------------ driven by hand
-
-    def generate(
-        self,
-        queries: Tensor | SequenceOf[Tensor] | SequenceOf[str],
-        *,
-        length_sampler: Callable[[], int] | None = None,
-        return_prompt: bool = False,
-        **generate_kwargs: Any,
-    ) -> list[Tensor]:
-        """Responses of the current policy: a list of (A,) int64 tensors. On several ranks each gives and gets its own
-        share.
-
-        Args:
-            queries: (P,) id tensors, or texts when the trainer has a tokenizer; one tensor counts as a list of one.
-            length_sampler: called once per query; its number is that response's limit of new tokens.
-            return_prompt: put the prompt's tokens before the response's.
-            **generate_kwargs: generation settings that replace the trainer's for this call.
-
-        Raises:
-            ValueError: an unknown setting, a prompt without room for a response.
-        """
-        with self.clock.measure('collect'):
-            return self.by_hand.generate(queries, length_sampler, return_prompt, self.generate_kwargs | generate_kwargs)
-
-    def step(
-        self,
-        queries: SequenceOf[Tensor] | SequenceOf[str],
-        responses: SequenceOf[Tensor],
-        scores: SequenceOf[float | Tensor],
-        response_masks: SequenceOf[Tensor] | None = None,
-    ) -> dict[str, float]:
-        """One learning phase on responses scored by the caller: this rank's share, all lists equally long.
-
-        Args:
-            queries: (P,) id tensors or texts. Under an estimator that compares responses, each query stands
-                `num_samples_per_prompt` times in a row.
-            responses: (A,) int64 tensors, the sampled tokens themselves.
-            scores: a number per response, or (A,) scores per token.
-            response_masks: (A,) bool, True = a token of the model's own; tool output and other turns are False.
-
-        Returns:
-            The metrics of the phase, named as in metrics.jsonl.
-
-        Raises:
-            ValueError: lists of different lengths, an empty response, a token id outside of the vocabulary, a score
-                that is not finite, queries that do not make groups, a setting that only `fit` can follow.
-        """
-        samples, checked = self.by_hand.samples(queries, responses, scores, response_masks, self.phase)
-        # These tokens may come from anywhere, so the log-probs the ratio is taken against are computed here.
-        settings = replace(self.maker.settings, recompute_logprobs=True)
-        with self.clock.measure('score'):
-            experiences = self.maker.make(samples, kl_coef=self.kl_in_reward, scores=checked, settings=settings)
-        self.selection.of_step(experiences)
-        self.buffer.append(experiences)
-        self.last_experiences = experiences
-        return self.learn()
-
-    def log_stats(
-        self,
-        stats: Mapping[str, float],
-        batch: Mapping[str, SequenceOf[Any]] | None = None,
-        rewards: SequenceOf[float] | None = None,
-        columns_to_log: SequenceOf[str] = ('query', 'response'),
-    ) -> None:
-        """Hand the numbers of a `step`, and rows of a batch, to the callbacks' sample tables."""
-        self.callbacks.on_log(self, dict(stats), batch or {}, list(rewards or ()), list(columns_to_log))
 
 
 class RatioGuard:
-    """Decides, before a step, whether a train batch may change the weights.
-
-    A batch whose mean ratio exceeds `ratio_threshold` is skipped; one whose approximate KL exceeds 1.5 · `target_kl` is
-    skipped and ends the phase (TRL's semantics for both).
-    """
+    """Skips a train batch, before its step, whose mean ratio exceeds `ratio_threshold`, or whose approximate KL exceeds
+    1.5 · `target_kl`, which also ends the phase (TRL's semantics for both)."""
 
     def __init__(self, config: PPOConfig) -> None:
         self.config = config

@@ -9,7 +9,6 @@ KL penalty: the quantile and few epochs keep the policy near.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -29,8 +28,8 @@ from chatgpt.strategies.base import Strategy
 from chatgpt.strategies.registry import prepared_by
 from chatgpt.trainer.base import config_of
 from chatgpt.trainer.collect import Collector
-from chatgpt.trainer.config import SFTConfig
 from chatgpt.trainer.experience.scorers import as_score, as_scorer, check_columns, described, scored, sequence_score
+from chatgpt.trainer.objectives.config import SFTConfig
 from chatgpt.trainer.objectives.sft import SFTObjective
 from chatgpt.trainer.offline import Method, OfflineTrainer
 from chatgpt.types import Prompt, Sample, Sequence
@@ -193,11 +192,9 @@ class RFTTrainer(OfflineTrainer):
                     self._learn_round()
                 else:
                     self.round += 1
-                    if self.strategy.is_rank_0:
-                        told = (
-                            f'RFT round {self.round}: no prompt has responses of different scores; nothing is learned'
-                        )
-                        warnings.warn(told, stacklevel=2)
+                    self.warn(
+                        f'RFT round {self.round}: no prompt has responses of different scores; nothing is learned'
+                    )
 
     def _learn_round(self) -> None:
         c = self.config
@@ -205,8 +202,7 @@ class RFTTrainer(OfflineTrainer):
         total = per_epoch * c.max_epochs
         self.epochs_before += c.max_epochs
         self.batches_done = 0
-        self.fit_updates = self.num_updates
-        self.total_updates = self.fit_updates + total * (c.num_rounds - self.round)
+        self.expect_updates(total * (c.num_rounds - self.round))
         # One phase is one round, so that a checkpoint never lies within one: it could not tell which samples were kept.
         self.learn_phase(total, per_epoch, total)
 

@@ -1,19 +1,132 @@
-"""Learning-rate schedules as pure functions of the number of optimizer steps taken.
-
-State is a counter, which the trainer owns, so nothing here needs to be checkpointed and any optimizer with param groups
-works.
+"""What follows from counters alone: seeds, orders, train batches, the plan of a `fit`, learning rates. A resume needs
+counters, and no generator's state.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim import Optimizer
 
 from chatgpt.strategies.states import MACHINERY, plain
+
+if TYPE_CHECKING:
+    from chatgpt.trainer.config import PPOConfig
+
+
+def seed_for(*key: int) -> int:
+    """A 63-bit seed from a tuple of integers, such as (seed, phase, epoch); near keys give unrelated seeds
+    (splitmix64)."""
+    word = 0xFFFFFFFFFFFFFFFF
+    state = 0x9E3779B97F4A7C15
+    for part in key:
+        state = ((state ^ (part & word)) + 0x9E3779B97F4A7C15) & word
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & word
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & word
+        state ^= state >> 31
+    return state >> 1
+
+
+def generator_for(*key: int) -> torch.Generator:
+    """A CPU generator seeded by `seed_for(*key)`."""
+    return torch.Generator().manual_seed(seed_for(*key))
+
+
+def permutation(num_items: int, *key: int) -> list[int]:
+    """A permutation that is a function of `key`, the same on every rank and device."""
+    return torch.randperm(num_items, generator=generator_for(*key)).tolist()
+
+
+def train_batches(num_items: int, batch_size: int, *, key: tuple[int, ...]) -> Iterator[list[int]]:
+    """Positions of each global train batch of one epoch; the last may be short. The order is a function of `key`
+    alone."""
+    order = permutation(num_items, *key)
+    for start in range(0, num_items, batch_size):
+        yield order[start : start + batch_size]
+
+
+MANY_STEPS = 50
+"""of one pass, among which a short one matters little"""
+
+
+def uneven_steps(count: int, what: str, batch_size: int) -> str | None:
+    """The warning about passes over `count` items where no batch is ever full, or where the last step of a pass learns
+    from a quarter of a batch or less: it weighs as much as a whole one's."""
+    rest = count % batch_size
+    if count < batch_size:
+        return (
+            f'train_batch_size={batch_size} is more than the {count} {what}: no batch is ever full, and each pass is '
+            f'one step on all {count}'
+        )
+    if count > MANY_STEPS * batch_size or not 0 < rest <= batch_size / 4:
+        return None
+    return (
+        f'{count} {what} in batches of train_batch_size={batch_size}: the last step of each pass learns from {rest} '
+        f'alone, and counts as much as one of {batch_size}'
+    )
+
+
+@dataclass
+class Plan:
+    """The timesteps that one `fit` collects, cut into learning phases and into episodes."""
+
+    total: int = 0
+    per_phase: int = 1
+    per_episode: int | None = None
+    """None where the caller collects by himself, who knows of no episodes"""
+    start: int = 0
+    """timesteps collected before it"""
+
+    @classmethod
+    def of(cls, **sizes: int) -> Plan:
+        """From the arguments of `PPOTrainer.fit`. Raises ValueError for one below 1."""
+        for name, value in sizes.items():
+            if value < 1:
+                raise ValueError(f'{name}={value} must be at least 1')
+        length = sizes['max_timesteps']
+        return cls(sizes['num_episodes'] * length, sizes['update_timesteps'], length)
+
+    def __post_init__(self) -> None:
+        ends = [*range(0, self.total, self.per_phase), self.total]
+        self.ends = ends[1:] if self.total else []
+
+    def phases(self, timestep: int) -> list[int]:
+        """Timesteps of each learning phase that is left; the last may be short."""
+        done = timestep - self.start
+        ends = [done, *(end for end in self.ends if end > done)]
+        return [end - start for start, end in zip(ends, ends[1:], strict=False)]
+
+    def episode(self, timestep: int) -> tuple[int, bool, bool]:
+        """The episode that a timestep lies in, whether it is the first of it, and the last."""
+        if self.per_episode is None:
+            return 0, False, False
+        number, at = divmod(timestep - self.start, self.per_episode)
+        return number, at == 0, at == self.per_episode - 1
+
+    def num_updates(self, c: PPOConfig) -> int:
+        """Optimizer steps of all its phases."""
+        return c.max_epochs * sum(
+            1 if c.sample_replay_buffer else -(-count // c.train_batch_size) for count in self._held(c)
+        )
+
+    def warnings(self, c: PPOConfig) -> Iterator[str | None]:
+        if self.per_phase > self.total:
+            yield (
+                f'update_timesteps={self.per_phase} is more than the {self.total} timesteps of this run '
+                '(num_episodes x max_timesteps): there is one learning phase, at the end'
+            )
+        if not c.sample_replay_buffer:
+            yield uneven_steps(self._held(c)[0], 'samples of a learning phase', c.train_batch_size)
+
+    def _held(self, c: PPOConfig) -> list[int]:
+        """Sequences that each phase learns from."""
+        counts = [n * c.experience_batch_size * c.num_samples_per_prompt for n in self.phases(self.start)]
+        return [min(count, c.buffer_limit or count) for count in counts]
 
 
 def lr_factor(

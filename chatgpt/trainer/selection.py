@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 
 from chatgpt.strategies.base import Strategy
 from chatgpt.trainer.config import PPOConfig
-from chatgpt.types import Experience, Sample
+from chatgpt.types import Experience, Sample, tensors_to
 
 More = Callable[[int], list[Experience] | None]
 """collects and scores so many further timesteps; None when a stop was asked for on the way"""
@@ -122,10 +122,11 @@ class Selection:
         self.metrics |= {'rollout/dynamic_rounds': float(done), 'rollout/informative_share': len(kept) / drawn}
         return [e for group in kept[:wanted] for e in group]
 
-    def of_step(self, experiences: list[Experience]) -> None:
-        """Of responses that the caller of `step` brings."""
+    def of_step(self, experiences: list[Experience]) -> dict[str, float]:
+        """Of responses that the caller of `step` brings; `metrics`."""
         self.metrics = {}
         self._leave_out_overlong(experiences)
+        return self.metrics
 
     def _leave_out_overlong(self, experiences: list[Experience]) -> None:
         """With `overlong_filter`, no token of a response that ran out of room counts; its score stays in its group's
@@ -135,6 +136,34 @@ class Selection:
             for e in cut:
                 e.response_mask = torch.zeros_like(e.response_mask)
             self.metrics['rollout/filtered_share'] = len(cut) / len(experiences)
+
+
+class ReplayBuffer:
+    """Where experience waits between collect and learn: single sequences, unpadded, in the order of their sample index.
+    Every rank holds the same, so batch order needs no communication.
+
+    Args:
+        limit: keep at most this many sequences, dropping the oldest; 0 keeps all.
+        device: where the tensors wait; 'cpu' keeps them out of the accelerator's memory.
+    """
+
+    def __init__(self, limit: int = 0, device: torch.device | str = 'cpu') -> None:
+        self.limit, self.device = limit, torch.device(device)
+        self._items: list[Experience] = []
+
+    def append(self, experiences: Iterable[Experience]) -> None:
+        self._items.extend(tensors_to(e, self.device) for e in experiences)
+        if self.limit:
+            del self._items[: -self.limit]
+
+    def clear(self) -> None:
+        self._items.clear()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Experience]:
+        return iter(self._items)
 
 
 def informative_groups(experiences: list[Experience], *, apart: bool = False) -> list[list[Experience]]:

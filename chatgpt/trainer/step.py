@@ -13,7 +13,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from torch.optim import Optimizer
 from chatgpt.batching import moved_together
 from chatgpt.strategies.base import Strategy
 from chatgpt.trainer.metrics import BatchStats, Mean, Metrics
-from chatgpt.trainer.order import seed_for
+from chatgpt.trainer.schedule import seed_for
 from chatgpt.types import Batch
 
 Loss = Callable[[nn.Module, Batch], tuple[Tensor, Metrics]]
@@ -47,18 +48,16 @@ class Work:
     """A global list of records and the models that learn from it.
 
     PPO is one `Work` for actor and critic; PPO-ptx adds a second, of pretraining text, for the actor.
-
-    Args:
-        records: the same list on every rank.
-        learners: in the order in which they see each micro-batch.
-        make_batch: turns records into a `Batch`, an empty list into a dummy batch, as `collate` does.
-        length_of: tokens a record takes in a padded batch.
     """
 
     records: SequenceOf[Any]
+    """the same list on every rank"""
     learners: SequenceOf[Learner]
+    """in the order in which they see each micro-batch"""
     make_batch: Callable[[list[Any]], Batch]
-    length_of: Callable[[Any], int]
+    """turns records into a `Batch`, an empty list into a dummy batch, as `collate` does"""
+    length_of: Callable[[Any], int] = attrgetter('num_tokens')
+    """tokens that a record takes in a padded batch"""
 
     def rounds(self, strategy: Strategy, max_tokens: int | None) -> list[tuple[int, list[list[Any]]]]:
         """This rank's micro-batches, in rounds with their numbers, as `Sums.rounds` cuts; the last ones maybe empty."""
@@ -76,12 +75,10 @@ class Steps:
     """inside one; stays True when an exception came from there, which leaves some weights moved and others not"""
 
 
-@dataclass
-class BatchResult:
-    """What one train batch gave. `stepped` is False when it was vetoed or its step was skipped by loss scaling."""
-
+class BatchResult(NamedTuple):
     metrics: dict[str, float]
     stepped: bool
+    """False when the batch was vetoed or a step was skipped by loss scaling"""
 
 
 def learn_batch(
@@ -107,48 +104,56 @@ def learn_batch(
     Raises:
         NonFiniteError: a loss or a gradient norm is not finite; names the batch and its samples.
     """
-    stats = BatchStats()
-    losses: list[tuple[Tensor, list[Any]]] = []
+    stats, steps, moved = BatchStats(), steps or Steps(), False
     trained = {id(learner.optimizer): learner for w in work for learner in w.learners}
+    losses: list[tuple[Tensor, list[Any]]] = []
     for number, forwards in _rounds(strategy, work, max_tokens):
         if draws is not None:
             torch.manual_seed(seed_for(*draws, number))
-        last_of = {id(learner.model): i for i, (w, _) in enumerate(forwards) for learner in w.learners}
-        for i, ((w, records), batch) in enumerate(zip(forwards, _batches(strategy, forwards, pin_memory), strict=True)):
-            for learner in w.learners:
-                with strategy.accumulate(learner.model, last=last_of[id(learner.model)] == i):
-                    with strategy.autocast():
-                        loss, metrics = learner.loss(learner.model, batch)
-                    strategy.backward(loss, learner.model, learner.optimizer)
-                strategy.note_progress('learning')
-                losses.append((loss.detach(), records))
-                stats.add(metrics)
-                stats.add({'loss_sum': Mean(loss, 0.0)})
+        losses += _accumulate(strategy, forwards, stats, pin_memory)
     reduced = stats.reduced(strategy)
-    if not math.isfinite(reduced.pop('loss_sum')):
-        _discard(strategy, trained.values())
-        raise NonFiniteError(_describe(strategy, losses, where))
-    if veto is not None and veto(reduced):
-        _discard(strategy, trained.values())
+    is_finite = math.isfinite(reduced.pop('loss_sum'))
+    if not is_finite or (veto is not None and veto(reduced)):
+        for learner in trained.values():
+            strategy.discard_gradients(learner.optimizer)
+        if not is_finite:
+            raise NonFiniteError(_describe(strategy, losses, where))
         return BatchResult(reduced, stepped=False)
-    stepped, moved, steps = True, False, steps or Steps()
+    stepped = True
     for learner in trained.values():
         steps.within = True
         norm = strategy.optimizer_step(learner.optimizer, max_norm=max_grad_norm)
         steps.within = False
         reduced[f'{learner.name}_grad_norm'] = norm
-        if not math.isfinite(norm):
-            if not strategy.numerics.scales_loss:
-                steps.within = moved  # another model of this batch has stepped
-                raise NonFiniteError(
-                    f'the gradient norm of the {learner.name} is {norm} {where}; its weights are those before this '
-                    'step. Lower the learning rate, or compute in bf16 or fp32'
-                )
-            stepped = False
-        else:
+        if math.isfinite(norm):
             steps.done += 1
             moved = True
+            continue
+        if not strategy.numerics.scales_loss:
+            steps.within = moved  # another model of this batch has stepped
+            raise NonFiniteError(
+                f'the gradient norm of the {learner.name} is {norm} {where}; its weights are those before this step. '
+                'Lower the learning rate, or compute in bf16 or fp32'
+            )
+        stepped = False
     return BatchResult(reduced, stepped)
+
+
+def _accumulate(
+    strategy: Strategy, forwards: SequenceOf[tuple[Work, list[Any]]], stats: BatchStats, pin_memory: bool
+) -> Iterator[tuple[Tensor, list[Any]]]:
+    """Forward and backward of micro-batches; their losses, and the records of each."""
+    last_of = {id(learner.model): i for i, (w, _) in enumerate(forwards) for learner in w.learners}
+    for i, ((w, records), batch) in enumerate(zip(forwards, _batches(strategy, forwards, pin_memory), strict=True)):
+        for learner in w.learners:
+            with strategy.accumulate(learner.model, last=last_of[id(learner.model)] == i):
+                with strategy.autocast():
+                    loss, metrics = learner.loss(learner.model, batch)
+                strategy.backward(loss, learner.model, learner.optimizer)
+            strategy.note_progress('learning')
+            stats.add(metrics)
+            stats.add({'loss_sum': Mean(loss, 0.0)})
+            yield loss.detach(), records
 
 
 def _batches(strategy: Strategy, forwards: SequenceOf[tuple[Work, list[Any]]], pin_memory: bool) -> Iterable[Batch]:
@@ -168,17 +173,9 @@ def _rounds(
         yield parts[0][0], [(w, records) for w, (_, batches) in zip(work, parts, strict=True) for records in batches]
 
 
-def _discard(strategy: Strategy, learners: Iterable[Learner]) -> None:
-    for learner in learners:
-        strategy.discard_gradients(learner.optimizer)
-
-
 def _describe(strategy: Strategy, losses: list[tuple[Tensor, list[Any]]], where: str) -> str:
     """One sentence that names the samples whose micro-batch had a loss that is not finite, the same on every rank."""
-    bad: list[str] = []
-    for loss, records in losses:
-        if not torch.isfinite(loss):
-            bad += [str(getattr(r, 'index', '?')) for r in records]
-    everyone = [name for names in strategy.all_gather_object(sorted(set(bad))) for name in names]
+    bad = {str(getattr(r, 'index', '?')) for loss, records in losses if not torch.isfinite(loss) for r in records}
+    everyone = [name for names in strategy.all_gather_object(sorted(bad)) for name in names]
     samples = f'; samples in it: {", ".join(everyone[:16])}' if everyone else ''
     return f'the loss is not finite {where}{samples}. The weights are those before this step'

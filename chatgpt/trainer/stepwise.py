@@ -1,9 +1,11 @@
-"""The user's own loop of `PPOTrainer.generate` and `step`: what the caller brings, checked and made into experience."""
+"""The caller's own loop: `generate`, then `step(queries, responses, scores)`. What the caller brings is checked here
+and made into samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,69 +16,116 @@ from chatgpt.nn.trunk import text_config
 from chatgpt.rollout import SamplingParams
 from chatgpt.rollout.sampling import sampling_for
 from chatgpt.rules import check
-from chatgpt.strategies.base import Strategy
+from chatgpt.trainer.base import Trainer
 from chatgpt.trainer.collect import Collector
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.experience import ExperienceMaker
 from chatgpt.trainer.rules import BY_HAND_RULES
-from chatgpt.types import FinishReason, Prompt, Sample
+from chatgpt.trainer.selection import Selection
+from chatgpt.types import Experience, FinishReason, Prompt, Sample
 
 
-class ByHand:
-    """Generates for the caller's loop, and makes experience of what it brings; parts as of a `PPOTrainer`."""
+class Stepwise(Trainer):
+    """A trainer of experience whose caller may bring the responses, in place of `fit`."""
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        config: PPOConfig,
-        actor: nn.Module,
-        tokenizer: Any,
-        collector: Collector,
-        maker: ExperienceMaker,
-    ) -> None:
-        self.strategy, self.config, self.actor, self.tokenizer = strategy, config, actor, tokenizer
-        self.collector, self.maker = collector, maker
-        self._generated_with: list[SamplingParams] = []
-        """sampling of the latest `generate`: `step` takes its end tokens and stop strings for ends of responses too"""
+    config: PPOConfig
+    collector: Collector
+    maker: ExperienceMaker
+    selection: Selection
+    generation: dict[str, Any]
+    """keywords of generation"""
+    _generated_with: tuple[SamplingParams, ...] = ()
+    """sampling of the latest `generate`: `step` takes its end tokens and stop strings for ends of responses too"""
+
+    def make(self, samples: list[Sample], **given: Any) -> list[Experience]:
+        """Experience of all ranks; see `ExperienceMaker.make`."""
+        raise NotImplementedError
+
+    def keep(self, experiences: list[Experience], metrics: Mapping[str, float]) -> None:
+        """Let experience wait to be learned from, with metrics of how it came about."""
+        raise NotImplementedError
+
+    def learn(self) -> dict[str, float]:
+        """One learning phase; its metrics."""
+        raise NotImplementedError
 
     def generate(
         self,
         queries: Tensor | SequenceOf[Tensor] | SequenceOf[str],
-        length_sampler: Callable[[], int] | None,
-        return_prompt: bool,
-        generation: dict[str, Any],
+        *,
+        length_sampler: Callable[[], int] | None = None,
+        return_prompt: bool = False,
+        **generate_kwargs: Any,
     ) -> list[Tensor]:
-        """See `PPOTrainer.generate`."""
+        """Responses of the current policy: a list of (A,) int64 tensors. On several ranks each gives and gets its own
+        share.
+
+        Args:
+            queries: (P,) id tensors, or texts when the trainer has a tokenizer; one tensor counts as a list of one.
+            length_sampler: called once per query; its number is that response's limit of new tokens.
+            return_prompt: put the prompt's tokens before the response's.
+            **generate_kwargs: generation settings that replace the trainer's for this call.
+
+        Raises:
+            ValueError: an unknown setting, a prompt without room for a response.
+        """
         prompts = self._prompts('generate', [queries] if isinstance(queries, Tensor) else list(queries))
-        sampling, _ = sampling_for(self.strategy.unwrap(self.actor), self.tokenizer, generation)
-        self._generated_with = [sampling]
+        actor = self.models()['actor']
+        sampling, _ = sampling_for(self.strategy.unwrap(actor), self.tokenizer, self.generation | generate_kwargs)
+        self._generated_with = (sampling,)
         limits = None if length_sampler is None else [length_sampler() for _ in prompts]
-        first = self.collector.number(len(prompts))
-        indices = list(range(first, first + len(prompts)))
-        with self.strategy.onload(self.actor):
-            samples = self.collector.generate(
-                prompts, indices=indices, groups=indices, limits=limits, sampling=sampling
-            )
+        first = self.collector.draws.number(len(prompts))
+        indices = range(first, first + len(prompts))
+        with self.clock.measure('collect'), self.strategy.onload(actor):
+            samples = self.collector.generate(prompts, indices=indices, limits=limits, sampling=sampling)
         return [torch.cat([s.prompt_ids, s.response_ids]) if return_prompt else s.response_ids for s in samples]
 
-    def samples(
+    def step(
         self,
         queries: SequenceOf[Tensor] | SequenceOf[str],
         responses: SequenceOf[Tensor],
         scores: SequenceOf[float | Tensor],
-        masks: SequenceOf[Tensor] | None,
-        version: int,
-    ) -> tuple[list[Sample], list[float | Tensor]]:
-        """This rank's samples with their scores, numbered; see `PPOTrainer.step`."""
+        response_masks: SequenceOf[Tensor] | None = None,
+    ) -> dict[str, float]:
+        """One learning phase on responses scored by the caller: this rank's share, all lists equally long.
+
+        Args:
+            queries: (P,) id tensors or texts. Under an estimator that compares responses, each query stands
+                `num_samples_per_prompt` times in a row.
+            responses: (A,) int64 tensors, the sampled tokens themselves.
+            scores: a number per response, or (A,) scores per token.
+            response_masks: (A,) bool, True = a token of the model's own; tool output and other turns are False.
+
+        Returns:
+            The metrics of the phase, named as in metrics.jsonl.
+
+        Raises:
+            ValueError: lists of different lengths, an empty response, a token id outside of the vocabulary, a score
+                that is not finite, queries that do not make groups, a setting that only `fit` can follow.
+        """
         prompts = self._prompts('step', list(queries))
-        check_ids('step: response', responses, self.strategy.unwrap(self.actor))
+        check_ids('step: response', responses, self.strategy.unwrap(self.models()['actor']))
         sampled = [self.collector.sampling, *self._generated_with]
-        samples, checked = given_samples(prompts, responses, scores, masks, sampled)
+        samples, checked = given_samples(prompts, responses, scores, response_masks, sampled)
         starts = given_groups(prompts, self.config)
-        first = self.collector.number(len(samples))
+        first = self.collector.draws.number(len(samples))
         for i, sample in enumerate(samples):
-            sample.index, sample.group, sample.version = first + i, first + starts[i], version
-        return self.collector.decode(samples), checked
+            sample.index, sample.group, sample.version = first + i, first + starts[i], self.phase
+        # These tokens may come from anywhere, so the log-probs the ratio is taken against are computed here.
+        settings = replace(self.maker.settings, recompute_logprobs=True)
+        experiences = self.make(self.collector.decode(samples), scores=checked, settings=settings)
+        self.keep(experiences, self.selection.of_step(experiences))
+        return self.learn()
+
+    def log_stats(
+        self,
+        stats: Mapping[str, float],
+        batch: Mapping[str, SequenceOf[Any]] | None = None,
+        rewards: SequenceOf[float] | None = None,
+        columns_to_log: SequenceOf[str] = ('query', 'response'),
+    ) -> None:
+        """Hand the numbers of a `step`, and rows of a batch, to the callbacks' sample tables."""
+        self.callbacks.on_log(self, dict(stats), batch or {}, list(rewards or ()), list(columns_to_log))
 
     def _prompts(self, what: str, queries: list[Any]) -> list[Prompt]:
         if self.collector.engine.environment is not None:
@@ -86,7 +135,7 @@ class ByHand:
             )
         check(self.config, BY_HAND_RULES)
         prompts = list(as_prompts(queries, self.tokenizer))
-        check_ids(f'{what}: query', [p.ids for p in prompts], self.strategy.unwrap(self.actor))
+        check_ids(f'{what}: query', [p.ids for p in prompts], self.strategy.unwrap(self.models()['actor']))
         return prompts
 
 
@@ -140,11 +189,8 @@ def given_samples(
     samples, checked = [], []
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         ids = torch.as_tensor(response, dtype=torch.int64).flatten().cpu()
-        mask = (
-            torch.ones_like(ids, dtype=torch.bool)
-            if masks is None
-            else torch.as_tensor(masks[i]).bool().flatten().cpu()
-        )
+        mask = torch.ones(len(ids)) if masks is None else torch.as_tensor(masks[i])
+        mask = mask.bool().flatten().cpu()
         score = torch.as_tensor(scores[i], dtype=torch.float32).cpu()
         dense = score.dim() > 0 and score.numel() > 1
         if len(ids) == 0:

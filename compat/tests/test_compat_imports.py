@@ -70,7 +70,7 @@ def test_it_imports_public_names_alone(path):
         ('from chatgpt.nn import write_folder', 1),
         ('import chatgpt.trainer.ppo', 1),
         ('from chatgpt.nn import Actor\nfrom chatgpt import nn\nfrom chatgpt.types import Sample', 0),
-        ('from chatgpt.functional.kl import kl_penalty\nfrom chatgpt.trainer.algorithms import Estimator', 0),
+        ('from chatgpt.functional.ppo import kl_penalty\nfrom chatgpt.trainer.algorithms import Estimator', 0),
     ],
 )
 def test_what_is_public(source, count):

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from chatgpt.data.rewards import Pattern
-from chatgpt.trainer.experience.described import checksum
-from chatgpt.trainer.experience.scorers import as_scorer, described
+from chatgpt.trainer.experience.scorers import as_scorer, checksum, described
 
 FILE = """
 seen = []

@@ -13,9 +13,10 @@ from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer.algorithms import estimate_advantages
 from chatgpt.trainer.config import PPOConfig
-from chatgpt.trainer.experience import ExperienceMaker, ExperienceSettings, FunctionScorer, ReplayBuffer, ScoreShaper
+from chatgpt.trainer.experience import ExperienceMaker, ExperienceSettings, FunctionScorer, ScoreShaper
 from chatgpt.trainer.experience.reference import Reference
 from chatgpt.trainer.experience.scorers import RewardValueError
+from chatgpt.trainer.selection import ReplayBuffer
 from chatgpt.types import Experience, Sample
 
 
@@ -70,18 +71,6 @@ def test_reward_is_minus_beta_kl_with_the_score_once_at_the_end():
         assert e.old_logprobs.tolist() == [-1.0] * e.num_actions  # the decode's, not recomputed
         # Negative control: a score on every token is another reward.
         assert e.rewards.tolist() != pytest.approx([-0.5 * k + score for k in kl.tolist()])
-
-
-def test_gae_by_hand_in_float64():
-    for e in make([2.0, -1.0]).make(SAMPLES, kl_coef=0.5):
-        r, v = e.rewards.double().tolist(), e.values.double().tolist()
-        carry, advantages = 0.0, []
-        for t in reversed(range(len(r))):
-            delta = r[t] + 0.9 * (v[t + 1] if t + 1 < len(r) else 0.0) - v[t]
-            carry = delta + 0.9 * 0.8 * carry
-            advantages.insert(0, carry)
-        assert e.advantages.tolist() == pytest.approx(advantages, abs=1e-5)
-        assert e.returns.tolist() == pytest.approx([a + x for a, x in zip(advantages, v, strict=True)], abs=1e-5)
 
 
 def test_a_policy_has_kl_zero_to_itself_and_recomputing_gives_its_own_log_probs():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from chatgpt.functional.advantages import token_rewards
+from chatgpt.functional.ppo import token_rewards
 from chatgpt.rollout import SamplingParams
 from chatgpt.trainer.experience import RunningMoments, ScoreShaper
 from chatgpt.types import Sample

@@ -8,28 +8,19 @@ import pytest
 import torch
 from float64 import F64, all_count, bools, tensor
 
-from chatgpt.functional.advantages import (
-    dr_grpo,
-    gae,
-    grpo,
-    monte_carlo_returns,
-    reinforce_pp_baseline,
-    rloo,
-    spread,
-    token_rewards,
-)
-from chatgpt.functional.kl import kl_penalty
-from chatgpt.functional.losses import (
+from chatgpt.functional.advantages import dr_grpo, grpo, monte_carlo_returns, rloo, spread
+from chatgpt.functional.losses import gspo_policy_loss, truncated_importance_weights
+from chatgpt.functional.masking import masked_sum
+from chatgpt.functional.ppo import (
     aggregate,
     aggregation_count,
     clipped_policy_loss,
     clipped_value_loss,
-    gspo_policy_loss,
+    gae,
+    kl_penalty,
     policy_stats,
-    sequence_logprobs,
-    truncated_importance_weights,
+    token_rewards,
 )
-from chatgpt.functional.masking import masked_sum
 
 # ---------------------------------------------------------------------- advantages
 
@@ -74,28 +65,6 @@ def test_grpo_of_equal_scores_and_of_one_response_is_zero():
     assert got.abs().max().item() < 1e-9
 
 
-def test_reinforce_pp_baseline_by_a_slow_loop():
-    scores, groups = [1.0, 3.0, 8.0, 2.0], [0, 0, 1, 1]
-    counts = [[1, 1], [1], [1, 1, 1], [1, 0]]
-    gamma, expected = 0.9, []
-    for i, row in enumerate(counts):
-        mean = sum(s for s, g in zip(scores, groups, strict=True) if g == groups[i]) / 2
-        last = max(t for t, c in enumerate(row) if c)
-        following, result = 0.0, [0.0] * len(row)
-        for t in reversed(range(len(row))):
-            if row[t]:
-                following = (scores[i] - mean if t == last else 0.0) + gamma * following
-                result[t] = following
-        expected.append(result)
-    masks = [bools(*c) for c in counts]
-    advantages, returns = reinforce_pp_baseline(tensor(*scores), torch.tensor(groups), masks, gamma=gamma)
-    assert [r.tolist() for r in returns] == [pytest.approx(e) for e in expected]
-    assert [a.tolist() for a in advantages] == [r.tolist() for r in returns]
-    # Negative control: the group baseline left out.
-    _, plain = reinforce_pp_baseline(tensor(*scores), torch.arange(4), masks, gamma=gamma)
-    assert plain[0].tolist() != pytest.approx(expected[0])
-
-
 def test_lists_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match='values has 0 sequences, 1 were expected'):
         gae([tensor(1.0)], [], [bools(1)])
@@ -107,6 +76,9 @@ def test_lists_that_do_not_fit_are_refused():
         token_rewards(tensor(0.0), 0.1, 0.0, bools(1), token_scores=tensor(1, 2))
     with pytest.raises(ValueError, match='one number per sequence is needed; got 2 for 1 masks'):
         spread(tensor(1, 2), [bools(1)])
+    assert [t.tolist() for t in spread(tensor(2, 3), [bools(1, 0), bools(1)])] == [[2, 0], [3]]
+    with pytest.raises(ValueError, match='group 3 has one response'):
+        rloo(tensor(1, 2, 3), torch.tensor([3, 4, 4]))
     for estimator in (grpo, dr_grpo, rloo):
         with pytest.raises(ValueError, match='scores and groups must be 1-D and of one length'):
             estimator(tensor(1, 2), torch.tensor([0]))
@@ -167,14 +139,6 @@ def test_an_exploding_kl_of_a_token_that_does_not_count_leaves_gradients_finite(
     assert (far.item(), likely.grad.item()) == pytest.approx((298.5, 1.0))
 
 
-def test_dual_clip_bounds_only_negative_advantages():
-    log_ratio, old = tensor(math.log(9), math.log(9), math.log(2)), torch.zeros(3, dtype=F64)
-    got = clipped_policy_loss(log_ratio, old, tensor(-1, 1, -1), eps_low=0.2, dual_clip=3.0)
-    assert got.tolist() == pytest.approx([3.0, -1.2, 2.0])
-    plain = clipped_policy_loss(log_ratio, old, tensor(-1, 1, -1), eps_low=0.2)
-    assert plain.tolist() == pytest.approx([9.0, -1.2, 2.0])
-
-
 def test_gspo_by_a_slow_loop_with_gradient_through_the_sequence_mean():
     new = tensor(-1.0, -2.0, -0.5, -0.7).requires_grad_()
     old, advantages = tensor(-1.1, -1.7, -0.4, -0.9), tensor(2, 2, 2, -1)
@@ -187,12 +151,6 @@ def test_gspo_by_a_slow_loop_with_gradient_through_the_sequence_mean():
     assert new.grad.tolist() == pytest.approx([-ratios[0] / 2, -ratios[0] / 2, 0, ratios[1] / 2])
     # Negative control: a ratio per token.
     assert clipped_policy_loss(new, old, advantages, eps_low=0.5).tolist() != pytest.approx(loss.tolist())
-
-
-def test_sequence_logprobs_sum_or_average_what_counts():
-    logprobs, rows, mask = tensor(-1, -2, -3), torch.tensor([0, 0, 1]), bools(1, 1, 0)
-    assert sequence_logprobs(logprobs, mask, rows, 2).tolist() == [-3, 0]
-    assert sequence_logprobs(logprobs, mask, rows, 2, average=True).tolist() == [-1.5, 0]
 
 
 def test_policy_stats_add_up_over_micro_batches():

@@ -9,10 +9,10 @@ import torch
 from float64 import F64, bools, tensor
 
 from chatgpt.functional import logprobs as logprobs_module
-from chatgpt.functional.kl import AdaptiveKLController, FixedKLController, kl_full, kl_penalty
 from chatgpt.functional.logprobs import chunked_logprobs, entropy_of, logprobs_of, map_row_chunks, rows_per_chunk
-from chatgpt.functional.losses import importance_weighted
+from chatgpt.functional.losses import importance_weighted, kl_full
 from chatgpt.functional.masking import masked_mean, masked_sum, masked_var, segment_mean, segment_sum, whiten
+from chatgpt.functional.ppo import AdaptiveKLController, FixedKLController, kl_penalty
 
 # ---------------------------------------------------------------------- masking
 
@@ -158,16 +158,6 @@ def test_wrong_arguments_of_logprobs_are_refused():
 
 
 # ---------------------------------------------------------------------- KL
-
-
-def test_full_kl_by_a_slow_loop_in_its_direction_and_with_impossible_tokens():
-    q, p = [0.5, 0.3, 0.2], [0.2, 0.2, 0.6]
-    slow = sum(a * math.log(a / b) for a, b in zip(q, p, strict=True))
-    assert kl_full(tensor(*q).log(), tensor(*p).log()).item() == pytest.approx(slow)
-    # Negative control: the other direction.
-    assert kl_full(tensor(*p).log(), tensor(*q).log()).item() != pytest.approx(slow)
-    barred = kl_full(tensor(0.5, 0.5, 0.0).log(), tensor(0.25, 0.75, 0.0).log())
-    assert barred.item() == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3))
 
 
 def test_expected_gradients_of_the_estimators():

@@ -22,21 +22,23 @@ from chatgpt.functional.advantages import (
     reinforce_pp,
     reinforce_pp_baseline,
     rloo,
-    token_rewards,
 )
 from chatgpt.functional.losses import (
-    aggregate,
-    aggregation_count,
     cispo_policy_loss,
-    clipped_policy_loss,
-    clipped_value_loss,
-    explained_variance,
     gspo_policy_loss,
-    policy_stats,
     sequence_logprobs,
     truncated_importance_weights,
 )
 from chatgpt.functional.masking import whiten
+from chatgpt.functional.ppo import (
+    aggregate,
+    aggregation_count,
+    clipped_policy_loss,
+    clipped_value_loss,
+    explained_variance,
+    policy_stats,
+    token_rewards,
+)
 
 Numbers = list[float]
 
@@ -421,6 +423,8 @@ def test_explained_variance():
 
     ours = [explained_variance(f64(NEW), f64(ADVANTAGES), torch.tensor(MASK)).item()]
     holds(ours, slow, 'masked tokens too', 'mean square for variance', 'over the variance of V')
+    constant = f64([5.0] * len(MASK))
+    assert explained_variance(f64(NEW), constant, torch.tensor(MASK)).item() == 0
 
 
 # ---------------------------------------------------------------------- sums over a batch

@@ -9,7 +9,8 @@ import pytest
 import torch
 from float64 import F64, all_count, bools, tensor
 
-from chatgpt.functional.advantages import gae, gae_over_turns, length_lam, monte_carlo_returns, reinforce_pp
+from chatgpt.functional.advantages import gae_over_turns, length_lam, monte_carlo_returns, reinforce_pp
+from chatgpt.functional.ppo import gae
 
 NAN = math.nan
 

@@ -15,7 +15,7 @@ from chatgpt.launch.config_file import parse_run
 from chatgpt.launch.methods import METHODS, Recipe
 from chatgpt.launch.recipes import execute
 from chatgpt.launch.runs import DataRun, PPORun, PreferenceRun, Run, run_class
-from chatgpt.trainer.config import SFTConfig
+from chatgpt.trainer.objectives.config import SFTConfig
 from chatgpt.trainer.objectives.pairs import DPOConfig, DPOTrainer
 from chatgpt.trainer.objectives.sft import SFTTrainer
 

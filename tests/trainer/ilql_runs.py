@@ -12,14 +12,8 @@ from chatgpt.nn import ILQLModel
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import ILQLTrainer
-from chatgpt.types import Sequence
 
 VOCAB = 16
-
-
-def sequence(prompt: list[int], response: list[int], mask: list[int] | None = None) -> Sequence:
-    flags = torch.tensor(mask or [1] * len(response), dtype=torch.bool)
-    return Sequence(prompt_ids=torch.tensor(prompt), response_ids=torch.tensor(response), response_mask=flags)
 
 
 def model(seed: int = 5, two_qs: bool = True, vocab: int = VOCAB) -> ILQLModel:

@@ -14,9 +14,8 @@ from phase_log import Log
 from chatgpt.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.experience import RewardModelScorer
-from chatgpt.trainer.experience.rescore import rescored
-from chatgpt.trainer.metrics import group_metrics, rank_metrics, rollout_metrics
-from chatgpt.trainer.repetition import repetition
+from chatgpt.trainer.experience.scorers import rescored
+from chatgpt.trainer.metrics import group_metrics, rank_metrics, repetition, rollout_metrics
 from chatgpt.trainer.run_control import PhaseClock
 
 

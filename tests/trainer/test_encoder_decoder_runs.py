@@ -112,26 +112,6 @@ def test_ppo_with_a_critic_of_its_own_on_review_prefixes(family):
     assert -experience.ref_logprobs.mean().item() == pytest.approx(loss, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ('family', 'made', 'settings'),
-    [
-        ('t5', {'value_head': True}, {}),
-        ('t5', {'value_head': True, 'num_layers_unfrozen': 1}, {}),
-        ('bart', {'lora_rank': 4}, {'advantage_estimator': 'rloo', 'num_samples_per_prompt': 2}),
-        ('t5', {}, {'advantage_estimator': 'grpo', 'num_samples_per_prompt': 3, 'kl_in': 'loss'}),
-    ],
-    ids=['value-head', 'hydra', 'lora-rloo', 'grpo'],
-)
-def test_its_relatives(family, made, settings):
-    actor = Actor(tiny_causal_lm(family), **made)
-    frozen = {name: p.clone() for name, p in actor.named_parameters() if not p.requires_grad}
-    own = 'num_layers_unfrozen' in made or 'lora_rank' in made
-    trainer, phases = online(family, actor, critic=False, reference=not own, kl_coef=0.05, **settings)
-    check_first(phases)
-    assert all(torch.equal(p, dict(actor.named_parameters())[name]) for name, p in frozen.items())
-    assert bool(frozen) == own
-
-
 class FirstExperiences(Callback):
     """Of the first phase."""
 

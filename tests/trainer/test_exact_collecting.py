@@ -182,19 +182,3 @@ def test_what_reads_the_decode_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         trainer_of(**settings)
     trainer_of().strategy.close()
-
-
-@pytest.mark.parametrize(
-    ('flags', 'message'),
-    [
-        ({'engine': 'hf'}, "engine='hf' does not fit it"),
-        ({'rollout_workers': 2}, 'rollout_workers=2 does not fit it'),
-        ({'tis_cap': 2.0}, 'leave tis_cap out'),
-    ],
-)
-def test_the_command_line_says_so_before_anything_is_loaded(flags, message):
-    from chatgpt.launch.runs import PPORun
-
-    with pytest.raises(ValueError, match=message):
-        PPORun(reproducible='exact', **flags).validate()
-    PPORun(**flags).validate()

@@ -83,7 +83,8 @@ def test_a_reward_that_raises_in_phase_three_loses_nothing(tmp_path, capsys):
     )
     assert told in capsys.readouterr().err
     again = make(run_dir=tmp_path / 'broken')
-    assert again.load_checkpoint('auto') and (again.phase, again.timestep, again.collector.samples_drawn) == (2, 2, 32)
+    assert again.load_checkpoint('auto')
+    assert (again.phase, again.timestep, again.collector.draws.samples_drawn) == (2, 2, 32)
     fit(again)
     assert torch.equal(weights(straight), weights(again))
     assert metrics(tmp_path / 'broken') == metrics(tmp_path / 'straight')

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from ilql_runs import VOCAB, make, model, sequence
-from phase_log import Log
+from ilql_runs import VOCAB, make, model
+from phase_log import Log, sequence
 
 from chatgpt.data import TokenizedLabelled
 from chatgpt.nn import ILQLModel

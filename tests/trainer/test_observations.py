@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from chatgpt.functional.advantages import token_rewards
+from chatgpt.functional.ppo import token_rewards
 from chatgpt.nn import GPTActor
 from chatgpt.rollout import SamplingParams
 from chatgpt.rollout.best_of_n import BestOfN
@@ -25,8 +25,7 @@ from chatgpt.trainer.callbacks.samples import rows_of
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.estimates import whiten_responses, whiten_tokens
 from chatgpt.trainer.experience import RewardModelScorer, ScoreShaper
-from chatgpt.trainer.experience.rescore import rescored
-from chatgpt.trainer.experience.scorers import sequence_score
+from chatgpt.trainer.experience.scorers import rescored, sequence_score
 from chatgpt.trainer.losses import COLUMNS, ActorLoss, ValueLoss, collate_experience, experience_totals
 from chatgpt.trainer.metrics import (
     BatchStats,

@@ -52,29 +52,6 @@ def test_micro_batches_change_nothing_but_rounding():
     assert (weights(whole[0]) - weights(cut[0])).abs().max() < 0.05 * 3e-3 * steps
 
 
-def test_metrics_of_every_phase_are_there_and_finite():
-    _, phases = run(1)
-    names = [
-        'rollout/score_mean',
-        'rollout/kl_mean',
-        'rollout/response_len_mean',
-        'rollout/ended_share',
-        'ppo/approx_kl',
-        'ppo/clip_fraction',
-        'ppo/entropy',
-        'ppo/explained_variance',
-        'ppo/ratio_min',
-        'ppo/ratio_max',
-        'ppo/actor_grad_norm',
-        'ppo/critic_grad_norm',
-        'ppo/lr',
-    ]
-    for name in names:
-        assert name in phases[0]
-        assert torch.isfinite(torch.tensor(phases[0][name]))
-    assert 0 < phases[0]['ppo/entropy'] < float(torch.tensor(float(VOCAB)).log()) + 1e-6
-
-
 def test_prompts_are_drawn_without_replacement_and_a_remainder_is_learned_from():
     seen: list[int] = []
 
@@ -99,14 +76,9 @@ def test_early_stop_leaves_the_epochs_and_ratio_guard_skips():
     _, free = run(1, max_epochs=8)
     assert free[0]['ppo/early_stopped'] == 0.0
     assert free[0]['ppo/num_updates'] == 16
-    _, guarded = run(1, ratio_threshold=0.5)  # a mean ratio of about 1 exceeds it, so every batch is skipped
+    skipping, guarded = run(1, ratio_threshold=0.5)  # a mean ratio of about 1 exceeds it, so every batch is skipped
     assert guarded[0]['ppo/skipped_batches'] == 4.0
-
-
-def test_a_skipped_batch_leaves_the_weights():
-    before = weights(make())
-    after, _ = run(1, ratio_threshold=0.5)
-    assert torch.equal(before, weights(after))
+    assert torch.equal(weights(skipping), weights(make()))
 
 
 def test_lora_actor_is_its_own_reference():
@@ -321,16 +293,6 @@ def test_a_second_fit_goes_on_and_does_not_repeat_itself():
     trainer.fit(prompts(), 1, 2, 1)
     assert trainer.phase == 4
     assert recorder.phases == run(4)[1]
-
-
-def test_resume_says_what_changed(tmp_path):
-    trainer = make(run_dir=tmp_path)
-    trainer.set_prompts(prompts())
-    path = trainer.save_checkpoint()
-    changed = make(kl_coef=0.5)
-    changed.load_checkpoint(path)
-    with pytest.warns(UserWarning, match=r'config\.kl_coef 0\.01 → 0\.5'):
-        changed.fit(prompts(), 1, 1, 1)
 
 
 def test_resume_auto_without_a_checkpoint_starts_fresh_and_a_wrong_folder_is_named(tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from phase_log import Log
+from phase_log import Log, sequence
 
 from chatgpt.data import TokenizedLabelled, TokenizedPreference
 from chatgpt.nn import GPTActor
@@ -21,11 +21,6 @@ from chatgpt.trainer.experience.reference import Reference
 from chatgpt.trainer.objectives.pairs import pairs_of
 from chatgpt.trainer.objectives.reward_model import PairwiseObjective
 from chatgpt.types import Sequence
-
-
-def sequence(prompt: list[int], response: list[int]) -> Sequence:
-    mask = torch.ones(len(response), dtype=torch.bool)
-    return Sequence(prompt_ids=torch.tensor(prompt), response_ids=torch.tensor(response), response_mask=mask)
 
 
 def preference(
@@ -240,30 +235,6 @@ def test_scores_that_contradict_the_order_are_refused():
         preference([3], [5], [6], scores=(1.0, 2.0))
 
 
-@pytest.mark.parametrize('precompute', [True, False])
-@pytest.mark.parametrize('loss_type', ['sigmoid', 'ipo', 'cdpo', 'robust', 'hinge'])
-def test_dpo_of_three_ranked_answers_by_hand(loss_type, precompute):
-    """Pairs of one prompt share their answers, each of which the reference scores once."""
-    records = [preference([3], [5, 2], [6, 7, 2], [8, 2]), preference([4], [9, 2], [5, 6, 2], [7, 2])]
-    trainer = make(
-        'dpo',
-        records,
-        shuffle=False,
-        moved=True,
-        train_batch_size=6,
-        loss_type=loss_type,
-        beta=0.3,
-        precompute_ref_logprobs=precompute,
-    )
-    policy, reference = trainer.strategy.unwrap(trainer.model), trainer.initial
-    wants = []
-    for record in records:
-        ratios = [sum(logp(policy, s)) - sum(logp(reference, s)) for s in record.sequences()]
-        wants += [dpo(loss_type, ratios[i] - ratios[j], 0.3, 0.1) for i, j in ((0, 1), (0, 2), (1, 2))]
-    trainer.fit()
-    assert trainer.log.phases[0]['dpo/loss'] == pytest.approx(sum(wants) / 6, rel=1e-4)
-
-
 def test_the_reference_scores_a_shared_answer_once(monkeypatch):
     trainer = make('dpo', [preference([3], [5], [6], [7])])
     seen = []
@@ -346,6 +317,7 @@ def test_z0_of_pairs_takes_answers_under_another_prompt():
         ('kto', {'train_data': [sequence([3], [4])]}, 'not from a Sequence'),
         ('kto', {'train_data': [TokenizedLabelled(sequence=sequence([3], [4]), label=True)] * 2}, '2 good and 0 bad'),
         ('simpo', {'beta': 0.0}, 'beta=0.0 must be positive'),
+        ('simpo', {'initial_model': torch.nn.Identity()}, 'SimPOTrainer has no reference: leave initial_model out'),
     ],
 )
 def test_mistakes(kind, settings, sentence):
@@ -356,14 +328,6 @@ def test_mistakes(kind, settings, sentence):
     given = {'train_data': data(2), 'initial_model': reference} | settings
     with pytest.raises(ValueError, match=sentence):
         KINDS[kind](strategy, actor, optim, **given)
-
-
-def test_a_reference_that_is_not_used_is_refused():
-    strategy = NaiveStrategy(device='cpu')
-    actor = GPTActor(config=tiny_config('gpt2', vocab_size=16, hidden=16, positions=32))
-    actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters())))
-    with pytest.raises(ValueError, match='SimPOTrainer has no reference: leave initial_model out'):
-        SimPOTrainer(strategy, actor, optim, data(2), initial_model=actor)
 
 
 @pytest.mark.parametrize('kind', KINDS)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from phase_log import sequence
 
 from chatgpt.data import TokenizedPreference
 from chatgpt.nn import GPTActor, GPTCritic
@@ -19,7 +20,7 @@ from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import DPOTrainer, PPOTrainer, PromptEvaluation, SFTTrainer
 from chatgpt.trainer.callbacks import Evaluator, MetricsWriter, ProgressBar, SaveCheckpoint
-from chatgpt.types import Prompt, Sequence
+from chatgpt.types import Prompt
 
 PROMPTS = [{'prompt': text, 'want': want} for text, want in (('a', 3), ('bc', 1), ('def', 0))]
 TOKENIZER = char_tokenizer()
@@ -32,14 +33,6 @@ def length(prompts: list[str], responses: list[str]) -> list[float]:
 def metric(samples: list[str], prompts: list[str], outputs: list[str], want: list[int]) -> dict[str, list[float]]:
     assert samples == [p + o for p, o in zip(prompts, outputs, strict=True)]
     return {'missing': [w - len(o) for w, o in zip(want, outputs, strict=True)]}
-
-
-def sequence(prompt: list[int], response: list[int]) -> Sequence:
-    return Sequence(
-        prompt_ids=torch.tensor(prompt),
-        response_ids=torch.tensor(response),
-        response_mask=torch.ones(len(response), dtype=torch.bool),
-    )
 
 
 def an_actor(dropout: float = 0.0) -> GPTActor:

@@ -61,7 +61,7 @@ def stepped(coef: float) -> tuple[torch.nn.Module, Gradient, list[Sequence]]:
         eos_token_id=2,
         callbacks=[ProgressBar(enabled=False)],
     )
-    seen = trainer._pretrain_batch(6) if coef else []
+    seen = list(trainer.work((texts() * 6)[:6], [])[1].records) if coef else []
     generator = torch.Generator().manual_seed(5)
     queries = [q for q in torch.randint(3, VOCAB, (3, 2), generator=generator) for _ in range(2)]
     responses = list(torch.randint(3, VOCAB, (6, 3), generator=generator))

@@ -136,13 +136,12 @@ def of_a_process(folder: str) -> dict[str, Any]:
     import chatgpt
     from chatgpt.environments.games import Countdown
     from chatgpt.strategies import FSDPStrategy
-    from chatgpt.trainer.agreement import check_ranks
     from chatgpt.trainer.callbacks import SaveCheckpoint
     from chatgpt.trainer.callbacks.base import TrainerView
     from chatgpt.trainer.callbacks.run_record import describe
     from chatgpt.trainer.metrics import rank_metrics
     from chatgpt.trainer.prompt_evaluation import PromptEvaluation
-    from chatgpt.trainer.run_control import agreed
+    from chatgpt.trainer.run_control import agreed, check_ranks
 
     found: dict[str, Any] = {}
     with FSDPStrategy(seed=3, precision='fp32', tensor_parallel=2, device='cpu') as strategy:

@@ -21,7 +21,7 @@ from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import PPOConfig, PPOTrainer
 from chatgpt.trainer.callbacks import Callback, SaveCheckpoint
-from chatgpt.trainer.pipeline import Pipeline
+from chatgpt.trainer.draws import Pipeline
 from chatgpt.types import Experience
 
 WORDS = [f'a {word}' for word in 'one two three four five six seven eight nine ten eleven'.split()]
@@ -149,7 +149,7 @@ def test_samples_are_as_old_as_was_allowed_and_every_prompt_counts_once(n, updat
     assert max(in_flight) == min((n + 1) * update, timesteps)
     assert pool.most_queued <= (n + 1) * update
     assert sorted(i for _, indices in pool.answered for i in indices) == list(range(4 * timesteps))
-    assert (trainer.collector.samples_drawn, len(trainer.collector.pipeline.waiting)) == (4 * timesteps, 0)
+    assert (trainer.collector.draws.samples_drawn, len(trainer.collector.draws.waiting)) == (4 * timesteps, 0)
 
 
 def test_a_stale_run_repeats_itself_and_differs_from_a_fresh_one_after_the_first_phase():
@@ -181,7 +181,7 @@ def test_dynamic_sampling_draws_on_what_is_in_flight():
     assert sum(m['rollout/dynamic_rounds'] for m in log.phases) > 0
     assert {age for ages in log.ages for age in ages} == {0, 1}
     drawn = sorted(i for _, indices in pool.answered for i in indices)
-    assert drawn == list(range(trainer.collector.samples_drawn))
+    assert drawn == list(range(trainer.collector.draws.samples_drawn))
     assert len(set(log.indices())) == len(log.indices())
 
 
@@ -231,7 +231,7 @@ def resumed(folder: Path, n: int, update: int, total: int, stop: Any, **kw: Any)
     again = (
         second.checkpoint_state()
     )  # saved before it went on, it is the same checkpoint, but for an engine that has nothing in flight
-    assert again.get('in_flight', []) == ([] if second.collector.pipeline is None else held)
+    assert again.get('in_flight', []) == ([] if not isinstance(second.collector.draws, Pipeline) else held)
     second.fit(WORDS, total, 1, update)
     assert 'in_flight' not in second.checkpoint_state()
     log.phases += more.phases
@@ -295,7 +295,7 @@ def test_what_a_checkpoint_holds_of_samples_in_flight(tmp_path):
 def test_a_second_fit_begins_with_nothing_in_flight():
     trainer, log = make(RemoteEngine(InProcessWorkers()), max_staleness=2, more=[StopAfter(2)], **STALE)
     trainer.fit(WORDS, 6, 1, 1)
-    assert len(trainer.collector.pipeline.waiting) == 2
+    assert len(trainer.collector.draws.waiting) == 2
     trainer.fit(WORDS, 2, 1, 1)
     assert log.indices() == list(range(16))
     assert [set(a) for a in log.ages] == [{0}, {1}, {0}, {1}]

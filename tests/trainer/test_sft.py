@@ -7,21 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from phase_log import Log
+from phase_log import Log, sequence
 
 from chatgpt.nn import GPTActor
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import SFTTrainer
 from chatgpt.types import Sequence
-
-
-def sequence(prompt: list[int], response: list[int], mask: list[bool] | None = None) -> Sequence:
-    return Sequence(
-        prompt_ids=torch.tensor(prompt),
-        response_ids=torch.tensor(response),
-        response_mask=torch.tensor(mask or [True] * len(response)),
-    )
 
 
 def make(

@@ -95,7 +95,8 @@ def test_a_stop_while_collecting_drops_the_phase(tmp_path):
 
     straight = fit(tmp_path / 'straight')
     stopped = fit(tmp_path / 'stopped', StopInTheMiddle(enabled=False))
-    assert (stopped.phase, stopped.timestep, stopped.collector.samples_drawn, len(stopped.buffer)) == (1, 2, 32, 0)
+    assert (stopped.phase, stopped.timestep, len(stopped.buffer)) == (1, 2, 0)
+    assert stopped.collector.draws.samples_drawn == 32
     resumed = fit(tmp_path / 'stopped')
     assert resumed.phase == straight.phase == 3
     for a, b in zip(straight.actor.parameters(), resumed.actor.parameters(), strict=True):

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from ilql_runs import model, sequence
+from ilql_runs import model
+from phase_log import sequence
 
 from chatgpt.nn import GPTActor
 from chatgpt.strategies import ColossalAIStrategy, DDPStrategy, FSDPStrategy, NaiveStrategy

@@ -21,11 +21,11 @@ from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.algorithms import ESTIMATORS, Estimator, estimate_advantages
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.estimates import turn_numbers
-from chatgpt.trainer.experience import EnvironmentScorer, RewardValueError, ScoreShaper, WeightedScorer
+from chatgpt.trainer.experience import EnvironmentScorer, RewardValueError, WeightedScorer
 from chatgpt.trainer.experience.environment_scorer import environment_rewards
 from chatgpt.trainer.experience.scorers import as_scorer, described
 from chatgpt.trainer.metrics import performance_metrics
-from chatgpt.trainer.rft import RFTTrainer, select
+from chatgpt.trainer.rft import RFTTrainer
 from chatgpt.trainer.selection import informative_groups
 from chatgpt.types import Episode, Experience, Turn
 
@@ -167,21 +167,10 @@ def test_group_methods_compare_sums_of_episodes(name, expected, dense):
         assert advantages == pytest.approx([number if own else 0.0 for own in e.response_mask.tolist()])
 
 
-def test_returns_of_reinforce_pp_discount_over_own_tokens():
-    e = episode(0, [(1, {'reward': 1.0}), (2, {'reward': 4.0})], gap=3)
-    (got,) = estimated([e], advantage_estimator='reinforce++', gamma=0.5)
-    assert got == pytest.approx([1 + 0.25 * 4, 0, 0, 0, 2, 4])
-
-
 def test_dynamic_sampling_looks_at_whole_episodes():
     same = [episode(0, [(1, {'reward': 1.0}), (1, {'reward': 1.0})]), episode(1, [(3, {'reward': 2.0})])]
     other = [episode(2, [(1, {'reward': 1.0})], group=1), episode(3, [(1, {'reward': 2.0})], group=1)]
     assert [e.index for group in informative_groups(same + other) for e in group] == [2, 3]
-
-
-def test_rft_chooses_among_whole_episodes():
-    experiences = group_of_four(True)
-    assert select(experiences, [e.score for e in experiences], 1.0) == [0]
 
 
 # ---------------------------------------------------------------------- scores out of rewards
@@ -235,30 +224,6 @@ def test_mistakes_with_names_are_told():
     e.episode = None
     with pytest.raises(ValueError, match='samples of an environment'):
         EnvironmentScorer().score([e], NaiveStrategy(seed=0))
-
-
-def test_shaping_means_the_same_for_rewards_of_turns():
-    """What one score of the sum becomes: factors on every turn, additions at the end, observations not counted."""
-    e = episode(0, [(2, {'reward': 3.0}), (1, {'reward': 5.0})])
-    (scores,) = EnvironmentScorer().score([e], NaiveStrategy(seed=0))
-    scores = torch.where(e.response_mask, scores, NAN)
-    clipped, once = ScoreShaper(clip=4.0).of_tokens(scores, e)
-    assert clipped[e.response_mask].tolist() == [0, 1.5, 2.5]
-    assert once == 0
-    _, penalty = ScoreShaper(token_penalty=0.1).of_tokens(scores, e)
-    assert penalty == pytest.approx(-0.3)  # three tokens of the policy's, two of an observation
-    whole, _ = ScoreShaper(missing_eos_score=-1.0).of_tokens(scores, e)
-    assert whole[e.response_mask].tolist() == [0, 3, 5]
-    e.finish_reason = 'length'
-    lost, once = ScoreShaper(missing_eos_score=-1.0).of_tokens(scores, e)
-    assert lost.tolist() == [0] * 5 and once == -1.0
-    shaper = ScoreShaper('running')
-    shaper([8.0, 4.0], [e, e])
-    scaled, _ = shaper.of_tokens(scores, e)
-    assert scaled[e.response_mask].tolist() == pytest.approx([0, 3 / math.sqrt(8), 5 / math.sqrt(8)])
-    # An observation takes up room: of 5 tokens the last is in the buffer of 1, though the policy drew 3.
-    assert ScoreShaper(overlong=(lambda prompt: 5, 1)).of_tokens(scores, e)[1] == -1.0
-    assert ScoreShaper(overlong=(lambda prompt: 7, 2)).of_tokens(scores, e)[1] == 0
 
 
 # ---------------------------------------------------------------------- runs
@@ -529,13 +494,6 @@ def test_rft_learns_the_turns_of_the_best_episodes():
         assert text in ('<ok>', '<ok><ok>')
         assert len(kept.response_ids) - len(text) == int(kept.response_mask.sum())
     assert log.phases[0]['rft/kept_score_mean'] > log.phases[0]['rft/score_mean']
-
-
-def test_a_run_without_an_environment_has_none_of_its_metrics():
-    log = Kept()
-    run = trainer([log], reward=lambda prompts, responses: [1.0] * len(prompts), environment=None, max_new_tokens=4)
-    run.fit(['a', 'b'], max_timesteps=1, update_timesteps=1)
-    assert not [name for name in log.phases[0] if 'environment' in name]
 
 
 def test_weights_without_an_environment_are_refused():

@@ -7,7 +7,6 @@ from chatgpt import on_demand
 if TYPE_CHECKING:
     from chatgpt.trainer.experience.environment_scorer import EnvironmentScorer
     from chatgpt.trainer.experience.maker import ExperienceMaker, ExperienceSettings
-    from chatgpt.trainer.experience.replay_buffer import ReplayBuffer
     from chatgpt.trainer.experience.scorers import (
         FunctionScorer,
         PipelineScorer,
@@ -28,7 +27,6 @@ __all__ = [
     'ExperienceSettings',
     'FunctionScorer',
     'PipelineScorer',
-    'ReplayBuffer',
     'RewardFunctionError',
     'RewardModelScorer',
     'RewardValueError',

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from chatgpt.batching import collate
-from chatgpt.functional.advantages import token_rewards
 from chatgpt.functional.choices import KLKind
-from chatgpt.functional.kl import kl_full, kl_penalty
+from chatgpt.functional.losses import kl_full
 from chatgpt.functional.masking import whiten
+from chatgpt.functional.ppo import kl_penalty, token_rewards
 from chatgpt.nn.sweep import Communicator, cuts_of_own, gathered, sweep
 from chatgpt.trainer.experience.reference import Reference
 from chatgpt.trainer.experience.scorers import RewardValueError, Score, Scorer, WeightedScorer, combine, sequence_score
@@ -47,10 +47,9 @@ class ExperienceMaker:
     Args:
         strategy: talks between ranks and places batches.
         actor: the prepared policy. Run when log-probs are recomputed and when it carries the value head.
-        critic: the prepared critic; None: there is none, or the actor carries it.
+        critic: as prepared; None: there is none, or the actor carries it.
         reference: see `Reference`; where there is none, the KL is 0.
-        scorer: gives each response its score; None when scores are given with every batch.
-        shaper: scaling, clipping and penalties of scores.
+        scorer: None when scores are given with every batch.
         estimate: fills `advantages` and `returns` of the gathered, ordered list in place (rewards are there already).
         actor_has_values: the actor carries a value head.
     """
@@ -161,18 +160,17 @@ class ExperienceMaker:
                     'overflow in fp32; give score_clip, or a reward of another scale'
                 )
         if self.settings.whiten_rewards and experiences:
-            mask = torch.cat([e.response_mask for e in experiences])
+            mask, lengths = torch.cat([e.response_mask for e in experiences]), [e.num_actions for e in experiences]
             before = torch.cat([e.rewards for e in experiences])
             flat = whiten(before, mask, shift_mean=False)
             size = float(before.abs().sum())
             factor = float(flat.abs().sum()) / size if size else 1.0
-            for e, rewards in zip(experiences, flat.split([e.num_actions for e in experiences]), strict=True):
+            for e, rewards in zip(experiences, flat.split(lengths), strict=True):
                 e.rewards, e.shaped_score = rewards.clone(), e.shaped_score * factor
 
 
 def _start(sample: Sample, score: Score, parts: list[tuple[float, Score]]) -> Experience:
-    """An Experience with the sample's fields, its score and the score's parts, and zeros where model outputs will
-    go."""
+    """With zeros where model outputs will go."""
     dense = score if isinstance(score, Tensor) else None
     zeros = torch.zeros(sample.num_actions)
     return Experience(

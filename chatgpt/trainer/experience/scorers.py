@@ -9,8 +9,13 @@ service sees them all, whatever the number of processes.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
+import re
 import threading
+import tokenize
+import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol, cast, runtime_checkable
@@ -22,8 +27,7 @@ from chatgpt.batching import collate
 from chatgpt.data.rewards.calling import call, check_call, made, one_each, place_of, told
 from chatgpt.data.tokenize import tokenize_again
 from chatgpt.nn.sweep import Communicator, cuts_of_own, gathered, sweep
-from chatgpt.trainer.experience.described import checksum
-from chatgpt.types import Prompt, Sample, Sequence
+from chatgpt.types import Experience, Prompt, Sample, Sequence
 
 Score = float | Tensor
 
@@ -373,3 +377,71 @@ def as_scorer(
         'reward_model must be a RewardModel, a function fn(prompts, responses, **columns), a pipeline, a Scorer, or a '
         f'list of (weight, reward) pairs; got {type(reward).__name__}'
     )
+
+
+def checksum(function: Any) -> str:
+    """Of what scores alike, as far as can be seen without calling it; '' where nothing can be seen."""
+    values: dict[str, Any] = {}
+    while isinstance(function, functools.partial):
+        values |= {'args': function.args, **function.keywords}
+        function = function.func
+    if inspect.isfunction(function):
+        values |= inspect.getclosurevars(function).nonlocals
+        thing: Any = function
+    else:
+        owner = getattr(function, '__self__', function)
+        values |= getattr(owner, '__dict__', {})
+        thing = owner if isinstance(owner, type) else type(owner)
+    parts = [_source(thing), *(f'{name}={text}' for name, value in sorted(values.items()) if (text := _plain(value)))]
+    text = '\n'.join(parts)
+    return f'{zlib.crc32(text.encode()):08x}' if text else ''
+
+
+def _source(thing: Any) -> str:
+    """Of a function or class; its name where there is none."""
+    try:
+        return inspect.getsource(thing)
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # none, or a file that is not its source
+        return str(getattr(thing, '__qualname__', ''))
+
+
+def _plain(value: Any) -> str:
+    """Of a value whose text says what it is; of any other '', for an address in memory says nothing."""
+    if value is None or isinstance(value, (str, bytes, bool, int, float)):
+        return repr(value)
+    if isinstance(value, re.Pattern):
+        return f'{value.pattern!r}, {value.flags}'
+    if isinstance(value, (list, tuple)):
+        return str([_plain(v) for v in value])
+    if isinstance(value, (set, frozenset)):
+        return str(sorted(map(_plain, value)))
+    if isinstance(value, Mapping):
+        return str(sorted((str(k), _plain(v)) for k, v in value.items()))
+    return _source(value) if inspect.isfunction(value) or isinstance(value, type) else ''
+
+
+NUM_RESCORED = 4
+"""responses: as many forwards of one sequence, which is little beside a phase"""
+RESCORE_EVERY = 50
+"""learning phases"""
+
+
+def rescored_metrics(
+    scorer: Scorer | None, experiences: SequenceOf[Experience], strategy: Communicator, phase: int
+) -> dict[str, float]:
+    """`rollout/rescore_error`, now and then, where a reward model scores."""
+    if not isinstance(scorer, RewardModelScorer) or phase % RESCORE_EVERY:
+        return {}
+    return {'rollout/rescore_error': rescored(scorer, experiences, strategy)}
+
+
+def rescored(scorer: RewardModelScorer, experiences: SequenceOf[Experience], strategy: Communicator) -> float:
+    """The greatest difference between the scores that a few responses have and those that each gets alone.
+
+    The same list on every rank; a collective, as scoring is. Draws nothing from torch's generators that a run would
+    miss, even where the reward model has dropout.
+    """
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        again = [scorer.score([e], strategy)[0] for e in experiences[:NUM_RESCORED]]
+    return max(abs(float(new) - e.score) for new, e in zip(again, experiences, strict=False))

@@ -5,10 +5,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from chatgpt.trainer.config import Schedule, SupervisedConfig
+from chatgpt.trainer.settings import LearningSettings, Schedule, check_cut
 
 LossName = Literal['log_sig', 'log_exp']
 DPOLoss = Literal['sigmoid', 'ipo', 'cdpo', 'robust', 'hinge']
+
+
+@dataclass(kw_only=True)
+class SupervisedConfig(LearningSettings):
+    """Settings of every trainer that passes over a fixed list of records."""
+
+    train_batch_size: int = 4
+    """records of one optimizer step, all ranks together"""
+    max_epochs: int = 2
+    """passes over the data"""
+    max_steps: int | None = None
+    """stop after this many optimizer steps"""
+    log_interval: int = 10
+    """optimizer steps of one logged phase"""
+    shuffle: bool = True
+    """a new order each epoch, from (seed, epoch)"""
+
+    def validate(self, world_size: int = 1) -> None:
+        super().validate(world_size)
+        check_cut('train_batch_size', self.train_batch_size, world_size)
+
+
+@dataclass(kw_only=True)
+class SFTConfig(SupervisedConfig):
+    """Every setting of `SFTTrainer`."""
 
 
 @dataclass(kw_only=True)

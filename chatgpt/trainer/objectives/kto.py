@@ -10,17 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chatgpt.batching import collate
 from chatgpt.data.tokenize import TokenizedLabelled, TokenizedPreference
 from chatgpt.functional.losses import sequence_logprobs
 from chatgpt.functional.preference import kto_loss
-from chatgpt.nn.sweep import cuts_of_share, sweep
 from chatgpt.trainer.experience.reference import Reference
-from chatgpt.trainer.metrics import BatchStats, Mean, Metrics
+from chatgpt.trainer.metrics import Mean, Metrics
 from chatgpt.trainer.objectives.config import KTOConfig
 from chatgpt.trainer.objectives.pairs import AgainstReference, Pair
 from chatgpt.trainer.objectives.reward_model import is_success
-from chatgpt.trainer.offline import SWEEP_TOKENS, Method, Objective, OfflineTrainer
+from chatgpt.trainer.offline import Method, Objective, OfflineTrainer, mean_over
 from chatgpt.types import Batch, Sequence
 
 
@@ -111,18 +109,12 @@ class KTOObjective(Objective):
             Sequence(prompt_ids=other, response_ids=r.sequence.response_ids, response_mask=r.sequence.response_mask)
             for r, other in zip(records, self._other_prompts(records), strict=True)
         ]
-        stats = BatchStats()
-        cuts = cuts_of_share(
-            self.strategy, [s.num_tokens for s in crossed], self.config.max_tokens_per_batch or SWEEP_TOKENS
-        )
 
         def log_ratios(batch: Batch) -> Tensor:
             reference = self.reference_model.sums(batch)
             return _logps(self.model, batch) - reference
 
-        for positions, ratios in sweep(self.strategy, cuts, lambda p: collate([crossed[i] for i in p]), log_ratios):
-            stats.add({'log_ratio': Mean(ratios[: len(positions)].sum(), float(len(positions)))})
-        return max(stats.reduced(self.strategy)['log_ratio'], 0.0)
+        return max(mean_over(self.strategy, crossed, log_ratios, self.config.max_tokens_per_batch), 0.0)
 
     def _other_prompts(self, records: list[LabelledAnswer]) -> list[Tensor]:
         """For each record the next prompt that is not its own: of these records, else of the training data. All have

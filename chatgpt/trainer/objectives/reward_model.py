@@ -15,18 +15,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from chatgpt.batching import collate
 from chatgpt.data.tokenize import TokenizedLabelled, TokenizedPreference
 from chatgpt.functional.losses import pairwise_log_exp_loss, pairwise_log_sigmoid_loss, ranked_pairs
-from chatgpt.nn.sweep import cuts_of_share, sweep
 from chatgpt.nn.trunk import in_eval_mode
 from chatgpt.strategies.base import Strategy
 from chatgpt.trainer.callbacks.early_stopping import StopOnPlateau
 from chatgpt.trainer.callbacks.progress import ProgressBar
-from chatgpt.trainer.metrics import BatchStats, Mean, Metrics
+from chatgpt.trainer.metrics import Mean, Metrics
 from chatgpt.trainer.objectives.config import RewardModelConfig
-from chatgpt.trainer.offline import SWEEP_TOKENS, Method, Objective, OfflineTrainer
-from chatgpt.trainer.order import permutation
+from chatgpt.trainer.offline import Method, Objective, OfflineTrainer, mean_over
+from chatgpt.trainer.schedule import permutation
 from chatgpt.types import Batch, Sequence
 
 _TRUE, _FALSE = (
@@ -204,24 +202,17 @@ class RewardModelTrainer(OfflineTrainer):
             drawn = permutation(len(found), self.strategy.seed)[: self.config.calibration_samples]
             kept = [found[i] for i in sorted(drawn)]
             sequences = kept if self.reference_data else [self.objective.sequences(r)[0] for r in kept]
-        chosen = list(sequences)
         bare: Any = self.strategy.unwrap(self.model)
-        stats = BatchStats()
-        cuts = cuts_of_share(
-            self.strategy, [s.num_tokens for s in chosen], self.config.max_tokens_per_batch or SWEEP_TOKENS
-        )
+        chosen = list(sequences)
+
+        def shown(cuts: list[list[int]]) -> Iterable[list[int]]:
+            bars = (c for c in self.callbacks.callbacks if isinstance(c, ProgressBar))
+            return next((bar.over(self, f'calibrate on {len(chosen)} answers', cuts) for bar in bars), cuts)
+
         with in_eval_mode(bare):
-            for positions, scores in sweep(
-                self.strategy, self._shown(cuts, len(chosen)), lambda p: collate([chosen[i] for i in p]), self.model
-            ):
-                stats.add({'score_mean': Mean(scores[: len(positions)].sum(), float(len(positions)))})
-        mean = stats.reduced(self.strategy)['score_mean']
+            mean = mean_over(self.strategy, chosen, self.model, self.config.max_tokens_per_batch, shown)
         bare.calibrate(mean)
         return mean
-
-    def _shown(self, cuts: list[list[int]], count: int) -> Iterable[list[int]]:
-        bars = (c for c in self.callbacks.callbacks if isinstance(c, ProgressBar))
-        return next((bar.over(self, f'calibrate on {count} answers', cuts) for bar in bars), cuts)
 
 
 def of_kind(data: SequenceOf[Any], kind: type[Any]) -> list[Any]:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from chatgpt.functional.losses import next_token_loss
 from chatgpt.functional.masking import masked_sum
-from chatgpt.trainer.config import SFTConfig
 from chatgpt.trainer.metrics import Mean, Metrics
+from chatgpt.trainer.objectives.config import SFTConfig
 from chatgpt.trainer.offline import Method, Objective, OfflineTrainer
 from chatgpt.types import Batch, Sequence
 

@@ -68,7 +68,7 @@ SERVED: dict[str, str] = {
 INSTEAD: dict[str, str] = {
     'experience_maker': 'chatgpt.trainer.experience.ExperienceMaker, whose records are chatgpt.types.Experience: '
     'one sequence each, without padding (docs/design.md)',
-    'replay_buffer': 'chatgpt.trainer.experience.ReplayBuffer: it holds records, not padded batches; '
+    'replay_buffer': 'chatgpt.trainer.selection.ReplayBuffer: it holds records, not padded batches; '
     'chatgpt.batching.collate makes a batch of them',
     'models.lora': 'lora_rank= of any actor, critic or reward model; chatgpt.nn.lora for more',
     'nn.lora': 'lora_rank= of any actor, critic or reward model; chatgpt.nn.lora.convert_to_lora for more',

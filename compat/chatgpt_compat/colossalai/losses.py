@@ -8,14 +8,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from chatgpt.functional.kl import kl_penalty
 from chatgpt.functional.logprobs import logprobs_of
-from chatgpt.functional.losses import (
-    clipped_policy_loss,
-    clipped_value_loss,
-    pairwise_log_exp_loss,
-    pairwise_log_sigmoid_loss,
-)
+from chatgpt.functional.losses import pairwise_log_exp_loss, pairwise_log_sigmoid_loss
+from chatgpt.functional.ppo import clipped_policy_loss, clipped_value_loss, kl_penalty
 
 
 def masked_mean(tensor: Tensor, mask: Tensor, dim: int = 1) -> Tensor:
@@ -114,7 +109,7 @@ def compute_approx_kl(log_probs: Tensor, log_probs_base: Tensor, action_mask: Te
     """(B,): the mean over a sequence's actions of k3 of (log π − log π_ref).
 
     Theirs exponentiates log π − log π_ref, which for tokens drawn from π is no estimate of KL(π || π_ref): it is k3 of
-    the other direction. The trainers here use `chatgpt.functional.kl.kl_penalty`.
+    the other direction. The trainers here use `chatgpt.functional.ppo.kl_penalty`.
     """
     kl = kl_penalty(log_probs_base, log_probs, 'k3')  # k3 has log r = second − first
     return kl.mean(dim=1) if action_mask is None else masked_mean(kl, action_mask)

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
-from chatgpt.functional.advantages import gae
+from chatgpt.functional.ppo import gae
 from chatgpt.nn import Actor, dropout_off, is_encoder_decoder, start_token
 from chatgpt.rollout import Abilities, Call, HFEngine, LocalEngine, RolloutEngine
 from chatgpt.strategies import strategy_by_name
 from chatgpt.trainer import PPOConfig as OurConfig
 from chatgpt.trainer import PPOTrainer
-from chatgpt.trainer.algorithms import AlgorithmSettings, Estimates, Estimator
+from chatgpt.trainer.algorithms import Estimates, Estimator
 from chatgpt.trainer.callbacks import TRACKERS, ProgressBar, TensorBoard, WandB
 from chatgpt.types import Experience, Sample
 from chatgpt_compat.accelerator import Accelerator
@@ -64,7 +64,7 @@ _INNER = {
 # ------------------------------------------------------------------ the trainer of this library, with TRL's measures
 
 
-def _whitened_gae(experiences: list[Experience], settings: AlgorithmSettings) -> Estimates:
+def _whitened_gae(experiences: list[Experience], settings: Any) -> Estimates:
     """GAE on rewards whitened as TRL does: the mean is added back unscaled, where ours is scaled with the rest."""
     masks = [e.response_mask for e in experiences]
     flat = masked_whiten(torch.cat([e.rewards for e in experiences]), torch.cat(masks).float(), shift_mean=False)

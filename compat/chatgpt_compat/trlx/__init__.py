@@ -57,8 +57,8 @@ INSTEAD: dict[str, str] = {
     'chatgpt.nn.AutoActor(pretrained=..., value_head=True)',
     'models.modeling_ppo.AutoModelForSeq2SeqLMWithHydraValueHead': 'chatgpt_compat.trl.AutoModelForSeq2SeqLMWithValue'
     'Head, or chatgpt.nn.AutoActor(pretrained=..., value_head=True)',
-    'models.modeling_ppo.AdaptiveKLController': 'chatgpt.functional.kl.AdaptiveKLController',
-    'models.modeling_ppo.FixedKLController': 'chatgpt.functional.kl.FixedKLController',
+    'models.modeling_ppo.AdaptiveKLController': 'chatgpt.functional.ppo.AdaptiveKLController',
+    'models.modeling_ppo.FixedKLController': 'chatgpt.functional.ppo.FixedKLController',
     **{
         f'models.modeling_ilql.AutoModelFor{kind}LMWithILQLHeads': 'chatgpt.nn.ILQLModel.from_pretrained(FOLDER)'
         for kind in ('Causal', 'Seq2Seq')

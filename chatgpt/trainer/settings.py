@@ -1,13 +1,25 @@
-"""The range of every numeric setting of the trainers, and the check of a settings object against it and against its
-`Literal` types, done when it is made."""
+"""What settings are: dataclasses whose numbers have a range and whose names are checked. An unknown name is a ValueError
+with the nearest known ones; each value is checked against the table of ranges and its type when an object is made.
+"""
 
 from __future__ import annotations
 
 import math
 import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal, Self, TypeVar
+
+from chatgpt.names import hint
+from chatgpt.rollout.sampling import generation_fields
+from chatgpt.rules import check
+from chatgpt.trainer.rules import LEARNING_RULES
+
+Schedule = Literal['constant', 'linear', 'cosine']
+
+C = TypeVar('C', bound='Settings')
 
 POSITIVE, NOT_NEGATIVE, COUNT, SHARE = '(0, inf)', '[0, inf)', '[1, inf)', '[0, 1]'
 
@@ -67,16 +79,16 @@ def range_of(cls: type, name: str) -> str | None:
 @cache
 def numeric_fields(cls: type) -> dict[str, tuple[bool, bool]]:
     """Setting → (takes whole numbers only, takes None) of a settings class."""
-    hints = {name: set(typing.get_args(hint)) or {hint} for name, hint in typing.get_type_hints(cls).items()}
-    return {name: (float not in kinds, type(None) in kinds) for name, kinds in hints.items() if kinds & {int, float}}
+    found = {name: set(typing.get_args(given)) or {given} for name, given in typing.get_type_hints(cls).items()}
+    return {name: (float not in kinds, type(None) in kinds) for name, kinds in found.items() if kinds & {int, float}}
 
 
 @cache
 def choices(cls: type) -> dict[str, list[Any]]:
     """Setting → the values it may have, of those whose type is a `Literal` or bool."""
     found = {}
-    for name, hint in typing.get_type_hints(cls).items():
-        kinds = (hint, *typing.get_args(hint))
+    for name, given in typing.get_type_hints(cls).items():
+        kinds = (given, *typing.get_args(given))
         values = [v for kind in kinds if typing.get_origin(kind) is typing.Literal for v in typing.get_args(kind)]
         if bool in kinds:
             values += [True, False]
@@ -113,3 +125,88 @@ def _wrong(value: Any, spec: str, whole: bool) -> str:
     if low == 0 or (low == 1 and interval[0] == '['):
         return 'not be negative' if interval[0] == '[' and low == 0 else 'be positive'
     return f'be {"at least" if interval[0] == "[" else "above"} {low:g}{colon}{why}'
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """Base of the settings dataclasses: made from keywords, checked, turned back into a dict."""
+
+    def __new__(cls, *args: Any, **values: Any) -> Self:
+        cls.check_names(values)
+        return super().__new__(cls)
+
+    @classmethod
+    def check_names(cls, names: Iterable[str]) -> None:
+        """Raises ValueError for the first name that is no field, with the nearest ones."""
+        known = cls.field_names()
+        for name in names:
+            if name not in known:
+                raise ValueError(f'{cls.__name__} has no setting {name!r}{hint(name, known)}')
+
+    def __post_init__(self) -> None:
+        check_values(self)
+
+    @classmethod
+    def field_names(cls) -> list[str]:
+        return [f.name for f in fields(cls)]
+
+    @classmethod
+    def from_dict(cls: type[C], values: Mapping[str, Any]) -> C:
+        """Settings from keywords; an unknown one is a ValueError with the nearest names."""
+        return cls(**values)
+
+    @classmethod
+    def split(cls: type[C], owner: str, config: C | None, kwargs: Mapping[str, Any]) -> tuple[C, dict[str, Any]]:
+        """The keywords of a trainer that also generates: settings (over those of `config`), and generation keywords.
+
+        Raises:
+            ValueError: a keyword that is neither; lists the nearest known ones.
+        """
+        settings, generation = cls.field_names(), generation_fields()
+        for name in kwargs:
+            if name not in settings and name not in generation:
+                raise ValueError(f'{owner} got an unknown keyword {name!r}{hint(name, [*settings, *generation])}')
+        own = {k: v for k, v in kwargs.items() if k in settings}
+        return replace(config, **own) if config is not None else cls(**own), {
+            k: v for k, v in kwargs.items() if k not in settings
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check_cut(name: str, value: int, world_size: int) -> None:
+    """A global batch size must be a multiple of the number of ranks."""
+    if value % world_size:
+        lower = value // world_size * world_size
+        near = f'{lower} or {lower + world_size}' if lower else str(world_size)
+        raise ValueError(
+            f'{name}={value} cannot be split over {world_size} ranks; use a multiple of {world_size}, such as {near}'
+        )
+
+
+@dataclass(kw_only=True)
+class LearningSettings(Settings):
+    """What every trainer that learns has in common. Batch sizes are global: all ranks together."""
+
+    max_tokens_per_batch: int | None = None
+    """padded tokens of one forward on one rank; None puts a rank's share of a train batch into one forward"""
+    packing: bool = True
+    """forwards leave padding out where the model can (`chatgpt.nn.packing`); False runs every row of a batch at full
+    width"""
+    max_grad_norm: float | None = 1.0
+    """clip the global gradient norm of each model to this; None only measures it"""
+    lr_schedule: Schedule = 'constant'
+    """'linear' and 'cosine' decay to 0 over the run, after the warm-up"""
+    lr_end_factor: float = 0.0
+    """they end at this multiple of the learning rate instead"""
+    lr_decay_steps: int | None = None
+    """and are there at this optimizer step, after which the rate holds; None is the end of the run"""
+    warmup_steps: int = 0
+    """optimizer steps over which the learning rate rises from 0"""
+    dataloader_pin_memory: bool = True
+    """copy batches to an accelerator from pinned host memory"""
+
+    def validate(self, world_size: int = 1) -> None:
+        check_values(self)  # again: fields may have been set since
+        check(self, LEARNING_RULES)
