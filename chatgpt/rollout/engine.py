@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 class Abilities:
     """What an engine can do."""
 
+    copies_weights: bool
+    """it has weights of its own, whole ones: what `begin` was given may be freed when it returns. Every engine says so
+    or not, since such a one is checked after each transfer"""
     reproducible: bool = False
     """draws follow (seed, sample index, position): the same random numbers in any batch order and on any number of
     ranks, and the same samples where sums of another batch shape do not round to the other side of a draw"""
@@ -38,8 +41,6 @@ class Abilities:
     """its log-probs are the policy's up to rounding; else a trainer takes old log-probs from a forward of its own"""
     runs_actor: bool = False
     """tokens come from the actor's own `trunk` and `head`, which may be more than its model"""
-    copies_weights: bool = False
-    """it has weights of its own, whole ones: what `begin` was given may be freed when it returns"""
     answers_ahead: bool = False
     """`submit`, `take` and `cancel`: it generates while the trainer learns"""
     plays_turns: bool = False
@@ -67,10 +68,10 @@ class Turns(Protocol):
 class RolloutEngine(ABC):
     """Generates responses for one collect phase: `begin`, any number of `generate`, `end`.
 
-    Raises TypeError for a class that copies weights and goes around the check of them.
+    Raises TypeError for a class without `abilities`, and for one that copies weights and goes around the check of them.
     """
 
-    abilities = Abilities()
+    abilities: Abilities
     environment: Mapping[str, Any] | None = None
     """of an engine of episodes: what they follow from, as JSON, for telling whether a run goes on with another"""
     longest_opening = 0
@@ -80,6 +81,10 @@ class RolloutEngine(ABC):
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
+        if getattr(cls, 'abilities', None) is None:
+            raise TypeError(
+                f'{cls.__name__} does not say what it can do: give it abilities = Abilities(copies_weights=...)'
+            )
         if not cls.abilities.copies_weights:
             return
         if (cls.begin, cls.generate) != (CheckedEngine.begin, CheckedEngine.generate):
@@ -156,6 +161,7 @@ class CheckedEngine(RolloutEngine):
     """Base of engines that generate: they have the actor from `begin` to `end`, or a copy of its weights, and answer
     checked calls. A subclass writes `answer` and, with `abilities.copies_weights`, `transfer`."""
 
+    abilities = Abilities(copies_weights=False)
     dtype: torch.dtype | None = None
     """of a copy of the weights; None: the actor's"""
     tolerance: float | None = None
@@ -250,6 +256,8 @@ class CheckedEngine(RolloutEngine):
 
 class EngineAround(RolloutEngine):
     """Base of engines around an engine. Their abilities are that one's, but for what a subclass changes."""
+
+    abilities = Abilities(copies_weights=False)  # until there is an engine
 
     def __init__(self, engine: RolloutEngine) -> None:
         self.engine, self.abilities = engine, engine.abilities

@@ -80,7 +80,7 @@ class ExactDraws(EngineAround):
             )
         super().__init__(engine)
         # Nobody draws again while a turn is under way, and recorded log-probs are of the batches that engines made.
-        self.abilities = Abilities(reproducible=True, runs_actor=True, exact_logprobs=False)
+        self.abilities = Abilities(copies_weights=False, reproducible=True, runs_actor=True, exact_logprobs=False)
         self.redrawn = self.changed = 0
         self._actor: Any = None
         self._positions: int | None = None

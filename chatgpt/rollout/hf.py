@@ -138,7 +138,7 @@ class HFEngine(CheckedEngine):
     With extras the recorded `filtered_logprobs` include every processor transformers applied.
     """
 
-    abilities = Abilities(reproducible=True)
+    abilities = Abilities(copies_weights=False, reproducible=True)
 
     def __init__(self, *, max_batch_size: int = 64) -> None:
         if max_batch_size < 1:
@@ -266,7 +266,7 @@ class HFEngine(CheckedEngine):
             )
         else:  # a row's token may come from another row's logits, which is known at the end
             config.output_logits = config.output_scores = True
-        self.abilities = Abilities(reproducible=record is not None)
+        self.abilities = Abilities(copies_weights=False, reproducible=record is not None)
         held = record.around(model) if record is not None else nullcontext()
         with (
             _bare_generation_config(model),

@@ -63,7 +63,7 @@ def llm_settings(model: str | os.PathLike[str], memory_share: float, **options: 
 class AsksLLM(CheckedEngine):
     """Base of engines that ask a `vllm.LLM`, their `llm`."""
 
-    abilities = Abilities(exact_logprobs=False)
+    abilities = Abilities(copies_weights=False, exact_logprobs=False)
     llm: Any = None
 
     def check(self, config: Any, call: Call) -> list[int]:

@@ -12,7 +12,7 @@ from chatgpt.types import Prompt
 class ScriptedEngine(RolloutEngine):
     """Gives the next turn of each sample index; a turn is (ids, finish_reason)."""
 
-    abilities = Abilities(reproducible=True)
+    abilities = Abilities(copies_weights=False, reproducible=True)
 
     def __init__(self, turns):
         self.turns = {index: list(of) for index, of in turns.items()}

@@ -49,7 +49,7 @@ class ByRounds(EngineAround):
 
     def __init__(self, engine):
         super().__init__(engine)
-        self.abilities = Abilities(reproducible=True)
+        self.abilities = Abilities(copies_weights=False, reproducible=True)
 
 
 def policy(family='gpt2', **config):

@@ -13,7 +13,7 @@ class AheadOfTime(EngineAround):
 
     def __init__(self) -> None:
         super().__init__(LocalEngine())
-        self.abilities = Abilities(reproducible=True, answers_ahead=True)
+        self.abilities = Abilities(copies_weights=False, reproducible=True, answers_ahead=True)
 
     def begin(self, actor: Any) -> None:
         super().begin(deepcopy(actor))

@@ -114,6 +114,10 @@ def test_no_engine_that_copies_weights_goes_around_the_check(around):
         type('Mine', (CopyEngine,), {around: lambda self, given: None})
     with pytest.raises(TypeError, match='Mine copies weights'):
         type('Mine', (RolloutEngine,), {'abilities': Abilities(copies_weights=True)})
+    with pytest.raises(TypeError, match='Mine does not say'):
+        type('Mine', (RolloutEngine,), {})
+    with pytest.raises(TypeError, match='copies_weights'):
+        Abilities(reproducible=True)  # type: ignore[call-arg]
 
 
 def test_a_worker_that_does_not_check_is_noticed(monkeypatch):

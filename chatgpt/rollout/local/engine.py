@@ -70,7 +70,7 @@ class LocalEngine(CheckedEngine):
     one phase to the next; 'auto' where a GPU has memory left for them.
     """
 
-    abilities = Abilities(reproducible=True, runs_actor=True, plays_turns=True)
+    abilities = Abilities(copies_weights=False, reproducible=True, runs_actor=True, plays_turns=True)
 
     def __init__(
         self,

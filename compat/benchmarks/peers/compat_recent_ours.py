@@ -16,7 +16,7 @@ from chatgpt.types import Sample
 class GivenResponses(RolloutEngine):
     """An engine that answers each prompt with the response it is given."""
 
-    abilities = Abilities(reproducible=True)
+    abilities = Abilities(copies_weights=False, reproducible=True)
 
     def __init__(self, answers: dict[tuple[int, ...], list[int]]) -> None:
         self.answers = answers

@@ -80,7 +80,7 @@ class _Engine(RolloutEngine):
     """The local engine; `model.generate` for an encoder-decoder, and for a call with settings that only transformers
     has (beams, penalties)."""
 
-    abilities = Abilities(reproducible=True)
+    abilities = Abilities(copies_weights=False, reproducible=True)
 
     def __init__(self) -> None:
         self.local, self.other = LocalEngine(), HFEngine()
