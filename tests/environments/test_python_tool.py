@@ -10,10 +10,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
+from limits import until
 
 from chatgpt.environments import find_environment, python_tool
 from chatgpt.environments.python_tool import Limits, PythonTool, python_block, run_python
@@ -379,16 +379,15 @@ def test_it_ends_with_the_trainer(tmp_path):
     )
     trainer.stdout.readline()
     trainer.stdout.close()
-    deadline, found = time.monotonic() + 30, {}
-    while not any(command.startswith(python_tool._interpreter()) for command in found.values()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+
+    def of_the_sandbox():
         found = descendants(trainer.pid)
+        return any(command.startswith(python_tool._interpreter()) for command in found.values()) and found
+
+    found = until(of_the_sandbox)
     trainer.kill()
     trainer.wait()
-    while any(Path(f'/proc/{pid}').exists() for pid in found) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not [of for pid, of in found.items() if Path(f'/proc/{pid}').exists()]
+    until(lambda: not any(Path(f'/proc/{pid}').exists() for pid in found), lambda: found)
 
 
 def descendants(pid):
