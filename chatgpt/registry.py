@@ -53,11 +53,15 @@ class Registry(UserDict[str, T]):
             return self[name]
         if not isinstance(name, str) or ':' not in name:
             raise ValueError(
-                f'{self.what}={name!r} is not known; choose one of {", ".join(self)}, or '
+                f'{self.what}={name!r} is not known; choose one of {", ".join(self.registered())}, or '
                 f'module:name{hint(str(name), self)}'
             )
         self[name] = self.admit(name, load_object(name))
         return self[name]
+
+    def registered(self) -> list[str]:
+        """The registered names, without those of `module:name` objects that were asked for."""
+        return [name for name in self if ':' not in name]
 
     def admit(self, name: str, found: Any) -> T:
         """The entry that an object named `module:name` is."""

@@ -149,7 +149,7 @@ def measure(model: nn.Module) -> ModelSize:
 class AloneGroup(TensorGroup):
     """A group whose other processes are not there: the first one's memory, whatever the numbers."""
 
-    def _reduced(self, x: Tensor, op: Any) -> Tensor:
+    def sum(self, x: Tensor, op: Any = None) -> Tensor:
         return x.detach().clone(memory_format=torch.contiguous_format)
 
     def joined(self, x: Tensor, width: int, dim: int = -1) -> Tensor:

@@ -122,7 +122,7 @@ def test_a_wait_is_named_by_its_line(cuda):
     stats.add({'loss': Mean(torch.ones((), device='cuda:0'), 2.0)})
     assert stats.reduced(NaiveStrategy(device='cuda:0')) == {'loss': 0.5}
     [(sync, times)] = cuda.syncs.items()
-    assert (sync.kind, times) == ('tolist', 1) and sync.where.startswith('chatgpt/trainer/metrics.py:')
+    assert (sync.kind, times) == ('tolist', 1) and sync.where.startswith('chatgpt/strategies/sums.py:')
     torch.ones(1, device='cuda:0').item()
     line = test_a_wait_is_named_by_its_line.__code__.co_firstlineno + 9
     assert cuda.syncs[Sync('item', f'test_pretend_device.py:{line}')] == 1

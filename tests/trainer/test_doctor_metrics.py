@@ -112,7 +112,7 @@ def test_scoring_again_draws_no_random_number_that_the_run_would_miss():
 
 
 def test_it_is_rare(monkeypatch):
-    import chatgpt.trainer.ppo as module
+    import chatgpt.trainer.experience.scorers as module
 
     _, phases = ppo_on_ids.run(2)
     assert ['rollout/rescore_error' in p for p in phases] == [True, False]

@@ -56,8 +56,8 @@ def check(config: TRLConfig) -> None:
             raise ValueError(f'trlx: {sentence.format(model=model, train=train)}')
     if train.tracker is not None and train.tracker not in TRACKERS:
         raise ValueError(
-            f'trlx: train.tracker={train.tracker!r} is not known; choose one of {", ".join(TRACKERS)}, or None'
-            f'{hint(train.tracker, TRACKERS)}'
+            f'trlx: train.tracker={train.tracker!r} is not known; choose one of '
+            f'{", ".join(TRACKERS.registered())}, or None{hint(train.tracker, TRACKERS)}'
         )
     tokenizer_path(config)
     if hasattr(config.method, 'two_qs') and model.peft_config is not None:
