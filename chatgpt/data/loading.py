@@ -90,13 +90,15 @@ def load_examples(
 def load_demonstrations(source: Any, tokenizer: Any, **options: Any) -> tuple[Loaded[Sequence], Loaded[Sequence]]:
     """Training and validation sequences for SFT, or plain text for PPO-ptx.
 
-    Keyword arguments of this function, `load_preferences` and `load_labelled`; any other goes to `load_examples`:
+    Args:
         max_length, overflow, apply_chat_template: see `tokenize.TokenizerOptions`.
         skip_bad_records: leave bad records out and count them, instead of stopping at the first.
         validation_source: read for the validation part; without it `validation_percentage` of the records are split off
             by `seed` (`split_examples`), by default none.
+        **options: any other goes to `load_examples`.
 
-    Raises ValueError.
+    Raises:
+        ValueError: a record that cannot be used; names file, line and reason.
     """
     return _load_tokenized(source, 'demonstration', tokenize_demonstration, tokenizer, **options)
 
