@@ -246,9 +246,10 @@ class Strategy(OnRanks):
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:
         """Add this rank's share of the gradient. `loss` is a share of a sum: already divided by what counts on all
         ranks."""
-        scaler = self._pair(optimizer).scaler
+        pair = self._pair(optimizer)
+        pair.fed = True
         with self._products():
-            (loss if scaler is None else loss * scaler.scale).backward()
+            (loss if pair.scaler is None else loss * pair.scaler.scale).backward()
 
     def optimizer_step(self, optimizer: Optimizer, max_norm: float | None = None) -> float:
         """Clip, step, clear the gradients; the global gradient norm before clipping.
@@ -566,7 +567,10 @@ class Strategy(OnRanks):
     def _round(self, model: nn.Module) -> Iterator[None]:
         yield
         module = self.unwrap(model)
-        for pair in {id(pair): pair for pair in self._pairs.values() if pair.user_model is module}.values():
+        for pair in {
+            id(pair): pair for pair in self._pairs.values() if pair.user_model is module and pair.fed
+        }.values():
+            pair.fed = False
             self._end_round(pair)
 
     def _save_folder(

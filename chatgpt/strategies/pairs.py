@@ -33,6 +33,8 @@ class Trained:
     scaler: LossScaler | None = None
     tree: TreeSum | None = None
     """of gradients, where their sum has one order"""
+    fed: bool = False
+    """there was a backward for this optimizer since its last round: another optimizer of the same model has none"""
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The optimizer's parameters under the names they have in `user_model`."""

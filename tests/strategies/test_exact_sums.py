@@ -307,6 +307,20 @@ def test_weights_begin_where_memory_does():
 # ---------------------------------------------------------------------- the option
 
 
+def test_a_second_optimizer_of_a_model_gets_its_own_gradients():
+    """And none of another that was prepared with the model before, whose tree stays empty."""
+    with NaiveStrategy(reproducible='exact', atoms=2) as strategy:
+        model = nn.Linear(2, 1, bias=False)
+        for _ in range(2):
+            _, optimizer = strategy.prepare((model, torch.optim.SGD(model.parameters(), lr=1.0)))
+        before = model.weight.detach().clone()
+        for row in ((1.0, 0.0), (2.0, 3.0)):
+            with strategy.accumulate(model, last=True):
+                strategy.backward(model(torch.tensor(row)).sum(), model, optimizer)
+        assert strategy.optimizer_step(optimizer) == pytest.approx(math.sqrt(18))
+        assert torch.equal(model.weight, before - torch.tensor([[3.0, 3.0]]))
+
+
 def test_by_name_and_from_a_setting():
     with strategy_by_name('naive', reproducible='exact', atoms=4) as strategy:
         assert strategy.sums.atoms == 4

@@ -356,6 +356,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         engine = self._engine(optimizer)
         if self.sums.exact:
             assert isinstance(engine, ZeroEngine)
+            self._pair(optimizer).fed = True
             engine.accumulate(loss)
         else:
             engine.backward(loss * self.world_size)  # upstream takes the mean over ranks

@@ -139,15 +139,18 @@ class _ProjectTracker(Tracker):
         **init: further arguments of the package's `init`, such as name, entity, mode, group or tags.
     """
 
+    module: str
+    """the package that is imported, whose name in capitals begins the variable of the project"""
+
     def __init__(self, project: str | None = None, *, samples_every: int = 10, num_rows: int = 4, **init: Any) -> None:
         super().__init__(samples_every=samples_every, num_rows=num_rows)
-        self.project = project or os.environ.get(f'{type(self).__name__.upper()}_PROJECT') or 'chatgpt'
+        self.project = project or os.environ.get(f'{self.module.upper()}_PROJECT') or 'chatgpt'
         self.init = init
 
     @property
     def package(self) -> Any:
         """Imported."""
-        return import_module(type(self).__name__.lower())
+        return import_module(self.module)
 
     def log(self, metrics: Mapping[str, float], rows: SequenceOf[Mapping[str, Any]], step: int) -> None:
         logged: dict[str, Any] = dict(metrics)
@@ -160,6 +163,8 @@ class _ProjectTracker(Tracker):
 
 class WandB(_ProjectTracker):
     """Metrics and tables of samples in Weights & Biases."""
+
+    module = 'wandb'
 
     def start(self, trainer: TrainerView, run_id: str | None) -> tuple[Any, str]:
         again = {'id': run_id, 'resume': 'allow'} if run_id else {}
@@ -191,6 +196,8 @@ class WandB(_ProjectTracker):
 class Trackio(_ProjectTracker):
     """Metrics and tables of samples in Trackio, Hugging Face's tracker in local files; `trackio show` shows them.
     Phases that a resumed run repeats are there twice."""
+
+    module = 'trackio'
 
     def start(self, trainer: TrainerView, run_id: str | None) -> tuple[Any, str]:
         # Trackio finds a run by its name, and the names that it makes up itself are not unique between processes.
