@@ -131,10 +131,13 @@ class ChatTemplate:
             ids = self._encoded(self._tail(messages))
         except ValueError as error:
             raise InvalidStep(str(error)) from error
-        added = self.tokenizer.added_tokens_decoder.get(ids[0])
-        if ended == 'eos' and self._ending() and (ids[0] == turn_ids[-1] or (added is not None and added.special)):
+        if ended == 'eos' and self._ending() and (ids[0] == turn_ids[-1] or self._is_special(ids[0])):
             return ids[1:]  # the model has written the end token itself, or another one in its place
         return ids
+
+    def _is_special(self, token: int) -> bool:
+        added = self.tokenizer.added_tokens_decoder.get(token)
+        return added is not None and added.special
 
     # ------------------------------------------------------------------ what the model wrote
 

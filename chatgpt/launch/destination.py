@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +123,9 @@ def try_model_folder(place: Path, config: Any, *, trust_remote_code: bool = Fals
         raise ValueError(f'cannot write the trained model to {place}: it is a file')
     with _leaving_nothing(place, f'cannot write the trained model to {place}'):
         place.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=place):
-            pass
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(b'\0')  # an empty file fits where a quota is used up
+            file.flush()
     needed = _bytes_of(config, trust_remote_code)
     free = shutil.disk_usage(next(p for p in (place.absolute(), *place.absolute().parents) if p.is_dir())).free
     if free < needed:
@@ -140,13 +141,14 @@ def _leaving_nothing(folder: Path, problem: str) -> Iterator[None]:
     new = [p for p in (folder, *folder.parents) if not p.exists()]
     try:
         yield
+        for file in folder.iterdir() if folder in new else ():
+            file.unlink()
     except OSError as error:
         raise ValueError(f'{problem}: {error.strerror}') from None
     finally:
-        for made in filter(Path.is_dir, new):
-            for file in made.iterdir():
-                file.unlink()
-            made.rmdir()
+        for made in new:
+            with suppress(OSError):  # it was not made, or somebody has put something there
+                made.rmdir()
 
 
 def _bytes_of(config: Any, trust_remote_code: bool) -> int:

@@ -113,11 +113,11 @@ class VLLMRemoteEngine(RemoteEngine):
             }
             if self._device.type == 'cuda':
                 torch.cuda.current_stream(self._device).synchronize()
+            self._sending = links
             for link in links:
                 link.send(manifest, weights.kept, self._device)
             for link in links:  # what is asked of a worker from now on must come behind its weights
                 link.asked.wait()
-            self._sending = links
             self._moving = threading.Thread(target=_to_host, args=(weights, links), daemon=True)
             self._moving.start()
         return weights

@@ -567,11 +567,10 @@ class Strategy(OnRanks):
     def _round(self, model: nn.Module) -> Iterator[None]:
         yield
         module = self.unwrap(model)
-        for pair in {
-            id(pair): pair for pair in self._pairs.values() if pair.user_model is module and pair.fed
-        }.values():
-            pair.fed = False
-            self._end_round(pair)
+        for pair in {id(pair): pair for pair in self._pairs.values()}.values():
+            if pair.user_model is module and pair.fed:
+                pair.fed = False
+                self._end_round(pair)
 
     def _save_folder(
         self, path: str | os.PathLike[str], groups: Mapping[str, Iterable[Piece]], meta: dict[str, Any]

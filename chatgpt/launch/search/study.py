@@ -106,8 +106,8 @@ class Study:
         self.sweep = sweep
         path = sweep.save_path / JOURNAL
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_file():  # a killed process leaves half a line at the end, and a lock
-            text = path.read_bytes()
+        text = path.read_bytes() if path.is_file() else b''
+        if text and not text.endswith(b'\n'):  # a killed process leaves half a line at the end, and a lock
             path.write_bytes(text[: text.rfind(b'\n') + 1])
         for lock in path.parent.glob(f'{JOURNAL}.lock*'):
             lock.unlink()

@@ -64,9 +64,8 @@ def use_without_gpu() -> None:
 class _Logger(logging.LoggerAdapter[logging.Logger]):
     """Logging whose `ranks` says nothing: rank 0 logs."""
 
-    def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
-        kwargs.pop('ranks', None)
-        return msg, kwargs
+    def log(self, level: int, msg: object, ranks: Any = None, **kwargs: Any) -> None:  # type: ignore[override]
+        super().log(level, msg, **kwargs)
 
 
 def get_dist_logger(name: str = 'colossalai') -> _Logger:

@@ -368,7 +368,7 @@ class LaterTrainer(ABC):
 
         Raises:
             ValueError: it is clear beforehand that it may not be uploaded.
-            PushError: the upload failed; says where the model is, and how to upload it arguments.
+            PushError: the upload failed; says where the model is, and how to upload it later.
         """
         args, strategy, token = self.args, self.strategy, token or self.args.hub_token
 
