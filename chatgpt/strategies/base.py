@@ -278,6 +278,7 @@ class Strategy(OnRanks):
     def discard_gradients(self, optimizer: Optimizer) -> None:
         """Forget what was accumulated since the last step, in every parameter of the model."""
         pair = self._pair(optimizer)
+        pair.fed = False
         if pair.tree is not None:
             pair.tree.clear()
         pair.optimizer.zero_grad(set_to_none=True)

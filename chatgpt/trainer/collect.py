@@ -26,7 +26,7 @@ from chatgpt.trainer.checkpointing import as_json
 from chatgpt.trainer.draws import Draws, Pipeline
 from chatgpt.trainer.fits import check_hears_alike
 from chatgpt.trainer.journal import Journal
-from chatgpt.trainer.schedule import Plan
+from chatgpt.trainer.schedule import FitPlan
 from chatgpt.types import Prompt, Sample
 
 Full = Callable[..., AbstractContextManager[Any]]
@@ -83,7 +83,7 @@ class Collector:
             )
         self.timestep = 0
         """timesteps given out"""
-        self.plan = Plan()
+        self.plan = FitPlan()
         self.generating_s = 0.0
         """this rank's own engine, since the last `taken_s`"""
         name = None if engine.environment is None else engine.environment['name']
@@ -203,7 +203,7 @@ class Collector:
 
     # ------------------------------------------------------------------ the next prompts
 
-    def set_plan(self, plan: Plan, *, resume: bool = False) -> None:
+    def set_plan(self, plan: FitPlan, *, resume: bool = False) -> None:
         """From here on `collect` gives one phase of the plan after the other; with `resume`, what a checkpoint has
         collected is the plan's beginning."""
         if not resume:

@@ -50,7 +50,7 @@ from chatgpt.trainer.metrics import (
     performance_metrics,
     rank_metrics,
 )
-from chatgpt.trainer.schedule import Plan, generator_for, train_batches
+from chatgpt.trainer.schedule import FitPlan, generator_for, train_batches
 from chatgpt.trainer.selection import ReplayBuffer, Selection, mask_failed
 from chatgpt.trainer.step import Learner, Work, learn_batch
 from chatgpt.trainer.stepwise import Stepwise
@@ -208,7 +208,7 @@ class PPOTrainer(Stepwise):
             EpisodesFailed: the environment failed in all episodes of a phase.
             EnvironmentsHang, WorkerError: no further environments can be run; see `chatgpt.environments.runner`.
         """
-        plan = Plan.of(num_episodes=num_episodes, max_timesteps=max_timesteps, update_timesteps=update_timesteps)
+        plan = FitPlan.of(num_episodes=num_episodes, max_timesteps=max_timesteps, update_timesteps=update_timesteps)
         self.set_prompts(prompts)
         for warning in plan.warnings(self.config):
             self.warn(warning)

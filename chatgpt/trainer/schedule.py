@@ -72,7 +72,7 @@ def uneven_steps(count: int, what: str, batch_size: int) -> str | None:
 
 
 @dataclass
-class Plan:
+class FitPlan:
     """The timesteps that one `fit` collects, cut into learning phases and into episodes."""
 
     total: int = 0
@@ -83,7 +83,7 @@ class Plan:
     """timesteps collected before it"""
 
     @classmethod
-    def of(cls, **sizes: int) -> Plan:
+    def of(cls, **sizes: int) -> FitPlan:
         """From the arguments of `PPOTrainer.fit`. Raises ValueError for one below 1."""
         for name, value in sizes.items():
             if value < 1:

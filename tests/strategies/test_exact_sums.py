@@ -311,8 +311,10 @@ def test_a_second_optimizer_of_a_model_gets_its_own_gradients():
     """And none of another that was prepared with the model before, whose tree stays empty."""
     with NaiveStrategy(reproducible='exact', atoms=2) as strategy:
         model = nn.Linear(2, 1, bias=False)
-        for _ in range(2):
-            _, optimizer = strategy.prepare((model, torch.optim.SGD(model.parameters(), lr=1.0)))
+        _, other = strategy.prepare((model, torch.optim.SGD(model.parameters(), lr=1.0)))
+        _, optimizer = strategy.prepare((model, torch.optim.SGD(model.parameters(), lr=1.0)))
+        strategy.backward(model(torch.ones(2)).sum(), model, other)  # whose round does not end
+        strategy.discard_gradients(other)
         before = model.weight.detach().clone()
         for row in ((1.0, 0.0), (2.0, 3.0)):
             with strategy.accumulate(model, last=True):

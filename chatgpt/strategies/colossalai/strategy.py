@@ -410,8 +410,10 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         return norm
 
     def discard_gradients(self, optimizer: Optimizer) -> None:
-        if (tree := self._pair(optimizer).tree) is not None:
-            tree.clear()
+        pair = self._pair(optimizer)
+        pair.fed = False
+        if pair.tree is not None:
+            pair.tree.clear()
         self._engine(optimizer).discard()
 
     # ------------------------------------------------------------------ weights and optimizer states
