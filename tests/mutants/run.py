@@ -157,6 +157,7 @@ def attempt(root: Path, mutant: dict[str, str]) -> str:
     before = path.read_text()
     environment = os.environ | {'PYTHONPATH': str(root), 'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1'}
     pytest = [sys.executable, '-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', '-m', 'not (slow or gpu or system)']
+    pytest.append('--timeout=600')  # a change that never ends is caught by it
     path.write_text(text)
     try:
         files = tests_of(root, path, mutant['function'])
