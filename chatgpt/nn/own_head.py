@@ -54,6 +54,7 @@ def _returning(modules: list[nn.Module], hidden: Tensor) -> Iterator[None]:
                 module.forward = forward
 
 
+@torch.compiler.disable  # it exchanges a forward for a while, which a compiled step cannot take back
 def own_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Logits (..., V) of a causal LM for final hidden states (..., D), by the model's own forward after its trunk."""
     rows = hidden.reshape(1, -1, hidden.shape[-1])

@@ -1,0 +1,103 @@
+"""A task whose answers can be checked, on a real chat model: SmolLM2-135M-Instruct learns to add.
+
+    pip install gguf
+    python examples/real_model/additions.py [--out outputs/real] [--pretrain NAME_OR_FOLDER] [--seed 0]
+
+Three runs of the command, each of which is printed: SFT on 200 answers gives the form, then PPO and GRPO, each from
+there, are paid for right answers. Questions that are asked at the end are in none of the training files. Prints a table
+and leaves it in --out, with the folders and report.html of the runs. Without --pretrain the model is made from a wheel
+(model.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from model import find_model
+
+from chatgpt.launch.arguments import run_main
+from chatgpt.launch.inputs import quiet_transformers
+from chatgpt.monitor.run_folder import RunFolder
+from chatgpt.trainer.callbacks import format_table
+
+NUM_DEMONSTRATIONS, NUM_PROMPTS, NUM_HELD_OUT = 200, 2000, 200
+MAX_NEW_TOKENS = 12
+COMMON = [f'--max_new_tokens={MAX_NEW_TOKENS}', '--checkpoint_minutes=0']
+SFT = ['--max_epochs=2', '--train_batch_size=16', '--lr=1e-4']
+ONLINE = ['--experience_batch_size=64', '--train_batch_size=64', '--update_timesteps=1', '--num_episodes=1']
+METHODS = {
+    'ppo': ['--max_timesteps=12', '--max_epochs=2', '--lr=2e-5', '--critic_lr=5e-5', '--kl_coef=0.02'],
+    'grpo': ['--max_timesteps=12', '--max_epochs=1', '--lr=2e-5', '--experience_batch_size=8'],
+}
+
+
+def right(prompts: list[str], responses: list[str], answer: list[int]) -> list[float]:
+    """1 where the last number of a response is the answer, else 0."""
+    found = [re.findall(r'\d+', response.replace(',', '')) for response in responses]
+    return [float(bool(numbers) and int(numbers[-1]) == int(a)) for numbers, a in zip(found, answer, strict=True)]
+
+
+def write_files(out: Path, seed: int) -> None:
+    """Questions as chats: `demonstrations.jsonl` with answers to learn the form from, `prompts.jsonl`, and
+    `held_out.jsonl`, with pairs of numbers that the others do not have."""
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    random.Random(seed).shuffle(pairs)
+    cuts = {'demonstrations': NUM_DEMONSTRATIONS, 'prompts': NUM_PROMPTS, 'held_out': NUM_HELD_OUT}
+    for name, count in cuts.items():
+        own, pairs = pairs[:count], pairs[count:]
+        with open(out / f'{name}.jsonl', 'w') as file:
+            for a, b in own:
+                question: dict[str, Any] = {'role': 'user', 'content': f'What is {a} + {b}?'}
+                answer = {'role': 'assistant', 'content': f'{a} + {b} = {a + b}.'}
+                row = {'messages': [question, answer]} if name == 'demonstrations' else {'prompt': [question]}
+                file.write(json.dumps(row if name == 'demonstrations' else row | {'answer': a + b}) + '\n')
+
+
+def run(*words: str) -> dict[str, float]:
+    """One command in a process of its own; its minutes, CPU minutes and GiB at the peak."""
+    print('\n$ chatgpt-rlhf', shlex.join(words), flush=True)
+    begun = time.monotonic()
+    child = os.posix_spawn(sys.executable, [sys.executable, '-m', 'chatgpt', *words], os.environ)
+    _, status, used = os.wait4(child, 0)
+    if status:
+        raise SystemExit(os.waitstatus_to_exitcode(status))
+    cpu, peak = used.ru_utime + used.ru_stime, used.ru_maxrss / 2**20
+    return {'minutes': (time.monotonic() - begun) / 60, 'cpu_minutes': cpu / 60, 'peak_gib': peak}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--out', type=Path, default=Path('outputs/real'))
+    parser.add_argument('--pretrain', help='hub name or folder of a chat model, a wheel or a GGUF file')
+    parser.add_argument('--seed', type=int, default=0)
+    args = parser.parse_args()
+    quiet_transformers()
+    args.out.mkdir(parents=True, exist_ok=True)
+    start = find_model(args.pretrain, args.out / 'model')
+    write_files(args.out, args.seed)
+    files = {name: str(args.out / f'{name}.jsonl') for name in ('demonstrations', 'prompts', 'held_out')}
+    reward = ['--reward_fn', f'{__file__}:right', '--validation_file', files['held_out'], '--eval_interval=1000']
+    seed, rows = f'--seed={args.seed}', []
+
+    sft = ['sft', files['demonstrations'], '--pretrain', start, '--save_path', str(args.out / 'sft'), seed, *SFT]
+    used = {'sft': run(*sft)}
+    for method, own in METHODS.items():
+        words = [method, files['prompts'], '--pretrain', str(args.out / 'sft' / 'actor')]
+        used[method] = run(*words, '--save_path', str(args.out / method), seed, *reward, *COMMON, *ONLINE, *own)
+        found = RunFolder(args.out / method)
+        print(found.eval)
+    (args.out / 'table.txt').write_text(table := format_table([], []))
+    print(table)
+
+
+if __name__ == '__main__':
+    run_main(main)
