@@ -83,6 +83,16 @@ def train(strategy, model, optimizer, *, steps=STEPS, first=0, max_tokens=None, 
     return results
 
 
+def close(results, wanted, *, loss, norm):
+    """Whether every step has the loss and the gradient norm that it should, within relative tolerances."""
+    assert len(results) == len(wanted) > 0
+    for found, want in zip(results, wanted, strict=True):
+        assert abs(found[0] - want[0]) <= loss * abs(want[0]) and abs(found[1] - want[1]) <= norm * want[1], (
+            results,
+            wanted,
+        )
+
+
 def distances(got, want):
     """Largest and mean distance of two state dicts, in learning rates per step."""
     assert got.keys() == want.keys()

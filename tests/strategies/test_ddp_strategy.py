@@ -38,11 +38,11 @@ def test_the_command_is_the_one_that_was_given(monkeypatch, words, told):
     assert this_program() == told
 
 
-@pytest.mark.parametrize('wrong', [{'timeout_s': 0}, {'bucket_bytes': 0}, {'precision': 'int4'}])
-def test_wrong_settings_are_refused_before_joining(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        DDPStrategy(**wrong)
-    assert not dist.is_initialized()
+def test_wrong_settings_are_refused_before_joining():
+    for wrong in ({'timeout_s': 0}, {'bucket_bytes': 0}, {'precision': 'int4'}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            DDPStrategy(**wrong)
+        assert not dist.is_initialized()
 
 
 def test_own_group_is_left_and_a_given_one_is_not():
@@ -58,17 +58,17 @@ def test_own_group_is_left_and_a_given_one_is_not():
 
 def _again():
     found = []
-    for _ in range(3):
+    for _ in range(2):
         with DDPStrategy(device='cpu') as strategy:
             nn.parallel.DistributedDataParallel(nn.Linear(2, 2))  # torch keeps the group and its store for it
             found.append(strategy.all_gather_object(strategy.rank))
             first = strategy.is_rank_0
-        time.sleep(1.0 if first else 0.0)  # the other finds what the last group left behind
+        time.sleep(0.5 if first else 0.0)  # the other finds what the last group left behind
     return found
 
 
 def test_a_group_is_left_and_another_joined():
-    assert run_distributed(_again, 2) == [[[0, 1]] * 3] * 2
+    assert run_distributed(_again, 2) == [[[0, 1]] * 2] * 2
 
 
 def test_buckets_keep_order_and_size():
@@ -116,10 +116,9 @@ def _several():
         found['pieces'] = [(p.name, p.start, p.stop) for p in strategy.model_pieces(big)]
         # an exception of rank 0 has its class and message everywhere
         for error in (FileNotFoundError('gone'), type('Odd', (Exception,), {})('odd one')):
-            try:
+            with pytest.raises(Exception) as caught:
                 strategy.run_on_rank0(lambda e=error: _raise(e))
-            except Exception as caught:
-                found.setdefault('errors', []).append((type(caught).__name__, str(caught)))
+            found.setdefault('errors', []).append((caught.typename, str(caught.value)))
         found['local'] = torch.rand(1).item()
     return found
 

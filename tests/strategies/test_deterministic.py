@@ -3,6 +3,8 @@ run on one."""
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -11,7 +13,7 @@ from torch.optim import AdamW
 from chatgpt.launch.arguments import strategy_of
 from chatgpt.launch.runs import SFTRun
 from chatgpt.strategies import DDPStrategy, NaiveStrategy
-from chatgpt.strategies.registry import strategy_by_name
+from chatgpt.strategies.registry import STRATEGIES, StrategyEntry, strategy_by_name
 from chatgpt.testing import tiny_causal_lm
 
 
@@ -54,18 +56,11 @@ def test_two_runs_are_equal_and_torch_is_as_before(monkeypatch):
     assert any(not torch.equal(a, b) for a, b in zip(one, tiny_causal_lm('gpt2').parameters(), strict=True))
 
 
-def test_the_users_own_workspace_stays(monkeypatch):
-    import os
-
+def test_by_name_and_from_a_setting_and_the_users_own_workspace_stays(monkeypatch):
     monkeypatch.setenv('CUBLAS_WORKSPACE_CONFIG', ':16:8')
-    with NaiveStrategy(deterministic=True, device='cpu'):
-        assert os.environ['CUBLAS_WORKSPACE_CONFIG'] == ':16:8'
-
-
-def test_by_name_and_from_a_setting(monkeypatch):
-    monkeypatch.setenv('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
     with strategy_by_name('naive', deterministic=True):
         assert state() == CHOSEN
+        assert os.environ['CUBLAS_WORKSPACE_CONFIG'] == ':16:8'
     with strategy_of(SFTRun(deterministic=True)):
         assert state() == CHOSEN
     with strategy_of(SFTRun()):
@@ -73,8 +68,6 @@ def test_by_name_and_from_a_setting(monkeypatch):
 
 
 def test_a_strategy_that_knows_nothing_of_it_is_named(monkeypatch):
-    from chatgpt.strategies.registry import STRATEGIES, StrategyEntry
-
     class Old(DDPStrategy):
         def __init__(self, seed=42, precision='fp32') -> None:
             super().__init__(seed, precision)

@@ -40,13 +40,10 @@ def test_on_cuda(precision, tmp_path):
 
 
 def test_naive_in_bf16_is_not_naive_in_fp32(tmp_path):
-    def against_fp32(strategy):
-        return NaiveStrategy(device='cpu')
-
     bench = Bench(
         make_strategy=lambda: NaiveStrategy(precision='bf16', device='cpu'),
         folder=tmp_path,
-        make_reference=against_fp32,
+        make_reference=lambda strategy: NaiveStrategy(device='cpu'),
     )
     with pytest.raises(ConformanceError, match='against Naive'):
         all_checks()['equals_naive'](bench)
@@ -95,11 +92,9 @@ class LosesTheMoments(DDPStrategy):
 class FlatPrepare(DDPStrategy):
     def prepare(self, *items):
         out = super().prepare(*items)
-        return (
-            tuple(x for item in out for x in (item if isinstance(item, list) else [item]))
-            if isinstance(out, tuple)
-            else out
-        )
+        if not isinstance(out, tuple):
+            return out
+        return tuple(x for item in out for x in (item if isinstance(item, list) else [item]))
 
 
 class LeavesEvalMode(DDPStrategy):
@@ -147,13 +142,12 @@ def _ddp_and_faults():
     found['small buckets'] = run_conformance(
         lambda: DDPStrategy(device='cpu', bucket_bytes=64), checks=['equals_naive', 'unequal']
     )
-    for strategy, checks in FAULTS.items():
-        for check in checks:
-            try:
-                run_conformance(lambda s=strategy: s(device='cpu'), checks=[check])
-                found[strategy.__name__, check] = 'not noticed'
-            except Exception as error:
-                found[strategy.__name__, check] = f'{type(error).__name__}: {error}'
+    for strategy, check in ((s, c) for s, checks in FAULTS.items() for c in checks):
+        try:
+            run_conformance(lambda s=strategy: s(device='cpu'), checks=[check])
+            found[strategy.__name__, check] = 'not noticed'
+        except Exception as error:
+            found[strategy.__name__, check] = f'{type(error).__name__}: {error}'
     return found
 
 
@@ -162,10 +156,6 @@ def test_ddp_on_two_processes_and_planted_faults():
         for key in ('fp32', 'bf16'):
             assert found[key] == dict.fromkeys(all_checks(), 'passed')
         assert set(found['small buckets'].values()) == {'passed'}
-        for strategy, checks in FAULTS.items():
-            for check in checks:
-                assert found[strategy.__name__, check].startswith(('ConformanceError', 'CheckpointError')), (
-                    strategy,
-                    check,
-                    found,
-                )
+        for key, text in found.items():
+            if isinstance(key, tuple):
+                assert text.startswith(('ConformanceError', 'CheckpointError')), (key, text)

@@ -21,28 +21,11 @@ def shown_files() -> dict[str, str]:
     return {name: code for code, name in blocks}
 
 
-def run_on_two(folder: Path, files: dict[str, str]) -> list[tuple[int, str]]:
-    """Exit code and output of check_my_strategy.py on each of two processes."""
-    for name, code in files.items():
-        (folder / name).write_text(code)
-    return run_script(['check_my_strategy.py'], folder=folder)
-
-
 def test_it_passes_every_check(tmp_path):
-    assert len(shown_files()['my_strategy.py'].splitlines()) <= 40
-    results = run_on_two(tmp_path, shown_files())
+    files = shown_files()
+    assert len(files['my_strategy.py'].splitlines()) <= 40
+    for name, code in files.items():
+        (tmp_path / name).write_text(code)
+    results = run_script(['check_my_strategy.py'], folder=tmp_path)
     assert [code for code, _ in results] == [0, 0], results
     assert str(dict.fromkeys(all_checks(), 'passed')) in results[0][1]
-
-
-def test_a_wrong_one_does_not(tmp_path):
-    files = shown_files()
-    right, wrong = 'self.all_reduce(gradient)', "self.all_reduce(gradient, 'mean')"
-    assert right in files['my_strategy.py']
-    files['my_strategy.py'] = files['my_strategy.py'].replace(right, wrong)
-    files['check_my_strategy.py'] = files['check_my_strategy.py'].replace('seed=1)', "seed=1), checks=['equals_naive']")
-    results = run_on_two(tmp_path, files)
-    assert all(code != 0 for code, _ in results)
-    assert all('equals_naive, rank 0: failed: against Naive: gradient norm of step 0' in text for _, text in results), (
-        results
-    )
