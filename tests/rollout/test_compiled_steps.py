@@ -58,17 +58,13 @@ def traced(monkeypatch):
     monkeypatch.setattr(torch, 'compile', functools.partial(torch.compile, backend='eager'))
 
 
-@pytest.mark.parametrize('keep', [True, False])
-def test_buckets_and_phases_share_what_was_compiled(traced, keep):
-    engine = LocalEngine(fixed_steps='compiled', keep=keep)
-    found = phases(Actor(tiny_causal_lm('gpt2')), engine)
-    assert 1 <= found[0] <= 2 and found[1:] == [0, 0, 0]
-
-
-def test_blocks_that_are_compiled_for_learning_leave_decode_steps_whole(traced):
-    actor, engine = Actor(tiny_causal_lm('gpt2')), LocalEngine(fixed_steps='compiled', keep=True)
-    compile_blocks(actor, backend='eager')
-    found = phases(actor, engine)
+@pytest.mark.parametrize(('keep', 'learning'), [(True, False), (False, False), (True, True)])
+def test_buckets_and_phases_share_what_was_compiled(traced, keep, learning):
+    """Blocks that are compiled for learning, too, leave decode steps whole."""
+    actor = Actor(tiny_causal_lm('gpt2'))
+    if learning:
+        compile_blocks(actor, backend='eager')
+    found = phases(actor, LocalEngine(fixed_steps='compiled', keep=keep))
     assert 1 <= found[0] <= 2 and found[1:] == [0, 0, 0]
     assert not counters['graph_break']
 

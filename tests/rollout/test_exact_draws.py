@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from engine_calls import prompts_of
 
 import chatgpt.rollout.exact as exact
 import chatgpt.rollout.local.run as local
@@ -17,13 +18,7 @@ from chatgpt.rollout.sampling import TokenSampler
 from chatgpt.testing import FAMILIES, tiny_causal_lm
 from chatgpt.types import Prompt
 
-LENGTHS = (3, 9, 5, 1, 7, 4, 12, 2)
 NOISE = 5e-3
-
-
-def prompts_of(lengths=LENGTHS, vocab: int = 64) -> list[Prompt]:
-    generator = torch.Generator().manual_seed(0)
-    return [Prompt(ids=torch.randint(3, vocab, (n,), generator=generator)) for n in lengths]
 
 
 class Uneven(Actor):

@@ -15,13 +15,13 @@ from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams
 from chatgpt.rollout.engine import changing_shapes
 from chatgpt.rollout.local.fixed_step import row_bucket, slot_bucket
 from chatgpt.testing import FAMILIES, tiny_causal_lm
-from chatgpt.types import Prompt
 
 SETTINGS = {
     'greedy': {'do_sample': False, 'eos_token_ids': (2, 5)},
     'plain': {'temperature': 0.8},
     'ends': {'eos_token_ids': tuple(range(2, 20)), 'min_new_tokens': 3},
     'filtered': {'eos_token_ids': (7,), 'top_k': 9, 'top_p': 0.9},
+    'stop': {'stop': lambda ids: len(ids) >= 2 and sum(ids[-2:]) % 5 == 0},
 }
 
 
@@ -32,14 +32,16 @@ def test_buckets_by_hand():
     assert [slot_bucket(w, 600) for w in (1, 256, 257, 599)] == [256, 256, 512, 600]
 
 
-@pytest.mark.parametrize('family', FAMILIES)
-@pytest.mark.parametrize('settings', SETTINGS)
-@pytest.mark.parametrize('max_batch_size', [256, 3])
+@pytest.mark.parametrize(
+    ('family', 'settings', 'max_batch_size'),
+    [*((family, 'ends', 3) for family in FAMILIES), *(('gpt2', settings, 256) for settings in SETTINGS)],
+)
 def test_tokens_are_those_of_the_ordinary_decode(family, settings, max_batch_size):
     model = tiny_causal_lm(family, tie_word_embeddings=False)
     sampling = SamplingParams(max_new_tokens=11, **SETTINGS[settings])
-    plain = drawn(LocalEngine(fixed_steps=False, max_batch_size=max_batch_size), model, sampling)
-    fixed = drawn(LocalEngine(fixed_steps=True, max_batch_size=max_batch_size), model, sampling)
+    plain, fixed = (
+        drawn(LocalEngine(fixed_steps=fixed, max_batch_size=max_batch_size), model, sampling) for fixed in (False, True)
+    )
     assert_same(plain, fixed)
     if settings == 'ends':
         assert len({s.num_actions for s in fixed}) > 2
@@ -58,15 +60,6 @@ def test_another_call_of_the_phase_reuses_the_steps():
     assert made[0] is made[1] is made[2] is not None
     engine.end()
     assert engine._fixed is None
-
-
-def test_a_stop_function_is_asked():
-    model = tiny_causal_lm('gpt2')
-    sampling = SamplingParams(max_new_tokens=12, stop=lambda ids: len(ids) >= 2 and sum(ids[-2:]) % 5 == 0)
-    assert_same(
-        drawn(LocalEngine(fixed_steps=False), model, sampling),
-        drawn(LocalEngine(fixed_steps=True), model, sampling),
-    )
 
 
 @pytest.mark.gpu
@@ -105,9 +98,7 @@ def test_cudnn_is_left_out_where_shapes_change(engine, during, monkeypatch):
     model, seen = tiny_causal_lm('gpt2'), []
     engine.begin(Actor(model))
     model.transformer.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
-    engine.generate(
-        Call.of([Prompt(ids=torch.tensor([4, 5, 6]))], SamplingParams(max_new_tokens=5), seed=1, indices=[0])
-    )
+    engine.generate(Call.of(prompts_of((3,)), SamplingParams(max_new_tokens=5), seed=1, indices=[0]))
     engine.end()
     assert seen == during
     assert torch.backends.cuda.cudnn_sdp_enabled()

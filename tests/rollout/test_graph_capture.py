@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+import transformers
 from engine_calls import drawn
 
 from chatgpt.rollout import LocalEngine, SamplingParams
@@ -101,37 +102,34 @@ def test_a_capture_that_breaks_off_leaves_the_allocator_and_the_tokens_whole(mon
     assert cuda.captures == 2
 
 
-def test_a_model_that_makes_a_tensor_from_a_number_is_never_captured(monkeypatch):
-    """As BLOOM's mask in transformers 5.17."""
+@pytest.mark.parametrize(
+    ('change', 'told'),
+    [
+        (lambda x: x + torch.tensor(0.0), 'aten.lift_fresh'),  # as BLOOM's mask in transformers 5.17
+        (lambda x: x if x[0, 0, 0] < 1e9 else -x, 'aten.(is_nonzero|item)'),
+    ],
+)
+def test_a_model_that_makes_a_tensor_from_a_number_or_reads_one_is_never_captured(change, told, monkeypatch):
     model = tiny_causal_lm('gpt2')
     want = phase(LocalEngine(fixed_steps=False), model)
     cuda = Cuda(monkeypatch, fails='not reached')
     forward = model.transformer.h[0].forward
-    model.transformer.h[0].forward = lambda x, *args, **kwargs: forward(x + torch.tensor(0.0), *args, **kwargs)
-    engine = Capturing(fixed_steps=True)
-    with pytest.warns(UserWarning, match='it needs the host: aten.lift_fresh'):
-        assert phase(engine, model) == want
+    model.transformer.h[0].forward = lambda x, *args, **kwargs: forward(change(x), *args, **kwargs)
+    with pytest.warns(UserWarning, match=f'it needs the host: {told}'):
+        assert phase(Capturing(fixed_steps=True), model) == want
     assert cuda.captures == 0
 
 
-def test_a_model_that_reads_a_number_is_never_captured(monkeypatch):
-    model = tiny_causal_lm('llama')
-    cuda = Cuda(monkeypatch, fails='not reached')
-    forward = model.model.layers[0].forward
-    model.model.layers[0].forward = lambda x, *args, **kwargs: forward(x, *args, **kwargs) if x[0, 0, 0] < 1e9 else x
-    with pytest.warns(UserWarning, match='it needs the host: aten.(is_nonzero|item)'):
-        phase(Capturing(fixed_steps=True), model)
-    assert cuda.captures == 0
-
-
-@pytest.mark.parametrize('family', FAMILIES)
 @pytest.mark.parametrize(
-    'settings', [{}, {'do_sample': False}, {'top_k': 5, 'top_p': 0.9, 'eos_token_ids': (2, 5), 'min_new_tokens': 2}]
+    ('family', 'settings'),
+    [
+        *((family, {'top_k': 5, 'top_p': 0.9, 'eos_token_ids': (2, 5), 'min_new_tokens': 2}) for family in FAMILIES),
+        ('gpt2', {}),
+        ('gpt2', {'do_sample': False}),
+    ],
 )
 def test_our_own_step_takes_nothing_from_the_host(family, settings, monkeypatch):
     """Negative control of the watch: trunk, head, draw and bookkeeping pass, and are captured."""
-    import transformers
-
     if family == 'bloom' and int(transformers.__version__.split('.')[1]) < 23:
         pytest.skip('makes its mask from a number of the host')
     cuda = Cuda(monkeypatch, fails='reached')
@@ -142,8 +140,6 @@ def test_our_own_step_takes_nothing_from_the_host(family, settings, monkeypatch)
 
 
 DEVICE = torch.device('meta')
-
-
 MADE = ('aten.detach_', 'aten.lift_fresh')
 """what is seen of `torch.tensor`: the former up to torch 2.13, the latter in 2.15"""
 
@@ -171,19 +167,15 @@ def test_what_the_watch_sees_between_two_devices(act, name):
     assert watch.found is None if name is None else watch.found.startswith(name)
 
 
-@pytest.mark.parametrize(
-    'act',
-    [
+def test_what_waits_for_the_device_is_seen():
+    for act in (
         lambda x: x[x > 0],
         lambda x: torch.where(x > 0),
         lambda x: torch.repeat_interleave(torch.ones_like(x, dtype=torch.int64)),
         lambda x: x.nonzero(),
         lambda x: x.sum().item(),
         lambda x: bool(x.any()),
-    ],
-)
-def test_what_waits_for_the_device_is_seen(act):
-    x = torch.arange(3.0)
-    with torch.inference_mode(), HostWatch(torch.device('cpu')) as watch:
-        act(x)
-    assert watch.found is not None
+    ):
+        with torch.inference_mode(), HostWatch(torch.device('cpu')) as watch:
+            act(torch.arange(3.0))
+        assert watch.found is not None

@@ -10,6 +10,7 @@ from engine_calls import drawn, prompts_of, slow_logits, tiny_of
 
 from chatgpt.nn import Actor
 from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams, compare_samples
+from chatgpt.rollout.local import slot_cache
 from chatgpt.testing import FAMILIES, tiny_causal_lm
 from chatgpt.types import Prompt, Sample
 
@@ -121,23 +122,20 @@ def test_the_sampled_distribution_is_the_models():
     model = tiny_causal_lm('gpt2', vocab_size=8, pad_token_id=None, bos_token_id=None, eos_token_id=None)
     (prompt,) = prompts_of((4,), vocab=8)
     samples = collect(model, [prompt] * 4000, SamplingParams(max_new_tokens=2, top_k=6), max_batch_size=1000)
-    with torch.no_grad():
-        logits = model(prompt.ids[None]).logits[0, -1].double()
-    logits[logits < logits.topk(6).values[-1]] = -torch.inf
-    probs = logits.softmax(-1)
-    counts = torch.bincount(torch.stack([s.response_ids[0] for s in samples]), minlength=8)
-    assert int(counts[probs == 0].sum()) == 0
-    want = probs[probs > 0] * 4000
-    assert float(((counts[probs > 0] - want) ** 2 / want).sum()) < 26  # 5 degrees of freedom: 0.01 %
-    first = int(counts.argmax())
-    with torch.no_grad():
-        logits = model(torch.cat([prompt.ids, torch.tensor([first])])[None]).logits[0, -1].double()
-    logits[logits < logits.topk(6).values[-1]] = -torch.inf
-    second = torch.bincount(
-        torch.stack([s.response_ids[1] for s in samples if int(s.response_ids[0]) == first]), minlength=8
-    )
-    want = logits.softmax(-1)[logits > -torch.inf] * second.sum()
-    assert float(((second[logits > -torch.inf] - want) ** 2 / want).sum()) < 26
+
+    def fits(drawn: list[int], ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, -1].double()
+        kept = logits >= logits.topk(6).values[-1]
+        want = logits[kept].softmax(-1) * len(drawn)
+        counts = torch.bincount(torch.tensor(drawn), minlength=8)
+        assert int(counts[~kept].sum()) == 0
+        assert float(((counts[kept] - want) ** 2 / want).sum()) < 26  # 5 degrees of freedom: 0.01 %
+        return counts.argmax()
+
+    pairs = [s.response_ids.tolist() for s in samples]
+    first = fits([a for a, _ in pairs], prompt.ids)
+    fits([b for a, b in pairs if a == first], torch.cat([prompt.ids, first[None]]))
 
 
 def biased(token: int, amount: float, **kw):
@@ -151,15 +149,11 @@ def biased(token: int, amount: float, **kw):
     return model
 
 
-def test_an_empty_response_has_one_action():
-    samples = collect(biased(2, 50.0), prompts_of(), SamplingParams(max_new_tokens=5, eos_token_ids=(2,)))
-    for s in samples:
+def test_an_empty_response_has_one_action_and_min_new_tokens_bars_every_end_token():
+    model = biased(2, 50.0)
+    for s in collect(model, prompts_of(), SamplingParams(max_new_tokens=5, eos_token_ids=(2,))):
         assert s.response_ids.tolist() == [2] and s.finish_reason == 'eos' and s.ended
         assert s.logprobs.shape == s.filtered_logprobs.shape == s.edge_distances.shape == s.response_mask.shape == (1,)
-
-
-def test_min_new_tokens_bars_every_end_token_until_then():
-    model = biased(2, 50.0)
     sampling = SamplingParams(max_new_tokens=9, min_new_tokens=4, eos_token_ids=(2, 3))
     for s in collect(model, prompts_of(), sampling, max_batch_size=3):
         assert s.num_actions == 5 and s.response_ids[4] == 2
@@ -222,26 +216,16 @@ def test_samples_carry_what_came_with_the_prompts():
     weight = torch.ones(3, requires_grad=True)
     (weight * s.logprobs).sum().backward()  # an inference tensor would refuse to be saved for backward
     assert collect(tiny_causal_lm(), [], SamplingParams(max_new_tokens=3)) == []
-
-
-def test_greedy_records_no_edges():
     (s,) = collect(tiny_causal_lm(), prompts_of((3,)), SamplingParams(max_new_tokens=3, do_sample=False))
     assert s.edge_distances.tolist() == [1.0] * 3 and bool((s.logprobs < 0).all())
 
 
 def test_dropout_is_off_and_training_flags_come_back():
-    model = tiny_causal_lm('gpt2', dropout=0.5)
-    actor = Actor(model)
-    actor.train()
+    actor = Actor(tiny_causal_lm('gpt2', dropout=0.5)).train()
     actor.model.transformer.h[0].eval()
     flags = [m.training for m in actor.modules()]
-    engine = LocalEngine()
-    engine.begin(actor)
-    sampling = SamplingParams(max_new_tokens=6)
-    first = engine.generate(Call.of(prompts_of(), sampling, seed=1, indices=range(8)))
-    second = engine.generate(Call.of(prompts_of(), sampling, seed=1, indices=range(8)))
+    first, second = (drawn(LocalEngine(), actor, SamplingParams(max_new_tokens=6)) for _ in range(2))
     assert compare_samples(first, second).equal
-    engine.end()
     assert [m.training for m in actor.modules()] == flags
     assert not any('forward' in vars(m) for m in actor.modules())
 
@@ -293,34 +277,20 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             collect(model, rows, SamplingParams(**settings))
 
-    @pytest.mark.parametrize(
-        ('counts', 'message'),
-        [
+    def test_counts_that_do_not_match_and_settings(self):
+        sampling = SamplingParams(max_new_tokens=2)
+        for counts, message in (
             ({'indices': range(3)}, '2 prompts but 3 sample indices'),
             ({'groups': [0]}, '2 prompts but 1 groups'),
             ({'offsets': [0, 1, 2]}, '2 prompts but 3 offsets'),
-        ],
-    )
-    def test_counts_that_do_not_match(self, counts, message):
-        with pytest.raises(ValueError, match=message):
-            drawn(LocalEngine(), tiny_causal_lm(), SamplingParams(max_new_tokens=2), prompts_of((1, 2)), **counts)
-
-    def test_without_begin(self):
+        ):
+            with pytest.raises(ValueError, match=message):
+                Call.of(prompts_of((1, 2)), sampling, **({'seed': 5, 'indices': range(2)} | counts))
         with pytest.raises(ValueError, match='begin'):
-            LocalEngine().generate(Call.of(prompts_of(), SamplingParams(max_new_tokens=2), seed=1, indices=range(8)))
-
-    @pytest.mark.parametrize(
-        ('setting', 'message'),
-        [
-            ({'max_batch_size': 0}, 'max_batch_size=0'),
-            ({'fixed_steps': 'sometimes'}, "fixed_steps='sometimes' is not one of True, False, 'auto', 'compiled'"),
-            ({'attention': 'paged'}, "attention='paged' is not one of 'auto', 'plain', 'grouped', 'varlen'"),
-            ({'keep': 'sometimes'}, "keep='sometimes' is not one of True, False, 'auto'"),
-        ],
-    )
-    def test_settings_of_the_engine(self, setting, message):
-        with pytest.raises(ValueError, match=message):
-            LocalEngine(**setting)
+            LocalEngine().generate(Call.of(prompts_of(), sampling, seed=1, indices=range(8)))
+        for name, value in (('max_batch_size', 0), ('fixed_steps', 'often'), ('attention', 'paged'), ('keep', 'often')):
+            with pytest.raises(ValueError, match=f'{name}={value!r}'):
+                LocalEngine(**{name: value})
 
     @pytest.mark.parametrize('fixed_steps', [False, True])
     @pytest.mark.parametrize('family', ['Mistral', 'Gemma2', 'Llama4Text'])
@@ -333,24 +303,19 @@ class TestRefusals:
         engine = LocalEngine(max_batch_size=3, fixed_steps=fixed_steps)
         engine.begin(Actor(model))
         sampling = SamplingParams(max_new_tokens=8, do_sample=False)
-        for lengths in ((20, 12, 3, 33), (18, 18)):
+        for lengths in ((20, 12, 3, 33), (18, 18), (4,)):  # the last: within the window
             found = engine.generate(Call.of(prompts_of(lengths), sampling, seed=1, indices=range(len(lengths))))
             for s in found:
                 assert torch.equal(slow_logits(model, s).argmax(-1), s.response_ids)
-        # within the window it goes on as ever
-        (s,) = engine.generate(Call.of(prompts_of((4,)), sampling, seed=1, indices=[0]))
-        assert torch.equal(slow_logits(model, s).argmax(-1), s.response_ids)
         engine.end()
 
     def test_a_window_that_is_not_followed_is_refused_where_it_would_matter(self, monkeypatch):
         """Negative control of the check beyond the window: with the mask of a model without one."""
-        from chatgpt.rollout.local import slot_cache
 
-        monkeypatch.setattr(
-            slot_cache,
-            'window_masks',
-            lambda lengths, width, windows, dtype: slot_cache.decode_mask(lengths, width, 'additive', dtype),
-        )
+        def without(lengths, width, windows, dtype):
+            return slot_cache.decode_mask(lengths, width, 'additive', dtype)
+
+        monkeypatch.setattr(slot_cache, 'window_masks', without)
         model = tiny_of('Mistral', sliding_window=16)
         with pytest.raises(ValueError, match="attention window of 16, beyond which its decode.*use engine='hf'"):
             collect(model, prompts_of((12,)), SamplingParams(max_new_tokens=5))
@@ -378,12 +343,9 @@ class TestRefusals:
         engine.generate(Call.of(prompts_of((2, 5)), SamplingParams(max_new_tokens=8), seed=1, indices=[40, 41]))
 
     def test_non_finite_weights_are_found_at_begin(self):
-        model = tiny_causal_lm('gpt2')
+        actor = Actor(tiny_causal_lm('gpt2'))
         with torch.no_grad():
-            model.transformer.h[0].ln_1.weight.fill_(torch.nan)
-        actor = Actor.__new__(Actor)
-        torch.nn.Module.__init__(actor)
-        actor.model, actor.value_head, actor._linear_head = model, None, True
+            actor.model.transformer.h[0].ln_1.weight.fill_(torch.nan)
         with pytest.raises(FloatingPointError, match='not finite'):
             LocalEngine().begin(actor)
 
@@ -420,13 +382,9 @@ def test_the_second_half_draws_with_its_own_positions():
 
 
 def test_generators_of_later_turns_are_others():
-    engine = HFEngine()
-    engine.begin(Actor(tiny_causal_lm('gpt2')))
-    prompt, sampling = [Prompt(ids=torch.tensor([5, 6, 7]))], SamplingParams(max_new_tokens=16)
-
-    def drawn(offset):
-        (sample,) = engine.generate(Call.of(prompt, sampling, seed=3, indices=[7], offsets=[offset]))
-        return sample.response_ids.tolist()
-
-    assert drawn(0) != drawn(4) != drawn(5)
-    assert drawn(4) == drawn(4)
+    actor, prompt = Actor(tiny_causal_lm('gpt2')), [Prompt(ids=torch.tensor([5, 6, 7]))]
+    found = []
+    for offset in (0, 4, 5, 4):
+        (sample,) = drawn(HFEngine(), actor, SamplingParams(max_new_tokens=16), prompt, offsets=[offset])
+        found.append(sample.response_ids.tolist())
+    assert found[0] != found[1] != found[2] and found[1] == found[3]

@@ -55,14 +55,11 @@ def prompts(num: int = 8) -> list[Prompt]:
 
 def halves(engine: Any, actor: Any, sampling: SamplingParams = SAMPLING, wait_for: Any = None) -> list[Sample]:
     """Eight samples in two requests, so that two workers are busy."""
+    calls = [Call.of(prompts()[a : a + 4], sampling, seed=5, indices=range(a, a + 4)) for a in (0, 4)]
     engine.begin(actor)
     if isinstance(engine, LocalEngine):
-        return [
-            s
-            for a in (0, 4)
-            for s in engine.generate(Call.of(prompts()[a : a + 4], sampling, seed=5, indices=range(a, a + 4)))
-        ]
-    tickets = [engine.submit(Call.of(prompts()[a : a + 4], sampling, seed=5, indices=range(a, a + 4))) for a in (0, 4)]
+        return [s for call in calls for s in engine.generate(call)]
+    tickets = [engine.submit(call) for call in calls]
     engine.end()
     if wait_for is not None:
         wait_for()
@@ -105,9 +102,7 @@ def test_a_killed_actor_is_replaced_and_its_prompts_are_generated_again(cluster,
         os.kill(victim, signal.SIGKILL)
 
     before = engine.num_replaced
-    with pytest.warns(
-        UserWarning, match='rollout worker 1 died .*; a new one generates its 4 prompts again, from sample 4 on'
-    ):
+    with pytest.warns(UserWarning, match='rollout worker 1 died .*; a new one generates its 4 prompts again'):
         got = halves(engine, actor, SamplingParams(max_new_tokens=10, eos_token_ids=(2,), stop=slow(0.02)), strike)
     assert_same(want, got)
     assert engine.num_replaced == before + 1
@@ -134,10 +129,8 @@ def test_old_weights_leave_the_object_store_and_an_actor_that_hangs_counts_as_de
         assert big.version == 20
         big.begin(actor)
         big.workers.timeout_s = 3.0
-        where = rf'process {cluster.get(big.workers.actors[0].pid.remote())} on \d+\.\d+\.\d+\.\d+$'
-        with pytest.raises(
-            RuntimeError, match=f'worker 0 died 1 times in a row on samples 0 to 7: no answer within 3 s from {where}'
-        ):
+        pid = cluster.get(big.workers.actors[0].pid.remote())
+        with pytest.raises(RuntimeError, match=rf'on samples 0 to 7: no answer within 3 s from process {pid} on \d+'):
             big.generate(Call.of(prompts(), SamplingParams(max_new_tokens=4, stop=slow(600)), seed=5, indices=range(8)))
     from ray._private.internal_api import memory_summary
 
@@ -164,7 +157,7 @@ def test_what_cannot_be_is_refused(cluster, monkeypatch):
         with pytest.raises(ValueError, match=message):
             RayWorkers(**kw)
     with pytest.raises(
-        ValueError, match=r'2 rollout workers with 1 CPU and 1 GPU each do not fit .* room for 0 \(node .*0 GPU'
+        ValueError, match=r'2 rollout workers with .*1 GPU each do not fit .* room for 0 \(node .*0 GPU'
     ):
         RemoteEngine(RayWorkers(2, resources={'GPU': 1})).begin(Actor(tiny_causal_lm('gpt2')))
     monkeypatch.setitem(sys.modules, 'ray', None)

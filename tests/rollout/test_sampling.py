@@ -76,14 +76,8 @@ def slow_filter(logits: list[float], temperature: float, top_k: int, top_p: floa
 def test_filters_equal_a_slow_loop(temperature, top_k, top_p, barred):
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(30, 12, generator=generator) * 2
-    sampling = SamplingParams(
-        max_new_tokens=9,
-        min_new_tokens=2,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        eos_token_ids=tuple(sorted(barred)),
-    )
+    filters = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p}
+    sampling = SamplingParams(max_new_tokens=9, min_new_tokens=2, eos_token_ids=tuple(sorted(barred)), **filters)
     u = torch.rand(30, 1, generator=generator, dtype=torch.float64)
     mask = torch.arange(30) % 2 == 0 if barred else None  # every second row is too short to end
     draw = TokenSampler(sampling, 'cpu')(logits, u, mask)
@@ -112,24 +106,18 @@ def test_greedy_takes_the_most_likely_token_that_is_not_barred():
     assert float(draw.filtered_logprob[0]) == pytest.approx(2 - math.log(sum(map(math.exp, (0, 2, 1)))), abs=1e-6)
 
 
-def test_edge_distance_knows_the_threshold_of_a_filter():
-    # top-k 2 with a near tie at the threshold: rounding may swap tokens 1 and 2, whatever u is
-    near = logits_of([0.5, 0.2500005, 0.2499995])
-    _, edges = draws(SamplingParams(max_new_tokens=1, top_k=2), near, 200)
-    assert float(edges.max()) < 1e-5
-    clear = logits_of([0.5, 0.3, 0.2])
-    _, edges = draws(SamplingParams(max_new_tokens=1, top_k=2), clear, 200)
-    assert float(edges.max()) > 0.05
-    # top-p 0.75 exactly at a cumulative sum of 0.5 + 0.25
-    _, edges = draws(SamplingParams(max_new_tokens=1, top_p=0.75), logits_of([0.5, 0.25, 0.15, 0.1]), 200)
-    assert float(edges.max()) < 1e-5
-    _, edges = draws(SamplingParams(max_new_tokens=1, top_p=0.65), logits_of([0.5, 0.25, 0.15, 0.1]), 200)
-    assert float(edges.max()) > 0.05
-
-
-def test_several_end_tokens():
-    sampler = TokenSampler(SamplingParams(max_new_tokens=1, eos_token_ids=(3, 7)), 'cpu')
-    assert sampler.is_end(torch.tensor([1, 3, 7, 8])).tolist() == [False, True, True, False]
+@pytest.mark.parametrize(
+    ('filters', 'probs', 'near'),
+    [
+        ({'top_k': 2}, [0.5, 0.2500005, 0.2499995], True),  # rounding may swap tokens 1 and 2, whatever u is
+        ({'top_k': 2}, [0.5, 0.3, 0.2], False),
+        ({'top_p': 0.75}, [0.5, 0.25, 0.15, 0.1], True),  # exactly at a cumulative sum of 0.5 + 0.25
+        ({'top_p': 0.65}, [0.5, 0.25, 0.15, 0.1], False),
+    ],
+)
+def test_edge_distance_knows_the_threshold_of_a_filter(filters, probs, near):
+    _, edges = draws(SamplingParams(max_new_tokens=1, **filters), logits_of(probs), 200)
+    assert float(edges.max()) < 1e-5 if near else float(edges.max()) > 0.05
 
 
 @pytest.mark.parametrize(
@@ -161,56 +149,31 @@ def test_room():
     assert SamplingParams(max_length=10).room(10) == 0
 
 
-class TestGenerationKwargs:
-    def test_known_fields(self):
-        sampling = from_generation_kwargs(
-            max_length=64,
-            do_sample=True,
-            temperature=0.8,
-            top_k=50,
-            top_p=0.9,
-            eos_token_id=[1, 2],
-            pad_token_id=3,
-            min_new_tokens=4,
-        )
-        want = SamplingParams(
-            max_length=64, temperature=0.8, top_k=50, top_p=0.9, eos_token_ids=(1, 2), pad_token_id=3, min_new_tokens=4
-        )
-        assert sampling == want and not sampling.extra
-        assert from_generation_kwargs(max_new_tokens=3, eos_token_id=7).eos_token_ids == (7,)
+def test_generation_kwargs():
+    same = {'max_length': 64, 'temperature': 0.8, 'top_k': 50, 'top_p': 0.9, 'pad_token_id': 3, 'min_new_tokens': 4}
+    sampling = from_generation_kwargs(do_sample=True, eos_token_id=[1, 2], **same)
+    assert sampling == SamplingParams(eos_token_ids=(1, 2), **same) and not sampling.extra
+    assert from_generation_kwargs(max_new_tokens=3, eos_token_id=7).eos_token_ids == (7,)
+    neutral = {'top_k': None, 'num_beams': 1, 'repetition_penalty': 1.0, 'use_cache': True, 'early_stopping': False}
+    assert from_generation_kwargs(max_new_tokens=3, bos_token_id=1, **neutral) == SamplingParams(max_new_tokens=3)
+    others = {'num_beams': 4, 'repetition_penalty': 1.2}  # which only transformers can do
+    assert dict(from_generation_kwargs(max_new_tokens=3, **others).extra) == others
+    sampling = from_generation_kwargs(byte_tokenizer(), max_new_tokens=3, stop_strings='xy')
+    assert sampling.stop([ord('x'), ord('y')]) and not sampling.stop([ord('y'), ord('x')])
 
-    def test_none_and_neutral_values_change_nothing(self):
-        given = {
-            'top_k': None,
-            'num_beams': 1,
-            'repetition_penalty': 1.0,
-            'use_cache': True,
-            'early_stopping': False,
-            'bos_token_id': 1,
-        }
-        assert from_generation_kwargs(max_new_tokens=3, **given) == SamplingParams(max_new_tokens=3)
 
-    def test_what_only_transformers_can_do_is_kept_apart(self):
-        sampling = from_generation_kwargs(max_new_tokens=3, num_beams=4, repetition_penalty=1.2)
-        assert dict(sampling.extra) == {'num_beams': 4, 'repetition_penalty': 1.2}
-
-    @pytest.mark.parametrize(
-        ('name', 'near'), [('temprature', 'temperature'), ('max_new_token', 'max_new_tokens'), ('topk', 'top_k')]
-    )
-    def test_unknown_keyword_names_the_nearest(self, name, near):
-        with pytest.raises(ValueError, match=f'{name!r} is unknown; did you mean .*{near}'):
-            from_generation_kwargs(max_new_tokens=3, **{name: 1})
-
-    def test_what_belongs_to_the_engine(self):
-        with pytest.raises(ValueError, match='num_return_sequences=4'):
-            from_generation_kwargs(max_new_tokens=3, num_return_sequences=4)
-
-    def test_stop_strings_need_a_tokenizer(self):
-        with pytest.raises(ValueError, match='needs a tokenizer'):
-            from_generation_kwargs(max_new_tokens=3, stop_strings=['x'])
-        sampling = from_generation_kwargs(byte_tokenizer(), max_new_tokens=3, stop_strings='xy')
-        assert sampling.stop is not None
-        assert sampling.stop([ord('x'), ord('y')]) and not sampling.stop([ord('y'), ord('x')])
+@pytest.mark.parametrize(
+    ('name', 'value', 'told'),
+    [
+        ('temprature', 1, "'temprature' is unknown; did you mean .*temperature"),
+        ('topk', 1, "'topk' is unknown; did you mean .*top_k"),
+        ('num_return_sequences', 4, 'num_return_sequences=4'),
+        ('stop_strings', ['x'], 'needs a tokenizer'),
+    ],
+)
+def test_generation_kwargs_that_are_refused(name, value, told):
+    with pytest.raises(ValueError, match=told):
+        from_generation_kwargs(max_new_tokens=3, **{name: value})
 
 
 def test_every_end_token_of_the_model_counts(tmp_path):

@@ -15,24 +15,20 @@ import torch
 from spawned_workers import SpawnedWorkers
 
 from chatgpt.nn import Actor
-from chatgpt.rollout import Call, SamplingParams, VLLMRemoteEngine, vllm_remote
+from chatgpt.rollout import Call, SamplingParams, VLLMRemoteEngine
 from chatgpt.rollout.ray_workers import RayWorkers
 from chatgpt.testing import tiny_causal_lm
 from chatgpt.types import Prompt
 
 pytestmark = pytest.mark.system
 
-STAND_IN = Path(__file__).parent / 'stand_in'
 SAMPLING = SamplingParams(max_new_tokens=6, eos_token_ids=(2,))
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def cluster(stand_in: Path) -> Iterator[Any]:
     ray = pytest.importorskip('ray')
     before = dict(os.environ)
-    monkeypatch.syspath_prepend(STAND_IN)
-    monkeypatch.setattr(vllm_remote, 'SENT_FROM', ('cuda', 'cpu'))
-    monkeypatch.setenv('VLLM_ENABLE_V1_MULTIPROCESSING', '0')
     ray.init(
         'local',
         num_cpus=2,
@@ -41,14 +37,12 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         object_store_memory=80 << 20,
         log_to_driver=False,
         logging_level='error',
-        runtime_env={'env_vars': {'PYTHONPATH': os.pathsep.join([str(STAND_IN), *sys.path])}},
+        runtime_env={'env_vars': {'PYTHONPATH': os.pathsep.join([str(stand_in), *sys.path])}},
     )
     yield ray
     ray.shutdown()
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
-    for name in [n for n in sys.modules if n.split('.')[0] == 'vllm']:
-        del sys.modules[name]
 
 
 def two_versions(engine: VLLMRemoteEngine, between: Callable[[], None] = lambda: None) -> list[Any]:
@@ -68,6 +62,9 @@ def two_versions(engine: VLLMRemoteEngine, between: Callable[[], None] = lambda:
 
 
 def test_two_actors_with_two_gpus_each_take_two_versions_and_one_dies(cluster):
+    with VLLMRemoteEngine(RayWorkers(1, resources={'GPU': 8})) as engine:
+        with pytest.raises(ValueError, match=r'1 rollout worker with .*8 GPU each do not fit'):
+            engine.begin(Actor(tiny_causal_lm('gpt2')))
     workers = RayWorkers(2, resources={'GPU': 2})
     with VLLMRemoteEngine(workers, weight_transfer='nccl') as engine:
 
@@ -86,9 +83,3 @@ def test_two_actors_with_two_gpus_each_take_two_versions_and_one_dies(cluster):
     with VLLMRemoteEngine(SpawnedWorkers(2, {'GPU': 2}), weight_transfer='store') as engine:
         assert two_versions(engine) == by_transfer
     assert [version for _, version, *_ in by_transfer] == [1] * 6 + [2] * 6
-
-
-def test_gpus_that_no_node_has_are_named(cluster):
-    with VLLMRemoteEngine(RayWorkers(1, resources={'GPU': 8})) as engine:
-        with pytest.raises(ValueError, match=r'1 rollout worker with .*8 GPU each do not fit'):
-            engine.begin(Actor(tiny_causal_lm('gpt2')))

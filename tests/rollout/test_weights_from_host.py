@@ -80,10 +80,8 @@ def test_workers_have_the_whole_policy(engine_kind, tensor_parallel, lora_rank):
     alone, local = actor(lora_rank), LocalEngine()
     with torch.no_grad():
         local.begin(alone.eval())
-        expected = [
-            (s.index, s.response_ids.tolist())
-            for s in local.generate(Call.of(prompts(), GREEDY, seed=0, indices=range(6)))
-        ]
+        samples = local.generate(Call.of(prompts(), GREEDY, seed=0, indices=range(6)))
+        expected = [(s.index, s.response_ids.tolist()) for s in samples]
         local.end()
     results = run_distributed(of_a_rank, 2, engine_kind, tensor_parallel, lora_rank)
     share = 6 if tensor_parallel == 2 else 3  # processes that hold a model together have the same prompts

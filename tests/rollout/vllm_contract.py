@@ -174,24 +174,8 @@ def facts_of_class(node: ast.ClassDef, methods: tuple[str, ...]) -> dict[str, An
                     fields.append(n.attr)
     return {
         'fields': sorted(set(fields) - set(constant)),
-        'required_fields': sorted(
-            n.target.id
-            for n in node.body
-            if isinstance(n, ast.AnnAssign)
-            and isinstance(n.target, ast.Name)
-            and n.target.id not in constant
-            and (n.value is None or _is_field_without_default(n.value))
-        ),
         'methods': found,
     }
-
-
-def _is_field_without_default(value: ast.expr) -> bool:
-    return (
-        isinstance(value, ast.Call)
-        and ast.unparse(value.func) == 'field'
-        and not {k.arg for k in value.keywords} & {'default', 'default_factory'}
-    )
 
 
 def _calls_in_order(node: ast.AST, wanted: tuple[str, ...]) -> list[str]:
@@ -216,7 +200,7 @@ def facts(source: Path) -> dict[str, Any]:
 
     objects: dict[str, Any] = {}
     for name, places in OBJECTS.items():
-        merged: dict[str, Any] = {'files': [], 'fields': [], 'required_fields': [], 'methods': {}}
+        merged: dict[str, Any] = {'files': [], 'fields': [], 'methods': {}}
         for path, class_name, methods in places:
             tree = module(path)
             node = find(tree, class_name) if tree is not None else None
@@ -225,7 +209,6 @@ def facts(source: Path) -> dict[str, Any]:
             own = facts_of_class(node, methods)
             merged['files'].append(path)
             merged['fields'] = sorted(set(merged['fields']) | set(own['fields']))
-            merged['required_fields'] = sorted(set(merged['required_fields']) | set(own['required_fields']))
             merged['methods'] = own['methods'] | merged['methods']
         if merged['files']:
             objects[name] = merged
@@ -236,10 +219,7 @@ def facts(source: Path) -> dict[str, Any]:
         if node is not None:
             steps[what] = {'file': path, 'in': name, 'order': _calls_in_order(node, wanted)}
     return {
-        'version': _metadata(files, 'Version'),
-        'requires': sorted(
-            r for r in _all_metadata(files, 'Requires-Dist') if r.startswith(('torch=', 'transformers'))
-        ),
+        'version': _version(files),
         'objects': objects,
         'exports': {p: sorted(_exported(tree)) for p in EXPORTS if (tree := module(p)) is not None},
         'choices': {n: _strings(tree, t) for n, (p, t) in CHOICES.items() if (tree := module(p)) is not None},
@@ -264,13 +244,9 @@ def _strings(tree: ast.Module, target: str) -> list[str]:
     return []
 
 
-def _all_metadata(files: dict[str, str], key: str) -> list[str]:
+def _version(files: dict[str, str]) -> str | None:
     text = next((t for p, t in files.items() if p.endswith('METADATA')), '')
-    return [line.split(': ', 1)[1] for line in text.splitlines() if line.startswith(f'{key}: ')]
-
-
-def _metadata(files: dict[str, str], key: str) -> str | None:
-    return next(iter(_all_metadata(files, key)), None)
+    return next((line.split(': ', 1)[1] for line in text.splitlines() if line.startswith('Version: ')), None)
 
 
 if __name__ == '__main__':

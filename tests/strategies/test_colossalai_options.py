@@ -31,6 +31,7 @@ from chatgpt.strategies.colossalai.engines import UpstreamScaler, rank_range
         ({'gpu_margin_mem_ratio': 1.5, 'placement_policy': 'auto'}, 'ratio=1.5 must lie between 0 and 1'),
         ({'precision': 'bf16', 'initial_scale': 8}, "initial_scale=8 scales the loss under precision='fp16', not"),
         ({'max_norm': -1.0}, 'max_norm=-1.0 must not be negative'),
+        ({'stage': 2, 'stream_blocks': True}, 'only stage=3 can stream'),
     ],
 )
 def test_options_that_cannot_be_honoured(options, text):

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
+from chatgpt.batching import collate
 from chatgpt.nn import Actor, GPTActor
 from chatgpt.rollout.local.cpu_speed import PackedModules
 from chatgpt.strategies import FSDPStrategy
@@ -14,11 +16,10 @@ from chatgpt.testing import tiny_causal_lm
 from chatgpt.testing.conformance import BF16, FP32, all_checks, run_conformance
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
+from chatgpt.types import Sequence
 
 
 def conform(folder: str, precision: str, cpu_offload: bool) -> dict[str, str]:
-    from chatgpt.strategies import FSDPStrategy
-
     tolerance = FP32 if precision == 'fp32' else BF16
     return run_conformance(
         lambda: FSDPStrategy(precision=precision, cpu_offload=cpu_offload, device='cpu'),
@@ -38,14 +39,9 @@ def test_conformance(world_size, precision, cpu_offload, tmp_path):
         assert set(results.values()) == {'passed'}, results
 
 
-def block_forwards(world_size: int) -> dict[bool, tuple[int, float]]:
+def block_forwards() -> dict[bool, tuple[int, float]]:
     """By `activation_checkpointing`: how often a block's MLP computes in one forward and backward, and the gradient
     norm."""
-    from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
-
-    from chatgpt.batching import collate
-    from chatgpt.types import Sequence
-
     calls, original = list[int](), GPT2MLP.forward
 
     def counted(self: Any, *args: Any) -> Any:
@@ -63,44 +59,28 @@ def block_forwards(world_size: int) -> dict[bool, tuple[int, float]]:
                 actor, optimizer = strategy.prepare((actor, torch.optim.AdamW(actor.parameters())))
                 calls.clear()
                 with strategy.accumulate(actor, last=True):
-                    strategy.backward(actor(batch).logprobs.sum() / world_size, actor, optimizer)
+                    strategy.backward(actor(batch).logprobs.sum(), actor, optimizer)
                 results[recompute] = len(calls), strategy.optimizer_step(optimizer)
     finally:
         GPT2MLP.forward = original  # type: ignore[method-assign]
     return results
 
 
-@pytest.mark.parametrize('world_size', [1, 2])
-def test_each_block_computes_twice(world_size):
-    for results in run_distributed(block_forwards, world_size, world_size):
+def test_each_block_computes_twice():
+    for results in run_distributed(block_forwards, 2):
         (plain_calls, plain_norm), (calls, norm) = results[False], results[True]
         assert (plain_calls, calls) == (3, 6)
         assert norm == pytest.approx(plain_norm, rel=1e-5)
 
 
-def refusal() -> tuple[str, str]:
-    """What `prepare` says of a trained model that cannot recompute; a frozen one passes."""
-    with FSDPStrategy(device='cpu', activation_checkpointing=True) as strategy:
-        strategy.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4)))
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4))
-        try:
-            strategy.prepare((model, torch.optim.AdamW(model.parameters())))
-        except ValueError as error:
-            return type(error).__name__, str(error)
-    return '', ''
-
-
-def test_a_model_that_cannot_recompute_is_refused():
-    (said,) = run_distributed(refusal, 1)
-    assert said == (
-        'ValueError',
-        'activation_checkpointing: Sequential has no model that can recompute its activations',
-    )
-
-
 def before_within_after() -> tuple[bool, int, int]:
     """Whether the sharded weights stand as they were while a copy is made and after it; modules that the local engine
     runs packed, and those that it could."""
+    with FSDPStrategy(device='cpu', activation_checkpointing=True) as strategy:
+        strategy.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4)))  # frozen
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        with pytest.raises(ValueError, match='Sequential has no model that can recompute its activations'):
+            strategy.prepare((model, torch.optim.AdamW(model.parameters())))
     with FSDPStrategy(device='cpu', precision='fp32') as strategy:
         actor = Actor(tiny_causal_lm('gpt2'), lora_rank=2)
         with torch.no_grad():
@@ -110,13 +90,12 @@ def before_within_after() -> tuple[bool, int, int]:
         optimizer = torch.optim.AdamW([p for p in actor.parameters() if p.requires_grad])
         actor, optimizer = strategy.prepare((actor, optimizer))
 
-        def weights() -> dict[str, torch.Tensor]:
-            return {n: p.to_local().detach().clone() for n, p in strategy.unwrap(actor).named_parameters()}
+        shards = {n: p.to_local().detach() for n, p in strategy.unwrap(actor).named_parameters()}
+        before = {n: t.clone() for n, t in shards.items()}
 
         def unchanged() -> bool:
-            return all(torch.equal(before[name], now) for name, now in weights().items())
+            return all(torch.equal(before[n], t) for n, t in shards.items())
 
-        before = weights()
         with strategy.full_model(actor) as full:
             packed = PackedModules(full)
             within = unchanged()
@@ -125,7 +104,7 @@ def before_within_after() -> tuple[bool, int, int]:
         return within and unchanged(), replaced, len(packed.modules)
 
 
-def test_generating_moves_no_adapter():
+def test_a_model_that_cannot_recompute_is_refused_and_generating_moves_no_adapter():
     ((stands, replaced, packable),) = run_distributed(before_within_after, 1, init_group=True)
     assert stands
     assert replaced == packable > 4  # folded adapters take no part: their layers decode like plain ones

@@ -59,15 +59,12 @@ def test_a_trained_model_given_bare_too_stays_trained(strategy):
     assert strategy.prepare((model, optimizer)) == (model, optimizer)
 
 
-@pytest.mark.parametrize('item', [3, 'actor.pt', {'model': nn.Linear(1, 1)}])
-def test_what_cannot_be_prepared(strategy, item):
+def test_what_cannot_be_prepared(strategy):
     frozen = nn.Linear(1, 1)
-    with pytest.raises(ValueError, match=f'cannot prepare a {type(item).__name__}'):
-        strategy.prepare(frozen, [item])
-    assert frozen.weight.requires_grad  # nothing was touched
-
-
-def test_optimizer_of_another_model(strategy):
+    for item in (3, 'actor.pt', {'model': nn.Linear(1, 1)}):
+        with pytest.raises(ValueError, match=f'cannot prepare a {type(item).__name__}'):
+            strategy.prepare(frozen, [item])
+        assert frozen.weight.requires_grad  # nothing was touched
     with pytest.raises(ValueError, match=r'2 parameter\(s\) in group 0 of SGD do not belong to the Linear'):
         strategy.prepare((nn.Linear(1, 1), torch.optim.SGD(nn.Linear(1, 1).parameters())))
     one, two = nn.Linear(1, 1), nn.Linear(1, 1)
@@ -85,7 +82,6 @@ def test_seed_and_precision():
     assert values[0] == values[1] != values[2]
     with pytest.raises(ValueError, match="precision='fp8' is not one of 'auto', 'fp32', 'bf16', 'fp16'"):
         NaiveStrategy(precision='fp8')
-    assert NaiveStrategy(precision='bf16', device='cpu').numerics.dtype is torch.bfloat16
     with pytest.raises(ValueError, match="op='product'"):
         NaiveStrategy(device='cpu').all_reduce(torch.ones(1), op='product')
 
@@ -165,45 +161,35 @@ def test_full_model_merges_lora_and_restores_bits(precision, with_16_bits):
         folded = {n: t.clone() for n, t in merged_state_dict(model).items()}
         name = 'blocks.0.up.weight'
         assert not torch.equal(before[name], folded[name])
-        with strategy.full_model(model) as full:
+        with pytest.raises(KeyError), strategy.full_model(model) as full:
             assert (full is model) == (precision == 'fp32')
             assert torch.equal(full.get_parameter(name), folded[name].to(strategy.numerics.dtype))
             assert full.temperature.dtype is torch.float32 and not full.training
             assert full.head.weight is full.embed.weight
             if precision == 'bf16':  # a second folding of the copy must not add the adapter again
                 assert torch.equal(merged_state_dict(full)[name], folded[name].bfloat16())
+            raise KeyError  # what was changed is restored then, too
         assert {n: torch.equal(t, before[n]) for n, t in model.state_dict().items()} == dict.fromkeys(before, True)
         assert model.training and not model.blocks[0].training and has_lora(model)
-
-
-def test_full_model_restores_after_an_exception(strategy):
-    model, _ = pair(strategy)
-    with pytest.raises(KeyError), strategy.full_model(model):
-        raise KeyError
-    assert model.training
 
 
 # --- files
 
 
-class Malicious:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return (os.mkdir, (self.path,))
-
-
-@pytest.mark.parametrize('kind', ['model', 'optimizer'])
-def test_a_malicious_pickle_runs_nothing(strategy, tmp_path, kind):
-    model, optimizer = pair(strategy)
+def test_a_malicious_pickle_runs_nothing(strategy, tmp_path):
     trap = tmp_path / 'sprung'
-    evil = Malicious(str(trap))
+
+    class Malicious:
+        def __reduce__(self):
+            return (os.mkdir, (str(trap),))
+
+    model, optimizer = pair(strategy)
+    evil = Malicious()
     torch.save({'meta': {}, 'state': {'x': evil}, 'embed.weight': evil}, tmp_path / 'evil.pt')
-    load, thing = (strategy.load_model, model) if kind == 'model' else (strategy.load_optimizer, optimizer)
-    with pytest.raises(CheckpointError, match='evil.pt: a pickle that holds more than tensors.*save_file'):
-        load(thing, tmp_path / 'evil.pt')
-    assert not trap.exists()
+    for load, thing in ((strategy.load_model, model), (strategy.load_optimizer, optimizer)):
+        with pytest.raises(CheckpointError, match='evil.pt: a pickle that holds more than tensors.*save_file'):
+            load(thing, tmp_path / 'evil.pt')
+        assert not trap.exists()
     torch.load(tmp_path / 'evil.pt', weights_only=False)  # the trap works
     assert trap.exists()
 
@@ -226,14 +212,13 @@ def test_model_files_are_plain(strategy, tmp_path):
     assert torch.load(tmp_path / 'half.pt', weights_only=True)['norm.weight'].dtype is torch.float32
 
 
-@pytest.mark.parametrize('name', ['model.pt', 'model.safetensors'])
-def test_damaged_files_are_refused_by_name(strategy, tmp_path, name):
+def test_damaged_files_are_refused_by_name(strategy, tmp_path):
     model, _ = pair(strategy)
-    path = tmp_path / name
-    strategy.save_model(model, path)
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(CheckpointError, match=name):
-        strategy.load_model(model, path)
+    for path in (tmp_path / 'model.pt', tmp_path / 'model.safetensors'):
+        strategy.save_model(model, path)
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        with pytest.raises(CheckpointError, match=path.name):
+            strategy.load_model(model, path)
 
 
 def test_a_failed_write_leaves_the_old_file(strategy, tmp_path, monkeypatch):
@@ -257,12 +242,9 @@ def test_mismatch_messages(strategy):
     model, _ = pair(strategy)
     state = {n: t for n, t in model.state_dict().items() if n not in ('norm.weight', 'norm.bias')}
     state |= {'extra': torch.zeros(1), 'blocks.1.up.bias': torch.zeros(3)}
-    with pytest.raises(CheckpointMismatch) as caught:
+    told = r'missing norm.weight, norm.bias; unexpected extra; wrong shape blocks.1.up.bias: .*\(3,\), model \(14,\)'
+    with pytest.raises(CheckpointMismatch, match=told):
         strategy.load_model_pieces(model, DictReader(state))
-    assert str(caught.value) == (
-        'the checkpoint does not fit: missing norm.weight, norm.bias; unexpected extra; '
-        'wrong shape blocks.1.up.bias: checkpoint (3,), model (14,)'
-    )
     del state['blocks.1.up.bias']
     with pytest.warns(UserWarning, match=r'loaded 13 of 16 tensors: missing .*blocks.1.up.bias.*unexpected extra'):
         strategy.load_model_pieces(model, DictReader(state), strict=False)
@@ -318,9 +300,7 @@ def test_optimizer_of_another_model_is_refused(strategy, tmp_path):
         strategy.load_optimizer(small_optimizer, tmp_path / 'o.pt')
     narrow = TinyPolicy(width=5)
     narrow, narrow_optimizer = strategy.prepare((narrow, torch.optim.AdamW(narrow.parameters())))
-    with pytest.raises(
-        CheckpointMismatch, match=r'embed.weight/exp_avg: wrong shape: checkpoint \(13, 7\), parameter \(13, 5\)'
-    ):
+    with pytest.raises(CheckpointMismatch, match=r'embed.weight/exp_avg: wrong shape: .*\(13, 7\).*\(13, 5\)'):
         strategy.load_optimizer(narrow_optimizer, tmp_path / 'o.pt')
     strategy.save_model(model, tmp_path / 'm.pt')
     with pytest.raises(CheckpointMismatch, match='m.pt: expected a saved optimizer'):
@@ -343,9 +323,7 @@ def test_other_optimizers_states(strategy, tmp_path):
         strategy.load_optimizer(other_optimizer, tmp_path / 'o.pt')
         take_step(strategy, model, optimizer)
         take_step(strategy, other, other_optimizer)
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)), type(
-            optimizer
-        )
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def test_a_strided_parameter_loads(strategy):
