@@ -207,9 +207,6 @@ def test_model_files_are_plain(strategy, tmp_path):
     strategy.load_model(other, tmp_path / 'model.safetensors')
     assert torch.equal(other.head.weight, model.embed.weight)
     assert sorted(p.name for p in tmp_path.iterdir()) == ['model.safetensors', 'new']  # no temporary files
-    half = copy.deepcopy(model).bfloat16()
-    strategy.save_model(half, tmp_path / 'half.pt')
-    assert torch.load(tmp_path / 'half.pt', weights_only=True)['norm.weight'].dtype is torch.float32
 
 
 def test_damaged_files_are_refused_by_name(strategy, tmp_path):
@@ -236,18 +233,6 @@ def test_a_failed_write_leaves_the_old_file(strategy, tmp_path, monkeypatch):
         save(thing, path)
         assert path.read_bytes() != old
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_mismatch_messages(strategy):
-    model, _ = pair(strategy)
-    state = {n: t for n, t in model.state_dict().items() if n not in ('norm.weight', 'norm.bias')}
-    state |= {'extra': torch.zeros(1), 'blocks.1.up.bias': torch.zeros(3)}
-    told = r'missing norm.weight, norm.bias; unexpected extra; wrong shape blocks.1.up.bias: .*\(3,\), model \(14,\)'
-    with pytest.raises(CheckpointMismatch, match=told):
-        strategy.load_model_pieces(model, DictReader(state))
-    del state['blocks.1.up.bias']
-    with pytest.warns(UserWarning, match=r'loaded 13 of 16 tensors: missing .*blocks.1.up.bias.*unexpected extra'):
-        strategy.load_model_pieces(model, DictReader(state), strict=False)
 
 
 # --- optimizer states
@@ -298,10 +283,6 @@ def test_optimizer_of_another_model_is_refused(strategy, tmp_path):
     small, small_optimizer = strategy.prepare((small, torch.optim.AdamW(small.parameters())))
     with pytest.raises(CheckpointMismatch, match=r'unexpected blocks.1.down.bias'):
         strategy.load_optimizer(small_optimizer, tmp_path / 'o.pt')
-    narrow = TinyPolicy(width=5)
-    narrow, narrow_optimizer = strategy.prepare((narrow, torch.optim.AdamW(narrow.parameters())))
-    with pytest.raises(CheckpointMismatch, match=r'embed.weight/exp_avg: wrong shape: .*\(13, 7\).*\(13, 5\)'):
-        strategy.load_optimizer(narrow_optimizer, tmp_path / 'o.pt')
     strategy.save_model(model, tmp_path / 'm.pt')
     with pytest.raises(CheckpointMismatch, match='m.pt: expected a saved optimizer'):
         strategy.load_optimizer(optimizer, tmp_path / 'm.pt')
