@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import sys
 
-import torch
+from experience_samples import sample
 
+from chatgpt.strategies import DDPStrategy
 from chatgpt.testing.processes import run_distributed
-from chatgpt.types import Sample
+from chatgpt.trainer.experience import FunctionScorer
 
 
 async def lengths(prompts: list[str], responses: list[str]) -> list[float]:
@@ -22,26 +23,8 @@ def leaves(prompts: list[str], responses: list[str]) -> list[float]:
 
 def scored() -> tuple[list[float], str]:
     """This rank's scores by a coroutine function, and what an exit came to."""
-    from chatgpt.strategies import DDPStrategy
-    from chatgpt.trainer.experience import FunctionScorer
-
     with DDPStrategy(device='cpu') as strategy:
-        zeros = torch.zeros(1)
-        samples = [
-            Sample(
-                index=i,
-                group=i,
-                prompt_ids=torch.tensor([1]),
-                response_ids=torch.tensor([2]),
-                response_mask=torch.tensor([True]),
-                logprobs=zeros,
-                filtered_logprobs=zeros,
-                edge_distances=zeros,
-                finish_reason='eos',
-                response_text='x' * i,
-            )
-            for i in (strategy.rank, strategy.rank + 2)
-        ]
+        samples = [sample(i, response_text='x' * i) for i in (strategy.rank, strategy.rank + 2)]
         numbers = [float(s) for _ in range(2) for s in FunctionScorer(lengths).score(samples, strategy)]
         try:
             FunctionScorer(leaves).score(samples, strategy)

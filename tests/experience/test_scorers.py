@@ -2,14 +2,19 @@
 
 import asyncio
 import sys
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from experience_samples import sample
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import nn
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from chatgpt.data.examples import Demonstration
+from chatgpt.data.tokenize import tokenize_again, tokenize_demonstration
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.trainer.experience import (
     FunctionScorer,
@@ -24,21 +29,9 @@ from chatgpt.types import Batch, Sample
 
 
 def make(index: int, response: str = 'ab', ended: bool = True, **columns) -> Sample:
-    n = len(response) + 1
-    return Sample(
-        index=index,
-        group=index,
-        prompt_ids=torch.tensor([1, 2]),
-        response_ids=torch.arange(n) + 3,
-        response_mask=torch.ones(n, dtype=torch.bool),
-        logprobs=torch.zeros(n),
-        filtered_logprobs=torch.zeros(n),
-        edge_distances=torch.zeros(n),
-        finish_reason='eos' if ended else 'length',
-        prompt_text=f'prompt {index}',
-        response_text=response,
-        columns=columns,
-    )
+    ids = range(3, 4 + len(response))
+    texts = {'prompt_text': f'prompt {index}', 'response_text': response, 'columns': columns}
+    return sample(index, ids, ended=ended, **texts)
 
 
 @pytest.fixture
@@ -47,27 +40,18 @@ def strategy():
         yield s
 
 
-def test_function_sees_prompts_responses_and_columns(strategy):
-    seen = {}
-
-    def fn(prompts, responses, **columns):
-        seen.update(prompts=prompts, responses=responses, **columns)
+def test_function_sees_prompts_responses_and_the_columns_that_it_takes(strategy):
+    def takes_all(prompts, responses, **columns):
+        assert (prompts, responses) == (['prompt 0', 'prompt 1'], ['a', 'bcd'])
+        assert columns == {'answer': ['a', 'y'], 'other': [1, 2]}
         return [float(len(r)) for r in responses]
 
-    samples = [make(0, 'a', answer='x'), make(1, 'bcd', answer='y')]
-    assert FunctionScorer(fn).score(samples, strategy) == [1.0, 3.0]
-    assert seen == {'prompts': ['prompt 0', 'prompt 1'], 'responses': ['a', 'bcd'], 'answer': ['x', 'y']}
-
-
-def test_function_without_kwargs_gets_the_columns_it_names(strategy):
-    def fn(prompts, responses, answer):
+    def names_one(prompts, responses, answer):
         return [1.0 if r == a else 0.0 for r, a in zip(responses, answer, strict=True)]
 
-    samples = [make(0, 'a', answer='a', other=1), make(1, 'b', answer='c', other=2)]
-    assert FunctionScorer(fn).score(samples, strategy) == [1.0, 0.0]
-
-
-def test_dense_scores(strategy):
+    samples = [make(0, 'a', answer='a', other=1), make(1, 'bcd', answer='y', other=2)]
+    assert FunctionScorer(takes_all).score(samples, strategy) == [1.0, 3.0]
+    assert FunctionScorer(names_one).score(samples, strategy) == [1.0, 0.0]
     scores = FunctionScorer(lambda prompts, responses: [[0.0, 1.0, 2.0]]).score([make(0, 'ab')], strategy)
     assert torch.equal(scores[0], torch.tensor([0.0, 1.0, 2.0]))
 
@@ -77,8 +61,7 @@ def raises(prompts, responses):
 
 
 def hangs(prompts, responses):
-    time.sleep(5)
-    return [0.0] * len(responses)
+    threading.Event().wait(5)
 
 
 @pytest.mark.parametrize(
@@ -91,14 +74,11 @@ def hangs(prompts, responses):
         (lambda p, r: [1.0, None], r'returned None for sample 8'),
         (lambda p, r: 3.0, r'returned float; return a list'),
         (lambda p, r: '10', r'returned a str; return a list'),
-        (lambda p, r: b'10', r'returned a bytes; return a list'),
         (lambda p, r: {1: 'a', 2: 'b'}, r'returned a dict; return a list'),
         (lambda p, r: {1.0, 2.0}, r'returned a set; return a list'),
-        (lambda p, r: ['1', '2'], r"returned '1' for sample 7 \('prompt 7'\); return a number"),
         (lambda p, r: ['abc', 'abc'], r"returned 'abc' for sample 7 \('prompt 7'\); return a number"),
         (lambda p, r: [['1', '2', '3'], [0.0] * 3], r"returned '1' for sample 7 \('prompt 7'\); return a number"),
         (lambda p, r: [[None, 1.0, 1.0], [0.0] * 3], r'returned None for sample 7 .*; return a number'),
-        (lambda p, r: [{'score': 1.0}] * 2, r"returned \{'score': 1.0\} for sample 7 \('prompt 7'\); return a number"),
         (lambda p, r: [[1.0], [1.0, 2.0, 3.0]], r'1 token scores for sample 7 .*, whose response has 3 tokens'),
     ],
 )
@@ -184,20 +164,17 @@ def test_a_coroutine_function_is_awaited(fn, timeout, strategy):
     assert as_scorer([(2.0, fn)], timeout_s=timeout).score(samples, strategy) == [2.0, 6.0]
 
 
-def test_a_coroutine_is_awaited_where_a_loop_runs_already(strategy):
-    async def notebook():
-        return FunctionScorer(slow_length).score([make(0, 'ab')], strategy)
-
-    assert asyncio.run(notebook()) == [2.0]
-
-
-def test_all_calls_of_coroutines_share_a_loop(strategy):
+def test_all_calls_of_coroutines_share_a_loop_where_one_runs_already_too(strategy):
     loops = []
 
     async def fn(prompts, responses):
         loops.append(asyncio.get_running_loop())
         return [0.0] * len(responses)
 
+    async def notebook():
+        return FunctionScorer(slow_length).score([make(0, 'ab')], strategy)
+
+    assert asyncio.run(notebook()) == [2.0]
     for timeout in (None, None, 5.0):
         FunctionScorer(fn, timeout_s=timeout).score([make(0)], strategy)
     assert loops[0] is loops[1] is loops[2] and not loops[0].is_closed()
@@ -215,6 +192,13 @@ def test_model_scores_do_not_depend_on_the_micro_batches(strategy):
     whole = RewardModelScorer(LastId()).score(samples, strategy)
     cut = RewardModelScorer(LastId(), max_tokens_per_batch=8).score(samples, strategy)
     assert whole == cut == [4.0, 8.0, 5.0]
+
+    class Broken(LastId):
+        def forward(self, batch: Batch) -> torch.Tensor:
+            return super().forward(batch) * float('nan')
+
+    with pytest.raises(RewardFunctionError, match='the reward model gave nan for sample 0'):
+        RewardModelScorer(Broken()).score(samples, strategy)
 
 
 class Letters:
@@ -240,15 +224,8 @@ def test_a_reward_model_with_another_tokenizer_reads_text(strategy):
 def ended_twice() -> Any:
     """A tokenizer that writes a begin token before every text and an end token after it, and a space before its first
     word."""
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    words = {
-        w: i
-        for i, w in enumerate(
-            ['<pad>', '<s>', '</s>', '\u2581', *(f'\u2581{w}' for w in ('one', 'day', 'fox')), *'onedayfx,.']
-        )
-    }
+    all_words = ['<pad>', '<s>', '</s>', '\u2581', *(f'\u2581{w}' for w in ('one', 'day', 'fox')), *'onedayfx,.']
+    words = {w: i for i, w in enumerate(all_words)}
     tokenizer = Tokenizer(models.BPE(vocab=dict.fromkeys(words, 0) | {w: i for i, w in enumerate(words)}, merges=[]))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend('\u2581'), normalizers.Replace(' ', '\u2581')])
     tokenizer.pre_tokenizer = pre_tokenizers.Split('\u2581', 'merged_with_next')
@@ -259,8 +236,6 @@ def ended_twice() -> Any:
 
 
 def shared_tokenizer(name: str) -> Any:
-    from transformers import AutoTokenizer
-
     folder = Path(__file__).resolve().parents[3] / 'shared' / 'models' / name
     if not folder.is_dir():
         pytest.skip(f'needs {folder.name} of the shared models')
@@ -269,22 +244,10 @@ def shared_tokenizer(name: str) -> Any:
 
 @pytest.mark.parametrize('which', ['ends by itself', 'gpt2_tokenizer', 'stories260K'])
 def test_a_reward_model_with_another_tokenizer_is_scored_on_the_tokens_of_its_training(which):
-    from chatgpt.data.examples import Demonstration
-    from chatgpt.data.tokenize import tokenize_again, tokenize_demonstration
-
     tokenizer = ended_twice() if which == 'ends by itself' else shared_tokenizer(which)
-    pairs = [
-        ('one day', ' fox.'),
-        ('one day', 'fox.'),
-        ('one day ', 'fox'),
-        ('one day, one', 'day fox'),
-        ('', 'one fox.'),
-        ('one', 'ed'),
-    ]
-    for prompt, response in pairs:
-        sample = make(0, response)
-        sample.prompt_text = prompt
-        read = tokenize_again(sample.prompt_text, sample.response_text, sample.ended, tokenizer)
+    pairs = [('one day', ' fox.'), ('one day', 'fox.'), ('one day ', 'fox'), ('one day, one', 'day fox')]
+    for prompt, response in [*pairs, ('', 'one fox.'), ('one', 'ed')]:
+        read = tokenize_again(prompt, response, True, tokenizer)
         ids = [*read.prompt_ids.tolist(), *read.response_ids.tolist()]
         trained = tokenize_demonstration(Demonstration(prompt=prompt, response=response), tokenizer)
         assert ids == [*trained.prompt_ids.tolist(), *trained.response_ids.tolist()]
@@ -294,27 +257,9 @@ def test_a_reward_model_with_another_tokenizer_is_scored_on_the_tokens_of_its_tr
             whole = tokenizer(prompt + response, add_special_tokens=False)['input_ids']
             assert ids == [*begin, *whole, tokenizer.eos_token_id]  # one text
         # Negative control: the parts apart, each with what the tokenizer adds.
-        apart = [
-            *tokenizer(prompt)['input_ids'],
-            *tokenizer(response, add_special_tokens=False)['input_ids'],
-            tokenizer.eos_token_id,
-        ]
-        if which == 'ends by itself':
-            assert ids != apart
-    sample.finish_reason = 'length'
-    assert (
-        tokenize_again(sample.prompt_text, sample.response_text, sample.ended, tokenizer).response_ids[-1]
-        != tokenizer.eos_token_id
-    )
-
-
-def test_a_reward_model_that_gives_nan_is_an_error(strategy):
-    class Broken(nn.Module):
-        def forward(self, batch: Batch) -> torch.Tensor:
-            return torch.full((batch.num_sequences,), float('nan'))
-
-    with pytest.raises(RewardFunctionError, match='the reward model gave nan for sample 0'):
-        RewardModelScorer(Broken()).score([make(0)], strategy)
+        apart = [*tokenizer(prompt)['input_ids'], *tokenizer(response, add_special_tokens=False)['input_ids']]
+        assert which != 'ends by itself' or ids != [*apart, tokenizer.eos_token_id]
+    assert tokenize_again(prompt, response, False, tokenizer).response_ids[-1] != tokenizer.eos_token_id
 
 
 class FakePipeline:
@@ -331,9 +276,8 @@ class FakePipeline:
 
 
 def test_pipeline(strategy):
-    assert PipelineScorer(FakePipeline(), label='POSITIVE').score([make(0, 'ab')], strategy) == [
-        len('prompt 0ab') / 100
-    ]
+    scores = PipelineScorer(FakePipeline(), label='POSITIVE').score([make(0, 'ab')], strategy)
+    assert scores == [len('prompt 0ab') / 100]
     with pytest.raises(ValueError, match='has labels .* say whose score counts'):
         PipelineScorer(FakePipeline())
     with pytest.raises(ValueError, match="no label 'JOY'"):
@@ -354,11 +298,7 @@ def test_weighted_list_adds_and_puts_sequence_scores_at_the_last_token_that_coun
         (3, 'reward_model must be'),
         ([lambda p, r: [1.0]], r'holds \(weight, reward\) pairs'),
         ([], 'at least one'),
-        (
-            nn.Bilinear,
-            r"^Bilinear is a class with arguments of its own \(missing a required argument: 'in1_features'\); give an "
-            r'object',
-        ),
+        (nn.Bilinear, '^Bilinear is a class with arguments of its own .*in1_features.*; give an object'),
         (list, '^list is a class whose objects cannot be called as fn'),
     ],
 )

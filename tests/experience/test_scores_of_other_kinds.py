@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from experience_samples import sample
 from torch import nn
 
 from chatgpt.data.formats import is_for_encoder_decoder, note_model
@@ -15,7 +16,6 @@ from chatgpt.launch.inputs import reward_model_inputs
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing import char_tokenizer, encoder_decoder_tokenizer, tiny_config
 from chatgpt.trainer.experience.scorers import RewardModelScorer
-from chatgpt.types import Sample
 
 
 class Rows(nn.Module):
@@ -32,35 +32,18 @@ class Rows(nn.Module):
         return torch.zeros(batch.num_sequences)
 
 
-def sample(prompt: str, response: str, *, ended: bool = True) -> Sample:
-    ids = torch.tensor([40, 41])
-    nothing = torch.zeros(2)
-    return Sample(
-        index=0,
-        group=0,
-        prompt_ids=torch.tensor([50]),
-        response_ids=ids,
-        response_mask=torch.ones(2, dtype=torch.bool),
-        logprobs=nothing,
-        filtered_logprobs=nothing,
-        edge_distances=nothing,
-        finish_reason='eos' if ended else 'length',
-        prompt_text=prompt,
-        response_text=response,
-    )
-
-
 @pytest.mark.parametrize(
-    ('family', 'given', 'options', 'row', 'actions'),
+    ('family', 'prompt', 'response', 'ended', 'options', 'row', 'actions'),
     [
-        ('t5', sample('ab', 'cd'), {}, [6, 7, 2, 8, 9, 2], 3),
-        ('t5', sample('ab', 'cd', ended=False), {}, [6, 7, 2, 8, 9], 2),
-        ('bart', sample('ab', 'cd'), {}, [1, 6, 7, 2, 1, 8, 9, 2], 4),
-        ('t5', sample('abcd', 'a'), {'max_length': 3}, [8, 9, 2, 6, 2], 2),
-        ('t5', sample('ab', '', ended=False), {}, [6, 7, 2, 2], 1),
+        ('t5', 'ab', 'cd', True, {}, [6, 7, 2, 8, 9, 2], 3),
+        ('t5', 'ab', 'cd', False, {}, [6, 7, 2, 8, 9], 2),
+        ('bart', 'ab', 'cd', True, {}, [1, 6, 7, 2, 1, 8, 9, 2], 4),
+        ('t5', 'abcd', 'a', True, {'max_length': 3}, [8, 9, 2, 6, 2], 2),
+        ('t5', 'ab', '', False, {}, [6, 7, 2, 2], 1),
     ],
 )
-def test_rows_of_an_encoder_decoder(family, given, options, row, actions):
+def test_rows_of_an_encoder_decoder(family, prompt, response, ended, options, row, actions):
+    given = sample(prompt_text=prompt, response_text=response, ended=ended)
     tokenizer, model = encoder_decoder_tokenizer(family), Rows()
     note_model(tokenizer, tiny_config(family))
     RewardModelScorer(model, tokenizer=tokenizer, **options).score([given], NaiveStrategy())
