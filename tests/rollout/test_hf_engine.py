@@ -7,7 +7,7 @@ import gc
 
 import pytest
 import torch
-from engine_calls import drawn, prompts_of, slow_logits, tiny_of
+from engine_calls import assert_same, drawn, prompts_of, slow_logits, tiny_of
 
 from chatgpt.nn import Actor
 from chatgpt.nn.nlpo import MaskedPolicy
@@ -41,31 +41,17 @@ def test_greedy_agrees_with_the_local_engine(family):
     assert 'eos' in {s.finish_reason for s in local}
 
 
-def test_sampled_logprobs_are_those_of_a_plain_forward():
-    model = tiny_causal_lm('gpt2')
-    sampling = SamplingParams(max_new_tokens=9, temperature=0.7, top_k=7, eos_token_ids=(2, 5))
-    for s in drawn(HFEngine(), model, sampling):
-        chosen = s.response_ids[:, None]
-        scaled = slow_logits(model, s) / 0.7
-        torch.testing.assert_close(
-            s.logprobs.double(), torch.log_softmax(scaled, -1).gather(1, chosen)[:, 0], atol=1e-4, rtol=0
-        )
-        scaled[scaled < scaled.topk(7, dim=-1).values[:, -1:]] = -torch.inf
-        filtered = torch.log_softmax(scaled, -1).gather(1, chosen)[:, 0]
-        torch.testing.assert_close(s.filtered_logprobs.double(), filtered, atol=1e-4, rtol=0)
-        assert bool((s.edge_distances < 1.0).all())
-
-
 def test_the_same_call_gives_the_same_samples_and_leaves_the_global_generator_alone():
-    actor, sampling = Actor(tiny_causal_lm('gpt2', dropout=0.5)).train(), SamplingParams(max_new_tokens=9)
+    actor = Actor(tiny_causal_lm('gpt2', dropout=0.5)).train()
+    sampling = SamplingParams(max_new_tokens=9, temperature=0.7, top_k=7, eos_token_ids=(2, 5))
     state = torch.get_rng_state()
     first, second, other = (drawn(HFEngine(), actor, sampling, seed=s) for s in (1, 1, 2))
     assert [s.response_ids.tolist() for s in first] == [s.response_ids.tolist() for s in second]
     assert [s.response_ids.tolist() for s in first] != [s.response_ids.tolist() for s in other]
     assert torch.equal(torch.get_rng_state(), state)
     assert all(m.training for m in actor.modules())
-    local = drawn(LocalEngine(), actor, sampling, seed=1)
-    assert [s.response_ids.tolist() for s in first] == [s.response_ids.tolist() for s in local]
+    assert_same(first, drawn(LocalEngine(), actor, sampling, seed=1), tolerance=1e-4)
+    assert all(bool((s.edge_distances < 1.0).all()) for s in first)
 
 
 def test_defaults_of_the_model_stay_out():
@@ -78,18 +64,6 @@ def test_defaults_of_the_model_stay_out():
     again = drawn(HFEngine(), model, GREEDY)
     assert [s.response_ids.tolist() for s in again] == [s.response_ids.tolist() for s in free]
     assert model.generation_config is kept
-
-
-def test_stop_agrees_with_the_local_engine():
-    model = tiny_causal_lm('opt', tie_word_embeddings=False)
-    free = drawn(LocalEngine(), model, GREEDY)
-    pairs = {tuple(free[i].response_ids[2:4].tolist()) for i in (0, 3)}
-    sampling = SamplingParams(max_new_tokens=8, do_sample=False, stop=lambda ids: tuple(ids[-2:]) in pairs)
-    local, hf = (drawn(engine, model, sampling) for engine in (LocalEngine(), HFEngine()))
-    assert [(s.response_ids.tolist(), s.finish_reason) for s in local] == [
-        (s.response_ids.tolist(), s.finish_reason) for s in hf
-    ]
-    assert 'stop' in {s.finish_reason for s in hf}
 
 
 def test_a_penalty_and_beams_go_through():
@@ -161,15 +135,6 @@ def test_a_model_that_padding_changes_is_given_prompts_of_one_length():
             logits = actor.model(input_ids=ids[None]).logits[0, len(prompt.ids) - 1 : -1] / 0.8
         want = torch.log_softmax(logits.float(), -1).gather(1, sample.response_ids[:, None]).squeeze(1)
         assert torch.allclose(sample.logprobs, want, atol=1e-4)
-
-
-def test_a_model_whose_generate_is_not_its_forward_is_refused():
-    """RWKV of transformers 5 forgets its state between the steps."""
-    actor = Actor(tiny_of('Rwkv', attention_hidden_size=32))
-    with pytest.raises(
-        ValueError, match='RwkvForCausalLM generates does not agree with its plain forward: logits differ'
-    ):
-        HFEngine().begin(actor)
 
 
 def test_generation_that_is_not_the_forward_is_refused(monkeypatch):

@@ -118,26 +118,6 @@ def test_equal_prompts_are_prefilled_once_and_drawn_apart():
     assert compare_samples(samples, alone).explained
 
 
-def test_the_sampled_distribution_is_the_models():
-    model = tiny_causal_lm('gpt2', vocab_size=8, pad_token_id=None, bos_token_id=None, eos_token_id=None)
-    (prompt,) = prompts_of((4,), vocab=8)
-    samples = collect(model, [prompt] * 4000, SamplingParams(max_new_tokens=2, top_k=6), max_batch_size=1000)
-
-    def fits(drawn: list[int], ids: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            logits = model(ids[None]).logits[0, -1].double()
-        kept = logits >= logits.topk(6).values[-1]
-        want = logits[kept].softmax(-1) * len(drawn)
-        counts = torch.bincount(torch.tensor(drawn), minlength=8)
-        assert int(counts[~kept].sum()) == 0
-        assert float(((counts[kept] - want) ** 2 / want).sum()) < 26  # 5 degrees of freedom: 0.01 %
-        return counts.argmax()
-
-    pairs = [s.response_ids.tolist() for s in samples]
-    first = fits([a for a, _ in pairs], prompt.ids)
-    fits([b for a, b in pairs if a == first], torch.cat([prompt.ids, first[None]]))
-
-
 def biased(token: int, amount: float, **kw):
     """A GPT-2 whose `token` is `amount` more likely (in logits) everywhere."""
     model = tiny_causal_lm('gpt2', tie_word_embeddings=False, **kw)
@@ -285,7 +265,7 @@ class TestRefusals:
             ({'offsets': [0, 1, 2]}, '2 prompts but 3 offsets'),
         ):
             with pytest.raises(ValueError, match=message):
-                Call.of(prompts_of((1, 2)), sampling, **({'seed': 5, 'indices': range(2)} | counts))
+                drawn(LocalEngine(), tiny_causal_lm(), sampling, prompts_of((1, 2)), **counts)
         with pytest.raises(ValueError, match='begin'):
             LocalEngine().generate(Call.of(prompts_of(), sampling, seed=1, indices=range(8)))
         for name, value in (('max_batch_size', 0), ('fixed_steps', 'often'), ('attention', 'paged'), ('keep', 'often')):

@@ -156,9 +156,7 @@ def test_what_cannot_be_is_refused(cluster, monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             RayWorkers(**kw)
-    with pytest.raises(
-        ValueError, match=r'2 rollout workers with .*1 GPU each do not fit .* room for 0'
-    ):
+    with pytest.raises(ValueError, match=r'2 rollout workers with .*1 GPU each do not fit .* room for 0'):
         RemoteEngine(RayWorkers(2, resources={'GPU': 1})).begin(Actor(tiny_causal_lm('gpt2')))
     monkeypatch.setitem(sys.modules, 'ray', None)
     with pytest.raises(ImportError, match=r"a rollout worker needs Ray, .*; pip install 'ray>=2.10'"):

@@ -9,11 +9,10 @@ import torch
 from transformers import GenerationConfig
 
 from chatgpt.nn import Actor, AutoActor
-from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams, from_generation_kwargs
+from chatgpt.rollout import SamplingParams, from_generation_kwargs
 from chatgpt.rollout.randomness import sample_keys, uniforms
 from chatgpt.rollout.sampling import TokenSampler, sampling_for
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
-from chatgpt.types import Prompt
 
 
 def logits_of(probs: list[float]) -> torch.Tensor:
@@ -191,20 +190,3 @@ def test_every_end_token_of_the_model_counts(tmp_path):
     model.generation_config = GenerationConfig(eos_token_id=7)
     model.save_pretrained(tmp_path)
     assert sampling_for(AutoActor(tmp_path), tokenizer, asked)[0].eos_token_ids == (258, 7), 'a file names it'
-
-
-@pytest.mark.parametrize('engine', [LocalEngine, HFEngine])
-def test_a_response_ends_with_any_of_them(engine):
-    actor = Actor(tiny_causal_lm('llama', vocab_size=300)).eval()
-    tokenizer = byte_tokenizer()
-    prompts, asked = [Prompt(ids=torch.tensor([5, 6]))], {'max_new_tokens': 12, 'do_sample': False}
-    engine = engine()
-    engine.begin(actor)
-    [plain] = engine.generate(Call.of(prompts, sampling_for(actor, tokenizer, asked)[0], seed=0, indices=[0]))
-    drawn = plain.response_ids.tolist()
-    assert len(drawn) == 12
-    end = drawn[4]
-    actor.model.generation_config.eos_token_id = [258, end]
-    [ended] = engine.generate(Call.of(prompts, sampling_for(actor, tokenizer, asked)[0], seed=0, indices=[0]))
-    engine.end()
-    assert ended.response_ids.tolist() == drawn[: drawn.index(end) + 1] and ended.finish_reason == 'eos'

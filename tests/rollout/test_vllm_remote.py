@@ -15,15 +15,11 @@ from spawned_workers import SpawnedWorkers
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from chatgpt.environments import Environment, EnvironmentSettings
-from chatgpt.nn import Actor, GPTActor, GPTCritic
+from chatgpt.nn import Actor
 from chatgpt.rollout import Call, LocalEngine, SamplingParams, vllm_remote
 from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.rollout.vllm_remote import VLLMRemoteEngine
-from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
-from chatgpt.testing.fakes import char_tokenizer, tiny_config
-from chatgpt.trainer import PPOTrainer
-from chatgpt.trainer.callbacks import Callback
 from chatgpt.types import Prompt, Sample
 
 pytestmark = pytest.mark.usefixtures('stand_in')
@@ -115,50 +111,6 @@ def test_learning_goes_on_while_weights_are_sent(tmp_path, monkeypatch):
     assert events == [('asked', True), ('learned', True), ('taken', False)]
     assert [s[1] for s in samples] == [3] * 6 + [4] * 6  # two versions came before
     assert [(i, *rest) for i, _, *rest in samples] == [(i, *rest) for i, _, *rest in expected]
-
-
-def ppo(way: str, staleness: int) -> tuple[list[Any], list[Any]]:
-    """Ages of the samples of three phases, and the weights learned."""
-    torch.manual_seed(0)
-    config = tiny_config('gpt2', positions=48)
-    ages: list[list[int]] = []
-
-    class Ages(Callback):
-        def on_make_experience_end(self, trainer: Any, experiences: list[Any]) -> None:
-            ages.append([trainer.phase - e.version for e in experiences])
-
-    workers = SpawnedWorkers(2, {'GPU': 2})
-    with NaiveStrategy(seed=3, device='cpu') as strategy, VLLMRemoteEngine(workers, weight_transfer=way) as engine:
-        actor, critic = GPTActor(config=config), GPTCritic(config=config)
-        (actor, a), (critic, c) = strategy.prepare(
-            *((m, torch.optim.AdamW(m.parameters(), lr=3e-3)) for m in (actor, critic))
-        )
-        trainer = PPOTrainer(
-            *(strategy, actor, critic),
-            lambda prompts, responses: [float(sum(c in 'aeiou' for c in r)) for r in responses],
-            *(None, a, c),
-            kl_coef=0.0,
-            experience_batch_size=4,
-            train_batch_size=4,
-            max_new_tokens=6,
-            tokenizer=char_tokenizer(),
-            callbacks=[Ages()],
-            engine=engine,
-            max_staleness=staleness,
-            tis_cap=2.0,
-        )
-        trainer.fit([f'a {word}' for word in 'one two three four five six seven eight'.split()], 3, 1, 1)
-        learned = torch.cat([p.detach().flatten() for p in trainer.actor.parameters()])
-        assert engine.version == 3 - staleness and engine.num_replaced == 0
-    return ages, learned.tolist()
-
-
-@pytest.mark.parametrize('staleness', [0, 1])
-def test_a_run_is_the_same_whichever_way_weights_come(staleness):
-    """Whose log-probs are recomputed, with the age of samples that was asked for."""
-    by_transfer = ppo('nccl', staleness)
-    assert by_transfer[0] == [[0] * 4, [staleness] * 4, [staleness] * 4]
-    assert by_transfer == ppo('store', staleness)
 
 
 @pytest.mark.system

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 
@@ -11,31 +12,19 @@ import torch.distributed as dist
 from torch import nn
 
 from chatgpt.strategies.ddp import DDPStrategy, buckets
-from chatgpt.strategies.processes import this_program
 from chatgpt.testing.processes import environment, free_port, run_distributed, torchrun_environment
 
 
 def test_without_torchrun(monkeypatch):
     for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(
-        ValueError, match='RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not set; launch with: torchrun'
-    ):
-        DDPStrategy()
-
-
-@pytest.mark.parametrize(
-    ('words', 'told'),
-    [
-        (['train.py', '--lr', '1e-3'], 'train.py --lr 1e-3'),
+    for words, told in (
         (['-u', '-m', 'package', 'run', 'a b.py', '-x'], "-m package run 'a b.py' ..."),
         (['-c', 'import chatgpt'], 'script.py'),
-        ([], 'script.py'),
-    ],
-)
-def test_the_command_is_the_one_that_was_given(monkeypatch, words, told):
-    monkeypatch.setattr(sys, 'orig_argv', ['python', *words])
-    assert this_program() == told
+    ):
+        monkeypatch.setattr(sys, 'orig_argv', ['python', *words])
+        with pytest.raises(ValueError, match=rf'MASTER_PORT is not set; launch with: torchrun .*{re.escape(told)}'):
+            DDPStrategy()
 
 
 def test_wrong_settings_are_refused_before_joining():

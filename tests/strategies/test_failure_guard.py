@@ -212,23 +212,6 @@ def test_a_frozen_rank_is_named_too():
     assert 'rank 1 does not answer. Waiting: 0.' in texts[0]
 
 
-def test_a_slow_rank_that_comes_in_time_is_let_be():
-    codes, texts = launch(
-        """
-        strategy.ranks.whereabouts.clock = lambda: 0.89 * strategy.ranks.timeout_s if asleep.check(['asleep']) else 0.0
-        with strategy.failure_guard():
-            print('ready', flush=True)
-            if rank == 1:
-                asleep.set('asleep', '1')
-                time.sleep(1)
-            print('sum', strategy.all_reduce(torch.ones(1)).item())
-        """,
-        head=HOURS,
-    )
-    assert codes == [0, 0], texts
-    assert all('sum 2.0' in text for text in texts)
-
-
 def test_ranks_that_get_on_are_let_be():
     """Collectives of a library one after another, for longer than the timeout, and nothing said of it: as a sharded
     model scores."""

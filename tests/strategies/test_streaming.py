@@ -14,7 +14,7 @@ import torch
 from optional_packages import needs_colossalai
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from chatgpt.nn import Actor, GPTActor, lora
+from chatgpt.nn import Actor, GPTActor
 from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams
 from chatgpt.strategies import ColossalAIStrategy, FSDPStrategy, NaiveStrategy, streaming
 from chatgpt.strategies.streaming import BlockStream, MappedTensors, mapped_copy, streamed, transformer_blocks
@@ -130,15 +130,6 @@ def test_a_stale_buffer_is_noticed():
         stream._copy(0), stream._copy(2)
         assert not torch.equal(transformer_blocks(model)[0].eval()(x), transformer_blocks(copied)[0](x))
     stream.close()
-
-
-def test_adapters_are_folded_in_and_off():
-    model, copied, _ = mapped('lora')
-    with lora.merged(model):
-        for (name, want), got in zip(lora.lora_layers(model).items(), lora.lora_layers(copied).values(), strict=True):
-            assert torch.equal(want.weight, got.weight), name
-            assert not got.adapter_on
-            assert not got.lora_B.any()
 
 
 def test_mapped_tensors_leave_no_file(tmp_path):

@@ -25,7 +25,7 @@ from chatgpt.strategies import FSDPStrategy, NaiveStrategy
 from chatgpt.strategies.checkpoint.layout import DictReader
 from chatgpt.strategies.ranks import check_world_size
 from chatgpt.strategies.registry import strategy_by_name
-from chatgpt.strategies.tensor_parallel import Cut, CutReader, check_model, plan_of
+from chatgpt.strategies.tensor_parallel import Cut, CutReader, check_model
 from chatgpt.strategies.tensor_ranks import TensorGroup, part_of
 from chatgpt.testing.conformance import BF16, FP32, all_checks, run_conformance
 from chatgpt.testing.fakes import tiny_causal_lm
@@ -195,7 +195,9 @@ def memory_differs() -> list[Any]:
             self.rows.append(super().rows_that_fit(rows, capacity))
             return self.rows[-1]
 
-    with FSDPStrategy(precision='fp32', tensor_parallel=2, device='cpu') as strategy:
+    with make_strategy('fsdp', seed=1, precision='fp32', tensor_parallel=2) as strategy:
+        assert (strategy.rank, strategy.world_size, strategy.meta_init) == (0, 1, True)
+        assert strategy.is_rank_0 == (strategy.processes.rank == 0)
         actor = strategy.prepare(Actor(model('llama')))
         engine = Tight()
         with strategy.full_model(actor) as full:
@@ -255,17 +257,6 @@ def test_flags_of_a_run():
             check(strategy='fsdp', **given)
 
 
-def by_name() -> Any:
-    with make_strategy('fsdp', seed=1, precision='fp32', tensor_parallel=2) as strategy:
-        strategy.barrier()
-        return strategy.rank, strategy.world_size, strategy.is_rank_0, strategy.processes.rank, strategy.meta_init
-
-
-def test_a_strategy_by_its_command_line_name():
-    first, second = run_distributed(by_name, 2)
-    assert first == (0, 1, True, 0, True) and second == (0, 1, False, 1, True)
-
-
 def test_settings_that_do_not_go_together():
     given: dict[str, Any] = {'cpu_offload': True, 'stream_blocks': True, 'reproducible': 'exact'}
     for name, value in given.items():
@@ -277,13 +268,6 @@ def test_settings_that_do_not_go_together():
         strategy_by_name('naive', tensor_parallel=2)
     with pytest.raises(ValueError, match='whole number of at least 1'):
         check_world_size(4, 0)
-
-
-def test_a_plan_names_every_layer():
-    plan = plan_of(Actor(model('gpt_neox')))
-    assert plan['model.gpt_neox.layers.1.mlp.dense_4h_to_h'] == 'rowwise'  # a number in a name is no layer's
-    assert plan['model.gpt_neox.embed_in'] == 'embedding_rowwise'
-    assert len(plan) == 2 * 4 + 2
 
 
 # ---------------------------------------------------------------- parts of tensors
