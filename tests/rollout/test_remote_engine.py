@@ -4,23 +4,28 @@ arrive as they left."""
 from __future__ import annotations
 
 import pickle
+import sys
 import warnings
 from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from in_process_workers import InProcessWorkers
+from spawned_workers import SpawnedWorkers
 from torch import nn
 
 from chatgpt.nn import Actor, GPTActor
 from chatgpt.nn.ilql import ILQLModel
 from chatgpt.nn.nlpo import MaskedPolicy
-from chatgpt.rollout import Call, LocalEngine, RemoteEngine, SamplingParams, SharedEngine, compare_samples
+from chatgpt.rollout import Call, LocalEngine, RemoteEngine, SamplingParams, SharedEngine, compare_samples, vllm_remote
 from chatgpt.rollout.handshake import Handshake
 from chatgpt.rollout.remote import WorkerDied
+from chatgpt.rollout.vllm_remote import VLLMRemoteEngine
 from chatgpt.rollout.wire import ModelSpec, apply_buckets, fill_buckets, plan_buckets, policy_tensors
-from chatgpt.strategies import DDPStrategy
+from chatgpt.strategies import DDPStrategy, FSDPStrategy, fsdp
 from chatgpt.testing.fakes import FAMILIES, tiny_causal_lm, tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.collect import Collector
@@ -416,3 +421,65 @@ def test_ranks_share_the_workers_of_rank_0():
         assert found['versions'] == [samples[mine] for samples in expected]
     assert [found['started'] for found in results] == [2, 0]
     assert [found['limited'] for found in results] == [[1, 2, 2], []]
+
+
+# ---------------------------------------------------------------- whole weights that the device has no room for
+
+GREEDY = SamplingParams(max_new_tokens=5, eos_token_ids=(2,), do_sample=False)
+STAND_IN = Path(__file__).parent / 'stand_in'
+
+
+def adapted(lora_rank: int) -> Actor:
+    torch.manual_seed(0)
+    made = Actor(tiny_causal_lm('llama', heads=4), lora_rank)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if 'lora_B' in name:
+                parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
+    return made
+
+
+def with_whole_weights(engine_kind: str, tensor_parallel: int, lora_rank: int) -> dict[str, Any]:
+    fsdp.streams = lambda *_: True  # the device has no room
+    if engine_kind == 'remote':
+        engine: Any = RemoteEngine(InProcessWorkers(1))
+    else:
+        sys.path.insert(0, str(STAND_IN))
+        vllm_remote.SENT_FROM = ('cuda', 'cpu')
+        engine = VLLMRemoteEngine(
+            SpawnedWorkers(1, {'GPU': 2}), weight_transfer=engine_kind, engine_options={'dtype': 'float32'}
+        )
+    seen: dict[str, Any] = {}
+    with (
+        FSDPStrategy(device='cpu', tensor_parallel=tensor_parallel) as strategy,
+        SharedEngine(strategy, engine) as shared,
+    ):
+        prepared = strategy.prepare(adapted(lora_rank))
+        begin = engine.begin
+
+        def watched(model: Any) -> None:
+            seen['streamed'] = any(getattr(m, 'is_streamed', False) for m in model.modules())
+            seen['whole'] = sum(p.numel() for p in model.parameters())
+            begin(model)
+
+        engine.begin = watched
+        collector = Collector(strategy, shared, GREEDY, policy=partial(strategy.full_model, prepared))
+        share = 6 // strategy.world_size
+        first = share * strategy.rank
+        samples = collector.generate(numbered(6)[first : first + share], indices=range(first, first + share))
+        seen['drawn'] = [(s.index, s.response_ids.tolist()) for s in samples]
+    return seen
+
+
+@pytest.mark.parametrize(
+    ('engine_kind', 'tensor_parallel', 'lora_rank'),
+    [('remote', 1, 0), ('remote', 2, 2), ('store', 2, 0), ('nccl', 2, 2)],
+)
+def test_workers_have_the_whole_policy(engine_kind, tensor_parallel, lora_rank):
+    alone = adapted(lora_rank)
+    expected = [(s.index, s.response_ids.tolist()) for s in local(alone, numbered(6), sampling=GREEDY)]
+    results = run_distributed(with_whole_weights, 2, engine_kind, tensor_parallel, lora_rank)
+    share = 6 if tensor_parallel == 2 else 3  # processes that hold a model together have the same prompts
+    assert results[0]['drawn'] == expected[:share]
+    assert results[1]['drawn'] == (expected if tensor_parallel == 2 else expected[3:])
+    assert results[0]['streamed'] is False and results[0]['whole'] == sum(p.numel() for p in alone.parameters())

@@ -31,7 +31,7 @@ from chatgpt.trainer.policy import Policy
 def fake_vllm(stand_in, monkeypatch):
     """The stand-in's LLM; memory that torch keeps is missing when it wakes up."""
     emptied_at: list[int] = []  # how many events there were when torch's memory cache was emptied
-    llm = importlib.import_module('vllm.entrypoints.llm').LLM
+    llm = importlib.import_module('vllm').LLM
     wake_up = llm.wake_up
 
     def emptied(self, tags):

@@ -223,7 +223,7 @@ def test_what_a_worker_raises_is_named(monkeypatch):
         with pytest.raises(RuntimeError, match='sending weights 2 to rollout worker 0 by nccl: ZeroDivisionError'):
             engine.begin(Actor(model))
     with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 2}), weight_transfer='nccl') as engine:
-        from vllm.v1.worker.gpu_worker import Worker
+        from vllm import Worker
 
         monkeypatch.setattr(Worker, 'load_weights', lambda self, weights: 1 // 0)
         engine.begin(Actor(model))

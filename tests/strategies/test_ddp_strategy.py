@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from scripts_on_ranks import run_script
 from torch import nn
 
 from chatgpt.strategies.ddp import DDPStrategy, buckets
@@ -130,3 +131,37 @@ def test_two_processes():
     assert sorted(dealt[0] + dealt[1]) == [('0.bias', 0, 8), ('0.weight', 0, 64), ('1.bias', 0, 8), ('1.weight', 0, 64)]
     assert results[0]['errors'] == [('FileNotFoundError', 'gone'), ('Odd', 'odd one')]
     assert results[1]['errors'] == [('FileNotFoundError', 'gone'), ('RuntimeError', 'rank 0: Odd: odd one')]
+
+
+# ---------------------------------------------------------------- ending while gloo's threads still hold tensors
+
+
+JOIN = """
+import torch, torch.distributed as dist
+from chatgpt.strategies.ddp import DDPStrategy
+strategy = DDPStrategy(device='cpu')
+"""
+WORK = """
+strategy.barrier()
+for _ in range(300):  # so many that the threads are at it when the script ends
+    dist.all_reduce(torch.ones(3000), async_op=True)
+print('well')
+"""
+
+
+@pytest.mark.system
+def test_a_group_that_is_never_left():
+    assert run_script(['-c', JOIN + WORK]) == [(0, 'well\n')] * 2
+
+
+@pytest.mark.system
+def test_a_group_that_was_left_and_that_torch_keeps():
+    wrapped = 'model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))\n'
+    assert run_script(['-c', JOIN + wrapped + WORK + 'strategy.close()\n']) == [(0, 'well\n')] * 2
+
+
+@pytest.mark.system
+@pytest.mark.parametrize('error', ['KeyError("no shelf")', 'SystemExit(3)'])
+def test_the_exit_code_is_the_scripts(error):
+    results = run_script(['-c', JOIN + WORK + f'raise {error}\n'])
+    assert [code for code, _ in results] == [3 if 'Exit' in error else 1] * 2

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import os
 import random
 from contextlib import nullcontext
 from fractions import Fraction
@@ -13,14 +14,16 @@ from fractions import Fraction
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim import AdamW
 
 from chatgpt.batching import cut_by_tokens, micro_batches
 from chatgpt.launch.arguments import strategy_of
 from chatgpt.launch.runs import SFTRun
-from chatgpt.strategies import NaiveStrategy
+from chatgpt.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.strategies.memory import Layout, MemoryModel, ModelSize, ParameterSize
 from chatgpt.strategies.ranks import OneProcess
-from chatgpt.strategies.registry import strategy_by_name
+from chatgpt.strategies.registry import STRATEGIES, StrategyEntry, strategy_by_name
 from chatgpt.strategies.sums import (
     ExactSums,
     Sums,
@@ -30,6 +33,7 @@ from chatgpt.strategies.sums import (
     rounded_sum,
     tree_all_reduce,
 )
+from chatgpt.testing import tiny_causal_lm
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.metrics import BatchStats, Highest, Mean
 
@@ -333,3 +337,66 @@ def test_the_planner_knows_the_sums_that_wait():
         memory = MemoryModel(atoms=8).trained('actor', size, Layout(num_processes=processes))
         assert memory.device.get('actor waiting gradients', 0) == 400 * waiting
     assert 'actor waiting gradients' not in MemoryModel().trained('actor', size, Layout()).device
+
+
+# ---------------------------------------------------------------- `deterministic=True`
+
+
+def state() -> tuple[bool, ...]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.deterministic,
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+    )
+
+
+USUAL, CHOSEN = (False, False, True, True, True, True), (True, True, False, False, True, True)
+
+
+def trained() -> list[torch.Tensor]:
+    """Three steps of a GPT-2 with torch's attention and dropout."""
+    with NaiveStrategy(seed=3, device='cpu', deterministic=True) as strategy:
+        assert state() == CHOSEN
+        model = tiny_causal_lm('gpt2')
+        assert model.config._attn_implementation == 'sdpa'
+        model.train()
+        model, optimizer = strategy.prepare((model, AdamW(model.parameters(), lr=1e-2)))
+        ids = torch.arange(3, 27).view(2, 12)
+        for _ in range(3):
+            logits = model(ids).logits[:, :-1]
+            strategy.backward(cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()), model, optimizer)
+            strategy.optimizer_step(optimizer)
+        return [p.detach().clone() for p in model.parameters()]
+
+
+def test_two_runs_are_equal_and_torch_is_as_before(monkeypatch):
+    monkeypatch.delenv('CUBLAS_WORKSPACE_CONFIG', raising=False)
+    assert state() == USUAL
+    one = trained()
+    assert state() == USUAL
+    assert all(torch.equal(a, b) for a, b in zip(one, trained(), strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(one, tiny_causal_lm('gpt2').parameters(), strict=True))
+
+
+def test_by_name_and_from_a_setting_and_the_users_own_workspace_stays(monkeypatch):
+    monkeypatch.setenv('CUBLAS_WORKSPACE_CONFIG', ':16:8')
+    with strategy_by_name('naive', deterministic=True):
+        assert state() == CHOSEN
+        assert os.environ['CUBLAS_WORKSPACE_CONFIG'] == ':16:8'
+    with strategy_of(SFTRun(deterministic=True)):
+        assert state() == CHOSEN
+    with strategy_of(SFTRun()):
+        assert state() == USUAL
+
+
+def test_a_strategy_that_knows_nothing_of_it_is_named(monkeypatch):
+    class Old(DDPStrategy):
+        def __init__(self, seed=42, precision='fp32') -> None:
+            super().__init__(seed, precision)
+
+    monkeypatch.setitem(STRATEGIES, 'old', StrategyEntry(Old))
+    with pytest.raises(ValueError, match='deterministic: Old takes no such option; leave it out'):
+        strategy_by_name('old', deterministic=True)
