@@ -53,21 +53,6 @@ def test_mixing_is_refused(cuda, other):
             mix(x, y)
 
 
-def test_indices_as_cuda_takes_them(cuda):
-    x = torch.arange(4.0, device='cuda:0')
-    assert kinds(cuda) == []
-    assert x[torch.tensor([1, 2], device='cuda:0')].shape == (2,)
-    assert kinds(cuda) == ['copy to device']  # of the index, by torch.tensor
-    assert x[torch.tensor([1, 2])].device == x.device and x[[1, 3]].inner.tolist() == [1.0, 3.0]
-    x[[0, 2]] = x[[3, 1]]
-    assert x.inner.tolist() == [3.0, 1.0, 1.0, 3.0]
-    assert kinds(cuda) == ['index to device'] * 4
-    with pytest.raises(RuntimeError, match='indices should be either on cpu'):
-        torch.arange(4.0)[x.long()]
-    with pytest.raises(RuntimeError, match='same device'):
-        x[torch.tensor([0, 1])] = torch.ones(2)
-
-
 @pytest.mark.parametrize(
     ('ask', 'want'),
     [

@@ -16,34 +16,6 @@ from chatgpt.testing import byte_tokenizer, tiny_causal_lm
 from chatgpt.types import Sample
 
 
-def logits_of(probs: list[float]) -> torch.Tensor:
-    return torch.tensor([math.log(p) if p > 0 else -math.inf for p in probs])
-
-
-def draws(sampling: SamplingParams, logits: torch.Tensor, num: int, seed: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token counts (V,) and the edge distances of `num` draws from one row of logits."""
-    u = uniforms(sample_keys(seed, torch.arange(num)), torch.tensor(0))[:, None]
-    draw = TokenSampler(sampling, 'cpu')(logits.expand(num, -1), u)
-    return torch.bincount(draw.token, minlength=len(logits)), draw.edge_distance
-
-
-def chi_square(counts: torch.Tensor, probs: torch.Tensor) -> float:
-    want = probs * counts.sum()
-    kept = probs > 0
-    assert int(counts[~kept].sum()) == 0
-    return float(((counts[kept] - want[kept]) ** 2 / want[kept]).sum())
-
-
-def test_drawn_tokens_follow_the_softmax_at_temperature():
-    probs = [0.02, 0.4, 0.08, 0.25, 0.05, 0.2]
-    counts, _ = draws(SamplingParams(max_new_tokens=1), logits_of(probs), 20_000)
-    assert chi_square(counts, torch.tensor(probs)) < 25  # 5 degrees of freedom: 0.01 %
-    cooler = torch.tensor([p ** (1 / 0.5) for p in probs])
-    counts, _ = draws(SamplingParams(max_new_tokens=1, temperature=0.5), logits_of(probs), 20_000)
-    assert chi_square(counts, cooler / cooler.sum()) < 25
-    assert chi_square(counts, torch.tensor(probs)) > 1000  # negative control: without the temperature it would not fit
-
-
 def slow_filter(logits: list[float], temperature: float, top_k: int, top_p: float, barred: set[int]) -> list[float]:
     """Filtered probabilities, in float64, token by token."""
     scaled = [-math.inf if t in barred else x / temperature for t, x in enumerate(logits)]
@@ -116,7 +88,11 @@ def test_greedy_takes_the_most_likely_token_that_is_not_barred():
     ],
 )
 def test_edge_distance_knows_the_threshold_of_a_filter(filters, probs, near):
-    _, edges = draws(SamplingParams(max_new_tokens=1, **filters), logits_of(probs), 200)
+    u = uniforms(sample_keys(5, torch.arange(200)), torch.tensor(0))[:, None]
+    draw = TokenSampler(SamplingParams(max_new_tokens=1, **filters), 'cpu')(
+        torch.tensor(probs).log().expand(200, -1), u
+    )
+    edges = draw.edge_distance
     assert float(edges.max()) < 1e-5 if near else float(edges.max()) > 0.05
 
 
@@ -226,25 +202,6 @@ def test_uniforms_equal_the_integer_reference(seed):
     assert got.dtype == torch.float64
     want = [[uniform(seed, i, t) for t in positions.tolist()] for i in indices.tolist()]
     assert got.tolist() == want
-
-
-def test_a_shifted_position_or_index_is_another_number():
-    keys = sample_keys(7, torch.arange(50))
-    u = uniforms(keys[:, None], torch.arange(50))
-    assert not (u[:, 1:] == uniforms(keys[:, None], torch.arange(49))).any()
-    assert not (u[1:] == u[:-1]).any()
-    assert u.flatten().unique().numel() == 2500
-
-
-def test_uniforms_are_uniform_and_uncorrelated():
-    u = uniforms(sample_keys(3, torch.arange(400))[:, None], torch.arange(250))
-    counts = torch.histc(u.flatten(), bins=100, min=0, max=1)
-    chi_square = float(((counts - 1000) ** 2 / 1000).sum())
-    assert 56 < chi_square < 160  # 99 degrees of freedom: 0.02 % on either side
-    for a, b in ((u[:, 1:], u[:, :-1]), (u[1:], u[:-1])):
-        correlation = float(((a - 0.5) * (b - 0.5)).mean() * 12)
-        assert abs(correlation) < 4.5 / math.sqrt(a.numel())
-    assert float(u.min()) >= 0 and float(u.max()) < 1
 
 
 def test_inverse_cdf_equals_a_slow_loop():

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from chatgpt.plan import Setup, make_plan
-from chatgpt.strategies import FSDPStrategy, Strategy
-from chatgpt.strategies.memory import Layout, Memory, MemoryModel, ModelSize, ParameterSize
+from chatgpt.strategies import Strategy
+from chatgpt.strategies.precision import resolve_precision
 from chatgpt.strategies.ranks import OneProcess, Ranks
 from chatgpt.strategies.registry import STRATEGIES, StrategyEntry, strategy_by_name
 from chatgpt.testing.fakes import tiny_causal_lm, tiny_config
@@ -109,6 +109,7 @@ def test_one_process_and_16_bits_are_the_entrys(file, monkeypatch):
     with pytest.raises(ValueError, match='--strategy mine computes in 16 bits'):
         Setup(config=None, strategy='mine', precision='fp32')
     assert Setup(config=None, strategy='mine', on_cuda=False).precision == 'bf16'
+    assert resolve_precision('auto', torch.device('cpu'), only_16_bits=True) == 'bf16'
     with pytest.raises(ValueError, match="strategy='mine' is one process, not 2; use one of ddp, fsdp"):
         Setup(config=None, strategy='mine', precision='bf16', num_processes=2)
     monkeypatch.setenv('WORLD_SIZE', '2')
@@ -127,17 +128,6 @@ def test_it_is_planned_by_what_it_says(file):
     assert Setup(config=config, strategy='mine').memory_model.bucket_bytes == 3000
     own = Setup(config=config, strategy='mine', strategy_options={'factor': 1})  # stands above the name's
     assert own.memory_model.bucket_bytes == 1000
-
-
-def test_a_memory_model_by_hand():
-    """Two parameters of 6 and 10 numbers, the first trained, each fp32; Adam has two moments, and a step count on the
-    host."""
-    size = ModelSize((ParameterSize('a', (2, 3), True, 0), ParameterSize('b', (5, 2), False, None)))
-    memory = MemoryModel().trained('x', size, Layout())
-    assert memory == Memory({'x weights': 64, 'x gradients': 24, 'x optimizer': 48}, {'x optimizer': 4})
-    assert MemoryModel().trained('x', size, Layout(optimizer='sgd')) == Memory({'x weights': 64, 'x gradients': 24})
-    sharded = FSDPStrategy.memory_model(cpu_offload=False).trained('x', size, Layout(num_processes=3))
-    assert sharded == Memory({'x weights': 4 * (3 + 4), 'x gradients': 12, 'x optimizer': 24}, {'x optimizer': 4})
 
 
 class ItsOwnRanks(Ranks, Strategy):

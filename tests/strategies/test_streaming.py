@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import threading
 import time
@@ -11,92 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from optional_packages import needs_colossalai
+from sharded_checks import actor_with, generated
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from chatgpt.nn import Actor, GPTActor
-from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams
-from chatgpt.strategies import ColossalAIStrategy, FSDPStrategy, NaiveStrategy, streaming
+from chatgpt.rollout import HFEngine
+from chatgpt.strategies import FSDPStrategy, NaiveStrategy, streaming
 from chatgpt.strategies.streaming import BlockStream, MappedTensors, mapped_copy, streamed, transformer_blocks
-from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.saving import save_pretrained
-from chatgpt.types import Prompt
-
-FAMILIES = {'gpt2': {}, 'llama': {}, 'lora': {'lora_rank': 2}}
-
-
-def actor(family: str, layers: int = 5) -> Actor:
-    """With an odd number of blocks: two buffers, and the first and last block share one."""
-    torch.manual_seed(0)
-    config = tiny_config('llama' if family == 'llama' else 'gpt2', positions=32, layers=layers)
-    model = Actor(AutoModelForCausalLM.from_config(config), **FAMILIES[family])
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            torch.manual_seed(number)
-            parameter.add_(0.05 * torch.randn(parameter.shape))  # B of LoRA starts at zero, which would fold nothing
-    return model
-
-
-def prompts(rank: int) -> list[Prompt]:
-    """Other numbers and lengths on each rank, so that ranks take different numbers of steps."""
-    return [Prompt(ids=torch.arange(1, 3 + i + rank)) for i in range(1 + 3 * rank)]
-
-
-def generated(engine, full, rank: int) -> list[list[int]]:
-    engine.begin(full)
-    sampling = SamplingParams(max_new_tokens=4 + 6 * rank, eos_token_ids=(5,))
-    given = prompts(rank)
-    samples = engine.generate(Call.of(given, sampling, seed=1, indices=range(len(given))))
-    engine.end()
-    return [s.response_ids.tolist() for s in samples]
-
-
-@functools.cache
-def naive(family: str, precision: str, rank: int) -> list[list[int]]:
-    strategy = NaiveStrategy(precision=precision, device='cpu')
-    with strategy.full_model(strategy.prepare(actor(family))) as full:
-        return generated(LocalEngine(), full, rank)
-
-
-def tokens_of(strategy, family: str) -> tuple[list[list[int]], bool, int, int]:
-    """Tokens, whether the exact bits are back, and bytes of the copy on the device against those of its weights."""
-    with strategy:
-        model = strategy.prepare(actor(family))
-        before = {n: t.clone() for n, t in strategy.full_state_dict(model).items()}
-        with strategy.full_model(model) as full:
-            tokens = generated(LocalEngine(), full, strategy.rank)
-            storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in full.parameters()}
-            whole = sum(p.numel() * p.element_size() for p in full.parameters())
-        after = strategy.full_state_dict(model)
-        return tokens, all(torch.equal(before[n], after[n]) for n in before), sum(storages.values()), whole
-
-
-def all_fsdp():
-    return {
-        (f, p): tokens_of(FSDPStrategy(precision=p, device='cpu', stream_blocks=True), f)
-        for f, p in (('gpt2', 'fp32'), ('llama', 'bf16'), ('lora', 'fp32'), ('lora', 'bf16'))
-    }
-
-
-def all_gemini():
-    options = {'min_chunk_size_mb': 0.001, 'search_range_mb': 0.001, 'hidden_dim': 32, 'stream_blocks': True}
-    return {(f, 'bf16'): tokens_of(ColossalAIStrategy(3, 'bf16', **options), f) for f in FAMILIES}
-
-
-@pytest.mark.parametrize('job', [all_fsdp, pytest.param(all_gemini, marks=needs_colossalai)])
-def test_streamed_blocks_give_the_tokens_of_whole_weights(job):
-    for rank, results in enumerate(run_distributed(job, 2, init_group=True)):
-        for (family, precision), (tokens, restored, on_device, whole) in results.items():
-            assert tokens == naive(family, precision, rank), (family, precision, rank)
-            assert restored
-            assert on_device < 0.75 * whole  # two of five blocks, and what is not in blocks
-    lengths = [[len(t) for t in naive('gpt2', 'fp32', rank)] for rank in range(2)]
-    assert max(lengths[0]) < max(lengths[1])  # they did take different numbers of steps
 
 
 def mapped(family: str = 'gpt2', **kw) -> tuple[Actor, torch.nn.Module, MappedTensors]:
-    model = actor(family, **kw)
+    model = actor_with(family, **kw)
     copied, tensors = mapped_copy(NaiveStrategy(device='cpu'), model, list(model.named_parameters()), torch.float32)
     return model, copied, tensors
 

@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForCondit
 from chatgpt.batching import collate
 from chatgpt.functional.fused_logprobs import VocabularyPart, fused_logprobs
 from chatgpt.launch.arguments import make_strategy
-from chatgpt.launch.runs import PPORun
 from chatgpt.nn import Actor
 from chatgpt.nn.head_kernels import head_logprobs
 from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams
@@ -239,22 +238,6 @@ def test_models_that_cannot_be_cut():
     ):
         with pytest.raises(ValueError, match=told):
             check_model(made, processes)
-
-
-def test_flags_of_a_run():
-    def check(**kw: Any) -> None:
-        run = PPORun(tensor_parallel=2, **kw)
-        run.fill_defaults()
-        run.validate(1)
-
-    check(strategy='fsdp')
-    for name in ('naive', 'ddp', 'fsdp_cpu', 'colossalai_zero2', 'colossalai_gemini'):
-        with pytest.raises(ValueError, match=f'tensor_parallel=2 needs strategy fsdp, and it is {name}'):
-            check(strategy=name)
-    environment = {'environment': 'games:countdown'}
-    for given in ({'reproducible': 'exact'}, {'compile_blocks': True}, {'num_layers_unfrozen': 1}, environment):
-        with pytest.raises(ValueError, match=f'tensor_parallel=2 does not go with {next(iter(given))}'):
-            check(strategy='fsdp', **given)
 
 
 def test_settings_that_do_not_go_together():
