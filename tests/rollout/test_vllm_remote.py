@@ -14,13 +14,11 @@ from engine_calls import prompts_of
 from spawned_workers import SpawnedWorkers
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from chatgpt.environments import Environment, EnvironmentSettings
 from chatgpt.nn import Actor
 from chatgpt.rollout import Call, LocalEngine, SamplingParams, vllm_remote
-from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.rollout.vllm_remote import VLLMRemoteEngine
-from chatgpt.testing import byte_tokenizer, tiny_causal_lm
-from chatgpt.types import Prompt, Sample
+from chatgpt.testing import tiny_causal_lm
+from chatgpt.types import Sample
 
 pytestmark = pytest.mark.usefixtures('stand_in')
 SAMPLING = SamplingParams(max_new_tokens=6, eos_token_ids=(2,))
@@ -157,38 +155,6 @@ def test_a_death_without_requests_is_told_and_the_next_weights_arrive(tmp_path, 
         with pytest.warns(UserWarning, match=r'rollout worker 0 died \(its process ended\); a new one goes on'):
             engine.begin(Actor(model))
         assert {s.version for s in engine.generate(asked())} == {2}
-
-
-class Counting(Environment):
-    """Three turns; what it answers grows."""
-
-    def reset(self, seed: int, **columns: Any) -> str:
-        self.turns = 0
-        return f'n{seed % 10}'
-
-    def step(self, response: str) -> Any:
-        self.turns += 1
-        return 'x' * (self.turns - 1), 1.0, self.turns == 3, False, {}
-
-
-def test_environments_run_where_the_workers_are():
-    tokenizer, played = byte_tokenizer(), []
-    model = tiny_causal_lm('gpt2', vocab_size=len(tokenizer))
-    nothing = [Prompt(ids=torch.zeros(0, dtype=torch.int64))] * 3
-    for engine in (LocalEngine(), VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 2}), weight_transfer='nccl')):
-        over = EpisodeEngine(engine, Counting, tokenizer, EnvironmentSettings(max_turn_tokens=5))
-        over.begin(Actor(model))
-        sampling = SamplingParams(max_new_tokens=14, do_sample=False)
-        samples = over.generate(Call.of(nothing, sampling, seed=11, indices=range(3)))
-        over.end()
-        played.append(
-            [(s.prompt_ids.tolist(), s.response_ids.tolist(), s.episode.turns, s.episode.end) for s in samples]
-        )
-        over.close()
-        if isinstance(engine, VLLMRemoteEngine):
-            assert over.is_remote and not over.abilities.exact_logprobs
-            engine.close()
-    assert played[0] == played[1]
 
 
 def test_on_one_gpu_handles_are_sent(monkeypatch):

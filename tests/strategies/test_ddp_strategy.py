@@ -12,7 +12,7 @@ import torch.distributed as dist
 from scripts_on_ranks import run_script
 from torch import nn
 
-from chatgpt.strategies.ddp import DDPStrategy, buckets
+from chatgpt.strategies.ddp import DDPStrategy
 from chatgpt.testing.processes import environment, free_port, run_distributed, torchrun_environment
 
 
@@ -59,11 +59,6 @@ def _again():
 
 def test_a_group_is_left_and_another_joined():
     assert run_distributed(_again, 2) == [[[0, 1]] * 2] * 2
-
-
-def test_buckets_keep_order_and_size():
-    tensors = [torch.zeros(n) for n in (3, 3, 10, 1)] + [torch.zeros(1, dtype=torch.float64)]
-    assert [[len(t) for t in b] for b in buckets(tensors, 24)] == [[3, 3], [10], [1], [1]]
 
 
 class TwoPaths(nn.Module):

@@ -12,7 +12,7 @@ import torch
 from chatgpt.plan import Setup, make_plan
 from chatgpt.strategies import Strategy
 from chatgpt.strategies.precision import resolve_precision
-from chatgpt.strategies.ranks import OneProcess, Ranks
+from chatgpt.strategies.ranks import OneProcess
 from chatgpt.strategies.registry import STRATEGIES, StrategyEntry, strategy_by_name
 from chatgpt.testing.fakes import tiny_causal_lm, tiny_config
 
@@ -128,29 +128,6 @@ def test_it_is_planned_by_what_it_says(file):
     assert Setup(config=config, strategy='mine').memory_model.bucket_bytes == 3000
     own = Setup(config=config, strategy='mine', strategy_options={'factor': 1})  # stands above the name's
     assert own.memory_model.bucket_bytes == 1000
-
-
-class ItsOwnRanks(Ranks, Strategy):
-    rank, world_size, local_rank, device = 1, 2, 1, torch.device('cpu')
-
-    def all_reduce(self, tensor, op='sum'):
-        return 2 * tensor
-
-    def all_gather_object(self, obj):
-        return ['of rank 0', obj]
-
-    def broadcast_object(self, obj, src=0):
-        return ('', 'of rank 0') if src == 0 else obj
-
-
-def test_a_strategy_may_be_its_own_ranks():
-    with ItsOwnRanks(seed=1) as strategy:
-        assert strategy.ranks is strategy and not strategy.is_rank_0
-        assert strategy.run_on_rank0(lambda: pytest.fail('only rank 0 runs it')) == 'of rank 0'
-        assert isinstance(strategy.prepare(torch.nn.Linear(2, 2)), torch.nn.Linear)
-        for owner in (strategy, Strategy(ranks=OneProcess('cpu'))):
-            with pytest.raises(AttributeError, match='has no attribute .nothing.'):
-                _ = owner.nothing
 
 
 def test_without_ranks_it_is_refused():

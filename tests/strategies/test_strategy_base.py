@@ -17,7 +17,6 @@ from chatgpt.nn.lora import convert_to_lora, has_lora, lora_layers, merged_state
 from chatgpt.strategies import NaiveStrategy, Strategy
 from chatgpt.strategies.checkpoint import CheckpointError, CheckpointMismatch, DictReader
 from chatgpt.strategies.precision import LossScaler
-from chatgpt.strategies.states import deal
 from chatgpt.testing.tiny import TinyPolicy
 
 
@@ -314,10 +313,3 @@ def test_a_strided_parameter_loads(strategy):
     strategy.load_model_pieces(model, DictReader({'weight': wanted}))
     assert torch.equal(model.weight, wanted)
     assert next(iter(strategy.model_pieces(model))).data.tolist() == [0, 1, 2, 3, 4, 5]
-
-
-def test_dealing_is_even_and_complete():
-    sizes = {'a': 10, 'b': 6, 'c': 5, 'd': 1}
-    owner = deal(sizes, 2)
-    assert owner == {'a': 0, 'b': 1, 'c': 1, 'd': 0}  # 10 + 1 and 6 + 5
-    assert deal(sizes, 1) == dict.fromkeys(sizes, 0)

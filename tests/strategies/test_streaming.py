@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from sharded_checks import actor_with, generated
+from sharded_checks import actor_with
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from chatgpt.nn import Actor, GPTActor
-from chatgpt.rollout import HFEngine
 from chatgpt.strategies import FSDPStrategy, NaiveStrategy, streaming
 from chatgpt.strategies.streaming import BlockStream, MappedTensors, mapped_copy, streamed, transformer_blocks
 from chatgpt.testing.processes import run_distributed
@@ -36,14 +35,6 @@ def test_any_number_and_order_of_blocks(layers):
         assert len(pairs) == layers
         for want, got in (*pairs, *reversed(pairs), *pairs[::2], *pairs[::2]):
             assert torch.equal(want.eval()(x), got(x))
-
-
-def test_the_hugging_face_engine_streams_too():
-    model, copied, tensors = mapped('llama')
-    model.eval()
-    want = generated(HFEngine(), model, 1)
-    with streamed(copied, tensors, torch.device('cpu')):
-        assert generated(HFEngine(), copied, 1) == want
 
 
 def test_a_stale_buffer_is_noticed():
