@@ -24,7 +24,7 @@ CANNOT_RUN = {
     'hub on this machine',
     'docs/rollout.md: from chatgpt.rollout import RemoteEngine': 'starts Ray, as tests/trainer/test_remote_rollouts.py '
     'does',
-    'docs/rollout.md: from chatgpt.rollout import SharedEngine': 'needs GPUs, as tests/rollout/test_ray_workers.py counts',
+    'docs/rollout.md: from chatgpt.rollout import SharedEngine': 'needs GPUs, as rollout/test_ray_workers.py counts',
     'docs/strategies.md: # my_strategy.py': 'runs in strategies/test_strategy_conformance.py, with the next',
     'docs/strategies.md: # check_my_strategy.py': 'runs in strategies/test_strategy_conformance.py',
 }

@@ -9,9 +9,8 @@ from pathlib import Path
 import family_checks
 import pytest
 import transformers
-from family_checks import CHECKS, Family, Wrong, check, check_apart, forward, outcome, peft
+from family_checks import CHECKS, Family, Wrong, cells, check, check_apart, forward, outcome, peft, read_page
 from family_configs import model_types
-from family_page import cells, read_page
 
 from chatgpt.nn.lora import lora_layers
 from chatgpt.nn.peft_format import export_peft

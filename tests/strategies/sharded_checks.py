@@ -18,9 +18,7 @@ from chatgpt.types import Prompt, Sequence
 LENGTHS = [(9, 12), (3, 7), (5, 5), (4, 2), (2, 2), (6, 1)]
 
 
-def fast_paths_give_the_numbers_of_the_plain_ones(
-    make: Callable[[], Any], tolerance: float, hydra: bool = True
-) -> None:
+def fast_paths_are_plain(make: Callable[[], Any], tolerance: float, hydra: bool = True) -> None:
     """The padding-free forward against the padded one, the joined hydra pass against two."""
     with make() as strategy:
         with strategy.model_init_context():
