@@ -60,6 +60,8 @@ def test_reward_is_minus_beta_kl_with_the_score_once_at_the_end():
         assert e.old_logprobs.tolist() == [-1.0] * e.num_actions  # the decode's, not recomputed
         # Negative control: a score on every token is another reward.
         assert e.rewards.tolist() != pytest.approx([-0.5 * k + score for k in kl.tolist()])
+    for e in make([1.0, 1.0], reference=False).make(SAMPLES, kl_coef=0.5):  # no penalty
+        assert e.rewards.tolist() == [0.0] * (e.num_actions - 1) + [1.0]
 
 
 def test_a_policy_has_kl_zero_to_itself_and_recomputing_gives_its_own_log_probs():
@@ -77,11 +79,6 @@ def test_full_kl_is_the_sum_over_the_vocabulary():
     p, q = (m.model(ids).logits[0, 1:4].double().log_softmax(-1) for m in (maker.actor, maker.reference.initial_model))
     assert e.kl.tolist() == pytest.approx((p.exp() * (p - q)).sum(-1).tolist(), rel=1e-4)
     assert (e.kl >= 0).all()
-
-
-def test_without_a_reference_there_is_no_penalty():
-    for e in make([1.0, 1.0], reference=False).make(SAMPLES, kl_coef=0.5):
-        assert e.rewards.tolist() == [0.0] * (e.num_actions - 1) + [1.0]
 
 
 def test_masked_tokens_get_no_reward_and_dense_scores_are_paid_token_by_token_and_not_twice():
