@@ -37,15 +37,11 @@ KINDS: dict[str, dict[str, int]] = {
     # norm of each model's gradients
     'ppo': {'tolist': 2, 'item': 2},
     'hydra': {'tolist': 2, 'item': 2},
-    'ptx': {'tolist': 2, 'item': 2},
     'reward_model_scores': {'tolist': 2, 'item': 2},  # offloaded while idle
-    'stepwise': {'tolist': 2, 'item': 2},
-    'ppo_resumed': {'tolist': 2, 'item': 2},
     'sft': {'tolist': 1, 'item': 1},
     'reward_model': {'tolist': 1, 'item': 1},
     'dpo_ipo': {'tolist': 1, 'item': 1},  # the reference with every batch
     'kto': {'tolist': 1, 'item': 1},
-    'orpo': {'tolist': 1, 'item': 1},
     'ilql': {'tolist': 1, 'item': 1},
     'not_page_locked': {'copy to device': 1, 'tolist': 2, 'item': 2},  # all micro-batches in one copy
     'on_the_device': {'tolist': 2, 'item': 2},  # experience waits there

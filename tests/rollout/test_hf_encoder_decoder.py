@@ -69,14 +69,13 @@ def by_hand(actor: Any, family: str, prompt: Tensor, index: int, seed: int, leng
     return torch.tensor(ids[1:]), torch.stack(logprobs), torch.stack(filtered)
 
 
-@pytest.mark.parametrize('top_k', [0, 5])
 @every
-def test_draws_are_those_of_each_sequence_alone(family, top_k):
+def test_draws_are_those_of_each_sequence_alone(family):
     actor = Actor(model(family))
     engine = begun(actor, max_batch_size=3)
-    samples = drawn(engine, max_new_tokens=6, top_k=top_k, pad_token_id=9)
+    samples = drawn(engine, max_new_tokens=6, top_k=5, pad_token_id=9)
     for sample, prompt, index in zip(samples, prompts(), range(4), strict=True):
-        ids, logprobs, filtered = by_hand(actor, family, prompt.ids, index, 3, 6, top_k)
+        ids, logprobs, filtered = by_hand(actor, family, prompt.ids, index, 3, 6, 5)
         assert sample.response_ids.tolist() == ids.tolist() and sample.finish_reason == 'length'
         torch.testing.assert_close(sample.logprobs, logprobs, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(sample.filtered_logprobs, filtered, atol=1e-4, rtol=1e-4)
