@@ -1,9 +1,8 @@
-"""The spine on a CUDA device: PPO learns in fp32 and bf16, draws are those of the CPU, and kernels
-and compiled blocks give the plain numbers. Run by `make gpu-check`."""
+"""The spine on a CUDA device: PPO learns in fp32 and bf16, draws are those of the CPU, kernels and compiled
+blocks give the plain numbers. Run by `make gpu-check`."""
 
 from __future__ import annotations
 
-import copy
 from copy import deepcopy
 from importlib.util import find_spec
 from typing import Any
@@ -172,7 +171,7 @@ def test_compiled_blocks_give_the_plain_numbers():
         for n in (3, 9, 6)
     ]
     plain = Actor(tiny_causal_lm('llama')).cuda()
-    compiled = copy.deepcopy(plain)
+    compiled = deepcopy(plain)
     compile_blocks(compiled)
     batch = collate(records).to(torch.device('cuda'))
     found = []

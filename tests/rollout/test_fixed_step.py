@@ -1,5 +1,6 @@
 """Decoding at fixed shapes: the tokens of the ordinary decode, whatever lives and dies, and graphs where there is a
-GPU."""
+GPU. What may become a graph, and what a capture that breaks off leaves behind, on a stand-in for torch's allocator and
+graphs that does what torch 2.11 does: ending a capture that was broken off fails, and the pool stays in capture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The local engine against plain forwards and `model.generate`, and its invariance to batching."""
+"""The local engine against plain forwards and `model.generate`, its invariance to batching, and its cache
+where memory is short: on a stand-in for a GPU's free memory."""
 
 from __future__ import annotations
 

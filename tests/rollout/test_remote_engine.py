@@ -1,5 +1,5 @@
 """RemoteEngine over workers in this process: the samples of a LocalEngine to the bit, whatever dies; weights that
-arrive as they left."""
+arrive as they left, also where the device has no room for all of them."""
 
 from __future__ import annotations
 

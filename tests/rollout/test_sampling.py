@@ -1,4 +1,5 @@
-"""Sampling settings and the step from logits to tokens: validation, filters against loops in float64, distributions."""
+"""Sampling settings and the step from logits to tokens: validation, filters against loops in float64. The hash behind
+every draw against plain Python integers; samples compared."""
 
 from __future__ import annotations
 

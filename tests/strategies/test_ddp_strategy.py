@@ -1,4 +1,5 @@
-"""DDP: joining and leaving process groups, sums of gradients by hand, work shared when writing."""
+"""DDP: joining and leaving process groups, sums of gradients by hand, work shared when writing, the end of
+a process."""
 
 from __future__ import annotations
 

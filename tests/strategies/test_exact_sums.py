@@ -1,5 +1,5 @@
 """`reproducible='exact'`: atoms, sums in one order, a norm in which no order shows, optimizers that step parts as they
-step the whole."""
+step the whole. `deterministic=True`: what of torch it sets, and two runs of a model with attention."""
 
 from __future__ import annotations
 
@@ -359,7 +359,7 @@ def test_two_runs_are_equal_and_torch_is_as_before(monkeypatch):
     assert any(not torch.equal(a, b) for a, b in zip(one, tiny_causal_lm('gpt2').parameters(), strict=True))
 
 
-def test_by_name_and_from_a_setting_and_the_users_own_workspace_stays(monkeypatch):
+def test_deterministic_by_name_and_from_a_setting_and_the_users_own_workspace_stays(monkeypatch):
     monkeypatch.setenv('CUBLAS_WORKSPACE_CONFIG', ':16:8')
     with strategy_by_name('naive', deterministic=True):
         assert state() == CHOSEN

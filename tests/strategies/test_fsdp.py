@@ -1,4 +1,8 @@
-"""FSDP2 on gloo: the conformance suite with and without CPU offload, activation checkpointing, full copies."""
+"""FSDP2 on gloo: the conformance suite with CPU offload and in bf16, activation checkpointing, full copies.
+
+With shards in host memory on a group that takes no tensor of the CPU, as NCCL does: a dispatch mode in which 'cuda' is
+host memory that is marked, and a collective on what is not marked is the error that NCCL's group gives.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our strategies pass the conformance suite, and strategies with a planted fault do not."""
+"""Our strategies and that of docs/strategies.md pass the conformance suite, and those with a planted fault do not."""
 
 from __future__ import annotations
 

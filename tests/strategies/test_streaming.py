@@ -1,4 +1,4 @@
-"""Generation with blocks that come one after another, and whole models written without being held."""
+"""Blocks that come one after another for generating (tokens: test_fast_paths.py); whole models written, never held."""
 
 from __future__ import annotations
 
