@@ -267,6 +267,28 @@ def test_optimizers_are_tried(make, refused):
     assert torch.equal(parameter, torch.ones(3)) and not optimizer.state
 
 
+@pytest.mark.parametrize('offset', [0, 1, 5])
+def test_odd_shards_step_as_the_whole(offset):
+    """Every length up to two vectors, and some that end within one, at places where memory is not aligned."""
+    torch.manual_seed(0)
+    size = 3000
+    start, *steps = (torch.randn(size) * 10.0 ** torch.randint(-6, 3, (size,)) for _ in range(4))
+
+    def stepped(part: slice) -> torch.Tensor:
+        parameter = nn.Parameter(start.clone()[part])  # a view: as unaligned as it comes
+        optimizer = torch.optim.AdamW([parameter], lr=1e-3, weight_decay=0.1)
+        for gradient in steps:
+            parameter.grad = gradient[part] * 0.37  # clipped
+            optimizer.step()
+        slots = optimizer.state[parameter]
+        return torch.stack([parameter.detach(), slots['exp_avg'], slots['exp_avg_sq'], parameter.detach().bfloat16()])
+
+    whole = stepped(slice(None))
+    for length in [*range(1, 35), 67, 127, 1023, 2051]:
+        part = slice(offset, offset + length)
+        assert torch.equal(stepped(part), whole[:, part]), length
+
+
 def test_weights_begin_where_memory_does():
     """A file's weights lie anywhere; those that FSDP gathers do not, and a BLAS may see it."""
     layer = nn.Linear(5, 3)
