@@ -82,7 +82,7 @@ def conform(folder: str) -> list[dict[str, str]]:
             lambda p=precision: FSDPStrategy(precision=p, tensor_parallel=2, device='cpu'),
             tolerance=tolerance,
             checks=checks,
-            folder=folder,
+            folder=f'{folder}/{precision}',
         )
         for precision, tolerance, checks in (
             ('fp32', FP32, None),
@@ -93,6 +93,8 @@ def conform(folder: str) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize('world_size', [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_conformance(world_size, tmp_path):
+    for precision in ('fp32', 'bf16'):
+        (tmp_path / precision).mkdir()
     for fp32, bf16 in run_distributed(conform, world_size, str(tmp_path)):
         assert set(fp32) == set(all_checks())
         assert {*fp32.values(), *bf16.values()} == {'passed'}, (fp32, bf16)
