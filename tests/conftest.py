@@ -42,21 +42,6 @@ def _variables() -> dict[str, str]:
 WITH_16_BITS, WITHOUT_16_BITS = 'avx512,bf16,fp16', 'avx2'
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile` (`make test-system`) files that share one job of minutes are one file, too."""
-    if config.getoption('dist') != 'loadfile':
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition('::')[0]
-            return 'colossalai' if file.startswith('tests/strategies/test_colossalai') else file
-
-    return Scheduling(config, log)
-
-
 @pytest.fixture(scope='session', autouse=True)
 def same_processor() -> Iterator[None]:
     """The processor that the library sees (`chatgpt.strategies.machine`), here and in every process that

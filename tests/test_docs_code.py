@@ -24,9 +24,9 @@ CANNOT_RUN = {
     'hub on this machine',
     'docs/rollout.md: from chatgpt.rollout import RemoteEngine': 'starts Ray, as tests/trainer/test_remote_rollouts.py '
     'does',
-    'docs/rollout.md: from chatgpt.rollout import SharedEngine': 'needs GPUs, as tests/rollout/test_vllm_ray.py counts',
-    'docs/strategies.md: # my_strategy.py': 'runs in tests/strategies/test_third_party.py, with the block after it',
-    'docs/strategies.md: # check_my_strategy.py': 'needs two processes; runs in tests/strategies/test_third_party.py',
+    'docs/rollout.md: from chatgpt.rollout import SharedEngine': 'needs GPUs, as rollout/test_ray_workers.py counts',
+    'docs/strategies.md: # my_strategy.py': 'runs in strategies/test_strategy_conformance.py, with the next',
+    'docs/strategies.md: # check_my_strategy.py': 'runs in strategies/test_strategy_conformance.py',
 }
 RUN_ELSEWHERE = {'README.md: from copy import deepcopy': 'tests/test_docs.py runs it and reads what it logs'}
 

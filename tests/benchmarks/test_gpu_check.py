@@ -1,5 +1,4 @@
-"""gpu_check.py: budgets, the shared process, failing parts, interruptions; and a rehearsal on the CPU. What its parts do
-on CUDA alone: tests/pretend_cuda/test_gpu_parts_on_pretend_cuda.py."""
+"""gpu_check.py: budgets, the shared process, failing parts, interruptions; and a rehearsal on the CPU."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -91,22 +92,15 @@ def test_unknown_names(folder):
 # --- damage
 
 
-@pytest.mark.parametrize('damage', ['flip', 'truncate', 'grow', 'remove'])
 @pytest.mark.parametrize('which', ['*.safetensors', 'state.json'])
-def test_a_damaged_file_is_refused_by_name(folder, damage, which):
+def test_a_damaged_file_is_refused_by_name(folder, which):
     path = next(folder.glob(which))
-    data = bytearray(path.read_bytes())
-    if damage == 'flip':
-        data[len(data) // 2] ^= 4
-        path.write_bytes(data)
-    elif damage == 'truncate':
-        path.write_bytes(data[:-1])
-    elif damage == 'grow':
-        path.write_bytes(data + b' ')
-    else:
-        path.unlink()
-    with pytest.raises(CheckpointError, match=path.name):
-        CheckpointReader(folder)
+    data = path.read_bytes()
+    middle = len(data) // 2
+    for damaged in (data[:middle] + bytes([data[middle] ^ 4]) + data[middle + 1 :], data[:-1], data + b' ', None):
+        path.unlink() if damaged is None else path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=path.name):
+            CheckpointReader(folder)
 
 
 def test_ranks_can_share_the_verification(tmp_path):
@@ -154,18 +148,17 @@ def test_every_flipped_bit_of_a_manifest_is_seen(folder):
                 CheckpointReader(folder)
 
 
-@pytest.mark.parametrize(
-    ('change', 'message'),
-    [
+def test_manifests_that_do_not_cover_each_tensor_once(folder):
+    whole = (folder / 'manifest.json').read_text()
+    for change, message in (
         (lambda p: p['pieces'].clear(), r'lacks elements \[0, 35\)'),
         (lambda p: p['pieces'][0].update(file='other'), "'other', which is not among the files"),
         (lambda p: p.update(shape=[-5, -7]), 'negative size'),
-    ],
-)
-def test_manifests_that_do_not_cover_each_tensor_once(folder, change, message):
-    edit(folder, lambda m: change(m['tensors']['actor/weight']))
-    with pytest.raises(CheckpointError, match=message):
-        CheckpointReader(folder)
+    ):
+        (folder / 'manifest.json').write_text(whole)
+        edit(folder, lambda m, change=change: change(m['tensors']['actor/weight']))
+        with pytest.raises(CheckpointError, match=message):
+            CheckpointReader(folder)
 
 
 def test_coverage_by_hand():
@@ -206,48 +199,32 @@ def test_links_out_of_the_folder_are_refused(folder):
 
 def test_a_file_that_does_not_hold_what_the_manifest_says(folder):
     edit(folder, lambda m: m['tensors']['actor/weight'].update(dtype='float64'))
-    with pytest.raises(
-        CheckpointError, match=r"'actor/weight' is torch.float32 in its file and torch.float64 in the manifest"
-    ):
+    with pytest.raises(CheckpointError, match="'actor/weight' is torch.float32 in its file and torch.float64 in the"):
         CheckpointReader(folder).read('actor/weight', 0, 3)
 
 
 # --- writing
 
 
-class Ranks:
-    """`all_gather_object` between threads."""
-
-    def __init__(self, world_size):
-        self.box, self.barrier = [None] * world_size, threading.Barrier(world_size)
-
-    def gather(self, rank):
-        def all_gather_object(obj):
-            self.box[rank] = obj
-            self.barrier.wait()
-            seen = list(self.box)
-            self.barrier.wait()
-            return seen
-
-        return all_gather_object
-
-
-def on_ranks(world_size, act):
-    """act(rank, all_gather_object) in a thread per rank; results or exceptions."""
-    ranks, results = Ranks(world_size), [None] * world_size
+def on_two_ranks(act):
+    """act(rank, all_gather_object) in a thread for each rank; exceptions, or None."""
+    box, barrier = [None, None], threading.Barrier(2)
 
     def run(rank):
-        try:
-            results[rank] = act(rank, ranks.gather(rank))
-        except Exception as error:
-            results[rank] = error
+        def all_gather_object(obj):
+            box[rank] = obj
+            barrier.wait()
+            seen = list(box)
+            barrier.wait()
+            return seen
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+        try:
+            act(rank, all_gather_object)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, range(2)))
 
 
 def halves(rank):
@@ -261,11 +238,10 @@ def halves(rank):
 
 def test_two_ranks_write_one_checkpoint(tmp_path):
     def act(rank, gather):
-        write_checkpoint(
-            tmp_path / 'c', {'a/': halves(rank)}, state={'rank': rank}, rank=rank, all_gather_object=gather
-        )
+        state = {'rank': rank}
+        write_checkpoint(tmp_path / 'c', {'a/': halves(rank)}, state=state, rank=rank, all_gather_object=gather)
 
-    assert on_ranks(2, act) == [None, None]
+    assert on_two_ranks(act) == [None, None]
     reader = CheckpointReader(tmp_path / 'c')
     assert reader.json() == {'rank': 0}
     assert {p.file[:12] for p in reader.manifest.tensors['a/weight'].pieces} == {'a-rank00000-', 'a-rank00001-'}
@@ -284,8 +260,8 @@ def test_ranks_that_do_not_fit_together(tmp_path):
         'has data of shape': (x(4, 0, 4, 2, 2), x(4, 0, 4, 2, 2)),
     }
     for message, pieces in faults.items():
-        errors = on_ranks(
-            2, lambda r, g, p=pieces: write_checkpoint(tmp_path / 'c', {'': p[r]}, rank=r, all_gather_object=g)
+        errors = on_two_ranks(
+            lambda r, g, p=pieces: write_checkpoint(tmp_path / 'c', {'': p[r]}, rank=r, all_gather_object=g)
         )
         for error in errors:
             with pytest.raises(CheckpointError, match=message):
@@ -318,21 +294,16 @@ def test_a_full_disk_at_any_write_leaves_the_old_checkpoint(tmp_path, monkeypatc
 
             write_checkpoint(folder, {'a/': pieces()}, state={}, rank=rank, all_gather_object=gather, max_file_bytes=16)
 
-        errors = on_ranks(2, act)
+        errors = on_two_ranks(act)
         monkeypatch.setattr(os, 'fsync', real)
         assert sorted(drained) == [0, 1]  # a rank that failed went on, so that the others are not left waiting
         if errors == [None, None]:
             break
         failures += 1
         for error in errors:
-            with pytest.raises(
-                CheckpointError,
-                match=r'rank [01]: .*No space left on device.*the earlier checkpoint there is untouched',
-            ):
+            with pytest.raises(CheckpointError, match='rank [01]: .*No space left on device.*there is untouched'):
                 raise error
-        if CheckpointReader(folder).names() != {
-            'old'
-        }:  # only the last fsync, of the parent folder, comes after the rename
+        if CheckpointReader(folder).names() != {'old'}:  # only the fsync of the parent folder comes after the rename
             assert CheckpointReader(folder).names() == {'a/weight', 'a/step'}
             break
         assert [p.name for p in tmp_path.iterdir()] == ['c']
@@ -340,13 +311,17 @@ def test_a_full_disk_at_any_write_leaves_the_old_checkpoint(tmp_path, monkeypatc
     assert CheckpointReader(folder).names() == {'a/weight', 'a/step'}
 
 
-def test_an_iterator_that_raises(tmp_path):
+def test_an_iterator_that_raises_and_an_interruption_leave_nothing(tmp_path):
     def pieces():
         yield Piece('x', (2,), 0, 2, torch.zeros(2))
         raise RuntimeError('lost a shard')
 
     with pytest.raises(CheckpointError, match='lost a shard'):
         write_checkpoint(tmp_path / 'c', {'': pieces()})
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(KeyboardInterrupt), CheckpointWriter(tmp_path / 'c') as writer:
+        writer.add('', pieces_of(TENSORS))
+        raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
 
 
@@ -366,13 +341,6 @@ def test_a_failure_speaks_only_of_checkpoints_that_there_are(tmp_path):
     assert fails(tmp_path / 'step-00000002').endswith('; the earlier checkpoint there is untouched')
 
 
-def test_leaving_without_commit_leaves_nothing(tmp_path):
-    with pytest.raises(KeyboardInterrupt), CheckpointWriter(tmp_path / 'c') as writer:
-        writer.add('', pieces_of(TENSORS))
-        raise KeyboardInterrupt
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_other_peoples_folders_are_not_replaced(tmp_path):
     (tmp_path / 'photos').mkdir()
     (tmp_path / 'photos' / 'cat.jpg').write_bytes(b'meow')
@@ -381,11 +349,9 @@ def test_other_peoples_folders_are_not_replaced(tmp_path):
     assert (tmp_path / 'photos' / 'cat.jpg').read_bytes() == b'meow'
     (tmp_path / 'empty').mkdir()
     write_checkpoint(tmp_path / 'empty', {'': pieces_of(TENSORS)})
-    with (
-        pytest.raises(CheckpointError, match='leaves the checkpoint folder'),
-        CheckpointWriter(tmp_path / 'c') as writer,
-    ):
-        writer.add_json('../state.json', {})
+    with pytest.raises(CheckpointError, match='leaves the checkpoint folder'):
+        with CheckpointWriter(tmp_path / 'c') as writer:
+            writer.add_json('../state.json', {})
 
 
 def test_written_bytes_do_not_follow_later_changes(tmp_path):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,8 +28,6 @@ from chatgpt.strategies.checkpoint import (
 )
 from chatgpt.strategies.checkpoint.folder import backup_of, score_of, temporary_of
 
-ROOT = Path(__file__).parents[2]
-
 
 def write(root, step, **meta):
     write_checkpoint(step_folder(root, step), {'': pieces_of({'x': torch.tensor([float(step)])})}, meta=meta)
@@ -39,11 +36,8 @@ def write(root, step, **meta):
 
 def test_names(tmp_path):
     assert step_folder('runs/a', 12) == Path('runs/a/step-00000012')
-    assert (
-        step_of('runs/a/step-00000012') == 12
-        and step_of('runs/step-12') is None
-        and step_of('.step-00000012.tmp') is None
-    )
+    assert step_of('runs/a/step-00000012') == 12
+    assert step_of('runs/step-12') is step_of('.step-00000012.tmp') is None
     assert step_of(step_folder('x', 123456789)) == 123456789
     with pytest.raises(ValueError, match='step=-1'):
         step_folder('runs', -1)
@@ -97,72 +91,45 @@ def test_recover(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ['.hidden.txt', 'step-00000003', 'step-00000004']
 
 
-HOLDER = """
-import sys, time
-from chatgpt.strategies.checkpoint import claim_folder
-claim = claim_folder(sys.argv[1])
-print('claimed', flush=True)
-time.sleep(3600)
-"""
-
-
 def test_two_runs_cannot_write_one_folder(tmp_path):
     with claim_folder(tmp_path / 'run'):
-        with pytest.raises(
-            CheckpointError, match=rf'run: process {os.getpid()} on .* is writing here; .*choose another folder'
-        ):
+        told = rf'run: process {os.getpid()} on .* is writing here; .*choose another folder'
+        with pytest.raises(CheckpointError, match=told):
             claim_folder(tmp_path / 'run')
     claim_folder(tmp_path / 'run').release()
 
 
-def test_the_claim_ends_with_its_process(tmp_path):
-    variables = {**os.environ, 'PYTHONPATH': str(ROOT)}
-    holder = subprocess.Popen(
-        [sys.executable, '-c', HOLDER, str(tmp_path)], env=variables, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert holder.stdout is not None and holder.stdout.readline() == 'claimed\n'
-        with pytest.raises(CheckpointError, match=f'process {holder.pid} on'):
-            claim_folder(tmp_path)
-    finally:
-        holder.kill()
-        holder.wait()
-    claim_folder(tmp_path).release()
-
-
-SAVER = """
-import sys, torch
-from chatgpt.strategies.checkpoint import claim_folder, latest, pieces_of, prune, recover, step_folder, step_of
-from chatgpt.strategies.checkpoint import write_checkpoint
-root = sys.argv[1]
-with claim_folder(root):
-    recover(root)
-    last = latest(root)
-    step = 0 if last is None else step_of(last)
-    print('ready', flush=True)
-    while True:
-        step += 1
-        tensors = {f't{i}': torch.full((300,), float(step)) for i in range(5)}
-        write_checkpoint(step_folder(root, step), {'': pieces_of(tensors)}, max_file_bytes=2000)
-        write_checkpoint(step_folder(root, step), {'': pieces_of(tensors)}, max_file_bytes=2000)
-        prune(root, keep_last=2)
-"""
+def save_for_ever(root: Path, ready: Any) -> None:
+    with claim_folder(root):
+        recover(root)
+        last = latest(root)
+        step = 0 if last is None else step_of(last)
+        ready.set()
+        while True:
+            step += 1
+            tensors = {f't{i}': torch.full((300,), float(step)) for i in range(5)}
+            for _ in range(2):  # the second replaces the first
+                write_checkpoint(step_folder(root, step), {'': pieces_of(tensors)}, max_file_bytes=2000)
+            prune(root, keep_last=2)
 
 
 def test_killed_at_random_moments(tmp_path):
-    """After every SIGKILL each checkpoint that is listed is whole, and at most the one being written is lost."""
+    """After every SIGKILL each checkpoint that is listed is whole, and at most the one being written is lost. The claim
+    of the folder ends with its process, and not before."""
     rng = random.Random()
     before = 0
+    fork = multiprocessing.get_context('fork')
     for _ in range(3):
-        variables = {**os.environ, 'PYTHONPATH': str(ROOT)}
-        saver = subprocess.Popen(
-            [sys.executable, '-c', SAVER, str(tmp_path)], env=variables, stdout=subprocess.PIPE, text=True
-        )
-        assert saver.stdout is not None and saver.stdout.readline() == 'ready\n'
+        ready = fork.Event()
+        saver = fork.Process(target=save_for_ever, args=(tmp_path, ready), daemon=True)
+        saver.start()
+        ready.wait()
+        with pytest.raises(CheckpointError, match=f'process {saver.pid} on'):
+            claim_folder(tmp_path)
         until(lambda last=before: (steps(tmp_path) or [0])[-1] >= last + 2)
         time.sleep(0.2 * rng.random())
-        saver.send_signal(signal.SIGKILL)
-        saver.wait()
+        saver.kill()
+        saver.join()
         with claim_folder(tmp_path):
             recover(tmp_path)
             found = list_checkpoints(tmp_path)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from experience_samples import sample as any_sample
 
 from chatgpt.nn import GPTActor, GPTCritic
 from chatgpt.strategies import NaiveStrategy
@@ -21,19 +22,7 @@ from chatgpt.types import Experience, Sample
 
 
 def sample(index: int, response: list[int], mask: list[bool] | None = None) -> Sample:
-    n = len(response)
-    return Sample(
-        index=index,
-        group=index // 2,
-        prompt_ids=torch.tensor([3, 4 + index]),
-        response_ids=torch.tensor(response),
-        response_mask=torch.tensor(mask or [True] * n),
-        logprobs=torch.full((n,), -1.0),
-        filtered_logprobs=torch.zeros(n),
-        edge_distances=torch.ones(n),
-        finish_reason='eos',
-        response_text='x' * n,
-    )
+    return any_sample(index, response, prompt=[3, 4 + index], mask=mask, response_text='x' * len(response))
 
 
 def estimated(experiences: list[Experience], config: PPOConfig) -> None:
@@ -71,6 +60,8 @@ def test_reward_is_minus_beta_kl_with_the_score_once_at_the_end():
         assert e.old_logprobs.tolist() == [-1.0] * e.num_actions  # the decode's, not recomputed
         # Negative control: a score on every token is another reward.
         assert e.rewards.tolist() != pytest.approx([-0.5 * k + score for k in kl.tolist()])
+    for e in make([1.0, 1.0], reference=False).make(SAMPLES, kl_coef=0.5):  # no penalty
+        assert e.rewards.tolist() == [0.0] * (e.num_actions - 1) + [1.0]
 
 
 def test_a_policy_has_kl_zero_to_itself_and_recomputing_gives_its_own_log_probs():
@@ -90,22 +81,13 @@ def test_full_kl_is_the_sum_over_the_vocabulary():
     assert (e.kl >= 0).all()
 
 
-def test_without_a_reference_there_is_no_penalty():
-    for e in make([1.0, 1.0], reference=False).make(SAMPLES, kl_coef=0.5):
-        assert e.rewards.tolist() == [0.0] * (e.num_actions - 1) + [1.0]
-
-
-def test_masked_tokens_get_no_reward_and_the_score_goes_to_the_last_that_counts():
+def test_masked_tokens_get_no_reward_and_dense_scores_are_paid_token_by_token_and_not_twice():
     masked = sample(0, [5, 6, 7, 2], [True, True, False, False])
     e = make([3.0]).make([masked], kl_coef=0.0)[0]
-    assert e.rewards.tolist() == [0.0, 3.0, 0.0, 0.0]
+    assert e.rewards.tolist() == [0.0, 3.0, 0.0, 0.0]  # the score goes to the last token that counts
     assert e.advantages[2:].tolist() == [0.0, 0.0]
-
-
-def test_dense_scores_are_paid_token_by_token_and_not_twice():
     e = make([[0.5, 0.25, 1.0]]).make([sample(0, [5, 6, 2])], kl_coef=0.0)[0]
-    assert e.rewards.tolist() == [0.5, 0.25, 1.0]
-    assert e.score == 1.75
+    assert e.rewards.tolist() == [0.5, 0.25, 1.0] and e.score == 1.75
 
 
 def test_settings_of_the_score_reach_scores_per_token():

@@ -1,16 +1,30 @@
 """What gives a score: functions, models, pipelines, weighted lists; and what happens when they misbehave."""
 
+from __future__ import annotations
+
 import asyncio
+import functools
+import importlib.util
 import sys
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from experience_samples import sample
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import nn
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from chatgpt.strategies import NaiveStrategy
+from chatgpt.data.examples import Demonstration
+from chatgpt.data.formats import is_for_encoder_decoder, note_model
+from chatgpt.data.rewards import Pattern
+from chatgpt.data.tokenize import tokenize_again, tokenize_demonstration
+from chatgpt.launch.inputs import reward_model_inputs
+from chatgpt.strategies import DDPStrategy, NaiveStrategy
+from chatgpt.testing import char_tokenizer, encoder_decoder_tokenizer, tiny_config
+from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.experience import (
     FunctionScorer,
     PipelineScorer,
@@ -20,25 +34,14 @@ from chatgpt.trainer.experience import (
     WeightedScorer,
     as_scorer,
 )
+from chatgpt.trainer.experience.scorers import checksum, described
 from chatgpt.types import Batch, Sample
 
 
 def make(index: int, response: str = 'ab', ended: bool = True, **columns) -> Sample:
-    n = len(response) + 1
-    return Sample(
-        index=index,
-        group=index,
-        prompt_ids=torch.tensor([1, 2]),
-        response_ids=torch.arange(n) + 3,
-        response_mask=torch.ones(n, dtype=torch.bool),
-        logprobs=torch.zeros(n),
-        filtered_logprobs=torch.zeros(n),
-        edge_distances=torch.zeros(n),
-        finish_reason='eos' if ended else 'length',
-        prompt_text=f'prompt {index}',
-        response_text=response,
-        columns=columns,
-    )
+    ids = range(3, 4 + len(response))
+    texts = {'prompt_text': f'prompt {index}', 'response_text': response, 'columns': columns}
+    return sample(index, ids, ended=ended, **texts)
 
 
 @pytest.fixture
@@ -47,27 +50,18 @@ def strategy():
         yield s
 
 
-def test_function_sees_prompts_responses_and_columns(strategy):
-    seen = {}
-
-    def fn(prompts, responses, **columns):
-        seen.update(prompts=prompts, responses=responses, **columns)
+def test_function_sees_prompts_responses_and_the_columns_that_it_takes(strategy):
+    def takes_all(prompts, responses, **columns):
+        assert (prompts, responses) == (['prompt 0', 'prompt 1'], ['a', 'bcd'])
+        assert columns == {'answer': ['a', 'y'], 'other': [1, 2]}
         return [float(len(r)) for r in responses]
 
-    samples = [make(0, 'a', answer='x'), make(1, 'bcd', answer='y')]
-    assert FunctionScorer(fn).score(samples, strategy) == [1.0, 3.0]
-    assert seen == {'prompts': ['prompt 0', 'prompt 1'], 'responses': ['a', 'bcd'], 'answer': ['x', 'y']}
-
-
-def test_function_without_kwargs_gets_the_columns_it_names(strategy):
-    def fn(prompts, responses, answer):
+    def names_one(prompts, responses, answer):
         return [1.0 if r == a else 0.0 for r, a in zip(responses, answer, strict=True)]
 
-    samples = [make(0, 'a', answer='a', other=1), make(1, 'b', answer='c', other=2)]
-    assert FunctionScorer(fn).score(samples, strategy) == [1.0, 0.0]
-
-
-def test_dense_scores(strategy):
+    samples = [make(0, 'a', answer='a', other=1), make(1, 'bcd', answer='y', other=2)]
+    assert FunctionScorer(takes_all).score(samples, strategy) == [1.0, 3.0]
+    assert FunctionScorer(names_one).score(samples, strategy) == [1.0, 0.0]
     scores = FunctionScorer(lambda prompts, responses: [[0.0, 1.0, 2.0]]).score([make(0, 'ab')], strategy)
     assert torch.equal(scores[0], torch.tensor([0.0, 1.0, 2.0]))
 
@@ -77,8 +71,7 @@ def raises(prompts, responses):
 
 
 def hangs(prompts, responses):
-    time.sleep(5)
-    return [0.0] * len(responses)
+    threading.Event().wait(5)
 
 
 @pytest.mark.parametrize(
@@ -91,14 +84,11 @@ def hangs(prompts, responses):
         (lambda p, r: [1.0, None], r'returned None for sample 8'),
         (lambda p, r: 3.0, r'returned float; return a list'),
         (lambda p, r: '10', r'returned a str; return a list'),
-        (lambda p, r: b'10', r'returned a bytes; return a list'),
         (lambda p, r: {1: 'a', 2: 'b'}, r'returned a dict; return a list'),
         (lambda p, r: {1.0, 2.0}, r'returned a set; return a list'),
-        (lambda p, r: ['1', '2'], r"returned '1' for sample 7 \('prompt 7'\); return a number"),
         (lambda p, r: ['abc', 'abc'], r"returned 'abc' for sample 7 \('prompt 7'\); return a number"),
         (lambda p, r: [['1', '2', '3'], [0.0] * 3], r"returned '1' for sample 7 \('prompt 7'\); return a number"),
         (lambda p, r: [[None, 1.0, 1.0], [0.0] * 3], r'returned None for sample 7 .*; return a number'),
-        (lambda p, r: [{'score': 1.0}] * 2, r"returned \{'score': 1.0\} for sample 7 \('prompt 7'\); return a number"),
         (lambda p, r: [[1.0], [1.0, 2.0, 3.0]], r'1 token scores for sample 7 .*, whose response has 3 tokens'),
     ],
 )
@@ -184,20 +174,17 @@ def test_a_coroutine_function_is_awaited(fn, timeout, strategy):
     assert as_scorer([(2.0, fn)], timeout_s=timeout).score(samples, strategy) == [2.0, 6.0]
 
 
-def test_a_coroutine_is_awaited_where_a_loop_runs_already(strategy):
-    async def notebook():
-        return FunctionScorer(slow_length).score([make(0, 'ab')], strategy)
-
-    assert asyncio.run(notebook()) == [2.0]
-
-
-def test_all_calls_of_coroutines_share_a_loop(strategy):
+def test_all_calls_of_coroutines_share_a_loop_where_one_runs_already_too(strategy):
     loops = []
 
     async def fn(prompts, responses):
         loops.append(asyncio.get_running_loop())
         return [0.0] * len(responses)
 
+    async def notebook():
+        return FunctionScorer(slow_length).score([make(0, 'ab')], strategy)
+
+    assert asyncio.run(notebook()) == [2.0]
     for timeout in (None, None, 5.0):
         FunctionScorer(fn, timeout_s=timeout).score([make(0)], strategy)
     assert loops[0] is loops[1] is loops[2] and not loops[0].is_closed()
@@ -215,6 +202,13 @@ def test_model_scores_do_not_depend_on_the_micro_batches(strategy):
     whole = RewardModelScorer(LastId()).score(samples, strategy)
     cut = RewardModelScorer(LastId(), max_tokens_per_batch=8).score(samples, strategy)
     assert whole == cut == [4.0, 8.0, 5.0]
+
+    class Broken(LastId):
+        def forward(self, batch: Batch) -> torch.Tensor:
+            return super().forward(batch) * float('nan')
+
+    with pytest.raises(RewardFunctionError, match='the reward model gave nan for sample 0'):
+        RewardModelScorer(Broken()).score(samples, strategy)
 
 
 class Letters:
@@ -240,15 +234,8 @@ def test_a_reward_model_with_another_tokenizer_reads_text(strategy):
 def ended_twice() -> Any:
     """A tokenizer that writes a begin token before every text and an end token after it, and a space before its first
     word."""
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    words = {
-        w: i
-        for i, w in enumerate(
-            ['<pad>', '<s>', '</s>', '\u2581', *(f'\u2581{w}' for w in ('one', 'day', 'fox')), *'onedayfx,.']
-        )
-    }
+    all_words = ['<pad>', '<s>', '</s>', '\u2581', *(f'\u2581{w}' for w in ('one', 'day', 'fox')), *'onedayfx,.']
+    words = {w: i for i, w in enumerate(all_words)}
     tokenizer = Tokenizer(models.BPE(vocab=dict.fromkeys(words, 0) | {w: i for i, w in enumerate(words)}, merges=[]))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend('\u2581'), normalizers.Replace(' ', '\u2581')])
     tokenizer.pre_tokenizer = pre_tokenizers.Split('\u2581', 'merged_with_next')
@@ -259,8 +246,6 @@ def ended_twice() -> Any:
 
 
 def shared_tokenizer(name: str) -> Any:
-    from transformers import AutoTokenizer
-
     folder = Path(__file__).resolve().parents[3] / 'shared' / 'models' / name
     if not folder.is_dir():
         pytest.skip(f'needs {folder.name} of the shared models')
@@ -269,22 +254,10 @@ def shared_tokenizer(name: str) -> Any:
 
 @pytest.mark.parametrize('which', ['ends by itself', 'gpt2_tokenizer', 'stories260K'])
 def test_a_reward_model_with_another_tokenizer_is_scored_on_the_tokens_of_its_training(which):
-    from chatgpt.data.examples import Demonstration
-    from chatgpt.data.tokenize import tokenize_again, tokenize_demonstration
-
     tokenizer = ended_twice() if which == 'ends by itself' else shared_tokenizer(which)
-    pairs = [
-        ('one day', ' fox.'),
-        ('one day', 'fox.'),
-        ('one day ', 'fox'),
-        ('one day, one', 'day fox'),
-        ('', 'one fox.'),
-        ('one', 'ed'),
-    ]
-    for prompt, response in pairs:
-        sample = make(0, response)
-        sample.prompt_text = prompt
-        read = tokenize_again(sample.prompt_text, sample.response_text, sample.ended, tokenizer)
+    pairs = [('one day', ' fox.'), ('one day', 'fox.'), ('one day ', 'fox'), ('one day, one', 'day fox')]
+    for prompt, response in [*pairs, ('', 'one fox.'), ('one', 'ed')]:
+        read = tokenize_again(prompt, response, True, tokenizer)
         ids = [*read.prompt_ids.tolist(), *read.response_ids.tolist()]
         trained = tokenize_demonstration(Demonstration(prompt=prompt, response=response), tokenizer)
         assert ids == [*trained.prompt_ids.tolist(), *trained.response_ids.tolist()]
@@ -294,27 +267,9 @@ def test_a_reward_model_with_another_tokenizer_is_scored_on_the_tokens_of_its_tr
             whole = tokenizer(prompt + response, add_special_tokens=False)['input_ids']
             assert ids == [*begin, *whole, tokenizer.eos_token_id]  # one text
         # Negative control: the parts apart, each with what the tokenizer adds.
-        apart = [
-            *tokenizer(prompt)['input_ids'],
-            *tokenizer(response, add_special_tokens=False)['input_ids'],
-            tokenizer.eos_token_id,
-        ]
-        if which == 'ends by itself':
-            assert ids != apart
-    sample.finish_reason = 'length'
-    assert (
-        tokenize_again(sample.prompt_text, sample.response_text, sample.ended, tokenizer).response_ids[-1]
-        != tokenizer.eos_token_id
-    )
-
-
-def test_a_reward_model_that_gives_nan_is_an_error(strategy):
-    class Broken(nn.Module):
-        def forward(self, batch: Batch) -> torch.Tensor:
-            return torch.full((batch.num_sequences,), float('nan'))
-
-    with pytest.raises(RewardFunctionError, match='the reward model gave nan for sample 0'):
-        RewardModelScorer(Broken()).score([make(0)], strategy)
+        apart = [*tokenizer(prompt)['input_ids'], *tokenizer(response, add_special_tokens=False)['input_ids']]
+        assert which != 'ends by itself' or ids != [*apart, tokenizer.eos_token_id]
+    assert tokenize_again(prompt, response, False, tokenizer).response_ids[-1] != tokenizer.eos_token_id
 
 
 class FakePipeline:
@@ -331,9 +286,8 @@ class FakePipeline:
 
 
 def test_pipeline(strategy):
-    assert PipelineScorer(FakePipeline(), label='POSITIVE').score([make(0, 'ab')], strategy) == [
-        len('prompt 0ab') / 100
-    ]
+    scores = PipelineScorer(FakePipeline(), label='POSITIVE').score([make(0, 'ab')], strategy)
+    assert scores == [len('prompt 0ab') / 100]
     with pytest.raises(ValueError, match='has labels .* say whose score counts'):
         PipelineScorer(FakePipeline())
     with pytest.raises(ValueError, match="no label 'JOY'"):
@@ -354,14 +308,171 @@ def test_weighted_list_adds_and_puts_sequence_scores_at_the_last_token_that_coun
         (3, 'reward_model must be'),
         ([lambda p, r: [1.0]], r'holds \(weight, reward\) pairs'),
         ([], 'at least one'),
-        (
-            nn.Bilinear,
-            r"^Bilinear is a class with arguments of its own \(missing a required argument: 'in1_features'\); give an "
-            r'object',
-        ),
+        (nn.Bilinear, '^Bilinear is a class with arguments of its own .*in1_features.*; give an object'),
         (list, '^list is a class whose objects cannot be called as fn'),
     ],
 )
 def test_as_scorer_refuses(bad, message):
     with pytest.raises(ValueError, match=message):
         as_scorer(bad)
+
+
+# ---------------------------------------------------------------- on two processes
+
+
+async def lengths(prompts: list[str], responses: list[str]) -> list[float]:
+    await asyncio.sleep(0.01)
+    return [float(len(r)) for r in responses]
+
+
+def exits(prompts: list[str], responses: list[str]) -> list[float]:
+    sys.exit(0)
+
+
+def scored() -> tuple[list[float], str]:
+    """This rank's scores by a coroutine function, and what an exit came to."""
+    with DDPStrategy(device='cpu') as strategy:
+        samples = [sample(i, response_text='x' * i) for i in (strategy.rank, strategy.rank + 2)]
+        numbers = [float(s) for _ in range(2) for s in FunctionScorer(lengths).score(samples, strategy)]
+        try:
+            FunctionScorer(exits).score(samples, strategy)
+        except RuntimeError as error:
+            return numbers, str(error)
+        return numbers, 'nothing was raised'
+
+
+def test_on_two_ranks():
+    (first, error), (second, other_error) = run_distributed(scored, 2)
+    assert first == [0.0, 2.0] * 2 and second == [1.0, 3.0] * 2
+    assert 'reward function exits raised SystemExit: 0, at ' in error and '.py:' in error
+    assert error in other_error
+
+
+# ---------------------------------------------------------------- a reward model of another kind than the policy
+
+
+class Rows(nn.Module):
+    """Keeps the rows that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[list[int], int]] = []
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        for row in range(batch.num_sequences):
+            actions = int((batch.action_rows == row).sum())
+            self.seen.append((batch.input_ids[row][batch.attention_mask[row]].tolist(), actions))
+        return torch.zeros(batch.num_sequences)
+
+
+@pytest.mark.parametrize(
+    ('family', 'prompt', 'response', 'ended', 'options', 'row', 'actions'),
+    [
+        ('t5', 'ab', 'cd', True, {}, [6, 7, 2, 8, 9, 2], 3),
+        ('t5', 'ab', 'cd', False, {}, [6, 7, 2, 8, 9], 2),
+        ('bart', 'ab', 'cd', True, {}, [1, 6, 7, 2, 1, 8, 9, 2], 4),
+        ('t5', 'abcd', 'a', True, {'max_length': 3}, [8, 9, 2, 6, 2], 2),
+        ('t5', 'ab', '', False, {}, [6, 7, 2, 2], 1),
+    ],
+)
+def test_rows_of_an_encoder_decoder(family, prompt, response, ended, options, row, actions):
+    given = sample(prompt_text=prompt, response_text=response, ended=ended)
+    tokenizer, model = encoder_decoder_tokenizer(family), Rows()
+    note_model(tokenizer, tiny_config(family))
+    RewardModelScorer(model, tokenizer=tokenizer, **options).score([given], NaiveStrategy())
+    assert model.seen == [(row, actions)]
+
+
+def test_a_folder_of_the_other_kind_brings_a_tokenizer_of_its_own(tmp_path: Path):
+    for family in ('t5', 'bart', 'gpt2'):
+        tiny_config(family, positions=32).save_pretrained(tmp_path / family)
+    char_tokenizer().save_pretrained(tmp_path / 'gpt2')
+    policy = encoder_decoder_tokenizer('bart')
+    note_model(policy, tiny_config('bart'))
+    # the same kind and vocabulary: ids go over as they are, 31 on each side
+    assert reward_model_inputs(str(tmp_path / 'bart'), policy) == (None, 31)
+    own, context = reward_model_inputs(str(tmp_path / 'gpt2'), policy)
+    assert own is not None and own is not policy and not is_for_encoder_decoder(own) and context == 32
+    decoder = char_tokenizer()
+    own, context = reward_model_inputs(str(tmp_path / 't5'), decoder)  # which has no tokenizer beside it
+    assert is_for_encoder_decoder(own) and not is_for_encoder_decoder(decoder) and context is None
+
+
+# ---------------------------------------------------------------- descriptions: alike where rewards score alike
+
+FILE = """
+seen = []
+class Reward:
+    def __init__(self, scale=1.0):
+        self.scale, self.calls = scale, 0
+    def __call__(self, prompts, responses):
+        self.calls += 1
+        return [self.scale * {body} for text in responses]
+def score(prompts, responses):
+    seen.append(responses)
+    return [{body} for text in responses]
+def scaled(prompts, responses, k):
+    return [k * {body} for text in responses]
+def unused():
+    return {unused}
+"""
+
+
+def reward_file(path: Path, body: str = 'len(text)', unused: int = 0) -> Any:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(FILE.format(body=body, unused=unused))
+    spec = importlib.util.spec_from_file_location(f'{path.parent.name}_{path.stem}', path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where inspect looks for a class
+    spec.loader.exec_module(module)
+    return module
+
+
+def told(reward: Any) -> Any:
+    return described(as_scorer(reward))
+
+
+@pytest.mark.parametrize(
+    'reward',
+    [
+        lambda module: module.score,
+        lambda module: module.Reward(),
+        lambda module: functools.partial(module.scaled, k=1),
+        lambda module: [(0.5, module.score), (1.0, module.Reward())],
+    ],
+)
+def test_a_body_that_changes_is_seen_and_what_stands_beside_it_is_not(tmp_path, reward):
+    first = told(reward(reward_file(tmp_path / 'a' / 'r.py')))
+    assert told(reward(reward_file(tmp_path / 'b' / 'r.py', unused=1))) == first
+    assert told(reward(reward_file(tmp_path / 'c' / 'r.py', body='-len(text)'))) != first
+
+
+def test_arguments_and_attributes_are_seen(tmp_path):
+    module = reward_file(tmp_path / 'a' / 'r.py')
+    assert told(functools.partial(module.scaled, k=1)) != told(functools.partial(module.scaled, k=2))
+    assert told(module.Reward(1.0)) == told(module.Reward(1.0)) != told(module.Reward(2.0))
+    assert told(Pattern('a')) == told(Pattern('a')) != told(Pattern('b'))
+
+    def closed(k: float) -> Any:
+        return lambda prompts, responses: [k * len(r) for r in responses]
+
+    assert told(closed(1.0)) == told(closed(1.0)) != told(closed(2.0))
+
+
+def test_what_a_function_notes_while_it_runs_does_not_make_it_another(tmp_path):
+    module = reward_file(tmp_path / 'a' / 'r.py')
+    for reward in (module.score, module.Reward()):
+        scorer = as_scorer(reward)
+        before = described(scorer)
+        scorer.fn(['a'], ['b'])
+        assert described(scorer) == before
+    assert module.seen and told(module.score) == described(as_scorer(module.score))
+
+
+def test_a_function_whose_file_is_not_its_source(tmp_path, monkeypatch):
+    """As code of a page that is executed under the page's name."""
+    (tmp_path / 'page.md').write_text('a (bracket that\nnever ends\n')
+    monkeypatch.chdir(tmp_path)
+    names: dict = {'__name__': 'page'}
+    exec(compile('score = lambda prompts, responses: [1.0]', 'page.md', 'exec'), names)
+    assert checksum(names['score'])  # by its name

@@ -2,25 +2,17 @@
 
 A check returns nothing or a remark, or raises. A ValueError of the library that names the model or its folder is a
 refusal; anything else is a crash or a wrong number.
-
-    python tests/families/family_checks.py llama mixtral
-    python tests/families/family_checks.py --json found.json --page docs/models.md
-    python tests/families/family_checks.py --json found.json --speed llama mixtral --page docs/models.md
+`benchmarks/models.py` makes docs/models.md of them.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import json
 import multiprocessing
 import re
 import tempfile
-import time
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +21,7 @@ from typing import Any
 
 import torch
 import transformers
-from family_configs import BIG, VOCAB, family_config, model_types
+from family_configs import BIG, VOCAB, family_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -251,7 +243,7 @@ def peft(family: Family) -> str:
     try:
         from peft import PeftModel
     except Exception as error:  # it may be too old or too new for this transformers, too
-        raise NotTried(f'peft cannot be imported: {_line(error)}') from error
+        raise NotTried(f'peft cannot be imported: {line_of(error)}') from error
     actor = deepcopy(family.actor)
     convert_to_lora(actor.model, 2)
     _draw_adapters(actor)
@@ -299,8 +291,6 @@ def checkpointing(family: Family) -> str:
     return ''
 
 
-SPEED = 'local ÷ generate'
-"""the column of `check_speed`"""
 CHECKS: dict[str, Callable[[Family], str]] = {
     'forward': forward,
     'meta': meta,
@@ -326,21 +316,8 @@ def check(model_type: str) -> dict[str, str]:
         try:
             family = Family(model_type, Path(folder))
         except Exception as error:
-            return {'config': f'none: {_line(error)}'}
+            return {'config': f'none: {line_of(error)}'}
         return {name: outcome(fn, family) for name, fn in CHECKS.items()}
-
-
-def check_speed(model_type: str) -> dict[str, str]:
-    """CPU seconds of `model.generate` divided by those of the local engine, for as many tokens of a model 256 wide, on
-    one thread: the median of 9 pairs, of up to 45 where it is near 1, on a machine that others used too. A cross: the
-    local engine refuses the model."""
-    from family_speed import speed
-
-    transformers.logging.set_verbosity_error()
-    try:
-        return {SPEED: f'ok: {speed(model_type):.2f}'}
-    except Exception as error:
-        return {SPEED: f'none: {_line(error)}'}
 
 
 def check_apart(model_type: str, checked: Callable[[str], dict[str, str]] = check) -> dict[str, str]:
@@ -365,15 +342,15 @@ def outcome(fn: Callable[[Family], str], family: Family) -> str:
     try:
         remark = fn(family)
     except Refused as error:
-        return f'no: {_line(error)}'
+        return f'no: {line_of(error)}'
     except NotTried as error:
-        return f'none: {_line(error)}'
+        return f'none: {line_of(error)}'
     except ValueError as error:
-        return f'{"no" if _is_refusal(error, family) else "CRASH"}: {_line(error)}'
+        return f'{"no" if _is_refusal(error, family) else "CRASH"}: {line_of(error)}'
     except Wrong as error:
-        return f'WRONG: {_line(error)}'
+        return f'WRONG: {line_of(error)}'
     except Exception as error:
-        return f'CRASH: {_line(error)}'
+        return f'CRASH: {line_of(error)}'
     return f'ok: {remark}' if remark else 'ok'
 
 
@@ -384,7 +361,7 @@ def _is_refusal(error: ValueError, family: Family) -> bool:
     return innermost.startswith(LIBRARY) and any(name in str(error) for name in names)
 
 
-def _line(error: Exception) -> str:
+def line_of(error: Exception) -> str:
     """Its first line, without the folder's name, which is another in every run."""
     text = re.sub(
         r"(the folder )?'?\S*/tmp\w+(/model\.safetensors)?'?",
@@ -395,36 +372,30 @@ def _line(error: Exception) -> str:
     return (text if in_own_words else f'{type(error).__name__}: {text}')[:500]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('types', nargs='*', help='model types; all of them unless given')
-    parser.add_argument('--page', type=Path, help='write the page of models')
-    parser.add_argument('--json', type=Path, help='add what is found to this file; what is there is not checked again')
-    parser.add_argument('--speed', action='store_true', help='measure speed instead, of those checked before')
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    with suppress(Exception):  # for all types, which are processes of their own; where there is none, its check says so
-        importlib.import_module('peft')
-    found = json.loads(args.json.read_text()) if args.json and args.json.is_file() else {}
-    for model_type in args.types or model_types():
-        begin = time.perf_counter()
-        if args.speed:
-            if SPEED in found.get(model_type, {}) or not found.get(model_type, {}).get('local', '').startswith('ok'):
-                continue
-            found[model_type] |= check_apart(model_type, check_speed)
-        elif model_type in found:
-            continue
-        else:
-            found[model_type] = check_apart(model_type)
-        wrong = {name: text for name, text in found[model_type].items() if not text.startswith('ok')}
-        print(f'{model_type} {time.perf_counter() - begin:.0f} s {wrong or "ok"}', flush=True)
-        if args.json:
-            args.json.write_text(json.dumps(found, indent=1, sort_keys=True) + '\n')
-    if args.page:
-        from family_page import page
-
-        args.page.write_text(page(found))
+# ---------------------------------------------------------------- the table of docs/models.md
 
 
-if __name__ == '__main__':
-    main()
+def cells(checks: dict[str, str]) -> list[str]:
+    """What the page's table says of a model type, one for each check."""
+    return [cell(checks[name]) for name in CHECKS]
+
+
+def cell(text: str) -> str:
+    if text.startswith('ok'):
+        return text.partition(': ')[2] or 'yes'
+    if text.startswith('none'):
+        return '–'
+    return '✗' if text.startswith('no:') else text.partition(':')[0].lower()
+
+
+def read_page(text: str) -> dict[str, list[str]]:
+    """By model type the cells of a page's table; [] for a type that is refused in whole, or was not tried."""
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if line.startswith('| ') and line.count(' | ') > len(CHECKS):
+            kind, *rest = line.strip('| ').split(' | ')
+            if kind != 'model type':
+                found[kind] = rest[: len(CHECKS)]
+        elif line.startswith('- ') and ',' not in line.partition(':')[0]:
+            found[line[2:].partition(':')[0]] = []
+    return found

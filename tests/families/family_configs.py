@@ -6,10 +6,7 @@ import copy
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 VOCAB, POSITIONS = 64, 128
 SIZES: dict[str, Any] = {

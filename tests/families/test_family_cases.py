@@ -25,6 +25,18 @@ def plain_logprobs(model):
     return torch.cat([torch.log_softmax(of, -1).gather(1, s.response_ids[:, None])[:, 0] for s, of in found])
 
 
+def greedy(engine, actor, prompts, tokens):
+    """Samples, of which each has the tokens that transformers generates for it alone."""
+    engine.begin(actor)
+    sampling = SamplingParams(max_new_tokens=tokens, do_sample=False)
+    samples = engine.generate(Call.of(prompts, sampling, seed=1, indices=range(len(prompts))))
+    engine.end()
+    for prompt, sample in zip(prompts, samples, strict=True):
+        alone = actor.model.generate(prompt.ids[None], max_new_tokens=tokens, do_sample=False, eos_token_id=None)
+        assert torch.equal(sample.response_ids, alone[0, len(prompt.ids) :])
+    return samples
+
+
 def filled(module):
     """A module of the meta device with its first weights, and nothing compared since."""
     tensors = dict(initial_tensors(module))
@@ -56,15 +68,7 @@ def test_where_fixed_steps_are_not_asked_for_such_a_model_decodes_without(monkey
     """As on CUDA, where 'auto' takes them."""
     engine, wants = LocalEngine(), LocalEngine.wants_fixed
     monkeypatch.setattr(LocalEngine, 'wants_fixed', lambda self, device: wants(self, torch.device('cuda')))
-    actor, prompts = Actor(neo()).eval(), [Prompt(ids=torch.tensor([7])), Prompt(ids=torch.tensor([9, 4, 5]))]
-    engine.begin(actor)
-    samples = engine.generate(
-        Call.of(prompts, SamplingParams(max_new_tokens=8, do_sample=False), seed=1, indices=range(2))
-    )
-    engine.end()
-    for prompt, sample in zip(prompts, samples, strict=True):
-        alone = actor.model.generate(prompt.ids[None], max_new_tokens=8, do_sample=False, eos_token_id=None)
-        assert torch.equal(sample.response_ids, alone[0, len(prompt.ids) :])
+    greedy(engine, Actor(neo()).eval(), [Prompt(ids=torch.tensor([7])), Prompt(ids=torch.tensor([9, 4, 5]))], 8)
 
 
 # ---------------------------------------------------------------------- places in a row
@@ -85,16 +89,9 @@ def test_the_temperature_of_layers_without_rope_counts_no_padding_and_no_company
     same(filled(later)(batch).logprobs, want)
     actor = AutoActor(tmp_path).eval()
     same(actor(batch).logprobs, want)
-    engine, prompts = HFEngine(), [Prompt(ids=s.prompt_ids) for s in sequences()]
-    engine.begin(actor)
-    samples = engine.generate(
-        Call.of(prompts, SamplingParams(max_new_tokens=12, do_sample=False), seed=3, indices=range(5))
-    )
-    engine.end()
+    prompts = [Prompt(ids=s.prompt_ids) for s in sequences()]
+    samples = greedy(HFEngine(), actor, prompts, 12)
     same(torch.cat([s.logprobs for s in samples]), actor(collate(samples)).logprobs)
-    for prompt, sample in zip(prompts, samples, strict=True):
-        alone = model.generate(prompt.ids[None], max_new_tokens=12, do_sample=False, eos_token_id=None)
-        assert torch.equal(sample.response_ids, alone[0, len(prompt.ids) :])
 
 
 @torch.no_grad()

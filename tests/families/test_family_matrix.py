@@ -9,27 +9,14 @@ from pathlib import Path
 import family_checks
 import pytest
 import transformers
-from family_checks import CHECKS, SPEED, Family, Wrong, check, check_apart, forward, outcome, peft
+from family_checks import CHECKS, Family, Wrong, cells, check, check_apart, forward, outcome, peft, read_page
 from family_configs import model_types
-from family_page import cells, read_page
 
 from chatgpt.nn.lora import lora_layers
 from chatgpt.nn.peft_format import export_peft
 
-QUICK = (
-    'xglm',
-    'zamba2',
-    'moshi',
-    'deepseek_v4',
-    'gpt2',
-    'llama',
-    'mixtral',
-    'gemma2',
-    'falcon',
-    'deepseek_v2',
-    'gpt_neox',
-    'cpmant',
-)
+QUICK = ('gpt2', 'llama', 'mixtral', 'zamba2', 'cpmant')
+"""the usual, experts, a recurrent state, and one that is refused"""
 THIS_VERSION = f'of transformers {transformers.__version__} '
 """on a page whose cells hold for the one that is installed"""
 MODELS_PAGE = Path(__file__).parents[2] / 'docs/models.md'
@@ -40,7 +27,7 @@ def test_a_family_works_or_is_refused(model_type):
     found = check(model_type)
     assert set(found) == set(CHECKS)
     as_the_page_says(model_type, found)
-    if model_type in ('gpt2', 'llama', 'gpt_neox'):
+    if model_type in ('gpt2', 'llama'):
         assert all(text.startswith('ok') for text in found.values())
     if model_type == 'cpmant':
         assert found['forward'].startswith('no: CpmAntModel gives a token other numbers')
@@ -104,24 +91,3 @@ def test_an_adapter_that_peft_would_look_for_elsewhere_is_refused_by_the_models_
     pytest.importorskip('peft', exc_type=Exception)
     told = outcome(peft, Family('inkling2_text', tmp_path))
     assert re.match(r'no: export_peft: peft would look for \S+ of Inkling2ForCausalLM under another name; leave', told)
-
-
-def test_the_page_in_the_docs_has_nothing_wrong():
-    text = MODELS_PAGE.read_text()
-    for part in ('Wrong', 'Crashes'):
-        assert re.search(rf'## {part}\n\n.*\n\nNothing\.\n', text), 'made by a run that found something wrong'
-    if THIS_VERSION in text:
-        assert set(read_page(text)) == set(model_types()), 'made by a run of some types'
-    assert {'| llama | packed |', '| gpt2 | packed |'} <= set(re.findall(r'\| \w+ \| packed \|', text))
-
-
-def test_the_local_engine_is_never_slower_than_generate():
-    """Of every type that it takes the page has a ratio, of at least 1; of the others, a cross."""
-    rows = [line.strip('| ').split(' | ') for line in MODELS_PAGE.read_text().splitlines() if line.startswith('| ')]
-    heading = next(row for row in rows if row[0] == 'model type')
-    local, ratio = heading.index('local'), heading.index(SPEED)
-    found = {row[0]: (row[local], row[ratio]) for row in rows[rows.index(heading) + 1 :]}
-    assert len(found) > 100
-    assert not {kind for kind, (_, times) in found.items() if times == '–'}, 'make the page again, with --speed'
-    assert all((engine == '✗') == (times == '✗') for engine, times in found.values())
-    assert not {kind: times for kind, (_, times) in found.items() if times != '✗' and not float(times) >= 1}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from cuda_on_cpu import Sync, pretend_cuda
@@ -23,73 +21,30 @@ def kinds(cuda) -> list[str]:
     return found
 
 
-def test_tensors_say_where_they_are_and_compute(cuda):
-    x = torch.arange(6.0, device='cuda').view(2, 3)
-    assert (str(x.device), x.is_cuda, x.is_cpu, x.get_device()) == ('cuda:0', True, False, 0)
-    assert (x @ x.T).cpu().tolist() == [[5.0, 14.0], [14.0, 50.0]]
-    assert (
-        torch.zeros_like(x).device == x.new_tensor([1]).device == torch.tensor([1], device='cuda:0').device == x.device
-    )
-    assert torch.ones(2).to(x).device == x.device
-    assert x.cpu().device.type == 'cpu' and x.to('cuda:0') is x and str(x.to('cuda:1').device) == 'cuda:1'
-    x[0] = 7.0
-    x[1, 1:] += 1
-    assert x.cpu().tolist() == [[7.0, 7.0, 7.0], [3.0, 5.0, 6.0]]
-    with pytest.raises(RuntimeError, match='invalid device ordinal'):
-        torch.zeros(1, device='cuda:2')
-    with pytest.raises(TypeError, match='numpy'):
-        x.numpy()
-
-
-@pytest.mark.parametrize(
-    'mix',
-    [
+@pytest.mark.parametrize('other', ['cpu', 'cuda:1'])
+def test_mixing_is_refused(cuda, other):
+    x, y = torch.ones(3, device='cuda:0'), torch.ones(3, device=other)
+    for mix in (
         lambda x, y: x + y,
         lambda x, y: torch.cat([x, y]),
-        lambda x, y: x @ y,
         lambda x, y: torch.where(x > 0, x, y),
         lambda x, y: nn.functional.embedding(y.long(), x[:, None]),
-        lambda x, y: x.index_select(0, y.long()),
         lambda x, y: x.add_(y),
-        lambda x, y: torch.stack([x.sum(), y.sum()]),
         lambda x, y: y[x.long()],
-    ],
-)
-@pytest.mark.parametrize('swapped', [False, True])
-def test_mixing_is_refused(cuda, mix, swapped):
-    x, y = torch.ones(3, device='cuda:0'), torch.ones(3, device='cuda:1' if swapped else 'cpu')
-    with pytest.raises(RuntimeError, match='same device'):
-        mix(x, y)
-
-
-def test_indices_as_cuda_takes_them(cuda):
-    x = torch.arange(4.0, device='cuda:0')
-    assert kinds(cuda) == []
-    assert x[torch.tensor([1, 2], device='cuda:0')].shape == (2,)
-    assert kinds(cuda) == ['copy to device']  # of the index, by torch.tensor
-    assert x[torch.tensor([1, 2])].device == x.device and x[[1, 3]].inner.tolist() == [1.0, 3.0]
-    x[[0, 2]] = x[[3, 1]]
-    assert x.inner.tolist() == [3.0, 1.0, 1.0, 3.0]
-    assert kinds(cuda) == ['index to device'] * 4
-    with pytest.raises(RuntimeError, match='indices should be either on cpu'):
-        torch.arange(4.0)[x.long()]
-    with pytest.raises(RuntimeError, match='same device'):
-        x[torch.tensor([0, 1])] = torch.ones(2)
+    ):
+        with pytest.raises(RuntimeError, match='same device'):
+            mix(x, y)
 
 
 @pytest.mark.parametrize(
     ('ask', 'want'),
     [
-        (lambda x: x.sum().item(), ['item']),
-        (lambda x: float(x[0]) + int(x[1]), ['item', 'item']),
-        (lambda x: bool(x.any()), ['item']),
+        (lambda x: float(x[0]) + bool(x.any()), ['item', 'item']),
         (lambda x: x.tolist(), ['tolist']),
         (lambda x: x.cpu(), ['copy to host']),
         (lambda x: x[x > 1], ['boolean mask']),
         (lambda x: x.nonzero(), ['nonzero']),
         (lambda x: torch.where(x > 1), ['nonzero']),
-        (lambda x: x.masked_select(x > 1), ['masked_select']),
-        (lambda x: x.long().bincount(), ['bincount']),
         (lambda x: x.repeat_interleave(x.long()), ['repeat_interleave']),
         (lambda x: x.new_tensor([1.0]), ['copy to device']),
         (lambda x: torch.ones(1).to(x.device), ['copy to device']),
@@ -98,12 +53,9 @@ def test_indices_as_cuda_takes_them(cuda):
         (lambda x: torch.cuda.synchronize(), ['synchronize']),
         # and what does not wait
         (lambda x: torch.ones(3).pin_memory().to(x.device, non_blocking=True), []),
-        (lambda x: torch.ones(3).pin_memory()[1:].to(x.device, non_blocking=True), []),
         (lambda x: torch.empty(3, pin_memory=True).copy_(x, non_blocking=True), []),
         (lambda x: x.new_full((2,), 1.0) * torch.zeros(2, device=x.device), []),
-        (lambda x: torch.where(x > 1, x, torch.zeros_like(x)).sum().to(x.device), []),
         (lambda x: x.masked_fill(x > 1, 0.0), []),
-        (lambda x: x.repeat_interleave(2), []),
         (lambda x: torch.ones(3).tolist() + [float(torch.ones(()))], []),
     ],
 )
@@ -115,45 +67,9 @@ def test_waits_are_counted(cuda, ask, want):
 
 
 def test_a_wait_is_named_by_its_line(cuda):
-    from chatgpt.strategies import NaiveStrategy
-    from chatgpt.trainer.metrics import BatchStats, Mean
-
-    stats = BatchStats()
-    stats.add({'loss': Mean(torch.ones((), device='cuda:0'), 2.0)})
-    assert stats.reduced(NaiveStrategy(device='cuda:0')) == {'loss': 0.5}
-    [(sync, times)] = cuda.syncs.items()
-    assert (sync.kind, times) == ('tolist', 1) and sync.where.startswith('chatgpt/strategies/sums.py:')
     torch.ones(1, device='cuda:0').item()
-    line = test_a_wait_is_named_by_its_line.__code__.co_firstlineno + 9
+    line = test_a_wait_is_named_by_its_line.__code__.co_firstlineno + 1
     assert cuda.syncs[Sync('item', f'test_pretend_device.py:{line}')] == 1
-
-
-def test_a_cuda_tensor_cannot_be_pinned(cuda):
-    pinned = torch.ones(2).pin_memory()
-    assert pinned.is_pinned() and not torch.ones(2).is_pinned() and pinned.pin_memory() is pinned
-    with pytest.raises(RuntimeError, match='cannot pin'):
-        pinned.to('cuda:0').pin_memory()
-
-
-def test_a_module_moves_learns_and_comes_back_as_on_the_cpu(cuda):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(5, 4), nn.Dropout(0.5), nn.Linear(4, 5, bias=False))
-    model[2].weight = model[0].weight
-    twin = copy.deepcopy(model)
-    weight = model[0].weight
-    ids = torch.tensor([0, 3, 3])
-    for module, device in ((twin, 'cpu'), (model.to('cuda:0'), 'cuda:0')):
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-        for step in range(3):
-            torch.manual_seed(step)
-            module(ids.to(device)).logsumexp(-1).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert model[0].weight is weight is model[2].weight and isinstance(weight, nn.Parameter) and weight.is_cuda
-    assert copy.deepcopy(model)[0].weight.device == weight.device
-    model.to('cpu')
-    assert type(weight) is nn.Parameter
-    torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)
 
 
 def test_a_graph_computes_nothing_when_captured_and_again_at_each_replay(cuda):
@@ -169,19 +85,11 @@ def test_a_graph_computes_nothing_when_captured_and_again_at_each_replay(cuda):
     assert total.tolist() == [12.0, 12.0] and doubled.tolist() == [10.0, 10.0]
     with pytest.raises(RuntimeError, match='not permitted when stream is capturing'), torch.cuda.graph(graph):
         x.sum().item()
-    empty = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(empty):  # captured on the current device, cuda:0
-        total += 1
-    empty.replay()
-    assert empty.steps == [] and total.tolist() == [13.0, 13.0]  # it ran once, at once
 
 
 def test_all_is_restored():
-    names = [
-        *((torch.cuda, name) for name in ('_lazy_init', 'synchronize', 'graph', 'CUDAGraph', 'Stream', 'device')),
-        *((torch.Tensor, name) for name in ('pin_memory', 'is_pinned', 'data')),
-        (torch, 'inference_mode'),
-    ]
+    names = [(torch.cuda, name) for name in ('_lazy_init', 'synchronize', 'graph', 'CUDAGraph', 'Stream', 'device')]
+    names += [(torch.Tensor, 'pin_memory'), (torch.Tensor, 'data'), (torch, 'inference_mode')]
     before = [getattr(owner, name) for owner, name in names]
     own = set(vars(torch.Tensor))
     with pytest.raises(ZeroDivisionError), pretend_cuda():
@@ -199,13 +107,3 @@ def test_all_is_restored():
         assert torch.ones(1).is_inference()
     with pretend_cuda() as again:
         assert not again.syncs
-
-
-def test_bitsandbytes_keeps_no_table_of_a_closed_device():
-    pytest.importorskip('bitsandbytes')
-    from chatgpt.nn.quantized import NF4Linear
-
-    with pretend_cuda():
-        NF4Linear(nn.Linear(64, 64).to('cuda:0'))
-    layer, x = NF4Linear(nn.Linear(64, 64)), torch.ones(1, 64)
-    assert layer(x).shape == (1, 64)

@@ -36,46 +36,26 @@ KINDS: dict[str, dict[str, int]] = {
     # with a critic, a reference and an average of the weights (EMA). Waits: for sums and extremes of metrics; for the
     # norm of each model's gradients
     'ppo': {'tolist': 2, 'item': 2},
-    'shared_trunk': {'tolist': 2, 'item': 1},
     'hydra': {'tolist': 2, 'item': 2},
-    'lora': {'tolist': 2, 'item': 2},
-    'grpo': {'tolist': 2, 'item': 1},
-    'ptx': {'tolist': 2, 'item': 2},
     'reward_model_scores': {'tolist': 2, 'item': 2},  # offloaded while idle
-    'stepwise': {'tolist': 2, 'item': 2},
-    'ppo_resumed': {'tolist': 2, 'item': 2},
-    'ppo_evaluated': {'tolist': 2, 'item': 2},
     'sft': {'tolist': 1, 'item': 1},
-    'sft_llama': {'tolist': 1, 'item': 1},
-    'sft_resumed': {'tolist': 1, 'item': 1},
-    'rft': {'tolist': 1, 'item': 1},
     'reward_model': {'tolist': 1, 'item': 1},
-    'reward_model_labels': {'tolist': 1, 'item': 1},
-    'dpo': {'tolist': 1, 'item': 1},
     'dpo_ipo': {'tolist': 1, 'item': 1},  # the reference with every batch
     'kto': {'tolist': 1, 'item': 1},
-    'orpo': {'tolist': 1, 'item': 1},
-    'simpo': {'tolist': 1, 'item': 1},
     'ilql': {'tolist': 1, 'item': 1},
     'not_page_locked': {'copy to device': 1, 'tolist': 2, 'item': 2},  # all micro-batches in one copy
-    'dpo_not_page_locked': {'copy to device': 1, 'tolist': 1, 'item': 1},
     'on_the_device': {'tolist': 2, 'item': 2},  # experience waits there
     'alibi': {'tolist': 2, 'item': 1},  # needs a mask
     'one_trunk': {'tolist': 2, 'item': 2},
 }
 """runs of tests/fixed_runs and below, and how often a train batch makes the host wait for the device while it is learnt
 from"""
-SAME_BITS = {'sft', 'sft_resumed'}
+SAME_BITS = {'sft'}
 """where nothing is generated and all rows are padded, both devices do the same operations, but for the fused AdamW"""
 
 
 def not_page_locked(run: runs.Run) -> None:
     runs.fitted(run, runs.online(run, dataloader_pin_memory=False))
-
-
-def dpo_not_page_locked(run: runs.Run) -> None:
-    with patch.dict(runs.OFFLINE, dataloader_pin_memory=False):
-        runs.RUNS['dpo'](run)
 
 
 def on_the_device(run: runs.Run) -> None:
@@ -117,7 +97,7 @@ def one_trunk(run: runs.Run) -> None:
     runs.fitted(run, trainer)
 
 
-RUNS = runs.RUNS | {f.__name__: f for f in (not_page_locked, dpo_not_page_locked, on_the_device, alibi, one_trunk)}
+RUNS = runs.RUNS | {f.__name__: f for f in (not_page_locked, on_the_device, alibi, one_trunk)}
 
 
 class NumberedRun(runs.Run):
@@ -137,14 +117,6 @@ def done(kind: str, device: str, folder: Path) -> dict[str, float]:
         warnings.simplefilter('ignore')
         RUNS[kind](NumberedRun(strategy, folder, 1.0, record))
     return {key: float.fromhex(value) for key, value in record.items()}
-
-
-def differing(found: dict[str, float], want: dict[str, float]) -> dict[str, tuple[float, float]]:
-    return {
-        key: (found[key], want[key])
-        for key in want
-        if not math.isclose(found[key], want[key], rel_tol=2e-3, abs_tol=2e-4)
-    }
 
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -173,11 +145,11 @@ def test_a_run_has_the_numbers_of_the_cpu_and_waits_in_no_micro_batch(kind, tmp_
         found = done(kind, 'cuda:0', tmp_path / 'cuda')
     assert found.keys() == want.keys() and len(found) > 20
     assert all(map(math.isfinite, found.values()))
-    assert found == want if kind in SAME_BITS else not differing(found, want)
+    assert found == want if kind in SAME_BITS else found == pytest.approx(want, rel=2e-3, abs=2e-4)
     if kind == 'alibi' and 'torch.tensor(0.0' in inspect.getsource(eager_mask):
         waits.pop('copy to device')  # transformers 5.17 copies a zero from the host for each mask of BLOOM
     assert waits == {name: times * num_batches for name, times in KINDS[kind].items()}
-    assert num_micro_batches > num_batches > 1 or kind == 'rft'  # which has no limit of tokens here
+    assert num_micro_batches > num_batches > 1
 
 
 def test_a_run_with_a_folder_writes_rollouts_and_checkpoints(tmp_path):
@@ -187,27 +159,11 @@ def test_a_run_with_a_folder_writes_rollouts_and_checkpoints(tmp_path):
         trainer = runs.online(run, run_dir=tmp_path / 'run')
         runs.fitted(run, trainer)
         assert {RolloutRecorder, Doctor} <= {type(c) for c in trainer.callbacks.callbacks}
-    recorded = [
-        row for file in sorted(tmp_path.glob('run/rollouts/*.parquet')) for row in pq.read_table(file).to_pylist()
-    ]
+    files = sorted(tmp_path.glob('run/rollouts/*.parquet'))
+    recorded = [row for file in files for row in pq.read_table(file).to_pylist()]
     assert {row['phase'] for row in recorded} == {1, 2}
     assert all(math.isfinite(row['score']) and row['response'] for row in recorded)
     assert list(tmp_path.glob('run/checkpoints/step-*/manifest.json'))
-
-
-def test_experience_may_wait_on_the_device(tmp_path):
-    """`buffer_cpu_offload=False`: a batch whose tensors are there already is not page-locked."""
-
-    def done(device: str) -> dict[str, float]:
-        record: runs.Record = {}
-        with NaiveStrategy(seed=3, precision='fp32', device=device) as strategy:
-            run = NumberedRun(strategy, tmp_path, 1.0, record)
-            runs.fitted(run, runs.online(run, buffer_cpu_offload=False, run_dir=tmp_path / device))
-        return {key: float.fromhex(value) for key, value in record.items()}
-
-    want = done('cpu')
-    with pretend_cuda():
-        assert not differing(done('cuda:0'), want)
 
 
 @pytest.mark.parametrize('device', ['cuda:0', 'cuda:1'])

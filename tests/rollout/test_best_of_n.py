@@ -57,21 +57,18 @@ def test_the_bound_of_the_divergence():
 
 
 @pytest.mark.parametrize(
-    ('settings', 'sampling', 'sentence'),
+    ('scores', 'settings', 'sampling', 'sentence'),
     [
-        ({'sample_size': 2, 'n_candidates': 3}, {}, 'n_candidates=3 must lie between 1 and sample_size=2'),
-        ({'sample_size': 2}, {'do_sample': False}, 'greedy decoding gives 2 times the same response'),
+        (score, {'n_candidates': 3}, {}, 'n_candidates=3 must lie between 1 and sample_size=2'),
+        (score, {}, {'do_sample': False}, 'greedy decoding gives 2 times the same response'),
+        (lambda samples: [1.0], {}, {}, 'all of which must be finite'),
+        (lambda samples: [1.0, float('nan'), 1.0, 1.0], {}, {}, 'all of which must be finite'),
     ],
 )
-def test_mistakes(engine, settings, sampling, sentence):
+def test_mistakes(engine, scores, settings, sampling, sentence):
     with pytest.raises(ValueError, match=sentence):
-        BestOfN(engine, score, **settings)(PROMPTS, SamplingParams(max_new_tokens=2, **sampling), seed=0)
-
-
-@pytest.mark.parametrize('scores', [[1.0], [1.0, float('nan'), 1.0, 1.0]])
-def test_a_score_that_is_none(engine, scores):
-    with pytest.raises(ValueError, match='all of which must be finite'):
-        BestOfN(engine, lambda samples: scores, sample_size=2)(PROMPTS, SamplingParams(max_new_tokens=2), seed=0)
+        best = BestOfN(engine, scores, sample_size=2, **settings)
+        best(PROMPTS, SamplingParams(max_new_tokens=2, **sampling), seed=0)
 
 
 @pytest.mark.parametrize(

@@ -20,15 +20,8 @@ from chatgpt.types import Prompt
 
 PROMPTS = [Prompt(ids=torch.arange(3, 5 + i % 4)) for i in range(5)]
 SAMPLING = SamplingParams(max_new_tokens=6, temperature=0.9, eos_token_ids=(2, 5, 11))
-SIZES = {
-    'hidden_size': 32,
-    'num_hidden_layers': 2,
-    'num_attention_heads': 4,
-    'intermediate_size': 64,
-    'vocab_size': 64,
-    'max_position_embeddings': 512,
-    'head_dim': 8,
-}
+SIZES = {'hidden_size': 32, 'num_hidden_layers': 2, 'num_attention_heads': 4, 'intermediate_size': 64, 'head_dim': 8}
+SIZES |= {'vocab_size': 64, 'max_position_embeddings': 512}
 
 
 def grouped_model(kind=LlamaConfig, kv_heads=2, **settings):
@@ -100,8 +93,7 @@ def drawn(engine, actor, sampling=SAMPLING):
     return drawn_of(engine, actor, sampling, PROMPTS, seed=1)
 
 
-@pytest.mark.parametrize('kv_heads', [4, 2, 1])
-@pytest.mark.parametrize('scale', [None, 0.3])
+@pytest.mark.parametrize(('kv_heads', 'scale'), [(4, None), (2, 0.3), (1, None)])
 def test_both_forms_against_a_slow_loop(kv_heads, scale, pages):
     g = torch.Generator().manual_seed(2)
     query = torch.randn(3, 4, 1, 8, generator=g, dtype=torch.float64)
@@ -131,9 +123,7 @@ def test_families_take_pages_or_say_why_not(family, pages):
     actor = Actor(tiny_causal_lm(family, tie_word_embeddings=False))
     engine = LocalEngine(attention='varlen')
     if family == 'bloom':  # ALiBi
-        with pytest.raises(
-            ValueError, match="attention='varlen' cannot be had: BloomForCausalLM has an attention of its"
-        ):
+        with pytest.raises(ValueError, match="'varlen' cannot be had: BloomForCausalLM has an attention of its"):
             engine.begin(actor)
         return
     assert_same(drawn(engine, actor), drawn(LocalEngine(), actor))
@@ -142,15 +132,10 @@ def test_families_take_pages_or_say_why_not(family, pages):
 
 @pytest.mark.parametrize('fixed', [False, True])
 def test_turns_by_pages(fixed, pages):
-    actor = Actor(grouped_model())
-
-    form = {'attention': 'varlen', 'fixed_steps': fixed, 'max_batch_size': 3}
-    found, wanted = (
-        conversed(LocalEngine(**options), actor, PROMPTS, SamplingParams(max_new_tokens=16))
-        for options in (form, {'max_batch_size': 3})
-    )
-    assert found == wanted
-    assert pages
+    actor, sampling = Actor(grouped_model()), SamplingParams(max_new_tokens=16)
+    wanted = conversed(LocalEngine(max_batch_size=3), actor, PROMPTS, sampling)
+    engine = LocalEngine(attention='varlen', fixed_steps=fixed, max_batch_size=3)
+    assert conversed(engine, actor, PROMPTS, sampling) == wanted and pages
 
 
 def test_windows_and_soft_caps():
@@ -159,9 +144,7 @@ def test_windows_and_soft_caps():
     assert_same(drawn(LocalEngine(attention='grouped'), window), drawn(LocalEngine(), window))
     settings = {'attn_logit_softcapping': 5.0, 'query_pre_attn_scalar': 8, 'sliding_window': 64}
     capped = Actor(grouped_model(Gemma2Config, attn_implementation='eager', **settings))
-    with pytest.raises(
-        ValueError, match="attention='grouped' cannot be had: Gemma2ForCausalLM has an attention of its"
-    ):
+    with pytest.raises(ValueError, match="'grouped' cannot be had: Gemma2ForCausalLM has an attention of its"):
         LocalEngine(attention='grouped').begin(capped)
 
 
@@ -180,13 +163,6 @@ def test_what_a_cpu_does_by_default_and_what_is_refused():
     engine.end()
     with pytest.raises(ValueError, match='it needs CUDA and 16 bits, and the policy is torch.float32 on cpu'):
         LocalEngine(attention='varlen').begin(Actor(grouped_model()))
-
-
-def test_torch_has_pages():
-    """The parameters that are used, under the names that torch gives them."""
-    if tuple(int(x) for x in torch.__version__.split('.')[:2]) < (2, 13):
-        pytest.skip('older versions of torch may be without')
-    assert paged_varlen() is not None
 
 
 @pytest.mark.gpu

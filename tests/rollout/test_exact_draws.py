@@ -6,24 +6,18 @@ import math
 
 import pytest
 import torch
+from engine_calls import prompts_of
 
-import chatgpt.rollout.exact as exact
 import chatgpt.rollout.local.run as local
 from chatgpt.nn import Actor
 from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams
 from chatgpt.rollout.exact import ExactDraws, edge_bound
 from chatgpt.rollout.randomness import uniforms
 from chatgpt.rollout.sampling import TokenSampler
-from chatgpt.testing import FAMILIES, tiny_causal_lm
+from chatgpt.testing import tiny_causal_lm
 from chatgpt.types import Prompt
 
-LENGTHS = (3, 9, 5, 1, 7, 4, 12, 2)
 NOISE = 5e-3
-
-
-def prompts_of(lengths=LENGTHS, vocab: int = 64) -> list[Prompt]:
-    generator = torch.Generator().manual_seed(0)
-    return [Prompt(ids=torch.randint(3, vocab, (n,), generator=generator)) for n in lengths]
 
 
 class Uneven(Actor):
@@ -52,11 +46,8 @@ def stop_at(*tokens: int):
 
 
 SETTINGS = {
-    'plain': {},
-    'filters': {'top_k': 20, 'top_p': 0.9, 'temperature': 0.7},
-    'end tokens': {'max_new_tokens': 48, 'eos_token_ids': (2,), 'min_new_tokens': 16},
+    'filters': {'top_k': 20, 'top_p': 0.9, 'temperature': 0.7, 'max_length': 30, 'max_new_tokens': None},
     'stop': {'stop': stop_at(7, 8, 9), 'min_new_tokens': 3, 'eos_token_ids': (5,)},
-    'max_length': {'max_new_tokens': None, 'max_length': 28, 'min_new_tokens': 2, 'eos_token_ids': (3,)},
     'greedy': {'do_sample': False, 'eos_token_ids': (4,)},
 }
 
@@ -66,16 +57,15 @@ def test_another_batch_changes_tokens_of_the_engine_alone_and_none_of_exact_draw
     actor = Uneven(tiny_causal_lm('gpt2', tie_word_embeddings=False))
     sampling = SamplingParams(**{'max_new_tokens': 24, **SETTINGS[name]})
     prompts = prompts_of()
-    alone = [responses(LocalEngine(), actor, prompts, sampling, together=n) for n in (8, 3, 1)]
-    if name != 'greedy':  # two best logits are seldom so near
-        assert alone[0] != alone[1] and alone[0] != alone[2]
+    alone = [responses(LocalEngine(), actor, prompts, sampling, together=n) for n in (8, 3)]
+    assert name == 'greedy' or alone[0] != alone[1]  # two best logits are seldom so near
     engines = [ExactDraws(LocalEngine(max_batch_size=n)) for n in (256, 3, 256)]
     found = [responses(e, actor, prompts, sampling, together=n) for e, n in zip(engines, (8, 8, 1), strict=True)]
     assert found[0] == found[1] == found[2]
     assert all(len(ids) <= sampling.room(len(p.ids)) for (ids, _), p in zip(found[0], prompts, strict=True))
     if name != 'greedy':
         assert all(0 < e.changed < e.redrawn for e in engines)
-    if name in ('end tokens', 'stop', 'max_length'):
+    if name == 'stop':
         assert len({reason for _, reason in found[0]}) > 1
 
 
@@ -106,53 +96,6 @@ def test_tokens_are_those_of_a_slow_loop_over_one_sequence():
         assert reason == ('eos' if drawn[-1] in (3, 4) else 'stop' if stop(drawn) else 'length')
 
 
-def test_a_uniform_planted_between_two_roundings_of_an_edge(monkeypatch):
-    """Real rounding, no injected error: the cumulative sums of two batch shapes, and a uniform that lies between."""
-    actor = Actor(tiny_causal_lm('gpt2', tie_word_embeddings=False))
-    prompts, sampling = prompts_of(), SamplingParams(max_new_tokens=12)
-    seen: dict[int, dict[float, torch.Tensor]] = {1: {}, 8: {}}
-    for together, logits_of in seen.items():
-        monkeypatch.setattr(local, 'TokenSampler', _keeping(logits_of))
-        responses(LocalEngine(), actor, prompts, sampling, together=together)
-    monkeypatch.setattr(local, 'TokenSampler', TokenSampler)
-    assert len(seen[1]) == 8 * 12 and seen[1].keys() == seen[8].keys()  # the same draws in both
-    edges = {u: [x[u].log_softmax(-1).exp().double().cumsum(0) for x in seen.values()] for u in seen[1]}
-    edges = {u: [cdf / cdf[-1] for cdf in both] for u, both in edges.items()}
-    at = max(edges, key=lambda u: float((edges[u][0] - edges[u][1]).abs().max()))
-    one, other = edges[at]
-    edge = int((one - other).abs().argmax())
-    if one[edge] == other[edge]:
-        pytest.skip('this machine computes the same bits in both shapes')
-    planted = (one[edge] + other[edge]) / 2
-
-    def plant(keys, positions):
-        real = uniforms(keys, positions)
-        return torch.where(real == at, planted, real)
-
-    monkeypatch.setattr(local, 'uniforms', plant)
-    monkeypatch.setattr(exact, 'uniforms', plant)
-    alone = [responses(LocalEngine(), actor, prompts, sampling, together=n) for n in (1, 8)]
-    (index,) = (i for i in range(8) if alone[0][i] != alone[1][i])
-    ids = [found[index][0] for found in alone]
-    first = next(t for t in range(12) if ids[0][t] != ids[1][t])
-    assert {ids[0][first], ids[1][first]} == {edge, edge + 1}
-    engines = ExactDraws(LocalEngine()), ExactDraws(LocalEngine())
-    found = [responses(e, actor, prompts, sampling, together=n) for e, n in zip(engines, (1, 8), strict=True)]
-    assert found[0] == found[1]
-    assert engines[0].changed + engines[1].changed == 1 and all(1 <= e.redrawn <= 4 for e in engines)
-
-
-def _keeping(logits_of: dict[float, torch.Tensor]):
-    """A sampler that keeps the logits of each draw by its uniform number."""
-
-    class Keeping(TokenSampler):
-        def __call__(self, logits, uniform, *args):
-            logits_of.update(zip(uniform[:, 0].tolist(), logits.clone(), strict=True))
-            return super().__call__(logits, uniform, *args)
-
-    return Keeping
-
-
 @pytest.mark.parametrize('filters', [{}, {'top_k': 5}, {'top_p': 0.8}, {'top_k': 9, 'top_p': 0.6}])
 def test_no_draw_beyond_the_bound_flips_and_some_within_do(filters):
     """Random distributions, errors of exactly d in random directions, many uniforms."""
@@ -177,17 +120,6 @@ def test_the_bound_by_hand():
     assert edge_bound(0.02) == pytest.approx(1 / (1 + math.exp(-0.02)) - 1 / (1 + math.exp(0.02)), rel=1e-12)
     assert edge_bound(1e-6) == pytest.approx(0.5e-6, rel=1e-6)
     assert edge_bound(1e-6, filtered=True) == pytest.approx(1e-6, rel=1e-5)
-
-
-@pytest.mark.parametrize('family', FAMILIES)
-def test_an_ordinary_model_seldom_needs_it_and_keeps_its_tokens(family):
-    actor = Actor(tiny_causal_lm(family))
-    sampling, prompts = SamplingParams(max_new_tokens=20), prompts_of()
-    engine = ExactDraws(LocalEngine())
-    assert responses(engine, actor, prompts, sampling, together=8) == responses(
-        LocalEngine(), actor, prompts, sampling, together=8
-    )
-    assert engine.redrawn <= 2 and engine.changed == 0
 
 
 def test_in_16_bits():

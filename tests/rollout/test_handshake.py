@@ -31,9 +31,12 @@ def actor_of(seed: int = 0, lora_rank: int = 0) -> Actor:
     return actor
 
 
+CALL = Call.of(PROMPTS, SamplingParams(max_new_tokens=3), seed=1, indices=range(4))
+
+
 def generated(engine: Any, actor: Any) -> Any:
     engine.begin(actor)
-    return engine.generate(Call.of(PROMPTS, SamplingParams(max_new_tokens=3), seed=1, indices=range(4)))
+    return engine.generate(CALL)
 
 
 class CopyEngine(CheckedEngine):
@@ -94,18 +97,22 @@ def test_an_engine_that_keeps_an_old_tensor_is_refused(kind, lost, monkeypatch):
         generated(engine, new)
     assert all(words in str(told.value) for words in (kind.__name__, 'nats, where float32 explains', 'look at'))
     with pytest.raises(RuntimeError, match='nats'):  # and still, when it is asked again
-        engine.generate(Call.of(PROMPTS, SamplingParams(max_new_tokens=3), seed=1, indices=range(4)))
+        engine.generate(CALL)
     monkeypatch.undo()
     generated(engine, new)
     assert engine.difference < 1e-5
 
 
-def test_weights_are_checked_once_for_each_transfer():
-    engine = CopyEngine()
-    generated(engine, actor_of())
+def test_weights_are_checked_once_for_each_transfer_and_what_is_not_finite_is_not_sent():
+    engine, actor = CopyEngine(), actor_of()
+    generated(engine, actor)
     assert engine.asked == 2
-    engine.generate(Call.of(PROMPTS, SamplingParams(max_new_tokens=3), seed=1, indices=range(4)))
+    engine.generate(CALL)
     assert engine.asked == 3
+    with torch.no_grad():
+        actor.model.transformer.ln_f.weight[0] = float('nan')
+    with pytest.raises(FloatingPointError, match='log-probs of the actor are not finite'):
+        CopyEngine().begin(actor)
 
 
 @pytest.mark.parametrize('around', ['begin', 'generate'])
@@ -134,13 +141,8 @@ def test_a_worker_that_does_not_check_is_noticed(monkeypatch):
 
 def test_differences_and_dtypes_by_hand():
     two = math.log(2)
-    of_two = Handshake(
-        engine='Mine',
-        prompt_ids=((1,), (1, 2)),
-        tokens=((3, 4), (5, 6)),
-        logprobs=((-two, -3.0), (-1.0, -1.25)),
-        dtype=torch.float32,
-    )
+    numbers = {'prompt_ids': ((1,), (1, 2)), 'tokens': ((3, 4), (5, 6)), 'logprobs': ((-two, -3.0), (-1.0, -1.25))}
+    of_two = Handshake(engine='Mine', dtype=torch.float32, **numbers)
     assert of_two.difference([(3, -two), (5, -1.0)]) == 0
     assert of_two.difference([(4, -3.25), (5, -1.125)]) == 0.25  # the same tokens, other log-probs
     # 9 is not among the likeliest: one of the log-probs of 5 and 9 has moved by half of -1 - -1.25 at least
@@ -155,11 +157,3 @@ def test_differences_and_dtypes_by_hand():
         of_two.check([(3, math.nan), (5, -1.0)])
     with pytest.raises(RuntimeError, match='explains 0.001'):
         replace(of_two, tolerance=0.001).check([(3, -two + 0.0156), (5, -1.0)])
-
-
-def test_a_policy_that_is_not_finite_is_told_before_its_weights_are_sent():
-    actor = actor_of()
-    with torch.no_grad():
-        actor.model.transformer.ln_f.weight[0] = float('nan')
-    with pytest.raises(FloatingPointError, match='log-probs of the actor are not finite'):
-        CopyEngine().begin(actor)

@@ -16,7 +16,7 @@ from chatgpt.rollout.randomness import sample_keys, uniforms
 from chatgpt.rollout.registry import ENGINES, engine_for
 from chatgpt.rollout.wire import check_policy
 from chatgpt.testing import ENCODER_DECODERS, tiny_causal_lm
-from chatgpt.types import Prompt
+from chatgpt.types import Prompt, Sample
 
 START = {'t5': 0, 'flan-t5': 0, 'bart': 2, 'marian': 0}
 
@@ -44,6 +44,13 @@ def begun(actor: Actor, **options: Any) -> HFEngine:
     return engine
 
 
+def drawn(engine: HFEngine, given: list[Prompt] | None = None, seed: int = 3, **sampling: Any) -> list[Sample]:
+    given = prompts() if given is None else given
+    limits = {'limits': sampling.pop('limits')} if 'limits' in sampling else {}
+    call = Call.of(given, SamplingParams(**sampling), seed=seed, indices=range(len(given)), **limits)
+    return engine.generate(call)
+
+
 @torch.no_grad()
 def by_hand(actor: Any, family: str, prompt: Tensor, index: int, seed: int, length: int, top_k: int = 0) -> Any:
     """Tokens and log-probs of one response, without a cache and one sequence at a time."""
@@ -62,15 +69,13 @@ def by_hand(actor: Any, family: str, prompt: Tensor, index: int, seed: int, leng
     return torch.tensor(ids[1:]), torch.stack(logprobs), torch.stack(filtered)
 
 
-@pytest.mark.parametrize('top_k', [0, 5])
 @every
-def test_draws_are_those_of_each_sequence_alone(family, top_k):
+def test_draws_are_those_of_each_sequence_alone(family):
     actor = Actor(model(family))
     engine = begun(actor, max_batch_size=3)
-    sampling = SamplingParams(max_new_tokens=6, top_k=top_k, pad_token_id=9)
-    samples = engine.generate(Call.of(prompts(), sampling, seed=3, indices=[4, 5, 6, 7]))
-    for sample, prompt, index in zip(samples, prompts(), range(4, 8), strict=True):
-        ids, logprobs, filtered = by_hand(actor, family, prompt.ids, index, 3, 6, top_k)
+    samples = drawn(engine, max_new_tokens=6, top_k=5, pad_token_id=9)
+    for sample, prompt, index in zip(samples, prompts(), range(4), strict=True):
+        ids, logprobs, filtered = by_hand(actor, family, prompt.ids, index, 3, 6, 5)
         assert sample.response_ids.tolist() == ids.tolist() and sample.finish_reason == 'length'
         torch.testing.assert_close(sample.logprobs, logprobs, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(sample.filtered_logprobs, filtered, atol=1e-4, rtol=1e-4)
@@ -84,8 +89,8 @@ def test_log_probs_are_the_actors(family):
     actor = Actor(model(family))
     engine = begun(actor)
     ends = tuple(range(20, 36))
-    sampling = SamplingParams(max_new_tokens=8, temperature=0.7, top_p=0.9, min_new_tokens=2, eos_token_ids=ends)
-    samples = engine.generate(Call.of(prompts() * 4, sampling, seed=1, indices=range(16)))
+    filters = {'temperature': 0.7, 'top_p': 0.9, 'min_new_tokens': 2, 'eos_token_ids': ends}
+    samples = drawn(engine, prompts() * 4, seed=1, max_new_tokens=8, **filters)
     engine.end()
     got = actor(collate(samples), temperature=0.7).logprobs
     torch.testing.assert_close(torch.cat([s.logprobs for s in samples]), got.detach(), atol=1e-4, rtol=1e-4)
@@ -99,18 +104,10 @@ def test_log_probs_are_the_actors(family):
 @every
 def test_greedy_is_transformers_own(family):
     made = model(family)
-    engine = begun(Actor(made))
-    sampling = SamplingParams(max_new_tokens=5, do_sample=False)
-    samples = engine.generate(Call.of(prompts(), sampling, seed=0, indices=range(4)))
-    for sample, prompt in zip(samples, prompts(), strict=True):
-        want = made.generate(
-            prompt.ids[None],
-            max_new_tokens=5,
-            do_sample=False,
-            eos_token_id=None,
-            decoder_start_token_id=START[family],
-            num_beams=1,
-        )
+    greedy = {'max_new_tokens': 5, 'do_sample': False}
+    for sample, prompt in zip(drawn(begun(Actor(made)), **greedy), prompts(), strict=True):
+        plain = {'eos_token_id': None, 'decoder_start_token_id': START[family], 'num_beams': 1}
+        want = made.generate(prompt.ids[None], **greedy, **plain)
         assert sample.response_ids.tolist() == want[0, 1:].tolist()
         assert torch.equal(sample.edge_distances, torch.ones(5))
 
@@ -126,27 +123,24 @@ def test_tokens_in_a_terminal_are_the_engines(family):
 def test_extras_and_stops_and_own_limits():
     actor = Actor(model('bart'))
     engine = begun(actor)
-    plain = SamplingParams(max_new_tokens=6)
-    first = engine.generate(Call.of(prompts(), plain, seed=3, indices=range(4)))
+    first = drawn(engine, max_new_tokens=6)
     barred = int(first[0].response_ids[0])
-    extra = SamplingParams(max_new_tokens=6, extra={'suppress_tokens': [barred]})
-    samples = engine.generate(Call.of(prompts(), extra, seed=3, indices=range(4)))
+    samples = drawn(engine, max_new_tokens=6, extra={'suppress_tokens': [barred]})
     assert all(barred not in s.response_ids.tolist() for s in samples)
     got = actor(collate(samples)).logprobs.detach()  # what was barred is in the filtered log-probs alone
     torch.testing.assert_close(torch.cat([s.logprobs for s in samples]), got, atol=1e-4, rtol=1e-4)
     assert bool((torch.cat([s.filtered_logprobs for s in samples]) > got).all())
-    stop = SamplingParams(max_new_tokens=6, stop=lambda ids: len(ids) == 2)
-    assert [s.num_actions for s in engine.generate(Call.of(prompts(), stop, seed=3, indices=range(4)))] == [2] * 4
-    limited = engine.generate(Call.of(prompts(), plain, seed=3, indices=range(4), limits=[1, None, 3, 2]))
-    assert [s.response_ids.tolist() for s in limited] == [
-        s.response_ids[:n].tolist() for s, n in zip(first, (1, 6, 3, 2), strict=True)
-    ]
-    two_beams = SamplingParams(max_new_tokens=4, do_sample=False, extra={'num_beams': 2})
-    beams = engine.generate(Call.of(prompts(), two_beams, seed=0, indices=range(4)))
+    stopped = drawn(engine, max_new_tokens=6, stop=lambda ids: len(ids) == 2)
+    assert [s.num_actions for s in stopped] == [2] * 4
+    for limited, sample, n in zip(
+        drawn(engine, max_new_tokens=6, limits=[1, None, 3, 2]), first, (1, 6, 3, 2), strict=True
+    ):
+        assert limited.response_ids.tolist() == sample.response_ids[:n].tolist()
+    beams = drawn(engine, max_new_tokens=4, do_sample=False, extra={'num_beams': 2})
     assert not engine.abilities.reproducible  # until tokens are drawn again
     got = actor(collate(beams)).logprobs.detach()
     torch.testing.assert_close(torch.cat([s.logprobs for s in beams]), got, atol=1e-4, rtol=1e-4)
-    engine.generate(Call.of(prompts(), plain, seed=3, indices=range(4)))
+    drawn(engine, max_new_tokens=6)
     assert engine.abilities.reproducible
 
 
@@ -159,18 +153,15 @@ def test_ilql_draws_from_its_improved_policy(family):
             head[-1].weight.mul_(20)
     with ilql.decoding(2.0):
         engine = begun(ilql)
-        samples = engine.generate(Call.of(prompts(), SamplingParams(max_new_tokens=4), seed=3, indices=range(4)))
+        samples = drawn(engine, max_new_tokens=4)
         for sample, prompt, index in zip(samples, prompts(), range(4), strict=True):
             ids, logprobs, _ = by_hand(ilql, family, prompt.ids, index, 3, 4)
             assert sample.response_ids.tolist() == ids.tolist()
             torch.testing.assert_close(sample.logprobs, logprobs, atol=1e-4, rtol=1e-4)
         with pytest.raises(ValueError, match='only sampling and greedy decoding see; leave out num_beams'):
-            engine.generate(
-                Call.of(prompts(), SamplingParams(max_new_tokens=4, extra={'num_beams': 2}), seed=3, indices=range(4))
-            )
+            drawn(engine, max_new_tokens=4, extra={'num_beams': 2})
         engine.end()
-    engine = begun(ilql)
-    plain = engine.generate(Call.of(prompts(), SamplingParams(max_new_tokens=4), seed=3, indices=range(4)))
+    plain = drawn(begun(ilql), max_new_tokens=4)
     assert [s.response_ids.tolist() for s in plain] != [s.response_ids.tolist() for s in samples]
 
 
@@ -197,36 +188,20 @@ def test_engines_of_decoders_refuse_an_encoder_decoder():
 def test_prompts_that_do_not_fit_a_side():
     engine = begun(Actor(model('bart')))
     long = [Prompt(ids=torch.arange(3, 33))]
-    assert len(engine.generate(Call.of(long, SamplingParams(max_new_tokens=31), seed=0, indices=[0]))) == 1
-    with pytest.raises(ValueError, match="past the model's 32 positions .* on one side"):
-        engine.generate(Call.of(long, SamplingParams(max_new_tokens=32), seed=0, indices=[0]))
-    with pytest.raises(ValueError, match="past the model's 32 positions .* on one side"):
-        engine.generate(
-            Call.of([Prompt(ids=torch.arange(3, 36))], SamplingParams(max_new_tokens=2), seed=0, indices=[0])
-        )
+    assert len(drawn(engine, long, max_new_tokens=31)) == 1
+    for given, tokens in ((long, 32), ([Prompt(ids=torch.arange(3, 36))], 2)):
+        with pytest.raises(ValueError, match="past the model's 32 positions .* on one side"):
+            drawn(engine, given, max_new_tokens=tokens)
     engine = begun(Actor(model('t5')))
-    assert len(engine.generate(Call.of(long, SamplingParams(max_new_tokens=40), seed=0, indices=[0]))) == 1
-
-
-def test_a_later_turn_is_refused():
-    engine = begun(Actor(model('t5')))
+    assert len(drawn(engine, long, max_new_tokens=40)) == 1
+    later_turn = Call.of(prompts(), SamplingParams(max_new_tokens=2), seed=0, indices=range(4), offsets=[0, 3, 0, 0])
     with pytest.raises(ValueError, match='is an encoder-decoder, whose prompt cannot hold what it has written'):
-        engine.generate(
-            Call.of(prompts(), SamplingParams(max_new_tokens=2), seed=0, indices=range(4), offsets=[0, 3, 0, 0])
-        )
+        engine.generate(later_turn)
 
 
-SMALL = {
-    'd_model': 16,
-    'encoder_layers': 1,
-    'decoder_layers': 1,
-    'encoder_ffn_dim': 16,
-    'decoder_ffn_dim': 16,
-    'encoder_attention_heads': 2,
-    'decoder_attention_heads': 2,
-    'vocab_size': 64,
-    'max_position_embeddings': 64,
-}
+SIDE = {'layers': 1, 'ffn_dim': 16, 'attention_heads': 2}
+SMALL = {f'{side}_{name}': n for side in ('encoder', 'decoder') for name, n in SIDE.items()}
+SMALL |= {'d_model': 16, 'vocab_size': 64, 'max_position_embeddings': 64}
 
 
 @pytest.mark.parametrize(('kind', 'served'), [('M2M100', False), ('Pegasus', True)])
@@ -238,9 +213,7 @@ def test_a_model_that_counts_positions_from_padding_is_refused(kind, served):
     if served:
         begun(actor).end()
         return
-    with pytest.raises(
-        ValueError, match=r'what M2M100.* generates does not agree .* after a drawn padding token \(1\)'
-    ):
+    with pytest.raises(ValueError, match=r'M2M100.* generates does not agree .* after a drawn padding token \(1\)'):
         begun(actor)
 
 
@@ -254,8 +227,8 @@ def test_min_p_cuts_what_the_temperature_has_sharpened():
     made = model('bart')
     engine = begun(Actor(made))
     prompt, temperature = prompts()[0].ids, 0.7
-    sampling = SamplingParams(max_new_tokens=1, temperature=temperature, extra={'min_p': 0.2})
-    drawn = engine.generate(Call.of([Prompt(ids=prompt)] * 200, sampling, seed=0, indices=range(200)))
+    filters = {'temperature': temperature, 'extra': {'min_p': 0.2}}
+    samples = drawn(engine, [Prompt(ids=prompt)] * 200, seed=0, max_new_tokens=1, **filters)
     with torch.no_grad():
         table = made(input_ids=prompt[None], decoder_input_ids=torch.tensor([[2]])).logits[0, -1]
     plain = (table / temperature).log_softmax(-1)
@@ -263,7 +236,7 @@ def test_min_p_cuts_what_the_temperature_has_sharpened():
     wrong = table.softmax(-1) >= 0.2 * table.softmax(-1).max()
     assert 1 < kept.sum() < wrong.sum()  # the test would not tell them apart else
     filtered = plain.masked_fill(~kept, -torch.inf).log_softmax(-1)
-    for sample in drawn:
+    for sample in samples:
         token = int(sample.response_ids[0])
         assert kept[token]
         torch.testing.assert_close(sample.logprobs[0], plain[token], atol=1e-4, rtol=1e-4)

@@ -13,9 +13,8 @@ from cuda_on_cpu import pretend_cuda
 from engine_calls import drawn as drawn_of
 
 from chatgpt.nn import Actor
-from chatgpt.nn.hydra import make_hydra
-from chatgpt.nn.lora import convert_to_lora, lora_layers
-from chatgpt.rollout import Call, LocalEngine, SamplingParams
+from chatgpt.nn.lora import lora_layers
+from chatgpt.rollout import LocalEngine, SamplingParams
 from chatgpt.strategies import FSDPStrategy, NaiveStrategy
 from chatgpt.testing import FAMILIES, tiny_causal_lm
 from chatgpt.testing.processes import run_distributed
@@ -53,27 +52,16 @@ def counted_captures():
         yield made
 
 
-def adapted():
-    model = tiny_causal_lm('gpt2')
-    convert_to_lora(model, 2)
-    with torch.no_grad():
-        for layer in lora_layers(model).values():
-            layer.lora_B.fill_(0.2)
-    return Actor(model)
-
-
-def branched():
-    actor = Actor(tiny_causal_lm('gpt2'))
-    make_hydra(actor, 1)
-    return actor
-
-
-ACTORS = {'tied': lambda: Actor(tiny_causal_lm('gpt2')), 'lora': adapted, 'hydra': branched}
+KINDS = {'tied': {}, 'lora': {'lora_rank': 2}, 'hydra': {'num_layers_unfrozen': 1}}
 
 
 def make(kind):
     torch.manual_seed(3)
-    return ACTORS[kind]()
+    actor = Actor(tiny_causal_lm('gpt2'), **KINDS[kind])
+    with torch.no_grad():
+        for layer in lora_layers(actor.model).values():
+            layer.lora_B.fill_(0.2)
+    return actor
 
 
 def phases(strategy, kind, engine, dtype=torch.float32):
@@ -104,7 +92,7 @@ def phases(strategy, kind, engine, dtype=torch.float32):
     return found, at
 
 
-@pytest.mark.parametrize('kind', ACTORS)
+@pytest.mark.parametrize('kind', ['lora', 'hydra'])
 def test_later_phases_capture_nothing_and_draw_what_a_fresh_engine_draws(kind):
     with pretend_cuda():
         strategies = (NaiveStrategy(seed=3, precision='fp32', device='cuda:0') for _ in range(2))
@@ -118,7 +106,7 @@ def test_later_phases_capture_nothing_and_draw_what_a_fresh_engine_draws(kind):
     assert captures[2][0] > captures[1][0] > captures[0][0]
 
 
-@pytest.mark.parametrize('kind', ACTORS)
+@pytest.mark.parametrize('kind', ['tied', 'lora'])
 def test_a_copy_in_16_bits_keeps_its_memory_and_takes_the_new_weights(kind):
     strategies = (NaiveStrategy(seed=3, precision='fp32', device='cpu') for _ in range(2))
     fresh, _ = phases(next(strategies), kind, LocalEngine(), torch.bfloat16)
@@ -153,35 +141,24 @@ def test_steps_that_are_kept_draw_what_fresh_ones_draw(family):
     assert steps[0] is steps[1] is steps[2] is not None
 
 
-def adapters_off(actor):
-    for layer in lora_layers(actor).values():
-        layer.adapter_on = False
-
-
-def other_memory(actor):
-    weight = actor.model.transformer.h[0].mlp.c_fc.weight
-    weight.data = weight.data.clone() * 2
-
-
-@pytest.mark.parametrize('change', [adapters_off, other_memory])
+@pytest.mark.parametrize('change', ['adapters off', 'other memory'])
 def test_steps_end_with_what_they_were_made_for(change):
-    """Adapters switched off, a weight in other memory, another actor."""
+    """Adapters switched off, a weight in other memory, another actor. They do not hold an actor that is gone."""
     engine, actor = LocalEngine(fixed_steps=True, keep=True), make('lora')
     first = drawn(engine, actor)
     steps = engine._fixed
-    assert drawn(engine, actor) == first and engine._fixed is steps
-    change(actor)
+    assert drawn(engine, actor) == first and engine._fixed is steps and steps.actor is None
+    if change == 'adapters off':
+        for layer in lora_layers(actor).values():
+            layer.adapter_on = False
+    else:
+        weight = actor.model.transformer.h[0].mlp.c_fc.weight
+        weight.data = weight.data.clone() * 2
     changed = drawn(engine, actor)
     assert engine._fixed is not steps
     assert changed == drawn(LocalEngine(fixed_steps=True), actor) != first
     steps = engine._fixed
     assert drawn(engine, make('lora')) == first and engine._fixed is not steps
-
-
-def test_graphs_of_an_actor_that_is_gone_do_not_hold_it():
-    engine, actor = LocalEngine(fixed_steps=True, keep=True), make('lora')
-    drawn(engine, actor)
-    assert engine._fixed.actor is None
 
 
 def test_an_interruption_leaves_nothing_that_is_not_finite():
@@ -192,10 +169,8 @@ def test_an_interruption_leaves_nothing_that_is_not_finite():
     good = deepcopy(actor.state_dict())
     with torch.no_grad():
         actor.model.transformer.h[0].attn.c_attn.weight.fill_(float('nan'))
-    engine.begin(actor)
     with pytest.raises(FloatingPointError):
-        engine.generate(Call.of(PROMPTS, SAMPLING, seed=0, indices=range(4)))
-    engine.end()
+        drawn(engine, actor)
     assert engine._cache is engine._fixed is None
     actor.load_state_dict(good)
     assert drawn(engine, actor) == want
@@ -204,15 +179,13 @@ def test_an_interruption_leaves_nothing_that_is_not_finite():
     def interrupt(ids):
         raise KeyboardInterrupt
 
-    engine.begin(actor)
     with pytest.raises(KeyboardInterrupt):
-        engine.generate(Call.of(PROMPTS, SamplingParams(max_new_tokens=6, stop=interrupt), seed=0, indices=range(4)))
-    engine.end()
+        drawn_of(engine, actor, SamplingParams(max_new_tokens=6, stop=interrupt), PROMPTS, seed=0)
     assert engine._cache is engine._fixed is None
     assert drawn(engine, actor) == want
 
 
-def test_a_copy_that_was_interrupted_is_made_anew(with_16_bits):
+def test_a_copy_that_no_longer_fits_is_made_anew(with_16_bits):
     strategy, actor = NaiveStrategy(precision='bf16', device='cpu'), make('lora')
     strategy.keep_copy(strategy, True)
     with strategy.full_model(actor) as first:
@@ -228,44 +201,32 @@ def test_a_copy_that_was_interrupted_is_made_anew(with_16_bits):
         pass
     with strategy.full_model(make('tied')) as other:  # another module: another copy
         assert other is not kept
+    with strategy.full_model(actor) as first:
+        pass
+    actor.model.transformer.h[0].attn.scale_attn_weights = False
+    with strategy.full_model(actor) as second:  # of other settings
+        assert second is not first
+        assert not second.model.transformer.h[0].attn.scale_attn_weights
     strategy.keep_copy(strategy, False)
     assert strategy._kept_copy._copied is None
 
 
-def test_a_copy_of_a_module_with_other_settings_is_made_anew(with_16_bits):
-    strategy, actor = NaiveStrategy(precision='bf16', device='cpu'), make('lora')
-    strategy.keep_copy(strategy, True)
-    with strategy.full_model(actor) as first:
-        pass
-    actor.model.transformer.h[0].attn.scale_attn_weights = False
-    with strategy.full_model(actor) as second:
-        assert second is not first
-        assert not second.model.transformer.h[0].attn.scale_attn_weights
-
-
-class Gpu(LocalEngine):
-    """Asks a stand-in for a GPU how much is free."""
-
-    def may_keep(self, free, total):
-        with patch.object(torch.cuda, 'mem_get_info', lambda device: (free, total)):
-            return self._may_keep(torch.device('cuda', 0))
-
-
 def test_the_rule_by_hand():
     """Free after learning: what is not kept yet, and 5 %; of what is kept already, 5 %."""
-    engine = Gpu()
-    assert not engine.may_keep(1000, 1000)  # before the first phase nobody knows what learning takes
+
+    def may_keep(engine, free):
+        with patch.object(torch.cuda, 'mem_get_info', lambda device: (free, 1000)):
+            return engine._may_keep(torch.device('cuda', 0))
+
+    engine, always, never = LocalEngine(), LocalEngine(keep=True), LocalEngine(keep=False)
+    assert not may_keep(engine, 1000)  # before the first phase nobody knows what learning takes
     engine._held_bytes = 300
-    assert engine.may_keep(350, 1000) and not engine.may_keep(349, 1000)
+    assert may_keep(engine, 350) and not may_keep(engine, 349)
     engine.keeping = True
-    assert engine.may_keep(50, 1000) and not engine.may_keep(49, 1000)
+    assert may_keep(engine, 50) and not may_keep(engine, 49)
     assert not engine._may_keep(torch.device('cpu'))
-    always, never = Gpu(keep=True), Gpu(keep=False)
     never._held_bytes = 1
-    assert always.may_keep(0, 1000) and not never.may_keep(1000, 1000)
-
-
-def test_on_a_cpu_nothing_is_kept_by_default():
+    assert may_keep(always, 0) and not may_keep(never, 1000)
     engine = LocalEngine()
-    drawn(engine, make('tied'))
+    drawn(engine, make('tied'))  # on a CPU
     assert engine._cache is engine._fixed is None and not engine.keeping

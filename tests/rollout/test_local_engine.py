@@ -1,4 +1,5 @@
-"""The local engine against plain forwards and `model.generate`, and its invariance to batching."""
+"""The local engine against plain forwards and `model.generate`, its invariance to batching, and its cache
+where memory is short: on a stand-in for a GPU's free memory."""
 
 from __future__ import annotations
 
@@ -6,10 +7,12 @@ import random
 
 import pytest
 import torch
-from engine_calls import drawn, prompts_of, slow_logits, tiny_of
+from engine_calls import conversed, drawn, prompts_of, slow_logits, tiny_of
 
 from chatgpt.nn import Actor
 from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams, compare_samples
+from chatgpt.rollout.local import slot_cache
+from chatgpt.rollout.local.slot_cache import bytes_per_slot
 from chatgpt.testing import FAMILIES, tiny_causal_lm
 from chatgpt.types import Prompt, Sample
 
@@ -19,8 +22,7 @@ def collect(model, prompts, sampling, *, indices=None, groups=None, seed=11, **e
     return drawn(LocalEngine(**engine_settings), model, sampling, prompts, seed=seed, **call)
 
 
-@pytest.mark.parametrize('family', FAMILIES)
-@pytest.mark.parametrize('max_batch_size', [256, 3])
+@pytest.mark.parametrize(('family', 'max_batch_size'), [*((family, 3) for family in FAMILIES), ('gpt2', 256)])
 def test_greedy_agrees_with_generate_token_for_token(family, max_batch_size):
     model = tiny_causal_lm(family, tie_word_embeddings=False)  # tied random models just repeat themselves
     prompts = prompts_of()
@@ -68,7 +70,7 @@ def test_logprobs_are_those_of_a_plain_forward(family):
     assert wrong == len(samples)  # negative control: without the temperature, every sample disagrees
 
 
-@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize('family', ['gpt2', 'bloom'])  # whose positions are absolute, or distances
 def test_samples_do_not_depend_on_batch_order_size_or_company(family):
     model = tiny_causal_lm(family)
     prompts = prompts_of()
@@ -117,29 +119,6 @@ def test_equal_prompts_are_prefilled_once_and_drawn_apart():
     assert compare_samples(samples, alone).explained
 
 
-def test_the_sampled_distribution_is_the_models():
-    model = tiny_causal_lm('gpt2', vocab_size=8, pad_token_id=None, bos_token_id=None, eos_token_id=None)
-    (prompt,) = prompts_of((4,), vocab=8)
-    samples = collect(model, [prompt] * 4000, SamplingParams(max_new_tokens=2, top_k=6), max_batch_size=1000)
-    with torch.no_grad():
-        logits = model(prompt.ids[None]).logits[0, -1].double()
-    logits[logits < logits.topk(6).values[-1]] = -torch.inf
-    probs = logits.softmax(-1)
-    counts = torch.bincount(torch.stack([s.response_ids[0] for s in samples]), minlength=8)
-    assert int(counts[probs == 0].sum()) == 0
-    want = probs[probs > 0] * 4000
-    assert float(((counts[probs > 0] - want) ** 2 / want).sum()) < 26  # 5 degrees of freedom: 0.01 %
-    first = int(counts.argmax())
-    with torch.no_grad():
-        logits = model(torch.cat([prompt.ids, torch.tensor([first])])[None]).logits[0, -1].double()
-    logits[logits < logits.topk(6).values[-1]] = -torch.inf
-    second = torch.bincount(
-        torch.stack([s.response_ids[1] for s in samples if int(s.response_ids[0]) == first]), minlength=8
-    )
-    want = logits.softmax(-1)[logits > -torch.inf] * second.sum()
-    assert float(((second[logits > -torch.inf] - want) ** 2 / want).sum()) < 26
-
-
 def biased(token: int, amount: float, **kw):
     """A GPT-2 whose `token` is `amount` more likely (in logits) everywhere."""
     model = tiny_causal_lm('gpt2', tie_word_embeddings=False, **kw)
@@ -151,15 +130,11 @@ def biased(token: int, amount: float, **kw):
     return model
 
 
-def test_an_empty_response_has_one_action():
-    samples = collect(biased(2, 50.0), prompts_of(), SamplingParams(max_new_tokens=5, eos_token_ids=(2,)))
-    for s in samples:
+def test_an_empty_response_has_one_action_and_min_new_tokens_bars_every_end_token():
+    model = biased(2, 50.0)
+    for s in collect(model, prompts_of(), SamplingParams(max_new_tokens=5, eos_token_ids=(2,))):
         assert s.response_ids.tolist() == [2] and s.finish_reason == 'eos' and s.ended
         assert s.logprobs.shape == s.filtered_logprobs.shape == s.edge_distances.shape == s.response_mask.shape == (1,)
-
-
-def test_min_new_tokens_bars_every_end_token_until_then():
-    model = biased(2, 50.0)
     sampling = SamplingParams(max_new_tokens=9, min_new_tokens=4, eos_token_ids=(2, 3))
     for s in collect(model, prompts_of(), sampling, max_batch_size=3):
         assert s.num_actions == 5 and s.response_ids[4] == 2
@@ -222,26 +197,16 @@ def test_samples_carry_what_came_with_the_prompts():
     weight = torch.ones(3, requires_grad=True)
     (weight * s.logprobs).sum().backward()  # an inference tensor would refuse to be saved for backward
     assert collect(tiny_causal_lm(), [], SamplingParams(max_new_tokens=3)) == []
-
-
-def test_greedy_records_no_edges():
     (s,) = collect(tiny_causal_lm(), prompts_of((3,)), SamplingParams(max_new_tokens=3, do_sample=False))
     assert s.edge_distances.tolist() == [1.0] * 3 and bool((s.logprobs < 0).all())
 
 
 def test_dropout_is_off_and_training_flags_come_back():
-    model = tiny_causal_lm('gpt2', dropout=0.5)
-    actor = Actor(model)
-    actor.train()
+    actor = Actor(tiny_causal_lm('gpt2', dropout=0.5)).train()
     actor.model.transformer.h[0].eval()
     flags = [m.training for m in actor.modules()]
-    engine = LocalEngine()
-    engine.begin(actor)
-    sampling = SamplingParams(max_new_tokens=6)
-    first = engine.generate(Call.of(prompts_of(), sampling, seed=1, indices=range(8)))
-    second = engine.generate(Call.of(prompts_of(), sampling, seed=1, indices=range(8)))
+    first, second = (drawn(LocalEngine(), actor, SamplingParams(max_new_tokens=6)) for _ in range(2))
     assert compare_samples(first, second).equal
-    engine.end()
     assert [m.training for m in actor.modules()] == flags
     assert not any('forward' in vars(m) for m in actor.modules())
 
@@ -293,34 +258,20 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             collect(model, rows, SamplingParams(**settings))
 
-    @pytest.mark.parametrize(
-        ('counts', 'message'),
-        [
+    def test_counts_that_do_not_match_and_settings(self):
+        sampling = SamplingParams(max_new_tokens=2)
+        for counts, message in (
             ({'indices': range(3)}, '2 prompts but 3 sample indices'),
             ({'groups': [0]}, '2 prompts but 1 groups'),
             ({'offsets': [0, 1, 2]}, '2 prompts but 3 offsets'),
-        ],
-    )
-    def test_counts_that_do_not_match(self, counts, message):
-        with pytest.raises(ValueError, match=message):
-            drawn(LocalEngine(), tiny_causal_lm(), SamplingParams(max_new_tokens=2), prompts_of((1, 2)), **counts)
-
-    def test_without_begin(self):
+        ):
+            with pytest.raises(ValueError, match=message):
+                drawn(LocalEngine(), tiny_causal_lm(), sampling, prompts_of((1, 2)), **counts)
         with pytest.raises(ValueError, match='begin'):
-            LocalEngine().generate(Call.of(prompts_of(), SamplingParams(max_new_tokens=2), seed=1, indices=range(8)))
-
-    @pytest.mark.parametrize(
-        ('setting', 'message'),
-        [
-            ({'max_batch_size': 0}, 'max_batch_size=0'),
-            ({'fixed_steps': 'sometimes'}, "fixed_steps='sometimes' is not one of True, False, 'auto', 'compiled'"),
-            ({'attention': 'paged'}, "attention='paged' is not one of 'auto', 'plain', 'grouped', 'varlen'"),
-            ({'keep': 'sometimes'}, "keep='sometimes' is not one of True, False, 'auto'"),
-        ],
-    )
-    def test_settings_of_the_engine(self, setting, message):
-        with pytest.raises(ValueError, match=message):
-            LocalEngine(**setting)
+            LocalEngine().generate(Call.of(prompts_of(), sampling, seed=1, indices=range(8)))
+        for name, value in (('max_batch_size', 0), ('fixed_steps', 'often'), ('attention', 'paged'), ('keep', 'often')):
+            with pytest.raises(ValueError, match=f'{name}={value!r}'):
+                LocalEngine(**{name: value})
 
     @pytest.mark.parametrize('fixed_steps', [False, True])
     @pytest.mark.parametrize('family', ['Mistral', 'Gemma2', 'Llama4Text'])
@@ -333,24 +284,19 @@ class TestRefusals:
         engine = LocalEngine(max_batch_size=3, fixed_steps=fixed_steps)
         engine.begin(Actor(model))
         sampling = SamplingParams(max_new_tokens=8, do_sample=False)
-        for lengths in ((20, 12, 3, 33), (18, 18)):
+        for lengths in ((20, 12, 3, 33), (18, 18), (4,)):  # the last: within the window
             found = engine.generate(Call.of(prompts_of(lengths), sampling, seed=1, indices=range(len(lengths))))
             for s in found:
                 assert torch.equal(slow_logits(model, s).argmax(-1), s.response_ids)
-        # within the window it goes on as ever
-        (s,) = engine.generate(Call.of(prompts_of((4,)), sampling, seed=1, indices=[0]))
-        assert torch.equal(slow_logits(model, s).argmax(-1), s.response_ids)
         engine.end()
 
     def test_a_window_that_is_not_followed_is_refused_where_it_would_matter(self, monkeypatch):
         """Negative control of the check beyond the window: with the mask of a model without one."""
-        from chatgpt.rollout.local import slot_cache
 
-        monkeypatch.setattr(
-            slot_cache,
-            'window_masks',
-            lambda lengths, width, windows, dtype: slot_cache.decode_mask(lengths, width, 'additive', dtype),
-        )
+        def without(lengths, width, windows, dtype):
+            return slot_cache.decode_mask(lengths, width, 'additive', dtype)
+
+        monkeypatch.setattr(slot_cache, 'window_masks', without)
         model = tiny_of('Mistral', sliding_window=16)
         with pytest.raises(ValueError, match="attention window of 16, beyond which its decode.*use engine='hf'"):
             collect(model, prompts_of((12,)), SamplingParams(max_new_tokens=5))
@@ -378,12 +324,9 @@ class TestRefusals:
         engine.generate(Call.of(prompts_of((2, 5)), SamplingParams(max_new_tokens=8), seed=1, indices=[40, 41]))
 
     def test_non_finite_weights_are_found_at_begin(self):
-        model = tiny_causal_lm('gpt2')
+        actor = Actor(tiny_causal_lm('gpt2'))
         with torch.no_grad():
-            model.transformer.h[0].ln_1.weight.fill_(torch.nan)
-        actor = Actor.__new__(Actor)
-        torch.nn.Module.__init__(actor)
-        actor.model, actor.value_head, actor._linear_head = model, None, True
+            actor.model.transformer.h[0].ln_1.weight.fill_(torch.nan)
         with pytest.raises(FloatingPointError, match='not finite'):
             LocalEngine().begin(actor)
 
@@ -420,13 +363,81 @@ def test_the_second_half_draws_with_its_own_positions():
 
 
 def test_generators_of_later_turns_are_others():
-    engine = HFEngine()
+    actor, prompt = Actor(tiny_causal_lm('gpt2')), [Prompt(ids=torch.tensor([5, 6, 7]))]
+    found = []
+    for offset in (0, 4, 5, 4):
+        (sample,) = drawn(HFEngine(), actor, SamplingParams(max_new_tokens=16), prompt, offsets=[offset])
+        found.append(sample.response_ids.tolist())
+    assert found[0] != found[1] != found[2] and found[1] == found[3]
+
+
+# ---------------------------------------------------------------- how many rows the cache has where memory is short
+
+PROMPTS = [Prompt(ids=torch.arange(3, 5 + i % 4)) for i in range(12)]
+SAMPLING = SamplingParams(max_new_tokens=7, eos_token_ids=(5, 9, 17))
+PER_SLOT = 2 * 2 * 32 * 4  # tiny GPT-2: keys and values, two layers, 32 wide, fp32
+LONGEST = 5 + 7 - 1
+
+
+class Small(LocalEngine):
+    def __init__(self, free: int, **kw) -> None:
+        super().__init__(**kw)
+        self.free, self.rows = free, []
+
+    def free_bytes(self, device):
+        held = self._cache.layers if self._cache else []
+        return self.free - sum(layer.keys.nbytes + layer.values.nbytes for layer in held)
+
+    def cache(self, rows, capacity):
+        self.rows.append(rows)
+        return super().cache(rows, capacity)
+
+
+def generated(engine, calls: int = 1):
     engine.begin(Actor(tiny_causal_lm('gpt2')))
-    prompt, sampling = [Prompt(ids=torch.tensor([5, 6, 7]))], SamplingParams(max_new_tokens=16)
+    samples = [engine.generate(Call.of(PROMPTS, SAMPLING, seed=3, indices=range(12))) for _ in range(calls)]
+    engine.end()
+    return [[s.response_ids.tolist() for s in call] for call in samples]
 
-    def drawn(offset):
-        (sample,) = engine.generate(Call.of(prompt, sampling, seed=3, indices=[7], offsets=[offset]))
-        return sample.response_ids.tolist()
 
-    assert drawn(0) != drawn(4) != drawn(5)
-    assert drawn(4) == drawn(4)
+def test_bytes_by_hand():
+    assert bytes_per_slot(Actor(tiny_causal_lm('gpt2'))) == PER_SLOT
+
+
+@pytest.mark.parametrize('fixed', [False, True])
+@pytest.mark.parametrize(('rows', 'most'), [(0, 1), (1, 1), (5, 5), (40, 12)])
+def test_rows_are_what_fits_and_tokens_stay(rows, most, fixed):
+    """Rows and slots of fixed steps are rounded up, where there is room: 16 for 12, and 64 for 11."""
+    engine = Small(int(rows * PER_SLOT * (64 if fixed else LONGEST) / 0.6) + 1, fixed_steps=fixed)
+    most = 16 if fixed and most == 12 else most
+    assert generated(engine) == generated(LocalEngine())
+    assert engine.rows == [most]
+
+
+def test_a_cache_that_is_there_is_used_again_and_may_become_wider():
+    engine = Small(int(5 * PER_SLOT * LONGEST / 0.6) + 1)
+    generated(engine, calls=2)
+    assert engine.rows == [5, 5]
+
+
+def test_a_cpu_has_no_bound_and_a_gpu_what_is_free_or_kept_by_torch(monkeypatch):
+    for name, value in {'memory_reserved': 700, 'memory_allocated': 300, 'mem_get_info': (1000, 9000)}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    engine = LocalEngine()
+    assert engine.free_bytes(torch.device('cpu')) is None
+    assert engine.free_bytes(torch.device('cuda', 0)) == 1400
+
+
+@pytest.mark.parametrize('fixed', [False, True])
+@pytest.mark.parametrize(('rows', 'most'), [(0, 1), (3, 3), (40, 8)])
+def test_rows_that_are_kept_between_turns_are_what_fits(rows, most, fixed):
+    """Twice those that are decoded at once, where that fits."""
+
+    sampling = SamplingParams(max_new_tokens=16, eos_token_ids=(5, 9, 17))
+    longest = 64 if fixed else 5 + 16 - 1
+    engine = Small(int(rows * PER_SLOT * (longest + 1) / 0.6) + 1, fixed_steps=fixed, max_batch_size=4)
+    found, wanted = (
+        conversed(one, Actor(tiny_causal_lm('gpt2')), PROMPTS, sampling) for one in (engine, LocalEngine())
+    )
+    assert found == wanted
+    assert engine.rows == [most]

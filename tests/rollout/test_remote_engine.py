@@ -1,25 +1,31 @@
 """RemoteEngine over workers in this process: the samples of a LocalEngine to the bit, whatever dies; weights that
-arrive as they left."""
+arrive as they left, also where the device has no room for all of them."""
 
 from __future__ import annotations
 
 import pickle
+import sys
 import warnings
 from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from in_process_workers import InProcessWorkers
+from spawned_workers import SpawnedWorkers
 from torch import nn
 
 from chatgpt.nn import Actor, GPTActor
+from chatgpt.nn.ilql import ILQLModel
 from chatgpt.nn.nlpo import MaskedPolicy
-from chatgpt.rollout import Call, LocalEngine, RemoteEngine, SamplingParams, SharedEngine, compare_samples
+from chatgpt.rollout import Call, LocalEngine, RemoteEngine, SamplingParams, SharedEngine, compare_samples, vllm_remote
 from chatgpt.rollout.handshake import Handshake
 from chatgpt.rollout.remote import WorkerDied
-from chatgpt.rollout.wire import ModelSpec, apply_buckets, fill_buckets, merged, plan_buckets, policy_tensors
-from chatgpt.strategies import DDPStrategy
+from chatgpt.rollout.vllm_remote import VLLMRemoteEngine
+from chatgpt.rollout.wire import ModelSpec, apply_buckets, fill_buckets, plan_buckets, policy_tensors
+from chatgpt.strategies import DDPStrategy, FSDPStrategy, fsdp
 from chatgpt.testing.fakes import FAMILIES, tiny_causal_lm, tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.collect import Collector
@@ -34,23 +40,23 @@ def prompts(num: int = 12) -> list[Prompt]:
     return [Prompt(ids=x, text=f'prompt {i}', columns={'answer': i}) for i, x in enumerate(ids)]
 
 
+def asked(given: list[Prompt], sampling: SamplingParams = SAMPLING, first: int = 0, **kw: Any) -> Call:
+    return Call.of(given, sampling, seed=5, indices=range(first, first + len(given)), **kw)
+
+
 def actor_of(family: str = 'gpt2', seed: int = 0) -> Actor:
     return Actor(tiny_causal_lm(family, seed=seed))
 
 
-def local(actor: Any, given: list[Prompt], sampling: SamplingParams = SAMPLING, **kw: Any) -> list[Sample]:
-    engine = LocalEngine()
+def drawn(engine: Any, actor: Any, given: list[Prompt], **kw: Any) -> list[Sample]:
     engine.begin(actor)
-    return engine.generate(Call.of(given, sampling, seed=5, indices=range(len(given)), **kw))
-
-
-def remote(
-    engine: RemoteEngine, actor: Any, given: list[Prompt], sampling: SamplingParams = SAMPLING, **kw: Any
-) -> list[Sample]:
-    engine.begin(actor)
-    samples = engine.generate(Call.of(given, sampling, seed=5, indices=range(len(given)), **kw))
+    samples = engine.generate(asked(given, **kw))
     engine.end()
     return samples
+
+
+def local(actor: Any, given: list[Prompt], **kw: Any) -> list[Sample]:
+    return drawn(LocalEngine(), actor, given, **kw)
 
 
 def assert_same(a: list[Sample], b: list[Sample]) -> None:
@@ -79,10 +85,10 @@ def nudge(model: nn.Module) -> None:
 def test_samples_are_those_of_the_local_engine_to_the_bit_and_follow_the_weights(family):
     actor = actor_of(family)
     with RemoteEngine(InProcessWorkers(), bucket_bytes=4096) as engine:
-        first = remote(engine, actor, prompts(), groups=[i // 2 for i in range(12)])
+        first = drawn(engine, actor, prompts(), groups=[i // 2 for i in range(12)])
         assert_same(first, local(actor, prompts(), groups=[i // 2 for i in range(12)]))
         nudge(actor)
-        second = remote(engine, actor, prompts())
+        second = drawn(engine, actor, prompts())
         assert_same(second, local(actor, prompts()))
     assert [s.response_ids.tolist() for s in first] != [
         s.response_ids.tolist() for s in second
@@ -94,12 +100,8 @@ def test_adapters_a_hydra_branch_and_bf16_reach_the_workers(with_16_bits):
     from chatgpt.strategies import NaiveStrategy
 
     config = tiny_config('gpt2')
-    for kwargs, precision in (
-        ({'lora_rank': 2}, 'fp32'),
-        ({'num_layers_unfrozen': 1}, 'fp32'),
-        ({}, 'bf16'),
-        ({'lora_rank': 2}, 'bf16'),
-    ):
+    lora, hydra = {'lora_rank': 2}, {'num_layers_unfrozen': 1}
+    for kwargs, precision in ((lora, 'fp32'), (hydra, 'fp32'), (lora, 'bf16')):
         torch.manual_seed(0)
         strategy = NaiveStrategy(precision=precision, device='cpu')
         actor = GPTActor(config=config, value_head=True, **kwargs)
@@ -108,13 +110,11 @@ def test_adapters_a_hydra_branch_and_bf16_reach_the_workers(with_16_bits):
         nudge(actor)
         with strategy.full_model(actor) as full, RemoteEngine(InProcessWorkers()) as engine:
             here = local(full, prompts())
-            assert_same(remote(engine, full, prompts()), here)
+            assert_same(drawn(engine, full, prompts()), here)
             assert {t.dtype for t in policy_tensors(full.model).values()} == {strategy.numerics.dtype}
-        if (
-            kwargs.get('lora_rank') and precision == 'fp32'
-        ):  # outside of full_model the engine folds for itself, and unfolds
+        if 'lora_rank' in kwargs and precision == 'fp32':  # outside of full_model the engine folds for itself
             with RemoteEngine(InProcessWorkers()) as engine:
-                assert_same(remote(engine, actor, prompts()), here)
+                assert_same(drawn(engine, actor, prompts()), here)
             assert not any(layer.merged for layer in actor.modules() if hasattr(layer, 'merged'))
 
 
@@ -125,7 +125,7 @@ def test_whole_requests_on_any_number_of_workers_are_the_same_bits():
         pool = InProcessWorkers(num_workers)
         with RemoteEngine(pool) as engine:
             engine.begin(actor)
-            tickets = [engine.submit(Call.of(part, SAMPLING, seed=5, indices=range(len(part)))) for part in parts]
+            tickets = [engine.submit(asked(part)) for part in parts]
             engine.end()
             for ticket, expected in reversed(list(zip(tickets, want, strict=True))):  # taken in any order
                 assert_same(engine.take(ticket), expected)
@@ -137,7 +137,7 @@ def test_chunks_decide_the_bits_and_not_the_workers_and_tokens_are_the_local_one
     runs = []
     for num_workers in (1, 3):
         with RemoteEngine(InProcessWorkers(num_workers), chunk_size=5) as engine:
-            runs.append(remote(engine, actor, prompts()))
+            runs.append(drawn(engine, actor, prompts()))
     assert_same(*runs)
     assert_same(runs[0][:5], local(actor, prompts()[:5]))  # a chunk is what a local engine makes of these prompts
     here = local(actor, prompts())
@@ -151,10 +151,10 @@ def test_a_request_under_way_keeps_its_weights_while_newer_ones_are_sent():
     old = local(actor, prompts())
     with RemoteEngine(InProcessWorkers(), chunk_size=4) as engine:
         engine.begin(actor)
-        ticket = engine.submit(Call.of(prompts(), SAMPLING, seed=5, indices=range(12)))
+        ticket = engine.submit(asked(prompts()))
         engine.end()
         nudge(actor)
-        new = remote(engine, actor, prompts())  # the same worker is asked for the newer ones first
+        new = drawn(engine, actor, prompts())  # the same worker is asked for the newer ones first
         samples = engine.take(ticket)
         assert compare_samples(samples, old).equal and not compare_samples(new, old).equal
         assert {s.version for s in samples} == {1} and {s.version for s in new} == {2}
@@ -166,17 +166,11 @@ def test_what_is_cancelled_is_never_generated():
     pool = InProcessWorkers()
     with RemoteEngine(pool) as engine:
         engine.begin(actor_of())
-        first, second = (
-            engine.submit(Call.of(prompts(), SAMPLING, seed=5, indices=range(i, i + 12))) for i in (0, 100)
-        )
+        first, second = (engine.submit(asked(prompts(), first=i)) for i in (0, 100))
         engine.cancel(first)
         assert [s.index for s in engine.take(second)] == list(range(100, 112))
-        assert [indices[0] for _, indices in pool.answered] == [100]
-
-
-def test_no_prompts_are_no_samples():
-    with RemoteEngine(InProcessWorkers()) as engine:
-        assert remote(engine, actor_of(), []) == []
+        assert drawn(engine, actor_of(), []) == []
+    assert [indices[0] for _, indices in pool.answered] == [100]
 
 
 # ---------------------------------------------------------------------- deaths
@@ -186,15 +180,13 @@ def test_a_dead_worker_is_replaced_and_every_prompt_counted_once():
     actor = actor_of()
     pool = InProcessWorkers(2)
     with RemoteEngine(pool, chunk_size=2) as engine:
-        want = remote(engine, actor, prompts())
+        want = drawn(engine, actor, prompts())
         pool.answered.clear()
         pool.die_on = {6: 2}  # dies of it twice, then lives
         engine.begin(actor)
-        ticket = engine.submit(Call.of(prompts(), SAMPLING, seed=5, indices=range(12)))
-        with pytest.warns(
-            UserWarning,
-            match='rollout worker 1 died .of sample 6.; a new one generates its 4 prompts again, from sample 6',
-        ):
+        ticket = engine.submit(asked(prompts()))
+        told = 'rollout worker 1 died .of sample 6.; a new one generates its 4 prompts again, from sample 6'
+        with pytest.warns(UserWarning, match=told):
             got = engine.take(ticket)
         assert_same(got, want)
         assert sorted(i for _, indices in pool.answered for i in indices) == list(range(12))
@@ -205,7 +197,7 @@ def test_a_death_between_two_phases_is_noticed_when_the_next_begins():
     actor, pool = actor_of(), InProcessWorkers(2)
     with RemoteEngine(pool, chunk_size=6) as engine:
         engine.begin(actor)
-        ticket = engine.submit(Call.of(prompts(), SAMPLING, seed=5, indices=range(12)))
+        ticket = engine.submit(asked(prompts()))
         engine.end()
         pool.kill(0)
         with pytest.warns(UserWarning, match='worker 0 died'):
@@ -217,12 +209,9 @@ def test_a_death_between_two_phases_is_noticed_when_the_next_begins():
 def test_a_worker_that_dies_of_the_same_prompts_for_ever_ends_the_run_by_name():
     pool = InProcessWorkers()
     pool.die_on = {3: 99}
-    with (
-        RemoteEngine(pool, max_restarts=2) as engine,
-        pytest.raises(RuntimeError, match='died 3 times in a row on samples 0 to 11'),
-    ):
-        with pytest.warns(UserWarning, match='died'):
-            remote(engine, actor_of(), prompts())
+    with RemoteEngine(pool, max_restarts=2) as engine, pytest.warns(UserWarning, match='died'):
+        with pytest.raises(RuntimeError, match='died 3 times in a row on samples 0 to 11'):
+            drawn(engine, actor_of(), prompts())
 
 
 @pytest.mark.parametrize('deaths', [1, 2])
@@ -242,11 +231,11 @@ def test_a_replacement_that_dies_as_it_starts_is_replaced_too(deaths):
         engine._welcome = welcome
         with pytest.warns(UserWarning, match='died'):
             if deaths == 1:
-                assert_same(remote(engine, actor, prompts()), local(actor, prompts()))
+                assert_same(drawn(engine, actor, prompts()), local(actor, prompts()))
                 assert engine.num_replaced == 2
             else:
                 with pytest.raises(RuntimeError, match='died 3 times in a row as it started'):
-                    remote(engine, actor, prompts())
+                    drawn(engine, actor, prompts())
 
 
 def test_what_a_worker_raises_is_raised_here_and_the_engine_goes_on():
@@ -255,9 +244,9 @@ def test_what_a_worker_raises_is_raised_here_and_the_engine_goes_on():
         actor.model.transformer.ln_f.weight[0] = float('nan')
     with RemoteEngine(InProcessWorkers()) as engine:
         with pytest.raises((FloatingPointError, ValueError), match='not finite|last hidden state'):
-            remote(engine, actor, prompts())
+            drawn(engine, actor, prompts())
         healthy = actor_of()
-        assert_same(remote(engine, healthy, prompts()), local(healthy, prompts()))
+        assert_same(drawn(engine, healthy, prompts()), local(healthy, prompts()))
 
 
 # ---------------------------------------------------------------------- weights
@@ -279,17 +268,11 @@ def test_weights_arrive_as_they_left(dtype, bucket_bytes):
     manifest = plan_buckets(tensors, version=3, handshake=NONE, bucket_bytes=bucket_bytes)
     spec = pickle.loads(pickle.dumps(ModelSpec.of(model)))
     other = spec.build()
-    sizes = []
-    held = []
-    for bucket in fill_buckets(manifest, tensors):
-        assert bucket.dtype == torch.uint8 and bucket.dim() == 1
-        sizes.append(len(bucket))
-        held.append(bucket.clone())
+    held = [bucket.clone() for bucket in fill_buckets(manifest, tensors)]
+    assert all(bucket.dtype == torch.uint8 and bucket.dim() == 1 and len(bucket) <= bucket_bytes for bucket in held)
     apply_buckets(manifest, held, other)
-    assert max(sizes) <= bucket_bytes
-    assert (
-        sum(sizes) == manifest.num_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
-    )  # tied ones once
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())  # tied ones once
+    assert sum(len(bucket) for bucket in held) == manifest.num_bytes == whole
     assert other.lm_head.weight is other.transformer.wte.weight
     mine, theirs = dict(model.named_parameters()), dict(other.named_parameters())
     assert mine.keys() == theirs.keys()
@@ -299,12 +282,7 @@ def test_weights_arrive_as_they_left(dtype, bucket_bytes):
 
 
 def test_pieces_fill_buckets_without_gaps():
-    tensors = {
-        'a': torch.zeros(2, 3),
-        'b': torch.zeros(4),
-        'c': torch.zeros(3, dtype=torch.bfloat16),
-        'empty': torch.zeros(0),
-    }
+    tensors = {'a': torch.zeros(2, 3), 'b': torch.zeros(4), 'c': torch.zeros(3).bfloat16(), 'empty': torch.zeros(0)}
     manifest = plan_buckets(tensors, version=1, handshake=NONE, bucket_bytes=32)
     got = [[tuple(p) for p in pieces] for pieces in manifest.buckets]
     assert got == [[('a', 0, 6), ('b', 0, 2)], [('b', 2, 4)], [('c', 0, 3)]]
@@ -326,25 +304,17 @@ def test_a_weight_that_does_not_fit_is_named():
         engine.begin(hollow)
 
 
-def test_a_context_folds_adapters_only_where_there_are_some():
-    model = tiny_causal_lm('gpt2')
-    with merged(model):
-        assert policy_tensors(model).keys() == dict(model.named_parameters()).keys()
-
-
 # ---------------------------------------------------------------------- refusals
 
 
 def test_a_policy_that_changes_the_logits_is_refused_by_name():
-    from chatgpt.nn.ilql import ILQLModel
-
     ilql = ILQLModel(tiny_causal_lm('gpt2'))
     with RemoteEngine(InProcessWorkers()) as engine:
         with pytest.raises(ValueError, match="MaskedPolicy changes the model's logits"):
             engine.begin(MaskedPolicy(actor_of(), actor_of(), 0.9, 1.0))
         with ilql.decoding(1.0), pytest.raises(ValueError, match="ILQLModel changes the model's logits"):
             engine.begin(ilql)
-        assert_same(remote(engine, ilql, prompts()), local(ilql, prompts()))  # without decoding it is a plain policy
+        assert_same(drawn(engine, ilql, prompts()), local(ilql, prompts()))  # without decoding it is a plain policy
 
     class Sharper(Actor):
         def head(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -358,7 +328,7 @@ def test_the_callers_mistakes_are_found_before_any_work():
     pool = InProcessWorkers()
     engine = RemoteEngine(pool)
     with pytest.raises(ValueError, match='call begin'):
-        engine.generate(Call.of(prompts(), SAMPLING, seed=1, indices=range(12)))
+        engine.generate(asked(prompts()))
     engine.begin(actor_of())
     for given, sampling, message in (
         (prompts(), SamplingParams(max_new_tokens=500), "past the model's 128 positions"),
@@ -366,7 +336,7 @@ def test_the_callers_mistakes_are_found_before_any_work():
         (prompts(), SamplingParams(max_new_tokens=2, extra={'num_beams': 4}), 'num_beams=4'),
     ):
         with pytest.raises(ValueError, match=message):
-            engine.submit(Call.of(given, sampling, seed=1, indices=range(len(given))))
+            engine.submit(asked(given, sampling))
     assert pool.most_queued == 0
     with pytest.raises(ValueError, match='of another configuration'):
         engine.begin(Actor(tiny_causal_lm('gpt2', hidden=16)))
@@ -375,20 +345,20 @@ def test_the_callers_mistakes_are_found_before_any_work():
     assert pool.closed
     with pytest.raises(ValueError, match='closed'):
         engine.begin(actor_of())
-    for kw in ({'chunk_size': 0}, {'bucket_bytes': 1}, {'max_restarts': -1}, {'engine_options': {'max_batch_size': 0}}):
-        with pytest.raises(ValueError, match=next(iter(kw)) if 'engine_options' not in kw else 'max_batch_size'):
-            RemoteEngine(InProcessWorkers(), **kw)
+    for name, value in (('chunk_size', 0), ('bucket_bytes', 1), ('max_restarts', -1)):
+        with pytest.raises(ValueError, match=name):
+            RemoteEngine(InProcessWorkers(), **{name: value})
+    with pytest.raises(ValueError, match='max_batch_size'):
+        RemoteEngine(InProcessWorkers(), engine_options={'max_batch_size': 0})
 
 
 def test_idle_workers_are_reported_once():
     def four_times(num_workers: int, chunk_size: int | None) -> list[str]:
-        with (
-            RemoteEngine(InProcessWorkers(num_workers), chunk_size=chunk_size) as engine,
-            warnings.catch_warnings(record=True) as seen,
-        ):
-            warnings.simplefilter('always')
-            for _ in range(6):
-                remote(engine, actor_of(), prompts(3))
+        with RemoteEngine(InProcessWorkers(num_workers), chunk_size=chunk_size) as engine:
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter('always')
+                for _ in range(6):
+                    drawn(engine, actor_of(), prompts(3))
         return [str(w.message) for w in seen]
 
     (message,) = four_times(3, 2)
@@ -433,12 +403,8 @@ def of_a_rank() -> dict[str, Any]:
         samples = collector.generate(mine[: len(limits)], indices=range(len(limits)), limits=limits)
         found['limited'] = [len(s.response_ids) for s in samples]
         engine.begin(Actor(model))
-        try:
-            engine.submit(
-                Call.of([Prompt(ids=torch.tensor([], dtype=torch.int64))], FEW, seed=0, indices=[strategy.rank])
-            )
-        except ValueError as error:
-            found['error'] = str(error)
+        with pytest.raises(ValueError, match='^generate: prompt 0 is empty'):
+            engine.submit(asked([Prompt(ids=torch.tensor([], dtype=torch.int64))], FEW))
         return found
 
 
@@ -453,6 +419,67 @@ def test_ranks_share_the_workers_of_rank_0():
     for rank, found in enumerate(results):
         mine = slice(0, 3) if rank == 0 else slice(3, 7)
         assert found['versions'] == [samples[mine] for samples in expected]
-        assert found['error'].startswith('generate: prompt 0 is empty')
     assert [found['started'] for found in results] == [2, 0]
     assert [found['limited'] for found in results] == [[1, 2, 2], []]
+
+
+# ---------------------------------------------------------------- whole weights that the device has no room for
+
+GREEDY = SamplingParams(max_new_tokens=5, eos_token_ids=(2,), do_sample=False)
+STAND_IN = Path(__file__).parent / 'stand_in'
+
+
+def adapted(lora_rank: int) -> Actor:
+    torch.manual_seed(0)
+    made = Actor(tiny_causal_lm('llama', heads=4), lora_rank)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if 'lora_B' in name:
+                parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
+    return made
+
+
+def with_whole_weights(engine_kind: str, tensor_parallel: int, lora_rank: int) -> dict[str, Any]:
+    fsdp.streams = lambda *_: True  # the device has no room
+    if engine_kind == 'remote':
+        engine: Any = RemoteEngine(InProcessWorkers(1))
+    else:
+        sys.path.insert(0, str(STAND_IN))
+        vllm_remote.SENT_FROM = ('cuda', 'cpu')
+        engine = VLLMRemoteEngine(
+            SpawnedWorkers(1, {'GPU': 2}), weight_transfer=engine_kind, engine_options={'dtype': 'float32'}
+        )
+    seen: dict[str, Any] = {}
+    with (
+        FSDPStrategy(device='cpu', tensor_parallel=tensor_parallel) as strategy,
+        SharedEngine(strategy, engine) as shared,
+    ):
+        prepared = strategy.prepare(adapted(lora_rank))
+        begin = engine.begin
+
+        def watched(model: Any) -> None:
+            seen['streamed'] = any(getattr(m, 'is_streamed', False) for m in model.modules())
+            seen['whole'] = sum(p.numel() for p in model.parameters())
+            begin(model)
+
+        engine.begin = watched
+        collector = Collector(strategy, shared, GREEDY, policy=partial(strategy.full_model, prepared))
+        share = 6 // strategy.world_size
+        first = share * strategy.rank
+        samples = collector.generate(numbered(6)[first : first + share], indices=range(first, first + share))
+        seen['drawn'] = [(s.index, s.response_ids.tolist()) for s in samples]
+    return seen
+
+
+@pytest.mark.parametrize(
+    ('engine_kind', 'tensor_parallel', 'lora_rank'),
+    [('remote', 1, 0), ('store', 2, 0), ('nccl', 2, 2)],
+)
+def test_workers_have_the_whole_policy(engine_kind, tensor_parallel, lora_rank):
+    alone = adapted(lora_rank)
+    expected = [(s.index, s.response_ids.tolist()) for s in local(alone, numbered(6), sampling=GREEDY)]
+    results = run_distributed(with_whole_weights, 2, engine_kind, tensor_parallel, lora_rank)
+    share = 6 if tensor_parallel == 2 else 3  # processes that hold a model together have the same prompts
+    assert results[0]['drawn'] == expected[:share]
+    assert results[1]['drawn'] == (expected if tensor_parallel == 2 else expected[3:])
+    assert results[0]['streamed'] is False and results[0]['whole'] == sum(p.numel() for p in alone.parameters())

@@ -1,4 +1,5 @@
-"""Sampling settings and the step from logits to tokens: validation, filters against loops in float64, distributions."""
+"""Sampling settings and the step from logits to tokens: validation, filters against loops in float64. The hash behind
+every draw against plain Python integers; samples compared."""
 
 from __future__ import annotations
 
@@ -9,39 +10,11 @@ import torch
 from transformers import GenerationConfig
 
 from chatgpt.nn import Actor, AutoActor
-from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams, from_generation_kwargs
-from chatgpt.rollout.randomness import sample_keys, uniforms
+from chatgpt.rollout import SamplingParams, compare_samples, from_generation_kwargs
+from chatgpt.rollout.randomness import _GAMMA, _mix, edge_distances, inverse_cdf, sample_keys, uniforms
 from chatgpt.rollout.sampling import TokenSampler, sampling_for
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
-from chatgpt.types import Prompt
-
-
-def logits_of(probs: list[float]) -> torch.Tensor:
-    return torch.tensor([math.log(p) if p > 0 else -math.inf for p in probs])
-
-
-def draws(sampling: SamplingParams, logits: torch.Tensor, num: int, seed: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token counts (V,) and the edge distances of `num` draws from one row of logits."""
-    u = uniforms(sample_keys(seed, torch.arange(num)), torch.tensor(0))[:, None]
-    draw = TokenSampler(sampling, 'cpu')(logits.expand(num, -1), u)
-    return torch.bincount(draw.token, minlength=len(logits)), draw.edge_distance
-
-
-def chi_square(counts: torch.Tensor, probs: torch.Tensor) -> float:
-    want = probs * counts.sum()
-    kept = probs > 0
-    assert int(counts[~kept].sum()) == 0
-    return float(((counts[kept] - want[kept]) ** 2 / want[kept]).sum())
-
-
-def test_drawn_tokens_follow_the_softmax_at_temperature():
-    probs = [0.02, 0.4, 0.08, 0.25, 0.05, 0.2]
-    counts, _ = draws(SamplingParams(max_new_tokens=1), logits_of(probs), 20_000)
-    assert chi_square(counts, torch.tensor(probs)) < 25  # 5 degrees of freedom: 0.01 %
-    cooler = torch.tensor([p ** (1 / 0.5) for p in probs])
-    counts, _ = draws(SamplingParams(max_new_tokens=1, temperature=0.5), logits_of(probs), 20_000)
-    assert chi_square(counts, cooler / cooler.sum()) < 25
-    assert chi_square(counts, torch.tensor(probs)) > 1000  # negative control: without the temperature it would not fit
+from chatgpt.types import Sample
 
 
 def slow_filter(logits: list[float], temperature: float, top_k: int, top_p: float, barred: set[int]) -> list[float]:
@@ -76,14 +49,8 @@ def slow_filter(logits: list[float], temperature: float, top_k: int, top_p: floa
 def test_filters_equal_a_slow_loop(temperature, top_k, top_p, barred):
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(30, 12, generator=generator) * 2
-    sampling = SamplingParams(
-        max_new_tokens=9,
-        min_new_tokens=2,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        eos_token_ids=tuple(sorted(barred)),
-    )
+    filters = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p}
+    sampling = SamplingParams(max_new_tokens=9, min_new_tokens=2, eos_token_ids=tuple(sorted(barred)), **filters)
     u = torch.rand(30, 1, generator=generator, dtype=torch.float64)
     mask = torch.arange(30) % 2 == 0 if barred else None  # every second row is too short to end
     draw = TokenSampler(sampling, 'cpu')(logits, u, mask)
@@ -112,24 +79,22 @@ def test_greedy_takes_the_most_likely_token_that_is_not_barred():
     assert float(draw.filtered_logprob[0]) == pytest.approx(2 - math.log(sum(map(math.exp, (0, 2, 1)))), abs=1e-6)
 
 
-def test_edge_distance_knows_the_threshold_of_a_filter():
-    # top-k 2 with a near tie at the threshold: rounding may swap tokens 1 and 2, whatever u is
-    near = logits_of([0.5, 0.2500005, 0.2499995])
-    _, edges = draws(SamplingParams(max_new_tokens=1, top_k=2), near, 200)
-    assert float(edges.max()) < 1e-5
-    clear = logits_of([0.5, 0.3, 0.2])
-    _, edges = draws(SamplingParams(max_new_tokens=1, top_k=2), clear, 200)
-    assert float(edges.max()) > 0.05
-    # top-p 0.75 exactly at a cumulative sum of 0.5 + 0.25
-    _, edges = draws(SamplingParams(max_new_tokens=1, top_p=0.75), logits_of([0.5, 0.25, 0.15, 0.1]), 200)
-    assert float(edges.max()) < 1e-5
-    _, edges = draws(SamplingParams(max_new_tokens=1, top_p=0.65), logits_of([0.5, 0.25, 0.15, 0.1]), 200)
-    assert float(edges.max()) > 0.05
-
-
-def test_several_end_tokens():
-    sampler = TokenSampler(SamplingParams(max_new_tokens=1, eos_token_ids=(3, 7)), 'cpu')
-    assert sampler.is_end(torch.tensor([1, 3, 7, 8])).tolist() == [False, True, True, False]
+@pytest.mark.parametrize(
+    ('filters', 'probs', 'near'),
+    [
+        ({'top_k': 2}, [0.5, 0.2500005, 0.2499995], True),  # rounding may swap tokens 1 and 2, whatever u is
+        ({'top_k': 2}, [0.5, 0.3, 0.2], False),
+        ({'top_p': 0.75}, [0.5, 0.25, 0.15, 0.1], True),  # exactly at a cumulative sum of 0.5 + 0.25
+        ({'top_p': 0.65}, [0.5, 0.25, 0.15, 0.1], False),
+    ],
+)
+def test_edge_distance_knows_the_threshold_of_a_filter(filters, probs, near):
+    u = uniforms(sample_keys(5, torch.arange(200)), torch.tensor(0))[:, None]
+    draw = TokenSampler(SamplingParams(max_new_tokens=1, **filters), 'cpu')(
+        torch.tensor(probs).log().expand(200, -1), u
+    )
+    edges = draw.edge_distance
+    assert float(edges.max()) < 1e-5 if near else float(edges.max()) > 0.05
 
 
 @pytest.mark.parametrize(
@@ -161,56 +126,31 @@ def test_room():
     assert SamplingParams(max_length=10).room(10) == 0
 
 
-class TestGenerationKwargs:
-    def test_known_fields(self):
-        sampling = from_generation_kwargs(
-            max_length=64,
-            do_sample=True,
-            temperature=0.8,
-            top_k=50,
-            top_p=0.9,
-            eos_token_id=[1, 2],
-            pad_token_id=3,
-            min_new_tokens=4,
-        )
-        want = SamplingParams(
-            max_length=64, temperature=0.8, top_k=50, top_p=0.9, eos_token_ids=(1, 2), pad_token_id=3, min_new_tokens=4
-        )
-        assert sampling == want and not sampling.extra
-        assert from_generation_kwargs(max_new_tokens=3, eos_token_id=7).eos_token_ids == (7,)
+def test_generation_kwargs():
+    same = {'max_length': 64, 'temperature': 0.8, 'top_k': 50, 'top_p': 0.9, 'pad_token_id': 3, 'min_new_tokens': 4}
+    sampling = from_generation_kwargs(do_sample=True, eos_token_id=[1, 2], **same)
+    assert sampling == SamplingParams(eos_token_ids=(1, 2), **same) and not sampling.extra
+    assert from_generation_kwargs(max_new_tokens=3, eos_token_id=7).eos_token_ids == (7,)
+    neutral = {'top_k': None, 'num_beams': 1, 'repetition_penalty': 1.0, 'use_cache': True, 'early_stopping': False}
+    assert from_generation_kwargs(max_new_tokens=3, bos_token_id=1, **neutral) == SamplingParams(max_new_tokens=3)
+    others = {'num_beams': 4, 'repetition_penalty': 1.2}  # which only transformers can do
+    assert dict(from_generation_kwargs(max_new_tokens=3, **others).extra) == others
+    sampling = from_generation_kwargs(byte_tokenizer(), max_new_tokens=3, stop_strings='xy')
+    assert sampling.stop([ord('x'), ord('y')]) and not sampling.stop([ord('y'), ord('x')])
 
-    def test_none_and_neutral_values_change_nothing(self):
-        given = {
-            'top_k': None,
-            'num_beams': 1,
-            'repetition_penalty': 1.0,
-            'use_cache': True,
-            'early_stopping': False,
-            'bos_token_id': 1,
-        }
-        assert from_generation_kwargs(max_new_tokens=3, **given) == SamplingParams(max_new_tokens=3)
 
-    def test_what_only_transformers_can_do_is_kept_apart(self):
-        sampling = from_generation_kwargs(max_new_tokens=3, num_beams=4, repetition_penalty=1.2)
-        assert dict(sampling.extra) == {'num_beams': 4, 'repetition_penalty': 1.2}
-
-    @pytest.mark.parametrize(
-        ('name', 'near'), [('temprature', 'temperature'), ('max_new_token', 'max_new_tokens'), ('topk', 'top_k')]
-    )
-    def test_unknown_keyword_names_the_nearest(self, name, near):
-        with pytest.raises(ValueError, match=f'{name!r} is unknown; did you mean .*{near}'):
-            from_generation_kwargs(max_new_tokens=3, **{name: 1})
-
-    def test_what_belongs_to_the_engine(self):
-        with pytest.raises(ValueError, match='num_return_sequences=4'):
-            from_generation_kwargs(max_new_tokens=3, num_return_sequences=4)
-
-    def test_stop_strings_need_a_tokenizer(self):
-        with pytest.raises(ValueError, match='needs a tokenizer'):
-            from_generation_kwargs(max_new_tokens=3, stop_strings=['x'])
-        sampling = from_generation_kwargs(byte_tokenizer(), max_new_tokens=3, stop_strings='xy')
-        assert sampling.stop is not None
-        assert sampling.stop([ord('x'), ord('y')]) and not sampling.stop([ord('y'), ord('x')])
+@pytest.mark.parametrize(
+    ('name', 'value', 'told'),
+    [
+        ('temprature', 1, "'temprature' is unknown; did you mean .*temperature"),
+        ('topk', 1, "'topk' is unknown; did you mean .*top_k"),
+        ('num_return_sequences', 4, 'num_return_sequences=4'),
+        ('stop_strings', ['x'], 'needs a tokenizer'),
+    ],
+)
+def test_generation_kwargs_that_are_refused(name, value, told):
+    with pytest.raises(ValueError, match=told):
+        from_generation_kwargs(max_new_tokens=3, **{name: value})
 
 
 def test_every_end_token_of_the_model_counts(tmp_path):
@@ -230,18 +170,119 @@ def test_every_end_token_of_the_model_counts(tmp_path):
     assert sampling_for(AutoActor(tmp_path), tokenizer, asked)[0].eos_token_ids == (258, 7), 'a file names it'
 
 
-@pytest.mark.parametrize('engine', [LocalEngine, HFEngine])
-def test_a_response_ends_with_any_of_them(engine):
-    actor = Actor(tiny_causal_lm('llama', vocab_size=300)).eval()
-    tokenizer = byte_tokenizer()
-    prompts, asked = [Prompt(ids=torch.tensor([5, 6]))], {'max_new_tokens': 12, 'do_sample': False}
-    engine = engine()
-    engine.begin(actor)
-    [plain] = engine.generate(Call.of(prompts, sampling_for(actor, tokenizer, asked)[0], seed=0, indices=[0]))
-    drawn = plain.response_ids.tolist()
-    assert len(drawn) == 12
-    end = drawn[4]
-    actor.model.generation_config.eos_token_id = [258, end]
-    [ended] = engine.generate(Call.of(prompts, sampling_for(actor, tokenizer, asked)[0], seed=0, indices=[0]))
-    engine.end()
-    assert ended.response_ids.tolist() == drawn[: drawn.index(end) + 1] and ended.finish_reason == 'eos'
+# ---------------------------------------------------------------- uniforms and inverse cumulative distribution
+
+MASK = (1 << 64) - 1
+GAMMA = 0x9E3779B97F4A7C15
+
+
+def mix(x: int) -> int:
+    """SplitMix64's finaliser on unsigned Python integers."""
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
+def uniform(seed: int, index: int, position: int) -> float:
+    start = mix(((seed & MASK) + GAMMA) & MASK)
+    key = mix(((start ^ index) + GAMMA) & MASK)
+    return (mix(((key ^ position) + GAMMA) & MASK) >> 12) / 2**52
+
+
+def test_finaliser_is_splitmix64s():
+    # the first two outputs of SplitMix64 with seed 0, as published with the algorithm's reference implementation
+    state = torch.tensor([0, _GAMMA]) + _GAMMA
+    assert [int(x) & MASK for x in _mix(state)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
+
+
+@pytest.mark.parametrize('seed', [0, 1, 42, -3, 2**63, 2**64 - 1])
+def test_uniforms_equal_the_integer_reference(seed):
+    indices = torch.tensor([0, 1, 2, 999, 2**40])
+    positions = torch.tensor([0, 1, 2, 77, 100_000])
+    got = uniforms(sample_keys(seed, indices)[:, None], positions)
+    assert got.dtype == torch.float64
+    want = [[uniform(seed, i, t) for t in positions.tolist()] for i in indices.tolist()]
+    assert got.tolist() == want
+
+
+def test_inverse_cdf_equals_a_slow_loop():
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.softmax(torch.randn(40, 9, generator=generator) * 2, dim=-1)
+    probs[:, 4] = 0
+    probs = probs / probs.sum(-1, keepdim=True)
+    u = torch.rand(40, 1, generator=generator, dtype=torch.float64)
+    token, room = inverse_cdf(probs, u)
+    edges = edge_distances(room, probs.gather(1, token))
+    for row in range(40):
+        total = math.fsum(probs[row].tolist())
+        low = 0.0
+        expected = 0
+        while float(u[row]) * total >= low + float(probs[row, expected]):
+            low += float(probs[row, expected])
+            expected += 1
+        assert int(token[row]) == expected
+        p = float(probs[row, expected])
+        want = min(float(u[row]) * total - low, low + p - float(u[row]) * total)
+        assert float(edges[row]) == pytest.approx(want, abs=1e-6)
+        assert abs(float(edges[row]) - (float(u[row]) * total - low + 0.01)) > 1e-3  # a shifted edge is another number
+
+
+@pytest.mark.parametrize('scale', [1.0, 0.99999, 1.00001])
+def test_a_token_of_probability_zero_is_never_drawn(scale):
+    probs = torch.tensor([[0.0, 0.25, 0.0, 0.25, 0.5, 0.0, 0.0]]) * scale
+    uniform = torch.tensor([[0.0], [2.0**-52], [0.5], [1 - 2.0**-52]], dtype=torch.float64)
+    assert inverse_cdf(probs.expand(4, -1), uniform)[0].flatten().tolist() == [1, 1, 4, 4]
+
+
+@pytest.mark.gpu
+def test_cuda_gives_the_same_bits():
+    if not torch.cuda.is_available():
+        pytest.skip('needs a CUDA device')
+    indices, positions = torch.arange(1000), torch.arange(200)
+    cpu = uniforms(sample_keys(42, indices)[:, None], positions)
+    cuda = uniforms(sample_keys(42, indices.cuda())[:, None], positions.cuda())
+    assert torch.equal(cpu, cuda.cpu())
+
+
+# ---------------------------------------------------------------------- comparison of samples
+
+
+def sample(index: int, ids: list[int], edges: list[float] | None = None, prompt: tuple[int, ...] = (1,)) -> Sample:
+    n = len(ids)
+    return Sample(
+        index=index,
+        group=index,
+        prompt_ids=torch.tensor(prompt),
+        response_ids=torch.tensor(ids),
+        response_mask=torch.ones(n, dtype=torch.bool),
+        logprobs=torch.zeros(n),
+        filtered_logprobs=torch.zeros(n),
+        edge_distances=torch.tensor(edges if edges is not None else [0.1] * n),
+        finish_reason='length',
+    )
+
+
+def test_samples_are_compared_up_to_a_difference_that_an_edge_explains():
+    a = [sample(0, [5, 6]), sample(1, [7])]
+    report = compare_samples(a, reversed(a))
+    assert report.equal and report.explained and (report.num_samples, report.num_tokens) == (2, 3)
+    report = compare_samples([sample(0, [5, 6, 7, 8], [0.1, 2e-6, 0.1, 0.1])], [sample(0, [5, 9, 1, 1])])
+    assert not report.equal and report.explained and report.num_tokens == 1
+    (difference,) = report.differences
+    assert (difference.index, difference.position, difference.tokens) == (0, 1, (6, 9))
+    assert difference.edge_distance == pytest.approx(2e-6)
+    assert not compare_samples([sample(0, [5, 6], [0.1, 2e-6])], [sample(0, [5, 9])], tolerance=1e-6).explained
+
+
+def test_a_difference_away_from_an_edge_or_of_length_is_not_explained():
+    report = compare_samples([sample(3, [5, 6])], [sample(3, [5, 7])])
+    assert not report.explained and 'sample 3, position 1: 6 or 7, not explained' in str(report)
+    report = compare_samples([sample(0, [5, 6], [0.0, 0.0])], [sample(0, [5], [0.0])])
+    assert report.differences[0].tokens == (6, None) and not report.explained
+
+
+def test_other_samples_are_refused():
+    with pytest.raises(ValueError, match=r'indices \[1\] are on one side only'):
+        compare_samples([sample(0, [5])], [sample(0, [5]), sample(1, [5])])
+    with pytest.raises(ValueError, match='sample 0 has two different prompts'):
+        compare_samples([sample(0, [5])], [sample(0, [5], prompt=(2,))])

@@ -9,45 +9,42 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
+import weakref
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 from engine_calls import drawn as collect
 from engine_calls import prompts_of
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from chatgpt.nn import Actor
 from chatgpt.nn.nlpo import MaskedPolicy
 from chatgpt.rollout import Call, LocalEngine, SamplingParams, VLLMEngine
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing import tiny_causal_lm, tiny_config
-
-STAND_IN = Path(__file__).parent / 'stand_in'
-EMPTIED: list[int] = []
-"""how many events there were when torch's memory cache was emptied"""
+from chatgpt.trainer.collect import Collector
+from chatgpt.trainer.policy import Policy
 
 
 @pytest.fixture
-def fake_vllm(monkeypatch):
+def fake_vllm(stand_in, monkeypatch):
     """The stand-in's LLM; memory that torch keeps is missing when it wakes up."""
-    monkeypatch.syspath_prepend(STAND_IN)
-    for name in [n for n in sys.modules if n.split('.')[0] == 'vllm']:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setenv('VLLM_ENABLE_V1_MULTIPROCESSING', '0')
-    llm = importlib.import_module('vllm.entrypoints.llm').LLM
+    emptied_at: list[int] = []  # how many events there were when torch's memory cache was emptied
+    llm = importlib.import_module('vllm').LLM
     wake_up = llm.wake_up
 
     def emptied(self, tags):
-        assert EMPTIED and EMPTIED[-1] == len(self.events), 'memory that torch keeps is missing here'
+        assert emptied_at and emptied_at[-1] == len(self.events), 'memory that torch keeps is missing here'
         return wake_up(self, tags)
 
     monkeypatch.setattr(llm, 'wake_up', emptied)
-    monkeypatch.setattr(sys.modules[__name__], 'EMPTIED', [])
-    monkeypatch.setattr(torch.cuda, 'empty_cache', lambda: EMPTIED.append(len(llm.made[-1].events) if llm.made else 0))
-    yield llm
-    for name in [n for n in sys.modules if n.split('.')[0] == 'vllm']:
-        del sys.modules[name]
+    made = llm.made
+    monkeypatch.setattr(torch.cuda, 'empty_cache', lambda: emptied_at.append(len(made[-1].events) if made else 0))
+    return llm
+
+
+CONFIG = GPT2Config(vocab_size=512, n_embd=128, n_layer=2, n_head=2, n_positions=128)
 
 
 @pytest.fixture
@@ -81,12 +78,6 @@ def test_every_phase_has_the_policys_weights_and_leaves_none(fake_vllm, folder):
 
 
 def test_the_copy_in_16_bits_is_gone_when_the_cache_wakes_up(fake_vllm, folder, monkeypatch, with_16_bits):
-    import weakref
-
-    from chatgpt.strategies import NaiveStrategy
-    from chatgpt.trainer.collect import Collector
-    from chatgpt.trainer.policy import Policy
-
     strategy = NaiveStrategy(precision='bf16', device='cpu')
     actor = strategy.prepare(Actor(tiny_causal_lm('gpt2')))
     policy, copies, alive = Policy(strategy, actor, 1.0), [], []
@@ -112,22 +103,21 @@ def test_the_copy_in_16_bits_is_gone_when_the_cache_wakes_up(fake_vllm, folder, 
     assert alive[1] == ('kv_cache', 0)
 
 
-@pytest.mark.parametrize('setting', [{'top_k': 3}, {'top_p': 0.9}, {'min_new_tokens': 2}, {'stop': lambda ids: False}])
-def test_what_would_hide_the_policys_log_probs_is_refused(fake_vllm, folder, setting):
-    with pytest.raises(ValueError, match=next(iter(setting))):
-        collect(VLLMEngine(folder), tiny_causal_lm('gpt2'), SamplingParams(max_new_tokens=3, **setting))
-
-
 def test_mistakes_are_named(fake_vllm, folder):
-    with pytest.raises(ValueError, match="sets 'load_format' itself"):
-        VLLMEngine(folder, load_format='auto')
-    with pytest.raises(ValueError, match='tensor_parallel_size=2, but it runs within each training process'):
-        VLLMEngine(folder, tensor_parallel_size=2)
-    with pytest.raises(ValueError, match='memory_share'):
-        VLLMEngine(folder, memory_share=1.5)
+    for option, message in (
+        ({'load_format': 'auto'}, "sets 'load_format' itself"),
+        ({'tensor_parallel_size': 2}, 'tensor_parallel_size=2, but it runs within each training process'),
+        ({'memory_share': 1.5}, 'memory_share'),
+    ):
+        with pytest.raises(ValueError, match=message):
+            VLLMEngine(folder, **option)
     with pytest.raises(ValueError, match='begin'):
         VLLMEngine(folder).generate(Call.of([], SamplingParams(max_new_tokens=1), seed=0, indices=[]))
     actor = Actor(tiny_causal_lm('gpt2'))
+    # what would hide the policy's log-probs
+    for setting in ({'top_k': 3}, {'top_p': 0.9}, {'min_new_tokens': 2}, {'stop': lambda ids: False}):
+        with pytest.raises(ValueError, match=next(iter(setting))):
+            collect(VLLMEngine(folder), actor, SamplingParams(max_new_tokens=3, **setting))
     with pytest.raises(ValueError, match='changes the model'):
         VLLMEngine(folder).begin(MaskedPolicy(actor, actor, 0.9, 1.0))
 
@@ -141,11 +131,8 @@ def test_a_missing_vllm_names_the_command():
 @pytest.mark.gpu
 @pytest.mark.skipif(importlib.util.find_spec('vllm') is None, reason='vLLM is not installed')
 def test_on_vllm_itself(tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=512, n_embd=128, n_layer=2, n_head=2, n_positions=128)
-    config.save_pretrained(tmp_path)
-    model = GPT2LMHeadModel(config).cuda().eval()
+    CONFIG.save_pretrained(tmp_path)
+    model = GPT2LMHeadModel(CONFIG).cuda().eval()
     sampling = SamplingParams(max_new_tokens=8, do_sample=False)
     prompts = prompts_of()
     local = collect(LocalEngine(), model, sampling, prompts)
@@ -172,10 +159,8 @@ def test_workers_on_vllm_itself(gpus, of_a_worker, way):
 
     if torch.cuda.device_count() < gpus:
         pytest.skip(f'needs {gpus} GPUs')
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=512, n_embd=128, n_layer=2, n_head=2, n_positions=128))
+    model = GPT2LMHeadModel(CONFIG)
     model = model.to(f'cuda:{gpus - 1}').eval()
     sampling = SamplingParams(max_new_tokens=8, do_sample=False)
     prompts = prompts_of()

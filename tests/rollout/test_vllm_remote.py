@@ -3,46 +3,30 @@ weight cut over two ranks. Those that die are processes of their own."""
 
 from __future__ import annotations
 
-import sys
 import threading
-import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine_calls import drawn as drawn_of
+from engine_calls import prompts_of
 from spawned_workers import SpawnedWorkers
+from transformers import MixtralConfig, MixtralForCausalLM
 
-from chatgpt.environments import Environment, EnvironmentSettings
-from chatgpt.nn import Actor, GPTActor, GPTCritic
+from chatgpt.nn import Actor
 from chatgpt.rollout import Call, LocalEngine, SamplingParams, vllm_remote
-from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.rollout.vllm_remote import VLLMRemoteEngine
-from chatgpt.strategies import NaiveStrategy
-from chatgpt.testing import byte_tokenizer, tiny_causal_lm
-from chatgpt.testing.fakes import char_tokenizer, tiny_config
-from chatgpt.trainer import PPOTrainer
-from chatgpt.trainer.callbacks import Callback
-from chatgpt.types import Prompt, Sample
+from chatgpt.testing import tiny_causal_lm
+from chatgpt.types import Sample
 
-STAND_IN = Path(__file__).parent / 'stand_in'
+pytestmark = pytest.mark.usefixtures('stand_in')
 SAMPLING = SamplingParams(max_new_tokens=6, eos_token_ids=(2,))
+PROMPTS = prompts_of((1, 2, 3, 4, 1, 2))
 
 
-@pytest.fixture(autouse=True)
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(STAND_IN)
-    monkeypatch.setattr(vllm_remote, 'SENT_FROM', ('cuda', 'cpu'))
-    monkeypatch.setenv('VLLM_ENABLE_V1_MULTIPROCESSING', '0')
-    yield
-    for name in [n for n in sys.modules if n.split('.')[0] == 'vllm']:
-        del sys.modules[name]
-
-
-def prompts(num: int = 6) -> list[Prompt]:
-    generator = torch.Generator().manual_seed(1)
-    return [Prompt(ids=torch.randint(3, 64, (1 + i % 4,), generator=generator)) for i in range(num)]
+def asked(sampling: SamplingParams = SAMPLING) -> Call:
+    return Call.of(PROMPTS, sampling, seed=5, indices=range(6))
 
 
 def drawn(samples: list[Sample]) -> list[Any]:
@@ -55,14 +39,24 @@ def changed(model: Any, seed: int = 0) -> None:
             p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)))
 
 
+def submitted(engine: VLLMRemoteEngine, model: Any) -> Any:
+    engine.begin(Actor(model))
+    ticket = engine.submit(asked())
+    engine.end()
+    return ticket
+
+
 def two_versions(engine: VLLMRemoteEngine, model: Any) -> list[Any]:
     samples = []
     for _ in range(2):
-        engine.begin(Actor(model))
-        samples += engine.generate(Call.of(prompts(), SAMPLING, seed=5, indices=range(6)))
-        engine.end()
+        samples += engine.take(submitted(engine, model))
         changed(model)
     return drawn(samples)
+
+
+def methods(engine: VLLMRemoteEngine, of: int) -> list[str]:
+    """What a worker was asked, apart from what is asked of it once."""
+    return [m for worker, m in engine.workers.calls if worker == of and m not in ('gpus', 'turn', 'has_head')]
 
 
 def test_weights_by_transfer_are_those_by_buckets_to_the_bit():
@@ -73,15 +67,9 @@ def test_weights_by_transfer_are_those_by_buckets_to_the_bit():
         ) as engine:
             found[way] = two_versions(engine, tiny_causal_lm('gpt2'))
             assert engine.ways == [way] * 2 and engine.tensor_parallel == 2
-            calls = engine.workers.calls
-            methods = [method for worker, method in calls if worker == 1]
-            if way == 'nccl':  # both of two versions came by transfer, in front of their requests
-                assert [m for m in methods if m not in ('gpus', 'turn', 'has_head')] == ['join'] + [
-                    'update_weights',
-                    'generate',
-                ] * 2
-            else:
-                assert methods == ['generate'] * 2
+            # by transfer each version comes in front of its requests
+            transfers = ['join'] + ['update_weights', 'generate'] * 2
+            assert methods(engine, 1) == (transfers if way == 'nccl' else ['generate'] * 2)
     assert found['store'] == found['nccl']
     assert [version for _, version, *_ in found['nccl']] == [1] * 6 + [2] * 6
     assert found['nccl'][:6] != found['nccl'][6:]
@@ -89,17 +77,8 @@ def test_weights_by_transfer_are_those_by_buckets_to_the_bit():
     model, greedy = tiny_causal_lm('gpt2'), SamplingParams(max_new_tokens=6, do_sample=False)
     with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 2}), weight_transfer='nccl') as engine:
         for _ in range(2):
-            answers = []
-            for one in (engine, LocalEngine()):
-                one.begin(Actor(model))
-                answers.append(
-                    [
-                        s.response_ids.tolist()
-                        for s in one.generate(Call.of(prompts(), greedy, seed=0, indices=range(6)))
-                    ]
-                )
-                one.end()
-            assert answers[0] == answers[1]
+            ours, theirs = (drawn_of(one, model, greedy, PROMPTS) for one in (engine, LocalEngine()))
+            assert [s.response_ids.tolist() for s in ours] == [s.response_ids.tolist() for s in theirs]
             changed(model)
 
 
@@ -113,18 +92,11 @@ def test_learning_goes_on_while_weights_are_sent(tmp_path, monkeypatch):
     with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 2}), weight_transfer='nccl') as engine:
         expected = two_versions(engine, model)
         model = tiny_causal_lm('gpt2')
-
-        def asked() -> Any:
-            engine.begin(Actor(model))
-            ticket = engine.submit(Call.of(prompts(), SAMPLING, seed=5, indices=range(6)))
-            engine.end()
-            return ticket
-
         gate.unlink()
-        old = asked()
+        old = submitted(engine, model)
         engine._finish_sending()
         changed(model)
-        new = asked()
+        new = submitted(engine, model)
         (link,) = engine._sending
         events.append(('asked', link.thread.is_alive()))
         assert not link.turn.is_set()  # nothing occupies the trainer's device until the worker receives
@@ -137,50 +109,6 @@ def test_learning_goes_on_while_weights_are_sent(tmp_path, monkeypatch):
     assert events == [('asked', True), ('learned', True), ('taken', False)]
     assert [s[1] for s in samples] == [3] * 6 + [4] * 6  # two versions came before
     assert [(i, *rest) for i, _, *rest in samples] == [(i, *rest) for i, _, *rest in expected]
-
-
-def ppo(way: str, staleness: int) -> tuple[list[Any], list[Any]]:
-    """Ages of the samples of three phases, and the weights learned."""
-    torch.manual_seed(0)
-    config = tiny_config('gpt2', positions=48)
-    ages: list[list[int]] = []
-
-    class Ages(Callback):
-        def on_make_experience_end(self, trainer: Any, experiences: list[Any]) -> None:
-            ages.append([trainer.phase - e.version for e in experiences])
-
-    workers = SpawnedWorkers(2, {'GPU': 2})
-    with NaiveStrategy(seed=3, device='cpu') as strategy, VLLMRemoteEngine(workers, weight_transfer=way) as engine:
-        actor, critic = GPTActor(config=config), GPTCritic(config=config)
-        (actor, a), (critic, c) = strategy.prepare(
-            *((m, torch.optim.AdamW(m.parameters(), lr=3e-3)) for m in (actor, critic))
-        )
-        trainer = PPOTrainer(
-            *(strategy, actor, critic),
-            lambda prompts, responses: [float(sum(c in 'aeiou' for c in r)) for r in responses],
-            *(None, a, c),
-            kl_coef=0.0,
-            experience_batch_size=4,
-            train_batch_size=4,
-            max_new_tokens=6,
-            tokenizer=char_tokenizer(),
-            callbacks=[Ages()],
-            engine=engine,
-            max_staleness=staleness,
-            tis_cap=2.0,
-        )
-        trainer.fit([f'a {word}' for word in 'one two three four five six seven eight'.split()], 3, 1, 1)
-        learned = torch.cat([p.detach().flatten() for p in trainer.actor.parameters()])
-        assert engine.version == 3 - staleness and engine.num_replaced == 0
-    return ages, learned.tolist()
-
-
-@pytest.mark.parametrize('staleness', [0, 1])
-def test_a_run_is_the_same_whichever_way_weights_come(staleness):
-    """Whose log-probs are recomputed, with the age of samples that was asked for."""
-    by_transfer = ppo('nccl', staleness)
-    assert by_transfer[0] == [[0] * 4, [staleness] * 4, [staleness] * 4]
-    assert by_transfer == ppo('store', staleness)
 
 
 @pytest.mark.system
@@ -198,9 +126,7 @@ def test_a_worker_that_dies_in_the_middle_of_a_transfer_is_replaced(tmp_path, mo
             for phase in range(2):
                 if phase == 1:
                     die.touch()
-                engine.begin(Actor(model))
-                tickets.append(engine.submit(Call.of(prompts(), SAMPLING, seed=5, indices=range(6))))
-                engine.end()
+                tickets.append(submitted(engine, model))
                 if len(tickets) > staleness:
                     found += engine.take(tickets.pop(0))
                 changed(model)
@@ -228,40 +154,7 @@ def test_a_death_without_requests_is_told_and_the_next_weights_arrive(tmp_path, 
         engine.end()
         with pytest.warns(UserWarning, match=r'rollout worker 0 died \(its process ended\); a new one goes on'):
             engine.begin(Actor(model))
-        samples = engine.generate(Call.of(prompts(), SAMPLING, seed=5, indices=range(6)))
-        assert {s.version for s in samples} == {2}
-
-
-class Counting(Environment):
-    """Three turns; what it answers grows."""
-
-    def reset(self, seed: int, **columns: Any) -> str:
-        self.turns = 0
-        return f'n{seed % 10}'
-
-    def step(self, response: str) -> Any:
-        self.turns += 1
-        return 'x' * (self.turns - 1), 1.0, self.turns == 3, False, {}
-
-
-def test_environments_run_where_the_workers_are():
-    tokenizer, played = byte_tokenizer(), []
-    model = tiny_causal_lm('gpt2', vocab_size=len(tokenizer))
-    nothing = [Prompt(ids=torch.zeros(0, dtype=torch.int64))] * 3
-    for engine in (LocalEngine(), VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 2}), weight_transfer='nccl')):
-        over = EpisodeEngine(engine, Counting, tokenizer, EnvironmentSettings(max_turn_tokens=5))
-        over.begin(Actor(model))
-        sampling = SamplingParams(max_new_tokens=14, do_sample=False)
-        samples = over.generate(Call.of(nothing, sampling, seed=11, indices=range(3)))
-        over.end()
-        played.append(
-            [(s.prompt_ids.tolist(), s.response_ids.tolist(), s.episode.turns, s.episode.end) for s in samples]
-        )
-        over.close()
-        if isinstance(engine, VLLMRemoteEngine):
-            assert over.is_remote and not over.abilities.exact_logprobs
-            engine.close()
-    assert played[0] == played[1]
+        assert {s.version for s in engine.generate(asked())} == {2}
 
 
 def test_on_one_gpu_handles_are_sent(monkeypatch):
@@ -276,10 +169,7 @@ def test_on_one_gpu_handles_are_sent(monkeypatch):
     with VLLMRemoteEngine(Workers(1, {'GPU': 1})) as engine:
         by_handles = two_versions(engine, tiny_causal_lm('gpt2'))
         assert engine.ways == ['ipc']
-        assert [m for _, m in engine.workers.calls if m not in ('gpus', 'turn', 'has_head')] == ['join'] + [
-            'update_weights',
-            'generate',
-        ] * 2
+        assert methods(engine, 0) == ['join'] + ['update_weights', 'generate'] * 2
     with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 1}), weight_transfer='store') as engine:
         assert two_versions(engine, tiny_causal_lm('gpt2')) == by_handles
     with VLLMRemoteEngine(Workers(1, {'GPU': 1}), weight_transfer='nccl') as engine:
@@ -291,7 +181,7 @@ def test_what_a_worker_raises_is_named(monkeypatch):
     with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 1}), weight_transfer='nccl') as engine:
         model = tiny_causal_lm('gpt2')
         engine.begin(Actor(model))
-        engine.generate(Call.of(prompts(), SAMPLING, seed=5, indices=range(6)))
+        engine.generate(asked())
         engine._finish_sending()
         sender = engine._links[0].sender
         monkeypatch.setattr(sender, 'send_weights', lambda: 1 // 0)
@@ -299,30 +189,30 @@ def test_what_a_worker_raises_is_named(monkeypatch):
         with pytest.raises(RuntimeError, match='sending weights 2 to rollout worker 0 by nccl: ZeroDivisionError'):
             engine.begin(Actor(model))
     with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 2}), weight_transfer='nccl') as engine:
-        from vllm.v1.worker.gpu_worker import Worker
+        from vllm import Worker
 
         monkeypatch.setattr(Worker, 'load_weights', lambda self, weights: 1 // 0)
         engine.begin(Actor(model))
         with pytest.raises(RuntimeError, match='sending weights 1 to rollout worker 0 by nccl: ZeroDivisionError'):
-            engine.generate(Call.of(prompts(), SAMPLING, seed=5, indices=range(6)))
+            engine.generate(asked())
 
 
 def test_mistakes_are_named(monkeypatch):
-    with pytest.raises(ValueError, match="weight_transfer='gloo' is not one of auto, nccl, ipc, store"):
-        VLLMRemoteEngine(SpawnedWorkers(1), weight_transfer='gloo')
-    with pytest.raises(ValueError, match="sets 'tensor_parallel_size' itself"):
-        VLLMRemoteEngine(SpawnedWorkers(1), engine_options={'tensor_parallel_size': 2})
-    with pytest.raises(ValueError, match='GPU=0.5 of a vLLM worker must be a whole number'):
-        VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 0.5}))
-    with pytest.raises(ValueError, match='memory_share=2'):
-        VLLMRemoteEngine(SpawnedWorkers(1), engine_options={'memory_share': 2})
+    for gpus, options, message in (
+        (1, {'weight_transfer': 'gloo'}, "weight_transfer='gloo' is not one of auto, nccl, ipc, store"),
+        (1, {'engine_options': {'tensor_parallel_size': 2}}, "sets 'tensor_parallel_size' itself"),
+        (0.5, {}, 'GPU=0.5 of a vLLM worker must be a whole number'),
+        (1, {'engine_options': {'memory_share': 2}}, 'memory_share=2'),
+    ):
+        with pytest.raises(ValueError, match=message):
+            VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': gpus}), **options)
     with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 1})) as engine:
         monkeypatch.setattr(vllm_remote, 'SENT_FROM', ('cuda',))
         actor = Actor(tiny_causal_lm('gpt2'))
         engine.begin(actor)  # auto: weights of a CPU go as buckets
-        assert engine.ways == ['store'] and not threading_names()
+        assert engine.ways == ['store'] and not any(t.name.startswith('chatgpt') for t in threading.enumerate())
         with pytest.raises(ValueError, match='top_k=3'):
-            engine.submit(Call.of(prompts(), SamplingParams(max_new_tokens=3, top_k=3), seed=0, indices=range(6)))
+            engine.submit(asked(SamplingParams(max_new_tokens=3, top_k=3)))
     for options, resources, why in (
         ({'weight_transfer': 'nccl'}, 1, "'nccl' sends from a GPU to others, and these weights are on cpu"),
         ({'weight_transfer': 'ipc'}, 2, 'several GPUs to a worker'),
@@ -364,12 +254,9 @@ def test_nothing_of_sending_runs_on_when_it_is_over(monkeypatch):
 
 def test_larger_elements_are_sent_first_and_experts_as_in_a_checkpoint():
     """So what is cut out of a buffer is aligned, and vLLM knows the names."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
     sizes = {'hidden_size': 8, 'intermediate_size': 4, 'num_hidden_layers': 1, 'vocab_size': 64}
-    model = MixtralForCausalLM(
-        MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, num_local_experts=2)
-    )
+    sizes |= {'num_attention_heads': 2, 'num_key_value_heads': 1, 'num_local_experts': 2}
+    model = MixtralForCausalLM(MixtralConfig(**sizes))
     model.model.norm.bfloat16()
     engine = VLLMRemoteEngine(SpawnedWorkers(1))
     tensors = engine.tensors_of(model)
@@ -379,8 +266,3 @@ def test_larger_elements_are_sent_first_and_experts_as_in_a_checkpoint():
     assert torch.equal(tensors[f'{experts}.1.w1.weight'], stacked.gate_up_proj[1, :4])
     assert torch.equal(tensors[f'{experts}.1.w3.weight'], stacked.gate_up_proj[1, 4:])
     assert torch.equal(tensors[f'{experts}.0.w2.weight'], stacked.down_proj[0])
-
-
-def threading_names() -> list[str]:
-    time.sleep(0.01)
-    return [t.name for t in threading.enumerate() if t.name.startswith('chatgpt')]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import subprocess
 import sys
 import types
 
@@ -21,16 +20,14 @@ from chatgpt.strategies.colossalai.engines import UpstreamScaler, rank_range
     [
         ({'stage': 4}, 'stage=4 is not one of 1, 2, 3'),
         ({'precision': 'fp32'}, "precision='fp32' under stage=3 is not one of 'auto', 'bf16', 'fp16'"),
-        ({'stage': 1, 'precision': 'tf32'}, "precision='tf32' under stage=1"),
         ({'placement_policy': 'const'}, "placement_policy='const' is not one of 'cuda', 'cpu', 'auto'"),
-        ({'norm_type': 1.0}, 'norm_type=1.0 is not one of 2'),
         ({'stage': 2, 'shard_init': True}, 'shard_init=True is an option of Gemini'),
-        ({'stage': 1, 'hidden_dim': 64}, 'hidden_dim=64 is an option of Gemini'),
         ({'reduce_bucket_size': 1024}, 'reduce_bucket_size=1024 is an option of stages 1 and 2'),
         ({'gpu_margin_mem_ratio': 0.5}, "gpu_margin_mem_ratio=0.5 needs placement_policy='auto', not 'cuda'"),
         ({'gpu_margin_mem_ratio': 1.5, 'placement_policy': 'auto'}, 'ratio=1.5 must lie between 0 and 1'),
         ({'precision': 'bf16', 'initial_scale': 8}, "initial_scale=8 scales the loss under precision='fp16', not"),
         ({'max_norm': -1.0}, 'max_norm=-1.0 must not be negative'),
+        ({'stage': 2, 'stream_blocks': True}, 'only stage=3 can stream'),
     ],
 )
 def test_options_that_cannot_be_honoured(options, text):
@@ -40,10 +37,7 @@ def test_options_that_cannot_be_honoured(options, text):
 
 
 def test_not_installed(monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, 'find_spec', lambda name, *args: None if name == 'colossalai' else find(name, *args)
-    )
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda *_: None)
     with pytest.raises(ImportError, match='not installed; run: pip install .*--no-deps -r requirements-colossalai.txt'):
         ColossalAIStrategy()
 
@@ -65,11 +59,6 @@ def test_a_gpu_without_nvcc_is_named_before_anything_is_joined(home, monkeypatch
         (tmp_path / 'bin').mkdir()
         (tmp_path / 'bin/nvcc').touch(mode=0o755)
         check_kernels(3)
-
-
-def test_nothing_is_imported_before_a_strategy_is_built():
-    code = 'import sys; from chatgpt.strategies import ColossalAIStrategy; sys.exit("colossalai" in sys.modules)'
-    assert subprocess.run([sys.executable, '-c', code]).returncode == 0
 
 
 def test_bridge_refuses_an_unknown_version_and_leaves_cuda_alone(monkeypatch):

@@ -35,46 +35,28 @@ def launch(body: str, head: str = '') -> tuple[list[int], list[str]]:
     return [code for code, _ in results], texts
 
 
-@pytest.mark.parametrize('failing', [1, 0])
-def test_other_ranks_end_with_the_message(failing):
+@pytest.mark.parametrize(
+    ('failing', 'failure', 'other', 'said'),
+    [
+        (1, "raise KeyError('no such shelf')", 'strategy.all_reduce(torch.ones(3))', "KeyError: 'no such shelf'"),
+        (0, "raise KeyError('no such shelf')", 'strategy.all_reduce(torch.ones(3))', "KeyError: 'no such shelf'"),
+        (1, "sys.exit('out of paper')", 'time.sleep(3600)', 'SystemExit: out of paper'),  # busy with something else
+    ],
+)
+def test_other_ranks_end_with_the_message(failing, failure, other, said):
     codes, texts = launch(f"""
         with strategy.failure_guard():
             strategy.barrier()
             print('ready', flush=True)
             if rank == {failing}:
-                raise KeyError('no such shelf')
-            strategy.all_reduce(torch.ones(3))
+                {failure}
+            {other}
             time.sleep(3600)
     """)
     assert codes == [1, 1], texts
-    assert f"because rank {failing} failed: KeyError: 'no such shelf'" in texts[1 - failing]
     assert f'[rank {1 - failing}] stopped' in texts[1 - failing]
-    assert 'Traceback' in texts[failing] and 'no such shelf' in texts[failing]
-
-
-def test_a_rank_that_is_busy_with_something_else_ends_too():
-    codes, texts = launch("""
-        with strategy.failure_guard():
-            strategy.barrier()
-            print('ready', flush=True)
-            if rank == 1:
-                sys.exit('out of paper')
-            time.sleep(3600)
-    """)
-    assert codes == [1, 1]
-    assert 'rank 1 failed: SystemExit: out of paper' in texts[0]
-
-
-def test_without_a_guard_the_other_rank_does_not_learn_why():
-    codes, texts = launch("""
-        strategy.barrier()
-        print('ready', flush=True)
-        if rank == 1:
-            raise KeyError('no such shelf')
-        strategy.all_reduce(torch.ones(3))
-    """)
-    assert codes[1] == 1
-    assert 'no such shelf' not in texts[0]
+    assert f'because rank {failing} failed: {said}' in texts[1 - failing]
+    assert said.split(': ')[1] in texts[failing] and ('Traceback' in texts[failing]) == ('KeyError' in said)
 
 
 def test_a_rank_that_has_finished_learns_of_a_late_failure():
@@ -83,7 +65,7 @@ def test_a_rank_that_has_finished_learns_of_a_late_failure():
             strategy.barrier()
             print('ready', flush=True)
             if rank == 1:
-                time.sleep(1.0)
+                time.sleep(0.5)
                 raise ValueError('late')
         print('left the guard')
     """)
@@ -168,10 +150,7 @@ def test_a_main_thread_that_is_still_outside_a_collective_is_let_be():
         assert not guard._is_stuck()
 
 
-RAW = 'dist.all_reduce(torch.ones(3))'
-
-
-@pytest.mark.parametrize('collective', ['strategy.all_gather_object(rank)', RAW])
+@pytest.mark.parametrize('collective', ['strategy.all_gather_object(rank)', 'dist.all_reduce(torch.ones(3))'])
 def test_a_rank_that_does_not_come_is_named(collective):
     """Rank 1 sleeps in a function of its own while rank 0 waits; nobody raises, and no collective has an answer."""
     codes, texts = launch(
@@ -197,10 +176,9 @@ def test_a_rank_that_does_not_come_is_named(collective):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize('collective', ['strategy.all_reduce(torch.ones(3))', RAW])
-def test_it_is_named_before_the_collective_gives_up(collective):
+def test_it_is_named_before_the_collective_gives_up():
     """Against the collective's own timeout, which knows real time only."""
-    codes, texts = launch(f"""
+    codes, texts = launch("""
         strategy.close()
         strategy = DDPStrategy(device='cpu', timeout_s=20)
         with strategy.failure_guard():
@@ -208,7 +186,7 @@ def test_it_is_named_before_the_collective_gives_up(collective):
             print('ready', flush=True)
             if rank == 1:
                 time.sleep(3600)
-            {collective}
+            strategy.all_reduce(torch.ones(3))
     """)
     assert codes == [1, 1], texts
     assert 'no progress for 18 s' in texts[0] and 'rank 1 is in <string>' in texts[0] and 'Timed out' not in texts[0]
@@ -234,32 +212,15 @@ def test_a_frozen_rank_is_named_too():
     assert 'rank 1 does not answer. Waiting: 0.' in texts[0]
 
 
-def test_a_slow_rank_that_comes_in_time_is_let_be():
-    codes, texts = launch(
-        """
-        strategy.ranks.whereabouts.clock = lambda: 0.89 * strategy.ranks.timeout_s if asleep.check(['asleep']) else 0.0
-        with strategy.failure_guard():
-            print('ready', flush=True)
-            if rank == 1:
-                asleep.set('asleep', '1')
-                time.sleep(1)
-            print('sum', strategy.all_reduce(torch.ones(1)).item())
-        """,
-        head=HOURS,
-    )
-    assert codes == [0, 0], texts
-    assert all('sum 2.0' in text for text in texts)
-
-
 def test_ranks_that_get_on_are_let_be():
     """Collectives of a library one after another, for longer than the timeout, and nothing said of it: as a sharded
     model scores."""
     codes, texts = launch("""
-        strategy.ranks.timeout_s = 2
+        strategy.ranks.timeout_s = 1
         with strategy.failure_guard():
             strategy.barrier()
             print('ready', flush=True)
-            end, go = time.time() + 4, True
+            end, go = time.time() + 2, True
             while go:
                 for _ in range(20):
                     dist.all_reduce(torch.ones(2_000))

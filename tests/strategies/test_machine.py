@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ast
+import ctypes
 import os
-import subprocess
+import resource
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
-from chatgpt.strategies import NaiveStrategy
+from chatgpt.strategies import NaiveStrategy, machine
 from chatgpt.strategies.machine import Processor, processor, unused_card
 from chatgpt.testing.processes import run_distributed
 
@@ -47,44 +46,20 @@ def test_what_torch_finds(found, monkeypatch):
         assert found(avx512_bf16=True, avx512_fp16=True) == can
 
 
-@pytest.mark.parametrize(
-    ('given', 'answer'),
-    [('avx2', ('avx2', False, False)), ('avx512,bf16', ('avx512', True, False)), ('default,fp16', ('default', 0, 1))],
-)
-def test_the_variable_answers_in_its_place(monkeypatch, given, answer):
-    monkeypatch.setenv('CHATGPT_PROCESSOR', given)
+def test_the_variable_answers_in_its_place(monkeypatch):
     monkeypatch.setenv('ONEDNN_MAX_CPU_ISA', 'AVX2')
-    assert processor() == Processor(*answer) and str(processor()) == given
-
-
-@pytest.mark.parametrize('given', ['sse', 'bf16', 'avx2,int8', 'avx2;bf16'])
-def test_another_word_is_an_error(monkeypatch, given):
-    monkeypatch.setenv('CHATGPT_PROCESSOR', given)
-    with pytest.raises(ValueError, match=f"CHATGPT_PROCESSOR='{given}': give one of default, avx2, avx512"):
-        processor()
-
-
-def test_every_test_has_the_same_answer_and_ranks_have_it_too(without_16_bits):
-    assert str(processor()) == os.environ['CHATGPT_PROCESSOR'] == 'avx2'
-    assert run_distributed(processor, 1) == run_distributed(processor, 1, fresh=True) == [processor()]
-
-
-ASKS = {'get_capabilities', 'get_cpu_capability', '_is_avx512_supported', '_is_amx_tile_supported', '/proc/cpuinfo'}
-ASKERS = {'chatgpt/strategies/machine.py', 'tests/strategies/test_machine.py'}
-ASKERS |= {'chatgpt/trainer/callbacks/run_record.py', 'tests/fixed_runs/record.py'}  # its name, beside numbers
-
-
-def test_nothing_else_asks_the_processor():
-    """In both packages and in tests, by the names of what can be asked."""
-    root = Path(__file__).resolve().parents[2]
-    asking = set()
-    for path in (p for folder in ('chatgpt', 'compat', 'tests') for p in (root / folder).rglob('*.py')):
-        text = path.read_text()
-        nodes = ast.walk(ast.parse(text)) if any(word in text for word in ASKS) else ()
-        names = {getattr(node, 'attr', None) or getattr(node, 'value', None).__str__() for node in nodes}
-        if names & ASKS:
-            asking.add(path.relative_to(root).as_posix())
-    assert asking <= ASKERS and 'chatgpt/strategies/machine.py' in asking
+    answers = {
+        'avx2': ('avx2', False, False),
+        'avx512,bf16': ('avx512', True, False),
+        'default,fp16': ('default', 0, 1),
+    }
+    for given, answer in answers.items():
+        monkeypatch.setenv('CHATGPT_PROCESSOR', given)
+        assert processor() == Processor(*answer) and str(processor()) == given
+    for given in ('sse', 'bf16', 'avx2,int8', 'avx2;bf16'):
+        monkeypatch.setenv('CHATGPT_PROCESSOR', given)
+        with pytest.raises(ValueError, match=f"CHATGPT_PROCESSOR='{given}': give one of default, avx2, avx512"):
+            processor()
 
 
 CARD = 'echo "NVIDIA H100, 470.57.02"; echo "NVIDIA H100, 470.57.02"'
@@ -129,48 +104,48 @@ def test_a_card_that_stays_idle_is_named_with_both_versions(nvidia_smi, monkeypa
 
 
 @pytest.mark.parametrize(
-    ('script', 'variables'),
-    [
-        ('exit 9', {}),
-        ('echo "No devices were found"', {}),
-        (CARD, {'CUDA_VISIBLE_DEVICES': ''}),
-        (CARD, {'LOCAL_RANK': '1'}),
-    ],
+    ('script', 'name', 'value'),
+    [('exit 9', '', ''), ('echo "No devices"', '', ''), (CARD, 'CUDA_VISIBLE_DEVICES', ''), (CARD, 'LOCAL_RANK', '1')],
 )
-def test_silent(nvidia_smi, monkeypatch, script, variables):
+def test_silent(nvidia_smi, monkeypatch, script, name, value):
     """No card, cards that were hidden on purpose, and another process of the machine."""
     nvidia_smi(script)
-    for name, value in variables.items():
+    if name:
         monkeypatch.setenv(name, value)
     assert warned() == []
 
 
-CODE = """
-import resource, torch
-from chatgpt.strategies.machine import keep_freed_memory
-told = keep_freed_memory()
-def use():
-    blocks = [torch.ones(1 << 21) for _ in range(8)]
-for _ in range(4): use()  # until the heap has found its shape
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(4): use()
-print(told, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
+def faults() -> int:
+    """Pages that the kernel hands out while 64 MiB are filled and freed four times."""
+
+    def use() -> None:
+        _ = [torch.ones(1 << 21) for _ in range(8)]
+
+    for _ in range(4):  # until the heap has found its shape
+        use()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(4):
+        use()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
-def faults(**env):
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(('MALLOC_', 'GLIBC_', 'LD_PRELOAD'))}
-    told, count = subprocess.run(
-        [sys.executable, '-c', CODE], env=clean | env, capture_output=True, text=True, check=True
-    ).stdout.split()
-    return told == 'True', int(count)
+def faults_by_setting() -> tuple[bool, int, bool, int]:
+    """With glibc's first thresholds, of which the user has set one; and with ours."""
+    for name in [n for n in os.environ if n.startswith(('MALLOC_', 'GLIBC_', 'LD_PRELOAD'))]:
+        del os.environ[name]
+    mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
+    for threshold in (machine.M_TRIM_THRESHOLD, machine.M_MMAP_THRESHOLD) if mallopt else ():
+        mallopt(threshold, 131072)
+    os.environ['MALLOC_TRIM_THRESHOLD_'] = '131072'
+    refused, given_back = machine.keep_freed_memory(), faults()
+    del os.environ['MALLOC_TRIM_THRESHOLD_']
+    return refused, given_back, machine.keep_freed_memory(), faults()
 
 
 @pytest.mark.skipif(not sys.platform.startswith('linux'), reason='mallopt is of glibc')
-def test_freed_blocks_are_used_again():
-    told, count = faults()
+def test_freed_blocks_are_used_again_unless_the_user_has_settings_of_their_own():
+    [(with_the_users, given_back, told, count)] = run_distributed(faults_by_setting, 1)
     if not told:
         pytest.skip('this C library has no mallopt')
-    assert count < 2000  # of the 64 MiB x 4 that are filled; 65536 pages when given back in between
-    told, given_back = faults(MALLOC_TRIM_THRESHOLD_='131072', MALLOC_MMAP_THRESHOLD_='131072')
-    assert not told and given_back > 10 * count
+    assert count < 2000  # 65536 pages when given back in between
+    assert not with_the_users and given_back > 10 * count

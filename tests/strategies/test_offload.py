@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from copy import deepcopy
 
 import pytest
@@ -12,6 +13,7 @@ from chatgpt.nn import Actor, Critic, RewardModel
 from chatgpt.strategies import FSDPStrategy, NaiveStrategy
 from chatgpt.strategies.copies import OffloadedWeights
 from chatgpt.testing import tiny_causal_lm
+from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import PPOTrainer
 
 
@@ -37,8 +39,9 @@ def test_weights_come_and_go():
     assert all(torch.equal(before[k], v) for k, v in module.state_dict().items())
 
 
-class Recording(NaiveStrategy):
-    """Notes which model is on the device when."""
+class Poisoned(NaiveStrategy):
+    """As on a device with memory of its own: an offloaded model has nothing but NaN, and comes back with its numbers.
+    Notes which model is there when."""
 
     def __init__(self) -> None:
         super().__init__(seed=1)
@@ -46,19 +49,22 @@ class Recording(NaiveStrategy):
         self.names: dict[int, str] = {}
 
     def offload(self, model):
+        class Away(Apart):
+            def offload(self):
+                for tensor in self.tensors:
+                    tensor.data = torch.full_like(tensor, float('nan'))
+
         self.names[id(model)] = 'initial' if isinstance(model, Actor) else 'reward'
-        super().offload(model)
+        module = self.unwrap(model)
+        self._offloaded_models.setdefault(id(module), Away(module, torch.device('cpu')))
 
+    @contextmanager
     def onload(self, model):
-        from contextlib import contextmanager
-
-        @contextmanager
-        def noted():
-            self.events.append(('come', self.names.get(id(model), 'other')))
+        name = self.names.get(id(model), 'other')
+        with super().onload(model):
+            self.events.append(('come', name))
             yield
-            self.events.append(('leave', self.names.get(id(model), 'other')))
-
-        return noted()
+            self.events.append(('leave', name))
 
     def optimizer_step(self, optimizer, max_norm=None):
         self.events.append(('step', ''))
@@ -89,44 +95,23 @@ def run(strategy, offload):
     return {k: v.clone() for k, v in actor.state_dict().items()}
 
 
-def test_reward_and_initial_model_are_there_only_while_scoring():
-    strategy = Recording()
-    run(strategy, 'idle')
+def test_reward_and_initial_model_are_there_only_while_scoring_and_no_number_changes():
+    strategy = Poisoned()
+    one, other = run(strategy, 'idle'), run(NaiveStrategy(seed=1), 'none')
+    assert all(torch.equal(one[k], other[k]) for k in one)
     assert set(strategy.names.values()) == {'initial', 'reward'}
     scoring = [('come', 'reward'), ('leave', 'reward'), ('come', 'initial'), ('leave', 'initial')]
     assert strategy.events == [*scoring, ('step', ''), ('step', '')] * 2
 
 
-class Poisoned(NaiveStrategy):
-    """As on a device with memory of its own: an offloaded model has nothing but NaN, and comes back with its
-    numbers."""
-
-    def offload(self, model):
-        class Away(Apart):
-            def offload(self):
-                for tensor in self.tensors:
-                    tensor.data = torch.full_like(tensor, float('nan'))
-
-        module = self.unwrap(model)
-        self._offloaded_models.setdefault(id(module), Away(module, torch.device('cpu')))
-
-
-def test_no_number_changes_though_idle_models_have_none():
-    one, other = run(Poisoned(seed=1), 'idle'), run(NaiveStrategy(seed=1), 'none')
-    assert all(torch.equal(one[k], other[k]) for k in one)
+def refusal() -> None:
+    told = 'with cpu_offload=True frozen models wait in host memory already; leave one of them out'
+    with FSDPStrategy(cpu_offload=True) as strategy, pytest.raises(ValueError, match=told):
+        strategy.offload(strategy.prepare(torch.nn.Linear(2, 2)))
 
 
 def test_a_strategy_that_places_weights_itself_refuses():
-    from chatgpt.testing.processes import run_distributed
-
-    text = "offload='idle': with cpu_offload=True frozen models wait in host memory already; leave one of them out"
-    assert run_distributed(refusal, 1) == [text]
-
-
-def refusal() -> str:
-    with FSDPStrategy(cpu_offload=True) as strategy, pytest.raises(ValueError) as raised:
-        strategy.offload(strategy.prepare(torch.nn.Linear(2, 2)))
-    return str(raised.value)
+    run_distributed(refusal, 1)
 
 
 @pytest.mark.gpu
@@ -141,19 +126,16 @@ def test_on_cuda_the_memory_is_free_while_idle():
     assert not model.weight.is_cuda
 
 
-@pytest.mark.gpu
-def test_shards_on_cuda_come_and_go():
-    from chatgpt.testing.processes import run_distributed
-
-    assert run_distributed(shards_on_cuda, 1) == [['cpu', 'cuda', 'cpu']]
-
-
-def shards_on_cuda() -> list[str]:
+def shards_on_cuda() -> None:
     with FSDPStrategy() as strategy:
         model = strategy.prepare(torch.nn.Linear(64, 64))
         strategy.offload(model)
-        seen = [model.weight.device.type]
+        assert not model.weight.is_cuda
         with strategy.onload(model):
-            seen.append(model.weight.device.type)
-            assert torch.isfinite(model(torch.ones(1, 64, device='cuda'))).all()
-        return [*seen, model.weight.device.type]
+            assert model.weight.is_cuda and torch.isfinite(model(torch.ones(1, 64, device='cuda'))).all()
+        assert not model.weight.is_cuda
+
+
+@pytest.mark.gpu
+def test_shards_on_cuda_come_and_go():
+    run_distributed(shards_on_cuda, 1)

@@ -22,8 +22,7 @@ from chatgpt.plan import Setup
 from chatgpt.rollout import LocalEngine
 from chatgpt.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.strategies.copies import cast_copy
-from chatgpt.strategies.precision import WideProducts, emulates, resolve_precision
-from chatgpt.strategies.registry import STRATEGIES, StrategyEntry
+from chatgpt.strategies.precision import WideProducts, emulates
 from chatgpt.testing import FAMILIES, tiny_causal_lm, tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.testing.tiny import tiny_sequences
@@ -50,9 +49,9 @@ def shifted(module: nn.Module) -> nn.Module:
 
 
 def test_auto_is_fp32_on_every_cpu_and_the_default(without_16_bits):
-    with NaiveStrategy(device='cpu') as strategy, warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter('error')
-        assert (strategy.numerics.precision, strategy.numerics.dtype) == ('fp32', torch.float32)
+        assert NaiveStrategy(device='cpu').numerics.dtype is torch.float32
         assert make_strategy('naive', seed=1, precision='auto').numerics.precision == 'fp32'
     assert SFTRun().precision == 'auto'
     assert Setup(config=None, on_cuda=False).precision == 'fp32' and Setup(config=None).precision == 'bf16'
@@ -61,7 +60,6 @@ def test_auto_is_fp32_on_every_cpu_and_the_default(without_16_bits):
 def test_auto_is_bf16_on_a_gpu_that_has_it(monkeypatch):
     with pretend_cuda():
         assert NaiveStrategy(device='cuda:0').numerics.precision == 'bf16'
-        assert NaiveStrategy(device='cuda:0', precision='fp32').numerics.precision == 'fp32'
         monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation=True: including_emulation)
         assert NaiveStrategy(device='cuda:0').numerics.precision == 'fp32'  # it could only emulate bf16
         assert NaiveStrategy(device='cuda:0', precision='bf16').numerics.precision == 'bf16'
@@ -92,16 +90,6 @@ class Narrow(NaiveStrategy):
     _only_16_bits = True
 
 
-def test_what_computes_in_16_bits_only_gets_bf16():
-    assert resolve_precision('auto', CPU, only_16_bits=True) == 'bf16'
-    STRATEGIES['narrow'] = StrategyEntry(Narrow, {'device': 'cpu'}, only_16_bits=True)
-    try:
-        assert make_strategy('narrow', seed=1, precision='auto').numerics.precision == 'bf16'
-        assert Setup(config=None, strategy='narrow', on_cuda=False).precision == 'bf16'
-    finally:
-        del STRATEGIES['narrow']
-
-
 def test_who_asks_for_16_bits_on_a_cpu_without_is_told_what_can_be_had(without_16_bits):
     assert emulates(CPU, torch.bfloat16) and emulates(CPU, torch.float16) and not emulates(CPU, torch.float32)
     for precision in ('bf16', 'fp16'):
@@ -115,7 +103,7 @@ def test_who_asks_for_16_bits_on_a_cpu_without_is_told_what_can_be_had(without_1
 
 def test_tf32_is_for_forward_and_backward_in_bf16_on_cuda():
     def setting(**options) -> set[str]:
-        found = set()
+        found, before = set(), torch.get_float32_matmul_precision()
         with NaiveStrategy(**({'device': 'cuda:0'} | options)) as strategy:
             model = nn.Linear(2, 1)
             model, optimizer = strategy.prepare((model, torch.optim.SGD(model.parameters(), lr=0.1)))
@@ -128,13 +116,11 @@ def test_tf32_is_for_forward_and_backward_in_bf16_on_cuda():
             assert torch.get_float32_matmul_precision() == before
         return found
 
-    before = 'highest'
     with pretend_cuda():
         assert setting() == setting(precision='bf16') == {'high'}
         for exact in ({'precision': 'fp32'}, {'device': 'cpu'}, {'deterministic': True}, {'reproducible': 'exact'}):
             assert setting(**exact) == {'highest'}
-        before = 'medium'  # somebody's choice
-        torch.set_float32_matmul_precision('medium')
+        torch.set_float32_matmul_precision('medium')  # somebody's choice
         try:
             assert setting() == {'medium'}
         finally:
@@ -144,53 +130,37 @@ def test_tf32_is_for_forward_and_backward_in_bf16_on_cuda():
 # --- fused AdamW
 
 
-def test_adamw_is_fused_on_cuda_alone():
-    def fused(**options) -> bool | None:
-        with NaiveStrategy(**options) as strategy:
-            return strategy.make_optimizer(nn.Linear(2, 2).parameters()).param_groups[0]['fused']
-
-    with pretend_cuda():
-        assert fused(device='cuda:0') is True
-        assert fused(device='cuda:0', reproducible='exact') is None
-    assert fused(device='cpu') is None
-
-
 def test_states_move_between_fused_and_plain(tmp_path):
     """Two steps on the one, saved, two on the other: within rounding the numbers of four on either."""
 
-    def steps(strategy: NaiveStrategy, model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-        for _ in range(number):
-            loss = (model(torch.linspace(-1, 1, 12).reshape(3, 4).to(strategy.device)) ** 2).sum()
-            strategy.backward(loss, model, optimizer)
-            strategy.optimizer_step(optimizer)
-
-    def prepared(strategy: NaiveStrategy) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def two_steps(device: str, load: bool) -> torch.Tensor:
         torch.manual_seed(0)
         model = nn.Linear(4, 2)
-        return strategy.prepare((model, strategy.make_optimizer(model.parameters(), lr=0.1, weight_decay=0.1)))
-
-    def weights(strategy: NaiveStrategy, model: nn.Module) -> torch.Tensor:
-        return strategy.full_state_dict(model)['weight'].clone()
-
-    with NaiveStrategy(device='cpu') as plain:
-        model, optimizer = prepared(plain)
-        steps(plain, model, optimizer, 4)
-        want = weights(plain, model)
-    with pretend_cuda():
-        for first, second in (('cuda:0', 'cpu'), ('cpu', 'cuda:0')):
-            with NaiveStrategy(device=first, precision='fp32') as strategy:
-                model, optimizer = prepared(strategy)
-                steps(strategy, model, optimizer, 2)
-                strategy.save_model(model, tmp_path / 'model.pt')
-                strategy.save_optimizer(optimizer, tmp_path / 'optim.pt')
-            with NaiveStrategy(device=second, precision='fp32') as strategy:
-                model, optimizer = prepared(strategy)
+        with NaiveStrategy(device=device, precision='fp32') as strategy:
+            made = strategy.make_optimizer(model.parameters(), lr=0.1, weight_decay=0.1)
+            model, optimizer = strategy.prepare((model, made))
+            if load:
                 strategy.load_model(model, tmp_path / 'model.pt')
                 strategy.load_optimizer(optimizer, tmp_path / 'optim.pt')
-                assert bool(optimizer.param_groups[0]['fused']) is (second == 'cuda:0')
-                assert {str(s['step'].device) for s in optimizer.state.values()} == {second}
-                steps(strategy, model, optimizer, 2)
-                assert torch.allclose(weights(strategy, model), want, rtol=1e-5, atol=1e-6)
+                assert bool(optimizer.param_groups[0]['fused']) is (device == 'cuda:0')
+                assert {str(s['step'].device) for s in optimizer.state.values()} == {device}
+            for _ in range(2):
+                loss = (model(torch.linspace(-1, 1, 12).reshape(3, 4).to(strategy.device)) ** 2).sum()
+                strategy.backward(loss, model, optimizer)
+                strategy.optimizer_step(optimizer)
+            strategy.save_model(model, tmp_path / 'model.pt')
+            strategy.save_optimizer(optimizer, tmp_path / 'optim.pt')
+            return strategy.full_state_dict(model)['weight'].clone()
+
+    with pretend_cuda():
+        ends = []
+        for first, second in (('cpu', 'cpu'), ('cuda:0', 'cpu'), ('cpu', 'cuda:0')):
+            two_steps(first, load=False)
+            ends.append(two_steps(second, load=True))
+        exact = NaiveStrategy(device='cuda:0', reproducible='exact')
+        with exact:
+            assert exact.make_optimizer(nn.Linear(4, 2).parameters()).param_groups[0]['fused'] is None
+    assert all(torch.allclose(end, ends[0], rtol=1e-5, atol=1e-6) for end in ends)
 
 
 # --- what is kept in 16 bits
@@ -280,9 +250,9 @@ def test_the_weights_under_adapters_are_kept_in_bf16_where_that_loses_nothing(ex
 
 
 def test_weights_that_bf16_cannot_hold_are_loaded_whole(with_16_bits, tmp_path):
+    other = adapted(exact_in_bf16=False)
+    torch.save(other.state_dict(), tmp_path / 'other.pt')
     with NaiveStrategy(precision='bf16', device='cpu') as strategy:
-        other = adapted(exact_in_bf16=False)
-        torch.save(other.state_dict(), tmp_path / 'other.pt')
         actor, _ = trained_under(strategy, adapted(exact_in_bf16=True))
         strategy.load_model(actor, tmp_path / 'other.pt')
         weights = actor.state_dict()
@@ -290,16 +260,17 @@ def test_weights_that_bf16_cannot_hold_are_loaded_whole(with_16_bits, tmp_path):
 
 
 def test_weights_reach_the_device_in_the_dtype_that_they_are_kept_in(with_16_bits):
+    dtypes = []
+
     class Noting(NaiveStrategy):
         def _setup_model(self, model, trained):
-            dtypes[trained] = {p.dtype for n, p in model.named_parameters() if '.self_attn.' in n and 'lora' not in n}
+            dtypes.append({p.dtype for n, p in model.named_parameters() if '.self_attn.' in n and 'lora' not in n})
             return super()._setup_model(model, trained)
 
-    dtypes: dict[bool, set[torch.dtype]] = {}
     with Noting(precision='bf16', device='cpu') as strategy:
         strategy.prepare(shifted(Actor(tiny_causal_lm('llama'))))
         trained_under(strategy, adapted(exact_in_bf16=True))
-    assert dtypes == {False: {torch.bfloat16}, True: {torch.bfloat16}}
+    assert dtypes == [{torch.bfloat16}] * 2
 
 
 # --- adapters folded into a copy
@@ -405,25 +376,18 @@ def test_products_there_are_of_rounded_numbers_and_rounded_once(dtype):
     assert products == {torch.float32}
 
 
-class Dtypes(LocalEngine):
-    """Notes what the policy that generates is in."""
-
-    def begin(self, actor):
-        self.found = next(actor.parameters()).dtype
-        super().begin(actor)
-
-
 def test_there_learning_is_in_bf16_and_generation_and_scores_are_in_fp32(without_16_bits):
     """Scores and values are those of fp32 to the bit; the first KL is 0 and the first ratio 1, for their two sides are
     computed alike."""
+
+    class Dtypes(LocalEngine):
+        def begin(self, actor):
+            assert next(actor.parameters()).dtype is torch.float32
+            super().begin(actor)
+
     torch.manual_seed(0)
-    scorer, policy, values = (
-        RewardModel(tiny_causal_lm('gpt2')),
-        Actor(tiny_causal_lm('gpt2')),
-        Critic(tiny_causal_lm('gpt2')),
-    )
-    prompts = [torch.tensor([3 + i, 5, 7]) for i in range(4)]
-    scores = {}
+    scorer, policy, values = (kind(tiny_causal_lm('gpt2')) for kind in (RewardModel, Actor, Critic))
+    prompts, scores = [torch.tensor([3 + i, 5, 7]) for i in range(4)], {}
     for precision in ('fp32', 'bf16'):
         with warnings.catch_warnings(), NaiveStrategy(seed=1, precision='fp32', device='cpu') as fp32:
             warnings.simplefilter('ignore')
@@ -432,7 +396,6 @@ def test_there_learning_is_in_bf16_and_generation_and_scores_are_in_fp32(without
             (actor, optim), (critic, critic_optim) = (
                 strategy.prepare((m, strategy.make_optimizer(m.parameters(), lr=1e-3))) for m in models
             )
-            engine = Dtypes()
             trainer = PPOTrainer(
                 strategy,
                 actor,
@@ -441,7 +404,7 @@ def test_there_learning_is_in_bf16_and_generation_and_scores_are_in_fp32(without
                 strategy.prepare(copy.deepcopy(policy)),
                 optim,
                 critic_optim,
-                engine=engine,
+                engine=Dtypes(),
                 experience_batch_size=4,
                 train_batch_size=4,
                 max_new_tokens=6,
@@ -453,7 +416,6 @@ def test_there_learning_is_in_bf16_and_generation_and_scores_are_in_fp32(without
             scores[precision] = [
                 (e.score, e.response_ids.tolist(), e.values.tolist()) for e in trainer.last_experiences
             ]
-            assert engine.found is torch.float32
             assert {p.dtype for p in trainer.maker.reference.initial_model.parameters()} == {torch.float32}
             kl = max(float(e.kl.abs().max()) for e in trainer.last_experiences)
             metrics = trainer.learn()
@@ -461,11 +423,6 @@ def test_there_learning_is_in_bf16_and_generation_and_scores_are_in_fp32(without
             assert kl < 1e-6 and metrics['ppo/first_ratio_error'] < 1e-6
             assert math.isfinite(metrics['ppo/actor_grad_norm'])
     assert scores['bf16'] == scores['fp32']
-
-
-def scored(model, batch):
-    with torch.no_grad():
-        return model(batch)
 
 
 def test_a_narrow_model_is_what_it_was_after_the_strategy(with_16_bits):
@@ -483,7 +440,8 @@ def test_a_narrow_model_is_what_it_was_after_the_strategy(with_16_bits):
                 assert {p.dtype for p in full.parameters()} == {torch.float32}
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert not model._forward_pre_hooks and not model.model._forward_pre_hooks
-    assert torch.equal(scored(model, batch), wide), 'fp32, of the rounded weights'
+    with torch.no_grad():
+        assert torch.equal(model(batch), wide), 'fp32, of the rounded weights'
 
 
 def test_a_trunk_that_learns_elsewhere_is_not_rounded():

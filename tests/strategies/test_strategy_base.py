@@ -17,7 +17,6 @@ from chatgpt.nn.lora import convert_to_lora, has_lora, lora_layers, merged_state
 from chatgpt.strategies import NaiveStrategy, Strategy
 from chatgpt.strategies.checkpoint import CheckpointError, CheckpointMismatch, DictReader
 from chatgpt.strategies.precision import LossScaler
-from chatgpt.strategies.states import deal
 from chatgpt.testing.tiny import TinyPolicy
 
 
@@ -59,15 +58,12 @@ def test_a_trained_model_given_bare_too_stays_trained(strategy):
     assert strategy.prepare((model, optimizer)) == (model, optimizer)
 
 
-@pytest.mark.parametrize('item', [3, 'actor.pt', {'model': nn.Linear(1, 1)}])
-def test_what_cannot_be_prepared(strategy, item):
+def test_what_cannot_be_prepared(strategy):
     frozen = nn.Linear(1, 1)
-    with pytest.raises(ValueError, match=f'cannot prepare a {type(item).__name__}'):
-        strategy.prepare(frozen, [item])
-    assert frozen.weight.requires_grad  # nothing was touched
-
-
-def test_optimizer_of_another_model(strategy):
+    for item in (3, 'actor.pt', {'model': nn.Linear(1, 1)}):
+        with pytest.raises(ValueError, match=f'cannot prepare a {type(item).__name__}'):
+            strategy.prepare(frozen, [item])
+        assert frozen.weight.requires_grad  # nothing was touched
     with pytest.raises(ValueError, match=r'2 parameter\(s\) in group 0 of SGD do not belong to the Linear'):
         strategy.prepare((nn.Linear(1, 1), torch.optim.SGD(nn.Linear(1, 1).parameters())))
     one, two = nn.Linear(1, 1), nn.Linear(1, 1)
@@ -85,7 +81,6 @@ def test_seed_and_precision():
     assert values[0] == values[1] != values[2]
     with pytest.raises(ValueError, match="precision='fp8' is not one of 'auto', 'fp32', 'bf16', 'fp16'"):
         NaiveStrategy(precision='fp8')
-    assert NaiveStrategy(precision='bf16', device='cpu').numerics.dtype is torch.bfloat16
     with pytest.raises(ValueError, match="op='product'"):
         NaiveStrategy(device='cpu').all_reduce(torch.ones(1), op='product')
 
@@ -165,45 +160,35 @@ def test_full_model_merges_lora_and_restores_bits(precision, with_16_bits):
         folded = {n: t.clone() for n, t in merged_state_dict(model).items()}
         name = 'blocks.0.up.weight'
         assert not torch.equal(before[name], folded[name])
-        with strategy.full_model(model) as full:
+        with pytest.raises(KeyError), strategy.full_model(model) as full:
             assert (full is model) == (precision == 'fp32')
             assert torch.equal(full.get_parameter(name), folded[name].to(strategy.numerics.dtype))
             assert full.temperature.dtype is torch.float32 and not full.training
             assert full.head.weight is full.embed.weight
             if precision == 'bf16':  # a second folding of the copy must not add the adapter again
                 assert torch.equal(merged_state_dict(full)[name], folded[name].bfloat16())
+            raise KeyError  # what was changed is restored then, too
         assert {n: torch.equal(t, before[n]) for n, t in model.state_dict().items()} == dict.fromkeys(before, True)
         assert model.training and not model.blocks[0].training and has_lora(model)
-
-
-def test_full_model_restores_after_an_exception(strategy):
-    model, _ = pair(strategy)
-    with pytest.raises(KeyError), strategy.full_model(model):
-        raise KeyError
-    assert model.training
 
 
 # --- files
 
 
-class Malicious:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return (os.mkdir, (self.path,))
-
-
-@pytest.mark.parametrize('kind', ['model', 'optimizer'])
-def test_a_malicious_pickle_runs_nothing(strategy, tmp_path, kind):
-    model, optimizer = pair(strategy)
+def test_a_malicious_pickle_runs_nothing(strategy, tmp_path):
     trap = tmp_path / 'sprung'
-    evil = Malicious(str(trap))
+
+    class Malicious:
+        def __reduce__(self):
+            return (os.mkdir, (str(trap),))
+
+    model, optimizer = pair(strategy)
+    evil = Malicious()
     torch.save({'meta': {}, 'state': {'x': evil}, 'embed.weight': evil}, tmp_path / 'evil.pt')
-    load, thing = (strategy.load_model, model) if kind == 'model' else (strategy.load_optimizer, optimizer)
-    with pytest.raises(CheckpointError, match='evil.pt: a pickle that holds more than tensors.*save_file'):
-        load(thing, tmp_path / 'evil.pt')
-    assert not trap.exists()
+    for load, thing in ((strategy.load_model, model), (strategy.load_optimizer, optimizer)):
+        with pytest.raises(CheckpointError, match='evil.pt: a pickle that holds more than tensors.*save_file'):
+            load(thing, tmp_path / 'evil.pt')
+        assert not trap.exists()
     torch.load(tmp_path / 'evil.pt', weights_only=False)  # the trap works
     assert trap.exists()
 
@@ -221,19 +206,15 @@ def test_model_files_are_plain(strategy, tmp_path):
     strategy.load_model(other, tmp_path / 'model.safetensors')
     assert torch.equal(other.head.weight, model.embed.weight)
     assert sorted(p.name for p in tmp_path.iterdir()) == ['model.safetensors', 'new']  # no temporary files
-    half = copy.deepcopy(model).bfloat16()
-    strategy.save_model(half, tmp_path / 'half.pt')
-    assert torch.load(tmp_path / 'half.pt', weights_only=True)['norm.weight'].dtype is torch.float32
 
 
-@pytest.mark.parametrize('name', ['model.pt', 'model.safetensors'])
-def test_damaged_files_are_refused_by_name(strategy, tmp_path, name):
+def test_damaged_files_are_refused_by_name(strategy, tmp_path):
     model, _ = pair(strategy)
-    path = tmp_path / name
-    strategy.save_model(model, path)
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(CheckpointError, match=name):
-        strategy.load_model(model, path)
+    for path in (tmp_path / 'model.pt', tmp_path / 'model.safetensors'):
+        strategy.save_model(model, path)
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        with pytest.raises(CheckpointError, match=path.name):
+            strategy.load_model(model, path)
 
 
 def test_a_failed_write_leaves_the_old_file(strategy, tmp_path, monkeypatch):
@@ -251,21 +232,6 @@ def test_a_failed_write_leaves_the_old_file(strategy, tmp_path, monkeypatch):
         save(thing, path)
         assert path.read_bytes() != old
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_mismatch_messages(strategy):
-    model, _ = pair(strategy)
-    state = {n: t for n, t in model.state_dict().items() if n not in ('norm.weight', 'norm.bias')}
-    state |= {'extra': torch.zeros(1), 'blocks.1.up.bias': torch.zeros(3)}
-    with pytest.raises(CheckpointMismatch) as caught:
-        strategy.load_model_pieces(model, DictReader(state))
-    assert str(caught.value) == (
-        'the checkpoint does not fit: missing norm.weight, norm.bias; unexpected extra; '
-        'wrong shape blocks.1.up.bias: checkpoint (3,), model (14,)'
-    )
-    del state['blocks.1.up.bias']
-    with pytest.warns(UserWarning, match=r'loaded 13 of 16 tensors: missing .*blocks.1.up.bias.*unexpected extra'):
-        strategy.load_model_pieces(model, DictReader(state), strict=False)
 
 
 # --- optimizer states
@@ -316,12 +282,6 @@ def test_optimizer_of_another_model_is_refused(strategy, tmp_path):
     small, small_optimizer = strategy.prepare((small, torch.optim.AdamW(small.parameters())))
     with pytest.raises(CheckpointMismatch, match=r'unexpected blocks.1.down.bias'):
         strategy.load_optimizer(small_optimizer, tmp_path / 'o.pt')
-    narrow = TinyPolicy(width=5)
-    narrow, narrow_optimizer = strategy.prepare((narrow, torch.optim.AdamW(narrow.parameters())))
-    with pytest.raises(
-        CheckpointMismatch, match=r'embed.weight/exp_avg: wrong shape: checkpoint \(13, 7\), parameter \(13, 5\)'
-    ):
-        strategy.load_optimizer(narrow_optimizer, tmp_path / 'o.pt')
     strategy.save_model(model, tmp_path / 'm.pt')
     with pytest.raises(CheckpointMismatch, match='m.pt: expected a saved optimizer'):
         strategy.load_optimizer(optimizer, tmp_path / 'm.pt')
@@ -343,9 +303,7 @@ def test_other_optimizers_states(strategy, tmp_path):
         strategy.load_optimizer(other_optimizer, tmp_path / 'o.pt')
         take_step(strategy, model, optimizer)
         take_step(strategy, other, other_optimizer)
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)), type(
-            optimizer
-        )
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def test_a_strided_parameter_loads(strategy):
@@ -355,10 +313,3 @@ def test_a_strided_parameter_loads(strategy):
     strategy.load_model_pieces(model, DictReader({'weight': wanted}))
     assert torch.equal(model.weight, wanted)
     assert next(iter(strategy.model_pieces(model))).data.tolist() == [0, 1, 2, 3, 4, 5]
-
-
-def test_dealing_is_even_and_complete():
-    sizes = {'a': 10, 'b': 6, 'c': 5, 'd': 1}
-    owner = deal(sizes, 2)
-    assert owner == {'a': 0, 'b': 1, 'c': 1, 'd': 0}  # 10 + 1 and 6 + 5
-    assert deal(sizes, 1) == dict.fromkeys(sizes, 0)

@@ -1,11 +1,15 @@
-"""Our strategies pass the conformance suite, and strategies with a planted fault do not."""
+"""Our strategies and that of docs/strategies.md pass the conformance suite, and those with a planted fault do not."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
+from scripts_on_ranks import run_script
 
-from chatgpt.strategies import NaiveStrategy
+from chatgpt.strategies import FSDPStrategy, NaiveStrategy
 from chatgpt.strategies.ddp import DDPStrategy
 from chatgpt.testing.conformance import BF16, FP32, Bench, ConformanceError, all_checks, run_conformance
 from chatgpt.testing.processes import environment, free_port, run_distributed, torchrun_environment
@@ -40,13 +44,10 @@ def test_on_cuda(precision, tmp_path):
 
 
 def test_naive_in_bf16_is_not_naive_in_fp32(tmp_path):
-    def against_fp32(strategy):
-        return NaiveStrategy(device='cpu')
-
     bench = Bench(
         make_strategy=lambda: NaiveStrategy(precision='bf16', device='cpu'),
         folder=tmp_path,
-        make_reference=against_fp32,
+        make_reference=lambda strategy: NaiveStrategy(device='cpu'),
     )
     with pytest.raises(ConformanceError, match='against Naive'):
         all_checks()['equals_naive'](bench)
@@ -95,11 +96,9 @@ class LosesTheMoments(DDPStrategy):
 class FlatPrepare(DDPStrategy):
     def prepare(self, *items):
         out = super().prepare(*items)
-        return (
-            tuple(x for item in out for x in (item if isinstance(item, list) else [item]))
-            if isinstance(out, tuple)
-            else out
-        )
+        if not isinstance(out, tuple):
+            return out
+        return tuple(x for item in out for x in (item if isinstance(item, list) else [item]))
 
 
 class LeavesEvalMode(DDPStrategy):
@@ -124,48 +123,68 @@ class StepsOnInfinity(DDPStrategy):
 
 
 FAULTS = {
-    ForgetsToReduce: ['equals_naive', 'unequal'],
-    Averages: ['equals_naive', 'clipping'],
-    ForgetsBuckets: ['equals_naive'],
-    LocalClipping: ['clipping'],
-    WritesEverythingTwice: ['pieces'],
-    LosesTheMoments: ['optimizer_save_load', 'pieces'],
-    FlatPrepare: ['prepare'],
-    LeavesEvalMode: ['full_model'],
-    KeepsGradients: ['discard'],
-    StepsOnInfinity: ['non_finite'],
+    ForgetsToReduce: 'equals_naive',
+    Averages: 'equals_naive',
+    ForgetsBuckets: 'equals_naive',
+    LocalClipping: 'clipping',
+    WritesEverythingTwice: 'pieces',
+    LosesTheMoments: 'optimizer_save_load',
+    FlatPrepare: 'prepare',
+    LeavesEvalMode: 'full_model',
+    KeepsGradients: 'discard',
+    StepsOnInfinity: 'non_finite',
 }
 
 
-def _ddp_and_faults():
+def _ddp_fsdp_and_faults():
     torch.set_num_threads(1)
     found = {}
-    for precision, tolerance in (('fp32', FP32), ('bf16', BF16)):
-        found[precision] = run_conformance(
-            lambda p=precision: DDPStrategy(precision=p, device='cpu'), tolerance=tolerance
+    suites = ((DDPStrategy, 'fp32', FP32), (DDPStrategy, 'bf16', BF16), (FSDPStrategy, 'fp32', FP32))
+    for kind, precision, tolerance in suites:
+        found[f'{kind.__name__} {precision}'] = run_conformance(
+            lambda k=kind, p=precision: k(precision=p, device='cpu'), tolerance=tolerance
         )
     found['small buckets'] = run_conformance(
         lambda: DDPStrategy(device='cpu', bucket_bytes=64), checks=['equals_naive', 'unequal']
     )
-    for strategy, checks in FAULTS.items():
-        for check in checks:
-            try:
-                run_conformance(lambda s=strategy: s(device='cpu'), checks=[check])
-                found[strategy.__name__, check] = 'not noticed'
-            except Exception as error:
-                found[strategy.__name__, check] = f'{type(error).__name__}: {error}'
+    for strategy, check in FAULTS.items():
+        try:
+            run_conformance(lambda s=strategy: s(device='cpu'), checks=[check])
+            found[strategy.__name__, check] = 'not noticed'
+        except Exception as error:
+            found[strategy.__name__, check] = f'{type(error).__name__}: {error}'
     return found
 
 
-def test_ddp_on_two_processes_and_planted_faults():
-    for found in run_distributed(_ddp_and_faults, 2, init_group=True, fresh=True):
-        for key in ('fp32', 'bf16'):
-            assert found[key] == dict.fromkeys(all_checks(), 'passed')
+def test_ddp_and_fsdp_on_two_processes_and_planted_faults():
+    """Of new interpreters: each rank with an order of sets of its own."""
+    for found in run_distributed(_ddp_fsdp_and_faults, 2, init_group=True, fresh=True):
+        for key in ('DDPStrategy fp32', 'DDPStrategy bf16', 'FSDPStrategy fp32'):
+            assert found[key] == dict.fromkeys(all_checks(), 'passed'), key
         assert set(found['small buckets'].values()) == {'passed'}
-        for strategy, checks in FAULTS.items():
-            for check in checks:
-                assert found[strategy.__name__, check].startswith(('ConformanceError', 'CheckpointError')), (
-                    strategy,
-                    check,
-                    found,
-                )
+        for key, text in found.items():
+            if isinstance(key, tuple):
+                assert text.startswith(('ConformanceError', 'CheckpointError')), (key, text)
+
+
+# ---------------------------------------------------------------- the strategy that docs/strategies.md shows
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def shown_files() -> dict[str, str]:
+    """The Python blocks of the page by the file name in their first line."""
+    blocks = re.findall(r'```python\n(# (\S+\.py).*?)```', (ROOT / 'docs' / 'strategies.md').read_text(), re.DOTALL)
+    return {name: code for code, name in blocks}
+
+
+@pytest.mark.system
+def test_the_strategy_of_the_docs_passes_every_check(tmp_path):
+    files = shown_files()
+    assert len(files['my_strategy.py'].splitlines()) <= 40
+    for name, code in files.items():
+        (tmp_path / name).write_text(code)
+    results = run_script(['check_my_strategy.py'], folder=tmp_path)
+    assert [code for code, _ in results] == [0, 0], results
+    assert str(dict.fromkeys(all_checks(), 'passed')) in results[0][1]

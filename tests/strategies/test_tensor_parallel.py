@@ -3,24 +3,34 @@ one process; what cannot be cut is refused by name."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
+from chatgpt.batching import collate
+from chatgpt.functional.fused_logprobs import VocabularyPart, fused_logprobs
+from chatgpt.launch.arguments import make_strategy
 from chatgpt.nn import Actor
-from chatgpt.strategies import FSDPStrategy
+from chatgpt.nn.head_kernels import head_logprobs
+from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams
+from chatgpt.strategies import FSDPStrategy, NaiveStrategy
 from chatgpt.strategies.checkpoint.layout import DictReader
 from chatgpt.strategies.ranks import check_world_size
 from chatgpt.strategies.registry import strategy_by_name
-from chatgpt.strategies.tensor_parallel import Cut, CutReader, check_model, plan_of
-from chatgpt.strategies.tensor_ranks import part_of
+from chatgpt.strategies.tensor_parallel import Cut, CutReader, check_model
+from chatgpt.strategies.tensor_ranks import TensorGroup, part_of
 from chatgpt.testing.conformance import BF16, FP32, all_checks, run_conformance
 from chatgpt.testing.fakes import tiny_causal_lm
 from chatgpt.testing.processes import environment, run_distributed
+from chatgpt.testing.tiny import tiny_sequences
+from chatgpt.types import Prompt
 
 COMMON = {
     'vocab_size': 67,  # odd: the second process has fewer rows
@@ -56,8 +66,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def model(family: str, **kw: Any) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     torch.manual_seed(1)
     return AutoModelForCausalLM.from_config(
         AutoConfig.for_model(family, **{**COMMON, **FAMILIES.get(family, {}), **kw})
@@ -67,20 +75,29 @@ def model(family: str, **kw: Any) -> Any:
 # ---------------------------------------------------------------- the strategy
 
 
-def conform(folder: str, precision: str) -> dict[str, str]:
-    tolerance = FP32 if precision == 'fp32' else BF16
-    return run_conformance(
-        lambda: FSDPStrategy(precision=precision, tensor_parallel=2, device='cpu'), tolerance=tolerance, folder=folder
-    )
+def conform(folder: str) -> list[dict[str, str]]:
+    """All checks in fp32, and in bf16 those that dtypes show in."""
+    return [
+        run_conformance(
+            lambda p=precision: FSDPStrategy(precision=p, tensor_parallel=2, device='cpu'),
+            tolerance=tolerance,
+            checks=checks,
+            folder=f'{folder}/{precision}',
+        )
+        for precision, tolerance, checks in (
+            ('fp32', FP32, None),
+            ('bf16', BF16, ['equals_naive', 'clipping', 'pieces', 'full_model']),
+        )
+    ]
 
 
-@pytest.mark.parametrize(
-    ('world_size', 'precision'), [(2, 'fp32'), (2, 'bf16'), pytest.param(4, 'fp32', marks=pytest.mark.slow)]
-)
-def test_conformance(world_size, precision, tmp_path):
-    for results in run_distributed(conform, world_size, str(tmp_path), precision):
-        assert set(results) == set(all_checks())
-        assert set(results.values()) == {'passed'}, results
+@pytest.mark.parametrize('world_size', [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_conformance(world_size, tmp_path):
+    for precision in ('fp32', 'bf16'):
+        (tmp_path / precision).mkdir()
+    for fp32, bf16 in run_distributed(conform, world_size, str(tmp_path)):
+        assert set(fp32) == set(all_checks())
+        assert {*fp32.values(), *bf16.values()} == {'passed'}, (fp32, bf16)
 
 
 # ---------------------------------------------------------------- families
@@ -89,11 +106,6 @@ def test_conformance(world_size, precision, tmp_path):
 def step(strategy: Any, actor: Any) -> dict[str, Any]:
     """Loss, norm and gradients (by the weights before and after a step of SGD) of one batch, log-probs and entropy; a
     few tokens of both engines."""
-    from chatgpt.batching import collate
-    from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams
-    from chatgpt.testing.tiny import tiny_sequences
-    from chatgpt.types import Prompt
-
     optimizer = torch.optim.SGD([p for p in actor.parameters() if p.requires_grad], lr=1.0)
     actor, optimizer = strategy.prepare((actor, optimizer))
     before = {n: t.clone() for n, t in strategy.full_state_dict(actor).items()}
@@ -144,8 +156,6 @@ def made(family: str, lora: bool = False) -> Actor:
 
 
 def check_families(names: list[str], world_size: int, lora: bool = False, **options: Any) -> None:
-    from chatgpt.strategies import NaiveStrategy
-
     ranks = run_distributed(families, world_size, names, lora, options)
     for number, name in enumerate(names):
         with NaiveStrategy(precision='fp32', device='cpu') as strategy:
@@ -172,10 +182,16 @@ def test_families_compute_what_one_process_computes(names):
     check_families(names, 2)
 
 
+def six_drawn(engine: Any, full: Any) -> list[list[int]]:
+    engine.begin(full)
+    prompts = [Prompt(ids=torch.tensor([5, 3 + i])) for i in range(6)]
+    samples = engine.generate(Call.of(prompts, SamplingParams(max_new_tokens=6), seed=3, indices=range(6)))
+    engine.end()
+    return [s.response_ids.tolist() for s in samples]
+
+
 def memory_differs() -> list[Any]:
     """What the local engine draws, and how many rows it took at a time, where processes have other room."""
-    from chatgpt.rollout import Call, LocalEngine, SamplingParams
-    from chatgpt.types import Prompt
 
     class Tight(LocalEngine):
         rows: list[int] = []
@@ -187,35 +203,27 @@ def memory_differs() -> list[Any]:
             self.rows.append(super().rows_that_fit(rows, capacity))
             return self.rows[-1]
 
-    with FSDPStrategy(precision='fp32', tensor_parallel=2, device='cpu') as strategy:
+    with make_strategy('fsdp', seed=1, precision='fp32', tensor_parallel=2) as strategy:
+        assert (strategy.rank, strategy.world_size, strategy.meta_init) == (0, 1, True)
+        assert strategy.is_rank_0 == (strategy.processes.rank == 0)
         actor = strategy.prepare(Actor(model('llama')))
         engine = Tight()
         with strategy.full_model(actor) as full:
-            engine.begin(full)
-            prompts = [Prompt(ids=torch.tensor([5, 3 + i])) for i in range(6)]
-            samples = engine.generate(Call.of(prompts, SamplingParams(max_new_tokens=6), seed=3, indices=range(6)))
+            drawn = six_drawn(engine, full)
             with pytest.raises(ValueError, match='this process has parts of the weights'):
                 full.save_pretrained('nowhere')
-            engine.end()
         strategy.barrier()
-        return [engine.rows, [s.response_ids.tolist() for s in samples]]
+        return [engine.rows, drawn]
 
 
 def test_processes_with_other_room_decode_the_same_rows():
-    from chatgpt.rollout import Call, LocalEngine, SamplingParams
-    from chatgpt.types import Prompt
-
     first, second = run_distributed(memory_differs, 2)
     assert first == second and max(first[0]) < 6
-    engine = LocalEngine()
-    engine.begin(Actor(model('llama')))
-    prompts = [Prompt(ids=torch.tensor([5, 3 + i])) for i in range(6)]
-    samples = engine.generate(Call.of(prompts, SamplingParams(max_new_tokens=6), seed=3, indices=range(6)))
-    assert first[1] == [s.response_ids.tolist() for s in samples]
+    assert first[1] == six_drawn(LocalEngine(), Actor(model('llama')))
 
 
 def test_two_ranks_of_two_processes_that_recompute_activations():
-    check_families(['llama', 'gemma2', 'gpt2'], 4, activation_checkpointing=True)
+    check_families(['llama'], 4, activation_checkpointing=True)
 
 
 def test_adapters():
@@ -226,83 +234,32 @@ def test_adapters():
 
 
 def test_models_that_cannot_be_cut():
-    with pytest.raises(ValueError, match='tensor_parallel: CodeGenForCausalLM has no plan .* Llama, Qwen.* GPT-2 here'):
-        check_model(Actor(model('codegen', n_embd=32, n_layer=1, n_head=4, rotary_dim=4)), 2)
-    with pytest.raises(ValueError, match='tensor_parallel=4: GPT2LMHeadModel has 2 heads in .*c_attn.* one of 1, 2'):
-        check_model(Actor(tiny_causal_lm('gpt2')), 4)
-    with pytest.raises(ValueError, match='tensor_parallel=4: LlamaForCausalLM has 2 heads in .*k_proj.* one of 1, 2'):
-        check_model(Actor(model('llama')), 4)
-    with pytest.raises(ValueError, match='does not divide the output width 63 of .*mlp'):
-        check_model(Actor(model('llama', intermediate_size=63)), 2)
-    with pytest.raises(ValueError, match="MixtralForCausalLM .* the style '.*mixtures of experts"):
-        check_model(Actor(model('mixtral', num_local_experts=2)), 2)
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    t5 = T5ForConditionalGeneration(
-        T5Config(vocab_size=16, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    )
-    with pytest.raises(ValueError, match='T5ForConditionalGeneration is an encoder-decoder'):
-        check_model(t5, 2)
-    with pytest.raises(ValueError, match='frozen top blocks'):
-        check_model(Actor(model('llama'), num_layers_unfrozen=1), 2)
-    with pytest.raises(ValueError, match=r'does not say what becomes of .*act_fn'):
-        check_model(Actor(model('apertus')), 2)
-
-
-def test_flags_of_a_run():
-    from chatgpt.launch.runs import PPORun
-
-    def check(**kw: Any) -> None:
-        run = PPORun(tensor_parallel=2, **kw)
-        run.fill_defaults()
-        run.validate(1)
-
-    check(strategy='fsdp')
-    for name in ('naive', 'ddp', 'fsdp_cpu', 'colossalai_zero2', 'colossalai_gemini'):
-        with pytest.raises(ValueError, match=f'tensor_parallel=2 needs strategy fsdp, and it is {name}'):
-            check(strategy=name)
-    environment = {'environment': 'games:countdown'}
-    for given in ({'reproducible': 'exact'}, {'compile_blocks': True}, {'num_layers_unfrozen': 1}, environment):
-        with pytest.raises(ValueError, match=f'tensor_parallel=2 does not go with {next(iter(given))}'):
-            check(strategy='fsdp', **given)
-
-
-def by_name() -> Any:
-    from chatgpt.launch.arguments import make_strategy
-
-    with make_strategy('fsdp', seed=1, precision='fp32', tensor_parallel=2) as strategy:
-        strategy.barrier()
-        facts = strategy.rank, strategy.world_size, strategy.is_rank_0, strategy.processes.rank, strategy.meta_init
-        return facts
-
-
-def test_a_strategy_by_its_command_line_name():
-    first, second = run_distributed(by_name, 2)
-    assert first == (0, 1, True, 0, True) and second == (0, 1, False, 1, True)
+    sizes = {'d_model': 8, 'd_kv': 4, 'd_ff': 16, 'num_layers': 1, 'num_heads': 2, 'decoder_start_token_id': 0}
+    for made, processes, told in (
+        (Actor(model('codegen', n_embd=32, n_layer=1, n_head=4, rotary_dim=4)), 2, 'CodeGenForCausalLM has no plan'),
+        (Actor(tiny_causal_lm('gpt2')), 4, 'GPT2LMHeadModel has 2 heads in .*c_attn.* one of 1, 2'),
+        (Actor(model('llama')), 4, 'LlamaForCausalLM has 2 heads in .*k_proj.* one of 1, 2'),
+        (Actor(model('llama', intermediate_size=63)), 2, 'does not divide the output width 63 of .*mlp'),
+        (Actor(model('mixtral', num_local_experts=2)), 2, "MixtralForCausalLM .* the style '.*mixtures of experts"),
+        (T5ForConditionalGeneration(T5Config(vocab_size=16, **sizes)), 2, 'is an encoder-decoder'),
+        (Actor(model('llama'), num_layers_unfrozen=1), 2, 'frozen top blocks'),
+        (Actor(model('apertus')), 2, 'does not say what becomes of .*act_fn'),
+    ):
+        with pytest.raises(ValueError, match=told):
+            check_model(made, processes)
 
 
 def test_settings_that_do_not_go_together():
-    given: list[tuple[dict[str, Any], str]] = [
-        ({'cpu_offload': True}, 'cpu_offload'),
-        ({'stream_blocks': True}, 'stream_blocks'),
-        ({'reproducible': 'exact'}, 'reproducible'),
-    ]
-    for options, name in given:
+    given: dict[str, Any] = {'cpu_offload': True, 'stream_blocks': True, 'reproducible': 'exact'}
+    for name, value in given.items():
         with pytest.raises(ValueError, match=f'tensor_parallel=2 does not go with {name}'):
-            FSDPStrategy(tensor_parallel=2, device='cpu', **options)
+            FSDPStrategy(tensor_parallel=2, device='cpu', **{name: value})
     with environment(WORLD_SIZE='3'), pytest.raises(ValueError, match='3 processes cannot be grouped .* 2 or 4'):
         FSDPStrategy(tensor_parallel=2, device='cpu')
     with pytest.raises(ValueError, match='NaiveStrategy takes no such option; use strategy fsdp'):
         strategy_by_name('naive', tensor_parallel=2)
     with pytest.raises(ValueError, match='whole number of at least 1'):
         check_world_size(4, 0)
-
-
-def test_a_plan_names_every_layer():
-    plan = plan_of(Actor(model('gpt_neox')))
-    assert plan['model.gpt_neox.layers.1.mlp.dense_4h_to_h'] == 'rowwise'  # a number in a name is no layer's
-    assert plan['model.gpt_neox.embed_in'] == 'embedding_rowwise'
-    assert len(plan) == 2 * 4 + 2
 
 
 # ---------------------------------------------------------------- parts of tensors
@@ -371,11 +328,6 @@ def test_parts_are_those_of_chunk():
 
 def vocabulary_parallel(seed: int, dtype: torch.dtype, with_entropy: Any, block: int) -> tuple[list[Tensor], ...]:
     """Log-probs, entropy and gradients: of parts of 13 tokens, and by plain softmax of the whole."""
-    from torch import distributed as dist
-
-    from chatgpt.functional.fused_logprobs import VocabularyPart, fused_logprobs
-    from chatgpt.strategies.tensor_ranks import TensorGroup
-
     group = TensorGroup(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
     generator = torch.Generator().manual_seed(seed)
     states = torch.randn(6, 5, generator=generator, dtype=dtype, requires_grad=True)
@@ -411,28 +363,20 @@ def vocabulary_parallel(seed: int, dtype: torch.dtype, with_entropy: Any, block:
 
 
 def all_cases() -> list[Any]:
-    return [
-        (dtype, vocabulary_parallel(3, dtype, with_entropy, block))
-        for dtype in (torch.float64, torch.float32)
-        for with_entropy in (False, True, 'detached')
-        for block in (2, 100)
-    ]
+    every = itertools.product((torch.float64, torch.float32), (False, True, 'detached'), (2, 100))
+    return [(dtype, vocabulary_parallel(3, dtype, with_entropy, block)) for dtype, with_entropy, block in every]
 
 
 def test_log_probs_of_parts_of_the_vocabulary():
     first, second = run_distributed(all_cases, 2, init_group=True)
-    for (dtype, (found, right)), (_, (others, _)) in zip(first, second, strict=True):
+    for dtype, (found, right) in [*first, *second]:
         for a, b in zip(found, right, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-12 if dtype is torch.float64 else 2e-5)
+    for (_, (found, _)), (_, (others, _)) in zip(first, second, strict=True):
         assert torch.equal(found[0], others[0]) and torch.equal(found[1], others[1])  # the same bits on both
-    for dtype, (found, right) in second:
-        for a, b in zip(found, right, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-12 if dtype is torch.float64 else 2e-5)
 
 
 def test_an_actor_takes_them_and_never_makes_whole_logits(monkeypatch):
-    from chatgpt.nn.head_kernels import head_logprobs
-
     called: list[Any] = []
 
     def parts(*args: Any, **_: Any) -> Any:

@@ -1,0 +1,222 @@
+"""docs/models.md: what works for each model type of transformers, by the checks of tests/families, and how fast the local
+engine is beside `model.generate`, on equal work: a model type 256 wide, on one thread.
+
+    python benchmarks/models.py llama mixtral
+    python benchmarks/models.py --json found.json --page docs/models.md
+    python benchmarks/models.py --json found.json --speed llama mixtral --page docs/models.md
+
+For speed both draw the same number of tokens for the same prompts, turn by turn, and CPU seconds are compared pair by
+pair, so that a machine that is busy with something else slows both. There are as many pairs as it takes to tell which
+of the two is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import statistics
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / 'tests/families'))
+from family_checks import CHECKS, cell, cells, check_apart, line_of
+from family_configs import VOCAB, family_config, model_types
+
+from chatgpt.nn import Actor
+from chatgpt.rollout import Call, LocalEngine, SamplingParams
+from chatgpt.types import Prompt
+
+SPEED = 'local ÷ generate'
+"""the column of `check_speed`"""
+WIDTH, ROWS, PROMPT, NEW = 256, 16, 16, 48
+LEAST_PAIRS, MOST_PAIRS = 9, 45
+MOST = 200_000_000
+"""parameters: a type whose other sizes do not shrink with the width is not measured"""
+
+
+def speed(model_type: str) -> float:
+    """CPU seconds of `model.generate` divided by those of the local engine: the median of the pairs.
+
+    Raises ValueError where the engine refuses the model, and what transformers raises where it is not a model so wide.
+    """
+    torch.manual_seed(0)
+    config = family_config(model_type, width=WIDTH)
+    with torch.device('meta'):
+        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if size > MOST:
+        raise ValueError(f'{size} parameters at a width of {WIDTH}')
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.randint(3, VOCAB, (ROWS, PROMPT), generator=torch.Generator().manual_seed(1))
+    prompts, sampling = [Prompt(ids=row) for row in ids], SamplingParams(max_new_tokens=NEW, eos_token_ids=())
+    model.generation_config = GenerationConfig()
+    how = GenerationConfig(max_new_tokens=NEW, do_sample=True, top_k=0, pad_token_id=0, eos_token_id=None)
+    engine = LocalEngine()
+    engine.begin(Actor(model))
+
+    def ours() -> Any:
+        return engine.generate(Call.of(prompts, sampling, seed=1, indices=range(ROWS)))
+
+    def theirs() -> Any:
+        return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=how)
+
+    assert theirs().shape[1] == PROMPT + NEW and all(s.num_actions == NEW for s in ours())  # and both are warm
+    found: list[float] = []
+    while len(found) < LEAST_PAIRS or (len(found) < MOST_PAIRS and not differs_from_one(found)):
+        seconds = []
+        for generate in (theirs, ours):
+            before = time.process_time()
+            generate()
+            seconds.append(time.process_time() - before)
+        found.append(seconds[0] / seconds[1])
+    engine.end()
+    return statistics.median(found)
+
+
+def differs_from_one(ratios: list[float]) -> bool:
+    """Whether those above 1 are further from half of all than two standard deviations of as many throws of a coin."""
+    return abs(sum(ratio > 1 for ratio in ratios) - len(ratios) / 2) > math.sqrt(len(ratios))
+
+
+def check_speed(model_type: str) -> dict[str, str]:
+    """CPU seconds of `model.generate` divided by those of the local engine, for as many tokens of a model 256 wide, on
+    one thread: the median of 9 pairs, of up to 45 where it is near 1, on a machine that others used too. A cross: the
+    local engine refuses the model."""
+    transformers.logging.set_verbosity_error()
+    try:
+        return {SPEED: f'ok: {speed(model_type):.2f}'}
+    except Exception as error:
+        return {SPEED: f'none: {line_of(error)}'}
+
+
+HEAD = """# Models
+
+What was found for each model type of transformers {version} that has a causal language model, with tiny random weights
+on a CPU:
+
+    python benchmarks/models.py --json found.json --page docs/models.md
+    python benchmarks/models.py --json found.json --page docs/models.md --speed
+
+The second adds the last column. No real checkpoint was tried. A cross means that the library refuses it by name, before
+any work; the reasons stand below. A dash: not tried. "packed" and "padded" say how a batch runs, "up to the window"
+that longer sequences are refused, a percentage which share of the blocks' weights has adapters. Models of BERT's kind
+are decoders here (`is_decoder=True` in the config); as they come they look ahead, and an actor refuses them. T5, BART
+and their like are on the page of [encoder-decoders](encoder_decoders.md).
+
+| column | what is compared |
+|---|---|
+{columns}
+| {speed} | {about_speed} |
+
+RoPE of the kinds 'longrope' and 'dynamic' is taken up to its original length: beyond it, the numbers of a batch follow
+from its longest sequence. Llama 4 with `attn_temperature_tuning` generates `floor_scale` tokens and more with the hf
+engine alone. A model that cuts its attention window out by slots of the cache (GPT-Neo) decodes without steps of fixed
+shape where these show.
+
+## What works
+
+| model type | {names} |
+|---|{rule}|
+{rows}
+
+## Refused
+
+{refused}
+
+## Crashes
+
+An exception that is not the library's own, before any number is used.
+
+{crashes}
+
+## Wrong
+
+Other numbers, without a word.
+
+{wrong}
+
+## Not tried
+
+{left_out}
+"""
+
+
+def page(found: dict[str, dict[str, str]]) -> str:
+    found = dict(sorted(found.items()))
+    tried = {kind: checks for kind, checks in found.items() if 'config' not in checks}
+    useful = {k: c for k, c in tried.items() if not c['forward'].startswith('no:')}
+    rows = [f'| {kind} | {" | ".join([*cells(checks), _speed(checks)])} |' for kind, checks in useful.items()]
+    refused = [f'- {kind}: {_reason(checks["forward"])}' for kind, checks in tried.items() if kind not in useful]
+    for kind, checks in useful.items():
+        reasons = [f'{name}: {_reason(text)}' for name, text in checks.items() if text.startswith('no:')]
+        refused += [f'- {kind}, {"; ".join(reasons)}'] if reasons else []
+
+    def with_outcome(outcome: str) -> list[str]:
+        every = [(kind, name, text) for kind, checks in tried.items() for name, text in checks.items()]
+        return [f'- {kind}, {name}: {_reason(text)}' for kind, name, text in every if text.startswith(f'{outcome}:')]
+
+    left_out = [f'- {kind}: {_reason(checks["config"])}' for kind, checks in found.items() if 'config' in checks]
+    columns = [f'| {name} | {" ".join((fn.__doc__ or "").split())} |' for name, fn in CHECKS.items()]
+    return HEAD.format(
+        version=transformers.__version__,
+        columns='\n'.join(columns),
+        speed=SPEED,
+        about_speed=' '.join((check_speed.__doc__ or '').split()),
+        names=' | '.join([*CHECKS, SPEED]),
+        rule='|'.join('---' for _ in [*CHECKS, SPEED]),
+        rows='\n'.join(rows),
+        refused='\n'.join(sorted(refused)) or 'Nothing.',
+        crashes='\n'.join(with_outcome('CRASH')) or 'Nothing.',
+        wrong='\n'.join(with_outcome('WRONG')) or 'Nothing.',
+        left_out='\n'.join(sorted(left_out + with_outcome('none'))) or 'Nothing.',
+    )
+
+
+def _speed(checks: dict[str, str]) -> str:
+    """A ratio, or what the local engine's own cell says of an engine that is refused."""
+    return cell(checks['local'] if checks['local'].startswith('no:') else checks.get(SPEED, 'none'))
+
+
+def _reason(text: str) -> str:
+    return text.partition(': ')[2].replace('|', '/').replace('<', '(').replace('>', ')')
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('types', nargs='*', help='model types; all of them unless given')
+    parser.add_argument('--page', type=Path, help='write the page of models')
+    parser.add_argument('--json', type=Path, help='add what is found to this file; what is there is not checked again')
+    parser.add_argument('--speed', action='store_true', help='measure speed instead, of those checked before')
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with suppress(Exception):  # for all types, which are processes of their own; where there is none, its check says so
+        importlib.import_module('peft')
+    found = json.loads(args.json.read_text()) if args.json and args.json.is_file() else {}
+    for model_type in args.types or model_types():
+        begin = time.perf_counter()
+        if args.speed:
+            if SPEED in found.get(model_type, {}) or not found.get(model_type, {}).get('local', '').startswith('ok'):
+                continue
+            found[model_type] |= check_apart(model_type, check_speed)
+        elif model_type in found:
+            continue
+        else:
+            found[model_type] = check_apart(model_type)
+        wrong = {name: text for name, text in found[model_type].items() if not text.startswith('ok')}
+        print(f'{model_type} {time.perf_counter() - begin:.0f} s {wrong or "ok"}', flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=1, sort_keys=True) + '\n')
+    if args.page:
+        args.page.write_text(page(found))
+
+
+if __name__ == '__main__':
+    main()

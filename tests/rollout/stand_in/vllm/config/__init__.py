@@ -1,3 +1,0 @@
-from vllm.config.weight_transfer import WeightTransferConfig
-
-__all__ = ['WeightTransferConfig']

@@ -1,3 +1,0 @@
-from vllm.platforms.interface import Platform
-
-current_platform = Platform()

@@ -1,3 +1,0 @@
-class Platform:
-    def is_sleep_mode_available(self) -> bool:
-        return True
