@@ -15,8 +15,8 @@ from family_configs import model_types
 from chatgpt.nn.lora import lora_layers
 from chatgpt.nn.peft_format import export_peft
 
-QUICK = ('gpt2', 'llama', 'mixtral', 'zamba2', 'cpmant')
-"""the usual, experts, a recurrent state, and one that is refused"""
+QUICK = ('gpt2', 'llama', 'gemma2', 'mixtral', 'zamba2', 'cpmant')
+"""the usual, a head of its own, experts, a recurrent state, and one that is refused"""
 THIS_VERSION = f'of transformers {transformers.__version__} '
 """on a page whose cells hold for the one that is installed"""
 MODELS_PAGE = Path(__file__).parents[2] / 'docs/models.md'
