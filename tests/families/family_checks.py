@@ -180,7 +180,7 @@ def local(family: Family) -> str:
 
 @contextmanager
 def traced_only() -> Iterator[None]:
-    """torch compiles without inductor: what can be compiled and what is computed is the same, in a tenth of the time."""
+    """torch compiles without inductor: graphs and numbers are the same, in a tenth of the time."""
     real, torch.compile = torch.compile, functools.partial(torch.compile, backend='eager')
     torch._dynamo.reset()
     try:
