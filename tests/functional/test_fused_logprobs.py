@@ -41,15 +41,8 @@ def test_numbers_are_those_of_a_slow_loop(block_size, temperature, trained):
     hidden, head, ids, *_ = case(trained=trained)
     want, want_entropy = slow(hidden, head, ids, temperature)
     for with_entropy in (True, 'detached'):
-        logprobs, entropy = fused_logprobs(
-            hidden,
-            head.weight,
-            head.bias,
-            ids,
-            temperature=temperature,
-            with_entropy=with_entropy,
-            block_size=block_size,
-        )
+        options = {'temperature': temperature, 'with_entropy': with_entropy, 'block_size': block_size}
+        logprobs, entropy = fused_logprobs(hidden, head.weight, head.bias, ids, **options)
         assert logprobs.tolist() == pytest.approx(want, abs=1e-12)
         assert entropy.tolist() == pytest.approx(want_entropy, abs=1e-12)
         assert logprobs.requires_grad and entropy.requires_grad is (with_entropy is True)

@@ -12,14 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chatgpt.functional.logprobs import chunked_logprobs, entropy_of, logprobs_of
 from chatgpt.functional.losses import kl_full
-from chatgpt.functional.masking import masked_mean, masked_sum, masked_var, whiten
+from chatgpt.functional.masking import masked_mean, masked_sum, masked_var
 from chatgpt.functional.ppo import (
     AdaptiveKLController,
     FixedKLController,
     clipped_policy_loss,
     gae,
     kl_penalty,
-    token_rewards,
 )
 
 # ---------------------------------------------------------------------- masking
@@ -31,21 +30,6 @@ def test_masked_moments_ignore_what_does_not_count_even_when_it_is_not_finite():
     assert masked_mean(x, mask).item() == 2
     assert masked_var(x, mask).item() == 2  # ((1-2)² + (3-2)²) / (2 - 1)
     assert masked_var(x, mask, unbiased=False).item() == 1
-
-
-def test_nothing_that_counts_divides_by_nothing():
-    x, mask = tensor(1, 2), torch.zeros(2, dtype=torch.bool)
-    assert masked_mean(x, mask).item() == 0
-    assert torch.isfinite(whiten(x, mask)).all()
-    assert whiten(tensor(5.0), torch.ones(1, dtype=torch.bool)).item() == 0
-
-
-def test_whitening_shifts_advantages_and_only_scales_rewards():
-    x, mask = tensor(1, 2, 3, 99), torch.tensor([True, True, True, False])
-    assert whiten(x, mask).tolist() == pytest.approx([-1, 0, 1, 0])
-    assert whiten(x, mask, shift_mean=False).tolist() == pytest.approx([1, 2, 3, 0])
-    # Negative control: whitening that includes padding gives other numbers.
-    assert whiten(x, torch.ones(4, dtype=torch.bool)).tolist()[:3] != pytest.approx([-1, 0, 1])
 
 
 # ---------------------------------------------------------------------- log-probs
@@ -180,13 +164,6 @@ def test_gae_of_a_sequence_does_not_depend_on_its_company_to_the_bit():
     m = all_count(r)
     alone, together = gae(r[:1], v[:1], m[:1])[0][0], gae(r, v, m)[0][0]
     assert torch.equal(alone, together)
-
-
-def test_score_is_added_once_at_the_last_token_that_counts():
-    kl, mask = tensor(0.5, 0.25, 1.0), torch.tensor([True, True, False])
-    assert token_rewards(kl, 0.2, 3.0, mask).tolist() == pytest.approx([-0.1, 3.0 - 0.05, 0.0])
-    assert token_rewards(kl, 0.2, 0.0, mask, token_scores=tensor(1, 1, 1)).tolist() == pytest.approx([0.9, 0.95, 0.0])
-    assert token_rewards(kl, 0.2, 3.0, torch.zeros(3, dtype=torch.bool)).tolist() == [0, 0, 0]
 
 
 # ---------------------------------------------------------------------- losses

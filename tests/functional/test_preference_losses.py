@@ -55,30 +55,6 @@ def test_margin_losses_equal_the_slow_formula(loss, beta):
     assert loss(-tensor(*margins), beta=beta).tolist() != pytest.approx(got)
 
 
-def test_dpo_at_the_reference_is_log_two_and_pushes_the_margin_up():
-    margin = tensor(0.0).requires_grad_()
-    loss = dpo_loss(margin, beta=0.3)
-    loss.backward()
-    assert loss.item() == pytest.approx(math.log(2))
-    assert margin.grad.item() == pytest.approx(-0.3 / 2)  # −β σ(−β·0)
-
-
-def test_ipo_stops_at_its_target_where_dpo_pushes_on():
-    beta = 0.25
-    margin = tensor(1 / (2 * beta)).requires_grad_()
-    ipo_loss(margin, beta=beta).backward()
-    assert margin.grad.item() == 0
-    margin.grad = None
-    dpo_loss(margin, beta=beta).backward()
-    assert margin.grad.item() < -0.01
-
-
-def test_conservative_dpo_is_least_where_sigmoid_is_one_minus_epsilon():
-    best = math.log(0.8 / 0.2)  # σ(best) = 0.8
-    at, below, above = (cdpo_loss(tensor(best + d), beta=1.0, label_smoothing=0.2).item() for d in (0, -0.1, 0.1))
-    assert at < below and at < above
-
-
 def test_robust_dpo_is_unbiased_under_flipped_labels():
     margin, rate = tensor(1.3), 0.2
     clean = robust_dpo_loss(margin, beta=1.0, label_smoothing=rate)
@@ -106,12 +82,6 @@ def test_kto_by_hand():
     # Negative controls: labels flipped; z0 forgotten.
     assert kto_loss(r, ~mask, z0, beta=beta, undesirable_weight=1.5).tolist() != pytest.approx(expected)
     assert kto_loss(r, mask, 0.0, beta=beta, undesirable_weight=1.5).tolist() != pytest.approx(expected)
-
-
-def test_kto_moves_desirable_responses_up_and_undesirable_ones_down():
-    r = tensor(0.0, 0.0).requires_grad_()
-    kto_loss(r, torch.tensor([True, False]), 0.0).sum().backward()
-    assert r.grad[0] < 0 < r.grad[1]
 
 
 def test_orpo_equals_the_definition_by_probabilities():
