@@ -9,7 +9,6 @@ import torch
 from model_cases import deberta_config, sequences
 from torch import nn
 
-import chatgpt
 from chatgpt import nn as chatgpt_nn
 from chatgpt.batching import collate
 from chatgpt.nn import Actor, AutoActor, AutoCritic, AutoRM, GPTActor, GPTCritic, LlamaActor, OPTActor, load_tokenizer
@@ -91,6 +90,8 @@ def test_lora_and_checkpointing_are_arguments_of_every_kind():
         trained = {n for n, p in module.named_parameters() if p.requires_grad}
         assert any('lora_A' in n for n in trained) and any(n.endswith('c_attn.bias') for n in trained)
         assert any(getattr(m, 'gradient_checkpointing', False) for m in module.modules())
+        head = {n for n, _ in module.named_parameters() if n.startswith('value_head.')}
+        assert head <= trained and bool(head) == (cls != 'GPTActor')
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
@@ -98,16 +99,9 @@ def test_lora_and_checkpointing_are_arguments_of_every_kind():
 
 def test_the_wrong_family_is_named_with_the_right_one(tmp_path):
     tiny_causal_lm('gpt2').save_pretrained(tmp_path)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=f"family 'llama', but '{tmp_path}' is of the family 'gpt2'; use AutoActor"):
         LlamaActor(pretrained=tmp_path)
-    want = (
-        f"LlamaActor takes models of the family 'llama', but '{tmp_path}' is of the family 'gpt2'; use AutoActor, "
-        'which takes any'
-    )
-    assert str(error.value) == want
-    with pytest.raises(
-        ValueError, match="OPTActor takes .* 'opt', but the config is of the family 'bloom'; use AutoActor"
-    ):
+    with pytest.raises(ValueError, match="'opt', but the config is of the family 'bloom'; use AutoActor"):
         OPTActor(config=tiny_config('bloom'))
     with pytest.raises(ValueError, match="family 'deberta-v2'; use AutoActor"):
         GPTActor(config=deberta_config())
@@ -141,14 +135,9 @@ def test_a_path_that_is_no_model(given, message):
 )
 def test_a_class_that_takes_a_model_names_the_one_that_loads_it(cls, right):
     want = f'{cls.__name__} is built from a model that you have, {cls.__name__}(model); to load one: {right}'
-    for args, kwargs in (
-        ((), {'pretrained': 'gpt2'}),
-        (('gpt2',), {}),
-        ((), {'model': 'gpt2'}),
-        ((), {'config': tiny_config('gpt2')}),
-    ):
+    for given in ({'pretrained': 'gpt2'}, {'model': 'gpt2'}, {'config': tiny_config('gpt2')}):
         with pytest.raises(ValueError) as told:
-            cls(*args, **kwargs)
+            cls(**given)
         assert str(told.value) == want
     with pytest.raises(TypeError, match='lora_rnk'):
         cls(tiny_causal_lm('gpt2'), lora_rnk=2)
@@ -178,18 +167,13 @@ def test_folders_that_hold_no_model(tmp_path):
     run = tmp_path / 'run'
     (run / 'checkpoints').mkdir(parents=True)
     for load in (load_config, load_tokenizer):
-        with pytest.raises(
-            ValueError,
-            match='a training run that has not ended, and the model is written at its end: go on with --resume',
-        ):
+        with pytest.raises(ValueError, match='a training run that has not ended.*: go on with --resume'):
             load(run)
     for name in ('initial', 'actor'):
         (run / name).mkdir()
         (run / name / 'config.json').write_text('{}')
     for load, what in ((load_config, 'so it holds no model'), (load_tokenizer, 'holds no tokenizer')):
-        with pytest.raises(
-            ValueError, match=rf'{what}; it is the folder of a training run, and the model is in {run}/actor$'
-        ):
+        with pytest.raises(ValueError, match=rf'{what}; it is the folder of .*, and the model is in {run}/actor$'):
             load(run)
     (run / 'actor' / 'tokenizer_config.json').write_text('{}')
     with pytest.raises(ValueError, match='cannot load a tokenizer from the folder .*: .*[^:]$') as told:
@@ -222,20 +206,3 @@ def test_a_tokenizer_always_has_a_padding_token(tmp_path):
     assert load_tokenizer(tmp_path).pad_token_id == 258
     with pytest.raises(ValueError, match='there is no such folder'):
         load_tokenizer('/no/such/folder')
-
-
-# --- the package ----------------------------------------------------------------------------------------------------
-
-
-def test_rooms_are_found_by_attribute():
-    assert chatgpt.nn is chatgpt_nn and 'trainer' in dir(chatgpt)
-    with pytest.raises(AttributeError, match='kitchen'):
-        chatgpt.kitchen  # noqa: B018
-
-
-def test_public_names_exist():
-    assert all(hasattr(chatgpt_nn, name) for name in chatgpt_nn.__all__)
-    kinds = {f'{p}{k}' for p in (*PREFIXES.values(), 'Auto') for k in ('Actor', 'Critic', 'RM')}
-    assert kinds | {'Actor', 'Critic', 'RewardModel', 'PolicyOutput', 'DebertaRM', 'DebertaCritic'} <= set(
-        chatgpt_nn.__all__
-    )

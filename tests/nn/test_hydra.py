@@ -90,39 +90,30 @@ def bits(module: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize('family', BUILDS)
-def test_reference_stays_the_initial_model_while_the_policy_learns(family: str) -> None:
+def test_the_reference_stays_the_initial_model_and_comes_with_the_policys_pass(family: str) -> None:
     initial = causal_lm(family)
     owner = Owner(copy.deepcopy(initial))
     make_hydra(owner, 2)
+    if family == 'llama':
+        owner.model.gradient_checkpointing_enable({'use_reentrant': False})
     with torch.no_grad():
         expected = initial(input_ids=IDS, use_cache=False).logits
     assert torch.equal(evaluate(owner), expected)
     frozen = bits(owner.ref_branch)
     train(owner)
-    assert not torch.allclose(evaluate(owner), expected, atol=1e-2)
-    with reference_branch(owner):
+    base, bottom_calls = owner.model.base_model, []
+    with torch.no_grad(), reference_branch(owner):
         assert torch.equal(evaluate(owner), expected)
         with reference_branch(owner):
             assert torch.equal(evaluate(owner), expected)
-        assert torch.equal(evaluate(owner), expected)
+        states = base(input_ids=IDS, use_cache=False)[0]
     assert not torch.allclose(evaluate(owner), expected, atol=1e-2)
     assert same(bits(owner.ref_branch), frozen)
-
-
-@pytest.mark.parametrize('family', BUILDS)
-def test_recorded_trunk_gives_the_reference_without_a_second_pass(family: str) -> None:
-    owner = hydra(family)
-    train(owner)
-    base = owner.model.base_model
-    with torch.no_grad():
-        with reference_branch(owner):
-            expected = base(input_ids=IDS, use_cache=False)[0]
-        bottom_calls: list[int] = []
-        owner.ref_branch._blocks[0][0].register_forward_hook(lambda *_: bottom_calls.append(1))
-        with recorded_trunk(owner) as trunk:
-            policy = base(input_ids=IDS, use_cache=False)[0]
-        assert torch.equal(owner.ref_branch(trunk), expected)
-        assert not torch.allclose(policy, expected, atol=1e-3)
+    owner.ref_branch._blocks[0][0].register_forward_hook(lambda *_: bottom_calls.append(1))
+    with torch.no_grad(), recorded_trunk(owner) as trunk:
+        policy = base(input_ids=IDS, use_cache=False)[0]
+    assert torch.equal(owner.ref_branch(trunk), states)
+    assert not torch.allclose(policy, states, atol=1e-3)
     assert len(bottom_calls) == 1
 
 
@@ -206,15 +197,6 @@ class _NoisyLlama(transformers.LlamaForCausalLM):
         return output
 
 
-class _BarsAToken(_NoisyLlama):
-    """That, with a token that can never come."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward(*args, **kwargs)
-        output.logits[..., 3] = -torch.inf
-        return output
-
-
 class _NeverAgain(transformers.LlamaForCausalLM):
     """Gives a number that is none at its second call."""
 
@@ -248,7 +230,6 @@ def test_rounding_is_no_reason_to_refuse() -> None:
     [
         (_IgnoresItsTree, 'from its module tree'),
         (_NoisyLlama, 'differ by'),
-        (_BarsAToken, 'differ by'),
         (_NeverAgain, 'differ by nan'),
     ],
 )
@@ -319,25 +300,19 @@ def test_the_check_fails_after_training_and_keeps_modes() -> None:
         check_hydra(owner)
 
 
-@pytest.mark.parametrize('inside', [False, True])
-def test_deepcopy_is_independent(inside: bool) -> None:
+def test_deepcopy_is_independent() -> None:
     owner = hydra()
     reference = evaluate(owner)
     train(owner)
     policy = evaluate(owner)
-    if inside:
-        with reference_branch(owner):
-            duplicate = copy.deepcopy(owner)
-            assert torch.equal(evaluate(duplicate), reference)
-        return
+    with reference_branch(owner):
+        assert torch.equal(evaluate(copy.deepcopy(owner)), reference)
     duplicate = copy.deepcopy(owner)
     train(duplicate)
     assert torch.equal(evaluate(owner), policy) and not torch.equal(evaluate(duplicate), policy)
     with reference_branch(duplicate):
         assert torch.equal(evaluate(duplicate), reference)
         assert torch.equal(evaluate(owner), policy)
-    with reference_branch(owner):
-        assert torch.equal(evaluate(owner), reference)
 
 
 def test_state_dict_round_trip() -> None:
@@ -370,14 +345,6 @@ def test_saving_and_loading_inside_the_context_is_refused() -> None:
     assert same(bits(owner), state)
 
 
-def test_the_model_itself_may_be_the_owner() -> None:
-    model = causal_lm('gpt2')
-    make_hydra(model, 2)
-    assert not any(p.requires_grad for p in model.ref_branch.parameters())
-    with reference_branch(model), torch.no_grad():
-        model(input_ids=IDS)
-
-
 def test_recorded_trunk_needs_a_forward_without_cache() -> None:
     owner = hydra()
     with pytest.raises(ValueError, match='use_cache=False'), recorded_trunk(owner):
@@ -387,25 +354,3 @@ def test_recorded_trunk_needs_a_forward_without_cache() -> None:
     with pytest.raises(ValueError, match='0 of 2'):
         owner.ref_branch(trunk)
     assert not any(block._forward_pre_hooks for block in owner.model.model.layers)
-
-
-def test_generation_inside_the_context_is_the_initial_models() -> None:
-    initial = causal_lm('gpt2')
-    owner = Owner(copy.deepcopy(initial))
-    make_hydra(owner, 2)
-    train(owner, steps=8)
-    how = {'max_new_tokens': 6, 'do_sample': False, 'attention_mask': torch.ones_like(IDS), 'pad_token_id': 0}
-    expected = initial.generate(IDS, **how)
-    with reference_branch(owner):
-        assert torch.equal(owner.model.generate(IDS, **how), expected)
-    assert not torch.equal(owner.model.generate(IDS, **how), expected)
-
-
-def test_reference_with_gradient_checkpointing() -> None:
-    owner = hydra('llama')
-    owner.model.gradient_checkpointing_enable({'use_reentrant': False})
-    reference = evaluate(owner)
-    train(owner)
-    with reference_branch(owner):
-        assert torch.equal(evaluate(owner), reference)
-    assert not torch.allclose(evaluate(owner), reference, atol=1e-2)
