@@ -14,7 +14,7 @@ from safetensors import torch as safetensors
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from chatgpt.nn import Actor, AutoActor, AutoCritic, AutoRM, Critic, ILQLModel, RewardModel, mlp_head
-from chatgpt.testing import FAMILIES, tiny_causal_lm, tiny_config
+from chatgpt.testing import tiny_causal_lm, tiny_config
 
 
 def loaded(path):
@@ -66,24 +66,20 @@ def stranger(tensors):
 
 @WAYS
 @pytest.mark.parametrize(
-    ('cls', 'family'), [(AutoActor, 'gpt2'), (AutoActor, 'bloom'), (AutoCritic, 'llama'), (AutoRM, 'opt')]
-)
-@pytest.mark.parametrize(
-    ('edit', 'said'),
+    ('cls', 'family', 'edit', 'said'),
     [
-        (drop_a_layer, r'model.safetensors: it holds no tensor for \S*\.1\.\S+ \(and \d+ more\) of \w+; .*config.json'),
-        (
-            add_a_layer,
-            r'model.safetensors: it holds \S*\.2\.\S+ \(and \d+ more\), for which \w+ has no place; .*config.json',
-        ),
-        (stranger, 'model.safetensors: it holds stranger.weight, for which'),
-        (misshaped, r'model.safetensors: \S*\.1\.\S+ is \(3, 5\), the model wants \(\d'),
-        (nan, r'model.safetensors: \S*\.1\.\S+weight holds NaN'),
-        (infinite, r'model.safetensors: \S*\.1\.\S+ holds infinite'),
+        (AutoActor, 'gpt2', drop_a_layer, r'it holds no tensor for \S*\.1\.\S+ \(and \d+ more\) of \w+; .*config.json'),
+        (AutoCritic, 'llama', drop_a_layer, r'it holds no tensor for \S*\.1\.\S+ \(and \d+ more\) of \w+'),
+        (AutoActor, 'bloom', add_a_layer, r'it holds \S*\.2\.\S+ \(and \d+ more\), for which \w+ has no place; '),
+        (AutoRM, 'opt', add_a_layer, r'it holds \S*\.2\.\S+ \(and \d+ more\), for which \w+ has no place; '),
+        (AutoCritic, 'gpt2', stranger, 'it holds stranger.weight, for which'),
+        (AutoActor, 'llama', misshaped, r'\S*\.1\.\S+ is \(3, 5\), the model wants \(\d'),
+        (AutoRM, 'opt', nan, r'\S*\.1\.\S+weight holds NaN'),
+        (AutoActor, 'gpt2', infinite, r'\S*\.1\.\S+ holds infinite'),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_by_name(load, cls, family, edit, said, tmp_path):
-    with pytest.raises(ValueError, match=said) as told:
+    with pytest.raises(ValueError, match=f'model.safetensors: {said}') as told:
         load(cls, edited(tmp_path, edit, family))
     assert '\n' not in str(told.value)
 
@@ -104,20 +100,19 @@ def test_a_bare_trunk_and_a_damaged_shard_are_named_too(load, tmp_path):
 
 
 @WAYS
-@pytest.mark.parametrize('left', [0, 5, 400, -8])
-def test_truncated_files_are_refused_by_name(load, left, tmp_path):
+def test_truncated_files_are_refused_by_name(load, tmp_path):
     tiny_causal_lm('gpt2').save_pretrained(tmp_path)
     path = tmp_path / 'model.safetensors'
-    path.write_bytes(path.read_bytes()[:left])
-    with pytest.raises(
-        ValueError, match=rf'{path}: a damaged safetensors file of \d+ bytes .*copy or download it again'
-    ) as told:
-        load(AutoActor, tmp_path)
-    assert '\n' not in str(told.value)
+    whole = path.read_bytes()
+    for left in (0, 5, 400, -8):
+        path.write_bytes(whole[:left])
+        with pytest.raises(ValueError, match=rf'{path}: a damaged safetensors file of \d+ bytes .*copy or') as told:
+            load(AutoActor, tmp_path)
+        assert '\n' not in str(told.value)
 
 
 @WAYS
-@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize('family', ['gpt2', 'llama'])
 def test_what_belongs_to_other_heads_may_lack_or_be_there(load, family, tmp_path):
     def heads(tensors):
         tensors |= {
@@ -200,8 +195,7 @@ def without(folder, names):
 
 
 @WAYS
-@pytest.mark.parametrize('cls', [AutoActor, AutoCritic, AutoRM])
-@pytest.mark.parametrize('family', ['gpt2', 'llama'])
+@pytest.mark.parametrize(('cls', 'family'), [(AutoActor, 'gpt2'), (AutoCritic, 'llama')])
 def test_each_kind_of_tensor_of_a_family(load, cls, family, tmp_path):
     model = tiny_causal_lm(family)
     model.save_pretrained(tmp_path)
@@ -217,13 +211,12 @@ def test_each_kind_of_tensor_of_a_family(load, cls, family, tmp_path):
 
 
 @WAYS
-@pytest.mark.parametrize('cls', [AutoActor, AutoCritic])
-def test_a_part_of_an_expert(load, cls, tmp_path):
+def test_a_part_of_an_expert(load, tmp_path):
     config = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     without(tmp_path, r'layers\.1\..*experts\.2\.w1')
     with pytest.raises(ValueError, match=r'model\.safetensors: .*layers\.1\..*experts') as told:
-        load(cls, tmp_path)
+        load(AutoActor, tmp_path)
     assert '\n' not in str(told.value)
 
 
