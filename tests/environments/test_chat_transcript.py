@@ -3,7 +3,6 @@ rendered; templates for which that cannot be are refused."""
 
 from __future__ import annotations
 
-import itertools
 import random
 import re
 
@@ -16,10 +15,6 @@ from chatgpt.environments import Environment, EnvironmentSettings, seed_of
 from chatgpt.environments.base import InvalidStep
 from chatgpt.environments.calls import checked_calls, reader
 from chatgpt.environments.transcript import ChatTemplate, PlainText
-from chatgpt.nn import Actor
-from chatgpt.rollout import LocalEngine
-from chatgpt.rollout.stop import StopStrings
-from chatgpt.testing import tiny_causal_lm
 from chatgpt.types import Prompt
 
 TOOLS = [
@@ -210,32 +205,6 @@ def test_sampled_ids_stay_bit_for_bit():
         again = tokenizer(tokenizer.decode(sample.response_ids), add_special_tokens=False)['input_ids']
         changed += again != expected
     assert changed, 'the negative control: tokenized again, the ids are others'
-
-
-def test_conversations_of_a_model():
-    tokenizer = chat_tokenizer('chatml')
-    stop, ends_of_turns = StopStrings(tokenizer, ['t']), (tokenizer.eos_token_id, tokenizer.pad_token_id)
-    found = []
-    for engine in (LocalEngine(), LocalEngine(max_batch_size=2)):
-        torch.manual_seed(0)
-        actor = Actor(tiny_causal_lm('gpt2', vocab_size=len(tokenizer), n_positions=512))
-        given = {'seed': 2, 'max_new_tokens': 200, 'eos_token_ids': ends_of_turns, 'stop': stop}
-        settings = EnvironmentSettings(max_turn_tokens=12)
-        found.append(
-            played(engine, Dialogue, tokenizer, actor=actor, prompts=[NOTHING] * 5, settings=settings, **given)
-        )
-    assert [s.response_ids.tolist() for s in found[0]] == [s.response_ids.tolist() for s in found[1]]
-    transcript = ChatTemplate(tokenizer)
-    ends = set()
-    for sample in found[0]:
-        ids = sample.response_ids.tolist()
-        for number, (turn, later) in enumerate(itertools.pairwise(sample.episode.turns)):
-            mine, said = ids[turn.start : turn.stop], ids[turn.stop : later.start]
-            text = tokenizer.decode(mine)
-            ended = 'eos' if mine[-1] in ends_of_turns else 'stop' if 't' in text else 'length'
-            assert said == transcript.after(mine, ended, 'the adventure ' * (number + 1))
-            ends.add(ended)
-    assert ends >= {'length', 'stop'}, 'of these draws'
 
 
 def test_text_is_plain_unless_the_settings_say_so_and_messages_never_are():

@@ -1,9 +1,8 @@
-"""The example of docs/environments.md is complete and runs as it stands; the tables of the page agree with the code."""
+"""The example of docs/environments.md is complete and runs as it stands."""
 
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import json
 import re
 import sys
@@ -12,9 +11,6 @@ from typing import Any
 
 import pytest
 
-from chatgpt.environments import ENVIRONMENTS
-from chatgpt.environments.games import GAMES
-from chatgpt.environments.games.scores import random_player, score
 from chatgpt.launch.recipes import execute
 from chatgpt.launch.runs import PPORun
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
@@ -78,26 +74,3 @@ def test_the_command_of_the_page_takes_its_file(guess, tmp_path):
     row = json.loads(Path('run/metrics.jsonl').read_text().splitlines()[-1])
     before = json.loads(Path('run/eval.jsonl').read_text().splitlines()[0])
     assert row['environment/num_turns_mean'] > 0 and 'eval/success_share' in before
-
-
-def test_the_table_of_games_has_every_game_with_its_options_and_defaults():
-    rows = re.findall(r'^\| `(games:\w+)` \| .+ \| (.+) \|$', PAGE, re.MULTILINE)
-    assert [name for name, _ in rows] == [name for name in ENVIRONMENTS if name.split(':')[1] in GAMES]
-    for name, options in rows:
-        parameters = inspect.signature(GAMES[name.split(':')[1]].__init__).parameters
-        wanted = {p.name: p.default for p in parameters.values() if p.default is not p.empty}
-        found = dict(re.findall(r'`(\w+)=([^`]+)`', options))
-        assert {key: eval(value) for key, value in found.items()} == wanted, name
-
-
-def test_the_scores_of_the_page_are_those_of_the_games():
-    table = PAGE.split('<!-- scores -->')[1].split('<!-- end of scores -->')[0]
-    rows = re.findall(
-        r'^\| (\w+)(?:, (\w+)=(\w+))? \| (\S+) ± (\S+) \| (\S+) ± (\S+) \| (\S+) \|$', table, re.MULTILINE
-    )
-    assert {row[0] for row in rows} == set(GAMES)
-    for game, option, value, at_random, _, good, _, exact in rows:
-        options = {option: value} if option else {}
-        assert float(good) == pytest.approx(float(exact), abs=0.03)
-        now = score(game, random_player(), episodes=400, first_seed=20_000, **options)
-        assert abs(now.return_mean - float(at_random)) < 2 * now.return_error + 0.01, game

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-import subprocess
-import sys
+import statistics
 from fractions import Fraction
 from pathlib import Path
 
@@ -13,7 +10,7 @@ import pytest
 
 from chatgpt.environments.games import GAMES, Calculator, CalculatorTools, Countdown, TicTacToe, countdown, tictactoe
 from chatgpt.environments.games.scores import best, play, random_player, score
-from chatgpt.environments.registry import ENVIRONMENTS, find_environment, make_environment
+from chatgpt.environments.registry import find_environment, make_environment
 
 EXAMPLES = Path(__file__).resolve().parents[2] / 'examples' / 'environments'
 OPTIONS = [
@@ -54,29 +51,25 @@ def test_what_is_seen_is_of_the_alphabet_moves_are_allowed_and_the_seed_decides(
 
 
 @pytest.mark.parametrize('name', GAMES)
-@pytest.mark.parametrize('response', ['', 'hello', '0+', '1' * 5000 + '+', '\x00', '٣*٣', '🙂'])
-def test_moves_that_are_not_allowed_are_answered_and_lose_in_the_end(name, response):
-    game = GAMES[name]()
-    task = game.reset(3)
-    shown = game.show()
-    for _ in range(2):
-        assert game.step(response) == (f'\n?\n{shown}\n', -0.1, False, False, {'success': False})
-    assert game.step(response)[1:] == (-0.1 + game.LOST, True, False, {'success': False})
-    assert game.reset(3) == task
-    once = GAMES[name](max_illegal=1, rules=True)
-    assert once.reset(3) == f'{game.RULES}\n{task}'
-    assert once.step(response)[2]
+def test_moves_that_are_not_allowed_are_answered_and_lose_in_the_end(name):
+    for response in ('', 'hello', '0+', '1' * 5000 + '+', '\x00', '٣*٣', '🙂'):
+        game = GAMES[name]()
+        task, shown = game.reset(3), game.show()
+        for _ in range(2):
+            assert game.step(response) == (f'\n?\n{shown}\n', -0.1, False, False, {'success': False})
+        assert game.step(response)[1:] == (-0.1 + game.LOST, True, False, {'success': False})
+        assert game.reset(3) == task
+        once = GAMES[name](max_illegal=1, rules=True)
+        assert once.reset(3) == f'{game.RULES}\n{task}' and once.step(response)[2]
 
 
 @pytest.mark.parametrize(
     ('name', 'options', 'complaint'),
     [
-        ('countdown', {'numbers': 1}, 'numbers=1 must be a whole number from 2 to 6'),
         ('countdown', {'numbers': '3'}, "numbers='3' must be a whole number from 2 to 6"),
         ('countdown', {'operations': '+%'}, r"operations='\+%' must be some of \+-\*/"),
         ('countdown', {'numbers': 2, 'largest': 1, 'operations': '*'}, 'reach no other number'),
         ('calculator', {'digits': 7}, 'digits=7 must be a whole number from 1 to 6'),
-        ('calculator', {'operations': ''}, "operations='' must be some of"),
         ('tictactoe', {'opponent': 'me'}, "opponent='me' is not known; choose one of random, perfect"),
         ('tictactoe', {'max_illegal': 0}, 'max_illegal=0 must be a whole number of at least 1'),
     ],
@@ -113,11 +106,6 @@ def test_countdown_by_hand():
 def test_countdown_finds_a_way_exactly_where_there_is_one(numbers, target, can):
     """Of 1 3 4 6 two are enough; results are whole, so 3 from 2 and 7 is none."""
     assert (countdown.way_to(numbers, target, '+-*/') is not None) == can
-
-
-def test_every_task_of_countdown_is_reached():
-    for options in ({}, {'numbers': 5, 'largest': 25, 'max_target': 999}, {'operations': '+'}):
-        assert score('countdown', best, episodes=60, **options).success == 1.0
 
 
 def test_calculator_by_hand():
@@ -167,7 +155,8 @@ def test_tic_tac_toe_by_hand():
     assert game.step('1')[0].startswith('\n?\n') and game.moves() == ['3', '6', '8', '9']
     assert game.step('3') == ('\nxxx\noo.\nx..\n', 1.0, True, False, {'success': True})
     for opponent in ('random', 'perfect'):
-        game = started(TicTacToe(opponent=opponent), board='xoxoxxo..')  # x at 9 wins; x at 8 leaves 9 to o: a draw
+        # x at 9 wins; x at 8 leaves 9 to o: a draw
+        game = started(TicTacToe(opponent=opponent), board='xoxoxxo..')
         assert game.best() == '9'
         assert game.step('8')[1:] == (0.0, True, False, {'success': opponent == 'perfect'})
     game = started(TicTacToe(opponent='perfect'), board='oo.x.x...')
@@ -216,11 +205,9 @@ def test_a_score_by_hand():
 
     returns, wins, turns = zip(*(play(TicTacToe(), first, seed) for seed in range(7, 57)), strict=True)
     got = score('tictactoe', first, episodes=50, first_seed=7)
-    mean = sum(returns) / 50
-    spread = (sum((r - mean) ** 2 for r in returns) / 49) ** 0.5
-    assert got.return_mean == pytest.approx(mean) and got.turns_mean == sum(turns) / 50
+    assert (got.return_mean, got.turns_mean) == (pytest.approx(statistics.mean(returns)), sum(turns) / 50)
     assert got.success == sum(wins) / 50 == sum(r > 0 for r in returns) / 50 > 0
-    assert got.return_error == pytest.approx(1.96 * spread / 50**0.5, rel=1e-4)
+    assert got.return_error == pytest.approx(1.96 * statistics.stdev(returns) / 50**0.5, rel=1e-4)
 
 
 CLASSES = {'guess_word': ('GuessWord', 1.0), 'sokoban': ('Sokoban', 1.0), 'blackjack': ('Blackjack', -0.0468)}
@@ -241,21 +228,16 @@ def test_the_games_of_the_examples_load_and_their_best_players_are_good(name):
 # ---------------------------------------------------------------------- names
 
 
-def test_games_by_name():
-    assert {name.removeprefix('games:') for name in ENVIRONMENTS} >= set(GAMES)
-    for name, game in GAMES.items():
-        assert type(make_environment(find_environment(f'games:{name}'))) is game
-    made = make_environment(find_environment('games:countdown', {'numbers': 2, 'rules': True}))
-    assert made.size == 2 and made.rules
+@pytest.mark.parametrize('name', GAMES)
+def test_games_by_name(name):
+    assert type(make_environment(find_environment(f'games:{name}', {'rules': True}))) is GAMES[name]
 
 
 @pytest.mark.parametrize(
     ('spec', 'options', 'complaint'),
     [
         ('games:countdwn', {}, 'is not known; choose one of games:countdown, .*did you mean games:countdown'),
-        ('countdown', {}, 'did you mean games:countdown'),
         ('nothing', {}, r'or module:Class, or file.py:Class$'),
-        ('games:', {}, 'choose one of'),
         ('chatgpt.environments.games:Countdwn', {}, 'did you mean Countdown'),
         ('chatgpt.environments.gmes:Countdown', {}, 'importing it raised ModuleNotFoundError'),
         ('there_is_none.py:Mine', {}, 'there is no file there_is_none.py'),
@@ -277,27 +259,12 @@ def test_the_calculator_as_tools_is_an_environment():
     environment, plain = make_environment(factory), started(Calculator(terms=2, digits=2))
     assert plain.shown in environment.reset(0)
 
-    def turn(name, **arguments):
+    for name, arguments, said in (
+        ('calculate', {'expression': plain.shown}, f'={plain.answer}'),
+        ('answer', {'number': plain.answer}, 'right'),
+    ):
         calls = [{'type': 'function', 'function': {'name': name, 'arguments': arguments}}]
-        return environment.step({'role': 'assistant', 'content': '', 'tool_calls': calls})
-
-    (result,), reward, *ended, _ = turn('calculate', expression=plain.shown)
-    assert result['role'] == 'tool' and result['content'] == f'={plain.answer}' and ended == [False, False]
-    (result,), reward, *ended, _ = turn('answer', number=plain.answer)
-    assert result['content'] == 'right' and ended == [False, False]
+        (result,), _, *ended, _ = environment.step({'role': 'assistant', 'content': '', 'tool_calls': calls})
+        assert (result['role'], result['content'], ended) == ('tool', said, [False, False])
     _, reward, *ended, _ = environment.step({'role': 'assistant', 'content': 'done'})
     assert ended == [True, False] and reward in (1.0, {'reward': 1.0}, {'get_reward': 1.0})
-
-
-@pytest.mark.parametrize('options', [{}, {'turns': 3}])
-def test_a_class_of_a_file_is_found_again_elsewhere(tmp_path, monkeypatch, options):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / 'far_away.py').write_text(
-        'class Talk:\n    def __init__(self, turns=2):\n        self.turns = turns\n'
-        '    def reset(self, seed, **columns):\n        return ""\n    def step(self, response):\n        return 1\n'
-    )
-    sent = pickle.dumps(find_environment('far_away.py:Talk', options))
-    code = 'import pickle, sys; print(pickle.load(sys.stdin.buffer)().turns)'
-    env = os.environ | {'PYTHONPATH': str(Path(__file__).resolve().parents[2])}
-    done = subprocess.run([sys.executable, '-c', code], input=sent, cwd='/', env=env, capture_output=True)
-    assert done.stdout == f'{options.get("turns", 2)}\n'.encode(), done.stderr

@@ -17,7 +17,6 @@ from torch import Tensor
 from chatgpt.batching import collate
 from chatgpt.nn import Actor, AutoActor, AutoCritic, AutoRM, Critic, ILQLModel, RewardModel, initial_tensors
 from chatgpt.nn.compiled import compile_blocks
-from chatgpt.nn.layouts import encoder_decoder_hidden
 from chatgpt.nn.lora import convert_to_lora, lora_layers, merged
 from chatgpt.nn.peft_format import export_peft
 from chatgpt.nn.shared import SharedTrunk
@@ -73,29 +72,15 @@ def test_logprobs_are_the_models_own_loss_of_each_sequence_alone(family):
 
 @every
 @torch.no_grad()
-def test_states_stand_where_a_decoders_would(family):
-    model = moved(family)
-    batch = collate(sequences())
-    hidden = encoder_decoder_hidden(model, batch).view(len(LENGTHS), -1, 32)
-    for row, sequence in enumerate(sequences()):
-        first, end = len(sequence.prompt_ids) - 1, sequence.num_tokens
-        torch.testing.assert_close(hidden[row, first:end], own(model, family, sequence)[1], atol=1e-5, rtol=1e-4)
-        assert not hidden[row, :first].any() and not hidden[row, end:].any()
-
-
-@every
-@torch.no_grad()
 def test_values_and_scores_are_read_from_the_decoder(family):
     model = moved(family)
     critic, reward_model = Critic(copy.deepcopy(model)).eval(), RewardModel(copy.deepcopy(model)).eval()
     values, scores = critic(collate(sequences())), reward_model(collate(sequences()))
     states = [own(model, family, s)[1] for s in sequences()]
-    torch.testing.assert_close(
-        values, torch.cat([critic.value_head(x[:-1])[:, 0] for x in states]), atol=1e-6, rtol=1e-4
-    )
-    torch.testing.assert_close(
-        scores, torch.stack([reward_model.value_head(x[-1])[0] for x in states]), atol=1e-5, rtol=1e-4
-    )
+    want = torch.cat([critic.value_head(x[:-1])[:, 0] for x in states])
+    torch.testing.assert_close(values, want, atol=1e-6, rtol=1e-4)
+    want = torch.stack([reward_model.value_head(x[-1])[0] for x in states])
+    torch.testing.assert_close(scores, want, atol=1e-5, rtol=1e-4)
     shared = Actor(copy.deepcopy(model), value_head=critic.value_head).eval()
     torch.testing.assert_close(shared(collate(sequences())).values, values)
 
@@ -165,11 +150,10 @@ def test_adapters_change_nothing_when_new_and_fold_in(family):
         assert torch.equal(actor(batch).logprobs, before)
 
 
-@pytest.mark.parametrize('family', ['flan-t5', 'bart'])
 @torch.no_grad()
-def test_exported_adapters_are_pefts(family, tmp_path):
+def test_exported_adapters_are_pefts(tmp_path):
     peft = pytest.importorskip('peft')
-    model = moved(family)
+    model = moved('flan-t5')
     model.save_pretrained(tmp_path / 'base')
     actor = AutoActor(tmp_path / 'base', lora_rank=2).eval()
     g = torch.Generator().manual_seed(5)
@@ -185,8 +169,7 @@ def test_exported_adapters_are_pefts(family, tmp_path):
     torch.testing.assert_close(again(collate([one])).logprobs, actor(collate([one])).logprobs, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize('layers', [1, 2])
-@every
+@pytest.mark.parametrize(('family', 'layers'), [('t5', 1), ('t5', 2), ('flan-t5', 2), ('bart', 1), ('marian', 2)])
 def test_the_reference_stays_the_model_as_it_was(family, layers):
     model = moved(family)
     actor = Actor(copy.deepcopy(model), num_layers_unfrozen=layers).train()
@@ -259,7 +242,7 @@ def test_folders_go_round(family, tmp_path):
     assert type(base).__name__ == f'{TYPES[family]}Model'
 
 
-@every
+@pytest.mark.parametrize('family', ['flan-t5', 'bart'])
 def test_weights_that_come_later_are_the_weights(family, tmp_path):
     moved(family).save_pretrained(tmp_path)
     for kind in (AutoActor, AutoCritic, AutoRM):
@@ -277,12 +260,8 @@ def test_weights_that_come_later_are_the_weights(family, tmp_path):
 
 
 @pytest.mark.parametrize('make', [AutoActor, AutoCritic, AutoRM])
-def test_others_are_refused_by_name(make, tmp_path):
-    for config in (
-        transformers.WhisperConfig(),
-        transformers.FSMTConfig(langs=['a', 'b'], src_vocab_size=9, tgt_vocab_size=9),
-        transformers.ProphetNetConfig(),
-    ):
+def test_others_are_refused_by_name(make):
+    for config in (transformers.WhisperConfig(), transformers.ProphetNetConfig()):
         with pytest.raises(ValueError, match=rf'is an encoder-decoder \({config.model_type}\) that does not read'):
             make(config=config)
     for config in (tiny_config('t5', decoder_start_token_id=None), transformers.MBartConfig(vocab_size=64)):
@@ -291,14 +270,11 @@ def test_others_are_refused_by_name(make, tmp_path):
 
 
 def test_a_classifier_over_one_is_refused(tmp_path: Path):
-    transformers.BartForSequenceClassification(tiny_config('bart', num_labels=1)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match='is a classifier over an encoder-decoder'):
-        RewardModel.from_pretrained(tmp_path)
-    with pytest.raises(ValueError, match='is a classifier over an encoder-decoder'):
-        RewardModel(transformers.BartForSequenceClassification(tiny_config('bart', num_labels=1)))
-
-
-def test_no_shared_trunk_of_one(tmp_path: Path):
+    classifier = transformers.BartForSequenceClassification(tiny_config('bart', num_labels=1))
+    classifier.save_pretrained(tmp_path / 'classifier')
+    for load, given in ((RewardModel.from_pretrained, tmp_path / 'classifier'), (RewardModel, classifier)):
+        with pytest.raises(ValueError, match='is a classifier over an encoder-decoder'):
+            load(given)
     tiny_causal_lm('t5').save_pretrained(tmp_path)
     with pytest.raises(ValueError, match='SharedTrunk takes causal language models, and T5'):
         SharedTrunk.from_pretrained(tmp_path)

@@ -12,7 +12,6 @@ from model_cases import OTHERS, SIZES
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from chatgpt import nn as chatgpt_nn
 from chatgpt.nn import (
     GPTRM,
     Actor,
@@ -28,9 +27,7 @@ from chatgpt.nn import (
 )
 from chatgpt.nn.lora import lora_layers
 from chatgpt.nn.weights import WeightsSource, draw_seed, open_weights, seeded, weight_files
-from chatgpt.testing import FAMILIES, char_tokenizer, tiny_causal_lm, tiny_config
-
-PREFIXES = {'gpt2': 'GPT', 'opt': 'OPT', 'bloom': 'BLOOM', 'llama': 'Llama'}
+from chatgpt.testing import FAMILIES, tiny_causal_lm, tiny_config
 
 
 def everything(module):
@@ -56,15 +53,22 @@ def assert_same(real, meta):
 
 
 @pytest.mark.parametrize(
-    'kw', [{}, {'value_head': True}, {'value_head': 'mlp'}, {'lora_rank': 2}, {'num_layers_unfrozen': 1}]
+    ('family', 'kw'),
+    [
+        ('bloom', {}),
+        ('opt', {'value_head': True}),
+        ('llama', {'value_head': 'mlp'}),
+        ('gpt2', {'lora_rank': 2}),
+        ('llama', {'lora_rank': 2}),
+        ('gpt2', {'num_layers_unfrozen': 1}),
+        ('opt', {'num_layers_unfrozen': 1}),
+    ],
 )
-@pytest.mark.parametrize('family', FAMILIES)
 def test_a_fresh_actor_is_the_same_tensor_by_tensor(family, kw):
     config = tiny_config(family, **({'tie_word_embeddings': False} if family == 'opt' else {}))
 
     def build():
-        options = {**kw, 'value_head': mlp_head(32)} if kw.get('value_head') == 'mlp' else kw
-        return getattr(chatgpt_nn, PREFIXES[family] + 'Actor')(config=config, **options)
+        return AutoActor(config=config, **(kw | ({'value_head': mlp_head(32)} if 'mlp' in kw.values() else {})))
 
     real, meta = both_ways(build)
     assert_same(real, meta)
@@ -96,15 +100,11 @@ def test_numbers_depend_on_the_seed_and_a_copy_keeps_the_record():
 
 
 @pytest.mark.parametrize('family', FAMILIES)
-@pytest.mark.parametrize('shards', ['10GB', '40KB'])
-def test_pretrained_weights_come_from_the_files(family, shards, tmp_path):
-    model = tiny_causal_lm(family)
-    model.save_pretrained(tmp_path, max_shard_size=shards)
-    files = list(tmp_path.glob('*.safetensors'))
-    assert (len(files) > 1) == (shards == '40KB')
-    for build in (lambda: AutoActor(pretrained=tmp_path), lambda: chatgpt_nn.AutoCritic(pretrained=tmp_path)):
-        real, meta = both_ways(build)
-        assert_same(real, meta)
+def test_pretrained_weights_come_from_the_files(family, tmp_path):
+    tiny_causal_lm(family).save_pretrained(tmp_path, max_shard_size='40KB' if family == 'opt' else '10GB')
+    assert (len(list(tmp_path.glob('*.safetensors'))) > 1) == (family == 'opt')
+    for cls in (AutoActor, AutoCritic):
+        assert_same(*both_ways(lambda cls=cls: cls(pretrained=tmp_path)))
 
 
 @pytest.mark.parametrize('labels', [1, 2])
@@ -197,9 +197,7 @@ def test_meta_modules_without_a_record_are_refused():
         model = tiny_causal_lm('gpt2')
         head = nn.Module()
         head.weight = nn.Parameter(torch.empty(1, 32))
-    with pytest.raises(
-        ValueError, match='model.*: it is on the meta device and has no record of where its weights come from'
-    ):
+    with pytest.raises(ValueError, match='model.*: it is on the meta device and has no record of where'):
         initial_tensors(Actor(model))
     with torch.device('meta'):
         actor = GPTActor(config=tiny_config('gpt2'), value_head=head)
@@ -208,24 +206,10 @@ def test_meta_modules_without_a_record_are_refused():
 
 
 def test_an_index_cannot_point_out_of_its_folder(tmp_path):
-    (tmp_path / 'model.safetensors.index.json').write_text(
-        json.dumps({'metadata': {}, 'weight_map': {'w': '../secret.safetensors'}})
-    )
+    index = {'metadata': {}, 'weight_map': {'w': '../secret.safetensors'}}
+    (tmp_path / 'model.safetensors.index.json').write_text(json.dumps(index))
     with pytest.raises(ValueError, match='a shard must lie in the same folder'):
         weight_files(WeightsSource(kind='pretrained', path=str(tmp_path)))
-    (tmp_path / 'model.safetensors.index.json').write_text(
-        json.dumps({'metadata': {}, 'weight_map': {'w': 'gone.safetensors'}})
-    )
-    with pytest.raises(ValueError, match='the shard gone.safetensors .* is missing'):
-        weight_files(WeightsSource(kind='pretrained', path=str(tmp_path)))
-
-
-def test_a_saved_reward_model_is_a_source_as_well(tmp_path):
-    model = RewardModel(tiny_causal_lm('bloom'))
-    model.save_pretrained(tmp_path, char_tokenizer())
-    real, meta = both_ways(lambda: chatgpt_nn.BLOOMRM(pretrained=tmp_path))
-    assert torch.equal(real.value_head.weight, model.value_head.weight)
-    assert_same(real, meta)
 
 
 MIXTRAL = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
@@ -280,7 +264,6 @@ def test_generation_settings_of_a_folder_are_known_on_the_meta_device(tmp_path):
 @pytest.mark.parametrize(
     'build',
     [
-        lambda folder: AutoActor(folder),
         lambda folder: AutoActor(folder, lora_rank=2),
         lambda folder: AutoActor(folder, num_layers_unfrozen=1),
         lambda folder: AutoCritic(folder, lora_rank=2),
