@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,12 +17,10 @@ from chatgpt.data import (
 )
 from chatgpt.data.convert import TARGETS, to_records, write_records
 from chatgpt.data.examples import BadRecord, Demonstration, Instruction, Labelled, Message, Preference, PromptExample
-from chatgpt.launch.arguments import run_main
 from chatgpt.testing import byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / 'examples' / 'data'
-SHARED = ROOT.parent / 'shared' / 'data'
 
 
 @pytest.fixture(scope='module')
@@ -56,13 +52,7 @@ SAMPLE_FILES = {
 }
 
 
-def test_every_sample_file_is_listed():
-    assert {p.name for p in SAMPLES.iterdir() if p.name != 'README.md'} == set(SAMPLE_FILES)
-    readme = (SAMPLES / 'README.md').read_text()
-    assert all(f'`{name}`' in readme for name in SAMPLE_FILES)
-
-
-@pytest.mark.parametrize('name', SAMPLE_FILES)
+@pytest.mark.parametrize('name', sorted(p.name for p in SAMPLES.iterdir() if p.name != 'README.md'))
 def test_sample_file(name, tokenizer):
     kind, number = SAMPLE_FILES[name]
     found = load_examples(SAMPLES / name)
@@ -72,63 +62,18 @@ def test_sample_file(name, tokenizer):
     assert len(tokenized) == number
 
 
-SHARED_FILES = {
-    'awesome_chatgpt_prompts.csv': (PromptExample, 152),
-    'gsm8k_train.jsonl': (Demonstration, 7473),
-    'llamafactory_alpaca_en_demo.json': (Demonstration, 999),
-    'llamafactory_dpo_en_demo.json': (Preference, 300),
-    'llamafactory_kto_en_demo.json': (Labelled, 300),
-    'llm_on_ray_sample_finetune_data.jsonl': (Demonstration, 100),
-    'llm_on_ray_sample_ppo_data.jsonl': (Preference, 100),
-    'llm_on_ray_sample_rm_data.jsonl': (Preference, 100),
-    'movie_reviews.jsonl': (Labelled, 9062),
-    'story_prompts.jsonl': (PromptExample, 731),
-    'tinystories_val_slice.txt': (Demonstration, 4302),
-    'torchtune_stack_exchange_paired_tiny.json': (Preference, 25),
-}
-
-
-@pytest.mark.parametrize('name', SHARED_FILES)
-def test_real_file(name):
-    if not (SHARED / name).is_file():
-        pytest.skip(f'needs {SHARED / name}')
-    kind, number = SHARED_FILES[name]
-    found = load_examples(SHARED / name)
-    assert Counter(type(e) for e in found) == {kind: number}
-    assert found[0].where.startswith(str(SHARED / name))
-
-
-def test_what_stands_in_the_real_files():
-    if not SHARED.is_dir():
-        pytest.skip(f'needs {SHARED}')
-    pair = load_examples(SHARED / 'llm_on_ray_sample_rm_data.jsonl', max_examples=1)[0]
-    assert pair.prompt.startswith('\n\nHuman: Can you describe') and pair.prompt.endswith('\n\nAssistant:')
-    assert pair.responses[1] == ' Yes, you can spray it directly onto the cloth.'
-    labelled = load_examples(SHARED / 'llamafactory_kto_en_demo.json')
-    assert sum(e.label is True for e in labelled) == 150 == sum(e.label is False for e in labelled)
-    talks = load_examples(SHARED / 'llamafactory_dpo_en_demo.json')
-    assert sum(e.prompt[0].role == 'system' for e in talks) == 80 and all(e.prompt[-1].role == 'user' for e in talks)
-    reviews = load_examples(SHARED / 'movie_reviews.jsonl', max_examples=2)
-    assert [e.label for e in reviews] == [1, 0] and reviews[1].response.startswith('director chris eyre')
-
-
 # --- bad records, streams, splits
 
 
 def test_bad_records_are_named_or_counted(tmp_path, tokenizer):
-    path = tmp_path / 'a.jsonl'
-    path.write_text(
-        '{"prompt": "p", "chosen": "c", "rejected": "r"}\n{"prompt": "p", "chosen": "c", "rejected": ""}\n{"x": '
-        '1}\nno\n'
-    )
+    path, good = tmp_path / 'a.jsonl', '{"prompt": "p", "chosen": "c", "rejected": "r"}\n'
+    path.write_text(good + good.replace('"r"', '""') + '{"x": 1}\nno\n')
+    assert len(load_examples(path, max_examples=1)) == 1  # the bad records are not reached
     with pytest.raises(ValueError, match=r'a.jsonl, line 2: answer 2 of 2 is empty\. Bad records'):
         load_examples(path)
     found = load_examples(path, skip_bad_records=True)
-    assert (
-        len(found) == 1
-        and found.num_skipped == 3
-        and [r.split(': ')[0][-6:] for r in found.reasons] == ['line 2', 'line 3', 'line 4']
-    )
+    assert len(found) == 1 and found.num_skipped == 3
+    assert [r.split(': ')[0][-6:] for r in found.reasons] == ['line 2', 'line 3', 'line 4']
     train, validation = load_preferences(path, tokenizer, skip_bad_records=True)
     assert len(train) == 1 and train.num_skipped == 3 and len(validation) == 0
     with pytest.raises(ValueError, match='none of 1 records can be used; the first: data, row 1: no known shape'):
@@ -139,9 +84,7 @@ def test_bad_records_are_named_or_counted(tmp_path, tokenizer):
 
 def test_what_cannot_be_tokenized_is_a_bad_record_too(tokenizer):
     rows = [{'prompt': 'p', 'completion': 'x' * n} for n in (3, 30, 4)]
-    with pytest.raises(
-        ValueError, match='data, row 2: 1 tokens of prompt and 31 of response, together more than max_length=10'
-    ):
+    with pytest.raises(ValueError, match='data, row 2: 1 tokens of prompt and 31 of response, .*max_length=10'):
         load_demonstrations(rows, tokenizer, max_length=10, overflow='refuse')
     train, _ = load_demonstrations(rows, tokenizer, max_length=10, overflow='refuse', skip_bad_records=True)
     assert [s.num_tokens for s in train] == [5, 6] and train.num_skipped == 1
@@ -150,34 +93,20 @@ def test_what_cannot_be_tokenized_is_a_bad_record_too(tokenizer):
 
 
 def test_own_column_names():
-    assert load_examples([{'q': 'a', 'a': 'b', 'text': 't'}], columns={'prompt': 'q', 'completion': 'a'}) == [
-        Demonstration(prompt='a', response='b', columns={'text': 't'}, where='data, row 1')
-    ]
+    rows = [{'q': 'a', 'a': 'b', 'text': 't'}]
+    (found,) = load_examples(rows, columns={'prompt': 'q', 'completion': 'a'})
+    assert found == Demonstration(prompt='a', response='b', columns={'text': 't'}, where='data, row 1')
     with pytest.raises(ValueError, match="row 1: there is no column 'q' .given for prompt.; the columns are 'x'"):
         load_examples([{'x': 'a'}], columns={'prompt': 'q'})
     with pytest.raises(ValueError, match="kind='prompts'; give 'prompt', 'demonstration'"):
         load_examples(['x'], kind='prompts')
 
 
-def test_only_as_much_is_read_as_is_asked_for(tmp_path):
-    path = tmp_path / 'a.jsonl'
-    path.write_text('{"prompt": "a"}\n{"prompt": ""}\n{"prompt": "b"}\n')
-    assert [e.prompt for e in load_examples(path, kind='prompt', max_examples=1)] == [
-        'a'
-    ]  # the bad record is not reached
-    with pytest.raises(ValueError, match='line 2: the prompt is empty'):
-        load_examples(path)
-
-
-def test_splits_by_percentage():
+def test_splits(tokenizer):
     data = list(range(200))
     train, validation = split_examples(data, 10, seed=1)
-    assert (
-        len(validation) == 20
-        and sorted(train + validation) == data
-        and train == sorted(train)
-        and validation == sorted(validation)
-    )
+    assert len(validation) == 20 and sorted(train + validation) == data
+    assert train == sorted(train) and validation == sorted(validation)
     assert (train, validation) == split_examples(data, 10, seed=1) and validation != split_examples(data, 10, seed=2)[1]
     assert set(split_examples(data, 5, seed=1)[1]) < set(validation)  # more percent only adds
     assert split_examples(data, 0) == (data, []) and len(split_examples(data, 0.001)[1]) == 1
@@ -185,14 +114,10 @@ def test_splits_by_percentage():
         split_examples(data, 100)
     with pytest.raises(ValueError, match='1 examples cannot be split'):
         split_examples([1], 5)
-
-
-def test_splits_of_the_loader(tokenizer):
     rows = [{'text': f'story {i}'} for i in range(10)]
-    train, validation = load_demonstrations(rows, tokenizer, validation_percentage=20, seed=3)
-    assert (len(train), len(validation)) == (8, 2)
-    train, validation = load_demonstrations(rows, tokenizer, validation_source=['a', 'b', 'c'])
-    assert (len(train), len(validation)) == (10, 3)
+    for given, lengths in (({'validation_percentage': 20}, (8, 2)), ({'validation_source': ['a', 'b']}, (10, 2))):
+        train, validation = load_demonstrations(rows, tokenizer, seed=3, **given)
+        assert (len(train), len(validation)) == lengths
     with pytest.raises(ValueError, match='validation_source and validation_percentage are both given; give one'):
         load_demonstrations(rows, tokenizer, validation_source=['a'], validation_percentage=5)
 
@@ -250,15 +175,10 @@ def test_conversion_there_and_back(tmp_path, example, shape, back, suffix):
 
 def test_conversion_to_several_records():
     ranked = Preference(prompt='p', responses=('a', 'b', 'c'))
-    assert [(r['chosen'], r['rejected']) for r in to_records(ranked, 'preference')] == [
-        ('a', 'b'),
-        ('a', 'c'),
-        ('b', 'c'),
-    ]
-    assert [(r['messages'][-1]['content'], r['label']) for r in to_records(ranked, 'kto')] == [
-        ('a', True),
-        ('c', False),
-    ]
+    pairs = [(r['chosen'], r['rejected']) for r in to_records(ranked, 'preference')]
+    assert pairs == [('a', 'b'), ('a', 'c'), ('b', 'c')]
+    judged = [(r['messages'][-1]['content'], r['label']) for r in to_records(ranked, 'kto')]
+    assert judged == [('a', True), ('c', False)]
 
 
 @pytest.mark.parametrize(
@@ -279,11 +199,8 @@ def test_conversions_that_would_lose_something(example, shape, reason):
 
 def test_writing_refuses(tmp_path):
     (tmp_path / 'a.json').write_text('keep')
-    for path, reason in (
-        ('a.json', 'the file exists'),
-        ('a.doc', "unknown kind of file '.doc'"),
-        ('x/a.json', 'there is no folder'),
-    ):
+    refusals = {'a.json': 'the file exists', 'a.doc': "unknown kind of file '.doc'", 'x/a.json': 'there is no folder'}
+    for path, reason in refusals.items():
         with pytest.raises(ValueError, match=reason):
             write_records([{'a': 1}], tmp_path / path)
     assert (tmp_path / 'a.json').read_text() == 'keep'
@@ -304,24 +221,3 @@ def test_convert_script(tmp_path, capsys):
     for name in TARGETS:  # every shape can be made from one of the samples
         sample = 'kto.jsonl' if name == 'text_label' else 'preference.jsonl'
         script['main']([str(SAMPLES / sample), str(tmp_path / f'{name}.jsonl'), '--to', name])
-
-
-@pytest.mark.parametrize(
-    ('flags', 'message'),
-    [
-        ('--to=nope', "argument --to: invalid choice: 'nope' (choose from"),
-        ('', 'the following arguments are required: --to'),
-        ('--to=alpaca --overwrit', "unknown argument '--overwrit'; did you mean --overwrite?"),
-        ('--to=alpaca', 'line 1: not valid JSON'),
-    ],
-)
-def test_mistakes_of_the_script_are_one_line(monkeypatch, capsys, tmp_path, flags, message):
-    (tmp_path / 'in.jsonl').write_text('nonsense\n')
-    monkeypatch.chdir(tmp_path)
-    main = runpy.run_path(str(ROOT / 'examples' / 'convert_data.py'))['main']
-    monkeypatch.setattr(sys, 'argv', ['convert_data.py', 'in.jsonl', 'out.jsonl', *flags.split()])
-    with pytest.raises(SystemExit) as stop:
-        run_main(main)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2 and message in line
-    assert '--skip_bad_records' not in line  # there is no other record

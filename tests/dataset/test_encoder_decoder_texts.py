@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tokenizers import processors
 
 from chatgpt.data import load_demonstrations, load_preferences, load_prompts
 from chatgpt.data.examples import Demonstration
@@ -57,8 +58,6 @@ def test_the_tokenizer_of_a_model_folder_knows_its_model(tmp_path):
 
 
 def test_language_codes_stand_where_the_tokenizer_puts_them():
-    from tokenizers import processors
-
     tokenizer = tokenizer_of('t5')
     # mBART's form: the end token and a language behind the source
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -90,10 +89,8 @@ def test_a_text_without_a_prompt_is_refused():
 
 def test_the_limit_is_of_each_side_and_special_tokens_stay():
     rows = [{'prompt': 'abcd', 'response': 'abcdabcd'}]
-    for family, prompt, response in (
-        ('t5', [B, C, D, END], [A, B, C, D]),
-        ('bart', [BEGIN, C, D, END], [BEGIN, A, B, C]),
-    ):
+    cut = {'t5': ([B, C, D, END], [A, B, C, D]), 'bart': ([BEGIN, C, D, END], [BEGIN, A, B, C])}
+    for family, (prompt, response) in cut.items():
         tokenizer = tokenizer_of(family)
         with pytest.warns(UserWarning, match='1 of 1 records are longer than 4 tokens and were cut'):
             (record,), _ = load_demonstrations(rows, tokenizer, max_length=4)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,41 +65,29 @@ def test_bad_csv_rows_are_named_or_skipped(tmp_path, row, reason):
     assert bad.num_skipped == 1 and bad.reasons[0].startswith(f'{path}, line 3: {reason}')
 
 
-def test_csv_header_that_repeats_a_column(tmp_path):
-    with pytest.raises(ValueError, match='line 1: the header names prompt more than once'):
-        read(write(tmp_path / 'a.csv', 'prompt,prompt\n1,2\n'))
-
-
 # --- json
 
 
 ROWS = [{'a': 1, 'b': {'c': [{'d': 'x}{'}]}}, {'a': 2, 'b': 'line\nbreak "and quotes" \\'}, {'a': 3}]
 
 
-@pytest.mark.parametrize('suffix', ['.json', '.jsonl', '.ndjson'])
-@pytest.mark.parametrize(
-    'text',
-    [
-        '\n'.join(json.dumps(r) for r in ROWS),
-        '\n\n'.join(json.dumps(r) for r in ROWS) + '\n\n',
-        '\n'.join(json.dumps(r, indent=4) for r in ROWS),
-        '\n'.join(json.dumps(r, indent=0) for r in ROWS),
-        '\r\n'.join(json.dumps(r, indent=2).replace('\n', '\r\n') for r in ROWS),
-        ' '.join(json.dumps(r) for r in ROWS),
-        ''.join(json.dumps(r, indent=1) for r in ROWS),
-        json.dumps(ROWS),
-        json.dumps(ROWS, indent=2),
-        '\ufeff' + json.dumps(ROWS, indent=2),
-        '\ufeff' + '\n'.join(json.dumps(r) for r in ROWS),
-        '\n'.join('  ' + json.dumps(r) for r in ROWS),
-    ],
-    ids=(
-        'lines blank-lines pretty pretty-no-indent crlf one-line touching array pretty-array '
-        'bom-array bom-lines indented'
-    ).split(),
-)
-def test_every_layout_of_json_gives_the_same_rows(tmp_path, suffix, text):
-    assert [r[0] for r in read(write(tmp_path / f'a{suffix}', text))] == ROWS
+LAYOUTS = {
+    'blank lines': '\n\n'.join(json.dumps(r) for r in ROWS) + '\n\n',
+    'pretty': '\n'.join(json.dumps(r, indent=4) for r in ROWS),
+    'pretty without indent': '\n'.join(json.dumps(r, indent=0) for r in ROWS),
+    'crlf': '\r\n'.join(json.dumps(r, indent=2).replace('\n', '\r\n') for r in ROWS),
+    'one line': ' '.join(json.dumps(r) for r in ROWS),
+    'touching': ''.join(json.dumps(r, indent=1) for r in ROWS),
+    'array': json.dumps(ROWS),
+    'pretty array after a byte order mark': '\ufeff' + json.dumps(ROWS, indent=2),
+    'indented lines after a byte order mark': '\ufeff' + '\n'.join('  ' + json.dumps(r) for r in ROWS),
+}
+
+
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_every_layout_of_json_gives_the_same_rows(tmp_path, layout):
+    for suffix in ('.json', '.jsonl', '.ndjson'):
+        assert [r[0] for r in read(write(tmp_path / f'a{suffix}', LAYOUTS[layout]))] == ROWS
 
 
 def test_lines_of_pretty_objects_are_those_of_their_braces(tmp_path):
@@ -132,20 +118,14 @@ def test_a_broken_line_costs_only_itself(tmp_path, broken, reason):
     assert rows == [{'a': 1}, {'a': 2}, {'a': 3}] and bad.num_skipped == 1
 
 
-def test_a_broken_pretty_object_costs_only_itself(tmp_path):
-    whole = json.dumps({'a': 1, 'b': [1, 2]}, indent=2)
-    path = write(tmp_path / 'a.jsonl', whole + '\n' + whole.replace('"b": [', '"b" [') + '\n' + whole + '\n')
-    rows, bad = skipping(path)
-    assert rows == [{'a': 1, 'b': [1, 2]}] * 2 and bad.num_skipped == 1
-    assert bad.reasons[0].startswith(f'{path}, line 8: not valid JSON')  # an object is 7 lines long
-
-
 def test_a_broken_pretty_object_with_objects_inside_costs_only_itself(tmp_path):
     whole = json.dumps({'a': {'b': 1}, 'c': [{'d': 2}, {'e': 3}]}, indent=2)
-    path = write(tmp_path / 'a.jsonl', whole.replace('"b": 1', '"b" 1') + '\n' + whole + '\n')
+    path = write(tmp_path / 'a.jsonl', whole + '\n' + whole.replace('"b": 1', '"b" 1') + '\n' + whole + '\n')
     rows, bad = skipping(path)
-    assert rows == [{'a': {'b': 1}, 'c': [{'d': 2}, {'e': 3}]}]
-    assert bad.reasons == [f"{path}, line 1: not valid JSON: Expecting ':' delimiter"]
+    assert rows == [{'a': {'b': 1}, 'c': [{'d': 2}, {'e': 3}]}] * 2
+    assert bad.reasons == [f"{path}, line 14: not valid JSON: Expecting ':' delimiter"]
+    records = read_records(path)
+    assert next(records).data == rows[0]  # read as it is used: the broken object is not reached
 
 
 def test_bytes_that_are_not_utf8(tmp_path):
@@ -261,9 +241,7 @@ def test_hub_names_go_through_datasets(monkeypatch):
         ({'prompt': 'x'}, 'data set some/data, row 1')
     ]
     assert calls == [(('some/data', 'en'), {'split': 'test', 'streaming': True})]
-    with pytest.raises(
-        ValueError, match='^nobody/nothing: no such file, and no data set from the hub: ConnectionError: no network$'
-    ):
+    with pytest.raises(ValueError, match='^nobody/nothing: .* no data set from the hub: ConnectionError: no network$'):
         read('nobody/nothing')
 
 
@@ -280,7 +258,7 @@ def test_hub_names_go_through_datasets(monkeypatch):
 )
 def test_sources_that_are_none(source, reason):
     with pytest.raises(ValueError, match=f'^{reason}$'):
-        read(source)
+        read_records(source) if source != [] else read(source)  # before the first record
 
 
 @pytest.mark.parametrize(
@@ -290,34 +268,14 @@ def test_sources_that_are_none(source, reason):
         ('a.json', '', 'the file is empty'),
         ('a.jsonl', ' \n\n', 'there is no record in it'),
         ('a.csv', 'prompt\n', 'there is no record in it'),
-        ('a.json', '[]', 'there is no record in it'),
         ('a.txt', '\n\n', 'there is no record in it'),
+        ('a.csv', 'prompt,prompt\n1,2\n', 'line 1: the header names prompt more than once'),
         ('a.xlsx', 'x', "unknown kind of file '.xlsx'; known are .csv"),
     ],
 )
 def test_files_without_data(tmp_path, name, text, reason):
-    with pytest.raises(ValueError, match=f'{name}: {reason}'):
+    with pytest.raises(ValueError, match=f'{name}(:|,) {reason}'):
         read(write(tmp_path / name, text))
-
-
-def test_a_missing_file_is_found_out_before_the_first_record():
-    with pytest.raises(ValueError, match='no such file'):
-        read_records('missing.csv')
-
-
-def test_large_files_are_read_as_they_are_used(tmp_path):
-    path = write(tmp_path / 'a.jsonl', '{"a": 1}\n' * 3 + 'broken\n')
-    records = read_records(path)
-    assert [next(records).data for _ in range(3)] == [{'a': 1}] * 3  # the broken line is not reached
-
-
-def test_datasets_is_imported_only_for_the_hub():
-    code = (
-        'import sys, chatgpt.data, chatgpt.launch.demo_world as e; '
-        'list(chatgpt.data.load_examples(e.demo_corpus(3))); '
-        "sys.exit('datasets' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, '-c', code], cwd=Path(__file__).parents[2]).returncode == 0
 
 
 # ---------------------------------------------------------------------- remedies
@@ -363,15 +321,10 @@ def test_a_file_of_another_kind_names_the_column_or_the_command(tmp_path, method
     assert told in found and 'line 1' in found and 'skip_bad_records' not in found
 
 
-@pytest.mark.parametrize(('method', 'good'), [('sft', DEMONSTRATION), ('dpo', PREFERENCE), ('ppo', {'prompt': 'a'})])
-def test_one_bad_record_among_good_ones_can_be_left_out(tmp_path, method, good):
-    for name, rows in (('first', ({'other': 1}, good)), ('later', (good, {'other': 1}))):
-        assert '--skip_bad_records' in refusal(method, written(tmp_path / f'{name}.jsonl', *rows))
-
-
 @pytest.mark.parametrize(
     ('ending', 'bad', 'good'),
     [
+        ('jsonl', '{"other": 1}\n', '{"prompt": "a"}\n'),
         ('jsonl', '{"prompt": "a\\ud800"}\n', '{"prompt": "a"}\n'),
         ('jsonl', '{"prompt": \n', '{"prompt": "a"}\n'),
         ('jsonl', '3\n', '{"prompt": "a"}\n'),
@@ -380,7 +333,7 @@ def test_one_bad_record_among_good_ones_can_be_left_out(tmp_path, method, good):
 )
 def test_what_cannot_be_read_is_left_out_only_beside_something_that_can(tmp_path, ending, bad, good):
     header = 'prompt\n' if ending == 'csv' else ''
-    for name, text, remedy in (('one', bad, False), ('all', bad + bad, False), ('first', bad + good, True)):
+    for name, text, remedy in (('all', bad + bad, False), ('first', bad + good, True), ('later', good + bad, True)):
         (tmp_path / f'{name}.{ending}').write_text(header + text)
         assert ('--skip_bad_records' in refusal('ppo', tmp_path / f'{name}.{ending}')) == remedy, name
 
@@ -388,12 +341,7 @@ def test_what_cannot_be_read_is_left_out_only_beside_something_that_can(tmp_path
 @pytest.mark.parametrize(
     ('name', 'text', 'encoding', 'told'),
     [
-        (
-            'a.csv',
-            'prompt,completion\na,b\na,caf\u00e9\n',
-            'latin-1',
-            'iconv -f ISO-8859-1 -t UTF-8 a.csv > utf8-a.csv',
-        ),
+        ('a.csv', 'prompt,completion\na,caf\u00e9\n', 'latin-1', 'iconv -f ISO-8859-1 -t UTF-8 a.csv > utf8-a.csv'),
         ('a.csv', 'prompt,completion\na,\u201cb\u201d\n', 'cp1252', 'iconv -f CP1252'),
         ('a.jsonl', '{"prompt": "a", "completion": "\u00fc"}\n', 'latin-1', 'ISO-8859-1 (latin-1)'),
         ('a.json', '[{"prompt": "a", "completion": "\u00fc"}]', 'latin-1', 'iconv -f ISO-8859-1'),
@@ -406,9 +354,3 @@ def test_another_encoding_is_named_with_the_way_to_convert_it(tmp_path, name, te
     (tmp_path / name).write_bytes(text.encode(encoding))
     found = refusal('sft', tmp_path / name)
     assert told in found and 'iconv' in found and 'skip_bad_records' not in found
-
-
-def test_a_damaged_line_of_utf8_is_a_bad_record(tmp_path):
-    row = json.dumps(DEMONSTRATION).encode()
-    (tmp_path / 'a.jsonl').write_bytes(row + b'\n{"prompt": "\xc3\xa9", "completion": "\xc3"}\n')
-    assert 'line 2: not UTF-8. Bad records are left out' in refusal('sft', tmp_path / 'a.jsonl')

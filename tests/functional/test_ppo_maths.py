@@ -13,13 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from chatgpt.functional.logprobs import chunked_logprobs, entropy_of, logprobs_of
 from chatgpt.functional.losses import kl_full
 from chatgpt.functional.masking import masked_mean, masked_sum, masked_var
-from chatgpt.functional.ppo import (
-    AdaptiveKLController,
-    FixedKLController,
-    clipped_policy_loss,
-    gae,
-    kl_penalty,
-)
+from chatgpt.functional.ppo import AdaptiveKLController, FixedKLController, clipped_policy_loss, gae, kl_penalty
 
 # ---------------------------------------------------------------------- masking
 

@@ -50,12 +50,7 @@ def slow_turns(
 def episodes(generator: torch.Generator) -> tuple[list, list, list, list]:
     """Four responses: three turns with observations, one turn, turns that touch, one whose first turn does not
     count."""
-    masks = [
-        bools(1, 1, 0, 0, 1, 0, 1, 1, 1),
-        bools(1, 1, 1),
-        bools(1, 1, 1, 1),
-        bools(0, 0, 0, 1, 1),
-    ]
+    masks = [bools(1, 1, 0, 0, 1, 0, 1, 1, 1), bools(1, 1, 1), bools(1, 1, 1, 1), bools(0, 0, 0, 1, 1)]
     turns = [ints(0, 0, -1, -1, 1, -1, 2, 2, 2), ints(0, 0, 0), ints(0, 0, 1, 1), ints(0, 0, -1, 1, 1)]
     rewards = [torch.randn(len(m), generator=generator, dtype=F64) for m in masks]
     values = [torch.randn(len(m), generator=generator, dtype=F64) for m in masks]

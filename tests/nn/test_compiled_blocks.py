@@ -43,11 +43,7 @@ def batch_of(*lengths: tuple[int, int]) -> Any:
     return collate(sequences(lengths, seed=sum(p + 7 * a for p, a in lengths)))
 
 
-SHAPES = [
-    ((3, 4), (2, 7), (6, 1)),
-    ((3, 4), (2, 7), (6, 2), (3, 3)),
-    ((2, 3), (8, 8), (9, 1), (1, 1)),
-]
+SHAPES = [((3, 4), (2, 7), (6, 1)), ((3, 4), (2, 7), (6, 2), (3, 3)), ((2, 3), (8, 8), (9, 1), (1, 1))]
 
 
 def learn(model: nn.Module, batch: Any) -> list[torch.Tensor]:

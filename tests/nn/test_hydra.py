@@ -13,14 +13,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from chatgpt.nn import Actor
-from chatgpt.nn.hydra import (
-    check_hydra,
-    has_hydra,
-    make_hydra,
-    recorded_trunk,
-    reference_branch,
-    settle_hydra,
-)
+from chatgpt.nn.hydra import check_hydra, has_hydra, make_hydra, recorded_trunk, reference_branch, settle_hydra
 from chatgpt.nn.lora import convert_to_lora
 from chatgpt.testing.fakes import tiny_causal_lm
 
@@ -227,11 +220,7 @@ def test_rounding_is_no_reason_to_refuse() -> None:
 
 @pytest.mark.parametrize(
     ('build', 'message'),
-    [
-        (_IgnoresItsTree, 'from its module tree'),
-        (_NoisyLlama, 'differ by'),
-        (_NeverAgain, 'differ by nan'),
-    ],
+    [(_IgnoresItsTree, 'from its module tree'), (_NoisyLlama, 'differ by'), (_NeverAgain, 'differ by nan')],
 )
 def test_a_model_that_does_not_agree_is_refused(build: Any, message: str) -> None:
     owner = Owner(build(causal_lm('llama').config))

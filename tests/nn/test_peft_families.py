@@ -62,13 +62,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         'chunk_size': 8,
         'use_cache': False,
     },
-    'falcon_h1': {
-        **SMALL,
-        'mamba_d_ssm': 32,
-        'mamba_d_state': 4,
-        'mamba_n_heads': 2,
-        'mamba_d_head': 16,
-    },
+    'falcon_h1': {**SMALL, 'mamba_d_ssm': 32, 'mamba_d_state': 4, 'mamba_n_heads': 2, 'mamba_d_head': 16},
 }
 
 
