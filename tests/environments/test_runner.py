@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -134,22 +133,21 @@ def test_what_raises_and_what_is_nonsense_ends_one_episode(kind):
     runner.close()
 
 
-@pytest.mark.parametrize('factory', [Counter, Awaited])
-@pytest.mark.parametrize(('kind', 'verb'), [('threads', 'hang'), ('processes', 'hang'), ('processes', 'spin')])
-def test_a_step_that_hangs_ends_one_episode(kind, verb, factory):
+@pytest.mark.parametrize(
+    ('factory', 'kind', 'verb'),
+    [(Counter, 'threads', 'hang'), (Counter, 'processes', 'spin'), (Awaited, 'threads', 'hang')]
+    + [(Awaited, 'processes', 'spin')],
+)
+def test_a_step_that_hangs_ends_one_episode(factory, kind, verb):
     runner = made(factory, kind, num_workers=1)
     begun = texts(play(runner, 'other', 'a', 'b'))
-    undisturbed = made(factory, kind, limit=20)
-    after = texts(play(undisturbed, 'other', 'a', 'b', 'c'))
-    assert begun == after[:3]
-    undisturbed.close()
-
     failure = play(runner, 'hangs', f'do:{verb}')[-1]
     assert failure.reason == 'timeout' and failure.message == f'{factory.__name__}: took longer than 1 s'
     assert failure.seconds >= 1.0
     runner.forget('hangs')
     runner.act('other', 'c')
-    assert runner.result('other').observation == after[3], 'moved, or built again from its seed and responses'
+    # moved, or built again from its seed and responses
+    assert [*begun, runner.result('other').observation] == ['at 700\n', 'at 701 a\n', 'at 702 b\n', 'at 703 c\n']
     assert len(runner.hung) == (1 if kind == 'threads' else 0)
     runner.close()
 
@@ -163,12 +161,6 @@ def test_waiting_for_a_worker_is_not_in_the_limit(kind):
         runner.result(key)
         runner.act(key, 'do:nap')
     assert texts([runner.result(key) for key in range(4)]) == ['at 701 do:nap\n'] * 4, 'two seconds altogether'
-    runner.close()
-
-
-def test_a_reset_that_hangs():
-    runner = made()
-    assert play(runner, 'k', reset='hangs')[0].reason == 'timeout'
     runner.close()
 
 
@@ -206,19 +198,18 @@ def test_one_that_answers_differently_when_it_is_built_again_is_named():
     runner.act('other', 'b')
     failure = runner.result('other')
     assert failure.reason == 'invalid'
-    assert failure.message.startswith(
-        'Moody: built again from its seed and the responses so far, it answers turn 1 differently: observation was '
-        f"'{first}\\n' and is '"
+    assert re.match(
+        rf"Moody: built again .* turn 1 differently: observation was '{first}\\n' and is '", failure.message
     )
     runner.close()
 
 
 def test_too_many_threads_that_hang_end_the_run(monkeypatch):
     monkeypatch.setattr(runner_module, 'MAX_HUNG_THREADS', 1)
-    runner = made(limit=1.0)
+    runner = made(limit=0.3)
     assert play(runner, 0, 'do:hang')[-1].reason == 'timeout'
     with pytest.raises(runner_module.EnvironmentsHang, match="Counter: 2 threads hang.*workers='processes'"):
-        play(runner, 1, 'do:hang')
+        assert play(runner, 1, reset='hangs')[0].reason == 'timeout'
         play(runner, 2)
     runner.close()
 
@@ -293,8 +284,6 @@ def local_factory():
 def test_what_cannot_go_to_a_process_is_refused_at_once(monkeypatch):
     with pytest.raises(ValueError, match=r"local_factory.<locals>.Inner cannot go to .* cannot be pickled .*'threads'"):
         made(local_factory(), 'processes')
-    with pytest.raises(ValueError, match='cannot be pickled'):
-        made(partial(Counter, option=lambda: 0), 'processes')
     main = type('Counter', (Counter,), {'__module__': '__main__'})
     monkeypatch.setattr(sys.modules['__main__'], 'Counter', main, raising=False)
     with pytest.raises(ValueError, match='defined in the script that runs, .* move it to a module of its own'):
@@ -305,21 +294,13 @@ def test_what_cannot_go_to_a_process_is_refused_at_once(monkeypatch):
 
 def test_a_module_that_a_worker_cannot_import(tmp_path, monkeypatch):
     file = tmp_path / 'only_here_once.py'
-    file.write_text('class Env:\n    def reset(self, seed, **columns):\n        return "hello"\n')
-    from chatgpt.registry import load_object
-
-    runner = made(load_object(f'{file}:Env'), 'processes', limit=20)
-    assert play(runner, 0)[0].observation == 'hello', 'a file that was named by its path'
-    runner.close()
-    tools = tmp_path / 'tools_once.py'
-    tools.write_text(
+    file.write_text(
         'class Tools:\n    def reset(self, **columns):\n        return "use them"\n\n'
         '    def look(self) -> str:\n        "Look."\n        return "nothing"\n'
     )
-    runner = made(find_environment(f'{tools}:Tools'), 'processes', limit=20)
-    assert play(runner, 0)[0].observation == 'use them', 'within what adapts it'
+    runner = made(find_environment(f'{file}:Tools'), 'processes', limit=20)
+    assert play(runner, 0)[0].observation == 'use them', 'a file that was named by its path, within what adapts it'
     runner.close()
-    runner = made(load_object(f'{file}:Env'), 'processes', limit=20)
     for source, told in (('raise RuntimeError("not twice")', 'not twice'), ('import os; os._exit(5)', 'exit code 5')):
         file.write_text(f'{source}\n')
         runner.start(0, 1, {})

@@ -139,21 +139,6 @@ class Paid:
         return {'honest': 10.0}
 
 
-def test_rewards_of_turns():
-    sample, _ = episode(Paid, [call('work', '{}'), call('work', '{}'), 'end'])
-    assert [t.rewards for t in sample.episode.turns] == [
-        {'turn_reward': 1.0},
-        {'turn_reward': 2.0},
-        {'turn_reward': 3.0, 'honest': 10.0},
-    ]
-
-    class Turned(Paid):
-        get_reward = None
-
-    sample, _ = episode(Turned, [call('work', '{}'), 'end'])
-    assert [t.rewards for t in sample.episode.turns] == [{'reward': 1.0}, {'reward': 2.0}]
-
-
 @pytest.mark.parametrize(
     ('settings', 'sampling', 'end'), [({'max_turns': 2}, {}, 'turns'), ({}, {'max_new_tokens': 160}, 'tokens')]
 )
@@ -210,56 +195,6 @@ def test_trls_reward_functions_see_the_environment():
     assert sample.episode.turns[-1].rewards == {'Shop': 1.03, 'left': 3.0}
 
 
-class NoDocstring:
-    def reset(self):
-        pass
-
-    def do(self, x: int) -> int:
-        return x
-
-
-class NoHint:
-    def reset(self):
-        pass
-
-    def do(self, x):
-        """Do.
-
-        Args:
-            x: a number
-        """
-
-
-class NoReset:
-    def get_reward(self):
-        return 0.0
-
-
-class NeedsArguments:
-    def __init__(self, url):
-        pass
-
-    def reset(self):
-        pass
-
-
-@pytest.mark.parametrize(
-    ('make', 'words'),
-    [
-        (NoDocstring, 'NoDocstring.do is a tool.*docstring'),
-        (NoHint, 'NoHint.do is a tool.*x'),
-        (NoReset, 'NoReset has no method reset'),
-        (NeedsArguments, r'making NeedsArguments\(\) raised TypeError.*url'),
-    ],
-)
-def test_mistakes_are_named_before_any_work(make, words):
-    with pytest.raises(ValueError, match=words):
-        ToolFactory(make)
-    if make not in (NoReset, NeedsArguments):  # nothing shows that these are classes with tools
-        with pytest.raises(ValueError, match=words):
-            find_environment(make)
-
-
 def test_a_reset_with_few_columns_and_an_image():
     class Few:
         def reset(self, target):
@@ -279,68 +214,73 @@ def test_a_reset_with_few_columns_and_an_image():
     assert sample.episode.turns[-1].rewards == {'reward': 4.0}
 
 
-def test_a_call_by_an_unknown_kind_and_arguments_in_a_string():
-    environment = ToolFactory(Shop)()
-    environment.reset(seed=1)
-    calls = [{'type': 'magic', 'name': 'x'}, {'type': 'function', 'function': {'name': 'leave', 'arguments': {}}}]
-    messages, *_ = environment.step({'role': 'assistant', 'content': '', 'tool_calls': calls})
-    assert [m['content'] for m in messages] == ["{'error': 'Unsupported tool call type: magic'}", 'None']
-    assert len({m['tool_call_id'] for m in messages}) == 2
+def test_rewards_of_turns():
+    two = [call('work', '{}'), call('work', '{}'), 'end']
+    turned = type('Turned', (Paid,), {'get_reward': None})
+    for cls, name, last in ((Paid, 'turn_reward', {'honest': 10.0}), (turned, 'reward', {})):
+        sample, _ = episode(cls, two)
+        assert [t.rewards for t in sample.episode.turns] == [{name: 1.0}, {name: 2.0}, {name: 3.0} | last]
 
 
-def ppo(environment, prompts=None, **kwargs):
-    tokenizer = chat_tokenizer('qwen2.5')
-    torch.manual_seed(0)
-    actor = Actor(tiny_causal_lm('gpt2', vocab_size=len(tokenizer), n_positions=2048))
-    strategy = NaiveStrategy(seed=1)
-    actor, optim = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=1e-3)))
-    trainer = PPOTrainer(
-        *(strategy, actor, None),
-        kwargs.pop('reward_model', None),
-        *(None, optim, None),
-        advantage_estimator='grpo',
-        num_samples_per_prompt=2,
-        experience_batch_size=2,
-        train_batch_size=2,
-        tokenizer=tokenizer,
-        environment=environment,
-        environment_settings=EnvironmentSettings(max_turns=2, max_turn_tokens=6),
-        max_new_tokens=300,
-        kl_coef=0.0,
-        **kwargs,
-    )
-    trainer.fit(prompts, num_episodes=1, max_timesteps=1, update_timesteps=1)
-    return trainer
+def without(**methods):
+    return type('Mine', (), {'reset': lambda self: None} | methods)
+
+
+def undescribed(self, x: int) -> int:
+    return x
+
+
+def untyped(self, x):
+    """Do.
+
+    Args:
+        x: a number
+    """
+
+
+@pytest.mark.parametrize(
+    ('make', 'words'),
+    [
+        (without(do=undescribed), 'Mine.do is a tool.*docstring'),
+        (without(do=untyped), 'Mine.do is a tool.*x'),
+        (without(reset=None), 'Mine has no method reset'),
+        (without(__init__=lambda self, url: None), r'making Mine\(\) raised TypeError.*url'),
+    ],
+)
+def test_mistakes_are_named_before_any_work(make, words):
+    with pytest.raises(ValueError, match=words):
+        ToolFactory(make)
+    if hasattr(make, 'do'):  # nothing shows that the others are classes with tools
+        with pytest.raises(ValueError, match=words):
+            find_environment(make)
 
 
 def test_a_trainer_takes_the_class():
-    asked = []
+    tokenizer = chat_tokenizer('qwen2.5')
 
-    class Asked(Seeded):
-        def get_reward(self):
-            asked.append((self.target, self.counter))
-            return super().get_reward()
+    def ppo(environment, prompts=None, reward_model=None):
+        torch.manual_seed(0)
+        actor = Actor(tiny_causal_lm('gpt2', vocab_size=len(tokenizer), n_positions=2048, layers=1))
+        strategy, settings = NaiveStrategy(seed=1), EnvironmentSettings(max_turns=2, max_turn_tokens=6)
+        actor, optim = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=1e-3)))
+        sizes = {'num_samples_per_prompt': 2, 'experience_batch_size': 2, 'train_batch_size': 2, 'max_new_tokens': 300}
+        given = {'advantage_estimator': 'grpo', 'tokenizer': tokenizer, 'kl_coef': 0.0}
+        given |= {'environment': environment, 'environment_settings': settings, **sizes}
+        PPOTrainer(strategy, actor, None, reward_model, None, optim, **given).fit(prompts, 1, 1, 1)
 
-    ppo(Asked)
-    assert len(asked) == 4 and all(counter == 0 for _, counter in asked), 'random turns call nothing'
-    # Threads ask in any order; the two samples of a prompt have one seed, so one target.
-    targets = sorted(target for target, _ in asked)
-    assert targets[0] == targets[1] and targets[2] == targets[3]
-    rows = [{'prompt': QUESTION, 'budget': 4}, {'prompt': 'Buy tea.', 'budget': 5}]
-    budgets = []
+    rows, seen = [{'prompt': QUESTION, 'budget': 4}, {'prompt': 'Buy tea.', 'budget': 5}], []
 
     class Budget(Shop):
-        def reset(self, budget, prompt, **columns):
-            budgets.append((budget, prompt))
+        def reset(self, seed, budget, prompt, **columns):
+            seen.append((budget, prompt, seed))
             return super().reset(budget)
 
     ppo(Budget, rows)
-    assert sorted(budgets, key=str) == sorted(
-        2 * [(4, QUESTION), (5, [{'role': 'user', 'content': 'Buy tea.'}])], key=str
-    )
+    # The two samples of a prompt have one seed.
+    assert len(seen) == 4 and len({seed for *_, seed in seen}) == 2
+    asked = [(4, QUESTION), (5, [{'role': 'user', 'content': 'Buy tea.'}])]
+    assert sorted((row[:2] for row in seen), key=str) == sorted(2 * asked, key=str)
 
-
-def test_a_class_without_rewards_needs_a_reward_model():
     class Free:
         def reset(self, **columns):
             return 'Go.'
