@@ -17,16 +17,8 @@ from chatgpt.environments.calls import checked_calls, reader
 from chatgpt.environments.transcript import ChatTemplate, PlainText
 from chatgpt.types import Prompt
 
-TOOLS = [
-    {
-        'type': 'function',
-        'function': {
-            'name': 'add',
-            'description': 'Adds.',
-            'parameters': {'type': 'object', 'properties': {'a': {'type': 'integer', 'description': 'one'}}},
-        },
-    }
-]
+PARAMETERS = {'type': 'object', 'properties': {'a': {'type': 'integer', 'description': 'one'}}}
+TOOLS = [{'type': 'function', 'function': {'name': 'add', 'description': 'Adds.', 'parameters': PARAMETERS}}]
 SYSTEM = {'role': 'system', 'content': 'Be brief.'}
 THOUGHT = '<think>\nLet me see.\n</think>\n\n'
 
@@ -45,10 +37,9 @@ def prompt(*messages):
 
 def refusal(family, tools=None, options=None, system=False):
     """Why a family is refused, or ''."""
+    asked = prompt(*([SYSTEM] if system else []), user('Hello'))
     try:
-        ChatTemplate(chat_tokenizer(family), tools, options).first(
-            prompt(*([SYSTEM] if system else []), user('Hello')), ''
-        )
+        ChatTemplate(chat_tokenizer(family), tools, options).first(asked, '')
     except ValueError as error:
         assert '\n' not in str(error)
         return str(error)
@@ -87,30 +78,16 @@ def test_families_are_taken_or_refused_by_name(family, tools, options, system, w
     assert re.search(words, said) if words else said == '', said
 
 
-CANONICAL = [
-    (f, tools, said)
-    for f, tools, options in [
-        ('chatml', False, {}),
-        ('qwen2.5', False, {}),
-        ('qwen2.5', True, {}),
-        ('qwen3', True, {}),
-        ('smollm3', False, {}),
-        ('llama3', False, {}),
-        ('llama3', True, {}),
-        ('mistral', False, {}),
-        ('mistral', True, {}),
-        ('gemma', False, {}),
-    ]
-    for said in ('', THOUGHT)
-    if not (tools and said and f in ('llama3', 'mistral'))
-]
+TAKEN = [(family, False) for family in ('chatml', 'qwen2.5', 'smollm3', 'llama3', 'mistral', 'gemma')]
+TAKEN += [(family, True) for family in ('qwen2.5', 'qwen3', 'llama3', 'mistral')]
 
 
-@pytest.mark.parametrize(('family', 'tools', 'said'), CANONICAL)
+@pytest.mark.parametrize(('family', 'tools'), TAKEN)
 @pytest.mark.parametrize('ended', ['eos', 'length', 'stop'])
-def test_appended_text_is_the_rendered_text(family, tools, said, ended):
+def test_appended_text_is_the_rendered_text(family, tools, ended):
     """Three rounds of turns written as the template writes them; `apply_chat_template` says what is right."""
     tokenizer = chat_tokenizer(family)
+    said = '' if tools and family in ('llama3', 'mistral') else THOUGHT
     transcript = ChatTemplate(tokenizer, TOOLS if tools else None)
     start = [user('How much is 3 and 4?')]
     ids = transcript.first(prompt(*start), '')
@@ -121,12 +98,9 @@ def test_appended_text_is_the_rendered_text(family, tools, said, ended):
             function = {'name': 'add', 'arguments': {'a': number}}
             answer['tool_calls'] = [{'type': 'function', 'id': '123456789', 'function': function}]
         follows = [result(f'{number} 12')] if tools else [user(f'Sure?\n{number}')]
-        before = tokenizer.apply_chat_template(
-            messages, tools=TOOLS if tools else None, tokenize=False, add_generation_prompt=True
-        )
-        whole = tokenizer.apply_chat_template(
-            [*messages, answer, *follows], tools=TOOLS if tools else None, tokenize=False, add_generation_prompt=True
-        )
+        form = {'tools': TOOLS if tools else None, 'tokenize': False, 'add_generation_prompt': True}
+        before = tokenizer.apply_chat_template(messages, **form)
+        whole = tokenizer.apply_chat_template([*messages, answer, *follows], **form)
         ending = FAMILIES[family][1]
         turn_text = whole[len(before) : whole.index(ending, len(before))]
         turn = tokenizer(turn_text + (ending if ended == 'eos' else ''), add_special_tokens=False)['input_ids']
@@ -224,10 +198,8 @@ def test_text_is_plain_unless_the_settings_say_so_and_messages_never_are():
         return tokenizer.decode(torch.cat([sample.prompt_ids, sample.response_ids]))
 
     assert text(Says) == 'Well?YesSo?No'
-    chat = (
-        '<|im_start|>user\nWell?<|im_end|>\n<|im_start|>assistant\nYes<|im_end|>\n'
-        '<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\nNo'
-    )
+    turn = '<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}'
+    chat = turn.format('Well?', 'Yes<|im_end|>\n') + turn.format('So?', 'No')
     assert text(Says, apply_chat_template=True) == chat
 
     class Starts(Says):
@@ -244,40 +216,33 @@ def test_text_is_plain_unless_the_settings_say_so_and_messages_never_are():
         PlainText(tokenizer).after([1], 'eos', [user('x')])
 
 
-def test_a_template_that_rewrites_stops_a_run_before_anything_is_sampled():
-    engine = ScriptedEngine({0: []})
-    tokenizer = chat_tokenizer('qwen3')
-    with pytest.raises(ValueError, match='rewrites what came before'):
-        played(engine, Dialogue, tokenizer)
-    assert engine.asked == []
+class Opens(Environment):
+    """Says what the template of Gemma refuses: at reset of the second sample, and in a step of the first."""
 
+    said = ()
 
-def test_messages_that_a_template_refuses_end_the_episode():
-    class Jumps(Environment):
-        def reset(self, seed, **columns):
-            return [user('a')]
+    def reset(self, seed, **columns):
+        return [user(text) for text in (self.said if seed == seed_of(0, 1) else ['a'])]
 
-        def step(self, response):
-            return [user('b'), user('c')], 0.0, False, False, {}
-
-    tokenizer = chat_tokenizer('gemma')
-    (sample,) = played(ScriptedEngine({0: [([5], 'length')]}), Jumps, tokenizer)
-    assert sample.episode.end == 'invalid' and 'must alternate' in sample.episode.message
+    def step(self, response):
+        return [user('b'), user('c')], 0.0, False, False, {}
 
 
 @pytest.mark.parametrize(('said', 'why'), [([], 'nothing to answer'), (['b', 'c'], 'must alternate')])
-def test_a_first_observation_that_a_template_refuses_ends_its_own_episode(said, why):
-    class Opens(Environment):
-        def reset(self, seed, **columns):
-            return [user(text) for text in (said if seed == seed_of(0, 1) else ['a'])]
-
-        def step(self, response):
-            return 'x', 1.0, True, False, {}
-
-    tokenizer = chat_tokenizer('gemma')
+def test_messages_that_a_template_refuses_end_their_own_episode(monkeypatch, said, why):
+    monkeypatch.setattr(Opens, 'said', said)
     script = {0: [([5], 'length')], 1: [([5], 'length')]}
-    samples = played(ScriptedEngine(script), Opens, tokenizer, prompts=[NOTHING] * 2)
-    assert [s.episode.end for s in samples] == ['terminated', 'invalid'] and why in samples[1].episode.message
+    samples = played(ScriptedEngine(script), Opens, chat_tokenizer('gemma'), prompts=[NOTHING] * 2)
+    assert [s.episode.end for s in samples] == ['invalid', 'invalid']
+    assert [len(s.episode.turns) for s in samples] == [1, 0]
+    assert 'must alternate' in samples[0].episode.message and why in samples[1].episode.message
+
+
+def test_a_template_that_rewrites_stops_a_run_before_anything_is_sampled():
+    engine = ScriptedEngine({0: []})
+    with pytest.raises(ValueError, match='rewrites what came before'):
+        played(engine, Dialogue, chat_tokenizer('qwen3'))
+    assert engine.asked == []
 
 
 # --------------------------------------------------------------------- reading calls
@@ -332,20 +297,11 @@ def test_thinking_is_no_call_and_ids_are_kept():
 
 def test_the_tokenizers_own_response_parsing_comes_first():
     tokenizer = chat_tokenizer('qwen2.5')
-    tokenizer.response_template = {
-        'defaults': {'role': 'assistant'},
-        'start_anchor': '<|im_start|>assistant\n',
-        'fields': {
-            'tool_calls': {
-                'open': '<tool_call>',
-                'close': '</tool_call>',
-                'repeats': True,
-                'content': 'json',
-                'transform': {'type': 'function', 'function': '{content}'},
-            },
-            'content': {'close': '<|im_end|>', 'content': 'text'},
-        },
-    }
+    form = {'open': '<tool_call>', 'close': '</tool_call>', 'repeats': True, 'content': 'json'}
+    calls = form | {'transform': {'type': 'function', 'function': '{content}'}}
+    fields = {'tool_calls': calls, 'content': {'close': '<|im_end|>', 'content': 'text'}}
+    begins = {'defaults': {'role': 'assistant'}, 'start_anchor': '<|im_start|>assistant\n'}
+    tokenizer.response_template = begins | {'fields': fields}
     transcript = ChatTemplate(tokenizer, TOOLS)
     assert transcript._read is None
     before = tokenizer('<|im_start|>assistant\n')['input_ids']
@@ -362,8 +318,6 @@ def test_the_tokenizers_own_response_parsing_comes_first():
 
 def test_a_template_whose_calls_nobody_reads_is_refused():
     tokenizer = chat_tokenizer('qwen2.5')
-    tokenizer.chat_template = tokenizer.chat_template.replace('<tool_call>', '<call>').replace(
-        '</tool_call>', '</call>'
-    )
+    tokenizer.chat_template = re.sub('(</?)tool_call>', r'\1call>', tokenizer.chat_template)
     with pytest.raises(ValueError, match='writes calls of tools as .*<call>.* not understood'):
         ChatTemplate(tokenizer, TOOLS)

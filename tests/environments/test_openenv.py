@@ -10,17 +10,13 @@ import time
 import pytest
 import torch
 from chat_families import chat_tokenizer
-from scripted_engine import ScriptedEngine
+from scripted_engine import NOTHING, ScriptedEngine, played
 
 from chatgpt.environments import EnvironmentSettings, find_environment
-from chatgpt.rollout import Call, SamplingParams
-from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.types import Prompt
 
 pytest.importorskip('openenv.core', reason='needs openenv-core')
 pytestmark = pytest.mark.system
-
-NOTHING = Prompt(ids=torch.zeros(0, dtype=torch.int64))
 
 
 @pytest.fixture
@@ -86,20 +82,10 @@ def echo(sessions=8, slow=0.0):
 def episodes(url, turns, settings=None, prompt=NOTHING, count=1, **options):
     tokenizer = chat_tokenizer('chatml')
     ids = [(tokenizer(turn)['input_ids'], 'length') for turn in turns]
-    engine = EpisodeEngine(
-        ScriptedEngine(dict.fromkeys(range(count), ids)),
-        find_environment(f'openenv:{url}', options),
-        tokenizer,
-        settings,
-    )
-    samples = engine.generate(
-        Call.of([prompt] * count, SamplingParams(max_new_tokens=200), seed=4, indices=range(count), groups=[0] * count)
-    )
-    texts = [tokenizer.decode(torch.cat([s.prompt_ids, s.response_ids])) for s in samples]
-    for sample in samples:
-        engine.runner.forget(sample.index)
-    engine.close()
-    return samples, texts
+    engine, environment = ScriptedEngine(dict.fromkeys(range(count), ids)), find_environment(f'openenv:{url}', options)
+    given = {'prompts': [prompt] * count, 'seed': 4, 'groups': [0] * count, 'max_new_tokens': 200}
+    samples = played(engine, environment, tokenizer, settings=settings, **given)
+    return samples, [tokenizer.decode(torch.cat([s.prompt_ids, s.response_ids])) for s in samples]
 
 
 def test_episodes_with_a_server(serve):
@@ -115,12 +101,13 @@ def test_episodes_with_a_server(serve):
 
 def test_failures_have_names(serve):
     url = serve(echo())
-    (sample,), _ = episodes(url, ['crash'])
-    assert sample.episode.end == 'error' and 'the world has ended' in sample.episode.message
-    (sample,), _ = episodes(url, ['x'], action='text')
-    assert sample.episode.end == 'error' and 'VALIDATION_ERROR' in sample.episode.message
-    (sample,), _ = episodes(url, ['x'], observation='words')
-    assert sample.episode.end == 'error' and 'the fields text, turns; name the text' in sample.episode.message
+    for turn, options, message in (
+        ('crash', {}, 'the world has ended'),
+        ('x', {'action': 'text'}, 'VALIDATION_ERROR'),
+        ('x', {'observation': 'words'}, 'the fields text, turns; name the text'),
+    ):
+        (sample,), _ = episodes(url, [turn], **options)
+        assert sample.episode.end == 'error' and message in sample.episode.message
     samples, _ = episodes(serve(echo(sessions=1)), ['hm', 'bye'], count=2)
     assert sorted(s.episode.end for s in samples) == ['error', 'terminated']
     (message,) = (s.episode.message for s in samples if s.episode.end == 'error')

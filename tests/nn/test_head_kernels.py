@@ -1,15 +1,12 @@
 """`Actor.logprob_kernel`: which way is taken when, what is refused by name, and that all give the plain path's numbers.
 
-Triton's kernels run here only in an environment with liger-kernel and triton, in triton's interpreter
-(TRITON_INTERPRET=1); elsewhere the recorded numbers of `liger_golden.json` stand for them.
+Triton's kernels run in tests/gpu; here the recorded numbers of `liger_golden.json` stand for them.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from copy import deepcopy
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +24,11 @@ from chatgpt.functional import logprobs as plain_module
 from chatgpt.functional.fused_logprobs import fused_logprobs
 from chatgpt.functional.logprobs import chunked_logprobs
 from chatgpt.nn import Actor, head_kernels
-from chatgpt.nn.head_kernels import head_logprobs, linear_weights
+from chatgpt.nn.head_kernels import linear_weights
 from chatgpt.strategies import FSDPStrategy, NaiveStrategy
 from chatgpt.testing import tiny_causal_lm
 from chatgpt.testing.processes import run_distributed
 
-INTERPRETED = find_spec('liger_kernel') is not None and os.environ.get('TRITON_INTERPRET') == '1'
 GOLDEN = Path(__file__).with_name('liger_golden.json')
 
 
@@ -208,35 +204,3 @@ def test_ours_agree_with_ligers_recorded_numbers(temperature, bias, trained):
         assert len(found) == len(recorded)
         for ours, theirs in zip(found, recorded, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4, abs=2e-6)
-
-
-@pytest.mark.skipif(not INTERPRETED, reason='needs liger-kernel, triton and TRITON_INTERPRET=1')
-@pytest.mark.parametrize(('temperature', 'bias', 'trained'), CASES)
-def test_liger_in_tritons_interpreter(temperature, bias, trained):
-    def liger(hidden, head, ids, **options):
-        return head_logprobs(hidden, head, head, ids, kernel='liger', vocab_size=50, **options)
-
-    want = numbers(chunked_logprobs, temperature, bias, trained)
-    for ours, plain in zip(numbers(liger, temperature, bias, trained), want, strict=True):
-        assert ours == pytest.approx(plain, rel=1e-4, abs=2e-6)
-
-
-@pytest.mark.skipif(not INTERPRETED, reason='needs liger-kernel, triton and TRITON_INTERPRET=1')
-def test_liger_in_an_actor_and_what_it_refuses():
-    actor, batch = Actor(tiny_causal_lm('llama')).eval(), collate(sequences())
-    want = [x.clone() for x in run(actor, batch)]
-    actor.logprob_kernel = 'liger'
-    for ours, plain in zip(run(actor, batch), want, strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match='no gradient of the entropy'):
-        actor(batch, with_entropy=True)
-    with torch.autocast('cpu', dtype=torch.bfloat16):
-        assert actor(batch, temperature=0.5).logprobs.shape == want[0].shape
-        with pytest.raises(ValueError, match=r'in 16 bits 0\.7, which is no power of two'):
-            actor(batch, temperature=0.7)
-    with pytest.raises(ValueError, match='there is no GPU|need a GPU'):
-        os.environ['TRITON_INTERPRET'] = '0'
-        try:
-            actor(batch)
-        finally:
-            os.environ['TRITON_INTERPRET'] = '1'
