@@ -62,9 +62,6 @@ def test_sample_file(name, tokenizer):
     assert len(tokenized) == number
 
 
-# --- bad records, streams, splits
-
-
 def test_bad_records_are_named_or_counted(tmp_path, tokenizer):
     path, good = tmp_path / 'a.jsonl', '{"prompt": "p", "chosen": "c", "rejected": "r"}\n'
     path.write_text(good + good.replace('"r"', '""') + '{"x": 1}\nno\n')
@@ -121,8 +118,6 @@ def test_splits(tokenizer):
     with pytest.raises(ValueError, match='validation_source and validation_percentage are both given; give one'):
         load_demonstrations(rows, tokenizer, validation_source=['a'], validation_percentage=5)
 
-
-# --- conversion
 
 U, A = (lambda text, role=role: Message(role, text) for role in ('user', 'assistant'))
 

@@ -40,14 +40,6 @@ def test_prompt_and_response_have_the_special_tokens_that_the_tokenizer_puts_the
     assert [ids.tolist() for ids in pairs[0].responses] == [response, [*response[:-3], D, END]]
 
 
-def test_a_tokenizer_that_nobody_noted_is_a_decoders():
-    tokenizer = encoder_decoder_tokenizer('t5')
-    (record,), _ = load_demonstrations([PAIR], tokenizer)
-    assert not is_for_encoder_decoder(tokenizer) and record.prompt_ids.tolist() == [A, B]
-    note_model(tokenizer, tiny_config('gpt2'))
-    assert not is_for_encoder_decoder(tokenizer)
-
-
 def test_the_tokenizer_of_a_model_folder_knows_its_model(tmp_path):
     for family in ('t5', 'gpt2'):
         tiny_config(family).save_pretrained(tmp_path / family)

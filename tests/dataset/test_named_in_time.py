@@ -70,9 +70,6 @@ def test_preferences_that_teach_less_than_they_seem_to_are_told():
             to_example(pair | more)
 
 
-# ---------------------------------------------------------------- shapes of ColossalAI and PandaLM
-
-
 def test_context_chosen_rejected():
     context = [{'from': 'human', 'content': 'q'}]
     row = {
@@ -99,9 +96,6 @@ def test_pandalm():
     for row, fault in ((panda(), 'found none of them'), (panda(1, 3), r"found \{'annotator1': 1, 'annotator2': 3\}")):
         with pytest.raises(BadRecord, match=f'response1 and response2 need verdicts.*{fault}'):
             to_example(row)
-
-
-# ---------------------------------------------------------------- HH's dialogues that part before the last answer
 
 
 def test_dialogues_in_text_that_part_early_do_not_train_on_the_human():
@@ -131,9 +125,6 @@ def test_dialogues_that_part_in_the_humans_words_are_bad_records(form):
         rows = [[{'role': role, 'content': said} for role, said in turns] for turns in (a, b)]
     with pytest.raises(BadRecord, match='chosen and rejected first differ in what the human says'):
         to_example({'chosen': rows[0], 'rejected': rows[1]})
-
-
-# ---------------------------------------------------------------- columns that are called like arguments
 
 
 def test_a_column_with_the_name_of_an_argument_is_named_and_not_handed_on():

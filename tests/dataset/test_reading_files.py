@@ -29,9 +29,6 @@ def skipping(source, **kw):
     return [r.data for r in read_records(source, bad, **kw)], bad
 
 
-# --- csv
-
-
 def test_csv_with_bom_quoted_newlines_and_crlf(tmp_path):
     path = write(tmp_path / 'a.csv', b'\xef\xbb\xbf"act","prompt"\r\n"x","one\r\ntwo"\r\n\r\n"y","say ""hi"", now"\r\n')
     assert read(path) == [
@@ -63,9 +60,6 @@ def test_bad_csv_rows_are_named_or_skipped(tmp_path, row, reason):
     rows, bad = skipping(path)
     assert rows == [{'p': '1', 'q': '2'}, {'p': '3', 'q': '4'}]
     assert bad.num_skipped == 1 and bad.reasons[0].startswith(f'{path}, line 3: {reason}')
-
-
-# --- json
 
 
 ROWS = [{'a': 1, 'b': {'c': [{'d': 'x}{'}]}}, {'a': 2, 'b': 'line\nbreak "and quotes" \\'}, {'a': 3}]
@@ -181,9 +175,6 @@ def test_rows_under_a_key(tmp_path):
     assert read(write(tmp_path / 'b.json', '{"prompt": "only one"}'))[0][0] == {'prompt': 'only one'}
 
 
-# --- other kinds
-
-
 def test_parquet_gz_and_folder(tmp_path):
     import pyarrow
     import pyarrow.parquet
@@ -276,9 +267,6 @@ def test_sources_that_are_none(source, reason):
 def test_files_without_data(tmp_path, name, text, reason):
     with pytest.raises(ValueError, match=f'{name}(:|,) {reason}'):
         read(write(tmp_path / name, text))
-
-
-# ---------------------------------------------------------------------- remedies
 
 
 LOADERS: dict[str, Any] = {

@@ -79,9 +79,6 @@ def whole(sequence):
     return ''.join({BOS: '^', EOS: '$'}.get(i) or chr(i) for i in every)
 
 
-# --- demonstrations
-
-
 def test_prompt_response_and_end_token(plain):
     found = tokenize_demonstration(Demonstration(prompt='ab', response=' cd'), plain)
     assert found.prompt_ids.tolist() == ids('ab') and found.response_ids.tolist() == [*ids(' cd'), EOS]
@@ -111,8 +108,6 @@ def test_text_without_a_prompt_starts_from_the_begin_token_or_its_first(plain):
     found = tokenize_demonstration(Demonstration(prompt='', response='abc'), merging_tokenizer())
     assert found.prompt_ids.tolist() == [3] and found.response_ids.tolist() == [2, 5]
 
-
-# --- turns
 
 TALK = Demonstration(prompt=(S('s'), U('q')), response=(A('one'), U('more'), A('two')))
 
@@ -166,9 +161,6 @@ def test_a_template_that_refuses_or_rewrites_turns_is_a_bad_record():
         render((U('a'),), 'b', tokenizer)
 
 
-# --- preferences and labels
-
-
 def test_preferences_share_the_prompt(plain, chat):
     found = tokenize_preference(Preference(prompt='p', responses=('a', 'bc', 'd'), scores=(3.0, 2.0, 1.0)), plain)
     assert [whole(s) for s in found.sequences()] == ['pa$', 'pbc$', 'pd$'] and found.scores == (3.0, 2.0, 1.0)
@@ -179,9 +171,6 @@ def test_preferences_share_the_prompt(plain, chat):
     assert [whole(s) for s in found.sequences()] == ['^good$', '^bad$']
     found = tokenize_preference(Preference(prompt='', responses=('a', 'b')), merging_tokenizer())
     assert found.prompt_ids.tolist() == [5] and [r.tolist() for r in found.responses] == [[0, 5], [1, 5]]
-
-
-# --- lengths
 
 
 @pytest.mark.parametrize(
@@ -236,9 +225,6 @@ def test_options_that_make_no_sense():
         TokenizerOptions(overflow='drop')  # type: ignore[arg-type]
 
 
-# --- packing
-
-
 def document(prompt, response):
     mask = torch.ones(len(response), dtype=torch.bool)
     return Sequence(prompt_ids=torch.tensor(prompt), response_ids=torch.tensor(response), response_mask=mask)
@@ -261,9 +247,6 @@ def test_packing_leaves_out_blocks_where_nothing_counts():
         pack([], 4)
     with pytest.raises(ValueError, match='block_length=1; give at least 2'):
         pack([document([1], [2])], 1)
-
-
-# ---------------------------------------------------------------------- one chat format
 
 
 TURNS = [

@@ -245,9 +245,6 @@ def test_a_template_that_rewrites_stops_a_run_before_anything_is_sampled():
     assert engine.asked == []
 
 
-# --------------------------------------------------------------------- reading calls
-
-
 def calls_of(template, text):
     message = reader(template)(text)
     return message['content'], [tuple(c['function'].values()) for c in message.get('tool_calls', [])]

@@ -110,10 +110,9 @@ def test_settings_hold_for_each_turn(sampling, stop):
     samples = play(LocalEngine(**engine), actor, sampling=sampling, stop=stop)
     same(samples, play(ByRounds(LocalEngine(**engine)), actor, sampling=sampling, stop=stop))
     lengths = [t.stop - t.start for s in samples for t in s.episode.turns]
-    if sampling.get('min_new_tokens'):
-        short = [t for s in samples for t in s.episode.turns if t.stop - t.start < sampling['min_new_tokens']]
-        assert all(t.stop == s.num_actions for s in samples for t in short if t in s.episode.turns), 'no room for more'
     assert len(set(lengths)) > 1 or not sampling.get('do_sample', True)
+    shortest = min(t.stop - t.start for s in samples for t in s.episode.turns if t.stop < s.num_actions)
+    assert shortest >= sampling.get('min_new_tokens', 1)
 
 
 @pytest.mark.parametrize('max_batch_size', [256, 2])
@@ -247,10 +246,6 @@ def adapted() -> Actor:
     return actor
 
 
-def hydra() -> Actor:
-    return Actor(policy().model, num_layers_unfrozen=1)
-
-
 def masked() -> MaskedPolicy:
     other = policy()
     with torch.no_grad():
@@ -259,7 +254,7 @@ def masked() -> MaskedPolicy:
     return MaskedPolicy(policy(), other, 0.9, 1.0)
 
 
-@pytest.mark.parametrize('kind', [adapted, hydra, masked])
+@pytest.mark.parametrize('kind', [adapted, masked])
 def test_every_kind_of_policy_converses(kind):
     engine = {'max_batch_size': 3}
     same(play(LocalEngine(**engine), kind()), play(ByRounds(LocalEngine(**engine)), kind()))
@@ -277,23 +272,6 @@ def test_16_bits_repeat_themselves_and_have_their_own_log_probs():
             plain = torch.log_softmax(actor.head(states)[0].float(), -1)
         wanted = plain[len(s.prompt_ids) - 1 : -1].gather(1, s.response_ids[:, None]).squeeze(1)
         torch.testing.assert_close(s.logprobs[s.response_mask], wanted[s.response_mask], atol=0.15, rtol=0)
-
-
-def test_logits_that_are_not_finite_name_sample_and_position():
-    actor = policy()
-    head, calls = actor.head, 0
-
-    def failing(hidden):
-        nonlocal calls
-        calls += 1
-        logits = head(hidden)
-        return logits.masked_fill(torch.tensor(calls > 9), float('nan'))
-
-    actor.head = failing
-    engine = LocalEngine()
-    with pytest.raises(FloatingPointError, match=r'sample 1\d are not finite at response position [1-9]'):
-        play(engine, actor)
-    assert engine._cache is None
 
 
 def test_what_is_refused():

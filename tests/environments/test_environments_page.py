@@ -41,20 +41,6 @@ def guess(tmp_path, monkeypatch) -> Any:
     return module.Guess
 
 
-def test_the_example_is_short_and_keeps_its_word(guess):
-    assert len(example().splitlines()) <= 25
-    game = guess()
-    assert game.reset(0) == guess().reset(0) == 'guess a number from 1 to 9\n'
-    game.number = 5
-    assert game.step(' 3') == ('\nhigher\n', {'right': 0.0, 'form': 0.1}, False, False, {'success': False})
-    assert game.step('none') == ('\nlower\n', {'right': 0.0, 'form': 0.0}, False, False, {'success': False})
-    assert game.step('5')[1:] == ({'right': 1.0, 'form': 0.1}, True, False, {'success': True})
-    other = guess()
-    other.reset(1)
-    other.number = 5
-    assert [other.step('6')[2] for _ in range(3)] == [False, False, True]
-
-
 def test_the_command_of_the_page_takes_its_file(guess, tmp_path):
     lm().save_pretrained('model')
     byte_tokenizer().save_pretrained('model')

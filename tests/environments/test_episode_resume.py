@@ -147,9 +147,6 @@ def test_killed_within_an_episode(undisturbed, tmp_path):
     assert left(tmp_path) == undisturbed
 
 
-# ---------------------------------------------------------------------- ends
-
-
 def workers():
     found = []
     for task in Path('/proc/self/task').iterdir():

@@ -115,9 +115,6 @@ def test_nonsense_of_the_right_type_ends_its_own_episode(monkeypatch, kind, mess
         assert sample.failed and re.search(message, sample.episode.message)
 
 
-# ---------------------------------------------------------------------- engines
-
-
 class Maze(Environment):
     """What it says depends on all that was said."""
 

@@ -93,9 +93,6 @@ def test_zero_has_the_same_episodes():
         same_to_rounding(phases, whole)
 
 
-# ---------------------------------------------------------------------- others that hold an engine
-
-
 GENERATES = {'tokenizer': TOKENIZER, 'max_new_tokens': 70, 'eos_token_id': ENDS}
 
 
@@ -160,9 +157,6 @@ def test_by_hand_there_is_no_environment():
     for call in (partial(trainer.generate, ['a']), partial(trainer.step, ['a'], [torch.tensor([5])], [1.0])):
         with pytest.raises(ValueError, match='acts in fit only: .* response_masks'):
             call()
-
-
-# ---------------------------------------------------------------------- reproducible='exact'
 
 
 def weights_after(kind: Any, seed: int = 1) -> str:

@@ -28,9 +28,6 @@ def started(game, **state):
     return game
 
 
-# ---------------------------------------------------------------------- all of them
-
-
 @pytest.mark.parametrize(('name', 'options'), ALL)
 def test_what_is_seen_is_of_the_alphabet_moves_are_allowed_and_the_seed_decides(name, options):
     def transcript(seed):
@@ -77,9 +74,6 @@ def test_moves_that_are_not_allowed_are_answered_and_lose_in_the_end(name):
 def test_wrong_options_and_tasks_that_there_are_none_of_are_told(name, options, complaint):
     with pytest.raises(ValueError, match=complaint):
         GAMES[name](**options).reset(0)
-
-
-# ---------------------------------------------------------------------- one by one
 
 
 def test_countdown_by_hand():
@@ -196,9 +190,6 @@ def test_the_best_of_tic_tac_toe_is_as_good_as_can_be(opponent):
         assert abs(got.return_mean - want) < 2 * got.return_error + 1e-9
 
 
-# ---------------------------------------------------------------------- scores
-
-
 def test_a_score_by_hand():
     def first(game):
         return game.moves()[0]
@@ -225,12 +216,12 @@ def test_the_games_of_the_examples_load_and_their_best_players_are_good(name):
     assert good.return_mean > poor.return_mean + poor.return_error
 
 
-# ---------------------------------------------------------------------- names
-
-
-@pytest.mark.parametrize('name', GAMES)
-def test_games_by_name(name):
-    assert type(make_environment(find_environment(f'games:{name}', {'rules': True}))) is GAMES[name]
+def test_games_by_name():
+    for name, game in GAMES.items():
+        assert type(make_environment(find_environment(f'games:{name}', {'rules': True}))) is game
+    factory = find_environment('games:calculator_tools', {'terms': 2, 'digits': 2})
+    assert {tool['function']['name'] for tool in factory.tools} == {'calculate', 'answer'}
+    assert started(Calculator(terms=2, digits=2)).shown in make_environment(factory).reset(0)
 
 
 @pytest.mark.parametrize(
@@ -251,20 +242,3 @@ def test_games_by_name(name):
 def test_wrong_names_and_options_are_told(spec, options, complaint):
     with pytest.raises(ValueError, match=complaint):
         make_environment(find_environment(spec, options))
-
-
-def test_the_calculator_as_tools_is_an_environment():
-    factory = find_environment('games:calculator_tools', {'terms': 2, 'digits': 2})
-    assert {tool['function']['name'] for tool in factory.tools} == {'calculate', 'answer'}
-    environment, plain = make_environment(factory), started(Calculator(terms=2, digits=2))
-    assert plain.shown in environment.reset(0)
-
-    for name, arguments, said in (
-        ('calculate', {'expression': plain.shown}, f'={plain.answer}'),
-        ('answer', {'number': plain.answer}, 'right'),
-    ):
-        calls = [{'type': 'function', 'function': {'name': name, 'arguments': arguments}}]
-        (result,), _, *ended, _ = environment.step({'role': 'assistant', 'content': '', 'tool_calls': calls})
-        assert (result['role'], result['content'], ended) == ('tool', said, [False, False])
-    _, reward, *ended, _ = environment.step({'role': 'assistant', 'content': 'done'})
-    assert ended == [True, False] and reward in (1.0, {'reward': 1.0}, {'get_reward': 1.0})

@@ -42,9 +42,6 @@ def refused(code, word='Error', unsafe=False):
     assert outcome.end == 'error' and word in outcome.output, outcome
 
 
-# ---------------------------------------------------------------------- what it is for
-
-
 @MODES
 def test_it_runs_code(unsafe):
     assert run('', unsafe) == ('', 'ok')
@@ -119,9 +116,6 @@ def test_limits_are_numbers_above_0(wrong):
         Limits(**wrong)
 
 
-# ---------------------------------------------------------------------- limits
-
-
 @MODES
 def test_time(unsafe):
     assert run('import time; time.sleep(600)', unsafe, wall_s=0.5) == ('', 'time')
@@ -155,9 +149,6 @@ def test_files():
     assert run('open("a", "w")\nfor n in range(8): open("/tmp/b", "w")', folder_entries=2).end == 'ok'
 
 
-# ---------------------------------------------------------------------- without bubblewrap
-
-
 @pytest.mark.parametrize('output', [None, 'bwrap: No permissions to create new namespace', 'bwrap: Unknown option'])
 def test_without_bubblewrap_it_refuses_in_one_line(output, monkeypatch, tmp_path):
     """It is not installed; or it is, and user namespaces are switched off, or it is too old."""
@@ -175,9 +166,6 @@ def test_without_bubblewrap_it_refuses_in_one_line(output, monkeypatch, tmp_path
         assert PythonTool(unsafe=True).python('print(6 * 7)') == '42', 'trusted code runs without it'
     finally:
         python_tool._problem.cache_clear()
-
-
-# ---------------------------------------------------------------------- attacks
 
 
 REFUSED = {

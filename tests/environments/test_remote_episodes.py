@@ -109,9 +109,6 @@ def test_what_cannot_be_sent_is_told_before_any_worker_starts():
             EpisodeEngine(engine, Shop, TOKENIZER)
 
 
-# ---------------------------------------------------------------------- training
-
-
 def make(engine: Any = None, *, more: Any = (), **given: Any) -> tuple[PPOTrainer, Log]:
     log = Log()
     sizes = {'experience_batch_size': 4, 'num_samples_per_prompt': 1, 'max_new_tokens': 60, 'eos_token_id': list(ENDS)}
@@ -171,9 +168,6 @@ def test_two_ranks_have_workers_of_their_own_and_one_rank_goes_on_with_their_epi
     going_on.load_checkpoint(tmp_path / 'checkpoint')
     going_on.fit(prompts(), 3, 1, 1)
     same_to_rounding(more.phases, log.phases[2:])  # drawn by the weights of the second phase
-
-
-# ---------------------------------------------------------------------- Ray
 
 
 @pytest.fixture

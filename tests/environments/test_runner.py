@@ -85,18 +85,16 @@ def texts(answers):
 @pytest.mark.parametrize('factory', [Counter, Awaited])
 @pytest.mark.parametrize('kind', KINDS)
 def test_episodes_go_side_by_side(kind, factory):
-    starts = {1: 100, 2: 200, 3: 300}
-    runner = made(factory, kind, limit=20)
-    for seed in starts:
-        runner.start(f'k{seed}', seed, {})
-    for seed, at in starts.items():
-        assert runner.result(f'k{seed}').observation == f'at {at}\n'
-    for seed in starts:
-        runner.act(f'k{seed}', 'x')
-    for seed, at in starts.items():
-        step = runner.result(f'k{seed}')
-        assert step.observation == f'at {at + 1} x\n' and step.rewards == {'reward': 1.0} and step.seconds >= 0
-        runner.forget(f'k{seed}')
+    runner, keys = made(factory, kind, limit=20), (1, 2, 3)
+    for key in keys:
+        runner.start(key, key, {})
+    assert [runner.result(key).observation for key in keys] == ['at 100\n', 'at 200\n', 'at 300\n']
+    for key in keys:
+        runner.act(key, 'x')
+    for key in keys:
+        step = runner.result(key)
+        assert step.observation == f'at {key}01 x\n' and step.rewards == {'reward': 1.0} and step.seconds >= 0
+        runner.forget(key)
     runner.close()
 
 

@@ -115,12 +115,6 @@ def test_one_that_begins_in_two_ways_is_told():
         assert any('Increment begins in two ways with one seed' in str(w.message) for w in caught) == told
 
 
-def test_an_answer_that_runs_out_of_tokens_is_no_end():
-    sample, _ = episode(Shop, ['I would rather not say so much about it'], asked(), max_new_tokens=9)
-    assert (sample.episode.end, sample.ended) == ('truncated', False)
-    assert sample.episode.turns[0].rewards == {'reward': 0.1}
-
-
 class Paid:
     """A reward after every turn, and at the end."""
 
@@ -157,18 +151,24 @@ def test_an_episode_that_is_cut_off_has_its_reward(settings, sampling, end):
     assert len(asked_for) == 1, 'once an episode'
 
 
+def test_an_answer_that_runs_out_of_tokens_is_no_end():
+    sample, _ = episode(Shop, ['I would rather not say so much about it'], asked(), max_new_tokens=9)
+    assert (sample.episode.end, sample.ended) == ('truncated', False)
+    assert sample.episode.turns[0].rewards == {'reward': 0.1}
+
+
 def test_objects_are_used_again():
     Shop.made = 0
     factory = ToolFactory(Shop)
 
-    def played():
+    def one():
         environment = factory()
         environment.reset(seed=1, budget=5)
         assert environment.step('no')[2]
         environment.close()
         return environment.environment
 
-    assert played() is played() and Shop.made == 1
+    assert one() is one() and Shop.made == 1
     both = [factory(), factory()]
     assert Shop.made == 2 and both[0].environment is not both[1].environment
     assert pickle.loads(pickle.dumps(factory)).tools == factory.tools

@@ -22,8 +22,6 @@ from chatgpt.functional.ppo import (
     token_rewards,
 )
 
-# ---------------------------------------------------------------------- advantages
-
 
 def test_results_own_their_memory():
     """Records outlive the padded work; a view would keep all of it alive."""
@@ -62,9 +60,6 @@ def test_lists_that_do_not_fit_are_refused():
     for estimator in (grpo, dr_grpo, rloo):
         with pytest.raises(ValueError, match='scores and groups must be 1-D and of one length'):
             estimator(tensor(1, 2), torch.tensor([0]))
-
-
-# ---------------------------------------------------------------------- losses
 
 
 @pytest.mark.parametrize('mode', ['token', 'sequence', 'sequence_sum'])

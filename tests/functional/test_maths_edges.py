@@ -14,8 +14,6 @@ from chatgpt.functional.losses import importance_weighted, kl_full
 from chatgpt.functional.masking import masked_mean, masked_sum, masked_var, segment_mean, segment_sum, whiten
 from chatgpt.functional.ppo import AdaptiveKLController, FixedKLController, kl_penalty
 
-# ---------------------------------------------------------------------- masking
-
 
 @pytest.mark.parametrize('statistic', [masked_sum, masked_mean, masked_var])
 def test_gradients_of_masked_statistics_are_finite_beside_nan(statistic):
@@ -69,9 +67,6 @@ def test_masks_of_wrong_type_or_shape_are_refused():
         whiten(tensor(1, 2), bools(1))
     with pytest.raises(ValueError, match='1-D and of one length'):
         segment_sum(tensor(1, 2), torch.tensor([0]), 1)
-
-
-# ---------------------------------------------------------------------- log-probs
 
 
 def test_impossible_tokens_add_nothing_to_entropy_or_its_gradient():
@@ -166,9 +161,6 @@ def test_wrong_arguments_of_logprobs_are_refused():
         logprobs_of(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), 0.0)
     with pytest.raises(ValueError, match=r'hidden must be \(N, D\) and ids \(N,\)'):
         chunked_logprobs(torch.zeros(2, 3), torch.nn.Linear(3, 4), torch.zeros(3, dtype=torch.int64))
-
-
-# ---------------------------------------------------------------------- KL
 
 
 def test_an_importance_weighted_estimator_has_the_gradient_of_the_kl_wherever_its_tokens_come_from():

@@ -57,19 +57,6 @@ def episodes(generator: torch.Generator) -> tuple[list, list, list, list]:
     return rewards, values, masks, turns
 
 
-def test_two_turns_by_hand():
-    # Turn 0 is two tokens with a KL of -0.1 and a reward of 1, turn 1 one token with a reward of 3; an observation
-    # between.
-    rewards, values = tensor(-0.1, 1.0, NAN, 3.0), tensor(0.5, 9.0, NAN, 2.0)
-    mask, turns = bools(1, 1, 0, 1), ints(0, 0, -1, 1)
-    advantages, returns = gae_over_turns([rewards], [values], [mask], [turns], gamma=0.5, lam=0.8)
-    # δ_1 = 3 − 2 = 1;  δ_0 = 0.9 + 0.5 · 2 − 0.5 = 1.4;  A_0 = 1.4 + 0.5 · 0.8 · 1 = 1.8;  G_0 = 2.3, G_1 = 3
-    assert advantages[0].tolist() == pytest.approx([1.8, 1.8, 0, 1])
-    assert returns[0].tolist() == pytest.approx([2.3, 2.4, 0, 3])  # 2.3 − (−0.1) is still to come at the second token
-    # Negative control: tokens as steps give others.
-    assert gae([rewards], [values], [mask], gamma=0.5, lam=0.8)[0][0].tolist() != pytest.approx([1.8, 1.8, 0, 1])
-
-
 def test_turns_equal_the_sum_of_the_definition():
     rewards, values, masks, turns = episodes(torch.Generator().manual_seed(0))
     advantages, returns = gae_over_turns(rewards, values, masks, turns, gamma=0.9, lam=0.8, value_lam=0.97)

@@ -113,9 +113,6 @@ def test_with_logits_gives_the_plain_logits_and_the_same_logprobs():
     assert close(full.logprobs, lean.logprobs) and close(full.entropy, lean.entropy)
 
 
-# --- heads that are more than a linear map --------------------------------------------------------------------------
-
-
 def capped():
     config = Gemma2Config(
         **SIZES, num_key_value_heads=1, head_dim=16, final_logit_softcapping=2.0, attn_logit_softcapping=None,
@@ -180,9 +177,6 @@ def test_the_check_leaves_modes_and_generator_alone():
     assert model.training and not model.transformer.h[0].training and model.transformer.h[1].training
 
 
-# --- value head, LoRA, refusals -------------------------------------------------------------------------------------
-
-
 def test_values_are_read_at_the_state_before_each_action():
     model, seqs, head = tiny_causal_lm('gpt2'), sequences(), mlp_head(32)
     for parameter in head.parameters():
@@ -227,9 +221,6 @@ def test_what_is_no_causal_model_is_refused():
         Actor(tiny_causal_lm('gpt2'), value_head=nn.Linear(32, 2))(collate(sequences()))
     with pytest.raises(ValueError, match='choose one'):
         Actor(tiny_causal_lm('gpt2'), lora_rank=2, num_layers_unfrozen=1)
-
-
-# --- files ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('family', FAMILIES)
@@ -309,9 +300,6 @@ def test_no_kind_of_dropout_is_left_on_with_gradient_checkpointing(kind):
     plain(batch).logprobs.sum().backward()
     want = {n: p.grad for n, p in plain.named_parameters()}
     assert all(torch.allclose(want[n], p.grad, atol=1e-4) for n, p in actor.named_parameters() if want[n] is not None)
-
-
-# --- GPT-2's GELU in one kernel -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(('dtype', 'tolerance'), [(torch.float64, 1e-13), (torch.float32, 1e-5)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
 from chatgpt.testing import FAMILIES, byte_tokenizer, char_tokenizer, tiny_causal_lm, tiny_config
 
@@ -28,18 +28,6 @@ def test_char_tokenizer_fits_the_tiny_models():
     assert len(ids) == len(text) and tokenizer.decode(ids) == text
     assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
     assert tokenizer('é')['input_ids'] == [3]
-
-
-@pytest.mark.parametrize('make', [byte_tokenizer, char_tokenizer])
-def test_tokenizers_survive_a_folder(make, tmp_path):
-    tokenizer = make()
-    assert isinstance(tokenizer, PreTrainedTokenizerFast)
-    tokenizer.save_pretrained(tmp_path)
-    again = AutoTokenizer.from_pretrained(tmp_path)
-    text = 'to be, or not'
-    assert again(text)['input_ids'] == tokenizer(text)['input_ids']
-    assert again.decode(again(text)['input_ids']) == text
-    assert (again.pad_token_id, again.eos_token_id) == (tokenizer.pad_token_id, tokenizer.eos_token_id)
 
 
 @pytest.mark.parametrize('family', FAMILIES)

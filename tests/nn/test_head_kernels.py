@@ -152,9 +152,6 @@ def test_heads_that_can_be_read():
     assert linear_weights(head) is None
 
 
-# ---------------------------------------------------------------- strategies
-
-
 def under_fsdp() -> dict[str, Any]:
     plain_module.CHUNK_ELEMENTS_CPU = 256
     records, found = sequences(), {}
@@ -187,9 +184,6 @@ def test_blocks_of_a_sharded_head_are_the_plain_path():
         assert plain_state.keys() == state.keys()
         for key, value in plain_state.items():
             torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-6)
-
-
-# ---------------------------------------------------------------- liger
 
 
 @pytest.mark.parametrize(('temperature', 'bias', 'trained'), CASES)

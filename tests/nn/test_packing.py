@@ -29,9 +29,6 @@ def sequences(lengths=LENGTHS):
     return model_cases.sequences(lengths, seed=1)
 
 
-# ---------------------------------------------------------------- the plan, by hand
-
-
 def test_three_rows_by_hand():
     # rows of 4, 3 and 1 tokens at width 4: 3 >= 0.75 * 4 joins the first group, 1 does not
     packing = packing_of([4, 3, 1], 4)
@@ -64,9 +61,6 @@ def test_attention_against_a_loop():
                 want = sum(w * v[0, own, start + j] for j, w in enumerate(weights))
                 assert torch.allclose(got[0, start + t, h], want, atol=1e-6)
         start += n
-
-
-# ---------------------------------------------------------------- against the padded forward
 
 
 @pytest.mark.parametrize('name', ['gpt2', 'opt', 'llama', *OTHERS])
@@ -108,9 +102,6 @@ def test_gradient_checkpointing_recomputes_the_packed_attention():
     assert torch.allclose(a, b, atol=1e-6)
 
 
-# ---------------------------------------------------------------- who takes part
-
-
 def test_position_biases_and_batches_longer_than_the_window_run_padded():
     mistral = Actor(model_of(MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=8))).eval()
     assert packs(mistral.model.model) and window_of(mistral.model.model) == 8
@@ -145,9 +136,6 @@ def test_the_setting_is_not_written_into_a_folder(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == 'sdpa'
 
 
-# ---------------------------------------------------------------- one pass for policy and reference
-
-
 @pytest.mark.parametrize(('name', 'pack'), [('gpt2', False), ('llama', True), ('bloom', True)])
 def test_a_hydras_reference_comes_with_the_policy(name, pack):
     actor = Actor(model_of(name), num_layers_unfrozen=1, value_head=True).eval()
@@ -168,9 +156,6 @@ def test_a_hydras_reference_comes_with_the_policy(name, pack):
     assert torch.equal(both.logprobs, policy.logprobs) and torch.equal(both.values, policy.values)
     assert torch.equal(both.reference.logprobs, reference.logprobs)
     assert not torch.allclose(both.logprobs, both.reference.logprobs, atol=1e-4)
-
-
-# ---------------------------------------------------------------- what is taken on trust on the meta device
 
 
 def small_config(kind):

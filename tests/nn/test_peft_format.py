@@ -141,9 +141,6 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
     assert not has_lora(base)
 
 
-# --- an adapter's folder in place of a model's ----------------------------------------------------------------------
-
-
 def adapter_folder(tmp_path: Path, family: str, **kw: Any) -> tuple[Path, nn.Module, nn.Module]:
     """An adapter beside its base, the base, and the base with the adapter on."""
     base = tiny_causal_lm(family, hidden=16)

@@ -69,9 +69,6 @@ def test_calibration_makes_the_reference_mean_zero_and_travels_with_the_weights(
     assert float(other.score_bias) == float(model.score_bias) != 0.0 and model.score_bias.dtype == torch.float32
 
 
-# --- folders --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize('family', FAMILIES)
 def test_transformers_loads_the_folder_and_gives_the_scores_up_to_the_bias(family, tmp_path):
     model, seqs = RewardModel(tiny_causal_lm(family)).eval(), sequences()
@@ -133,9 +130,6 @@ def test_padding_ids_that_transformers_cannot_use_are_warned_about(tmp_path):
     with pytest.warns(UserWarning, match='the padding id 2 is an end token too'):
         RewardModel(tiny_causal_lm('gpt2', pad_token_id=2)).save_pretrained(tmp_path / 'b')
     assert RewardModel.from_pretrained(tmp_path / 'a')(collate(sequences())).shape == (3,)
-
-
-# --- other people's classifiers -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('labels', [1, 2])

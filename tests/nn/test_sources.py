@@ -27,7 +27,7 @@ from chatgpt.nn import (
     mlp_head,
 )
 from chatgpt.nn.lora import lora_layers
-from chatgpt.nn.weights import WeightsSource, draw_seed, open_weights, seeded, weight_files
+from chatgpt.nn.weights import WeightsSource, open_weights, weight_files
 from chatgpt.testing import FAMILIES, tiny_causal_lm, tiny_config
 
 
@@ -161,22 +161,6 @@ def test_adapters_do_not_depend_on_what_was_built_before():
     one, two = factors(0), factors(5)
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
     assert not torch.equal(one[0], one[4]), 'two blocks drew the same factors'
-
-
-def test_seeded_leaves_the_global_generator_alone():
-    torch.manual_seed(0)
-    first = draw_seed()
-    torch.manual_seed(0)
-    with seeded('a', 1):
-        inside = torch.randn(3)
-    assert draw_seed() == first
-    with seeded('a', 1):
-        assert torch.equal(torch.randn(3), inside)
-    with seeded('a', 2):
-        assert not torch.equal(torch.randn(3), inside)
-
-
-# --- refusals -------------------------------------------------------------------------------------------------------
 
 
 def test_meta_modules_without_a_record_are_refused():

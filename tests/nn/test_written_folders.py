@@ -127,15 +127,15 @@ def test_tied_heads_stay_one_tensor_and_lora_is_folded_in_before_rounding(tmp_pa
     assert (tmp_path / 'out' / 'model.safetensors').stat().st_size < 2 * size + 20_000
 
 
-def test_what_the_files_say_counts_and_not_the_config(tmp_path: Path) -> None:
-    folder_in(torch.float32, tmp_path / 'base')
-    config = json.loads((tmp_path / 'base' / 'config.json').read_text())
-    (tmp_path / 'base' / 'config.json').write_text(json.dumps(config | {'dtype': 'bfloat16'}))
-    AutoActor(tmp_path / 'base').save_pretrained(tmp_path / 'out')
+def test_what_the_files_say_counts_tensor_by_tensor(tmp_path: Path) -> None:
+    folder_in(torch.float32, tmp_path / 'wide')
+    config = json.loads((tmp_path / 'wide' / 'config.json').read_text())
+    (tmp_path / 'wide' / 'config.json').write_text(json.dumps(config | {'dtype': 'bfloat16'}))
+    AutoActor(tmp_path / 'wide').save_pretrained(tmp_path / 'out')
     assert dtypes(tmp_path / 'out') == {torch.float32} and said(tmp_path / 'out') == 'float32'
-
-
-def test_what_a_folder_keeps_in_fp32_stays(tmp_path: Path) -> None:
+    # shared trunks are kept narrow by choice
+    write_folder(SharedTrunk.from_pretrained(tmp_path / 'wide', dtype=torch.bfloat16).model, tmp_path / 'trunk')
+    assert torch.bfloat16 in dtypes(tmp_path / 'trunk')
     folder_in(torch.bfloat16, tmp_path / 'base')
     path = tmp_path / 'base' / 'model.safetensors'
     tensors = {n: t.clone() for n, t in load_file(path).items()}
@@ -148,14 +148,6 @@ def test_what_a_folder_keeps_in_fp32_stays(tmp_path: Path) -> None:
         kept = {n for n, t in out.items() if t.dtype is torch.float32}
         assert kept == {name if cls is AutoActor else name.removeprefix('model.')}
         assert torch.equal(out[kept.pop()], tensors[name])
-
-
-def test_a_trunk_in_bf16_stays_in_bf16(tmp_path: Path) -> None:
-    """Shared trunks are kept narrow by choice: a folder in fp32 does not make their export wider."""
-    folder_in(torch.float32, tmp_path / 'base')
-    trunk = SharedTrunk.from_pretrained(tmp_path / 'base', dtype=torch.bfloat16)
-    write_folder(trunk.model, tmp_path / 'out')
-    assert torch.bfloat16 in dtypes(tmp_path / 'out')
 
 
 def save_prepared(name: str, base: str, out: str) -> None:
@@ -192,8 +184,6 @@ def test_experts_of_a_mixture(tmp_path: Path) -> None:
     assert dtypes(tmp_path / 'out') == {torch.bfloat16}
 
 
-# --- into the folder of an earlier model ----------------------------------------------------------------------------
-
 BATCH = collate(sequences([(2, 3)]))
 
 
@@ -215,16 +205,12 @@ def test_an_actor_over_a_critic_has_no_values(family, tmp_path):
     torch.testing.assert_close(again(BATCH).logprobs, Actor(model)(BATCH).logprobs)
 
 
-def test_an_ilql_model_over_an_actor_and_an_actor_over_it(tmp_path):
-    Actor(tiny_causal_lm('t5'), value_head=True).save_pretrained(tmp_path)
-    ILQLModel(tiny_causal_lm('t5', seed=1)).save_pretrained(tmp_path)
-    assert Actor.from_pretrained(tmp_path).value_head is None
-    Actor(tiny_causal_lm('t5', seed=2)).save_pretrained(tmp_path)
-    new = ILQLModel.from_pretrained(tmp_path, two_qs=False)
-    assert len(new.q_heads) == 1  # not the two that were there
-
-
-def test_an_adapter_over_that_of_a_reward_model_has_no_head(tmp_path):
+def test_heads_of_an_earlier_model_are_gone(tmp_path):
+    earlier_critic(tmp_path / 'one', 'gpt2')
+    ILQLModel(tiny_causal_lm('gpt2', seed=1)).save_pretrained(tmp_path / 'one')
+    assert Actor.from_pretrained(tmp_path / 'one').value_head is None
+    Actor(tiny_causal_lm('gpt2', seed=2)).save_pretrained(tmp_path / 'one')
+    assert len(ILQLModel.from_pretrained(tmp_path / 'one', two_qs=False).q_heads) == 1  # not the two that were there
     tiny_causal_lm('gpt2').save_pretrained(tmp_path / 'base')
     earlier_critic(tmp_path / 'adapter', 'gpt2')
     for name in ('model.safetensors', 'config.json'):  # what an adapter's folder has not
@@ -251,9 +237,6 @@ def test_a_save_that_transformers_refuses_leaves_the_earlier_critic_whole(tmp_pa
     with pytest.raises(ValueError, match='top_p'):
         Actor(model).save_pretrained(tmp_path)
     torch.testing.assert_close(Critic.from_pretrained(tmp_path).eval()(BATCH), earlier(BATCH))
-
-
-# --- rights ---------------------------------------------------------------------------------------------------------
 
 
 def test_files_have_the_rights_that_the_umask_leaves(tmp_path):
