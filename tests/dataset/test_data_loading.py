@@ -1,11 +1,14 @@
-"""The one loader: sample files, real files, skipping, streams, splits, and conversion between shapes."""
+"""The loaders of examples and prompts: sample files, skipping, splits, order, conversion of shapes, and what nobody
+should train on, or lose, without a word: cut rows, pairs that do not differ, rows of another kind, odd columns."""
 
 from __future__ import annotations
 
 import runpy
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 from chatgpt.data import (
     load_demonstrations,
@@ -17,7 +20,11 @@ from chatgpt.data import (
 )
 from chatgpt.data.convert import TARGETS, to_records, write_records
 from chatgpt.data.examples import BadRecord, Demonstration, Instruction, Labelled, Message, Preference, PromptExample
-from chatgpt.testing import byte_tokenizer
+from chatgpt.data.prompts import PromptOrder, PromptSet, as_prompts
+from chatgpt.data.shapes import to_example
+from chatgpt.data.tokenize import check_tokenizer
+from chatgpt.testing import byte_tokenizer, tiny_config
+from chatgpt.types import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / 'examples' / 'data'
@@ -122,33 +129,27 @@ def test_splits(tokenizer):
 U, A = (lambda text, role=role: Message(role, text) for role in ('user', 'assistant'))
 
 
+ASKED = Demonstration(prompt=Instruction('i', 'x'), response='o')
+TALK = Demonstration(prompt=(U('a'),), response=(A('b'), U('c'), A('d')))
+PAIR = Preference(prompt='p', responses=('a', 'b'))
+HH = '\n\nHuman: {}\n\nAssistant:'
+
+
 @pytest.mark.parametrize(
     ('example', 'shape', 'back'),
     [
-        (PromptExample(prompt='p'), 'prompt', PromptExample(prompt='p')),
-        (Demonstration(prompt='p', response='r'), 'prompt_completion', Demonstration(prompt='p', response='r')),
+        (PromptExample(prompt='p'), 'prompt', None),
+        (Demonstration(prompt='p', response='r'), 'prompt_completion', None),
+        (ASKED, 'alpaca', None),
+        (ASKED, 'messages', Demonstration(prompt=(U('i\n\nx'),), response='o')),
+        (TALK, 'sharegpt', None),
+        (TALK, 'messages', None),
+        (PAIR, 'preference', None),
+        (PAIR, 'dialogues', Preference(prompt=HH.format('p'), responses=(' a', ' b'))),
         (
-            Demonstration(prompt=Instruction('i', 'x'), response='o'),
-            'alpaca',
-            Demonstration(prompt=Instruction('i', 'x'), response='o'),
-        ),
-        (
-            Demonstration(prompt=Instruction('i', 'x'), response='o'),
-            'messages',
-            Demonstration(prompt=(U('i\n\nx'),), response='o'),
-        ),
-        (Demonstration(prompt=(U('a'),), response=(A('b'), U('c'), A('d'))), 'sharegpt', None),
-        (Demonstration(prompt=(U('a'),), response=(A('b'), U('c'), A('d'))), 'messages', None),
-        (Preference(prompt='p', responses=('a', 'b')), 'preference', None),
-        (
-            Preference(prompt=(U('a'),), responses=('b', 'c')),
+            Preference(prompt=(U('p'),), responses=('a', 'b')),
             'dialogues',
-            Preference(prompt='\n\nHuman: a\n\nAssistant:', responses=(' b', ' c')),
-        ),
-        (
-            Preference(prompt='p', responses=('a', 'b')),
-            'dialogues',
-            Preference(prompt='\n\nHuman: p\n\nAssistant:', responses=(' a', ' b')),
+            Preference(prompt=HH.format('p'), responses=(' a', ' b')),
         ),
         (Preference(prompt='', responses=('a', 'b')), 'dialogues', None),
         (Preference(prompt='p', responses=('a', 'b', 'c'), scores=(3.0, 2.0, 1.0)), 'ranked', None),
@@ -216,3 +217,242 @@ def test_convert_script(tmp_path, capsys):
     for name in TARGETS:  # every shape can be made from one of the samples
         sample = 'kto.jsonl' if name == 'text_label' else 'preference.jsonl'
         script['main']([str(SAMPLES / sample), str(tmp_path / f'{name}.jsonl'), '--to', name])
+
+
+HI = HH.format('hi')
+
+
+def silent():
+    return warnings.catch_warnings(action='error')
+
+
+def test_rows_that_are_cut_are_counted_and_the_longest_is_named():
+    tokenizer = byte_tokenizer()
+    rows = [
+        {'prompt': 'ab', 'response': 'cd'},
+        {'prompt': 'abcdef', 'response': 'ghi'},
+        {'prompt': 'a' * 20, 'response': 'b'},
+    ]
+    lengths = [len(r['prompt']) + len(r['response']) + 1 for r in rows]  # and an end token
+    longest = max(lengths) + len(tokenizer('a')['input_ids']) - 1  # and a begin token, where there is one
+    with pytest.warns(
+        UserWarning, match=rf'2 of 3 records are longer than 8 tokens.*The longest has {longest} tokens \(.*3\)'
+    ):
+        load_demonstrations(rows, tokenizer, max_length=8)
+    with silent():
+        load_demonstrations(rows, tokenizer, max_length=longest)
+
+
+def test_each_source_is_counted_by_itself():
+    tokenizer = byte_tokenizer()
+    with pytest.warns(UserWarning, match='1 of 2 records') as seen:
+        load_demonstrations(
+            [{'text': 'abc'}, {'text': 'a' * 30}],
+            tokenizer,
+            max_length=10,
+            validation_source=[{'text': 'b' * 40}, {'text': 'c' * 12}],
+        )
+    assert [str(w.message).split(' records')[0] for w in seen] == ['1 of 2', '2 of 2']
+
+
+def test_preferences_that_teach_less_than_they_seem_to_are_told():
+    pair = {'prompt': 'p', 'chosen': 'a', 'rejected': 'b'}
+    tokenizer = byte_tokenizer()
+    rows = [pair, pair | {'rejected': 'a'}, pair, pair | {'score_chosen': 1, 'score_rejected': 1}]
+    with pytest.warns(UserWarning, match=r'2 of 4 preferences have answers that do not differ.*first: .*2'):
+        load_preferences(rows, tokenizer)
+    with silent():
+        load_preferences([pair, pair], tokenizer)
+    alike = {'prompt': 'p', 'chosen': 'a' * 20 + 'b', 'rejected': 'a' * 20 + 'c'}
+    with pytest.warns(UserWarning, match='1 of 1 preferences have answers that do not differ'):
+        load_preferences([alike], tokenizer, max_length=8)
+    with pytest.warns(UserWarning, match='1 of 2 records are preferences, the first: .*2; only the best answer'):
+        train, _ = load_demonstrations([{'prompt': 'p', 'response': 'r'}, pair], tokenizer)
+    assert len(train) == 2
+    for more in ({'score_chosen': 1, 'score_rejected': 2}, {'margin': -1}):
+        with pytest.raises(BadRecord, match='contradict the order of the answers'):
+            to_example(pair | more)
+
+
+def test_context_chosen_rejected():
+    context = [{'from': 'human', 'content': 'q'}]
+    row = {
+        'context': context,
+        'chosen': {'from': 'assistant', 'content': 'c'},
+        'rejected': {'from': 'assistant', 'content': 'r'},
+    }
+    assert to_example(row) == Preference(prompt=(Message('user', 'q'),), responses=('c', 'r'))
+    assert to_example({'context': 'q', 'chosen': 'c', 'rejected': 'r'}) == Preference(prompt='q', responses=('c', 'r'))
+    assert load_prompts([row], byte_tokenizer())[0].columns.keys() == {'chosen', 'rejected'}
+
+
+def panda(*votes):
+    names = {f'annotator{i}': vote for i, vote in enumerate(votes, 1)}
+    return {'idx': 1, 'instruction': 'i', 'input': '', 'response1': 'a', 'response2': 'b'} | names
+
+
+def test_pandalm():
+    found = to_example(panda(2, 2, 1))
+    assert found.responses == ('b', 'a') and found.scores == (2.0, 1.0) and found.columns == {'idx': 1}
+    assert to_example(panda(0, 1)).responses == ('a', 'b')
+    tied = to_example(panda(0, 0))
+    assert tied.scores == (0.0, 0.0)  # makes no pair
+    for row, fault in ((panda(), 'found none of them'), (panda(1, 3), r"found \{'annotator1': 1, 'annotator2': 3\}")):
+        with pytest.raises(BadRecord, match=f'response1 and response2 need verdicts.*{fault}'):
+            to_example(row)
+
+
+def test_dialogues_in_text_that_part_early_do_not_train_on_the_human():
+    tokenizer = byte_tokenizer()
+    row = {
+        'chosen': HI + ' yes\n\nHuman: more\n\nAssistant: fine',
+        'rejected': HI + ' no\n\nHuman: why\n\nAssistant: so\n\nHuman: bye',
+    }
+    (pair,), _ = load_preferences([row], tokenizer)
+    texts = [tokenizer.decode(r.tolist(), skip_special_tokens=True) for r in pair.responses]
+    assert texts == [' yes\n\nHuman: more\n\nAssistant: fine', ' no\n\nHuman: why\n\nAssistant: so']
+    learned = [
+        tokenizer.decode([t for t, m in zip(r.tolist(), mask.tolist(), strict=True) if m], skip_special_tokens=True)
+        for r, mask in zip(pair.responses, pair.response_masks, strict=True)
+    ]
+    assert learned == [' yes fine', ' no so']
+
+
+@pytest.mark.parametrize('form', ['text', 'turns'])
+def test_dialogues_that_part_in_the_humans_words_are_bad_records(form):
+    a = [('user', 'hi'), ('assistant', 'yes'), ('user', 'more'), ('assistant', 'fine')]
+    b = [('user', 'hi'), ('assistant', 'yes'), ('user', 'less'), ('assistant', 'well')]
+    if form == 'text':
+        names = {'user': 'Human', 'assistant': 'Assistant'}
+        rows = [''.join(f'\n\n{names[role]}: {said}' for role, said in turns) for turns in (a, b)]
+    else:
+        rows = [[{'role': role, 'content': said} for role, said in turns] for turns in (a, b)]
+    with pytest.raises(BadRecord, match='chosen and rejected first differ in what the human says'):
+        to_example({'chosen': rows[0], 'rejected': rows[1]})
+
+
+def test_a_column_with_the_name_of_an_argument_is_named_and_not_handed_on():
+    for name in ('prompts', 'responses', 'samples', 'outputs'):
+        record = Prompt(ids=torch.tensor([3]), columns={name: 1, 'answer': 'z'})
+        row = {'prompt': 'p', name: ['x', 'y'], 'answer': 'z'}
+        for load in (lambda row=row: load_prompts([row], byte_tokenizer()), lambda r=record: as_prompts([r])):
+            with pytest.warns(UserWarning, match=f'the prompts have columns called {name},'):
+                assert load()[0].columns == {'answer': 'z'}
+
+
+def texts(prompts):
+    return [p.text for p in prompts]
+
+
+def test_prompts_of_a_csv_with_their_columns(tmp_path, tokenizer):
+    path = tmp_path / 'a.csv'
+    path.write_text('act,prompt\nx,one\ny,"two\nlines"\n')
+    found = load_prompts(str(path), tokenizer)
+    assert texts(found) == ['one', 'two\nlines'] and [p.columns for p in found] == [{'act': 'x'}, {'act': 'y'}]
+    assert found[0].ids.tolist() == list(b'one') and found[0].ids.dtype == torch.int64 and found.num_skipped == 0
+    assert texts(load_prompts(path, tokenizer, column='act')) == ['x', 'y']
+    assert texts(load_prompts(path, tokenizer, max_prompts=1)) == ['one']
+
+
+def test_prompts_of_other_shapes(tmp_path, tokenizer):
+    found = load_prompts([{'question': 'q', 'answer': 'a'}], tokenizer)
+    assert texts(found) == ['q'] and found[0].columns == {'answer': 'a'}
+    found = load_prompts([{'instruction': 'i', 'input': 'x', 'output': 'o'}], tokenizer)
+    assert texts(found) == ['\n\nHuman: i\n\nx\n\nAssistant:'] and found[0].columns == {'output': 'o'}
+    talk = [{'role': 'user', 'content': 'hi'}]
+    assert texts(load_prompts([{'messages': talk}, {'prompt': talk}], tokenizer)) == ['\n\nHuman: hi\n\nAssistant:'] * 2
+    assert texts(load_prompts(['a', 'b'], tokenizer)) == ['a', 'b']
+    (tmp_path / 'a.txt').write_text('one\n\ntwo\n')
+    assert texts(load_prompts(tmp_path / 'a.txt', tokenizer)) == ['one', 'two']
+    chosen = {'prompt': 'p', 'chosen': 'c', 'rejected': 'r'}
+    assert load_prompts([chosen], tokenizer)[0].columns == {'chosen': 'c', 'rejected': 'r'}
+
+
+@pytest.mark.parametrize(
+    ('text', 'reason'),
+    [
+        ('act,text\nx,y\n', "a.csv, line 2: there is no column 'prompt' for the prompt; the columns are 'act', 'text'"),
+        ('act,prompt\nx,y\nx,"  "\n', 'a.csv, line 3: the prompt is empty'),
+        ('prompt\nhello\n' + 'x' * 9, 'a.csv, line 3: the prompt has 9 tokens, more than 5; shorten it, or allow'),
+    ],
+)
+def test_bad_prompt_files(tmp_path, tokenizer, text, reason):
+    (tmp_path / 'a.csv').write_text(text)
+    with pytest.raises(ValueError, match=reason) as error:
+        load_prompts(tmp_path / 'a.csv', tokenizer, max_prompt_tokens=5, overflow='refuse')
+    assert '\n' not in str(error.value)
+
+
+def test_bad_prompts_can_be_skipped(tmp_path, tokenizer):
+    rows = ('{"prompt": "one"}', '{"prompt": ""}', 'nonsense', '{"prompt": null}', '{"text": "x"}', '{"prompt": "two"}')
+    (tmp_path / 'a.jsonl').write_text('\n'.join(rows))
+    found = load_prompts(tmp_path / 'a.jsonl', tokenizer, skip_bad_records=True)
+    assert texts(found) == ['one', 'two'] and found.num_skipped == 4
+    (tmp_path / 'b.csv').write_text('act\nx\ny\n')
+    with pytest.raises(ValueError, match='none of 2 records has a usable prompt; the first: .*b.csv, line 2: there is'):
+        load_prompts(tmp_path / 'b.csv', tokenizer, skip_bad_records=True)
+
+
+def test_long_prompts_lose_their_left_end(tokenizer):
+    assert load_prompts(['abcdef'], tokenizer, max_prompt_tokens=4)[0].ids.tolist() == list(b'cdef')
+    with pytest.raises(ValueError, match='max_prompt_tokens=0; give at least 1'):
+        load_prompts(['a'], tokenizer, max_prompt_tokens=0)
+    with pytest.raises(ValueError, match="overflow='cut'; give 'truncate' or 'refuse'"):
+        load_prompts(['a'], tokenizer, overflow='cut')
+
+
+def test_as_prompts(tokenizer):
+    given = [Prompt(ids=torch.tensor([1, 2])), torch.tensor([3]), torch.tensor([[4, 5]])]
+    assert [p.ids.tolist() for p in as_prompts(given)] == [[1, 2], [3], [4, 5]]
+    assert texts(as_prompts(['a', {'prompt': 'b'}], tokenizer)) == ['a', 'b']
+    refused = [
+        ([], 'there are no prompts'),
+        (['a'], 'need a tokenizer'),
+        ([3], 'prompt 0 is a int'),
+        ([torch.tensor([])], 'is empty'),
+    ]
+    for given, reason in refused:
+        with pytest.raises(ValueError, match=reason):
+            as_prompts(given)
+
+
+def test_fingerprint_follows_the_ids(tokenizer):
+    found = [load_prompts(given, tokenizer).fingerprint() for given in (['ab', 'c'], ['ab', 'c'], ['a', 'bc'])]
+    assert found[0] == found[1] != found[2]
+
+
+def test_order_is_without_replacement_and_depends_on_seed_and_epoch_only():
+    draws = [PromptOrder(50, seed=3)[i] for i in range(150)]
+    for epoch in range(3):
+        assert sorted(draws[50 * epoch : 50 * epoch + 50]) == list(range(50))
+    assert PromptOrder(1, seed=3)[7] == 0
+    order = PromptOrder(50, seed=3)
+    assert [order[i] for i in reversed(range(150))] == draws[::-1]  # no state but the draw's number
+    assert draws[:50] != draws[50:100] and draws[:50] != [PromptOrder(50, seed=4)[i] for i in range(50)]
+    assert draws[:50] != list(range(50))
+
+
+def test_check_tokenizer(tokenizer):
+    check_tokenizer(tokenizer, tiny_config(vocab_size=259))
+    check_tokenizer(tokenizer, tiny_config(vocab_size=320))  # a vocabulary rounded up is usual
+    with pytest.raises(ValueError, match='its token .* has id 258, but the model has a vocabulary of 64'):
+        check_tokenizer(tokenizer, tiny_config(vocab_size=64))
+    config = tiny_config(vocab_size=1000)
+    config.eos_token_id = 900
+    with pytest.raises(ValueError, match="the model's end token has id 900, but the tokenizer has 259 tokens"):
+        check_tokenizer(tokenizer, config)
+    config.eos_token_id = [900, 258]
+    check_tokenizer(tokenizer, config)
+    config.eos_token_id = 50256  # a family's default, beyond this small model's vocabulary: says nothing
+    check_tokenizer(tokenizer, config)
+    endless = byte_tokenizer()
+    endless.eos_token = None
+    with pytest.raises(ValueError, match='the tokenizer has no end token'):
+        check_tokenizer(endless, tiny_config(vocab_size=259))
+
+
+def test_tasks_without_text_are_no_prompts_to_tell_of():
+    """An environment says its tasks itself: one empty prompt is neither a small data set nor a repetition."""
+    nothing = Prompt(ids=torch.zeros(0, dtype=torch.int64))
+    assert PromptSet([nothing, nothing]).facts() == {}
+    assert PromptSet([nothing, Prompt(ids=torch.tensor([3]))]).facts()['prompts'] == 2

@@ -103,10 +103,10 @@ def on_two_ranks(folder):
         for environment, stopped in ((Letters, False), (Letters, True), (Clocked, True)):
             trainer = make(None, environment, strategy=strategy)
             environment.num_steps = 0
-            # 6 steps of each rank in a timestep, 12 in a phase
-            environment.at = 15 if stopped and strategy.rank == 1 else None
+            # 6 steps of each rank in a timestep, which is a phase
+            environment.at = 9 if stopped and strategy.rank == 1 else None
             environment.do = staticmethod(trainer.request_stop)
-            fit(trainer, phases=2)
+            trainer.fit(max_timesteps=2, update_timesteps=1)
             environment.at = None
             if stopped:
                 assert trainer.phase == 1, 'both ranks have dropped the phase'
@@ -115,15 +115,15 @@ def on_two_ranks(folder):
                 trainer.load_checkpoint(path)
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter('always')
-                    fit(trainer, phases=2)
+                    trainer.fit(max_timesteps=2, update_timesteps=1)
                 told.append([found[1] for w in caught if (found := LINE.match(str(w.message)))])
             ends.append(torch.cat([p.detach().flatten() for p in strategy.unwrap(trainer.actor).parameters()]))
         return torch.equal(ends[0], ends[1]), told
 
 
 def test_on_two_ranks(tmp_path):
-    # Each rank plays its own samples, of which the first of the timestep are 8 and 10.
-    assert run_distributed(on_two_ranks, 2, str(tmp_path)) == [(True, [[], ['8']]), (True, [[], ['10']])]
+    # Each rank plays its own samples, of which the first of the second timestep are 4 and 6.
+    assert run_distributed(on_two_ranks, 2, str(tmp_path)) == [(True, [[], ['4']]), (True, [[], ['6']])]
 
 
 def test_another_environment_is_told(tmp_path):

@@ -159,7 +159,11 @@ def test_by_hand_there_is_no_environment():
             call()
 
 
-def weights_after(kind: Any, seed: int = 1) -> str:
+def weights_after(kind: Any, *seeds: int) -> list[str]:
+    return [weights_of_seed(kind, seed) for seed in seeds]
+
+
+def weights_of_seed(kind: Any, seed: int) -> str:
     """SHA-256 of actor and critic after two phases."""
     strategy = kind(seed=seed, device='cpu', reproducible='exact', atoms=4)
     sizes = {'experience_batch_size': 8, 'num_samples_per_prompt': 1, 'train_batch_size': 8, 'gae_over': 'turn'}
@@ -174,6 +178,6 @@ def weights_after(kind: Any, seed: int = 1) -> str:
 
 
 def test_one_hash_on_one_rank_and_two():
-    (alone,) = run_distributed(weights_after, 1, NaiveStrategy)  # a process as fresh as the others
-    assert run_distributed(weights_after, 2, DDPStrategy) == [alone, alone]
-    assert run_distributed(weights_after, 1, NaiveStrategy, 2) != [alone]
+    ((alone, other),) = run_distributed(weights_after, 1, NaiveStrategy, 1, 2)  # a process as fresh as the others
+    assert run_distributed(weights_after, 2, DDPStrategy, 1) == [[alone], [alone]]
+    assert other != alone

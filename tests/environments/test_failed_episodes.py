@@ -28,9 +28,8 @@ def _counts_begin_anew():
 def play(faults, **config):
     """One timestep of one group of four, whose returns would be 2, 3, 4, 5."""
     Fails.faults = faults
-    settings = EnvironmentSettings(
-        max_turn_tokens=3, num_workers=1, step_timeout_s=10.0 if 'timeout' in faults.values() else 600
-    )
+    limit = 3.0 if 'timeout' in faults.values() else 600
+    settings = EnvironmentSettings(max_turn_tokens=3, num_workers=1, step_timeout_s=limit)
     defaults = {'advantage_estimator': 'dr_grpo', 'experience_batch_size': 1, 'num_samples_per_prompt': 4}
     trainer = make(None, Fails, settings=settings, **(defaults | config))
     with warnings.catch_warnings(record=True) as caught:

@@ -164,7 +164,7 @@ def test_waiting_for_a_worker_is_not_in_the_limit(kind):
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_a_coroutine_over_its_limit_is_cancelled_and_costs_no_worker(kind, monkeypatch):
-    monkeypatch.setattr(runner_module, 'GRACE_S', 2.0)
+    monkeypatch.setattr(runner_module, 'GRACE_S', 0.5)
     runner = made(Awaited, kind, num_workers=1)
     play(runner, 'other', 'a')
     assert play(runner, 'sleeps', 'do:sleep')[-1].reason == 'timeout'

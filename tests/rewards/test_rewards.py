@@ -46,11 +46,8 @@ def test_last_number(text, want):
 
 def test_number_at_end():
     reward = NumberAtEnd(unanswered=-0.5)
-    answers, said = (
-        ['She sold 48/2 = 24 clips.\n#### 72'] * 4,
-        ['The answer is 72.', '72.0', 'It is 71', 'I do not know'],
-    )
-    assert reward([''] * 4, said, answer=answers) == [1, 1, 0, -0.5]
+    said = ['The answer is 72.', '72.0', 'It is 71', 'I do not know']
+    assert reward([''] * 4, said, answer=['She sold 48/2 = 24 clips.\n#### 72'] * 4) == [1, 1, 0, -0.5]
     assert NumberAtEnd(tolerance=0.1)([''], ['3.14'], answer=[3.1]) == [1]
     with pytest.raises(ValueError, match='has no number'):
         reward([''], ['1'], answer=['many'])
