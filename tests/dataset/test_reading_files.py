@@ -151,24 +151,6 @@ def test_array_elements_that_are_no_objects(tmp_path):
     ]
 
 
-@pytest.mark.parametrize('indent', [None, 0, 2], ids=['rows-a-line', 'indent-0', 'indent-2'])
-def test_no_row_under_a_key_is_decoded_often(tmp_path, monkeypatch, indent):
-    """Decoding anew at every line takes minutes for a large file."""
-    rows = [{'a': i} for i in range(300)]
-    inner = '[\n' + ',\n'.join(map(json.dumps, rows)) + '\n]' if indent is None else json.dumps(rows, indent=indent)
-    path = write(tmp_path / 'a.json', '{"data": ' + inner + '}')
-    decoded, decode = [0], json.JSONDecoder.raw_decode
-
-    def counted(self, text, at=0):
-        value, end = decode(self, text, at)
-        decoded[0] += end - at
-        return value, end
-
-    monkeypatch.setattr(json.JSONDecoder, 'raw_decode', counted)
-    assert [r for r, _ in read(path)] == rows
-    assert decoded[0] <= 3 * path.stat().st_size
-
-
 def test_rows_under_a_key(tmp_path):
     path = write(tmp_path / 'a.json', json.dumps({'type': 'x', 'data': [{'a': 1}, {'a': 2}]}))
     assert read(path) == [({'a': 1}, f'{path}, data[0]'), ({'a': 2}, f'{path}, data[1]')]

@@ -1,62 +1,24 @@
-"""The example of docs/environments.md is complete and runs as it stands."""
+"""The example of docs/environments.md is complete and plays as its page says."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import re
-import sys
 from pathlib import Path
-from typing import Any
 
-import pytest
+from chatgpt.environments import find_environment
+from chatgpt.environments.registry import make_environment
 
-from chatgpt.launch.recipes import execute
-from chatgpt.launch.runs import PPORun
-from chatgpt.testing import byte_tokenizer, tiny_causal_lm
-
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / 'docs' / 'environments.md').read_text()
+PAGE = Path(__file__).resolve().parents[2] / 'docs' / 'environments.md'
 
 
-def example() -> str:
-    (code,) = re.findall(r'```python\n(# guess\.py\n.*?)```', PAGE, re.DOTALL)
-    return code
-
-
-def lm() -> Any:
-    return tiny_causal_lm('gpt2', vocab_size=259, n_positions=128, pad_token_id=256, bos_token_id=257, eos_token_id=258)
-
-
-@pytest.fixture
-def guess(tmp_path, monkeypatch) -> Any:
-    """The class of the page, in a file outside of the package."""
+def test_the_example_plays(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path('guess.py').write_text(example())
-    spec = importlib.util.spec_from_file_location('guess_of_a_test', 'guess.py')
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, 'guess_of_a_test', module)
-    spec.loader.exec_module(module)
-    return module.Guess
-
-
-def test_the_command_of_the_page_takes_its_file(guess, tmp_path):
-    lm().save_pretrained('model')
-    byte_tokenizer().save_pretrained('model')
-    less = {'num_episodes': 1, 'max_timesteps': 2, 'update_timesteps': 1, 'max_epochs': 1, 'max_new_tokens': 64}
-    run = PPORun(
-        environment='guess.py:Guess',
-        pretrain='model',
-        max_turn_tokens=4,
-        eval_episodes=5,
-        save_path='run',
-        experience_batch_size=4,
-        train_batch_size=4,
-        **less,
-    )
-    run.said = {}
-    execute(run)
-    row = json.loads(Path('run/metrics.jsonl').read_text().splitlines()[-1])
-    before = json.loads(Path('run/eval.jsonl').read_text().splitlines()[0])
-    assert row['environment/num_turns_mean'] > 0 and 'eval/success_share' in before
+    (code,) = re.findall(r'```python\n(# guess\.py\n.*?)```', PAGE.read_text(), re.DOTALL)
+    Path('guess.py').write_text(code)
+    factory = find_environment('guess.py:Guess')
+    game, other = make_environment(factory), make_environment(factory)
+    assert game.reset(0) == other.reset(0) == 'guess a number from 1 to 9\n'
+    game.number = other.number = 5
+    assert game.step(' 3') == ('\nhigher\n', {'right': 0.0, 'form': 0.1}, False, False, {'success': False})
+    assert game.step('5')[1:] == ({'right': 1.0, 'form': 0.1}, True, False, {'success': True})
+    assert [other.step('6')[2] for _ in range(3)] == [False, False, True]

@@ -101,29 +101,29 @@ def on_two_ranks(folder):
     with DDPStrategy(seed=3, device='cpu') as strategy:
         ends, told = [], []
         for environment, stopped in ((Letters, False), (Letters, True), (Clocked, True)):
-            trainer = make(None, environment, strategy=strategy)
+            trainer = make(None, environment, strategy=strategy, num_samples_per_prompt=1)
             environment.num_steps = 0
-            # 6 steps of each rank in a timestep, which is a phase
-            environment.at = 9 if stopped and strategy.rank == 1 else None
+            # 3 steps of each rank in a timestep, 6 in a phase
+            environment.at = 8 if stopped and strategy.rank == 1 else None
             environment.do = staticmethod(trainer.request_stop)
-            trainer.fit(max_timesteps=2, update_timesteps=1)
+            fit(trainer, phases=2)
             environment.at = None
             if stopped:
                 assert trainer.phase == 1, 'both ranks have dropped the phase'
                 path = trainer.save_checkpoint(f'{folder}/{environment.__name__}')
-                trainer = make(None, environment, strategy=strategy)
+                trainer = make(None, environment, strategy=strategy, num_samples_per_prompt=1)
                 trainer.load_checkpoint(path)
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter('always')
-                    trainer.fit(max_timesteps=2, update_timesteps=1)
+                    fit(trainer, phases=2)
                 told.append([found[1] for w in caught if (found := LINE.match(str(w.message)))])
             ends.append(torch.cat([p.detach().flatten() for p in strategy.unwrap(trainer.actor).parameters()]))
         return torch.equal(ends[0], ends[1]), told
 
 
 def test_on_two_ranks(tmp_path):
-    # Each rank plays its own samples, of which the first of the second timestep are 4 and 6.
-    assert run_distributed(on_two_ranks, 2, str(tmp_path)) == [(True, [[], ['4']]), (True, [[], ['6']])]
+    # Each rank plays its own samples, of which those of the timestep are 4 and 5.
+    assert run_distributed(on_two_ranks, 2, str(tmp_path)) == [(True, [[], ['4']]), (True, [[], ['5']])]
 
 
 def test_another_environment_is_told(tmp_path):

@@ -214,8 +214,7 @@ def test_too_many_threads_that_hang_end_the_run(monkeypatch):
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_environments_are_closed(kind, tmp_path):
-    file = tmp_path / 'closed'
-    runner = made(Closing, kind, limit=20)
+    runner, file = made(Closing, kind, limit=20), tmp_path / 'closed'
     for key in range(3):
         play(runner, key, file=str(file))
     runner.forget(0)
@@ -255,13 +254,9 @@ runner.result(1)
 @pytest.mark.parametrize('signum', [signal.SIGKILL, signal.SIGINT])
 def test_workers_end_with_the_trainer(signum):
     path = [str(Path(__file__).parent), str(Path(runner_module.__file__).parents[2])]
-    trainer = subprocess.Popen(
-        [sys.executable, '-c', PROGRAM],
-        env=os.environ | {'PYTHONPATH': os.pathsep.join(path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    env = os.environ | {'PYTHONPATH': os.pathsep.join(path)}
+    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.DEVNULL, 'text': True}
+    trainer = subprocess.Popen([sys.executable, '-c', PROGRAM], env=env, **pipes)
     grandchild = int(trainer.stdout.readline())
     assert trainer.stdout.readline() == 'False\n', 'environments need no torch, and start without numpy'
     workers = children(trainer.pid)

@@ -20,7 +20,7 @@ from chatgpt.nn.compiled import compile_blocks
 from chatgpt.nn.lora import convert_to_lora, lora_layers, merged
 from chatgpt.nn.peft_format import export_peft
 from chatgpt.nn.shared import SharedTrunk
-from chatgpt.nn.trunk import dropout_off, position_limit
+from chatgpt.nn.trunk import dropout_off
 from chatgpt.testing import ENCODER_DECODERS, tiny_causal_lm, tiny_config
 from chatgpt.types import Sequence
 
@@ -92,13 +92,6 @@ def test_a_trunk_has_every_weight_but_the_heads(family):
     assert idle == []
     of_model = {id(p) for n, p in model.named_parameters() if n != 'lm_head.weight'}
     assert {id(p) for p in critic.model.parameters()} == of_model
-
-
-def test_position_limits_are_those_of_each_side():
-    assert position_limit(tiny_config('t5')) is None
-    assert position_limit(tiny_config('bart', positions=32)) == 32
-    led = transformers.LEDConfig(max_encoder_position_embeddings=64, max_decoder_position_embeddings=48)
-    assert position_limit(led) == 48
 
 
 @pytest.mark.parametrize('family', ['flan-t5', 'bart'])

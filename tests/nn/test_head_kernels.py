@@ -72,9 +72,8 @@ def test_an_actor_learns_the_same_by_blocks(family, lora_rank, with_entropy, sma
     model = model_of(PhiConfig(**SIZES) if family == 'phi' else family)  # Phi's is an untied head with a bias
     torch.manual_seed(0)
     actor, batch = Actor(model, lora_rank=lora_rank).eval(), collate(sequences())
-    want = run(actor, batch, with_entropy)
+    want = [x.clone() for x in run(actor, batch, with_entropy)]
     assert taken == ['chunked_logprobs']  # the default, on a CPU
-    want = [x.clone() for x in want]
     actor.logprob_kernel = 'fused'
     found = run(actor, batch, with_entropy)
     assert taken == ['chunked_logprobs', 'fused_logprobs']
@@ -118,9 +117,7 @@ def test_what_does_not_fit_is_refused_by_name(monkeypatch, small_chunks):
         capped.logprob_kernel = 'fused'
     assert capped.logprob_kernel == 'auto'
 
-    class Adapted(nn.Linear):
-        pass
-
+    Adapted = type('Adapted', (nn.Linear,), {})
     actor.model.lm_head.__class__ = Adapted
     with pytest.raises(ValueError, match='is a Adapted .* choose .plain'):
         actor.logprob_kernel = 'fused'
@@ -134,9 +131,9 @@ def test_what_does_not_fit_is_refused_by_name(monkeypatch, small_chunks):
         actor.logprob_kernel = 'liger'
     monkeypatch.setattr(head_kernels, 'find_spec', lambda name: True)
     monkeypatch.delenv('TRITON_INTERPRET', raising=False)
-    if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match='there is no GPU here'):
-            actor.logprob_kernel = 'liger'
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    with pytest.raises(ValueError, match='there is no GPU here'):
+        actor.logprob_kernel = 'liger'
 
 
 def test_heads_that_can_be_read():

@@ -112,9 +112,7 @@ def test_the_reference_stays_the_initial_model_and_comes_with_the_policys_pass(f
     ('family', 'tied', 'expected'),
     [
         ('gpt2', True, ('h.1.', 'h.2.', 'ln_f.')),
-        ('bloom', True, ('h.1.', 'h.2.', 'ln_f.')),
         ('opt', True, ('layers.1.', 'layers.2.', 'decoder.final_layer_norm.')),
-        ('gpt_neox', False, ('layers.1.', 'layers.2.', 'final_layer_norm.', 'embed_out.', 'lm_head.')),
         ('gptj', False, ('h.1.', 'h.2.', 'ln_f.', 'lm_head.')),
         ('llama', False, ('layers.1.', 'layers.2.', 'model.norm.', 'lm_head.')),
     ],

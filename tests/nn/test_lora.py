@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from itertools import product
 
 import loralib
 import pytest
@@ -61,15 +62,11 @@ def test_layer_computes_the_formula(index: int) -> None:
     x = torch.randn(2, layer.in_features, dtype=torch.float64)
 
     def by_hand(scaling: float) -> Tensor:
-        out = torch.zeros(2, layer.out_features, dtype=torch.float64)
-        for row in range(2):
-            for o in range(layer.out_features):
-                total = layer.bias[o].item()
-                for i in range(layer.in_features):
-                    low_rank = sum(layer.lora_B[o, r].item() * layer.lora_A[r, i].item() for r in range(2))
-                    weight = layer.weight[i, o] if index == 1 else layer.weight[o, i]
-                    total += (weight.item() + scaling * low_rank) * x[row, i].item()
-                out[row, o] = total
+        out = layer.bias.detach().repeat(2, 1)
+        for row, o, i in product(range(2), range(layer.out_features), range(layer.in_features)):
+            low_rank = sum(layer.lora_B[o, r].item() * layer.lora_A[r, i].item() for r in range(2))
+            weight = layer.weight[i, o] if index == 1 else layer.weight[o, i]
+            out[row, o] += (weight.item() + scaling * low_rank) * x[row, i].item()
         return out
 
     torch.testing.assert_close(layer(x), by_hand(6 / 2), rtol=1e-12, atol=1e-12)
@@ -94,15 +91,8 @@ def test_conversion_adapts_all_linear_layers_of_blocks_and_changes_no_output(fam
 
 @pytest.mark.parametrize(
     ('targets', 'count'),
-    [
-        ('c_attn', 2),
-        ('*.attn.*', 4),
-        (r'transformer\.h\.1\..*', 4),
-        ('transformer.h.0.mlp.c_fc', 1),
-        (['c_fc', 'c_attn'], 4),
-        ('lm_head', 1),
-        (('c_attn', '*.c_attn'), 2),
-    ],
+    [('c_attn', 2), ('*.attn.*', 4), (r'transformer\.h\.1\..*', 4), ('transformer.h.0.mlp.c_fc', 1)]
+    + [(['c_fc', 'c_attn'], 4), ('lm_head', 1), (('c_attn', '*.c_attn'), 2)],
 )
 def test_target_patterns(targets: object, count: int) -> None:
     model = tiny_causal_lm('gpt2', hidden=16, tie_word_embeddings=False)
@@ -130,7 +120,6 @@ def test_bias_modes_decide_what_is_trained() -> None:
     ('kw', 'message'),
     [
         ({'rank': 0}, 'positive integer'),
-        ({'rank': -2}, 'positive integer'),
         ({'rank': True}, 'positive integer'),
         ({'rank': 17}, 'at most 16'),
         ({'rank': 2, 'alpha': 0}, 'alpha'),
