@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,37 +30,14 @@ def skipping(source, **kw):
     return [r.data for r in read_records(source, bad, **kw)], bad
 
 
-def test_csv_with_bom_quoted_newlines_and_crlf(tmp_path):
+def test_csv_with_bom_quoted_newlines_crlf_and_other_delimiters(tmp_path):
+    for name, text in (('a.csv', 'a;b\n1;2,5\n'), ('a.tsv', 'a\tb\n1\t2,5\n'), ('a.csv', 'a\tb\n1\t2,5\n')):
+        assert read(write(tmp_path / name, text))[0][0] == {'a': '1', 'b': '2,5'}
     path = write(tmp_path / 'a.csv', b'\xef\xbb\xbf"act","prompt"\r\n"x","one\r\ntwo"\r\n\r\n"y","say ""hi"", now"\r\n')
     assert read(path) == [
         ({'act': 'x', 'prompt': 'one\r\ntwo'}, f'{path}, line 2'),
         ({'act': 'y', 'prompt': 'say "hi", now'}, f'{path}, line 5'),
     ]
-
-
-@pytest.mark.parametrize(
-    ('name', 'text'), [('a.csv', 'a;b\n1;2,5\n'), ('a.tsv', 'a\tb\n1\t2,5\n'), ('a.csv', 'a\tb\n1\t2,5\n')]
-)
-def test_other_delimiters(tmp_path, name, text):
-    assert read(write(tmp_path / name, text))[0][0] == {'a': '1', 'b': '2,5'}
-
-
-@pytest.mark.parametrize(
-    ('row', 'reason'),
-    [
-        (b'only one', '1 fields, but the header has 2'),
-        (b'a,b,c', '3 fields, but the header has 2'),
-        (b'"a"b,c', 'not valid csv'),
-        (b'a,\xff', 'not UTF-8'),
-    ],
-)
-def test_bad_csv_rows_are_named_or_skipped(tmp_path, row, reason):
-    path = write(tmp_path / 'a.csv', b'p,q\n1,2\n' + row + b'\n3,4\n')
-    with pytest.raises(ValueError, match=f'a.csv, line 3: {reason}'):
-        read(path)
-    rows, bad = skipping(path)
-    assert rows == [{'p': '1', 'q': '2'}, {'p': '3', 'q': '4'}]
-    assert bad.num_skipped == 1 and bad.reasons[0].startswith(f'{path}, line 3: {reason}')
 
 
 ROWS = [{'a': 1, 'b': {'c': [{'d': 'x}{'}]}}, {'a': 2, 'b': 'line\nbreak "and quotes" \\'}, {'a': 3}]
@@ -94,22 +72,78 @@ def test_lines_of_pretty_objects_are_those_of_their_braces(tmp_path):
 @pytest.mark.parametrize(
     ('broken', 'reason'),
     [
-        ('{"a": "x', 'not valid JSON: Unterminated string'),
-        ('{"a": "x"', r"not valid JSON: Expecting ',' delimiter \(it breaks off\)"),
-        ('{"a": ', r'not valid JSON: Expecting value \(it breaks off\)'),
-        ("{'a': 1}", 'not valid JSON: Expecting property name'),
-        ('hello', 'not valid JSON: Expecting value'),
-        ('[1, 2]', 'a JSON list, where an object is needed'),
-        ('7', 'a JSON int, where an object is needed'),
-        ('{"a": 1, }', 'not valid JSON: '),
+        (b'{"a": "x', 'not valid JSON: Unterminated string'),
+        (b'{"a": "x"', r"not valid JSON: Expecting ',' delimiter \(it breaks off\)"),
+        (b"{'a': 1}", 'not valid JSON: Expecting property name'),
+        (b'hello', 'not valid JSON: Expecting value'),
+        (b'[1, 2]', 'a JSON list, where an object is needed'),
+        (b'7', 'a JSON int, where an object is needed'),
+        (b'{"a": 1, }', 'not valid JSON: '),
+        (b'{"a": "\xff"}', 'not UTF-8'),
+        (b'only one', '1 fields, but the header has 2'),
+        (b'a,b,c', '3 fields, but the header has 2'),
+        (b'"a"b,c', 'not valid csv'),
+        (b'a,\xff', 'not UTF-8'),
     ],
 )
-def test_a_broken_line_costs_only_itself(tmp_path, broken, reason):
-    path = write(tmp_path / 'a.jsonl', '{"a": 1}\n' + broken + '\n{"a": 2}\n{"a": 3}\n')
-    with pytest.raises(ValueError, match=f'a.jsonl, line 2: {reason}'):
+def test_a_broken_row_costs_only_itself(tmp_path, broken, reason):
+    if reason.startswith('not valid JSON') or broken[:1] in b'{[7':
+        name, parts = 'a.jsonl', (b'{"a": "1"}\n{"a": "2"}', b'{"a": "3"}')
+    else:
+        name, parts = 'a.csv', (b'a,b\n1,', b'3,')
+    path = write(tmp_path / name, b'\n'.join((parts[0], broken, parts[1], b'')))
+    with pytest.raises(ValueError, match=f'{name}, line 3: {reason}'):
         read(path)
     rows, bad = skipping(path)
-    assert rows == [{'a': 1}, {'a': 2}, {'a': 3}] and bad.num_skipped == 1
+    assert [r['a'] for r in rows] == (['1', '2', '3'] if name == 'a.jsonl' else ['1', '3'])
+    assert bad.num_skipped == 1 and re.match(f'{path}, line 3: {reason}', bad.reasons[0])
+
+
+@pytest.mark.parametrize(
+    ('text', 'reason'),
+    [
+        ('[{"a": 1},\n{"a": 2}', 'line 2: not valid JSON from here on: a comma or the closing bracket is missing'),
+        ('[{"a": 1},\n{"a" 2}]', 'line 2: not valid JSON from here on'),
+        ('[{"a": 1}]\n{"a": 2}', 'line 1: more text after the end of the array'),
+        ('[{"a": 1},\n{"a": "\xff"}]', 'line 2: not UTF-8'),
+    ],
+)
+def test_a_broken_array_stops_even_when_skipping(tmp_path, text, reason):
+    with pytest.raises(ValueError, match=reason):
+        skipping(write(tmp_path / 'a.json', text.encode('latin-1')))
+    path = write(tmp_path / 'b.json', '[{"a": 1},\n 7,\n "a text"]')  # what is no object costs itself alone
+    rows, bad = skipping(path)
+    assert rows == [{'a': 1}, {'text': 'a text'}]
+    assert bad.reasons == [f'{path}, line 2: a JSON int, where an object is needed']
+
+
+NO_RECORD = 'there is no record in it'
+
+
+@pytest.mark.parametrize(
+    ('source', 'reason'),
+    [
+        ('missing.csv', 'missing.csv: no such file or folder'),
+        ('./missing', './missing: no such file or folder'),
+        ('a/b/c', 'a/b/c: no such file or folder'),
+        (Path('missing'), 'missing: no such file or folder'),
+        (7, 'data: cannot read a int; give a path, a hub name, a data set or a list of dicts'),
+        ([], f'data: {NO_RECORD}'),
+        (('a.csv', ''), 'a.csv: the file is empty'),
+        (('a.jsonl', ' \n\n'), f'a.jsonl: {NO_RECORD}'),
+        (('a.csv', 'prompt\n'), f'a.csv: {NO_RECORD}'),
+        (('a.txt', '\n\n'), f'a.txt: {NO_RECORD}'),
+        (('a.csv', 'prompt,prompt\n1,2\n'), 'a.csv, line 1: the header names prompt more than once'),
+        (('a.xlsx', 'x'), "a.xlsx: unknown kind of file '.xlsx'; known are .csv"),
+    ],
+)
+def test_sources_without_data(tmp_path, source, reason):
+    if isinstance(source, tuple):
+        with pytest.raises(ValueError, match=reason):
+            read(write(tmp_path / source[0], source[1]))
+    else:
+        with pytest.raises(ValueError, match=f'^{reason}$'):
+            read(source) if source == [] else read_records(source)  # before the first record
 
 
 def test_a_broken_pretty_object_with_objects_inside_costs_only_itself(tmp_path):
@@ -120,35 +154,6 @@ def test_a_broken_pretty_object_with_objects_inside_costs_only_itself(tmp_path):
     assert bad.reasons == [f"{path}, line 14: not valid JSON: Expecting ':' delimiter"]
     records = read_records(path)
     assert next(records).data == rows[0]  # read as it is used: the broken object is not reached
-
-
-def test_bytes_that_are_not_utf8(tmp_path):
-    rows, bad = skipping(write(tmp_path / 'a.jsonl', b'{"a": 1}\n{"a": "\xff"}\n{"a": 2}\n'))
-    assert rows == [{'a': 1}, {'a': 2}] and bad.reasons[0].endswith('line 2: not UTF-8')
-    with pytest.raises(ValueError, match='line 2: not UTF-8'):
-        read(write(tmp_path / 'a.json', b'[{"a": 1},\n{"a": "\xff"}]'))
-
-
-@pytest.mark.parametrize(
-    ('text', 'reason'),
-    [
-        ('[{"a": 1},\n{"a": 2}', 'line 2: not valid JSON from here on: a comma or the closing bracket is missing'),
-        ('[{"a": 1},\n{"a" 2}]', 'line 2: not valid JSON from here on'),
-        ('[{"a": 1}\n{"a": 2}]', 'line 2: not valid JSON from here on: a comma'),
-        ('[{"a": 1}]\n{"a": 2}', 'line 1: more text after the end of the array'),
-    ],
-)
-def test_a_broken_array_stops_even_when_skipping(tmp_path, text, reason):
-    with pytest.raises(ValueError, match=reason):
-        skipping(write(tmp_path / 'a.json', text))
-
-
-def test_array_elements_that_are_no_objects(tmp_path):
-    path = write(tmp_path / 'a.json', '[{"a": 1},\n 7,\n "a text"]')
-    rows, bad = skipping(path)
-    assert rows == [{'a': 1}, {'text': 'a text'}] and bad.reasons == [
-        f'{path}, line 2: a JSON int, where an object is needed'
-    ]
 
 
 def test_rows_under_a_key(tmp_path):
@@ -216,39 +221,6 @@ def test_hub_names_go_through_datasets(monkeypatch):
     assert calls == [(('some/data', 'en'), {'split': 'test', 'streaming': True})]
     with pytest.raises(ValueError, match='^nobody/nothing: .* no data set from the hub: ConnectionError: no network$'):
         read('nobody/nothing')
-
-
-@pytest.mark.parametrize(
-    ('source', 'reason'),
-    [
-        ('missing.csv', 'missing.csv: no such file or folder'),
-        ('./missing', './missing: no such file or folder'),
-        ('a/b/c', 'a/b/c: no such file or folder'),
-        (Path('missing'), 'missing: no such file or folder'),
-        (7, 'data: cannot read a int; give a path, a hub name, a data set or a list of dicts'),
-        ([], 'data: there is no record in it'),
-    ],
-)
-def test_sources_that_are_none(source, reason):
-    with pytest.raises(ValueError, match=f'^{reason}$'):
-        read_records(source) if source != [] else read(source)  # before the first record
-
-
-@pytest.mark.parametrize(
-    ('name', 'text', 'reason'),
-    [
-        ('a.csv', '', 'the file is empty'),
-        ('a.json', '', 'the file is empty'),
-        ('a.jsonl', ' \n\n', 'there is no record in it'),
-        ('a.csv', 'prompt\n', 'there is no record in it'),
-        ('a.txt', '\n\n', 'there is no record in it'),
-        ('a.csv', 'prompt,prompt\n1,2\n', 'line 1: the header names prompt more than once'),
-        ('a.xlsx', 'x', "unknown kind of file '.xlsx'; known are .csv"),
-    ],
-)
-def test_files_without_data(tmp_path, name, text, reason):
-    with pytest.raises(ValueError, match=f'{name}(:|,) {reason}'):
-        read(write(tmp_path / name, text))
 
 
 LOADERS: dict[str, Any] = {

@@ -45,7 +45,7 @@ def chat():
     return tokenizer
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture
 def with_begin():
     return beginning()
 
@@ -196,10 +196,8 @@ def test_cutting(plain, max_length, expected):
 
 
 def test_cutting_keeps_the_begin_token_and_short_prompts(with_begin, plain):
-    found = tokenize_demonstration(
-        Demonstration(prompt='abcdef', response='ghi'), with_begin, TokenizerOptions(max_length=8)
-    )
-    assert whole(found) == '^defghi$'
+    given = Demonstration(prompt='abcdef', response='ghi')
+    assert whole(tokenize_demonstration(given, with_begin, TokenizerOptions(max_length=8))) == '^defghi$'
     found = tokenize_demonstration(Demonstration(prompt='a', response='ghijkl'), plain, TokenizerOptions(max_length=5))
     assert whole(found) == 'aghij'
     prompt = tokenize_prompt(PromptExample(prompt='abcdef'), with_begin, max_tokens=3, overflow='truncate')
@@ -232,9 +230,8 @@ def document(prompt, response):
 
 @pytest.mark.parametrize('length', [2, 3, 5, 7, 100])
 def test_packing_learns_every_token_that_counts_once(length):
-    documents = [
-        document([10 * i, 10 * i + 1], list(range(10 * i + 2, 10 * i + 2 + n))) for i, n in enumerate([1, 5, 3, 4], 1)
-    ]
+    sizes = {10: 1, 20: 5, 30: 3, 40: 4}
+    documents = [document([i, i + 1], list(range(i + 2, i + 2 + n))) for i, n in sizes.items()]
     blocks = pack(documents, length)
     targets = sorted(t for b in blocks for t in b.response_ids[b.response_mask].tolist())
     assert targets == sorted(t for d in documents for t in d.response_ids.tolist())
@@ -249,15 +246,8 @@ def test_packing_leaves_out_blocks_where_nothing_counts():
         pack([document([1], [2])], 1)
 
 
-TURNS = [
-    {'role': 'system', 'content': 'Be brief.'},
-    {'role': 'user', 'content': 'Who are you?'},
-    {'role': 'assistant', 'content': ' A fox, "Tom".\n'},
-    {'role': 'user', 'content': ': and where?  '},
-    {'role': 'assistant', 'content': '- In the wood\n\n- at home'},
-    {'role': 'user', 'content': 'Good.'},
-    {'role': 'assistant', 'content': ': bye 12'},
-]
+SAID = [S('Be brief.'), U('Who are you?'), A(' A fox, "Tom".\n'), U(': and where?  '), A('- In the wood\n\n- at home')]
+TURNS = [{'role': m.role, 'content': m.content} for m in (*SAID, U('Good.'), A(': bye 12'))]
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -317,9 +307,8 @@ def test_a_tokenizer_keeps_its_own_template_and_plain_text_gives_none():
 def test_chatml_with_another_end_token_does_not_train_the_newline():
     """A turn counts up to <|im_end|>; at the very end the tokenizer's end token follows it in the newline's place."""
     tokenizer = chatml()
-    turns = (Message('user', 'q'),), (Message('assistant', 'one'), Message('user', 'more'), Message('assistant', 'two'))
-    found = tokenize_demonstration(Demonstration(prompt=turns[0], response=turns[1]), tokenizer)
-    assert tokenizer.decode(found.response_ids.tolist()) == (
-        'one<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\ntwo<|im_end|><eos>'
-    )
+    talk = Demonstration(prompt=(U('q'),), response=(A('one'), U('more'), A('two')))
+    found = tokenize_demonstration(talk, tokenizer)
+    more = '\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n'
+    assert tokenizer.decode(found.response_ids.tolist()) == f'one<|im_end|>{more}two<|im_end|><eos>'
     assert tokenizer.decode(found.response_ids[found.response_mask].tolist()) == 'one<|im_end|>two<|im_end|><eos>'

@@ -70,25 +70,13 @@ class SkyRLSum:
         pass
 
 
-class Ours(Environment):
-    def reset(self, seed=None, **columns):
-        return 'x'
+Ours = type(
+    'Ours', (Environment,), {'reset': lambda self, **c: 'x', 'step': lambda self, r: ('', 0.0, True, False, {})}
+)
+WithTools = type('WithTools', (), {'reset': lambda self, **columns: None, 'get_reward': lambda self: 1.0})
+Unfinished = type('Unfinished', (), {'reset': lambda self, seed, **columns: 'x'})
 
-    def step(self, response):
-        return '', 0.0, True, False, {}
-
-
-class WithTools:
-    def reset(self, **columns):
-        pass
-
-    def get_reward(self):
-        return 1.0
-
-
-class Unfinished:
-    def reset(self, seed, **columns):
-        return 'x'
+Ours = type('Ours', (Environment,), {'reset': lambda self, **columns: 'x', 'step': lambda self, response: None})
 
 
 class WithStep:

@@ -61,13 +61,6 @@ def test_a_transcript_is_turns_and_observations():
         assert not sample.logprobs[~sample.response_mask].any()
 
 
-def test_the_seed_makes_a_groups_task():
-    tasks = [tuple(s.prompt_ids.tolist()) for s in episodes()]
-    assert tasks[0] == tasks[1] and tasks[2] == tasks[3]
-    assert tasks[0] != tasks[2], 'of these two seeds'
-    assert seed_of(5, 0) != seed_of(5, 1) != seed_of(6, 1)
-
-
 @pytest.mark.parametrize(
     ('limits', 'end'),
     [({'max_turns': 2, 'max_turn_tokens': 3}, 'turns'), ({'max_turn_tokens': 3, 'max_new_tokens': 8}, 'tokens')],
@@ -89,10 +82,9 @@ class Careless(Environment):
         return 'a \udc80' if self.bad and self.kind == 'half a character at reset' else 'n:'
 
     def step(self, response):
-        if self.bad and self.kind == 'messages after text':
-            return [{'role': 'user', 'content': 'go'}], 0.0, False, False, {}
-        if self.bad and self.kind == 'half a character':
-            return 'a \udc80', 0.0, False, False, {}
+        wrong = {'messages after text': [{'role': 'user', 'content': 'go'}], 'half a character': 'a \udc80'}
+        if self.bad and self.kind in wrong:
+            return wrong[self.kind], 0.0, False, False, {}
         return 'x', 1e39 if self.bad and self.kind == 'no fp32' else 1.0, True, False, {}
 
 

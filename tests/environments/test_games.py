@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from fractions import Fraction
 from pathlib import Path
@@ -186,7 +187,7 @@ def test_the_best_of_tic_tac_toe_is_as_good_as_can_be(opponent):
         want = exact((0,) * 9, number)
         assert tictactoe.value('.' * 9, mark, opponent) == pytest.approx(float(want), abs=1e-12)
         first = 'policy' if mark == 'x' else 'opponent'
-        got = score('tictactoe', best, episodes=500, first=first, opponent=opponent)
+        got = score('tictactoe', best, episodes=200, first=first, opponent=opponent)
         assert abs(got.return_mean - want) < 2 * got.return_error + 1e-9
 
 
@@ -240,3 +241,18 @@ def test_games_by_name():
 def test_wrong_names_and_options_are_told(spec, options, complaint):
     with pytest.raises(ValueError, match=complaint):
         make_environment(find_environment(spec, options))
+
+
+def test_the_example_of_the_page_plays(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(
+        r'```python\n(# guess\.py\n.*?)```', (EXAMPLES.parents[1] / 'docs' / 'environments.md').read_text(), re.DOTALL
+    )
+    Path('guess.py').write_text(code)
+    factory = find_environment('guess.py:Guess')
+    game, other = make_environment(factory), make_environment(factory)
+    assert game.reset(0) == other.reset(0) == 'guess a number from 1 to 9\n'
+    game.number = other.number = 5
+    assert game.step(' 3') == ('\nhigher\n', {'right': 0.0, 'form': 0.1}, False, False, {'success': False})
+    assert game.step('5')[1:] == ({'right': 1.0, 'form': 0.1}, True, False, {'success': True})
+    assert [other.step('6')[2] for _ in range(3)] == [False, False, True]

@@ -111,13 +111,14 @@ def test_round_trip_through_a_wrapper_keeps_the_bits(tmp_path: Path) -> None:
 
 def test_mistakes_are_refused(tmp_path: Path) -> None:
     base, folder = tiny_causal_lm('gpt2', hidden=16), tmp_path / 'adapter'
-    with pytest.raises(ValueError, match='no adapters'):
-        export_peft(base, tmp_path)
     (tmp_path / 'file').write_text('')
-    with pytest.raises(ValueError, match='is a file'):
-        export_peft(adapted(base), tmp_path / 'file')
-    with pytest.raises(ValueError, match=CONFIG_FILE):
-        import_peft(base, tmp_path)
+    for act, model, where, message in (
+        (export_peft, base, tmp_path, 'no adapters'),
+        (export_peft, adapted(base), tmp_path / 'file', 'is a file'),
+        (import_peft, base, tmp_path, CONFIG_FILE),
+    ):
+        with pytest.raises(ValueError, match=message):
+            act(model, where)
     export_peft(adapted(base), folder)
     written = config_of(folder)
     for change, message in (
