@@ -35,38 +35,19 @@ def tokenizer():
     return byte_tokenizer()
 
 
-SAMPLE_FILES = {
-    'alpaca.json': (Demonstration, 3),
-    'dialogues.jsonl': (Preference, 2),
-    'instruction_context.jsonl': (Demonstration, 2),
-    'instruction_preference.json': (Preference, 2),
-    'kto.jsonl': (Labelled, 2),
-    'messages.jsonl': (Demonstration, 2),
-    'preference.jsonl': (Preference, 3),
-    'prompt_completion.jsonl': (Demonstration, 2),
-    'prompt_response.csv': (Demonstration, 2),
-    'prompts.csv': (PromptExample, 3),
-    'prompts.jsonl': (PromptExample, 3),
-    'prompts.txt': (Demonstration, 1),  # one text; `load_prompts` takes its lines
-    'question_answer.jsonl': (Demonstration, 2),
-    'ranked.jsonl': (Preference, 2),
-    'rewards.jsonl': (Labelled, 3),
-    'sharegpt.json': (Demonstration, 2),
-    'sharegpt_preference.json': (Preference, 2),
-    'stories.txt': (Demonstration, 3),
-    'text.jsonl': (Demonstration, 2),
-    'text_label.csv': (Labelled, 3),
-}
+PREFERENCES = ('dialogues', 'instruction_preference', 'preference', 'ranked', 'sharegpt_preference')
+KINDS = dict.fromkeys(PREFERENCES, Preference) | dict.fromkeys(('kto', 'rewards', 'text_label'), Labelled)
+LOADERS = {Demonstration: load_demonstrations, Preference: load_preferences, Labelled: load_labelled}
 
 
-@pytest.mark.parametrize('name', sorted(p.name for p in SAMPLES.iterdir() if p.name != 'README.md'))
-def test_sample_file(name, tokenizer):
-    kind, number = SAMPLE_FILES[name]
-    found = load_examples(SAMPLES / name)
-    assert [type(e) for e in found] == [kind] * number and found.num_skipped == 0
-    load = {Demonstration: load_demonstrations, Preference: load_preferences, Labelled: load_labelled}.get(kind)
-    tokenized = load(SAMPLES / name, tokenizer)[0] if load else load_prompts(SAMPLES / name, tokenizer)
-    assert len(tokenized) == number
+@pytest.mark.parametrize('path', sorted(p for p in SAMPLES.iterdir() if p.suffix != '.md'), ids=lambda p: p.name)
+def test_sample_file(path, tokenizer):
+    # a text file is one text, whose lines `load_prompts` takes
+    kind = PromptExample if path.name in ('prompts.csv', 'prompts.jsonl') else KINDS.get(path.stem, Demonstration)
+    found = load_examples(path)
+    assert {type(e) for e in found} == {kind} and found.num_skipped == 0
+    tokenized = LOADERS[kind](path, tokenizer)[0] if kind in LOADERS else load_prompts(path, tokenizer)
+    assert len(tokenized) == len(found) > 0
 
 
 def test_bad_records_are_named_or_counted(tmp_path, tokenizer):
@@ -228,31 +209,16 @@ def silent():
 
 def test_rows_that_are_cut_are_counted_and_the_longest_is_named():
     tokenizer = byte_tokenizer()
-    rows = [
-        {'prompt': 'ab', 'response': 'cd'},
-        {'prompt': 'abcdef', 'response': 'ghi'},
-        {'prompt': 'a' * 20, 'response': 'b'},
-    ]
-    lengths = [len(r['prompt']) + len(r['response']) + 1 for r in rows]  # and an end token
-    longest = max(lengths) + len(tokenizer('a')['input_ids']) - 1  # and a begin token, where there is one
-    with pytest.warns(
-        UserWarning, match=rf'2 of 3 records are longer than 8 tokens.*The longest has {longest} tokens \(.*3\)'
-    ):
+    pairs = (('ab', 'cd'), ('abcdef', 'ghi'), ('a' * 20, 'b'))
+    rows = [{'prompt': prompt, 'response': response} for prompt, response in pairs]
+    with pytest.warns(UserWarning, match=r'2 of 3 records are longer than 8 tokens.*The longest has 22 tokens \(.*3\)'):
         load_demonstrations(rows, tokenizer, max_length=8)
     with silent():
-        load_demonstrations(rows, tokenizer, max_length=longest)
-
-
-def test_each_source_is_counted_by_itself():
-    tokenizer = byte_tokenizer()
+        load_demonstrations(rows, tokenizer, max_length=22)  # with an end token
+    train, validation = ([{'text': 'a' * n} for n in lengths] for lengths in ((3, 30), (40, 12)))
     with pytest.warns(UserWarning, match='1 of 2 records') as seen:
-        load_demonstrations(
-            [{'text': 'abc'}, {'text': 'a' * 30}],
-            tokenizer,
-            max_length=10,
-            validation_source=[{'text': 'b' * 40}, {'text': 'c' * 12}],
-        )
-    assert [str(w.message).split(' records')[0] for w in seen] == ['1 of 2', '2 of 2']
+        load_demonstrations(train, tokenizer, max_length=10, validation_source=validation)
+    assert [str(w.message).split(' records')[0] for w in seen] == ['1 of 2', '2 of 2']  # each source by itself
 
 
 def test_preferences_that_teach_less_than_they_seem_to_are_told():
@@ -275,12 +241,8 @@ def test_preferences_that_teach_less_than_they_seem_to_are_told():
 
 
 def test_context_chosen_rejected():
-    context = [{'from': 'human', 'content': 'q'}]
-    row = {
-        'context': context,
-        'chosen': {'from': 'assistant', 'content': 'c'},
-        'rejected': {'from': 'assistant', 'content': 'r'},
-    }
+    chosen, rejected = ({'from': 'assistant', 'content': text} for text in 'cr')
+    row = {'context': [{'from': 'human', 'content': 'q'}], 'chosen': chosen, 'rejected': rejected}
     assert to_example(row) == Preference(prompt=(Message('user', 'q'),), responses=('c', 'r'))
     assert to_example({'context': 'q', 'chosen': 'c', 'rejected': 'r'}) == Preference(prompt='q', responses=('c', 'r'))
     assert load_prompts([row], byte_tokenizer())[0].columns.keys() == {'chosen', 'rejected'}
@@ -304,18 +266,12 @@ def test_pandalm():
 
 def test_dialogues_in_text_that_part_early_do_not_train_on_the_human():
     tokenizer = byte_tokenizer()
-    row = {
-        'chosen': HI + ' yes\n\nHuman: more\n\nAssistant: fine',
-        'rejected': HI + ' no\n\nHuman: why\n\nAssistant: so\n\nHuman: bye',
-    }
+    said = [' yes\n\nHuman: more\n\nAssistant: fine', ' no\n\nHuman: why\n\nAssistant: so']
+    row = {'chosen': HI + said[0], 'rejected': HI + said[1] + '\n\nHuman: bye'}
     (pair,), _ = load_preferences([row], tokenizer)
-    texts = [tokenizer.decode(r.tolist(), skip_special_tokens=True) for r in pair.responses]
-    assert texts == [' yes\n\nHuman: more\n\nAssistant: fine', ' no\n\nHuman: why\n\nAssistant: so']
-    learned = [
-        tokenizer.decode([t for t, m in zip(r.tolist(), mask.tolist(), strict=True) if m], skip_special_tokens=True)
-        for r, mask in zip(pair.responses, pair.response_masks, strict=True)
-    ]
-    assert learned == [' yes fine', ' no so']
+    assert [tokenizer.decode(r, skip_special_tokens=True) for r in pair.responses] == said
+    learned = [r[mask] for r, mask in zip(pair.responses, pair.response_masks, strict=True)]
+    assert [tokenizer.decode(r, skip_special_tokens=True) for r in learned] == [' yes fine', ' no so']
 
 
 @pytest.mark.parametrize('form', ['text', 'turns'])

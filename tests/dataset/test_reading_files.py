@@ -6,7 +6,6 @@ import gzip
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -215,20 +214,14 @@ def test_hub_names_go_through_datasets(monkeypatch):
 
     monkeypatch.setattr(datasets, 'load_dataset', load_dataset)
     monkeypatch.setattr('chatgpt.data.reading.check_name', lambda *names: None)
-    assert read('some/data', split='test', subset='en', streaming=True) == [
-        ({'prompt': 'x'}, 'data set some/data, row 1')
-    ]
+    found = read('some/data', split='test', subset='en', streaming=True)
+    assert found == [({'prompt': 'x'}, 'data set some/data, row 1')]
     assert calls == [(('some/data', 'en'), {'split': 'test', 'streaming': True})]
     with pytest.raises(ValueError, match='^nobody/nothing: .* no data set from the hub: ConnectionError: no network$'):
         read('nobody/nothing')
 
 
-LOADERS: dict[str, Any] = {
-    'sft': load_demonstrations,
-    'dpo': load_preferences,
-    'kto': load_labelled,
-    'ppo': load_prompts,
-}
+LOADERS = {'sft': load_demonstrations, 'dpo': load_preferences, 'kto': load_labelled, 'ppo': load_prompts}
 DEMONSTRATION, PREFERENCE = {'prompt': 'a', 'completion': 'b'}, {'prompt': 'a', 'chosen': 'b', 'rejected': 'c'}
 
 
@@ -238,16 +231,10 @@ def refusal(method: str, path: Path) -> str:
     return str(error.value)
 
 
-def written(path: Path, *rows: dict[str, Any]) -> Path:
-    path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
-    return path
-
-
 @pytest.mark.parametrize(
     ('method', 'row', 'told'),
     [
         ('sft', {'prompt': 'a'}, 'such a file is for the command ppo'),
-        ('dpo', {'prompt': 'a'}, 'such a file is for the command ppo'),
         ('dpo', DEMONSTRATION, 'such a file is for the command sft'),
         ('dpo', {**DEMONSTRATION, 'label': True}, 'such a file is for the command kto'),
         ('kto', PREFERENCE, 'such a file is for the command dpo'),
@@ -259,7 +246,7 @@ def written(path: Path, *rows: dict[str, Any]) -> Path:
     ],
 )
 def test_a_file_of_another_kind_names_the_column_or_the_command(tmp_path, method, row, told):
-    found = refusal(method, written(tmp_path / 'data.jsonl', row, row, row))
+    found = refusal(method, write(tmp_path / 'data.jsonl', 3 * (json.dumps(row) + '\n')))
     assert told in found and 'line 1' in found and 'skip_bad_records' not in found
 
 

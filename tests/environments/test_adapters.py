@@ -70,12 +70,8 @@ class SkyRLSum:
         pass
 
 
-Ours = type(
-    'Ours', (Environment,), {'reset': lambda self, **c: 'x', 'step': lambda self, r: ('', 0.0, True, False, {})}
-)
 WithTools = type('WithTools', (), {'reset': lambda self, **columns: None, 'get_reward': lambda self: 1.0})
 Unfinished = type('Unfinished', (), {'reset': lambda self, seed, **columns: 'x'})
-
 Ours = type('Ours', (Environment,), {'reset': lambda self, **columns: 'x', 'step': lambda self, response: None})
 
 

@@ -33,8 +33,8 @@ def edited(folder, edit, family='gpt2', base=False, **kw):
     return folder
 
 
-def layer(tensors, number=1):
-    return [name for name in tensors if f'.{number}.' in name]
+def layer(tensors):
+    return [name for name in tensors if '.1.' in name]
 
 
 def drop_a_layer(tensors):
@@ -43,25 +43,26 @@ def drop_a_layer(tensors):
 
 
 def add_a_layer(tensors):
-    for name in layer(tensors):
-        tensors[name.replace('.1.', '.2.')] = tensors[name].clone()
-
-
-def nan(tensors):
-    tensors[next(n for n in layer(tensors) if n.endswith('weight'))].view(-1)[3] = float('nan')
-
-
-def infinite(tensors):
-    tensors[next(n for n in layer(tensors) if n.endswith('bias') or 'layernorm' in n)].view(-1)[0] = float('inf')
-
-
-def misshaped(tensors):
-    name = next(n for n in layer(tensors) if n.endswith('weight'))
-    tensors[name] = torch.zeros(3, 5)
+    tensors |= {name.replace('.1.', '.2.'): tensors[name].clone() for name in layer(tensors)}
 
 
 def stranger(tensors):
     tensors['stranger.weight'] = torch.zeros(2)
+
+
+def with_weight(change):
+    """An edit of the first weight of the second layer."""
+
+    def edit(tensors):
+        name = next(n for n in layer(tensors) if n.endswith('weight'))
+        tensors[name] = change(tensors[name])
+
+    return edit
+
+
+misshaped, nan, infinite = map(
+    with_weight, (lambda t: torch.zeros(3, 5), lambda t: t * float('nan'), lambda t: t + float('inf'))
+)
 
 
 @WAYS
