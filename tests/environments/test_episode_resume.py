@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import episode_runs
@@ -142,10 +143,8 @@ def test_killed_within_an_episode(undisturbed, tmp_path):
 def workers():
     found = []
     for task in Path('/proc/self/task').iterdir():
-        try:
+        with suppress(FileNotFoundError):  # the thread has ended
             found += (task / 'children').read_text().split()
-        except FileNotFoundError:  # the thread has ended
-            pass
     return found
 
 
@@ -170,10 +169,7 @@ def test_nothing_is_left(kind, raises):
     threads, files, own = threading.active_count(), len(os.listdir('/proc/self/fd')), workers()
     watch = Watch(raises)
     trainer = make(None, Letters, settings=settings(kind), callbacks=[watch])
-    if raises:
-        with pytest.raises(RuntimeError, match='a callback'):
-            fit(trainer)
-    else:
+    with pytest.raises(RuntimeError, match='a callback') if raises else nullcontext():
         fit(trainer)
     assert watch.seen - len(own) == (2 if kind == 'processes' else 0), 'they stay from phase to phase'
     assert workers() == own and len(os.listdir('/proc/self/fd')) <= files

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import statistics
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
 from chatgpt.environments.games import GAMES, Calculator, CalculatorTools, Countdown, TicTacToe, countdown, tictactoe
-from chatgpt.environments.games.scores import best, play, random_player, score
+from chatgpt.environments.games.scores import best, random_player, score
 from chatgpt.environments.registry import find_environment, make_environment
 
 EXAMPLES = Path(__file__).resolve().parents[2] / 'examples' / 'environments'
@@ -191,17 +190,6 @@ def test_the_best_of_tic_tac_toe_is_as_good_as_can_be(opponent):
         assert abs(got.return_mean - want) < 2 * got.return_error + 1e-9
 
 
-def test_a_score_by_hand():
-    def first(game):
-        return game.moves()[0]
-
-    returns, wins, turns = zip(*(play(TicTacToe(), first, seed) for seed in range(7, 57)), strict=True)
-    got = score('tictactoe', first, episodes=50, first_seed=7)
-    assert (got.return_mean, got.turns_mean) == (pytest.approx(statistics.mean(returns)), sum(turns) / 50)
-    assert got.success == sum(wins) / 50 == sum(r > 0 for r in returns) / 50 > 0
-    assert got.return_error == pytest.approx(1.96 * statistics.stdev(returns) / 50**0.5, rel=1e-4)
-
-
 CLASSES = {'guess_word': ('GuessWord', 1.0), 'sokoban': ('Sokoban', 1.0), 'blackjack': ('Blackjack', -0.0468)}
 """of examples/environments: class and mean return of the best play, for blackjack that of dynamic programming"""
 
@@ -245,9 +233,8 @@ def test_wrong_names_and_options_are_told(spec, options, complaint):
 
 def test_the_example_of_the_page_plays(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (code,) = re.findall(
-        r'```python\n(# guess\.py\n.*?)```', (EXAMPLES.parents[1] / 'docs' / 'environments.md').read_text(), re.DOTALL
-    )
+    page = (EXAMPLES.parents[1] / 'docs' / 'environments.md').read_text()
+    (code,) = re.findall(r'```python\n(# guess\.py\n.*?)```', page, re.DOTALL)
     Path('guess.py').write_text(code)
     factory = find_environment('guess.py:Guess')
     game, other = make_environment(factory), make_environment(factory)

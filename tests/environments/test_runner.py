@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -55,10 +56,8 @@ def children(pid=None):
     pid = pid or os.getpid()
     found = []
     for task in Path(f'/proc/{pid}/task').iterdir():
-        try:
+        with suppress(FileNotFoundError):  # the thread has ended
             found += [int(child) for child in (task / 'children').read_text().split()]
-        except FileNotFoundError:  # the thread has ended
-            pass
     return found
 
 
