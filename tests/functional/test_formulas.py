@@ -10,22 +10,11 @@ import torch
 from float64 import F64, all_count, bools, tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from chatgpt.functional import ppo
 from chatgpt.functional.advantages import dr_grpo, grpo, rloo, spread
 from chatgpt.functional.logprobs import chunked_logprobs, entropy_of, logprobs_of, map_row_chunks
 from chatgpt.functional.losses import gspo_policy_loss, importance_weighted, kl_full, truncated_importance_weights
 from chatgpt.functional.masking import masked_mean, masked_sum, masked_var, segment_mean, segment_sum, whiten
-from chatgpt.functional.ppo import (
-    AdaptiveKLController,
-    FixedKLController,
-    aggregate,
-    aggregation_count,
-    clipped_policy_loss,
-    clipped_value_loss,
-    gae,
-    kl_penalty,
-    policy_stats,
-    token_rewards,
-)
 
 
 @pytest.mark.parametrize('statistic', [masked_sum, masked_mean, masked_var])
@@ -167,7 +156,7 @@ def test_an_importance_weighted_estimator_has_the_gradient_of_the_kl_wherever_it
         for kind in ('k1', 'k3'):
             x = logits.clone().requires_grad_()
             logp = x.log_softmax(-1)
-            expected = (old.exp() * importance_weighted(kl_penalty(logp, ref, kind), logp, old)).sum()
+            expected = (old.exp() * importance_weighted(ppo.kl_penalty(logp, ref, kind), logp, old)).sum()
             expected.backward()
             assert expected.item() == pytest.approx(value.item())
             assert torch.allclose(x.grad, want.grad)
@@ -179,12 +168,12 @@ def test_an_importance_weighted_estimator_has_the_gradient_of_the_kl_wherever_it
     ):
         x = logits.clone().requires_grad_()
         logp = x.log_softmax(-1)
-        (old.exp() * weigh(kl_penalty(logp, ref, 'k3'), logp, old)).sum().backward()
+        (old.exp() * weigh(ppo.kl_penalty(logp, ref, 'k3'), logp, old)).sum().backward()
         assert not torch.allclose(x.grad, want.grad, rtol=1e-2)
 
 
 def test_k3_keeps_its_digits_near_the_reference_in_fp32():
-    got = kl_penalty(torch.tensor([-1.0]), torch.tensor([-1.0 + 2**-12]), 'k3').item()
+    got = ppo.kl_penalty(torch.tensor([-1.0]), torch.tensor([-1.0 + 2**-12]), 'k3').item()
     assert got == pytest.approx(0.5 * 2**-24 + 2**-36 / 6, rel=1e-2)
     # Negative control: r − 1 from exp has no digit left of it.
     log_r = torch.tensor([2.0**-12])
@@ -193,15 +182,15 @@ def test_k3_keeps_its_digits_near_the_reference_in_fp32():
 
 def test_kinds_and_controllers_refuse_what_they_do_not_know():
     with pytest.raises(ValueError, match='k4.*choose one of'):
-        kl_penalty(tensor(0.0), tensor(0.0), 'k4')
+        ppo.kl_penalty(tensor(0.0), tensor(0.0), 'k4')
     with pytest.raises(ValueError, match='call kl_full'):
-        kl_penalty(tensor(0.0), tensor(0.0), 'full')
+        ppo.kl_penalty(tensor(0.0), tensor(0.0), 'full')
     with pytest.raises(ValueError, match='target=0'):
-        AdaptiveKLController(0.1, 0, 100)
+        ppo.AdaptiveKLController(0.1, 0, 100)
     with pytest.raises(ValueError, match='must not be negative'):
-        FixedKLController(-0.1)
+        ppo.FixedKLController(-0.1)
     with pytest.raises(ValueError, match='fixed.*adaptive'):
-        AdaptiveKLController(0.1, 6, 100).load_state_dict(FixedKLController(0.1).state_dict())
+        ppo.AdaptiveKLController(0.1, 6, 100).load_state_dict(ppo.FixedKLController(0.1).state_dict())
 
 
 def test_masked_moments_ignore_what_does_not_count_even_when_it_is_not_finite():
@@ -254,30 +243,28 @@ def test_chunks_equal_the_plain_path_and_bound_the_logits():
 
 def test_kl_estimators_by_hand():
     logprobs, ref = tensor(-1.0), tensor(-1.5)  # log r = ref - policy = -0.5
-    assert kl_penalty(logprobs, ref, 'k1').item() == 0.5
-    assert kl_penalty(logprobs, ref, 'k2').item() == 0.125
-    assert kl_penalty(logprobs, ref, 'k3').item() == pytest.approx(math.exp(-0.5) - 1 + 0.5)
-    assert kl_penalty(logprobs, ref, 'abs').item() == 0.5
+    assert ppo.kl_penalty(logprobs, ref, 'k1').item() == 0.5
+    assert ppo.kl_penalty(logprobs, ref, 'k2').item() == 0.125
+    assert ppo.kl_penalty(logprobs, ref, 'k3').item() == pytest.approx(math.exp(-0.5) - 1 + 0.5)
+    assert ppo.kl_penalty(logprobs, ref, 'abs').item() == 0.5
     # Negative control: the flipped direction.
-    assert kl_penalty(ref, logprobs, 'k1').item() == -0.5
+    assert ppo.kl_penalty(ref, logprobs, 'k1').item() == -0.5
     barred = kl_full(tensor(0.5, 0.5, 0.0).log(), tensor(0.25, 0.75, 0.0).log())
     assert barred.item() == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3))
 
 
 def test_adaptive_controller_by_the_published_rule():
-    controller = AdaptiveKLController(0.2, 6.0, 10000)
+    controller = ppo.AdaptiveKLController(0.2, 6.0, 10000)
     controller.update(12.0, 256)  # error 1 is clipped to 0.2
     assert controller.value == pytest.approx(0.2 * (1 + 0.2 * 256 / 10000))
     controller.update(5.4, 256)  # error -0.1
     assert controller.value == pytest.approx(0.2 * (1 + 0.2 * 0.0256) * (1 - 0.1 * 0.0256))
-    fixed = FixedKLController(0.1)
+    fixed = ppo.FixedKLController(0.1)
     fixed.update(100.0, 256)
     assert fixed.value == 0.1
 
 
-def slow_gae(
-    rewards: list[float], values: list[float], counts: list[bool], gamma: float, lam: float
-) -> tuple[list[float], list[float]]:
+def slow_gae(rewards, values, counts, gamma, lam):
     steps = [t for t, c in enumerate(counts) if c]
     advantages, returns = [0.0] * len(rewards), [0.0] * len(rewards)
     for i, t in enumerate(steps):
@@ -294,34 +281,30 @@ def test_gae_equals_the_sum_of_the_definition_with_and_without_masks():
     lengths = [1, 3, 6]
     rewards = [torch.randn(n, generator=generator, dtype=F64) for n in lengths]
     values = [torch.randn(n, generator=generator, dtype=F64) for n in lengths]
-    masks = [
-        torch.tensor([True]),
-        torch.tensor([True, False, True]),
-        torch.tensor([False, True, True, False, True, False]),
-    ]
+    masks = [bools(1), bools(1, 0, 1), bools(0, 1, 1, 0, 1, 0)]
     for given in (all_count(rewards), masks):
-        advantages, returns = gae(rewards, values, given, gamma=0.9, lam=0.8)
+        advantages, returns = ppo.gae(rewards, values, given, gamma=0.9, lam=0.8)
         for i in range(3):
             a, r = slow_gae(rewards[i].tolist(), values[i].tolist(), given[i].tolist(), 0.9, 0.8)
             assert advantages[i].tolist() == pytest.approx(a)
             assert returns[i].tolist() == pytest.approx(r)
     # Negative control: a wrong sign of the value difference.
-    right, _ = gae(rewards, values, masks, gamma=0.9, lam=0.8)
-    wrong, _ = gae(rewards, [-v for v in values], masks, gamma=0.9, lam=0.8)
+    right, _ = ppo.gae(rewards, values, masks, gamma=0.9, lam=0.8)
+    wrong, _ = ppo.gae(rewards, [-v for v in values], masks, gamma=0.9, lam=0.8)
     assert wrong[2].tolist() != pytest.approx(right[2].tolist())
 
 
 def test_gae_of_a_sequence_does_not_depend_on_its_company_to_the_bit():
     r, v = [torch.randn(5), torch.randn(9)], [torch.randn(5), torch.randn(9)]
     m = all_count(r)
-    alone, together = gae(r[:1], v[:1], m[:1])[0][0], gae(r, v, m)[0][0]
+    alone, together = ppo.gae(r[:1], v[:1], m[:1])[0][0], ppo.gae(r, v, m)[0][0]
     assert torch.equal(alone, together)
 
 
 def test_results_own_their_memory():
     """Records outlive the padded work; a view would keep all of it alive."""
     rewards = [tensor(1.0), tensor(1, 2, 3)]
-    advantages, returns = gae(rewards, [tensor(0.0), tensor(0, 0, 0)], all_count(rewards))
+    advantages, returns = ppo.gae(rewards, [tensor(0.0), tensor(0, 0, 0)], all_count(rewards))
     assert advantages[0].untyped_storage().nbytes() == returns[0].untyped_storage().nbytes() == 8
 
 
@@ -340,13 +323,13 @@ def test_grpo_of_equal_scores_and_of_one_response_is_zero():
 
 def test_lists_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match='values has 0 sequences, 1 were expected'):
-        gae([tensor(1.0)], [], [bools(1)])
+        ppo.gae([tensor(1.0)], [], [bools(1)])
     with pytest.raises(ValueError, match=r'values\[0\] must be 1-D with shape \(2,\); got \(1,\)'):
-        gae([tensor(1, 2)], [tensor(1.0)], [bools(1, 1)])
+        ppo.gae([tensor(1, 2)], [tensor(1.0)], [bools(1, 1)])
     with pytest.raises(ValueError, match=r'masks\[0\] must be bool'):
-        gae([tensor(1.0)], [tensor(1.0)], [tensor(1.0)])
+        ppo.gae([tensor(1.0)], [tensor(1.0)], [tensor(1.0)])
     with pytest.raises(ValueError, match=r'token_scores\[0\] must be 1-D with shape \(1,\)'):
-        token_rewards(tensor(0.0), 0.1, 0.0, bools(1), token_scores=tensor(1, 2))
+        ppo.token_rewards(tensor(0.0), 0.1, 0.0, bools(1), token_scores=tensor(1, 2))
     with pytest.raises(ValueError, match='one number per sequence is needed; got 2 for 1 masks'):
         spread(tensor(1, 2), [bools(1)])
     assert [t.tolist() for t in spread(tensor(2, 3), [bools(1, 0), bools(1)])] == [[2, 0], [3]]
@@ -363,20 +346,20 @@ def test_shares_of_micro_batches_add_up_to_the_loss_of_the_batch(mode):
     lengths, mask = [3, 1, 4, 2], bools(1, 1, 0, 1, 0, 1, 1, 1, 0, 0)  # nothing counts in the last sequence
     loss = torch.randn(10, dtype=F64)
     rows = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
-    total = aggregation_count(mask, rows, 4, mode, constant_length=8)
+    total = ppo.aggregation_count(mask, rows, 4, mode, constant_length=8)
     assert total == {'token': 6, 'sequence': 3, 'sequence_sum': 24}[mode]
-    whole = aggregate(loss, mask, rows, 4, mode, total).item()
+    whole = ppo.aggregate(loss, mask, rows, 4, mode, total).item()
     halves = [(loss[:4], mask[:4], rows[:4]), (loss[4:], mask[4:], rows[4:] - 2)]
-    assert sum(aggregate(x, m, r, 2, mode, total).item() for x, m, r in halves) == pytest.approx(whole)
-    assert sum(aggregation_count(m, r, 2, mode, 8) for _, m, r in halves) == total
+    assert sum(ppo.aggregate(x, m, r, 2, mode, total).item() for x, m, r in halves) == pytest.approx(whole)
+    assert sum(ppo.aggregation_count(m, r, 2, mode, 8) for _, m, r in halves) == total
     # Negative control: the mask shifted by one.
-    assert aggregate(loss, mask.roll(1), rows, 4, mode, total).item() != pytest.approx(whole)
+    assert ppo.aggregate(loss, mask.roll(1), rows, 4, mode, total).item() != pytest.approx(whole)
 
 
 def test_an_exploding_ratio_of_a_token_that_does_not_count_leaves_gradients_finite():
     new = torch.tensor([-0.1, -1.0]).requires_grad_()
     old = torch.tensor([-0.1, -1000.0])
-    loss = clipped_policy_loss(new, old, torch.tensor([1.0, -1.0]))
+    loss = ppo.clipped_policy_loss(new, old, torch.tensor([1.0, -1.0]))
     masked_sum(loss, bools(1, 0)).backward()
     assert new.grad.tolist() == pytest.approx([-1.0, 0.0])
 
@@ -384,14 +367,14 @@ def test_an_exploding_ratio_of_a_token_that_does_not_count_leaves_gradients_fini
 def test_an_exploding_kl_of_a_token_that_does_not_count_leaves_gradients_finite():
     new = torch.tensor([-1.0, -200.0, -45.0]).requires_grad_()
     reference = torch.tensor([-0.5, -1.0, -1.0])
-    penalty = kl_penalty(new, reference, 'k3')
+    penalty = ppo.kl_penalty(new, reference, 'k3')
     assert torch.isfinite(penalty).all()
     masked_sum(penalty, bools(1, 0, 0)).backward()
     assert new.grad.tolist() == pytest.approx([1 - math.exp(0.5), 0.0, 0.0])
     # A token far less likely under the reference than under the policy is no such case: value and gradient are the
     # formula's.
     likely = torch.tensor([-0.5]).requires_grad_()
-    far = kl_penalty(likely, torch.tensor([-300.0]), 'k3')
+    far = ppo.kl_penalty(likely, torch.tensor([-300.0]), 'k3')
     far.sum().backward()
     assert (far.item(), likely.grad.item()) == pytest.approx((298.5, 1.0))
 
@@ -402,7 +385,7 @@ def test_the_gradient_of_gspo_goes_through_the_sequences_mean():
     mask, rows = bools(1, 1, 0, 1), torch.tensor([0, 0, 0, 1])
     ratios = [math.exp((0.1 - 0.3) / 2), math.exp(0.2)]
     loss = gspo_policy_loss(new, old, advantages, mask, rows, 2, eps_low=0.5, eps_high=0.5)
-    aggregate(loss, mask, rows, 2, 'sequence', 2).backward()
+    ppo.aggregate(loss, mask, rows, 2, 'sequence', 2).backward()
     # Each of the two tokens moves the sequence's ratio by half.
     assert new.grad.tolist() == pytest.approx([-ratios[0] / 2, -ratios[0] / 2, 0, ratios[1] / 2])
 
@@ -410,9 +393,9 @@ def test_the_gradient_of_gspo_goes_through_the_sequences_mean():
 def test_policy_stats_add_up_over_micro_batches():
     torch.manual_seed(0)
     new, old, mask = torch.randn(6), torch.randn(6), bools(1, 0, 1, 1, 1, 0)
-    whole = policy_stats(new, old, mask, eps_low=0.2, eps_high=0.5)
+    whole = ppo.policy_stats(new, old, mask, eps_low=0.2, eps_high=0.5)
     cuts = (slice(0, 2), slice(2, 5), slice(5, 6))
-    parts = [policy_stats(new[s], old[s], mask[s], eps_low=0.2, eps_high=0.5) for s in cuts]
+    parts = [ppo.policy_stats(new[s], old[s], mask[s], eps_low=0.2, eps_high=0.5) for s in cuts]
     for i in range(5):
         assert sum(p[i].item() for p in parts) == pytest.approx(whole[i].item())
     assert min(p.ratio_min.item() for p in parts) == whole.ratio_min.item()
@@ -424,13 +407,13 @@ def test_policy_stats_add_up_over_micro_batches():
 @pytest.mark.parametrize(
     ('call', 'message'),
     [
-        (lambda x, m, r: aggregate(x, m, r, 1, 'tokens', 1), "'tokens' is not known; choose one of"),
-        (lambda x, m, r: aggregate(x, m, r, 1, 'token', 0), 'normalizer=0 must be positive'),
-        (lambda x, m, r: aggregation_count(m, r, 1, 'sequence_sum'), 'constant.length of at least 1'),
-        (lambda x, m, r: clipped_policy_loss(x, x, x, eps_low=1.0), 'eps_low=1.0'),
-        (lambda x, m, r: clipped_policy_loss(x, x, x, eps_high=-0.1), 'eps_high=-0.1'),
-        (lambda x, m, r: clipped_policy_loss(x, x, x, dual_clip=1.0), 'dual_clip=1.0 must be greater than 1'),
-        (lambda x, m, r: clipped_value_loss(x, x, x, 0.0), 'value clip 0.0 must be positive'),
+        (lambda x, m, r: ppo.aggregate(x, m, r, 1, 'tokens', 1), "'tokens' is not known; choose one of"),
+        (lambda x, m, r: ppo.aggregate(x, m, r, 1, 'token', 0), 'normalizer=0 must be positive'),
+        (lambda x, m, r: ppo.aggregation_count(m, r, 1, 'sequence_sum'), 'constant.length of at least 1'),
+        (lambda x, m, r: ppo.clipped_policy_loss(x, x, x, eps_low=1.0), 'eps_low=1.0'),
+        (lambda x, m, r: ppo.clipped_policy_loss(x, x, x, eps_high=-0.1), 'eps_high=-0.1'),
+        (lambda x, m, r: ppo.clipped_policy_loss(x, x, x, dual_clip=1.0), 'dual_clip=1.0 must be greater than 1'),
+        (lambda x, m, r: ppo.clipped_value_loss(x, x, x, 0.0), 'value clip 0.0 must be positive'),
         (lambda x, m, r: truncated_importance_weights(x, x, cap=0.0), 'cap=0.0 must be positive'),
     ],
 )

@@ -13,32 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from chatgpt.functional.advantages import (
-    a2c,
-    dr_grpo,
-    gdpo,
-    grpo,
-    normalised,
-    reinforce_pp,
-    reinforce_pp_baseline,
-    rloo,
-)
-from chatgpt.functional.losses import (
-    cispo_policy_loss,
-    gspo_policy_loss,
-    sequence_logprobs,
-    truncated_importance_weights,
-)
+from chatgpt.functional import advantages as estimators
+from chatgpt.functional import losses, ppo
 from chatgpt.functional.masking import whiten
-from chatgpt.functional.ppo import (
-    aggregate,
-    aggregation_count,
-    clipped_policy_loss,
-    clipped_value_loss,
-    explained_variance,
-    policy_stats,
-    token_rewards,
-)
 
 Numbers = list[float]
 
@@ -99,11 +76,11 @@ def test_token_rewards():
             out.append(reward)
         return out
 
-    ours = token_rewards(f64(kl), beta, score, torch.tensor(counts)).tolist()
+    ours = ppo.token_rewards(f64(kl), beta, score, torch.tensor(counts)).tolist()
     holds(ours, slow, 'at the last token, counting or not', 'the KL pays', 'at every token')
-    dense = token_rewards(f64(kl), beta, 0.0, torch.tensor(counts), token_scores=f64([1, 2, 3, 4])).tolist()
+    dense = ppo.token_rewards(f64(kl), beta, 0.0, torch.tensor(counts), token_scores=f64([1, 2, 3, 4])).tolist()
     assert dense == pytest.approx([1 - 0.1, 2 - 0.05, 3 + 0.2, 0.0])
-    assert token_rewards(f64(kl), beta, score, torch.zeros(4, dtype=torch.bool)).tolist() == [0] * 4
+    assert ppo.token_rewards(f64(kl), beta, score, torch.zeros(4, dtype=torch.bool)).tolist() == [0] * 4
 
 
 def slow_returns(rewards: Numbers, counts: Sequence[bool], gamma: float) -> Numbers:
@@ -135,7 +112,7 @@ def test_a2c():
                     out.append(returns[t] + (values[t] if mistake == 'sign of the value' else -values[t]))
         return out
 
-    advantages, returns = a2c(lists(REWARDS), lists(VALUES), masks(MASKS), gamma=gamma)
+    advantages, returns = estimators.a2c(lists(REWARDS), lists(VALUES), masks(MASKS), gamma=gamma)
     holds(flat(advantages), slow, 'gamma forgotten', 'one step and the next value', 'no value', 'sign of the value')
     want = [x for r, c in zip(REWARDS, MASKS, strict=True) for x in slow_returns(r, c, gamma)]
     assert flat(returns) == pytest.approx(want)
@@ -157,9 +134,9 @@ def test_grpo_and_dr_grpo():
             out.append((score - mean(group)) / scale)
         return out
 
-    ours = grpo(f64(SCORES), torch.tensor(GROUPS)).tolist()
+    ours = estimators.grpo(f64(SCORES), torch.tensor(GROUPS)).tolist()
     holds(ours, slow, 'over the batch', 'biased std', 'variance for std', 'no epsilon')
-    plain = dr_grpo(f64(SCORES), torch.tensor(GROUPS)).tolist()
+    plain = estimators.dr_grpo(f64(SCORES), torch.tensor(GROUPS)).tolist()
     assert plain == pytest.approx(slow('not divided')) and plain != pytest.approx(ours)
 
 
@@ -184,7 +161,7 @@ def test_gdpo():
         own = weights[::-1] if mistake == 'weights swapped' else weights
         return summed(own, [group_normalised(c) for c in columns])
 
-    ours = gdpo(f64(columns[0] + columns[1]).view(2, 6).T, f64(weights), torch.tensor(GROUPS))
+    ours = estimators.gdpo(f64(columns[0] + columns[1]).view(2, 6).T, f64(weights), torch.tensor(GROUPS))
     holds(ours.tolist(), slow, 'summed, then normalised', 'weights before the normalisation', 'weights swapped')
 
     def batch(mistake: str = '') -> Numbers:
@@ -192,10 +169,10 @@ def test_gdpo():
         std = math.sqrt(variance(got, 0 if mistake == 'biased std' else 1))
         return [(a - (0.0 if mistake == 'mean kept' else mean(got))) / (std + 1e-4) for a in got]
 
-    holds(normalised(ours).tolist(), batch, 'biased std')
-    shifted = normalised(ours + 3.0)  # group means are 0, so only a shift shows that the mean is taken off
+    holds(estimators.normalised(ours).tolist(), batch, 'biased std')
+    shifted = estimators.normalised(ours + 3.0)  # group means are 0, so only a shift shows that the mean is taken off
     assert shifted.tolist() == pytest.approx(batch())
-    assert normalised(f64([4.0])).tolist() == [0.0]
+    assert estimators.normalised(f64([4.0])).tolist() == [0.0]
 
 
 def test_rloo():
@@ -205,7 +182,7 @@ def test_rloo():
             for i, score in enumerate(SCORES)
         ]
 
-    holds(rloo(f64(SCORES), torch.tensor(GROUPS)).tolist(), slow, 'the mean has itself in it', 'sign')
+    holds(estimators.rloo(f64(SCORES), torch.tensor(GROUPS)).tolist(), slow, 'the mean has itself in it', 'sign')
 
 
 def slow_whitened(returns: list[Numbers], counts: list[list[bool]], mistake: str) -> Numbers:
@@ -235,7 +212,7 @@ def test_reinforce_pp():
         gamma = 1.0 if mistake == 'gamma forgotten' else 0.8
         return slow_whitened([slow_returns(r, m, gamma) for r, m in zip(REWARDS, MASKS, strict=True)], MASKS, mistake)
 
-    advantages, _ = reinforce_pp(lists(REWARDS), masks(MASKS), gamma=0.8)
+    advantages, _ = estimators.reinforce_pp(lists(REWARDS), masks(MASKS), gamma=0.8)
     holds(whitened(advantages), slow, 'gamma forgotten', *WHITENING)
 
 
@@ -253,13 +230,11 @@ def test_reinforce_pp_baseline():
             returns.append(slow_returns(rewards, counts, 1.0))
         return slow_whitened(returns, MASKS, mistake)
 
-    advantages, _ = reinforce_pp_baseline(f64(scores), torch.tensor(groups), masks(MASKS))
+    advantages, _ = estimators.reinforce_pp_baseline(f64(scores), torch.tensor(groups), masks(MASKS))
     holds(whitened(advantages), slow, 'leave one out', 'no baseline', *WHITENING)
 
 
-def surrogate(
-    ratio: float, advantage: float, low: float, high: float, mistake: str = '', dual: float | None = None
-) -> float:
+def surrogate(ratio, advantage, low, high, mistake='', dual=None) -> float:
     if mistake == 'lower clip for the upper':
         high = low
     if mistake == 'upper clip for the lower':
@@ -280,7 +255,7 @@ def test_asymmetric_clip():
         ratios = [math.exp(sign * (n - o)) for n, o in zip(NEW, OLD, strict=True)]
         return [surrogate(r, a, 0.2, 0.28, mistake) for r, a in zip(ratios, ADVANTAGES, strict=True)]
 
-    ours = clipped_policy_loss(f64(NEW), f64(OLD), f64(ADVANTAGES), eps_low=0.2, eps_high=0.28)
+    ours = ppo.clipped_policy_loss(f64(NEW), f64(OLD), f64(ADVANTAGES), eps_low=0.2, eps_high=0.28)
     holds(ours.tolist(), slow, 'ratio upside down', *CLIPS)
 
 
@@ -291,7 +266,7 @@ def test_dual_clip():
         return [surrogate(r, a, 0.2, 0.2, mistake, dual) for r, a in zip(ratios, signed, strict=True)]
 
     signed = [-a for a in ADVANTAGES]
-    ours = clipped_policy_loss(f64(NEW), f64(OLD), f64(signed), eps_low=0.2, dual_clip=1.5)
+    ours = ppo.clipped_policy_loss(f64(NEW), f64(OLD), f64(signed), eps_low=0.2, dual_clip=1.5)
     holds(ours.tolist(), slow, 'off', 'max for min in the dual clip', 'min for max')
 
 
@@ -307,7 +282,7 @@ def test_gspo():
             out.append(surrogate(math.exp(total), advantages[t], 0.3, 0.6, mistake))
         return out
 
-    ours = gspo_policy_loss(
+    ours = losses.gspo_policy_loss(
         f64(NEW), f64(OLD), f64(advantages), torch.tensor(MASK), torch.tensor(ROWS), 3, eps_low=0.3, eps_high=0.6
     )
     holds(ours.tolist(), slow, 'masked tokens too', 'a ratio per token', 'sum for mean', 'min for max')
@@ -322,18 +297,18 @@ def test_cispo():
             out.append((1 if mistake == 'sign' else -1) * a * weight * (1.0 if mistake == 'no log-prob' else new))
         return out
 
-    ours = cispo_policy_loss(f64(NEW), f64(OLD), f64(ADVANTAGES), eps_high=0.28)
+    ours = losses.cispo_policy_loss(f64(NEW), f64(OLD), f64(ADVANTAGES), eps_high=0.28)
     holds(ours.tolist(), slow, 'ratio upside down', 'no clip', 'a lower bound too', 'sign', 'no log-prob')
 
 
 def test_cispo_has_a_gradient_at_every_token_and_none_through_its_weight():
     new = f64(NEW).requires_grad_()
-    cispo_policy_loss(new, f64(OLD), f64(ADVANTAGES), eps_high=0.28).sum().backward()
+    losses.cispo_policy_loss(new, f64(OLD), f64(ADVANTAGES), eps_high=0.28).sum().backward()
     weights = [min(math.exp(n - o), 1.28) for n, o in zip(NEW, OLD, strict=True)]
     assert new.grad.tolist() == pytest.approx([-a * w for a, w in zip(ADVANTAGES, weights, strict=True)])
     # Negative control: the clipped surrogate loses the tokens beyond its range.
     clipped = f64(NEW).requires_grad_()
-    clipped_policy_loss(clipped, f64(OLD), f64(ADVANTAGES), eps_low=0.2, eps_high=0.28).sum().backward()
+    ppo.clipped_policy_loss(clipped, f64(OLD), f64(ADVANTAGES), eps_low=0.2, eps_high=0.28).sum().backward()
     assert 0.0 in clipped.grad.tolist() and 0.0 not in new.grad.tolist()
 
 
@@ -345,7 +320,7 @@ def test_truncated_importance_weights():
             out.append({'no cap': ratio, 'at least the cap': max(ratio, 2.0)}.get(mistake, min(ratio, 2.0)))
         return out
 
-    ours = truncated_importance_weights(f64(OLD), f64(NEW), cap=2.0).tolist()
+    ours = losses.truncated_importance_weights(f64(OLD), f64(NEW), cap=2.0).tolist()
     holds(ours, slow, 'engine over trainer', 'no cap', 'at least the cap')
 
 
@@ -362,7 +337,7 @@ def test_value_clip():
             out.append(loss if mistake == 'no half' else 0.5 * loss)
         return out
 
-    ours = clipped_value_loss(f64(NEW), f64(old), f64(returns), 0.4).tolist()
+    ours = ppo.clipped_value_loss(f64(NEW), f64(old), f64(returns), 0.4).tolist()
     holds(ours, slow, 'around the return', 'min for max', 'not clipped', 'always clipped', 'no half')
 
 
@@ -374,10 +349,10 @@ def test_explained_variance():
             return [1 - mean([x * x for x in rest]) / variance(returns, 0)]
         return [1 - variance(rest, 0) / variance(values if mistake == 'over the variance of V' else returns, 0)]
 
-    ours = [explained_variance(f64(NEW), f64(ADVANTAGES), torch.tensor(MASK)).item()]
+    ours = [ppo.explained_variance(f64(NEW), f64(ADVANTAGES), torch.tensor(MASK)).item()]
     holds(ours, slow, 'masked tokens too', 'mean square for variance', 'over the variance of V')
     constant = f64([5.0] * len(MASK))
-    assert explained_variance(f64(NEW), constant, torch.tensor(MASK)).item() == 0
+    assert ppo.explained_variance(f64(NEW), constant, torch.tensor(MASK)).item() == 0
 
 
 def counted_by_row(*, masked_too: bool) -> list[Numbers]:
@@ -406,8 +381,8 @@ def test_aggregation(mode, mistakes):
         return [mean([mean(part) for part in parts])]
 
     mask, rows = torch.tensor(MASK), torch.tensor(ROWS)
-    count = aggregation_count(mask, rows, 3, mode, length)
-    holds([aggregate(f64(NEW), mask, rows, 3, mode, count).item()], slow, *mistakes)
+    count = ppo.aggregation_count(mask, rows, 3, mode, length)
+    holds([ppo.aggregate(f64(NEW), mask, rows, 3, mode, count).item()], slow, *mistakes)
 
 
 def test_policy_stats():
@@ -427,7 +402,7 @@ def test_policy_stats():
             'ratio_max': max(ratios),
         }
 
-    got = policy_stats(f64(NEW), f64(OLD), torch.tensor(MASK), eps_low=0.2, eps_high=0.9)
+    got = ppo.policy_stats(f64(NEW), f64(OLD), torch.tensor(MASK), eps_low=0.2, eps_high=0.9)
     ours = {name: value.item() for name, value in got._asdict().items()}
     assert ours == pytest.approx(slow(), rel=1e-12)
     for mistake, seen in (('upside down', 'ratio'), ('masked tokens too', 'num_tokens'), ('one range', 'clipped')):
@@ -440,5 +415,5 @@ def test_sequence_logprobs(average):
         parts = counted_by_row(masked_too=mistake == 'masked tokens too')
         return [mean(part) if average != (mistake == 'mean and sum exchanged') else sum(part) for part in parts]
 
-    ours = sequence_logprobs(f64(NEW), torch.tensor(MASK), torch.tensor(ROWS), 3, average=average).tolist()
+    ours = losses.sequence_logprobs(f64(NEW), torch.tensor(MASK), torch.tensor(ROWS), 3, average=average).tolist()
     holds(ours, slow, 'masked tokens too', 'mean and sum exchanged')

@@ -10,18 +10,8 @@ import pytest
 import torch
 from float64 import tensor
 
+from chatgpt.functional import preference
 from chatgpt.functional.losses import pairwise_log_exp_loss, pairwise_log_sigmoid_loss, ranked_pairs
-from chatgpt.functional.preference import (
-    cdpo_loss,
-    dpo_loss,
-    dpo_margin,
-    hinge_loss,
-    ipo_loss,
-    kto_loss,
-    orpo_loss,
-    robust_dpo_loss,
-    simpo_loss,
-)
 
 CHOSEN, REJECTED = [-10.0, -3.0, -40.0], [-12.0, -1.0, -41.0]
 REF_CHOSEN, REF_REJECTED = [-11.0, -2.5, -38.0], [-11.5, -2.0, -40.0]
@@ -33,18 +23,22 @@ def sigmoid(x: float) -> float:
 
 
 def test_margin_by_hand_and_with_policy_and_reference_swapped():
-    margin = dpo_margin(tensor(*CHOSEN), tensor(*REJECTED), tensor(*REF_CHOSEN), tensor(*REF_REJECTED))
+    margin = preference.dpo_margin(tensor(*CHOSEN), tensor(*REJECTED), tensor(*REF_CHOSEN), tensor(*REF_REJECTED))
     assert margin.tolist() == pytest.approx(MARGINS)
-    wrong = dpo_margin(tensor(*REF_CHOSEN), tensor(*REF_REJECTED), tensor(*CHOSEN), tensor(*REJECTED))
+    wrong = preference.dpo_margin(tensor(*REF_CHOSEN), tensor(*REF_REJECTED), tensor(*CHOSEN), tensor(*REJECTED))
     assert wrong.tolist() == pytest.approx([-m for m in MARGINS])
 
 
+def smoothed(m: float, b: float, rest: float) -> float:
+    return -0.9 * math.log(sigmoid(b * m)) - rest * math.log(1 - sigmoid(b * m))
+
+
 SLOW = {
-    dpo_loss: lambda m, b: -math.log(sigmoid(b * m)),
-    ipo_loss: lambda m, b: (m - 1 / (2 * b)) ** 2,
-    hinge_loss: lambda m, b: max(0.0, 1 - b * m),
-    cdpo_loss: lambda m, b: -0.9 * math.log(sigmoid(b * m)) - 0.1 * math.log(1 - sigmoid(b * m)),
-    robust_dpo_loss: lambda m, b: (-0.9 * math.log(sigmoid(b * m)) + 0.1 * math.log(1 - sigmoid(b * m))) / 0.8,
+    preference.dpo_loss: lambda m, b: -math.log(sigmoid(b * m)),
+    preference.ipo_loss: lambda m, b: (m - 1 / (2 * b)) ** 2,
+    preference.hinge_loss: lambda m, b: max(0.0, 1 - b * m),
+    preference.cdpo_loss: lambda m, b: smoothed(m, b, 0.1),
+    preference.robust_dpo_loss: lambda m, b: smoothed(m, b, -0.1) / 0.8,
 }
 
 
@@ -69,12 +63,12 @@ def test_large_margins_stay_finite():
 def test_kto_by_hand():
     r, z0, beta = tensor(0.7, -0.4), 0.2, 0.5
     mask = torch.tensor([True, False])
-    got = kto_loss(r, mask, z0, beta=beta, desirable_weight=1.0, undesirable_weight=1.5)
+    got = preference.kto_loss(r, mask, z0, beta=beta, desirable_weight=1.0, undesirable_weight=1.5)
     expected = [1 - sigmoid(beta * (0.7 - z0)), 1.5 * (1 - sigmoid(beta * (z0 + 0.4)))]
     assert got.tolist() == pytest.approx(expected)
     # Negative controls: labels flipped; z0 forgotten.
-    assert kto_loss(r, ~mask, z0, beta=beta, undesirable_weight=1.5).tolist() != pytest.approx(expected)
-    assert kto_loss(r, mask, 0.0, beta=beta, undesirable_weight=1.5).tolist() != pytest.approx(expected)
+    assert preference.kto_loss(r, ~mask, z0, beta=beta, undesirable_weight=1.5).tolist() != pytest.approx(expected)
+    assert preference.kto_loss(r, mask, 0.0, beta=beta, undesirable_weight=1.5).tolist() != pytest.approx(expected)
 
 
 def test_orpo_equals_the_definition_by_probabilities():
@@ -84,7 +78,7 @@ def test_orpo_equals_the_definition_by_probabilities():
         return math.log(math.exp(logp) / (1 - math.exp(logp)))
 
     expected = [-c - 0.3 * math.log(sigmoid(log_odds(c) - log_odds(r))) for c, r in zip(chosen, rejected, strict=True)]
-    assert orpo_loss(tensor(*chosen), tensor(*rejected), weight=0.3).tolist() == pytest.approx(expected)
+    assert preference.orpo_loss(tensor(*chosen), tensor(*rejected), weight=0.3).tolist() == pytest.approx(expected)
     # Negative control: log-probs in place of log-odds.
     wrong = [-c - 0.3 * math.log(sigmoid(c - r)) for c, r in zip(chosen, rejected, strict=True)]
     assert wrong[:2] != pytest.approx(expected[:2])
@@ -94,7 +88,7 @@ def test_orpo_of_certain_and_of_impossible_responses_is_finite_with_its_gradient
     for dtype in (torch.float32, torch.float64):
         chosen = torch.tensor([0.0, -1e-9, -200.0, -0.69314718], dtype=dtype, requires_grad=True)
         rejected = torch.tensor([-200.0, 0.0, 0.0, -0.69314719], dtype=dtype, requires_grad=True)
-        loss = orpo_loss(chosen, rejected)
+        loss = preference.orpo_loss(chosen, rejected)
         loss.sum().backward()
         for t in (loss, chosen.grad, rejected.grad):
             assert torch.isfinite(t).all()
@@ -102,18 +96,18 @@ def test_orpo_of_certain_and_of_impossible_responses_is_finite_with_its_gradient
 
 def test_simpo_by_hand():
     expected = [-math.log(sigmoid(2 * (-0.5 + 0.9) - 1.2))]
-    assert simpo_loss(tensor(-0.5), tensor(-0.9), beta=2.0, gamma=1.2).tolist() == pytest.approx(expected)
+    assert preference.simpo_loss(tensor(-0.5), tensor(-0.9), beta=2.0, gamma=1.2).tolist() == pytest.approx(expected)
     # Negative control: the margin with the wrong sign.
-    assert simpo_loss(tensor(-0.5), tensor(-0.9), beta=2.0, gamma=-1.2).tolist() != pytest.approx(expected)
+    assert preference.simpo_loss(tensor(-0.5), tensor(-0.9), beta=2.0, gamma=-1.2).tolist() != pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
     ('call', 'message'),
     [
-        (lambda m: dpo_loss(m, beta=0.0), 'beta=0.0 must be positive'),
-        (lambda m: cdpo_loss(m, label_smoothing=0.5), r'label_smoothing=0.5 must lie in \[0, 0.5\)'),
-        (lambda m: robust_dpo_loss(m, label_smoothing=-0.1), 'label_smoothing=-0.1'),
-        (lambda m: kto_loss(m, torch.ones(1), 0.0), 'desirable_mask must be bool'),
+        (lambda m: preference.dpo_loss(m, beta=0.0), 'beta=0.0 must be positive'),
+        (lambda m: preference.cdpo_loss(m, label_smoothing=0.5), r'label_smoothing=0.5 must lie in \[0, 0.5\)'),
+        (lambda m: preference.robust_dpo_loss(m, label_smoothing=-0.1), 'label_smoothing=-0.1'),
+        (lambda m: preference.kto_loss(m, torch.ones(1), 0.0), 'desirable_mask must be bool'),
     ],
 )
 def test_wrong_settings_are_refused(call, message):

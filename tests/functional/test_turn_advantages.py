@@ -19,15 +19,7 @@ def ints(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
-def slow_turns(
-    rewards: list[float],
-    values: list[float],
-    counts: list[bool],
-    turns: list[int],
-    gamma: float,
-    lam: float,
-    value_lam: float,
-) -> tuple[list[float], list[float]]:
+def slow_turns(rewards, values, counts, turns, gamma, lam, value_lam):
     """The definition, turn by turn, as sums of temporal differences."""
     numbers = sorted({turns[t] for t in range(len(rewards)) if counts[t]})
     tokens = {k: [t for t in range(len(rewards)) if counts[t] and turns[t] == k] for k in numbers}

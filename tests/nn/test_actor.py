@@ -11,18 +11,6 @@ import torch
 import transformers
 from model_cases import SIZES, model_of
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BertConfig,
-    BertLMHeadModel,
-    CohereConfig,
-    DynamicCache,
-    Gemma2Config,
-    PhiConfig,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 from transformers.activations import NewGELUActivation
 
 from chatgpt.batching import collate
@@ -93,7 +81,7 @@ def test_left_padding_and_a_cache_give_the_same_states(family):
     positions = (mask.long().cumsum(1) - 1).clamp_min(0)
     padded = actor.trunk(left, position_ids=positions, attention_mask=mask)[:, 4:]
     assert close(padded, plain, 1e-5)
-    cache = DynamicCache(config=actor.config)
+    cache = transformers.DynamicCache(config=actor.config)
     for a, b in ((0, 5), (5, 6), (6, 8)):
         part = actor.trunk(ids[:, a:b], position_ids=torch.arange(a, b)[None], past_key_values=cache)
         assert close(part, plain[:, a:b], 1e-5)
@@ -113,7 +101,7 @@ def test_with_logits_gives_the_plain_logits_and_the_same_logprobs():
 
 
 def capped():
-    config = Gemma2Config(
+    config = transformers.Gemma2Config(
         **SIZES, num_key_value_heads=1, head_dim=16, final_logit_softcapping=2.0, attn_logit_softcapping=None,
         sliding_window=16, initializer_range=0.3, attn_implementation='eager',
     )  # fmt: skip
@@ -121,11 +109,11 @@ def capped():
 
 
 def scaled():
-    return model_of(CohereConfig(**SIZES, num_key_value_heads=1, logit_scale=0.25, initializer_range=0.3))
+    return model_of(transformers.CohereConfig(**SIZES, num_key_value_heads=1, logit_scale=0.25, initializer_range=0.3))
 
 
 def biased():
-    model = model_of(PhiConfig(**SIZES))
+    model = model_of(transformers.PhiConfig(**SIZES))
     nn.init.normal_(model.lm_head.bias)
     return model
 
@@ -204,9 +192,10 @@ def test_what_is_no_causal_model_is_refused():
     with pytest.raises(ValueError, match='GPT2Model has none'):
         Actor(tiny_causal_lm('gpt2').transformer)
     with pytest.raises(ValueError, match='looks ahead'):
-        Actor(BertLMHeadModel(BertConfig(**SIZES)))
-    assert Actor(BertLMHeadModel(BertConfig(**SIZES, is_decoder=True)))
-    t5 = T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+        Actor(transformers.BertLMHeadModel(transformers.BertConfig(**SIZES)))
+    assert Actor(transformers.BertLMHeadModel(transformers.BertConfig(**SIZES, is_decoder=True)))
+    sizes = {'vocab_size': 32, 'd_model': 16, 'd_kv': 8, 'd_ff': 16, 'num_layers': 1, 'num_heads': 2}
+    t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
     with pytest.raises(ValueError, match='names no decoder_start_token_id'):
         Actor(t5)
     with pytest.raises(ValueError, match='it must give one number per state'):
@@ -220,14 +209,14 @@ def test_a_saved_actor_loads_in_transformers_and_here(family, tmp_path):
     actor, tokenizer = Actor(tiny_causal_lm(family, vocab_size=259)), byte_tokenizer()
     actor.save_pretrained(tmp_path, tokenizer)
     ids = torch.tensor([[5, 9, 200]])
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     weights = theirs.state_dict()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in actor.model.state_dict().items())
     # GPT-2's GELU is another kernel here (nn/trunk.py)
     torch.testing.assert_close(theirs(ids).logits, actor.model(ids).logits)
     batch = collate(sequences(high=259))
     assert torch.equal(Actor.from_pretrained(tmp_path).eval()(batch).logprobs, actor(batch).logprobs)
-    assert AutoTokenizer.from_pretrained(tmp_path)('a b')['input_ids'] == [97, 32, 98]
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path)('a b')['input_ids'] == [97, 32, 98]
 
 
 @pytest.mark.parametrize('head', [critic_head, mlp_head])

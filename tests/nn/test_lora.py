@@ -14,24 +14,13 @@ from torch import Tensor, nn
 from transformers import FalconConfig, Qwen2MoeConfig
 from transformers.pytorch_utils import Conv1D
 
-from chatgpt.nn.lora import (
-    adapter_disabled,
-    convert_to_lora,
-    has_lora,
-    load_lora_state_dict,
-    lora_layers,
-    lora_state_dict,
-    merge_lora,
-    merged,
-    merged_state_dict,
-    unmerge_lora,
-)
+from chatgpt.nn import lora
 from chatgpt.testing.fakes import FAMILIES, tiny_causal_lm
 
 
 def adapted(family: str = 'gpt2', rank: int = 2, **kw: object) -> nn.Module:
     model = tiny_causal_lm(family, hidden=16)
-    convert_to_lora(model, rank, **kw)  # type: ignore[arg-type]
+    lora.convert_to_lora(model, rank, **kw)  # type: ignore[arg-type]
     disturb(model)
     return model
 
@@ -56,7 +45,7 @@ class Toy(nn.Module):
 @pytest.mark.parametrize('index', [0, 1])
 def test_layer_computes_the_formula(index: int) -> None:
     toy = Toy()
-    convert_to_lora(toy, 2, alpha=6)
+    lora.convert_to_lora(toy, 2, alpha=6)
     disturb(toy)
     layer = toy.blocks[0][index]
     x = torch.randn(2, layer.in_features, dtype=torch.float64)
@@ -79,12 +68,12 @@ def test_conversion_adapts_all_linear_layers_of_blocks_and_changes_no_output(fam
     model = tiny_causal_lm(family, hidden=16)
     linear = {n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
     before, names, parameters = logits(model), list(model.state_dict()), dict(model.named_parameters())
-    convert_to_lora(model, 2)
-    assert set(lora_layers(model)) == linear - {'lm_head'} and len(linear) > 8
+    lora.convert_to_lora(model, 2)
+    assert set(lora.lora_layers(model)) == linear - {'lm_head'} and len(linear) > 8
     assert torch.equal(logits(model), before)
     assert [n for n in model.state_dict() if 'lora_' not in n] == names
     assert all(p is parameters[n] for n, p in model.named_parameters() if 'lora_' not in n)
-    assert all(isinstance(layer, loralib.LoRALayer) for layer in lora_layers(model).values())
+    assert all(isinstance(layer, loralib.LoRALayer) for layer in lora.lora_layers(model).values())
     disturb(model)
     assert not torch.allclose(logits(model), before, atol=1e-3)
 
@@ -96,12 +85,12 @@ def test_conversion_adapts_all_linear_layers_of_blocks_and_changes_no_output(fam
 )
 def test_target_patterns(targets: object, count: int) -> None:
     model = tiny_causal_lm('gpt2', hidden=16, tie_word_embeddings=False)
-    convert_to_lora(model, 2, targets=targets)  # type: ignore[arg-type]
-    assert len(lora_layers(model)) == count
+    lora.convert_to_lora(model, 2, targets=targets)  # type: ignore[arg-type]
+    assert len(lora.lora_layers(model)) == count
 
 
 def test_bias_modes_decide_what_is_trained() -> None:
-    adapters = {f'{n}.{ab}' for n in lora_layers(adapted()) for ab in ('lora_A', 'lora_B')}
+    adapters = {f'{n}.{ab}' for n in lora.lora_layers(adapted()) for ab in ('lora_A', 'lora_B')}
     for mode, extra in (
         ('none', lambda name: False),
         ('all', lambda name: name.endswith('.bias')),
@@ -109,10 +98,10 @@ def test_bias_modes_decide_what_is_trained() -> None:
     ):
         model = tiny_causal_lm('gpt2', hidden=16)
         value_head = nn.Linear(16, 1)
-        convert_to_lora(model, 2, bias=mode)  # type: ignore[arg-type]
+        lora.convert_to_lora(model, 2, bias=mode)  # type: ignore[arg-type]
         trained = {n for n, p in model.named_parameters() if p.requires_grad}
         assert trained == adapters | {n for n, _ in model.named_parameters() if extra(n)}
-        assert set(lora_state_dict(model)) == trained
+        assert set(lora.lora_state_dict(model)) == trained
         assert all(p.requires_grad for p in value_head.parameters())
 
 
@@ -134,32 +123,32 @@ def test_bias_modes_decide_what_is_trained() -> None:
 def test_mistakes_are_refused_before_anything_changes(kw: dict, message: str) -> None:
     model = tiny_causal_lm('gpt2', hidden=16)
     with pytest.raises(ValueError, match=message):
-        convert_to_lora(model, **kw)
-    assert not has_lora(model)
+        lora.convert_to_lora(model, **kw)
+    assert not lora.has_lora(model)
     assert all(p.requires_grad for p in model.parameters())
 
 
 def test_second_conversion_and_missing_adapters_are_refused() -> None:
     with pytest.raises(ValueError, match='already has adapters'):
-        convert_to_lora(adapted(), 2)
+        lora.convert_to_lora(adapted(), 2)
     plain = tiny_causal_lm('gpt2', hidden=16)
-    for use in (merge_lora, unmerge_lora, lora_state_dict, merged_state_dict):
+    for use in (lora.merge_lora, lora.unmerge_lora, lora.lora_state_dict, lora.merged_state_dict):
         with pytest.raises(ValueError, match='no adapters'):
             use(plain)
     with pytest.raises(ValueError, match='no transformer blocks'):
-        convert_to_lora(nn.Sequential(nn.Linear(4, 4)), 2)
+        lora.convert_to_lora(nn.Sequential(nn.Linear(4, 4)), 2)
 
 
 def test_dropout_works_on_the_adapter_path_and_only_in_training() -> None:
     toy = Toy(torch.float32)
-    convert_to_lora(toy, 2, dropout=0.5)
+    lora.convert_to_lora(toy, 2, dropout=0.5)
     x = torch.randn(64, 3)
     assert torch.equal(toy.train()(x), toy.eval()(x))  # B is zero: the base path has no dropout
     disturb(toy)
     assert torch.equal(toy(x), toy(x))
     toy.train()
     assert not torch.equal(toy(x), toy(x))
-    with adapter_disabled(toy):
+    with lora.adapter_disabled(toy):
         assert torch.equal(toy(x), toy(x))
 
 
@@ -170,9 +159,9 @@ def test_deepcopy_and_pickle_are_independent_copies() -> None:
         assert torch.equal(logits(duplicate), before)
         disturb(duplicate)
         assert torch.equal(logits(model), before) and not torch.equal(logits(duplicate), before)
-    merge_lora(model)
+    lora.merge_lora(model)
     duplicate = copy.deepcopy(model)
-    unmerge_lora(duplicate)
+    lora.unmerge_lora(duplicate)
     assert same(bits(duplicate), own) and not same(bits(model), own)
 
 
@@ -182,10 +171,10 @@ def test_deepcopy_and_pickle_are_independent_copies() -> None:
 def test_unmerge_restores_the_saved_bits(family: str, dtype: torch.dtype) -> None:
     model = adapted(family).to(dtype)
     before = bits(model)
-    merge_lora(model)
-    merge_lora(model.train())
+    lora.merge_lora(model)
+    lora.merge_lora(model.train())
     folded = bits(model)
-    name, layer = next(iter(lora_layers(model).items()))
+    name, layer = next(iter(lora.lora_layers(model).items()))
     assert layer.merged
     base, a, b = (before[f'{name}.{x}'].double() for x in ('weight', 'lora_A', 'lora_B'))
     expected = base + ((b @ a).T if family == 'gpt2' else b @ a)
@@ -194,26 +183,26 @@ def test_unmerge_restores_the_saved_bits(family: str, dtype: torch.dtype) -> Non
     # Subtracting again, which is what restoring by arithmetic would do, does not give the bits back.
     delta = (expected - base).to(dtype)
     assert not torch.equal(folded[f'{name}.weight'] - delta, before[f'{name}.weight'])
-    unmerge_lora(model)
-    unmerge_lora(model.eval())
+    lora.unmerge_lora(model)
+    lora.unmerge_lora(model.eval())
     assert same(bits(model), before)
 
 
 def test_merged_forward_agrees_and_leaves_no_trace() -> None:
     model = adapted(alpha=8)
     plain, before = logits(model), bits(model)
-    fresh, state = tiny_causal_lm('gpt2', seed=1, hidden=16), merged_state_dict(model)
+    fresh, state = tiny_causal_lm('gpt2', seed=1, hidden=16), lora.merged_state_dict(model)
     assert list(state) == list(fresh.state_dict())
     fresh.load_state_dict(state)
-    with merged(model):
+    with lora.merged(model):
         for one in (model, fresh):
             torch.testing.assert_close(logits(one), plain, rtol=1e-4, atol=1e-5)
-        with merged(model):
-            assert same(merged_state_dict(model), state)
-        assert all(layer.merged for layer in lora_layers(model).values())
+        with lora.merged(model):
+            assert same(lora.merged_state_dict(model), state)
+        assert all(layer.merged for layer in lora.lora_layers(model).values())
     assert torch.equal(logits(model), plain)
     assert same(bits(model), before)
-    with pytest.raises(KeyError), merged(model):
+    with pytest.raises(KeyError), lora.merged(model):
         raise KeyError
     assert same(bits(model), before)
 
@@ -221,12 +210,12 @@ def test_merged_forward_agrees_and_leaves_no_trace() -> None:
 def test_state_dict_of_a_folded_model_holds_the_base_weights() -> None:
     model = adapted()
     before = {n: t.clone() for n, t in model.state_dict().items()}
-    with merged(model):
+    with lora.merged(model):
         assert same(dict(model.state_dict()), before)
         with pytest.raises(RuntimeError, match='unmerge_lora'):
             model.load_state_dict(before)
         with pytest.raises(ValueError, match='unmerge_lora'):
-            load_lora_state_dict(model, lora_state_dict(model))
+            lora.load_lora_state_dict(model, lora.lora_state_dict(model))
     model.load_state_dict(before)
 
 
@@ -234,23 +223,23 @@ def test_state_dict_of_a_folded_model_holds_the_base_weights() -> None:
 def test_adapter_off_is_the_initial_model(family: str) -> None:
     initial = tiny_causal_lm(family, hidden=16)
     model = copy.deepcopy(initial)
-    convert_to_lora(model, 2)
+    lora.convert_to_lora(model, 2)
     disturb(model)
     policy, was = logits(model), logits(initial)
     assert not torch.allclose(policy, was, atol=1e-3)
-    with adapter_disabled(model):
-        with adapter_disabled(model):
+    with lora.adapter_disabled(model):
+        with lora.adapter_disabled(model):
             assert torch.equal(logits(model), was)
         assert torch.equal(logits(model), was)
         with pytest.raises(ValueError, match='adapter_disabled'):
-            merge_lora(model)
+            lora.merge_lora(model)
     assert torch.equal(logits(model), policy)
-    with merged(model):
+    with lora.merged(model):
         folded = logits(model)
-        with adapter_disabled(model):
+        with lora.adapter_disabled(model):
             assert torch.equal(logits(model), was)
         assert torch.equal(logits(model), folded)
-    with pytest.raises(KeyError), adapter_disabled(model):
+    with pytest.raises(KeyError), lora.adapter_disabled(model):
         raise KeyError
     assert torch.equal(logits(model), policy)
 
@@ -259,23 +248,23 @@ def test_adapter_off_is_the_initial_model(family: str) -> None:
 def test_adapter_state_round_trip(mode: str) -> None:
     model = adapted(bias=mode)
     if mode != 'none':
-        with pytest.raises(ValueError, match='biases are trained'), adapter_disabled(model):
+        with pytest.raises(ValueError, match='biases are trained'), lora.adapter_disabled(model):
             pass
     fresh = tiny_causal_lm('gpt2', hidden=16)
-    convert_to_lora(fresh, 2, bias=mode)  # type: ignore[arg-type]
-    load_lora_state_dict(fresh, lora_state_dict(model))
+    lora.convert_to_lora(fresh, 2, bias=mode)  # type: ignore[arg-type]
+    lora.load_lora_state_dict(fresh, lora.lora_state_dict(model))
     assert torch.equal(logits(fresh), logits(model))
 
 
 def test_adapter_state_errors_name_the_keys() -> None:
     model = adapted()
-    state = dict(lora_state_dict(model))
+    state = dict(lora.lora_state_dict(model))
     first = next(iter(state))
     before = bits(model)
     with pytest.raises(ValueError, match=f'missing {first}; unexpected stray'):
-        load_lora_state_dict(model, {**{n: t for n, t in state.items() if n != first}, 'stray': torch.zeros(1)})
+        lora.load_lora_state_dict(model, {**{n: t for n, t in state.items() if n != first}, 'stray': torch.zeros(1)})
     with pytest.raises(ValueError, match=f'{first} is'):
-        load_lora_state_dict(model, {**{n: t + 1 for n, t in state.items()}, first: torch.zeros(3, 16)})
+        lora.load_lora_state_dict(model, {**{n: t + 1 for n, t in state.items()}, first: torch.zeros(3, 16)})
     assert same(bits(model), before)
 
 
@@ -284,8 +273,8 @@ def test_a_mixtures_routers_have_no_adapter_and_its_experts_share_is_told() -> N
     model = model_of(Qwen2MoeConfig(**SIZES, **experts, num_key_value_heads=2, num_experts=4))
     blocks = {n: p.numel() for n, p in model.named_parameters() if '.layers.' in n and p.dim() > 1}
     with pytest.warns(UserWarning, match=r'adapters stand beside (\d+)% of the weights of the blocks') as told:
-        convert_to_lora(model, 4)
-    layers = lora_layers(model)
+        lora.convert_to_lora(model, 4)
+    layers = lora.lora_layers(model)
     assert len(layers) == 2 * (4 + 3), 'attention and the shared expert'
     assert not any(name.endswith(('gate', 'shared_expert_gate')) for name in layers)
     reached = sum(blocks[f'{name}.weight'] for name in layers)
@@ -296,10 +285,10 @@ def test_a_mixtures_routers_have_no_adapter_and_its_experts_share_is_told() -> N
 def test_a_subclass_that_computes_the_same_is_a_linear_layer() -> None:
     model = model_of(FalconConfig(**SIZES, alibi=False))
     want = logits(model)
-    convert_to_lora(model, 4)
-    assert len(lora_layers(model)) == 2 * 4
+    lora.convert_to_lora(model, 4)
+    assert len(lora.lora_layers(model)) == 2 * 4
     assert torch.allclose(logits(model), want, atol=1e-6)
     disturb(model)
     changed = logits(model)
-    with merged(model):
+    with lora.merged(model):
         assert torch.allclose(logits(model), changed, atol=1e-5)

@@ -8,19 +8,9 @@ from copy import deepcopy
 
 import pytest
 import torch
+import transformers
 from model_cases import SIZES, close, deberta_config, model_of, sequences
 from torch import nn
-from transformers import (
-    AutoModelForSequenceClassification,
-    BertConfig,
-    BertForSequenceClassification,
-    BertModel,
-    CohereConfig,
-    DebertaV2ForSequenceClassification,
-    DistilBertConfig,
-    DistilBertForSequenceClassification,
-    OPTConfig,
-)
 
 from chatgpt.batching import collate
 from chatgpt.nn import (
@@ -90,7 +80,7 @@ def test_transformers_loads_the_folder_and_gives_the_scores_up_to_the_bias(famil
     model.calibrate(2.0)
     scores = model(collate(seqs)).detach()
     model.save_pretrained(tmp_path, char_tokenizer())
-    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     bias = json.loads((tmp_path / 'config.json').read_text())['score_bias']
     assert bias == pytest.approx(1.5)
     batch = collate(seqs, pad_id=0)
@@ -128,7 +118,7 @@ def test_given_weights_are_the_ones_saved_and_adapters_are_folded_in(tmp_path):
 
 @pytest.mark.parametrize('head', [mlp_head(32), None])
 def test_what_transformers_has_no_class_for_still_survives_a_folder(head, tmp_path):
-    model = RewardModel(model_of(CohereConfig(**SIZES, num_key_value_heads=1)), head).eval()
+    model = RewardModel(model_of(transformers.CohereConfig(**SIZES, num_key_value_heads=1)), head).eval()
     for parameter in model.value_head.parameters():
         nn.init.normal_(parameter)
     model.calibrate(0.25)
@@ -150,7 +140,9 @@ def test_padding_ids_that_transformers_cannot_use_are_warned_about(tmp_path):
 @pytest.mark.parametrize('family', FAMILIES)
 def test_a_causal_classifier_of_one_label_or_two(family, labels, tmp_path):
     torch.manual_seed(0)
-    classifier = AutoModelForSequenceClassification.from_config(tiny_config(family, num_labels=labels)).eval()
+    classifier = transformers.AutoModelForSequenceClassification.from_config(
+        tiny_config(family, num_labels=labels)
+    ).eval()
     classifier.save_pretrained(tmp_path)
     model, seqs = RewardModel.from_pretrained(tmp_path).eval(), sequences()
     logits = torch.cat([classifier(whole(s)).logits for s in seqs])
@@ -172,10 +164,10 @@ SMALL = SIZES | {'hidden_size': 16, 'num_attention_heads': 2, 'intermediate_size
 @pytest.mark.parametrize(
     ('cls', 'config'),
     [
-        (BertForSequenceClassification, BertConfig(**SMALL)),
+        (transformers.BertForSequenceClassification, transformers.BertConfig(**SMALL)),
         (
-            DistilBertForSequenceClassification,
-            DistilBertConfig(vocab_size=64, dim=16, n_layers=1, n_heads=2, hidden_dim=16),
+            transformers.DistilBertForSequenceClassification,
+            transformers.DistilBertConfig(vocab_size=64, dim=16, n_layers=1, n_heads=2, hidden_dim=16),
         ),
     ],
 )
@@ -196,7 +188,7 @@ def test_an_encoder_scores_as_its_own_classifier_does(cls, config, labels, tmp_p
 
 def test_a_deberta_classifier_and_a_new_deberta_reward_model(tmp_path):
     torch.manual_seed(0)
-    classifier = DebertaV2ForSequenceClassification(deberta_config(num_labels=1)).eval()
+    classifier = transformers.DebertaV2ForSequenceClassification(deberta_config(num_labels=1)).eval()
     classifier.save_pretrained(tmp_path)
     seqs = sequences()
     want = torch.cat([classifier(whole(s)).logits for s in seqs])[:, 0]
@@ -212,7 +204,7 @@ def test_a_deberta_classifier_and_a_new_deberta_reward_model(tmp_path):
 
 def test_a_whole_classifier_with_lora_trains_its_head():
     torch.manual_seed(0)
-    classifier = BertForSequenceClassification(BertConfig(**SMALL, num_labels=1))
+    classifier = transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL, num_labels=1))
     model = RewardModel(classifier, lora_rank=2)
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     assert {'model.classifier.weight', 'model.classifier.bias'} < trained
@@ -226,7 +218,7 @@ def test_folders_without_a_usable_head_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r'GPT2Model without a trained score head; for a new head use AutoRM'):
         RewardModel.from_pretrained(tmp_path / 'lm')
     assert GPTRM(pretrained=tmp_path / 'lm')(collate(sequences())).shape == (3,)
-    three = AutoModelForSequenceClassification.from_config(tiny_config('gpt2', num_labels=3))
+    three = transformers.AutoModelForSequenceClassification.from_config(tiny_config('gpt2', num_labels=3))
     three.save_pretrained(tmp_path / 'three')
     with pytest.raises(ValueError, match='has 3 labels; a reward model has 1, or 2'):
         RewardModel.from_pretrained(tmp_path / 'three')
@@ -262,7 +254,9 @@ def test_a_causal_lm_gives_its_trunk():
 
 
 def test_opt_with_a_projection_has_the_projected_width():
-    critic = OPTCritic(config=OPTConfig(**SIZES, word_embed_proj_dim=16, ffn_dim=32, do_layer_norm_before=False))
+    critic = OPTCritic(
+        config=transformers.OPTConfig(**SIZES, word_embed_proj_dim=16, ffn_dim=32, do_layer_norm_before=False)
+    )
     assert critic.value_head.in_features == 16
     assert critic(collate(sequences())).shape == (10,)
 
@@ -311,8 +305,8 @@ def test_a_deberta_critic_sees_no_later_token():
 
 
 def test_encoders_that_cannot_be_cut_are_refused():
-    with pytest.raises(ValueError, match='must not look ahead, and BertModel does'):
-        Critic(BertModel(BertConfig(**SIZES)))
+    with pytest.raises(ValueError, match='must not look ahead, and transformers.BertModel does'):
+        Critic(transformers.BertModel(transformers.BertConfig(**SIZES)))
     with pytest.raises(ValueError, match='must not look ahead'):
         DebertaCritic(config=deberta_config(conv_kernel_size=3))
     with pytest.raises(ValueError, match='a Linear given; it must be a transformers PreTrainedModel'):

@@ -71,7 +71,7 @@ def test_a_fresh_actor_is_the_same_tensor_by_tensor(family, kw):
     assert trained[0] == trained[1]
 
 
-@pytest.mark.parametrize('cls', [GPTCritic, GPTRM, lambda **kw: Critic(GPTActor(**kw).model)])
+@pytest.mark.parametrize('cls', [GPTCritic, GPTRM, lambda config, **kw: Critic(GPTActor(config=config).model)])
 def test_fresh_critics_and_reward_models_too(cls):
     def build():
         return cls(config=tiny_config('gpt2'), lora_rank=2)
