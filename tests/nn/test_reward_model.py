@@ -305,7 +305,7 @@ def test_a_deberta_critic_sees_no_later_token():
 
 
 def test_encoders_that_cannot_be_cut_are_refused():
-    with pytest.raises(ValueError, match='must not look ahead, and transformers.BertModel does'):
+    with pytest.raises(ValueError, match='must not look ahead, and BertModel does'):
         Critic(transformers.BertModel(transformers.BertConfig(**SIZES)))
     with pytest.raises(ValueError, match='must not look ahead'):
         DebertaCritic(config=deberta_config(conv_kernel_size=3))
