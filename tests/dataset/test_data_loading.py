@@ -1,13 +1,14 @@
-"""The one loader: sample files, real files, skipping, streams, splits, and conversion between shapes."""
+"""The loaders of examples and prompts: sample files, skipping, splits, order, conversion of shapes, and what nobody
+should train on, or lose, without a word: cut rows, pairs that do not differ, rows of another kind, odd columns."""
 
 from __future__ import annotations
 
 import runpy
-import sys
-from collections import Counter
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 from chatgpt.data import (
     load_demonstrations,
@@ -19,12 +20,14 @@ from chatgpt.data import (
 )
 from chatgpt.data.convert import TARGETS, to_records, write_records
 from chatgpt.data.examples import BadRecord, Demonstration, Instruction, Labelled, Message, Preference, PromptExample
-from chatgpt.launch.arguments import run_main
-from chatgpt.testing import byte_tokenizer
+from chatgpt.data.prompts import PromptOrder, PromptSet, as_prompts
+from chatgpt.data.shapes import to_example
+from chatgpt.data.tokenize import check_tokenizer
+from chatgpt.testing import byte_tokenizer, tiny_config
+from chatgpt.types import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / 'examples' / 'data'
-SHARED = ROOT.parent / 'shared' / 'data'
 
 
 @pytest.fixture(scope='module')
@@ -32,103 +35,30 @@ def tokenizer():
     return byte_tokenizer()
 
 
-SAMPLE_FILES = {
-    'alpaca.json': (Demonstration, 3),
-    'dialogues.jsonl': (Preference, 2),
-    'instruction_context.jsonl': (Demonstration, 2),
-    'instruction_preference.json': (Preference, 2),
-    'kto.jsonl': (Labelled, 2),
-    'messages.jsonl': (Demonstration, 2),
-    'preference.jsonl': (Preference, 3),
-    'prompt_completion.jsonl': (Demonstration, 2),
-    'prompt_response.csv': (Demonstration, 2),
-    'prompts.csv': (PromptExample, 3),
-    'prompts.jsonl': (PromptExample, 3),
-    'prompts.txt': (Demonstration, 1),  # one text; `load_prompts` takes its lines
-    'question_answer.jsonl': (Demonstration, 2),
-    'ranked.jsonl': (Preference, 2),
-    'rewards.jsonl': (Labelled, 3),
-    'sharegpt.json': (Demonstration, 2),
-    'sharegpt_preference.json': (Preference, 2),
-    'stories.txt': (Demonstration, 3),
-    'text.jsonl': (Demonstration, 2),
-    'text_label.csv': (Labelled, 3),
-}
+PREFERENCES = ('dialogues', 'instruction_preference', 'preference', 'ranked', 'sharegpt_preference')
+KINDS = dict.fromkeys(PREFERENCES, Preference) | dict.fromkeys(('kto', 'rewards', 'text_label'), Labelled)
+LOADERS = {Demonstration: load_demonstrations, Preference: load_preferences, Labelled: load_labelled}
 
 
-def test_every_sample_file_is_listed():
-    assert {p.name for p in SAMPLES.iterdir() if p.name != 'README.md'} == set(SAMPLE_FILES)
-    readme = (SAMPLES / 'README.md').read_text()
-    assert all(f'`{name}`' in readme for name in SAMPLE_FILES)
-
-
-@pytest.mark.parametrize('name', SAMPLE_FILES)
-def test_sample_file(name, tokenizer):
-    kind, number = SAMPLE_FILES[name]
-    found = load_examples(SAMPLES / name)
-    assert [type(e) for e in found] == [kind] * number and found.num_skipped == 0
-    load = {Demonstration: load_demonstrations, Preference: load_preferences, Labelled: load_labelled}.get(kind)
-    tokenized = load(SAMPLES / name, tokenizer)[0] if load else load_prompts(SAMPLES / name, tokenizer)
-    assert len(tokenized) == number
-
-
-SHARED_FILES = {
-    'awesome_chatgpt_prompts.csv': (PromptExample, 152),
-    'gsm8k_train.jsonl': (Demonstration, 7473),
-    'llamafactory_alpaca_en_demo.json': (Demonstration, 999),
-    'llamafactory_dpo_en_demo.json': (Preference, 300),
-    'llamafactory_kto_en_demo.json': (Labelled, 300),
-    'llm_on_ray_sample_finetune_data.jsonl': (Demonstration, 100),
-    'llm_on_ray_sample_ppo_data.jsonl': (Preference, 100),
-    'llm_on_ray_sample_rm_data.jsonl': (Preference, 100),
-    'movie_reviews.jsonl': (Labelled, 9062),
-    'story_prompts.jsonl': (PromptExample, 731),
-    'tinystories_val_slice.txt': (Demonstration, 4302),
-    'torchtune_stack_exchange_paired_tiny.json': (Preference, 25),
-}
-
-
-@pytest.mark.parametrize('name', SHARED_FILES)
-def test_real_file(name):
-    if not (SHARED / name).is_file():
-        pytest.skip(f'needs {SHARED / name}')
-    kind, number = SHARED_FILES[name]
-    found = load_examples(SHARED / name)
-    assert Counter(type(e) for e in found) == {kind: number}
-    assert found[0].where.startswith(str(SHARED / name))
-
-
-def test_what_stands_in_the_real_files():
-    if not SHARED.is_dir():
-        pytest.skip(f'needs {SHARED}')
-    pair = load_examples(SHARED / 'llm_on_ray_sample_rm_data.jsonl', max_examples=1)[0]
-    assert pair.prompt.startswith('\n\nHuman: Can you describe') and pair.prompt.endswith('\n\nAssistant:')
-    assert pair.responses[1] == ' Yes, you can spray it directly onto the cloth.'
-    labelled = load_examples(SHARED / 'llamafactory_kto_en_demo.json')
-    assert sum(e.label is True for e in labelled) == 150 == sum(e.label is False for e in labelled)
-    talks = load_examples(SHARED / 'llamafactory_dpo_en_demo.json')
-    assert sum(e.prompt[0].role == 'system' for e in talks) == 80 and all(e.prompt[-1].role == 'user' for e in talks)
-    reviews = load_examples(SHARED / 'movie_reviews.jsonl', max_examples=2)
-    assert [e.label for e in reviews] == [1, 0] and reviews[1].response.startswith('director chris eyre')
-
-
-# --- bad records, streams, splits
+@pytest.mark.parametrize('path', sorted(p for p in SAMPLES.iterdir() if p.suffix != '.md'), ids=lambda p: p.name)
+def test_sample_file(path, tokenizer):
+    # a text file is one text, whose lines `load_prompts` takes
+    kind = PromptExample if path.name in ('prompts.csv', 'prompts.jsonl') else KINDS.get(path.stem, Demonstration)
+    found = load_examples(path)
+    assert {type(e) for e in found} == {kind} and found.num_skipped == 0
+    tokenized = LOADERS[kind](path, tokenizer)[0] if kind in LOADERS else load_prompts(path, tokenizer)
+    assert len(tokenized) == len(found) > 0
 
 
 def test_bad_records_are_named_or_counted(tmp_path, tokenizer):
-    path = tmp_path / 'a.jsonl'
-    path.write_text(
-        '{"prompt": "p", "chosen": "c", "rejected": "r"}\n{"prompt": "p", "chosen": "c", "rejected": ""}\n{"x": '
-        '1}\nno\n'
-    )
+    path, good = tmp_path / 'a.jsonl', '{"prompt": "p", "chosen": "c", "rejected": "r"}\n'
+    path.write_text(good + good.replace('"r"', '""') + '{"x": 1}\nno\n')
+    assert len(load_examples(path, max_examples=1)) == 1  # the bad records are not reached
     with pytest.raises(ValueError, match=r'a.jsonl, line 2: answer 2 of 2 is empty\. Bad records'):
         load_examples(path)
     found = load_examples(path, skip_bad_records=True)
-    assert (
-        len(found) == 1
-        and found.num_skipped == 3
-        and [r.split(': ')[0][-6:] for r in found.reasons] == ['line 2', 'line 3', 'line 4']
-    )
+    assert len(found) == 1 and found.num_skipped == 3
+    assert [r.split(': ')[0][-6:] for r in found.reasons] == ['line 2', 'line 3', 'line 4']
     train, validation = load_preferences(path, tokenizer, skip_bad_records=True)
     assert len(train) == 1 and train.num_skipped == 3 and len(validation) == 0
     with pytest.raises(ValueError, match='none of 1 records can be used; the first: data, row 1: no known shape'):
@@ -139,9 +69,7 @@ def test_bad_records_are_named_or_counted(tmp_path, tokenizer):
 
 def test_what_cannot_be_tokenized_is_a_bad_record_too(tokenizer):
     rows = [{'prompt': 'p', 'completion': 'x' * n} for n in (3, 30, 4)]
-    with pytest.raises(
-        ValueError, match='data, row 2: 1 tokens of prompt and 31 of response, together more than max_length=10'
-    ):
+    with pytest.raises(ValueError, match='data, row 2: 1 tokens of prompt and 31 of response, .*max_length=10'):
         load_demonstrations(rows, tokenizer, max_length=10, overflow='refuse')
     train, _ = load_demonstrations(rows, tokenizer, max_length=10, overflow='refuse', skip_bad_records=True)
     assert [s.num_tokens for s in train] == [5, 6] and train.num_skipped == 1
@@ -150,34 +78,20 @@ def test_what_cannot_be_tokenized_is_a_bad_record_too(tokenizer):
 
 
 def test_own_column_names():
-    assert load_examples([{'q': 'a', 'a': 'b', 'text': 't'}], columns={'prompt': 'q', 'completion': 'a'}) == [
-        Demonstration(prompt='a', response='b', columns={'text': 't'}, where='data, row 1')
-    ]
+    rows = [{'q': 'a', 'a': 'b', 'text': 't'}]
+    (found,) = load_examples(rows, columns={'prompt': 'q', 'completion': 'a'})
+    assert found == Demonstration(prompt='a', response='b', columns={'text': 't'}, where='data, row 1')
     with pytest.raises(ValueError, match="row 1: there is no column 'q' .given for prompt.; the columns are 'x'"):
         load_examples([{'x': 'a'}], columns={'prompt': 'q'})
     with pytest.raises(ValueError, match="kind='prompts'; give 'prompt', 'demonstration'"):
         load_examples(['x'], kind='prompts')
 
 
-def test_only_as_much_is_read_as_is_asked_for(tmp_path):
-    path = tmp_path / 'a.jsonl'
-    path.write_text('{"prompt": "a"}\n{"prompt": ""}\n{"prompt": "b"}\n')
-    assert [e.prompt for e in load_examples(path, kind='prompt', max_examples=1)] == [
-        'a'
-    ]  # the bad record is not reached
-    with pytest.raises(ValueError, match='line 2: the prompt is empty'):
-        load_examples(path)
-
-
-def test_splits_by_percentage():
+def test_splits(tokenizer):
     data = list(range(200))
     train, validation = split_examples(data, 10, seed=1)
-    assert (
-        len(validation) == 20
-        and sorted(train + validation) == data
-        and train == sorted(train)
-        and validation == sorted(validation)
-    )
+    assert len(validation) == 20 and sorted(train + validation) == data
+    assert train == sorted(train) and validation == sorted(validation)
     assert (train, validation) == split_examples(data, 10, seed=1) and validation != split_examples(data, 10, seed=2)[1]
     assert set(split_examples(data, 5, seed=1)[1]) < set(validation)  # more percent only adds
     assert split_examples(data, 0) == (data, []) and len(split_examples(data, 0.001)[1]) == 1
@@ -185,50 +99,38 @@ def test_splits_by_percentage():
         split_examples(data, 100)
     with pytest.raises(ValueError, match='1 examples cannot be split'):
         split_examples([1], 5)
-
-
-def test_splits_of_the_loader(tokenizer):
     rows = [{'text': f'story {i}'} for i in range(10)]
-    train, validation = load_demonstrations(rows, tokenizer, validation_percentage=20, seed=3)
-    assert (len(train), len(validation)) == (8, 2)
-    train, validation = load_demonstrations(rows, tokenizer, validation_source=['a', 'b', 'c'])
-    assert (len(train), len(validation)) == (10, 3)
+    for given, lengths in (({'validation_percentage': 20}, (8, 2)), ({'validation_source': ['a', 'b']}, (10, 2))):
+        train, validation = load_demonstrations(rows, tokenizer, seed=3, **given)
+        assert (len(train), len(validation)) == lengths
     with pytest.raises(ValueError, match='validation_source and validation_percentage are both given; give one'):
         load_demonstrations(rows, tokenizer, validation_source=['a'], validation_percentage=5)
 
 
-# --- conversion
-
 U, A = (lambda text, role=role: Message(role, text) for role in ('user', 'assistant'))
+
+
+ASKED = Demonstration(prompt=Instruction('i', 'x'), response='o')
+TALK = Demonstration(prompt=(U('a'),), response=(A('b'), U('c'), A('d')))
+PAIR = Preference(prompt='p', responses=('a', 'b'))
+HH = '\n\nHuman: {}\n\nAssistant:'
 
 
 @pytest.mark.parametrize(
     ('example', 'shape', 'back'),
     [
-        (PromptExample(prompt='p'), 'prompt', PromptExample(prompt='p')),
-        (Demonstration(prompt='p', response='r'), 'prompt_completion', Demonstration(prompt='p', response='r')),
+        (PromptExample(prompt='p'), 'prompt', None),
+        (Demonstration(prompt='p', response='r'), 'prompt_completion', None),
+        (ASKED, 'alpaca', None),
+        (ASKED, 'messages', Demonstration(prompt=(U('i\n\nx'),), response='o')),
+        (TALK, 'sharegpt', None),
+        (TALK, 'messages', None),
+        (PAIR, 'preference', None),
+        (PAIR, 'dialogues', Preference(prompt=HH.format('p'), responses=(' a', ' b'))),
         (
-            Demonstration(prompt=Instruction('i', 'x'), response='o'),
-            'alpaca',
-            Demonstration(prompt=Instruction('i', 'x'), response='o'),
-        ),
-        (
-            Demonstration(prompt=Instruction('i', 'x'), response='o'),
-            'messages',
-            Demonstration(prompt=(U('i\n\nx'),), response='o'),
-        ),
-        (Demonstration(prompt=(U('a'),), response=(A('b'), U('c'), A('d'))), 'sharegpt', None),
-        (Demonstration(prompt=(U('a'),), response=(A('b'), U('c'), A('d'))), 'messages', None),
-        (Preference(prompt='p', responses=('a', 'b')), 'preference', None),
-        (
-            Preference(prompt=(U('a'),), responses=('b', 'c')),
+            Preference(prompt=(U('p'),), responses=('a', 'b')),
             'dialogues',
-            Preference(prompt='\n\nHuman: a\n\nAssistant:', responses=(' b', ' c')),
-        ),
-        (
-            Preference(prompt='p', responses=('a', 'b')),
-            'dialogues',
-            Preference(prompt='\n\nHuman: p\n\nAssistant:', responses=(' a', ' b')),
+            Preference(prompt=HH.format('p'), responses=(' a', ' b')),
         ),
         (Preference(prompt='', responses=('a', 'b')), 'dialogues', None),
         (Preference(prompt='p', responses=('a', 'b', 'c'), scores=(3.0, 2.0, 1.0)), 'ranked', None),
@@ -250,15 +152,10 @@ def test_conversion_there_and_back(tmp_path, example, shape, back, suffix):
 
 def test_conversion_to_several_records():
     ranked = Preference(prompt='p', responses=('a', 'b', 'c'))
-    assert [(r['chosen'], r['rejected']) for r in to_records(ranked, 'preference')] == [
-        ('a', 'b'),
-        ('a', 'c'),
-        ('b', 'c'),
-    ]
-    assert [(r['messages'][-1]['content'], r['label']) for r in to_records(ranked, 'kto')] == [
-        ('a', True),
-        ('c', False),
-    ]
+    pairs = [(r['chosen'], r['rejected']) for r in to_records(ranked, 'preference')]
+    assert pairs == [('a', 'b'), ('a', 'c'), ('b', 'c')]
+    judged = [(r['messages'][-1]['content'], r['label']) for r in to_records(ranked, 'kto')]
+    assert judged == [('a', True), ('c', False)]
 
 
 @pytest.mark.parametrize(
@@ -279,11 +176,8 @@ def test_conversions_that_would_lose_something(example, shape, reason):
 
 def test_writing_refuses(tmp_path):
     (tmp_path / 'a.json').write_text('keep')
-    for path, reason in (
-        ('a.json', 'the file exists'),
-        ('a.doc', "unknown kind of file '.doc'"),
-        ('x/a.json', 'there is no folder'),
-    ):
+    refusals = {'a.json': 'the file exists', 'a.doc': "unknown kind of file '.doc'", 'x/a.json': 'there is no folder'}
+    for path, reason in refusals.items():
         with pytest.raises(ValueError, match=reason):
             write_records([{'a': 1}], tmp_path / path)
     assert (tmp_path / 'a.json').read_text() == 'keep'
@@ -306,22 +200,215 @@ def test_convert_script(tmp_path, capsys):
         script['main']([str(SAMPLES / sample), str(tmp_path / f'{name}.jsonl'), '--to', name])
 
 
+HI = HH.format('hi')
+
+
+def silent():
+    return warnings.catch_warnings(action='error')
+
+
+def test_rows_that_are_cut_are_counted_and_the_longest_is_named():
+    tokenizer = byte_tokenizer()
+    pairs = (('ab', 'cd'), ('abcdef', 'ghi'), ('a' * 20, 'b'))
+    rows = [{'prompt': prompt, 'response': response} for prompt, response in pairs]
+    with pytest.warns(UserWarning, match=r'2 of 3 records are longer than 8 tokens.*The longest has 22 tokens \(.*3\)'):
+        load_demonstrations(rows, tokenizer, max_length=8)
+    with silent():
+        load_demonstrations(rows, tokenizer, max_length=22)  # with an end token
+    train, validation = ([{'text': 'a' * n} for n in lengths] for lengths in ((3, 30), (40, 12)))
+    with pytest.warns(UserWarning, match='1 of 2 records') as seen:
+        load_demonstrations(train, tokenizer, max_length=10, validation_source=validation)
+    assert [str(w.message).split(' records')[0] for w in seen] == ['1 of 2', '2 of 2']  # each source by itself
+
+
+def test_preferences_that_teach_less_than_they_seem_to_are_told():
+    pair = {'prompt': 'p', 'chosen': 'a', 'rejected': 'b'}
+    tokenizer = byte_tokenizer()
+    rows = [pair, pair | {'rejected': 'a'}, pair, pair | {'score_chosen': 1, 'score_rejected': 1}]
+    with pytest.warns(UserWarning, match=r'2 of 4 preferences have answers that do not differ.*first: .*2'):
+        load_preferences(rows, tokenizer)
+    with silent():
+        load_preferences([pair, pair], tokenizer)
+    alike = {'prompt': 'p', 'chosen': 'a' * 20 + 'b', 'rejected': 'a' * 20 + 'c'}
+    with pytest.warns(UserWarning, match='1 of 1 preferences have answers that do not differ'):
+        load_preferences([alike], tokenizer, max_length=8)
+    with pytest.warns(UserWarning, match='1 of 2 records are preferences, the first: .*2; only the best answer'):
+        train, _ = load_demonstrations([{'prompt': 'p', 'response': 'r'}, pair], tokenizer)
+    assert len(train) == 2
+    for more in ({'score_chosen': 1, 'score_rejected': 2}, {'margin': -1}):
+        with pytest.raises(BadRecord, match='contradict the order of the answers'):
+            to_example(pair | more)
+
+
+def test_context_chosen_rejected():
+    chosen, rejected = ({'from': 'assistant', 'content': text} for text in 'cr')
+    row = {'context': [{'from': 'human', 'content': 'q'}], 'chosen': chosen, 'rejected': rejected}
+    assert to_example(row) == Preference(prompt=(Message('user', 'q'),), responses=('c', 'r'))
+    assert to_example({'context': 'q', 'chosen': 'c', 'rejected': 'r'}) == Preference(prompt='q', responses=('c', 'r'))
+    assert load_prompts([row], byte_tokenizer())[0].columns.keys() == {'chosen', 'rejected'}
+
+
+def panda(*votes):
+    names = {f'annotator{i}': vote for i, vote in enumerate(votes, 1)}
+    return {'idx': 1, 'instruction': 'i', 'input': '', 'response1': 'a', 'response2': 'b'} | names
+
+
+def test_pandalm():
+    found = to_example(panda(2, 2, 1))
+    assert found.responses == ('b', 'a') and found.scores == (2.0, 1.0) and found.columns == {'idx': 1}
+    assert to_example(panda(0, 1)).responses == ('a', 'b')
+    tied = to_example(panda(0, 0))
+    assert tied.scores == (0.0, 0.0)  # makes no pair
+    for row, fault in ((panda(), 'found none of them'), (panda(1, 3), r"found \{'annotator1': 1, 'annotator2': 3\}")):
+        with pytest.raises(BadRecord, match=f'response1 and response2 need verdicts.*{fault}'):
+            to_example(row)
+
+
+def test_dialogues_in_text_that_part_early_do_not_train_on_the_human():
+    tokenizer = byte_tokenizer()
+    said = [' yes\n\nHuman: more\n\nAssistant: fine', ' no\n\nHuman: why\n\nAssistant: so']
+    row = {'chosen': HI + said[0], 'rejected': HI + said[1] + '\n\nHuman: bye'}
+    (pair,), _ = load_preferences([row], tokenizer)
+    assert [tokenizer.decode(r, skip_special_tokens=True) for r in pair.responses] == said
+    learned = [r[mask] for r, mask in zip(pair.responses, pair.response_masks, strict=True)]
+    assert [tokenizer.decode(r, skip_special_tokens=True) for r in learned] == [' yes fine', ' no so']
+
+
+@pytest.mark.parametrize('form', ['text', 'turns'])
+def test_dialogues_that_part_in_the_humans_words_are_bad_records(form):
+    a = [('user', 'hi'), ('assistant', 'yes'), ('user', 'more'), ('assistant', 'fine')]
+    b = [('user', 'hi'), ('assistant', 'yes'), ('user', 'less'), ('assistant', 'well')]
+    if form == 'text':
+        names = {'user': 'Human', 'assistant': 'Assistant'}
+        rows = [''.join(f'\n\n{names[role]}: {said}' for role, said in turns) for turns in (a, b)]
+    else:
+        rows = [[{'role': role, 'content': said} for role, said in turns] for turns in (a, b)]
+    with pytest.raises(BadRecord, match='chosen and rejected first differ in what the human says'):
+        to_example({'chosen': rows[0], 'rejected': rows[1]})
+
+
+def test_a_column_with_the_name_of_an_argument_is_named_and_not_handed_on():
+    for name in ('prompts', 'responses', 'samples', 'outputs'):
+        record = Prompt(ids=torch.tensor([3]), columns={name: 1, 'answer': 'z'})
+        row = {'prompt': 'p', name: ['x', 'y'], 'answer': 'z'}
+        for load in (lambda row=row: load_prompts([row], byte_tokenizer()), lambda r=record: as_prompts([r])):
+            with pytest.warns(UserWarning, match=f'the prompts have columns called {name},'):
+                assert load()[0].columns == {'answer': 'z'}
+
+
+def texts(prompts):
+    return [p.text for p in prompts]
+
+
+def test_prompts_of_a_csv_with_their_columns(tmp_path, tokenizer):
+    path = tmp_path / 'a.csv'
+    path.write_text('act,prompt\nx,one\ny,"two\nlines"\n')
+    found = load_prompts(str(path), tokenizer)
+    assert texts(found) == ['one', 'two\nlines'] and [p.columns for p in found] == [{'act': 'x'}, {'act': 'y'}]
+    assert found[0].ids.tolist() == list(b'one') and found[0].ids.dtype == torch.int64 and found.num_skipped == 0
+    assert texts(load_prompts(path, tokenizer, column='act')) == ['x', 'y']
+    assert texts(load_prompts(path, tokenizer, max_prompts=1)) == ['one']
+
+
+def test_prompts_of_other_shapes(tmp_path, tokenizer):
+    found = load_prompts([{'question': 'q', 'answer': 'a'}], tokenizer)
+    assert texts(found) == ['q'] and found[0].columns == {'answer': 'a'}
+    found = load_prompts([{'instruction': 'i', 'input': 'x', 'output': 'o'}], tokenizer)
+    assert texts(found) == ['\n\nHuman: i\n\nx\n\nAssistant:'] and found[0].columns == {'output': 'o'}
+    talk = [{'role': 'user', 'content': 'hi'}]
+    assert texts(load_prompts([{'messages': talk}, {'prompt': talk}], tokenizer)) == ['\n\nHuman: hi\n\nAssistant:'] * 2
+    assert texts(load_prompts(['a', 'b'], tokenizer)) == ['a', 'b']
+    (tmp_path / 'a.txt').write_text('one\n\ntwo\n')
+    assert texts(load_prompts(tmp_path / 'a.txt', tokenizer)) == ['one', 'two']
+    chosen = {'prompt': 'p', 'chosen': 'c', 'rejected': 'r'}
+    assert load_prompts([chosen], tokenizer)[0].columns == {'chosen': 'c', 'rejected': 'r'}
+
+
 @pytest.mark.parametrize(
-    ('flags', 'message'),
+    ('text', 'reason'),
     [
-        ('--to=nope', "argument --to: invalid choice: 'nope' (choose from"),
-        ('', 'the following arguments are required: --to'),
-        ('--to=alpaca --overwrit', "unknown argument '--overwrit'; did you mean --overwrite?"),
-        ('--to=alpaca', 'line 1: not valid JSON'),
+        ('act,text\nx,y\n', "a.csv, line 2: there is no column 'prompt' for the prompt; the columns are 'act', 'text'"),
+        ('act,prompt\nx,y\nx,"  "\n', 'a.csv, line 3: the prompt is empty'),
+        ('prompt\nhello\n' + 'x' * 9, 'a.csv, line 3: the prompt has 9 tokens, more than 5; shorten it, or allow'),
     ],
 )
-def test_mistakes_of_the_script_are_one_line(monkeypatch, capsys, tmp_path, flags, message):
-    (tmp_path / 'in.jsonl').write_text('nonsense\n')
-    monkeypatch.chdir(tmp_path)
-    main = runpy.run_path(str(ROOT / 'examples' / 'convert_data.py'))['main']
-    monkeypatch.setattr(sys, 'argv', ['convert_data.py', 'in.jsonl', 'out.jsonl', *flags.split()])
-    with pytest.raises(SystemExit) as stop:
-        run_main(main)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2 and message in line
-    assert '--skip_bad_records' not in line  # there is no other record
+def test_bad_prompt_files(tmp_path, tokenizer, text, reason):
+    (tmp_path / 'a.csv').write_text(text)
+    with pytest.raises(ValueError, match=reason) as error:
+        load_prompts(tmp_path / 'a.csv', tokenizer, max_prompt_tokens=5, overflow='refuse')
+    assert '\n' not in str(error.value)
+
+
+def test_bad_prompts_can_be_skipped(tmp_path, tokenizer):
+    rows = ('{"prompt": "one"}', '{"prompt": ""}', 'nonsense', '{"prompt": null}', '{"text": "x"}', '{"prompt": "two"}')
+    (tmp_path / 'a.jsonl').write_text('\n'.join(rows))
+    found = load_prompts(tmp_path / 'a.jsonl', tokenizer, skip_bad_records=True)
+    assert texts(found) == ['one', 'two'] and found.num_skipped == 4
+    (tmp_path / 'b.csv').write_text('act\nx\ny\n')
+    with pytest.raises(ValueError, match='none of 2 records has a usable prompt; the first: .*b.csv, line 2: there is'):
+        load_prompts(tmp_path / 'b.csv', tokenizer, skip_bad_records=True)
+
+
+def test_long_prompts_lose_their_left_end(tokenizer):
+    assert load_prompts(['abcdef'], tokenizer, max_prompt_tokens=4)[0].ids.tolist() == list(b'cdef')
+    with pytest.raises(ValueError, match='max_prompt_tokens=0; give at least 1'):
+        load_prompts(['a'], tokenizer, max_prompt_tokens=0)
+    with pytest.raises(ValueError, match="overflow='cut'; give 'truncate' or 'refuse'"):
+        load_prompts(['a'], tokenizer, overflow='cut')
+
+
+def test_as_prompts(tokenizer):
+    given = [Prompt(ids=torch.tensor([1, 2])), torch.tensor([3]), torch.tensor([[4, 5]])]
+    assert [p.ids.tolist() for p in as_prompts(given)] == [[1, 2], [3], [4, 5]]
+    assert texts(as_prompts(['a', {'prompt': 'b'}], tokenizer)) == ['a', 'b']
+    refused = [
+        ([], 'there are no prompts'),
+        (['a'], 'need a tokenizer'),
+        ([3], 'prompt 0 is a int'),
+        ([torch.tensor([])], 'is empty'),
+    ]
+    for given, reason in refused:
+        with pytest.raises(ValueError, match=reason):
+            as_prompts(given)
+
+
+def test_fingerprint_follows_the_ids(tokenizer):
+    found = [load_prompts(given, tokenizer).fingerprint() for given in (['ab', 'c'], ['ab', 'c'], ['a', 'bc'])]
+    assert found[0] == found[1] != found[2]
+
+
+def test_order_is_without_replacement_and_depends_on_seed_and_epoch_only():
+    draws = [PromptOrder(50, seed=3)[i] for i in range(150)]
+    for epoch in range(3):
+        assert sorted(draws[50 * epoch : 50 * epoch + 50]) == list(range(50))
+    assert PromptOrder(1, seed=3)[7] == 0
+    order = PromptOrder(50, seed=3)
+    assert [order[i] for i in reversed(range(150))] == draws[::-1]  # no state but the draw's number
+    assert draws[:50] != draws[50:100] and draws[:50] != [PromptOrder(50, seed=4)[i] for i in range(50)]
+    assert draws[:50] != list(range(50))
+
+
+def test_check_tokenizer(tokenizer):
+    check_tokenizer(tokenizer, tiny_config(vocab_size=259))
+    check_tokenizer(tokenizer, tiny_config(vocab_size=320))  # a vocabulary rounded up is usual
+    with pytest.raises(ValueError, match='its token .* has id 258, but the model has a vocabulary of 64'):
+        check_tokenizer(tokenizer, tiny_config(vocab_size=64))
+    config = tiny_config(vocab_size=1000)
+    config.eos_token_id = 900
+    with pytest.raises(ValueError, match="the model's end token has id 900, but the tokenizer has 259 tokens"):
+        check_tokenizer(tokenizer, config)
+    config.eos_token_id = [900, 258]
+    check_tokenizer(tokenizer, config)
+    config.eos_token_id = 50256  # a family's default, beyond this small model's vocabulary: says nothing
+    check_tokenizer(tokenizer, config)
+    endless = byte_tokenizer()
+    endless.eos_token = None
+    with pytest.raises(ValueError, match='the tokenizer has no end token'):
+        check_tokenizer(endless, tiny_config(vocab_size=259))
+
+
+def test_tasks_without_text_are_no_prompts_to_tell_of():
+    """An environment says its tasks itself: one empty prompt is neither a small data set nor a repetition."""
+    nothing = Prompt(ids=torch.zeros(0, dtype=torch.int64))
+    assert PromptSet([nothing, nothing]).facts() == {}
+    assert PromptSet([nothing, Prompt(ids=torch.tensor([3]))]).facts()['prompts'] == 2

@@ -31,100 +31,65 @@ def sharegpt(*turns):
     return [{'from': names[t.role], 'value': t.content} for t in turns]
 
 
+def asks(prompt, **columns):
+    return PromptExample(prompt=prompt, columns=columns)
+
+
+def shows(prompt, response, **columns):
+    return Demonstration(prompt=prompt, response=response, columns=columns)
+
+
+def ranks(prompt, *responses, scores=None, **columns):
+    return Preference(prompt=prompt, responses=responses, scores=scores, columns=columns)
+
+
+def judges(prompt, response, label):
+    return Labelled(prompt=prompt, response=response, label=label)
+
+
+I, X = Instruction('i'), Instruction('i', 'x')
+PAIR, Q = {'chosen': 'c', 'rejected': 'r'}, openai(U('q'))
+TALKS = {'chosen': openai(U('q'), A('c')), 'rejected': openai(U('q'), A('r'))}
+SHARED = {'chosen': sharegpt(A('c'))[0], 'rejected': sharegpt(A('r'))[0]}
+SCORES = {'score_chosen': 2, 'score_rejected': 0.5}
+ABC = {'prompt': 'p', 'responses': ['a', 'b', 'c']}
+FOUR = openai(U('a'), A('b'), U('c'), A('d'))
+PAST = {'instruction': 'i', 'input': '', 'output': 'o', 'history': [['a', 'b']], 'system': 's'}
 CASES = {
-    'prompt': ({'prompt': 'p', 'act': 'x'}, PromptExample(prompt='p', columns={'act': 'x'})),
-    'prompt as turns': ({'prompt': openai(U('p'))}, PromptExample(prompt=(U('p'),))),
-    'pair': ({'prompt': 'p', 'chosen': 'c', 'rejected': 'r'}, Preference(prompt='p', responses=('c', 'r'))),
-    'pair with scores': (
-        {'prompt': 'p', 'chosen': 'c', 'rejected': 'r', 'score_chosen': 2, 'score_rejected': 0.5},
-        Preference(
-            prompt='p', responses=('c', 'r'), scores=(2.0, 0.5), columns={'score_chosen': 2, 'score_rejected': 0.5}
-        ),
-    ),
-    'instruction pair': (
-        {'instruction': 'i', 'input': 'x', 'chosen': 'c', 'rejected': 'r'},
-        Preference(prompt=Instruction('i', 'x'), responses=('c', 'r')),
-    ),
-    'stack exchange': (
-        {'question': 'q', 'response_j': 'c', 'response_k': 'r'},
-        Preference(prompt='q', responses=('c', 'r')),
-    ),
-    'hh': (
-        {'chosen': HH + ' see you', 'rejected': HH + ' so what'},
-        Preference(prompt=HH, responses=(' see you', ' so what')),
-    ),
-    'plain texts compared': (
-        {'chosen': 'good film', 'rejected': 'bad film'},
-        Preference(prompt='', responses=('good film', 'bad film')),
-    ),
-    'dialogues as turns': (
-        {'chosen': openai(U('q'), A('c')), 'rejected': openai(U('q'), A('r'))},
-        Preference(prompt=(U('q'),), responses=('c', 'r')),
-    ),
-    'ultrafeedback': (
-        {'prompt': 'q', 'chosen': openai(U('q'), A('c')), 'rejected': openai(U('q'), A('r'))},
-        Preference(prompt=(U('q'),), responses=('c', 'r')),
-    ),
-    'sharegpt pair': (
-        {'conversations': sharegpt(U('q')), 'chosen': sharegpt(A('c'))[0], 'rejected': sharegpt(A('r'))[0]},
-        Preference(prompt=(U('q'),), responses=('c', 'r')),
-    ),
-    'turns in csv cells': (
-        {'messages': json.dumps(openai(U('q'), A('a')))},
-        Demonstration(prompt=(U('q'),), response='a'),
-    ),
-    'ranked': ({'prompt': 'p', 'responses': ['a', 'b', 'c']}, Preference(prompt='p', responses=('a', 'b', 'c'))),
-    'ranked by scores': (
-        {'prompt': 'p', 'responses': ['a', 'b', 'c'], 'scores': [0, 2, 1]},
-        Preference(prompt='p', responses=('b', 'c', 'a'), scores=(2.0, 1.0, 0.0)),
-    ),
-    'ranked by ranks': (
-        {'prompt': 'p', 'responses': ['a', 'b'], 'ranks': [2, 1]},
-        Preference(prompt='p', responses=('b', 'a')),
-    ),
-    'completion': ({'prompt': 'p', 'completion': 'c'}, Demonstration(prompt='p', response='c')),
-    'response': ({'prompt': 'p', 'response': 'c', 'id': 4}, Demonstration(prompt='p', response='c', columns={'id': 4})),
-    'json as an answer': (
-        {'prompt': 'p', 'completion': '[{"a": 1}]'},
-        Demonstration(prompt='p', response='[{"a": 1}]'),
-    ),
-    'a list in the prompt': ({'prompt': '[1, 2]', 'completion': 'x'}, Demonstration(prompt='[1, 2]', response='x')),
-    'question': ({'question': 'q', 'answer': 'a'}, Demonstration(prompt='q', response='a')),
-    'alpaca': (
-        {'instruction': 'i', 'input': 'x', 'output': 'o'},
-        Demonstration(prompt=Instruction('i', 'x'), response='o'),
-    ),
-    'alpaca without input': ({'instruction': 'i', 'output': 'o'}, Demonstration(prompt=Instruction('i'), response='o')),
-    'dolly': (
-        {'instruction': 'i', 'context': 'x', 'response': 'o'},
-        Demonstration(prompt=Instruction('i', 'x'), response='o'),
-    ),
-    'alpaca with history': (
-        {'instruction': 'i', 'input': '', 'output': 'o', 'history': [['a', 'b']], 'system': 's'},
-        Demonstration(prompt=(S('s'), U('a'), A('b'), U('i')), response='o'),
-    ),
-    'messages': (
-        {'messages': openai(S('s'), U('a'), A('b'), U('c'), A('d'))},
-        Demonstration(prompt=(S('s'), U('a')), response=(A('b'), U('c'), A('d'))),
-    ),
-    'messages that ask': ({'messages': openai(U('a'), A('b'), U('c'))}, PromptExample(prompt=(U('a'), A('b'), U('c')))),
-    'sharegpt': (
-        {'conversations': sharegpt(U('a'), A('b')), 'system': 's'},
-        Demonstration(prompt=(S('s'), U('a')), response='b'),
-    ),
-    'kto': (
-        {'messages': openai(U('a'), A('b'), U('c'), A('d')), 'label': False},
-        Labelled(prompt=(U('a'), A('b'), U('c')), response='d', label=False),
-    ),
-    'kto in text': (
-        {'prompt': 'p', 'completion': 'c', 'label': 'True'},
-        Labelled(prompt='p', response='c', label=True),
-    ),
-    'reward': ({'prompt': 'p', 'response': 'c', 'reward': -0.5}, Labelled(prompt='p', response='c', label=-0.5)),
-    'text and label': ({'text': 't', 'label': '1'}, Labelled(prompt='', response='t', label=1)),
-    'text and class': ({'text': 't', 'label': 'good'}, Labelled(prompt='', response='t', label='good')),
-    'text and reward': ({'text': 't', 'reward': 0.25}, Labelled(prompt='', response='t', label=0.25)),
-    'text': ({'text': 't', 'chosen': None}, Demonstration(prompt='', response='t', columns={'chosen': None})),
+    'prompt': ({'prompt': 'p', 'act': 'x'}, asks('p', act='x')),
+    'prompt as turns': ({'prompt': Q}, asks((U('q'),))),
+    'pair': ({'prompt': 'p', **PAIR}, ranks('p', 'c', 'r')),
+    'pair with scores': ({'prompt': 'p', **PAIR, **SCORES}, ranks('p', 'c', 'r', scores=(2.0, 0.5), **SCORES)),
+    'instruction pair': ({'instruction': 'i', 'input': 'x', **PAIR}, ranks(X, 'c', 'r')),
+    'stack exchange': ({'question': 'q', 'response_j': 'c', 'response_k': 'r'}, ranks('q', 'c', 'r')),
+    'hh': ({'chosen': HH + ' see you', 'rejected': HH + ' so what'}, ranks(HH, ' see you', ' so what')),
+    'plain texts compared': ({'chosen': 'good film', 'rejected': 'bad film'}, ranks('', 'good film', 'bad film')),
+    'dialogues as turns': (TALKS, ranks((U('q'),), 'c', 'r')),
+    'ultrafeedback': ({'prompt': 'q', **TALKS}, ranks((U('q'),), 'c', 'r')),
+    'sharegpt pair': ({'conversations': sharegpt(U('q')), **SHARED}, ranks((U('q'),), 'c', 'r')),
+    'turns in csv cells': ({'messages': json.dumps(openai(U('q'), A('a')))}, shows((U('q'),), 'a')),
+    'ranked': (ABC, ranks('p', 'a', 'b', 'c')),
+    'ranked by scores': ({**ABC, 'scores': [0, 2, 1]}, ranks('p', 'b', 'c', 'a', scores=(2.0, 1.0, 0.0))),
+    'ranked by ranks': ({**ABC, 'ranks': [2, 1, 3]}, ranks('p', 'b', 'a', 'c')),
+    'completion': ({'prompt': 'p', 'completion': 'c'}, shows('p', 'c')),
+    'response': ({'prompt': 'p', 'response': 'c', 'id': 4}, shows('p', 'c', id=4)),
+    'json as an answer': ({'prompt': 'p', 'completion': '[{"a": 1}]'}, shows('p', '[{"a": 1}]')),
+    'a list in the prompt': ({'prompt': '[1, 2]', 'completion': 'x'}, shows('[1, 2]', 'x')),
+    'question': ({'question': 'q', 'answer': 'a'}, shows('q', 'a')),
+    'alpaca': ({'instruction': 'i', 'input': 'x', 'output': 'o'}, shows(X, 'o')),
+    'alpaca without input': ({'instruction': 'i', 'output': 'o'}, shows(I, 'o')),
+    'dolly': ({'instruction': 'i', 'context': 'x', 'response': 'o'}, shows(X, 'o')),
+    'alpaca with history': (PAST, shows((S('s'), U('a'), A('b'), U('i')), 'o')),
+    'messages': ({'messages': openai(S('s')) + FOUR}, shows((S('s'), U('a')), (A('b'), U('c'), A('d')))),
+    'messages that ask': ({'messages': FOUR[:3]}, asks((U('a'), A('b'), U('c')))),
+    'sharegpt': ({'conversations': sharegpt(U('a'), A('b')), 'system': 's'}, shows((S('s'), U('a')), 'b')),
+    'kto': ({'messages': FOUR, 'label': False}, judges((U('a'), A('b'), U('c')), 'd', False)),
+    'kto in text': ({'prompt': 'p', 'completion': 'c', 'label': 'True'}, judges('p', 'c', True)),
+    'reward': ({'prompt': 'p', 'response': 'c', 'reward': -0.5}, judges('p', 'c', -0.5)),
+    'text and label': ({'text': 't', 'label': '1'}, judges('', 't', 1)),
+    'text and class': ({'text': 't', 'label': 'good'}, judges('', 't', 'good')),
+    'text and reward': ({'text': 't', 'reward': 0.25}, judges('', 't', 0.25)),
+    'text': ({'text': 't', 'chosen': None}, shows('', 't', chosen=None)),
 }
 
 
@@ -160,14 +125,8 @@ def test_dialogues_that_part_earlier_keep_their_later_turns():
         ({'prompt': float('nan')}, r'prompt is a float \(nan\), where text is needed'),
         ({'prompt': 'p', 'completion': ''}, 'the completion is empty'),
         ({'prompt': 'p', 'chosen': 'c', 'rejected': ' '}, 'answer 2 of 2 is empty'),
-        (
-            {'prompt': 'p', 'responses': ['a']},
-            r"responses is a list \(\['a'\]\), where a list of two or more answers is needed",
-        ),
-        (
-            {'prompt': 'p', 'responses': ['a', 'b'], 'scores': [1]},
-            'where 2 numbers are needed, one for each of responses',
-        ),
+        ({'prompt': 'p', 'responses': ['a']}, r"responses is a list \(\['a'\]\), where a list of two or more answers"),
+        ({**ABC, 'scores': [1]}, 'where 3 numbers are needed, one for each of responses'),
         ({'chosen': HH + 'a', 'rejected': '\n\nHuman: other\n\nAssistant: b'}, 'share no beginning that ends with'),
         ({'chosen': openai(U('a'), A('b')), 'rejected': openai(U('x'), A('b'))}, 'share no turns before an answer'),
         ({'messages': []}, r'messages is a list \(\[\]\), where a list of turns is needed'),
@@ -188,16 +147,11 @@ def test_bad_records(data, reason):
 
 
 def test_one_kind_for_another():
-    pair = Preference(prompt='p', responses=('a', 'b'))
-    assert as_kind(pair, 'prompt') == PromptExample(prompt='p')
-    assert as_kind(pair, 'demonstration') == Demonstration(prompt='p', response='a')
-    chat = Demonstration(prompt=(U('a'),), response=(A('b'), U('c'), A('d')))
-    assert as_kind(chat, 'prompt') == PromptExample(prompt=(U('a'), A('b'), U('c')))
-    asked = PromptExample(prompt=(U('a'), A('b'), U('c')))
-    assert as_kind(asked, 'demonstration') == Demonstration(prompt=(U('a'),), response='b')
-    assert as_kind(Labelled(prompt='p', response='r', label=True), 'demonstration') == Demonstration(
-        prompt='p', response='r'
-    )
+    pair, asked = ranks('p', 'a', 'b'), asks((U('a'), A('b'), U('c')))
+    assert as_kind(pair, 'prompt') == asks('p') and as_kind(pair, 'demonstration') == shows('p', 'a')
+    assert as_kind(shows((U('a'),), (A('b'), U('c'), A('d'))), 'prompt') == asked
+    assert as_kind(asked, 'demonstration') == shows((U('a'),), 'b')
+    assert as_kind(judges('p', 'r', True), 'demonstration') == shows('p', 'r')
 
 
 @pytest.mark.parametrize(

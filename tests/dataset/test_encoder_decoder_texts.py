@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tokenizers import processors
 
 from chatgpt.data import load_demonstrations, load_preferences, load_prompts
 from chatgpt.data.examples import Demonstration
@@ -39,14 +40,6 @@ def test_prompt_and_response_have_the_special_tokens_that_the_tokenizer_puts_the
     assert [ids.tolist() for ids in pairs[0].responses] == [response, [*response[:-3], D, END]]
 
 
-def test_a_tokenizer_that_nobody_noted_is_a_decoders():
-    tokenizer = encoder_decoder_tokenizer('t5')
-    (record,), _ = load_demonstrations([PAIR], tokenizer)
-    assert not is_for_encoder_decoder(tokenizer) and record.prompt_ids.tolist() == [A, B]
-    note_model(tokenizer, tiny_config('gpt2'))
-    assert not is_for_encoder_decoder(tokenizer)
-
-
 def test_the_tokenizer_of_a_model_folder_knows_its_model(tmp_path):
     for family in ('t5', 'gpt2'):
         tiny_config(family).save_pretrained(tmp_path / family)
@@ -57,8 +50,6 @@ def test_the_tokenizer_of_a_model_folder_knows_its_model(tmp_path):
 
 
 def test_language_codes_stand_where_the_tokenizer_puts_them():
-    from tokenizers import processors
-
     tokenizer = tokenizer_of('t5')
     # mBART's form: the end token and a language behind the source
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -90,10 +81,8 @@ def test_a_text_without_a_prompt_is_refused():
 
 def test_the_limit_is_of_each_side_and_special_tokens_stay():
     rows = [{'prompt': 'abcd', 'response': 'abcdabcd'}]
-    for family, prompt, response in (
-        ('t5', [B, C, D, END], [A, B, C, D]),
-        ('bart', [BEGIN, C, D, END], [BEGIN, A, B, C]),
-    ):
+    cut = {'t5': ([B, C, D, END], [A, B, C, D]), 'bart': ([BEGIN, C, D, END], [BEGIN, A, B, C])}
+    for family, (prompt, response) in cut.items():
         tokenizer = tokenizer_of(family)
         with pytest.warns(UserWarning, match='1 of 1 records are longer than 4 tokens and were cut'):
             (record,), _ = load_demonstrations(rows, tokenizer, max_length=4)

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from chatgpt.data import load_demonstrations, load_preferences, load_prompts
-from chatgpt.data.examples import BadRecord, Demonstration, Instruction, Labelled, Message, Preference, PromptExample
+from chatgpt.data.examples import BadRecord, Demonstration, Instruction, Message, Preference, PromptExample
 from chatgpt.data.formats import plain_prompt, render, save_tokenizer, shown_format, template_of
 from chatgpt.data.tokenize import (
     TokenizerOptions,
     pack,
     tokenize_demonstration,
-    tokenize_labelled,
     tokenize_preference,
     tokenize_prompt,
 )
@@ -44,11 +45,13 @@ def chat():
     return tokenizer
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture
 def with_begin():
-    """A tokenizer that puts the begin token in front by itself, as Llama's do."""
-    from tokenizers.processors import TemplateProcessing
+    return beginning()
 
+
+def beginning():
+    """A tokenizer that puts the begin token in front by itself, as Llama's do."""
     tokenizer = byte_tokenizer()
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single='<bos> $A', special_tokens=[('<bos>', BOS)])
     return tokenizer
@@ -57,9 +60,6 @@ def with_begin():
 def merging_tokenizer():
     """Byte-pair merges 'ab' = 3 and 'bc' = 4 over single letters a, b, c = 0, 1, 2: a response can change the prompt's
     last token."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
     vocab = {'a': 0, 'b': 1, 'c': 2, 'ab': 3, 'bc': 4, '<eos>': 5}
     model = models.BPE(vocab=vocab, merges=[('a', 'b'), ('b', 'c')])
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), eos_token='<eos>')
@@ -79,23 +79,18 @@ def whole(sequence):
     return ''.join({BOS: '^', EOS: '$'}.get(i) or chr(i) for i in every)
 
 
-# --- demonstrations
-
-
 def test_prompt_response_and_end_token(plain):
     found = tokenize_demonstration(Demonstration(prompt='ab', response=' cd'), plain)
     assert found.prompt_ids.tolist() == ids('ab') and found.response_ids.tolist() == [*ids(' cd'), EOS]
     assert found.response_mask.dtype == torch.bool and found.response_mask.tolist() == [True] * 4
     assert found.prompt_ids.dtype == found.response_ids.dtype == torch.int64
+    # an end token in the text is not doubled
+    assert whole(tokenize_demonstration(Demonstration(prompt='ab', response='c<eos>'), plain)) == 'abc$'
 
 
 def test_a_begin_token_stands_where_the_tokenizer_puts_one(with_begin):
     assert whole(tokenize_demonstration(Demonstration(prompt='ab', response='c'), with_begin)) == '^abc$'
     assert tokenize_prompt(PromptExample(prompt='ab'), with_begin).ids.tolist() == [BOS, *ids('ab')]
-
-
-def test_an_end_token_in_the_text_is_not_doubled(plain):
-    assert whole(tokenize_demonstration(Demonstration(prompt='ab', response='c<eos>'), plain)) == 'abc$'
 
 
 def test_the_edge_of_the_prompt_is_an_edge_between_tokens():
@@ -108,33 +103,11 @@ def test_the_edge_of_the_prompt_is_an_edge_between_tokens():
     assert tokenize_demonstration(Demonstration(prompt='c', response='ab'), tokenizer).response_ids.tolist() == [3, 5]
 
 
-def test_a_response_is_tokenized_as_it_stands_in_the_text():
-    """A word in the middle of a text has other ids than at its beginning; the response takes those of the middle."""
-    if not MODELS.is_dir():
-        pytest.skip(f'needs the tokenizer in {MODELS}')
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(MODELS / 'stories260K')
-    joined = tokenizer('Once upon a time, there was')['input_ids']
-    found = tokenize_demonstration(Demonstration(prompt='Once upon a time', response=', there was'), tokenizer)
-    assert found.prompt_ids.tolist() + found.response_ids.tolist() == [*joined, tokenizer.eos_token_id]
-    assert found.prompt_ids.tolist() == tokenizer('Once upon a time')['input_ids']
-
-
 def test_text_without_a_prompt_starts_from_the_begin_token_or_its_first(plain):
     assert whole(tokenize_demonstration(Demonstration(prompt='', response='abc'), plain)) == '^abc$'
     found = tokenize_demonstration(Demonstration(prompt='', response='abc'), merging_tokenizer())
     assert found.prompt_ids.tolist() == [3] and found.response_ids.tolist() == [2, 5]
 
-
-def test_a_tokenizer_without_end_token_is_refused():
-    tokenizer = byte_tokenizer()
-    tokenizer.eos_token = None
-    with pytest.raises(ValueError, match='the tokenizer has no end token'):
-        tokenize_demonstration(Demonstration(prompt='a', response='b'), tokenizer)
-
-
-# --- turns
 
 TALK = Demonstration(prompt=(S('s'), U('q')), response=(A('one'), U('more'), A('two')))
 
@@ -150,43 +123,32 @@ def test_only_the_assistant_counts_in_plain_turns(plain):
 
 def test_only_the_assistant_counts_in_a_chat_template(chat):
     found = tokenize_demonstration(TALK, chat)
-    assert whole(found) == '<s>s\n<u>q\n<a>one$\n<u>more\n<a>two$'  # the last newline follows the end and is dropped
+    # the last newline follows the end and is dropped
+    assert whole(found) == '<s>s\n<u>q\n<a>one$\n<u>more\n<a>two$'
     assert trained(found) == 'one$two$'  # the newline after the first end token does not count
     assert found.prompt_ids.tolist() == ids('<s>s\n<u>q\n<a>')
-
-
-def test_shifting_the_mask_by_one_trains_on_others(plain):
-    """What the mask is for: one place to the right, and the users' words are learned."""
-    found = tokenize_demonstration(TALK, plain)
-    found.response_mask = torch.roll(found.response_mask, 1)
-    assert trained(found) != ' one$ two$' and '\n' in trained(found)
 
 
 def test_instructions_without_and_with_template(plain, chat):
     given = Demonstration(prompt=Instruction('do', 'this'), response='done')
     options = TokenizerOptions(apply_chat_template=False)
-    assert (
-        whole(tokenize_demonstration(given, plain, options))
-        == '### Instruction:\ndo\n\n### Input:\nthis\n\n### Response:\ndone$'
-    )
+    alpaca = '### Instruction:\ndo\n\n### Input:\nthis\n\n### Response:\ndone$'
+    assert whole(tokenize_demonstration(given, plain, options)) == alpaca
+    assert whole(tokenize_demonstration(given, chat, options)) == alpaca
     assert whole(tokenize_demonstration(given, plain)) == '\n\nHuman: do\n\nthis\n\nAssistant: done$'
     assert whole(tokenize_demonstration(given, chat)) == '<u>do\n\nthis\n<a>done$'
     assert plain_prompt(Instruction('do')) == '### Instruction:\ndo\n\n### Response:\n'
-    assert whole(tokenize_demonstration(given, chat, options)).startswith('### Instruction')
 
 
 def test_plain_text_goes_through_the_template_only_when_asked(plain, chat):
-    assert tokenize_prompt(PromptExample(prompt='hi'), chat).text == 'hi'
-    assert tokenize_prompt(PromptExample(prompt='hi'), chat, apply_chat_template=True).text == '<u>hi\n<a>'
-    assert tokenize_prompt(PromptExample(prompt=(U('hi'),)), chat).text == '<u>hi\n<a>'
-    assert (
-        tokenize_prompt(PromptExample(prompt=(U('hi'),)), chat, apply_chat_template=False).text
-        == '\n\nHuman: hi\n\nAssistant:'
-    )
-    assert (
-        tokenize_prompt(PromptExample(prompt='hi'), plain, apply_chat_template=True).text
-        == '\n\nHuman: hi\n\nAssistant:'
-    )
+    for prompt, tokenizer, apply, text in (
+        ('hi', chat, None, 'hi'),
+        ('hi', chat, True, '<u>hi\n<a>'),
+        ((U('hi'),), chat, None, '<u>hi\n<a>'),
+        ((U('hi'),), chat, False, '\n\nHuman: hi\n\nAssistant:'),
+        ('hi', plain, True, '\n\nHuman: hi\n\nAssistant:'),
+    ):
+        assert tokenize_prompt(PromptExample(prompt=prompt), tokenizer, apply_chat_template=apply).text == text
 
 
 def test_a_template_that_refuses_or_rewrites_turns_is_a_bad_record():
@@ -199,9 +161,6 @@ def test_a_template_that_refuses_or_rewrites_turns_is_a_bad_record():
         render((U('a'),), 'b', tokenizer)
 
 
-# --- preferences and labels
-
-
 def test_preferences_share_the_prompt(plain, chat):
     found = tokenize_preference(Preference(prompt='p', responses=('a', 'bc', 'd'), scores=(3.0, 2.0, 1.0)), plain)
     assert [whole(s) for s in found.sequences()] == ['pa$', 'pbc$', 'pd$'] and found.scores == (3.0, 2.0, 1.0)
@@ -212,14 +171,6 @@ def test_preferences_share_the_prompt(plain, chat):
     assert [whole(s) for s in found.sequences()] == ['^good$', '^bad$']
     found = tokenize_preference(Preference(prompt='', responses=('a', 'b')), merging_tokenizer())
     assert found.prompt_ids.tolist() == [5] and [r.tolist() for r in found.responses] == [[0, 5], [1, 5]]
-
-
-def test_labelled(plain):
-    found = tokenize_labelled(Labelled(prompt='p', response='a', label=False), plain)
-    assert whole(found.sequence) == 'pa$' and found.label is False
-
-
-# --- lengths
 
 
 @pytest.mark.parametrize(
@@ -240,42 +191,36 @@ def test_cutting(plain, max_length, expected):
     prompt, response = expected.split('|')
     assert whole(found) == prompt + response and len(found.prompt_ids) == len(prompt)
     if max_length < 10:
-        with pytest.raises(
-            BadRecord, match=f'6 tokens of prompt and 4 of response, together more than max_length={max_length}'
-        ):
+        with pytest.raises(BadRecord, match=f'6 tokens of prompt and 4 of response, .* max_length={max_length}'):
             tokenize_demonstration(given, plain, TokenizerOptions(max_length=max_length, overflow='refuse'))
 
 
 def test_cutting_keeps_the_begin_token_and_short_prompts(with_begin, plain):
-    found = tokenize_demonstration(
-        Demonstration(prompt='abcdef', response='ghi'), with_begin, TokenizerOptions(max_length=8)
-    )
-    assert whole(found) == '^defghi$'
+    given = Demonstration(prompt='abcdef', response='ghi')
+    assert whole(tokenize_demonstration(given, with_begin, TokenizerOptions(max_length=8))) == '^defghi$'
     found = tokenize_demonstration(Demonstration(prompt='a', response='ghijkl'), plain, TokenizerOptions(max_length=5))
     assert whole(found) == 'aghij'
     prompt = tokenize_prompt(PromptExample(prompt='abcdef'), with_begin, max_tokens=3, overflow='truncate')
     assert prompt.ids.tolist() == [BOS, *ids('ef')]
-    with pytest.raises(
-        BadRecord, match='the prompt has 7 tokens, more than 3; shorten it, or allow cutting it on the left'
-    ):
+    with pytest.raises(BadRecord, match='the prompt has 7 tokens, more than 3; shorten it, or allow cutting'):
         tokenize_prompt(PromptExample(prompt='abcdef'), with_begin, max_tokens=3)
 
 
 def test_preferences_are_cut_at_the_same_place(plain):
-    found = tokenize_preference(
-        Preference(prompt='abcdef', responses=('gh', 'ijklm')), plain, TokenizerOptions(max_length=8)
-    )
+    given = Preference(prompt='abcdef', responses=('gh', 'ijklm'))
+    found = tokenize_preference(given, plain, TokenizerOptions(max_length=8))
     assert [whole(s) for s in found.sequences()] == ['cdefgh$', 'cdefijkl']
 
 
 def test_options_that_make_no_sense():
+    endless = byte_tokenizer()
+    endless.eos_token = None
+    with pytest.raises(ValueError, match='the tokenizer has no end token'):
+        tokenize_demonstration(Demonstration(prompt='a', response='b'), endless)
     with pytest.raises(ValueError, match='max_length=1; give at least 2'):
         TokenizerOptions(max_length=1)
     with pytest.raises(ValueError, match="overflow='drop'; give 'truncate' or 'refuse'"):
         TokenizerOptions(overflow='drop')  # type: ignore[arg-type]
-
-
-# --- packing
 
 
 def document(prompt, response):
@@ -283,17 +228,10 @@ def document(prompt, response):
     return Sequence(prompt_ids=torch.tensor(prompt), response_ids=torch.tensor(response), response_mask=mask)
 
 
-def test_packing_by_hand():
-    blocks = pack([document([1, 2], [3, 0]), document([4], [5, 6, 0])], 4)
-    assert [b.prompt_ids.tolist() + b.response_ids.tolist() for b in blocks] == [[1, 2, 3, 0], [0, 4, 5, 6], [6, 0]]
-    assert [b.response_mask.tolist() for b in blocks] == [[False, True, True], [False, True, True], [True]]
-
-
 @pytest.mark.parametrize('length', [2, 3, 5, 7, 100])
 def test_packing_learns_every_token_that_counts_once(length):
-    documents = [
-        document([10 * i, 10 * i + 1], list(range(10 * i + 2, 10 * i + 2 + n))) for i, n in enumerate([1, 5, 3, 4], 1)
-    ]
+    sizes = {10: 1, 20: 5, 30: 3, 40: 4}
+    documents = [document([i, i + 1], list(range(i + 2, i + 2 + n))) for i, n in sizes.items()]
     blocks = pack(documents, length)
     targets = sorted(t for b in blocks for t in b.response_ids[b.response_mask].tolist())
     assert targets == sorted(t for d in documents for t in d.response_ids.tolist())
@@ -308,30 +246,12 @@ def test_packing_leaves_out_blocks_where_nothing_counts():
         pack([document([1], [2])], 1)
 
 
-# ---------------------------------------------------------------------- one chat format
-
-
-TURNS = [
-    {'role': 'system', 'content': 'Be brief.'},
-    {'role': 'user', 'content': 'Who are you?'},
-    {'role': 'assistant', 'content': ' A fox, "Tom".\n'},
-    {'role': 'user', 'content': ': and where?  '},
-    {'role': 'assistant', 'content': '- In the wood\n\n- at home'},
-    {'role': 'user', 'content': 'Good.'},
-    {'role': 'assistant', 'content': ': bye 12'},
-]
+SAID = [S('Be brief.'), U('Who are you?'), A(' A fox, "Tom".\n'), U(': and where?  '), A('- In the wood\n\n- at home')]
+TURNS = [{'role': m.role, 'content': m.content} for m in (*SAID, U('Good.'), A(': bye 12'))]
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-
-
-def beginning():
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer = byte_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single='<bos> $A', special_tokens=[('<bos>', 257)])
-    return tokenizer
 
 
 def chatml():
@@ -342,14 +262,14 @@ def chatml():
 
 
 def make(name):
-    if name in ('stories260K', 'gpt2_tokenizer'):
+    if name == 'stories260K':
         if not MODELS.is_dir():
             pytest.skip(f'needs the tokenizers in {MODELS}')
         return AutoTokenizer.from_pretrained(MODELS / name)
-    return {'bytes': byte_tokenizer, 'beginning': beginning}[name]()
+    return beginning() if name == 'beginning' else byte_tokenizer()
 
 
-@pytest.mark.parametrize('name', ['bytes', 'beginning', 'stories260K', 'gpt2_tokenizer'])
+@pytest.mark.parametrize('name', ['bytes', 'beginning', 'stories260K'])
 def test_the_saved_tokenizer_gives_the_ids_that_training_saw(name, tmp_path):
     tokenizer = make(name)
     assert tokenizer.chat_template is None
@@ -369,17 +289,14 @@ def test_the_saved_tokenizer_gives_the_ids_that_training_saw(name, tmp_path):
     assert seen != saved(''.join(turn['content'] for turn in TURNS))['input_ids']
 
 
-def test_of_preferences_and_instructions_too():
-    tokenizer = byte_tokenizer()
-    load_preferences([{'instruction': 'i', 'chosen': 'c', 'rejected': 'r'}], tokenizer)
-    assert template_of(tokenizer) is not None and tokenizer.chat_template is None
-    assert shown_format(tokenizer) == repr('\n\nHuman: QUESTION\n\nAssistant: ANSWER<eos>')
-
-
 def test_a_tokenizer_keeps_its_own_template_and_plain_text_gives_none():
     tokenizer = chatml()
     train, _ = load_demonstrations([{'messages': TURNS}], tokenizer)
     assert tokenizer.chat_template == CHATML and train.has_turns
+    noted = byte_tokenizer()
+    load_preferences([{'instruction': 'i', 'chosen': 'c', 'rejected': 'r'}], noted)
+    assert template_of(noted) is not None and noted.chat_template is None
+    assert shown_format(noted) == repr('\n\nHuman: QUESTION\n\nAssistant: ANSWER<eos>')
     plain = byte_tokenizer()
     train, _ = load_demonstrations([{'prompt': 'p', 'response': 'r'}, {'text': 't'}], plain)
     load_prompts([{'prompt': 'p'}], plain)
@@ -390,9 +307,8 @@ def test_a_tokenizer_keeps_its_own_template_and_plain_text_gives_none():
 def test_chatml_with_another_end_token_does_not_train_the_newline():
     """A turn counts up to <|im_end|>; at the very end the tokenizer's end token follows it in the newline's place."""
     tokenizer = chatml()
-    turns = (Message('user', 'q'),), (Message('assistant', 'one'), Message('user', 'more'), Message('assistant', 'two'))
-    found = tokenize_demonstration(Demonstration(prompt=turns[0], response=turns[1]), tokenizer)
-    assert tokenizer.decode(found.response_ids.tolist()) == (
-        'one<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\ntwo<|im_end|><eos>'
-    )
+    talk = Demonstration(prompt=(U('q'),), response=(A('one'), U('more'), A('two')))
+    found = tokenize_demonstration(talk, tokenizer)
+    more = '\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n'
+    assert tokenizer.decode(found.response_ids.tolist()) == f'one<|im_end|>{more}two<|im_end|><eos>'
     assert tokenizer.decode(found.response_ids[found.response_mask].tolist()) == 'one<|im_end|>two<|im_end|><eos>'

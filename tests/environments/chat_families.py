@@ -56,18 +56,6 @@ QWEN3 = (
     "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
     '{% endif %}'
 )
-# Every turn has its block, in the prompt and later; tools come by another argument than `tools`.
-SMOLLM3 = (
-    '{% set thinks = enable_thinking is not defined or enable_thinking %}'
-    "{{ '<|im_start|>system\\nReasoning Mode: ' + ('/think' if thinks else '/no_think') + '\\n' }}"
-    "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}{{ '<|im_end|>\\n' }}"
-    "{% for m in messages %}{% if m.role == 'user' %}{{ '<|im_start|>user\\n' + m.content + '<|im_end|>\\n' }}"
-    "{% elif m.role == 'assistant' %}{{ '<|im_start|>assistant\\n' + ('' if thinks else '<think>\\n\\n</think>\\n')"
-    " + m.content.lstrip('\\n') + '<|im_end|>\\n' }}"
-    "{% elif m.role == 'tool' %}{{ '<|im_start|>user\\n' + m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' + ('' if thinks else '<think>\\n\\n</think>\\n') }}"
-    '{% endif %}'
-)
 # One call a turn; tools stand in the first message of the user; contents are trimmed.
 LLAMA3 = (
     "{{ bos_token }}{% set ns = namespace(rest=messages, system='') %}{% if messages[0].role == 'system' %}"
@@ -120,7 +108,6 @@ FAMILIES = {
     'chatml': (CHATML, '<|im_end|>', ('<|im_start|>',)),
     'qwen2.5': (QWEN25, '<|im_end|>', ('<|im_start|>', '<tool_call>', '</tool_call>')),
     'qwen3': (QWEN3, '<|im_end|>', ('<|im_start|>', '<think>', '</think>')),
-    'smollm3': (SMOLLM3, '<|im_end|>', ('<|im_start|>',)),
     'llama3': (LLAMA3, '<|eot_id|>', ('<|eom_id|>', '<|start_header_id|>', '<|end_header_id|>', '<|python_tag|>')),
     'mistral': (
         MISTRAL,

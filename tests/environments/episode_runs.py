@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from small_environments import Letters
 
@@ -18,7 +19,49 @@ from chatgpt.nn import Actor, Critic
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
 from chatgpt.trainer import PPOTrainer
-from chatgpt.trainer.callbacks import SaveCheckpoint
+from chatgpt.trainer.callbacks import Callback, ProgressBar, SaveCheckpoint
+
+
+class Log(ProgressBar):
+    """What callbacks see of the episodes of each phase, and how old they are."""
+
+    def __init__(self) -> None:
+        super().__init__(enabled=False)
+        self.phases: list[list[dict[str, Any]]] = []
+        self.ages: list[set[int]] = []
+
+    def on_make_experience_end(self, trainer: Any, experiences: list[Any]) -> None:
+        names = ('index', 'group', 'score', 'prompt_text', 'response_text')
+        tensors = ('prompt_ids', 'response_ids', 'response_mask', 'logprobs', 'values')
+        self.ages.append({trainer.phase - e.version for e in experiences})
+        self.phases.append(
+            [
+                {name: getattr(e, name) for name in names}
+                | {name: getattr(e, name).tolist() for name in tensors}
+                | {'turns': e.episode.turns, 'end': e.episode.end, 'success': e.episode.success}
+                for e in experiences
+            ]
+        )
+
+
+class StopAfter(Callback):
+    def __init__(self, phase: int) -> None:
+        self.phase = phase
+
+    def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
+        if step == self.phase:
+            trainer.request_stop()
+
+
+def same_to_rounding(found: list[list[dict[str, Any]]], wanted: list[list[dict[str, Any]]]) -> None:
+    """Phases of `Log`, whose kernels or batches differ."""
+    assert len(found) == len(wanted) > 0
+    for phase, want in zip(found, wanted, strict=True):
+        assert [e['index'] for e in phase] == [e['index'] for e in want]
+        for e, w in zip(phase, want, strict=True):
+            for name in e:
+                rounded = name in ('logprobs', 'values', 'score')
+                assert e[name] == (pytest.approx(w[name], abs=1e-4) if rounded else w[name]), name
 
 
 def make(
@@ -34,6 +77,7 @@ def make(
     torch.manual_seed(0)
     size = {'vocab_size': len(tokenizer), 'n_positions': 128}
     actor, critic = Actor(tiny_causal_lm('gpt2', **size)), Critic(tiny_causal_lm('gpt2', **size))
+    rest = {'kl_coef': 0.0, 'max_new_tokens': 40}
     needs_critic = config.get('advantage_estimator', 'gae') == 'gae'
     strategy = strategy or NaiveStrategy(seed=3)
     (actor, actor_optim), (critic, critic_optim) = strategy.prepare(
@@ -50,11 +94,7 @@ def make(
         environment_settings=settings or EnvironmentSettings(max_turn_tokens=4, num_workers=1),
         run_dir=run_dir,
         callbacks=[*callbacks, *([SaveCheckpoint()] if run_dir is not None else [])],
-        **(
-            {'experience_batch_size': 2, 'num_samples_per_prompt': 2, 'train_batch_size': 4, 'kl_coef': 0.0}
-            | {'max_new_tokens': 40}
-            | config
-        ),
+        **({'experience_batch_size': 2, 'num_samples_per_prompt': 2, 'train_batch_size': 4} | rest | config),
     )
 
 

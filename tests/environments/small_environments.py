@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from chatgpt.environments import Environment
@@ -22,19 +23,14 @@ NEVER = threading.Event()
 class Counter(Environment):
     """Counts its steps from a number that the seed decides; a response that begins with 'do:' names what to do."""
 
-    opened: list[int] = []
-    closed: list[int] = []
-
     def reset(self, seed, **columns):
         self.at = 100 * seed
-        self.opened.append(self.at)
-        if columns.get('reset') == 'raises':
+        how = columns.get('reset')
+        if how == 'raises':
             raise KeyError('no such task')
-        if columns.get('reset') == 'hangs':
+        if how == 'hangs':
             NEVER.wait()
-        if columns.get('reset') == 'nonsense':
-            return 17
-        return f'at {self.at}\n'
+        return 17 if how == 'nonsense' else f'at {self.at}\n'
 
     def step(self, response):
         self.at += 1
@@ -62,9 +58,6 @@ class Counter(Environment):
             child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)'])
             return f'{child.pid}', 0.0, False, False, {}
         return NONSENSE[verb]
-
-    def close(self):
-        self.closed.append(self.at)
 
 
 NONSENSE = {
@@ -94,17 +87,13 @@ class Awaited(Counter):
         assert asyncio.get_running_loop() is self.loop
         if response == 'do:sleep':
             await asyncio.sleep(600)
-        if response == 'do:cling':
-            while not NEVER.is_set():
-                try:
-                    await asyncio.sleep(0.02)
-                except asyncio.CancelledError:
-                    pass
+        while response == 'do:cling' and not NEVER.is_set():
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.02)
         return Counter.step(self, response)
 
     async def close(self):
         await asyncio.sleep(0)
-        Counter.close(self)
 
 
 class Closing(Counter):

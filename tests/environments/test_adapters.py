@@ -14,9 +14,8 @@ from chat_families import chat_tokenizer
 from scripted_engine import NOTHING, ScriptedEngine, played, scripted
 
 from chatgpt.environments import Environment, find_environment
-from chatgpt.environments.adapters import ADAPTERS, Adapter, GemEnvironment, GymEnvironment, SkyRLEnvironment
+from chatgpt.environments.adapters import Adapter, GemEnvironment, GymEnvironment, SkyRLEnvironment
 from chatgpt.environments.tools import ToolEnvironment
-from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.rollout.stop import StopStrings
 from chatgpt.types import Prompt
 
@@ -71,25 +70,9 @@ class SkyRLSum:
         pass
 
 
-class Ours(Environment):
-    def reset(self, seed=None, **columns):
-        return 'x'
-
-    def step(self, response):
-        return '', 0.0, True, False, {}
-
-
-class WithTools:
-    def reset(self, **columns):
-        pass
-
-    def get_reward(self):
-        return 1.0
-
-
-class Unfinished:
-    def reset(self, seed, **columns):
-        return 'x'
+WithTools = type('WithTools', (), {'reset': lambda self, **columns: None, 'get_reward': lambda self: 1.0})
+Unfinished = type('Unfinished', (), {'reset': lambda self, seed, **columns: 'x'})
+Ours = type('Ours', (Environment,), {'reset': lambda self, **columns: 'x', 'step': lambda self, response: None})
 
 
 class WithStep:
@@ -186,12 +169,6 @@ def test_skyrl_gym():
     stop = StopStrings(tokenizer, '</search>')
     played(ScriptedEngine({0: turn}), Searches, tokenizer, prompts=[asked], stop=stop, max_new_tokens=90)
     assert heard == ['<search>tea</search>']
-    with pytest.raises(ValueError, match='rewrites what came before'):
-        EpisodeEngine(ScriptedEngine({}), SkyRLSum, chat_tokenizer('qwen3'))
-
-
-def test_names():
-    assert set(ADAPTERS) == {'gem', 'skyrl', 'gymnasium', 'tools', 'openenv'}
     with pytest.raises(ValueError, match='cannot be called'):
         find_environment(3)
 
@@ -211,45 +188,22 @@ def test_gymnasium_itself():
     class Repeat(gymnasium.Env):
         observation_space = action_space = gymnasium.spaces.Text(20, charset=string.printable)
 
-        def __init__(self, times=1):
-            self.times = times
+        def __init__(self, word=''):
+            self.word = word
 
         def reset(self, *, seed=None, options=None):
             super().reset(seed=seed)
-            self.word = str(self.np_random.integers(100))
-            return f'Say {self.word}.', {}
+            return f'Say {self.word}{self.np_random.integers(100)}.', {}
 
         def step(self, action):
-            self.times -= 1
-            return 'Again.', float(action == self.word), self.times == 0, False, {}
+            return 'Again.', 1.0, True, False, {}
 
     gymnasium.register('Repeat-v0', Repeat)
-    factory = find_environment('gymnasium:Repeat-v0', {'times': 2})
+    factory = find_environment('gymnasium:Repeat-v0', {'word': 'tea'})
     first, again, other = factory(), factory(), factory()
     told = first.reset(5)
-    assert told == again.reset(5) != other.reset(6)
-    word = told.removeprefix('Say ').removesuffix('.')
-    assert first.step(word)[:4] == ('Again.', 1.0, False, False) and first.step('x')[:4] == ('Again.', 0.0, True, False)
+    assert told.startswith('Say tea') and told == again.reset(5) != other.reset(6)
+    assert first.step('x')[:4] == ('Again.', 1.0, True, False)
     with pytest.raises(ValueError, match='gymnasium:CartPole-v1 has a space Box.*reads and writes text'):
         find_environment('gymnasium:CartPole-v1')
     assert find_environment(Repeat).wrapper is GymEnvironment
-
-
-def test_gem_itself():
-    pytest.importorskip('gem.core', reason='needs gem-llm')
-    factory = find_environment('gem:game:GuessTheNumber-v0-easy')
-    first, again = factory(), factory()
-    assert first.reset(5) == again.reset(5)
-    assert first.environment.game_number == again.environment.game_number
-    assert first.step(f'\\boxed{{{first.environment.game_number}}}')[1:4] == (1.0, True, False)
-
-
-def test_skyrl_gym_itself():
-    pytest.importorskip('skyrl_gym', reason='needs skyrl-gym')
-    environment = find_environment('skyrl:gsm8k_multi_turn')()
-    question = [{'role': 'user', 'content': '3 + 4?'}]
-    columns = {'reward_spec': {'ground_truth': '7'}, 'extra_info': {'max_turns': 2}}
-    assert environment.reset(1, prompt=question, **columns) == question
-    messages, reward, done, cut, _ = environment.step('#### 8')
-    assert messages[0]['role'] == 'user' and reward == pytest.approx(0.1) and not done and not cut
-    assert environment.step('#### 7')[:4] == ([], 1.0, True, False)

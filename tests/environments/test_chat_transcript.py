@@ -3,7 +3,6 @@ rendered; templates for which that cannot be are refused."""
 
 from __future__ import annotations
 
-import itertools
 import random
 import re
 
@@ -16,22 +15,10 @@ from chatgpt.environments import Environment, EnvironmentSettings, seed_of
 from chatgpt.environments.base import InvalidStep
 from chatgpt.environments.calls import checked_calls, reader
 from chatgpt.environments.transcript import ChatTemplate, PlainText
-from chatgpt.nn import Actor
-from chatgpt.rollout import LocalEngine
-from chatgpt.rollout.stop import StopStrings
-from chatgpt.testing import tiny_causal_lm
 from chatgpt.types import Prompt
 
-TOOLS = [
-    {
-        'type': 'function',
-        'function': {
-            'name': 'add',
-            'description': 'Adds.',
-            'parameters': {'type': 'object', 'properties': {'a': {'type': 'integer', 'description': 'one'}}},
-        },
-    }
-]
+PARAMETERS = {'type': 'object', 'properties': {'a': {'type': 'integer', 'description': 'one'}}}
+TOOLS = [{'type': 'function', 'function': {'name': 'add', 'description': 'Adds.', 'parameters': PARAMETERS}}]
 SYSTEM = {'role': 'system', 'content': 'Be brief.'}
 THOUGHT = '<think>\nLet me see.\n</think>\n\n'
 
@@ -50,10 +37,9 @@ def prompt(*messages):
 
 def refusal(family, tools=None, options=None, system=False):
     """Why a family is refused, or ''."""
+    asked = prompt(*([SYSTEM] if system else []), user('Hello'))
     try:
-        ChatTemplate(chat_tokenizer(family), tools, options).first(
-            prompt(*([SYSTEM] if system else []), user('Hello')), ''
-        )
+        ChatTemplate(chat_tokenizer(family), tools, options).first(asked, '')
     except ValueError as error:
         assert '\n' not in str(error)
         return str(error)
@@ -72,9 +58,6 @@ def refusal(family, tools=None, options=None, system=False):
         ('qwen3', True, {}, True, ''),
         ('qwen3', False, {'enable_thinking': False}, False, r'a message of user follows: .*<think>\\n\\n</think>'),
         ('qwen3', True, {'enable_thinking': False}, False, r'a message of tool follows: .*<think>\\n\\n</think>'),
-        ('smollm3', False, {}, True, ''),
-        ('smollm3', False, {'enable_thinking': False}, True, ''),
-        ('smollm3', True, {}, False, 'shows no tools'),
         ('llama3', False, {}, True, ''),
         ('llama3', True, {}, True, ''),
         ('mistral', False, {}, False, ''),
@@ -92,30 +75,16 @@ def test_families_are_taken_or_refused_by_name(family, tools, options, system, w
     assert re.search(words, said) if words else said == '', said
 
 
-CANONICAL = [
-    (f, tools, said)
-    for f, tools, options in [
-        ('chatml', False, {}),
-        ('qwen2.5', False, {}),
-        ('qwen2.5', True, {}),
-        ('qwen3', True, {}),
-        ('smollm3', False, {}),
-        ('llama3', False, {}),
-        ('llama3', True, {}),
-        ('mistral', False, {}),
-        ('mistral', True, {}),
-        ('gemma', False, {}),
-    ]
-    for said in ('', THOUGHT)
-    if not (tools and said and f in ('llama3', 'mistral'))
-]
+TAKEN = [(family, False) for family in ('chatml', 'qwen2.5', 'llama3', 'mistral', 'gemma')]
+TAKEN += [(family, True) for family in ('qwen2.5', 'qwen3', 'llama3', 'mistral')]
 
 
-@pytest.mark.parametrize(('family', 'tools', 'said'), CANONICAL)
+@pytest.mark.parametrize(('family', 'tools'), TAKEN)
 @pytest.mark.parametrize('ended', ['eos', 'length', 'stop'])
-def test_appended_text_is_the_rendered_text(family, tools, said, ended):
+def test_appended_text_is_the_rendered_text(family, tools, ended):
     """Three rounds of turns written as the template writes them; `apply_chat_template` says what is right."""
     tokenizer = chat_tokenizer(family)
+    said = '' if tools and family in ('llama3', 'mistral') else THOUGHT
     transcript = ChatTemplate(tokenizer, TOOLS if tools else None)
     start = [user('How much is 3 and 4?')]
     ids = transcript.first(prompt(*start), '')
@@ -126,12 +95,9 @@ def test_appended_text_is_the_rendered_text(family, tools, said, ended):
             function = {'name': 'add', 'arguments': {'a': number}}
             answer['tool_calls'] = [{'type': 'function', 'id': '123456789', 'function': function}]
         follows = [result(f'{number} 12')] if tools else [user(f'Sure?\n{number}')]
-        before = tokenizer.apply_chat_template(
-            messages, tools=TOOLS if tools else None, tokenize=False, add_generation_prompt=True
-        )
-        whole = tokenizer.apply_chat_template(
-            [*messages, answer, *follows], tools=TOOLS if tools else None, tokenize=False, add_generation_prompt=True
-        )
+        form = {'tools': TOOLS if tools else None, 'tokenize': False, 'add_generation_prompt': True}
+        before = tokenizer.apply_chat_template(messages, **form)
+        whole = tokenizer.apply_chat_template([*messages, answer, *follows], **form)
         ending = FAMILIES[family][1]
         turn_text = whole[len(before) : whole.index(ending, len(before))]
         turn = tokenizer(turn_text + (ending if ended == 'eos' else ''), add_special_tokens=False)['input_ids']
@@ -184,13 +150,13 @@ def test_sampled_ids_stay_bit_for_bit():
     tokenizer = chat_tokenizer('chatml')
     draw, end = random.Random(0), tokenizer.eos_token_id
     ordinary = [i for i in range(len(tokenizer)) if i not in tokenizer.added_tokens_decoder]
-    scripts = {}
-    for index in range(6):
-        scripts[index] = []
-        for number in range(3):
-            ids = [draw.choice(ordinary) for _ in range(draw.randint(1, 9))]
-            reason = ('eos', 'length', 'stop')[(index + number) % 3]
-            scripts[index].append((ids + [end] if reason == 'eos' else ids, reason))
+
+    def turn(number):
+        ids = [draw.choice(ordinary) for _ in range(draw.randint(1, 9))]
+        reason = ('eos', 'length', 'stop')[number % 3]
+        return ids + [end] if reason == 'eos' else ids, reason
+
+    scripts = {index: [turn(index + number) for number in range(3)] for index in range(6)}
     transcript = ChatTemplate(tokenizer)
     samples = played(ScriptedEngine(scripts), Dialogue, tokenizer, prompts=[NOTHING] * 6)
     changed = 0
@@ -204,38 +170,11 @@ def test_sampled_ids_stay_bit_for_bit():
         assert sample.prompt_ids.tolist() == transcript.first(NOTHING, 'Tell me of 12 adventures.')
         assert sample.response_ids.tolist() == expected
         assert sample.response_mask.tolist() == mask
-        assert [sample.response_ids[t.start : t.stop].tolist() for t in sample.episode.turns] == [
-            ids for ids, _ in scripts[sample.index]
-        ]
+        turns = [sample.response_ids[t.start : t.stop].tolist() for t in sample.episode.turns]
+        assert turns == [ids for ids, _ in scripts[sample.index]]
         again = tokenizer(tokenizer.decode(sample.response_ids), add_special_tokens=False)['input_ids']
         changed += again != expected
     assert changed, 'the negative control: tokenized again, the ids are others'
-
-
-def test_conversations_of_a_model():
-    tokenizer = chat_tokenizer('chatml')
-    stop, ends_of_turns = StopStrings(tokenizer, ['t']), (tokenizer.eos_token_id, tokenizer.pad_token_id)
-    found = []
-    for engine in (LocalEngine(), LocalEngine(max_batch_size=2)):
-        torch.manual_seed(0)
-        actor = Actor(tiny_causal_lm('gpt2', vocab_size=len(tokenizer), n_positions=512))
-        given = {'seed': 2, 'max_new_tokens': 200, 'eos_token_ids': ends_of_turns, 'stop': stop}
-        settings = EnvironmentSettings(max_turn_tokens=12)
-        found.append(
-            played(engine, Dialogue, tokenizer, actor=actor, prompts=[NOTHING] * 5, settings=settings, **given)
-        )
-    assert [s.response_ids.tolist() for s in found[0]] == [s.response_ids.tolist() for s in found[1]]
-    transcript = ChatTemplate(tokenizer)
-    ends = set()
-    for sample in found[0]:
-        ids = sample.response_ids.tolist()
-        for number, (turn, later) in enumerate(itertools.pairwise(sample.episode.turns)):
-            mine, said = ids[turn.start : turn.stop], ids[turn.stop : later.start]
-            text = tokenizer.decode(mine)
-            ended = 'eos' if mine[-1] in ends_of_turns else 'stop' if 't' in text else 'length'
-            assert said == transcript.after(mine, ended, 'the adventure ' * (number + 1))
-            ends.add(ended)
-    assert ends >= {'length', 'stop'}, 'of these draws'
 
 
 def test_text_is_plain_unless_the_settings_say_so_and_messages_never_are():
@@ -255,10 +194,8 @@ def test_text_is_plain_unless_the_settings_say_so_and_messages_never_are():
         return tokenizer.decode(torch.cat([sample.prompt_ids, sample.response_ids]))
 
     assert text(Says) == 'Well?YesSo?No'
-    chat = (
-        '<|im_start|>user\nWell?<|im_end|>\n<|im_start|>assistant\nYes<|im_end|>\n'
-        '<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\nNo'
-    )
+    turn = '<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}'
+    chat = turn.format('Well?', 'Yes<|im_end|>\n') + turn.format('So?', 'No')
     assert text(Says, apply_chat_template=True) == chat
 
     class Starts(Says):
@@ -267,51 +204,40 @@ def test_text_is_plain_unless_the_settings_say_so_and_messages_never_are():
 
     assert text(Starts) == chat
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match='no chat template'):
-        text(Starts)
-    with pytest.raises(ValueError, match='no chat template'):
-        text(Says, apply_chat_template=True)
+    for environment, settings in ((Starts, {}), (Says, {'apply_chat_template': True})):
+        with pytest.raises(ValueError, match='no chat template'):
+            text(environment, **settings)
     with pytest.raises(ValueError, match='messages, which need a tokenizer with a chat template'):
         PlainText(tokenizer).after([1], 'eos', [user('x')])
 
 
-def test_a_template_that_rewrites_stops_a_run_before_anything_is_sampled():
-    engine = ScriptedEngine({0: []})
-    tokenizer = chat_tokenizer('qwen3')
-    with pytest.raises(ValueError, match='rewrites what came before'):
-        played(engine, Dialogue, tokenizer)
-    assert engine.asked == []
+class Opens(Environment):
+    """Says what the template of Gemma refuses: at reset of the second sample, and in a step of the first."""
 
+    said = ()
 
-def test_messages_that_a_template_refuses_end_the_episode():
-    class Jumps(Environment):
-        def reset(self, seed, **columns):
-            return [user('a')]
+    def reset(self, seed, **columns):
+        return [user(text) for text in (self.said if seed == seed_of(0, 1) else ['a'])]
 
-        def step(self, response):
-            return [user('b'), user('c')], 0.0, False, False, {}
-
-    tokenizer = chat_tokenizer('gemma')
-    (sample,) = played(ScriptedEngine({0: [([5], 'length')]}), Jumps, tokenizer)
-    assert sample.episode.end == 'invalid' and 'must alternate' in sample.episode.message
+    def step(self, response):
+        return [user('b'), user('c')], 0.0, False, False, {}
 
 
 @pytest.mark.parametrize(('said', 'why'), [([], 'nothing to answer'), (['b', 'c'], 'must alternate')])
-def test_a_first_observation_that_a_template_refuses_ends_its_own_episode(said, why):
-    class Opens(Environment):
-        def reset(self, seed, **columns):
-            return [user(text) for text in (said if seed == seed_of(0, 1) else ['a'])]
-
-        def step(self, response):
-            return 'x', 1.0, True, False, {}
-
-    tokenizer = chat_tokenizer('gemma')
+def test_messages_that_a_template_refuses_end_their_own_episode(monkeypatch, said, why):
+    monkeypatch.setattr(Opens, 'said', said)
     script = {0: [([5], 'length')], 1: [([5], 'length')]}
-    samples = played(ScriptedEngine(script), Opens, tokenizer, prompts=[NOTHING] * 2)
-    assert [s.episode.end for s in samples] == ['terminated', 'invalid'] and why in samples[1].episode.message
+    samples = played(ScriptedEngine(script), Opens, chat_tokenizer('gemma'), prompts=[NOTHING] * 2)
+    assert [s.episode.end for s in samples] == ['invalid', 'invalid']
+    assert [len(s.episode.turns) for s in samples] == [1, 0]
+    assert 'must alternate' in samples[0].episode.message and why in samples[1].episode.message
 
 
-# --------------------------------------------------------------------- reading calls
+def test_a_template_that_rewrites_stops_a_run_before_anything_is_sampled():
+    engine = ScriptedEngine({0: []})
+    with pytest.raises(ValueError, match='rewrites what came before'):
+        played(engine, Dialogue, chat_tokenizer('qwen3'))
+    assert engine.asked == []
 
 
 def calls_of(template, text):
@@ -363,20 +289,11 @@ def test_thinking_is_no_call_and_ids_are_kept():
 
 def test_the_tokenizers_own_response_parsing_comes_first():
     tokenizer = chat_tokenizer('qwen2.5')
-    tokenizer.response_template = {
-        'defaults': {'role': 'assistant'},
-        'start_anchor': '<|im_start|>assistant\n',
-        'fields': {
-            'tool_calls': {
-                'open': '<tool_call>',
-                'close': '</tool_call>',
-                'repeats': True,
-                'content': 'json',
-                'transform': {'type': 'function', 'function': '{content}'},
-            },
-            'content': {'close': '<|im_end|>', 'content': 'text'},
-        },
-    }
+    form = {'open': '<tool_call>', 'close': '</tool_call>', 'repeats': True, 'content': 'json'}
+    calls = form | {'transform': {'type': 'function', 'function': '{content}'}}
+    fields = {'tool_calls': calls, 'content': {'close': '<|im_end|>', 'content': 'text'}}
+    begins = {'defaults': {'role': 'assistant'}, 'start_anchor': '<|im_start|>assistant\n'}
+    tokenizer.response_template = begins | {'fields': fields}
     transcript = ChatTemplate(tokenizer, TOOLS)
     assert transcript._read is None
     before = tokenizer('<|im_start|>assistant\n')['input_ids']
@@ -393,8 +310,6 @@ def test_the_tokenizers_own_response_parsing_comes_first():
 
 def test_a_template_whose_calls_nobody_reads_is_refused():
     tokenizer = chat_tokenizer('qwen2.5')
-    tokenizer.chat_template = tokenizer.chat_template.replace('<tool_call>', '<call>').replace(
-        '</tool_call>', '</call>'
-    )
+    tokenizer.chat_template = re.sub('(</?)tool_call>', r'\1call>', tokenizer.chat_template)
     with pytest.raises(ValueError, match='writes calls of tools as .*<call>.* not understood'):
         ChatTemplate(tokenizer, TOOLS)

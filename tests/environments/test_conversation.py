@@ -84,7 +84,7 @@ def same(a, b, *, bits=False):
 
 
 @pytest.mark.parametrize('family', FAMILIES)
-@pytest.mark.parametrize('engine', [{}, {'max_batch_size': 2}, {'max_batch_size': 3, 'fixed_steps': True}])
+@pytest.mark.parametrize('engine', [{}, {'max_batch_size': 3, 'fixed_steps': True}])
 def test_episodes_are_those_of_rounds(family, engine):
     actor = policy(family)
     samples = play(LocalEngine(**engine), actor)
@@ -103,18 +103,16 @@ def test_episodes_are_those_of_rounds(family, engine):
         ({'max_new_tokens': None, 'max_length': 60}, None),
     ],
 )
-@pytest.mark.parametrize('fixed_steps', [False, True])
-def test_settings_hold_for_each_turn(sampling, stop, fixed_steps):
+def test_settings_hold_for_each_turn(sampling, stop):
     actor = policy()
     stop = StopStrings(TOKENIZER, stop) if stop else None
-    engine = {'max_batch_size': 3, 'fixed_steps': fixed_steps}
+    engine = {'max_batch_size': 3}
     samples = play(LocalEngine(**engine), actor, sampling=sampling, stop=stop)
     same(samples, play(ByRounds(LocalEngine(**engine)), actor, sampling=sampling, stop=stop))
     lengths = [t.stop - t.start for s in samples for t in s.episode.turns]
-    if sampling.get('min_new_tokens'):
-        short = [t for s in samples for t in s.episode.turns if t.stop - t.start < sampling['min_new_tokens']]
-        assert all(t.stop == s.num_actions for s in samples for t in short if t in s.episode.turns), 'no room for more'
     assert len(set(lengths)) > 1 or not sampling.get('do_sample', True)
+    shortest = min(t.stop - t.start for s in samples for t in s.episode.turns if t.stop < s.num_actions)
+    assert shortest >= sampling.get('min_new_tokens', 1)
 
 
 @pytest.mark.parametrize('max_batch_size', [256, 2])
@@ -122,7 +120,6 @@ def test_how_long_an_environment_thinks_cannot_be_seen(max_batch_size):
     actor = policy('llama')
     engine = {'max_batch_size': max_batch_size, 'refill_fraction': 0.3}
     first = play(LocalEngine(**engine), actor, pause=0.02)
-    same(first, play(LocalEngine(**engine), actor, pause=0.02), bits=True)
     same(first, play(LocalEngine(**engine), actor), bits=True)
 
 
@@ -130,20 +127,10 @@ def test_how_long_an_environment_thinks_cannot_be_seen(max_batch_size):
 def test_turns_beyond_the_attention_window(fixed_steps):
     """The log-probs are those of the actor's forward, whose mask has the window."""
     torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=len(TOKENIZER),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        sliding_window=24,
-        max_position_embeddings=256,
-        initializer_range=0.1,
-    )
-    actor = Actor(AutoModelForCausalLM.from_config(config))
-    engine = {'max_batch_size': 3, 'fixed_steps': fixed_steps}
-    samples = play(LocalEngine(**engine), actor)
+    sizes = {'hidden_size': 32, 'intermediate_size': 32, 'num_hidden_layers': 2, 'max_position_embeddings': 256}
+    heads = {'num_attention_heads': 2, 'num_key_value_heads': 1, 'sliding_window': 24, 'initializer_range': 0.1}
+    actor = Actor(AutoModelForCausalLM.from_config(MistralConfig(vocab_size=len(TOKENIZER), **sizes, **heads)))
+    samples = play(LocalEngine(max_batch_size=3, fixed_steps=fixed_steps), actor)
     assert sum(s.num_tokens > 24 for s in samples) > 3 and len({len(s.episode.turns) for s in samples}) > 1
     with torch.no_grad():
         for s in samples:
@@ -259,10 +246,6 @@ def adapted() -> Actor:
     return actor
 
 
-def hydra() -> Actor:
-    return Actor(policy().model, num_layers_unfrozen=1)
-
-
 def masked() -> MaskedPolicy:
     other = policy()
     with torch.no_grad():
@@ -271,20 +254,15 @@ def masked() -> MaskedPolicy:
     return MaskedPolicy(policy(), other, 0.9, 1.0)
 
 
-def in_16_bits() -> Actor:
-    return policy('llama').bfloat16()
-
-
-@pytest.mark.parametrize('kind', [adapted, hydra, masked])
-@pytest.mark.parametrize('fixed_steps', [False, True])
-def test_every_kind_of_policy_converses(kind, fixed_steps):
-    engine = {'max_batch_size': 3, 'fixed_steps': fixed_steps}
+@pytest.mark.parametrize('kind', [adapted, masked])
+def test_every_kind_of_policy_converses(kind):
+    engine = {'max_batch_size': 3}
     same(play(LocalEngine(**engine), kind()), play(ByRounds(LocalEngine(**engine)), kind()))
 
 
 def test_16_bits_repeat_themselves_and_have_their_own_log_probs():
     """Rounding in 16 bits is coarse enough to change a token, so the log-probs are compared with a plain forward."""
-    actor = in_16_bits()
+    actor = policy('llama').bfloat16()
     samples = play(LocalEngine(max_batch_size=3), actor)
     same(samples, play(LocalEngine(max_batch_size=3), actor), bits=True)
     for s in samples:
@@ -294,23 +272,6 @@ def test_16_bits_repeat_themselves_and_have_their_own_log_probs():
             plain = torch.log_softmax(actor.head(states)[0].float(), -1)
         wanted = plain[len(s.prompt_ids) - 1 : -1].gather(1, s.response_ids[:, None]).squeeze(1)
         torch.testing.assert_close(s.logprobs[s.response_mask], wanted[s.response_mask], atol=0.15, rtol=0)
-
-
-def test_logits_that_are_not_finite_name_sample_and_position():
-    actor = policy()
-    head, calls = actor.head, 0
-
-    def failing(hidden):
-        nonlocal calls
-        calls += 1
-        logits = head(hidden)
-        return logits.masked_fill(torch.tensor(calls > 9), float('nan'))
-
-    actor.head = failing
-    engine = LocalEngine()
-    with pytest.raises(FloatingPointError, match=r'sample 1\d are not finite at response position [1-9]'):
-        play(engine, actor)
-    assert engine._cache is None
 
 
 def test_what_is_refused():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import episode_runs
@@ -63,10 +64,19 @@ def resumed(folder, environment, settings=None):
 def test_stopped_within_an_episode(undisturbed, tmp_path, at):
     stop_in_a_step(tmp_path, Letters, at)
     assert len((tmp_path / 'metrics.jsonl').read_text().splitlines() if at > 24 else []) == at // 24
+    journal = journal_of(tmp_path)
+    # the timestep in which the stop was asked for
+    assert sorted(map(int, journal)) == ([8, 9, 10, 11] if at == 29 else [0, 1, 2, 3])
+    assert all(len(entries) == 4 for entries in journal.values()), 'reset and three turns'
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         resumed(tmp_path, Letters)
-    assert left(tmp_path) == undisturbed
+    assert left(tmp_path) == undisturbed and journal_of(tmp_path) == {}
+
+
+def journal_of(folder):
+    with CheckpointReader(max((folder / 'checkpoints').glob('step-*'))) as reader:
+        return reader.json()['trainer']['journal']
 
 
 def test_in_worker_processes_it_is_the_same_run(undisturbed, tmp_path):
@@ -75,62 +85,38 @@ def test_in_worker_processes_it_is_the_same_run(undisturbed, tmp_path):
     assert left(tmp_path) == undisturbed
 
 
-def test_an_environment_that_does_not_repeat_is_named(tmp_path):
-    stop_in_a_step(tmp_path, Clocked, 29)
-    with pytest.warns(UserWarning, match='answers differently') as caught:
-        trainer = resumed(tmp_path, Clocked)
-    told = [found for w in caught if (found := LINE.match(str(w.message)))]
-    assert len(told) == 1, 'once'
-    sample, turn, beginnings = told[0].groups()
-    assert (sample, turn) == ('8', '2'), 'the first of the phase that was dropped'
-    assert re.fullmatch(r"'<\d{5,}>' before, '<\d{5,}>' now; let it follow from its seed .*", beginnings)
-    assert trainer.phase == 3, 'the run goes on'
-
-
-def test_the_journal_is_of_dropped_phases_only(tmp_path):
-    stop_in_a_step(tmp_path, Letters, 29)
-    newest = max((tmp_path / 'checkpoints').glob('step-*'))
-    with CheckpointReader(newest) as reader:
-        journal = reader.json()['trainer']['journal']
-    assert sorted(map(int, journal)) == [8, 9, 10, 11], 'the timestep in which the stop was asked for'
-    assert all(len(entries) == 4 for entries in journal.values()), 'reset and three turns'
-    for entries in journal.values():
-        assert re.match(r'[2-6]:', entries[0][2].replace('<bos>', '')), entries[0]
-        assert all(re.match(r'<\d\d>', entry[2]) for entry in entries[1:3])
-    resumed(tmp_path, Letters)
-    newest = max((tmp_path / 'checkpoints').glob('step-*'))
-    with CheckpointReader(newest) as reader:
-        assert reader.json()['trainer']['journal'] == {}
-
-
 def on_two_ranks(folder):
     """A stop within an episode of rank 1, and a resume; what the ranks' runs have at their ends, and who warned."""
     with DDPStrategy(seed=3, device='cpu') as strategy:
         ends, told = [], []
         for environment, stopped in ((Letters, False), (Letters, True), (Clocked, True)):
-            trainer = make(None, environment, strategy=strategy)
+            trainer = make(None, environment, strategy=strategy, num_samples_per_prompt=1)
             environment.num_steps = 0
-            # 6 steps of each rank in a timestep, 12 in a phase
-            environment.at = 15 if stopped and strategy.rank == 1 else None
+            # 3 steps of each rank in a timestep, 6 in a phase
+            environment.at = 8 if stopped and strategy.rank == 1 else None
             environment.do = staticmethod(trainer.request_stop)
             fit(trainer, phases=2)
             environment.at = None
             if stopped:
                 assert trainer.phase == 1, 'both ranks have dropped the phase'
                 path = trainer.save_checkpoint(f'{folder}/{environment.__name__}')
-                trainer = make(None, environment, strategy=strategy)
+                trainer = make(None, environment, strategy=strategy, num_samples_per_prompt=1)
                 trainer.load_checkpoint(path)
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter('always')
                     fit(trainer, phases=2)
-                told.append([found[1] for w in caught if (found := LINE.match(str(w.message)))])
+                told.append([found.groups() for w in caught if (found := LINE.match(str(w.message)))])
             ends.append(torch.cat([p.detach().flatten() for p in strategy.unwrap(trainer.actor).parameters()]))
         return torch.equal(ends[0], ends[1]), told
 
 
 def test_on_two_ranks(tmp_path):
-    # Each rank plays its own samples, of which the first of the timestep are 8 and 10.
-    assert run_distributed(on_two_ranks, 2, str(tmp_path)) == [(True, [[], ['8']]), (True, [[], ['10']])]
+    # Each rank plays its own samples, of which those of the timestep are 4 and 5.
+    for (same, (repeated, differs)), sample in zip(run_distributed(on_two_ranks, 2, str(tmp_path)), '45', strict=True):
+        assert same and repeated == []
+        ((named, turn, beginnings),) = differs  # once, and the run goes on
+        assert (named, turn) == (sample, '2')
+        assert re.fullmatch(r"'<\d{5,}>' before, '<\d{5,}>' now; let it follow from its seed .*", beginnings)
 
 
 def test_another_environment_is_told(tmp_path):
@@ -154,16 +140,11 @@ def test_killed_within_an_episode(undisturbed, tmp_path):
     assert left(tmp_path) == undisturbed
 
 
-# ---------------------------------------------------------------------- ends
-
-
 def workers():
     found = []
     for task in Path('/proc/self/task').iterdir():
-        try:
+        with suppress(FileNotFoundError):  # the thread has ended
             found += (task / 'children').read_text().split()
-        except FileNotFoundError:  # the thread has ended
-            pass
     return found
 
 
@@ -183,16 +164,12 @@ class Watch(Callback):
             raise RuntimeError('a callback')
 
 
-@pytest.mark.parametrize('raises', [False, True])
-@pytest.mark.parametrize('kind', ['threads', 'processes'])
+@pytest.mark.parametrize(('kind', 'raises'), [('threads', True), ('processes', True), ('processes', False)])
 def test_nothing_is_left(kind, raises):
     threads, files, own = threading.active_count(), len(os.listdir('/proc/self/fd')), workers()
     watch = Watch(raises)
     trainer = make(None, Letters, settings=settings(kind), callbacks=[watch])
-    if raises:
-        with pytest.raises(RuntimeError, match='a callback'):
-            fit(trainer)
-    else:
+    with pytest.raises(RuntimeError, match='a callback') if raises else nullcontext():
         fit(trainer)
     assert watch.seen - len(own) == (2 if kind == 'processes' else 0), 'they stay from phase to phase'
     assert workers() == own and len(os.listdir('/proc/self/fd')) <= files

@@ -13,7 +13,7 @@ from scripted_engine import NOTHING, played
 from chatgpt.environments import Environment, EnvironmentSettings, seed_of
 from chatgpt.nn import Actor
 from chatgpt.rollout import HFEngine, LocalEngine, StopStrings
-from chatgpt.testing import FAMILIES, byte_tokenizer, tiny_causal_lm
+from chatgpt.testing import byte_tokenizer, tiny_causal_lm
 
 TOKENIZER = byte_tokenizer()
 ENDS = tuple(range(2, 259, 5))
@@ -61,13 +61,6 @@ def test_a_transcript_is_turns_and_observations():
         assert not sample.logprobs[~sample.response_mask].any()
 
 
-def test_the_seed_makes_a_groups_task():
-    tasks = [tuple(s.prompt_ids.tolist()) for s in episodes()]
-    assert tasks[0] == tasks[1] and tasks[2] == tasks[3]
-    assert tasks[0] != tasks[2], 'of these two seeds'
-    assert seed_of(5, 0) != seed_of(5, 1) != seed_of(6, 1)
-
-
 @pytest.mark.parametrize(
     ('limits', 'end'),
     [({'max_turns': 2, 'max_turn_tokens': 3}, 'turns'), ({'max_turn_tokens': 3, 'max_new_tokens': 8}, 'tokens')],
@@ -89,10 +82,9 @@ class Careless(Environment):
         return 'a \udc80' if self.bad and self.kind == 'half a character at reset' else 'n:'
 
     def step(self, response):
-        if self.bad and self.kind == 'messages after text':
-            return [{'role': 'user', 'content': 'go'}], 0.0, False, False, {}
-        if self.bad and self.kind == 'half a character':
-            return 'a \udc80', 0.0, False, False, {}
+        wrong = {'messages after text': [{'role': 'user', 'content': 'go'}], 'half a character': 'a \udc80'}
+        if self.bad and self.kind in wrong:
+            return wrong[self.kind], 0.0, False, False, {}
         return 'x', 1e39 if self.bad and self.kind == 'no fp32' else 1.0, True, False, {}
 
 
@@ -113,9 +105,6 @@ def test_nonsense_of_the_right_type_ends_its_own_episode(monkeypatch, kind, mess
     assert [s.episode.end for s in samples] == ['terminated'] * 2 + ['invalid'] * 2
     for sample in samples[2:]:
         assert sample.failed and re.search(message, sample.episode.message)
-
-
-# ---------------------------------------------------------------------- engines
 
 
 class Maze(Environment):
@@ -145,12 +134,12 @@ def told(samples):
     return [(s.prompt_ids.tolist(), s.response_ids.tolist(), s.episode.turns, s.episode.end) for s in samples]
 
 
-@pytest.mark.parametrize('family', FAMILIES)
-@pytest.mark.parametrize('engine', [HFEngine, lambda: HFEngine(max_batch_size=2)])
-def test_greedy_episodes_are_the_same(family, engine):
+@pytest.mark.parametrize(('family', 'batch'), [('gpt2', None), ('llama', 2), ('bloom', 2)])
+def test_greedy_episodes_are_the_same(family, batch):
     greedy = {'do_sample': False, 'min_new_tokens': 2}
     actor = policy(family, tie_word_embeddings=False)
-    wanted, found = five(LocalEngine(), actor, **greedy), five(engine(), actor, **greedy)
+    engine = HFEngine(max_batch_size=batch) if batch else HFEngine()
+    wanted, found = five(LocalEngine(), actor, **greedy), five(engine, actor, **greedy)
     assert told(found) == told(wanted)
     assert {len(s.episode.turns) for s in wanted} > {1} or any(not s.response_mask.all() for s in wanted)
     for a, b in zip(wanted, found, strict=True):
@@ -163,11 +152,8 @@ def test_a_stop_string_ends_a_turn_and_its_environment_does_not_read_it(monkeypa
     for engine in (LocalEngine(), HFEngine()):
         monkeypatch.setattr(Maze, 'heard', [])
         samples = five(engine, policy(), stop=stop, seed=1, max_new_tokens=60, eos_token_ids=())
-        ends = [
-            TOKENIZER.decode(s.response_ids[t.start : t.stop], skip_special_tokens=True)
-            for s in samples
-            for t in s.episode.turns
-        ]
+        turns = [s.response_ids[t.start : t.stop] for s in samples for t in s.episode.turns]
+        ends = [TOKENIZER.decode(ids, skip_special_tokens=True) for ids in turns]
         assert any(text[-1] in 'abcdefghijklmnopqr' for text in ends)
         assert sorted(Maze.heard) == sorted(stop.cut(text) for text in ends)
 
@@ -179,12 +165,9 @@ def test_turns_of_the_engine_around_generate_have_random_numbers_of_their_own():
         actor.model.transformer.ln_f.weight.zero_()
         actor.model.transformer.ln_f.bias.zero_()
     settings = EnvironmentSettings(max_turn_tokens=5)
-    (sample,), (again,) = (
-        played(HFEngine(), Maze, TOKENIZER, actor=actor, settings=settings, seed=1, max_new_tokens=60) for _ in range(2)
-    )
+    (sample,) = played(HFEngine(), Maze, TOKENIZER, actor=actor, settings=settings, seed=1, max_new_tokens=60)
     turns = [tuple(sample.response_ids[t.start : t.stop].tolist()) for t in sample.episode.turns]
     assert len(turns) == 4 == len(set(turns))
-    assert told([sample]) == told([again])
 
 
 def test_a_first_observation_without_room_for_a_turn_ends_its_episode_alone():

@@ -28,9 +28,8 @@ def _counts_begin_anew():
 def play(faults, **config):
     """One timestep of one group of four, whose returns would be 2, 3, 4, 5."""
     Fails.faults = faults
-    settings = EnvironmentSettings(
-        max_turn_tokens=3, num_workers=1, step_timeout_s=10.0 if 'timeout' in faults.values() else 600
-    )
+    limit = 3.0 if 'timeout' in faults.values() else 600
+    settings = EnvironmentSettings(max_turn_tokens=3, num_workers=1, step_timeout_s=limit)
     defaults = {'advantage_estimator': 'dr_grpo', 'experience_batch_size': 1, 'num_samples_per_prompt': 4}
     trainer = make(None, Fails, settings=settings, **(defaults | config))
     with warnings.catch_warnings(record=True) as caught:
@@ -50,36 +49,26 @@ def advantages(experiences):
     return found
 
 
-def test_nothing_fails():
-    experiences, told = play({})
-    assert advantages(experiences) == [-1.5, -0.5, 0.5, 1.5] and not told  # 2 3 4 5, mean 3.5
-
-
 @pytest.mark.parametrize('fault', ['error', 'timeout', 'invalid', 'reset'])
 def test_a_failed_episode_is_left_out_of_loss_and_baseline(fault):
+    experiences, told = play({})
+    assert advantages(experiences) == [-1.5, -0.5, 0.5, 1.5] and not told  # 2 3 4 5, mean 3.5
+    Fails.count = 0
     experiences, told = play({1: fault})
     assert advantages(experiences) == [None, -1.0, 0.0, 1.0], 'the mean of 3 4 5; with the failed one it would be less'
     assert experiences[0].episode.end == ('error' if fault == 'reset' else fault)
-    assert [line.partition('; ')[0] for line in told] == [
-        f'1 of 4 episodes of phase 1 failed (1 {experiences[0].episode.end})'
-    ]
+    (line,) = told
+    assert line.startswith(f'1 of 4 episodes of phase 1 failed (1 {experiences[0].episode.end}); ')
     turns = experiences[0].episode.turns
     assert len(turns) == (0 if fault == 'reset' else 2)
 
 
-@pytest.mark.parametrize(
-    ('estimator', 'expected'),
-    [
-        # RLOO, of 3 and 5 that are left: each against the other
-        ('rloo', [None, -2.0, None, 2.0]),
-        # alone in its group: nothing to compare with
-        ('dr_grpo', [None, None, None, 0.0]),
-    ],
-)
-def test_few_are_left(estimator, expected):
-    faults = {number + 1: 'error' for number, advantage in enumerate(expected) if advantage is None}
-    experiences, _ = play(faults, advantage_estimator=estimator)
-    assert advantages(experiences) == expected
+def test_few_are_left():
+    experiences, _ = play({1: 'error', 3: 'error'}, advantage_estimator='rloo')
+    assert advantages(experiences) == [None, -2.0, None, 2.0]  # 3 and 5 are left: each against the other
+    Fails.count = 0
+    experiences, _ = play({1: 'error', 2: 'error', 3: 'error'})
+    assert advantages(experiences) == [None, None, None, 0.0]  # alone in its group: nothing to compare with
 
 
 def test_a_failed_episode_pays_at_its_last_token():
@@ -128,15 +117,8 @@ def test_dynamic_sampling_does_not_count_a_failure_as_a_difference():
 
     Fails.faults = {2: 'error'}
     settings = EnvironmentSettings(max_turn_tokens=3, num_workers=1)
-    trainer = make(
-        None,
-        Same,
-        settings=settings,
-        advantage_estimator='dr_grpo',
-        experience_batch_size=1,
-        num_samples_per_prompt=4,
-        dynamic_sampling_rounds=2,
-    )
+    sizes = {'experience_batch_size': 1, 'num_samples_per_prompt': 4, 'dynamic_sampling_rounds': 2}
+    trainer = make(None, Same, settings=settings, advantage_estimator='dr_grpo', **sizes)
     with pytest.warns(UserWarning, match='failed'):
         trainer.fit(max_timesteps=1, update_timesteps=1)
     assert [e.index for e in trainer.last_experiences] == [4, 5, 6, 7]
@@ -144,20 +126,10 @@ def test_dynamic_sampling_does_not_count_a_failure_as_a_difference():
 
 
 def sample(end, counts=True):
-    ids = torch.tensor([5, 6])
-    mask = torch.tensor([counts, counts])
-    return Sample(
-        index=0,
-        group=0,
-        prompt_ids=ids,
-        response_ids=ids,
-        response_mask=mask,
-        logprobs=torch.zeros(2),
-        filtered_logprobs=torch.zeros(2),
-        edge_distances=torch.ones(2),
-        finish_reason='length',
-        episode=Episode(turns=(), end=end),
-    )
+    ids, zeros = torch.tensor([5, 6]), torch.zeros(2)
+    numbers = {'logprobs': zeros, 'filtered_logprobs': zeros, 'edge_distances': zeros + 1}
+    made = {'prompt_ids': ids, 'response_ids': ids, 'response_mask': torch.tensor([counts, counts])}
+    return Sample(index=0, group=0, finish_reason='length', episode=Episode(turns=(), end=end), **made, **numbers)
 
 
 def test_statistics_of_scores_leave_out_what_is_left_out():

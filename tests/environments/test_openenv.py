@@ -10,17 +10,14 @@ import time
 import pytest
 import torch
 from chat_families import chat_tokenizer
-from scripted_engine import ScriptedEngine
+from limits import until
+from scripted_engine import NOTHING, ScriptedEngine, played
 
-from chatgpt.environments import EnvironmentSettings, find_environment
-from chatgpt.rollout import Call, SamplingParams
-from chatgpt.rollout.episodes import EpisodeEngine
+from chatgpt.environments import find_environment
 from chatgpt.types import Prompt
 
 pytest.importorskip('openenv.core', reason='needs openenv-core')
 pytestmark = pytest.mark.system
-
-NOTHING = Prompt(ids=torch.zeros(0, dtype=torch.int64))
 
 
 @pytest.fixture
@@ -36,8 +33,7 @@ def serve():
         thread = threading.Thread(target=server.run, kwargs={'sockets': [listener]}, daemon=True)
         thread.start()
         started.append((server, thread))
-        while not server.started:
-            time.sleep(0.01)
+        until(lambda: server.started)
         return f'ws://127.0.0.1:{listener.getsockname()[1]}'
 
     yield start
@@ -86,20 +82,10 @@ def echo(sessions=8, slow=0.0):
 def episodes(url, turns, settings=None, prompt=NOTHING, count=1, **options):
     tokenizer = chat_tokenizer('chatml')
     ids = [(tokenizer(turn)['input_ids'], 'length') for turn in turns]
-    engine = EpisodeEngine(
-        ScriptedEngine(dict.fromkeys(range(count), ids)),
-        find_environment(f'openenv:{url}', options),
-        tokenizer,
-        settings,
-    )
-    samples = engine.generate(
-        Call.of([prompt] * count, SamplingParams(max_new_tokens=200), seed=4, indices=range(count), groups=[0] * count)
-    )
-    texts = [tokenizer.decode(torch.cat([s.prompt_ids, s.response_ids])) for s in samples]
-    for sample in samples:
-        engine.runner.forget(sample.index)
-    engine.close()
-    return samples, texts
+    engine, environment = ScriptedEngine(dict.fromkeys(range(count), ids)), find_environment(f'openenv:{url}', options)
+    given = {'prompts': [prompt] * count, 'seed': 4, 'groups': [0] * count, 'max_new_tokens': 200}
+    samples = played(engine, environment, tokenizer, settings=settings, **given)
+    return samples, [tokenizer.decode(torch.cat([s.prompt_ids, s.response_ids])) for s in samples]
 
 
 def test_episodes_with_a_server(serve):
@@ -115,12 +101,13 @@ def test_episodes_with_a_server(serve):
 
 def test_failures_have_names(serve):
     url = serve(echo())
-    (sample,), _ = episodes(url, ['crash'])
-    assert sample.episode.end == 'error' and 'the world has ended' in sample.episode.message
-    (sample,), _ = episodes(url, ['x'], action='text')
-    assert sample.episode.end == 'error' and 'VALIDATION_ERROR' in sample.episode.message
-    (sample,), _ = episodes(url, ['x'], observation='words')
-    assert sample.episode.end == 'error' and 'the fields text, turns; name the text' in sample.episode.message
+    for turn, options, message in (
+        ('crash', {}, 'the world has ended'),
+        ('x', {'action': 'text'}, 'VALIDATION_ERROR'),
+        ('x', {'observation': 'words'}, 'the fields text, turns; name the text'),
+    ):
+        (sample,), _ = episodes(url, [turn], **options)
+        assert sample.episode.end == 'error' and message in sample.episode.message
     samples, _ = episodes(serve(echo(sessions=1)), ['hm', 'bye'], count=2)
     assert sorted(s.episode.end for s in samples) == ['error', 'terminated']
     (message,) = (s.episode.message for s in samples if s.episode.end == 'error')
@@ -136,8 +123,6 @@ def test_a_slow_server_is_a_timeout(serve):
     (sample,), _ = episodes(serve(echo(slow=3.0)), ['x'], timeout_s=0.3)
     assert sample.episode.failed
     assert 'did not answer within 0.3 s' in sample.episode.message or sample.episode.end == 'timeout'
-    (sample,), _ = episodes(serve(echo(slow=3.0)), ['x'], EnvironmentSettings(step_timeout_s=0.3))
-    assert sample.episode.end == 'timeout'
 
 
 def test_a_dropped_connection_is_an_error(serve):
@@ -160,7 +145,9 @@ def test_a_dropped_connection_is_an_error(serve):
 
 
 def test_mistakes_are_named_before_any_work():
-    with pytest.raises(ValueError, match='openenv:localhost is no address'):
-        find_environment('openenv:localhost')
-    with pytest.raises(ValueError, match="openenv:ws://localhost:1: .*'actoin'"):
-        find_environment('openenv:ws://localhost:1', {'actoin': 'x'})
+    for name, options, said in (
+        ('localhost', {}, ' is no address'),
+        ('ws://localhost:1', {'actoin': 1}, ": .*'actoin'"),
+    ):
+        with pytest.raises(ValueError, match=f'openenv:{name}{said}'):
+            find_environment(f'openenv:{name}', options)

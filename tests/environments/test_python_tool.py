@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import shutil
 import signal
@@ -43,9 +42,6 @@ def refused(code, word='Error', unsafe=False):
     assert outcome.end == 'error' and word in outcome.output, outcome
 
 
-# ---------------------------------------------------------------------- what it is for
-
-
 @MODES
 def test_it_runs_code(unsafe):
     assert run('', unsafe) == ('', 'ok')
@@ -66,25 +62,20 @@ def test_exceptions_are_shown_from_the_codes_own_frames_on(unsafe):
     assert raised.end == 'error' and raised.output.startswith(first)
     assert raised.output.endswith('\nZeroDivisionError: division by zero\n')
     syntax = run('def f(', unsafe)
-    assert (
-        syntax.end == 'error' and syntax.output.startswith('  File "main.py", line 1') and 'confined' not in syntax[0]
-    )
+    assert syntax.end == 'error' and syntax.output.startswith('  File "main.py", line 1')
+    assert 'confined' not in syntax.output
 
 
 @MODES
-@pytest.mark.parametrize(('code', 'end'), [('sys.exit()', 'ok'), ('sys.exit(3)', 'error'), ('os.abort()', 'killed')])
-def test_exits(code, end, unsafe):
-    assert run(f'import os, sys\nprint("so far", flush=True)\n{code}', unsafe) == ('so far\n', end)
+def test_exits(unsafe):
+    for code, end in (('sys.exit()', 'ok'), ('sys.exit(3)', 'error'), ('os.abort()', 'killed')):
+        assert run(f'import os, sys\nprint("so far", flush=True)\n{code}', unsafe) == ('so far\n', end)
 
 
 @MODES
 def test_a_file_of_its_own_in_an_empty_folder(unsafe):
-    code = """
-import os
-print(os.listdir('.'))
-os.mkdir('d'); open('d/x', 'w').write('hello'); os.rename('d/x', 'y'); os.rmdir('d')
-print(open('y').read(), os.listdir('.'))
-"""
+    files = "os.mkdir('d'); open('d/x', 'w').write('hello'); os.rename('d/x', 'y'); os.rmdir('d')"
+    code = f"import os\nprint(os.listdir('.'))\n{files}\nprint(open('y').read(), os.listdir('.'))"
     assert run(code, unsafe) == run(code, unsafe) == ("[]\nhello ['y']\n", 'ok')
 
 
@@ -96,24 +87,26 @@ def test_the_tool(unsafe):
     assert tool.python('print("x" * 100)') == f'{"x" * 20}\n[stopped after 20 bytes of output]'
     assert PythonTool(Limits(wall_s=0.4), unsafe=unsafe).python('while True: pass') == '[stopped after 0.4 s]'
     assert tool.python('import os; os.abort()') == '[ended by a signal]'
-    assert tool.reset(answer='7') is None
-    public = [name for name in vars(PythonTool) if not name.startswith('_')]
-    assert public == ['reset', 'python'], 'every further public method would be offered to the model'
-    assert inspect.signature(tool.python).parameters['code'].annotation == 'str'
+    factory = find_environment(PythonTool, {'unsafe': unsafe})
+    (schema,) = factory.tools  # every further public method would be offered to the model
+    assert schema['function']['name'] == 'python'
+    assert list(schema['function']['parameters']['properties']) == ['code']
+    environment = factory()
+    environment.reset(1, answer='7')
+    call = {'type': 'function', 'function': {'name': 'python', 'arguments': {'code': 'print(6 * 7)'}}}
+    messages, _, terminated, truncated, _ = environment.step({'role': 'assistant', 'content': '', 'tool_calls': [call]})
+    assert [(m['role'], m['content']) for m in messages] == [('tool', '42')] and not terminated and not truncated
 
 
-@pytest.mark.parametrize(
-    ('response', 'block'),
-    [
-        ('So:\n```python\nprint(1)\n```\nand\n```py\nprint(2)\n```', 'print(2)\n'),
-        ('```\nx\n```', 'x\n'),
-        ('```python\nprint(1)', 'print(1)'),
-        ('```json\n{}\n```', None),
-        ('nothing', None),
-    ],
-)
-def test_the_block_of_a_response(response, block):
-    assert python_block(response) == block
+def test_the_block_of_a_response():
+    for response, block in {
+        'So:\n```python\nprint(1)\n```\nand\n```py\nprint(2)\n```': 'print(2)\n',
+        '```\nx\n```': 'x\n',
+        '```python\nprint(1)': 'print(1)',
+        '```json\n{}\n```': None,
+        'nothing': None,
+    }.items():
+        assert python_block(response) == block
 
 
 @pytest.mark.parametrize('wrong', [{'wall_s': 0}, {'memory_mib': -1}, {'cpu_s': float('inf')}, {'open_files': True}])
@@ -121,9 +114,6 @@ def test_limits_are_numbers_above_0(wrong):
     (name,) = wrong
     with pytest.raises(ValueError, match=rf'Limits\({name}=.*: give a number above 0'):
         Limits(**wrong)
-
-
-# ---------------------------------------------------------------------- limits
 
 
 @MODES
@@ -136,13 +126,6 @@ def test_time(unsafe):
 @MODES
 def test_memory(code, unsafe):
     refused(code, 'MemoryError', unsafe)
-
-
-@BWRAP
-def test_recursion():
-    refused('def f(): return f()\nf()', 'RecursionError')
-    deep = 'import sys; sys.setrecursionlimit(10**8)\nclass A:\n  __getattr__ = lambda s, n: getattr(s, n)\nA().x'
-    assert run(deep).end in ('error', 'killed')
 
 
 @MODES
@@ -166,9 +149,6 @@ def test_files():
     assert run('open("a", "w")\nfor n in range(8): open("/tmp/b", "w")', folder_entries=2).end == 'ok'
 
 
-# ---------------------------------------------------------------------- without bubblewrap
-
-
 @pytest.mark.parametrize('output', [None, 'bwrap: No permissions to create new namespace', 'bwrap: Unknown option'])
 def test_without_bubblewrap_it_refuses_in_one_line(output, monkeypatch, tmp_path):
     """It is not installed; or it is, and user namespaces are switched off, or it is too old."""
@@ -186,9 +166,6 @@ def test_without_bubblewrap_it_refuses_in_one_line(output, monkeypatch, tmp_path
         assert PythonTool(unsafe=True).python('print(6 * 7)') == '42', 'trusted code runs without it'
     finally:
         python_tool._problem.cache_clear()
-
-
-# ---------------------------------------------------------------------- attacks
 
 
 REFUSED = {
@@ -219,8 +196,6 @@ REFUSED = {
     'the kernel': 'open("/sys/kernel/mm/transparent_hugepage/enabled")',
     'a shell': 'import os; os.execv("/bin/sh", ["sh", "-c", "echo out"])',
     'a program': 'import subprocess; subprocess.Popen(["/bin/sleep", "600"])',
-    'fork bomb': 'import os\nwhile True: os.fork()',
-    'thread bomb': 'import _thread, time\nwhile True: _thread.start_new_thread(time.sleep, (9,))',
     'signal': 'import os; os.kill({pid}, 10)',
     'signal by a descriptor': 'import os, signal; signal.pidfd_send_signal(os.pidfd_open({pid}), 10)',
     'priority': 'import os; os.setpriority(os.PRIO_PROCESS, {pid}, 19)',
@@ -237,9 +212,22 @@ REFUSED = {
 
 
 @BWRAP
-@pytest.mark.parametrize('name', REFUSED)
-def test_refused(name, tmp_path, world):
-    refused(REFUSED[name].format(**world, tmp=tmp_path, pid=os.getpid(), site=Path(pytest.__file__).parents[1]))
+def test_refused(tmp_path, world):
+    known = {**world, 'tmp': tmp_path, 'pid': os.getpid(), 'site': Path(pytest.__file__).parents[1]}
+    attacks = {name: code.format(**known) for name, code in REFUSED.items()}
+    code = f"""
+for name, attack in {attacks!r}.items():
+    try: exec(attack, {{}})
+    except Exception as error: print(name)
+    else: print(name, 'was not refused')
+"""
+    assert run(code).output.splitlines() == list(REFUSED)
+
+
+@BWRAP
+@pytest.mark.parametrize('code', ['os.fork()', '_thread.start_new_thread(time.sleep, (9,))'])
+def test_bombs(code):
+    refused(f'import _thread, os, time\nwhile True: {code}')
 
 
 MINUS_1 = {
@@ -279,27 +267,26 @@ for owner in ({pid}, -{pid}, os.getppid()):
 }
 
 
+@pytest.fixture
+def told():
+    """The signals that reach this process."""
+    found, old = [], signal.signal(signal.SIGUSR1, lambda *_: found.append(1))
+    yield found
+    signal.signal(signal.SIGUSR1, old)
+
+
 @BWRAP
 @pytest.mark.parametrize('code', SIGNALS.values(), ids=SIGNALS)
-def test_no_signal_reaches_the_trainer(code):
-    told, old = [], signal.signal(signal.SIGUSR1, lambda *_: told.append(1))
-    try:
-        run(code.format(pid=os.getpid()))
-        assert not told
-    finally:
-        signal.signal(signal.SIGUSR1, old)
+def test_no_signal_reaches_the_trainer(code, told):
+    run(code.format(pid=os.getpid()))
+    assert not told
 
 
-def test_the_signals_of_a_pipe_reach_the_trainer_without_bubblewrap():
+@pytest.mark.skipif(sys.platform != 'linux', reason='F_SETSIG is of Linux')
+def test_the_signals_of_a_pipe_reach_the_trainer_without_bubblewrap(told):
     """Negative control: this code does what it says."""
-    if sys.platform != 'linux':
-        pytest.skip('F_SETSIG is of Linux')
-    told, old = [], signal.signal(signal.SIGUSR1, lambda *_: told.append(1))
-    try:
-        run(SIGNALS['owner of a pipe'].format(pid=os.getpid()), unsafe=True)
-        assert told
-    finally:
-        signal.signal(signal.SIGUSR1, old)
+    run(SIGNALS['owner of a pipe'].format(pid=os.getpid()), unsafe=True)
+    assert told
 
 
 @pytest.fixture
@@ -348,6 +335,9 @@ for n in range(3, 32):
         assert run(code).output == "[] '' ['main.py'] python\nTrue [] []\n"
     assert run('import os; os.kill(os.getpid(), 9)').end == 'killed', 'itself it may'
     assert run('import os\nif not os.fork(): os.setsid(); [print(1) for _ in iter(int, 1)]').end in ('ok', 'output')
+    refused('def f(): return f()\nf()', 'RecursionError')
+    deep = 'import sys; sys.setrecursionlimit(10**8)\nclass A:\n  __getattr__ = lambda s, n: getattr(s, n)\nA().x'
+    assert run(deep).end in ('error', 'killed')
 
 
 @BWRAP
@@ -380,6 +370,12 @@ def test_it_ends_with_the_trainer(tmp_path):
     trainer.stdout.readline()
     trainer.stdout.close()
 
+    def descendants(pid):
+        """Processes that a process has started, and those that these have, each with its command."""
+        children = Path(f'/proc/{pid}/task/{pid}/children').read_text().split()
+        found = {int(child): Path(f'/proc/{child}/cmdline').read_text() for child in children}
+        return found | {p: c for child in children for p, c in descendants(child).items()}
+
     def of_the_sandbox():
         found = descendants(trainer.pid)
         return any(command.startswith(python_tool._interpreter()) for command in found.values()) and found
@@ -388,23 +384,3 @@ def test_it_ends_with_the_trainer(tmp_path):
     trainer.kill()
     trainer.wait()
     until(lambda: not any(Path(f'/proc/{pid}').exists() for pid in found), lambda: found)
-
-
-def descendants(pid):
-    """Processes that a process has started, and those that these have, each with its command."""
-    found = {}
-    for child in Path(f'/proc/{pid}/task/{pid}/children').read_text().split():
-        found[int(child)] = Path(f'/proc/{child}/cmdline').read_text()
-        found |= descendants(child)
-    return found
-
-
-@MODES
-def test_as_an_environment_of_tools(unsafe):
-    environment = find_environment(PythonTool, {'unsafe': unsafe})()
-    environment.reset(1)
-    call = {'type': 'function', 'function': {'name': 'python', 'arguments': {'code': 'print(6 * 7)'}}}
-    messages, _, terminated, truncated, _ = environment.step({'role': 'assistant', 'content': '', 'tool_calls': [call]})
-    assert [(m['role'], m['content']) for m in messages] == [('tool', '42')] and not terminated and not truncated
-    schema = find_environment(PythonTool).tools[0]['function']
-    assert schema['name'] == 'python' and list(schema['parameters']['properties']) == ['code']

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -56,10 +56,8 @@ def children(pid=None):
     pid = pid or os.getpid()
     found = []
     for task in Path(f'/proc/{pid}/task').iterdir():
-        try:
+        with suppress(FileNotFoundError):  # the thread has ended
             found += [int(child) for child in (task / 'children').read_text().split()]
-        except FileNotFoundError:  # the thread has ended
-            pass
     return found
 
 
@@ -86,18 +84,16 @@ def texts(answers):
 @pytest.mark.parametrize('factory', [Counter, Awaited])
 @pytest.mark.parametrize('kind', KINDS)
 def test_episodes_go_side_by_side(kind, factory):
-    starts = {1: 100, 2: 200, 3: 300}
-    runner = made(factory, kind, limit=20)
-    for seed in starts:
-        runner.start(f'k{seed}', seed, {})
-    for seed, at in starts.items():
-        assert runner.result(f'k{seed}').observation == f'at {at}\n'
-    for seed in starts:
-        runner.act(f'k{seed}', 'x')
-    for seed, at in starts.items():
-        step = runner.result(f'k{seed}')
-        assert step.observation == f'at {at + 1} x\n' and step.rewards == {'reward': 1.0} and step.seconds >= 0
-        runner.forget(f'k{seed}')
+    runner, keys = made(factory, kind, limit=20), (1, 2, 3)
+    for key in keys:
+        runner.start(key, key, {})
+    assert [runner.result(key).observation for key in keys] == ['at 100\n', 'at 200\n', 'at 300\n']
+    for key in keys:
+        runner.act(key, 'x')
+    for key in keys:
+        step = runner.result(key)
+        assert step.observation == f'at {key}01 x\n' and step.rewards == {'reward': 1.0} and step.seconds >= 0
+        runner.forget(key)
     runner.close()
 
 
@@ -134,22 +130,21 @@ def test_what_raises_and_what_is_nonsense_ends_one_episode(kind):
     runner.close()
 
 
-@pytest.mark.parametrize('factory', [Counter, Awaited])
-@pytest.mark.parametrize(('kind', 'verb'), [('threads', 'hang'), ('processes', 'hang'), ('processes', 'spin')])
-def test_a_step_that_hangs_ends_one_episode(kind, verb, factory):
+@pytest.mark.parametrize(
+    ('factory', 'kind', 'verb'),
+    [(Counter, 'threads', 'hang'), (Counter, 'processes', 'spin'), (Awaited, 'threads', 'hang')]
+    + [(Awaited, 'processes', 'spin')],
+)
+def test_a_step_that_hangs_ends_one_episode(factory, kind, verb):
     runner = made(factory, kind, num_workers=1)
     begun = texts(play(runner, 'other', 'a', 'b'))
-    undisturbed = made(factory, kind, limit=20)
-    after = texts(play(undisturbed, 'other', 'a', 'b', 'c'))
-    assert begun == after[:3]
-    undisturbed.close()
-
     failure = play(runner, 'hangs', f'do:{verb}')[-1]
     assert failure.reason == 'timeout' and failure.message == f'{factory.__name__}: took longer than 1 s'
     assert failure.seconds >= 1.0
     runner.forget('hangs')
     runner.act('other', 'c')
-    assert runner.result('other').observation == after[3], 'moved, or built again from its seed and responses'
+    # moved, or built again from its seed and responses
+    assert [*begun, runner.result('other').observation] == ['at 700\n', 'at 701 a\n', 'at 702 b\n', 'at 703 c\n']
     assert len(runner.hung) == (1 if kind == 'threads' else 0)
     runner.close()
 
@@ -166,15 +161,9 @@ def test_waiting_for_a_worker_is_not_in_the_limit(kind):
     runner.close()
 
 
-def test_a_reset_that_hangs():
-    runner = made()
-    assert play(runner, 'k', reset='hangs')[0].reason == 'timeout'
-    runner.close()
-
-
 @pytest.mark.parametrize('kind', KINDS)
 def test_a_coroutine_over_its_limit_is_cancelled_and_costs_no_worker(kind, monkeypatch):
-    monkeypatch.setattr(runner_module, 'GRACE_S', 2.0)
+    monkeypatch.setattr(runner_module, 'GRACE_S', 0.5)
     runner = made(Awaited, kind, num_workers=1)
     play(runner, 'other', 'a')
     assert play(runner, 'sleeps', 'do:sleep')[-1].reason == 'timeout'
@@ -206,27 +195,25 @@ def test_one_that_answers_differently_when_it_is_built_again_is_named():
     runner.act('other', 'b')
     failure = runner.result('other')
     assert failure.reason == 'invalid'
-    assert failure.message.startswith(
-        'Moody: built again from its seed and the responses so far, it answers turn 1 differently: observation was '
-        f"'{first}\\n' and is '"
+    assert re.match(
+        rf"Moody: built again .* turn 1 differently: observation was '{first}\\n' and is '", failure.message
     )
     runner.close()
 
 
 def test_too_many_threads_that_hang_end_the_run(monkeypatch):
     monkeypatch.setattr(runner_module, 'MAX_HUNG_THREADS', 1)
-    runner = made(limit=1.0)
+    runner = made(limit=0.3)
     assert play(runner, 0, 'do:hang')[-1].reason == 'timeout'
     with pytest.raises(runner_module.EnvironmentsHang, match="Counter: 2 threads hang.*workers='processes'"):
-        play(runner, 1, 'do:hang')
+        assert play(runner, 1, reset='hangs')[0].reason == 'timeout'
         play(runner, 2)
     runner.close()
 
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_environments_are_closed(kind, tmp_path):
-    file = tmp_path / 'closed'
-    runner = made(Closing, kind, limit=20)
+    runner, file = made(Closing, kind, limit=20), tmp_path / 'closed'
     for key in range(3):
         play(runner, key, file=str(file))
     runner.forget(0)
@@ -266,13 +253,9 @@ runner.result(1)
 @pytest.mark.parametrize('signum', [signal.SIGKILL, signal.SIGINT])
 def test_workers_end_with_the_trainer(signum):
     path = [str(Path(__file__).parent), str(Path(runner_module.__file__).parents[2])]
-    trainer = subprocess.Popen(
-        [sys.executable, '-c', PROGRAM],
-        env=os.environ | {'PYTHONPATH': os.pathsep.join(path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    env = os.environ | {'PYTHONPATH': os.pathsep.join(path)}
+    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.DEVNULL, 'text': True}
+    trainer = subprocess.Popen([sys.executable, '-c', PROGRAM], env=env, **pipes)
     grandchild = int(trainer.stdout.readline())
     assert trainer.stdout.readline() == 'False\n', 'environments need no torch, and start without numpy'
     workers = children(trainer.pid)
@@ -293,8 +276,6 @@ def local_factory():
 def test_what_cannot_go_to_a_process_is_refused_at_once(monkeypatch):
     with pytest.raises(ValueError, match=r"local_factory.<locals>.Inner cannot go to .* cannot be pickled .*'threads'"):
         made(local_factory(), 'processes')
-    with pytest.raises(ValueError, match='cannot be pickled'):
-        made(partial(Counter, option=lambda: 0), 'processes')
     main = type('Counter', (Counter,), {'__module__': '__main__'})
     monkeypatch.setattr(sys.modules['__main__'], 'Counter', main, raising=False)
     with pytest.raises(ValueError, match='defined in the script that runs, .* move it to a module of its own'):
@@ -305,21 +286,13 @@ def test_what_cannot_go_to_a_process_is_refused_at_once(monkeypatch):
 
 def test_a_module_that_a_worker_cannot_import(tmp_path, monkeypatch):
     file = tmp_path / 'only_here_once.py'
-    file.write_text('class Env:\n    def reset(self, seed, **columns):\n        return "hello"\n')
-    from chatgpt.registry import load_object
-
-    runner = made(load_object(f'{file}:Env'), 'processes', limit=20)
-    assert play(runner, 0)[0].observation == 'hello', 'a file that was named by its path'
-    runner.close()
-    tools = tmp_path / 'tools_once.py'
-    tools.write_text(
+    file.write_text(
         'class Tools:\n    def reset(self, **columns):\n        return "use them"\n\n'
         '    def look(self) -> str:\n        "Look."\n        return "nothing"\n'
     )
-    runner = made(find_environment(f'{tools}:Tools'), 'processes', limit=20)
-    assert play(runner, 0)[0].observation == 'use them', 'within what adapts it'
+    runner = made(find_environment(f'{file}:Tools'), 'processes', limit=20)
+    assert play(runner, 0)[0].observation == 'use them', 'a file that was named by its path, within what adapts it'
     runner.close()
-    runner = made(load_object(f'{file}:Env'), 'processes', limit=20)
     for source, told in (('raise RuntimeError("not twice")', 'not twice'), ('import os; os._exit(5)', 'exit code 5')):
         file.write_text(f'{source}\n')
         runner.start(0, 1, {})

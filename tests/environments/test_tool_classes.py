@@ -38,19 +38,6 @@ def episode(environment, turns, prompt=NOTHING, **given):
     return sample, tokenizer
 
 
-def type_of_a_list():
-    """What this transformers calls a bare `list` in a tool's schema: object in 5.17, array in 5.23 and in TRL's."""
-
-    def tool(things: list):
-        """A tool.
-
-        Args:
-            things: the things
-        """
-
-    return get_json_schema(tool)['function']['parameters']['properties']['things']['type']
-
-
 @pytest.mark.parametrize('name', SCRIPTS)
 def test_episodes_are_those_of_trls_tool_loop(name):
     columns, turns = SCRIPTS[name]
@@ -62,7 +49,9 @@ def test_episodes_are_those_of_trls_tool_loop(name):
         return [0.5]
 
     sample, tokenizer = episode(ToolFactory(Shop, [look]), turns, asked(**columns))
-    assert tokenizer.decode(sample.prompt_ids) == theirs['prompt'].replace('"array"', f'"{type_of_a_list()}"')
+    # what transformers calls a bare `list` in a tool's schema: object in 5.17, array in 5.23 and in TRL's
+    kind = get_json_schema(Shop.look)['function']['return']['type']
+    assert tokenizer.decode(sample.prompt_ids) == theirs['prompt'].replace('"array"', f'"{kind}"')
     assert sample.response_ids.tolist() == theirs['completion_ids']
     assert sample.response_mask.tolist() == [bool(m) for m in theirs['mask']]
     assert sample.episode.end == 'terminated'
@@ -76,8 +65,6 @@ def test_episodes_are_those_of_trls_tool_loop(name):
 
 
 class Seeded(Increment):
-    """The class of TRL's page, drawing its task from the seed."""
-
     def reset(self, seed, **kwargs):
         self.counter, self.target = 0, random.Random(seed).randint(1, 6)
         return f'Increment the counter by {self.target}.'
@@ -102,23 +89,13 @@ def test_a_class_that_draws_its_task_draws_it_from_the_seed(environment):
     assert rewards == [{'reward': float('by 2.' in task)} for task in tasks]
     again = [s.prompt_ids.tolist() for s in run()] == [s.prompt_ids.tolist() for s in samples]
     assert (tasks[::2] == tasks[1::2], again) == (environment is Seeded,) * 2
-
-
-def test_one_that_begins_in_two_ways_is_told():
-    for environment, told in ((Increment, True), (Seeded, False)):
-        random.seed(7)
-        engine = EpisodeEngine(ScriptedEngine({}), environment, chat_tokenizer('qwen2.5'))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter('always')
-            engine.openings([NOTHING] * 2, seed=3, groups=range(2))
-        engine.close()
-        assert any('Increment begins in two ways with one seed' in str(w.message) for w in caught) == told
-
-
-def test_an_answer_that_runs_out_of_tokens_is_no_end():
-    sample, _ = episode(Shop, ['I would rather not say so much about it'], asked(), max_new_tokens=9)
-    assert (sample.episode.end, sample.ended) == ('truncated', False)
-    assert sample.episode.turns[0].rewards == {'reward': 0.1}
+    engine = EpisodeEngine(ScriptedEngine({}), environment, tokenizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        engine.openings([NOTHING] * 2, seed=3, groups=range(2))
+    engine.close()
+    told = any('Increment begins in two ways with one seed' in str(w.message) for w in caught)
+    assert told == (environment is Increment)
 
 
 class Paid:
@@ -139,21 +116,6 @@ class Paid:
         return {'honest': 10.0}
 
 
-def test_rewards_of_turns():
-    sample, _ = episode(Paid, [call('work', '{}'), call('work', '{}'), 'end'])
-    assert [t.rewards for t in sample.episode.turns] == [
-        {'turn_reward': 1.0},
-        {'turn_reward': 2.0},
-        {'turn_reward': 3.0, 'honest': 10.0},
-    ]
-
-    class Turned(Paid):
-        get_reward = None
-
-    sample, _ = episode(Turned, [call('work', '{}'), 'end'])
-    assert [t.rewards for t in sample.episode.turns] == [{'reward': 1.0}, {'reward': 2.0}]
-
-
 @pytest.mark.parametrize(
     ('settings', 'sampling', 'end'), [({'max_turns': 2}, {}, 'turns'), ({}, {'max_new_tokens': 160}, 'tokens')]
 )
@@ -172,18 +134,24 @@ def test_an_episode_that_is_cut_off_has_its_reward(settings, sampling, end):
     assert len(asked_for) == 1, 'once an episode'
 
 
+def test_an_answer_that_runs_out_of_tokens_is_no_end():
+    sample, _ = episode(Shop, ['I would rather not say so much about it'], asked(), max_new_tokens=9)
+    assert (sample.episode.end, sample.ended) == ('truncated', False)
+    assert sample.episode.turns[0].rewards == {'reward': 0.1}
+
+
 def test_objects_are_used_again():
     Shop.made = 0
     factory = ToolFactory(Shop)
 
-    def played():
+    def one():
         environment = factory()
         environment.reset(seed=1, budget=5)
         assert environment.step('no')[2]
         environment.close()
         return environment.environment
 
-    assert played() is played() and Shop.made == 1
+    assert one() is one() and Shop.made == 1
     both = [factory(), factory()]
     assert Shop.made == 2 and both[0].environment is not both[1].environment
     assert pickle.loads(pickle.dumps(factory)).tools == factory.tools
@@ -210,56 +178,6 @@ def test_trls_reward_functions_see_the_environment():
     assert sample.episode.turns[-1].rewards == {'Shop': 1.03, 'left': 3.0}
 
 
-class NoDocstring:
-    def reset(self):
-        pass
-
-    def do(self, x: int) -> int:
-        return x
-
-
-class NoHint:
-    def reset(self):
-        pass
-
-    def do(self, x):
-        """Do.
-
-        Args:
-            x: a number
-        """
-
-
-class NoReset:
-    def get_reward(self):
-        return 0.0
-
-
-class NeedsArguments:
-    def __init__(self, url):
-        pass
-
-    def reset(self):
-        pass
-
-
-@pytest.mark.parametrize(
-    ('make', 'words'),
-    [
-        (NoDocstring, 'NoDocstring.do is a tool.*docstring'),
-        (NoHint, 'NoHint.do is a tool.*x'),
-        (NoReset, 'NoReset has no method reset'),
-        (NeedsArguments, r'making NeedsArguments\(\) raised TypeError.*url'),
-    ],
-)
-def test_mistakes_are_named_before_any_work(make, words):
-    with pytest.raises(ValueError, match=words):
-        ToolFactory(make)
-    if make not in (NoReset, NeedsArguments):  # nothing shows that these are classes with tools
-        with pytest.raises(ValueError, match=words):
-            find_environment(make)
-
-
 def test_a_reset_with_few_columns_and_an_image():
     class Few:
         def reset(self, target):
@@ -279,68 +197,73 @@ def test_a_reset_with_few_columns_and_an_image():
     assert sample.episode.turns[-1].rewards == {'reward': 4.0}
 
 
-def test_a_call_by_an_unknown_kind_and_arguments_in_a_string():
-    environment = ToolFactory(Shop)()
-    environment.reset(seed=1)
-    calls = [{'type': 'magic', 'name': 'x'}, {'type': 'function', 'function': {'name': 'leave', 'arguments': {}}}]
-    messages, *_ = environment.step({'role': 'assistant', 'content': '', 'tool_calls': calls})
-    assert [m['content'] for m in messages] == ["{'error': 'Unsupported tool call type: magic'}", 'None']
-    assert len({m['tool_call_id'] for m in messages}) == 2
+def test_rewards_of_turns():
+    two = [call('work', '{}'), call('work', '{}'), 'end']
+    turned = type('Turned', (Paid,), {'get_reward': None})
+    for cls, name, last in ((Paid, 'turn_reward', {'honest': 10.0}), (turned, 'reward', {})):
+        sample, _ = episode(cls, two)
+        assert [t.rewards for t in sample.episode.turns] == [{name: 1.0}, {name: 2.0}, {name: 3.0} | last]
 
 
-def ppo(environment, prompts=None, **kwargs):
-    tokenizer = chat_tokenizer('qwen2.5')
-    torch.manual_seed(0)
-    actor = Actor(tiny_causal_lm('gpt2', vocab_size=len(tokenizer), n_positions=2048))
-    strategy = NaiveStrategy(seed=1)
-    actor, optim = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=1e-3)))
-    trainer = PPOTrainer(
-        *(strategy, actor, None),
-        kwargs.pop('reward_model', None),
-        *(None, optim, None),
-        advantage_estimator='grpo',
-        num_samples_per_prompt=2,
-        experience_batch_size=2,
-        train_batch_size=2,
-        tokenizer=tokenizer,
-        environment=environment,
-        environment_settings=EnvironmentSettings(max_turns=2, max_turn_tokens=6),
-        max_new_tokens=300,
-        kl_coef=0.0,
-        **kwargs,
-    )
-    trainer.fit(prompts, num_episodes=1, max_timesteps=1, update_timesteps=1)
-    return trainer
+def without(**methods):
+    return type('Mine', (), {'reset': lambda self: None} | methods)
+
+
+def undescribed(self, x: int) -> int:
+    return x
+
+
+def untyped(self, x):
+    """Do.
+
+    Args:
+        x: a number
+    """
+
+
+@pytest.mark.parametrize(
+    ('make', 'words'),
+    [
+        (without(do=undescribed), 'Mine.do is a tool.*docstring'),
+        (without(do=untyped), 'Mine.do is a tool.*x'),
+        (without(reset=None), 'Mine has no method reset'),
+        (without(__init__=lambda self, url: None), r'making Mine\(\) raised TypeError.*url'),
+    ],
+)
+def test_mistakes_are_named_before_any_work(make, words):
+    with pytest.raises(ValueError, match=words):
+        ToolFactory(make)
+    if hasattr(make, 'do'):  # nothing shows that the others are classes with tools
+        with pytest.raises(ValueError, match=words):
+            find_environment(make)
 
 
 def test_a_trainer_takes_the_class():
-    asked = []
+    tokenizer = chat_tokenizer('qwen2.5')
 
-    class Asked(Seeded):
-        def get_reward(self):
-            asked.append((self.target, self.counter))
-            return super().get_reward()
+    def ppo(environment, prompts=None, reward_model=None):
+        torch.manual_seed(0)
+        actor = Actor(tiny_causal_lm('gpt2', vocab_size=len(tokenizer), n_positions=2048, layers=1))
+        strategy, settings = NaiveStrategy(seed=1), EnvironmentSettings(max_turns=2, max_turn_tokens=6)
+        actor, optim = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=1e-3)))
+        sizes = {'num_samples_per_prompt': 2, 'experience_batch_size': 2, 'train_batch_size': 2, 'max_new_tokens': 300}
+        given = {'advantage_estimator': 'grpo', 'tokenizer': tokenizer, 'kl_coef': 0.0}
+        given |= {'environment': environment, 'environment_settings': settings, **sizes}
+        PPOTrainer(strategy, actor, None, reward_model, None, optim, **given).fit(prompts, 1, 1, 1)
 
-    ppo(Asked)
-    assert len(asked) == 4 and all(counter == 0 for _, counter in asked), 'random turns call nothing'
-    # Threads ask in any order; the two samples of a prompt have one seed, so one target.
-    targets = sorted(target for target, _ in asked)
-    assert targets[0] == targets[1] and targets[2] == targets[3]
-    rows = [{'prompt': QUESTION, 'budget': 4}, {'prompt': 'Buy tea.', 'budget': 5}]
-    budgets = []
+    rows, seen = [{'prompt': QUESTION, 'budget': 4}, {'prompt': 'Buy tea.', 'budget': 5}], []
 
     class Budget(Shop):
-        def reset(self, budget, prompt, **columns):
-            budgets.append((budget, prompt))
+        def reset(self, seed, budget, prompt, **columns):
+            seen.append((budget, prompt, seed))
             return super().reset(budget)
 
     ppo(Budget, rows)
-    assert sorted(budgets, key=str) == sorted(
-        2 * [(4, QUESTION), (5, [{'role': 'user', 'content': 'Buy tea.'}])], key=str
-    )
+    # The two samples of a prompt have one seed.
+    assert len(seen) == 4 and len({seed for *_, seed in seen}) == 2
+    asked = [(4, QUESTION), (5, [{'role': 'user', 'content': 'Buy tea.'}])]
+    assert sorted((row[:2] for row in seen), key=str) == sorted(2 * asked, key=str)
 
-
-def test_a_class_without_rewards_needs_a_reward_model():
     class Free:
         def reset(self, **columns):
             return 'Go.'

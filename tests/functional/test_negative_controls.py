@@ -13,32 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from chatgpt.functional.advantages import (
-    a2c,
-    dr_grpo,
-    gdpo,
-    grpo,
-    normalised,
-    reinforce_pp,
-    reinforce_pp_baseline,
-    rloo,
-)
-from chatgpt.functional.losses import (
-    cispo_policy_loss,
-    gspo_policy_loss,
-    sequence_logprobs,
-    truncated_importance_weights,
-)
+from chatgpt.functional import advantages as estimators
+from chatgpt.functional import losses, ppo
 from chatgpt.functional.masking import whiten
-from chatgpt.functional.ppo import (
-    aggregate,
-    aggregation_count,
-    clipped_policy_loss,
-    clipped_value_loss,
-    explained_variance,
-    policy_stats,
-    token_rewards,
-)
 
 Numbers = list[float]
 
@@ -86,9 +63,6 @@ def variance(values: Numbers, less: int = 1) -> float:
     return sum((v - mean(values)) ** 2 for v in values) / (len(values) - less)
 
 
-# ---------------------------------------------------------------------- rewards and advantages
-
-
 def test_token_rewards():
     kl, counts, score, beta = [0.5, 0.25, -1.0, 0.7], [True, True, True, False], 3.0, 0.2
 
@@ -102,8 +76,11 @@ def test_token_rewards():
             out.append(reward)
         return out
 
-    ours = token_rewards(f64(kl), beta, score, torch.tensor(counts)).tolist()
+    ours = ppo.token_rewards(f64(kl), beta, score, torch.tensor(counts)).tolist()
     holds(ours, slow, 'at the last token, counting or not', 'the KL pays', 'at every token')
+    dense = ppo.token_rewards(f64(kl), beta, 0.0, torch.tensor(counts), token_scores=f64([1, 2, 3, 4])).tolist()
+    assert dense == pytest.approx([1 - 0.1, 2 - 0.05, 3 + 0.2, 0.0])
+    assert ppo.token_rewards(f64(kl), beta, score, torch.zeros(4, dtype=torch.bool)).tolist() == [0] * 4
 
 
 def slow_returns(rewards: Numbers, counts: Sequence[bool], gamma: float) -> Numbers:
@@ -115,14 +92,12 @@ def slow_returns(rewards: Numbers, counts: Sequence[bool], gamma: float) -> Numb
     return out
 
 
-@pytest.mark.parametrize('given', [[[True] * len(r) for r in REWARDS], MASKS], ids=['all', 'masked'])
-def test_a2c(given):
+def test_a2c():
     gamma = 0.9
 
     def slow(mistake: str = '') -> Numbers:
         out = []
-        for i, (rewards, values) in enumerate(zip(REWARDS, VALUES, strict=True)):
-            counts = given[i]
+        for rewards, values, counts in zip(REWARDS, VALUES, MASKS, strict=True):
             returns = slow_returns(rewards, counts, 1.0 if mistake == 'gamma forgotten' else gamma)
             steps = [t for t, c in enumerate(counts) if c]
             for t in range(len(rewards)):
@@ -137,18 +112,17 @@ def test_a2c(given):
                     out.append(returns[t] + (values[t] if mistake == 'sign of the value' else -values[t]))
         return out
 
-    advantages, returns = a2c(lists(REWARDS), lists(VALUES), masks(given), gamma=gamma)
+    advantages, returns = estimators.a2c(lists(REWARDS), lists(VALUES), masks(MASKS), gamma=gamma)
     holds(flat(advantages), slow, 'gamma forgotten', 'one step and the next value', 'no value', 'sign of the value')
-    assert flat(returns) == pytest.approx(
-        [x for r, c in zip(REWARDS, given, strict=True) for x in slow_returns(r, c, gamma)]
-    )
+    want = [x for r, c in zip(REWARDS, MASKS, strict=True) for x in slow_returns(r, c, gamma)]
+    assert flat(returns) == pytest.approx(want)
 
 
 def peers(i: int, *, itself: bool) -> Numbers:
     return [s for j, (s, g) in enumerate(zip(SCORES, GROUPS, strict=True)) if g == GROUPS[i] and (itself or j != i)]
 
 
-def test_grpo():
+def test_grpo_and_dr_grpo():
     def slow(mistake: str = '') -> Numbers:
         out = []
         for i, score in enumerate(SCORES):
@@ -156,11 +130,14 @@ def test_grpo():
             std = math.sqrt(variance(group, 0 if mistake == 'biased std' else 1))
             if mistake == 'variance for std':
                 std = std**2
-            out.append((score - mean(group)) / (std + (0.0 if mistake == 'no epsilon' else 1e-4)))
+            scale = 1.0 if mistake == 'not divided' else std + (0.0 if mistake == 'no epsilon' else 1e-4)
+            out.append((score - mean(group)) / scale)
         return out
 
-    ours = grpo(f64(SCORES), torch.tensor(GROUPS)).tolist()
+    ours = estimators.grpo(f64(SCORES), torch.tensor(GROUPS)).tolist()
     holds(ours, slow, 'over the batch', 'biased std', 'variance for std', 'no epsilon')
+    plain = estimators.dr_grpo(f64(SCORES), torch.tensor(GROUPS)).tolist()
+    assert plain == pytest.approx(slow('not divided')) and plain != pytest.approx(ours)
 
 
 def test_gdpo():
@@ -173,23 +150,18 @@ def test_gdpo():
         ]
 
     def slow(mistake: str = '') -> Numbers:
-        if mistake == 'summed, then normalised':
-            return group_normalised(
-                [sum(w * s for w, s in zip(weights, row, strict=True)) for row in zip(*columns, strict=True)]
-            )
-        if mistake == 'weights before the normalisation':
-            parts, own = (
-                [group_normalised([w * s for s in c]) for w, c in zip(weights, columns, strict=True)],
-                [1.0, 1.0],
-            )
-        else:
-            parts, own = (
-                [group_normalised(c) for c in columns],
-                weights[::-1] if mistake == 'weights swapped' else weights,
-            )
-        return [sum(w * a for w, a in zip(own, row, strict=True)) for row in zip(*parts, strict=True)]
+        def summed(own: Numbers, parts: list[Numbers]) -> Numbers:
+            return [sum(w * a for w, a in zip(own, row, strict=True)) for row in zip(*parts, strict=True)]
 
-    ours = gdpo(f64(columns[0] + columns[1]).view(2, 6).T, f64(weights), torch.tensor(GROUPS))
+        if mistake == 'summed, then normalised':
+            return group_normalised(summed(weights, columns))
+        if mistake == 'weights before the normalisation':
+            weighted = [[w * s for s in c] for w, c in zip(weights, columns, strict=True)]
+            return summed([1.0, 1.0], [group_normalised(c) for c in weighted])
+        own = weights[::-1] if mistake == 'weights swapped' else weights
+        return summed(own, [group_normalised(c) for c in columns])
+
+    ours = estimators.gdpo(f64(columns[0] + columns[1]).view(2, 6).T, f64(weights), torch.tensor(GROUPS))
     holds(ours.tolist(), slow, 'summed, then normalised', 'weights before the normalisation', 'weights swapped')
 
     def batch(mistake: str = '') -> Numbers:
@@ -197,30 +169,10 @@ def test_gdpo():
         std = math.sqrt(variance(got, 0 if mistake == 'biased std' else 1))
         return [(a - (0.0 if mistake == 'mean kept' else mean(got))) / (std + 1e-4) for a in got]
 
-    holds(normalised(ours).tolist(), batch, 'biased std')
-    shifted = normalised(ours + 3.0)  # group means are 0, so only a shift shows that the mean is taken off
+    holds(estimators.normalised(ours).tolist(), batch, 'biased std')
+    shifted = estimators.normalised(ours + 3.0)  # group means are 0, so only a shift shows that the mean is taken off
     assert shifted.tolist() == pytest.approx(batch())
-    assert normalised(f64([4.0])).tolist() == [0.0]
-
-
-def test_gdpo_tells_mixtures_of_one_sum_apart():
-    """Two responses with (1, 0) and (0, 1), of rewards that the others lack to different degrees."""
-    scores = f64([1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 10.0]).view(4, 2)
-    groups = torch.zeros(4, dtype=torch.int64)
-    apart = gdpo(scores, f64([1.0, 1.0]), groups)
-    together = grpo(scores.sum(1), groups)
-    assert together[0] == together[1] and apart[0] > apart[1] + 0.5
-
-
-def test_dr_grpo():
-    def slow(mistake: str = '') -> Numbers:
-        out = []
-        for i, score in enumerate(SCORES):
-            group = SCORES if mistake == 'over the batch' else peers(i, itself=True)
-            out.append((score - mean(group)) / (math.sqrt(variance(group)) if mistake == 'divided by the std' else 1.0))
-        return out
-
-    holds(dr_grpo(f64(SCORES), torch.tensor(GROUPS)).tolist(), slow, 'over the batch', 'divided by the std')
+    assert estimators.normalised(f64([4.0])).tolist() == [0.0]
 
 
 def test_rloo():
@@ -230,7 +182,7 @@ def test_rloo():
             for i, score in enumerate(SCORES)
         ]
 
-    holds(rloo(f64(SCORES), torch.tensor(GROUPS)).tolist(), slow, 'the mean has itself in it', 'sign')
+    holds(estimators.rloo(f64(SCORES), torch.tensor(GROUPS)).tolist(), slow, 'the mean has itself in it', 'sign')
 
 
 def slow_whitened(returns: list[Numbers], counts: list[list[bool]], mistake: str) -> Numbers:
@@ -240,11 +192,8 @@ def slow_whitened(returns: list[Numbers], counts: list[list[bool]], mistake: str
     ]
     out = []
     for i, (r, m) in enumerate(zip(returns, counts, strict=True)):
-        pool = (
-            counted[i]
-            if mistake == 'each sequence alone' and len(counted[i]) > 1
-            else [x for part in counted for x in part]
-        )
+        alone = mistake == 'each sequence alone' and len(counted[i]) > 1
+        pool = counted[i] if alone else [x for part in counted for x in part]
         scale = math.sqrt(variance(pool, 0 if mistake == 'biased std' else 1) + 1e-8)
         shift = 0.0 if mistake == 'not centred' else mean(pool)
         out += [(x - shift) / scale if c else 0.0 for x, c in zip(r, m, strict=True)]
@@ -263,7 +212,7 @@ def test_reinforce_pp():
         gamma = 1.0 if mistake == 'gamma forgotten' else 0.8
         return slow_whitened([slow_returns(r, m, gamma) for r, m in zip(REWARDS, MASKS, strict=True)], MASKS, mistake)
 
-    advantages, _ = reinforce_pp(lists(REWARDS), masks(MASKS), gamma=0.8)
+    advantages, _ = estimators.reinforce_pp(lists(REWARDS), masks(MASKS), gamma=0.8)
     holds(whitened(advantages), slow, 'gamma forgotten', *WHITENING)
 
 
@@ -273,27 +222,19 @@ def test_reinforce_pp_baseline():
     def slow(mistake: str = '') -> Numbers:
         returns = []
         for i, counts in enumerate(MASKS):
-            group = [
-                s
-                for j, s in enumerate(scores)
-                if groups[j] == groups[i] and not (mistake == 'leave one out' and j == i)
-            ]
+            others = [j for j in range(3) if groups[j] == groups[i] and not (mistake == 'leave one out' and j == i)]
+            group = [scores[j] for j in others]
             rewards = [0.0] * len(counts)
             last = max(t for t, c in enumerate(counts) if c)
             rewards[last] += scores[i] - (0.0 if mistake == 'no baseline' else mean(group or [0.0]))
             returns.append(slow_returns(rewards, counts, 1.0))
         return slow_whitened(returns, MASKS, mistake)
 
-    advantages, _ = reinforce_pp_baseline(f64(scores), torch.tensor(groups), masks(MASKS))
+    advantages, _ = estimators.reinforce_pp_baseline(f64(scores), torch.tensor(groups), masks(MASKS))
     holds(whitened(advantages), slow, 'leave one out', 'no baseline', *WHITENING)
 
 
-# ---------------------------------------------------------------------- policy losses
-
-
-def surrogate(
-    ratio: float, advantage: float, low: float, high: float, mistake: str = '', dual: float | None = None
-) -> float:
+def surrogate(ratio, advantage, low, high, mistake='', dual=None) -> float:
     if mistake == 'lower clip for the upper':
         high = low
     if mistake == 'upper clip for the lower':
@@ -314,20 +255,18 @@ def test_asymmetric_clip():
         ratios = [math.exp(sign * (n - o)) for n, o in zip(NEW, OLD, strict=True)]
         return [surrogate(r, a, 0.2, 0.28, mistake) for r, a in zip(ratios, ADVANTAGES, strict=True)]
 
-    ours = clipped_policy_loss(f64(NEW), f64(OLD), f64(ADVANTAGES), eps_low=0.2, eps_high=0.28)
+    ours = ppo.clipped_policy_loss(f64(NEW), f64(OLD), f64(ADVANTAGES), eps_low=0.2, eps_high=0.28)
     holds(ours.tolist(), slow, 'ratio upside down', *CLIPS)
 
 
 def test_dual_clip():
     def slow(mistake: str = '') -> Numbers:
         ratios = [math.exp(n - o) for n, o in zip(NEW, OLD, strict=True)]
-        return [
-            surrogate(r, a, 0.2, 0.2, mistake, None if mistake == 'off' else 1.5)
-            for r, a in zip(ratios, signed, strict=True)
-        ]
+        dual = None if mistake == 'off' else 1.5
+        return [surrogate(r, a, 0.2, 0.2, mistake, dual) for r, a in zip(ratios, signed, strict=True)]
 
     signed = [-a for a in ADVANTAGES]
-    ours = clipped_policy_loss(f64(NEW), f64(OLD), f64(signed), eps_low=0.2, dual_clip=1.5)
+    ours = ppo.clipped_policy_loss(f64(NEW), f64(OLD), f64(signed), eps_low=0.2, dual_clip=1.5)
     holds(ours.tolist(), slow, 'off', 'max for min in the dual clip', 'min for max')
 
 
@@ -337,16 +276,13 @@ def test_gspo():
     def slow(mistake: str = '') -> Numbers:
         out = []
         for t, row in enumerate(ROWS):
-            of_row = [
-                NEW[k] - OLD[k] for k in range(7) if ROWS[k] == row and (MASK[k] or mistake == 'masked tokens too')
-            ]
-            if mistake == 'a ratio per token':
-                of_row = [NEW[t] - OLD[t]]
+            counted = [k for k in range(7) if ROWS[k] == row and (MASK[k] or mistake == 'masked tokens too')]
+            of_row = [NEW[k] - OLD[k] for k in ([t] if mistake == 'a ratio per token' else counted)]
             total = sum(of_row) if mistake == 'sum for mean' else mean(of_row)
             out.append(surrogate(math.exp(total), advantages[t], 0.3, 0.6, mistake))
         return out
 
-    ours = gspo_policy_loss(
+    ours = losses.gspo_policy_loss(
         f64(NEW), f64(OLD), f64(advantages), torch.tensor(MASK), torch.tensor(ROWS), 3, eps_low=0.3, eps_high=0.6
     )
     holds(ours.tolist(), slow, 'masked tokens too', 'a ratio per token', 'sum for mean', 'min for max')
@@ -361,18 +297,18 @@ def test_cispo():
             out.append((1 if mistake == 'sign' else -1) * a * weight * (1.0 if mistake == 'no log-prob' else new))
         return out
 
-    ours = cispo_policy_loss(f64(NEW), f64(OLD), f64(ADVANTAGES), eps_high=0.28)
+    ours = losses.cispo_policy_loss(f64(NEW), f64(OLD), f64(ADVANTAGES), eps_high=0.28)
     holds(ours.tolist(), slow, 'ratio upside down', 'no clip', 'a lower bound too', 'sign', 'no log-prob')
 
 
 def test_cispo_has_a_gradient_at_every_token_and_none_through_its_weight():
     new = f64(NEW).requires_grad_()
-    cispo_policy_loss(new, f64(OLD), f64(ADVANTAGES), eps_high=0.28).sum().backward()
+    losses.cispo_policy_loss(new, f64(OLD), f64(ADVANTAGES), eps_high=0.28).sum().backward()
     weights = [min(math.exp(n - o), 1.28) for n, o in zip(NEW, OLD, strict=True)]
     assert new.grad.tolist() == pytest.approx([-a * w for a, w in zip(ADVANTAGES, weights, strict=True)])
     # Negative control: the clipped surrogate loses the tokens beyond its range.
     clipped = f64(NEW).requires_grad_()
-    clipped_policy_loss(clipped, f64(OLD), f64(ADVANTAGES), eps_low=0.2, eps_high=0.28).sum().backward()
+    ppo.clipped_policy_loss(clipped, f64(OLD), f64(ADVANTAGES), eps_low=0.2, eps_high=0.28).sum().backward()
     assert 0.0 in clipped.grad.tolist() and 0.0 not in new.grad.tolist()
 
 
@@ -384,16 +320,8 @@ def test_truncated_importance_weights():
             out.append({'no cap': ratio, 'at least the cap': max(ratio, 2.0)}.get(mistake, min(ratio, 2.0)))
         return out
 
-    holds(
-        truncated_importance_weights(f64(OLD), f64(NEW), cap=2.0).tolist(),
-        slow,
-        'engine over trainer',
-        'no cap',
-        'at least the cap',
-    )
-
-
-# ---------------------------------------------------------------------- values
+    ours = losses.truncated_importance_weights(f64(OLD), f64(NEW), cap=2.0).tolist()
+    holds(ours, slow, 'engine over trainer', 'no cap', 'at least the cap')
 
 
 def test_value_clip():
@@ -409,7 +337,7 @@ def test_value_clip():
             out.append(loss if mistake == 'no half' else 0.5 * loss)
         return out
 
-    ours = clipped_value_loss(f64(NEW), f64(old), f64(returns), 0.4).tolist()
+    ours = ppo.clipped_value_loss(f64(NEW), f64(old), f64(returns), 0.4).tolist()
     holds(ours, slow, 'around the return', 'min for max', 'not clipped', 'always clipped', 'no half')
 
 
@@ -421,13 +349,10 @@ def test_explained_variance():
             return [1 - mean([x * x for x in rest]) / variance(returns, 0)]
         return [1 - variance(rest, 0) / variance(values if mistake == 'over the variance of V' else returns, 0)]
 
-    ours = [explained_variance(f64(NEW), f64(ADVANTAGES), torch.tensor(MASK)).item()]
+    ours = [ppo.explained_variance(f64(NEW), f64(ADVANTAGES), torch.tensor(MASK)).item()]
     holds(ours, slow, 'masked tokens too', 'mean square for variance', 'over the variance of V')
     constant = f64([5.0] * len(MASK))
-    assert explained_variance(f64(NEW), constant, torch.tensor(MASK)).item() == 0
-
-
-# ---------------------------------------------------------------------- sums over a batch
+    assert ppo.explained_variance(f64(NEW), constant, torch.tensor(MASK)).item() == 0
 
 
 def counted_by_row(*, masked_too: bool) -> list[Numbers]:
@@ -456,8 +381,8 @@ def test_aggregation(mode, mistakes):
         return [mean([mean(part) for part in parts])]
 
     mask, rows = torch.tensor(MASK), torch.tensor(ROWS)
-    count = aggregation_count(mask, rows, 3, mode, length)
-    holds([aggregate(f64(NEW), mask, rows, 3, mode, count).item()], slow, *mistakes)
+    count = ppo.aggregation_count(mask, rows, 3, mode, length)
+    holds([ppo.aggregate(f64(NEW), mask, rows, 3, mode, count).item()], slow, *mistakes)
 
 
 def test_policy_stats():
@@ -477,16 +402,11 @@ def test_policy_stats():
             'ratio_max': max(ratios),
         }
 
-    got = policy_stats(f64(NEW), f64(OLD), torch.tensor(MASK), eps_low=0.2, eps_high=0.9)
+    got = ppo.policy_stats(f64(NEW), f64(OLD), torch.tensor(MASK), eps_low=0.2, eps_high=0.9)
     ours = {name: value.item() for name, value in got._asdict().items()}
     assert ours == pytest.approx(slow(), rel=1e-12)
-    for mistake, seen in (
-        ('upside down', {'approx_kl', 'approx_kl_k3', 'clipped', 'ratio', 'ratio_min', 'ratio_max'}),
-        ('masked tokens too', {'num_tokens', 'approx_kl', 'approx_kl_k3', 'clipped', 'ratio'}),
-        ('one range', {'clipped'}),
-    ):
-        wrong = slow(mistake)
-        assert seen <= {name for name in ours if ours[name] != pytest.approx(wrong[name], rel=1e-6)}, mistake
+    for mistake, seen in (('upside down', 'ratio'), ('masked tokens too', 'num_tokens'), ('one range', 'clipped')):
+        assert ours[seen] != pytest.approx(slow(mistake)[seen], rel=1e-6), mistake
 
 
 @pytest.mark.parametrize('average', [False, True])
@@ -495,5 +415,5 @@ def test_sequence_logprobs(average):
         parts = counted_by_row(masked_too=mistake == 'masked tokens too')
         return [mean(part) if average != (mistake == 'mean and sum exchanged') else sum(part) for part in parts]
 
-    ours = sequence_logprobs(f64(NEW), torch.tensor(MASK), torch.tensor(ROWS), 3, average=average).tolist()
+    ours = losses.sequence_logprobs(f64(NEW), torch.tensor(MASK), torch.tensor(ROWS), 3, average=average).tolist()
     holds(ours, slow, 'masked tokens too', 'mean and sum exchanged')

@@ -1,24 +1,17 @@
-"""The DPO family, KTO, ORPO and SimPO against slow loops in plain Python, with negative controls that must differ."""
+"""The DPO family, KTO, ORPO, SimPO and the losses of reward models against slow loops in plain Python, with negative
+controls that must differ."""
 
 from __future__ import annotations
 
 import math
+from itertools import combinations
 
 import pytest
 import torch
 from float64 import tensor
 
-from chatgpt.functional.preference import (
-    cdpo_loss,
-    dpo_loss,
-    dpo_margin,
-    hinge_loss,
-    ipo_loss,
-    kto_loss,
-    orpo_loss,
-    robust_dpo_loss,
-    simpo_loss,
-)
+from chatgpt.functional import preference
+from chatgpt.functional.losses import pairwise_log_exp_loss, pairwise_log_sigmoid_loss, ranked_pairs
 
 CHOSEN, REJECTED = [-10.0, -3.0, -40.0], [-12.0, -1.0, -41.0]
 REF_CHOSEN, REF_REJECTED = [-11.0, -2.5, -38.0], [-11.5, -2.0, -40.0]
@@ -30,18 +23,22 @@ def sigmoid(x: float) -> float:
 
 
 def test_margin_by_hand_and_with_policy_and_reference_swapped():
-    margin = dpo_margin(tensor(*CHOSEN), tensor(*REJECTED), tensor(*REF_CHOSEN), tensor(*REF_REJECTED))
+    margin = preference.dpo_margin(tensor(*CHOSEN), tensor(*REJECTED), tensor(*REF_CHOSEN), tensor(*REF_REJECTED))
     assert margin.tolist() == pytest.approx(MARGINS)
-    wrong = dpo_margin(tensor(*REF_CHOSEN), tensor(*REF_REJECTED), tensor(*CHOSEN), tensor(*REJECTED))
+    wrong = preference.dpo_margin(tensor(*REF_CHOSEN), tensor(*REF_REJECTED), tensor(*CHOSEN), tensor(*REJECTED))
     assert wrong.tolist() == pytest.approx([-m for m in MARGINS])
 
 
+def smoothed(m: float, b: float, rest: float) -> float:
+    return -0.9 * math.log(sigmoid(b * m)) - rest * math.log(1 - sigmoid(b * m))
+
+
 SLOW = {
-    dpo_loss: lambda m, b: -math.log(sigmoid(b * m)),
-    ipo_loss: lambda m, b: (m - 1 / (2 * b)) ** 2,
-    hinge_loss: lambda m, b: max(0.0, 1 - b * m),
-    cdpo_loss: lambda m, b: -0.9 * math.log(sigmoid(b * m)) - 0.1 * math.log(1 - sigmoid(b * m)),
-    robust_dpo_loss: lambda m, b: (-0.9 * math.log(sigmoid(b * m)) + 0.1 * math.log(1 - sigmoid(b * m))) / 0.8,
+    preference.dpo_loss: lambda m, b: -math.log(sigmoid(b * m)),
+    preference.ipo_loss: lambda m, b: (m - 1 / (2 * b)) ** 2,
+    preference.hinge_loss: lambda m, b: max(0.0, 1 - b * m),
+    preference.cdpo_loss: lambda m, b: smoothed(m, b, 0.1),
+    preference.robust_dpo_loss: lambda m, b: smoothed(m, b, -0.1) / 0.8,
 }
 
 
@@ -55,40 +52,6 @@ def test_margin_losses_equal_the_slow_formula(loss, beta):
     assert loss(-tensor(*margins), beta=beta).tolist() != pytest.approx(got)
 
 
-def test_dpo_at_the_reference_is_log_two_and_pushes_the_margin_up():
-    margin = tensor(0.0).requires_grad_()
-    loss = dpo_loss(margin, beta=0.3)
-    loss.backward()
-    assert loss.item() == pytest.approx(math.log(2))
-    assert margin.grad.item() == pytest.approx(-0.3 / 2)  # −β σ(−β·0)
-
-
-def test_ipo_stops_at_its_target_where_dpo_pushes_on():
-    beta = 0.25
-    margin = tensor(1 / (2 * beta)).requires_grad_()
-    ipo_loss(margin, beta=beta).backward()
-    assert margin.grad.item() == 0
-    margin.grad = None
-    dpo_loss(margin, beta=beta).backward()
-    assert margin.grad.item() < -0.01
-
-
-def test_conservative_dpo_is_least_where_sigmoid_is_one_minus_epsilon():
-    best = math.log(0.8 / 0.2)  # σ(best) = 0.8
-    at, below, above = (cdpo_loss(tensor(best + d), beta=1.0, label_smoothing=0.2).item() for d in (0, -0.1, 0.1))
-    assert at < below and at < above
-
-
-def test_robust_dpo_is_unbiased_under_flipped_labels():
-    margin, rate = tensor(1.3), 0.2
-    clean = robust_dpo_loss(margin, beta=1.0, label_smoothing=rate)
-    flipped = robust_dpo_loss(-margin, beta=1.0, label_smoothing=rate)
-    assert (0.8 * clean + 0.2 * flipped).item() == pytest.approx(-math.log(sigmoid(1.3)))
-    # Negative control: the conservative loss does not have this property.
-    conservative = [cdpo_loss(m, beta=1.0, label_smoothing=rate) for m in (margin, -margin)]
-    assert (0.8 * conservative[0] + 0.2 * conservative[1]).item() != pytest.approx(-math.log(sigmoid(1.3)))
-
-
 def test_large_margins_stay_finite():
     margin = torch.tensor([1e4, -1e4], requires_grad=True)
     for loss in SLOW:
@@ -100,18 +63,12 @@ def test_large_margins_stay_finite():
 def test_kto_by_hand():
     r, z0, beta = tensor(0.7, -0.4), 0.2, 0.5
     mask = torch.tensor([True, False])
-    got = kto_loss(r, mask, z0, beta=beta, desirable_weight=1.0, undesirable_weight=1.5)
+    got = preference.kto_loss(r, mask, z0, beta=beta, desirable_weight=1.0, undesirable_weight=1.5)
     expected = [1 - sigmoid(beta * (0.7 - z0)), 1.5 * (1 - sigmoid(beta * (z0 + 0.4)))]
     assert got.tolist() == pytest.approx(expected)
     # Negative controls: labels flipped; z0 forgotten.
-    assert kto_loss(r, ~mask, z0, beta=beta, undesirable_weight=1.5).tolist() != pytest.approx(expected)
-    assert kto_loss(r, mask, 0.0, beta=beta, undesirable_weight=1.5).tolist() != pytest.approx(expected)
-
-
-def test_kto_moves_desirable_responses_up_and_undesirable_ones_down():
-    r = tensor(0.0, 0.0).requires_grad_()
-    kto_loss(r, torch.tensor([True, False]), 0.0).sum().backward()
-    assert r.grad[0] < 0 < r.grad[1]
+    assert preference.kto_loss(r, ~mask, z0, beta=beta, undesirable_weight=1.5).tolist() != pytest.approx(expected)
+    assert preference.kto_loss(r, mask, 0.0, beta=beta, undesirable_weight=1.5).tolist() != pytest.approx(expected)
 
 
 def test_orpo_equals_the_definition_by_probabilities():
@@ -121,7 +78,7 @@ def test_orpo_equals_the_definition_by_probabilities():
         return math.log(math.exp(logp) / (1 - math.exp(logp)))
 
     expected = [-c - 0.3 * math.log(sigmoid(log_odds(c) - log_odds(r))) for c, r in zip(chosen, rejected, strict=True)]
-    assert orpo_loss(tensor(*chosen), tensor(*rejected), weight=0.3).tolist() == pytest.approx(expected)
+    assert preference.orpo_loss(tensor(*chosen), tensor(*rejected), weight=0.3).tolist() == pytest.approx(expected)
     # Negative control: log-probs in place of log-odds.
     wrong = [-c - 0.3 * math.log(sigmoid(c - r)) for c, r in zip(chosen, rejected, strict=True)]
     assert wrong[:2] != pytest.approx(expected[:2])
@@ -131,7 +88,7 @@ def test_orpo_of_certain_and_of_impossible_responses_is_finite_with_its_gradient
     for dtype in (torch.float32, torch.float64):
         chosen = torch.tensor([0.0, -1e-9, -200.0, -0.69314718], dtype=dtype, requires_grad=True)
         rejected = torch.tensor([-200.0, 0.0, 0.0, -0.69314719], dtype=dtype, requires_grad=True)
-        loss = orpo_loss(chosen, rejected)
+        loss = preference.orpo_loss(chosen, rejected)
         loss.sum().backward()
         for t in (loss, chosen.grad, rejected.grad):
             assert torch.isfinite(t).all()
@@ -139,20 +96,74 @@ def test_orpo_of_certain_and_of_impossible_responses_is_finite_with_its_gradient
 
 def test_simpo_by_hand():
     expected = [-math.log(sigmoid(2 * (-0.5 + 0.9) - 1.2))]
-    assert simpo_loss(tensor(-0.5), tensor(-0.9), beta=2.0, gamma=1.2).tolist() == pytest.approx(expected)
+    assert preference.simpo_loss(tensor(-0.5), tensor(-0.9), beta=2.0, gamma=1.2).tolist() == pytest.approx(expected)
     # Negative control: the margin with the wrong sign.
-    assert simpo_loss(tensor(-0.5), tensor(-0.9), beta=2.0, gamma=-1.2).tolist() != pytest.approx(expected)
+    assert preference.simpo_loss(tensor(-0.5), tensor(-0.9), beta=2.0, gamma=-1.2).tolist() != pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
     ('call', 'message'),
     [
-        (lambda m: dpo_loss(m, beta=0.0), 'beta=0.0 must be positive'),
-        (lambda m: cdpo_loss(m, label_smoothing=0.5), r'label_smoothing=0.5 must lie in \[0, 0.5\)'),
-        (lambda m: robust_dpo_loss(m, label_smoothing=-0.1), 'label_smoothing=-0.1'),
-        (lambda m: kto_loss(m, torch.ones(1), 0.0), 'desirable_mask must be bool'),
+        (lambda m: preference.dpo_loss(m, beta=0.0), 'beta=0.0 must be positive'),
+        (lambda m: preference.cdpo_loss(m, label_smoothing=0.5), r'label_smoothing=0.5 must lie in \[0, 0.5\)'),
+        (lambda m: preference.robust_dpo_loss(m, label_smoothing=-0.1), 'label_smoothing=-0.1'),
+        (lambda m: preference.kto_loss(m, torch.ones(1), 0.0), 'desirable_mask must be bool'),
     ],
 )
 def test_wrong_settings_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call(tensor(0.0))
+
+
+BETTER, WORSE = [1.0, -0.5, 3.0], [0.0, 0.5, 2.9]
+
+
+def test_both_forms_equal_the_slow_formula():
+    slow = [math.log(1 + math.exp(r - c)) for c, r in zip(BETTER, WORSE, strict=True)]
+    assert pairwise_log_sigmoid_loss(tensor(*BETTER), tensor(*WORSE)).tolist() == pytest.approx(slow)
+    assert pairwise_log_exp_loss(tensor(*BETTER), tensor(*WORSE)).tolist() == pytest.approx(slow)
+    # Negative control: the pair the wrong way round.
+    assert pairwise_log_sigmoid_loss(tensor(*WORSE), tensor(*BETTER)).tolist() != pytest.approx(slow)
+    assert pairwise_log_exp_loss(tensor(*WORSE), tensor(*BETTER)).tolist() != pytest.approx(slow)
+
+
+def test_margin_asks_for_more_difference():
+    slow = [-math.log(1 / (1 + math.exp(-(c - r - 0.7)))) for c, r in zip(BETTER, WORSE, strict=True)]
+    assert pairwise_log_sigmoid_loss(tensor(*BETTER), tensor(*WORSE), 0.7).tolist() == pytest.approx(slow)
+    assert pairwise_log_sigmoid_loss(tensor(*BETTER), tensor(*WORSE), tensor(0.7, 0.7, 0.7)).tolist() == pytest.approx(
+        slow
+    )
+    assert pairwise_log_sigmoid_loss(tensor(*BETTER), tensor(*WORSE), -0.7).tolist() != pytest.approx(slow)
+
+
+@pytest.mark.parametrize('loss', [pairwise_log_sigmoid_loss, pairwise_log_exp_loss])
+def test_scores_far_apart_give_neither_nan_nor_infinity(loss):
+    chosen = torch.tensor([500.0, -500.0], requires_grad=True)
+    value = loss(chosen, torch.tensor([-500.0, 500.0]))
+    value.sum().backward()
+    assert value.tolist() == pytest.approx([0.0, 1000.0])
+    assert chosen.grad.tolist() == pytest.approx([0.0, -1.0])
+    # Negative control: the logarithm of a sigmoid, written out, does not survive this.
+    assert not torch.isfinite(-torch.log(torch.sigmoid(torch.tensor(-1000.0))))
+
+
+def test_all_pairs_of_a_prompt_with_weights_that_sum_to_one():
+    groups = torch.tensor([4, 9, 4, 4, 9])
+    ranks = torch.tensor([1, 0, 0, 2, 1])  # within group 4: answer 2 before 0 before 3; within 9: 1 before 4
+    pairs = ranked_pairs(groups, ranks)
+    slow = set()
+    for i, j in combinations(range(5), 2):
+        if groups[i] == groups[j] and ranks[i] != ranks[j]:
+            slow.add((i, j) if ranks[i] < ranks[j] else (j, i))
+    got = list(zip(pairs.better.tolist(), pairs.worse.tolist(), strict=True))
+    assert len(got) == 4 and set(got) == slow
+    assert dict(zip(got, pairs.weights.tolist(), strict=True)) == pytest.approx(
+        {(2, 0): 1 / 3, (2, 3): 1 / 3, (0, 3): 1 / 3, (1, 4): 1.0}
+    )
+    # Negative control: higher rank taken as better.
+    assert set(zip(pairs.worse.tolist(), pairs.better.tolist(), strict=True)) != slow
+
+
+def test_ties_and_lonely_answers_make_no_pair():
+    pairs = ranked_pairs(torch.tensor([0, 0, 1]), torch.tensor([1, 1, 0]))
+    assert len(pairs.better) == len(pairs.worse) == len(pairs.weights) == 0

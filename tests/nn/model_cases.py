@@ -42,8 +42,6 @@ def sequences(lengths: Any = ((1, 1), (3, 2), (2, 7)), seed: int = 0, high: int 
     ]
 
 
-# --- models ---------------------------------------------------------------------------------------------------------
-
 OTHERS = {
     'mistral': MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=64),
     'qwen3': Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8),
@@ -86,9 +84,6 @@ def gradients(module: nn.Module, loss: Tensor) -> Tensor:
     module.zero_grad()
     loss.backward()
     return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
-
-
-# --- comparisons ----------------------------------------------------------------------------------------------------
 
 
 def close(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> bool:

@@ -8,25 +8,15 @@ import math
 import model_cases
 import pytest
 import torch
+import transformers
 from model_cases import SIZES, model_of
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    BertConfig,
-    BertLMHeadModel,
-    CohereConfig,
-    Gemma2Config,
-    PhiConfig,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 from transformers.activations import NewGELUActivation
 
 from chatgpt.batching import collate
 from chatgpt.nn import Actor, AutoActor, GPTActor, critic_head, mlp_head
-from chatgpt.nn.lora import lora_layers
 from chatgpt.nn.trunk import FusedNewGELU, dropout_off
-from chatgpt.testing import FAMILIES, byte_tokenizer, tiny_causal_lm, tiny_config
+from chatgpt.testing import FAMILIES, byte_tokenizer, tiny_causal_lm
 
 LENGTHS = ((1, 1), (3, 2), (2, 7), (6, 1))
 
@@ -59,37 +49,29 @@ def close(a, b, tolerance=2e-5):
 
 
 @pytest.mark.parametrize('family', FAMILIES)
-@pytest.mark.parametrize('temperature', [1.0, 0.7])
-def test_logprobs_and_entropy_are_those_of_the_models_own_logits(family, temperature):
+def test_logprobs_and_entropy_are_those_of_the_models_own_logits(family):
     model, seqs = tiny_causal_lm(family), sequences()
-    out = Actor(model)(collate(seqs), temperature=temperature, with_entropy=True)
-    logprobs, entropies = slow_logprobs(model, seqs, temperature)
+    out = Actor(model)(collate(seqs), temperature=0.7, with_entropy=True)
+    logprobs, entropies = slow_logprobs(model, seqs, 0.7)
     assert out.logprobs.shape == (sum(a for _, a in LENGTHS),) and out.logprobs.dtype == torch.float32
     assert close(out.logprobs, logprobs) and close(out.entropy, entropies)
     assert out.values is None and out.logits is None
+    # Negative controls: the wrong temperature, a state too late.
+    assert not close(out.logprobs, slow_logprobs(model, seqs, 1.0)[0], 1e-2)
+    assert not close(out.logprobs, slow_logprobs(model, seqs, 0.7, shift=1)[0], 1e-2)
 
 
 @pytest.mark.parametrize('family', FAMILIES)
-def test_a_shifted_state_or_the_wrong_temperature_would_be_seen(family):
-    model, seqs = tiny_causal_lm(family), sequences()
-    got = Actor(model)(collate(seqs), temperature=0.7).logprobs
-    assert not close(got, slow_logprobs(model, seqs, 1.0)[0], 1e-2)
-    assert not close(got, slow_logprobs(model, seqs, 0.7, shift=1)[0], 1e-2)
-
-
-@pytest.mark.parametrize('family', FAMILIES)
-@pytest.mark.parametrize('pad_id', [0, 2, 41])
-def test_padding_changes_nothing(family, pad_id):
+def test_padding_changes_nothing(family):
     actor, seqs = Actor(tiny_causal_lm(family)), sequences()
-    together = actor(collate(seqs, pad_id=pad_id)).logprobs
     alone = torch.cat([actor(collate([s])).logprobs for s in seqs])
-    assert close(together, alone, 1e-5)
-    wide = collate([*seqs, *sequences([(30, 20)], seed=1)], pad_id=pad_id)
-    assert close(actor(wide).logprobs[: len(together)], alone, 1e-5)
+    assert close(actor(collate(seqs, pad_id=0)).logprobs, alone, 1e-5)
+    wide = collate([*seqs, *sequences([(30, 20)], seed=1)], pad_id=41)
+    assert close(actor(wide).logprobs[: len(alone)], alone, 1e-5)
 
 
 @pytest.mark.parametrize('family', FAMILIES)
-def test_left_padding_with_mask_and_positions_gives_the_same_states(family):
+def test_left_padding_and_a_cache_give_the_same_states(family):
     actor = Actor(tiny_causal_lm(family))
     row = sequences([(5, 3)])[0]
     ids = torch.cat([row.prompt_ids, row.response_ids])[None]
@@ -99,25 +81,13 @@ def test_left_padding_with_mask_and_positions_gives_the_same_states(family):
     positions = (mask.long().cumsum(1) - 1).clamp_min(0)
     padded = actor.trunk(left, position_ids=positions, attention_mask=mask)[:, 4:]
     assert close(padded, plain, 1e-5)
+    cache = transformers.DynamicCache(config=actor.config)
+    for a, b in ((0, 5), (5, 6), (6, 8)):
+        part = actor.trunk(ids[:, a:b], position_ids=torch.arange(a, b)[None], past_key_values=cache)
+        assert close(part, plain[:, a:b], 1e-5)
     if family in ('gpt2', 'opt'):  # the others know only distances between positions
         wrong = actor.trunk(left, position_ids=torch.arange(12)[None], attention_mask=mask)[:, 4:]
         assert not close(wrong, plain, 1e-2)
-
-
-@pytest.mark.parametrize('family', FAMILIES)
-def test_decoding_with_a_cache_sees_the_same_states(family):
-    from transformers import DynamicCache
-
-    actor = Actor(tiny_causal_lm(family))
-    ids = torch.tensor([[5, 9, 11, 4, 8]])
-    whole = actor.trunk(ids, position_ids=torch.arange(5)[None])
-    cache = DynamicCache(config=actor.config)
-    parts = [
-        actor.trunk(ids[:, a:b], position_ids=torch.arange(a, b)[None], past_key_values=cache)
-        for a, b in ((0, 3), (3, 4), (4, 5))
-    ]
-    assert close(torch.cat(parts, 1), whole, 1e-5)
-    assert close(actor.head(whole), actor.model(ids).logits, 1e-5)
 
 
 def test_with_logits_gives_the_plain_logits_and_the_same_logprobs():
@@ -130,11 +100,8 @@ def test_with_logits_gives_the_plain_logits_and_the_same_logprobs():
     assert close(full.logprobs, lean.logprobs) and close(full.entropy, lean.entropy)
 
 
-# --- heads that are more than a linear map --------------------------------------------------------------------------
-
-
 def capped():
-    config = Gemma2Config(
+    config = transformers.Gemma2Config(
         **SIZES, num_key_value_heads=1, head_dim=16, final_logit_softcapping=2.0, attn_logit_softcapping=None,
         sliding_window=16, initializer_range=0.3, attn_implementation='eager',
     )  # fmt: skip
@@ -142,11 +109,11 @@ def capped():
 
 
 def scaled():
-    return model_of(CohereConfig(**SIZES, num_key_value_heads=1, logit_scale=0.25, initializer_range=0.3))
+    return model_of(transformers.CohereConfig(**SIZES, num_key_value_heads=1, logit_scale=0.25, initializer_range=0.3))
 
 
 def biased():
-    model = model_of(PhiConfig(**SIZES))
+    model = model_of(transformers.PhiConfig(**SIZES))
     nn.init.normal_(model.lm_head.bias)
     return model
 
@@ -161,22 +128,9 @@ def test_models_whose_head_is_more_than_a_matrix(make, linear, monkeypatch):
     assert close(out.logprobs, want) and close(out.entropy, entropies)
     monkeypatch.setattr('chatgpt.functional.logprobs.CHUNK_ELEMENTS_CPU', 3 * 64)  # three rows at a time
     assert close(actor(collate(seqs), temperature=0.8).logprobs, want)
-    assert 'forward' not in vars(model.base_model)
-
-
-def test_a_soft_cap_is_found_although_a_fresh_model_has_small_logits():
-    model = capped()
-    model.config.final_logit_softcapping = 30.0
-    with torch.no_grad():
-        model.lm_head.weight.mul_(1e-3)
-    assert Actor(model)._linear_head is False
-
-
-def test_taking_the_matrix_alone_would_be_seen():
-    model, seqs = capped(), sequences()
-    actor = Actor(model)
-    actor._linear_head = True
-    assert not close(actor(collate(seqs)).logprobs, slow_logprobs(model, seqs)[0], 1e-2)
+    if not linear:
+        actor._linear_head = True  # negative control: the matrix alone
+        assert not close(actor(collate(seqs), temperature=0.8).logprobs, want, 1e-2)
 
 
 @pytest.mark.parametrize('make', [lambda: tiny_causal_lm('gpt2'), capped])
@@ -192,22 +146,19 @@ def test_gradients_reach_every_parameter_and_equal_those_of_whole_logits(make):
     assert model.get_output_embeddings().weight.grad.abs().sum() > 0
 
 
-def test_the_check_leaves_modes_and_generator_alone():
+def test_an_actor_leaves_modes_generator_and_names_alone_and_has_one_kernel_of_gelu():
     model = tiny_causal_lm('gpt2', dropout=0.5)
     model.train()
     model.transformer.h[0].eval()
-    state = torch.get_rng_state()
+    state, names = torch.get_rng_state(), list(model.state_dict())
     Actor(model)
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(torch.get_rng_state(), state) and list(model.state_dict()) == names
     assert model.training and not model.transformer.h[0].training and model.transformer.h[1].training
+    assert [type(block.mlp.act) for block in model.transformer.h] == [FusedNewGELU] * 2
 
 
-# --- value head, LoRA, refusals -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize('head', [critic_head(32), mlp_head(32), nn.Linear(32, 1)])
-def test_values_are_read_at_the_state_before_each_action(head):
-    model, seqs = tiny_causal_lm('gpt2'), sequences()
+def test_values_are_read_at_the_state_before_each_action():
+    model, seqs, head = tiny_causal_lm('gpt2'), sequences(), mlp_head(32)
     for parameter in head.parameters():
         nn.init.normal_(parameter)
     values = Actor(model, value_head=head)(collate(seqs)).values
@@ -237,28 +188,14 @@ def test_values_are_fp32_under_autocast():
     assert close(out.values, exact[:, 0], 1e-5) and not close(rounded[:, 0], exact[:, 0], 1e-5)
 
 
-def test_lora_starts_as_the_model_and_its_reference_is_the_model():
-    seqs = sequences()
-    plain = Actor(tiny_causal_lm('gpt2'))(collate(seqs)).logprobs
-    actor = Actor(tiny_causal_lm('gpt2'), lora_rank=2, value_head=True)
-    assert torch.equal(actor(collate(seqs)).logprobs, plain)
-    for layer in lora_layers(actor).values():
-        nn.init.normal_(layer.lora_B)
-    assert not close(actor(collate(seqs)).logprobs, plain, 1e-2)
-    with actor.adapter_disabled():
-        assert torch.equal(actor(collate(seqs)).logprobs, plain)
-    trained = {n for n, p in actor.named_parameters() if p.requires_grad}
-    assert trained and all('lora_' in n or n.startswith('value_head.') for n in trained)
-    assert {'value_head.weight', 'value_head.bias'} < trained
-
-
 def test_what_is_no_causal_model_is_refused():
     with pytest.raises(ValueError, match='GPT2Model has none'):
         Actor(tiny_causal_lm('gpt2').transformer)
     with pytest.raises(ValueError, match='looks ahead'):
-        Actor(BertLMHeadModel(BertConfig(**SIZES)))
-    assert Actor(BertLMHeadModel(BertConfig(**SIZES, is_decoder=True)))
-    t5 = T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+        Actor(transformers.BertLMHeadModel(transformers.BertConfig(**SIZES)))
+    assert Actor(transformers.BertLMHeadModel(transformers.BertConfig(**SIZES, is_decoder=True)))
+    sizes = {'vocab_size': 32, 'd_model': 16, 'd_kv': 8, 'd_ff': 16, 'num_layers': 1, 'num_heads': 2}
+    t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
     with pytest.raises(ValueError, match='names no decoder_start_token_id'):
         Actor(t5)
     with pytest.raises(ValueError, match='it must give one number per state'):
@@ -267,40 +204,19 @@ def test_what_is_no_causal_model_is_refused():
         Actor(tiny_causal_lm('gpt2'), lora_rank=2, num_layers_unfrozen=1)
 
 
-# --- files ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize('family', FAMILIES)
 def test_a_saved_actor_loads_in_transformers_and_here(family, tmp_path):
     actor, tokenizer = Actor(tiny_causal_lm(family, vocab_size=259)), byte_tokenizer()
     actor.save_pretrained(tmp_path, tokenizer)
     ids = torch.tensor([[5, 9, 200]])
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     weights = theirs.state_dict()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in actor.model.state_dict().items())
-    torch.testing.assert_close(
-        theirs(ids).logits, actor.model(ids).logits
-    )  # GPT-2's GELU is another kernel here (nn/trunk.py)
+    # GPT-2's GELU is another kernel here (nn/trunk.py)
+    torch.testing.assert_close(theirs(ids).logits, actor.model(ids).logits)
     batch = collate(sequences(high=259))
     assert torch.equal(Actor.from_pretrained(tmp_path).eval()(batch).logprobs, actor(batch).logprobs)
-    from transformers import AutoTokenizer
-
-    assert AutoTokenizer.from_pretrained(tmp_path)('a b')['input_ids'] == [97, 32, 98]
-
-
-def test_lora_is_folded_in_when_saved_and_left_alone_here(tmp_path):
-    actor, batch = Actor(tiny_causal_lm('llama'), lora_rank=2), collate(sequences())
-    for layer in lora_layers(actor).values():
-        nn.init.normal_(layer.lora_B)
-    before = {n: t.clone() for n, t in actor.state_dict().items()}
-    want = actor(batch).logprobs
-    actor.save_pretrained(tmp_path)
-    again = Actor.from_pretrained(tmp_path).eval()
-    assert not any('lora' in n for n in again.state_dict())
-    assert close(again(batch).logprobs, want, 1e-5)
-    with actor.adapter_disabled():
-        assert not close(actor(batch).logprobs, want, 1e-2)
-    assert all(torch.equal(t, before[n]) for n, t in actor.state_dict().items())
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path)('a b')['input_ids'] == [97, 32, 98]
 
 
 @pytest.mark.parametrize('head', [critic_head, mlp_head])
@@ -311,10 +227,9 @@ def test_the_value_head_is_saved_beside_the_model(head, tmp_path):
     actor.save_pretrained(tmp_path)
     assert (tmp_path / 'value_head.safetensors').is_file()
     assert not list(tmp_path.glob('*.bin'))
-    for again in (Actor.from_pretrained(tmp_path), GPTActor.from_pretrained(tmp_path)):
-        assert torch.equal(again.eval()(batch).values, actor(batch).values)
-    assert type(GPTActor.from_pretrained(tmp_path)) is GPTActor
-    AutoModelForCausalLM.from_pretrained(tmp_path)
+    for cls in (Actor, GPTActor):
+        again = cls.from_pretrained(tmp_path).eval()
+        assert type(again) is cls and torch.equal(again(batch).values, actor(batch).values)
 
 
 def test_weights_given_by_name_are_the_ones_saved(tmp_path):
@@ -327,54 +242,26 @@ def test_weights_given_by_name_are_the_ones_saved(tmp_path):
     assert not close(again.logprobs, actor(batch).logprobs, 1e-2)
 
 
-def test_gradient_checkpointing_runs_each_block_twice_and_changes_no_gradient(monkeypatch):
-    from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
-
-    calls, original = [], GPT2MLP.forward
-
-    def counted(self, *args):
-        calls.append(1)
-        return original(self, *args)
-
-    monkeypatch.setattr(GPT2MLP, 'forward', counted)
-
-    def gradient(checkpoint):
-        torch.manual_seed(0)
-        actor = GPTActor(config=tiny_config('gpt2', dropout=0.1), checkpoint=checkpoint)
-        dropout_off(actor)
-        calls.clear()
-        actor(collate(sequences())).logprobs.sum().backward()
-        assert len(calls) == (4 if checkpoint else 2)
-        return {n: p.grad for n, p in actor.named_parameters()}
-
-    plain, recomputed = gradient(False), gradient(True)
-    assert all(torch.allclose(plain[n], recomputed[n], atol=1e-5) for n in plain)
+HALF = {'dropout': 0.5, 'activation_dropout': 0.5, 'attention_dropout': 0.5, 'layerdrop': 0.9}
+OTHER_NAMES = {'hidden_dropout_prob': 0.5, 'attention_probs_dropout_prob': 0.5}
+XGLM = {'vocab_size': 64, 'd_model': 32, 'num_layers': 2, 'attention_heads': 4, 'ffn_dim': 48}
 
 
-def dropping(kind):
-    """A config whose every kind of dropout is far from 0."""
-    import transformers
-
-    drops = {'attention_dropout': 0.5, 'layerdrop': 0.9}
-    if kind == 'falcon':
-        return transformers.FalconConfig(**SIZES, hidden_dropout=0.5, attention_dropout=0.5, parallel_attn=False)
-    if kind == 'biogpt':
-        drops = {'hidden_dropout_prob': 0.5, 'attention_probs_dropout_prob': 0.5, 'layerdrop': 0.9}
-        return transformers.BioGptConfig(**SIZES, **drops, activation_dropout=0.5)
-    if kind == 'xglm':
-        sizes = {'vocab_size': 64, 'd_model': 32, 'num_layers': 2, 'attention_heads': 4, 'ffn_dim': 48}
-        return transformers.XGLMConfig(
-            **sizes, max_position_embeddings=64, dropout=0.5, activation_dropout=0.5, **drops
-        )
-    return transformers.OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32, dropout=0.5, **drops)
-
-
-@pytest.mark.parametrize('kind', ['opt', 'falcon', 'biogpt', 'xglm'])
-def test_no_kind_of_dropout_is_left_on_with_gradient_checkpointing(kind):
+@pytest.mark.parametrize(
+    'config',
+    [
+        transformers.OPTConfig(**SIZES, **HALF, ffn_dim=48, word_embed_proj_dim=32),
+        transformers.FalconConfig(**SIZES, hidden_dropout=0.5, attention_dropout=0.5, parallel_attn=False),
+        transformers.BioGptConfig(**SIZES, **OTHER_NAMES, layerdrop=0.9, activation_dropout=0.5),
+        transformers.XGLMConfig(**XGLM, **HALF, max_position_embeddings=64),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_no_kind_of_dropout_is_left_on_with_gradient_checkpointing(config):
     torch.manual_seed(0)
-    plain = AutoActor(config=dropping(kind)).eval()
+    plain = AutoActor(config=config).eval()
     torch.manual_seed(0)
-    actor = AutoActor(config=dropping(kind), checkpoint=True).train()
+    actor = AutoActor(config=config, checkpoint=True).train()
     batch = collate(sequences())
     dropout_off(actor)
     copied = copy.deepcopy(actor)
@@ -392,35 +279,17 @@ def test_no_kind_of_dropout_is_left_on_with_gradient_checkpointing(kind):
     assert all(torch.allclose(want[n], p.grad, atol=1e-4) for n, p in actor.named_parameters() if want[n] is not None)
 
 
-# --- GPT-2's GELU in one kernel -------------------------------------------------------------------------------------
-
-
-def run(module, x, grad):
-    x = x.clone().requires_grad_()
-    y = module(x)
-    y.backward(grad)
-    return y.detach(), x.grad
-
-
 @pytest.mark.parametrize(('dtype', 'tolerance'), [(torch.float64, 1e-13), (torch.float32, 1e-5)])
 def test_function_and_gradient_are_the_plain_ones(dtype, tolerance):
+    def run(module, x, grad):
+        x = x.clone().requires_grad_()
+        y = module(x)
+        y.backward(grad)
+        return y.detach(), x.grad
+
     torch.manual_seed(0)
     x, grad = torch.randn(7, 1000, dtype=dtype) * 3, torch.randn(7, 1000, dtype=dtype)
     for ours, plain in zip(run(FusedNewGELU(), x, grad), run(NewGELUActivation(), x, grad), strict=True):
         torch.testing.assert_close(ours, plain, atol=tolerance, rtol=tolerance)
     exact = run(torch.nn.GELU(), x, grad)  # negative control: GELU without the approximation is told apart
     assert not torch.allclose(run(FusedNewGELU(), x, grad)[0], exact[0], atol=1e-5)
-
-
-def test_a_value_by_hand():
-    x = 1.5
-    want = 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-    assert FusedNewGELU()(torch.tensor(x, dtype=torch.float64)).item() == pytest.approx(want, abs=1e-14)
-
-
-def test_an_actor_has_it_and_weights_keep_their_names():
-    model = tiny_causal_lm('gpt2')
-    names = list(model.state_dict())
-    Actor(model)
-    assert [type(block.mlp.act) for block in model.transformer.h] == [FusedNewGELU] * 2
-    assert list(model.state_dict()) == names

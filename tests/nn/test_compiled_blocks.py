@@ -26,27 +26,24 @@ from chatgpt.testing.processes import run_distributed
 from chatgpt.types import Prompt
 
 
-@pytest.fixture(autouse=True)
-def fresh_graphs():
-    """No graphs of another test, and attention as it was."""
+def forget_graphs() -> None:
     torch._dynamo.reset()
     counters.clear()
     compiled._compiled.clear()
+
+
+@pytest.fixture(autouse=True)
+def fresh_graphs():
+    forget_graphs()
     yield
-    torch._dynamo.reset()
-    compiled._compiled.clear()
+    forget_graphs()
 
 
 def batch_of(*lengths: tuple[int, int]) -> Any:
     return collate(sequences(lengths, seed=sum(p + 7 * a for p, a in lengths)))
 
 
-SHAPES = [
-    ((3, 4), (2, 7), (6, 1)),
-    ((3, 4), (2, 7), (6, 2), (3, 3)),
-    ((2, 3), (8, 8), (9, 1), (1, 1)),
-    ((2, 3), (5, 5)),
-]
+SHAPES = [((3, 4), (2, 7), (6, 1)), ((3, 4), (2, 7), (6, 2), (3, 3)), ((2, 3), (8, 8), (9, 1), (1, 1))]
 
 
 def learn(model: nn.Module, batch: Any) -> list[torch.Tensor]:
@@ -68,13 +65,12 @@ def graphs() -> int:
 
 
 KINDS = {
-    'critic': lambda: Critic(tiny_causal_lm('gpt2', layers=1).base_model),
     'llama with lora': lambda: Actor(tiny_causal_lm('llama', layers=1), lora_rank=2),
-    'opt, which has its MLP in the block': lambda: Actor(tiny_causal_lm('opt', layers=1)),
+    'critic of opt, which has its MLP in the block': lambda: Critic(tiny_causal_lm('opt', layers=1).base_model),
 }
 
 
-@pytest.mark.parametrize(('kind', 'checkpointed'), zip(KINDS, (False, True, False), strict=True))
+@pytest.mark.parametrize(('kind', 'checkpointed'), list(zip(KINDS, (True, False), strict=True)))
 def test_numbers_are_the_plain_ones_and_graphs_do_not_follow_the_shapes(kind, checkpointed):
     model = KINDS[kind]().train()
     if checkpointed:
@@ -94,22 +90,20 @@ def test_numbers_are_the_plain_ones_and_graphs_do_not_follow_the_shapes(kind, ch
 
 def test_layers_share_their_graphs():
     def graphs_of(layers):
-        torch._dynamo.reset()
-        compiled._compiled.clear()
-        counters.clear()
+        forget_graphs()
         model = Actor(tiny_causal_lm('llama', layers=layers))
         number = compile_blocks(model, backend='eager')
-        learn(model, batch_of((3, 4), (2, 7)))
+        score(model, batch_of((3, 4), (2, 7)))
         return number, graphs()
 
-    (few_parts, few), (many_parts, many) = graphs_of(1), graphs_of(3)
-    assert (few_parts, many_parts) == (4, 3 * 4)  # two norms, attention, MLP
+    (few_parts, few), (many_parts, many) = graphs_of(1), graphs_of(2)
+    assert (few_parts, many_parts) == (4, 2 * 4)  # two norms, attention, MLP
     assert few == many > 0
 
 
 def test_a_copy_has_parts_of_its_own_and_a_second_call_changes_nothing():
-    model = Actor(tiny_causal_lm('gpt2'))
-    assert compile_blocks(model, backend='eager') == 4 and compile_blocks(model, backend='eager') == 0
+    model = Actor(tiny_causal_lm('gpt2', layers=1))
+    assert compile_blocks(model, backend='eager') == 2 and compile_blocks(model, backend='eager') == 0
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in twin.parameters():
@@ -118,27 +112,19 @@ def test_a_copy_has_parts_of_its_own_and_a_second_call_changes_nothing():
     assert is_compiled(twin)
     for module in twin.modules():
         assert 'forward' not in vars(module) or module.forward.__self__ is module
-    halved = Actor(tiny_causal_lm('gpt2'))
+    halved = Actor(tiny_causal_lm('gpt2', layers=1))
     halved.load_state_dict(twin.state_dict())
     torch.testing.assert_close(score(twin, batch), score(halved, batch), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(score(twin, batch), score(model, batch), atol=1e-3)
 
 
-def test_generating_runs_no_graph(monkeypatch):
-    model = Actor(tiny_causal_lm('llama')).eval()
-    plain = copy.deepcopy(model)
+def test_generating_runs_no_graph():
+    model = Actor(tiny_causal_lm('gpt2', layers=1)).eval()
     compile_blocks(model, backend='eager')
-
-    def responses(actor):
-        engine = LocalEngine()
-        engine.begin(actor)
-        sampling = SamplingParams(max_new_tokens=6, eos_token_ids=(1,))
-        prompts = [Prompt(ids=torch.tensor([4, 5, 6])), Prompt(ids=torch.tensor([7]))]
-        found = engine.generate(Call.of(prompts, sampling, seed=0, indices=[0, 1]))
-        engine.end()
-        return [s.response_ids.tolist() for s in found]
-
-    assert responses(model) == responses(plain)
+    engine, sampling = LocalEngine(), SamplingParams(max_new_tokens=6, eos_token_ids=(1,))
+    engine.begin(model)
+    engine.generate(Call.of([Prompt(ids=torch.tensor([4, 5, 6]))], sampling, seed=0, indices=[0]))
+    engine.end()
     assert graphs() == 0
     with not_compiled():
         score(model, batch_of((3, 4), (2, 7)))
@@ -147,8 +133,9 @@ def test_generating_runs_no_graph(monkeypatch):
     assert graphs() > 0
 
 
+@torch.no_grad()
 def test_hydra_records_its_blocks():
-    model = Actor(tiny_causal_lm('llama', layers=3), num_layers_unfrozen=1).eval()
+    model = Actor(tiny_causal_lm('llama', layers=2), num_layers_unfrozen=1).eval()
     twin = copy.deepcopy(model)
     compile_blocks(model, backend='eager')
     batch = batch_of((3, 4), (2, 7))
@@ -165,20 +152,21 @@ def test_what_cannot_be_compiled_is_said(monkeypatch):
         compile_blocks(Actor(tiny_causal_lm('gpt2')))
 
 
-def under_fsdp(before: bool) -> Any:
-    """Losses of three steps, plain and compiled before or after `prepare`; graphs after each."""
+def under_fsdp() -> Any:
+    """Losses of steps, plain and compiled before and after `prepare`; graphs after each."""
     found = []
-    for with_graphs in (False, True):
+    for compiled_when in ('never', 'before', 'after'):
         strategy = FSDPStrategy(seed=0)
         model = Actor(tiny_causal_lm('gpt2', layers=1)).train()
-        if with_graphs and before:
+        if compiled_when == 'before':
             compile_blocks(model, backend='eager')
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         model, optimizer = strategy.prepare((model, optimizer))
-        if with_graphs and not before:
+        if compiled_when == 'after':
+            forget_graphs()
             compile_blocks(strategy.unwrap(model), backend='eager')
         losses, seen = [], []
-        for shape in SHAPES[:3]:
+        for shape in SHAPES[: 1 if compiled_when == 'after' else 2]:
             with strategy.accumulate(model, last=True), strategy.autocast():
                 loss = -model(batch_of(*shape)).logprobs.mean() / 2
             strategy.backward(loss, model, optimizer)
@@ -191,23 +179,12 @@ def under_fsdp(before: bool) -> Any:
     return found
 
 
-@pytest.mark.parametrize('before', [True, False])
-def test_under_fsdp_on_two_ranks(before):
-    """Compiled before `prepare`, and after it."""
-    for plain, ours in run_distributed(under_fsdp, 2, before, init_group=True):
-        assert ours[0] == pytest.approx(plain[0], rel=1e-4) and ours[2] == plain[2]
-        assert plain[1] == [0, 0, 0] and ours[1][0] == ours[1][2] > 0
-
-
-@pytest.mark.slow
-def test_inductors_code_gives_the_plain_numbers():
-    model = Actor(tiny_causal_lm('llama')).train()
-    twin = copy.deepcopy(model)
-    compile_blocks(model)
-    for shape in SHAPES[:2]:
-        batch = batch_of(*shape)
-        for ours, plain in zip(learn(model, batch), learn(twin, batch), strict=True):
-            torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+def test_under_fsdp():
+    """On one rank, whose modules are wrapped as on many: what takes the time is tracing."""
+    ((plain, before, after),) = run_distributed(under_fsdp, 1, init_group=True)
+    assert plain[1] == [0, 0] and before[1][0] == before[1][1] > 0 and after[1][0] > 0
+    for ours in (before, after):
+        assert ours[0] == pytest.approx(plain[0][: len(ours[0])], rel=1e-4) and ours[2] == plain[2]
 
 
 def test_an_exact_strategy_refuses_compiled_blocks():
@@ -219,3 +196,12 @@ def test_an_exact_strategy_refuses_compiled_blocks():
         with pytest.raises(ValueError, match='compiled graphs of Actor do not repeat'):
             strategy.prepare(*items)
     strategy.close()
+
+
+@pytest.mark.slow
+def test_inductors_code_gives_the_plain_numbers():
+    model = Actor(tiny_causal_lm('llama')).train()
+    twin, batch = copy.deepcopy(model), batch_of(*SHAPES[0])
+    compile_blocks(model)
+    for ours, plain in zip(learn(model, batch), learn(twin, batch), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)

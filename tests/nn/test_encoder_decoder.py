@@ -17,11 +17,10 @@ from torch import Tensor
 from chatgpt.batching import collate
 from chatgpt.nn import Actor, AutoActor, AutoCritic, AutoRM, Critic, ILQLModel, RewardModel, initial_tensors
 from chatgpt.nn.compiled import compile_blocks
-from chatgpt.nn.layouts import encoder_decoder_hidden
 from chatgpt.nn.lora import convert_to_lora, lora_layers, merged
 from chatgpt.nn.peft_format import export_peft
 from chatgpt.nn.shared import SharedTrunk
-from chatgpt.nn.trunk import dropout_off, position_limit
+from chatgpt.nn.trunk import dropout_off
 from chatgpt.testing import ENCODER_DECODERS, tiny_causal_lm, tiny_config
 from chatgpt.types import Sequence
 
@@ -55,9 +54,6 @@ def own(model: Any, family: str, sequence: Sequence) -> tuple[Tensor, Tensor]:
     return out.logits[0], out.decoder_hidden_states[-1][0]
 
 
-# --- forward --------------------------------------------------------------------------------------------------------
-
-
 @every
 @torch.no_grad()
 def test_logprobs_are_the_models_own_loss_of_each_sequence_alone(family):
@@ -73,29 +69,15 @@ def test_logprobs_are_the_models_own_loss_of_each_sequence_alone(family):
 
 @every
 @torch.no_grad()
-def test_states_stand_where_a_decoders_would(family):
-    model = moved(family)
-    batch = collate(sequences())
-    hidden = encoder_decoder_hidden(model, batch).view(len(LENGTHS), -1, 32)
-    for row, sequence in enumerate(sequences()):
-        first, end = len(sequence.prompt_ids) - 1, sequence.num_tokens
-        torch.testing.assert_close(hidden[row, first:end], own(model, family, sequence)[1], atol=1e-5, rtol=1e-4)
-        assert not hidden[row, :first].any() and not hidden[row, end:].any()
-
-
-@every
-@torch.no_grad()
 def test_values_and_scores_are_read_from_the_decoder(family):
     model = moved(family)
     critic, reward_model = Critic(copy.deepcopy(model)).eval(), RewardModel(copy.deepcopy(model)).eval()
     values, scores = critic(collate(sequences())), reward_model(collate(sequences()))
     states = [own(model, family, s)[1] for s in sequences()]
-    torch.testing.assert_close(
-        values, torch.cat([critic.value_head(x[:-1])[:, 0] for x in states]), atol=1e-6, rtol=1e-4
-    )
-    torch.testing.assert_close(
-        scores, torch.stack([reward_model.value_head(x[-1])[0] for x in states]), atol=1e-5, rtol=1e-4
-    )
+    want = torch.cat([critic.value_head(x[:-1])[:, 0] for x in states])
+    torch.testing.assert_close(values, want, atol=1e-6, rtol=1e-4)
+    want = torch.stack([reward_model.value_head(x[-1])[0] for x in states])
+    torch.testing.assert_close(scores, want, atol=1e-5, rtol=1e-4)
     shared = Actor(copy.deepcopy(model), value_head=critic.value_head).eval()
     torch.testing.assert_close(shared(collate(sequences())).values, values)
 
@@ -110,13 +92,6 @@ def test_a_trunk_has_every_weight_but_the_heads(family):
     assert idle == []
     of_model = {id(p) for n, p in model.named_parameters() if n != 'lm_head.weight'}
     assert {id(p) for p in critic.model.parameters()} == of_model
-
-
-def test_position_limits_are_those_of_each_side():
-    assert position_limit(tiny_config('t5')) is None
-    assert position_limit(tiny_config('bart', positions=32)) == 32
-    led = transformers.LEDConfig(max_encoder_position_embeddings=64, max_decoder_position_embeddings=48)
-    assert position_limit(led) == 48
 
 
 @pytest.mark.parametrize('family', ['flan-t5', 'bart'])
@@ -138,10 +113,7 @@ def test_the_parts_of_t5s_blocks_are_compiled():
     assert 'forward' in vars(actor.model.decoder.block[0].layer[1])
 
 
-# --- LoRA, hydra, ILQL ----------------------------------------------------------------------------------------------
-
-
-@every
+@pytest.mark.parametrize('family', ['flan-t5', 'bart'])
 @torch.no_grad()
 def test_adapters_change_nothing_when_new_and_fold_in(family):
     actor = Actor(moved(family)).eval()
@@ -149,9 +121,8 @@ def test_adapters_change_nothing_when_new_and_fold_in(family):
     before = actor(batch).logprobs
     convert_to_lora(actor.model, 2)
     ends = {name.rpartition('.')[2] for name in lora_layers(actor.model)}
-    assert {'t5': {'q', 'k', 'v', 'o', 'wi', 'wo'}, 'flan-t5': {'q', 'k', 'v', 'o', 'wi_0', 'wi_1', 'wo'}}.get(
-        family, {'q_proj', 'k_proj', 'v_proj', 'out_proj', 'fc1', 'fc2'}
-    ) == ends
+    bart, flan = {'q_proj', 'k_proj', 'v_proj', 'out_proj', 'fc1', 'fc2'}, {'q', 'k', 'v', 'o', 'wi_0', 'wi_1', 'wo'}
+    assert ends == (bart if family == 'bart' else flan)
     assert all(any(side in name for name in lora_layers(actor.model)) for side in ('encoder', 'decoder'))
     assert torch.equal(actor(batch).logprobs, before)
     g = torch.Generator().manual_seed(5)
@@ -165,11 +136,10 @@ def test_adapters_change_nothing_when_new_and_fold_in(family):
         assert torch.equal(actor(batch).logprobs, before)
 
 
-@pytest.mark.parametrize('family', ['flan-t5', 'bart'])
 @torch.no_grad()
-def test_exported_adapters_are_pefts(family, tmp_path):
+def test_exported_adapters_are_pefts(tmp_path):
     peft = pytest.importorskip('peft')
-    model = moved(family)
+    model = moved('flan-t5')
     model.save_pretrained(tmp_path / 'base')
     actor = AutoActor(tmp_path / 'base', lora_rank=2).eval()
     g = torch.Generator().manual_seed(5)
@@ -185,8 +155,7 @@ def test_exported_adapters_are_pefts(family, tmp_path):
     torch.testing.assert_close(again(collate([one])).logprobs, actor(collate([one])).logprobs, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize('layers', [1, 2])
-@every
+@pytest.mark.parametrize(('family', 'layers'), [('t5', 1), ('t5', 2), ('flan-t5', 2), ('bart', 1), ('marian', 2)])
 def test_the_reference_stays_the_model_as_it_was(family, layers):
     model = moved(family)
     actor = Actor(copy.deepcopy(model), num_layers_unfrozen=layers).train()
@@ -199,10 +168,7 @@ def test_the_reference_stays_the_model_as_it_was(family, layers):
     out.logprobs.sum().backward()
     trained = [n for n, p in actor.named_parameters() if p.grad is not None]
     assert not [n for n in trained if 'encoder.' in n or 'shared' in n or 'embed' in n or 'relative' in n]
-    with torch.no_grad():
-        for parameter in actor.parameters():
-            if parameter.grad is not None:
-                parameter -= 0.02 * parameter.grad
+    torch.optim.SGD([p for p in actor.parameters() if p.grad is not None], lr=0.02).step()
     out = actor(batch, with_reference=True)
     assert (out.logprobs - before).abs().max() > 1e-3
     assert torch.equal(out.reference.logprobs, before)
@@ -234,10 +200,7 @@ def test_ilql_reads_the_decoders_states(family):
     torch.testing.assert_close(out.logprobs, Actor(model)(collate(sequences())).logprobs)
 
 
-# --- files ----------------------------------------------------------------------------------------------------------
-
-
-@every
+@pytest.mark.parametrize('family', ['t5', 'bart', 'marian'])
 @torch.no_grad()
 def test_folders_go_round(family, tmp_path):
     model, batch = moved(family), collate(sequences())
@@ -259,7 +222,7 @@ def test_folders_go_round(family, tmp_path):
     assert type(base).__name__ == f'{TYPES[family]}Model'
 
 
-@every
+@pytest.mark.parametrize('family', ['flan-t5', 'bart'])
 def test_weights_that_come_later_are_the_weights(family, tmp_path):
     moved(family).save_pretrained(tmp_path)
     for kind in (AutoActor, AutoCritic, AutoRM):
@@ -273,16 +236,9 @@ def test_weights_that_come_later_are_the_weights(family, tmp_path):
             assert torch.equal(got[name], tensor), name
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize('make', [AutoActor, AutoCritic, AutoRM])
-def test_others_are_refused_by_name(make, tmp_path):
-    for config in (
-        transformers.WhisperConfig(),
-        transformers.FSMTConfig(langs=['a', 'b'], src_vocab_size=9, tgt_vocab_size=9),
-        transformers.ProphetNetConfig(),
-    ):
+def test_others_are_refused_by_name(make):
+    for config in (transformers.WhisperConfig(), transformers.ProphetNetConfig()):
         with pytest.raises(ValueError, match=rf'is an encoder-decoder \({config.model_type}\) that does not read'):
             make(config=config)
     for config in (tiny_config('t5', decoder_start_token_id=None), transformers.MBartConfig(vocab_size=64)):
@@ -291,14 +247,11 @@ def test_others_are_refused_by_name(make, tmp_path):
 
 
 def test_a_classifier_over_one_is_refused(tmp_path: Path):
-    transformers.BartForSequenceClassification(tiny_config('bart', num_labels=1)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match='is a classifier over an encoder-decoder'):
-        RewardModel.from_pretrained(tmp_path)
-    with pytest.raises(ValueError, match='is a classifier over an encoder-decoder'):
-        RewardModel(transformers.BartForSequenceClassification(tiny_config('bart', num_labels=1)))
-
-
-def test_no_shared_trunk_of_one(tmp_path: Path):
+    classifier = transformers.BartForSequenceClassification(tiny_config('bart', num_labels=1))
+    classifier.save_pretrained(tmp_path / 'classifier')
+    for load, given in ((RewardModel.from_pretrained, tmp_path / 'classifier'), (RewardModel, classifier)):
+        with pytest.raises(ValueError, match='is a classifier over an encoder-decoder'):
+            load(given)
     tiny_causal_lm('t5').save_pretrained(tmp_path)
     with pytest.raises(ValueError, match='SharedTrunk takes causal language models, and T5'):
         SharedTrunk.from_pretrained(tmp_path)

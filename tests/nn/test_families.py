@@ -9,7 +9,6 @@ import torch
 from model_cases import deberta_config, sequences
 from torch import nn
 
-import chatgpt
 from chatgpt import nn as chatgpt_nn
 from chatgpt.batching import collate
 from chatgpt.nn import Actor, AutoActor, AutoCritic, AutoRM, GPTActor, GPTCritic, LlamaActor, OPTActor, load_tokenizer
@@ -23,14 +22,6 @@ def batch():
     return collate(sequences([(2, 3), (1, 1)]))
 
 
-@pytest.mark.parametrize(('prefix', 'family'), [(p, f) for f in FAMILIES for p in (PREFIXES[f], 'Auto')])
-def test_every_class_builds_from_a_config_and_gives_its_shape(prefix, family):
-    config = tiny_config(family)
-    assert getattr(chatgpt_nn, prefix + 'Actor')(config=config)(batch()).logprobs.shape == (4,)
-    assert getattr(chatgpt_nn, prefix + 'Critic')(config=config)(batch()).shape == (4,)
-    assert getattr(chatgpt_nn, prefix + 'RM')(config=config)(batch()).shape == (2,)
-
-
 @pytest.mark.parametrize('prefix', PREFIXES.values())
 def test_without_anything_the_familys_default_config_is_used(prefix):
     with torch.device('meta'):
@@ -41,17 +32,21 @@ def test_without_anything_the_familys_default_config_is_used(prefix):
 
 
 @pytest.mark.parametrize('family', FAMILIES)
-def test_pretrained_folders_load_into_all_three(family, tmp_path):
+def test_each_class_builds_from_a_folder_or_a_config(family, tmp_path):
     model = tiny_causal_lm(family)
     model.save_pretrained(tmp_path)
     with torch.no_grad():
         want = Actor(model)(batch()).logprobs
         states = model.base_model(batch().input_ids).last_hidden_state
-    actor = getattr(chatgpt_nn, PREFIXES[family] + 'Actor')(pretrained=str(tmp_path)).eval()
-    assert torch.equal(actor(batch()).logprobs, want)
-    for cls in (PREFIXES[family] + 'Critic', 'AutoCritic', PREFIXES[family] + 'RM'):
-        trunk = getattr(chatgpt_nn, cls)(pretrained=tmp_path).eval().model
-        assert torch.equal(trunk(batch().input_ids).last_hidden_state, states)
+    config = tiny_config(family)
+    for prefix in (PREFIXES[family], 'Auto'):
+        actor, critic, reward_model = (getattr(chatgpt_nn, prefix + kind) for kind in ('Actor', 'Critic', 'RM'))
+        assert torch.equal(actor(pretrained=str(tmp_path)).eval()(batch()).logprobs, want)
+        for cls in (critic, reward_model):
+            trunk = cls(pretrained=tmp_path).eval().model
+            assert torch.equal(trunk(batch().input_ids).last_hidden_state, states)
+        assert actor(config=config)(batch()).logprobs.shape == critic(config=config)(batch()).shape == (4,)
+        assert reward_model(config=config)(batch()).shape == (2,)
 
 
 def test_weights_are_fp32_whatever_the_folder_or_config_says(tmp_path):
@@ -61,17 +56,6 @@ def test_weights_are_fp32_whatever_the_folder_or_config_says(tmp_path):
     for actor in (AutoActor(pretrained=tmp_path), AutoActor(config=config)):
         assert {p.dtype for p in actor.parameters()} == {torch.float32}
     assert config.dtype in ('bfloat16', torch.bfloat16), 'the given config was changed'
-
-
-def test_a_fresh_model_follows_the_global_seed_and_leaves_it_usable():
-    def build(seed):
-        torch.manual_seed(seed)
-        return [GPTActor(config=tiny_config('gpt2')).state_dict(), GPTCritic(config=tiny_config('gpt2')).state_dict()]
-
-    (actor, critic), (same, _), (other, _) = build(1), build(1), build(2)
-    name = 'model.transformer.h.0.attn.c_attn.weight'
-    assert torch.equal(actor[name], same[name]) and not torch.equal(actor[name], other[name])
-    assert not torch.equal(actor[name], critic['model.h.0.attn.c_attn.weight']), 'two models drew the same numbers'
 
 
 def test_fresh_weights_are_those_that_transformers_would_draw():
@@ -91,23 +75,15 @@ def test_lora_and_checkpointing_are_arguments_of_every_kind():
         trained = {n for n, p in module.named_parameters() if p.requires_grad}
         assert any('lora_A' in n for n in trained) and any(n.endswith('c_attn.bias') for n in trained)
         assert any(getattr(m, 'gradient_checkpointing', False) for m in module.modules())
-
-
-# --- refusals -------------------------------------------------------------------------------------------------------
+        head = {n for n, _ in module.named_parameters() if n.startswith('value_head.')}
+        assert head <= trained and bool(head) == (cls != 'GPTActor')
 
 
 def test_the_wrong_family_is_named_with_the_right_one(tmp_path):
     tiny_causal_lm('gpt2').save_pretrained(tmp_path)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=f"family 'llama', but '{tmp_path}' is of the family 'gpt2'; use AutoActor"):
         LlamaActor(pretrained=tmp_path)
-    want = (
-        f"LlamaActor takes models of the family 'llama', but '{tmp_path}' is of the family 'gpt2'; use AutoActor, "
-        'which takes any'
-    )
-    assert str(error.value) == want
-    with pytest.raises(
-        ValueError, match="OPTActor takes .* 'opt', but the config is of the family 'bloom'; use AutoActor"
-    ):
+    with pytest.raises(ValueError, match="'opt', but the config is of the family 'bloom'; use AutoActor"):
         OPTActor(config=tiny_config('bloom'))
     with pytest.raises(ValueError, match="family 'deberta-v2'; use AutoActor"):
         GPTActor(config=deberta_config())
@@ -120,36 +96,27 @@ def test_the_wrong_family_is_named_with_the_right_one(tmp_path):
         ('./nowhere', 'there is no such folder'),
         ('a/b/c', 'there is no such folder'),
         ('', 'there is no such folder'),
+        ('nobody/nothing', r"hub name \(there is no such folder\) 'nobody/nothing'"),
         (7, 'a int given; it must be a hub name or a folder'),
         (nn.Linear(1, 1), r'a Linear given; .*for a model that you have: Actor\(model\)'),
     ],
 )
 def test_a_path_that_is_no_model(given, message):
     with pytest.raises(ValueError, match=message) as error:
-        AutoActor(pretrained=given)
+        AutoActor(pretrained=given, local_files_only=True)
     assert '\n' not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ('cls', 'right'),
-    [
-        (chatgpt_nn.Actor, 'AutoActor(pretrained=NAME_OR_FOLDER)'),
-        (chatgpt_nn.Critic, 'AutoCritic(pretrained=NAME_OR_FOLDER)'),
-        (chatgpt_nn.RewardModel, 'AutoRM(pretrained=NAME_OR_FOLDER)'),
-        (chatgpt_nn.ILQLModel, 'ILQLModel.from_pretrained(NAME_OR_FOLDER)'),
-    ],
+    ('name', 'right'),
+    [('Actor', 'AutoActor.pretrained='), ('Critic', 'AutoCritic.pretrained='), ('RewardModel', 'AutoRM.pretrained=')]
+    + [('ILQLModel', 'ILQLModel.from_pretrained')],
 )
-def test_a_class_that_takes_a_model_names_the_one_that_loads_it(cls, right):
-    want = f'{cls.__name__} is built from a model that you have, {cls.__name__}(model); to load one: {right}'
-    for args, kwargs in (
-        ((), {'pretrained': 'gpt2'}),
-        (('gpt2',), {}),
-        ((), {'model': 'gpt2'}),
-        ((), {'config': tiny_config('gpt2')}),
-    ):
-        with pytest.raises(ValueError) as told:
-            cls(*args, **kwargs)
-        assert str(told.value) == want
+def test_a_class_that_takes_a_model_names_the_one_that_loads_it(name, right):
+    cls = getattr(chatgpt_nn, name)
+    for given in ({'pretrained': 'gpt2'}, {'model': 'gpt2'}, {'config': tiny_config('gpt2')}):
+        with pytest.raises(ValueError, match=rf'{name}\(model\); to load one: {right}'):
+            cls(**given)
     with pytest.raises(TypeError, match='lora_rnk'):
         cls(tiny_causal_lm('gpt2'), lora_rnk=2)
 
@@ -168,28 +135,17 @@ def test_a_model_without_a_tokenizer_names_the_flag(family, tmp_path):
     assert load_tokenizer(tmp_path)('a')['input_ids'] == [97]
 
 
-def test_an_unknown_hub_name_is_one_line(monkeypatch):
-    with pytest.raises(ValueError, match="hub name \\(there is no such folder\\) 'nobody/nothing'") as error:
-        AutoActor(pretrained='nobody/nothing', local_files_only=True)
-    assert '\n' not in str(error.value)
-
-
 def test_folders_that_hold_no_model(tmp_path):
     run = tmp_path / 'run'
     (run / 'checkpoints').mkdir(parents=True)
     for load in (load_config, load_tokenizer):
-        with pytest.raises(
-            ValueError,
-            match='a training run that has not ended, and the model is written at its end: go on with --resume',
-        ):
+        with pytest.raises(ValueError, match='a training run that has not ended.*: go on with --resume'):
             load(run)
     for name in ('initial', 'actor'):
         (run / name).mkdir()
         (run / name / 'config.json').write_text('{}')
     for load, what in ((load_config, 'so it holds no model'), (load_tokenizer, 'holds no tokenizer')):
-        with pytest.raises(
-            ValueError, match=rf'{what}; it is the folder of a training run, and the model is in {run}/actor$'
-        ):
+        with pytest.raises(ValueError, match=rf'{what}; it is the folder of .*, and the model is in {run}/actor$'):
             load(run)
     (run / 'actor' / 'tokenizer_config.json').write_text('{}')
     with pytest.raises(ValueError, match='cannot load a tokenizer from the folder .*: .*[^:]$') as told:
@@ -222,20 +178,3 @@ def test_a_tokenizer_always_has_a_padding_token(tmp_path):
     assert load_tokenizer(tmp_path).pad_token_id == 258
     with pytest.raises(ValueError, match='there is no such folder'):
         load_tokenizer('/no/such/folder')
-
-
-# --- the package ----------------------------------------------------------------------------------------------------
-
-
-def test_rooms_are_found_by_attribute():
-    assert chatgpt.nn is chatgpt_nn and 'trainer' in dir(chatgpt)
-    with pytest.raises(AttributeError, match='kitchen'):
-        chatgpt.kitchen  # noqa: B018
-
-
-def test_public_names_exist():
-    assert all(hasattr(chatgpt_nn, name) for name in chatgpt_nn.__all__)
-    kinds = {f'{p}{k}' for p in (*PREFIXES.values(), 'Auto') for k in ('Actor', 'Critic', 'RM')}
-    assert kinds | {'Actor', 'Critic', 'RewardModel', 'PolicyOutput', 'DebertaRM', 'DebertaCritic'} <= set(
-        chatgpt_nn.__all__
-    )

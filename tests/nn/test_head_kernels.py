@@ -1,15 +1,12 @@
 """`Actor.logprob_kernel`: which way is taken when, what is refused by name, and that all give the plain path's numbers.
 
-Triton's kernels run here only in an environment with liger-kernel and triton, in triton's interpreter
-(TRITON_INTERPRET=1); elsewhere the recorded numbers of `liger_golden.json` stand for them.
+Triton's kernels run in tests/gpu; here the recorded numbers of `liger_golden.json` stand for them.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from copy import deepcopy
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +24,11 @@ from chatgpt.functional import logprobs as plain_module
 from chatgpt.functional.fused_logprobs import fused_logprobs
 from chatgpt.functional.logprobs import chunked_logprobs
 from chatgpt.nn import Actor, head_kernels
-from chatgpt.nn.head_kernels import head_logprobs, linear_weights
-from chatgpt.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
+from chatgpt.nn.head_kernels import linear_weights
+from chatgpt.strategies import FSDPStrategy, NaiveStrategy
 from chatgpt.testing import tiny_causal_lm
 from chatgpt.testing.processes import run_distributed
 
-INTERPRETED = find_spec('liger_kernel') is not None and os.environ.get('TRITON_INTERPRET') == '1'
 GOLDEN = Path(__file__).with_name('liger_golden.json')
 
 
@@ -68,16 +64,16 @@ def run(actor, batch, with_entropy='detached'):
     return [out.logprobs.detach(), out.entropy.detach(), *(p.grad for p in actor.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize('family', ['gpt2', 'llama', 'phi'])
-@pytest.mark.parametrize('lora_rank', [0, 2])
-@pytest.mark.parametrize('with_entropy', ['detached', True])
+@pytest.mark.parametrize(
+    ('family', 'lora_rank', 'with_entropy'),
+    [('gpt2', 0, 'detached'), ('llama', 2, True), ('phi', 0, True), ('phi', 2, 'detached')],
+)
 def test_an_actor_learns_the_same_by_blocks(family, lora_rank, with_entropy, small_chunks, taken):
     model = model_of(PhiConfig(**SIZES) if family == 'phi' else family)  # Phi's is an untied head with a bias
     torch.manual_seed(0)
     actor, batch = Actor(model, lora_rank=lora_rank).eval(), collate(sequences())
-    want = run(actor, batch, with_entropy)
+    want = [x.clone() for x in run(actor, batch, with_entropy)]
     assert taken == ['chunked_logprobs']  # the default, on a CPU
-    want = [x.clone() for x in want]
     actor.logprob_kernel = 'fused'
     found = run(actor, batch, with_entropy)
     assert taken == ['chunked_logprobs', 'fused_logprobs']
@@ -121,9 +117,7 @@ def test_what_does_not_fit_is_refused_by_name(monkeypatch, small_chunks):
         capped.logprob_kernel = 'fused'
     assert capped.logprob_kernel == 'auto'
 
-    class Adapted(nn.Linear):
-        pass
-
+    Adapted = type('Adapted', (nn.Linear,), {})
     actor.model.lm_head.__class__ = Adapted
     with pytest.raises(ValueError, match='is a Adapted .* choose .plain'):
         actor.logprob_kernel = 'fused'
@@ -137,9 +131,9 @@ def test_what_does_not_fit_is_refused_by_name(monkeypatch, small_chunks):
         actor.logprob_kernel = 'liger'
     monkeypatch.setattr(head_kernels, 'find_spec', lambda name: True)
     monkeypatch.delenv('TRITON_INTERPRET', raising=False)
-    if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match='there is no GPU here'):
-            actor.logprob_kernel = 'liger'
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    with pytest.raises(ValueError, match='there is no GPU here'):
+        actor.logprob_kernel = 'liger'
 
 
 def test_heads_that_can_be_read():
@@ -150,22 +144,16 @@ def test_heads_that_can_be_read():
     handle = head.register_forward_hook(lambda *a: None)
     assert linear_weights(head) is None  # its own call would run the hook
     handle.remove()
-
-    class Sharded(torch.Tensor):
-        pass
-
-    head.weight = nn.Parameter(head.weight.detach().as_subclass(Sharded))
+    sharded = type('Sharded', (torch.Tensor,), {})
+    head.weight = nn.Parameter(head.weight.detach().as_subclass(sharded))
     assert linear_weights(head) is None
 
 
-# ---------------------------------------------------------------- strategies
-
-
-def of_strategy(name: str) -> dict[str, Any]:
+def under_fsdp() -> dict[str, Any]:
     plain_module.CHUNK_ELEMENTS_CPU = 256
     records, found = sequences(), {}
     for kernel in ('plain', 'fused'):
-        strategy: Any = {'ddp': DDPStrategy, 'fsdp': FSDPStrategy}[name](seed=0)
+        strategy = FSDPStrategy(seed=0)
         torch.manual_seed(0)
         actor = Actor(tiny_causal_lm('llama')).eval()
         actor.logprob_kernel = kernel  # type: ignore[assignment]
@@ -186,17 +174,13 @@ def of_strategy(name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize('name', ['ddp', 'fsdp'])
-def test_blocks_on_two_ranks_are_the_plain_path(name):
-    for found in run_distributed(of_strategy, 2, name, init_group=True):
+def test_blocks_of_a_sharded_head_are_the_plain_path():
+    for found in run_distributed(under_fsdp, 2, init_group=True):
         (plain_losses, plain_state), (losses, state) = found['plain'], found['fused']
         assert losses == pytest.approx(plain_losses, rel=1e-5) and losses[1] != pytest.approx(losses[0], rel=1e-3)
         assert plain_state.keys() == state.keys()
         for key, value in plain_state.items():
             torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-6)
-
-
-# ---------------------------------------------------------------- liger
 
 
 @pytest.mark.parametrize(('temperature', 'bias', 'trained'), CASES)
@@ -211,35 +195,3 @@ def test_ours_agree_with_ligers_recorded_numbers(temperature, bias, trained):
         assert len(found) == len(recorded)
         for ours, theirs in zip(found, recorded, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4, abs=2e-6)
-
-
-@pytest.mark.skipif(not INTERPRETED, reason='needs liger-kernel, triton and TRITON_INTERPRET=1')
-@pytest.mark.parametrize(('temperature', 'bias', 'trained'), CASES)
-def test_liger_in_tritons_interpreter(temperature, bias, trained):
-    def liger(hidden, head, ids, **options):
-        return head_logprobs(hidden, head, head, ids, kernel='liger', vocab_size=50, **options)
-
-    want = numbers(chunked_logprobs, temperature, bias, trained)
-    for ours, plain in zip(numbers(liger, temperature, bias, trained), want, strict=True):
-        assert ours == pytest.approx(plain, rel=1e-4, abs=2e-6)
-
-
-@pytest.mark.skipif(not INTERPRETED, reason='needs liger-kernel, triton and TRITON_INTERPRET=1')
-def test_liger_in_an_actor_and_what_it_refuses():
-    actor, batch = Actor(tiny_causal_lm('llama')).eval(), collate(sequences())
-    want = [x.clone() for x in run(actor, batch)]
-    actor.logprob_kernel = 'liger'
-    for ours, plain in zip(run(actor, batch), want, strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match='no gradient of the entropy'):
-        actor(batch, with_entropy=True)
-    with torch.autocast('cpu', dtype=torch.bfloat16):
-        assert actor(batch, temperature=0.5).logprobs.shape == want[0].shape
-        with pytest.raises(ValueError, match=r'in 16 bits 0\.7, which is no power of two'):
-            actor(batch, temperature=0.7)
-    with pytest.raises(ValueError, match='there is no GPU|need a GPU'):
-        os.environ['TRITON_INTERPRET'] = '0'
-        try:
-            actor(batch)
-        finally:
-            os.environ['TRITON_INTERPRET'] = '1'

@@ -13,14 +13,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from chatgpt.nn import Actor
-from chatgpt.nn.hydra import (
-    check_hydra,
-    has_hydra,
-    make_hydra,
-    recorded_trunk,
-    reference_branch,
-    settle_hydra,
-)
+from chatgpt.nn.hydra import check_hydra, has_hydra, make_hydra, recorded_trunk, reference_branch, settle_hydra
 from chatgpt.nn.lora import convert_to_lora
 from chatgpt.testing.fakes import tiny_causal_lm
 
@@ -34,20 +27,18 @@ def causal_lm(family: str, **kw: Any) -> Any:
     """A random causal LM of three blocks, one per supported build."""
     if family in ('gpt2', 'opt', 'bloom', 'llama'):
         return tiny_causal_lm(family, hidden=16, layers=LAYERS, **kw)
+    post_norm = {'ffn_dim': 24, 'word_embed_proj_dim': 8, 'do_layer_norm_before': False, 'init_std': 0.1}
     config = {
         'gptj': lambda: transformers.GPTJConfig(rotary_dim=4, bos_token_id=1, eos_token_id=2, **GPT_LIKE),
         'gpt_neox': lambda: transformers.GPTNeoXConfig(**NEOX_LIKE),
-        'qwen2': lambda: transformers.Qwen2Config(num_key_value_heads=2, **NEOX_LIKE),
         'gemma2': lambda: transformers.Gemma2Config(num_key_value_heads=1, head_dim=8, **NEOX_LIKE),
-        'opt_post_norm': lambda: transformers.OPTConfig(
-            **SMALL, ffn_dim=24, word_embed_proj_dim=8, do_layer_norm_before=False, init_std=0.1
-        ),
+        'opt_post_norm': lambda: transformers.OPTConfig(**SMALL, **post_norm),
     }[family]()
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
-BUILDS = ('gpt2', 'gptj', 'gpt_neox', 'opt', 'opt_post_norm', 'bloom', 'llama', 'qwen2', 'gemma2')
+BUILDS = ('gpt2', 'gptj', 'gpt_neox', 'opt', 'opt_post_norm', 'bloom', 'llama', 'gemma2')
 
 
 class Owner(nn.Module):
@@ -90,39 +81,30 @@ def bits(module: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize('family', BUILDS)
-def test_reference_stays_the_initial_model_while_the_policy_learns(family: str) -> None:
+def test_the_reference_stays_the_initial_model_and_comes_with_the_policys_pass(family: str) -> None:
     initial = causal_lm(family)
     owner = Owner(copy.deepcopy(initial))
     make_hydra(owner, 2)
+    if family == 'llama':
+        owner.model.gradient_checkpointing_enable({'use_reentrant': False})
     with torch.no_grad():
         expected = initial(input_ids=IDS, use_cache=False).logits
     assert torch.equal(evaluate(owner), expected)
     frozen = bits(owner.ref_branch)
     train(owner)
-    assert not torch.allclose(evaluate(owner), expected, atol=1e-2)
-    with reference_branch(owner):
+    base, bottom_calls = owner.model.base_model, []
+    with torch.no_grad(), reference_branch(owner):
         assert torch.equal(evaluate(owner), expected)
         with reference_branch(owner):
             assert torch.equal(evaluate(owner), expected)
-        assert torch.equal(evaluate(owner), expected)
+        states = base(input_ids=IDS, use_cache=False)[0]
     assert not torch.allclose(evaluate(owner), expected, atol=1e-2)
     assert same(bits(owner.ref_branch), frozen)
-
-
-@pytest.mark.parametrize('family', BUILDS)
-def test_recorded_trunk_gives_the_reference_without_a_second_pass(family: str) -> None:
-    owner = hydra(family)
-    train(owner)
-    base = owner.model.base_model
-    with torch.no_grad():
-        with reference_branch(owner):
-            expected = base(input_ids=IDS, use_cache=False)[0]
-        bottom_calls: list[int] = []
-        owner.ref_branch._blocks[0][0].register_forward_hook(lambda *_: bottom_calls.append(1))
-        with recorded_trunk(owner) as trunk:
-            policy = base(input_ids=IDS, use_cache=False)[0]
-        assert torch.equal(owner.ref_branch(trunk), expected)
-        assert not torch.allclose(policy, expected, atol=1e-3)
+    owner.ref_branch._blocks[0][0].register_forward_hook(lambda *_: bottom_calls.append(1))
+    with torch.no_grad(), recorded_trunk(owner) as trunk:
+        policy = base(input_ids=IDS, use_cache=False)[0]
+    assert torch.equal(owner.ref_branch(trunk), states)
+    assert not torch.allclose(policy, states, atol=1e-3)
     assert len(bottom_calls) == 1
 
 
@@ -130,9 +112,7 @@ def test_recorded_trunk_gives_the_reference_without_a_second_pass(family: str) -
     ('family', 'tied', 'expected'),
     [
         ('gpt2', True, ('h.1.', 'h.2.', 'ln_f.')),
-        ('bloom', True, ('h.1.', 'h.2.', 'ln_f.')),
         ('opt', True, ('layers.1.', 'layers.2.', 'decoder.final_layer_norm.')),
-        ('gpt_neox', False, ('layers.1.', 'layers.2.', 'final_layer_norm.', 'embed_out.', 'lm_head.')),
         ('gptj', False, ('h.1.', 'h.2.', 'ln_f.', 'lm_head.')),
         ('llama', False, ('layers.1.', 'layers.2.', 'model.norm.', 'lm_head.')),
     ],
@@ -156,20 +136,16 @@ def test_gradient_only_above_the_trunk_and_memory_is_model_plus_top(
     assert len({p.data_ptr() for p in owner.parameters()}) == len(list(owner.parameters()))
 
 
-def test_minus_one_trains_everything() -> None:
-    owner = Owner(causal_lm('gpt2'))
-    make_hydra(owner, -1)
-    assert not has_hydra(owner) and all(p.requires_grad for p in owner.parameters())
-    with pytest.raises(ValueError, match='0 reference branches'), reference_branch(owner):
-        pass
-
-
 def test_mistakes_are_refused_and_leave_the_model_alone() -> None:
     for k, message in ((0, 'give -1'), (-2, 'give -1'), (True, 'give -1'), (1.5, 'give -1'), (4, 'has 3 blocks')):
         owner = Owner(causal_lm('gpt2'))
         with pytest.raises(ValueError, match=message):
             make_hydra(owner, k)  # type: ignore[arg-type]
         assert not has_hydra(owner) and all(p.requires_grad for p in owner.parameters())
+    make_hydra(owner, -1)
+    assert not has_hydra(owner) and all(p.requires_grad for p in owner.parameters())
+    with pytest.raises(ValueError, match='0 reference branches'), reference_branch(owner):
+        pass
     with pytest.raises(ValueError, match='no transformers model'):
         make_hydra(nn.Linear(2, 2), 1)
     with pytest.raises(ValueError, match='already has a reference branch'):
@@ -196,60 +172,31 @@ class _IgnoresItsTree(transformers.LlamaForCausalLM):
             self.model.layers._modules.update(kept)
 
 
-class _NoisyLlama(transformers.LlamaForCausalLM):
-    """Gives other logits at every call."""
+def _changing(change: Any) -> Any:
+    """A Llama whose logits go through `change`, which knows the number of the call."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward(*args, **kwargs)
-        self.calls = getattr(self, 'calls', 0) + 1
-        output.logits = output.logits + 1e-3 * self.calls
-        return output
+    class Changing(transformers.LlamaForCausalLM):
+        calls = 0
 
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            self.calls += 1
+            output.logits = change(output.logits, self.calls)
+            return output
 
-class _BarsAToken(_NoisyLlama):
-    """That, with a token that can never come."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward(*args, **kwargs)
-        output.logits[..., 3] = -torch.inf
-        return output
+    return Changing
 
 
-class _NeverAgain(transformers.LlamaForCausalLM):
-    """Gives a number that is none at its second call."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward(*args, **kwargs)
-        self.calls = getattr(self, 'calls', 0) + 1
-        if self.calls == 2:
-            output.logits[0, 0, 0] = torch.nan
-        return output
-
-
-class _RoundsAnotherWay(transformers.LlamaForCausalLM):
-    """Gives the next larger logits at every second call, as kernels may for weights at another address."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward(*args, **kwargs)
-        self.calls = getattr(self, 'calls', 0) + 1
-        if self.calls % 2 == 0:
-            output.logits = torch.nextafter(output.logits, torch.tensor(torch.inf))
-        return output
-
-
-def test_rounding_is_no_reason_to_refuse() -> None:
-    owner = Owner(_RoundsAnotherWay(causal_lm('llama').config))
-    make_hydra(owner, 2)
-    assert has_hydra(owner) and owner.model.calls >= 2
+def _never_again(logits: Tensor, calls: int) -> Tensor:
+    return logits.index_fill(0, torch.tensor([0]), torch.nan) if calls == 2 else logits
 
 
 @pytest.mark.parametrize(
     ('build', 'message'),
     [
         (_IgnoresItsTree, 'from its module tree'),
-        (_NoisyLlama, 'differ by'),
-        (_BarsAToken, 'differ by'),
-        (_NeverAgain, 'differ by nan'),
+        (_changing(lambda logits, calls: logits + 1e-3 * calls), 'differ by'),
+        (_changing(_never_again), 'differ by nan'),
     ],
 )
 def test_a_model_that_does_not_agree_is_refused(build: Any, message: str) -> None:
@@ -259,6 +206,14 @@ def test_a_model_that_does_not_agree_is_refused(build: Any, message: str) -> Non
         make_hydra(owner, 2)
     assert not has_hydra(owner)
     assert [p.requires_grad for p in owner.parameters()] == flags
+
+
+def test_rounding_is_no_reason_to_refuse() -> None:
+    """Kernels may give the next larger logits for weights at another address."""
+    larger = _changing(lambda x, calls: x if calls % 2 else torch.nextafter(x, torch.tensor(torch.inf)))
+    owner = Owner(larger(causal_lm('llama').config))
+    make_hydra(owner, 2)
+    assert has_hydra(owner) and owner.model.calls >= 2
 
 
 class _ReadsTheBlockBelow(LlamaDecoderLayer):
@@ -284,7 +239,7 @@ def test_blocks_that_hand_on_the_policys_states_are_refused() -> None:
 
 
 def test_an_actor_whose_weights_come_later_is_checked_by_its_own_forward() -> None:
-    actor = Actor(causal_lm('qwen2'), num_layers_unfrozen=2)
+    actor = Actor(causal_lm('llama'), num_layers_unfrozen=2)
     before = bits(actor)
     settle_hydra(actor, torch.device('cpu'))
     assert same(bits(actor), before)
@@ -319,25 +274,19 @@ def test_the_check_fails_after_training_and_keeps_modes() -> None:
         check_hydra(owner)
 
 
-@pytest.mark.parametrize('inside', [False, True])
-def test_deepcopy_is_independent(inside: bool) -> None:
+def test_deepcopy_is_independent() -> None:
     owner = hydra()
     reference = evaluate(owner)
     train(owner)
     policy = evaluate(owner)
-    if inside:
-        with reference_branch(owner):
-            duplicate = copy.deepcopy(owner)
-            assert torch.equal(evaluate(duplicate), reference)
-        return
+    with reference_branch(owner):
+        assert torch.equal(evaluate(copy.deepcopy(owner)), reference)
     duplicate = copy.deepcopy(owner)
     train(duplicate)
     assert torch.equal(evaluate(owner), policy) and not torch.equal(evaluate(duplicate), policy)
     with reference_branch(duplicate):
         assert torch.equal(evaluate(duplicate), reference)
         assert torch.equal(evaluate(owner), policy)
-    with reference_branch(owner):
-        assert torch.equal(evaluate(owner), reference)
 
 
 def test_state_dict_round_trip() -> None:
@@ -370,14 +319,6 @@ def test_saving_and_loading_inside_the_context_is_refused() -> None:
     assert same(bits(owner), state)
 
 
-def test_the_model_itself_may_be_the_owner() -> None:
-    model = causal_lm('gpt2')
-    make_hydra(model, 2)
-    assert not any(p.requires_grad for p in model.ref_branch.parameters())
-    with reference_branch(model), torch.no_grad():
-        model(input_ids=IDS)
-
-
 def test_recorded_trunk_needs_a_forward_without_cache() -> None:
     owner = hydra()
     with pytest.raises(ValueError, match='use_cache=False'), recorded_trunk(owner):
@@ -387,25 +328,3 @@ def test_recorded_trunk_needs_a_forward_without_cache() -> None:
     with pytest.raises(ValueError, match='0 of 2'):
         owner.ref_branch(trunk)
     assert not any(block._forward_pre_hooks for block in owner.model.model.layers)
-
-
-def test_generation_inside_the_context_is_the_initial_models() -> None:
-    initial = causal_lm('gpt2')
-    owner = Owner(copy.deepcopy(initial))
-    make_hydra(owner, 2)
-    train(owner, steps=8)
-    how = {'max_new_tokens': 6, 'do_sample': False, 'attention_mask': torch.ones_like(IDS), 'pad_token_id': 0}
-    expected = initial.generate(IDS, **how)
-    with reference_branch(owner):
-        assert torch.equal(owner.model.generate(IDS, **how), expected)
-    assert not torch.equal(owner.model.generate(IDS, **how), expected)
-
-
-def test_reference_with_gradient_checkpointing() -> None:
-    owner = hydra('llama')
-    owner.model.gradient_checkpointing_enable({'use_reentrant': False})
-    reference = evaluate(owner)
-    train(owner)
-    with reference_branch(owner):
-        assert torch.equal(evaluate(owner), reference)
-    assert not torch.allclose(evaluate(owner), reference, atol=1e-2)

@@ -1,25 +1,29 @@
 """The padding-free forward: the same numbers as the padded one, in every family that takes part, and no trace of its
-neighbours."""
+neighbours. FlashAttention for variable lengths: its call with stand-ins of its forms, its numbers on a GPU."""
 
 from __future__ import annotations
 
 import inspect
 from copy import deepcopy
+from itertools import pairwise
 
 import model_cases
 import pytest
 import torch
+import transformers
 from model_cases import OTHERS, SIZES, gradients, model_of
 from torch import nn
-from transformers import AutoModelForCausalLM, MistralConfig
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 from transformers.models.doge.modeling_doge import DogeModel
 
+import chatgpt.nn.packing as packing_module
 from chatgpt.batching import collate, packing_of
 from chatgpt.nn import Actor, AutoActor, AutoCritic, Critic, RewardModel, initial_tensors
 from chatgpt.nn.packing import enable_packing, flat_hidden, packed_attention, packs, settle, window_of
 from chatgpt.nn.trunk import base_model
 from chatgpt.rollout import Call, LocalEngine, SamplingParams
-from chatgpt.testing import tiny_causal_lm, tiny_config
+from chatgpt.testing import tiny_causal_lm
 from chatgpt.types import Prompt
 
 LENGTHS = [(9, 12), (3, 7), (5, 5), (4, 2), (2, 2)]
@@ -27,9 +31,6 @@ LENGTHS = [(9, 12), (3, 7), (5, 5), (4, 2), (2, 2)]
 
 def sequences(lengths=LENGTHS):
     return model_cases.sequences(lengths, seed=1)
-
-
-# ---------------------------------------------------------------- the plan, by hand
 
 
 def test_three_rows_by_hand():
@@ -43,11 +44,7 @@ def test_three_rows_by_hand():
     assert (first.start, first.stop, first.rows, first.width) == (0, 7, 2, 4)
     assert first.index is not None and first.index.tolist() == [0, 1, 2, 3, 4, 5, 6]
     assert (second.start, second.stop, second.rows, second.width, second.index) == (7, 8, 1, 1, None)
-
-
-def test_rows_of_one_length_are_left_as_they_are():
-    assert packing_of([3, 3], 3) is None
-    assert collate(sequences([(2, 2), (2, 2)])).packing is None
+    assert packing_of([3, 3], 3) is None  # rows of one length are left as they are
     assert collate(sequences(), pack=False).packing is None
 
 
@@ -70,9 +67,6 @@ def test_attention_against_a_loop():
         start += n
 
 
-# ---------------------------------------------------------------- against the padded forward
-
-
 @pytest.mark.parametrize('name', ['gpt2', 'opt', 'llama', *OTHERS])
 def test_log_probs_and_gradients_are_those_of_the_padded_forward(name):
     actor = Actor(model_of(name)).eval()
@@ -84,35 +78,8 @@ def test_log_probs_and_gradients_are_those_of_the_padded_forward(name):
     weights = torch.linspace(-1, 1, len(one.logprobs))
     a, b = gradients(actor, (one.logprobs * weights).sum()), gradients(actor, (actor(padded).logprobs * weights).sum())
     assert float((a - b).norm() / b.norm()) < 1e-5
-
-
-def test_critic_and_reward_model_agree_too():
-    packed, padded = collate(sequences()), collate(sequences(), pack=False)
-    for module in (Critic(tiny_causal_lm('gpt2')).eval(), RewardModel(tiny_causal_lm('llama')).eval()):
-        assert packs(module.model)
-        assert torch.allclose(module(packed), module(padded), atol=1e-5)
-
-
-def test_bf16_against_fp32():
-    actor = Actor(tiny_causal_lm('llama')).eval()
-    with torch.no_grad():
-        want = actor(collate(sequences(), pack=False)).logprobs
-        half = deepcopy(actor).bfloat16()
-        packed, padded = (half(collate(sequences(), pack=p)).logprobs for p in (True, False))
-    error = float((packed - want).norm() / want.norm())
-    assert error < 2e-2
-    assert error < 1.5 * float((padded - want).norm() / want.norm()) + 1e-3
-
-
-def test_a_neighbour_changes_nothing():
-    """Each sequence alone, and with another one's ids exchanged: equal to the last bit but for the matmuls' own
-    rounding."""
-    actor = Actor(tiny_causal_lm('gpt2')).eval()
-    items = sequences()
-    with torch.no_grad():
-        together = actor(collate(items)).logprobs.split([s.num_actions for s in items])
-        for item, got in zip(items, together, strict=True):
-            assert torch.allclose(actor(collate([item])).logprobs, got, atol=1e-5)
+    for module in (Critic(actor.model).eval(), RewardModel(actor.model).eval()):
+        assert packs(module.model) and torch.allclose(module(packed), module(padded), atol=1e-5)
 
 
 def test_borders_are_what_makes_it_right():
@@ -139,23 +106,15 @@ def test_gradient_checkpointing_recomputes_the_packed_attention():
     assert torch.allclose(a, b, atol=1e-6)
 
 
-# ---------------------------------------------------------------- who takes part
-
-
-@pytest.mark.parametrize('name', ['bloom'])
-def test_position_biases_run_padded(name):
-    actor = Actor(model_of(name)).eval()
-    assert not packs(base_model(actor.model))
-    packed, padded = collate(sequences()), collate(sequences(), pack=False)
-    assert torch.equal(actor(packed).logprobs, actor(padded).logprobs)
-
-
-def test_a_batch_longer_than_the_window_runs_padded():
-    actor = Actor(model_of(MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=8))).eval()
-    assert packs(actor.model.model) and window_of(actor.model.model) == 8
+def test_position_biases_and_batches_longer_than_the_window_run_padded():
+    mistral = Actor(model_of(MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=8))).eval()
+    assert packs(mistral.model.model) and window_of(mistral.model.model) == 8
+    bloom = Actor(tiny_causal_lm('bloom')).eval()
+    assert not packs(base_model(bloom.model))
     packed, padded = collate(sequences()), collate(sequences(), pack=False)
     assert packed.packing is not None and packed.packing.max_length > 8
-    assert torch.equal(actor(packed).logprobs, actor(padded).logprobs)
+    for actor in (mistral, bloom):
+        assert torch.equal(actor(packed).logprobs, actor(padded).logprobs)
 
 
 def test_a_model_that_disagrees_keeps_its_attention():
@@ -175,36 +134,13 @@ def test_a_model_that_disagrees_keeps_its_attention():
     assert model.config._attn_implementation == 'sdpa'
 
 
-def test_the_users_model_is_not_changed_otherwise():
-    model = tiny_causal_lm('llama').eval()
-    ids = torch.arange(3, 13)[None]
-    with torch.no_grad():
-        before = model(ids).logits
-        made = model.generate(ids, max_new_tokens=4, do_sample=False)
-        Actor(model)
-        model.eval()
-        assert torch.equal(model(ids).logits, before)
-        assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), made)
-
-
 def test_the_setting_is_not_written_into_a_folder(tmp_path):
     Actor(tiny_causal_lm('gpt2')).save_pretrained(tmp_path)
     assert 'packed' not in (tmp_path / 'config.json').read_text()
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == 'sdpa'
 
 
-def test_on_the_meta_device_the_form_decides():
-    with torch.device('meta'):
-        model = AutoModelForCausalLM.from_config(tiny_config('gpt2'))
-    assert enable_packing(base_model(model))
-
-
-# ---------------------------------------------------------------- one pass for policy and reference
-
-
-@pytest.mark.parametrize(
-    ('name', 'pack'), [('gpt2', True), ('gpt2', False), ('llama', True), ('opt', True), ('bloom', True)]
-)
+@pytest.mark.parametrize(('name', 'pack'), [('gpt2', False), ('llama', True), ('bloom', True)])
 def test_a_hydras_reference_comes_with_the_policy(name, pack):
     actor = Actor(model_of(name), num_layers_unfrozen=1, value_head=True).eval()
     optimizer = torch.optim.SGD([p for p in actor.parameters() if p.requires_grad], lr=0.1)
@@ -226,12 +162,7 @@ def test_a_hydras_reference_comes_with_the_policy(name, pack):
     assert not torch.allclose(both.logprobs, both.reference.logprobs, atol=1e-4)
 
 
-# ---------------------------------------------------------------- what is taken on trust on the meta device
-
-
 def small_config(kind):
-    import transformers
-
     sizes = SIZES | {'num_key_value_heads': 2, 'initializer_range': 0.1}
     if kind != 'phi3':
         return {'nemotron': transformers.NemotronConfig, 'doge': transformers.DogeConfig}[kind](**sizes)
@@ -256,15 +187,12 @@ def filled(build):
     return module.eval()
 
 
-@pytest.mark.parametrize('kind', ['nemotron', 'doge'])
-@pytest.mark.parametrize('cls', [Actor, Critic], ids=['actor', 'critic'])
-def test_a_model_that_does_not_hand_on_the_packing_says_so_and_then_runs_padded(kind, cls):
-    make = AutoActor if cls is Actor else AutoCritic
+@pytest.mark.parametrize(('kind', 'make'), [('nemotron', AutoActor), ('nemotron', AutoCritic), ('doge', AutoActor)])
+def test_a_model_that_does_not_hand_on_the_packing_says_so_and_then_runs_padded(kind, make):
     torch.manual_seed(0)
     if kind == 'doge' and 'allow_is_causal_skip' not in inspect.getsource(DogeModel.forward):
-        with pytest.raises(
-            ValueError, match='DogeModel gives a token other numbers'
-        ):  # transformers 5.17's looks ahead
+        # transformers 5.17's looks ahead
+        with pytest.raises(ValueError, match='DogeModel gives a token other numbers'):
             make(config=small_config(kind))
         return
     want = make(config=small_config(kind)).eval()
@@ -281,13 +209,10 @@ def test_a_model_that_does_not_hand_on_the_packing_says_so_and_then_runs_padded(
     assert torch.allclose(got, plain, atol=1e-5)
 
 
-def test_a_model_that_packs_goes_on_packing():
-    module = filled(lambda: AutoActor(config=small_config('phi3')))
-    assert settle(module, torch.device('cpu')) and packs(base_model(module.model))
-
-
 def test_sequences_beyond_the_length_where_frequencies_change_are_refused():
     """Phi-3 with long context: transformers chooses the frequencies of a batch by its longest sequence."""
+    module = filled(lambda: AutoActor(config=small_config('phi3')))
+    assert settle(module, torch.device('cpu')) and packs(base_model(module.model))  # it packs, also when filled later
     actor = AutoActor(config=small_config('phi3')).eval()
     short, long = sequences([(3, 6), (4, 8)]), sequences([(3, 6), (9, 8)])
     with torch.no_grad():
@@ -304,17 +229,135 @@ def test_sequences_beyond_the_length_where_frequencies_change_are_refused():
     engine.end()
 
 
-@pytest.mark.parametrize('cls', [Actor, Critic, RewardModel], ids=['actor', 'critic', 'reward model'])
-def test_a_model_whose_numbers_depend_on_their_company_is_refused(cls):
+def test_a_model_whose_numbers_depend_on_their_company_is_refused():
     """BERT's decoder class looks ahead unless its config says otherwise, and is in no list of those that do."""
-    import transformers
-
     torch.manual_seed(0)
-    for is_decoder in (True, False):
-        config = transformers.BertGenerationConfig(**SIZES, initializer_range=0.3, is_decoder=is_decoder)
-        model = transformers.BertGenerationDecoder(config).eval()
-        if is_decoder:
-            cls(model)
-        else:
-            with pytest.raises(ValueError, match='gives a token other numbers when padding, other sequences or later'):
-                cls(model)
+    causal, ahead = (
+        transformers.BertGenerationDecoder(
+            transformers.BertGenerationConfig(**SIZES, initializer_range=0.3, is_decoder=is_decoder)
+        ).eval()
+        for is_decoder in (True, False)
+    )
+    for cls in (Actor, Critic, RewardModel):
+        cls(causal)
+        with pytest.raises(ValueError, match='gives a token other numbers when padding, other sequences or later'):
+            cls(ahead)
+
+
+def per_sequence(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale=None, enable_gqa=False):
+    """What `varlen_attn` promises, one sequence after another: (T, H, d)."""
+    assert all(x.is_contiguous() for x in (q, k, v)) and q.dtype == k.dtype == v.dtype
+    assert cu_q.dtype == cu_k.dtype == torch.int32 and cu_q.tolist() == cu_k.tolist()
+    assert cu_q[-1] == len(q) == len(k) == len(v)
+    assert enable_gqa or q.shape == k.shape
+    assert max_q == max_k == max(b - a for a, b in pairwise(cu_q.tolist()))
+    parts = []
+    for start, end in pairwise(cu_q.tolist()):
+        own = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
+        out = scaled_dot_product_attention(*own, is_causal=causal, scale=scale, enable_gqa=enable_gqa)
+        parts.append(out[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+def first_form(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
+    """torch 2.10's parameters"""
+    return per_sequence(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal)
+
+
+def later_form(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+    """torch 2.13's, but for those of paged caches"""
+    return per_sequence(query, key, value, cu_q, cu_k, max_q, max_k, window_size == (-1, 0), scale, enable_gqa)
+
+
+def use_varlen(monkeypatch, attend) -> list[tuple[torch.dtype, int, int]]:
+    """Let packed attention go through `attend` on any device. Returns dtype, heads and key heads of every call."""
+    calls = []
+
+    def counting(q, k, v, *args, **kwargs):
+        calls.append((q.dtype, q.shape[1], k.shape[1]))
+        return attend(q, k, v, *args, **kwargs)
+
+    names = frozenset(inspect.signature(attend).parameters)
+    monkeypatch.setattr(packing_module, '_varlen', lambda: (counting, names))
+    return calls
+
+
+def stand_in(monkeypatch, form) -> list[tuple[torch.dtype, int, int]]:
+    """The same on a CPU, where torch's own does not run."""
+    monkeypatch.setattr(packing_module, '_fits_varlen', lambda q, k, v: q.dtype == k.dtype == v.dtype)
+    monkeypatch.setattr(packing_module, 'NARROW', 0)  # 16 bits stay 16 bits
+    return use_varlen(monkeypatch, form)
+
+
+def attention_of(device, dtype, kv_heads) -> list[torch.Tensor]:
+    """What attention gives for sequences of 5, 2, 4 and 1 tokens, and the gradients of query, key and value."""
+    lengths, heads, d = [5, 2, 4, 1], 4, 16
+    g = torch.Generator().manual_seed(3)
+    made = [torch.randn(1, n, sum(lengths), d, generator=g, dtype=torch.float64) for n in (heads, kv_heads, kv_heads)]
+    q, k, v = (x.to(device, dtype).requires_grad_() for x in made)
+    packing = packing_of(lengths, 5)
+    assert packing is not None
+    out, _ = packed_attention(nn.Module(), q, k, v, None, scaling=0.3, packing=packing.to(torch.device(device)))
+    (out * torch.linspace(-1, 1, out.numel(), device=device, dtype=dtype).view_as(out)).sum().backward()
+    return [x.detach().double().cpu() for x in (out, q.grad, k.grad, v.grad)]
+
+
+@pytest.mark.parametrize('form', [first_form, later_form])
+@pytest.mark.parametrize('kv_heads', [4, 2, 1])
+def test_the_call_for_variable_lengths(monkeypatch, form, kv_heads):
+    plain = attention_of('cpu', torch.float64, kv_heads)
+    calls = stand_in(monkeypatch, form)
+    for ours, want in zip(attention_of('cpu', torch.float64, kv_heads), plain, strict=True):
+        assert torch.allclose(ours, want, atol=1e-9)
+    assert calls == [(torch.float64, 4, 4 if form is first_form else kv_heads)]
+
+
+on_flash_attention = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
+    reason='needs a CUDA device from sm80 on',
+)
+
+
+def real_varlen(monkeypatch) -> list[tuple[torch.dtype, int, int]]:
+    found = packing_module._varlen()
+    assert found is not None, f'torch {torch.__version__} has no varlen_attn'
+    return use_varlen(monkeypatch, found[0])
+
+
+@pytest.mark.gpu
+@on_flash_attention
+@pytest.mark.parametrize('kv_heads', [4, 2])
+def test_flash_attention_against_fp64(monkeypatch, kv_heads):
+    plain = attention_of('cpu', torch.float64, kv_heads)
+    calls = real_varlen(monkeypatch)
+    for got, want in zip(attention_of('cuda', torch.bfloat16, kv_heads), plain, strict=True):
+        assert float((got - want).norm() / want.norm()) < 2e-2
+    assert len(calls) == 1
+
+
+@pytest.mark.gpu
+@on_flash_attention
+@pytest.mark.parametrize('autocast', [False, True])
+@pytest.mark.parametrize('kv_heads', [4, 2])
+def test_flash_attention_gives_the_padded_forwards_numbers(monkeypatch, kv_heads, autocast):
+    """In bf16, by relative errors of log-probs and gradients against fp32."""
+    calls = real_varlen(monkeypatch)
+    torch.manual_seed(0)
+    sizes = SIZES | {'hidden_size': 64, 'num_key_value_heads': kv_heads, 'initializer_range': 0.2}  # heads of 16
+    actor = Actor(AutoModelForCausalLM.from_config(LlamaConfig(**sizes)).to('cuda')).eval()
+    assert packs(base_model(actor.model))
+    half = actor if autocast else deepcopy(actor).bfloat16()
+    packed, padded = (collate(sequences(), pack=p).to(torch.device('cuda')) for p in (True, False))
+    weights = torch.linspace(-1, 1, len(packed.action_ids), device='cuda')
+
+    def numbers(module, batch, narrow):
+        with torch.autocast('cuda', torch.bfloat16, enabled=narrow and autocast):
+            logprobs = module(batch).logprobs.float()
+        return logprobs.detach(), gradients(module, (logprobs * weights).sum()).float()
+
+    for want, ours, plain in zip(
+        numbers(actor, padded, False), numbers(half, packed, True), numbers(half, padded, True), strict=True
+    ):
+        error, other = (float((got - want).norm() / want.norm()) for got in (ours, plain))
+        assert error < 8e-2 and error < 1.5 * other + 5e-3
+    assert len(calls) == 2 and all(dtype is torch.bfloat16 for dtype, _, _ in calls)

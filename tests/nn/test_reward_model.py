@@ -1,28 +1,32 @@
-"""Reward models: where the score is read, its bias, and folders that transformers loads."""
+"""Reward models and critics: where score and values are read, how heads start, and folders that transformers loads."""
 
 from __future__ import annotations
 
 import json
+import math
 from copy import deepcopy
 
 import pytest
 import torch
+import transformers
 from model_cases import SIZES, close, deberta_config, model_of, sequences
 from torch import nn
-from transformers import (
-    AutoModelForSequenceClassification,
-    BertConfig,
-    BertForSequenceClassification,
-    CohereConfig,
-    DebertaV2ForSequenceClassification,
-    DistilBertConfig,
-    DistilBertForSequenceClassification,
-    RobertaConfig,
-    RobertaForSequenceClassification,
-)
 
 from chatgpt.batching import collate
-from chatgpt.nn import GPTRM, Critic, DebertaRM, GPTCritic, LlamaRM, RewardModel, mlp_head
+from chatgpt.nn import (
+    GPTRM,
+    Critic,
+    DebertaCritic,
+    DebertaRM,
+    GPTCritic,
+    LlamaRM,
+    OPTCritic,
+    RewardModel,
+    critic_head,
+    mlp_head,
+    reward_head,
+)
+from chatgpt.nn.heads import in_fp32
 from chatgpt.nn.lora import lora_layers
 from chatgpt.testing import FAMILIES, char_tokenizer, tiny_causal_lm, tiny_config
 
@@ -52,11 +56,7 @@ def test_the_score_is_read_at_the_last_real_token(family):
     assert not close(scores, slow_scores(model, seqs, position=-2), 1e-2)
     wide = collate([*seqs, *sequences([(30, 20)], seed=1)], pad_id=9)
     assert close(model(wide)[:3], scores), 'padding changed a score'
-
-
-def test_a_response_that_ends_in_the_padding_token_is_read_to_its_end():
-    model, seqs = RewardModel(tiny_causal_lm('gpt2')), sequences()
-    for s in seqs:
+    for s in seqs:  # a response may end in the padding token
         s.response_ids[-1] = 0
     assert close(model(collate(seqs, pad_id=0)), slow_scores(model, seqs))
 
@@ -73,18 +73,6 @@ def test_calibration_makes_the_reference_mean_zero_and_travels_with_the_weights(
     assert float(other.score_bias) == float(model.score_bias) != 0.0 and model.score_bias.dtype == torch.float32
 
 
-def test_it_is_built_from_a_critics_parts():
-    critic = GPTCritic(config=tiny_config('gpt2'))
-    model = RewardModel(deepcopy(critic.model), deepcopy(critic.value_head))
-    with torch.no_grad():
-        model.value_head.weight.fill_(1.0)
-    assert float(critic.value_head.weight.detach().abs().max()) < 0.1
-    assert model(collate(sequences())).shape == (3,)
-
-
-# --- folders --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize('family', FAMILIES)
 def test_transformers_loads_the_folder_and_gives_the_scores_up_to_the_bias(family, tmp_path):
     model, seqs = RewardModel(tiny_causal_lm(family)).eval(), sequences()
@@ -92,7 +80,7 @@ def test_transformers_loads_the_folder_and_gives_the_scores_up_to_the_bias(famil
     model.calibrate(2.0)
     scores = model(collate(seqs)).detach()
     model.save_pretrained(tmp_path, char_tokenizer())
-    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     bias = json.loads((tmp_path / 'config.json').read_text())['score_bias']
     assert bias == pytest.approx(1.5)
     batch = collate(seqs, pad_id=0)
@@ -115,27 +103,22 @@ def test_the_named_class_takes_the_head_over_and_checks_the_family(tmp_path):
         LlamaRM(pretrained=tmp_path)
 
 
-def test_lora_is_folded_in(tmp_path):
-    model, batch = RewardModel(tiny_causal_lm('gpt2'), lora_rank=2).eval(), collate(sequences())
-    plain = model(batch)
-    for layer in lora_layers(model).values():
-        nn.init.normal_(layer.lora_B)
-    adapted = model(batch)
-    assert not close(adapted, plain, 1e-2)
-    model.save_pretrained(tmp_path, char_tokenizer())
-    assert close(RewardModel.from_pretrained(tmp_path).eval()(batch), adapted, 1e-4)
-
-
-def test_given_weights_are_the_ones_saved(tmp_path):
-    model, other = RewardModel(tiny_causal_lm('gpt2')).eval(), RewardModel(tiny_causal_lm('gpt2', seed=1)).eval()
+def test_given_weights_are_the_ones_saved_and_adapters_are_folded_in(tmp_path):
+    model, other = (RewardModel(tiny_causal_lm('gpt2', seed=seed)).eval() for seed in (0, 1))
     other.calibrate(1.0)
-    model.save_pretrained(tmp_path, char_tokenizer(), state_dict=other.state_dict())
-    assert close(RewardModel.from_pretrained(tmp_path).eval()(collate(sequences())), other(collate(sequences())))
+    model.save_pretrained(tmp_path / 'given', char_tokenizer(), state_dict=other.state_dict())
+    adapted = RewardModel(tiny_causal_lm('gpt2'), lora_rank=2).eval()
+    for layer in lora_layers(adapted).values():
+        nn.init.normal_(layer.lora_B, std=0.1)
+    adapted.save_pretrained(tmp_path / 'folded', char_tokenizer())
+    batch = collate(sequences())
+    for want, folder in ((other, 'given'), (adapted, 'folded')):
+        assert close(RewardModel.from_pretrained(tmp_path / folder).eval()(batch), want(batch), 1e-4)
 
 
 @pytest.mark.parametrize('head', [mlp_head(32), None])
 def test_what_transformers_has_no_class_for_still_survives_a_folder(head, tmp_path):
-    model = RewardModel(model_of(CohereConfig(**SIZES, num_key_value_heads=1)), head).eval()
+    model = RewardModel(model_of(transformers.CohereConfig(**SIZES, num_key_value_heads=1)), head).eval()
     for parameter in model.value_head.parameters():
         nn.init.normal_(parameter)
     model.calibrate(0.25)
@@ -153,20 +136,25 @@ def test_padding_ids_that_transformers_cannot_use_are_warned_about(tmp_path):
     assert RewardModel.from_pretrained(tmp_path / 'a')(collate(sequences())).shape == (3,)
 
 
-# --- other people's classifiers -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize('labels', [1, 2])
 @pytest.mark.parametrize('family', FAMILIES)
 def test_a_causal_classifier_of_one_label_or_two(family, labels, tmp_path):
     torch.manual_seed(0)
-    classifier = AutoModelForSequenceClassification.from_config(tiny_config(family, num_labels=labels)).eval()
+    classifier = transformers.AutoModelForSequenceClassification.from_config(
+        tiny_config(family, num_labels=labels)
+    ).eval()
     classifier.save_pretrained(tmp_path)
     model, seqs = RewardModel.from_pretrained(tmp_path).eval(), sequences()
     logits = torch.cat([classifier(whole(s)).logits for s in seqs])
     want = logits[:, 0] if labels == 1 else logits[:, 1] - logits[:, 0]
     assert close(model(collate(seqs)), want) and model.value_head is not None
     assert labels == 1 or not close(model(collate(seqs)), -want, 1e-2)
+    # one that one has is built upon, and trained with it
+    built = RewardModel.from_classifier(classifier).eval()
+    assert close(built(collate(seqs)), want) and built.model is classifier.base_model
+    assert (built.value_head is classifier.score) == (labels == 1)
+    with pytest.raises(ValueError, match='it must be a sequence classifier'):
+        RewardModel.from_classifier(classifier.base_model)
 
 
 SMALL = SIZES | {'hidden_size': 16, 'num_attention_heads': 2, 'intermediate_size': 16, 'initializer_range': 0.5}
@@ -176,11 +164,10 @@ SMALL = SIZES | {'hidden_size': 16, 'num_attention_heads': 2, 'intermediate_size
 @pytest.mark.parametrize(
     ('cls', 'config'),
     [
-        (BertForSequenceClassification, BertConfig(**SMALL)),
-        (RobertaForSequenceClassification, RobertaConfig(**SMALL | {'pad_token_id': 1})),
+        (transformers.BertForSequenceClassification, transformers.BertConfig(**SMALL)),
         (
-            DistilBertForSequenceClassification,
-            DistilBertConfig(vocab_size=64, dim=16, n_layers=1, n_heads=2, hidden_dim=16),
+            transformers.DistilBertForSequenceClassification,
+            transformers.DistilBertConfig(vocab_size=64, dim=16, n_layers=1, n_heads=2, hidden_dim=16),
         ),
     ],
 )
@@ -201,7 +188,7 @@ def test_an_encoder_scores_as_its_own_classifier_does(cls, config, labels, tmp_p
 
 def test_a_deberta_classifier_and_a_new_deberta_reward_model(tmp_path):
     torch.manual_seed(0)
-    classifier = DebertaV2ForSequenceClassification(deberta_config(num_labels=1)).eval()
+    classifier = transformers.DebertaV2ForSequenceClassification(deberta_config(num_labels=1)).eval()
     classifier.save_pretrained(tmp_path)
     seqs = sequences()
     want = torch.cat([classifier(whole(s)).logits for s in seqs])[:, 0]
@@ -217,7 +204,7 @@ def test_a_deberta_classifier_and_a_new_deberta_reward_model(tmp_path):
 
 def test_a_whole_classifier_with_lora_trains_its_head():
     torch.manual_seed(0)
-    classifier = BertForSequenceClassification(BertConfig(**SMALL, num_labels=1))
+    classifier = transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL, num_labels=1))
     model = RewardModel(classifier, lora_rank=2)
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     assert {'model.classifier.weight', 'model.classifier.bias'} < trained
@@ -226,30 +213,127 @@ def test_a_whole_classifier_with_lora_trains_its_head():
         Critic.from_reward_model(model)
 
 
-@pytest.mark.parametrize('labels', [1, 2])
-def test_a_classifier_that_one_has_is_built_upon_and_trained_with_it(labels):
-    config = tiny_config('gpt2')
-    config.num_labels, config.pad_token_id = labels, 0
-    torch.manual_seed(labels)
-    classifier = AutoModelForSequenceClassification.from_config(config).eval()
-    model = RewardModel.from_classifier(classifier).eval()
-    (one,) = sequences(((3, 2),))
-    logits = classifier(torch.cat([one.prompt_ids, one.response_ids])[None]).logits[0]
-    expected = logits[0] if labels == 1 else logits[1] - logits[0]
-    torch.testing.assert_close(model(collate([one]))[0], expected)
-    assert model.model is classifier.base_model
-    assert (model.value_head is classifier.score) == (labels == 1)
-    with pytest.raises(ValueError, match='it must be a sequence classifier'):
-        RewardModel.from_classifier(classifier.base_model)
-
-
 def test_folders_without_a_usable_head_are_refused(tmp_path):
     tiny_causal_lm('gpt2').save_pretrained(tmp_path / 'lm')
     with pytest.raises(ValueError, match=r'GPT2Model without a trained score head; for a new head use AutoRM'):
         RewardModel.from_pretrained(tmp_path / 'lm')
     assert GPTRM(pretrained=tmp_path / 'lm')(collate(sequences())).shape == (3,)
-    AutoModelForSequenceClassification.from_config(tiny_config('gpt2', num_labels=3)).save_pretrained(
-        tmp_path / 'three'
-    )
+    three = transformers.AutoModelForSequenceClassification.from_config(tiny_config('gpt2', num_labels=3))
+    three.save_pretrained(tmp_path / 'three')
     with pytest.raises(ValueError, match='has 3 labels; a reward model has 1, or 2'):
         RewardModel.from_pretrained(tmp_path / 'three')
+
+
+def slow_values(critic, seqs, shift=0):
+    values = []
+    for s in seqs:
+        with torch.no_grad():
+            states = critic.model(torch.cat([s.prompt_ids, s.response_ids])[None]).last_hidden_state[0].double()
+        head = deepcopy(critic.value_head).double()
+        for i in range(len(s.response_ids)):
+            values.append(head(states[len(s.prompt_ids) - 1 + i + shift])[0])
+    return torch.stack(values).detach()
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_values_are_read_before_each_action_whatever_the_padding(family):
+    critic, seqs = Critic(tiny_causal_lm(family).base_model, reward_head(32)).eval(), sequences()
+    values = critic(collate(seqs))
+    assert values.shape == (10,) and values.dtype == torch.float32
+    assert close(values, slow_values(critic, seqs))
+    assert not close(values, slow_values(critic, seqs, shift=1), 1e-2)
+    wide = collate([*seqs, *sequences([(30, 20)], seed=1)], pad_id=9)
+    assert close(critic(wide)[:10], values)
+
+
+def test_a_causal_lm_gives_its_trunk():
+    model = tiny_causal_lm('gpt2')
+    critic = Critic(model)
+    assert critic.model is model.transformer
+    assert not any('lm_head' in n for n in critic.state_dict())
+
+
+def test_opt_with_a_projection_has_the_projected_width():
+    critic = OPTCritic(
+        config=transformers.OPTConfig(**SIZES, word_embed_proj_dim=16, ffn_dim=32, do_layer_norm_before=False)
+    )
+    assert critic.value_head.in_features == 16
+    assert critic(collate(sequences())).shape == (10,)
+
+
+def test_how_heads_start():
+    torch.manual_seed(0)
+    width = 1024
+    reward = reward_head(width)
+    assert float(reward.weight.detach().std()) == pytest.approx(1 / math.sqrt(width + 1), rel=0.1)
+    assert abs(float(reward.weight.detach().mean())) < 4 / width and float(reward.bias.detach()) == 0.0
+    states = torch.randn(50, width)
+    assert float(in_fp32(reward, states).detach().std()) == pytest.approx(1.0, rel=0.4)
+    for head in (critic_head(width), mlp_head(width)):
+        values = in_fp32(head, states).detach()
+        assert 0 < float(values.abs().max()) < 0.02
+
+
+@pytest.mark.parametrize(
+    'head', [critic_head(16), mlp_head(16), nn.Sequential(nn.Linear(16, 4), nn.Tanh(), nn.Linear(4, 1))]
+)
+def test_a_head_cast_to_bf16_still_multiplies_in_fp32(head):
+    head = head.to(torch.bfloat16)
+    for parameter in head.parameters():
+        nn.init.normal_(parameter)
+    states = torch.randn(20, 16).to(torch.bfloat16)
+    exact = deepcopy(head).double()(states.double())[:, 0]
+    got = in_fp32(head, states)
+    assert got.dtype == torch.float32 and close(got, exact, 1e-4)
+    assert not close(head(states)[:, 0], exact, 1e-3)
+
+
+def test_a_deberta_critic_sees_no_later_token():
+    torch.manual_seed(0)
+    critic = DebertaCritic(config=deberta_config()).eval()
+    nn.init.normal_(critic.value_head.weight)
+    seqs = sequences([(2, 6), (3, 1)])
+    values = critic(collate(seqs))
+    changed = deepcopy(seqs)
+    changed[0].response_ids[3] = 60  # the state after action 3 is the first that may see it
+    after = critic(collate(changed))
+    assert close(after[:4], values[:4]) and not close(after[4:6], values[4:6], 1e-3)
+    assert close(critic(collate(seqs[1:])), values[6:]), 'padding changed a value'
+    with torch.no_grad():
+        both_ways = critic.model(torch.cat([seqs[0].prompt_ids, seqs[0].response_ids])[None]).last_hidden_state[0]
+    assert not close(in_fp32(critic.value_head, both_ways)[1:7], values[:6], 1e-3), 'uncut attention gives other values'
+
+
+def test_encoders_that_cannot_be_cut_are_refused():
+    with pytest.raises(ValueError, match='must not look ahead, and BertModel does'):
+        Critic(transformers.BertModel(transformers.BertConfig(**SIZES)))
+    with pytest.raises(ValueError, match='must not look ahead'):
+        DebertaCritic(config=deberta_config(conv_kernel_size=3))
+    with pytest.raises(ValueError, match='a Linear given; it must be a transformers PreTrainedModel'):
+        Critic(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize('head', [critic_head, mlp_head])
+def test_a_critic_survives_a_folder(head, tmp_path):
+    critic, batch = Critic(tiny_causal_lm('llama'), head(32), lora_rank=2).eval(), collate(sequences())
+    for tensor in (*critic.value_head.parameters(), *(layer.lora_B for layer in lora_layers(critic).values())):
+        nn.init.normal_(tensor)
+    critic.save_pretrained(tmp_path)
+    again = Critic.from_pretrained(tmp_path).eval()
+    assert close(again(batch), critic(batch), 1e-4) and not lora_layers(again)
+    with pytest.raises(ValueError, match="family 'gpt2'.*'llama'; use AutoCritic"):
+        GPTCritic.from_pretrained(tmp_path)
+
+
+def test_a_critic_from_a_reward_model_values_the_end_at_its_score():
+    reward_model = RewardModel(tiny_causal_lm('gpt2'))
+    reward_model.calibrate(0.75)
+    critic = Critic.from_reward_model(reward_model)
+    one = sequences([(3, 4)])
+    longer = deepcopy(one)
+    longer[0].response_ids = torch.cat([longer[0].response_ids, torch.tensor([2])])
+    longer[0].response_mask = torch.ones(5, dtype=torch.bool)
+    assert close(critic(collate(longer))[-1:], reward_model(collate(one)))
+    with torch.no_grad():
+        critic.value_head.weight.zero_()
+    assert float(reward_model.value_head.weight.detach().abs().sum()) > 0, 'the two share their head'

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.util
 import pickle
+import sys
+import types
 from decimal import Decimal
 
 import pytest
 
-from chatgpt.data.rewards import ExactAnswer, Format, Length, NumberAtEnd, Pattern, Sentiment, combine, last_number
+from chatgpt.data.rewards import (
+    ExactAnswer,
+    Format,
+    Length,
+    NumberAtEnd,
+    Pattern,
+    Sentiment,
+    checkable,
+    combine,
+    last_number,
+)
 from chatgpt.data.rewards.calling import call, check_call
+from chatgpt.trainer.experience.scorers import as_scorer
 
 
 def test_exact_answer():
@@ -23,25 +35,10 @@ def test_exact_answer():
 
 @pytest.mark.parametrize(
     ('text', 'want'),
-    [
-        ('72', '72'),
-        ('#### 1,234', '1234'),
-        ('it is -3.5.', '-3.5'),
-        ('1 then 2, then 3', '3'),
-        ('$.50', '.50'),
-        ('none', None),
-        ('', None),
-        ('12,34', '34'),
-        ('costs 2,000,000.25 dollars', '2000000.25'),
-        ('x=-7', '-7'),
-        ('48-24', '24'),
-        ('48 - 24', '24'),
-        ('(5)-3', '3'),
-        ('10 to -12', '-12'),
-        ('it is \u22127', '-7'),
-        ('1+1=2', '2'),
-        ('+4', '4'),
-    ],
+    [('72', '72'), ('#### 1,234', '1234'), ('it is -3.5.', '-3.5'), ('1 then 2, then 3', '3'), ('$.50', '.50')]
+    + [('none', None), ('', None), ('12,34', '34'), ('costs 2,000,000.25 dollars', '2000000.25'), ('x=-7', '-7')]
+    + [('48-24', '24'), ('48 - 24', '24'), ('(5)-3', '3'), ('10 to -12', '-12'), ('it is \u22127', '-7')]
+    + [('1+1=2', '2'), ('+4', '4')],
 )
 def test_last_number(text, want):
     assert last_number(text) == (None if want is None else Decimal(want))
@@ -49,13 +46,8 @@ def test_last_number(text, want):
 
 def test_number_at_end():
     reward = NumberAtEnd(unanswered=-0.5)
-    answers = ['She sold 48/2 = 24 clips.\n#### 72'] * 4
-    assert reward([''] * 4, ['The answer is 72.', '72.0', 'It is 71', 'I do not know'], answer=answers) == [
-        1,
-        1,
-        0,
-        -0.5,
-    ]
+    said = ['The answer is 72.', '72.0', 'It is 71', 'I do not know']
+    assert reward([''] * 4, said, answer=['She sold 48/2 = 24 clips.\n#### 72'] * 4) == [1, 1, 0, -0.5]
     assert NumberAtEnd(tolerance=0.1)([''], ['3.14'], answer=[3.1]) == [1]
     with pytest.raises(ValueError, match='has no number'):
         reward([''], ['1'], answer=['many'])
@@ -112,40 +104,29 @@ def test_combine():
     with pytest.raises(ValueError, match='returned a str; return a list'):
         combine((1.0, lambda p, r: '12'))([''] * 2, ['a', 'b'])
 
-
-def test_combine_makes_classes_and_awaits_coroutines():
     async def one(prompts, responses, **columns):
         return [1.0] * len(responses)
 
+    # it makes classes, awaits coroutines, and calls its parts by the names of their arguments
     assert combine((2.0, NumberAtEnd), (0.5, one))([''] * 2, ['4', '5'], answer=[4, 4]) == [2.5, 0.5]
+    parts = combine((1.0, lambda completions, answer: [float(a) for a in answer]), (0.5, lambda p, r: [2.0]))
+    assert call(parts, ['P'], ['R'], {'answer': [7]}) == [8.0]
 
 
 @pytest.mark.parametrize(
     'reward', [ExactAnswer(), NumberAtEnd(), Pattern('x'), Format(), Length(3), combine((1.0, Length(2)))]
 )
 def test_they_can_be_pickled_and_scored_by_a_trainer(reward):
-    from chatgpt.trainer.experience.scorers import as_scorer
-
     assert pickle.loads(pickle.dumps(reward)) == reward
     assert as_scorer(reward) is not None
 
 
-def test_sentiment():
-    if importlib.util.find_spec('vaderSentiment') is None:
-        with pytest.raises(ImportError, match='pip install vaderSentiment'):
-            Sentiment()
-        return
-    good, bad = Sentiment()([''] * 2, ['A wonderful, happy day!', 'A terrible, sad failure.'])
-    assert good > 0.4 > -0.4 > bad
-    assert Sentiment(negative=True)([''], ['A wonderful, happy day!']) == [-good]
-
-
 def test_the_sentiment_library_is_used(monkeypatch):
     """With a stand-in for the optional package, whose score is the number of 'good'."""
-    import sys
-    import types
-
-    from chatgpt.data.rewards import checkable
+    checkable._analyzer.cache_clear()
+    monkeypatch.setitem(sys.modules, 'vaderSentiment', None)
+    with pytest.raises(ImportError, match='pip install vaderSentiment'):
+        Sentiment()
 
     class Analyzer:
         def polarity_scores(self, text):
@@ -159,9 +140,6 @@ def test_the_sentiment_library_is_used(monkeypatch):
     assert Sentiment(with_prompt=True)(['good '], ['good day']) == [2.0]
     assert Sentiment(negative=True)(['good '], ['good day']) == [-1.0]
     checkable._analyzer.cache_clear()
-
-
-# ---------------------------------------------------------------------- calling
 
 
 @pytest.mark.parametrize(
@@ -195,29 +173,17 @@ def test_arguments_go_by_their_names(function, given):
     assert call(function, ['P'], ['R'], columns) == listed(given)
 
 
-def needs(prompts, responses, answr, **columns):
-    return [0.0]
-
-
 @pytest.mark.parametrize(
     ('function', 'message'),
     [
-        (needs, "it needs a column 'answr' beside the prompts; there are answer, level; did you mean answer"),
+        (lambda prompts, responses, answr, **columns: 0, "column 'answr' .* answer, level; did you mean answer"),
         (lambda completions, truth, **kwargs: 0, "needs a column 'truth' beside the prompts"),
         (ExactAnswer('truth'), "needs a column 'truth' beside the prompts"),
-        (combine((1.0, ExactAnswer()), (0.5, needs)), "needs a column 'answr'"),
+        (combine((1.0, ExactAnswer()), (0.5, lambda prompts, responses, answr: 0)), "needs a column 'answr'"),
         (lambda text: 0, 'too many positional arguments; it is called as'),
-        (
-            lambda prompts, answer: 0,
-            "its argument 'answer' gets the responses by its place, .*; call the argument responses",
-        ),
+        (lambda prompts, answer: 0, "its argument 'answer' gets the responses by its place, .*; call the argument"),
     ],
 )
 def test_a_call_that_cannot_be_is_told_before(function, message):
     with pytest.raises(ValueError, match=message):
         check_call(function, ['answer', 'level'], 'it')
-
-
-def test_parts_of_a_sum_are_called_by_the_same_rule():
-    reward = combine((1.0, lambda completions, answer: [float(a) for a in answer]), (0.5, lambda p, r: [2.0]))
-    assert call(reward, ['P'], ['R'], {'answer': [7]}) == [8.0]
