@@ -36,9 +36,7 @@ def sequences(count: int = 20, seed: int = 0) -> list[Sequence]:
     lengths = torch.randint(1, 19, (count,), generator=generator).tolist()
     return [
         Sequence(
-            prompt_ids=ids(generator, 1 + i % 5),
-            response_ids=ids(generator, n),
-            response_mask=torch.arange(n) % 4 != 1,
+            prompt_ids=ids(generator, 1 + i % 5), response_ids=ids(generator, n), response_mask=torch.arange(n) % 4 != 1
         )
         for i, n in enumerate(lengths)
     ]

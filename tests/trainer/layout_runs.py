@@ -6,17 +6,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
-from layouts import (
-    FP32,
-    UPDATES_PER_PHASE,
-    Leg,
-    Log,
-    Tolerance,
-    compare_logs,
-    compare_weights,
-    differing,
-    run_legs,
-)
+from layouts import FP32, UPDATES_PER_PHASE, Leg, Log, Tolerance, compare_logs, compare_weights, differing, run_legs
 
 PER_LEG = 3
 RING = ['naive', 'ddp(2)', 'fsdp(2)', 'naive', 'zero1(2)', 'zero2(2)', 'naive']

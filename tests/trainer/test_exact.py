@@ -35,20 +35,14 @@ def test_one_hash_on_two_processes(cases):
 @pytest.mark.slow
 @pytest.mark.parametrize('ranks', [2, 4])
 def test_one_hash_of_everything(ranks):
-    check(
-        run_distributed(runs, 1, 'naive', ALL)[0],
-        run_distributed(several, ranks, TWO, ALL),
-    )
+    check(run_distributed(runs, 1, 'naive', ALL)[0], run_distributed(several, ranks, TWO, ALL))
 
 
 @pytest.mark.slow
 @needs_colossalai
 def test_one_hash_under_zero():
     cases = [*FP32, *BF16, ('ptx', 'gpt2', 'fp32'), ('hydra', 'llama', 'bf16')]
-    check(
-        run_distributed(runs, 1, 'naive', cases)[0],
-        run_distributed(several, 2, ['zero1', 'zero2'], cases),
-    )
+    check(run_distributed(runs, 1, 'naive', cases)[0], run_distributed(several, 2, ['zero1', 'zero2'], cases))
 
 
 @pytest.mark.parametrize(

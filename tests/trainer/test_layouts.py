@@ -13,15 +13,7 @@ from typing import Any
 import pytest
 import torch
 from layout_runs import BEFORE_COLOSSALAI, PER_LEG, RING, TOTAL, Runs
-from layouts import (
-    BF16,
-    Leg,
-    Log,
-    compare_logs,
-    compare_weights,
-    differing,
-    run_leg,
-)
+from layouts import BF16, Leg, Log, compare_logs, compare_weights, differing, run_leg
 from optional_packages import needs_colossalai
 
 pytestmark = pytest.mark.system

@@ -49,10 +49,7 @@ def learn() -> tuple[list[int], int]:
         actor = GPTActor(config=tiny_config('gpt2'))
         actor, optimizer = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=0.1)))
         work = Work(
-            [sequence(n) for n in LENGTHS],
-            [Learner('actor', actor, optimizer, loss)],
-            collate,
-            lambda r: r.num_tokens,
+            [sequence(n) for n in LENGTHS], [Learner('actor', actor, optimizer, loss)], collate, lambda r: r.num_tokens
         )
         learn_batch(strategy, [work], max_tokens=20)
     return sorted(n for records in seen for n in records), len(seen)

@@ -35,11 +35,7 @@ def roles(kind, quantize=None, dtype=torch.float32):
         head.weight.copy_(torch.linspace(-0.3, 0.3, 64))
     torch.manual_seed(3)
     if kind == 'separate':
-        return (
-            Actor(model(), 4),
-            Critic(model(), deepcopy(head), 4),
-            RewardModel(model(), deepcopy(head), 4),
-        )
+        return (Actor(model(), 4), Critic(model(), deepcopy(head), 4), RewardModel(model(), deepcopy(head), 4))
     trunk = SharedTrunk(model(), quantize=quantize, dtype=dtype)
     return (
         trunk.actor(4),

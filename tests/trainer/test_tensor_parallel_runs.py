@@ -286,12 +286,7 @@ def of_workers(strategy: Any, actor: Any) -> list[list[int]]:
         return [s.response_ids.tolist() for s in collector.generate(prompts, indices=range(3))]
 
 
-@pytest.mark.parametrize(
-    ('kind', 'options'),
-    [
-        ('FSDPStrategy', TWO),
-    ],
-)
+@pytest.mark.parametrize(('kind', 'options'), [('FSDPStrategy', TWO)])
 def test_other_methods_learn_what_one_process_learns(kind, options):
     want = learned('NaiveStrategy', {})
     ranks = run_distributed(learned, 2, kind, options)

@@ -175,11 +175,7 @@ def test_dynamic_sampling_looks_at_whole_episodes():
 
 # ---------------------------------------------------------------------- scores out of rewards
 
-NAMED = [
-    (2, {'correct': 1.0, 'form': 0.5}),
-    (1, {'form': -0.5}),
-    (2, {'correct': 3.0}),
-]
+NAMED = [(2, {'correct': 1.0, 'form': 0.5}), (1, {'form': -0.5}), (2, {'correct': 3.0})]
 
 
 def test_a_turns_reward_stands_at_its_last_token():
