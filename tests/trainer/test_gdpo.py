@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from online_runs import PROMPTS, QUERIES, RESPONSES, make, vowels
+from tiny_runs import PROMPTS, close, ppo, vowels
 
 from chatgpt.launch.inputs import check_run
 from chatgpt.launch.runs import PPORun
@@ -35,6 +35,15 @@ class LastToken:
 
 
 REWARDS = [(1.0, vowels), (0.5, short), (0.25, LastToken())]
+
+
+def make(strategy: Any = None, reward: Any = REWARDS, **settings: Any) -> Any:
+    return ppo(strategy, reward, **{'train_batch_size': 8, 'max_new_tokens': 8} | GDPO | settings)
+
+
+def fit(trainer: Any, phases: int) -> Any:
+    trainer.fit(PROMPTS, 1, phases, 1)
+    return trainer
 
 
 def normalised(values: list[float], mistake: str = '') -> list[float]:
@@ -69,7 +78,7 @@ def slow(experiences: list[Experience], mistake: str = '') -> dict[int, float]:
 
 
 def test_advantages_by_a_slow_loop():
-    trainer = make(reward=REWARDS, **GDPO)
+    trainer = make()
     trainer.fit(PROMPTS, 1, 2, 2)
     (experiences,) = trainer.log.experiences
     assert len(experiences) == 32  # both timesteps are one batch
@@ -92,8 +101,7 @@ def test_advantages_by_a_slow_loop():
 
 
 def test_responses_without_a_token_that_counts_do_not_enter_the_batch():
-    trainer = make(reward=REWARDS, overlong_filter=True, **GDPO)
-    trainer.fit(PROMPTS, 1, 1, 1)
+    trainer = fit(make(overlong_filter=True), 1)
     (experiences,) = trainer.log.experiences
     own = [e for e in experiences if bool(e.response_mask.any())]
     assert 1 < len(own) < len(experiences)
@@ -103,29 +111,21 @@ def test_responses_without_a_token_that_counts_do_not_enter_the_batch():
 
 
 def test_it_learns_both_rewards():
-    trainer = make(reward=[(1.0, vowels), (0.5, clean)], lr=1e-2, **GDPO)
-    trainer.fit(PROMPTS, 1, 14, 1)
-    phases = trainer.log.phases
+    phases = fit(make(reward=[(1.0, vowels), (0.5, clean)], lr=1e-2), 9).log.phases
     for name in ('rollout/score_1_mean', 'rollout/score_2_mean'):
         first, last = phases[0][name], sum(p[name] for p in phases[-3:]) / 3
         assert last > first, (name, first, last)
 
 
-def test_ranks_do_not_enter():
-    alone = make(reward=REWARDS, **GDPO)
-    alone.fit(PROMPTS, 1, 2, 1)
-    for phases in run_distributed(two_ranks, 2):
-        for got, want in zip(phases, alone.log.phases, strict=True):
-            assert all(got[k] == pytest.approx(want[k], rel=2e-3, abs=2e-5) for k in want), [
-                (k, got[k], want[k]) for k in want
-            ]
-
-
 def two_ranks() -> list[dict[str, float]]:
     with DDPStrategy(seed=3, device='cpu') as strategy:
-        trainer = make(strategy, reward=REWARDS, **GDPO)
-        trainer.fit(PROMPTS, 1, 2, 1)
-        return trainer.log.phases
+        return fit(make(strategy), 2).log.phases
+
+
+def test_ranks_do_not_enter():
+    alone = fit(make(), 2)
+    for phases in run_distributed(two_ranks, 2):
+        close(phases, alone.log.phases, rel=2e-3, abs=2e-5)
 
 
 class Traded:
@@ -139,31 +139,15 @@ class Traded:
 
 
 def test_dynamic_sampling_looks_at_each_reward():
-    trainer = make(reward=[(1.0, Traded(1.0)), (1.0, Traded(-1.0))], dynamic_sampling_rounds=1, **GDPO)
-    trainer.fit(PROMPTS, 1, 1, 1)
-    assert trainer.log.phases[0]['rollout/informative_share'] == 1.0
-    assert trainer.log.phases[0]['rollout/score_std'] == 0.0
+    (phase,) = fit(make(reward=[(1.0, Traded(1.0)), (1.0, Traded(-1.0))], dynamic_sampling_rounds=1), 1).log.phases
+    assert phase['rollout/informative_share'] == 1.0 and phase['rollout/score_std'] == 0.0
 
 
-@pytest.mark.parametrize(
-    ('settings', 'sentence'),
-    [
-        ({'reward': vowels}, 'give reward_model as a list of two or more'),
-        ({'reward': [(1.0, vowels)]}, 'give reward_model as a list of two'),
-    ],
-)
-def test_what_gdpo_refuses(settings, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        make(**(GDPO | {'reward': REWARDS} | settings))
-
-
-def test_step_has_one_score_and_is_refused():
-    trainer = make(reward=REWARDS, **GDPO)
+def test_what_gdpo_refuses():
+    for reward in (vowels, [(1.0, vowels)]):
+        with pytest.raises(ValueError, match='give reward_model as a list of two'):
+            make(reward=reward)
     with pytest.raises(ValueError, match='needs the scores of each reward, which step is not given'):
-        trainer.step(QUERIES, RESPONSES, [0.0] * 4)
-
-
-def test_the_command_line_has_one_reward():
-    run = PPORun(**GDPO)
+        make().step([torch.tensor([3, 4])] * 4, [torch.tensor([5, 6, 7])] * 4, [0.0] * 4)
     with pytest.raises(ValueError, match='takes a list of rewards, which the command line cannot give'):
-        check_run(run, 1)
+        check_run(PPORun(**GDPO), 1)

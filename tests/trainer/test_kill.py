@@ -15,6 +15,11 @@ from chatgpt.strategies.checkpoint import CheckpointReader, latest
 pytestmark = pytest.mark.system
 
 
+def done_phases(folder: Path) -> int:
+    path = folder / 'metrics.jsonl'
+    return path.read_text().count('\n') if path.is_file() else 0
+
+
 def killed_many_times(
     folder: Path, kills: int, phases: int, seed: int, kind: str = 'NaiveStrategy', ranks: int = 1
 ) -> None:
@@ -50,20 +55,13 @@ def killed_many_times(
     assert [row['step'] for row in metrics(run)] == list(range(1, phases + 1))
 
 
-def done_phases(folder: Path) -> int:
-    path = folder / 'metrics.jsonl'
-    return path.read_text().count('\n') if path.is_file() else 0
-
-
 def test_five_kills(tmp_path):
-    killed_many_times(tmp_path, kills=5, phases=40, seed=0)
+    killed_many_times(tmp_path, kills=5, phases=30, seed=0)
 
 
 @pytest.mark.slow
-def test_twenty_kills(tmp_path):
-    killed_many_times(tmp_path, kills=20, phases=120, seed=1)
-
-
-@pytest.mark.slow
-def test_five_kills_of_two_sharded_ranks(tmp_path):
-    killed_many_times(tmp_path, kills=5, phases=20, seed=2, kind='FSDPStrategy', ranks=2)
+@pytest.mark.parametrize(
+    ('kills', 'phases', 'kind', 'ranks'), [(20, 120, 'NaiveStrategy', 1), (5, 20, 'FSDPStrategy', 2)]
+)
+def test_many_kills(tmp_path, kills, phases, kind, ranks):
+    killed_many_times(tmp_path, kills, phases, seed=1, kind=kind, ranks=ranks)

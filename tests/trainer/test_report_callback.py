@@ -7,21 +7,30 @@ import signal
 
 import pytest
 from fake_trainer import FakeTrainer
-from online_runs import make
+from tiny_runs import StopAfter, ppo
 
 from chatgpt.trainer.callbacks import Callback, RunRecorder, SaveCheckpoint, WriteReport
 
 PROMPTS = ['abc', 'de', 'fg', 'hij']
 
 
-def test_a_run_that_ends_has_a_page_of_its_last_state(tmp_path):
-    make(run_dir=tmp_path).fit(PROMPTS, max_timesteps=2, update_timesteps=1)
+class Interrupt(Callback):
+    def on_phase_end(self, trainer, step, metrics):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ('callback', 'said'),
+    [(None, ['ended', '2 phases']), (Interrupt(), ['stopped', '1 of 2 ph']), (StopAfter(1), ['stopped', '1 of 2 ph'])],
+)
+def test_a_run_that_ends_is_interrupted_or_stopped_has_a_page_of_its_last_state(tmp_path, callback, said):
+    trainer = ppo(run_dir=tmp_path, callbacks=[callback] if callback else [])
+    try:
+        trainer.fit(PROMPTS, max_timesteps=2, update_timesteps=1)
+    except KeyboardInterrupt:
+        assert isinstance(callback, Interrupt)
     text = (tmp_path / 'report.html').read_text()
-    assert '>ended</span>' in text and '2 phases' in text and 'rollout/score_mean' in text
-
-
-def raises(prompts, responses):
-    raise RuntimeError('no reward')
+    assert f'>{said[0]}</span>' in text and said[1] in text and 'rollout/score_mean' in text
 
 
 def test_a_run_that_fails_says_why_on_top(tmp_path, capsys):
@@ -34,7 +43,7 @@ def test_a_run_that_fails_says_why_on_top(tmp_path, capsys):
         return [1.0] * len(responses)
 
     with pytest.raises(Exception, match='no <b> today'):
-        make(run_dir=tmp_path, reward=reward).fit(PROMPTS, max_timesteps=3, update_timesteps=1)
+        ppo(run_dir=tmp_path, reward=reward).fit(PROMPTS, max_timesteps=3, update_timesteps=1)
     text = (tmp_path / 'report.html').read_text()
     assert '>failed</span>' in text
     main = text[text.index('<main') :]
@@ -42,43 +51,19 @@ def test_a_run_that_fails_says_why_on_top(tmp_path, capsys):
     assert main.index('The run failed in phase 2.') < main.index('no &lt;b&gt; today') < main.index('<h2>Findings</h2>')
 
 
-class Interrupt(Callback):
-    def on_phase_end(self, trainer, step, metrics):
-        if step == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-
-
-class Stop(Callback):
-    def on_phase_end(self, trainer, step, metrics):
-        trainer.request_stop()
-
-
-@pytest.mark.parametrize('callback', [Interrupt, Stop])
-def test_a_run_that_is_interrupted_or_stopped_has_a_page(tmp_path, callback):
-    trainer = make(run_dir=tmp_path, more=[callback()])
-    if callback is Interrupt:
-        with pytest.raises(KeyboardInterrupt):
-            trainer.fit(PROMPTS, max_timesteps=4, update_timesteps=1)
-    else:
-        trainer.fit(PROMPTS, max_timesteps=4, update_timesteps=1)
-    text = (tmp_path / 'report.html').read_text()
-    assert '>stopped</span>' in text and '1 of 4 phases' in text
-
-
-def test_it_comes_after_all_others_and_once():
+def test_a_trainer_with_a_folder_has_one_that_comes_last(tmp_path):
     trainer = FakeTrainer([WriteReport(), RunRecorder(), SaveCheckpoint(interval=None)])
     assert isinstance(list(trainer.callbacks)[-1], WriteReport)
-
-
-@pytest.mark.parametrize('given', [(), (WriteReport(),)])
-def test_a_trainer_has_one_without_being_asked_where_there_is_a_folder(tmp_path, given):
-    found = [c for c in make(run_dir=tmp_path, more=list(given)).callbacks if isinstance(c, WriteReport)]
-    assert len(found) == 1
-    assert not [c for c in make().callbacks if isinstance(c, WriteReport)]
+    for settings, count in (
+        ({}, 0),
+        ({'run_dir': tmp_path}, 1),
+        ({'run_dir': tmp_path, 'callbacks': [WriteReport()]}, 1),
+    ):
+        assert sum(isinstance(c, WriteReport) for c in ppo(**settings).callbacks) == count
 
 
 def test_a_page_that_cannot_be_written_is_a_warning(tmp_path):
-    trainer = make(run_dir=tmp_path)
+    trainer = ppo(run_dir=tmp_path)
     (tmp_path / 'report.html').mkdir()
     with pytest.warns(UserWarning, match='no report: .*report.html is a folder'):
         trainer.fit(PROMPTS, max_timesteps=1, update_timesteps=1)

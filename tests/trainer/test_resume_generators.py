@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy
 import torch
-from ppo_on_ids import make, prompts
+from ppo_on_ids import fit, make
+from tiny_runs import StopAfter, sft, weights
 
+from chatgpt.strategies import DDPStrategy
 from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer.callbacks import ProgressBar
 
 
 def seed_all(seed: int) -> None:
@@ -22,13 +23,8 @@ def seed_all(seed: int) -> None:
 
 def draws() -> list[float]:
     """`gauss` and `normal` draw pairs and keep the second for the next call, which is part of the state."""
-    return [
-        random.random(),
-        random.gauss(0, 1),
-        float(numpy.random.rand()),
-        float(numpy.random.normal()),
-        float(torch.rand(())),
-    ]
+    ours = [random.random(), random.gauss(0, 1)]
+    return [*ours, float(numpy.random.rand()), float(numpy.random.normal()), float(torch.rand(()))]
 
 
 class Noisy(torch.nn.Module):
@@ -39,44 +35,28 @@ class Noisy(torch.nn.Module):
         self.given: list[list[float]] = []
 
     def forward(self, batch: Any) -> torch.Tensor:
-        scores = [sum(draws()) for _ in range(batch.num_sequences)]
-        self.given.append(scores)
-        return torch.tensor(scores)
+        self.given.append([sum(draws()) for _ in range(batch.num_sequences)])
+        return torch.tensor(self.given[-1])
 
 
-def phases(
-    count: int, source: Path | None = None, target: Path | None = None
-) -> tuple[list[list[float]], torch.Tensor]:
-    trainer = make(reward=(reward := Noisy()), callbacks=[ProgressBar(enabled=False)])
+def phases(source: Path | None = None, target: Path | None = None) -> tuple[list[list[float]], torch.Tensor]:
+    reward = Noisy()
+    trainer = make(reward=reward, callbacks=[StopAfter(2)] if target else [])
     seed_all(99 if source else 7)
     if source is not None:
         trainer.load_checkpoint(source)
-    if target is not None:
-        trainer.callbacks.on_phase_end = stopping(trainer, 2)  # type: ignore[method-assign]
-    trainer.fit(prompts(), num_episodes=1, max_timesteps=count, update_timesteps=1)
+    fit(trainer, 4)
     if target is not None:
         trainer.save_checkpoint(target)
-    return reward.given, torch.cat([p.detach().flatten() for m in trainer.models().values() for p in m.parameters()])
-
-
-def stopping(trainer: Any, last: int) -> Any:
-    own = trainer.callbacks.on_phase_end
-
-    def on_phase_end(*args: Any, **kwargs: Any) -> None:
-        own(*args, **kwargs)
-        if trainer.phase == last:
-            trainer.request_stop()
-
-    return on_phase_end
+    return reward.given, weights(trainer)
 
 
 def test_a_reward_that_draws_from_python_and_numpy_goes_on_to_the_bit(tmp_path):
-    straight, whole = phases(4)
-    first, _ = phases(4, target=tmp_path / 'half')
-    rest, weights = phases(4, source=tmp_path / 'half')
-    assert 0 < len(first) < len(straight)
-    assert first + rest == straight
-    assert torch.equal(weights, whole)
+    straight, whole = phases()
+    first, _ = phases(target=tmp_path / 'half')
+    rest, end = phases(source=tmp_path / 'half')
+    assert 0 < len(first) < len(straight) and first + rest == straight
+    assert torch.equal(end, whole)
 
 
 def test_numpy_generators_of_other_kinds(tmp_path):
@@ -93,18 +73,8 @@ def test_numpy_generators_of_other_kinds(tmp_path):
 
 
 def each_rank_its_own(folder: str) -> tuple[list[float], list[float]]:
-    from chatgpt.nn import GPTActor
-    from chatgpt.strategies import DDPStrategy
-    from chatgpt.testing.fakes import tiny_config
-    from chatgpt.trainer import SFTTrainer
-    from chatgpt.types import Sequence
-
     with DDPStrategy(device='cpu') as strategy:
-        actor = GPTActor(config=tiny_config('gpt2', positions=32))
-        actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters())))
-        one = torch.tensor([3])
-        data = [Sequence(prompt_ids=one, response_ids=one, response_mask=torch.tensor([True]))] * 2
-        trainer = SFTTrainer(strategy, actor, optim, data, callbacks=[ProgressBar(enabled=False)])
+        trainer = sft(strategy=strategy)
         seed_all(strategy.rank)
         draws()
         trainer.save_checkpoint(folder)
@@ -116,6 +86,5 @@ def each_rank_its_own(folder: str) -> tuple[list[float], list[float]]:
 
 def test_each_rank_keeps_its_own_generators(tmp_path):
     (want0, got0), (want1, got1) = run_distributed(each_rank_its_own, 2, str(tmp_path / 'saved'))
-    assert got0 == want0
-    assert got1 == want1
+    assert (got0, got1) == (want0, want1)
     assert all(a != b for a, b in zip(want0, want1, strict=True))
