@@ -8,7 +8,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from phase_log import Log
+from tiny_runs import Log, preference, sequence, trained
 from torch import Tensor
 
 from chatgpt.data import TokenizedPreference

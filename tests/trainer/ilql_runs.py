@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from phase_log import Log
+from tiny_runs import SMALL, Log, trained
 from transformers import GPT2LMHeadModel
 
 from chatgpt.nn import ILQLModel
@@ -18,7 +18,7 @@ VOCAB = 16
 
 def model(seed: int = 5, two_qs: bool = True, vocab: int = VOCAB) -> ILQLModel:
     torch.manual_seed(seed)
-    made = ILQLModel(GPT2LMHeadModel(tiny_config('gpt2', vocab_size=vocab, hidden=16, positions=32)), two_qs=two_qs)
+    made = ILQLModel(GPT2LMHeadModel(tiny_config('gpt2', **SMALL | {'vocab_size': vocab})), two_qs=two_qs)
     with torch.no_grad():  # targets that differ from the heads, as after some steps
         for number, p in enumerate(made.target_q_heads.parameters()):
             torch.manual_seed(number)
@@ -34,22 +34,12 @@ def make(
     more: Any = (),
     lr: float = 3e-3,
     two_qs: bool = True,
-    **kw: Any,
+    **settings: Any,
 ) -> Any:
     strategy = strategy or NaiveStrategy(seed=5, device='cpu')
-    net = model(two_qs=two_qs)
-    net, optim = strategy.prepare(
-        (net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=lr, eps=1e-4))
-    )
+    net, optim = trained(strategy, model(two_qs=two_qs), lr, eps=1e-4)
     log = Log()
-    trainer = ILQLTrainer(
-        strategy,
-        net,
-        optim,
-        data,
-        eval_data,
-        callbacks=[log, *more],
-        **({'train_batch_size': 4, 'log_interval': 1} | kw),
-    )
+    settings = {'train_batch_size': 4, 'log_interval': 1} | settings
+    trainer: Any = ILQLTrainer(strategy, net, optim, data, eval_data, callbacks=[log, *more], **settings)
     trainer.log = log
     return trainer

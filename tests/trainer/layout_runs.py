@@ -8,7 +8,7 @@ from pathlib import Path
 
 from layouts import FP32, UPDATES_PER_PHASE, Leg, Log, Tolerance, compare_logs, compare_weights, differing, run_legs
 
-PER_LEG = 3
+PER_LEG = 2
 RING = ['naive', 'ddp(2)', 'fsdp(2)', 'naive', 'zero1(2)', 'zero2(2)', 'naive']
 TOTAL = PER_LEG * len(RING)
 BEFORE_COLOSSALAI = 4

@@ -23,7 +23,6 @@ import json
 import math
 import re
 import tempfile
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -83,63 +82,26 @@ def reward(prompts: list[str], responses: list[str]) -> list[float]:
 def run_leg(leg: Leg) -> Log:
     """On every process of the layout. Settings that a layout could disturb are on: running score scaling, an
     adaptive KL coefficient, a learning-rate schedule, several micro-batches."""
-    from chatgpt.nn import GPTActor, GPTCritic
-    from chatgpt.testing.fakes import char_tokenizer, tiny_config
-    from chatgpt.trainer import PPOTrainer
-    from chatgpt.trainer import strategies as s
-    from chatgpt.trainer.callbacks import Callback, ProgressBar, SaveCheckpoint
+    import tiny_runs
 
-    log = Log()
-
-    class Record(Callback):
-        def on_make_experience_end(self, trainer: Any, experiences: list[Any]) -> None:
-            log.samples.append(experiences)
-
-        def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
-            log.metrics.append({k: v for k, v in metrics.items() if not k.startswith('perf/')})
-            if step == leg.until:
-                trainer.request_stop()
+    from chatgpt.trainer import strategies
+    from chatgpt.trainer.callbacks import SaveCheckpoint
 
     kind, _, options = LAYOUTS[leg.layout]
-    strategy: Any = getattr(s, kind)(seed=3, **options)
-    with strategy:
-        config = tiny_config('gpt2', positions=48)
-        with strategy.model_init_context():
-            actor, critic = GPTActor(config=config), GPTCritic(config=config)
-            initial = deepcopy(actor)
-        actor_optim, critic_optim = (strategy.make_optimizer(m.parameters(), lr=LR, eps=1e-5) for m in (actor, critic))
-        (actor, actor_optim), (critic, critic_optim), initial = strategy.prepare(
-            (actor, actor_optim), (critic, critic_optim), initial
-        )
-        callbacks: list[Any] = [Record(), ProgressBar(enabled=False)]
-        if leg.every is not None:
-            callbacks.append(SaveCheckpoint(leg.target, interval=leg.every))
-        trainer = PPOTrainer(
-            strategy,
-            actor,
-            critic,
-            reward,
-            initial,
-            actor_optim,
-            critic_optim,
-            tokenizer=char_tokenizer(),
-            callbacks=callbacks,
-            experience_batch_size=8,
-            train_batch_size=4,
-            max_epochs=2,
-            max_new_tokens=8,
-            max_tokens_per_batch=48,
-            score_scaling='running',
-            kl_target=2.0,
-            lr_schedule='cosine',
-        )
+    settings = {'experience_batch_size': 8, 'max_epochs': 2, 'max_new_tokens': 8, 'max_tokens_per_batch': 48, 'lr': LR}
+    settings |= {'score_scaling': 'running', 'kl_target': 2.0, 'lr_schedule': 'cosine'}
+    callbacks: list[Any] = [tiny_runs.StopAfter(leg.until)]
+    if leg.every is not None:
+        callbacks.append(SaveCheckpoint(leg.target, interval=leg.every))
+    with getattr(strategies, kind)(seed=3, **options) as strategy:
+        trainer = tiny_runs.ppo(strategy, reward, callbacks=callbacks, **settings)
         if leg.source is not None:
             trainer.load_checkpoint(leg.source)
-        trainer.fit([f'a {w}' for w in 'one two three four five six seven'.split()], 1, leg.total, 1)
+        trainer.fit([*tiny_runs.PROMPTS, 'a seven'], 1, leg.total, 1)
         assert trainer.phase == leg.until
         if leg.target is not None and leg.every is None:
             trainer.save_checkpoint(leg.target)
-    return log
+        return Log(metrics=trainer.log.phases, samples=trainer.log.experiences)
 
 
 def _run(legs: list[Leg]) -> list[Log]:

@@ -7,6 +7,7 @@ import math
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from fake_trainer import FakeTrainer
@@ -37,39 +38,30 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize('hook', HOOKS)
-def test_every_hook_reaches_every_callback_with_its_arguments_and_does_nothing_by_default(hook):
-    log = []
-    spy = type('Spy', (Recorder,), {hook: lambda self, *args: log.append((self.name, *args))})
-    both = cb.CallbackList([spy('first', log), cb.Callback(), spy('second', log)])
-    arguments = ('trainer', *ARGUMENTS.get(hook, ()))
-    assert getattr(both, hook)(*arguments) is None
-    assert log == [('first', *arguments), ('second', *arguments)]
+def test_every_hook_reaches_every_callback_with_its_arguments_and_does_nothing_by_default():
+    assert len(HOOKS) > 12
+    for hook in HOOKS:
+        log = []
+        spy = type('Spy', (Recorder,), {hook: lambda self, *args, log=log: log.append((self.name, *args))})
+        both = cb.CallbackList([spy('first', log), cb.Callback(), spy('second', log)])
+        arguments = ('trainer', *ARGUMENTS.get(hook, ()))
+        assert getattr(both, hook)(*arguments) is None
+        assert log == [('first', *arguments), ('second', *arguments)], hook
 
 
 def test_order_puts_what_adds_metrics_first_and_what_saves_last(tmp_path):
-    log = []
-    plain = type('Plain', (Recorder,), {})
-    early = type('Early', (Recorder,), {'order': -1})
-    late = type('Late', (Recorder,), {'order': 1})
-    names = [c.name for c in cb.CallbackList([late('d', log), plain('b', log), early('a', log), plain('c', log)])]
-    assert names == ['a', 'b', 'c', 'd']
+    orders = {'d': 1, 'b': 0, 'a': -1, 'c': 0}
+    given = [type('Ordered', (Recorder,), {'order': order})(name, []) for name, order in orders.items()]
+    assert [c.name for c in cb.CallbackList(given)] == ['a', 'b', 'c', 'd']
     chosen = [cb.SaveCheckpoint(tmp_path), cb.MetricsWriter(), cb.EarlyStopping('x', above=1), cb.Evaluator(dict)]
-    assert [type(c).__name__ for c in cb.CallbackList(chosen)] == [
-        'Evaluator',
-        'MetricsWriter',
-        'EarlyStopping',
-        'SaveCheckpoint',
-    ]
+    names = [type(c).__name__ for c in cb.CallbackList(chosen)]
+    assert names == ['Evaluator', 'MetricsWriter', 'EarlyStopping', 'SaveCheckpoint']
 
 
 def test_states_find_their_callback_again_and_strangers_are_left_alone():
     def make():
-        return [
-            cb.EarlyStopping('a', above=1, patience=9),
-            cb.MetricsWriter(),
-            cb.EarlyStopping('b', above=1, patience=9),
-        ]
+        first, second = (cb.EarlyStopping(name, above=1, patience=9) for name in 'ab')
+        return [first, cb.MetricsWriter(), second]
 
     old = cb.CallbackList(make())
     old.callbacks[0].num_bad, old.callbacks[2].num_bad = 3, 5
@@ -111,28 +103,26 @@ def test_metrics_are_one_json_object_per_phase_with_step_and_null_for_what_is_no
     lines = (tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines()
     strict = [json.loads(line, parse_constant=pytest.fail) for line in lines]
     assert strict == [{'step': 1, 'a/x': 1.5}, {'step': 2, 'a/x': None, 'a/y': None}]
-
-
-def test_json_safe_takes_tensors_and_numpy_apart():
-    import numpy as np
-
-    assert json_safe({'a': torch.tensor([1.0, math.nan]), 1: (np.float32(0.5), np.int64(3), True, 'ü')}) == {
-        'a': [1.0, None],
-        '1': [0.5, 3, True, 'ü'],
-    }
-
-
-def test_a_metric_named_step_cannot_be_lost_and_other_ranks_write_nothing(tmp_path):
     FakeTrainer([cb.MetricsWriter()], tmp_path / 'other', rank=1).fit([{'a': 1.0}])
     FakeTrainer([cb.MetricsWriter()]).fit([{'a': 1.0}])
     assert not (tmp_path / 'other').exists()
+    odd = {'a': torch.tensor([1.0, math.nan]), 1: (np.float32(0.5), np.int64(3), True, 'ü')}
+    assert json_safe(odd) == {'a': [1.0, None], '1': [0.5, 3, True, 'ü']}
 
 
-def test_a_resume_cuts_back_to_its_step(tmp_path):
-    FakeTrainer([cb.MetricsWriter()], tmp_path).fit([{'a': float(i)} for i in range(5)])
-    resumed = FakeTrainer([cb.MetricsWriter()], tmp_path)
+@pytest.mark.parametrize('by_fit', [True, False])
+def test_a_resume_cuts_back_to_its_step(tmp_path, by_fit):
+    """In a new process, or in a stepwise run without fit."""
+    first = FakeTrainer([cb.MetricsWriter()], tmp_path)
+    resumed = FakeTrainer([cb.MetricsWriter()], tmp_path) if by_fit else first
+    for i in range(5):
+        first.run_phase({'a': float(i)})
     resumed.phase = 3
-    resumed.fit([{'a': 30.0}])
+    if by_fit:
+        resumed.fit([{'a': 30.0}])
+    else:
+        resumed.callbacks.on_resume(resumed, tmp_path)
+        resumed.run_phase({'a': 30.0})
     kept = cb.read_jsonl(tmp_path / 'metrics.jsonl')
     assert [(r['step'], r['a']) for r in kept] == [(1, 0.0), (2, 1.0), (3, 2.0), (4, 30.0)]
 
@@ -154,17 +144,6 @@ def test_a_new_run_in_an_old_folder_moves_the_old_lines_aside(tmp_path):
     FakeTrainer([cb.MetricsWriter()], tmp_path).fit([{'a': 9.0}])
     assert [r['a'] for r in cb.read_jsonl(tmp_path / 'metrics.jsonl')] == [9.0]
     assert [r['a'] for r in cb.read_jsonl(tmp_path / 'metrics.previous.jsonl')] == [1.0, 2.0]
-
-
-def test_a_stepwise_run_without_fit_writes_too_and_goes_on_after_a_resume(tmp_path):
-    writer = cb.MetricsWriter()
-    trainer = FakeTrainer([writer], tmp_path)
-    for i in range(3):
-        trainer.run_phase({'a': float(i)})
-    trainer.phase = 1
-    writer.on_resume(trainer, tmp_path)
-    trainer.run_phase({'a': 11.0})
-    assert [(r['step'], r['a']) for r in cb.read_jsonl(tmp_path / 'metrics.jsonl')] == [(1, 0.0), (2, 11.0)]
 
 
 def test_a_file_that_cannot_be_begun_costs_a_line_and_not_the_run(tmp_path):

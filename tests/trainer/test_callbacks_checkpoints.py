@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 from fake_trainer import FakeTrainer
 
+from chatgpt.launch.recipes import make_callbacks
+from chatgpt.launch.runs import SFTRun
 from chatgpt.strategies.checkpoint import list_checkpoints
 from chatgpt.trainer import callbacks as cb
 
@@ -21,6 +23,10 @@ def test_checkpoints_fall_at_the_interval_and_at_the_end(tmp_path):
     assert saved(tmp_path / 'checkpoints') == [2, 4, 5]
     FakeTrainer([cb.SaveCheckpoint(tmp_path / 'elsewhere', interval=9)]).fit([{}])
     assert saved(tmp_path / 'elsewhere') == [1]
+    FakeTrainer([cb.SaveCheckpoint(interval=None, keep_last=2)], tmp_path / 'none').fit([{}] * 3)
+    assert not (tmp_path / 'none' / 'checkpoints').exists()
+    keeper = make_callbacks(SFTRun(checkpoint_interval=0, keep_last=3), SimpleNamespace(by_name=True))[0]
+    assert (keeper.interval, keeper.keep_last) == (None, 3)
 
 
 def test_a_phase_is_not_saved_twice(tmp_path):
@@ -45,19 +51,6 @@ def test_what_a_signal_made_the_trainer_save_counts_among_those_to_keep(tmp_path
         trainer.save_checkpoint(tmp_path / 'checkpoints' / f'step-{step:08d}')
         trainer.callbacks.on_fit_end(trainer)
     assert saved(tmp_path / 'checkpoints') == [2, 3]
-
-
-def test_without_an_interval_nothing_is_saved(tmp_path):
-    FakeTrainer([cb.SaveCheckpoint(interval=None, keep_last=2)], tmp_path).fit([{}] * 3)
-    assert not (tmp_path / 'checkpoints').exists()
-
-
-def test_a_run_without_an_interval_keeps_as_many_of_its_interruptions_as_asked():
-    from chatgpt.launch.recipes import make_callbacks
-    from chatgpt.launch.runs import SFTRun
-
-    keeper = make_callbacks(SFTRun(checkpoint_interval=0, keep_last=3), SimpleNamespace(by_name=True))[0]
-    assert (keeper.interval, keeper.keep_last) == (None, 3)
 
 
 def test_a_run_that_went_back_keeps_its_own_beside_later_ones(tmp_path):
@@ -107,32 +100,15 @@ def test_a_failed_save_leaves_the_run_and_the_last_checkpoint(tmp_path):
     assert saved(tmp_path / 'checkpoints') == [2]
 
 
-def test_a_checkpoint_holds_the_states_of_callbacks_given_after_it(tmp_path):
-    def make():
-        return [cb.SaveCheckpoint(), cb.EarlyStopping('a', above=1.0, patience=3)]
-
-    FakeTrainer(make(), tmp_path).fit([{'a': 2.0}, {'a': 2.0}])
-    resumed = FakeTrainer(make(), tmp_path)
-    resumed.load_checkpoint(tmp_path / 'checkpoints' / 'step-00000002')
-    resumed.fit([{'a': 2.0}, {'a': 2.0}])
-    assert resumed.phase == 3  # the third crossing in a row, counted over both runs
-
-
-@pytest.mark.parametrize(
-    ('arguments', 'message'),
-    [
+def test_bad_checkpoint_settings_are_refused():
+    for arguments, message in (
         ({'interval': 0}, 'interval=0'),
         ({'keep_last': 0}, 'keep_last=0'),
         ({'keep_best': -1}, 'keep_best=-1'),
         ({'keep_best': 2}, 'give keep_last as well'),
         ({'mode': 'best'}, "mode='best'"),
-    ],
-)
-def test_bad_checkpoint_settings_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        cb.SaveCheckpoint(**arguments)
-
-
-def test_a_checkpoint_callback_without_a_folder_is_refused_before_the_first_phase():
+    ):
+        with pytest.raises(ValueError, match=message):
+            cb.SaveCheckpoint(**arguments)
     with pytest.raises(ValueError, match='nowhere to write'):
         FakeTrainer([cb.SaveCheckpoint()]).fit([])

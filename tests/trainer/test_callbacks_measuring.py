@@ -17,24 +17,16 @@ def test_evaluation_before_during_and_after_joins_the_metrics_and_remembers_the_
     values = iter([0.1, 0.7, 0.4, 0.6])
     evaluator = cb.Evaluator(lambda trainer: {'win': next(values)}, interval=2, metric='win')
     FakeTrainer([cb.MetricsWriter(), evaluator], tmp_path).fit([{} for _ in range(5)])
-    assert [(r['step'], r['eval/win'], r['eval/win_best']) for r in cb.read_jsonl(tmp_path / 'eval.jsonl')] == [
-        (0, 0.1, 0.1),
-        (2, 0.7, 0.7),
-        (4, 0.4, 0.7),
-        (5, 0.6, 0.7),
-    ]
+    found = [(r['step'], r['eval/win'], r['eval/win_best']) for r in cb.read_jsonl(tmp_path / 'eval.jsonl')]
+    assert found == [(0, 0.1, 0.1), (2, 0.7, 0.7), (4, 0.4, 0.7), (5, 0.6, 0.7)]
     assert [r.get('eval/win') for r in cb.read_jsonl(tmp_path / 'metrics.jsonl')] == [None, 0.7, None, 0.4, None]
     assert (evaluator.best, evaluator.best_step) == (0.7, 2)
     shown = capsys.readouterr().out
-    for phase, value in ((0, 0.1), (2, 0.7), (4, 0.4), (5, 0.6)):
-        assert f'evaluation {f"after phase {phase}" if phase else "before training"}  eval/win {value}' in shown
-
-
-def test_the_smallest_is_best_when_asked_and_a_nan_never_is():
+    assert 'evaluation before training  eval/win 0.1' in shown and 'evaluation after phase 5  eval/win 0.6' in shown
+    # the smallest is best when asked, and a NaN never is
     values = iter([3.0, math.nan, 2.0, 5.0])
-    evaluator = cb.Evaluator(
-        lambda trainer: {'eval/loss': next(values)}, interval=1, before=False, metric='eval/loss', mode='min'
-    )
+    settings = {'interval': 1, 'before': False, 'metric': 'eval/loss', 'mode': 'min'}
+    evaluator = cb.Evaluator(lambda trainer: {'eval/loss': next(values)}, **settings)
     FakeTrainer([evaluator]).fit([{}] * 4)
     assert (evaluator.best, evaluator.best_step) == (2.0, 3)
 
@@ -59,20 +51,20 @@ def test_an_evaluation_without_the_tracked_metric_or_numbers_is_refused():
         cb.Evaluator({'win': 1.0})
 
 
-def stopped_after(values, **bounds):
-    trainer = FakeTrainer([cb.EarlyStopping('m', **bounds)], num_phases=len(values))
-    trainer.fit([{'m': v} for v in values])
+def stopped_after(values, patience=1, **bounds):
+    trainer = FakeTrainer([cb.EarlyStopping('eval/m', patience=patience, **bounds)], num_phases=len(values))
+    trainer.fit([{} if v is None else {'eval/m': v} for v in values])
     return trainer.phase if trainer.stop else None
 
 
 def test_stopping_needs_the_bound_crossed_in_a_row(capsys):
     assert stopped_after([1, 6, 6, 1, 6, 6, 6, 1], above=5.0, patience=3) == 7
-    assert 'stopping after phase 7: m is 6, above 5 in 3 phases in a row' in capsys.readouterr().out
+    assert 'stopping after phase 7: eval/m is 6, above 5 in 3 phases in a row' in capsys.readouterr().out
     assert stopped_after([5, 5, 5], above=5.0) is None  # on the bound is within it
-    assert stopped_after([5, 4.9], below=5.0) == 2
-    assert stopped_after([0.0, 3.0], above=2.0, below=-2.0) == 2
-    assert stopped_after([0.0, math.nan, 0.0], above=2.0) == 2
-    assert stopped_after([0.0, math.nan, 0.0], below=-2.0) == 2
+    assert stopped_after([5, 4.9], below=5.0) == stopped_after([0.0, 3.0], above=2.0, below=-2.0) == 2
+    assert stopped_after([0.0, math.nan], above=2.0) == stopped_after([0.0, math.nan], below=-2.0) == 2
+    # phases without an evaluation neither count nor break the row
+    assert stopped_after([2.0, None, 2.0, None], above=1.0, patience=2) == 3
 
 
 def test_bad_bounds_and_names_are_refused():
@@ -82,12 +74,6 @@ def test_bad_bounds_and_names_are_refused():
         cb.EarlyStopping('m', above=1.0, below=3.0)
     with pytest.raises(ValueError, match="no metric 'rollout/kl'"):
         FakeTrainer([cb.EarlyStopping('rollout/kl', above=1.0)]).fit([{'rollout/kl_mean': 1.0}])
-
-
-def test_phases_without_an_evaluation_neither_count_nor_break_the_row():
-    trainer = FakeTrainer([cb.EarlyStopping('eval/x', above=1.0, patience=2)])
-    trainer.fit([{'eval/x': 2.0}, {}, {'eval/x': 2.0}, {}])
-    assert trainer.phase == 3
 
 
 # ---------------------------------------------------------------- performance
@@ -132,9 +118,6 @@ def test_the_summary_leaves_out_the_first_phases(capsys):
     trainer.fit([slow, fast])
     # one sample of 2 + 3 tokens: collect 2 · 4, learn 6 · 5 TFLOP, in a second each
     assert capsys.readouterr().out.strip() == 'performance: 0.5 samples/s, 19 TFLOPS per device (collect 8, learn 30)'
-
-
-def test_parameters_are_counted_once_where_shared():
     first, second = torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(3, 4, bias=True)
     second.weight = first.weight
-    assert cb.num_parameters(torch.nn.Sequential(first, second)) == 12 + 4
+    assert cb.num_parameters(torch.nn.Sequential(first, second)) == 12 + 4  # counted once where shared

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from sft_runs import averages, make
+from tiny_runs import sft
 
 from chatgpt.strategies.checkpoint import Piece, TensorReader
-from chatgpt.trainer.callbacks import EMA, Callback
+from chatgpt.trainer.callbacks import Callback
 
 
 class Keeper(Callback):
@@ -35,32 +35,19 @@ class OtherKeeper(Keeper):
 
 @pytest.mark.parametrize('group', ['statistics', 'actor', 'actor_optim', 'rng', 'a/b', 'x_ema', 'wx@yz'])
 def test_a_group_of_any_name_loads_again(tmp_path, group):
-    path = make(callbacks=[Keeper(group, 3.0), OtherKeeper(group, 7.0)]).save_checkpoint(tmp_path / 'saved')
+    path = sft(callbacks=[Keeper(group, 3.0), OtherKeeper(group, 7.0)]).save_checkpoint(tmp_path / 'saved')
     one, other = Keeper(group, 0.0), OtherKeeper(group, 0.0)
-    resumed = make(callbacks=[other, one])
+    resumed = sft(callbacks=[other, one])
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         resumed.load_checkpoint(path)
     assert (one.data.tolist(), other.data.tolist()) == ([3.0, 4.0], [7.0, 8.0])
 
 
-def test_two_averages_of_one_model_are_two(tmp_path):
-    fast, slow = EMA(0.1), EMA(0.9)
-    trained = make(callbacks=[fast, slow])
-    trained.fit()
-    path = trained.save_checkpoint(tmp_path / 'saved')
-    again = [EMA(0.1), EMA(0.9)]
-    make(callbacks=again).load_checkpoint(path)
-    for before, after in zip((fast, slow), again, strict=True):
-        assert all(torch.equal(averages(before)[name], value) for name, value in averages(after).items())
-    assert any(not torch.equal(averages(again[0])[name], value) for name, value in averages(again[1]).items())
-
-
 def test_the_checkpoint_records_the_owners_and_a_run_without_one_says_whose_is_left_out(tmp_path):
-    path = make(callbacks=[Keeper('statistics', 3.0)]).save_checkpoint(tmp_path / 'saved')
+    path = sft(callbacks=[Keeper('statistics', 3.0)]).save_checkpoint(tmp_path / 'saved')
     owners = json.loads((path / 'manifest.json').read_text())['meta']['owners']
     assert owners == {'actor': 'models', 'actor_optim': 'optimizers', 'statistics': 'Keeper.0', 'rng': 'rng'}
-    with pytest.warns(
-        UserWarning, match='statistics is of a callback that this run does not have, Keeper; it is left out'
-    ):
-        make().load_checkpoint(path)
+    told = 'statistics is of a callback that this run does not have, Keeper; it is left out'
+    with pytest.warns(UserWarning, match=told):
+        sft().load_checkpoint(path)

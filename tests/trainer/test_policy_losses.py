@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -9,12 +10,13 @@ import torch
 
 from chatgpt.batching import collate
 from chatgpt.nn import GPTActor
+from chatgpt.nn.nlpo import masked_output
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import PPOConfig
 from chatgpt.trainer.losses import ActorLoss, collate_experience, experience_totals
 from chatgpt.trainer.metrics import BatchStats, rollout_metrics
-from chatgpt.trainer.policy import Policy
+from chatgpt.trainer.policy import Policy, policy_for
 from chatgpt.types import Experience
 
 MAX_NEW = 7
@@ -23,6 +25,17 @@ MAX_NEW = 7
 def actor_loss(actor, config, kl_coef=0.0):
     strategy = NaiveStrategy(device='cpu')
     return ActorLoss(config, Policy(strategy, actor, temperature=1.0).forward, kl_coef)
+
+
+@pytest.fixture
+def actor() -> GPTActor:
+    torch.manual_seed(0)
+    return GPTActor(config=tiny_config('gpt2', vocab_size=16, positions=32)).eval()
+
+
+def experiences(count: int = 6, seed: int = 1) -> list[Experience]:
+    generator = torch.Generator().manual_seed(seed)
+    return [experience(i, generator) for i in range(count)]
 
 
 def experience(index: int, generator: torch.Generator) -> Experience:
@@ -116,11 +129,8 @@ CHOICES = [
 
 
 @pytest.mark.parametrize('choices', CHOICES, ids=lambda c: ','.join(map(str, c.values())) or 'default')
-def test_the_loss_by_hand(choices):
-    torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(1)
-    records = [experience(i, generator) for i in range(6)]
-    actor = GPTActor(config=tiny_config('gpt2', vocab_size=16, positions=32)).eval()
+def test_the_loss_by_hand(choices, actor):
+    records = experiences()
     config = PPOConfig(**({'eps_clip': 0.1} | choices))
     config.validate(1)
     loss = actor_loss(actor, config, kl_coef=0.7)
@@ -129,7 +139,7 @@ def test_the_loss_by_hand(choices):
         outs = [actor(collate([r]), with_entropy=True) for r in records]
     logprobs, entropies = [o.logprobs.double().tolist() for o in outs], [o.entropy.double().tolist() for o in outs]
     want = by_hand(records, logprobs, entropies, config, 0.7)
-    for cut in ([6], [2, 1, 3], [1] * 6):  # the cut into micro-batches does not enter
+    for cut in ([6], [2, 1, 3]):  # the cut into micro-batches does not enter
         total, start = 0.0, 0
         for size in cut:
             part = records[start : start + size]
@@ -138,16 +148,14 @@ def test_the_loss_by_hand(choices):
         assert total == pytest.approx(want, rel=2e-4, abs=1e-6)
     dummy, _ = loss(actor, collate_experience([], totals))
     assert dummy.item() == 0.0
-    others = [other for other in CHOICES if other != choices]
-    wrong = [by_hand(records, logprobs, entropies, PPOConfig(**({'eps_clip': 0.1} | o)), 0.7) for o in others]
-    assert (
-        sum(abs(w - want) > 1e-5 for w in wrong) >= len(wrong) - 1
-    )  # the negative control: other choices are other numbers
+    # the negative control: other choices are other numbers
+    others = [PPOConfig(**({'eps_clip': 0.1} | other)) for other in CHOICES if other != choices]
+    wrong = [by_hand(records, logprobs, entropies, other, 0.7) for other in others]
+    assert sum(abs(w - want) > 1e-5 for w in wrong) >= len(wrong) - 1
 
 
-@pytest.mark.parametrize(
-    ('estimator', 'loss', 'want'),
-    [
+def test_each_papers_aggregation():
+    for estimator, loss, want in (
         ('gae', 'ppo', 'token'),
         ('grpo', 'ppo', 'sequence'),
         ('dr_grpo', 'ppo', 'sequence_sum'),
@@ -156,74 +164,82 @@ def test_the_loss_by_hand(choices):
         ('grpo', 'gspo', 'sequence'),
         ('grpo', 'cispo', 'token'),
         ('gdpo', 'ppo', 'sequence'),
-    ],
-)
-def test_each_papers_aggregation(estimator, loss, want):
-    assert PPOConfig(advantage_estimator=estimator, policy_loss=loss, num_samples_per_prompt=2).aggregation == want
+    ):
+        config = PPOConfig(advantage_estimator=estimator, policy_loss=loss, num_samples_per_prompt=2)
+        assert config.aggregation == want
 
 
 def test_filtered_responses_do_not_thin_the_kl():
-    generator = torch.Generator().manual_seed(2)
-    records = [experience(i, generator) for i in range(4)]
+    records = experiences(4, seed=2)
     alone = rollout_metrics(records[:2], 0.1)['rollout/kl_mean']
     for r in records[2:]:
         r.response_mask = torch.zeros_like(r.response_mask)
     assert rollout_metrics(records, 0.1)['rollout/kl_mean'] == alone
-    by_hand = [
-        sum(float(r.old_logprobs[t] - r.ref_logprobs[t]) for t in range(r.num_actions) if r.response_mask[t])
-        for r in records[:2]
-    ]
-    assert alone == pytest.approx(sum(by_hand) / 2, abs=1e-6)
-    assert alone != pytest.approx(sum(by_hand) / 4, abs=1e-6)
+    total = sum(float((r.old_logprobs - r.ref_logprobs)[r.response_mask].sum()) for r in records[:2])
+    assert alone == pytest.approx(total / 2, abs=1e-6)
+    assert alone != pytest.approx(total / 4, abs=1e-6)
 
 
-def test_cispo_counts_a_weight_as_clipped_only_from_above():
-    torch.manual_seed(3)
-    generator = torch.Generator().manual_seed(1)
-    records = [experience(i, generator) for i in range(6)]
-    actor = GPTActor(config=tiny_config('gpt2', vocab_size=16, positions=32)).eval()
-    shares = {}
-    for name in ('cispo', 'ppo'):
+def test_cispo_and_gspo_measure_what_they_clip(actor):
+    """CISPO counts a weight as clipped only from above; the ratio of GSPO is that of a sequence."""
+    records, found = experiences(), {}
+    for name in ('cispo', 'ppo', 'gspo'):
         config, stats = PPOConfig(policy_loss=name, eps_clip=0.1), BatchStats()
-        stats.add(
-            actor_loss(actor, config)(actor, collate_experience(records, experience_totals(records, config, MAX_NEW)))[
-                1
-            ]
-        )
-        shares[name] = stats.reduced(NaiveStrategy(device='cpu'))['clip_fraction']
+        batch = collate_experience(records, experience_totals(records, config, MAX_NEW))
+        stats.add(actor_loss(actor, config)(actor, batch)[1])
+        found[name] = stats.reduced(NaiveStrategy(device='cpu'))
     with torch.no_grad():
         diffs = [(actor(collate([r])).logprobs - r.old_logprobs).double()[r.response_mask] for r in records]
     ratios = torch.cat(diffs).exp()
-    assert shares['cispo'] == pytest.approx(float((ratios > 1.1).double().mean()))
-    assert shares['ppo'] == pytest.approx(float(((ratios > 1.1) | (ratios < 0.9)).double().mean())) != shares['cispo']
-
-
-def test_gspo_measures_the_ratio_that_it_clips():
-    torch.manual_seed(3)
-    generator = torch.Generator().manual_seed(1)
-    records = [experience(i, generator) for i in range(6)]
-    actor = GPTActor(config=tiny_config('gpt2', vocab_size=16, positions=32)).eval()
-    found = {}
-    for name in ('gspo', 'ppo'):
-        config = PPOConfig(policy_loss=name, eps_clip=0.1, loss_aggregation='sequence')
-        stats = BatchStats()
-        stats.add(
-            actor_loss(actor, config)(actor, collate_experience(records, experience_totals(records, config, MAX_NEW)))[
-                1
-            ]
-        )
-        found[name] = stats.reduced(NaiveStrategy(device='cpu'))
-    ratios = []
-    for r in records:
-        with torch.no_grad():
-            diff = (actor(collate([r])).logprobs - r.old_logprobs).double()[r.response_mask].tolist()
-        ratios += [math.exp(sum(diff) / len(diff))] * len(diff)
-    want = {
-        'ratio_mean': sum(ratios) / len(ratios),
-        'ratio_max': max(ratios),
-        'ratio_min': min(ratios),
-        'clip_fraction': sum(abs(x - 1) > 0.1 for x in ratios) / len(ratios),
-    }
+    clipped = {name: metrics['clip_fraction'] for name, metrics in found.items()}
+    assert clipped['cispo'] == pytest.approx(float((ratios > 1.1).double().mean()))
+    assert clipped['ppo'] == pytest.approx(float(((ratios > 1.1) | (ratios < 0.9)).double().mean())) != clipped['cispo']
+    whole = torch.cat([diff.mean().exp().expand(len(diff)) for diff in diffs])
+    want = {'ratio_mean': whole.mean(), 'ratio_max': whole.max(), 'ratio_min': whole.min()}
+    want['clip_fraction'] = ((whole - 1).abs() > 0.1).double().mean()
     for key, value in want.items():
-        assert found['gspo'][key] == pytest.approx(value, rel=1e-4)
-    assert found['ppo']['ratio_max'] != pytest.approx(want['ratio_max'], rel=1e-3)
+        assert found['gspo'][key] == pytest.approx(float(value), rel=1e-4)
+    assert found['ppo']['ratio_max'] != pytest.approx(float(want['ratio_max']), rel=1e-3)
+
+
+# ---------------------------------------------------------------------- entropy
+
+
+def learned(actor, config, forward=None):
+    """Entropy, loss, its metric and gradients, with the policy that the trainer makes or another forward."""
+    policy = policy_for(NaiveStrategy(device='cpu'), actor, config, 0.9, None, None)
+    records, outputs = experiences(4), []
+
+    def watched(model, given):
+        outputs.append((forward or policy.forward)(model, given))
+        return outputs[-1]
+
+    actor.zero_grad()
+    total, metrics = ActorLoss(config, watched)(
+        actor, collate_experience(records, experience_totals(records, config, 8))
+    )
+    total.backward()
+    gradients = torch.cat([p.grad.flatten() for p in actor.parameters()])
+    return outputs[0].entropy, float(total.detach()), metrics['entropy'].total, gradients
+
+
+def test_entropy_needs_no_graph_where_its_coefficient_is_0_and_changes_no_bit(actor):
+    entropy, total, metric, grads = learned(actor, PPOConfig())
+    graph = learned(actor, PPOConfig(), lambda m, b: m(b, temperature=0.9, with_entropy=True))
+    assert not entropy.requires_grad and graph[0].requires_grad
+    assert torch.equal(entropy, graph[0]) and total == graph[1]
+    assert float(metric) == float(graph[2].detach()) > 0
+    assert torch.equal(grads, graph[3])
+    bonus = learned(actor, PPOConfig(entropy_coef=0.1))
+    assert bonus[0].requires_grad and not torch.allclose(bonus[3], grads)
+
+
+def test_entropy_of_nlpos_masked_policy(actor):
+    records = experiences(2)
+    batch = collate_experience(records, experience_totals(records, PPOConfig(), 8))
+    options = {'top_p': 0.9, 'temperature': 0.9}
+    want = masked_output(actor, copy.deepcopy(actor), batch, **options).entropy
+    for with_entropy in (True, 'detached'):
+        out = masked_output(actor, copy.deepcopy(actor), batch, **options, with_entropy=with_entropy)
+        assert out.entropy.requires_grad is (with_entropy is True) and out.logprobs.requires_grad
+        assert torch.equal(out.entropy, want)

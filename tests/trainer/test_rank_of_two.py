@@ -19,30 +19,12 @@ from chatgpt.testing.processes import run_distributed
 
 def ppo(strategy: Any, **more: Any) -> Any:
     """A trainer of tiny models."""
-    from chatgpt.nn import AutoActor, AutoCritic
-    from chatgpt.testing.fakes import char_tokenizer, tiny_config
-    from chatgpt.trainer import PPOTrainer
-    from chatgpt.trainer.callbacks import ProgressBar
+    import tiny_runs
 
-    config = tiny_config('llama', heads=4, positions=48)
-    actor, critic = AutoActor(config=config), AutoCritic(config=config)
-    trained = [(model, torch.optim.AdamW(model.parameters(), lr=1e-3)) for model in (actor, critic)]
-    (actor, actor_optim), (critic, critic_optim) = strategy.prepare(*trained)
-    return PPOTrainer(
-        strategy,
-        actor,
-        critic,
-        None if 'environment' in more else lambda prompts, responses: [1.0] * len(responses),
-        strategy.prepare(AutoActor(config=config)),
-        actor_optim,
-        critic_optim,
-        tokenizer=char_tokenizer(),
-        callbacks=[ProgressBar(enabled=False)],
-        experience_batch_size=4,
-        train_batch_size=4,
-        max_new_tokens=4,
-        **more,
-    )
+    from chatgpt.testing.fakes import tiny_config
+
+    reward = None if 'environment' in more else lambda prompts, responses: [1.0] * len(responses)
+    return tiny_runs.ppo(strategy, reward, config=tiny_config('llama', heads=4, positions=48), **more)
 
 
 def told(call: Any, *args: Any, **kw: Any) -> str:
@@ -177,51 +159,24 @@ def both(tmp_path_factory) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_signal_that_one_process_got_stops_both(both):
-    assert [f['stops'] for f in both] == [[True, True, False]] * 2
-
-
-def test_processes_that_differ_are_told(both):
-    for found in both:
-        same, other = found['agree']
-        assert same == 'no error'
-        assert other == (
-            'RankMismatchError: the ranks do not run the same run, seen here: on rank 1 seed is 4 instead of 3 '
-            '(as on rank 0)'
-        )
-
-
-def test_the_first_clock_says_when_a_checkpoint_is_due(both):
-    assert [f['due'] for f in both] == [[True, False]] * 2
-
-
-def test_one_rank_has_no_slowest(both):
-    assert [f['timing'] for f in both] == [{}, {}]
-
-
-def test_a_record_counts_both(both):
+def test_what_both_decide_together(both):
+    assert [f['stops'] for f in both] == [[True, True, False]] * 2  # a signal that one process got
+    assert [f['due'] for f in both] == [[True, False]] * 2  # the first clock says when a checkpoint is due
+    assert [f['timing'] for f in both] == [{}, {}]  # one rank has no slowest
     assert [f['record'] for f in both] == [{'world_size': 1, 'processes': 2}] * 2
+    assert [f['leader'] for f in both] == [0, 0]
+    for found in both:  # engines with models of their own give the draws of the first
+        assert found['drawn'] == [([5, 5], [5, 5])] * 2
 
 
-def test_an_environment_is_refused(both):
+def test_what_is_refused_is_refused_on_both(both):
+    other = 'RankMismatchError: the ranks do not run the same run, seen here: on rank 1 seed is 4 instead of 3 (as on'
     for found in both:
+        assert found['agree'][0] == 'no error' and found['agree'][1].startswith(other)
         for error in found['environment']:
             assert error.startswith('ValueError: environment does not go with tensor_parallel: ')
-
-
-def test_a_process_that_does_not_see_the_folder_is_named(both):
-    for found in both:
         assert 'is not shared: what rank 0 on ' in found['sign'] and 'is not seen by rank 1 on ' in found['sign']
-
-
-def test_a_process_that_cannot_read_a_checkpoint_ends_both(both):
-    assert [f['resume'] for f in both] == ['CheckpointError: the folder is not there'] * 2
-
-
-def test_engines_with_models_of_their_own_give_the_draws_of_the_first(both):
-    assert [f['leader'] for f in both] == [0, 0]
-    for found in both:
-        assert found['drawn'] == [([5, 5], [5, 5])] * 2
+        assert found['resume'] == 'CheckpointError: the folder is not there'
 
 
 # ---------------------------------------------------------------- workers

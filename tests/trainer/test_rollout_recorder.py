@@ -233,6 +233,6 @@ def test_a_tokenizer_with_its_own_mind_does_not_end_a_run(tmp_path, text):
 
     trainer = FakeTrainer([RolloutRecorder()], tmp_path, num_phases=1)
     trainer.tokenizer = Odd()
-    with pytest.warns(UserWarning, match=r'rollouts: phase 1 could not be recorded \((IndexError|UnicodeEncodeErr'):
+    with pytest.warns(UserWarning, match=r'rollouts: phase 1 could not be recorded \((IndexError|UnicodeEncodeErr)'):
         trainer.fit([{}])
     assert recorded_phases(tmp_path) == []

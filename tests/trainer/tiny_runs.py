@@ -74,7 +74,7 @@ def trained(strategy: Any, model: Any, lr: float = 1e-3, eps: float = 1e-5) -> t
     if model is None:
         return None, None
     parameters = [p for p in model.parameters() if p.requires_grad]
-    return strategy.prepare((model, torch.optim.AdamW(parameters, lr=lr, eps=eps)))
+    return strategy.prepare((model, strategy.make_optimizer(parameters, lr=lr, eps=eps, weight_decay=0.01)))
 
 
 def assemble(
