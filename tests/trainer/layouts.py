@@ -125,14 +125,8 @@ def run_legs(legs: list[Leg], timeout_s: float = 400.0) -> list[Log]:
 
 # ---------------------------------------------------------------------- comparisons
 
-LOSSES = (
-    'ppo/policy_loss',
-    'ppo/value_loss',
-    'ppo/actor_grad_norm',
-    'ppo/critic_grad_norm',
-    'rollout/kl_mean',
-    'rollout/score_mean',
-)
+OF_LOSSES = ('policy_loss', 'value_loss', 'actor_grad_norm', 'critic_grad_norm')
+LOSSES = (*(f'ppo/{name}' for name in OF_LOSSES), 'rollout/kl_mean', 'rollout/score_mean')
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,8 +36,7 @@ def make(seed: int = 0, *, dropout: float = 0.0, reward: Any = None, **settings:
 
 
 def fit(trainer: Any, phases: int = 3) -> Any:
-    trainer.fit(prompts(), num_episodes=1, max_timesteps=phases, update_timesteps=1)
-    return trainer
+    return tiny_runs.fit(trainer, phases, prompts())
 
 
 def run(phases: int = 3, **settings: Any) -> tuple[Any, list[dict[str, float]]]:

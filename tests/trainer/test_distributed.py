@@ -1,17 +1,24 @@
-"""The same run on one process and on two: prompts, samples and scores are equal, losses and weights up to rounding."""
+"""The same run on one process and on two: prompts, samples and scores are equal, losses and weights up to rounding;
+micro-batches of a train batch are split over the ranks by cost, and with or without padding the losses are the same."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+import ppo_on_ids
 import torch
-from tiny_runs import PROMPTS, near, ppo
+from tiny_runs import PROMPTS, check_outcome, close, outcome, ppo
 
+import chatgpt.nn.packing as packing_module
+from chatgpt.batching import collate
+from chatgpt.nn import GPTActor
 from chatgpt.strategies import DDPStrategy, NaiveStrategy
+from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import strategies
 from chatgpt.trainer.run_control import RankMismatchError, check_ranks
+from chatgpt.trainer.step import Learner, Work, learn_batch
+from chatgpt.types import Sequence
 
 LR, PHASES, EPOCHS = 1e-3, 3, 2
 LAYOUTS = [('DDPStrategy', {}), ('FSDPStrategy', {}), ('FSDPStrategy', {'cpu_offload': True, 'meta_init': True})]
@@ -31,25 +38,17 @@ def train(layouts: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
         with getattr(strategies, kind)(seed=3, device='cpu', **options) as strategy:
             trainer = ppo(strategy, reward, lr=LR, score_scaling='running', whiten_rewards=True, **SIZES)
             trainer.fit([*PROMPTS, 'a seven'], 1, PHASES, 1)
-            weights = {n: strategy.full_state_dict(m) for n, m in trainer.models().items()}
-        log = trainer.log
-        found.append({'metrics': log.phases, 'samples': log.samples(), 'calls': calls, 'weights': weights})
+            found.append(outcome(strategy, trainer, calls=calls))
     return found
 
 
 def test_two_processes_equal_one():
     (naive,) = train([('NaiveStrategy', {})])
     for first, second in zip(*run_distributed(train, 2, LAYOUTS, init_group=True), strict=True):
-        assert first['samples'] == second['samples'] == naive['samples']  # both ranks hold the same buffer
-        assert first['metrics'] == second['metrics']
+        check_outcome(first, naive, atol=0.05 * LR * PHASES * EPOCHS * 2)
+        assert (first['samples'], first['metrics']) == (second['samples'], second['metrics'])
         # the reward function is called once, for the whole batch of a timestep
         assert (first['calls'], second['calls']) == ([8] * PHASES, [])
-        for a, b in zip(naive['metrics'], first['metrics'], strict=True):
-            assert a.keys() == b.keys()
-            losses = ('policy_loss', 'value_loss', 'actor_grad_norm', 'critic_grad_norm')
-            for name in (*(f'ppo/{loss}' for loss in losses), 'rollout/kl_mean'):
-                assert math.isclose(a[name], b[name], rel_tol=1e-4, abs_tol=2e-6), (name, a[name], b[name])
-        near(first['weights'], naive['weights'], atol=0.05 * LR * PHASES * EPOCHS * 2)
 
 
 # ---------------------------------------------------------------------- ranks that differ
@@ -98,3 +97,63 @@ def test_a_rank_that_differs_is_named_on_every_rank():
 
 def test_one_process_compares_nothing():
     check_ranks(NaiveStrategy(), {'anything': 1}, 'anywhere')
+
+
+# ---------------------------------------------------------------- micro-batches
+
+
+# In this order half and half would give one rank 36 tokens and the other 10.
+LENGTHS = [10, 9, 9, 8, 3, 3, 2, 2]
+
+# ---------------------------------------------------------------- balanced by cost
+
+
+def of_length(length: int) -> Sequence:
+    ids = torch.arange(3, 3 + length)
+    return Sequence(prompt_ids=ids[:1], response_ids=ids[1:], response_mask=torch.ones(length - 1, dtype=torch.bool))
+
+
+def learn() -> tuple[list[int], int]:
+    """Tokens of the records that this rank learned from, and the number of its micro-batches."""
+    seen: list[list[int]] = []
+
+    def loss(model: Any, batch: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        seen.append(batch.attention_mask.sum(1).tolist())
+        return -(model(batch).logprobs * batch.action_mask).sum() / sum(LENGTHS), {}
+
+    with DDPStrategy(device='cpu') as strategy:
+        actor = GPTActor(config=tiny_config('gpt2'))
+        actor, optimizer = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=0.1)))
+        work = Work(
+            [of_length(n) for n in LENGTHS], [Learner('actor', actor, optimizer, loss)], collate, lambda r: r.num_tokens
+        )
+        learn_batch(strategy, [work], max_tokens=20)
+    return sorted(n for records in seen for n in records), len(seen)
+
+
+def test_what_two_processes_learn_from():
+    (first, num_first), (second, num_second) = run_distributed(learn, 2)
+    assert sorted(first + second) == sorted(LENGTHS)
+    assert (len(first), sum(first)) == (len(second), sum(second)) == (4, 23)
+    assert num_first == num_second
+
+
+# ---------------------------------------------------------------- with and without padding
+
+
+# ---------------------------------------------------------------- packed
+
+
+def test_packed_and_plain_ppo_have_the_same_losses(monkeypatch):
+    calls: list[int] = []
+    original = packing_module._packed_hidden
+    packed, plain = (ppo_on_ids.make(packing=packing) for packing in (True, False))  # models try it as they are made
+    monkeypatch.setattr(packing_module, '_packed_hidden', lambda *args: calls.append(1) or original(*args))
+    ppo_on_ids.fit(packed)
+    num_packed = len(calls)
+    ppo_on_ids.fit(plain)
+    # Learning alone: 3 phases of 2 passes over 2 batches, actor and critic; scoring: initial model and critic.
+    assert num_packed >= 3 * (2 * 2 * 2 + 2) and len(calls) == num_packed
+    assert packed.log.samples() == plain.log.samples()
+    assert len({e.num_actions for phase in packed.log.experiences for e in phase}) > 2
+    close(packed.log.phases, plain.log.phases, abs=2e-5)

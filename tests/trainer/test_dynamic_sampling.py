@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import PROMPTS, SMALL, assemble, ppo
+from tiny_runs import PROMPTS, SMALL, assemble, fit, ppo
 
 from chatgpt.nn import GPTActor
-from chatgpt.strategies import FSDPStrategy, NaiveStrategy, fsdp
+from chatgpt.strategies import FSDPStrategy, fsdp
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.callbacks import Callback, SaveCheckpoint
@@ -29,11 +29,6 @@ class Rare:
 
 def make(rounds: int, reward: Any = None, **settings: Any) -> Any:
     return ppo(reward=reward or Rare(), dynamic_sampling_rounds=rounds, train_batch_size=8, **DYNAMIC | settings)
-
-
-def fit(trainer: Any, phases: int) -> Any:
-    trainer.fit(PROMPTS, 1, phases, 1)
-    return trainer
 
 
 @pytest.fixture(scope='module')
@@ -153,11 +148,3 @@ def test_weights_are_gathered_once_for_three_timesteps_and_freed():
     for found in run_distributed(under_fsdp, 2, init_group=True):
         for phases, parameters in found:
             assert phases == [{'entries': 1, 'whole': parameters, 'copies': parameters + 1, 'alive': 0}] * 2
-
-
-def test_each_further_round_is_a_gather_of_its_own():
-    for rounds in (0, 4):
-        settings = DYNAMIC | {'dynamic_sampling_rounds': rounds}
-        settings.pop('kl_coef')
-        phases = watched(NaiveStrategy(device='cpu'), 1, [], **settings)
-        assert all((phase['entries'] > 1) == (rounds > 0) for phase in phases)

@@ -11,20 +11,17 @@ import pytest
 import torch
 from tiny_runs import Log, assemble, trained, vowels
 
-from chatgpt.batching import collate
 from chatgpt.data import load_demonstrations, load_labelled, load_preferences
 from chatgpt.data.formats import note_model
 from chatgpt.launch.methods import METHODS
 from chatgpt.nn import Actor, Critic, ILQLModel, RewardModel
 from chatgpt.nn.loading import trunk_of
-from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams
+from chatgpt.rollout import LocalEngine
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing import encoder_decoder_tokenizer, tiny_causal_lm
-from chatgpt.trainer import ILQLTrainer, RFTTrainer, SFTTrainer
+from chatgpt.trainer import SFTTrainer
 from chatgpt.trainer.objectives.ilql import BetaEvaluation
-from chatgpt.trainer.objectives.reward_model import RewardModelTrainer
 from chatgpt.trainer.prompt_evaluation import PromptEvaluation
-from chatgpt.types import Prompt
 
 REVIEWS = ['this film is', 'i saw it and', 'what a', 'the actors were', 'no one', 'at first i']
 SUMMARIES = [
@@ -68,7 +65,7 @@ ONLINE |= {'reinforce++': 'bart', 'reinforce++_baseline': 't5', 'a2c': 'flan-t5'
 
 @pytest.mark.parametrize('method', ONLINE)
 def test_every_online_method(method):
-    family, settings = ONLINE[method], {} if method == 'ppo' else dict(METHODS[method].settings)
+    family, settings = ONLINE[method], dict(METHODS[method].settings)
     if 'num_samples_per_prompt' in settings:
         settings['num_samples_per_prompt'] = 2
     compares, start = settings.get('kl_coef', 0.1) > 0, tiny_causal_lm(family)
@@ -83,14 +80,18 @@ def test_every_online_method(method):
     assert any(not torch.equal(p, q) for p, q in zip(actor.model.parameters(), start.parameters(), strict=True))
 
 
-def test_reward_model_of_an_encoder_decoder_scores_and_learns():
-    rows = [{'prompt': r['prompt'], 'chosen': r['response'], 'rejected': 'x'} for r in SUMMARIES]
-    pairs, _ = load_preferences(rows, tokenizer_of('t5'))
-    strategy, log = NaiveStrategy(seed=1), Log()
-    model, optimizer = trained(strategy, RewardModel(trunk_of(tiny_causal_lm('t5'))), lr=1e-2)
-    RewardModelTrainer(strategy, model, optimizer, pairs, max_epochs=8, train_batch_size=4, callbacks=[log]).fit()
-    assert log.phases[-1]['rm/accuracy'] == 1.0
-    online('t5', Actor(tiny_causal_lm('t5')), critic=True, reference=True, reward=model)
+def offline(method: str, family: str, data: Any, model: Any, **settings: Any) -> tuple[Any, list[float]]:
+    """The trainer after two steps, and its losses."""
+    strategy, log, tokenizer = NaiveStrategy(seed=1), Log(), tokenizer_of(family)
+    if settings.pop('compares', False):
+        settings['initial_model'] = strategy.prepare(deepcopy(model))
+    model, optimizer = trained(strategy, model, lr=1e-2)
+    sizes = {'max_epochs': 2, 'train_batch_size': 2 * len(SUMMARIES), 'log_interval': 1, 'shuffle': False}
+    given = sizes | {'callbacks': [log], 'tokenizer': tokenizer} | settings
+    trainer = METHODS[method].part('trainer')(strategy, model, optimizer, data, **given)
+    trainer.fit()
+    (name,) = {name for name in log.phases[0] if name.endswith('/loss')}
+    return trainer, [phase[name] for phase in log.phases]
 
 
 @pytest.mark.parametrize('family', ['t5', 'bart'])
@@ -102,90 +103,57 @@ def test_sft_has_the_loss_of_transformers(family):
     labels = labels.masked_fill(labels == tokenizer.pad_token_id, -100)
     with torch.no_grad():
         wanted = model(input_ids=given['input_ids'], attention_mask=given['attention_mask'], labels=labels).loss
-    strategy, log = NaiveStrategy(seed=1), Log()
-    actor, optimizer = trained(strategy, Actor(model), lr=1e-2)
-    settings = {'max_epochs': 2, 'train_batch_size': 4, 'log_interval': 1, 'callbacks': [log], 'tokenizer': tokenizer}
-    SFTTrainer(strategy, actor, optimizer, data, **settings).fit()
-    assert log.phases[0]['sft/loss'] == pytest.approx(wanted.item(), rel=1e-5)
-    assert log.phases[1]['sft/loss'] < log.phases[0]['sft/loss']
+    _, (first, second) = offline('sft', family, data, Actor(model))
+    assert first == pytest.approx(wanted.item(), rel=1e-5) and second < first
 
 
-def test_ilql_and_what_it_decodes():
-    tokenizer, strategy, log = tokenizer_of('t5'), NaiveStrategy(seed=1), Log()
-    data, _ = load_labelled([r | {'reward': float(len(r['response']))} for r in SUMMARIES], tokenizer)
-    model, optimizer = trained(strategy, ILQLModel(tiny_causal_lm('t5')))
-    settings = {'max_epochs': 2, 'train_batch_size': 4, 'log_interval': 1, 'callbacks': [log], 'tokenizer': tokenizer}
-    trainer = ILQLTrainer(strategy, model, optimizer, data, **settings)
-    trainer.fit()
-    assert all(math.isfinite(phase['ilql/loss']) for phase in log.phases)
-    evaluation = PromptEvaluation([r['prompt'] for r in SUMMARIES], tokenizer, vowels, max_new_tokens=4, num_rows=0)
-    found = BetaEvaluation(evaluation, betas=(0.0, 100.0))(trainer)
-    assert set(found) >= {'score_mean@beta=0', 'score_mean@beta=100'}
-    engine, prompt = HFEngine(), Prompt(ids=data[0].sequence.prompt_ids)
-    greedy = SamplingParams(max_new_tokens=1, do_sample=False)
-    with model.decoding(100.0):
-        engine.begin(model)
-        (sample,) = engine.generate(Call.of([prompt], greedy, seed=0, indices=[0]))
-        engine.end()
-        # head and Q heads at the state before the first token
-        states = Actor.forward(model, collate([sample]), with_logits=True)
-    assert sample.response_ids.tolist() == [int(states.logits[0].argmax())]
+PAIRS = [{'prompt': r['prompt'], 'chosen': r['response'], 'rejected': 'x yz'} for r in SUMMARIES]
 
 
 def log_sigmoid(z: float) -> float:
     return -math.log1p(math.exp(-z))
 
 
-@pytest.mark.parametrize(('method', 'family'), [('dpo', 't5'), ('kto', 'bart'), ('orpo', 't5'), ('simpo', 'bart')])
-def test_the_loss_of_preferences_is_the_formula_over_transformers_own(method, family):
-    rows = [{'prompt': r['prompt'], 'chosen': r['response'], 'rejected': 'x yz'} for r in SUMMARIES]
-    pairs, _ = load_preferences(rows, tokenizer_of(family))
-    policy, reference = tiny_causal_lm(family), tiny_causal_lm(family, seed=1)
-
-    def logp(model: Any, prompt_ids: torch.Tensor, response_ids: torch.Tensor, *, mean: bool = False) -> float:
-        loss = label_loss(model, prompt_ids, response_ids)
-        return -loss if mean else -loss * len(response_ids)
+def test_dpo_is_the_formula_over_transformers_own_log_probs():
+    pairs, _ = load_preferences(PAIRS, tokenizer_of('t5'))
+    model = tiny_causal_lm('t5')
+    reference = tiny_causal_lm('t5', seed=1)
 
     def ratio(prompt_ids: torch.Tensor, response_ids: torch.Tensor) -> float:
-        return logp(policy, prompt_ids, response_ids) - logp(reference, prompt_ids, response_ids)
+        policy, other = (label_loss(m, prompt_ids, response_ids) for m in (model, reference))
+        return (other - policy) * len(response_ids)
 
-    answers = [(p.prompt_ids, response) for p in pairs for response in p.responses]  # chosen, rejected, chosen, ...
-    if method == 'dpo':
-        ratios = [ratio(*a) for a in answers]
-        wanted = [-log_sigmoid(0.1 * (c - r)) for c, r in zip(ratios[::2], ratios[1::2], strict=True)]
-    elif method == 'kto':  # each answer also under the next prompt that is another
-        following = [p.prompt_ids for p in pairs[1:] + pairs[:1] for _ in range(2)]
-        crossed = [ratio(other, a[1]) for a, other in zip(answers, following, strict=True)]
-        z0 = max(0.0, sum(crossed) / len(crossed))
-        z = [0.1 * (ratio(*a) - z0) for a in answers]
-        wanted = [1 - math.exp(log_sigmoid(x if i % 2 == 0 else -x)) for i, x in enumerate(z)]
-    else:
-        means = [logp(policy, *a, mean=True) for a in answers]
-        odds = [x - math.log1p(-math.exp(x)) for x in means]
-        wanted = [
-            -means[i] - 0.1 * log_sigmoid(odds[i] - odds[i + 1])
-            if method == 'orpo'
-            else -log_sigmoid(2.0 * (means[i] - means[i + 1]) - 1.0)
-            for i in range(0, len(answers), 2)
-        ]
-    strategy, log = NaiveStrategy(seed=1), Log()
-    model, optimizer = trained(strategy, Actor(deepcopy(policy)), lr=1e-2)
-    settings = {'train_batch_size': len(wanted), 'max_epochs': 2, 'log_interval': 1, 'shuffle': False}
-    settings |= {'callbacks': [log], 'tokenizer': tokenizer_of(family)}
-    if method in ('dpo', 'kto'):
-        settings['initial_model'] = strategy.prepare(Actor(reference))
-    METHODS[method].part('trainer')(strategy, model, optimizer, pairs, **settings).fit()
-    first, second = (phase[f'{method}/loss'] for phase in log.phases)
+    wanted = []
+    for pair in pairs:
+        chosen, rejected = (ratio(pair.prompt_ids, response) for response in pair.responses)
+        wanted.append(-log_sigmoid(0.1 * (chosen - rejected)))
+    initial = NaiveStrategy(seed=1).prepare(Actor(reference))
+    _, (first, second) = offline('dpo', 't5', pairs, Actor(deepcopy(model)), initial_model=initial)
     assert first == pytest.approx(sum(wanted) / len(wanted), rel=1e-4) and second < first
 
 
-def test_rft():
-    strategy, log = NaiveStrategy(seed=1), Log()
-    model, optimizer = trained(strategy, Actor(tiny_causal_lm('t5')))
-    sizes = {'num_rounds': 2, 'num_samples_per_prompt': 4, 'train_batch_size': 8, 'max_new_tokens': 5}
-    settings = sizes | {'start_quantile': 0.5, 'callbacks': [log], 'tokenizer': encoder_decoder_tokenizer('t5')}
-    RFTTrainer(strategy, model, optimizer, REVIEWS, vowels, **settings).fit()
-    assert len(log.phases) == 2 and all(phase['sft/loss'] > 0 for phase in log.phases)
+@pytest.mark.parametrize(
+    ('method', 'family'), [('kto', 'bart'), ('orpo', 't5'), ('simpo', 'bart'), ('reward-model', 't5')]
+)
+def test_other_methods_of_preferences(method, family):
+    pairs, _ = load_preferences(PAIRS, tokenizer_of(family))
+    model = tiny_causal_lm(family)
+    if method == 'reward-model':
+        trainer, (first, second) = offline(method, family, pairs, RewardModel(trunk_of(model)))
+        online(family, Actor(tiny_causal_lm(family)), critic=True, reference=True, reward=trainer.model)
+    else:
+        _, (first, second) = offline(method, family, pairs, Actor(model), compares=method == 'kto')
+    assert second < first
+
+
+def test_ilql_and_what_it_decodes():
+    tokenizer = tokenizer_of('t5')
+    data, _ = load_labelled([r | {'reward': float(len(r['response']))} for r in SUMMARIES], tokenizer)
+    trainer, losses = offline('ilql', 't5', data, ILQLModel(tiny_causal_lm('t5')))
+    assert all(math.isfinite(loss) for loss in losses)
+    evaluation = PromptEvaluation([r['prompt'] for r in SUMMARIES], tokenizer, vowels, max_new_tokens=4, num_rows=0)
+    found = BetaEvaluation(evaluation, betas=(0.0, 100.0))(trainer)
+    assert set(found) >= {'score_mean@beta=0', 'score_mean@beta=100'}
 
 
 def test_prompts_without_the_end_token_are_pointed_out():

@@ -113,35 +113,36 @@ def test_a_policy_without_finite_numbers_is_not_recommended(tmp_path, capsys, ea
 
 
 def test_learning_that_is_cut_short_keeps_its_weights_apart_from_whole_phases(tmp_path, capsys):
-    trainer = broken(run_dir=tmp_path, callbacks=[RaiseAt(2, 2), SaveCheckpoint(interval=1, keep_last=1)])
-    cut, whole = (tmp_path / 'checkpoints' / name for name in ('cut-short', 'step-00000002'))
-    assert saved(tmp_path) == [cut.name, whole.name]
+    folder = tmp_path / 'later'
+    trainer = broken(run_dir=folder, callbacks=[RaiseAt(2, 2), SaveCheckpoint(interval=1, keep_last=1)])
+    cut, whole = (folder / 'checkpoints' / name for name in ('cut-short', 'step-00000002'))
+    assert saved(folder) == [cut.name, whole.name]
     told = capsys.readouterr().err
     assert f'the weights after its last optimizer step are kept in {cut}: continue with --resume {cut}' in told
     assert f'the last whole phase is in {whole}, which --resume auto or --resume {whole} takes' in told
-    again, exact = resumed(cut, run_dir=tmp_path), resumed(tmp_path)
+    again, exact = resumed(cut, run_dir=folder), resumed(folder)
     assert torch.equal(weights(again), weights(trainer))
     assert (again.phase, again.timestep) == (2, 2)  # the phase is collected anew
     assert not torch.equal(weights(exact), weights(trainer)) and exact.phase == 2
     assert fit(again, PHASES).phase == PHASES
-    assert 'cut-short' not in saved(tmp_path)  # passed by now
+    assert 'cut-short' not in saved(folder)  # passed by now
+    # where no whole phase was saved, auto takes the one cut short
+    first = broken(run_dir=tmp_path / 'at once', callbacks=[RaiseAt(0, 1)])
+    assert saved(tmp_path / 'at once') == ['cut-short']
+    assert torch.equal(weights(resumed('auto', run_dir=tmp_path / 'at once')), weights(first))
 
 
-def test_where_no_whole_phase_was_saved_auto_takes_the_one_cut_short(tmp_path):
-    trainer = broken(run_dir=tmp_path, callbacks=[RaiseAt(0, 1)])
-    assert saved(tmp_path) == ['cut-short']
-    assert torch.equal(weights(resumed('auto', run_dir=tmp_path)), weights(trainer))
+def test_half_a_step_and_a_run_that_has_learned_nothing_are_not_saved(tmp_path, capsys, monkeypatch):
+    broken(run_dir=tmp_path, reward=BreaksIn(1))
+    assert saved(tmp_path) == [] and 'the run failed' not in capsys.readouterr().err
 
-
-def test_half_a_step_is_not_saved(tmp_path, capsys, monkeypatch):
     def breaks(*args: Any, **kwargs: Any) -> None:
         raise Broken('out of memory')
 
     monkeypatch.setattr(torch.optim.AdamW, 'step', breaks)
     broken(run_dir=tmp_path)
     told = 'nothing was saved, because some weights had moved and others not; there is no checkpoint of this run\n'
-    assert told in capsys.readouterr().err
-    assert saved(tmp_path) == []
+    assert told in capsys.readouterr().err and saved(tmp_path) == []
 
 
 def test_a_disk_that_is_full_is_said_and_no_checkpoint_is_made_up(tmp_path, capsys, monkeypatch):
@@ -152,11 +153,6 @@ def test_a_disk_that_is_full_is_said_and_no_checkpoint_is_made_up(tmp_path, caps
     broken(run_dir=tmp_path, reward=BreaksIn(2))
     told = 'nothing could be saved (CheckpointError: no space left on device); there is no checkpoint of this run\n'
     assert f'the run failed in phase 2; {told}' in capsys.readouterr().err
-
-
-def test_a_run_that_has_learned_nothing_keeps_and_says_nothing(tmp_path, capsys):
-    broken(run_dir=tmp_path, reward=BreaksIn(1))
-    assert saved(tmp_path) == [] and 'the run failed' not in capsys.readouterr().err
 
 
 def test_a_failure_right_after_a_checkpoint_names_it_and_writes_none(tmp_path, capsys):

@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from ilql_runs import VOCAB, make, model
-from tiny_runs import Log, close, near, sequence, trained
+from tiny_runs import SMALL, check_resume, close, near, offline, sequence
+from transformers import GPT2LMHeadModel
 
 from chatgpt.data import TokenizedLabelled
 from chatgpt.nn import ILQLModel
 from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams
 from chatgpt.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
-from chatgpt.testing.fakes import char_tokenizer
+from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import BetaEvaluation, ILQLTrainer, PromptEvaluation, rewarded
-from chatgpt.trainer.callbacks import Callback, Evaluator, SaveCheckpoint
+from chatgpt.trainer.callbacks import Callback, Evaluator
 from chatgpt.trainer.objectives.ilql import standardized, turn_ends
 from chatgpt.trainer.saving import save_pretrained
 from chatgpt.types import Prompt
+
+VOCAB = 16
+
+
+def model(seed: int = 5, two_qs: bool = True, vocab: int = VOCAB) -> ILQLModel:
+    torch.manual_seed(seed)
+    made = ILQLModel(GPT2LMHeadModel(tiny_config('gpt2', **SMALL | {'vocab_size': vocab})), two_qs=two_qs)
+    with torch.no_grad():  # targets that differ from the heads, as after some steps
+        for number, p in enumerate(made.target_q_heads.parameters()):
+            torch.manual_seed(number)
+            p.add_(0.1 * torch.randn(p.shape))
+    return made
+
+
+def make(data: Any, eval_data: Any = None, *, strategy: Any = None, two_qs: bool = True, **settings: Any) -> Any:
+    strategy = strategy or NaiveStrategy(seed=5, device='cpu')
+    return offline(ILQLTrainer, strategy, model(two_qs=two_qs), data, eval_data, **settings)
+
 
 DIALOGUES = [
     sequence([3, 4], [5, 6, 7, 8, 2], [1, 1, 0, 1, 1]),
@@ -186,11 +205,10 @@ def over_betas(betas: tuple[float, ...], **settings: Any) -> BetaEvaluation:
 
 def for_texts(strategy: Any, callbacks: Any = ()) -> ILQLTrainer:
     tokenizer = char_tokenizer()
-    net, optim = trained(strategy, model(vocab=len(tokenizer)))
     labels = ((4, 1.0), (6, 0))
     data = [TokenizedLabelled(sequence=sequence([3], [token, 5]), label=label) for token, label in labels]
-    settings = {'tokenizer': tokenizer, 'train_batch_size': 2, 'max_epochs': 1, 'callbacks': [Log(), *callbacks]}
-    return ILQLTrainer(strategy, net, optim, data, **settings)
+    settings = {'tokenizer': tokenizer, 'train_batch_size': 2, 'max_epochs': 1, 'callbacks': callbacks}
+    return offline(ILQLTrainer, strategy, model(vocab=len(tokenizer)), data, **settings)
 
 
 def test_evaluation_over_betas():
@@ -210,15 +228,7 @@ def test_an_engine_that_would_not_see_beta_refuses():
 
 
 def test_a_resumed_run_has_the_same_bits(tmp_path):
-    data = learnable()[:24]
-    whole = make(data, max_epochs=1, run_dir=tmp_path, more=[SaveCheckpoint(interval=4, keep_last=9)])
-    whole.fit()
-    rest = make(data, max_epochs=1)
-    assert rest.load_checkpoint(tmp_path / 'checkpoints' / 'step-00000004')
-    rest.fit()
-    assert rest.log.phases == whole.log.phases[4:]
-    a, b = rest.model.state_dict(), whole.model.state_dict()
-    assert all(torch.equal(a[n], b[n]) for n in b)
+    check_resume(partial(make, learnable()[:24], max_epochs=1), tmp_path, 4)
 
 
 def runs(kinds: list[Any]) -> list[tuple[list[dict[str, float]], dict[str, float], dict[str, torch.Tensor]]]:

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tiny_runs import PROMPTS, close, ppo
+from tiny_runs import PROMPTS, check_resume, close, fit, ppo
 
 from chatgpt.rollout import HFEngine
-from chatgpt.strategies import DDPStrategy, NaiveStrategy
-from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer.callbacks import Callback, SaveCheckpoint
+from chatgpt.strategies import NaiveStrategy
+from chatgpt.trainer.callbacks import Callback
 
 
 def nlpo(strategy: Any = None, **settings: Any) -> Any:
     """The head is scaled so that the set of likely tokens is small."""
     given = {'advantage_estimator': 'reinforce++', 'nlpo_top_p': 0.6, 'head_scale': 12.0}
     return ppo(strategy, **given | settings)
-
-
-def fit(trainer: Any, phases: int) -> Any:
-    trainer.fit(PROMPTS, 1, phases, 1)
-    return trainer
 
 
 def mask_by_hand(logits: torch.Tensor, top_p: float) -> list[int]:
@@ -66,31 +61,20 @@ def test_the_mask_policy_is_taken_over_every_so_many_phases_and_after_a_resume(t
             now = list(trainer.policy.mask_model.parameters())
             same.append((all(map(torch.equal, now, first)), all(map(torch.equal, now, trainer.actor.parameters()))))
 
-    saver = SaveCheckpoint(interval=1, keep_last=9)
-    whole = nlpo(run_dir=tmp_path, callbacks=[saver, Watch()], nlpo_update_interval=2)
-    first = [p.clone() for p in whole.policy.mask_model.parameters()]
-    fit(whole, 4)
-    assert same == [(True, False), (False, True), (False, False), (False, True)]
-    rest = nlpo(nlpo_update_interval=2)
-    rest.set_prompts(PROMPTS)
-    assert rest.load_checkpoint(tmp_path / 'checkpoints' / 'step-00000001')
-    assert fit(rest, 4).log.phases == whole.log.phases[1:]
+    def make(callbacks: Any = (), **settings: Any) -> Any:
+        trainer = nlpo(nlpo_update_interval=2, callbacks=[*callbacks, Watch()], **settings)
+        trainer.set_prompts(PROMPTS)
+        first[:] = [p.clone() for p in trainer.policy.mask_model.parameters()]
+        return trainer
+
+    first: list[Any] = []
+    check_resume(make, tmp_path, 1, partial(fit, phases=4))
+    assert same[:4] == [(True, False), (False, True), (False, False), (False, True)]
 
 
 def test_with_everything_likely_the_mask_policy_does_not_enter():
     often, seldom = (fit(nlpo(nlpo_top_p=1.0, nlpo_update_interval=every), 2) for every in (1, 7))
     close(often.log.phases, seldom.log.phases)
-
-
-def two_nlpo() -> list[dict[str, float]]:
-    with DDPStrategy(seed=3, device='cpu') as strategy:
-        return fit(nlpo(strategy), 2).log.phases
-
-
-def test_nlpo_on_two_ranks():
-    alone = fit(nlpo(), 2)
-    for phases in run_distributed(two_nlpo, 2):
-        close(phases, alone.log.phases, rel=2e-3, abs=2e-5)
 
 
 def test_what_nlpo_needs():

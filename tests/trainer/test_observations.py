@@ -12,31 +12,28 @@ from typing import Any
 
 import pytest
 import torch
+from fake_trainer import experience
 
 from chatgpt.functional.ppo import token_rewards
 from chatgpt.nn import GPTActor
-from chatgpt.rollout import SamplingParams
-from chatgpt.rollout.best_of_n import BestOfN
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer.algorithms import estimate_advantages
 from chatgpt.trainer.callbacks.rollouts import rows_of_phase
 from chatgpt.trainer.callbacks.samples import rows_of
 from chatgpt.trainer.config import PPOConfig
-from chatgpt.trainer.estimates import whiten_responses, whiten_tokens
-from chatgpt.trainer.experience import RewardModelScorer, ScoreShaper
-from chatgpt.trainer.experience.scorers import rescored, sequence_score
+from chatgpt.trainer.experience import ScoreShaper
+from chatgpt.trainer.experience.scorers import sequence_score
 from chatgpt.trainer.losses import COLUMNS, ActorLoss, ValueLoss, collate_experience, experience_totals
 from chatgpt.trainer.metrics import (
     BatchStats,
     drawn_mask,
     environment_metrics,
     group_metrics,
-    performance_metrics,
     rollout_metrics,
     value_metrics,
 )
-from chatgpt.types import Batch, Episode, Experience, Prompt, Turn
+from chatgpt.types import Batch, Episode, Experience, Turn
 
 VOCAB = 16
 GARBAGE = [math.nan, math.inf, -math.inf, 1e30]
@@ -56,22 +53,11 @@ def experiences(*, with_turns: bool = True) -> list[Experience]:
         starts = [t for t in range(n) if own[t] and (t == 0 or not own[t - 1])]
         stops = [t + 1 for t in range(n) if own[t] and (t == n - 1 or not own[t + 1])]
         turns = tuple(Turn(start=a, stop=b, rewards={'reward': 0.5 * i}) for a, b in zip(starts, stops, strict=True))
-        found.append(
-            Experience(
-                index=i,
-                group=i // 2,
-                prompt_ids=torch.tensor([3, 4]),
-                response_ids=torch.randint(3, VOCAB, (n,), generator=generator),
-                response_mask=own,
-                filtered_logprobs=torch.zeros(n),
-                edge_distances=torch.ones(n),
-                finish_reason='eos' if i % 2 else 'length',
-                score=float(i),
-                shaped_score=float(i),
-                episode=Episode(turns=turns, end='terminated' if i % 2 else 'tokens') if with_turns else None,
-                **numbers,
-            )
-        )
+        ended = {'finish_reason': 'eos' if i % 2 else 'length', 'shaped_score': float(i), 'group': i // 2}
+        if with_turns:
+            ended['episode'] = Episode(turns=turns, end='terminated' if i % 2 else 'tokens')
+        ids = torch.randint(3, VOCAB, (n,), generator=generator).tolist()
+        found.append(experience(i, [3, 4], ids, float(i), response_mask=own, **ended, **numbers))
     return found
 
 
@@ -128,21 +114,6 @@ def test_advantages_and_their_whitening(settings):
         return [x for e in given for x in (e.advantages, e.returns)] + [e.advantages for e in white]
 
     unseen(measure)
-
-
-def test_whitening_takes_no_number_of_an_observation():
-    def flat(given: list[Experience]) -> torch.Tensor:
-        return torch.cat([e.advantages for e in given])
-
-    unseen(lambda given: flat(whiten_tokens(given)))
-    assert not flat(whiten_tokens(experiences()))[~torch.cat([e.response_mask for e in experiences()])].any()
-
-    def of_responses(given: list[Experience]) -> torch.Tensor:
-        return torch.cat([e.advantages[e.response_mask] for e in whiten_responses(given)])
-
-    expected = of_responses(experiences())
-    for garbage in GARBAGE:
-        assert torch.equal(of_responses(spoiled(experiences(), garbage)), expected)
 
 
 def test_rewards_of_tokens():
@@ -211,14 +182,6 @@ def test_losses_and_their_gradients(settings):
     assert not same(policy.learned(spoiled(experiences(), 0.25, own=True), config), expected)
 
 
-def test_a_loss_divides_by_own_tokens_and_sequences():
-    given = experiences()
-    tokens = {'tokens': 13, 'policy': 13}  # 4 + 2 + 3 + 4
-    assert experience_totals(given, PPOConfig(), None) == tokens
-    assert experience_totals(given, PPOConfig(loss_aggregation='sequence'), None) == tokens | {'policy': 4}
-    assert experience_totals(given, PPOConfig(loss_aggregation='sequence_sum'), 10) == tokens | {'policy': 40}
-
-
 # ---------------------------------------------------------------------- numbers
 
 
@@ -261,44 +224,11 @@ def test_filtered_responses_still_have_their_words():
         assert drawn_mask(e).all()
 
 
-def test_tokens_per_second_are_those_of_the_policy():
-    assert performance_metrics(experiences(), {'perf/total_s': 1.0}, 1)['perf/new_tokens_per_s'] == 13
-    without = performance_metrics(experiences(with_turns=False), {'perf/total_s': 1.0}, 1)
-    assert without['perf/new_tokens_per_s'] == 13 and 'perf/environment_step_s' not in without
-
-
 def test_sums_of_scores_leave_observations_out():
-    """In RFT, evaluation and best of n as in PPO; a reward model reads texts and ids, and no number of a token."""
+    """In RFT, evaluation and best of n as in PPO."""
     e = experiences()[3]
-    dense = torch.where(e.response_mask, 2.0, 1e30)
-    assert sequence_score(dense, e) == 8.0
+    assert sequence_score(torch.where(e.response_mask, 2.0, 1e30), e) == 8.0
     assert sequence_score(3, e) == 3.0
-
-    class Given:
-        reproducible = True
-
-        def generate(self, *args: Any, **kwargs: Any) -> list[Experience]:
-            return experiences()
-
-    def score(samples: list[Any]) -> list[torch.Tensor]:
-        return [torch.where(s.response_mask, 1.0, 1e30 if s.index == 1 else 0.0) for s in samples]
-
-    best = BestOfN(Given(), score, sample_size=4)
-    prompt = Prompt(ids=torch.tensor([3, 4]))
-    ((candidate,),) = best([prompt], SamplingParams(max_new_tokens=8), seed=0)
-    assert (candidate.sample.index, candidate.score) == (0, 4.0)
-
-
-class SumOfIds(torch.nn.Module):
-    def forward(self, batch: Batch) -> torch.Tensor:
-        return torch.zeros(batch.num_sequences).index_add(0, batch.action_rows, batch.action_ids.float())
-
-
-def test_scoring_again():
-    scorer = RewardModelScorer(SumOfIds())
-    expected = rescored(scorer, experiences(), NaiveStrategy(seed=0))
-    for garbage in GARBAGE:
-        assert rescored(scorer, spoiled(experiences(), garbage), NaiveStrategy(seed=0)) == expected > 0
 
 
 def test_what_is_written_for_reading():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import PROMPTS, close, ppo, weights
+from tiny_runs import close, fit, ppo, vowels, weights
 
 from chatgpt.rollout import LocalEngine
 from chatgpt.strategies import DDPStrategy, NaiveStrategy
@@ -36,11 +36,6 @@ def make(strategy: Any = None, **settings: Any) -> Any:
     return ppo(strategy, **{'train_batch_size': 8, 'max_new_tokens': 8} | settings)
 
 
-def fit(trainer: Any, phases: int) -> Any:
-    trainer.fit(PROMPTS, 1, phases, 1)
-    return trainer
-
-
 @pytest.mark.parametrize('name', METHODS)
 def test_every_method_learns(name):
     trainer = fit(make(lr=1e-2, **{'max_epochs': 2} | METHODS[name]), 9)
@@ -49,18 +44,30 @@ def test_every_method_learns(name):
     assert (trainer.critic is None) == (name != 'a2c')
 
 
-DAPO = METHODS['dapo'] | {'kl_in': 'loss', 'kl_coef': 0.05, 'max_tokens_per_batch': 64}
+def short(prompts: list[str], responses: list[str]) -> list[float]:
+    return [-0.1 * len(r) for r in responses]
 
 
-def two_ranks() -> list[dict[str, float]]:
-    with DDPStrategy(seed=3, device='cpu') as strategy:
-        return fit(make(strategy, **DAPO), 2).log.phases
+ON_RANKS: list[dict[str, Any]] = [
+    METHODS['dapo'] | {'kl_in': 'loss', 'kl_coef': 0.05, 'max_tokens_per_batch': 64},
+    GROUPS | {'advantage_estimator': 'gdpo', 'kl_coef': 0.0, 'reward': [(1.0, vowels), (0.5, short)]},
+    {'advantage_estimator': 'reinforce++', 'nlpo_top_p': 0.6, 'head_scale': 12.0},
+]
+
+
+def under(kind: Any) -> list[list[dict[str, float]]]:
+    found = []
+    for settings in ON_RANKS:
+        with kind(seed=3, device='cpu') as strategy:
+            found.append(fit(make(strategy, **settings), 2).log.phases)
+    return found
 
 
 def test_ranks_do_not_enter():
-    alone = fit(make(**DAPO), 2)
-    for phases in run_distributed(two_ranks, 2):
-        close(phases, alone.log.phases, rel=2e-3, abs=2e-5)
+    alone = under(NaiveStrategy)
+    for found in run_distributed(under, 2, DDPStrategy, init_group=True):
+        for phases, want in zip(found, alone, strict=True):
+            close(phases, want, rel=2e-3, abs=2e-5)
 
 
 def test_long_responses_cost_and_may_be_left_out():

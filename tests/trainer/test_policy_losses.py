@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from fake_trainer import experience
 
 from chatgpt.batching import collate
 from chatgpt.nn import GPTActor
@@ -29,16 +30,16 @@ def actor_loss(actor, config, kl_coef=0.0):
 
 @pytest.fixture
 def actor() -> GPTActor:
-    torch.manual_seed(0)
+    torch.manual_seed(3)
     return GPTActor(config=tiny_config('gpt2', vocab_size=16, positions=32)).eval()
 
 
 def experiences(count: int = 6, seed: int = 1) -> list[Experience]:
     generator = torch.Generator().manual_seed(seed)
-    return [experience(i, generator) for i in range(count)]
+    return [record(i, generator) for i in range(count)]
 
 
-def experience(index: int, generator: torch.Generator) -> Experience:
+def record(index: int, generator: torch.Generator) -> Experience:
     n = 2 + index % 4
 
     def rand() -> torch.Tensor:
@@ -47,26 +48,10 @@ def experience(index: int, generator: torch.Generator) -> Experience:
     old = -3.2 + 0.2 * rand()
     mask = torch.ones(n, dtype=torch.bool)
     mask[0] = index % 3 != 1  # a token of another's turn
-    ids = torch.randint(3, 16, (n,), generator=generator)
-    return Experience(
-        index=index,
-        group=index // 2,
-        prompt_ids=torch.tensor([3, 4 + index]),
-        response_ids=ids,
-        response_mask=mask,
-        score=0.0,
-        logprobs=old + 0.5 * rand(),
-        filtered_logprobs=old,
-        edge_distances=torch.ones(n),
-        finish_reason='eos',
-        old_logprobs=old,
-        ref_logprobs=old + 0.3 * rand(),
-        values=rand(),
-        kl=rand(),
-        rewards=rand(),
-        advantages=rand(),
-        returns=rand(),
-    )
+    ids = torch.randint(3, 16, (n,), generator=generator).tolist()
+    numbers = {'old_logprobs': old, 'logprobs': old + 0.5 * rand(), 'ref_logprobs': old + 0.3 * rand()}
+    numbers |= {name: rand() for name in ('values', 'kl', 'rewards', 'advantages', 'returns')}
+    return experience(index, [3, 4 + index], ids, group=index // 2, response_mask=mask, **numbers)
 
 
 def by_hand(

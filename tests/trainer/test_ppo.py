@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from ppo_on_ids import GOOD, VOCAB, CountGood, fit, make, prompts, run
-from tiny_runs import SMALL, StopAfter, trained, weights
+from tiny_runs import SMALL, StopAfter, assemble, weights
 
 from chatgpt.nn import GPTActor
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.strategies.checkpoint import CheckpointError
 from chatgpt.testing.fakes import tiny_config
-from chatgpt.trainer import NonFiniteError, PPOTrainer
+from chatgpt.trainer import NonFiniteError
 
 
 @pytest.mark.parametrize('settings', [{}, {'value_head': True, 'value_coef': 0.5}])
@@ -25,17 +25,10 @@ def test_learns_to_say_the_good_token(settings):
     assert phases[-1]['rollout/score_mean'] > 0.6
 
 
-def test_same_seed_same_run_and_another_seed_another():
-    a, b, c = run(2, seed=1), run(2, seed=1), run(2, seed=2)
-    assert a[1] == b[1] and torch.equal(weights(a[0]), weights(b[0]))
-    assert a[1] != c[1]
-
-
 @pytest.mark.parametrize('value_head', [False, True])
 def test_first_batch_after_a_rollout_has_ratio_one_even_where_the_model_has_dropout(value_head):
     for metrics in run(2, dropout=0.5, value_head=value_head)[1]:
-        assert metrics['ppo/first_ratio_error'] < 1e-4
-        assert abs(metrics['ppo/first_approx_kl']) < 1e-4
+        assert metrics['ppo/first_ratio_error'] < 1e-4 and abs(metrics['ppo/first_approx_kl']) < 1e-4
 
 
 def test_micro_batches_change_nothing_but_rounding():
@@ -65,14 +58,6 @@ def test_early_stop_leaves_the_epochs_and_ratio_guard_skips():
     skipping, guarded = run(1, ratio_threshold=0.5)  # a mean ratio of about 1 exceeds it, so every batch is skipped
     assert guarded[0]['ppo/skipped_batches'] == 4.0
     assert torch.equal(weights(skipping), weights(make()))
-
-
-def test_lora_actor_is_its_own_reference():
-    trainer, phases = run(2, lora_rank=2)
-    assert phases[0]['rollout/kl_mean'] == pytest.approx(0.0, abs=1e-4)
-    assert phases[1]['rollout/kl_mean'] != pytest.approx(0.0, abs=1e-4)
-    learned = {n for n, p in trainer.actor.named_parameters() if p.requires_grad}
-    assert learned and all('lora_' in n for n in learned)
 
 
 def test_adaptive_kl_moves_the_coefficient_by_the_published_rule():
@@ -156,21 +141,6 @@ def test_step_knows_that_a_response_ended_by_a_stop_string(where):
     assert [e.rewards.sum().item() for e in trainer.last_experiences] == [1.0, 1.0, -9.0, 1.0]
 
 
-def test_score_scaling_says_when_it_has_nothing_to_divide_by():
-    trainer, queries = make(score_scaling='ref', kl_coef=0.0), prompts(4)
-    for scores, idle in (([0.0] * 4, 1.0), ([0.0, 0.0, 0.0, 4.0], 0.0), ([0.0] * 4, 0.0)):
-        stats = trainer.step(queries, trainer.generate(queries), scores)
-        assert stats['rollout/score_scaling_idle'] == idle
-        assert abs(stats['ppo/return_mean']) < 10.0
-    assert 'rollout/score_scaling_idle' not in make().step(queries, trainer.generate(queries), [0.0] * 4)
-
-
-def test_the_overlong_penalty_knows_max_length():
-    trainer = make(max_new_tokens=None, max_length=8, overlong_buffer=2, kl_coef=0.0)
-    trainer.step([torch.tensor([3, 4, 5])] * 3, [torch.full((n,), 6) for n in (3, 4, 5)], [1.0] * 3)
-    assert [e.rewards.sum().item() for e in trainer.last_experiences] == [1.0, 0.5, 0.0]
-
-
 # ---------------------------------------------------------------------- the caller's mistakes
 
 
@@ -193,12 +163,11 @@ def test_constructor_refuses(settings, message):
 
 
 def test_a_missing_reference_or_critic_is_refused():
-    strategy = NaiveStrategy()
-    actor, optim = trained(strategy, GPTActor(config=tiny_config('gpt2', **SMALL)))
+    actor = GPTActor(config=tiny_config('gpt2', **SMALL))
     with pytest.raises(ValueError, match='kl_coef=0.1 needs a reference'):
-        PPOTrainer(strategy, actor, None, CountGood(), None, optim, advantage_estimator='reinforce++')
+        assemble(NaiveStrategy(), actor, None, CountGood(), advantage_estimator='reinforce++')
     with pytest.raises(ValueError, match="advantage_estimator='gae' needs values"):
-        PPOTrainer(strategy, actor, None, CountGood(), None, optim, kl_coef=0.0)
+        assemble(NaiveStrategy(), actor, None, CountGood(), kl_coef=0.0)
 
 
 def test_a_loss_that_is_not_finite_stops_names_the_samples_and_leaves_the_weights():
@@ -207,7 +176,8 @@ def test_a_loss_that_is_not_finite_stops_names_the_samples_and_leaves_the_weight
     trainer.collect(1)
     before = weights(trainer).clone()
     list(trainer.buffer)[3].advantages[0] = float('nan')
-    with pytest.raises(NonFiniteError, match=r'loss is not finite in phase 1, epoch 1, batch 1; samples in .*3\.'):
+    told = r'loss is not finite in phase 1, epoch 1, train batch 1; samples in it: 3\.'
+    with pytest.raises(NonFiniteError, match=told):
         trainer.learn()
     assert torch.isfinite(before).all() and torch.equal(before, weights(trainer))
 
@@ -218,19 +188,19 @@ def test_a_loss_that_is_not_finite_stops_names_the_samples_and_leaves_the_weight
 def test_a_resumed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path):
     settings = {'kl_target': 6.0, 'score_scaling': 'running'}
     straight, phases = run(4, **settings)
-    stopped = fit(make(callbacks=[StopAfter(2, save=True)], run_dir=tmp_path / 'a', **settings), 4)
+    stopped = fit(make(callbacks=[StopAfter(2, save=True)], run_dir=tmp_path, **settings), 4)
     assert len(stopped.log.phases) == 2
-    resumed = make(run_dir=tmp_path / 'a', **settings)
+    resumed = make(run_dir=tmp_path, **settings)
     torch.manual_seed(999)  # the library's draws do not come from the global generator
     assert resumed.load_checkpoint('auto')
     fit(resumed, 4)
     assert stopped.log.phases + resumed.log.phases == phases
     assert torch.equal(weights(resumed), weights(straight))
-    lines = [json.loads(line) for line in (tmp_path / 'a' / 'metrics.jsonl').read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
     assert [line['step'] for line in lines] == [1, 2, 3, 4]
-    again = make()  # and without a checkpoint, in one process
-    fit(fit(again, 2), 2)
-    assert again.phase == 4 and again.log.phases == run(4)[1]
+    again = fit(fit(make(**settings), 2), 2)  # in one process, without a checkpoint
+    assert again.phase == 4 and again.log.phases == phases
+    assert run(1, seed=2, **settings)[1] != phases[:1]
 
 
 def test_resume_auto_without_a_checkpoint_starts_fresh_and_a_wrong_folder_is_named(tmp_path):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tiny_runs import SMALL, Log, close, preference, sequence, trained, weights
+from tiny_runs import SMALL, check_resume, close, offline, preference, sequence
 
 from chatgpt.data import TokenizedLabelled, TokenizedPreference
 from chatgpt.nn import GPTActor
@@ -16,7 +17,6 @@ from chatgpt.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import DPOTrainer, KTOTrainer, ORPOTrainer, RewardModelConfig, SimPOTrainer
-from chatgpt.trainer.callbacks import SaveCheckpoint
 from chatgpt.trainer.experience.reference import Reference
 from chatgpt.trainer.objectives.pairs import pairs_of
 from chatgpt.trainer.objectives.reward_model import PairwiseObjective
@@ -32,18 +32,9 @@ KINDS: dict[str, Any] = {'dpo': DPOTrainer, 'kto': KTOTrainer, 'orpo': ORPOTrain
 
 
 def make(
-    kind: str,
-    records: Any = None,
-    eval_data: Any = None,
-    *,
-    strategy: Any = None,
-    lora: int = 0,
-    callbacks: Any = (),
-    lr: float = 3e-3,
-    moved: bool = False,
-    dropout: float = 0.0,
-    **settings: Any,
+    kind: str, records: Any = None, eval_data: Any = None, *, strategy: Any = None, lora: int = 0, **settings: Any
 ) -> Any:
+    moved, dropout = settings.pop('moved', False), settings.pop('dropout', 0.0)
     strategy = strategy or NaiveStrategy(seed=5, device='cpu')
     torch.manual_seed(5)
     actor = GPTActor(config=tiny_config('gpt2', **SMALL, dropout=dropout), lora_rank=lora)
@@ -54,13 +45,11 @@ def make(
                 if p.requires_grad:
                     torch.manual_seed(number)
                     p.add_(0.2 * torch.randn(p.shape))
-    actor, optim = trained(strategy, actor, lr, eps=1e-4)
-    log = Log()
-    given = {'train_batch_size': 4, 'log_interval': 1, 'callbacks': [log, *callbacks]}
     if kind in ('dpo', 'kto') and not lora:
-        given['initial_model'] = strategy.prepare(initial)
-    trainer = KINDS[kind](strategy, actor, optim, data() if records is None else records, eval_data, **given | settings)
-    trainer.log, trainer.initial = log, initial
+        settings = {'initial_model': strategy.prepare(initial)} | settings
+    records = data() if records is None else records
+    trainer = offline(KINDS[kind], strategy, actor, records, eval_data, **settings)
+    trainer.initial = initial
     return trainer
 
 
@@ -277,13 +266,7 @@ def test_mistakes(kind, settings, sentence):
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_a_resumed_run_has_the_same_bits(tmp_path, kind):
-    whole = make(kind, data(8), max_epochs=2, run_dir=tmp_path, callbacks=[SaveCheckpoint(interval=1, keep_last=9)])
-    whole.fit()
-    rest = make(kind, data(8), max_epochs=2)
-    assert rest.load_checkpoint(tmp_path / 'checkpoints' / 'step-00000001')
-    rest.fit()
-    assert rest.log.phases == whole.log.phases[1:]
-    assert torch.equal(weights(rest), weights(whole))
+    check_resume(partial(make, kind, data(8), max_epochs=2), tmp_path, 1)
 
 
 RUNS = [('dpo', True), ('dpo', False), ('kto', True), ('kto', False), ('orpo', None), ('simpo', None)]

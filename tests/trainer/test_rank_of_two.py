@@ -11,18 +11,34 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_runs
 import torch
+from in_process_workers import InProcessWorkers
 
-from chatgpt.rollout import Abilities, CheckedEngine
+import chatgpt
+from chatgpt.data import PromptSet
+from chatgpt.environments.games import Countdown
+from chatgpt.launch import relaunch, rollouts
+from chatgpt.launch.runs import PPORun
+from chatgpt.nn import Actor, AutoActor
+from chatgpt.rollout import Abilities, Call, CheckedEngine, LocalEngine, RemoteEngine, SamplingParams
+from chatgpt.strategies import FSDPStrategy, NaiveStrategy
+from chatgpt.strategies.checkpoint import CheckpointError, CheckpointReader
+from chatgpt.testing import tiny_causal_lm
+from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
+from chatgpt.trainer.callbacks import SaveCheckpoint
+from chatgpt.trainer.callbacks.base import TrainerView
+from chatgpt.trainer.callbacks.run_record import describe
+from chatgpt.trainer.collect import Collector
+from chatgpt.trainer.metrics import rank_metrics
+from chatgpt.trainer.prompt_evaluation import PromptEvaluation
+from chatgpt.trainer.run_control import agreed, check_ranks
+from chatgpt.types import Prompt
 
 
 def ppo(strategy: Any, **more: Any) -> Any:
     """A trainer of tiny models."""
-    import tiny_runs
-
-    from chatgpt.testing.fakes import tiny_config
-
     reward = None if 'environment' in more else lambda prompts, responses: [1.0] * len(responses)
     return tiny_runs.ppo(strategy, reward, config=tiny_config('llama', heads=4, positions=48), **more)
 
@@ -38,8 +54,6 @@ def told(call: Any, *args: Any, **kw: Any) -> str:
 
 def signs(strategy: Any, folder: str) -> str:
     """`sign` where the second process does not see the folder of the first."""
-    from chatgpt.launch import relaunch
-
     reads = relaunch._read
     if strategy.processes.rank == 1:
         relaunch._read = lambda save_path: {}  # type: ignore[assignment]
@@ -51,8 +65,6 @@ def signs(strategy: Any, folder: str) -> str:
 
 def resumed(trainer: Any, folder: str) -> str:
     """`load_checkpoint` where the second process does not see the folder of the first."""
-    from chatgpt.strategies.checkpoint import CheckpointError, CheckpointReader
-
     reads = CheckpointReader.verify
 
     def blind(self: Any, rank: int = 0, world_size: int = 1) -> None:
@@ -98,13 +110,6 @@ class AnswersLater(OwnModel):
 
 def drawn(strategy: Any, kind: Any) -> tuple[list[int], list[int]]:
     """Tokens that a collector of such an engine gives: of these prompts now, and of the next ones."""
-    from chatgpt.data import PromptSet
-    from chatgpt.nn import Actor
-    from chatgpt.rollout import SamplingParams
-    from chatgpt.testing import tiny_causal_lm
-    from chatgpt.trainer.collect import Collector
-    from chatgpt.types import Prompt
-
     engine, prompts = kind(5 + strategy.processes.rank), [Prompt(ids=torch.tensor([3]), text='a') for _ in range(2)]
     policy = nullcontext(Actor(tiny_causal_lm('gpt2')))
     collector = Collector(strategy, engine, SamplingParams(max_new_tokens=1), policy=lambda **_: policy, batch_size=2)
@@ -115,16 +120,6 @@ def drawn(strategy: Any, kind: Any) -> tuple[list[int], list[int]]:
 
 
 def of_a_process(folder: str) -> dict[str, Any]:
-    import chatgpt
-    from chatgpt.environments.games import Countdown
-    from chatgpt.strategies import FSDPStrategy
-    from chatgpt.trainer.callbacks import SaveCheckpoint
-    from chatgpt.trainer.callbacks.base import TrainerView
-    from chatgpt.trainer.callbacks.run_record import describe
-    from chatgpt.trainer.metrics import rank_metrics
-    from chatgpt.trainer.prompt_evaluation import PromptEvaluation
-    from chatgpt.trainer.run_control import agreed, check_ranks
-
     found: dict[str, Any] = {}
     with FSDPStrategy(seed=3, precision='fp32', tensor_parallel=2, device='cpu') as strategy:
         second = strategy.processes.rank == 1
@@ -186,30 +181,16 @@ SAMPLING = {'max_new_tokens': 8, 'eos_token_ids': ()}
 
 
 def prompts(numbers: range) -> list[Any]:
-    from chatgpt.types import Prompt
-
     return [Prompt(ids=torch.tensor([5, 3 + i]), text=str(i)) for i in numbers]
 
 
 def actor_of(strategy: Any) -> Any:
-    from chatgpt.nn import AutoActor
-    from chatgpt.testing.fakes import tiny_config
-
     return strategy.prepare(AutoActor(config=tiny_config('llama', heads=4, positions=48)))
 
 
 def by_workers() -> dict[str, Any]:
     """Draws of the workers that a flag gives a rank: two samples of the first rank, one of the second, each with a
     limit of its own."""
-    from in_process_workers import InProcessWorkers
-
-    from chatgpt.launch import rollouts
-    from chatgpt.launch.runs import PPORun
-    from chatgpt.rollout import Call, RemoteEngine, SamplingParams
-    from chatgpt.strategies import FSDPStrategy
-    from chatgpt.trainer.collect import Collector
-    from chatgpt.types import Prompt
-
     workers, sampling = InProcessWorkers(2), SamplingParams(**SAMPLING)
     rollouts._engine = lambda args: RemoteEngine(workers)
     with FSDPStrategy(seed=3, precision='fp32', tensor_parallel=2, device='cpu') as strategy:
@@ -228,9 +209,6 @@ def by_workers() -> dict[str, Any]:
 
 
 def test_a_rank_has_one_set_of_workers():
-    from chatgpt.rollout import Call, LocalEngine, SamplingParams
-    from chatgpt.strategies import NaiveStrategy
-
     ranks = run_distributed(by_workers, 4)
     with NaiveStrategy(seed=3, device='cpu', precision='fp32') as strategy:
         engine = LocalEngine()

@@ -24,7 +24,6 @@ from chatgpt.strategies.checkpoint.layout import CheckpointMismatch
 from chatgpt.testing import tiny_causal_lm
 from chatgpt.testing.processes import run_distributed
 from chatgpt.testing.tiny import tiny_sequences
-from chatgpt.trainer import RFTTrainer
 from chatgpt.trainer.callbacks import EMA
 from chatgpt.types import Prompt
 
@@ -98,16 +97,6 @@ def test_one_trunk_learns_what_four_models_learn(options):
         torch.testing.assert_close(value, theirs[name], rtol=1e-3, atol=1e-5)
 
 
-def test_rejection_sampling():
-    found = []
-    for kind in ('separate', 'shared'):
-        strategy = NaiveStrategy(seed=1)
-        actor, optim = trained(strategy, roles(kind)[0], lr=1e-2)
-        RFTTrainer(strategy, actor, optim, PROMPTS, Odd(), max_new_tokens=5, train_batch_size=4, num_rounds=1).fit()
-        found.append(actor(collate(tiny_sequences(4))).logprobs.detach())
-    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
-
-
 # ---------------------------------------------------------------------- 4 bits
 
 
@@ -120,20 +109,6 @@ def test_nf4_trains_and_the_base_stays(precision, dtype):
     assert first['ppo/actor_grad_norm'] > 0 and first['ppo/critic_grad_norm'] > 0
     assert first['ppo/first_ratio_error'] < 0.1
     assert all(p.dtype == torch.float32 for n, p in made[0].named_parameters() if 'lora' in n)
-
-
-def test_a_trunk_in_4_bits_learns():
-    """Of six tokens about three are odd at first; ten phases of 32 responses, each token its own advantage."""
-    base = model()
-    with torch.no_grad():
-        base.lm_head.weight.mul_(20)  # a head of new weights says nearly the same of every state
-    trunk = SharedTrunk(base, quantize='nf4')
-    options = {'experience_batch_size': 32, 'train_batch_size': 16, 'max_epochs': 2, 'gamma': 0.0, 'lam': 0.0}
-    trainer = run(
-        (trunk.actor(4), trunk.critic(4), None, None), phases=10, reward=Odd(), lr=5e-3, kl_coef=0.01, **options
-    )
-    scores = [row['rollout/score_mean'] for row in trainer.log.phases]
-    assert 2 < scores[0] < 4 and sum(scores[-3:]) / 3 > 4.5, scores
 
 
 def on_ranks():
@@ -172,20 +147,15 @@ def test_a_checkpoint_holds_adapters_and_heads_and_the_export_is_what_was_traine
     torch.testing.assert_close(written[1](batch), judge(batch), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize('family', ['gpt2', 'llama'])
-def test_exports(family, tmp_path):
-    trunk = SharedTrunk(tiny_causal_lm(family, hidden_size=64), quantize='nf4')
+def test_an_adapter_goes_round(tmp_path):
+    trunk = SharedTrunk(model(), quantize='nf4')
     actor, batch = trunk.actor(4), collate(tiny_sequences(4))
     with torch.no_grad():
         for name, parameter in actor.named_parameters():
             if 'lora_B' in name:
                 parameter.normal_(std=0.05)
-    actor.save_pretrained(tmp_path / 'merged')
-    merged = Actor.from_pretrained(tmp_path / 'merged')(batch).logprobs
-    torch.testing.assert_close(merged, actor(batch).logprobs, rtol=1e-4, atol=1e-5)
-    export_peft(actor, tmp_path / 'adapter', base_model='base')
-    again = trunk.actor(adapter=tmp_path / 'adapter')
-    assert torch.equal(again(batch).logprobs, actor(batch).logprobs)
+    export_peft(actor, tmp_path, base_model='base')
+    assert torch.equal(trunk.actor(adapter=tmp_path)(batch).logprobs, actor(batch).logprobs)
 
 
 def test_a_folder_is_quantized_block_by_block_one_dense_at_a_time(tmp_path, monkeypatch):

@@ -1,23 +1,26 @@
-"""A strategy by its name, in `chatgpt.train` and in the trainers: it prepares what the trainer is given."""
+"""A strategy by its name, in `chatgpt.train` and in the trainers: it prepares what the trainer is given. Methods that
+need an ability ask the strategy for it, by no name of a class."""
 
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from tiny_runs import weights
+from tiny_runs import sequence, weights
 
 import chatgpt
 from chatgpt.data import load_demonstrations, load_preferences
 from chatgpt.launch import demo_world
-from chatgpt.nn import GPTRM, GPTActor, GPTCritic
-from chatgpt.strategies import NaiveStrategy
-from chatgpt.strategies.registry import STRATEGIES, strategy_by_name
+from chatgpt.nn import GPTRM, GPTActor, GPTCritic, ILQLModel
+from chatgpt.strategies import ColossalAIStrategy, DDPStrategy, FSDPStrategy, NaiveStrategy
+from chatgpt.strategies.base import Abilities
+from chatgpt.testing import tiny_causal_lm
+from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer import DPOTrainer, PPOTrainer, RewardModelTrainer, SFTTrainer
+from chatgpt.trainer import DPOTrainer, ILQLTrainer, PPOConfig, PPOTrainer, RewardModelTrainer, SFTTrainer, rewarded
+from chatgpt.trainer.nlpo import NLPOPolicy
 
 QUICK: dict[str, Any] = {'train_batch_size': 2, 'max_steps': 1}
 
@@ -72,19 +75,35 @@ def test_ddp_on_two_processes():
     assert run_distributed(two_ranks, 2) == [(2, 1), (2, 1)]
 
 
-def test_every_name_is_made(monkeypatch):
-    """Of the class and with the options of its entry; stand-ins of the classes only note what they are given."""
+# ---------------------------------------------------------------- abilities
 
-    def noted(entry):
-        class Noted(entry.load()):  # type: ignore[misc]
-            def __init__(self, seed, precision, timeout_s=0.0, meta_init=False, **options):
-                self.given = {'seed': seed, 'precision': precision, **options}
 
-        return Noted
+class Hidden(NaiveStrategy):
+    """A third party's, whose masters are elsewhere."""
 
-    for name, entry in dict(STRATEGIES).items():
-        monkeypatch.setitem(STRATEGIES, name, replace(entry, target=noted(entry)))
-        made = strategy_by_name(name, seed=5)
-        kind = {'n': 'NaiveStrategy', 'd': 'DDPStrategy', 'f': 'FSDPStrategy', 'c': 'ColossalAIStrategy'}[name[0]]
-        assert type(made).__mro__[1].__name__ == kind
-        assert made.given == {'seed': 5, 'precision': 'auto', **entry.options}
+    abilities = Abilities(weights_in_place=False)
+
+
+class ColossalAILike(NaiveStrategy):
+    """Has the name, and every ability."""
+
+
+def ilql(strategy: Any) -> None:
+    net = ILQLModel(tiny_causal_lm('gpt2'))
+    net, optim = strategy.prepare((net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad])))
+    ILQLTrainer(strategy, net, optim, rewarded([sequence([3], [4, 5])], [1.0]))
+
+
+def nlpo(strategy: Any) -> None:
+    actor, mask = (GPTActor(config=tiny_config('gpt2')) for _ in range(2))
+    NLPOPolicy(strategy, actor, PPOConfig(nlpo_top_p=0.9), 1.0, mask, None)
+
+
+def test_masters_elsewhere_are_refused_and_a_name_refuses_nothing():
+    for method, reason in ((ilql, 'masters hide the target heads'), (nlpo, 'cannot be copied between models')):
+        sentence = f'{method.__name__.upper()} does not run under Hidden, whose .*{reason}; use ddp or fsdp'
+        with pytest.raises(ValueError, match=sentence):
+            method(Hidden())
+        method(ColossalAILike())
+    kinds = (NaiveStrategy, DDPStrategy, FSDPStrategy, ColossalAIStrategy)
+    assert [kind.abilities.weights_in_place for kind in kinds] == [True, True, True, False]

@@ -19,8 +19,7 @@ from chatgpt.launch.arguments import run_main
 from chatgpt.launch.config_file import parse_run
 from chatgpt.launch.recipes import execute, make_callbacks
 from chatgpt.launch.runs import PPORun, Run, SFTRun
-from chatgpt.trainer.callbacks import read_jsonl
-from chatgpt.trainer.callbacks.trackers import TRACKERS, tracker_names
+from chatgpt.trainer.callbacks.trackers import tracker_names
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
@@ -219,40 +218,3 @@ def test_the_command_says_so_in_one_line(tmp_path, monkeypatch, capsys):
     assert end.value.code == 2 and said.count('\n') == 1
     assert said.startswith('error: Trackio() needs the package trackio: pip install trackio')
     assert not list(tmp_path.glob('run/*'))
-
-
-@pytest.mark.system
-def test_a_run_of_the_command_line_under_two(tmp_path):
-    """Metrics of a real run are those of metrics.jsonl, in both, and the packages of the others stay unloaded."""
-    if not (is_installed('mlflow') and is_installed('tensorboard')):
-        pytest.skip('mlflow-skinny or tensorboard is not installed: make dev')
-    script = (
-        'import sys; from chatgpt.launch.config_file import parse_run; from chatgpt.launch.recipes import execute; '
-        'from chatgpt.launch.runs import SFTRun; execute(parse_run(SFTRun, description=None)); '
-        "print('loaded', *sorted({m.split('.')[0] for m in sys.modules}))"
-    )
-    words = ['--log_with', 'mlflow,tensorboard', '--save_path', 'run', '--max_steps', '4', '--log_interval', '2']
-    done = subprocess.run(
-        [sys.executable, '-c', script, *words],
-        cwd=tmp_path,
-        env=os.environ | ENVIRONMENT | {'PYTHONPATH': str(ROOT), 'MLFLOW_TRACKING_URI': 'sqlite:///runs.db'},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    loaded = set(done.stdout.splitlines()[-1].split())
-    assert loaded & set(TRACKERS) == {'mlflow', 'tensorboard'}
-    from mlflow import MlflowClient
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    lines = read_jsonl(tmp_path / 'run' / 'metrics.jsonl')
-    expected = [(line['step'], line['sft/loss']) for line in lines]
-    client = MlflowClient(f'sqlite:///{tmp_path}/runs.db')
-    (run,) = client.search_runs([client.get_experiment_by_name('of-the-test').experiment_id])
-    assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, 'sft/loss')] == expected
-    events = EventAccumulator(str(tmp_path / 'run' / 'tensorboard'))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars('sft/loss')] == [
-        (step, pytest.approx(value)) for step, value in expected
-    ]
-    assert len(expected) == 2

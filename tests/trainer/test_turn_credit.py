@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_trainer import experience
 from tiny_runs import assemble, close
 
 from chatgpt.environments import Environment, EnvironmentSettings
@@ -22,7 +23,6 @@ from chatgpt.trainer.experience import EnvironmentScorer, RewardValueError, Weig
 from chatgpt.trainer.experience.environment_scorer import environment_rewards
 from chatgpt.trainer.experience.scorers import as_scorer, described
 from chatgpt.trainer.metrics import performance_metrics
-from chatgpt.trainer.selection import informative_groups
 from chatgpt.types import Episode, Experience, Turn
 
 NAN = math.nan
@@ -41,29 +41,12 @@ def episode(index: int, turns: list[tuple[int, dict[str, float]]], *, group: int
         found.append(Turn(start=len(mask), stop=len(mask) + length, rewards=given))
         mask += [True] * length
         rewards += [0.0] * (length - 1) + [sum(given.values())]
-    n = len(mask)
-    own = torch.tensor(mask)
-    per_token = torch.where(own, torch.linspace(0.5, 1.5, n) * (1 + index), NAN)
-    return Experience(
-        index=index,
-        group=group,
-        prompt_ids=torch.tensor([3, 4]),
-        response_ids=torch.arange(5, 5 + n) + index,
-        response_mask=own,
-        logprobs=torch.full((n,), -1.0),
-        filtered_logprobs=torch.zeros(n),
-        edge_distances=torch.ones(n),
-        finish_reason='eos',
-        episode=Episode(turns=tuple(found), end='terminated'),
-        score=sum(sum(given.values()) for _, given in turns),
-        old_logprobs=torch.full((n,), -1.0),
-        ref_logprobs=torch.full((n,), -1.0),
-        values=per_token,
-        kl=torch.zeros(n),
-        rewards=torch.tensor(rewards),
-        advantages=torch.zeros(n),
-        returns=torch.zeros(n),
-    )
+    n, own = len(mask), torch.tensor(mask)
+    numbers = {'values': torch.where(own, torch.linspace(0.5, 1.5, n) * (1 + index), NAN)}
+    numbers |= {'rewards': torch.tensor(rewards), 'response_mask': own}
+    whole = {'episode': Episode(turns=tuple(found), end='terminated'), 'group': group}
+    score = sum(sum(given.values()) for _, given in turns)
+    return experience(index, [3, 4], [5 + index + t for t in range(n)], score, 0.0, **numbers, **whole)
 
 
 def estimated(experiences: list[Experience], **settings: Any) -> list[list[float]]:
@@ -85,17 +68,6 @@ def test_turns_are_those_of_the_episode_or_else_runs_of_tokens_that_count():
     assert turn_numbers(touching).tolist() == [0] * 5  # an ordinary response
     e.response_mask = torch.zeros_like(e.response_mask)
     assert turn_numbers(e).tolist() == [-1] * 8
-
-
-def test_lambda_follows_the_number_of_steps():
-    """Turns where turns are steps, else the policy's own tokens: observations make no episode longer."""
-    for settings, steps in (({'gae_over': 'turn'}, 3), ({}, 6)):
-        e = episode(0, [(2, {'reward': 1.0}), (1, {}), (3, {'reward': 2.0})])
-        adaptive = estimated([e], lam_length=0.5, **settings)
-        fixed = estimated([e], lam=1 - 1 / (0.5 * steps), **settings)
-        wrong = estimated([e], lam=1 - 1 / (0.5 * e.num_actions), **settings)
-        assert adaptive[0] == pytest.approx(fixed[0])
-        assert adaptive[0] != pytest.approx(wrong[0])
 
 
 def test_an_estimator_of_ones_own_says_which_settings_it_follows(monkeypatch):
@@ -126,12 +98,6 @@ def test_group_methods_compare_sums_of_episodes(name, expected):
         got = estimated(given, advantage_estimator=name, num_samples_per_prompt=4)
         for e, advantages, number in zip(given, got, expected, strict=True):
             assert advantages == pytest.approx([number if own else 0.0 for own in e.response_mask.tolist()])
-
-
-def test_dynamic_sampling_looks_at_whole_episodes():
-    same = [episode(0, [(1, {'reward': 1.0}), (1, {'reward': 1.0})]), episode(1, [(3, {'reward': 2.0})])]
-    other = [episode(2, [(1, {'reward': 1.0})], group=1), episode(3, [(1, {'reward': 2.0})], group=1)]
-    assert [e.index for group in informative_groups(same + other) for e in group] == [2, 3]
 
 
 # ---------------------------------------------------------------------- scores out of rewards
@@ -187,18 +153,6 @@ class Letters(Environment):
         return '<ok>', rewards, self.turn == self.turns, False, {'success': vowels > 0}
 
 
-class Vowels(Environment):
-    """Two turns, each paid its share of vowels."""
-
-    def reset(self, seed, **columns):
-        self.turn = 0
-        return 'say:'
-
-    def step(self, response):
-        self.turn += 1
-        return '.', sum(c in 'aeiou' for c in response) / 2, self.turn == 2, False, {}
-
-
 def trainer(reward: Any = None, strategy: Any = None, **settings: Any) -> Any:
     tokenizer, strategy = byte_tokenizer(), strategy or NaiveStrategy(seed=1)
     torch.manual_seed(0)  # the strategy has set its own
@@ -240,28 +194,6 @@ def test_a_run_with_credit_per_turn_by_a_slow_loop(kl_kind):
     assert metrics['ppo/first_ratio_error'] < 1e-4
 
 
-def test_gdpo_normalises_named_rewards_of_episodes():
-    weights = {'vowels': 1.0, 'short': 0.25}
-    settings = {'advantage_estimator': 'gdpo', 'kl_coef': 0.0, 'whiten_advantages': False}
-    found, metrics = one_phase(reward_weights=weights, **settings)
-    expected = dict.fromkeys((e.index for e in found), 0.0)
-    for group in {e.group for e in found}:
-        members = [e for e in found if e.group == group]
-        for name, weight in weights.items():
-            sums = [sum(turn.rewards[name] for turn in e.episode.turns) for e in members]
-            mean = sum(sums) / len(sums)
-            std = math.sqrt(sum((s - mean) ** 2 for s in sums) / (len(sums) - 1))
-            for e, s in zip(members, sums, strict=True):
-                expected[e.index] += weight * (s - mean) / (std + 1e-4)
-    for e in found:
-        own = e.advantages[e.response_mask].tolist()
-        assert own == pytest.approx([expected[e.index]] * len(own), abs=1e-5)
-        assert not e.advantages[~e.response_mask].any()
-    assert len({round(x, 3) for x in expected.values()}) > 2
-    vowels = [sum(t.rewards['vowels'] for t in e.episode.turns) for e in found]
-    assert metrics['rollout/score_1_mean'] == pytest.approx(sum(vowels) / 6)
-
-
 LIMITS = EnvironmentSettings(max_turns=2, max_turn_tokens=4)
 
 
@@ -287,9 +219,8 @@ def test_metrics_of_episodes_by_hand():
 @pytest.mark.parametrize(
     'settings',
     [
-        {'tis_cap': 2.0, 'value_lam': 1.0, 'lam_length': 1.0},
+        {'tis_cap': 2.0, 'lam_length': 1.0, 'overlong_filter': True},
         {'advantage_estimator': 'grpo', 'policy_loss': 'gspo', 'kl_in': 'loss'},
-        {'advantage_estimator': 'rloo', 'loss_aggregation': 'sequence_sum', 'overlong_filter': True},
         {
             'advantage_estimator': 'reinforce++',
             'policy_loss': 'cispo',
@@ -304,23 +235,12 @@ def test_runs_with_other_settings(settings):
     found, metrics = one_phase(environment_settings=LIMITS, **settings)
     assert metrics['ppo/first_ratio_error'] < 1e-4
     assert all(math.isfinite(value) for value in metrics.values())
-    if 'tis_cap' in settings:
-        assert metrics['ppo/tis_weight'] == pytest.approx(1, abs=1e-4)
+    assert metrics.get('ppo/tis_weight', 1.0) == pytest.approx(1, abs=1e-4)
     if 'overlong_filter' in settings:  # episodes that the environment did not terminate
         assert metrics['rollout/filtered_share'] == metrics['environment/end_turns_share']
         for e in found:
             assert bool(e.response_mask.any()) == (e.episode.end == 'terminated')
             assert e.score == pytest.approx(sum(x for t in e.episode.turns for x in t.rewards.values()))
-
-
-def test_it_learns():
-    sizes = {'experience_batch_size': 16, 'num_samples_per_prompt': 1, 'train_batch_size': 16, 'max_new_tokens': 8}
-    credit = {'gae_over': 'turn', 'value_lam': 1.0, 'max_epochs': 2, 'kl_coef': 0.0, 'lr': 5e-3}
-    run = trainer(environment=Vowels, environment_settings=EnvironmentSettings(max_turn_tokens=2), **sizes, **credit)
-    run.fit(max_timesteps=14, update_timesteps=1)
-    scores = [metrics['environment/return_mean'] for metrics in run.log.phases]
-    assert sum(scores[:3]) / 3 < 0.2  # of 2
-    assert sum(scores[-3:]) / 3 > 0.5, scores
 
 
 ON_RANKS: dict[str, Any] = {'gae_over': 'turn', 'lam_length': 1.0, 'value_lam': 1.0, 'num_samples_per_prompt': 1}

@@ -13,7 +13,7 @@ from chatgpt.nn import AutoActor, AutoCritic
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.trainer import PPOTrainer, SFTTrainer
-from chatgpt.trainer.callbacks import Callback, ProgressBar
+from chatgpt.trainer.callbacks import Callback, ProgressBar, SaveCheckpoint
 from chatgpt.types import Experience, Sequence
 
 PROMPTS = [f'a {word}' for word in 'one two three four five six'.split()]
@@ -135,29 +135,63 @@ def ppo(
     return assemble(strategy, actor, judge, reward, initial, **{'tokenizer': char_tokenizer()} | settings)
 
 
+def fit(trainer: Any, phases: int, prompts: Any = PROMPTS) -> Any:
+    """After so many phases of one timestep."""
+    trainer.fit(prompts, num_episodes=1, max_timesteps=phases, update_timesteps=1)
+    return trainer
+
+
+def offline(
+    cls: Any,
+    strategy: Any,
+    model: Any,
+    data: Any,
+    eval_data: Any = None,
+    *,
+    lr: float = 3e-3,
+    callbacks: Any = (),
+    **settings: Any,
+) -> Any:
+    """A trainer of that class whose `log` keeps its phases: batches of four, each a phase."""
+    model, optim = trained(strategy, model, lr, eps=1e-4)
+    log = Log()
+    settings = {'train_batch_size': 4, 'log_interval': 1, 'callbacks': [log, *callbacks]} | settings
+    trainer = cls(strategy, model, optim, data, eval_data, **settings)
+    trainer.log = log
+    return trainer
+
+
 def sft(
-    data: list[Sequence] | None = None,
-    eval_data: list[Sequence] | None = None,
+    data: Any = None,
+    eval_data: Any = None,
     *,
     strategy: Any = None,
     seed: int = 5,
     config: Any = None,
     dropout: float = 0.0,
     lr: float = 1e-2,
-    callbacks: Any = (),
     **settings: Any,
 ) -> Any:
     strategy = strategy or NaiveStrategy(seed=seed, device='cpu')
     torch.manual_seed(seed)
-    model, optim = trained(
-        strategy, AutoActor(config=config or tiny_config('gpt2', **SMALL, dropout=dropout)), lr, eps=1e-4
-    )
+    model = AutoActor(config=config or tiny_config('gpt2', **SMALL, dropout=dropout))
     data = [sequence([3 + i % 5], [4 + i % 7, 2]) for i in range(16)] if data is None else data
-    log = Log()
-    settings = {'train_batch_size': 4, 'max_epochs': 2, 'log_interval': 1} | settings
-    trainer: Any = SFTTrainer(strategy, model, optim, data, eval_data, callbacks=[log, *callbacks], **settings)
-    trainer.log = log
-    return trainer
+    return offline(SFTTrainer, strategy, model, data, eval_data, lr=lr, **{'max_epochs': 2} | settings)
+
+
+def check_resume(make: Any, folder: Any, done: int, run: Any = lambda trainer: trainer.fit()) -> Any:
+    """A run that goes on from its checkpoint after `done` phases has the bits of the one that wrote it, which is
+    returned; `make` takes settings."""
+    whole, rest = make(run_dir=folder, callbacks=[SaveCheckpoint(interval=1, keep_last=9)]), make()
+    run(whole)
+    assert 0 < done < len(whole.log.phases)
+    assert rest.load_checkpoint(folder / 'checkpoints' / f'step-{done:08d}')
+    run(rest)
+    assert rest.log.phases == whole.log.phases[done:]
+    for name, model in whole.models().items():
+        again = rest.models()[name].state_dict()
+        assert all(torch.equal(again[n], tensor) for n, tensor in model.state_dict().items())
+    return whole
 
 
 def weights(trainer: Any) -> torch.Tensor:
@@ -176,3 +210,20 @@ def near(got: dict[str, Any], want: dict[str, Any], atol: float) -> None:
     for model, tensors in want.items():
         for name, tensor in tensors.items():
             assert float((tensor - got[model][name]).abs().max()) < atol, (model, name)
+
+
+def outcome(strategy: Any, trainer: Any, **more: Any) -> dict[str, Any]:
+    """What came of a PPO run, on this rank; whole weights on rank 0."""
+    weights = {name: strategy.full_state_dict(model) for name, model in trainer.models().items()}
+    return {'metrics': trainer.log.phases, 'samples': trainer.log.samples(), 'weights': weights} | more
+
+
+def check_outcome(got: dict[str, Any], want: dict[str, Any], atol: float, rel: float = 1e-4, abs: float = 2e-6) -> None:
+    """The same draws and scores; losses up to rounding, and weights within `atol`."""
+    assert got['samples'] == want['samples']
+    for a, b in zip(got['metrics'], want['metrics'], strict=True):
+        assert a.keys() == b.keys()
+        losses = ('ppo/policy_loss', 'ppo/value_loss', 'ppo/actor_grad_norm', 'ppo/critic_grad_norm', 'rollout/kl_mean')
+        for name in b.keys() & set(losses):
+            assert a[name] == pytest.approx(b[name], rel=rel, abs=abs), name
+    near(got['weights'], want['weights'], atol)
