@@ -83,7 +83,6 @@ class FakeTrainer:
         self.callbacks.on_phase_end(self, self.phase, metrics)
 
     def fit(self, phases, batches=1):
-        """Run the given metrics, a dict per phase, until a stop is asked for."""
         self.callbacks.on_fit_start(self)
         for metrics in phases:
             if self.stop:

@@ -47,7 +47,6 @@ def start(folder: Path, phases: int, kind: str = 'NaiveStrategy', ranks: int = 1
 
 
 def finished(folder: Path, phases: int, kind: str = 'NaiveStrategy', ranks: int = 1) -> list[str]:
-    """Each rank's hash."""
     hashes = []
     for process in start(folder, phases, kind, ranks):
         output, _ = process.communicate()

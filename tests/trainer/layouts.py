@@ -115,10 +115,9 @@ def run_legs(legs: list[Leg], timeout_s: float = 400.0) -> list[Log]:
         rest = legs[len(logs) :]
         world_size = LAYOUTS[rest[0].layout][1]
         group = rest[: next((i for i, leg in enumerate(rest) if LAYOUTS[leg.layout][1] != world_size), len(rest))]
+        alone = world_size == 1
         logs += (
-            _run(group)
-            if world_size == 1
-            else run_distributed(_run, world_size, group, timeout_s=timeout_s, init_group=True)[0]
+            _run(group) if alone else run_distributed(_run, world_size, group, timeout_s=timeout_s, init_group=True)[0]
         )
     return logs
 
@@ -131,11 +130,8 @@ LOSSES = (*(f'ppo/{name}' for name in OF_LOSSES), 'rollout/kl_mean', 'rollout/sc
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """How far two layouts may be apart.
-
-    A policy loss and a KL are sums of terms that cancel, so they have an absolute tolerance besides the relative one.
-    Weights are measured in learning rates per optimizer step.
-    """
+    """How far two layouts may be apart; weights in learning rates per optimizer step. A policy loss and a KL are sums
+    of terms that cancel, so they have an absolute tolerance besides the relative one."""
 
     relative: float = 1e-4
     absolute: float = 5e-6
@@ -153,11 +149,8 @@ lr either way, so two may be 2 lr apart per step; that is 8 u of the weights, 0.
 
 
 def compare_logs(want: Log, got: Log, *, first: int = 0, tolerance: Tolerance = FP32) -> str | None:
-    """Compare the phases of `got` with those of `want` from number `first` on (0: its first).
-
-    Samples are equal and losses agree: None. Where a draw lies so close to an edge that rounding explains another
-    token, the comparison ends, and that is reported. Any other difference is an AssertionError.
-    """
+    """Compare the phases of `got` with those of `want` from number `first` on (0: its first). Where a draw is so close
+    to an edge that rounding explains another token, the comparison ends, and that is reported."""
     for number, (metrics, samples) in enumerate(zip(got.metrics, got.samples, strict=True), start=first):
         comparison = compare_samples(want.samples[number], samples, tolerance.edge)
         assert comparison.explained, f'phase {number + 1}: {comparison}'
@@ -173,10 +166,7 @@ def compare_logs(want: Log, got: Log, *, first: int = 0, tolerance: Tolerance = 
 
 
 def compare_weights(want: Path, got: Path, *, steps: int, tolerance: Tolerance = FP32) -> float:
-    """Largest difference between the weights of two checkpoints, in learning rates per step.
-
-    AssertionError when it is beyond the tolerance, or when the two do not hold the same names, shapes and step counts.
-    """
+    """Largest difference between the weights of two checkpoints, in learning rates per step."""
     a, b = tensors(want), tensors(got)
     names = {name for name in a if not name.startswith('rng/')}
     assert names == {name for name in b if not name.startswith('rng/')}, f'{want} and {got} hold other names'
@@ -206,9 +196,6 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def trainer_state(folder: Path) -> dict[str, Any]:
     return json.loads((folder / 'state.json').read_text())['trainer']
-
-
-# ---------------------------------------------------------------------- the table
 
 
 def every_pair(folder: Path, names: list[str] | None = None) -> dict[tuple[str, str], str]:

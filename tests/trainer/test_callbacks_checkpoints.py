@@ -120,12 +120,7 @@ def test_bad_checkpoint_settings_are_refused():
         FakeTrainer([cb.SaveCheckpoint()]).fit([])
 
 
-# ---------------------------------------------------------------- owners
-
-
 class Keeper(Callback):
-    """Keeps one tensor under a name of its choice."""
-
     def __init__(self, group: str, value: float) -> None:
         self.group, self.data = group, torch.tensor([value, value + 1])
 

@@ -84,19 +84,6 @@ def test_sample_table_is_printed_and_written_every_n_phases_the_first_and_the_la
     assert capsys.readouterr().out == ''
 
 
-def test_log_stats_shows_the_columns_asked_for(tmp_path, capsys):
-    trainer = FakeTrainer([cb.SampleTable(num_rows=2)], tmp_path)
-    trainer.phase = 3
-    batch = {'query': ['q1', 'q2', 'q3'], 'response': ['r1', 'r2', 'r3'], 'secret': [1, 2, 3]}
-    trainer.callbacks.on_log(trainer, {}, batch, [0.5, 1.5, 2.5], ['query', 'response', 'absent'])
-    rows = cb.read_jsonl(tmp_path / 'samples.jsonl')
-    assert rows == [
-        {'step': 3, 'query': 'q1', 'response': 'r1', 'reward': 0.5},
-        {'step': 3, 'query': 'q2', 'response': 'r2', 'reward': 1.5},
-    ]
-    assert capsys.readouterr().out.splitlines()[1].split() == ['reward', 'query', 'response']
-
-
 def test_tensorboard_holds_every_metric_and_a_resume_hides_what_it_undid(tmp_path):
     pytest.importorskip('tensorboard')
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -122,9 +109,6 @@ def test_a_missing_package_is_named_with_its_command(make, package, monkeypatch)
     monkeypatch.setattr('chatgpt.trainer.callbacks.base.find_spec', lambda name: None)
     with pytest.raises(ImportError, match=rf"pip install {package}, or from a checkout pip install '\.\[{package}\]'"):
         make()
-
-
-# ---------------------------------------------------------------- the report
 
 
 PROMPTS = ['abc', 'de', 'fg', 'hij']

@@ -27,7 +27,6 @@ def consonants(prompts: list[str], responses: list[str]) -> list[float]:
 
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint after one phase."""
     folder = tmp_path_factory.mktemp('changed')
     trainer = ppo(run_dir=folder / 'run')
     trainer.fit(PROMPTS, 1, 1, 1)
@@ -73,11 +72,7 @@ def test_a_reward_of_the_same_name_and_other_code_is_another(saved):
     assert told.count("'vowels, source ") == 2
 
 
-# ---------------------------------------------------------------- command lines
-
-
 def start(folder: Path, *flags: str) -> SFTRun:
-    """A start of a run, which leaves a checkpoint."""
     run = parse_run(SFTRun, description='', positional='dataset', argv=['--save_path', str(folder), *flags])
     write_resolved(run, run.save_path)
     checkpoint = folder / 'checkpoints' / 'step-00000001'
@@ -115,9 +110,6 @@ def test_a_run_from_the_beginning_takes_nothing_over(tmp_path):
     (tmp_path / 'checkpoints' / 'step-00000001' / 'manifest.json').unlink()
     resumed = parse_run(SFTRun, description='', argv=['--save_path', str(tmp_path), '--resume', 'auto'])
     assert resumed.max_epochs == SFTRun().max_epochs
-
-
-# ---------------------------------------------------------------- generators
 
 
 def seed_all(seed: int) -> None:

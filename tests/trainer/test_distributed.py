@@ -26,7 +26,6 @@ SIZES = {'experience_batch_size': 8, 'max_epochs': EPOCHS, 'max_new_tokens': 8, 
 
 
 def train(layouts: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """A few phases of PPO under each; what came of it."""
     found = []
     for kind, options in layouts:
         calls: list[int] = []
@@ -49,9 +48,6 @@ def test_two_processes_equal_one():
         assert (first['samples'], first['metrics']) == (second['samples'], second['metrics'])
         # the reward function is called once, for the whole batch of a timestep
         assert (first['calls'], second['calls']) == ([8] * PHASES, [])
-
-
-# ---------------------------------------------------------------------- ranks that differ
 
 
 DIFFERENCES = {
@@ -99,13 +95,8 @@ def test_one_process_compares_nothing():
     check_ranks(NaiveStrategy(), {'anything': 1}, 'anywhere')
 
 
-# ---------------------------------------------------------------- micro-batches
-
-
 # In this order half and half would give one rank 36 tokens and the other 10.
 LENGTHS = [10, 9, 9, 8, 3, 3, 2, 2]
-
-# ---------------------------------------------------------------- balanced by cost
 
 
 def of_length(length: int) -> Sequence:
@@ -136,9 +127,6 @@ def test_what_two_processes_learn_from():
     assert sorted(first + second) == sorted(LENGTHS)
     assert (len(first), sum(first)) == (len(second), sum(second)) == (4, 23)
     assert num_first == num_second
-
-
-# ---------------------------------------------------------------- with and without padding
 
 
 # ---------------------------------------------------------------- packed

@@ -71,9 +71,6 @@ def test_groups_with_equal_scores():
     assert group_metrics(records[:2], apart=True) == {'rollout/equal_groups_share': 0.0}
 
 
-# ---------------------------------------------------------------------- scored again
-
-
 class Scores(torch.nn.Module):
     """The mean id of a sequence; or also how many stand beside it; or with dropout."""
 
@@ -127,9 +124,6 @@ def test_a_scorer_that_is_no_reward_model_is_asked_once():
     trainer.scorer = trainer.maker.scorer = Lengths()
     ppo_on_ids.fit(trainer, 1)
     assert trainer.scorer.num_calls == 1 and 'rollout/rescore_error' not in trainer.log.phases[0]
-
-
-# ---------------------------------------------------------------------- seconds
 
 
 def test_time_outside_of_the_parts_of_a_phase(monkeypatch):

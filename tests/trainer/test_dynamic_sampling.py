@@ -85,66 +85,50 @@ def test_a_stop_between_rounds_drops_the_phase(whole, tmp_path):
     goes_on(whole, tmp_path, done)
 
 
-# ---------------------------------------------------------------------- gathers
-
-
 class Watch(Callback):
-    """At the end of each collect phase: entries of `full_model`, tensors made whole, copies and weights of theirs still
-    alive."""
+    """At the end of each collect phase: tensors made whole, copies and weights of theirs still alive."""
 
     def __init__(self, strategy: Any, whole: list[int]) -> None:
-        self.entries, self.whole, self.copies = 0, whole, list[weakref.ref[Any]]()
-        self.phases: list[dict[str, int]] = []
+        self.whole, self.copies = whole, list[weakref.ref[Any]]()
+        self.phases: list[tuple[int, int, int]] = []
         original = strategy.full_model
 
         @contextmanager
         def full_model(*args: Any, **kwargs: Any) -> Any:
-            self.entries += 1
             with original(*args, **kwargs) as full:
-                if full is not strategy.unwrap(args[0]):
-                    self.copies += [weakref.ref(t) for t in (full, *full.parameters())]
+                self.copies += [weakref.ref(t) for t in (full, *full.parameters())]
                 yield full
 
         strategy.full_model = full_model
 
     def on_make_experience_start(self, trainer: Any) -> None:
-        self.entries = 0
         self.whole.clear()
         self.copies.clear()
 
     def on_make_experience_end(self, trainer: Any, experiences: Any) -> None:
         alive = sum(ref() is not None for ref in self.copies)
-        self.phases.append(
-            {'entries': self.entries, 'whole': len(self.whole), 'copies': len(self.copies), 'alive': alive}
-        )
+        self.phases.append((len(self.whole), len(self.copies), alive))
 
 
-def watched(strategy: Any, timesteps: int, whole: list[int], **settings: Any) -> list[dict[str, int]]:
-    """Two phases of `timesteps` timesteps each. `whole` grows by one for every tensor that is made whole."""
-    torch.manual_seed(0)
-    watch = Watch(strategy, whole)
-    actor = GPTActor(config=tiny_config('gpt2', **SMALL))
-    trainer = assemble(strategy, actor, None, Rare(), max_new_tokens=4, kl_coef=0.0, callbacks=[watch], **settings)
-    prompts = [torch.tensor([3, 4 + i]) for i in range(8)]
-    trainer.fit(prompts, num_episodes=1, max_timesteps=2 * timesteps, update_timesteps=timesteps)
-    return watch.phases
-
-
-def under_fsdp() -> list[tuple[list[dict[str, int]], int]]:
+def under_fsdp() -> list[tuple[list[tuple[int, int, int]], int]]:
     found, original = [], fsdp._full
     for precision in ('fp32', 'bf16'):
         with FSDPStrategy(device='cpu', precision=precision) as strategy:
             whole = list[int]()
             fsdp._full = lambda *args, whole=whole: whole.append(1) or original(*args)  # type: ignore[func-returns-value]
             try:
-                phases = watched(strategy, 3, whole, advantage_estimator='reinforce++')
+                torch.manual_seed(0)
+                watch, actor = Watch(strategy, whole), GPTActor(config=tiny_config('gpt2', **SMALL))
+                settings = {'advantage_estimator': 'reinforce++', 'kl_coef': 0.0, 'callbacks': [watch]}
+                trainer = assemble(strategy, actor, None, Rare(), **settings)
+                trainer.fit([torch.tensor([3, 4 + i]) for i in range(8)], 1, 6, 3)
             finally:
                 fsdp._full = original
-            found.append((phases, len(list(GPTActor(config=tiny_config('gpt2', **SMALL)).parameters()))))
+            found.append((watch.phases, len(list(GPTActor(config=tiny_config('gpt2', **SMALL)).parameters()))))
     return found
 
 
 def test_weights_are_gathered_once_for_three_timesteps_and_freed():
     for found in run_distributed(under_fsdp, 2, init_group=True):
         for phases, parameters in found:
-            assert phases == [{'entries': 1, 'whole': parameters, 'copies': parameters + 1, 'alive': 0}] * 2
+            assert phases == [(parameters, parameters + 1, 0)] * 2

@@ -21,8 +21,6 @@ from chatgpt.trainer.callbacks.samples import format_table, shown_parts
 
 
 class Twice(Environment):
-    """Two turns, worth 1 and 2; every second task raises at the second."""
-
     def reset(self, seed, **columns):
         self.turns, self.bad = 0, bool(seed % 2)
         return 'begin the task now:'

@@ -79,14 +79,13 @@ def build_online(strategy: Any, kind: str, family: str, **settings: Any) -> Any:
         settings = {'advantage_estimator': 'grpo', 'num_samples_per_prompt': 4, 'kl_in': 'loss'} | settings
     if kind == 'ptx':
         settings = {'ptx_coef': 0.7, 'pretrain_data': sequences(9, seed=5)} | settings
-    sizes = {'train_batch_size': 8, 'max_epochs': 1, 'max_new_tokens': 20, 'eos_token_id': 2, 'lr': 3e-3}
+    sizes = {'train_batch_size': 12, 'max_epochs': 1, 'max_new_tokens': 20, 'eos_token_id': 2, 'lr': 3e-3}
     sizes |= {'score_scaling': 'running', 'whiten_rewards': kind == 'ppo'}
     settings = sizes | {'kl_coef': 0.1, 'max_grad_norm': 0.5, 'entropy_coef': 0.01} | settings
     return assemble(strategy, actor, critic, None, initial, **settings)
 
 
 def recorded(kind: str, phase: int) -> tuple[list[Tensor], list[Tensor], list[float]]:
-    """Queries, responses and scores of one phase, of all ranks together."""
     found, same = sequences(16, seed=10 + phase), 4 if kind == 'grpo' else 1
     queries = [found[i // same * same].prompt_ids for i in range(16)]
     return queries, [s.response_ids for s in found], [float((7 * i + phase) % 5) - 1.3 for i in range(16)]
@@ -123,7 +122,6 @@ def digest(trainer: Any) -> str:
 def run(
     strategy: Any, kind: str, family: str = 'gpt2', before: Callable[[Any], None] | None = None, **settings: Any
 ) -> tuple[str, list[dict[str, float]]]:
-    """What is left of a run: one string, and the metrics of its phases."""
     trainer = build(strategy, kind, family, **settings)
     if before is not None:
         before(trainer)

@@ -56,7 +56,6 @@ class RaiseAt(Callback):
 
 
 def broken(error: type[Exception] = Broken, **settings: Any) -> Any:
-    """A run that ends in an error."""
     trainer = make(**settings)
     with pytest.raises(error):
         fit(trainer, PHASES)
@@ -214,9 +213,6 @@ def test_a_run_with_a_folder_saves_by_the_clock_and_at_the_end(tmp_path, monkeyp
     assert seen == [[], [], ['step-00000002'], ['step-00000002']]
     assert saved(tmp_path) == ['step-00000002', 'step-00000004']
     assert not any(isinstance(c, SaveCheckpoint) for c in make().callbacks)
-
-
-# ---------------------------------------------------------------- the trained model cannot be written
 
 
 @pytest.fixture

@@ -112,16 +112,8 @@ def test_models_and_optimizers_that_are_one(kind):
     optims = first, first if kind == 'optimizer' else second
     with pytest.raises(ValueError, match=said[kind]) if kind in said else nullcontext():
         PPOTrainer(strategy, actor, critic, reward, initial, *optims, max_new_tokens=4)
-
-
-def test_the_reference_of_preferences_is_another_model():
-    strategy = NaiveStrategy(seed=5)
-    pair = trained(strategy, GPTActor(config=CONFIG))
     with pytest.raises(ValueError, match='initial_model shares its weights'):
-        DPOTrainer(strategy, *pair, [Pair(chosen=GOOD, rejected=GOOD)], initial_model=pair[0])
-
-
-# ---------------------------------------------------------------------- models in the wrong place
+        DPOTrainer(strategy, actor, first, [Pair(chosen=GOOD, rejected=GOOD)], initial_model=actor)
 
 
 def actor() -> Any:
@@ -160,13 +152,6 @@ def test_ppo(models, message):
     first, second, initial = (kind() for kind in kinds.values())
     with pytest.raises(ValueError, match=f'^PPOTrainer: {message}'):
         PPOTrainer('naive', first, second, vowels, initial, sgd(first), sgd(second), max_new_tokens=2)
-
-
-def test_an_actor_that_was_prepared_without_its_optimizer():
-    strategy = NaiveStrategy(seed=0)
-    mine, (judge, judge_optim) = strategy.prepare(actor()), trained(strategy, critic())
-    with pytest.raises(ValueError, match='no parameter of the actor requires a gradient'):
-        PPOTrainer(strategy, mine, judge, vowels, actor(), sgd(mine), judge_optim, max_new_tokens=2)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,6 @@ def short(prompts: list[str], responses: list[str]) -> list[float]:
 
 
 class LastToken:
-    """Dense: 1 at the last token."""
-
     def score(self, samples: list[Any], strategy: Any) -> list[torch.Tensor]:
         return [torch.tensor([0.0] * (s.num_actions - 1) + [1.0 + s.index % 3]) for s in samples]
 

@@ -10,21 +10,9 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+import layouts
 import pytest
-from layouts import (
-    BF16,
-    FP32,
-    UPDATES_PER_PHASE,
-    Leg,
-    Log,
-    Tolerance,
-    compare_logs,
-    compare_weights,
-    differing,
-    every_pair,
-    run_legs,
-    tensors,
-)
+from layouts import BF16, FP32, Leg, Log, Tolerance, compare_logs, compare_weights, differing
 from optional_packages import needs_colossalai
 
 from chatgpt.strategies.checkpoint import CheckpointReader, pieces_of, write_checkpoint
@@ -45,7 +33,7 @@ class Runs:
 
     def run(self, **legs: Leg) -> None:
         named = [replace(leg, target=self.folder / name) for name, leg in legs.items()]
-        self.logs |= zip(legs, run_legs(named), strict=True)
+        self.logs |= zip(legs, layouts.run_legs(named), strict=True)
 
     def same_layout(self, layout: str, phases: int = 4) -> dict[str, Leg]:
         """Straight through, to the half, and on from there."""
@@ -72,7 +60,7 @@ class Runs:
             assert not report.startswith(f'phase {first + 1}:'), report
             return
         compare_weights(
-            self.folder / want / at, self.folder / got, steps=phases * UPDATES_PER_PHASE, tolerance=tolerance
+            self.folder / want / at, self.folder / got, steps=phases * layouts.UPDATES_PER_PHASE, tolerance=tolerance
         )
 
     def check_ring(self, first: int, last: int) -> None:
@@ -149,8 +137,7 @@ def test_the_comparison_tells_another_run(runs):
 
 
 def disturb(source: Path, target: Path) -> None:
-    """A copy of a checkpoint with one layer norm scaled by a hundredth."""
-    reader, content = CheckpointReader(source), tensors(source)
+    reader, content = CheckpointReader(source), layouts.tensors(source)
     content['actor/model.transformer.ln_f.weight'] = content['actor/model.transformer.ln_f.weight'] * 1.01
     shaped = {name: tensor.reshape(reader.shape(name)) for name, tensor in content.items()}
     write_checkpoint(target, {'': pieces_of(shaped)}, meta=reader.meta, state=reader.json())
@@ -186,6 +173,6 @@ def test_gemini_goes_on_as_zero_in_bf16(colossal, gemini, zero):
 @pytest.mark.slow
 @needs_colossalai
 def test_every_layout_to_every_other(tmp_path):
-    cells = every_pair(tmp_path)
+    cells = layouts.every_pair(tmp_path)
     assert len(cells) >= 64
     assert {pair: cell for pair, cell in cells.items() if cell.startswith('FAILED')} == {}

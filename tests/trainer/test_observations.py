@@ -15,25 +15,15 @@ import torch
 from fake_trainer import experience
 
 from chatgpt.functional.ppo import token_rewards
-from chatgpt.nn import GPTActor
-from chatgpt.strategies import NaiveStrategy
-from chatgpt.testing.fakes import tiny_config
+from chatgpt.trainer import metrics
 from chatgpt.trainer.algorithms import estimate_advantages
 from chatgpt.trainer.callbacks.rollouts import rows_of_phase
 from chatgpt.trainer.callbacks.samples import rows_of
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.experience import ScoreShaper
 from chatgpt.trainer.experience.scorers import sequence_score
-from chatgpt.trainer.losses import COLUMNS, ActorLoss, ValueLoss, collate_experience, experience_totals
-from chatgpt.trainer.metrics import (
-    BatchStats,
-    drawn_mask,
-    environment_metrics,
-    group_metrics,
-    rollout_metrics,
-    value_metrics,
-)
-from chatgpt.types import Batch, Episode, Experience, Turn
+from chatgpt.trainer.losses import COLUMNS
+from chatgpt.types import Episode, Experience, Turn
 
 VOCAB = 16
 GARBAGE = [math.nan, math.inf, -math.inf, 1e30]
@@ -41,7 +31,6 @@ PER_TOKEN = (*COLUMNS, 'kl', 'rewards')
 
 
 def experiences(*, with_turns: bool = True) -> list[Experience]:
-    """Four responses with observations in different places, groups of two."""
     generator = torch.Generator().manual_seed(0)
     masks = ['11011', '1001', '111', '10001101']
     found = []
@@ -88,9 +77,6 @@ def unseen(measure: Callable[[list[Experience]], Any]) -> None:
     assert not same(measure(spoiled(experiences(), 0.25, own=True)), expected)
 
 
-# ---------------------------------------------------------------------- advantages
-
-
 @pytest.mark.parametrize(
     'settings',
     [
@@ -131,64 +117,10 @@ def test_rewards_of_tokens():
     assert ScoreShaper(token_penalty=1.0)([0.0] * 4, experiences()) == [-4, -2, -3, -4]
 
 
-# ---------------------------------------------------------------------- losses
-
-
-LOSSES: list[dict[str, Any]] = [
-    {},
-    {'entropy_coef': 0.1, 'dual_clip': 2.0},
-    {'tis_cap': 2.0, 'loss_aggregation': 'sequence'},
-    {'kl_in': 'loss', 'kl_coef': 0.2, 'kl_importance': True, 'loss_aggregation': 'sequence_sum'},
-    {'kl_in': 'loss', 'kl_coef': 0.2, 'kl_loss_kind': 'k2'},
-    {'policy_loss': 'gspo'},
-    {'policy_loss': 'cispo'},
-    {'policy_loss': 'reinforce'},
-]
-
-
-class Policy(torch.nn.Module):
-    """An actor and a linear critic on its log-probs: gradients of both losses in one place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.actor = GPTActor(config=tiny_config('gpt2', vocab_size=VOCAB, hidden=16, positions=32))
-        self.value = torch.nn.Linear(1, 1)
-
-    def learned(self, given: list[Experience], config: PPOConfig) -> tuple[list[torch.Tensor], dict[str, float]]:
-        totals = experience_totals(given, config, 8)
-        batch = collate_experience(given, totals)
-        policy = ActorLoss(config, lambda m, b: m.actor(b, temperature=1.0, with_entropy=True), config.kl_coef)
-        loss, metrics = policy(self, batch)
-        worth, of_values = ValueLoss(config).of(self.value(self.hidden(batch)).squeeze(-1), batch)
-        (loss + worth).backward()
-        stats = BatchStats()
-        stats.add(metrics | of_values)
-        gradients = [p.grad.clone() for p in self.parameters() if p.grad is not None]
-        self.zero_grad()
-        return [loss.detach(), worth.detach(), *gradients], stats.reduced(NaiveStrategy(seed=0))
-
-    def hidden(self, batch: Batch) -> torch.Tensor:
-        return self.actor(batch).logprobs[:, None]
-
-
-@pytest.mark.parametrize('settings', LOSSES, ids=str)
-def test_losses_and_their_gradients(settings):
-    config, policy = PPOConfig(**settings), Policy()
-    expected = policy.learned(experiences(), config)
-    assert all(torch.isfinite(x).all() for x in expected[0])
-    for garbage in GARBAGE:
-        assert same(policy.learned(spoiled(experiences(), garbage), config), expected)
-    assert not same(policy.learned(spoiled(experiences(), 0.25, own=True), config), expected)
-
-
-# ---------------------------------------------------------------------- numbers
-
-
 def test_metrics_of_learning_and_of_rollouts():
-    unseen(value_metrics)
-    unseen(lambda given: rollout_metrics(given, 0.1))
-    for measure in (group_metrics, environment_metrics):
+    unseen(metrics.value_metrics)
+    unseen(lambda given: metrics.rollout_metrics(given, 0.1))
+    for measure in (metrics.group_metrics, metrics.environment_metrics):
         for garbage in GARBAGE:
             assert measure(spoiled(experiences(), garbage)) == measure(experiences())
 
@@ -204,7 +136,7 @@ def test_words_of_an_environment_are_no_repetition(with_turns):
         changed = {'response_ids': torch.tensor(ids), 'response_mask': mask}
         changed['episode'] = Episode(turns=turns, end='terminated') if with_turns else None
         e = replace(experiences()[0], **changed, **{name: torch.zeros(len(ids)) for name in PER_TOKEN})
-        found = rollout_metrics([e, replace(e, index=1)], 0.0)
+        found = metrics.rollout_metrics([e, replace(e, index=1)], 0.0)
         return {name: value for name, value in found.items() if 'repetition' in name}
 
     # Runs of the policy: 5678, 6789, 5678, 678(10): one of four stood there before; all of the other stand here too.
@@ -217,11 +149,11 @@ def test_filtered_responses_still_have_their_words():
     """`overlong_filter` leaves no token that counts; what the policy said is what it said."""
     given = experiences()
     for e in given:
-        before = drawn_mask(e)
+        before = metrics.drawn_mask(e)
         e.response_mask = torch.zeros_like(e.response_mask)
-        assert torch.equal(drawn_mask(e), before)
+        assert torch.equal(metrics.drawn_mask(e), before)
         e.episode = None
-        assert drawn_mask(e).all()
+        assert metrics.drawn_mask(e).all()
 
 
 def test_sums_of_scores_leave_observations_out():

@@ -115,13 +115,6 @@ def test_step_refuses_what_only_fit_can_do(settings, sentence):
     assert trainer.phase == 0
 
 
-def test_step_leaves_out_long_responses_too():
-    trainer = make(overlong_filter=True)
-    end = trainer.sampling.eos_token_ids[0]
-    stats = trainer.step(QUERIES, [torch.tensor([5, end])] + RESPONSES[1:], [1.0] * 4)
-    assert stats['rollout/filtered_share'] == 0.75
-
-
 class Off(LocalEngine):
     """An engine whose log-probs are not those of the trainer."""
 

@@ -24,7 +24,6 @@ from chatgpt.types import Sequence
 
 
 def data(count: int = 12) -> list[TokenizedPreference]:
-    """The better answer has a 5 in it."""
     return [preference([3 + i % 4], [6 + i % 3, 5, 2], [6 + i % 3, 9 + i % 4, 7, 2]) for i in range(count)]
 
 

@@ -38,13 +38,11 @@ from chatgpt.types import Prompt
 
 
 def ppo(strategy: Any, **more: Any) -> Any:
-    """A trainer of tiny models."""
     reward = None if 'environment' in more else lambda prompts, responses: [1.0] * len(responses)
     return tiny_runs.ppo(strategy, reward, config=tiny_config('llama', heads=4, positions=48), **more)
 
 
 def told(call: Any, *args: Any, **kw: Any) -> str:
-    """The error of a call."""
     try:
         call(*args, **kw)
     except Exception as error:
@@ -172,9 +170,6 @@ def test_what_is_refused_is_refused_on_both(both):
             assert error.startswith('ValueError: environment does not go with tensor_parallel: ')
         assert 'is not shared: what rank 0 on ' in found['sign'] and 'is not seen by rank 1 on ' in found['sign']
         assert found['resume'] == 'CheckpointError: the folder is not there'
-
-
-# ---------------------------------------------------------------- workers
 
 
 SAMPLING = {'max_new_tokens': 8, 'eos_token_ids': ()}

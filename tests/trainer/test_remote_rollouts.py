@@ -24,8 +24,6 @@ WORDS = [f'a {word}' for word in 'one two three four five six seven eight nine t
 
 
 class Ages(Callback):
-    """Of each phase, how old its samples are."""
-
     def __init__(self) -> None:
         self.phases: list[set[int]] = []
 
@@ -82,9 +80,6 @@ def test_without_staleness_it_is_the_colocated_run_to_the_bit(workers, settings)
     if settings != GROUPS:
         by_hand = (trainer.generate(WORDS[:2]) for trainer in (local, remote))
         assert all(torch.equal(a, b) for a, b in zip(*by_hand, strict=True))
-
-
-# ---------------------------------------------------------------------- staleness n
 
 
 @pytest.mark.parametrize(('n', 'update', 'phases'), [(1, 1, 5), (2, 2, 4), (9, 1, 4)])
@@ -144,12 +139,7 @@ def test_a_worker_that_dies_changes_nothing():
     assert disturbed.engine.num_replaced == 3
 
 
-# ---------------------------------------------------------------------- checkpoints
-
-
 class StopAt(Callback):
-    """Ask for a stop in the middle of collecting a phase."""
-
     def __init__(self, timestep: int) -> None:
         self.timestep = timestep
 
@@ -159,7 +149,6 @@ class StopAt(Callback):
 
 
 def resumed(folder: Path, n: int, update: int, total: int, stop: Any, **changes: Any) -> tuple[Any, Any]:
-    """A run that `stop` ends, and its continuation from the checkpoint."""
     first = stale(n, more=[stop])
     first.fit(WORDS, total, 1, update)
     assert first.timestep < total
@@ -213,9 +202,6 @@ def test_a_second_fit_begins_with_nothing_in_flight():
     assert trainer.ages == [{0}, {1}, {0}, {1}]
 
 
-# ---------------------------------------------------------------------- ranks
-
-
 def on_two_ranks(folder: str) -> tuple[list[dict[str, float]], list[int], list[float]]:
     with DDPStrategy(seed=3, device='cpu') as strategy:
         trainer = stale(1, strategy=strategy, more=[StopAfter(2)])
@@ -236,9 +222,6 @@ def test_two_ranks_ask_their_own_workers_and_one_rank_goes_on_with_their_samples
     going_on.load_checkpoint(tmp_path / 'checkpoint')
     going_on.fit(WORDS, 4, 1, 1)
     assert indices(going_on) == list(range(8, 16)) and going_on.ages == [{1}, {1}]
-
-
-# ---------------------------------------------------------------------- refusals
 
 
 def test_what_staleness_needs_is_named():

@@ -95,7 +95,6 @@ def test_margins_are_subtracted():
 
 
 def learnable(count: int = 48) -> list[TokenizedPreference]:
-    """The better answer has a 5 in it."""
     return [preference([3 + i % 2], [6 + i % 4, 5, 2], [6 + i % 4, 10 + i % 3, 2]) for i in range(count)]
 
 

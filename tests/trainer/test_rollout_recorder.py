@@ -1,4 +1,5 @@
-"""What is recorded of a phase: which sequences, the numbers of their tokens, on one rank as on two; and the folder."""
+"""What is recorded of a phase: which sequences, the numbers and texts of their tokens, on one rank as on two; and the
+folder."""
 
 from __future__ import annotations
 
@@ -14,19 +15,20 @@ import torch
 from fake_trainer import FakeTrainer, experience
 from tiny_runs import fit, ppo, sft, vowels, weights
 
+from chatgpt.launch import demo_world
 from chatgpt.monitor.run_folder import rollouts
 from chatgpt.monitor.run_folder.rollouts import PER_TOKEN, read_rollouts, recorded_phases
 from chatgpt.strategies import DDPStrategy, FSDPStrategy
-from chatgpt.testing import byte_tokenizer
+from chatgpt.testing import byte_tokenizer, char_tokenizer
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.callbacks import Callback, RolloutRecorder
 from chatgpt.trainer.callbacks.rollouts import first_groups
+from chatgpt.trainer.callbacks.token_texts import token_texts
 from chatgpt.trainer.losses import collate_experience
 
 
 def make(run_dir: Path | None, strategy: Any = None, **settings: Any) -> Any:
-    """A small PPO run on bytes."""
     config = tiny_config('gpt2', vocab_size=259, positions=48)
     given = {'experience_batch_size': 3, 'train_batch_size': 6, 'max_new_tokens': 5, 'num_samples_per_prompt': 2}
     given |= {'lr': 3e-3, 'critic': not settings.get('value_head')}
@@ -59,9 +61,6 @@ def test_the_first_groups_whole_as_long_as_they_fit():
     for num, count in ((100, 9), (9, 9), (8, 6), (6, 6), (5, 3), (3, 3), (2, 2)):
         assert [e.index for e in first_groups(given[::-1], num)] == list(range(count))
     assert first_groups([], 4) == []
-
-
-# ---------------------------------------------------------------------- numbers
 
 
 @pytest.mark.parametrize('kind', [{}, {'value_head': True}, {'num_layers_unfrozen': 1}, {'lora_rank': 2}], ids=str)
@@ -151,9 +150,6 @@ def test_recording_changes_no_number(tmp_path):
     assert runs[0].log.phases == runs[1].log.phases and torch.equal(weights(runs[0]), weights(runs[1]))
 
 
-# ---------------------------------------------------------------------- the folder
-
-
 def test_a_resume_removes_what_came_after_and_goes_on(tmp_path):
     trainer = fit(make(tmp_path), 1)
     checkpoint = trainer.save_checkpoint()
@@ -223,3 +219,73 @@ def test_a_tokenizer_with_its_own_mind_does_not_end_a_run(tmp_path, text):
     with pytest.warns(UserWarning, match=r'rollouts: phase 1 could not be recorded \((IndexError|UnicodeEncodeErr)'):
         trainer.fit([{}])
     assert recorded_phases(tmp_path) == []
+
+
+MODELS = Path(__file__).resolve().parents[2].parent / 'shared' / 'models'
+TEXT = 'A café,\n 😀 مر!'
+
+
+def shared(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    if not (MODELS / name).is_dir():
+        pytest.skip(f'needs ../shared/models/{name}')
+    return AutoTokenizer.from_pretrained(MODELS / name)
+
+
+def test_gpt2():
+    tokenizer = shared('gpt2_tokenizer')
+    ids = [*tokenizer(TEXT)['input_ids'], 50256]
+    pieces = token_texts(tokenizer, ids)
+    assert pieces == ['A', ' café', ',', '\n', ' ', '😀', ' م', 'ر', '!', '<|endoftext|>']
+    assert ''.join(pieces) == TEXT + '<|endoftext|>'
+    assert [tokenizer.decode([i]) for i in ids[4:6]] == [' �', '�']  # neither is a character
+
+
+def test_sentencepiece():
+    tokenizer = shared('stories260K')
+    ids = tokenizer(TEXT)['input_ids']
+    pieces = token_texts(tokenizer, ids)
+    assert ''.join(pieces) == '<s> ' + TEXT
+    assert pieces[:7] == ['<s>', ' ', 'A', ' c', 'a', 'f', 'é']
+    start = pieces.index('😀')
+    assert pieces[start - 3 : start] == ['', '', ''] and pieces[start - 4] == ' '
+    assert token_texts(tokenizer, tokenizer('it ran')['input_ids'][1:])[0] == ' it'  # after a prompt it stands apart
+
+
+def test_bytes():
+    tokenizer = byte_tokenizer()
+    pieces = token_texts(tokenizer, [*'é😀a'.encode(), tokenizer.eos_token_id])
+    assert pieces == ['', 'é', '', '', '', '😀', 'a', tokenizer.eos_token]
+    # Bytes that are no UTF-8: half a character before a letter, and at the end.
+    assert token_texts(tokenizer, [0xC3, 0x61, 0xF0, 0x9F]) == ['', '�a', '', '�']
+
+
+def test_tokenizers_with_rules_of_their_own():
+    words = demo_world.demo_tokenizer()
+    ids = words('the cat sat .')['input_ids']
+    assert ''.join(token_texts(words, ids)) == words.decode(ids)
+    letters = char_tokenizer()
+    assert token_texts(letters, letters('ab a')['input_ids']) == ['a', 'b', ' ', 'a']
+
+
+def test_word_pieces():
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.WordPiece({'[UNK]': 0, 'walk': 1, '##ed': 2, 'home': 3}, unk_token='[UNK]'))
+    inner.decoder = decoders.WordPiece()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token='[UNK]')
+    assert token_texts(tokenizer, [1, 2, 3, 0]) == ['walk', 'ed', ' home', ' [UNK]']
+    assert token_texts(tokenizer, [3, 1]) == ['home', ' walk']
+
+
+def test_characters_of_several_tokens_under_a_tokenizer_that_only_decodes():
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: bytes(ids).decode('utf-8', 'replace'))
+    assert token_texts(tokenizer, [*'a😀éb'.encode()]) == ['a', '', '', '', '😀', '', 'é', 'b']
+    assert token_texts(tokenizer, [0x61, 0xF0]) == ['a', '�']
+
+
+def test_without_a_tokenizer_and_of_nothing():
+    assert token_texts(None, [5, 17]) == ['5', ' 17']
+    assert token_texts(byte_tokenizer(), []) == token_texts(demo_world.demo_tokenizer(), []) == []

@@ -109,11 +109,7 @@ def test_a_policy_loss_has_settings_of_its_own(monkeypatch):
             PPOConfig(**({'policy_loss': 'soft'} | given)).validate()
 
 
-# ---------------------------------------------------------------------- ranges
-
-
 def classes(base: type = Settings) -> list[type[Any]]:
-    """Every settings class of the trainers."""
     found = [c for c in base.__subclasses__() if c.__module__.startswith('chatgpt.trainer.')]
     return [*found, *(inner for c in found for inner in classes(c))]
 
@@ -167,14 +163,10 @@ def test_what_is_said():
     for cls, settings, message in (
         (PPOConfig, {'eps_clip': 1.5}, 'eps_clip=1.5 must lie in (0, 1)'),
         (PPOConfig, {'whiten_rewards': 'no'}, "whiten_rewards='no' is not known; choose one of [True, False]"),
-        (PPORun, {'lora_dropout': 2.0}, 'lora_dropout=2.0 must lie in [0, 1)'),
         (PPORun, {'num_layers_unfrozen': -5}, 'num_layers_unfrozen=-5 must be at least -1'),
-        (PPORun, {'rollout_chunk_size': 0}, 'rollout_chunk_size=0 must be positive'),
         (PPOConfig, {'kl_coef': math.nan}, 'kl_coef=nan must be a finite number'),
         (PPOConfig, {'train_batch_size': 8.5}, 'train_batch_size=8.5 must be a whole number'),
         (PPOConfig, {'warmup_steps': -1}, 'warmup_steps=-1 must not be negative'),
-        (PPOConfig, {'dual_clip': 1.0}, 'dual_clip=1.0 must be above 1'),
-        (ILQLConfig, {'gamma': 1.6}, 'gamma=1.6 must lie in [0, 1]'),
     ):
         with pytest.raises(ValueError) as refused:
             cls(**settings)

@@ -10,7 +10,6 @@ from tiny_runs import StopAfter, sequence, sft, weights
 
 
 def counting(num: int = 32) -> list:
-    """Responses that count upwards from the prompt: learnable."""
     return [sequence([3 + i % 6], [3 + (i % 6 + 1 + j) % 6 for j in range(3)] + [2]) for i in range(num)]
 
 

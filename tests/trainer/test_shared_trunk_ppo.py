@@ -15,7 +15,6 @@ from chatgpt.batching import collate
 from chatgpt.nn import Actor, Critic, RewardModel, shared
 from chatgpt.nn.heads import critic_head
 from chatgpt.nn.lora import merged_state_dict
-from chatgpt.nn.peft_format import export_peft
 from chatgpt.nn.shared import SharedTrunk
 from chatgpt.rollout import HFEngine
 from chatgpt.rollout.wire import policy_tensors
@@ -31,8 +30,6 @@ PROMPTS = [Prompt(ids=torch.tensor([i + 3, 2 * i + 1])) for i in range(8)]
 
 
 class Odd:
-    """Scores each odd token of a response with 1."""
-
     def score(self, samples, strategy):
         return [(s.response_ids % 2).float() for s in samples]
 
@@ -62,7 +59,6 @@ def roles(kind='shared', checkpointing=False, **options):
 
 
 def run(made, strategy=None, phases=2, reward=None, lr=1e-2, **settings):
-    """The trainer after its phases."""
     actor, critic, reward_model, initial = made
     strategy = strategy or NaiveStrategy(seed=1)
     trainer = assemble(strategy, actor, critic, reward or reward_model, initial, lr=lr, **{'kl_coef': 0.1} | settings)
@@ -97,9 +93,6 @@ def test_one_trunk_learns_what_four_models_learn(options):
         torch.testing.assert_close(value, theirs[name], rtol=1e-3, atol=1e-5)
 
 
-# ---------------------------------------------------------------------- 4 bits
-
-
 @pytest.mark.parametrize(('precision', 'dtype'), [('fp32', torch.float32), ('bf16', torch.bfloat16)])
 def test_nf4_trains_and_the_base_stays(precision, dtype):
     made = roles(quantize='nf4', dtype=dtype)
@@ -125,9 +118,6 @@ def test_two_ranks():
         close(phases, alone, rel=1e-3, abs=1e-4)
 
 
-# ---------------------------------------------------------------------- what is written
-
-
 def test_a_checkpoint_holds_adapters_and_heads_and_the_export_is_what_was_trained(tmp_path):
     trainer = run(roles(quantize='nf4'), phases=1)
     batch = collate(tiny_sequences(4))
@@ -145,17 +135,6 @@ def test_a_checkpoint_holds_adapters_and_heads_and_the_export_is_what_was_traine
     written = Actor.from_pretrained(tmp_path / 'actor'), RewardModel.from_pretrained(tmp_path / 'reward_model')
     torch.testing.assert_close(written[0](batch).logprobs, trainer.actor(batch).logprobs, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(written[1](batch), judge(batch), rtol=1e-4, atol=1e-5)
-
-
-def test_an_adapter_goes_round(tmp_path):
-    trunk = SharedTrunk(model(), quantize='nf4')
-    actor, batch = trunk.actor(4), collate(tiny_sequences(4))
-    with torch.no_grad():
-        for name, parameter in actor.named_parameters():
-            if 'lora_B' in name:
-                parameter.normal_(std=0.05)
-    export_peft(actor, tmp_path, base_model='base')
-    assert torch.equal(trunk.actor(adapter=tmp_path)(batch).logprobs, actor(batch).logprobs)
 
 
 def test_a_folder_is_quantized_block_by_block_one_dense_at_a_time(tmp_path, monkeypatch):
@@ -178,9 +157,6 @@ def test_a_folder_is_quantized_block_by_block_one_dense_at_a_time(tmp_path, monk
     with pretend_cuda():
         SharedTrunk.from_pretrained(tmp_path, quantize='nf4', device='cuda:0')
     assert alive == [0, 0, 0, 0] and len(dense) == 4 * 7
-
-
-# ---------------------------------------------------------------------- what is not done
 
 
 def test_an_engine_with_weights_of_its_own_is_refused():

@@ -94,9 +94,6 @@ def test_a_finished_run_that_is_resumed_says_so(tmp_path, capsys, offline):
     assert 'going on from' in longer and 'is finished' not in longer
 
 
-# ---------------------------------------------------------------------- batches, orders, schedules
-
-
 def test_batch_stats_weigh_micro_batches_by_what_counts():
     stats = BatchStats()
     for v in (torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0])):

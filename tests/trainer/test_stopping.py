@@ -1,12 +1,14 @@
-"""A run that is asked to stop, that meets a full disk, or that finds its folder taken; and what it goes on from
+"""A run that is asked to stop, is killed, meets a full disk, or finds its folder taken; and what it goes on from
 afterwards."""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from limits import until
 from ppo_on_ids import fit, make, prompts
 from tiny_runs import weights
 
-from chatgpt.strategies.checkpoint import CheckpointError, CheckpointReader
+from chatgpt.strategies.checkpoint import CheckpointError, CheckpointReader, latest
 from chatgpt.trainer.callbacks import Callback, SaveCheckpoint
 
 PHASES = 20
@@ -44,11 +46,8 @@ def refused_beside(holder: subprocess.Popen[str], folder: Path) -> None:
 
 @pytest.mark.system
 def test_stopped_by_signals_and_resumed_to_the_same_bits(undisturbed, tmp_path):
-    """SIGTERM, then SIGINT, each in the middle of a run; every time it ends between phases, with the code of the
-    signal.
-
-    Meanwhile another run tries to write into the same folder.
-    """
+    """SIGTERM, then SIGINT, each in the middle of a run, which ends between phases with the code of the signal.
+    Meanwhile another run tries to write into the same folder."""
     done, path = 0, tmp_path / 'metrics.jsonl'
     for signum, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
         (process,) = start(tmp_path, PHASES)
@@ -187,3 +186,53 @@ def test_a_damaged_newest_checkpoint_names_the_newest_whole_one_before_it(tmp_pa
         fit(back, 4)
     written = tmp_path / 'checkpoints' / 'step-00000003'  # auto would take the damaged fourth
     assert f'stopped after phase 3; continue with --resume {written}\n' in capsys.readouterr().out
+
+
+def done_phases(folder: Path) -> int:
+    path = folder / 'metrics.jsonl'
+    return path.read_text().count('\n') if path.is_file() else 0
+
+
+def killed_many_times(
+    folder: Path, kills: int, phases: int, seed: int, kind: str = 'NaiveStrategy', ranks: int = 1
+) -> None:
+    """Kill all ranks of a run at random moments of its saves and phases; every restart goes on from the newest whole
+    checkpoint. A kill that came after the run's end counts for nothing."""
+    rng = random.Random(seed)
+    undisturbed = finished(folder / 'straight', phases, kind, ranks)
+    run, interrupted, resumed_from = folder / 'killed', 0, 0
+    for _ in range(2 * kills):
+        processes = start(run, phases, kind, ranks)
+        output = processes[0].stdout
+        assert output is not None
+        assert next(line for line in output if line.startswith('ready')).strip() == f'ready {resumed_from}'
+        enough = resumed_from + rng.randrange(phases // kills)
+        while done_phases(run) < enough and processes[0].poll() is None:
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0.0, 0.1))
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.communicate()
+        interrupted += all(process.returncode == -signal.SIGKILL for process in processes)
+        newest = latest(run / 'checkpoints')
+        resumed_from = 0 if newest is None else CheckpointReader(newest).meta['phase']
+        if interrupted == kills:
+            break
+    assert interrupted == kills
+    assert finished(run, phases, kind, ranks) == undisturbed
+    assert metrics(run) == metrics(folder / 'straight')
+    assert [row['step'] for row in metrics(run)] == list(range(1, phases + 1))
+
+
+@pytest.mark.system
+def test_five_kills(tmp_path):
+    killed_many_times(tmp_path, kills=5, phases=30, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('kills', 'phases', 'kind', 'ranks'), [(20, 120, 'NaiveStrategy', 1), (5, 20, 'FSDPStrategy', 2)]
+)
+def test_many_kills(tmp_path, kills, phases, kind, ranks):
+    killed_many_times(tmp_path, kills, phases, seed=1, kind=kind, ranks=ranks)

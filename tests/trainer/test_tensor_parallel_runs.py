@@ -78,7 +78,6 @@ def ppo(
 
 
 def own(parameter: Any) -> int:
-    """Bytes of a process's part."""
     local = parameter.to_local() if hasattr(parameter, 'to_local') else parameter
     return local.numel() * local.element_size()
 
@@ -155,11 +154,7 @@ def test_a_run_of_two_by_two_that_is_killed_goes_on(tmp_path):
     check_outcome(ppo('NaiveStrategy', {}, phases, '', 'auto', 'llama', str(alone)), later[0], STEP * 4 * phases)
 
 
-# ---------------------------------------------------------------- other methods
-
-
 def learned(kind: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Metrics and weights of SFT, DPO and a reward model."""
     texts = [sequence([3 + i % 4], [6 + i % 3, 5, 9, 2][: 2 + i % 3]) for i in range(8)]
     pairs = [preference([3 + i % 4], [6 + i % 3, 5, 2], [6 + i % 3, 9 + i % 4, 7, 2]) for i in range(8)]
     found: dict[str, Any] = {'weights': {}}

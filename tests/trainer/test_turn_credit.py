@@ -56,9 +56,6 @@ def estimated(experiences: list[Experience], **settings: Any) -> list[list[float
     return [e.advantages.tolist() for e in experiences]
 
 
-# ---------------------------------------------------------------------- turns
-
-
 def test_turns_are_those_of_the_episode_or_else_runs_of_tokens_that_count():
     e, touching = episode(0, [(2, {}), (1, {}), (3, {})], gap=1), episode(0, [(2, {}), (3, {})], gap=0)
     assert turn_numbers(e).tolist() == [0, 0, -1, 1, -1, 2, 2, 2]
@@ -78,9 +75,6 @@ def test_an_estimator_of_ones_own_says_which_settings_it_follows(monkeypatch):
         PPOConfig(advantage_estimator='of turns', value_lam=1.0).validate()
 
 
-# ---------------------------------------------------------------------- whole episodes compared
-
-
 @pytest.mark.parametrize(
     ('name', 'expected'),
     [
@@ -98,9 +92,6 @@ def test_group_methods_compare_sums_of_episodes(name, expected):
         got = estimated(given, advantage_estimator=name, num_samples_per_prompt=4)
         for e, advantages, number in zip(given, got, expected, strict=True):
             assert advantages == pytest.approx([number if own else 0.0 for own in e.response_mask.tolist()])
-
-
-# ---------------------------------------------------------------------- scores out of rewards
 
 
 def letters(prompts: list[str], responses: list[str]) -> list[float]:
@@ -134,9 +125,6 @@ def test_named_rewards_stand_at_the_last_tokens_of_turns_and_are_weighted():
     e.episode = None
     with pytest.raises(ValueError, match='samples of an environment'):
         EnvironmentScorer().score([e], strategy)
-
-
-# ---------------------------------------------------------------------- runs
 
 
 class Letters(Environment):

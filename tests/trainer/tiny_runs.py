@@ -70,7 +70,6 @@ def vowels(prompts: list[str], responses: list[str]) -> list[float]:
 
 
 def trained(strategy: Any, model: Any, lr: float = 1e-3, eps: float = 1e-5) -> tuple[Any, Any]:
-    """Prepared, with its optimizer."""
     if model is None:
         return None, None
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -136,7 +135,6 @@ def ppo(
 
 
 def fit(trainer: Any, phases: int, prompts: Any = PROMPTS) -> Any:
-    """After so many phases of one timestep."""
     trainer.fit(prompts, num_episodes=1, max_timesteps=phases, update_timesteps=1)
     return trainer
 
@@ -195,7 +193,6 @@ def check_resume(make: Any, folder: Any, done: int, run: Any = lambda trainer: t
 
 
 def weights(trainer: Any) -> torch.Tensor:
-    """Of a run whose every process holds them whole."""
     return torch.cat([p.detach().flatten() for m in trainer.models().values() for p in m.parameters()])
 
 
@@ -206,7 +203,6 @@ def close(got: list[dict[str, float]], want: list[dict[str, float]], rel: float 
 
 
 def near(got: dict[str, Any], want: dict[str, Any], atol: float) -> None:
-    """The same weights of every model, by name."""
     for model, tensors in want.items():
         for name, tensor in tensors.items():
             assert float((tensor - got[model][name]).abs().max()) < atol, (model, name)
