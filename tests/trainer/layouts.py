@@ -11,9 +11,8 @@ going on from its checkpoint, its column (in italics, within the tolerance of bf
 the same checkpoint, its phases counted from there: 'edge, phase 2' says that samples, scores and losses of one phase
 agree and that the second has a draw within 2^-7 of an edge, after which neither tokens nor weights are compared.
 
-Starting processes and importing colossalai takes far longer than a leg, so legs of one world size run one after another
-in the same processes. What a leg leaves is its checkpoint: weights, optimizer states and counters are compared there,
-by name. Left out: more than one machine, and devices other than the CPU.
+Legs of one world size run one after another in the same processes. What a leg leaves is its checkpoint: weights,
+optimizer states and counters are compared there, by name.
 """
 
 from __future__ import annotations

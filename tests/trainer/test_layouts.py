@@ -1,8 +1,5 @@
 """A checkpoint outlives its layout: runs that move between strategies and world sizes, and runs that go on under the
-same one.
-
-All legs on two processes run in one job, and those that need colossalai in another; each test looks at what they left.
-"""
+same one. All legs on two processes run in one job, and those that need colossalai in another."""
 
 from __future__ import annotations
 

@@ -137,6 +137,15 @@ def test_step_knows_that_a_response_ended_by_a_stop_string(where):
     assert [e.rewards.sum().item() for e in trainer.last_experiences] == [1.0, 1.0, -9.0, 1.0]
 
 
+def test_step_says_when_score_scaling_has_nothing_to_divide_by_and_knows_max_length():
+    trainer, queries = make(score_scaling='ref', kl_coef=0.0), prompts(4)
+    for scores, idle in (([0.0] * 4, 1.0), ([0.0, 0.0, 0.0, 4.0], 0.0), ([0.0] * 4, 0.0)):
+        assert trainer.step(queries, trainer.generate(queries), scores)['rollout/score_scaling_idle'] == idle
+    trainer = make(max_new_tokens=None, max_length=8, overlong_buffer=2, kl_coef=0.0)
+    trainer.step([torch.tensor([3, 4, 5])] * 3, [torch.full((n,), 6) for n in (3, 4, 5)], [1.0] * 3)
+    assert [e.rewards.sum().item() for e in trainer.last_experiences] == [1.0, 0.5, 0.0]
+
+
 @pytest.mark.parametrize(
     ('settings', 'message'),
     [
