@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from limits import HANG_S
 
-pytest.register_assert_rewrite('killed_runs', 'layout_runs')
+pytest.register_assert_rewrite('killed_runs', 'tiny_runs')
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background; every program of a test would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -14,45 +14,29 @@ from chatgpt.types import Experience
 
 
 def experience(
-    index: int, prompt: list[int], response: list[int], score: float, gap: float = 0.5, **more
+    index: int, prompt: list[int], response: list[int], score: float = 0.0, gap: float = 0.5, **more
 ) -> Experience:
     """One record whose per-token KL to the initial model is `gap`."""
     n = len(response)
     zeros, ones = torch.zeros(n), torch.ones(n, dtype=torch.bool)
-    return Experience(
-        index=index,
-        group=index,
-        prompt_ids=torch.tensor(prompt),
-        response_ids=torch.tensor(response),
-        response_mask=ones,
-        logprobs=zeros,
-        filtered_logprobs=zeros,
-        edge_distances=ones.float(),
-        finish_reason='eos',
-        score=score,
-        old_logprobs=zeros,
-        ref_logprobs=zeros - gap,
-        values=zeros,
-        kl=zeros + gap,
-        rewards=zeros,
-        advantages=zeros,
-        returns=zeros,
-        **more,
-    )
+    given = {'index': index, 'group': index, 'score': score, 'finish_reason': 'eos', 'response_mask': ones}
+    given |= {
+        'prompt_ids': torch.tensor(prompt),
+        'response_ids': torch.tensor(response),
+        'edge_distances': ones.float(),
+    }
+    given |= dict.fromkeys(('logprobs', 'filtered_logprobs', 'old_logprobs', 'values'), zeros)
+    given |= dict.fromkeys(('rewards', 'advantages', 'returns'), zeros)
+    return Experience(**given | {'ref_logprobs': zeros - gap, 'kl': zeros + gap} | more)
 
 
 class FakeTrainer:
     """Counts phases and drives the hooks as a real trainer does; its checkpoints are folders with a manifest."""
 
     def __init__(self, callbacks, run_dir=None, *, rank=0, num_phases=4, dtype=torch.float32, **config):
-        self.strategy = types.SimpleNamespace(
-            is_rank_0=rank == 0,
-            rank=rank,
-            world_size=1,
-            processes=types.SimpleNamespace(world_size=1),
-            dtype=dtype,
-            device=torch.device('cpu'),
-        )
+        processes = types.SimpleNamespace(world_size=1)
+        names = {'rank': rank, 'is_rank_0': rank == 0, 'world_size': 1, 'processes': processes}
+        self.strategy = types.SimpleNamespace(**names, dtype=dtype, device=torch.device('cpu'))
         self.config = types.SimpleNamespace(**config, to_dict=lambda: dict(config))
         self.callbacks = cb.CallbackList(callbacks)
         self.run_dir = Path(run_dir) if run_dir is not None else None
@@ -99,7 +83,6 @@ class FakeTrainer:
         self.callbacks.on_phase_end(self, self.phase, metrics)
 
     def fit(self, phases, batches=1):
-        """Run the given metrics, a dict per phase, until a stop is asked for."""
         self.callbacks.on_fit_start(self)
         for metrics in phases:
             if self.stop:

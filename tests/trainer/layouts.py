@@ -11,9 +11,8 @@ going on from its checkpoint, its column (in italics, within the tolerance of bf
 the same checkpoint, its phases counted from there: 'edge, phase 2' says that samples, scores and losses of one phase
 agree and that the second has a draw within 2^-7 of an edge, after which neither tokens nor weights are compared.
 
-Starting processes and importing colossalai takes far longer than a leg, so legs of one world size run one after another
-in the same processes. What a leg leaves is its checkpoint: weights, optimizer states and counters are compared there,
-by name. Left out: more than one machine, and devices other than the CPU.
+Legs of one world size run one after another in the same processes. What a leg leaves is its checkpoint: weights,
+optimizer states and counters are compared there, by name.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import json
 import math
 import re
 import tempfile
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -83,63 +81,26 @@ def reward(prompts: list[str], responses: list[str]) -> list[float]:
 def run_leg(leg: Leg) -> Log:
     """On every process of the layout. Settings that a layout could disturb are on: running score scaling, an
     adaptive KL coefficient, a learning-rate schedule, several micro-batches."""
-    from chatgpt.nn import GPTActor, GPTCritic
-    from chatgpt.testing.fakes import char_tokenizer, tiny_config
-    from chatgpt.trainer import PPOTrainer
-    from chatgpt.trainer import strategies as s
-    from chatgpt.trainer.callbacks import Callback, ProgressBar, SaveCheckpoint
+    import tiny_runs
 
-    log = Log()
-
-    class Record(Callback):
-        def on_make_experience_end(self, trainer: Any, experiences: list[Any]) -> None:
-            log.samples.append(experiences)
-
-        def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
-            log.metrics.append({k: v for k, v in metrics.items() if not k.startswith('perf/')})
-            if step == leg.until:
-                trainer.request_stop()
+    from chatgpt.trainer import strategies
+    from chatgpt.trainer.callbacks import SaveCheckpoint
 
     kind, _, options = LAYOUTS[leg.layout]
-    strategy: Any = getattr(s, kind)(seed=3, **options)
-    with strategy:
-        config = tiny_config('gpt2', positions=48)
-        with strategy.model_init_context():
-            actor, critic = GPTActor(config=config), GPTCritic(config=config)
-            initial = deepcopy(actor)
-        actor_optim, critic_optim = (strategy.make_optimizer(m.parameters(), lr=LR, eps=1e-5) for m in (actor, critic))
-        (actor, actor_optim), (critic, critic_optim), initial = strategy.prepare(
-            (actor, actor_optim), (critic, critic_optim), initial
-        )
-        callbacks: list[Any] = [Record(), ProgressBar(enabled=False)]
-        if leg.every is not None:
-            callbacks.append(SaveCheckpoint(leg.target, interval=leg.every))
-        trainer = PPOTrainer(
-            strategy,
-            actor,
-            critic,
-            reward,
-            initial,
-            actor_optim,
-            critic_optim,
-            tokenizer=char_tokenizer(),
-            callbacks=callbacks,
-            experience_batch_size=8,
-            train_batch_size=4,
-            max_epochs=2,
-            max_new_tokens=8,
-            max_tokens_per_batch=48,
-            score_scaling='running',
-            kl_target=2.0,
-            lr_schedule='cosine',
-        )
+    settings = {'experience_batch_size': 8, 'max_epochs': 2, 'max_new_tokens': 8, 'max_tokens_per_batch': 48, 'lr': LR}
+    settings |= {'score_scaling': 'running', 'kl_target': 2.0, 'lr_schedule': 'cosine'}
+    callbacks: list[Any] = [tiny_runs.StopAfter(leg.until)]
+    if leg.every is not None:
+        callbacks.append(SaveCheckpoint(leg.target, interval=leg.every))
+    with getattr(strategies, kind)(seed=3, **options) as strategy:
+        trainer = tiny_runs.ppo(strategy, reward, callbacks=callbacks, **settings)
         if leg.source is not None:
             trainer.load_checkpoint(leg.source)
-        trainer.fit([f'a {w}' for w in 'one two three four five six seven'.split()], 1, leg.total, 1)
+        trainer.fit([*tiny_runs.PROMPTS, 'a seven'], 1, leg.total, 1)
         assert trainer.phase == leg.until
         if leg.target is not None and leg.every is None:
             trainer.save_checkpoint(leg.target)
-    return log
+        return Log(metrics=trainer.log.phases, samples=trainer.log.experiences)
 
 
 def _run(legs: list[Leg]) -> list[Log]:
@@ -153,33 +114,23 @@ def run_legs(legs: list[Leg], timeout_s: float = 400.0) -> list[Log]:
         rest = legs[len(logs) :]
         world_size = LAYOUTS[rest[0].layout][1]
         group = rest[: next((i for i, leg in enumerate(rest) if LAYOUTS[leg.layout][1] != world_size), len(rest))]
+        alone = world_size == 1
         logs += (
-            _run(group)
-            if world_size == 1
-            else run_distributed(_run, world_size, group, timeout_s=timeout_s, init_group=True)[0]
+            _run(group) if alone else run_distributed(_run, world_size, group, timeout_s=timeout_s, init_group=True)[0]
         )
     return logs
 
 
 # ---------------------------------------------------------------------- comparisons
 
-LOSSES = (
-    'ppo/policy_loss',
-    'ppo/value_loss',
-    'ppo/actor_grad_norm',
-    'ppo/critic_grad_norm',
-    'rollout/kl_mean',
-    'rollout/score_mean',
-)
+OF_LOSSES = ('policy_loss', 'value_loss', 'actor_grad_norm', 'critic_grad_norm')
+LOSSES = (*(f'ppo/{name}' for name in OF_LOSSES), 'rollout/kl_mean', 'rollout/score_mean')
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """How far two layouts may be apart.
-
-    A policy loss and a KL are sums of terms that cancel, so they have an absolute tolerance besides the relative one.
-    Weights are measured in learning rates per optimizer step.
-    """
+    """How far two layouts may be apart; weights in learning rates per optimizer step. A policy loss and a KL are sums
+    of terms that cancel, so they have an absolute tolerance besides the relative one."""
 
     relative: float = 1e-4
     absolute: float = 5e-6
@@ -197,11 +148,8 @@ lr either way, so two may be 2 lr apart per step; that is 8 u of the weights, 0.
 
 
 def compare_logs(want: Log, got: Log, *, first: int = 0, tolerance: Tolerance = FP32) -> str | None:
-    """Compare the phases of `got` with those of `want` from number `first` on (0: its first).
-
-    Samples are equal and losses agree: None. Where a draw lies so close to an edge that rounding explains another
-    token, the comparison ends, and that is reported. Any other difference is an AssertionError.
-    """
+    """Compare the phases of `got` with those of `want` from number `first` on (0: its first). Where a draw is so close
+    to an edge that rounding explains another token, the comparison ends, and that is reported."""
     for number, (metrics, samples) in enumerate(zip(got.metrics, got.samples, strict=True), start=first):
         comparison = compare_samples(want.samples[number], samples, tolerance.edge)
         assert comparison.explained, f'phase {number + 1}: {comparison}'
@@ -217,10 +165,7 @@ def compare_logs(want: Log, got: Log, *, first: int = 0, tolerance: Tolerance = 
 
 
 def compare_weights(want: Path, got: Path, *, steps: int, tolerance: Tolerance = FP32) -> float:
-    """Largest difference between the weights of two checkpoints, in learning rates per step.
-
-    AssertionError when it is beyond the tolerance, or when the two do not hold the same names, shapes and step counts.
-    """
+    """Largest difference between the weights of two checkpoints, in learning rates per step."""
     a, b = tensors(want), tensors(got)
     names = {name for name in a if not name.startswith('rng/')}
     assert names == {name for name in b if not name.startswith('rng/')}, f'{want} and {got} hold other names'
@@ -250,9 +195,6 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def trainer_state(folder: Path) -> dict[str, Any]:
     return json.loads((folder / 'state.json').read_text())['trainer']
-
-
-# ---------------------------------------------------------------------- the table
 
 
 def every_pair(folder: Path, names: list[str] | None = None) -> dict[tuple[str, str], str]:

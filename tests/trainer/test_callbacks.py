@@ -1,15 +1,16 @@
-"""The list of callbacks, and metrics.jsonl."""
+"""The list of callbacks, metrics.jsonl, and callbacks that measure a run: evaluations, when to stop, performance."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
-from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from fake_trainer import FakeTrainer
+from fake_trainer import FakeTrainer, experience
 
 from chatgpt.trainer import callbacks as cb
 from chatgpt.trainer.callbacks.jsonl import json_safe
@@ -21,55 +22,32 @@ class Recorder(cb.Callback):
 
 
 HOOKS = {name: getattr(cb.Callback, name) for name in vars(cb.Callback) if name.startswith('on_')}
-ARGUMENTS = {
-    'on_episode_start': (3,),
-    'on_episode_end': (3,),
-    'on_make_experience_end': ([],),
-    'on_learn_epoch_start': (1,),
-    'on_learn_epoch_end': (1,),
-    'on_policy_output': ('batch', 'output'),
-    'on_learn_batch_end': ({'a': 1.0},),
-    'on_phase_end': (2, {'b': 1.0}),
-    'on_log': ({}, {}, [1.0], ['query']),
-    'on_checkpoint': (Path('x'),),
-    'on_resume': (Path('x'),),
-    'on_exception': (KeyError('k'),),
-}
 
 
-@pytest.mark.parametrize('hook', HOOKS)
-def test_every_hook_reaches_every_callback_with_its_arguments_and_does_nothing_by_default(hook):
-    log = []
-    spy = type('Spy', (Recorder,), {hook: lambda self, *args: log.append((self.name, *args))})
-    both = cb.CallbackList([spy('first', log), cb.Callback(), spy('second', log)])
-    arguments = ('trainer', *ARGUMENTS.get(hook, ()))
-    assert getattr(both, hook)(*arguments) is None
-    assert log == [('first', *arguments), ('second', *arguments)]
+def test_every_hook_reaches_every_callback_with_its_arguments_and_does_nothing_by_default():
+    assert len(HOOKS) > 12
+    for hook, method in HOOKS.items():
+        log = []
+        spy = type('Spy', (Recorder,), {hook: lambda self, *args, log=log: log.append((self.name, *args))})
+        both = cb.CallbackList([spy('first', log), cb.Callback(), spy('second', log)])
+        arguments = tuple(list(inspect.signature(method).parameters)[1:])
+        assert getattr(both, hook)(*arguments) is None
+        assert log == [('first', *arguments), ('second', *arguments)], hook
 
 
 def test_order_puts_what_adds_metrics_first_and_what_saves_last(tmp_path):
-    log = []
-    plain = type('Plain', (Recorder,), {})
-    early = type('Early', (Recorder,), {'order': -1})
-    late = type('Late', (Recorder,), {'order': 1})
-    names = [c.name for c in cb.CallbackList([late('d', log), plain('b', log), early('a', log), plain('c', log)])]
-    assert names == ['a', 'b', 'c', 'd']
+    orders = {'d': 1, 'b': 0, 'a': -1, 'c': 0}
+    given = [type('Ordered', (Recorder,), {'order': order})(name, []) for name, order in orders.items()]
+    assert [c.name for c in cb.CallbackList(given)] == ['a', 'b', 'c', 'd']
     chosen = [cb.SaveCheckpoint(tmp_path), cb.MetricsWriter(), cb.EarlyStopping('x', above=1), cb.Evaluator(dict)]
-    assert [type(c).__name__ for c in cb.CallbackList(chosen)] == [
-        'Evaluator',
-        'MetricsWriter',
-        'EarlyStopping',
-        'SaveCheckpoint',
-    ]
+    names = [type(c).__name__ for c in cb.CallbackList(chosen)]
+    assert names == ['Evaluator', 'MetricsWriter', 'EarlyStopping', 'SaveCheckpoint']
 
 
 def test_states_find_their_callback_again_and_strangers_are_left_alone():
     def make():
-        return [
-            cb.EarlyStopping('a', above=1, patience=9),
-            cb.MetricsWriter(),
-            cb.EarlyStopping('b', above=1, patience=9),
-        ]
+        first, second = (cb.EarlyStopping(name, above=1, patience=9) for name in 'ab')
+        return [first, cb.MetricsWriter(), second]
 
     old = cb.CallbackList(make())
     old.callbacks[0].num_bad, old.callbacks[2].num_bad = 3, 5
@@ -103,36 +81,31 @@ def test_a_failing_on_exception_does_not_hide_the_error():
     assert log == [error]
 
 
-# ---------------------------------------------------------------- metrics.jsonl
-
-
 def test_metrics_are_one_json_object_per_phase_with_step_and_null_for_what_is_not_finite(tmp_path):
     FakeTrainer([cb.MetricsWriter()], tmp_path / 'run').fit([{'a/x': 1.5}, {'a/x': math.nan, 'a/y': math.inf}])
     lines = (tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines()
     strict = [json.loads(line, parse_constant=pytest.fail) for line in lines]
     assert strict == [{'step': 1, 'a/x': 1.5}, {'step': 2, 'a/x': None, 'a/y': None}]
-
-
-def test_json_safe_takes_tensors_and_numpy_apart():
-    import numpy as np
-
-    assert json_safe({'a': torch.tensor([1.0, math.nan]), 1: (np.float32(0.5), np.int64(3), True, 'ü')}) == {
-        'a': [1.0, None],
-        '1': [0.5, 3, True, 'ü'],
-    }
-
-
-def test_a_metric_named_step_cannot_be_lost_and_other_ranks_write_nothing(tmp_path):
     FakeTrainer([cb.MetricsWriter()], tmp_path / 'other', rank=1).fit([{'a': 1.0}])
     FakeTrainer([cb.MetricsWriter()]).fit([{'a': 1.0}])
     assert not (tmp_path / 'other').exists()
+    odd = {'a': torch.tensor([1.0, math.nan]), 1: (np.float32(0.5), np.int64(3), True, 'ü')}
+    assert json_safe(odd) == {'a': [1.0, None], '1': [0.5, 3, True, 'ü']}
 
 
-def test_a_resume_cuts_back_to_its_step(tmp_path):
-    FakeTrainer([cb.MetricsWriter()], tmp_path).fit([{'a': float(i)} for i in range(5)])
-    resumed = FakeTrainer([cb.MetricsWriter()], tmp_path)
+@pytest.mark.parametrize('by_fit', [True, False])
+def test_a_resume_cuts_back_to_its_step(tmp_path, by_fit):
+    """In a new process, or in a stepwise run without fit."""
+    first = FakeTrainer([cb.MetricsWriter()], tmp_path)
+    resumed = FakeTrainer([cb.MetricsWriter()], tmp_path) if by_fit else first
+    for i in range(5):
+        first.run_phase({'a': float(i)})
     resumed.phase = 3
-    resumed.fit([{'a': 30.0}])
+    if by_fit:
+        resumed.fit([{'a': 30.0}])
+    else:
+        resumed.callbacks.on_resume(resumed, tmp_path)
+        resumed.run_phase({'a': 30.0})
     kept = cb.read_jsonl(tmp_path / 'metrics.jsonl')
     assert [(r['step'], r['a']) for r in kept] == [(1, 0.0), (2, 1.0), (3, 2.0), (4, 30.0)]
 
@@ -154,17 +127,6 @@ def test_a_new_run_in_an_old_folder_moves_the_old_lines_aside(tmp_path):
     FakeTrainer([cb.MetricsWriter()], tmp_path).fit([{'a': 9.0}])
     assert [r['a'] for r in cb.read_jsonl(tmp_path / 'metrics.jsonl')] == [9.0]
     assert [r['a'] for r in cb.read_jsonl(tmp_path / 'metrics.previous.jsonl')] == [1.0, 2.0]
-
-
-def test_a_stepwise_run_without_fit_writes_too_and_goes_on_after_a_resume(tmp_path):
-    writer = cb.MetricsWriter()
-    trainer = FakeTrainer([writer], tmp_path)
-    for i in range(3):
-        trainer.run_phase({'a': float(i)})
-    trainer.phase = 1
-    writer.on_resume(trainer, tmp_path)
-    trainer.run_phase({'a': 11.0})
-    assert [(r['step'], r['a']) for r in cb.read_jsonl(tmp_path / 'metrics.jsonl')] == [(1, 0.0), (2, 11.0)]
 
 
 def test_a_file_that_cannot_be_begun_costs_a_line_and_not_the_run(tmp_path):
@@ -194,3 +156,110 @@ def test_a_full_disk_costs_a_line_and_not_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(os, 'fsync', fsync)
     trainer.run_phase({'a': 3.0})
     assert [r['step'] for r in cb.read_jsonl(tmp_path / 'metrics.jsonl')] == [1, 3]
+
+
+def test_evaluation_before_during_and_after_joins_the_metrics_and_remembers_the_best(tmp_path, capsys):
+    values = iter([0.1, 0.7, 0.4, 0.6])
+    evaluator = cb.Evaluator(lambda trainer: {'win': next(values)}, interval=2, metric='win')
+    FakeTrainer([cb.MetricsWriter(), evaluator], tmp_path).fit([{} for _ in range(5)])
+    found = [(r['step'], r['eval/win'], r['eval/win_best']) for r in cb.read_jsonl(tmp_path / 'eval.jsonl')]
+    assert found == [(0, 0.1, 0.1), (2, 0.7, 0.7), (4, 0.4, 0.7), (5, 0.6, 0.7)]
+    assert [r.get('eval/win') for r in cb.read_jsonl(tmp_path / 'metrics.jsonl')] == [None, 0.7, None, 0.4, None]
+    assert (evaluator.best, evaluator.best_step) == (0.7, 2)
+    shown = capsys.readouterr().out
+    assert 'evaluation before training  eval/win 0.1' in shown and 'evaluation after phase 5  eval/win 0.6' in shown
+    # the smallest is best when asked, and a NaN never is
+    values = iter([3.0, math.nan, 2.0, 5.0])
+    settings = {'interval': 1, 'before': False, 'metric': 'eval/loss', 'mode': 'min'}
+    evaluator = cb.Evaluator(lambda trainer: {'eval/loss': next(values)}, **settings)
+    FakeTrainer([evaluator]).fit([{}] * 4)
+    assert (evaluator.best, evaluator.best_step) == (2.0, 3)
+
+
+def test_a_resumed_run_keeps_its_best_and_does_not_evaluate_before():
+    evaluator = cb.Evaluator(lambda trainer: {'win': 0.3}, interval=1, metric='win')
+    trainer = FakeTrainer([evaluator], num_phases=3)
+    trainer.callbacks.load_state_dict({'Evaluator.0': {'best': 0.9, 'best_step': 2, 'last_step': 2}})
+    trainer.phase = 2
+    trainer.callbacks.on_fit_start(trainer)
+    assert evaluator.last == {}
+    trainer.run_phase({})
+    assert evaluator.best == 0.9 and evaluator.last == {'eval/win': 0.3, 'eval/win_best': 0.9}
+
+
+def test_an_evaluation_without_the_tracked_metric_or_numbers_is_refused():
+    with pytest.raises(ValueError, match="no 'eval/win'; it returned eval/loss"):
+        FakeTrainer([cb.Evaluator(lambda trainer: {'loss': 1.0}, metric='win')]).fit([])
+    with pytest.raises(ValueError, match='must return a dict'):
+        FakeTrainer([cb.Evaluator(lambda trainer: 3.0)]).fit([])
+    with pytest.raises(ValueError, match='must be a function'):
+        cb.Evaluator({'win': 1.0})
+
+
+def stopped_after(values, patience=1, **bounds):
+    trainer = FakeTrainer([cb.EarlyStopping('eval/m', patience=patience, **bounds)], num_phases=len(values))
+    trainer.fit([{} if v is None else {'eval/m': v} for v in values])
+    return trainer.phase if trainer.stop else None
+
+
+def test_stopping_needs_the_bound_crossed_in_a_row(capsys):
+    assert stopped_after([1, 6, 6, 1, 6, 6, 6, 1], above=5.0, patience=3) == 7
+    assert 'stopping after phase 7: eval/m is 6, above 5 in 3 phases in a row' in capsys.readouterr().out
+    assert stopped_after([5, 5, 5], above=5.0) is None  # on the bound is within it
+    assert stopped_after([5, 4.9], below=5.0) == stopped_after([0.0, 3.0], above=2.0, below=-2.0) == 2
+    assert stopped_after([0.0, math.nan], above=2.0) == stopped_after([0.0, math.nan], below=-2.0) == 2
+    # phases without an evaluation neither count nor break the row
+    assert stopped_after([2.0, None, 2.0, None], above=1.0, patience=2) == 3
+
+
+def test_bad_bounds_and_names_are_refused():
+    with pytest.raises(ValueError, match='has no bound'):
+        cb.EarlyStopping('m')
+    with pytest.raises(ValueError, match='below=3.0 must be smaller than above=1.0'):
+        cb.EarlyStopping('m', above=1.0, below=3.0)
+    with pytest.raises(ValueError, match="no metric 'rollout/kl'"):
+        FakeTrainer([cb.EarlyStopping('rollout/kl', above=1.0)]).fit([{'rollout/kl_mean': 1.0}])
+
+
+def test_flop_are_counted_as_the_formulas_say():
+    """Two sequences, 2 + 3 and 4 + 2 tokens: 11 tokens, of which 11 − 2 are fed to the decoder."""
+    records = [experience(0, [1, 1], [1, 1, 1], 0.0), experience(1, [1, 1, 1, 1], [1, 1], 0.0)]
+    flop = cb.PerformanceEvaluator(100, 30, 20, 10).phase_flop(records, passes=2.0)
+    assert flop == {'collect': 2 * 100 * 9, 'score': 2 * 60 * 11, 'learn': 2 * 6 * 130 * 11}
+    with_actor = cb.PerformanceEvaluator(100, 30, 20, 10).phase_flop(records, passes=2.0, recompute_logprobs=True)
+    assert with_actor['score'] == 2 * 160 * 11
+    checkpointed = cb.PerformanceEvaluator(100, 30, 20, 10, True, frozen_share=1.0).phase_flop(records, passes=1.0)
+    assert checkpointed['learn'] == (2 + 2 + 0 + 2) * 130 * 11
+
+
+@pytest.mark.parametrize(
+    ('batches', 'settings', 'passes'),
+    [
+        (6, {}, 2.0),  # 5 samples in batches of 2 are 3 batches a pass
+        (4, {}, 4 / 3),  # stopped early in the second pass
+        (2, {'buffer_limit': 4}, 4 / 5),  # one pass over the 4 that the buffer held of 5
+        (3, {'sample_replay_buffer': True}, 6 / 5),  # three batches of 2 drawn from 5
+    ],
+)
+def test_passes_come_from_the_batches_really_run(batches, settings, passes):
+    evaluator = cb.PerformanceEvaluator(10**9, 0, 0, 0)
+    trainer = FakeTrainer([evaluator], train_batch_size=2, **settings)
+    trainer.last_experiences = [experience(i, [1], [1, 1, 1], 0.0) for i in range(5)]
+    metrics = {'perf/collect_s': 2.0, 'perf/score_s': 0.0, 'perf/learn_s': 4.0}
+    trainer.fit([metrics], batches=batches)
+    assert metrics['perf/collect_tflops'] == pytest.approx(2 * 10**9 * 15 / 2 / 1e12)
+    assert metrics['perf/learn_tflops'] == pytest.approx(passes * 6 * 10**9 * 20 / 4 / 1e12)
+    assert metrics['perf/total_tflops'] == pytest.approx((2 * 10**9 * 15 + passes * 6 * 10**9 * 20) / 6 / 1e12)
+    assert metrics['perf/samples_per_s'] == pytest.approx(5 / 6)
+    assert 'perf/score_tflops' not in metrics
+
+
+def test_the_summary_leaves_out_the_first_phases(capsys):
+    trainer = FakeTrainer([cb.PerformanceEvaluator(10**12, 0, 0, 0, ignore_phases=1)], train_batch_size=1)
+    slow, fast = ({'perf/collect_s': s, 'perf/learn_s': s} for s in (100.0, 1.0))
+    trainer.fit([slow, fast])
+    # one sample of 2 + 3 tokens: collect 2 · 4, learn 6 · 5 TFLOP, in a second each
+    assert capsys.readouterr().out.strip() == 'performance: 0.5 samples/s, 19 TFLOPS per device (collect 8, learn 30)'
+    first, second = torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(3, 4, bias=True)
+    second.weight = first.weight
+    assert cb.num_parameters(torch.nn.Sequential(first, second)) == 12 + 4  # counted once where shared

@@ -1,15 +1,23 @@
-"""The callback that saves: when, what is kept, what is refused."""
+"""The callback that saves: when, what is kept, what is refused; and that what callbacks keep goes back to them."""
 
 from __future__ import annotations
 
+import json
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from fake_trainer import FakeTrainer
+from tiny_runs import sft
 
-from chatgpt.strategies.checkpoint import list_checkpoints
+from chatgpt.launch.recipes import make_callbacks
+from chatgpt.launch.runs import SFTRun
+from chatgpt.strategies.checkpoint import Piece, TensorReader, list_checkpoints
 from chatgpt.trainer import callbacks as cb
+from chatgpt.trainer.callbacks import Callback
 
 
 def saved(root: Path) -> list[int]:
@@ -21,6 +29,10 @@ def test_checkpoints_fall_at_the_interval_and_at_the_end(tmp_path):
     assert saved(tmp_path / 'checkpoints') == [2, 4, 5]
     FakeTrainer([cb.SaveCheckpoint(tmp_path / 'elsewhere', interval=9)]).fit([{}])
     assert saved(tmp_path / 'elsewhere') == [1]
+    FakeTrainer([cb.SaveCheckpoint(interval=None, keep_last=2)], tmp_path / 'none').fit([{}] * 3)
+    assert not (tmp_path / 'none' / 'checkpoints').exists()
+    keeper = make_callbacks(SFTRun(checkpoint_interval=0, keep_last=3), SimpleNamespace(by_name=True))[0]
+    assert (keeper.interval, keeper.keep_last) == (None, 3)
 
 
 def test_a_phase_is_not_saved_twice(tmp_path):
@@ -45,19 +57,6 @@ def test_what_a_signal_made_the_trainer_save_counts_among_those_to_keep(tmp_path
         trainer.save_checkpoint(tmp_path / 'checkpoints' / f'step-{step:08d}')
         trainer.callbacks.on_fit_end(trainer)
     assert saved(tmp_path / 'checkpoints') == [2, 3]
-
-
-def test_without_an_interval_nothing_is_saved(tmp_path):
-    FakeTrainer([cb.SaveCheckpoint(interval=None, keep_last=2)], tmp_path).fit([{}] * 3)
-    assert not (tmp_path / 'checkpoints').exists()
-
-
-def test_a_run_without_an_interval_keeps_as_many_of_its_interruptions_as_asked():
-    from chatgpt.launch.recipes import make_callbacks
-    from chatgpt.launch.runs import SFTRun
-
-    keeper = make_callbacks(SFTRun(checkpoint_interval=0, keep_last=3), SimpleNamespace(by_name=True))[0]
-    assert (keeper.interval, keeper.keep_last) == (None, 3)
 
 
 def test_a_run_that_went_back_keeps_its_own_beside_later_ones(tmp_path):
@@ -107,32 +106,52 @@ def test_a_failed_save_leaves_the_run_and_the_last_checkpoint(tmp_path):
     assert saved(tmp_path / 'checkpoints') == [2]
 
 
-def test_a_checkpoint_holds_the_states_of_callbacks_given_after_it(tmp_path):
-    def make():
-        return [cb.SaveCheckpoint(), cb.EarlyStopping('a', above=1.0, patience=3)]
-
-    FakeTrainer(make(), tmp_path).fit([{'a': 2.0}, {'a': 2.0}])
-    resumed = FakeTrainer(make(), tmp_path)
-    resumed.load_checkpoint(tmp_path / 'checkpoints' / 'step-00000002')
-    resumed.fit([{'a': 2.0}, {'a': 2.0}])
-    assert resumed.phase == 3  # the third crossing in a row, counted over both runs
-
-
-@pytest.mark.parametrize(
-    ('arguments', 'message'),
-    [
+def test_bad_checkpoint_settings_are_refused():
+    for arguments, message in (
         ({'interval': 0}, 'interval=0'),
         ({'keep_last': 0}, 'keep_last=0'),
         ({'keep_best': -1}, 'keep_best=-1'),
         ({'keep_best': 2}, 'give keep_last as well'),
         ({'mode': 'best'}, "mode='best'"),
-    ],
-)
-def test_bad_checkpoint_settings_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        cb.SaveCheckpoint(**arguments)
-
-
-def test_a_checkpoint_callback_without_a_folder_is_refused_before_the_first_phase():
+    ):
+        with pytest.raises(ValueError, match=message):
+            cb.SaveCheckpoint(**arguments)
     with pytest.raises(ValueError, match='nowhere to write'):
         FakeTrainer([cb.SaveCheckpoint()]).fit([])
+
+
+class Keeper(Callback):
+    def __init__(self, group: str, value: float) -> None:
+        self.group, self.data = group, torch.tensor([value, value + 1])
+
+    def checkpoint_pieces(self, trainer: Any) -> dict[str, list[Piece]]:
+        return {self.group: [Piece('kept', (2,), 0, 2, self.data)]}
+
+    def load_checkpoint_pieces(self, trainer: Any, name: str, reader: TensorReader) -> bool:
+        assert name == self.group
+        self.data = reader.read('kept', 0, 2).clone()
+        return True
+
+
+class OtherKeeper(Keeper):
+    pass
+
+
+@pytest.mark.parametrize('group', ['statistics', 'actor', 'actor_optim', 'rng', 'a/b', 'x_ema', 'wx@yz'])
+def test_a_group_of_any_name_loads_again(tmp_path, group):
+    path = sft(callbacks=[Keeper(group, 3.0), OtherKeeper(group, 7.0)]).save_checkpoint(tmp_path / 'saved')
+    one, other = Keeper(group, 0.0), OtherKeeper(group, 0.0)
+    resumed = sft(callbacks=[other, one])
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        resumed.load_checkpoint(path)
+    assert (one.data.tolist(), other.data.tolist()) == ([3.0, 4.0], [7.0, 8.0])
+
+
+def test_the_checkpoint_records_the_owners_and_a_run_without_one_says_whose_is_left_out(tmp_path):
+    path = sft(callbacks=[Keeper('statistics', 3.0)]).save_checkpoint(tmp_path / 'saved')
+    owners = json.loads((path / 'manifest.json').read_text())['meta']['owners']
+    assert owners == {'actor': 'models', 'actor_optim': 'optimizers', 'statistics': 'Keeper.0', 'rng': 'rng'}
+    told = 'statistics is of a callback that this run does not have, Keeper; it is left out'
+    with pytest.warns(UserWarning, match=told):
+        sft().load_checkpoint(path)

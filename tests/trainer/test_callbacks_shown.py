@@ -1,22 +1,25 @@
-"""Callbacks that show a run: progress, samples, TensorBoard, W&B."""
+"""Callbacks that show a run: progress, samples, TensorBoard, and the report.html of every run with a folder."""
 
 from __future__ import annotations
 
-import sys
-import types
+import os
+import signal
 
 import pytest
 from fake_trainer import FakeTrainer, experience
+from tiny_runs import StopAfter, ppo
 
 from chatgpt.trainer import callbacks as cb
+from chatgpt.trainer.callbacks import Callback, RunRecorder, SaveCheckpoint, WriteReport
 
 
 def test_lines_where_there_is_no_terminal(capsys):
     trainer = FakeTrainer([cb.ProgressBar()], num_phases=2)
     trainer.fit([{'rollout/score_mean': 0.123456, 'rollout/kl_mean': -5.575e-7}, {'sft/loss': 3.5, 'other': 1.0}])
-    out = capsys.readouterr()
-    assert out.out.splitlines() == ['phase 1/2  score 0.1235  kl 0', 'phase 2/2  loss 3.5']
-    assert out.err == ''
+    assert capsys.readouterr() == ('phase 1/2  score 0.1235  kl 0\nphase 2/2  loss 3.5\n', '')
+    # a small negative number is no negative zero
+    shown = cb.format_table([{'a': -0.0002}, {'a': -0.0}, {'a': -0.0006}], ('a',))
+    assert shown.splitlines()[2:] == ['0.000', '0.000', '-0.001']
 
 
 def test_lines_say_how_long_the_rest_takes(capsys, monkeypatch):
@@ -37,31 +40,24 @@ def test_lines_say_how_long_the_rest_takes(capsys, monkeypatch):
 
 
 def test_bars_show_phases_with_numbers_and_go_on_where_a_run_was_resumed(capsys):
-    trainer = FakeTrainer([cb.ProgressBar(bars=True)], num_phases=5)
+    bar = cb.ProgressBar(bars=True)
+    trainer = FakeTrainer([bar], num_phases=5)
     trainer.phase, trainer.total_updates = 3, 10
     trainer.fit([{'rollout/score_mean': 0.25}, {'rollout/score_mean': 0.75}], batches=2)
     out = capsys.readouterr()
-    assert '3/5' in out.err and '5/5' in out.err and 'score=0.75' in out.err
-    assert 'learn' in out.err and 'collect' in out.err
-    assert out.out == ''
-
-
-def test_progress_is_silent_on_other_ranks_and_when_disabled(capsys):
-    FakeTrainer([cb.ProgressBar(bars=True)], rank=1).fit([{'sft/loss': 1.0}])
-    FakeTrainer([cb.ProgressBar()], rank=1).fit([{'sft/loss': 1.0}])
-    FakeTrainer([cb.ProgressBar(enabled=False)]).fit([{'sft/loss': 1.0}])
-    FakeTrainer([cb.ProgressBar(enabled=False, bars=True)]).fit([{'sft/loss': 1.0}])
-    assert capsys.readouterr() == ('', '')
-
-
-def test_an_exception_closes_the_bars():
-    bar = cb.ProgressBar(bars=True)
-    trainer = FakeTrainer([bar])
+    assert out.out == '' and all(text in out.err for text in ('3/5', '5/5', 'score=0.75', 'learn', 'collect'))
     trainer.callbacks.on_fit_start(trainer)
     trainer.callbacks.on_make_experience_start(trainer)
     shown = [bar._phases, bar._inner]
     trainer.callbacks.on_exception(trainer, KeyboardInterrupt())
     assert bar._phases is None and bar._inner is None and all(b.disable for b in shown)
+
+
+def test_progress_is_silent_on_other_ranks_and_when_disabled(capsys):
+    for bars in (False, True):
+        FakeTrainer([cb.ProgressBar(bars=bars)], rank=1).fit([{'sft/loss': 1.0}])
+        FakeTrainer([cb.ProgressBar(enabled=False, bars=bars)]).fit([{'sft/loss': 1.0}])
+    assert capsys.readouterr() == ('', '')
 
 
 def test_sample_table_is_printed_and_written_every_n_phases_the_first_and_the_last(tmp_path, capsys):
@@ -74,48 +70,18 @@ def test_sample_table_is_printed_and_written_every_n_phases_the_first_and_the_la
     trainer.fit([{}] * 4)
     rows = cb.read_jsonl(tmp_path / 'samples.jsonl')
     assert [r['step'] for r in rows] == [1, 1, 3, 3, 4, 4]
-    assert rows[0] == {
-        'step': 1,
-        'index': 7,
-        'prompt': 'a b',
-        'response': 'c\nd',
-        'score': 2.0,
-        'kl': 1.5,
-        'num_tokens': 3,
-        'ended': True,
-    }
-    assert (rows[1]['prompt'], rows[1]['response'], rows[1]['score']) == (
-        '3',
-        '9 1',
-        -1.0,
-    )  # ids where there is no tokenizer
+    texts = {'prompt': 'a b', 'response': 'c\nd'}
+    assert rows[0] == {'step': 1, 'index': 7, 'score': 2.0, 'kl': 1.5, 'num_tokens': 3, 'ended': True} | texts
+    # ids where there is no tokenizer
+    assert (rows[1]['prompt'], rows[1]['response'], rows[1]['score']) == ('3', '9 1', -1.0)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == 'samples of phase 1' and lines[1].split() == ['score', 'kl', 'prompt', 'response']
     assert lines[3].split() == ['2.000', '1.500', 'a', 'b', 'c⏎d']
     assert sum(line.startswith('samples of phase') for line in lines) == 3
-
-
-def test_a_small_negative_number_is_no_negative_zero(capsys):
-    assert cb.format_table([{'a': -0.0002}, {'a': -0.0}, {'a': -0.0006}], ('a',)).splitlines()[2:] == [
-        '0.000',
-        '0.000',
-        '-0.001',
-    ]
-    FakeTrainer([cb.ProgressBar(bars=False)]).fit([{'rollout/kl_mean': -0.0}])
-    assert 'kl 0' in capsys.readouterr().out
-
-
-def test_log_stats_shows_the_columns_asked_for(tmp_path, capsys):
-    trainer = FakeTrainer([cb.SampleTable(num_rows=2)], tmp_path)
-    trainer.phase = 3
-    batch = {'query': ['q1', 'q2', 'q3'], 'response': ['r1', 'r2', 'r3'], 'secret': [1, 2, 3]}
-    trainer.callbacks.on_log(trainer, {}, batch, [0.5, 1.5, 2.5], ['query', 'response', 'absent'])
-    rows = cb.read_jsonl(tmp_path / 'samples.jsonl')
-    assert rows == [
-        {'step': 3, 'query': 'q1', 'response': 'r1', 'reward': 0.5},
-        {'step': 3, 'query': 'q2', 'response': 'r2', 'reward': 1.5},
-    ]
-    assert capsys.readouterr().out.splitlines()[1].split() == ['reward', 'query', 'response']
+    # and a trainer without a folder or samples shows nothing
+    idle = FakeTrainer([cb.SampleTable()], rank=1)
+    idle.fit([{}])
+    assert capsys.readouterr().out == ''
 
 
 def test_tensorboard_holds_every_metric_and_a_resume_hides_what_it_undid(tmp_path):
@@ -131,10 +97,6 @@ def test_tensorboard_holds_every_metric_and_a_resume_hides_what_it_undid(tmp_pat
     assert [(e.step, e.value) for e in events.Scalars('ppo/x')] == [(1, 1.0), (2, 20.0)]
     (text,) = events.Tensors('samples/text_summary')
     assert b'a b' in text.tensor_proto.string_val[0]
-
-
-def test_tensorboard_needs_somewhere_to_write():
-    pytest.importorskip('tensorboard')
     with pytest.raises(ValueError, match='nowhere to write: give it log_dir'):
         FakeTrainer([cb.TensorBoard()]).fit([])
 
@@ -149,41 +111,59 @@ def test_a_missing_package_is_named_with_its_command(make, package, monkeypatch)
         make()
 
 
-class FakeWandB(types.ModuleType):
-    """The three names of wandb that the callback uses."""
-
-    def __init__(self):
-        super().__init__('wandb')
-        self.__spec__ = types.SimpleNamespace(name='wandb')
-        self.calls = []
-
-    def init(self, **settings):
-        self.calls.append(('init', settings))
-        return types.SimpleNamespace(
-            id='run-1',
-            log=lambda metrics, step: self.calls.append(('log', step, metrics)),
-            finish=lambda exit_code: self.calls.append(('finish', exit_code)),
-        )
-
-    @staticmethod
-    def Table(columns, data):
-        return columns, data
+PROMPTS = ['abc', 'de', 'fg', 'hij']
 
 
-def test_wandb_logs_phases_and_a_resume_goes_on_in_the_same_run(tmp_path, monkeypatch):
-    fake = FakeWandB()
-    monkeypatch.setitem(sys.modules, 'wandb', fake)
-    first = FakeTrainer([cb.WandB('p', name='n')], tmp_path, lr=1.0)
-    first.fit([{'a': 1.0}])
-    assert fake.calls[0][1] == {'project': 'p', 'config': {'lr': 1.0}, 'dir': str(tmp_path), 'name': 'n'}
-    columns, data = fake.calls[1][2].pop('samples')
-    assert fake.calls[1] == ('log', 1, {'a': 1.0}) and dict(zip(columns, data[0], strict=True))['prompt'] == 'a b'
-    assert fake.calls[2] == ('finish', 0)
-    second = FakeTrainer([cb.WandB('p')])
-    second.callbacks.load_state_dict(first.callbacks.state_dict())
-    second.callbacks.on_fit_start(second)
-    assert fake.calls[3][1]['id'] == 'run-1' and fake.calls[3][1]['resume'] == 'allow'
-    second.callbacks.on_exception(second, RuntimeError())
-    assert fake.calls[4] == ('finish', 1)
-    FakeTrainer([cb.WandB()], rank=1).fit([{}])
-    assert len(fake.calls) == 5
+class Interrupt(Callback):
+    def on_phase_end(self, trainer, step, metrics):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ('callback', 'said'),
+    [(None, ['ended', '2 phases']), (Interrupt(), ['stopped', '1 of 2 ph']), (StopAfter(1), ['stopped', '1 of 2 ph'])],
+)
+def test_a_run_that_ends_is_interrupted_or_stopped_has_a_page_of_its_last_state(tmp_path, callback, said):
+    trainer = ppo(run_dir=tmp_path, callbacks=[callback] if callback else [])
+    try:
+        trainer.fit(PROMPTS, max_timesteps=2, update_timesteps=1)
+    except KeyboardInterrupt:
+        assert isinstance(callback, Interrupt)
+    text = (tmp_path / 'report.html').read_text()
+    assert f'>{said[0]}</span>' in text and said[1] in text and 'rollout/score_mean' in text
+
+
+def test_a_run_that_fails_says_why_on_top(tmp_path, capsys):
+    calls = []
+
+    def reward(prompts, responses):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError('no <b> today')
+        return [1.0] * len(responses)
+
+    with pytest.raises(Exception, match='no <b> today'):
+        ppo(run_dir=tmp_path, reward=reward).fit(PROMPTS, max_timesteps=3, update_timesteps=1)
+    text = (tmp_path / 'report.html').read_text()
+    assert '>failed</span>' in text
+    main = text[text.index('<main') :]
+    assert f'report: {tmp_path}' in capsys.readouterr().out
+    assert main.index('The run failed in phase 2.') < main.index('no &lt;b&gt; today') < main.index('<h2>Findings</h2>')
+
+
+def test_a_trainer_with_a_folder_has_one_that_comes_last(tmp_path):
+    trainer = FakeTrainer([WriteReport(), RunRecorder(), SaveCheckpoint(interval=None)])
+    assert isinstance(list(trainer.callbacks)[-1], WriteReport)
+    for settings, count in (
+        ({}, 0),
+        ({'run_dir': tmp_path}, 1),
+        ({'run_dir': tmp_path, 'callbacks': [WriteReport()]}, 1),
+    ):
+        assert sum(isinstance(c, WriteReport) for c in ppo(**settings).callbacks) == count
+
+
+def test_a_page_that_cannot_be_written_is_a_warning(tmp_path):
+    trainer = ppo(run_dir=tmp_path)
+    (tmp_path / 'report.html').mkdir()
+    with pytest.warns(UserWarning, match='no report: .*report.html is a folder'):
+        trainer.fit(PROMPTS, max_timesteps=1, update_timesteps=1)

@@ -1,33 +1,43 @@
-"""A resume under other settings: each is reported, and the last word on it stands."""
+"""A resume under other settings: each is reported, and the last word on it stands. What a user's reward draws from the
+global generators goes on where it stopped, on every rank."""
 
 from __future__ import annotations
 
 import json
+import random
 import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
-from online_runs import PROMPTS, make, vowels
+from ppo_on_ids import fit, make
+from tiny_runs import PROMPTS, StopAfter, ppo, sft, vowels, weights
 
 from chatgpt.launch.config_file import parse_run, write_resolved
 from chatgpt.launch.runs import SFTRun
-from chatgpt.strategies import NaiveStrategy
+from chatgpt.strategies import DDPStrategy, NaiveStrategy
+from chatgpt.testing.processes import run_distributed
 
 
 def consonants(prompts: list[str], responses: list[str]) -> list[float]:
     return [float(sum(c not in 'aeiou' for c in r)) for r in responses]
 
 
-def saved(path: Path) -> Path:
-    trainer = make()
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp('changed')
+    trainer = ppo(run_dir=folder / 'run')
     trainer.fit(PROMPTS, 1, 1, 1)
-    return trainer.save_checkpoint(path)
+    assert json.loads((folder / 'run' / 'run.json').read_text())['strategy']['precision'] == 'fp32'
+    return trainer.save_checkpoint(folder / 'checkpoint')
 
 
-def resumed(path: Path, **changes: Any) -> tuple[Any, list[str]]:
-    trainer = make(**changes)
+def resumed(path: Path, decay: float | None = None, **changes: Any) -> tuple[Any, list[str]]:
+    trainer = ppo(**changes)
+    for group in trainer.actor_optim.param_groups if decay else []:
+        group['weight_decay'] = decay
     trainer.load_checkpoint(path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
@@ -35,58 +45,34 @@ def resumed(path: Path, **changes: Any) -> tuple[Any, list[str]]:
     return trainer, [str(w.message) for w in caught if 'changed settings' in str(w.message)]
 
 
-def test_an_unchanged_resume_says_nothing(tmp_path):
-    assert resumed(saved(tmp_path / 'c'))[1] == []
-
-
-def test_auto_that_comes_to_another_precision_is_named(tmp_path, monkeypatch):
-    trainer = make(run_dir=tmp_path / 'run')
-    trainer.fit(PROMPTS, 1, 1, 1)
-    assert json.loads((tmp_path / 'run/run.json').read_text())['strategy']['precision'] == 'fp32'
-    path = trainer.save_checkpoint(tmp_path / 'c')
+def test_auto_that_comes_to_another_precision_is_named(saved, monkeypatch):
+    assert resumed(saved)[1] == []  # an unchanged resume says nothing
     monkeypatch.setattr(
         'chatgpt.strategies.precision.resolve_precision', lambda precision, device, **_: {'auto': 'bf16'}[precision]
     )  # as on a GPU
-    _, (told,) = resumed(path, strategy=NaiveStrategy(seed=3, device='cpu'))
+    _, (told,) = resumed(saved, strategy=NaiveStrategy(seed=3, device='cpu'))
     assert "precision 'fp32' → 'bf16'" in told
 
 
-def test_another_learning_rate_and_another_reward_are_named(tmp_path):
-    path = saved(tmp_path / 'c')
-    trainer, (told,) = resumed(path, lr=5e-4)
-    assert 'optimizers.actor.lr 0.001 → 0.0005' in told and trainer.actor_optim.param_groups[0]['lr'] == 5e-4
-    _, (told,) = resumed(path, reward=consonants)
+def test_another_optimizer_and_another_reward_are_named_and_used(saved):
+    trainer, (told,) = resumed(saved, lr=5e-4, decay=0.5)
+    group = trainer.actor_optim.param_groups[0]
+    assert 'optimizers.actor.lr 0.001 → 0.0005' in told and group['lr'] == 5e-4
+    assert 'optimizers.actor.weight_decay 0.01 → 0.5' in told and group['weight_decay'] == 0.5
+    _, (told,) = resumed(saved, reward=consonants)
     assert "reward 'vowels, source " in told and "→ 'consonants, source " in told
 
 
-def test_a_reward_of_the_same_name_and_other_code_is_another(tmp_path):
-    path = saved(tmp_path / 'c')
-
+def test_a_reward_of_the_same_name_and_other_code_is_another(saved):
     def other(prompts: list[str], responses: list[str]) -> list[float]:
         return [1.0 + x for x in vowels(prompts, responses)]
 
     other.__qualname__ = 'vowels'
-    (told,) = resumed(path, reward=other)[1]
+    (told,) = resumed(saved, reward=other)[1]
     assert told.count("'vowels, source ") == 2
 
 
-def test_a_weight_decay_that_is_changed_is_used(tmp_path):
-    path = saved(tmp_path / 'c')
-    trainer = make()
-    for group in trainer.actor_optim.param_groups:
-        group['weight_decay'] = 0.5
-    trainer.load_checkpoint(path)
-    with pytest.warns(UserWarning, match=r'optimizers\.actor\.weight_decay 0\.01 → 0\.5'):
-        trainer.fit(PROMPTS, 1, 2, 1)
-    assert trainer.actor_optim.param_groups[0]['weight_decay'] == 0.5
-    assert torch.isfinite(next(trainer.actor.parameters())).all()
-
-
-# ---------------------------------------------------------------- command lines
-
-
 def start(folder: Path, *flags: str) -> SFTRun:
-    """A start of a run, which leaves a checkpoint."""
     run = parse_run(SFTRun, description='', positional='dataset', argv=['--save_path', str(folder), *flags])
     write_resolved(run, run.save_path)
     checkpoint = folder / 'checkpoints' / 'step-00000001'
@@ -122,7 +108,80 @@ def test_a_run_from_the_beginning_takes_nothing_over(tmp_path):
     start(tmp_path, '--lr', '1e-4')
     assert start(tmp_path, '--max_epochs', '3').lr is None
     (tmp_path / 'checkpoints' / 'step-00000001' / 'manifest.json').unlink()
-    assert (
-        parse_run(SFTRun, description='', argv=['--save_path', str(tmp_path), '--resume', 'auto']).max_epochs
-        == SFTRun().max_epochs
-    )
+    resumed = parse_run(SFTRun, description='', argv=['--save_path', str(tmp_path), '--resume', 'auto'])
+    assert resumed.max_epochs == SFTRun().max_epochs
+
+
+def seed_all(seed: int) -> None:
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def draws() -> list[float]:
+    """`gauss` and `normal` draw pairs and keep the second for the next call, which is part of the state."""
+    ours = [random.random(), random.gauss(0, 1)]
+    return [*ours, float(numpy.random.rand()), float(numpy.random.normal()), float(torch.rand(()))]
+
+
+class Noisy(torch.nn.Module):
+    """A reward of nothing but the global generators; remembers what it gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[list[float]] = []
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        self.given.append([sum(draws()) for _ in range(batch.num_sequences)])
+        return torch.tensor(self.given[-1])
+
+
+def phases(source: Path | None = None, target: Path | None = None) -> tuple[list[list[float]], torch.Tensor]:
+    reward = Noisy()
+    trainer = make(reward=reward, callbacks=[StopAfter(2)] if target else [])
+    seed_all(99 if source else 7)
+    if source is not None:
+        trainer.load_checkpoint(source)
+    fit(trainer, 4)
+    if target is not None:
+        trainer.save_checkpoint(target)
+    return reward.given, weights(trainer)
+
+
+def test_a_reward_that_draws_from_python_and_numpy_goes_on_to_the_bit(tmp_path):
+    straight, whole = phases()
+    first, _ = phases(target=tmp_path / 'half')
+    rest, end = phases(source=tmp_path / 'half')
+    assert 0 < len(first) < len(straight) and first + rest == straight
+    assert torch.equal(end, whole)
+
+
+def test_numpy_generators_of_other_kinds(tmp_path):
+    trainer = make()
+    before = numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(numpy.random.PCG64(3))
+    try:
+        trainer.save_checkpoint(tmp_path / 'saved')
+        want = draws()
+        trainer.load_checkpoint(tmp_path / 'saved')
+        assert draws() == want
+    finally:
+        numpy.random.set_bit_generator(before)
+
+
+def each_rank_its_own(folder: str) -> tuple[list[float], list[float]]:
+    with DDPStrategy(device='cpu') as strategy:
+        trainer = sft(strategy=strategy)
+        seed_all(strategy.rank)
+        draws()
+        trainer.save_checkpoint(folder)
+        want = draws()
+        seed_all(50)
+        trainer.load_checkpoint(folder)
+        return want, draws()
+
+
+def test_each_rank_keeps_its_own_generators(tmp_path):
+    (want0, got0), (want1, got1) = run_distributed(each_rank_its_own, 2, str(tmp_path / 'saved'))
+    assert (got0, got1) == (want0, want1)
+    assert all(a != b for a, b in zip(want0, want1, strict=True))

@@ -9,7 +9,6 @@ import ppo_on_ids
 import pytest
 import torch
 from fake_trainer import experience
-from phase_log import Log
 
 from chatgpt.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.testing.processes import run_distributed
@@ -43,17 +42,16 @@ def test_repetition_is_that_of_a_slow_loop(vocab):
 
 
 def test_repetition_by_hand():
+    def measured(*responses):
+        found = repetition([torch.tensor(r) for r in responses])
+        return (found['rollout/repetition_within'], found['rollout/repetition_across']) if found else None
+
     told = [1, 2, 3, 4, 1, 2, 3, 4]  # 1234 2341 3412 4123 1234: one of five stood there before
-    assert repetition([torch.tensor(told)]) == pytest.approx(
-        {'rollout/repetition_within': 0.2, 'rollout/repetition_across': 0.0}
-    )
-    both = repetition([torch.tensor(told), torch.tensor([9, 1, 2, 3, 4])])  # 4 and 2 different ones, 5 together
-    assert both == pytest.approx({'rollout/repetition_within': 0.1, 'rollout/repetition_across': 1 - 5 / 6})
-    assert repetition([torch.tensor([1, 2, 3])]) == repetition([]) == {}
-
-
-def test_a_run_that_crosses_two_responses_does_not_count():
-    assert repetition([torch.tensor([1, 1, 1]), torch.tensor([1, 1, 1])]) == {}
+    assert measured(told) == pytest.approx((0.2, 0.0))
+    # 4 and 2 different ones, 5 together
+    assert measured(told, [9, 1, 2, 3, 4]) == pytest.approx((0.1, 1 - 5 / 6))
+    # too short, and no run crosses two responses
+    assert measured([1, 1, 1], [1, 1, 1]) is measured([1, 2, 3]) is measured() is None
 
 
 def test_the_median_deviation_of_scores():
@@ -71,9 +69,6 @@ def test_groups_with_equal_scores():
         record.weighted_scores = parts  # equal in their sum, not apart
     assert group_metrics(records[:2]) == {'rollout/equal_groups_share': 1.0}
     assert group_metrics(records[:2], apart=True) == {'rollout/equal_groups_share': 0.0}
-
-
-# ---------------------------------------------------------------------- scored again
 
 
 class Scores(torch.nn.Module):
@@ -98,27 +93,23 @@ def test_a_response_is_scored_again_alone(company, error):
         record.score = score
     assert rescored(scorer, records, strategy) == pytest.approx(error)
     assert model.sizes == [7, 1, 1, 1, 1]
-
-
-def test_scoring_again_draws_no_random_number_that_the_run_would_miss():
-    strategy = NaiveStrategy(seed=0, device='cpu')
-    scorer = RewardModelScorer(Scores(dropout=0.5))
-    records = [experience(i, [3], [4 + i, 5], 10.0) for i in range(4)]
+    # and draws no random number that the run would miss
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    assert rescored(scorer, records, strategy) > 0.0  # dropout is at work
+    assert rescored(RewardModelScorer(Scores(dropout=0.5)), records, strategy) > 0.0  # dropout is at work
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_it_is_rare(monkeypatch):
     import chatgpt.trainer.experience.scorers as module
 
-    _, phases = ppo_on_ids.run(2)
-    assert ['rollout/rescore_error' in p for p in phases] == [True, False]
     monkeypatch.setattr(module, 'RESCORE_EVERY', 2)
-    _, phases = ppo_on_ids.run(3)
+    trainer, phases = ppo_on_ids.run(3)
     assert ['rollout/rescore_error' in p for p in phases] == [True, False, True]
+    for name in ('actor', 'critic'):  # greatest norms stand beside their means
+        assert phases[0][f'ppo/{name}_grad_norm_max'] >= phases[0][f'ppo/{name}_grad_norm'] > 0.0
+    assert trainer.collector.taken_s() == 0.0  # asked for at the end of the phase
 
 
 def test_a_scorer_that_is_no_reward_model_is_asked_once():
@@ -129,14 +120,10 @@ def test_a_scorer_that_is_no_reward_model_is_asked_once():
             self.num_calls += 1
             return [float(s.num_actions) for s in samples]
 
-    log, scorer = Log(), Lengths()
-    trainer = ppo_on_ids.make(callbacks=[log])
-    trainer.scorer = trainer.maker.scorer = scorer
-    trainer.fit(ppo_on_ids.prompts(), 1, 1, 1)
-    assert scorer.num_calls == 1 and 'rollout/rescore_error' not in log.phases[0]
-
-
-# ---------------------------------------------------------------------- seconds
+    trainer = ppo_on_ids.make()
+    trainer.scorer = trainer.maker.scorer = Lengths()
+    ppo_on_ids.fit(trainer, 1)
+    assert trainer.scorer.num_calls == 1 and 'rollout/rescore_error' not in trainer.log.phases[0]
 
 
 def test_time_outside_of_the_parts_of_a_phase(monkeypatch):
@@ -168,10 +155,3 @@ def test_the_slowest_rank_is_named():
     expected = {'perf/slowest_rank': 1.0, 'perf/slowest_rank_s': 7.0, 'perf/other_ranks_s': 2.5}
     assert run_distributed(seconds_of_ranks, 3) == [expected] * 3
     assert rank_metrics(NaiveStrategy(seed=0, device='cpu'), 2.0) == {}
-
-
-def test_greatest_gradient_norms_are_logged_beside_their_means():
-    trainer, phases = ppo_on_ids.run(1)
-    for name in ('actor', 'critic'):
-        assert phases[0][f'ppo/{name}_grad_norm_max'] >= phases[0][f'ppo/{name}_grad_norm'] > 0.0
-    assert trainer.collector.taken_s() == 0.0  # asked for at the end of the phase

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from online_runs import DYNAMIC, PROMPTS, make
+from tiny_runs import PROMPTS, SMALL, assemble, fit, ppo
 
 from chatgpt.nn import GPTActor
-from chatgpt.strategies import FSDPStrategy, NaiveStrategy, fsdp
+from chatgpt.strategies import FSDPStrategy, fsdp
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer import PPOTrainer
-from chatgpt.trainer.callbacks import ProgressBar, SaveCheckpoint
+from chatgpt.trainer.callbacks import Callback, SaveCheckpoint
 from chatgpt.trainer.selection import NothingToLearn
+
+DYNAMIC: dict[str, Any] = {'advantage_estimator': 'grpo', 'num_samples_per_prompt': 4, 'kl_coef': 0.0}
 
 
 class Rare:
@@ -26,45 +27,46 @@ class Rare:
         return [float(s.index % 4) if s.group % 3 == 0 else 1.0 for s in samples]
 
 
-def test_dynamic_sampling_replaces_groups_that_teach_nothing():
-    plain = make(reward=Rare(), **DYNAMIC)
-    plain.fit(PROMPTS, 1, 1, 1)
-    assert len(plain.log.experiences[0]) == 16
-    trainer = make(reward=Rare(), dynamic_sampling_rounds=4, **DYNAMIC)
-    trainer.fit(PROMPTS, 1, 2, 1)
-    for experiences in trainer.log.experiences:
-        assert len(experiences) == 16
-        assert all(e.group % 3 == 0 for e in experiences)
-    assert trainer.log.phases[0]['rollout/dynamic_rounds'] >= 1
-    assert trainer.log.phases[0]['rollout/informative_share'] == pytest.approx(1 / 3, abs=0.15)
-    assert trainer.timestep == 2
-    assert len({e.index for x in trainer.log.experiences for e in x}) == 32  # no sample twice
+def make(rounds: int, reward: Any = None, **settings: Any) -> Any:
+    return ppo(reward=reward or Rare(), dynamic_sampling_rounds=rounds, train_batch_size=8, **DYNAMIC | settings)
 
 
-def test_dynamic_sampling_gives_up():
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    saver = SaveCheckpoint(interval=1, keep_last=9)
+    return fit(make(4, run_dir=tmp_path_factory.mktemp('whole'), callbacks=[saver]), 3)
+
+
+def test_groups_that_teach_nothing_are_replaced(whole):
+    assert len(fit(make(0), 1).log.experiences[0]) == 16
+    for experiences in whole.log.experiences:
+        assert len(experiences) == 16 and all(e.group % 3 == 0 for e in experiences)
+    assert whole.log.phases[0]['rollout/dynamic_rounds'] >= 1
+    assert whole.log.phases[0]['rollout/informative_share'] == pytest.approx(1 / 3, abs=0.15)
+    assert whole.timestep == 3
+    assert len({e.index for x in whole.log.experiences for e in x}) == 48  # no sample twice
+
+
+def test_it_gives_up():
     with pytest.warns(UserWarning, match='dynamic sampling gave up after 1 rounds with . of 4 groups'):
-        make(reward=Rare(), dynamic_sampling_rounds=1, **DYNAMIC).fit(PROMPTS, 1, 1, 1)
-    nothing = make(reward=lambda p, r: [1.0] * len(p), dynamic_sampling_rounds=2, **DYNAMIC)
+        fit(make(1), 1)
     with pytest.raises(NothingToLearn, match='after 2 further rounds all 12 groups have equal scores'):
-        nothing.fit(PROMPTS, 1, 1, 1)
+        fit(make(2, lambda p, r: [1.0] * len(p)), 1)
 
 
-def test_dynamic_sampling_resumes_to_the_bit(tmp_path):
-    settings = DYNAMIC | {'reward': Rare(), 'dynamic_sampling_rounds': 3}
-    whole = make(run_dir=tmp_path, more=[SaveCheckpoint(interval=1, keep_last=9)], **settings)
-    whole.fit(PROMPTS, 1, 4, 1)
-    rest = make(**settings)
+def goes_on(whole: Any, folder: Any, done: int) -> None:
+    rest = make(4)
     rest.set_prompts(PROMPTS)
-    assert rest.load_checkpoint(tmp_path / 'checkpoints' / 'step-00000002')
-    rest.fit(PROMPTS, 1, 4, 1)
-    assert rest.log.phases == whole.log.phases[2:]
+    assert rest.load_checkpoint(folder / 'checkpoints' / f'step-{done:08d}')
+    assert fit(rest, 3).log.phases == whole.log.phases[done:]
 
 
-def test_a_stop_between_rounds_drops_the_phase(tmp_path):
+def test_it_resumes_to_the_bit(whole):
+    goes_on(whole, whole.run_dir, 1)
+
+
+def test_a_stop_between_rounds_drops_the_phase(whole, tmp_path):
     """A phase of fewer groups is not learned from: the resumed run is the undisturbed one."""
-    settings = DYNAMIC | {'dynamic_sampling_rounds': 3}
-    whole = make(reward=Rare(), **settings)
-    whole.fit(PROMPTS, 1, 3, 1)
 
     class Stops(Rare):
         calls = 0
@@ -75,102 +77,58 @@ def test_a_stop_between_rounds_drops_the_phase(tmp_path):
                 stopped.request_stop()
             return super().score(samples, strategy)
 
-    stopped = make(reward=Stops(), run_dir=tmp_path, more=[SaveCheckpoint(interval=1, keep_last=9)], **settings)
+    stopped = make(4, Stops(), run_dir=tmp_path, callbacks=[SaveCheckpoint(interval=1, keep_last=9)])
     assert whole.log.phases[0]['rollout/dynamic_rounds'] >= 2  # so call 5 lies between the rounds of the second phase
-    stopped.fit(PROMPTS, 1, 3, 1)
+    fit(stopped, 3)
     done = len(stopped.log.phases)
-    assert 0 < done < 3
-    assert stopped.log.phases == whole.log.phases[:done]
-    rest = make(reward=Rare(), **settings)
-    rest.set_prompts(PROMPTS)
-    assert rest.load_checkpoint(tmp_path / 'checkpoints' / f'step-{done:08d}')
-    rest.fit(PROMPTS, 1, 3, 1)
-    assert rest.log.phases == whole.log.phases[done:]
+    assert 0 < done < 3 and stopped.log.phases == whole.log.phases[:done]
+    goes_on(whole, tmp_path, done)
 
 
-# ---------------------------------------------------------------------- gathers
-
-
-class Watch(ProgressBar):
-    """At the end of each collect phase: entries of `full_model`, tensors made whole, copies and weights of theirs still
-    alive."""
+class Watch(Callback):
+    """At the end of each collect phase: tensors made whole, copies and weights of theirs still alive."""
 
     def __init__(self, strategy: Any, whole: list[int]) -> None:
-        super().__init__(enabled=False)
-        self.entries, self.whole, self.copies = 0, whole, list[weakref.ref[Any]]()
-        self.phases: list[dict[str, int]] = []
+        self.whole, self.copies = whole, list[weakref.ref[Any]]()
+        self.phases: list[tuple[int, int, int]] = []
         original = strategy.full_model
 
         @contextmanager
         def full_model(*args: Any, **kwargs: Any) -> Any:
-            self.entries += 1
             with original(*args, **kwargs) as full:
-                if full is not strategy.unwrap(args[0]):
-                    self.copies += [weakref.ref(t) for t in (full, *full.parameters())]
+                self.copies += [weakref.ref(t) for t in (full, *full.parameters())]
                 yield full
 
         strategy.full_model = full_model
 
     def on_make_experience_start(self, trainer: Any) -> None:
-        self.entries = 0
         self.whole.clear()
         self.copies.clear()
 
     def on_make_experience_end(self, trainer: Any, experiences: Any) -> None:
         alive = sum(ref() is not None for ref in self.copies)
-        self.phases.append(
-            {'entries': self.entries, 'whole': len(self.whole), 'copies': len(self.copies), 'alive': alive}
-        )
+        self.phases.append((len(self.whole), len(self.copies), alive))
 
 
-def watched(strategy: Any, reward: Any, timesteps: int, whole: list[int] | None = None, **settings: Any) -> Watch:
-    """Two phases of `timesteps` timesteps each. `whole` grows by one for every tensor that is made whole."""
-    torch.manual_seed(0)
-    actor = GPTActor(config=tiny_config('gpt2', vocab_size=16, positions=32))
-    actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=1e-3)))
-    watch = Watch(strategy, [] if whole is None else whole)
-    sizes: dict[str, Any] = {'experience_batch_size': 4, 'train_batch_size': 4, 'max_new_tokens': 4, 'kl_coef': 0.0}
-    trainer = PPOTrainer(strategy, actor, None, reward, None, optim, callbacks=[watch], **sizes | settings)
-    prompts = [torch.tensor([3, 4 + i]) for i in range(8)]
-    trainer.fit(prompts, num_episodes=1, max_timesteps=2 * timesteps, update_timesteps=timesteps)
-    return watch
+def under_fsdp() -> list[tuple[list[tuple[int, int, int]], int]]:
+    found, original = [], fsdp._full
+    for precision in ('fp32', 'bf16'):
+        with FSDPStrategy(device='cpu', precision=precision) as strategy:
+            whole = list[int]()
+            fsdp._full = lambda *args, whole=whole: whole.append(1) or original(*args)  # type: ignore[func-returns-value]
+            try:
+                torch.manual_seed(0)
+                watch, actor = Watch(strategy, whole), GPTActor(config=tiny_config('gpt2', **SMALL))
+                settings = {'advantage_estimator': 'reinforce++', 'kl_coef': 0.0, 'callbacks': [watch]}
+                trainer = assemble(strategy, actor, None, Rare(), **settings)
+                trainer.fit([torch.tensor([3, 4 + i]) for i in range(8)], 1, 6, 3)
+            finally:
+                fsdp._full = original
+            found.append((watch.phases, len(list(GPTActor(config=tiny_config('gpt2', **SMALL)).parameters()))))
+    return found
 
 
-class Index:
-    """Scores differ within a group only for every third prompt that is drawn."""
-
-    def score(self, samples: list[Any], strategy: Any) -> list[float]:
-        return [float(s.index % 4) if s.group % 3 == 0 else 1.0 for s in samples]
-
-
-class Distinct:
-    def score(self, samples: list[Any], strategy: Any) -> list[float]:
-        return [float(s.index % 4) for s in samples]
-
-
-REINFORCE = {'advantage_estimator': 'reinforce++'}
-
-
-def under_fsdp(precision: str) -> tuple[list[dict[str, int]], int]:
-    with FSDPStrategy(device='cpu', precision=precision) as strategy:
-        original, whole = fsdp._full, list[int]()
-        fsdp._full = lambda *args: whole.append(1) or original(*args)  # type: ignore[func-returns-value]
-        try:
-            watch = watched(strategy, Distinct(), 3, whole, **REINFORCE)
-        finally:
-            fsdp._full = original
-        return watch.phases, len(list(GPTActor(config=tiny_config('gpt2', vocab_size=16, positions=32)).parameters()))
-
-
-@pytest.mark.parametrize('precision', ['fp32', 'bf16'])
-def test_once_for_three_timesteps_and_freed(precision):
-    for phases, parameters in run_distributed(under_fsdp, 2, precision):
-        assert phases == [{'entries': 1, 'whole': parameters, 'copies': parameters + 1, 'alive': 0}] * 2
-
-
-def test_each_further_round_of_dynamic_sampling_is_a_gather_of_its_own():
-    grpo = {'advantage_estimator': 'grpo', 'num_samples_per_prompt': 4, 'dynamic_sampling_rounds': 4}
-    plain = watched(NaiveStrategy(device='cpu'), Index(), 1, **grpo | {'dynamic_sampling_rounds': 0})
-    assert [phase['entries'] for phase in plain.phases] == [1, 1]
-    several = watched(NaiveStrategy(device='cpu'), Index(), 1, **grpo)
-    assert all(phase['entries'] > 1 for phase in several.phases)
+def test_weights_are_gathered_once_for_three_timesteps_and_freed():
+    for found in run_distributed(under_fsdp, 2, init_group=True):
+        for phases, parameters in found:
+            assert phases == [(parameters, parameters + 1, 0)] * 2

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from sft_runs import averages, make
+from tiny_runs import sft, weights
+from transformers import AutoModelForCausalLM
 
 from chatgpt.strategies import ColossalAIStrategy, DDPStrategy, FSDPStrategy
 from chatgpt.testing.processes import run_distributed
@@ -17,8 +18,6 @@ DECAY = 0.8
 
 
 class Loop(Callback):
-    """The average as a plain loop in float64."""
-
     def __init__(self) -> None:
         self.average: dict[str, torch.Tensor] = {}
 
@@ -34,59 +33,50 @@ class Loop(Callback):
         return {n: p.detach().double().clone() for n, p in trainer.model.named_parameters()}
 
 
-def test_against_a_loop(tmp_path):
-    from transformers import AutoModelForCausalLM
+def averages(ema: EMA) -> dict[str, torch.Tensor]:
+    return {p.name: p.data for p in ema._pieces.values() if p.data.is_floating_point()}
 
+
+def same(one: EMA, other: EMA) -> bool:
+    a, b = averages(one), averages(other)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_against_a_loop_and_the_weights_themselves_are_not_touched(tmp_path):
     ema, loop = EMA(DECAY), Loop()
-    trainer = make(callbacks=[ema, loop], run_dir=tmp_path)
-    before_end = {}
-    trainer.fit()
-    mine = averages(ema)
+    plain, trainer = sft(), sft(callbacks=[ema, loop], run_dir=tmp_path)
+    plain.fit(), trainer.fit()
+    mine, current = averages(ema), Loop.weights(trainer)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / 'actor_ema').state_dict()
     assert mine.keys() == loop.average.keys()
     for name, want in loop.average.items():
         assert torch.allclose(mine[name].double().view(want.shape), want, atol=1e-6), name
-    current = Loop.weights(trainer)
-    assert any(
-        not torch.allclose(mine[n].double().view(current[n].shape), current[n], atol=1e-3) for n in current
-    )  # they do differ
-    del before_end
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / 'actor_ema').state_dict()
-    for name, want in loop.average.items():
         assert torch.allclose(exported[name.removeprefix('model.')].double(), want, atol=1e-6), name
-    assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith('.') and 'ema' in p.name) == []
+    assert any(not torch.allclose(loop.average[n], current[n], atol=1e-3) for n in current)
+    assert not list(tmp_path.glob('.*ema*'))
+    assert torch.equal(weights(plain), weights(trainer))
 
 
-def test_the_weights_themselves_are_not_touched(tmp_path):
-    plain, averaged = make(), make(callbacks=[EMA(DECAY)], run_dir=tmp_path)
-    plain.fit(), averaged.fit()
-    assert all(torch.equal(a, b) for a, b in zip(plain.model.parameters(), averaged.model.parameters(), strict=True))
-
-
-def test_a_resume_goes_on_to_the_bit(tmp_path):
-    whole = EMA(DECAY)
-    make(callbacks=[whole, SaveCheckpoint(interval=3, keep_last=9)], run_dir=tmp_path).fit()
-    rest = EMA(DECAY)
-    trainer = make(callbacks=[rest])
+def test_a_resume_goes_on_to_the_bit_and_two_averages_of_one_model_are_two(tmp_path):
+    whole, rest = [EMA(DECAY), EMA(0.1)], [EMA(DECAY), EMA(0.1)]
+    sft(callbacks=[*whole, SaveCheckpoint(interval=3, keep_last=9)], run_dir=tmp_path).fit()
+    trainer = sft(callbacks=rest)
     assert trainer.load_checkpoint(tmp_path / 'checkpoints' / 'step-00000003')
     trainer.fit()
-    a, b = averages(whole), averages(rest)
-    assert all(torch.equal(a[n], b[n]) for n in a)
+    assert all(same(a, b) for a, b in zip(whole, rest, strict=True)) and not same(*rest)
 
 
-def test_turned_on_later_or_off_again(tmp_path):
-    make(callbacks=[SaveCheckpoint(interval=3)], run_dir=tmp_path / 'without').fit()
+def test_turned_on_later(tmp_path):
+    without = sft().save_checkpoint(tmp_path / 'without')
     with pytest.warns(UserWarning, match='has no average of the actor: EMA starts from its weights'):
-        make(callbacks=[EMA(DECAY)]).load_checkpoint(tmp_path / 'without')
-    make(callbacks=[EMA(DECAY), SaveCheckpoint(interval=3)], run_dir=tmp_path / 'with').fit()
-    with pytest.warns(UserWarning, match='actor_ema is of a callback that this run does not have'):
-        make().load_checkpoint(tmp_path / 'with')
+        sft(callbacks=[EMA(DECAY)]).load_checkpoint(without)
 
 
 def test_mistakes():
     with pytest.raises(ValueError, match=r'decay=1.0 must lie in \[0, 1\)'):
         EMA(1.0)
     with pytest.raises(ValueError, match="no model 'critic'; it has actor"):
-        make(callbacks=[EMA(model='critic')]).fit()
+        sft(callbacks=[EMA(model='critic')]).fit()
 
 
 KINDS = {'ddp': (DDPStrategy, {}), 'fsdp': (FSDPStrategy, {})}
@@ -96,21 +86,19 @@ if importlib.util.find_spec('colossalai') is not None:
 
 def run(folder: str) -> None:
     for name, (kind, options) in KINDS.items():
-        with kind(seed=2, device='cpu', **options) as strategy:
-            make(strategy, [EMA(DECAY), SaveCheckpoint(interval=4)], run_dir=f'{folder}/{name}').fit()
+        with kind(seed=5, device='cpu', **options) as strategy:
+            callbacks = [EMA(DECAY), SaveCheckpoint(interval=4)]
+            sft(strategy=strategy, callbacks=callbacks, run_dir=f'{folder}/{name}').fit()
 
 
 def test_under_every_strategy(tmp_path):
-    from transformers import AutoModelForCausalLM
-
     loop = Loop()
-    make(callbacks=[loop]).fit()
+    sft(callbacks=[loop]).fit()
     run_distributed(run, 2, str(tmp_path), init_group=True)
     for name in KINDS:
         exported = AutoModelForCausalLM.from_pretrained(tmp_path / name / 'actor_ema').state_dict()
         for weight, want in loop.average.items():
             assert torch.allclose(exported[weight.removeprefix('model.')].double(), want, atol=2e-4), (name, weight)
         ema = EMA(DECAY)
-        trainer = make(callbacks=[ema])
-        assert trainer.load_checkpoint(tmp_path / name)  # written by two ranks, read by one
+        assert sft(callbacks=[ema]).load_checkpoint(tmp_path / name)  # written by two ranks, read by one
         assert averages(ema).keys() == loop.average.keys()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_runs import assemble
 
 from chatgpt.environments import Environment, EnvironmentSettings
 from chatgpt.monitor.report.rollouts import page_row
@@ -15,14 +16,11 @@ from chatgpt.monitor.run_folder.rollouts import read_rollouts
 from chatgpt.nn import Actor, Critic
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
-from chatgpt.trainer import PPOTrainer
-from chatgpt.trainer.callbacks import ProgressBar, SampleTable
+from chatgpt.trainer.callbacks import SampleTable
 from chatgpt.trainer.callbacks.samples import format_table, shown_parts
 
 
 class Twice(Environment):
-    """Two turns, worth 1 and 2; every second task raises at the second."""
-
     def reset(self, seed, **columns):
         self.turns, self.bad = 0, bool(seed % 2)
         return 'begin the task now:'
@@ -38,22 +36,12 @@ class Twice(Environment):
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     folder, tokenizer = tmp_path_factory.mktemp('run'), byte_tokenizer()
     torch.manual_seed(0)
-    lm = [tiny_causal_lm('gpt2', vocab_size=259, n_positions=128) for _ in range(2)]
+    actor, critic = (tiny_causal_lm('gpt2', vocab_size=259, n_positions=128) for _ in range(2))
+    settings = {'environment': Twice, 'environment_settings': EnvironmentSettings(max_turn_tokens=3), 'kl_coef': 0.0}
+    settings |= {'experience_batch_size': 8, 'train_batch_size': 8, 'max_new_tokens': 60, 'tokenizer': tokenizer}
+    table = SampleTable(every=1, num_rows=8)
     strategy = NaiveStrategy(seed=1)
-    models = [(m, torch.optim.AdamW(m.parameters(), lr=1e-3)) for m in (Actor(lm[0]), Critic(lm[1]))]
-    (actor, actor_optim), (critic, critic_optim) = strategy.prepare(*models)
-    trainer = PPOTrainer(
-        *(strategy, actor, critic, None, None, actor_optim, critic_optim),
-        tokenizer=tokenizer,
-        environment=Twice,
-        environment_settings=EnvironmentSettings(max_turn_tokens=3),
-        experience_batch_size=8,
-        train_batch_size=8,
-        kl_coef=0.0,
-        max_new_tokens=60,
-        run_dir=folder,
-        callbacks=[ProgressBar(enabled=False), SampleTable(every=1, num_rows=8)],
-    )
+    trainer = assemble(strategy, Actor(actor), Critic(critic), run_dir=folder, callbacks=[table], **settings)
     trainer.fit(max_timesteps=1, update_timesteps=1)
     return trainer, folder
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from phase_log import Log
+from tiny_runs import Log, assemble, trained, weights
+from transformers import AutoModel
 
 from chatgpt.nn import Actor, Critic, RewardModel
 from chatgpt.rollout import HFEngine, LocalEngine
@@ -17,7 +18,8 @@ from chatgpt.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.testing import tiny_causal_lm
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer import PPOTrainer, RFTTrainer
+from chatgpt.trainer import RFTTrainer
+from chatgpt.trainer.callbacks import Callback
 from chatgpt.trainer.prompt_evaluation import PromptEvaluation
 
 
@@ -30,16 +32,14 @@ class Uneven(Actor):
         return logits + 5e-3 * (2 * torch.rand(logits.shape[-1], generator=generator) - 1)
 
 
-class Perf(Log):
-    """Also keeps what was drawn again."""
+class Draws(Callback):
+    """How many draws were made again in each phase, and how many of them changed."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.draws: list[tuple[float, float]] = []
+        self.phases: list[tuple[float, float]] = []
 
     def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
-        super().on_phase_end(trainer, step, metrics)
-        self.draws.append((metrics.get('perf/redrawn_draws', -1.0), metrics.get('perf/changed_draws', -1.0)))
+        self.phases.append((metrics.get('perf/redrawn_draws', -1.0), metrics.get('perf/changed_draws', -1.0)))
 
 
 def prompts() -> list[torch.Tensor]:
@@ -47,138 +47,111 @@ def prompts() -> list[torch.Tensor]:
     return [torch.randint(3, 64, (1 + i % 4,), generator=generator) for i in range(8)]
 
 
-def trainer_of(
-    rows: int = 256, exact: bool = True, precision: Any = 'fp32', strategy: Any = None, **settings: Any
-) -> PPOTrainer:
-    from transformers import AutoModel
-
-    strategy = strategy or NaiveStrategy(seed=0, precision=precision, **({'reproducible': 'exact'} if exact else {}))
-    config = tiny_config('gpt2', positions=48)
-    actor = Uneven(tiny_causal_lm('gpt2', positions=48))
-    critic, reward = Critic(AutoModel.from_config(config)), RewardModel(AutoModel.from_config(config))
-    (actor, optim), (critic, critic_optim), reward, initial = strategy.prepare(
-        (actor, torch.optim.AdamW(actor.parameters(), lr=1e-3)),
-        (critic, torch.optim.AdamW(critic.parameters(), lr=1e-3)),
-        reward,
-        deepcopy(actor),
-    )
-    settings = {'engine': LocalEngine(max_batch_size=rows), 'callbacks': [Perf()]} | settings
-    settings = {'experience_batch_size': 8, 'train_batch_size': 8, 'max_new_tokens': 16} | settings
-    try:
-        return PPOTrainer(strategy, actor, critic, reward, initial, optim, critic_optim, eos_token_id=2, **settings)
-    except ValueError:
-        strategy.close()
-        raise
+def uneven() -> Actor:
+    return Uneven(tiny_causal_lm('gpt2', positions=48))
 
 
-def trained(**settings: Any) -> tuple[PPOTrainer, Perf]:
-    trainer = trainer_of(**settings)
-    trainer.fit(prompts(), num_episodes=1, max_timesteps=2, update_timesteps=1)
-    trainer.strategy.close()
-    return trainer, next(c for c in trainer.callbacks if isinstance(c, Perf))
+def judge() -> RewardModel:
+    return RewardModel(AutoModel.from_config(tiny_config('gpt2', positions=48)))
 
 
-def weights(trainer: PPOTrainer) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for m in trainer.models().values() for p in m.parameters()])
+SIZES = {'experience_batch_size': 8, 'train_batch_size': 8, 'max_new_tokens': 12}
+
+
+def trainer_of(strategy: Any, rows: int = 256, **settings: Any) -> Any:
+    actor, critic = uneven(), Critic(AutoModel.from_config(tiny_config('gpt2', positions=48)))
+    settings = {'engine': LocalEngine(max_batch_size=rows), 'eos_token_id': 2} | SIZES | settings
+    return assemble(strategy, actor, critic, judge(), deepcopy(actor), **settings)
+
+
+def exact(kind: Any = NaiveStrategy, **options: Any) -> Any:
+    return kind(seed=0, device='cpu', reproducible='exact', **options)
+
+
+def run(strategy: Any, rows: int = 256) -> tuple[Any, list[tuple[float, float]]]:
+    draws = Draws()
+    with strategy:
+        trainer = trainer_of(strategy, rows, callbacks=[draws])
+        trainer.fit(prompts(), num_episodes=1, max_timesteps=2, update_timesteps=1)
+    return trainer, draws.phases
 
 
 @pytest.mark.parametrize('precision', ['fp32', 'bf16'])
 def test_rows_of_the_engine_do_not_enter_a_run(precision):
-    one, other = (trained(rows=rows, precision=precision) for rows in (256, 3))
-    assert torch.equal(weights(one[0]), weights(other[0])) and one[1].phases == other[1].phases
-    draws = one[1].draws + other[1].draws
+    (one, first), (other, second) = (run(exact(precision=precision), rows) for rows in (256, 3))
+    assert torch.equal(weights(one), weights(other)) and one.log.phases == other.log.phases
+    draws = first + second
     assert len(draws) == 4 and all(redrawn > changed for redrawn, changed in draws) and sum(c for _, c in draws) > 0
     # those of an ordinary run do, through tokens and through the decode's log-probs
-    ordinary = [trained(rows=rows, precision=precision, exact=False) for rows in (256, 3)]
-    assert not torch.equal(weights(ordinary[0][0]), weights(ordinary[1][0]))
-    assert ordinary[0][1].draws == [(-1.0, -1.0)] * 2
+    plain = [run(NaiveStrategy(seed=0, precision=precision), rows) for rows in (256, 3)]
+    assert not torch.equal(*(weights(trainer) for trainer, _ in plain))
+    assert plain[0][1] == [(-1.0, -1.0)] * 2
 
 
-def streaming() -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
-    """Of two processes, whose policy generates block by block: weights, on rank 0, and metrics."""
-    with FSDPStrategy(seed=0, device='cpu', reproducible='exact', stream_blocks=True) as strategy:
-        trainer = trainer_of(strategy=strategy)
+def collected(kind: Any, **options: Any) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+    """Weights, on rank 0, and metrics."""
+    with exact(kind, **options) as strategy:
+        trainer = trainer_of(strategy)
         trainer.fit(prompts(), num_episodes=1, max_timesteps=2, update_timesteps=1)
-        actor = {name: tensor.clone() for name, tensor in strategy.full_state_dict(trainer.actor).items()}
-        return actor, next(c for c in trainer.callbacks if isinstance(c, Perf)).phases
+        return {n: t.clone() for n, t in strategy.full_state_dict(trainer.actor).items()}, trainer.log.phases
 
 
-def alone() -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
-    one, perf = trained()
-    return {name: p.detach().clone() for name, p in one.actor.named_parameters()}, perf.phases
+def judged(kind: Any) -> tuple[dict[str, float], dict[str, float], list[list[int]]]:
+    """What a reward model says of three eval prompts, and of the nine samples of a round of RFT: neither number divides
+    over two ranks."""
+    with exact(kind) as strategy:
+        found = PromptEvaluation(prompts()[:3], max_new_tokens=12)(trainer_of(strategy))
+        (actor, optim), log = trained(strategy, uneven()), Log()
+        settings = {'max_new_tokens': 12, 'num_rounds': 1, 'num_samples_per_prompt': 3, 'train_batch_size': 8}
+        rft = RFTTrainer(strategy, actor, optim, prompts()[:3], strategy.prepare(judge()), callbacks=[log], **settings)
+        rft.fit()
+        return found, log.phases[0], [s.response_ids.tolist() for s in rft.train_data]
 
 
-def test_blocks_that_are_streamed():
-    ((weights_alone, phases_alone),) = run_distributed(alone, 1)
-    (actor, phases), (_, others) = run_distributed(streaming, 2)
+def alone() -> tuple[Any, Any]:
+    return collected(NaiveStrategy), judged(NaiveStrategy)
+
+
+def on_two() -> tuple[Any, Any]:
+    """With a policy that generates block by block."""
+    return collected(FSDPStrategy, stream_blocks=True), judged(DDPStrategy)
+
+
+def test_ranks_and_blocks_that_are_streamed_do_not_enter():
+    (((weights_alone, phases_alone), want),) = run_distributed(alone, 1)
+    ((actor, phases), one), ((_, others), other) = run_distributed(on_two, 2, init_group=True)
     assert phases == others == phases_alone
     assert actor and all(torch.equal(actor[name], tensor) for name, tensor in weights_alone.items())
+    assert want[0]['score_mean'] != 0 and 0 < len(want[2]) < 9
+    assert one == other == want
 
 
 def test_rft_and_evaluation_draw_exactly():
     def kept(rows: int) -> tuple[list[list[int]], dict[str, float], tuple[float, float]]:
-        strategy = NaiveStrategy(seed=0, reproducible='exact')
-        actor = Uneven(tiny_causal_lm('gpt2', positions=48))
-        actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=1e-3)))
-        perf = Perf()
-        trainer = RFTTrainer(
-            strategy,
-            actor,
-            optim,
-            ['ab', 'c', 'd e', 'f'],
-            lambda prompts, responses: [float(sum(map(ord, r)) % 97) for r in responses],
-            tokenizer=char_tokenizer(),
-            engine=LocalEngine(max_batch_size=rows),
-            callbacks=[perf],
-            max_new_tokens=16,
-            num_rounds=1,
-            train_batch_size=8,
-        )
-        trainer.fit()
-        evaluation = PromptEvaluation(
-            ['ab', 'c', 'd e'], engine=LocalEngine(max_batch_size=rows), max_new_tokens=16, do_sample=True
-        )
-        found = evaluation(trainer)
-        strategy.close()
-        return [s.response_ids.tolist() for s in trainer.train_data], found, perf.draws[0]
+        def reward(prompts: list[str], responses: list[str]) -> list[float]:
+            return [float(sum(map(ord, r)) % 97) for r in responses]
+
+        draws, engine, texts = Draws(), LocalEngine(max_batch_size=rows), ['ab', 'c', 'd e', 'f']
+        with exact() as strategy:
+            actor, optim = trained(strategy, uneven())
+            settings = {'tokenizer': char_tokenizer(), 'engine': engine, 'callbacks': [Log(), draws]}
+            settings |= {'max_new_tokens': 16, 'num_rounds': 1, 'train_batch_size': 8}
+            trainer = RFTTrainer(strategy, actor, optim, texts, reward, **settings)
+            trainer.fit()
+            evaluation = PromptEvaluation(
+                texts, engine=LocalEngine(max_batch_size=rows), max_new_tokens=16, do_sample=True
+            )
+            return [s.response_ids.tolist() for s in trainer.train_data], evaluation(trainer), draws.phases[0]
 
     one, other = kept(256), kept(2)
     assert one[:2] == other[:2]
     assert one[2][0] > 0 and one[2][1] + other[2][1] > 0
 
 
-def judged(kind: str) -> tuple[dict[str, float], dict[str, float], list[list[int]]]:
-    """What a reward model says of three eval prompts, and of the nine samples of a round of RFT: neither number divides
-    over two ranks."""
-    from transformers import AutoModel
-
-    with {'naive': NaiveStrategy, 'ddp': DDPStrategy}[kind](seed=0, device='cpu', reproducible='exact') as strategy:
-        trainer = trainer_of(strategy=strategy)
-        found = PromptEvaluation(prompts()[:3], max_new_tokens=16)(trainer)
-        actor = Uneven(tiny_causal_lm('gpt2', positions=48))
-        reward = RewardModel(AutoModel.from_config(tiny_config('gpt2', positions=48)))
-        (actor, optim), reward = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=1e-3)), reward)
-        perf = Perf()
-        settings = {'max_new_tokens': 16, 'num_rounds': 1, 'num_samples_per_prompt': 3, 'train_batch_size': 8}
-        rft = RFTTrainer(strategy, actor, optim, prompts()[:3], reward, callbacks=[perf], **settings)
-        rft.fit()
-        return found, perf.phases[0], [s.response_ids.tolist() for s in rft.train_data]
-
-
-def test_what_models_judge_together_does_not_follow_from_the_ranks():
-    (want,) = run_distributed(judged, 1, 'naive')
-    assert want[0]['score_mean'] != 0 and 0 < len(want[2]) < 9
-    assert run_distributed(judged, 2, 'ddp') == [want] * 2
-
-
-@pytest.mark.parametrize(
-    ('settings', 'message'),
-    [
+def test_what_reads_the_decode_is_refused():
+    for settings, message in (
         ({'engine': HFEngine()}, "draws again what rounding could change.*HFEngine.*use engine='local'"),
         ({'tis_cap': 2.0}, r'tis_cap=2.0 reads the log-probs of the decode.*leave tis_cap out'),
-    ],
-)
-def test_what_reads_the_decode_is_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        trainer_of(**settings)
-    trainer_of().strategy.close()
+    ):
+        with exact() as strategy, pytest.raises(ValueError, match=message):
+            trainer_of(strategy, **settings)

@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from ilql_runs import VOCAB, make, model
-from phase_log import Log, sequence
+from tiny_runs import SMALL, check_resume, close, near, offline, sequence
+from transformers import GPT2LMHeadModel
 
 from chatgpt.data import TokenizedLabelled
 from chatgpt.nn import ILQLModel
-from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams
+from chatgpt.rollout import Call, LocalEngine, SamplingParams
 from chatgpt.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
-from chatgpt.testing.fakes import char_tokenizer
+from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import BetaEvaluation, ILQLTrainer, PromptEvaluation, rewarded
-from chatgpt.trainer.callbacks import Evaluator, ProgressBar, SaveCheckpoint
+from chatgpt.trainer.callbacks import Callback, Evaluator
 from chatgpt.trainer.objectives.ilql import standardized, turn_ends
 from chatgpt.trainer.saving import save_pretrained
 from chatgpt.types import Prompt
+
+VOCAB = 16
+
+
+def model(seed: int = 5, two_qs: bool = True, vocab: int = VOCAB) -> ILQLModel:
+    torch.manual_seed(seed)
+    made = ILQLModel(GPT2LMHeadModel(tiny_config('gpt2', **SMALL | {'vocab_size': vocab})), two_qs=two_qs)
+    with torch.no_grad():  # targets that differ from the heads, as after some steps
+        for number, p in enumerate(made.target_q_heads.parameters()):
+            torch.manual_seed(number)
+            p.add_(0.1 * torch.randn(p.shape))
+    return made
+
+
+def make(data: Any, eval_data: Any = None, *, strategy: Any = None, two_qs: bool = True, **settings: Any) -> Any:
+    strategy = strategy or NaiveStrategy(seed=5, device='cpu')
+    return offline(ILQLTrainer, strategy, model(two_qs=two_qs), data, eval_data, **settings)
+
 
 DIALOGUES = [
     sequence([3, 4], [5, 6, 7, 8, 2], [1, 1, 0, 1, 1]),
@@ -57,10 +77,13 @@ def by_hand(net: ILQLModel, data: list[Any], c: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    'settings',
-    [{}, {'beta': 2.0, 'tau': 0.9, 'gamma': 0.5}, {'cql_scale': 0.0, 'awac_scale': 2.0, 'max_tokens_per_batch': 8}],
+    ('settings', 'two_qs'),
+    [
+        ({}, True),
+        ({'beta': 2.0, 'tau': 0.9, 'gamma': 0.5}, False),
+        ({'cql_scale': 0.0, 'awac_scale': 2.0, 'max_tokens_per_batch': 8}, True),
+    ],
 )
-@pytest.mark.parametrize('two_qs', [True, False])
 def test_the_loss_by_hand(settings, two_qs):
     data = rewarded(DIALOGUES, REWARDS)
     trainer = make(data, shuffle=False, standardize_rewards=False, two_qs=two_qs, **settings)
@@ -70,15 +93,8 @@ def test_the_loss_by_hand(settings, two_qs):
     for name, value in want.items():
         assert seen[f'ilql/{name}'] == pytest.approx(value, rel=1e-4, abs=1e-6), name
     assert seen['ilql/loss'] == pytest.approx(sum(want.values()), rel=1e-4)
-    shifted = [
-        type(r)(
-            **{n: getattr(r, n) for n in ('prompt_ids', 'response_ids', 'response_mask')}, rewards=r.rewards.roll(1)
-        )
-        for r in data
-    ]
-    assert (
-        abs(by_hand(model(two_qs=two_qs), shifted, trainer.config)['td_loss'] - want['td_loss']) > 1e-3
-    )  # negative control
+    shifted = [replace(r, rewards=r.rewards.roll(1)) for r in data]  # the negative control
+    assert abs(by_hand(model(two_qs=two_qs), shifted, trainer.config)['td_loss'] - want['td_loss']) > 1e-3
 
 
 def test_rewards_stand_on_the_last_token_that_counts():
@@ -89,50 +105,36 @@ def test_rewards_stand_on_the_last_token_that_counts():
     assert turn_ends(DIALOGUES[0].response_mask) == [1, 4]
 
 
-def test_eval_rewards_do_not_enter_the_standardisation():
-    alone = make(rewarded(DIALOGUES, REWARDS))
-    beside = make(rewarded(DIALOGUES, REWARDS), rewarded(DIALOGUES, [100.0, -50.0, 7.0]))
-    for a, b in zip(alone.train_data, beside.train_data, strict=True):
-        assert torch.equal(a.rewards, b.rewards)
-    assert float(beside.eval_data[0].rewards.sum()) == pytest.approx((100.0 - 2.5 / 3) / 2.020726, rel=1e-5)
-
-
-def test_rewards_are_standardised_over_the_data_set():
+def test_rewards_are_standardised_over_the_data_set_without_those_of_eval_data():
     records = standardized(rewarded(DIALOGUES, REWARDS))
     sums = torch.stack([r.rewards.sum() for r in records])
     assert float(sums.mean()) == pytest.approx(0.0, abs=1e-6)
     assert float(sums.std()) == pytest.approx(1.0, abs=1e-6)  # divided by n − 1, as in trlX
     assert sums.tolist() == pytest.approx([-0.907265, 1.072222, -0.164957], abs=1e-5)  # (x − 2.5 / 3) / √(8.1667 / 2)
-    shown = standardized(rewarded(DIALOGUES[:1], [9.0]), like=rewarded(DIALOGUES, REWARDS))
-    assert float(shown[0].rewards.sum()) == pytest.approx(
-        (9.0 - 2.5 / 3) / 2.020726, rel=1e-5
-    )  # by the training moments
-    assert standardized(rewarded(DIALOGUES[:1], [9.0]))[0].rewards.sum() == 0.0
-    for r in records:
-        assert not r.rewards[~r.response_mask].any()
-    same = standardized(rewarded(DIALOGUES, [2.0, 2.0, 2.0]))
-    assert all(float(r.rewards.abs().sum()) == 0.0 for r in same)
+    assert not any(r.rewards[~r.response_mask].any() for r in records)
+    for same in (rewarded(DIALOGUES[:1], [9.0]), rewarded(DIALOGUES, [2.0, 2.0, 2.0])):
+        assert all(float(r.rewards.abs().sum()) == 0.0 for r in standardized(same))
+    beside = make(rewarded(DIALOGUES, REWARDS), rewarded(DIALOGUES, [100.0, -50.0, 7.0]))
+    for a, b in zip(records, beside.train_data, strict=True):
+        assert torch.equal(a.rewards, b.rewards)
+    # by the training moments
+    assert float(beside.eval_data[0].rewards.sum()) == pytest.approx((100.0 - 2.5 / 3) / 2.020726, rel=1e-5)
 
 
 @pytest.mark.parametrize('interval', [1, 3])
 def test_targets_move_every_so_many_steps(interval):
-    trainer = make(
-        rewarded(DIALOGUES * 4, REWARDS * 4),
-        train_batch_size=3,
-        max_epochs=1,
-        target_sync_interval=interval,
-        alpha=0.25,
-    )
+    settings = {'train_batch_size': 3, 'max_epochs': 1, 'target_sync_interval': interval, 'alpha': 0.25}
+    trainer = make(rewarded(DIALOGUES * 4, REWARDS * 4), **settings)
     net = trainer.model
     expected = [p.clone() for p in net.target_q_heads.parameters()]
 
-    class Follow(ProgressBar):
+    class Follow(Callback):
         def on_learn_batch_end(self, trainer: Any, metrics: Any) -> None:
             if trainer.num_updates % interval == 0:
                 for e, q in zip(expected, net.q_heads.parameters(), strict=True):
                     e.copy_(0.75 * e + 0.25 * q.detach())
 
-    trainer.callbacks.callbacks.append(Follow(enabled=False))
+    trainer.callbacks.callbacks.append(Follow())
     trainer.fit()
     assert trainer.num_updates == 4
     for want, got in zip(expected, net.target_q_heads.parameters(), strict=True):
@@ -151,22 +153,19 @@ def test_decoding_is_the_papers_policy():
             want = plain.log_softmax(-1) + beta * (target - net.v_head(hidden))
             assert torch.allclose(net.head(hidden), want, atol=1e-5)
     engine, prompts = LocalEngine(), [Prompt(ids=torch.tensor([3, 4]))]
+    sampling = SamplingParams(max_new_tokens=6, do_sample=False)
     texts = []
     for beta in (0.0, 100.0):
         with net.decoding(beta):
             engine.begin(net)
-            texts.append(
-                engine.generate(
-                    Call.of(prompts, SamplingParams(max_new_tokens=6, do_sample=False), seed=0, indices=[0])
-                )[0].response_ids
-            )
+            (sample,) = engine.generate(Call.of(prompts, sampling, seed=0, indices=[0]))
+            texts.append(sample.response_ids)
             engine.end()
     ids = torch.tensor([[3, 4]])
     for t in range(6):  # greedily by hand
         state = net.model.transformer(ids).last_hidden_state[:, -1]
-        best = (
-            net.model.lm_head(state).log_softmax(-1) + 100.0 * torch.minimum(*(h(state) for h in net.target_q_heads))
-        ).argmax(-1)
+        q = torch.minimum(*(h(state) for h in net.target_q_heads))
+        best = (net.model.lm_head(state).log_softmax(-1) + 100.0 * q).argmax(-1)
         assert int(best) == int(texts[1][t])
         ids = torch.cat([ids, best[None]], dim=1)
     assert texts[0].tolist() != texts[1].tolist()
@@ -195,101 +194,57 @@ def test_the_improved_policy_is_better_than_the_data():
     assert share(8.0) > 0.95
 
 
-def test_evaluation_over_betas():
+def length(prompts: list[str], responses: list[str]) -> list[float]:
+    return [sum(map(ord, x)) / 100 for x in responses]
+
+
+def over_betas(betas: tuple[float, ...], **settings: Any) -> BetaEvaluation:
+    given = {'max_new_tokens': 5, 'num_rows': 0} | settings
+    return BetaEvaluation(PromptEvaluation(['a', 'b', 'c'], char_tokenizer(), length, **given), betas)
+
+
+def for_texts(strategy: Any, callbacks: Any = ()) -> ILQLTrainer:
     tokenizer = char_tokenizer()
-    net = model(vocab=len(tokenizer))
-    strategy = NaiveStrategy(seed=5, device='cpu')
-    net, optim = strategy.prepare((net, torch.optim.AdamW(net.parameters(), lr=1e-3)))
-    evaluation = PromptEvaluation(
-        ['a', 'b'], tokenizer, lambda p, r: [float(len(x)) for x in r], max_new_tokens=4, num_rows=0
-    )
-    data = [
-        TokenizedLabelled(sequence=sequence([3], [4, 5]), label=1.0),
-        TokenizedLabelled(sequence=sequence([3], [6, 5]), label=0),
-    ]
-    evaluator = Evaluator(BetaEvaluation(evaluation, (0.0, 50.0)), 1, metric='score_mean@beta=50')
-    trainer = ILQLTrainer(
-        strategy, net, optim, data, tokenizer=tokenizer, callbacks=[evaluator, Log()], train_batch_size=2, max_epochs=1
-    )
+    labels = ((4, 1.0), (6, 0))
+    data = [TokenizedLabelled(sequence=sequence([3], [token, 5]), label=label) for token, label in labels]
+    settings = {'tokenizer': tokenizer, 'train_batch_size': 2, 'max_epochs': 1, 'callbacks': callbacks}
+    return offline(ILQLTrainer, strategy, model(vocab=len(tokenizer)), data, **settings)
+
+
+def test_evaluation_over_betas():
+    evaluator = Evaluator(over_betas((0.0, 50.0)), 1, metric='score_mean@beta=50')
+    trainer = for_texts(NaiveStrategy(seed=5, device='cpu'), [evaluator])
     trainer.fit()
     assert {'eval/score_mean@beta=0', 'eval/score_mean@beta=50', 'eval/ended@beta=50'} <= evaluator.last.keys()
-    assert net.decoding_beta is None
-    BetaEvaluation(evaluation, (50.0,))(trainer)
-    assert net.decoding_beta is None  # the evaluation is again that of the plain policy
-
-
-def test_an_engine_that_would_not_see_beta_refuses():
-    net, engine = model().eval(), HFEngine()
-    engine.begin(net)
-    engine.end()
-    with net.decoding(0.0), pytest.raises(ValueError, match="ILQLModel changes the model's logits.*use LocalEngine"):
-        engine.begin(net)
-
-
-def beta_evaluation(strategy: Any) -> dict[str, float]:
-    tokenizer = char_tokenizer()
-    net = model(vocab=len(tokenizer))
-    net, optim = strategy.prepare((net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-3)))
-    data = rewarded([sequence([3], [4, 5]), sequence([3], [6, 5])], [1.0, 0.0])
-    trainer = ILQLTrainer(strategy, net, optim, data, tokenizer=tokenizer, train_batch_size=2, callbacks=[Log()])
-    evaluation = PromptEvaluation(
-        ['a', 'b', 'c'],
-        tokenizer,
-        lambda p, r: [sum(map(ord, x)) / 100 for x in r],
-        max_new_tokens=5,
-        num_rows=0,
-        top_k=4,
-        do_sample=True,
-    )
-    return BetaEvaluation(evaluation, (0.0, 1.0, 20.0))(trainer)
-
-
-def beta_evaluations() -> list[dict[str, float]]:
-    found = []
-    for kind in (DDPStrategy, FSDPStrategy):
-        with kind(seed=5, device='cpu') as strategy:
-            found.append(beta_evaluation(strategy))
-    return found
-
-
-def test_every_strategy_decodes_with_beta():
-    alone = beta_evaluation(NaiveStrategy(seed=5, device='cpu'))
-    assert len({alone[f'score_mean@beta={b}'] for b in (0, 1, 20)}) == 3
-    for found in run_distributed(beta_evaluations, 2, init_group=True):
-        assert all(one == pytest.approx(alone) for one in found)
+    assert trainer.model.decoding_beta is None  # an evaluation is again that of the plain policy
 
 
 def test_a_resumed_run_has_the_same_bits(tmp_path):
-    whole = make(learnable(), max_epochs=1, run_dir=tmp_path, more=[SaveCheckpoint(interval=4, keep_last=9)])
-    whole.fit()
-    rest = make(learnable(), max_epochs=1)
-    assert rest.load_checkpoint(tmp_path / 'checkpoints' / 'step-00000004')
-    rest.fit()
-    assert rest.log.phases == whole.log.phases[4:]
-    a, b = rest.model.state_dict(), whole.model.state_dict()
-    assert all(torch.equal(a[n], b[n]) for n in b)
+    check_resume(partial(make, learnable()[:24], max_epochs=1), tmp_path, 4)
 
 
-def runs() -> dict[str, Any]:
-    found = {}
-    for name, kind in (('ddp', DDPStrategy), ('fsdp', FSDPStrategy)):
+def runs(kinds: list[Any]) -> list[tuple[list[dict[str, float]], dict[str, float], dict[str, torch.Tensor]]]:
+    """Of each strategy the metrics of a run, what it decodes with beta, and its weights."""
+    found = []
+    for kind in kinds:
         with kind(seed=5, device='cpu') as strategy:
-            trainer = make(
-                learnable()[:10], learnable()[:3], strategy=strategy, max_epochs=1, target_sync_interval=1, alpha=0.3
-            )
+            evaluated = over_betas((0.0, 1.0, 20.0), top_k=4, do_sample=True)(for_texts(strategy))
+            settings = {'max_epochs': 1, 'target_sync_interval': 1, 'alpha': 0.3}
+            trainer = make(learnable()[:10], learnable()[:3], strategy=strategy, **settings)
             trainer.fit()
-            found[name] = trainer.log.phases, strategy.broadcast_object(strategy.full_state_dict(trainer.model))
+            weights = strategy.broadcast_object(strategy.full_state_dict(trainer.model))
+            found.append((trainer.log.phases, evaluated, {n: t.clone() for n, t in weights.items()}))
     return found
 
 
 def test_the_number_of_ranks_does_not_enter():
-    alone = make(learnable()[:10], learnable()[:3], max_epochs=1, target_sync_interval=1, alpha=0.3)
-    alone.fit()
-    for results in run_distributed(runs, 2, init_group=True):
-        for phases, weights in results.values():
-            for got, want in zip(phases, alone.log.phases, strict=True):
-                assert all(got[k] == pytest.approx(want[k], rel=1e-3, abs=1e-4) for k in want)
-            assert all(torch.allclose(weights[n], t, atol=5e-4) for n, t in alone.model.state_dict().items())
+    ((want, evaluated, weights),) = runs([NaiveStrategy])
+    assert len({evaluated[f'score_mean@beta={b}'] for b in (0, 1, 20)}) == 3
+    for results in run_distributed(runs, 2, [DDPStrategy, FSDPStrategy], init_group=True):
+        for phases, found, tensors in results:
+            close(phases, want, rel=1e-3, abs=1e-4)
+            assert found == pytest.approx(evaluated)
+            near({'model': tensors}, {'model': weights}, atol=5e-4)
 
 
 def test_the_folder_has_policy_and_heads(tmp_path):
@@ -301,34 +256,20 @@ def test_the_folder_has_policy_and_heads(tmp_path):
     again = ILQLModel.from_pretrained(tmp_path / 'm')
     assert all(torch.equal(t, again.state_dict()[n]) for n, t in net.state_dict().items())
     assert AutoModelForCausalLM.from_pretrained(tmp_path / 'm').config.vocab_size == VOCAB
-    fresh = ILQLModel.from_pretrained(tmp_path / 'm', two_qs=True)
-    assert len(fresh.q_heads) == 2
+    assert len(again.q_heads) == 2
 
 
-@pytest.mark.parametrize(
-    ('data', 'settings', 'sentence'),
-    [
-        ([sequence([3], [4])], {}, 'record 0 is a Sequence without rewards'),
-        ([TokenizedLabelled(sequence=sequence([3], [4]), label='good')], {}, 'a label is no reward'),
-        (None, {'tau': 1.0}, r'tau=1.0 must lie in \(0, 1\)'),
-        (None, {'alpha': 0.0}, r'alpha=0.0 must lie in \(0, 1\]'),
-        (None, {'gamma': 2.0}, 'gamma=2.0'),
-        (None, {'target_sync_interval': 0}, 'target_sync_interval=0 must be positive'),
-    ],
-)
-def test_mistakes(data, settings, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        make(rewarded(DIALOGUES, REWARDS) if data is None else data, **settings)
-
-
-@pytest.mark.parametrize(
-    ('rewards', 'sentence'),
-    [
+def test_data_without_rewards_and_rewards_that_do_not_fit():
+    for record, sentence in (
+        (sequence([3], [4]), 'record 0 is a Sequence without rewards'),
+        (TokenizedLabelled(sequence=sequence([3], [4]), label='good'), 'a label is no reward'),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            make([record])
+    for rewards, sentence in (
         ([1.0, 2.0], '3 sequences but 2 rewards'),
         ([[1.0, 2.0, 3.0], 1.0, 1.0], 'one for each of its 2 turns'),
         ([float('nan'), 1.0, 1.0], 'not finite'),
-    ],
-)
-def test_rewards_that_do_not_fit(rewards, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        rewarded(DIALOGUES, rewards)
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            rewarded(DIALOGUES, rewards)

@@ -12,31 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+from fake_trainer import experience
 
 from chatgpt.functional.ppo import token_rewards
-from chatgpt.nn import GPTActor
-from chatgpt.rollout import SamplingParams
-from chatgpt.rollout.best_of_n import BestOfN
-from chatgpt.strategies import NaiveStrategy
-from chatgpt.testing.fakes import tiny_config
+from chatgpt.trainer import metrics
 from chatgpt.trainer.algorithms import estimate_advantages
 from chatgpt.trainer.callbacks.rollouts import rows_of_phase
 from chatgpt.trainer.callbacks.samples import rows_of
 from chatgpt.trainer.config import PPOConfig
-from chatgpt.trainer.estimates import whiten_responses, whiten_tokens
-from chatgpt.trainer.experience import RewardModelScorer, ScoreShaper
-from chatgpt.trainer.experience.scorers import rescored, sequence_score
-from chatgpt.trainer.losses import COLUMNS, ActorLoss, ValueLoss, collate_experience, experience_totals
-from chatgpt.trainer.metrics import (
-    BatchStats,
-    drawn_mask,
-    environment_metrics,
-    group_metrics,
-    performance_metrics,
-    rollout_metrics,
-    value_metrics,
-)
-from chatgpt.types import Batch, Episode, Experience, Prompt, Turn
+from chatgpt.trainer.experience import ScoreShaper
+from chatgpt.trainer.experience.scorers import sequence_score
+from chatgpt.trainer.losses import COLUMNS
+from chatgpt.types import Episode, Experience, Turn
 
 VOCAB = 16
 GARBAGE = [math.nan, math.inf, -math.inf, 1e30]
@@ -44,7 +31,6 @@ PER_TOKEN = (*COLUMNS, 'kl', 'rewards')
 
 
 def experiences(*, with_turns: bool = True) -> list[Experience]:
-    """Four responses with observations in different places, groups of two."""
     generator = torch.Generator().manual_seed(0)
     masks = ['11011', '1001', '111', '10001101']
     found = []
@@ -56,22 +42,11 @@ def experiences(*, with_turns: bool = True) -> list[Experience]:
         starts = [t for t in range(n) if own[t] and (t == 0 or not own[t - 1])]
         stops = [t + 1 for t in range(n) if own[t] and (t == n - 1 or not own[t + 1])]
         turns = tuple(Turn(start=a, stop=b, rewards={'reward': 0.5 * i}) for a, b in zip(starts, stops, strict=True))
-        found.append(
-            Experience(
-                index=i,
-                group=i // 2,
-                prompt_ids=torch.tensor([3, 4]),
-                response_ids=torch.randint(3, VOCAB, (n,), generator=generator),
-                response_mask=own,
-                filtered_logprobs=torch.zeros(n),
-                edge_distances=torch.ones(n),
-                finish_reason='eos' if i % 2 else 'length',
-                score=float(i),
-                shaped_score=float(i),
-                episode=Episode(turns=turns, end='terminated' if i % 2 else 'tokens') if with_turns else None,
-                **numbers,
-            )
-        )
+        ended = {'finish_reason': 'eos' if i % 2 else 'length', 'shaped_score': float(i), 'group': i // 2}
+        if with_turns:
+            ended['episode'] = Episode(turns=turns, end='terminated' if i % 2 else 'tokens')
+        ids = torch.randint(3, VOCAB, (n,), generator=generator).tolist()
+        found.append(experience(i, [3, 4], ids, float(i), response_mask=own, **ended, **numbers))
     return found
 
 
@@ -102,14 +77,10 @@ def unseen(measure: Callable[[list[Experience]], Any]) -> None:
     assert not same(measure(spoiled(experiences(), 0.25, own=True)), expected)
 
 
-# ---------------------------------------------------------------------- advantages
-
-
 @pytest.mark.parametrize(
     'settings',
     [
         {},
-        {'value_lam': 1.0, 'lam_length': 0.9},
         {'gae_over': 'turn', 'value_lam': 1.0},
         {'advantage_estimator': 'a2c'},
         {'advantage_estimator': 'reinforce++'},
@@ -131,115 +102,25 @@ def test_advantages_and_their_whitening(settings):
     unseen(measure)
 
 
-def test_whitening_takes_no_number_of_an_observation():
-    def flat(given: list[Experience]) -> torch.Tensor:
-        return torch.cat([e.advantages for e in given])
-
-    unseen(lambda given: flat(whiten_tokens(given)))
-    assert not flat(whiten_tokens(experiences()))[~torch.cat([e.response_mask for e in experiences()])].any()
-
-    def of_responses(given: list[Experience]) -> torch.Tensor:
-        return torch.cat([e.advantages[e.response_mask] for e in whiten_responses(given)])
-
-    expected = of_responses(experiences())
-    for garbage in GARBAGE:
-        assert torch.equal(of_responses(spoiled(experiences(), garbage)), expected)
-
-
 def test_rewards_of_tokens():
     """KL of any kind at an observation is not paid, and neither is a score there."""
     e = experiences()[3]
     dense = torch.arange(8.0)
     expected = token_rewards(e.kl, 0.1, 2.0, e.response_mask, token_scores=dense)
+    shaped = ScoreShaper('none', 3.0).of_tokens(dense, e)[0][e.response_mask]
     for garbage in GARBAGE:
-        kl = torch.where(e.response_mask, e.kl, garbage)
-        scores = torch.where(e.response_mask, dense, garbage)
+        kl, scores = (torch.where(e.response_mask, x, garbage) for x in (e.kl, dense))
         assert torch.equal(token_rewards(kl, 0.1, 2.0, e.response_mask, token_scores=scores), expected)
-        assert ScoreShaper('none', 3.0).of_tokens(scores, e)[1] == 0.0
-        assert torch.equal(
-            ScoreShaper('none', 3.0).of_tokens(scores, e)[0][e.response_mask],
-            ScoreShaper('none', 3.0).of_tokens(dense, e)[0][e.response_mask],
-        )
+        got, clipped = ScoreShaper('none', 3.0).of_tokens(scores, e)
+        assert clipped == 0.0 and torch.equal(got[e.response_mask], shaped)
     assert not expected[~e.response_mask].any()
-
-
-def test_the_token_penalty_counts_own_tokens():
-    samples = experiences()
-    assert ScoreShaper(token_penalty=1.0)([0.0] * 4, samples) == [-4, -2, -3, -4]
-
-
-# ---------------------------------------------------------------------- losses
-
-
-LOSSES: list[dict[str, Any]] = [
-    {},
-    {'entropy_coef': 0.1, 'dual_clip': 2.0},
-    {'tis_cap': 2.0},
-    {'kl_in': 'loss', 'kl_coef': 0.2, 'kl_importance': True},
-    {'kl_in': 'loss', 'kl_coef': 0.2, 'kl_loss_kind': 'k1', 'loss_aggregation': 'sequence'},
-    {'kl_in': 'loss', 'kl_coef': 0.2, 'kl_loss_kind': 'k2', 'loss_aggregation': 'sequence_sum'},
-    {'loss_aggregation': 'sequence'},
-    {'loss_aggregation': 'sequence_sum'},
-    {'policy_loss': 'gspo'},
-    {'policy_loss': 'cispo'},
-    {'policy_loss': 'reinforce'},
-]
-
-
-class Policy(torch.nn.Module):
-    """An actor and a linear critic on its log-probs: gradients of both losses in one place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.actor = GPTActor(config=tiny_config('gpt2', vocab_size=VOCAB, hidden=16, positions=32))
-        self.value = torch.nn.Linear(1, 1)
-
-    def learned(self, given: list[Experience], config: PPOConfig) -> tuple[list[torch.Tensor], dict[str, float]]:
-        totals = experience_totals(given, config, 8)
-        batch = collate_experience(given, totals)
-        policy = ActorLoss(config, lambda m, b: m.actor(b, temperature=1.0, with_entropy=True), config.kl_coef)
-        loss, metrics = policy(self, batch)
-        worth, of_values = ValueLoss(config).of(self.value(self.hidden(batch)).squeeze(-1), batch)
-        (loss + worth).backward()
-        stats = BatchStats()
-        stats.add(metrics | of_values)
-        gradients = [p.grad.clone() for p in self.parameters() if p.grad is not None]
-        self.zero_grad()
-        return [loss.detach(), worth.detach(), *gradients], stats.reduced(NaiveStrategy(seed=0))
-
-    def hidden(self, batch: Batch) -> torch.Tensor:
-        return self.actor(batch).logprobs[:, None]
-
-
-@pytest.mark.parametrize('settings', LOSSES, ids=str)
-def test_losses_and_their_gradients(settings):
-    config, policy = PPOConfig(**settings), Policy()
-    expected = policy.learned(experiences(), config)
-    assert all(torch.isfinite(x).all() for x in expected[0])
-    for garbage in GARBAGE:
-        assert same(policy.learned(spoiled(experiences(), garbage), config), expected)
-    assert not same(policy.learned(spoiled(experiences(), 0.25, own=True), config), expected)
-
-
-def test_a_loss_divides_by_own_tokens_and_sequences():
-    given = experiences()
-    tokens = {'tokens': 13, 'policy': 13}  # 4 + 2 + 3 + 4
-    assert experience_totals(given, PPOConfig(), None) == tokens
-    assert experience_totals(given, PPOConfig(loss_aggregation='sequence'), None) == tokens | {'policy': 4}
-    assert experience_totals(given, PPOConfig(loss_aggregation='sequence_sum'), 10) == tokens | {'policy': 40}
-
-
-# ---------------------------------------------------------------------- numbers
+    assert ScoreShaper(token_penalty=1.0)([0.0] * 4, experiences()) == [-4, -2, -3, -4]
 
 
 def test_metrics_of_learning_and_of_rollouts():
-    unseen(value_metrics)
-    unseen(lambda given: rollout_metrics(given, 0.1))
-
-
-def test_the_other_metrics_read_no_numbers_of_tokens():
-    for measure in (group_metrics, environment_metrics):
+    unseen(metrics.value_metrics)
+    unseen(lambda given: metrics.rollout_metrics(given, 0.1))
+    for measure in (metrics.group_metrics, metrics.environment_metrics):
         for garbage in GARBAGE:
             assert measure(spoiled(experiences(), garbage)) == measure(experiences())
 
@@ -251,18 +132,11 @@ def test_words_of_an_environment_are_no_repetition(with_turns):
     def told(observation: list[int]) -> dict[str, float]:
         ids = [5, 6, 7, 8, 9, *observation, 5, 6, 7, 8, 10]
         mask = torch.tensor([True] * 5 + [False] * len(observation) + [True] * 5)
-        e = replace(
-            experiences()[0],
-            response_ids=torch.tensor(ids),
-            response_mask=mask,
-            episode=Episode(
-                turns=(Turn(start=0, stop=5), Turn(start=5 + len(observation), stop=len(ids))), end='terminated'
-            )
-            if with_turns
-            else None,
-            **{name: torch.zeros(len(ids)) for name in PER_TOKEN},
-        )
-        found = rollout_metrics([e, replace(e, index=1)], 0.0)
+        turns = (Turn(start=0, stop=5), Turn(start=5 + len(observation), stop=len(ids)))
+        changed = {'response_ids': torch.tensor(ids), 'response_mask': mask}
+        changed['episode'] = Episode(turns=turns, end='terminated') if with_turns else None
+        e = replace(experiences()[0], **changed, **{name: torch.zeros(len(ids)) for name in PER_TOKEN})
+        found = metrics.rollout_metrics([e, replace(e, index=1)], 0.0)
         return {name: value for name, value in found.items() if 'repetition' in name}
 
     # Runs of the policy: 5678, 6789, 5678, 678(10): one of four stood there before; all of the other stand here too.
@@ -275,51 +149,18 @@ def test_filtered_responses_still_have_their_words():
     """`overlong_filter` leaves no token that counts; what the policy said is what it said."""
     given = experiences()
     for e in given:
-        before = drawn_mask(e)
+        before = metrics.drawn_mask(e)
         e.response_mask = torch.zeros_like(e.response_mask)
-        assert torch.equal(drawn_mask(e), before)
+        assert torch.equal(metrics.drawn_mask(e), before)
         e.episode = None
-        assert drawn_mask(e).all()
-
-
-def test_tokens_per_second_are_those_of_the_policy():
-    assert performance_metrics(experiences(), {'perf/total_s': 1.0}, 1)['perf/new_tokens_per_s'] == 13
-    without = performance_metrics(experiences(with_turns=False), {'perf/total_s': 1.0}, 1)
-    assert without['perf/new_tokens_per_s'] == 13 and 'perf/environment_step_s' not in without
+        assert metrics.drawn_mask(e).all()
 
 
 def test_sums_of_scores_leave_observations_out():
-    """In RFT, evaluation and best of n as in PPO; a reward model reads texts and ids, and no number of a token."""
+    """In RFT, evaluation and best of n as in PPO."""
     e = experiences()[3]
-    dense = torch.where(e.response_mask, 2.0, 1e30)
-    assert sequence_score(dense, e) == 8.0
+    assert sequence_score(torch.where(e.response_mask, 2.0, 1e30), e) == 8.0
     assert sequence_score(3, e) == 3.0
-
-    class Given:
-        reproducible = True
-
-        def generate(self, *args: Any, **kwargs: Any) -> list[Experience]:
-            return experiences()
-
-    def score(samples: list[Any]) -> list[torch.Tensor]:
-        return [torch.where(s.response_mask, 1.0, 1e30 if s.index == 1 else 0.0) for s in samples]
-
-    best = BestOfN(Given(), score, sample_size=4)
-    prompt = Prompt(ids=torch.tensor([3, 4]))
-    ((candidate,),) = best([prompt], SamplingParams(max_new_tokens=8), seed=0)
-    assert (candidate.sample.index, candidate.score) == (0, 4.0)
-
-
-class SumOfIds(torch.nn.Module):
-    def forward(self, batch: Batch) -> torch.Tensor:
-        return torch.zeros(batch.num_sequences).index_add(0, batch.action_rows, batch.action_ids.float())
-
-
-def test_scoring_again():
-    scorer = RewardModelScorer(SumOfIds())
-    expected = rescored(scorer, experiences(), NaiveStrategy(seed=0))
-    for garbage in GARBAGE:
-        assert rescored(scorer, spoiled(experiences(), garbage), NaiveStrategy(seed=0)) == expected > 0
 
 
 def test_what_is_written_for_reading():

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_runs
 import torch
-from phase_log import sequence
+from tiny_runs import Log, preference, sequence, trained, weights
 
-from chatgpt.data import TokenizedPreference
-from chatgpt.nn import GPTActor, GPTCritic
+from chatgpt.nn import GPTActor
 from chatgpt.rollout import Call, LocalEngine
 from chatgpt.rollout.sampling import SamplingParams
 from chatgpt.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer import DPOTrainer, PPOTrainer, PromptEvaluation, SFTTrainer
-from chatgpt.trainer.callbacks import Evaluator, MetricsWriter, ProgressBar, SaveCheckpoint
+from chatgpt.trainer import DPOTrainer, PromptEvaluation
+from chatgpt.trainer.callbacks import Evaluator, MetricsWriter, SaveCheckpoint
 from chatgpt.types import Prompt
 
 PROMPTS = [{'prompt': text, 'want': want} for text, want in (('a', 3), ('bc', 1), ('def', 0))]
@@ -35,23 +35,22 @@ def metric(samples: list[str], prompts: list[str], outputs: list[str], want: lis
     return {'missing': [w - len(o) for w, o in zip(want, outputs, strict=True)]}
 
 
-def an_actor(dropout: float = 0.0) -> GPTActor:
-    torch.manual_seed(3)
-    return GPTActor(config=tiny_config('gpt2', vocab_size=len(TOKENIZER), positions=32, dropout=dropout))
+def config(dropout: float = 0.0) -> Any:
+    return tiny_config('gpt2', vocab_size=len(TOKENIZER), positions=32, dropout=dropout)
 
 
-def sft(
-    callbacks: list[Any], *, strategy: Any = None, dropout: float = 0.0, run_dir: Path | None = None, **kw: Any
-) -> SFTTrainer:
-    strategy = strategy or NaiveStrategy(seed=5, device='cpu')
-    actor = an_actor(dropout)
-    actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=1e-2, eps=1e-5)))
+def sft(*callbacks: Any, dropout: float = 0.0, **settings: Any) -> Any:
     data = [sequence([4 + i % 5], [6, 7 + i % 3, 2]) for i in range(8)]
-    given: dict[str, Any] = {'train_batch_size': 4, 'max_epochs': 2, 'log_interval': 1} | kw
-    quiet = ProgressBar(enabled=False)
-    return SFTTrainer(
-        strategy, actor, optim, data, tokenizer=TOKENIZER, callbacks=[quiet, *callbacks], run_dir=run_dir, **given
-    )
+    return tiny_runs.sft(data, config=config(dropout), tokenizer=TOKENIZER, callbacks=callbacks, **settings)
+
+
+def asked(prompts: Any = PROMPTS, **settings: Any) -> PromptEvaluation:
+    return PromptEvaluation(prompts, **{'max_new_tokens': 6, 'num_rows': 0} | settings)
+
+
+def said(evaluation: PromptEvaluation, trainer: Any) -> list[str]:
+    evaluation(trainer)
+    return [row['response'] for row in evaluation.last]
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -59,8 +58,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_the_numbers_are_those_of_the_responses():
-    trainer = sft([])
-    evaluation = PromptEvaluation(PROMPTS, reward=length, metric_fn=metric, max_new_tokens=5, num_rows=0)
+    trainer = sft()
+    evaluation = asked(reward=length, metric_fn=metric, max_new_tokens=5)
     found = evaluation(trainer)
     # by hand: the greedy continuation, token after token, by the model itself
     net = trainer.strategy.unwrap(trainer.model).model.eval()
@@ -80,34 +79,19 @@ def test_the_numbers_are_those_of_the_responses():
     assert found['length_mean'] == pytest.approx(sum(actions) / 3)
     assert found['ended'] == pytest.approx(sum(ended) / 3)
     assert found['metrics/missing'] == pytest.approx((4 - sum(lengths)) / 3)
-    assert [row['response'] for row in evaluation.last] == texts
-    assert [row['prompt'] for row in evaluation.last] == ['a', 'bc', 'def']
+    assert [(row['prompt'], row['response']) for row in evaluation.last] == [
+        *zip(('a', 'bc', 'def'), texts, strict=True)
+    ]
+    assert set(asked(['a'])(trainer)) == {'length_mean', 'ended'}  # without a reward there is no score
 
 
-def test_without_a_reward_there_is_no_score():
-    assert set(PromptEvaluation(['a'], max_new_tokens=2, num_rows=0)(sft([]))) == {'length_mean', 'ended'}
-
-
-def test_sampled_evaluations_repeat_their_draws_and_another_seed_does_not():
-    trainer = sft([])
-
-    def said(seed: int) -> list[str]:
-        evaluation = PromptEvaluation(PROMPTS, seed=seed, do_sample=True, max_new_tokens=12, num_rows=0)
-        twice = []
-        for _ in range(2):
-            evaluation(trainer)
-            twice.append([row['response'] for row in evaluation.last])
-        assert twice[0] == twice[1]
-        return twice[0]
-
-    assert said(1) == said(1)
-    assert said(1) != said(2)
-
-
-def test_draws_are_not_those_of_the_training():
-    trainer = sft([])
-    evaluation = PromptEvaluation(['a'] * 4, do_sample=True, max_new_tokens=12, num_rows=0)
-    evaluation(trainer)
+def test_draws_repeat_and_are_neither_those_of_another_seed_nor_of_the_training():
+    trainer = sft()
+    drawn = {'do_sample': True, 'max_new_tokens': 12}
+    again = asked(seed=1, **drawn)
+    first = said(again, trainer)
+    assert said(again, trainer) == said(asked(seed=1, **drawn), trainer) == first
+    assert said(asked(seed=2, **drawn), trainer) != first
     engine = LocalEngine()
     engine.begin(trainer.strategy.unwrap(trainer.model))
     prompt = Prompt(ids=torch.tensor(TOKENIZER('a', add_special_tokens=False)['input_ids']))
@@ -115,177 +99,104 @@ def test_draws_are_not_those_of_the_training():
     training = engine.generate(Call.of([prompt] * 4, sampling, seed=0, indices=range(4)))
     engine.end()
     responses = [TOKENIZER.decode(s.response_ids, skip_special_tokens=True) for s in training]
-    assert responses != [row['response'] for row in evaluation.last]
+    assert responses != said(asked(['a'] * 4, **drawn), trainer)
 
 
-@pytest.mark.parametrize('do_sample', [False, True])
-def test_evaluating_leaves_no_trace_in_the_training(do_sample):
-    plain = sft([], dropout=0.2)
+def test_evaluating_leaves_no_trace_in_the_training():
+    plain = sft(dropout=0.2)
+    before = weights(plain)
     plain.fit()
-    evaluation = PromptEvaluation(PROMPTS, reward=length, do_sample=do_sample, max_new_tokens=4, num_rows=0)
-    watched = sft([Evaluator(evaluation, 1)], dropout=0.2)
-    watched.fit()
-    a, b = plain.model.state_dict(), watched.model.state_dict()
-    assert all(torch.equal(a[name], b[name]) for name in a)
-    assert any(not torch.equal(t, u) for t, u in zip(a.values(), an_actor().state_dict().values(), strict=True))
+    for do_sample in (False, True):
+        watched = sft(Evaluator(asked(reward=length, do_sample=do_sample), 1), dropout=0.2)
+        watched.fit()
+        assert torch.equal(weights(plain), weights(watched))
+    assert not torch.equal(weights(plain), before)
 
 
 def test_dropout_is_off_while_evaluating_and_back_on_after_it():
-    trainer = sft([], dropout=0.5)
+    trainer, evaluation = sft(dropout=0.5), asked(max_new_tokens=12)
     trainer.model.train()
-    evaluation = PromptEvaluation(PROMPTS, max_new_tokens=12, num_rows=0)
-    evaluation(trainer)
-    first = [row['response'] for row in evaluation.last]
+    first = said(evaluation, trainer)
     assert trainer.strategy.unwrap(trainer.model).training
     trainer.model.eval()
-    evaluation(trainer)
-    assert [row['response'] for row in evaluation.last] == first
+    assert said(evaluation, trainer) == first
 
 
-def test_before_during_and_after_with_a_table_for_each(tmp_path, capsys):
-    evaluation = PromptEvaluation(iter(PROMPTS), reward=length, metric_fn=metric, max_new_tokens=4, num_rows=2)
-    trainer = sft([Evaluator(evaluation, 3, metric='score_mean'), MetricsWriter()], run_dir=tmp_path)
-    trainer.fit()
-    assert trainer.phase == 4
-    assert [r['step'] for r in lines(tmp_path / 'eval.jsonl')] == [0, 3, 4]
-    rows = lines(tmp_path / 'eval_samples.jsonl')
-    assert [(r['step'], r['prompt']) for r in rows] == [(s, p) for s in (0, 3, 4) for p in ('a', 'bc')]
-    assert all(r['missing'] == {'a': 3, 'bc': 1}[r['prompt']] - r['score'] for r in rows)
-    assert [name in r for r in lines(tmp_path / 'metrics.jsonl') for name in ('eval/score_mean',)] == [
-        False,
-        False,
-        True,
-        False,
-    ]
-    assert 'evaluation samples after phase 3' in capsys.readouterr().out
+def test_before_during_and_after_with_a_table_for_each_that_a_resume_cuts_back(tmp_path, capsys):
+    def make() -> Any:
+        evaluation = asked(iter(PROMPTS), reward=length, metric_fn=metric, num_rows=2)
+        callbacks = Evaluator(evaluation, 3, metric='score_mean'), SaveCheckpoint(interval=2, keep_last=9)
+        return sft(*callbacks, MetricsWriter(), run_dir=tmp_path)
 
+    def check() -> None:
+        assert [r['step'] for r in lines(tmp_path / 'eval.jsonl')] == [0, 3, 4]
+        rows = lines(tmp_path / 'eval_samples.jsonl')
+        assert [(r['step'], r['prompt']) for r in rows] == [(s, p) for s in (0, 3, 4) for p in ('a', 'bc')]
+        assert all(r['missing'] == {'a': 3, 'bc': 1}[r['prompt']] - r['score'] for r in rows)
+        have = ['eval/score_mean' in r for r in lines(tmp_path / 'metrics.jsonl')]
+        assert have == [False, False, True, False]
 
-def test_a_resumed_run_cuts_the_table_back(tmp_path):
-    def make() -> SFTTrainer:
-        evaluation = PromptEvaluation(['a'], max_new_tokens=2)
-        return sft([Evaluator(evaluation, 1), SaveCheckpoint(interval=2, keep_last=9)], run_dir=tmp_path)
-
-    make().fit()
-    assert [r['step'] for r in lines(tmp_path / 'eval_samples.jsonl')] == [0, 1, 2, 3, 4]
+    first = make()
+    first.fit()
+    assert first.phase == 4 and 'evaluation samples after phase 3' in capsys.readouterr().out
+    check()
     again = make()
     assert again.load_checkpoint(tmp_path / 'checkpoints' / 'step-00000002')
     again.fit()
-    assert [r['step'] for r in lines(tmp_path / 'eval_samples.jsonl')] == [0, 1, 2, 3, 4]
-    assert [r['step'] for r in lines(tmp_path / 'eval.jsonl')] == [0, 1, 2, 3, 4]
+    check()
 
 
-def test_the_best_checkpoint_by_an_evaluation_is_kept_the_last_one_included(tmp_path):
-    scores = iter([0.0, 0.2, 0.9, 0.1])  # before, at 2, at 4, after the last phase (5)
-
-    def kept(values: Any, folder: Path) -> list[str]:
-        def fake(trainer: Any) -> dict[str, float]:
-            return {'score_mean': next(values)}
-
-        saver = SaveCheckpoint(interval=2, keep_last=1, keep_best=1, metric='eval/score_mean')
-        sft([Evaluator(fake, 2), saver], run_dir=folder, max_steps=5, max_epochs=9).fit()
-        return sorted(p.name for p in (folder / 'checkpoints').iterdir())
-
-    assert kept(scores, tmp_path / 'a') == ['step-00000004', 'step-00000005']
-    assert kept(iter([0.0, 0.9, 0.2, 0.1]), tmp_path / 'b') == ['step-00000002', 'step-00000005']
-    assert kept(iter([0.0, 0.2, 0.4, 0.9]), tmp_path / 'c') == ['step-00000005']
-
-
-def test_stop_strings_end_a_response_and_are_cut():
-    trainer = sft([])
-    free = PromptEvaluation(PROMPTS, do_sample=True, max_new_tokens=20, num_rows=0)
-    free(trainer)
-    whole = [row['response'] for row in free.last]
-    special = ''.join(TOKENIZER.all_special_tokens)  # a stop string may also be found in the name of one of these
-    letter = next(c for text in whole for c in text[2:-1] if c.strip() and c not in special)
-    cut = PromptEvaluation(PROMPTS, do_sample=True, max_new_tokens=20, num_rows=0, stop_strings=[letter])
-    cut(trainer)
-    assert [row['response'] for row in cut.last] == [text.split(letter)[0] for text in whole]
+@pytest.mark.parametrize(
+    ('scores', 'kept'),
+    [([0.0, 0.2, 0.9, 0.1], [4, 5]), ([0.0, 0.9, 0.2, 0.1], [2, 5]), ([0.0, 0.2, 0.4, 0.9], [5])],
+)
+def test_the_best_checkpoint_by_an_evaluation_is_kept_the_last_one_included(tmp_path, scores, kept):
+    values = iter(scores)  # before, at 2, at 4, after the last phase (5)
+    saver = SaveCheckpoint(interval=2, keep_last=1, keep_best=1, metric='eval/score_mean')
+    evaluator = Evaluator(lambda trainer: {'score_mean': next(values)}, 2)
+    sft(evaluator, saver, run_dir=tmp_path, max_steps=5, max_epochs=9).fit()
+    assert sorted(p.name for p in (tmp_path / 'checkpoints').iterdir()) == [f'step-{k:08d}' for k in kept]
 
 
 def test_dpo_and_ppo_speak_through_their_actor():
-    strategy = NaiveStrategy(seed=5, device='cpu')
-    actor = an_actor()
-    actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=1e-3)))
-    answers = [torch.tensor([5, 2]), torch.tensor([6, 2])]
-    masks = [torch.ones(2, dtype=torch.bool)] * 2
-    pairs = [TokenizedPreference(prompt_ids=torch.tensor([4]), responses=answers, response_masks=masks)] * 4
-    evaluator = Evaluator(PromptEvaluation(PROMPTS, reward=length, max_new_tokens=3, num_rows=0), 1)
-    initial = strategy.prepare(an_actor())
-    quiet = ProgressBar(enabled=False)
-    DPOTrainer(
-        strategy,
-        actor,
-        optim,
-        pairs,
-        initial_model=initial,
-        tokenizer=TOKENIZER,
-        callbacks=[quiet, evaluator],
-        max_epochs=1,
-    ).fit()
+    strategy, evaluator = NaiveStrategy(seed=5, device='cpu'), Evaluator(asked(reward=length), 1)
+    actor, optim = trained(strategy, GPTActor(config=config()))
+    settings = {'tokenizer': TOKENIZER, 'callbacks': [Log(), evaluator], 'max_epochs': 1}
+    pairs = [preference([4], [5, 2], [6, 2])] * 4
+    DPOTrainer(strategy, actor, optim, pairs, initial_model=GPTActor(config=config()), **settings).fit()
     assert {'eval/score_mean', 'eval/length_mean'} <= evaluator.last.keys()
-
-    actor, critic = an_actor(), GPTCritic(config=tiny_config('gpt2', vocab_size=len(TOKENIZER), positions=32))
-    (actor, optim), (critic, critic_optim), initial = strategy.prepare(
-        (actor, torch.optim.AdamW(actor.parameters(), lr=1e-3)),
-        (critic, torch.optim.AdamW(critic.parameters(), lr=1e-3)),
-        an_actor(),
-    )
-    evaluator = Evaluator(
-        PromptEvaluation(PROMPTS, max_new_tokens=3, num_rows=0), 1
-    )  # the trainer's tokenizer and reward
-    PPOTrainer(
-        strategy,
-        actor,
-        critic,
-        length,
-        initial,
-        optim,
-        critic_optim,
-        tokenizer=TOKENIZER,
-        callbacks=[quiet, evaluator],
-        experience_batch_size=4,
-        train_batch_size=4,
-        max_new_tokens=3,
-    ).fit(['a', 'b'], 1, 1, 1)
+    evaluator = Evaluator(asked(max_new_tokens=3), 1)  # the trainer's tokenizer and reward
+    tiny_runs.ppo(None, length, config=config(), callbacks=[evaluator]).fit(['a', 'b'], 1, 1, 1)
     assert 0 <= evaluator.last['eval/score_mean'] <= 3
 
 
 def test_a_metric_of_another_length_is_refused():
     with pytest.raises(ValueError, match="metric_fn: 'n' has 1 numbers for 3 samples"):
-        PromptEvaluation(PROMPTS, metric_fn=lambda **_: {'n': [1.0]}, max_new_tokens=1)(sft([]))
+        asked(metric_fn=lambda **_: {'n': [1.0]}, max_new_tokens=1)(sft())
 
 
-def on_two_ranks() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, kind in (('ddp', DDPStrategy), ('fsdp', FSDPStrategy)):
-        for prompts in (PROMPTS, PROMPTS[:1]):  # one prompt leaves a rank without work
+def evaluated(kinds: list[Any]) -> list[tuple[dict[str, float], int, int]]:
+    """Under each strategy, of three prompts and of one, which leaves a rank without work."""
+    found = []
+    for kind in kinds:
+        for prompts in (PROMPTS, PROMPTS[:1]):
+            calls: list[int] = []
+
+            def counted(calls: list[int] = calls, *, samples: Any, **given: Any) -> dict[str, list[float]]:
+                calls.append(1)
+                return metric(samples, **given)
+
             with kind(seed=5, device='cpu') as strategy:
-                calls: list[int] = []
-
-                def counted(calls: list[int] = calls, *, samples: Any, **given: Any) -> dict[str, list[float]]:
-                    calls.append(1)
-                    return metric(samples, **given)
-
-                evaluation = PromptEvaluation(
-                    prompts, reward=length, metric_fn=counted, do_sample=True, max_new_tokens=6, num_rows=0
-                )
-                evaluator = Evaluator(evaluation, 2)
-                sft([evaluator], strategy=strategy).fit()
-                found[f'{name} {len(prompts)}'] = evaluator.last, len(calls), strategy.rank
+                evaluator = Evaluator(asked(prompts, reward=length, metric_fn=counted, do_sample=True), 2)
+                sft(evaluator, strategy=strategy).fit()
+                found.append((evaluator.last, len(calls), strategy.rank))
     return found
 
 
 def test_the_number_of_ranks_does_not_enter():
-    alone = {}
-    for prompts in (PROMPTS, PROMPTS[:1]):
-        evaluator = Evaluator(
-            PromptEvaluation(prompts, reward=length, metric_fn=metric, do_sample=True, max_new_tokens=6, num_rows=0), 2
-        )
-        sft([evaluator]).fit()
-        alone[len(prompts)] = evaluator.last
-    for results in run_distributed(on_two_ranks, 2, init_group=True):
-        for name, (last, calls, rank) in results.items():
-            assert last == pytest.approx(alone[int(name[-1])]), name
-            assert calls == (3 if rank == 0 else 0), (
-                name
-            )  # before, phase 2, phase 4: a metric function runs once, on rank 0
+    alone = evaluated([NaiveStrategy]) * 2
+    for results in run_distributed(evaluated, 2, [DDPStrategy, FSDPStrategy], init_group=True):
+        for (want, _, _), (last, calls, rank) in zip(alone, results, strict=True):
+            assert last == pytest.approx(want)
+            # before, phase 2, phase 4: a metric function runs once, on rank 0
+            assert calls == (3 if rank == 0 else 0)

@@ -11,42 +11,38 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_runs
 import torch
+from in_process_workers import InProcessWorkers
 
-from chatgpt.rollout import Abilities, CheckedEngine
+import chatgpt
+from chatgpt.data import PromptSet
+from chatgpt.environments.games import Countdown
+from chatgpt.launch import relaunch, rollouts
+from chatgpt.launch.runs import PPORun
+from chatgpt.nn import Actor, AutoActor
+from chatgpt.rollout import Abilities, Call, CheckedEngine, LocalEngine, RemoteEngine, SamplingParams
+from chatgpt.strategies import FSDPStrategy, NaiveStrategy
+from chatgpt.strategies.checkpoint import CheckpointError, CheckpointReader
+from chatgpt.testing import tiny_causal_lm
+from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
+from chatgpt.trainer.callbacks import SaveCheckpoint
+from chatgpt.trainer.callbacks.base import TrainerView
+from chatgpt.trainer.callbacks.run_record import describe
+from chatgpt.trainer.collect import Collector
+from chatgpt.trainer.metrics import rank_metrics
+from chatgpt.trainer.prompt_evaluation import PromptEvaluation
+from chatgpt.trainer.run_control import agreed, check_ranks
+from chatgpt.types import Prompt
 
 
 def ppo(strategy: Any, **more: Any) -> Any:
-    """A trainer of tiny models."""
-    from chatgpt.nn import AutoActor, AutoCritic
-    from chatgpt.testing.fakes import char_tokenizer, tiny_config
-    from chatgpt.trainer import PPOTrainer
-    from chatgpt.trainer.callbacks import ProgressBar
-
-    config = tiny_config('llama', heads=4, positions=48)
-    actor, critic = AutoActor(config=config), AutoCritic(config=config)
-    trained = [(model, torch.optim.AdamW(model.parameters(), lr=1e-3)) for model in (actor, critic)]
-    (actor, actor_optim), (critic, critic_optim) = strategy.prepare(*trained)
-    return PPOTrainer(
-        strategy,
-        actor,
-        critic,
-        None if 'environment' in more else lambda prompts, responses: [1.0] * len(responses),
-        strategy.prepare(AutoActor(config=config)),
-        actor_optim,
-        critic_optim,
-        tokenizer=char_tokenizer(),
-        callbacks=[ProgressBar(enabled=False)],
-        experience_batch_size=4,
-        train_batch_size=4,
-        max_new_tokens=4,
-        **more,
-    )
+    reward = None if 'environment' in more else lambda prompts, responses: [1.0] * len(responses)
+    return tiny_runs.ppo(strategy, reward, config=tiny_config('llama', heads=4, positions=48), **more)
 
 
 def told(call: Any, *args: Any, **kw: Any) -> str:
-    """The error of a call."""
     try:
         call(*args, **kw)
     except Exception as error:
@@ -56,8 +52,6 @@ def told(call: Any, *args: Any, **kw: Any) -> str:
 
 def signs(strategy: Any, folder: str) -> str:
     """`sign` where the second process does not see the folder of the first."""
-    from chatgpt.launch import relaunch
-
     reads = relaunch._read
     if strategy.processes.rank == 1:
         relaunch._read = lambda save_path: {}  # type: ignore[assignment]
@@ -69,8 +63,6 @@ def signs(strategy: Any, folder: str) -> str:
 
 def resumed(trainer: Any, folder: str) -> str:
     """`load_checkpoint` where the second process does not see the folder of the first."""
-    from chatgpt.strategies.checkpoint import CheckpointError, CheckpointReader
-
     reads = CheckpointReader.verify
 
     def blind(self: Any, rank: int = 0, world_size: int = 1) -> None:
@@ -116,13 +108,6 @@ class AnswersLater(OwnModel):
 
 def drawn(strategy: Any, kind: Any) -> tuple[list[int], list[int]]:
     """Tokens that a collector of such an engine gives: of these prompts now, and of the next ones."""
-    from chatgpt.data import PromptSet
-    from chatgpt.nn import Actor
-    from chatgpt.rollout import SamplingParams
-    from chatgpt.testing import tiny_causal_lm
-    from chatgpt.trainer.collect import Collector
-    from chatgpt.types import Prompt
-
     engine, prompts = kind(5 + strategy.processes.rank), [Prompt(ids=torch.tensor([3]), text='a') for _ in range(2)]
     policy = nullcontext(Actor(tiny_causal_lm('gpt2')))
     collector = Collector(strategy, engine, SamplingParams(max_new_tokens=1), policy=lambda **_: policy, batch_size=2)
@@ -133,16 +118,6 @@ def drawn(strategy: Any, kind: Any) -> tuple[list[int], list[int]]:
 
 
 def of_a_process(folder: str) -> dict[str, Any]:
-    import chatgpt
-    from chatgpt.environments.games import Countdown
-    from chatgpt.strategies import FSDPStrategy
-    from chatgpt.trainer.callbacks import SaveCheckpoint
-    from chatgpt.trainer.callbacks.base import TrainerView
-    from chatgpt.trainer.callbacks.run_record import describe
-    from chatgpt.trainer.metrics import rank_metrics
-    from chatgpt.trainer.prompt_evaluation import PromptEvaluation
-    from chatgpt.trainer.run_control import agreed, check_ranks
-
     found: dict[str, Any] = {}
     with FSDPStrategy(seed=3, precision='fp32', tensor_parallel=2, device='cpu') as strategy:
         second = strategy.processes.rank == 1
@@ -177,84 +152,40 @@ def both(tmp_path_factory) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_signal_that_one_process_got_stops_both(both):
-    assert [f['stops'] for f in both] == [[True, True, False]] * 2
-
-
-def test_processes_that_differ_are_told(both):
-    for found in both:
-        same, other = found['agree']
-        assert same == 'no error'
-        assert other == (
-            'RankMismatchError: the ranks do not run the same run, seen here: on rank 1 seed is 4 instead of 3 '
-            '(as on rank 0)'
-        )
-
-
-def test_the_first_clock_says_when_a_checkpoint_is_due(both):
-    assert [f['due'] for f in both] == [[True, False]] * 2
-
-
-def test_one_rank_has_no_slowest(both):
-    assert [f['timing'] for f in both] == [{}, {}]
-
-
-def test_a_record_counts_both(both):
+def test_what_both_decide_together(both):
+    assert [f['stops'] for f in both] == [[True, True, False]] * 2  # a signal that one process got
+    assert [f['due'] for f in both] == [[True, False]] * 2  # the first clock says when a checkpoint is due
+    assert [f['timing'] for f in both] == [{}, {}]  # one rank has no slowest
     assert [f['record'] for f in both] == [{'world_size': 1, 'processes': 2}] * 2
-
-
-def test_an_environment_is_refused(both):
-    for found in both:
-        for error in found['environment']:
-            assert error.startswith('ValueError: environment does not go with tensor_parallel: ')
-
-
-def test_a_process_that_does_not_see_the_folder_is_named(both):
-    for found in both:
-        assert 'is not shared: what rank 0 on ' in found['sign'] and 'is not seen by rank 1 on ' in found['sign']
-
-
-def test_a_process_that_cannot_read_a_checkpoint_ends_both(both):
-    assert [f['resume'] for f in both] == ['CheckpointError: the folder is not there'] * 2
-
-
-def test_engines_with_models_of_their_own_give_the_draws_of_the_first(both):
     assert [f['leader'] for f in both] == [0, 0]
-    for found in both:
+    for found in both:  # engines with models of their own give the draws of the first
         assert found['drawn'] == [([5, 5], [5, 5])] * 2
 
 
-# ---------------------------------------------------------------- workers
+def test_what_is_refused_is_refused_on_both(both):
+    other = 'RankMismatchError: the ranks do not run the same run, seen here: on rank 1 seed is 4 instead of 3 (as on'
+    for found in both:
+        assert found['agree'][0] == 'no error' and found['agree'][1].startswith(other)
+        for error in found['environment']:
+            assert error.startswith('ValueError: environment does not go with tensor_parallel: ')
+        assert 'is not shared: what rank 0 on ' in found['sign'] and 'is not seen by rank 1 on ' in found['sign']
+        assert found['resume'] == 'CheckpointError: the folder is not there'
 
 
 SAMPLING = {'max_new_tokens': 8, 'eos_token_ids': ()}
 
 
 def prompts(numbers: range) -> list[Any]:
-    from chatgpt.types import Prompt
-
     return [Prompt(ids=torch.tensor([5, 3 + i]), text=str(i)) for i in numbers]
 
 
 def actor_of(strategy: Any) -> Any:
-    from chatgpt.nn import AutoActor
-    from chatgpt.testing.fakes import tiny_config
-
     return strategy.prepare(AutoActor(config=tiny_config('llama', heads=4, positions=48)))
 
 
 def by_workers() -> dict[str, Any]:
     """Draws of the workers that a flag gives a rank: two samples of the first rank, one of the second, each with a
     limit of its own."""
-    from in_process_workers import InProcessWorkers
-
-    from chatgpt.launch import rollouts
-    from chatgpt.launch.runs import PPORun
-    from chatgpt.rollout import Call, RemoteEngine, SamplingParams
-    from chatgpt.strategies import FSDPStrategy
-    from chatgpt.trainer.collect import Collector
-    from chatgpt.types import Prompt
-
     workers, sampling = InProcessWorkers(2), SamplingParams(**SAMPLING)
     rollouts._engine = lambda args: RemoteEngine(workers)
     with FSDPStrategy(seed=3, precision='fp32', tensor_parallel=2, device='cpu') as strategy:
@@ -273,9 +204,6 @@ def by_workers() -> dict[str, Any]:
 
 
 def test_a_rank_has_one_set_of_workers():
-    from chatgpt.rollout import Call, LocalEngine, SamplingParams
-    from chatgpt.strategies import NaiveStrategy
-
     ranks = run_distributed(by_workers, 4)
     with NaiveStrategy(seed=3, device='cpu', precision='fp32') as strategy:
         engine = LocalEngine()

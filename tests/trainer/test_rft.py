@@ -2,71 +2,50 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from phase_log import Log
+from fake_trainer import experience
+from tiny_runs import check_resume, close, offline, weights
 
 from chatgpt.nn import GPTActor
 from chatgpt.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import RFTConfig, RFTTrainer
-from chatgpt.trainer.callbacks import ProgressBar, SaveCheckpoint
+from chatgpt.trainer.callbacks import Callback
 from chatgpt.trainer.experience import RewardFunctionError
 from chatgpt.trainer.rft import select
-from chatgpt.types import Sample
+from chatgpt.types import Experience
 
 
-def sample(group: int, ids: list[int]) -> Sample:
-    n = len(ids)
-    return Sample(
-        index=0,
-        group=group,
-        prompt_ids=torch.tensor([1]),
-        response_ids=torch.tensor(ids),
-        response_mask=torch.ones(n, dtype=torch.bool),
-        logprobs=torch.zeros(n),
-        filtered_logprobs=torch.zeros(n),
-        edge_distances=torch.ones(n),
-        finish_reason='eos',
-    )
-
-
-@pytest.mark.parametrize(
-    ('quantile', 'want'), [(0.0, [0, 1, 2, 3]), (0.3, [1, 2, 3]), (0.5, [2, 3]), (0.7, [3]), (1.0, [3])]
-)
-def test_what_is_kept_of_a_group(quantile, want):
-    scores = [1.0, 2.0, 3.0, 4.0]
-    assert select([sample(0, [i]) for i in range(4)], scores, quantile) == want
-
-
-def test_groups_are_apart_texts_come_once_and_equal_scores_teach_nothing():
-    samples = [
-        sample(0, [1]),
-        sample(0, [1]),
-        sample(0, [2]),
-        sample(1, [3]),
-        sample(1, [4]),
-        sample(2, [5]),
-        sample(2, [6]),
-    ]
-    assert select(samples, [9.0, 9.0, 1.0, -5.0, -9.0, 3.0, 3.0], 0.9) == [0, 3]
+def sample(group: int, ids: list[int]) -> Experience:
+    return experience(0, [1], ids, group=group)
 
 
 @pytest.mark.parametrize(
     ('scores', 'quantile', 'want'),
     [
+        ([1, 2, 3, 4], 0.0, [0, 1, 2, 3]),
+        ([1, 2, 3, 4], 0.3, [1, 2, 3]),
+        ([1, 2, 3, 4], 0.5, [2, 3]),
+        ([1, 2, 3, 4], 1.0, [3]),
         ([0, 0, 0, 0, 0, 0, 0, 1], 0.7, [7]),  # the quantile is 0 here, and a failure is no lesson
         ([0, 1, 1, 1], 0.7, [1, 2, 3]),
         ([0, 0, 0, 1, 2, 0, 0, 0], 0.5, [3, 4]),
         ([0, 0, 0, 1], 0.0, [0, 1, 2, 3]),
     ],
 )
-def test_the_worst_of_a_group_are_not_kept(scores, quantile, want):
+def test_what_is_kept_of_a_group(scores, quantile, want):
     assert select([sample(0, [i]) for i in range(len(scores))], scores, quantile) == want
+
+
+def test_groups_are_apart_texts_come_once_and_equal_scores_teach_nothing():
+    samples = [sample(group, [i]) for group, i in ((0, 1), (0, 1), (0, 2), (1, 3), (1, 4), (2, 5), (2, 6))]
+    assert select(samples, [9.0, 9.0, 1.0, -5.0, -9.0, 3.0, 3.0], 0.9) == [0, 3]
 
 
 def test_the_quantile_rises():
@@ -79,59 +58,44 @@ def vowels(prompts: list[str], responses: list[str]) -> list[float]:
     return [sum(c in 'aeiou' for c in r) / max(len(r), 1) for r in responses]
 
 
-def make(strategy: Any = None, more: Any = (), reward: Any = vowels, **kw: Any) -> Any:
+def make(strategy: Any = None, reward: Any = vowels, **settings: Any) -> Any:
     strategy = strategy or NaiveStrategy(seed=3)
     torch.manual_seed(3)
+    given = {'num_rounds': 2, 'num_samples_per_prompt': 8, 'train_batch_size': 8, 'max_new_tokens': 8, 'lr': 1e-2}
+    given['tokenizer'] = char_tokenizer()
     actor = GPTActor(config=tiny_config('gpt2', positions=32))
-    actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=1e-2, eps=1e-4)))
-    log = Log()
-    settings = {'num_rounds': 4, 'num_samples_per_prompt': 8, 'train_batch_size': 8, 'max_new_tokens': 8} | kw
-    tokenizer, prompts = char_tokenizer(), ['a', 'b', 'c', 'd']
-    trainer = RFTTrainer(
-        strategy, actor, optim, prompts, reward, tokenizer=tokenizer, callbacks=[log, *more], **settings
-    )
-    trainer.log = log
-    return trainer
+    return offline(RFTTrainer, strategy, actor, ['a', 'b', 'c', 'd'], reward, **given | settings)
 
 
-def test_it_learns():
-    trainer = make(num_rounds=6, max_epochs=2)
-    trainer.fit()
-    scores = [p['rft/score_mean'] for p in trainer.log.phases]
-    assert len(scores) == 6
-    assert scores[-1] > scores[0] + 0.2
-    for p in trainer.log.phases:
+def test_it_learns_and_a_resumed_run_has_the_same_bits(tmp_path):
+    phases = check_resume(partial(make, num_rounds=6, max_epochs=2), tmp_path, 4).log.phases
+    scores = [p['rft/score_mean'] for p in phases]
+    assert len(scores) == 6 and scores[-1] > scores[0] + 0.2
+    for p in phases:
         assert p['rft/kept_score_mean'] > p['rft/score_mean']
-        assert 0 < p['rft/kept'] < 0.8
-        assert p['sft/loss'] > 0
+        assert 0 < p['rft/kept'] < 0.8 and p['sft/loss'] > 0
 
 
-def test_a_resumed_run_has_the_same_bits(tmp_path):
-    whole = make(run_dir=tmp_path, more=[SaveCheckpoint(interval=1, keep_last=9)])
-    whole.fit()
-    rest = make()
-    assert rest.load_checkpoint(tmp_path / 'checkpoints' / 'step-00000002')
-    rest.fit()
-    assert rest.log.phases == whole.log.phases[2:]
-    a, b = (t.strategy.unwrap(t.model).state_dict() for t in (rest, whole))
-    assert all(torch.equal(a[n], b[n]) for n in b)
+class Same:
+    def __init__(self, score: float) -> None:
+        self.given = score
+
+    def score(self, samples: Any, strategy: Any) -> list[float]:
+        return [self.given] * len(samples)
 
 
 def test_a_reward_without_differences_teaches_nothing():
-    trainer = make(num_rounds=2)
-    trainer.scorer = type('Same', (), {'score': lambda self, samples, strategy: [1.0] * len(samples)})()
-    before = [p.clone() for p in trainer.model.parameters()]
+    trainer = make(reward=Same(1.0))
+    before = weights(trainer)
     with pytest.warns(UserWarning, match='RFT round 2: no prompt has responses of different scores'):
         trainer.fit()
-    assert trainer.round == 2
-    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+    assert trainer.round == 2 and torch.equal(before, weights(trainer))
 
 
 @pytest.mark.parametrize(
     ('settings', 'sentence'),
     [
         ({'num_samples_per_prompt': 1}, 'RFT keeps some and drops some'),
-        ({'end_quantile': 1.5}, r'end_quantile=1.5 must lie in \[0, 1\]'),
         ({'do_sample': False}, 'do_sample=False gives only one'),
         ({'max_steps': 3}, 'max_steps=3 does not end an RFT run'),
         ({'reward': None}, 'chooses by a reward, and got None'),
@@ -144,15 +108,12 @@ def test_mistakes(settings, sentence):
 
 
 def test_a_score_that_is_not_finite_is_refused():
-    trainer = make()
-    trainer.scorer = type('Nan', (), {'score': lambda self, samples, strategy: [float('nan')] * len(samples)})()
     with pytest.raises(RewardFunctionError, match='nan for sample 0 .*; scores must be finite'):
-        trainer.fit()
+        make(reward=Same(float('nan'))).fit()
 
 
-class Rates(ProgressBar):
+class Rates(Callback):
     def __init__(self) -> None:
-        super().__init__(enabled=False)
         self.rates: list[float] = []
 
     def on_learn_batch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
@@ -162,7 +123,8 @@ class Rates(ProgressBar):
 def test_a_decaying_learning_rate_ends_with_the_last_round():
     rates = Rates()
     # one of 2 responses is kept, so the rounds are about equally long
-    make(more=[rates], num_samples_per_prompt=2, train_batch_size=1, lr_schedule='linear').fit()
+    settings = {'num_rounds': 4, 'num_samples_per_prompt': 2, 'train_batch_size': 1, 'lr_schedule': 'linear'}
+    make(callbacks=[rates], **settings).fit()
     assert len(rates.rates) > 8
     assert rates.rates[0] == pytest.approx(1e-2)
     assert 0 < rates.rates[-1] <= 1e-2 / 4
@@ -170,17 +132,16 @@ def test_a_decaying_learning_rate_ends_with_the_last_round():
     assert max(rises) < 0.15e-2  # no saw, which would end every round near 0 and jump back by more
 
 
-def run() -> tuple[list[dict[str, float]], list[torch.Tensor]]:
+def run() -> tuple[list[dict[str, float]], torch.Tensor]:
     with DDPStrategy(seed=3, device='cpu') as strategy:
-        trainer = make(strategy, num_rounds=2)
+        trainer = make(strategy)
         trainer.fit()
-        return trainer.log.phases, [p.detach().clone() for p in strategy.unwrap(trainer.model).parameters()]
+        return trainer.log.phases, weights(trainer)
 
 
 def test_the_number_of_ranks_does_not_enter():
-    alone = make(num_rounds=2)
+    alone = make()
     alone.fit()
-    for phases, weights in run_distributed(run, 2):
-        for got, want in zip(phases, alone.log.phases, strict=True):
-            assert all(got[k] == pytest.approx(want[k], rel=1e-4, abs=1e-5) for k in want)
-        assert all(torch.allclose(a, b, atol=3e-4) for a, b in zip(weights, alone.model.parameters(), strict=True))
+    for phases, found in run_distributed(run, 2):
+        close(phases, alone.log.phases)
+        assert torch.allclose(found, weights(alone), atol=3e-4)

@@ -1,4 +1,5 @@
-"""What is recorded of a phase: which sequences, the numbers of their tokens, on one rank as on two; and the folder."""
+"""What is recorded of a phase: which sequences, the numbers and texts of their tokens, on one rank as on two; and the
+folder."""
 
 from __future__ import annotations
 
@@ -12,72 +13,35 @@ from typing import Any
 import pytest
 import torch
 from fake_trainer import FakeTrainer, experience
-from phase_log import Log
+from tiny_runs import fit, ppo, sft, vowels, weights
 
+from chatgpt.launch import demo_world
 from chatgpt.monitor.run_folder import rollouts
 from chatgpt.monitor.run_folder.rollouts import PER_TOKEN, read_rollouts, recorded_phases
-from chatgpt.nn import GPTActor, GPTCritic
-from chatgpt.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
-from chatgpt.testing import byte_tokenizer
+from chatgpt.strategies import DDPStrategy, FSDPStrategy
+from chatgpt.testing import byte_tokenizer, char_tokenizer
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer import PPOTrainer, SFTTrainer
-from chatgpt.trainer.callbacks import Callback, ProgressBar, RolloutRecorder
+from chatgpt.trainer.callbacks import Callback, RolloutRecorder
 from chatgpt.trainer.callbacks.rollouts import first_groups
+from chatgpt.trainer.callbacks.token_texts import token_texts
 from chatgpt.trainer.losses import collate_experience
-from chatgpt.types import Sequence
-
-PROMPTS = [f'a {word}' for word in 'one two three four five six'.split()]
 
 
-def vowels(prompts: list[str], responses: list[str]) -> list[float]:
-    return [float(sum(c in 'aeiou' for c in r)) for r in responses]
-
-
-def make(strategy: Any, run_dir: Path | None, more: Any = (), kind: str = 'critic', **settings: Any) -> PPOTrainer:
-    """A small PPO run on bytes. `kind`: critic, shared trunk, hydra, lora or nlpo."""
-    torch.manual_seed(3)
+def make(run_dir: Path | None, strategy: Any = None, **settings: Any) -> Any:
     config = tiny_config('gpt2', vocab_size=259, positions=48)
-    options: dict[str, Any] = {'hydra': {'num_layers_unfrozen': 1}, 'lora': {'lora_rank': 2}}.get(kind, {})
-    actor = GPTActor(config=deepcopy(config), value_head=True if kind == 'shared' else None, **options)
-    initial = None if options else strategy.prepare(deepcopy(GPTActor(config=deepcopy(config))))
-    if kind == 'nlpo':
-        settings |= {'mask_model': strategy.prepare(deepcopy(actor)), 'nlpo_top_p': 0.9}
-    trained = [p for p in actor.parameters() if p.requires_grad]
-    actor, optim = strategy.prepare((actor, torch.optim.AdamW(trained, lr=3e-3, eps=1e-5)))
-    critic = critic_optim = None
-    if kind != 'shared':
-        critic = GPTCritic(config=deepcopy(config))
-        critic, critic_optim = strategy.prepare((critic, torch.optim.AdamW(critic.parameters(), lr=3e-3, eps=1e-5)))
     given = {'experience_batch_size': 3, 'train_batch_size': 6, 'max_new_tokens': 5, 'num_samples_per_prompt': 2}
-    return PPOTrainer(
-        strategy,
-        actor,
-        critic,
-        vowels,
-        initial,
-        optim,
-        critic_optim,
-        tokenizer=byte_tokenizer(),
-        run_dir=run_dir,
-        callbacks=[ProgressBar(enabled=False), *more],
-        **given | settings,
-    )
-
-
-def fit(trainer: PPOTrainer, phases: int) -> None:
-    trainer.fit(PROMPTS, num_episodes=1, max_timesteps=phases, update_timesteps=1)
+    given |= {'lr': 3e-3, 'critic': not settings.get('value_head')}
+    return ppo(strategy, config=config, tokenizer=byte_tokenizer(), run_dir=run_dir, **given | settings)
 
 
 class Kept(Callback):
-    """The experiences of every phase, and the actor as it was before it learned from them."""
+    """The actor as it was before it learned from each phase."""
 
     def __init__(self) -> None:
-        self.phases: list[list[Any]] = []
         self.actors: list[Any] = []
 
     def on_make_experience_end(self, trainer: Any, experiences: list[Any]) -> None:
-        self.phases.append(experiences)
         self.actors.append(deepcopy(trainer.strategy.unwrap(trainer.actor)))
 
 
@@ -85,52 +49,34 @@ def entropies_by_hand(actor: Any, e: Any) -> list[float]:
     """−Σ p log p before each action, from the logits of the model below the actor."""
     ids = torch.cat([e.prompt_ids, e.response_ids])[None]
     with torch.no_grad():
-        logits = actor.model(ids).logits[0].double()
-    found = []
-    for at in range(len(e.prompt_ids) - 1, ids.shape[1] - 1):
-        p = torch.softmax(logits[at], dim=-1)
-        found.append(float(-(p * p.log()).sum()))
-    return found
-
-
-# ---------------------------------------------------------------------- which
+        p = actor.model(ids).logits[0, len(e.prompt_ids) - 1 : -1].double().softmax(dim=-1)
+    return (-(p * p.log()).sum(dim=-1)).tolist()
 
 
 def test_the_first_groups_whole_as_long_as_they_fit():
-    groups = [0, 0, 0, 1, 1, 1, 2, 2, 2]
     given = [experience(i, [3], [4], 0.0) for i in range(9)]
-    for e, group in zip(given, groups, strict=True):
-        e.group = group
-    given = given[::-1]
-
-    def chosen(num: int) -> list[int]:
-        return [e.index for e in first_groups(given, num)]
-
-    assert chosen(9) == chosen(100) == list(range(9))
-    assert chosen(8) == chosen(6) == [0, 1, 2, 3, 4, 5]
-    assert chosen(5) == chosen(3) == [0, 1, 2]
-    assert chosen(2) == [0, 1]  # of a group that is larger, its beginning
+    for e in given:
+        e.group = e.index // 3
+    # of a group that is larger, its beginning
+    for num, count in ((100, 9), (9, 9), (8, 6), (6, 6), (5, 3), (3, 3), (2, 2)):
+        assert [e.index for e in first_groups(given[::-1], num)] == list(range(count))
     assert first_groups([], 4) == []
 
 
-# ---------------------------------------------------------------------- numbers
-
-
-@pytest.mark.parametrize('kind', ['critic', 'shared', 'hydra', 'lora'])
+@pytest.mark.parametrize('kind', [{}, {'value_head': True}, {'num_layers_unfrozen': 1}, {'lora_rank': 2}], ids=str)
 def test_arrays_are_those_of_the_experience_and_entropy_is_the_policys(tmp_path, kind):
     kept = Kept()
     # One train batch and one epoch, so that the policy of the forward is the one that was copied; micro-batches of two
     # or three sequences.
-    trainer = make(NaiveStrategy(seed=3), tmp_path, [kept], kind, max_tokens_per_batch=40)
-    fit(trainer, 2)
+    trainer = fit(make(tmp_path, callbacks=[kept], max_tokens_per_batch=40, **kind), 2)
     assert recorded_phases(tmp_path) == [1, 2]
-    for phase in (1, 2):
+    for phase, (experiences, actor) in enumerate(zip(trainer.log.experiences, kept.actors, strict=True), start=1):
         rows = read_rollouts(tmp_path, [phase])
-        assert [r['index'] for r in rows] == [e.index for e in kept.phases[phase - 1]] and len(rows) == 6
-        for row, e in zip(rows, kept.phases[phase - 1], strict=True):
+        assert [r['index'] for r in rows] == [e.index for e in experiences] and len(rows) == 6
+        for row, e in zip(rows, experiences, strict=True):
             for name in PER_TOKEN:
                 assert row[name] == getattr(e, name).tolist(), name
-            assert row['entropy'] == pytest.approx(entropies_by_hand(kept.actors[phase - 1], e), rel=1e-5)
+            assert row['entropy'] == pytest.approx(entropies_by_hand(actor, e), rel=1e-5)
             assert (row['phase'], row['group'], row['version']) == (phase, e.group, phase - 1)
             assert (row['token_ids'], row['prompt_ids']) == (e.response_ids.tolist(), e.prompt_ids.tolist())
             assert (row['prompt'], row['response']) == (e.prompt_text, e.response_text)
@@ -141,16 +87,6 @@ def test_arrays_are_those_of_the_experience_and_entropy_is_the_policys(tmp_path,
             assert len(row['tokens']) == len(row['mask']) == e.num_actions
 
 
-def test_nlpo_has_the_entropy_of_the_masked_policy(tmp_path):
-    trainer = make(NaiveStrategy(seed=3), tmp_path, kind='nlpo')
-    fit(trainer, 1)
-    plain = make(NaiveStrategy(seed=3), tmp_path / 'plain')
-    fit(plain, 1)
-    masked, whole = ([x for r in read_rollouts(p) for x in r['entropy']] for p in (tmp_path, tmp_path / 'plain'))
-    # Of an untrained policy, nine tenths of the mass are about nine tenths of the tokens.
-    assert max(masked) < min(whole)
-
-
 def test_entropy_is_null_where_nothing_was_learned_from_a_sequence(tmp_path):
     class Unlike(Callback):
         def on_make_experience_end(self, trainer: Any, experiences: list[Any]) -> None:
@@ -158,37 +94,35 @@ def test_entropy_is_null_where_nothing_was_learned_from_a_sequence(tmp_path):
                 e.response_mask = torch.zeros_like(e.response_mask)
 
     # The buffer keeps the newest six of twelve.
-    trainer = make(NaiveStrategy(seed=3), tmp_path, [Unlike()], experience_batch_size=6, buffer_limit=6)
-    fit(trainer, 1)
+    fit(make(tmp_path, callbacks=[Unlike()], experience_batch_size=6, buffer_limit=6), 1)
     rows = read_rollouts(tmp_path)
     assert [r['entropy'] is None for r in rows] == [True] * 6 + [False] * 6
     assert not any(any(r['mask']) for r in rows[:6])
 
 
-def recorded_on_ranks(strategy: Any, folder: str) -> None:
-    trainer = make(strategy, Path(folder), experience_batch_size=4, max_tokens_per_batch=16, max_epochs=2)
-    fit(trainer, 2)
+def recorded(folder: Path, strategy: Any = None) -> None:
+    fit(make(folder, strategy, experience_batch_size=4, max_tokens_per_batch=16, max_epochs=2), 1)
 
 
-def on_ranks(kind: str, folder: str) -> None:
-    strategy = {'ddp': DDPStrategy, 'fsdp': FSDPStrategy}[kind](seed=3)
-    with strategy:
-        recorded_on_ranks(strategy, folder)
+def on_ranks(folder: str) -> None:
+    for kind in (DDPStrategy, FSDPStrategy):
+        with kind(seed=3) as strategy:
+            recorded(Path(folder, kind.__name__), strategy)
 
 
-@pytest.mark.parametrize('kind', ['ddp', 'fsdp'])
-def test_two_ranks_record_what_one_does(tmp_path, kind):
-    recorded_on_ranks(NaiveStrategy(seed=3), str(tmp_path / 'one'))
-    run_distributed(on_ranks, 2, kind, str(tmp_path / 'two'))
-    one, two = read_rollouts(tmp_path / 'one'), read_rollouts(tmp_path / 'two')
-    assert len(one) == len(two) == 16
-    for a, b in zip(one, two, strict=True):
-        assert len(a['entropy']) == len(a['token_ids'])
-        for name in a:
-            if name in (*PER_TOKEN, 'entropy', 'kl', 'score', 'shaped_score'):
-                assert a[name] == pytest.approx(b[name], rel=1e-4, abs=2e-5), name
-            else:
-                assert a[name] == b[name], name
+def test_two_ranks_record_what_one_does(tmp_path):
+    recorded(tmp_path / 'one')
+    run_distributed(on_ranks, 2, str(tmp_path), init_group=True)
+    one = read_rollouts(tmp_path / 'one')
+    assert len(one) == 8
+    for kind in ('DDPStrategy', 'FSDPStrategy'):
+        for a, b in zip(one, read_rollouts(tmp_path / kind), strict=True):
+            assert len(a['entropy']) == len(a['token_ids'])
+            for name in a:
+                if name in (*PER_TOKEN, 'entropy', 'kl', 'score', 'shaped_score'):
+                    assert a[name] == pytest.approx(b[name], rel=1e-4, abs=2e-5), name
+                else:
+                    assert a[name] == b[name], name
 
 
 def test_a_dummy_batch_belongs_to_no_sequence(tmp_path):
@@ -207,58 +141,38 @@ def test_a_dummy_batch_belongs_to_no_sequence(tmp_path):
     assert [r['entropy'] for r in read_rollouts(tmp_path)] == [[0.25, 0.75], [0.5]]
 
 
-@pytest.mark.parametrize('kind', ['critic', 'shared'])
-def test_recording_changes_no_number(tmp_path, kind):
-    def run(*given: Any) -> tuple[list[dict[str, float]], torch.Tensor]:
-        log = Log()
-        trainer = make(NaiveStrategy(seed=3), tmp_path / str(len(given)), [log, *given], kind, max_epochs=2)
-        fit(trainer, 3)
-        weights = [p.detach().flatten() for m in trainer.models().values() for p in m.parameters()]
-        metrics = [{k: v for k, v in m.items() if not k.startswith(('perf/', 'time'))} for m in log.phases]
-        return metrics, torch.cat(weights)
-
-    (recorded, weights), (plain, others) = run(), run(RolloutRecorder(num_sequences=0))
-    assert recorded_phases(tmp_path / '0') == [1, 2, 3] and recorded_phases(tmp_path / '1') == []
-    assert recorded == plain and torch.equal(weights, others)
-
-
-# ---------------------------------------------------------------------- the folder
+def test_recording_changes_no_number(tmp_path):
+    runs = [
+        fit(make(tmp_path / name, value_head=True, max_epochs=2, callbacks=callbacks), 2)
+        for name, callbacks in (('yes', []), ('no', [RolloutRecorder(num_sequences=0)]))
+    ]
+    assert recorded_phases(tmp_path / 'yes') == [1, 2] and recorded_phases(tmp_path / 'no') == []
+    assert runs[0].log.phases == runs[1].log.phases and torch.equal(weights(runs[0]), weights(runs[1]))
 
 
 def test_a_resume_removes_what_came_after_and_goes_on(tmp_path):
-    trainer = make(NaiveStrategy(seed=3), tmp_path)
-    fit(trainer, 2)
+    trainer = fit(make(tmp_path), 1)
     checkpoint = trainer.save_checkpoint()
     fit(trainer, 2)
-    assert recorded_phases(tmp_path) == [1, 2, 3, 4]
-    third = read_rollouts(tmp_path, [3])
-    again = make(NaiveStrategy(seed=3), tmp_path)
-    again.load_checkpoint(checkpoint)
-    again.fit(PROMPTS, num_episodes=1, max_timesteps=3, update_timesteps=1)
     assert recorded_phases(tmp_path) == [1, 2, 3]
-    assert read_rollouts(tmp_path, [3]) == third
-    fit(make(NaiveStrategy(seed=4), tmp_path), 1)
+    second = read_rollouts(tmp_path, [2])
+    again = make(tmp_path)
+    again.load_checkpoint(checkpoint)
+    fit(again, 2)
+    assert recorded_phases(tmp_path) == [1, 2]
+    assert read_rollouts(tmp_path, [2]) == second
+    fit(make(tmp_path), 1)
     assert recorded_phases(tmp_path) == [1]
-    assert recorded_phases(tmp_path / 'rollouts.previous') == [1, 2, 3]
+    assert recorded_phases(tmp_path / 'rollouts.previous') == [1, 2]
 
 
 def test_who_records(tmp_path):
-    def recorders(trainer: Any) -> list[RolloutRecorder]:
-        return [c for c in trainer.callbacks if isinstance(c, RolloutRecorder)]
-
-    assert len(recorders(make(NaiveStrategy(), tmp_path))) == 1
-    assert recorders(make(NaiveStrategy(), None)) == []
     own = RolloutRecorder(every=5)
-    assert recorders(make(NaiveStrategy(), tmp_path, [own])) == [own]
-    fit(make(NaiveStrategy(), tmp_path, [RolloutRecorder(num_sequences=0)]), 1)
-    actor = GPTActor(config=tiny_config('gpt2', vocab_size=16))
-    optim = torch.optim.SGD(actor.parameters(), lr=0.1)
-    data = [
-        Sequence(
-            prompt_ids=torch.tensor([1]), response_ids=torch.tensor([2]), response_mask=torch.ones(1, dtype=torch.bool)
-        )
-    ]
-    SFTTrainer('naive', actor, optim, data, run_dir=tmp_path, callbacks=[RolloutRecorder()]).fit()
+    for trainer, expected in ((make(None), 0), (make(tmp_path), 1), (make(tmp_path, callbacks=[own]), 1)):
+        found = [c for c in trainer.callbacks if isinstance(c, RolloutRecorder)]
+        assert len(found) == expected
+    assert found == [own]
+    sft(run_dir=tmp_path, callbacks=[RolloutRecorder()], max_steps=1).fit()
     assert not (tmp_path / 'rollouts').exists()
 
 
@@ -302,8 +216,76 @@ def test_a_tokenizer_with_its_own_mind_does_not_end_a_run(tmp_path, text):
 
     trainer = FakeTrainer([RolloutRecorder()], tmp_path, num_phases=1)
     trainer.tokenizer = Odd()
-    with pytest.warns(
-        UserWarning, match=r'rollouts: phase 1 could not be recorded \((IndexError|UnicodeEncodeError): '
-    ):
+    with pytest.warns(UserWarning, match=r'rollouts: phase 1 could not be recorded \((IndexError|UnicodeEncodeErr)'):
         trainer.fit([{}])
     assert recorded_phases(tmp_path) == []
+
+
+MODELS = Path(__file__).resolve().parents[2].parent / 'shared' / 'models'
+TEXT = 'A café,\n 😀 مر!'
+
+
+def shared(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    if not (MODELS / name).is_dir():
+        pytest.skip(f'needs ../shared/models/{name}')
+    return AutoTokenizer.from_pretrained(MODELS / name)
+
+
+def test_gpt2():
+    tokenizer = shared('gpt2_tokenizer')
+    ids = [*tokenizer(TEXT)['input_ids'], 50256]
+    pieces = token_texts(tokenizer, ids)
+    assert pieces == ['A', ' café', ',', '\n', ' ', '😀', ' م', 'ر', '!', '<|endoftext|>']
+    assert ''.join(pieces) == TEXT + '<|endoftext|>'
+    assert [tokenizer.decode([i]) for i in ids[4:6]] == [' �', '�']  # neither is a character
+
+
+def test_sentencepiece():
+    tokenizer = shared('stories260K')
+    ids = tokenizer(TEXT)['input_ids']
+    pieces = token_texts(tokenizer, ids)
+    assert ''.join(pieces) == '<s> ' + TEXT
+    assert pieces[:7] == ['<s>', ' ', 'A', ' c', 'a', 'f', 'é']
+    start = pieces.index('😀')
+    assert pieces[start - 3 : start] == ['', '', ''] and pieces[start - 4] == ' '
+    assert token_texts(tokenizer, tokenizer('it ran')['input_ids'][1:])[0] == ' it'  # after a prompt it stands apart
+
+
+def test_bytes():
+    tokenizer = byte_tokenizer()
+    pieces = token_texts(tokenizer, [*'é😀a'.encode(), tokenizer.eos_token_id])
+    assert pieces == ['', 'é', '', '', '', '😀', 'a', tokenizer.eos_token]
+    # Bytes that are no UTF-8: half a character before a letter, and at the end.
+    assert token_texts(tokenizer, [0xC3, 0x61, 0xF0, 0x9F]) == ['', '�a', '', '�']
+
+
+def test_tokenizers_with_rules_of_their_own():
+    words = demo_world.demo_tokenizer()
+    ids = words('the cat sat .')['input_ids']
+    assert ''.join(token_texts(words, ids)) == words.decode(ids)
+    letters = char_tokenizer()
+    assert token_texts(letters, letters('ab a')['input_ids']) == ['a', 'b', ' ', 'a']
+
+
+def test_word_pieces():
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.WordPiece({'[UNK]': 0, 'walk': 1, '##ed': 2, 'home': 3}, unk_token='[UNK]'))
+    inner.decoder = decoders.WordPiece()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token='[UNK]')
+    assert token_texts(tokenizer, [1, 2, 3, 0]) == ['walk', 'ed', ' home', ' [UNK]']
+    assert token_texts(tokenizer, [3, 1]) == ['home', ' walk']
+
+
+def test_characters_of_several_tokens_under_a_tokenizer_that_only_decodes():
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: bytes(ids).decode('utf-8', 'replace'))
+    assert token_texts(tokenizer, [*'a😀éb'.encode()]) == ['a', '', '', '', '😀', '', 'é', 'b']
+    assert token_texts(tokenizer, [0x61, 0xF0]) == ['a', '�']
+
+
+def test_without_a_tokenizer_and_of_nothing():
+    assert token_texts(None, [5, 17]) == ['5', ' 17']
+    assert token_texts(byte_tokenizer(), []) == token_texts(demo_world.demo_tokenizer(), []) == []

@@ -1,9 +1,9 @@
-"""Two runs under a tracker by its name: `mine`, whose second phase comes after a resume, and `theirs`, which fails.
+"""Runs under trackers by their names: `mine`, whose second phase comes after a resume, and `theirs`, which fails.
 
-    python tracker_runs.py trackio FOLDER
+    python tracker_runs.py FOLDER trackio mlflow ...
 
-In an interpreter of its own, since these packages read their environment when they are imported; it then prints the
-packages that are loaded.
+In an interpreter of its own, since these packages read their environment when they are imported; it then prints, of
+each name, the packages of trackers that are loaded.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from chatgpt.trainer.callbacks import TRACKERS, Callback
 
 LOCAL = ('trackio', 'mlflow', 'tensorboard')
 """those that have no business with a socket; wandb talks with a process of its own on this machine"""
+CONNECT = socket.socket.connect, socket.create_connection, socket.getaddrinfo
 
 
 def refuse(*args: object, **kwargs: object) -> None:
@@ -25,11 +26,11 @@ def refuse(*args: object, **kwargs: object) -> None:
 
 
 def main(name: str, folder: Path) -> None:
-    if name in LOCAL:
-        socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse  # type: ignore[assignment]
+    connect = [refuse] * 3 if name in LOCAL else CONNECT
+    socket.socket.connect, socket.create_connection, socket.getaddrinfo = connect  # type: ignore[assignment]
     make: type[Callback] = TRACKERS.find(name)
     for run in ('mine', 'theirs', 'other_rank'):
-        (folder / run).mkdir()
+        (folder / run).mkdir(parents=True)
     first, second = make(), make()
     FakeTrainer([first], folder / 'mine', lr=0.125).fit([{'ppo/loss': 0.5, 'rollout/score_mean': 1.0}])
     resumed = FakeTrainer([second], folder / 'mine', lr=0.125)
@@ -41,8 +42,9 @@ def main(name: str, folder: Path) -> None:
     failing.run_phase({'ppo/loss': 0.75})
     failing.callbacks.on_exception(failing, RuntimeError())
     FakeTrainer([make()], folder / 'other_rank', rank=1).fit([{'ppo/loss': 9.0}])
-    print(*sorted({module.split('.')[0] for module in sys.modules}))
+    print('after', name, *sorted({module.split('.')[0] for module in sys.modules} & set(TRACKERS)), flush=True)
 
 
 if __name__ == '__main__':
-    main(sys.argv[1], Path(sys.argv[2]))
+    for name in sys.argv[2:]:
+        main(name, Path(sys.argv[1], name))
