@@ -37,8 +37,7 @@ def test_collate_pads_on_the_right_and_masks_it():
 
 
 @pytest.mark.parametrize(
-    ('sequences', 'message'),
-    [([sequence([], [1])], 'empty prompt'), ([sequence([1], [])], 'empty response')],
+    ('sequences', 'message'), [([sequence([], [1])], 'empty prompt'), ([sequence([1], [])], 'empty response')]
 )
 def test_collate_refuses_what_has_nothing_to_predict(sequences, message):
     with pytest.raises(ValueError, match=message):

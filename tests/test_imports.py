@@ -375,11 +375,7 @@ def test_a_circle_is_caught_at_whatever_time_it_closes(tmp_path, closing):
     [
         ('strategies/colossalai/strategy.py', 'import colossalai\n', 'inside the function'),
         ('nn/actor.py', 'def f():\n    import colossalai.zero\n', 'outside strategies/colossalai/'),
-        (
-            'trainer/callbacks/trackers.py',
-            'from torch.utils.tensorboard import SummaryWriter\n',
-            'inside the function',
-        ),
+        ('trainer/callbacks/trackers.py', 'from torch.utils.tensorboard import SummaryWriter\n', 'inside the function'),
         ('nn/actor.py', 'import torch.distributed as dist\n', 'belongs to the strategies'),
         ('nn/actor.py', 'from torch import distributed\n', 'belongs to the strategies'),
         (

@@ -31,10 +31,7 @@ def test_a_machine_with_gpus_gets_the_default_build_and_says_so(script, tmp_path
     env = nvidia_smi(tmp_path, r'GPU 0: NVIDIA H200 (UUID: a)\nGPU 1: NVIDIA H200 (UUID: b)\n')
     env.pop('TORCH_INDEX', None)
     done = subprocess.run(
-        [sys.executable, str(ROOT / 'install_torch.py'), '--dry-run'],
-        env=env,
-        capture_output=True,
-        text=True,
+        [sys.executable, str(ROOT / 'install_torch.py'), '--dry-run'], env=env, capture_output=True, text=True
     )
     (said, command), pin = done.stdout.splitlines(), script['pinned']()
     assert said == f'{pin}: the default build, which has CUDA on Linux, for nvidia-smi shows 2 GPUs'

@@ -1,12 +1,20 @@
-"""Every check on a history with the fault planted by hand, and on one without it: what is found, from which phase."""
+"""Every check on a history with the fault planted by hand, and on one without it: what is found, from which phase; and
+runs that log what the checks look at."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from chatgpt.monitor.doctor import CHECKS, Diagnosis, Finding
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / 'benchmarks'))
+from doctor_faults import FAULTS, GROUPS, Company, good_share, key_of, learned_by_heart, online, reward_model
+
+from chatgpt.monitor.doctor import CHECKS, Diagnosis, Finding, diagnose, recommended_lr
+from chatgpt.monitor.doctor.diagnosis import explanations
+from chatgpt.monitor.run_folder.reading import RunFolder
 from chatgpt.monitor.run_folder.record import RunRecord
 
 MODEL = {'actor': {'kind': 'gpt2', 'parameters': 260_000, 'trained': 260_000}}
@@ -315,8 +323,10 @@ def test_episodes_are_not_taken_for_responses_that_went_wrong():
             assert found(30, answers, **about)
 
 
-def test_every_check_has_a_case():
-    assert {name.split(',')[0] for name in CASES} == set(CHECKS)
+def test_every_check_has_a_case_and_a_section_with_what_why_and_what_to_change():
+    assert {name.split(',')[0] for name in CASES} == set(CHECKS) == set(explanations())
+    for text in explanations().values():
+        assert all(f'\n{word}: ' in f'\n{text}' for word in ('Seen', 'Why', 'Change', 'Source'))
 
 
 @pytest.mark.parametrize('base', [HEALTHY, RM, SFT], ids=['PPO', 'reward model', 'SFT'])
@@ -375,3 +385,41 @@ def test_the_same_thing_is_not_said_from_two_sides():
     assert [f.key for f in found(24, numbers)] == ['nothing-moves']
     numbers = HEALTHY | {'rollout/score_min': 0.0, 'rollout/score_max': 0.0, 'rollout/score_std': 0.0}
     assert [f.key for f in found(24, numbers | {'rollout/equal_groups_share': 1.0})] == ['scores-equal']
+
+
+def test_the_rule_for_learning_rates_goes_through_the_published_points():
+    """Ouyang et al. 2022: 9e-6 for 6 billion; arXiv 2403.17031: 3e-6 for PPO with 1 billion; Rafailov et al. 2023: 1e-6
+    for DPO with 2.8 billion."""
+    assert recommended_lr(6 * 10**9, 'rm') == 9e-6
+    assert 3e-6 / 2 < recommended_lr(10**9, 'ppo') < 3e-6 * 2
+    assert 1e-6 / 2 < recommended_lr(28 * 10**8, 'dpo') < 1e-6 * 2
+    assert recommended_lr(6 * 10**9, 'rm', trained=10**7) == pytest.approx(9e-5)
+    assert recommended_lr(4 * 6 * 10**9, 'sft') == pytest.approx(4.5e-6, abs=0.6e-6)
+
+
+# ---------------------------------------------------------------------- runs
+
+
+def test_the_trainers_log_what_the_checks_look_at(tmp_path):
+    """A check whose metric has another name would find nothing, ever."""
+    online(tmp_path / 'ppo', phases=2, reward=Company(good_share))
+    online(tmp_path / 'grpo', phases=1, **GROUPS)
+    reward_model(tmp_path / 'rm', 1e-3)
+    learned_by_heart(tmp_path / 'sft')
+    logged = {kind: set().union(*RunFolder(tmp_path / kind).metrics) for kind in ('ppo', 'grpo', 'rm', 'sft')}
+    assert HEALTHY.keys() | {'rollout/rescore_error'} <= logged['ppo']
+    assert 'rollout/equal_groups_share' in logged['grpo']
+    assert RM.keys() <= logged['rm'] and SFT.keys() | {'sft/val_loss'} <= logged['sft']
+
+
+SHORT = 'reward-model-disagrees', 'few-prompts', 'duplicate-prompts', 'cut-prompts', 'kl-runs-away (at once)'
+
+
+@pytest.mark.parametrize('name', SHORT)
+def test_a_run_with_a_fault_is_diagnosed_on_the_way_and_afterwards_and_without_it_is_not(name, tmp_path):
+    for number, make in enumerate((FAULTS[name].planted, FAULTS[name].without)):
+        make(tmp_path / str(number))
+        run = RunFolder(tmp_path / str(number))
+        found = [(f.key, f.step) for f in diagnose(run)]
+        assert found == [(row['finding'], row['step']) for row in run.findings]
+        assert (key_of(name) in dict(found)) == (number == 0)
