@@ -10,6 +10,7 @@ import re
 import sys
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,12 +42,11 @@ def shown(page: str) -> tuple[str, str]:
     return name, code
 
 
-def load(page: str, change: tuple[str, str] = ('', '')) -> Any:
-    """The page's file, written into the working directory and imported; `change` is for negative controls."""
+def load(page: str) -> Any:
+    """The page's file, written into the working directory and imported."""
     name, code = shown(page)
-    assert change[0] in code
     path = Path(name)
-    path.write_text(code.replace(*change) if change[0] else code)
+    path.write_text(code)
     spec = importlib.util.spec_from_file_location(f'{path.stem}_of_a_test', path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -134,16 +134,8 @@ def test_a_page_shows_one_whole_file_of_at_most_forty_lines(page):
 
 
 def experience(group: int, rewards: list[float], mask: list[bool]) -> Any:
-    return type(
-        'E',
-        (),
-        {
-            'group': group,
-            'rewards': torch.tensor(rewards),
-            'response_mask': torch.tensor(mask),
-            'num_actions': len(mask),
-        },
-    )()
+    tensors = {'rewards': torch.tensor(rewards), 'response_mask': torch.tensor(mask)}
+    return SimpleNamespace(group=group, num_actions=len(mask), **tensors)
 
 
 def test_an_estimator_and_a_policy_loss_by_their_formulas():
@@ -179,20 +171,10 @@ def test_it_trains_by_its_name_wherever_the_file_was_imported_and_by_module_and_
     assert torch.equal(by_file, by_name)
     assert not torch.equal(by_name, trained(advantage_estimator='rloo', policy_loss='spo', kl_in='loss'))
     assert not torch.equal(by_name, trained(advantage_estimator='median', kl_in='loss'))
-    load('algorithm', change=('.sign()', '.sign().neg()'))
-    assert not torch.equal(by_name, trained(advantage_estimator='median', policy_loss='spo', kl_in='loss'))
-
-
-def test_it_is_checked_like_those_of_the_table():
-    load('algorithm')
     with pytest.raises(ValueError, match='set num_samples_per_prompt to 2 or more'):
         ppo(advantage_estimator='median', num_samples_per_prompt=1)
     with pytest.raises(ValueError, match="'my_method.py:above_median' is a function, no Estimator"):
         ppo(advantage_estimator='my_method.py:above_median')
-
-
-def test_the_command_line_takes_it():
-    load('algorithm')
     flags = ['--num_samples_per_prompt=2', '--save_path=run']
     run = parse_run(
         PPORun, description='', argv=[*flags, '--advantage_estimator', 'my_method.py:median', '--policy_loss', 'spo']
@@ -274,22 +256,6 @@ def test_the_objective_becomes_a_command_by_the_line_that_is_printed(monkeypatch
         del METHODS['rwr']
 
 
-def test_micro_batches_do_not_enter_its_numbers():
-    module, data = load('objective'), records(6)
-
-    def weights(**settings: Any) -> Tensor:
-        strategy = NaiveStrategy(seed=1)
-        torch.manual_seed(0)
-        actor = GPTActor(config=tiny_config('gpt2', vocab_size=VOCAB, hidden=16, positions=32))
-        actor, optim = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=1e-2)))
-        settings |= {'method': module.RWR, 'train_batch_size': 6, 'max_epochs': 1}
-        OfflineTrainer(strategy, actor, optim, data, callbacks=[Log()], **settings).fit()
-        return torch.cat([p.detach().flatten() for p in actor.parameters()])
-
-    torch.testing.assert_close(weights(), weights(max_tokens_per_batch=8), rtol=1e-4, atol=1e-6)
-    assert (weights() - weights(beta=0.3)).abs().max() > 1e-4
-
-
 # ------------------------------------------------------------------ engine
 
 
@@ -326,12 +292,6 @@ def test_an_engine_draws_what_the_local_one_draws(sampling):
         torch.testing.assert_close(a.filtered_logprobs, b.filtered_logprobs, atol=1e-4, rtol=1e-4)
 
 
-def test_an_engine_that_shifts_its_positions_is_found_out():
-    right = [s.response_ids.tolist() for s in answers(LocalEngine())]
-    wrong = load('engine', change=('torch.arange(len(ids))[None]', '1 + torch.arange(len(ids))[None]')).PlainEngine()
-    assert [s.response_ids.tolist() for s in answers(wrong)] != right
-
-
 def test_a_trainer_learns_with_it():
     torch.testing.assert_close(trained(engine=load('engine').PlainEngine()), trained(), atol=1e-4, rtol=0)
 
@@ -342,18 +302,10 @@ def test_a_command_line_finds_it(monkeypatch, model_folder, tmp_path):
     load('engine')
     found = []
     monkeypatch.setattr(PPOTrainer, 'fit', lambda self, *_: found.append(type(self.engine).__name__))
-    for number, name in enumerate(('plain', 'my_engine.py:plain', 'local')):
-        flags = [
-            '--pretrain',
-            str(model_folder),
-            '--save_path',
-            str(tmp_path / str(number)),
-            '--engine',
-            name,
-            '--max_new_tokens=4',
-        ]
-        execute(parse_run(PPORun, description='', argv=flags))
-    assert found == ['PlainEngine', 'PlainEngine', 'LocalEngine']
+    for number, name in enumerate(('plain', 'my_engine.py:plain')):
+        flags = [f'--pretrain={model_folder}', f'--save_path={tmp_path}/{number}', '--engine', name]
+        execute(parse_run(PPORun, description='', argv=[*flags, '--max_new_tokens=4']))
+    assert found == ['PlainEngine', 'PlainEngine']
     with pytest.raises(ValueError, match="engine='plan' is not known; choose one of auto, local, hf, vllm, plain"):
         parse_run(PPORun, description='', argv=['--engine', 'plan']).validate()
 
@@ -416,15 +368,6 @@ def test_a_callback_keeps_its_tensors_and_numbers_over_a_resume():
     assert torch.equal(again.counts, whole.counts) and again.responses == 32
 
 
-def test_without_its_pieces_it_would_count_anew():
-    module = load('callback', change=('        self.counts = reader.read', '        reader.read'))
-    _, trainer, _ = counted(module, 1)
-    trainer.save_checkpoint('half')
-    again = module.TokenCounts(VOCAB)
-    ppo(callbacks=[again]).load_checkpoint('half')
-    assert int(again.counts.sum()) == 0 and again.responses == 16
-
-
 # ------------------------------------------------------------------ model
 
 
@@ -456,23 +399,6 @@ def test_a_family_and_a_head_train(tmp_path):
         ValueError, match="Qwen2Actor takes models of the family 'qwen2', but .* is of the family 'gpt2'; use AutoActor"
     ):
         module.Qwen2Actor(pretrained=tmp_path / 'gpt2')
-
-
-def test_a_command_line_finds_the_family(monkeypatch, model_folder):
-    from chatgpt.launch.recipes import execute
-
-    load('model')
-    found = []
-    monkeypatch.setattr(PPOTrainer, 'fit', lambda self, *_: found.append(type(self.actor).__name__))
-    flags = ['--pretrain', str(model_folder), '--max_new_tokens=4']
-    execute(parse_run(PPORun, description='', argv=[*flags, '--model', 'gpt2', '--save_path', 'named']))
-    with pytest.raises(
-        ValueError, match="--model my_model.py:QWEN2: the model is of the family 'gpt2'; use --model auto"
-    ):
-        execute(parse_run(PPORun, description='', argv=[*flags, '--model', 'my_model.py:QWEN2', '--save_path', 'own']))
-    assert found == ['GPTActor']
-    with pytest.raises(ValueError, match="model='gpt3' is not known; choose one of auto, gpt2, .*did you mean gpt2"):
-        parse_run(PPORun, description='', argv=['--model', 'gpt3']).validate()
 
 
 # ------------------------------------------------------------------ data
