@@ -77,8 +77,6 @@ def test_a_config_file_says_number_and_resources_of_workers(launched, tmp_path):
     )
     # words win over the file, flags over words
     assert (launch.num_workers, launch.cpus_per_worker, launch.gpus_per_worker) == (5, 4, 0)
-    launch = launched('--launcher=ray', '--num_workers=2', '--cpus_per_worker=3', SCRIPT, f'--config_file={path}')
-    assert (launch.num_workers, launch.gpus_per_worker) == (2, 1)
     launch = launched(SCRIPT, f'--config_file={path}')
     assert (launch.num_workers, launch.cpus_per_worker) == (2, 3)
 
@@ -87,14 +85,10 @@ def test_peek_sees_what_the_script_will_see(tmp_path):
     path = tmp_path / 'run.json'
     path.write_text(json.dumps({'num_training_workers': 2, 'save_path': 'a', 'num_workers': 7, 'epochs': 1}))
     peek = command.peek
-    assert peek([]) == {}
     assert peek(['--config_file', str(path)]) == {'num_training_workers': 2, 'save_path': 'a'}
     words = ['General.output_dir=b', 'lr=1', 'elsewhere.x=2']
     assert peek([f'--config_file={path}', *words]) == {'num_training_workers': 2, 'save_path': 'b'}
-    assert peek(['output_dir=b', '--save_path', 'c', '--num_training_workers=none']) == {
-        'save_path': 'c',
-        'num_training_workers': None,
-    }
+    assert peek(['output_dir=b', '--save_path', 'c']) == {'save_path': 'c'}
 
 
 @pytest.mark.parametrize(
@@ -104,14 +98,10 @@ def test_peek_sees_what_the_script_will_see(tmp_path):
             ['--launcher=ray', '--num_workers=2', SCRIPT, '--num_training_workers=3'],
             '--num_workers 2 .* num_training_workers 3 differ',
         ),
-        (['--launcher=ray', SCRIPT, '--resources_per_worker={TPU: 1}'], "'TPU' is not known; there are CPU and GPU"),
-        (['--launcher=ray', SCRIPT, '--num_training_workers=some'], '--num_training_workers: .*some'),
-        (['--launcher=ray', SCRIPT, '--config_file=/no/such.yaml'], 'config_file /no/such.yaml: there is no such file'),
         (['--launcher=ray', '--rdzv_endpoint=a:1', SCRIPT], '--rdzv_endpoint is not for --launcher ray'),
         (['--address=a:1', SCRIPT], '--address is not for --launcher torchrun'),
         (['--launcher=ray', '--env=x', SCRIPT], "--env 'x' is not NAME=VALUE"),
         (['--launcher=ray', '--num_workers=0', SCRIPT], 'num_workers=0 must be at least 1'),
-        (['--num_workers=0', SCRIPT], 'num_workers=0 must be at least 1'),
         (
             ['--launcher=ray', '--cpus_per_worker=0', SCRIPT],
             'cpus_per_worker=0 and gpus_per_worker=0: give at least one above 0',
@@ -120,9 +110,7 @@ def test_peek_sees_what_the_script_will_see(tmp_path):
             ['--launcher=ray', SCRIPT, '--resources_per_worker={GPU: 0.5}'],
             'gpus_per_worker=0.5: a rank has devices of its own',
         ),
-        (['--launcher=ray', '--max_failures=-1', SCRIPT], 'max_failures=-1 must not be negative'),
         (['--launcher=ray', '/no/script.py'], '/no/script.py: there is no such script'),
-        (['/no/script.py'], '/no/script.py: there is no such script'),
         (['--num_workers=3', '--num_nodes=2', SCRIPT], 'num_workers=3 cannot be split over num_nodes=2'),
         (
             ['--num_workers=4', '--num_nodes=2', SCRIPT],

@@ -36,7 +36,6 @@ def test_workers_with_vllm_have_gpus_and_serve_all_ranks():
     ('settings', 'why'),
     [
         ({'engine': 'hf', 'rollout_workers': 1}, 'generate with the local engine or vLLM: --engine hf does not fit'),
-        ({'engine': 'vllm', 'rollout_workers': 1, 'rollout_resources': {'GPU': 0.5}}, 'GPU=0.5 of a vLLM worker'),
         ({'engine': 'vllm', 'top_k': 5}, 'VLLMEngine cannot do top_k=5'),
         ({'engine': 'vllm', 'stop_string': ['end']}, r"VLLMEngine cannot do stop=\['end'\]"),
     ],

@@ -17,12 +17,11 @@ from chatgpt.trainer.callbacks.base import say
 
 
 @pytest.mark.system
-@pytest.mark.parametrize('length', [1, 1_000_000])
-def test_a_reader_that_has_read_enough_is_no_error(length):
+def test_a_reader_that_has_read_enough_is_no_error():
     """As of `| head -1`."""
     reads, writes = os.pipe()
     os.close(reads)
-    code = f'from chatgpt.launch.arguments import run_main; run_main(lambda: print("x" * {length}))'
+    code = 'from chatgpt.launch.arguments import run_main; run_main(lambda: print("x" * 1_000_000))'
     done = subprocess.run([sys.executable, '-c', code], stdout=writes, stderr=subprocess.PIPE, text=True)
     os.close(writes)
     assert (done.returncode, done.stderr) == (141, '')
@@ -43,10 +42,10 @@ def test_the_folder_that_the_command_chose_is_its_default():
     assert run_defaults(given)['save_path'] == 'outputs/train_sft'
 
 
-@pytest.mark.parametrize('encoding', ['ascii', 'latin-1', 'utf-8'])
+@pytest.mark.parametrize('encoding', ['latin-1', 'utf-8'])
 def test_what_the_encoding_of_stdout_lacks_is_escaped(monkeypatch, encoding):
     """Of the command, and of a callback that is used from Python."""
-    shown = {'ascii': r'\xe9 \u2192', 'latin-1': r'é \u2192', 'utf-8': 'é →'}[encoding]
+    shown = {'latin-1': r'é \u2192', 'utf-8': 'é →'}[encoding]
     for prints in (lambda: run_main(lambda: print('é → \ud800')), lambda: say('é → \ud800')):
         stdout = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
         monkeypatch.setattr(sys, 'stdout', stdout)
