@@ -79,10 +79,7 @@ def seen(folder):
     return json.loads((folder / 'seen.json').read_text())
 
 
-@pytest.mark.parametrize(
-    ('flags', 'texts', 'choice', 'number'),
-    [([], TEXTS, False, 1), ([TURN], TURNS, True, 0), ([AS_IS], TEXTS, False, 0)],
-)
+@pytest.mark.parametrize(('flags', 'texts', 'choice', 'number'), [([], TEXTS, False, 1), ([TURN], TURNS, True, 0)])
 def test_a_run_chooses_and_what_follows_it_does_the_same(
     monkeypatch, capsys, recwarn, folder, tmp_path, flags, texts, choice, number
 ):
@@ -123,7 +120,7 @@ def test_a_run_chooses_and_what_follows_it_does_the_same(
 @pytest.mark.parametrize(
     ('flags', 'asked'), [([], '<s>be brief<u>hi<a>'), ([TURN], '<s>be brief<u>hi<a>'), ([AS_IS], 'hi')]
 )
-def test_a_chat_follows_too(monkeypatch, capsys, folder, tmp_path, flags, asked):
+def test_a_chat_follows_too(monkeypatch, capsys, recwarn, folder, tmp_path, flags, asked):
     """The flag, and where there is none what the model's folder keeps."""
     import chatgpt.rollout
 
@@ -135,21 +132,22 @@ def test_a_chat_follows_too(monkeypatch, capsys, folder, tmp_path, flags, asked)
     assert call(monkeypatch, 'chat', f'{folder}/chat', '--max_new_tokens=2', *flags) == 0
     assert byte_tokenizer().decode(given[0]) == asked
     assert ('without its chat template' in capsys.readouterr().out) is (flags == [AS_IS])
-    assert train(monkeypatch, folder, tmp_path / 'run', *flags) == 0
+    assert train(monkeypatch, folder, tmp_path / 'run', *flags) == 0 and heard(recwarn) == (not flags)
     monkeypatch.setattr('sys.stdin', io.StringIO('hi\n'))
     assert call(monkeypatch, 'chat', f'{tmp_path}/run/actor', '--max_new_tokens=2') == 0
     assert byte_tokenizer().decode(given[-1]) == ('<s>be brief<u>hi<a>' if flags == [TURN] else 'hi')
 
 
-@pytest.mark.parametrize('model', ['plain', 'deaf'])
-@pytest.mark.parametrize('command', ['generate', 'evaluate', 'compare', 'grpo', 'chat'])
+@pytest.mark.parametrize(
+    ('command', 'model'),
+    [('generate', 'plain'), ('evaluate', 'plain'), ('compare', 'deaf'), ('grpo', 'plain'), ('grpo', 'deaf')],
+)
 def test_a_template_that_is_not_there_or_ignores_its_messages(monkeypatch, capsys, folder, tmp_path, command, model):
     monkeypatch.setattr('chatgpt.launch.cli.compare.serve', lambda *given, **more: None)
     monkeypatch.setattr('sys.stdin', io.StringIO('hi\n'))
     name, prompts, reward = f'{folder}/{model}', f'{folder}/prompts.jsonl', f'--reward_fn={folder}/score.py:score'
     words = {
         'generate': [name, 'hi'],
-        'chat': [name],
         'evaluate': [name, prompts, reward],
         'compare': [f'--model={name}', f'--prompts={prompts}', f'--db={tmp_path}/said.sqlite'],
         'grpo': [prompts, f'--pretrain={name}', reward, f'--save_path={tmp_path}/run', *TINY],
@@ -163,9 +161,7 @@ def test_a_template_that_is_not_there_or_ignores_its_messages(monkeypatch, capsy
     ('words', 'told'),
     [
         (['generate', 'MODEL', ''], 'the prompt is empty'),
-        (['generate', 'MODEL', ' '], 'the prompt is empty'),
         (['generate', 'MODEL', 'hi', '--greedy', '--temperature=2'], '--greedy takes the likeliest token'),
-        (['chat', 'MODEL', '--greedy', '--top_p=0.5'], '--greedy takes the likeliest token'),
         (['generate', 'MODEL', 'hi', '--greedy', '--best_of=2', '--reward_model=rm'], '--best_of draws'),
     ],
 )
@@ -199,7 +195,6 @@ def test_what_cannot_be_meant_is_refused_at_once(monkeypatch, capsys, folder, wo
             {'temperature': 0.5, 'top_k': 0, 'top_p': 0.95},
             'temperature 0.5',
         ),
-        ({'do_sample': True, 'temperature': 0.6}, {'greedy': True}, {'do_sample': False}, '--greedy'),
         ({'do_sample': False}, {'best_of': 4}, {'temperature': 0.7, 'top_k': 0, 'top_p': 0.95}, 'temperature 0.7'),
     ],
 )
@@ -312,13 +307,6 @@ def test_episodes_and_offline_samples_of_messages_choose_turns_too(folder, tmp_p
         assert text_choice(AutoTokenizer.from_pretrained(tmp_path / saved)) is True
 
 
-def test_a_prompt_may_stand_behind_a_flag(monkeypatch, capsys, folder):
-    assert call(monkeypatch, 'generate', f'{folder}/chat', TURN, 'hi', '--max_new_tokens=2') == 0
-    assert capsys.readouterr().out.startswith('> hi\n')
-    assert call(monkeypatch, 'generate', f'{folder}/chat', TURN, 'hi', 'there') == 2
-    assert 'one word too many' in capsys.readouterr().err
-
-
 def test_chatgpt_train_has_the_same_setting(folder, tmp_path):
     def length(prompts, responses):
         asked.extend(prompts)
@@ -337,9 +325,5 @@ def test_chatgpt_train_has_the_same_setting(folder, tmp_path):
     with pytest.warns(UserWarning, match='apply_chat_template=True'):
         chatgpt.train(str(folder / 'chat'), save_path=tmp_path / 'actor', **common)
     assert sorted(asked) == sorted(TEXTS)
-    with warnings.catch_warnings():
-        warnings.simplefilter('error')
-        kept = load_prompts(['hi'], AutoTokenizer.from_pretrained(tmp_path / 'actor'))
-    assert kept[0].text == 'hi'
     with pytest.raises(ValueError, match='no chat template'):
         chatgpt.train(str(folder / 'plain'), apply_chat_template=True, **common)

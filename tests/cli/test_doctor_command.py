@@ -38,9 +38,16 @@ def record(path: Path) -> None:
     (path / 'run.json').write_text(json.dumps(content))
 
 
-def test_a_run_with_a_fault(tmp_path, monkeypatch, capsys):
-    run = folder(tmp_path / 'run')
+def test_a_run_with_a_fault_and_a_good_one(tmp_path, monkeypatch, capsys):
+    run, good = folder(tmp_path / 'run'), folder(tmp_path / 'good', **{'rm/accuracy': 0.8})
     record(run)
+    assert call(monkeypatch, 'doctor', str(good)) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f'{good}: no findings in 10 phases\n') and 'there is no run.json' in out
+    assert call(monkeypatch, 'doctor', str(good), str(run), '--json') == 1
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    found = [(row['run'], row['finding'], row['step']) for row in rows]
+    assert found == [(str(run), 'few-prompts', 3), (str(run), 'nothing-moves', 8)]
     assert call(monkeypatch, 'doctor', str(run)) == 1
     out = capsys.readouterr().out
     assert out.startswith(f'{run}: 2 findings in 10 phases\n')
@@ -48,7 +55,7 @@ def test_a_run_with_a_fault(tmp_path, monkeypatch, capsys):
     assert 'change  raise lr to 1e-03' in out and 'more    chatgpt-rlhf doctor --explain nothing-moves' in out
 
 
-@pytest.mark.parametrize('line', ['garbage', '3', '{"rm/loss": 1}', '\0\0'])
+@pytest.mark.parametrize('line', ['garbage', '{"rm/loss": 1}', '\0\0'])
 def test_a_damaged_line_is_named(tmp_path, monkeypatch, capsys, line):
     run = folder(tmp_path / 'run')
     with open(run / 'metrics.jsonl', 'a') as file:
@@ -58,39 +65,13 @@ def test_a_damaged_line_is_named(tmp_path, monkeypatch, capsys, line):
         assert f'error: {run}/metrics.jsonl, line 11: the line is damaged' in capsys.readouterr().err
 
 
-def test_a_good_run_and_one_without_a_record(tmp_path, monkeypatch, capsys):
-    run = folder(tmp_path / 'run', **{'rm/accuracy': 0.8})
-    assert call(monkeypatch, 'doctor', str(run)) == 0
-    out = capsys.readouterr().out
-    assert out.startswith(f'{run}: no findings in 10 phases\n') and 'there is no run.json' in out
-
-
 def test_a_run_that_failed_is_not_called_good(tmp_path, monkeypatch, capsys):
-    (tmp_path / 'run.json').write_text(
-        json.dumps(
-            {
-                'format': 1,
-                'method': 'ppo',
-                'trainer': 'PPOTrainer',
-                'status': 'failed',
-                'error': 'RewardFunctionError: no\nmore of it',
-            }
-        )
-    )
+    failed = {'format': 1, 'method': 'ppo', 'trainer': 'PPOTrainer', 'status': 'failed'}
+    failed |= {'error': 'RewardFunctionError: no\nmore of it'}
+    (tmp_path / 'run.json').write_text(json.dumps(failed))
     assert call(monkeypatch, 'doctor', str(tmp_path)) == 0
     told = capsys.readouterr().out
     assert told == f'{tmp_path}: no findings in 0 phases; the run failed: RewardFunctionError: no\n'
-
-
-def test_lines_of_json_of_several_runs(tmp_path, monkeypatch, capsys):
-    good, bad = folder(tmp_path / 'good', **{'rm/accuracy': 0.8}), folder(tmp_path / 'bad')
-    record(bad)
-    assert call(monkeypatch, 'doctor', str(good), str(bad), '--json') == 1
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(row['run'], row['finding'], row['step']) for row in rows] == [
-        (str(bad), 'few-prompts', 3),
-        (str(bad), 'nothing-moves', 8),
-    ]
 
 
 def test_a_folder_that_is_no_run(tmp_path, monkeypatch, capsys):

@@ -50,9 +50,8 @@ def lines(folder: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in Path(folder, 'metrics.jsonl').read_text().splitlines()]
 
 
-@pytest.mark.parametrize('family', ['t5', 'bart'])
-def test_sft_reward_model_ppo_and_what_uses_them(place, monkeypatch, capsys, family):
-    assert call(monkeypatch, 'sft', 'demos.jsonl', '--pretrain', family, '--save_path=sft', '--max_epochs=1') == 0
+def test_sft_reward_model_ppo_and_what_uses_them(place, monkeypatch, capsys):
+    assert call(monkeypatch, 'sft', 'demos.jsonl', '--pretrain=t5', '--save_path=sft', '--max_epochs=1') == 0
     words = ('reward-model', 'pairs.jsonl', '--pretrain', 'sft/actor', '--save_path=rm', '--max_epochs=1')
     assert call(monkeypatch, *words) == 0
     ppo = ('ppo', 'prompts.jsonl', '--pretrain=sft/actor', '--reward_model=rm/reward_model', '--save_path=ppo', *ONLINE)
@@ -121,7 +120,6 @@ PPO = ('ppo', 'prompts.jsonl', '--pretrain=t5', '--reward_fn=rewards.py:score', 
     [
         ((*PPO, '--engine=local'), 'generates with model.generate alone'),
         ((*PPO, '--shared_trunk', '--lora_rank=2'), 'leave shared_trunk and quantize out'),
-        ((*PPO, '--environment=games:countdown'), 'the turns of an environment are written by causal'),
         ((*PPO, '--plan'), 'a plan tells the memory of causal language models'),
         (('sft', 'demos.jsonl', '--pretrain=t5', '--save_path=no', '--pack_examples'), 'pack_examples joins texts'),
         (('sft', 'texts.jsonl', '--pretrain=t5', '--save_path=no'), 'line 1: a text without a prompt'),

@@ -3,7 +3,6 @@ tests/examples/test_inference.py."""
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
@@ -39,7 +38,7 @@ def test_words_stand_for_flags(monkeypatch, capsys, folder):
     assert capsys.readouterr().out == by_words and by_words.startswith('> one day a fox\n')
 
 
-@pytest.mark.parametrize('flag', ['--weights', '--model_path', '--model_path='])
+@pytest.mark.parametrize('flag', ['--weights', '--model_path='])
 def test_weights_on_top_are_read_also_by_the_name_that_they_had(monkeypatch, capsys, folder, tmp_path, flag):
     """In training --model_path is where the trained model is written, so here it has another name, and says so."""
     torch.manual_seed(1)
@@ -58,20 +57,6 @@ def test_weights_on_top_are_read_also_by_the_name_that_they_had(monkeypatch, cap
     assert found.out == wanted.out != plain.out
     warned = [line for line in found.err.splitlines() if line.startswith('warning')]
     assert warned == ([] if flag == '--weights' else ['warning: --model_path is called --weights here'])
-
-
-def test_model_path_is_where_training_writes(monkeypatch, folder, tmp_path):
-    words = [str(tmp_path / 'data.jsonl'), f'--pretrain={folder}/actor', '--max_steps=1']
-    (tmp_path / 'data.jsonl').write_text('{"prompt": "one day", "response": " a fox"}\n' * 4)
-    assert call(monkeypatch, 'sft', *words, f'--save_path={tmp_path}/run', f'--model_path={tmp_path}/out') == 0
-    assert (tmp_path / 'out' / 'config.json').is_file() and not (tmp_path / 'run' / 'actor').exists()
-
-
-def test_a_chat_is_a_command(monkeypatch, capsys, folder):
-    monkeypatch.setattr('sys.stdin', io.StringIO('one day a fox\n'))
-    assert call(monkeypatch, 'chat', str(folder / 'actor'), '--max_new_tokens=3', '--greedy') == 0
-    shown = capsys.readouterr().out
-    assert f'chatting with {folder}/actor' in shown and len(shown.split('> ')[1].split()) == 3
 
 
 def test_evaluate_scores_every_prompt_with_the_columns_of_its_row(monkeypatch, capsys, folder, tmp_path):

@@ -96,7 +96,9 @@ def test_a_wheel_works_in_an_empty_folder(tmp_path):
     assert command('ppo', prompts, *of_run).endswith('generate outputs/ppo/actor "your prompt"\n')
     assert json.loads((empty / 'outputs/ppo/metrics.jsonl').read_text().splitlines()[0])['step'] == 1
     assert command('generate', 'outputs/ppo/actor', 'one day a fox', '--max_new_tokens=3').startswith('> one day a fox')
-    launched = command(
-        'launch', '--num_workers', '2', 'sft', '--strategy', 'ddp', '--max_steps', '1', '--save_path=two'
-    )
+    two = ['--num_workers', '2', 'sft', '--strategy', 'ddp', '--max_steps', '1', '--save_path=two']
+    launched = command('launch', *two)
     assert launched.endswith('generate two/actor "your prompt"\n')
+    assert command('report', 'outputs/ppo') == 'outputs/ppo/report.html\n'
+    assert (empty / 'outputs/ppo/report.html').stat().st_size > 100_000  # with the scripts that it needs
+    assert command('doctor', '--explain', 'kl-runs-away').startswith('kl-runs-away')

@@ -8,7 +8,6 @@ import pytest
 from transformers import LlamaConfig
 
 from chatgpt.plan import Setup, make_plan, models
-from chatgpt.plan.__main__ import main
 from chatgpt.plan.advice import changes, cheapest_change
 
 WIDTH, INNER, LAYERS, VOCAB, ROWS, PROMPT, NEW, RANK = 64, 256, 2, 512, 4, 32, 32, 8
@@ -91,11 +90,3 @@ def test_a_trunk_is_advised_where_separate_models_do_not_fit():
     assert make_plan(changed).peak < make_plan(setup).peak
     sft = Setup(config=CONFIG, task='sft', on_cuda=True, precision='bf16')
     assert any('lora_rank=16, quantize=nf4' in text and 'trunk' not in text for text, _ in changes(sft))
-
-
-def test_the_command(tmp_path, capsys):
-    CONFIG.save_pretrained(tmp_path)
-    flags = ['--shared_trunk', '--quantize', 'nf4', '--lora_rank', '8', '--optimizer', 'adamw8bit', '--memory', '1GiB']
-    assert main([str(tmp_path), '--reward_config', str(tmp_path), *flags]) == 0
-    table = capsys.readouterr().out
-    assert 'trunk' in table and 'one dense weight' in table and 'it fits' in table

@@ -52,19 +52,12 @@ def test_train_prompts_plans_without_weights(monkeypatch, capsys, tmp_path, no_w
     assert not (tmp_path / 'run').exists()
 
 
-@pytest.mark.parametrize(
-    ('name', 'rows', 'model'),
-    [
-        ('train_sft.py', '{"prompt": "a", "completion": "b"}\n', 'actor'),
-        ('train_reward_model.py', '{"prompt": "a", "chosen": "b", "rejected": "c"}\n', 'reward model'),
-    ],
-)
-def test_the_other_scripts_plan_one_model(monkeypatch, capsys, tmp_path, no_weights, name, rows, model):
-    (tmp_path / 'data.jsonl').write_text(rows * 4)
+def test_a_script_plans_one_model(monkeypatch, capsys, tmp_path, no_weights):
+    (tmp_path / 'data.jsonl').write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 4)
     flags = f'{tmp_path}/data.jsonl --pretrain {no_weights} --plan --save_path {tmp_path}/run'.split()
-    code, out = run_script(monkeypatch, capsys, name, *flags)
+    code, out = run_script(monkeypatch, capsys, 'train_reward_model.py', *flags)
     assert code == 0, out
-    assert f'{model} weights' in out and f'{model} optimizer' in out and 'collect' not in out
+    assert 'reward model weights' in out and 'reward model optimizer' in out and 'collect' not in out
 
 
 def test_a_run_that_does_not_fit_is_told_what_would(monkeypatch, capsys, tmp_path, no_weights):
@@ -121,13 +114,15 @@ def test_idle_models_are_on_the_device_one_at_a_time_by_hand():
     assert plans['idle'].phases['learn'].host['initial model weights'] == initial
 
 
-OUT_OF_MEMORY = [
-    torch.OutOfMemoryError('CUDA out of memory'),
-    RuntimeError("DefaultCPUAllocator: can't allocate memory"),
-]
-
-
-@pytest.mark.parametrize('error', [*OUT_OF_MEMORY, MemoryError(), RuntimeError('something else')])
+@pytest.mark.parametrize(
+    'error',
+    [
+        torch.OutOfMemoryError('CUDA out of memory'),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        MemoryError(),
+        RuntimeError('something else'),
+    ],
+)
 def test_running_out_of_memory_ends_with_the_advice(error, monkeypatch):
     setup = Setup(config=tiny_config('gpt2'), precision='fp32', strategy='naive')
     monkeypatch.setattr(planning, 'setup_of', lambda inputs: setup)

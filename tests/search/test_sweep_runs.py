@@ -122,16 +122,9 @@ def test_trials_under_a_launcher(tmp_path, launch, flags):
         'direction': 'maximize',
         'trials': 1,
         'parameters': {'kl_coef': [0.05, 0.1]},
-        'config': {
-            'strategy': 'ddp',
-            'num_episodes': 1,
-            'max_timesteps': 2,
-            'update_timesteps': 1,
-            'experience_batch_size': 4,
-            'train_batch_size': 4,
-            'max_epochs': 1,
-            'max_new_tokens': 4,
-        },
+        'config': dict.fromkeys(('num_episodes', 'update_timesteps', 'max_epochs'), 1)
+        | dict.fromkeys(('experience_batch_size', 'train_batch_size', 'max_new_tokens'), 4)
+        | {'strategy': 'ddp', 'max_timesteps': 2},
         'launch': launch,
         'save_path': 'out',
     }
