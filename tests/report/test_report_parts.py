@@ -42,13 +42,6 @@ def test_findings_are_shown_the_worst_first_with_all_they_say(tmp_path, monkeypa
     assert 'nothing wrong' not in said
 
 
-def test_a_finding_is_explained_on_demand(tmp_path, monkeypatch):
-    monkeypatch.setattr('chatgpt.monitor.report.runs.diagnose', lambda folder: [finding('nothing-moves', 'note', 1)])
-    html = part('findings', [run(make_run(tmp_path))])
-    assert '<details><summary>What this means, with sources</summary><p>Seen: ' in html
-    assert 'Adam moves a weight by about the learning rate' in html and 'docs/' not in html
-
-
 def test_why_a_run_failed_comes_before_everything_else(tmp_path):
     folder = make_run(tmp_path, status='failed', phase=7, error='ValueError: 31 scores for 32 responses')
     html = write_report(folder).read_text()
@@ -123,16 +116,6 @@ def test_without_evaluations_samples_of_training_are_shown(tmp_path):
         'Prompt 1 often Phase 1 2 a kl 0.5, tokens 3, cut off Phase 9 b',
         'Prompt 2 only once Phase 1 1 empty kl 0.5, tokens 0',
     ]
-
-
-def test_of_prompts_seen_once_as_many_of_each_phase_are_shown(tmp_path):
-    folder = make_run(tmp_path)
-    (folder / 'eval_samples.jsonl').unlink()
-    rows = [{'step': s, 'prompt': f'{s}-{i}', 'response': 'r'} for s in (1, 10, 20, 30) for i in range(8)]
-    write_lines(folder / 'samples.jsonl', rows)
-    html = part('samples', [run(folder)], 100)
-    assert re.findall(r'>(\d+-\d)<', html) == [f'{s}-{i}' for s in (1, 10, 20, 30) for i in range(3)]
-    assert '12 of 32 prompts' in html and 'with evaluation prompts (--validation_file) all answer the same ones' in html
 
 
 def test_tiles_have_the_means_of_the_ends_of_the_run(tmp_path):
@@ -213,14 +196,6 @@ def test_what_improved_of_other_methods(tmp_path):
 
 
 # ---------------------------------------------------------------------- texts and numbers
-
-
-def test_a_ninth_run_has_a_colour_again_but_dashes(tmp_path):
-    for i in range(9):
-        make_offline_run(tmp_path / f'run-{i}', 2)
-    drawn = page.fitting_curves([read_run(tmp_path / f'run-{i}', f'run-{i}') for i in range(9)])
-    lines = [(line['color'], line['role']) for line in drawn.data['charts'][0]['lines']]
-    assert lines == [*((i, 'line') for i in range(1, 9)), (1, 'dashed')]
 
 
 def test_runs_are_told_apart_by_the_end_of_their_paths():

@@ -6,7 +6,6 @@ import json
 import math
 from typing import Any
 
-import pytest
 from recorded import recorded_row
 
 from chatgpt.monitor.report.rollouts import page_row, phases_for_page, rows_for_page
@@ -45,17 +44,7 @@ def test_first_groups_of_all_phases_before_second_ones_and_never_over_the_budget
     assert rows_for_page(rows, 10) == rows_for_page([], 1000) == []
 
 
-@pytest.mark.parametrize(
-    ('phases', 'num', 'chosen'),
-    [
-        ([], 3, []),
-        ([7], 3, [7]),
-        ([1, 2], 3, [1, 2]),
-        (list(range(1, 10)), 3, [1, 5, 9]),
-        (list(range(1, 10)), 5, [1, 3, 5, 7, 9]),
-        ([1, 100, 200, 300], 12, [1, 100, 200, 300]),
-        ([1, 2, 3], 1, [3]),
-    ],
-)
-def test_phases_of_a_page_are_spread(phases, num, chosen):
-    assert phases_for_page(phases, num) == chosen
+def test_phases_of_a_page_are_spread():
+    assert phases_for_page([], 3) == [] and phases_for_page([1, 2], 3) == [1, 2]
+    assert phases_for_page(list(range(1, 10)), 5) == [1, 3, 5, 7, 9]
+    assert phases_for_page([1, 2, 3], 1) == [3]
