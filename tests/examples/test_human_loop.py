@@ -31,10 +31,3 @@ def test_the_new_policy_wins_and_a_second_start_goes_on(tmp_path):
     assert again.returncode == 0, again.stderr
     assert 'answers 300 prompts' not in again.stdout and 'phase' not in again.stdout
     assert again.stdout.splitlines()[-1] == f'the policy of the last round: {tmp_path}/round-1/ppo/actor'
-
-
-def test_mistakes_are_told(tmp_path):
-    for words in ([], ['prompts.jsonl'], ['prompts.jsonl', '--pretrain=x', '--simulated']):
-        done = loop(*words, '--out', str(tmp_path / 'out'))
-        assert done.returncode == 2 and 'give prompts and --pretrain, or --simulated' in done.stderr
-    assert not (tmp_path / 'out').exists()

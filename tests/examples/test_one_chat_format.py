@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
 
-import pytest
 from example_script import script, write_rows
 from transformers import AutoTokenizer
 
@@ -21,19 +19,15 @@ TALK = [
 ]
 
 
-@pytest.fixture
-def trained(tmp_path_factory, monkeypatch, capsys):
-    folder = tmp_path_factory.mktemp('chat')
+def test_a_chat_asks_as_training_did(tmp_path, monkeypatch, capsys):
+    folder = tmp_path
     actor = GPTActor(config=tiny_config('gpt2', vocab_size=259, hidden=16, positions=256))
     actor.save_pretrained(folder / 'base', tokenizer=byte_tokenizer())
     chats = write_rows(folder / 'chats.jsonl', [{'messages': TALK}] * 4)
     given = f'{chats} --pretrain {folder}/base --max_steps=1 --log_interval=1 --save_path {folder}/run'.split()
     script('train_sft', monkeypatch, *given)
     assert repr('\n\nHuman: QUESTION\n\nAssistant: ANSWER<eos>') in capsys.readouterr().out
-    return folder / 'run' / 'actor'
-
-
-def test_a_chat_asks_as_training_did(trained, monkeypatch, capsys):
+    trained = folder / 'run' / 'actor'
     tokenizer = AutoTokenizer.from_pretrained(trained)
     asked = []
 
@@ -48,13 +42,3 @@ def test_a_chat_asks_as_training_did(trained, monkeypatch, capsys):
     assert asked == want
     assert tokenizer.decode(want[1]) == '\n\nHuman: hi\n\nAssistant: yes<eos>\n\nHuman: and\n\nAssistant:'
     assert repr('\n\nHuman: QUESTION\n\nAssistant: ANSWER<eos>') in capsys.readouterr().out
-
-
-@pytest.mark.parametrize('flag', [[], ['--apply_chat_template'], ['--no_apply_chat_template']])
-def test_a_prompt_in_text_is_a_turn_as_in_training(trained, monkeypatch, capsys, tmp_path, flag):
-    words = ['--pretrain', str(trained), '--input=hi', '--max_new_tokens=2', *flag]
-    script('inference', monkeypatch, *words)
-    assert capsys.readouterr().out.startswith('> hi\n')
-    script('inference', monkeypatch, *words, f'--output={tmp_path}/out.jsonl')
-    asked = json.loads((tmp_path / 'out.jsonl').read_text())['prompt']
-    assert asked == ('hi' if flag == ['--no_apply_chat_template'] else [{'role': 'user', 'content': 'hi'}])

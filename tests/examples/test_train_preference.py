@@ -6,26 +6,17 @@ import pytest
 import torch
 from example_script import error_of, metrics_of, script
 
-from chatgpt.launch.config_file import parse_run
-from chatgpt.launch.runs import run_class
-
 
 @pytest.mark.parametrize(
     ('method', 'flags'),
-    [
-        ('dpo', ['--loss=ipo', '--precompute_ref_logprobs=false']),
-        ('kto', ['--desirable_weight=1.3']),
-        ('orpo', ['--weight=0.5']),
-        ('simpo', ['--gamma=0.5']),
-        ('dpo', ['--lora_rank=2', '--beta=0.5']),
-    ],
+    [('kto', ['--desirable_weight=1.3']), ('simpo', ['--gamma=0.5']), ('dpo', ['--lora_rank=2', '--beta=0.5'])],
 )
 def test_each_method_learns_from_a_file(monkeypatch, capsys, data, tmp_path, method, flags):
     from transformers import AutoModelForCausalLM
 
     out = tmp_path / 'run'
     given = f'{data}/pairs.jsonl --pretrain {data}/base --method={method} --save_path {out} --lr=3e-3'.split()
-    given += '--train_batch_size=6 --max_epochs=4 --log_interval=3 --validation_percentage=25'.split()
+    given += '--train_batch_size=6 --max_epochs=3 --log_interval=3 --validation_percentage=25'.split()
     script('train_preference', monkeypatch, *given, *flags)
     assert '18 examples to learn from, 6 to evaluate on' in capsys.readouterr().out
     first, last = metrics_of(out)[0], metrics_of(out)[-1]
@@ -48,35 +39,11 @@ def test_ranked_and_labelled_answers(monkeypatch, data, tmp_path, method, source
 
 
 @pytest.mark.parametrize(
-    ('flags', 'expected'),
-    [
-        ('--method=dpo', {'loss_type': 'sigmoid', 'beta': 0.1}),
-        ('--method=dpo --loss=robust --label_smoothing=0.2', {'loss_type': 'robust', 'label_smoothing': 0.2}),
-        (
-            '--method=kto beta=0.3 --train_batch_size=16',
-            {'beta': 0.3, 'train_batch_size': 16, 'precompute_ref_logprobs': True},
-        ),
-        ('--method=simpo', {'beta': 2.0, 'gamma': 1.0}),
-        ('--method=orpo --weight=1', {'weight': 1.0}),
-    ],
-)
-def test_settings_reach_the_method(flags, expected):
-    method, *words = flags.removeprefix('--method=').split()
-    run = parse_run(run_class(method), description=None, positional='dataset', argv=words)
-    run.validate(1)
-    config = run.config()
-    assert {name: getattr(config, name) for name in expected} == expected
-
-
-@pytest.mark.parametrize(
     ('flags', 'sentence'),
     [
         ('{pairs} --method=ppo', "method='ppo' learns from no preferences; choose dpo, kto, orpo or simpo"),
         ('{pairs} --method=orpo --beta=1', "unknown argument '--beta'"),
         ('{pairs} --label_smoothing=0.2', 'label_smoothing=0.2 belongs to the losses cdpo and robust'),
-        ('{pairs} --loss=cdpo --label_smoothing=0.5', 'label_smoothing=0.5 must lie in [0, 0.5)'),
-        ('{pairs} --method=kto --train_batch_size=1', 'use 2 or more'),
-        ('{pairs} --beta=0', 'beta=0.0 must be positive'),
         (
             '{rewards} --method=kto',
             'rewards.jsonl: KTO needs the columns prompt, response and label (or text and label), where label is '
@@ -84,7 +51,6 @@ def test_settings_reach_the_method(flags, expected):
             'rejected. Found the columns prompt, response, reward, and 0.73 where a label is needed',
         ),
         ('{labels} --method=kto --positive_label=other', 'KTO needs good and bad answers, and there are 0 good'),
-        ('{stories} --method=kto', 'Found the columns prompt, response, and no label'),
         ('{labels}', 'dpo learns from pairs, and these are labelled answers; use kto'),
     ],
 )

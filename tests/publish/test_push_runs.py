@@ -55,27 +55,12 @@ def test_a_run_of_the_command_uploads_its_model(hub, tmp_path, capsys):
     assert hub.asked.count('GET /api/whoami-v2') == 1 and hub.asked.index('GET /api/whoami-v2') == 0
 
 
-BEFORE = {
-    'no login': ({'token': None}, 'tales', 'you are not logged in to the hub'),
-    'a token that may only read': ({'token': READ}, 'tales', 'this token may not write'),
-}
-
-
-@pytest.mark.parametrize('name', BEFORE)
-def test_what_stops_a_run_before_it_begins(hub, tmp_path, monkeypatch, capsys, name):
-    options, repo_id, told = BEFORE[name]
-    use(hub.address, monkeypatch, tmp_path, **options)
-    assert command('dpo', '--save_path', str(tmp_path / 'run'), '--push_to_hub', repo_id, *SHORT) == 2
+def test_a_token_that_may_only_read_stops_a_run_before_it_begins(hub, tmp_path, monkeypatch, capsys):
+    use(hub.address, monkeypatch, tmp_path, token=READ)
+    assert command('dpo', '--save_path', str(tmp_path / 'run'), '--push_to_hub', 'tales', *SHORT) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f'error: push_to_hub={repo_id!r}') and told in error and error.count('\n') == 1
-    assert not (tmp_path / 'run').exists() and hub.repos == {}
-
-
-def test_settings_that_do_not_go_together(tmp_path, capsys):
-    assert command('sft', '--save_path', str(tmp_path / 'run'), '--hub_private', 'true') == 2
-    assert 'hub_private is about a repository of the hub: give push_to_hub too' in capsys.readouterr().err
-    assert command('sft', '--save_path', str(tmp_path / 'run'), '--card_samples', '-1') == 2
-    assert 'card_samples=-1' in capsys.readouterr().err
+    assert error.startswith("error: push_to_hub='tales'") and 'this token may not write' in error
+    assert error.count('\n') == 1 and not (tmp_path / 'run').exists() and hub.repos == {}
 
 
 def test_a_folder_with_other_files_is_not_uploaded(hub, tmp_path, capsys):
@@ -116,11 +101,6 @@ def test_an_upload_that_fails_leaves_the_model_and_says_how(hub, tmp_path, capsy
 def train(model_folder: Path, **options: Any) -> Any:
     samples = [(f'one day {i}', ' a fox .') for i in range(4)]
     return chatgpt.train(str(model_folder), samples=samples, max_epochs=1, train_batch_size=4, **options)
-
-
-def test_train_uploads_what_it_saves(hub, tmp_path, model_folder):
-    train(model_folder, save_path=tmp_path / 'tales', push_to_hub='tales', hub_private=True)
-    assert hub.files('me/tales') == content(tmp_path / 'tales') and hub.repos['me/tales']['private']
 
 
 def test_train_uploads_without_a_folder(hub, tmp_path, model_folder, monkeypatch):

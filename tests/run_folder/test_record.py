@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from importlib.metadata import version
 
@@ -170,18 +169,6 @@ def test_secrets_of_a_command_line_are_left_out(monkeypatch):
     assert command_line() == [*shown, '-c', 'login("***")', 'https://***@host/x']
 
 
-def test_reading_needs_no_torch(tmp_path):
-    (tmp_path / 'metrics.jsonl').write_text('{"step": 1, "ppo/lr": 0.1}\n{"step": 2, "ppo/lr": null}\n{"st')
-    code = f"""
-import sys
-from chatgpt.monitor.run_folder import RunFolder
-run = RunFolder({str(tmp_path)!r})
-assert run.record is None and run.phase == 2 and run.samples == []
-assert 'torch' not in sys.modules
-"""
-    subprocess.run([sys.executable, '-c', code], check=True)
-
-
 def test_what_is_no_run_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match='no such folder'):
         RunFolder(tmp_path / 'none')
@@ -203,12 +190,6 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
     record.write(tmp_path)
     again = RunRecord.read(tmp_path)
     assert again.starts == [start] and again.settings == {'lr': None} and again.method == 'sft'
-
-
-def test_a_trainers_own_recorder_takes_the_place_of_the_default(tmp_path):
-    given = RunRecorder({'lr': 2, 'seed': 1}, {'lr': 1, 'seed': 1})
-    trainer(tmp_path, [given]).fit(['a'], max_timesteps=1, update_timesteps=1)
-    assert RunRecord.read(tmp_path).changed_settings() == {'lr': (2, 1)}
 
 
 def test_half_a_surrogate_pair_is_kept(tmp_path):
