@@ -170,16 +170,7 @@ def test_train_in_python(place, tmp_path):
 def test_a_reward_model_of_another_kind_scores_best_of_as_evaluate_does(place, monkeypatch, capsys):
     GPTRM(config=tiny_config('gpt2')).save_pretrained('rm', tokenizer=char_tokenizer())
     drawn = ('prompts.jsonl', '--reward_model=rm', '--max_new_tokens=4', '--output=o')
-    remote: list[bool] = []
-    load = RewardModel.from_pretrained.__func__
-
-    def noted(cls, folder, **options):
-        remote.append(options.get('trust_remote_code', False))
-        return load(cls, folder, **options)
-
-    monkeypatch.setattr(RewardModel, 'from_pretrained', classmethod(noted))
-    assert call(monkeypatch, 'generate', 't5', *drawn, '--best_of=2', '--trust_remote_code') == 0
-    assert remote == [True]
+    assert call(monkeypatch, 'generate', 't5', *drawn, '--best_of=2') == 0
     given = {'reward_model': 'rm', 'trust_remote_code': False, 'tokenizer': None, 'pretrain': 't5'}
     args = type('Args', (), given | {'apply_chat_template': None})
     scorer = reward_model_of(args, NaiveStrategy(seed=0), tokenizer_of(args))

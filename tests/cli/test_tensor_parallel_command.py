@@ -57,24 +57,6 @@ def start(folder: Path, model: str = 'llama') -> list[str]:
     return [str(folder / 'prompts.jsonl'), f'--pretrain={folder / model}', f'--reward_fn={folder / "own.py"}:score']
 
 
-@pytest.mark.parametrize(
-    ('flags', 'sentence'),
-    [
-        (['--strategy=ddp'], 'tensor_parallel=2 needs strategy fsdp, and it is ddp'),
-        (
-            ['--strategy=fsdp', '--reproducible=exact'],
-            "tensor_parallel=2 does not go with reproducible='exact': leave one of them out",
-        ),
-        (
-            ['--strategy=fsdp'],
-            'tensor_parallel=2: 1 process cannot be grouped by it; start a multiple of it, such as 2',
-        ),
-    ],
-)
-def test_settings_are_told_before_processes_are_counted(told, folder, flags, sentence):
-    assert told(*start(folder), *flags) == f'error: {sentence}'
-
-
 def test_models_that_cannot_be_cut_are_told_before_weights_are_read(told, folder):
     fsdp = '--strategy=fsdp'
     assert NO_PLAN in told(*start(folder, 'codegen'), fsdp, processes=2)

@@ -46,26 +46,6 @@ def test_demo_leaves_models_with_cards_a_table_and_reports(demo, monkeypatch, tm
         )
 
 
-def test_the_comparison_counts_wins_and_repetition(demo, monkeypatch, tmp_path):
-    """Two answers by hand: PPO wins one and ties one, and says a sentence twice in one of them."""
-    told = {
-        'sft': ['it felt calm .', 'it felt glad . it felt sad .'],
-        'ppo': ['it felt glad . it felt glad .', 'it felt calm . it found a leaf .'],
-    }
-    monkeypatch.setattr(demo, 'answers', lambda folder, prompts, seed: told[folder.name])
-    monkeypatch.setattr(demo, 'NUM_SHOWN', 2)
-    numbers, rows = demo.compare(tmp_path, num_prompts=2)
-    assert (numbers['count'], numbers['wins'], numbers['ties'], numbers['win_rate']) == (2, 1, 1, 0.75)
-    assert numbers['SFT truth'] == 0.0 and numbers['PPO truth'] == pytest.approx(0.25 / 2)
-    assert numbers['SFT within'] == 0.0
-    # of the five runs of 'it felt glad . it felt glad .' the last stood before; the other story has none twice
-    assert numbers['PPO within'] == pytest.approx(1 / 5 / 2)
-    # 'it felt calm .' has one run, which the second of the SFT stories does not have
-    assert numbers['SFT across'] == 0.0
-    assert numbers['PPO words'] == 8.5
-    assert [row['truth'] for row in rows if row['']] == ['', '+0.00', '+0.25', '', '+0.00', '+0.00']
-
-
 @pytest.mark.slow
 def test_the_whole_demo_wins_and_does_not_repeat_itself(demo, tmp_path):
     """Margins: 600 stories leave a standard error of 0.004 within and 0.005 across; three of the difference of two."""

@@ -15,8 +15,6 @@ from limits import until
 from safetensors.torch import load_file
 
 from chatgpt.launch import demo_world
-from chatgpt.nn import RewardModel
-from chatgpt.testing import byte_tokenizer
 
 
 def test_without_arguments_a_model_of_its_own_learns_stories_first(monkeypatch, tmp_path, capsys):
@@ -66,26 +64,6 @@ def test_options_run(monkeypatch, tmp_path, model_folder, flags):
     assert weights.keys() == start.keys()  # adapters are folded in
     assert all(tensor.dtype == torch.float32 for tensor in weights.values())
     assert (tmp_path / 'critic_optim.pt').exists() == ('--need_optim_ckpt' in flags)
-
-
-@pytest.mark.parametrize('other', [False, True])
-def test_a_reward_model_of_ones_own(monkeypatch, tmp_path, model_folder, prompt_file, other):
-    """With the policy's tokenizer, or with another one and a shorter context: prompts alone have more bytes."""
-    from transformers import GPT2Config, GPT2Model
-
-    config, tokenizer = demo_world.demo_config(), demo_world.demo_tokenizer()
-    if other:
-        tokenizer = byte_tokenizer()
-        config = GPT2Config(vocab_size=len(tokenizer), n_positions=24, n_embd=16, n_layer=1, n_head=2)
-    torch.manual_seed(0)
-    reward = RewardModel(GPT2Model(config))
-    reward.calibrate(0.5)
-    reward.save_pretrained(tmp_path / 'rm', tokenizer=tokenizer)
-    flags = f'{prompt_file} --pretrain {model_folder} --reward_model {tmp_path}/rm --save_path {tmp_path}/run'.split()
-    run(monkeypatch, *flags, *QUICK)
-    lines = metrics_of(tmp_path / 'run')
-    assert len(lines) == 2
-    assert all(line['rollout/score_std'] > 0 for line in lines)
 
 
 def test_ema_and_ptx(monkeypatch, tmp_path, model_folder):

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-
 import pytest
 from example_script import QUICK, REWARD, fails, run
-from safetensors import torch as safetensors
 
 from chatgpt.nn import Actor, AutoActor, RewardModel
 from chatgpt.nn.peft_format import export_peft
-from chatgpt.strategies.checkpoint import claim_folder
 
 
 @pytest.fixture
@@ -99,17 +94,6 @@ def test_a_tokenizer_that_does_not_match(monkeypatch, capsys, tmp_path, model_fo
     assert 'knows 16 tokens, fewer than the tokenizer of the policy' in error
 
 
-@pytest.mark.usefixtures('no_weights')
-def test_a_folder_that_cannot_be_written_or_that_another_run_holds(monkeypatch, capsys, tmp_path):
-    (tmp_path / 'file').write_text('')
-    error = fails(monkeypatch, capsys, *QUICK, '--save_path', str(tmp_path / 'file' / 'run'))
-    assert f'cannot write to {tmp_path / "file" / "run"}: Not a directory' in error
-    with claim_folder(tmp_path / 'held'):
-        error = fails(monkeypatch, capsys, *QUICK, '--save_path', str(tmp_path / 'held'))
-    assert f'process {os.getpid()}' in error
-    assert 'is writing here; wait for it to end or choose another folder' in error
-
-
 @pytest.mark.parametrize(
     ('body', 'message', 'code'),
     [
@@ -126,76 +110,6 @@ def test_a_reward_function_that_misbehaves(monkeypatch, capsys, tmp_path, model_
     flags.append(f'--score_timeout_s={0.3 if "sleep" in body else 600}')
     error = fails(monkeypatch, capsys, *flags, '--reward_fn', f'{tmp_path / "bad.py"}:score', code=code)
     assert message.replace('{file}', str(tmp_path / 'bad.py')) in error
-
-
-def test_weights_that_are_not_finite_end_the_run_and_leave_the_checkpoint_whole(
-    monkeypatch, capsys, tmp_path, model_folder
-):
-    from chatgpt.strategies.checkpoint import CheckpointReader, list_checkpoints
-    from chatgpt.trainer.losses import ActorLoss
-
-    whole, calls = ActorLoss.__call__, []
-
-    def broken_in_phase_2(self, model, batch):
-        calls.append(None)
-        total, metrics = whole(self, model, batch)
-        return total * (float('nan') if len(calls) == 2 else 1.0), metrics
-
-    monkeypatch.setattr(ActorLoss, '__call__', broken_in_phase_2)
-    flags = [*QUICK, '--pretrain', str(model_folder), '--save_path', str(tmp_path), '--checkpoint_interval=1']
-    with pytest.raises(SystemExit):
-        run(monkeypatch, *flags)
-    kept, error = capsys.readouterr().err.strip().splitlines()
-    assert 'the run failed in phase 2; the state after phase 1 is kept in' in kept
-    assert error.startswith(
-        'error: the loss is not finite in phase 2, epoch 1, train batch 1; samples in it: 4, 5, 6, 7'
-    )
-    (checkpoint,) = list_checkpoints(tmp_path / 'checkpoints')
-    CheckpointReader(checkpoint)  # reads and verifies every file
-    assert checkpoint.name == 'step-00000001'
-
-
-def test_a_damaged_checkpoint_is_one_line(monkeypatch, capsys, tmp_path, model_folder):
-    flags = f'--pretrain {model_folder} --save_path {tmp_path} --checkpoint_interval=1 --max_timesteps=1'.split()
-    flags = [*QUICK, *flags]
-    run(monkeypatch, *flags)
-    capsys.readouterr()
-    part = next((tmp_path / 'checkpoints' / 'step-00000001').glob('actor-*.safetensors'))
-    part.write_bytes(part.read_bytes()[:-1])
-    error = fails(monkeypatch, capsys, *flags, '--resume=auto')
-    assert part.name in error and '--resume' not in error
-
-
-@pytest.fixture
-def broken(model_folder, tmp_path):
-    """The demo's policy with NaN in a block; with its first block's attention left out; and as a reward model with
-    NaN."""
-    scorer = tmp_path / 'rm'
-    RewardModel(AutoActor(pretrained=model_folder).model).save_pretrained(scorer)
-    for name, source in (('nan', model_folder), ('lacking', model_folder), ('nan_rm', scorer)):
-        shutil.copytree(source, tmp_path / name)
-        path = tmp_path / name / 'model.safetensors'
-        tensors = safetensors.load(path.read_bytes())
-        if name == 'lacking':
-            tensors = {n: t for n, t in tensors.items() if 'h.0.attn' not in n}
-        else:
-            tensors['transformer.h.0.mlp.c_fc.weight'][0, 0] = float('nan')
-        safetensors.save_file(tensors, path, metadata={'format': 'pt'})
-    return tmp_path
-
-
-def test_unfit_weights_end_the_command_in_one_line(monkeypatch, capsys, broken, model_folder):
-    capsys.readouterr()
-    for flags, told in (
-        (['--pretrain={nan}', *REWARD], '{nan}/model.safetensors: transformer.h.0.mlp.c_fc.weight holds NaN'),
-        (['--pretrain={lacking}', *REWARD], 'it holds no tensor for transformer.h.0.attn.c_attn.bias (and 3 more)'),
-        (['--pretrain={model}', '--reward_model={nan_rm}'], '{nan_rm}/model.safetensors: transformer.h.0.mlp.c_fc'),
-    ):
-        places = {name: broken / name for name in ('nan', 'lacking', 'nan_rm')} | {'model': model_folder}
-        given = [flag.format(**places) for flag in flags]
-        error = fails(monkeypatch, capsys, *QUICK, '--save_path', str(broken / 'run'), *given)
-        assert told.format(**places) in error
-    assert not (broken / 'run' / 'metrics.jsonl').exists()
 
 
 def test_an_adapters_folder_is_a_place_to_start_from(monkeypatch, tmp_path, model_folder):

@@ -46,15 +46,6 @@ def test_three_stages(monkeypatch, capsys, data, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / 'ppo' / 'actor')
 
 
-def test_labelled_text_and_adapters(monkeypatch, data, tmp_path):
-    few = f'--pretrain {data}/base --lora_rank=2 --max_steps=2 --log_interval=1'.split()
-    of_rm = f'{data}/labels.jsonl --save_path {tmp_path}/rm --lora_alpha=8 --lora_target_modules=c_attn'.split()
-    script('train_reward_model', monkeypatch, *of_rm, *few)
-    assert 0 <= metrics_of(tmp_path / 'rm')[-1]['rm/accuracy'] <= 1
-    script('train_sft', monkeypatch, *f'{data}/sft.jsonl --save_path {tmp_path}/sft --lora_dropout=0.1'.split(), *few)
-    assert len(metrics_of(tmp_path / 'sft')) == 2
-
-
 def test_without_arguments(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(demo_world, 'NUM_STORIES', 32)
     monkeypatch.setattr(demo_world, 'NUM_EXAMPLES', 40)
@@ -80,18 +71,3 @@ def test_a_trained_model_is_not_replaced(monkeypatch, capsys, data, tmp_path):
     script('train_sft', monkeypatch, *flags)
     assert f'{tmp_path} holds an earlier run without checkpoints: its lines are kept' in capsys.readouterr().out
     assert len(metrics_of(tmp_path)) == 1 and (tmp_path / 'metrics.previous.jsonl').is_file()
-
-
-@pytest.mark.parametrize(
-    ('name', 'flags', 'sentence'),
-    [
-        ('sft', '{sft} --pretrain={base} --early_stopping_patience=2', 'early_stopping_patience needs eval data'),
-        ('reward_model', '{prompts} --pretrain={base}', 'prompts.jsonl, line 1'),
-        ('sft', '{sft} --pretrain={base} --max_len=65', '64 tokens; give at most 64, or leave it out'),
-    ],
-)
-def test_mistakes(monkeypatch, capsys, data, tmp_path, name, flags, sentence):
-    places = {name: data / f'{name}.jsonl' for name in ('pairs', 'sft', 'prompts')} | {'base': data / 'base'}
-    given = [*flags.format(**places).split(), '--save_path', str(tmp_path / 'run')]
-    assert sentence in error_of(f'train_{name}', monkeypatch, capsys, *given)
-    assert not (tmp_path / 'run').exists()

@@ -46,7 +46,7 @@ def main() -> int:
         parser.error('give --out FILE to record, --against FILE to compare, or both')
     before = read(parser, args.against) if args.against is not None else None
     os.environ.update(VARIABLES)
-    sys.path[:0] = [str(root), str(HERE)]
+    sys.path[:0] = [str(root), str(HERE), str(HERE.parent)]
     import chatgpt
 
     if Path(str(chatgpt.__file__)).resolve().parents[1] != root:

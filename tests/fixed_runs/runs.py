@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import AheadOfTime, Workers
+from engines import AheadOfTime
+from in_process_workers import InProcessWorkers
 from safetensors.torch import load_file
 
 from chatgpt.data import TokenizedLabelled, TokenizedPreference
@@ -244,7 +245,7 @@ def stale(run: Run) -> None:
 
 
 def stale_workers(run: Run) -> None:
-    with RemoteEngine(Workers(2)) as engine:
+    with RemoteEngine(InProcessWorkers(2)) as engine:
         fitted(run, online(run, engine=engine, max_staleness=1, tis_cap=2.0), phases=3)
 
 

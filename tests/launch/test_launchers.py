@@ -229,22 +229,6 @@ def test_scripts_end_with_a_launcher_that_is_killed(cluster, tmp_path):
     until(lambda: not any(Path(f'/proc/{pid}').exists() for pid in pids))
 
 
-def test_a_script_that_is_killed_is_started_again(cluster, tmp_path):
-    (tmp_path / 'wait.py').write_text(WAIT)
-    process = on(cluster, '--num_workers=2', '--max_failures=1', str(tmp_path / 'wait.py'), str(tmp_path))
-    try:
-        first = until(lambda: started(tmp_path, 0, 2))
-        os.kill(first[1], signal.SIGKILL)
-        until(lambda: started(tmp_path, 1, 2))
-        assert not Path(f'/proc/{first[0]}').exists()
-        (tmp_path / 'end').touch()
-        output, _ = process.communicate()
-    finally:
-        process.kill()
-    assert process.returncode == 0
-    assert re.fullmatch(r'\[launch\] rank 1 on [0-9.]+ was ended by SIGKILL; restart 1 of 1\n', output)
-
-
 # ---------------------------------------------------------------------- one line for every mistake
 
 

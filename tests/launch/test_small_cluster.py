@@ -3,10 +3,6 @@ nodes."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from launcher_runs import ROOT, metrics_of, on
@@ -48,32 +44,6 @@ def test_each_worker_is_whole_on_one_node(number, each, room):
     if text is not None:
         assert f' each do not fit the Ray cluster, which has room for {room} (node n0: 3 CPU, 0 GPU' in text
         assert 'dead' not in text and ('0 label; node n1: 2 CPU, 1 GPU, 1 label)' in text) == ('label' in each)
-
-
-START = """
-import os
-from chatgpt.nn import Actor
-from chatgpt.rollout import RemoteEngine
-from chatgpt.rollout.ray_workers import RayWorkers
-from chatgpt.testing.fakes import tiny_causal_lm
-with RemoteEngine(RayWorkers(1, resources={'CPU': 2})) as engine:
-    try:
-        engine.begin(Actor(tiny_causal_lm('gpt2')))
-    except ValueError as error:
-        print(error)
-"""
-
-
-@pytest.mark.system
-def test_rollout_workers_that_no_node_can_hold_name_request_and_cluster(cluster):
-    """The three nodes of one core have two cores together."""
-    env = os.environ | cluster.variables | {'PYTHONPATH': str(ROOT), 'RAY_ADDRESS': cluster.address}
-    done = subprocess.run([sys.executable, '-c', START], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(
-        '1 rollout worker with 2 CPU each do not fit the Ray cluster, which has room for 0 (node '
-    ), done.stdout
-    assert done.stdout.count(': 1 CPU, 0 GPU') == 3
 
 
 @pytest.mark.system

@@ -117,18 +117,6 @@ def test_train_uploads_without_a_folder(hub, tmp_path, model_folder, monkeypatch
     assert (Path(words[3]) / 'model.safetensors').is_file() and Path(words[3]).is_relative_to(tmp_path / 'tmp')
 
 
-@pytest.mark.parametrize(
-    ('options', 'told'),
-    [
-        ({'push_to_hub': 'you/tales'}, "'you' is not the account"),
-        ({'hub_private': True}, 'hub_private is about a repository of the hub'),
-    ],
-)
-def test_train_finds_out_before_any_weight_is_loaded(hub, options, told):
-    with pytest.raises(ValueError, match=told):
-        chatgpt.train('no/such-model', samples=['a'], **options)
-
-
 def test_a_trainer_uploads_on_two_ranks(hub, tmp_path, model_folder):
     """Both call it; one asks, writes and uploads."""
     from chatgpt.testing.processes import run_distributed
@@ -158,16 +146,8 @@ def on_ranks(model: str, folder: str, address: str) -> dict[str, Any]:
     strategy = DDPStrategy(seed=1)
     actor = Actor.from_pretrained(model)
     actor, optimizer = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), 0.1)))
-    trainer = SFTTrainer(
-        strategy,
-        actor,
-        optimizer,
-        tiny_sequences(4),
-        tokenizer=load_tokenizer(model),
-        run_dir=Path(folder, 'run'),
-        train_batch_size=4,
-        max_epochs=1,
-    )
+    options: dict[str, Any] = {'tokenizer': load_tokenizer(model), 'run_dir': Path(folder, 'run'), 'max_epochs': 1}
+    trainer = SFTTrainer(strategy, actor, optimizer, tiny_sequences(4), train_batch_size=4, **options)
     trainer.fit()
     told = trainer.push_to_hub('tales', commit_message='from two', revision='draft')
     try:
