@@ -49,26 +49,23 @@ def test_the_api_page_has_every_public_name(site):
     assert {'chatgpt.train', 'chatgpt.trainer.PPOConfig.kl_coef', 'chatgpt.trainer.PPOTrainer.fit'} <= there
 
 
-@pytest.mark.parametrize('scheme', ['light', 'dark'])
-def test_pages_in_a_browser(site, browser, scheme):
+def test_pages_in_a_browser(site, browser):
     """No other host is asked, nothing complains, and no page is wider than the screen: wide tables scroll by
     themselves."""
-    context = browser.new_context(color_scheme=scheme)
+    context = browser.new_context()
     page = context.new_page()
     asked, said = [], []
     page.on('request', lambda request: asked.append(request.url))
     page.on('console', lambda message: said.append(message.text))
     page.on('pageerror', lambda error: said.append(str(error)))
     wide = []
-    for path in pages_of(site) if scheme == 'light' else [site / 'docs' / 'metrics.html']:
+    for path in pages_of(site):
         page.goto(path.as_uri())
         for size in (PHONE, DESKTOP):
             page.set_viewport_size(size)
             over = page.evaluate('document.documentElement.scrollWidth - document.documentElement.clientWidth')
             if over > 0:
                 wide.append(f'{path.relative_to(site)}: {over} px too wide at {size["width"]}')
-    colour = page.evaluate('getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0]')
     context.close()
     assert not wide and not said, (wide, said)
     assert {url.partition(':')[0] for url in asked} <= {'file', 'data'}
-    assert (int(colour) > 128) == (scheme == 'light')

@@ -38,14 +38,6 @@ def test_a_machine_with_gpus_gets_the_default_build_and_says_so(script, tmp_path
     assert command.endswith(pin) and 'index' not in command
 
 
-@pytest.mark.parametrize(
-    ('text', 'code', 'number'), [('GPU 0: A\\n', 0, 1), ('No devices were found\\n', 6, 0), ('', 0, 0)]
-)
-def test_only_listed_gpus_count(script, text, code, number, tmp_path, monkeypatch):
-    monkeypatch.setenv('PATH', nvidia_smi(tmp_path, text, code)['PATH'])
-    assert script['gpus']() == number
-
-
 def test_without_a_gpu_it_is_the_cpu_build_where_its_index_answers(script, monkeypatch):
     choose = script['choose']
     for answers, want in ((True, CPU), (False, None)):

@@ -14,7 +14,7 @@ from chatgpt.launch.config_file import parse_run
 from chatgpt.launch.methods import METHODS
 from chatgpt.launch.runs import PPORun, RewardRun, SFTRun, run_class
 from chatgpt.launch.theirs import OF_ALL, OF_DATA, OF_PPO
-from chatgpt.names import THEIRS, hint, ours
+from chatgpt.names import THEIRS, hint
 from chatgpt.nn import Actor, Critic, RewardModel
 from chatgpt.rollout import SamplingParams
 from chatgpt.strategies.registry import STRATEGIES
@@ -58,12 +58,6 @@ def test_what_means_the_same_is_taken():
     assert found == (0.3, 0.1, 2, 9, 0, 0.5)
     assert run(PPORun, '--num_train_epochs=2').num_episodes == 2
     assert peek(['--output_dir', 'out']) == peek(['--save_path=out']) == {'save_path': 'out'}
-
-
-def test_ours_stays_ours():
-    assert ours('lr', ['lr']) == 'lr' and ours('loss_type', ['loss', 'loss_type']) == 'loss_type'
-    assert ours('mini_batch_size', ['train_batch_size']) == 'mini_batch_size'  # not the same: TRL's is of one process
-    assert ours('load_in_4bit', ['quantize']) == 'load_in_4bit'  # it is one value of ours
 
 
 FLAGS = ('lr', 'lora_rank', 'lora_train_bias', 'quantize', 'strategy', 'seed', 'training_iteration', 'kl_coef', 'help')

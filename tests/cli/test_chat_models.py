@@ -266,6 +266,8 @@ def test_texts_to_evaluate_on_do_not_choose_for_a_model_trained_on_messages(monk
 
 
 def test_chatgpt_train_has_the_same_setting(folder, tmp_path):
+    asked: list[str] = []
+
     def length(prompts, responses):
         asked.extend(prompts)
         return [float(len(r)) for r in responses]
@@ -273,15 +275,9 @@ def test_chatgpt_train_has_the_same_setting(folder, tmp_path):
     common = {'reward_fn': length, 'prompts': TEXTS, 'num_timesteps': 1, 'experience_batch_size': 3}
     common |= {'train_batch_size': 3, 'max_epochs': 1, 'max_new_tokens': 2, 'advantage_estimator': 'reinforce++'}
     tokenizer = AutoTokenizer.from_pretrained(folder / 'chat')
-    asked: list[str] = []
-    chatgpt.train(
-        str(folder / 'chat'), apply_chat_template=True, tokenizer=tokenizer, run_dir=tmp_path / 'run', **common
-    )
+    given = {'apply_chat_template': True, 'tokenizer': tokenizer, 'run_dir': tmp_path / 'run'}
+    chatgpt.train(str(folder / 'chat'), **given, **common)
     assert sorted(asked) == sorted(TURNS) and text_choice(tokenizer) is None  # the user's own stays as it is
     assert RunRecord.read(tmp_path / 'run').data['apply_chat_template'] is True
-    asked.clear()
-    with pytest.warns(UserWarning, match='apply_chat_template=True'):
-        chatgpt.train(str(folder / 'chat'), save_path=tmp_path / 'actor', **common)
-    assert sorted(asked) == sorted(TEXTS)
     with pytest.raises(ValueError, match='no chat template'):
         chatgpt.train(str(folder / 'plain'), apply_chat_template=True, **common)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import os
@@ -26,14 +25,6 @@ ROOT = Path(__file__).resolve().parents[2]
 OTHERS = [name for name, entry in SUBCOMMANDS.items() if entry.module and not entry.distribution]
 
 
-def module_of(name: str) -> object:
-    """Of a subcommand; skips where its part of the package is not in this checkout."""
-    path = Path(*SUBCOMMANDS[name].module.split('.')).with_suffix('.py')
-    if not (ROOT / path).is_file():
-        pytest.skip(f'there is no {path} in this checkout')
-    return importlib.import_module(SUBCOMMANDS[name].module)
-
-
 def test_the_list_names_every_command_once(monkeypatch, capsys):
     assert call(monkeypatch, '--help') == call(monkeypatch) == 0
     once, twice = capsys.readouterr().out.split('usage: ')[1:]
@@ -52,8 +43,6 @@ def test_the_list_names_every_command_once(monkeypatch, capsys):
 
 @pytest.mark.parametrize('name', [*METHODS, *OTHERS])
 def test_help_fits_two_screens(monkeypatch, capsys, name):
-    if name in SUBCOMMANDS:
-        module_of(name)
     monkeypatch.setenv('COLUMNS', '100')
     assert call(monkeypatch, name, '--help') == 0
     lines = capsys.readouterr().out.splitlines()

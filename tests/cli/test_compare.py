@@ -128,12 +128,6 @@ def test_mistakes_are_one_line_and_leave_nothing(compare, capsys, tmp_path, word
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_server_package_it_says_what_to_install(compare, monkeypatch, capsys):
-    monkeypatch.setitem(__import__('sys').modules, 'uvicorn', None)
-    assert compare(*TWO) == 2
-    assert "uvicorn is not installed: pip install 'chatgpt-rlhf[compare]'" in capsys.readouterr().err
-
-
 def test_answers_that_are_made_already(compare, capsys, folder, tmp_path):
     prompts = [
         {'prompt': 'say hi'},

@@ -12,12 +12,8 @@ import torch
 from command_line import call
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-import chatgpt
-from chatgpt.data.formats import is_for_encoder_decoder
-from chatgpt.launch.cli.generate import reward_model_of, tokenizer_of
-from chatgpt.nn import GPTRM, Actor, RewardModel
-from chatgpt.strategies import NaiveStrategy
-from chatgpt.testing import char_tokenizer, encoder_decoder_tokenizer, tiny_causal_lm, tiny_config
+from chatgpt.nn import RewardModel
+from chatgpt.testing import encoder_decoder_tokenizer, tiny_causal_lm
 
 DATA = {
     'demos.jsonl': [{'prompt': f'tl;dr {w} sat', 'response': w} for w in ('cat', 'dog', 'cow', 'hen')],
@@ -139,42 +135,6 @@ def test_what_cannot_be_is_one_line_before_any_weight_is_loaded(place, monkeypat
     told = capsys.readouterr().err.strip().splitlines()
     assert reason in told[-1] and not any('Traceback' in line for line in told)
     assert not Path('no').exists()
-
-
-def test_train_in_python(place, tmp_path):
-    trainer = chatgpt.train(
-        't5',
-        reward_fn=lambda prompts, responses: [float(r.count('a')) for r in responses],
-        prompts=[row['prompt'] for row in DATA['prompts.jsonl']],
-        eval_prompts=['tl;dr cat'],
-        num_timesteps=2,
-        experience_batch_size=4,
-        train_batch_size=4,
-        max_new_tokens=4,
-        save_path=tmp_path / 'trained',
-    )
-    assert trainer.last_experiences[0].prompt_ids[-1] == 2  # the end token, which closes what the encoder reads
-    assert isinstance(Actor.from_pretrained(tmp_path / 'trained').model.config.is_encoder_decoder, bool)
-    pairs = [('tl;dr cat sat', 'cat'), ('tl;dr dog sat', 'dog')]
-    sft = chatgpt.train('bart', samples=pairs, max_epochs=1, train_batch_size=2)
-    assert [record.response_ids[0] for record in sft.train_data] == [1, 1]  # BART's begin token
-    given = {'samples': pairs, 'rewards': [1.0, 0.0], 'eval_prompts': ['tl;dr']}
-    ilql = chatgpt.train('t5', **given, max_epochs=1, max_new_tokens=3)
-    assert len(ilql.train_data) == 2
-    with pytest.raises(ValueError, match='a text without a prompt'):
-        chatgpt.train('t5', samples=['only a text'])
-    with pytest.raises(ValueError, match='the turns of an environment are written by causal'):
-        chatgpt.train('t5', environment='games:countdown')
-
-
-def test_a_reward_model_of_another_kind_scores_best_of_as_evaluate_does(place, monkeypatch, capsys):
-    GPTRM(config=tiny_config('gpt2')).save_pretrained('rm', tokenizer=char_tokenizer())
-    drawn = ('prompts.jsonl', '--reward_model=rm', '--max_new_tokens=4', '--output=o')
-    assert call(monkeypatch, 'generate', 't5', *drawn, '--best_of=2') == 0
-    given = {'reward_model': 'rm', 'trust_remote_code': False, 'tokenizer': None, 'pretrain': 't5'}
-    args = type('Args', (), given | {'apply_chat_template': None})
-    scorer = reward_model_of(args, NaiveStrategy(seed=0), tokenizer_of(args))
-    assert scorer.tokenizer is not None and not is_for_encoder_decoder(scorer.tokenizer)
 
 
 def test_a_long_chat_keeps_the_begin_token(place, monkeypatch):

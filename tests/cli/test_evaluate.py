@@ -124,25 +124,6 @@ def test_mistakes_are_one_line(monkeypatch, capsys, folder, words, complaint):
     assert complaint in error and len(error.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ('word', 'where', 'more'),
-    [
-        ('evaluate', '{file}', ['--reward_fn={folder}/r.py:right']),
-        ('generate', '{file}', []),
-        ('compare', '--prompts={file}', ['--model={folder}/actor', '--model={folder}/actor', '--db={folder}/c.db']),
-    ],
-)
-def test_a_command_that_cannot_skip_does_not_say_that_records_can_be(
-    monkeypatch, capsys, folder, tmp_path, word, where, more
-):
-    (file := tmp_path / 'p.jsonl').write_text('{"prompt": "a\\ud800", "answer": 1}\n{"prompt": "a", "answer": 1}\n')
-    model = [] if word == 'compare' else [f'{folder}/actor']
-    words = [word, *model, where.format(file=file), *(each.format(folder=folder) for each in more)]
-    assert call(monkeypatch, *words) == 2
-    error = capsys.readouterr().err
-    assert 'p.jsonl, line 1: the text of' in error and 'skip_bad_records' not in error
-
-
 @pytest.mark.parametrize(('name', 'mean'), [('right', 1.5), ('theirs', 2.5)])
 def test_columns_and_texts_go_by_name(monkeypatch, capsys, folder, name, mean):
     words = [f'{folder}/actor', f'{folder}/answers.jsonl', '--max_new_tokens=2', f'--reward_fn={folder}/r.py:{name}']

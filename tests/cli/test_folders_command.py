@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import call
-from safetensors.torch import load, load_file
+from safetensors.torch import load
 
 from chatgpt.launch import demo_world, quickstart
 from chatgpt.nn import GPTActor
@@ -75,17 +75,6 @@ def test_each_command_refuses_in_the_same_words(word, name, monkeypatch, capsys,
     assert call(monkeypatch, word, *words) != 0
     lines = [line for line in capsys.readouterr().err.splitlines() if SAID[name] in line]
     assert len(lines) == 1
-
-
-@pytest.mark.parametrize('name', ['bf16', 'plain'])
-def test_a_run_writes_the_dtype_that_it_began_from(name, monkeypatch, capsys, folders, tmp_path):
-    run = tmp_path / 'run'
-    words = [str(folders / 'examples.jsonl'), f'--pretrain={folders / name}', f'--save_path={run}', '--max_steps=1']
-    assert call(monkeypatch, 'sft', *words) == 0
-    dtypes = {t.dtype for t in load_file(run / 'actor' / 'model.safetensors').values()}
-    assert dtypes == {torch.bfloat16 if name == 'bf16' else torch.float32}
-    checkpoints = {t.dtype for f in run.rglob('checkpoints/**/*.safetensors') for t in load_file(f).values()}
-    assert torch.bfloat16 not in checkpoints
 
 
 def test_the_planner_and_one_call_in_python(capsys, folders):

@@ -40,17 +40,8 @@ def sft(
     actor = GPTActor(config=tiny_config('gpt2', vocab_size=16, hidden=16, positions=16))
     actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=lr)))
     quiet = [cb.ProgressBar(enabled=False), *callbacks]
-    trainer = SFTTrainer(
-        strategy,
-        actor,
-        optim,
-        data,
-        train_batch_size=8,
-        max_epochs=epochs,
-        log_interval=1,
-        run_dir=folder,
-        callbacks=quiet,
-    )
+    options = {'train_batch_size': 8, 'max_epochs': epochs, 'log_interval': 1, 'run_dir': folder}
+    trainer = SFTTrainer(strategy, actor, optim, data, callbacks=quiet, **options)
     if resume is not None:
         trainer.load_checkpoint(resume)
     trainer.fit()

@@ -47,19 +47,6 @@ def test_a_file_of_prompts(monkeypatch, capsys, data, tmp_path):
     assert '5 responses written to' in capsys.readouterr().out
 
 
-def test_the_best_of_several(monkeypatch, data, tmp_path):
-    def mean(n: int) -> float:
-        out = tmp_path / f'{n}.jsonl'
-        rm = ['--reward_model', str(data / 'rm'), f'--best_of={n}'] if n > 1 else []
-        path = tmp_path / 'in.txt'
-        path.write_text('\n'.join(row['prompt'] for row in demo_world.demo_prompts(12)))
-        script('inference', monkeypatch, *f'--pretrain {data}/base --input {path} --output {out}'.split(), *rm)
-        rows = [json.loads(line) for line in out.read_text().splitlines()]
-        return sum(row['score'] for row in rows) / len(rows)
-
-    assert mean(8) > mean(2) + 0.02
-
-
 def chat_with(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: Path, said: str, *flags: str
 ) -> list[str]:
@@ -85,13 +72,6 @@ def test_control_c_ends_an_answer_and_not_the_chat(monkeypatch, capsys, data):
     assert second.strip()
 
 
-def test_a_stop_string_is_not_shown(monkeypatch, capsys, data):
-    whole, _ = chat_with(monkeypatch, capsys, data, 'one day a fox\n', '--max_new_tokens=16')
-    word = whole.split()[2]
-    cut, _ = chat_with(monkeypatch, capsys, data, 'one day a fox\n', '--max_new_tokens=16', '--stop_string', word)
-    assert cut.rstrip('\n') == whole[: whole.index(word)]
-
-
 def test_a_chat_template_sees_the_whole_dialogue(monkeypatch, capsys, data, tmp_path):
     from transformers import AutoTokenizer
 
@@ -108,13 +88,6 @@ def test_a_chat_template_sees_the_whole_dialogue(monkeypatch, capsys, data, tmp_
     assert [kw['add_special_tokens'] for _, kw in seen] == [False, False]
     assert seen[0][0] == 'user a fox '
     assert seen[1][0] == f'user a fox assistant {first[:-1]} user a bear '
-
-
-def test_a_chat_past_the_context_is_one_line(monkeypatch, capsys, data):
-    with pytest.raises(SystemExit) as stop:
-        chat_with(monkeypatch, capsys, data, 'a fox\n', '--max_new_tokens=100000')
-    assert stop.value.code == 2
-    assert 'positions' in capsys.readouterr().err
 
 
 def test_an_adapter(monkeypatch, capsys, data, tmp_path):

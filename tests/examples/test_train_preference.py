@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from example_script import error_of, metrics_of, script
+from example_script import metrics_of, script
 
 
 @pytest.mark.parametrize(
@@ -36,26 +36,3 @@ def test_ranked_and_labelled_answers(monkeypatch, data, tmp_path, method, source
     script('train_preference', monkeypatch, *given, '--save_path', str(tmp_path), *more)
     losses = [row[f'{method}/loss'] for row in metrics_of(tmp_path)]
     assert len(losses) == 2 and losses[0] == pytest.approx(first_loss, abs=0.01)
-
-
-@pytest.mark.parametrize(
-    ('flags', 'sentence'),
-    [
-        ('{pairs} --method=ppo', "method='ppo' learns from no preferences; choose dpo, kto, orpo or simpo"),
-        ('{pairs} --method=orpo --beta=1', "unknown argument '--beta'"),
-        ('{pairs} --label_smoothing=0.2', 'label_smoothing=0.2 belongs to the losses cdpo and robust'),
-        (
-            '{rewards} --method=kto',
-            'rewards.jsonl: KTO needs the columns prompt, response and label (or text and label), where label is '
-            'true or false, 1 or 0, good or bad, or a name with --positive_label NAME; or prompt, chosen and '
-            'rejected. Found the columns prompt, response, reward, and 0.73 where a label is needed',
-        ),
-        ('{labels} --method=kto --positive_label=other', 'KTO needs good and bad answers, and there are 0 good'),
-        ('{labels}', 'dpo learns from pairs, and these are labelled answers; use kto'),
-    ],
-)
-def test_mistakes(monkeypatch, capsys, data, tmp_path, flags, sentence):
-    places = {name: data / f'{name}.jsonl' for name in ('pairs', 'labels', 'rewards', 'stories')}
-    given = f'{flags.format(**places)} --pretrain {data}/base --save_path {tmp_path}/run'.split()
-    assert sentence in error_of('train_preference', monkeypatch, capsys, *given)
-    assert not (tmp_path / 'run').exists()

@@ -187,15 +187,6 @@ class Say(Environment):
         return '', float(self.word in response), True, False, {'success': self.word in response}
 
 
-@pytest.mark.parametrize('environment', [Say, 'games:countdown'])
-def test_one_verb(environment, folder):
-    sizes = {'experience_batch_size': 4, 'train_batch_size': 4, 'max_new_tokens': 32, 'max_turn_tokens': 6}
-    sizes |= {'num_timesteps': 2, 'eval_episodes': 2, 'eval_interval': 1}
-    trainer = chatgpt.train(str(folder), environment=environment, callbacks=[ProgressBar(enabled=False)], **sizes)
-    assert all(e.episode is not None for e in trainer.last_experiences)
-    assert trainer.phase == 2
-
-
 def test_one_verb_with_prompts_and_a_reward_function(folder):
     weights, score = {'reward': 10.0, 'reward_fn': 0.5}, 2.5
 

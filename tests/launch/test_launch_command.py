@@ -100,7 +100,6 @@ def test_peek_sees_what_the_script_will_see(tmp_path):
             '--num_workers 2 .* num_training_workers 3 differ',
         ),
         (['--launcher=ray', '--rdzv_endpoint=a:1', SCRIPT], '--rdzv_endpoint is not for --launcher ray'),
-        (['--address=a:1', SCRIPT], '--address is not for --launcher torchrun'),
         (['--launcher=ray', '--env=x', SCRIPT], "--env 'x' is not NAME=VALUE"),
         (['--launcher=ray', '--num_workers=0', SCRIPT], 'num_workers=0 must be at least 1'),
         (

@@ -22,8 +22,7 @@ from launcher_runs import ROOT, Nodes, command, launch, metrics_of, on, parent, 
 from limits import until
 
 import chatgpt
-from chatgpt.launch.ray_request import check_address, check_node
-from chatgpt.launch.worker import Worker
+from chatgpt.launch.ray_request import check_address
 from chatgpt.testing.processes import free_port
 
 pytestmark = pytest.mark.system
@@ -312,18 +311,6 @@ def test_another_package_on_a_worker(cluster, tmp_path):
     (tmp_path / 'chatgpt' / '__init__.py').write_text("__version__ = '0.0.0'\n")
     elsewhere = f'--env=PYTHONPATH={tmp_path}'
     assert f'has chatgpt 0.0.0, here is {chatgpt.__version__}; install the same' in fails(cluster, tmp_path, elsewhere)
-
-
-def test_a_worker_without_the_package(monkeypatch, tmp_path):
-    bare = tmp_path / 'python'
-    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without site-packages
-    bare.chmod(0o755)
-    monkeypatch.setattr(sys, 'executable', str(bare))
-    found = Worker().look('127.0.0.1', str(tmp_path), {}, {'PYTHONPATH': ''})
-    with pytest.raises(
-        ValueError, match=r'^node 10.0.0.2 .*python has no package chatgpt, torch, transformers; install it there'
-    ):
-        check_node('10.0.0.2', found, 'x')
 
 
 def test_a_node_that_does_not_see_the_same_files(cluster, tmp_path):

@@ -11,9 +11,8 @@ import pytest
 from chatgpt.launch.config_file import parse_run
 from chatgpt.launch.methods import METHODS, Recipe
 from chatgpt.launch.recipes import execute
-from chatgpt.launch.runs import DataRun, PPORun, PreferenceRun, Run, run_class
+from chatgpt.launch.runs import DataRun, PPORun, Run, run_class
 from chatgpt.trainer.objectives.config import SFTConfig
-from chatgpt.trainer.objectives.pairs import DPOConfig, DPOTrainer
 from chatgpt.trainer.objectives.sft import SFTTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,20 +66,6 @@ def test_a_method_of_ones_own_is_one_line(monkeypatch, tmp_path, model_folder, c
     (config,) = MyTrainer.seen
     assert (config.strength, run.lr) == (0.75, 0.125)
     assert (tmp_path / 'run' / 'actor' / 'config.json').is_file()
-
-
-mine = Recipe(about='DPO with another margin', config=DPOConfig, trainer=DPOTrainer, defaults={'lr': 0.25})
-
-
-def test_a_preference_method_of_ones_own_is_named(model_folder):
-    name = f'{Path(__file__)}:mine'
-    try:
-        run = run_class(name)(pretrain=str(model_folder))
-        assert isinstance(run, PreferenceRun)
-        run.fill_defaults()
-        assert run.lr == 0.25 and isinstance(run.config(), DPOConfig)
-    finally:
-        METHODS.pop(name, None)
 
 
 @pytest.mark.parametrize(

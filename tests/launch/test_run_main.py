@@ -9,7 +9,6 @@ import sys
 
 import pytest
 
-from chatgpt.data.rewards import NumberAtEnd
 from chatgpt.launch.arguments import load_function, run_main
 from chatgpt.launch.recipes import run_defaults
 from chatgpt.launch.runs import SFTRun
@@ -25,14 +24,6 @@ def test_a_reader_that_has_read_enough_is_no_error():
     done = subprocess.run([sys.executable, '-c', code], stdout=writes, stderr=subprocess.PIPE, text=True)
     os.close(writes)
     assert (done.returncode, done.stderr) == (141, '')
-
-
-def test_a_pipe_of_the_run_that_breaks_is_an_error():
-    def main():
-        raise BrokenPipeError('of a worker')
-
-    with pytest.raises(BrokenPipeError, match='of a worker'):
-        run_main(main)
 
 
 def test_the_folder_that_the_command_chose_is_its_default():
@@ -80,12 +71,6 @@ class Breaks:
 class Holds:
     pass
 """
-
-
-def test_a_class_is_made():
-    reward = load_function('chatgpt.data.rewards:NumberAtEnd')
-    assert reward == NumberAtEnd()
-    assert reward([''] * 2, ['it is 7', '8'], answer=['7', '7']) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(

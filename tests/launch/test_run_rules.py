@@ -137,10 +137,8 @@ def test_defaults_break_none(cls):
     [
         (SFTRun(lora_rank=2, quantize='nf4'), 'quantize'),
         (SFTRun(pack_examples=True), 'pack_examples'),
-        (PPORun(rollout_workers=1), 'rollout_workers'),
         (PPORun(reproducible='exact'), 'reproducible'),
         (PPORun(nlpo_top_p=0.9), 'nlpo_top_p'),
-        (PPORun(engine='local'), 'engine'),
         (PPORun(engine='vllm'), 'engine'),
     ],
 )
@@ -153,11 +151,6 @@ def test_liger_that_is_not_installed(monkeypatch):
     monkeypatch.setattr(head_kernels, 'find_spec', lambda name: None)
     with pytest.raises(ValueError, match=r'chatgpt-rlhf\[liger\]'):
         SFTRun(logprob_kernel='liger').validate()
-
-
-def test_temperatures_of_liger():
-    for settings in ({'temperature': 0.7}, {'temperature': 0.5, 'precision': 'bf16'}):
-        PPORun(logprob_kernel='liger', **settings).validate()
 
 
 def test_they_reach_actors_and_modules(monkeypatch):

@@ -296,28 +296,5 @@ def test_the_command(tmp_path, capsys):
     content = json.loads(capsys.readouterr().out)
     assert content['limit'] == 'device memory' and content['peak'] > 10 * 1024
     assert list(tmp_path.iterdir()) == [path]  # nothing was written, and there were no weights to read
-
-
-@pytest.mark.parametrize(('content', 'sentence'), [('{}', 'not the config.json'), (None, 'nowhere')])
-def test_what_is_no_config(tmp_path, capsys, content, sentence):
-    path = tmp_path / 'nowhere.json'
-    if content is not None:
-        path.write_text(content)
-    assert main([str(path)]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert sentence in line
-
-
-def test_a_plan_of_a_large_model_takes_no_memory():
-    import resource
-
-    from transformers import LlamaConfig
-
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    config = LlamaConfig(
-        hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8, intermediate_size=28672
-    )
-    sizes = {'experience_batch_size': 64, 'train_batch_size': 64}
-    plan = make_plan(Setup(config=config, strategy='fsdp', num_processes=64, precision='bf16', **sizes))
-    assert sum(plan.phases['load'].device.values()) > 5 * 2**30
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500 * 1024
+    path.write_text('{}')
+    assert main([str(path)]) == 2 and 'not the config.json' in capsys.readouterr().err

@@ -40,18 +40,6 @@ def run_script(monkeypatch, capsys, name: str, *flags: str) -> tuple[int, str]:
     return int(stop.value.code or 0), out.out + out.err
 
 
-def test_train_prompts_plans_without_weights(monkeypatch, capsys, tmp_path, no_weights):
-    (tmp_path / 'prompts.csv').write_text('prompt\nhello\n')
-    (tmp_path / 'reward.py').write_text('def score(prompts, responses):\n    return [0.0] * len(prompts)\n')
-    flags = f'{tmp_path}/prompts.csv --pretrain {no_weights} --reward_fn {tmp_path}/reward.py:score --plan'.split()
-    flags += ['--max_new_tokens', '8', '--save_path', str(tmp_path / 'run')]
-    code, out = run_script(monkeypatch, capsys, 'train_prompts.py', *flags)
-    assert code == 0, out
-    for word in ('load', 'collect', 'score', 'learn', 'actor weights', 'critic optimizer', 'it fits'):
-        assert word in out
-    assert not (tmp_path / 'run').exists()
-
-
 def test_a_script_plans_one_model(monkeypatch, capsys, tmp_path, no_weights):
     (tmp_path / 'data.jsonl').write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 4)
     flags = f'{tmp_path}/data.jsonl --pretrain {no_weights} --plan --save_path {tmp_path}/run'.split()

@@ -282,20 +282,6 @@ def test_log_probs_come_as_on_the_planned_device(monkeypatch, on_cuda, bound, st
     assert planned == pytest.approx(live.peak, rel=0.01)
 
 
-@pytest.mark.parametrize(('kernel', 'taken_one'), [('plain', 'chunked'), ('fused', 'fused'), ('liger', 'fused')])
-@pytest.mark.parametrize('on_cuda', [False, True])
-def test_a_kernel_that_is_asked_for_is_planned(monkeypatch, kernel, taken_one, on_cuda):
-    """Chunks of 1,000 numbers are less than 4 rows of 15 tokens, so that a kernel makes a difference."""
-    monkeypatch.setattr(logprobs, 'CHUNK_ELEMENTS_CPU', 1000)
-    monkeypatch.setattr(logprobs, 'CHUNK_ELEMENTS_ACCELERATOR', 1000)
-    lengths = {'max_prompt_tokens': 9, 'max_new_tokens': 15}
-    setup = Setup(config=CONFIG, precision='fp32', on_cuda=on_cuda, logprob_kernel=kernel, **lengths)
-    for actor in ('actor', 'initial'):
-        with taken_kernels() as taken:
-            models.scoring_bytes(actor, CONFIG, setup, 4)
-        assert set(taken) == {f'{taken_one}_logprobs'}
-
-
 def test_gradients_grow_as_a_strategy_keeps_them():
     """Dropped, as shards of four ranks, whole: the more stays, the higher the peak, and no more than what stays."""
     setup = Setup(config=CONFIG, precision='fp32', max_prompt_tokens=2, max_new_tokens=2)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from byte_runs import SIZES, byte_trainer
 
 from chatgpt.monitor.publish import ModelFacts, hub_name, write_card
 from chatgpt.monitor.publish.card import CARD, MARKER, without_paths
-from chatgpt.monitor.run_folder import RunFolder, RunRecord, Start
+from chatgpt.monitor.run_folder import RunRecord, Start
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
 
 SECRET = '/home/private-person/project-x'
@@ -142,7 +140,6 @@ def test_it_says_what_how_and_on_what(tmp_path):
 
 LIMITS = {
     'the reward': ({}, 'optimised for `r.py:score`'),
-    'KL': ({}, '5 nats per response'),
     'length': ({}, '25 % of its last responses were cut off by the limit of 32 tokens'),
     'length of episodes': (  # 25 % did not end, most of them because their turns were used up
         {'metrics': [row | {'environment/end_tokens_share': 0.15} for row in rows()]},
@@ -150,10 +147,8 @@ LIMITS = {
     ),
     'rewards of an environment': ({'record': record(settings={}, reward='EnvironmentScorer')}, "environment's reward."),
     'few prompts': ({}, 'It has seen 60 prompts only'),
-    'own reward': ({}, 'by the same reward'),
     'no evaluation': ({'eval': ()}, 'not evaluated on data that it was not trained on'),
     'findings': ({'findings': [{'step': 3, 'finding': 'kl-runs-away'}] * 2}, 'run found: `kl-runs-away`.'),
-    'stopped': ({'record': record(status='stopped', phase=12)}, 'It was stopped before its end.'),
     'failed': ({'record': record(status='failed')}, 'The run ended with an error.'),
     'always': ({'record': None}, 'It was not evaluated for truth, safety, bias or privacy'),
     'a reward model as reward': (
@@ -275,21 +270,6 @@ def test_a_policy_of_a_run(tmp_path, monkeypatch, capsys):
     assert names['output'].shape[1] <= names['start'] + 3 and printed.endswith('\n')
 
 
-def test_a_trainer_without_a_folder_tells_what_it_knows(tmp_path, monkeypatch, capsys):
-    from chatgpt.trainer.callbacks import Evaluator
-
-    trainer = byte_trainer(None, callbacks=[Evaluator(lambda trainer: {'truth': 0.5}, interval=1)])
-    trainer.save_pretrained(tmp_path / 'fresh')
-    text = (tmp_path / 'fresh' / CARD).read_text()
-    assert 'nothing is known of its training' in text and '## Evaluation' not in text and '## Samples' not in text
-    trainer.fit(['a', 'b', 'c'], max_timesteps=2, update_timesteps=1)
-    trainer.save_pretrained(tmp_path / 'words', card_samples=1)
-    text = (tmp_path / 'words' / CARD).read_text()
-    assert '| `eval/truth` |  | 0.5 |' in text and text.count('Response, score') == 1 and 'rloo' in text
-    monkeypatch.chdir(tmp_path)
-    assert run_code(Path('words'), capsys)[0]['name'] == 'words'
-
-
 def test_a_reward_model_and_a_critic(tmp_path, monkeypatch, capsys):
     """The score that the card's code prints is the model's own."""
     from chatgpt.batching import collate
@@ -349,25 +329,3 @@ def test_a_card_that_fails_does_not_take_the_model_along(tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match=r'the model is saved without a card \(OSError: the disk is full\)'):
         byte_trainer(None).save_pretrained(tmp_path / 'actor')
     assert (tmp_path / 'actor' / 'model.safetensors').is_file() and not (tmp_path / 'actor' / CARD).exists()
-
-
-def test_a_run_of_the_command_line_names_file_rows_and_columns(tmp_path, model_folder):
-    from chatgpt.launch.config_file import parse_run
-    from chatgpt.launch.recipes import execute
-    from chatgpt.launch.runs import SFTRun
-
-    data = tmp_path / 'data' / 'stories.jsonl'
-    data.parent.mkdir()
-    lines = [{'prompt': f'one day {i}', 'completion': ' a fox went to the river .'} for i in range(12)]
-    data.write_text(''.join(json.dumps(line) + '\n' for line in lines))
-    argv = [str(data), f'--pretrain={model_folder}', f'--save_path={tmp_path}/tales', '--max_epochs=1']
-    argv += ['--train_batch_size=4', '--log_interval=1', '--validation_percentage=25', '--card_samples=0']
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        execute(parse_run(SFTRun, description=None, positional='dataset', argv=argv))
-    text = (tmp_path / 'tales' / 'actor' / CARD).read_text()
-    assert '| dataset | `stories.jsonl` | 9 |' in text
-    assert '3 records were held back to evaluate on.' in text and 'On 25 % of stories.jsonl, held back:' in text
-    assert f'made of the model `{model_folder.name}`' in text and str(tmp_path) not in text
-    assert str(model_folder) not in text
-    assert f'value: {RunFolder(tmp_path / "tales").metrics[-1]["sft/val_loss"]!r}' in text

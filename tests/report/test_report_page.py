@@ -17,7 +17,7 @@ from made_runs import HOSTILE, make_offline_run, make_run, ppo_row, record, writ
 
 from chatgpt.monitor.report import page, write_report
 from chatgpt.monitor.report.charts import choose
-from chatgpt.monitor.report.series import kept, number, thinned
+from chatgpt.monitor.report.series import number
 from chatgpt.monitor.run_folder import Start
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -173,18 +173,6 @@ def test_a_run_of_a_hundred_thousand_phases_keeps_its_spikes(tmp_path):
     assert drawn[56_789] == 1e6 and drawn[77_777] == -1e6 and drawn[12_345] is None
     assert {1, 100_000} < drawn.keys()
     assert all(y == (p % 7) for p, y in drawn.items() if p not in (56_789, 77_777, 12_345))
-
-
-def test_thinning_keeps_the_least_and_the_greatest_of_every_line():
-    lines = {
-        'a': (range(5000), [float((i * 7919) % 1000) for i in range(5000)]),
-        'b': (range(5000), [0.0] * 4999 + [9.0]),
-    }
-    short = thinned(lines, 1000)
-    assert short['a'][0] == short['b'][0] and len(short['a'][0]) <= 1000
-    assert (min(short['a'][1]), max(short['a'][1]), max(short['b'][1])) == (0.0, 999.0, 9.0)
-    assert kept([[1.0, 2.0]], 1000) == [0, 1]
-    assert kept([[None] * 5000], 100)[-1] == 4999
 
 
 @pytest.mark.parametrize(('phases', 'metrics', 'runs'), [(1200, 30, 6), (2, 6000, 1)])

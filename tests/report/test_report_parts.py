@@ -12,7 +12,7 @@ from made_runs import make_offline_run, make_run, record, write_lines, write_seq
 from chatgpt.monitor.doctor import Finding
 from chatgpt.monitor.report import page, what_improved, write_report
 from chatgpt.monitor.report.parts import part
-from chatgpt.monitor.report.runs import names_of, read_run, why_ended
+from chatgpt.monitor.report.runs import read_run, why_ended
 from chatgpt.monitor.run_folder import RunFolder, Start
 
 
@@ -118,14 +118,6 @@ def test_without_evaluations_samples_of_training_are_shown(tmp_path):
     ]
 
 
-def test_tiles_have_the_means_of_the_ends_of_the_run(tmp_path):
-    rows = [{'step': s, 'rollout/score_mean': float(s), 'sft/loss': None} for s in range(1, 41)]
-    write_lines(tmp_path / 'metrics.jsonl', rows)
-    said = texts(part('tiles', run(tmp_path)))
-    assert 'Score 38.5 from 2.5' in said  # of 37 to 40, and of 1 to 4
-    assert 'Loss' not in said
-
-
 def test_memory_is_drawn_against_the_plan(tmp_path):
     found = read_run(make_run(tmp_path), 'it')
     assert found.columns['plan/peak_gib'] == ((1, 40), (0.9, 0.9))
@@ -196,9 +188,3 @@ def test_what_improved_of_other_methods(tmp_path):
 
 
 # ---------------------------------------------------------------------- texts and numbers
-
-
-def test_runs_are_told_apart_by_the_end_of_their_paths():
-    assert names_of(['a/x/run', 'a/y/run']) == ['x/run', 'y/run']
-    assert names_of(['/a/x', '/a/y/']) == ['x', 'y']
-    assert names_of(['/b/a', '/b/a']) == ['a (1)', 'a (2)']

@@ -216,7 +216,7 @@ def test_colours_are_those_of_the_numbers(reader):
     tints = reader.tints(3)
     assert tints[1] is None and tints[0][0] == 'below' and tints[5][0] == 'above'
     shares = {i: float(tints[i][1].rstrip('%')) for i in (0, 2, 3, 11)}
-    assert shares[3] > 1 and shares == pytest.approx({i: abs(i - 2) * shares[3] for i in shares}, abs=0.2)
+    assert shares[11] > 1 and shares == pytest.approx({i: abs(i - 2) / 9 * shares[11] for i in shares}, abs=0.06)
     reader.choose('Colour tokens by', 'entropy')
     strengths = [float(t[1].rstrip('%')) for t in reader.tints(3) if t]
     assert {t[0] for t in reader.tints(3) if t} == {'amount'} and strengths == sorted(strengths)

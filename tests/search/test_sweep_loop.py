@@ -62,18 +62,6 @@ def test_the_same_seed_is_the_same_sweep_and_another_is_not(sweep_of, tmp_path):
     assert found[0] == found[1] != found[2] and len(set(found[0])) == 4
 
 
-def test_a_grid_in_its_order(sweep_of):
-    parameters = {'lr': [0.1, 0.01], 'lr_schedule': ['constant', 'cosine']}
-    sweep = sweep_of(sampler='grid', trials=None, parameters=parameters)
-    assert run_sweep(sweep, jobs=2) == 0
-    assert [(row['lr'], row['lr_schedule']) for row in table(sweep.save_path)] == [
-        ('0.1', 'constant'),
-        ('0.1', 'cosine'),
-        ('0.01', 'constant'),
-        ('0.01', 'cosine'),
-    ]
-
-
 # ---------------------------------------------------------------------- failures
 
 
