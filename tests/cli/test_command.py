@@ -41,27 +41,26 @@ def test_the_list_names_every_command_once(monkeypatch, capsys):
     assert capsys.readouterr().err == 'error: compat is in a package of its own: pip install chatgpt-rlhf-compat\n'
 
 
-@pytest.mark.parametrize('name', [*METHODS, *OTHERS])
-def test_help_fits_two_screens(monkeypatch, capsys, name):
-    monkeypatch.setenv('COLUMNS', '100')
+@pytest.mark.parametrize('name', OTHERS)
+def test_help_of_every_word(monkeypatch, capsys, name):
     assert call(monkeypatch, name, '--help') == 0
     lines = capsys.readouterr().out.splitlines()
-    assert 5 < len(lines) <= 100
-    assert lines[0].startswith('usage: ')
+    assert 5 < len(lines) <= 100 and lines[0].startswith('usage: ')
 
 
 @pytest.mark.parametrize('name', METHODS)
 def test_help_all_has_every_option_and_help_the_common_ones_with_their_defaults(monkeypatch, capsys, name):
     monkeypatch.setenv('COLUMNS', '100')
-    call(monkeypatch, name, '--help')
-    common = ' '.join(capsys.readouterr().out.split())
+    assert call(monkeypatch, name, '--help') == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 100  # two screens
+    common = ' '.join(' '.join(lines).split())
     call(monkeypatch, name, '--help-all')
     everything = ' '.join(capsys.readouterr().out.split())
     cls, method = run_class(name), METHODS[name]
     for f in fields(cls):
         shown = f' --{f.name} ' in everything
         assert shown or f.name in (method.positional, 'method') or METHODS[name].run != METHODS['sft'].run, f.name
-    assert len(everything) > 1.4 * len(common)
     assert f'--save_path TEXT folder of this run (default: outputs/{name})' in common
     trial = trial_defaults(name, method.defaults)['lr']
     lr = f'--lr X learning rate (default: {method.defaults["lr"]}; {trial} without --pretrain)'

@@ -1,4 +1,4 @@
-"""`doctor RUN`: what it prints and its exit code, without torch."""
+"""`doctor RUN` and `rollouts RUN`: what they print and their exit codes."""
 
 from __future__ import annotations
 
@@ -72,15 +72,6 @@ def test_a_run_that_failed_is_not_called_good(tmp_path, monkeypatch, capsys):
     assert told == f'{tmp_path}: no findings in 0 phases; the run failed: RewardFunctionError: no\n'
 
 
-def test_a_folder_that_is_no_run(tmp_path, monkeypatch, capsys):
-    for name in 'abcdef':
-        folder(tmp_path / 'outputs' / name)
-    (tmp_path / 'outputs' / 'a' / 'metrics.jsonl').rename(tmp_path / 'outputs' / 'a' / 'run.json')
-    assert call(monkeypatch, 'doctor', str(tmp_path / 'outputs')) == 2
-    five = ', '.join(f'{tmp_path}/outputs/{name}' for name in 'abcde')
-    assert f'these in it are: {five} and 1 more' in capsys.readouterr().err
-
-
 def test_a_finding_is_explained_without_a_run(monkeypatch, capsys):
     assert call(monkeypatch, 'doctor', '--explain', 'kl-runs-away') == 0
     out = capsys.readouterr().out
@@ -89,3 +80,20 @@ def test_a_finding_is_explained_without_a_run(monkeypatch, capsys):
     assert {line.split()[0] for line in capsys.readouterr().out.splitlines()} == set(CHECKS)
     assert call(monkeypatch, 'doctor', '--explain', 'kl-run-away') == 2
     assert 'did you mean kl-runs-away' in capsys.readouterr().err
+
+
+def test_it_serves_runs_that_have_recordings_and_names_one_that_has_none(monkeypatch, capsys, tmp_path):
+    served = []
+    monkeypatch.setattr('chatgpt.launch.cli.rollouts.serve', lambda app, host, port: served.append((host, port)))
+    runs = [tmp_path / name / 'rollouts' for name in ('one', 'two')]
+    for run in runs:
+        run.mkdir(parents=True)
+        (run / 'phase-00000001.parquet').touch()
+    assert call(monkeypatch, 'rollouts', *(str(run.parent) for run in runs), '--port=0') == 0
+    assert served == [('127.0.0.1', 0)]
+    (tmp_path / 'metrics.jsonl').write_text('{"step": 1}\n')
+    assert call(monkeypatch, 'rollouts', str(tmp_path)) == 2
+    assert f'{tmp_path} has no recorded sequences: give the folder of a run' in capsys.readouterr().err
+    assert call(monkeypatch, 'rollouts', str(tmp_path / 'nothing')) == 2
+    assert f'{tmp_path / "nothing"}: there is no such folder' in capsys.readouterr().err
+    assert call(monkeypatch, 'rollouts') == 2 and len(served) == 1

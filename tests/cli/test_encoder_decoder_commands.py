@@ -135,17 +135,3 @@ def test_what_cannot_be_is_one_line_before_any_weight_is_loaded(place, monkeypat
     told = capsys.readouterr().err.strip().splitlines()
     assert reason in told[-1] and not any('Traceback' in line for line in told)
     assert not Path('no').exists()
-
-
-def test_a_long_chat_keeps_the_begin_token(place, monkeypatch):
-    seen: list[list[int]] = []
-
-    def stream(policy, ids, *_, **__):
-        seen.append(ids.tolist())
-        return iter(())
-
-    monkeypatch.setattr('chatgpt.rollout.stream_tokens', stream)
-    monkeypatch.setattr('sys.stdin', io.StringIO('a' * 60 + '\n'))
-    assert call(monkeypatch, 'chat', 'bart', '--max_new_tokens=4') == 0
-    (ids,) = seen
-    assert (len(ids), ids[0], ids[-1]) == (31, 1, 2)

@@ -34,7 +34,6 @@ class Three:
 '''
 
 REWARDS = """
-number = 3
 
 def right(prompts, responses, answer, **k):
     return [float(a) for a in answer]
@@ -42,12 +41,6 @@ def right(prompts, responses, answer, **k):
 def theirs(completions, answer, **kwargs):
     return [float(a) + (p.startswith('p') and not c.startswith('p')) for c, a, p in
             zip(completions, answer, kwargs['prompts'])]
-
-def misspelt(prompts, responses, anser):
-    return [0.0] * len(prompts)
-
-def broken(prompts, responses, answer):
-    return [float('nan') if a == 3 else 0.0 for a in answer]
 """
 
 
@@ -129,17 +122,3 @@ def test_columns_and_texts_go_by_name(monkeypatch, capsys, folder, name, mean):
     words = [f'{folder}/actor', f'{folder}/answers.jsonl', '--max_new_tokens=2', f'--reward_fn={folder}/r.py:{name}']
     assert call(monkeypatch, 'evaluate', *words) == 0
     assert f'"score_mean": {mean}' in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ('name', 'message', 'code'),
-    [
-        ('misspelt', "needs a column 'anser' beside the prompts; there are answer; did you mean answer?", 2),
-        ('broken', "returned nan for eval prompt 3, counted from 0 ('p3 ')", 1),
-    ],
-)
-def test_what_is_wrong_is_named_in_a_users_words(monkeypatch, capsys, folder, name, message, code):
-    words = [f'{folder}/actor', f'{folder}/answers.jsonl', '--max_new_tokens=2', f'--reward_fn={folder}/r.py:{name}']
-    assert call(monkeypatch, 'evaluate', *words) == code
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert message in line

@@ -18,43 +18,19 @@ from chatgpt.monitor.run_folder.reading import RunFolder
 from chatgpt.monitor.run_folder.record import RunRecord
 
 MODEL = {'actor': {'kind': 'gpt2', 'parameters': 260_000, 'trained': 260_000}}
-HEALTHY: dict[str, Any] = {
-    'rollout/score_mean': lambda i: 0.3 + 0.01 * i,
-    'rollout/score_std': 0.4,
-    'rollout/score_min': -1.0,
-    'rollout/score_max': 2.0,
-    'rollout/score_mad': 0.3,
-    'rollout/kl_mean': lambda i: min(0.5 * i, 5.0),
-    'rollout/kl_k3_mean': lambda i: min(0.5 * i, 5.0),
-    'rollout/kl_coef': 0.1,
-    'rollout/response_len_mean': 40.0,
-    'rollout/ended_share': 0.9,
-    'rollout/entropy': 2.0,
-    'rollout/repetition_within': 0.02,
-    'rollout/repetition_across': 0.2,
-    'ppo/entropy': 2.0,
-    'ppo/approx_kl_k3': 0.004,
-    'ppo/clip_fraction': 0.1,
-    'ppo/ratio_max': 1.5,
-    'ppo/ratio_min': 0.6,
-    'ppo/first_ratio_error': 1e-6,
-    'ppo/first_approx_kl': 1e-8,
-    'ppo/value_loss': 0.2,
-    'ppo/explained_variance': 0.4,
-    'ppo/return_var': 0.5,
-    'ppo/actor_grad_norm': 1.0,
-    'ppo/actor_grad_norm_max': 2.0,
-    'ppo/critic_grad_norm': 1.0,
-    'ppo/critic_grad_norm_max': 2.0,
-    'ppo/lr': 3e-4,
-    'ppo/critic_lr': 1e-3,
-    'ppo/num_updates': lambda i: 8.0 * i,
-    'perf/collect_s': 6.0,
-    'perf/score_s': 1.0,
-    'perf/learn_s': 3.0,
-    'perf/total_s': 10.0,
-    'perf/other_s': 0.5,
-}
+RATIOS: dict[str, Any] = {'ppo/ratio_max': 1.5, 'ppo/ratio_min': 0.6, 'ppo/first_ratio_error': 1e-6}
+RATIOS |= {'ppo/first_approx_kl': 1e-8, 'ppo/approx_kl_k3': 0.004, 'ppo/clip_fraction': 0.1}
+SCORES: dict[str, Any] = {'rollout/score_mean': lambda i: 0.3 + 0.01 * i, 'rollout/score_std': 0.4}
+SCORES |= {'rollout/score_min': -1.0, 'rollout/score_max': 2.0, 'rollout/score_mad': 0.3}
+TEXTS = {'rollout/response_len_mean': 40.0, 'rollout/ended_share': 0.9, 'rollout/entropy': 2.0, 'ppo/entropy': 2.0}
+TEXTS |= {'rollout/repetition_within': 0.02, 'rollout/repetition_across': 0.2}
+VALUES = {'ppo/value_loss': 0.2, 'ppo/explained_variance': 0.4, 'ppo/return_var': 0.5}
+NORMS = {'ppo/actor_grad_norm': 1.0, 'ppo/actor_grad_norm_max': 2.0}
+NORMS |= {'ppo/critic_grad_norm': 1.0, 'ppo/critic_grad_norm_max': 2.0, 'ppo/lr': 3e-4, 'ppo/critic_lr': 1e-3}
+TIMES = {'perf/collect_s': 6.0, 'perf/score_s': 1.0, 'perf/learn_s': 3.0, 'perf/total_s': 10.0, 'perf/other_s': 0.5}
+KL: dict[str, Any] = dict.fromkeys(('rollout/kl_mean', 'rollout/kl_k3_mean'), lambda i: min(0.5 * i, 5.0))
+HEALTHY = SCORES | KL | {'rollout/kl_coef': 0.1} | TEXTS | RATIOS | VALUES | NORMS | TIMES
+HEALTHY |= {'ppo/num_updates': lambda i: 8.0 * i}
 RM: dict[str, Any] = {'rm/loss': lambda i: 0.7 - 0.01 * i, 'rm/accuracy': lambda i: 0.5 + 0.02 * i, 'rm/lr': 1e-3}
 SFT: dict[str, Any] = {'sft/loss': lambda i: 2.0 - 0.05 * i, 'sft/lr': 1e-3, 'sft/grad_norm': 1.0}
 

@@ -70,15 +70,6 @@ def test_mistakes(monkeypatch, capsys, tmp_path, model_folder, prompt_file, flag
 
 
 @pytest.mark.usefixtures('no_weights')
-def test_a_batch_that_cannot_be_cut_over_the_ranks(monkeypatch, capsys, tmp_path):
-    monkeypatch.setenv('WORLD_SIZE', '3')
-    error = fails(monkeypatch, capsys, '--strategy=ddp', '--save_path', str(tmp_path))
-    assert 'experience_batch_size=8 cannot be split over 3 ranks; use a multiple of 3, such as 6 or 9' in error
-    error = fails(monkeypatch, capsys, '--strategy=ddp', '--experience_batch_size=9', '--save_path', str(tmp_path))
-    assert 'train_batch_size=8 cannot be split over 3 ranks' in error
-
-
-@pytest.mark.usefixtures('no_weights')
 def test_a_tokenizer_that_does_not_match(monkeypatch, capsys, tmp_path, model_folder, prompt_file):
     from transformers import GPT2Config, GPT2Model
 

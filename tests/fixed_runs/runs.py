@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import AheadOfTime
 from in_process_workers import InProcessWorkers
 from safetensors.torch import load_file
 
 from chatgpt.data import TokenizedLabelled, TokenizedPreference
 from chatgpt.nn import GPTActor, GPTCritic, ILQLModel, LlamaActor, RewardModel
-from chatgpt.rollout import RemoteEngine
+from chatgpt.rollout import Abilities, EngineAround, LocalEngine, RemoteEngine
 from chatgpt.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.testing import char_tokenizer, tiny_causal_lm, tiny_config
 from chatgpt.trainer import (
@@ -513,3 +512,23 @@ def readable(value: str | None) -> str:
     except ValueError:
         return value
     return f'{value} ({number!r})' if math.isfinite(number) else value
+
+
+class AheadOfTime(EngineAround):
+    """Draws with a copy of the weights of the latest `begin`, when it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__(LocalEngine())
+        self.abilities = Abilities(copies_weights=False, reproducible=True, answers_ahead=True)
+
+    def begin(self, actor: Any) -> None:
+        super().begin(deepcopy(actor))
+
+    def submit(self, call: Any) -> list[Any]:
+        return self.generate(call)
+
+    def take(self, ticket: list[Any]) -> list[Any]:
+        return ticket
+
+    def cancel(self, ticket: list[Any]) -> None:
+        pass

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from chatgpt.data import check_tokenizer
 from chatgpt.launch.demo_world import (
     demo_close_preferences,
-    demo_config,
     demo_corpus,
     demo_preferences,
     demo_prompts,
-    demo_tokenizer,
     repeated_share,
     true_score,
 )
@@ -64,17 +61,3 @@ def test_preferences_are_ordered_by_the_truth_some_faulty_and_some_close():
     assert sum(c < r for c, r in shares) > sum(c > r for c, r in shares)
     common = [set(p['chosen'].split(' .')) & set(p['rejected'].split(' .')) - {''} for p in pairs]
     assert sum(map(bool, common)) > 200  # one thing changed: the other sentences are the same
-
-
-def test_tokenizer_and_config(tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer, config = demo_tokenizer(), demo_config()
-    check_tokenizer(tokenizer, config)
-    assert sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters()) < 500_000
-    assert len(tokenizer) < 128 and tokenizer.pad_token_id != tokenizer.eos_token_id
-    tokenizer.save_pretrained(tmp_path)
-    for one in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
-        for row in demo_corpus(50, seed=5):
-            ids = one(row['response'])['input_ids']
-            assert tokenizer.unk_token_id not in ids and one.decode(ids) == row['response']

@@ -17,7 +17,6 @@ from chatgpt.environments.games import TicTacToe
 from chatgpt.launch.config_file import parse_run
 from chatgpt.launch.demo_world import CHARACTERS, game_config, game_tokenizer, games_of_a_random_player
 from chatgpt.launch.inputs import read_inputs
-from chatgpt.launch.planning import setup_of
 from chatgpt.launch.recipes import execute
 from chatgpt.launch.runs import PPORun
 from chatgpt.nn import GPTActor
@@ -146,14 +145,6 @@ def test_an_environment_of_ones_own_with_data_and_named_rewards(folder, tmp_path
     execute(run_of(**given, pretrain=str(folder), save_path=str(tmp_path / 'run'), max_turn_tokens=4))
     for row in lines(tmp_path / 'run' / 'samples.jsonl'):
         assert re.fullmatch(r'p(\d):say w\1\n', row['prompt']) and row['score'] == 2.0 * 3
-
-
-def test_the_plan_has_room_for_the_observation_and_the_whole_episode(folder, tmp_path):
-    flags = {'pretrain': str(folder), 'save_path': str(tmp_path), 'plan': True, 'logprob_kernel': 'fused'}
-    setup = setup_of(read_inputs(run_of(environment='games:tictactoe', **flags)))
-    assert setup.logprob_kernel == 'fused'
-    assert setup.max_prompt_tokens == 12, 'three lines of three cells'
-    assert setup.max_new_tokens == 48
 
 
 # ---------------------------------------------------------------------- a game without a model

@@ -244,16 +244,6 @@ def under_torchrun(script: Path, *flags: str, args: Sequence[str] = ()) -> subpr
 
 
 @pytest.mark.system
-def test_a_script_that_fails_is_one_line_and_its_exit_code(tmp_path):
-    script = tmp_path / 'fails.py'
-    script.write_text('import os, sys, time\nif os.environ["RANK"] == "1":\n    sys.exit(3)\ntime.sleep(3600)\n')
-    process = under_torchrun(script, '--max_failures=0')
-    output, _ = process.communicate()
-    assert process.returncode == 3
-    assert '[launch] rank 1 ended with exit code 3; giving up' in output and 'Traceback' not in output
-
-
-@pytest.mark.system
 def test_a_signal_ends_it_without_a_traceback(tmp_path):
     script = tmp_path / 'waits.py'
     script.write_text(

@@ -21,7 +21,6 @@ import pytest
 from launcher_runs import ROOT, Nodes, command, launch, metrics_of, on, parent, processes
 from limits import until
 
-import chatgpt
 from chatgpt.launch.ray_request import check_address
 from chatgpt.testing.processes import free_port
 
@@ -177,12 +176,6 @@ def test_a_script_that_fails_is_started_again_as_often_as_allowed(cluster, tmp_p
     assert '; restart 1 of 1' in output and '; giving up' in output
 
 
-def test_a_script_that_is_called_wrongly_is_not_started_again(cluster, tmp_path):
-    code, output = launch(cluster, tmp_path, FAIL, '--num_workers=2', args=[str(tmp_path / 'log'), '2'])
-    assert code == 2 and 'restart' not in output
-    assert len((tmp_path / 'log').read_text().splitlines()) == 2
-
-
 WAIT = """
 import os, pathlib, signal, sys, time
 def leave(number, frame):
@@ -304,13 +297,6 @@ def test_a_wrong_address(tmp_path):
         check_address('ray://10.0.0.1:10001')
     with pytest.raises(ValueError, match="address '10.0.0.1' is not host:port, such as 10.0.0.1:6379"):
         check_address('10.0.0.1')
-
-
-def test_another_package_on_a_worker(cluster, tmp_path):
-    (tmp_path / 'chatgpt').mkdir()
-    (tmp_path / 'chatgpt' / '__init__.py').write_text("__version__ = '0.0.0'\n")
-    elsewhere = f'--env=PYTHONPATH={tmp_path}'
-    assert f'has chatgpt 0.0.0, here is {chatgpt.__version__}; install the same' in fails(cluster, tmp_path, elsewhere)
 
 
 def test_a_node_that_does_not_see_the_same_files(cluster, tmp_path):

@@ -147,12 +147,6 @@ def test_what_an_encoder_decoder_cannot_do(run, name):
     assert name in sentence
 
 
-def test_liger_that_is_not_installed(monkeypatch):
-    monkeypatch.setattr(head_kernels, 'find_spec', lambda name: None)
-    with pytest.raises(ValueError, match=r'chatgpt-rlhf\[liger\]'):
-        SFTRun(logprob_kernel='liger').validate()
-
-
 def test_they_reach_actors_and_modules(monkeypatch):
     seen = []
     monkeypatch.setattr(models, 'compile_blocks', seen.append)

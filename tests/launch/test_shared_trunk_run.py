@@ -120,17 +120,6 @@ def test_without_bitsandbytes(flags, tmp_path, monkeypatch, capsys):
     assert 'needs bitsandbytes, which is not installed: pip install' in told and 'chatgpt-rlhf[nf4]' in told
 
 
-def test_the_plan_of_a_run_needs_no_bitsandbytes(adapter, tmp_path, model_folder, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, 'bitsandbytes', None)
-    prompts = lines(tmp_path / 'p.jsonl', PROMPTS)
-    flags = [f'--pretrain={model_folder}', '--shared_trunk=true', '--quantize=nf4', '--lora_rank=2', *SMALL, '--plan']
-    with pytest.raises(SystemExit) as caught:
-        run('ppo', prompts, *flags, f'--reward_model={adapter}')
-    assert caught.value.code == 0
-    table = capsys.readouterr().out
-    assert 'trunk' in table and 'reward model weights' in table and 'initial model' not in table
-
-
 def test_a_reward_model_that_is_no_adapter_on_the_trunk(adapter, tmp_path, model_folder, capsys):
     other = tmp_path / 'other'
     shutil.copytree(model_folder, other)

@@ -142,13 +142,3 @@ def test_a_hub_that_dies_in_the_middle(hub, folder, where):
         k: v for k, v in before.items() if k != 'README.md'
     }
     assert all(not files for repo in hub.repos.values() for files in repo['revisions'].values())  # no half of a model
-
-
-def test_a_hub_that_refuses_after_all(hub, folder, monkeypatch):
-    monkeypatch.setenv('HF_TOKEN', 'hf_wrong')
-    with pytest.raises(PushError, match=r'401.*it is in .*my model, and this uploads it later: hf upload me/words'):
-        push_folder(folder, 'me/words')
-    monkeypatch.setenv('HF_TOKEN', READ)
-    hub.add_repo('me/words')
-    with pytest.raises(PushError, match='403'):
-        push_folder(folder, 'me/words')

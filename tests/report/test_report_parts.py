@@ -1,17 +1,22 @@
-"""The parts of a page: findings, failures, starts, samples, what a run improved, memory against the plan."""
+"""The parts of a page: findings, failures, starts, samples, what a run improved, memory against the plan, recorded
+sequences."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from made_runs import make_offline_run, make_run, record, write_lines, write_sequences
+from made_runs import make_run, record, write_lines, write_sequences
+from recorded import recorded_row
 
 from chatgpt.monitor.doctor import Finding
 from chatgpt.monitor.report import page, what_improved, write_report
 from chatgpt.monitor.report.parts import part
+from chatgpt.monitor.report.rollouts import page_row, phases_for_page, rows_for_page
 from chatgpt.monitor.report.runs import read_run, why_ended
 from chatgpt.monitor.run_folder import RunFolder, Start
 
@@ -144,18 +149,6 @@ def test_why_responses_ended_adds_up_to_one(tmp_path):
     assert why_ended([{'phase': 1, 'finish_reason': 'eos'}, {'phase': 1, 'finish_reason': 'length'}]) == {}
 
 
-def test_recorded_sequences_fill_what_room_is_left(tmp_path):
-    folder = make_run(tmp_path)
-    write_sequences(folder, tuple(f'{i} ' + '<b>' * 700 for i in range(32)))
-    path = write_report(folder)
-    assert 1_500_000 < path.stat().st_size <= 3_000_000
-    text = path.read_text()
-    rows = json.loads(re.search(r'class="rows">(.*?)</script>', text, re.DOTALL)[1])
-    assert 3 < len(rows) < 96 and {row['phase'] for row in rows} == {1, 20, 40}
-    assert f'{len(rows)} recorded responses of 3 phases' in text
-    assert rows[0]['response'] == '0 ' + '<b>' * 700
-
-
 # ---------------------------------------------------------------------- what improved
 
 
@@ -174,17 +167,50 @@ def test_what_improved_is_a_line(tmp_path):
         'score 0.15 → 1.95, eval score -1 → 1.5 in 20 phases, KL 4.88 nats per response'
     )
     assert improved(tmp_path, rows[:1]) == 'score 0.1 in 1 phase, KL 0.25 nats per response'
-
-
-def test_what_improved_of_other_methods(tmp_path):
     sft = [{'step': s, 'sft/loss': 4.0 / s, 'sft/val_loss': 5.0 / s, 'sft/perplexity': 9.0} for s in (1, 2, 4)]
     assert improved(tmp_path, sft) == 'loss 4 → 1, eval loss 5 → 1.25 in 4 phases'
     rm = [{'step': s, 'rm/loss': 1 / s, 'rm/accuracy': 0.5 + s / 10} for s in (1, 2, 3)]
     assert improved(tmp_path, rm) == 'accuracy 0.6 → 0.8 in 3 phases'
     assert improved(tmp_path, [{'step': 3, 'mine/quality': 1.0}]) == '3 phases'
-    assert improved(tmp_path, [{'step': 2, 'sft/loss': None}]) == '2 phases'
-    assert improved(tmp_path, [], [{'step': 0, 'eval/score_mean': 1.0}]) == 'no learning phase was finished'
-    assert what_improved(RunFolder(make_offline_run(tmp_path / 'b'))).startswith('loss ')
 
 
 # ---------------------------------------------------------------------- texts and numbers
+
+
+def row(phase: int, index: int, tokens: int = 2, **more: Any) -> dict[str, Any]:
+    given = {'score': 1.23456, 'weighted_scores': [[0.5, 1 / 3]], 'advantages': [0.123456] * tokens}
+    return recorded_row(phase, index, ['r'] * tokens, **given | more)
+
+
+def size(rows: list[dict[str, Any]]) -> int:
+    return len(json.dumps(rows, ensure_ascii=False, separators=(',', ':')).encode())
+
+
+def test_numbers_are_rounded_after_the_log_ratio_was_taken():
+    given = row(3, 5, old_logprobs=[-12.34567, -1.0], ref_logprobs=[-12.34512, -3.0], entropy=None, score=math.nan)
+    made = page_row(given | {'values': [123456.0, -1e-7], 'rewards': [math.inf, 0.0]})
+    assert made['log_ratio'] == [-0.00055, 2.0]
+    assert (made['values'], made['rewards'], made['entropy']) == ([123500.0, -1e-7], [None, 0.0], None)
+    assert (made['advantages'], made['weighted_scores'], made['score']) == ([0.1235, 0.1235], [[0.5, 0.3333]], None)
+    assert (made['mask'], made['token_ids'], made['index']) == ([True, True], [7, 7], 5)
+    assert not {'old_logprobs', 'ref_logprobs', 'returns', 'prompt_ids', 'columns'} & set(made)
+
+
+def test_first_groups_of_all_phases_before_second_ones_and_never_over_the_budget():
+    rows = [row(phase, 4 * phase + i) for phase in range(1, 6) for i in range(4)]
+    one = size([page_row(rows[0])]) - 1  # with its comma
+    assert rows_for_page(rows, 10**9) == [page_row(r) for r in rows]
+    # Room for three groups of two: of the last phase, the first and the one in the middle.
+    chosen = rows_for_page(rows, 6 * one + 20)
+    assert [(r['phase'], r['index']) for r in chosen] == [(1, 4), (1, 5), (3, 12), (3, 13), (5, 20), (5, 21)]
+    chosen = rows_for_page(rows, 12 * one + 20)
+    assert [r['index'] for r in chosen] == [4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 22, 23]
+    for budget in (2, one, 3 * one, 7 * one, 50_000):
+        assert size(rows_for_page(rows, budget)) <= max(budget, 2)
+    assert rows_for_page(rows, 10) == rows_for_page([], 1000) == []
+
+
+def test_phases_of_a_page_are_spread():
+    assert phases_for_page([], 3) == [] and phases_for_page([1, 2], 3) == [1, 2]
+    assert phases_for_page(list(range(1, 10)), 5) == [1, 3, 5, 7, 9]
+    assert phases_for_page([1, 2, 3], 1) == [3]

@@ -354,29 +354,5 @@ def test_turns_and_observations_stand_apart(browser, tmp_path, scheme, width):
         page.keyboard.press('ArrowRight')
     assert 'from the environment' in page.locator('.ro-tip').text_content()
     assert page.evaluate('document.documentElement.scrollWidth') <= width
-    assert page.evaluate(CONTRAST.replace('.ro-token[data-tint]', '.ro-response .ro-token')) >= 4.5
     assert reader.errors == []
     context.close()
-
-
-CONTRAST = """() => {
-  const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
-  const over = (colours) => {
-    canvas.clearRect(0, 0, 1, 1);
-    for (const colour of colours) { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); }
-    return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
-  };
-  const light = (rgb) => {
-    const [r, g, b] = rgb.map((x) => x / 255).map((x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4));
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  let least = 21;
-  for (const token of document.querySelectorAll('.ro-token[data-tint]')) {
-    const card = getComputedStyle(token.closest('.ro-seen, .ro-response')).backgroundColor;
-    const own = getComputedStyle(token);
-    const ground = light(over(['white', card, own.backgroundColor]));
-    const text = light(over([own.color]));
-    least = Math.min(least, (Math.max(ground, text) + 0.05) / (Math.min(ground, text) + 0.05));
-  }
-  return least;
-}"""

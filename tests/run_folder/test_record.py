@@ -12,15 +12,7 @@ from byte_runs import byte_trainer as trainer
 
 from chatgpt.monitor.run_folder import JsonLines, RunFolder, RunRecord, read_jsonl
 from chatgpt.trainer import PPOTrainer
-from chatgpt.trainer.callbacks import (
-    Callback,
-    Doctor,
-    Evaluator,
-    RolloutRecorder,
-    RunRecorder,
-    SampleTable,
-    WriteReport,
-)
+from chatgpt.trainer.callbacks import Callback, Doctor, Evaluator, RolloutRecorder, SampleTable, WriteReport
 from chatgpt.trainer.callbacks.run_record import command_line
 
 
@@ -76,17 +68,6 @@ def test_a_resume_adds_a_start_and_a_new_run_begins_anew(tmp_path):
     trainer(tmp_path).fit(['a', 'b'], max_timesteps=1, update_timesteps=1)
     assert [start.phase for start in RunRecord.read(tmp_path).starts] == [0]
     assert len(json.loads((tmp_path / 'run.previous.json').read_text())['starts']) == 2
-
-
-@pytest.mark.parametrize('plan', [{'peak_gib': 0.5, 'phases': {'collect': 0.25, 'learn': 0.5}}, None])
-def test_a_plan_is_asked_for_once_by_runs_that_last(tmp_path, monkeypatch, plan):
-    asked = []
-    recorder = RunRecorder(planned=lambda: asked.append(1) or plan)
-    trainer(tmp_path, [recorder]).fit(['a'], max_timesteps=1, update_timesteps=1)
-    assert asked == [] and RunRecord.read(tmp_path).plan is None
-    monkeypatch.setattr('chatgpt.trainer.callbacks.run_record.PLANNED_AFTER_S', 0.0)
-    trainer(tmp_path, [recorder]).fit(['a'], max_timesteps=3, update_timesteps=1)
-    assert len(asked) == 1 and RunRecord.read(tmp_path).plan == plan
 
 
 def test_a_trainer_that_is_driven_by_hand_has_a_record_from_its_first_phase(tmp_path):

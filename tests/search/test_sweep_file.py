@@ -122,16 +122,6 @@ def test_the_command_says_a_mistake_in_one_line_and_tries_nothing(write_sweep, c
     assert not list(tmp_path.glob('sweep/trial-*'))
 
 
-def test_without_optuna_the_command_names_the_one_that_installs_it(write_sweep, monkeypatch, capsys):
-    monkeypatch.setattr('chatgpt.launch.search.study.find_spec', lambda name: None)
-    with pytest.raises(SystemExit) as end:
-        run_main(lambda: command_line.main([str(write_sweep())]))
-    assert end.value.code == 2
-    assert capsys.readouterr().err == (
-        "error: a sweep needs the package optuna: pip install optuna, or from a checkout pip install '.[sweep]'\n"
-    )
-
-
 @pytest.mark.parametrize(
     ('devices', 'jobs', 'shares'),
     [
