@@ -12,7 +12,7 @@ import chatgpt
 from chatgpt.launch.__main__ import peek
 from chatgpt.launch.config_file import parse_run
 from chatgpt.launch.methods import METHODS
-from chatgpt.launch.runs import PPORun, RewardRun, SFTRun, run_class
+from chatgpt.launch.runs import PPORun, SFTRun, run_class
 from chatgpt.launch.theirs import OF_ALL, OF_DATA, OF_PPO
 from chatgpt.names import THEIRS, hint
 from chatgpt.nn import Actor, Critic, RewardModel
@@ -119,17 +119,3 @@ def test_generation_keywords_of_trls_documentation():
     with pytest.raises(ValueError, match=r'top_k=0.5; give an integer'):
         SamplingParams.from_generation_kwargs(top_k=0.5, max_new_tokens=1)
     assert SamplingParams.from_generation_kwargs(min_length=5, max_new_tokens=1).extra == {'min_length': 5}
-
-
-def test_the_defaults_that_help_shows_are_used():
-    for cls, with_model, without in (
-        (SFTRun, 2e-5, 3e-3),
-        (RewardRun, 1e-5, 1e-3),
-        (PPORun, 1e-5, 3e-4),
-        (run_class('dpo'), 1e-6, 1e-4),
-        (run_class('kto'), 5e-6, 1e-4),
-    ):
-        for argv, lr in ((['--pretrain=x'], with_model), ([], without), (['--lr=7'], 7.0)):
-            found = run(cls, *argv)
-            found.fill_defaults()
-            assert found.lr == lr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import runpy
 import subprocess
@@ -115,17 +114,6 @@ def test_make_installs_torch_pinned_before_anything_else(tmp_path):
     assert not any('colossalai' in step for step in steps)
 
 
-def test_make_refuses_an_old_python_in_one_line(tmp_path):
-    old = tmp_path / 'python3'
-    old.write_text(
-        f'#!/bin/sh\nexec {sys.executable} -c "import sys; sys.version_info = (3, 9, 1); ${{2#import sys; }}"\n'
-    )
-    old.chmod(0o755)
-    done = make('venv', f'VENV={tmp_path}/venv', f'PYTHON={old}')
-    assert done.returncode != 0 and 'Python 3.11 or newer is needed, PYTHON is 3.9' in done.stderr
-    assert not (tmp_path / 'venv').exists()
-
-
 def test_ci_runs_the_commands_that_the_page_names():
     commands = re.findall(r'^(?:exec )?make (\S+) </dev/null$', (ROOT / '.ci' / 'run').read_text(), re.MULTILINE)
     told = re.search(r'^`\.ci/run` runs (.+),', (ROOT / 'CONTRIBUTING.md').read_text(), re.MULTILINE)
@@ -138,25 +126,6 @@ CPU = 'https://download.pytorch.org/whl/cpu'
 @pytest.fixture
 def script():
     return runpy.run_path(str(ROOT / 'install_torch.py'))
-
-
-def nvidia_smi(folder: Path, text: str, code: int = 0) -> dict[str, str]:
-    """An environment whose nvidia-smi says this."""
-    tool = folder / 'nvidia-smi'
-    tool.write_text(f'#!/bin/sh\n[ "$1" = -L ] && printf \'{text}\'\nexit {code}\n')
-    tool.chmod(0o755)
-    return {**os.environ, 'PATH': f'{folder}{os.pathsep}{os.environ["PATH"]}'}
-
-
-def test_a_machine_with_gpus_gets_the_default_build_and_says_so(script, tmp_path):
-    env = nvidia_smi(tmp_path, r'GPU 0: NVIDIA H200 (UUID: a)\nGPU 1: NVIDIA H200 (UUID: b)\n')
-    env.pop('TORCH_INDEX', None)
-    done = subprocess.run(
-        [sys.executable, str(ROOT / 'install_torch.py'), '--dry-run'], env=env, capture_output=True, text=True
-    )
-    (said, command), pin = done.stdout.splitlines(), script['pinned']()
-    assert said == f'{pin}: the default build, which has CUDA on Linux, for nvidia-smi shows 2 GPUs'
-    assert command.endswith(pin) and 'index' not in command
 
 
 def test_without_a_gpu_it_is_the_cpu_build_where_its_index_answers(script, monkeypatch):

@@ -157,20 +157,6 @@ def test_a_template_that_is_not_there_or_ignores_its_messages(monkeypatch, capsy
     assert ('no chat template' if model == 'plain' else 'ignores the messages') in last
 
 
-@pytest.mark.parametrize(
-    ('words', 'told'),
-    [
-        (['generate', 'MODEL', ''], 'the prompt is empty'),
-        (['generate', 'MODEL', 'hi', '--greedy', '--temperature=2'], '--greedy takes the likeliest token'),
-        (['generate', 'MODEL', 'hi', '--greedy', '--best_of=2', '--reward_model=rm'], '--best_of draws'),
-    ],
-)
-def test_what_cannot_be_meant_is_refused_at_once(monkeypatch, capsys, folder, words, told):
-    monkeypatch.setattr('sys.stdin', None)  # nothing waits for words
-    assert call(monkeypatch, *(f'{folder}/chat' if word == 'MODEL' else word for word in words)) == 2
-    assert told in capsys.readouterr().err
-
-
 STORED = {'do_sample': True, 'temperature': 0.6, 'top_k': 20}
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 from command_line import call
 
-from chatgpt.launch.methods import METHODS
 from chatgpt.strategies.registry import STRATEGIES
 
 CASES = {
@@ -52,16 +50,6 @@ def test_bash_completes(scripts, tmp_path, words):
     argv = ['bash', '-c', code, 'bash', str(scripts / 'script.bash'), 'chatgpt-rlhf', *words.split()]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
     assert {line for line in done.stdout.splitlines() if line} == CASES[words], done.stderr
-
-
-@pytest.mark.parametrize('shell', ['zsh', 'fish'])
-def test_the_other_shells_read_their_script(scripts, shell):
-    text = (scripts / f'script.{shell}').read_text()
-    assert all(name in text for name in METHODS) and 'overlong_buffer' in text
-    if shutil.which(shell) is None:
-        pytest.skip(f'there is no {shell} on this machine')
-    done = subprocess.run([shell, '-n', str(scripts / f'script.{shell}')], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_the_command_prints_it(monkeypatch, capsys, scripts):

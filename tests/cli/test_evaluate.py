@@ -103,20 +103,6 @@ def test_failures_and_the_limit_of_turns_are_told(monkeypatch, capsys, folder):
     assert (told['ended'], told['score_mean'], told['num_turns_mean']) == (0.0, 1.0, 2.0) and ' turns ' in captured
 
 
-@pytest.mark.parametrize(
-    ('words', 'complaint'),
-    [
-        (['--environment', 'games:countdown', '--episodes', '0'], '--episodes 0 must be at least 1'),
-        (['p.jsonl', '--environment', 'games:countdown', '--episodes', '3'], '--episodes are of tasks without prompts'),
-        (['p.jsonl', '--environment_options', '{a: 1}', '--reward_fn', 'a:b'], '--environment_options is about'),
-    ],
-)
-def test_mistakes_are_one_line(monkeypatch, capsys, folder, words, complaint):
-    assert call(monkeypatch, 'evaluate', str(folder / 'actor'), *words) == 2
-    error = capsys.readouterr().err
-    assert complaint in error and len(error.splitlines()) == 1
-
-
 @pytest.mark.parametrize(('name', 'mean'), [('right', 1.5), ('theirs', 2.5)])
 def test_columns_and_texts_go_by_name(monkeypatch, capsys, folder, name, mean):
     words = [f'{folder}/actor', f'{folder}/answers.jsonl', '--max_new_tokens=2', f'--reward_fn={folder}/r.py:{name}']

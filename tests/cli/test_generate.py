@@ -4,7 +4,9 @@ tests/examples/test_inference.py."""
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,3 +92,13 @@ def test_a_reward_model_does_not_write(monkeypatch, capsys, folder, word):
     more = ['--reward_fn', f'{folder}/score.py:words'] if word == 'evaluate' else []
     assert call(monkeypatch, word, str(folder / 'rm'), str(folder / 'prompts.jsonl'), *more) == 2
     assert f'--pretrain {folder}/rm is a reward model (GPT2ForSequenceClassification)' in capsys.readouterr().err
+
+
+def test_an_environment_is_not_cut_over_processes_and_a_chat_is_one(monkeypatch, capsys, folder):
+    model, cut = str(folder / 'actor'), ['--strategy=fsdp', '--tensor_parallel=2']
+    assert call(monkeypatch, 'evaluate', model, '--environment=games:countdown', *cut) == 2
+    assert 'error: --environment does not go with --tensor_parallel: leave one of them out' in capsys.readouterr().err
+    of_two = SimpleNamespace(world_size=1, processes=SimpleNamespace(world_size=2), is_rank_0=True)
+    monkeypatch.setattr('chatgpt.launch.cli.generate.strategy_of', lambda args: nullcontext(of_two))
+    assert call(monkeypatch, 'chat', model, *cut) == 2
+    assert capsys.readouterr().err == 'error: a chat is one process: start it with python, or give --input\n'

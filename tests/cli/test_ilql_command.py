@@ -36,18 +36,3 @@ def test_a_run_learns_from_the_rewards_of_its_rows(monkeypatch, capsys, tmp_path
     second = ILQLModel.from_pretrained(tmp_path / 'second' / 'actor')
     same = [torch.equal(a, b) for a, b in zip(first.q_heads.parameters(), second.q_heads.parameters(), strict=True)]
     assert not all(same)
-
-
-@pytest.mark.parametrize(
-    ('row', 'message'),
-    [
-        ({'prompt': 'one', 'chosen': ' a', 'rejected': ' b'}, 'ILQL needs the columns prompt, response and reward'),
-        ({'prompt': 'one', 'response': ' a', 'label': True}, 'the reward True is no number, which ILQL needs'),
-        ({'text': 'one a', 'label': 'good'}, "the reward 'good' is no number, which ILQL needs"),
-    ],
-)
-def test_rows_without_a_reward_are_one_line(monkeypatch, capsys, tmp_path, words, row, message):
-    write(tmp_path, [row] * 4)
-    assert call(monkeypatch, *words) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and message in lines[0], lines

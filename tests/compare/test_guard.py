@@ -114,15 +114,6 @@ def test_every_answer_forbids_foreign_code_and_frames(guarded):
         assert response.headers['cache-control'] == 'no-store'
 
 
-def test_pages_have_no_inline_code(guarded):
-    friend, _, _ = guarded
-    for path in ('/', '/results'):
-        text = friend.get(path).text
-        assert ' on' not in text.lower().replace(' on ', ' ').split('<body>')[0]
-        assert '<style' not in text and 'style=' not in text and 'http' not in text
-        assert text.count('<script') == text.count('<script type="module" src="/assets/')
-
-
 def test_what_is_too_much_or_no_request_is_refused(guarded):
     friend, _, store = guarded
     friend.post('/api/join', json={'name': 'Anna'})

@@ -78,8 +78,3 @@ def test_a_summary_by_hand(tmp_path):
         assert 'B wins against A in 70.8%' in shown and '6 won, 2 lost, 2 ties, 1 both bad' in shown
         assert 'Krippendorff α 0.182' in shown
         assert '1 of 7 pairs have equal answers' in shown
-
-
-def test_a_summary_of_nothing(tmp_path):
-    with filled(tmp_path / 'said.sqlite', [('a', 'b')]) as store:
-        assert lines(summarize(store)) == ['0 of 1 judgements, of 0 pairs by nobody']

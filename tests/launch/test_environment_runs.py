@@ -1,5 +1,4 @@
-"""Runs in an environment: by name on the command line and from config files, resumed, planned, evaluated; and
-`chatgpt.train`."""
+"""Runs in an environment: by name on the command line and from config files, resumed, evaluated."""
 
 from __future__ import annotations
 
@@ -11,16 +10,12 @@ import pytest
 import torch
 from transformers import GPT2Config
 
-import chatgpt
-from chatgpt.environments import Environment
-from chatgpt.environments.games import TicTacToe
 from chatgpt.launch.config_file import parse_run
-from chatgpt.launch.demo_world import CHARACTERS, game_config, game_tokenizer, games_of_a_random_player
+from chatgpt.launch.demo_world import game_config, game_tokenizer
 from chatgpt.launch.inputs import read_inputs
 from chatgpt.launch.recipes import execute
 from chatgpt.launch.runs import PPORun
 from chatgpt.nn import GPTActor
-from chatgpt.trainer.callbacks import ProgressBar
 
 TINY = {'num_episodes': 1, 'max_timesteps': 2, 'update_timesteps': 1, 'experience_batch_size': 4}
 TINY |= {'train_batch_size': 4, 'max_epochs': 1, 'max_new_tokens': 48}
@@ -145,59 +140,3 @@ def test_an_environment_of_ones_own_with_data_and_named_rewards(folder, tmp_path
     execute(run_of(**given, pretrain=str(folder), save_path=str(tmp_path / 'run'), max_turn_tokens=4))
     for row in lines(tmp_path / 'run' / 'samples.jsonl'):
         assert re.fullmatch(r'p(\d):say w\1\n', row['prompt']) and row['score'] == 2.0 * 3
-
-
-# ---------------------------------------------------------------------- a game without a model
-
-
-def test_games_of_a_random_player_are_demonstrations_of_moves():
-    tokenizer = game_tokenizer()
-    assert tokenizer.decode(tokenizer(CHARACTERS)['input_ids']) == CHARACTERS
-    assert len(tokenizer) == game_config().vocab_size
-    examples = games_of_a_random_player(lambda: TicTacToe(first='policy'), tokenizer, num_tokens=400)
-    assert 400 <= sum(len(e.prompt_ids) + e.num_actions for e in examples) < 600
-    for e in examples:
-        assert tokenizer.decode(e.prompt_ids) == '...\n...\n...\n'
-        assert bool(e.response_mask[0]) and bool(e.response_mask[-1])
-        moves = tokenizer.decode(e.response_ids[e.response_mask]).split('</s>')
-        assert moves.pop() == '' and len(set(moves)) == len(moves) and set(moves) <= set('123456789')
-        assert not set(tokenizer.decode(e.response_ids[~e.response_mask])) - set('\n.xo')
-
-
-# ---------------------------------------------------------------------- chatgpt.train
-
-
-class Say(Environment):
-    def __init__(self, word='b'):
-        self.word = word
-
-    def reset(self, seed, **columns):
-        return f'{columns.get("start", "a")}>'
-
-    def step(self, response):
-        return '', float(self.word in response), True, False, {'success': self.word in response}
-
-
-def test_one_verb_with_prompts_and_a_reward_function(folder):
-    weights, score = {'reward': 10.0, 'reward_fn': 0.5}, 2.5
-
-    def reward(prompts, responses, start):
-        assert all(prompt.endswith(f'{s}>') for prompt, s in zip(prompts, start, strict=True))
-        return [5.0] * len(prompts)
-
-    trainer = chatgpt.train(
-        str(folder),
-        environment=Say,
-        environment_options={'word': 'z'},
-        prompts=[{'prompt': 'x', 'start': 's'}],
-        reward_fn=reward,
-        reward_weights=weights,
-        max_new_tokens=8,
-        num_timesteps=1,
-        experience_batch_size=2,
-        train_batch_size=2,
-        callbacks=[ProgressBar(enabled=False)],
-    )
-    own = [sum(sum(t.rewards.values()) for t in e.episode.turns) for e in trainer.last_experiences]
-    assert [e.score for e in trainer.last_experiences] == [score + weights['reward'] * r for r in own]
-    assert {e.prompt_text for e in trainer.last_experiences} == {'xs>'}

@@ -68,16 +68,6 @@ def test_a_method_of_ones_own_is_one_line(monkeypatch, tmp_path, model_folder, c
     assert (tmp_path / 'run' / 'actor' / 'config.json').is_file()
 
 
-@pytest.mark.parametrize(
-    ('name', 'value'),
-    [('critic', 'shared'), ('critic_lr', 1.0), ('critic_from', 'actor'), ('value_clip', 0.2), ('value_coef', 0.5)],
-)
-def test_settings_of_a_critic_need_one(name, value):
-    PPORun(**{'critic': 'shared' if name == 'value_coef' else 'own', name: value}).validate()
-    with pytest.raises(ValueError, match=f'{name}=.* is of a critic, and advantage_estimator=.* takes no critic'):
-        PPORun(**{name: value}, **METHODS['grpo'].settings).validate()
-
-
 @pytest.mark.parametrize(('settings', 'rate'), [({}, 1e-5), ({'critic': 'shared'}, None), ('grpo', None)])
 def test_the_settings_that_a_run_writes_down_are_settings_of_such_a_run(settings, rate):
     """A rate of a critic that is not there is no default."""

@@ -119,20 +119,6 @@ def test_workers_are_sent_whole_weights():
     assert tight.device['gathering'] == 4 * 64 * 32 and cut_in_two.device['gathering'] == 4 * 64 * 32 * 2.5
 
 
-@pytest.mark.parametrize(
-    ('options', 'message'),
-    [
-        ({'strategy': 'ddp'}, 'needs strategy fsdp, and it is ddp'),
-        ({'stream_blocks': True}, 'does not go with cpu_offload, reproducible or stream_blocks'),
-        ({'num_processes': 3}, '3 processes cannot be grouped'),
-        ({'config': NO_PLAN}, 'CodeGenForCausalLM has no plan'),
-    ],
-)
-def test_what_cannot_be_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        make_plan(setup_of(**options))
-
-
 def test_parts_are_among_the_advice_where_the_model_can_be_cut():
     def texts(config: Any, **options: Any) -> list[str]:
         gpus = {'strategy': 'fsdp', 'num_processes': 8, 'gradient_checkpointing': True, 'train_batch_size': 8}

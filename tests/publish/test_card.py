@@ -90,24 +90,6 @@ def test_the_hub_reads_what_was_measured(tmp_path):
     assert data.model_name == 'words' and result.dataset_type == 'local'
 
 
-def test_names_of_the_hub_are_linked(tmp_path):
-    from huggingface_hub import ModelCard
-
-    own = record(
-        method='dpo',
-        settings={'dataset': 'someone/pairs', 'validation_percentage': 5.0},
-        data={'records': 1000, 'eval_records': 50},
-    )
-    metrics = [{'step': i, 'dpo/loss': 1 / i, 'dpo/val_loss': 2 / i, 'dpo/val_accuracy': 0.5} for i in (1, 2, 4)]
-    text = written(tmp_path / 'pairs', facts(record=own, metrics=metrics, eval=(), samples=(), source='me/base'))
-    data = ModelCard(text).data
-    assert data.datasets == ['someone/pairs'] and data.base_model == 'me/base'
-    assert {r.metric_name: r.metric_value for r in data.eval_results} == {'dpo/val_loss': 0.5, 'dpo/val_accuracy': 0.5}
-    assert '(https://huggingface.co/datasets/someone/pairs) | 1000 |' in text
-    assert '50 records were held back to evaluate on.' in text
-    assert '| `dpo/val_loss` |  | 0.5 | 0.5 |' in text  # last, best: the least
-
-
 def test_a_folder_hands_on_what_it_was_made_of(tmp_path):
     """PPO on an SFT model of gpt2, with the licence that somebody wrote into that card."""
     from huggingface_hub import ModelCard

@@ -105,17 +105,6 @@ def test_every_metric_is_in_one_chart_and_those_that_no_group_knows_are_in_other
     assert [d.lines for d in groups['Evaluation']] == [['eval/x', 'eval/x_best']]
 
 
-@pytest.mark.parametrize(('prefix', 'titles'), [('sft', {'Loss', 'Perplexity'}), ('rwr', {'Loss', 'Accuracy'})])
-def test_other_methods_have_their_own_charts(tmp_path, prefix, titles):
-    found = read(make_offline_run(tmp_path, prefix=prefix))
-    assert titles <= set(found.texts('h3'))
-    lines = {c['key']: c for c in found.curves()['charts']}['loss']['lines']
-    assert [line['label'] for line in lines] == ['loss', 'val loss']
-    phases = found.curves()['phases']
-    assert phases[lines[0]['x']] == {'first': 1, 'count': 30}
-    assert phases[lines[1]['x']] == [5, 10, 15, 20, 25, 30]
-
-
 def test_the_meanings_are_those_of_the_page(tmp_path):
     """After a change of docs/metrics.md: python tests/report/metric_names.py"""
     text = metric_names.text_of(metric_names.read_names((ROOT / 'docs' / 'metrics.md').read_text()))
@@ -226,20 +215,6 @@ def test_a_run_that_failed_before_its_first_phase_and_a_doctor_that_fails_have_a
     assert found.texts('section', class_='failure') == ['The run failed in phase 1. RuntimeError: out of memory']
     assert found.texts('figure') == [] and 'no learning phase was finished' in found.texts('p', class_='lead')
     assert 'The doctor could not read this run: RuntimeError: what <b>' in found.texts('section', id='findings')[0]
-
-
-def test_what_is_no_run_is_a_one_line_mistake(tmp_path):
-    with pytest.raises(ValueError, match='there is no such folder'):
-        write_report(tmp_path / 'nothing')
-    with pytest.raises(ValueError, match='is not the folder of a run: it has no metrics.jsonl'):
-        write_report(tmp_path)
-    with pytest.raises(ValueError, match='no run was given'):
-        write_report([])
-    folder = make_run(tmp_path / 'a')
-    with pytest.raises(ValueError, match='is a folder; give the name of a file'):
-        write_report(folder, out=tmp_path)
-    with pytest.raises(ValueError, match='there is no folder .*nowhere; make it'):
-        write_report(folder, out=tmp_path / 'nowhere' / 'page.html')
 
 
 # ---------------------------------------------------------------------- several runs
