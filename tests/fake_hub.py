@@ -141,28 +141,19 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(address)
 
     def _preupload(self, asked: dict[str, Any]) -> None:
-        files = [
-            {
-                'path': f['path'],
-                'uploadMode': 'lfs' if f['path'].endswith(self.hub.large) else 'regular',
-                'shouldIgnore': False,
-                'oid': None,
-            }
-            for f in asked['files']
-        ]
+        common = {'shouldIgnore': False, 'oid': None}
+        modes = {f['path']: 'lfs' if f['path'].endswith(self.hub.large) else 'regular' for f in asked['files']}
+        files = [{'path': path, 'uploadMode': mode, **common} for path, mode in modes.items()]
         self._answer({'files': files})
 
     def _batch(self, asked: dict[str, Any]) -> None:
-        objects = [
-            {
-                **o,
-                'actions': {
-                    'upload': {'href': f'{self.hub.address}/lfs/{o["oid"]}', 'header': {}},
-                    'verify': {'href': f'{self.hub.address}/verify/{o["oid"]}', 'header': {}},
-                },
+        def actions(oid: str) -> dict[str, Any]:
+            return {
+                word: {'href': f'{self.hub.address}/{place}/{oid}', 'header': {}}
+                for word, place in (('upload', 'lfs'), ('verify', 'verify'))
             }
-            for o in asked['objects']
-        ]
+
+        objects = [{**o, 'actions': actions(o['oid'])} for o in asked['objects']]
         self._answer({'transfer': 'basic', 'objects': objects})
 
     def _commit(self, repo: str, revision: str, body: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The scripts that make shells complete the command, asked as the shells ask."""
+"""The script that makes bash complete the command, asked as bash asks."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from chatgpt.launch.cli.completion import whole_parser
 
     folder = tmp_path_factory.mktemp('completion')
-    parser = whole_parser()
-    for shell in ('bash', 'zsh', 'fish'):
-        (folder / f'script.{shell}').write_text(shtab.complete(parser, shell))
+    (folder / 'script.bash').write_text(shtab.complete(whole_parser(), 'bash'))
     return folder
 
 

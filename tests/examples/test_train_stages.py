@@ -1,8 +1,7 @@
-"""train_sft.py, train_reward_model.py, train_prompts.py and train_preference.py on files, as their users run them."""
+"""train_sft.py, train_reward_model.py and train_preference.py as their users run them."""
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
@@ -10,41 +9,6 @@ import torch
 from example_script import error_of, metrics_of, script
 
 from chatgpt.launch import demo_world
-
-
-def test_three_stages(monkeypatch, capsys, data, tmp_path):
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    quick = '--log_interval=1 --train_batch_size=8 --max_epochs=1 --lr=1e-3 --validation_percentage=25'.split()
-    of_sft = f'{data}/sft.jsonl --pretrain {data}/base --save_path {tmp_path}/sft'.split()
-    script('train_sft', monkeypatch, *of_sft, *quick)
-    assert '18 examples to learn from, 6 to evaluate on' in capsys.readouterr().out
-    assert 'sft/val_perplexity' in metrics_of(tmp_path / 'sft')[-1]
-    actor = tmp_path / 'sft' / 'actor'
-    assert AutoModelForCausalLM.from_pretrained(actor)
-    of_rm = f'{data}/pairs.jsonl --pretrain {actor} --save_path {tmp_path}/rm --loss_fn=log_exp --max_len=48'.split()
-    script('train_reward_model', monkeypatch, *of_rm, *quick)
-    assert 'rm/val_accuracy' in metrics_of(tmp_path / 'rm')[-1]
-    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / 'rm' / 'reward_model')
-    config = {
-        'General': {
-            'model_name': str(actor),
-            'rm_pretrain': str(tmp_path / 'rm' / 'reward_model'),
-            'output_dir': str(tmp_path / 'ppo'),
-        },
-        'Dataset': {'train_file': str(data / 'prompts.jsonl'), 'validation_split_percentage': 25},
-        'Training': dict.fromkeys(('experience_batch_size', 'train_batch_size'), 3)
-        | dict.fromkeys(('epochs', 'eval_interval'), 2)
-        | {'learning_rate': 1e-4, 'max_new_tokens': 6, 'max_epochs': 1},
-    }
-    (tmp_path / 'ppo.json').write_text(json.dumps(config))
-    script('train_prompts', monkeypatch, '--config_file', str(tmp_path / 'ppo.json'))
-    seen = metrics_of(tmp_path / 'ppo')
-    assert len(seen) == 4  # two passes over six prompts, three at a time
-    assert [step for step, row in enumerate(seen, 1) if 'eval/score_mean' in row] == [2, 4]
-    assert (tmp_path / 'ppo' / 'samples.jsonl').read_text().splitlines()
-    assert (tmp_path / 'ppo' / 'config.yaml').is_file()
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / 'ppo' / 'actor')
 
 
 def test_without_arguments(monkeypatch, capsys, tmp_path):

@@ -106,16 +106,9 @@ def test_of_two_sweeps_in_a_folder_one_runs_and_killed_it_leaves_no_trial_behind
     assert row['state'] == 'complete' and row['step'] == '100' and 0.05 <= float(row['beta']) <= 0.5
 
 
-@pytest.mark.parametrize(
-    ('launch', 'flags'),
-    [
-        ({'num_workers': 2}, ['--launcher=torchrun']),
-        ({'launcher': 'ray', 'num_workers': 2, 'address': 'local', 'cpus_per_worker': 0.5}, []),
-    ],
-)
-def test_trials_under_a_launcher(tmp_path, launch, flags):
-    if launch.get('launcher') == 'ray':
-        pytest.importorskip('ray', reason='Ray is not installed: make ray')
+def test_trials_under_a_launcher(tmp_path):
+    pytest.importorskip('ray', reason='Ray is not installed: make ray')
+    launch = {'launcher': 'ray', 'num_workers': 2, 'address': 'local', 'cpus_per_worker': 0.5}
     content = {
         'method': 'rloo',
         'metric': 'rollout/score_mean',
@@ -128,7 +121,7 @@ def test_trials_under_a_launcher(tmp_path, launch, flags):
         'launch': launch,
         'save_path': 'out',
     }
-    process = start(tmp_path, content, *flags)
+    process = start(tmp_path, content)
     output, _ = process.communicate()
     log = tmp_path / 'out' / 'trial-0000' / 'output.log'
     assert process.returncode == 0, output + log.read_text()
