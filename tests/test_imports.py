@@ -31,29 +31,13 @@ def rooms() -> dict[str, set[str]]:
 ALLOWED = rooms()
 
 # Optional packages: imported inside a function, in files whose path begins so. `None`: inside a function anywhere.
-OPTIONAL: dict[str, str | None] = {
-    'colossalai': 'strategies/colossalai/',
-    'vllm': 'rollout/vllm',
-    'ray': 'rollout/cluster.py',
-    'wandb': 'trainer/callbacks/trackers',
-    'trackio': 'trainer/callbacks/trackers',
-    'mlflow': 'trainer/callbacks/trackers',
-    'tensorboard': 'trainer/callbacks/trackers',
-    'torch.utils.tensorboard': 'trainer/callbacks/trackers',
-    'datasets': 'data/',
-    'liger_kernel': 'nn/head_kernels',
-    'matplotlib': None,
-    'bitsandbytes': None,
-    'optuna': 'launch/search/study',
-    'vaderSentiment': 'data/rewards/checkable',
-    'jinja2': 'monitor/',
-    'starlette': 'monitor/compare/',
-    'uvicorn': 'monitor/compare/',
-    'openenv': 'environments/openenv',
-    'peft': None,
-    'pandas': None,
-    'pyarrow': None,
-}
+OPTIONAL: dict[str, str | None] = dict.fromkeys(('matplotlib', 'bitsandbytes', 'peft', 'pandas', 'pyarrow'))
+TRACKERS = 'wandb', 'trackio', 'mlflow', 'tensorboard', 'torch.utils.tensorboard'
+OPTIONAL |= dict.fromkeys(TRACKERS, 'trainer/callbacks/trackers')
+OPTIONAL |= {'colossalai': 'strategies/colossalai/', 'vllm': 'rollout/vllm', 'ray': 'rollout/cluster.py'}
+OPTIONAL |= {'datasets': 'data/', 'vaderSentiment': 'data/rewards/checkable', 'openenv': 'environments/openenv'}
+OPTIONAL |= {'liger_kernel': 'nn/head_kernels', 'optuna': 'launch/search/study'}
+OPTIONAL |= {'jinja2': 'monitor/', 'starlette': 'monitor/compare/', 'uvicorn': 'monitor/compare/'}
 PROCESS_GROUPS = ('strategies/', 'launch/', 'testing/')
 
 

@@ -140,13 +140,8 @@ def test_neither_help_nor_a_mistake_waits_for_torch(tmp_path):
         'version': chatgpt.__version__,
         'stf': 'did you mean sft',
     }
-    done = subprocess.run(
-        [sys.executable, '-c', LIGHT, *mistakes],
-        cwd=tmp_path,
-        env=os.environ | {'PYTHONPATH': str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    command, env = [sys.executable, '-c', LIGHT, *mistakes], os.environ | {'PYTHONPATH': str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert next(((words, heavy) for words, (_, heavy) in said.items() if heavy), None) is None

@@ -48,35 +48,14 @@ def test_what_does_not_fit_is_told_before_anything_starts(settings, why):
         check_rollout_args(run)
 
 
-class Cluster:
-    """What Ray says of nodes with these resources; the last one is dead."""
-
-    def __init__(self, *nodes: dict[str, float]) -> None:
-        self.all = [{'Alive': True, 'NodeManagerAddress': f'n{i}', 'Resources': node} for i, node in enumerate(nodes)]
-        self.all.append({'Alive': False, 'NodeManagerAddress': 'dead', 'Resources': {'CPU': 64.0, 'GPU': 8.0}})
-
-    def nodes(self) -> list[dict]:
-        return self.all
-
-
-@pytest.mark.parametrize(
-    ('number', 'each', 'room'),
-    [
-        (2, {'CPU': 2}, None),
-        (3, {'CPU': 2}, 2),
-        (1, {'CPU': 4}, 0),
-        (1, {'CPU': 1, 'GPU': 1}, None),
-        (2, {'CPU': 1, 'GPU': 1}, 1),
-        (3, {'CPU': 0.1, 'GPU': 1 / 3}, None),
-        (1, {'CPU': 3, 'label': 1}, 0),
-        (2, {'label': 0.5}, None),
-        (99, {'CPU': 0}, None),
-    ],
-)
-def test_each_worker_is_whole_on_one_node(number, each, room):
-    nodes = Cluster({'CPU': 3.0}, {'CPU': 2.0, 'GPU': 1.0, 'label': 1.0})
-    text = lack_of_room(nodes, number, 'worker', each)
-    assert (text is None) == (room is None)
-    if text is not None:
+def test_each_worker_is_whole_on_one_node():
+    resources = {'n0': {'CPU': 3.0}, 'n1': {'CPU': 2.0, 'GPU': 1.0, 'label': 1.0}, 'dead': {'CPU': 64.0, 'GPU': 8.0}}
+    nodes = [{'Alive': n != 'dead', 'NodeManagerAddress': n, 'Resources': r} for n, r in resources.items()]
+    ray = SimpleNamespace(nodes=lambda: nodes)
+    fits = (2, {'CPU': 2}), (1, {'CPU': 1, 'GPU': 1}), (3, {'CPU': 0.1, 'GPU': 1 / 3}), (2, {'label': 0.5})
+    assert [lack_of_room(ray, number, 'worker', each) for number, each in fits] == [None] * 4
+    lacks = (3, {'CPU': 2}, 2), (1, {'CPU': 4}, 0), (2, {'CPU': 1, 'GPU': 1}, 1), (1, {'CPU': 3, 'label': 1}, 0)
+    for number, each, room in lacks:
+        text = lack_of_room(ray, number, 'worker', each)
         assert f' each do not fit the Ray cluster, which has room for {room} (node n0: 3 CPU, 0 GPU' in text
         assert 'dead' not in text and ('0 label; node n1: 2 CPU, 1 GPU, 1 label)' in text) == ('label' in each)

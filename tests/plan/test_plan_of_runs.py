@@ -141,25 +141,11 @@ def test_advice_never_hides_the_error(monkeypatch):
 
 
 WIDTH, INNER, LAYERS, VOCAB, ROWS, PROMPT, NEW, RANK = 64, 256, 2, 512, 4, 32, 32, 8
-CONFIG = LlamaConfig(
-    hidden_size=WIDTH,
-    intermediate_size=INNER,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    vocab_size=VOCAB,
-    tie_word_embeddings=True,
-)
-COMMON = {
-    'config': CONFIG,
-    'reward_config': CONFIG,
-    'lora_rank': RANK,
-    'max_prompt_tokens': PROMPT,
-    'max_new_tokens': NEW,
-    'experience_batch_size': ROWS,
-    'train_batch_size': ROWS,
-    'max_tokens_per_batch': PROMPT + NEW,
-}
+SIZES = {'hidden_size': WIDTH, 'intermediate_size': INNER, 'num_hidden_layers': LAYERS, 'vocab_size': VOCAB}
+CONFIG = LlamaConfig(num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True, **SIZES)
+COMMON: dict[str, Any] = {'config': CONFIG, 'reward_config': CONFIG, 'lora_rank': RANK, 'max_new_tokens': NEW}
+COMMON |= {'max_prompt_tokens': PROMPT, 'experience_batch_size': ROWS, 'train_batch_size': ROWS}
+COMMON['max_tokens_per_batch'] = PROMPT + NEW
 SHARED = COMMON | {'shared_trunk': True, 'quantize': 'nf4'}
 PER_BLOCK = 4 * WIDTH * WIDTH + 3 * WIDTH * INNER
 ADAPTERS = LAYERS * RANK * (4 * 2 * WIDTH + 3 * (WIDTH + INNER))

@@ -57,16 +57,8 @@ SAMPLE = {'step': 20, 'prompt': 'one day', 'response': ' a fox', 'score': 1.25}
 
 
 def facts(**changes: Any) -> ModelFacts:
-    given: dict[str, Any] = {
-        'record': record(),
-        'metrics': rows(),
-        'eval': EVALS,
-        'samples': [SAMPLE],
-        'source': 'gpt2',
-        'parameters': 124_439_808,
-        'family': 'gpt2',
-        'run_name': 'words',
-    }
+    given: dict[str, Any] = {'record': record(), 'metrics': rows(), 'eval': EVALS, 'samples': [SAMPLE]}
+    given |= {'source': 'gpt2', 'parameters': 124_439_808, 'family': 'gpt2', 'run_name': 'words'}
     return ModelFacts(**given | changes)
 
 

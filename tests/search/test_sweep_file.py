@@ -112,15 +112,7 @@ def test_the_command_says_a_mistake_in_one_line_and_tries_nothing(write_sweep, t
     assert not list(tmp_path.glob('sweep/trial-*'))
 
 
-@pytest.mark.parametrize(
-    ('devices', 'jobs', 'shares'),
-    [
-        ([], 2, [[], []]),
-        (['0'], 2, [['0'], ['0']]),
-        (['0', '1'], 2, [['0'], ['1']]),
-        (['2', '3', '5'], 2, [['2', '5'], ['3']]),
-        (['0', '1'], 3, [['0'], ['1'], ['0']]),
-    ],
-)
-def test_devices_are_shared_out(devices, jobs, shares):
-    assert [share(devices, slot, jobs) for slot in range(jobs)] == shares
+def test_devices_are_shared_out():
+    shares = ([], [[], []]), (['0'], [['0'], ['0']]), (['0', '1'], [['0'], ['1']]), (['0', '1'], [['0'], ['1'], ['0']])
+    for devices, wanted in (*shares, (['2', '3', '5'], [['2', '5'], ['3']])):
+        assert [share(devices, slot, len(wanted)) for slot in range(len(wanted))] == wanted
