@@ -235,20 +235,6 @@ def test_a_trainer_learns_with_it():
     torch.testing.assert_close(trained(engine=load('engine').PlainEngine()), trained(), atol=1e-4, rtol=0)
 
 
-def test_a_command_line_finds_it(monkeypatch, model_folder, tmp_path):
-    from chatgpt.launch.recipes import execute
-
-    load('engine')
-    found = []
-    monkeypatch.setattr(PPOTrainer, 'fit', lambda self, *_: found.append(type(self.engine).__name__))
-    for number, name in enumerate(('plain', 'my_engine.py:plain')):
-        flags = [f'--pretrain={model_folder}', f'--save_path={tmp_path}/{number}', '--engine', name]
-        execute(parse_run(PPORun, description='', argv=[*flags, '--max_new_tokens=4']))
-    assert found == ['PlainEngine', 'PlainEngine']
-    with pytest.raises(ValueError, match="engine='plan' is not known; choose one of auto, local, hf, vllm, plain"):
-        parse_run(PPORun, description='', argv=['--engine', 'plan']).validate()
-
-
 # ------------------------------------------------------------------ reward
 
 

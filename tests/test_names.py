@@ -16,7 +16,6 @@ from chatgpt.launch.runs import PPORun, SFTRun, run_class
 from chatgpt.launch.theirs import OF_ALL, OF_DATA, OF_PPO
 from chatgpt.names import THEIRS, hint
 from chatgpt.nn import Actor, Critic, RewardModel
-from chatgpt.rollout import SamplingParams
 from chatgpt.strategies.registry import STRATEGIES
 from chatgpt.trainer import PPOConfig, PPOTrainer, RFTTrainer, SFTConfig, SFTTrainer
 
@@ -107,15 +106,3 @@ def test_suggestions(name, known, told):
 def test_in_python(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_generation_keywords_of_trls_documentation():
-    trl = {'min_length': -1, 'top_k': 0.0, 'top_p': 1.0, 'do_sample': True, 'pad_token_id': 1, 'max_new_tokens': 32}
-    sampling = SamplingParams.from_generation_kwargs(**trl)
-    assert (
-        sampling == SamplingParams(top_k=0, top_p=1.0, do_sample=True, pad_token_id=1, max_new_tokens=32)
-        and type(sampling.top_k) is int
-    )
-    with pytest.raises(ValueError, match=r'top_k=0.5; give an integer'):
-        SamplingParams.from_generation_kwargs(top_k=0.5, max_new_tokens=1)
-    assert SamplingParams.from_generation_kwargs(min_length=5, max_new_tokens=1).extra == {'min_length': 5}

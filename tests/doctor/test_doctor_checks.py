@@ -86,9 +86,7 @@ def named(prefix: str) -> Any:
     return lambda **values: {f'{prefix}/{name}': value for name, value in values.items()}
 
 
-environment, evals, perf, ppo, rm, rollout, sft = map(
-    named, ('environment', 'eval', 'perf', 'ppo', 'rm', 'rollout', 'sft')
-)
+environment, evals, perf, ppo, rm, rollout, sft = map(named, 'environment eval perf ppo rm rollout sft'.split())
 STILL = {'rollout/kl_mean': 0.0, 'rollout/kl_k3_mean': 1e-5, 'ppo/ratio_max': 1.0001, 'ppo/ratio_min': 0.9999}
 SHARED = {'ppo/critic_lr': None, 'ppo/critic_grad_norm': None, 'ppo/critic_grad_norm_max': None}
 # Medians of five, so that a step at phase p shows at p + 2.

@@ -82,15 +82,6 @@ def test_weights_and_optimizer_of_one_model_are_counted_by_hand():
     assert 'process' not in on_a_gpu.phases['learn'].device
 
 
-@pytest.mark.parametrize(('optimizer', 'least'), [('adamw', 2), ('sgd', 0)])
-def test_a_step_on_a_cpu_makes_two_copies_of_the_largest_weight(optimizer, least):
-    config = tiny_config('gpt2')
-    setup = Setup(config=config, on_cuda=False, optimizer=optimizer)
-    size = models.measure(models.build('actor', config, setup))
-    largest = max(p.numel() for p in tiny_causal_lm('gpt2').parameters())
-    assert setup.memory_model.step(size, setup) == least * 4 * largest
-
-
 def test_idle_models_are_on_the_device_one_at_a_time_by_hand():
     config, reward = tiny_config('gpt2'), tiny_config('llama')
     plans = {

@@ -98,6 +98,7 @@ def drawn_in(chart: Any) -> dict[str, list[list[int]]]:
 
 def test_curves_are_where_the_values_are_and_those_under_the_pointer_show_in_every_chart(opened, words):
     page = opened(words)
+    page.chart('score')
     assert page.legend('score').startswith('phase 101 score mean 101 ')
     page.chart('kl-coef')
     page.point_at('score', 0.25)  # of 0 to 101, for there is an evaluation at 0

@@ -104,12 +104,8 @@ def test_a_bad_trial_is_stopped(sweep_of, warmup, step):
     sweep = sweep_of(sampler='grid', parameters={'lr': [0.05, 0.1, 0.01, 0.02]}, pruner=pruner)
     assert run_sweep(sweep) == 0
     rows = table(sweep.save_path)
-    assert [row['state'] for row in rows] == [
-        'complete',
-        'complete' if warmup == 9 else 'pruned',
-        'complete',
-        'complete',
-    ]
+    second = 'complete' if warmup == 9 else 'pruned'
+    assert [row['state'] for row in rows] == ['complete', second, 'complete', 'complete']
     assert [row['step'] for row in rows] == ['4', step, '4', '4']
     assert float(rows[1]['value']) == pytest.approx(loss_of(0.1, int(step)))
 
