@@ -35,12 +35,6 @@ def metadata() -> dict:
     return runpy.run_path(str(ROOT / 'setup.py'))
 
 
-def test_setup_reads_the_version_of_the_package(metadata):
-    tree = ast.parse((ROOT / 'chatgpt' / '__init__.py').read_text())
-    (value,) = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == '__version__']
-    assert metadata['version']() == ast.literal_eval(value)
-
-
 def test_no_page_or_message_installs_the_package_of_a_stranger(metadata):
     assert metadata['NAME'] == 'chatgpt-rlhf'  # 'chatgpt' on PyPI is somebody else's
     wrong = re.compile(

@@ -16,16 +16,13 @@ from command_line import call
 from transformers import AutoTokenizer, GenerationConfig
 
 import chatgpt
-from chatgpt.data import load_prompts
 from chatgpt.data.formats import text_choice
 from chatgpt.launch.cli.generate import drawing_of
 from chatgpt.monitor.report.rollouts import page_row
 from chatgpt.monitor.run_folder import RunRecord
 from chatgpt.monitor.run_folder.rollouts import read_rollouts
 from chatgpt.nn import GPTActor
-from chatgpt.rollout import Call, LocalEngine, SamplingParams
-from chatgpt.rollout.episodes import EpisodeEngine
-from chatgpt.rollout.wire import pack_samples, unpack_samples
+from chatgpt.rollout import LocalEngine
 from chatgpt.testing import byte_tokenizer, tiny_config
 
 TEMPLATE = (
@@ -201,33 +198,6 @@ def test_tables_show_the_last_turn_and_files_and_pages_have_the_whole(monkeypatc
     page = (tmp_path / 'run' / 'report.html').read_text()
     assert '<details><summary class="text prompt" dir="auto">and now</summary>' in page  # which opens the whole
     assert '&lt;s&gt;be brief&lt;u&gt;and now&lt;a&gt;' in page
-
-
-class Asks:
-    """One turn, whose task is a message."""
-
-    messages = True
-
-    def reset(self, seed, **columns):
-        return [{'role': 'system', 'content': 'Be kind.'}, {'role': 'user', 'content': 'How are you?'}]
-
-    def step(self, response):
-        return '', 1.0, True, False, {}
-
-
-def test_the_last_turn_comes_along_from_an_engine_an_environment_and_a_worker(folder):
-    tokenizer, actor = AutoTokenizer.from_pretrained(folder / 'chat'), GPTActor(pretrained=folder / 'chat')
-    talk = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}, {'role': 'user', 'content': 'c'}]
-    prompts = list(load_prompts([{'prompt': talk}, {'prompt': 'text'}], tokenizer, apply_chat_template=None))
-    local, sampling = LocalEngine(), SamplingParams(max_new_tokens=2, eos_token_ids=(258,), pad_token_id=256)
-    episodes = EpisodeEngine(local, Asks, tokenizer)
-    for engine, last in ((local, ['c', '']), (episodes, ['How are you?'] * 2)):
-        engine.begin(actor)
-        samples = engine.generate(Call.of(prompts, sampling, seed=0, indices=range(2)))
-        engine.end()
-        back = unpack_samples(pack_samples(samples, 0), prompts, range(2), range(2), 1.0)
-        assert [s.last_turn for s in samples] == [s.last_turn for s in back] == last
-    episodes.close()
 
 
 def test_texts_to_evaluate_on_do_not_choose_for_a_model_trained_on_messages(monkeypatch, capsys, folder, tmp_path):

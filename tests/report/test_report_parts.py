@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_runs import make_run, record, write_lines, write_sequences
+from made_runs import make_run, write_lines, write_sequences
 from recorded import recorded_row
 
 from chatgpt.monitor.doctor import Finding
-from chatgpt.monitor.report import page, what_improved, write_report
+from chatgpt.monitor.report import what_improved, write_report
 from chatgpt.monitor.report.parts import part
 from chatgpt.monitor.report.rollouts import page_row, phases_for_page, rows_for_page
 from chatgpt.monitor.report.runs import read_run, why_ended
@@ -121,16 +121,6 @@ def test_without_evaluations_samples_of_training_are_shown(tmp_path):
         'Prompt 1 often Phase 1 2 a kl 0.5, tokens 3, cut off Phase 9 b',
         'Prompt 2 only once Phase 1 1 empty kl 0.5, tokens 0',
     ]
-
-
-def test_memory_is_drawn_against_the_plan(tmp_path):
-    found = read_run(make_run(tmp_path), 'it')
-    assert found.columns['plan/peak_gib'] == ((1, 40), (0.9, 0.9))
-    drawn = page.fitting_curves([found])
-    (chart,) = [c for c in drawn.data['charts'] if c['key'] == 'memory']
-    assert [(line['label'], line['role']) for line in chart['lines']] == [('peak memory gib', 'line'), ('plan', 'plan')]
-    record(plan=None).write(tmp_path)
-    assert 'plan/peak_gib' not in run(tmp_path).columns
 
 
 def test_why_responses_ended_adds_up_to_one(tmp_path):
