@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -107,17 +106,6 @@ def test_a_killed_run_in_4_bits_ends_as_one_that_was_not(method, rows, flags, re
     first, last = (load_file(f / 'adapter/adapter_model.safetensors') for f in (whole, again))
     assert any(v.abs().max() > 0 for k, v in first.items() if 'lora_B' in k), 'something was learnt'
     assert first.keys() == last.keys()
-
-
-@pytest.mark.parametrize('flags', [['--quantize=nf4'], ['--optimizer=adamw8bit']])
-def test_without_bitsandbytes(flags, tmp_path, monkeypatch, capsys):
-    """Said before any work; a plan does not need it."""
-    monkeypatch.setitem(sys.modules, 'bitsandbytes', None)
-    flags = ['--lora_rank=2', '--shared_trunk=true', '--reward_fn=len:len', *SMALL, *flags]
-    with pytest.raises((ValueError, SystemExit)) as caught:
-        run('ppo', tmp_path / 'absent.jsonl', '--pretrain=absent/model', *flags)
-    told = str(caught.value) + capsys.readouterr().err
-    assert 'needs bitsandbytes, which is not installed: pip install' in told and 'chatgpt-rlhf[nf4]' in told
 
 
 def test_a_reward_model_that_is_no_adapter_on_the_trunk(adapter, tmp_path, model_folder, capsys):

@@ -115,7 +115,7 @@ def held_by_zero(stage: int, precision: str, variant: str) -> dict[str, int]:
         }
 
 
-ZERO = [(1, 'bf16', 'full'), (2, 'bf16', 'lora'), (2, 'fp32', 'hydra_with_values')]
+ZERO = [(1, 'bf16', 'full'), (2, 'bf16', 'lora'), (2, 'fp32', 'full')]
 
 
 def held_by_zeros() -> list[dict[str, int]]:

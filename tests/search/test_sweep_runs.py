@@ -104,28 +104,3 @@ def test_of_two_sweeps_in_a_folder_one_runs_and_killed_it_leaves_no_trial_behind
     assert f'going on from {run}/checkpoints/step-{phases:08d}' in (run / 'output.log').read_text()
     (row,) = table(tmp_path / 'out')
     assert row['state'] == 'complete' and row['step'] == '100' and 0.05 <= float(row['beta']) <= 0.5
-
-
-def test_trials_under_a_launcher(tmp_path):
-    pytest.importorskip('ray', reason='Ray is not installed: make ray')
-    launch = {'launcher': 'ray', 'num_workers': 2, 'address': 'local', 'cpus_per_worker': 0.5}
-    content = {
-        'method': 'rloo',
-        'metric': 'rollout/score_mean',
-        'direction': 'maximize',
-        'trials': 1,
-        'parameters': {'kl_coef': [0.05, 0.1]},
-        'config': dict.fromkeys(('num_episodes', 'update_timesteps', 'max_epochs'), 1)
-        | dict.fromkeys(('experience_batch_size', 'train_batch_size', 'max_new_tokens'), 4)
-        | {'strategy': 'ddp', 'max_timesteps': 2},
-        'launch': launch,
-        'save_path': 'out',
-    }
-    process = start(tmp_path, content)
-    output, _ = process.communicate()
-    log = tmp_path / 'out' / 'trial-0000' / 'output.log'
-    assert process.returncode == 0, output + log.read_text()
-    (row,) = table(tmp_path / 'out')
-    assert (row['state'], row['step']) == ('complete', '2')
-    record = json.loads((tmp_path / 'out' / 'trial-0000' / 'run.json').read_text())
-    assert record['strategy']['world_size'] == 2
