@@ -208,17 +208,6 @@ def test_models_in_memory_need_a_tokenizer_and_adapters_of_actor_and_critic_are_
     assert trainer.critic is not None and not actor & critic
 
 
-def test_max_length_of_ppo_counts_prompt_and_response(folder):
-    seen = []
-
-    def reward(prompts, responses):
-        seen.extend(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
-        return [0.0] * len(responses)
-
-    train(folder, reward_fn=reward, prompts=['abcd', 'ab'], max_new_tokens=None, max_length=6)
-    assert max(seen) <= 6 and len(seen) == 4
-
-
 # ---------------------------------------------------------------------- what is lost, and what is said before
 
 

@@ -19,36 +19,6 @@ from chatgpt.nn.peft_format import export_peft
 from chatgpt.testing import byte_tokenizer, tiny_config
 
 
-@pytest.mark.parametrize(
-    ('name', 'flags'), [('inference', ['--pretrain', 'm', '--trust_remote_code']), ('train_dummy', [])]
-)
-def test_the_strategy_is_that_of_the_flags(monkeypatch, name, flags):
-    from chatgpt.launch import arguments
-    from chatgpt.nn import loading
-
-    def seen(strategy, **options):
-        raise ValueError(f'{strategy} {options}')
-
-    monkeypatch.setattr(arguments, 'make_strategy', seen)
-    monkeypatch.setattr(loading, 'load_tokenizer', lambda *_, **__: None)
-    monkeypatch.setenv('CHATGPT_TRACEBACK', '1')
-    with pytest.raises(ValueError) as told:
-        script(name, monkeypatch, *flags, '--strategy=ddp', '--seed=3', '--precision=bf16', '--rank_timeout_s=5')
-    options = {'seed': 3, 'precision': 'bf16', 'remote_code': bool(flags), 'timeout_s': 5.0, 'tensor_parallel': 1}
-    assert str(told.value) == f'ddp {options}'
-
-
-def test_a_file_of_prompts(monkeypatch, capsys, data, tmp_path):
-    prompts = [row['prompt'] for row in demo_world.demo_prompts(5)]
-    (tmp_path / 'in.txt').write_text('\n'.join(prompts) + '\n')
-    out = tmp_path / 'deep' / 'out.jsonl'
-    script('inference', monkeypatch, *f'--pretrain {data}/base --input {tmp_path}/in.txt --output {out}'.split())
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row['prompt'] for row in rows] == prompts
-    assert sum(bool(row['response']) for row in rows) >= 3  # a model without training may end at once
-    assert '5 responses written to' in capsys.readouterr().out
-
-
 def chat_with(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: Path, said: str, *flags: str
 ) -> list[str]:

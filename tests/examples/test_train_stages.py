@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 
 import pytest
-import torch
 from example_script import error_of, metrics_of, script
 
 from chatgpt.launch import demo_world
@@ -36,26 +35,6 @@ def test_a_trained_model_is_not_replaced(monkeypatch, capsys, data, tmp_path):
     script('train_sft', monkeypatch, *flags)
     assert f'{tmp_path} holds an earlier run without checkpoints: its lines are kept' in capsys.readouterr().out
     assert len(metrics_of(tmp_path)) == 1 and (tmp_path / 'metrics.previous.jsonl').is_file()
-
-
-@pytest.mark.parametrize(
-    ('method', 'flags'),
-    [('kto', ['--desirable_weight=1.3']), ('simpo', ['--gamma=0.5']), ('dpo', ['--lora_rank=2', '--beta=0.5'])],
-)
-def test_each_method_learns_from_a_file(monkeypatch, capsys, data, tmp_path, method, flags):
-    from transformers import AutoModelForCausalLM
-
-    out = tmp_path / 'run'
-    given = f'{data}/pairs.jsonl --pretrain {data}/base --method={method} --save_path {out} --lr=3e-3'.split()
-    given += '--train_batch_size=6 --max_epochs=3 --log_interval=3 --validation_percentage=25'.split()
-    script('train_preference', monkeypatch, *given, *flags)
-    assert '18 examples to learn from, 6 to evaluate on' in capsys.readouterr().out
-    first, last = metrics_of(out)[0], metrics_of(out)[-1]
-    assert last[f'{method}/loss'] < first[f'{method}/loss']
-    assert f'{method}/val_loss' in last
-    trained = AutoModelForCausalLM.from_pretrained(out / 'actor').state_dict()
-    base = AutoModelForCausalLM.from_pretrained(data / 'base').state_dict()
-    assert any(not torch.equal(trained[name], base[name]) for name in base)
 
 
 @pytest.mark.parametrize(

@@ -119,18 +119,6 @@ def test_a_resume_makes_sizes_of_what_was_said_before(tmp_path, monkeypatch):
     assert (again.train_batch_size, again.max_steps) == (25, 4)
 
 
-def test_resources(monkeypatch):
-    import torch
-
-    before = torch.get_num_threads()
-    run(SFTRun, '--resources_per_worker', '{CPU: 1}')
-    assert torch.get_num_threads() == 1
-    torch.set_num_threads(before)
-    if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match='asks for 1 GPU, and this machine has none'):
-            run(SFTRun, '--resources_per_worker', '{GPU: 1}')
-
-
 YAML = """
 General: {pretrain: gpt2}
 Training:

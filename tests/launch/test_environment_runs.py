@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import GPT2Config
 
-from chatgpt.launch.config_file import parse_run
 from chatgpt.launch.demo_world import game_config, game_tokenizer
 from chatgpt.launch.inputs import read_inputs
 from chatgpt.launch.recipes import execute
@@ -63,27 +62,11 @@ def run_of(**settings) -> PPORun:
     return run
 
 
-def words(*argv: str) -> PPORun:
-    return parse_run(PPORun, description=None, positional='prompt_path', argv=argv, method='ppo')
-
-
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 # ---------------------------------------------------------------------- settings
-
-
-def test_flags_words_and_files_say_the_same(tmp_path):
-    file = tmp_path / 'run.yaml'
-    file.write_text('environment: games:countdown\nenvironment_options: {numbers: 4, operations: +-}\nmax_turns: 5\n')
-    options = ['--environment_options', '{"numbers": 4, "operations": "+-"}']
-    by_flags = words('--environment', 'games:countdown', *options, '--max_turns', '5')
-    by_words = words('environment=games:countdown', 'environment_options={numbers: 4, operations: +-}', 'max_turns=5')
-    for run in (by_flags, by_words, words('--config_file', str(file))):
-        assert run.environment == 'games:countdown' and run.max_turns == 5
-        assert run.environment_options == {'numbers': 4, 'operations': '+-'}
-    assert words('--reward_weights', '{correct: 1, format: 0.2}').reward_weights == {'correct': 1.0, 'format': 0.2}
 
 
 @pytest.mark.parametrize(

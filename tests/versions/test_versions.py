@@ -44,12 +44,3 @@ def test_newest_is_allowed(script, bounds):
     pins = script['pins']('newest')
     assert pins['torch'] > script['pins']('lowest')['torch']
     assert not {name: pins[name] for name, specifier in bounds.items() if not specifier.contains(pins[name])}
-
-
-def test_a_file_of_versions_takes_the_place_of_others(script, tmp_path, monkeypatch):
-    monkeypatch.setitem(script['pins'].__globals__, 'ROOT', tmp_path)
-    for kind in script['KINDS']:
-        (tmp_path / f'requirements{kind}.txt').write_text('# none\n')
-    (tmp_path / 'requirements.txt').write_text('Jinja2==3.1.6\ntyping_extensions==4.16.0  # reason\n')
-    (tmp_path / 'requirements-lowest.txt').write_text('jinja2==3.1.0\nsix==1.17.0\n')
-    assert script['pins']('lowest') == {'jinja2': '3.1.0', 'typing-extensions': '4.16.0', 'six': '1.17.0'}
