@@ -219,7 +219,8 @@ def test_the_commands_of_a_page_run(monkeypatch, capsys, tmp_path, model_folder,
     monkeypatch.chdir(tmp_path)
     found = commands(page)
     assert len(found) >= 5
-    write_files(tmp_path)
+    if page == 'docs/first_hour.md':
+        write_files(tmp_path)
     for words in found:
         monkeypatch.setattr('sys.stdin', io.StringIO('one day\n'))
         if words[0] not in ELSEWHERE:
