@@ -282,13 +282,6 @@ def test_a_run_that_fails_without_a_run_dir_keeps_its_weights_or_says_that_it_ha
     assert 'phase 2; it has no run_dir, so there is no checkpoint of it' in capfd.readouterr().err
 
 
-def test_the_place_of_the_model_is_tried_before_training(folder, tmp_path):
-    (tmp_path / 'file').touch()
-    for place, reason in ((tmp_path / 'file' / 'x', 'Not a directory'), (tmp_path / 'file', 'there already')):
-        with pytest.raises(ValueError, match=reason):
-            chatgpt.train(folder, samples=['a'], save_path=place)
-
-
 def test_a_run_goes_on_where_it_stopped_and_two_runs_are_not_mixed(folder, tmp_path):
     def run(steps: int, run_dir: str, **options: Any) -> Any:
         settings = {'prompts': ['a', 'bc', 'd'], 'lr': 1e-3, 'run_dir': tmp_path / run_dir}

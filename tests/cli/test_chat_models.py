@@ -219,21 +219,3 @@ def test_texts_to_evaluate_on_do_not_choose_for_a_model_trained_on_messages(monk
         assert text_choice(AutoTokenizer.from_pretrained(tmp_path / saved)) is True
     for run in ('run', 'second'):
         assert RunRecord.read(tmp_path / run).data['apply_chat_template'] is True
-
-
-def test_chatgpt_train_has_the_same_setting(folder, tmp_path):
-    asked: list[str] = []
-
-    def length(prompts, responses):
-        asked.extend(prompts)
-        return [float(len(r)) for r in responses]
-
-    common = {'reward_fn': length, 'prompts': TEXTS, 'num_timesteps': 1, 'experience_batch_size': 3}
-    common |= {'train_batch_size': 3, 'max_epochs': 1, 'max_new_tokens': 2, 'advantage_estimator': 'reinforce++'}
-    tokenizer = AutoTokenizer.from_pretrained(folder / 'chat')
-    given = {'apply_chat_template': True, 'tokenizer': tokenizer, 'run_dir': tmp_path / 'run'}
-    chatgpt.train(str(folder / 'chat'), **given, **common)
-    assert sorted(asked) == sorted(TURNS) and text_choice(tokenizer) is None  # the user's own stays as it is
-    assert RunRecord.read(tmp_path / 'run').data['apply_chat_template'] is True
-    with pytest.raises(ValueError, match='no chat template'):
-        chatgpt.train(str(folder / 'plain'), apply_chat_template=True, **common)

@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import record
 import runs
 
 FEW = ['shared_trunk', 'sft_resumed', 'kto']
@@ -48,19 +47,6 @@ def test_every_metric_of_a_run_has_its_formula(name):
     assert names <= documented
 
 
-def test_a_recording_is_compared_entry_by_entry(capsys):
-    ours = {'simpo': recorded('simpo')}
-    machine = {'torch': '2'}
-
-    def compared(change, **more):
-        before = {'machine': machine, 'runs': {'simpo': dict(ours['simpo'])} | more}
-        change(before)
-        return record.compare(before, machine, ours, '*'), capsys.readouterr().out
-
-    last = list(ours['simpo'])[-1]
-    assert compared(lambda before: None) == (0, 'all 1 runs are the same to the bit\n')
-    assert compared(lambda before: before['runs']['simpo'].pop(last))[0] == 0  # only this code measures it
-    code, told = compared(lambda before: before['runs']['simpo'].update({last: 'other'}), gone={})
-    assert code == 1 and f'first {last}: other against' in told and 'gone differs: only in the recording' in told
-    code, told = compared(lambda before: before.update(machine={'torch': '1'}))
-    assert code == 1 and 'numbers of two machines are not comparable' in told
+def test_the_first_difference_is_named_with_both_values():
+    assert runs.first_difference({'x': '0x1.8p+0'}, {'x': '0x1.0p+0'}) == 'x: 0x1.8p+0 (1.5) against 0x1.0p+0 (1.0)'
+    assert runs.first_difference({}, {'sha256 w': 'zz'}) == 'sha256 w: nothing against zz'

@@ -152,7 +152,6 @@ def test_yaml_numbers_and_null_are_what_they_look_like_and_what_wins(tmp_path):
         ),
         ({'lr': 1, 'Training': {'learning_rate': 2}}, 'json', r'lr and Training.learning_rate both set lr; give one'),
         ({'Training': {'learning_rate': 'fast'}}, 'json', r"Training.learning_rate: 'fast' is no number"),
-        ({'Training': {'batch_size': [1, 2]}}, 'json', r'Training.batch_size: \[1, 2\] is not expected here'),
         ('[1, 2]', 'json', r'it holds a list, not names with values'),
         ('{"a": ', 'json', r'config.json: '),
         ('lr: 1e-4\nseed: 3\nlr: 1e-5\n', 'yaml', 'lr is given twice, on line 1 and on line 3'),
@@ -170,7 +169,6 @@ def test_mistakes(tmp_path, content, ending, sentence):
     ('cls', 'content', 'named'),
     [
         (PPORun, {'dataset': 'a.jsonl', 'pack_examples': True}, 'those of sft: use that command'),
-        (RewardRun, {'dataset': 'a.jsonl', 'tau': 0.7}, 'those of ilql: use that command'),
         (PPORun, {'prompt_path': 'a.jsonl', 'kl_cof': 0.1}, 'did you mean kl_coef'),
         (PPORun, {'pack_examples': True}, r'this run(\?|$|; did)'),
     ],
@@ -194,14 +192,11 @@ def test_a_file_is_never_evaluated_and_makes_no_objects(tmp_path, monkeypatch, c
     ('argv', 'sentence'),
     [
         (['--preprocessing_num_workers=4'], 'preprocessing_num_workers=4 cannot be honoured'),
-        (['--batch_size=0'], 'batch_size=0 must be at least 1'),
         (['--batch_siz=2'], 'did you mean --batch_size'),
         (['--batch_size=2', '--train_batch_size=4'], 'batch_size=2 and train_batch_size=4 both say how large a batch'),
         (['--max_epochs=2', '--epochs', '3'], '--max_epochs and --epochs both set max_epochs; give one'),
         (['--optimizer=adafactor'], "'adafactor' is none of: adamw, adamw8bit, paged_adamw8bit, sgd"),
-        (['--gradient_accumulation_steps=3'], 'give batch_size too'),
         (['--resources_per_worker={TPU: 1}'], "'TPU' is not known; there are CPU and GPU"),
-        (['a.jsonl', 'b.jsonl'], "'b.jsonl' is one word too many"),
     ],
 )
 def test_what_cannot_be_honoured(argv, sentence, capsys):
