@@ -1,4 +1,5 @@
 """A run's rollout workers: waited for as long as its ranks would be, not for ever; whole on a node; shared by ranks."""
+
 from __future__ import annotations
 
 from types import SimpleNamespace
