@@ -19,19 +19,7 @@ pytest.register_assert_rewrite('killed_runs', 'tiny_runs')
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background; every program of a test would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-_OURS = (
-    'RANK',
-    'WORLD_SIZE',
-    'LOCAL_',
-    'MASTER_',
-    'OMP_',
-    'MKL_',
-    'CUDA_VISIBLE',
-    'GROUP_',
-    'TORCHELASTIC',
-    'PYTORCH_CUDA',
-    'CHATGPT',
-)
+_OURS = tuple('RANK WORLD_SIZE LOCAL_ MASTER_ OMP_ MKL_ CUDA_VISIBLE GROUP_ TORCHELASTIC PYTORCH_CUDA CHATGPT'.split())
 """beginnings of the variables that our code could set; third parties set others while they are imported"""
 
 
@@ -96,14 +84,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CHROMIUM_FLAGS = (
-    '--no-sandbox',
-    '--disable-gpu',
-    '--disable-quic',
-    '--no-first-run',
-    '--disable-background-networking',
-    '--disable-component-update',
-    '--disable-sync',
-)
+    '--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking '
+    '--disable-component-update --disable-sync'
+).split()
 
 
 @pytest.fixture(scope='module')
@@ -114,7 +97,7 @@ def browser() -> Iterator[Any]:
         pytest.skip('needs Chromium on the PATH')
     playwright = pytest.importorskip('playwright.sync_api', reason='needs the package playwright')
     with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=found, args=list(CHROMIUM_FLAGS), timeout=1000 * HANG_S)
+        started = driver.chromium.launch(executable_path=found, args=CHROMIUM_FLAGS, timeout=1000 * HANG_S)
         make = started.new_context
 
         def new_context(**options: Any) -> Any:

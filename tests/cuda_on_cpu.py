@@ -45,17 +45,7 @@ PACKAGE = str(Path(chatgpt.__file__).parent)
 
 HOST_INDICES = {'index', 'index_put', 'index_put_', '_index_put_impl_', '_unsafe_index', '_unsafe_index_put'}
 """take indices from the host too, which are copied"""
-NO_HOST_SCALARS = {
-    'cat',
-    'stack',
-    'gather',
-    'index_select',
-    'index_add',
-    'index_copy',
-    'index_copy_',
-    'scatter',
-    'scatter_add',
-}
+NO_HOST_SCALARS = {*'cat stack gather index_select index_add index_copy index_copy_ scatter scatter_add'.split()}
 """refuse a CPU tensor without dimensions, which arithmetic takes as a number"""
 MEMORY = 16 * 2**30
 """bytes of a device, all of them free"""

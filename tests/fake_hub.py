@@ -1,4 +1,4 @@
-"""A small Hugging Face Hub on this machine: accounts, repositories, and files that come by commit, LFS or xet.
+"""A small Hugging Face Hub on this machine: accounts, repositories, and files that come by commit or LFS.
 
 It speaks what huggingface_hub says when it asks who one is, makes a repository and uploads a folder, and keeps the
 bytes that arrive.
@@ -19,8 +19,6 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-XET = 'xet-token'
-"""of the store that files by xet go to"""
 WRITE, READ, FINE, NARROW = 'hf_write', 'hf_read', 'hf_fine', 'hf_narrow'
 """tokens of the account 'me'; FINE may write to 'me', NARROW to 'me/other' alone"""
 _SCOPES = {
@@ -34,7 +32,7 @@ class Hub:
     """What the server holds, and what it was asked.
 
     Args:
-        large: endings of names that go by LFS or xet, and not within a commit.
+        large: endings of names that go by LFS, and not within a commit.
     """
 
     def __init__(self, large: tuple[str, ...] = ('.safetensors', '.png')) -> None:
@@ -83,8 +81,6 @@ class _Handler(BaseHTTPRequestHandler):
         if path.startswith('/lfs/'):  # signed addresses need no token
             hub.objects[path.removeprefix('/lfs/')] = body
             return self._answer({})
-        if path.startswith('/xet/') and token == XET:
-            return self._xet(path, body)
         if token not in _ROLES:
             return self._answer({'error': 'Invalid username or password.'}, 401)
         self._route(path, token, body)
@@ -125,9 +121,6 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._answer({})
             if token == READ:
                 return self._answer({'error': 'You do not have the right to write'}, 403)
-            if what == 'xet-write-token':
-                store = {'casUrl': f'{hub.address}/xet', 'accessToken': XET, 'exp': 2**32}
-                return self._answer(store)
             if what == 'preupload':
                 return self._preupload(json.loads(body))
             if what == 'commit':
@@ -148,39 +141,20 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(address)
 
     def _preupload(self, asked: dict[str, Any]) -> None:
-        files = [
-            {
-                'path': f['path'],
-                'uploadMode': 'lfs' if f['path'].endswith(self.hub.large) else 'regular',
-                'shouldIgnore': False,
-                'oid': None,
-            }
-            for f in asked['files']
-        ]
+        common = {'shouldIgnore': False, 'oid': None}
+        modes = {f['path']: 'lfs' if f['path'].endswith(self.hub.large) else 'regular' for f in asked['files']}
+        files = [{'path': path, 'uploadMode': mode, **common} for path, mode in modes.items()]
         self._answer({'files': files})
 
     def _batch(self, asked: dict[str, Any]) -> None:
-        objects = [
-            {
-                **o,
-                'actions': {
-                    'upload': {'href': f'{self.hub.address}/lfs/{o["oid"]}', 'header': {}},
-                    'verify': {'href': f'{self.hub.address}/verify/{o["oid"]}', 'header': {}},
-                },
+        def actions(oid: str) -> dict[str, Any]:
+            return {
+                word: {'href': f'{self.hub.address}/{place}/{oid}', 'header': {}}
+                for word, place in (('upload', 'lfs'), ('verify', 'verify'))
             }
-            for o in asked['objects']
-        ]
-        self._answer({'transfer': 'basic', 'objects': objects})
 
-    def _xet(self, path: str, body: bytes) -> None:
-        """The store: packs of chunks, of which each pack here is one file, and the list of what is in them."""
-        if '/xorbs/' in path:
-            data = b''.join(_unpacked(body))
-            self.hub.objects[hashlib.sha256(data).hexdigest()] = data
-            return self._answer({'was_inserted': True})
-        if path.endswith('/v1/shards'):
-            return self._answer({'result': 1})
-        self._answer({'error': 'not known'}, 404)  # chunks that are there already; newer ways to the same end
+        objects = [{**o, 'actions': actions(o['oid'])} for o in asked['objects']]
+        self._answer({'transfer': 'basic', 'objects': objects})
 
     def _commit(self, repo: str, revision: str, body: bytes) -> None:
         changed: dict[str, bytes] = {}
@@ -213,17 +187,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != 'HEAD':
             self.wfile.write(data)
-
-
-def _unpacked(pack: bytes) -> Iterator[bytes]:
-    """The chunks of a pack. Each has a head of 8 bytes: version 0, its length there (3 bytes, little-endian), how it is
-    compressed, its own length (3). What is compressed is not read here, so that a file must be of random bytes."""
-    place = 0
-    while place + 8 <= len(pack) and pack[place] == 0:
-        there, own = (int.from_bytes(pack[place + i : place + i + 3], 'little') for i in (1, 5))
-        assert pack[place + 4] == 0 and there == own, 'a compressed chunk'
-        yield pack[place + 8 : place + 8 + own]
-        place += 8 + own
 
 
 def _faults(card: str) -> list[dict[str, str]]:

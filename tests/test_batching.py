@@ -37,8 +37,7 @@ def test_collate_pads_on_the_right_and_masks_it():
 
 
 @pytest.mark.parametrize(
-    ('sequences', 'message'),
-    [([sequence([], [1])], 'empty prompt'), ([sequence([1], [])], 'empty response')],
+    ('sequences', 'message'), [([sequence([], [1])], 'empty prompt'), ([sequence([1], [])], 'empty response')]
 )
 def test_collate_refuses_what_has_nothing_to_predict(sequences, message):
     with pytest.raises(ValueError, match=message):
@@ -49,11 +48,7 @@ def test_cut_by_tokens_counts_padded_tokens():
     # Padded size is rows x longest: 5+4 would be 2 x 5 = 10 > 9, so the 5 stands alone.
     assert cut_by_tokens([4, 5, 1, 4], 9) == [[1], [0, 3], [2]]
     assert cut_by_tokens([4, 5, 1, 4], None) == [[1, 0, 3, 2]]
-
-
-def test_cut_by_tokens_gives_one_too_long_a_micro_batch_of_its_own():
-    cuts = cut_by_tokens([100, 2, 3], 10)
-    assert cuts == [[0], [2, 1]]
+    assert cut_by_tokens([100, 2, 3], 10) == [[0], [2, 1]]  # one too long has a micro-batch of its own
 
 
 @pytest.mark.parametrize('world_size', [1, 2, 3])
@@ -63,10 +58,7 @@ def test_split_over_ranks_deals_everything_once_and_evenly(world_size):
     assert sorted(i for share in shares for i in share) == list(range(7))
     counts = [len(s) for s in shares]
     assert max(counts) - min(counts) <= 1
-
-
-def test_split_over_ranks_balances_tokens():
-    shares = split_over_ranks([10, 10, 1, 1], 2)
+    shares = split_over_ranks([10, 10, 1, 1], 2)  # by their tokens
     assert [sum([10, 10, 1, 1][i] for i in share) for share in shares] == [11, 11]
 
 

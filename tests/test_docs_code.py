@@ -138,14 +138,3 @@ def test_docstrings_run(name):
         output: list[str] = []
         runner.run(test, out=output.append)
         assert runner.summarize(verbose=False).failed == 0, ''.join(output)
-
-
-def test_the_skipped_example_of_train_runs_with_a_tiny_model(model, tmp_path, monkeypatch):
-    import chatgpt
-
-    monkeypatch.chdir(tmp_path)
-    (test,) = [t for t in examples(importlib.import_module('chatgpt.launch.quickstart')) if t.examples]
-    names = assumed() | {'chatgpt': chatgpt}
-    for example in test.examples:
-        exec(tiny(example.source, model), names)
-    assert (tmp_path / 'outputs' / 'actor' / 'config.json').is_file()

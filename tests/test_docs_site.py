@@ -1,4 +1,4 @@
-"""`make docs`: the site builds without a warning (a dead link is one), asks no other host and fits a phone."""
+"""`make docs`: the site builds without a warning (a dead link is one) and asks no other host."""
 
 from __future__ import annotations
 
@@ -11,76 +11,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PHONE, DESKTOP = {'width': 390, 'height': 800}, {'width': 1400, 'height': 900}
-
-pytestmark = pytest.mark.system
 
 
-@pytest.fixture(scope='module')
-def site(tmp_path_factory):
-    pytest.importorskip('sphinx', reason='needs requirements-docs.txt')
-    pytest.importorskip('myst_parser', reason='needs requirements-docs.txt')
-    pytest.importorskip('furo', reason='needs requirements-docs.txt')
-    folder = tmp_path_factory.mktemp('site')
+@pytest.mark.system
+def test_the_site_builds_and_asks_no_other_host(tmp_path):
+    for module in ('sphinx', 'myst_parser', 'furo'):
+        pytest.importorskip(module, reason='needs requirements-docs.txt')
     command = re.search(r'-m sphinx (-b html -W [^\n]*?) build/docs$', (ROOT / 'Makefile').read_text(), re.MULTILINE)
     assert command is not None
-    words = [*command[1].split(), str(folder), '-d', str(folder / '.doctrees')]
-    environment = os.environ | {'PYTHONPATH': str(ROOT), 'HF_HUB_OFFLINE': '1', 'OMP_NUM_THREADS': '1'}
-    done = subprocess.run(
-        [sys.executable, '-m', 'sphinx', *words], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    words = [*command[1].split(), str(tmp_path), '-d', str(tmp_path / '.doctrees')]
+    env = os.environ | {'PYTHONPATH': str(ROOT), 'HF_HUB_OFFLINE': '1', 'OMP_NUM_THREADS': '1'}
+    sphinx = [sys.executable, '-m', 'sphinx', *words]
+    done = subprocess.run(sphinx, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and 'WARNING' not in done.stderr, done.stderr
-    return folder
-
-
-def pages_of(site: Path) -> list[Path]:
-    """All but the front door, which leads on by itself."""
-    return sorted(p for p in site.rglob('*.html') if '_static' not in p.parts and p != site / 'index.html')
-
-
-def test_every_page_is_in_the_site_and_in_its_navigation(site):
-    names = {str(p.relative_to(ROOT).with_suffix('')) for p in (ROOT / 'docs').rglob('*.md')} | {
-        'README',
-        'CONTRIBUTING',
+    pages = [p for p in tmp_path.rglob('*.html') if '_static' not in p.parts]
+    assert len(pages) > 30 and tmp_path / 'docs' / 'api.html' in pages
+    asked = {
+        url for page in pages for url in re.findall(r'<(?:img|script)[^>]* src="(https?:[^"]+)"', page.read_text())
     }
-    assert all((site / f'{name}.html').is_file() for name in names)
-    text = (site / 'docs' / 'train.html').read_text()
-    navigation = text[text.index('sidebar-tree') : text.index('sidebar-tree') + 40_000]
-    assert {'The first hour', 'Troubleshooting', 'GRPO and Dr. GRPO'} <= set(re.findall(r'>([^<]+)</a>', navigation))
-    assert 'url=docs/index.html' in (site / 'index.html').read_text()
-
-
-def test_the_api_page_has_every_public_name(site):
-    import chatgpt.nn
-    import chatgpt.strategies
-    import chatgpt.trainer
-
-    there = set(re.findall(r'id="(chatgpt[\w.]*)"', (site / 'docs' / 'api.html').read_text()))
-    for module in (chatgpt.trainer, chatgpt.nn, chatgpt.strategies):
-        assert {f'{module.__name__}.{name}' for name in module.__all__} <= there
-    assert {'chatgpt.train', 'chatgpt.trainer.PPOConfig.kl_coef', 'chatgpt.trainer.PPOTrainer.fit'} <= there
-
-
-@pytest.mark.parametrize('scheme', ['light', 'dark'])
-def test_pages_in_a_browser(site, browser, scheme):
-    """No other host is asked, nothing complains, and no page is wider than the screen: wide tables scroll by
-    themselves."""
-    context = browser.new_context(color_scheme=scheme)
-    page = context.new_page()
-    asked, said = [], []
-    page.on('request', lambda request: asked.append(request.url))
-    page.on('console', lambda message: said.append(message.text))
-    page.on('pageerror', lambda error: said.append(str(error)))
-    wide = []
-    for path in pages_of(site) if scheme == 'light' else [site / 'docs' / 'metrics.html']:
-        page.goto(path.as_uri())
-        for size in (PHONE, DESKTOP):
-            page.set_viewport_size(size)
-            over = page.evaluate('document.documentElement.scrollWidth - document.documentElement.clientWidth')
-            if over > 0:
-                wide.append(f'{path.relative_to(site)}: {over} px too wide at {size["width"]}')
-    colour = page.evaluate('getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0]')
-    context.close()
-    assert not wide and not said, (wide, said)
-    assert {url.partition(':')[0] for url in asked} <= {'file', 'data'}
-    assert (int(colour) > 128) == (scheme == 'light')
+    assert not asked

@@ -10,6 +10,7 @@ import re
 import sys
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,12 +42,11 @@ def shown(page: str) -> tuple[str, str]:
     return name, code
 
 
-def load(page: str, change: tuple[str, str] = ('', '')) -> Any:
-    """The page's file, written into the working directory and imported; `change` is for negative controls."""
+def load(page: str) -> Any:
+    """The page's file, written into the working directory and imported."""
     name, code = shown(page)
-    assert change[0] in code
     path = Path(name)
-    path.write_text(code.replace(*change) if change[0] else code)
+    path.write_text(code)
     spec = importlib.util.spec_from_file_location(f'{path.stem}_of_a_test', path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -99,18 +99,12 @@ def ppo(
     (actor, actor_optim), *rest = [strategy.prepare(pair) for pair in pairs]
     critic, critic_optim = rest[0] if rest else (None, None)
     reward = strategy.prepare(CountGood()) if reward is None else reward
-    defaults: dict[str, Any] = {
-        'experience_batch_size': 4,
-        'train_batch_size': 8,
-        'max_epochs': 2,
-        'kl_coef': 0.01,
-        'max_new_tokens': 6,
-        'eos_token_id': 2,
-        'callbacks': [ProgressBar(enabled=False), *callbacks],
-    } | ({} if critic is not None else {'advantage_estimator': 'rloo', 'num_samples_per_prompt': 4})
-    return PPOTrainer(
-        strategy, actor, critic, reward, strategy.prepare(initial), actor_optim, critic_optim, **defaults | settings
-    )
+    defaults: dict[str, Any] = {'experience_batch_size': 4, 'train_batch_size': 8, 'max_epochs': 2, 'kl_coef': 0.01}
+    defaults |= {'max_new_tokens': 6, 'eos_token_id': 2, 'callbacks': [ProgressBar(enabled=False), *callbacks]}
+    if critic is None:
+        defaults |= {'advantage_estimator': 'rloo', 'num_samples_per_prompt': 4}
+    models = actor, critic, reward, strategy.prepare(initial), actor_optim, critic_optim
+    return PPOTrainer(strategy, *models, **defaults | settings)
 
 
 def prompts() -> list[Tensor]:
@@ -134,16 +128,8 @@ def test_a_page_shows_one_whole_file_of_at_most_forty_lines(page):
 
 
 def experience(group: int, rewards: list[float], mask: list[bool]) -> Any:
-    return type(
-        'E',
-        (),
-        {
-            'group': group,
-            'rewards': torch.tensor(rewards),
-            'response_mask': torch.tensor(mask),
-            'num_actions': len(mask),
-        },
-    )()
+    tensors = {'rewards': torch.tensor(rewards), 'response_mask': torch.tensor(mask)}
+    return SimpleNamespace(group=group, num_actions=len(mask), **tensors)
 
 
 def test_an_estimator_and_a_policy_loss_by_their_formulas():
@@ -151,21 +137,13 @@ def test_an_estimator_and_a_policy_loss_by_their_formulas():
     es = [experience(0, [1.0, 9.0], [True, False]), experience(0, [3.0], [True]), experience(0, [2.0], [True])]
     advantages, returns = module.above_median([*es, experience(1, [5.0], [True])], None)
     assert [a.tolist() for a in advantages] == [[-1, -1], [1], [0], [0]] and returns == advantages
-    x = PolicyInputs(
-        torch.tensor([0.5]).log(),
-        torch.tensor([0.4]).log(),
-        torch.tensor([-2.0]),
-        torch.tensor([True]),
-        torch.tensor([0]),
-        1,
-    )
+    logs = torch.tensor([0.5]).log(), torch.tensor([0.4]).log()
+    x = PolicyInputs(*logs, torch.tensor([-2.0]), torch.tensor([True]), torch.tensor([0]), 1)
     loss = module.simple_policy(x, PPOConfig(eps_clip=0.25))
     assert loss.item() == pytest.approx(2 * 1.25 + 2 * 0.25**2 / (2 * 0.25), rel=1e-5)
     high = torch.tensor(1.25, requires_grad=True)  # the minimum is at ρ = 1 + ε where A > 0
-    module.simple_policy(
-        x._replace(logprobs=high.log(), old_logprobs=torch.tensor(0.0), advantages=torch.tensor(2.0)),
-        PPOConfig(eps_clip=0.25),
-    ).backward()
+    x = x._replace(logprobs=high.log(), old_logprobs=torch.tensor(0.0), advantages=torch.tensor(2.0))
+    module.simple_policy(x, PPOConfig(eps_clip=0.25)).backward()
     assert abs(high.grad.item()) < 1e-6
 
 
@@ -179,24 +157,13 @@ def test_it_trains_by_its_name_wherever_the_file_was_imported_and_by_module_and_
     assert torch.equal(by_file, by_name)
     assert not torch.equal(by_name, trained(advantage_estimator='rloo', policy_loss='spo', kl_in='loss'))
     assert not torch.equal(by_name, trained(advantage_estimator='median', kl_in='loss'))
-    load('algorithm', change=('.sign()', '.sign().neg()'))
-    assert not torch.equal(by_name, trained(advantage_estimator='median', policy_loss='spo', kl_in='loss'))
-
-
-def test_it_is_checked_like_those_of_the_table():
-    load('algorithm')
     with pytest.raises(ValueError, match='set num_samples_per_prompt to 2 or more'):
         ppo(advantage_estimator='median', num_samples_per_prompt=1)
     with pytest.raises(ValueError, match="'my_method.py:above_median' is a function, no Estimator"):
         ppo(advantage_estimator='my_method.py:above_median')
-
-
-def test_the_command_line_takes_it():
-    load('algorithm')
     flags = ['--num_samples_per_prompt=2', '--save_path=run']
-    run = parse_run(
-        PPORun, description='', argv=[*flags, '--advantage_estimator', 'my_method.py:median', '--policy_loss', 'spo']
-    )
+    words = ['--advantage_estimator', 'my_method.py:median', '--policy_loss', 'spo']
+    run = parse_run(PPORun, description='', argv=[*flags, *words])
     run.validate()
     config = PPOConfig(**{name: getattr(run, name) for name in PPOConfig.field_names()})
     assert config.estimator.needs_groups and not config.whitens_advantages
@@ -240,56 +207,6 @@ def test_an_objective_trains_and_its_loss_is_its_formula():
         OfflineTrainer(strategy, actor, optim, data, bta=1.0, **method)
 
 
-def test_the_objective_becomes_a_command_by_the_line_that_is_printed(monkeypatch, capsys):
-    """Its settings are flags, and it learns from the rows of a file."""
-    from functools import partial
-
-    from chatgpt.data import load_labelled
-    from chatgpt.launch import demo_world
-    from chatgpt.launch.cli import command
-    from chatgpt.launch.methods import METHODS, Recipe
-
-    def read(run: Any, inputs: Any) -> None:
-        rows = load_labelled(run.dataset, inputs.tokenizer)[0]
-        inputs.train = [(row.sequence, float(row.label)) for row in rows]
-
-    (line,) = re.findall(r"^    METHODS\['rwr'\] = .*$", PAGES['objective'].read_text(), re.MULTILINE)
-    given = {name: globals()[name] for name in ('OfflineTrainer',)} | {'METHODS': METHODS, 'Recipe': Recipe}
-    module = load('objective')
-    exec(line.strip(), given | {'partial': partial, 'read': read, 'RWR': module.RWR, 'RWRConfig': module.RWRConfig})
-    GPTActor(config=demo_world.demo_config()).save_pretrained('model', tokenizer=demo_world.demo_tokenizer())
-    Path('data.jsonl').write_text('{"prompt": "one day", "response": " a fox .", "reward": 0.5}\n' * 4)
-    try:
-        for words, shown in ((['--help'], '--beta X'), (['data.jsonl', '--pretrain=model', '--beta=0.25'], 'rwr/loss')):
-            monkeypatch.setattr(sys, 'argv', ['chatgpt-rlhf', 'rwr', *words])
-            try:
-                command.main()
-            except SystemExit as stop:
-                assert not stop.code, capsys.readouterr().err
-            metrics = Path('outputs/rwr/metrics.jsonl')
-            assert shown in capsys.readouterr().out + (metrics.read_text() if metrics.is_file() else '')
-        assert 'beta: 0.25' in Path('outputs/rwr/config.yaml').read_text()
-        assert Path('outputs/rwr/actor/config.json').is_file()
-    finally:
-        del METHODS['rwr']
-
-
-def test_micro_batches_do_not_enter_its_numbers():
-    module, data = load('objective'), records(6)
-
-    def weights(**settings: Any) -> Tensor:
-        strategy = NaiveStrategy(seed=1)
-        torch.manual_seed(0)
-        actor = GPTActor(config=tiny_config('gpt2', vocab_size=VOCAB, hidden=16, positions=32))
-        actor, optim = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=1e-2)))
-        settings |= {'method': module.RWR, 'train_batch_size': 6, 'max_epochs': 1}
-        OfflineTrainer(strategy, actor, optim, data, callbacks=[Log()], **settings).fit()
-        return torch.cat([p.detach().flatten() for p in actor.parameters()])
-
-    torch.testing.assert_close(weights(), weights(max_tokens_per_batch=8), rtol=1e-4, atol=1e-6)
-    assert (weights() - weights(beta=0.3)).abs().max() > 1e-4
-
-
 # ------------------------------------------------------------------ engine
 
 
@@ -302,60 +219,20 @@ def answers(engine: Any, **sampling: Any) -> list[Sample]:
     return found
 
 
-@pytest.mark.parametrize(
-    'sampling',
-    [
-        {},
-        {'do_sample': False},
-        {'temperature': 0.7, 'top_k': 5},
-        {'min_new_tokens': 8},
-        {'stop': lambda ids: len(ids) == 3},
-    ],
-    ids=['sampled', 'greedy', 'filtered', 'min', 'stop'],
-)
+@pytest.mark.parametrize('sampling', [{}, {'temperature': 0.7, 'top_k': 5}, {'min_new_tokens': 8}])
 def test_an_engine_draws_what_the_local_one_draws(sampling):
     module = load('engine')
     ours, theirs = answers(module.PlainEngine(), **sampling), answers(LocalEngine(), **sampling)
-    assert any(s.num_actions < 8 for s in ours) or 'min_new_tokens' in sampling or not sampling.get('do_sample', True)
+    assert any(s.num_actions < 8 for s in ours) or 'min_new_tokens' in sampling
     for a, b in zip(ours, theirs, strict=True):
-        assert a.response_ids.tolist() == b.response_ids.tolist() and (a.index, a.finish_reason) == (
-            b.index,
-            b.finish_reason,
-        )
+        assert a.response_ids.tolist() == b.response_ids.tolist()
+        assert (a.index, a.finish_reason) == (b.index, b.finish_reason)
         torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(a.filtered_logprobs, b.filtered_logprobs, atol=1e-4, rtol=1e-4)
 
 
-def test_an_engine_that_shifts_its_positions_is_found_out():
-    right = [s.response_ids.tolist() for s in answers(LocalEngine())]
-    wrong = load('engine', change=('torch.arange(len(ids))[None]', '1 + torch.arange(len(ids))[None]')).PlainEngine()
-    assert [s.response_ids.tolist() for s in answers(wrong)] != right
-
-
 def test_a_trainer_learns_with_it():
     torch.testing.assert_close(trained(engine=load('engine').PlainEngine()), trained(), atol=1e-4, rtol=0)
-
-
-def test_a_command_line_finds_it(monkeypatch, model_folder, tmp_path):
-    from chatgpt.launch.recipes import execute
-
-    load('engine')
-    found = []
-    monkeypatch.setattr(PPOTrainer, 'fit', lambda self, *_: found.append(type(self.engine).__name__))
-    for number, name in enumerate(('plain', 'my_engine.py:plain', 'local')):
-        flags = [
-            '--pretrain',
-            str(model_folder),
-            '--save_path',
-            str(tmp_path / str(number)),
-            '--engine',
-            name,
-            '--max_new_tokens=4',
-        ]
-        execute(parse_run(PPORun, description='', argv=flags))
-    assert found == ['PlainEngine', 'PlainEngine', 'LocalEngine']
-    with pytest.raises(ValueError, match="engine='plan' is not known; choose one of auto, local, hf, vllm, plain"):
-        parse_run(PPORun, description='', argv=['--engine', 'plan']).validate()
 
 
 # ------------------------------------------------------------------ reward
@@ -364,9 +241,8 @@ def test_a_command_line_finds_it(monkeypatch, model_folder, tmp_path):
 def test_a_function_with_a_column_and_a_scorer_of_ids_give_their_scores():
     module = load('reward')
     tokenizer = byte_tokenizer()
-    actor = GPTActor(
-        config=tiny_config('gpt2', vocab_size=259, hidden=16, positions=32, pad_token_id=256, eos_token_id=258)
-    )
+    ids = {'vocab_size': 259, 'pad_token_id': 256, 'eos_token_id': 258}
+    actor = GPTActor(config=tiny_config('gpt2', hidden=16, positions=32, **ids))
     seen: list[Experience] = []
 
     class Keep(Callback):
@@ -375,9 +251,8 @@ def test_a_function_with_a_column_and_a_scorer_of_ids_give_their_scores():
 
     rows = [{'prompt': f'{i} and', 'answer': chr(97 + i)} for i in range(4)]
     reward = [(2.0, module.right_answer), (0.5, module.NoRepeats())]
-    trainer = ppo(
-        actor=actor, reward=reward, tokenizer=tokenizer, eos_token_id=258, callbacks=[Keep()], num_samples_per_prompt=8
-    )
+    words = {'tokenizer': tokenizer, 'eos_token_id': 258, 'num_samples_per_prompt': 8}
+    trainer = ppo(actor=actor, reward=reward, callbacks=[Keep()], **words)
     trainer.fit(rows, num_episodes=1, max_timesteps=1, update_timesteps=1)
     assert len(seen) == 32
     for e in seen:
@@ -416,15 +291,6 @@ def test_a_callback_keeps_its_tensors_and_numbers_over_a_resume():
     assert torch.equal(again.counts, whole.counts) and again.responses == 32
 
 
-def test_without_its_pieces_it_would_count_anew():
-    module = load('callback', change=('        self.counts = reader.read', '        reader.read'))
-    _, trainer, _ = counted(module, 1)
-    trainer.save_checkpoint('half')
-    again = module.TokenCounts(VOCAB)
-    ppo(callbacks=[again]).load_checkpoint('half')
-    assert int(again.counts.sum()) == 0 and again.responses == 16
-
-
 # ------------------------------------------------------------------ model
 
 
@@ -432,14 +298,8 @@ def test_a_family_and_a_head_train(tmp_path):
     from transformers import Qwen2Config
 
     module = load('model')
-    sizes = {
-        'vocab_size': VOCAB,
-        'hidden_size': 16,
-        'intermediate_size': 32,
-        'num_hidden_layers': 1,
-        'num_attention_heads': 2,
-    }
-    config = Qwen2Config(**sizes, num_key_value_heads=2, max_position_embeddings=32)
+    sizes = {'hidden_size': 16, 'intermediate_size': 32, 'num_hidden_layers': 1, 'num_attention_heads': 2}
+    config = Qwen2Config(**sizes, vocab_size=VOCAB, num_key_value_heads=2, max_position_embeddings=32)
     actor = module.Qwen2Actor(config=config)
     critic = module.Qwen2Critic(config=config, value_head=module.DeepHead(16))
     before = critic.value_head.out.weight.detach().clone()
@@ -452,27 +312,8 @@ def test_a_family_and_a_head_train(tmp_path):
     again = module.Qwen2Actor(pretrained=tmp_path / 'qwen')
     assert all(torch.equal(a, b) for a, b in zip(actor.state_dict().values(), again.state_dict().values(), strict=True))
     tiny_causal_lm('gpt2').save_pretrained(tmp_path / 'gpt2')
-    with pytest.raises(
-        ValueError, match="Qwen2Actor takes models of the family 'qwen2', but .* is of the family 'gpt2'; use AutoActor"
-    ):
+    with pytest.raises(ValueError, match="takes models of the family 'qwen2', but .* is of the family 'gpt2'"):
         module.Qwen2Actor(pretrained=tmp_path / 'gpt2')
-
-
-def test_a_command_line_finds_the_family(monkeypatch, model_folder):
-    from chatgpt.launch.recipes import execute
-
-    load('model')
-    found = []
-    monkeypatch.setattr(PPOTrainer, 'fit', lambda self, *_: found.append(type(self.actor).__name__))
-    flags = ['--pretrain', str(model_folder), '--max_new_tokens=4']
-    execute(parse_run(PPORun, description='', argv=[*flags, '--model', 'gpt2', '--save_path', 'named']))
-    with pytest.raises(
-        ValueError, match="--model my_model.py:QWEN2: the model is of the family 'gpt2'; use --model auto"
-    ):
-        execute(parse_run(PPORun, description='', argv=[*flags, '--model', 'my_model.py:QWEN2', '--save_path', 'own']))
-    assert found == ['GPTActor']
-    with pytest.raises(ValueError, match="model='gpt3' is not known; choose one of auto, gpt2, .*did you mean gpt2"):
-        parse_run(PPORun, description='', argv=['--model', 'gpt3']).validate()
 
 
 # ------------------------------------------------------------------ data

@@ -86,7 +86,7 @@ def main() -> None:
     write_files(args.out, args.seed)
     files = {name: str(args.out / f'{name}.jsonl') for name in ('demonstrations', 'prompts', 'held_out')}
     reward = ['--reward_fn', f'{__file__}:right', '--validation_file', files['held_out'], '--eval_interval=1000']
-    seed, rows = f'--seed={args.seed}', []
+    seed = f'--seed={args.seed}'
 
     sft = ['sft', files['demonstrations'], '--pretrain', start, '--save_path', str(args.out / 'sft'), seed, *SFT]
     used = {'sft': run(*sft)}

@@ -8,6 +8,7 @@ import io
 import json
 import re
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -15,16 +16,13 @@ from command_line import call
 from transformers import AutoTokenizer, GenerationConfig
 
 import chatgpt
-from chatgpt.data import load_prompts
 from chatgpt.data.formats import text_choice
 from chatgpt.launch.cli.generate import drawing_of
 from chatgpt.monitor.report.rollouts import page_row
 from chatgpt.monitor.run_folder import RunRecord
 from chatgpt.monitor.run_folder.rollouts import read_rollouts
 from chatgpt.nn import GPTActor
-from chatgpt.rollout import Call, LocalEngine, SamplingParams
-from chatgpt.rollout.episodes import EpisodeEngine
-from chatgpt.rollout.wire import pack_samples, unpack_samples
+from chatgpt.rollout import LocalEngine
 from chatgpt.testing import byte_tokenizer, tiny_config
 
 TEMPLATE = (
@@ -79,10 +77,7 @@ def seen(folder):
     return json.loads((folder / 'seen.json').read_text())
 
 
-@pytest.mark.parametrize(
-    ('flags', 'texts', 'choice', 'number'),
-    [([], TEXTS, False, 1), ([TURN], TURNS, True, 0), ([AS_IS], TEXTS, False, 0)],
-)
+@pytest.mark.parametrize(('flags', 'texts', 'choice', 'number'), [([], TEXTS, False, 1), ([TURN], TURNS, True, 0)])
 def test_a_run_chooses_and_what_follows_it_does_the_same(
     monkeypatch, capsys, recwarn, folder, tmp_path, flags, texts, choice, number
 ):
@@ -102,13 +97,12 @@ def test_a_run_chooses_and_what_follows_it_does_the_same(
     drawn: list[str] = []
     generate = LocalEngine.generate
     monkeypatch.setattr('chatgpt.launch.cli.compare.serve', lambda *given, **more: None)
-    monkeypatch.setattr(
-        LocalEngine,
-        'generate',
-        lambda self, call: (drawn.extend(byte_tokenizer().decode(p.ids) for p in call.prompts), generate(self, call))[
-            1
-        ],
-    )
+
+    def noted(self, call):
+        drawn.extend(byte_tokenizer().decode(p.ids) for p in call.prompts)
+        return generate(self, call)
+
+    monkeypatch.setattr(LocalEngine, 'generate', noted)
     sides = [f'--model={actor}', f'--prompts={folder}/prompts.jsonl', f'--db={tmp_path}/said.sqlite']
     assert call(monkeypatch, 'compare', *sides, '--max_new_tokens=2') == 0 and set(drawn) == set(texts)
     monkeypatch.setattr(LocalEngine, 'generate', generate)
@@ -123,7 +117,7 @@ def test_a_run_chooses_and_what_follows_it_does_the_same(
 @pytest.mark.parametrize(
     ('flags', 'asked'), [([], '<s>be brief<u>hi<a>'), ([TURN], '<s>be brief<u>hi<a>'), ([AS_IS], 'hi')]
 )
-def test_a_chat_follows_too(monkeypatch, capsys, folder, tmp_path, flags, asked):
+def test_a_chat_follows_too(monkeypatch, capsys, recwarn, folder, tmp_path, flags, asked):
     """The flag, and where there is none what the model's folder keeps."""
     import chatgpt.rollout
 
@@ -135,21 +129,22 @@ def test_a_chat_follows_too(monkeypatch, capsys, folder, tmp_path, flags, asked)
     assert call(monkeypatch, 'chat', f'{folder}/chat', '--max_new_tokens=2', *flags) == 0
     assert byte_tokenizer().decode(given[0]) == asked
     assert ('without its chat template' in capsys.readouterr().out) is (flags == [AS_IS])
-    assert train(monkeypatch, folder, tmp_path / 'run', *flags) == 0
+    assert train(monkeypatch, folder, tmp_path / 'run', *flags) == 0 and heard(recwarn) == (not flags)
     monkeypatch.setattr('sys.stdin', io.StringIO('hi\n'))
     assert call(monkeypatch, 'chat', f'{tmp_path}/run/actor', '--max_new_tokens=2') == 0
     assert byte_tokenizer().decode(given[-1]) == ('<s>be brief<u>hi<a>' if flags == [TURN] else 'hi')
 
 
-@pytest.mark.parametrize('model', ['plain', 'deaf'])
-@pytest.mark.parametrize('command', ['generate', 'evaluate', 'compare', 'grpo', 'chat'])
+@pytest.mark.parametrize(
+    ('command', 'model'),
+    [('generate', 'plain'), ('evaluate', 'plain'), ('compare', 'deaf'), ('grpo', 'plain'), ('grpo', 'deaf')],
+)
 def test_a_template_that_is_not_there_or_ignores_its_messages(monkeypatch, capsys, folder, tmp_path, command, model):
     monkeypatch.setattr('chatgpt.launch.cli.compare.serve', lambda *given, **more: None)
     monkeypatch.setattr('sys.stdin', io.StringIO('hi\n'))
     name, prompts, reward = f'{folder}/{model}', f'{folder}/prompts.jsonl', f'--reward_fn={folder}/score.py:score'
     words = {
         'generate': [name, 'hi'],
-        'chat': [name],
         'evaluate': [name, prompts, reward],
         'compare': [f'--model={name}', f'--prompts={prompts}', f'--db={tmp_path}/said.sqlite'],
         'grpo': [prompts, f'--pretrain={name}', reward, f'--save_path={tmp_path}/run', *TINY],
@@ -159,20 +154,7 @@ def test_a_template_that_is_not_there_or_ignores_its_messages(monkeypatch, capsy
     assert ('no chat template' if model == 'plain' else 'ignores the messages') in last
 
 
-@pytest.mark.parametrize(
-    ('words', 'told'),
-    [
-        (['generate', 'MODEL', ''], 'the prompt is empty'),
-        (['generate', 'MODEL', ' '], 'the prompt is empty'),
-        (['generate', 'MODEL', 'hi', '--greedy', '--temperature=2'], '--greedy takes the likeliest token'),
-        (['chat', 'MODEL', '--greedy', '--top_p=0.5'], '--greedy takes the likeliest token'),
-        (['generate', 'MODEL', 'hi', '--greedy', '--best_of=2', '--reward_model=rm'], '--best_of draws'),
-    ],
-)
-def test_what_cannot_be_meant_is_refused_at_once(monkeypatch, capsys, folder, words, told):
-    monkeypatch.setattr('sys.stdin', None)  # nothing waits for words
-    assert call(monkeypatch, *(f'{folder}/chat' if word == 'MODEL' else word for word in words)) == 2
-    assert told in capsys.readouterr().err
+STORED = {'do_sample': True, 'temperature': 0.6, 'top_k': 20}
 
 
 @pytest.mark.parametrize(
@@ -180,18 +162,8 @@ def test_what_cannot_be_meant_is_refused_at_once(monkeypatch, capsys, folder, wo
     [
         ({}, {}, {'temperature': 0.7, 'top_k': 0, 'top_p': 0.95}, 'temperature 0.7, top_p 0.95 (defaults'),
         ({}, {'temperature': 1.0}, {'temperature': 1.0, 'top_k': 0, 'top_p': 0.95}, '(flags, defaults'),
-        (
-            {'do_sample': True, 'temperature': 0.6, 'top_k': 20},
-            {},
-            {'temperature': 0.6, 'top_k': 20, 'top_p': 1.0},
-            "top_k 20, top_p 1 (the model's generation_config)",
-        ),
-        (
-            {'do_sample': True, 'temperature': 0.6},
-            {'top_p': 0.5},
-            {'temperature': 0.6, 'top_k': 0, 'top_p': 0.5},
-            "(flags, the model's generation_config)",
-        ),
+        (STORED, {}, {'temperature': 0.6, 'top_k': 20, 'top_p': 1.0}, "top_p 1 (the model's generation_config)"),
+        (STORED, {'top_p': 0.5}, {'temperature': 0.6, 'top_k': 20, 'top_p': 0.5}, "(flags, the model's generation_"),
         ({'do_sample': False}, {}, {'do_sample': False}, 'likeliest tokens'),
         (
             {'do_sample': False},
@@ -199,7 +171,6 @@ def test_what_cannot_be_meant_is_refused_at_once(monkeypatch, capsys, folder, wo
             {'temperature': 0.5, 'top_k': 0, 'top_p': 0.95},
             'temperature 0.5',
         ),
-        ({'do_sample': True, 'temperature': 0.6}, {'greedy': True}, {'do_sample': False}, '--greedy'),
         ({'do_sample': False}, {'best_of': 4}, {'temperature': 0.7, 'top_k': 0, 'top_p': 0.95}, 'temperature 0.7'),
     ],
 )
@@ -209,16 +180,6 @@ def test_flags_win_over_what_is_stored_and_that_over_the_defaults(stored, given,
     model = argparse.Namespace(model=argparse.Namespace(generation_config=GenerationConfig(**stored)))
     drawing, line = drawing_of(args, model)
     assert drawing == want and told in line
-
-
-def test_a_stored_temperature_reaches_the_draws(monkeypatch, capsys, folder, tmp_path):
-    save(tmp_path / 'm', TEMPLATE)
-    GenerationConfig(do_sample=True, temperature=0.05).save_pretrained(tmp_path / 'm')
-    outs = []
-    for flags in ([], ['--temperature=0.05', '--top_p=1'], ['--temperature=3']):
-        assert call(monkeypatch, 'generate', f'{tmp_path}/m', 'hi', AS_IS, '--max_new_tokens=6', *flags) == 0
-        outs.append(capsys.readouterr().out)
-    assert outs[0] == outs[1] != outs[2]
 
 
 def test_tables_show_the_last_turn_and_files_and_pages_have_the_whole(monkeypatch, capsys, folder, tmp_path):
@@ -239,107 +200,22 @@ def test_tables_show_the_last_turn_and_files_and_pages_have_the_whole(monkeypatc
     assert '&lt;s&gt;be brief&lt;u&gt;and now&lt;a&gt;' in page
 
 
-class Asks:
-    """One turn, whose task is a message."""
-
-    messages = True
-
-    def reset(self, seed, **columns):
-        return [{'role': 'system', 'content': 'Be kind.'}, {'role': 'user', 'content': 'How are you?'}]
-
-    def step(self, response):
-        return '', 1.0, True, False, {}
-
-
-def test_the_last_turn_comes_along_from_an_engine_an_environment_and_a_worker(folder):
-    tokenizer, actor = AutoTokenizer.from_pretrained(folder / 'chat'), GPTActor(pretrained=folder / 'chat')
-    talk = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}, {'role': 'user', 'content': 'c'}]
-    prompts = list(load_prompts([{'prompt': talk}, {'prompt': 'text'}], tokenizer, apply_chat_template=None))
-    local, sampling = LocalEngine(), SamplingParams(max_new_tokens=2, eos_token_ids=(258,), pad_token_id=256)
-    episodes = EpisodeEngine(local, Asks, tokenizer)
-    for engine, last in ((local, ['c', '']), (episodes, ['How are you?'] * 2)):
-        engine.begin(actor)
-        samples = engine.generate(Call.of(prompts, sampling, seed=0, indices=range(2)))
-        engine.end()
-        back = unpack_samples(pack_samples(samples, 0), prompts, range(2), range(2), 1.0)
-        assert [s.last_turn for s in samples] == [s.last_turn for s in back] == last
-    episodes.close()
-
-
 def test_texts_to_evaluate_on_do_not_choose_for_a_model_trained_on_messages(monkeypatch, capsys, folder, tmp_path):
     rows = [{'prompt': [{'role': 'user', 'content': text}]} for text in TEXTS]
     (tmp_path / 'talks.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
-    small = dict(flag.lstrip('-').split('=') for flag in TINY if not re.search('episodes|timesteps', flag))
+    small: dict[str, Any] = dict(
+        flag.lstrip('-').split('=') for flag in TINY if not re.search('episodes|timesteps', flag)
+    )
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         words = ['grpo', f'{tmp_path}/talks.jsonl', f'--pretrain={folder}/chat', f'--reward_fn={folder}/score.py:score']
         options = [f'--validation_file={folder}/prompts.jsonl', f'--save_path={tmp_path}/run']
         assert call(monkeypatch, *words, *options, *TINY) == 0
         assert f'chatgpt chat {tmp_path}/run/actor' in capsys.readouterr().out
-        chatgpt.train(
-            str(folder / 'chat'),
-            reward_fn=lambda prompts, responses: [1.0] * len(prompts),
-            prompts=rows,
-            eval_prompts=['and now'],
-            num_timesteps=1,
-            save_path=tmp_path / 'actor',
-            run_dir=tmp_path / 'second',
-            **small,
-        )
+        small |= {'prompts': rows, 'eval_prompts': ['and now'], 'num_timesteps': 1}
+        small |= {'save_path': tmp_path / 'actor', 'run_dir': tmp_path / 'second'}
+        chatgpt.train(str(folder / 'chat'), reward_fn=lambda prompts, responses: [1.0] * len(prompts), **small)
     for saved in ('run/actor', 'actor'):
         assert text_choice(AutoTokenizer.from_pretrained(tmp_path / saved)) is True
     for run in ('run', 'second'):
         assert RunRecord.read(tmp_path / run).data['apply_chat_template'] is True
-
-
-def test_episodes_and_offline_samples_of_messages_choose_turns_too(folder, tmp_path):
-    class Talks(Asks):
-        messages = False  # its first observation shows it
-
-    common = {'model': str(folder / 'chat'), 'train_batch_size': 2, 'max_epochs': 1}
-    chatgpt.train(
-        **common,
-        environment=Talks,
-        num_timesteps=1,
-        experience_batch_size=2,
-        max_new_tokens=2,
-        advantage_estimator='reinforce++',
-        save_path=tmp_path / 'acted',
-    )
-    rows = [{'prompt': [{'role': 'user', 'content': text}], 'completion': 'yes'} for text in TEXTS[:2]]
-    chatgpt.train(**common, samples=rows, rewards=[1.0, 0.0], save_path=tmp_path / 'offline')
-    for saved in ('acted', 'offline'):
-        assert text_choice(AutoTokenizer.from_pretrained(tmp_path / saved)) is True
-
-
-def test_a_prompt_may_stand_behind_a_flag(monkeypatch, capsys, folder):
-    assert call(monkeypatch, 'generate', f'{folder}/chat', TURN, 'hi', '--max_new_tokens=2') == 0
-    assert capsys.readouterr().out.startswith('> hi\n')
-    assert call(monkeypatch, 'generate', f'{folder}/chat', TURN, 'hi', 'there') == 2
-    assert 'one word too many' in capsys.readouterr().err
-
-
-def test_chatgpt_train_has_the_same_setting(folder, tmp_path):
-    def length(prompts, responses):
-        asked.extend(prompts)
-        return [float(len(r)) for r in responses]
-
-    common = {'reward_fn': length, 'prompts': TEXTS, 'num_timesteps': 1, 'experience_batch_size': 3}
-    common |= {'train_batch_size': 3, 'max_epochs': 1, 'max_new_tokens': 2, 'advantage_estimator': 'reinforce++'}
-    tokenizer = AutoTokenizer.from_pretrained(folder / 'chat')
-    asked: list[str] = []
-    chatgpt.train(
-        str(folder / 'chat'), apply_chat_template=True, tokenizer=tokenizer, run_dir=tmp_path / 'run', **common
-    )
-    assert sorted(asked) == sorted(TURNS) and text_choice(tokenizer) is None  # the user's own stays as it is
-    assert RunRecord.read(tmp_path / 'run').data['apply_chat_template'] is True
-    asked.clear()
-    with pytest.warns(UserWarning, match='apply_chat_template=True'):
-        chatgpt.train(str(folder / 'chat'), save_path=tmp_path / 'actor', **common)
-    assert sorted(asked) == sorted(TEXTS)
-    with warnings.catch_warnings():
-        warnings.simplefilter('error')
-        kept = load_prompts(['hi'], AutoTokenizer.from_pretrained(tmp_path / 'actor'))
-    assert kept[0].text == 'hi'
-    with pytest.raises(ValueError, match='no chat template'):
-        chatgpt.train(str(folder / 'plain'), apply_chat_template=True, **common)

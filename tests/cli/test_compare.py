@@ -57,7 +57,7 @@ def judge(tmp_path: Path, best, people: int = 1) -> None:
 TWO = ['--model=first', '--model=second', '--prompts=prompts.jsonl', '--max_new_tokens=6']
 
 
-def test_two_models_answer_as_generate_does(compare, monkeypatch, capsys, tmp_path):
+def test_two_models_answer_as_generate_does(compare, monkeypatch, capsys, folder, tmp_path):
     assert compare(*TWO, '--seed=3') == 0
     assert '0 of 5 judgements, of 0 pairs by nobody' in capsys.readouterr().out
     theirs = []
@@ -71,10 +71,17 @@ def test_two_models_answer_as_generate_does(compare, monkeypatch, capsys, tmp_pa
     with Store(tmp_path / 'said.sqlite') as store:
         assert store.settings['names'] == ['first', 'second']
         assert store.records()[0] == {'prompt': 'one day a fox'}
-
-
-def test_two_samples_of_one_model(compare, tmp_path):
-    assert compare(*TWO[:1], *TWO[2:]) == 0
+    write(folder / 'fewer.jsonl', [{'prompt': 'one day a fox'}])
+    write(folder / 'made.jsonl', [{'prompt': 'one day a fox', 'response1': 'a', 'response2': 'b'}])
+    for words, complaint in (  # another question in the same file
+        (['--model=second', *TWO[1:]], "was made with models ['first', 'second'], and now it is ['second', 'second']"),
+        ([*TWO[:2], '--prompts=fewer.jsonl', TWO[3]], 'was made with prompts 5 with sha256 '),
+        ([*TWO, '--temperature=0.5'], 'was made with temperature 0.7, and now it is 0.5: give another --db'),
+        (['--answers=made.jsonl'], 'was made with answers None, and now it is 1 with sha256 '),
+    ):
+        assert compare(*words, '--seed=3') == 2 and complaint in capsys.readouterr().err
+    (tmp_path / 'said.sqlite').unlink()
+    assert compare(*TWO[:1], *TWO[2:]) == 0  # two samples of one model
     assert sum(a != b for a, b in answers(tmp_path)) >= 4
 
 
@@ -105,43 +112,13 @@ def test_answers_are_made_once(compare, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ('words', 'complaint'),
     [
-        (['--model=second', *TWO[1:]], "was made with models ['first', 'second'], and now it is ['second', 'second']"),
-        ([*TWO[:2], '--prompts=fewer.jsonl', TWO[3]], 'was made with prompts 5 with sha256 '),
-        ([*TWO, '--temperature=0.5'], 'was made with temperature 0.7, and now it is 0.5: give another --db'),
-        (['--answers=made.jsonl'], 'was made with answers None, and now it is 1 with sha256 '),
-    ],
-)
-def test_another_question_in_the_same_file_is_told(compare, capsys, folder, words, complaint):
-    write(folder / 'fewer.jsonl', [{'prompt': 'one day a fox'}])
-    write(folder / 'made.jsonl', [{'prompt': 'one day a fox', 'response1': 'a', 'response2': 'b'}])
-    assert compare(*TWO) == 0
-    capsys.readouterr()
-    assert compare(*words) == 2
-    assert complaint in capsys.readouterr().err
-
-
-def test_a_start_without_any_answer_binds_to_nothing(compare, capsys, tmp_path):
-    assert compare('--model=third', *TWO[2:]) == 2
-    assert 'third' in capsys.readouterr().err
-    assert compare() == 2
-    assert 'lacks answers: give --model and --prompts again' in capsys.readouterr().err
-    assert compare(*TWO) == 0 and len(answers(tmp_path)) == 5
-
-
-@pytest.mark.parametrize(
-    ('words', 'complaint'),
-    [
         ([], 'said.sqlite yet: give --model and --prompts, or --answers'),
         (['--model=first'], '--model and --prompts belong together'),
-        (['--model=first', *TWO], 'give --model, or --answers, once or twice'),
         (['--model=first', '--prompts=prompts.jsonl', '--greedy'], '--greedy gives one and the same answer twice'),
         ([*TWO, '--annotators_per_pair=0'], '--annotators_per_pair 0 must be at least 1'),
-        ([*TWO, '--temperature=0'], '--temperature 0 is --greedy'),
         ([*TWO, '--answers=x'], '--answers has prompts and answers'),
         ([*TWO[:2], '--prompts=nothing.txt'], '--prompts nothing.txt: there is no such file'),
-        ([*TWO[:2], '--prompts=nothing.jsonl'], 'nothing.jsonl'),
         (['--export=out.jsonl'], 'there is no database'),
-        (['--model', '--prompts'], 'expected one argument'),
     ],
 )
 def test_mistakes_are_one_line_and_leave_nothing(compare, capsys, tmp_path, words, complaint):
@@ -149,12 +126,6 @@ def test_mistakes_are_one_line_and_leave_nothing(compare, capsys, tmp_path, word
     err = capsys.readouterr().err
     assert complaint in err and err.count('\n') == 1
     assert list(tmp_path.iterdir()) == []
-
-
-def test_without_a_server_package_it_says_what_to_install(compare, monkeypatch, capsys):
-    monkeypatch.setitem(__import__('sys').modules, 'uvicorn', None)
-    assert compare(*TWO) == 2
-    assert "uvicorn is not installed: pip install 'chatgpt-rlhf[compare]'" in capsys.readouterr().err
 
 
 def test_answers_that_are_made_already(compare, capsys, folder, tmp_path):
@@ -174,20 +145,15 @@ def test_answers_that_are_made_already(compare, capsys, folder, tmp_path):
     assert 'was made with answers' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ('files', 'complaint'),
-    [
-        ([[{'prompt': 'p', 'response': 'x'}]], 'line 1: response1 is missing, or no text'),
-        ([[{'prompt': 'p', 'response': 'x'}], [{'prompt': 'q', 'response': 'y'}]], 'have different prompts'),
-        ([[{'prompt': 'p', 'response': 'x'}], [{'prompt': 'p', 'response': 3}]], 'line 1: response is missing'),
-        ([[{'prompt': '', 'response1': 'x', 'response2': 'y'}]], 'line 1: the prompt is empty'),
+def test_answers_that_do_not_go_together(compare, capsys, tmp_path):
+    row = {'prompt': 'p', 'response': 'x'}
+    for files, complaint in (
+        ([[row]], 'line 1: response1 is missing, or no text'),
+        ([[row], [{'prompt': 'q', 'response': 'y'}]], 'have different prompts'),
         ([[{'prompt': 'p', 'response1': 'x', 'response2': 'x'}]], 'are equal for every prompt'),
-    ],
-)
-def test_answers_that_do_not_go_together(compare, capsys, tmp_path, files, complaint):
-    paths = [write(tmp_path / f'{i}.jsonl', rows) for i, rows in enumerate(files)]
-    assert compare(*(f'--answers={path}' for path in paths)) == 2
-    assert complaint in capsys.readouterr().err
+    ):
+        paths = [write(tmp_path / f'{i}.jsonl', rows) for i, rows in enumerate(files)]
+        assert compare(*(f'--answers={path}' for path in paths)) == 2 and complaint in capsys.readouterr().err
 
 
 def test_the_reward_models_margins_are_those_of_its_training(compare, folder, tmp_path):
@@ -233,10 +199,8 @@ def test_what_is_exported_is_what_training_loads(compare, monkeypatch, capsys, t
     for pair in found:
         prompt = tokenizer.decode(pair.prompt_ids, skip_special_tokens=True)
         said = [tokenizer.decode(ids, skip_special_tokens=True) for ids in pair.responses]
-        assert set(said) == {text.strip() for text in by_prompt[prompt]} and (len(said[0]), said[0]) > (
-            len(said[1]),
-            said[1],
-        )
+        assert set(said) == {text.strip() for text in by_prompt[prompt]}
+        assert (len(said[0]), said[0]) > (len(said[1]), said[1])
     for method, save in (('reward-model', 'reward_model'), ('dpo', 'actor')):
         words = [str(out), '--pretrain=first', '--max_steps=1', f'--save_path={tmp_path}/{method}']
         assert call(monkeypatch, method, *words) == 0

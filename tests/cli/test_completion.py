@@ -1,36 +1,24 @@
-"""The scripts that make shells complete the command, asked as the shells ask."""
+"""The script that makes bash complete the command, asked as bash asks."""
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 from command_line import call
 
-from chatgpt.launch.methods import METHODS
 from chatgpt.strategies.registry import STRATEGIES
 
 CASES = {
     'reward': {'reward-model'},
-    'gen': {'generate'},
     'ppo --advantage_est': {'--advantage_estimator'},
     'ppo --policy_loss ci': {'cispo'},
-    'dapo --overlong_': {'--overlong_buffer', '--overlong_filter'},
     'dpo --strategy fs': {name for name in STRATEGIES if name.startswith('fs')},
     'simpo --gam': {'--gamma'},
-    'kto --gam': set(),
-    'chat m --temp': {'--temperature'},
-    'completion b': {'bash'},
-    'sft sto': {'stories.jsonl'},
     'sft --config_file sto': {'stories.jsonl'},
-    'doctor sto': {'stories.jsonl'},
     'rollouts sto': {'stories.jsonl'},
-    'report run --out sto': {'stories.jsonl'},
-    'launch --laun': {'--launcher'},
     'ppo --log_with no': {'none'},
-    'init sim': {'simpo'},
     'plan c --task re': {'reward_model'},
 }
 
@@ -42,9 +30,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from chatgpt.launch.cli.completion import whole_parser
 
     folder = tmp_path_factory.mktemp('completion')
-    parser = whole_parser()
-    for shell in ('bash', 'zsh', 'fish'):
-        (folder / f'script.{shell}').write_text(shtab.complete(parser, shell))
+    (folder / 'script.bash').write_text(shtab.complete(whole_parser(), 'bash'))
     return folder
 
 
@@ -62,20 +48,6 @@ def test_bash_completes(scripts, tmp_path, words):
     argv = ['bash', '-c', code, 'bash', str(scripts / 'script.bash'), 'chatgpt-rlhf', *words.split()]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
     assert {line for line in done.stdout.splitlines() if line} == CASES[words], done.stderr
-
-
-@pytest.mark.parametrize('shell', ['zsh', 'fish'])
-def test_the_other_shells_read_their_script(scripts, shell):
-    if shutil.which(shell) is None:
-        pytest.skip(f'there is no {shell} on this machine')
-    done = subprocess.run([shell, '-n', str(scripts / f'script.{shell}')], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize('shell', ['zsh', 'fish'])
-def test_the_other_scripts_name_every_method(scripts, shell):
-    text = (scripts / f'script.{shell}').read_text()
-    assert all(name in text for name in METHODS) and 'overlong_buffer' in text
 
 
 def test_the_command_prints_it(monkeypatch, capsys, scripts):

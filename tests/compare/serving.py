@@ -26,8 +26,8 @@ def filled(path: Path, answers: Sequence[tuple[str, str]], *, margins: Any = Non
 
 
 @contextmanager
-def served(store: Store) -> Iterator[Serving]:
-    serving = Serving(compare_app(store), port=0)
+def running(app: Any) -> Iterator[Serving]:
+    serving = Serving(app, port=0)
     thread = threading.Thread(target=serving.run, daemon=True)
     thread.start()
     try:
@@ -36,4 +36,10 @@ def served(store: Store) -> Iterator[Serving]:
         serving.stop()
         thread.join()
         assert not thread.is_alive()
-        store.close()
+
+
+@contextmanager
+def served(store: Store) -> Iterator[Serving]:
+    with running(compare_app(store)) as serving:
+        yield serving
+    store.close()

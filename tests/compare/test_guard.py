@@ -28,16 +28,7 @@ def guarded(tmp_path):
 
 def test_nothing_without_the_token(guarded):
     _, stranger, _ = guarded
-    for path in (
-        '/',
-        '/results',
-        '/assets/compare.js',
-        '/api/next',
-        '/nowhere',
-        '/?token=',
-        '/?token=the-toke',
-        '/?token=é',
-    ):
+    for path in '/ /results /assets/compare.js /api/next /nowhere /?token= /?token=the-toke /?token=é'.split():
         assert stranger.get(path).status_code == 403
     assert stranger.get(f'/results?token={TOKEN}').status_code == 403  # only the page itself takes it
     assert stranger.post(f'/api/next?token={TOKEN}', json={}, headers={'Origin': ORIGIN}).status_code == 403
@@ -114,15 +105,6 @@ def test_every_answer_forbids_foreign_code_and_frames(guarded):
         assert response.headers['cache-control'] == 'no-store'
 
 
-def test_pages_have_no_inline_code(guarded):
-    friend, _, _ = guarded
-    for path in ('/', '/results'):
-        text = friend.get(path).text
-        assert ' on' not in text.lower().replace(' on ', ' ').split('<body>')[0]
-        assert '<style' not in text and 'style=' not in text and 'http' not in text
-        assert text.count('<script') == text.count('<script type="module" src="/assets/')
-
-
 def test_what_is_too_much_or_no_request_is_refused(guarded):
     friend, _, store = guarded
     friend.post('/api/join', json={'name': 'Anna'})
@@ -133,16 +115,8 @@ def test_what_is_too_much_or_no_request_is_refused(guarded):
     assert friend.post('/api/join', content=iter([b' ' * 40000] * 2), headers=json).status_code == 413  # chunked
     pair = friend.post('/api/next', json={}).json()['pair']['id']
     said = {'pair': pair, 'choice': 'tie', 'comment': ''}
-    for wrong in (
-        {'comment': 'x' * 4001},
-        {'comment': None},
-        {'choice': 'best'},
-        {'choice': ['tie']},
-        {'pair': '1'},
-        {'pair': True},
-        {'pair': 2**70},
-        {'pair': -1},
-    ):
+    wrongs = {'comment': ['x' * 4001, None], 'choice': ['best', ['tie']], 'pair': ['1', True, 2**70, -1]}
+    for wrong in ({name: value} for name, values in wrongs.items() for value in values):
         response = friend.post('/api/judge', json=said | wrong)
         assert response.status_code == 400 and 'cannot be read' in response.json()['error'], wrong
     for body in (b'', b'{', b'[]', b'null', b'"x"', b'\xff', b'[' * 30000, b'{"name": "\\ud800"}'):

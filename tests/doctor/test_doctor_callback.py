@@ -40,17 +40,8 @@ def sft(
     actor = GPTActor(config=tiny_config('gpt2', vocab_size=16, hidden=16, positions=16))
     actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=lr)))
     quiet = [cb.ProgressBar(enabled=False), *callbacks]
-    trainer = SFTTrainer(
-        strategy,
-        actor,
-        optim,
-        data,
-        train_batch_size=8,
-        max_epochs=epochs,
-        log_interval=1,
-        run_dir=folder,
-        callbacks=quiet,
-    )
+    options = {'train_batch_size': 8, 'max_epochs': epochs, 'log_interval': 1, 'run_dir': folder}
+    trainer = SFTTrainer(strategy, actor, optim, data, callbacks=quiet, **options)
     if resume is not None:
         trainer.load_checkpoint(resume)
     trainer.fit()
@@ -66,7 +57,7 @@ class StopAt(cb.Callback):
             trainer.request_stop()
 
 
-def test_a_finding_is_one_line_with_everything_and_stands_in_the_folder(tmp_path, capsys):
+def test_a_finding_is_one_line_stands_in_the_folder_and_the_folder_tells_the_same_afterwards(tmp_path, capsys):
     sft(tmp_path)
     (line,) = said(capsys)
     assert line.startswith('doctor, phase 8: warning: nothing moves: in 8 logged phases sft/loss went from ')
@@ -75,30 +66,13 @@ def test_a_finding_is_one_line_with_everything_and_stands_in_the_folder(tmp_path
     (row,) = RunFolder(tmp_path).findings
     assert row['step'] == 8 and row['finding'] == 'nothing-moves' and row['level'] == 'warning'
     assert Finding.of_row(row).line() == line
+    assert [f.line() for f in diagnose(RunFolder(tmp_path))] == [line]
 
 
-def test_afterwards_the_folder_tells_what_was_said_on_the_way(tmp_path, capsys):
-    sft(tmp_path)
-    run = RunFolder(tmp_path)
-    assert [f.line() for f in diagnose(run)] == said(capsys)
-
-
-def test_a_good_run_is_silent(tmp_path, capsys):
-    sft(tmp_path, lr=3e-3)
-    assert said(capsys) == [] and diagnose(RunFolder(tmp_path)) == []
-    assert not (tmp_path / 'findings.jsonl').exists()
-
-
-def test_it_can_be_switched_off(tmp_path, capsys):
-    sft(tmp_path, callbacks=[cb.Doctor(enabled=False)])
+@pytest.mark.parametrize('options', [{'lr': 3e-3}, {'callbacks': [cb.Doctor(enabled=False)]}], ids=['good', 'off'])
+def test_a_good_run_is_silent_and_the_doctor_can_be_switched_off(tmp_path, capsys, options):
+    sft(tmp_path, **options)
     assert said(capsys) == [] and not (tmp_path / 'findings.jsonl').exists()
-
-
-def test_a_second_fit_does_not_repeat_it(capsys):
-    trainer = sft(None)
-    assert len(said(capsys)) == 1
-    trainer.fit()
-    assert trainer.phase == 18 and said(capsys) == []
 
 
 def test_a_resume_before_it_counts_the_phases_before(tmp_path, capsys):
@@ -127,10 +101,12 @@ def test_what_a_killed_run_has_said_is_written_again_but_not_said_again(tmp_path
     assert keys(RunFolder(tmp_path)) == [('nothing-moves', 8)]
 
 
-def test_a_resume_without_a_folder_remembers_what_was_said(tmp_path, capsys):
+def test_neither_a_second_fit_nor_a_resume_without_a_folder_repeats_what_was_said(tmp_path, capsys):
     trainer = sft(None)
     trainer.save_checkpoint(tmp_path / 'kept')
-    said(capsys)
+    assert len(said(capsys)) == 1
+    trainer.fit()
+    assert trainer.phase == 18 and said(capsys) == []
     again = sft(None, epochs=20, resume=tmp_path / 'kept')
     assert again.phase == 20 and said(capsys) == []
 

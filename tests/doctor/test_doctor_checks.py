@@ -1,52 +1,36 @@
-"""Every check on a history with the fault planted by hand, and on one without it: what is found, from which phase."""
+"""Every check on a history with the fault planted by hand, and on one without it: what is found, from which phase; and
+runs that log what the checks look at."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from chatgpt.monitor.doctor import CHECKS, Diagnosis, Finding
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / 'benchmarks'))
+from doctor_faults import FAULTS, GROUPS, Company, good_share, key_of, learned_by_heart, online, reward_model
+
+from chatgpt.monitor.doctor import CHECKS, Diagnosis, Finding, diagnose, recommended_lr
+from chatgpt.monitor.doctor.diagnosis import explanations
+from chatgpt.monitor.run_folder.reading import RunFolder
 from chatgpt.monitor.run_folder.record import RunRecord
 
 MODEL = {'actor': {'kind': 'gpt2', 'parameters': 260_000, 'trained': 260_000}}
-HEALTHY: dict[str, Any] = {
-    'rollout/score_mean': lambda i: 0.3 + 0.01 * i,
-    'rollout/score_std': 0.4,
-    'rollout/score_min': -1.0,
-    'rollout/score_max': 2.0,
-    'rollout/score_mad': 0.3,
-    'rollout/kl_mean': lambda i: min(0.5 * i, 5.0),
-    'rollout/kl_k3_mean': lambda i: min(0.5 * i, 5.0),
-    'rollout/kl_coef': 0.1,
-    'rollout/response_len_mean': 40.0,
-    'rollout/ended_share': 0.9,
-    'rollout/entropy': 2.0,
-    'rollout/repetition_within': 0.02,
-    'rollout/repetition_across': 0.2,
-    'ppo/entropy': 2.0,
-    'ppo/approx_kl_k3': 0.004,
-    'ppo/clip_fraction': 0.1,
-    'ppo/ratio_max': 1.5,
-    'ppo/ratio_min': 0.6,
-    'ppo/first_ratio_error': 1e-6,
-    'ppo/first_approx_kl': 1e-8,
-    'ppo/value_loss': 0.2,
-    'ppo/explained_variance': 0.4,
-    'ppo/return_var': 0.5,
-    'ppo/actor_grad_norm': 1.0,
-    'ppo/actor_grad_norm_max': 2.0,
-    'ppo/critic_grad_norm': 1.0,
-    'ppo/critic_grad_norm_max': 2.0,
-    'ppo/lr': 3e-4,
-    'ppo/critic_lr': 1e-3,
-    'ppo/num_updates': lambda i: 8.0 * i,
-    'perf/collect_s': 6.0,
-    'perf/score_s': 1.0,
-    'perf/learn_s': 3.0,
-    'perf/total_s': 10.0,
-    'perf/other_s': 0.5,
-}
+RATIOS: dict[str, Any] = {'ppo/ratio_max': 1.5, 'ppo/ratio_min': 0.6, 'ppo/first_ratio_error': 1e-6}
+RATIOS |= {'ppo/first_approx_kl': 1e-8, 'ppo/approx_kl_k3': 0.004, 'ppo/clip_fraction': 0.1}
+SCORES: dict[str, Any] = {'rollout/score_mean': lambda i: 0.3 + 0.01 * i, 'rollout/score_std': 0.4}
+SCORES |= {'rollout/score_min': -1.0, 'rollout/score_max': 2.0, 'rollout/score_mad': 0.3}
+TEXTS = {'rollout/response_len_mean': 40.0, 'rollout/ended_share': 0.9, 'rollout/entropy': 2.0, 'ppo/entropy': 2.0}
+TEXTS |= {'rollout/repetition_within': 0.02, 'rollout/repetition_across': 0.2}
+VALUES = {'ppo/value_loss': 0.2, 'ppo/explained_variance': 0.4, 'ppo/return_var': 0.5}
+NORMS = {'ppo/actor_grad_norm': 1.0, 'ppo/actor_grad_norm_max': 2.0}
+NORMS |= {'ppo/critic_grad_norm': 1.0, 'ppo/critic_grad_norm_max': 2.0, 'ppo/lr': 3e-4, 'ppo/critic_lr': 1e-3}
+TIMES = {'perf/collect_s': 6.0, 'perf/score_s': 1.0, 'perf/learn_s': 3.0, 'perf/total_s': 10.0, 'perf/other_s': 0.5}
+KL: dict[str, Any] = dict.fromkeys(('rollout/kl_mean', 'rollout/kl_k3_mean'), lambda i: min(0.5 * i, 5.0))
+HEALTHY = SCORES | KL | {'rollout/kl_coef': 0.1} | TEXTS | RATIOS | VALUES | NORMS | TIMES
+HEALTHY |= {'ppo/num_updates': lambda i: 8.0 * i}
 RM: dict[str, Any] = {'rm/loss': lambda i: 0.7 - 0.01 * i, 'rm/accuracy': lambda i: 0.5 + 0.02 * i, 'rm/lr': 1e-3}
 SFT: dict[str, Any] = {'sft/loss': lambda i: 2.0 - 0.05 * i, 'sft/lr': 1e-3, 'sft/grad_norm': 1.0}
 
@@ -97,66 +81,61 @@ def after(phase: int, value: float, otherwise: float) -> Any:
     return lambda i: value if i >= phase else otherwise
 
 
+def named(prefix: str) -> Any:
+    """Makes a dict of metrics: named('rollout')(kl_mean=1.0) is {'rollout/kl_mean': 1.0}."""
+    return lambda **values: {f'{prefix}/{name}': value for name, value in values.items()}
+
+
+environment, evals, perf, ppo, rm, rollout, sft = map(named, 'environment eval perf ppo rm rollout sft'.split())
 STILL = {'rollout/kl_mean': 0.0, 'rollout/kl_k3_mean': 1e-5, 'ppo/ratio_max': 1.0001, 'ppo/ratio_min': 0.9999}
 SHARED = {'ppo/critic_lr': None, 'ppo/critic_grad_norm': None, 'ppo/critic_grad_norm_max': None}
 # Medians of five, so that a step at phase p shows at p + 2.
 CASES: dict[str, Case] = {
     'nothing-moves': Case(STILL, {**STILL, 'ppo/ratio_max': 1.1}, step=10),
     'nothing-moves, a reward model with the default lr': Case(
-        {'rm/loss': 0.69, 'rm/accuracy': 0.51, 'rm/lr': 1e-5}, {'rm/lr': 1e-5}, step=8, base=RM
+        rm(loss=0.69, accuracy=0.51, lr=1e-5), rm(lr=1e-5), step=8, base=RM
     ),
-    'nothing-moves, SFT': Case({'sft/loss': 2.0, 'sft/lr': 1e-7}, {'sft/lr': 1e-7}, step=8, base=SFT),
+    'nothing-moves, SFT': Case(sft(loss=2.0, lr=1e-7), sft(lr=1e-7), step=8, base=SFT),
     'nothing-moves, labels without signal': Case(
-        {'rm/loss': 0.69, 'rm/accuracy': 0.5},
-        {'rm/accuracy': lambda i: 0.5 + 0.005 * i},
-        step=22,
-        base=RM,
-        about={'num_phases': 24},
+        rm(loss=0.69, accuracy=0.5), rm(accuracy=lambda i: 0.5 + 0.005 * i), step=22, base=RM, about={'num_phases': 24}
     ),
     'kl-runs-away': Case(  # e^(i/4) nats in 40 tokens: above 40 from phase 15, the median of five two phases later
-        {'rollout/kl_mean': lambda i: 2.718 ** (i / 4)}, {'rollout/kl_mean': lambda i: 1.5 * i}, step=17
+        rollout(kl_mean=lambda i: 2.718 ** (i / 4)), rollout(kl_mean=lambda i: 1.5 * i), step=17
     ),
     'kl-runs-away, at once': Case(  # 60 nats in 6 tokens after the first updates; one token of 1 % has -ln .01 = 4.6
-        {'rollout/kl_mean': lambda i: 60.0 if i > 1 else 0.0, 'rollout/response_len_mean': 6.0},
-        {'rollout/kl_mean': lambda i: 4.6 if i > 1 else 0.0, 'rollout/response_len_mean': 1.0},
+        rollout(kl_mean=lambda i: 60.0 if i > 1 else 0.0, response_len_mean=6.0),
+        rollout(kl_mean=lambda i: 4.6 if i > 1 else 0.0, response_len_mean=1.0),
         step=2,
         phases=3,
     ),
     'kl-runs-away, from its target': Case(
-        {'rollout/kl_mean': lambda i: float(i)},
-        {'rollout/kl_mean': 5.0},
-        step=12,
-        about={'settings': {'kl_target': 3.0}},
+        rollout(kl_mean=lambda i: float(i)), rollout(kl_mean=5.0), step=12, about={'settings': {'kl_target': 3.0}}
     ),
     'kl-coef-at-limit': Case(
-        {'rollout/kl_mean': 7.0, 'rollout/kl_coef': lambda i: 0.1 * 1.01**i},
-        {'rollout/kl_mean': lambda i: 7.0 - i / 8, 'rollout/kl_coef': lambda i: 0.1 * 1.01**i},
+        rollout(kl_mean=7.0, kl_coef=lambda i: 0.1 * 1.01**i),
+        rollout(kl_mean=lambda i: 7.0 - i / 8, kl_coef=lambda i: 0.1 * 1.01**i),
         step=20,
         about={'settings': {'kl_target': 3.0}},
     ),
-    'clip-fraction-high': Case({'ppo/clip_fraction': 0.5}, {'ppo/clip_fraction': 0.3}, step=5),
+    'clip-fraction-high': Case(ppo(clip_fraction=0.5), ppo(clip_fraction=0.3), step=5),
     'clip-fraction-zero': Case(
-        {'ppo/clip_fraction': 0.0, 'ppo/ratio_max': 1.01, 'ppo/ratio_min': 0.985},
-        {'ppo/clip_fraction': 0.0, 'ppo/ratio_max': 1.15},
-        step=10,
+        ppo(clip_fraction=0.0, ratio_max=1.01, ratio_min=0.985), ppo(clip_fraction=0.0, ratio_max=1.15), step=10
     ),
-    'ratio-not-one': Case({'ppo/first_ratio_error': after(3, 1e-2, 1e-6)}, {'ppo/first_ratio_error': 5e-5}, step=3),
+    'ratio-not-one': Case(ppo(first_ratio_error=after(3, 1e-2, 1e-6)), ppo(first_ratio_error=5e-5), step=3),
     'ratio-not-one, in bf16': Case(
-        {'ppo/first_approx_kl': 0.2},
-        {'ppo/first_ratio_error': 0.3, 'ppo/first_approx_kl': 0.01},
+        ppo(first_approx_kl=0.2),
+        ppo(first_ratio_error=0.3, first_approx_kl=0.01),
         about={'strategy': {'precision': 'bf16'}},
     ),
     'entropy-collapses': Case(
-        {'ppo/entropy': after(6, 0.1, 2.0), 'rollout/score_mean': 0.3}, {'ppo/entropy': after(6, 0.3, 2.0)}, step=8
+        {'ppo/entropy': after(6, 0.1, 2.0), 'rollout/score_mean': 0.3}, ppo(entropy=after(6, 0.3, 2.0)), step=8
     ),
     'value-loss-dominates': Case(
         {**SHARED, 'ppo/value_loss': 50.0, 'ppo/actor_grad_norm': 9.0, 'ppo/actor_grad_norm_max': 9.0},
-        {'ppo/value_loss': 50.0, 'ppo/actor_grad_norm': 9.0},  # a critic of its own
+        ppo(value_loss=50.0, actor_grad_norm=9.0),  # a critic of its own
         step=5,
     ),
-    'explained-variance-low': Case(
-        {'ppo/explained_variance': -0.1}, {'ppo/explained_variance': after(12, 0.1, -0.5)}, step=20
-    ),
+    'explained-variance-low': Case(ppo(explained_variance=-0.1), ppo(explained_variance=after(12, 0.1, -0.5)), step=20),
     'over-optimisation': Case(
         {'eval/truth_mean': lambda i: (1.0 - abs(i - 12) / 12) if i % 4 == 0 else None, 'rollout/score_std': 0.2},
         {'eval/truth_mean': lambda i: i / 24 if i % 4 == 0 else None, 'rollout/score_std': 0.2},
@@ -168,58 +147,45 @@ CASES: dict[str, Case] = {
             'eval/cost_best': lambda i: max(12 - i, 0) / 12 if i % 4 == 0 else None,
             'rollout/score_std': 0.2,
         },
-        {'eval/cost': lambda i: abs(i - 12) / 12 if i % 4 == 0 else None},  # which way is better is not known
+        evals(cost=lambda i: abs(i - 12) / 12 if i % 4 == 0 else None),  # which way is better is not known
         step=20,
     ),
     'score-saturates': Case(
-        {'rollout/score_std': after(6, 0.01, 0.4), 'rollout/score_max': 1.0},
-        {'rollout/score_std': after(6, 0.1, 0.4)},
-        step=8,
+        rollout(score_std=after(6, 0.01, 0.4), score_max=1.0), rollout(score_std=after(6, 0.1, 0.4)), step=8
     ),
     'scores-equal': Case(
-        {'rollout/score_min': 1.0, 'rollout/score_max': 1.0, 'rollout/score_std': 0.0},
-        {'rollout/score_min': 1.0, 'rollout/score_max': lambda i: 1.0 + (i % 3 == 0)},
+        rollout(score_min=1.0, score_max=1.0, score_std=0.0),
+        rollout(score_min=1.0, score_max=lambda i: 1.0 + (i % 3 == 0)),
         step=3,
     ),
     'groups-without-signal': Case(
-        {'rollout/equal_groups_share': 0.8, 'rollout/score_mean': 0.1},
-        {'rollout/equal_groups_share': 0.8, 'rollout/score_mean': 1.9},  # they are equal because they are right
+        rollout(equal_groups_share=0.8, score_mean=0.1),
+        rollout(equal_groups_share=0.8, score_mean=1.9),  # they are equal because they are right
         step=5,
     ),
     'reward-outliers': Case(
-        {
-            'rollout/score_max': lambda i: 50.0 if i in (4, 9) else 2.0,
-            'rollout/score_std': lambda i: 9.0 if i in (4, 9) else 0.4,
-        },
-        {'rollout/score_max': lambda i: 50.0 if i == 4 else 2.0, 'rollout/score_std': lambda i: 9.0 if i == 4 else 0.4},
+        rollout(score_max=lambda i: 50.0 if i in (4, 9) else 2.0, score_std=lambda i: 9.0 if i in (4, 9) else 0.4),
+        rollout(score_max=lambda i: 50.0 if i == 4 else 2.0, score_std=lambda i: 9.0 if i == 4 else 0.4),
         step=9,
     ),
-    'reward-model-disagrees': Case({'rollout/rescore_error': 0.05}, {'rollout/rescore_error': 1e-6}),
+    'reward-model-disagrees': Case(rollout(rescore_error=0.05), rollout(rescore_error=1e-6)),
     'repetition-within': Case(
-        {'rollout/repetition_within': after(6, 0.2, 0.02)}, {'rollout/repetition_within': after(6, 0.1, 0.02)}, step=8
+        rollout(repetition_within=after(6, 0.2, 0.02)), rollout(repetition_within=after(6, 0.1, 0.02)), step=8
     ),
     'repetition-across': Case(
-        {'rollout/repetition_across': after(6, 0.6, 0.2)}, {'rollout/repetition_across': after(6, 0.4, 0.2)}, step=8
+        rollout(repetition_across=after(6, 0.6, 0.2)), rollout(repetition_across=after(6, 0.4, 0.2)), step=8
     ),
-    'ends-at-once': Case(
-        {'rollout/response_len_mean': 1.0, 'rollout/ended_share': 1.0}, {'rollout/response_len_mean': 3.0}, step=3
-    ),
-    'never-ends': Case(
-        {'rollout/ended_share': after(6, 0.0, 0.9)}, {'rollout/ended_share': after(6, 0.01, 0.9)}, step=10
-    ),
+    'ends-at-once': Case(rollout(response_len_mean=1.0, ended_share=1.0), rollout(response_len_mean=3.0), step=3),
+    'never-ends': Case(rollout(ended_share=after(6, 0.0, 0.9)), rollout(ended_share=after(6, 0.01, 0.9)), step=10),
     'never-ends, from the start': Case(
-        {'rollout/ended_share': 0.0},
+        rollout(ended_share=0.0),
         step=5,
         about={'generation': {'max_new_tokens': 256}},
         about_without={'generation': {'max_new_tokens': 256, 'min_new_tokens': 256}},
     ),
-    'length-limit': Case(
-        {'rollout/ended_share': after(6, 0.2, 0.9)}, {'rollout/ended_share': after(6, 0.6, 0.9)}, step=8
-    ),
+    'length-limit': Case(rollout(ended_share=after(6, 0.2, 0.9)), rollout(ended_share=after(6, 0.6, 0.9)), step=8),
     'length-drifts': Case(
-        {'rollout/response_len_mean': after(6, 120.0, 40.0)},
-        {'rollout/response_len_mean': after(6, 90.0, 40.0)},
-        step=8,
+        rollout(response_len_mean=after(6, 120.0, 40.0)), rollout(response_len_mean=after(6, 90.0, 40.0)), step=8
     ),
     'few-prompts': Case(  # 8 draws a phase of 4 prompts
         {},
@@ -230,35 +196,35 @@ CASES: dict[str, Case] = {
     'duplicate-prompts': Case({}, about={'data': {'prompts': 500, 'distinct': 200, 'cut': 0}}),
     'cut-prompts': Case({}, about={'data': {'prompts': 500, 'distinct': 500, 'cut': 90}}),
     'schedule-ends-early': Case(
-        {'ppo/lr': lambda i: 3e-4 * max(1 - i / 10, 0)},
-        {'ppo/lr': lambda i: 3e-4 * (1 - i / 40)},
+        ppo(lr=lambda i: 3e-4 * max(1 - i / 10, 0)),
+        ppo(lr=lambda i: 3e-4 * (1 - i / 40)),
         step=11,
         about={'settings': {'lr_decay_steps': 80}},
     ),
     'grad-norm-spikes': Case(
-        {'ppo/actor_grad_norm_max': lambda i: 30.0 if i in (12, 15, 18) else 2.0},
-        {'ppo/actor_grad_norm_max': lambda i: 30.0 if i in (12, 18) else 2.0},
+        ppo(actor_grad_norm_max=lambda i: 30.0 if i in (12, 15, 18) else 2.0),
+        ppo(actor_grad_norm_max=lambda i: 30.0 if i in (12, 18) else 2.0),
         step=18,
     ),
     'grad-norm-spikes, once': Case(
-        {'ppo/critic_grad_norm_max': lambda i: 5000.0 if i == 14 else 2.0},
-        {'ppo/critic_grad_norm_max': lambda i: 500.0 if i == 14 else 2.0},
+        ppo(critic_grad_norm_max=lambda i: 5000.0 if i == 14 else 2.0),
+        ppo(critic_grad_norm_max=lambda i: 500.0 if i == 14 else 2.0),
         step=14,
     ),
     'eval-loss-rises': Case(
-        {'sft/val_loss': lambda i: {5: 1.9, 10: 1.7, 15: 1.8, 20: 1.9}.get(i)},
-        {'sft/val_loss': lambda i: {5: 1.9, 10: 1.7, 15: 1.72, 20: 1.9}.get(i)},
+        sft(val_loss=lambda i: {5: 1.9, 10: 1.7, 15: 1.8, 20: 1.9}.get(i)),
+        sft(val_loss=lambda i: {5: 1.9, 10: 1.7, 15: 1.72, 20: 1.9}.get(i)),
         step=20,
         base=SFT,
     ),
     'slow-rank': Case(
-        {'perf/slowest_rank': 1.0, 'perf/slowest_rank_s': 9.0, 'perf/other_ranks_s': 5.0},
-        {'perf/slowest_rank': lambda i: float(i % 2), 'perf/slowest_rank_s': 9.0, 'perf/other_ranks_s': 5.0},
+        perf(slowest_rank=1.0, slowest_rank_s=9.0, other_ranks_s=5.0),
+        perf(slowest_rank=lambda i: float(i % 2), slowest_rank_s=9.0, other_ranks_s=5.0),
         step=5,
     ),
-    'time-elsewhere': Case({'perf/other_s': 15.0}, {'perf/other_s': 5.0}, step=5),
+    'time-elsewhere': Case(perf(other_s=15.0), perf(other_s=5.0), step=5),
     'time-elsewhere, a slow reward function': Case(
-        {'perf/score_s': 8.0},
+        perf(score_s=8.0),
         step=5,
         about={'reward': 'ask_a_service, source 99'},
         about_without={'reward': 'RewardModelScorer, outputs/rm'},
@@ -280,7 +246,7 @@ EPISODES: dict[str, Any] = HEALTHY | {  # 3 turns of 2 tokens, 14 of observation
 }
 CASES |= {
     'length-limit, of episodes': Case(
-        {'environment/end_tokens_share': after(6, 0.8, 0.0)},
+        environment(end_tokens_share=after(6, 0.8, 0.0)),
         {'environment/end_turns_share': after(6, 0.8, 0.5), 'rollout/ended_share': after(6, 0.2, 0.5)},
         step=8,
         base=EPISODES,
@@ -293,7 +259,7 @@ CASES |= {
         base=EPISODES,
     ),
     'kl-runs-away, in few tokens of its own': Case(  # e^(i/4) nats in 6 tokens of 20
-        {'rollout/kl_mean': lambda i: 2.718 ** (i / 4)}, {'rollout/kl_mean': lambda i: 0.2 * i}, step=10, base=EPISODES
+        rollout(kl_mean=lambda i: 2.718 ** (i / 4)), rollout(kl_mean=lambda i: 0.2 * i), step=10, base=EPISODES
     ),
 }
 
@@ -315,8 +281,10 @@ def test_episodes_are_not_taken_for_responses_that_went_wrong():
             assert found(30, answers, **about)
 
 
-def test_every_check_has_a_case():
-    assert {name.split(',')[0] for name in CASES} == set(CHECKS)
+def test_every_check_has_a_case_and_a_section_with_what_why_and_what_to_change():
+    assert {name.split(',')[0] for name in CASES} == set(CHECKS) == set(explanations())
+    for text in explanations().values():
+        assert all(f'\n{word}: ' in f'\n{text}' for word in ('Seen', 'Why', 'Change', 'Source'))
 
 
 @pytest.mark.parametrize('base', [HEALTHY, RM, SFT], ids=['PPO', 'reward model', 'SFT'])
@@ -375,3 +343,41 @@ def test_the_same_thing_is_not_said_from_two_sides():
     assert [f.key for f in found(24, numbers)] == ['nothing-moves']
     numbers = HEALTHY | {'rollout/score_min': 0.0, 'rollout/score_max': 0.0, 'rollout/score_std': 0.0}
     assert [f.key for f in found(24, numbers | {'rollout/equal_groups_share': 1.0})] == ['scores-equal']
+
+
+def test_the_rule_for_learning_rates_goes_through_the_published_points():
+    """Ouyang et al. 2022: 9e-6 for 6 billion; arXiv 2403.17031: 3e-6 for PPO with 1 billion; Rafailov et al. 2023: 1e-6
+    for DPO with 2.8 billion."""
+    assert recommended_lr(6 * 10**9, 'rm') == 9e-6
+    assert 3e-6 / 2 < recommended_lr(10**9, 'ppo') < 3e-6 * 2
+    assert 1e-6 / 2 < recommended_lr(28 * 10**8, 'dpo') < 1e-6 * 2
+    assert recommended_lr(6 * 10**9, 'rm', trained=10**7) == pytest.approx(9e-5)
+    assert recommended_lr(4 * 6 * 10**9, 'sft') == pytest.approx(4.5e-6, abs=0.6e-6)
+
+
+# ---------------------------------------------------------------------- runs
+
+
+def test_the_trainers_log_what_the_checks_look_at(tmp_path):
+    """A check whose metric has another name would find nothing, ever."""
+    online(tmp_path / 'ppo', phases=2, reward=Company(good_share))
+    online(tmp_path / 'grpo', phases=1, **GROUPS)
+    reward_model(tmp_path / 'rm', 1e-3)
+    learned_by_heart(tmp_path / 'sft')
+    logged = {kind: set().union(*RunFolder(tmp_path / kind).metrics) for kind in ('ppo', 'grpo', 'rm', 'sft')}
+    assert HEALTHY.keys() | {'rollout/rescore_error'} <= logged['ppo']
+    assert 'rollout/equal_groups_share' in logged['grpo']
+    assert RM.keys() <= logged['rm'] and SFT.keys() | {'sft/val_loss'} <= logged['sft']
+
+
+SHORT = 'reward-model-disagrees', 'few-prompts', 'duplicate-prompts', 'cut-prompts', 'kl-runs-away (at once)'
+
+
+@pytest.mark.parametrize('name', SHORT)
+def test_a_run_with_a_fault_is_diagnosed_on_the_way_and_afterwards_and_without_it_is_not(name, tmp_path):
+    for number, make in enumerate((FAULTS[name].planted, FAULTS[name].without)):
+        make(tmp_path / str(number))
+        run = RunFolder(tmp_path / str(number))
+        found = [(f.key, f.step) for f in diagnose(run)]
+        assert found == [(row['finding'], row['step']) for row in run.findings]
+        assert (key_of(name) in dict(found)) == (number == 0)

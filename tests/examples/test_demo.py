@@ -1,8 +1,13 @@
-"""The demo: on a budget of seconds it leaves what it promises; whole (slow) it wins and does not repeat itself."""
+"""The demo: on a budget of seconds it leaves what it promises; whole (slow) it wins and does not repeat itself. The
+loop with people in it, with judges that know the truth."""
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,26 +51,6 @@ def test_demo_leaves_models_with_cards_a_table_and_reports(demo, monkeypatch, tm
         )
 
 
-def test_the_comparison_counts_wins_and_repetition(demo, monkeypatch, tmp_path):
-    """Two answers by hand: PPO wins one and ties one, and says a sentence twice in one of them."""
-    told = {
-        'sft': ['it felt calm .', 'it felt glad . it felt sad .'],
-        'ppo': ['it felt glad . it felt glad .', 'it felt calm . it found a leaf .'],
-    }
-    monkeypatch.setattr(demo, 'answers', lambda folder, prompts, seed: told[folder.name])
-    monkeypatch.setattr(demo, 'NUM_SHOWN', 2)
-    numbers, rows = demo.compare(tmp_path, num_prompts=2)
-    assert (numbers['count'], numbers['wins'], numbers['ties'], numbers['win_rate']) == (2, 1, 1, 0.75)
-    assert numbers['SFT truth'] == 0.0 and numbers['PPO truth'] == pytest.approx(0.25 / 2)
-    assert numbers['SFT within'] == 0.0
-    # of the five runs of 'it felt glad . it felt glad .' the last stood before; the other story has none twice
-    assert numbers['PPO within'] == pytest.approx(1 / 5 / 2)
-    # 'it felt calm .' has one run, which the second of the SFT stories does not have
-    assert numbers['SFT across'] == 0.0
-    assert numbers['PPO words'] == 8.5
-    assert [row['truth'] for row in rows if row['']] == ['', '+0.00', '+0.25', '', '+0.00', '+0.00']
-
-
 @pytest.mark.slow
 def test_the_whole_demo_wins_and_does_not_repeat_itself(demo, tmp_path):
     """Margins: 600 stories leave a standard error of 0.004 within and 0.005 across; three of the difference of two."""
@@ -73,3 +58,26 @@ def test_the_whole_demo_wins_and_does_not_repeat_itself(demo, tmp_path):
     numbers, _ = demo.compare(tmp_path, num_prompts=600)
     assert numbers['win_rate'] > 0.9
     assert numbers['PPO within'] < numbers['SFT within'] + 0.017
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def loop(*words: str) -> subprocess.CompletedProcess[str]:
+    script = str(ROOT / 'examples' / 'human_loop.py')
+    return subprocess.run([sys.executable, script, *words], capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.mark.system
+def test_the_new_policy_wins_and_a_second_start_goes_on(tmp_path):
+    done = loop('--simulated', '--out', str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r'(\S+) wins against (\S+) in ([\d.]+)% \(95 % interval ([\d.]+)%', done.stdout)
+    assert found[-1][:2] == (f'{tmp_path}/round-1/ppo/actor', f'{tmp_path}/sft/actor') and float(found[-1][3]) > 55
+    assert done.stdout.count('600 of 600 judgements, of 300 pairs by Ada (300), Bo (300)') == 2
+    rows = [json.loads(line) for line in (tmp_path / 'round-1' / 'preferences.jsonl').read_text().splitlines()]
+    assert len(rows) > 150 and all(row['votes_chosen'] > row['votes_rejected'] for row in rows)
+    again = loop('--simulated', '--out', str(tmp_path))
+    assert again.returncode == 0, again.stderr
+    assert 'answers 300 prompts' not in again.stdout and 'phase' not in again.stdout
+    assert again.stdout.splitlines()[-1] == f'the policy of the last round: {tmp_path}/round-1/ppo/actor'

@@ -68,10 +68,3 @@ def test_some(script, strategy, data, tmp_path):
 @pytest.mark.parametrize('script', SCRIPTS)
 def test_all(script, strategy, data, tmp_path):
     check(script, strategy, data, tmp_path)
-
-
-@pytest.mark.slow
-def test_a_chat_is_one_process(data):
-    done = torchrun('inference', '--strategy=ddp', f'--pretrain={data / "base"}')
-    assert done.returncode != 0
-    assert 'error: a chat is one process: start it with python, or give --input' in done.stderr

@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from example_script import QUICK, REWARD, SHARED, fails, metrics_of, run, start
+from example_script import QUICK, fails, metrics_of, run, start
 from limits import until
 from safetensors.torch import load_file
 
 from chatgpt.launch import demo_world
-from chatgpt.nn import RewardModel
-from chatgpt.testing import byte_tokenizer
 
 
 def test_without_arguments_a_model_of_its_own_learns_stories_first(monkeypatch, tmp_path, capsys):
@@ -59,72 +57,27 @@ def test_the_embedded_model_does_not_disturb_the_draws_around_it(tmp_path, monke
     assert first == written(1) != written(2)
 
 
-@pytest.mark.parametrize(
-    'flags',
-    [
-        '--engine=hf',
-        '--lora_rank=2 --need_optim_ckpt',
-        '--precision=bf16',
-        '--num_samples_per_prompt=2 --advantage_estimator=rloo --lr=1e-3',
-    ],
-)
+@pytest.mark.parametrize('flags', ['--engine=hf --lora_rank=2 --need_optim_ckpt', '--precision=bf16'])
 def test_options_run(monkeypatch, tmp_path, model_folder, flags):
     run(monkeypatch, *QUICK, *f'--max_timesteps=1 --pretrain {model_folder} --save_path {tmp_path} {flags}'.split())
     weights, start = load_file(tmp_path / 'actor' / 'model.safetensors'), load_file(model_folder / 'model.safetensors')
     assert weights.keys() == start.keys()  # adapters are folded in
     assert all(tensor.dtype == torch.float32 for tensor in weights.values())
-    assert ('ppo/value_loss' in metrics_of(tmp_path)[0]) == ('rloo' not in flags)  # which needs no critic
     assert (tmp_path / 'critic_optim.pt').exists() == ('--need_optim_ckpt' in flags)
 
 
-@pytest.mark.parametrize('other', [False, True])
-def test_a_reward_model_of_ones_own(monkeypatch, tmp_path, model_folder, prompt_file, other):
-    """With the policy's tokenizer, or with another one and a shorter context: prompts alone have more bytes."""
-    from transformers import GPT2Config, GPT2Model
-
-    config, tokenizer = demo_world.demo_config(), demo_world.demo_tokenizer()
-    if other:
-        tokenizer = byte_tokenizer()
-        config = GPT2Config(vocab_size=len(tokenizer), n_positions=24, n_embd=16, n_layer=1, n_head=2)
-    torch.manual_seed(0)
-    reward = RewardModel(GPT2Model(config))
-    reward.calibrate(0.5)
-    reward.save_pretrained(tmp_path / 'rm', tokenizer=tokenizer)
-    flags = f'{prompt_file} --pretrain {model_folder} --reward_model {tmp_path}/rm --save_path {tmp_path}/run'.split()
-    run(monkeypatch, *flags, *QUICK)
-    lines = metrics_of(tmp_path / 'run')
-    assert len(lines) == 2
-    assert all(line['rollout/score_std'] > 0 for line in lines)
-
-
-def test_ptx(monkeypatch, tmp_path, model_folder):
+def test_ema_and_ptx(monkeypatch, tmp_path, model_folder):
     (tmp_path / 'text.txt').write_text('one day a fox went to the hill . it felt glad .\n\nit found a cake .\n')
-    flags = (
-        f'--pretrain {model_folder} --ptx_data {tmp_path}/text.txt --ptx_coef=0.5 --save_path {tmp_path}/run'.split()
-    )
+    flags = f'--pretrain {model_folder} --ema_decay=0.9 --lora_rank=2 --lr=0.1 --save_path {tmp_path}/run'.split()
+    flags += ['--ptx_data', f'{tmp_path}/text.txt', '--ptx_coef=0.5']
     run(monkeypatch, *flags, *QUICK, '--max_timesteps=1')
     assert metrics_of(tmp_path / 'run')[0]['ppo/ptx_loss'] > 1.0  # an untrained model: about log of the vocabulary
-
-
-def test_ema(monkeypatch, tmp_path, model_folder):
-    flags = f'--pretrain {model_folder} --ema_decay=0.9 --lora_rank=2 --lr=0.1 --save_path {tmp_path}/run'.split()
-    run(monkeypatch, *flags, *QUICK, '--max_timesteps=1')
     folders = (model_folder, tmp_path / 'run' / 'actor_ema', tmp_path / 'run' / 'actor')
     start, average, end = (load_file(folder / 'model.safetensors') for folder in folders)
     moved = [n for n in start if (end[n] - start[n]).norm() > 0]
     assert moved
     assert all((average[n] - start[n]).norm() < (end[n] - start[n]).norm() for n in moved)
     assert any((average[n] - start[n]).norm() > 0 for n in moved)
-
-
-def test_a_real_model_on_real_prompts(monkeypatch, tmp_path):
-    model, data = SHARED / 'models' / 'stories260K', SHARED / 'data' / 'story_prompts.jsonl'
-    if not (model.is_dir() and data.is_file()):
-        pytest.skip(f'needs {model} and {data}')
-    flags = [str(data), '--pretrain', str(model), *REWARD, *QUICK, '--max_new_tokens=8']
-    run(monkeypatch, *flags, '--save_path', str(tmp_path))
-    assert json.loads((tmp_path / 'run.json').read_text())['models']['actor']['kind'] == 'llama'
-    assert all(line['ppo/first_ratio_error'] < 1e-4 for line in metrics_of(tmp_path))
 
 
 def left(folder: Path) -> tuple[list[dict[str, float]], bytes]:
@@ -153,9 +106,8 @@ def test_rollout_workers_on_ray_are_the_same_run(monkeypatch, tmp_path, model_fo
     assert here == there and len(here[0]) == 2
 
 
-@pytest.mark.parametrize('lora', [[], ['--lora_rank=2']], ids=['full', 'lora'])
-def test_resume_auto_goes_on_where_the_run_stopped(monkeypatch, capsys, tmp_path, model_folder, lora):
-    common = ['--pretrain', str(model_folder), *QUICK, '--lr=1e-3', '--checkpoint_interval=1', *lora]
+def test_resume_auto_goes_on_where_the_run_stopped(monkeypatch, capsys, tmp_path, model_folder):
+    common = ['--pretrain', str(model_folder), *QUICK, '--lr=1e-3', '--checkpoint_interval=1', '--lora_rank=2']
     run(monkeypatch, *common, '--max_timesteps=3', '--save_path', str(tmp_path / 'whole'))
     stopped = [*common, '--save_path', str(tmp_path / 'stopped')]
     run(monkeypatch, *stopped, '--max_timesteps=1')
@@ -164,14 +116,8 @@ def test_resume_auto_goes_on_where_the_run_stopped(monkeypatch, capsys, tmp_path
     run(monkeypatch, *stopped, '--max_timesteps=3', '--resume', 'auto')
     whole, resumed = left(tmp_path / 'whole'), left(tmp_path / 'stopped')
     assert whole == resumed and [line['step'] for line in resumed[0]] == [1, 2, 3]
-
-
-def test_a_resume_under_changed_settings_says_so_in_one_line(monkeypatch, capsys, tmp_path, model_folder):
-    flags = ['--pretrain', str(model_folder), *QUICK, '--save_path', str(tmp_path), '--checkpoint_interval=1']
-    run(monkeypatch, *flags, '--max_timesteps=1')
-    capsys.readouterr()
     with pytest.warns(UserWarning, match=r'changed settings: config.kl_coef 0.1 → 0.2'):
-        run(monkeypatch, *flags, '--resume', 'auto', '--kl_coef=0.2')
+        run(monkeypatch, *stopped, '--max_timesteps=4', '--resume', 'auto', '--kl_coef=0.2')
 
 
 @pytest.mark.system
@@ -206,14 +152,13 @@ def test_torchrun_ends_all_ranks_with_the_first_ones_line(tmp_path, model_folder
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(('signum', 'code'), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_and_leaves(tmp_path, model_folder, signum, code):
+def test_a_signal_saves_and_leaves(tmp_path, model_folder):
     process = start(tmp_path, model_folder, '--max_timesteps=100000')
     metrics = tmp_path / 'metrics.jsonl'
     until(lambda: process.poll() is not None or (metrics.is_file() and metrics.read_text().count('\n') >= 2))
-    process.send_signal(signum)
+    process.send_signal(signal.SIGTERM)
     output, _ = process.communicate()
-    assert process.returncode == code, output
+    assert process.returncode == 143, output
     assert 'continue with --resume auto' in output
     assert 'Traceback' not in output
     steps = metrics.read_text().count('\n')

@@ -1,58 +1,13 @@
-"""train_sft.py, train_reward_model.py and train_prompts.py, one after another on files, as their users run them."""
+"""train_sft.py, train_reward_model.py and train_preference.py as their users run them."""
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
 from example_script import error_of, metrics_of, script
 
 from chatgpt.launch import demo_world
-
-
-def test_three_stages(monkeypatch, capsys, data, tmp_path):
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    quick = '--log_interval=1 --train_batch_size=8 --max_epochs=1 --lr=1e-3 --validation_percentage=25'.split()
-    of_sft = f'{data}/sft.jsonl --pretrain {data}/base --save_path {tmp_path}/sft'.split()
-    script('train_sft', monkeypatch, *of_sft, *quick)
-    assert '18 examples to learn from, 6 to evaluate on' in capsys.readouterr().out
-    assert 'sft/val_perplexity' in metrics_of(tmp_path / 'sft')[-1]
-    actor = tmp_path / 'sft' / 'actor'
-    assert AutoModelForCausalLM.from_pretrained(actor)
-    of_rm = f'{data}/pairs.jsonl --pretrain {actor} --save_path {tmp_path}/rm --loss_fn=log_exp --max_len=48'.split()
-    script('train_reward_model', monkeypatch, *of_rm, *quick)
-    assert 'rm/val_accuracy' in metrics_of(tmp_path / 'rm')[-1]
-    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / 'rm' / 'reward_model')
-    config = {
-        'General': {
-            'model_name': str(actor),
-            'rm_pretrain': str(tmp_path / 'rm' / 'reward_model'),
-            'output_dir': str(tmp_path / 'ppo'),
-        },
-        'Dataset': {'train_file': str(data / 'prompts.jsonl'), 'validation_split_percentage': 25},
-        'Training': dict.fromkeys(('experience_batch_size', 'train_batch_size'), 3)
-        | dict.fromkeys(('epochs', 'eval_interval'), 2)
-        | {'learning_rate': 1e-4, 'max_new_tokens': 6, 'max_epochs': 1},
-    }
-    (tmp_path / 'ppo.json').write_text(json.dumps(config))
-    script('train_prompts', monkeypatch, '--config_file', str(tmp_path / 'ppo.json'))
-    seen = metrics_of(tmp_path / 'ppo')
-    assert len(seen) == 4  # two passes over six prompts, three at a time
-    assert [step for step, row in enumerate(seen, 1) if 'eval/score_mean' in row] == [2, 4]
-    assert (tmp_path / 'ppo' / 'samples.jsonl').read_text().splitlines()
-    assert (tmp_path / 'ppo' / 'config.yaml').is_file()
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / 'ppo' / 'actor')
-
-
-def test_labelled_text_and_adapters(monkeypatch, data, tmp_path):
-    few = f'--pretrain {data}/base --lora_rank=2 --max_steps=2 --log_interval=1'.split()
-    of_rm = f'{data}/labels.jsonl --save_path {tmp_path}/rm --lora_alpha=8 --lora_target_modules=c_attn'.split()
-    script('train_reward_model', monkeypatch, *of_rm, *few)
-    assert 0 <= metrics_of(tmp_path / 'rm')[-1]['rm/accuracy'] <= 1
-    script('train_sft', monkeypatch, *f'{data}/sft.jsonl --save_path {tmp_path}/sft --lora_dropout=0.1'.split(), *few)
-    assert len(metrics_of(tmp_path / 'sft')) == 2
 
 
 def test_without_arguments(monkeypatch, capsys, tmp_path):
@@ -82,36 +37,12 @@ def test_a_trained_model_is_not_replaced(monkeypatch, capsys, data, tmp_path):
     assert len(metrics_of(tmp_path)) == 1 and (tmp_path / 'metrics.previous.jsonl').is_file()
 
 
-def test_a_run_is_resumed(monkeypatch, capsys, data, tmp_path):
-    flags = f'{data}/sft.jsonl --pretrain {data}/base --log_interval=1 --train_batch_size=8'.split()
-    script('train_sft', monkeypatch, *flags, f'--save_path={tmp_path}/whole', '--max_epochs=2')
-    half = [*flags, f'--save_path={tmp_path}/half', '--checkpoint_interval=1']
-    script('train_sft', monkeypatch, *half, '--max_epochs=1')
-    capsys.readouterr()
-    error_of('train_sft', monkeypatch, capsys, *half, '--max_epochs=2')  # without --resume the folder is taken
-    script('train_sft', monkeypatch, *half, '--max_epochs=2', '--resume=auto')
-    a, b = (
-        [{k: v for k, v in row.items() if k.startswith('sft/')} for row in metrics_of(tmp_path / n)]
-        for n in ('whole', 'half')
-    )
-    assert a[3:] == b[3:]
-
-
 @pytest.mark.parametrize(
-    ('name', 'flags', 'sentence'),
-    [
-        ('sft', 'data.jsonl', 'data of your own needs a model: give --pretrain'),
-        ('sft', '{sft} --pretrain={base} --early_stopping_patience=2', 'early_stopping_patience needs eval data'),
-        ('reward_model', '{prompts} --pretrain={base}', 'prompts.jsonl, line 1'),
-        ('reward_model', '{pairs} --pretrain={base} --loss_fn=mse', "'mse' is none of: log_sig, log_exp"),
-        ('reward_model', '--learning_rates=1', "unknown argument '--learning_rates'"),
-        ('sft', 'nowhere.jsonl --pretrain={base}', 'nowhere.jsonl'),
-        ('sft', '{sft} --pretrain={base} --max_len=65', '64 tokens; give at most 64, or leave it out'),
-        ('reward_model', '{pairs} --pretrain={base} --max_len=512', 'max_len=512 is beyond the context of'),
-    ],
+    ('method', 'source', 'first_loss', 'more'),  # the policy is the reference: log 2, and 1 − σ(0)
+    [('dpo', 'ranked', 0.6931, []), ('kto', 'ranked', 0.5, []), ('kto', 'labels', 0.5, ['--positive_label=pos'])],
 )
-def test_mistakes(monkeypatch, capsys, data, tmp_path, name, flags, sentence):
-    places = {name: data / f'{name}.jsonl' for name in ('pairs', 'sft', 'prompts')} | {'base': data / 'base'}
-    given = [*flags.format(**places).split(), '--save_path', str(tmp_path / 'run')]
-    assert sentence in error_of(f'train_{name}', monkeypatch, capsys, *given)
-    assert not (tmp_path / 'run').exists()
+def test_ranked_and_labelled_answers(monkeypatch, data, tmp_path, method, source, first_loss, more):
+    given = f'{data}/{source}.jsonl --pretrain {data}/base --method={method} --max_steps=2 --log_interval=1'.split()
+    script('train_preference', monkeypatch, *given, '--save_path', str(tmp_path), *more)
+    losses = [row[f'{method}/loss'] for row in metrics_of(tmp_path)]
+    assert len(losses) == 2 and losses[0] == pytest.approx(first_loss, abs=0.01)

@@ -46,7 +46,7 @@ def main() -> int:
         parser.error('give --out FILE to record, --against FILE to compare, or both')
     before = read(parser, args.against) if args.against is not None else None
     os.environ.update(VARIABLES)
-    sys.path[:0] = [str(root), str(HERE)]
+    sys.path[:0] = [str(root), str(HERE), str(HERE.parent)]
     import chatgpt
 
     if Path(str(chatgpt.__file__)).resolve().parents[1] != root:
@@ -110,22 +110,9 @@ def run_ranks(root: Path, folder: Path, only: str) -> None:
     with socket.socket() as probe:
         probe.bind(('127.0.0.1', 0))
         port = probe.getsockname()[1]
-    command = [
-        sys.executable,
-        str(HERE / 'record.py'),
-        '--root',
-        str(root),
-        '--rank-folder',
-        str(folder),
-        '--only',
-        only,
-    ]
-    sizes = {
-        'WORLD_SIZE': str(WORLD_SIZE),
-        'LOCAL_WORLD_SIZE': str(WORLD_SIZE),
-        'MASTER_ADDR': '127.0.0.1',
-        'MASTER_PORT': str(port),
-    }
+    command = [sys.executable, str(HERE / 'record.py'), f'--root={root}', f'--rank-folder={folder}', f'--only={only}']
+    sizes = dict.fromkeys(('WORLD_SIZE', 'LOCAL_WORLD_SIZE'), str(WORLD_SIZE))
+    sizes |= {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)}
     ranks = [
         subprocess.Popen(
             command, env={**os.environ, **sizes, 'RANK': str(rank), 'LOCAL_RANK': str(rank)}, stdout=subprocess.DEVNULL
@@ -195,11 +182,8 @@ def compare(before: dict[str, Any], machine: dict[str, str], records: dict[str, 
         print(f'{name} differs: {told}')
     if added:
         print(f'only in this code: {", ".join(sorted(added))}')
-    print(
-        f'{differing} of {len(records)} runs differ'
-        if differing
-        else f'all {len(records)} runs are the same to the bit'
-    )
+    same = f'all {len(records)} runs are the same to the bit'
+    print(f'{differing} of {len(records)} runs differ' if differing else same)
     return 1 if differing else 0
 
 

@@ -15,16 +15,17 @@ import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from engines import AheadOfTime, Workers
+from in_process_workers import InProcessWorkers
 from safetensors.torch import load_file
 
 from chatgpt.data import TokenizedLabelled, TokenizedPreference
 from chatgpt.nn import GPTActor, GPTCritic, ILQLModel, LlamaActor, RewardModel
-from chatgpt.rollout import RemoteEngine
+from chatgpt.rollout import Abilities, EngineAround, LocalEngine, RemoteEngine
 from chatgpt.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.testing import char_tokenizer, tiny_causal_lm, tiny_config
 from chatgpt.trainer import (
@@ -50,6 +51,7 @@ Record = dict[str, str]
 PROMPTS = [f'a {word}' for word in 'one two three four five six seven eight nine ten'.split()]
 WIDTH: dict[str, Any] = {'hidden': 16, 'positions': 32}
 GROUPS: dict[str, Any] = {'num_samples_per_prompt': 4, 'experience_batch_size': 2}
+FREE: dict[str, Any] = {'kl_coef': 0.0, 'reference': False}
 
 
 @dataclass
@@ -128,6 +130,26 @@ def rarely(prompts: list[str], responses: list[str]) -> list[float]:
     return [float('e' in r) for r in responses]
 
 
+class AheadOfTime(EngineAround):
+    """Draws with a copy of the weights of the latest `begin`, when it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__(LocalEngine())
+        self.abilities = Abilities(copies_weights=False, reproducible=True, answers_ahead=True)
+
+    def begin(self, actor: Any) -> None:
+        super().begin(deepcopy(actor))
+
+    def submit(self, call: Any) -> list[Any]:
+        return self.generate(call)
+
+    def take(self, ticket: list[Any]) -> list[Any]:
+        return ticket
+
+    def cancel(self, ticket: list[Any]) -> None:
+        pass
+
+
 # ---------------------------------------------------------------------- online
 
 
@@ -168,8 +190,23 @@ def ppo(run: Run) -> None:
     run.note_folder('average', run.folder / 'average')
 
 
-def ppo_bf16(run: Run) -> None:
-    fitted(run, online(run, tis_cap=2.0, kl_kind='k3'))
+# settings of `online` for runs of two phases; no critic unless one is asked for
+ONLINE: dict[str, dict[str, Any]] = {
+    'ppo_bf16': {'critic': True, 'tis_cap': 2.0, 'kl_kind': 'k3'},
+    'shared_trunk': {'actor': {'value_head': True}},
+    'hydra': {'critic': True, 'reference': False, 'actor': {'num_layers_unfrozen': 1}},
+    'lora': {'critic': True, 'reference': False, 'actor': {'lora_rank': 2}},
+    'grpo': GROUPS | {'advantage_estimator': 'grpo', 'kl_in': 'loss'},
+    'gspo': GROUPS | FREE | {'advantage_estimator': 'grpo', 'policy_loss': 'gspo'},
+    'dr_grpo': GROUPS
+    | FREE
+    | {'advantage_estimator': 'dr_grpo', 'dual_clip': 3.0, 'eps_clip_high': 0.3, 'overlong_filter': True},
+    'rloo': GROUPS | {'advantage_estimator': 'rloo', 'policy_loss': 'reinforce'},
+    'reinforce_pp': {'advantage_estimator': 'reinforce++', 'gamma': 0.9},
+    'reinforce_pp_baseline': GROUPS | {'advantage_estimator': 'reinforce++_baseline'},
+    'nlpo': {'mask': True, 'advantage_estimator': 'reinforce++', 'nlpo_top_p': 0.6, 'nlpo_update_interval': 1},
+    'dynamic_sampling': GROUPS | FREE | {'reward': rarely, 'advantage_estimator': 'grpo', 'dynamic_sampling_rounds': 3},
+}
 
 
 def ppo_sampling(run: Run) -> None:
@@ -180,63 +217,14 @@ def ppo_sampling(run: Run) -> None:
     fitted(run, online(run, **sampling, **settings), update=2)
 
 
-def shared_trunk(run: Run) -> None:
-    fitted(run, online(run, critic=False, actor={'value_head': True}))
-
-
-def hydra(run: Run) -> None:
-    fitted(run, online(run, reference=False, actor={'num_layers_unfrozen': 1}))
-
-
-def lora(run: Run) -> None:
-    fitted(run, online(run, reference=False, actor={'lora_rank': 2}))
-
-
 def reward_model_scores(run: Run) -> None:
     torch.manual_seed(2)
     scorer = run.strategy.prepare(RewardModel(tiny_causal_lm('gpt2', **WIDTH)))
     fitted(run, online(run, reward=[(0.5, scorer), (1.0, vowels)], offload='idle'))
 
 
-def grpo(run: Run) -> None:
-    fitted(run, online(run, critic=False, advantage_estimator='grpo', kl_in='loss', **GROUPS))
-
-
-def gspo(run: Run) -> None:
-    settings = {'advantage_estimator': 'grpo', 'policy_loss': 'gspo', 'kl_coef': 0.0}
-    fitted(run, online(run, critic=False, reference=False, **settings, **GROUPS))
-
-
-def dr_grpo(run: Run) -> None:
-    settings = {'advantage_estimator': 'dr_grpo', 'kl_coef': 0.0, 'dual_clip': 3.0}
-    settings |= {'eps_clip_high': 0.3, 'overlong_filter': True}
-    fitted(run, online(run, critic=False, reference=False, **settings, **GROUPS))
-
-
-def rloo(run: Run) -> None:
-    fitted(run, online(run, critic=False, advantage_estimator='rloo', policy_loss='reinforce', **GROUPS))
-
-
-def reinforce_pp(run: Run) -> None:
-    fitted(run, online(run, critic=False, advantage_estimator='reinforce++', gamma=0.9))
-
-
-def reinforce_pp_baseline(run: Run) -> None:
-    fitted(run, online(run, critic=False, advantage_estimator='reinforce++_baseline', **GROUPS))
-
-
-def nlpo(run: Run) -> None:
-    settings = {'advantage_estimator': 'reinforce++', 'nlpo_top_p': 0.6, 'nlpo_update_interval': 1}
-    fitted(run, online(run, critic=False, mask=True, **settings))
-
-
 def ptx(run: Run) -> None:
     fitted(run, online(run, ptx_coef=0.5, pretrain_data=demonstrations()))
-
-
-def dynamic_sampling(run: Run) -> None:
-    settings = {'advantage_estimator': 'grpo', 'kl_coef': 0.0, 'dynamic_sampling_rounds': 3}
-    fitted(run, online(run, critic=False, reference=False, reward=rarely, **settings, **GROUPS))
 
 
 def stale(run: Run) -> None:
@@ -244,7 +232,7 @@ def stale(run: Run) -> None:
 
 
 def stale_workers(run: Run) -> None:
-    with RemoteEngine(Workers(2)) as engine:
+    with RemoteEngine(InProcessWorkers(2)) as engine:
         fitted(run, online(run, engine=engine, max_staleness=1, tis_cap=2.0), phases=3)
 
 
@@ -427,28 +415,8 @@ def with_reference(run: Run, kind: Any, data: Any, **settings: Any) -> None:
     completed(run, learned(run, kind, model, data, data[:3], initial_model=reference, **settings))
 
 
-def dpo(run: Run) -> None:
-    with_reference(run, DPOTrainer, preferences(), max_epochs=2)
-
-
-def dpo_ipo(run: Run) -> None:
-    with_reference(run, DPOTrainer, preferences(), loss_type='ipo', precompute_ref_logprobs=False)
-
-
 def dpo_lora(run: Run) -> None:
     completed(run, learned(run, DPOTrainer, policy(lora_rank=2), preferences(), loss_type='cdpo'))
-
-
-def kto(run: Run) -> None:
-    with_reference(run, KTOTrainer, labelled(), undesirable_weight=1.5)
-
-
-def orpo(run: Run) -> None:
-    completed(run, learned(run, ORPOTrainer, policy(), preferences(), preferences()[:3]))
-
-
-def simpo(run: Run) -> None:
-    completed(run, learned(run, SimPOTrainer, policy(), preferences(), preferences()[:3]))
 
 
 def ilql(run: Run) -> None:
@@ -464,13 +432,24 @@ def ilql(run: Run) -> None:
 
 # ---------------------------------------------------------------------- the table
 
+RUNS: dict[str, Callable[[Run], None]] = {
+    name: partial(lambda settings, run: fitted(run, online(run, **settings)), {'critic': False} | settings)
+    for name, settings in ONLINE.items()
+}
+RUNS |= {
+    'dpo': lambda run: with_reference(run, DPOTrainer, preferences(), max_epochs=2),
+    'dpo_ipo': lambda run: with_reference(
+        run, DPOTrainer, preferences(), loss_type='ipo', precompute_ref_logprobs=False
+    ),
+    'kto': lambda run: with_reference(run, KTOTrainer, labelled(), undesirable_weight=1.5),
+    'orpo': lambda run: completed(run, learned(run, ORPOTrainer, policy(), preferences(), preferences()[:3])),
+    'simpo': lambda run: completed(run, learned(run, SimPOTrainer, policy(), preferences(), preferences()[:3])),
+}
 NAMES = """
-ppo ppo_bf16 ppo_sampling shared_trunk hydra lora reward_model_scores grpo gspo dr_grpo rloo
-reinforce_pp reinforce_pp_baseline nlpo ptx dynamic_sampling stale stale_workers stepwise
-ppo_resumed stale_resumed ppo_evaluated sft sft_llama sft_resumed sft_evaluated rft reward_model
-reward_model_labels dpo dpo_ipo dpo_lora kto orpo simpo ilql
+ppo ppo_sampling reward_model_scores ptx stale stale_workers stepwise ppo_resumed stale_resumed ppo_evaluated sft
+sft_llama sft_resumed sft_evaluated rft reward_model reward_model_labels dpo_lora ilql
 """
-RUNS: dict[str, Callable[[Run], None]] = {name: globals()[name] for name in NAMES.split()}
+RUNS |= {name: globals()[name] for name in NAMES.split()}
 BF16 = {'ppo_bf16'}
 
 

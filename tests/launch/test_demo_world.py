@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from chatgpt.data import check_tokenizer, load_demonstrations, load_preferences, load_prompts
 from chatgpt.launch.demo_world import (
     demo_close_preferences,
-    demo_config,
     demo_corpus,
     demo_preferences,
     demo_prompts,
-    demo_tokenizer,
     repeated_share,
     true_score,
 )
@@ -22,16 +19,11 @@ PROMPT = 'one day a small fox went to the river .'
 @pytest.mark.parametrize(
     ('response', 'score'),
     [
-        ('it felt glad .', 1 / 4),
         ('it felt glad . it found a cake . it played with a duck . it felt happy .', 1.0),
         ('it felt glad . it felt glad . it felt glad . it felt glad .', 1 / 4),  # the same sentence counts once
-        ('it felt sad . it found a trap .', -2 / 4),
-        ('it felt calm .', 0.0),
         ('it felt glad . it felt', 1 / 4 - 1 / 4),  # breaks off
         ('', -1 / 4),
         ('glad glad glad .', -1 / 4),  # cheerful words that are no sentence
-        ('it found a glad .', -1 / 4),
-        ('it played with a river .', -1 / 4),
         ('it felt glad . it felt happy . it felt merry . it felt proud . it felt sad .', 1.0),  # the fifth is not read
     ],
 )
@@ -43,18 +35,8 @@ def test_data_follows_the_seed():
     for make in (demo_corpus, demo_prompts, demo_preferences, demo_close_preferences):
         assert make(20, seed=1) == make(20, seed=1) != make(20, seed=2)
         assert make(20, seed=1)[:5] == make(5, seed=1)
-
-
-def test_the_corpus_is_neither_good_nor_bad():
     scores = [true_score(r['prompt'], r['response']) for r in demo_corpus(2000, seed=0)]
-    assert abs(sum(scores) / len(scores)) < 0.05 and max(scores) == 1.0
-
-
-def test_preferences_are_ordered_by_the_truth_and_hold_faulty_text():
-    pairs = demo_preferences(300, seed=0)
-    assert all(true_score(p['prompt'], p['chosen']) > true_score(p['prompt'], p['rejected']) for p in pairs)
-    wild = [p for p in pairs if not p['rejected'].startswith('it ') or not p['rejected'].endswith(' .')]
-    assert 30 < len(wild) < 150
+    assert abs(sum(scores) / len(scores)) < 0.05 and max(scores) == 1.0  # neither good nor bad
 
 
 @pytest.mark.parametrize(
@@ -63,7 +45,6 @@ def test_preferences_are_ordered_by_the_truth_and_hold_faulty_text():
         ('it felt glad .', 0.0),
         ('it felt glad . it felt glad .', 2 / 6),  # the last two of six runs of three words stood first
         ('glad glad glad glad glad glad', 3 / 4),
-        ('it felt', 0.0),  # no run of three
         ('', 0.0),
     ],
 )
@@ -71,38 +52,12 @@ def test_repeated_share_by_hand(response, share):
     assert repeated_share(response) == pytest.approx(share)
 
 
-def test_close_preferences_are_ordered_by_the_truth_and_close():
-    pairs = demo_close_preferences(600, seed=0)
-    assert all(true_score(p['prompt'], p['chosen']) > true_score(p['prompt'], p['rejected']) for p in pairs)
+def test_preferences_are_ordered_by_the_truth_some_faulty_and_some_close():
+    wide, pairs = demo_preferences(300, seed=0), demo_close_preferences(600, seed=0)
+    assert all(true_score(p['prompt'], p['chosen']) > true_score(p['prompt'], p['rejected']) for p in [*wide, *pairs])
+    faulty = [p for p in wide if not p['rejected'].startswith('it ') or not p['rejected'].endswith(' .')]
+    assert 30 < len(faulty) < 150
     shares = [(repeated_share(p['chosen']), repeated_share(p['rejected'])) for p in pairs]
     assert sum(c < r for c, r in shares) > sum(c > r for c, r in shares)
     common = [set(p['chosen'].split(' .')) & set(p['rejected'].split(' .')) - {''} for p in pairs]
     assert sum(map(bool, common)) > 200  # one thing changed: the other sentences are the same
-
-
-def test_tokenizer_and_config(tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer, config = demo_tokenizer(), demo_config()
-    check_tokenizer(tokenizer, config)
-    assert sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters()) < 500_000
-    assert len(tokenizer) < 128 and tokenizer.pad_token_id != tokenizer.eos_token_id
-    tokenizer.save_pretrained(tmp_path)
-    for one in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
-        for row in demo_corpus(50, seed=5):
-            ids = one(row['response'])['input_ids']
-            assert tokenizer.unk_token_id not in ids and one.decode(ids) == row['response']
-
-
-def test_the_world_goes_through_the_loaders():
-    tokenizer = demo_tokenizer()
-    train, eval_data = load_demonstrations(demo_corpus(40), tokenizer, max_length=64, validation_percentage=10)
-    assert (len(train), len(eval_data)) == (36, 4)
-    row = demo_corpus(40)[0]
-    first = load_demonstrations([row], tokenizer)[0][0]
-    assert (
-        tokenizer.decode(first.prompt_ids) == row['prompt']
-        and tokenizer.decode(first.response_ids) == row['response'] + ' <eos>'
-    )
-    assert len(load_preferences(demo_preferences(30), tokenizer)[0]) == 30
-    assert load_prompts(demo_prompts(3), tokenizer)[0].text.endswith(' .')

@@ -1,5 +1,4 @@
-"""Runs in an environment: by name on the command line and from config files, resumed, planned, evaluated; and
-`chatgpt.train`."""
+"""Runs in an environment: by name on the command line and from config files, resumed, evaluated."""
 
 from __future__ import annotations
 
@@ -11,20 +10,15 @@ import pytest
 import torch
 from transformers import GPT2Config
 
-import chatgpt
-from chatgpt.environments import Environment
-from chatgpt.environments.games import Countdown, TicTacToe
-from chatgpt.launch.config_file import parse_run
-from chatgpt.launch.demo_world import CHARACTERS, game_config, game_tokenizer, games_of_a_random_player
+from chatgpt.launch.demo_world import game_config, game_tokenizer
 from chatgpt.launch.inputs import read_inputs
-from chatgpt.launch.planning import setup_of
 from chatgpt.launch.recipes import execute
 from chatgpt.launch.runs import PPORun
 from chatgpt.nn import GPTActor
-from chatgpt.trainer.callbacks import ProgressBar
 
 TINY = {'num_episodes': 1, 'max_timesteps': 2, 'update_timesteps': 1, 'experience_batch_size': 4}
 TINY |= {'train_batch_size': 4, 'max_epochs': 1, 'max_new_tokens': 48}
+GAME, OTHER = {'environment': 'games:countdown'}, {'environment': 'own.py:Echo', 'pretrain': '{folder}'}
 GDPO = {'environment': 'games:countdown', 'advantage_estimator': 'gdpo', 'num_samples_per_prompt': 2, 'kl_coef': 0.0}
 OWN = """
 from chatgpt.environments import ENVIRONMENTS, Environment
@@ -68,10 +62,6 @@ def run_of(**settings) -> PPORun:
     return run
 
 
-def words(*argv: str) -> PPORun:
-    return parse_run(PPORun, description=None, positional='prompt_path', argv=argv, method='ppo')
-
-
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -79,45 +69,17 @@ def lines(path: Path) -> list[dict]:
 # ---------------------------------------------------------------------- settings
 
 
-def test_flags_words_and_files_say_the_same(tmp_path):
-    file = tmp_path / 'run.yaml'
-    file.write_text('environment: games:countdown\nenvironment_options: {numbers: 4, operations: +-}\nmax_turns: 5\n')
-    options = ['--environment_options', '{"numbers": 4, "operations": "+-"}']
-    by_flags = words('--environment', 'games:countdown', *options, '--max_turns', '5')
-    by_words = words('environment=games:countdown', 'environment_options={numbers: 4, operations: +-}', 'max_turns=5')
-    for run in (by_flags, by_words, words('--config_file', str(file))):
-        assert run.environment == 'games:countdown' and run.max_turns == 5
-        assert run.environment_options == {'numbers': 4, 'operations': '+-'}
-    assert words('--reward_weights', '{correct: 1, format: 0.2}').reward_weights == {'correct': 1.0, 'format': 0.2}
-
-
 @pytest.mark.parametrize(
     ('settings', 'complaint'),
     [
         ({'environment': 'games:countdwn'}, 'is not known; .*did you mean games:countdown'),
-        ({'environment': 'countdown'}, 'did you mean games:countdown'),
-        (
-            {'environment': 'games:countdown', 'environment_options': {'number': 3}},
-            "no option 'number'; did you mean numbers",
-        ),
-        (
-            {'environment': 'games:countdown', 'environment_options': {'numbers': 9}},
-            'numbers=9 must be a whole number from 2 to 6',
-        ),
+        (GAME | {'environment_options': {'number': 3}}, "no option 'number'; did you mean numbers"),
+        (GAME | {'environment_options': {'numbers': 9}}, 'numbers=9 must be a whole number from 2 to 6'),
         ({'environment': 'own.py:Ehco', 'pretrain': '{folder}'}, 'did you mean Echo'),
-        (
-            {'environment': 'own.py:Echo', 'pretrain': '{folder}', 'environment_options': {'fails': True}},
-            'raised RuntimeError: no such place',
-        ),
-        ({'environment': 'games:countdown', 'max_turns': 0}, 'max_turns=0 must be at least 1'),
-        (
-            {'environment': 'games:countdown', 'max_new_tokens': 510},
-            r'begins with \d+ tokens; .*passes the context of 512',
-        ),
-        ({'environment': 'games:countdown', 'eval_episodes': -1}, 'eval_episodes=-1 must not be negative'),
+        (OTHER | {'environment_options': {'fails': True}}, 'raised RuntimeError: no such place'),
+        (GAME | {'max_new_tokens': 510}, r'begins with \d+ tokens; .*passes the context of 512'),
         ({'environment': 'games:countdown', 'reward_fn': 'builtins:print'}, 'say how they add up by reward_weights'),
         ({'environment': 'games:countdown', 'max_timesteps': None}, 'tasks of an environment have no end'),
-        ({'max_turns': 3}, 'max_turns=3 is about an environment, and there is none: give environment'),
         (GDPO, 'takes a list of rewards'),
     ],
 )
@@ -132,15 +94,8 @@ def test_mistakes_are_one_line_before_any_weight(settings, complaint, own, folde
 
 
 def test_a_run_evaluates_on_other_tasks_and_a_resume_tells_what_changed(folder, tmp_path, capsys, own):
-    common = {
-        'environment': 'games:countdown',
-        'pretrain': str(folder),
-        'save_path': str(tmp_path / 'run'),
-        'eval_episodes': 3,
-        'eval_interval': 1,
-        'max_turn_tokens': 6,
-        'checkpoint_interval': 1,
-    }
+    common = {'environment': 'games:countdown', 'pretrain': str(folder), 'save_path': str(tmp_path / 'run')}
+    common |= {'eval_episodes': 3, 'eval_interval': 1, 'max_turn_tokens': 6, 'checkpoint_interval': 1}
     run = run_of(**common)
     execute(run)
     out = capsys.readouterr().out
@@ -163,124 +118,8 @@ def test_an_environment_of_ones_own_with_data_and_named_rewards(folder, tmp_path
     (tmp_path / 'prompts.jsonl').write_text(
         ''.join(json.dumps({'prompt': f'p{i}:', 'word': f'w{i}'}) + '\n' for i in range(4))
     )
-    execute(
-        run_of(
-            environment=own,
-            environment_options={'turns': 3},
-            pretrain=str(folder),
-            prompt_path=str(tmp_path / 'prompts.jsonl'),
-            save_path=str(tmp_path / 'run'),
-            reward_weights={'there': 2.0, 'length': 0.0},
-            max_turn_tokens=4,
-            environment_workers='processes',
-        )
-    )
+    given = {'environment': own, 'environment_options': {'turns': 3}, 'environment_workers': 'processes'}
+    given |= {'prompt_path': str(tmp_path / 'prompts.jsonl'), 'reward_weights': {'there': 2.0, 'length': 0.0}}
+    execute(run_of(**given, pretrain=str(folder), save_path=str(tmp_path / 'run'), max_turn_tokens=4))
     for row in lines(tmp_path / 'run' / 'samples.jsonl'):
         assert re.fullmatch(r'p(\d):say w\1\n', row['prompt']) and row['score'] == 2.0 * 3
-
-
-def test_the_plan_has_room_for_the_observation_and_the_whole_episode(folder, tmp_path):
-    flags = {'pretrain': str(folder), 'save_path': str(tmp_path), 'plan': True, 'logprob_kernel': 'fused'}
-    setup = setup_of(read_inputs(run_of(environment='games:tictactoe', **flags)))
-    assert setup.logprob_kernel == 'fused'
-    assert setup.max_prompt_tokens == 12, 'three lines of three cells'
-    assert setup.max_new_tokens == 48
-
-
-# ---------------------------------------------------------------------- a game without a model
-
-
-def test_games_of_a_random_player_are_demonstrations_of_moves():
-    tokenizer = game_tokenizer()
-    assert tokenizer.decode(tokenizer(CHARACTERS)['input_ids']) == CHARACTERS
-    assert len(tokenizer) == game_config().vocab_size
-    examples = games_of_a_random_player(lambda: TicTacToe(first='policy'), tokenizer, num_tokens=400)
-    assert 400 <= sum(len(e.prompt_ids) + e.num_actions for e in examples) < 600
-    for e in examples:
-        assert tokenizer.decode(e.prompt_ids) == '...\n...\n...\n'
-        assert bool(e.response_mask[0]) and bool(e.response_mask[-1])
-        moves = tokenizer.decode(e.response_ids[e.response_mask]).split('</s>')
-        assert moves.pop() == '' and len(set(moves)) == len(moves) and set(moves) <= set('123456789')
-        assert not set(tokenizer.decode(e.response_ids[~e.response_mask])) - set('\n.xo')
-
-
-@pytest.mark.slow
-def test_a_game_needs_no_model(tmp_path):
-    execute(run_of(environment='games:tictactoe', save_path=str(tmp_path / 'run'), experience_batch_size=16))
-    rows = lines(tmp_path / 'run' / 'metrics.jsonl')
-    assert rows[0]['environment/return_mean'] > -1.2, 'it makes moves that are allowed'
-
-
-# ---------------------------------------------------------------------- chatgpt.train
-
-
-class Say(Environment):
-    def __init__(self, word='b'):
-        self.word = word
-
-    def reset(self, seed, **columns):
-        return f'{columns.get("start", "a")}>'
-
-    def step(self, response):
-        return '', float(self.word in response), True, False, {'success': self.word in response}
-
-
-@pytest.mark.parametrize('environment', [Say, 'games:countdown', Countdown])
-def test_one_verb(environment, folder):
-    trainer = chatgpt.train(
-        str(folder),
-        environment=environment,
-        num_timesteps=2,
-        experience_batch_size=4,
-        train_batch_size=4,
-        max_new_tokens=32,
-        max_turn_tokens=6,
-        eval_episodes=2,
-        eval_interval=1,
-        callbacks=[ProgressBar(enabled=False)],
-    )
-    assert all(e.episode is not None for e in trainer.last_experiences)
-    assert trainer.phase == 2
-
-
-@pytest.mark.parametrize(('weights', 'score'), [({'reward_fn': 1.0}, 5.0), ({'reward': 10.0, 'reward_fn': 0.5}, 2.5)])
-def test_one_verb_with_prompts_and_a_reward_function(folder, weights, score):
-    def reward(prompts, responses, start):
-        assert all(prompt.endswith(f'{s}>') for prompt, s in zip(prompts, start, strict=True))
-        return [5.0] * len(prompts)
-
-    trainer = chatgpt.train(
-        str(folder),
-        environment=Say,
-        environment_options={'word': 'z'},
-        prompts=[{'prompt': 'x', 'start': 's'}],
-        reward_fn=reward,
-        reward_weights=weights,
-        num_timesteps=1,
-        experience_batch_size=2,
-        train_batch_size=2,
-        max_new_tokens=8,
-        callbacks=[ProgressBar(enabled=False)],
-    )
-    own = [sum(sum(t.rewards.values()) for t in e.episode.turns) for e in trainer.last_experiences]
-    assert [e.score for e in trainer.last_experiences] == [score + weights.get('reward', 0.0) * r for r in own]
-    assert {e.prompt_text for e in trainer.last_experiences} == {'xs>'}
-
-
-@pytest.mark.parametrize(
-    ('given', 'complaint'),
-    [
-        ({'environment': 'games:countdwn'}, 'did you mean games:countdown'),
-        ({'environment': Say, 'environment_options': {'words': 'b'}}, "no option 'words'; did you mean word"),
-        ({'environment': Say, 'samples': ['a']}, 'leave samples out'),
-        ({'max_turns': 3, 'reward_fn': len, 'prompts': ['a']}, 'max_turns=3 is about an environment'),
-        ({'environment': Say, 'eval_episodes': 2, 'eval_prompts': ['a']}, 'with eval_prompts leave it out'),
-        ({'environment': 3}, 'environment=3 cannot be called'),
-        ({'environment': Say, 'reward_fn': len}, 'say how they add up by reward_weights'),
-        ({'environment': Say, 'reward_fn': len, 'reward_weights': {'reward': 1.0}}, 'needs one weight, by the name'),
-        ({'environment': Say, 'reward_weights': {'reward_fn': 1.0}}, 'there is no reward_fn'),
-    ],
-)
-def test_mistakes_of_one_verb(given, complaint, folder):
-    with pytest.raises(ValueError, match=complaint):
-        chatgpt.train(str(folder), **given)

@@ -15,14 +15,13 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launcher_runs import ROOT, Nodes, command, launch, metrics_of, on, parent, processes
 from limits import until
 
-import chatgpt
-from chatgpt.launch.ray_request import check_address, check_node
-from chatgpt.launch.worker import Worker
+from chatgpt.launch.ray_request import check_address
 from chatgpt.testing.processes import free_port
 
 pytestmark = pytest.mark.system
@@ -96,16 +95,7 @@ def test_torchrun_on_two_nodes_goes_on_after_a_killed_rank(tmp_path, model_folde
 def test_a_second_launch_of_the_name_goes_on(tmp_path: Path, model_folder: Path):
     """The first is ended by SIGTERM, as by a batch system that queues the job again."""
     small = ['--max_timesteps=16', '--experience_batch_size=2', '--train_batch_size=2', '--max_new_tokens=2']
-    flags = [
-        '--run_id=job7',
-        str(SCRIPT),
-        *QUICK[1:],
-        *small,
-        '--pretrain',
-        str(model_folder),
-        '--save_path',
-        str(tmp_path),
-    ]
+    flags = ['--run_id=job7', str(SCRIPT), *QUICK[1:], *small, f'--pretrain={model_folder}', f'--save_path={tmp_path}']
     first = command(*flags)
     try:
         until(lambda: len(metrics_of(tmp_path)) >= 1)
@@ -186,12 +176,6 @@ def test_a_script_that_fails_is_started_again_as_often_as_allowed(cluster, tmp_p
     assert '; restart 1 of 1' in output and '; giving up' in output
 
 
-def test_a_script_that_is_called_wrongly_is_not_started_again(cluster, tmp_path):
-    code, output = launch(cluster, tmp_path, FAIL, '--num_workers=2', args=[str(tmp_path / 'log'), '2'])
-    assert code == 2 and 'restart' not in output
-    assert len((tmp_path / 'log').read_text().splitlines()) == 2
-
-
 WAIT = """
 import os, pathlib, signal, sys, time
 def leave(number, frame):
@@ -211,23 +195,19 @@ def started(folder: Path, attempt: int, number: int) -> list[int] | None:
     return [int(f.name.split('-')[2]) for f in files] if len(files) == number else None
 
 
-@pytest.mark.parametrize('signum', [signal.SIGTERM, signal.SIGINT])
-def test_a_busy_cluster_is_an_error_and_a_signal_reaches_the_script(cluster, tmp_path, signum):
+def test_a_busy_cluster_is_an_error_and_a_signal_reaches_the_script(cluster, tmp_path):
     (tmp_path / 'wait.py').write_text(WAIT)
     process = on(cluster, '--num_workers=3', str(tmp_path / 'wait.py'), str(tmp_path))
     try:
         until(lambda: started(tmp_path, 0, 3))
         error = fails(cluster, tmp_path, '--num_workers=2', '--wait_s=0.1')
-        assert (
-            '2 workers with 1 CPU each fit the Ray cluster, but for 0.1 s others have used it (0 CPU, 0 GPU free now)'
-            in error
-        )
-        process.send_signal(signum)
+        assert '2 workers with 1 CPU each fit the Ray cluster, but for 0.1 s others have used it (0 CPU, 0 GPU' in error
+        process.send_signal(signal.SIGTERM)
         output, _ = process.communicate()
     finally:
         process.kill()
-    assert process.returncode == 128 + signum
-    assert output.splitlines() == [f'[launch] {signum.name}: passed on to all workers', 'saving']
+    assert process.returncode == 128 + signal.SIGTERM
+    assert output.splitlines() == ['[launch] SIGTERM: passed on to all workers', 'saving']
 
 
 def test_scripts_end_with_a_launcher_that_is_killed(cluster, tmp_path):
@@ -239,22 +219,6 @@ def test_scripts_end_with_a_launcher_that_is_killed(cluster, tmp_path):
         process.kill()
         process.communicate()
     until(lambda: not any(Path(f'/proc/{pid}').exists() for pid in pids))
-
-
-def test_a_script_that_is_killed_is_started_again(cluster, tmp_path):
-    (tmp_path / 'wait.py').write_text(WAIT)
-    process = on(cluster, '--num_workers=2', '--max_failures=1', str(tmp_path / 'wait.py'), str(tmp_path))
-    try:
-        first = until(lambda: started(tmp_path, 0, 2))
-        os.kill(first[1], signal.SIGKILL)
-        until(lambda: started(tmp_path, 1, 2))
-        assert not Path(f'/proc/{first[0]}').exists()
-        (tmp_path / 'end').touch()
-        output, _ = process.communicate()
-    finally:
-        process.kill()
-    assert process.returncode == 0
-    assert re.fullmatch(r'\[launch\] rank 1 on [0-9.]+ was ended by SIGKILL; restart 1 of 1\n', output)
 
 
 # ---------------------------------------------------------------------- one line for every mistake
@@ -273,10 +237,6 @@ def test_a_request_that_no_node_can_hold_names_request_and_cluster(cluster, tmp_
     error = fails(cluster, tmp_path, '--num_workers=2', '--cpus_per_worker=2')
     assert error.startswith('2 workers with 2 CPU each do not fit the Ray cluster, which has room for 0 (node ')
     assert error.count(': 1 CPU, 0 GPU') == 3
-    assert '4 workers with 1 CPU each do not fit the Ray cluster, which has room for 3' in fails(
-        cluster, tmp_path, '--num_workers=4'
-    )
-    assert '1 worker with 1 CPU and 1 GPU each do not fit' in fails(cluster, tmp_path, '--gpus_per_worker=1')
 
 
 def test_another_token_is_an_error_that_says_where_the_right_one_is(cluster, tmp_path):
@@ -339,52 +299,16 @@ def test_a_wrong_address(tmp_path):
         check_address('10.0.0.1')
 
 
-def test_another_package_on_a_worker(cluster, tmp_path):
-    (tmp_path / 'chatgpt').mkdir()
-    (tmp_path / 'chatgpt' / '__init__.py').write_text("__version__ = '0.0.0'\n")
-    elsewhere = f'--env=PYTHONPATH={tmp_path}'
-    assert f'has chatgpt 0.0.0, here is {chatgpt.__version__}; install the same' in fails(cluster, tmp_path, elsewhere)
-    (tmp_path / 'chatgpt' / '__init__.py').write_text('import nothing_of_that_name\n')
-    assert "cannot import chatgpt: ModuleNotFoundError: No module named 'nothing_of_that_name'" in fails(
-        cluster, tmp_path, elsewhere
-    )
-
-
-def test_a_worker_without_the_package(monkeypatch, tmp_path):
-    bare = tmp_path / 'python'
-    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without site-packages
-    bare.chmod(0o755)
-    monkeypatch.setattr(sys, 'executable', str(bare))
-    found = Worker().look('127.0.0.1', str(tmp_path), {}, {'PYTHONPATH': ''})
-    with pytest.raises(
-        ValueError, match=r'^node 10.0.0.2 .*python has no package chatgpt, torch, transformers; install it there'
-    ):
-        check_node('10.0.0.2', found, 'x')
-
-
 def test_a_node_that_does_not_see_the_same_files(cluster, tmp_path):
     """The second node has a file system of its own at the place of the run's folder."""
     own = ['unshare', '--mount', 'sh', '-c', f'mount -t tmpfs none {tmp_path} && exec "$@"', 'sh']
     if subprocess.run([*own, 'true'], capture_output=True).returncode:
         pytest.skip('needs unshare --mount, with the right to mount')
     (tmp_path.parent / 'script.py').write_text('')
-    start = [
-        sys.executable,
-        '-m',
-        'ray.scripts.scripts',
-        'start',
-        f'--address={cluster.address}',
-        '--num-cpus=1',
-        '--block',
-    ]
-    start += [f'--object-store-memory={80 * 2**20}']
-    node = subprocess.Popen(
-        [*own, *start],
-        env=os.environ | cluster.variables,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    start = [sys.executable, '-m', 'ray.scripts.scripts', 'start', f'--address={cluster.address}', '--num-cpus=1']
+    start += ['--block', f'--object-store-memory={80 * 2**20}']
+    quiet: dict[str, Any] = dict.fromkeys(('stdout', 'stderr'), subprocess.DEVNULL)
+    node = subprocess.Popen([*own, *start], env=os.environ | cluster.variables, start_new_session=True, **quiet)
     try:
         error = 'do not fit'
         while 'do not fit' in error:  # until the node has joined

@@ -24,15 +24,11 @@ PPO = (
 )
 LEARN = ['--train_batch_size=4', '--max_steps=2', '--lr=1e-2', '--log_interval=1']
 RUNS = {
-    'sft': ('train_sft', ['{demonstrations}', *LEARN]),
     'sft, adapters': ('train_sft', ['{demonstrations}', *LEARN, *LORA]),
-    'reward model': ('train_reward_model', ['{pairs}', *LEARN]),
     'reward model, recomputed': ('train_reward_model', ['{pairs}', *LEARN, *LORA, '--gradient_checkpointing']),
     'dpo': ('train_preference', ['{pairs}', *LEARN, '--method=dpo']),
-    'ppo': ('train_prompts', [*PPO, '--reward_model={rm}']),
     'ppo, adapters': ('train_prompts', [*PPO, *LORA, '--reward_model={rm}']),
     'ppo, hydra': ('train_prompts', [*PPO, '--num_layers_unfrozen=1', '--reward_model={rm}']),
-    'ppo, function': ('train_prompts', [*PPO, '--reward_fn={reward}']),
     'grpo': (
         'train_prompts',
         [*PPO, '--advantage_estimator=grpo', '--num_samples_per_prompt=2', '--reward_model={classifier}'],
@@ -56,16 +52,13 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     classifier = GPT2ForSequenceClassification(config)
     torch.nn.init.normal_(classifier.score.weight)
     classifier.save_pretrained(folder / 'classifier')
-    (folder / 'reward.py').write_text(
-        'def score(prompts, responses):\n    return [float(len(r)) / 10 for r in responses]\n'
-    )
     for name, rows in (
         ('demonstrations', [{'prompt': r['prompt'], 'completion': r['response']} for r in demo_world.demo_corpus(8)]),
         ('pairs', demo_world.demo_preferences(8)),
         ('prompts', demo_world.demo_prompts(4)),
     ):
         (folder / f'{name}.jsonl').write_text('\n'.join(json.dumps(row) for row in rows) + '\n')
-    kinds = {'base': '', 'rm': '', 'classifier': '', 'reward': '.py:score'}
+    kinds = {'base': '', 'rm': '', 'classifier': ''}
     kinds |= dict.fromkeys(('demonstrations', 'pairs', 'prompts'), '.jsonl')
     return {name: Path(f'{folder / name}{ending}') for name, ending in kinds.items()}
 

@@ -3,9 +3,6 @@ line."""
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -14,13 +11,11 @@ import pytest
 from chatgpt.launch.config_file import parse_run
 from chatgpt.launch.methods import METHODS, Recipe
 from chatgpt.launch.recipes import execute
-from chatgpt.launch.runs import DataRun, PPORun, PreferenceRun, Run, run_class
+from chatgpt.launch.runs import DataRun, PPORun, Run, run_class
 from chatgpt.trainer.objectives.config import SFTConfig
-from chatgpt.trainer.objectives.pairs import DPOConfig, DPOTrainer
 from chatgpt.trainer.objectives.sft import SFTTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = {'dr_grpo': 'grpo', 'reinforce++_baseline': 'reinforce++'}
 
 
 @pytest.mark.parametrize('name', METHODS)
@@ -31,35 +26,8 @@ def test_the_parts_of_an_entry_are_there_and_its_settings_are_settings(name):
     assert set(method.part('config').field_names()) <= set(run.field_names()) | {'loss_type', 'gamma', 'weight'}
     assert callable(method.part('trainer')) and callable(method.part('reader'))
     assert {*method.settings, *method.defaults} <= set(run.field_names())
-    assert len(method.about) < 90 and '\n' not in method.about
-
-
-def printed_calls(page: str) -> list[dict[str, object]]:
-    """The settings of every `PPOTrainer(...)` on a page of docs/algorithms."""
-    text = (ROOT / 'docs' / 'algorithms' / f'{page}.md').read_text()
-    found = []
-    for call in re.findall(r'^    PPOTrainer\(\.\.\., (.*?)\)$', text, re.MULTILINE | re.DOTALL):
-        call = re.sub(r'reward_model=\[.*?\], ', '', ' '.join(call.split()))
-        found.append({k: v for k, v in eval(f'dict({call})').items() if k not in ('critic', 'mask_model')})
-    return found
-
-
-@pytest.mark.parametrize('name', [n for n, m in METHODS.items() if m.settings])
-def test_a_relative_of_ppo_has_the_settings_that_its_page_prints(name):
-    method = METHODS[name]
-    own = dict(method.settings)
-    if method.defaults.get('overlong_buffer'):
-        own['overlong_buffer'] = method.defaults['overlong_buffer']
-    assert own in printed_calls(PAGE.get(name, name))
-
-
-def test_a_list_of_methods_waits_for_nothing():
-    code = (
-        'import sys\nfrom chatgpt.launch.methods import METHODS\nprint(len(METHODS))\n'
-        "assert not {'torch', 'transformers', 'yaml'} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and int(done.stdout) == len(METHODS), done.stderr
+    if run is PPORun and name != 'ppo':
+        run(**method.settings).validate()
 
 
 @dataclass(kw_only=True)
@@ -98,42 +66,6 @@ def test_a_method_of_ones_own_is_one_line(monkeypatch, tmp_path, model_folder, c
     (config,) = MyTrainer.seen
     assert (config.strength, run.lr) == (0.75, 0.125)
     assert (tmp_path / 'run' / 'actor' / 'config.json').is_file()
-
-
-mine = Recipe(about='DPO with another margin', config=DPOConfig, trainer=DPOTrainer, defaults={'lr': 0.25})
-
-
-def test_a_preference_method_of_ones_own_is_named(model_folder):
-    name = f'{Path(__file__)}:mine'
-    try:
-        run = run_class(name)(pretrain=str(model_folder))
-        assert isinstance(run, PreferenceRun)
-        run.fill_defaults()
-        assert run.lr == 0.25 and isinstance(run.config(), DPOConfig)
-    finally:
-        METHODS.pop(name, None)
-
-
-def test_the_estimators_of_the_presets_are_those_of_the_table():
-    for name, method in METHODS.items():
-        if run_class(name) is PPORun and name != 'ppo':
-            PPORun(**method.settings).validate()
-
-
-@pytest.mark.parametrize(
-    ('name', 'value'),
-    [('critic', 'shared'), ('critic_lr', 1.0), ('critic_from', 'actor'), ('value_clip', 0.2), ('value_coef', 0.5)],
-)
-def test_settings_of_a_critic_need_one(name, value):
-    PPORun(**{'critic': 'shared' if name == 'value_coef' else 'own', name: value}).validate()
-    with pytest.raises(ValueError, match=f'{name}=.* is of a critic, and advantage_estimator=.* takes no critic'):
-        PPORun(**{name: value}, **METHODS['grpo'].settings).validate()
-
-
-def test_a_weight_of_the_value_loss_needs_a_shared_trunk():
-    """A critic of its own has an optimizer of its own, and nothing reads the weight."""
-    with pytest.raises(ValueError, match=r"value_coef=0.5 .*critic='shared'"):
-        PPORun(value_coef=0.5).validate()
 
 
 @pytest.mark.parametrize(('settings', 'rate'), [({}, 1e-5), ({'critic': 'shared'}, None), ('grpo', None)])

@@ -9,7 +9,6 @@ import sys
 
 import pytest
 
-from chatgpt.data.rewards import NumberAtEnd
 from chatgpt.launch.arguments import load_function, run_main
 from chatgpt.launch.recipes import run_defaults
 from chatgpt.launch.runs import SFTRun
@@ -17,23 +16,14 @@ from chatgpt.trainer.callbacks.base import say
 
 
 @pytest.mark.system
-@pytest.mark.parametrize('length', [1, 1_000_000])
-def test_a_reader_that_has_read_enough_is_no_error(length):
+def test_a_reader_that_has_read_enough_is_no_error():
     """As of `| head -1`."""
     reads, writes = os.pipe()
     os.close(reads)
-    code = f'from chatgpt.launch.arguments import run_main; run_main(lambda: print("x" * {length}))'
+    code = 'from chatgpt.launch.arguments import run_main; run_main(lambda: print("x" * 1_000_000))'
     done = subprocess.run([sys.executable, '-c', code], stdout=writes, stderr=subprocess.PIPE, text=True)
     os.close(writes)
     assert (done.returncode, done.stderr) == (141, '')
-
-
-def test_a_pipe_of_the_run_that_breaks_is_an_error():
-    def main():
-        raise BrokenPipeError('of a worker')
-
-    with pytest.raises(BrokenPipeError, match='of a worker'):
-        run_main(main)
 
 
 def test_the_folder_that_the_command_chose_is_its_default():
@@ -43,10 +33,10 @@ def test_the_folder_that_the_command_chose_is_its_default():
     assert run_defaults(given)['save_path'] == 'outputs/train_sft'
 
 
-@pytest.mark.parametrize('encoding', ['ascii', 'latin-1', 'utf-8'])
+@pytest.mark.parametrize('encoding', ['latin-1', 'utf-8'])
 def test_what_the_encoding_of_stdout_lacks_is_escaped(monkeypatch, encoding):
     """Of the command, and of a callback that is used from Python."""
-    shown = {'ascii': r'\xe9 \u2192', 'latin-1': r'é \u2192', 'utf-8': 'é →'}[encoding]
+    shown = {'latin-1': r'é \u2192', 'utf-8': 'é →'}[encoding]
     for prints in (lambda: run_main(lambda: print('é → \ud800')), lambda: say('é → \ud800')):
         stdout = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
         monkeypatch.setattr(sys, 'stdout', stdout)
@@ -60,51 +50,25 @@ def test_what_the_encoding_of_stdout_lacks_is_escaped(monkeypatch, encoding):
 
 FILE = """
 class Starts:
-    letter = 'a'
-
     def __call__(self, prompts, responses):
-        return [float(r.startswith(self.letter)) for r in responses]
+        return [float(r.startswith('a')) for r in responses]
 
-class Needs:
-    def __init__(self, target):
-        self.target = target
-
-    def __call__(self, prompts, responses):
-        return [self.target] * len(responses)
-
-class Breaks:
-    def __init__(self):
-        raise OSError('no such service')
-
-    __call__ = None
+class Needs(Starts):
+    def __init__(self, target): ...
 
 class Holds:
     pass
 """
 
 
-def test_a_class_is_made():
-    reward = load_function('chatgpt.data.rewards:NumberAtEnd')
-    assert reward == NumberAtEnd()
-    assert reward([''] * 2, ['it is 7', '8'], answer=['7', '7']) == [1.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ('name', 'message'),
-    [
-        ('Needs', r"Needs is a class with arguments of its own \(missing a required argument: 'target'\)"),
-        ('Breaks', r'making Breaks\(\) raised OSError: no such service'),
-        ('Holds', 'Holds is a class whose objects cannot be called'),
-    ],
-)
-def test_a_class_that_cannot_be_made_is_one_line(tmp_path, name, message):
+def test_a_class_is_made_and_one_that_cannot_be_is_one_line(tmp_path):
     (tmp_path / 'kinds.py').write_text(FILE)
-    assert load_function(f'{tmp_path}/kinds.py:Starts')([''], ['abc']) == [1.0]
-    with pytest.raises(ValueError, match=f'kinds.py:{name}.: {message}.*name a function or object of your own file'):
-        load_function(f'{tmp_path}/kinds.py:{name}')
-
-
-def test_an_exit_while_importing_is_an_error(tmp_path):
     (tmp_path / 'leaves.py').write_text('import sys\nsys.exit(0)\n')
-    with pytest.raises(ValueError, match=r'importing it raised SystemExit: 0$'):
-        load_function(f'{tmp_path}/leaves.py:score')
+    assert load_function(f'{tmp_path}/kinds.py:Starts')([''], ['abc']) == [1.0]
+    for name, message in (
+        ('kinds.py:Needs', r"Needs is a class with arguments of its own \(missing a required argument: 'target'\)"),
+        ('kinds.py:Holds', 'Holds is a class whose objects cannot be called'),
+        ('leaves.py:score', r'importing it raised SystemExit: 0$'),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_function(f'{tmp_path}/{name}')

@@ -19,86 +19,55 @@ from chatgpt.trainer.rules import DECODE_RULES
 TRUNK = {'shared_trunk': True, 'lora_rank': 2}
 GEMINI = {'strategy': 'colossalai_gemini', 'precision': 'bf16'}
 OWN = 'file.py:Mine'
-BROKEN: list[tuple[type, dict[str, Any]]] = [
-    # models and strategies
+FSDP = {'tensor_parallel': 2, 'strategy': 'fsdp'}
+GAME = {'environment': 'games:countdown'}
+# settings of PPO that are refused alone
+ALONE: dict[str, Any] = {'lora_alpha': 3.0, 'lora_dropout': 0.1, 'lora_target_modules': ['q'], 'lora_train_bias': 'all'}
+ALONE |= {'save_adapter': True, 'quantize': 'nf4', 'shared_trunk': True, 'value_coef': 0.5, 'model': 'deberta'}
+ALONE |= {'temperature': 0.0, 'ptx_coef': 0.1, 'ptx_data': 'a', 'environment': OWN, 'eval_episodes': 3, 'max_turns': 3}
+ALONE |= {'environment_options': {'numbers': 3}, 'max_turn_tokens': 3, 'step_timeout_s': 3.0, 'rollout_chunk_size': 1}
+ALONE |= {'environment_workers': 'processes', 'num_environment_workers': 3, 'rollout_resources': {'CPU': 1.0}}
+ALONE |= {'reward_weights': {'reward': 1.0}}
+PPO_TOGETHER: list[dict[str, Any]] = [
+    *(
+        FSDP | given
+        for given in ({'reproducible': 'exact'}, {'compile_blocks': True}, {'num_layers_unfrozen': 1}, GAME)
+    ),
+    *(TRUNK | given for given in ({'lora_train_bias': 'all'}, {'strategy': 'fsdp'}, {'critic': 'shared'})),
+    *(TRUNK | given for given in ({'num_layers_unfrozen': 1}, {'offload': 'idle'}, {'engine': 'vllm'})),
+    TRUNK | {'rollout_workers': 1},
+    {'lora_rank': 2, 'num_layers_unfrozen': 1},
+    {'lora_rank': 2, 'quantize': 'nf4'},
+    {'optimizer': 'adamw8bit', 'strategy': 'fsdp'},
+    {'compile_blocks': True, 'reproducible': 'exact'},
+    {'compile_blocks': True} | GEMINI,
+    {'critic': 'shared', 'critic_lr': 0.1},
+    *({'reproducible': 'exact'} | given for given in ({'engine': 'hf'}, {'rollout_workers': 2})),
+    *({'nlpo_top_p': 0.9} | given for given in ({'lora_rank': 2}, {'num_layers_unfrozen': 1}, {'engine': 'hf'})),
+    {'nlpo_top_p': 0.9, 'rollout_workers': 2},
+    {'logprob_kernel': 'liger', 'entropy_coef': 0.01},
+    {'logprob_kernel': 'liger', 'temperature': 0.7, 'precision': 'bf16'},
+    GAME | {'eval_episodes': 3, 'validation_percentage': 5.0},
+    {'reward_model': 'a', 'reward_fn': 'a:b'},
+    {'prompt_path': 'a', 'pretrain': 'gpt2'},
+    {'prompt_path': 'a', 'reward_fn': 'a:b'},
+    {'max_staleness': 1, 'tis_cap': 2.0},
+    {'rollout_workers': 1, 'engine': 'hf'},
+]
+OTHERS: list[tuple[type, dict[str, Any]]] = [
     (SFTRun, {'strategy': 'colossalai_gemini', 'precision': 'fp32'}),
     (SFTRun, {'tensor_parallel': 2, 'strategy': 'ddp'}),
-    *(
-        (PPORun, {'tensor_parallel': 2, 'strategy': 'fsdp'} | given)
-        for given in (
-            {'reproducible': 'exact'},
-            {'compile_blocks': True},
-            {'num_layers_unfrozen': 1},
-            {'environment': 'games:countdown'},
-        )
-    ),
-    *(
-        (PPORun, given)
-        for given in (
-            {'lora_alpha': 3.0},
-            {'lora_dropout': 0.1},
-            {'lora_target_modules': ['q']},
-            {'lora_train_bias': 'all'},
-            {'save_adapter': True},
-            {'quantize': 'nf4'},
-            {'shared_trunk': True},
-        )
-    ),
-    (PPORun, {'lora_rank': 2, 'num_layers_unfrozen': 1}),
-    (PPORun, {'lora_rank': 2, 'quantize': 'nf4'}),
-    (PPORun, {'optimizer': 'adamw8bit', 'strategy': 'fsdp'}),
-    (PPORun, TRUNK | {'lora_train_bias': 'all'}),
-    (PPORun, TRUNK | {'strategy': 'fsdp'}),
-    (PPORun, TRUNK | {'critic': 'shared'}),
-    (PPORun, TRUNK | {'num_layers_unfrozen': 1}),
-    (PPORun, TRUNK | {'offload': 'idle'}),
-    # every run
-    (PPORun, {'model': 'deberta'}),
     (RewardRun, {'logprob_kernel': 'fused'}),
     (SFTRun, {'logprob_kernel': 'fused'} | GEMINI),
-    (PPORun, {'compile_blocks': True, 'reproducible': 'exact'}),
-    (PPORun, {'compile_blocks': True} | GEMINI),
     (SFTRun, {'hub_private': True}),
     (SFTRun, {'validation_file': 'a', 'validation_percentage': 3.0}),
     (SFTRun, {'validation_percentage': 0.5}),
     (SFTRun, {'validation_file': 'a', 'dataset': 'a', 'pretrain': 'gpt2'}),
-    # runs that only learn
     (SFTRun, {'dataset': 'a'}),
     (run_class('ilql'), {'lora_rank': 2}),
-    # PPO
-    (PPORun, {'critic': 'shared', 'critic_lr': 0.1}),
-    (PPORun, {'value_coef': 0.5}),
-    (PPORun, {'reproducible': 'exact', 'engine': 'hf'}),
-    (PPORun, {'reproducible': 'exact', 'rollout_workers': 2}),
-    (PPORun, {'nlpo_top_p': 0.9, 'lora_rank': 2}),
-    (PPORun, {'nlpo_top_p': 0.9, 'num_layers_unfrozen': 1}),
-    (PPORun, {'nlpo_top_p': 0.9, 'engine': 'hf'}),
-    (PPORun, {'nlpo_top_p': 0.9, 'rollout_workers': 2}),
-    (PPORun, {'logprob_kernel': 'liger', 'entropy_coef': 0.01}),
-    (PPORun, {'logprob_kernel': 'liger', 'temperature': 0.7, 'precision': 'bf16'}),
-    (PPORun, TRUNK | {'rollout_workers': 1}),
-    (PPORun, TRUNK | {'engine': 'vllm'}),
-    (PPORun, {'temperature': 0.0}),
-    (PPORun, {'environment_options': {'numbers': 3}}),
-    (PPORun, {'max_turns': 3}),
-    (PPORun, {'max_turn_tokens': 3}),
-    (PPORun, {'step_timeout_s': 3.0}),
-    (PPORun, {'environment_workers': 'processes'}),
-    (PPORun, {'num_environment_workers': 3}),
-    (PPORun, {'reward_weights': {'reward': 1.0}}),
-    (PPORun, {'eval_episodes': 3}),
-    (PPORun, {'environment': 'games:countdown', 'eval_episodes': 3, 'validation_percentage': 5.0}),
-    (PPORun, {'environment': OWN}),
-    (PPORun, {'reward_model': 'a', 'reward_fn': 'a:b'}),
-    (PPORun, {'prompt_path': 'a', 'pretrain': 'gpt2'}),
-    (PPORun, {'prompt_path': 'a', 'reward_fn': 'a:b'}),
-    (PPORun, {'ptx_coef': 0.1}),
-    (PPORun, {'ptx_data': 'a'}),
-    (PPORun, {'max_staleness': 1, 'tis_cap': 2.0}),
-    (PPORun, {'rollout_chunk_size': 1}),
-    (PPORun, {'rollout_resources': {'CPU': 1.0}}),
-    (PPORun, {'rollout_workers': 1, 'engine': 'hf'}),
 ]
+BROKEN = [*((PPORun, {name: value}) for name, value in ALONE.items()), *((PPORun, given) for given in PPO_TOGETHER)]
+BROKEN += OTHERS
 TABLES: dict[type, list] = {
     PPORun: [*DECODE_RULES, *MODEL_RULES, *RUN_RULES, *PPO_RUN_RULES],
     DataRun: [*MODEL_RULES, *RUN_RULES, *DATA_RULES],
@@ -137,27 +106,14 @@ def test_defaults_break_none(cls):
     [
         (SFTRun(lora_rank=2, quantize='nf4'), 'quantize'),
         (SFTRun(pack_examples=True), 'pack_examples'),
-        (PPORun(rollout_workers=1), 'rollout_workers'),
         (PPORun(reproducible='exact'), 'reproducible'),
         (PPORun(nlpo_top_p=0.9), 'nlpo_top_p'),
-        (PPORun(engine='local'), 'engine'),
         (PPORun(engine='vllm'), 'engine'),
     ],
 )
 def test_what_an_encoder_decoder_cannot_do(run, name):
     (sentence,) = (told for row in ENCODER_DECODER_RULES if (told := row.broken_by(run)))
     assert name in sentence
-
-
-def test_liger_that_is_not_installed(monkeypatch):
-    monkeypatch.setattr(head_kernels, 'find_spec', lambda name: None)
-    with pytest.raises(ValueError, match=r'chatgpt-rlhf\[liger\]'):
-        SFTRun(logprob_kernel='liger').validate()
-
-
-def test_temperatures_of_liger():
-    for settings in ({'temperature': 0.7}, {'temperature': 0.5, 'precision': 'bf16'}):
-        PPORun(logprob_kernel='liger', **settings).validate()
 
 
 def test_they_reach_actors_and_modules(monkeypatch):

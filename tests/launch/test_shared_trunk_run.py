@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -39,13 +38,14 @@ def lines(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-@pytest.fixture
-def adapter(tmp_path, model_folder):
+@pytest.fixture(scope='module')
+def adapter(tmp_path_factory, model_folder):
     """A reward model that was trained as an adapter."""
-    pairs = lines(tmp_path / 'pairs.jsonl', PAIRS)
-    flags = [f'--pretrain={model_folder}', f'--save_path={tmp_path}/rm', '--lora_rank=2', '--save_adapter']
+    folder = tmp_path_factory.mktemp('adapter')
+    pairs = lines(folder / 'pairs.jsonl', PAIRS)
+    flags = [f'--pretrain={model_folder}', f'--save_path={folder}/rm', '--lora_rank=2', '--save_adapter']
     run('reward-model', pairs, *flags, '--max_epochs=1', '--train_batch_size=2', '--lr=0.01')
-    return tmp_path / 'rm' / 'adapter'
+    return folder / 'rm' / 'adapter'
 
 
 def test_a_reward_models_adapter_gives_its_scores(adapter, model_folder):
@@ -72,11 +72,9 @@ def numbers(folder: Path) -> list[dict]:
 @pytest.mark.parametrize(
     ('method', 'rows', 'flags'),
     [
-        ('ppo', PROMPTS, ['--optimizer=adamw8bit']),
         ('ppo', PROMPTS, ['--optimizer=paged_adamw8bit', '--gradient_checkpointing=true', '--ema_decay=0.9']),
         ('grpo', PROMPTS, GROUPS),
-        ('sft', TEXTS, []),
-        ('reward-model', PAIRS, []),
+        ('sft', TEXTS, ['--optimizer=adamw8bit']),
         ('dpo', PAIRS, []),
     ],
 )
@@ -110,43 +108,15 @@ def test_a_killed_run_in_4_bits_ends_as_one_that_was_not(method, rows, flags, re
     assert first.keys() == last.keys()
 
 
-@pytest.mark.parametrize(
-    'flags', [['--quantize=nf4'], ['--optimizer=adamw8bit'], ['--quantize=nf4', '--optimizer=paged_adamw8bit']]
-)
-def test_without_bitsandbytes(flags, tmp_path, monkeypatch, capsys):
-    """Said before any work; a plan does not need it."""
-    monkeypatch.setitem(sys.modules, 'bitsandbytes', None)
-    flags = ['--lora_rank=2', '--shared_trunk=true', '--reward_fn=len:len', *SMALL, *flags]
-    with pytest.raises((ValueError, SystemExit)) as caught:
-        run('ppo', tmp_path / 'absent.jsonl', '--pretrain=absent/model', *flags)
-    told = str(caught.value) + capsys.readouterr().err
-    assert 'needs bitsandbytes, which is not installed: pip install' in told and 'chatgpt-rlhf[nf4]' in told
-
-
-def test_the_plan_of_a_run_needs_no_bitsandbytes(adapter, tmp_path, model_folder, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, 'bitsandbytes', None)
-    prompts = lines(tmp_path / 'p.jsonl', PROMPTS)
-    flags = [f'--pretrain={model_folder}', '--shared_trunk=true', '--quantize=nf4', '--lora_rank=2', *SMALL, '--plan']
-    with pytest.raises(SystemExit) as caught:
-        run('ppo', prompts, *flags, f'--reward_model={adapter}')
-    assert caught.value.code == 0
-    table = capsys.readouterr().out
-    assert 'trunk' in table and 'reward model weights' in table and 'initial model' not in table
-
-
-def test_an_adapter_of_another_base(adapter, tmp_path, model_folder, capsys):
+def test_a_reward_model_that_is_no_adapter_on_the_trunk(adapter, tmp_path, model_folder, capsys):
     other = tmp_path / 'other'
     shutil.copytree(model_folder, other)
     prompts = lines(tmp_path / 'p.jsonl', PROMPTS)
-    flags = ['--shared_trunk=true', '--lora_rank=2', f'--reward_model={adapter}', *SMALL]
-    with pytest.raises((ValueError, SystemExit)) as caught:
-        run('ppo', prompts, f'--pretrain={other}', *flags)
-    assert f'is an adapter on {model_folder}; the trunk is {other}' in str(caught.value) + capsys.readouterr().err
-
-
-def test_a_whole_reward_model_is_no_adapter(adapter, tmp_path, model_folder, capsys):
-    prompts = lines(tmp_path / 'p.jsonl', [{'prompt': 'the'}])
-    with pytest.raises((ValueError, SystemExit)) as caught:
-        flags = ['--shared_trunk=true', '--lora_rank=2', f'--reward_model={adapter.parent}/reward_model', *SMALL]
-        run('ppo', prompts, f'--pretrain={model_folder}', *flags)
-    assert 'is none; train one' in str(caught.value) + capsys.readouterr().err
+    for base, reward, told in (
+        (other, adapter, f'is an adapter on {model_folder}; the trunk is {other}'),
+        (model_folder, adapter.parent / 'reward_model', 'is none; train one'),
+    ):
+        flags = ['--shared_trunk=true', '--lora_rank=2', f'--reward_model={reward}', f'--pretrain={base}', *SMALL]
+        with pytest.raises((ValueError, SystemExit)) as caught:
+            run('ppo', prompts, *flags)
+        assert told in str(caught.value) + capsys.readouterr().err

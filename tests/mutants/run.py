@@ -28,20 +28,9 @@ from pathlib import Path
 from typing import Any
 
 ROOMS = ('functional', 'trainer', 'strategies', 'rollout')
-TURNED: dict[type[ast.AST], type[ast.AST]] = {
-    ast.Lt: ast.GtE,
-    ast.LtE: ast.Gt,
-    ast.Gt: ast.LtE,
-    ast.GtE: ast.Lt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
-}
+PAIRS: list[tuple[type[ast.AST], type[ast.AST]]] = [(ast.Lt, ast.GtE), (ast.LtE, ast.Gt), (ast.Eq, ast.NotEq)]
+PAIRS += [(ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.And, ast.Or)]
+TURNED = dict([*PAIRS, *((b, a) for a, b in PAIRS)])
 SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr, ast.If, ast.While, ast.Assert)
 
 

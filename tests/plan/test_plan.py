@@ -6,13 +6,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
-import transformers
+from transformers import OPTConfig
 
 from chatgpt.nn import Actor, Critic
 from chatgpt.plan import Setup, cheapest_change, explain_out_of_memory, make_plan, models, parse_bytes, show_bytes
@@ -30,12 +28,7 @@ LAYOUTS = {
     'fsdp': ('FSDPStrategy', 2),
     'fsdp_cpu': ('FSDPStrategy', 2),
 }
-VARIANTS = {
-    'full': {},
-    'lora': {'lora_rank': 2},
-    'hydra': {'num_layers_unfrozen': 1},
-    'hydra_with_values': {'num_layers_unfrozen': 1, 'critic': 'shared'},
-}
+VARIANTS = {'full': {}, 'lora': {'lora_rank': 2}, 'hydra_with_values': {'num_layers_unfrozen': 1, 'critic': 'shared'}}
 
 
 def actor_of(variant: str) -> Actor:
@@ -84,7 +77,7 @@ def test_static_parts_are_exact():
     measured = {key: [ranks[key] for ranks in two] for key in two[0]} | {
         k: [m] for k, m in held_by_all(['naive']).items()
     }
-    assert len(measured) == 16
+    assert len(measured) == 12
     for (name, variant), ranks in measured.items():
         setup = Setup(config=CONFIG, strategy=name, num_processes=LAYOUTS[name][1], **VARIANTS[variant])
         memory = setup.memory_model.trained('actor', models.measure(models.build('actor', CONFIG, setup)), setup)
@@ -122,7 +115,7 @@ def held_by_zero(stage: int, precision: str, variant: str) -> dict[str, int]:
         }
 
 
-ZERO = [(1, 'bf16', 'full'), (2, 'bf16', 'lora'), (2, 'fp32', 'full'), (2, 'bf16', 'hydra')]
+ZERO = [(1, 'bf16', 'full'), (2, 'bf16', 'lora'), (2, 'fp32', 'full')]
 
 
 def held_by_zeros() -> list[dict[str, int]]:
@@ -143,17 +136,14 @@ def test_static_parts_of_zero_are_exact():
         )
         planned = {**trained.device, **trained.host, **frozen.device, **frozen.host}
         for name, size in ranks[0][number].items():
-            assert planned.get(name, 0) == pytest.approx(size, rel=0.002), (
-                stage,
-                precision,
-                variant,
-                name,
-            )  # rows are padded to the ranks
+            told = (stage, precision, variant, name)
+            assert planned.get(name, 0) == pytest.approx(size, rel=0.002), told  # rows are padded to the ranks
 
 
-@pytest.mark.parametrize('precision', ['fp32', 'bf16'])
-@pytest.mark.parametrize('checkpointing', [False, True])
-@pytest.mark.parametrize('kind', ['actor', 'critic'])
+@pytest.mark.parametrize(
+    ('kind', 'checkpointing', 'precision'),
+    [('actor', False, 'bf16'), ('actor', True, 'fp32'), ('critic', False, 'fp32'), ('critic', True, 'bf16')],
+)
 def test_activations_are_those_of_a_real_pass(kind, checkpointing, precision):
     setup = Setup(
         config=CONFIG, gradient_checkpointing=checkpointing, precision=precision, max_prompt_tokens=9, max_new_tokens=15
@@ -176,15 +166,11 @@ def test_activations_are_those_of_a_real_pass(kind, checkpointing, precision):
     assert models.learning_bytes(kind, CONFIG, setup, 8, growing=4.0) > 1.2 * planned  # negative control
 
 
-@pytest.mark.parametrize('kind', ['OPT', 'BioGpt'])
-def test_models_that_may_drop_layers_are_planned_with_all_of_them(kind):
+def test_models_that_may_drop_layers_are_planned_with_all_of_them():
     """They draw a number for each layer in training, which a trace could not compare."""
     sizes = {'hidden_size': 16, 'num_hidden_layers': 2, 'num_attention_heads': 2, 'vocab_size': 40}
-    make = getattr(transformers, f'{kind}Config')
-    plans = [
-        make_plan(Setup(config=make(**sizes, max_position_embeddings=32, layerdrop=p), max_new_tokens=8, on_cuda=False))
-        for p in (0.0, 0.9)
-    ]
+    configs = [OPTConfig(**sizes, max_position_embeddings=32, layerdrop=p) for p in (0.0, 0.9)]
+    plans = [make_plan(Setup(config=config, max_new_tokens=8, on_cuda=False)) for config in configs]
     assert plans[0].phases == plans[1].phases
 
 
@@ -198,14 +184,13 @@ def test_depth_is_extrapolated():
         models.TRACED = before
 
 
-@pytest.mark.parametrize('family', ['gpt2', 'llama'])
-def test_the_cache_is_the_engines(family):
+def test_the_cache_is_the_engines():
     from transformers import AutoModelForCausalLM
 
     from chatgpt.rollout import Call, LocalEngine, SamplingParams
     from chatgpt.types import Prompt
 
-    config = tiny_config(family, positions=64)
+    config = tiny_config('llama', positions=64)
     actor, engine = Actor(AutoModelForCausalLM.from_config(config)), LocalEngine()
     setup = Setup(config=config, experience_batch_size=5, max_prompt_tokens=10, max_new_tokens=20, on_cuda=False)
     sizes = []
@@ -261,25 +246,10 @@ def test_a_plan_moves_no_generator():
         assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
 
 
-def test_what_options_save():
-    setup = Setup(config=CONFIG, precision='bf16', num_processes=2, strategy='fsdp')
-    full = make_plan(setup)
-    lora = make_plan(replace(setup, lora_rank=2))
-    assert 'initial model weights' in full.phases['load'].device
-    assert 'initial model weights' not in lora.phases['load'].device
-    assert lora.phases['learn'].device['actor optimizer'] < 0.3 * full.phases['learn'].device['actor optimizer']
-    streamed = make_plan(replace(setup, stream_blocks=True))
-    assert streamed.phases['collect'].device['full copy'] < full.phases['collect'].device['full copy']
-    assert streamed.host_peak > full.host_peak
-    assert sum(make_plan(replace(setup, num_processes=4)).phases['load'].device.values()) < sum(
-        full.phases['load'].device.values()
-    )
-
-
 def test_the_cheapest_change_fits_and_those_before_it_do_not():
     setup = Setup(config=CONFIG, on_cuda=True, margin=0.0)
     needed = make_plan(setup).peak
-    setup = replace(setup, memory=int(0.7 * needed))
+    setup = replace(setup, memory=int(0.9 * needed))
     found = cheapest_change(setup)
     assert found is not None
     text, plan = found
@@ -292,79 +262,24 @@ def test_the_cheapest_change_fits_and_those_before_it_do_not():
     assert 'larger device' in explain_out_of_memory(replace(setup, memory=1000), MemoryError())
 
 
-@pytest.mark.parametrize(
-    ('given', 'sentence'),
-    [
-        ({'on_cuda': False, 'memory': 2**30}, 'give host_memory'),
-        ({'strategy': 'deepspeed'}, "strategy='deepspeed' is not known; choose one of naive, ddp"),
-        ({'num_processes': 2}, "strategy='naive' is one process"),
-        ({'strategy': 'colossalai_gemini', 'precision': 'fp32'}, 'computes in 16 bits'),
-        ({'train_batch_size': 0}, 'train_batch_size=0 must be at least 1'),
-        ({'strategy': 'ddp', 'num_processes': 3}, 'cannot be split over 3 ranks'),
-        ({'lora_rank': 2, 'num_layers_unfrozen': 2}, 'choose one'),
-        ({'shared_trunk': True, 'quantize': 'nf4'}, 'give lora_rank too'),
-    ],
-)
-def test_setups_that_cannot_be(given, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        Setup(config=CONFIG, **given)
-
-
-@pytest.mark.parametrize(
-    ('text', 'size'),
-    [('24GiB', 24 * 2**30), ('1.5 GB', 1_500_000_000), ('24', 24 * 2**30), (7, 7 * 2**30), ('2mib', 2**21), ('9b', 9)],
-)
-def test_amounts_of_memory(text, size):
-    assert parse_bytes(text) == size
-
-
-@pytest.mark.parametrize('text', ['', 'lots', '-3GiB', '3GiBs', '1e9'])
-def test_amounts_that_are_none(text):
-    with pytest.raises(ValueError, match='write it like 24GiB'):
-        parse_bytes(text)
-
-
-def test_amounts_are_shown():
+def test_amounts_of_memory():
+    sizes = {'24GiB': 24 * 2**30, '1.5 GB': 1_500_000_000, '24': 24 * 2**30, 7: 7 * 2**30, '2mib': 2**21, '9b': 9}
+    assert {text: parse_bytes(text) for text in sizes} == sizes
+    for text in ('', 'lots', '-3GiB', '3GiBs', '1e9'):
+        with pytest.raises(ValueError, match='write it like 24GiB'):
+            parse_bytes(text)
     assert [show_bytes(x) for x in (0, 5, 2**11, 1.5 * 2**30, 2**37)] == ['0', '5 B', '2.00 KiB', '1.50 GiB', '128 GiB']
 
 
 def test_the_command(tmp_path, capsys):
     path = tmp_path / 'config.json'
     path.write_text(json.dumps(CONFIG.to_dict()))
-    command = [sys.executable, '-m', 'chatgpt.plan', str(path), '--memory', '1GiB']
-    fits = subprocess.run(command, capture_output=True, text=True)
-    assert fits.returncode == 0, fits.stderr
-    assert 'it fits' in fits.stdout
-    assert 'actor optimizer' in fits.stdout
+    assert main([str(path), '--memory', '1GiB']) == 0
+    shown = capsys.readouterr().out
+    assert 'it fits' in shown and 'actor optimizer' in shown
     assert main([str(path), '--memory', '10KiB', '--json']) == 1
     content = json.loads(capsys.readouterr().out)
-    assert content['limit'] == 'device memory'
-    assert content['peak'] > 10 * 1024
+    assert content['limit'] == 'device memory' and content['peak'] > 10 * 1024
     assert list(tmp_path.iterdir()) == [path]  # nothing was written, and there were no weights to read
-
-
-@pytest.mark.parametrize(
-    ('content', 'sentence'), [('not json', 'not the config.json'), ('{}', 'not the config.json'), (None, 'nowhere')]
-)
-def test_what_is_no_config(tmp_path, capsys, content, sentence):
-    path = tmp_path / 'nowhere.json'
-    if content is not None:
-        path.write_text(content)
-    assert main([str(path)]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert sentence in line
-
-
-def test_a_plan_of_a_large_model_takes_no_memory():
-    import resource
-
-    from transformers import LlamaConfig
-
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    config = LlamaConfig(
-        hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8, intermediate_size=28672
-    )
-    sizes = {'experience_batch_size': 64, 'train_batch_size': 64}
-    plan = make_plan(Setup(config=config, strategy='fsdp', num_processes=64, precision='bf16', **sizes))
-    assert sum(plan.phases['load'].device.values()) > 5 * 2**30
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500 * 1024
+    path.write_text('{}')
+    assert main([str(path)]) == 2 and 'not the config.json' in capsys.readouterr().err

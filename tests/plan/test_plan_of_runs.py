@@ -1,17 +1,21 @@
-"""Plans of real runs: `--plan` of the scripts, and the advice at the end of an out-of-memory error."""
+"""Plans of real runs: `--plan` of the scripts, a shared trunk counted by hand, and the advice at the end of an
+out-of-memory error."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from chatgpt.launch import planning
 from chatgpt.nn import RewardModel
 from chatgpt.plan import Setup, make_plan, models
+from chatgpt.plan.advice import changes, cheapest_change
 from chatgpt.plan.setup import PROCESS_BYTES
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm, tiny_config
 
@@ -40,31 +44,12 @@ def run_script(monkeypatch, capsys, name: str, *flags: str) -> tuple[int, str]:
     return int(stop.value.code or 0), out.out + out.err
 
 
-def test_train_prompts_plans_without_weights(monkeypatch, capsys, tmp_path, no_weights):
-    (tmp_path / 'prompts.csv').write_text('prompt\nhello\n')
-    (tmp_path / 'reward.py').write_text('def score(prompts, responses):\n    return [0.0] * len(prompts)\n')
-    flags = f'{tmp_path}/prompts.csv --pretrain {no_weights} --reward_fn {tmp_path}/reward.py:score --plan'.split()
-    flags += ['--max_new_tokens', '8', '--save_path', str(tmp_path / 'run')]
-    code, out = run_script(monkeypatch, capsys, 'train_prompts.py', *flags)
-    assert code == 0, out
-    for word in ('load', 'collect', 'score', 'learn', 'actor weights', 'critic optimizer', 'it fits'):
-        assert word in out
-    assert not (tmp_path / 'run').exists()
-
-
-@pytest.mark.parametrize(
-    ('name', 'rows', 'model'),
-    [
-        ('train_sft.py', '{"prompt": "a", "completion": "b"}\n', 'actor'),
-        ('train_reward_model.py', '{"prompt": "a", "chosen": "b", "rejected": "c"}\n', 'reward model'),
-    ],
-)
-def test_the_other_scripts_plan_one_model(monkeypatch, capsys, tmp_path, no_weights, name, rows, model):
-    (tmp_path / 'data.jsonl').write_text(rows * 4)
+def test_a_script_plans_one_model(monkeypatch, capsys, tmp_path, no_weights):
+    (tmp_path / 'data.jsonl').write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 4)
     flags = f'{tmp_path}/data.jsonl --pretrain {no_weights} --plan --save_path {tmp_path}/run'.split()
-    code, out = run_script(monkeypatch, capsys, name, *flags)
+    code, out = run_script(monkeypatch, capsys, 'train_reward_model.py', *flags)
     assert code == 0, out
-    assert f'{model} weights' in out and f'{model} optimizer' in out and 'collect' not in out
+    assert 'reward model weights' in out and 'reward model optimizer' in out and 'collect' not in out
 
 
 def test_a_run_that_does_not_fit_is_told_what_would(monkeypatch, capsys, tmp_path, no_weights):
@@ -97,15 +82,6 @@ def test_weights_and_optimizer_of_one_model_are_counted_by_hand():
     assert 'process' not in on_a_gpu.phases['learn'].device
 
 
-@pytest.mark.parametrize(('optimizer', 'least'), [('adamw', 2), ('sgd', 0)])
-def test_a_step_on_a_cpu_makes_two_copies_of_the_largest_weight(optimizer, least):
-    config = tiny_config('gpt2')
-    setup = Setup(config=config, on_cuda=False, optimizer=optimizer)
-    size = models.measure(models.build('actor', config, setup))
-    largest = max(p.numel() for p in tiny_causal_lm('gpt2').parameters())
-    assert setup.memory_model.step(size, setup) == least * 4 * largest
-
-
 def test_idle_models_are_on_the_device_one_at_a_time_by_hand():
     config, reward = tiny_config('gpt2'), tiny_config('llama')
     plans = {
@@ -121,13 +97,15 @@ def test_idle_models_are_on_the_device_one_at_a_time_by_hand():
     assert plans['idle'].phases['learn'].host['initial model weights'] == initial
 
 
-OUT_OF_MEMORY = [
-    torch.OutOfMemoryError('CUDA out of memory'),
-    RuntimeError("DefaultCPUAllocator: can't allocate memory"),
-]
-
-
-@pytest.mark.parametrize('error', [*OUT_OF_MEMORY, MemoryError(), RuntimeError('something else')])
+@pytest.mark.parametrize(
+    'error',
+    [
+        torch.OutOfMemoryError('CUDA out of memory'),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        MemoryError(),
+        RuntimeError('something else'),
+    ],
+)
 def test_running_out_of_memory_ends_with_the_advice(error, monkeypatch):
     setup = Setup(config=tiny_config('gpt2'), precision='fp32', strategy='naive')
     monkeypatch.setattr(planning, 'setup_of', lambda inputs: setup)
@@ -151,3 +129,49 @@ def test_advice_never_hides_the_error(monkeypatch):
         'python -m chatgpt.plan tells what a run needs and the cheapest change that makes it fit'
     ]
     assert not planning.is_out_of_memory(ValueError('full'))
+
+
+WIDTH, INNER, LAYERS, VOCAB, ROWS, PROMPT, NEW, RANK = 64, 256, 2, 512, 4, 32, 32, 8
+SIZES = {'hidden_size': WIDTH, 'intermediate_size': INNER, 'num_hidden_layers': LAYERS, 'vocab_size': VOCAB}
+CONFIG = LlamaConfig(num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True, **SIZES)
+COMMON: dict[str, Any] = {'config': CONFIG, 'reward_config': CONFIG, 'lora_rank': RANK, 'max_new_tokens': NEW}
+COMMON |= {'max_prompt_tokens': PROMPT, 'experience_batch_size': ROWS, 'train_batch_size': ROWS}
+COMMON['max_tokens_per_batch'] = PROMPT + NEW
+SHARED = COMMON | {'shared_trunk': True, 'quantize': 'nf4'}
+PER_BLOCK = 4 * WIDTH * WIDTH + 3 * WIDTH * INNER
+ADAPTERS = LAYERS * RANK * (4 * 2 * WIDTH + 3 * (WIDTH + INNER))
+
+
+def test_what_is_held_is_counted_by_hand(monkeypatch):
+    monkeypatch.setattr(models, 'LEAST_PACKED', VOCAB * WIDTH)
+    plan = make_plan(Setup(**SHARED, on_cuda=False))
+    load, collect, learn = (plan.phases[name].device for name in ('load', 'collect', 'learn'))
+    outside = VOCAB * WIDTH + (2 * LAYERS + 1) * WIDTH  # tied embedding, norms
+    packed = LAYERS * PER_BLOCK
+    assert load['trunk'] == pytest.approx(4 * outside + packed / 2 + packed / 64 + 4 * packed / (64 * 256), abs=2)
+    for role, head in (('actor', 0), ('critic', WIDTH + 1), ('reward model', WIDTH + 1)):
+        assert load[f'{role} weights'] == 4 * (ADAPTERS + head)
+    # as the largest block is read, while its largest weight is packed; the roles come later
+    on_roles, block = 3 * 4 * ADAPTERS + 2 * 4 * (WIDTH + 1), PER_BLOCK + 2 * WIDTH
+    assert load['one dense block'] == max(4 * block + 9.5 * WIDTH * INNER - on_roles, 0) > 0
+    alone = SHARED | {'lora_rank': 1, 'critic': 'none', 'reward_config': None}
+    on_cuda = make_plan(Setup(**alone, on_cuda=True)).phases['load'].device
+    assert on_cuda['one dense weight'] == (4 + 2) * WIDTH * INNER - 4 * ADAPTERS / RANK > 0  # weights come one by one
+    assert 'one dense block' not in collect and 'one dense block' not in on_cuda
+    assert collect['one dense weight'] == 4 * WIDTH * INNER * (1 + 2 / 64)  # and its scales, twice
+    assert collect['packed weights'] == 4 * VOCAB * WIDTH  # the output head alone: adapters are not folded in
+    assert collect['key/value cache'] == 4 * 2 * LAYERS * WIDTH * ROWS * (PROMPT + NEW - 1)
+    assert learn['actor gradients'] == 4 * ADAPTERS and 'initial model' not in ''.join(learn)
+
+
+def test_advice_for_a_shared_trunk_stays_on_it():
+    setup = Setup(
+        **COMMON | {'max_tokens_per_batch': None}, shared_trunk=True, on_cuda=True, precision='bf16', margin=0.0
+    )
+    listed = dict(changes(setup))
+    assert all(changed.shared_trunk and changed.strategy == 'naive' for changed in listed.values())
+    assert any('quantize=nf4' in text for text in listed) and any('adamw8bit' in text for text in listed)
+    assert not any('offload' in text or 'critic' in text or 'strategy' in text for text in listed)
+    small = next(changed for text, changed in listed.items() if text.endswith('quantize=nf4'))
+    found = cheapest_change(replace(setup, memory=make_plan(small).peak))
+    assert found is not None and found[0].endswith('quantize=nf4') and found[1].fits

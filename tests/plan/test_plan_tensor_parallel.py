@@ -3,7 +3,6 @@ refused."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from transformers import CodeGenConfig
 
 from chatgpt.nn import Actor
 from chatgpt.plan import Setup, make_plan, models
-from chatgpt.plan.__main__ import main
 from chatgpt.plan.advice import changes
 from chatgpt.strategies import FSDPStrategy
 from chatgpt.strategies.tensor_parallel import check_model, parallelize
@@ -119,30 +117,6 @@ def test_workers_are_sent_whole_weights():
         assert apart.host['full copy'] == whole // 2  # one file for both processes
     # the largest tensor in fp32; of parts whole twice while they are joined, and the part
     assert tight.device['gathering'] == 4 * 64 * 32 and cut_in_two.device['gathering'] == 4 * 64 * 32 * 2.5
-
-
-@pytest.mark.parametrize(
-    ('options', 'message'),
-    [
-        ({'strategy': 'ddp'}, 'needs strategy fsdp, and it is ddp'),
-        ({'stream_blocks': True}, 'does not go with cpu_offload, reproducible or stream_blocks'),
-        ({'num_processes': 3}, '3 processes cannot be grouped'),
-        ({'config': NO_PLAN}, 'CodeGenForCausalLM has no plan'),
-        ({'config': tiny_config('llama', positions=64, heads=2)}, 'has 1 heads in'),
-    ],
-)
-def test_what_cannot_be_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        make_plan(setup_of(**options))
-
-
-def test_the_command(tmp_path, capsys):
-    config = tmp_path / 'config.json'
-    config.write_text(json.dumps(CONFIG.to_dict()))
-    flags = [str(config), '--strategy', 'fsdp', '--num_processes', '4', '--tensor_parallel', '2', '--memory', '1GiB']
-    assert main(flags) == 0
-    assert 'fsdp on 4 processes (2 x 2 tensor parallel) needs' in capsys.readouterr().out
-    assert main([*flags[:2], 'naive', '--tensor_parallel', '2']) == 2
 
 
 def test_parts_are_among_the_advice_where_the_model_can_be_cut():

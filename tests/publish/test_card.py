@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,8 @@ import torch
 from byte_runs import SIZES, byte_trainer
 
 from chatgpt.monitor.publish import ModelFacts, hub_name, write_card
-from chatgpt.monitor.publish.card import CARD, MARKER, block, code, without_paths
-from chatgpt.monitor.run_folder import RunFolder, RunRecord, Start
+from chatgpt.monitor.publish.card import CARD, MARKER, without_paths
+from chatgpt.monitor.run_folder import RunRecord, Start
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
 
 SECRET = '/home/private-person/project-x'
@@ -59,16 +57,8 @@ SAMPLE = {'step': 20, 'prompt': 'one day', 'response': ' a fox', 'score': 1.25}
 
 
 def facts(**changes: Any) -> ModelFacts:
-    given: dict[str, Any] = {
-        'record': record(),
-        'metrics': rows(),
-        'eval': EVALS,
-        'samples': [SAMPLE],
-        'source': 'gpt2',
-        'parameters': 124_439_808,
-        'family': 'gpt2',
-        'run_name': 'words',
-    }
+    given: dict[str, Any] = {'record': record(), 'metrics': rows(), 'eval': EVALS, 'samples': [SAMPLE]}
+    given |= {'source': 'gpt2', 'parameters': 124_439_808, 'family': 'gpt2', 'run_name': 'words'}
     return ModelFacts(**given | changes)
 
 
@@ -90,24 +80,6 @@ def test_the_hub_reads_what_was_measured(tmp_path):
     (result,) = data.eval_results  # not the best, which is not the last
     assert (result.metric_name, result.metric_type, result.metric_value) == ('eval/score_mean', 'score_mean', 1.5)
     assert data.model_name == 'words' and result.dataset_type == 'local'
-
-
-def test_names_of_the_hub_are_linked(tmp_path):
-    from huggingface_hub import ModelCard
-
-    own = record(
-        method='dpo',
-        settings={'dataset': 'someone/pairs', 'validation_percentage': 5.0},
-        data={'records': 1000, 'eval_records': 50},
-    )
-    metrics = [{'step': i, 'dpo/loss': 1 / i, 'dpo/val_loss': 2 / i, 'dpo/val_accuracy': 0.5} for i in (1, 2, 4)]
-    text = written(tmp_path / 'pairs', facts(record=own, metrics=metrics, eval=(), samples=(), source='me/base'))
-    data = ModelCard(text).data
-    assert data.datasets == ['someone/pairs'] and data.base_model == 'me/base'
-    assert {r.metric_name: r.metric_value for r in data.eval_results} == {'dpo/val_loss': 0.5, 'dpo/val_accuracy': 0.5}
-    assert '(https://huggingface.co/datasets/someone/pairs) | 1000 |' in text
-    assert '50 records were held back to evaluate on.' in text
-    assert '| `dpo/val_loss` |  | 0.5 | 0.5 |' in text  # last, best: the least
 
 
 def test_a_folder_hands_on_what_it_was_made_of(tmp_path):
@@ -140,17 +112,8 @@ def test_it_says_what_how_and_on_what(tmp_path):
     assert 'python 3.11.7, chatgpt 9.9, torch 2.13.0' in text
 
 
-def test_it_counts_processes(tmp_path):
-    strategy = {'name': 'FSDPStrategy', 'world_size': 2, 'precision': 'bf16', 'device': 'cuda', 'seed': 7}
-    text = written(tmp_path / 'ranks', facts(record=record(strategy=strategy)))
-    assert '20 learning phases in bf16, 2 processes (FSDPStrategy), seed 7.' in text
-    text = written(tmp_path / 'parts', facts(record=record(strategy=strategy | {'world_size': 1, 'processes': 2})))
-    assert '20 learning phases in bf16, 2 processes (FSDPStrategy), seed 7.' in text
-
-
 LIMITS = {
     'the reward': ({}, 'optimised for `r.py:score`'),
-    'KL': ({}, '5 nats per response'),
     'length': ({}, '25 % of its last responses were cut off by the limit of 32 tokens'),
     'length of episodes': (  # 25 % did not end, most of them because their turns were used up
         {'metrics': [row | {'environment/end_tokens_share': 0.15} for row in rows()]},
@@ -158,10 +121,8 @@ LIMITS = {
     ),
     'rewards of an environment': ({'record': record(settings={}, reward='EnvironmentScorer')}, "environment's reward."),
     'few prompts': ({}, 'It has seen 60 prompts only'),
-    'own reward': ({}, 'by the same reward'),
     'no evaluation': ({'eval': ()}, 'not evaluated on data that it was not trained on'),
     'findings': ({'findings': [{'step': 3, 'finding': 'kl-runs-away'}] * 2}, 'run found: `kl-runs-away`.'),
-    'stopped': ({'record': record(status='stopped', phase=12)}, 'It was stopped before its end.'),
     'failed': ({'record': record(status='failed')}, 'The run ended with an error.'),
     'always': ({'record': None}, 'It was not evaluated for truth, safety, bias or privacy'),
     'a reward model as reward': (
@@ -185,20 +146,11 @@ def test_limits_that_do_not_hold_are_not_named(tmp_path):
     own = record(data={'prompts': 5000, 'distinct': 5000, 'cut': 0})
     evals = [*EVALS, {'step': 20, 'eval/metrics/truth': 0.5}]
     metrics = [row | {'rollout/ended_share': 1.0, 'rollout/kl_mean': 0.0} for row in rows()]
+    episodes = [row | {'environment/end_tokens_share': 0.0} for row in rows()]  # they used up their turns
+    assert 'cut off' not in written(tmp_path / 'episodes', facts(metrics=episodes))
     text = written(tmp_path / 'actor', facts(record=own, eval=evals, metrics=metrics)).split('## Limits')[1]
     for words in ('only.', 'cut off', 'nats', 'same reward', 'not trained on', 'checks during', 'stopped'):
         assert words not in text.split('## Settings')[0], words
-
-
-def test_episodes_that_used_up_their_turns_were_not_cut_off(tmp_path):
-    metrics = [row | {'environment/end_tokens_share': 0.0} for row in rows()]
-    assert 'cut off' not in written(tmp_path / 'actor', facts(metrics=metrics))
-
-
-def test_without_a_run_it_says_so(tmp_path):
-    text = written(tmp_path / 'mine', ModelFacts(source='gpt2', parameters=1000, family='gpt2'))
-    assert 'saved with chatgpt-rlhf outside a run, so nothing is known of its training.' in text
-    assert '## Training' not in text and '## Evaluation' not in text and '## Settings' not in text
 
 
 # ---------------------------------------------------------------- what it never says
@@ -218,27 +170,12 @@ def test_a_model_in_somebodys_home_is_not_called_after_them(tmp_path, monkeypatc
     assert '\n# words\n' in written(tmp_path / 'alice' / 'words' / 'actor', facts(run_name=None))
 
 
-@pytest.mark.parametrize(
-    ('value', 'shown'),
-    [
-        ('/a/b/c.json', 'c.json'),
-        ('/a b/c d/', 'c d'),
-        ('~/x/y.py:score', 'y.py:score'),
-        ('./x', 'x'),
-        (r'C:\Users\me\m.bin', 'm.bin'),
-        ('a/b/c', 'c'),
-        ('org/model', 'org/model'),
-        ('gpt2', 'gpt2'),
-        ('yes / no', 'yes / no'),
-        ('either yes/no', 'either yes/no'),
-        ('from /a/b/c to ~/d/e', 'from c to e'),
-        ('s3://bucket/key', 'key'),
-        ({'x': ['/a/b', 3, None]}, {'x': ['b', 3, None]}),
-        (Path('/a/b'), 'b'),
-    ],
-)
-def test_paths_lose_their_folders(value, shown):
-    assert without_paths(value) == shown
+def test_paths_lose_their_folders():
+    shown = {'/a/b/c.json': 'c.json', '/a b/c d/': 'c d', '~/x/y.py:score': 'y.py:score', r'C:\Users\me\m.bin': 'm.bin'}
+    shown |= {'a/b/c': 'c', 'org/model': 'org/model', 'yes / no': 'yes / no', 's3://bucket/key': 'key'}
+    shown |= {'from /a/b/c to ~/d/e': 'from c to e', Path('/a/b'): 'b'}
+    assert {value: without_paths(value) for value in shown} == shown
+    assert without_paths({'x': ['/a/b', 3, None]}) == {'x': ['b', 3, None]}
 
 
 def test_what_is_a_name_of_the_hub(tmp_path, monkeypatch):
@@ -265,19 +202,6 @@ def test_texts_show_as_they_are(tmp_path):
     assert '<script>' not in html and '<a href="javascript' not in html and '&lt;script&gt;alert(1)' in html
     assert html.count('<h1>') == 1 and '\u202e' not in text and '\\u202e' in text and '\\u0007' in text
     assert len(text) < 16_000 and ' …' in text  # a long one is cut
-
-
-def test_code_spans_hold_what_they_are_given():
-    assert code('a|b') == '`a\\|b`' and code('a`b') == '`` a`b ``' and code(None) == '`none`' and code(True) == '`true`'
-    assert block('x') == '```text\nx\n```' and block('````').startswith('`````text\n')
-
-
-def test_as_many_samples_as_asked_for(tmp_path):
-    many = facts(samples=[SAMPLE | {'response': f' number {i}'} for i in range(5)])
-    assert ' number 1' in written(tmp_path / 'a', many, num_samples=2)
-    assert ' number 2' not in (tmp_path / 'a' / CARD).read_text()
-    text = written(tmp_path / 'b', many, num_samples=0)
-    assert 'number 0' not in text and 'one day' not in text and '## Samples' not in text
 
 
 # ---------------------------------------------------------------- the files
@@ -318,29 +242,6 @@ def test_a_policy_of_a_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path / 'words')
     names, printed = run_code(Path('actor'), capsys)
     assert names['output'].shape[1] <= names['start'] + 3 and printed.endswith('\n')
-
-
-def test_a_trainer_without_a_folder_tells_what_it_knows(tmp_path, monkeypatch, capsys):
-    from chatgpt.trainer.callbacks import Evaluator
-
-    trainer = byte_trainer(None, callbacks=[Evaluator(lambda trainer: {'truth': 0.5}, interval=1)])
-    trainer.save_pretrained(tmp_path / 'fresh')
-    assert 'nothing is known of its training' in (tmp_path / 'fresh' / CARD).read_text()
-    trainer.fit(['a', 'b', 'c'], max_timesteps=2, update_timesteps=1)
-    trainer.save_pretrained(tmp_path / 'words', card_samples=1)
-    text = (tmp_path / 'words' / CARD).read_text()
-    assert '| `eval/truth` |  | 0.5 |' in text and text.count('Response, score') == 1 and 'rloo' in text
-    monkeypatch.chdir(tmp_path)
-    assert run_code(Path('words'), capsys)[0]['name'] == 'words'
-
-
-def test_a_policy_that_reads_ids(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    trainer = byte_trainer(None, tokenizer=False)
-    trainer.fit([torch.tensor([1, 2]), torch.tensor([3])], max_timesteps=1, update_timesteps=1)
-    trainer.save_pretrained('ids')
-    names, printed = run_code(Path('ids'), capsys)
-    assert json.loads(printed) == names['output'][0, 3:].tolist()
 
 
 def test_a_reward_model_and_a_critic(tmp_path, monkeypatch, capsys):
@@ -402,29 +303,3 @@ def test_a_card_that_fails_does_not_take_the_model_along(tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match=r'the model is saved without a card \(OSError: the disk is full\)'):
         byte_trainer(None).save_pretrained(tmp_path / 'actor')
     assert (tmp_path / 'actor' / 'model.safetensors').is_file() and not (tmp_path / 'actor' / CARD).exists()
-
-
-def test_a_run_of_the_command_line_names_file_rows_and_columns(tmp_path, model_folder, monkeypatch, capsys):
-    from chatgpt.launch.config_file import parse_run
-    from chatgpt.launch.recipes import execute
-    from chatgpt.launch.runs import SFTRun
-
-    data = tmp_path / 'data' / 'stories.jsonl'
-    data.parent.mkdir()
-    lines = [{'prompt': f'one day {i}', 'completion': ' a fox went to the river .'} for i in range(12)]
-    data.write_text(''.join(json.dumps(line) + '\n' for line in lines))
-    argv = [str(data), '--pretrain', str(model_folder), '--save_path', str(tmp_path / 'tales'), '--max_epochs', '2']
-    argv += ['--train_batch_size', '4', '--log_interval', '1', '--validation_percentage', '25', '--card_samples', '0']
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        execute(parse_run(SFTRun, description=None, positional='dataset', argv=argv))
-    text = (tmp_path / 'tales' / 'actor' / CARD).read_text()
-    assert '| dataset | `stories.jsonl` | 9 |' in text
-    assert '3 records were held back to evaluate on.' in text and 'On 25 % of stories.jsonl, held back:' in text
-    assert f'made of the model `{model_folder.name}`' in text and str(tmp_path) not in text
-    assert str(model_folder) not in text
-    run = RunFolder(tmp_path / 'tales')
-    last = run.metrics[-1]['sft/val_loss']
-    assert f'value: {last!r}' in text
-    monkeypatch.chdir(tmp_path / 'tales')
-    run_code(Path('actor'), capsys)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import random
 import socket
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -45,12 +43,6 @@ def test_the_files_of_the_folder_arrive(hub, folder):
     assert hub.files('me/words') == content(folder)
 
 
-def test_a_private_repository_and_a_branch(hub, folder):
-    push_folder(folder, 'team/words', private=True, revision='second')
-    assert hub.repos['team/words']['private'] and hub.files('team/words') == {}
-    assert hub.files('team/words', 'second') == content(folder)
-
-
 def test_a_card_that_is_somebodys_own_stays_there(hub, folder):
     hub.add_repo('me/words')
     hub.files('me/words')['README.md'] = b'# mine\n'
@@ -61,39 +53,15 @@ def test_a_card_that_is_somebodys_own_stays_there(hub, folder):
     assert hub.files('me/words') == content(folder)
 
 
-PUSH = 'import sys; from chatgpt.monitor.publish import push_folder; print(push_folder(sys.argv[1], "words"))'
-
-
-@pytest.mark.parametrize('by', ['lfs', 'xet'])
-def test_a_process_that_has_its_variables_only(hub, tmp_path, by):
-    """HF_ENDPOINT, HF_TOKEN and the way of large files, which is xet where hf_xet is installed. No torch is needed."""
-    if by == 'xet':
-        pytest.importorskip('hf_xet')
-    place = tmp_path / 'stored'
-    place.mkdir()
-    (place / 'model.safetensors').write_bytes(random.Random(0).randbytes(300_000))
-    (place / 'config.json').write_text('{}\n')
-    variables = {
-        'HF_ENDPOINT': hub.address,
-        'HF_HUB_DISABLE_XET': str(int(by == 'lfs')),
-        'HF_HUB_OFFLINE': '0',
-        'HF_HUB_DISABLE_TELEMETRY': '1',
-        'HF_HOME': str(tmp_path / 'home'),
-        'HF_XET_CACHE': str(tmp_path / 'xet'),
-    }
-    code = f'{PUSH}; assert "torch" not in sys.modules'
-    done = subprocess.run(
-        [sys.executable, '-c', code, str(place)],
-        cwd=Path(__file__).resolve().parents[2],
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-    )
+def test_a_process_that_has_its_variables_only(hub, folder):
+    """HF_ENDPOINT and HF_TOKEN; no torch is needed."""
+    variables = {'HF_ENDPOINT': hub.address, 'HF_HUB_DISABLE_XET': '1', 'HF_HUB_OFFLINE': '0', 'HF_HOME': str(folder)}
+    code = 'import sys; from chatgpt.monitor.publish import push_folder; print(push_folder(sys.argv[1], "words")); '
+    command = [sys.executable, '-c', code + 'assert "torch" not in sys.modules', str(folder / 'sub')]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, cwd=root, env=os.environ | variables, capture_output=True, text=True)
     assert done.stdout == f'{hub.address}/me/words\n', done.stderr
-    assert hub.files('me/words') == content(place)
-    # Before 2.0 the client first asks the LFS endpoint for the way, and the stand-in offers no xet there.
-    way = by if int(version('huggingface_hub').split('.')[0]) >= 2 else 'lfs'
-    assert any(path.startswith((f'POST /{way}/', f'PUT /{way}/')) for path in hub.asked)
+    assert hub.files('me/words') == content(folder / 'sub')
 
 
 # ---------------------------------------------------------------- before a run
@@ -109,10 +77,8 @@ def test_who_may_write_there(hub, monkeypatch):
     ('repo_id', 'token', 'told'),
     [
         ('a/b/c', WRITE, r"^push_to_hub='a/b/c': this is no name of a repository"),
-        ('', WRITE, 'no name of a repository'),
         ('words', 'hf_wrong', 'does not know this token'),
         ('words', READ, 'this token may not write to me/words'),
-        ('words', NARROW, 'this token may not write to me/words'),
         ('team/words', FINE, 'this token may not write to team/words'),
         ('you/words', WRITE, "'you' is not the account of this token"),
         ('library/words', WRITE, "you may only read in the organisation 'library'"),
@@ -146,14 +112,6 @@ def test_a_token_that_no_header_can_hold_is_not_shown(hub, folder):
         assert 'private' not in str(caught.value)
 
 
-def test_offline_is_an_error_before_a_run(monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
-    with pytest.raises(ValueError, match='HF_HUB_OFFLINE is set, so nothing can be uploaded'):
-        check_push('words')
-
-
 def test_a_hub_that_is_silent(monkeypatch, tmp_path):
     """It takes connections and never answers."""
     from chatgpt.monitor.publish import hub as module
@@ -171,7 +129,7 @@ def test_a_hub_that_is_silent(monkeypatch, tmp_path):
 IN_WORDS = '/api/models/me/words'
 
 
-@pytest.mark.parametrize('where', ['/api/repos/create', f'{IN_WORDS}/preupload', '/lfs/', f'{IN_WORDS}/commit'])
+@pytest.mark.parametrize('where', ['/api/repos/create', '/lfs/', f'{IN_WORDS}/commit'])
 def test_a_hub_that_dies_in_the_middle(hub, folder, where):
     before = content(folder)
     hub.dies_at = where
@@ -184,13 +142,3 @@ def test_a_hub_that_dies_in_the_middle(hub, folder, where):
         k: v for k, v in before.items() if k != 'README.md'
     }
     assert all(not files for repo in hub.repos.values() for files in repo['revisions'].values())  # no half of a model
-
-
-def test_a_hub_that_refuses_after_all(hub, folder, monkeypatch):
-    monkeypatch.setenv('HF_TOKEN', 'hf_wrong')
-    with pytest.raises(PushError, match=r'401.*it is in .*my model, and this uploads it later: hf upload me/words'):
-        push_folder(folder, 'me/words')
-    monkeypatch.setenv('HF_TOKEN', READ)
-    hub.add_repo('me/words')
-    with pytest.raises(PushError, match='403'):
-        push_folder(folder, 'me/words')

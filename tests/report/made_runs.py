@@ -30,62 +30,43 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
 
 
+OTHERS = dict.fromkeys(
+    'ppo/return_mean ppo/advantage_mean ppo/policy_loss ppo/value_clip_fraction ppo/value_loss '
+    'ppo/skipped_batches ppo/early_stopped perf/collect_cpu_s perf/score_cpu_s perf/learn_cpu_s perf/new_tokens_per_s '
+    'perf/learn_tokens_per_s custom/repetition rollout/kl_coef rollout/entropy ppo/entropy'.split(),
+    0.5,
+)
+"""metrics of which no test asks more than that they are there; the doctor finds nothing in them"""
+OTHERS |= {'rollout/score_std': 1.5, 'rollout/non_score_reward_mean': -0.3, 'rollout/response_len_mean': 18.0}
+OTHERS |= {'rollout/response_len_std': 4.5, 'rollout/prompt_len_mean': 10.0, 'perf/total_s': 3.9, 'ppo/value_mean': 1.0}
+OTHERS |= {
+    'ppo/first_ratio_error': 1e-6,
+    'ppo/first_approx_kl': 1e-8,
+    'ppo/approx_kl': 0.006,
+    'ppo/approx_kl_k3': 0.006,
+}
+OTHERS |= {
+    'ppo/explained_variance': 0.5,
+    'ppo/clip_fraction': 0.06,
+    'ppo/ratio_mean': 1.0,
+    'ppo/ratio_min': 0.4,
+    'ppo/ratio_max': 2.0,
+}
+OTHERS |= {'ppo/return_var': 4.0, 'ppo/advantage_std': 1.5, 'ppo/actor_grad_norm': 0.4, 'ppo/critic_grad_norm': 2.0}
+
+
 def ppo_row(step: int, phases: int, rng: random.Random) -> dict[str, float | None]:
     """What PPO logs, of a run that goes well."""
     t = step / phases
     rise = 1 - math.exp(-4 * t)
     score = -1.4 + 4.2 * rise + rng.gauss(0, 0.25)
-    return {
-        'rollout/score_mean': score,
-        'rollout/score_std': 2.2 - rise,
-        'rollout/score_min': score - 4 - rng.random(),
-        'rollout/score_max': score + 3 + rng.random(),
-        'rollout/kl_mean': 6 * rise + rng.gauss(0, 0.2),
-        'rollout/kl_k3_mean': abs(6.4 * rise + rng.gauss(0, 0.2)),
-        'rollout/kl_coef': 0.05 + 0.02 * t,
-        'rollout/non_score_reward_mean': -0.3 * rise,
-        'rollout/response_len_mean': 16 + 3 * rise + rng.gauss(0, 0.5),
-        'rollout/response_len_std': 4.5,
-        'rollout/prompt_len_mean': 10.0,
-        'rollout/ended_share': min(1.0, 0.86 + 0.12 * rise + rng.gauss(0, 0.01)),
-        'rollout/entropy': 0.95 - 0.45 * rise,
-        'ppo/return_mean': -1 + 3 * rise,
-        'ppo/return_var': 9 - 6 * rise,
-        'ppo/advantage_mean': 0.1 * rng.gauss(0, 1),
-        'ppo/advantage_std': 2 - rise,
-        'ppo/explained_variance': -0.6 + 1.3 * rise,
-        'ppo/first_ratio_error': 1e-6,
-        'ppo/first_approx_kl': 1e-8,
-        'ppo/approx_kl': 0.006 + 0.002 * rng.random(),
-        'ppo/approx_kl_k3': 0.0062 + 0.002 * rng.random(),
-        'ppo/clip_fraction': 0.05 + 0.03 * rng.random(),
-        'ppo/entropy': 0.93 - 0.45 * rise,
-        'ppo/policy_loss': -0.01 * rng.random(),
-        'ppo/ratio_mean': 1 + 0.001 * rng.gauss(0, 1),
-        'ppo/ratio_min': 0.4,
-        'ppo/ratio_max': 2 + rng.random(),
-        'ppo/value_clip_fraction': 0.7 * (1 - rise),
-        'ppo/value_loss': 9 * math.exp(-3 * t) + 0.3 * rng.random(),
-        'ppo/value_mean': -2 + 4 * rise,
-        'ppo/actor_grad_norm': 0.4 + 0.1 * rng.random(),
-        'ppo/critic_grad_norm': 12 * math.exp(-2 * t) + rng.random(),
-        'ppo/lr': 3e-4 * (1 - t),
-        'ppo/critic_lr': 1e-3 * (1 - t),
-        'ppo/skipped_batches': 0.0,
-        'ppo/early_stopped': 0.0,
-        'ppo/num_updates': 8.0 * step,
-        'perf/collect_s': 1.2 + 0.1 * rng.random(),
-        'perf/score_s': 0.4 + 0.05 * rng.random(),
-        'perf/learn_s': 2.1 + 0.2 * rng.random(),
-        'perf/collect_cpu_s': 2.2,
-        'perf/score_cpu_s': 0.7,
-        'perf/learn_cpu_s': 4.0,
-        'perf/total_s': 3.9,
-        'perf/peak_memory_gib': 0.5 + 0.2 * (1 - math.exp(-40 * t)),
-        'perf/new_tokens_per_s': 1400 + 40 * rng.random(),
-        'perf/learn_tokens_per_s': 11000 + 400 * rng.random(),
-        'custom/repetition': 0.1 + 0.02 * rng.random(),
-    }
+    own = {'rollout/score_mean': score, 'rollout/score_min': score - 4, 'rollout/score_max': score + 3}
+    own |= {'rollout/kl_mean': 6 * rise, 'rollout/kl_k3_mean': 6.4 * rise}
+    own |= {'rollout/ended_share': min(1.0, 0.86 + 0.12 * rise + rng.gauss(0, 0.01))}
+    own |= {'ppo/lr': 3e-4 * (1 - t), 'ppo/critic_lr': 1e-3 * (1 - t), 'ppo/num_updates': 8.0 * step}
+    own |= {'perf/collect_s': 1.2 + 0.1 * rng.random(), 'perf/score_s': 0.4 + 0.05 * rng.random()}
+    own |= {'perf/learn_s': 2.1 + 0.2 * rng.random(), 'perf/peak_memory_gib': 0.7}
+    return OTHERS | own
 
 
 def record(method: str = 'ppo', **given: Any) -> RunRecord:
@@ -139,19 +120,12 @@ def make_run(folder: Path, phases: int = 40, *, seed: int = 0, texts: tuple[str,
         'the fox saw a fish and felt proud . it ran home and told its mother .',
         'then it rained , and they all laughed .',
     ]
-    write_lines(
-        folder / 'eval_samples.jsonl',
-        [
-            {
-                'step': s,
-                'prompt': texts[i % len(texts)] + str(i) if texts else prompt,
-                'response': texts[(i + n) % len(texts)] if texts else f'{said[(i + n) % 3]} ' * (1 + n % 2),
-                'score': rng.gauss(s / phases * 3, 0.5),
-            }
-            for n, s in enumerate(evaluated)
-            for i, prompt in enumerate(texts or prompts)
-        ],
-    )
+    samples = []
+    for n, s in enumerate(evaluated):
+        for i, prompt in enumerate(texts or prompts):
+            asked, told = (prompt + str(i), texts[(i + n) % len(texts)]) if texts else (prompt, said[(i + n) % 3])
+            samples.append({'step': s, 'prompt': asked, 'response': told, 'score': rng.gauss(s / phases * 3, 0.5)})
+    write_lines(folder / 'eval_samples.jsonl', samples)
     record(**({'num_phases': phases, 'phase': phases} | given)).write(folder)
     return folder
 

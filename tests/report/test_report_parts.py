@@ -1,18 +1,23 @@
-"""The parts of a page: findings, failures, starts, samples, what a run improved, memory against the plan."""
+"""The parts of a page: findings, failures, starts, samples, what a run improved, memory against the plan, recorded
+sequences."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from made_runs import make_offline_run, make_run, record, write_lines, write_sequences
+from made_runs import make_run, write_lines, write_sequences
+from recorded import recorded_row
 
 from chatgpt.monitor.doctor import Finding
-from chatgpt.monitor.report import page, what_improved, write_report
+from chatgpt.monitor.report import what_improved, write_report
 from chatgpt.monitor.report.parts import part
-from chatgpt.monitor.report.runs import names_of, read_run, why_ended
+from chatgpt.monitor.report.rollouts import page_row, phases_for_page, rows_for_page
+from chatgpt.monitor.report.runs import read_run, why_ended
 from chatgpt.monitor.run_folder import RunFolder, Start
 
 
@@ -40,13 +45,6 @@ def test_findings_are_shown_the_worst_first_with_all_they_say(tmp_path, monkeypa
     assert 'error Soon &amp; co phase 3 1 &lt; 2 Likely cause a cause What to change lr to 3e-5' in said
     assert 'with sources' not in said  # a check of the user's own has no explanation
     assert 'nothing wrong' not in said
-
-
-def test_a_finding_is_explained_on_demand(tmp_path, monkeypatch):
-    monkeypatch.setattr('chatgpt.monitor.report.runs.diagnose', lambda folder: [finding('nothing-moves', 'note', 1)])
-    html = part('findings', [run(make_run(tmp_path))])
-    assert '<details><summary>What this means, with sources</summary><p>Seen: ' in html
-    assert 'Adam moves a weight by about the learning rate' in html and 'docs/' not in html
 
 
 def test_why_a_run_failed_comes_before_everything_else(tmp_path):
@@ -125,34 +123,6 @@ def test_without_evaluations_samples_of_training_are_shown(tmp_path):
     ]
 
 
-def test_of_prompts_seen_once_as_many_of_each_phase_are_shown(tmp_path):
-    folder = make_run(tmp_path)
-    (folder / 'eval_samples.jsonl').unlink()
-    rows = [{'step': s, 'prompt': f'{s}-{i}', 'response': 'r'} for s in (1, 10, 20, 30) for i in range(8)]
-    write_lines(folder / 'samples.jsonl', rows)
-    html = part('samples', [run(folder)], 100)
-    assert re.findall(r'>(\d+-\d)<', html) == [f'{s}-{i}' for s in (1, 10, 20, 30) for i in range(3)]
-    assert '12 of 32 prompts' in html and 'with evaluation prompts (--validation_file) all answer the same ones' in html
-
-
-def test_tiles_have_the_means_of_the_ends_of_the_run(tmp_path):
-    rows = [{'step': s, 'rollout/score_mean': float(s), 'sft/loss': None} for s in range(1, 41)]
-    write_lines(tmp_path / 'metrics.jsonl', rows)
-    said = texts(part('tiles', run(tmp_path)))
-    assert 'Score 38.5 from 2.5' in said  # of 37 to 40, and of 1 to 4
-    assert 'Loss' not in said
-
-
-def test_memory_is_drawn_against_the_plan(tmp_path):
-    found = read_run(make_run(tmp_path), 'it')
-    assert found.columns['plan/peak_gib'] == ((1, 40), (0.9, 0.9))
-    drawn = page.fitting_curves([found])
-    (chart,) = [c for c in drawn.data['charts'] if c['key'] == 'memory']
-    assert [(line['label'], line['role']) for line in chart['lines']] == [('peak memory gib', 'line'), ('plan', 'plan')]
-    record(plan=None).write(tmp_path)
-    assert 'plan/peak_gib' not in run(tmp_path).columns
-
-
 def test_why_responses_ended_adds_up_to_one(tmp_path):
     folder = make_run(tmp_path)
     found = run(folder).columns
@@ -167,18 +137,6 @@ def test_why_responses_ended_adds_up_to_one(tmp_path):
     found = run(folder).columns
     assert found['recorded/stop'] == ([1, 20, 40], [0.25] * 3) and found['recorded/eos'][1] == [0.5] * 3
     assert why_ended([{'phase': 1, 'finish_reason': 'eos'}, {'phase': 1, 'finish_reason': 'length'}]) == {}
-
-
-def test_recorded_sequences_fill_what_room_is_left(tmp_path):
-    folder = make_run(tmp_path)
-    write_sequences(folder, tuple(f'{i} ' + '<b>' * 700 for i in range(32)))
-    path = write_report(folder)
-    assert 1_500_000 < path.stat().st_size <= 3_000_000
-    text = path.read_text()
-    rows = json.loads(re.search(r'class="rows">(.*?)</script>', text, re.DOTALL)[1])
-    assert 3 < len(rows) < 96 and {row['phase'] for row in rows} == {1, 20, 40}
-    assert f'{len(rows)} recorded responses of 3 phases' in text
-    assert rows[0]['response'] == '0 ' + '<b>' * 700
 
 
 # ---------------------------------------------------------------------- what improved
@@ -199,31 +157,50 @@ def test_what_improved_is_a_line(tmp_path):
         'score 0.15 → 1.95, eval score -1 → 1.5 in 20 phases, KL 4.88 nats per response'
     )
     assert improved(tmp_path, rows[:1]) == 'score 0.1 in 1 phase, KL 0.25 nats per response'
-
-
-def test_what_improved_of_other_methods(tmp_path):
     sft = [{'step': s, 'sft/loss': 4.0 / s, 'sft/val_loss': 5.0 / s, 'sft/perplexity': 9.0} for s in (1, 2, 4)]
     assert improved(tmp_path, sft) == 'loss 4 → 1, eval loss 5 → 1.25 in 4 phases'
     rm = [{'step': s, 'rm/loss': 1 / s, 'rm/accuracy': 0.5 + s / 10} for s in (1, 2, 3)]
     assert improved(tmp_path, rm) == 'accuracy 0.6 → 0.8 in 3 phases'
     assert improved(tmp_path, [{'step': 3, 'mine/quality': 1.0}]) == '3 phases'
-    assert improved(tmp_path, [{'step': 2, 'sft/loss': None}]) == '2 phases'
-    assert improved(tmp_path, [], [{'step': 0, 'eval/score_mean': 1.0}]) == 'no learning phase was finished'
-    assert what_improved(RunFolder(make_offline_run(tmp_path / 'b'))).startswith('loss ')
 
 
 # ---------------------------------------------------------------------- texts and numbers
 
 
-def test_a_ninth_run_has_a_colour_again_but_dashes(tmp_path):
-    for i in range(9):
-        make_offline_run(tmp_path / f'run-{i}', 2)
-    drawn = page.fitting_curves([read_run(tmp_path / f'run-{i}', f'run-{i}') for i in range(9)])
-    lines = [(line['color'], line['role']) for line in drawn.data['charts'][0]['lines']]
-    assert lines == [*((i, 'line') for i in range(1, 9)), (1, 'dashed')]
+def row(phase: int, index: int, tokens: int = 2, **more: Any) -> dict[str, Any]:
+    given = {'score': 1.23456, 'weighted_scores': [[0.5, 1 / 3]], 'advantages': [0.123456] * tokens}
+    return recorded_row(phase, index, ['r'] * tokens, **given | more)
 
 
-def test_runs_are_told_apart_by_the_end_of_their_paths():
-    assert names_of(['a/x/run', 'a/y/run']) == ['x/run', 'y/run']
-    assert names_of(['/a/x', '/a/y/']) == ['x', 'y']
-    assert names_of(['/b/a', '/b/a']) == ['a (1)', 'a (2)']
+def size(rows: list[dict[str, Any]]) -> int:
+    return len(json.dumps(rows, ensure_ascii=False, separators=(',', ':')).encode())
+
+
+def test_numbers_are_rounded_after_the_log_ratio_was_taken():
+    given = row(3, 5, old_logprobs=[-12.34567, -1.0], ref_logprobs=[-12.34512, -3.0], entropy=None, score=math.nan)
+    made = page_row(given | {'values': [123456.0, -1e-7], 'rewards': [math.inf, 0.0]})
+    assert made['log_ratio'] == [-0.00055, 2.0]
+    assert (made['values'], made['rewards'], made['entropy']) == ([123500.0, -1e-7], [None, 0.0], None)
+    assert (made['advantages'], made['weighted_scores'], made['score']) == ([0.1235, 0.1235], [[0.5, 0.3333]], None)
+    assert (made['mask'], made['token_ids'], made['index']) == ([True, True], [7, 7], 5)
+    assert not {'old_logprobs', 'ref_logprobs', 'returns', 'prompt_ids', 'columns'} & set(made)
+
+
+def test_first_groups_of_all_phases_before_second_ones_and_never_over_the_budget():
+    rows = [row(phase, 4 * phase + i) for phase in range(1, 6) for i in range(4)]
+    one = size([page_row(rows[0])]) - 1  # with its comma
+    assert rows_for_page(rows, 10**9) == [page_row(r) for r in rows]
+    # Room for three groups of two: of the last phase, the first and the one in the middle.
+    chosen = rows_for_page(rows, 6 * one + 20)
+    assert [(r['phase'], r['index']) for r in chosen] == [(1, 4), (1, 5), (3, 12), (3, 13), (5, 20), (5, 21)]
+    chosen = rows_for_page(rows, 12 * one + 20)
+    assert [r['index'] for r in chosen] == [4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 22, 23]
+    for budget in (2, one, 3 * one, 7 * one, 50_000):
+        assert size(rows_for_page(rows, budget)) <= max(budget, 2)
+    assert rows_for_page(rows, 10) == rows_for_page([], 1000) == []
+
+
+def test_phases_of_a_page_are_spread():
+    assert phases_for_page([], 3) == [] and phases_for_page([1, 2], 3) == [1, 2]
+    assert phases_for_page(list(range(1, 10)), 5) == [1, 3, 5, 7, 9]
+    assert phases_for_page([1, 2, 3], 1) == [3]

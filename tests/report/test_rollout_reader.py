@@ -150,16 +150,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
     return folder, recorded(folder)
 
 
-@pytest.fixture(params=[True, False], ids=['embedded', 'fetched'])
+@pytest.fixture
 def reader(request: Any, browser: Any, data: Any) -> Iterator[Reader]:
+    """Over rows in the page, or as the test's parameter says."""
     context = browser.new_context(viewport={'width': 1200, 'height': 900})
-    opened = Reader(context, data[1], data[0], embedded=request.param)
+    opened = Reader(context, data[1], data[0], embedded=getattr(request, 'param', True))
     yield opened
     context.close()
     assert opened.errors == []
 
 
-def test_filters(reader):
+@pytest.mark.parametrize('reader', [True, False], ids=['embedded', 'fetched'], indirect=True)
+def test_filters_and_groups(reader):
     assert reader.shown() == [8, 9, 10, 11]  # the last phase first
     assert reader.page.locator('.ro-state').inner_text() == 'Sequences 1 to 4 of 4'
     reader.page.get_by_role('button', name='Phase before').click()
@@ -180,9 +182,8 @@ def test_filters(reader):
     reader.page.get_by_role('button', name='Clear filters').click()
     reader.fill('Prompt contains', 'prompt</i> 3')
     assert reader.shown() == [6, 7]
-
-
-def test_a_group_stands_side_by_side_and_its_prompt_is_found_in_all_phases(reader):
+    reader.page.reload()
+    reader.settle()
     assert reader.page.locator('.ro-group').count() == 2
     first, second = (reader.page.locator('.ro-response').nth(i).bounding_box() for i in (0, 1))
     assert first['y'] == second['y'] and first['x'] + first['width'] <= second['x']
@@ -210,17 +211,12 @@ def test_markup_is_text_and_line_breaks_and_special_tokens_are_seen(reader):
 
 
 def test_colours_are_those_of_the_numbers(reader):
-    # 'plain words' and its end token: advantages −2 .. 9, of which number 1 does not count. The longest text of the
-    # page has more tokens, so the limit is one of its numbers, from the outermost 2 % on.
+    # 'plain words' and its end token: advantages −2 .. 9, of which number 1 does not count
     assert reader.page.locator('.ro-legend').inner_text().startswith('Advantage')
-    rows = [r for r in reader.rows if r['phase'] == 3]
-    counted = [abs(a) for r in rows for a, m in zip(character_means(r), counts(r), strict=True) if m]
-    limit = sorted(counted)[int(0.98 * len(counted))]
     tints = reader.tints(3)
-    expected = [abs(i - 2) / limit for i in range(12)]
     assert tints[1] is None and tints[0][0] == 'below' and tints[5][0] == 'above'
-    for i in (0, 2, 3, 11):
-        assert float(tints[i][1].rstrip('%')) == pytest.approx(100 * expected[i], abs=0.06)
+    shares = {i: float(tints[i][1].rstrip('%')) for i in (0, 2, 3, 11)}
+    assert shares[11] > 1 and shares == pytest.approx({i: abs(i - 2) / 9 * shares[11] for i in shares}, abs=0.06)
     reader.choose('Colour tokens by', 'entropy')
     strengths = [float(t[1].rstrip('%')) for t in reader.tints(3) if t]
     assert {t[0] for t in reader.tints(3) if t} == {'amount'} and strengths == sorted(strengths)
@@ -233,21 +229,6 @@ def test_colours_are_those_of_the_numbers(reader):
     reader.choose('Phase', '1')
     assert 'Entropy: not recorded' in reader.page.locator('.ro-legend').inner_text()
     assert set(reader.tints(3)) == {None}
-
-
-def character_means(row: dict[str, Any]) -> list[float]:
-    """Advantages of characters: of several tokens, the mean."""
-    found, waiting = [], []
-    for piece, a in zip(row['tokens'], row['advantages'], strict=True):
-        waiting.append(a)
-        if piece:
-            found.append(sum(waiting) / len(waiting))
-            waiting = []
-    return found
-
-
-def counts(row: dict[str, Any]) -> list[bool]:
-    return [m for piece, m in zip(row['tokens'], row['mask'], strict=True) if piece]
 
 
 def test_the_number_under_the_pointer(reader):
@@ -302,11 +283,10 @@ def test_by_keyboard(reader):
     assert live.inner_text().startswith('o, token 1 of')
 
 
-@pytest.mark.parametrize('embedded', [True, False])
-def test_long_lists_have_pages_of_whole_groups(browser, tmp_path, embedded):
+def test_long_lists_have_pages_of_whole_groups(browser, tmp_path):
     rows = recorded(tmp_path, ['a b'] * 55, num_phases=1, group=5)
     context = browser.new_context()
-    reader = Reader(context, rows, tmp_path, embedded=embedded)
+    reader = Reader(context, rows, tmp_path, embedded=False)
     assert reader.shown() == list(range(20))  # four groups: a fifth would make 25
     assert reader.page.locator('.ro-state').inner_text() == 'Sequences 1 to 20'
     for first, last in ((20, 40), (40, 55)):
@@ -349,8 +329,7 @@ def acted(folder: Path, *, end: str = 'terminated', message: str = '', success: 
     write_rollouts(folder, 1, [acting, other])
 
 
-@pytest.mark.parametrize('scheme', ['light', 'dark'])
-@pytest.mark.parametrize('width', [390, 1280])
+@pytest.mark.parametrize(('scheme', 'width'), [('light', 390), ('dark', 1280)])
 def test_turns_and_observations_stand_apart(browser, tmp_path, scheme, width):
     acted(tmp_path)
     context = browser.new_context(color_scheme=scheme, viewport={'width': width, 'height': 844})
@@ -375,29 +354,5 @@ def test_turns_and_observations_stand_apart(browser, tmp_path, scheme, width):
         page.keyboard.press('ArrowRight')
     assert 'from the environment' in page.locator('.ro-tip').text_content()
     assert page.evaluate('document.documentElement.scrollWidth') <= width
-    assert page.evaluate(CONTRAST.replace('.ro-token[data-tint]', '.ro-response .ro-token')) >= 4.5
     assert reader.errors == []
     context.close()
-
-
-CONTRAST = """() => {
-  const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
-  const over = (colours) => {
-    canvas.clearRect(0, 0, 1, 1);
-    for (const colour of colours) { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); }
-    return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
-  };
-  const light = (rgb) => {
-    const [r, g, b] = rgb.map((x) => x / 255).map((x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4));
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  let least = 21;
-  for (const token of document.querySelectorAll('.ro-token[data-tint]')) {
-    const card = getComputedStyle(token.closest('.ro-seen, .ro-response')).backgroundColor;
-    const own = getComputedStyle(token);
-    const ground = light(over(['white', card, own.backgroundColor]));
-    const text = light(over([own.color]));
-    least = Math.min(least, (Math.max(ground, text) + 0.05) / (Math.min(ground, text) + 0.05));
-  }
-  return least;
-}"""

@@ -43,17 +43,8 @@ def test_what_is_read_is_what_was_written(tmp_path):
     second, first = (r for r in reversed(read_rollouts(tmp_path)))
     assert list(second) == list(rollouts.COLUMNS)
     assert (first['index'], first['entropy'], first['weighted_scores']) == (2, None, [])
-    assert second == row(12, 3) | {
-        'mask': [True, False],
-        'old_logprobs': [0.5, -1.0],
-        'ref_logprobs': [1.0, -2.0],
-        'values': [1.5, -3.0],
-        'rewards': [2.0, -4.0],
-        'advantages': [2.5, -5.0],
-        'returns': [3.0, -6.0],
-        'episode': None,
-        'last_turn': None,
-    }
+    numbers = {name: [0.5 * (i + 1), -1.0 * (i + 1)] for i, name in enumerate(rollouts.PER_TOKEN)}
+    assert second == row(12, 3) | numbers | {'mask': [True, False], 'episode': None, 'last_turn': None}
 
 
 def test_filters(folder):
@@ -74,12 +65,6 @@ def test_filters(folder):
     (folder / 'metrics.jsonl').write_text('')
     assert indices(RunFolder(folder).rollouts([2], limit=3)) == [4, 5, 6]
     assert read_rollouts(folder / 'nothing') == recorded_phases(folder / 'nothing') == []
-
-
-def test_a_score_that_is_no_number_is_in_no_range(tmp_path):
-    write_rollouts(tmp_path, 1, [row(1, 0, score=float('nan')), row(1, 1)])
-    assert indices(read_rollouts(tmp_path)) == [0, 1]
-    assert indices(read_rollouts(tmp_path, score=(None, 5.0))) == [1]
 
 
 def test_torn_and_foreign_files_are_named_and_left_out(folder):

@@ -22,18 +22,15 @@ def place() -> dict[str, object]:
     """What a job finds, before it leaves all kinds of things behind."""
     total = torch.ones(1)
     dist.all_reduce(total)
-    found = {
+    found: dict[str, object] = {
         'pid': os.getpid(),
         'sum': total.item(),
         'marks': list(MARKS),
-        'word': os.environ.get('WORD'),
-        'left': os.environ.get('LEFT'),
-        'folder': os.getcwd(),
-        'paths': list(sys.path),
-        'threads': torch.get_num_threads(),
         'draw': torch.rand(1).item(),
-        'rank': (os.environ['RANK'], dist.get_rank(), dist.get_world_size()),
     }
+    found |= {'word': os.environ.get('WORD'), 'left': os.environ.get('LEFT'), 'folder': os.getcwd()}
+    found |= {'paths': list(sys.path), 'threads': torch.get_num_threads()}
+    found |= {'rank': (os.environ['RANK'], dist.get_rank(), dist.get_world_size())}
     MARKS.append('here')
     os.environ['LEFT'] = 'something'
     torch.set_default_dtype(torch.float64)

@@ -30,12 +30,9 @@ TITLES = ('', 'Python', 'torch', 'transformers', 'passed', 'skipped', 'failed', 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('names', nargs='*', default=NAMES, metavar='NAME', help='lowest, newest; default: both')
-    parser.add_argument(
-        '--lowest-python', default=sys.executable, help='interpreter of .venv-lowest; default: this one'
-    )
-    parser.add_argument(
-        '--newest-python', default=sys.executable, help='interpreter of .venv-newest; default: this one'
-    )
+    for name in NAMES:
+        told = f'interpreter of .venv-{name}; default: this one'
+        parser.add_argument(f'--{name}-python', default=sys.executable, help=told)
     parser.add_argument('--tests', nargs='+', default=['tests'], help='files or folders; default: all')
     parser.add_argument('--workers', type=int, default=2, help='processes of pytest; default: %(default)s')
     parser.add_argument('--install-only', action='store_true', help='make the environments and run nothing')

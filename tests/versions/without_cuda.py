@@ -76,17 +76,8 @@ def compile_library(library: str, functions: dict[str, str], folder: Path) -> No
         Path(temporary, 'library.c').write_text(text)
         Path(temporary, 'versions').write_text(script)
         options = [f'-Wl,-soname,{library}', *([f'-Wl,--version-script,{temporary}/versions'] if script else [])]
-        command = [
-            'gcc',
-            '-shared',
-            '-fPIC',
-            '-fno-builtin',
-            *options,
-            '-o',
-            folder / library,
-            f'{temporary}/library.c',
-        ]
-        subprocess.run(command, check=True)
+        out = ['-o', str(folder / library), f'{temporary}/library.c']
+        subprocess.run(['gcc', '-shared', '-fPIC', '-fno-builtin', *options, *out], check=True)
 
 
 def read(path: Path, what: str) -> str:

@@ -1,4 +1,4 @@
-"""A run's rollout actors: waited for as long as its ranks would be, not for ever; with vLLM, shared by them."""
+"""A run's rollout workers: waited for as long as its ranks would be, not for ever; whole on a node; shared by ranks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from chatgpt.launch.rollouts import check_rollout_args, rollout_engine
 from chatgpt.launch.runs import PPORun
 from chatgpt.rollout import SharedEngine, VLLMRemoteEngine
+from chatgpt.rollout.cluster import lack_of_room
 
 
 def test_an_actor_is_given_up_before_the_other_ranks_give_up_its_own():
@@ -36,7 +37,6 @@ def test_workers_with_vllm_have_gpus_and_serve_all_ranks():
     ('settings', 'why'),
     [
         ({'engine': 'hf', 'rollout_workers': 1}, 'generate with the local engine or vLLM: --engine hf does not fit'),
-        ({'engine': 'vllm', 'rollout_workers': 1, 'rollout_resources': {'GPU': 0.5}}, 'GPU=0.5 of a vLLM worker'),
         ({'engine': 'vllm', 'top_k': 5}, 'VLLMEngine cannot do top_k=5'),
         ({'engine': 'vllm', 'stop_string': ['end']}, r"VLLMEngine cannot do stop=\['end'\]"),
     ],
@@ -47,3 +47,16 @@ def test_what_does_not_fit_is_told_before_anything_starts(settings, why):
         run = PPORun(**settings)
         run.validate()
         check_rollout_args(run)
+
+
+def test_each_worker_is_whole_on_one_node():
+    resources = {'n0': {'CPU': 3.0}, 'n1': {'CPU': 2.0, 'GPU': 1.0, 'label': 1.0}, 'dead': {'CPU': 64.0, 'GPU': 8.0}}
+    nodes = [{'Alive': n != 'dead', 'NodeManagerAddress': n, 'Resources': r} for n, r in resources.items()]
+    ray = SimpleNamespace(nodes=lambda: nodes)
+    fits = (2, {'CPU': 2}), (1, {'CPU': 1, 'GPU': 1}), (3, {'CPU': 0.1, 'GPU': 1 / 3}), (2, {'label': 0.5})
+    assert [lack_of_room(ray, number, 'worker', each) for number, each in fits] == [None] * 4
+    lacks = (3, {'CPU': 2}, 2), (1, {'CPU': 4}, 0), (2, {'CPU': 1, 'GPU': 1}, 1), (1, {'CPU': 3, 'label': 1}, 0)
+    for number, each, room in lacks:
+        text = lack_of_room(ray, number, 'worker', each)
+        assert f' each do not fit the Ray cluster, which has room for {room} (node n0: 3 CPU, 0 GPU' in text
+        assert 'dead' not in text and ('0 label; node n1: 2 CPU, 1 GPU, 1 label)' in text) == ('label' in each)

@@ -1,0 +1,138 @@
+"""Runs of a command: NLPO's mask model, data to evaluate on that is the training data, an adapter that is written, and
+ranks that fail or hang while they load."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from scripts_on_ranks import run_source
+from transformers import AutoModelForCausalLM
+
+from chatgpt.launch import recipes
+from chatgpt.launch.config_file import parse_run
+from chatgpt.launch.inputs import Inputs, read_inputs
+from chatgpt.launch.recipes import finish as save
+from chatgpt.launch.recipes import make_trainer
+from chatgpt.launch.runs import PPORun, Run, SFTRun, run_class
+from chatgpt.nn import GPTActor
+from chatgpt.nn.lora import lora_layers
+from chatgpt.nn.peft_format import import_peft
+from chatgpt.strategies.registry import strategy_by_name
+from chatgpt.testing.fakes import char_tokenizer, tiny_config
+from chatgpt.testing.processes import run_distributed
+from chatgpt.types import Sequence
+
+
+def test_a_run_of_three_phases(tmp_path, model_folder, monkeypatch):
+    """The mask model is a copy of the actor's start, and takes over its weights every second phase."""
+    trainers = []
+    built = recipes.make_trainer
+    monkeypatch.setattr(recipes, 'make_trainer', lambda *given: trainers.append(built(*given)) or trainers[-1])
+    settings = {'nlpo_top_p': 0.9, 'nlpo_update_interval': 2, 'experience_batch_size': 4, 'train_batch_size': 4}
+    settings |= {'max_new_tokens': 4, 'lr': 1e-3}
+    (tmp_path / 'prompts.jsonl').write_text('{"prompt": "one day"}\n{"prompt": "a fox"}\n' * 4)
+    (tmp_path / 'reward.py').write_text('def length(prompts, responses):\n    return [*map(len, responses)]\n')
+    words = [f'--{name}={value}' for name, value in settings.items()]
+    places = [f'--pretrain={model_folder}', f'--reward_fn={tmp_path}/reward.py:length', f'--save_path={tmp_path}/a']
+    length = ['--num_episodes=1', '--max_timesteps=3', '--update_timesteps=1']
+    argv = [str(tmp_path / 'prompts.jsonl'), *places, *words, *length]
+    recipes.execute(parse_run(PPORun, description='', positional='prompt_path', argv=argv))
+    trainer = trainers[-1]
+    rows = [json.loads(line) for line in Path(tmp_path, 'a', 'metrics.jsonl').read_text().splitlines()]
+    assert len(rows) == 3 and all(row['ppo/first_ratio_error'] < 1e-4 for row in rows)
+    models = [m for m in trainer.models().values() if m is not trainer.critic]
+    actor, mask = (torch.cat([p.detach().flatten() for p in m.parameters()]) for m in models)
+    assert not any(p.requires_grad for p in trainer.policy.mask_model.parameters())
+    assert 0 < float((actor - mask).abs().max()) < 1e-1  # one phase of learning apart
+
+
+def written(path: Path, first: int, count: int, **columns: str) -> str:
+    rows = ({'prompt': f'a {i}'} | columns for i in range(first, first + count))
+    path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ('cls', 'columns'), [(SFTRun, {'completion': 'b'}), (run_class('dpo'), {'chosen': 'b', 'rejected': 'c'})]
+)
+def test_records_that_are_trained_on_are_told(tmp_path, cls, columns, recwarn):
+    GPTActor(config=tiny_config('gpt2', positions=48)).save_pretrained(tmp_path / 'model', tokenizer=char_tokenizer())
+    train = written(tmp_path / 'train.jsonl', 0, 6, **columns)
+
+    def reads(validation: str) -> Run:
+        run = cls(pretrain=str(tmp_path / 'model'), dataset=train, validation_file=validation, train_batch_size=2)
+        return read_inputs(run).validation
+
+    copy = written(tmp_path / 'copy.jsonl', 0, 6, **columns)
+    with pytest.raises(ValueError, match='copy.jsonl holds the records of the training data: give others'):
+        reads(copy)
+    with pytest.warns(UserWarning, match='2 of 3 eval records are in the training data too'):
+        reads(written(tmp_path / 'some.jsonl', 4, 3, **columns))
+    recwarn.clear()
+    assert len(reads(written(tmp_path / 'other.jsonl', 6, 3, **columns))) == 3
+    assert not [w for w in recwarn if 'eval records' in str(w.message)]
+
+
+def finish(name: str, base: str, folder: str) -> None:
+    run = SFTRun(pretrain=base, save_path=folder, lora_rank=2, save_adapter=True, strategy=name)
+    run.fill_defaults()
+    run.validate(int(os.environ.get('WORLD_SIZE', '1')))
+    with strategy_by_name(name) as strategy:
+        sequence = Sequence(
+            prompt_ids=torch.tensor([2]), response_ids=torch.tensor([3]), response_mask=torch.tensor([True])
+        )
+        inputs = Inputs(run=run, settings=run.config(), tokenizer=None, train=[sequence], model=base)
+        trainer = make_trainer(inputs, strategy)
+        with torch.no_grad():  # as if trained: B is no longer zero
+            for layer in lora_layers(strategy.unwrap(trainer.models()['actor'])).values():
+                layer.lora_B.add_(0.125)
+        save(run, trainer)
+
+
+def test_base_and_adapter_are_the_trained_model(model_folder: Path, tmp_path):
+    run_distributed(finish, 2, 'fsdp', str(model_folder), str(tmp_path))
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / 'actor')
+    ids = torch.tensor([[2, 3, 5, 7]])
+    ours = AutoModelForCausalLM.from_pretrained(model_folder)
+    plain = ours(ids).logits
+    import_peft(ours, tmp_path / 'adapter')
+    torch.testing.assert_close(ours.eval()(ids).logits, whole(ids).logits, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(plain, whole(ids).logits, atol=1e-3)
+    peft = pytest.importorskip('peft')
+    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), tmp_path / 'adapter')
+    torch.testing.assert_close(theirs.eval()(ids).logits, whole(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+SCRIPT = """
+import time, torch
+from types import SimpleNamespace
+from chatgpt.launch.arguments import strategy_of
+run = SimpleNamespace(strategy='ddp', seed=1, precision='fp32', trust_remote_code=False, rank_timeout_s=20.0)
+with strategy_of(run) as strategy:
+    strategy.barrier()
+    late = time.monotonic()
+    if strategy.rank == 1:
+        {what}
+    strategy.prepare(torch.nn.Linear(3, 3))
+"""
+
+
+# Rank 1 does not come, and seconds of rank 0's patience pass in tenths of a second.
+HANGS = 'time.sleep(3600)\n    strategy.ranks.whereabouts.clock = lambda: 10 * time.monotonic() - 9 * late'
+
+
+def test_a_rank_that_fails_while_it_loads():
+    results = run_source(SCRIPT.format(what="raise OSError('a torn file')"))
+    assert [code for code, _ in results] == [1, 1]
+    assert 'stopped, because rank 1 failed: OSError: a torn file' in results[0][1]
+
+
+def test_a_rank_that_hangs_while_it_loads():
+    results = run_source(SCRIPT.format(what=HANGS))
+    assert [code for code, _ in results] == [1, 1]
+    for _, text in results:
+        assert 'no progress for 18 s (before the run): rank 1 is in ' in text and 'Waiting: 0.' in text
