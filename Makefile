@@ -13,11 +13,12 @@ export PYTHONPATH := $(CURDIR):$(CURDIR)/compat$(if $(PYTHONPATH),:$(PYTHONPATH)
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-avx2 test-system test-full lint format docs venv dev colossalai ray install gpu-check clean
+.PHONY: help demo real test test-avx2 test-system test-full lint format docs venv dev colossalai ray install gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo       SFT, a reward model, PPO, from nothing, in minutes on two cores; result in outputs/demo'
+	@echo 'make real       a chat model of 135 million parameters learns to add, with two cores in half an hour; result in outputs/real'
 	@echo 'make test       lint and the tests of the library, 10 to 30 minutes on two cores'
 	@echo 'make test-avx2  those of them that compute in 16 bits, as on a processor with AVX2 and no instructions of 16 bits'
 	@echo 'make test-system  launchers, Ray, kills, capacity, layouts, ColossalAI: as long again'
@@ -35,6 +36,9 @@ help:
 
 demo: venv
 	$(BIN)/python examples/demo.py
+
+real: $(VENV)/.stamp-real
+	$(BIN)/python examples/real_model/additions.py $(REAL_ARGS)
 
 # One thread per process: tests start processes of their own, and results do not depend on the number of cores.
 PYTEST := env OMP_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -132,6 +136,11 @@ $(BIN)/python:
 $(VENV)/.stamp-core: requirements.txt | $(BIN)/python
 	$(BIN)/python install_torch.py
 	$(PIP) -r requirements.txt
+	@touch $@
+
+# Reads the model's file.
+$(VENV)/.stamp-real: requirements-dev.txt $(VENV)/.stamp-core
+	$(PIP) --no-deps $$(grep ^gguf== requirements-dev.txt)
 	@touch $@
 
 # The metadata of trackio and OpenEnv asks for Pillow < 13, hence --no-deps.

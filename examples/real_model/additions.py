@@ -30,14 +30,17 @@ from chatgpt.monitor.run_folder import RunFolder
 from chatgpt.trainer.callbacks import format_table
 
 NUM_DEMONSTRATIONS, NUM_PROMPTS, NUM_HELD_OUT = 200, 2000, 200
-MAX_NEW_TOKENS = 12
-COMMON = [f'--max_new_tokens={MAX_NEW_TOKENS}', '--checkpoint_minutes=0']
-SFT = ['--max_epochs=2', '--train_batch_size=16', '--lr=1e-4']
-ONLINE = ['--experience_batch_size=64', '--train_batch_size=64', '--update_timesteps=1', '--num_episodes=1']
+RESPONSES = ['--max_new_tokens=20']
+SFT = ['--train_batch_size=8', '--max_epochs=1', '--lr=1e-4']
+ONLINE = ['--num_episodes=1', '--max_timesteps=12', '--update_timesteps=1', '--num_layers_unfrozen=8']
+ONLINE += ['--train_batch_size=32', '--max_epochs=2', '--lr=1e-4', '--kl_coef=0.02']
 METHODS = {
-    'ppo': ['--max_timesteps=12', '--max_epochs=2', '--lr=2e-5', '--critic_lr=5e-5', '--kl_coef=0.02'],
-    'grpo': ['--max_timesteps=12', '--max_epochs=1', '--lr=2e-5', '--experience_batch_size=8'],
+    'ppo': ['--critic=shared', '--experience_batch_size=64'],
+    'grpo': ['--experience_batch_size=8'],
 }
+"""64 responses a phase, 12 phases; the upper eight of thirty layers learn, and the others serve policy, critic and
+reference at once"""
+COLUMNS = ['model', 'right', 'kl', 'length', 'minutes', 'cpu_minutes', 'peak_gib']
 
 
 def right(prompts: list[str], responses: list[str], answer: list[int]) -> list[float]:
@@ -49,7 +52,7 @@ def right(prompts: list[str], responses: list[str], answer: list[int]) -> list[f
 def write_files(out: Path, seed: int) -> None:
     """Questions as chats: `demonstrations.jsonl` with answers to learn the form from, `prompts.jsonl`, and
     `held_out.jsonl`, with pairs of numbers that the others do not have."""
-    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    pairs = [(a, b) for a in range(100, 1000) for b in range(100, 1000)]
     random.Random(seed).shuffle(pairs)
     cuts = {'demonstrations': NUM_DEMONSTRATIONS, 'prompts': NUM_PROMPTS, 'held_out': NUM_HELD_OUT}
     for name, count in cuts.items():
@@ -84,19 +87,30 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     start = find_model(args.pretrain, args.out / 'model')
     write_files(args.out, args.seed)
-    files = {name: str(args.out / f'{name}.jsonl') for name in ('demonstrations', 'prompts', 'held_out')}
-    reward = ['--reward_fn', f'{__file__}:right', '--validation_file', files['held_out'], '--eval_interval=1000']
-    seed = f'--seed={args.seed}'
+    seed, held_out = f'--seed={args.seed}', str(args.out / 'held_out.jsonl')
+    reward = ['--reward_fn', f'{__file__}:right']
 
-    sft = ['sft', files['demonstrations'], '--pretrain', start, '--save_path', str(args.out / 'sft'), seed, *SFT]
-    used = {'sft': run(*sft)}
+    def folder(name: str) -> list[str]:
+        return ['--save_path', str(args.out / name), seed, '--checkpoint_minutes=0']
+
+    answers = args.out / 'answers_before.jsonl'
+    run('evaluate', start, held_out, *reward, *RESPONSES, '--output', str(answers))
+    scores = [json.loads(line)['score'] for line in answers.read_text().splitlines()]
+    rows: list[dict[str, Any]] = [{'model': 'as it is', 'right': sum(scores) / len(scores)}]
+    used = run('sft', str(args.out / 'demonstrations.jsonl'), '--pretrain', start, *folder('sft'), *SFT)
+    rows.append({'model': 'sft', **used})
     for method, own in METHODS.items():
-        words = [method, files['prompts'], '--pretrain', str(args.out / 'sft' / 'actor')]
-        used[method] = run(*words, '--save_path', str(args.out / method), seed, *reward, *COMMON, *ONLINE, *own)
-        found = RunFolder(args.out / method)
-        print(found.eval)
-    (args.out / 'table.txt').write_text(table := format_table([], []))
-    print(table)
+        words = [method, str(args.out / 'prompts.jsonl'), '--pretrain', str(args.out / 'sft' / 'actor'), *reward]
+        words += ['--validation_file', held_out, '--eval_interval=12']
+        used = run(*words, *folder(method), *RESPONSES, *ONLINE, *own)
+        before, after = (RunFolder(args.out / method).eval[i] for i in (0, -1))
+        last = RunFolder(args.out / method).metrics[-1]
+        rows[1]['right'] = before['eval/score_mean']
+        kl, length = last['rollout/kl_mean'], after['eval/length_mean']
+        rows.append({'model': f'sft, {method}', 'right': after['eval/score_mean'], 'kl': kl, 'length': length, **used})
+    table = format_table([{k: f'{v:.3g}' if isinstance(v, float) else v for k, v in r.items()} for r in rows], COLUMNS)
+    (args.out / 'table.txt').write_text(f'{table}\n')
+    print(f'\nshare of {NUM_HELD_OUT} held-out additions that are right, greedily\n\n{table}')
 
 
 if __name__ == '__main__':

