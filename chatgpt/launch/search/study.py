@@ -83,8 +83,8 @@ def made(what: str, name: str, options: Any, **more: Any) -> Any:
     """A 'sampler' or 'pruner' of Optuna; ValueError for arguments that its class does not take."""
     import optuna
 
-    if name == 'grid' and not more:
-        more = {'fixed_params': {}, 'base_sampler': optuna.samplers.RandomSampler()}
+    if name == 'grid':  # fixes the whole point, so nothing is left to draw
+        more = {'fixed_params': {}, 'base_sampler': optuna.samplers.RandomSampler(more.pop('seed'))} | more
     kind = getattr(getattr(optuna, f'{what}s'), {'sampler': SAMPLERS, 'pruner': PRUNERS}[what][name])
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # what Optuna calls experimental
@@ -119,14 +119,18 @@ class Study:
             load_if_exists=True,
         )
 
+    def running(self) -> list[Any]:
+        """What is on disk of trials that were started and have no end."""
+        return [t for t in self.optuna.get_trials(deepcopy=False) if t.state.name == 'RUNNING']
+
     def unfinished(self) -> list[Any]:
-        """Trials that were started and have no end. A parameter that was not written down in time is drawn now."""
-        import optuna
+        """The same, to go on with. A parameter that was not written down in time is drawn now."""
+        from optuna.trial import Trial
 
         found = []
-        for t in self.optuna.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
+        for t in self.running():
             self._draw_for(t.number)
-            trial = optuna.trial.Trial(self.optuna, t._trial_id)
+            trial = Trial(self.optuna, t._trial_id)
             for name, space in self.sweep.parameters.items():
                 trial._suggest(name, space)
             found.append(trial)
@@ -143,13 +147,10 @@ class Study:
     def _draw_for(self, number: int) -> None:
         """Draws from here on are those of this trial."""
         import numpy as np
-        from optuna.samplers import RandomSampler
 
         seed = int(np.random.SeedSequence([self.sweep.seed, number]).generate_state(1)[0])
-        more: dict[str, Any] = {'seed': seed}
-        if self.sweep.sampler[0] == 'grid':
-            more = {'fixed_params': self.sweep.grid()[number], 'base_sampler': RandomSampler(seed)}
-        self.optuna.sampler = made('sampler', *self.sweep.sampler, **more)
+        point = {'fixed_params': self.sweep.grid()[number]} if self.sweep.sampler[0] == 'grid' else {}
+        self.optuna.sampler = made('sampler', *self.sweep.sampler, seed=seed, **point)
 
     def report(self, trial: Any, value: float, step: int) -> bool:
         """Note the metric of a step; whether the trial is to be pruned."""
@@ -165,9 +166,15 @@ class Study:
         trial.set_user_attr('error', error)
         self.optuna.tell(trial, value if state == 'COMPLETE' else None, state=TrialState[state])
 
-    def write_table(self) -> tuple[str, dict[str, Any] | None, list[int]]:
-        """Writes trials.csv in the order of the trials. Returns the same as text, the best first; the row of the best
-        complete trial; and the numbers of unfinished ones."""
+    def best(self) -> Any:
+        """The best complete trial, or None."""
+        try:
+            return self.optuna.best_trial
+        except ValueError:  # none is complete
+            return None
+
+    def write_table(self) -> str:
+        """Writes trials.csv in the order of the trials. Returns the same as text, the best first."""
         from chatgpt.trainer.callbacks import format_table  # torch, which a mistake in the file does not wait for
 
         rows: list[dict[str, Any]] = []
@@ -182,14 +189,12 @@ class Study:
             writer = csv.DictWriter(file, names)
             writer.writeheader()
             writer.writerows(rows)
-        unfinished = [row['number'] for row in rows if row['state'] == 'unfinished']
         sign, order = -1 if self.sweep.direction == 'maximize' else 1, list(STATES.values())
         rows.sort(key=lambda row: (order.index(row['state']), sign * (row['value'] or 0.0), row['number']))
         heads = {self.sweep.metric if name == 'value' else name: name for name in names}
         if not any(row['error'] for row in rows):
             del heads['error']
-        text = format_table([{h: shown(row[n]) for h, n in heads.items()} for row in rows], list(heads), width=100)
-        return text, rows[0] if rows and rows[0]['state'] == 'complete' else None, unfinished
+        return format_table([{h: shown(row[n]) for h, n in heads.items()} for row in rows], list(heads), width=100)
 
     def write_plots(self) -> None:
         """curves.png, the metric by step of every trial, and parameters.png, against each parameter."""

@@ -19,9 +19,9 @@ from typing import Any
 
 import yaml
 
-import chatgpt
 from chatgpt.launch.ray import Signals
 from chatgpt.launch.search.study import Study, Sweep, shown
+from chatgpt.launch.torchrun import python_path
 from chatgpt.monitor.run_folder.lines import read_jsonl
 
 POLL_S = 0.2
@@ -62,16 +62,15 @@ def run_sweep(sweep: Sweep, *, jobs: int = 1) -> int:
         kept.write_text(json.dumps(sweep.fixed, indent=1) + '\n')
         (folder / 'config.yaml').write_text(yaml.safe_dump(sweep.fixed['config'], sort_keys=False, allow_unicode=True))
         received = _run_trials(sweep, study, jobs)
-        table, best, unfinished = study.write_table()
-        say(table)
+        say(study.write_table())
         study.write_plots()
+        best = study.best()
         if best is not None:
-            parameters = {name: best[name] for name in sweep.parameters}
-            say(f'best: trial {best["number"]} with {sweep.metric} {best["value"]:.6g}: {_words(parameters)}')
-            say(f'its settings: {folder}/trial-{best["number"]:04d}/config.yaml')
+            say(f'best: trial {best.number} with {sweep.metric} {best.value:.6g}: {_words(best.params)}')
+            say(f'its settings: {folder}/trial-{best.number:04d}/config.yaml')
         if received is not None:
-            these = f' with trial {", ".join(map(str, unfinished))}' if unfinished else ''
-            say(f'stopped; the same command goes on{these}')
+            unfinished = ', '.join(str(trial.number) for trial in study.running())
+            say(f'stopped; the same command goes on{" with trial " if unfinished else ""}{unfinished}')
             return 128 + received
     return 0 if best is not None else 1
 
@@ -133,10 +132,7 @@ def environment(slot: int, jobs: int, *, launched: bool) -> dict[str, str]:
     """Of a trial in one of `jobs` places, which share cores and devices; a launcher shares out itself."""
     import torch
 
-    found = dict(os.environ)
-    root = Path(chatgpt.__file__).resolve().parents[1]
-    if 'site-packages' not in root.parts:
-        found['PYTHONPATH'] = os.pathsep.join(dict.fromkeys([str(root), *filter(None, [found.get('PYTHONPATH')])]))
+    found = os.environ | python_path(os.environ.get('PYTHONPATH'))
     if launched or jobs == 1:
         return found
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
