@@ -21,8 +21,9 @@ SAMPLERS = {'tpe': 'TPESampler', 'random': 'RandomSampler', 'grid': 'PartialFixe
 PRUNERS = {'none': 'NopPruner', 'median': 'MedianPruner', 'halving': 'SuccessiveHalvingPruner'}
 PRUNERS |= {'hyperband': 'HyperbandPruner'}
 """their classes in Optuna"""
-STATES = {'COMPLETE': 'complete', 'PRUNED': 'pruned', 'RUNNING': 'unfinished', 'FAIL': 'failed'}
-"""in the order of the table"""
+STATES = {'COMPLETE': 'complete', 'PRUNED': 'pruned', 'RUNNING': 'unfinished', 'WAITING': 'unfinished'}
+STATES['FAIL'] = 'failed'
+"""Optuna's, in the order of the table; what was running when a sweep ended waits in the next call"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +102,7 @@ class Study:
         import optuna
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
+        from optuna.trial import TrialState
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.sweep = sweep
@@ -118,31 +120,23 @@ class Study:
             pruner=made('pruner', *sweep.pruner),
             load_if_exists=True,
         )
+        for number in self.numbers('RUNNING'):
+            self.optuna._storage.set_trial_state_values(self.optuna.trials[number]._trial_id, TrialState.WAITING)
 
-    def running(self) -> list[Any]:
-        """What is on disk of trials that were started and have no end."""
-        return [t for t in self.optuna.get_trials(deepcopy=False) if t.state.name == 'RUNNING']
+    def numbers(self, *states: str) -> list[int]:
+        """Numbers of the trials in these of Optuna's states; of all where none is named."""
+        return [t.number for t in self.optuna.get_trials(deepcopy=False) if not states or t.state.name in states]
 
-    def unfinished(self) -> list[Any]:
-        """The same, to go on with. A parameter that was not written down in time is drawn now."""
-        from optuna.trial import Trial
+    def num_left(self) -> int:
+        """How many trials are to be asked for yet."""
+        return len(self.numbers('WAITING')) + max(0, self.sweep.trials - len(self.numbers()))
 
-        found = []
-        for t in self.running():
-            self._draw_for(t.number)
-            trial = Trial(self.optuna, t._trial_id)
-            for name, space in self.sweep.parameters.items():
-                trial._suggest(name, space)
-            found.append(trial)
-        return found
-
-    def num_trials(self) -> int:
-        return len(self.optuna.get_trials(deepcopy=False))
-
-    def ask(self) -> Any:
-        """A new trial, with its parameters."""
-        self._draw_for(self.num_trials())
-        return self.optuna.ask(dict(self.sweep.parameters))
+    def ask(self) -> tuple[Any, bool]:
+        """The next trial with its parameters, and whether it was started before: those come first. A parameter of such
+        a one that was not written down in time is drawn now."""
+        waiting = self.numbers('WAITING')
+        self._draw_for(min(waiting, default=len(self.numbers())))
+        return self.optuna.ask(dict(self.sweep.parameters)), bool(waiting)
 
     def _draw_for(self, number: int) -> None:
         """Draws from here on are those of this trial."""

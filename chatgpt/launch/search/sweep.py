@@ -69,7 +69,7 @@ def run_sweep(sweep: Sweep, *, jobs: int = 1) -> int:
             say(f'best: trial {best.number} with {sweep.metric} {best.value:.6g}: {_words(best.params)}')
             say(f'its settings: {folder}/trial-{best.number:04d}/config.yaml')
         if received is not None:
-            unfinished = ', '.join(str(trial.number) for trial in study.running())
+            unfinished = ', '.join(map(str, study.numbers('RUNNING', 'WAITING')))
             say(f'stopped; the same command goes on{" with trial " if unfinished else ""}{unfinished}')
             return 128 + received
     return 0 if best is not None else 1
@@ -78,22 +78,19 @@ def run_sweep(sweep: Sweep, *, jobs: int = 1) -> int:
 def _run_trials(sweep: Sweep, study: Study, jobs: int) -> int | None:
     """Until all trials have ended; the number of the signal that ended it before that, else None. After a signal all
     trials save and leave, and stay unfinished in the study; a second one ends them at once."""
-    unfinished, running, received = study.unfinished(), list[Running](), None
+    running, received = list[Running](), None
     with Signals() as signals:
         try:
             while True:
-                while received is None and len(running) < jobs:
-                    again = bool(unfinished)
-                    if not again and study.num_trials() >= sweep.trials:
-                        break
-                    trial = unfinished.pop(0) if again else study.ask()
+                while received is None and len(running) < jobs and study.num_left():
+                    trial, again = study.ask()
                     slot = min(set(range(jobs)) - {r.slot for r in running})
                     say(f'trial {trial.number} {"goes on" if again else "starts"}: {_words(trial.params)}')
                     running.append(Running(sweep, trial, slot, jobs, again=again))
                 for one in list(running):
                     if one.has_ended(study, told=received is None):
                         running.remove(one)
-                if not running and (received or not unfinished and study.num_trials() >= sweep.trials):
+                if not running and (received or not study.num_left()):
                     return received
                 for number in signals.take():
                     if received is None:
