@@ -143,7 +143,7 @@ class Study:
         import numpy as np
 
         seed = int(np.random.SeedSequence([self.sweep.seed, number]).generate_state(1)[0])
-        point = {'fixed_params': self.sweep.grid()[number]} if self.sweep.sampler[0] == 'grid' else {}
+        point: dict[str, Any] = {'fixed_params': self.sweep.grid()[number]} if self.sweep.sampler[0] == 'grid' else {}
         self.optuna.sampler = made('sampler', *self.sweep.sampler, seed=seed, **point)
 
     def report(self, trial: Any, value: float, step: int) -> bool:

@@ -27,7 +27,6 @@ from chatgpt.monitor.run_folder.lines import read_jsonl
 POLL_S = 0.2
 STOP_S = 120.0
 """how long a trial has to save and leave"""
-TAIL_BYTES = 8192
 
 
 def say(text: str) -> None:
@@ -224,9 +223,8 @@ class Running:
         if not code:
             no_value = f'{metric} is not finite at step {last}' if last else f'it logged no {metric}'
             return no_value if self.curve.get(last) is None else ''
-        with open(self.folder / 'output.log', 'rb') as file:
-            file.seek(max(self._start, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = [line.strip() for line in file.read().decode(errors='replace').splitlines() if line.strip()]
+        output = (self.folder / 'output.log').read_bytes()[self._start :].decode(errors='replace')
+        lines = [line.strip() for line in output.splitlines() if line.strip()]
         said = [line for line in lines if line.startswith('error: ')] or lines or [f'ended with exit code {code}']
         return said[-1].removeprefix('error: ')
 

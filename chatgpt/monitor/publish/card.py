@@ -107,11 +107,12 @@ def write_card(folder: str | Path, facts: ModelFacts, *, role: Role = 'actor', n
     base, shape, measured = base_of(facts.source), shape_of(place, role), measured_on_eval(found)
     settings = {key: value for key, value in record.settings.items() if key not in UNSHOWN}
     everything = {'settings': settings, 'generation': record.generation, 'optimizers': record.optimizers}
-    functions = {'block': block, 'code': code, 'hub_name': hub_name, 'number': number, 'repr': repr}
-    about_model = {'title': title, 'name': place.name, 'role': role, 'base': base, 'shape': shape, 'facts': facts}
+    functions: dict[str, Any] = {'block': block, 'code': code, 'hub_name': hub_name, 'number': number, 'repr': repr}
+    about_model: dict[str, Any] = {'title': title, 'name': place.name, 'role': role, 'base': base, 'shape': shape}
     card = ModelCard.from_template(
         front_matter(facts, title, role, shape, measured, base),
         template_path=str(Path(__file__).with_name('card.md.j2')),
+        facts=facts,
         note=NOTE,
         version=__version__,
         reward=reward_of(record),
@@ -150,7 +151,7 @@ def front_matter(facts: ModelFacts, title: str, role: Role, shape: Shape, measur
     results = [
         EvalResult(task, *data, name.rpartition('/')[2], last, metric_name=name) for name, _, last, _ in measured
     ]
-    known = {
+    known: dict[str, Any] = {
         'base_model': base.hub,
         'base_model_relation': ('adapter' if shape.adapter_base else 'finetune') if base.hub else None,
         'library_name': 'peft' if shape.adapter_base else 'chatgpt-rlhf' if shape.own_head else 'transformers',

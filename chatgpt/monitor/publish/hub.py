@@ -103,7 +103,8 @@ def push_folder(
         if revision is not None and not revision.startswith('refs/'):
             api.create_branch(repo.repo_id, branch=revision, exist_ok=True)
         set_name(folder, repo.repo_id)
-        there = _get(f'{repo}/resolve/{quote(revision or "main", safe="")}/{CARD}', token)
+        branch = quote(revision or 'main', safe='')
+        there = _get(f'{api.endpoint}/{repo.repo_id}/resolve/{branch}/{CARD}', token)
         is_theirs = there.status_code == 200 and bool(there.text.strip()) and not is_ours(there.text)
         api.upload_folder(
             repo_id=repo.repo_id,
