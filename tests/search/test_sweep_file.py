@@ -94,6 +94,7 @@ def test_a_file(write_sweep):
         ({'config': {'num_training_workers': 2}}, 'num_training_workers=2, but 1 process was started'),
         ({'launch': {'workers': 2}}, "launch: 'workers' is not known; .*did you mean"),
         ({'sampler': 'grid'}, 'sampler grid tries every value'),
+        ({'sampler': {'name': 'tpe', 'seed': 5}}, "sampler tpe: .* multiple values for keyword argument 'seed'"),
     ],
 )
 def test_mistakes_in_a_file(write_sweep, changes, message):

@@ -75,7 +75,8 @@ def _sweep(content: Mapping[str, Any], launcher: str | None) -> Sweep:
     for name, classes in (('sampler', SAMPLERS), ('pruner', PRUNERS)):  # `tpe`, or {name: tpe, n_startup_trials: 5}
         options = dict(given[name]) if isinstance(given[name], Mapping) else {'name': given[name]}
         given[name] = known(name, options.pop('name', None), classes), options
-        made(name, *given[name])
+        seed: dict[str, Any] = {'seed': 0} if name == 'sampler' else {}  # which the arguments then cannot have
+        made(name, *given[name], **seed)
     fixed = {key: given[key] for key in (*REQUIRED, 'seed', 'config', 'sampler')}
     given['parameters'] = _spaces(given['parameters'], given['method'])
     size = math.prod(len(points(s)) for s in given['parameters'].values()) if given['sampler'][0] == 'grid' else None

@@ -21,8 +21,9 @@ SAMPLERS = {'tpe': 'TPESampler', 'random': 'RandomSampler', 'grid': 'PartialFixe
 PRUNERS = {'none': 'NopPruner', 'median': 'MedianPruner', 'halving': 'SuccessiveHalvingPruner'}
 PRUNERS |= {'hyperband': 'HyperbandPruner'}
 """their classes in Optuna"""
-STATES = {'COMPLETE': 'complete', 'PRUNED': 'pruned', 'RUNNING': 'unfinished', 'FAIL': 'failed'}
-"""in the order of the table"""
+STATES = {'COMPLETE': 'complete', 'PRUNED': 'pruned', 'RUNNING': 'unfinished', 'WAITING': 'unfinished'}
+STATES['FAIL'] = 'failed'
+"""Optuna's, in the order of the table; what was running when a sweep ended waits in the next call"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +84,8 @@ def made(what: str, name: str, options: Any, **more: Any) -> Any:
     """A 'sampler' or 'pruner' of Optuna; ValueError for arguments that its class does not take."""
     import optuna
 
-    if name == 'grid' and not more:
-        more = {'fixed_params': {}, 'base_sampler': optuna.samplers.RandomSampler()}
+    if name == 'grid':  # fixes the whole point, so nothing is left to draw
+        more = {'fixed_params': {}, 'base_sampler': optuna.samplers.RandomSampler(more.pop('seed'))} | more
     kind = getattr(getattr(optuna, f'{what}s'), {'sampler': SAMPLERS, 'pruner': PRUNERS}[what][name])
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # what Optuna calls experimental
@@ -101,6 +102,7 @@ class Study:
         import optuna
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
+        from optuna.trial import TrialState
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.sweep = sweep
@@ -118,38 +120,31 @@ class Study:
             pruner=made('pruner', *sweep.pruner),
             load_if_exists=True,
         )
+        for number in self.numbers('RUNNING'):
+            self.optuna._storage.set_trial_state_values(self.optuna.trials[number]._trial_id, TrialState.WAITING)
 
-    def unfinished(self) -> list[Any]:
-        """Trials that were started and have no end. A parameter that was not written down in time is drawn now."""
-        import optuna
+    def numbers(self, *states: str) -> list[int]:
+        """Numbers of the trials in these of Optuna's states; of all where none is named."""
+        return [t.number for t in self.optuna.get_trials(deepcopy=False) if not states or t.state.name in states]
 
-        found = []
-        for t in self.optuna.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
-            self._draw_for(t.number)
-            trial = optuna.trial.Trial(self.optuna, t._trial_id)
-            for name, space in self.sweep.parameters.items():
-                trial._suggest(name, space)
-            found.append(trial)
-        return found
+    def num_left(self) -> int:
+        """How many trials are to be asked for yet."""
+        return len(self.numbers('WAITING')) + max(0, self.sweep.trials - len(self.numbers()))
 
-    def num_trials(self) -> int:
-        return len(self.optuna.get_trials(deepcopy=False))
-
-    def ask(self) -> Any:
-        """A new trial, with its parameters."""
-        self._draw_for(self.num_trials())
-        return self.optuna.ask(dict(self.sweep.parameters))
+    def ask(self) -> tuple[Any, bool]:
+        """The next trial with its parameters, and whether it was started before: those come first. A parameter of such
+        a one that was not written down in time is drawn now."""
+        waiting = self.numbers('WAITING')
+        self._draw_for(min(waiting, default=len(self.numbers())))
+        return self.optuna.ask(dict(self.sweep.parameters)), bool(waiting)
 
     def _draw_for(self, number: int) -> None:
         """Draws from here on are those of this trial."""
         import numpy as np
-        from optuna.samplers import RandomSampler
 
         seed = int(np.random.SeedSequence([self.sweep.seed, number]).generate_state(1)[0])
-        more: dict[str, Any] = {'seed': seed}
-        if self.sweep.sampler[0] == 'grid':
-            more = {'fixed_params': self.sweep.grid()[number], 'base_sampler': RandomSampler(seed)}
-        self.optuna.sampler = made('sampler', *self.sweep.sampler, **more)
+        point: dict[str, Any] = {'fixed_params': self.sweep.grid()[number]} if self.sweep.sampler[0] == 'grid' else {}
+        self.optuna.sampler = made('sampler', *self.sweep.sampler, seed=seed, **point)
 
     def report(self, trial: Any, value: float, step: int) -> bool:
         """Note the metric of a step; whether the trial is to be pruned."""
@@ -165,9 +160,15 @@ class Study:
         trial.set_user_attr('error', error)
         self.optuna.tell(trial, value if state == 'COMPLETE' else None, state=TrialState[state])
 
-    def write_table(self) -> tuple[str, dict[str, Any] | None, list[int]]:
-        """Writes trials.csv in the order of the trials. Returns the same as text, the best first; the row of the best
-        complete trial; and the numbers of unfinished ones."""
+    def best(self) -> Any:
+        """The best complete trial, or None."""
+        try:
+            return self.optuna.best_trial
+        except ValueError:  # none is complete
+            return None
+
+    def write_table(self) -> str:
+        """Writes trials.csv in the order of the trials. Returns the same as text, the best first."""
         from chatgpt.trainer.callbacks import format_table  # torch, which a mistake in the file does not wait for
 
         rows: list[dict[str, Any]] = []
@@ -182,14 +183,12 @@ class Study:
             writer = csv.DictWriter(file, names)
             writer.writeheader()
             writer.writerows(rows)
-        unfinished = [row['number'] for row in rows if row['state'] == 'unfinished']
         sign, order = -1 if self.sweep.direction == 'maximize' else 1, list(STATES.values())
         rows.sort(key=lambda row: (order.index(row['state']), sign * (row['value'] or 0.0), row['number']))
         heads = {self.sweep.metric if name == 'value' else name: name for name in names}
         if not any(row['error'] for row in rows):
             del heads['error']
-        text = format_table([{h: shown(row[n]) for h, n in heads.items()} for row in rows], list(heads), width=100)
-        return text, rows[0] if rows and rows[0]['state'] == 'complete' else None, unfinished
+        return format_table([{h: shown(row[n]) for h, n in heads.items()} for row in rows], list(heads), width=100)
 
     def write_plots(self) -> None:
         """curves.png, the metric by step of every trial, and parameters.png, against each parameter."""

@@ -19,15 +19,14 @@ from typing import Any
 
 import yaml
 
-import chatgpt
 from chatgpt.launch.ray import Signals
 from chatgpt.launch.search.study import Study, Sweep, shown
+from chatgpt.launch.torchrun import python_path
 from chatgpt.monitor.run_folder.lines import read_jsonl
 
 POLL_S = 0.2
 STOP_S = 120.0
 """how long a trial has to save and leave"""
-TAIL_BYTES = 8192
 
 
 def say(text: str) -> None:
@@ -62,16 +61,15 @@ def run_sweep(sweep: Sweep, *, jobs: int = 1) -> int:
         kept.write_text(json.dumps(sweep.fixed, indent=1) + '\n')
         (folder / 'config.yaml').write_text(yaml.safe_dump(sweep.fixed['config'], sort_keys=False, allow_unicode=True))
         received = _run_trials(sweep, study, jobs)
-        table, best, unfinished = study.write_table()
-        say(table)
+        say(study.write_table())
         study.write_plots()
+        best = study.best()
         if best is not None:
-            parameters = {name: best[name] for name in sweep.parameters}
-            say(f'best: trial {best["number"]} with {sweep.metric} {best["value"]:.6g}: {_words(parameters)}')
-            say(f'its settings: {folder}/trial-{best["number"]:04d}/config.yaml')
+            say(f'best: trial {best.number} with {sweep.metric} {best.value:.6g}: {_words(best.params)}')
+            say(f'its settings: {folder}/trial-{best.number:04d}/config.yaml')
         if received is not None:
-            these = f' with trial {", ".join(map(str, unfinished))}' if unfinished else ''
-            say(f'stopped; the same command goes on{these}')
+            unfinished = ', '.join(map(str, study.numbers('RUNNING', 'WAITING')))
+            say(f'stopped; the same command goes on{" with trial " if unfinished else ""}{unfinished}')
             return 128 + received
     return 0 if best is not None else 1
 
@@ -79,22 +77,19 @@ def run_sweep(sweep: Sweep, *, jobs: int = 1) -> int:
 def _run_trials(sweep: Sweep, study: Study, jobs: int) -> int | None:
     """Until all trials have ended; the number of the signal that ended it before that, else None. After a signal all
     trials save and leave, and stay unfinished in the study; a second one ends them at once."""
-    unfinished, running, received = study.unfinished(), list[Running](), None
+    running, received = list[Running](), None
     with Signals() as signals:
         try:
             while True:
-                while received is None and len(running) < jobs:
-                    again = bool(unfinished)
-                    if not again and study.num_trials() >= sweep.trials:
-                        break
-                    trial = unfinished.pop(0) if again else study.ask()
+                while received is None and len(running) < jobs and study.num_left():
+                    trial, again = study.ask()
                     slot = min(set(range(jobs)) - {r.slot for r in running})
                     say(f'trial {trial.number} {"goes on" if again else "starts"}: {_words(trial.params)}')
                     running.append(Running(sweep, trial, slot, jobs, again=again))
                 for one in list(running):
                     if one.has_ended(study, told=received is None):
                         running.remove(one)
-                if not running and (received or not unfinished and study.num_trials() >= sweep.trials):
+                if not running and (received or not study.num_left()):
                     return received
                 for number in signals.take():
                     if received is None:
@@ -133,10 +128,7 @@ def environment(slot: int, jobs: int, *, launched: bool) -> dict[str, str]:
     """Of a trial in one of `jobs` places, which share cores and devices; a launcher shares out itself."""
     import torch
 
-    found = dict(os.environ)
-    root = Path(chatgpt.__file__).resolve().parents[1]
-    if 'site-packages' not in root.parts:
-        found['PYTHONPATH'] = os.pathsep.join(dict.fromkeys([str(root), *filter(None, [found.get('PYTHONPATH')])]))
+    found = os.environ | python_path(os.environ.get('PYTHONPATH'))
     if launched or jobs == 1:
         return found
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
@@ -231,9 +223,8 @@ class Running:
         if not code:
             no_value = f'{metric} is not finite at step {last}' if last else f'it logged no {metric}'
             return no_value if self.curve.get(last) is None else ''
-        with open(self.folder / 'output.log', 'rb') as file:
-            file.seek(max(self._start, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = [line.strip() for line in file.read().decode(errors='replace').splitlines() if line.strip()]
+        output = (self.folder / 'output.log').read_bytes()[self._start :].decode(errors='replace')
+        lines = [line.strip() for line in output.splitlines() if line.strip()]
         said = [line for line in lines if line.startswith('error: ')] or lines or [f'ended with exit code {code}']
         return said[-1].removeprefix('error: ')
 

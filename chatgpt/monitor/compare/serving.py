@@ -56,7 +56,7 @@ def add_server(parser: Any) -> None:
 def serve(app: Any, *, host: str = HOST, port: int = PORT) -> None:
     """Print the address, and serve until Ctrl-C."""
     serving = Serving(app, host=host, port=port)
-    if host != 'localhost' and not (_is_address(host) and ipaddress.ip_address(host).is_loopback):
+    if not serving.is_local:
         print(
             f'warning: {host} is open to the network, and what is sent can be read on the way; an ssh tunnel is safer',
             file=sys.stderr,
@@ -86,6 +86,7 @@ class Serving:
             self._socket = socket.create_server((host, port), family=family)
         except (OSError, OverflowError) as error:
             raise ValueError(f'cannot serve on {host}, port {port}: {error}; give another --port or --host') from None
+        self.is_local = ipaddress.ip_address(self._socket.getsockname()[0]).is_loopback
         shown = socket.gethostname() if host in ('0.0.0.0', '::') else f'[{host}]' if ':' in host else host
         self.origin = f'http://{shown}:{self._socket.getsockname()[1]}'
         self.url = f'{self.origin}/?token={self.token}'
@@ -183,13 +184,6 @@ class Guard:
         pointed elsewhere by somebody else, so any address in digits is."""
         try:
             name = (urlsplit(f'//{host}').hostname or '').rstrip('.')
+            return name in self._names or bool(ipaddress.ip_address(name))
         except ValueError:
             return False
-        return name in self._names or _is_address(name)
-
-
-def _is_address(name: str) -> bool:
-    try:
-        return bool(ipaddress.ip_address(name))
-    except ValueError:
-        return False

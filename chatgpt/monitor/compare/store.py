@@ -122,14 +122,9 @@ class Store:
 
     @contextmanager
     def _change(self) -> Iterator[None]:
-        self._db.execute('BEGIN IMMEDIATE')
-        try:
+        with self._db:  # commits at its end, rolls back after an error
+            self._db.execute('BEGIN IMMEDIATE')
             yield
-            self._db.execute('COMMIT')
-        except BaseException:
-            if self._db.in_transaction:  # a full disk may have ended it already
-                self._db.execute('ROLLBACK')
-            raise
 
     def close(self) -> None:
         self._db.close()
@@ -238,26 +233,25 @@ class Store:
 
         def rank(row: sqlite3.Row) -> tuple[float, ...]:
             unsure = math.inf if row['margin'] is None else abs(row['margin'])
-            return -row['taken'], unsure, draw(row['id'], 'order')
+            return row['id'] != held['pair'], -row['taken'], unsure, draw(row['id'], 'order')
 
         with self._change():
-            found = self._candidates(person, self.clock() - LEASE_S)
             query = 'SELECT pair, comment FROM judgements WHERE person = ? AND verdict IS NULL'
-            held = self._db.execute(query, (person,)).fetchone()
-            keeps = held is not None and any(row['id'] == held['pair'] for row in found)
-            chosen = held['pair'] if keeps else min(found, key=rank)['id'] if found else None
+            held = self._db.execute(query, (person,)).fetchone() or {'pair': None, 'comment': ''}
             self._db.execute('DELETE FROM judgements WHERE person = ? AND verdict IS NULL', (person,))
-            if chosen is None:
+            first = min(self._candidates(person, self.clock() - LEASE_S), key=rank, default=None)
+            if first is None:
                 return None
-            row = self._db.execute('SELECT * FROM pairs WHERE id = ?', (chosen,)).fetchone()
-            a_is_left, comment = draw(chosen, 'side') < 0.5, held['comment'] if keeps else ''
+            pair, comment = first['id'], held['comment'] if first['id'] == held['pair'] else ''
+            a_is_left = draw(pair, 'side') < 0.5
             self._db.execute(
                 'INSERT INTO judgements (person, pair, a_is_left, asked, comment) VALUES (?, ?, ?, ?, ?)',
-                (person, chosen, a_is_left, self.clock(), comment),
+                (person, pair, a_is_left, self.clock(), comment),
             )
-        answers = (row['answer_a'], row['answer_b'])
+        query = 'SELECT shown, answer_a, answer_b FROM pairs WHERE id = ?'
+        shown, *answers = self._db.execute(query, (pair,)).fetchone()
         left, right = answers if a_is_left else answers[::-1]
-        return AskedPair(chosen, row['shown'], left, right, comment)
+        return AskedPair(pair, shown, left, right, comment)
 
     def _candidates(self, person: int, since: float) -> list[sqlite3.Row]:
         """Pairs that this person may be asked about, where whoever was asked before `since` has lost the place."""

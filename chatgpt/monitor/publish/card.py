@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import indent
 from typing import Any, Literal, NamedTuple
 
 import yaml
@@ -28,8 +29,6 @@ UNSHOWN = frozenset({'save_path', 'model_path', 'resume', 'push_to_hub', 'hub_pr
 """settings of where things are written"""
 RUN_FILES = ('actor', 'reward_model', 'model', 'hf_model', 'adapter', 'critic')
 """folder names that say nothing of the run"""
-DATA = {'dataset': 'records', 'prompt_path': 'prompts', 'ptx_data': '', 'validation_file': 'eval_records'}
-"""setting → where the record counts its rows"""
 FILES = ('.jsonl', '.json', '.csv', '.tsv', '.parquet', '.txt', '.arrow', '.py', '.gz', '.yaml', '.yml', '.bin', '.git')
 Role = Literal['actor', 'reward_model', 'critic']
 Measured = list[tuple[str, float | None, float, float | None]]
@@ -44,8 +43,7 @@ class ModelFacts:
         improved: over the run, in a line.
         source: what the model was loaded from, a hub name or a folder.
         rank: of the adapters, where only these are saved.
-        title: None: the name of the model's folder, or of the run's where the former says nothing.
-        more: further front matter, such as license, language, datasets, tags.
+        more: front matter, such as license or language; takes precedence over what is derived.
     """
 
     record: RunRecord | None = None
@@ -59,7 +57,6 @@ class ModelFacts:
     family: str | None = None
     rank: int | None = None
     run_name: str | None = None
-    title: str | None = None
     more: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -72,10 +69,10 @@ class ModelFacts:
 
 
 class Base(NamedTuple):
-    """The model that a model was made of: the nearest name of the hub, how it is shown, and its licence."""
+    """The model that a model was made of: the nearest name of the hub, the title of a local one, and its licence."""
 
     hub: str | None = None
-    shown: str = ''
+    local: str = ''
     license: str | None = None
 
 
@@ -105,34 +102,28 @@ def write_card(folder: str | Path, facts: ModelFacts, *, role: Role = 'actor', n
         return False
     place, record = path.absolute().parent, facts.record or RunRecord(method='', trainer='')
     run = facts.run_name or ('' if place.parent == Path.home() else place.parent.name)
-    title = facts.title or (run if place.name in RUN_FILES else '') or place.name or 'model'
+    title = (run if place.name in RUN_FILES else '') or place.name or 'model'
     found = columns([*facts.metrics, *facts.eval])
     base, shape, measured = base_of(facts.source), shape_of(place, role), measured_on_eval(found)
-    settings = {k: without_paths(v) for k, v in record.settings.items() if k not in UNSHOWN}
+    settings = {key: value for key, value in record.settings.items() if key not in UNSHOWN}
     everything = {'settings': settings, 'generation': record.generation, 'optimizers': record.optimizers}
-    shown: dict[str, Any] = {
-        'facts': facts,
-        'title': title,
-        'name': place.name,
-        'role': role,
-        'base': base,
-        'shape': shape,
-    }
-    shown |= {'record': facts.record, 'settings': settings, 'measured': measured, 'note': NOTE, 'version': __version__}
-    shown |= {'role': role, 'number': number, 'code': code, 'block': block, 'fenced': fenced, 'repr': repr}
+    functions: dict[str, Any] = {'block': block, 'code': code, 'hub_name': hub_name, 'number': number, 'repr': repr}
+    about_model: dict[str, Any] = {'title': title, 'name': place.name, 'role': role, 'base': base, 'shape': shape}
     card = ModelCard.from_template(
         front_matter(facts, title, role, shape, measured, base),
         template_path=str(Path(__file__).with_name('card.md.j2')),
-        phases=max([record.phase, *(int(row['step']) for row in facts.metrics)]),
-        start=record.starts[-1] if record.starts else None,
-        data={key: (hub_name(record.settings.get(key)), record.data.get(name, '')) for key, name in DATA.items()},
+        facts=facts,
+        note=NOTE,
+        version=__version__,
         reward=reward_of(record),
+        settings=without_paths(settings),
+        measured=measured,
         only_score=all(re.match('eval/(score|length|ended|num_prompts)', name) for name, *_ in measured),
         samples=list(facts.samples)[:num_samples],
         last={name: values[-1] for name, (_, values) in found.items()},
-        changed={k: map(without_paths, v) for k, v in sorted(record.changed_settings().items()) if k in settings},
         everything=yaml.safe_dump(json.loads(json.dumps(without_paths(everything), default=str))).rstrip(),
-        **shown,
+        **about_model,
+        **functions,
     )
     card.save(path)
     return True
@@ -149,50 +140,47 @@ def front_matter(facts: ModelFacts, title: str, role: Role, shape: Shape, measur
     """`ModelCardData`, as the hub reads it."""
     from huggingface_hub import EvalResult, ModelCardData
 
-    method, settings = (facts.record.method, facts.record.settings) if facts.record else (None, {})
-    more, writes = dict(facts.more), 'text2text-generation' if shape.encoder_decoder else 'text-generation'
+    method, settings = (facts.record.method, facts.record.settings) if facts.record else ('', {})
+    writes = 'text2text-generation' if shape.encoder_decoder else 'text-generation'
     task = writes if role == 'actor' else 'text-classification'
-    tags = ['chatgpt-rlhf', *([method] if method else []), *(['rlhf'] if method != 'sft' else [])]
+    tags = ['chatgpt-rlhf', method, '' if method == 'sft' else 'rlhf']
     tags += ['lora'] if shape.adapter_base or settings.get('lora_rank') else []
-    datasets = [name for key in ('dataset', 'prompt_path', 'ptx_data') if (name := hub_name(settings.get(key)))]
+    datasets = [hub_name(settings.get(key)) for key in ('dataset', 'prompt_path', 'ptx_data')]
     evaluated = settings.get('validation_file')
     data = hub_name(evaluated) or 'local', str(without_paths(evaluated) or 'eval data of the run')
     results = [
         EvalResult(task, *data, name.rpartition('/')[2], last, metric_name=name) for name, _, last, _ in measured
     ]
-    return ModelCardData(
-        base_model=base.hub,
-        base_model_relation=('adapter' if shape.adapter_base else 'finetune') if base.hub else None,
-        library_name='peft' if shape.adapter_base else 'chatgpt-rlhf' if shape.own_head else 'transformers',
-        pipeline_tag=None if shape.own_head else task,
-        tags=list(dict.fromkeys([*tags, *(more.pop('tags', None) or ())])),
-        datasets=list(dict.fromkeys([*datasets, *(more.pop('datasets', None) or ())])) or None,
-        license=more.pop('license', None) or base.license,
-        model_name=title if results else None,
-        eval_results=results or None,
-        **more,
-    )
+    known: dict[str, Any] = {
+        'base_model': base.hub,
+        'base_model_relation': ('adapter' if shape.adapter_base else 'finetune') if base.hub else None,
+        'library_name': 'peft' if shape.adapter_base else 'chatgpt-rlhf' if shape.own_head else 'transformers',
+        'pipeline_tag': None if shape.own_head else task,
+        'tags': list(dict.fromkeys(filter(None, tags))),
+        'datasets': list(dict.fromkeys(filter(None, datasets))) or None,
+        'license': base.license,
+        'model_name': title if results else None,
+        'eval_results': results or None,
+    }
+    return ModelCardData(**known | facts.more)
 
 
 def base_of(source: str | None) -> Base:
     """A name of the hub is taken as it is; a folder's card says what the model in it was made of."""
-    if not source:
-        return Base()
-    if name := hub_name(source):
-        return Base(name, f'[{name}](https://huggingface.co/{name})')
     from huggingface_hub import ModelCard
 
-    shown, known = Path(source).name, {}
+    if not source or hub_name(source):
+        return Base(source or None)
+    title, known = Path(source).name, {}
     try:
-        text = Path(source, CARD).read_text(encoding='utf-8', errors='replace')
-        shown = title[1] if is_ours(text) and (title := re.search(r'(?m)^# (.+)$', text)) else shown
-        known = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
+        card = ModelCard(Path(source, CARD).read_text(encoding='utf-8'), ignore_metadata_errors=True)
+        title = found[1] if is_ours(card.text) and (found := re.search(r'(?m)^# (.+)$', card.text)) else title
+        known = card.data.to_dict()
     except Exception:  # there is none, or a broken one of somebody else
         pass
     base, license = known.get('base_model'), known.get('license')
     hub = hub_name(base[0] if isinstance(base, list) and base else base)
-    origin = f', which is made of [{hub}](https://huggingface.co/{hub})' if hub else ''
-    return Base(hub, f'the model `{shown}`{origin}', license if isinstance(license, str) else None)
+    return Base(hub, title, license if isinstance(license, str) else None)
 
 
 def shape_of(folder: Path, role: Role) -> Shape:
@@ -230,13 +218,13 @@ def measured_on_eval(found: Mapping[str, Column]) -> Measured:
 def reward_of(record: RunRecord) -> str:
     """The reward in the words of the command line or of a checkpoint, without checksums and folders."""
     if named := record.settings.get('reward_model') or record.settings.get('reward_fn'):
-        return code(without_paths(named))
+        return code(named)
     parts = record.reward if isinstance(record.reward, list) else [(None, record.reward)] if record.reward else []
     told = []
     for weight, described in parts:
         name, _, detail = str(described).partition(', ')
         kind = {'RewardModelScorer': 'the reward model', 'EnvironmentScorer': "the environment's reward"}.get(name)
-        text = code(name) if kind is None else f'{kind} {code(without_paths(detail))}' if detail else kind
+        text = code(name) if kind is None else f'{kind} {code(detail)}' if detail else kind
         told.append(text if weight is None else f'{number(weight)} × {text}')
     return ('a weighted sum of rewards: ' if isinstance(record.reward, list) else '') + ', '.join(told)
 
@@ -268,23 +256,15 @@ def without_paths(value: Any) -> Any:
 
 
 def code(value: Any) -> str:
-    """A value as a code span inside a table."""
-    text = value_text(value).replace('\n', '⏎')
-    fence, pad = _fence(text, 1), ' ' if '`' in text else ''
+    """A value without folders, as a code span inside a table."""
+    text = value_text(without_paths(value)).replace('\n', '⏎')
+    fence = '`' * (1 + max(map(len, re.findall('`+', text)), default=0))
+    pad = ' ' if '`' in text else ''
     return f'{fence}{pad}{text}{pad}{fence}'.replace('|', '\\|')
 
 
-def fenced(text: str, language: str) -> str:
-    """A block of code that nothing in the text ends."""
-    return f'{_fence(text, 3)}{language}\n{text}\n{_fence(text, 3)}'
-
-
-def _fence(text: str, least: int) -> str:
-    return '`' * max(least, 1 + max(map(len, re.findall('`+', text)), default=0))
-
-
 def block(text: Any) -> str:
-    """A model's text as a fenced block, cut at `MOST_CHARACTERS`. What is invisible or changes the reading order is
-    shown as an escape."""
+    """A model's text as an indented block, which nothing in it can end, cut at `MOST_CHARACTERS`. What is invisible or
+    changes the reading order is shown as an escape."""
     shown = str(text)[:MOST_CHARACTERS] + (' …' if len(str(text)) > MOST_CHARACTERS else '')
-    return fenced(''.join(c if c in '\n\t' or c.isprintable() else f'\\u{ord(c):04x}' for c in shown), 'text')
+    return indent(''.join(c if c in '\n\t' or c.isprintable() else f'\\u{ord(c):04x}' for c in shown), 4 * ' ')

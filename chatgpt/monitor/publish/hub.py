@@ -30,7 +30,7 @@ def check_push(repo_id: str, *, token: str | None = None) -> str:
             answer; one line that says what to do.
     """
     from huggingface_hub import constants, get_token
-    from huggingface_hub.utils import build_hf_headers, get_session, validate_repo_id
+    from huggingface_hub.utils import validate_repo_id
 
     def refused(why: str) -> ValueError:
         return ValueError(f'push_to_hub={repo_id!r}: {why}')
@@ -45,8 +45,7 @@ def check_push(repo_id: str, *, token: str | None = None) -> str:
     if token is None:
         raise refused('you are not logged in to the hub; run `hf auth login`, or set HF_TOKEN to one that may write')
     try:
-        headers = build_hf_headers(token=token)
-        answer = get_session().get(f'{hub}/api/whoami-v2', headers=headers, timeout=TIMEOUT_S)
+        answer = _get(f'{hub}/api/whoami-v2', token)
         account = answer.json() if answer.status_code == 200 else None
     except Exception as error:  # of its HTTP library, which changes from version to version
         raise refused(f'no answer from {hub} ({_line(error)}); check the network, or leave push_to_hub out') from None
@@ -104,30 +103,28 @@ def push_folder(
         if revision is not None and not revision.startswith('refs/'):
             api.create_branch(repo.repo_id, branch=revision, exist_ok=True)
         set_name(folder, repo.repo_id)
+        branch = quote(revision or 'main', safe='')
+        there = _get(f'{api.endpoint}/{repo.repo_id}/resolve/{branch}/{CARD}', token)
+        is_theirs = there.status_code == 200 and bool(there.text.strip()) and not is_ours(there.text)
         api.upload_folder(
             repo_id=repo.repo_id,
             folder_path=folder,
             commit_message=commit_message or 'Upload a model trained with chatgpt-rlhf',
             revision=revision,
-            ignore_patterns=[CARD] if _has_another_card(api, repo.repo_id, revision) else None,
+            ignore_patterns=[CARD] if is_theirs else None,
         )
     except Exception as error:  # of its HTTP library, which changes from version to version
         words = ['hf', 'upload', repo_id, str(folder), '.', *(['--private'] if private else [])]
         later = shlex.join([*words, *(['--revision', revision] if revision else [])])
-        raise PushError(
-            f'the model could not be uploaded to {repo_id} ({_line(error)}); it is in {folder}, and this uploads it '
-            f'later: {later}'
-        ) from error
+        told = f'the model could not be uploaded to {repo_id} ({_line(error)})'
+        raise PushError(f'{told}; it is in {folder}, and this uploads it later: {later}') from error
     return str(repo)
 
 
-def _has_another_card(api: Any, repo_id: str, revision: str | None) -> bool:
-    """Whether the repository has a README.md that somebody else has written."""
+def _get(address: str, token: str | None) -> Any:
     from huggingface_hub.utils import build_hf_headers, get_session
 
-    address = f'{api.endpoint}/{repo_id}/resolve/{quote(revision or "main", safe="")}/{CARD}'
-    answer = get_session().get(address, headers=build_hf_headers(token=api.token), timeout=TIMEOUT_S)
-    return answer.status_code == 200 and bool(answer.text.strip()) and not is_ours(answer.text)
+    return get_session().get(address, headers=build_hf_headers(token=token), timeout=TIMEOUT_S)
 
 
 def _line(error: BaseException) -> str:

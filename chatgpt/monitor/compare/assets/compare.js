@@ -17,25 +17,20 @@ function say(text, isError = false) {
   element('status').classList.toggle('error', isError);
 }
 
-async function post(action, body = {}) {
-  const response = await fetch(`/api/${action}`, {
-    method: 'POST', headers: { 'Content-Type': 'application/json' }, body: JSON.stringify(body),
-  });
-  const isJson = response.headers.get('Content-Type') === 'application/json';
-  const state = isJson ? await response.json() : { error: (await response.text()).trim() };
-  return { status: response.status, state };
-}
-
 // One request at a time; `said` is told once it has succeeded.
 async function act(action, body, said) {
   if (busy) return;
   setBusy(true);
   clearTimeout(timer);
   try {
-    const { status, state } = await post(action, body);
+    const response = await fetch(`/api/${action}`, {
+      method: 'POST', headers: { 'Content-Type': 'application/json' }, body: JSON.stringify(body),
+    });
+    const isJson = response.headers.get('Content-Type') === 'application/json';
+    const state = isJson ? await response.json() : { error: (await response.text()).trim() };
     if ('person' in state) show(state);
     if (state.error) say(`Not done: ${state.error}.`, true);
-    else if (status === 200) say(said);
+    else if (response.ok) say(said);
   } catch {
     say('Not saved: the server does not answer. Try again.', true);
   } finally {
