@@ -28,13 +28,12 @@ import dummy
 import ladders
 import torch
 from dummy import DummyRun, plan_for
-from harness import PAGES, RETURNS, markdown, process_memory, spread, write_json, write_page
+from harness import PAGES, RETURNS, environment, markdown, process_memory, spread, write_json, write_page
 
 from chatgpt.launch.arguments import Parser, run_main
 from chatgpt.plan import parse_bytes, show_bytes
 from chatgpt.strategies.registry import STRATEGIES
 
-HERE = Path(__file__).resolve().parent
 OPTIONS: dict[str, dict[str, Any]] = {
     'full': {},
     'micro': {'gradient_checkpointing': True, 'max_tokens_per_batch': 1},
@@ -99,11 +98,19 @@ class Row:
         return found
 
 
+def one_phase(precision: Any, batch_size: int, prompt_length: int, max_length: int) -> DummyRun:
+    """What a rung has to do."""
+    short = {'num_episodes': 1, 'max_timesteps': 1, 'update_timesteps': 1, 'max_epochs': 2, 'ignore_phases': 0}
+    sizes = {'train_batch_size': batch_size, 'experience_batch_size': batch_size}
+    return DummyRun(precision=precision, prompt_length=prompt_length, max_length=max_length, **short, **sizes)
+
+
 class Sweep:
     """The rungs of one ladder under one cap."""
 
-    def __init__(self, base: DummyRun, ladder: str, rungs: list[str], cap: Cap) -> None:
-        self.base, self.ladder, self.rungs, self.cap = base, ladder, rungs, cap
+    def __init__(self, base: DummyRun, ladder: str, cap: Cap) -> None:
+        self.base, self.ladder, self.cap = base, ladder, cap
+        self.rungs = [rung for rung in ladders.FAMILIES[ladder][1] if rung != 'tiny']
 
     def settings(self, strategy: str, option: str) -> DummyRun:
         changed = dict(OPTIONS[option])
@@ -117,13 +124,10 @@ class Sweep:
         if precision == 'auto':
             precision = 'bf16' if self.cap.on_cuda or settings.is_gemini else 'fp32'
         config = ladders.config(self.ladder, rung, settings.max_length)
-        best: tuple[int | None, bool | None] = (None, None)
         # a strategy that can stream blocks does so when a full copy would take most of the device
-        for stream in (
-            (False, True)
-            if self.cap.on_cuda and settings.strategy in ('fsdp_cpu', 'colossalai_gemini_cpu')
-            else (False,)
-        ):
+        streams = self.cap.on_cuda and settings.strategy in ('fsdp_cpu', 'colossalai_gemini_cpu')
+        device, fits = 0, False
+        for stream in (False, True) if streams else (False,):
             try:
                 plan = plan_for(settings, config, 1, self.cap.on_cuda, precision, stream_blocks=stream)
             except ValueError:
@@ -134,10 +138,9 @@ class Sweep:
             fits = device <= self.cap.memory
             if self.cap.on_cuda and self.cap.host_memory is not None:
                 fits = fits and plan.host_peak <= self.cap.host_memory
-            best = (device, fits)
             if fits:
                 break
-        return best
+        return device, fits
 
     def measure(self, settings: DummyRun, rung: str) -> dict[str, Any]:
         """Let a child train the rung."""
@@ -208,16 +211,9 @@ class Sweep:
 def child_environment(on_cuda: bool) -> dict[str, str]:
     """The child's variables. On a CPU every freed tensor goes back to the kernel there and then, so that its resident
     memory is what it holds and not what glibc keeps for later."""
-    path = os.pathsep.join(p for p in (str(HERE.parent), os.environ.get('PYTHONPATH', '')) if p)
     if on_cuda:
-        return {**os.environ, 'PYTHONPATH': path}
-    return {
-        **os.environ,
-        'PYTHONPATH': path,
-        'CUDA_VISIBLE_DEVICES': '',
-        **RETURNS,
-        'ONEDNN_PRIMITIVE_CACHE_CAPACITY': '0',
-    }
+        return environment()
+    return environment(CUDA_VISIBLE_DEVICES='', **RETURNS, ONEDNN_PRIMITIVE_CACHE_CAPACITY='0')
 
 
 def tell(row: Row, rung: str, outcome: dict[str, Any]) -> None:
@@ -400,13 +396,9 @@ def main() -> None:
     on_cuda = args.device != 'cpu' and torch.cuda.is_available()
     if args.device == 'cuda' and not on_cuda:
         raise ValueError('--device cuda: torch sees none')
-    sizes = {'train_batch_size': args.batch_size, 'experience_batch_size': args.batch_size}
-    sizes |= {'prompt_length': args.prompt_length, 'max_length': args.max_length}
-    short = {'num_episodes': 1, 'max_timesteps': 1, 'update_timesteps': 1, 'max_epochs': 2, 'ignore_phases': 0}
-    base = DummyRun(precision=args.precision, **short, **sizes)
+    base = one_phase(args.precision, args.batch_size, args.prompt_length, args.max_length)
     base.check(1)
-    rungs = [r for r in ladders.FAMILIES[args.ladder][1] if r != 'tiny']
-    sweep = Sweep(base, args.ladder, rungs, Cap(args.memory, args.host_memory, on_cuda, args.hopeless, args.timeout_s))
+    sweep = Sweep(base, args.ladder, Cap(args.memory, args.host_memory, on_cuda, args.hopeless, args.timeout_s))
     asked = {'memory': args.memory, 'host_memory': args.host_memory, 'ladder': args.ladder, 'settings': asdict(base)}
     content: dict[str, Any] = asked | {'device_type': 'cuda' if on_cuda else 'cpu', 'rows': []}
     if args.json and args.json.is_file():

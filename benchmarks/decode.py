@@ -16,7 +16,6 @@ another.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +24,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import PAGES, alternate, gpt2, least_median_greatest, markdown, ratios, write_json, write_page
+from harness import (
+    PAGES,
+    alternate,
+    gpt2,
+    least_median_greatest,
+    markdown,
+    ratios,
+    script_parser,
+    write_json,
+    write_page,
+)
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from chatgpt.nn import Actor
@@ -197,7 +206,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__, 'speed.md')
     parser.add_argument('--shape', choices=['gpt2', 'qwen2-1.5b'], default='gpt2')
     for name in SIZES:
         parser.add_argument(f'--{name}', type=int, help="in place of the shape's own")
@@ -207,7 +216,6 @@ def main() -> None:
     parser.add_argument('--precision', choices=PRECISIONS, default='fp32')
     parser.add_argument('--ways', nargs='+', choices=WAYS)
     parser.add_argument('--json', type=Path)
-    parser.add_argument('--page', action='store_true', help='write the table into docs/results/speed.md')
     args = parser.parse_args()
     torch.set_num_threads(1)
     sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}

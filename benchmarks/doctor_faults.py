@@ -11,10 +11,12 @@ import time
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from harness import offline_trainer, ppo_trainer, random_sequence
 from torch import nn
 from torch.optim import AdamW
 
@@ -25,9 +27,8 @@ from chatgpt.rollout import LocalEngine
 from chatgpt.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.testing import char_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer import PPOTrainer, RewardModelTrainer, SFTTrainer
-from chatgpt.trainer.callbacks import Callback, Evaluator, ProgressBar
-from chatgpt.types import Sequence
+from chatgpt.trainer import RewardModelTrainer, SFTTrainer
+from chatgpt.trainer.callbacks import Callback, Evaluator
 
 VOCAB, END, GOOD = 16, 2, 7
 
@@ -118,32 +119,20 @@ def online(
         warnings.simplefilter('ignore' if quiet else 'always')
         actor = GPTActor(config=config, value_head=True if shared else None)
         actor.model.get_input_embeddings().weight.data *= sharp
-        initial = ranks.prepare(deepcopy(actor))
         values = None if shared or settings.get('advantage_estimator') == 'grpo' else GPTCritic(config=config)
-        actor, optim = ranks.prepare((actor, AdamW(actor.parameters(), lr=lr, eps=1e-5)))
-        critic = critic_optim = None
-        if values is not None:
-            critic, critic_optim = ranks.prepare((values, AdamW(values.parameters(), lr=critic_lr, eps=1e-5)))
-        trainer = PPOTrainer(
+        own = {'experience_batch_size': 16, 'train_batch_size': 8, 'max_epochs': 2, 'kl_coef': 0.05}
+        trainer = ppo_trainer(
             ranks,
             actor,
-            critic,
-            ranks.prepare(reward or OfResponses(score)),
-            initial,
-            optim,
-            critic_optim,
+            values,
+            reward or OfResponses(score),
+            deepcopy(actor),
+            optimizer=partial(AdamW, lr=lr, eps=1e-5),
+            critic_optimizer=partial(AdamW, lr=critic_lr, eps=1e-5),
+            callbacks=callbacks,
             engine=engine,
             run_dir=folder,
-            callbacks=[ProgressBar(enabled=False), *callbacks],
-            **{
-                'experience_batch_size': 16,
-                'train_batch_size': 8,
-                'max_epochs': 2,
-                'kl_coef': 0.05,
-                'max_new_tokens': 6,
-                'eos_token_id': END,
-                **settings,
-            },
+            **own | {'max_new_tokens': 6, 'eos_token_id': END} | settings,
         )
         trainer.fit(given if given is not None else prompts(), 1, phases, 1)
 
@@ -151,24 +140,12 @@ def online(
 def learned_by_heart(folder: Path, eval_same: bool = False) -> None:
     """SFT of random tokens: nothing in them holds for others."""
     generator = torch.Generator().manual_seed(3)
-
-    def texts(num: int) -> list[Sequence]:
-        found = []
-        for _ in range(num):
-            ids = torch.randint(3, VOCAB, (12,), generator=generator)
-            found.append(
-                Sequence(prompt_ids=ids[:1], response_ids=ids[1:], response_mask=torch.ones(11, dtype=torch.bool))
-            )
-        return found
-
-    train = texts(8)
+    train, others = ([random_sequence(generator, 1, 11, VOCAB) for _ in range(num)] for num in (8, 32))
+    settings = {'train_batch_size': 8, 'max_epochs': 24, 'log_interval': 1, 'run_dir': folder}
     with NaiveStrategy(seed=0, device='cpu') as strategy:
         actor = GPTActor(config=tiny_config('gpt2', vocab_size=VOCAB, hidden=32, positions=32))
-        actor, optim = strategy.prepare((actor, AdamW(actor.parameters(), lr=3e-3)))
-        SFTTrainer(
-            strategy, actor, optim, train, train if eval_same else texts(32), train_batch_size=8, max_epochs=24,
-            log_interval=1, run_dir=folder, callbacks=[ProgressBar(enabled=False)],
-        ).fit()  # fmt: skip
+        data, adam = (train, train if eval_same else others), partial(AdamW, lr=3e-3)
+        offline_trainer(SFTTrainer, strategy, actor, *data, optimizer=adam, **settings).fit()
 
 
 def reward_model(folder: Path, lr: float) -> None:
@@ -177,11 +154,8 @@ def reward_model(folder: Path, lr: float) -> None:
     pairs, _ = load_preferences(demo_world.demo_preferences(480, seed=0), tokenizer)
     with NaiveStrategy(seed=0, device='cpu') as strategy:
         model = AutoRM(config=demo_world.demo_config())
-        model, optim = strategy.prepare((model, AdamW(model.parameters(), lr=lr)))
-        RewardModelTrainer(
-            strategy, model, optim, pairs, train_batch_size=32, max_epochs=2, log_interval=3, run_dir=folder,
-            callbacks=[ProgressBar(enabled=False)],
-        ).fit()  # fmt: skip
+        settings = {'train_batch_size': 32, 'max_epochs': 2, 'log_interval': 3, 'run_dir': folder}
+        offline_trainer(RewardModelTrainer, strategy, model, pairs, optimizer=partial(AdamW, lr=lr), **settings).fit()
 
 
 def text_prompts(room: int | None) -> Any:

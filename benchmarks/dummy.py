@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import ladders
 from arithmetic_done import PARTS, MemoryMeter, Models, matmul_peak, matrices, phase_flop
-from harness import machine, markdown, write_json
+from harness import machine, markdown, ppo_trainer, write_json
 from random_models import checkpoint_blocks, random_model
 
 from chatgpt.launch.arguments import Parser, add_settings, make_strategy, settings_from, world_size_from_env
@@ -361,34 +362,18 @@ def _train(
     import torch
 
     from chatgpt.functional.logprobs import CHUNK_ELEMENTS_ACCELERATOR, CHUNK_ELEMENTS_CPU
-    from chatgpt.trainer import PPOTrainer
-    from chatgpt.trainer.callbacks import ProgressBar
 
     with strategy.model_init_context() if where is None else nullcontext():
         networks = build(s, ladder, config, where)
     if where is not None and meter is not None:
         meter.restart_device()
     models, size = count(*networks)
-    actor, critic, reward, initial = networks
-    items = []
-    for model in (actor, critic):
-        if model is not None:
-            trained = [p for p in model.parameters() if p.requires_grad]
-            items.append((model, strategy.make_optimizer(trained, lr=5e-6, eps=1e-5)))
-    prepared = strategy.prepare(*items, reward if s.reward == 'model' else None, initial)
-    (actor, actor_optim), (critic, critic_optim) = prepared[0], prepared[1] if critic is not None else (None, None)
-    if where is not None and where[0] == where[1] and meter is not None:
-        meter.restart_device()  # nobody else draws whole models on the device: that peak means nothing
     recorder = Recorder(told)
-    trainer = PPOTrainer(
+    trainer = ppo_trainer(
         strategy,
-        actor,
-        critic,
-        prepared[-2] or reward,
-        prepared[-1],
-        actor_optim,
-        critic_optim,
-        callbacks=[recorder, ProgressBar(enabled=False)],
+        *networks,
+        optimizer=partial(strategy.make_optimizer, lr=5e-6, eps=1e-5),
+        callbacks=[recorder],
         experience_batch_size=s.experience_batch_size,
         train_batch_size=s.train_batch_size,
         max_epochs=s.max_epochs,
@@ -398,6 +383,8 @@ def _train(
         temperature=1.0,
         top_k=50,
     )
+    if where is not None and where[0] == where[1] and meter is not None:
+        meter.restart_device()  # nobody else draws whole models on the device: that peak means nothing
     count_of_prompts = s.num_episodes * s.max_timesteps * s.experience_batch_size
     generator = torch.Generator().manual_seed(s.seed)
     prompts = list(torch.randint(config.vocab_size, (count_of_prompts, s.prompt_length), generator=generator))
@@ -490,8 +477,8 @@ def table(result: dict[str, Any]) -> str:
 # ---------------------------------------------------------------------- the scripts
 
 
-def script(ladder: str, doc: str | None, *, shown: Sequence[str]) -> Callable[[], None]:
-    """The main function of a benchmark script on a ladder. `shown`: settings that are its flags."""
+def script(ladder: str, doc: str | None, *, hidden: Sequence[str]) -> Callable[[], None]:
+    """The main function of a benchmark script on a ladder. `hidden`: settings that are none of its flags."""
     models = list(ladders.FAMILIES[ladder][1])
 
     def main() -> None:
@@ -500,7 +487,6 @@ def script(ladder: str, doc: str | None, *, shown: Sequence[str]) -> Callable[[]
             '--model', choices=models, default=next(m for m in models if m != 'tiny'), help='rung of the ladder'
         )
         parser.add_argument('--json', type=Path, metavar='FILE', help='write the numbers there as well')
-        hidden = [f.name for f in fields(DummyRun) if f.name not in shown and f.name != 'strategy']
         parser.add_argument(
             '--strategy', type=strategy_flag, default='naive', help='what prepares and shards the models'
         )
@@ -514,20 +500,3 @@ def script(ladder: str, doc: str | None, *, shown: Sequence[str]) -> Callable[[]
             write_json(args.json, result)
 
     return main
-
-
-COMMON_FLAGS = (
-    'precision',
-    'num_episodes',
-    'max_timesteps',
-    'update_timesteps',
-    'max_epochs',
-    'train_batch_size',
-    'experience_batch_size',
-    'max_tokens_per_batch',
-    'prompt_length',
-    'max_length',
-    'gradient_checkpointing',
-    'ignore_phases',
-    'seed',
-)

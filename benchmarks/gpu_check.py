@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
 import signal
@@ -35,13 +34,11 @@ from pathlib import Path
 from typing import Any
 
 import gpu_page
-from harness import Worker, install_wheels, write_json
+from harness import GIB, ROOT, Worker, environment, install_wheels, write_json
 
-HERE = Path(__file__).resolve().parent
-ROOT, SCRIPT = HERE.parent, HERE / 'gpu_parts.py'
+SCRIPT = ROOT / 'benchmarks/gpu_parts.py'
 REQUIRED = ('torch', 'transformers', 'safetensors', 'loralib', 'pytest', 'pytest_timeout')
 COLOSSALAI = ('colossalai', 'galore_torch', 'bitsandbytes', 'peft', 'accelerate', 'psutil', 'einops')
-GIB = 2**30
 BUDGET_S, START_S = 530, 40
 """for everything; for wheels, and the first import of torch and transformers"""
 LEAST_S = 8
@@ -168,11 +165,11 @@ def limits(parts: Sequence[Part], number: int, left_s: float) -> float:
 # ---------------------------------------------------------------------- processes
 
 
-def environment(device: str, site: str | None) -> dict[str, str]:
-    path = os.pathsep.join(p for p in (str(ROOT), site, os.environ.get('PYTHONPATH')) if p)
-    changed = {'PYTHONPATH': path, 'HF_HUB_OFFLINE': '1', 'TOKENIZERS_PARALLELISM': 'false', 'PYTHONUNBUFFERED': '1'}
-    tiny = {'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1'}  # several threads only wait for each other there
-    return os.environ | changed | (tiny if device == 'cpu' else {})
+def variables(device: str, site: str | None) -> dict[str, str]:
+    more = {'HF_HUB_OFFLINE': '1', 'TOKENIZERS_PARALLELISM': 'false', 'PYTHONUNBUFFERED': '1'}
+    if device == 'cpu':
+        more |= {'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1'}  # several threads only wait for each other there
+    return environment(ROOT, site, **more)
 
 
 class Runner:
@@ -180,7 +177,7 @@ class Runner:
 
     def __init__(self, device: str, site: str | None = None, wheels: Path | None = None) -> None:
         self.device, self.wheels = device, wheels
-        self.env = environment(device, site)
+        self.env = variables(device, site)
         self.folder = Path(tempfile.mkdtemp(prefix='gpu-check-'))
         self.log = self.folder / 'worker.log'
         self.worker: Worker | None = None

@@ -11,7 +11,6 @@ says so. `compare(device)` and `compare_blocks(device)` give the same as dicts.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import time
@@ -21,7 +20,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from harness import child, forget_peak, process_memory
+from harness import child, forget_peak, process_memory, random_sequence, script_parser
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
@@ -31,7 +30,6 @@ from chatgpt.functional.logprobs import chunked_logprobs
 from chatgpt.nn import LlamaActor
 from chatgpt.nn.compiled import compile_blocks
 from chatgpt.nn.head_kernels import liger_logprobs
-from chatgpt.types import Sequence
 
 VOCAB = 151_936
 """Qwen 2's"""
@@ -160,14 +158,7 @@ def compare_blocks(
     def batch(seed: int) -> Any:
         generator.manual_seed(seed)
         lengths = torch.randint(30, 90, (16,), generator=generator).tolist()
-        records = [
-            Sequence(
-                prompt_ids=torch.randint(3, 500, (16,), generator=generator),
-                response_ids=torch.randint(3, 500, (n,), generator=generator),
-                response_mask=torch.ones(n, dtype=torch.bool),
-            )
-            for n in lengths
-        ]
+        records = [random_sequence(generator, 16, length, 500) for length in lengths]
         return collate(records).to(torch.device(device))
 
     torch.manual_seed(0)
@@ -203,7 +194,7 @@ def compare_blocks(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument('--device', choices=('cpu', 'cuda'), default='cpu')
     parser.add_argument('--blocks', action='store_true', help='compiled blocks in place of kernels of the head')
     parser.add_argument('--case', nargs=3, metavar=('NAME', 'WIDTH', 'TOKENS'), help='one case, in this process')

@@ -13,14 +13,13 @@ Gemini are built on the meta device.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import threading
 from typing import Any, Self
 
 import torch
-from harness import PAGES, gpt2, markdown, process_memory, write_page
+from harness import PAGES, gpt2, markdown, process_memory, script_parser, write_page
 
 from chatgpt import strategies as s
 from chatgpt.batching import collate
@@ -130,8 +129,7 @@ def table(names: tuple[str, ...], precision: str, world_sizes: list[int]) -> str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--page', action='store_true', help='write docs/results/memory_per_rank.md')
+    parser = script_parser(__doc__, 'memory_per_rank.md')
     parser.add_argument('--world_sizes', type=int, nargs='+', default=[1, 2, 4])
     args = parser.parse_args()
     os.environ['MALLOC_MMAP_THRESHOLD_'] = '65536'  # read by glibc in each new process

@@ -14,7 +14,6 @@ and budget.
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections import defaultdict
@@ -26,16 +25,27 @@ from typing import Any
 import randomwalks as walks
 import randomwalks_task as rw
 import torch
-from harness import PAGES, RESULTS, Results, figure, markdown, mean_and_spread, ppo_trainer, write_page
+from harness import (
+    PAGES,
+    RESULTS,
+    Results,
+    figure,
+    markdown,
+    mean_and_spread,
+    offline_trainer,
+    ppo_trainer,
+    script_parser,
+    write_page,
+)
 
 from chatgpt.batching import collate
 from chatgpt.data.tokenize import TokenizedPreference
-from chatgpt.nn import Actor, Critic, GPTActor, RewardModel
+from chatgpt.nn import Actor, Critic, RewardModel
 from chatgpt.nn.lora import load_lora_state_dict, lora_state_dict
 from chatgpt.nn.shared import SharedTrunk
 from chatgpt.strategies import NaiveStrategy
-from chatgpt.trainer import RewardModelTrainer, SFTTrainer
-from chatgpt.trainer.callbacks import Evaluator, ProgressBar
+from chatgpt.trainer import RewardModelTrainer
+from chatgpt.trainer.callbacks import Evaluator
 from chatgpt.types import Sequence
 
 KINDS = {'nf4': 'one trunk, nf4', 'shared': 'one trunk, fp32', 'separate': 'four models, fp32'}
@@ -75,20 +85,7 @@ def base_model(task: rw.Task, seed: int) -> Any:
     """A small GPT-2 that has learned the walks."""
     config = rw.config()
     config.n_layer, config.n_embd, config.n_head = 2, 128, 4
-    with NaiveStrategy(seed=seed, device='cpu') as strategy:
-        actor = GPTActor(config=config)
-        actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=1e-3)))
-        SFTTrainer(
-            strategy,
-            actor,
-            optim,
-            rw.sequences(task.walks),
-            train_batch_size=BATCH,
-            max_epochs=1000,
-            max_steps=SFT_STEPS,
-            callbacks=[ProgressBar(enabled=False)],
-        ).fit()
-        return strategy.unwrap(actor).model
+    return rw.learn_walks(task, config, seed, steps=SFT_STEPS, lr=1e-3).model
 
 
 adam = partial(torch.optim.AdamW, lr=LR, eps=1e-5, weight_decay=0.0)
@@ -96,11 +93,9 @@ adam = partial(torch.optim.AdamW, lr=LR, eps=1e-5, weight_decay=0.0)
 
 def trained_reward_model(model: Any, task: rw.Task, seed: int) -> Any:
     with NaiveStrategy(seed=seed, device='cpu') as strategy:
-        model, optim = strategy.prepare((model, adam([p for p in model.parameters() if p.requires_grad])))
         pairs = preferences(task, REWARD_STEPS * PAIRS, seed)
-        quiet = [ProgressBar(enabled=False)]
-        RewardModelTrainer(strategy, model, optim, pairs, train_batch_size=PAIRS, callbacks=quiet).fit()
-        return strategy.unwrap(model).requires_grad_(False)
+        offline_trainer(RewardModelTrainer, strategy, model, pairs, optimizer=adam, train_batch_size=PAIRS).fit()
+        return model.requires_grad_(False)
 
 
 @torch.no_grad()
@@ -186,10 +181,9 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, 'one_card.md')
     parser.add_argument('--kinds', nargs='*', default=list(KINDS), choices=KINDS)
     parser.add_argument('--seeds', nargs='*', type=int, default=[1, 2, 3])
-    parser.add_argument('--page', action='store_true', help='write docs/results/one_card.md and its picture')
     args = parser.parse_args()
     results, task = Results(RESULTS / 'one_card.json'), rw.make_task(GRAPH)
     for seed in args.seeds:

@@ -16,9 +16,7 @@ fresh responses, with lr 3e-4 and no KL; the critic of PPO and A2C is a network 
 
 from __future__ import annotations
 
-import argparse
 import os
-import time
 from collections import defaultdict
 from functools import partial
 from itertools import product
@@ -27,14 +25,27 @@ from typing import Any
 
 import randomwalks_task as rw
 import torch
-from harness import PAGES, RESULTS, ROOT, Results, figure, markdown, mean_and_spread, ppo_trainer, write_page
+from harness import (
+    PAGES,
+    RESULTS,
+    ROOT,
+    Results,
+    figure,
+    markdown,
+    mean_and_spread,
+    offline_trainer,
+    ppo_trainer,
+    script_parser,
+    timed,
+    write_page,
+)
 from transformers import GPT2LMHeadModel
 
 from chatgpt.nn import GPTActor, GPTCritic, ILQLModel
 from chatgpt.strategies import NaiveStrategy
-from chatgpt.trainer import BetaEvaluation, ILQLTrainer, PromptEvaluation, SFTTrainer, rewarded
+from chatgpt.trainer import BetaEvaluation, ILQLTrainer, PromptEvaluation, rewarded
 from chatgpt.trainer.algorithms import ESTIMATORS
-from chatgpt.trainer.callbacks import Evaluator, ProgressBar
+from chatgpt.trainer.callbacks import Evaluator
 
 BETAS = (0.0, 1.0, 100.0)
 NUM_SAMPLES, BATCH, SFT_STEPS, STEPS = 32, 100, 300, 160
@@ -89,17 +100,16 @@ def run_ilql(graph_seed: int, seed: int, times: int = 1, *, every: int = 20, **c
         'lr_schedule': 'linear',
     }
     with NaiveStrategy(seed=seed, device='cpu') as strategy:
-        model = ILQLModel(GPT2LMHeadModel(rw.config()))
-        model, optim = strategy.prepare((model, torch.optim.AdamW(model.parameters(), lr=2e-4)))
-        trainer = ILQLTrainer(
+        trainer = offline_trainer(
+            ILQLTrainer,
             strategy,
-            model,
-            optim,
+            ILQLModel(GPT2LMHeadModel(rw.config())),
             records,
+            optimizer=partial(torch.optim.AdamW, lr=2e-4),
+            callbacks=[Evaluator(curve, 1)],
             tokenizer=tokenizer,
             train_batch_size=BATCH,
             log_interval=every,
-            callbacks=[Evaluator(curve, 1), ProgressBar(enabled=False)],
             **{'max_epochs': 20 * times} | settings | changes,
         )
         trainer.fit()
@@ -117,22 +127,8 @@ def sft_model(task: rw.Task, graph_seed: int, seed: int, cache: Path | None = No
         actor = GPTActor(config=rw.config())
         actor.load_state_dict(kept['weights'])
         return actor, kept['seconds']
-    wall, cpu = time.perf_counter(), time.process_time()
-    with NaiveStrategy(seed=seed, device='cpu') as strategy:
-        actor = GPTActor(config=rw.config())
-        actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=3e-4)))
-        SFTTrainer(
-            strategy,
-            actor,
-            optim,
-            rw.sequences(task.walks),
-            train_batch_size=BATCH,
-            max_epochs=1000,
-            max_steps=SFT_STEPS,
-            callbacks=[ProgressBar(enabled=False)],
-        ).fit()
-        bare = strategy.unwrap(actor)
-    seconds = {'sft_wall_s': time.perf_counter() - wall, 'sft_cpu_s': time.process_time() - cpu}
+    bare, seconds = timed(lambda: rw.learn_walks(task, rw.config(), seed, steps=SFT_STEPS, lr=3e-4))
+    seconds = {f'sft_{name}': spent for name, spent in seconds.items()}
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(f'.{os.getpid()}')
@@ -153,7 +149,6 @@ def run_online(
 ) -> dict[str, Any]:
     task, tokenizer = rw.make_task(graph_seed), rw.tokenizer()
     actor, seconds = sft_model(task, graph_seed, seed, cache)
-    wall, cpu = time.perf_counter(), time.process_time()
     curve = Curve(evaluation(task, tokenizer))
     settings = {'max_epochs': 1, 'lr': 3e-4, 'critic_lr': 1e-3, 'kl_coef': 0.0} | ONLINE[method] | changes
     lr, critic_lr = settings.pop('lr'), settings.pop('critic_lr')
@@ -175,22 +170,20 @@ def run_online(
             max_new_tokens=rw.MAX_LENGTH - 1,
             **settings,
         )
-        trainer.fit(task.starts, 1, STEPS * times // settings['max_epochs'], 1)
+        _, spent = timed(lambda: trainer.fit(task.starts, 1, STEPS * times // settings['max_epochs'], 1))
     return {
         'optimality': [row['score_mean'] for row in curve.rows],
         'settings': settings | {'lr': lr, 'critic_lr': critic_lr},
-        'wall_s': seconds['sft_wall_s'] + time.perf_counter() - wall,
-        'cpu_s': seconds['sft_cpu_s'] + time.process_time() - cpu,
+        **{name: seconds[f'sft_{name}'] + spent[name] for name in spent},
         **seconds,
     }
 
 
 def measure(method: str, graph_seed: int, seed: int, times: int, cache: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
-    start, cpu = time.perf_counter(), time.process_time()
     if method == 'ilql':
-        result = run_ilql(graph_seed, seed, times)
-        result |= {'wall_s': time.perf_counter() - start, 'cpu_s': time.process_time() - cpu}
+        result, spent = timed(lambda: run_ilql(graph_seed, seed, times))
+        result |= spent
     else:
         result = run_online(method, graph_seed, seed, times, cache)
     return result | {'method': method, 'graph_seed': graph_seed, 'seed': seed, 'times': times}
@@ -229,7 +222,7 @@ def plot(runs: dict[tuple[int, int, int], list[dict[str, Any]]], path: Path) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, 'randomwalks.md')
     parser.add_argument('--methods', nargs='*', choices=METHODS, default=list(METHODS))
     parser.add_argument('--graph_seeds', type=int, nargs='+', default=[1000])
     parser.add_argument('--seeds', type=int, nargs='+', default=[1, 2, 3])
@@ -237,7 +230,6 @@ def main() -> None:
     parser.add_argument(
         '--cache', type=Path, default=ROOT / 'outputs' / 'randomwalks', help='where the models of the SFT stay'
     )
-    parser.add_argument('--page', action='store_true', help='write docs/results/randomwalks.md from all results')
     args = parser.parse_args()
     results = Results(RESULTS / 'randomwalks.json')
     for method, graph, seed in product(args.methods, args.graph_seeds, args.seeds):

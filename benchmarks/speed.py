@@ -20,10 +20,8 @@ Lengths are fixed (every response runs to the limit) or vary: geometric with a m
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
-import time
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -36,16 +34,20 @@ from harness import (
     alternate,
     cpu_seconds,
     end_probability,
+    generate,
     gpt2,
     least_median_greatest,
     markdown,
     ppo_trainer,
+    random_sequence,
     ratios,
+    script_parser,
+    timed,
     write_json,
     write_page,
 )
 from torch import nn
-from transformers import GenerationConfig, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
 from chatgpt.batching import collate
 from chatgpt.nn import Actor, GPTActor, GPTCritic, RewardModel
@@ -56,7 +58,6 @@ from chatgpt.types import Prompt, Sequence
 ROWS, PROMPT_TOKENS, NEW_TOKENS, VOCAB = 32, 16, 48, 512
 END = 1
 PARTS = ('collect', 'score', 'learn')
-SAMPLED = {'do_sample': True, 'top_k': 0, 'top_p': 1.0, 'temperature': 1.0, 'use_cache': True, 'pad_token_id': 0}
 
 
 # ---------------------------------------------------------------------- PPO against its own arithmetic
@@ -88,8 +89,6 @@ def bare_costs() -> dict[str, float]:
     model = GPT2LMHeadModel(gpt2()).eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, eps=1e-5)
     ids = torch.randint(2, VOCAB, (ROWS, PROMPT_TOKENS + NEW_TOKENS))
-    prompts = ids[:, :PROMPT_TOKENS]
-    sampling = {'do_sample': True, 'max_new_tokens': NEW_TOKENS, 'min_new_tokens': NEW_TOKENS, 'pad_token_id': 0}
 
     @torch.no_grad()
     def forward() -> None:
@@ -98,14 +97,14 @@ def bare_costs() -> dict[str, float]:
     def backward() -> None:
         model(ids, labels=ids, use_cache=False).loss.backward()
 
-    @torch.no_grad()
-    def generate() -> None:
-        model.generate(prompts, attention_mask=torch.ones_like(prompts), **sampling)
+    def bare_generate() -> None:
+        generate(model, ids[:, :PROMPT_TOKENS], NEW_TOKENS)
 
+    acts = {'forward': forward, 'backward': backward, 'step': optimizer.step, 'generate': bare_generate}
     costs = {}
-    for act in (forward, backward, optimizer.step, generate):  # the step has the gradients of the one before
+    for name, act in acts.items():  # the step has the gradients of the one before
         act()  # warm-up
-        costs[act.__name__] = cpu_seconds(act)
+        costs[name] = cpu_seconds(act)
     return costs
 
 
@@ -163,7 +162,6 @@ def rollout_rows(end_prob: float, repeats: int) -> list[list[str]]:
     input_ids = torch.randint(2, VOCAB, (ROWS, PROMPT_TOKENS))
     prompts, eos = [Prompt(ids=row) for row in input_ids], (END,) if end_prob > 0 else ()
     sampling = SamplingParams(max_new_tokens=NEW_TOKENS, eos_token_ids=eos)
-    generation = GenerationConfig(max_new_tokens=NEW_TOKENS, eos_token_id=END if eos else None, **SAMPLED)
     engine = LocalEngine()
     engine.begin(Actor(model))
 
@@ -173,9 +171,7 @@ def rollout_rows(end_prob: float, repeats: int) -> list[list[str]]:
 
     def reference(number: int) -> int:
         torch.manual_seed(number)
-        with torch.inference_mode():
-            found = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), generation_config=generation)
-        response = found[:, PROMPT_TOKENS:]
+        response = generate(model, input_ids, NEW_TOKENS, eos_token_id=END if eos else None)[:, PROMPT_TOKENS:]
         ended = (response == END).int().cumsum(1).clamp(max=1) if eos else torch.zeros_like(response)
         return int((1 - ended).sum() + ended.any(1).sum())
 
@@ -183,10 +179,8 @@ def rollout_rows(end_prob: float, repeats: int) -> list[list[str]]:
         """CPU seconds, wall seconds, CPU seconds per token."""
 
         def once(number: int) -> tuple[float, float, float]:
-            wall, cpu = time.perf_counter(), time.process_time()
-            tokens = run(number)
-            cpu = time.process_time() - cpu
-            return cpu, time.perf_counter() - wall, cpu / tokens
+            tokens, spent = timed(lambda: run(number))
+            return spent['cpu_s'], spent['wall_s'], spent['cpu_s'] / tokens
 
         return once
 
@@ -214,9 +208,7 @@ def sequences(kind: str) -> list[Sequence]:
     for _ in range(ROWS):
         drawn = 1 + int(torch.empty(1).exponential_(3 / NEW_TOKENS, generator=generator))
         length = NEW_TOKENS if kind == 'fixed' else min(drawn, NEW_TOKENS)
-        prompt, response = (torch.randint(2, VOCAB, (n,), generator=generator) for n in (PROMPT_TOKENS, length))
-        mask = torch.ones(length, dtype=torch.bool)
-        found.append(Sequence(prompt_ids=prompt, response_ids=response, response_mask=mask))
+        found.append(random_sequence(generator, PROMPT_TOKENS, length, VOCAB))
     return found
 
 
@@ -259,10 +251,9 @@ MEASUREMENTS: dict[str, tuple[Callable[[int, bool], str], int]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, 'speed.md')
     parser.add_argument('what', choices=MEASUREMENTS)
     parser.add_argument('--repeats', type=int, help='rounds')
-    parser.add_argument('--page', action='store_true', help='write the table into docs/results/speed.md')
     args = parser.parse_args()
     torch.set_num_threads(1)
     measure, repeats = MEASUREMENTS[args.what]

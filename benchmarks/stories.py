@@ -9,19 +9,27 @@ picture.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
-import time
 from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from harness import PAGES, RESULTS, ROOT, figure, markdown, write_json, write_page
+from harness import (
+    PAGES,
+    RESULTS,
+    ROOT,
+    environment,
+    figure,
+    markdown,
+    script_parser,
+    timed,
+    write_json,
+    write_page,
+)
 
 PHASES, SAMPLES = 40, 32
 SETTINGS = {
@@ -52,9 +60,8 @@ def run(model: str, prompts: str, strategy: str, seed: int, folder: Path) -> dic
         'save_path': folder,
     }
     command = [sys.executable, *ranks, *script, *(f'--{k}={v}' for k, v in (flags | SETTINGS).items())]
-    env = os.environ | {'OMP_NUM_THREADS': '1', 'PYTHONPATH': f'{ROOT}{os.pathsep}{os.environ.get("PYTHONPATH", "")}'}
-    start = time.perf_counter()
-    subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
+    env = environment(OMP_NUM_THREADS='1')
+    _, spent = timed(lambda: subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL))
     rows, samples = (
         [json.loads(line) for line in (folder / name).read_text().splitlines()]
         for name in ('metrics.jsonl', 'samples.jsonl')
@@ -62,7 +69,7 @@ def run(model: str, prompts: str, strategy: str, seed: int, folder: Path) -> dic
     scores, kls = ([row[f'rollout/{name}_mean'] for row in rows] for name in ('score', 'kl'))
     means = {'first3': mean(scores[:3]), 'last5': mean(scores[-5:])}
     about = {'strategy': strategy, 'seed': seed, 'score': scores, 'kl': kls, **means}
-    about |= {'ratio': means['last5'] / means['first3'], 'kl_max': max(kls), 'wall_s': time.perf_counter() - start}
+    about |= {'ratio': means['last5'] / means['first3'], 'kl_max': max(kls), 'wall_s': spent['wall_s']}
     return about | {'samples': samples}
 
 
@@ -97,7 +104,7 @@ def told(samples: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument('--model', required=True, help='folder of stories260K')
     parser.add_argument('--prompts', required=True, help='file of story prompts')
     parser.add_argument('--strategies', nargs='+', choices=('naive', 'ddp'), default=['naive', 'ddp'])

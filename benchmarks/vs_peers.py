@@ -17,7 +17,6 @@ Peers: PPO with four networks in TRL 1.12.0, classic PPO with a value head in 0.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -28,18 +27,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE / 'peers'))
+PEERS = Path(__file__).resolve().parent / 'peers'
+sys.path.insert(0, str(PEERS))
 
 from harness import (  # noqa: E402
     PAGES,
     RESULTS,
+    ROOT,
     Worker,
     end_probability,
+    environment,
     gpt2,
     install_wheels,
     machine,
     markdown,
+    script_parser,
     spread,
     write_json,
     write_page,
@@ -79,7 +81,7 @@ def all_cases() -> list[Case]:
 # ---------------------------------------------------------------- the peers' environments and the model
 
 
-def environment(name: str, folder: Path) -> Path:
+def own_python(name: str, folder: Path) -> Path:
     """The Python of a peer's own environment, made on first use."""
     python, stamp = folder / name / 'bin' / 'python', folder / name / 'made.txt'
     wanted = '\n'.join([TORCH, *ENVIRONMENTS[name]])
@@ -147,18 +149,18 @@ class Side(Worker):
     """A side of a comparison; see the protocol in `peers/work.py`. site: where Python looks first."""
 
     def __init__(self, command: Sequence[str], log: Path, *, site: Path | None = None) -> None:
-        # an environment of its own looks nowhere else
-        kept = os.environ.get('PYTHONPATH') if str(command[0]) == sys.executable else None
         own = {
             'OMP_NUM_THREADS': '1',
             'MKL_NUM_THREADS': '1',
             'HF_HUB_OFFLINE': '1',
             'TOKENIZERS_PARALLELISM': 'false',
             'TRL_EXPERIMENTAL_SILENCE': '1',
-            'PYTHONPATH': os.pathsep.join(str(p) for p in (site, HERE.parent, HERE / 'peers', kept) if p),
         }
+        env = environment(site, PEERS, **own)
+        if str(command[0]) != sys.executable:  # an environment of its own looks nowhere else
+            env['PYTHONPATH'] = os.pathsep.join(map(str, (PEERS, ROOT)))
         log.unlink(missing_ok=True)
-        super().__init__(command, os.environ | own, log)
+        super().__init__(command, env, log)
         self.log = log
 
     def hear(self, timeout_s: float = float('inf')) -> dict[str, Any]:  # type: ignore[override]
@@ -185,18 +187,17 @@ def summary(rounds: Sequence[tuple[dict[str, float], dict[str, float]]]) -> dict
             'mean_length': sum(u['new_tokens'] for u in updates) / sum(u['sequences'] for u in updates),
         }
 
+    def total(which: int) -> float:
+        return sum(pair[which]['new_tokens'] for pair in rounds) / sum(pair[which]['cpu_s'] for pair in rounds)
+
     return {
         'ratio': spread([rate(a, 'cpu_s') / rate(b, 'cpu_s') for a, b in rounds]),
         'ratio_wall': spread([rate(a, 'wall_s') / rate(b, 'wall_s') for a, b in rounds]),
         # over all rounds together: with lengths that vary, a round's ratio depends on what was drawn
-        'ratio_total': _total_rate(rounds, 0) / _total_rate(rounds, 1),
+        'ratio_total': total(0) / total(1),
         'ours': own(0),
         'theirs': own(1),
     }
-
-
-def _total_rate(rounds: Sequence[tuple[dict[str, float], dict[str, float]]], which: int) -> float:
-    return sum(pair[which]['new_tokens'] for pair in rounds) / sum(pair[which]['cpu_s'] for pair in rounds)
 
 
 def compare(
@@ -205,7 +206,7 @@ def compare(
     theirs: Sequence[str],
     *,
     rounds: int,
-    warmup: int,
+    warmup: int = 1,
     logs: Path,
     site: Path | None = None,
     told: Callable[[list[tuple[dict[str, float], dict[str, float]]]], None] | None = None,
@@ -229,7 +230,7 @@ def compare(
     finally:
         for side in sides:
             side.end()
-    wanted = next((v for k, v in TARGETS.items() if k == (case.lengths, case.precision.split()[0])), None)
+    wanted = TARGETS.get((case.lengths, case.precision.split()[0]))
     settings = {k: getattr(case, k) for k in ('peer', 'method', 'lengths', 'precision', 'epochs', 'kl')}
     return {'case': settings, 'name': case.name, 'target': wanted, **summary(pairs), 'about': about, 'rounds': pairs}
 
@@ -270,7 +271,7 @@ def results_in(folder: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument('--only', nargs='+', default=[], help='words that a case name must hold, all of them')
     parser.add_argument('--without', nargs='+', default=[], help='words that a case name must not hold')
     parser.add_argument('--rounds', type=int, default=5)
@@ -300,9 +301,9 @@ def main() -> None:
             continue
         case = Case(**{**vars(case), 'model': folders[case.lengths]})
         site = site_of(case.peer, args.wheels, work) if args.wheels else None
-        python = environment(case.peer, work) if site is None else sys.executable
-        peer = [python, HERE / 'peers' / f'{case.peer}.py']
-        mine = [sys.executable, HERE / 'peers' / 'ours.py']
+        python = own_python(case.peer, work) if site is None else sys.executable
+        peer = [python, PEERS / f'{case.peer}.py']
+        mine = [sys.executable, PEERS / 'ours.py']
         result = compare(case, mine, peer, rounds=args.rounds, warmup=args.warmup, logs=work / 'logs', site=site)
         result['machine'] = machine()
         write_json(out / case.file_name, result)

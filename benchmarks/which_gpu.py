@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 import transformers
 from harness import (
+    GIB,
     PAGES,
     RESULTS,
     RETURNS,
@@ -30,6 +32,7 @@ from harness import (
     markdown,
     ppo_trainer,
     process_memory,
+    script_parser,
     write_page,
 )
 from transformers import LlamaConfig
@@ -37,10 +40,8 @@ from transformers import LlamaConfig
 from chatgpt.nn.shared import SharedTrunk
 from chatgpt.plan import Setup, make_plan, show_bytes
 from chatgpt.strategies import NaiveStrategy
-from chatgpt.trainer.callbacks import Callback
 from chatgpt.types import Prompt
 
-GIB = 2**30
 CARDS = (8, 12, 16, 24, 48, 80)
 LENGTHS, SHOWN = (512, 1024, 2048, 4096, 8192, 16384, 32768), 1024
 QWEN = {'max_position_embeddings': 32768}
@@ -136,60 +137,69 @@ def measured_config(hidden: int, layers: int) -> Any:
     )
 
 
-class PhasePeaks(Callback):
-    """The most resident memory of each phase above that at the start, of the last time that it ran."""
+def trunk_phases(
+    trunk: SharedTrunk,
+    strategy: Any,
+    config: Any,
+    end_of: Callable[[str], None],
+    rows: int,
+    prompt: int,
+    new: int,
+    *,
+    phases: int = 1,
+    rank: int = 16,
+) -> None:
+    """PPO of four models on one trunk, with random prompts and one sequence in a forward; `end_of` is called when
+    loading, collecting, scoring and learning have ended."""
+    actor, critic, reward_model = trunk.actor(rank), trunk.critic(rank), trunk.reward_model(rank)
+    trainer = ppo_trainer(
+        strategy,
+        actor,
+        critic,
+        reward_model,
+        optimizer=partial(strategy.make_optimizer, lr=1e-4),
+        experience_batch_size=rows,
+        train_batch_size=rows,
+        max_epochs=1,
+        max_tokens_per_batch=prompt + new,
+        max_new_tokens=new,
+    )
+    make = trainer.maker.make
 
-    def __init__(self) -> None:
-        self.peaks: dict[str, int] = {}
-        self._begin()
-        self.start = process_memory()['VmRSS']
+    def scored(*args: Any, **kwargs: Any) -> Any:
+        end_of('collect')
+        return make(*args, **kwargs)
 
-    def _begin(self) -> None:
-        gc.collect()
-        forget_peak()
-
-    def end_of(self, phase: str) -> None:
-        self.peaks[phase] = process_memory()['VmHWM'] - self.start
-        self._begin()
-
-    def on_make_experience_start(self, trainer: Any) -> None:
-        self._begin()
-
-    def on_learn_epoch_start(self, trainer: Any, epoch: int) -> None:
-        self.end_of('score')
-
-    def on_phase_end(self, trainer: Any, phase: int, metrics: dict[str, float]) -> None:
-        self.end_of('learn')
-
-    def run(self, trainer: Any, prompts: list[Any]) -> dict[str, int]:
-        """Two phases."""
-        make = trainer.maker.make
-
-        def scored(*args: Any, **kwargs: Any) -> Any:
-            self.end_of('collect')
-            return make(*args, **kwargs)
-
-        trainer.maker.make = scored
-        trainer.fit(prompts, max_timesteps=2, update_timesteps=1)
-        return self.peaks
+    trainer.maker.make = scored
+    end_of('load')
+    drawn = torch.randint(3, config.vocab_size, (rows, prompt), generator=torch.Generator().manual_seed(0))
+    trainer.set_prompts([Prompt(ids=row) for row in drawn])
+    for _ in range(phases):
+        trainer.collect(1)
+        end_of('score')
+        trainer.learn()
+        end_of('learn')
 
 
 def phase_peaks(config: Any) -> dict[str, int]:
-    """Of a run with new weights, which are made block by block as those of a folder are read."""
-    peaks = PhasePeaks()
-    trunk = SharedTrunk.from_pretrained(None, config=config, quantize='nf4', checkpoint=True)  # type: ignore[arg-type]
-    actor, critic, reward_model = trunk.actor(16), trunk.critic(16), trunk.reward_model(16)
-    strategy = NaiveStrategy(seed=0, device='cpu')
+    """The most resident memory of each phase above that at the start, of the second time that it ran. Weights are new,
+    and made block by block as those of a folder are read."""
+    peaks: dict[str, int] = {}
 
-    peaks.end_of('load')
-    trainer = ppo_trainer(
-        strategy, actor, critic, reward_model, optimizer=partial(torch.optim.AdamW, lr=1e-4), callbacks=[peaks],
-        experience_batch_size=MEASURED_ROWS, train_batch_size=MEASURED_ROWS, max_epochs=1,
-        max_tokens_per_batch=MEASURED_PROMPT + MEASURED_NEW, max_new_tokens=MEASURED_NEW,
-    )  # fmt: skip
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(3, MEASURED_VOCAB, (MEASURED_ROWS, MEASURED_PROMPT), generator=generator)
-    return peaks.run(trainer, [Prompt(ids=row) for row in drawn])
+    def begin() -> None:
+        gc.collect()
+        forget_peak()
+
+    def end_of(phase: str) -> None:
+        peaks[phase] = process_memory()['VmHWM'] - start
+        begin()
+
+    begin()
+    start = process_memory()['VmRSS']
+    trunk = SharedTrunk.from_pretrained(None, config=config, quantize='nf4', checkpoint=True)  # type: ignore[arg-type]
+    strategy, sizes = NaiveStrategy(seed=0, device='cpu'), (MEASURED_ROWS, MEASURED_PROMPT, MEASURED_NEW)
+    trunk_phases(trunk, strategy, config, end_of, *sizes, phases=2)
+    return peaks
 
 
 def compare(size: str) -> dict[str, Any]:
@@ -229,8 +239,7 @@ def measured_table(measured: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--page', action='store_true', help='write the tables into docs/results/which_gpu.md')
+    parser = script_parser(__doc__, 'which_gpu.md')
     parser.add_argument('--json', type=Path, default=RESULTS / 'which_gpu.json', help='taken up again if there')
     parser.add_argument('--child', choices=MEASURED, help=argparse.SUPPRESS)
     args = parser.parse_args()

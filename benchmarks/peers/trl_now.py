@@ -26,23 +26,19 @@ from work import (
 )
 
 case, line = begin()
-counted = [0, 0]
-
-
-def score(completions, completion_ids, **_):
-    counted[0] += sum(map(len, completion_ids))
-    counted[1] += len(completion_ids)
-    return [float(len(text) % 7) for text in completions]
-
-
-def count() -> tuple[int, int]:
-    result = tuple(counted)
-    counted[:] = [0, 0]
-    return result
 
 
 class Serve(ServeUpdates, TrainerCallback):
     pass
+
+
+serve = Serve(line, steps=case.epochs)
+
+
+def score(completions, completion_ids, **_):
+    serve.new_tokens += sum(map(len, completion_ids))
+    serve.sequences += len(completion_ids)
+    return [float(len(text) % 7) for text in completions]
 
 
 model = AutoModelForCausalLM.from_pretrained(case.model, dtype='float32')
@@ -81,7 +77,7 @@ with tempfile.TemporaryDirectory() as folder:
         args=config,
         processing_class=words,
         train_dataset=Dataset.from_dict({'prompt': [text_of(ids) for ids in prompt_ids(SEQUENCES)]}),
-        callbacks=[Serve(line, count, steps=case.epochs)],
+        callbacks=[serve],
     )
     line.ready(**versions('trl', 'accelerate'), networks=1 + case.kl)
     if line.wait():

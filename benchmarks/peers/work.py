@@ -163,19 +163,19 @@ def versions(*names: str) -> dict[str, str]:
 
 class ServeUpdates:
     """A callback for trainers that own their loop: lets `steps` optimizer steps pass per `go`. Mixed into
-    TrainerCallback.
-
-    `count` returns new tokens and sequences since it was last asked.
+    TrainerCallback. What is generated is added to `new_tokens` and `sequences`, which begin anew with each `go`.
     """
 
-    def __init__(self, line: Line, count: Any, steps: int = 1) -> None:
-        self.line, self.count, self.steps, self.seen = line, count, steps, 0
+    def __init__(self, line: Line, steps: int = 1) -> None:
+        self.line, self.steps, self.seen = line, steps, 0
+        self.new_tokens = self.sequences = 0
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.seen += 1
         if self.seen % self.steps:
             return
-        self.line.done(*self.count())
+        self.line.done(self.new_tokens, self.sequences)
+        self.new_tokens = self.sequences = 0
         if not self.line.wait():
             sys.stderr.flush()
             os._exit(0)  # the trainers have no way to be stopped here that both know
