@@ -27,8 +27,8 @@ from typing import Any
 import dummy
 import ladders
 import torch
-from dummy import DummyRun, plan_for
-from harness import PAGES, RETURNS, environment, markdown, process_memory, spread, write_json, write_page
+from dummy import DummyRun, phase_sizes, plan_for
+from harness import RETURNS, environment, markdown, process_memory, spread, write_json, write_page
 
 from chatgpt.launch.arguments import Parser, run_main
 from chatgpt.plan import parse_bytes, show_bytes
@@ -57,6 +57,8 @@ ON_CUDA = (
     'colossalai_gemini_cpu',
 )
 ON_CPU = ('naive', 'fsdp', 'colossalai_zero2', 'colossalai_gemini')  # offloading has nowhere to go
+ON_CPU_ALONE = RETURNS | {'CUDA_VISIBLE_DEVICES': '', 'ONEDNN_PRIMITIVE_CACHE_CAPACITY': '0'}
+"""a child's variables, with which its resident memory is what it holds and not what glibc keeps for later"""
 TELLS = 3000
 """characters of a child's output that are kept where it fails"""
 
@@ -120,21 +122,16 @@ class Sweep:
 
     def plan(self, settings: DummyRun, rung: str) -> tuple[int | None, bool | None]:
         """The planner's bytes of what the cap is on, and whether they fit; None where it cannot say."""
-        precision = settings.precision
-        if precision == 'auto':
-            precision = 'bf16' if self.cap.on_cuda or settings.is_gemini else 'fp32'
         config = ladders.config(self.ladder, rung, settings.max_length)
         # a strategy that can stream blocks does so when a full copy would take most of the device
         streams = self.cap.on_cuda and settings.strategy in ('fsdp_cpu', 'colossalai_gemini_cpu')
         device, fits = 0, False
         for stream in (False, True) if streams else (False,):
             try:
-                plan = plan_for(settings, config, 1, self.cap.on_cuda, precision, stream_blocks=stream)
+                plan = plan_for(settings, config, 1, self.cap.on_cuda, stream_blocks=stream)
             except ValueError:
                 return None, None
-            device = max(
-                sum(m.device.values()) + (0 if self.cap.on_cuda else sum(m.host.values())) for m in plan.phases.values()
-            )
+            device = max(phase_sizes(plan, self.cap.on_cuda).values())
             fits = device <= self.cap.memory
             if self.cap.on_cuda and self.cap.host_memory is not None:
                 fits = fits and plan.host_peak <= self.cap.host_memory
@@ -146,18 +143,12 @@ class Sweep:
         """Let a child train the rung."""
         with tempfile.TemporaryDirectory(prefix='capacity-') as folder:
             out = Path(folder, 'outcome.json')
-            spec = {
-                'settings': asdict(settings),
-                'ladder': self.ladder,
-                'rung': rung,
-                'memory': self.cap.memory,
-                'host_memory': self.cap.host_memory,
-                'out': str(out),
-            }
+            spec = {'settings': asdict(settings), 'ladder': self.ladder, 'rung': rung, 'out': str(out)}
+            spec |= {'memory': self.cap.memory, 'host_memory': self.cap.host_memory}
             try:
                 child = subprocess.run(
                     [sys.executable, __file__, '--child', json.dumps(spec)],
-                    env=child_environment(self.cap.on_cuda),
+                    env=environment() if self.cap.on_cuda else environment(**ON_CPU_ALONE),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     text=True,
@@ -206,14 +197,6 @@ class Sweep:
                 step = -1
             number += step
         return row
-
-
-def child_environment(on_cuda: bool) -> dict[str, str]:
-    """The child's variables. On a CPU every freed tensor goes back to the kernel there and then, so that its resident
-    memory is what it holds and not what glibc keeps for later."""
-    if on_cuda:
-        return environment()
-    return environment(CUDA_VISIBLE_DEVICES='', **RETURNS, ONEDNN_PRIMITIVE_CACHE_CAPACITY='0')
 
 
 def tell(row: Row, rung: str, outcome: dict[str, Any]) -> None:
@@ -416,7 +399,7 @@ def main() -> None:
     rows = content['rows']
     print(f'\n{table(rows)}\n\n{planner_table(rows)}')
     if args.page:
-        write_page(PAGES / 'capacity.md', capacity=table(rows), planner=planner_table(rows))
+        write_page('capacity.md', capacity=table(rows), planner=planner_table(rows))
 
 
 if __name__ == '__main__':

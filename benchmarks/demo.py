@@ -16,7 +16,7 @@ from statistics import mean
 from typing import Any
 
 import torch
-from harness import PAGES, ROOT, markdown, script_parser, timed, write_json, write_page
+from harness import ROOT, markdown, script_parser, timed, write_json, write_page
 
 sys.path.insert(0, str(ROOT / 'examples'))
 
@@ -116,7 +116,7 @@ def main() -> None:
         told += [f'- {story}' for story in runs[name][args.seeds[0]]['stories']]
         told += ['', 'The doctor says:', '']
         told += [f'- seed {seed}: {findings(folder / f"seed-{seed}")}' for seed in args.seeds]
-    write_page(PAGES / 'demo.md', measured='\n'.join([table(runs), *told]))
+    write_page('demo.md', measured='\n'.join([table(runs), *told]))
 
 
 if __name__ == '__main__':

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from doctor_faults import FAULTS, key_of
-from harness import PAGES, ROOT, markdown, script_parser, timed, write_page
+from harness import ROOT, markdown, script_parser, timed, write_page
 
 from chatgpt.monitor.doctor import CHECKS, Finding, diagnose
 from chatgpt.monitor.run_folder.reading import RunFolder
@@ -170,7 +170,7 @@ def fill_page(runs: Path) -> None:
         f'{len(CHECKS)} kinds of finding ([doctor.md](../doctor.md)). **{num_found} of {num_faults} planted faults found**, and '
         f'{num_false} of {num_faults} in the same run without the fault. **{num_findings} findings in {num_runs} good runs.**'
     )
-    write_page(PAGES / 'doctor.md', summary=summary, good=good, faults=faults)
+    write_page('doctor.md', summary=summary, good=good, faults=faults)
 
 
 def main() -> None:

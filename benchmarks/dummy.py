@@ -96,6 +96,11 @@ class DummyRun:
     def is_gemini(self) -> bool:
         return STRATEGIES.find(self.strategy).only_16_bits
 
+    def compute(self, on_cuda: bool) -> str:
+        """The precision; what `auto` stands for."""
+        chosen = 'bf16' if on_cuda or self.is_gemini else 'fp32'
+        return chosen if self.precision == 'auto' else self.precision
+
     @property
     def response_length(self) -> int:
         return self.max_length - self.prompt_length
@@ -199,9 +204,7 @@ def count(actor: Any, critic: Any, reward: Any, initial: Any) -> tuple[Models, d
     return models, size | {'all': sum(size.values()), 'trained': trained}
 
 
-def plan_for(
-    settings: DummyRun, config: Any, world_size: int, on_cuda: bool, precision: str, *, stream_blocks: bool = False
-) -> Any:
+def plan_for(settings: DummyRun, config: Any, world_size: int, on_cuda: bool, *, stream_blocks: bool = False) -> Any:
     """What the planner says of this run, without limits. A hydra with a value head is planned as one without, which
     weighs nothing."""
     from chatgpt.plan import Setup, make_plan
@@ -214,7 +217,7 @@ def plan_for(
             reward_config=config if s.reward == 'model' else None,
             strategy=s.strategy,
             num_processes=world_size,
-            precision=precision,
+            precision=s.compute(on_cuda),
             on_cuda=on_cuda,
             critic='none' if hydra and s.critic == 'shared' else s.critic,
             lora_rank=s.lora_rank,
@@ -260,9 +263,7 @@ def run(
     on_cuda = torch.cuda.is_available()
     if settings.cuda_mem_frac < 1 and not on_cuda:
         raise ValueError(f'cuda_mem_frac={settings.cuda_mem_frac} is of a GPU, and there is none here; leave it out')
-    precision = settings.precision
-    if precision == 'auto':
-        precision = 'bf16' if on_cuda or settings.is_gemini else 'fp32'
+    precision = settings.compute(on_cuda)
     config = ladders.config(ladder, rung, settings.max_length)
     with (
         _group_of_one(settings.strategy),
@@ -296,7 +297,7 @@ def run(
                 checkpointing=settings.gradient_checkpointing,
                 head_again=head_again,
             )
-        plan = plan_for(settings, config, strategy.world_size, strategy.device.type == 'cuda', precision)
+        plan = plan_for(settings, config, strategy.world_size, strategy.device.type == 'cuda')
         return {
             'model': rung,
             'ladder': ladder,
@@ -420,22 +421,22 @@ def averages(phases: list[dict[str, Any]], ignore_phases: int, world_size: int, 
     }
 
 
+def phase_sizes(plan: Any, on_cuda: bool) -> dict[str, int]:
+    """The planner's bytes by phase; on a CPU host and device are one."""
+    sizes = {}
+    for name, memory in plan.phases.items():
+        sizes[name] = sum(memory.device.values()) + (0 if on_cuda else sum(memory.host.values()))
+    return sizes
+
+
 def planned(plan: Any, measured: int, on_cuda: bool, *, loads: bool = True) -> dict[str, Any]:
-    """The planner's peak of what was measured (on a CPU host and device are one), and its error: planned / measured -
-    1. loads: whether loading the models was measured too."""
-    sizes = {
-        name: sum(memory.device.values()) + (0 if on_cuda else sum(memory.host.values()))
-        for name, memory in plan.phases.items()
-        if loads or name != 'load'
-    }
+    """The planner's peak of what was measured, and its error: planned / measured - 1. loads: whether loading the models
+    was measured too."""
+    sizes = {name: size for name, size in phase_sizes(plan, on_cuda).items() if loads or name != 'load'}
     phase = max(sizes, key=sizes.__getitem__)
-    guess = sizes[phase]
-    return {
-        'planned_peak': guess,
-        'planned_host': plan.host_peak,
-        'planned_phase': phase,
-        'planner_error': guess / measured - 1 if measured > 0 else None,
-    }
+    error = sizes[phase] / measured - 1 if measured > 0 else None
+    peak = {'planned_peak': sizes[phase], 'planned_host': plan.host_peak, 'planned_phase': phase}
+    return peak | {'planner_error': error}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -444,34 +445,21 @@ def table(result: dict[str, Any]) -> str:
 
     r, m = result, result['memory']
     size = ', '.join(f'{name} {n / 1e6:.4g} M' for name, n in r['parameters'].items())
-    lines = [
-        f'{r["ladder"]} {r["model"]}, {r["settings"]["strategy"]} x {r["world_size"]}, {r["settings"]["precision"]}, '
-        f'{r["machine"]["device"]} ({r["machine"]["device_type"]})',
-        f'parameters: {size}',
-        '',
-    ]
     rows = []
     for part in (*PARTS, 'total'):
-        numbers = (
-            r['seconds_per_phase'][part],
-            r['flop_per_phase'][part] / 1e12,
-            r['tflops_per_device'][part],
-            r['share_of_peak'][part],
-        )
-        rows.append([part, f'{numbers[0]:.3f}', f'{numbers[1]:.4g}', f'{numbers[2]:.4g}', f'{numbers[3]:.1%}'])
+        seconds, tflop = r['seconds_per_phase'][part], r['flop_per_phase'][part] / 1e12
+        rates = f'{r["tflops_per_device"][part]:.4g}', f'{r["share_of_peak"][part]:.1%}'
+        rows.append([part, f'{seconds:.3f}', f'{tflop:.4g}', *rates])
     error = f' ({m["planner_error"]:+.0%})' if m['planner_error'] is not None else ''
-    return '\n'.join(
-        [
-            *lines,
-            markdown('part | s / phase | TFLOP / phase | TFLOPS per device | share of matmul peak', rows),
-            '',
-            f'samples/s {r["samples_per_s"]:.4g} ({r["samples_per_s_per_device"]:.4g} per device), new tokens/s '
-            f'{r["new_tokens_per_s"]:.4g}, over {r["phases_counted"]} of {len(r["phases"])} phases',
-            f'matmul peak, measured here: {r["matmul_peak_tflops"]:.4g} TFLOPS per device',
-            f'peak memory: {show_bytes(m["peak"])}, planned {show_bytes(m["planned_peak"])}{error}; host '
-            f'{show_bytes(m["host_peak"])}',
-        ]
-    )
+    return f"""\
+{r['ladder']} {r['model']}, {r['settings']['strategy']} x {r['world_size']}, {r['settings']['precision']}, {r['machine']['device']} ({r['machine']['device_type']})
+parameters: {size}
+
+{markdown('part | s / phase | TFLOP / phase | TFLOPS per device | share of matmul peak', rows)}
+
+samples/s {r['samples_per_s']:.4g} ({r['samples_per_s_per_device']:.4g} per device), new tokens/s {r['new_tokens_per_s']:.4g}, over {r['phases_counted']} of {len(r['phases'])} phases
+matmul peak, measured here: {r['matmul_peak_tflops']:.4g} TFLOPS per device
+peak memory: {show_bytes(m['peak'])}, planned {show_bytes(m['planned_peak'])}{error}; host {show_bytes(m['host_peak'])}"""
 
 
 # ---------------------------------------------------------------------- the scripts

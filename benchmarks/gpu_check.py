@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -243,8 +244,8 @@ class Runner:
             with self.log.open(errors='replace') as file:
                 file.seek(begin)
                 record['output'] = file.read()[-TELLS:]
-        if out.is_file():
-            record['result'] = read_result(out)
+        with suppress(OSError, ValueError):  # none was written, or the part was ended while it wrote
+            record['result'] = json.loads(out.read_text())
         return record
 
     def _ask(self, part: Part, out: Path, timeout_s: float) -> dict[str, Any]:
@@ -265,14 +266,6 @@ class Runner:
         if answer.pop('held') > HELD:
             self.end_worker()
         return answer
-
-
-def read_result(path: Path) -> Any:
-    """None where a part was ended while it wrote."""
-    try:
-        return json.loads(path.read_text())
-    except ValueError:
-        return None
 
 
 def not_installed(names: Sequence[str], env: Mapping[str, str]) -> list[str]:
@@ -398,10 +391,6 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def stop_like_ctrl_c(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
-
-
 def main() -> int:
     args = parse_args()
     begun, results = time.monotonic(), ROOT / 'benchmarks/results/gpu'
@@ -409,7 +398,7 @@ def main() -> int:
     unknown = sorted(set(args.parts or ()) - {p.name for p in parts})
     site, runner = None, None
     for sign in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs ignore the first
-        signal.signal(sign, stop_like_ctrl_c)
+        signal.signal(sign, signal.default_int_handler)
     try:
         if args.page is not None:
             gpu_page.fill_page(ROOT / 'docs/gpu.md', Path(args.page) if args.page else gpu_page.newest(results))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -35,7 +34,7 @@ from arithmetic_done import matmul_peak
 from harness import GIB, ROOT, generate, machine, script_parser, wall_seconds, write_json
 from random_models import checkpoint_blocks, empty_model, fill, random_model
 from transformers import Qwen2Config
-from work import Case
+from work import Case, Line
 
 from chatgpt.nn import Actor
 from chatgpt.nn.compiled import has_compiler
@@ -254,9 +253,8 @@ def ppo(note: Note, *, rungs: Sequence[str], ladder: str = 'gpt', **settings: An
     """A run of dummy.py of the first rung that the planner says this card holds: seconds, FLOP and share of the matrix
     product's speed of collect, score and learn; peak memory and the planner's."""
     s, on_cuda, too_large = dummy.DummyRun(**settings), note.device.type == 'cuda', {}
-    precision = ('bf16' if on_cuda or s.is_gemini else 'fp32') if s.precision == 'auto' else s.precision
     for rung in rungs:
-        peak = dummy.plan_for(s, ladders.config(ladder, rung, s.max_length), 1, on_cuda, precision).peak
+        peak = dummy.plan_for(s, ladders.config(ladder, rung, s.max_length), 1, on_cuda).peak
         if note.card is None or peak + SPARE <= note.card:
             break
         too_large[rung] = peak
@@ -486,22 +484,16 @@ def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument('--device', choices=('cuda', 'cpu'), required=True)
     args = parser.parse_args()
-    out = os.fdopen(os.dup(1), 'w')
-    os.dup2(2, 1)
-
-    def say(message: dict[str, Any]) -> None:
-        out.write(json.dumps(message) + '\n')
-        out.flush()
-
+    line = Line()
     import chatgpt.trainer  # noqa: F401
 
     if args.device == 'cuda' and not torch.cuda.is_available():
-        say({'ready': None})
+        line.say({'ready': None})
         return
     place = torch.device('cuda:0' if args.device == 'cuda' else 'cpu')
-    say({'ready': machine(place)})
-    for line in sys.stdin:
-        say(do(json.loads(line), place))
+    line.ready(**machine(place))
+    for task in sys.stdin:
+        line.say(do(json.loads(task), place))
 
 
 if __name__ == '__main__':

@@ -265,10 +265,8 @@ def process_memory() -> dict[str, int]:
 
 def forget_peak() -> None:
     """VmHWM begins anew, where the system allows it."""
-    try:
+    with suppress(OSError):
         Path('/proc/self/clear_refs').write_text('5')
-    except OSError:
-        pass
 
 
 def machine(device: Any = None) -> dict[str, Any]:
@@ -333,9 +331,13 @@ def write_json(path: Path, content: Any) -> None:
 
 
 class Results(dict[str, Any]):
-    """A JSON file of results by key, written anew after each; what it holds is not measured again. None: no file."""
+    """A JSON file of results by key, written anew after each; what it holds is not measured again.
 
-    def __init__(self, path: Path | None) -> None:
+    path: a name is one of benchmarks/results; None: no file.
+    """
+
+    def __init__(self, path: Path | str | None) -> None:
+        path = RESULTS / path if isinstance(path, str) else path
         super().__init__(json.loads(path.read_text()) if path and path.is_file() else {})
         self.path = path
 
@@ -366,12 +368,13 @@ def markdown(head: str | Sequence[str], rows: Iterable[Sequence[object]]) -> str
     return '\n'.join([f'| {" | ".join(names)} |', '|---' * len(names) + '|', *lines]) if lines else ''
 
 
-def write_page(page: Path, **tables: str) -> None:
-    """Fills a page in.
+def write_page(page: Path | str, **tables: str) -> None:
+    """Fills a page in; a name is one of docs/results.
 
     Raises:
         ValueError: the page lacks the comments of a table.
     """
+    page = PAGES / page if isinstance(page, str) else page
     text = page.read_text()
     for name, table in tables.items():
         begin, end = f'<!-- {name} -->', f'<!-- end of {name} -->'
@@ -385,21 +388,19 @@ def write_page(page: Path, **tables: str) -> None:
 
 
 @contextmanager
-def figure(
-    path: Path, columns: int = 1, *, rows: int = 1, size: tuple[float, float] = (5.5, 4.0), **options: Any
-) -> Any:
-    """Axes of matplotlib, saved to `path`."""
+def figure(name: str, columns: int = 1, *, size: tuple[float, float] = (5.5, 4.0), **options: Any) -> Any:
+    """Axes of matplotlib in a row, saved beside the pages."""
     import matplotlib
 
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
 
-    sizes = (size[0] * columns, size[1] * rows)
-    drawn, axes = plt.subplots(rows, columns, figsize=sizes, squeeze=False, constrained_layout=True, **options)
-    yield axes.flatten()
-    for axis in axes.flatten():
+    sizes = (size[0] * columns, size[1])
+    drawn, axes = plt.subplots(1, columns, figsize=sizes, squeeze=False, constrained_layout=True, **options)
+    yield axes[0]
+    for axis in axes[0]:
         axis.grid(alpha=0.3)
         if axis.lines and any(not line.get_label().startswith('_') for line in axis.lines):
             axis.legend(loc='best', fontsize=8)
-    drawn.savefig(path, dpi=100)
+    drawn.savefig(PAGES / name, dpi=100)
     plt.close(drawn)

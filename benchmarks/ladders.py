@@ -70,17 +70,7 @@ def config(ladder: str, rung: str, positions: int | None = None) -> Any:
 def _opt(width: int, layers: int, heads: int, vocab: int, positions: int) -> Any:
     from transformers import OPTConfig
 
-    return OPTConfig(
-        vocab_size=vocab,
-        max_position_embeddings=positions,
-        hidden_size=width,
-        word_embed_proj_dim=width,
-        ffn_dim=4 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        dropout=0.0,
-        attention_dropout=0.0,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    sizes = {'hidden_size': width, 'word_embed_proj_dim': width, 'ffn_dim': 4 * width, 'vocab_size': vocab}
+    sizes |= {'num_hidden_layers': layers, 'num_attention_heads': heads, 'max_position_embeddings': positions}
+    none = dict.fromkeys(('pad_token_id', 'bos_token_id', 'eos_token_id'))
+    return OPTConfig(**sizes, **none, dropout=0.0, attention_dropout=0.0)

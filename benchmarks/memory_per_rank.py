@@ -2,13 +2,7 @@
 
     python benchmarks/memory_per_rank.py [--page] [--world_sizes 1 2 4]
 
-A GPT-2 of 18 layers x 512, two AdamW steps on the CPU with gloo, one sequence of 32 tokens per rank. Held: bytes of the
-tensors (weights, gradients, optimizer states) that live after the second backward pass, on the rank that holds most.
-Peak: the most resident anonymous memory from before the model is built to the end of the second step, sampled every
-millisecond, above the level at the start, on the rank that has most. A tiny model has trained in the same process
-before, so imports and what is allocated once do not count, and glibc gives freed blocks of 64 KiB and more back at once
-(`MALLOC_MMAP_THRESHOLD_`). Within a table all compute in one precision; masters and states are fp32 in both. FSDP and
-Gemini are built on the meta device.
+docs/results/memory_per_rank.md says what is trained and what counts as held and as peak.
 """
 
 from __future__ import annotations
@@ -19,13 +13,12 @@ import threading
 from typing import Any, Self
 
 import torch
-from harness import PAGES, gpt2, markdown, process_memory, script_parser, write_page
+from harness import gpt2, markdown, process_memory, random_sequence, script_parser, write_page
 
 from chatgpt import strategies as s
 from chatgpt.batching import collate
 from chatgpt.nn import GPTActor
 from chatgpt.testing.processes import run_distributed
-from chatgpt.types import Sequence
 
 SMALL_CHUNKS = {'search_range_mb': 1, 'min_chunk_size_mb': 1}
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -79,8 +72,7 @@ def two_steps(strategy: Any, layers: int, width: int) -> dict[str, float]:
     parameters = sum(p.numel() for p in actor.parameters())
     optimizer = strategy.make_optimizer(actor.parameters(), lr=1e-4)
     actor, optimizer = strategy.prepare((actor, optimizer))
-    ids = torch.arange(32) % 2048
-    batch = collate([Sequence(prompt_ids=ids[:2], response_ids=ids, response_mask=torch.ones(32, dtype=torch.bool))])
+    batch = collate([random_sequence(torch.Generator().manual_seed(0), 2, 32, 2048)])
     for last_step in (False, True):
         with strategy.accumulate(actor, last=True):
             with strategy.autocast():
@@ -135,7 +127,7 @@ def main() -> None:
     os.environ['MALLOC_MMAP_THRESHOLD_'] = '65536'  # read by glibc in each new process
     tables = {precision: table(names, precision, args.world_sizes) for precision, names in COMPARED.items()}
     if args.page:
-        write_page(PAGES / 'memory_per_rank.md', **tables)
+        write_page('memory_per_rank.md', **tables)
 
 
 if __name__ == '__main__':

@@ -3,13 +3,7 @@ one in fp32, and with four models of their own.
 
     python benchmarks/one_card.py --page
 
-The base is a GPT-2 of 2 layers x 128 after 200 steps on the walks (SFT), dense, one for each seed; nf4 quantizes it. The
-reward model is an adapter on that base, trained for 60 steps of 64 pairs of walks from the same start, half of them
-spoiled (a letter left out, replaced, or the end cut off). Then PPO: 20 optimizer steps, each on 100 fresh responses,
-scored by that reward model, with a KL penalty of 0.05 to the base; the critic starts from the reward model's adapter and
-head. All adapters have rank 16 and learn with 1e-3. What is measured is the true optimality (`randomwalks_task`), which
-PPO never sees: the mean over 32 samples from each of the 20 starts. The three kinds have the same base, pairs, prompts
-and budget.
+docs/results/one_card.md says what is trained and measured; the task is `randomwalks_task`.
 """
 
 from __future__ import annotations
@@ -19,24 +13,12 @@ import time
 from collections import defaultdict
 from copy import deepcopy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import randomwalks as walks
 import randomwalks_task as rw
 import torch
-from harness import (
-    PAGES,
-    RESULTS,
-    Results,
-    figure,
-    markdown,
-    mean_and_spread,
-    offline_trainer,
-    ppo_trainer,
-    script_parser,
-    write_page,
-)
+from harness import Results, figure, markdown, mean_and_spread, offline_trainer, ppo_trainer, script_parser, write_page
 
 from chatgpt.batching import collate
 from chatgpt.data.tokenize import TokenizedPreference
@@ -157,8 +139,8 @@ def last_two(row: dict[str, Any]) -> float:
     return sum(row['optimality'][-2:]) / 2
 
 
-def plot(rows: dict[str, dict[str, Any]], path: Path) -> None:
-    with figure(path) as (axis,):
+def plot(rows: dict[str, dict[str, Any]]) -> None:
+    with figure('one_card.png') as (axis,):
         for number, kind in enumerate(KINDS):
             style = {'color': f'C{number}', 'linestyle': ('-', '-', ':')[number], 'linewidth': (1.5, 2.5, 2.5)[number]}
             for i, row in enumerate(rows[kind].values()):
@@ -185,7 +167,7 @@ def main() -> None:
     parser.add_argument('--kinds', nargs='*', default=list(KINDS), choices=KINDS)
     parser.add_argument('--seeds', nargs='*', type=int, default=[1, 2, 3])
     args = parser.parse_args()
-    results, task = Results(RESULTS / 'one_card.json'), rw.make_task(GRAPH)
+    results, task = Results('one_card.json'), rw.make_task(GRAPH)
     for seed in args.seeds:
         base = None
         for kind in args.kinds:
@@ -194,8 +176,8 @@ def main() -> None:
                 results.measure(f'{kind} {seed}', lambda k=kind, s=seed, b=base: run(k, s, b, task), show=last_two)
     if args.page:
         rows = {kind: {key: run for key, run in results.items() if key.startswith(f'{kind} ')} for kind in KINDS}
-        write_page(PAGES / 'one_card.md', runs=table(rows))
-        plot(rows, PAGES / 'one_card.png')
+        write_page('one_card.md', runs=table(rows))
+        plot(rows)
 
 
 if __name__ == '__main__':

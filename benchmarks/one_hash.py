@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import one_hash_runs
-from harness import PAGES, RESULTS, Results, environment, markdown, ratios, spread, write_json, write_page
+from harness import RESULTS, Results, environment, markdown, ratios, spread, write_json, write_page
 from one_hash_runs import METHODS, Job
 from torch.multiprocessing.spawn import ProcessException
 
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     results = Results(args.results)
     if args.page:
-        write_page(PAGES / 'one_hash.md', runs=runs_table(results), cost=cost_table(results))
+        write_page('one_hash.md', runs=runs_table(results), cost=cost_table(results))
         return
     parts = list(product(args.only, args.precisions))
     for layout in args.layouts:

@@ -3,10 +3,7 @@ same budget.
 
     python benchmarks/preference.py [--seeds 1 2 3] [--page]
 
-The world is `chatgpt.launch.demo_world`. One SFT model per seed; each loss then makes 2 passes over the same 1,500 pairs
-of stories of the world, ordered by their true value, in batches of 32 (KTO: 64 answers), with lr 1e-4. Win rate: on 200
-new prompts, responses sampled with the same draws, by the true value, ties counted half. Before is the SFT model
-against itself with other draws. Seconds are of one thread, on a shared machine: wall seconds contain waiting.
+docs/results/preference.md says what each loss trains on and what a win is.
 """
 
 from __future__ import annotations
@@ -18,17 +15,7 @@ from statistics import mean
 from typing import Any
 
 import torch
-from harness import (
-    PAGES,
-    RESULTS,
-    Results,
-    markdown,
-    mean_and_spread,
-    offline_trainer,
-    script_parser,
-    timed,
-    write_page,
-)
+from harness import Results, markdown, mean_and_spread, offline_trainer, script_parser, timed, write_page
 
 from chatgpt import trainer as trainers
 from chatgpt.data import load_demonstrations, load_preferences, load_prompts
@@ -135,12 +122,12 @@ def main() -> None:
     parser.add_argument('--seeds', type=int, nargs='+', default=[1, 2, 3])
     args = parser.parse_args()
     torch.set_num_threads(1)
-    results = Results(RESULTS / 'preference.json')
+    results = Results('preference.json')
     for seed in args.seeds:
         measure(seed, results, demo_world.demo_tokenizer())
     print(table(results, args.seeds))
     if args.page:
-        write_page(PAGES / 'preference.md', runs=table(results, args.seeds))
+        write_page('preference.md', runs=table(results, args.seeds))
 
 
 if __name__ == '__main__':

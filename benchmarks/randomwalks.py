@@ -4,14 +4,8 @@ the walks.
     python benchmarks/randomwalks.py --methods ppo grpo --graph_seeds 1000 1002 --seeds 1 2 3
     python benchmarks/randomwalks.py --page
 
-Methods are ilql, ppo, a2c, grpo, rloo and reinforce++.
-
-The task is `randomwalks_task`. A run holds `optimality`, the mean over 32 samples from each of the 20 starts at every
-evaluation, and the settings and seconds. ILQL: GPT-2 of 6 layers x 144, 200 optimizer steps of batch 100, target heads
-synced at each, lr from 2e-4 to 0; the values of the one β of 0, 1, 100 that is best at the last of these evaluations.
-Online: the same model first trained 300 steps on the walks (SFT), then 160 optimizer steps of batch 100, each on 100
-fresh responses, with lr 3e-4 and no KL; the critic of PPO and A2C is a network of its own with new weights and lr 1e-3.
---times 3 trains three times as long. Seconds include the SFT; wall seconds also what shared the cores.
+Methods are ilql, ppo, a2c, grpo, rloo and reinforce++; --times 3 trains three times as long. The task is
+`randomwalks_task`, and docs/results/randomwalks.md says how each method trains and what is measured.
 """
 
 from __future__ import annotations
@@ -26,8 +20,6 @@ from typing import Any
 import randomwalks_task as rw
 import torch
 from harness import (
-    PAGES,
-    RESULTS,
     ROOT,
     Results,
     figure,
@@ -206,9 +198,9 @@ def table(runs: dict[tuple[int, int, int], list[dict[str, Any]]]) -> str:
     )
 
 
-def plot(runs: dict[tuple[int, int, int], list[dict[str, Any]]], path: Path) -> None:
+def plot(runs: dict[tuple[int, int, int], list[dict[str, Any]]]) -> None:
     titles = ['one line a seed'] + ['three times as long'] * any(times > 1 for _, times, _ in runs)
-    with figure(path, len(titles), sharey=True) as axes:
+    with figure('randomwalks.png', len(titles), sharey=True) as axes:
         for (number, times, graph), found in sorted(runs.items()):
             for i, one in enumerate(found if graph == 1000 else ()):
                 steps, last = (200 if METHODS[number] == 'ilql' else STEPS) * times, len(one['optimality']) - 1
@@ -231,7 +223,7 @@ def main() -> None:
         '--cache', type=Path, default=ROOT / 'outputs' / 'randomwalks', help='where the models of the SFT stay'
     )
     args = parser.parse_args()
-    results = Results(RESULTS / 'randomwalks.json')
+    results = Results('randomwalks.json')
     for method, graph, seed in product(args.methods, args.graph_seeds, args.seeds):
         asked = (method, graph, seed, args.times)
         results.measure(' '.join(map(str, asked)), lambda a=asked: measure(*a, args.cache), show=last_four)
@@ -239,8 +231,8 @@ def main() -> None:
         runs = defaultdict(list)
         for run in results.values():
             runs[METHODS.index(run['method']), run['times'], run['graph_seed']].append(run)
-        write_page(PAGES / 'randomwalks.md', runs=table(runs))
-        plot(runs, PAGES / 'randomwalks.png')
+        write_page('randomwalks.md', runs=table(runs))
+        plot(runs)
 
 
 if __name__ == '__main__':

@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from harness import PAGES, RESULTS, Results, markdown, script_parser, write_page
+from harness import RESULTS, Results, markdown, script_parser, write_page
 from transformers import LlamaConfig
 from which_gpu import planned
 
@@ -159,7 +159,7 @@ def main() -> None:
         results.measure(f'{gpus}, {method}, {layout}', lambda asked=(method, layout, gpus): row(*asked))
     if args.page:
         tables = {f'fits {gpus}': fits_table(results, gpus) for gpus in GPUS}
-        write_page(PAGES / 'seventy_b.md', **tables, **{f'memory {gpus}': memory_table(results, gpus) for gpus in GPUS})
+        write_page('seventy_b.md', **tables, **{f'memory {gpus}': memory_table(results, gpus) for gpus in GPUS})
 
 
 if __name__ == '__main__':

@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 from harness import (
-    PAGES,
     RESULTS,
     alternate,
     cpu_seconds,
@@ -175,20 +174,17 @@ def rollout_rows(end_prob: float, repeats: int) -> list[list[str]]:
         ended = (response == END).int().cumsum(1).clamp(max=1) if eos else torch.zeros_like(response)
         return int((1 - ended).sum() + ended.any(1).sum())
 
-    def measured(run: Callable[[int], int]) -> Callable[[int], tuple[float, float, float]]:
-        """CPU seconds, wall seconds, CPU seconds per token."""
-
-        def once(number: int) -> tuple[float, float, float]:
-            tokens, spent = timed(lambda: run(number))
-            return spent['cpu_s'], spent['wall_s'], spent['cpu_s'] / tokens
-
-        return once
-
-    found = alternate({'local': measured(local), 'generate': measured(reference)}, repeats)
+    sides = {'local': local, 'generate': reference}
+    found = alternate({name: lambda n, act=act: timed(lambda: act(n)) for name, act in sides.items()}, repeats)
     engine.end()
+    measures: dict[str, Callable[[int, dict[str, float]], float]] = {
+        'CPU s': lambda tokens, spent: spent['cpu_s'],
+        'wall s': lambda tokens, spent: spent['wall_s'],
+        'CPU s per token': lambda tokens, spent: spent['cpu_s'] / tokens,
+    }
     rows = []
-    sides = (list(zip(*found[name], strict=True)) for name in ('local', 'generate'))
-    for what, a, b in zip(('CPU s', 'wall s', 'CPU s per token'), *sides, strict=True):
+    for what, measure in measures.items():
+        a, b = ([measure(*one) for one in found[name]] for name in sides)
         rows.append([what, least_median_greatest(ratios(a, b)), *(f'{statistics.median(side):.4g}' for side in (a, b))])
     return rows
 
@@ -260,7 +256,7 @@ def main() -> None:
     table = measure(args.repeats or repeats, args.page)
     print(table)
     if args.page:
-        write_page(PAGES / 'speed.md', **{args.what: table})
+        write_page('speed.md', **{args.what: table})
 
 
 if __name__ == '__main__':

@@ -18,18 +18,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from harness import (
-    PAGES,
-    RESULTS,
-    ROOT,
-    environment,
-    figure,
-    markdown,
-    script_parser,
-    timed,
-    write_json,
-    write_page,
-)
+from harness import RESULTS, ROOT, environment, figure, markdown, script_parser, timed, write_json, write_page
 
 PHASES, SAMPLES = 40, 32
 SETTINGS = {
@@ -73,8 +62,8 @@ def run(model: str, prompts: str, strategy: str, seed: int, folder: Path) -> dic
     return about | {'samples': samples}
 
 
-def plot(results: list[dict[str, Any]], path: Path) -> None:
-    with figure(path, 2, size=(5, 3.6)) as (left, right):
+def plot(results: list[dict[str, Any]]) -> None:
+    with figure('stories.png', 2, size=(5, 3.6)) as (left, right):
         for result in results:
             color = 'tab:blue' if result['strategy'] == 'naive' else 'tab:orange'
             style = {'color': color, 'linestyle': ('-', '--', ':')[result['seed'] % 3]}
@@ -116,8 +105,8 @@ def main() -> None:
             results.append(run(args.model, args.prompts, strategy, seed, Path(folder) / 'run'))
         print(table(results).splitlines()[-1], flush=True)
     write_json(RESULTS / 'stories.json', [{k: v for k, v in r.items() if k != 'samples'} for r in results])
-    plot(results, PAGES / 'stories.png')
-    write_page(PAGES / 'stories.md', runs=table(results), samples=told(results[0]['samples']))
+    plot(results)
+    write_page('stories.md', runs=table(results), samples=told(results[0]['samples']))
 
 
 if __name__ == '__main__':

@@ -22,7 +22,7 @@ os.environ.setdefault('OMP_NUM_THREADS', '1')
 os.environ.setdefault('VLLM_LOGGING_LEVEL', 'ERROR')
 
 import torch
-from harness import PAGES, alternate, generate, markdown, script_parser, where, write_page
+from harness import alternate, generate, markdown, script_parser, where, write_page
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from chatgpt.nn import Actor
@@ -123,7 +123,7 @@ def main() -> None:
     measured = markdown(' | tokens per CPU second | CPU seconds'.split(' | '), rows) + '\n\n' + said
     print(measured)
     if args.page:
-        write_page(PAGES / 'vllm.md', measured=measured)
+        write_page('vllm.md', measured=measured)
 
 
 if __name__ == '__main__':

@@ -31,7 +31,6 @@ PEERS = Path(__file__).resolve().parent / 'peers'
 sys.path.insert(0, str(PEERS))
 
 from harness import (  # noqa: E402
-    PAGES,
     RESULTS,
     ROOT,
     Worker,
@@ -244,23 +243,16 @@ def table(results: Sequence[dict[str, Any]], *, short: bool = False) -> str:
     for r in results:
         ratio, sides = r['ratio'], (r['ours'], r['theirs'])
         met = '' if r['target'] is None else f'{r["target"]:g} {"met" if ratio["median"] >= r["target"] else "missed"}'
-        cells = {
-            'case': r['name'],
-            'ratio min': f'{ratio["min"]:.2f}',
-            'median': f'**{ratio["median"]:.2f}**',
-            'max': f'{ratio["max"]:.2f}',
-            'all rounds': f'{r["ratio_total"]:.2f}',
-            'target': met,
-            'of wall': f'{r["ratio_wall"]["median"]:.2f}',
-            'ours CPU s': f'{sides[0]["cpu_s"]:.2f}',
-            'theirs': f'{sides[1]["cpu_s"]:.2f}',
-            'ours tokens / CPU s': f'{sides[0]["new_tokens_per_cpu_s"]:.0f}',
-            'theirs ': f'{sides[1]["new_tokens_per_cpu_s"]:.0f}',
-            'mean lengths': ' / '.join(f'{s["mean_length"]:.1f}' for s in sides),
-        }
-        left_out = ('target', 'of wall', 'ours tokens / CPU s', 'theirs ', 'mean lengths') if short else ()
-        rows.append({name: cell for name, cell in cells.items() if name not in left_out})
-    return markdown([name.strip() for name in rows[0]], [list(row.values()) for row in rows]) if rows else ''
+        row = [r['name'], f'{ratio["min"]:.2f}', f'**{ratio["median"]:.2f}**', f'{ratio["max"]:.2f}']
+        row += [f'{r["ratio_total"]:.2f}', met, f'{r["ratio_wall"]["median"]:.2f}']
+        row += [f'{side["cpu_s"]:.2f}' for side in sides]
+        row += [f'{side["new_tokens_per_cpu_s"]:.0f}' for side in sides]
+        row += [' / '.join(f'{side["mean_length"]:.1f}' for side in sides)]
+        rows.append(row)
+    names = 'case | ratio min | median | max | all rounds | target | of wall | ours CPU s | theirs'.split(' | ')
+    names += ['ours tokens / CPU s', 'theirs', 'mean lengths']
+    shown = [0, 1, 2, 3, 4, 7, 8] if short else range(len(names))
+    return markdown([names[i] for i in shown], [[row[i] for i in shown] for row in rows])
 
 
 def results_in(folder: Path) -> list[dict[str, Any]]:
@@ -290,7 +282,7 @@ def main() -> None:
     args = parser.parse_args()
     narrow = args.out / 'without_16_bits'
     if args.page:
-        write_page(PAGES / 'peers.md', cases=table(results_in(args.out)), without=table(results_in(narrow), short=True))
+        write_page('peers.md', cases=table(results_in(args.out)), without=table(results_in(narrow), short=True))
         return
     work, out = args.work_dir.resolve(), narrow if args.without_16_bits else args.out
     if args.without_16_bits:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import PAGES, alternate, markdown, ratios, script_parser, where, write_page
+from harness import alternate, markdown, ratios, script_parser, where, write_page
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from chatgpt.nn import Actor
@@ -158,7 +158,7 @@ def main() -> None:
     finally:
         ray.shutdown()
     if args.page:
-        write_page(PAGES / 'weight_transfer.md', measured='\n\n'.join(parts))
+        write_page('weight_transfer.md', measured='\n\n'.join(parts))
 
 
 if __name__ == '__main__':

@@ -23,7 +23,6 @@ import torch
 import transformers
 from harness import (
     GIB,
-    PAGES,
     RESULTS,
     RETURNS,
     Results,
@@ -204,9 +203,9 @@ def phase_peaks(config: Any) -> dict[str, int]:
 
 def compare(size: str) -> dict[str, Any]:
     measured = child(__file__, '--child', size, **RETURNS)
-    options: dict[str, Any] = {'precision': 'fp32', 'on_cuda': False}
-    options |= {'max_prompt_tokens': MEASURED_PROMPT, 'max_new_tokens': MEASURED_NEW}
-    options |= {'experience_batch_size': MEASURED_ROWS, 'train_batch_size': MEASURED_ROWS}
+    rows = {'experience_batch_size': MEASURED_ROWS, 'train_batch_size': MEASURED_ROWS}
+    lengths = {'max_prompt_tokens': MEASURED_PROMPT, 'max_new_tokens': MEASURED_NEW}
+    options: dict[str, Any] = {'precision': 'fp32', 'on_cuda': False} | rows | lengths
     setup = setup_of(measured_config(*MEASURED[size]), MEASURED_PROMPT + MEASURED_NEW, **options)
     return {'measured': measured, 'planned': planned(make_plan(setup))}
 
@@ -253,7 +252,7 @@ def main() -> None:
     shapes = {name: results.measure(name, lambda n=name: plan_shape(n)) for name in SHAPES}
     if args.page:
         longest = {'nf4': longest_table(shapes, True), 'bf16': longest_table(shapes, False)}
-        write_page(PAGES / 'which_gpu.md', **longest, phases=phases_table(shapes), measured=measured_table(measured))
+        write_page('which_gpu.md', **longest, phases=phases_table(shapes), measured=measured_table(measured))
 
 
 if __name__ == '__main__':

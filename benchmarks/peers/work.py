@@ -118,12 +118,12 @@ class Line:
         os.dup2(2, 1)
         self._start = (0.0, 0.0)
 
-    def _say(self, message: dict[str, Any]) -> None:
+    def say(self, message: dict[str, Any]) -> None:
         self._out.write(json.dumps(message) + '\n')
         self._out.flush()
 
     def ready(self, **about: Any) -> None:
-        self._say({'ready': about})
+        self.say({'ready': about})
 
     def wait(self) -> bool:
         """Until told to go; False at the end. Starts the clocks."""
@@ -137,7 +137,7 @@ class Line:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         cpu, wall = time.process_time() - self._start[0], time.perf_counter() - self._start[1]
-        self._say({'cpu_s': cpu, 'wall_s': wall, 'new_tokens': int(new_tokens), 'sequences': int(sequences)})
+        self.say({'cpu_s': cpu, 'wall_s': wall, 'new_tokens': int(new_tokens), 'sequences': int(sequences)})
 
 
 def begin() -> tuple[Case, Line]:
