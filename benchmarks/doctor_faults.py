@@ -89,9 +89,9 @@ class Bursts(OfResponses):
 # ---------------------------------------------------------------------- runs
 
 
-def prompts(num: int = 32) -> list[torch.Tensor]:
+def prompts() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, VOCAB, (1 + i % 4,), generator=generator) for i in range(num)]
+    return [torch.randint(3, VOCAB, (1 + i % 4,), generator=generator) for i in range(32)]
 
 
 def online(
@@ -209,19 +209,13 @@ class Sleeps(Callback):
         time.sleep(self.seconds)
 
 
-def truth(trainer: Any) -> dict[str, float]:
-    """What is wanted: some of the good token, not only that."""
-    shares = [good_share(e.response_ids) for e in trainer.last_experiences] or [0.0]
-    return {'true_score': sum(s * (0.4 - s) for s in shares) / len(shares)}
+def wanting(value: Callable[[float], float]) -> list[Any]:
+    """An evaluation that values shares of the good token."""
 
+    def evaluate(trainer: Any) -> dict[str, float]:
+        shares = [good_share(e.response_ids) for e in trainer.last_experiences] or [0.0]
+        return {'true_score': sum(map(value, shares)) / len(shares)}
 
-def wants(trainer: Any) -> dict[str, float]:
-    """What is wanted is what is rewarded."""
-    shares = [good_share(e.response_ids) for e in trainer.last_experiences] or [0.0]
-    return {'true_score': sum(shares) / len(shares)}
-
-
-def measured(evaluate: Any) -> list[Any]:
     return [Evaluator(evaluate, 2, before=False)]
 
 
@@ -240,9 +234,7 @@ plain = run()
 
 FAULTS: dict[str, Fault] = {
     'nothing-moves': Fault(run(lr=1e-9), plain, 'lr 1e-9'),
-    'nothing-moves (reward model)': Fault(
-        lambda folder: reward_model(folder, 1e-5), lambda folder: reward_model(folder, 1e-3), 'lr 1e-5'
-    ),
+    'nothing-moves (reward model)': Fault(partial(reward_model, lr=1e-5), partial(reward_model, lr=1e-3), 'lr 1e-5'),
     'kl-runs-away': Fault(run(**FAST), plain, 'kl_coef 0, lr 1e-2'),
     'kl-runs-away (at once)': Fault(run(lr=10.0, **AT_ONCE), run(**AT_ONCE), 'lr 10'),
     'kl-coef-at-limit': Fault(
@@ -257,8 +249,8 @@ FAULTS: dict[str, Fault] = {
     ),
     'explained-variance-low': Fault(run(critic_lr=0.3, phases=24), run(phases=24), 'critic_lr 0.3'),
     'over-optimisation': Fault(
-        run(callbacks=measured(truth), lr=3e-3, phases=20, kl_coef=0.0),
-        run(callbacks=measured(wants), lr=3e-3, phases=20, kl_coef=0.0),
+        run(callbacks=wanting(lambda share: share * (0.4 - share)), lr=3e-3, phases=20, kl_coef=0.0),
+        run(callbacks=wanting(lambda share: share), lr=3e-3, phases=20, kl_coef=0.0),
         'what is wanted falls above a share of 0.2',
     ),
     'score-saturates': Fault(
@@ -293,12 +285,8 @@ FAULTS: dict[str, Fault] = {
         run(lr_schedule='linear', lr_decay_steps=12), run(lr_schedule='linear'), 'lr_decay_steps 12 of 56'
     ),
     'grad-norm-spikes': Fault(run(reward=Bursts(good_share), phases=20), run(phases=20), 'scores x 1000 now and then'),
-    'eval-loss-rises': Fault(
-        learned_by_heart, lambda folder: learned_by_heart(folder, eval_same=True), '8 random texts, 24 epochs'
-    ),
-    'slow-rank': Fault(
-        lambda folder: on_two_ranks(folder, True), lambda folder: on_two_ranks(folder, False), 'rank 1 of 2 sleeps'
-    ),
+    'eval-loss-rises': Fault(learned_by_heart, partial(learned_by_heart, eval_same=True), '8 random texts, 24 epochs'),
+    'slow-rank': Fault(partial(on_two_ranks, slow=True), partial(on_two_ranks, slow=False), 'rank 1 of 2 sleeps'),
     'time-elsewhere': Fault(run(callbacks=[Sleeps(1.5)], phases=6), run(phases=6), 'a callback that sleeps'),
 }
 """by the key of the finding; a word in brackets tells two runs of one key apart"""

@@ -5,11 +5,8 @@ capacity, TRL on the same card; one JSON file and a table. `make gpu-check` runs
     python benchmarks/gpu_check.py --device cpu            # a rehearsal at tiny sizes, whose measurements mean nothing
     python benchmarks/gpu_check.py --page [FILE.json]      # writes a file's results into docs/gpu.md and runs nothing
 
-Parts come in the order of what one wants to know first. Each has a budget of seconds; all of them and the start together
-have --budget_s. A part may take what earlier ones left over, up to twice its budget, and never what later ones need; it is
-ended with all that it started when that is over, and keeps the numbers that it had by then. Extra parts run at the end
-with what time is left. Parts share one process (gpu_parts.py), which is started anew when one fails.
-The file, <device>-<date>.json, is written anew after each part.
+docs/gpu.md says what the parts are, and how their budgets of seconds and --budget_s are shared out. Parts share one process
+(gpu_parts.py), which is started anew when one fails. The file, <device>-<date>.json, is written anew after each part.
 
 Exit code 0: every part passed, or was left out for a card that is too small or a package that is optional and not there
 (extra parts need not be reached); 1: a part failed, ran out of time or was not reached, or the run was interrupted (what

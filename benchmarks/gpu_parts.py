@@ -46,6 +46,8 @@ from chatgpt.strategies import NaiveStrategy
 from chatgpt.types import Prompt
 
 HERE = ROOT / 'benchmarks'
+HOPELESS = 1.1
+"""rungs planned at more than this many times a cap are not tried"""
 SPARE = GIB
 """of a card, for what torch's allocator does not count"""
 
@@ -359,11 +361,9 @@ def capacity(
     batch_size: int = 8,
     prompt_length: int = 400,
     max_length: int = 512,
-    precision: str = 'auto',
-    hopeless: float = 1.1,
 ) -> None:
     """The largest rung of a ladder that trains under each cap, begun where the planner says, in this process."""
-    base = sweeps.one_phase(precision, batch_size, prompt_length, max_length)
+    base = sweeps.one_phase('auto', batch_size, prompt_length, max_length)
     rows: list[dict[str, Any]] = []
     note.write(ladder=ladder, settings=vars(base), rows=rows)
 
@@ -392,7 +392,7 @@ def capacity(
                 note.write()
                 continue
             begun = time.perf_counter()
-            sweep = Sweep(base, ladder, sweeps.Cap(memory, None, on_cuda, hopeless, note.left()))
+            sweep = Sweep(base, ladder, sweeps.Cap(memory, None, on_cuda, HOPELESS, note.left()))
             try:
                 row = sweep.row('naive', option)
             except LeftOut as reason:

@@ -17,20 +17,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import harness
 import randomwalks_task as rw
 import torch
-from harness import (
-    ROOT,
-    Results,
-    figure,
-    markdown,
-    mean_and_spread,
-    offline_trainer,
-    ppo_trainer,
-    script_parser,
-    timed,
-    write_page,
-)
 from transformers import GPT2LMHeadModel
 
 from chatgpt.nn import GPTActor, GPTCritic, ILQLModel
@@ -92,7 +81,7 @@ def run_ilql(graph_seed: int, seed: int, times: int = 1, *, every: int = 20, **c
         'lr_schedule': 'linear',
     }
     with NaiveStrategy(seed=seed, device='cpu') as strategy:
-        trainer = offline_trainer(
+        trainer = harness.offline_trainer(
             ILQLTrainer,
             strategy,
             ILQLModel(GPT2LMHeadModel(rw.config())),
@@ -119,7 +108,7 @@ def sft_model(task: rw.Task, graph_seed: int, seed: int, cache: Path | None = No
         actor = GPTActor(config=rw.config())
         actor.load_state_dict(kept['weights'])
         return actor, kept['seconds']
-    bare, seconds = timed(lambda: rw.learn_walks(task, rw.config(), seed, steps=SFT_STEPS, lr=3e-4))
+    bare, seconds = harness.timed(lambda: rw.learn_walks(task, rw.config(), seed, steps=SFT_STEPS, lr=3e-4))
     seconds = {f'sft_{name}': spent for name, spent in seconds.items()}
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +137,7 @@ def run_online(
     with NaiveStrategy(seed=seed, device='cpu') as strategy:
         values = ESTIMATORS[settings['advantage_estimator']].needs_values
         adam = partial(torch.optim.AdamW, eps=1e-5, weight_decay=0.0)
-        trainer = ppo_trainer(
+        trainer = harness.ppo_trainer(
             strategy,
             actor,
             GPTCritic(config=rw.config()) if values else None,
@@ -162,7 +151,7 @@ def run_online(
             max_new_tokens=rw.MAX_LENGTH - 1,
             **settings,
         )
-        _, spent = timed(lambda: trainer.fit(task.starts, 1, STEPS * times // settings['max_epochs'], 1))
+        _, spent = harness.timed(lambda: trainer.fit(task.starts, 1, STEPS * times // settings['max_epochs'], 1))
     return {
         'optimality': [row['score_mean'] for row in curve.rows],
         'settings': settings | {'lr': lr, 'critic_lr': critic_lr},
@@ -174,7 +163,7 @@ def run_online(
 def measure(method: str, graph_seed: int, seed: int, times: int, cache: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     if method == 'ilql':
-        result, spent = timed(lambda: run_ilql(graph_seed, seed, times))
+        result, spent = harness.timed(lambda: run_ilql(graph_seed, seed, times))
         result |= spent
     else:
         result = run_online(method, graph_seed, seed, times, cache)
@@ -192,15 +181,15 @@ def table(runs: dict[tuple[int, int, int], list[dict[str, Any]]]) -> str:
         name = METHODS[number] + (f', {times} times as long' if times > 1 else '')
         reached = f'> {goal:g}: {sum(x > goal for x in last)} of {len(last)}' if goal else ''
         seconds = [f'{sum(r[k] for r in found) / len(found):.0f}' for k in ('wall_s', 'cpu_s')]
-        rows.append([name, graph, len(found), mean_and_spread(last), reached, *seconds])
-    return markdown(
+        rows.append([name, graph, len(found), harness.mean_and_spread(last), reached, *seconds])
+    return harness.markdown(
         'method | graph | seeds | last four evaluations: mean (least, greatest) | goal | wall s | CPU s', rows
     )
 
 
 def plot(runs: dict[tuple[int, int, int], list[dict[str, Any]]]) -> None:
     titles = ['one line a seed'] + ['three times as long'] * any(times > 1 for _, times, _ in runs)
-    with figure('randomwalks.png', len(titles), sharey=True) as axes:
+    with harness.figure('randomwalks.png', len(titles), sharey=True) as axes:
         for (number, times, graph), found in sorted(runs.items()):
             for i, one in enumerate(found if graph == 1000 else ()):
                 steps, last = (200 if METHODS[number] == 'ilql' else STEPS) * times, len(one['optimality']) - 1
@@ -214,16 +203,16 @@ def plot(runs: dict[tuple[int, int, int], list[dict[str, Any]]]) -> None:
 
 
 def main() -> None:
-    parser = script_parser(__doc__, 'randomwalks.md')
+    parser = harness.script_parser(__doc__, 'randomwalks.md')
     parser.add_argument('--methods', nargs='*', choices=METHODS, default=list(METHODS))
     parser.add_argument('--graph_seeds', type=int, nargs='+', default=[1000])
     parser.add_argument('--seeds', type=int, nargs='+', default=[1, 2, 3])
     parser.add_argument('--times', type=int, default=1)
     parser.add_argument(
-        '--cache', type=Path, default=ROOT / 'outputs' / 'randomwalks', help='where the models of the SFT stay'
+        '--cache', type=Path, default=harness.ROOT / 'outputs' / 'randomwalks', help='where the models of the SFT stay'
     )
     args = parser.parse_args()
-    results = Results('randomwalks.json')
+    results = harness.Results('randomwalks.json')
     for method, graph, seed in product(args.methods, args.graph_seeds, args.seeds):
         asked = (method, graph, seed, args.times)
         results.measure(' '.join(map(str, asked)), lambda a=asked: measure(*a, args.cache), show=last_four)
@@ -231,7 +220,7 @@ def main() -> None:
         runs = defaultdict(list)
         for run in results.values():
             runs[METHODS.index(run['method']), run['times'], run['graph_seed']].append(run)
-        write_page('randomwalks.md', runs=table(runs))
+        harness.write_page('randomwalks.md', runs=table(runs))
         plot(runs)
 
 

@@ -27,24 +27,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import harness
+
 PEERS = Path(__file__).resolve().parent / 'peers'
 sys.path.insert(0, str(PEERS))
 
-from harness import (  # noqa: E402
-    RESULTS,
-    ROOT,
-    Worker,
-    end_probability,
-    environment,
-    gpt2,
-    install_wheels,
-    machine,
-    markdown,
-    script_parser,
-    spread,
-    write_json,
-    write_page,
-)
 from work import EOS, PAD, Case, prompt_ids  # noqa: E402
 
 # torch comes first and pinned, from the same place as the library's: trl asks for any torch, which may bring gigabytes
@@ -102,7 +89,7 @@ def site_of(name: str, wheels: Path, folder: Path, timeout_s: float = 300.0) -> 
     """
     site = folder / name / 'site'
     if not site.exists():
-        install_wheels(wheels / name, site, timeout_s)
+        harness.install_wheels(wheels / name, site, timeout_s)
     return site
 
 
@@ -122,7 +109,7 @@ def save_model(
     torch.manual_seed(0)
     positions = max(128, like.prompt_tokens + like.new_tokens)
     ends = {'bos_token_id': EOS, 'eos_token_id': EOS, 'pad_token_id': PAD}
-    config = gpt2(like.vocab, layers, width, heads, positions, **ends)
+    config = harness.gpt2(like.vocab, layers, width, heads, positions, **ends)
     with torch.device(like.device):
         model = GPT2LMHeadModel(config).eval()
     words, norm = model.transformer.wte.weight, model.transformer.ln_f
@@ -134,7 +121,7 @@ def save_model(
         if lengths == 'eos':
             prompts = prompt_ids(64, like.prompt_tokens, like.vocab).to(like.device)
             others = model(prompts).logits.float().logsumexp(-1).mean().item()
-            p = end_probability(1 / 3, like.new_tokens)
+            p = harness.end_probability(1 / 3, like.new_tokens)
             words[EOS, -1] = others + math.log(p / (1 - p))
     path = folder / 'models' / lengths
     model.save_pretrained(path)
@@ -144,7 +131,7 @@ def save_model(
 # ---------------------------------------------------------------- one side, and the comparison of two
 
 
-class Side(Worker):
+class Side(harness.Worker):
     """A side of a comparison; see the protocol in `peers/work.py`. site: where Python looks first."""
 
     def __init__(self, command: Sequence[str], log: Path, *, site: Path | None = None) -> None:
@@ -155,9 +142,9 @@ class Side(Worker):
             'TOKENIZERS_PARALLELISM': 'false',
             'TRL_EXPERIMENTAL_SILENCE': '1',
         }
-        env = environment(site, PEERS, **own)
+        env = harness.environment(site, PEERS, **own)
         if str(command[0]) != sys.executable:  # an environment of its own looks nowhere else
-            env['PYTHONPATH'] = os.pathsep.join(map(str, (PEERS, ROOT)))
+            env['PYTHONPATH'] = os.pathsep.join(map(str, (PEERS, harness.ROOT)))
         log.unlink(missing_ok=True)
         super().__init__(command, env, log)
         self.log = log
@@ -190,8 +177,8 @@ def summary(rounds: Sequence[tuple[dict[str, float], dict[str, float]]]) -> dict
         return sum(pair[which]['new_tokens'] for pair in rounds) / sum(pair[which]['cpu_s'] for pair in rounds)
 
     return {
-        'ratio': spread([rate(a, 'cpu_s') / rate(b, 'cpu_s') for a, b in rounds]),
-        'ratio_wall': spread([rate(a, 'wall_s') / rate(b, 'wall_s') for a, b in rounds]),
+        'ratio': harness.spread([rate(a, 'cpu_s') / rate(b, 'cpu_s') for a, b in rounds]),
+        'ratio_wall': harness.spread([rate(a, 'wall_s') / rate(b, 'wall_s') for a, b in rounds]),
         # over all rounds together: with lengths that vary, a round's ratio depends on what was drawn
         'ratio_total': total(0) / total(1),
         'ours': own(0),
@@ -252,7 +239,7 @@ def table(results: Sequence[dict[str, Any]], *, short: bool = False) -> str:
     names = 'case | ratio min | median | max | all rounds | target | of wall | ours CPU s | theirs'.split(' | ')
     names += ['ours tokens / CPU s', 'theirs', 'mean lengths']
     shown = [0, 1, 2, 3, 4, 7, 8] if short else range(len(names))
-    return markdown([names[i] for i in shown], [[row[i] for i in shown] for row in rows])
+    return harness.markdown([names[i] for i in shown], [[row[i] for i in shown] for row in rows])
 
 
 def results_in(folder: Path) -> list[dict[str, Any]]:
@@ -263,13 +250,13 @@ def results_in(folder: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = script_parser(__doc__)
+    parser = harness.script_parser(__doc__)
     parser.add_argument('--only', nargs='+', default=[], help='words that a case name must hold, all of them')
     parser.add_argument('--without', nargs='+', default=[], help='words that a case name must not hold')
     parser.add_argument('--rounds', type=int, default=5)
     parser.add_argument('--warmup', type=int, default=1)
     parser.add_argument('--work-dir', type=Path, default=Path('outputs/peers'), help='environments, models and logs')
-    parser.add_argument('--out', type=Path, default=RESULTS / 'peers', help='folder of one JSON per case')
+    parser.add_argument('--out', type=Path, default=harness.RESULTS / 'peers', help='folder of one JSON per case')
     parser.add_argument(
         '--without-16-bits', action='store_true', help='let oneDNN use no instructions of 16 bits; a table of its own'
     )
@@ -282,7 +269,7 @@ def main() -> None:
     args = parser.parse_args()
     narrow = args.out / 'without_16_bits'
     if args.page:
-        write_page('peers.md', cases=table(results_in(args.out)), without=table(results_in(narrow), short=True))
+        harness.write_page('peers.md', cases=table(results_in(args.out)), without=table(results_in(narrow), short=True))
         return
     work, out = args.work_dir.resolve(), narrow if args.without_16_bits else args.out
     if args.without_16_bits:
@@ -297,8 +284,8 @@ def main() -> None:
         peer = [python, PEERS / f'{case.peer}.py']
         mine = [sys.executable, PEERS / 'ours.py']
         result = compare(case, mine, peer, rounds=args.rounds, warmup=args.warmup, logs=work / 'logs', site=site)
-        result['machine'] = machine()
-        write_json(out / case.file_name, result)
+        result['machine'] = harness.machine()
+        harness.write_json(out / case.file_name, result)
         print(table([result]).splitlines()[-1], flush=True)
 
 

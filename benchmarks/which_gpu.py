@@ -19,21 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import transformers
-from harness import (
-    GIB,
-    RESULTS,
-    RETURNS,
-    Results,
-    child,
-    forget_peak,
-    markdown,
-    ppo_trainer,
-    process_memory,
-    script_parser,
-    write_page,
-)
 from transformers import LlamaConfig
 
 from chatgpt.nn.shared import SharedTrunk
@@ -111,7 +99,7 @@ def plan_shape(name: str) -> dict[str, Any]:
 
 def fits(size: int, card: int) -> bool:
     """Whether 5 % of the card stay free."""
-    return size <= card * GIB * 0.95
+    return size <= card * harness.GIB * 0.95
 
 
 def longest(peaks: dict[int, int], more: int, card: int) -> str:
@@ -151,7 +139,7 @@ def trunk_phases(
     """PPO of four models on one trunk, with random prompts and one sequence in a forward; `end_of` is called when
     loading, collecting, scoring and learning have ended."""
     actor, critic, reward_model = trunk.actor(rank), trunk.critic(rank), trunk.reward_model(rank)
-    trainer = ppo_trainer(
+    trainer = harness.ppo_trainer(
         strategy,
         actor,
         critic,
@@ -187,14 +175,14 @@ def phase_peaks(config: Any) -> dict[str, int]:
 
     def begin() -> None:
         gc.collect()
-        forget_peak()
+        harness.forget_peak()
 
     def end_of(phase: str) -> None:
-        peaks[phase] = process_memory()['VmHWM'] - start
+        peaks[phase] = harness.process_memory()['VmHWM'] - start
         begin()
 
     begin()
-    start = process_memory()['VmRSS']
+    start = harness.process_memory()['VmRSS']
     trunk = SharedTrunk.from_pretrained(None, config=config, quantize='nf4', checkpoint=True)  # type: ignore[arg-type]
     strategy, sizes = NaiveStrategy(seed=0, device='cpu'), (MEASURED_ROWS, MEASURED_PROMPT, MEASURED_NEW)
     trunk_phases(trunk, strategy, config, end_of, *sizes, phases=2)
@@ -202,7 +190,7 @@ def phase_peaks(config: Any) -> dict[str, int]:
 
 
 def compare(size: str) -> dict[str, Any]:
-    measured = child(__file__, '--child', size, **RETURNS)
+    measured = harness.child(__file__, '--child', size, **harness.RETURNS)
     rows = {'experience_batch_size': MEASURED_ROWS, 'train_batch_size': MEASURED_ROWS}
     lengths = {'max_prompt_tokens': MEASURED_PROMPT, 'max_new_tokens': MEASURED_NEW}
     options: dict[str, Any] = {'precision': 'fp32', 'on_cuda': False} | rows | lengths
@@ -219,12 +207,12 @@ def longest_table(shapes: dict[str, Any], quantized: bool) -> str:
         more = 0 if quantized else row['unquantized']
         peaks = {int(k): v for k, v in row['peaks'].items()}
         rows.append([name, *(longest(peaks, more, card) for card in CARDS)])
-    return markdown(['model', *(f'{card} GiB' for card in CARDS)], rows)
+    return harness.markdown(['model', *(f'{card} GiB' for card in CARDS)], rows)
 
 
 def phases_table(shapes: dict[str, Any]) -> str:
     rows = ([n, *(show_bytes(v) for v in (row['trunk'], *row['phases'].values()))] for n, row in shapes.items())
-    return markdown('model | trunk | load | collect | score | learn', rows)
+    return harness.markdown('model | trunk | load | collect | score | learn', rows)
 
 
 def measured_table(measured: dict[str, Any]) -> str:
@@ -234,12 +222,12 @@ def measured_table(measured: dict[str, Any]) -> str:
             real = row['measured'][phase]
             where = ', '.join(map(str, MEASURED[size]))
             rows.append([where, phase, show_bytes(real), show_bytes(plan), f'{plan / real:.2f}'])
-    return markdown('width, layers | phase | measured | planned | planned / measured', rows)
+    return harness.markdown('width, layers | phase | measured | planned | planned / measured', rows)
 
 
 def main() -> None:
-    parser = script_parser(__doc__, 'which_gpu.md')
-    parser.add_argument('--json', type=Path, default=RESULTS / 'which_gpu.json', help='taken up again if there')
+    parser = harness.script_parser(__doc__, 'which_gpu.md')
+    parser.add_argument('--json', type=Path, default=harness.RESULTS / 'which_gpu.json', help='taken up again if there')
     parser.add_argument('--child', choices=MEASURED, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -247,12 +235,12 @@ def main() -> None:
         phase_peaks(measured_config(hidden, 2))  # imports and the matrix library's buffers are not the model's
         print(json.dumps(phase_peaks(measured_config(hidden, layers))))
         return
-    results = Results(args.json)
+    results = harness.Results(args.json)
     measured = {size: results.measure(f'measured {size}', lambda s=size: compare(s)) for size in MEASURED}
     shapes = {name: results.measure(name, lambda n=name: plan_shape(n)) for name in SHAPES}
     if args.page:
         longest = {'nf4': longest_table(shapes, True), 'bf16': longest_table(shapes, False)}
-        write_page('which_gpu.md', **longest, phases=phases_table(shapes), measured=measured_table(measured))
+        harness.write_page('which_gpu.md', **longest, phases=phases_table(shapes), measured=measured_table(measured))
 
 
 if __name__ == '__main__':
