@@ -128,9 +128,7 @@ def tests(note: Note, *, workers: int, files: Sequence[str] = ()) -> None:
 # ---------------------------------------------------------------------- generating
 
 
-def decode(
-    note: Note, *, model: str, batch: int, prompt: int, new: int, precision: str = 'bf16', rounds: int = 2
-) -> None:
+def decode(note: Note, *, model: str, batch: int, prompt: int, new: int, precision: str = 'bf16') -> None:
     """New tokens per second of the local engine, `begin` included, and of `model.generate` on the same modules, with
     cuDNN's attention and without. No response ends early."""
     config = config_of(model, prompt + new)
@@ -140,7 +138,7 @@ def decode(
     parameters = sum(p.numel() for p in policy.parameters())
     note.write(model=model, parameters=parameters, precision=precision, batch=batch, prompt=prompt, new=new)
     prompts = torch.randint(3, config.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(0))
-    _local_engine(note, policy, prompts, new, rounds)
+    _local_engine(note, policy, prompts, new)
     if note.device.type == 'cuda':
         torch.cuda.empty_cache()
     _generate(note, policy, prompts.to(note.device), new)
@@ -150,8 +148,8 @@ def _rate(tokens: int, duration: float) -> dict[str, float]:
     return {'tokens_per_s': tokens / duration, 'seconds': duration}
 
 
-def _local_engine(note: Note, policy: Any, ids: Any, new: int, rounds: int) -> None:
-    """A first phase, in which the engine checks the model and captures graphs, and later ones."""
+def _local_engine(note: Note, policy: Any, ids: Any, new: int) -> None:
+    """A first phase, in which the engine checks the model and captures graphs, and two later ones."""
     prompts, engine, actor = [Prompt(ids=row) for row in ids], LocalEngine(), Actor(policy)
     tokens, sampling, took = len(ids) * new, SamplingParams(max_new_tokens=new), {'begin_s': 0.0}
 
@@ -167,7 +165,7 @@ def _local_engine(note: Note, policy: Any, ids: Any, new: int, rounds: int) -> N
 
     note.write(first_phase=_rate(tokens, wall_seconds(lambda: phase(0), note.device)) | took)
     later: list[float] = []
-    for number in range(1, rounds + 1):
+    for number in (1, 2):
         later.append(wall_seconds(lambda n=number: phase(n), note.device))  # type: ignore[misc]
         note.write(engine=_rate(tokens, statistics.median(later)) | took | {'rounds': len(later)})
 

@@ -66,7 +66,7 @@ def evaluation(task: rw.Task, tokenizer: Any, **generate: Any) -> Any:
     )
 
 
-def run_ilql(graph_seed: int, seed: int, times: int = 1, *, every: int = 20, **changes: Any) -> dict[str, Any]:
+def run_ilql(graph_seed: int, seed: int, times: int = 1, **changes: Any) -> dict[str, Any]:
     task, tokenizer = rw.make_task(graph_seed), rw.tokenizer()
     records = rewarded(rw.sequences(task.walks), [task.optimality(w) for w in task.walks])
     curve = Curve(BetaEvaluation(evaluation(task, tokenizer, top_k=10), BETAS))
@@ -90,7 +90,7 @@ def run_ilql(graph_seed: int, seed: int, times: int = 1, *, every: int = 20, **c
             callbacks=[Evaluator(curve, 1)],
             tokenizer=tokenizer,
             train_batch_size=BATCH,
-            log_interval=every,
+            log_interval=20,
             **{'max_epochs': 20 * times} | settings | changes,
         )
         trainer.fit()
@@ -99,34 +99,26 @@ def run_ilql(graph_seed: int, seed: int, times: int = 1, *, every: int = 20, **c
     return {'optimality': by_beta[best], 'beta': best, 'by_beta': by_beta, 'settings': settings}
 
 
-def sft_model(task: rw.Task, graph_seed: int, seed: int, cache: Path | None = None) -> tuple[Any, dict[str, float]]:
+def sft_model(task: rw.Task, graph_seed: int, seed: int, cache: Path) -> tuple[Any, dict[str, float]]:
     """The model that has learned the walks (300 steps of batch 100) and its seconds; kept in `cache` for the other
     methods."""
-    file = cache / f'sft-{graph_seed}-{seed}.pt' if cache is not None else None
-    if file is not None and file.exists():
+    file = cache / f'sft-{graph_seed}-{seed}.pt'
+    if file.exists():
         kept = torch.load(file, weights_only=True)
         actor = GPTActor(config=rw.config())
         actor.load_state_dict(kept['weights'])
         return actor, kept['seconds']
     bare, seconds = harness.timed(lambda: rw.learn_walks(task, rw.config(), seed, steps=SFT_STEPS, lr=3e-4))
     seconds = {f'sft_{name}': spent for name, spent in seconds.items()}
-    if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(f'.{os.getpid()}')
-        torch.save({'weights': bare.state_dict(), 'seconds': seconds}, part)
-        part.replace(file)
+    cache.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f'.{os.getpid()}')
+    torch.save({'weights': bare.state_dict(), 'seconds': seconds}, part)
+    part.replace(file)
     return bare, seconds
 
 
 def run_online(
-    method: str,
-    graph_seed: int,
-    seed: int,
-    times: int = 1,
-    cache: Path | None = None,
-    *,
-    every: int = 10,
-    **changes: Any,
+    method: str, graph_seed: int, seed: int, times: int = 1, *, cache: Path, **changes: Any
 ) -> dict[str, Any]:
     task, tokenizer = rw.make_task(graph_seed), rw.tokenizer()
     actor, seconds = sft_model(task, graph_seed, seed, cache)
@@ -144,7 +136,7 @@ def run_online(
             reward_of(task),
             optimizer=partial(adam, lr=lr),
             critic_optimizer=partial(adam, lr=critic_lr),
-            callbacks=[Evaluator(curve, every)],
+            callbacks=[Evaluator(curve, 10)],
             tokenizer=tokenizer,
             experience_batch_size=BATCH // group,
             train_batch_size=BATCH,
@@ -166,7 +158,7 @@ def measure(method: str, graph_seed: int, seed: int, times: int, cache: Path) ->
         result, spent = harness.timed(lambda: run_ilql(graph_seed, seed, times))
         result |= spent
     else:
-        result = run_online(method, graph_seed, seed, times, cache)
+        result = run_online(method, graph_seed, seed, times, cache=cache)
     return result | {'method': method, 'graph_seed': graph_seed, 'seed': seed, 'times': times}
 
 
