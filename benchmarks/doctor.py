@@ -92,11 +92,7 @@ def three_stages(folder: Path, seed: int, files: Namespace) -> None:
 
 
 GOOD: dict[str, Callable[[Path, int, Namespace], Any]] = {
-    'demo': demo,
-    'preference': preference,
-    'randomwalks': randomwalks,
-    'stories': stories,
-    'three_stages': three_stages,
+    task.__name__: task for task in (demo, preference, randomwalks, stories, three_stages)
 }
 
 

@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +51,13 @@ TARGETS = {('fixed', 'fp32'): 1.5, ('fixed', 'bf16'): 3.0, ('eos', 'fp32'): 3.0,
 
 
 def all_cases() -> list[Case]:
-    cases = []
+    cases, lengths = [], ('fixed', 'eos')
     for precision in ('fp32', 'bf16', 'bf16 weights'):
-        for peer in ('trl_ppo', 'trl_classic'):
-            for lengths in ('fixed', 'eos'):
-                cases += [
-                    Case(peer, 'ppo', lengths, precision, epochs)
-                    for epochs in ((1,) if 'weights' in precision else (1, 4))
-                ]
-        for method in ('grpo', 'rloo') if 'weights' not in precision else ():
-            for lengths in ('fixed', 'eos'):
-                cases += [Case('trl_now', method, lengths, precision, kl=kl) for kl in (False, True)]
+        weights = precision == 'bf16 weights'  # a setting of PPO's peers
+        for peer, kind, epochs in product(('trl_ppo', 'trl_classic'), lengths, (1,) if weights else (1, 4)):
+            cases.append(Case(peer, 'ppo', kind, precision, epochs))
+        for method, kind, kl in product(() if weights else ('grpo', 'rloo'), lengths, (False, True)):
+            cases.append(Case('trl_now', method, kind, precision, kl=kl))
     return cases
 
 
