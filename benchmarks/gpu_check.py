@@ -70,13 +70,6 @@ class Part:
     extra: bool = False
 
 
-def measure(
-    name: str, function: str, budget_s: int, gib: int = 0, *, part: Mapping[str, Any] | None = None, **options: Any
-) -> Part:
-    """gib: that the card must have. part: further fields of `Part`."""
-    return Part(name, function, budget_s, options, memory=gib * GIB, **(part or {}))
-
-
 def cuda_parts() -> list[Part]:
     """In the order of what one wants to know first."""
     generated = {'batch': 64, 'prompt': 64, 'new': 512}
@@ -85,34 +78,38 @@ def cuda_parts() -> list[Part]:
     one = {'rungs': ['s']} | phases | {'num_episodes': 1, 'ignore_phases': 0}
     trl = {'precision': 'bf16', 'rung': 's', 'sequences': 64, 'prompt': 64, 'new': 128, 'lengths': ['eos', 'fixed']}
     ways = {'model': 'gpt2', 'precision': 'bf16', 'batch': 64, 'prompt': 64, 'new': 128, 'rounds': 2}
-    colossalai, extra = {'needs': COLOSSALAI, 'worker': 'colossalai'}, {'extra': True}
-    vllm, models = {'needs': ('vllm',), 'worker': 'vllm', 'extra': True}, ['qwen2-1.5b', 'gpt2']
+    colossalai: dict[str, Any] = {'needs': COLOSSALAI, 'worker': 'colossalai'}
+    vllm: dict[str, Any] = {'needs': ('vllm',), 'worker': 'vllm', 'extra': True}
     trunk = {'model': 'qwen2-7b', 'memory': 16 * GIB, 'prompt': 512, 'new': 512}
+    capacity = {'caps': [8 * GIB, 16 * GIB, 24 * GIB], 'options': ['micro', 'lean']}
+    lora = {'ladder': 'opt', 'rungs': ['1.3b', '350m'], 'lora_rank': 16}
     return [
-        measure('device', 'device', 12),
-        measure('tests', 'tests', 75, workers=3),
-        measure('decode-gpt2', 'decode', 22, 6, model='gpt2', **generated),
-        measure('decode-qwen2', 'decode', 55, 11, model='qwen2-1.5b', **generated),
-        measure('ppo-s', 'ppo', 18, rungs=['s'], **phases, **batch),
-        measure('ppo-large', 'ppo', 35, rungs=['xl', 'l', 'm'], **phases, **batch),
-        measure('trl-1.12', 'peer', 35, 16, part={'wheels': 'trl_ppo'}, peer='trl_ppo', **trl),
-        measure('trl-0.11.4', 'peer', 35, 16, part={'wheels': 'trl_classic'}, peer='trl_classic', **trl),
-        measure('trunk-7b', 'trunk', 55, 16, part={'needs': ('bitsandbytes',)}, **trunk),
-        measure('ddp', 'ppo', 12, strategy='ddp', **one),
-        measure('fsdp', 'ppo', 12, strategy='fsdp', **one),
-        measure('fsdp_cpu', 'ppo', 16, strategy='fsdp_cpu', **one),
-        measure('capacity', 'capacity', 40, caps=[8 * GIB, 16 * GIB, 24 * GIB], options=['micro', 'lean']),
-        measure('zero2', 'ppo', 34, part=colossalai, strategy='colossalai_zero2', **one),
-        measure('gemini', 'ppo', 34, part=colossalai, strategy='colossalai_gemini', **one),
-        measure('zero1', 'ppo', 16, part=colossalai | extra, strategy='colossalai_zero1', **one),
-        measure('zero2_cpu', 'ppo', 16, part=colossalai | extra, strategy='colossalai_zero2_cpu', **one),
-        measure('gemini_cpu', 'ppo', 16, part=colossalai | extra, strategy='colossalai_gemini_cpu', **one),
-        measure('decode-vllm', 'decode_vllm', 120, 16, part=vllm, models=models, **generated),
-        measure('decode-ways', 'decode_ways', 180, 6, part=extra, **ways),
-        measure('logprobs', 'head', 60, part=extra, sizes=[[896, 8192]], vocab=151936),
-        measure('compiled-blocks', 'blocks', 60, part=extra, layers=8, width=2048),
-        measure('opt-1.3b-lora', 'ppo', 40, part=extra, ladder='opt', rungs=['1.3b', '350m'], lora_rank=16, **phases),
-        measure('ppo-s-fp32', 'ppo', 20, part=extra, rungs=['s'], precision='fp32', **phases),
+        Part('device', 'device', 12),
+        Part('tests', 'tests', 75, {'workers': 3}),
+        Part('decode-gpt2', 'decode', 22, {'model': 'gpt2'} | generated, memory=6 * GIB),
+        Part('decode-qwen2', 'decode', 55, {'model': 'qwen2-1.5b'} | generated, memory=11 * GIB),
+        Part('ppo-s', 'ppo', 18, {'rungs': ['s']} | phases | batch),
+        Part('ppo-large', 'ppo', 35, {'rungs': ['xl', 'l', 'm']} | phases | batch),
+        Part('trl-1.12', 'peer', 35, {'peer': 'trl_ppo'} | trl, memory=16 * GIB, wheels='trl_ppo'),
+        Part('trl-0.11.4', 'peer', 35, {'peer': 'trl_classic'} | trl, memory=16 * GIB, wheels='trl_classic'),
+        Part('trunk-7b', 'trunk', 55, trunk, memory=16 * GIB, needs=('bitsandbytes',)),
+        Part('ddp', 'ppo', 12, {'strategy': 'ddp'} | one),
+        Part('fsdp', 'ppo', 12, {'strategy': 'fsdp'} | one),
+        Part('fsdp_cpu', 'ppo', 16, {'strategy': 'fsdp_cpu'} | one),
+        Part('capacity', 'capacity', 40, capacity),
+        Part('zero2', 'ppo', 34, {'strategy': 'colossalai_zero2'} | one, **colossalai),
+        Part('gemini', 'ppo', 34, {'strategy': 'colossalai_gemini'} | one, **colossalai),
+        Part('zero1', 'ppo', 16, {'strategy': 'colossalai_zero1'} | one, **colossalai, extra=True),
+        Part('zero2_cpu', 'ppo', 16, {'strategy': 'colossalai_zero2_cpu'} | one, **colossalai, extra=True),
+        Part('gemini_cpu', 'ppo', 16, {'strategy': 'colossalai_gemini_cpu'} | one, **colossalai, extra=True),
+        Part(
+            'decode-vllm', 'decode_vllm', 120, {'models': ['qwen2-1.5b', 'gpt2']} | generated, memory=16 * GIB, **vllm
+        ),
+        Part('decode-ways', 'decode_ways', 180, ways, memory=6 * GIB, extra=True),
+        Part('logprobs', 'head', 60, {'sizes': [[896, 8192]], 'vocab': 151936}, extra=True),
+        Part('compiled-blocks', 'blocks', 60, {'layers': 8, 'width': 2048}, extra=True),
+        Part('opt-1.3b-lora', 'ppo', 40, lora | phases, extra=True),
+        Part('ppo-s-fp32', 'ppo', 20, {'rungs': ['s'], 'precision': 'fp32'} | phases, extra=True),
     ]
 
 
