@@ -19,6 +19,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -382,23 +384,19 @@ def capacity(
 
     on_cuda = note.device.type == 'cuda'
     longest = 0.0
-    for memory in caps:
-        for option in options:
-            row_of: dict[str, Any] = {'cap': memory, 'strategy': 'naive', 'option': option, 'tried': {}}
+    for memory, option in product(caps, options):
+        row: dict[str, Any] = {'cap': memory, 'strategy': 'naive', 'option': option, 'tried': {}}
+        rows.append(row)
+        begun = time.perf_counter()
+        try:
             if longest > note.left():
-                rows.append(row_of | {'left_out': 'no time was left'})
-                note.write()
-                continue
-            begun = time.perf_counter()
-            sweep = Sweep(base, ladder, sweeps.Cap(memory, None, on_cuda, HOPELESS, note.left()))
-            try:
-                row = sweep.row('naive', option)
-            except LeftOut as reason:
-                rows.append(row_of | {'left_out': str(reason)})
-            else:
-                rows.append(row_of | vars(row) | {'disagreements': row.disagreements()})
-            note.write()
-            longest = max(longest, time.perf_counter() - begun)
+                raise LeftOut('no time was left')
+            found = Sweep(base, ladder, sweeps.Cap(memory, None, on_cuda, HOPELESS, note.left())).row('naive', option)
+            row |= vars(found) | {'disagreements': found.disagreements()}
+        except LeftOut as reason:
+            row['left_out'] = str(reason)
+        note.write()
+        longest = max(longest, time.perf_counter() - begun)
 
 
 # ---------------------------------------------------------------------- other systems
@@ -441,7 +439,7 @@ def peer(
                 note.content['cases'][kind] = vs_peers.summary(rounds)
                 note.write()
 
-            case = Case(**{**vars(case), 'model': model})
+            case = replace(case, model=model)
             logs = work / 'logs'
             found = vs_peers.compare(case, *sides, rounds=rounds, logs=logs, site=site, told=told)
             note.write(about=found['about'])

@@ -263,6 +263,12 @@ def process_memory() -> dict[str, int]:
     return {n: int(kib) * 1024 for n, kib in re.findall(r'^(Vm\w+|Rss\w+):\s+(\d+) kB', text, re.MULTILINE)}
 
 
+def stored_bytes(tensors: Iterable[Any]) -> int:
+    """What this process holds of some tensors, each storage once."""
+    local = (t.to_local() if hasattr(t, 'to_local') else t for t in tensors)
+    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in local)}.values())
+
+
 def forget_peak() -> None:
     """VmHWM begins anew, where the system allows it."""
     with suppress(OSError):

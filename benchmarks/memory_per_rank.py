@@ -13,7 +13,7 @@ import threading
 from typing import Any, Self
 
 import torch
-from harness import gpt2, markdown, process_memory, random_sequence, script_parser, write_page
+from harness import gpt2, markdown, process_memory, random_sequence, script_parser, stored_bytes, write_page
 
 from chatgpt import strategies as s
 from chatgpt.batching import collate
@@ -32,16 +32,6 @@ COMPARED = {
     'fp32': ('ddp', 'fsdp', 'colossalai zero1', 'colossalai zero2'),
     'bf16': ('ddp', 'fsdp', 'colossalai gemini'),
 }
-
-
-def local_bytes(tensors: Any) -> int:
-    """Bytes of what this process holds of some tensors, each storage once."""
-    seen: dict[int, int] = {}
-    for tensor in tensors:
-        local = tensor.to_local() if hasattr(tensor, 'to_local') else tensor
-        storage = local.untyped_storage()
-        seen[storage.data_ptr()] = storage.nbytes()
-    return sum(seen.values())
 
 
 class Peak:
@@ -86,7 +76,7 @@ def two_steps(strategy: Any, layers: int, width: int) -> dict[str, float]:
         t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.device.type == 'cpu' and t.is_floating_point()
     ]
     tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
-    held = local_bytes(tensors) / 2**20
+    held = stored_bytes(tensors) / 2**20
     del tensors
     strategy.optimizer_step(optimizer)
     return {'held_mib': held, 'parameters': parameters}

@@ -15,10 +15,10 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
+import harness
 import randomwalks as walks
 import randomwalks_task as rw
 import torch
-from harness import Results, figure, markdown, mean_and_spread, offline_trainer, ppo_trainer, script_parser, write_page
 
 from chatgpt.batching import collate
 from chatgpt.data.tokenize import TokenizedPreference
@@ -76,7 +76,9 @@ adam = partial(torch.optim.AdamW, lr=LR, eps=1e-5, weight_decay=0.0)
 def trained_reward_model(model: Any, task: rw.Task, seed: int) -> Any:
     with NaiveStrategy(seed=seed, device='cpu') as strategy:
         pairs = preferences(task, REWARD_STEPS * PAIRS, seed)
-        offline_trainer(RewardModelTrainer, strategy, model, pairs, optimizer=adam, train_batch_size=PAIRS).fit()
+        harness.offline_trainer(
+            RewardModelTrainer, strategy, model, pairs, optimizer=adam, train_batch_size=PAIRS
+        ).fit()
         return model.requires_grad_(False)
 
 
@@ -94,12 +96,6 @@ def accuracy(reward_model: Any, pairs: list[Any]) -> float:
     return (scores(0) > scores(1)).float().mean().item()
 
 
-def held_bytes(models: list[Any]) -> int:
-    """Of all weights and buffers, those in common once."""
-    tensors = [t for m in models if m is not None for t in (*m.parameters(), *m.buffers())]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
 def run(kind: str, seed: int, base: Any, task: rw.Task) -> dict[str, Any]:
     """One run: the reward model's accuracy on new pairs, and the policy's optimality at every evaluation. CPU seconds
     are those after the SFT."""
@@ -115,10 +111,11 @@ def run(kind: str, seed: int, base: Any, task: rw.Task) -> dict[str, Any]:
     critic = trunk.critic(RANK, value_head=head) if trunk else Critic(deepcopy(base), head, RANK)
     load_lora_state_dict(critic.model, lora_state_dict(reward_model.model))
     initial = None if trunk else Actor(base)
-    held = held_bytes([actor, critic, reward_model, initial])
+    models = [m for m in (actor, critic, reward_model, initial) if m is not None]
+    held = harness.stored_bytes(t for m in models for t in (*m.parameters(), *m.buffers()))
     curve = walks.Curve(walks.evaluation(task, tokenizer))
     with NaiveStrategy(seed=seed, device='cpu') as strategy:
-        trainer = ppo_trainer(
+        trainer = harness.ppo_trainer(
             strategy, actor, critic, reward_model, initial, optimizer=adam, callbacks=[Evaluator(curve, EVERY)],
             tokenizer=tokenizer, experience_batch_size=BATCH, train_batch_size=BATCH, max_new_tokens=rw.MAX_LENGTH - 1,
             max_epochs=1, kl_coef=KL,
@@ -140,7 +137,7 @@ def last_two(row: dict[str, Any]) -> float:
 
 
 def plot(rows: dict[str, dict[str, Any]]) -> None:
-    with figure('one_card.png') as (axis,):
+    with harness.figure('one_card.png') as (axis,):
         for number, kind in enumerate(KINDS):
             style = {'color': f'C{number}', 'linestyle': ('-', '-', ':')[number], 'linewidth': (1.5, 2.5, 2.5)[number]}
             for i, row in enumerate(rows[kind].values()):
@@ -157,17 +154,17 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
         mean = {k: sum(r[k] for r in runs) / len(runs) for k in ('accuracy', 'held', 'cpu_s')}
         start = sum(r['optimality'][0] for r in runs) / len(runs)
         numbers = [f'{mean["accuracy"]:.3f}', f'{mean["held"] / 2**20:.2f}', f'{mean["cpu_s"]:.0f}']
-        found.append([name, len(runs), f'{start:.3f}', mean_and_spread([last_two(r) for r in runs]), *numbers])
+        found.append([name, len(runs), f'{start:.3f}', harness.mean_and_spread([last_two(r) for r in runs]), *numbers])
     head = ['', 'seeds', 'before PPO', 'last two evaluations: mean (least, greatest)', 'reward model: pairs in order']
-    return markdown([*head, 'four models, MiB', 'CPU s'], found)
+    return harness.markdown([*head, 'four models, MiB', 'CPU s'], found)
 
 
 def main() -> None:
-    parser = script_parser(__doc__, 'one_card.md')
+    parser = harness.script_parser(__doc__, 'one_card.md')
     parser.add_argument('--kinds', nargs='*', default=list(KINDS), choices=KINDS)
     parser.add_argument('--seeds', nargs='*', type=int, default=[1, 2, 3])
     args = parser.parse_args()
-    results, task = Results('one_card.json'), rw.make_task(GRAPH)
+    results, task = harness.Results('one_card.json'), rw.make_task(GRAPH)
     for seed in args.seeds:
         base = None
         for kind in args.kinds:
@@ -176,7 +173,7 @@ def main() -> None:
                 results.measure(f'{kind} {seed}', lambda k=kind, s=seed, b=base: run(k, s, b, task), show=last_two)
     if args.page:
         rows = {kind: {key: run for key, run in results.items() if key.startswith(f'{kind} ')} for kind in KINDS}
-        write_page('one_card.md', runs=table(rows))
+        harness.write_page('one_card.md', runs=table(rows))
         plot(rows)
 
 

@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -275,7 +276,7 @@ def main() -> None:
     for case in all_cases():
         if not case.words >= set(args.only) or case.words & set(args.without):
             continue
-        case = Case(**{**vars(case), 'model': folders[case.lengths]})
+        case = replace(case, model=folders[case.lengths])
         site = site_of(case.peer, args.wheels, work) if args.wheels else None
         python = own_python(case.peer, work) if site is None else sys.executable
         peer = [python, PEERS / f'{case.peer}.py']
