@@ -81,7 +81,7 @@ def bare_costs() -> dict[str, float]:
         model(ids, labels=ids, use_cache=False).loss.backward()
 
     def bare_generate() -> None:
-        harness.generate(model, ids[:, :PROMPT_TOKENS], NEW_TOKENS)
+        harness.generate(model, ids[:, :PROMPT_TOKENS], NEW_TOKENS, top_k=50)  # as it draws unless told otherwise
 
     acts = {'forward': forward, 'backward': backward, 'step': optimizer.step, 'generate': bare_generate}
     costs = {}
