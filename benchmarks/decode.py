@@ -185,11 +185,10 @@ def table(result: dict[str, Any]) -> str:
         if 'not' in way:
             rows.append([name, way['not'], '', '', '', ''])
             continue
+        ratio = least_median_greatest(way['ratio']) if way['ratio'] else ''
         graphs = f'{way["compilations"]} + {way["compilations_later"]}'
-        rows.append(
-            [name, f'{way["tokens_per_s"]:.0f}', least_median_greatest(way['ratio']), f'{way["first_s"]:.1f}', graphs]
-            + [f'{way["max_logprob_difference"]:.0e}']
-        )
+        speed = f'{way["tokens_per_s"]:.0f}', ratio, f'{way["first_s"]:.1f}'
+        rows.append([name, *speed, graphs, f'{way["max_logprob_difference"]:.0e}'])
     unit = 'CPU s' if result['clock'] == 'cpu' else 's'
     head = f'way | new tokens / {unit} | x plain: least median greatest | first s | graphs | log-prob'
     return markdown(head, rows)
