@@ -29,11 +29,10 @@ a run (`torch.utils.flop_counter`).
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
-from harness import forget_peak, process_memory
+from harness import forget_peak, process_memory, wall_seconds
 
 PARTS = ('collect', 'score', 'learn')
 
@@ -138,24 +137,27 @@ def matmul_peak(device: Any, dtype: Any) -> float:
     (TF32 or not)."""
     import torch
 
+    best = _best_product(device, dtype)
+    if device.type == 'cuda':
+        torch.cuda.empty_cache()
+    return best
+
+
+def _best_product(device: Any, dtype: Any) -> float:
+    import torch
+
     on_cuda = device.type == 'cuda'
     side = (8192 if dtype.itemsize == 2 else 4096) if on_cuda else 768
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    out, repeats, best = torch.empty(side, side, device=device, dtype=dtype), 10 if on_cuda else 1, 0.0
-    for turn in range(8):
-        if on_cuda:
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
+    out, repeats = torch.empty(side, side, device=device, dtype=dtype), 10 if on_cuda else 1
+
+    def products() -> None:
         for _ in range(repeats):
             torch.mm(a, b, out=out)
-        if on_cuda:
-            torch.cuda.synchronize(device)
-        if turn:  # the first warms up
-            best = max(best, repeats * 2.0 * side**3 / (time.perf_counter() - start))
-    del a, b, out
-    if on_cuda:
-        torch.cuda.empty_cache()
-    return best
+
+    wall_seconds(products, device)  # warm-up
+    least = min(wall_seconds(products, device) for _ in range(7))
+    return repeats * 2.0 * side**3 / least
 
 
 class MemoryMeter:
@@ -187,16 +189,11 @@ class MemoryMeter:
         }
         if self.device.type != 'cuda':
             return {'peak': host['host_peak_over_start'], **host}
-        reserved = torch.cuda.max_memory_reserved(self.device)
-        # what cudaHostAlloc has given is not part of the process's resident memory
-        pinned = (
-            int(torch.cuda.host_memory_stats().get('allocated_bytes.peak', 0))
-            if hasattr(torch.cuda, 'host_memory_stats')
-            else 0
-        )
+        # what cudaHostAlloc has given is not part of the process's resident memory; older torch does not count it
+        pinned = torch.cuda.host_memory_stats() if hasattr(torch.cuda, 'host_memory_stats') else {}
         return {
             'peak': torch.cuda.max_memory_allocated(self.device),
-            'reserved': reserved,
-            'host_pinned': pinned,
+            'reserved': torch.cuda.max_memory_reserved(self.device),
+            'host_pinned': int(pinned.get('allocated_bytes.peak', 0)),
             **host,
         }

@@ -10,9 +10,9 @@ model have the same size.
 
 from __future__ import annotations
 
-from dummy import COMMON_FLAGS, script
+from dummy import script
 
 from chatgpt.launch.arguments import run_main
 
 if __name__ == '__main__':
-    run_main(script('gpt', __doc__, shown=COMMON_FLAGS))
+    run_main(script('gpt', __doc__, hidden=('num_layers_unfrozen', 'critic', 'reward', 'lora_rank', 'cuda_mem_frac')))

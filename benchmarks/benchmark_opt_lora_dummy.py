@@ -9,9 +9,9 @@ adapter off is the reference; rank 0 trains everything, with a copy as reference
 
 from __future__ import annotations
 
-from dummy import COMMON_FLAGS, script
+from dummy import script
 
 from chatgpt.launch.arguments import run_main
 
 if __name__ == '__main__':
-    run_main(script('opt', __doc__, shown=(*COMMON_FLAGS, 'lora_rank', 'cuda_mem_frac')))
+    run_main(script('opt', __doc__, hidden=('num_layers_unfrozen', 'critic', 'reward')))

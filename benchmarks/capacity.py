@@ -27,14 +27,13 @@ from typing import Any
 import dummy
 import ladders
 import torch
-from dummy import DummyRun, plan_for
-from harness import PAGES, RETURNS, markdown, process_memory, spread, write_json, write_page
+from dummy import DummyRun, phase_sizes, plan_for
+from harness import RETURNS, environment, markdown, process_memory, spread, write_json, write_page
 
 from chatgpt.launch.arguments import Parser, run_main
 from chatgpt.plan import parse_bytes, show_bytes
 from chatgpt.strategies.registry import STRATEGIES
 
-HERE = Path(__file__).resolve().parent
 OPTIONS: dict[str, dict[str, Any]] = {
     'full': {},
     'micro': {'gradient_checkpointing': True, 'max_tokens_per_batch': 1},
@@ -58,6 +57,8 @@ ON_CUDA = (
     'colossalai_gemini_cpu',
 )
 ON_CPU = ('naive', 'fsdp', 'colossalai_zero2', 'colossalai_gemini')  # offloading has nowhere to go
+ON_CPU_ALONE = RETURNS | {'CUDA_VISIBLE_DEVICES': '', 'ONEDNN_PRIMITIVE_CACHE_CAPACITY': '0'}
+"""a child's variables, with which its resident memory is what it holds and not what glibc keeps for later"""
 TELLS = 3000
 """characters of a child's output that are kept where it fails"""
 
@@ -99,11 +100,19 @@ class Row:
         return found
 
 
+def one_phase(precision: Any, batch_size: int, prompt_length: int, max_length: int) -> DummyRun:
+    """What a rung has to do."""
+    short = {'num_episodes': 1, 'max_timesteps': 1, 'update_timesteps': 1, 'max_epochs': 2, 'ignore_phases': 0}
+    sizes = {'train_batch_size': batch_size, 'experience_batch_size': batch_size}
+    return DummyRun(precision=precision, prompt_length=prompt_length, max_length=max_length, **short, **sizes)
+
+
 class Sweep:
     """The rungs of one ladder under one cap."""
 
-    def __init__(self, base: DummyRun, ladder: str, rungs: list[str], cap: Cap) -> None:
-        self.base, self.ladder, self.rungs, self.cap = base, ladder, rungs, cap
+    def __init__(self, base: DummyRun, ladder: str, cap: Cap) -> None:
+        self.base, self.ladder, self.cap = base, ladder, cap
+        self.rungs = [rung for rung in ladders.FAMILIES[ladder][1] if rung != 'tiny']
 
     def settings(self, strategy: str, option: str) -> DummyRun:
         changed = dict(OPTIONS[option])
@@ -113,48 +122,33 @@ class Sweep:
 
     def plan(self, settings: DummyRun, rung: str) -> tuple[int | None, bool | None]:
         """The planner's bytes of what the cap is on, and whether they fit; None where it cannot say."""
-        precision = settings.precision
-        if precision == 'auto':
-            precision = 'bf16' if self.cap.on_cuda or settings.is_gemini else 'fp32'
         config = ladders.config(self.ladder, rung, settings.max_length)
-        best: tuple[int | None, bool | None] = (None, None)
         # a strategy that can stream blocks does so when a full copy would take most of the device
-        for stream in (
-            (False, True)
-            if self.cap.on_cuda and settings.strategy in ('fsdp_cpu', 'colossalai_gemini_cpu')
-            else (False,)
-        ):
+        streams = self.cap.on_cuda and settings.strategy in ('fsdp_cpu', 'colossalai_gemini_cpu')
+        device, fits = 0, False
+        for stream in (False, True) if streams else (False,):
             try:
-                plan = plan_for(settings, config, 1, self.cap.on_cuda, precision, stream_blocks=stream)
+                plan = plan_for(settings, config, 1, self.cap.on_cuda, stream_blocks=stream)
             except ValueError:
                 return None, None
-            device = max(
-                sum(m.device.values()) + (0 if self.cap.on_cuda else sum(m.host.values())) for m in plan.phases.values()
-            )
+            device = max(phase_sizes(plan, self.cap.on_cuda).values())
             fits = device <= self.cap.memory
             if self.cap.on_cuda and self.cap.host_memory is not None:
                 fits = fits and plan.host_peak <= self.cap.host_memory
-            best = (device, fits)
             if fits:
                 break
-        return best
+        return device, fits
 
     def measure(self, settings: DummyRun, rung: str) -> dict[str, Any]:
         """Let a child train the rung."""
         with tempfile.TemporaryDirectory(prefix='capacity-') as folder:
             out = Path(folder, 'outcome.json')
-            spec = {
-                'settings': asdict(settings),
-                'ladder': self.ladder,
-                'rung': rung,
-                'memory': self.cap.memory,
-                'host_memory': self.cap.host_memory,
-                'out': str(out),
-            }
+            spec = {'settings': asdict(settings), 'ladder': self.ladder, 'rung': rung, 'out': str(out)}
+            spec |= {'memory': self.cap.memory, 'host_memory': self.cap.host_memory}
             try:
                 child = subprocess.run(
                     [sys.executable, __file__, '--child', json.dumps(spec)],
-                    env=child_environment(self.cap.on_cuda),
+                    env=environment() if self.cap.on_cuda else environment(**ON_CPU_ALONE),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     text=True,
@@ -203,21 +197,6 @@ class Sweep:
                 step = -1
             number += step
         return row
-
-
-def child_environment(on_cuda: bool) -> dict[str, str]:
-    """The child's variables. On a CPU every freed tensor goes back to the kernel there and then, so that its resident
-    memory is what it holds and not what glibc keeps for later."""
-    path = os.pathsep.join(p for p in (str(HERE.parent), os.environ.get('PYTHONPATH', '')) if p)
-    if on_cuda:
-        return {**os.environ, 'PYTHONPATH': path}
-    return {
-        **os.environ,
-        'PYTHONPATH': path,
-        'CUDA_VISIBLE_DEVICES': '',
-        **RETURNS,
-        'ONEDNN_PRIMITIVE_CACHE_CAPACITY': '0',
-    }
 
 
 def tell(row: Row, rung: str, outcome: dict[str, Any]) -> None:
@@ -400,13 +379,9 @@ def main() -> None:
     on_cuda = args.device != 'cpu' and torch.cuda.is_available()
     if args.device == 'cuda' and not on_cuda:
         raise ValueError('--device cuda: torch sees none')
-    sizes = {'train_batch_size': args.batch_size, 'experience_batch_size': args.batch_size}
-    sizes |= {'prompt_length': args.prompt_length, 'max_length': args.max_length}
-    short = {'num_episodes': 1, 'max_timesteps': 1, 'update_timesteps': 1, 'max_epochs': 2, 'ignore_phases': 0}
-    base = DummyRun(precision=args.precision, **short, **sizes)
+    base = one_phase(args.precision, args.batch_size, args.prompt_length, args.max_length)
     base.check(1)
-    rungs = [r for r in ladders.FAMILIES[args.ladder][1] if r != 'tiny']
-    sweep = Sweep(base, args.ladder, rungs, Cap(args.memory, args.host_memory, on_cuda, args.hopeless, args.timeout_s))
+    sweep = Sweep(base, args.ladder, Cap(args.memory, args.host_memory, on_cuda, args.hopeless, args.timeout_s))
     asked = {'memory': args.memory, 'host_memory': args.host_memory, 'ladder': args.ladder, 'settings': asdict(base)}
     content: dict[str, Any] = asked | {'device_type': 'cuda' if on_cuda else 'cpu', 'rows': []}
     if args.json and args.json.is_file():
@@ -424,7 +399,7 @@ def main() -> None:
     rows = content['rows']
     print(f'\n{table(rows)}\n\n{planner_table(rows)}')
     if args.page:
-        write_page(PAGES / 'capacity.md', capacity=table(rows), planner=planner_table(rows))
+        write_page('capacity.md', capacity=table(rows), planner=planner_table(rows))
 
 
 if __name__ == '__main__':

@@ -16,17 +16,17 @@ another.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import PAGES, alternate, gpt2, least_median_greatest, markdown, ratios, write_json, write_page
+from harness import alternate, gpt2, least_median_greatest, markdown, ratios, script_parser, write_json, write_page
 from transformers import AutoModelForCausalLM, Qwen2Config
+from which_gpu import SHAPES
 
 from chatgpt.nn import Actor
 from chatgpt.rollout import Call, LocalEngine, SamplingParams
@@ -54,9 +54,8 @@ def config_of(shape: str, **sizes: int) -> Any:
         'heads': 'num_attention_heads',
         'vocab': 'vocab_size',
     }
-    qwen = {'layers': 28, 'width': 1536, 'heads': 12, 'vocab': 151936} | sizes
-    fixed = {'num_key_value_heads': 2, 'intermediate_size': 8960, 'max_position_embeddings': 4096}
-    return Qwen2Config(**{names[k]: v for k, v in qwen.items()} | fixed | none, tie_word_embeddings=True)
+    changed = {names[name]: size for name, size in sizes.items()}
+    return Qwen2Config(**SHAPES['1.5B'][1] | changed | none, max_position_embeddings=4096)
 
 
 def difference(found: list[Sample], want: list[Sample]) -> tuple[float, float]:
@@ -86,7 +85,7 @@ def measure_decode(
     prompt: int = 64,
     new: int = 128,
     rounds: int = 3,
-    ways: tuple[str, ...] | None = None,
+    ways: Sequence[str] | None = None,
     left_s: Callable[[], float] = lambda: float('inf'),
 ) -> dict[str, Any]:
     """By way of decoding: tokens per second, seconds of the first and of a later phase, ratio to the plain one.
@@ -186,18 +185,17 @@ def table(result: dict[str, Any]) -> str:
         if 'not' in way:
             rows.append([name, way['not'], '', '', '', ''])
             continue
+        ratio = least_median_greatest(way['ratio']) if way['ratio'] else ''
         graphs = f'{way["compilations"]} + {way["compilations_later"]}'
-        rows.append(
-            [name, f'{way["tokens_per_s"]:.0f}', least_median_greatest(way['ratio']), f'{way["first_s"]:.1f}', graphs]
-            + [f'{way["max_logprob_difference"]:.0e}']
-        )
+        speed = f'{way["tokens_per_s"]:.0f}', ratio, f'{way["first_s"]:.1f}'
+        rows.append([name, *speed, graphs, f'{way["max_logprob_difference"]:.0e}'])
     unit = 'CPU s' if result['clock'] == 'cpu' else 's'
     head = f'way | new tokens / {unit} | x plain: least median greatest | first s | graphs | log-prob'
     return markdown(head, rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__, 'speed.md')
     parser.add_argument('--shape', choices=['gpt2', 'qwen2-1.5b'], default='gpt2')
     for name in SIZES:
         parser.add_argument(f'--{name}', type=int, help="in place of the shape's own")
@@ -207,25 +205,16 @@ def main() -> None:
     parser.add_argument('--precision', choices=PRECISIONS, default='fp32')
     parser.add_argument('--ways', nargs='+', choices=WAYS)
     parser.add_argument('--json', type=Path)
-    parser.add_argument('--page', action='store_true', help='write the table into docs/results/speed.md')
     args = parser.parse_args()
     torch.set_num_threads(1)
     sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
-    result = measure_decode(
-        args.device,
-        config=config_of(args.shape, **sizes),
-        precision=args.precision,
-        batch=args.batch,
-        prompt=args.prompt,
-        new=args.new,
-        rounds=args.rounds,
-        ways=tuple(args.ways) if args.ways else None,
-    )
+    how = {name: getattr(args, name) for name in ('precision', 'batch', 'prompt', 'new', 'rounds', 'ways')}
+    result = measure_decode(args.device, config=config_of(args.shape, **sizes), **how)
     print(table(result))
     if args.json:
         write_json(args.json, result)
     if args.page:
-        write_page(PAGES / 'speed.md', decode=table(result))
+        write_page('speed.md', decode=table(result))
 
 
 if __name__ == '__main__':

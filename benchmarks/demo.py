@@ -9,16 +9,14 @@ between the page's two marks.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-import time
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
-from harness import PAGES, ROOT, markdown, write_page
+from harness import ROOT, markdown, script_parser, timed, write_json, write_page
 
 sys.path.insert(0, str(ROOT / 'examples'))
 
@@ -65,13 +63,15 @@ def measure(folder: Path, name: str, seed: int) -> dict[str, Any]:
     path = folder / 'measured.json'
     if not path.exists():
         preferences, settings = SETTINGS[name]
-        began = time.process_time()
-        accuracy = demo.train(folder, seed, preferences, settings)
-        numbers, stories = demo.compare(folder)
-        numbers |= {'accuracy': accuracy, 'cpu': time.process_time() - began}
+
+        def train() -> Any:
+            return demo.train(folder, seed, preferences, settings), demo.compare(folder)
+
+        (accuracy, (numbers, stories)), spent = timed(train)
+        numbers |= {'accuracy': accuracy, 'cpu': spent['cpu_s']}
         kls = [row['rollout/kl_mean'] for row in RunFolder(folder / 'ppo_run').metrics]
         told = [row['text'] for row in stories if row[''] == 'PPO']
-        path.write_text(json.dumps(numbers | {'kl': mean(kls[-5:]), 'stories': told}))
+        write_json(path, numbers | {'kl': mean(kls[-5:]), 'stories': told})
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 
@@ -101,7 +101,7 @@ def table(runs: dict[str, dict[int, dict[str, Any]]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
     parser.add_argument('--runs', type=Path, default=Path('outputs/demo_benchmark'))
     args = parser.parse_args()
@@ -116,7 +116,7 @@ def main() -> None:
         told += [f'- {story}' for story in runs[name][args.seeds[0]]['stories']]
         told += ['', 'The doctor says:', '']
         told += [f'- seed {seed}: {findings(folder / f"seed-{seed}")}' for seed in args.seeds]
-    write_page(PAGES / 'demo.md', measured='\n'.join([table(runs), *told]))
+    write_page('demo.md', measured='\n'.join([table(runs), *told]))
 
 
 if __name__ == '__main__':

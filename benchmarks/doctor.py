@@ -11,18 +11,16 @@ with one thing wrong, and the same runs without it (`doctor_faults.py`). What is
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
-import time
+from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from doctor_faults import FAULTS, key_of
-from harness import PAGES, ROOT, markdown, write_page
+from harness import ROOT, markdown, script_parser, timed, write_page
 
 from chatgpt.monitor.doctor import CHECKS, Finding, diagnose
 from chatgpt.monitor.run_folder.reading import RunFolder
@@ -32,28 +30,17 @@ DONE = 'done'
 SEEDS = (1, 2, 3)
 
 
-@dataclass(frozen=True)
-class Files:
-    """What runs on a real model read."""
-
-    model: Path
-    """stories260K"""
-    stories: Path
-    reviews: Path
-    prompts: Path
-
-
 def example(script: str, *flags: str) -> None:
     """A script of examples/, in a process of its own."""
     subprocess.run([sys.executable, str(ROOT / 'examples' / f'{script}.py'), *flags], check=True)
 
 
-def demo(folder: Path, seed: int, files: Files) -> None:
+def demo(folder: Path, seed: int, files: Namespace) -> None:
     """The three stages of examples/demo.py, whole."""
     example('demo', '--out', str(folder), '--seed', str(seed))
 
 
-def preference(folder: Path, seed: int, files: Files) -> None:
+def preference(folder: Path, seed: int, files: Namespace) -> None:
     """SFT, and four losses on its model, as preference.py has them."""
     import preference as task
 
@@ -65,7 +52,7 @@ def preference(folder: Path, seed: int, files: Files) -> None:
         task.optimise(name, start, seed, tokenizer, folder / name.replace(' ', '_'))
 
 
-def randomwalks(folder: Path, seed: int, files: Files) -> None:
+def randomwalks(folder: Path, seed: int, files: Namespace) -> None:
     """PPO and GRPO from a model that knows the walks, and ILQL: 60 optimizer steps in place of 160, 120 of 200."""
     import randomwalks as task
 
@@ -75,7 +62,7 @@ def randomwalks(folder: Path, seed: int, files: Files) -> None:
     task.run_ilql(1000, seed, run_dir=folder / 'ilql', max_epochs=12)
 
 
-def stories(folder: Path, seed: int, files: Files) -> None:
+def stories(folder: Path, seed: int, files: Namespace) -> None:
     """Words of joy on a real model, 30 phases in place of 40."""
     import stories as task
 
@@ -83,7 +70,7 @@ def stories(folder: Path, seed: int, files: Files) -> None:
     task.run(str(files.model), str(files.prompts), 'naive', seed, folder / 'ppo')
 
 
-def three_stages(folder: Path, seed: int, files: Files) -> None:
+def three_stages(folder: Path, seed: int, files: Namespace) -> None:
     """SFT for 60 steps in place of two epochs, the whole epoch of the reward model, PPO for 20 phases of 40."""
     from_seed = f'--seed={seed}'
     example(
@@ -104,22 +91,17 @@ def three_stages(folder: Path, seed: int, files: Files) -> None:
     )  # fmt: skip
 
 
-GOOD: dict[str, Callable[[Path, int, Files], Any]] = {
-    'demo': demo,
-    'preference': preference,
-    'randomwalks': randomwalks,
-    'stories': stories,
-    'three_stages': three_stages,
+GOOD: dict[str, Callable[[Path, int, Namespace], Any]] = {
+    task.__name__: task for task in (demo, preference, randomwalks, stories, three_stages)
 }
 
 
-def make_good(folder: Path, name: str, seed: int, files: Files) -> None:
+def make_good(folder: Path, name: str, seed: int, files: Namespace) -> None:
     if (folder / DONE).exists():
         return
-    start = time.perf_counter()
-    GOOD[name](folder, seed, files)
+    _, spent = timed(lambda: GOOD[name](folder, seed, files))
     (folder / DONE).touch()
-    print(f'{name} seed {seed}: {time.perf_counter() - start:.0f} s', flush=True)
+    print(f'{name} seed {seed}: {spent["wall_s"]:.0f} s', flush=True)
 
 
 def make_faulty(folder: Path) -> None:
@@ -184,11 +166,11 @@ def fill_page(runs: Path) -> None:
         f'{len(CHECKS)} kinds of finding ([doctor.md](../doctor.md)). **{num_found} of {num_faults} planted faults found**, and '
         f'{num_false} of {num_faults} in the same run without the fault. **{num_findings} findings in {num_runs} good runs.**'
     )
-    write_page(PAGES / 'doctor.md', summary=summary, good=good, faults=faults)
+    write_page('doctor.md', summary=summary, good=good, faults=faults)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     for name in ('model', 'stories', 'reviews', 'prompts'):
         parser.add_argument(f'--{name}', type=Path)
     parser.add_argument('--seeds', type=int, nargs='+', default=list(SEEDS))
@@ -200,12 +182,11 @@ def main() -> None:
         if None in (args.model, args.stories, args.reviews, args.prompts):
             parser.error('give --model, --stories, --reviews and --prompts, or --page')
         torch.set_num_threads(1)
-        files = Files(args.model, args.stories, args.reviews, args.prompts)
         if FAULTY in args.only:
             make_faulty(args.runs / FAULTY)
         for seed in args.seeds:
             for name in (name for name in GOOD if name in args.only):
-                make_good(args.runs / name / str(seed), name, seed, files)
+                make_good(args.runs / name / str(seed), name, seed, args)
     fill_page(args.runs)
 
 

@@ -11,10 +11,12 @@ import time
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from harness import offline_trainer, ppo_trainer, random_sequence
 from torch import nn
 from torch.optim import AdamW
 
@@ -25,9 +27,8 @@ from chatgpt.rollout import LocalEngine
 from chatgpt.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.testing import char_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer import PPOTrainer, RewardModelTrainer, SFTTrainer
-from chatgpt.trainer.callbacks import Callback, Evaluator, ProgressBar
-from chatgpt.types import Sequence
+from chatgpt.trainer import RewardModelTrainer, SFTTrainer
+from chatgpt.trainer.callbacks import Callback, Evaluator
 
 VOCAB, END, GOOD = 16, 2, 7
 
@@ -88,9 +89,9 @@ class Bursts(OfResponses):
 # ---------------------------------------------------------------------- runs
 
 
-def prompts(num: int = 32) -> list[torch.Tensor]:
+def prompts() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, VOCAB, (1 + i % 4,), generator=generator) for i in range(num)]
+    return [torch.randint(3, VOCAB, (1 + i % 4,), generator=generator) for i in range(32)]
 
 
 def online(
@@ -118,32 +119,20 @@ def online(
         warnings.simplefilter('ignore' if quiet else 'always')
         actor = GPTActor(config=config, value_head=True if shared else None)
         actor.model.get_input_embeddings().weight.data *= sharp
-        initial = ranks.prepare(deepcopy(actor))
         values = None if shared or settings.get('advantage_estimator') == 'grpo' else GPTCritic(config=config)
-        actor, optim = ranks.prepare((actor, AdamW(actor.parameters(), lr=lr, eps=1e-5)))
-        critic = critic_optim = None
-        if values is not None:
-            critic, critic_optim = ranks.prepare((values, AdamW(values.parameters(), lr=critic_lr, eps=1e-5)))
-        trainer = PPOTrainer(
+        own = {'experience_batch_size': 16, 'train_batch_size': 8, 'max_epochs': 2, 'kl_coef': 0.05}
+        trainer = ppo_trainer(
             ranks,
             actor,
-            critic,
-            ranks.prepare(reward or OfResponses(score)),
-            initial,
-            optim,
-            critic_optim,
+            values,
+            reward or OfResponses(score),
+            deepcopy(actor),
+            optimizer=partial(AdamW, lr=lr, eps=1e-5),
+            critic_optimizer=partial(AdamW, lr=critic_lr, eps=1e-5),
+            callbacks=callbacks,
             engine=engine,
             run_dir=folder,
-            callbacks=[ProgressBar(enabled=False), *callbacks],
-            **{
-                'experience_batch_size': 16,
-                'train_batch_size': 8,
-                'max_epochs': 2,
-                'kl_coef': 0.05,
-                'max_new_tokens': 6,
-                'eos_token_id': END,
-                **settings,
-            },
+            **own | {'max_new_tokens': 6, 'eos_token_id': END} | settings,
         )
         trainer.fit(given if given is not None else prompts(), 1, phases, 1)
 
@@ -151,24 +140,12 @@ def online(
 def learned_by_heart(folder: Path, eval_same: bool = False) -> None:
     """SFT of random tokens: nothing in them holds for others."""
     generator = torch.Generator().manual_seed(3)
-
-    def texts(num: int) -> list[Sequence]:
-        found = []
-        for _ in range(num):
-            ids = torch.randint(3, VOCAB, (12,), generator=generator)
-            found.append(
-                Sequence(prompt_ids=ids[:1], response_ids=ids[1:], response_mask=torch.ones(11, dtype=torch.bool))
-            )
-        return found
-
-    train = texts(8)
+    train, others = ([random_sequence(generator, 1, 11, VOCAB) for _ in range(num)] for num in (8, 32))
+    settings = {'train_batch_size': 8, 'max_epochs': 24, 'log_interval': 1, 'run_dir': folder}
     with NaiveStrategy(seed=0, device='cpu') as strategy:
         actor = GPTActor(config=tiny_config('gpt2', vocab_size=VOCAB, hidden=32, positions=32))
-        actor, optim = strategy.prepare((actor, AdamW(actor.parameters(), lr=3e-3)))
-        SFTTrainer(
-            strategy, actor, optim, train, train if eval_same else texts(32), train_batch_size=8, max_epochs=24,
-            log_interval=1, run_dir=folder, callbacks=[ProgressBar(enabled=False)],
-        ).fit()  # fmt: skip
+        data, adam = (train, train if eval_same else others), partial(AdamW, lr=3e-3)
+        offline_trainer(SFTTrainer, strategy, actor, *data, optimizer=adam, **settings).fit()
 
 
 def reward_model(folder: Path, lr: float) -> None:
@@ -177,11 +154,8 @@ def reward_model(folder: Path, lr: float) -> None:
     pairs, _ = load_preferences(demo_world.demo_preferences(480, seed=0), tokenizer)
     with NaiveStrategy(seed=0, device='cpu') as strategy:
         model = AutoRM(config=demo_world.demo_config())
-        model, optim = strategy.prepare((model, AdamW(model.parameters(), lr=lr)))
-        RewardModelTrainer(
-            strategy, model, optim, pairs, train_batch_size=32, max_epochs=2, log_interval=3, run_dir=folder,
-            callbacks=[ProgressBar(enabled=False)],
-        ).fit()  # fmt: skip
+        settings = {'train_batch_size': 32, 'max_epochs': 2, 'log_interval': 3, 'run_dir': folder}
+        offline_trainer(RewardModelTrainer, strategy, model, pairs, optimizer=partial(AdamW, lr=lr), **settings).fit()
 
 
 def text_prompts(room: int | None) -> Any:
@@ -235,19 +209,13 @@ class Sleeps(Callback):
         time.sleep(self.seconds)
 
 
-def truth(trainer: Any) -> dict[str, float]:
-    """What is wanted: some of the good token, not only that."""
-    shares = [good_share(e.response_ids) for e in trainer.last_experiences] or [0.0]
-    return {'true_score': sum(s * (0.4 - s) for s in shares) / len(shares)}
+def wanting(value: Callable[[float], float]) -> list[Any]:
+    """An evaluation that values shares of the good token."""
 
+    def evaluate(trainer: Any) -> dict[str, float]:
+        shares = [good_share(e.response_ids) for e in trainer.last_experiences] or [0.0]
+        return {'true_score': sum(map(value, shares)) / len(shares)}
 
-def wants(trainer: Any) -> dict[str, float]:
-    """What is wanted is what is rewarded."""
-    shares = [good_share(e.response_ids) for e in trainer.last_experiences] or [0.0]
-    return {'true_score': sum(shares) / len(shares)}
-
-
-def measured(evaluate: Any) -> list[Any]:
     return [Evaluator(evaluate, 2, before=False)]
 
 
@@ -266,9 +234,7 @@ plain = run()
 
 FAULTS: dict[str, Fault] = {
     'nothing-moves': Fault(run(lr=1e-9), plain, 'lr 1e-9'),
-    'nothing-moves (reward model)': Fault(
-        lambda folder: reward_model(folder, 1e-5), lambda folder: reward_model(folder, 1e-3), 'lr 1e-5'
-    ),
+    'nothing-moves (reward model)': Fault(partial(reward_model, lr=1e-5), partial(reward_model, lr=1e-3), 'lr 1e-5'),
     'kl-runs-away': Fault(run(**FAST), plain, 'kl_coef 0, lr 1e-2'),
     'kl-runs-away (at once)': Fault(run(lr=10.0, **AT_ONCE), run(**AT_ONCE), 'lr 10'),
     'kl-coef-at-limit': Fault(
@@ -283,8 +249,8 @@ FAULTS: dict[str, Fault] = {
     ),
     'explained-variance-low': Fault(run(critic_lr=0.3, phases=24), run(phases=24), 'critic_lr 0.3'),
     'over-optimisation': Fault(
-        run(callbacks=measured(truth), lr=3e-3, phases=20, kl_coef=0.0),
-        run(callbacks=measured(wants), lr=3e-3, phases=20, kl_coef=0.0),
+        run(callbacks=wanting(lambda share: share * (0.4 - share)), lr=3e-3, phases=20, kl_coef=0.0),
+        run(callbacks=wanting(lambda share: share), lr=3e-3, phases=20, kl_coef=0.0),
         'what is wanted falls above a share of 0.2',
     ),
     'score-saturates': Fault(
@@ -319,12 +285,8 @@ FAULTS: dict[str, Fault] = {
         run(lr_schedule='linear', lr_decay_steps=12), run(lr_schedule='linear'), 'lr_decay_steps 12 of 56'
     ),
     'grad-norm-spikes': Fault(run(reward=Bursts(good_share), phases=20), run(phases=20), 'scores x 1000 now and then'),
-    'eval-loss-rises': Fault(
-        learned_by_heart, lambda folder: learned_by_heart(folder, eval_same=True), '8 random texts, 24 epochs'
-    ),
-    'slow-rank': Fault(
-        lambda folder: on_two_ranks(folder, True), lambda folder: on_two_ranks(folder, False), 'rank 1 of 2 sleeps'
-    ),
+    'eval-loss-rises': Fault(learned_by_heart, partial(learned_by_heart, eval_same=True), '8 random texts, 24 epochs'),
+    'slow-rank': Fault(partial(on_two_ranks, slow=True), partial(on_two_ranks, slow=False), 'rank 1 of 2 sleeps'),
     'time-elsewhere': Fault(run(callbacks=[Sleeps(1.5)], phases=6), run(phases=6), 'a callback that sleeps'),
 }
 """by the key of the finding; a word in brackets tells two runs of one key apart"""

@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import ladders
 from arithmetic_done import PARTS, MemoryMeter, Models, matmul_peak, matrices, phase_flop
-from harness import machine, markdown, write_json
+from harness import machine, markdown, ppo_trainer, write_json
 from random_models import checkpoint_blocks, random_model
 
 from chatgpt.launch.arguments import Parser, add_settings, make_strategy, settings_from, world_size_from_env
@@ -94,6 +95,11 @@ class DummyRun:
     @property
     def is_gemini(self) -> bool:
         return STRATEGIES.find(self.strategy).only_16_bits
+
+    def compute(self, on_cuda: bool) -> str:
+        """The precision; what `auto` stands for."""
+        chosen = 'bf16' if on_cuda or self.is_gemini else 'fp32'
+        return chosen if self.precision == 'auto' else self.precision
 
     @property
     def response_length(self) -> int:
@@ -198,9 +204,7 @@ def count(actor: Any, critic: Any, reward: Any, initial: Any) -> tuple[Models, d
     return models, size | {'all': sum(size.values()), 'trained': trained}
 
 
-def plan_for(
-    settings: DummyRun, config: Any, world_size: int, on_cuda: bool, precision: str, *, stream_blocks: bool = False
-) -> Any:
+def plan_for(settings: DummyRun, config: Any, world_size: int, on_cuda: bool, *, stream_blocks: bool = False) -> Any:
     """What the planner says of this run, without limits. A hydra with a value head is planned as one without, which
     weighs nothing."""
     from chatgpt.plan import Setup, make_plan
@@ -213,7 +217,7 @@ def plan_for(
             reward_config=config if s.reward == 'model' else None,
             strategy=s.strategy,
             num_processes=world_size,
-            precision=precision,
+            precision=s.compute(on_cuda),
             on_cuda=on_cuda,
             critic='none' if hydra and s.critic == 'shared' else s.critic,
             lora_rank=s.lora_rank,
@@ -259,9 +263,7 @@ def run(
     on_cuda = torch.cuda.is_available()
     if settings.cuda_mem_frac < 1 and not on_cuda:
         raise ValueError(f'cuda_mem_frac={settings.cuda_mem_frac} is of a GPU, and there is none here; leave it out')
-    precision = settings.precision
-    if precision == 'auto':
-        precision = 'bf16' if on_cuda or settings.is_gemini else 'fp32'
+    precision = settings.compute(on_cuda)
     config = ladders.config(ladder, rung, settings.max_length)
     with (
         _group_of_one(settings.strategy),
@@ -295,7 +297,7 @@ def run(
                 checkpointing=settings.gradient_checkpointing,
                 head_again=head_again,
             )
-        plan = plan_for(settings, config, strategy.world_size, strategy.device.type == 'cuda', precision)
+        plan = plan_for(settings, config, strategy.world_size, strategy.device.type == 'cuda')
         return {
             'model': rung,
             'ladder': ladder,
@@ -361,34 +363,18 @@ def _train(
     import torch
 
     from chatgpt.functional.logprobs import CHUNK_ELEMENTS_ACCELERATOR, CHUNK_ELEMENTS_CPU
-    from chatgpt.trainer import PPOTrainer
-    from chatgpt.trainer.callbacks import ProgressBar
 
     with strategy.model_init_context() if where is None else nullcontext():
         networks = build(s, ladder, config, where)
     if where is not None and meter is not None:
         meter.restart_device()
     models, size = count(*networks)
-    actor, critic, reward, initial = networks
-    items = []
-    for model in (actor, critic):
-        if model is not None:
-            trained = [p for p in model.parameters() if p.requires_grad]
-            items.append((model, strategy.make_optimizer(trained, lr=5e-6, eps=1e-5)))
-    prepared = strategy.prepare(*items, reward if s.reward == 'model' else None, initial)
-    (actor, actor_optim), (critic, critic_optim) = prepared[0], prepared[1] if critic is not None else (None, None)
-    if where is not None and where[0] == where[1] and meter is not None:
-        meter.restart_device()  # nobody else draws whole models on the device: that peak means nothing
     recorder = Recorder(told)
-    trainer = PPOTrainer(
+    trainer = ppo_trainer(
         strategy,
-        actor,
-        critic,
-        prepared[-2] or reward,
-        prepared[-1],
-        actor_optim,
-        critic_optim,
-        callbacks=[recorder, ProgressBar(enabled=False)],
+        *networks,
+        optimizer=partial(strategy.make_optimizer, lr=5e-6, eps=1e-5),
+        callbacks=[recorder],
         experience_batch_size=s.experience_batch_size,
         train_batch_size=s.train_batch_size,
         max_epochs=s.max_epochs,
@@ -398,6 +384,8 @@ def _train(
         temperature=1.0,
         top_k=50,
     )
+    if where is not None and where[0] == where[1] and meter is not None:
+        meter.restart_device()  # nobody else draws whole models on the device: that peak means nothing
     count_of_prompts = s.num_episodes * s.max_timesteps * s.experience_batch_size
     generator = torch.Generator().manual_seed(s.seed)
     prompts = list(torch.randint(config.vocab_size, (count_of_prompts, s.prompt_length), generator=generator))
@@ -433,22 +421,22 @@ def averages(phases: list[dict[str, Any]], ignore_phases: int, world_size: int, 
     }
 
 
+def phase_sizes(plan: Any, on_cuda: bool) -> dict[str, int]:
+    """The planner's bytes by phase; on a CPU host and device are one."""
+    sizes = {}
+    for name, memory in plan.phases.items():
+        sizes[name] = sum(memory.device.values()) + (0 if on_cuda else sum(memory.host.values()))
+    return sizes
+
+
 def planned(plan: Any, measured: int, on_cuda: bool, *, loads: bool = True) -> dict[str, Any]:
-    """The planner's peak of what was measured (on a CPU host and device are one), and its error: planned / measured -
-    1. loads: whether loading the models was measured too."""
-    sizes = {
-        name: sum(memory.device.values()) + (0 if on_cuda else sum(memory.host.values()))
-        for name, memory in plan.phases.items()
-        if loads or name != 'load'
-    }
+    """The planner's peak of what was measured, and its error: planned / measured - 1. loads: whether loading the models
+    was measured too."""
+    sizes = {name: size for name, size in phase_sizes(plan, on_cuda).items() if loads or name != 'load'}
     phase = max(sizes, key=sizes.__getitem__)
-    guess = sizes[phase]
-    return {
-        'planned_peak': guess,
-        'planned_host': plan.host_peak,
-        'planned_phase': phase,
-        'planner_error': guess / measured - 1 if measured > 0 else None,
-    }
+    error = sizes[phase] / measured - 1 if measured > 0 else None
+    peak = {'planned_peak': sizes[phase], 'planned_host': plan.host_peak, 'planned_phase': phase}
+    return peak | {'planner_error': error}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -457,41 +445,28 @@ def table(result: dict[str, Any]) -> str:
 
     r, m = result, result['memory']
     size = ', '.join(f'{name} {n / 1e6:.4g} M' for name, n in r['parameters'].items())
-    lines = [
-        f'{r["ladder"]} {r["model"]}, {r["settings"]["strategy"]} x {r["world_size"]}, {r["settings"]["precision"]}, '
-        f'{r["machine"]["device"]} ({r["machine"]["device_type"]})',
-        f'parameters: {size}',
-        '',
-    ]
     rows = []
     for part in (*PARTS, 'total'):
-        numbers = (
-            r['seconds_per_phase'][part],
-            r['flop_per_phase'][part] / 1e12,
-            r['tflops_per_device'][part],
-            r['share_of_peak'][part],
-        )
-        rows.append([part, f'{numbers[0]:.3f}', f'{numbers[1]:.4g}', f'{numbers[2]:.4g}', f'{numbers[3]:.1%}'])
+        seconds, tflop = r['seconds_per_phase'][part], r['flop_per_phase'][part] / 1e12
+        rates = f'{r["tflops_per_device"][part]:.4g}', f'{r["share_of_peak"][part]:.1%}'
+        rows.append([part, f'{seconds:.3f}', f'{tflop:.4g}', *rates])
     error = f' ({m["planner_error"]:+.0%})' if m['planner_error'] is not None else ''
-    return '\n'.join(
-        [
-            *lines,
-            markdown('part | s / phase | TFLOP / phase | TFLOPS per device | share of matmul peak', rows),
-            '',
-            f'samples/s {r["samples_per_s"]:.4g} ({r["samples_per_s_per_device"]:.4g} per device), new tokens/s '
-            f'{r["new_tokens_per_s"]:.4g}, over {r["phases_counted"]} of {len(r["phases"])} phases',
-            f'matmul peak, measured here: {r["matmul_peak_tflops"]:.4g} TFLOPS per device',
-            f'peak memory: {show_bytes(m["peak"])}, planned {show_bytes(m["planned_peak"])}{error}; host '
-            f'{show_bytes(m["host_peak"])}',
-        ]
-    )
+    return f"""\
+{r['ladder']} {r['model']}, {r['settings']['strategy']} x {r['world_size']}, {r['settings']['precision']}, {r['machine']['device']} ({r['machine']['device_type']})
+parameters: {size}
+
+{markdown('part | s / phase | TFLOP / phase | TFLOPS per device | share of matmul peak', rows)}
+
+samples/s {r['samples_per_s']:.4g} ({r['samples_per_s_per_device']:.4g} per device), new tokens/s {r['new_tokens_per_s']:.4g}, over {r['phases_counted']} of {len(r['phases'])} phases
+matmul peak, measured here: {r['matmul_peak_tflops']:.4g} TFLOPS per device
+peak memory: {show_bytes(m['peak'])}, planned {show_bytes(m['planned_peak'])}{error}; host {show_bytes(m['host_peak'])}"""
 
 
 # ---------------------------------------------------------------------- the scripts
 
 
-def script(ladder: str, doc: str | None, *, shown: Sequence[str]) -> Callable[[], None]:
-    """The main function of a benchmark script on a ladder. `shown`: settings that are its flags."""
+def script(ladder: str, doc: str | None, *, hidden: Sequence[str]) -> Callable[[], None]:
+    """The main function of a benchmark script on a ladder. `hidden`: settings that are none of its flags."""
     models = list(ladders.FAMILIES[ladder][1])
 
     def main() -> None:
@@ -500,7 +475,6 @@ def script(ladder: str, doc: str | None, *, shown: Sequence[str]) -> Callable[[]
             '--model', choices=models, default=next(m for m in models if m != 'tiny'), help='rung of the ladder'
         )
         parser.add_argument('--json', type=Path, metavar='FILE', help='write the numbers there as well')
-        hidden = [f.name for f in fields(DummyRun) if f.name not in shown and f.name != 'strategy']
         parser.add_argument(
             '--strategy', type=strategy_flag, default='naive', help='what prepares and shards the models'
         )
@@ -514,20 +488,3 @@ def script(ladder: str, doc: str | None, *, shown: Sequence[str]) -> Callable[[]
             write_json(args.json, result)
 
     return main
-
-
-COMMON_FLAGS = (
-    'precision',
-    'num_episodes',
-    'max_timesteps',
-    'update_timesteps',
-    'max_epochs',
-    'train_batch_size',
-    'experience_batch_size',
-    'max_tokens_per_batch',
-    'prompt_length',
-    'max_length',
-    'gradient_checkpointing',
-    'ignore_phases',
-    'seed',
-)

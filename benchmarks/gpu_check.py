@@ -5,11 +5,8 @@ capacity, TRL on the same card; one JSON file and a table. `make gpu-check` runs
     python benchmarks/gpu_check.py --device cpu            # a rehearsal at tiny sizes, whose measurements mean nothing
     python benchmarks/gpu_check.py --page [FILE.json]      # writes a file's results into docs/gpu.md and runs nothing
 
-Parts come in the order of what one wants to know first. Each has a budget of seconds; all of them and the start together
-have --budget_s. A part may take what earlier ones left over, up to twice its budget, and never what later ones need; it is
-ended with all that it started when that is over, and keeps the numbers that it had by then. Extra parts run at the end
-with what time is left. Parts share one process (gpu_parts.py), which is started anew when one fails.
-The file, <device>-<date>.json, is written anew after each part.
+docs/gpu.md says what the parts are, and how their budgets of seconds and --budget_s are shared out. Parts share one process
+(gpu_parts.py), which is started anew when one fails. The file, <device>-<date>.json, is written anew after each part.
 
 Exit code 0: every part passed, or was left out for a card that is too small or a package that is optional and not there
 (extra parts need not be reached); 1: a part failed, ran out of time or was not reached, or the run was interrupted (what
@@ -21,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
 import signal
@@ -30,18 +26,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import gpu_page
-from harness import Worker, install_wheels, write_json
+from harness import GIB, ROOT, Worker, environment, install_wheels, write_json
 
-HERE = Path(__file__).resolve().parent
-ROOT, SCRIPT = HERE.parent, HERE / 'gpu_parts.py'
+SCRIPT = ROOT / 'benchmarks/gpu_parts.py'
 REQUIRED = ('torch', 'transformers', 'safetensors', 'loralib', 'pytest', 'pytest_timeout')
 COLOSSALAI = ('colossalai', 'galore_torch', 'bitsandbytes', 'peft', 'accelerate', 'psutil', 'einops')
-GIB = 2**30
 BUDGET_S, START_S = 530, 40
 """for everything; for wheels, and the first import of torch and transformers"""
 LEAST_S = 8
@@ -75,13 +70,6 @@ class Part:
     extra: bool = False
 
 
-def measure(
-    name: str, function: str, budget_s: int, gib: int = 0, *, part: Mapping[str, Any] | None = None, **options: Any
-) -> Part:
-    """gib: that the card must have. part: further fields of `Part`."""
-    return Part(name, function, budget_s, options, memory=gib * GIB, **(part or {}))
-
-
 def cuda_parts() -> list[Part]:
     """In the order of what one wants to know first."""
     generated = {'batch': 64, 'prompt': 64, 'new': 512}
@@ -90,34 +78,38 @@ def cuda_parts() -> list[Part]:
     one = {'rungs': ['s']} | phases | {'num_episodes': 1, 'ignore_phases': 0}
     trl = {'precision': 'bf16', 'rung': 's', 'sequences': 64, 'prompt': 64, 'new': 128, 'lengths': ['eos', 'fixed']}
     ways = {'model': 'gpt2', 'precision': 'bf16', 'batch': 64, 'prompt': 64, 'new': 128, 'rounds': 2}
-    colossalai, extra = {'needs': COLOSSALAI, 'worker': 'colossalai'}, {'extra': True}
-    vllm, models = {'needs': ('vllm',), 'worker': 'vllm', 'extra': True}, ['qwen2-1.5b', 'gpt2']
+    colossalai: dict[str, Any] = {'needs': COLOSSALAI, 'worker': 'colossalai'}
+    vllm: dict[str, Any] = {'needs': ('vllm',), 'worker': 'vllm', 'extra': True}
     trunk = {'model': 'qwen2-7b', 'memory': 16 * GIB, 'prompt': 512, 'new': 512}
+    capacity = {'caps': [8 * GIB, 16 * GIB, 24 * GIB], 'options': ['micro', 'lean']}
+    lora = {'ladder': 'opt', 'rungs': ['1.3b', '350m'], 'lora_rank': 16}
     return [
-        measure('device', 'device', 12),
-        measure('tests', 'tests', 75, workers=3),
-        measure('decode-gpt2', 'decode', 22, 6, model='gpt2', **generated),
-        measure('decode-qwen2', 'decode', 55, 11, model='qwen2-1.5b', **generated),
-        measure('ppo-s', 'ppo', 18, rungs=['s'], **phases, **batch),
-        measure('ppo-large', 'ppo', 35, rungs=['xl', 'l', 'm'], **phases, **batch),
-        measure('trl-1.12', 'peer', 35, 16, part={'wheels': 'trl_ppo'}, peer='trl_ppo', **trl),
-        measure('trl-0.11.4', 'peer', 35, 16, part={'wheels': 'trl_classic'}, peer='trl_classic', **trl),
-        measure('trunk-7b', 'trunk', 55, 16, part={'needs': ('bitsandbytes',)}, **trunk),
-        measure('ddp', 'ppo', 12, strategy='ddp', **one),
-        measure('fsdp', 'ppo', 12, strategy='fsdp', **one),
-        measure('fsdp_cpu', 'ppo', 16, strategy='fsdp_cpu', **one),
-        measure('capacity', 'capacity', 40, caps=[8 * GIB, 16 * GIB, 24 * GIB], options=['micro', 'lean']),
-        measure('zero2', 'ppo', 34, part=colossalai, strategy='colossalai_zero2', **one),
-        measure('gemini', 'ppo', 34, part=colossalai, strategy='colossalai_gemini', **one),
-        measure('zero1', 'ppo', 16, part=colossalai | extra, strategy='colossalai_zero1', **one),
-        measure('zero2_cpu', 'ppo', 16, part=colossalai | extra, strategy='colossalai_zero2_cpu', **one),
-        measure('gemini_cpu', 'ppo', 16, part=colossalai | extra, strategy='colossalai_gemini_cpu', **one),
-        measure('decode-vllm', 'decode_vllm', 120, 16, part=vllm, models=models, **generated),
-        measure('decode-ways', 'decode_ways', 180, 6, part=extra, **ways),
-        measure('logprobs', 'head', 60, part=extra, sizes=[[896, 8192]], vocab=151936),
-        measure('compiled-blocks', 'blocks', 60, part=extra, layers=8, width=2048),
-        measure('opt-1.3b-lora', 'ppo', 40, part=extra, ladder='opt', rungs=['1.3b', '350m'], lora_rank=16, **phases),
-        measure('ppo-s-fp32', 'ppo', 20, part=extra, rungs=['s'], precision='fp32', **phases),
+        Part('device', 'device', 12),
+        Part('tests', 'tests', 75, {'workers': 3}),
+        Part('decode-gpt2', 'decode', 22, {'model': 'gpt2'} | generated, memory=6 * GIB),
+        Part('decode-qwen2', 'decode', 55, {'model': 'qwen2-1.5b'} | generated, memory=11 * GIB),
+        Part('ppo-s', 'ppo', 18, {'rungs': ['s']} | phases | batch),
+        Part('ppo-large', 'ppo', 35, {'rungs': ['xl', 'l', 'm']} | phases | batch),
+        Part('trl-1.12', 'peer', 35, {'peer': 'trl_ppo'} | trl, memory=16 * GIB, wheels='trl_ppo'),
+        Part('trl-0.11.4', 'peer', 35, {'peer': 'trl_classic'} | trl, memory=16 * GIB, wheels='trl_classic'),
+        Part('trunk-7b', 'trunk', 55, trunk, memory=16 * GIB, needs=('bitsandbytes',)),
+        Part('ddp', 'ppo', 12, {'strategy': 'ddp'} | one),
+        Part('fsdp', 'ppo', 12, {'strategy': 'fsdp'} | one),
+        Part('fsdp_cpu', 'ppo', 16, {'strategy': 'fsdp_cpu'} | one),
+        Part('capacity', 'capacity', 40, capacity),
+        Part('zero2', 'ppo', 34, {'strategy': 'colossalai_zero2'} | one, **colossalai),
+        Part('gemini', 'ppo', 34, {'strategy': 'colossalai_gemini'} | one, **colossalai),
+        Part('zero1', 'ppo', 16, {'strategy': 'colossalai_zero1'} | one, **colossalai, extra=True),
+        Part('zero2_cpu', 'ppo', 16, {'strategy': 'colossalai_zero2_cpu'} | one, **colossalai, extra=True),
+        Part('gemini_cpu', 'ppo', 16, {'strategy': 'colossalai_gemini_cpu'} | one, **colossalai, extra=True),
+        Part(
+            'decode-vllm', 'decode_vllm', 120, {'models': ['qwen2-1.5b', 'gpt2']} | generated, memory=16 * GIB, **vllm
+        ),
+        Part('decode-ways', 'decode_ways', 180, ways, memory=6 * GIB, extra=True),
+        Part('logprobs', 'head', 60, {'sizes': [[896, 8192]], 'vocab': 151936}, extra=True),
+        Part('compiled-blocks', 'blocks', 60, {'layers': 8, 'width': 2048}, extra=True),
+        Part('opt-1.3b-lora', 'ppo', 40, lora | phases, extra=True),
+        Part('ppo-s-fp32', 'ppo', 20, {'rungs': ['s'], 'precision': 'fp32'} | phases, extra=True),
     ]
 
 
@@ -168,11 +160,11 @@ def limits(parts: Sequence[Part], number: int, left_s: float) -> float:
 # ---------------------------------------------------------------------- processes
 
 
-def environment(device: str, site: str | None) -> dict[str, str]:
-    path = os.pathsep.join(p for p in (str(ROOT), site, os.environ.get('PYTHONPATH')) if p)
-    changed = {'PYTHONPATH': path, 'HF_HUB_OFFLINE': '1', 'TOKENIZERS_PARALLELISM': 'false', 'PYTHONUNBUFFERED': '1'}
-    tiny = {'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1'}  # several threads only wait for each other there
-    return os.environ | changed | (tiny if device == 'cpu' else {})
+def variables(device: str, site: str | None) -> dict[str, str]:
+    more = {'HF_HUB_OFFLINE': '1', 'TOKENIZERS_PARALLELISM': 'false', 'PYTHONUNBUFFERED': '1'}
+    if device == 'cpu':
+        more |= {'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1'}  # several threads only wait for each other there
+    return environment(ROOT, site, **more)
 
 
 class Runner:
@@ -180,7 +172,7 @@ class Runner:
 
     def __init__(self, device: str, site: str | None = None, wheels: Path | None = None) -> None:
         self.device, self.wheels = device, wheels
-        self.env = environment(device, site)
+        self.env = variables(device, site)
         self.folder = Path(tempfile.mkdtemp(prefix='gpu-check-'))
         self.log = self.folder / 'worker.log'
         self.worker: Worker | None = None
@@ -246,8 +238,8 @@ class Runner:
             with self.log.open(errors='replace') as file:
                 file.seek(begin)
                 record['output'] = file.read()[-TELLS:]
-        if out.is_file():
-            record['result'] = read_result(out)
+        with suppress(OSError, ValueError):  # none was written, or the part was ended while it wrote
+            record['result'] = json.loads(out.read_text())
         return record
 
     def _ask(self, part: Part, out: Path, timeout_s: float) -> dict[str, Any]:
@@ -268,14 +260,6 @@ class Runner:
         if answer.pop('held') > HELD:
             self.end_worker()
         return answer
-
-
-def read_result(path: Path) -> Any:
-    """None where a part was ended while it wrote."""
-    try:
-        return json.loads(path.read_text())
-    except ValueError:
-        return None
 
 
 def not_installed(names: Sequence[str], env: Mapping[str, str]) -> list[str]:
@@ -401,10 +385,6 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def stop_like_ctrl_c(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
-
-
 def main() -> int:
     args = parse_args()
     begun, results = time.monotonic(), ROOT / 'benchmarks/results/gpu'
@@ -412,7 +392,7 @@ def main() -> int:
     unknown = sorted(set(args.parts or ()) - {p.name for p in parts})
     site, runner = None, None
     for sign in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs ignore the first
-        signal.signal(sign, stop_like_ctrl_c)
+        signal.signal(sign, signal.default_int_handler)
     try:
         if args.page is not None:
             gpu_page.fill_page(ROOT / 'docs/gpu.md', Path(args.page) if args.page else gpu_page.newest(results))

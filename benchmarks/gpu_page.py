@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import markdown, write_page
+from harness import GIB, markdown, write_page
 
-GIB = 2**30
 Record = Mapping[str, Any]
 
 

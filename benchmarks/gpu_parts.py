@@ -9,10 +9,8 @@ Weights are random and drawn on the device. Left out: correctness, which the tes
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -21,7 +19,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +33,10 @@ import torch
 import vs_peers
 import which_gpu
 from arithmetic_done import matmul_peak
-from harness import machine, ppo_trainer, write_json
+from harness import GIB, ROOT, generate, machine, script_parser, wall_seconds, write_json
 from random_models import checkpoint_blocks, empty_model, fill, random_model
-from transformers import GenerationConfig, Qwen2Config
-from work import Case
+from transformers import Qwen2Config
+from work import Case, Line
 
 from chatgpt.nn import Actor
 from chatgpt.nn.compiled import has_compiler
@@ -48,8 +47,9 @@ from chatgpt.rollout import Call, LocalEngine, SamplingParams
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.types import Prompt
 
-HERE = Path(__file__).resolve().parent
-GIB = 2**30
+HERE = ROOT / 'benchmarks'
+HOPELESS = 1.1
+"""rungs planned at more than this many times a cap are not tried"""
 SPARE = GIB
 """of a card, for what torch's allocator does not count"""
 
@@ -82,15 +82,6 @@ class Note:
         return torch.cuda.get_device_properties(self.device).total_memory if on_cuda else None
 
 
-def seconds(act: Callable[[], Any], device: Any) -> float:
-    synchronize = torch.cuda.synchronize if device.type == 'cuda' else lambda: None
-    synchronize()
-    start = time.perf_counter()
-    act()
-    synchronize()
-    return time.perf_counter() - start
-
-
 def config_of(model: str, positions: int) -> Any:
     """Shapes of published models: `gpt2` (124 million), `qwen2-1.5b`, `qwen2-7b`, and tiny ones."""
     if model == 'gpt2':
@@ -120,7 +111,7 @@ def device(note: Note) -> None:
     copied = torch.empty_like(there)
 
     def rate(act: Callable[[], Any]) -> float:
-        return max(size / seconds(act, note.device) / 1e9 for _ in range(3))
+        return max(size / wall_seconds(act, note.device) / 1e9 for _ in range(3))
 
     note.write(
         host_to_device_gb_per_s=rate(lambda: there.copy_(host)),
@@ -139,9 +130,7 @@ def tests(note: Note, *, workers: int, files: Sequence[str] = ()) -> None:
 # ---------------------------------------------------------------------- generating
 
 
-def decode(
-    note: Note, *, model: str, batch: int, prompt: int, new: int, precision: str = 'bf16', rounds: int = 2
-) -> None:
+def decode(note: Note, *, model: str, batch: int, prompt: int, new: int, precision: str = 'bf16') -> None:
     """New tokens per second of the local engine, `begin` included, and of `model.generate` on the same modules, with
     cuDNN's attention and without. No response ends early."""
     config = config_of(model, prompt + new)
@@ -151,7 +140,7 @@ def decode(
     parameters = sum(p.numel() for p in policy.parameters())
     note.write(model=model, parameters=parameters, precision=precision, batch=batch, prompt=prompt, new=new)
     prompts = torch.randint(3, config.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(0))
-    _local_engine(note, policy, prompts, new, rounds)
+    _local_engine(note, policy, prompts, new)
     if note.device.type == 'cuda':
         torch.cuda.empty_cache()
     _generate(note, policy, prompts.to(note.device), new)
@@ -161,8 +150,8 @@ def _rate(tokens: int, duration: float) -> dict[str, float]:
     return {'tokens_per_s': tokens / duration, 'seconds': duration}
 
 
-def _local_engine(note: Note, policy: Any, ids: Any, new: int, rounds: int) -> None:
-    """A first phase, in which the engine checks the model and captures graphs, and later ones."""
+def _local_engine(note: Note, policy: Any, ids: Any, new: int) -> None:
+    """A first phase, in which the engine checks the model and captures graphs, and two later ones."""
     prompts, engine, actor = [Prompt(ids=row) for row in ids], LocalEngine(), Actor(policy)
     tokens, sampling, took = len(ids) * new, SamplingParams(max_new_tokens=new), {'begin_s': 0.0}
 
@@ -176,27 +165,23 @@ def _local_engine(note: Note, policy: Any, ids: Any, new: int, rounds: int) -> N
         if sum(s.num_actions for s in samples) != tokens:
             raise RuntimeError(f'other than {tokens} tokens came')
 
-    note.write(first_phase=_rate(tokens, seconds(lambda: phase(0), note.device)) | took)
+    note.write(first_phase=_rate(tokens, wall_seconds(lambda: phase(0), note.device)) | took)
     later: list[float] = []
-    for number in range(1, rounds + 1):
-        later.append(seconds(lambda n=number: phase(n), note.device))  # type: ignore[misc]
+    for number in (1, 2):
+        later.append(wall_seconds(lambda n=number: phase(n), note.device))  # type: ignore[misc]
         note.write(engine=_rate(tokens, statistics.median(later)) | took | {'rounds': len(later)})
 
 
 def _generate(note: Note, policy: Any, ids: Any, new: int) -> None:
     """`model.generate`, for a few tokens first, so that there is a number where time runs out."""
 
-    def generate(tokens: int) -> dict[str, float]:
-        sampled = {'do_sample': True, 'top_k': 0, 'top_p': 1.0, 'temperature': 1.0}
-        settings = GenerationConfig(max_new_tokens=tokens, **sampled, pad_token_id=0, use_cache=True)
-
+    def rate(tokens: int) -> dict[str, float]:
         def act() -> None:
-            with torch.inference_mode():
-                found = policy.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+            found = generate(policy, ids, tokens)
             if found.shape != (len(ids), ids.shape[1] + tokens):
                 raise RuntimeError(f'model.generate gave {tuple(found.shape)}')
 
-        return _rate(len(ids) * tokens, seconds(act, note.device))
+        return _rate(len(ids) * tokens, wall_seconds(act, note.device))
 
     few, found = max(1, new // 8), {}
     kinds = {'with cuDNN': True, 'without cuDNN': False} if note.device.type == 'cuda' else {'without cuDNN': False}
@@ -204,11 +189,11 @@ def _generate(note: Note, policy: Any, ids: Any, new: int) -> None:
         for name, enabled in kinds.items():
             with decoding.cudnn_attention(enabled):
                 if tokens == few:
-                    generate(2)  # what is loaded at the first call
+                    rate(2)  # what is loaded at the first call
                 if tokens == new and found[name]['seconds'] * new / few > note.left():
                     found[name]['reason'] = f'there was no time for {new} tokens'
                 else:
-                    found[name] = generate(tokens) | {'new': tokens}
+                    found[name] = rate(tokens) | {'new': tokens}
             times = {n: note.content['engine']['tokens_per_s'] / f['tokens_per_s'] for n, f in found.items()}
             note.write(generate=found, times=times)
 
@@ -236,7 +221,7 @@ def decode_vllm(note: Note, *, models: Sequence[str], batch: int, prompt: int, n
             )
             note.write(**{model: {'start_s': time.perf_counter() - start}})
         llm.generate(given, sampling, use_tqdm=False)
-        duration = seconds(lambda llm=llm, given=given: llm.generate(given, sampling, use_tqdm=False), note.device)  # type: ignore[misc]
+        duration = wall_seconds(lambda llm=llm, given=given: llm.generate(given, sampling, use_tqdm=False), note.device)  # type: ignore[misc]
         note.content[model] |= {'tokens_per_s': batch * new / duration, 'seconds': duration}
         note.write()
         del llm
@@ -270,9 +255,8 @@ def ppo(note: Note, *, rungs: Sequence[str], ladder: str = 'gpt', **settings: An
     """A run of dummy.py of the first rung that the planner says this card holds: seconds, FLOP and share of the matrix
     product's speed of collect, score and learn; peak memory and the planner's."""
     s, on_cuda, too_large = dummy.DummyRun(**settings), note.device.type == 'cuda', {}
-    precision = ('bf16' if on_cuda or s.is_gemini else 'fp32') if s.precision == 'auto' else s.precision
     for rung in rungs:
-        peak = dummy.plan_for(s, ladders.config(ladder, rung, s.max_length), 1, on_cuda, precision).peak
+        peak = dummy.plan_for(s, ladders.config(ladder, rung, s.max_length), 1, on_cuda).peak
         if note.card is None or peak + SPARE <= note.card:
             break
         too_large[rung] = peak
@@ -321,7 +305,7 @@ def trunk(
     options = {'precision': precision, 'on_cuda': note.device.type == 'cuda', 'lora_rank': lora_rank}
     sizes = {'train_batch_size': sequences, 'experience_batch_size': sequences}
     plan = make_plan(which_gpu.setup_of(config, prompt + new, **options, **sizes))
-    planned = {phase: sum(memory.device.values()) for phase, memory in plan.phases.items()}
+    planned = which_gpu.planned(plan)
     note.write(
         model=model, cap=memory, prompt=prompt, new=new, sequences=sequences, planned=planned, planned_peak=plan.peak
     )
@@ -345,50 +329,17 @@ def trunk(
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(note.device)
         try:
-            _trunk_phases(note, config, prompt, new, sequences, precision, lora_rank, end_of)
+            strategy = NaiveStrategy(seed=0, precision=precision, device=note.device)  # type: ignore[arg-type]
+            dtype = strategy.numerics.dtype
+            shared = SharedTrunk(quantized_model(config, dtype, note.device), dtype=dtype)
+            shared.quantize = 'nf4'
+            checkpoint_blocks(shared.model)
+            which_gpu.trunk_phases(shared, strategy, config, end_of, sequences, prompt, new, rank=lora_rank)
         except torch.OutOfMemoryError:
             note.write(
                 out_of_memory_after=list(note.content.get('seconds', ())), allocated_then=torch.cuda.memory_allocated()
             )
             raise
-
-
-def _trunk_phases(
-    note: Note,
-    config: Any,
-    prompt: int,
-    new: int,
-    sequences: int,
-    precision: str,
-    lora_rank: int,
-    end_of: Callable[[str], None],
-) -> None:
-    strategy = NaiveStrategy(seed=0, precision=precision, device=note.device)  # type: ignore[arg-type]
-    shared = SharedTrunk(quantized_model(config, strategy.numerics.dtype, note.device), dtype=strategy.numerics.dtype)
-    shared.quantize = 'nf4'
-    checkpoint_blocks(shared.model)
-    actor, critic, reward_model = shared.actor(lora_rank), shared.critic(lora_rank), shared.reward_model(lora_rank)
-
-    trainer = ppo_trainer(
-        strategy, actor, critic, reward_model, optimizer=partial(strategy.make_optimizer, lr=1e-4),
-        experience_batch_size=sequences, train_batch_size=sequences, max_tokens_per_batch=prompt + new, max_epochs=1,
-        max_new_tokens=new,
-    )  # fmt: skip
-    make = trainer.maker.make
-
-    def scored(*args: Any, **kwargs: Any) -> Any:
-        end_of('collect')
-        return make(*args, **kwargs)
-
-    trainer.maker.make = scored  # type: ignore[method-assign]
-    end_of('load')
-    generator = torch.Generator().manual_seed(0)
-    prompts = list(torch.randint(3, config.vocab_size, (sequences, prompt), generator=generator))
-    trainer.set_prompts([Prompt(ids=row) for row in prompts])
-    trainer.collect(1)
-    end_of('score')
-    trainer.learn()
-    end_of('learn')
 
 
 def quantized_model(config: Any, dtype: Any, place: Any) -> Any:
@@ -410,15 +361,9 @@ def capacity(
     batch_size: int = 8,
     prompt_length: int = 400,
     max_length: int = 512,
-    precision: str = 'auto',
-    hopeless: float = 1.1,
 ) -> None:
     """The largest rung of a ladder that trains under each cap, begun where the planner says, in this process."""
-    short = {'num_episodes': 1, 'max_timesteps': 1, 'update_timesteps': 1, 'max_epochs': 2, 'ignore_phases': 0}
-    lengths = {'prompt_length': prompt_length, 'max_length': max_length}
-    batches = {'train_batch_size': batch_size, 'experience_batch_size': batch_size}
-    base = dummy.DummyRun(precision=precision, **short, **lengths, **batches)
-    rungs = [rung for rung in ladders.FAMILIES[ladder][1] if rung != 'tiny']
+    base = sweeps.one_phase('auto', batch_size, prompt_length, max_length)
     rows: list[dict[str, Any]] = []
     note.write(ladder=ladder, settings=vars(base), rows=rows)
 
@@ -439,23 +384,19 @@ def capacity(
 
     on_cuda = note.device.type == 'cuda'
     longest = 0.0
-    for memory in caps:
-        for option in options:
-            row_of: dict[str, Any] = {'cap': memory, 'strategy': 'naive', 'option': option, 'tried': {}}
+    for memory, option in product(caps, options):
+        row: dict[str, Any] = {'cap': memory, 'strategy': 'naive', 'option': option, 'tried': {}}
+        rows.append(row)
+        begun = time.perf_counter()
+        try:
             if longest > note.left():
-                rows.append(row_of | {'left_out': 'no time was left'})
-                note.write()
-                continue
-            begun = time.perf_counter()
-            sweep = Sweep(base, ladder, rungs, sweeps.Cap(memory, None, on_cuda, hopeless, note.left()))
-            try:
-                row = sweep.row('naive', option)
-            except LeftOut as reason:
-                rows.append(row_of | {'left_out': str(reason)})
-            else:
-                rows.append(row_of | vars(row) | {'disagreements': row.disagreements()})
-            note.write()
-            longest = max(longest, time.perf_counter() - begun)
+                raise LeftOut('no time was left')
+            found = Sweep(base, ladder, sweeps.Cap(memory, None, on_cuda, HOPELESS, note.left())).row('naive', option)
+            row |= vars(found) | {'disagreements': found.disagreements()}
+        except LeftOut as reason:
+            row['left_out'] = str(reason)
+        note.write()
+        longest = max(longest, time.perf_counter() - begun)
 
 
 # ---------------------------------------------------------------------- other systems
@@ -498,9 +439,9 @@ def peer(
                 note.content['cases'][kind] = vs_peers.summary(rounds)
                 note.write()
 
-            case = Case(**{**vars(case), 'model': model})
+            case = replace(case, model=model)
             logs = work / 'logs'
-            found = vs_peers.compare(case, *sides, rounds=rounds, warmup=1, logs=logs, site=site, told=told)
+            found = vs_peers.compare(case, *sides, rounds=rounds, logs=logs, site=site, told=told)
             note.write(about=found['about'])
             took = time.perf_counter() - begun
 
@@ -536,25 +477,19 @@ def do(task: dict[str, Any], place: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument('--device', choices=('cuda', 'cpu'), required=True)
     args = parser.parse_args()
-    out = os.fdopen(os.dup(1), 'w')
-    os.dup2(2, 1)
-
-    def say(message: dict[str, Any]) -> None:
-        out.write(json.dumps(message) + '\n')
-        out.flush()
-
+    line = Line()
     import chatgpt.trainer  # noqa: F401
 
     if args.device == 'cuda' and not torch.cuda.is_available():
-        say({'ready': None})
+        line.say({'ready': None})
         return
     place = torch.device('cuda:0' if args.device == 'cuda' else 'cpu')
-    say({'ready': machine(place)})
-    for line in sys.stdin:
-        say(do(json.loads(line), place))
+    line.ready(**machine(place))
+    for task in sys.stdin:
+        line.say(do(json.loads(task), place))
 
 
 if __name__ == '__main__':

@@ -8,7 +8,6 @@ Left out: collecting the whole suite, which takes longer than these tests.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import re
 import sys
@@ -16,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import write_json
+from harness import ROOT, script_parser, write_json
 
-ROOT = Path(__file__).resolve().parent.parent
 TELLS, SLOWEST = 1500, 10
 
 
@@ -73,7 +71,7 @@ class Tally:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument('out', type=Path)
     parser.add_argument('--workers', type=int, default=1, help='processes, where pytest-xdist is installed')
     parser.add_argument('--files', nargs='+', help='default: all that hold the mark')

@@ -7,6 +7,7 @@ A page under docs/results is written by hand but for its tables. A script replac
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -24,6 +25,7 @@ from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGES = ROOT / 'benchmarks' / 'results', ROOT / 'docs' / 'results'
+GIB = 2**30
 T = TypeVar('T')
 RETURNS = {'MALLOC_TRIM_THRESHOLD_': '0', 'MALLOC_MMAP_THRESHOLD_': '65536', 'MALLOC_ARENA_MAX': '1'}
 """variables with which glibc gives freed memory back at once, so that resident memory is what is in use"""
@@ -32,19 +34,29 @@ RETURNS = {'MALLOC_TRIM_THRESHOLD_': '0', 'MALLOC_MMAP_THRESHOLD_': '65536', 'MA
 # ---------------------------------------------------------------------- seconds
 
 
-def cpu_seconds(act: Callable[[], Any], device: Any = None) -> float:
-    """CPU seconds of this process, all threads; wall seconds on a CUDA device, with all its work done."""
-    if device is None or device.type == 'cpu':
-        start = time.process_time()
-        act()
-        return time.process_time() - start
+def cpu_seconds(act: Callable[[], Any]) -> float:
+    """CPU seconds of this process, all threads."""
+    return timed(act)[1]['cpu_s']
+
+
+def timed(act: Callable[[], T]) -> tuple[T, dict[str, float]]:
+    """What it returned, its wall seconds and its CPU seconds."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    found = act()
+    cpu_s = time.process_time() - cpu
+    return found, {'wall_s': time.perf_counter() - wall, 'cpu_s': cpu_s}
+
+
+def wall_seconds(act: Callable[[], Any], device: Any) -> float:
+    """With all work of the device done."""
     import torch
 
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
+    synchronize = torch.cuda.synchronize if torch.device(device).type == 'cuda' else lambda: None
+    synchronize()
+    start = time.perf_counter()
     act()
-    torch.cuda.synchronize()
-    return time.perf_counter() - begin
+    synchronize()
+    return time.perf_counter() - start
 
 
 def alternate(ways: Mapping[str, Callable[[int], T]], rounds: int, warmup: int = 1) -> dict[str, list[T]]:
@@ -92,6 +104,50 @@ def gpt2(
     return GPT2Config(**sizes | dropout | {'bos_token_id': 1, 'eos_token_id': None, 'pad_token_id': 0} | fields)
 
 
+def random_sequence(generator: Any, prompt: int, response: int, vocab: int) -> Any:
+    """A record of drawn tokens, none of them special, of which all of the response count."""
+    import torch
+
+    from chatgpt.types import Sequence
+
+    ids = torch.randint(3, vocab, (prompt + response,), generator=generator)
+    mask = torch.ones(response, dtype=torch.bool)
+    return Sequence(prompt_ids=ids[:prompt], response_ids=ids[prompt:], response_mask=mask)
+
+
+def generate(model: Any, ids: Any, new: int, **settings: Any) -> Any:
+    """`model.generate` as the local engine draws: at temperature 1, of the whole vocabulary."""
+    import torch
+    from transformers import GenerationConfig
+
+    sampled: dict[str, Any] = {'do_sample': True, 'top_k': 0, 'top_p': 1.0, 'temperature': 1.0}
+    how = GenerationConfig(**sampled | {'max_new_tokens': new, 'pad_token_id': 0, 'use_cache': True} | settings)
+    with torch.inference_mode():
+        return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=how)
+
+
+def prepared(strategy: Any, model: Any, optimizer: Callable[[list[Any]], Any]) -> Any:
+    """The model and its optimizer, which is made of the parameters that the model trains."""
+    return strategy.prepare((model, optimizer([p for p in model.parameters() if p.requires_grad])))
+
+
+def offline_trainer(
+    kind: Any,
+    strategy: Any,
+    model: Any,
+    data: Any,
+    *more: Any,
+    optimizer: Callable[[list[Any]], Any],
+    callbacks: Iterable[Any] = (),
+    **settings: Any,
+) -> Any:
+    """Prepares the model, and makes a trainer of that class that prints nothing. more: data to evaluate on."""
+    from chatgpt.trainer.callbacks import ProgressBar
+
+    quiet = [*callbacks, ProgressBar(enabled=False)]
+    return kind(strategy, *prepared(strategy, model, optimizer), data, *more, callbacks=quiet, **settings)
+
+
 def ppo_trainer(
     strategy: Any,
     actor: Any,
@@ -104,18 +160,16 @@ def ppo_trainer(
     callbacks: Iterable[Any] = (),
     **settings: Any,
 ) -> Any:
-    """Prepares the modules, and makes a trainer that prints nothing. An optimizer is made of the parameters that a module
-    trains."""
+    """Prepares the modules, and makes a trainer that prints nothing."""
     from torch.nn import Module
 
     from chatgpt.trainer import PPOTrainer
     from chatgpt.trainer.callbacks import ProgressBar
 
-    def trained(model: Any, make: Callable[[list[Any]], Any]) -> Any:
-        return strategy.prepare((model, make([p for p in model.parameters() if p.requires_grad])))
-
-    actor, optim = trained(actor, optimizer)
-    critic, critic_optim = trained(critic, critic_optimizer or optimizer) if critic is not None else (None, None)
+    actor, optim = prepared(strategy, actor, optimizer)
+    critic_optim = None
+    if critic is not None:
+        critic, critic_optim = prepared(strategy, critic, critic_optimizer or optimizer)
     reward, initial = (strategy.prepare(m) if isinstance(m, Module) else m for m in (reward, initial))
     frozen, quiet = (reward, initial), [*callbacks, ProgressBar(enabled=False)]
     return PPOTrainer(strategy, actor, critic, *frozen, optim, critic_optim, callbacks=quiet, **settings)
@@ -133,10 +187,15 @@ def end_probability(share: float, limit: int) -> float:
 # ---------------------------------------------------------------------- processes
 
 
+def environment(*first: Path | str | None, **more: str) -> dict[str, str]:
+    """Variables of a process that imports this checkout. first: folders where Python looks before."""
+    paths = [str(path) for path in (*first, ROOT, os.environ.get('PYTHONPATH')) if path]
+    return os.environ | {'PYTHONPATH': os.pathsep.join(paths)} | more
+
+
 def child(script: str, *words: str, **variables: str) -> Any:
     """What a script of this folder prints last, as JSON, in a process of its own with one thread."""
-    paths = os.pathsep.join(p for p in (str(ROOT), os.environ.get('PYTHONPATH')) if p)
-    env = os.environ | {'OMP_NUM_THREADS': '1', 'PYTHONPATH': paths} | variables
+    env = environment(OMP_NUM_THREADS='1', **variables)
     command = [sys.executable, script, *words]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env)
     return json.loads(done.stdout.splitlines()[-1])
@@ -204,12 +263,16 @@ def process_memory() -> dict[str, int]:
     return {n: int(kib) * 1024 for n, kib in re.findall(r'^(Vm\w+|Rss\w+):\s+(\d+) kB', text, re.MULTILINE)}
 
 
+def stored_bytes(tensors: Iterable[Any]) -> int:
+    """What this process holds of some tensors, each storage once."""
+    local = (t.to_local() if hasattr(t, 'to_local') else t for t in tensors)
+    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in local)}.values())
+
+
 def forget_peak() -> None:
     """VmHWM begins anew, where the system allows it."""
-    try:
+    with suppress(OSError):
         Path('/proc/self/clear_refs').write_text('5')
-    except OSError:
-        pass
 
 
 def machine(device: Any = None) -> dict[str, Any]:
@@ -274,21 +337,34 @@ def write_json(path: Path, content: Any) -> None:
 
 
 class Results(dict[str, Any]):
-    """A JSON file of results by key, written anew after each; what it holds is not measured again."""
+    """A JSON file of results by key, written anew after each; what it holds is not measured again.
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(json.loads(path.read_text()) if path.is_file() else {})
+    path: a name is one of benchmarks/results; None: no file.
+    """
+
+    def __init__(self, path: Path | str | None) -> None:
+        path = RESULTS / path if isinstance(path, str) else path
+        super().__init__(json.loads(path.read_text()) if path and path.is_file() else {})
         self.path = path
 
     def measure(self, key: str, act: Callable[[], Any], show: Callable[[Any], object] = lambda found: found) -> Any:
         if key not in self:
             self[key] = act()
-            write_json(self.path, self)
+            if self.path:
+                write_json(self.path, self)
             print(key, show(self[key]), flush=True)
         return self[key]
 
 
 # ---------------------------------------------------------------------- pages
+
+
+def script_parser(doc: str | None, page: str = '') -> argparse.ArgumentParser:
+    """Of a script with that docstring; --page, where it fills in that page of docs/results."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if page:
+        parser.add_argument('--page', action='store_true', help=f'write the tables into docs/results/{page}')
+    return parser
 
 
 def markdown(head: str | Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -298,12 +374,13 @@ def markdown(head: str | Sequence[str], rows: Iterable[Sequence[object]]) -> str
     return '\n'.join([f'| {" | ".join(names)} |', '|---' * len(names) + '|', *lines]) if lines else ''
 
 
-def write_page(page: Path, **tables: str) -> None:
-    """Fills a page in.
+def write_page(page: Path | str, **tables: str) -> None:
+    """Fills a page in; a name is one of docs/results.
 
     Raises:
         ValueError: the page lacks the comments of a table.
     """
+    page = PAGES / page if isinstance(page, str) else page
     text = page.read_text()
     for name, table in tables.items():
         begin, end = f'<!-- {name} -->', f'<!-- end of {name} -->'
@@ -317,21 +394,19 @@ def write_page(page: Path, **tables: str) -> None:
 
 
 @contextmanager
-def figure(
-    path: Path, columns: int = 1, *, rows: int = 1, size: tuple[float, float] = (5.5, 4.0), **options: Any
-) -> Any:
-    """Axes of matplotlib, saved to `path`."""
+def figure(name: str, columns: int = 1, *, size: tuple[float, float] = (5.5, 4.0), **options: Any) -> Any:
+    """Axes of matplotlib in a row, saved beside the pages."""
     import matplotlib
 
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
 
-    sizes = (size[0] * columns, size[1] * rows)
-    drawn, axes = plt.subplots(rows, columns, figsize=sizes, squeeze=False, constrained_layout=True, **options)
-    yield axes.flatten()
-    for axis in axes.flatten():
+    sizes = (size[0] * columns, size[1])
+    drawn, axes = plt.subplots(1, columns, figsize=sizes, squeeze=False, constrained_layout=True, **options)
+    yield axes[0]
+    for axis in axes[0]:
         axis.grid(alpha=0.3)
         if axis.lines and any(not line.get_label().startswith('_') for line in axis.lines):
             axis.legend(loc='best', fontsize=8)
-    drawn.savefig(path, dpi=100)
+    drawn.savefig(PAGES / name, dpi=100)
     plt.close(drawn)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from harness import gpt2
+
 GPT_VOCAB, OPT_VOCAB, TINY_VOCAB = 50257, 50272, 1024
 
 GPT: dict[str, tuple[int, int, int]] = {
@@ -56,43 +58,19 @@ def config(ladder: str, rung: str, positions: int | None = None) -> Any:
     if rung not in rungs:
         raise ValueError(f'the ladder {ladder} has no {rung!r}; it has {", ".join(rungs)}')
     width, layers, heads = rungs[rung]
-    make = _opt if ladder == 'opt' else _gpt
-    vocab = TINY_VOCAB if rung == 'tiny' or ladder == 'tiny' else OPT_VOCAB if ladder == 'opt' else GPT_VOCAB
     own = 2048 if ladder == 'opt' or rung == '175b' else 1024
-    return make(width, layers, heads, vocab, max(own, positions or 0))
-
-
-def _gpt(width: int, layers: int, heads: int, vocab: int, positions: int) -> Any:
-    from transformers import GPT2Config
-
-    return GPT2Config(
-        vocab_size=vocab,
-        n_positions=positions,
-        n_embd=width,
-        n_layer=layers,
-        n_head=heads,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    positions = max(own, positions or 0)
+    if ladder == 'opt':
+        return _opt(width, layers, heads, TINY_VOCAB if rung == 'tiny' else OPT_VOCAB, positions)
+    vocab = TINY_VOCAB if rung == 'tiny' or ladder == 'tiny' else GPT_VOCAB
+    none = {'bos_token_id': None, 'pad_token_id': None}
+    return gpt2(vocab, layers, width, heads, positions, **none)
 
 
 def _opt(width: int, layers: int, heads: int, vocab: int, positions: int) -> Any:
     from transformers import OPTConfig
 
-    return OPTConfig(
-        vocab_size=vocab,
-        max_position_embeddings=positions,
-        hidden_size=width,
-        word_embed_proj_dim=width,
-        ffn_dim=4 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        dropout=0.0,
-        attention_dropout=0.0,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    sizes = {'hidden_size': width, 'word_embed_proj_dim': width, 'ffn_dim': 4 * width, 'vocab_size': vocab}
+    sizes |= {'num_hidden_layers': layers, 'num_attention_heads': heads, 'max_position_embeddings': positions}
+    none = dict.fromkeys(('pad_token_id', 'bos_token_id', 'eos_token_id'))
+    return OPTConfig(**sizes, **none, dropout=0.0, attention_dropout=0.0)

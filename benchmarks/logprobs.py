@@ -11,17 +11,16 @@ says so. `compare(device)` and `compare_blocks(device)` give the same as dicts.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
-import time
 from collections.abc import Callable
 from copy import deepcopy
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import torch
-from harness import child, forget_peak, process_memory
+from harness import child, cpu_seconds, forget_peak, process_memory, random_sequence, script_parser, timed, wall_seconds
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
@@ -31,13 +30,11 @@ from chatgpt.functional.logprobs import chunked_logprobs
 from chatgpt.nn import LlamaActor
 from chatgpt.nn.compiled import compile_blocks
 from chatgpt.nn.head_kernels import liger_logprobs
-from chatgpt.types import Sequence
 
 VOCAB = 151_936
 """Qwen 2's"""
 SIZES = {'cpu': ((896, 2048), (2048, 1024)), 'cuda': ((896, 8192), (2048, 8192))}
 """(width, tokens)"""
-TINY = ((16, 40),)
 CASES = (
     ('plain, entropy with gradient', 'plain', True, True),
     ('plain', 'plain', True, 'detached'),
@@ -90,9 +87,9 @@ def one_case(device: str, name: str, width: int, tokens: int, vocab: int = VOCAB
     run = kernels()[kernel]
     if device == 'cpu':
         forget_peak()  # making the weight took more
-        before, start = process_memory()['VmRSS'], time.process_time()
-        once(run, states, head, ids, entropy)
-        seconds, peak = time.process_time() - start, process_memory()['VmHWM'] - before
+        before = process_memory()['VmRSS']
+        seconds = cpu_seconds(lambda: once(run, states, head, ids, entropy))
+        peak = process_memory()['VmHWM'] - before
     else:
         seconds, peak = _on_cuda(lambda: once(run, states, head, ids, entropy), [states, head.weight])
     return {'case': name, 'width': width, 'tokens': tokens, 'seconds': round(seconds, 4), 'bytes': peak}
@@ -105,18 +102,17 @@ def _on_cuda(act: Callable[[], Any], leaves: list[Tensor], repeats: int = 3) -> 
         for leaf in leaves:
             leaf.grad = None
         gc.collect()
-        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before, start = torch.cuda.memory_allocated(), time.perf_counter()
-        act()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
+        before = torch.cuda.memory_allocated()
+        times.append(wall_seconds(act, 'cuda'))
         peak = max(peak, torch.cuda.max_memory_allocated() - before)
     return min(times), peak
 
 
-def compare(device: str = 'cuda', sizes: Any = None, vocab: int = VOCAB) -> dict[str, Any]:
+def compare(device: str, sizes: Any = None, vocab: int = VOCAB, apart: bool = False) -> dict[str, Any]:
     """Seconds, bytes and the greatest difference from the plain path, of every kernel that runs here.
+
+    apart: each case is a process of its own.
 
     Returns:
         {'cases': [{case, width, tokens, seconds, bytes}], 'differences': {kernel: {logprobs, entropy, states' gradient,
@@ -125,12 +121,14 @@ def compare(device: str = 'cuda', sizes: Any = None, vocab: int = VOCAB) -> dict
     there = kernels()
     if device == 'cpu':
         there.pop('liger', None)
-    cases = [
-        one_case(device, name, width, tokens, vocab)
-        for width, tokens in (sizes or SIZES[device])
-        for name, kernel, *_ in CASES
-        if kernel in there
-    ]
+    cases = []
+    for (width, tokens), (name, kernel, *_) in product(sizes or SIZES[device], CASES):
+        if kernel in there:
+            if apart:
+                cases.append(child(__file__, '--case', name, str(width), str(tokens)))
+                print(json.dumps(cases[-1]), flush=True)
+            else:
+                cases.append(one_case(device, name, width, tokens, vocab))
     return {'cases': cases, 'differences': {k: differences(device, k) for k in there if k != 'plain'}}
 
 
@@ -160,14 +158,7 @@ def compare_blocks(
     def batch(seed: int) -> Any:
         generator.manual_seed(seed)
         lengths = torch.randint(30, 90, (16,), generator=generator).tolist()
-        records = [
-            Sequence(
-                prompt_ids=torch.randint(3, 500, (16,), generator=generator),
-                response_ids=torch.randint(3, 500, (n,), generator=generator),
-                response_mask=torch.ones(n, dtype=torch.bool),
-            )
-            for n in lengths
-        ]
+        records = [random_sequence(generator, 16, length, 500) for length in lengths]
         return collate(records).to(torch.device(device))
 
     torch.manual_seed(0)
@@ -178,21 +169,21 @@ def compare_blocks(
     compiled = deepcopy(plain)
     compile_blocks(compiled, backend=backend)
     batches = [batch(seed) for seed in range(repeats + 1)]
-    clock = time.process_time if device == 'cpu' else time.perf_counter
 
-    def seconds(model: Any, given: Any) -> tuple[float, Tensor]:
-        start = clock()
+    def learned(model: Any, given: Any) -> Tensor:
         with torch.autocast(device, dtype=torch.bfloat16, enabled=device != 'cpu'):
             logprobs = model(given).logprobs
         logprobs.sum().backward()
         if device != 'cpu':
             torch.cuda.synchronize()
-        return clock() - start, logprobs.detach()
+        return logprobs.detach()
 
-    started = time.perf_counter()
-    seconds(compiled, batches[0])
-    first = time.perf_counter() - started
-    seconds(plain, batches[0])
+    def seconds(model: Any, given: Any) -> tuple[float, Tensor]:
+        logprobs, spent = timed(lambda: learned(model, given))
+        return spent['cpu_s' if device == 'cpu' else 'wall_s'], logprobs
+
+    first = timed(lambda: learned(compiled, batches[0]))[1]['wall_s']
+    learned(plain, batches[0])
     pairs = [(seconds(plain, b), seconds(compiled, b)) for b in batches[1:]]
     return {
         'first_call_s': round(first, 2),
@@ -203,7 +194,7 @@ def compare_blocks(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument('--device', choices=('cpu', 'cuda'), default='cpu')
     parser.add_argument('--blocks', action='store_true', help='compiled blocks in place of kernels of the head')
     parser.add_argument('--case', nargs=3, metavar=('NAME', 'WIDTH', 'TOKENS'), help='one case, in this process')
@@ -215,16 +206,8 @@ def main() -> None:
         result = one_case(args.device, args.case[0], int(args.case[1]), int(args.case[2]))
     elif args.blocks:
         result = compare_blocks(args.device)
-    elif args.device == 'cuda':
-        result = compare('cuda')
     else:
-        cases = []
-        for width, tokens in SIZES['cpu']:
-            for name, kernel, *_ in CASES:
-                if kernel != 'liger':
-                    cases.append(child(__file__, '--case', name, str(width), str(tokens)))
-                    print(json.dumps(cases[-1]), flush=True)
-        result = {'cases': cases, 'differences': {'fused': differences('cpu', 'fused')}}
+        result = compare(args.device, apart=args.device == 'cpu')
     print(json.dumps(result))
 
 

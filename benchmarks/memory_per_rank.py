@@ -2,31 +2,23 @@
 
     python benchmarks/memory_per_rank.py [--page] [--world_sizes 1 2 4]
 
-A GPT-2 of 18 layers x 512, two AdamW steps on the CPU with gloo, one sequence of 32 tokens per rank. Held: bytes of the
-tensors (weights, gradients, optimizer states) that live after the second backward pass, on the rank that holds most.
-Peak: the most resident anonymous memory from before the model is built to the end of the second step, sampled every
-millisecond, above the level at the start, on the rank that has most. A tiny model has trained in the same process
-before, so imports and what is allocated once do not count, and glibc gives freed blocks of 64 KiB and more back at once
-(`MALLOC_MMAP_THRESHOLD_`). Within a table all compute in one precision; masters and states are fp32 in both. FSDP and
-Gemini are built on the meta device.
+docs/results/memory_per_rank.md says what is trained and what counts as held and as peak.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import threading
 from typing import Any, Self
 
 import torch
-from harness import PAGES, gpt2, markdown, process_memory, write_page
+from harness import gpt2, markdown, process_memory, random_sequence, script_parser, stored_bytes, write_page
 
 from chatgpt import strategies as s
 from chatgpt.batching import collate
 from chatgpt.nn import GPTActor
 from chatgpt.testing.processes import run_distributed
-from chatgpt.types import Sequence
 
 SMALL_CHUNKS = {'search_range_mb': 1, 'min_chunk_size_mb': 1}
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -40,16 +32,6 @@ COMPARED = {
     'fp32': ('ddp', 'fsdp', 'colossalai zero1', 'colossalai zero2'),
     'bf16': ('ddp', 'fsdp', 'colossalai gemini'),
 }
-
-
-def local_bytes(tensors: Any) -> int:
-    """Bytes of what this process holds of some tensors, each storage once."""
-    seen: dict[int, int] = {}
-    for tensor in tensors:
-        local = tensor.to_local() if hasattr(tensor, 'to_local') else tensor
-        storage = local.untyped_storage()
-        seen[storage.data_ptr()] = storage.nbytes()
-    return sum(seen.values())
 
 
 class Peak:
@@ -80,8 +62,7 @@ def two_steps(strategy: Any, layers: int, width: int) -> dict[str, float]:
     parameters = sum(p.numel() for p in actor.parameters())
     optimizer = strategy.make_optimizer(actor.parameters(), lr=1e-4)
     actor, optimizer = strategy.prepare((actor, optimizer))
-    ids = torch.arange(32) % 2048
-    batch = collate([Sequence(prompt_ids=ids[:2], response_ids=ids, response_mask=torch.ones(32, dtype=torch.bool))])
+    batch = collate([random_sequence(torch.Generator().manual_seed(0), 2, 32, 2048)])
     for last_step in (False, True):
         with strategy.accumulate(actor, last=True):
             with strategy.autocast():
@@ -95,7 +76,7 @@ def two_steps(strategy: Any, layers: int, width: int) -> dict[str, float]:
         t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.device.type == 'cpu' and t.is_floating_point()
     ]
     tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
-    held = local_bytes(tensors) / 2**20
+    held = stored_bytes(tensors) / 2**20
     del tensors
     strategy.optimizer_step(optimizer)
     return {'held_mib': held, 'parameters': parameters}
@@ -130,14 +111,13 @@ def table(names: tuple[str, ...], precision: str, world_sizes: list[int]) -> str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--page', action='store_true', help='write docs/results/memory_per_rank.md')
+    parser = script_parser(__doc__, 'memory_per_rank.md')
     parser.add_argument('--world_sizes', type=int, nargs='+', default=[1, 2, 4])
     args = parser.parse_args()
     os.environ['MALLOC_MMAP_THRESHOLD_'] = '65536'  # read by glibc in each new process
     tables = {precision: table(names, precision, args.world_sizes) for precision, names in COMPARED.items()}
     if args.page:
-        write_page(PAGES / 'memory_per_rank.md', **tables)
+        write_page('memory_per_rank.md', **tables)
 
 
 if __name__ == '__main__':

@@ -12,9 +12,7 @@ of the two is faster.
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
 import math
 import statistics
 import sys
@@ -25,6 +23,7 @@ from typing import Any
 
 import torch
 import transformers
+from harness import Results, cpu_seconds, generate, markdown, script_parser, write_json, write_page
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / 'tests/families'))
@@ -58,7 +57,6 @@ def speed(model_type: str) -> float:
     ids = torch.randint(3, VOCAB, (ROWS, PROMPT), generator=torch.Generator().manual_seed(1))
     prompts, sampling = [Prompt(ids=row) for row in ids], SamplingParams(max_new_tokens=NEW, eos_token_ids=())
     model.generation_config = GenerationConfig()
-    how = GenerationConfig(max_new_tokens=NEW, do_sample=True, top_k=0, pad_token_id=0, eos_token_id=None)
     engine = LocalEngine()
     engine.begin(Actor(model))
 
@@ -66,17 +64,12 @@ def speed(model_type: str) -> float:
         return engine.generate(Call.of(prompts, sampling, seed=1, indices=range(ROWS)))
 
     def theirs() -> Any:
-        return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=how)
+        return generate(model, ids, NEW, eos_token_id=None)
 
     assert theirs().shape[1] == PROMPT + NEW and all(s.num_actions == NEW for s in ours())  # and both are warm
     found: list[float] = []
     while len(found) < LEAST_PAIRS or (len(found) < MOST_PAIRS and not differs_from_one(found)):
-        seconds = []
-        for generate in (theirs, ours):
-            before = time.process_time()
-            generate()
-            seconds.append(time.process_time() - before)
-        found.append(seconds[0] / seconds[1])
+        found.append(cpu_seconds(theirs) / cpu_seconds(ours))
     engine.end()
     return statistics.median(found)
 
@@ -97,63 +90,11 @@ def check_speed(model_type: str) -> dict[str, str]:
         return {SPEED: f'none: {line_of(error)}'}
 
 
-HEAD = """# Models
-
-What was found for each model type of transformers {version} that has a causal language model, with tiny random weights
-on a CPU:
-
-    python benchmarks/models.py --json found.json --page docs/models.md
-    python benchmarks/models.py --json found.json --page docs/models.md --speed
-
-The second adds the last column. No real checkpoint was tried. A cross means that the library refuses it by name, before
-any work; the reasons stand below. A dash: not tried. "packed" and "padded" say how a batch runs, "up to the window"
-that longer sequences are refused, a percentage which share of the blocks' weights has adapters. Models of BERT's kind
-are decoders here (`is_decoder=True` in the config); as they come they look ahead, and an actor refuses them. T5, BART
-and their like are on the page of [encoder-decoders](encoder_decoders.md).
-
-| column | what is compared |
-|---|---|
-{columns}
-| {speed} | {about_speed} |
-
-RoPE of the kinds 'longrope' and 'dynamic' is taken up to its original length: beyond it, the numbers of a batch follow
-from its longest sequence. Llama 4 with `attn_temperature_tuning` generates `floor_scale` tokens and more with the hf
-engine alone. A model that cuts its attention window out by slots of the cache (GPT-Neo) decodes without steps of fixed
-shape where these show.
-
-## What works
-
-| model type | {names} |
-|---|{rule}|
-{rows}
-
-## Refused
-
-{refused}
-
-## Crashes
-
-An exception that is not the library's own, before any number is used.
-
-{crashes}
-
-## Wrong
-
-Other numbers, without a word.
-
-{wrong}
-
-## Not tried
-
-{left_out}
-"""
-
-
-def page(found: dict[str, dict[str, str]]) -> str:
+def tables(found: dict[str, dict[str, str]]) -> dict[str, str]:
+    """Of the page, by their names."""
     found = dict(sorted(found.items()))
     tried = {kind: checks for kind, checks in found.items() if 'config' not in checks}
     useful = {k: c for k, c in tried.items() if not c['forward'].startswith('no:')}
-    rows = [f'| {kind} | {" | ".join([*cells(checks), _speed(checks)])} |' for kind, checks in useful.items()]
     refused = [f'- {kind}: {_reason(checks["forward"])}' for kind, checks in tried.items() if kind not in useful]
     for kind, checks in useful.items():
         reasons = [f'{name}: {_reason(text)}' for name, text in checks.items() if text.startswith('no:')]
@@ -164,20 +105,16 @@ def page(found: dict[str, dict[str, str]]) -> str:
         return [f'- {kind}, {name}: {_reason(text)}' for kind, name, text in every if text.startswith(f'{outcome}:')]
 
     left_out = [f'- {kind}: {_reason(checks["config"])}' for kind, checks in found.items() if 'config' in checks]
-    columns = [f'| {name} | {" ".join((fn.__doc__ or "").split())} |' for name, fn in CHECKS.items()]
-    return HEAD.format(
-        version=transformers.__version__,
-        columns='\n'.join(columns),
-        speed=SPEED,
-        about_speed=' '.join((check_speed.__doc__ or '').split()),
-        names=' | '.join([*CHECKS, SPEED]),
-        rule='|'.join('---' for _ in [*CHECKS, SPEED]),
-        rows='\n'.join(rows),
-        refused='\n'.join(sorted(refused)) or 'Nothing.',
-        crashes='\n'.join(with_outcome('CRASH')) or 'Nothing.',
-        wrong='\n'.join(with_outcome('WRONG')) or 'Nothing.',
-        left_out='\n'.join(sorted(left_out + with_outcome('none'))) or 'Nothing.',
-    )
+    about = {name: ' '.join((check.__doc__ or '').split()) for name, check in (CHECKS | {SPEED: check_speed}).items()}
+    rows = [[kind, *cells(checks), _speed(checks)] for kind, checks in useful.items()]
+    lists = {'refused': sorted(refused), 'crashes': with_outcome('CRASH'), 'wrong': with_outcome('WRONG')}
+    lists['left_out'] = sorted(left_out + with_outcome('none'))
+    return {
+        'version': f'What was found for each model type of transformers {transformers.__version__} that has a causal language model, with tiny random weights on a CPU.',
+        'columns': markdown('column | what is compared', about.items()),
+        'works': markdown(['model type', *about], rows),
+        **{name: '\n'.join(lines) or 'Nothing.' for name, lines in lists.items()},
+    }
 
 
 def _speed(checks: dict[str, str]) -> str:
@@ -190,16 +127,16 @@ def _reason(text: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument('types', nargs='*', help='model types; all of them unless given')
-    parser.add_argument('--page', type=Path, help='write the page of models')
+    parser.add_argument('--page', type=Path, help='the page of models, whose tables are written')
     parser.add_argument('--json', type=Path, help='add what is found to this file; what is there is not checked again')
     parser.add_argument('--speed', action='store_true', help='measure speed instead, of those checked before')
     args = parser.parse_args()
     torch.set_num_threads(1)
     with suppress(Exception):  # for all types, which are processes of their own; where there is none, its check says so
         importlib.import_module('peft')
-    found = json.loads(args.json.read_text()) if args.json and args.json.is_file() else {}
+    found = Results(args.json)
     for model_type in args.types or model_types():
         begin = time.perf_counter()
         if args.speed:
@@ -213,9 +150,9 @@ def main() -> None:
         wrong = {name: text for name, text in found[model_type].items() if not text.startswith('ok')}
         print(f'{model_type} {time.perf_counter() - begin:.0f} s {wrong or "ok"}', flush=True)
         if args.json:
-            args.json.write_text(json.dumps(found, indent=1, sort_keys=True) + '\n')
+            write_json(args.json, dict(sorted(found.items())))
     if args.page:
-        args.page.write_text(page(found))
+        write_page(args.page, **tables(found))
 
 
 if __name__ == '__main__':

@@ -3,39 +3,31 @@ one in fp32, and with four models of their own.
 
     python benchmarks/one_card.py --page
 
-The base is a GPT-2 of 2 layers x 128 after 200 steps on the walks (SFT), dense, one for each seed; nf4 quantizes it. The
-reward model is an adapter on that base, trained for 60 steps of 64 pairs of walks from the same start, half of them
-spoiled (a letter left out, replaced, or the end cut off). Then PPO: 20 optimizer steps, each on 100 fresh responses,
-scored by that reward model, with a KL penalty of 0.05 to the base; the critic starts from the reward model's adapter and
-head. All adapters have rank 16 and learn with 1e-3. What is measured is the true optimality (`randomwalks_task`), which
-PPO never sees: the mean over 32 samples from each of the 20 starts. The three kinds have the same base, pairs, prompts
-and budget.
+docs/results/one_card.md says what is trained and measured; the task is `randomwalks_task`.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections import defaultdict
 from copy import deepcopy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import harness
 import randomwalks as walks
 import randomwalks_task as rw
 import torch
-from harness import PAGES, RESULTS, Results, figure, markdown, mean_and_spread, ppo_trainer, write_page
 
 from chatgpt.batching import collate
 from chatgpt.data.tokenize import TokenizedPreference
-from chatgpt.nn import Actor, Critic, GPTActor, RewardModel
+from chatgpt.nn import Actor, Critic, RewardModel
 from chatgpt.nn.lora import load_lora_state_dict, lora_state_dict
 from chatgpt.nn.shared import SharedTrunk
 from chatgpt.strategies import NaiveStrategy
-from chatgpt.trainer import RewardModelTrainer, SFTTrainer
-from chatgpt.trainer.callbacks import Evaluator, ProgressBar
+from chatgpt.trainer import RewardModelTrainer
+from chatgpt.trainer.callbacks import Evaluator
 from chatgpt.types import Sequence
 
 KINDS = {'nf4': 'one trunk, nf4', 'shared': 'one trunk, fp32', 'separate': 'four models, fp32'}
@@ -75,20 +67,7 @@ def base_model(task: rw.Task, seed: int) -> Any:
     """A small GPT-2 that has learned the walks."""
     config = rw.config()
     config.n_layer, config.n_embd, config.n_head = 2, 128, 4
-    with NaiveStrategy(seed=seed, device='cpu') as strategy:
-        actor = GPTActor(config=config)
-        actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=1e-3)))
-        SFTTrainer(
-            strategy,
-            actor,
-            optim,
-            rw.sequences(task.walks),
-            train_batch_size=BATCH,
-            max_epochs=1000,
-            max_steps=SFT_STEPS,
-            callbacks=[ProgressBar(enabled=False)],
-        ).fit()
-        return strategy.unwrap(actor).model
+    return rw.learn_walks(task, config, seed, steps=SFT_STEPS, lr=1e-3).model
 
 
 adam = partial(torch.optim.AdamW, lr=LR, eps=1e-5, weight_decay=0.0)
@@ -96,11 +75,11 @@ adam = partial(torch.optim.AdamW, lr=LR, eps=1e-5, weight_decay=0.0)
 
 def trained_reward_model(model: Any, task: rw.Task, seed: int) -> Any:
     with NaiveStrategy(seed=seed, device='cpu') as strategy:
-        model, optim = strategy.prepare((model, adam([p for p in model.parameters() if p.requires_grad])))
         pairs = preferences(task, REWARD_STEPS * PAIRS, seed)
-        quiet = [ProgressBar(enabled=False)]
-        RewardModelTrainer(strategy, model, optim, pairs, train_batch_size=PAIRS, callbacks=quiet).fit()
-        return strategy.unwrap(model).requires_grad_(False)
+        harness.offline_trainer(
+            RewardModelTrainer, strategy, model, pairs, optimizer=adam, train_batch_size=PAIRS
+        ).fit()
+        return model.requires_grad_(False)
 
 
 @torch.no_grad()
@@ -115,12 +94,6 @@ def accuracy(reward_model: Any, pairs: list[Any]) -> float:
         return found
 
     return (scores(0) > scores(1)).float().mean().item()
-
-
-def held_bytes(models: list[Any]) -> int:
-    """Of all weights and buffers, those in common once."""
-    tensors = [t for m in models if m is not None for t in (*m.parameters(), *m.buffers())]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def run(kind: str, seed: int, base: Any, task: rw.Task) -> dict[str, Any]:
@@ -138,10 +111,11 @@ def run(kind: str, seed: int, base: Any, task: rw.Task) -> dict[str, Any]:
     critic = trunk.critic(RANK, value_head=head) if trunk else Critic(deepcopy(base), head, RANK)
     load_lora_state_dict(critic.model, lora_state_dict(reward_model.model))
     initial = None if trunk else Actor(base)
-    held = held_bytes([actor, critic, reward_model, initial])
+    models = [m for m in (actor, critic, reward_model, initial) if m is not None]
+    held = harness.stored_bytes(t for m in models for t in (*m.parameters(), *m.buffers()))
     curve = walks.Curve(walks.evaluation(task, tokenizer))
     with NaiveStrategy(seed=seed, device='cpu') as strategy:
-        trainer = ppo_trainer(
+        trainer = harness.ppo_trainer(
             strategy, actor, critic, reward_model, initial, optimizer=adam, callbacks=[Evaluator(curve, EVERY)],
             tokenizer=tokenizer, experience_batch_size=BATCH, train_batch_size=BATCH, max_new_tokens=rw.MAX_LENGTH - 1,
             max_epochs=1, kl_coef=KL,
@@ -162,8 +136,8 @@ def last_two(row: dict[str, Any]) -> float:
     return sum(row['optimality'][-2:]) / 2
 
 
-def plot(rows: dict[str, dict[str, Any]], path: Path) -> None:
-    with figure(path) as (axis,):
+def plot(rows: dict[str, dict[str, Any]]) -> None:
+    with harness.figure('one_card.png') as (axis,):
         for number, kind in enumerate(KINDS):
             style = {'color': f'C{number}', 'linestyle': ('-', '-', ':')[number], 'linewidth': (1.5, 2.5, 2.5)[number]}
             for i, row in enumerate(rows[kind].values()):
@@ -180,18 +154,17 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
         mean = {k: sum(r[k] for r in runs) / len(runs) for k in ('accuracy', 'held', 'cpu_s')}
         start = sum(r['optimality'][0] for r in runs) / len(runs)
         numbers = [f'{mean["accuracy"]:.3f}', f'{mean["held"] / 2**20:.2f}', f'{mean["cpu_s"]:.0f}']
-        found.append([name, len(runs), f'{start:.3f}', mean_and_spread([last_two(r) for r in runs]), *numbers])
+        found.append([name, len(runs), f'{start:.3f}', harness.mean_and_spread([last_two(r) for r in runs]), *numbers])
     head = ['', 'seeds', 'before PPO', 'last two evaluations: mean (least, greatest)', 'reward model: pairs in order']
-    return markdown([*head, 'four models, MiB', 'CPU s'], found)
+    return harness.markdown([*head, 'four models, MiB', 'CPU s'], found)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.script_parser(__doc__, 'one_card.md')
     parser.add_argument('--kinds', nargs='*', default=list(KINDS), choices=KINDS)
     parser.add_argument('--seeds', nargs='*', type=int, default=[1, 2, 3])
-    parser.add_argument('--page', action='store_true', help='write docs/results/one_card.md and its picture')
     args = parser.parse_args()
-    results, task = Results(RESULTS / 'one_card.json'), rw.make_task(GRAPH)
+    results, task = harness.Results('one_card.json'), rw.make_task(GRAPH)
     for seed in args.seeds:
         base = None
         for kind in args.kinds:
@@ -200,8 +173,8 @@ def main() -> None:
                 results.measure(f'{kind} {seed}', lambda k=kind, s=seed, b=base: run(k, s, b, task), show=last_two)
     if args.page:
         rows = {kind: {key: run for key, run in results.items() if key.startswith(f'{kind} ')} for kind in KINDS}
-        write_page(PAGES / 'one_card.md', runs=table(rows))
-        plot(rows, PAGES / 'one_card.png')
+        harness.write_page('one_card.md', runs=table(rows))
+        plot(rows)
 
 
 if __name__ == '__main__':

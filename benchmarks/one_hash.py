@@ -13,7 +13,6 @@ those of one_hash_runs.py: 20 optimizer steps in 5 phases, with reproducible='ex
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import statistics
 import subprocess
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import one_hash_runs
-from harness import PAGES, RESULTS, Results, markdown, ratios, spread, write_json, write_page
+from harness import RESULTS, Results, environment, markdown, ratios, spread, write_json, write_page
 from one_hash_runs import METHODS, Job
 from torch.multiprocessing.spawn import ProcessException
 
@@ -77,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     results = Results(args.results)
     if args.page:
-        write_page(PAGES / 'one_hash.md', runs=runs_table(results), cost=cost_table(results))
+        write_page('one_hash.md', runs=runs_table(results), cost=cost_table(results))
         return
     parts = list(product(args.only, args.precisions))
     for layout in args.layouts:
@@ -149,8 +148,7 @@ def launch(layout: str, parts: list[tuple[str, str]], folder: Path, results: Res
     command = [sys.executable, '-m', 'chatgpt.launch', '--num_workers', str(LAYOUTS[layout][2])]
     command += ['--launcher', 'ray', '--address', 'local', '--cpus_per_worker', '1'] if layout == 'ray' else []
     command += ['--max_failures', '0', str(HERE / 'one_hash_runs.py'), str(list_of_jobs)]
-    paths = os.pathsep.join(p for p in (str(HERE.parent), os.environ.get('PYTHONPATH')) if p)
-    subprocess.run(command, check=True, env=os.environ | {'PYTHONPATH': paths, 'OMP_NUM_THREADS': '1'})
+    subprocess.run(command, check=True, env=environment(HERE, OMP_NUM_THREADS='1'))
 
 
 def cost(method: str, precision: str, layout: str) -> dict[str, list[float]]:

@@ -12,10 +12,12 @@ import sys
 import time
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness import offline_trainer, ppo_trainer
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -25,17 +27,17 @@ from chatgpt.nn.heads import critic_head
 from chatgpt.strategies import ColossalAIStrategy, DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import DPOTrainer, PPOTrainer, RewardModelTrainer, SFTTrainer
-from chatgpt.trainer.callbacks import Callback, ProgressBar, SaveCheckpoint
+from chatgpt.trainer.callbacks import Callback, SaveCheckpoint
 from chatgpt.types import Sequence
 
 OFFLINE = ('dpo', 'sft', 'reward model')
 METHODS = ('ppo', 'shared trunk', 'lora', 'grpo', *OFFLINE)
 STRATEGIES: dict[str, Any] = {
-    'naive': lambda **kw: NaiveStrategy(**kw),
-    'ddp': lambda **kw: DDPStrategy(**kw),
-    'fsdp': lambda **kw: FSDPStrategy(**kw),
-    'zero1': lambda **kw: ColossalAIStrategy(stage=1, **kw),
-    'zero2': lambda **kw: ColossalAIStrategy(stage=2, **kw),
+    'naive': NaiveStrategy,
+    'ddp': DDPStrategy,
+    'fsdp': FSDPStrategy,
+    'zero1': partial(ColossalAIStrategy, stage=1),
+    'zero2': partial(ColossalAIStrategy, stage=2),
 }
 UPDATES, PER_PHASE = 20, 4
 FLIPPED_AT = KILLED_AT = 10
@@ -92,7 +94,7 @@ class Flipped(Callback):
 
 def run(job: Job, sizes: dict[str, Any] = SMALL) -> None:
     """Train it to its end, with a checkpoint after every phase."""
-    callbacks: list[Any] = [SaveCheckpoint(interval=1), ProgressBar(enabled=False)]
+    callbacks: list[Any] = [SaveCheckpoint(interval=1)]
     callbacks += [Killed()] * job.kill + [Flipped()] * job.flip
     with strategy_of(job) as strategy:
         trainer = trainer_of(job, strategy, sizes, callbacks=callbacks, run_dir=job.folder)
@@ -126,15 +128,15 @@ def offline(job: Job, strategy: Any, sizes: dict[str, Any], **kwargs: Any) -> An
     batch = BATCH[sizes is LARGE]
     kwargs |= {'train_batch_size': batch, 'max_epochs': job.updates // PER_PHASE, 'log_interval': PER_PHASE}
     count = batch * PER_PHASE
+    make: Any
     if job.method == 'reward model':
-        model = RewardModel(AutoModel.from_config(config))
-        model, optimizer = strategy.prepare((model, optimizer_of(strategy, model)))
-        return RewardModelTrainer(strategy, model, optimizer, pairs(count, sizes), **kwargs)
-    actor = actor_of(config)
-    further = {'initial_model': strategy.prepare(deepcopy(actor))} if job.method == 'dpo' else {}
-    actor, optimizer = strategy.prepare((actor, optimizer_of(strategy, actor)))
-    make, data = (SFTTrainer, sequences(count, sizes)) if job.method == 'sft' else (DPOTrainer, pairs(count, sizes))
-    return make(strategy, actor, optimizer, data, **further, **kwargs)
+        make, model, data = RewardModelTrainer, RewardModel(AutoModel.from_config(config)), pairs(count, sizes)
+    elif job.method == 'sft':
+        make, model, data = SFTTrainer, actor_of(config), sequences(count, sizes)
+    else:
+        make, model, data = DPOTrainer, actor_of(config), pairs(count, sizes)
+        kwargs['initial_model'] = strategy.prepare(deepcopy(model))
+    return offline_trainer(make, strategy, model, data, optimizer=partial(optimizer_of, strategy), **kwargs)
 
 
 def online(job: Job, strategy: Any, sizes: dict[str, Any], **kwargs: Any) -> Any:
@@ -144,13 +146,7 @@ def online(job: Job, strategy: Any, sizes: dict[str, Any], **kwargs: Any) -> Any
     initial = None if job.method == 'lora' else deepcopy(actor)
     if job.method == 'shared trunk':
         actor.value_head = critic_head(sizes['hidden'])
-    reward = strategy.prepare(reward)
-    initial = strategy.prepare(initial) if initial is not None else None
-    critic = critic_optimizer = None
-    if job.method in ('ppo', 'lora'):
-        critic = Critic(AutoModel.from_config(config))
-        critic, critic_optimizer = strategy.prepare((critic, optimizer_of(strategy, critic)))
-    actor, optimizer = strategy.prepare((actor, optimizer_of(strategy, actor)))
+    critic = Critic(AutoModel.from_config(config)) if job.method in ('ppo', 'lora') else None
     settings: dict[str, Any] = {
         'experience_batch_size': 2 * BATCH[sizes is LARGE],
         'train_batch_size': BATCH[sizes is LARGE],
@@ -164,18 +160,16 @@ def online(job: Job, strategy: Any, sizes: dict[str, Any], **kwargs: Any) -> Any
         settings |= {'advantage_estimator': 'grpo', 'num_samples_per_prompt': 4}
         settings['experience_batch_size'] //= 4
         settings |= {'kl_in': 'loss', 'kl_target': None, 'score_scaling': 'none'}
-    settings |= kwargs
-    return PPOTrainer(strategy, actor, critic, reward, initial, optimizer, critic_optimizer, **settings)
+    adam = partial(optimizer_of, strategy)
+    return ppo_trainer(strategy, actor, critic, reward, initial, optimizer=adam, **settings | kwargs)
 
 
 def actor_of(config: Any, **kw: Any) -> Any:
     return Actor(AutoModelForCausalLM.from_config(config), **kw)
 
 
-def optimizer_of(strategy: Any, module: nn.Module) -> Any:
-    return strategy.make_optimizer(
-        [p for p in module.parameters() if p.requires_grad], lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
-    )
+def optimizer_of(strategy: Any, parameters: list[nn.Parameter]) -> Any:
+    return strategy.make_optimizer(parameters, lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
 
 def ids(generator: torch.Generator, length: int, sizes: dict[str, Any]) -> Tensor:
@@ -217,7 +211,7 @@ def cost(method: str, precision: str, strategy: str, pairs_of_runs: int = 2) -> 
     for exact in (False, True) * pairs_of_runs:
         job = Job(method, precision, strategy, '', exact=exact, updates=PER_PHASE)
         with strategy_of(job) as made:
-            trainer = trainer_of(job, made, LARGE, callbacks=[ProgressBar(enabled=False)])
+            trainer = trainer_of(job, made, LARGE)
             fit(trainer, PER_PHASE)
             made.barrier()
             cpu, wall = time.process_time(), time.perf_counter()

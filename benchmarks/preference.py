@@ -3,23 +3,19 @@ same budget.
 
     python benchmarks/preference.py [--seeds 1 2 3] [--page]
 
-The world is `chatgpt.launch.demo_world`. One SFT model per seed; each loss then makes 2 passes over the same 1,500 pairs
-of stories of the world, ordered by their true value, in batches of 32 (KTO: 64 answers), with lr 1e-4. Win rate: on 200
-new prompts, responses sampled with the same draws, by the true value, ties counted half. Before is the SFT model
-against itself with other draws. Seconds are of one thread, on a shared machine: wall seconds contain waiting.
+docs/results/preference.md says what each loss trains on and what a win is.
 """
 
 from __future__ import annotations
 
-import argparse
-import time
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
-from harness import PAGES, RESULTS, Results, markdown, mean_and_spread, write_page
+from harness import Results, markdown, mean_and_spread, offline_trainer, script_parser, timed, write_page
 
 from chatgpt import trainer as trainers
 from chatgpt.data import load_demonstrations, load_preferences, load_prompts
@@ -28,7 +24,6 @@ from chatgpt.nn import GPTActor
 from chatgpt.rollout import Call, LocalEngine, SamplingParams
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.trainer import SFTTrainer
-from chatgpt.trainer.callbacks import ProgressBar
 
 LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     'dpo sigmoid': ('DPOTrainer', {'beta': 0.5}),
@@ -56,19 +51,13 @@ def stories_in_pairs(seed: int) -> list[dict[str, str]]:
     return pairs[:NUM_PAIRS]
 
 
-def quiet() -> list[Any]:
-    return [ProgressBar(enabled=False)]
-
-
 def sft(seed: int, tokenizer: Any, run_dir: Path | None = None) -> Any:
     with NaiveStrategy(seed=seed, device='cpu') as strategy:
         actor = GPTActor(config=demo_world.demo_config())
-        actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=2e-3)))
         data, _ = load_demonstrations(demo_world.demo_corpus(2000, seed=seed), tokenizer)
-        SFTTrainer(
-            strategy, actor, optim, data, train_batch_size=32, max_epochs=3, callbacks=quiet(), run_dir=run_dir
-        ).fit()
-        return strategy.unwrap(actor)
+        adam, settings = partial(torch.optim.AdamW, lr=2e-3), {'train_batch_size': 32, 'max_epochs': 3}
+        offline_trainer(SFTTrainer, strategy, actor, data, optimizer=adam, run_dir=run_dir, **settings).fit()
+        return actor
 
 
 def values(actor: Any, tokenizer: Any, seed: int) -> list[float]:
@@ -91,16 +80,14 @@ def win_rate(new: list[float], old: list[float]) -> float:
 
 def optimise(name: str, start: Any, seed: int, tokenizer: Any, run_dir: Path | None = None) -> Any:
     kind, settings = LOSSES[name]
-    settings = dict(settings)
-    lr = settings.pop('lr', 1e-4)
     pairs, _ = load_preferences(stories_in_pairs(seed), tokenizer)
     with NaiveStrategy(seed=seed, device='cpu') as strategy:
-        actor, initial = deepcopy(start), deepcopy(start)
-        actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=lr)))
-        reference = {'initial_model': strategy.prepare(initial)} if kind in ('DPOTrainer', 'KTOTrainer') else {}
-        options = {'train_batch_size': 32, 'max_epochs': 2, 'run_dir': run_dir, **settings}
-        getattr(trainers, kind)(strategy, actor, optim, pairs, callbacks=quiet(), **reference, **options).fit()
-        return strategy.unwrap(actor)
+        actor, adam = deepcopy(start), partial(torch.optim.AdamW, lr=1e-4)
+        options: dict[str, Any] = {'train_batch_size': 32, 'max_epochs': 2, 'run_dir': run_dir, **settings}
+        if kind in ('DPOTrainer', 'KTOTrainer'):
+            options['initial_model'] = strategy.prepare(deepcopy(start))
+        offline_trainer(getattr(trainers, kind), strategy, actor, pairs, optimizer=adam, **options).fit()
+        return actor
 
 
 def measure(seed: int, results: Results, tokenizer: Any) -> None:
@@ -112,9 +99,8 @@ def measure(seed: int, results: Results, tokenizer: Any) -> None:
     results.measure(f'before {seed}', lambda: win_rate(values(start, tokenizer, seed + 1000), old))
 
     def one(name: str) -> dict[str, float]:
-        wall, cpu = time.perf_counter(), time.process_time()
-        actor = optimise(name, start, seed, tokenizer)
-        seconds = {'wall': time.perf_counter() - wall, 'cpu': time.process_time() - cpu}
+        actor, spent = timed(lambda: optimise(name, start, seed, tokenizer))
+        seconds = {'wall': spent['wall_s'], 'cpu': spent['cpu_s']}
         return {'after': win_rate(values(actor, tokenizer, seed), old), **seconds}
 
     for name in LOSSES:
@@ -132,17 +118,16 @@ def table(results: Results, seeds: list[int]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, 'preference.md')
     parser.add_argument('--seeds', type=int, nargs='+', default=[1, 2, 3])
-    parser.add_argument('--page', action='store_true', help='write docs/results/preference.md')
     args = parser.parse_args()
     torch.set_num_threads(1)
-    results = Results(RESULTS / 'preference.json')
+    results = Results('preference.json')
     for seed in args.seeds:
         measure(seed, results, demo_world.demo_tokenizer())
     print(table(results, args.seeds))
     if args.page:
-        write_page(PAGES / 'preference.md', runs=table(results, args.seeds))
+        write_page('preference.md', runs=table(results, args.seeds))
 
 
 if __name__ == '__main__':

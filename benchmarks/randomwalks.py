@@ -4,37 +4,29 @@ the walks.
     python benchmarks/randomwalks.py --methods ppo grpo --graph_seeds 1000 1002 --seeds 1 2 3
     python benchmarks/randomwalks.py --page
 
-Methods are ilql, ppo, a2c, grpo, rloo and reinforce++.
-
-The task is `randomwalks_task`. A run holds `optimality`, the mean over 32 samples from each of the 20 starts at every
-evaluation, and the settings and seconds. ILQL: GPT-2 of 6 layers x 144, 200 optimizer steps of batch 100, target heads
-synced at each, lr from 2e-4 to 0; the values of the one β of 0, 1, 100 that is best at the last of these evaluations.
-Online: the same model first trained 300 steps on the walks (SFT), then 160 optimizer steps of batch 100, each on 100
-fresh responses, with lr 3e-4 and no KL; the critic of PPO and A2C is a network of its own with new weights and lr 1e-3.
---times 3 trains three times as long. Seconds include the SFT; wall seconds also what shared the cores.
+Methods are ilql, ppo, a2c, grpo, rloo and reinforce++; --times 3 trains three times as long. The task is
+`randomwalks_task`, and docs/results/randomwalks.md says how each method trains and what is measured.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import time
 from collections import defaultdict
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import harness
 import randomwalks_task as rw
 import torch
-from harness import PAGES, RESULTS, ROOT, Results, figure, markdown, mean_and_spread, ppo_trainer, write_page
 from transformers import GPT2LMHeadModel
 
 from chatgpt.nn import GPTActor, GPTCritic, ILQLModel
 from chatgpt.strategies import NaiveStrategy
-from chatgpt.trainer import BetaEvaluation, ILQLTrainer, PromptEvaluation, SFTTrainer, rewarded
+from chatgpt.trainer import BetaEvaluation, ILQLTrainer, PromptEvaluation, rewarded
 from chatgpt.trainer.algorithms import ESTIMATORS
-from chatgpt.trainer.callbacks import Evaluator, ProgressBar
+from chatgpt.trainer.callbacks import Evaluator
 
 BETAS = (0.0, 1.0, 100.0)
 NUM_SAMPLES, BATCH, SFT_STEPS, STEPS = 32, 100, 300, 160
@@ -74,7 +66,7 @@ def evaluation(task: rw.Task, tokenizer: Any, **generate: Any) -> Any:
     )
 
 
-def run_ilql(graph_seed: int, seed: int, times: int = 1, *, every: int = 20, **changes: Any) -> dict[str, Any]:
+def run_ilql(graph_seed: int, seed: int, times: int = 1, **changes: Any) -> dict[str, Any]:
     task, tokenizer = rw.make_task(graph_seed), rw.tokenizer()
     records = rewarded(rw.sequences(task.walks), [task.optimality(w) for w in task.walks])
     curve = Curve(BetaEvaluation(evaluation(task, tokenizer, top_k=10), BETAS))
@@ -89,17 +81,16 @@ def run_ilql(graph_seed: int, seed: int, times: int = 1, *, every: int = 20, **c
         'lr_schedule': 'linear',
     }
     with NaiveStrategy(seed=seed, device='cpu') as strategy:
-        model = ILQLModel(GPT2LMHeadModel(rw.config()))
-        model, optim = strategy.prepare((model, torch.optim.AdamW(model.parameters(), lr=2e-4)))
-        trainer = ILQLTrainer(
+        trainer = harness.offline_trainer(
+            ILQLTrainer,
             strategy,
-            model,
-            optim,
+            ILQLModel(GPT2LMHeadModel(rw.config())),
             records,
+            optimizer=partial(torch.optim.AdamW, lr=2e-4),
+            callbacks=[Evaluator(curve, 1)],
             tokenizer=tokenizer,
             train_batch_size=BATCH,
-            log_interval=every,
-            callbacks=[Evaluator(curve, 1), ProgressBar(enabled=False)],
+            log_interval=20,
             **{'max_epochs': 20 * times} | settings | changes,
         )
         trainer.fit()
@@ -108,52 +99,29 @@ def run_ilql(graph_seed: int, seed: int, times: int = 1, *, every: int = 20, **c
     return {'optimality': by_beta[best], 'beta': best, 'by_beta': by_beta, 'settings': settings}
 
 
-def sft_model(task: rw.Task, graph_seed: int, seed: int, cache: Path | None = None) -> tuple[Any, dict[str, float]]:
+def sft_model(task: rw.Task, graph_seed: int, seed: int, cache: Path) -> tuple[Any, dict[str, float]]:
     """The model that has learned the walks (300 steps of batch 100) and its seconds; kept in `cache` for the other
     methods."""
-    file = cache / f'sft-{graph_seed}-{seed}.pt' if cache is not None else None
-    if file is not None and file.exists():
+    file = cache / f'sft-{graph_seed}-{seed}.pt'
+    if file.exists():
         kept = torch.load(file, weights_only=True)
         actor = GPTActor(config=rw.config())
         actor.load_state_dict(kept['weights'])
         return actor, kept['seconds']
-    wall, cpu = time.perf_counter(), time.process_time()
-    with NaiveStrategy(seed=seed, device='cpu') as strategy:
-        actor = GPTActor(config=rw.config())
-        actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=3e-4)))
-        SFTTrainer(
-            strategy,
-            actor,
-            optim,
-            rw.sequences(task.walks),
-            train_batch_size=BATCH,
-            max_epochs=1000,
-            max_steps=SFT_STEPS,
-            callbacks=[ProgressBar(enabled=False)],
-        ).fit()
-        bare = strategy.unwrap(actor)
-    seconds = {'sft_wall_s': time.perf_counter() - wall, 'sft_cpu_s': time.process_time() - cpu}
-    if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(f'.{os.getpid()}')
-        torch.save({'weights': bare.state_dict(), 'seconds': seconds}, part)
-        part.replace(file)
+    bare, seconds = harness.timed(lambda: rw.learn_walks(task, rw.config(), seed, steps=SFT_STEPS, lr=3e-4))
+    seconds = {f'sft_{name}': spent for name, spent in seconds.items()}
+    cache.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f'.{os.getpid()}')
+    torch.save({'weights': bare.state_dict(), 'seconds': seconds}, part)
+    part.replace(file)
     return bare, seconds
 
 
 def run_online(
-    method: str,
-    graph_seed: int,
-    seed: int,
-    times: int = 1,
-    cache: Path | None = None,
-    *,
-    every: int = 10,
-    **changes: Any,
+    method: str, graph_seed: int, seed: int, times: int = 1, *, cache: Path, **changes: Any
 ) -> dict[str, Any]:
     task, tokenizer = rw.make_task(graph_seed), rw.tokenizer()
     actor, seconds = sft_model(task, graph_seed, seed, cache)
-    wall, cpu = time.perf_counter(), time.process_time()
     curve = Curve(evaluation(task, tokenizer))
     settings = {'max_epochs': 1, 'lr': 3e-4, 'critic_lr': 1e-3, 'kl_coef': 0.0} | ONLINE[method] | changes
     lr, critic_lr = settings.pop('lr'), settings.pop('critic_lr')
@@ -161,38 +129,36 @@ def run_online(
     with NaiveStrategy(seed=seed, device='cpu') as strategy:
         values = ESTIMATORS[settings['advantage_estimator']].needs_values
         adam = partial(torch.optim.AdamW, eps=1e-5, weight_decay=0.0)
-        trainer = ppo_trainer(
+        trainer = harness.ppo_trainer(
             strategy,
             actor,
             GPTCritic(config=rw.config()) if values else None,
             reward_of(task),
             optimizer=partial(adam, lr=lr),
             critic_optimizer=partial(adam, lr=critic_lr),
-            callbacks=[Evaluator(curve, every)],
+            callbacks=[Evaluator(curve, 10)],
             tokenizer=tokenizer,
             experience_batch_size=BATCH // group,
             train_batch_size=BATCH,
             max_new_tokens=rw.MAX_LENGTH - 1,
             **settings,
         )
-        trainer.fit(task.starts, 1, STEPS * times // settings['max_epochs'], 1)
+        _, spent = harness.timed(lambda: trainer.fit(task.starts, 1, STEPS * times // settings['max_epochs'], 1))
     return {
         'optimality': [row['score_mean'] for row in curve.rows],
         'settings': settings | {'lr': lr, 'critic_lr': critic_lr},
-        'wall_s': seconds['sft_wall_s'] + time.perf_counter() - wall,
-        'cpu_s': seconds['sft_cpu_s'] + time.process_time() - cpu,
+        **{name: seconds[f'sft_{name}'] + spent[name] for name in spent},
         **seconds,
     }
 
 
 def measure(method: str, graph_seed: int, seed: int, times: int, cache: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
-    start, cpu = time.perf_counter(), time.process_time()
     if method == 'ilql':
-        result = run_ilql(graph_seed, seed, times)
-        result |= {'wall_s': time.perf_counter() - start, 'cpu_s': time.process_time() - cpu}
+        result, spent = harness.timed(lambda: run_ilql(graph_seed, seed, times))
+        result |= spent
     else:
-        result = run_online(method, graph_seed, seed, times, cache)
+        result = run_online(method, graph_seed, seed, times, cache=cache)
     return result | {'method': method, 'graph_seed': graph_seed, 'seed': seed, 'times': times}
 
 
@@ -207,15 +173,15 @@ def table(runs: dict[tuple[int, int, int], list[dict[str, Any]]]) -> str:
         name = METHODS[number] + (f', {times} times as long' if times > 1 else '')
         reached = f'> {goal:g}: {sum(x > goal for x in last)} of {len(last)}' if goal else ''
         seconds = [f'{sum(r[k] for r in found) / len(found):.0f}' for k in ('wall_s', 'cpu_s')]
-        rows.append([name, graph, len(found), mean_and_spread(last), reached, *seconds])
-    return markdown(
+        rows.append([name, graph, len(found), harness.mean_and_spread(last), reached, *seconds])
+    return harness.markdown(
         'method | graph | seeds | last four evaluations: mean (least, greatest) | goal | wall s | CPU s', rows
     )
 
 
-def plot(runs: dict[tuple[int, int, int], list[dict[str, Any]]], path: Path) -> None:
+def plot(runs: dict[tuple[int, int, int], list[dict[str, Any]]]) -> None:
     titles = ['one line a seed'] + ['three times as long'] * any(times > 1 for _, times, _ in runs)
-    with figure(path, len(titles), sharey=True) as axes:
+    with harness.figure('randomwalks.png', len(titles), sharey=True) as axes:
         for (number, times, graph), found in sorted(runs.items()):
             for i, one in enumerate(found if graph == 1000 else ()):
                 steps, last = (200 if METHODS[number] == 'ilql' else STEPS) * times, len(one['optimality']) - 1
@@ -229,17 +195,16 @@ def plot(runs: dict[tuple[int, int, int], list[dict[str, Any]]], path: Path) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.script_parser(__doc__, 'randomwalks.md')
     parser.add_argument('--methods', nargs='*', choices=METHODS, default=list(METHODS))
     parser.add_argument('--graph_seeds', type=int, nargs='+', default=[1000])
     parser.add_argument('--seeds', type=int, nargs='+', default=[1, 2, 3])
     parser.add_argument('--times', type=int, default=1)
     parser.add_argument(
-        '--cache', type=Path, default=ROOT / 'outputs' / 'randomwalks', help='where the models of the SFT stay'
+        '--cache', type=Path, default=harness.ROOT / 'outputs' / 'randomwalks', help='where the models of the SFT stay'
     )
-    parser.add_argument('--page', action='store_true', help='write docs/results/randomwalks.md from all results')
     args = parser.parse_args()
-    results = Results(RESULTS / 'randomwalks.json')
+    results = harness.Results('randomwalks.json')
     for method, graph, seed in product(args.methods, args.graph_seeds, args.seeds):
         asked = (method, graph, seed, args.times)
         results.measure(' '.join(map(str, asked)), lambda a=asked: measure(*a, args.cache), show=last_four)
@@ -247,8 +212,8 @@ def main() -> None:
         runs = defaultdict(list)
         for run in results.values():
             runs[METHODS.index(run['method']), run['times'], run['graph_seed']].append(run)
-        write_page(PAGES / 'randomwalks.md', runs=table(runs))
-        plot(runs, PAGES / 'randomwalks.png')
+        harness.write_page('randomwalks.md', runs=table(runs))
+        plot(runs)
 
 
 if __name__ == '__main__':

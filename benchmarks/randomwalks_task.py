@@ -11,14 +11,18 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from harness import gpt2
+from harness import gpt2, offline_trainer
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from chatgpt.nn import GPTActor
+from chatgpt.strategies import NaiveStrategy
+from chatgpt.trainer import SFTTrainer
 from chatgpt.types import Sequence
 
 NUM_NODES, MAX_LENGTH, NUM_WALKS = 21, 10, 1000
@@ -127,3 +131,13 @@ def sequences(walks: Any) -> list[Any]:
         mask = torch.ones_like(response, dtype=torch.bool)
         records.append(Sequence(prompt_ids=torch.tensor([ids[walk[0]]]), response_ids=response, response_mask=mask))
     return records
+
+
+def learn_walks(task: Task, config: Any, seed: int, *, steps: int, lr: float) -> GPTActor:
+    """A new model that has learned the walks, in batches of 100."""
+    with NaiveStrategy(seed=seed, device='cpu') as strategy:
+        actor = GPTActor(config=config)
+        adam = partial(torch.optim.AdamW, lr=lr)
+        data, settings = sequences(task.walks), {'train_batch_size': 100, 'max_epochs': 1000, 'max_steps': steps}
+        offline_trainer(SFTTrainer, strategy, actor, data, optimizer=adam, **settings).fit()
+        return actor

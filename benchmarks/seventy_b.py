@@ -8,13 +8,12 @@ The numbers are kept (--json) and taken up again. Left out: speed.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from harness import PAGES, RESULTS, Results, markdown, write_page
+from harness import RESULTS, Results, markdown, script_parser, write_page
 from transformers import LlamaConfig
 from which_gpu import planned
 
@@ -152,16 +151,15 @@ def memory_table(numbers: dict[str, Any], gpus: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, 'seventy_b.md')
     parser.add_argument('--json', type=Path, default=RESULTS / 'seventy_b.json', help='taken up again if there')
-    parser.add_argument('--page', action='store_true', help='write the tables into docs/results/seventy_b.md')
     args = parser.parse_args()
     results = Results(args.json)
     for gpus, method, layout in product(GPUS, METHODS, LAYOUTS):
         results.measure(f'{gpus}, {method}, {layout}', lambda asked=(method, layout, gpus): row(*asked))
     if args.page:
         tables = {f'fits {gpus}': fits_table(results, gpus) for gpus in GPUS}
-        write_page(PAGES / 'seventy_b.md', **tables, **{f'memory {gpus}': memory_table(results, gpus) for gpus in GPUS})
+        write_page('seventy_b.md', **tables, **{f'memory {gpus}': memory_table(results, gpus) for gpus in GPUS})
 
 
 if __name__ == '__main__':

@@ -20,32 +20,17 @@ Lengths are fixed (every response runs to the limit) or vary: geometric with a m
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
-import time
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any
 
+import harness
 import torch
-from harness import (
-    PAGES,
-    RESULTS,
-    alternate,
-    cpu_seconds,
-    end_probability,
-    gpt2,
-    least_median_greatest,
-    markdown,
-    ppo_trainer,
-    ratios,
-    write_json,
-    write_page,
-)
 from torch import nn
-from transformers import GenerationConfig, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
 from chatgpt.batching import collate
 from chatgpt.nn import Actor, GPTActor, GPTCritic, RewardModel
@@ -56,7 +41,6 @@ from chatgpt.types import Prompt, Sequence
 ROWS, PROMPT_TOKENS, NEW_TOKENS, VOCAB = 32, 16, 48, 512
 END = 1
 PARTS = ('collect', 'score', 'learn')
-SAMPLED = {'do_sample': True, 'top_k': 0, 'top_p': 1.0, 'temperature': 1.0, 'use_cache': True, 'pad_token_id': 0}
 
 
 # ---------------------------------------------------------------------- PPO against its own arithmetic
@@ -64,10 +48,10 @@ SAMPLED = {'do_sample': True, 'top_k': 0, 'top_p': 1.0, 'temperature': 1.0, 'use
 
 def make_trainer(arrangement: str, epochs: int) -> Any:
     strategy, shared = NaiveStrategy(seed=0), arrangement == 'shared trunk'
-    actor = GPTActor(config=gpt2(), value_head=True if shared else None)
-    critic = None if shared else GPTCritic(config=gpt2())
+    actor = GPTActor(config=harness.gpt2(), value_head=True if shared else None)
+    critic = None if shared else GPTCritic(config=harness.gpt2())
     reward = (lambda prompts, responses: [0.0] * len(prompts)) if shared else RewardModel(deepcopy(critic.model))
-    trainer = ppo_trainer(
+    trainer = harness.ppo_trainer(
         strategy, actor, critic, reward, deepcopy(actor), optimizer=partial(torch.optim.AdamW, lr=1e-5, eps=1e-5),
         experience_batch_size=ROWS, train_batch_size=ROWS, max_epochs=epochs, max_new_tokens=NEW_TOKENS,
         max_tokens_per_batch=ROWS * (PROMPT_TOKENS + NEW_TOKENS),
@@ -85,11 +69,9 @@ def one_phase(trainer: Any) -> dict[str, float]:
 
 def bare_costs() -> dict[str, float]:
     """CPU seconds of the model alone, without a library."""
-    model = GPT2LMHeadModel(gpt2()).eval()
+    model = GPT2LMHeadModel(harness.gpt2()).eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, eps=1e-5)
     ids = torch.randint(2, VOCAB, (ROWS, PROMPT_TOKENS + NEW_TOKENS))
-    prompts = ids[:, :PROMPT_TOKENS]
-    sampling = {'do_sample': True, 'max_new_tokens': NEW_TOKENS, 'min_new_tokens': NEW_TOKENS, 'pad_token_id': 0}
 
     @torch.no_grad()
     def forward() -> None:
@@ -98,20 +80,20 @@ def bare_costs() -> dict[str, float]:
     def backward() -> None:
         model(ids, labels=ids, use_cache=False).loss.backward()
 
-    @torch.no_grad()
-    def generate() -> None:
-        model.generate(prompts, attention_mask=torch.ones_like(prompts), **sampling)
+    def bare_generate() -> None:
+        harness.generate(model, ids[:, :PROMPT_TOKENS], NEW_TOKENS, top_k=50)  # as it draws unless told otherwise
 
+    acts = {'forward': forward, 'backward': backward, 'step': optimizer.step, 'generate': bare_generate}
     costs = {}
-    for act in (forward, backward, optimizer.step, generate):  # the step has the gradients of the one before
+    for name, act in acts.items():  # the step has the gradients of the one before
         act()  # warm-up
-        costs[act.__name__] = cpu_seconds(act)
+        costs[name] = harness.cpu_seconds(act)
     return costs
 
 
 def measure_ppo(arrangement: str, epochs: int, repeats: int) -> dict[str, Any]:
     trainer = make_trainer(arrangement, epochs)
-    found = alternate({'bare': lambda _: bare_costs(), 'phase': lambda _: one_phase(trainer)}, repeats)
+    found = harness.alternate({'bare': lambda _: bare_costs(), 'phase': lambda _: one_phase(trainer)}, repeats)
     bare = {name: statistics.median(row[name] for row in found['bare']) for name in found['bare'][0]}
     parts = {part: statistics.median(row[part] for row in found['phase']) for part in PARTS}
     parts['total'] = statistics.median(sum(row.values()) for row in found['phase'])
@@ -133,13 +115,13 @@ def measure_ppo(arrangement: str, epochs: int, repeats: int) -> dict[str, Any]:
 def ppo(repeats: int, page: bool) -> str:
     found = [measure_ppo(a, epochs, repeats) for a in ('four networks', 'shared trunk') for epochs in (1, 4)]
     if page:
-        write_json(RESULTS / 'ppo_speed.json', found)
+        harness.write_json(harness.RESULTS / 'ppo_speed.json', found)
     rows = []
     for row in found:
         cells = [f'{row["cpu_s"][p]:.2f} ({row["overhead"][p]:.2f})' for p in (*PARTS, 'total')]
         rows.append([row['arrangement'], row['epochs'], f'{row["new_tokens_per_cpu_s"]:.0f}', *cells])
     head = 'arrangement | epochs | new tokens / CPU s | ' + ' | '.join(f'{p} s (x bare)' for p in (*PARTS, 'total'))
-    return markdown(head, rows)
+    return harness.markdown(head, rows)
 
 
 # ---------------------------------------------------------------------- collecting against model.generate
@@ -149,7 +131,9 @@ def with_end(end_prob: float) -> Any:
     """A random GPT-2 whose end token has this probability at every step (0: never); other tokens are equally likely."""
     torch.manual_seed(0)
     none = dict.fromkeys(('bos_token_id', 'eos_token_id', 'pad_token_id'))
-    model = GPT2LMHeadModel(gpt2(positions=PROMPT_TOKENS + NEW_TOKENS, tie_word_embeddings=False, **none)).eval()
+    model = GPT2LMHeadModel(
+        harness.gpt2(positions=PROMPT_TOKENS + NEW_TOKENS, tie_word_embeddings=False, **none)
+    ).eval()
     model.lm_head = head = nn.Linear(model.config.n_embd, VOCAB)
     head.weight.data.zero_()  # costs as much as any other and makes the end probability exact: p = e^b / (e^b + V - 1)
     head.bias.data.zero_()
@@ -163,7 +147,6 @@ def rollout_rows(end_prob: float, repeats: int) -> list[list[str]]:
     input_ids = torch.randint(2, VOCAB, (ROWS, PROMPT_TOKENS))
     prompts, eos = [Prompt(ids=row) for row in input_ids], (END,) if end_prob > 0 else ()
     sampling = SamplingParams(max_new_tokens=NEW_TOKENS, eos_token_ids=eos)
-    generation = GenerationConfig(max_new_tokens=NEW_TOKENS, eos_token_id=END if eos else None, **SAMPLED)
     engine = LocalEngine()
     engine.begin(Actor(model))
 
@@ -173,36 +156,37 @@ def rollout_rows(end_prob: float, repeats: int) -> list[list[str]]:
 
     def reference(number: int) -> int:
         torch.manual_seed(number)
-        with torch.inference_mode():
-            found = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), generation_config=generation)
-        response = found[:, PROMPT_TOKENS:]
+        response = harness.generate(model, input_ids, NEW_TOKENS, eos_token_id=END if eos else None)[:, PROMPT_TOKENS:]
         ended = (response == END).int().cumsum(1).clamp(max=1) if eos else torch.zeros_like(response)
         return int((1 - ended).sum() + ended.any(1).sum())
 
-    def measured(run: Callable[[int], int]) -> Callable[[int], tuple[float, float, float]]:
-        """CPU seconds, wall seconds, CPU seconds per token."""
-
-        def once(number: int) -> tuple[float, float, float]:
-            wall, cpu = time.perf_counter(), time.process_time()
-            tokens = run(number)
-            cpu = time.process_time() - cpu
-            return cpu, time.perf_counter() - wall, cpu / tokens
-
-        return once
-
-    found = alternate({'local': measured(local), 'generate': measured(reference)}, repeats)
+    sides = {'local': local, 'generate': reference}
+    found = harness.alternate(
+        {name: lambda n, act=act: harness.timed(lambda: act(n)) for name, act in sides.items()}, repeats
+    )
     engine.end()
+    measures: dict[str, Callable[[int, dict[str, float]], float]] = {
+        'CPU s': lambda tokens, spent: spent['cpu_s'],
+        'wall s': lambda tokens, spent: spent['wall_s'],
+        'CPU s per token': lambda tokens, spent: spent['cpu_s'] / tokens,
+    }
     rows = []
-    sides = (list(zip(*found[name], strict=True)) for name in ('local', 'generate'))
-    for what, a, b in zip(('CPU s', 'wall s', 'CPU s per token'), *sides, strict=True):
-        rows.append([what, least_median_greatest(ratios(a, b)), *(f'{statistics.median(side):.4g}' for side in (a, b))])
+    for what, measure in measures.items():
+        a, b = ([measure(*one) for one in found[name]] for name in sides)
+        rows.append(
+            [
+                what,
+                harness.least_median_greatest(harness.ratios(a, b)),
+                *(f'{statistics.median(side):.4g}' for side in (a, b)),
+            ]
+        )
     return rows
 
 
 def rollout(repeats: int, page: bool) -> str:
-    kinds = {'fixed': 0.0, 'varying': end_probability(1 / 3, NEW_TOKENS)}
+    kinds = {'fixed': 0.0, 'varying': harness.end_probability(1 / 3, NEW_TOKENS)}
     rows = [['4 x 256', kind, *row] for kind, end_prob in kinds.items() for row in rollout_rows(end_prob, repeats)]
-    return markdown('GPT-2 | lengths | measure | ratio: least median greatest | local engine | generate', rows)
+    return harness.markdown('GPT-2 | lengths | measure | ratio: least median greatest | local engine | generate', rows)
 
 
 # ---------------------------------------------------------------------- without padding
@@ -214,15 +198,13 @@ def sequences(kind: str) -> list[Sequence]:
     for _ in range(ROWS):
         drawn = 1 + int(torch.empty(1).exponential_(3 / NEW_TOKENS, generator=generator))
         length = NEW_TOKENS if kind == 'fixed' else min(drawn, NEW_TOKENS)
-        prompt, response = (torch.randint(2, VOCAB, (n,), generator=generator) for n in (PROMPT_TOKENS, length))
-        mask = torch.ones(length, dtype=torch.bool)
-        found.append(Sequence(prompt_ids=prompt, response_ids=response, response_mask=mask))
+        found.append(harness.random_sequence(generator, PROMPT_TOKENS, length, VOCAB))
     return found
 
 
 def packing_row(precision: str, kind: str, repeats: int) -> list[str]:
     torch.manual_seed(0)
-    actor, items = GPTActor(config=gpt2()).eval(), sequences(kind)
+    actor, items = GPTActor(config=harness.gpt2()).eval(), sequences(kind)
     batches = {name: collate(items, pack=name == 'packed') for name in ('padded', 'packed')}
 
     def forward(batch: Any) -> Any:
@@ -235,19 +217,23 @@ def packing_row(precision: str, kind: str, repeats: int) -> list[str]:
 
     def both(batch: Any) -> tuple[float, float]:
         with torch.no_grad():
-            alone = cpu_seconds(lambda: forward(batch))
-        return alone, cpu_seconds(lambda: learn(batch))
+            alone = harness.cpu_seconds(lambda: forward(batch))
+        return alone, harness.cpu_seconds(lambda: learn(batch))
 
-    found = alternate({name: lambda _, b=batch: both(b) for name, batch in batches.items()}, repeats)
+    found = harness.alternate({name: lambda _, b=batch: both(b) for name, batch in batches.items()}, repeats)
     sides = [zip(*found[name], strict=True) for name in ('padded', 'packed')]
-    cells = [least_median_greatest(ratios(padded, packed)) for padded, packed in zip(*sides, strict=True)]
+    cells = [
+        harness.least_median_greatest(harness.ratios(padded, packed)) for padded, packed in zip(*sides, strict=True)
+    ]
     share = sum(s.num_tokens for s in items) / (len(items) * max(s.num_tokens for s in items))
     return [kind, precision, f'{share:.2f}', f'{1 / share:.2f}', *cells]
 
 
 def packing(repeats: int, page: bool) -> str:
     head = 'lengths | compute | real tokens | bound | forward: least median greatest | forward and backward'
-    return markdown(head, [packing_row(p, kind, repeats) for p in ('fp32', 'bf16') for kind in ('fixed', 'eos')])
+    return harness.markdown(
+        head, [packing_row(p, kind, repeats) for p in ('fp32', 'bf16') for kind in ('fixed', 'eos')]
+    )
 
 
 MEASUREMENTS: dict[str, tuple[Callable[[int, bool], str], int]] = {
@@ -259,17 +245,16 @@ MEASUREMENTS: dict[str, tuple[Callable[[int, bool], str], int]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.script_parser(__doc__, 'speed.md')
     parser.add_argument('what', choices=MEASUREMENTS)
     parser.add_argument('--repeats', type=int, help='rounds')
-    parser.add_argument('--page', action='store_true', help='write the table into docs/results/speed.md')
     args = parser.parse_args()
     torch.set_num_threads(1)
     measure, repeats = MEASUREMENTS[args.what]
     table = measure(args.repeats or repeats, args.page)
     print(table)
     if args.page:
-        write_page(PAGES / 'speed.md', **{args.what: table})
+        harness.write_page('speed.md', **{args.what: table})
 
 
 if __name__ == '__main__':

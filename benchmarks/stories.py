@@ -9,19 +9,16 @@ picture.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
-import time
 from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from harness import PAGES, RESULTS, ROOT, figure, markdown, write_json, write_page
+from harness import RESULTS, ROOT, environment, figure, markdown, script_parser, timed, write_json, write_page
 
 PHASES, SAMPLES = 40, 32
 SETTINGS = {
@@ -52,9 +49,8 @@ def run(model: str, prompts: str, strategy: str, seed: int, folder: Path) -> dic
         'save_path': folder,
     }
     command = [sys.executable, *ranks, *script, *(f'--{k}={v}' for k, v in (flags | SETTINGS).items())]
-    env = os.environ | {'OMP_NUM_THREADS': '1', 'PYTHONPATH': f'{ROOT}{os.pathsep}{os.environ.get("PYTHONPATH", "")}'}
-    start = time.perf_counter()
-    subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
+    env = environment(OMP_NUM_THREADS='1')
+    _, spent = timed(lambda: subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL))
     rows, samples = (
         [json.loads(line) for line in (folder / name).read_text().splitlines()]
         for name in ('metrics.jsonl', 'samples.jsonl')
@@ -62,12 +58,12 @@ def run(model: str, prompts: str, strategy: str, seed: int, folder: Path) -> dic
     scores, kls = ([row[f'rollout/{name}_mean'] for row in rows] for name in ('score', 'kl'))
     means = {'first3': mean(scores[:3]), 'last5': mean(scores[-5:])}
     about = {'strategy': strategy, 'seed': seed, 'score': scores, 'kl': kls, **means}
-    about |= {'ratio': means['last5'] / means['first3'], 'kl_max': max(kls), 'wall_s': time.perf_counter() - start}
+    about |= {'ratio': means['last5'] / means['first3'], 'kl_max': max(kls), 'wall_s': spent['wall_s']}
     return about | {'samples': samples}
 
 
-def plot(results: list[dict[str, Any]], path: Path) -> None:
-    with figure(path, 2, size=(5, 3.6)) as (left, right):
+def plot(results: list[dict[str, Any]]) -> None:
+    with figure('stories.png', 2, size=(5, 3.6)) as (left, right):
         for result in results:
             color = 'tab:blue' if result['strategy'] == 'naive' else 'tab:orange'
             style = {'color': color, 'linestyle': ('-', '--', ':')[result['seed'] % 3]}
@@ -97,7 +93,7 @@ def told(samples: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument('--model', required=True, help='folder of stories260K')
     parser.add_argument('--prompts', required=True, help='file of story prompts')
     parser.add_argument('--strategies', nargs='+', choices=('naive', 'ddp'), default=['naive', 'ddp'])
@@ -109,8 +105,8 @@ def main() -> None:
             results.append(run(args.model, args.prompts, strategy, seed, Path(folder) / 'run'))
         print(table(results).splitlines()[-1], flush=True)
     write_json(RESULTS / 'stories.json', [{k: v for k, v in r.items() if k != 'samples'} for r in results])
-    plot(results, PAGES / 'stories.png')
-    write_page(PAGES / 'stories.md', runs=table(results), samples=told(results[0]['samples']))
+    plot(results)
+    write_page('stories.md', runs=table(results), samples=told(results[0]['samples']))
 
 
 if __name__ == '__main__':

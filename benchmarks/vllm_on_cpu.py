@@ -10,7 +10,6 @@ Without --model, a Llama of 134 million parameters with random weights.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -23,7 +22,7 @@ os.environ.setdefault('OMP_NUM_THREADS', '1')
 os.environ.setdefault('VLLM_LOGGING_LEVEL', 'ERROR')
 
 import torch
-from harness import PAGES, alternate, markdown, where, write_page
+from harness import alternate, generate, markdown, script_parser, where, write_page
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from chatgpt.nn import Actor
@@ -75,10 +74,7 @@ def measure(model: Any, *, batch: int, prompt: int, new: int, rounds: int) -> di
 
     def plain(seed: int) -> float:
         torch.manual_seed(seed)
-        settings = {'do_sample': True, 'top_k': 0, 'top_p': 1.0, 'temperature': 1.0, 'max_new_tokens': new}
-        settings |= {'min_new_tokens': new, 'pad_token_id': 0}
-        with torch.no_grad():
-            return timed(lambda: model.generate(ids, attention_mask=torch.ones_like(ids), **settings))[0]
+        return timed(lambda: generate(model, ids, new, min_new_tokens=new))[0]
 
     ways = {name: lambda seed, e=engine: generated(e, seed) for name, engine in engines.items()} | {'generate': plain}
     times = alternate(ways, rounds)
@@ -102,11 +98,10 @@ def measure(model: Any, *, batch: int, prompt: int, new: int, rounds: int) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__, 'vllm.md')
     parser.add_argument('--model', help='folder or hub name')
     for name, default in (('batch', 32), ('prompt', 16), ('new', 48), ('rounds', 3)):
         parser.add_argument(f'--{name}', type=int, default=default)
-    parser.add_argument('--page', action='store_true', help='write docs/results/vllm.md')
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = model_of(args.model)
@@ -128,7 +123,7 @@ def main() -> None:
     measured = markdown(' | tokens per CPU second | CPU seconds'.split(' | '), rows) + '\n\n' + said
     print(measured)
     if args.page:
-        write_page(PAGES / 'vllm.md', measured=measured)
+        write_page('vllm.md', measured=measured)
 
 
 if __name__ == '__main__':

@@ -17,7 +17,6 @@ Peers: PPO with four networks in TRL 1.12.0, classic PPO with a value head in 0.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -25,25 +24,16 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE / 'peers'))
+import harness
 
-from harness import (  # noqa: E402
-    PAGES,
-    RESULTS,
-    Worker,
-    end_probability,
-    gpt2,
-    install_wheels,
-    machine,
-    markdown,
-    spread,
-    write_json,
-    write_page,
-)
+PEERS = Path(__file__).resolve().parent / 'peers'
+sys.path.insert(0, str(PEERS))
+
 from work import EOS, PAD, Case, prompt_ids  # noqa: E402
 
 # torch comes first and pinned, from the same place as the library's: trl asks for any torch, which may bring gigabytes
@@ -62,24 +52,20 @@ TARGETS = {('fixed', 'fp32'): 1.5, ('fixed', 'bf16'): 3.0, ('eos', 'fp32'): 3.0,
 
 
 def all_cases() -> list[Case]:
-    cases = []
+    cases, lengths = [], ('fixed', 'eos')
     for precision in ('fp32', 'bf16', 'bf16 weights'):
-        for peer in ('trl_ppo', 'trl_classic'):
-            for lengths in ('fixed', 'eos'):
-                cases += [
-                    Case(peer, 'ppo', lengths, precision, epochs)
-                    for epochs in ((1,) if 'weights' in precision else (1, 4))
-                ]
-        for method in ('grpo', 'rloo') if 'weights' not in precision else ():
-            for lengths in ('fixed', 'eos'):
-                cases += [Case('trl_now', method, lengths, precision, kl=kl) for kl in (False, True)]
+        weights = precision == 'bf16 weights'  # a setting of PPO's peers
+        for peer, kind, epochs in product(('trl_ppo', 'trl_classic'), lengths, (1,) if weights else (1, 4)):
+            cases.append(Case(peer, 'ppo', kind, precision, epochs))
+        for method, kind, kl in product(() if weights else ('grpo', 'rloo'), lengths, (False, True)):
+            cases.append(Case('trl_now', method, kind, precision, kl=kl))
     return cases
 
 
 # ---------------------------------------------------------------- the peers' environments and the model
 
 
-def environment(name: str, folder: Path) -> Path:
+def own_python(name: str, folder: Path) -> Path:
     """The Python of a peer's own environment, made on first use."""
     python, stamp = folder / name / 'bin' / 'python', folder / name / 'made.txt'
     wanted = '\n'.join([TORCH, *ENVIRONMENTS[name]])
@@ -101,7 +87,7 @@ def site_of(name: str, wheels: Path, folder: Path, timeout_s: float = 300.0) -> 
     """
     site = folder / name / 'site'
     if not site.exists():
-        install_wheels(wheels / name, site, timeout_s)
+        harness.install_wheels(wheels / name, site, timeout_s)
     return site
 
 
@@ -121,7 +107,7 @@ def save_model(
     torch.manual_seed(0)
     positions = max(128, like.prompt_tokens + like.new_tokens)
     ends = {'bos_token_id': EOS, 'eos_token_id': EOS, 'pad_token_id': PAD}
-    config = gpt2(like.vocab, layers, width, heads, positions, **ends)
+    config = harness.gpt2(like.vocab, layers, width, heads, positions, **ends)
     with torch.device(like.device):
         model = GPT2LMHeadModel(config).eval()
     words, norm = model.transformer.wte.weight, model.transformer.ln_f
@@ -133,7 +119,7 @@ def save_model(
         if lengths == 'eos':
             prompts = prompt_ids(64, like.prompt_tokens, like.vocab).to(like.device)
             others = model(prompts).logits.float().logsumexp(-1).mean().item()
-            p = end_probability(1 / 3, like.new_tokens)
+            p = harness.end_probability(1 / 3, like.new_tokens)
             words[EOS, -1] = others + math.log(p / (1 - p))
     path = folder / 'models' / lengths
     model.save_pretrained(path)
@@ -143,22 +129,22 @@ def save_model(
 # ---------------------------------------------------------------- one side, and the comparison of two
 
 
-class Side(Worker):
+class Side(harness.Worker):
     """A side of a comparison; see the protocol in `peers/work.py`. site: where Python looks first."""
 
     def __init__(self, command: Sequence[str], log: Path, *, site: Path | None = None) -> None:
-        # an environment of its own looks nowhere else
-        kept = os.environ.get('PYTHONPATH') if str(command[0]) == sys.executable else None
         own = {
             'OMP_NUM_THREADS': '1',
             'MKL_NUM_THREADS': '1',
             'HF_HUB_OFFLINE': '1',
             'TOKENIZERS_PARALLELISM': 'false',
             'TRL_EXPERIMENTAL_SILENCE': '1',
-            'PYTHONPATH': os.pathsep.join(str(p) for p in (site, HERE.parent, HERE / 'peers', kept) if p),
         }
+        env = harness.environment(site, PEERS, **own)
+        if str(command[0]) != sys.executable:  # an environment of its own looks nowhere else
+            env['PYTHONPATH'] = os.pathsep.join(map(str, (PEERS, harness.ROOT)))
         log.unlink(missing_ok=True)
-        super().__init__(command, os.environ | own, log)
+        super().__init__(command, env, log)
         self.log = log
 
     def hear(self, timeout_s: float = float('inf')) -> dict[str, Any]:  # type: ignore[override]
@@ -185,18 +171,17 @@ def summary(rounds: Sequence[tuple[dict[str, float], dict[str, float]]]) -> dict
             'mean_length': sum(u['new_tokens'] for u in updates) / sum(u['sequences'] for u in updates),
         }
 
+    def total(which: int) -> float:
+        return sum(pair[which]['new_tokens'] for pair in rounds) / sum(pair[which]['cpu_s'] for pair in rounds)
+
     return {
-        'ratio': spread([rate(a, 'cpu_s') / rate(b, 'cpu_s') for a, b in rounds]),
-        'ratio_wall': spread([rate(a, 'wall_s') / rate(b, 'wall_s') for a, b in rounds]),
+        'ratio': harness.spread([rate(a, 'cpu_s') / rate(b, 'cpu_s') for a, b in rounds]),
+        'ratio_wall': harness.spread([rate(a, 'wall_s') / rate(b, 'wall_s') for a, b in rounds]),
         # over all rounds together: with lengths that vary, a round's ratio depends on what was drawn
-        'ratio_total': _total_rate(rounds, 0) / _total_rate(rounds, 1),
+        'ratio_total': total(0) / total(1),
         'ours': own(0),
         'theirs': own(1),
     }
-
-
-def _total_rate(rounds: Sequence[tuple[dict[str, float], dict[str, float]]], which: int) -> float:
-    return sum(pair[which]['new_tokens'] for pair in rounds) / sum(pair[which]['cpu_s'] for pair in rounds)
 
 
 def compare(
@@ -205,7 +190,7 @@ def compare(
     theirs: Sequence[str],
     *,
     rounds: int,
-    warmup: int,
+    warmup: int = 1,
     logs: Path,
     site: Path | None = None,
     told: Callable[[list[tuple[dict[str, float], dict[str, float]]]], None] | None = None,
@@ -229,7 +214,7 @@ def compare(
     finally:
         for side in sides:
             side.end()
-    wanted = next((v for k, v in TARGETS.items() if k == (case.lengths, case.precision.split()[0])), None)
+    wanted = TARGETS.get((case.lengths, case.precision.split()[0]))
     settings = {k: getattr(case, k) for k in ('peer', 'method', 'lengths', 'precision', 'epochs', 'kl')}
     return {'case': settings, 'name': case.name, 'target': wanted, **summary(pairs), 'about': about, 'rounds': pairs}
 
@@ -243,23 +228,16 @@ def table(results: Sequence[dict[str, Any]], *, short: bool = False) -> str:
     for r in results:
         ratio, sides = r['ratio'], (r['ours'], r['theirs'])
         met = '' if r['target'] is None else f'{r["target"]:g} {"met" if ratio["median"] >= r["target"] else "missed"}'
-        cells = {
-            'case': r['name'],
-            'ratio min': f'{ratio["min"]:.2f}',
-            'median': f'**{ratio["median"]:.2f}**',
-            'max': f'{ratio["max"]:.2f}',
-            'all rounds': f'{r["ratio_total"]:.2f}',
-            'target': met,
-            'of wall': f'{r["ratio_wall"]["median"]:.2f}',
-            'ours CPU s': f'{sides[0]["cpu_s"]:.2f}',
-            'theirs': f'{sides[1]["cpu_s"]:.2f}',
-            'ours tokens / CPU s': f'{sides[0]["new_tokens_per_cpu_s"]:.0f}',
-            'theirs ': f'{sides[1]["new_tokens_per_cpu_s"]:.0f}',
-            'mean lengths': ' / '.join(f'{s["mean_length"]:.1f}' for s in sides),
-        }
-        left_out = ('target', 'of wall', 'ours tokens / CPU s', 'theirs ', 'mean lengths') if short else ()
-        rows.append({name: cell for name, cell in cells.items() if name not in left_out})
-    return markdown([name.strip() for name in rows[0]], [list(row.values()) for row in rows]) if rows else ''
+        row = [r['name'], f'{ratio["min"]:.2f}', f'**{ratio["median"]:.2f}**', f'{ratio["max"]:.2f}']
+        row += [f'{r["ratio_total"]:.2f}', met, f'{r["ratio_wall"]["median"]:.2f}']
+        row += [f'{side["cpu_s"]:.2f}' for side in sides]
+        row += [f'{side["new_tokens_per_cpu_s"]:.0f}' for side in sides]
+        row += [' / '.join(f'{side["mean_length"]:.1f}' for side in sides)]
+        rows.append(row)
+    names = 'case | ratio min | median | max | all rounds | target | of wall | ours CPU s | theirs'.split(' | ')
+    names += ['ours tokens / CPU s', 'theirs', 'mean lengths']
+    shown = [0, 1, 2, 3, 4, 7, 8] if short else range(len(names))
+    return harness.markdown([names[i] for i in shown], [[row[i] for i in shown] for row in rows])
 
 
 def results_in(folder: Path) -> list[dict[str, Any]]:
@@ -270,13 +248,13 @@ def results_in(folder: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.script_parser(__doc__)
     parser.add_argument('--only', nargs='+', default=[], help='words that a case name must hold, all of them')
     parser.add_argument('--without', nargs='+', default=[], help='words that a case name must not hold')
     parser.add_argument('--rounds', type=int, default=5)
     parser.add_argument('--warmup', type=int, default=1)
     parser.add_argument('--work-dir', type=Path, default=Path('outputs/peers'), help='environments, models and logs')
-    parser.add_argument('--out', type=Path, default=RESULTS / 'peers', help='folder of one JSON per case')
+    parser.add_argument('--out', type=Path, default=harness.RESULTS / 'peers', help='folder of one JSON per case')
     parser.add_argument(
         '--without-16-bits', action='store_true', help='let oneDNN use no instructions of 16 bits; a table of its own'
     )
@@ -289,7 +267,7 @@ def main() -> None:
     args = parser.parse_args()
     narrow = args.out / 'without_16_bits'
     if args.page:
-        write_page(PAGES / 'peers.md', cases=table(results_in(args.out)), without=table(results_in(narrow), short=True))
+        harness.write_page('peers.md', cases=table(results_in(args.out)), without=table(results_in(narrow), short=True))
         return
     work, out = args.work_dir.resolve(), narrow if args.without_16_bits else args.out
     if args.without_16_bits:
@@ -298,14 +276,14 @@ def main() -> None:
     for case in all_cases():
         if not case.words >= set(args.only) or case.words & set(args.without):
             continue
-        case = Case(**{**vars(case), 'model': folders[case.lengths]})
+        case = replace(case, model=folders[case.lengths])
         site = site_of(case.peer, args.wheels, work) if args.wheels else None
-        python = environment(case.peer, work) if site is None else sys.executable
-        peer = [python, HERE / 'peers' / f'{case.peer}.py']
-        mine = [sys.executable, HERE / 'peers' / 'ours.py']
+        python = own_python(case.peer, work) if site is None else sys.executable
+        peer = [python, PEERS / f'{case.peer}.py']
+        mine = [sys.executable, PEERS / 'ours.py']
         result = compare(case, mine, peer, rounds=args.rounds, warmup=args.warmup, logs=work / 'logs', site=site)
-        result['machine'] = machine()
-        write_json(out / case.file_name, result)
+        result['machine'] = harness.machine()
+        harness.write_json(out / case.file_name, result)
         print(table([result]).splitlines()[-1], flush=True)
 
 

@@ -9,7 +9,6 @@ on the machine moves every number.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import PAGES, alternate, markdown, ratios, where, write_page
+from harness import alternate, markdown, ratios, script_parser, where, write_page
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from chatgpt.nn import Actor
@@ -139,11 +138,10 @@ def table(num_bytes: int, seconds: dict[str, list[float]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, 'weight_transfer.md')
     parser.add_argument('--size', choices=SIZES, default='small')
     parser.add_argument('--workers', type=int, nargs='+', default=[1, 2])
     parser.add_argument('--repeats', type=int, default=5)
-    parser.add_argument('--page', action='store_true', help='write docs/results/weight_transfer.md')
     args = parser.parse_args()
     ray = import_ray('this benchmark')
     options = {'include_dashboard': False, 'log_to_driver': False, 'logging_level': 'error'}
@@ -160,7 +158,7 @@ def main() -> None:
     finally:
         ray.shutdown()
     if args.page:
-        write_page(PAGES / 'weight_transfer.md', measured='\n\n'.join(parts))
+        write_page('weight_transfer.md', measured='\n\n'.join(parts))
 
 
 if __name__ == '__main__':

@@ -13,34 +13,22 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import transformers
-from harness import (
-    PAGES,
-    RESULTS,
-    RETURNS,
-    Results,
-    child,
-    forget_peak,
-    markdown,
-    ppo_trainer,
-    process_memory,
-    write_page,
-)
 from transformers import LlamaConfig
 
 from chatgpt.nn.shared import SharedTrunk
 from chatgpt.plan import Setup, make_plan, show_bytes
 from chatgpt.strategies import NaiveStrategy
-from chatgpt.trainer.callbacks import Callback
 from chatgpt.types import Prompt
 
-GIB = 2**30
 CARDS = (8, 12, 16, 24, 48, 80)
 LENGTHS, SHOWN = (512, 1024, 2048, 4096, 8192, 16384, 32768), 1024
 QWEN = {'max_position_embeddings': 32768}
@@ -111,7 +99,7 @@ def plan_shape(name: str) -> dict[str, Any]:
 
 def fits(size: int, card: int) -> bool:
     """Whether 5 % of the card stay free."""
-    return size <= card * GIB * 0.95
+    return size <= card * harness.GIB * 0.95
 
 
 def longest(peaks: dict[int, int], more: int, card: int) -> str:
@@ -136,67 +124,76 @@ def measured_config(hidden: int, layers: int) -> Any:
     )
 
 
-class PhasePeaks(Callback):
-    """The most resident memory of each phase above that at the start, of the last time that it ran."""
+def trunk_phases(
+    trunk: SharedTrunk,
+    strategy: Any,
+    config: Any,
+    end_of: Callable[[str], None],
+    rows: int,
+    prompt: int,
+    new: int,
+    *,
+    phases: int = 1,
+    rank: int = 16,
+) -> None:
+    """PPO of four models on one trunk, with random prompts and one sequence in a forward; `end_of` is called when
+    loading, collecting, scoring and learning have ended."""
+    actor, critic, reward_model = trunk.actor(rank), trunk.critic(rank), trunk.reward_model(rank)
+    trainer = harness.ppo_trainer(
+        strategy,
+        actor,
+        critic,
+        reward_model,
+        optimizer=partial(strategy.make_optimizer, lr=1e-4),
+        experience_batch_size=rows,
+        train_batch_size=rows,
+        max_epochs=1,
+        max_tokens_per_batch=prompt + new,
+        max_new_tokens=new,
+    )
+    make = trainer.maker.make
 
-    def __init__(self) -> None:
-        self.peaks: dict[str, int] = {}
-        self._begin()
-        self.start = process_memory()['VmRSS']
+    def scored(*args: Any, **kwargs: Any) -> Any:
+        end_of('collect')
+        return make(*args, **kwargs)
 
-    def _begin(self) -> None:
-        gc.collect()
-        forget_peak()
-
-    def end_of(self, phase: str) -> None:
-        self.peaks[phase] = process_memory()['VmHWM'] - self.start
-        self._begin()
-
-    def on_make_experience_start(self, trainer: Any) -> None:
-        self._begin()
-
-    def on_learn_epoch_start(self, trainer: Any, epoch: int) -> None:
-        self.end_of('score')
-
-    def on_phase_end(self, trainer: Any, phase: int, metrics: dict[str, float]) -> None:
-        self.end_of('learn')
-
-    def run(self, trainer: Any, prompts: list[Any]) -> dict[str, int]:
-        """Two phases."""
-        make = trainer.maker.make
-
-        def scored(*args: Any, **kwargs: Any) -> Any:
-            self.end_of('collect')
-            return make(*args, **kwargs)
-
-        trainer.maker.make = scored
-        trainer.fit(prompts, max_timesteps=2, update_timesteps=1)
-        return self.peaks
+    trainer.maker.make = scored
+    end_of('load')
+    drawn = torch.randint(3, config.vocab_size, (rows, prompt), generator=torch.Generator().manual_seed(0))
+    trainer.set_prompts([Prompt(ids=row) for row in drawn])
+    for _ in range(phases):
+        trainer.collect(1)
+        end_of('score')
+        trainer.learn()
+        end_of('learn')
 
 
 def phase_peaks(config: Any) -> dict[str, int]:
-    """Of a run with new weights, which are made block by block as those of a folder are read."""
-    peaks = PhasePeaks()
-    trunk = SharedTrunk.from_pretrained(None, config=config, quantize='nf4', checkpoint=True)  # type: ignore[arg-type]
-    actor, critic, reward_model = trunk.actor(16), trunk.critic(16), trunk.reward_model(16)
-    strategy = NaiveStrategy(seed=0, device='cpu')
+    """The most resident memory of each phase above that at the start, of the second time that it ran. Weights are new,
+    and made block by block as those of a folder are read."""
+    peaks: dict[str, int] = {}
 
-    peaks.end_of('load')
-    trainer = ppo_trainer(
-        strategy, actor, critic, reward_model, optimizer=partial(torch.optim.AdamW, lr=1e-4), callbacks=[peaks],
-        experience_batch_size=MEASURED_ROWS, train_batch_size=MEASURED_ROWS, max_epochs=1,
-        max_tokens_per_batch=MEASURED_PROMPT + MEASURED_NEW, max_new_tokens=MEASURED_NEW,
-    )  # fmt: skip
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(3, MEASURED_VOCAB, (MEASURED_ROWS, MEASURED_PROMPT), generator=generator)
-    return peaks.run(trainer, [Prompt(ids=row) for row in drawn])
+    def begin() -> None:
+        gc.collect()
+        harness.forget_peak()
+
+    def end_of(phase: str) -> None:
+        peaks[phase] = harness.process_memory()['VmHWM'] - start
+        begin()
+
+    begin()
+    start = harness.process_memory()['VmRSS']
+    trunk = SharedTrunk.from_pretrained(None, config=config, quantize='nf4', checkpoint=True)  # type: ignore[arg-type]
+    strategy, sizes = NaiveStrategy(seed=0, device='cpu'), (MEASURED_ROWS, MEASURED_PROMPT, MEASURED_NEW)
+    trunk_phases(trunk, strategy, config, end_of, *sizes, phases=2)
+    return peaks
 
 
 def compare(size: str) -> dict[str, Any]:
-    measured = child(__file__, '--child', size, **RETURNS)
-    options: dict[str, Any] = {'precision': 'fp32', 'on_cuda': False}
-    options |= {'max_prompt_tokens': MEASURED_PROMPT, 'max_new_tokens': MEASURED_NEW}
-    options |= {'experience_batch_size': MEASURED_ROWS, 'train_batch_size': MEASURED_ROWS}
+    measured = harness.child(__file__, '--child', size, **harness.RETURNS)
+    rows = {'experience_batch_size': MEASURED_ROWS, 'train_batch_size': MEASURED_ROWS}
+    lengths = {'max_prompt_tokens': MEASURED_PROMPT, 'max_new_tokens': MEASURED_NEW}
+    options: dict[str, Any] = {'precision': 'fp32', 'on_cuda': False} | rows | lengths
     setup = setup_of(measured_config(*MEASURED[size]), MEASURED_PROMPT + MEASURED_NEW, **options)
     return {'measured': measured, 'planned': planned(make_plan(setup))}
 
@@ -210,12 +207,12 @@ def longest_table(shapes: dict[str, Any], quantized: bool) -> str:
         more = 0 if quantized else row['unquantized']
         peaks = {int(k): v for k, v in row['peaks'].items()}
         rows.append([name, *(longest(peaks, more, card) for card in CARDS)])
-    return markdown(['model', *(f'{card} GiB' for card in CARDS)], rows)
+    return harness.markdown(['model', *(f'{card} GiB' for card in CARDS)], rows)
 
 
 def phases_table(shapes: dict[str, Any]) -> str:
     rows = ([n, *(show_bytes(v) for v in (row['trunk'], *row['phases'].values()))] for n, row in shapes.items())
-    return markdown('model | trunk | load | collect | score | learn', rows)
+    return harness.markdown('model | trunk | load | collect | score | learn', rows)
 
 
 def measured_table(measured: dict[str, Any]) -> str:
@@ -225,13 +222,12 @@ def measured_table(measured: dict[str, Any]) -> str:
             real = row['measured'][phase]
             where = ', '.join(map(str, MEASURED[size]))
             rows.append([where, phase, show_bytes(real), show_bytes(plan), f'{plan / real:.2f}'])
-    return markdown('width, layers | phase | measured | planned | planned / measured', rows)
+    return harness.markdown('width, layers | phase | measured | planned | planned / measured', rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--page', action='store_true', help='write the tables into docs/results/which_gpu.md')
-    parser.add_argument('--json', type=Path, default=RESULTS / 'which_gpu.json', help='taken up again if there')
+    parser = harness.script_parser(__doc__, 'which_gpu.md')
+    parser.add_argument('--json', type=Path, default=harness.RESULTS / 'which_gpu.json', help='taken up again if there')
     parser.add_argument('--child', choices=MEASURED, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -239,12 +235,12 @@ def main() -> None:
         phase_peaks(measured_config(hidden, 2))  # imports and the matrix library's buffers are not the model's
         print(json.dumps(phase_peaks(measured_config(hidden, layers))))
         return
-    results = Results(args.json)
+    results = harness.Results(args.json)
     measured = {size: results.measure(f'measured {size}', lambda s=size: compare(s)) for size in MEASURED}
     shapes = {name: results.measure(name, lambda n=name: plan_shape(n)) for name in SHAPES}
     if args.page:
         longest = {'nf4': longest_table(shapes, True), 'bf16': longest_table(shapes, False)}
-        write_page(PAGES / 'which_gpu.md', **longest, phases=phases_table(shapes), measured=measured_table(measured))
+        harness.write_page('which_gpu.md', **longest, phases=phases_table(shapes), measured=measured_table(measured))
 
 
 if __name__ == '__main__':

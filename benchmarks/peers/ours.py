@@ -1,12 +1,17 @@
-"""Worker: the same work in this library, as its users write it."""
+"""Worker: the same work in this library."""
 
 from __future__ import annotations
 
 import sys
 from copy import deepcopy
+from functools import partial
+from pathlib import Path
 
 import torch
 from work import ADAMW, EOS, GROUP, KL_COEF, PAD, Case, begin, tokenizer, versions
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from harness import ppo_trainer
 
 MAX_TOKENS = {'cpu': 512, 'cuda': 16384}
 """padded tokens of a micro-batch; how an optimizer step is cut changes no result"""
@@ -15,8 +20,6 @@ MAX_TOKENS = {'cpu': 512, 'cuda': 16384}
 def make_trainer(case: Case):
     from chatgpt.nn import GPTActor, GPTCritic, RewardModel
     from chatgpt.strategies import NaiveStrategy
-    from chatgpt.trainer import PPOTrainer
-    from chatgpt.trainer.callbacks import ProgressBar
 
     strategy = NaiveStrategy(seed=0, precision=case.precision.split()[0], device=case.device)
     shared, groups = case.peer == 'trl_classic', case.method != 'ppo'
@@ -29,23 +32,18 @@ def make_trainer(case: Case):
         score = lambda prompts, responses: [0.0] * len(prompts)  # noqa: E731
     else:
         score = RewardModel(deepcopy(critic.model))
-    pairs = [(m, torch.optim.AdamW(m.parameters(), **ADAMW)) for m in (actor, critic) if m is not None]
-    prepared = strategy.prepare(*pairs, score, initial)
-    (actor, actor_optim), score, initial = prepared[0], *prepared[-2:]
-    critic, critic_optim = prepared[1] if critic is not None else (None, None)
     method = {}
     if groups:
         method = {'advantage_estimator': case.method, 'num_samples_per_prompt': GROUP}
     if case.method == 'grpo':
         method['kl_in'] = 'loss'
-    trainer = PPOTrainer(
+    trainer = ppo_trainer(
         strategy,
         actor,
         critic,
         score,
         initial,
-        actor_optim,
-        critic_optim,
+        optimizer=partial(torch.optim.AdamW, **ADAMW),
         tokenizer=tokenizer() if groups else None,
         experience_batch_size=case.num_prompts,
         train_batch_size=case.sequences,
@@ -56,18 +54,10 @@ def make_trainer(case: Case):
         max_grad_norm=1.0 if groups else None,
         eos_token_id=EOS if case.lengths == 'eos' else None,
         pad_token_id=PAD,
-        callbacks=[ProgressBar(enabled=False)],
         **method,
     )
     trainer.set_prompts(list(case.prompts()))
     return trainer
-
-
-def update(trainer) -> tuple[int, int, dict[str, float]]:
-    """New tokens, sequences, and the metrics of one collect and one learn."""
-    trainer.collect(1)
-    experiences = trainer.last_experiences
-    return sum(e.num_actions for e in experiences), len(experiences), trainer.learn()
 
 
 def main() -> None:
@@ -76,8 +66,11 @@ def main() -> None:
     networks = sum(m is not None for m in (trainer.actor, trainer.critic, trainer.maker.reference.initial_model))
     line.ready(**versions(), networks=networks + (case.peer == 'trl_ppo'))
     while line.wait():
-        tokens, sequences, metrics = update(trainer)
-        line.done(tokens, sequences)
+        trainer.collect(1)
+        experiences = trainer.last_experiences
+        tokens = sum(e.num_actions for e in experiences)
+        metrics = trainer.learn()
+        line.done(tokens, len(experiences))
         parts = {k: round(v, 3) for k, v in metrics.items() if k.startswith('perf/') and k.endswith('_cpu_s')}
         print(parts, file=sys.stderr)
 

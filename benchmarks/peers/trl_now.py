@@ -10,39 +10,22 @@ import tempfile
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from work import (
-    ADAMW,
-    EOS,
-    GROUP,
-    KL_COEF,
-    NEW_TOKENS,
-    SEQUENCES,
-    ServeUpdates,
-    begin,
-    prompt_ids,
-    text_of,
-    tokenizer,
-    versions,
-)
+from work import ADAMW, EOS, GROUP, KL_COEF, ServeUpdates, begin, text_of, tokenizer, versions
 
 case, line = begin()
-counted = [0, 0]
-
-
-def score(completions, completion_ids, **_):
-    counted[0] += sum(map(len, completion_ids))
-    counted[1] += len(completion_ids)
-    return [float(len(text) % 7) for text in completions]
-
-
-def count() -> tuple[int, int]:
-    result = tuple(counted)
-    counted[:] = [0, 0]
-    return result
 
 
 class Serve(ServeUpdates, TrainerCallback):
     pass
+
+
+serve = Serve(line, steps=case.epochs)
+
+
+def score(completions, completion_ids, **_):
+    serve.new_tokens += sum(map(len, completion_ids))
+    serve.sequences += len(completion_ids)
+    return [float(len(text) % 7) for text in completions]
 
 
 model = AutoModelForCausalLM.from_pretrained(case.model, dtype='float32')
@@ -53,12 +36,12 @@ with tempfile.TemporaryDirectory() as folder:
     loss = {'loss_type': 'grpo'} if grpo else {}
     config = (GRPOConfig if grpo else RLOOConfig)(
         output_dir=folder,
-        per_device_train_batch_size=SEQUENCES,
+        per_device_train_batch_size=case.sequences,
         gradient_accumulation_steps=1,
         steps_per_generation=1,
         num_generations=GROUP,
         num_iterations=case.epochs,
-        max_completion_length=NEW_TOKENS,
+        max_completion_length=case.new_tokens,
         temperature=1.0,
         beta=KL_COEF if case.kl else 0.0,
         max_steps=10**6,
@@ -80,8 +63,8 @@ with tempfile.TemporaryDirectory() as folder:
         reward_funcs=score,
         args=config,
         processing_class=words,
-        train_dataset=Dataset.from_dict({'prompt': [text_of(ids) for ids in prompt_ids(SEQUENCES)]}),
-        callbacks=[Serve(line, count, steps=case.epochs)],
+        train_dataset=Dataset.from_dict({'prompt': [text_of(ids) for ids in case.prompts()]}),
+        callbacks=[serve],
     )
     line.ready(**versions('trl', 'accelerate'), networks=1 + case.kl)
     if line.wait():

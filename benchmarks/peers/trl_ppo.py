@@ -28,27 +28,20 @@ reference = AutoModelForCausalLM.from_pretrained(case.model, dtype=dtype)
 value = AutoModelForSequenceClassification.from_pretrained(case.model, num_labels=1, dtype=dtype)
 reward = AutoModelForSequenceClassification.from_pretrained(case.model, num_labels=1, dtype=dtype)
 
-counted = [0, 0]
-
-
-def count_tokens(module, args, kwargs):  # the reward model sees each response cut at its end, padding masked
-    counted[0] += int(kwargs['attention_mask'].sum()) - case.sequences * case.prompt_tokens
-    counted[1] += len(kwargs['attention_mask'])
-
-
-def count() -> tuple[int, int]:
-    result = tuple(counted)
-    counted[:] = [0, 0]
-    return result
-
-
-reward.base_model.register_forward_pre_hook(count_tokens, with_kwargs=True)
-
 
 class Serve(ServeUpdates, TrainerCallback):
     pass
 
 
+serve = Serve(line)
+
+
+def count_tokens(module, args, kwargs):  # the reward model sees each response cut at its end, padding masked
+    serve.new_tokens += int(kwargs['attention_mask'].sum()) - case.sequences * case.prompt_tokens
+    serve.sequences += len(kwargs['attention_mask'])
+
+
+reward.base_model.register_forward_pre_hook(count_tokens, with_kwargs=True)
 parameters = [*policy.parameters(), *value.parameters()]
 optimizer = torch.optim.AdamW(parameters, **ADAMW)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -82,7 +75,7 @@ with tempfile.TemporaryDirectory() as folder:
         value_model=value,
         train_dataset=Dataset.from_dict({'input_ids': case.prompts().tolist()}),
         optimizers=(optimizer, scheduler),
-        callbacks=[Serve(line, count)],
+        callbacks=[serve],
     )
     line.ready(**versions('trl', 'accelerate'), networks=4)
     if line.wait():

@@ -118,12 +118,12 @@ class Line:
         os.dup2(2, 1)
         self._start = (0.0, 0.0)
 
-    def _say(self, message: dict[str, Any]) -> None:
+    def say(self, message: dict[str, Any]) -> None:
         self._out.write(json.dumps(message) + '\n')
         self._out.flush()
 
     def ready(self, **about: Any) -> None:
-        self._say({'ready': about})
+        self.say({'ready': about})
 
     def wait(self) -> bool:
         """Until told to go; False at the end. Starts the clocks."""
@@ -137,7 +137,7 @@ class Line:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         cpu, wall = time.process_time() - self._start[0], time.perf_counter() - self._start[1]
-        self._say({'cpu_s': cpu, 'wall_s': wall, 'new_tokens': int(new_tokens), 'sequences': int(sequences)})
+        self.say({'cpu_s': cpu, 'wall_s': wall, 'new_tokens': int(new_tokens), 'sequences': int(sequences)})
 
 
 def begin() -> tuple[Case, Line]:
@@ -163,19 +163,19 @@ def versions(*names: str) -> dict[str, str]:
 
 class ServeUpdates:
     """A callback for trainers that own their loop: lets `steps` optimizer steps pass per `go`. Mixed into
-    TrainerCallback.
-
-    `count` returns new tokens and sequences since it was last asked.
+    TrainerCallback. What is generated is added to `new_tokens` and `sequences`, which begin anew with each `go`.
     """
 
-    def __init__(self, line: Line, count: Any, steps: int = 1) -> None:
-        self.line, self.count, self.steps, self.seen = line, count, steps, 0
+    def __init__(self, line: Line, steps: int = 1) -> None:
+        self.line, self.steps, self.seen = line, steps, 0
+        self.new_tokens = self.sequences = 0
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.seen += 1
         if self.seen % self.steps:
             return
-        self.line.done(*self.count())
+        self.line.done(self.new_tokens, self.sequences)
+        self.new_tokens = self.sequences = 0
         if not self.line.wait():
             sys.stderr.flush()
             os._exit(0)  # the trainers have no way to be stopped here that both know
