@@ -1,5 +1,5 @@
-"""Single terms of a plan against tensors that exist: chunks and sums of ColossalAI, roots of FSDP, packed weights,
-chunks of log-probs."""
+"""Single terms of a plan against tensors that exist: chunks, sums and buckets of ColossalAI, roots of FSDP, packed
+weights, chunks of log-probs."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from chatgpt.testing.tiny import tiny_sequences
 from chatgpt.trainer import strategies as s
 
 CONFIG = tiny_config('gpt2', positions=64, layers=3)
+BUCKET = 20_000
 VARIANTS = {'full': {}, 'lora': {'lora_rank': 2}, 'hydra': {'num_layers_unfrozen': 1}}
 SMALL_CHUNKS = {'min_chunk_size_mb': 0.02, 'search_range_mb': 0.02, 'hidden_dim': 32}
 
@@ -137,6 +138,96 @@ def test_a_model_below_the_smallest_chunk_is_whole_and_never_offloaded():
     assert 'actor masters' not in cut.device and cut.host['actor masters'] < 0.5 * 4 * size.total
 
 
+# ---------------------------------------------------------------------- ZeRO
+
+
+def made_by_zero(stage: int, precision: str) -> dict[str, list[int]]:
+    """Most bytes that ColossalAI's reductions and its step make at once, beside what is there before."""
+    with s.ColossalAIStrategy(
+        stage=stage, precision=precision, placement_policy='cuda', reduce_bucket_size=BUCKET
+    ) as strategy:
+        actor = new_actor('full')
+        optimizer = strategy.make_optimizer(actor.parameters())
+        actor, optimizer = strategy.prepare((actor, optimizer))
+        strategy.backward(loss_of(strategy, actor), actor, optimizer)
+        strategy.optimizer_step(optimizer)  # the moments are there from now on
+        upstream = strategy._engine(optimizer).optimizer
+        made: dict[str, list[int]] = {'reduction': [], 'step': []}
+
+        def watched(name, function):
+            def call(*args, **kwargs):
+                with models.LiveBytes(known) as live:
+                    result = function(*args, **kwargs)
+                made[name].append(live.peak)
+                return result
+
+            return call
+
+        for number in range(2):
+            loss = loss_of(strategy, actor)
+            known = [*strategy.unwrap(actor).parameters()]
+            if number:
+                upstream._run_reduction = watched('reduction', upstream._run_reduction)
+            strategy.backward(loss, actor, optimizer)
+        shards = [g for store in upstream.pg_to_grad_store.values() for g in store.get_working_grads_by_group_id(0)]
+        states = [v for state in optimizer.state.values() for v in state.values()]
+        known = [*strategy.unwrap(actor).parameters(), *upstream.working_to_master_param.values(), *shards, *states]
+        engine = strategy._engine(optimizer)
+        watched('step', engine.step)(engine.norm(), 1.0)
+        return made
+
+
+ZERO = [(2, 'fp32'), (2, 'bf16'), (1, 'fp32')]
+
+
+def made_by_zeros() -> list[dict[str, list[int]]]:
+    return [made_by_zero(*case) for case in ZERO]
+
+
+@needs_colossalai
+def test_buckets_of_zero():
+    """A reduction makes what the plan counts, but for what autograd made before it and for a few parameters (a bucket
+    is never quite full); so does a step, but for gloo's copy, which is made out of Python's sight."""
+    ranks = run_distributed(made_by_zeros, 2)
+    for (stage, precision), made in zip(ZERO, ranks[0], strict=True):
+        setup = Setup(
+            config=CONFIG,
+            strategy=f'colossalai_zero{stage}',
+            strategy_options={'stage': stage, 'placement_policy': 'cuda', 'reduce_bucket_size': BUCKET},
+            num_processes=2,
+            precision=precision,
+            on_cuda=False,
+        )
+        size = models.measure(models.build('actor', CONFIG, setup))
+        assert size.trained > 2 * BUCKET > 4 * size.largest_trained
+        itemsize = setup.itemsize
+        in_bucket = setup.memory_model.reduction(size, setup, again=True) - itemsize * BUCKET
+        slack = 4 * itemsize * size.largest_trained
+        if stage == 2:
+            seen = itemsize * BUCKET  # of what autograd made, where an operation returns a view of it
+            assert in_bucket - slack <= max(made['reduction']) <= in_bucket + seen + slack
+        step = setup.memory_model.step(size, setup) - 2 * itemsize * min(size.trained // 2, BUCKET)
+        seen = 4 * size.trained  # of gradients and masters, as above
+        assert step - 2 * slack <= max(made['step']) <= step + seen + 2 * slack, (stage, precision)
+
+
+@pytest.mark.parametrize(('stage', 'parts'), [(1, 1), (2, 4)])
+def test_what_zero_holds_by_hand(stage, parts):
+    """In bf16, on four ranks: weights whole, masters and AdamW's states split, gradients split by stage 2 alone."""
+    options = {'stage': stage, 'placement_policy': 'cuda'}
+    setup = Setup(
+        config=CONFIG, strategy=f'colossalai_zero{stage}', strategy_options=options, num_processes=4, precision='bf16'
+    )
+    size = models.measure(models.build('actor', CONFIG, setup))
+    share = sum(-(-p.numel // 4) for p in size.parameters)
+    assert setup.memory_model.trained('actor', size, setup).device == {
+        'actor weights': 2 * size.total,
+        'actor masters': 4 * share,
+        'actor gradients': 2 * (size.total if parts == 1 else share),
+        'actor optimizer': 8 * share,
+    }
+
+
 # ---------------------------------------------------------------------- FSDP
 
 
@@ -206,3 +297,28 @@ def test_log_probs_come_as_on_the_planned_device(monkeypatch, on_cuda, bound, st
         with models.autocast(setup):
             real(batch, with_entropy='detached').logprobs.sum().backward()
     assert planned == pytest.approx(live.peak, rel=0.01)
+
+
+@pytest.mark.parametrize(('kernel', 'taken_one'), [('plain', 'chunked'), ('fused', 'fused'), ('liger', 'fused')])
+@pytest.mark.parametrize('on_cuda', [False, True])
+def test_a_kernel_that_is_asked_for_is_planned(monkeypatch, kernel, taken_one, on_cuda):
+    """Chunks of 1,000 numbers are less than 4 rows of 15 tokens, so that a kernel makes a difference."""
+    monkeypatch.setattr(logprobs, 'CHUNK_ELEMENTS_CPU', 1000)
+    monkeypatch.setattr(logprobs, 'CHUNK_ELEMENTS_ACCELERATOR', 1000)
+    lengths = {'max_prompt_tokens': 9, 'max_new_tokens': 15}
+    setup = Setup(config=CONFIG, precision='fp32', on_cuda=on_cuda, logprob_kernel=kernel, **lengths)
+    for actor in ('actor', 'initial'):
+        with taken_kernels() as taken:
+            models.scoring_bytes(actor, CONFIG, setup, 4)
+        assert set(taken) == {f'{taken_one}_logprobs'}
+
+
+def test_gradients_grow_as_a_strategy_keeps_them():
+    """Dropped, as shards of four ranks, whole: the more stays, the higher the peak, and no more than what stays."""
+    setup = Setup(config=CONFIG, precision='fp32', max_prompt_tokens=2, max_new_tokens=2)
+    number = models.measure(models.build('actor', CONFIG, setup)).trained
+    dropped, shards, whole = (
+        models.learning_bytes('actor', CONFIG, setup, 1, growing=growing) for growing in (0.0, 1.0, 4.0)
+    )
+    assert dropped < shards < whole
+    assert shards <= dropped + number and whole <= dropped + 4 * number
