@@ -231,6 +231,12 @@ def test_what_zero_holds_by_hand(stage, parts):
 # ---------------------------------------------------------------------- FSDP
 
 
+def test_two_of_three_blocks_are_gathered_beside_what_is_outside():
+    size = models.measure(models.build('actor', CONFIG, Setup(config=CONFIG)))
+    per_block = 12 * 32**2 + 13 * 32  # GPT-2 of width 32
+    assert size.two_blocks == size.total - per_block
+
+
 def kept_by_fsdp() -> tuple[int, int]:
     """Bytes of whole weights that a frozen model keeps after a forward, and that it keeps of its blocks."""
     with s.FSDPStrategy(device='cpu') as strategy:
