@@ -7,8 +7,8 @@ A mutant is one changed expression of functional/, trainer/, strategies/ or roll
 for minus, times for divided by, `and` for `or`, a condition negated, a number one higher. It is kept as the statement
 before and after and the name of its function, so that it can be tried in another tree where the function has moved to
 another file; a statement that is not found is reported as 'gone'. The tests are those files that name the mutant's
-module or function, nearest first and at most 40, without `slow`, `gpu` and `system`. `caught` in the file says which ones were caught when
-it was written: one of these that survives ends `try` with exit code 1.
+module or function, nearest first and at most 40, without `slow`, `gpu` and `system`. `caught` in the file says which
+ones were caught when it was written: one of these that survives ends `try` with exit code 1.
 """
 
 from __future__ import annotations
