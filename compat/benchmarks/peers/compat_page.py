@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vs_peers import compare, machine, save_model
+from harness import machine
+from vs_peers import compare, save_model
 from work import Case
 
 Numbers = dict[str, dict[str, float]]
