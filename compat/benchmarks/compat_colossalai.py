@@ -34,7 +34,7 @@ CORE = HERE.parents[1] / 'benchmarks'
 sys.path[:0] = [str(HERE / 'peers'), str(CORE), str(CORE / 'peers')]
 
 from compat_page import arguments, checkout, speed, write  # noqa: E402
-from vs_peers import ENVIRONMENTS, environment  # noqa: E402
+from vs_peers import ENVIRONMENTS, own_python  # noqa: E402
 from work import Case as Update  # noqa: E402
 
 GOLDEN = HERE.parent / 'tests' / 'colossalai' / 'colossalai_numbers.json'
@@ -180,7 +180,7 @@ def main() -> None:
     work = args.work_dir
     if args.what == 'speed':
         worker = HERE / 'peers' / 'compat_colossalai_speed.py'
-        theirs = ['env', f'COLOSSALAI_SOURCE={package(args.source, work)}', environment('colossalai', work), worker]
+        theirs = ['env', f'COLOSSALAI_SOURCE={package(args.source, work)}', own_python('colossalai', work), worker]
         timed = partial(speed, SPEED, [sys.executable, worker], theirs, work, args.rounds)
         return write('speed', RESULTS, dict, timed)
     if args.source is not None:

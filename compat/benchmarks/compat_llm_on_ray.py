@@ -32,7 +32,7 @@ CORE = HERE.parents[1] / 'benchmarks'
 sys.path[:0] = [str(HERE / 'peers'), str(CORE), str(CORE / 'peers')]
 
 from compat_page import arguments, checkout, speed, write  # noqa: E402
-from vs_peers import ENVIRONMENTS, environment  # noqa: E402
+from vs_peers import ENVIRONMENTS, own_python  # noqa: E402
 from work import Case  # noqa: E402
 
 GOLDEN = HERE.parent / 'tests' / 'llm_on_ray' / 'llm_on_ray_numbers.json'
@@ -103,7 +103,7 @@ def main() -> None:
         source = checkout(args.source, work, FILE, commit=COMMIT, paths=['llm_on_ray'])
     if args.what == 'speed':
         worker = HERE / 'peers' / 'compat_llm_on_ray_speed.py'
-        peer = ['env', f'LLM_ON_RAY_SOURCE={source}', environment('llm_on_ray', work), worker]
+        peer = ['env', f'LLM_ON_RAY_SOURCE={source}', own_python('llm_on_ray', work), worker]
         cases = [Case('llm_on_ray', 'reward model', 'fixed', 'fp32')]
         return write('speed', RESULTS, dict, partial(speed, cases, [sys.executable, worker], peer, work, args.rounds))
     if args.source is not None:

@@ -29,7 +29,7 @@ import compat_recent_ours as recent  # noqa: E402
 from compat_page import Numbers, arguments, speed, write  # noqa: E402
 from compat_recent_work import LEARNERS, PPO, make_folders  # noqa: E402
 from compat_work import CASES, make_folder  # noqa: E402
-from vs_peers import environment  # noqa: E402
+from vs_peers import own_python  # noqa: E402
 from work import Case  # noqa: E402
 
 TESTS, RESULTS, PEERS = HERE.parent / 'tests', HERE / 'results', HERE / 'peers'
@@ -39,7 +39,7 @@ GOLDEN = {'trl_classic': TESTS / 'trl_classic_numbers.json', 'trl_ppo': TESTS / 
 def theirs(name: str, work: Path, worker: str, *given: str) -> dict[str, Any]:
     """Run TRL in its environment and write its numbers for the tests; the numbers."""
     env = os.environ | {'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1', 'TRL_EXPERIMENTAL_SILENCE': '1'}
-    subprocess.run([environment(name, work), PEERS / worker, *given, GOLDEN[name]], check=True, env=env)
+    subprocess.run([own_python(name, work), PEERS / worker, *given, GOLDEN[name]], check=True, env=env)
     return json.loads(GOLDEN[name].read_text())
 
 
@@ -71,7 +71,7 @@ def main() -> None:
         cases = [Case(name, 'ppo', lengths, 'fp32', epochs) for lengths in ('fixed', 'eos') for epochs in (1, 4)]
 
         def timed(name: str = name, mine: str = mine, cases: Any = tuple(cases), work: Path = work) -> dict[str, Any]:
-            peer = [environment(name, work), CORE / 'peers' / f'{name}.py']
+            peer = [own_python(name, work), CORE / 'peers' / f'{name}.py']
             return speed(cases, [sys.executable, PEERS / mine], peer, work, args.rounds)
 
         write(args.what, RESULTS / results, partial(numbers, work), timed)

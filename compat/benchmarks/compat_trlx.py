@@ -28,7 +28,7 @@ sys.path[:0] = [str(HERE / 'peers'), str(CORE), str(CORE / 'peers')]
 from compat_page import arguments, checkout, speed, write  # noqa: E402
 from compat_trlx_ours import differences, is_padded, run  # noqa: E402
 from compat_trlx_work import CASES  # noqa: E402
-from vs_peers import ENVIRONMENTS, environment  # noqa: E402
+from vs_peers import ENVIRONMENTS, own_python  # noqa: E402
 from work import Case  # noqa: E402
 
 GOLDEN = HERE.parent / 'tests' / 'trlx_numbers.json'
@@ -41,7 +41,7 @@ def numbers(source: Path, work: Path) -> dict[str, dict[str, float]]:
     """Run trlX, write its numbers for the tests, and compare ours with them."""
     env = os.environ | {'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1'}
     worker = HERE / 'peers' / 'compat_trlx_peer.py'
-    subprocess.run([environment('trlx', work), worker, source, GOLDEN], check=True, env=env, cwd=work)
+    subprocess.run([own_python('trlx', work), worker, source, GOLDEN], check=True, env=env, cwd=work)
     theirs = json.loads(GOLDEN.read_text())['cases']
     return {name: differences(run(name), theirs[name], padded=is_padded(name)) for name in CASES}
 
@@ -64,7 +64,7 @@ def main() -> None:
     worker = HERE / 'peers' / 'compat_trlx_speed.py'
 
     def timed() -> dict[str, Any]:
-        peer = ['env', f'TRLX_SOURCE={source}', environment('trlx', work), worker]
+        peer = ['env', f'TRLX_SOURCE={source}', own_python('trlx', work), worker]
         return speed(SPEED, [sys.executable, worker], peer, work, args.rounds)
 
     write(args.what, RESULTS, lambda: numbers(source, work), timed, table)
