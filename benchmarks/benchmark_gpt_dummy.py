@@ -14,5 +14,7 @@ from dummy import script
 
 from chatgpt.launch.arguments import run_main
 
+main = script('gpt', __doc__, hidden=('num_layers_unfrozen', 'critic', 'reward', 'lora_rank', 'cuda_mem_frac'))
+
 if __name__ == '__main__':
-    run_main(script('gpt', __doc__, hidden=('num_layers_unfrozen', 'critic', 'reward', 'lora_rank', 'cuda_mem_frac')))
+    run_main(main)

@@ -13,5 +13,7 @@ from dummy import script
 
 from chatgpt.launch.arguments import run_main
 
+main = script('opt', __doc__, hidden=('num_layers_unfrozen', 'critic', 'reward'))
+
 if __name__ == '__main__':
-    run_main(script('opt', __doc__, hidden=('num_layers_unfrozen', 'critic', 'reward')))
+    run_main(main)

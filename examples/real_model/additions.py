@@ -36,7 +36,7 @@ ONLINE = ['--num_episodes=1', '--max_timesteps=12', '--update_timesteps=1', '--n
 ONLINE += ['--train_batch_size=32', '--max_epochs=2', '--lr=1e-4', '--kl_coef=0.02']
 METHODS = {
     'ppo': ['--critic=shared', '--experience_batch_size=64'],
-    'grpo': ['--experience_batch_size=8'],
+    'grpo': ['--experience_batch_size=16', '--num_samples_per_prompt=4'],
 }
 """64 responses a phase, 12 phases; the upper eight of thirty layers learn, and the others serve policy, critic and
 reference at once"""
@@ -70,7 +70,11 @@ def run(*words: str) -> dict[str, float]:
     print('\n$ chatgpt-rlhf', shlex.join(words), flush=True)
     begun = time.monotonic()
     child = os.posix_spawn(sys.executable, [sys.executable, '-m', 'chatgpt', *words], os.environ)
-    _, status, used = os.wait4(child, 0)
+    try:
+        _, status, used = os.wait4(child, 0)
+    except KeyboardInterrupt:  # the child has it too, and saves
+        os.waitpid(child, 0)
+        raise
     if status:
         raise SystemExit(os.waitstatus_to_exitcode(status))
     cpu, peak = used.ru_utime + used.ru_stime, used.ru_maxrss / 2**20

@@ -90,8 +90,10 @@ def convert(file: Path, folder: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(**config | {'rms_norm_eps': round(config['rms_norm_eps'], 9)}))
     model.load_state_dict(read.state_dict())
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = tokenizer.eos_token_id
-    model.to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    part = folder.with_name(f'{folder.name}.part')  # so that the folder is whole or not there
+    model.to(torch.bfloat16).save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    part.rename(folder)
 
 
 def main() -> None:

@@ -76,3 +76,20 @@ def test_no_question_stands_in_two_files(tmp_path):
     asked = [(row.get('messages') or row['prompt'])[0]['content'] for row in rows]
     assert len(asked) == len(set(asked)) == 2400
     assert all(str(row['answer']) not in row['prompt'][0]['content'] for row in rows if 'answer' in row)
+
+
+@pytest.mark.slow
+def test_the_model_of_the_wheel_answers(tmp_path):
+    from model import find_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        folder = find_model(None, tmp_path / 'smollm2')
+    except ValueError as error:
+        pytest.skip(str(error))
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    asked = [{'role': 'user', 'content': 'What is the capital of France?'}]
+    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors='pt')['input_ids']
+    said = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+    assert tokenizer.decode(said, skip_special_tokens=True) == 'The capital of France is Paris.'
+    assert find_model(None, tmp_path / 'smollm2') == folder

@@ -131,18 +131,12 @@ def test_every_flag_of_the_scripts_with_a_parser_of_their_own(script, monkeypatc
         raise Read
 
     monkeypatch.setattr(Parser, 'parse_args', parse_args)
-    if script.startswith('benchmark'):
-        import dummy
-
-        main = dummy.script('opt' if 'opt' in script else 'gpt', '', hidden=())
-    else:
-        main = module.main
     for flag, value in each(script):
         seen.clear()
         needed = ['--pretrain', 'x'] if script == 'inference' and flag != 'pretrain' else []
         monkeypatch.setattr(sys, 'argv', [script, *needed, f'--{flag}', value])
         with pytest.raises(Read):
-            main()
+            module.main()
         name = OF_INFERENCE.get(flag, flag) if script == 'inference' else flag
         assert str(seen[name]) == value, flag
 
