@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import threading
@@ -14,7 +15,7 @@ from sharded_checks import actor_with
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from chatgpt.nn import Actor, GPTActor
-from chatgpt.strategies import FSDPStrategy, NaiveStrategy, streaming
+from chatgpt.strategies import FSDPStrategy, NaiveStrategy, machine, streaming
 from chatgpt.strategies.streaming import BlockStream, MappedTensors, mapped_copy, streamed, transformer_blocks
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.saving import save_pretrained
@@ -112,6 +113,9 @@ def notices() -> float:
 
 
 def write_and_read(folder: str) -> tuple[float, dict[str, float]]:
+    os.environ['MALLOC_TRIM_THRESHOLD_'] = '131072'  # freed memory goes back: what is resident is held
+    for name in (machine.M_TRIM_THRESHOLD, machine.M_MMAP_THRESHOLD):
+        ctypes.CDLL(None).mallopt(name, 131072)
     config = GPT2Config(vocab_size=64, n_positions=16, n_embd=512, n_layer=8, n_head=8)
     with FSDPStrategy(device='cpu', meta_init=True) as strategy:
         with strategy.model_init_context():
