@@ -67,6 +67,15 @@ def test_turns_are_those_of_the_episode_or_else_runs_of_tokens_that_count():
     assert turn_numbers(e).tolist() == [-1] * 8
 
 
+def test_lambda_follows_the_number_of_steps():
+    """Turns where turns are steps, else the policy's own tokens: observations make no episode longer."""
+    for settings, steps, other in (({'gae_over': 'turn'}, 3, 6), ({}, 6, 3), ({}, 6, 10)):
+        e = episode(0, [(2, {'reward': 1.0}), (1, {}), (3, {'reward': 2.0})])
+        adaptive = estimated([e], lam_length=0.5, **settings)[0]
+        assert adaptive == pytest.approx(estimated([e], lam=1 - 1 / (0.5 * steps), **settings)[0])
+        assert adaptive != pytest.approx(estimated([e], lam=1 - 1 / (0.5 * other), **settings)[0])
+
+
 def test_an_estimator_of_ones_own_says_which_settings_it_follows(monkeypatch):
     of_turns = Estimator(fn=ESTIMATORS['gae'].fn, needs_values=True, follows=('gae_over',))
     monkeypatch.setitem(ESTIMATORS.data, 'of turns', of_turns)
