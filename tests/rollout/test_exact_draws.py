@@ -14,7 +14,7 @@ from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams
 from chatgpt.rollout.exact import ExactDraws, edge_bound
 from chatgpt.rollout.randomness import uniforms
 from chatgpt.rollout.sampling import TokenSampler
-from chatgpt.testing import tiny_causal_lm
+from chatgpt.testing import FAMILIES, tiny_causal_lm
 from chatgpt.types import Prompt
 
 NOISE = 5e-3
@@ -120,6 +120,15 @@ def test_the_bound_by_hand():
     assert edge_bound(0.02) == pytest.approx(1 / (1 + math.exp(-0.02)) - 1 / (1 + math.exp(0.02)), rel=1e-12)
     assert edge_bound(1e-6) == pytest.approx(0.5e-6, rel=1e-6)
     assert edge_bound(1e-6, filtered=True) == pytest.approx(1e-6, rel=1e-5)
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_an_ordinary_model_seldom_needs_it_and_keeps_its_tokens(family):
+    actor, prompts, engine = Actor(tiny_causal_lm(family)), prompts_of(), ExactDraws(LocalEngine())
+    sampling = SamplingParams(max_new_tokens=20)
+    found = [responses(e, actor, prompts, sampling, together=8) for e in (engine, LocalEngine())]
+    assert found[0] == found[1]
+    assert engine.redrawn <= 2 and engine.changed == 0
 
 
 def test_in_16_bits():
