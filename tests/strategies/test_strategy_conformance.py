@@ -123,16 +123,16 @@ class StepsOnInfinity(DDPStrategy):
 
 
 FAULTS = {
-    ForgetsToReduce: 'equals_naive',
-    Averages: 'equals_naive',
-    ForgetsBuckets: 'equals_naive',
-    LocalClipping: 'clipping',
-    WritesEverythingTwice: 'pieces',
-    LosesTheMoments: 'optimizer_save_load',
-    FlatPrepare: 'prepare',
-    LeavesEvalMode: 'full_model',
-    KeepsGradients: 'discard',
-    StepsOnInfinity: 'non_finite',
+    ForgetsToReduce: ['equals_naive', 'unequal'],
+    Averages: ['equals_naive', 'clipping'],
+    ForgetsBuckets: ['equals_naive'],
+    LocalClipping: ['clipping'],
+    WritesEverythingTwice: ['pieces'],
+    LosesTheMoments: ['optimizer_save_load', 'pieces'],
+    FlatPrepare: ['prepare'],
+    LeavesEvalMode: ['full_model'],
+    KeepsGradients: ['discard'],
+    StepsOnInfinity: ['non_finite'],
 }
 
 
@@ -147,7 +147,7 @@ def _ddp_fsdp_and_faults():
     found['small buckets'] = run_conformance(
         lambda: DDPStrategy(device='cpu', bucket_bytes=64), checks=['equals_naive', 'unequal']
     )
-    for strategy, check in FAULTS.items():
+    for strategy, check in ((s, check) for s, checks in FAULTS.items() for check in checks):
         try:
             run_conformance(lambda s=strategy: s(device='cpu'), checks=[check])
             found[strategy.__name__, check] = 'not noticed'
@@ -162,9 +162,10 @@ def test_ddp_and_fsdp_on_two_processes_and_planted_faults():
         for key in ('DDPStrategy fp32', 'DDPStrategy bf16', 'FSDPStrategy fp32'):
             assert found[key] == dict.fromkeys(all_checks(), 'passed'), key
         assert set(found['small buckets'].values()) == {'passed'}
-        for key, text in found.items():
-            if isinstance(key, tuple):
-                assert text.startswith(('ConformanceError', 'CheckpointError')), (key, text)
+        noticed = {key: text for key, text in found.items() if isinstance(key, tuple)}
+        assert noticed.keys() == {(strategy.__name__, check) for strategy in FAULTS for check in FAULTS[strategy]}
+        for key, text in noticed.items():
+            assert text.startswith(('ConformanceError', 'CheckpointError')), (key, text)
 
 
 # ---------------------------------------------------------------- the strategy that docs/strategies.md shows
@@ -179,12 +180,29 @@ def shown_files() -> dict[str, str]:
     return {name: code for code, name in blocks}
 
 
+def run_on_two(folder: Path, files: dict[str, str]) -> list[tuple[int, str]]:
+    """Exit code and output of check_my_strategy.py on each of two processes."""
+    for name, code in files.items():
+        (folder / name).write_text(code)
+    return run_script(['check_my_strategy.py'], folder=folder)
+
+
 @pytest.mark.system
 def test_the_strategy_of_the_docs_passes_every_check(tmp_path):
-    files = shown_files()
-    assert len(files['my_strategy.py'].splitlines()) <= 40
-    for name, code in files.items():
-        (tmp_path / name).write_text(code)
-    results = run_script(['check_my_strategy.py'], folder=tmp_path)
+    assert len(shown_files()['my_strategy.py'].splitlines()) <= 40
+    results = run_on_two(tmp_path, shown_files())
     assert [code for code, _ in results] == [0, 0], results
     assert str(dict.fromkeys(all_checks(), 'passed')) in results[0][1]
+
+
+@pytest.mark.system
+def test_a_wrong_one_does_not(tmp_path):
+    files = shown_files()
+    right, wrong = 'self.all_reduce(gradient)', "self.all_reduce(gradient, 'mean')"
+    assert right in files['my_strategy.py']
+    files['my_strategy.py'] = files['my_strategy.py'].replace(right, wrong)
+    files['check_my_strategy.py'] = files['check_my_strategy.py'].replace('seed=1)', "seed=1), checks=['equals_naive']")
+    results = run_on_two(tmp_path, files)
+    assert all(code != 0 for code, _ in results)
+    said = 'equals_naive, rank 0: failed: against Naive: gradient norm of step 0'
+    assert all(said in text for _, text in results), results
