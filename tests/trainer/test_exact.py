@@ -79,7 +79,7 @@ def build_online(strategy: Any, kind: str, family: str, **settings: Any) -> Any:
         settings = {'advantage_estimator': 'grpo', 'num_samples_per_prompt': 4, 'kl_in': 'loss'} | settings
     if kind == 'ptx':
         settings = {'ptx_coef': 0.7, 'pretrain_data': sequences(9, seed=5)} | settings
-    sizes = {'train_batch_size': 12, 'max_epochs': 1, 'max_new_tokens': 20, 'eos_token_id': 2, 'lr': 3e-3}
+    sizes = {'train_batch_size': 12, 'max_epochs': 2, 'max_new_tokens': 20, 'eos_token_id': 2, 'lr': 3e-3}
     sizes |= {'score_scaling': 'running', 'whiten_rewards': kind == 'ppo'}
     settings = sizes | {'kl_coef': 0.1, 'max_grad_norm': 0.5, 'entropy_coef': 0.01} | settings
     return assemble(strategy, actor, critic, None, initial, **settings)
@@ -133,7 +133,7 @@ Case = tuple[str, str, str]
 """kind, family, precision"""
 FP32: list[Case] = [(kind, 'gpt2', 'fp32') for kind in ('sft', 'reward', 'dpo', 'ppo', 'lora')]
 FP32.append(('grpo', 'llama', 'fp32'))
-BF16: list[Case] = [('shared', 'llama', 'bf16'), ('sft', 'gpt2', 'bf16')]
+BF16: list[Case] = [('ppo', 'gpt2', 'bf16'), ('shared', 'llama', 'bf16'), ('sft', 'llama', 'bf16')]
 ALL: list[Case] = [
     (kind, family, precision)
     for kind in (*OFFLINE, *ONLINE)
