@@ -12,7 +12,7 @@ import torch
 from chatgpt.plan import Setup, make_plan
 from chatgpt.strategies import Strategy
 from chatgpt.strategies.precision import resolve_precision
-from chatgpt.strategies.ranks import OneProcess
+from chatgpt.strategies.ranks import OneProcess, Ranks
 from chatgpt.strategies.registry import STRATEGIES, StrategyEntry, strategy_by_name
 from chatgpt.testing.fakes import tiny_causal_lm, tiny_config
 
@@ -149,11 +149,37 @@ def test_the_strategys_own_names_are_those_of_its_ranks():
     assert not strategy.fails_together('here')
     strategy.close()
     assert strategy.ranks.left
-    with pytest.raises(AttributeError, match='has no attribute .nothing.'):
-        _ = strategy.nothing
 
+
+class FormerContract(Ranks, Strategy):
+    """Its own `Ranks`: what was `class FormerContract(Strategy)` and is mended in that line."""
+
+    rank, world_size, local_rank, device = 1, 2, 1, torch.device('cpu')
+
+    def all_reduce(self, tensor, op='sum'):
+        return 2 * tensor
+
+    def all_gather_object(self, obj):
+        return ['of rank 0', obj]
+
+    def broadcast_object(self, obj, src=0):
+        return ('', 'of rank 0') if src == 0 else obj
+
+
+def test_a_strategy_may_be_its_own_ranks():
+    with FormerContract(seed=1) as strategy:
+        assert strategy.ranks is strategy and not strategy.is_rank_0
+        assert strategy.run_on_rank0(lambda: pytest.fail('only rank 0 runs it')) == 'of rank 0'
+        assert isinstance(strategy.prepare(torch.nn.Linear(2, 2)), torch.nn.Linear)
+        for owner in (strategy, Strategy(ranks=OneProcess('cpu'))):
+            with pytest.raises(AttributeError, match='has no attribute .nothing.'):
+                _ = owner.nothing
+
+
+def test_without_ranks_it_is_refused():
     class Silent(Strategy):
         rank = 1
 
-    with pytest.raises(ValueError, match='Silent does not say which processes it runs on'):
+    told = r'Silent does not say which processes it runs on: .* write class Silent\(Ranks, Strategy\)'
+    with pytest.raises(ValueError, match=told):
         Silent()
