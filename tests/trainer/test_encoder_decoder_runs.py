@@ -11,17 +11,19 @@ import pytest
 import torch
 from tiny_runs import Log, assemble, trained, vowels
 
+from chatgpt.batching import collate
 from chatgpt.data import load_demonstrations, load_labelled, load_preferences
 from chatgpt.data.formats import note_model
 from chatgpt.launch.methods import METHODS
 from chatgpt.nn import Actor, Critic, ILQLModel, RewardModel
 from chatgpt.nn.loading import trunk_of
-from chatgpt.rollout import LocalEngine
+from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing import encoder_decoder_tokenizer, tiny_causal_lm
 from chatgpt.trainer import SFTTrainer
 from chatgpt.trainer.objectives.ilql import BetaEvaluation
 from chatgpt.trainer.prompt_evaluation import PromptEvaluation
+from chatgpt.types import Prompt
 
 REVIEWS = ['this film is', 'i saw it and', 'what a', 'the actors were', 'no one', 'at first i']
 SUMMARIES = [
@@ -154,6 +156,15 @@ def test_ilql_and_what_it_decodes():
     evaluation = PromptEvaluation([r['prompt'] for r in SUMMARIES], tokenizer, vowels, max_new_tokens=4, num_rows=0)
     found = BetaEvaluation(evaluation, betas=(0.0, 100.0))(trainer)
     assert set(found) >= {'score_mean@beta=0', 'score_mean@beta=100'}
+    model, engine, prompt = trainer.model, HFEngine(), Prompt(ids=data[0].sequence.prompt_ids)
+    greedy = SamplingParams(max_new_tokens=1, do_sample=False)
+    with model.decoding(100.0):
+        engine.begin(model)
+        (sample,) = engine.generate(Call.of([prompt], greedy, seed=0, indices=[0]))
+        engine.end()
+        # head and Q heads at the state before the first token
+        best = int(Actor.forward(model, collate([sample]), with_logits=True).logits[0].argmax())
+    assert sample.response_ids.tolist() == [best]
 
 
 def test_prompts_without_the_end_token_are_pointed_out():
