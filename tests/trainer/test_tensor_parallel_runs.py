@@ -154,6 +154,15 @@ def test_a_run_of_two_by_two_that_is_killed_goes_on(tmp_path):
     check_outcome(ppo('NaiveStrategy', {}, phases, '', 'auto', 'llama', str(alone)), later[0], STEP * 4 * phases)
 
 
+@pytest.mark.slow
+def test_queries_keys_and_values_in_one_tensor(tmp_path):
+    """GPT-2's, in parts on 2 x 2 processes: the run of one process, which reads their checkpoint."""
+    want = ppo('NaiveStrategy', {}, 1, family='gpt2')
+    ranks = run_distributed(ppo, 4, 'FSDPStrategy', FOUR, 1, str(tmp_path), '', 'gpt2')
+    check_outcome(ranks[0], want, STEP * 4)
+    same(ppo('NaiveStrategy', {}, 1, resume=str(tmp_path / 'checkpoint'), family='gpt2'), ranks[0])
+
+
 def learned(kind: str, options: dict[str, Any]) -> dict[str, Any]:
     texts = [sequence([3 + i % 4], [6 + i % 3, 5, 9, 2][: 2 + i % 3]) for i in range(8)]
     pairs = [preference([3 + i % 4], [6 + i % 3, 5, 2], [6 + i % 3, 9 + i % 4, 7, 2]) for i in range(8)]
