@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import os
 import resource
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,6 +62,28 @@ def test_the_variable_answers_in_its_place(monkeypatch):
         monkeypatch.setenv('CHATGPT_PROCESSOR', given)
         with pytest.raises(ValueError, match=f"CHATGPT_PROCESSOR='{given}': give one of default, avx2, avx512"):
             processor()
+
+
+def test_every_test_has_the_same_answer_and_ranks_have_it_too(without_16_bits):
+    assert str(processor()) == os.environ['CHATGPT_PROCESSOR'] == 'avx2'
+    assert run_distributed(processor, 1) == run_distributed(processor, 1, fresh=True) == [processor()]
+
+
+ASKS = {'get_capabilities', 'get_cpu_capability', '_is_avx512_supported', '_is_amx_tile_supported', '/proc/cpuinfo'}
+ASKERS = {'chatgpt/strategies/machine.py', 'tests/strategies/test_machine.py'}
+ASKERS |= {'chatgpt/trainer/callbacks/run_record.py', 'tests/fixed_runs/record.py'}  # its name, beside numbers
+
+
+def test_nothing_else_asks_the_processor():
+    """In both packages and in tests, by the names of what can be asked."""
+    root = Path(__file__).resolve().parents[2]
+    asking = set()
+    for path in (p for folder in ('chatgpt', 'compat', 'tests') for p in (root / folder).rglob('*.py')):
+        text = path.read_text()
+        nodes = ast.walk(ast.parse(text)) if any(word in text for word in ASKS) else ()
+        if any(getattr(node, 'attr', getattr(node, 'value', None)) in ASKS for node in nodes):
+            asking.add(path.relative_to(root).as_posix())
+    assert asking <= ASKERS and 'chatgpt/strategies/machine.py' in asking
 
 
 CARD = 'echo "NVIDIA H100, 470.57.02"; echo "NVIDIA H100, 470.57.02"'
