@@ -279,8 +279,9 @@ with {kind}(seed=3, device='cpu') as strategy:
 """
 
 
-def test_ranks_that_fail_together_save(tmp_path):
-    failed = run_source(RANKS.format(kind='FSDPStrategy', how='reward', folder=tmp_path))
+@pytest.mark.parametrize('kind', ['DDPStrategy', 'FSDPStrategy'])
+def test_ranks_that_fail_together_save(tmp_path, kind):
+    failed = run_source(RANKS.format(kind=kind, how='reward', folder=tmp_path))
     assert all(code != 0 for code, _ in failed)
     path = tmp_path / 'checkpoints' / 'step-00000002'
     assert f'the run failed in phase 3; the state after phase 2 is kept in {path}' in failed[0][1]
@@ -292,7 +293,8 @@ def test_a_rank_that_fails_alone_says_what_stands(tmp_path):
     alone = run_source(RANKS.format(kind='DDPStrategy', how='alone', folder=tmp_path))
     assert all(code != 0 for code, _ in alone)
     told = (
-        'saving takes all ranks, and they did not all fail here with rank 1: nothing was saved; there is no checkpoint'
+        'saving takes all ranks, and they did not all fail here with rank 1: nothing was saved; there is no checkpoint '
+        'of this run'
     )
     assert f'the run failed in phase 3; {told}' in alone[1][1]
     assert 'only here' in alone[0][1]

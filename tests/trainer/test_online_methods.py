@@ -38,9 +38,9 @@ def make(strategy: Any = None, **settings: Any) -> Any:
 
 @pytest.mark.parametrize('name', METHODS)
 def test_every_method_learns(name):
-    trainer = fit(make(lr=1e-2, **{'max_epochs': 2} | METHODS[name]), 9)
+    trainer = fit(make(lr=1e-2, **{'max_epochs': 2} | METHODS[name]), 12)
     scores = [p['rollout/score_mean'] for p in trainer.log.phases]
-    assert sum(scores[-3:]) / 3 > scores[0] + 0.4, scores
+    assert sum(scores[-3:]) / 3 > scores[0] + 0.5, scores
     assert (trainer.critic is None) == (name != 'a2c')
 
 
