@@ -83,6 +83,20 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope='module')
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny GPT-2 with a tokenizer of characters."""
+    import torch
+
+    from chatgpt.nn import GPTActor
+    from chatgpt.testing.fakes import char_tokenizer, tiny_config
+
+    folder = tmp_path_factory.mktemp('model')
+    torch.manual_seed(0)
+    GPTActor(config=tiny_config('gpt2', positions=48)).save_pretrained(folder, tokenizer=char_tokenizer())
+    return folder
+
+
 CHROMIUM_FLAGS = (
     '--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking '
     '--disable-component-update --disable-sync'

@@ -40,14 +40,6 @@ def lengths(prompts: list[str], responses: list[str]) -> list[float]:
     return [float(len(r)) for r in responses]
 
 
-@pytest.fixture(scope='module')
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp('model')
-    GPTActor(config=tiny_config('gpt2', positions=48)).save_pretrained(folder, tokenizer=char_tokenizer())
-    return folder
-
-
 def metrics(folder: Path, name: str = 'metrics') -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / f'{name}.jsonl').read_text().splitlines()]
 
@@ -55,7 +47,7 @@ def metrics(folder: Path, name: str = 'metrics') -> list[dict[str, float]]:
 # ---------------------------------------------------------------------- routes
 
 
-def test_a_reward_function_means_ppo(folder, tmp_path):
+def test_a_reward_function_means_ppo(tiny_folder, tmp_path):
     seen = []
 
     def reward(samples, prompts, outputs, place):
@@ -67,7 +59,7 @@ def test_a_reward_function_means_ppo(folder, tmp_path):
 
     rows = [{'prompt': f'a{i}', 'place': 'x'} for i in range(4)]
     given = {'prompts': rows, 'eval_prompts': rows[:2], 'metric_fn': metric, 'run_dir': tmp_path, 'eval_interval': 1}
-    trainer = train(str(folder), reward_fn=reward, num_timesteps=2, **given)
+    trainer = train(str(tiny_folder), reward_fn=reward, num_timesteps=2, **given)
     assert isinstance(trainer, PPOTrainer) and trainer.timestep == 2
     samples, said, outputs, place = seen[0]
     assert [a + b for a, b in zip(said, outputs, strict=True)] == samples and set(place) == {'x'}
@@ -77,47 +69,47 @@ def test_a_reward_function_means_ppo(folder, tmp_path):
     assert (tmp_path / 'eval_samples.jsonl').is_file()
 
 
-def test_the_same_with_adapters_and_without_a_critic(folder):
+def test_the_same_with_adapters_and_without_a_critic(tiny_folder):
     config = {'method.advantage_estimator': 'rloo', 'num_samples_per_prompt': 2}
-    trainer = train(folder, reward_fn=lengths, lora_rank=2, config=config, stop_sequences=['z'])
+    trainer = train(tiny_folder, reward_fn=lengths, lora_rank=2, config=config, stop_sequences=['z'])
     assert trainer.critic is None and trainer.maker.reference.initial_model is None
     assert trainer.collector.stop_strings is not None
 
 
-def test_samples_with_rewards_mean_ilql(folder, tmp_path):
+def test_samples_with_rewards_mean_ilql(tiny_folder, tmp_path):
     metric = {'metric_fn': lambda samples, **_: {'length': [len(s) for s in samples]}, 'max_new_tokens': 3}
     data = {'samples': [('a', 'bc'), ('a', 'bd')] * 4, 'rewards': [1.0, 0.0] * 4, 'eval_prompts': ['a']}
-    trainer = train(str(folder), **data, **metric, run_dir=tmp_path, eval_interval=1)
+    trainer = train(str(tiny_folder), **data, **metric, run_dir=tmp_path, eval_interval=1)
     assert isinstance(trainer, ILQLTrainer) and isinstance(trainer.model, ILQLModel)
     assert 'eval/metrics/length@beta=100' in metrics(tmp_path)[-1]
 
 
 @pytest.mark.parametrize('samples', [['ab', 'cd'] * 4, [{'instruction': 'a', 'output': 'b'}] * 8])
-def test_samples_alone_mean_sft_which_is_evaluated_on_prompts(folder, samples, tmp_path):
+def test_samples_alone_mean_sft_which_is_evaluated_on_prompts(tiny_folder, samples, tmp_path):
     metric = {'metric_fn': lambda prompts, responses: {'n': [len(r) for r in responses]}, 'max_new_tokens': 3}
-    trainer = train(folder, samples=samples, eval_prompts=['a', 'b'], run_dir=tmp_path, **metric)
+    trainer = train(tiny_folder, samples=samples, eval_prompts=['a', 'b'], run_dir=tmp_path, **metric)
     assert isinstance(trainer, SFTTrainer) and trainer.num_updates == 2
     first, last = metrics(tmp_path, 'eval')
     assert first['step'] == 0 and 'eval/metrics/n' in last
 
 
-def test_preferences_mean_dpo_with_settings_of_a_file_an_object_or_sections(folder, tmp_path):
+def test_preferences_mean_dpo_with_settings_of_a_file_an_object_or_sections(tiny_folder, tmp_path):
     (tmp_path / 'c.yaml').write_text('beta: 0.5\nloss_type: hinge\nlr: 1e-4\n')
-    trainer = train(folder, preferences=PAIRS, config=tmp_path / 'c.yaml')
+    trainer = train(tiny_folder, preferences=PAIRS, config=tmp_path / 'c.yaml')
     assert isinstance(trainer, DPOTrainer) and trainer.optim.param_groups[0]['lr'] == 1e-4
     assert (trainer.config.beta, trainer.config.loss_type) == (0.5, 'hinge')
-    trainer = train(folder, preferences=PAIRS, config=DPOConfig(beta=0.7, max_epochs=3), loss_type='ipo')
+    trainer = train(tiny_folder, preferences=PAIRS, config=DPOConfig(beta=0.7, max_epochs=3), loss_type='ipo')
     assert (trainer.config.beta, trainer.config.loss_type, trainer.config.max_epochs) == (0.7, 'ipo', 1)
-    trainer = train(folder, preferences=PAIRS, config={'method': {'beta': 0.6}})
+    trainer = train(tiny_folder, preferences=PAIRS, config={'method': {'beta': 0.6}})
     assert trainer.config.beta == 0.6
 
 
 @pytest.mark.parametrize(
     'given', [{'samples': ['ab', 'cd'] * 2, 'rewards': [1.0, 0.0] * 2}, {'reward_fn': lengths, 'prompts': ['a', 'b']}]
 )
-def test_a_route_writes_its_model_with_the_tokenizer(folder, tmp_path, given, capsys):
+def test_a_route_writes_its_model_with_the_tokenizer(tiny_folder, tmp_path, given, capsys):
     place = tmp_path / 'model'
-    trainer = train(folder, save_path=place, **given)
+    trainer = train(tiny_folder, save_path=place, **given)
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f'actor written to {place}; use it: python -m chatgpt generate {place} "your prompt"'
     written, own = AutoModelForCausalLM.from_pretrained(place), next(iter(trainer.models().values())).model
@@ -127,7 +119,7 @@ def test_a_route_writes_its_model_with_the_tokenizer(folder, tmp_path, given, ca
         chatgpt.train('no/such-model', save_path=place, **given)
 
 
-def test_prompts_and_samples_from_files(folder, tmp_path):
+def test_prompts_and_samples_from_files(tiny_folder, tmp_path):
     (tmp_path / 'prompts.csv').write_text('prompt,answer\nab,x\ncd,y\n')
     seen = []
 
@@ -135,33 +127,33 @@ def test_prompts_and_samples_from_files(folder, tmp_path):
         seen.extend(zip(prompts, answer, strict=True))
         return [0.0] * len(prompts)
 
-    train(folder, reward_fn=reward, prompts=tmp_path / 'prompts.csv')
+    train(tiny_folder, reward_fn=reward, prompts=tmp_path / 'prompts.csv')
     assert set(seen) == {('ab', 'x'), ('cd', 'y')}
     samples = tmp_path / 'samples.jsonl'
     samples.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": "c"}\n')
-    assert isinstance(train(folder, samples=str(samples), rewards=[1.0, 0.0]), ILQLTrainer)
+    assert isinstance(train(tiny_folder, samples=str(samples), rewards=[1.0, 0.0]), ILQLTrainer)
     with pytest.raises(ValueError, match='2 sequences but 1 rewards'):
-        train(folder, samples=str(samples), rewards=[1.0])
+        train(tiny_folder, samples=str(samples), rewards=[1.0])
 
 
 # ---------------------------------------------------------------------- settings
 
 
-def test_texts_are_read_as_on_a_command_line_and_other_systems_words_are_taken(folder):
+def test_texts_are_read_as_on_a_command_line_and_other_systems_words_are_taken(tiny_folder):
     settings = {'learning_rate': '1e-4', 'max_length': '3', 'packing': 'false', 'skip_bad_records': 'yes'}
-    trainer = train(folder, samples=['abcdef', ''] + ['ab'] * 3, max_epochs='2', **settings)
+    trainer = train(tiny_folder, samples=['abcdef', ''] + ['ab'] * 3, max_epochs='2', **settings)
     assert trainer.optim.param_groups[0]['lr'] == 1e-4
     assert (trainer.config.max_epochs, trainer.config.packing, len(trainer.train_data)) == (2, False, 4)
     with pytest.raises(ValueError, match='give the model first.*; here it is model'):
-        chatgpt.train(model_name_or_path=folder, samples=['a'])
+        chatgpt.train(model_name_or_path=tiny_folder, samples=['a'])
 
 
-def test_settings_of_the_command_reach_the_run(folder):
+def test_settings_of_the_command_reach_the_run(tiny_folder):
     """Of optimizers, models, environments and data."""
     given = {'weight_decay': 0.25, 'optimizer': 'sgd', 'critic': 'shared', 'update_timesteps': 2, 'ptx_coef': 0.5}
     given |= {'num_layers_unfrozen': 1, 'ptx_data': ['ab', 'cd'], 'logprob_kernel': 'plain', 'prompts': None}
     environment = {'environment': 'games:countdown', 'max_new_tokens': 8, 'num_environment_workers': 3, 'max_turns': 1}
-    trainer = train(folder, **environment | given, num_timesteps=2)
+    trainer = train(tiny_folder, **environment | given, num_timesteps=2)
     group = trainer.actor_optim.param_groups[0]
     assert isinstance(trainer.actor_optim, torch.optim.SGD) and group['weight_decay'] == 0.25
     assert trainer.critic is None and trainer.shares_trunk and len(trainer.pretrain_data) == 2
@@ -169,10 +161,10 @@ def test_settings_of_the_command_reach_the_run(folder):
     assert (trainer.phase, trainer.engine.runner.settings.num_workers) == (1, 3)
 
 
-def test_a_weighted_list_of_rewards_reaches_the_trainer(folder):
+def test_a_weighted_list_of_rewards_reaches_the_trainer(tiny_folder):
     halves = [(0.5, lambda prompts, responses: [1.0] * len(responses)), (1.0, lengths)]
     settings = {'advantage_estimator': 'gdpo', 'num_samples_per_prompt': 2, 'kl_in': 'loss', 'strategy': 'naive'}
-    trainer = train(folder, reward_fn=halves, **settings)
+    trainer = train(tiny_folder, reward_fn=halves, **settings)
     scored = [(e.score, 0.5 + len(e.response_text)) for e in trainer.last_experiences]
     assert scored and all(score == pytest.approx(by_hand) for score, by_hand in scored)
 
@@ -181,7 +173,7 @@ def test_a_weighted_list_of_rewards_reaches_the_trainer(folder):
     ('critic_from', 'frozen', 'is_scorer'), [('reward_model', True, True), ('actor', False, False)]
 )
 def test_a_reward_model_scores_the_evaluation_and_is_where_the_critic_starts(
-    folder, tmp_path, critic_from, frozen, is_scorer
+    tiny_folder, tmp_path, critic_from, frozen, is_scorer
 ):
     """V of a whole sequence is its score (arXiv 2403.17031), and a reward model that was frozen before gives a critic
     that learns."""
@@ -189,7 +181,7 @@ def test_a_reward_model_scores_the_evaluation_and_is_where_the_critic_starts(
     reward = RewardModel(GPTActor(config=tiny_config('gpt2', positions=48)).model).requires_grad_(not frozen)
     before = {name: tensor.clone() for name, tensor in reward.state_dict().items() if name.startswith('model.')}
     evaluation = {'eval_prompts': ['c'], 'run_dir': tmp_path, 'eval_interval': 1}
-    trainer = train(folder, reward_fn=reward, critic_from=critic_from, critic_lr=0.0, **evaluation)
+    trainer = train(tiny_folder, reward_fn=reward, critic_from=critic_from, critic_lr=0.0, **evaluation)
     assert all(not p.requires_grad for p in reward.parameters()) and 'eval/score_mean' in metrics(tmp_path)[-1]
     critic = trainer.strategy.unwrap(trainer.critic)
     assert all(p.requires_grad for p in critic.parameters())
@@ -198,8 +190,8 @@ def test_a_reward_model_scores_the_evaluation_and_is_where_the_critic_starts(
     assert all(torch.equal(reward.state_dict()[name], tensor) for name, tensor in before.items())
 
 
-def test_models_in_memory_need_a_tokenizer_and_adapters_of_actor_and_critic_are_apart(folder):
-    given, fresh = AutoModelForCausalLM.from_pretrained(folder), GPT2LMHeadModel(tiny_config('gpt2', positions=48))
+def test_models_in_memory_need_a_tokenizer_and_adapters_of_actor_and_critic_are_apart(tiny_folder):
+    given, fresh = AutoModelForCausalLM.from_pretrained(tiny_folder), GPT2LMHeadModel(tiny_config('gpt2', positions=48))
     with pytest.raises(ValueError, match='give tokenizer='):
         chatgpt.train(fresh, samples=['ab'])
     assert train(fresh, samples=['ab'] * 4, tokenizer=char_tokenizer()).num_updates == 1
@@ -240,7 +232,7 @@ def test_mistakes_before_anything_is_loaded(given, sentence):
         chatgpt.train('no/such-model', **given)
 
 
-def test_data_that_cannot_be_used_is_named_before_the_model_is_loaded(tmp_path, folder, monkeypatch):
+def test_data_that_cannot_be_used_is_named_before_the_model_is_loaded(tmp_path, tiny_folder, monkeypatch):
     monkeypatch.setattr('chatgpt.launch.recipes.make_trainer', None)
     (tmp_path / 'p.jsonl').write_text('{"prompt": "a"}\n{"prompt": [{"role": "user", "content": "b\\ud800"}]}\n')
     for given, told in (
@@ -249,11 +241,11 @@ def test_data_that_cannot_be_used_is_named_before_the_model_is_loaded(tmp_path, 
         ({'reward_fn': lambda prompts, responses, answer: []}, "needs a column 'answer' beside the prompts; there are"),
     ):
         with pytest.raises(ValueError, match=told):
-            train(folder, **{'reward_fn': lengths} | given)
+            train(tiny_folder, **{'reward_fn': lengths} | given)
     with pytest.raises(ValueError, match='max_length=100 is beyond the context of the model, 48 tokens; give at most'):
-        train(folder, samples=['a', 'b'], max_length=100)
+        train(tiny_folder, samples=['a', 'b'], max_length=100)
     with pytest.raises(ValueError, match='skip_bad_records=True'):
-        train(folder, preferences=[*PAIRS, {'prompt': 'a', 'chosen': 'b'}])
+        train(tiny_folder, preferences=[*PAIRS, {'prompt': 'a', 'chosen': 'b'}])
 
 
 def fails_in_phase_2() -> Any:
@@ -268,31 +260,31 @@ def fails_in_phase_2() -> Any:
     return reward
 
 
-def test_a_run_that_fails_without_a_run_dir_keeps_its_weights_or_says_that_it_has_none(folder, tmp_path, capfd):
+def test_a_run_that_fails_without_a_run_dir_keeps_its_weights_or_says_that_it_has_none(tiny_folder, tmp_path, capfd):
     options = {'num_timesteps': 3, 'lr': 1e-3}
     with pytest.raises(RewardFunctionError):
-        train(folder, reward_fn=fails_in_phase_2(), save_path=tmp_path / 'model', **options)
+        train(tiny_folder, reward_fn=fails_in_phase_2(), save_path=tmp_path / 'model', **options)
     told = capfd.readouterr().err
     assert f'the weights after the last optimizer step are kept in {tmp_path}/model-cut-short' in told
     assert not (tmp_path / 'model').exists()
-    kept, start = (AutoActor(pretrained=f).state_dict() for f in (tmp_path / 'model-cut-short', folder))
+    kept, start = (AutoActor(pretrained=f).state_dict() for f in (tmp_path / 'model-cut-short', tiny_folder))
     assert any(not torch.equal(kept[name], start[name]) for name in start)
     with pytest.raises(RewardFunctionError):
-        train(folder, reward_fn=fails_in_phase_2(), **options)
+        train(tiny_folder, reward_fn=fails_in_phase_2(), **options)
     assert 'phase 2; it has no run_dir, so there is no checkpoint of it' in capfd.readouterr().err
 
 
-def test_a_run_goes_on_where_it_stopped_and_two_runs_are_not_mixed(folder, tmp_path):
+def test_a_run_goes_on_where_it_stopped_and_two_runs_are_not_mixed(tiny_folder, tmp_path):
     def run(steps: int, run_dir: str, **options: Any) -> Any:
         settings = {'prompts': ['a', 'bc', 'd'], 'lr': 1e-3, 'run_dir': tmp_path / run_dir}
-        return train(folder, reward_fn=lengths, num_timesteps=steps, **settings, **options)
+        return train(tiny_folder, reward_fn=lengths, num_timesteps=steps, **settings, **options)
 
     straight = run(3, 'straight')
     run(2, 'parts')
     with pytest.raises(ValueError, match="parts' holds checkpoints of an earlier run, up to step-00000002: go on with"):
         run(3, 'parts')
     with pytest.raises(ValueError, match="resume='auto' looks into run_dir"):
-        train(folder, samples=['a'], resume='auto')
+        train(tiny_folder, samples=['a'], resume='auto')
     again = run(3, 'parts', resume='auto')
     assert again.phase == straight.phase == 3
     for mine, theirs in zip(again.actor.parameters(), straight.actor.parameters(), strict=True):

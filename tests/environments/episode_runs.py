@@ -19,7 +19,7 @@ from chatgpt.nn import Actor, Critic
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
 from chatgpt.trainer import PPOTrainer
-from chatgpt.trainer.callbacks import Callback, ProgressBar, SaveCheckpoint
+from chatgpt.trainer.callbacks import ProgressBar, SaveCheckpoint
 
 
 class Log(ProgressBar):
@@ -42,15 +42,6 @@ class Log(ProgressBar):
                 for e in experiences
             ]
         )
-
-
-class StopAfter(Callback):
-    def __init__(self, phase: int) -> None:
-        self.phase = phase
-
-    def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
-        if step == self.phase:
-            trainer.request_stop()
 
 
 def same_to_rounding(found: list[list[dict[str, Any]]], wanted: list[list[dict[str, Any]]]) -> None:

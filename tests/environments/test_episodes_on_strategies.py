@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from episode_runs import Log, StopAfter, make, same_to_rounding
+from episode_runs import Log, make, same_to_rounding
+from stop_after import StopAfter
 
 from chatgpt.environments import Environment, EnvironmentSettings
 from chatgpt.nn import GPTActor

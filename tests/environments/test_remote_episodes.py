@@ -17,9 +17,10 @@ from typing import Any
 import episode_runs
 import pytest
 import torch
-from episode_runs import Log, StopAfter, same_to_rounding
+from episode_runs import Log, same_to_rounding
 from in_process_workers import InProcessWorkers
 from scripted_engine import played
+from stop_after import StopAfter
 
 from chatgpt.environments import Environment, EnvironmentSettings
 from chatgpt.nn import Actor

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from spawned_workers import STAND_IN
 
 from chatgpt.rollout import vllm_remote
-
-STAND_IN = Path(__file__).parent / 'stand_in'
 
 
 def _forget() -> None:

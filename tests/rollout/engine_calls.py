@@ -14,9 +14,9 @@ from chatgpt.types import Prompt, Sample
 LENGTHS = (3, 9, 5, 1, 7, 4, 12, 2)
 
 
-def prompts_of(lengths: tuple[int, ...] = LENGTHS, vocab: int = 64, seed: int = 0) -> list[Prompt]:
-    generator = torch.Generator().manual_seed(seed)
-    return [Prompt(ids=torch.randint(3, vocab, (n,), generator=generator), text=str(n)) for n in lengths]
+def prompts_of(lengths: tuple[int, ...] = LENGTHS) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(0)
+    return [Prompt(ids=torch.randint(3, 64, (n,), generator=generator), text=str(n)) for n in lengths]
 
 
 def drawn(engine: Any, policy: Any, sampling: SamplingParams, prompts: Any = None, **call: Any) -> list[Sample]:

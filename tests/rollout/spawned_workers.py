@@ -7,6 +7,7 @@ import os
 import pickle
 from collections.abc import Mapping
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from torch import Tensor
 
 from chatgpt.rollout.remote import WorkerDied
 from chatgpt.rollout.vllm_worker import make_worker
+
+STAND_IN = Path(__file__).parent / 'stand_in'
+"""The folder of the stand-in for vLLM."""
 
 _worker: Any = None  # of a process
 

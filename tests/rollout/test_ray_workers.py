@@ -8,12 +8,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from spawned_workers import SpawnedWorkers
+from spawned_workers import STAND_IN, SpawnedWorkers
 
 from chatgpt.nn import Actor
 from chatgpt.rollout import Call, LocalEngine, RemoteEngine, SamplingParams, VLLMRemoteEngine, ray_workers
@@ -24,7 +23,6 @@ from chatgpt.types import Prompt, Sample
 pytestmark = pytest.mark.system
 
 SAMPLING = SamplingParams(max_new_tokens=10, eos_token_ids=(2,))
-STAND_IN = Path(__file__).parent / 'stand_in'
 
 
 @pytest.fixture(scope='module')

@@ -8,13 +8,12 @@ import sys
 import warnings
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from in_process_workers import InProcessWorkers
-from spawned_workers import SpawnedWorkers
+from spawned_workers import STAND_IN, SpawnedWorkers
 from torch import nn
 
 from chatgpt.nn import Actor, GPTActor
@@ -426,7 +425,6 @@ def test_ranks_share_the_workers_of_rank_0():
 # ---------------------------------------------------------------- whole weights that the device has no room for
 
 GREEDY = SamplingParams(max_new_tokens=5, eos_token_ids=(2,), do_sample=False)
-STAND_IN = Path(__file__).parent / 'stand_in'
 
 
 def adapted(lora_rank: int) -> Actor:

@@ -153,11 +153,11 @@ def same_bits(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
-def greedy(model, length=8):
+def greedy(model):
     """Token ids by argmax, through the language model alone."""
     ids = torch.tensor([[5, 9, 11]])
     with torch.no_grad():
-        for _ in range(length):
+        for _ in range(8):
             ids = torch.cat([ids, model.model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
     return ids[0].tolist()
 

@@ -21,15 +21,15 @@ from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.saving import save_pretrained
 
 
-def mapped(family: str = 'gpt2', **kw) -> tuple[Actor, torch.nn.Module, MappedTensors]:
-    model = actor_with(family, **kw)
+def mapped(layers: int = 5) -> tuple[Actor, torch.nn.Module, MappedTensors]:
+    model = actor_with('gpt2', layers)
     copied, tensors = mapped_copy(NaiveStrategy(device='cpu'), model, list(model.named_parameters()), torch.float32)
     return model, copied, tensors
 
 
 @pytest.mark.parametrize('layers', [1, 2, 3, 4])
 def test_any_number_and_order_of_blocks(layers):
-    model, copied, tensors = mapped(layers=layers)
+    model, copied, tensors = mapped(layers)
     x = torch.randn(1, 3, 32)
     with streamed(copied, tensors, torch.device('cpu')), torch.no_grad():
         pairs = list(zip(transformer_blocks(model), transformer_blocks(copied), strict=True))

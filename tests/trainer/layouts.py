@@ -84,12 +84,14 @@ def run_leg(leg: Leg) -> Log:
     import tiny_runs
 
     from chatgpt.trainer import strategies
-    from chatgpt.trainer.callbacks import SaveCheckpoint
+    from chatgpt.trainer.callbacks import Callback, SaveCheckpoint
 
     kind, _, options = LAYOUTS[leg.layout]
     settings = {'experience_batch_size': 8, 'max_epochs': 2, 'max_new_tokens': 8, 'max_tokens_per_batch': 48, 'lr': LR}
     settings |= {'score_scaling': 'running', 'kl_target': 2.0, 'lr_schedule': 'cosine'}
-    callbacks: list[Any] = [tiny_runs.StopAfter(leg.until)]
+    stop: Any = Callback()
+    stop.on_phase_end = lambda trainer, step, metrics: trainer.request_stop() if step == leg.until else None
+    callbacks = [stop]
     if leg.every is not None:
         callbacks.append(SaveCheckpoint(leg.target, interval=leg.every))
     with getattr(strategies, kind)(seed=3, **options) as strategy:

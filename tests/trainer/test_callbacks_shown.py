@@ -7,7 +7,8 @@ import signal
 
 import pytest
 from fake_trainer import FakeTrainer, experience
-from tiny_runs import StopAfter, ppo
+from stop_after import StopAfter
+from tiny_runs import ppo
 
 from chatgpt.trainer import callbacks as cb
 from chatgpt.trainer.callbacks import Callback, RunRecorder, SaveCheckpoint, WriteReport

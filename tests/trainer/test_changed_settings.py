@@ -13,7 +13,8 @@ import numpy
 import pytest
 import torch
 from ppo_on_ids import fit, make
-from tiny_runs import PROMPTS, StopAfter, ppo, sft, vowels, weights
+from stop_after import StopAfter
+from tiny_runs import PROMPTS, ppo, sft, vowels, weights
 
 from chatgpt.launch.config_file import parse_run, write_resolved
 from chatgpt.launch.runs import SFTRun

@@ -29,8 +29,8 @@ class LastToken:
 REWARDS = [(1.0, vowels), (0.5, short), (0.25, LastToken())]
 
 
-def make(strategy: Any = None, reward: Any = REWARDS, **settings: Any) -> Any:
-    return ppo(strategy, reward, **{'train_batch_size': 8, 'max_new_tokens': 8} | GDPO | settings)
+def make(reward: Any = REWARDS, **settings: Any) -> Any:
+    return ppo(reward=reward, **{'train_batch_size': 8, 'max_new_tokens': 8} | GDPO | settings)
 
 
 def normalised(values: list[float]) -> list[float]:

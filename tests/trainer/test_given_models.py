@@ -4,7 +4,6 @@ strategy by its name, which prepares them; and a strategy that lacks an ability 
 from __future__ import annotations
 
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,14 +27,6 @@ PROMPTS = ['a', 'b', 'c', 'd']
 PHASE = {'experience_batch_size': 4, 'train_batch_size': 4, 'max_new_tokens': 4}
 
 
-@pytest.fixture(scope='module')
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp('model')
-    GPTActor(config=tiny_config('gpt2', positions=48)).save_pretrained(folder, tokenizer=char_tokenizer())
-    return folder
-
-
 def changed(model: Any) -> Any:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -45,9 +36,9 @@ def changed(model: Any) -> Any:
 
 
 @pytest.mark.parametrize('read_again', [False, True])
-def test_ppo_starts_at_no_divergence_from_an_actor_changed_in_memory(folder, read_again):
-    actor = changed(GPTActor(pretrained=str(folder)))
-    initial = GPTActor(pretrained=str(folder)) if read_again else deepcopy(actor)  # the negative control
+def test_ppo_starts_at_no_divergence_from_an_actor_changed_in_memory(tiny_folder, read_again):
+    actor = changed(GPTActor(pretrained=str(tiny_folder)))
+    initial = GPTActor(pretrained=str(tiny_folder)) if read_again else deepcopy(actor)  # the negative control
     critic = GPTCritic(config=tiny_config('gpt2', positions=48))
     trainer = assemble(NaiveStrategy(seed=3), actor, critic, vowels, initial, tokenizer=char_tokenizer(), **PHASE)
     trainer.fit(PROMPTS, num_episodes=1, max_timesteps=1, update_timesteps=1)
@@ -56,9 +47,9 @@ def test_ppo_starts_at_no_divergence_from_an_actor_changed_in_memory(folder, rea
 
 
 @pytest.mark.parametrize('method', ['gae', 'grpo', 'dpo', 'dpo with its batch'])
-def test_train_starts_at_no_divergence_from_a_model_changed_in_memory(folder, tmp_path, method):
-    model, log = changed(AutoModelForCausalLM.from_pretrained(folder)), Log()
-    assert model.config.name_or_path == str(folder)  # it could be read again
+def test_train_starts_at_no_divergence_from_a_model_changed_in_memory(tiny_folder, tmp_path, method):
+    model, log = changed(AutoModelForCausalLM.from_pretrained(tiny_folder)), Log()
+    assert model.config.name_or_path == str(tiny_folder)  # it could be read again
     pairs = [{'prompt': 'a', 'chosen': 'bc', 'rejected': 'd'}, {'prompt': 'b', 'chosen': 'c', 'rejected': 'de'}]
     if 'dpo' in method:
         names = ('dpo/reward_chosen', 'dpo/reward_rejected')

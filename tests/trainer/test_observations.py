@@ -30,7 +30,7 @@ GARBAGE = [math.nan, math.inf, -math.inf, 1e30]
 PER_TOKEN = (*COLUMNS, 'kl', 'rewards')
 
 
-def experiences(*, with_turns: bool = True) -> list[Experience]:
+def experiences() -> list[Experience]:
     generator = torch.Generator().manual_seed(0)
     masks = ['11011', '1001', '111', '10001101']
     found = []
@@ -43,8 +43,7 @@ def experiences(*, with_turns: bool = True) -> list[Experience]:
         stops = [t + 1 for t in range(n) if own[t] and (t == n - 1 or not own[t + 1])]
         turns = tuple(Turn(start=a, stop=b, rewards={'reward': 0.5 * i}) for a, b in zip(starts, stops, strict=True))
         ended = {'finish_reason': 'eos' if i % 2 else 'length', 'shaped_score': float(i), 'group': i // 2}
-        if with_turns:
-            ended['episode'] = Episode(turns=turns, end='terminated' if i % 2 else 'tokens')
+        ended['episode'] = Episode(turns=turns, end='terminated' if i % 2 else 'tokens')
         ids = torch.randint(3, VOCAB, (n,), generator=generator).tolist()
         found.append(experience(i, [3, 4], ids, float(i), response_mask=own, **ended, **numbers))
     return found

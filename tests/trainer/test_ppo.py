@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from ppo_on_ids import GOOD, VOCAB, CountGood, fit, make, prompts, run
-from tiny_runs import SMALL, StopAfter, assemble, weights
+from stop_after import StopAfter
+from tiny_runs import SMALL, assemble, weights
 
 from chatgpt.nn import GPTActor
 from chatgpt.strategies import NaiveStrategy

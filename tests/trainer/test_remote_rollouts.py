@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from in_process_workers import InProcessWorkers
-from tiny_runs import StopAfter, ppo, weights
+from stop_after import StopAfter
+from tiny_runs import ppo, weights
 
 from chatgpt.rollout import HFEngine, LocalEngine, RemoteEngine
 from chatgpt.strategies import DDPStrategy

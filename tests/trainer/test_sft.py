@@ -6,11 +6,12 @@ import math
 
 import pytest
 import torch
-from tiny_runs import StopAfter, sequence, sft, weights
+from stop_after import StopAfter
+from tiny_runs import sequence, sft, weights
 
 
-def counting(num: int = 32) -> list:
-    return [sequence([3 + i % 6], [3 + (i % 6 + 1 + j) % 6 for j in range(3)] + [2]) for i in range(num)]
+def counting() -> list:
+    return [sequence([3 + i % 6], [3 + (i % 6 + 1 + j) % 6 for j in range(3)] + [2]) for i in range(32)]
 
 
 @pytest.mark.parametrize('max_tokens', [None, 5])

@@ -29,11 +29,6 @@ from chatgpt.types import Prompt
 PROMPTS = [Prompt(ids=torch.tensor([i + 3, 2 * i + 1])) for i in range(8)]
 
 
-class Odd:
-    def score(self, samples, strategy):
-        return [(s.response_ids % 2).float() for s in samples]
-
-
 def model(checkpointing=False):
     made = tiny_causal_lm('llama', hidden_size=64)
     if checkpointing:
@@ -58,10 +53,10 @@ def roles(kind='shared', checkpointing=False, **options):
     return trunk.actor(4), trunk.critic(4, value_head=head()), trunk.reward_model(4, value_head=head()), None
 
 
-def run(made, strategy=None, phases=2, reward=None, lr=1e-2, **settings):
+def run(made, strategy=None, phases=2, **settings):
     actor, critic, reward_model, initial = made
     strategy = strategy or NaiveStrategy(seed=1)
-    trainer = assemble(strategy, actor, critic, reward or reward_model, initial, lr=lr, **{'kl_coef': 0.1} | settings)
+    trainer = assemble(strategy, actor, critic, reward_model, initial, lr=1e-2, **{'kl_coef': 0.1} | settings)
     trainer.fit(PROMPTS, max_timesteps=phases, update_timesteps=1)
     return trainer
 

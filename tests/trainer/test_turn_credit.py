@@ -28,7 +28,7 @@ from chatgpt.types import Episode, Experience, Turn
 NAN = math.nan
 
 
-def episode(index: int, turns: list[tuple[int, dict[str, float]]], *, group: int = 0, gap: int = 2) -> Experience:
+def episode(index: int, turns: list[tuple[int, dict[str, float]]], *, gap: int = 2) -> Experience:
     """Turns of so many tokens with these rewards and `gap` tokens of observation between; NaN wherever a token is not
     the policy's. The rewards of tokens are those of the turns, at their last tokens."""
     mask: list[bool] = []
@@ -44,7 +44,7 @@ def episode(index: int, turns: list[tuple[int, dict[str, float]]], *, group: int
     n, own = len(mask), torch.tensor(mask)
     numbers = {'values': torch.where(own, torch.linspace(0.5, 1.5, n) * (1 + index), NAN)}
     numbers |= {'rewards': torch.tensor(rewards), 'response_mask': own}
-    whole = {'episode': Episode(turns=tuple(found), end='terminated'), 'group': group}
+    whole = {'episode': Episode(turns=tuple(found), end='terminated'), 'group': 0}
     score = sum(sum(given.values()) for _, given in turns)
     return experience(index, [3, 4], [5 + index + t for t in range(n)], score, 0.0, **numbers, **whole)
 

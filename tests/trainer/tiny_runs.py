@@ -13,7 +13,7 @@ from chatgpt.nn import AutoActor, AutoCritic
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.trainer import PPOTrainer, SFTTrainer
-from chatgpt.trainer.callbacks import Callback, ProgressBar, SaveCheckpoint
+from chatgpt.trainer.callbacks import ProgressBar, SaveCheckpoint
 from chatgpt.types import Experience, Sequence
 
 PROMPTS = [f'a {word}' for word in 'one two three four five six'.split()]
@@ -36,19 +36,6 @@ class Log(ProgressBar):
 
     def samples(self) -> list[Any]:
         return [(e.index, e.response_ids.tolist(), e.score) for phase in self.experiences for e in phase]
-
-
-class StopAfter(Callback):
-    """Asks for a stop at the end of a phase, after a checkpoint."""
-
-    def __init__(self, phase: int, save: bool = False) -> None:
-        self.phase, self.save = phase, save
-
-    def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
-        if step == self.phase:
-            if self.save:
-                trainer.save_checkpoint()
-            trainer.request_stop()
 
 
 def sequence(prompt: list[int], response: list[int], mask: list[int] | None = None) -> Sequence:
