@@ -11,7 +11,7 @@ from float64 import F64, all_count, bools, tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chatgpt.functional import ppo
-from chatgpt.functional.advantages import dr_grpo, grpo, rloo, spread
+from chatgpt.functional.advantages import dr_grpo, grpo, normalised, rloo, spread
 from chatgpt.functional.logprobs import chunked_logprobs, entropy_of, logprobs_of, map_row_chunks
 from chatgpt.functional.losses import gspo_policy_loss, importance_weighted, kl_full, truncated_importance_weights
 from chatgpt.functional.masking import masked_mean, masked_sum, masked_var, segment_mean, segment_sum, whiten
@@ -259,6 +259,9 @@ def test_adaptive_controller_by_the_published_rule():
     assert controller.value == pytest.approx(0.2 * (1 + 0.2 * 256 / 10000))
     controller.update(5.4, 256)  # error -0.1
     assert controller.value == pytest.approx(0.2 * (1 + 0.2 * 0.0256) * (1 - 0.1 * 0.0256))
+    before = controller.value
+    controller.update(0.0, 256)  # error -1 is clipped to -0.2
+    assert controller.value == pytest.approx(before * (1 - 0.2 * 0.0256))
     fixed = ppo.FixedKLController(0.1)
     fixed.update(100.0, 256)
     assert fixed.value == 0.1
@@ -319,6 +322,12 @@ def test_groups_in_any_order_and_independent_of_each_other():
 def test_grpo_of_equal_scores_and_of_one_response_is_zero():
     got = grpo(torch.tensor([0.1, 0.1, 0.1, 7.0]), torch.tensor([0, 0, 0, 1]))
     assert got.abs().max().item() < 1e-9
+
+
+def test_two_scores_are_divided_by_their_unbiased_std():
+    want = [x / (math.sqrt(2) + 1e-4) for x in (-1, 1)]
+    assert grpo(tensor(1, 3), torch.tensor([0, 0])).tolist() == pytest.approx(want)
+    assert normalised(tensor(1, 3)).tolist() == pytest.approx(want) and normalised(tensor(7.0)).tolist() == [0]
 
 
 def test_lists_that_do_not_fit_are_refused():
@@ -390,6 +399,14 @@ def test_the_gradient_of_gspo_goes_through_the_sequences_mean():
     assert new.grad.tolist() == pytest.approx([-ratios[0] / 2, -ratios[0] / 2, 0, ratios[1] / 2])
 
 
+def test_value_clip_passes_no_gradient_beyond_its_range_when_the_clipped_error_is_larger():
+    value = tensor(0.9).requires_grad_()  # old 0, return 3: the clipped value 0.4 is farther away
+    for clip, gradient in ((0.4, 0.0), (None, 0.9 - 3)):
+        value.grad = None
+        ppo.clipped_value_loss(value, tensor(0.0), tensor(3.0), clip).sum().backward()
+        assert value.grad.item() == pytest.approx(gradient)
+
+
 def test_policy_stats_add_up_over_micro_batches():
     torch.manual_seed(0)
     new, old, mask = torch.randn(6), torch.randn(6), bools(1, 0, 1, 1, 1, 0)
@@ -400,6 +417,9 @@ def test_policy_stats_add_up_over_micro_batches():
         assert sum(p[i].item() for p in parts) == pytest.approx(whole[i].item())
     assert min(p.ratio_min.item() for p in parts) == whole.ratio_min.item()
     assert max(p.ratio_max.item() for p in parts) == whole.ratio_max.item()
+    ratios = [math.exp(a - b) for a, b, m in zip(new.tolist(), old.tolist(), mask.tolist(), strict=True) if m]
+    assert whole.clipped.item() == sum(r < 0.8 or r > 1.5 for r in ratios)
+    assert whole.ratio.item() == pytest.approx(sum(ratios), rel=1e-6)
     nothing = parts[2]
     assert nothing.ratio_min.item() == math.inf and nothing.ratio_max.item() == -math.inf and nothing[0].item() == 0
 

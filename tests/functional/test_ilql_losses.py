@@ -84,8 +84,8 @@ def test_min_q_is_elementwise():
 
 def test_decoding_logits_shift_the_policy_by_advantage():
     logits = tensor(0.0, math.log(3.0))[None]  # probabilities 1/4 and 3/4
-    got = ilql_logits(logits, tensor(3.0, 1.0)[None], tensor(2.0), beta=0.5)
-    assert got[0].tolist() == pytest.approx([math.log(0.25) + 0.5, math.log(0.75) - 0.5])
+    got = ilql_logits(logits, tensor(5.0, 1.0)[None], tensor(2.0), beta=0.5)
+    assert got[0].tolist() == pytest.approx([math.log(0.25) + 1.5, math.log(0.75) - 0.5])
     # β = 0 is the policy; a large β is greedy on Q even where the policy prefers the other token.
     assert ilql_logits(logits, tensor(3.0, 1.0)[None], tensor(2.0), beta=0.0).argmax().item() == 1
     assert ilql_logits(logits, tensor(3.0, 1.0)[None], tensor(2.0), beta=100.0).argmax().item() == 0

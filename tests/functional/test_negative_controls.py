@@ -320,8 +320,9 @@ def test_truncated_importance_weights():
             out.append({'no cap': ratio, 'at least the cap': max(ratio, 2.0)}.get(mistake, min(ratio, 2.0)))
         return out
 
-    ours = losses.truncated_importance_weights(f64(OLD), f64(NEW), cap=2.0).tolist()
-    holds(ours, slow, 'engine over trainer', 'no cap', 'at least the cap')
+    ours = losses.truncated_importance_weights(f64(OLD).requires_grad_(), f64(NEW), cap=2.0)
+    assert not ours.requires_grad
+    holds(ours.tolist(), slow, 'engine over trainer', 'no cap', 'at least the cap')
 
 
 def test_value_clip():
@@ -339,6 +340,8 @@ def test_value_clip():
 
     ours = ppo.clipped_value_loss(f64(NEW), f64(old), f64(returns), 0.4).tolist()
     holds(ours, slow, 'around the return', 'min for max', 'not clipped', 'always clipped', 'no half')
+    plain = ppo.clipped_value_loss(f64(NEW), f64(old), f64(returns)).tolist()
+    assert plain == pytest.approx([0.5 * (v - r) ** 2 for v, r in zip(NEW, returns, strict=True)])
 
 
 def test_explained_variance():
@@ -351,6 +354,8 @@ def test_explained_variance():
 
     ours = [ppo.explained_variance(f64(NEW), f64(ADVANTAGES), torch.tensor(MASK)).item()]
     holds(ours, slow, 'masked tokens too', 'mean square for variance', 'over the variance of V')
+    small = [ppo.explained_variance(f64(NEW) / 100, f64(ADVANTAGES) / 100, torch.tensor(MASK)).item()]
+    assert small == pytest.approx(ours)
     constant = f64([5.0] * len(MASK))
     assert ppo.explained_variance(f64(NEW), constant, torch.tensor(MASK)).item() == 0
 
