@@ -43,8 +43,8 @@ def test_scaling():
 
 def test_clip_then_missing_end_then_length():
     shaper = ScoreShaper(clip=2.0, missing_eos_score=-1.0, token_penalty=0.1)
-    shaped = shaper([5.0, 5.0], [sample(tokens=3), sample(ended=False, tokens=4)])
-    assert shaped == pytest.approx([2.0 - 0.3, -1.0 - 0.4])
+    shaped = shaper([5.0, -5.0, 5.0], [sample(tokens=3), sample(tokens=3), sample(ended=False, tokens=4)])
+    assert shaped == pytest.approx([2.0 - 0.3, -2.0 - 0.3, -1.0 - 0.4])
 
 
 @pytest.mark.parametrize('scaling', ['running', 'ref', 'norm'])

@@ -18,7 +18,7 @@ from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import PPOConfig, PPOTrainer
 from chatgpt.trainer.callbacks import ProgressBar
-from chatgpt.trainer.losses import ActorLoss, ValueLoss, collate_experience, experience_totals
+from chatgpt.trainer.losses import ActorLoss, SharedLoss, ValueLoss, collate_experience, experience_totals
 from chatgpt.trainer.metrics import BatchStats, rollout_metrics
 from chatgpt.trainer.policy import Policy, policy_for
 from chatgpt.types import Experience, Sequence
@@ -149,17 +149,31 @@ def test_the_value_loss_by_hand():
     records, config = experiences(), PPOConfig(value_clip=0.2)
     predicted = torch.cat([torch.linspace(-1, 1, r.num_actions) for r in records]).requires_grad_()
     batch = collate_experience(records, experience_totals(records, config, MAX_NEW))
-    loss, _ = ValueLoss(config).of(predicted, batch)
+    loss, metrics = ValueLoss(config).of(predicted, batch)
     loss.backward()
     assert torch.isfinite(predicted.grad).all()
-    squares = []
+    squares, far = [], []
     for r in records:
         for t, v in enumerate(torch.linspace(-1, 1, r.num_actions).tolist()):
             if r.response_mask[t]:
                 old, target = float(r.values[t]), float(r.returns[t])
                 clipped = min(max(v, old - 0.2), old + 0.2)
                 squares.append(max((v - target) ** 2, (clipped - target) ** 2))
+                far.append(abs(v - old) > 0.2)
     assert loss.item() == pytest.approx(0.5 * sum(squares) / len(squares), rel=1e-5)
+    seen = metrics['value_clip_fraction']
+    assert 0 < sum(far) < len(far) and float(seen.total / seen.weight) == pytest.approx(sum(far) / len(far))
+
+
+def test_the_loss_of_a_shared_trunk_is_the_policys_and_its_share_of_the_values(actor):
+    actor.value_head = torch.nn.Linear(32, 1)
+    records, config = experiences(), PPOConfig(value_coef=0.3)
+    batch = collate_experience(records, experience_totals(records, config, MAX_NEW))
+    policy, value = actor_loss(actor, config), ValueLoss(config)
+    total, metrics = SharedLoss(policy, value)(actor, batch)
+    apart = policy(actor, batch), value.of(actor(batch).values, batch)
+    assert total.item() == pytest.approx(apart[0][0].item() + 0.3 * apart[1][0].item(), rel=1e-5)
+    assert metrics.keys() == apart[0][1].keys() | apart[1][1].keys()
 
 
 def test_each_papers_aggregation():
