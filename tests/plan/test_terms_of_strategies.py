@@ -15,6 +15,7 @@ from chatgpt.functional import logprobs
 from chatgpt.nn import Actor, head_kernels
 from chatgpt.plan import Setup, models
 from chatgpt.strategies.colossalai.memory import GeminiMemory, chunk_size
+from chatgpt.strategies.memory import Layout, Memory, MemoryModel, ModelSize, ParameterSize
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.testing.tiny import tiny_sequences
@@ -328,3 +329,14 @@ def test_gradients_grow_as_a_strategy_keeps_them():
     )
     assert dropped < shards < whole
     assert shards <= dropped + number and whole <= dropped + 4 * number
+
+
+def test_a_memory_model_by_hand():
+    """Two parameters of 6 and 10 numbers, the first trained, each fp32; Adam has two moments, and a step count on the
+    host."""
+    size = ModelSize((ParameterSize('a', (2, 3), True, 0), ParameterSize('b', (5, 2), False, None)))
+    memory = MemoryModel().trained('x', size, Layout())
+    assert memory == Memory({'x weights': 64, 'x gradients': 24, 'x optimizer': 48}, {'x optimizer': 4})
+    assert MemoryModel().trained('x', size, Layout(optimizer='sgd')) == Memory({'x weights': 64, 'x gradients': 24})
+    sharded = s.FSDPStrategy.memory_model(cpu_offload=False).trained('x', size, Layout(num_processes=3))
+    assert sharded == Memory({'x weights': 4 * (3 + 4), 'x gradients': 12, 'x optimizer': 24}, {'x optimizer': 4})

@@ -256,6 +256,21 @@ def test_optimizer_states_are_found_by_name_whatever_the_order(strategy, tmp_pat
             assert torch.equal(optimizer.state[mine[name]][slot], other_optimizer.state[theirs[name]][slot])
 
 
+def test_what_a_checkpoint_lacks_and_has_too_much_is_named(strategy):
+    model, _ = pair(strategy)
+    state = {n: t for n, t in model.state_dict().items() if n not in ('norm.weight', 'norm.bias')}
+    state |= {'extra': torch.zeros(1), 'blocks.1.up.bias': torch.zeros(3)}
+    with pytest.raises(CheckpointMismatch) as caught:
+        strategy.load_model_pieces(model, DictReader(state))
+    assert str(caught.value) == (
+        'the checkpoint does not fit: missing norm.weight, norm.bias; unexpected extra; '
+        'wrong shape blocks.1.up.bias: checkpoint (3,), model (14,)'
+    )
+    del state['blocks.1.up.bias']
+    with pytest.warns(UserWarning, match=r'loaded 13 of 16 tensors: missing .*blocks.1.up.bias.*unexpected extra'):
+        strategy.load_model_pieces(model, DictReader(state), strict=False)
+
+
 def test_groups_are_matched_by_their_parameters(strategy, tmp_path):
     def grouped(first, second, swap=False):
         model = TinyPolicy()
