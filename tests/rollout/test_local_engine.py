@@ -70,7 +70,7 @@ def test_logprobs_are_those_of_a_plain_forward(family):
     assert wrong == len(samples)  # negative control: without the temperature, every sample disagrees
 
 
-@pytest.mark.parametrize('family', ['gpt2', 'bloom'])  # whose positions are absolute, or distances
+@pytest.mark.parametrize('family', FAMILIES)
 def test_samples_do_not_depend_on_batch_order_size_or_company(family):
     model = tiny_causal_lm(family)
     prompts = prompts_of()

@@ -7,14 +7,15 @@ import math
 
 import pytest
 import torch
+from engine_calls import drawn
 from transformers import GenerationConfig
 
 from chatgpt.nn import Actor, AutoActor
-from chatgpt.rollout import SamplingParams, compare_samples, from_generation_kwargs
+from chatgpt.rollout import HFEngine, LocalEngine, SamplingParams, compare_samples, from_generation_kwargs
 from chatgpt.rollout.randomness import _GAMMA, _mix, edge_distances, inverse_cdf, sample_keys, uniforms
 from chatgpt.rollout.sampling import TokenSampler, sampling_for
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
-from chatgpt.types import Sample
+from chatgpt.types import Prompt, Sample
 
 
 def slow_filter(logits: list[float], temperature: float, top_k: int, top_p: float, barred: set[int]) -> list[float]:
@@ -168,6 +169,27 @@ def test_every_end_token_of_the_model_counts(tmp_path):
     model.generation_config = GenerationConfig(eos_token_id=7)
     model.save_pretrained(tmp_path)
     assert sampling_for(AutoActor(tmp_path), tokenizer, asked)[0].eos_token_ids == (258, 7), 'a file names it'
+
+
+def test_several_end_tokens():
+    for ids, ends in (((3, 7), [False, True, True, False]), ((7,), [False, False, True, False])):
+        sampler = TokenSampler(SamplingParams(max_new_tokens=1, eos_token_ids=ids), 'cpu')
+        assert sampler.is_end(torch.tensor([1, 3, 7, 8])).tolist() == ends
+
+
+@pytest.mark.parametrize('engine', [LocalEngine, HFEngine])
+def test_a_response_ends_with_any_of_them(engine):
+    actor, tokenizer = Actor(tiny_causal_lm('llama', vocab_size=300)).eval(), byte_tokenizer()
+
+    def response() -> Sample:
+        sampling = sampling_for(actor, tokenizer, {'max_new_tokens': 12, 'do_sample': False})[0]
+        return drawn(engine(), actor, sampling, [Prompt(ids=torch.tensor([5, 6]))])[0]
+
+    free = response().response_ids.tolist()
+    assert len(free) == 12
+    actor.model.generation_config.eos_token_id = [258, free[4]]
+    ended = response()
+    assert ended.response_ids.tolist() == free[: free.index(free[4]) + 1] and ended.finish_reason == 'eos'
 
 
 # ---------------------------------------------------------------- uniforms and inverse cumulative distribution
