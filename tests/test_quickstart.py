@@ -25,6 +25,7 @@ PPO = {
     'max_new_tokens': 4,
     'prompts': ['a', 'b'],
 }
+GAME = {'environment': 'games:countdown'}
 PAIRS = [{'prompt': 'a', 'chosen': 'bc', 'rejected': 'd'}] * 4
 
 
@@ -225,6 +226,12 @@ def test_models_in_memory_need_a_tokenizer_and_adapters_of_actor_and_critic_are_
         ),
         ({'samples': ['a'], 'config': SFTConfig(), 'rewards': [1.0]}, 'config is a SFTConfig, .* trains with a ILQL'),
         ({'samples': ['a'], 'config': 'nowhere.yaml'}, 'there is no such file'),
+        ({'reward_fn': len, 'prompts': ['a'], 'max_turns': 3}, 'max_turns=3 is about an environment'),
+        (GAME | {'eval_episodes': 2, 'eval_prompts': ['a']}, 'with eval_prompts leave it out'),
+        (GAME | {'samples': ['a']}, 'leave samples out'),
+        (GAME | {'reward_fn': len}, 'say how they add up by reward_weights'),
+        (GAME | {'reward_fn': len, 'reward_weights': {'reward': 1.0}}, 'needs one weight, by the name'),
+        (GAME | {'reward_weights': {'reward_fn': 1.0}}, 'there is no reward_fn'),
     ],
 )
 def test_mistakes_before_anything_is_loaded(given, sentence):
