@@ -86,3 +86,13 @@ def test_micro_batches_hold_everything_once_and_are_equally_many(world_size, max
         all(len(cut) * max(lengths[i] for i in cut) <= 12 for cuts in ranks for cut in cuts if cut)
         or max_tokens is None
     )
+
+
+def test_ranks_get_equal_costs_and_equally_many_micro_batches_by_hand():
+    lengths = [10, 9, 9, 8, 3, 3, 2, 2]  # half and half would give one rank 36 tokens and the other 10
+    cuts = [[[lengths[i] for i in cut] for cut in cuts] for cuts in micro_batches(lengths, 2, 20)]
+    # Longest first, each to the rank with fewer sequences, then with fewer tokens, then to rank 0; forwards of up to 20
+    # padded tokens.
+    assert cuts == [[[10, 8], [3, 2]], [[9, 9], [3, 2]]]
+    assert micro_batches([10, 1, 1, 9], 2, 10) == [[[0], [2]], [[3], [1]]]
+    assert micro_batches([10, 10, 10], 2, 10) == [[[0], [2]], [[1], []]]
