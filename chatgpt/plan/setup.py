@@ -212,7 +212,7 @@ def read_config(source: Any) -> Any:
 
     from transformers import AutoConfig
 
-    from chatgpt.nn.loading import load_config, to_be_dense
+    from chatgpt.nn.loading import load_config, make_config_dense
 
     path = Path(source)
     if path.suffix == '.json' and not path.exists():
@@ -228,6 +228,6 @@ def read_config(source: Any) -> Any:
         found = AutoConfig.for_model(**content)
     except (ValueError, TypeError) as error:
         raise ValueError(f'{path}: not the config.json of a transformers model ({error})') from None
-    to_be_dense(found, str(path))
+    make_config_dense(found, str(path))
     check_planned(found)
     return found

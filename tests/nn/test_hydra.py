@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from chatgpt.nn import Actor
-from chatgpt.nn.hydra import check_hydra, has_hydra, make_hydra, recorded_trunk, reference_branch, settle_hydra
+from chatgpt.nn.hydra import check_hydra, check_loaded_hydra, has_hydra, make_hydra, recorded_trunk, reference_branch
 from chatgpt.nn.lora import convert_to_lora
 from chatgpt.testing.fakes import tiny_causal_lm
 
@@ -241,12 +241,12 @@ def test_blocks_that_hand_on_the_policys_states_are_refused() -> None:
 def test_an_actor_whose_weights_come_later_is_checked_by_its_own_forward() -> None:
     actor = Actor(causal_lm('llama'), num_layers_unfrozen=2)
     before = bits(actor)
-    settle_hydra(actor, torch.device('cpu'))
+    check_loaded_hydra(actor, torch.device('cpu'))
     assert same(bits(actor), before)
-    settle_hydra(Actor(causal_lm('gpt2')), torch.device('cpu'))
+    check_loaded_hydra(Actor(causal_lm('gpt2')), torch.device('cpu'))
     actor.ref_branch.blocks[0].mlp.up_proj.weight.data.mul_(1.5)
     with pytest.raises(ValueError, match='is not what its policy was'):
-        settle_hydra(actor, torch.device('cpu'))
+        check_loaded_hydra(actor, torch.device('cpu'))
 
 
 @pytest.mark.parametrize('break_it', ['other_norm', 'deaf'])
@@ -258,7 +258,7 @@ def test_a_reference_from_the_policys_pass_that_is_another_is_found_later(break_
     else:
         actor.ref_branch.exchange = lambda: None
     with pytest.raises(ValueError, match='is not what its policy was'):
-        settle_hydra(actor, torch.device('cpu'))
+        check_loaded_hydra(actor, torch.device('cpu'))
 
 
 def test_the_check_fails_after_training_and_keeps_modes() -> None:

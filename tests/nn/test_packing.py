@@ -20,7 +20,7 @@ from transformers.models.doge.modeling_doge import DogeModel
 import chatgpt.nn.packing as packing_module
 from chatgpt.batching import collate, packing_of
 from chatgpt.nn import Actor, AutoActor, AutoCritic, Critic, RewardModel, initial_tensors
-from chatgpt.nn.packing import enable_packing, flat_hidden, packed_attention, packs, settle, window_of
+from chatgpt.nn.packing import check_loaded_packing, enable_packing, flat_hidden, packed_attention, packs, window_of
 from chatgpt.nn.trunk import base_model
 from chatgpt.rollout import Call, LocalEngine, SamplingParams
 from chatgpt.testing import tiny_causal_lm
@@ -202,7 +202,7 @@ def test_a_model_that_does_not_hand_on_the_packing_says_so_and_then_runs_padded(
     batch = collate(sequences())
     with torch.no_grad(), pytest.raises((ValueError, RuntimeError), match='attn_implementation=|must match the size'):
         module(batch)
-    assert not settle(module, torch.device('cpu'))
+    assert not check_loaded_packing(module, torch.device('cpu'))
     with torch.no_grad():
         got, plain = module(batch), want(batch)
     got, plain = (x if isinstance(x, torch.Tensor) else x.logprobs for x in (got, plain))
@@ -212,7 +212,7 @@ def test_a_model_that_does_not_hand_on_the_packing_says_so_and_then_runs_padded(
 def test_sequences_beyond_the_length_where_frequencies_change_are_refused():
     """Phi-3 with long context: transformers chooses the frequencies of a batch by its longest sequence."""
     module = filled(lambda: AutoActor(config=small_config('phi3')))
-    assert settle(module, torch.device('cpu')) and packs(base_model(module.model))  # it packs, also when filled later
+    assert check_loaded_packing(module, torch.device('cpu')) and packs(base_model(module.model))
     actor = AutoActor(config=small_config('phi3')).eval()
     short, long = sequences([(3, 6), (4, 8)]), sequences([(3, 6), (9, 8)])
     with torch.no_grad():
