@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
-from chatgpt.data.rewards.calling import told
+from chatgpt.data.rewards.calling import describe_error
 from chatgpt.environments.base import (
     EnvironmentFactory,
     Failure,
@@ -107,7 +107,7 @@ class Host:
         except _TookTooLong:
             reason, message = 'timeout', f'took longer than {self.limit_s:g} s'
         except BaseException as error:  # SystemExit too: the episode ends, and not the run
-            reason, message = 'error', f'raised {told(error)}'
+            reason, message = 'error', f'raised {describe_error(error)}'
         return failure(reason, f'{self.name}: {message}', time.perf_counter() - start)
 
     def _called(self, number: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
