@@ -93,8 +93,7 @@ def load_demonstrations(source: Any, tokenizer: Any, **options: Any) -> tuple[Lo
         max_length, overflow, apply_chat_template: see `tokenize.TokenizerOptions`.
         skip_bad_records: skip and count bad records instead of stopping at the first.
         validation_source: of the validation part; without it `validation_percentage` of the records, by default none,
-            are
-            split off by `seed` (`split_examples`).
+            are split off by `seed` (`split_examples`).
         **options: any other is passed to `load_examples`.
 
     Raises:

@@ -110,8 +110,7 @@ def read_records(
     split, subset: part of a hub data set or `DatasetDict`; no effect on other sources.
     streaming: read a hub data set over the network instead of downloading it first.
     text_separator: separates records of a plain text file; blank lines by default, '\\n' makes each line a record, ''
-        the
-        whole file.
+        the whole file.
 
     Raises ValueError at the call for a missing or empty source, and during iteration for a record that cannot be read
     (unless `bad` skips).
