@@ -79,8 +79,8 @@ def _preference(example: Example) -> list[dict[str, Any]]:
     found: Any = as_kind(example, 'preference')
     prompt = plain_prompt(found.prompt)
     texts = [_answer_text(found.prompt, response) for response in found.responses]
-    asked = {'prompt': prompt} if prompt else {}
-    return [{**asked, 'chosen': better, 'rejected': worse} for better, worse in combinations(texts, 2)]
+    columns = {'prompt': prompt} if prompt else {}
+    return [{**columns, 'chosen': better, 'rejected': worse} for better, worse in combinations(texts, 2)]
 
 
 def _dialogues(example: Example) -> list[dict[str, Any]]:
@@ -113,9 +113,9 @@ def _labelled(example: Example) -> list[dict[str, Any]]:
         raise BadRecord('neither a preference nor a labelled answer (label true or false)')
     if example.prompt == '':
         raise BadRecord('a text without a prompt, where a conversation is needed')
-    asked = prompt_turns(example.prompt)
+    turns = prompt_turns(example.prompt)
     return [
-        {'messages': [t._asdict() for t in (*asked, *response_turns(response))], 'label': label}
+        {'messages': [t._asdict() for t in (*turns, *response_turns(response))], 'label': label}
         for response, label in given
     ]
 

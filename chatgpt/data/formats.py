@@ -358,11 +358,11 @@ def _templated(turns: Sequence[Message], tokenizer: Any, *, add_generation_promp
     return apply_template([t._asdict() for t in turns], tokenizer, add_generation_prompt=add_generation_prompt)
 
 
-def _template_pieces(asked: tuple[Message, ...], answered: tuple[Message, ...], tokenizer: Any) -> list[Piece]:
-    turns, done = [*asked, *answered], ''
+def _template_pieces(prompt: tuple[Message, ...], response: tuple[Message, ...], tokenizer: Any) -> list[Piece]:
+    turns, done = [*prompt, *response], ''
     pieces: list[Piece] = []
     for i, turn in enumerate(turns):
-        if i < len(asked) or turn.role != 'assistant':
+        if i < len(prompt) or turn.role != 'assistant':
             continue
         before = _templated(turns[:i], tokenizer, add_generation_prompt=True)
         after = _templated(turns[: i + 1], tokenizer, add_generation_prompt=False)

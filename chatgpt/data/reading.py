@@ -310,8 +310,8 @@ def _remedy(path: Path, raw: bytes) -> str:
     if not raw.decode('utf-8', 'ignore').isascii():
         return SKIPPED  # damaged UTF-8
     encoding = 'CP1252' if any(0x80 <= byte < 0xA0 for byte in raw) else 'ISO-8859-1'
-    told = {'CP1252': 'CP1252 (Windows)', 'ISO-8859-1': 'ISO-8859-1 (latin-1)'}[encoding]
-    return f'Its bytes are those of {told}. {_converted(path, encoding)}'
+    label = {'CP1252': 'CP1252 (Windows)', 'ISO-8859-1': 'ISO-8859-1 (latin-1)'}[encoding]
+    return f'Its bytes are those of {label}. {_converted(path, encoding)}'
 
 
 def _whole(path: Path) -> str:

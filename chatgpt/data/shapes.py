@@ -170,7 +170,7 @@ def _hh_answer(text: str) -> ResponseText:
     response."""
     first, *rest = re.split(r'\n\n(Human|Assistant):', text)
     turns = [Message(_ASSISTANT, first.strip())]
-    turns += [Message(_ROLES[who.lower()], said.strip()) for who, said in zip(rest[::2], rest[1::2], strict=True)]
+    turns += [Message(_ROLES[who.lower()], text.strip()) for who, text in zip(rest[::2], rest[1::2], strict=True)]
     while turns[-1].role != _ASSISTANT:
         turns.pop()
     if len(turns) == 1:

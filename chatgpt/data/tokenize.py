@@ -196,20 +196,20 @@ def tokenize_again(prompt: str, response: str, ended: bool, tokenizer: Any, max_
     last = [end] if ended and end is not None else []
     filler = 0 if end is None else end  # a model cannot run on an empty side
     if is_for_encoder_decoder(tokenizer):
-        asked = prompt_ids(prompt, tokenizer) or [filler]
+        prompt_side = prompt_ids(prompt, tokenizer) or [filler]
         answer = [*lone_response(response, tokenizer), *last] or [filler]
         if max_length is not None:
-            asked, answer = asked[-max_length:], answer[-max_length:]
+            prompt_side, answer = prompt_side[-max_length:], answer[-max_length:]
     else:
         body, first = encode(prompt, tokenizer), begin_ids(tokenizer)
         answer = [*encode_after(prompt, body, response, tokenizer), *last] or [filler]
-        asked = body if first and body[:1] == first else [*first, *body]  # a template may include the begin token
-        asked = asked or [filler if begin is None else begin]  # as in training on text without a prompt
+        prompt_side = body if first and body[:1] == first else [*first, *body]  # a template may include the begin token
+        prompt_side = prompt_side or [filler if begin is None else begin]  # as in training on text without a prompt
         if max_length is not None:
             answer = answer[-max(max_length - 1, 1) :]
-            asked = asked[-max(max_length - len(answer), 1) :]
+            prompt_side = prompt_side[-max(max_length - len(answer), 1) :]
     return Sequence(
-        prompt_ids=_ids(asked), response_ids=_ids(answer), response_mask=torch.ones(len(answer), dtype=torch.bool)
+        prompt_ids=_ids(prompt_side), response_ids=_ids(answer), response_mask=torch.ones(len(answer), dtype=torch.bool)
     )
 
 
@@ -282,13 +282,13 @@ def _encode_answers(
     if prompt == '':
         return _encode_texts(responses, tokenizer, end, options)
     rendered = [render(prompt, response, tokenizer, options.apply_chat_template) for response in responses]
-    asked = rendered[0][0].text
-    ids = prompt_ids(asked, tokenizer, templated=templated, begin=options.begin)
+    prompt_text = rendered[0][0].text
+    ids = prompt_ids(prompt_text, tokenizer, templated=templated, begin=options.begin)
     if not ids:
         raise BadRecord('the prompt has no tokens')
     if not apart:
-        body = encode(asked, tokenizer)
-        answers = [_encode_pieces(asked, body, pieces[1:], tokenizer, end, templated) for pieces in rendered]
+        body = encode(prompt_text, tokenizer)
+        answers = [_encode_pieces(prompt_text, body, pieces[1:], tokenizer, end, templated) for pieces in rendered]
     elif any(len(pieces) > 2 for pieces in rendered):
         raise BadRecord(
             'a response of several turns, and an encoder-decoder writes one; give the turns before it as the prompt'
@@ -315,9 +315,9 @@ def _encode_texts(
 
 
 def _encode_pieces(
-    asked: str, asked_ids: list[int], pieces: list[Piece], tokenizer: Any, end: int, templated: bool
+    prompt_text: str, ids_before: list[int], pieces: list[Piece], tokenizer: Any, end: int, templated: bool
 ) -> tuple[list[int], list[bool]]:
-    so_far, all_ids, mask = asked, list(asked_ids), []
+    so_far, all_ids, mask = prompt_text, list(ids_before), []
     apart = is_for_encoder_decoder(tokenizer)
     for number, piece in enumerate(pieces):
         ids = _encode_target(piece.text, tokenizer) if apart else encode_after(so_far, all_ids, piece.text, tokenizer)
@@ -333,7 +333,7 @@ def _encode_pieces(
         mask += [i < counts for i in range(len(ids))]
         all_ids += ids
         so_far += piece.text + (tokenizer.eos_token if closed else '')
-    return all_ids[len(asked_ids) :], mask
+    return all_ids[len(ids_before) :], mask
 
 
 def _turn_length(ids: list[int], end: int, tokenizer: Any) -> int:
@@ -352,17 +352,17 @@ def _fit(
     prompt: list[int], answers: list[tuple[list[int], list[bool]]], tokenizer: Any, options: TokenizerOptions
 ) -> tuple[list[int], list[tuple[list[int], list[bool]]]]:
     limit, longest = options.max_length, max(len(ids) for ids, _ in answers)
-    apart = is_for_encoder_decoder(tokenizer)
-    length = (max if apart else sum)((len(prompt), longest))
+    separate = is_for_encoder_decoder(tokenizer)
+    length = (max if separate else sum)((len(prompt), longest))
     if limit is None or length <= limit:
         return prompt, answers
     if options.overflow == 'refuse':
-        how = 'one of them' if apart else 'together'
+        how = 'one of them' if separate else 'together'
         raise BadRecord(f'{len(prompt)} tokens of prompt and {longest} of response, {how} more than max_length={limit}')
-    room = limit if apart else max(limit - longest, limit // 2)
-    if len(prompt) > room:
-        prompt = cut_left(prompt, room, tokenizer)
-    left = limit if apart else limit - len(prompt)
+    prompt_limit = limit if separate else max(limit - longest, limit // 2)
+    if len(prompt) > prompt_limit:
+        prompt = cut_left(prompt, prompt_limit, tokenizer)
+    left = limit if separate else limit - len(prompt)
     fitted = [(ids[:left], mask[:left]) for ids, mask in answers]
     if not any(chain.from_iterable(mask for _, mask in fitted)):
         raise BadRecord(f'nothing to learn from is left within max_length={limit} tokens')

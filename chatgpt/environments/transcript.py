@@ -170,16 +170,16 @@ class ChatTemplate:
     def _tail(self, messages: list[dict[str, Any]]) -> str:
         """Returns what the template writes after the last character of a turn: its ending, `messages`, the generation
         prompt."""
-        asked = {'role': 'user', 'content': 'x'}
+        question = {'role': 'user', 'content': 'x'}
         if _kind(messages) != 'tool':
             answer = {'role': 'assistant', 'content': _MARK}
-            return _behind(self._render([asked, answer, *messages], begin=True))
+            return _behind(self._render([question, answer, *messages], begin=True))
         results = [message for message in messages if message['role'] == 'tool']
         calls = [_call(m.get('name') or 'tool', m.get('tool_call_id') or _CALL_ID, {'x': _MARK}) for m in results]
         for some in (calls, calls[-1:]):  # Llama 3's template writes at most one call
             call = {'role': 'assistant', 'content': '', 'tool_calls': some}
             try:
-                short, long = self._render([asked, call]), self._render([asked, call, *messages], begin=True)
+                short, long = self._render([question, call]), self._render([question, call, *messages], begin=True)
                 break
             except ValueError:
                 if len(some) == 1:
@@ -213,15 +213,15 @@ class ChatTemplate:
         and without thinking."""
         if (system, kind) in self._tried:
             return
-        for said in _ANSWERS if kind != 'tool' else ('', *_ANSWERS):
+        for content in _ANSWERS if kind != 'tool' else ('', *_ANSWERS):
             messages = [{'role': 'system', 'content': 'Be brief.'}] if system else []
             messages.append({'role': 'user', 'content': 'Is it so?'})
             so_far = self._render(messages, begin=True)
             for number in range(3):
-                answer: dict[str, Any] = {'role': 'assistant', 'content': said}
+                answer: dict[str, Any] = {'role': 'assistant', 'content': content}
                 if kind == 'tool':
                     answer['tool_calls'] = [_call(self._tool_name(), _CALL_ID, {'n': number})]
-                    if said not in self._render([*messages, answer]):
+                    if content not in self._render([*messages, answer]):
                         break  # some templates drop text next to a call
                 follows = self._observed(kind, f'It is {number}.')
                 messages += [answer, *follows]
@@ -229,8 +229,8 @@ class ChatTemplate:
                 if not whole.startswith(so_far):
                     raise _rewrites(so_far, whole, follows)
                 body = whole[len(so_far) :]
-                if not body.endswith(tail) or not _is_unchanged(body.removesuffix(tail), said, kind):
-                    raise _rewrites(so_far + said + tail, whole, follows)
+                if not body.endswith(tail) or not _is_unchanged(body.removesuffix(tail), content, kind):
+                    raise _rewrites(so_far + content + tail, whole, follows)
                 self._encoded(tail)
                 so_far = whole
         self._tried.add((system, kind))
@@ -245,8 +245,8 @@ class ChatTemplate:
 
     def _check_tools(self, tools: list[dict[str, Any]]) -> None:
         """Raises ValueError unless the template includes tools, calls and results, and its calls can be parsed."""
-        asked = [{'role': 'user', 'content': 'Is it so?'}]
-        shown = self._render(asked, begin=True)
+        question = [{'role': 'user', 'content': 'Is it so?'}]
+        shown = self._render(question, begin=True)
         for tool in tools:
             if tool['function']['name'] not in shown:
                 raise ValueError(
@@ -255,13 +255,13 @@ class ChatTemplate:
                 )
         called = _call(self._tool_name(), _CALL_ID, {'zqkey': 'zqvalue'})
         call = {'role': 'assistant', 'content': '', 'tool_calls': [called]}
-        whole = self._render([*asked, call, *self._observed('tool', 'zqresult')], begin=True)
+        whole = self._render([*question, call, *self._observed('tool', 'zqresult')], begin=True)
         for part, word in (('calls', 'zqkey'), ('calls', 'zqvalue'), ('results', 'zqresult')):
             if word not in whole[whole.index('Is it so?') :]:
                 raise ValueError(f"the tokenizer's chat template leaves out the {part} of tools; set another one")
         if getattr(self.tokenizer, 'response_template', None) is None:
             self._read = reader(self.tokenizer.get_chat_template(tools=self.tools))
-        written = self._render([*asked, call]).removesuffix(self._ending())
+        written = self._render([*question, call]).removesuffix(self._ending())
         written = written[_common(shown, written) :]
         message = self.message(encode(written, self.tokenizer), 'length', encode(shown, self.tokenizer))
         if [found['function'] for found in message.get('tool_calls', ())] != [called['function']]:
@@ -277,8 +277,8 @@ def _uses_messages(environment: Any) -> bool:
 
 def takes_turns(environment: Any, tokenizer: Any, settings: EnvironmentSettings) -> bool:
     """Returns True if all observations of an environment are formatted by the chat template."""
-    asked = settings.apply_chat_template
-    return _uses_messages(environment) or bool(text_choice(tokenizer) if asked is None else asked)
+    chosen = settings.apply_chat_template
+    return _uses_messages(environment) or bool(text_choice(tokenizer) if chosen is None else chosen)
 
 
 def choose_text_for(environment: Any, tokenizer: Any) -> None:
@@ -322,9 +322,9 @@ def _call(name: str, number: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {'type': 'function', 'id': number, 'function': {'name': name, 'arguments': arguments}}
 
 
-def _is_unchanged(body: str, said: str, kind: str) -> bool:
+def _is_unchanged(body: str, content: str, kind: str) -> bool:
     """Returns True if the template does not change a turn's text; a call may be written in any way."""
-    return said.strip() in body if kind == 'tool' else said.strip() == body.strip()
+    return content.strip() in body if kind == 'tool' else content.strip() == body.strip()
 
 
 def _common(a: str, b: str) -> int:

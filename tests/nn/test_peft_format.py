@@ -100,8 +100,8 @@ def test_round_trip_through_a_wrapper_keeps_the_bits(tmp_path: Path) -> None:
     base, folder = tiny_causal_lm('llama', hidden=16), tmp_path / 'new' / 'folder'
     model = Wrapper(adapted(base, dropout=0.25))
     export_peft(model, folder, base_model='some/base')
-    said = {'r': 2, 'lora_alpha': 6, 'lora_dropout': 0.25, 'bias': 'none', 'task_type': 'CAUSAL_LM'}
-    assert config_of(folder).items() >= (said | {'base_model_name_or_path': 'some/base'}).items()
+    expected = {'r': 2, 'lora_alpha': 6, 'lora_dropout': 0.25, 'bias': 'none', 'task_type': 'CAUSAL_LM'}
+    assert config_of(folder).items() >= (expected | {'base_model_name_or_path': 'some/base'}).items()
     assert all(n.startswith('base_model.model.model.layers.') for n in load_file(folder / WEIGHTS_FILE))
     other = Wrapper(copy.deepcopy(base))
     for _ in range(2):  # the second time into existing adapters

@@ -63,12 +63,12 @@ class Calculator(Game):
     def deal(self) -> None:
         self.terms = [self.number() for _ in range(self.num_terms)]
         drawn = [self.random.choice(self.operations) for _ in self.terms[1:]]
-        self.asked = sorted(drawn, key=lambda operation: operation != '*')
+        self.signs = sorted(drawn, key=lambda operation: operation != '*')
         self.answer = self.terms[0]
-        for operation, term in zip(self.asked, self.terms[1:], strict=True):
+        for operation, term in zip(self.signs, self.terms[1:], strict=True):
             self.answer = COMPUTE[operation](self.answer, term)
         self.results: dict[str, int] = {}
-        self.shown = str(self.terms[0]) + ''.join(f'{o}{t}' for o, t in zip(self.asked, self.terms[1:], strict=True))
+        self.shown = str(self.terms[0]) + ''.join(f'{o}{t}' for o, t in zip(self.signs, self.terms[1:], strict=True))
 
     def number(self) -> int:
         return self.random.randint(10 ** (self.digits - 1) if self.digits > 1 else 2, 10**self.digits - 1)
@@ -99,7 +99,7 @@ class Calculator(Game):
 
     def best(self) -> str:
         value = self.terms[0]
-        for operation, term in zip(self.asked, self.terms[1:], strict=True):
+        for operation, term in zip(self.signs, self.terms[1:], strict=True):
             call = f'{value}{operation}{term}'
             if call not in self.results:
                 return call
