@@ -1,7 +1,6 @@
-"""`chatgpt`: RLHF on Hugging Face models. The algorithm is written once and the hardware is a plug.
+"""`chatgpt`: RLHF on Hugging Face models. Algorithms do not depend on hardware; a strategy adapts them to it.
 
-Importing it loads nothing heavy: `chatgpt.nn`, `chatgpt.trainer` and the other packages are loaded when first asked
-for.
+Importing it loads nothing heavy: `chatgpt.nn`, `chatgpt.trainer` and the other packages are loaded on first use.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ __all__ = ['__version__', 'train', *_PACKAGES]
 
 
 def on_demand(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` (PEP 562) of a package whose names are imported when they are first used.
+    """Returns `__getattr__` and `__dir__` (PEP 562) for a package that imports its names on first use.
 
-    The names and their modules are the imports under `if TYPE_CHECKING:` of the package's `__init__.py`, so type
-    checkers and the running program read one list.
+    Names and modules are read from the imports under `if TYPE_CHECKING:` of the package's `__init__.py`, so there is
+    one list for type checkers and the running program.
     """
     module = sys.modules[package]
     body = ast.parse(module.__loader__.get_source(package)).body  # type: ignore[union-attr]

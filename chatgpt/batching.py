@@ -1,7 +1,7 @@
-"""From single sequences to batches: the one place where padding exists.
+"""Batches of sequences: padding, micro-batches, and the split over ranks.
 
-`collate` pads just before a model's forward, and says how to leave the padding out again. `micro_batches` splits a
-global batch over ranks and cuts it, a pure function of lengths, so every rank computes the whole assignment alone.
+`collate` pads just before a model's forward and adds the indices to run without the padding. `micro_batches` splits a
+global batch over ranks and into micro-batches. It is a pure function of lengths, so ranks need no communication.
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ def collate(
     totals: Mapping[str, float] | None = None,
     num_dummies: int = 1,
 ) -> Batch:
-    """Pad sequences on the right into a `Batch`. `pad_id` can be any valid token: padded states are never read.
+    """Pads sequences on the right into a `Batch`. `pad_id` can be any valid token: padded states are never read.
 
     An empty list gives a dummy batch, with which a rank without data takes part in a sharded forward: `num_dummies`
-    sequences of a prompt and a response token, of which none counts, and every column is 0. So a loss whose terms carry
-    a mask or a weight is 0 there.
+    sequences of one prompt and one response token that does not count; every column is 0. A loss that multiplies its
+    terms by a mask or a weight is then 0.
 
     Args:
-        pack: also say how to run the batch without its padding, where it has some.
-        columns: what a loss needs beside the tokens; see `Batch.columns`.
-        totals: what a loss divides by; see `Batch.totals`.
+        pack: also set `Batch.packing`, if the batch has padding.
+        columns: see `Batch.columns`.
+        totals: see `Batch.totals`.
 
     Raises:
-        ValueError: an empty prompt (its first response token would have no state to be predicted from) or an empty
-            response.
+        ValueError: an empty prompt (no state predicts the first response token) or an empty response.
     """
     columns = dict(columns or {})
     sequence_mask = torch.ones(len(sequences), dtype=torch.bool)
@@ -57,7 +56,7 @@ def collate(
             raise ValueError(f'collate: sequence {i} has an empty {what}')
     lengths = [s.num_tokens for s in sequences]
     rows, width = len(sequences), max(lengths)
-    device = sequences[0].prompt_ids.device  # where they wait, which may be a GPU
+    device = sequences[0].prompt_ids.device  # may be a GPU
     input_ids = torch.full((rows, width), pad_id, dtype=torch.int64, device=device)
     attention_mask = torch.zeros(rows, width, dtype=torch.bool)
     action_index, action_rows = [], []
@@ -85,8 +84,8 @@ def collate(
 
 
 def moved_together(batches: Iterable[Batch], device: torch.device) -> list[Batch]:
-    """Batches on `device` by one copy of all their tensors that are in host memory: of memory that is not page-locked
-    the host waits for each."""
+    """Moves batches to `device`, with one copy for all tensors in host memory: the host waits for every copy from
+    memory that is not page-locked."""
     found: dict[int, Tensor] = {}
     batches = list(batches)
 
@@ -98,7 +97,7 @@ def moved_together(batches: Iterable[Batch], device: torch.device) -> list[Batch
     for batch in batches:
         batch.changed(note)
     sizes = [t.numel() * t.element_size() for t in found.values()]
-    starts = [0, *itertools.accumulate(-(-size // 16) * 16 for size in sizes)]  # each where any dtype may begin
+    starts = [0, *itertools.accumulate(-(-size // 16) * 16 for size in sizes)]  # aligned for any dtype
     host = torch.empty(starts[-1], dtype=torch.uint8)
     for tensor, start, size in zip(found.values(), starts, sizes, strict=False):
         host[start : start + size].view(tensor.dtype).copy_(tensor.reshape(-1))
@@ -115,13 +114,12 @@ def moved_together(batches: Iterable[Batch], device: torch.device) -> list[Batch
 
 
 def token_columns(records: SequenceOf[Any], names: Iterable[str]) -> dict[str, Tensor]:
-    """Per-token fields of several records as (N,) columns for `collate`."""
+    """Returns per-token fields of several records as (N,) columns for `collate`."""
     return {name: torch.cat([getattr(r, name) for r in records]) if records else torch.zeros(0) for name in names}
 
 
 def packing_of(lengths: SequenceOf[int], width: int) -> Packing | None:
-    """How rows of `lengths` real tokens, padded to `width`, are run without padding; None where all are equally
-    long."""
+    """Returns the packing of rows with `lengths` real tokens, padded to `width`; None if no row has padding."""
     if min(lengths) == width:
         return None
     rows = [torch.arange(i * width, i * width + n) for i, n in enumerate(lengths)]
@@ -142,10 +140,10 @@ def packing_of(lengths: SequenceOf[int], width: int) -> Packing | None:
 
 
 def cut_by_tokens(lengths: SequenceOf[int], max_tokens: int | None) -> list[list[int]]:
-    """Cut items into micro-batches whose padded size, rows x longest row, stays within `max_tokens`.
+    """Cuts items into micro-batches of at most `max_tokens` padded tokens, rows x longest row; None means no limit.
 
-    Items are taken longest first, so a micro-batch holds similar lengths; one item longer than the budget gets a
-    micro-batch of its own. `None` means no limit. Returns lists of positions in `lengths`, each item exactly once.
+    Items are taken longest first, so a micro-batch holds similar lengths; an item longer than the limit gets a
+    micro-batch of its own. Returns lists of positions in `lengths`, each item exactly once.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     batches: list[list[int]] = []
@@ -160,9 +158,10 @@ def cut_by_tokens(lengths: SequenceOf[int], max_tokens: int | None) -> list[list
 
 
 def split_over_ranks(lengths: SequenceOf[int], world_size: int) -> list[list[int]]:
-    """Split items over ranks so that counts differ by at most one and token sums are close. Returns positions per rank.
+    """Splits items over ranks so that counts differ by at most one and token sums are close. Returns positions per
+    rank.
 
-    Longest first, each to the rank with the fewest items, then the fewest tokens, then the lowest number.
+    Items are assigned longest first, to the rank with the fewest items, then the fewest tokens, then the lowest number.
     """
     shares: list[list[int]] = [[] for _ in range(world_size)]
     tokens = [0] * world_size
@@ -174,7 +173,8 @@ def split_over_ranks(lengths: SequenceOf[int], world_size: int) -> list[list[int
 
 
 def cut_shares(lengths: SequenceOf[int], shares: int, max_tokens: int | None) -> list[list[list[int]]]:
-    """A list split into so many shares (`split_over_ranks`): the micro-batches of each, as positions in `lengths`."""
+    """Splits items into shares (`split_over_ranks`) and returns the micro-batches of each, as positions in
+    `lengths`."""
     return [
         [[share[j] for j in cut] for cut in cut_by_tokens([lengths[i] for i in share], max_tokens)]
         for share in split_over_ranks(lengths, shares)
@@ -182,15 +182,16 @@ def cut_shares(lengths: SequenceOf[int], shares: int, max_tokens: int | None) ->
 
 
 def micro_batches(lengths: SequenceOf[int], world_size: int, max_tokens: int | None) -> list[list[list[int]]]:
-    """A list that all ranks hold, split over them and cut: for each rank its micro-batches, equally many."""
+    """Splits items that all ranks hold over the ranks; returns the micro-batches of each rank, the same number for
+    all."""
     return align(cut_shares(lengths, world_size, max_tokens))
 
 
 def align(cuts: list[list[list[int]]]) -> list[list[list[int]]]:
-    """Give every rank as many micro-batches as the rank with most, by adding empty ones.
+    """Adds empty micro-batches until every rank has as many as the rank with the most.
 
-    A sharded forward is a collective: a rank with less data must still take part. `collate` makes a dummy batch of an
-    empty list.
+    A sharded forward is a collective: a rank with less data must still take part. `collate` turns an empty list into a
+    dummy batch.
     """
     most = max((len(c) for c in cuts), default=0)
     return [c + [[] for _ in range(most - len(c))] for c in cuts]

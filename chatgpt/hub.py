@@ -1,6 +1,6 @@
-"""Names of models and data sets: whether one can be loaded, found out before a client that retries for a minute.
+"""Checks whether a model or data set name can be loaded, before the hub's client, which retries for a minute.
 
-The hub is looked for once per process. Where it cannot be reached, the process goes on as under HF_HUB_OFFLINE=1: what
+The connection to the hub is tried once per process. If it fails, the process continues as under HF_HUB_OFFLINE=1: what
 is in the cache is loaded, and any other name is an error of one line.
 """
 
@@ -24,13 +24,13 @@ Kind = Literal['model', 'dataset']
 
 
 def checked_path(pretrained: Any, hub: Mapping[str, Any] | None = None) -> str:
-    """`pretrained` as text.
+    """Returns `pretrained` as a string.
 
     Args:
         hub: options of transformers' loaders, such as `cache_dir`.
 
     Raises:
-        ValueError: it is no name, a path where there is no model folder, or a name that `check_name` refuses.
+        ValueError: it is not a name, a path without a model folder, or a name that `check_name` rejects.
     """
     if not isinstance(pretrained, (str, os.PathLike)):
         raise ValueError(
@@ -53,7 +53,7 @@ def checked_path(pretrained: Any, hub: Mapping[str, Any] | None = None) -> str:
 
 
 def check_name(name: str, kind: Kind = 'model', cache_dir: str | os.PathLike[str] | None = None) -> None:
-    """Raises ValueError for a name, which is no path here, that is not in the cache where the hub cannot be asked."""
+    """Raises ValueError for a hub name that is not in the cache, if the hub is offline."""
     from huggingface_hub import constants
 
     why = 'the hub is not asked under HF_HUB_OFFLINE=1'
@@ -71,7 +71,7 @@ def check_name(name: str, kind: Kind = 'model', cache_dir: str | os.PathLike[str
             return
         why = f'{address.hostname} cannot be reached ({problem})'
         constants.HF_HUB_OFFLINE = True
-        os.environ['HF_HUB_OFFLINE'] = '1'  # for what is imported or started later
+        os.environ['HF_HUB_OFFLINE'] = '1'  # for modules and processes loaded later
         if 'datasets' in sys.modules:
             sys.modules['datasets'].config.HF_HUB_OFFLINE = True
         if is_here:
@@ -85,18 +85,18 @@ def check_name(name: str, kind: Kind = 'model', cache_dir: str | os.PathLike[str
 
 
 def is_cached(name: str, kind: Kind, cache_dir: str | os.PathLike[str] | None = None) -> bool:
-    """Whether some version of it has been downloaded."""
+    """Returns True if any version of it has been downloaded."""
     from huggingface_hub import constants
 
     places = [Path(cache_dir or constants.HF_HUB_CACHE, f'{kind}s--{name.replace("/", "--")}', 'snapshots')]
-    if 'datasets' in sys.modules:  # which keeps what it has prepared in a place of its own
+    if 'datasets' in sys.modules:  # it has its own cache of prepared data
         places.append(Path(sys.modules['datasets'].config.HF_DATASETS_CACHE, name.replace('/', '___')))
     return any(place.is_dir() and any(place.iterdir()) for place in places)
 
 
 @cache
 def connect(host: str, port: int) -> str | None:
-    """Why no connection comes about within `REACH_S`, looking the name up included; None where one does."""
+    """Returns the reason why no connection was made within `REACH_S`, DNS lookup included; None on success."""
     found = ['no answer']
 
     def attempt() -> None:
@@ -106,14 +106,14 @@ def connect(host: str, port: int) -> str | None:
         except OSError as error:
             found[:] = [error.strerror or str(error)]
 
-    thread = threading.Thread(target=attempt, daemon=True)  # looking a name up has no limit of its own
+    thread = threading.Thread(target=attempt, daemon=True)  # a DNS lookup has no timeout of its own
     thread.start()
     thread.join(REACH_S)
     return found[0] if found else None
 
 
 def nearest(name: str, kind: Kind = 'model') -> str:
-    """' (did you mean outputs/sft/actor?)' for a path like one that is there; '' where there is none."""
+    """Returns ' (did you mean outputs/sft/actor?)' if a similar path exists, else ''."""
     path = Path(name).expanduser()
     try:
         there = [entry.name for entry in path.parent.iterdir() if kind == 'dataset' or entry.is_dir()]

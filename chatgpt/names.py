@@ -1,7 +1,7 @@
-"""What other systems call our settings: one table, for flags, config files and keywords alike.
+"""Names of our settings in other systems, for flags, config files and keyword arguments.
 
-A name of the table that means exactly the same is taken for ours on command lines and in config files; one that means
-something near is named in the error. `hint` makes every suggestion of the library. Imports nothing of ours.
+Command lines and config files accept a name that means exactly the same; for one of similar meaning the error names our
+setting. `hint` makes every suggestion of the library. Imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 
 class Ours(NamedTuple):
-    """One of our names, the value of it that the other name stands for, and where the two differ; with a remark alone
-    there is no such setting here."""
+    """Our name for a setting of another system, the difference between the two, and our value that corresponds to the
+    other name. With an empty name, there is no such setting and the remark says what to use."""
 
     name: str
     remark: str = ''
@@ -43,7 +43,7 @@ THEIRS: dict[str, tuple[Ours, ...]] = {
     'log_with': (Ours('callbacks', 'such as TensorBoard() or WandB()'),),
     'bf16': (Ours('precision', value='bf16'), Ours('', 'the precision is that of the strategy')),
     'fp16': (Ours('precision', value='fp16'), Ours('', 'the precision is that of the strategy')),
-    'model_path': (Ours('weights'),),  # of inference; in training it is where the trained model is written
+    'model_path': (Ours('weights'),),  # of inference; in training, the output folder
     'max_seq_length': (Ours('max_len'), Ours('max_length')),
     'max_tokens': (Ours('max_new_tokens', 'of a response'),),
     'warmup_ratio': (Ours('warmup_steps', 'in optimizer steps'),),
@@ -91,30 +91,30 @@ THEIRS: dict[str, tuple[Ours, ...]] = {
 
 
 TEXTS = ('prompts', 'responses', 'completions', 'outputs', 'samples')
-"""arguments of reward and metric functions that are given texts, here, in TRL or in trlX; so no names of columns"""
+"""text arguments of reward and metric functions, here, in TRL or in trlX; columns cannot have these names"""
 
 
 def ours(name: str, known: Collection[str]) -> str:
-    """Our name for exactly what `name` says, where it is one of `known`; else the name itself."""
+    """Returns our name of the same meaning, if it is one of `known`; else `name` itself."""
     if name in known:
         return name
     return next((o.name for o in THEIRS.get(name, ()) if o.name in known and not (o.remark or o.value)), name)
 
 
 def hint(name: str, known: Collection[str], prefix: str = '') -> str:
-    """The end of an error message about an unknown name.
+    """Returns the end of an error message about an unknown name.
 
-    '; here it is lr' for another system's name, '; did you mean lr, lam?' for a misspelt one, both for another system's
-    that is misspelt, and '' when nothing is near: no suggestion is better than a wrong one.
+    '; here it is lr' for another system's name, '; did you mean lr, lam?' for a misspelt name, both for a misspelt name
+    of another system, and '' if nothing is similar.
 
     Args:
-        prefix: stands before each suggestion, such as '--'.
+        prefix: put before each suggestion, such as '--'.
     """
     plain = _plain(name)
-    if plain not in known and (told := _here(plain, known, prefix)):
-        return f'; {told}'
-    if told := next((there.remark for there in THEIRS.get(plain, ()) if not there.name), ''):
-        return f'; {told}'
+    if plain not in known and (remark := _here(plain, known, prefix)):
+        return f'; {remark}'
+    if remark := next((there.remark for there in THEIRS.get(plain, ()) if not there.name), ''):
+        return f'; {remark}'
     theirs = [other for other in THEIRS if other not in known and _here(other, known, prefix)]
     close = near(name, [*known, *theirs])
     if not close:
@@ -125,7 +125,7 @@ def hint(name: str, known: Collection[str], prefix: str = '') -> str:
 
 
 def _here(name: str, known: Collection[str], prefix: str) -> str:
-    """'here it is lr' for another system's name of one of `known`; else ''."""
+    """Returns 'here it is lr' if `name` is another system's name for one of `known`; else ''."""
     for there in THEIRS.get(name, ()):
         if there.name and there.name in known:
             value = (f' {there.value}' if prefix else f'={there.value!r}') if there.value else ''
@@ -134,12 +134,12 @@ def _here(name: str, known: Collection[str], prefix: str) -> str:
 
 
 def near(name: str, known: Collection[str]) -> list[str]:
-    """Up to three of `known` that `name` may stand for, the nearest first.
+    """Returns up to three of `known` that are similar to `name`, the most similar first.
 
-    They are those with the fewest typing errors (a letter that is wrong, missing, too many or swapped with the next
-    one; one of them in five letters), else those that hold the name as whole words, or abbreviate it.
+    These are the names at the smallest edit distance (a letter substituted, missing, added or swapped with the next;
+    at most one edit in five letters), else those that contain the name as whole words or abbreviate it.
     """
-    # of section.key and phase/metric the last part, unless the name has several as well
+    # compares the last part of section.key and phase/metric, unless the name itself has several parts
     tails = {k: k if re.search('[./]', name) else re.split('[./]', k)[-1] for k in known}
     words, plain = {k: _plain(tail) for k, tail in tails.items()}, _plain(name)
     most = max(1, len(plain) // 5)
@@ -147,7 +147,7 @@ def near(name: str, known: Collection[str]) -> list[str]:
     close = {
         k: (n, _distance(name, tails[k]))
         for k, n in errors.items()
-        if n <= most and min(len(plain), len(words[k])) + n > 2  # of two letters, one wrong is half
+        if n <= most and min(len(plain), len(words[k])) + n > 2  # two letters with one edit are not similar
     }
     if close:
         return [k for k in close if close[k] == min(close.values())][:3]
@@ -164,7 +164,7 @@ def _plain(name: str) -> str:
 
 
 def _distance(a: str, b: str) -> int:
-    """Fewest typing errors between two words (optimal string alignment)."""
+    """Returns the edit distance between two words (optimal string alignment)."""
     rows = [list(range(len(b) + 1))]
     for i, x in enumerate(a, 1):
         row = [i]
@@ -177,6 +177,6 @@ def _distance(a: str, b: str) -> int:
 
 
 def choice_hint(message: str) -> str:
-    """The hint for a message of argparse about a value that is none of the choices, which it lists; '' for others."""
+    """Returns the hint for argparse's message about an invalid choice; '' for other messages."""
     found = re.search(r"invalid choice: '(.+?)' \(choose from (.+)\)$", message)
     return hint(found[1], [choice.strip("' ") for choice in found[2].split(',')]) if found else ''

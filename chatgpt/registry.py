@@ -1,7 +1,5 @@
-"""Things chosen by name: advantage estimators, policy losses, strategies. A user's own are added, or named as
-`module:name`.
-
-Left out: the entries themselves, which stand beside what they are.
+"""Registries of what a setting chooses by name, such as advantage estimators, policy losses and strategies. Users add
+their own entries, or name them as `module:name`.
 """
 
 from __future__ import annotations
@@ -21,17 +19,17 @@ from chatgpt.names import hint
 
 T = TypeVar('T')
 NAMED = 12
-"""names of a module that an error lists"""
+"""most names of a module that an error lists"""
 
 
 class Registry(UserDict[str, T]):
     """Entries by name. `ESTIMATORS['mine'] = Estimator(...)` adds one.
 
-    An entry that is given as 'module:name' is imported when it is asked for, so names can be listed without torch.
+    An entry given as 'module:name' is imported on first use, so that names can be listed without importing torch.
 
     Args:
-        what: an entry in the field's words, for error messages.
-        kind: the class of an entry.
+        what: the setting that chooses an entry, for error messages.
+        kind: the class of the entries.
     """
 
     def __init__(self, what: str, kind: type[T], entries: Mapping[str, T | str]) -> None:
@@ -44,10 +42,10 @@ class Registry(UserDict[str, T]):
         return self.data[name]
 
     def find(self, name: str) -> T:
-        """The entry of that name, or the object that `package.module:name` or `path/to/file.py:name` names.
+        """Returns the entry of that name, or the object at `package.module:name` or `path/to/file.py:name`.
 
         Raises:
-            ValueError: there is none; lists those that there are. Or what is named is not of the kind.
+            ValueError: no such entry, or an object of another class.
         """
         if name in self:
             return self[name]
@@ -60,32 +58,32 @@ class Registry(UserDict[str, T]):
         return self[name]
 
     def registered(self) -> list[str]:
-        """The registered names, without those of `module:name` objects that were asked for."""
+        """Returns the registered names, without `module:name` objects that `find` has loaded."""
         return [name for name in self if ':' not in name]
 
     def admit(self, name: str, found: Any) -> T:
-        """The entry that an object named `module:name` is."""
+        """Returns the entry for an object loaded from `module:name`. Raises ValueError if it is of another class."""
         if not isinstance(found, self.kind):
             raise ValueError(f'{name!r} is a {type(found).__name__}, no {self.kind.__name__}, which {self.what} needs')
         return found
 
 
 def late(spec: str) -> Callable[..., Any]:
-    """The function or class that 'module:name' names, imported when it is first called."""
+    """Returns a function that imports the function or class at 'module:name' when it is first called."""
     return lambda *args, **kwargs: imported(spec)(*args, **kwargs)
 
 
 def imported(spec: str) -> Any:
-    """The object of an installed package that 'module:name' names."""
+    """Imports and returns the object at 'module:name' of an installed package."""
     module, _, name = spec.partition(':')
     return getattr(importlib.import_module(module), name)
 
 
 def load_object(spec: str) -> Any:
-    """What 'package.module:name' or 'path/to/file.py:name' names.
+    """Returns the object at 'package.module:name' or 'path/to/file.py:name'.
 
     Raises:
-        ValueError: it is not of that form, or there is no such module or name.
+        ValueError: `spec` is not of that form, or there is no such module or name.
     """
     module_name, _, name = spec.rpartition(':')
     if not module_name or not name:
@@ -99,20 +97,20 @@ def load_object(spec: str) -> Any:
 
 
 def load_module(name: str, spec: str) -> types.ModuleType:
-    """The module of a dotted name, looked for in the working directory too, or of a path that ends in .py.
+    """Imports a module by its dotted name, also from the working directory, or by a path that ends in .py.
 
     Raises:
-        ValueError: there is no such file, or importing it raised; begins with `spec`.
+        ValueError: there is no such file, or importing it raised; the message begins with `spec`.
     """
     path = Path(name) if name.endswith('.py') else None
     if path is not None and not path.is_file():
         raise ValueError(f'{spec!r}: there is no file {path}')
     folder = str(path.resolve().parent) if path is not None else os.getcwd()
-    sys.path.insert(0, folder)  # what stands beside the file can be imported by it
+    sys.path.insert(0, folder)  # the file may import its neighbours
     try:
         if path is None:
             return importlib.import_module(name)
-        known = sys.modules.get(path.stem)  # a file called like a module that is loaded must not take its place
+        known = sys.modules.get(path.stem)  # a file named like a loaded module must not replace it
         taken = known is not None and getattr(known, '__file__', None) != str(path)
         module_spec = importlib.util.spec_from_file_location(f'_user_{path.stem}' if taken else path.stem, path)
         assert module_spec is not None and module_spec.loader is not None

@@ -1,7 +1,7 @@
-"""Settings that do not go together, as rows of tables: a condition, and the sentence for the user.
+"""Rules about settings that exclude each other: a condition and an error message.
 
-A row reads an object that has the settings it names, whatever the class: a config of a trainer, a run of the command, a
-setup of the planner. The tables stand in `strategies.rules`, `trainer.rules` and `launch.rules`. Imports no torch.
+A rule reads any object that has the settings it names: a config of a trainer, a run of the command, a setup of the
+planner. The tables of rules are in `strategies.rules`, `trainer.rules` and `launch.rules`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ class Rule:
     """Settings that exclude each other.
 
     Args:
-        condition: true of settings that break the rule.
-        sentence: a format string over the settings `s`, such as 'tis_cap={s.tis_cap}: ...', or a function that makes
-            the sentence out of them.
+        condition: returns a true value for settings that break the rule.
+        sentence: the error message, as a format string over the settings `s`, such as 'tis_cap={s.tis_cap}: ...', or a
+            function of the settings.
     """
 
     condition: Callable[[Any], Any]
     sentence: str | Callable[[Any], str]
 
     def broken_by(self, settings: Any) -> str | None:
-        """The sentence where `settings` break the rule."""
+        """Returns the error message if `settings` break the rule, else None."""
         if not self.condition(settings):
             return None
         return self.sentence.format(s=settings) if isinstance(self.sentence, str) else self.sentence(settings)
 
 
 def check(settings: Any, rules: Iterable[Rule]) -> None:
-    """Raises ValueError with the sentence of the first rule that `settings` break."""
+    """Raises ValueError with the message of the first rule that `settings` break."""
     for rule in rules:
         if (sentence := rule.broken_by(settings)) is not None:
             raise ValueError(sentence)
 
 
 def is_changed(settings: Any, name: str) -> bool:
-    """Whether a dataclass has this setting, and with another value than its default."""
+    """Returns True if a dataclass has the setting `name` and its value is not the default."""
     field = next((f for f in fields(settings) if f.name == name), None)
     if field is None:
         return False
@@ -48,13 +48,13 @@ def is_changed(settings: Any, name: str) -> bool:
 
 
 def changed(names: Iterable[str], among: Callable[[Any], Any], sentence: str) -> list[Rule]:
-    """A rule for each setting of `names`: where `among` holds, it has its default. `sentence` may name it as
-    {name}, with its value as {value!r}."""
+    """Returns a rule for each setting of `names`: it must keep its default where `among` is true. `sentence` may
+    contain {name} and {value!r}."""
 
     def rule(name: str) -> Rule:
-        def told(s: Any) -> str:
+        def message(s: Any) -> str:
             return sentence.format(s=s, name=name, value=getattr(s, name))
 
-        return Rule(lambda s: among(s) and is_changed(s, name), told)
+        return Rule(lambda s: among(s) and is_changed(s, name), message)
 
     return [rule(name) for name in names]

@@ -1,8 +1,8 @@
-"""The records that travel between packages.
+"""The records that packages exchange.
 
-A sequence travels alone and unpadded: 1-D tensors, prompt and response apart. `Batch` is the only padded thing;
-`chatgpt.batching.collate` makes it just before a model's forward. Shape letters: B sequences, S tokens of a padded row,
-P prompt tokens, A actions (response tokens) of one sequence, N actions of a whole batch. Imports torch only.
+A sequence is one record of unpadded 1-D tensors, with prompt and response separate. Only `Batch` is padded;
+`chatgpt.batching.collate` builds it just before a model's forward. Shape letters: B sequences, S tokens of a padded
+row, P prompt tokens, A actions (response tokens) of one sequence, N actions of a whole batch. Imports torch only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 FinishReason = Literal['eos', 'stop', 'length']
 EpisodeEnd = Literal['terminated', 'truncated', 'turns', 'tokens', 'error', 'timeout', 'invalid']
 EVAL_INDEX = 1 << 40
-"""sample numbers of evaluations begin here, apart from those of the training"""
+"""the first sample index of evaluations; training uses the indices below it"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,26 +28,26 @@ class Prompt:
     """(P,) int64, P >= 1"""
     text: str = ''
     columns: dict[str, Any] = field(default_factory=dict)
-    """the other columns of the data row, handed to reward functions by name"""
+    """the other columns of the data row, passed to reward functions by name"""
     messages: list[dict[str, Any]] | None = None
-    """its turns {'role': ..., 'content': ...}, where it is a conversation"""
+    """the turns {'role': ..., 'content': ...} of a conversation; else None"""
 
     @property
     def last_turn(self) -> str:
-        """The content of a conversation's last turn, which tables show in place of the text; else ''."""
+        """The content of a conversation's last turn, which tables show instead of the text; else ''."""
         return str(self.messages[-1].get('content') or '') if self.messages else ''
 
 
 @dataclass(kw_only=True, slots=True)
 class Sequence:
-    """Prompt and response tokens with a mask: what a model needs to score or to learn from."""
+    """Prompt and response tokens with a mask: the input of scoring and of learning."""
 
     prompt_ids: Tensor
     """(P,) int64, P >= 1"""
     response_ids: Tensor
-    """(A,) int64, A >= 1; ends with the end token when the model ended it"""
+    """(A,) int64, A >= 1; includes the end token if the model generated it"""
     response_mask: Tensor
-    """(A,) bool, True = counts (a token of the model's own; tool output and the like are False)"""
+    """(A,) bool, True = counts (the model generated the token; tool output and the like are False)"""
 
     @property
     def num_tokens(self) -> int:
@@ -64,29 +64,30 @@ class Turn:
 
     start: int
     stop: int
-    """response tokens [start, stop) are the policy's; start < stop"""
+    """the policy generated the response tokens [start, stop); start < stop"""
     rewards: dict[str, float] = field(default_factory=dict)
-    """that the environment gave for it, by name; 'reward' where it gives one number"""
+    """the environment's rewards for the turn, by name; 'reward' if it returns one number"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Episode:
-    """What an environment made of a sample: its response holds several turns, with observations between them, which
-    `response_mask` leaves out."""
+    """The course of a sample in an environment: its response holds several turns, with observations between them, at
+    which `response_mask` is False."""
 
     turns: tuple[Turn, ...]
     end: EpisodeEnd
-    """terminated, truncated: said by the environment. turns: as many as allowed. tokens: no room for the observation
-    and a token more. error, timeout, invalid: the environment raised, took too long, or answered nonsense"""
+    """terminated, truncated: as the environment reported. turns: the limit of turns. tokens: the token limit leaves no
+    space for the observation and one more token. error, timeout, invalid: the environment raised, took too long, or
+    returned something invalid"""
     message: str = ''
-    """of a failure, one line"""
+    """one line about a failure"""
     success: bool | None = None
     step_s: float = 0.0
-    """that the environment took, all its steps together"""
+    """seconds in all of the environment's steps together"""
 
     @property
     def failed(self) -> bool:
-        """By the environment's fault."""
+        """True if the environment raised, took too long or returned something invalid."""
         return self.end in ('error', 'timeout', 'invalid')
 
 
@@ -95,31 +96,31 @@ class Sample(Sequence):
     """One generated response."""
 
     index: int
-    """run-wide sample number: it and the seed decide every draw"""
+    """run-wide sample number; with the seed it determines every random draw"""
     group: int
-    """number of the prompt draw; samples of one draw share it (GRPO, RLOO)"""
+    """number of the prompt draw; all samples of the draw share it (GRPO, RLOO)"""
     logprobs: Tensor
     """(A,) fp32, behaviour log-probs: temperature-scaled, unfiltered"""
     filtered_logprobs: Tensor
     """(A,) fp32, the same after top-k / top-p renormalisation"""
     edge_distances: Tensor
-    """(A,) fp32, distance of the uniform draw to the nearest edge of its token's cumulative interval; 1 where nothing
-    was drawn"""
+    """(A,) fp32, distance of the uniform draw to the nearest edge of its token's cumulative interval; 1 where no token
+    was sampled"""
     finish_reason: FinishReason
     temperature: float = 1.0
     version: int = 0
-    """number of learning phases the generating policy had behind it"""
+    """number of learning phases before the generation"""
     prompt_text: str = ''
     last_turn: str = ''
-    """of the prompt, where it is a conversation"""
+    """`Prompt.last_turn`"""
     response_text: str = ''
     columns: dict[str, Any] = field(default_factory=dict)
     episode: Episode | None = None
-    """of an environment; None where the response is one answer"""
+    """None without an environment"""
 
     @property
     def called(self) -> str:
-        """How error messages call it: its number and its prompt."""
+        """Its name in error messages: sample number and prompt."""
         of_evaluation, number = divmod(self.index, EVAL_INDEX)
         name = f'eval prompt {number}, counted from 0' if of_evaluation else f'sample {number}'
         text = self.prompt_text if len(self.prompt_text) <= 60 else f'{self.prompt_text[:25]}…{self.prompt_text[-35:]}'
@@ -127,48 +128,48 @@ class Sample(Sequence):
 
     @property
     def ended(self) -> bool:
-        """The response ended by an end token or a stop string, not by running out of room."""
+        """True if an end token or a stop string ended the response, not a length limit."""
         return self.finish_reason != 'length'
 
     @property
     def failed(self) -> bool:
-        """Its environment did."""
+        """True if its environment failed."""
         return self.episode is not None and self.episode.failed
 
     @property
     def left_out(self) -> bool:
-        """Its environment failed and no token of it counts, so its score stands in no baseline and no statistics."""
+        """True if its environment failed and no token counts: no baseline and no statistics use its score."""
         return self.failed and not bool(self.response_mask.any())
 
 
 @dataclass(kw_only=True, slots=True)
 class Experience(Sample):
-    """A sample with everything learning needs. All per-token tensors are (A,) fp32."""
+    """A sample with everything that learning needs. All per-token tensors are (A,) fp32."""
 
     score: float
-    """one per sequence, as the scorer gave it"""
+    """one per sequence, as the scorer returned it"""
     old_logprobs: Tensor
-    """log-probs that the ratio is taken against: the decode's, or recomputed in the scoring pass"""
+    """denominator of the ratio: log-probs of the generation, or recomputed by the scoring pass"""
     ref_logprobs: Tensor
-    """of the initial model; equal to old_logprobs where there is none"""
+    """of the initial model; equal to old_logprobs without one"""
     values: Tensor
-    """V at the state before each action; zeros without a critic"""
+    """V of the state before each action; zeros without a critic"""
     kl: Tensor
-    """per-token KL estimate that the reward used"""
+    """per-token KL estimate in the rewards"""
     rewards: Tensor
     """-beta * kl, with the score added once at the last action that counts"""
     advantages: Tensor
     returns: Tensor
     shaped_score: float = 0.0
-    """what the score came to in the rewards, after scaling, clipping, penalties and whitening"""
+    """the score in the rewards, after scaling, clipping, penalties and whitening"""
     token_scores: Tensor | None = None
-    """dense scores from the scorer, when it gave one per token"""
+    """dense scores, if the scorer returns one per token"""
     weighted_scores: tuple[tuple[float, float], ...] = ()
-    """(weight, score) of each reward, when the scorer is a weighted list; `score` is their sum"""
+    """(weight, score) of each reward, if the scorer is a weighted list; `score` is their sum"""
 
 
 def tensors_to(record: Any, device: torch.device | str) -> Any:
-    """A copy of a record with every tensor field on `device`."""
+    """Returns a copy of a record with every tensor field on `device`."""
     return _with_tensors(record, lambda tensor: tensor.to(device))
 
 
@@ -179,25 +180,26 @@ def _with_tensors(record: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 @dataclass(kw_only=True, slots=True)
 class PackedGroup:
-    """Neighbouring sequences of similar length, whose attention is computed together, padded to `width`."""
+    """Neighbouring sequences of similar length. Their attention is computed together, padded to `width`."""
 
     start: int
     stop: int
-    """the group's tokens are those from `start` up to `stop` of the packed row"""
+    """the group's tokens are [start, stop) of the packed row"""
     rows: int
     width: int
     index: Tensor | None
-    """(stop - start,) int64: where each token stands in the group's (rows * width); None where all are `width` long"""
+    """(stop - start,) int64: position of each token in the group's (rows * width); None if all sequences are `width`
+    long"""
 
 
 @dataclass(kw_only=True, slots=True)
 class Packing:
-    """How the real tokens of a padded (B, S) batch stand in one row of T tokens, sequence after sequence."""
+    """Positions of the real tokens of a padded (B, S) batch in one row of T tokens, sequence after sequence."""
 
     token_index: Tensor
     """(T,) int64 into the flattened (B*S)"""
     cu_seqlens: Tensor
-    """(B + 1,) int32: where each sequence begins, and T"""
+    """(B + 1,) int32: start of each sequence, then T"""
     max_length: int
     groups: tuple[PackedGroup, ...]
 
@@ -205,13 +207,13 @@ class Packing:
         return self.changed(lambda tensor: tensor.to(device))
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Packing:
-        """With `change` of every tensor."""
+        """Returns a copy with `change` applied to every tensor."""
         return replace(_with_tensors(self, change), groups=tuple(_with_tensors(g, change) for g in self.groups))
 
 
 @dataclass(kw_only=True, slots=True)
 class Batch:
-    """Several sequences as a model wants them: padded on the right. Built by `chatgpt.batching.collate`.
+    """The input of a model: sequences padded on the right. Built by `chatgpt.batching.collate`.
 
     Two sequences, prompts of 2 and 1 tokens, responses of 1 and 2::
 
@@ -224,26 +226,25 @@ class Batch:
     position_ids: Tensor
     """(B, S) int64, 0 .. S-1 in every row"""
     attention_mask: Tensor
-    """(B, S) bool, True = real token; needed only by models that look ahead"""
+    """(B, S) bool, True = real token; only models with bidirectional attention need it"""
     action_index: Tensor
-    """(N,) int64 into the flattened (B*S) hidden states: the state just before each action"""
+    """(N,) int64 into the flattened (B*S) hidden states: the state that predicts each action"""
     action_ids: Tensor
     """(N,) int64"""
     action_mask: Tensor
     """(N,) bool, True = counts"""
     action_rows: Tensor
-    """(N,) int64, the row each action belongs to"""
+    """(N,) int64, the row of each action"""
     last_index: Tensor
     """(B,) int64 into (B*S): the last real token of each row"""
     sequence_mask: Tensor
     """(B,) bool, True = a real sequence; False in a dummy batch"""
     packing: Packing | None = None
-    """how to run it without its padding, for models that can; the indices above hold either way"""
+    """for models that run without padding; the indices above hold either way"""
     columns: dict[str, Tensor] = field(default_factory=dict)
-    """what a loss needs beside tokens, by name: (N,) per action, (B,) per sequence, or (P,) per pair; 0 in a dummy
-    batch"""
+    """further inputs of a loss, by name: (N,) per action, (B,) per sequence, or (P,) per pair; 0 in a dummy batch"""
     totals: dict[str, float] = field(default_factory=dict)
-    """sums over the whole train batch, all ranks and micro-batches together, which a loss divides by"""
+    """normalizers of a loss: sums over the train batch, all ranks and micro-batches together"""
 
     @property
     def num_sequences(self) -> int:
@@ -254,8 +255,8 @@ class Batch:
         return self.action_ids.shape[0]
 
     def to(self, device: torch.device | str, *, pin_memory: bool = False) -> Batch:
-        """A copy on `device`; with `pin_memory`, from page-locked copies of what is in host memory, which a CUDA device
-        takes without making the host wait."""
+        """Returns a copy on `device`; with `pin_memory` host tensors are page-locked first, so that the copy to a CUDA
+        device does not block."""
 
         def moved(tensor: Tensor) -> Tensor:
             if pin_memory and tensor.device.type == 'cpu':
@@ -265,7 +266,7 @@ class Batch:
         return self.changed(moved)
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """With `change` of every tensor, packing and columns included."""
+        """Returns a copy with `change` applied to every tensor, packing and columns included."""
         packing = None if self.packing is None else self.packing.changed(change)
         columns = {name: change(column) for name, column in self.columns.items()}
         return replace(_with_tensors(self, change), packing=packing, columns=columns)

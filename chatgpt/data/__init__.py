@@ -2,7 +2,7 @@
 
     bytes ──reading──▶ Record ──shapes──▶ PromptExample · Demonstration · Preference · Labelled ──tokenize──▶ ids
 
-`loading` and `prompts` walk the whole way in one call.
+`loading` and `prompts` do all steps in one call.
 """
 
 from typing import TYPE_CHECKING

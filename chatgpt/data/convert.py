@@ -1,6 +1,6 @@
-"""From canonical examples back to records of a chosen shape, and to a file. What a shape cannot hold is an error.
-Conversations become plain text where the shape knows only text (`formats.plain_prompt`), and text becomes one turn
-where it knows only turns."""
+"""Converts canonical examples to records of a shape, and writes them to a file. An example that the shape cannot
+represent is an error. Conversations become plain text in a shape of text (`formats.plain_prompt`), and text becomes one
+turn in a shape of turns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ OUTPUT_SUFFIXES = ('.jsonl', '.json', '.csv', '.parquet')
 
 
 def to_records(example: Example, shape: str) -> list[dict[str, Any]]:
-    """The records of one example in a shape of `TARGETS`; several where ranked answers become pairs. Raises BadRecord.
+    """Returns the records of one example in a shape of `TARGETS`; several if ranked responses become pairs. Raises
+    BadRecord.
 
     >>> to_records(Demonstration(prompt='2 + 3?', response='5'), 'messages')
     [{'messages': [{'role': 'user', 'content': '2 + 3?'}, {'role': 'assistant', 'content': '5'}]}]
@@ -78,12 +79,12 @@ def _preference(example: Example) -> list[dict[str, Any]]:
     found: Any = as_kind(example, 'preference')
     prompt = plain_prompt(found.prompt)
     texts = [_answer_text(found.prompt, response) for response in found.responses]
-    asked = {'prompt': prompt} if prompt else {}
-    return [{**asked, 'chosen': better, 'rejected': worse} for better, worse in combinations(texts, 2)]
+    columns = {'prompt': prompt} if prompt else {}
+    return [{**columns, 'chosen': better, 'rejected': worse} for better, worse in combinations(texts, 2)]
 
 
 def _dialogues(example: Example) -> list[dict[str, Any]]:
-    """Whole dialogues as text; only what reads as HH's dialogues does can be cut again."""
+    """Returns whole dialogues as text in the format of HH, which can be split into turns again."""
     found: Any = as_kind(example, 'preference')
     prompt = plain_prompt(found.prompt if isinstance(found.prompt, str) else prompt_turns(found.prompt))
     if prompt and not prompt.endswith('\n\nAssistant:'):
@@ -102,7 +103,8 @@ def _ranked(example: Example) -> list[dict[str, Any]]:
 
 
 def _labelled(example: Example) -> list[dict[str, Any]]:
-    """KTO's shape. A pair gives one desirable and one undesirable answer; of ranked ones the first and the last."""
+    """Returns KTO's shape: one desirable and one undesirable response of a pair; of ranked ones the first and the
+    last."""
     if isinstance(example, Preference):
         given = [(example.responses[0], True), (example.responses[-1], False)]
     elif isinstance(example, Labelled) and isinstance(example.label, bool):
@@ -111,9 +113,9 @@ def _labelled(example: Example) -> list[dict[str, Any]]:
         raise BadRecord('neither a preference nor a labelled answer (label true or false)')
     if example.prompt == '':
         raise BadRecord('a text without a prompt, where a conversation is needed')
-    asked = prompt_turns(example.prompt)
+    turns = prompt_turns(example.prompt)
     return [
-        {'messages': [t._asdict() for t in (*asked, *response_turns(response))], 'label': label}
+        {'messages': [t._asdict() for t in (*turns, *response_turns(response))], 'label': label}
         for response, label in given
     ]
 
@@ -158,10 +160,9 @@ def _all_turns(example: Demonstration) -> tuple[Message, ...]:
 
 
 def write_records(records: Iterable[dict[str, Any]], path: str | Path, *, overwrite: bool = False) -> int:
-    """Write records to a .jsonl, .json, .csv or .parquet file and return their number. Lists stand in a csv cell as
-    JSON text.
+    """Writes records to a .jsonl, .json, .csv or .parquet file and returns their number. In csv, lists are JSON text.
 
-    The file appears whole or not at all. Raises ValueError: unknown suffix, an existing file without `overwrite`, no
+    The file is replaced atomically. Raises ValueError: unknown suffix, an existing file without `overwrite`, no
     records.
     """
     path = Path(path)

@@ -1,4 +1,4 @@
-"""The canonical examples in text form: `PromptExample`, `Demonstration`, `Preference`, `Labelled`."""
+"""Canonical examples in text form: `PromptExample`, `Demonstration`, `Preference`, `Labelled`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """An instruction with an optional input, as Alpaca's data has it."""
+    """An instruction with an optional input, as in Alpaca's data."""
 
     instruction: str
     input: str = ''
 
 
 PromptText = str | Instruction | tuple[Message, ...]
-"""plain text, used as it is; an instruction; or the turns of a conversation up to the answer"""
+"""plain text, used unchanged; an instruction; or the turns of a conversation before the response"""
 ResponseText = str | tuple[Message, ...]
-"""one answer; or several turns, the first of them the assistant's"""
+"""one response; or several turns, beginning with the assistant's"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +42,7 @@ class PromptExample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demonstration:
-    """A prompt and an answer to learn from; plain text has the prompt ''."""
+    """A prompt and a response to learn from; plain text has the prompt ''."""
 
     prompt: PromptText
     response: ResponseText
@@ -52,13 +52,13 @@ class Demonstration:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preference:
-    """A prompt and two or more answers, best first; '' as prompt where whole texts are compared. Real data holds equal
-    answers too."""
+    """A prompt and two or more responses, best first; the prompt is '' if whole texts are compared. Responses may be
+    equal."""
 
     prompt: PromptText
     responses: tuple[ResponseText, ...]
     scores: tuple[float, ...] | None = None
-    """one per response, where the data gives them (for margins)"""
+    """one per response, if the data has them (for margins)"""
     columns: dict[str, Any] = field(default_factory=dict)
     where: str = 'data'
 
@@ -75,7 +75,7 @@ class Labelled:
 
 
 def check_order(scores: Sequence[float]) -> None:
-    """Answers are given best first. Raises BadRecord where a score is higher than the one before it."""
+    """Raises BadRecord if scores are not in descending order."""
     if any(worse > better for better, worse in pairwise(scores)):
         raise BadRecord(
             f'scores {tuple(scores)} contradict the order of the answers, which is best first (chosen, then rejected); '
@@ -87,22 +87,22 @@ Example = PromptExample | Demonstration | Preference | Labelled
 
 
 class BadRecord(ValueError):
-    """This record cannot be used; the message is the reason, without the place."""
+    """This record cannot be used. The message is the reason, without file and line."""
 
 
 def instruction_text(prompt: Instruction) -> str:
-    """Instruction and input as one user message."""
+    """Returns instruction and input as one user message."""
     return f'{prompt.instruction}\n\n{prompt.input}' if prompt.input.strip() else prompt.instruction
 
 
 def shorten(turns: tuple[Message, ...]) -> ResponseText:
-    """A single turn of the assistant as its text, anything longer as it is."""
+    """Returns a single turn of the assistant as text, and several turns unchanged."""
     return turns[0].content if len(turns) == 1 and turns[0].role == 'assistant' else turns
 
 
 def split_turns(turns: Sequence[Message], *, last: bool = False) -> tuple[tuple[Message, ...], ResponseText]:
-    """Cut a conversation before its first answer (or its last one). A single answer becomes its text. Raises
-    BadRecord."""
+    """Splits a conversation before its first turn of the assistant, or its last one. A single turn is returned as text.
+    Raises BadRecord."""
     answers = [i for i, turn in enumerate(turns) if turn.role == 'assistant']
     if not answers:
         raise BadRecord('the conversation has no turn of the assistant')
@@ -113,10 +113,10 @@ def split_turns(turns: Sequence[Message], *, last: bool = False) -> tuple[tuple[
 
 
 def as_kind(example: Example, kind: Kind) -> Any:
-    """The same example as another kind. Raises BadRecord where nothing sensible comes out.
+    """Converts an example to another kind. Raises BadRecord if that is not possible.
 
-    A preference or labelled example gives its prompt, a preference its best answer as a demonstration, a conversation
-    the turns before its last answer as a prompt. What is labelled undesirable (False) is no demonstration.
+    As a prompt, a conversation gives the turns before its last response, other examples their prompt. As a
+    demonstration, a preference gives its best response. A response labelled undesirable (False) is not a demonstration.
     """
     if isinstance(example, _CLASSES[kind]):
         return example
@@ -135,7 +135,7 @@ def as_kind(example: Example, kind: Kind) -> Any:
             response = example.responses[0] if isinstance(example, Preference) else example.response
             return Demonstration(prompt=example.prompt, response=response, columns=columns, where=where)
         if isinstance(example, PromptExample) and isinstance(example.prompt, tuple):
-            prompt, response = split_turns(example.prompt)  # a last turn of the user has no answer to learn from
+            prompt, response = split_turns(example.prompt)  # a last turn of the user has no response to learn from
             return Demonstration(prompt=prompt, response=response, columns=columns, where=where)
     raise BadRecord(f'a {_NAMES[type(example)]}, where a {_NAMES[_CLASSES[kind]].split(" (")[0]} is needed')
 

@@ -1,19 +1,18 @@
-"""How examples read as text, before they become ids.
+"""Formats examples as text, before tokenization.
 
-Plain text is used as it is. Conversations and instructions go through the tokenizer's chat template, or, where it has
-none, through `default_template`:
+Plain text is used unchanged. Conversations and instructions are formatted by the tokenizer's chat template, or if it
+has none by `default_template`:
 
     \\n\\nHuman: ...\\n\\nAssistant: ...<end token>
 
-which is the form of Anthropic's HH data; a system message stands in front, a tool's answer reads `\\n\\nTool: ...`, and
-every turn of the assistant ends with the end token. With apply_chat_template=False conversations read like that,
-without end tokens in the prompt, and instructions read with Alpaca's headings (`plain_prompt`).
+This is the form of Anthropic's HH data, with a system message in front, `\\n\\nTool: ...` for tool output, and the end
+token after every turn of the assistant. With apply_chat_template=False conversations have the same form without end
+tokens in the prompt, and instructions have Alpaca's headings (`plain_prompt`).
 
-What is decided once for a model is kept in a record of ours about its tokenizer (`notes_of`), which itself stays as it
-is: whether plain text is a turn of the user, the template that was adopted, and whether its model is an
-encoder-decoder, of which prompt and response each have the special tokens that the tokenizer puts around a text
-(`frame`). `save_tokenizer` writes choice and template into a model's folder, so that whatever uses the model later
-formats text as its training did.
+Decisions about a model are kept in a record for its tokenizer (`notes_of`), which itself does not change: whether plain
+text is a turn of the user, the adopted template, and whether the model is an encoder-decoder, for which prompt and
+response each have the special tokens that the tokenizer adds to a text (`frame`). `save_tokenizer` writes choice and
+template into a model's folder, so that later uses of the model format text as in training.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ _SPEAKERS = {'user': 'Human', 'assistant': 'Assistant', 'tool': 'Tool'}
 
 
 class Piece(NamedTuple):
-    """A stretch of text whose tokens either all count in the loss or none of them."""
+    """A part of a text. Either all of its tokens count in the loss, or none."""
 
     text: str
     trained: bool
 
 
 def use_template(prompt: PromptText, tokenizer: Any, apply_chat_template: bool | None) -> bool:
-    """Whether a prompt goes through the tokenizer's chat template.
+    """Returns True if a prompt is formatted by the tokenizer's chat template.
 
-    apply_chat_template: None: conversations and instructions do, and plain text if the tokenizer's `text_choice` says
-        so; True: all do, plain text as one turn of the user; False: none does. '' (text without a prompt) never does.
+    apply_chat_template: None for conversations and instructions, and for plain text by the tokenizer's `text_choice`;
+        True for all, with plain text as one turn of the user; False for none. Never for '' (text without a prompt).
     """
     if prompt == '':
         return False
@@ -61,30 +60,29 @@ def use_template(prompt: PromptText, tokenizer: Any, apply_chat_template: bool |
 
 
 TEXT_CHOICE = 'text_is_user_turn'
-"""in the tokenizer_config.json of a saved model: whether its training made text a turn of the user"""
+"""key in the tokenizer_config.json of a saved model: True if its training made text a turn of the user"""
 _MARK = 'zqmark'
-_sound: set[str] = set()  # templates that show the messages
+_valid_templates: set[str] = set()  # chat templates that include the messages
 
 
 @dataclass
 class Notes:
-    """What is known of a tokenizer beside what it holds itself."""
+    """Our record about a tokenizer."""
 
     text_is_turn: bool | None = None
-    """whether text is a turn of the user; None where nobody has chosen"""
+    """True if text is a turn of the user; None without a choice"""
     template: str | None = None
-    """the chat template of a tokenizer that brings none, once one was needed"""
-    apart: bool = False
-    """whether its model is an encoder-decoder"""
+    """the adopted chat template of a tokenizer without one"""
+    is_encoder_decoder: bool = False
     frame: tuple[Any, Frame] | None = None
-    """with the languages that it is for"""
+    """with the languages that it belongs to"""
 
 
 _notes: WeakKeyDictionary[Any, Notes] = WeakKeyDictionary()
 
 
 def notes_of(tokenizer: Any) -> Notes:
-    """The record about a tokenizer, which begins with the choice that was saved with it."""
+    """Returns the record about a tokenizer, initially with the choice that was saved with it."""
     if tokenizer is None:
         return Notes()
     if tokenizer not in _notes:
@@ -94,19 +92,19 @@ def notes_of(tokenizer: Any) -> Notes:
 
 
 def copy_tokenizer(tokenizer: Any) -> Any:
-    """A copy with a record of its own, which begins as that of the original."""
+    """Returns a copy with its own record, initially that of the original."""
     copied = copy.copy(tokenizer)
     _notes[copied] = replace(notes_of(tokenizer))
     return copied
 
 
 def template_of(tokenizer: Any) -> str | None:
-    """Its own chat template, or the one that was adopted for it."""
+    """Returns a tokenizer's own chat template, or the one that was adopted for it."""
     return getattr(tokenizer, 'chat_template', None) or notes_of(tokenizer).template
 
 
 def save_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> None:
-    """`tokenizer.save_pretrained` with the choice for text and the adopted template."""
+    """Writes `tokenizer.save_pretrained` with the choice for text and the adopted template."""
     notes = notes_of(tokenizer)
     if notes.text_is_turn is not None or notes.template is not None:
         tokenizer, choice = copy.copy(tokenizer), notes.text_is_turn
@@ -117,21 +115,21 @@ def save_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> None:
 
 
 def text_choice(tokenizer: Any) -> bool | None:
-    """Whether text is a turn of the user, as chosen or saved with the tokenizer; None where nobody has chosen."""
+    """Returns True if text is a turn of the user, as chosen or saved with the tokenizer; None without a choice."""
     return notes_of(tokenizer).text_is_turn
 
 
 def choice_facts(tokenizer: Any) -> dict[str, bool]:
-    """The choice as run.json says it, in 'data'; nothing where none is noted."""
+    """Returns the choice for the entry 'data' of run.json; empty without a choice."""
     choice = text_choice(tokenizer)
     return {} if choice is None else {'apply_chat_template': choice}
 
 
 def choose_text(tokenizer: Any, apply_chat_template: bool | None) -> None:
-    """Note what the user asks for; None leaves what is noted.
+    """Records the user's choice; None keeps the recorded one.
 
     Raises:
-        ValueError: the chat template is asked for and there is none.
+        ValueError: the chat template is requested and there is none.
     """
     if apply_chat_template and not template_of(tokenizer):
         raise ValueError('apply_chat_template: the tokenizer has no chat template; leave it out, or take a chat model')
@@ -140,8 +138,8 @@ def choose_text(tokenizer: Any, apply_chat_template: bool | None) -> None:
 
 
 def text_is_turn(tokenizer: Any, apply_chat_template: bool | None = None) -> bool:
-    """Whether text is a turn of the user: as asked for, else as noted on the tokenizer, else not. The answer is noted;
-    where a tokenizer has a chat template and nobody has chosen, one warning says so."""
+    """Returns True if text is a turn of the user: as given, else as recorded for the tokenizer, else False. Records the
+    result. Warns once if a tokenizer has a chat template and there is no choice."""
     choice = text_choice(tokenizer) if apply_chat_template is None else apply_chat_template
     if choice is None and template_of(tokenizer):
         warnings.warn(
@@ -158,31 +156,30 @@ def text_is_turn(tokenizer: Any, apply_chat_template: bool | None = None) -> boo
 
 
 def check_template(tokenizer: Any) -> None:
-    """Raises ValueError for a chat template that leaves out what the messages say."""
+    """Raises ValueError for a chat template that does not include the messages."""
     template = str(template_of(tokenizer))
-    if template in _sound:
+    if template in _valid_templates:
         return
     try:
         shown = _templated((Message('user', _MARK),), tokenizer, add_generation_prompt=True)
-    except BadRecord:  # it may refuse this conversation and take others
+    except BadRecord:  # it may reject this conversation and accept others
         return
     if _MARK not in shown.lower():
         raise ValueError(
             f"the tokenizer's chat template ignores the messages: a user's turn reads {shown[:60]!r} whatever it says; "
             'set tokenizer.chat_template to the template of the model'
         )
-    _sound.add(template)
+    _valid_templates.add(template)
 
 
 def default_template(tokenizer: Any) -> str:
-    """The chat template of a tokenizer that has none. It writes the begin token where the tokenizer adds one by
-    itself."""
+    """Returns the chat template for a tokenizer without one. It includes the begin token if the tokenizer adds one."""
     return ('{{ bos_token }}' if begin_ids(tokenizer) else '') + _TEMPLATE
 
 
 def adopt_template(prompt: PromptText, tokenizer: Any, apply_chat_template: bool | None) -> bool:
-    """`use_template`, with the choice for text noted (`text_is_turn`). Where a template is needed and the tokenizer
-    has none, `default_template` is noted.
+    """`use_template` that records the choice for text (`text_is_turn`), and `default_template` if a template is needed
+    and the tokenizer has none.
 
     Raises:
         ValueError: the template ignores the messages.
@@ -198,19 +195,19 @@ def adopt_template(prompt: PromptText, tokenizer: Any, apply_chat_template: bool
 
 
 def adopt_turns(tokenizer: Any, data: Any) -> None:
-    """For a model that is trained on conversations text is a turn of the user too, unless something else is noted."""
+    """Makes text a turn of the user for a model that is trained on conversations, unless a choice is recorded."""
     if getattr(data, 'has_turns', False):
         note_turns(tokenizer)
 
 
 def note_turns(tokenizer: Any) -> None:
-    """Note that text is a turn of the user, unless something else is noted."""
+    """Makes text a turn of the user, unless a choice is recorded."""
     notes = notes_of(tokenizer)
     notes.text_is_turn = True if notes.text_is_turn is None else notes.text_is_turn
 
 
 def shown_format(tokenizer: Any) -> str:
-    """How a short conversation reads, for people."""
+    """Returns a short conversation in the model's format, for display."""
     return repr(
         _templated(
             (Message('user', 'QUESTION'), Message('assistant', 'ANSWER')), tokenizer, add_generation_prompt=False
@@ -219,7 +216,7 @@ def shown_format(tokenizer: Any) -> str:
 
 
 def begin_ids(tokenizer: Any) -> list[int]:
-    """[begin token] where the tokenizer adds it by itself, else []."""
+    """Returns [begin token] if the tokenizer adds it by itself, else []."""
     begin = tokenizer.bos_token_id
     if begin is None:
         return []
@@ -227,37 +224,37 @@ def begin_ids(tokenizer: Any) -> list[int]:
 
 
 class Frame(NamedTuple):
-    """Special tokens around texts of an encoder-decoder, as its tokenizer puts them there by itself."""
+    """Special tokens that the tokenizer of an encoder-decoder adds to texts."""
 
     before: list[int]
-    """the prompt; of BART its begin token, of T5 none"""
+    """before the prompt: BART's begin token, none for T5"""
     after: list[int]
-    """the prompt; the end token"""
+    """after the prompt: the end token"""
     start: list[int]
-    """the response, which ends with the end token in any case; of BART its begin token again, which follows the
-    decoder's start token"""
+    """before the response, after the decoder's start token: BART's begin token, none for T5. Every response ends with
+    the end token"""
 
 
 def note_model(tokenizer: Any, config: Any) -> None:
-    """Note whether the model of a tokenizer, of this config, is an encoder-decoder. Nothing without one of both."""
+    """Records whether the model with this config is an encoder-decoder. Does nothing without tokenizer or config."""
     if tokenizer is not None and config is not None:
-        notes_of(tokenizer).apart = bool(getattr(config, 'is_encoder_decoder', False))
+        notes_of(tokenizer).is_encoder_decoder = bool(getattr(config, 'is_encoder_decoder', False))
 
 
 def is_for_encoder_decoder(tokenizer: Any) -> bool:
-    """What `note_model` noted, as `chatgpt.nn.load_tokenizer` does by itself; False where nobody did."""
-    return notes_of(tokenizer).apart
+    """Returns True if `note_model`, which `chatgpt.nn.load_tokenizer` calls, has recorded an encoder-decoder."""
+    return notes_of(tokenizer).is_encoder_decoder
 
 
 def frame(tokenizer: Any) -> Frame:
-    """The special tokens of a tokenizer for an encoder-decoder.
+    """Returns the special tokens that a tokenizer adds for an encoder-decoder.
 
     >>> frame(t5_tokenizer)                                        # doctest: +SKIP
     Frame(before=[], after=[1], start=[])
     """
     languages = getattr(tokenizer, 'src_lang', None), getattr(tokenizer, 'tgt_lang', None)
     notes = notes_of(tokenizer)
-    if notes.frame is not None and notes.frame[0] == languages:  # it is asked for with each record
+    if notes.frame is not None and notes.frame[0] == languages:  # cached, because every record needs it
         return notes.frame[1]
     body = list(tokenizer('a', add_special_tokens=False, verbose=False)['input_ids'])
     before, after = _around(body, list(tokenizer('a', verbose=False)['input_ids']), tokenizer)
@@ -274,7 +271,7 @@ def _around(body: list[int], whole: list[int], tokenizer: Any) -> tuple[list[int
 
 
 def prompt_turns(prompt: PromptText) -> tuple[Message, ...]:
-    """A prompt as turns: plain text and instructions are one turn of the user."""
+    """Returns a prompt as turns: plain text and instructions are one turn of the user."""
     if isinstance(prompt, Instruction):
         prompt = instruction_text(prompt)
     return (Message('user', prompt),) if isinstance(prompt, str) else prompt
@@ -285,7 +282,7 @@ def response_turns(response: ResponseText) -> tuple[Message, ...]:
 
 
 def render_prompt(prompt: PromptText, tokenizer: Any, apply_chat_template: bool | None = None) -> str:
-    """The text that the model is given; it ends where the answer begins. Raises BadRecord when the template refuses the
+    """Returns the model's input text, up to the beginning of the response. Raises BadRecord if the template rejects the
     turns."""
     if use_template(prompt, tokenizer, apply_chat_template):
         return _templated(prompt_turns(prompt), tokenizer, add_generation_prompt=True)
@@ -293,7 +290,7 @@ def render_prompt(prompt: PromptText, tokenizer: Any, apply_chat_template: bool 
 
 
 def plain_prompt(prompt: PromptText) -> str:
-    """A prompt without a chat template.
+    """Formats a prompt without a chat template.
 
     >>> plain_prompt((Message('user', 'Hello'),))
     '\\n\\nHuman: Hello\\n\\nAssistant:'
@@ -309,18 +306,18 @@ def plain_prompt(prompt: PromptText) -> str:
 def render(
     prompt: PromptText, response: ResponseText, tokenizer: Any, apply_chat_template: bool | None = None
 ) -> list[Piece]:
-    """Prompt and answer as pieces: the prompt first (not trained), then turns of the assistant (trained) and of others
-    (not).
+    """Formats prompt and response as pieces: the prompt (not trained), then turns of the assistant (trained) and of
+    others (not).
 
-    The pieces of a chat template end with what the template puts after a turn, its end token included. The plain form
-    has no end token; it comes with the ids, after every trained piece. Raises BadRecord when the template cannot be cut
-    at the turns.
+    A chat template's piece includes what the template writes after a turn, such as its end token. The plain form has no
+    end token; tokenization adds it to every trained piece. Raises BadRecord if the template's text cannot be split into
+    turns.
     """
     if use_template(prompt, tokenizer, apply_chat_template):
         return _template_pieces(prompt_turns(prompt), response_turns(response), tokenizer)
     first = Piece(plain_prompt(prompt), False)
     if isinstance(response, str):
-        # a turn of a conversation is set off by a space; after plain text and headings the answer stands as it is
+        # a space precedes the response in a conversation, but not after plain text and headings
         space = ' ' if isinstance(prompt, tuple) and not response[:1].isspace() else ''
         return [first, Piece(space + response, True)]
     pieces = [first]
@@ -341,7 +338,7 @@ def _plain_turn(turn: Message) -> str:
 def apply_template(
     messages: Sequence[Mapping[str, Any]], tokenizer: Any, *, add_generation_prompt: bool, **options: Any
 ) -> str:
-    """The text of messages by the chat template. Raises BadRecord where the template refuses them."""
+    """Formats messages by the chat template. Raises BadRecord if the template rejects them."""
     own = getattr(tokenizer, 'chat_template', None)
     template = None if own else template_of(tokenizer) or default_template(tokenizer)
     try:
@@ -350,7 +347,7 @@ def apply_template(
         )
     except ImportError:
         raise
-    except Exception as error:  # a template may refuse messages in any way it likes
+    except Exception as error:  # a template may raise anything
         roles = ', '.join(message['role'] for message in messages)
         raise BadRecord(
             f"the tokenizer's chat template refuses messages of {roles}: {' '.join(str(error).split())[:200]}"
@@ -361,11 +358,11 @@ def _templated(turns: Sequence[Message], tokenizer: Any, *, add_generation_promp
     return apply_template([t._asdict() for t in turns], tokenizer, add_generation_prompt=add_generation_prompt)
 
 
-def _template_pieces(asked: tuple[Message, ...], answered: tuple[Message, ...], tokenizer: Any) -> list[Piece]:
-    turns, done = [*asked, *answered], ''
+def _template_pieces(prompt: tuple[Message, ...], response: tuple[Message, ...], tokenizer: Any) -> list[Piece]:
+    turns, done = [*prompt, *response], ''
     pieces: list[Piece] = []
     for i, turn in enumerate(turns):
-        if i < len(asked) or turn.role != 'assistant':
+        if i < len(prompt) or turn.role != 'assistant':
             continue
         before = _templated(turns[:i], tokenizer, add_generation_prompt=True)
         after = _templated(turns[: i + 1], tokenizer, add_generation_prompt=False)

@@ -1,9 +1,8 @@
-"""Data in one call: a source in, examples or token records out, bad records named or counted.
+"""Loads a source as examples or token records in one call. Bad records are errors, or are counted. For prompts see
+`prompts`.
 
     examples = load_examples('pairs.jsonl', kind='preference', skip_bad_records=True)      # text
     train, validation = load_demonstrations('alpaca.json', tokenizer, max_length=512, validation_percentage=5)
-
-Left out: prompts and the order they are drawn in (`prompts`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from chatgpt.data.examples import BadRecord, Demonstration, Example, Kind, Labelled, Preference, PromptExample, as_kind
 from chatgpt.data.formats import adopt_template, begin_ids
 from chatgpt.data.reading import SKIPPED, BadRecords, any_usable, read_records
-from chatgpt.data.shapes import misspelt, taken_by, to_example
+from chatgpt.data.shapes import method_hint, misspelt, to_example
 from chatgpt.data.tokenize import (
     Overflow,
     TokenizedLabelled,
@@ -35,20 +34,20 @@ _EXAMPLES = (PromptExample, Demonstration, Preference, Labelled)
 
 
 class Loaded(list[T], Generic[T]):
-    """A list that knows which records were left out."""
+    """A list with the number of skipped records and their reasons."""
 
     def __init__(self, items: Iterable[T] = (), bad: BadRecords | None = None) -> None:
-        super().__init__(items)  # the count is read after the items were drawn
+        super().__init__(items)  # consumes the items, so that the count is complete
         self.num_skipped = bad.num_skipped if bad else 0
         self.reasons = list(bad.reasons) if bad else []
-        """the first few, `file, line n: reason`"""
+        """the first few, as `file, line n: reason`"""
         self.has_turns = bool(bad and 'chat' in bad.noticed)
-        """some went through the tokenizer's chat template"""
+        """True if the tokenizer's chat template was used for any"""
 
 
 def left_out(data: Any) -> str:
-    """What was skipped while `data` (a `Loaded` or a `PromptSet`) was read, as words to end a sentence with; empty for
-    nothing."""
+    """Describes the records that were skipped in `data` (a `Loaded` or a `PromptSet`), as the end of a sentence; '' for
+    none."""
     if not data.num_skipped:
         return ''
     return f', {data.num_skipped} bad ones left out ({data.reasons[0]}{", ..." if data.num_skipped > 1 else ""})'
@@ -67,15 +66,15 @@ def load_examples(
     max_examples: int | None = None,
     bad: BadRecords | None = None,
 ) -> Loaded[Any]:
-    """All examples of a source, in text form.
+    """Returns all examples of a source, in text form.
 
     Args:
         source: a path, a hub name, a `datasets` object, or rows (see `reading.read_records`).
-        kind: what each record is wanted as ('prompt', 'demonstration', 'preference', 'labelled'); None: what it is.
+        kind: converts records to a kind ('prompt', 'demonstration', 'preference', 'labelled'); None keeps their own.
         columns: the source's own column names, {known name: name in the source}, e.g. {'prompt': 'instruction_text'}.
-        skip_bad_records: leave bad records out and count them (`num_skipped`) instead of stopping at the first.
+        skip_bad_records: skip and count bad records (`num_skipped`) instead of stopping at the first.
         streaming: do not download a hub data set; with `max_examples` only its beginning is read.
-        bad: counts in place of `skip_bad_records`, for a caller that goes on counting.
+        bad: replaces `skip_bad_records`, for a caller that continues counting.
 
     Raises ValueError: missing, empty or unreadable source; a bad record, as `file, line n: reason`; no usable record at
         all.
@@ -88,14 +87,14 @@ def load_examples(
 
 
 def load_demonstrations(source: Any, tokenizer: Any, **options: Any) -> tuple[Loaded[Sequence], Loaded[Sequence]]:
-    """Training and validation sequences for SFT, or plain text for PPO-ptx.
+    """Returns training and validation sequences for SFT, or plain text for PPO-ptx.
 
     Args:
         max_length, overflow, apply_chat_template: see `tokenize.TokenizerOptions`.
-        skip_bad_records: leave bad records out and count them, instead of stopping at the first.
-        validation_source: read for the validation part; without it `validation_percentage` of the records are split off
-            by `seed` (`split_examples`), by default none.
-        **options: any other goes to `load_examples`.
+        skip_bad_records: skip and count bad records instead of stopping at the first.
+        validation_source: of the validation part; without it `validation_percentage` of the records, by default none,
+            are split off by `seed` (`split_examples`).
+        **options: any other is passed to `load_examples`.
 
     Raises:
         ValueError: a record that cannot be used; names file, line and reason.
@@ -106,7 +105,7 @@ def load_demonstrations(source: Any, tokenizer: Any, **options: Any) -> tuple[Lo
 def load_preferences(
     source: Any, tokenizer: Any, **options: Any
 ) -> tuple[Loaded[TokenizedPreference], Loaded[TokenizedPreference]]:
-    """Training and validation preferences, for reward models and the DPO family. Arguments as for
+    """Returns training and validation preferences, for reward models and the DPO family. Arguments as for
     `load_demonstrations`."""
     return _load_tokenized(source, 'preference', tokenize_preference, tokenizer, **options)
 
@@ -114,17 +113,17 @@ def load_preferences(
 def load_labelled(
     source: Any, tokenizer: Any, **options: Any
 ) -> tuple[Loaded[TokenizedLabelled], Loaded[TokenizedLabelled]]:
-    """Training and validation sequences with labels: classes, KTO's desirable or not, rewards. Arguments as for
+    """Returns training and validation sequences with labels: classes, KTO's desirable or not, rewards. Arguments as for
     `load_demonstrations`."""
     return _load_tokenized(source, 'labelled', tokenize_labelled, tokenizer, **options)
 
 
 def split_examples(examples: SequenceOf[T], percentage: float, *, seed: int = 0) -> tuple[list[T], list[T]]:
-    """Training and validation examples, each in the order given; `percentage` of them (rounded, at least one) are for
-    validation.
+    """Splits examples into training and validation parts, each in the order given; `percentage` of them (rounded, at
+    least one) are for validation.
 
-    Which ones is decided by a hash of (seed, position), so no library version can change it. 0 gives an empty
-    validation part. Raises ValueError for a percentage outside 0 to 100, or when nothing would be left to train on.
+    The choice depends on a hash of (seed, position), so that no library version changes it. 0 gives an empty validation
+    part. Raises ValueError for a percentage outside 0 to 100, or if no training example would be left.
 
     >>> train, validation = split_examples(list(range(10)), 20, seed=1)
     >>> len(train), len(validation), sorted(train + validation) == list(range(10))
@@ -192,7 +191,7 @@ def _tokenized(
     bad: BadRecords,
 ) -> Iterator[T]:
     cuts = options.cuts if options.cuts is not None else []
-    cuts.clear()  # of this source
+    cuts.clear()  # counts this source only
     for example in examples:
         if adopt_template(example.prompt, tokenizer, options.apply_chat_template):
             bad.notice('chat', example.where)
@@ -209,7 +208,7 @@ def _tokenized(
 
 
 def _warn(bad: BadRecords, options: TokenizerOptions, count: int) -> None:
-    """Warn of records that are trained on otherwise than one may think."""
+    """Warns about records that training changes or only partly uses."""
     if places := bad.noticed.get('cut'):
         cuts, limit = options.cuts or [], options.max_length
         length, where = max(zip(cuts, places, strict=True), key=lambda cut: cut[0])
@@ -258,7 +257,7 @@ def _examples(
                 bad.notice('preference', where)
             example = as_kind(example, kind) if kind else example
         except BadRecord as reason:
-            instead = misspelt(item) or taken_by(example)
+            instead = misspelt(item) or method_hint(example)
             others = found or bad.skip or any_usable(pairs, lambda p: as_kind(made(p), kind) if kind else made(p))
             bad.report(where, f'{reason}{instead}', SKIPPED if others else '')
             continue

@@ -1,6 +1,7 @@
 """Prompts: from a source to `Prompt` records, and the order in which a run draws them.
 
-The order is a function of the seed: a new permutation every epoch. Its state is the number of prompts drawn so far.
+The order is a function of the seed, with a new permutation every epoch. Its state is the number of prompts drawn so
+far.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from chatgpt.data.reading import (
     read_records,
     without_remedy,
 )
-from chatgpt.data.shapes import misspelt, prompt_of, shape_of, taken_by, to_example
+from chatgpt.data.shapes import method_hint, misspelt, prompt_of, shape_of, to_example
 from chatgpt.data.tokenize import Overflow, tokenize_prompt
 from chatgpt.names import TEXTS
 from chatgpt.types import Prompt
@@ -58,13 +59,13 @@ class PromptSet(SequenceOf[Prompt]):
                 stacklevel=2,
             )
         self.num_skipped = num_skipped
-        """bad records that were left out"""
+        """number of bad records"""
         self.reasons = list(reasons)
-        """the first few, `file, line n: reason`"""
+        """the first few, as `file, line n: reason`"""
         self.has_turns = has_turns
-        """some went through the tokenizer's chat template"""
+        """True if the tokenizer's chat template was used for any"""
         self.num_cut = num_cut
-        """prompts that were too long, and lost their left end"""
+        """number of prompts that were truncated on the left"""
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -76,21 +77,20 @@ class PromptSet(SequenceOf[Prompt]):
         return iter(self._prompts)
 
     def num_distinct(self) -> int:
-        """Prompts that differ in their ids."""
+        """The number of prompts with different ids."""
         return len({prompt.ids.numpy().tobytes() for prompt in self._prompts})
 
     def facts(self) -> dict[str, int]:
-        """What run.json says of them: how many, and how many of these differ; how many were cut, or left out.
-
-        Nothing of prompts without text.
+        """The entries of run.json about prompts: their number and the numbers of distinct, truncated and skipped ones;
+        empty for prompts without text.
         """
         if not any(len(prompt.ids) for prompt in self._prompts):
-            return {}  # tasks of an environment, which says their text itself
+            return {}  # tasks of an environment, which writes their text
         counts = {'prompts': len(self), 'distinct': self.num_distinct()}
         return counts | {'cut': self.num_cut, 'skipped': self.num_skipped}
 
     def fingerprint(self) -> str:
-        """The number of prompts and a hash of their ids, for telling at a resume whether the data changed."""
+        """The number of prompts and a hash of their ids, by which a resume detects changed data."""
         digest = hashlib.sha256()
         for prompt in self._prompts:
             digest.update(prompt.ids.numpy().tobytes() + b'|')
@@ -98,7 +98,7 @@ class PromptSet(SequenceOf[Prompt]):
 
 
 class PromptOrder:
-    """Which prompt the run-wide draw number `i` takes: permutation number i // n of (seed, epoch), position i % n.
+    """The prompt of each run-wide draw number i: position i % n of the permutation for (seed, epoch i // n).
 
     >>> order = PromptOrder(3, seed=0)
     >>> sorted(order[i] for i in range(3, 6))
@@ -122,7 +122,7 @@ class PromptOrder:
 
 
 def tasks_without_prompts(count: int = 1) -> PromptSet:
-    """Empty prompts, for an environment that sets tasks of its own."""
+    """Returns empty prompts, for an environment with its own tasks."""
     return PromptSet([Prompt(ids=torch.zeros(0, dtype=torch.int64)) for _ in range(count)])
 
 
@@ -139,16 +139,16 @@ def load_prompts(
     subset: str | None = None,
     max_prompts: int | None = None,
 ) -> PromptSet:
-    """Prompts from a file, a hub data set, or rows.
+    """Loads prompts from a file, a hub data set, or rows.
 
     Args:
-        source: anything `reading.read_records` takes; a .txt file holds one prompt a line.
-        column: holds the prompt, as text or as turns; the other columns go to reward functions. Where records have no
-            column 'prompt', the prompt of any shape that `shapes` knows is taken.
-        max_prompt_tokens, overflow: longer prompts lose their left end ('truncate') or are bad records ('refuse').
-        apply_chat_template: see `formats.use_template`; where nobody has chosen, text is used as it is, with a warning
-            where there is a template.
-        skip_bad_records: leave bad records out and count them, instead of stopping at the first.
+        source: anything `reading.read_records` takes; a .txt file holds one prompt per line.
+        column: of the prompt, as text or as turns; the other columns are passed to reward functions. Records without a
+            column 'prompt' may have any shape that `shapes` knows.
+        max_prompt_tokens, overflow: longer prompts are truncated on the left ('truncate') or bad records ('refuse').
+        apply_chat_template: see `formats.use_template`; without any choice text is used unchanged, with a warning if
+            there is a template.
+        skip_bad_records: skip and count bad records instead of stopping at the first.
 
     Raises:
         ValueError: a missing or empty file, a missing column, an empty prompt; names file, line and reason.
@@ -199,28 +199,28 @@ def _prompt_example(record: Record, column: str) -> PromptExample:
         raise BadRecord(missing + misspelt(data)) from None
     example = to_example(data, record.where)
     if example.prompt == '':
-        raise BadRecord(f'{missing}{taken_by(example)}; name the column of the prompt with --prompt_column')
+        raise BadRecord(f'{missing}{method_hint(example)}; name the column of the prompt with --prompt_column')
     taken = as_kind(example, 'prompt')
     assert isinstance(taken, PromptExample)
     return PromptExample(prompt=taken.prompt, columns=_all_but_prompt(data), where=record.where)
 
 
 def _all_but_prompt(data: dict[str, Any]) -> dict[str, Any]:
-    """The columns of a recognised record for reward functions: the reference answer stays, what the prompt was made of
-    goes."""
+    """Returns the columns of a recognised record for reward functions: all, including the reference answer, except
+    those of the prompt."""
     try:
         _, used = prompt_of(data)
-    except BadRecord:  # whole dialogues, where prompt and answers share columns
+    except BadRecord:  # whole dialogues, where prompt and responses share columns
         used = set()
     return {k: v for k, v in data.items() if k not in used}
 
 
 def as_prompts(prompts: Any, tokenizer: Any = None) -> PromptSet:
-    """A `PromptSet` from what a trainer is given: one already, `Prompt` records, id tensors, texts, dicts with a
-    'prompt', or a file.
+    """Returns a `PromptSet` of the prompts given to a trainer: a `PromptSet`, `Prompt` records, id tensors, texts,
+    dicts with a 'prompt', or a file.
 
     Raises:
-        ValueError: texts without a tokenizer, or something that is no prompt.
+        ValueError: texts without a tokenizer, or something that is not a prompt.
     """
     if isinstance(prompts, PromptSet):
         return prompts
@@ -236,7 +236,7 @@ def as_prompts(prompts: Any, tokenizer: Any = None) -> PromptSet:
             raise ValueError('prompts given as text need a tokenizer; pass tokenizer=..., or give id tensors')
         try:
             return load_prompts([{'prompt': i} if isinstance(i, str) else i for i in items], tokenizer)
-        except BadRecordError as error:  # a list is changed by whoever made it
+        except BadRecordError as error:  # the caller can change a list, so skipping is not offered
             raise without_remedy(error) from None
     records = []
     for i, item in enumerate(items):

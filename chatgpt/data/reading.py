@@ -1,7 +1,7 @@
-"""From bytes to records: csv, json, jsonl, parquet, plain text, folders, hub names, `datasets` objects, lists.
+"""Reads records from csv, json, jsonl, parquet, plain text, folders, hub names, `datasets` objects and lists.
 
-Every record knows the file and line it came from, so that a bad one can be named. Files are read lazily, except a JSON
-array, whose text is held in memory while its elements are decoded one by one.
+Every record has its file and line, for errors. Files are read lazily, except that the text of a JSON array is in memory
+while its elements are decoded one by one.
 """
 
 from __future__ import annotations
@@ -28,59 +28,59 @@ _BOM = b'\xef\xbb\xbf'
 
 
 class Record(NamedTuple):
-    """One row of a source: its columns, and where it stands (`prompts.csv, line 3`)."""
+    """One row of a source: its columns, and its place (`prompts.csv, line 3`)."""
 
     data: dict[str, Any]
     where: str
 
 
 class BadRecordError(ValueError):
-    """A record cannot be used, and bad ones are not to be left out; names its place."""
+    """A record cannot be used and bad ones are not skipped; names its place."""
 
 
 SKIPPED = 'Bad records are left out with --skip_bad_records (Python: skip_bad_records=True)'
 
 
 def without_remedy(error: BadRecordError) -> BadRecordError:
-    """The error without the sentence about skipping, for those who cannot skip."""
+    """Returns the error without the sentence about skipping, for callers without that option."""
     return BadRecordError(str(error).removesuffix(f'. {SKIPPED}'))
 
 
-LOOKED_AT = 100
-"""records after a bad first one, before it is said that bad ones can be left out"""
+NUM_TRIED = 100
+"""records that are tried after a bad first one, before the error suggests skipping bad ones"""
 
 
 def any_usable(records: Iterator[T], use: Callable[[T], Any]) -> bool:
-    """Whether `use` takes one of the next records, rather than raise a ValueError for each."""
+    """Returns True if `use` accepts one of the next records; False if it raises ValueError for each."""
     try:
-        for record in islice(records, LOOKED_AT):
+        for record in islice(records, NUM_TRIED):
             try:
                 use(record)
             except ValueError:
                 continue
             return True
-    except BadRecordError:  # one that cannot even be read
+    except BadRecordError:  # reading a record failed
         pass
     return False
 
 
 class BadRecords:
-    """What happens to records that cannot be used: the first one is a ValueError, or with `skip` they are counted."""
+    """Handles records that cannot be used: raises ValueError at the first, or with `skip` counts them."""
 
     def __init__(self, skip: bool = False, keep: int = 10):
         self.skip = skip
         self.num_skipped = 0
         self.reasons: list[str] = []
-        """the first `keep` of them, `file, line n: reason`"""
+        """the first `keep` of them, as `file, line n: reason`"""
         self.noticed: dict[str, list[str]] = {}
-        """places of usable records with a peculiarity, by its name"""
+        """places of usable records with a property to report, by its name"""
         self._keep = keep
 
     def notice(self, what: str, where: str) -> None:
         self.noticed.setdefault(what, []).append(where)
 
     def report(self, where: str, reason: str, remedy: str = SKIPPED) -> None:
-        """`remedy`: a sentence about what to do; '' where leaving bad records out would leave none."""
+        """`remedy`: a sentence about what to do; '' if skipping bad records would leave none."""
         if not self.skip:
             raise BadRecordError(f'{where}: {reason}' + (f'. {remedy}' if remedy else ''))
         self.num_skipped += 1
@@ -89,7 +89,7 @@ class BadRecords:
 
 
 def open_bytes(path: Path) -> IO[bytes]:
-    """A file's bytes; one that ends in .gz is unpacked on the way."""
+    """Opens a file for reading bytes; decompresses one that ends in .gz."""
     return cast('IO[bytes]', gzip.open(path, 'rb') if path.name.endswith('.gz') else open(path, 'rb'))
 
 
@@ -102,17 +102,17 @@ def read_records(
     streaming: bool = False,
     text_separator: str = '\n\n',
 ) -> Iterator[Record]:
-    """Records of a source, in order.
+    """Yields the records of a source, in order.
 
     source: a path (file; folder of files; folder written by `Dataset.save_to_disk`), a hub name (or name:folder), a
-        `datasets` object, or any iterable of dicts, of strings (each becomes `{'text': ...}`) or of `Path`s. A file may
-        carry a further `.gz`.
-    split, subset: which part of a hub data set or `DatasetDict`; elsewhere without effect.
-    streaming: a hub data set is read over the network as it is needed, not downloaded first.
-    text_separator: what stands between the pieces of a plain text file; blank lines by default, '\\n' makes each line a
-        piece, '' the whole file.
+        `datasets` object, or any iterable of dicts, of strings (each becomes `{'text': ...}`) or of `Path`s. File names
+        may end in `.gz`.
+    split, subset: part of a hub data set or `DatasetDict`; no effect on other sources.
+    streaming: read a hub data set over the network instead of downloading it first.
+    text_separator: separates records of a plain text file; blank lines by default, '\\n' makes each line a record, ''
+        the whole file.
 
-    Raises ValueError for a missing or empty source at once, and for a record that cannot be read when it is reached
+    Raises ValueError at the call for a missing or empty source, and during iteration for a record that cannot be read
     (unless `bad` skips).
     """
     bad = bad or BadRecords()
@@ -127,7 +127,8 @@ def read_records(
 def _not_empty(
     name: str, records: Iterator[Record], bad: BadRecords, others: Callable[[], Iterator[Record]]
 ) -> Iterator[Record]:
-    """`others` reads the source anew without its bad records, after a first one that is bad."""
+    """Raises ValueError for a source without records. `others` reads it again without bad records, after a bad first
+    one."""
     skipped_before, found = bad.num_skipped, False
     try:
         for record in records:
@@ -137,7 +138,7 @@ def _not_empty(
             found = True
             yield record
     except BadRecordError as error:
-        if found or not all(map(_broken_column, islice(others(), LOOKED_AT))):
+        if found or not all(map(_broken_column, islice(others(), NUM_TRIED))):
             raise
         raise without_remedy(error) from None
     if not found and bad.num_skipped == skipped_before:
@@ -145,12 +146,12 @@ def _not_empty(
 
 
 def _broken_column(record: Record) -> str:
-    """The name of the column that holds half of a surrogate pair; '' where none does."""
+    """Returns the name of a column with an unpaired surrogate, or ''."""
     return next((repr(key) for key, value in record.data.items() if _has_half_a_pair(value)), '')
 
 
 def _has_half_a_pair(value: Any) -> bool:
-    """Whether a text, at any depth, has a code point of U+D800 to U+DFFF, which UTF-8 and tokenizers refuse."""
+    """Returns True if a text, at any depth, has a code point of U+D800 to U+DFFF, which UTF-8 cannot encode."""
     if isinstance(value, str):
         return not value.isascii() and any('\ud800' <= character <= '\udfff' for character in value)
     if isinstance(value, Mapping):
@@ -231,7 +232,7 @@ def _load_hub(name: str, split: str, subset: str | None, streaming: bool) -> Any
     try:
         part = {'data_dir': folder} if folder else {}
         return datasets.load_dataset(name, subset, split=split, streaming=streaming, **part)
-    except Exception as error:  # the hub client raises many kinds; each means that this name cannot be read
+    except Exception as error:  # the hub client raises many types; each means that this name cannot be read
         reason = ' '.join(str(error).split())[:300]
         raise ValueError(
             f'{name}: no such file, and no data set from the hub: {type(error).__name__}: {reason}'
@@ -255,7 +256,7 @@ def _rows(rows: Any, name: str, bad: BadRecords) -> Iterator[Record]:
 
 def _csv(path: Path, bad: BadRecords, tab: bool) -> Iterator[Record]:
     csv.field_size_limit(max(csv.field_size_limit(), 2**31 - 1))
-    # surrogateescape: bytes that are not UTF-8 reach the row that holds them, which is then reported by its line
+    # surrogateescape keeps bytes that are not UTF-8 in their row, which is then reported with its line
     with io.TextIOWrapper(open_bytes(path), 'utf-8-sig', errors='surrogateescape', newline='') as file:  # type: ignore[arg-type]
         first_line = file.readline()
         file.seek(0)
@@ -289,7 +290,7 @@ def _csv(path: Path, bad: BadRecords, tab: bool) -> Iterator[Record]:
 
 
 def _check_no_utf16(path: Path) -> None:
-    """Raises ValueError for a file of two bytes a character, by its byte order mark or its zeros."""
+    """Raises ValueError for a UTF-16 file, detected by its byte order mark or its zeros."""
     with open_bytes(path) as file:
         start = file.read(2)
     found = 'UTF-16' if start in (b'\xff\xfe', b'\xfe\xff') else None
@@ -305,16 +306,16 @@ def _converted(path: Path, encoding: str) -> str:
 
 
 def _remedy(path: Path, raw: bytes) -> str:
-    """The remedy for a line that is not UTF-8: convert the file where the line is of one byte a character."""
+    """Returns the remedy for a line that is not UTF-8: to convert the file, if it has a single-byte encoding."""
     if not raw.decode('utf-8', 'ignore').isascii():
-        return SKIPPED  # a line of UTF-8 that is damaged
+        return SKIPPED  # damaged UTF-8
     encoding = 'CP1252' if any(0x80 <= byte < 0xA0 for byte in raw) else 'ISO-8859-1'
-    told = {'CP1252': 'CP1252 (Windows)', 'ISO-8859-1': 'ISO-8859-1 (latin-1)'}[encoding]
-    return f'Its bytes are those of {told}. {_converted(path, encoding)}'
+    label = {'CP1252': 'CP1252 (Windows)', 'ISO-8859-1': 'ISO-8859-1 (latin-1)'}[encoding]
+    return f'Its bytes are those of {label}. {_converted(path, encoding)}'
 
 
 def _whole(path: Path) -> str:
-    """The text of a file, without its byte order mark. Raises ValueError where it is not UTF-8."""
+    """Returns the text of a file, without its byte order mark. Raises ValueError if it is not UTF-8."""
     with open_bytes(path) as file:
         raw = file.read()
     try:
@@ -329,11 +330,11 @@ def _whole(path: Path) -> str:
 
 
 def _json(path: Path, bad: BadRecords, split: str) -> Iterator[Record]:
-    """Records of an array, of one object a line, or of objects spread over several lines back to back: the content
+    """Yields the records of an array, of one object per line, or of objects over several lines each: the content
     decides, not the suffix.
 
-    A broken object costs only itself where its end can be told. `split` is one of the keys under which a .json file of
-    one object may hold its rows.
+    Only the broken object is lost, if its end can be found. `split` is one of the keys under which a .json file of one
+    object may hold its rows.
     """
     with open_bytes(path) as file:
         start = b''
@@ -351,7 +352,7 @@ def _json(path: Path, bad: BadRecords, split: str) -> Iterator[Record]:
 
 
 def _unwrapped(path: Path, bad: BadRecords, split: str) -> Iterator[Record]:
-    """A .json file of one object may hold the rows under a key: {"data": [...]}."""
+    """Yields the rows of a .json file of one object that holds them under a key: {"data": [...]}."""
     records = _objects(path, bad)
     first = next(records, None)
     if first is None:
@@ -370,11 +371,11 @@ def _unwrapped(path: Path, bad: BadRecords, split: str) -> Iterator[Record]:
 class _Broken(NamedTuple):
     offset: int
     message: str
-    unfinished: bool  # the text is a correct beginning: more of it could make it whole
+    unfinished: bool  # more text could complete the value
 
 
 def _decode_all(text: str) -> tuple[list[tuple[int, Any]], _Broken | None]:
-    """The JSON values that stand one after the other in `text`, with their offsets, up to the first error."""
+    """Returns the consecutive JSON values in `text` with their offsets, up to the first error."""
     values: list[tuple[int, Any]] = []
     text = text.rstrip()
     decoder, length = json.JSONDecoder(), len(text)
@@ -383,7 +384,7 @@ def _decode_all(text: str) -> tuple[list[tuple[int, Any]], _Broken | None]:
         try:
             value, end = decoder.raw_decode(text, at)
         except json.JSONDecodeError as error:
-            # a string cannot go on in the next line, everything else can
+            # a string cannot continue in the next line, everything else can
             unfinished = error.pos >= length and not error.msg.startswith('Unterminated string')
             return values, _Broken(at, error.msg.removesuffix(' at').removesuffix(' starting'), unfinished)
         except RecursionError:
@@ -405,7 +406,7 @@ def _lines(path: Path, bad: BadRecords) -> Iterator[tuple[int, str]]:
 
 
 def _until_brace(lines: Iterator[tuple[int, str]], again: deque[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-    """The lines up to the next one with a brace in its first column, which is put back."""
+    """Yields the lines before the next one with a brace in its first column, which is put back."""
     while (line := again.popleft() if again else next(lines, None)) is not None:
         if line[1].startswith('{'):
             again.appendleft(line)
@@ -414,15 +415,15 @@ def _until_brace(lines: Iterator[tuple[int, str]], again: deque[tuple[int, str]]
 
 
 def _objects(path: Path, bad: BadRecords) -> Iterator[Record]:
-    """Objects of a file that is not an array: one a line, or spread over several lines, of which each object begins
-    with a brace in the first column. Of a broken object only it is reported, and reading goes on at the next brace."""
+    """Yields the objects of a file that is not an array: one per line, or over several lines, beginning with a brace in
+    the first column. A broken object is reported, and reading continues at the next such brace."""
     lines, again = _lines(path, bad), deque[tuple[int, str]]()
     while True:
         first = again.popleft() if again else next(lines, None)
         if first is None:
             return
         number, text = first
-        taken: list[tuple[int, str]] = []  # the lines from the next brace on, should the beginning turn out broken
+        taken: list[tuple[int, str]] = []  # the lines from the next brace on, to reread after a broken beginning
         beginning, decoded = text, len(text)
         values, broken = _decode_all(text)
         while broken is not None and broken.unfinished and text.lstrip().startswith('{'):
@@ -433,7 +434,7 @@ def _objects(path: Path, bad: BadRecords) -> Iterator[Record]:
                     taken.append(more)
                 else:
                     beginning += more[1]
-                # decoding at every line would take time quadratic in the size of a large object
+                # decoding after every line would take quadratic time for a large object
                 if not (_OBJECT_END.match(more[1]) or 0 < len(taken) <= 3 or len(text) >= 2 * decoded):
                     continue
             values, broken = _decode_all(text)
@@ -464,8 +465,8 @@ def _emit(
 
 
 def _array(path: Path, bad: BadRecords) -> Iterator[Record]:
-    """The elements of a JSON array. A syntax error ends the file even when bad records are skipped: where the next
-    element begins is not known."""
+    """Yields the elements of a JSON array. A syntax error ends the file even if bad records are skipped, because the
+    next element cannot be found."""
     text = _whole(path)
     space, decoder = re.compile(r'\s*'), json.JSONDecoder()
 
@@ -508,7 +509,7 @@ def _parquet(path: Path) -> Iterator[Record]:
         raise ImportError(f'{path}: reading parquet needs the package pyarrow: pip install pyarrow') from error
     try:
         file = parquet.ParquetFile(path)
-    except Exception as error:  # pyarrow's own error types; none of them says which file
+    except Exception as error:  # pyarrow's own error types, without the file's name
         raise ValueError(f'{path}: not a parquet file: {" ".join(str(error).split())[:200]}') from error
     number = 0
     for batch in file.iter_batches(batch_size=1024):
@@ -519,7 +520,7 @@ def _parquet(path: Path) -> Iterator[Record]:
 
 def _text(path: Path, separator: str) -> Iterator[Record]:
     text = _whole(path).replace('\r\n', '\n').replace('\r', '\n')
-    # several blank lines in a row separate once, and a blank line may hold spaces
+    # several blank lines separate once, and a blank line may contain spaces
     pattern = (
         re.compile(r'\n[ \t]*\n\s*') if separator == '\n\n' else re.compile(re.escape(separator)) if separator else None
     )

@@ -1,8 +1,7 @@
-"""From records to examples: which columns mean what.
+"""Converts records to examples by their columns.
 
-`to_example` recognises the shape of a record by its columns (`SHAPES`) and returns the canonical example. Whole
-dialogues that are compared are cut at their first difference, which must be the assistant's; what follows it stays, as
-turns.
+`to_example` recognises the shape of a record (`SHAPES`) and returns the canonical example. Two compared dialogues are
+split at their first difference, which must be in a turn of the assistant; later turns are kept.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from chatgpt.data.examples import (
 )
 from chatgpt.names import near
 
-# names under which a column is known, the usual one first
+# known names of each column, the usual one first
 PROMPT = ('prompt', 'query', 'question')
 ANSWER = ('completion', 'response', 'answer', 'output')
 INPUT = ('input', 'context')
@@ -70,7 +69,7 @@ _HH_ASSISTANT = '\n\nAssistant:'
 
 
 def shape_of(data: Mapping[str, Any]) -> str:
-    """The name in `SHAPES` of a record, by its columns; a column that holds None counts as absent. Raises BadRecord."""
+    """Returns the name in `SHAPES` of a record's shape; a column that is None counts as absent. Raises BadRecord."""
     has = {key for key, value in data.items() if value is not None}
     turns = _first(has, TURNS) is not None or _holds_turns(data.get('prompt'))
     if any(better in has and worse in has for better, worse in PAIRS):
@@ -94,7 +93,7 @@ def shape_of(data: Mapping[str, Any]) -> str:
 
 
 def misspelt(data: Any) -> str:
-    """'; rename column 'choosen' to 'chosen'' for a column that is nearly a known one that is missing; '' otherwise."""
+    """Returns '; rename column 'choosen' to 'chosen'' for a column similar to a missing known one; else ''."""
     columns = list(data) if isinstance(data, Mapping) else []
     for column in columns:
         close = [] if column in KNOWN else [name for name in near(str(column), KNOWN) if name not in columns]
@@ -103,14 +102,13 @@ def misspelt(data: Any) -> str:
     return ''
 
 
-def taken_by(example: Any) -> str:
-    """'; such a file is for the command sft' for an example that another method learns from."""
+def method_hint(example: Any) -> str:
+    """Returns '; such a file is for the command sft' for an example of another method's kind."""
     return f'; such a file is for the command {_COMMANDS[type(example)]}' if type(example) in _COMMANDS else ''
 
 
 def to_example(data: Mapping[str, Any], where: str = 'data') -> Example:
-    """The canonical example of a record. Raises BadRecord with the reason when it has no known shape or a part is
-    missing.
+    """Returns the canonical example of a record. Raises BadRecord if its shape is unknown or a part is missing.
 
     >>> to_example({'question': '2 + 3?', 'answer': '5'})
     Demonstration(prompt='2 + 3?', response='5', columns={}, where='data')
@@ -130,7 +128,7 @@ def _preference(data: Mapping[str, Any], where: str) -> Example:
     better, worse = _pair_of(data)
     pair = (_answer(data[better], better), _answer(data[worse], worse))
     if any(isinstance(r, tuple) and r[0].role != _ASSISTANT for r in pair):
-        return _whole_dialogues(data, better, worse, where)  # the answers repeat the prompt in turns of their own
+        return _whole_dialogues(data, better, worse, where)  # the responses repeat the prompt's turns
     return _checked_preference(prompt, pair, _pair_scores(data), _rest(data, {*used, better, worse}), where)
 
 
@@ -150,7 +148,7 @@ def _whole_dialogues(data: Mapping[str, Any], better: str, worse: str, where: st
             raise BadRecord(f'{better} and {worse} share no beginning that ends with {_HH_ASSISTANT!r}')
         cut += len(_HH_ASSISTANT)
         pair = (_hh_answer(a[cut:]), _hh_answer(b[cut:]))
-        _check_who_parts(pair, better, worse)
+        _check_first_difference(pair, better, worse)
         return _checked_preference(a[:cut], pair, _pair_scores(data), columns, where)
     turns_a, turns_b = messages_of(data[better], better), messages_of(data[worse], worse)
     if 'system' in data and data['system']:
@@ -159,19 +157,20 @@ def _whole_dialogues(data: Mapping[str, Any], better: str, worse: str, where: st
     both = min(len(turns_a), len(turns_b))
     cut = next((i for i in range(both) if turns_a[i] != turns_b[i]), both)
     while cut > 0 and (cut == both or turns_a[cut].role != _ASSISTANT or turns_b[cut].role != _ASSISTANT):
-        cut -= 1  # the answers begin at the last assistant turn at or before the first difference
+        cut -= 1  # the responses begin at the last assistant turn at or before the first difference
     if cut == 0:
         raise BadRecord(f'{better} and {worse} share no turns before an answer of the assistant')
     pair = (shorten(turns_a[cut:]), shorten(turns_b[cut:]))
-    _check_who_parts(pair, better, worse)
+    _check_first_difference(pair, better, worse)
     return _checked_preference(turns_a[:cut], pair, _pair_scores(data), columns, where)
 
 
 def _hh_answer(text: str) -> ResponseText:
-    """What follows the shared beginning: an answer, or turns up to the last answer where the dialogue goes on."""
+    """Parses the text after the shared beginning: a response, or if the dialogue continues, turns up to the last
+    response."""
     first, *rest = re.split(r'\n\n(Human|Assistant):', text)
     turns = [Message(_ASSISTANT, first.strip())]
-    turns += [Message(_ROLES[who.lower()], said.strip()) for who, said in zip(rest[::2], rest[1::2], strict=True)]
+    turns += [Message(_ROLES[who.lower()], text.strip()) for who, text in zip(rest[::2], rest[1::2], strict=True)]
     while turns[-1].role != _ASSISTANT:
         turns.pop()
     if len(turns) == 1:
@@ -181,16 +180,16 @@ def _hh_answer(text: str) -> ResponseText:
     return tuple(turns)
 
 
-def _check_who_parts(pair: tuple[ResponseText, ResponseText], better: str, worse: str) -> None:
-    """Dialogues are compared where two answers to the same words differ, so the first difference must be the
-    assistant's."""
+def _check_first_difference(pair: tuple[ResponseText, ResponseText], better: str, worse: str) -> None:
+    """Raises BadRecord unless the first difference of two dialogues is in a turn of the assistant."""
     first = [response if isinstance(response, str) else response[0].content for response in pair]
     if pair[0] != pair[1] and first[0].strip() == first[1].strip():
         raise BadRecord(f'{better} and {worse} first differ in what the human says, so their answers do not compare')
 
 
 def _compared(data: Mapping[str, Any], where: str) -> Example:
-    """PandaLM's rows: two answers and the verdicts of annotators; the answers' scores are their numbers of votes."""
+    """Converts PandaLM's rows, two responses and the annotators' verdicts; a response's score is its number of
+    votes."""
     prompt, used = prompt_of(data)
     verdicts = {key: data[key] for key in data if re.fullmatch(r'annotator\d+', key)}
     given = [label_of(value, key) for key, value in verdicts.items() if value is not None]
@@ -247,7 +246,8 @@ def _messages(data: Mapping[str, Any], where: str) -> Example:
 def _answered(
     prompt: PromptText, response: ResponseText, data: Mapping[str, Any], used: set[str], where: str
 ) -> Demonstration | Labelled:
-    """A demonstration, or a labelled example where the record has a label. `used`: columns of prompt and response."""
+    """Returns a labelled example if the record has a label, else a demonstration. `used`: columns of prompt and
+    response."""
     label = _first_given(data, LABEL, missing='')
     columns = _rest(data, {*used, label})
     if not label:
@@ -295,7 +295,7 @@ _BUILDERS: dict[str, Callable[[Mapping[str, Any], str], Example]] = {
 
 
 def prompt_of(data: Mapping[str, Any]) -> tuple[PromptText, set[str]]:
-    """The prompt of a record and the columns it was made of. Raises BadRecord, for an empty prompt too."""
+    """Returns the prompt of a record and the columns that it uses. Raises BadRecord, also for an empty prompt."""
     if data.get('instruction') is not None:
         key = _first_given(data, INPUT, missing='')
         instruction = _string(data['instruction'], 'instruction')
@@ -329,8 +329,8 @@ def prompt_of(data: Mapping[str, Any]) -> tuple[PromptText, set[str]]:
 
 
 def messages_of(value: Any, column: str) -> tuple[Message, ...]:
-    """Turns in OpenAI's form (role, content) or ShareGPT's (from, value): one or a list, or their JSON text. Raises
-    BadRecord."""
+    """Parses turns in OpenAI's form (role, content) or ShareGPT's (from, value): one, a list, or their JSON text.
+    Raises BadRecord."""
     value = _from_json(value)
     if isinstance(value, Mapping):
         value = [value]
@@ -359,7 +359,7 @@ def messages_of(value: Any, column: str) -> tuple[Message, ...]:
 
 
 def label_of(value: Any, column: str = 'label') -> bool | int | float | str:
-    """A label as bool, number or name; numbers and truth values written as text are converted. Raises BadRecord."""
+    """Returns a label as bool, number or name; converts numbers and truth values from text. Raises BadRecord."""
     if isinstance(value, str):
         lowered = value.strip().lower()
         if lowered in ('true', 'false'):
@@ -392,7 +392,7 @@ def _checked_preference(
 
 
 def _pair_scores(data: Mapping[str, Any]) -> tuple[float, float] | None:
-    """UltraFeedback's score_chosen and score_rejected, or a margin."""
+    """Returns UltraFeedback's score_chosen and score_rejected, or scores with the given margin."""
     for better, worse in (('score_chosen', 'score_rejected'), ('chosen_score', 'rejected_score')):
         if data.get(better) is not None and data.get(worse) is not None:
             return _number(data[better], better), _number(data[worse], worse)
@@ -429,7 +429,7 @@ def _not_blank(value: ResponseText, what: str) -> None:
 
 
 def _holds_turns(value: Any) -> bool:
-    """A list, or JSON text of a list of turns; an answer that merely is JSON stays text."""
+    """Returns True for a list, or the JSON text of a list of turns; other JSON is a text."""
     given = _from_json(value)
     if isinstance(value, str):
         turns = isinstance(given, list) and bool(given)
@@ -438,7 +438,7 @@ def _holds_turns(value: Any) -> bool:
 
 
 def _from_json(value: Any) -> Any:
-    """A list that came through a csv cell, as JSON text, or in numpy's or Arrow's form."""
+    """Returns the list in a csv cell, in JSON text, or in numpy's or Arrow's form."""
     if isinstance(value, str) and value.lstrip().startswith(('[', '{')):
         try:
             return json.loads(value)

@@ -1,16 +1,16 @@
-"""From examples in text form to ids: `Prompt`, `Sequence`, `TokenizedPreference`, `TokenizedLabelled`.
+"""Examples to ids: `Prompt`, `Sequence`, `TokenizedPreference`, `TokenizedLabelled`.
 
-- The prompt's ids are the same in training as in generation: tokenized on their own, with the begin token where the
-  tokenizer adds one by itself. The answer's ids are what the tokenizer appends when it sees both, or, where it would
-  change the prompt's ids, those of the answer alone.
-- A response ends with the end token, which is trained on, unless it was cut for length. Each of several turns of the
-  assistant does, except that a tokenizer's own chat template closes turns as it likes.
-- Only turns of the assistant are in the loss (`response_mask`), up to the special token that closes a turn.
-- Text without a prompt has the begin token as its prompt, or its first token where the tokenizer has no begin token.
-- Too long, with overflow='truncate': the prompt loses its left end (its begin token stays), but never below half of
-  `max_length`; then the response loses its right end. With overflow='refuse' it is a BadRecord.
-- Prompt and response of an encoder-decoder (`formats.note_model`) are tokenized each on its own with the special tokens
-  of `formats.frame`, and `max_length` holds for each. There has to be a prompt, and the response is one turn.
+- The prompt's ids are the same in training and generation: it is tokenized alone, with the begin token if the tokenizer
+  adds one. The response's ids are those that the tokenizer appends for both together, or, if that changes the prompt's
+  ids, those of the response alone.
+- A response ends with the end token, which is trained on, unless it was truncated. So does each of several turns of the
+  assistant, unless a chat template ends turns otherwise.
+- Only turns of the assistant are in the loss (`response_mask`), up to the special token that ends a turn.
+- Text without a prompt has the begin token as its prompt, or without a begin token its first token.
+- With overflow='truncate' a prompt that is too long loses tokens on the left (not the begin token), down to half of
+  `max_length`; then the response loses tokens on the right. With overflow='refuse' the record is a BadRecord.
+- For an encoder-decoder (`formats.note_model`) prompt and response are tokenized separately with the special tokens of
+  `formats.frame`, and `max_length` applies to each. There must be a prompt, and the response is one turn.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Overflow = Literal['truncate', 'refuse']
 
 @dataclass(kw_only=True, slots=True)
 class TokenizedPreference:
-    """A prompt and its answers, best first."""
+    """A prompt and its responses, best first."""
 
     prompt_ids: Tensor
     """(P,) int64, P >= 1"""
@@ -60,15 +60,15 @@ class TokenizedPreference:
     response_masks: list[Tensor]
     """K tensors (A,) bool, True = a token of an assistant's turn"""
     scores: tuple[float, ...] | None = None
-    """K numbers, where the data gives them (for ties and margins); none is higher than the one before it"""
+    """K numbers, if the data has them (for ties and margins), not increasing"""
 
     def __post_init__(self) -> None:
         if self.scores is not None:
             check_order(self.scores)
 
     def ranks(self) -> list[int | None]:
-        """One per answer, 0 the best; answers of equal score share a rank. Two answers make a pair where ranks differ.
-        An answer that repeats an earlier one token for token gets None and makes no pair."""
+        """Returns a rank per response, 0 for the best; equal scores share a rank. Responses of different ranks make a
+        pair. A response with the same tokens as an earlier one gets None and makes no pair."""
         ranks: list[int | None] = []
         seen: set[tuple[int, ...]] = set()
         for place, response in enumerate(self.responses):
@@ -88,7 +88,7 @@ class TokenizedPreference:
         return sum(len(self.prompt_ids) + len(r) for r in self.responses)
 
     def sequences(self) -> list[Sequence]:
-        """One `Sequence` for each answer, best first."""
+        """Returns one `Sequence` per response, best first."""
         pairs = zip(self.responses, self.response_masks, strict=True)
         return [Sequence(prompt_ids=self.prompt_ids, response_ids=r, response_mask=m) for r, m in pairs]
 
@@ -103,13 +103,13 @@ class TokenizedLabelled:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerOptions:
-    """What the `tokenize_` functions have in common. Raises ValueError for values that make no sense.
+    """Options of the `tokenize_` functions. Raises ValueError for invalid values.
 
-    max_length: of prompt + response, in tokens, of an encoder-decoder of each; None: no limit.
+    max_length: of prompt + response, in tokens, for an encoder-decoder of each; None for no limit.
     overflow: see the module's docstring.
     apply_chat_template: see `formats.use_template`.
-    begin: the ids that stand before a prompt without template; None: found out for each example (`begin_ids`).
-    cuts: the tokens of every record that was cut are added here, of an encoder-decoder those of its longer side.
+    begin: the ids before a prompt without template; None to compute them for each example (`begin_ids`).
+    cuts: a list that gets the length of every truncated record, for an encoder-decoder of its longer side.
     """
 
     max_length: int | None = None
@@ -138,9 +138,9 @@ def tokenize_prompt(
     begin: tuple[int, ...] | None = None,
     cuts: list[int] | None = None,
 ) -> Prompt:
-    """A prompt as the model is given it; to `cuts` the tokens of one that was cut are added.
+    """Tokenizes a prompt for the model; the length of a truncated one is appended to `cuts`.
 
-    Raises BadRecord when it has no tokens, or more than `max_tokens` unless overflow='truncate', which keeps the begin
+    Raises BadRecord if it has no tokens, or more than `max_tokens` unless overflow='truncate', which keeps the begin
     token and the right end."""
     text = render_prompt(example.prompt, tokenizer, apply_chat_template)
     templated = use_template(example.prompt, tokenizer, apply_chat_template)
@@ -162,8 +162,8 @@ def tokenize_prompt(
 def tokenize_demonstration(
     example: Demonstration | Labelled, tokenizer: Any, options: TokenizerOptions = DEFAULT
 ) -> Sequence:
-    """A demonstration to learn from, prompt masked out of the loss. Raises BadRecord, ValueError for a tokenizer
-    without end token."""
+    """Tokenizes a demonstration, with its prompt masked out of the loss. Raises BadRecord, and ValueError for a
+    tokenizer without end token."""
     prompt, (answer,) = _encode_answers(example.prompt, (example.response,), tokenizer, options)
     return Sequence(
         prompt_ids=_ids(prompt), response_ids=_ids(answer[0]), response_mask=torch.tensor(answer[1], dtype=torch.bool)
@@ -177,7 +177,7 @@ def tokenize_labelled(example: Labelled, tokenizer: Any, options: TokenizerOptio
 def tokenize_preference(
     example: Preference, tokenizer: Any, options: TokenizerOptions = DEFAULT
 ) -> TokenizedPreference:
-    """A preference: the same prompt ids for all its answers. Raises BadRecord."""
+    """Tokenizes a preference, with the same prompt ids for all its responses. Raises BadRecord."""
     prompt, answers = _encode_answers(example.prompt, example.responses, tokenizer, options)
     return TokenizedPreference(
         prompt_ids=_ids(prompt),
@@ -188,28 +188,28 @@ def tokenize_preference(
 
 
 def tokenize_again(prompt: str, response: str, ended: bool, tokenizer: Any, max_length: int | None = None) -> Sequence:
-    """The texts of a sample by another tokenizer, as a model of that tokenizer was trained on them.
+    """Tokenizes a sample's texts with another model's tokenizer, in the form of that model's training data.
 
-    max_length: the right end of so many tokens is kept, of an encoder-decoder on each side.
+    max_length: keeps this number of tokens at the right end, for an encoder-decoder of each side.
     """
     begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     last = [end] if ended and end is not None else []
-    stand_in = 0 if end is None else end  # an empty side would leave nothing to compute on
+    filler = 0 if end is None else end  # a model cannot run on an empty side
     if is_for_encoder_decoder(tokenizer):
-        asked = prompt_ids(prompt, tokenizer) or [stand_in]
-        answer = [*lone_response(response, tokenizer), *last] or [stand_in]
+        prompt_side = prompt_ids(prompt, tokenizer) or [filler]
+        answer = [*lone_response(response, tokenizer), *last] or [filler]
         if max_length is not None:
-            asked, answer = asked[-max_length:], answer[-max_length:]
+            prompt_side, answer = prompt_side[-max_length:], answer[-max_length:]
     else:
         body, first = encode(prompt, tokenizer), begin_ids(tokenizer)
-        answer = [*encode_after(prompt, body, response, tokenizer), *last] or [stand_in]
-        asked = body if first and body[:1] == first else [*first, *body]  # a template may have written its own
-        asked = asked or [stand_in if begin is None else begin]  # as text without a prompt is trained on
+        answer = [*encode_after(prompt, body, response, tokenizer), *last] or [filler]
+        prompt_side = body if first and body[:1] == first else [*first, *body]  # a template may include the begin token
+        prompt_side = prompt_side or [filler if begin is None else begin]  # as in training on text without a prompt
         if max_length is not None:
             answer = answer[-max(max_length - 1, 1) :]
-            asked = asked[-max(max_length - len(answer), 1) :]
+            prompt_side = prompt_side[-max(max_length - len(answer), 1) :]
     return Sequence(
-        prompt_ids=_ids(asked), response_ids=_ids(answer), response_mask=torch.ones(len(answer), dtype=torch.bool)
+        prompt_ids=_ids(prompt_side), response_ids=_ids(answer), response_mask=torch.ones(len(answer), dtype=torch.bool)
     )
 
 
@@ -217,18 +217,18 @@ def tokenize_again(prompt: str, response: str, ended: bool, tokenizer: Any, max_
 
 
 def encode(text: str, tokenizer: Any) -> list[int]:
-    """The ids of a text alone, without begin or end tokens added."""
+    """Returns the ids of a text alone, without adding begin or end tokens."""
     return list(tokenizer(text, add_special_tokens=False, verbose=False)['input_ids']) if text else []
 
 
 def prompt_ids(
     text: str, tokenizer: Any, *, templated: bool = False, begin: tuple[int, ...] | None = None
 ) -> list[int]:
-    """The ids of a prompt's text with its special tokens; none for no text.
+    """Returns the ids of a prompt's text with its special tokens; none for no text.
 
     Args:
-        templated: a chat template wrote it, which writes its own begin token.
-        begin: known ids of the begin token, where it is no encoder-decoder's.
+        templated: the text is from a chat template, which includes its own begin token.
+        begin: the ids of the begin token, if known, for a model that is not an encoder-decoder.
     """
     body = encode(text, tokenizer)
     if is_for_encoder_decoder(tokenizer):
@@ -238,7 +238,7 @@ def prompt_ids(
 
 
 def warn_of_bare_prompt(ids: Tensor, tokenizer: Any) -> None:
-    """Say that a prompt (P,) of an encoder-decoder does not end as its tokenizer ends one by itself."""
+    """Warns if a prompt (P,) of an encoder-decoder does not end with the tokens that its tokenizer adds."""
     after = frame(tokenizer).after if is_for_encoder_decoder(tokenizer) else []
     if after and ids[-len(after) :].tolist() != after:
         warnings.warn(
@@ -249,12 +249,12 @@ def warn_of_bare_prompt(ids: Tensor, tokenizer: Any) -> None:
 
 
 def lone_response(text: str, tokenizer: Any) -> list[int]:
-    """The ids of a response of an encoder-decoder, which follow no prompt, without the end token."""
+    """Returns the ids of an encoder-decoder's response, without the end token."""
     return [*frame(tokenizer).start, *_encode_target(text, tokenizer)]
 
 
 def _encode_target(text: str, tokenizer: Any) -> list[int]:
-    """`encode` as a tokenizer of two languages (Marian) cuts what the decoder writes."""
+    """`encode` for text of the decoder, with a tokenizer of two languages (Marian)."""
     return list(tokenizer(text_target=text, add_special_tokens=False, verbose=False)['input_ids']) if text else []
 
 
@@ -265,7 +265,7 @@ def end_id(tokenizer: Any) -> int:
 
 
 def encode_after(so_far: str, so_far_ids: list[int], text: str, tokenizer: Any) -> list[int]:
-    """The ids of `text` as they follow `so_far`, whose ids stay as they are."""
+    """Returns the ids of `text` after `so_far`, without changing the ids of `so_far`."""
     whole = encode(so_far + text, tokenizer)
     if so_far_ids and whole[: len(so_far_ids)] == so_far_ids:
         return whole[len(so_far_ids) :]
@@ -282,13 +282,13 @@ def _encode_answers(
     if prompt == '':
         return _encode_texts(responses, tokenizer, end, options)
     rendered = [render(prompt, response, tokenizer, options.apply_chat_template) for response in responses]
-    asked = rendered[0][0].text
-    ids = prompt_ids(asked, tokenizer, templated=templated, begin=options.begin)
+    prompt_text = rendered[0][0].text
+    ids = prompt_ids(prompt_text, tokenizer, templated=templated, begin=options.begin)
     if not ids:
         raise BadRecord('the prompt has no tokens')
     if not apart:
-        body = encode(asked, tokenizer)
-        answers = [_encode_pieces(asked, body, pieces[1:], tokenizer, end, templated) for pieces in rendered]
+        body = encode(prompt_text, tokenizer)
+        answers = [_encode_pieces(prompt_text, body, pieces[1:], tokenizer, end, templated) for pieces in rendered]
     elif any(len(pieces) > 2 for pieces in rendered):
         raise BadRecord(
             'a response of several turns, and an encoder-decoder writes one; give the turns before it as the prompt'
@@ -303,8 +303,8 @@ def _encode_answers(
 def _encode_texts(
     texts: tuple[ResponseText, ...], tokenizer: Any, end: int, options: TokenizerOptions
 ) -> tuple[list[int], list[tuple[list[int], list[bool]]]]:
-    """Texts without a prompt. Several of them need the same prompt, hence a begin token, or the end token in its
-    place."""
+    """Encodes texts without a prompt. Several of them need the same prompt: the begin token, or without one the end
+    token."""
     bodies = [[*encode(text if isinstance(text, str) else '', tokenizer), end] for text in texts]
     if any(len(body) < 2 for body in bodies):
         raise BadRecord('the text has no tokens')
@@ -315,15 +315,15 @@ def _encode_texts(
 
 
 def _encode_pieces(
-    asked: str, asked_ids: list[int], pieces: list[Piece], tokenizer: Any, end: int, templated: bool
+    prompt_text: str, ids_before: list[int], pieces: list[Piece], tokenizer: Any, end: int, templated: bool
 ) -> tuple[list[int], list[bool]]:
-    so_far, all_ids, mask = asked, list(asked_ids), []
+    so_far, all_ids, mask = prompt_text, list(ids_before), []
     apart = is_for_encoder_decoder(tokenizer)
     for number, piece in enumerate(pieces):
         ids = _encode_target(piece.text, tokenizer) if apart else encode_after(so_far, all_ids, piece.text, tokenizer)
         counts = _turn_length(ids, end, tokenizer) if piece.trained else 0
         is_last = number == len(pieces) - 1
-        # A template's own turns stay as it writes them.
+        # A chat template decides how its turns end.
         closed = piece.trained and end not in ids and (is_last or not templated)
         if closed:
             ids = [*ids[:counts], end]
@@ -333,12 +333,12 @@ def _encode_pieces(
         mask += [i < counts for i in range(len(ids))]
         all_ids += ids
         so_far += piece.text + (tokenizer.eos_token if closed else '')
-    return all_ids[len(asked_ids) :], mask
+    return all_ids[len(ids_before) :], mask
 
 
 def _turn_length(ids: list[int], end: int, tokenizer: Any) -> int:
-    """How much of a turn of the assistant counts: up to its end token, or to the special token that the template closes
-    it with (such as ChatML's) where only white space follows that."""
+    """Returns the number of tokens of an assistant's turn that count: up to its end token, or the special token with
+    which the template ends it (such as ChatML's) if only white space follows."""
     if end in ids:
         return ids.index(end) + 1
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}.union(
@@ -352,17 +352,17 @@ def _fit(
     prompt: list[int], answers: list[tuple[list[int], list[bool]]], tokenizer: Any, options: TokenizerOptions
 ) -> tuple[list[int], list[tuple[list[int], list[bool]]]]:
     limit, longest = options.max_length, max(len(ids) for ids, _ in answers)
-    apart = is_for_encoder_decoder(tokenizer)
-    length = (max if apart else sum)((len(prompt), longest))
+    separate = is_for_encoder_decoder(tokenizer)
+    length = (max if separate else sum)((len(prompt), longest))
     if limit is None or length <= limit:
         return prompt, answers
     if options.overflow == 'refuse':
-        how = 'one of them' if apart else 'together'
+        how = 'one of them' if separate else 'together'
         raise BadRecord(f'{len(prompt)} tokens of prompt and {longest} of response, {how} more than max_length={limit}')
-    room = limit if apart else max(limit - longest, limit // 2)
-    if len(prompt) > room:
-        prompt = cut_left(prompt, room, tokenizer)
-    left = limit if apart else limit - len(prompt)
+    prompt_limit = limit if separate else max(limit - longest, limit // 2)
+    if len(prompt) > prompt_limit:
+        prompt = cut_left(prompt, prompt_limit, tokenizer)
+    left = limit if separate else limit - len(prompt)
     fitted = [(ids[:left], mask[:left]) for ids, mask in answers]
     if not any(chain.from_iterable(mask for _, mask in fitted)):
         raise BadRecord(f'nothing to learn from is left within max_length={limit} tokens')
@@ -372,7 +372,7 @@ def _fit(
 
 
 def cut_left(ids: list[int], length: int, tokenizer: Any) -> list[int]:
-    """Without tokens at the left, but for the begin token, or whatever stands there of an encoder-decoder."""
+    """Removes tokens on the left, except the begin token, or an encoder-decoder's special tokens there."""
     kept = int(ids[0] == tokenizer.bos_token_id)
     if is_for_encoder_decoder(tokenizer):
         before = frame(tokenizer).before
@@ -386,12 +386,12 @@ def _ids(ids: list[int]) -> Tensor:
 
 
 def pack(documents: Iterable[Sequence], block_length: int) -> list[Sequence]:
-    """Documents in the order given, cut into blocks of `block_length` tokens; only the last block may be shorter.
+    """Splits concatenated documents into blocks of `block_length` tokens; only the last block may be shorter.
 
-    Attention is not stopped at the border of documents, as in the pretraining of most language models: the end token,
-    with which `tokenize_demonstration` leaves them, tells where a new one begins. Neighbouring blocks share one token,
-    which is a state in the second, so every token but the very first is a target exactly once. Masks are those of the
-    documents (prompts are False); a block in which nothing counts is left out.
+    Attention crosses document boundaries, as in the pretraining of most language models; the end token that
+    `tokenize_demonstration` adds marks them. Neighbouring blocks share one token, so that every token except the first
+    is a target exactly once. Masks are those of the documents (prompts are False); a block without tokens that count is
+    dropped.
 
     Raises ValueError for a block_length under 2 or no documents.
     """
@@ -415,11 +415,7 @@ def pack(documents: Iterable[Sequence], block_length: int) -> list[Sequence]:
 
 
 def check_tokenizer(tokenizer: Any, config: Any) -> None:
-    """Refuse a tokenizer whose ids the model does not have, or that cannot end a response.
-
-    Raises:
-        ValueError: one line with what was found and what to do.
-    """
+    """Raises ValueError for a tokenizer with ids that the model does not have, or without a way to end a response."""
     config = config.get_text_config() if hasattr(config, 'get_text_config') else config
     vocab = tokenizer.get_vocab()
     largest = max(vocab.values(), default=-1)
@@ -431,7 +427,7 @@ def check_tokenizer(tokenizer: Any, config: Any) -> None:
         )
     given = getattr(config, 'eos_token_id', None)
     ends = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
-    # a family's default beyond the vocabulary of a small model says nothing
+    # ignores a family's default that is beyond the vocabulary of a small model
     ends = [end for end in ends if 0 <= end < config.vocab_size]
     if ends and not any(end in vocab.values() for end in ends):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a policy acts in over several turns: the contract, the runner, games, tools."""
+"""Environments for episodes of several turns: the interface, the runner, games, tools."""
 
 from typing import TYPE_CHECKING
 

@@ -1,9 +1,9 @@
-"""Environments of other systems as this package's: GEM, SkyRL-Gym, Gymnasium, and TRL's classes with tools.
+"""Adapters for environments of other systems: GEM, SkyRL-Gym, Gymnasium, and TRL's classes with tools.
 
-A class is recognised by its methods; `adapted` tells how. A function that makes environments does not show what it
-makes: wrap it, as `Adapter(GymEnvironment, make)` or `ToolFactory(make)`. Names choose adapters, too: `gem:...`,
-`gymnasium:...` and `skyrl:...` are made by the registry of the package; `tools:package.module:Class` is a class with
-tools of which one is called `step`; `openenv:ws://host:8000` is a server (`chatgpt.environments.openenv`).
+`adapted` recognises a class by its methods. A function that makes environments must be wrapped, as
+`Adapter(GymEnvironment, make)` or `ToolFactory(make)`. Names choose adapters too: `gem:...`, `gymnasium:...` and
+`skyrl:...` are made by that package's registry; `tools:package.module:Class` is a class with tools, one of them named
+`step`; `openenv:ws://host:8000` is a server (`chatgpt.environments.openenv`).
 
 Signatures as in gem-llm 0.1.0, skyrl-gym 0.4.0, Gymnasium 1.4.0.
 """
@@ -23,10 +23,10 @@ from chatgpt.registry import load_object
 
 
 class Adapter:
-    """Makes the environments of one shape: `wrapper(make)` for every episode.
+    """A factory that makes `wrapper(make)` for every episode.
 
-    `messages`: whether they speak in messages, so that a chat template is needed and tried out before anything is run.
-    `keeps_stop`: whether they read a turn with its stop string.
+    `messages`: True if observations are messages, which need a chat template that is tested before the run.
+    `keeps_stop`: True if environments read a turn with its stop string.
     """
 
     def __init__(self, wrapper: Callable[[Callable[..., Any]], Any], make: Callable[..., Any]) -> None:
@@ -40,41 +40,41 @@ class Adapter:
 
 
 class GymEnvironment:
-    """Gymnasium's shape, over text: reset(seed) gives (observation, info), step(action) five things."""
+    """Gymnasium's interface, over text: reset(seed) returns (observation, info), step(action) five values."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.environment = make()
 
     def reset(self, seed: int, **columns: Any) -> str:
-        return self._told(*self.environment.reset(seed=seed))
+        return self._observation(*self.environment.reset(seed=seed))
 
     def step(self, response: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         observation, reward, terminated, truncated, info = self.environment.step(response)
-        return self._told(observation, info), reward, terminated, truncated, _success(info)
+        return self._observation(observation, info), reward, terminated, truncated, _success(info)
 
     def close(self) -> None:
         if hasattr(self.environment, 'close'):
             self.environment.close()
 
-    def _told(self, observation: Any, info: Mapping[str, Any]) -> str:
+    def _observation(self, observation: Any, info: Mapping[str, Any]) -> str:
         if not isinstance(observation, str):
             raise TypeError(f'observes {type(observation).__name__}, and a model reads text; wrap it')
         return observation
 
 
 class GemEnvironment(GymEnvironment):
-    """GEM: as Gymnasium, and `info` may hold what stands around an observation."""
+    """GEM: as Gymnasium; `info` may contain a prefix and a suffix of the observation."""
 
-    def _told(self, observation: Any, info: Mapping[str, Any]) -> str:
-        return str(info.get('prefix', '')) + super()._told(observation, info) + str(info.get('suffix', ''))
+    def _observation(self, observation: Any, info: Mapping[str, Any]) -> str:
+        return str(info.get('prefix', '')) + super()._observation(observation, info) + str(info.get('suffix', ''))
 
 
 class SkyRLEnvironment:
-    """SkyRL-Gym: made for a data row, whose other columns are its `extras`; init(prompt) gives the conversation, and
+    """SkyRL-Gym: made for a data row, with its other columns as `extras`; init(prompt) returns the conversation, and
     step(action) a dict with observations, reward, done and metadata."""
 
     messages = True
-    keeps_stop = True  # which closes what they look for, as in <search>...</search>
+    keeps_stop = True  # these environments search for text that ends with it, as in <search>...</search>
 
     def __init__(self, make: Callable[..., Any]) -> None:
         self.make = make
@@ -103,11 +103,11 @@ class SkyRLEnvironment:
 
 
 def adapted(factory: EnvironmentFactory) -> EnvironmentFactory:
-    """What makes this package's environments of a class of another system; anything else as it is.
+    """Returns a factory for a class of another system; anything else unchanged.
 
     - `step` and `init`, no `reset`: SkyRL-Gym;
     - `step` and a `reset` with `options`: Gymnasium;
-    - `step` and a `reset` whose `seed` may be left out, without further columns: GEM;
+    - `step` and a `reset` with an optional `seed`, without further columns: GEM;
     - `reset`, no `step`, but other methods: a class with tools.
     """
     inner: Any = factory.func if isinstance(factory, partial) else factory
@@ -131,7 +131,7 @@ def adapted(factory: EnvironmentFactory) -> EnvironmentFactory:
 
 
 def _registered(wrapper: Any, module: str, package: str, name: str, options: Mapping[str, Any]) -> EnvironmentFactory:
-    """Environments that `make` of a package's registry makes for one name."""
+    """Returns a factory that calls `make` of a package's registry for one name."""
     try:
         registry = importlib.import_module(module)
     except ImportError as error:
@@ -161,9 +161,9 @@ ADAPTERS: dict[str, Callable[[str, Mapping[str, Any]], EnvironmentFactory]] = {
     'tools': _tools,
     'openenv': openenv_server,
 }
-"""what a name begins with, and what makes environments of the rest of the name"""
+"""prefixes of names, each with a function that returns a factory for the rest of the name"""
 
 
 def _success(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Of another system's `info`, what means something here."""
+    """Returns the entries of another system's `info` that are used here."""
     return {'success': bool(info['success'])} if isinstance(info.get('success'), bool) else {}

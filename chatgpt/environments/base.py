@@ -1,4 +1,4 @@
-"""The contract of an environment: what a policy acts in, turn after turn. Engine-independent, and without torch.
+"""The interface of environments, in which a policy acts turn by turn. Independent of engines and torch.
 
     class Guess(Environment):
         def reset(self, seed, **columns):
@@ -9,7 +9,8 @@
             right = response.strip() == str(self.number)
             return ('' if right else 'no\\n'), float(right), right, False, {'success': right}
 
-One object lives for one episode. `step` answers as Gymnasium's does: observation, reward, terminated, truncated, info.
+There is one object per episode. `step` returns the same as Gymnasium's: observation, reward, terminated, truncated,
+info.
 """
 
 from __future__ import annotations
@@ -26,40 +27,39 @@ Observation = str | list[dict[str, Any]]
 
 
 class Environment(ABC):
-    """Base of environments; any object with `reset` and `step` will do. Both may be coroutine functions."""
+    """Base class of environments; any object with `reset` and `step` works too. Both may be coroutine functions."""
 
     @abstractmethod
     def reset(self, seed: int, **columns: Any) -> Observation:
-        """The first observation of a new episode.
+        """Returns the first observation of a new episode.
 
         Args:
-            seed: decides the task; the samples of one group (answers to one prompt) have the same.
-            columns: the other columns of the prompt's data row, and `prompt`, its turns, where it is a conversation.
+            seed: determines the task; all samples of a group (responses to one prompt) have the same.
+            columns: the other columns of the prompt's data row, and for a conversation `prompt`, its turns.
 
         Text follows the prompt (in a chat it is added to its last turn); messages are the whole conversation.
         """
 
     @abstractmethod
     def step(self, response: str) -> tuple[Observation, float | Mapping[str, float], bool, bool, Mapping[str, Any]]:
-        """What follows a turn of the policy: (observation, reward, terminated, truncated, info).
+        """Returns the result of a turn of the policy: (observation, reward, terminated, truncated, info).
 
         The reward is a number or several by name. terminated: the task has ended; truncated: the environment cuts it
-        off. `info` may hold 'success', a bool. Where the environment or its factory has `tools` (JSON schemas), the
-        response is the turn as a message, with 'tool_calls' where it calls any, and 'truncated' where it ran out of
-        tokens.
+        off. `info` may contain 'success', a bool. If the environment or its factory has `tools` (JSON schemas), the
+        response is the turn as a message, with 'tool_calls' if it has any, and 'truncated' if it reached the token
+        limit.
         """
 
     def finish(self) -> float | Mapping[str, float]:
-        """What an episode is worth that was cut off, by too many turns or tokens, after its last step; it is added to
-        the last turn's reward."""
+        """Returns a reward to add to the last turn of an episode that was cut off by the limit of turns or tokens."""
         return {}
 
     def close(self) -> None:
-        """Called once when the episode is over."""
+        """Called once after the episode."""
 
 
 EnvironmentFactory = Callable[[], Any]
-"""makes the environment of one episode; a class will do"""
+"""a class or function that makes the environment of one episode"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +97,11 @@ class EnvironmentSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A checked answer of an environment; of `reset`, with no rewards."""
+    """A checked result of an environment; that of `reset` has no rewards."""
 
     observation: Observation
     rewards: dict[str, float] = field(default_factory=dict)
-    """by name; 'reward' where the environment gives one number"""
+    """by name; 'reward' if the environment returns one number"""
     terminated: bool = False
     truncated: bool = False
     success: bool | None = None
@@ -110,7 +110,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """An environment that did not answer as the contract says; ends its episode."""
+    """A failure of an environment, which ends its episode."""
 
     reason: Literal['error', 'timeout', 'invalid']
     message: str
@@ -119,22 +119,23 @@ class Failure:
 
 
 class InvalidStep(ValueError):
-    """An environment returned something that the contract does not know."""
+    """An environment returned something invalid."""
 
 
 def seed_of(run_seed: int, group: int) -> int:
-    """The seed of a group's task, below 2**32: a function of the run's seed and the number of the prompt draw."""
+    """Returns the seed of a group's task, below 2**32: a function of the run's seed and the number of the prompt
+    draw."""
     digest = hashlib.blake2b(f'environment {run_seed} {group}'.encode(), digest_size=4).digest()
     return int.from_bytes(digest, 'little')
 
 
 LARGEST_REWARD = 1e37
-"""so that the sum of some of them is a number in fp32"""
+"""keeps sums of rewards finite in fp32"""
 ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
 
 
 def checked_observation(observation: Any) -> Observation:
-    """Raises InvalidStep for what is neither a text nor messages."""
+    """Returns an observation. Raises InvalidStep if it is neither a text nor messages."""
     if isinstance(observation, str):
         return _checked_text(observation)
     if not isinstance(observation, list) or not all(isinstance(m, Mapping) for m in observation):
@@ -161,7 +162,7 @@ def _checked_text(text: str) -> str:
 
 
 def shown(value: Any, length: int = 80) -> str:
-    """The beginning of an object's repr in one line, whatever its class makes of that."""
+    """Returns the beginning of an object's repr in one line, also if its class raises in `__repr__`."""
     try:
         return ' '.join(repr(value).split())[:length]
     except Exception:
@@ -169,18 +170,14 @@ def shown(value: Any, length: int = 80) -> str:
 
 
 def joined(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """A conversation with text added to its last turn, where that is the user's; else as one more turn of the user."""
+    """Adds text to a conversation: to its last turn if that is the user's, else as a new turn of the user."""
     if not messages or messages[-1]['role'] != 'user':
         return [*messages, {'role': 'user', 'content': text}]
     return [*messages[:-1], {**messages[-1], 'content': messages[-1]['content'] + text}]
 
 
 def checked_rewards(reward: Any) -> dict[str, float]:
-    """Rewards by name.
-
-    Raises:
-        InvalidStep: one is not a finite number.
-    """
+    """Returns rewards by name. Raises InvalidStep if one is not a finite number."""
     numbers = {}
     for name, value in (reward if isinstance(reward, Mapping) else {'reward': reward}).items():
         try:
@@ -194,11 +191,7 @@ def checked_rewards(reward: Any) -> dict[str, float]:
 
 
 def checked_step(answer: Any) -> Step:
-    """A `Step` from what `step` returned.
-
-    Raises:
-        InvalidStep: it is not what the contract says.
-    """
+    """Returns the result of `step` as a `Step`. Raises InvalidStep if it is invalid."""
     if not isinstance(answer, tuple) or len(answer) != 5:
         raise InvalidStep(f'step returned {shown(answer)}; return (observation, reward, terminated, truncated, info)')
     observation, reward, terminated, truncated, info = answer

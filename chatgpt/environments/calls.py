@@ -1,8 +1,8 @@
-"""Tool calls in what a model wrote, where its tokenizer has no response template to read them with.
+"""Parses tool calls in generated text, for tokenizers without a response template.
 
-A chat template shows the form: Hermes and Qwen write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`,
-Llama 3 a bare `{"name": ..., "parameters": {...}}`, Mistral `[TOOL_CALLS] [{"name": ..., "arguments": {...}}]` or
-`[TOOL_CALLS]name[ARGS]{...}`. A turn whose calls cannot be read has none: it is text.
+The form is recognised by the chat template: Hermes and Qwen write `<tool_call>{"name": ..., "arguments":
+{...}}</tool_call>`, Llama 3 a bare `{"name": ..., "parameters": {...}}`, Mistral `[TOOL_CALLS] [{"name": ...,
+"arguments": {...}}]` or `[TOOL_CALLS]name[ARGS]{...}`. If parsing fails, the turn is text without calls.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Found = tuple[str, list[Any]]
 
 
 def reader(template: str) -> Callable[[str], dict[str, Any]] | None:
-    """What reads a turn's text as a message of the assistant, in the form that a chat template writes calls in; None
-    where the form is none of those above."""
+    """Returns a function that parses a turn's text into a message of the assistant, by the form of calls in the chat
+    template; None for an unknown form."""
     if '<tool_call>' in template and '<function=' not in template and '<arg_key>' not in template:
         find = _tagged
     elif _MARK in template:
@@ -36,10 +36,8 @@ def reader(template: str) -> Callable[[str], dict[str, Any]] | None:
 
 
 def checked_calls(calls: Any) -> list[dict[str, Any]]:
-    """Calls as messages hold them: [{'type': 'function', 'function': {'name', 'arguments'}, 'id'?}].
-
-    Raises:
-        ValueError: something else stands there.
+    """Returns calls in the form of messages: [{'type': 'function', 'function': {'name', 'arguments'}, 'id'?}]. Raises
+    ValueError for anything else.
     """
     checked = []
     for call in calls if isinstance(calls, list) else [calls]:
@@ -64,7 +62,7 @@ def _message(text: str, find: Callable[[str], Found]) -> dict[str, Any]:
     try:
         content, calls = find(text[thinking.end() :] if thinking else text)
         calls = checked_calls(calls)
-    except ValueError:  # of json too
+    except ValueError:  # also from json
         return message
     message['content'] = content.strip()
     if thinking and thinking[1].strip():
@@ -94,7 +92,7 @@ def _marked(text: str) -> Found:
 
 
 def _bare(text: str) -> Found:
-    """Objects and nothing else; several are set apart by semicolons. Other text is an answer, whatever it quotes."""
+    """Parses a text of JSON objects only, separated by semicolons. Any other text has no calls."""
     rest, calls = text.replace('<|python_tag|>', '').strip(), []
     if not rest.startswith('{'):
         return text, []

@@ -1,8 +1,8 @@
-"""The program that `PythonTool` starts: `python -I -S confined.py SETTINGS`. It limits its own process and runs the
-code on standard input.
+"""The program that `PythonTool` starts: `python -I -S confined.py SETTINGS`. It sets limits of its own process and runs
+the code on standard input.
 
-Standard library only, and nothing of this package: it is run by its path. Namespaces, files and the network are
-bubblewrap's; wall time, the amount of output and the end of the process the parent sees to.
+Imports only the standard library, because it is run by its path. bubblewrap isolates namespaces, files and the network;
+the parent limits wall time and output, and ends the process.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from types import ModuleType
 from typing import Any
 
 CONFINED = b'\0'
-"""the first byte of the output, written before the code is run"""
+"""the first byte of the output, written before the code runs"""
 KEYCTL = {'x86_64': 250, 'aarch64': 219}
-"""the number of the system call, of `os.uname().machine`"""
+"""number of the system call by `os.uname().machine`"""
 
 
 def limit(settings: dict[str, Any]) -> None:
@@ -40,7 +40,7 @@ def limit(settings: dict[str, Any]) -> None:
 
 
 def leave_keyring() -> None:
-    """The kernel's session keyring is inherited through every namespace; an empty one takes its place."""
+    """Replaces the kernel's session keyring, which every namespace inherits, by an empty one."""
     import ctypes
 
     number = KEYCTL.get(os.uname().machine)
@@ -49,7 +49,7 @@ def leave_keyring() -> None:
 
 
 def run(source: bytes) -> int:
-    """Run the code as a script of its own; an exception is printed as Python does, from the code's own frame on."""
+    """Runs the code as a script; prints an exception as Python does, beginning with the code's own frame."""
     text = source.decode('utf-8', 'replace')
     linecache.cache['main.py'] = (len(text), None, text.splitlines(keepends=True), 'main.py')
     module = ModuleType('__main__')

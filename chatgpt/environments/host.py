@@ -1,13 +1,12 @@
-"""Environments in one place, a thread or a process: made, called one at a time, closed. What they do wrong becomes a
-`Failure`.
+"""Holds the environments of a thread or process: makes, calls and closes them. Their errors become a `Failure`.
 
-`main` is a process that runs environments for a `Runner`: pickled commands in, pickled answers out, over one socket.
+`main` is a process that runs environments for a `Runner`, with pickled commands and answers over one socket.
 
-    first message: (factory, files of its modules, limit)     answer: None, or the text of what importing it raised
+    first message: (factory, files of its modules, limit)     answer: None, or the text of an import error
     then:          ('reset', number, seed, columns) | ('step', number, response) | ('close', number) | ('end',)
 
-It is a new interpreter that imports this package's environments and the user's, and no torch. At the end of the socket
-it kills its process group, with everything that environments have started in it.
+It is a new interpreter that imports this package's environments and the user's, and no torch. When the socket closes it
+kills its process group, with all processes that environments have started in it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
-from chatgpt.data.rewards.calling import told
+from chatgpt.data.rewards.calling import describe_error
 from chatgpt.environments.base import (
     EnvironmentFactory,
     Failure,
@@ -42,7 +41,7 @@ Answer = Step | Failure
 
 
 def name_of(factory: Any) -> str:
-    """What messages call an environment: its class's or its function's name."""
+    """Returns the name of an environment in messages: that of its class or function."""
     factory = getattr(factory, 'func', factory)  # a partial
     return getattr(factory, '__qualname__', None) or type(factory).__name__
 
@@ -52,15 +51,15 @@ class Host:
 
     Args:
         factory: makes the environment of one episode.
-        limit_s: of one `reset` or `step` that is a coroutine; it is cancelled then. Coroutines of all environments of a
-            host run in one event loop, which goes on between their steps, so connections stay alive.
+        limit_s: of a `reset` or `step` that is a coroutine, which is cancelled then. Coroutines of all environments run
+            in one event loop, which keeps running between their steps, so that connections stay alive.
     """
 
     def __init__(self, factory: EnvironmentFactory, limit_s: float) -> None:
         self.factory, self.limit_s, self.name = factory, limit_s, name_of(factory)
         self.environments: dict[int, Any] = {}
         self.asynchronous: set[int] = set()
-        """those that belong to this host's event loop"""
+        """environments that use this host's event loop"""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def reset(self, number: int, seed: int, columns: Mapping[str, Any]) -> Answer:
@@ -76,12 +75,12 @@ class Host:
         return self._answered(lambda: checked_step(self._called(number, environment.step, response)))
 
     def finish(self, number: int) -> Answer:
-        """What an episode is worth that is cut off, where its environment says so."""
+        """Returns the rewards of `finish`, if the environment has it, for an episode that is cut off."""
         finish = getattr(self.environments[number], 'finish', dict)
         return self._answered(lambda: Step(observation='', rewards=checked_rewards(self._called(number, finish))))
 
     def close(self, number: int) -> None:
-        """End an environment. What its `close` raises concerns nobody any more."""
+        """Closes an environment, and ignores what its `close` raises."""
         environment = self.environments.pop(number, None)
         if callable(getattr(environment, 'close', None)):
             try:
@@ -91,7 +90,7 @@ class Host:
         self.asynchronous.discard(number)
 
     def end(self) -> None:
-        """Close what is open, and the event loop."""
+        """Closes all environments and the event loop."""
         for number in list(self.environments):
             self.close(number)
         loop, self._loop = self._loop, None
@@ -104,10 +103,10 @@ class Host:
             return replace(ask(), seconds=time.perf_counter() - start)
         except InvalidStep as error:
             reason, message = 'invalid', str(error)
-        except _TookTooLong:
+        except _TimeLimitExceeded:
             reason, message = 'timeout', f'took longer than {self.limit_s:g} s'
-        except BaseException as error:  # SystemExit too: the episode ends, and not the run
-            reason, message = 'error', f'raised {told(error)}'
+        except BaseException as error:  # SystemExit too: only the episode ends, not the run
+            reason, message = 'error', f'raised {describe_error(error)}'
         return failure(reason, f'{self.name}: {message}', time.perf_counter() - start)
 
     def _called(self, number: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -122,10 +121,10 @@ class Host:
 
 
 def _check_reset(reset: Callable[..., Any], columns: Mapping[str, Any]) -> None:
-    """Raises TypeError for a `reset` that does not take what it is called with, which it shows."""
+    """Raises TypeError for a `reset` that does not accept its arguments, and lists these."""
     try:
         signature = inspect.signature(reset)
-    except (TypeError, ValueError):  # one that is not written in Python
+    except (TypeError, ValueError):  # not written in Python
         return
     try:
         signature.bind(0, **columns)
@@ -135,19 +134,19 @@ def _check_reset(reset: Callable[..., Any], columns: Mapping[str, Any]) -> None:
         raise TypeError(wrong) from None
 
 
-class _TookTooLong(Exception):
+class _TimeLimitExceeded(Exception):
     pass
 
 
 async def _within(value: Awaitable[Any], limit_s: float) -> Any:
-    """Like `asyncio.wait_for`, and tells its own limit from a TimeoutError that the environment raised."""
+    """`asyncio.wait_for` with another exception for its own limit than the environment's TimeoutError."""
     task = asyncio.ensure_future(value)
     done, _ = await asyncio.wait({task}, timeout=limit_s)
     if done:
         return task.result()
     task.cancel()
     await asyncio.wait({task})
-    raise _TookTooLong
+    raise _TimeLimitExceeded
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
@@ -163,17 +162,17 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def failure(reason: Any, message: str, seconds: float = 0.0) -> Failure:
-    """A `Failure` whose message is one line."""
+    """Returns a `Failure` with a message of one line."""
     line = ' '.join(message.split())
     return Failure(reason=reason, message=line if len(line) <= 300 else line[:297] + '...', seconds=seconds)
 
 
-# ---------------------------------------------------------------------- a process of them
+# ---------------------------------------------------------------------- a process of environments
 
 
 def main(descriptor: int) -> None:
-    # A scheduler may tell every process of a job to stop; the trainer decides when. A handler is not handed on to what
-    # environments start, as 'ignored' would be.
+    # A scheduler may send signals to every process of a job, but the trainer decides when to stop. Processes that
+    # environments start would inherit SIG_IGN, but not a handler.
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: None)
     connection = Connection(descriptor)
@@ -190,12 +189,12 @@ def main(descriptor: int) -> None:
         verb, *arguments = commands.get()
         if verb == 'end':
             host.end()
-            os.killpg(0, signal.SIGKILL)  # this process too
+            os.killpg(0, signal.SIGKILL)  # including this process
         _send(connection, host, getattr(host, verb)(*arguments))
 
 
 def _found(first: tuple[bytes, dict[str, str], float]) -> tuple[Any, float] | str:
-    """The factory and the limit, or why there is none."""
+    """Returns the factory and the limit, or the error of loading them."""
     pickled, files, limit_s = first
     try:
         while True:
@@ -205,7 +204,7 @@ def _found(first: tuple[bytes, dict[str, str], float]) -> tuple[Any, float] | st
                 file = files.pop(error.name or '', None)
                 if file is None or error.name is None:
                     raise
-                # A file that was given by its path; there it may have another name than here.
+                # A file given by its path, which may have another module name in the trainer.
                 sys.modules.setdefault(error.name, load_module(file, file))
     except BaseException as error:
         return f'{type(error).__name__}: {error}'
@@ -223,6 +222,6 @@ def _send(connection: Connection, host: Host, answer: Any) -> None:
     try:
         pickled = pickle.dumps(answer)
     except Exception as error:
-        told = f'{host.name}: its answer cannot be pickled, and so not leave its process: {error}'
-        pickled = pickle.dumps(failure('invalid', told))
+        message = f'{host.name}: its answer cannot be pickled, and so not leave its process: {error}'
+        pickled = pickle.dumps(failure('invalid', message))
     connection.send_bytes(pickled)

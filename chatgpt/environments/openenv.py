@@ -1,11 +1,11 @@
-"""Environments that run in an OpenEnv server (the extra `openenv`): one session over WebSocket for every episode.
+"""Environments in an OpenEnv server (the extra `openenv`): one session over WebSocket per episode.
 
     PPOTrainer(..., environment='openenv:ws://localhost:8000')
     find_environment('openenv:ws://localhost:8000', {'action': 'message', 'observation': 'echoed_message'})
 
-The server decides how many sessions it takes at once (`max_concurrent_envs`), and refuses more by name: give no more
-`num_workers` and no more samples at a time than that. A class with tools that holds an OpenEnv client, as TRL's pages
-write it, needs nothing of this.
+The server limits the number of concurrent sessions (`max_concurrent_envs`) and rejects more: use at most as many
+`num_workers` and samples at a time. A class with tools that has its own OpenEnv client, as in TRL's documentation, does
+not need this module.
 
 Protocol: openenv-core 0.3.0, through its own client.
 """
@@ -24,9 +24,9 @@ class OpenEnvEnvironment:
 
     Args:
         url: ws:// or http:// address of the server.
-        action: the field of the server's action that a turn's text goes into.
-        observation: the field of its observation that the model reads; None: the only text among them.
-        connect_timeout_s, timeout_s: how long to wait for a connection, and for an answer.
+        action: the field of the server's action for a turn's text.
+        observation: the field of its observation that the model reads; None for the only text field.
+        connect_timeout_s, timeout_s: limits of connecting and of an answer.
     """
 
     def __init__(
@@ -41,19 +41,19 @@ class OpenEnvEnvironment:
 
         self.url, self.action, self.observation, self.timeout_s = url, action, observation, timeout_s
         client = GenericEnvClient(url, connect_timeout_s=connect_timeout_s, message_timeout_s=timeout_s)
-        self._client = client.sync()  # its own thread answers the server's pings while the model thinks
+        self._client = client.sync()  # its own thread answers the server's pings while the model generates
 
     def reset(self, seed: int, **columns: Any) -> str:
-        return self._told(self._asked(self._client.reset, seed=seed, **columns).observation)
+        return self._observation(self._request(self._client.reset, seed=seed, **columns).observation)
 
     def step(self, response: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        answer = self._asked(self._client.step, {self.action: response})
-        return self._told(answer.observation), answer.reward or 0.0, bool(answer.done), False, {}
+        answer = self._request(self._client.step, {self.action: response})
+        return self._observation(answer.observation), answer.reward or 0.0, bool(answer.done), False, {}
 
     def close(self) -> None:
         self._client.close()
 
-    def _asked(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+    def _request(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         from websockets.exceptions import ConnectionClosed
 
         try:
@@ -63,7 +63,7 @@ class OpenEnvEnvironment:
         except TimeoutError as error:
             raise TimeoutError(f'the server {self.url} did not answer within {self.timeout_s:g} s') from error
 
-    def _told(self, observation: Mapping[str, Any]) -> str:
+    def _observation(self, observation: Mapping[str, Any]) -> str:
         texts = {name: value for name, value in observation.items() if isinstance(value, str)}
         if self.observation is None and len(texts) == 1:
             return next(iter(texts.values()))
@@ -87,7 +87,8 @@ class OpenEnvServer:
 
 
 def openenv_server(url: str, options: Mapping[str, Any]) -> EnvironmentFactory:
-    """Raises ValueError where the client is not installed, the address is none, or an option is not known."""
+    """Returns a factory of sessions. Raises ValueError for a missing client, an invalid address or an unknown
+    option."""
     if not url.startswith(('ws://', 'wss://', 'http://', 'https://')):
         raise ValueError(f'openenv:{url} is no address of a server; write openenv:ws://host:port')
     try:

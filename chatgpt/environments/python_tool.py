@@ -1,11 +1,11 @@
-"""Python as a tool: code that a model wrote runs in a process of its own, under bubblewrap.
+"""Python as a tool: runs generated code in a separate process, under bubblewrap.
 
     outcome = run_python('print(6 * 7)')            # Outcome(output='42\\n', end='ok')
     tool = PythonTool(Limits(wall_s=2.0)); tool.python('print(6 * 7)')
 
-bubblewrap (`bwrap`) gives each call namespaces of its own: no network, no other processes in sight, no environment
-variables, and of the file system only Python's own library, read-only, and an empty folder in memory. Resource limits
-keep time, memory, files and processes. docs/environments.md lists what holds and what does not.
+bubblewrap (`bwrap`) gives each call its own namespaces: no network, no other processes, no environment variables, and
+of the file system only Python's library, read-only, and an empty folder in memory. Resource limits bound time, memory,
+files and processes. docs/environments.md lists what is guaranteed and what is not.
 """
 
 from __future__ import annotations
@@ -31,25 +31,21 @@ from typing import IO, Any, Literal, NamedTuple
 from chatgpt.environments.confined import CONFINED
 
 PROGRAM = Path(__file__).with_name('confined.py')
-LOOK_EVERY_S = 0.05
-"""how often a running process is looked at for its files"""
+POLL_S = 0.05
+"""interval of checking the files of a running process"""
 
 End = Literal['ok', 'error', 'time', 'output', 'files', 'killed']
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What code may use.
-
-    Raises:
-        ValueError: a limit that is not positive.
-    """
+    """Resource limits of code. Raises ValueError for a limit that is not positive."""
 
     wall_s: float = 5.0
     cpu_s: int = 5
     """CPU seconds of all threads together"""
     memory_mib: int = 256
-    """address space of a process, of which Python itself takes 20 to 40"""
+    """address space of a process; Python itself takes 20 to 40"""
     output_bytes: int = 10_000
     """of standard output and error together"""
     file_bytes: int = 1 << 20
@@ -57,10 +53,10 @@ class Limits:
     folder_bytes: int = 1 << 23
     """of all files together"""
     folder_entries: int = 100
-    """looked at twenty times a second, so fast code gets a little further"""
+    """checked twenty times per second, so fast code may exceed it a little"""
     open_files: int = 32
     processes: int = 16
-    """processes and threads together; each process has `memory_mib` and `cpu_s` of its own"""
+    """processes and threads together; `memory_mib` and `cpu_s` apply to each process"""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -69,28 +65,28 @@ class Limits:
 
 
 class Outcome(NamedTuple):
-    """What running code came to."""
+    """The result of running code."""
 
     output: str
-    """standard output and error as they were written; bytes that are no UTF-8 are replaced"""
+    """standard output and error together; bytes that are not UTF-8 are replaced"""
     end: End
-    """ok: exit code 0. error: another one, as after an exception. time, output, files: that limit ended it. killed: a
-    signal did, as after a crash or at the limit of CPU seconds"""
+    """ok: exit code 0. error: another exit code, as after an exception. time, output, files: ended by that limit.
+    killed: ended by a signal, as after a crash or at the limit of CPU seconds"""
 
 
 def run_python(code: str, limits: Limits | None = None, *, unsafe: bool = False) -> Outcome:
-    """Run code as a script in a process of its own. Blocks for at most `limits.wall_s` and the moment that starting and
-    clearing up take.
+    """Runs code as a script in a separate process. Blocks for at most `limits.wall_s` plus the time of starting and
+    cleaning up.
 
     Args:
         code: the script.
-        limits: what it may use.
-        unsafe: the code is trusted: it runs without bubblewrap, as a plain process of this user in a temporary folder,
-            within limits of time, memory, output and size per file.
+        limits: its resource limits.
+        unsafe: trusts the code and runs it without bubblewrap, as a process of this user in a temporary folder, with
+            limits of time, memory, output and size per file.
 
     Raises:
-        ValueError: bubblewrap is missing or does not work here, so nothing was run.
-        RuntimeError: the process could not be started this time, so nothing was run.
+        ValueError: bubblewrap is missing or does not work here; nothing was run.
+        RuntimeError: the process could not be started; nothing was run.
     """
     limits = limits or Limits()
     if not unsafe:
@@ -101,11 +97,7 @@ def run_python(code: str, limits: Limits | None = None, *, unsafe: bool = False)
 
 
 def check_sandbox() -> None:
-    """Try bubblewrap out, once per process.
-
-    Raises:
-        ValueError: of one line: what is missing, and how to install it.
-    """
+    """Tests bubblewrap, once per process. Raises ValueError of one line: what is missing, and how to install it."""
     problem = _problem()
     if problem:
         raise ValueError(
@@ -133,42 +125,42 @@ def _run(code: str, limits: Limits, *, bubblewrap: bool, folder: str | None = No
         'memory': limits.memory_mib << 20,
         'file_bytes': limits.file_bytes,
         'open_files': limits.open_files,
-        # Outside of a user namespace all processes of the user count.
+        # Outside of a user namespace the limit counts all processes of the user.
         'processes': limits.processes if bubblewrap else None,
     }
-    told, tell = os.pipe()
+    info_read, info_write = os.pipe()
     program = [_interpreter(), '-I', '-S', INSIDE if bubblewrap else str(PROGRAM), json.dumps(settings)]
     try:
         process = subprocess.Popen(
-            [*_bubblewrap(limits, tell), *program] if bubblewrap else program,
+            [*_bubblewrap(limits, info_write), *program] if bubblewrap else program,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             cwd=folder,
             env={},
             start_new_session=True,
-            pass_fds=[tell] if bubblewrap else [],
+            pass_fds=[info_write] if bubblewrap else [],
         )
-        os.close(tell)
-        tell = -1
+        os.close(info_write)
+        info_write = -1
         try:
-            output, end = _follow(process, code.encode('utf-8', 'replace'), told, limits)
+            output, end = _follow(process, code.encode('utf-8', 'replace'), info_read, limits)
         finally:
-            # Not reaped yet, so that the number of the group is still its own. What bwrap has started ends with it.
+            # Before reaping, so that the group's id cannot be reused. bwrap's children end with it.
             _kill_group(process.pid)
             process.wait()
             for stream in (process.stdin, process.stdout):
                 if stream is not None:
                     stream.close()
     finally:
-        os.close(told)
-        if tell >= 0:
-            os.close(tell)
+        os.close(info_read)
+        if info_write >= 0:
+            os.close(info_write)
     text = output.removeprefix(CONFINED)[: limits.output_bytes].decode('utf-8', 'replace')
     if end == 'ok' and not output.startswith(CONFINED):
         raise RuntimeError(f'PythonTool: nothing was run: {" ".join(text.split())}')
     if end == 'ok' and process.returncode:
-        # bwrap ends with 128 and the number of the signal
+        # bwrap's exit code is 128 plus the number of the signal
         end = 'killed' if process.returncode < 0 or process.returncode > 128 else 'error'
     return Outcome(text, end)
 
@@ -184,12 +176,12 @@ NAMESPACES = [
 
 
 def _bubblewrap(limits: Limits, info: int) -> list[str]:
-    """bwrap with its options. The code is no pid 1, to which signals without a handler do nothing."""
+    """Returns bwrap with its options. The code must not be pid 1, which ignores signals without a handler."""
     bwrap, outer = shutil.which('bwrap') or 'bwrap', []
     shown, hidden = _places()
     if os.geteuid() == 0:
-        # The kernel limits no processes of root's, so the sandbox is one of nobody's. Nobody may not see all of the
-        # places, hence root shows them to it under /tmp first.
+        # The kernel does not limit the processes of root, so the sandbox runs as the user nobody. That user may not be
+        # able to read all of the paths, so root mounts them under /tmp first.
         outer = [bwrap, '--die-with-parent', '--dev-bind', '/', '/', '--tmpfs', '/tmp']
         for number, (source, _) in enumerate(shown):
             outer += ['--ro-bind', source, f'/tmp/{number}']
@@ -208,14 +200,14 @@ def _bubblewrap(limits: Limits, info: int) -> list[str]:
 
 
 def _interpreter() -> str:
-    """Not that of a virtual environment, whose folder the code has no business in."""
+    """Returns the base interpreter, not that of a virtual environment, which the code must not read."""
     return os.path.realpath(getattr(sys, '_base_executable', '') or sys.executable)
 
 
 @functools.cache
 def _places() -> tuple[list[tuple[str, str]], list[str]]:
-    """The files that Python needs, each with its place inside: its own library, the system's shared libraries;
-    and folders of installed packages in these, which stay empty."""
+    """Returns the paths that Python needs, each with its path inside the sandbox: its library and the system's shared
+    libraries; and folders of installed packages in these, which are empty inside."""
     library = sysconfig.get_path('stdlib')
     own = [os.path.join(sys.base_prefix, 'lib'), os.path.join(sys.base_exec_prefix, sys.platlibdir), library]
     system = ['/lib', '/lib64', '/usr/lib', '/usr/lib64', '/etc/ld.so.cache', '/usr/share/zoneinfo']
@@ -228,20 +220,20 @@ def _places() -> tuple[list[tuple[str, str]], list[str]]:
 # ---------------------------------------------------------------------- following the process
 
 
-def _follow(process: subprocess.Popen[bytes], code: bytes, told: int, limits: Limits) -> tuple[bytes, End]:
-    """Hand over the code and read until the process ends or a limit is reached; 'ok' stands for its own end."""
+def _follow(process: subprocess.Popen[bytes], code: bytes, info_read: int, limits: Limits) -> tuple[bytes, End]:
+    """Writes the code and reads output until the process ends ('ok') or reaches a limit."""
     stdin, stdout = process.stdin, process.stdout
     assert stdin is not None and stdout is not None
     os.set_blocking(stdin.fileno(), False)
     output, written, deadline = bytearray(), 0, time.monotonic() + limits.wall_s
     folder: int | None = None
-    with selectors.DefaultSelector() as selector, _told_of_its_end(process.pid) as its_end, ExitStack() as stack:
+    with selectors.DefaultSelector() as selector, _exit_descriptor(process.pid) as its_end, ExitStack() as stack:
         if its_end is not None:
             selector.register(its_end, selectors.EVENT_READ)
         selector.register(stdout, selectors.EVENT_READ)
         selector.register(stdin, selectors.EVENT_WRITE)
         while True:
-            ready = selector.select(max(0.0, min(LOOK_EVERY_S, deadline - time.monotonic())))
+            ready = selector.select(max(0.0, min(POLL_S, deadline - time.monotonic())))
             for key, _ in ready:
                 if key.fileobj is stdin:
                     written = _write(stdin, code, written)
@@ -252,13 +244,13 @@ def _follow(process: subprocess.Popen[bytes], code: bytes, told: int, limits: Li
                     continue
                 chunk = os.read(stdout.fileno(), 65536)
                 if not output and chunk.startswith(CONFINED):
-                    folder = _open_folder(told, stack)
+                    folder = _open_folder(info_read, stack)
                 output += chunk
                 if len(output) > limits.output_bytes + len(CONFINED):
                     return bytes(output), 'output'
                 if not chunk:
                     selector.unregister(stdout)
-            # it is left to be waited for, so that its number is not given to another
+            # WNOWAIT leaves the process unreaped, so that its pid is not reused
             ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
             if ended and any(key.fileobj is stdout for key, _ in ready):
                 continue
@@ -272,11 +264,11 @@ def _follow(process: subprocess.Popen[bytes], code: bytes, told: int, limits: Li
                 return bytes(output), 'time'
 
 
-def _open_folder(told: int, stack: ExitStack) -> int | None:
-    """The folder inside, by the number of the process that bwrap tells; None without bwrap."""
-    os.set_blocking(told, False)
+def _open_folder(info_read: int, stack: ExitStack) -> int | None:
+    """Opens the sandbox's folder through the pid that bwrap reports; None without bwrap."""
+    os.set_blocking(info_read, False)
     try:
-        child = json.loads(os.read(told, 4096) or 'null')
+        child = json.loads(os.read(info_read, 4096) or 'null')
         if child is None:
             return None
         opened = os.open(f'/proc/{child["child-pid"]}/root/tmp', os.O_PATH | os.O_DIRECTORY)
@@ -287,9 +279,9 @@ def _open_folder(told: int, stack: ExitStack) -> int | None:
 
 
 @contextmanager
-def _told_of_its_end(pid: int) -> Iterator[int | None]:
-    """A descriptor that can be read from when the process has ended, where the system has such; without it, the loop
-    looks now and then."""
+def _exit_descriptor(pid: int) -> Iterator[int | None]:
+    """Yields a descriptor that becomes readable when the process ends, or None on systems without pidfd, where the loop
+    polls."""
     try:
         opened = os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -313,7 +305,7 @@ def _write(stdin: IO[bytes], code: bytes, written: int) -> int:
 def _kill_group(pid: int) -> None:
     try:
         os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # it ended before; macOS says so of a group that has only ended ones
+    except (ProcessLookupError, PermissionError):  # it has ended; macOS raises the latter for such a group
         pass
 
 
@@ -331,12 +323,12 @@ NOTES = {
 
 
 class PythonTool:
-    """A class with one tool, `python`, in the shape that TRL's `environment_factory` takes. As the tools of an
-    environment of your own, make it a base class or call its method from yours.
+    """A class with one tool, `python`, for TRL's `environment_factory`. To use it in your own environment, derive from
+    it or call its method.
 
     Args:
-        limits: what the code may use.
-        unsafe: the code is trusted, and runs without bubblewrap (see `run_python`).
+        limits: resource limits of the code.
+        unsafe: trusts the code and runs it without bubblewrap (see `run_python`).
 
     Raises:
         ValueError: bubblewrap is missing or does not work here.
@@ -348,7 +340,7 @@ class PythonTool:
             check_sandbox()
 
     def reset(self, **columns: Any) -> None:
-        """Nothing is kept from one call to the next."""
+        """Does nothing: calls share no state."""
 
     def python(self, code: str) -> str:
         """Run Python code and return what it prints. Nothing is kept between calls; there is no network.
@@ -369,8 +361,8 @@ BLOCK = re.compile(r'```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)', re.DOTALL)
 
 
 def python_block(response: str) -> str | None:
-    """The last fenced block of Python in a response, for an environment whose `step` runs it; None without one. A block
-    that the response does not close counts as far as it goes.
+    """Returns the last fenced block of Python in a response, for an environment that runs it in `step`; None without
+    one. A block without an end fence extends to the end of the response.
 
     >>> python_block('So:\\n```python\\nprint(6 * 7)\\n```')
     'print(6 * 7)\\n'

@@ -1,5 +1,5 @@
 """Environments by name: `games:countdown`, `package.module:Class`, `path/to/file.py:Class`, and those of other systems
-by the prefixes of `adapters`."""
+with the prefixes of `adapters`."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ ENVIRONMENTS: dict[str, str] = {
     'games:tictactoe': f'{_GAMES}:TicTacToe',
     'games:calculator_tools': f'{_GAMES}:CalculatorTools',
 }
-"""short names, and the `module:Class` that each stands for"""
+"""short names, each with its `module:Class`"""
 
 
 def find_environment(spec: Any, options: Mapping[str, Any] | None = None) -> EnvironmentFactory:
-    """What makes the environment of one episode: of a name, a class, or a function without arguments. A class of
-    another system is adapted.
+    """Returns the factory for a name, a class, or a function without arguments. A class of another system is adapted.
 
     Args:
         options: keyword arguments of the class.
 
     Raises:
-        ValueError: there is no such name; it is nothing that can be called; or a tool of it cannot be shown to a model.
+        ValueError: there is no such name, it is not callable, or a tool of it has no valid schema.
     """
     kind, _, rest = spec.partition(':') if isinstance(spec, str) else ('', '', '')
     if kind in ADAPTERS and spec not in ENVIRONMENTS:
@@ -49,8 +48,8 @@ def find_environment(spec: Any, options: Mapping[str, Any] | None = None) -> Env
 
 
 class Named(partial):  # type: ignore[type-arg]
-    """A class by the name that it was given by, with its options. In another process it is found by that name again,
-    where a class of a file could not be imported."""
+    """A class with its options and the name it was given by. Another process looks it up by that name, because a class
+    of a file cannot be imported there."""
 
     spec: str
 
@@ -80,7 +79,7 @@ def _named(spec: str, options: Mapping[str, Any]) -> Named:
 
 
 def described(environment: EnvironmentFactory) -> dict[str, Any]:
-    """A factory in words, for telling whether a resumed run goes on with another one."""
+    """Describes a factory, so that a resume detects another one."""
     environment = getattr(environment, 'make', environment)  # inside an adapter
     made = getattr(environment, 'func', environment)
     module = getattr(made, '__module__', type(made).__module__)
@@ -90,11 +89,10 @@ def described(environment: EnvironmentFactory) -> dict[str, Any]:
 
 
 def make_environment(factory: EnvironmentFactory) -> Any:
-    """One environment of a factory.
+    """Makes one environment.
 
     Raises:
-        ValueError: of one line: the factory does not take these options or refuses them; or what it makes has no
-            `reset` and `step`.
+        ValueError: of one line: the factory does not accept these options, or its result has no `reset` and `step`.
     """
     name, options = name_of(factory), getattr(factory, 'keywords', {})
     try:
@@ -118,7 +116,7 @@ def make_environment(factory: EnvironmentFactory) -> Any:
 
 
 def _option_names(factory: Any) -> list[str]:
-    """Keyword arguments of a function, or of a class and those that it hands them on to."""
+    """Returns keyword arguments of a function, or of a class and the classes that it passes them to."""
     makers = (
         [vars(c)['__init__'] for c in factory.__mro__ if '__init__' in vars(c)]
         if isinstance(factory, type)

@@ -1,11 +1,11 @@
-"""Who runs environments: threads or processes, each answer within a limit, a failure as a record and never as an
-exception. `start`, `act`, `finish` and `forget` return at once, `result` waits for the answer.
+"""Runs environments in threads or processes, with a time limit per step; a failure is a record, not an exception.
+`start`, `act`, `finish` and `forget` return at once, `result` waits for the answer.
 
-An environment stays with one worker, which runs one step at a time. A step over its limit loses the worker: a thread is
-left behind, as threads cannot be ended, and a process is killed. The other environments of a lost thread move to a new
-one. Those of a lost process, or of a lost event loop, are built again when they are asked next: from their seed and the
-responses so far. One that then answers differently than before ends its episode, since its transcript would go on
-in another world than it began in. Threads end when there is no episode; processes wait for the next until `close`.
+An environment stays with one worker, which runs one step at a time. A step over its limit loses the worker: a process
+is killed, and a thread is abandoned, because threads cannot be stopped. The other environments of a lost thread move to
+a new one. Those of a lost process or event loop are rebuilt at their next step, from their seed and the responses so
+far. If a rebuilt environment answers differently than before, its episode ends, because the transcript no longer fits
+its state. Threads end when there is no episode; processes wait for the next one until `close`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from chatgpt.environments.base import EnvironmentFactory, EnvironmentSettings, F
 from chatgpt.environments.host import Answer, Host, failure, name_of
 
 GRACE_S = 0.25
-"""a coroutine that is over its limit ends by itself meanwhile; then its worker is lost"""
+"""time for a coroutine over its limit to be cancelled, before its worker is lost"""
 START_S = 60.0
 """limit of starting a worker process, imports included"""
 CLOSE_S = 2.0
-"""how long environments have to close at the end"""
+"""time for environments to close at the end"""
 MAX_HUNG_THREADS = 64
 
 
@@ -49,11 +49,11 @@ class WorkerError(RuntimeError):
 
 @dataclass(eq=False)
 class _Job:
-    """One answer that is waited for."""
+    """A pending answer."""
 
     episode: _Episode
     command: tuple[Any, ...]
-    began: float | None = None  # when its latest call of the environment did
+    began: float | None = None  # start of its latest call of the environment
     answer: Answer | Exception | None = None
 
 
@@ -61,7 +61,7 @@ class _Job:
 class _Episode:
     number: int
     worker: _Worker
-    history: list[tuple[tuple[Any, ...], Step]] = field(default_factory=list)  # commands, and what was answered
+    history: list[tuple[tuple[Any, ...], Step]] = field(default_factory=list)  # commands and answers
     job: _Job | None = None
 
 
@@ -83,12 +83,12 @@ class Runner:
             _check_importable(factory, self.name)
         self.changed = threading.Condition()
         self.hung: list[threading.Thread] = []
-        """threads that were left behind and have not ended since"""
+        """abandoned threads that have not ended"""
         self._workers: list[_Worker] = []
         self._episodes: dict[Any, _Episode] = {}
         self._numbers = 0
 
-    # ------------------------------------------------------------------ the four verbs
+    # ------------------------------------------------------------------ episodes
 
     def start(self, key: Any, seed: int, columns: Mapping[str, Any]) -> None:
         with self.changed:
@@ -96,22 +96,22 @@ class Runner:
                 raise ValueError(f'environment {key!r} has been started already; forget it first')
             self._numbers += 1
             episode = self._episodes[key] = _Episode(self._numbers, self._least_busy())
-            self._ask(episode, 'reset', seed, dict(columns))
+            self._submit(episode, 'reset', seed, dict(columns))
 
     def act(self, key: Any, response: str | Mapping[str, Any]) -> None:
         with self.changed:
-            self._ask(self._episodes[key], 'step', response)
+            self._submit(self._episodes[key], 'step', response)
 
     def finish(self, key: Any) -> None:
-        """Ask for the rewards of an episode that is cut off; `result` has them."""
+        """Requests the rewards of an episode that is cut off; `result` returns them."""
         with self.changed:
-            self._ask(self._episodes[key], 'finish')
+            self._submit(self._episodes[key], 'finish')
 
     def result(self, key: Any) -> Answer:
-        """The answer to the latest `start`, `act` or `finish`.
+        """Returns the answer to the latest `start`, `act` or `finish`.
 
         Raises:
-            EnvironmentsHang, WorkerError: no further environments can be run.
+            EnvironmentsHang, WorkerError: no more environments can be run.
         """
         with self.changed:
             job = self._episodes[key].job
@@ -130,11 +130,10 @@ class Runner:
             if episode is not None:
                 worker = episode.worker
                 worker.waiting = deque(job for job in worker.waiting if job.episode is not episode)
-                self._ask(episode, 'close')
+                self._submit(episode, 'close')
 
     def close(self) -> None:
-        """End everything: environments are closed, within two seconds, then processes are killed. A `start`
-        afterwards begins anew."""
+        """Closes environments, within two seconds, then kills processes. `start` may be called again afterwards."""
         with self.changed:
             workers, self._workers = self._workers, []
             self._episodes = {}
@@ -153,7 +152,7 @@ class Runner:
 
     # ------------------------------------------------------------------ with `changed` held
 
-    def _ask(self, episode: _Episode, verb: str, *arguments: Any) -> None:
+    def _submit(self, episode: _Episode, verb: str, *arguments: Any) -> None:
         episode.job = _Job(episode, (verb, episode.number, *arguments))
         episode.worker.waiting.append(episode.job)
         self.changed.notify_all()
@@ -169,7 +168,7 @@ class Runner:
         return min(loads, key=loads.__getitem__)
 
     def _expire(self) -> float | None:
-        """Give up what is over its limit; seconds until the next one may be, None while nothing runs."""
+        """Gives up jobs over their limit. Returns the seconds until the next limit, None if nothing runs."""
         now, limit = time.monotonic(), self.settings.step_timeout_s
         left = []
         for worker in list(self._workers):
@@ -196,11 +195,11 @@ class Runner:
         return bool(self._episodes)
 
     def leave(self, worker: _Worker) -> None:
-        """A worker that takes no more jobs."""
+        """Removes a worker, which takes no more jobs."""
         self._workers = [other for other in self._workers if other is not worker]
 
     def replace(self, old: _Worker, new: _Worker) -> None:
-        """`new` takes over what `old` had."""
+        """Moves the episodes and jobs of `old` to `new`."""
         self._workers[self._workers.index(old)] = new
         new.waiting, old.waiting = old.waiting, deque()
         for job in new.waiting:
@@ -211,9 +210,9 @@ class Runner:
 
 
 class _Worker(ABC):
-    """A thread of this process that works off jobs: it runs environments itself, or has a process do it."""
+    """A thread of this process that works off jobs: it runs environments itself or in a process."""
 
-    left_behind = False  # its thread may go on for ever
+    left_behind = False  # its thread may never end
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
@@ -226,29 +225,29 @@ class _Worker(ABC):
 
     @abstractmethod
     def has(self, number: int) -> bool:
-        """Whether this environment is here; it is not when it was with a worker that was lost."""
+        """Returns True if this worker has the environment; False if it was with a lost worker."""
 
     def prepare(self) -> None:
-        """Before a call, and no part of its limit."""
+        """Runs before a call, outside of its limit."""
 
     @abstractmethod
     def call(self, command: tuple[Any, ...]) -> Any:
-        """Have the environment do it."""
+        """Runs a command in the environment."""
 
     @abstractmethod
     def lose(self) -> None:
-        """The current job is over its limit. `changed` is held."""
+        """Called with `changed` held if the current job is over its limit."""
 
     @abstractmethod
     def end(self) -> None:
-        """Close everything, at the end, in the worker's thread."""
+        """Closes everything, at the end, in the worker's thread."""
 
     def is_idle(self) -> bool:
-        """It need not wait for more to do."""
+        """Returns True if it need not wait for more jobs."""
         return False
 
     def kill(self) -> None:
-        """It did not end in time."""
+        """Called if it did not end in time."""
 
     def _work(self) -> None:
         changed = self.runner.changed
@@ -263,7 +262,7 @@ class _Worker(ABC):
                 job = self.current = self.waiting.popleft()
             answer = self._answer(job)
             with changed:
-                if job.answer is None:  # or it was over its limit
+                if job.answer is None:  # else it was over its limit
                     job.answer = answer
                     if isinstance(answer, Step):
                         job.episode.history.append((job.command, answer))
@@ -288,13 +287,13 @@ class _Worker(ABC):
                             f'{at} differently: {different}',
                         )
             return self._timed(job, job.command)
-        except Exception as error:  # of the worker, not of the environment
+        except Exception as error:  # an error of the worker, not of the environment
             return error
 
     def _timed(self, job: _Job, command: tuple[Any, ...]) -> Any:
         with self.runner.changed:
             job.began = time.monotonic()
-            self.runner.changed.notify_all()  # who waits for an answer looks at the limit anew
+            self.runner.changed.notify_all()  # `result` computes the limit again
         return self.call(command)
 
 
@@ -334,7 +333,7 @@ class _Thread(_Worker):
 
 
 class _Process(_Worker):
-    """Environments in a process of their own, which is started with the first job, and again after it was lost."""
+    """Environments in a separate process, started with the first job, and again after it was lost."""
 
     def __init__(self, runner: Runner) -> None:
         self.process: subprocess.Popen[bytes] | None = None
@@ -376,27 +375,27 @@ class _Process(_Worker):
                 [sys.executable, '-c', program, *arguments],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                # The order of sets is that of other processes, also of one that takes over.
+                # All processes, replacements included, have the same order of sets.
                 env={**os.environ, 'PYTHONHASHSEED': '0'},
-                start_new_session=True,  # Ctrl-C in a terminal is the trainer's to take
+                start_new_session=True,  # only the trainer handles Ctrl-C in a terminal
             )
         self.connection = Connection(ours.detach())
         factory = self.runner.factory
         try:
             pickled = pickle.dumps(factory)
             self.connection.send((pickled, _files_of(pickled), self.runner.settings.step_timeout_s))
-            told = self.connection.recv() if self.connection.poll(START_S) else f'no answer within {START_S:g} s'
+            error = self.connection.recv() if self.connection.poll(START_S) else f'no answer within {START_S:g} s'
         except (EOFError, OSError):
-            told = self._gone()
-        if told is not None:
+            error = self._gone()
+        if error is not None:
             self._gone()
             raise WorkerError(
-                f'{self.runner.name}: a worker process cannot import it: {told}; give environments in a module that '
+                f'{self.runner.name}: a worker process cannot import it: {error}; give environments in a module that '
                 "can be imported alone, or set workers='threads'"
             )
 
     def _gone(self) -> str:
-        """Clear up after the process; how it ended."""
+        """Cleans up after the process. Returns how it ended."""
         process, connection, self.process, self.connection = self.process, self.connection, None, None
         self.here = set()
         if process is None:
@@ -404,15 +403,15 @@ class _Process(_Worker):
         if connection is not None:
             connection.close()
         with self.reaping:
-            _kill_group(process.pid)  # before it is waited for: until then the number is its own
+            _kill_group(process.pid)  # before waiting: until then the pid cannot be reused
             code = process.wait()
         if code >= 0:
             return f'exit code {code}'
-        told = signal.Signals(-code).name
-        return f'{told}, as when memory runs out' if -code == signal.SIGKILL else told
+        name = signal.Signals(-code).name
+        return f'{name}, as when memory runs out' if -code == signal.SIGKILL else name
 
     def lose(self) -> None:
-        self.kill()  # which is the end of what its thread waits for
+        self.kill()  # its thread waits for the process
 
     def end(self) -> None:
         if self.connection is not None:
@@ -438,7 +437,7 @@ def _kill_group(pid: int) -> None:
 
 
 def difference(before: Step, now: Step) -> str | None:
-    """In what two answers differ, with both beginnings; None where they are equal but for the time they took."""
+    """Describes the first difference of two answers; None if they are equal apart from their time."""
     for name in ('observation', 'rewards', 'terminated', 'truncated', 'success'):
         a, b = getattr(before, name), getattr(now, name)
         if a != b:
@@ -447,7 +446,7 @@ def difference(before: Step, now: Step) -> str | None:
 
 
 def _files_of(pickled: bytes) -> dict[str, str]:
-    """The files of the modules that a pickle names."""
+    """Returns the files of the modules that a pickle names."""
     texts = {text for _, text, _ in pickletools.genops(pickled) if isinstance(text, str)}
     found = {name: getattr(sys.modules[name], '__file__', None) for name in texts & sys.modules.keys()}
     return {name: file for name, file in found.items() if file is not None}

@@ -1,13 +1,13 @@
-"""The face of TRL's `environment_factory`: a class whose public methods are tools that the model may call.
+"""TRL's `environment_factory`: a class with public methods as tools that the model may call.
 
-`reset` gets the columns of the data row, its prompt among them, and may return a text, which is added to the prompt's
-last turn. A turn that calls tools is answered by their results, an error included, and one without calls ends the
-episode. `get_reward` is asked once, when the episode is over, and `turn_reward` after every turn; all of them may be
-coroutine functions. A parameter of `reset` called `seed` gets the group's seed.
+`reset` gets the columns of the data row, the prompt included, and may return a text to add to the prompt's last turn.
+The results of tools, or their errors, are the observation after a turn; a turn without calls ends the episode.
+`get_reward` is called once at the end of the episode, and `turn_reward` after every turn; all of them may be coroutine
+functions. A parameter of `reset` named `seed` gets the group's seed.
 
-Semantics: TRL's GRPOTrainer (`environment_factory`, `_tool_call_loop`), at commit f2cd577. What differs: `close` is no
-tool, images are not shown, a call's arguments may be JSON in a string, and calls of an episode's very last allowed turn
-are still carried out.
+Semantics: TRL's GRPOTrainer (`environment_factory`, `_tool_call_loop`), at commit f2cd577. Differences: `close` is not
+a tool, images are not shown, a call's arguments may be JSON in a string, and calls in the last allowed turn of an
+episode are still executed.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ RESERVED = ('reset', 'get_reward', 'turn_reward', 'close')
 
 
 class ToolFactory:
-    """Makes the environments of a class with tools. Objects of the class are used again, as TRL does, so what a
-    constructor costs is paid once for every episode that runs at the same time.
+    """Makes the environments of a class with tools. Objects of the class are reused, as in TRL, so the constructor runs
+    only once per concurrent episode.
 
     Args:
         make: the class, or a function without arguments that makes an object of it.
-        rewards: reward functions as TRL's `reward_funcs`: called when an episode is over with `prompts`,
+        rewards: reward functions like TRL's `reward_funcs`, called at the end of an episode with `prompts`,
             `completions` (turns and results, as messages), `environments` (the objects) and the row's columns, all
-            lists of one; what they return counts by the function's name, beside `get_reward`.
+            lists of length 1. Each result is a reward under the function's name, in addition to `get_reward`.
 
     Raises:
-        ValueError: it cannot be made; it has no `reset`; a tool has no docstring, or lacks a type hint or a line under
-            Args.
+        ValueError: making an object fails, it has no `reset`, or a tool has no docstring, or lacks a type hint or a
+            line under Args.
     """
 
     def __init__(self, make: Callable[[], Any], rewards: Sequence[Callable[..., Any]] = ()) -> None:
@@ -83,10 +83,10 @@ class ToolEnvironment:
         self._busy = False
         self._columns: dict[str, Any] = {}
         self._prompt: list[dict[str, Any]] = []
-        self._said: list[dict[str, Any]] = []
+        self._turns: list[dict[str, Any]] = []
 
     def reset(self, seed: int, **columns: Any) -> str:
-        self._busy, self._columns, self._said = True, columns, []
+        self._busy, self._columns, self._turns = True, columns, []
         parameters = inspect.signature(self.environment.reset).parameters
         given = ({'seed': seed} if 'seed' in parameters else {}) | columns
         if 'prompt' not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -98,41 +98,39 @@ class ToolEnvironment:
         return observation
 
     def step(self, response: str | Mapping[str, Any]) -> tuple[Any, dict[str, float], bool, bool, dict[str, Any]]:
-        """`response`: a message of the assistant, with its 'tool_calls' if it has any; text calls none."""
+        """`response`: a message of the assistant, with its 'tool_calls' if it has any, or a text."""
         self._busy = True
         message: dict[str, Any] = {'role': 'assistant', 'content': response}
         if isinstance(response, Mapping):
             message = dict(response)
-        self._said.append(message)
+        self._turns.append(message)
         calls: list[Any] = list(message.get('tool_calls') or ())
         results = self._call(calls)
-        self._said += results
+        self._turns += results
         rewards = self._named('turn_reward') | ({} if calls else self._final())
         self._busy = False
-        cut = bool(message.get('truncated'))  # in the middle of an answer, or of a call
+        cut = bool(message.get('truncated'))  # within its text or a call
         return results if calls else '', rewards, not calls and not cut, not calls and cut, {}
 
     def finish(self) -> dict[str, float]:
-        """The rewards of an episode that was cut off."""
+        """Returns the rewards of an episode that was cut off."""
         return self._final()
 
     def close(self) -> None:
         if self._loop is not None:
             self._loop.close()
-        if (
-            self._free is not None and not self._busy
-        ):  # one that hangs, or raised where it should not, is not used again
+        if self._free is not None and not self._busy:  # an object that hangs or has raised is not reused
             self._free.append(self.environment)
         self._free = None
 
     # ------------------------------------------------------------------ tools
 
     def _call(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Messages with the results: of plain functions in the order of the calls, then of coroutine functions, which
-        run together."""
+        """Runs calls and returns messages with the results: of functions in the order of the calls, then of coroutine
+        functions, which run concurrently."""
         results: list[tuple[str, str, Any]] = []
         waiting: list[tuple[str, str, Any]] = []
-        done = sum(message['role'] == 'tool' for message in self._said)
+        done = sum(message['role'] == 'tool' for message in self._turns)
         for number, call in enumerate(calls, done):
             function = call.get('function') or {}
             name, key = str(function.get('name', call.get('name', 'unknown'))), str(call.get('id') or f'{number:09d}')
@@ -155,8 +153,8 @@ class ToolEnvironment:
         ]
 
     def _value(self, value: Any) -> Any:
-        """What a coroutine comes to; anything else as it is. All of an environment's run in one loop, to which its
-        connections belong."""
+        """Runs a coroutine and returns its result; returns anything else unchanged. An environment has one event loop,
+        because its connections are bound to it."""
         if not inspect.isawaitable(value):
             return value
 
@@ -174,7 +172,7 @@ class ToolEnvironment:
         for function in self._rewards:
             columns = {name: [value] for name, value in self._columns.items() if name != 'prompt'}
             values = self._value(
-                function(prompts=[self._prompt], completions=[self._said], environments=[self.environment], **columns)
+                function(prompts=[self._prompt], completions=[self._turns], environments=[self.environment], **columns)
             )
             if len(values) != 1:
                 raise ValueError(f'{function.__name__} returned {len(values)} rewards for one episode')
@@ -183,7 +181,7 @@ class ToolEnvironment:
         return rewards
 
     def _named(self, method: str) -> dict[str, Any]:
-        """What a method gives as reward, by name; nothing where there is no such method, or it says None."""
+        """Returns the rewards of a method by name; none if there is no such method, or it returns None."""
         if not callable(getattr(self.environment, method, None)):
             return {}
         value = self._value(getattr(self.environment, method)())
@@ -194,7 +192,7 @@ class ToolEnvironment:
 
 
 def tools_of(environment: Any) -> dict[str, Callable[..., Any]]:
-    """The public methods of an object, but for those with a meaning of their own."""
+    """Returns the public methods of an object, except those of this interface."""
     methods = inspect.getmembers(environment, predicate=inspect.ismethod)
     return {name: method for name, method in methods if not name.startswith('_') and name not in RESERVED}
 
@@ -213,7 +211,7 @@ def _schema(owner: str, name: str, tool: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _text(result: Any) -> str:
-    """A result as the model reads it."""
+    """Returns a result as the text for the model."""
     if not isinstance(result, list) or not all(isinstance(part, Mapping) and 'type' in part for part in result):
         return str(result)
     kinds = sorted({str(part['type']) for part in result} - {'text'})

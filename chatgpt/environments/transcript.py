@@ -1,10 +1,9 @@
-"""How observations become ids. A transcript only grows: ids are appended, and nothing is rendered or tokenized again,
-so the ids that were sampled are the ids that are trained on.
+"""Tokenizes observations. Ids are only appended to a transcript, never rendered or tokenized again, so training uses
+the ids that were sampled.
 
-`PlainText` encodes text as it is. `ChatTemplate` renders the first messages once, and later appends what the template
-writes after a turn: the rest of the assistant's ending, the messages, the generation prompt. That is the same text only
-if the template never rewrites what came before, which is tried out on made-up conversations before anything is
-sampled; a template that does is refused.
+`PlainText` encodes text unchanged. `ChatTemplate` renders the first messages once, and then appends what the template
+writes after a turn: the rest of the assistant's ending, the messages, the generation prompt. This requires a template
+that never changes earlier text, which is tested on example conversations before sampling; other templates are an error.
 """
 
 from __future__ import annotations
@@ -21,25 +20,23 @@ Ended = Literal['eos', 'stop', 'length']
 
 _MARK = 'zqmark'
 _ANSWERS = ('Yes, that is so.', '<think>\nLet me see.\n</think>\n\nYes, that is so.')
-_CALL_ID = '000000000'  # Mistral's template asks for nine characters
+_CALL_ID = '000000000'  # Mistral's template requires nine characters
 _ANCHOR = 'A'
 
 
 class TranscriptFormat(Protocol):
-    """From observations to ids."""
+    """Converts observations to ids."""
 
     def first(self, prompt: Any, observation: Observation) -> list[int]:
-        """The ids before the first turn. `prompt`: the data row's `Prompt`, without ids where there is no data."""
+        """Returns the ids before the first turn. `prompt`: the data row's `Prompt`, without ids if there is no data."""
 
     def after(self, turn_ids: Sequence[int], ended: Ended, observation: Observation) -> list[int]:
-        """The ids to append after a turn and before the next."""
+        """Returns the ids to append between a turn and the next."""
 
 
 class PlainText:
-    """Observations are text, encoded as it is, each by itself.
-
-    Raises:
-        ValueError: on messages, which need a chat template.
+    """Observations are text, each encoded separately without changes. Raises ValueError for messages, which need a chat
+    template.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -61,17 +58,17 @@ class PlainText:
 
 
 class ChatTemplate:
-    """Observations are messages, in the form of the tokenizer's chat template. Text is a message of the user.
+    """Observations are messages, formatted by the tokenizer's chat template. Text is a message of the user.
 
     Args:
         tokenizer: with a chat template.
-        tools: JSON schemas of tools that the model may call; None: there are none, and a turn is text.
+        tools: JSON schemas of tools that the model may call; None if there are none, and turns are text.
         options: further arguments of `apply_chat_template`, such as enable_thinking.
 
     Raises:
-        ValueError: there is no template; it does not show tools, or calls and results of tools, that are there; calls
-            are in a form that nobody can read; or it cannot be continued by appending (also on the first conversation
-            with a system message or another role).
+        ValueError: there is no template; it omits tools, calls or results; its form of calls is unknown; or a
+            conversation cannot be continued by appending (also raised at the first conversation with a system message
+            or another role).
     """
 
     def __init__(
@@ -95,10 +92,8 @@ class ChatTemplate:
     # ------------------------------------------------------------------ ids
 
     def messages(self, prompt: Any) -> list[dict[str, Any]]:
-        """The data row's prompt as a conversation: its turns, or its text as one turn of the user.
-
-        Raises:
-            ValueError: the prompt is given as ids alone.
+        """Returns the data row's prompt as a conversation: its turns, or its text as one turn of the user. Raises
+        ValueError if the prompt has only ids.
         """
         if prompt.messages is not None:
             return [dict(message) for message in prompt.messages]
@@ -107,9 +102,9 @@ class ChatTemplate:
         return [{'role': 'user', 'content': prompt.text}] if prompt.text else []
 
     def first(self, prompt: Any, observation: Observation) -> list[int]:
-        """Messages are the whole conversation; text is added to the prompt's last turn, as TRL does.
+        """Messages are the whole conversation; text is added to the prompt's last turn, as in TRL.
 
-        Raises InvalidStep for messages that the template refuses in this conversation alone.
+        Raises InvalidStep for messages that the template rejects.
         """
         messages = observation if isinstance(observation, list) else joined(self.messages(prompt), observation)
         role = 'user' if self.tools is None else 'tool'
@@ -122,7 +117,7 @@ class ChatTemplate:
             raise InvalidStep(str(error)) from error
 
     def after(self, turn_ids: Sequence[int], ended: Ended, observation: Observation) -> list[int]:
-        """Raises InvalidStep for messages that the template refuses here."""
+        """Raises InvalidStep for messages that the template rejects."""
         messages = [{'role': 'user', 'content': observation}] if isinstance(observation, str) else list(observation)
         if not messages:
             raise InvalidStep('an observation without messages leaves nothing for the next turn to answer')
@@ -132,21 +127,21 @@ class ChatTemplate:
         except ValueError as error:
             raise InvalidStep(str(error)) from error
         if ended == 'eos' and self._ending() and (ids[0] == turn_ids[-1] or self._is_special(ids[0])):
-            return ids[1:]  # the model has written the end token itself, or another one in its place
+            return ids[1:]  # the model has generated the end token or another one for it
         return ids
 
     def _is_special(self, token: int) -> bool:
         added = self.tokenizer.added_tokens_decoder.get(token)
         return added is not None and added.special
 
-    # ------------------------------------------------------------------ what the model wrote
+    # ------------------------------------------------------------------ generated turns
 
     def message(self, turn_ids: Sequence[int], ended: Ended, before: Sequence[int] = ()) -> dict[str, Any]:
-        """A turn as a message of the assistant: 'content'; 'tool_calls' where it calls tools; 'truncated' where it ran
-        out of tokens. Calls that cannot be read are text.
+        """Returns a turn as a message of the assistant: 'content'; 'tool_calls' if there are any; 'truncated' if it
+        reached the token limit. Calls that cannot be parsed are text.
 
         Args:
-            before: ids in front of the turn, at least from the last generation prompt on.
+            before: ids before the turn, at least from the last generation prompt on.
         """
         message = self._parsed(list(turn_ids), ended, list(before))
         return message | ({'truncated': True} if ended == 'length' else {})
@@ -163,7 +158,7 @@ class ChatTemplate:
             if message.pop('tool_calls', None):
                 message['tool_calls'] = checked_calls(found['tool_calls'])
             return message
-        except (ValueError, TypeError, AttributeError):  # as in TRL, whatever the model wrote is an answer
+        except (ValueError, TypeError, AttributeError):  # as in TRL, a turn that cannot be parsed is text
             return text
 
     # ------------------------------------------------------------------ the template
@@ -173,35 +168,35 @@ class ChatTemplate:
         return apply_template(messages, self.tokenizer, add_generation_prompt=begin, **options)
 
     def _tail(self, messages: list[dict[str, Any]]) -> str:
-        """What the template writes after the last character of a turn: its ending, `messages`, the generation
+        """Returns what the template writes after the last character of a turn: its ending, `messages`, the generation
         prompt."""
-        asked = {'role': 'user', 'content': 'x'}
+        question = {'role': 'user', 'content': 'x'}
         if _kind(messages) != 'tool':
             answer = {'role': 'assistant', 'content': _MARK}
-            return _behind(self._render([asked, answer, *messages], begin=True))
+            return _behind(self._render([question, answer, *messages], begin=True))
         results = [message for message in messages if message['role'] == 'tool']
         calls = [_call(m.get('name') or 'tool', m.get('tool_call_id') or _CALL_ID, {'x': _MARK}) for m in results]
-        for some in (calls, calls[-1:]):  # Llama 3 writes no more than one call
+        for some in (calls, calls[-1:]):  # Llama 3's template writes at most one call
             call = {'role': 'assistant', 'content': '', 'tool_calls': some}
             try:
-                short, long = self._render([asked, call]), self._render([asked, call, *messages], begin=True)
+                short, long = self._render([question, call]), self._render([question, call, *messages], begin=True)
                 break
             except ValueError:
                 if len(some) == 1:
                     raise
-        # what closes a call is the model's, and what follows it is not
+        # the model generates the end of a call, and the template what follows
         before, after = (_behind(text, len(some)) for text in (short, long))
         if not before.endswith(self._ending()) or not after.startswith(before):
             raise _rewrites(before, after, messages)
         return self._ending() + after[len(before) :]
 
     def _ending(self) -> str:
-        """What the template writes behind an answer that is the last message."""
+        """Returns what the template writes after a last message of the assistant."""
         answered = self._render([{'role': 'user', 'content': 'x'}, {'role': 'assistant', 'content': _MARK}])
         return _behind(answered)
 
     def _encoded(self, tail: str) -> list[int]:
-        """The ids of a text that stands behind other text."""
+        """Returns the ids of a text that follows other text."""
         anchor = encode(_ANCHOR, self.tokenizer)
         ids = encode(_ANCHOR + tail, self.tokenizer)
         if ids[: len(anchor)] != anchor:
@@ -211,31 +206,31 @@ class ChatTemplate:
             )
         return ids[len(anchor) :]
 
-    # ------------------------------------------------------------------ trying it out
+    # ------------------------------------------------------------------ tests of the template
 
     def _try_out(self, system: bool, kind: str) -> None:
-        """Raises ValueError unless three rounds of made-up turns, with and without thinking, read the same appended as
-        rendered."""
+        """Raises ValueError unless appending gives the same text as rendering, for three rounds of example turns with
+        and without thinking."""
         if (system, kind) in self._tried:
             return
-        for said in _ANSWERS if kind != 'tool' else ('', *_ANSWERS):
+        for content in _ANSWERS if kind != 'tool' else ('', *_ANSWERS):
             messages = [{'role': 'system', 'content': 'Be brief.'}] if system else []
             messages.append({'role': 'user', 'content': 'Is it so?'})
             so_far = self._render(messages, begin=True)
             for number in range(3):
-                answer: dict[str, Any] = {'role': 'assistant', 'content': said}
+                answer: dict[str, Any] = {'role': 'assistant', 'content': content}
                 if kind == 'tool':
                     answer['tool_calls'] = [_call(self._tool_name(), _CALL_ID, {'n': number})]
-                    if said not in self._render([*messages, answer]):
-                        break  # some templates have no place for text beside a call
+                    if content not in self._render([*messages, answer]):
+                        break  # some templates drop text next to a call
                 follows = self._observed(kind, f'It is {number}.')
                 messages += [answer, *follows]
                 whole, tail = self._render(messages, begin=True), self._tail(follows)
                 if not whole.startswith(so_far):
                     raise _rewrites(so_far, whole, follows)
                 body = whole[len(so_far) :]
-                if not body.endswith(tail) or not _says(body.removesuffix(tail), said, kind):
-                    raise _rewrites(so_far + said + tail, whole, follows)
+                if not body.endswith(tail) or not _is_unchanged(body.removesuffix(tail), content, kind):
+                    raise _rewrites(so_far + content + tail, whole, follows)
                 self._encoded(tail)
                 so_far = whole
         self._tried.add((system, kind))
@@ -249,9 +244,9 @@ class ChatTemplate:
         return self.tools[0]['function']['name'] if self.tools else 'tool'
 
     def _check_tools(self, tools: list[dict[str, Any]]) -> None:
-        """Raises ValueError unless the template shows tools, calls and results, and its calls can be read."""
-        asked = [{'role': 'user', 'content': 'Is it so?'}]
-        shown = self._render(asked, begin=True)
+        """Raises ValueError unless the template includes tools, calls and results, and its calls can be parsed."""
+        question = [{'role': 'user', 'content': 'Is it so?'}]
+        shown = self._render(question, begin=True)
         for tool in tools:
             if tool['function']['name'] not in shown:
                 raise ValueError(
@@ -260,13 +255,13 @@ class ChatTemplate:
                 )
         called = _call(self._tool_name(), _CALL_ID, {'zqkey': 'zqvalue'})
         call = {'role': 'assistant', 'content': '', 'tool_calls': [called]}
-        whole = self._render([*asked, call, *self._observed('tool', 'zqresult')], begin=True)
+        whole = self._render([*question, call, *self._observed('tool', 'zqresult')], begin=True)
         for part, word in (('calls', 'zqkey'), ('calls', 'zqvalue'), ('results', 'zqresult')):
             if word not in whole[whole.index('Is it so?') :]:
                 raise ValueError(f"the tokenizer's chat template leaves out the {part} of tools; set another one")
         if getattr(self.tokenizer, 'response_template', None) is None:
             self._read = reader(self.tokenizer.get_chat_template(tools=self.tools))
-        written = self._render([*asked, call]).removesuffix(self._ending())
+        written = self._render([*question, call]).removesuffix(self._ending())
         written = written[_common(shown, written) :]
         message = self.message(encode(written, self.tokenizer), 'length', encode(shown, self.tokenizer))
         if [found['function'] for found in message.get('tool_calls', ())] != [called['function']]:
@@ -276,24 +271,25 @@ class ChatTemplate:
             )
 
 
-def _speaks_messages(environment: Any) -> bool:
+def _uses_messages(environment: Any) -> bool:
     return bool(getattr(environment, 'tools', None) or getattr(environment, 'messages', False))
 
 
 def takes_turns(environment: Any, tokenizer: Any, settings: EnvironmentSettings) -> bool:
-    """Whether all observations of an environment go through the chat template."""
-    asked = settings.apply_chat_template
-    return _speaks_messages(environment) or bool(text_choice(tokenizer) if asked is None else asked)
+    """Returns True if all observations of an environment are formatted by the chat template."""
+    chosen = settings.apply_chat_template
+    return _uses_messages(environment) or bool(text_choice(tokenizer) if chosen is None else chosen)
 
 
 def choose_text_for(environment: Any, tokenizer: Any) -> None:
-    """In an environment of messages a prompt in text is a turn of the user: note it before prompts are read."""
-    if template_of(tokenizer) and _speaks_messages(environment):
+    """Records that text prompts are turns of the user, for an environment of messages. Call it before reading
+    prompts."""
+    if template_of(tokenizer) and _uses_messages(environment):
         note_turns(tokenizer)
 
 
 class TextOrChat:
-    """Text as it is, until an environment's first observation is messages; from then on a `ChatTemplate`."""
+    """`PlainText` until an environment's first observation is messages, from then on a `ChatTemplate`."""
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None) -> None:
         self.tokenizer, self.options = tokenizer, options
@@ -304,7 +300,7 @@ class TextOrChat:
             self.format = ChatTemplate(self.tokenizer, options=self.options)
             note_turns(self.tokenizer)
         elif isinstance(self.format, PlainText):
-            text_is_turn(self.tokenizer, None)  # says so once, where there is a template
+            text_is_turn(self.tokenizer, None)  # warns once if there is a template
         return self.format.first(prompt, observation)
 
     def after(self, turn_ids: Sequence[int], ended: Ended, observation: Observation) -> list[int]:
@@ -326,13 +322,13 @@ def _call(name: str, number: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {'type': 'function', 'id': number, 'function': {'name': name, 'arguments': arguments}}
 
 
-def _says(body: str, said: str, kind: str) -> bool:
-    """Whether a turn reads as it was written; a call of a tool may be written in any way."""
-    return said.strip() in body if kind == 'tool' else said.strip() == body.strip()
+def _is_unchanged(body: str, content: str, kind: str) -> bool:
+    """Returns True if the template does not change a turn's text; a call may be written in any way."""
+    return content.strip() in body if kind == 'tool' else content.strip() == body.strip()
 
 
 def _common(a: str, b: str) -> int:
-    """Characters that two texts begin with."""
+    """Returns the length of the common prefix of two texts."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

@@ -1,10 +1,10 @@
-"""The maths, as pure functions of torch tensors. Imports torch and nothing of ours.
+"""Formulas, as pure functions of torch tensors. Imports torch and nothing of ours.
 
     masking.py      masked sum, mean, variance, whitening; sums per sequence
     logprobs.py     log-probs of given tokens, entropy; through a head in chunks of bounded memory
     ppo.py          token rewards, GAE, clipped policy and value loss, aggregation, KL estimators and coefficients
-    advantages.py   those of other methods: turns, Monte-Carlo, GRPO, RLOO, GDPO, REINFORCE++
-    losses.py       those of other methods: GSPO, CISPO, importance weights, next-token, pairwise
+    advantages.py   advantages of other methods: turns, Monte-Carlo, GRPO, RLOO, GDPO, REINFORCE++
+    losses.py       losses of other methods: GSPO, CISPO, importance weights, next-token, pairwise
     preference.py   DPO family, KTO, ORPO, SimPO
     ilql.py         offline RL: TD, expectile, CQL, AWAC
 

@@ -1,8 +1,8 @@
-"""Advantages of other methods than PPO: over the turns of an episode, from returns alone, and from the scores of
+"""Advantages of methods other than PPO: over the turns of an episode, from returns alone, and from the scores of
 several responses to one prompt.
 
-Lists and masks are as in `chatgpt.functional.ppo`. Group-relative estimators (`grpo`, `dr_grpo`, `rloo`, `gdpo`) give
-one number per response, which `spread` puts on its tokens.
+Lists and masks are as in `chatgpt.functional.ppo`. Group-relative estimators (`grpo`, `dr_grpo`, `rloo`, `gdpo`) return
+one number per response, which `spread` copies to its tokens.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ def gae_over_turns(
     lam: float | Sequence[float] = 0.95,
     value_lam: float | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Generalised advantage estimation whose step is a turn, all of whose tokens have the turn's advantage.
+    """Generalised advantage estimation with turns as steps; all tokens of a turn have the turn's advantage.
 
         δ_k = R_k + γ V(s_{k+1}) − V(s_k),   A_k = δ_k + γ λ A_{k+1},   G_k = A_k + V(s_k)
         A[t] = A_k,   R[t] = G_k − Σ_{u in turn k, u < t} r[u]          for each token t of turn k
 
-    R_k is the sum of the turn's token rewards, a KL included, and s_k the state before the turn's first token, with the
-    observation that came before it: V(s_k) is the value there, and the only value of the turn that is read. γ and λ
-    count turns; within a turn nothing is discounted. V and A after the last turn are 0. A turn without a token that
-    counts is no step.
+    R_k is the sum of the turn's token rewards, the KL penalty included, and s_k the state before the turn's first
+    token, after the observation that precedes it. V(s_k) is the only value of the turn that is read. γ and λ apply per
+    turn; within a turn nothing is discounted. V and A after the last turn are 0. A turn without a token that counts is
+    not a step.
 
-    R[t] is what the critic learns: at the turn's first token G_k, and at every other what of it is still to come, so
-    that a value means the same at every token. Where a turn's reward stands at its last token, without a KL, all of a
-    turn's tokens have G_k.
+    R[t] is the target of the critic: G_k at the turn's first token, and at each later one the part of G_k that is still
+    to come, so that a value means the same at every token. If a turn's only reward is at its last token, all of its
+    tokens have G_k.
 
-    Sources: the turn as a step with the state before it, Turn-PPO, Li et al. 2025, arXiv 2512.17008, and ArCHer, Zhou
-    et al. 2024, arXiv 2402.19446, whose critic is one of utterances; the upper level of VAGEN's bi-level GAE, Wang et
-    al. 2025, arXiv 2510.16907. Targets on every token are AReaL's (`gae_timestep_unit: turn`), which has G_k on all
-    and leaves the KL to the tokens; VAGEN's code has a target at a turn's end alone.
+    Sources: turns as steps, Turn-PPO, Li et al. 2025, arXiv 2512.17008, and ArCHer, Zhou et al. 2024, arXiv 2402.19446,
+    with a critic of utterances; the upper level of VAGEN's bi-level GAE, Wang et al. 2025, arXiv 2510.16907. Targets on
+    every token are AReaL's (`gae_timestep_unit: turn`), with G_k on all of them and the KL per token; VAGEN's code has
+    targets at the ends of turns only.
 
     Args:
         rewards, values, masks: as in `gae`.
-        turns: per sequence (A,) int64, the number of each token's turn, never falling; read where the mask is True.
+        turns: per sequence (A,) int64, the turn number of each token, not decreasing; read where the mask is True.
         lam, value_lam: as in `gae`.
 
     Returns:
@@ -57,7 +57,7 @@ def gae_over_turns(
     check_lists('masks', rewards, masks)
     check_lists('turns', rewards, turns)
     rows = [_turn_rows(t[m]) for t, m in zip(turns, masks, strict=True)]
-    # A sequence of which nothing counts has one turn that does not count either.
+    # A sequence without tokens that count gets one turn that does not count either.
     totals = [segment_sum(r[m], row, _num_turns(row)) for r, m, row in zip(rewards, masks, rows, strict=True)]
     states = [v[m][_first(row)] if len(row) else v.new_zeros(1) for v, m, row in zip(values, masks, rows, strict=True)]
     counts = [torch.full_like(total, len(row) > 0, dtype=torch.bool) for total, row in zip(totals, rows, strict=True)]
@@ -72,7 +72,7 @@ def gae_over_turns(
 
 
 def _turn_rows(numbers: Tensor) -> Tensor:
-    """0 for the tokens of the first turn, 1 for those of the next, ...: (N,) int64 of turn numbers that never fall."""
+    """Renumbers turns, (N,) int64 and not decreasing, as 0, 1, ..."""
     if len(numbers) and bool((numbers.diff() < 0).any()):
         raise ValueError(f'turns must not fall from token to token; got {numbers.tolist()}')
     return numbers.unique_consecutive(return_inverse=True)[1]
@@ -83,16 +83,16 @@ def _num_turns(row: Tensor) -> int:
 
 
 def _first(row: Tensor) -> Tensor:
-    """(N,) bool: the first token of each turn."""
+    """Returns the mask of the first token of each turn, (N,) bool."""
     return row.diff(prepend=row.new_full((1,), -1)) > 0
 
 
 def length_lam(lengths: Sequence[int], alpha: float) -> list[float]:
-    """λ = 1 − 1 / (α l) of sequences of l steps, 0 where that is negative: long ones reach further back.
+    """Returns λ = max(0, 1 − 1 / (α l)) for sequences of l steps.
 
-    With it the weights of the temporal differences, Σ λ^t ≈ 1 / (1 − λ) = α l, grow with the length. Source: VAPO, Yue
-    et al. 2025, arXiv 2504.05118, "Length-Adaptive GAE", for the policy's λ, with α = 0.05 for answers of thousands of
-    tokens; the paper leaves α l < 1 open.
+    The sum of the weights of the temporal differences, Σ λ^t ≈ 1 / (1 − λ) = α l, then grows with the length. Source:
+    VAPO, Yue et al. 2025, arXiv 2504.05118, "Length-Adaptive GAE", for the policy's λ, with α = 0.05 for responses of
+    thousands of tokens; the paper does not define λ for α l < 1.
 
     >>> length_lam([10, 100], 0.05)
     [0.0, 0.8]
@@ -102,12 +102,12 @@ def length_lam(lengths: Sequence[int], alpha: float) -> list[float]:
 
 def monte_carlo_returns(rewards: Lists, masks: Lists, *, gamma: float = 1.0) -> list[Tensor]:
     """R[t] = r[t] + γ R[t+1] over the tokens that count, 0 after the last (Williams 1992; Sutton & Barto 2018, equation
-    3.9): `gae` without values."""
+    3.9)."""
     return gae(rewards, [torch.zeros_like(r) for r in rewards], masks, gamma=gamma, lam=1.0)[1]
 
 
 def a2c(rewards: Lists, values: Lists, masks: Lists, *, gamma: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
-    """A[t] = R[t] − V[t] with Monte-Carlo returns: advantage actor-critic whose steps reach to the end of the response.
+    """A[t] = R[t] − V[t] with Monte-Carlo returns: advantage actor-critic.
 
     Source: Mnih et al. 2016, section 4 and algorithm S3. Equals `gae` with λ = 1. Returns advantages and returns.
     """
@@ -123,14 +123,14 @@ def grpo(scores: Tensor, groups: Tensor, *, eps: float = 1e-4) -> Tensor:
     """(score − group mean) / (group std + eps), one number per response.
 
     Source: DeepSeekMath, Shao et al. 2024, section 4.1.2 (outcome supervision). std is the unbiased one and eps 1e-4,
-    as in TRL; the paper names neither. A response alone in its group gets 0: it has nothing to be compared with.
+    as in TRL; the paper specifies neither. The only response of a group gets 0.
 
     Args:
         scores: (M,) floating point.
         groups: (M,) int64, equal for responses to one prompt, in any order.
 
     Returns:
-        (M,) of scores' dtype; see `spread`.
+        (M,) of scores' dtype.
     """
     centred, index, counts = _centred(scores, groups)
     squares = segment_sum(centred.square(), index, len(counts))
@@ -141,8 +141,8 @@ def grpo(scores: Tensor, groups: Tensor, *, eps: float = 1e-4) -> Tensor:
 def dr_grpo(scores: Tensor, groups: Tensor) -> Tensor:
     """score − group mean, (M,): GRPO without the division by the std.
 
-    Source: "Understanding R1-Zero-like training", Liu et al. 2025, section 3. Its loss has no length normaliser either:
-    `losses.aggregate` with mode 'sequence_sum'. Arguments as in `grpo`.
+    Source: "Understanding R1-Zero-like training", Liu et al. 2025, section 3. Its loss is not normalised by length
+    either: `ppo.aggregate` with mode 'sequence_sum'. Arguments as in `grpo`.
     """
     return _centred(scores, groups)[0].to(scores.dtype)
 
@@ -155,7 +155,7 @@ def rloo(scores: Tensor, groups: Tensor) -> Tensor:
     `grpo`.
 
     Raises:
-        ValueError: a group with one response, which has no others.
+        ValueError: a group with one response.
     """
     _, index, counts = _centred(scores, groups)
     wide = scores.double()
@@ -170,13 +170,13 @@ def rloo(scores: Tensor, groups: Tensor) -> Tensor:
 
 
 def gdpo(scores: Tensor, weights: Tensor, groups: Tensor, *, eps: float = 1e-4) -> Tensor:
-    """Σ_k w_k (score_k − group mean) / (group std + eps), one number per response: every reward is normalised apart,
+    """Σ_k w_k (score_k − group mean) / (group std + eps), one number per response: rewards are normalised separately,
     then added.
 
-    A sum that is normalised as a whole makes one advantage of different mixtures of rewards with one sum, and lets the
-    reward that varies most decide. Source: GDPO, Liu et al. 2026, "Group reward-Decoupled Normalization Policy
-    Optimization", arXiv 2601.05242, section 3.1; its last step is `normalised`. std and eps as in `grpo`. A response
-    alone in its group gets 0.
+    If the sum were normalised, the reward with the largest variance would dominate, and different combinations of
+    rewards with equal sums would get equal advantages. Source: GDPO, Liu et al. 2026, "Group reward-Decoupled
+    Normalization Policy Optimization", arXiv 2601.05242, section 3.1; its last step is `normalised`. std and eps as in
+    `grpo`. The only response of a group gets 0.
 
     Args:
         scores: (M, K) floating point, of K rewards.
@@ -198,11 +198,10 @@ def gdpo(scores: Tensor, weights: Tensor, groups: Tensor, *, eps: float = 1e-4) 
 
 
 def normalised(per_sequence: Tensor, *, eps: float = 1e-4) -> Tensor:
-    """(x − mean) / (std + eps) over responses, (M,): GDPO's last step (arXiv 2601.05242, section 3.1), over the batch
-    of all groups.
+    """(x − mean) / (std + eps) over all responses, (M,): GDPO's last step (arXiv 2601.05242, section 3.1).
 
-    It keeps the size of the advantages whatever the number of rewards. std is the unbiased one; a single response gives
-    0.
+    The size of the advantages then does not depend on the number of rewards. std is the unbiased one; a single response
+    gets 0.
     """
     wide = per_sequence.double()
     if len(wide) < 2:
@@ -211,20 +210,20 @@ def normalised(per_sequence: Tensor, *, eps: float = 1e-4) -> Tensor:
 
 
 def spread(per_sequence: Tensor, masks: Lists) -> list[Tensor]:
-    """One number per response onto its tokens: (M,) → per sequence (A,), 0 where the mask is False."""
+    """Copies one number per response to its tokens: (M,) → per sequence (A,), 0 where the mask is False."""
     if len(per_sequence) != len(masks):
         raise ValueError(f'one number per sequence is needed; got {len(per_sequence)} for {len(masks)} masks')
     return [torch.where(m, number, torch.zeros_like(number)) for number, m in zip(per_sequence, masks, strict=True)]
 
 
 def reinforce_pp(rewards: Lists, masks: Lists, *, gamma: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
-    """REINFORCE++: discounted returns of the KL-penalised token rewards, which are the advantages too, still to be
-    whitened over all tokens of the phase.
+    """REINFORCE++: advantages are the discounted returns of the KL-penalised token rewards; the caller whitens them
+    over all tokens of the phase.
 
     Source: Hu 2025, "REINFORCE++", arXiv 2501.03262. No critic and no groups.
 
     Args:
-        rewards: per sequence (A,), as `token_rewards` makes them.
+        rewards: per sequence (A,), from `token_rewards`.
         masks: per sequence (A,) bool.
 
     Returns:
@@ -237,10 +236,10 @@ def reinforce_pp(rewards: Lists, masks: Lists, *, gamma: float = 1.0) -> tuple[l
 def reinforce_pp_baseline(
     scores: Tensor, groups: Tensor, masks: Lists, *, gamma: float = 1.0
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """REINFORCE++ with a baseline: the group mean is subtracted from the score, then as `reinforce_pp`.
+    """REINFORCE++ with a baseline: subtracts the group mean from the score, then continues as `reinforce_pp`.
 
-    The std of the whitening is that of all tokens of the phase, not of the group. Source: Hu 2025, arXiv 2501.03262,
-    the variant for several responses per prompt; there the KL is a loss of its own, here it may also be in the score.
+    Whitening uses the std of all tokens of the phase, not of the group. Source: Hu 2025, arXiv 2501.03262, the variant
+    for several responses per prompt; there the KL is a separate loss, here it may also be in the score.
 
     Args:
         scores: (M,) one per response.
@@ -259,7 +258,7 @@ def reinforce_pp_baseline(
 
 
 def _centred(scores: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """fp64 scores minus their group's mean, the group index of each (0, 1, ...), and the size of each group."""
+    """Returns fp64 scores minus their group's mean, the group index of each (0, 1, ...), and the size of each group."""
     if scores.dim() != 1 or scores.shape != groups.shape:
         raise ValueError(
             f'scores and groups must be 1-D and of one length; got {tuple(scores.shape)} and {tuple(groups.shape)}'

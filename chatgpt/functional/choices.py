@@ -1,11 +1,11 @@
-"""Names of the variants that the formulas have. Imports no torch, so that settings and --help can read them."""
+"""Names of the variants of formulas. Imports no torch, so that settings and --help can read them."""
 
 from __future__ import annotations
 
 from typing import Literal, get_args
 
 LogprobKernel = Literal['auto', 'plain', 'fused', 'liger']
-"""ways by which hidden states become log-probs (`chatgpt.nn.head_kernels`)"""
+"""ways to compute log-probs from hidden states (`chatgpt.nn.head_kernels`)"""
 KERNELS = get_args(LogprobKernel)
 KLKind = Literal['k1', 'k2', 'k3', 'abs', 'full']
 Aggregation = Literal['token', 'sequence', 'sequence_sum']

@@ -1,25 +1,25 @@
-"""Log-probs of given tokens through a linear head, by blocks of the vocabulary: no (N, V) tensor in either direction.
+"""Log-probs of given tokens through a linear head, by blocks of the vocabulary: no (N, V) tensor, backward included.
 
-`logprobs.chunked_logprobs` cuts the rows. It takes any head, keeps torch's own softmax, and pays for it in the backward
-pass: each chunk adds a gradient of the head's size, which for a large vocabulary takes longer than its products. Here
-the columns are cut.
+`logprobs.chunked_logprobs` splits the rows. It takes any head and torch's own softmax, but in the backward pass each
+chunk adds a gradient of the head's size, which for a large vocabulary takes longer than the matrix products. This
+module splits the columns.
 
-- Forward: log-sum-exp and entropy are sums over the vocabulary and grow block by block under a running maximum (Milakov
-  & Gimelshein 2018), so each block of the weight is read once.
-- Backward: with the log-sum-exp kept, a block's gradient needs no other block. Its logits are computed again, and its
-  rows of the weight's gradient are written once, over all N rows.
-- A frozen head (LoRA) needs only the gradient of the states, g_i (W[id_i] − Σ_v p_iv W_v) / temperature: one number g_i
-  times a row that is known in the forward pass, where it is attention with the weight as keys and values (Dao et al.
-  2022). Nothing is computed again then.
+- Forward: log-sum-exp and entropy are sums over the vocabulary, accumulated block by block under a running maximum
+  (Milakov & Gimelshein 2018), so each block of the weight is read once.
+- Backward: the log-sum-exp is saved, so a block's gradient needs no other block. Its logits are recomputed, and its
+rows
+  of the weight's gradient are written once, summed over all N rows.
+- A frozen head (LoRA) needs only the gradient of the states, g_i (W[id_i] − Σ_v p_iv W_v) / temperature. The factor of
+  g_i is computed in the forward pass, as attention with the weight as keys and values (Dao et al. 2022), and nothing is
+  recomputed.
 
-Why the gradient is not taken in the forward pass where the head is trained: its weight's gradient is a sum over rows of
-g_i times something, and PPO's g_i follows from the very log-probs (ratio, clipping). Only a loss whose weights of
-tokens are known before, as in SFT, could.
+A trained head's gradient cannot be computed in the forward pass: it is a sum over rows weighted by g_i, and PPO's g_i
+depends on the log-probs (ratio, clipping). Only a loss with token weights that are known before, as in SFT, allows it.
 
-Where each process of a tensor group has some rows of the output layer (`VocabularyPart`; Shoeybi et al. 2019,
-"Megatron-LM", section 3), each goes over its own rows. Then three numbers for each token pass between them: the
-greatest logit, and with it the sums of powers and of powers times logits, and the picked logit, which one process
-knows. Backward, the gradient of its rows is each process's own, and the gradients of the states are summed.
+With tensor parallelism each process of the group has some rows of the output layer (`VocabularyPart`; Shoeybi et al.
+2019, "Megatron-LM", section 3). Each computes its own rows; then the processes reduce, per token, the greatest logit,
+the sums of exponentials and of exponentials times logits, and the logit of the token, which one process has. In the
+backward pass the gradients of the states are summed.
 
 Letters: N tokens, D width, V vocabulary.
 """
@@ -39,11 +39,11 @@ from chatgpt.functional import logprobs as plain
 from chatgpt.functional.logprobs import WithEntropy
 
 MIN_COLUMNS = 128
-"""of a block, however many rows there are"""
+"""least columns of a block"""
 
 
 class Group(Protocol):
-    """The processes that share an output layer. Both give a new tensor, equal to the bit on all."""
+    """The processes that share an output layer. Both methods return a new tensor, bitwise equal on all processes."""
 
     def sum(self, x: Tensor) -> Tensor: ...
 
@@ -52,7 +52,7 @@ class Group(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class VocabularyPart:
-    """Which rows of an embedding or output layer a process has: from `start` on, of `size`."""
+    """The rows of an embedding or output layer that a process has: they begin at `start`, the whole has `size` rows."""
 
     group: Group
     start: int
@@ -73,23 +73,23 @@ def fused_logprobs(
     block_size: int | None = None,
     part: VocabularyPart | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of `ids` (and the entropy) under softmax((hidden Wᵀ + b) / temperature).
+    """Returns log-probs of `ids` (and the entropy) under softmax((hidden Wᵀ + b) / temperature).
 
-    The numbers are those of `chunked_logprobs` up to rounding: products in autocast's dtype where it is on and in the
-    dtype of `hidden` elsewhere, all else in fp32 (fp64 stays fp64). Gradients of the weight are summed over all N rows
-    in one product.
+    Equals `chunked_logprobs` up to rounding. Matrix products are in autocast's dtype, or without autocast in the dtype
+    of `hidden`; everything else is in fp32 (fp64 stays fp64). The weight's gradient is summed over all N rows in one
+    product.
 
     Args:
         hidden: (N, D) states that predict the tokens.
         weight: (V, D), in any float dtype.
         bias: (V,) or None.
         ids: (N,) int64.
-        block_size: columns of a block; None bounds N times it as `chunked_logprobs` bounds its chunks.
+        block_size: columns of a block; None bounds N · block_size as `chunked_logprobs` bounds its chunks.
         part: weight and bias are this process's rows; hidden and ids (0 .. V - 1) are the same on all processes of the
-            group. The call is then a collective, backward too.
+            group. Forward and backward are then collectives.
 
     Returns:
-        log-probs (N,) fp32, and entropy (N,) fp32 or None, equal to the bit on all processes of a group. They can be
+        log-probs (N,) fp32, and entropy (N,) fp32 or None, bitwise equal on all processes of a group. They can be
         differentiated once.
     """
     if not temperature > 0:
@@ -105,12 +105,12 @@ def fused_logprobs(
     dtype = hidden.dtype
     if torch.is_autocast_enabled(kind) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
-    learns = torch.is_grad_enabled()
-    head_learns = learns and (weight.requires_grad or (bias is not None and bias.requires_grad))
-    # The row that a frozen head needs holds for the log-prob alone: the entropy's gradient is another.
-    pulls = learns and hidden.requires_grad and not head_learns and with_entropy is not True and part is None
+    trains = torch.is_grad_enabled()
+    head_trains = trains and (weight.requires_grad or (bias is not None and bias.requires_grad))
+    # The factor that is saved for a frozen head belongs to the log-prob; the entropy has another gradient.
+    saves_grad = trains and hidden.requires_grad and not head_trains and with_entropy is not True and part is None
     logprobs, entropy = _FusedLogprobs.apply(
-        hidden, weight, bias, ids, float(temperature), with_entropy, block_size, dtype, pulls, part
+        hidden, weight, bias, ids, float(temperature), with_entropy, block_size, dtype, saves_grad, part
     )
     return logprobs, entropy if with_entropy else None
 
@@ -127,7 +127,7 @@ class _FusedLogprobs(torch.autograd.Function):
         with_entropy: WithEntropy,
         block_size: int,
         dtype: torch.dtype,
-        pulls: bool,
+        saves_grad: bool,
         part: VocabularyPart | None,
     ) -> tuple[Tensor, Tensor]:
         ids = ids if part is None else ids - part.start
@@ -135,8 +135,8 @@ class _FusedLogprobs(torch.autograd.Function):
         lowest = torch.finfo(wide).min  # not −inf, whose differences are NaN
         n, states = hidden.shape[0], hidden.to(dtype)
         top = hidden.new_full((n,), lowest, dtype=wide)
-        total, chosen, surprise = (torch.zeros_like(top) for _ in range(3))
-        mean = torch.zeros(hidden.shape, dtype=wide, device=hidden.device) if pulls else None
+        total, chosen, weighted = (torch.zeros_like(top) for _ in range(3))
+        mean = torch.zeros(hidden.shape, dtype=wide, device=hidden.device) if saves_grad else None
         with torch.autocast(hidden.device.type, enabled=False):
             for columns, rows in _blocks(weight, block_size, dtype):
                 logits = _logits(states, rows, bias, columns, temperature, wide)
@@ -145,28 +145,28 @@ class _FusedLogprobs(torch.autograd.Function):
                 highest = torch.maximum(top, logits.amax(1))
                 if mean is not None:
                     mean.mul_((top - highest).exp_()[:, None])
-                total, surprise = _moved(total, surprise, top - highest)
+                total, weighted = _rescaled(total, weighted, top - highest)
                 logits.sub_(highest[:, None])
-                powers = logits.exp()
+                exps = logits.exp()
                 if with_entropy:
-                    surprise = surprise + logits.clamp_min_(lowest).mul_(powers).sum(1)
-                total = total + powers.sum(1)
+                    weighted = weighted + logits.clamp_min_(lowest).mul_(exps).sum(1)
+                total = total + exps.sum(1)
                 if mean is not None:
-                    _add_product(mean, powers.to(dtype), rows)
+                    _add_product(mean, exps.to(dtype), rows)
                 top = highest
             if part is not None:
                 highest = part.group.max(top)
-                total, surprise = _moved(total, surprise, top - highest)
-                total, surprise, chosen = part.group.sum(torch.stack([total, surprise, chosen])).unbind()
+                total, weighted = _rescaled(total, weighted, top - highest)
+                total, weighted, chosen = part.group.sum(torch.stack([total, weighted, chosen])).unbind()
                 top = highest
             log_total = total.log()
-            entropy = log_total - surprise / total
-            pull = None
+            entropy = log_total - weighted / total
+            state_grad = None
             if mean is not None:
-                pull = (weight[ids].to(wide) - mean / total[:, None]).div_(temperature).to(dtype)
-        ctx.settings = (temperature, with_entropy is True, block_size, dtype, pulls, part)
-        if pulls:
-            ctx.save_for_backward(pull)
+                state_grad = (weight[ids].to(wide) - mean / total[:, None]).div_(temperature).to(dtype)
+        ctx.settings = (temperature, with_entropy is True, block_size, dtype, saves_grad, part)
+        if saves_grad:
+            ctx.save_for_backward(state_grad)
         else:
             ctx.save_for_backward(states, weight, bias, ids, top + log_total, entropy)
         ctx.hidden_dtype = hidden.dtype
@@ -178,14 +178,14 @@ class _FusedLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        temperature, entropy_learns, block_size, dtype, pulls, part = ctx.settings
+        temperature, entropy_trains, block_size, dtype, saves_grad, part = ctx.settings
         none = (None,) * 7
-        if grad is None and (entropy_grad is None or not entropy_learns):
+        if grad is None and (entropy_grad is None or not entropy_trains):
             return None, None, None, *none
-        if pulls:
-            (pull,) = ctx.saved_tensors
+        if saves_grad:
+            (state_grad,) = ctx.saved_tensors
             assert grad is not None
-            return (pull * grad[:, None].to(dtype)).to(ctx.hidden_dtype), None, None, *none
+            return (state_grad * grad[:, None].to(dtype)).to(ctx.hidden_dtype), None, None, *none
         states, weight, bias, ids, log_total, entropy = ctx.saved_tensors
         wide = log_total.dtype
         grad = torch.zeros_like(log_total) if grad is None else grad.to(wide)
@@ -197,7 +197,7 @@ class _FusedLogprobs(torch.autograd.Function):
             for columns, rows in _blocks(weight, block_size, dtype):
                 logp = _logits(states, rows, bias, columns, temperature, wide).sub_(log_total[:, None])
                 logits_grad = logp.exp()
-                if entropy_learns and entropy_grad is not None:  # ∂H/∂l = −p (log p + H)
+                if entropy_trains and entropy_grad is not None:  # ∂H/∂l = −p (log p + H)
                     weights = logp.clamp_min_(torch.finfo(wide).min).add_(entropy[:, None])
                     logits_grad.mul_(weights.mul_(-entropy_grad[:, None]).sub_(grad[:, None]))
                 else:
@@ -218,14 +218,14 @@ class _FusedLogprobs(torch.autograd.Function):
         return hidden_grad, weight_grad, bias_grad, *none
 
 
-def _moved(total: Tensor, surprise: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ e^(l − m) and Σ e^(l − m) (l − m) for a maximum that is −`by` higher."""
+def _rescaled(total: Tensor, weighted: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns Σ e^(l − m) and Σ e^(l − m) (l − m) for a maximum m that is greater by −`by`."""
     shrink = by.exp()
-    return total * shrink, (surprise + total * by) * shrink
+    return total * shrink, (weighted + total * by) * shrink
 
 
 def _blocks(weight: Tensor, size: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Columns of a block of the vocabulary, and its rows of the weight in the dtype of the products."""
+    """Yields the columns of each block of the vocabulary, and its rows of the weight in the dtype of the products."""
     for start in range(0, weight.shape[0], size):
         columns = slice(start, min(start + size, weight.shape[0]))
         yield columns, weight[columns].to(dtype)
@@ -234,13 +234,13 @@ def _blocks(weight: Tensor, size: int, dtype: torch.dtype) -> Iterator[tuple[sli
 def _logits(
     states: Tensor, rows: Tensor, bias: Tensor | None, columns: slice, temperature: float, wide: torch.dtype
 ) -> Tensor:
-    """A block's logits divided by the temperature, in a tensor of their own."""
+    """Returns a block's logits divided by the temperature, as a new tensor."""
     logits = F.linear(states, rows, None if bias is None else bias[columns].to(rows.dtype)).to(wide)
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 def _positions(ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Whether a row's token lies in the block, and where in it; 0 for one that does not."""
+    """Returns for each row whether its token is in the block, and its position there, 0 if it is not."""
     inside = (ids >= columns.start) & (ids < columns.stop)
     return inside, torch.where(inside, ids - columns.start, 0)
 

@@ -1,12 +1,10 @@
-"""Implicit language Q-learning (ILQL): losses of Q heads, V head and policy, and the logits to decode with. All
-unreduced, (N,).
+"""Implicit language Q-learning (ILQL): losses of Q heads, V head and policy, unreduced, (N,), and the logits to decode
+with.
 
-Source of all: Snell et al. 2022, "Offline RL for natural language generation with implicit language Q learning",
-sections 4 and 5; the expectile is that of IQL, Kostrikov et al. 2021, equation 5; the conservative term that of CQL,
-Kumar et al.
-2020.
+Sources: Snell et al. 2022, "Offline RL for natural language generation with implicit language Q learning", sections 4
+and 5; for the expectile IQL, Kostrikov et al. 2021, equation 5; for the conservative term CQL, Kumar et al. 2020.
 
-The state before an action has a value V; taking a token has a value Q. The full loss is
+V is the value of the state before an action, Q the value of an action in a state. The full loss is
 
     Σ_heads td_loss + expectile_value_loss + cql_scale · Σ_heads cql_loss + awac_scale · awac_loss
 
@@ -23,19 +21,18 @@ from torch import Tensor
 
 
 def next_values(values: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
-    """V at the successor of each action: the next one of its sequence that counts; 0 after the last, and where the mask
-    is False.
+    """Returns V before the successor of each action, the next action of its sequence that counts; 0 after the last one,
+    and where the mask is False.
 
     Args:
-        values: (N,) V at the state before each action.
+        values: (N,) V of the state before each action.
         mask: (N,) bool, True = counts.
-        rows: (N,) int64, the sequence of each action; a sequence's actions lie together, in order.
+        rows: (N,) int64, the sequence of each action; a sequence's actions are contiguous and in order.
 
     Returns:
         (N,). Differentiable; `td_loss` takes it as a constant.
     """
-    # Not by `nonzero`, whose size is the device's to tell: the nearest counted position behind each, or one past the
-    # end.
+    # The next counted position after each, or N. `nonzero` would make the host wait for the size of its result.
     num = len(mask)
     if num == 0:
         return torch.zeros_like(values)
@@ -48,7 +45,7 @@ def next_values(values: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
 
 
 def min_q(qs: Sequence[Tensor]) -> Tensor:
-    """Elementwise minimum over heads, against overestimation (clipped double Q, Fujimoto et al. 2018). Any shape."""
+    """Returns the elementwise minimum over heads, against overestimation (clipped double Q, Fujimoto et al. 2018)."""
     if not qs:
         raise ValueError('min_q needs the values of at least one Q head')
     result = qs[0]
@@ -61,9 +58,9 @@ def td_loss(q: Tensor, rewards: Tensor, successor_values: Tensor, *, gamma: floa
     """(Q(s, a) − (r + γ V(s')))², with the target as a constant.
 
     Args:
-        q: (N,) of one head, at the actions taken.
+        q: (N,) of one head, for the actions taken.
         rewards: (N,).
-        successor_values: (N,) as `next_values` gives them.
+        successor_values: (N,) from `next_values`.
     """
     return (q - (rewards + gamma * successor_values).detach()).square()
 
@@ -71,11 +68,11 @@ def td_loss(q: Tensor, rewards: Tensor, successor_values: Tensor, *, gamma: floa
 def expectile_value_loss(values: Tensor, target_q: Tensor, *, tau: float = 0.7) -> Tensor:
     """|τ − 1(u < 0)| u² with u = target Q − V.
 
-    V becomes the τ-expectile of Q over the data's actions: their mean at τ = 0.5, nearly their maximum as τ → 1.
+    V becomes the τ-expectile of Q over the data's actions: the mean at τ = 0.5, near the maximum as τ → 1.
 
     Args:
         values: (N,).
-        target_q: (N,) minimum of the target Q heads at the actions taken; a constant.
+        target_q: (N,) minimum of the target Q heads for the actions taken; a constant.
         tau: in (0, 1).
     """
     if not 0.0 < tau < 1.0:
@@ -86,11 +83,10 @@ def expectile_value_loss(values: Tensor, target_q: Tensor, *, tau: float = 0.7) 
 
 
 def cql_loss(q_all: Tensor, ids: Tensor) -> Tensor:
-    """log Σ_v exp Q(s, v) − Q(s, a): cross-entropy of the action taken under softmax(Q), which keeps unseen tokens' Q
+    """log Σ_v exp Q(s, v) − Q(s, a): cross-entropy of the action taken under softmax(Q), which keeps Q of unseen tokens
     low.
 
-    It is −log softmax(Q)[a], so that `logprobs.chunked_logprobs(hidden, q_head, ids)` gives it without (N, V) ever
-    existing.
+    Equals `-logprobs.chunked_logprobs(hidden, q_head, ids)[0]`, which needs no (N, V) tensor.
 
     Args:
         q_all: (N, V) of one head.
@@ -107,11 +103,11 @@ def awac_loss(
     al. 2020).
 
     Args:
-        logprobs: (N,) of the policy at the actions taken.
-        target_q: (N,) minimum of the target Q heads at the actions taken.
+        logprobs: (N,) of the policy for the actions taken.
+        target_q: (N,) minimum of the target Q heads for the actions taken.
         values: (N,).
         beta: 0 gives plain next-token loss.
-        max_weight: caps the weight; None does not.
+        max_weight: upper bound of the weight; None for no bound.
     """
     weight = torch.exp(beta * (target_q - values).detach())
     if max_weight is not None:
@@ -120,12 +116,12 @@ def awac_loss(
 
 
 def ilql_logits(logits: Tensor, target_q: Tensor, values: Tensor, *, beta: float = 1.0) -> Tensor:
-    """log softmax(logits) + β (min target Q − V): what ILQL decodes from, before top-k and temperature.
+    """log softmax(logits) + β (min target Q − V): the logits that ILQL decodes from, before top-k and temperature.
 
     Args:
         logits: (..., V) of the policy.
         target_q: (..., V) minimum over the target Q heads.
-        values: (...) V at the state.
+        values: (...) V of the state.
 
     Returns:
         (..., V) fp32.

@@ -14,14 +14,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 WithEntropy = bool | Literal['detached']
-"""whether the entropy is computed too; 'detached' is as a metric, without a graph: nothing of it is kept for the
-backward pass"""
+"""whether to compute the entropy too; 'detached' computes it without a graph, for metrics"""
 
 CHUNK_ELEMENTS_CPU = 2**22
-"""C · V of a chunk on a CPU: 16 MiB in fp32, which stays near the caches"""
+"""C · V of a chunk on a CPU: 16 MiB in fp32, near the size of the caches"""
 CHUNK_ELEMENTS_ACCELERATOR = 2**26
-"""C · V of a chunk on an accelerator: 256 MiB in fp32, enough rows that the head's weight is not read for a handful of
-them"""
+"""C · V of a chunk on an accelerator: 256 MiB in fp32, enough rows to amortise reading the head's weight"""
 
 
 def logprobs_of(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
@@ -30,7 +28,7 @@ def logprobs_of(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor
     Args:
         logits: (..., V), any float dtype; computed in fp32 (fp64 stays fp64).
         ids: (...) int64.
-        temperature: the one the tokens were drawn with, or the ratio to their behaviour log-probs is not 1.
+        temperature: must be that of sampling, or the ratio to the behaviour log-probs is not 1.
 
     Returns:
         (...) fp32.
@@ -46,7 +44,7 @@ def entropy_of(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
 
 def entropy_graph(with_entropy: WithEntropy) -> AbstractContextManager[Any]:
-    """What the entropy is computed in: gradients as they are, or off for 'detached'."""
+    """Returns the context to compute the entropy in: 'detached' switches gradients off."""
     return torch.set_grad_enabled(torch.is_grad_enabled() and with_entropy is True)
 
 
@@ -60,21 +58,19 @@ def chunked_logprobs(
     vocab_size: int | None = None,
     with_entropy: WithEntropy = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of `ids` (and the entropy) from hidden states, without the (N, V) logits ever existing at once.
+    """Returns log-probs of `ids` (and the entropy) from hidden states, without allocating the (N, V) logits.
 
-    Rows go through the head in chunks. With gradients enabled, each chunk is recomputed in the backward pass instead of
-    being kept, so memory does not grow with N; when one chunk holds everything there is nothing to save and nothing is
-    recomputed.
+    The head is applied to chunks of rows. With gradients enabled, each chunk is recomputed in the backward pass, so
+    memory does not grow with N. If all rows fit into one chunk, nothing is recomputed.
 
     Args:
         hidden: (N, D) states that predict the tokens.
-        head: (C, D) → (C, V) logits, row by row and without randomness.
+        head: (C, D) → (C, V) logits; rows are independent, and there is no randomness.
         ids: (N,) int64.
         temperature: divides the logits.
         chunk_size: rows of a chunk; None bounds C · V by `CHUNK_ELEMENTS_CPU` or `CHUNK_ELEMENTS_ACCELERATOR`.
-        vocab_size: V. None takes `head.out_features`, or sends one row through the head to see; needed only without
-            `chunk_size`.
-        with_entropy: also compute the entropy; 'detached': without gradients, the same numbers.
+        vocab_size: V, used only without `chunk_size`. None reads `head.out_features`, or applies the head to one row.
+        with_entropy: also compute the entropy; 'detached' without gradients.
 
     Returns:
         log-probs (N,) fp32, and entropy (N,) fp32 or None.
@@ -98,14 +94,14 @@ def chunked_logprobs(
 
 
 def map_row_chunks(fn: Callable[..., tuple[Tensor, ...]], *inputs: Tensor, chunk_size: int) -> tuple[Tensor, ...]:
-    """`fn` over chunks of rows, its results concatenated; each chunk is recomputed in the backward pass.
+    """Applies `fn` to chunks of rows and concatenates the results; each chunk is recomputed in the backward pass.
 
-    For any head that makes something small out of something wide, such as a Q head over the vocabulary.
+    For a head with a wide intermediate and a small result, such as a Q head over the vocabulary.
 
     Args:
-        fn: takes a chunk of each input and returns a tuple of tensors with as many rows. Must not draw random numbers.
+        fn: takes a chunk of each input and returns a tuple of tensors with as many rows. Must not use random numbers.
         inputs: tensors with N rows each.
-        chunk_size: rows of a chunk, at least 1. With N <= chunk_size, `fn` is simply called.
+        chunk_size: rows of a chunk, at least 1. With N <= chunk_size, `fn` is called directly.
     """
     if chunk_size < 1:
         raise ValueError(f'chunk_size={chunk_size} must be at least 1')
@@ -122,25 +118,25 @@ def map_row_chunks(fn: Callable[..., tuple[Tensor, ...]], *inputs: Tensor, chunk
 
 
 def rows_per_chunk(hidden: Tensor, head: Callable[[Tensor], Tensor], vocab_size: int | None = None) -> int:
-    """Rows of a chunk such that rows · V stays within the bound of the device; at least 1."""
+    """Returns the largest number of rows such that rows · V is within the bound of the device; at least 1."""
     if vocab_size is None:
         vocab_size = getattr(head, 'out_features', None)
     if vocab_size is None:
         if hidden.shape[0] == 0:
             return 1
-        # With gradients as they are: a first use under no_grad would leave autocast with a cached weight that has none.
+        # Not under no_grad: autocast would cache a weight without gradient.
         vocab_size = head(hidden[:1]).shape[-1]
     return max(1, chunk_elements(hidden) // int(vocab_size))
 
 
 def kind_of_device(x: Tensor) -> str:
-    """'cpu', 'cuda' and so on: by this the size of chunks and the way of computing log-probs are chosen. The planner,
-    whose tensors are a CPU's, puts the planned device in its place."""
+    """Returns 'cpu', 'cuda' and so on, which chooses the chunk size and the kernel of log-probs. The planner replaces
+    this function to get those of the planned device."""
     return x.device.type
 
 
 def chunk_elements(x: Tensor) -> int:
-    """C · V of a chunk on the device of x."""
+    """Returns C · V of a chunk on the device of x."""
     return CHUNK_ELEMENTS_CPU if kind_of_device(x) == 'cpu' else CHUNK_ELEMENTS_ACCELERATOR
 
 
@@ -156,7 +152,7 @@ def _select(logp: Tensor, ids: Tensor) -> Tensor:
 
 
 def _entropy(logp: Tensor) -> Tensor:
-    # The clamp makes 0 · −inf a 0, in the gradient too.
+    # The clamp makes 0 · −inf 0, in the gradient too.
     return -(logp.exp() * logp.clamp_min(torch.finfo(logp.dtype).min)).sum(dim=-1)
 
 

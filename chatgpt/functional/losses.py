@@ -1,6 +1,6 @@
-"""Losses beside PPO's: of other policy methods, of reward models, and the log-prob of a sequence.
+"""Losses of policy methods other than PPO and of reward models, importance weights, and the log-prob of a sequence.
 
-Every loss is unreduced: one number per token (N,) or per sequence (B,); see `chatgpt.functional.ppo.aggregate`.
+Losses are unreduced: one number per token (N,) or per sequence (B,); see `chatgpt.functional.ppo.aggregate`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def gspo_policy_loss(
 ) -> Tensor:
     """The clipped loss with one ratio per sequence, s = exp(mean_t (logprobs − old_logprobs)), on each of its tokens.
 
-    Source: GSPO, Zheng et al. 2025, "Group sequence policy optimization", equations 5 and 7; the paper's clip range is
-    the default. Its objective is `aggregate` in mode 'sequence', with a sequence's advantage on all its tokens
+    Source: GSPO, Zheng et al. 2025, "Group sequence policy optimization", equations 5 and 7; the default clip range is
+    the paper's. Its objective is `aggregate` in mode 'sequence', with a sequence's advantage on all its tokens
     (`advantages.spread`).
 
     Args:
@@ -50,11 +50,11 @@ def cispo_policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor
     """−A · sg(min(ρ, 1 + eps_high)) · log π with ρ = π / π_old: the weight is clipped, not the update, so every token
     keeps a gradient.
 
-    Source: CISPO, MiniMax-M1, arXiv 2506.13585, section 3.1, equations 4 and 5. The paper's weight may have a lower
-    bound as well, which its runs left out; so does this. Its objective is `aggregate` in mode 'token'.
+    Source: CISPO, MiniMax-M1, arXiv 2506.13585, section 3.1, equations 4 and 5, without the optional lower bound of the
+    weight, which the paper's runs do not use either. Its objective is `aggregate` in mode 'token'.
 
     Args:
-        logprobs: (N,) or any shape, of the policy that learns.
+        logprobs: (N,) or any shape, of the current policy.
         old_logprobs: same shape, of the policy that collected; constants.
         advantages: same shape; constants.
 
@@ -69,7 +69,8 @@ def cispo_policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor
 def sequence_log_ratio(
     logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, rows: Tensor, num_sequences: int
 ) -> Tensor:
-    """mean over a sequence's tokens of logprobs − old_logprobs, on each of its tokens: (N,). See `gspo_policy_loss`."""
+    """Returns the mean of logprobs − old_logprobs of each sequence, on each of its tokens: (N,). See
+    `gspo_policy_loss`."""
     return segment_mean(logprobs - old_logprobs, rows, num_sequences, mask=mask)[rows]
 
 
@@ -96,7 +97,7 @@ def pairwise_log_exp_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
     """log(1 + exp(rejected − chosen)), per pair: the log-exp form of the pairwise loss, equal to the log-sigmoid one.
 
     Source: Askell et al. 2021, "A general language assistant as a laboratory for alignment". Computed as logaddexp,
-    which neither overflows nor rounds a large difference.
+    which does not overflow.
     """
     difference = rejected - chosen
     return torch.logaddexp(torch.zeros_like(difference), difference)
@@ -108,18 +109,18 @@ class RankedPairs(NamedTuple):
     worse: Tensor
     """(P,) int64 positions"""
     weights: Tensor
-    """(P,) fp32, 1 / (pairs of the group): the weights of a prompt sum to 1"""
+    """(P,) fp32, 1 / (pairs of the group), so that the weights of a prompt sum to 1"""
 
 
 def ranked_pairs(groups: Tensor, ranks: Tensor) -> RankedPairs:
-    """All pairs of answers to one prompt that differ in rank: C(K, 2) of K answers without ties.
+    """Returns all pairs of responses to one prompt that differ in rank: C(K, 2) for K responses without ties.
 
     With s = scores, Σ weights · pairwise loss(s[better], s[worse]) / prompts is Ouyang et al. 2022, equation 1. All
-    pairs of a prompt belong into one batch, or answers are seen several times per epoch and the model overfits (section
-    3.5 there).
+    pairs of a prompt belong in one batch: otherwise the model sees responses several times per epoch and overfits
+    (section 3.5 there).
 
     Args:
-        groups: (M,) int64, equal for answers to one prompt.
+        groups: (M,) int64, equal for responses to one prompt.
         ranks: (M,) lower is better; equal ranks make no pair.
     """
     better, worse = ((groups[:, None] == groups[None, :]) & (ranks[:, None] < ranks[None, :])).nonzero(as_tuple=True)
@@ -128,27 +129,27 @@ def ranked_pairs(groups: Tensor, ranks: Tensor) -> RankedPairs:
 
 
 def importance_weighted(estimate: Tensor, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """ρ · estimate with ρ = exp(logprobs − old_logprobs), per token; the gradient goes through both.
+    """ρ · estimate with ρ = exp(logprobs − old_logprobs), per token; both factors have a gradient.
 
-    KL estimators assume tokens drawn from the policy being trained; these came from π_old. The weight ρ removes that
-    bias, and makes the gradient of ρ · k3 the gradient of the KL, which that of k3 alone is not. Source: DeepSeek-V3.2,
-    arXiv 2512.02556, section 3.1, "Unbiased KL estimate"; TRL's `use_bias_correction_kl`.
+    KL estimators assume tokens sampled from the current policy, but these are from π_old. The weight ρ removes that
+    bias. The expected gradient of ρ · k3 is the gradient of the KL, which that of k3 alone is not. Source:
+    DeepSeek-V3.2, arXiv 2512.02556, section 3.1, "Unbiased KL estimate"; TRL's `use_bias_correction_kl`.
 
     Args:
-        estimate: (N,) or any shape, as `kl_penalty` gives it.
-        logprobs: same shape, of the policy that learns.
+        estimate: (N,) or any shape, from `kl_penalty`.
+        logprobs: same shape, of the current policy.
         old_logprobs: same shape, of the policy that collected; constants.
     """
     return ratio_of(logprobs - old_logprobs) * estimate
 
 
 def truncated_importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, cap: float = 2.0) -> Tensor:
-    """min(exp(logprobs − behaviour_logprobs), cap), a constant weight per token.
+    """min(exp(logprobs − behaviour_logprobs), cap), a weight per token without gradient, to multiply the policy loss
+    by.
 
-    For engines whose log-probs differ from the trainer's: `logprobs` are the trainer's for the very weights that
-    generated (the old ones), `behaviour_logprobs` the engine's. Multiply the policy loss by it. Sources: Ionides 2008,
-    "Truncated importance sampling"; for language models Yao et al. 2025, "Your efficient RL framework secretly brings
-    you off-policy RL training".
+    For engines that compute other log-probs than the trainer from the same weights: `logprobs` are the trainer's old
+    log-probs, `behaviour_logprobs` the engine's. Sources: Ionides 2008, "Truncated importance sampling"; for language
+    models Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
     """
     if not cap > 0:
         raise ValueError(f'cap={cap!r} must be positive')
@@ -158,8 +159,8 @@ def truncated_importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, c
 def sequence_logprobs(
     logprobs: Tensor, mask: Tensor, rows: Tensor, num_sequences: int, *, average: bool = False
 ) -> Tensor:
-    """log π(response | prompt) of each sequence, (B,): the sum over its tokens that count, or their mean with
-    `average`."""
+    """Returns log π(response | prompt) of each sequence, (B,): the sum over its tokens that count, or with `average`
+    their mean."""
     fold = segment_mean if average else segment_sum
     return fold(logprobs, rows, num_sequences, mask=mask)
 
@@ -172,8 +173,8 @@ def kl_full(logits: Tensor, ref_logits: Tensor) -> Tensor:
         ref_logits: (..., V) of the reference, likewise.
 
     Returns:
-        (...) fp32 (fp64 for fp64 logits). Tokens that the policy cannot draw (−inf) add 0; a token that only the
-        reference cannot draw counts as if its log-prob were the lowest finite number.
+        (...) fp32 (fp64 for fp64 logits). Logits of −inf of the policy add 0; those of the reference alone are treated
+        as the lowest finite log-prob.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     lowest = torch.finfo(dtype).min

@@ -1,7 +1,7 @@
 """Sums, means, variances and whitening over the tokens that count, and sums per sequence.
 
-Sums are accumulated in float64, so that neither the order nor the cut of a batch shows in a float32 result. Values
-where the mask is False are never read: they may be NaN or infinite.
+Sums are accumulated in float64, so that the order and the micro-batches of a batch do not change a float32 result.
+Values where the mask is False are never read: they may be NaN or infinite.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Sum of x where mask is True; 0 where nothing counts.
+    """Returns the sum of x where mask is True; 0 if nothing counts.
 
     Args:
         x: any shape, floating point.
@@ -21,24 +21,22 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
         scalar of x's dtype. Differentiable.
 
     Raises:
-        ValueError: the mask is not bool, or its shape is not that of x.
+        ValueError: the mask is not bool, or has another shape than x.
     """
     _check(x, mask)
     return _kept(x, mask).sum().to(x.dtype)
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of x where mask is True, scalar of x's dtype; 0 where nothing counts. Arguments as in `masked_sum`."""
+    """Returns the mean of x where mask is True, scalar of x's dtype; 0 if nothing counts. Arguments as in
+    `masked_sum`."""
     _check(x, mask)
     return _moments(x, mask)[1].to(x.dtype)
 
 
 def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor:
-    """Variance of x where mask is True, scalar of x's dtype, in two passes: Σ (x − mean)² / (n − 1), or / n when not
-    `unbiased`.
-
-    0 for no or one token that counts. Arguments as in `masked_sum`.
-    """
+    """Returns the variance of x where mask is True, scalar of x's dtype, in two passes: Σ (x − mean)² / (n − 1), or / n
+    if not `unbiased`; 0 if at most one token counts. Arguments as in `masked_sum`."""
     _check(x, mask)
     count, mean = _moments(x, mask)
     return _variance(x, mask, count, mean, unbiased).to(x.dtype)
@@ -47,23 +45,23 @@ def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor:
 def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, unbiased: bool = True, eps: float = 1e-8) -> Tensor:
     """(x − mean) / sqrt(var + eps) over the tokens that count; with `shift_mean=False` x / sqrt(var + eps).
 
-    Advantages are shifted and scaled, rewards only scaled: a shift of the rewards would pay for every further token
+    Advantages are shifted and scaled, rewards only scaled: shifted rewards would reward or punish every further token
     ("The N implementation details of RLHF with PPO", reward and advantage whitening; its code adds the mean back after
     scaling instead of scaling it too).
 
     Args:
         x: any shape, floating point.
         mask: same shape, bool, True = counts.
-        shift_mean: True subtracts the mean. False leaves the sign of every value as it is.
+        shift_mean: True subtracts the mean. False keeps the sign of every value.
 
     Returns:
-        x's shape and dtype, 0 where the mask is False. A constant, a single token included, has no scale and is not
-        divided: it becomes 0 with `shift_mean` and stays itself without.
+        x's shape and dtype, 0 where the mask is False. A constant, a single token included, is not divided: it becomes
+        0 with `shift_mean` and stays the same without.
     """
     _check(x, mask)
     count, mean = _moments(x, mask)
     var = _variance(x, mask, count, mean, unbiased)
-    # Equal values leave rounding errors of relative size 1e-7 in fp32; dividing by those would make noise of them.
+    # Equal values have rounding errors of relative size 1e-7 in fp32; dividing by their std would amplify that noise.
     constant = var <= 1e-12 * mean.square()
     scale = torch.where(constant, torch.ones_like(var), (var + eps).rsqrt())
     centred = _kept(x, mask) - mean if shift_mean else _kept(x, mask)
@@ -71,17 +69,16 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, unbiased: bool =
 
 
 def segment_sum(x: Tensor, rows: Tensor, num_segments: int, *, mask: Tensor | None = None) -> Tensor:
-    """Sum of x per sequence.
+    """Returns the sum of x per sequence.
 
     Args:
         x: (N,) per token.
-        rows: (N,) int64, the sequence each token belongs to, in any order.
+        rows: (N,) int64, the sequence of each token, in any order.
         num_segments: B, the number of sequences.
         mask: (N,) bool, True = counts; None counts all.
 
     Returns:
-        (B,) of x's dtype, 0 for a sequence without tokens that count. Differentiable. The same inputs give the same
-        bits on CUDA too.
+        (B,) of x's dtype, 0 for a sequence without tokens that count. Differentiable. Deterministic, on CUDA too.
     """
     if x.dim() != 1 or x.shape != rows.shape:
         raise ValueError(f'x and rows must be 1-D and of one length; got {tuple(x.shape)} and {tuple(rows.shape)}')
@@ -98,14 +95,14 @@ def segment_sum(x: Tensor, rows: Tensor, num_segments: int, *, mask: Tensor | No
 
 
 def segment_count(rows: Tensor, num_segments: int, *, mask: Tensor | None = None) -> Tensor:
-    """(B,) int64: tokens that count per sequence. Arguments as in `segment_sum`."""
-    # Not `bincount`, nor `rows[mask]`: their sizes are the device's to tell, and the host would wait for them.
+    """Returns the number of tokens that count per sequence, (B,) int64. Arguments as in `segment_sum`."""
+    # `bincount` and `rows[mask]` would make the host wait for the sizes of their results.
     counted = torch.ones_like(rows) if mask is None else mask.to(rows.dtype)
     return rows.new_zeros(num_segments).index_add(0, rows, counted)
 
 
 def segment_mean(x: Tensor, rows: Tensor, num_segments: int, *, mask: Tensor | None = None) -> Tensor:
-    """Mean of x per sequence, (B,); 0 for a sequence without tokens that count. Arguments as in `segment_sum`."""
+    """Returns the mean of x per sequence, (B,); 0 for one without tokens that count. Arguments as in `segment_sum`."""
     total = segment_sum(x, rows, num_segments, mask=mask)
     return total / segment_count(rows, num_segments, mask=mask).clamp_min(1).to(x.dtype)
 
@@ -118,7 +115,7 @@ def _check(x: Tensor, mask: Tensor) -> None:
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """What sums are accumulated in: float64 wherever the device has it."""
+    """Returns the dtype of accumulation: float64 if the device has it."""
     return torch.float32 if x.device.type == 'mps' else torch.float64
 
 
@@ -128,7 +125,7 @@ def _kept(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Count and mean, as wide scalars."""
+    """Returns count and mean, as scalars of the dtype of accumulation."""
     total = _kept(x, mask).sum()
     count = mask.sum().to(total.dtype)
     return count, total / count.clamp_min(1)

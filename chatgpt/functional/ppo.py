@@ -1,16 +1,16 @@
-"""The maths of PPO: rewards of tokens and GAE, clipped losses and their aggregation, KL estimators and coefficients,
-and what is measured beside them.
+"""Formulas of PPO: token rewards and GAE, clipped losses and their aggregation, KL estimators and coefficients, and
+statistics of the policy and the values.
 
-Advantages: lists of one 1-D tensor per sequence, each of its own length A. Work is vectorised over sequences by
-elementwise operations only, so a sequence's numbers are the same bits whatever else is in the list. A token whose mask
-is False (tool output inside a response) is no step: the next token that counts is the successor of the one before;
-rewards and values at such tokens are never read, advantages and returns there are 0.
+Advantages: lists of one 1-D tensor per sequence, each of its own length A. Only elementwise operations act across
+sequences, so a sequence's results do not depend on the others in the list, to the bit. A token with mask False (tool
+output inside a response) is not a step: the successor of a token is the next one that counts. Rewards and values at
+such tokens are never read; advantages and returns there are 0.
 
 Losses: unreduced, one number per token, (N,). `aggregate` divides their sum by a *global* count, which gives this
 micro-batch's share of the loss of a whole train batch.
 
-KL, everywhere: the token was drawn from the policy q, and the number estimates KL(q || p) = E_q[log q − log p] to the
-reference p. With r = p / q, log r = ref_logprobs − logprobs.
+KL: tokens are sampled from the policy q, and the result estimates KL(q || p) = E_q[log q − log p] to the reference p.
+With r = p / q, log r = ref_logprobs − logprobs.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Lists = Sequence[Tensor]
 
 
 MAX_LOG_RATIO = 20.0
-"""log-ratios are cut to this before exp: far outside any clip range, and an infinite ratio would make NaN of a masked
-gradient"""
+"""log-ratios are clamped to this before exp: far outside any clip range, and an infinite ratio makes a masked gradient
+NaN"""
 
 
 # ------------------------------------------------------------------ rewards and advantages
@@ -39,7 +39,7 @@ gradient"""
 def token_rewards(
     kl: Tensor, beta: float, score: float | Tensor, mask: Tensor, *, token_scores: Tensor | None = None
 ) -> Tensor:
-    """reward[t] = −beta · kl[t] (+ token_scores[t]), and the score added once, at the last token that counts.
+    """reward[t] = −beta · kl[t] (+ token_scores[t]); the score is added at the last token that counts.
 
     Source: Ziegler et al. 2019, equation 2 (the score minus β log(π / ρ)), per token as in Stiennon et al. 2020 and
     "The N implementation details of RLHF with PPO". All (A,); the mask is bool, True = counts.
@@ -75,14 +75,14 @@ def gae(
     V and A after the last token that counts are 0. Source: Schulman et al. 2016, equation 16; returns as in
     "The 37 implementation details of PPO", detail 5.
 
-    With `value_lam` the returns, which the critic learns, come from advantages with that λ, and the policy's advantages
-    from `lam`: a λ of 1 gives the critic targets without its own bias, while the policy keeps a lower variance. Source:
-    VC-PPO, Yuan et al. 2025, arXiv 2503.01491, "Decoupled-GAE".
+    With `value_lam` the returns, the targets of the critic, use that λ, and the advantages `lam`: a λ of 1 gives the
+    critic unbiased targets, while a smaller one gives the policy a lower variance. Source: VC-PPO, Yuan et al. 2025,
+    arXiv 2503.01491, "Decoupled-GAE".
 
     Args:
-        rewards, values, masks: per sequence (A,); values at the state before each token; bool, True = counts.
+        rewards, values, masks: per sequence (A,); values of the state before each token; bool, True = counts.
         lam: λ, one for all or one per sequence (`length_lam`).
-        value_lam: λ of the returns; None is that of the advantages.
+        value_lam: λ of the returns; None for `lam`.
 
     Returns:
         advantages and returns, per sequence (A,).
@@ -103,7 +103,7 @@ def gae(
 
 
 def _discounted_deltas(r: Tensor, v: Tensor, m: Tensor, gamma: float, lam: float | Sequence[float]) -> Tensor:
-    """A[t] = δ[t] + γ λ A[t+1] of (longest A, B) rewards, values and mask."""
+    """Returns A[t] = δ[t] + γ λ A[t+1] from rewards, values and mask of shape (longest A, B)."""
     if not isinstance(lam, (int, float)) and len(lam) != r.shape[1]:
         raise ValueError(f'lam has {len(lam)} numbers for {r.shape[1]} sequences')
     decay = gamma * lam if isinstance(lam, (int, float)) else r.new_tensor([gamma * each for each in lam])
@@ -119,7 +119,7 @@ def _discounted_deltas(r: Tensor, v: Tensor, m: Tensor, gamma: float, lam: float
 
 
 def check_lists(name: str, reference: Lists, given: Lists) -> None:
-    """Raises ValueError where the lists differ in length, in a shape, or where a mask is not bool."""
+    """Raises ValueError if the lists differ in length or in a shape, or a mask is not bool."""
     if len(reference) != len(given):
         raise ValueError(f'{name} has {len(given)} sequences, {len(reference)} were expected')
     for i, (a, b) in enumerate(zip(reference, given, strict=True)):
@@ -148,8 +148,8 @@ def clipped_policy_loss(
     "Mastering complex control in MOBA games with deep reinforcement learning").
 
     Args:
-        logprobs: (N,) or any shape, of the policy that learns.
-        old_logprobs, advantages: same shape, constants; the log-probs of the policy that collected.
+        logprobs: (N,) or any shape, of the current policy.
+        old_logprobs, advantages: same shape, constants; `old_logprobs` of the policy that collected.
         eps_high: None means eps_low.
         dual_clip: c > 1, or None.
     """
@@ -185,7 +185,7 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
 
     Args:
         values: (N,) or any shape.
-        old_values, returns: same shape, constants; values of when the experience was made.
+        old_values, returns: same shape, constants; values from collecting.
         clip: ε > 0, or None.
     """
     error = (values - returns).square()
@@ -205,7 +205,7 @@ def aggregate(
     mode: Aggregation = 'token',
     normalizer: float | Tensor = 1.0,
 ) -> Tensor:
-    """This micro-batch's share of a loss.
+    """Returns this micro-batch's share of a loss.
 
         'token'         Σ_t loss / normalizer                  normalizer: tokens that count
         'sequence'      Σ_b mean_{t in b} loss / normalizer    normalizer: sequences
@@ -217,10 +217,10 @@ def aggregate(
     Args:
         loss, mask, rows: (N,) per token: its loss, whether it counts, its sequence (int64).
         num_sequences: B of this micro-batch.
-        normalizer: over the whole train batch, all ranks and micro-batches; `aggregation_count` gives a part's share.
+        normalizer: of the whole train batch, all ranks and micro-batches: a sum of `aggregation_count`.
 
     Returns:
-        scalar; 0 where nothing counts. A sequence without tokens that count adds 0.
+        scalar; 0 if nothing counts. A sequence without tokens that count adds 0.
     """
     _check_mode(mode)
     if not isinstance(normalizer, Tensor) and not normalizer > 0:
@@ -233,10 +233,8 @@ def aggregate(
 def aggregation_count(
     mask: Tensor, rows: Tensor, num_sequences: int, mode: Aggregation = 'token', constant_length: int | None = None
 ) -> int:
-    """What a part of the train batch adds to `aggregate`'s normalizer: tokens, sequences, or sequences ×
-    `constant_length`.
-
-    Only tokens whose mask is True, and sequences with at least one of them, are counted.
+    """Returns the share of `aggregate`'s normalizer of a part of the train batch: tokens, sequences, or sequences ×
+    `constant_length`. Only tokens with mask True, and sequences with at least one of them, are counted.
     """
     _check_mode(mode)
     if mode == 'token':
@@ -261,15 +259,15 @@ def _check_mode(mode: str) -> None:
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = 'k1') -> Tensor:
-    """Estimate of KL(policy || reference) from one token drawn from the policy, with log r = ref_logprobs − logprobs.
+    """Estimates KL(policy || reference) from a token sampled from the policy, with log r = ref_logprobs − logprobs.
 
         k1 = −log r             unbiased; may be negative
         k2 = ½ (log r)²         biased, never negative
-        k3 = (r − 1) − log r    unbiased, never negative; log r above MAX_LOG_RATIO counts as that, without gradient
+        k3 = (r − 1) − log r    unbiased, never negative; log r is clamped to MAX_LOG_RATIO
         abs = |log r|
 
-    Source: Schulman 2020, "Approximating KL divergence"; TRL calls k2 'mse'. As a loss on tokens drawn from the policy
-    itself, the expected gradient of k1 is 0 and that of k2 is the gradient of the KL; k3, the choice of GRPO (Shao et
+    Source: Schulman 2020, "Approximating KL divergence"; TRL calls k2 'mse'. As a loss on tokens sampled from the
+    policy, the expected gradient of k1 is 0 and that of k2 is the gradient of the KL; k3, the choice of GRPO (Shao et
     al. 2024, equation 4), agrees with it to first order in log r.
 
     Raises:
@@ -286,13 +284,13 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = 'k1') -> T
         return 0.5 * log_r.square()
     if kind == 'k3':
         log_r = log_r.clamp_max(MAX_LOG_RATIO)
-        # expm1, because r − 1 of an r near 1 would lose every digit that k3 is made of.
+        # expm1, because r − 1 cancels for r near 1.
         return torch.expm1(log_r) - log_r
     return log_r.abs()
 
 
 class FixedKLController:
-    """A KL coefficient that stays what it is."""
+    """A constant KL coefficient."""
 
     kind = 'fixed'
 
@@ -302,7 +300,7 @@ class FixedKLController:
         self.value = float(coef)
 
     def update(self, kl: float, num_samples: int) -> None:
-        """After `num_samples` responses, of all ranks, with this mean KL per response."""
+        """Updates the coefficient after `num_samples` responses, of all ranks, with this mean KL per response."""
 
     def state_dict(self) -> dict[str, Any]:
         return {'kind': self.kind, 'value': self.value}
@@ -317,7 +315,7 @@ class FixedKLController:
 
 
 class AdaptiveKLController(FixedKLController):
-    """A KL coefficient that follows a target.
+    """A KL coefficient that keeps the KL near a target.
 
         value ← value · (1 + clip(kl / target − 1, −0.2, 0.2) · num_samples / horizon)
 
@@ -342,11 +340,11 @@ class AdaptiveKLController(FixedKLController):
         self.value *= 1.0 + error * num_samples / self.horizon
 
 
-# ------------------------------------------------------------------ measured
+# ------------------------------------------------------------------ statistics
 
 
 class PolicyStats(NamedTuple):
-    """Sums over the tokens that count, to be divided by `num_tokens`: fp64 scalars without gradient."""
+    """Sums over the tokens that count, to divide by `num_tokens`: fp64 scalars without gradient."""
 
     num_tokens: Tensor
     approx_kl: Tensor
@@ -354,19 +352,19 @@ class PolicyStats(NamedTuple):
     approx_kl_k3: Tensor
     """k3: Σ (ρ − 1) − log ρ"""
     clipped: Tensor
-    """tokens whose ratio lies outside the clip range"""
+    """tokens with a ratio outside the clip range"""
     ratio: Tensor
     ratio_min: Tensor
-    """+inf where nothing counts"""
+    """+inf if nothing counts"""
     ratio_max: Tensor
-    """−inf where nothing counts"""
+    """−inf if nothing counts"""
 
 
 @torch.no_grad()
 def policy_stats(
     logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, eps_low: float = 0.2, eps_high: float | None = None
 ) -> PolicyStats:
-    """How far the policy has moved from the one that collected; ρ = exp(logprobs − old_logprobs), all (N,).
+    """Returns how far the policy is from the one that collected; ρ = exp(logprobs − old_logprobs), all (N,).
 
     Sources: "The 37 implementation details of PPO", detail 12 (clip fraction: |ρ − 1| beyond the range, approximate
     KL); Schulman 2020 for k1, k3.
@@ -387,14 +385,14 @@ def policy_stats(
 
 
 def _greatest(x: Tensor, mask: Tensor) -> Tensor:
-    """−inf where nothing counts."""
+    """Returns the maximum over the tokens that count, −inf if nothing counts."""
     lowest = x.new_full((1,), -float('inf'))
     return torch.cat([x.masked_fill(~mask, -float('inf')).flatten(), lowest]).max()
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """1 − Var(R − V) / Var(R) over the tokens that count: 1 is perfect, 0 no better than a constant; 0 where R does not
-    vary."""
+    """1 − Var(R − V) / Var(R) over the tokens that count: 1 is perfect, 0 no better than a constant; 0 if R is
+    constant."""
     total = masked_var(returns.double(), mask, unbiased=False)
     rest = masked_var(returns.double() - values.double(), mask, unbiased=False)
     safe = torch.where(total > 0, total, torch.ones_like(total))

@@ -1,7 +1,7 @@
 """Preference losses: the DPO family, KTO, ORPO, SimPO. One number per pair, or per response for KTO, unreduced.
 
-Inputs are log-probs of whole responses, (B,): sums over their tokens, or means where a method says so
-(`losses.sequence_logprobs` makes both). "Margin" is the difference of log-ratios that `dpo_margin` computes; the
+Inputs are log-probs of whole responses, (B,): sums over their tokens, or means where stated
+(`losses.sequence_logprobs` returns either). "Margin" is the difference of log-ratios that `dpo_margin` computes; the
 implicit reward of a response is β (log π − log π_ref), so β · margin is chosen reward − rejected reward.
 """
 
@@ -32,8 +32,7 @@ def ipo_loss(margin: Tensor, *, beta: float = 0.1) -> Tensor:
 def cdpo_loss(margin: Tensor, *, beta: float = 0.1, label_smoothing: float = 0.1) -> Tensor:
     """−(1 − ε) log σ(β margin) − ε log σ(−β margin): labels are flipped with probability ε.
 
-    Source: conservative DPO, Mitchell 2023, "A note on DPO with noisy preferences". Its minimum lies at σ(β margin) = 1
-    − ε.
+    Source: conservative DPO, Mitchell 2023, "A note on DPO with noisy preferences". Minimal at σ(β margin) = 1 − ε.
     """
     _check_beta(beta)
     _check_smoothing(label_smoothing)
@@ -44,8 +43,8 @@ def cdpo_loss(margin: Tensor, *, beta: float = 0.1, label_smoothing: float = 0.1
 def robust_dpo_loss(margin: Tensor, *, beta: float = 0.1, label_smoothing: float = 0.1) -> Tensor:
     """(−(1 − ε) log σ(β margin) + ε log σ(−β margin)) / (1 − 2ε).
 
-    With labels flipped at rate ε, its expectation is the DPO loss of the clean labels. Source: robust DPO, Chowdhury et
-    al. 2024, "Provably robust DPO".
+    If labels are flipped with probability ε, its expectation is the DPO loss of the clean labels. Source: robust DPO,
+    Chowdhury et al. 2024, "Provably robust DPO".
     """
     _check_beta(beta)
     _check_smoothing(label_smoothing)
@@ -116,10 +115,10 @@ def simpo_loss(chosen_mean: Tensor, rejected_mean: Tensor, *, beta: float = 2.0,
 
 def _log_odds(logp: Tensor) -> Tensor:
     """log(P / (1 − P)) from log P; 1 − P by expm1 near P = 1 and log1p far from it (Mächler 2012, log1mexp)."""
-    # A response that is certain has infinite odds; one step below certainty keeps loss and gradient finite.
+    # P = 1 has infinite odds; the clamp keeps loss and gradient finite.
     logp = logp.clamp_max(-torch.finfo(logp.dtype).eps)
     near_one = logp > -0.6931471805599453
-    # Each branch sees only inputs that are safe for it, because where() passes the gradient of both.
+    # where() passes the gradients of both branches, so each gets only inputs that are safe for it.
     close = torch.log(-torch.expm1(torch.where(near_one, logp, torch.full_like(logp, -0.5))))
     far = torch.log1p(-torch.exp(torch.where(near_one, torch.full_like(logp, -1.0), logp)))
     return logp - torch.where(near_one, close, far)

@@ -395,7 +395,7 @@ def reward_model_inputs(folder: str, tokenizer: Any, *, trust_remote_code: bool 
 
     A decoder and an encoder-decoder read other special tokens of one tokenizer."""
     config = load_config(folder, trust_remote_code=trust_remote_code)
-    other_kind = is_for_encoder_decoder(tokenizer) != layout_of(config).apart
+    other_kind = is_for_encoder_decoder(tokenizer) != layout_of(config).is_encoder_decoder
     own = None
     if not Path(folder).is_dir() or Path(folder, 'tokenizer_config.json').is_file():
         own = load_tokenizer(folder, trust_remote_code=trust_remote_code)

@@ -1,9 +1,8 @@
-"""The policy: any Hugging Face causal LM or encoder-decoder, asked for log-probs of given tokens.
+"""The policy: computes log-probs of given tokens with any Hugging Face causal LM or encoder-decoder.
 
-Hidden states of the response positions go through the head in chunks, so logits of a whole batch never exist, and
-prompt positions never see the head. Everything that needs gradients or sharded weights happens inside `forward`.
-
-Left out: generation (`chatgpt.rollout`), losses.
+The head is applied only to the hidden states of response positions, and in chunks, so that the logits of a whole batch
+are never allocated. Everything that needs gradients or sharded weights is inside `forward`. Generation is in
+`chatgpt.rollout`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from chatgpt.nn.heads import critic_head, in_fp32
 from chatgpt.nn.layouts import layout_of
 from chatgpt.nn.loading import Role, add_lora, load_causal_lm
 from chatgpt.nn.own_head import head_is_linear, head_is_linear_by_form, own_logits
-from chatgpt.nn.packing import check_company, enable_packing, flat_hidden, rows_joined
+from chatgpt.nn.packing import check_batch_independence, enable_packing, flat_hidden, rows_joined
 from chatgpt.nn.trunk import (
     base_model,
     hidden_size,
@@ -41,15 +40,15 @@ class PolicyOutput(NamedTuple):
     """Per-action results of a batch, flat: N is the number of actions of all its sequences."""
 
     logprobs: Tensor
-    """(N,) fp32, log π(action | state) at the temperature asked for"""
+    """(N,) fp32, log π(action | state) at the given temperature"""
     entropy: Tensor | None = None
     """(N,) fp32, in nats"""
     values: Tensor | None = None
-    """(N,) fp32, when the actor carries a value head"""
+    """(N,) fp32, if the actor has a value head"""
     logits: Tensor | None = None
     """(N, V) in the model's dtype, not divided by the temperature; only on request"""
     reference: PolicyOutput | None = None
-    """of a hydra's frozen branch on the same trunk; only on request"""
+    """output of a hydra's frozen branch on the same trunk; only on request"""
 
 
 class Actor(Role):
@@ -66,7 +65,7 @@ class Actor(Role):
             everything.
 
     Raises:
-        ValueError: `model` is no language model, or its logits do not follow from its last hidden state.
+        ValueError: `model` is not a language model, or its logits do not follow from its last hidden state.
     """
 
     by_name = 'AutoActor(pretrained=NAME_OR_FOLDER)'
@@ -94,10 +93,10 @@ class Actor(Role):
             raise ValueError(
                 'lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one'
             )
-        # Whether the output layer alone gives the model's logits; else its own head is used. None: not known yet.
+        # True if the logits are the output layer applied to the last hidden state; None if not known yet.
         self._linear_head = (head_is_linear_by_form if is_meta(model) else head_is_linear)(self.model)
         enable_packing(base_model(model))
-        check_company(base_model(model))
+        check_batch_independence(base_model(model))
         add_lora(model, lora_rank, lora_train_bias, lora_options)
         if num_layers_unfrozen not in (None, -1):
             hydra.make_hydra(self, num_layers_unfrozen)
@@ -118,11 +117,11 @@ class Actor(Role):
         with_logits: bool = False,
         with_reference: bool = False,
     ) -> PolicyOutput:
-        """Log-probs of a batch's actions.
+        """Computes log-probs of a batch's actions.
 
         Args:
-            temperature: divides the logits; the one the tokens were sampled with.
-            with_entropy: also the entropy of each action's distribution; 'detached': as a metric, without gradients.
+            temperature: divides the logits; that of sampling.
+            with_entropy: also the entropy of each action's distribution; 'detached' without gradients, for metrics.
             with_logits: also the (N, V) logits, not divided by the temperature; memory for them is not bounded.
             with_reference: also the output of a hydra's reference, from the same pass through the trunk, without
                 gradients.
@@ -151,7 +150,7 @@ class Actor(Role):
         with_logits: bool,
         with_values: bool = True,
     ) -> PolicyOutput:
-        """From the (N, D) states before each action."""
+        """Computes the output from the (N, D) states that predict the actions."""
         values = in_fp32(self.value_head, states) if with_values and self.value_head is not None else None
         if with_logits:
             logits = self.head(states)
@@ -179,25 +178,25 @@ class Actor(Role):
         attention_mask: Tensor | dict[str, Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Hidden states (B, S, D), for engines; `past_key_values` and the like go to the model."""
+        """Returns hidden states (B, S, D), for engines; `past_key_values` and the like are passed to the model."""
         with not_compiled():
             return run_trunk(
                 base_model(self.model), input_ids, position_ids=position_ids, attention_mask=attention_mask, **kwargs
             )
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits (..., V) of hidden states (..., D)."""
-        if not self._linear_head:  # not known yet is as no: the model's own way is always right
+        """Returns logits (..., V) of hidden states (..., D)."""
+        if not self._linear_head:  # also if not known yet: the model's own forward is always right
             return own_logits(self.model, hidden)
         layer = self.model.get_output_embeddings()
         weight = getattr(layer, 'weight', None)
         if weight is not None and weight.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
-            hidden = hidden.to(weight.dtype)  # Mamba's trunk gives fp32 in 16 bits
+            hidden = hidden.to(weight.dtype)  # Mamba's trunk returns fp32 when its weights are in 16 bits
         return layer(hidden)
 
     @property
     def logprob_kernel(self) -> LogprobKernel:
-        """How hidden states become log-probs: 'auto', 'plain', 'fused' or 'liger' (`chatgpt.nn.head_kernels`)."""
+        """The kernel of log-probs: 'auto', 'plain', 'fused' or 'liger' (`chatgpt.nn.head_kernels`)."""
         return self._logprob_kernel
 
     @logprob_kernel.setter
@@ -209,12 +208,12 @@ class Actor(Role):
 
     @property
     def has_reference(self) -> bool:
-        """Whether the actor can serve as its own reference."""
+        """True if the actor can compute the reference itself, with its adapter off or a frozen branch."""
         return lora.has_lora(self) or hydra.has_hydra(self)
 
     def reference(self) -> AbstractContextManager[Any]:
-        """Inside, the actor computes the reference: adapter off, or the frozen top blocks in place of the trained
-        ones."""
+        """Inside this context the actor computes the reference: adapter off, or frozen top blocks instead of the
+        trained ones."""
         if lora.has_lora(self):
             return lora.adapter_disabled(self)
         if hydra.has_hydra(self):
@@ -222,7 +221,7 @@ class Actor(Role):
         raise ValueError('this actor has no reference of its own: it has neither LoRA nor num_layers_unfrozen')
 
     def adapter_disabled(self) -> AbstractContextManager[Any]:
-        """Inside, LoRA adapters do not contribute."""
+        """Inside this context LoRA adapters do not contribute."""
         return lora.adapter_disabled(self)
 
     @classmethod

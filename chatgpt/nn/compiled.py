@@ -1,10 +1,10 @@
-"""The blocks of a model compiled by torch (`torch.compile`) for learning and scoring; generating stays as it is.
+"""`torch.compile` for the blocks of a model in learning and scoring. Generating runs uncompiled.
 
-The parts of a block are compiled (attention's projections, the MLP, norms), each kind as one function for all layers of
-all models, with symbols for sizes. The block stays ordinary code, and with it gradient checkpointing, FSDP2's gathering
-and hydra's recording. Only `forward` of a part's object changes, so names, weights and copies are as before. Attention
-over a packed batch is left out: its work list is Python. What generates runs uncompiled: `Actor.trunk`, and every call
-with a key/value cache.
+The parts of a block are compiled (attention's projections, the MLP, norms), each class as one function for all layers
+of all models, with dynamic shapes. The block itself stays eager, so gradient checkpointing, FSDP2's gathering and
+hydra's recording work as before. Only `forward` of each part is replaced: names, weights and copies do not change.
+Attention over a packed batch is not compiled, because it loops over groups in Python. `Actor.trunk` and every call with
+a key/value cache run uncompiled.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from chatgpt.nn.packing import ATTENTION, packed_attention
 
 MOST_GRAPHS = 64
-"""of one function, where torch's own bound of 8 is reached by four models with and without gradients; beyond it torch
-runs uncompiled"""
+"""most graphs per function, beyond which torch runs uncompiled; four models with and without gradients reach torch's
+own limit of 8"""
 
 _state = threading.local()
 _compiled: dict[tuple[Any, str], Callable[..., Any]] = {}
 
 
 def compile_blocks(model: nn.Module, *, backend: str = 'inductor') -> int:
-    """Let the parts of `model`'s transformer blocks run compiled in every forward that does not generate; returns their
-    number. Numbers agree with the plain ones up to rounding. The first call of each kind compiles, for seconds to
-    minutes. The model may be on the meta device, or prepared by a strategy. A second call changes nothing.
+    """Compiles the parts of `model`'s transformer blocks for every forward that does not generate; returns the number
+    of parts. Results agree with the eager ones up to rounding. The first call of each part compiles, for seconds to
+    minutes. The model may be on the meta device, or prepared by a strategy. A second call of this function changes
+    nothing.
 
-    Raises ValueError for a model without blocks, and without a C++ compiler, which inductor needs.
+    Raises ValueError for a model without blocks, or if the C++ compiler that inductor needs is missing.
     """
     if backend == 'inductor' and not has_compiler():
         raise ValueError('compile_blocks needs a C++ compiler (g++ or clang++, or CXX) for torch.compile; leave it out')
@@ -47,7 +48,7 @@ def compile_blocks(model: nn.Module, *, backend: str = 'inductor') -> int:
             f'compile_blocks: {type(model).__name__} has no transformer blocks that transformers marks as such; leave '
             'it out'
         )
-    _leave_attention_out()
+    _break_graphs_at_attention()
     number = 0
     for block in blocks:
         if 'forward' not in vars(block):
@@ -59,13 +60,13 @@ def compile_blocks(model: nn.Module, *, backend: str = 'inductor') -> int:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether `compile_blocks` was here."""
+    """Returns True if `compile_blocks` has compiled parts of the model."""
     return any(getattr(vars(m).get('forward'), '__func__', None) is _plain_with_cache for m in model.modules())
 
 
 @contextmanager
 def not_compiled() -> Iterator[None]:
-    """Inside, on this thread, compiled parts run as ordinary code."""
+    """Inside this context, on this thread, compiled parts run eagerly."""
     before = getattr(_state, 'plain', False)
     _state.plain = True
     try:
@@ -75,7 +76,7 @@ def not_compiled() -> Iterator[None]:
 
 
 def _plain_with_cache(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A block's forward: the class's own, and uncompiled below where it is called with a cache."""
+    """The forward of a block: its class's own, with uncompiled parts if it is called with a cache."""
     forward = type(self).forward
     if not any(_is_cache(x) for x in (*args, *kwargs.values())):
         return forward(self, *args, **kwargs)
@@ -88,7 +89,7 @@ def _is_cache(value: Any) -> bool:
 
 
 def _forward_of(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """A class's forward, compiled but inside `not_compiled`; one function for all objects of the class."""
+    """Returns a class's forward, compiled except inside `not_compiled`; one function for all objects of the class."""
     key = (forward, backend)
     if key not in _compiled:
         graph = torch.compile(forward, dynamic=True, backend=backend)
@@ -101,12 +102,12 @@ def _forward_of(forward: Callable[..., Any], backend: str) -> Callable[..., Any]
 
 
 def _parts(block: nn.Module) -> list[nn.Module]:
-    """The members of a block that are made of several kernels: not what torch or a linear layer does in one, nor
-    what has been changed before."""
+    """Returns the submodules of a block that run several kernels: no torch modules or linear layers, and none with a
+    replaced forward."""
     return [
         part
         for child in block.children()
-        for part in (child if isinstance(child, nn.ModuleList) else [child])  # T5 lists a block's parts
+        for part in (child if isinstance(child, nn.ModuleList) else [child])  # T5 has a block's parts in a list
         if 'forward' not in vars(part)
         and not type(part).__module__.startswith('torch.')
         and not isinstance(part, nn.Linear)
@@ -114,20 +115,20 @@ def _parts(block: nn.Module) -> list[nn.Module]:
     ]
 
 
-def _leave_attention_out() -> None:
-    """Register the packed attention so that graphs of parts end before it and begin again after it. What is compiled
-    inside `not_compiled`, such as a decode step, goes through."""
+def _break_graphs_at_attention() -> None:
+    """Registers the packed attention with a graph break before and after it. What is compiled inside `not_compiled`,
+    such as a decode step, has no break."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
     AttentionInterface.register(ATTENTION, _attention)
 
 
-_left_out = torch.compiler.disable(packed_attention)
+_uncompiled_attention = torch.compiler.disable(packed_attention)
 
 
 def _attention(*args: Any, **kwargs: Any) -> Any:
-    return (packed_attention if getattr(_state, 'plain', False) else _left_out)(*args, **kwargs)
+    return (packed_attention if getattr(_state, 'plain', False) else _uncompiled_attention)(*args, **kwargs)
 
 
 def has_compiler() -> bool:
-    """Whether there is a C++ compiler for inductor."""
+    """Returns True if there is a C++ compiler for inductor."""
     return any(shutil.which(name) for name in (os.environ.get('CXX', ''), 'c++', 'g++', 'clang++') if name)

@@ -1,4 +1,4 @@
-"""The value model: V at the state before each action."""
+"""The value model: V of the state before each action."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from chatgpt.nn.heads import critic_head, in_fp32
 from chatgpt.nn.loading import Role, add_lora, load_base_model, trunk_of
-from chatgpt.nn.packing import check_company, enable_packing, flat_hidden
+from chatgpt.nn.packing import check_batch_independence, enable_packing, flat_hidden
 from chatgpt.nn.trunk import causal_encoder_hidden, hidden_size, looks_ahead, use_fused_gelu
 from chatgpt.types import Batch
 
@@ -23,13 +23,13 @@ class Critic(Role):
     """A transformers base model with a value head.
 
     Args:
-        model: a base model; of a causal LM the trunk is taken. A DeBERTa-v2 is run with its attention cut to earlier
-            tokens.
+        model: a base model, or a causal LM, whose base model is used. A DeBERTa-v2 gets a causal attention mask.
         value_head: (..., D) → (..., 1); None makes a linear one that starts near zero.
         lora_rank, lora_train_bias, lora_options: as for `Actor`; the value head is always trained.
 
     Raises:
-        ValueError: `model` looks ahead in a way that cannot be cut off: a value must not depend on later tokens.
+        ValueError: the attention of `model` is bidirectional and cannot be masked: a value must not depend on later
+            tokens.
     """
 
     by_name = 'AutoCritic(pretrained=NAME_OR_FOLDER)'
@@ -56,21 +56,22 @@ class Critic(Role):
                 )
         enable_packing(self.model)
         if not self._cut:
-            check_company(self.model)
+            check_batch_independence(self.model)
         self.value_head = value_head if value_head is not None else critic_head(hidden_size(self.model))
         add_lora(self.model, lora_rank, lora_train_bias, lora_options)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Values (N,) fp32 of the states before each action of the batch."""
+        """Returns values (N,) fp32 of the states before each action of the batch."""
         hidden = (causal_encoder_hidden if self._cut else flat_hidden)(self.model, batch)
         return in_fp32(self.value_head, hidden[batch.action_index])
 
     @classmethod
     def from_reward_model(cls, reward_model: RewardModel, lora_rank: int = 0, **options: Any) -> Critic:
-        """A critic that starts from a copy of a reward model, so V of a whole sequence is its score (arXiv 2403.17031).
+        """Returns a critic that starts from a copy of a reward model, so V of a whole sequence is its score (arXiv
+        2403.17031).
 
-        The reward model's normalising bias goes into the head. `options` are of the constructor. Raises ValueError for
-        a whole classifier, which has no head of its own.
+        The reward model's `score_bias` is folded into the head. `options` are keywords of the constructor. Raises
+        ValueError for a whole classifier, which has no separate head.
         """
         if reward_model.value_head is None:
             raise ValueError(
@@ -85,7 +86,7 @@ class Critic(Role):
                 bias = last.initial_state['bias'] if last.bias.is_meta else last.bias
                 bias.sub_(shift)
         critic = cls.__new__(cls)
-        model = deepcopy(reward_model.model).requires_grad_(True)  # which may be frozen, the critic learns
+        model = deepcopy(reward_model.model).requires_grad_(True)  # the reward model may be frozen
         Critic.__init__(critic, model, head, lora_rank, **options)
         return critic
 

@@ -1,8 +1,5 @@
-"""Actors, critics and reward models by family: GPT-2, OPT, BLOOM, Llama, DeBERTa (critic and reward model), or whatever
-a config says.
-
-Each is a few lines on a common base; all take the ancestor's arguments (`pretrained`, `config`, `checkpoint`,
-`lora_rank`, `lora_train_bias`).
+"""Actors, critics and reward models by family: GPT-2, OPT, BLOOM, Llama, DeBERTa (critic and reward model), or the
+family of a config. All take `pretrained`, `config`, `checkpoint`, `lora_rank` and `lora_train_bias`.
 """
 
 from __future__ import annotations
@@ -20,16 +17,16 @@ from chatgpt.nn.reward_model import RewardModel
 
 
 class _Family(Role):
-    """Where a family's model comes from. `pretrained` is a hub name or folder; neither that nor `config` means the
-    family's default."""
+    """Loads a family's model. `pretrained` is a hub name or folder; without it and `config`, the family's default
+    config is used."""
 
     model_type: ClassVar[str | None] = None
     config_class: ClassVar[str | None] = None
 
     @classmethod
     def check_family(cls, pretrained: Any, config: Any, options: dict[str, Any]) -> Any:
-        """The config to build from, or None with `pretrained`. ValueError when there is neither, both, or another
-        family's."""
+        """Returns the config to build from, or None with `pretrained`. Raises ValueError for neither, both, or a config
+        of another family."""
         if pretrained is None and config is None:
             if cls.config_class is None:
                 raise ValueError(f'{cls.__name__} needs pretrained=NAME_OR_FOLDER or a config')
@@ -57,12 +54,12 @@ class _Family(Role):
         lora_train_bias: str = 'none',
         **options: Any,
     ) -> None:
-        """See `Actor`, `Critic` and `RewardModel`, whose other keywords are taken too.
+        """See `Actor`, `Critic` and `RewardModel` for the other keywords.
 
         Args:
-            pretrained: a hub name or folder. One of a reward model may be that of a reward model, whose head is taken
-                over, or of a model without one, which gets a new head.
-            config: of a model with new weights.
+            pretrained: a hub name or folder. A reward model keeps the head of a pretrained reward model, or gets a new
+                one.
+            config: for a model with new weights.
             checkpoint: turns gradient checkpointing on.
             options: also those of `chatgpt.nn.loading.load_model`.
         """
@@ -149,23 +146,23 @@ class LlamaRM(_Llama, RewardModel):
 
 
 class DebertaCritic(_Deberta, Critic):
-    """DeBERTa-v2 value model; its attention is cut so that no value depends on later tokens."""
+    """DeBERTa-v2 value model with a causal attention mask, so that no value depends on later tokens."""
 
 
 class DebertaRM(_Deberta, RewardModel):
-    """DeBERTa-v2 reward model, read at the first token."""
+    """DeBERTa-v2 reward model; the score is that of the first token."""
 
 
 class AutoActor(_Auto, Actor):
-    """Policy of the family that the config names."""
+    """Policy of the config's family."""
 
 
 class AutoCritic(_Auto, Critic):
-    """Value model of the family that the config names."""
+    """Value model of the config's family."""
 
 
 class AutoRM(_Auto, RewardModel):
-    """Reward model of the family that the config names."""
+    """Reward model of the config's family."""
 
 
 AUTO = ModelKind(AutoActor, AutoCritic, AutoRM)

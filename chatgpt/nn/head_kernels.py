@@ -1,16 +1,14 @@
-"""By which of several ways an actor's hidden states become log-probs: `Actor.logprob_kernel`.
+"""Kernels that compute log-probs from an actor's hidden states: `Actor.logprob_kernel`.
 
 | name | computes | needs |
 |---|---|---|
 | plain | `functional.logprobs`: torch's softmax over chunks of rows | nothing; any head |
 | fused | `functional.fused_logprobs`: blocks of the vocabulary | an output layer that is a plain `nn.Linear` |
 | liger | Triton kernels of liger-kernel (arXiv 2410.10989) | that, CUDA, and no gradient of the entropy |
-| auto | fused on an accelerator where the head fits, else plain | |
+| auto | fused on an accelerator if the head allows it, else plain | |
 
-Where one chunk holds everything, plain keeps its logits and computes nothing twice, so fused is plain then. Where
-processes have rows of the output layer each (tensor parallelism), all but liger are fused.
-
-Left out: the formulas.
+If all rows fit into one chunk, plain recomputes nothing, so fused runs plain. With tensor parallelism, where each
+process has some rows of the output layer, all but liger run fused.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ from chatgpt.functional.logprobs import WithEntropy, chunked_logprobs, rows_per_
 
 
 def check_kernel(kernel: str, head: nn.Module | None, linear: bool | None, model: str) -> None:
-    """Raises ValueError for an unknown kernel, a package that is not there, or a head that it cannot compute. `linear`:
-    whether the output layer `head` alone gives the logits of the model of that name; None: not known yet."""
+    """Raises ValueError for an unknown kernel, a missing package, or an unsupported head. `linear`: True if the output
+    layer `head` alone computes the logits of the model called `model`; None if not known yet."""
     check_name(kernel)
     if kernel in ('auto', 'plain'):
         return
@@ -49,7 +47,7 @@ def check_kernel(kernel: str, head: nn.Module | None, linear: bool | None, model
 
 
 def check_name(kernel: str) -> None:
-    """Raises ValueError for a kernel that is not known, or whose package or device is not there."""
+    """Raises ValueError for an unknown kernel, or if its package or device is missing."""
     if kernel not in KERNELS:
         raise ValueError(f'logprob_kernel={kernel!r} is not one of {", ".join(KERNELS)}')
     if kernel != 'liger':
@@ -64,9 +62,8 @@ def check_name(kernel: str) -> None:
 
 
 def linear_weights(head: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:
-    """Weight (V, D) and bias (V,) of an output layer that is those and nothing else; None of any other.
-
-    Not of one with hooks, which its own call would run, nor with a weight that is a kind of tensor of its own.
+    """Returns weight (V, D) and bias (V,) of a plain linear output layer, else None: a layer with hooks, or with a
+    tensor subclass as weight, must be called itself.
     """
     if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks or head._backward_hooks:
         return None
@@ -76,7 +73,7 @@ def linear_weights(head: nn.Module | None) -> tuple[Tensor, Tensor | None] | Non
 
 
 def _is_whole(x: Tensor) -> bool:
-    """A tensor that holds its numbers: no shard of one (DTensor), and none that acts when it is used (Gemini's)."""
+    """Returns True for an ordinary tensor: no DTensor, and none of Gemini's."""
     acts = type(x).__torch_function__ is not torch._C._disabled_torch_function_impl
     return type(x) is Tensor or not (acts or hasattr(x, 'to_local'))
 
@@ -92,17 +89,17 @@ def head_logprobs(
     temperature: float = 1.0,
     with_entropy: WithEntropy = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`chunked_logprobs` by a kernel. `head` gives logits of states (N, D), whatever it is made of; `layer` is the
-    output layer if its weight is all of that, else None.
+    """Computes `chunked_logprobs` with a kernel. `head` maps states (N, D) to logits; `layer` is the output layer if
+    `head` is that alone, else None.
 
-    Raises ValueError where the kernel was asked for by name, and the head, the device or the arguments do not fit it.
+    Raises ValueError if a kernel other than 'auto' does not support the head, the device or the arguments.
     """
     options: Any = {'temperature': temperature, 'with_entropy': with_entropy}
     part = getattr(layer, 'vocabulary', None)
     if part is not None and kernel != 'liger':
         return fused_logprobs(states, layer.weight, layer.bias, ids, part=part, **options)
     weights = None if kernel == 'plain' else linear_weights(layer)
-    if weights is None or not (kernel == 'liger' or _gains(kernel, states, head, vocab_size)):
+    if weights is None or not (kernel == 'liger' or _uses_fused(kernel, states, head, vocab_size)):
         if kernel in ('fused', 'liger') and weights is None:
             raise ValueError(
                 f'logprob_kernel={kernel!r} cannot read the weight of this output layer under this strategy; choose '
@@ -114,8 +111,9 @@ def head_logprobs(
     return fused_logprobs(states, *weights, ids, **options)
 
 
-def _gains(kernel: str, states: Tensor, head: Any, vocab_size: int) -> bool:
-    """Whether blocks are taken: not where one chunk of rows holds everything, and unasked only on an accelerator."""
+def _uses_fused(kernel: str, states: Tensor, head: Any, vocab_size: int) -> bool:
+    """Returns True to use the fused kernel: not if all rows fit into one chunk, and with 'auto' only on an
+    accelerator."""
     if kernel == 'auto' and logprobs.kind_of_device(states) == 'cpu':
         return False
     return states.shape[0] > rows_per_chunk(states, head, vocab_size)
@@ -125,8 +123,8 @@ def _gains(kernel: str, states: Tensor, head: Any, vocab_size: int) -> bool:
 
 
 def check_liger_temperature(temperature: float, in_fp32: bool) -> None:
-    """Raises ValueError for one that 'liger' cannot take: it divides the states, which rounds them unless the
-    temperature is a power of two; in fp32 that is the rounding of any other division."""
+    """Raises ValueError for a temperature that is not a power of two, unless in fp32: 'liger' divides the states by it,
+    and in 16 bits that rounds them."""
     if not in_fp32 and math.frexp(temperature)[0] != 0.5:
         raise ValueError(
             f"logprob_kernel='liger' divides the hidden states by the temperature, and in 16 bits {temperature:g}, "
@@ -143,12 +141,11 @@ def liger_logprobs(
     temperature: float = 1.0,
     with_entropy: WithEntropy = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `fused_logprobs`. The temperature divides the states: exact where it is a power of two, else up to rounding in
-    fp32.
+    """As `fused_logprobs`, but the temperature divides the states, which is exact for a power of two.
 
     Raises:
-        ValueError: states on a CPU, where Triton does not run (but with TRITON_INTERPRET=1); an entropy with gradients;
-            a temperature that is no power of two in 16 bits, where dividing the states would change their last digits.
+        ValueError: states on a CPU without TRITON_INTERPRET=1; an entropy with gradients; in 16 bits, a temperature
+            that is not a power of two.
     """
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
@@ -168,7 +165,7 @@ def liger_logprobs(
             entropy = fused_logprobs(hidden, weight, bias, ids, temperature=temperature, with_entropy='detached')[1]
     if not len(ids):
         return fused_logprobs(hidden, weight, bias, ids, temperature=temperature)[0], entropy
-    with torch.autocast(kind, enabled=False):  # it would cast the weight once per chunk, and keep that without a graph
+    with torch.autocast(kind, enabled=False):  # autocast would cast the weight per chunk and cache that without a graph
         states, rows = hidden.to(dtype), weight.to(dtype)
         shift = None if bias is None else bias.to(dtype)
         if temperature != 1.0:

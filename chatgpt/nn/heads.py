@@ -1,7 +1,6 @@
-"""Heads that turn a hidden state into one number, always computed in fp32.
+"""Heads that map a hidden state to one number, always computed in fp32.
 
-A head remembers the seed of its first weights, so that the same numbers can be drawn again when it was built on the
-meta device.
+A head keeps the seed of its initial weights, so that a head built on the meta device can be initialised later.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch.func import functional_call
 from chatgpt.nn.weights import HEAD_FILE, check_fit, draw_seed, read_weights, save_tensors, seeded
 
 NEAR_ZERO = 1e-3
-"""weights of a critic's head relative to 1/sqrt(width)"""
+"""std of a critic head's weights relative to 1/sqrt(width)"""
 
 
 class SeededLinear(nn.Linear):
@@ -36,12 +35,12 @@ class SeededLinear(nn.Linear):
 
 
 def critic_head(width: int) -> SeededLinear:
-    """Linear(width, 1) that starts near zero, so that a new critic predicts about 0 everywhere."""
+    """Returns Linear(width, 1) with weights near zero, so that a new critic predicts about 0."""
     return SeededLinear(width, 1, NEAR_ZERO / math.sqrt(width))
 
 
 def reward_head(width: int) -> SeededLinear:
-    """Linear(width, 1), weights N(0, 1 / (width + 1)), bias 0.
+    """Returns Linear(width, 1), weights N(0, 1 / (width + 1)), bias 0.
 
     Source: standard deviation 1/sqrt(d + 1), Stiennon et al. 2020; "The N implementation details of RLHF with PPO";
     arXiv 2403.17031.
@@ -50,24 +49,24 @@ def reward_head(width: int) -> SeededLinear:
 
 
 def mlp_head(width: int) -> nn.Sequential:
-    """width → 2 width → ReLU → 1, the value head of trlX; its last layer starts near zero."""
-    # U(-1/sqrt(width), 1/sqrt(width)), nn.Linear's own draw, has a standard deviation of 1/sqrt(3 width).
+    """Returns trlX's value head, width → 2 width → ReLU → 1; its last layer starts near zero."""
+    # U(-1/sqrt(width), 1/sqrt(width)), nn.Linear's initialisation, has a standard deviation of 1/sqrt(3 width).
     first = SeededLinear(width, 2 * width, 1 / math.sqrt(3 * width))
     return nn.Sequential(first, nn.ReLU(), critic_head(2 * width))
 
 
 def in_fp32(head: nn.Module, hidden: Tensor) -> Tensor:
-    """`head(hidden)` in fp32 (fp64 stays fp64) whatever autocast says, without its last dimension of size 1: (..., D) →
-    (...).
+    """Returns `head(hidden)` in fp32 (fp64 stays fp64), also under autocast, without its last dimension of size 1:
+    (..., D) → (...).
 
-    A bf16 value has 8 bits of mantissa, too few for a difference of values. Raises ValueError for a head that gives
-    several numbers.
+    A bf16 value has 8 bits of mantissa, too few for a difference of values. Raises ValueError for a head with more than
+    one output.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     with torch.autocast(device_type=hidden.device.type, enabled=False):
         if all(parameter.dtype == wide for parameter in head.parameters()):
             out = head(hidden.to(wide))
-        else:  # a model cast for the collect phase: its head is 16 bits, the product is not
+        else:  # a model cast for the collect phase: its head is in 16 bits, the product is not
             widened = {name: parameter.to(wide) for name, parameter in head.named_parameters()}
             out = functional_call(head, widened, hidden.to(wide))
     if out.shape != (*hidden.shape[:-1], 1):
@@ -82,22 +81,22 @@ def in_fp32(head: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def save_head(head_state: dict[str, Tensor], folder: str | Path) -> None:
-    """Write a head's tensors, by the names of its own state dict, beside a model."""
+    """Writes a head's tensors, by the names of its own state dict, into a model's folder."""
     save_tensors(head_state, Path(folder, HEAD_FILE))
 
 
 def centred_head(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A reward model's head from the model's state dict, its `score_bias` taken off its last bias, so that the head
-    alone gives the score."""
+    """Returns a reward model's head from the model's state dict, with `score_bias` subtracted from its last bias, so
+    that the head alone computes the score."""
     head = {n.removeprefix('value_head.'): t for n, t in state.items() if n.startswith('value_head.')}
     last = max(name for name in head if name.endswith('bias'))
     return head | {last: head[last] - state['score_bias']} if 'score_bias' in state else head
 
 
 def load_head(folder: str | Path) -> nn.Module | None:
-    """The head that `save_head` wrote there, or None when there is none.
+    """Returns the head that `save_head` wrote there, or None if there is none.
 
-    Raises ValueError for a damaged file, and for one that is neither a linear head nor a `mlp_head`.
+    Raises ValueError for a damaged file, and for a head that is neither linear nor an `mlp_head`.
     """
     path = Path(folder, HEAD_FILE)
     if not path.is_file():
@@ -117,7 +116,7 @@ def load_head(folder: str | Path) -> nn.Module | None:
 
 
 def set_state(module: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Copy parameters and buffers into `module`. Those on the meta device are kept as `initial_state`, for when it is
+    """Copies parameters and buffers into `module`. Those on the meta device are kept as `initial_state` until it is
     materialised."""
     for name, child in module.named_modules():
         prefix = f'{name}.' if name else ''

@@ -1,11 +1,11 @@
 """Hydra: policy and reference share one frozen trunk and differ only in their top k blocks.
 
-`make_hydra(owner, k)` freezes a causal LM below its top k blocks and keeps a frozen copy of what stays trainable above:
-the k blocks (of an encoder-decoder the decoder's), the final norm and an output head that is not tied to the
-embeddings. Inside `reference_branch(owner)` copy and trained part change places in the module tree, so the model's own
-forward computes the reference. `recorded_trunk(owner)` notes what enters the top blocks during an ordinary forward, so
-that the reference needs no second pass through the trunk. Which models take part is found out: `check_hydra` compares
-reference and policy on a few tokens, on the meta device once the weights are there (`settle_hydra`).
+`make_hydra(owner, k)` freezes a causal LM below its top k blocks and keeps a frozen copy of the trainable part: the k
+blocks (of an encoder-decoder those of the decoder), the final norm, and the output head if it is not tied to the
+embeddings. Inside `reference_branch(owner)` copy and trained part are exchanged in the module tree, so the model's own
+forward computes the reference. `recorded_trunk(owner)` records the inputs of the top blocks during an ordinary forward,
+so that the reference needs no second pass through the trunk. `check_hydra` finds unsupported models: it compares
+reference and policy on a few tokens, for a model on the meta device after loading (`check_loaded_hydra`).
 
 Source: the hydra of trlX (Havrilla et al. 2023, "trlX: A Framework for Large Scale RLHF").
 """
@@ -28,9 +28,9 @@ from chatgpt.nn.packing import check_batch, close, reshard
 from chatgpt.nn.trunk import base_model, in_eval_mode, is_meta, text_config
 
 _NORMS = 'ln_f norm final_layer_norm final_layernorm final_norm norm_f layer_norm layernorm ln_out'.split()
-"""what a final norm is called beside the blocks; others are tried after these"""
-_NOT_THIS_WAY = (TypeError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
-"""what a model raises whose blocks cannot be computed apart"""
+"""names of final norms, tried first"""
+_UNSUPPORTED_ERRORS = (TypeError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
+"""errors of a model whose blocks cannot be called separately"""
 
 
 def _refused(why: str) -> ValueError:
@@ -41,7 +41,7 @@ def _refused(why: str) -> ValueError:
 
 
 class _Slot(NamedTuple):
-    """One place in the model whose module has a copy: `parent.name` in the model, `own.own_name` in the branch."""
+    """A module with a copy: `parent.name` in the model, `own.own_name` in the branch."""
 
     parent: nn.Module
     name: str
@@ -51,8 +51,8 @@ class _Slot(NamedTuple):
 
 @dataclass
 class RecordedTrunk:
-    """What entered each of the top blocks in the last forward: positional and keyword arguments, the hidden state
-    first."""
+    """The inputs of each top block in the last forward: positional arguments, with the hidden state first, and keyword
+    arguments."""
 
     num_blocks: int
     calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class TopBranch(nn.Module):
         self.num_blocks, self.first_block = num_blocks, len(parts.blocks) - num_blocks
         places: list[tuple[nn.Module, str]] = [(parts.blocks, str(self.first_block + i)) for i in range(num_blocks)]
         places += [(parent, name) for _, parent, name in parts.above]
-        # One deepcopy, so that what blocks share stays shared; the config stays the model's own, with its attention
+        # One deepcopy, so that modules shared by blocks stay shared; the config is the model's own, with its attention
         # setting.
         copied: list[Any] = copy.deepcopy([parent._modules[name] for parent, name in places], {id(config): config})
         self.blocks = nn.ModuleList(copied[:num_blocks])
@@ -80,12 +80,12 @@ class TopBranch(nn.Module):
         for (name, *_), module in zip(parts.above, copied[num_blocks:], strict=True):
             setattr(self, name, module)
         own = [(self.blocks, str(i)) for i in range(num_blocks)] + [(self, name) for name, *_ in parts.above]
-        # Links into the model, in tuples so that they are not registered a second time below this module.
+        # In tuples, so that the model's modules are not registered below this module.
         self._blocks, self._after_norm = (parts.blocks,), parts.after_norm
         self._slots = [_Slot(*place, *mine) for place, mine in zip(places, own, strict=True)]
         self.depth = 0
-        self._never_other = {n for n, p in self.named_parameters() if not p.requires_grad}
-        """copies of what is not trained, which may be read below as well: T5's position biases"""
+        self._never_trained = {n for n, p in self.named_parameters() if not p.requires_grad}
+        """copies of untrained parameters, which the trunk may read as well: T5's position biases"""
         self.requires_grad_(False)
         self.eval()
 
@@ -94,12 +94,12 @@ class TopBranch(nn.Module):
         return self
 
     def exchange(self) -> None:
-        """Swap every copied module with its original, in place."""
+        """Swaps every copied module with its original, in place."""
         for parent, name, own, own_name in self._slots:
             parent._modules[name], own._modules[own_name] = own._modules[own_name], parent._modules[name]
 
     def forward(self, trunk: RecordedTrunk) -> Tensor:
-        """Hidden states (B, S, D) ready for the head, from a forward of the model that `recorded_trunk` watched."""
+        """Returns hidden states (B, S, D) for the head, from a forward that `recorded_trunk` has recorded."""
         if len(trunk.calls) != self.num_blocks:
             raise ValueError(
                 f'hydra: {len(trunk.calls)} of {self.num_blocks} block inputs recorded; run the model in recorded_trunk'
@@ -117,12 +117,12 @@ class TopBranch(nn.Module):
 
     @contextmanager
     def negated(self) -> Iterator[None]:
-        """Inside, the copy's numbers are other than the policy's: each with the other sign, to the bit and without
-        memory for it."""
+        """Inside this context the copy's numbers differ from the policy's: each sign is flipped, which is exact and
+        needs no memory."""
         weights = [
             p
             for name, p in self.named_parameters()
-            if name not in self._never_other and p.is_floating_point() and p.dtype.itemsize > 1
+            if name not in self._never_trained and p.is_floating_point() and p.dtype.itemsize > 1
         ]
         for weight in weights:
             weight.data.neg_()
@@ -153,18 +153,18 @@ class TopBranch(nn.Module):
 class _Parts(NamedTuple):
     blocks: nn.ModuleList
     above: list[tuple[str, nn.Module, str]]
-    """'norm' and 'head', where they have weights of their own: the module that holds each, and its name there"""
+    """'norm' and 'head', if they have weights of their own: the parent module of each, and its name there"""
     after_norm: tuple[nn.Module, ...]
     """frozen, shared modules between final norm and head; a norm without weights is one"""
 
 
 def make_hydra(owner: nn.Module, num_layers_unfrozen: int) -> None:
-    """Give `owner`, a transformers causal LM or what keeps one as `.model`, a frozen `ref_branch`; train only the top
-    `num_layers_unfrozen` blocks, the final norm and an untied head. -1 changes nothing. Parameters of `owner` outside
-    the model are left as they are.
+    """Adds a frozen `ref_branch` to `owner`, a transformers causal LM or an object with one as `.model`, and freezes
+    all but the top `num_layers_unfrozen` blocks, the final norm and an untied head. -1 changes nothing. Parameters of
+    `owner` outside the model do not change.
 
     Raises ValueError for a number that is neither -1 nor in 1..number of blocks, an unsupported architecture, adapters
-    in the model, or a reference that does not agree exactly with the policy on a few tokens.
+    in the model, or a reference that differs from the policy on a few tokens.
     """
     k = num_layers_unfrozen
     if isinstance(k, bool) or not isinstance(k, int) or k < -1 or k == 0:
@@ -196,7 +196,7 @@ def make_hydra(owner: nn.Module, num_layers_unfrozen: int) -> None:
 
 
 def freeze_below(model: PreTrainedModel, num_layers_unfrozen: int) -> None:
-    """Of a causal LM train only the top blocks, the final norm and an untied head.
+    """Freezes a causal LM except the top blocks, the final norm and an untied head.
 
     Raises ValueError for more blocks than there are, and for an unsupported architecture.
     """
@@ -214,7 +214,7 @@ def _freeze_below(model: PreTrainedModel, parts: _Parts, num_blocks: int) -> Non
     for part in (*list(parts.blocks)[-num_blocks:], *(parent._modules[name] for _, parent, name in parts.above)):
         cast(nn.Module, part).requires_grad_(True)
     biases = [[m for n, m in b.named_modules() if n.endswith('relative_attention_bias')] for b in parts.blocks]
-    if biases[0] and not any(biases[1:]):  # T5: all blocks read those of the first, the reference's too
+    if biases[0] and not any(biases[1:]):  # T5: all blocks read those of the first, in the reference too
         for bias in biases[0]:
             bias.requires_grad_(False)
 
@@ -227,7 +227,7 @@ def _model_of(owner: nn.Module) -> PreTrainedModel:
 
 
 def _candidates(model: PreTrainedModel, num_blocks: int) -> list[_Parts]:
-    """Where the parts may be, the most likely first: there may be several norms beside the blocks."""
+    """Returns the possible places of the parts, the most likely first: there may be several norms beside the blocks."""
     layout, name = layout_of(model), type(model).__name__
     base = layout.blocks_in(base_model(model))
     lists = {path: m for path, m in base.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
@@ -241,12 +241,12 @@ def _candidates(model: PreTrainedModel, num_blocks: int) -> list[_Parts]:
         raise ValueError(f'num_layers_unfrozen: {num_blocks} given, but {name} has {len(blocks)} blocks')
     head = model.get_output_embeddings()
     if head is not None and sum(p is head.weight for _, p in model.named_parameters(remove_duplicate=False)) > 1:
-        head = None  # it is the embeddings, of an encoder-decoder the decoder's
+        head = None  # tied to the embeddings, of an encoder-decoder to the decoder's
     path = next((n for n, m in model.named_modules() if m is head), '') if head is not None else ''
     heads = [('head', model.get_submodule(path.rpartition('.')[0]), path.rpartition('.')[2])] if path else []
     parent = base.get_submodule(found[-1].rpartition('.')[0])
     beside = [n for n, m in parent.named_children() if 'norm' in type(m).__name__.lower()]
-    if layout.apart:  # BART's stands below the blocks; LFM2's of such a name is its final one
+    if layout.is_encoder_decoder:  # BART has it below the blocks; in LFM2 this name is that of the final norm
         beside = [n for n in beside if 'embed' not in n]
     names = [n for n in _NORMS if n in beside] + [n for n in beside if n not in _NORMS] + ['']
     after = parent._modules.get('project_out')  # OPT's
@@ -278,8 +278,8 @@ def _reference_of(module: nn.Module) -> TopBranch:
 
 @contextmanager
 def reference_branch(module: nn.Module) -> Iterator[None]:
-    """Inside, the forward of the model in `module`, which may be wrapped (DDP, FSDP2), is the reference's. Contexts may
-    be nested. The copies are in eval mode; whether the shared trunk drops out is the model's own mode."""
+    """Inside this context the forward of the model in `module`, which may be wrapped (DDP, FSDP2), is the reference's.
+    Contexts may be nested. The copies are in eval mode; dropout of the shared trunk follows the model's mode."""
     branch = _reference_of(module)
     if branch.depth == 0:
         branch.exchange()
@@ -294,8 +294,8 @@ def reference_branch(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def recorded_trunk(module: nn.Module) -> Iterator[RecordedTrunk]:
-    """Record what enters the top blocks in a forward inside the context, for `branch(record)` afterwards. Raises
-    ValueError for a forward with a key-value cache, to which a branch would append a second time."""
+    """Records the inputs of the top blocks in a forward inside this context, for `branch(record)` afterwards. Raises
+    ValueError for a forward with a key-value cache, to which the branch would append a second time."""
     branch = _reference_of(module)
     record = RecordedTrunk(branch.num_blocks)
 
@@ -320,9 +320,9 @@ def recorded_trunk(module: nn.Module) -> Iterator[RecordedTrunk]:
 
 @torch.no_grad()
 def check_hydra(owner: nn.Module) -> None:
-    """Raises ValueError unless, on a few tokens, the reference is used and equals the policy, and both ways of
-    computing it agree where its numbers are others, up to rounding (in 16 bits 2 % of the largest number). Holds before
-    the first training step."""
+    """Raises ValueError unless, on a few tokens, the reference is used and equals the policy, and with other weights
+    both ways of computing it agree up to rounding (in 16 bits 2 % of the largest number). Call it before the first
+    training step."""
     model, branch = _model_of(owner), _reference_of(owner)
     device, name = next(model.parameters()).device, type(model).__name__
     ids = (torch.arange(6, device=device) * 7 + 1).remainder(text_config(model.config).vocab_size).view(1, 6)
@@ -346,7 +346,7 @@ def check_hydra(owner: nn.Module) -> None:
                 from_trunk = branch(trunk)
     except torch.OutOfMemoryError:
         raise
-    except (*_NOT_THIS_WAY, ValueError) as error:
+    except (*_UNSUPPORTED_ERRORS, ValueError) as error:
         line = (str(error).splitlines() or [''])[0]
         why = f'the top blocks of {name} cannot be computed apart ({type(error).__name__}: {line})'
         raise _refused(why) from None
@@ -364,7 +364,7 @@ def check_hydra(owner: nn.Module) -> None:
 
 
 def _same(got: Tensor, want: Tensor, rounding: float) -> bool:
-    """Up to rounding where numbers are finite, and exactly where they are not."""
+    """Compares finite numbers up to rounding, and others exactly."""
     finite = want.isfinite()
     if not torch.equal(got.isfinite(), finite) or not torch.equal(got[~finite], want[~finite]):
         return False
@@ -372,15 +372,15 @@ def _same(got: Tensor, want: Tensor, rounding: float) -> bool:
 
 
 @torch.no_grad()
-def settle_hydra(module: nn.Module, device: torch.device) -> None:
-    """`check_hydra` for an actor that was built on the meta device, once a strategy has given it its weights, by its
-    own forward, on all ranks that hold a part of it. Nothing happens without a hydra."""
+def check_loaded_hydra(module: nn.Module, device: torch.device) -> None:
+    """`check_hydra` for an actor that was built on the meta device, after a strategy has loaded its weights: runs its
+    own forward, on all ranks that hold a part of it. Does nothing without a hydra."""
     if not has_hydra(module):
         return
     branch, batch = _reference_of(module), check_batch(module, device)
 
     def outputs() -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs of the policy, of the reference, and of the reference from the policy's pass."""
+        """Returns log-probs of the policy, of the reference, and of the reference from the policy's pass."""
         with reference_branch(module):
             direct = module(batch).logprobs
         both = module(batch, with_reference=True)

@@ -1,6 +1,6 @@
 """A policy with the heads of implicit language Q-learning: V, Q over the vocabulary, and slowly moving copies of Q.
 
-    hidden (…, D) ─ lm head ─▶ logits      π, of the behaviour and of what is decoded
+    hidden (…, D) ─ lm head ─▶ logits      π
                   ├ V head ───▶ V(s)
                   ├ Q heads ──▶ Q(s, ·)
                   └ target Q ─▶ Q̂(s, ·)    moved by `sync_targets`, never by an optimizer
@@ -37,13 +37,13 @@ class ILQLOutput(NamedTuple):
 
     logprobs: Tensor
     values: Tensor
-    """V at the state before each action"""
+    """V of the state before each action"""
     qs: list[Tensor]
-    """Q of the action taken, of each head"""
+    """Q of the action taken, per head"""
     q_losses: list[Tensor]
-    """log Σ_v exp Q(s, v) − Q(s, a), of each head"""
+    """log Σ_v exp Q(s, v) − Q(s, a), per head"""
     target_q: Tensor
-    """minimum of the target heads at the action taken, without gradient"""
+    """minimum of the target heads for the action taken, without gradient"""
 
 
 def q_head(width: int, vocab_size: int) -> nn.Sequential:
@@ -57,9 +57,9 @@ class ILQLModel(Actor):
 
     Args:
         model: a transformers causal LM.
-        two_qs: two Q heads, of which the smaller value counts.
+        two_qs: use two Q heads and the smaller of their values.
 
-    An engine that decodes inside `decoding(beta)` draws from the policy that the Q function has improved.
+    Inside `decoding(beta)` an engine samples from the policy that the Q function has improved.
     """
 
     by_name = 'ILQLModel.from_pretrained(NAME_OR_FOLDER)'
@@ -73,7 +73,7 @@ class ILQLModel(Actor):
         self.decoding_beta: float | None = None
 
     def forward(self, batch: Batch, **_: Any) -> ILQLOutput:  # type: ignore[override]
-        """Everything that the losses need, from one pass through the trunk; no (N, V) table outlives its chunk."""
+        """Computes the inputs of the losses in one pass through the trunk, without a whole (N, V) table."""
         states = flat_hidden(base_model(self.model), batch)[batch.action_index]
         vocab = text_config(self.model.config).vocab_size
         layer = self.model.get_output_embeddings() if self._linear_head else None
@@ -101,7 +101,7 @@ class ILQLModel(Actor):
         )
 
     def head(self, hidden: Tensor) -> Tensor:
-        """The policy's logits; inside `decoding` log π + β (min target Q − V)."""
+        """Returns the policy's logits; inside `decoding` log π + β (min target Q − V)."""
         logits = super().head(hidden)
         if self.decoding_beta is None:
             return logits
@@ -110,14 +110,13 @@ class ILQLModel(Actor):
 
     @property
     def changes_logits(self) -> bool:
-        """Whether `head` now differs from the head of `model`, so that `model.generate` would draw from another
-        policy."""
+        """True inside `decoding`: `head` then differs from the head of `model`, which `model.generate` uses."""
         return self.decoding_beta is not None
 
     @contextmanager
     def decoding(self, beta: float) -> Iterator[None]:
-        """Inside, `head` gives what ILQL decodes from (Snell et al. 2022, section 5); top-k and temperature are the
-        engine's."""
+        """Inside this context `head` returns the logits that ILQL decodes from (Snell et al. 2022, section 5); the
+        engine applies top-k and temperature."""
         before, self.decoding_beta = self.decoding_beta, beta
         try:
             yield
@@ -126,7 +125,7 @@ class ILQLModel(Actor):
 
     @torch.no_grad()
     def sync_targets(self, alpha: float) -> None:
-        """target ← α Q + (1 − α) target (Polyak averaging), on whatever part of the heads this rank holds."""
+        """target ← α Q + (1 − α) target (Polyak averaging), on the part of the heads that this rank holds."""
         for target, source in zip(self.target_q_heads.parameters(), self.q_heads.parameters(), strict=True):
             _local(target).lerp_(_local(source).to(_local(target).dtype), alpha)
 
@@ -137,7 +136,7 @@ class ILQLModel(Actor):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, two_qs: bool | None = None, **options: Any) -> ILQLModel:  # type: ignore[override]
-        """From a folder that `save_pretrained` wrote, with its heads; or from any causal LM, with new ones."""
+        """Loads a folder of `save_pretrained` with its heads, or any causal LM with new heads."""
         path = Path(folder, Q_HEADS_FILE)
         tensors = read_weights(path) if path.is_file() else None
         if tensors is not None:
@@ -158,7 +157,7 @@ class ILQLModel(Actor):
 
 
 def _wide(head: nn.Module, hidden: Tensor) -> Tensor:
-    """`head(hidden)` in fp32 whatever autocast says."""
+    """Returns `head(hidden)` in fp32, also under autocast."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     with torch.autocast(device_type=hidden.device.type, enabled=False):
         weight = next(head.parameters())

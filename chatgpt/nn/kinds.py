@@ -1,5 +1,5 @@
-"""Families of models by name: `MODELS['mine'] = ModelKind(MyActor, MyCritic, MyRewardModel)` adds one, which command
-lines and config files then know. Imports no torch; the families are in `families`.
+"""Families of models by name. `MODELS['mine'] = ModelKind(MyActor, MyCritic, MyRewardModel)` adds one for command lines
+and config files. Imports no torch; the classes are in `families`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelKind:
-    """The classes of a family. Each is called with `pretrained` or `config`, `checkpoint`, and the keywords of its
-    base."""
+    """The classes of a family. Each takes `pretrained` or `config`, `checkpoint`, and the keywords of its base."""
 
     actor: type[Actor] | None
-    """None for a family of encoders, which cannot write"""
+    """None for a family of encoders, which cannot generate"""
     critic: type[Critic]
     reward_model: type[RewardModel]
 

@@ -1,15 +1,14 @@
-"""How a model reads a prompt and writes a response: in one row, as a decoder does, or apart, as an encoder-decoder.
+"""Layouts of prompt and response: one row for a decoder-only model, two sides for an encoder-decoder.
 
-`layout_of(model)` gives one of two objects with the same face. Of an encoder-decoder (T5, BART) the prompt is the
-encoder's and the response the decoder's. A `Batch` is what it is for a decoder, prompt and response in one row:
+`layout_of(model)` returns one of two objects with the same interface. In an encoder-decoder (T5, BART) the encoder
+reads the prompt and the decoder the response. A `Batch` is the same as for a decoder, prompt and response in one row:
 
     row                p1 p2 p3 r1 r2          encoder  p1 p2 p3          decoder  start r1 r2
     state at           .  .  0  1  2                                               0     1  2
 
-and the decoder's states come back where a decoder alone would have them: the one before response token j where its
-predecessor stands, the one after the last token at `last_index`, zeros elsewhere. So what reads states (log-probs,
-values, scores) is the same for both kinds. Padding stands on the right of both sides: the encoder gets a mask, the
-decoder is causal.
+and the decoder's states are returned at the positions of a decoder-only model: the state that predicts response token j
+at the token before it, the state after the last token at `last_index`, zeros elsewhere. Log-probs, values and scores
+are then computed alike for both. Both sides are padded on the right: the encoder gets a mask, the decoder is causal.
 """
 
 from __future__ import annotations
@@ -27,62 +26,62 @@ from transformers.models.auto import modeling_auto
 from chatgpt.nn.trunk import base_model, is_encoder_decoder, position_limit, run_trunk
 from chatgpt.types import Batch
 
-NOT_SERVED = ('fsmt', 'prophetnet', 'seamless_m4t', 'seamless_m4t_v2')
-"""model types whose decoder, or whose head, takes other things than its own tokens and the encoder's states"""
+UNSUPPORTED = ('fsmt', 'prophetnet', 'seamless_m4t', 'seamless_m4t_v2')
+"""model types with a decoder or head that takes other inputs than its own tokens and the encoder's states"""
 
 
-class OneRow:
-    """A decoder, or an encoder used as one: prompt and response stand in one row of positions."""
+class DecoderOnly:
+    """A decoder, or an encoder used as one: prompt and response are in one row of positions."""
 
-    apart = False
+    is_encoder_decoder = False
     language_model = 'AutoModelForCausalLM'
     task_type = 'CAUSAL_LM'
-    """PEFT's"""
+    """PEFT's name"""
     counted = ''
-    """what an error adds to a number of tokens"""
+    """added to a number of tokens in errors"""
 
     def check(self, config: Any, name: str) -> None:
-        """Raises ValueError for a model that cannot be served."""
+        """Raises ValueError for an unsupported model."""
 
     def auto_class(self, auto_class: str, config: Any, name: str) -> str:
-        """transformers' class for such a model, in place of that for a causal language model."""
+        """Returns transformers' auto class for this layout, given that of a causal language model."""
         return auto_class
 
     def length(self, prompt: int, response: int) -> int:
-        """The tokens of a prompt and a response that count against the model's positions."""
+        """Returns the number of positions that a prompt and a response need."""
         return prompt + response
 
     def most(self, limit: int) -> int:
-        """The longest sequence, or side of one, of a model with so many positions."""
+        """Returns the longest sequence, or side of one, for a model with `limit` positions."""
         return limit
 
     def blocks_in(self, base: Any) -> Any:
-        """The part of a base model that holds the blocks which write."""
+        """Returns the part of a base model with the blocks that generate."""
         return base
 
     def trunks(self, model: Any) -> list[nn.Module]:
-        """The modules of which the forward of a language model may call one: OPT calls the decoder inside of its base
-        model."""
+        """Returns the modules that the forward of a language model may call for its hidden states: OPT calls the
+        decoder inside its base model."""
         base, decoder = base_model(model), getattr(model, 'get_decoder', lambda: None)()
-        # ModernBERT's decoder calls its output layer so.
+        # ModernBERT's decoder has its output layer under this name.
         return [base, decoder] if isinstance(decoder, PreTrainedModel) and decoder not in (base, model) else [base]
 
     def base(self, model: Any) -> tuple[Any, str]:
-        """The base model, and the prefix of its tensors' names in `model`."""
+        """Returns the base model, and the prefix of its tensors' names in `model`."""
         return base_model(model), f'{model.base_model_prefix}.'
 
     def inputs(self, ids: Tensor) -> dict[str, Any]:
-        """Keywords of a language model's forward over ids (1, S) that stand for themselves."""
+        """Returns keywords of a language model's forward over ids (1, S)."""
         return {'input_ids': ids, 'use_cache': False}
 
     def states(self, model: Any, ids: Tensor) -> Tensor:
-        """The last states (1, S, D) for the same ids."""
+        """Returns the last hidden states (1, S, D) for the same ids."""
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
         return run_trunk(base_model(model), ids, position_ids=positions)
 
     def reader(self, actor: Any, prompt_ids: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """What is read first to write a response to a prompt, (P,) ids, and a function that gives the states (1, n, D)
-        of the next ids (1, n), with a cache."""
+        """Returns the ids to read first for a response to a prompt (P,), and a function that maps the next ids (1, n)
+        to states (1, n, D), with a cache."""
         cache = DynamicCache()
 
         def states_of(ids: Tensor) -> Tensor:
@@ -93,17 +92,17 @@ class OneRow:
         return prompt_ids, states_of
 
 
-class Apart(OneRow):
-    """An encoder-decoder: prompt and response have positions of their own, and the start token precedes a response."""
+class EncoderDecoder(DecoderOnly):
+    """An encoder-decoder: prompt and response have separate positions, and a start token precedes the response."""
 
-    apart = True
+    is_encoder_decoder = True
     language_model = 'AutoModelForSeq2SeqLM'
     task_type = 'SEQ_2_SEQ_LM'
     counted = ' on one side, the start token included'
 
     def check(self, config: Any, name: str) -> None:
         known = config.model_type in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-        if not known or config.model_type not in modeling_auto.MODEL_MAPPING_NAMES or config.model_type in NOT_SERVED:
+        if not known or config.model_type not in modeling_auto.MODEL_MAPPING_NAMES or config.model_type in UNSUPPORTED:
             raise ValueError(
                 f'{name} is an encoder-decoder ({config.model_type}) that does not read and write texts as T5 and BART '
                 'do; give one of their build, or a causal language model'
@@ -168,41 +167,42 @@ class Apart(OneRow):
         return prompt_ids.new_tensor([start_token(actor.model.config)]), states_of
 
 
-ONE_ROW, APART = OneRow(), Apart()
+DECODER_ONLY, ENCODER_DECODER = DecoderOnly(), EncoderDecoder()
 
 
-def layout_of(model: Any) -> OneRow:
-    """The layout of a model, or of its config."""
-    return APART if is_encoder_decoder(model) else ONE_ROW
+def layout_of(model: Any) -> DecoderOnly:
+    """Returns the layout of a model or its config."""
+    return ENCODER_DECODER if is_encoder_decoder(model) else DECODER_ONLY
 
 
 def check_causal(model: Any, what: str, instead: str = 'give a causal language model') -> None:
-    """Raises ValueError for an encoder-decoder, of what takes only causal language models. `model` may be a config;
-    `what` begins the sentence, and `instead` says what to do."""
-    if layout_of(model).apart:
+    """Raises ValueError for an encoder-decoder. `model` may be a config; the message begins with `what` and ends with
+    `instead`."""
+    if layout_of(model).is_encoder_decoder:
         name = type(model).__name__ if hasattr(model, 'config') else model.model_type
         raise ValueError(f'{what} causal language models, and {name} is an encoder-decoder; {instead}')
 
 
 def longest_side(config: Any) -> int | None:
-    """Most tokens of a sequence; of an encoder-decoder of its prompt and of its response. None without a limit."""
+    """Returns the most tokens of a sequence, or of an encoder-decoder's prompt or response. None without a limit."""
     limit = position_limit(config)
     return None if limit is None else layout_of(config).most(limit)
 
 
-def room_beside(config: Any, num_tokens: int) -> int | None:
-    """Most tokens of a response to a prompt of so many, or of a prompt before such a response. None without a limit."""
+def remaining_positions(config: Any, num_tokens: int) -> int | None:
+    """Returns the most tokens of a response to a prompt of `num_tokens`, or the reverse. None without a limit."""
     limit = longest_side(config)
-    return limit if limit is None or layout_of(config).apart else limit - num_tokens
+    return limit if limit is None or layout_of(config).is_encoder_decoder else limit - num_tokens
 
 
 # --- encoder-decoders -----------------------------------------------------------------------------------------------
 
 
 def start_token(config: Any) -> int:
-    """The token before a response. ValueError where the config names none: its language is then the user's to say."""
+    """Returns the token before a response. Raises ValueError if the config has none: then it is a language that the
+    user must choose."""
     start = getattr(config, 'decoder_start_token_id', None)
-    if start is None and hasattr(config, 'decoder'):  # T5Gemma, whose decoder begins as the model that it was
+    if start is None and hasattr(config, 'decoder'):  # T5Gemma's decoder starts like the model it was made from
         start = config.decoder.bos_token_id
     if start is None:
         raise ValueError(
@@ -213,15 +213,15 @@ def start_token(config: Any) -> int:
 
 
 def _has_no_base(model: nn.Module) -> bool:
-    """Whether a model is T5's language model, or one of its build: encoder and decoder stand beside its head."""
+    """Returns True for a model like T5's language model: encoder, decoder and head are siblings."""
     return hasattr(model, 'lm_head') and base_model(model) is model
 
 
 def separate_inputs(model: nn.Module) -> None:
-    """Give each block inputs of its own to sum gradients in, before they join those of other blocks.
+    """Makes autograd sum the gradients of shared inputs within each block first, as FSDP does.
 
-    All blocks of a decoder read the same states of the encoder. FSDP sums their gradients block by block, and without
-    this autograd would add up one use after another: other last bits than under FSDP.
+    All blocks of a decoder read the same encoder states. Without this, autograd adds one use after another, and the sum
+    differs from FSDP's in its last bits.
     """
     for block in model.modules():
         if isinstance(block, GradientCheckpointingLayer) and _separate not in block._forward_pre_hooks.values():
@@ -233,12 +233,12 @@ def _separate(_: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def decoder_states(model: Any, prompt_ids: Tensor, prompt_mask: Tensor, decoder_ids: Tensor) -> Tensor:
-    """The decoder's last states (B, T, D), of a language model or its base.
+    """Returns the decoder's last hidden states (B, T, D), of a language model or its base.
 
     Args:
         prompt_ids: (B, P), padded on the right.
         prompt_mask: (B, P) bool, True = real token.
-        decoder_ids: (B, T), of which the first is the start token.
+        decoder_ids: (B, T), beginning with the start token.
     """
     base: Any = base_model(model)
     mask = prompt_mask.long()
@@ -253,23 +253,24 @@ def decoder_states(model: Any, prompt_ids: Tensor, prompt_mask: Tensor, decoder_
 
 
 def encoder_decoder_hidden(model: nn.Module, batch: Batch) -> Tensor:
-    """(B*S, D) states of a batch where those of a decoder would be; zeros where there are none."""
+    """Returns states (B*S, D) of a batch at the positions of a decoder-only model; zeros elsewhere."""
     config: Any = model.config
     prompts, actions = _lengths(batch)
-    # the one wait for the device: neither side is run at the width of both together
+    # the only synchronisation with the device: each side is padded to its own longest length
     width, longest = torch.stack([prompts.max(), actions.max()]).tolist()
     places = torch.arange(batch.input_ids.shape[1], device=prompts.device)
-    pad = getattr(config, 'pad_token_id', None) or 0  # some count positions from it
+    pad = getattr(config, 'pad_token_id', None) or 0  # some models compute positions from it
     prompt_mask = places[None, :width] < prompts[:, None]
     prompt_ids = batch.input_ids[:, :width].masked_fill(~prompt_mask, pad)
     steps = torch.arange(longest + 1, device=prompts.device)
     decoder_ids = batch.input_ids.gather(1, (prompts[:, None] - 1 + steps).clamp(max=len(places) - 1))
     decoder_ids = decoder_ids.masked_fill(steps > actions[:, None], pad).index_fill(1, steps[:1], start_token(config))
-    return at_their_places(decoder_states(model, prompt_ids, prompt_mask, decoder_ids), batch)
+    return scatter_states(decoder_states(model, prompt_ids, prompt_mask, decoder_ids), batch)
 
 
-def at_their_places(states: Tensor, batch: Batch) -> Tensor:
-    """(B*S, D) out of the decoder's (B, T, D): each state where the token stands that it has seen last."""
+def scatter_states(states: Tensor, batch: Batch) -> Tensor:
+    """Maps the decoder's states (B, T, D) to (B*S, D): each state at the position of the last token that it has
+    read."""
     prompts, actions = _lengths(batch)
     steps = torch.arange(batch.input_ids.shape[1], device=states.device) - (prompts[:, None] - 1)  # (B, S)
     there = (steps >= 0) & (steps <= actions[:, None])
@@ -279,7 +280,7 @@ def at_their_places(states: Tensor, batch: Batch) -> Tensor:
 
 
 def _lengths(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Tokens of each row's prompt and of its response, (B,) int64 each."""
+    """Returns the number of prompt and of response tokens of each row, (B,) int64 each."""
     rows = torch.arange(batch.num_sequences, device=batch.last_index.device)
     actions = torch.zeros_like(rows).index_add(0, batch.action_rows, torch.ones_like(batch.action_rows))
     return batch.last_index - rows * batch.input_ids.shape[1] + 1 - actions, actions

@@ -1,5 +1,5 @@
-"""Loading Hugging Face models, configs and tokenizers: one-line errors, nothing unpickled but tensors, no remote code
-unless asked for. On the meta device (inside a sharded strategy's `model_init_context`) no weights are read
+"""Loads Hugging Face models, configs and tokenizers: one-line errors, nothing unpickled but tensors, remote code only
+with `trust_remote_code`. On the meta device (inside a sharded strategy's `model_init_context`) no weights are read
 (`chatgpt.nn.weights`)."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from chatgpt.nn import lora
 from chatgpt.nn.heads import load_head, save_head
 from chatgpt.nn.layouts import layout_of
 from chatgpt.nn.peft_format import MergedAdapter, adapter_base
-from chatgpt.nn.trunk import cut_over
+from chatgpt.nn.trunk import sharding_group
 from chatgpt.nn.weights import (
     Uninitialised,
     WeightsSource,
@@ -39,16 +39,16 @@ from chatgpt.nn.weights import (
     fill_model,
     remove_heads,
     reset_adapter,
-    say_dtype,
     seeded,
     share_by_umask,
     stored_dtype,
     to_dtype,
     weight_files,
+    write_dtype,
 )
 
 HUB_OPTIONS = ('revision', 'subfolder', 'cache_dir', 'local_files_only', 'token')
-"""where a pretrained model comes from; all but `token` are kept in its `WeightsSource`"""
+"""options of the hub; all but `token` are kept in a model's `WeightsSource`"""
 OTHER_TOKENIZER = (
     "; give the hub name or folder of the model's tokenizer with --tokenizer (in Python: load_tokenizer, or tokenizer=)"
 )
@@ -57,7 +57,7 @@ LOAD_OPTIONS = ('trust_remote_code', 'attn_implementation', *HUB_OPTIONS)
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Raises ValueError for a loading option that is not known."""
+    """Raises ValueError for an unknown loading option."""
     for name in options:
         if name not in LOAD_OPTIONS:
             known = ', '.join(LOAD_OPTIONS)
@@ -71,14 +71,14 @@ def _explained(what: str, name: str, error: Exception) -> ValueError:
             'it brings code of its own (auto_map in config.json), which is not run unless that is allowed: read it, '
             'then give --trust_remote_code (in Python trust_remote_code=True)'
         ]
-    # A list follows a colon.
+    # After a colon comes a list, which is kept.
     reason = ' '.join(' '.join(lines).split()) if lines[0].rstrip().endswith(':') else lines[0]
     where = 'folder' if Path(name).is_dir() else f'hub name (there is no such folder{nearest(name)})'
     return ValueError(f'cannot load {what} from the {where} {name!r}: {reason}')
 
 
 def _models_inside(name: str) -> str:
-    """What to give instead of a folder that holds no model: the models inside it."""
+    """Returns a hint for a folder without a model: the models in its subfolders."""
     root = Path(name)
     inside = sorted(str(path.parent) for path in root.glob('*/config.json') if path.parent.name != 'initial')
     if inside:
@@ -96,10 +96,10 @@ def _models_inside(name: str) -> str:
 
 
 def load_config(pretrained: str | os.PathLike[str], *, trust_remote_code: bool = False, **hub: Any) -> Any:
-    """The config of a hub name or folder; an adapter's is its base's. ValueError in one line when there is none, and
-    for weights in fewer bits that cannot be read."""
+    """Returns the config of a hub name or folder; of an adapter, that of its base. Raises ValueError of one line if
+    there is none, or for unsupported quantized weights."""
     config = _read_config(pretrained, trust_remote_code, hub)
-    to_be_dense(config, os.fspath(pretrained))
+    make_config_dense(config, os.fspath(pretrained))
     return config
 
 
@@ -114,9 +114,9 @@ def _read_config(pretrained: str | os.PathLike[str], trust_remote_code: bool, hu
         raise _explained('a model config', name, error) from None
 
 
-def to_be_dense(config: Any, name: str) -> bool:
-    """Whether the weights lie in bitsandbytes' 4 bits, which are made dense as they are read; that mark is then taken
-    off the config. Raises ValueError for other quantized weights."""
+def make_config_dense(config: Any, name: str) -> bool:
+    """Removes the quantization config of weights in bitsandbytes' 4 bits, which are dequantized when read. Returns True
+    if there was one. Raises ValueError for other quantized weights."""
     found = getattr(config, 'quantization_config', None) or getattr(config, 'compression_config', None)
     if found is None:
         return False
@@ -135,9 +135,9 @@ def to_be_dense(config: Any, name: str) -> bool:
 
 
 def load_tokenizer(pretrained: str | os.PathLike[str], *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a hub name or folder, of an adapter's folder without one that of its base. Without a padding
-    token it gets the end token's. Whether the model beside it is an encoder-decoder is noted
-    (`chatgpt.data.formats.notes_of`). Raises ValueError where there is none."""
+    """Returns the tokenizer of a hub name or folder, or of the base of an adapter's folder without one. Without a
+    padding token it uses the end token. Notes whether the model in that folder is an encoder-decoder
+    (`chatgpt.data.formats.notes_of`). Raises ValueError if there is no tokenizer."""
     name = checked_path(pretrained)
     if not Path(name, 'tokenizer_config.json').is_file():
         name = checked_path(adapter_base(name) or name)
@@ -147,33 +147,33 @@ def load_tokenizer(pretrained: str | os.PathLike[str], *, trust_remote_code: boo
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f'{_explained("a tokenizer", name, error)}{OTHER_TOKENIZER}') from None
-    if not tokenizer.vocab_size:  # transformers makes an empty one of the config's family where files lack
+    if not tokenizer.vocab_size:  # transformers makes an empty one of the config's family if files are missing
         raise ValueError(f'{name!r} holds no whole tokenizer: it has an empty vocabulary{OTHER_TOKENIZER}')
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    with suppress(ValueError):  # a folder may hold a tokenizer alone
+    with suppress(ValueError):  # a folder may hold only a tokenizer
         config = load_config(name, trust_remote_code=trust_remote_code)
         note_model(tokenizer, config)
     return tokenizer
 
 
 def on_meta() -> bool:
-    """Whether modules are built on the meta device now."""
+    """Returns True inside a context that builds modules on the meta device."""
     return torch.empty(0).device.type == 'meta'
 
 
 def load_model(
     auto_class: str, pretrained: str | os.PathLike[str] | None, config: Any, *, checkpoint: bool = False, **options: Any
 ) -> Any:
-    """A model of transformers' `auto_class` from a hub name or folder, or a new one from a config, in fp32.
+    """Loads a model of transformers' `auto_class` from a hub name or folder, or makes a new one from a config, in fp32.
 
     Args:
-        config: is not changed.
+        config: not modified.
         checkpoint: recompute activations in the backward pass (gradient checkpointing).
         options: see `LOAD_OPTIONS`.
 
     Raises:
-        ValueError: both or neither of `pretrained` and `config`, an unknown option, or nothing can be loaded; one line.
+        ValueError: of one line: both or neither of `pretrained` and `config`, an unknown option, or loading failed.
     """
     if (pretrained is None) == (config is None):
         raise ValueError('give either pretrained (a hub name or folder) or config, not both')
@@ -194,7 +194,7 @@ def load_model(
             hub={k: v for k, v in hub.items() if k != 'token'},
         )
         config = _read_config(name, options.get('trust_remote_code', False), hub)
-        to_be_dense(config, name)
+        make_config_dense(config, name)
         cls = getattr(transformers, layout_of(config).auto_class(auto_class, config, repr(name)))
         try:
             model = _made(cls, config, source, options)
@@ -203,10 +203,10 @@ def load_model(
             raise _explained('a model', name, error) from None
         model.weights_source = replace(source, dtype=dtype, wide=wide)
         if model.can_generate():
-            with suppress(OSError):  # else those of the config
+            with suppress(OSError):  # without that file, those of the config are used
                 model.generation_config = GenerationConfig.from_pretrained(name, **hub)
     if checkpoint:
-        # transformers 5.17 has only the older name, which 5.23 deprecates
+        # transformers 5.17 has only the old name, which 5.23 deprecates
         enable = getattr(model, 'activation_checkpointing_enable', model.gradient_checkpointing_enable)
         try:
             enable({'use_reentrant': False})
@@ -218,7 +218,7 @@ def load_model(
 
 
 def _made(cls: Any, config: Any, source: WeightsSource, options: dict[str, Any]) -> Any:
-    """A model that carries `source`; with its numbers, unless modules are built on the meta device now."""
+    """Makes a model with the record `source`, and loads its weights unless on the meta device."""
     meta, device = on_meta(), torch.empty(0).device
     build: dict[str, Any] = {k: v for k, v in options.items() if k not in HUB_OPTIONS} | {'dtype': torch.float32}
     config = copy.deepcopy(config)
@@ -233,7 +233,7 @@ def _made(cls: Any, config: Any, source: WeightsSource, options: dict[str, Any])
         native = type(model).__module__.startswith('transformers.')
         if native:
             all_to_meta(model)
-        if not meta and not native:  # code of its own may fill buffers in its constructor
+        if not meta and not native:  # remote code may fill buffers in its constructor
             model = built() if source.kind == 'config' else _from_remote_code(cls, source, options)
     except ValueError as error:
         raise ValueError(str(error).strip().splitlines()[0]) from None
@@ -254,8 +254,8 @@ def _made(cls: Any, config: Any, source: WeightsSource, options: dict[str, Any])
 
 
 def _from_remote_code(cls: Any, source: WeightsSource, options: dict[str, Any]) -> Any:
-    """`from_pretrained` of a model with code of its own, refusing what it only reports: a layer that it would draw at
-    random, one that it would leave out, NaN."""
+    """`from_pretrained` of a model with remote code. Raises ValueError for missing, unexpected and NaN weights, which
+    transformers only reports."""
     safe = all(file.suffix == '.safetensors' for file in weight_files(source))
     with _without_report(), torch.random.fork_rng(devices=[]):
         model, info = cls.from_pretrained(
@@ -279,7 +279,7 @@ def _from_remote_code(cls: Any, source: WeightsSource, options: dict[str, Any]) 
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """Inside, transformers does not print its table of missing and unexpected tensors: what matters of it is an error
+    """Inside this context transformers does not print its table of missing and unexpected tensors, which are errors
     here."""
     logger = logging.getLogger('transformers.modeling_utils')
 
@@ -294,8 +294,8 @@ def _without_report() -> Iterator[None]:
 
 
 def add_lora(model: Any, rank: int, bias: str, options: Mapping[str, Any] | None = None) -> None:
-    """Adapters on `model`, drawn from the seed of its `WeightsSource`, or a new one; none of rank 0. `options`: alpha,
-    dropout, targets."""
+    """Adds adapters to `model`, initialised from the seed of its `WeightsSource`, or a new one; none for rank 0.
+    `options`: alpha, dropout, targets."""
     if not rank:
         return
     unknown = set(options or ()) - {'alpha', 'dropout', 'targets'}
@@ -309,8 +309,8 @@ def add_lora(model: Any, rank: int, bias: str, options: Mapping[str, Any] | None
 
 
 def trunk_of(model: Any) -> Any:
-    """The base model of `model`, with the record of where its weights come from. Raises ValueError for no transformers
-    model."""
+    """Returns the base model of `model`, with the record of its weights' source. Raises ValueError if `model` is not a
+    transformers model."""
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f'model: a {type(model).__name__} given; it must be a transformers PreTrainedModel')
     (base, prefix), source = layout_of(model).base(model), getattr(model, 'weights_source', None)
@@ -320,14 +320,14 @@ def trunk_of(model: Any) -> Any:
 
 
 class Role(nn.Module):
-    """What actors, critics and reward models have in common: how they are made by name, and how they are saved."""
+    """Base class of actors, critics and reward models: loading by name, and saving."""
 
     by_name: ClassVar[str]
-    """how a model is loaded, for an error"""
+    """how to load a model, for errors"""
     build_options: ClassVar[tuple[str, ...]] = ('lora_rank', 'lora_train_bias', 'lora_options')
     """keywords of `_build`"""
     _build: ClassVar[Callable[..., None]]
-    """makes an object of a loaded model: the constructor of the role, where that of a family takes a name"""
+    """initialises the object from a loaded model: the role's own constructor, since a family's takes a name"""
     model: Any  # transformers' PreTrainedModel, whose attributes nn.Module does not know
     value_head: Any
 
@@ -348,11 +348,10 @@ class Role(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, value_head: Any = None, **options: Any) -> Any:
-        """From a folder that `save_pretrained` wrote, with its head, or from any model, with a new head where the role
-        needs one.
+        """Loads a folder of `save_pretrained` with its head, or any model, with a new head if the role needs one.
 
         Args:
-            value_head: in place of the saved one.
+            value_head: replaces the saved one.
             options: keywords of the constructor, and those of `load_model`.
         """
         own = {name: options.pop(name) for name in cls.build_options if name in options}
@@ -370,12 +369,12 @@ class Role(nn.Module):
         state_dict: dict[str, Tensor] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """A Hugging Face folder of the model, adapters folded in, with its heads beside it.
+        """Writes a Hugging Face folder of the model with its adapters merged, and files of its heads.
 
         Args:
-            state_dict: full weights by this module's parameter names, when they do not lie in the module itself.
-            dtype: of the weights in the files; None: that of the folder which the model was loaded from, and of a new
-                model the one it has. Heads stay in fp32.
+            state_dict: full weights by this module's parameter names, if the module itself does not hold them. dtype:
+            of the weights in the files; None for that of the folder the model was loaded from, or for a new model
+                its own. Heads stay in fp32.
         """
         if not lora.has_lora(self.model):
             weights = None if state_dict is None else part_of(state_dict, 'model')
@@ -388,7 +387,7 @@ class Role(nn.Module):
             save_tokenizer(tokenizer, folder)
 
     def _write(self, folder: str | Path, weights: Any, state: dict[str, Tensor], tokenizer: Any, dtype: Any) -> None:
-        """Write model and heads. `weights` are the model's by its own names; None: they lie in it as they are. `state`
+        """Writes model and heads. `weights` are the model's by its own names, or None if the model holds them. `state`
         is the role's."""
         write_folder(self.model, folder, weights, dtype=dtype)
         if self.value_head is not None:
@@ -396,18 +395,19 @@ class Role(nn.Module):
 
 
 def part_of(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """The state of one submodule, by its own names."""
+    """Returns the state of one submodule, by its own names."""
     return {k.removeprefix(f'{name}.'): v for k, v in state.items() if k.startswith(f'{name}.')}
 
 
 def load_causal_lm(pretrained: str | os.PathLike[str] | None = None, config: Any = None, **kwargs: Any) -> Any:
-    """A causal language model, or an encoder-decoder's; see `load_model`."""
+    """Loads a causal language model, or an encoder-decoder's; see `load_model`."""
     return load_model('AutoModelForCausalLM', pretrained, config, **kwargs)
 
 
 def load_base_model(pretrained: str | os.PathLike[str] | None = None, config: Any = None, **kwargs: Any) -> Any:
-    """A model without a head; see `load_model`. Where transformers' AutoModel does not read a causal language model's
-    folder (decoders of BART's kind), the trunk of that model. A BERT's pooler, which nothing reads, is left out."""
+    """Loads a model without a head; see `load_model`. If transformers' AutoModel does not read a causal language
+    model's folder (decoders of BART's kind), loads that model and returns its trunk. BERT's pooler is unused and not
+    loaded."""
     try:
         model = load_model('AutoModel', pretrained, config, **kwargs)
         if 'add_pooling_layer' in inspect.signature(type(model).__init__).parameters:
@@ -428,14 +428,14 @@ def write_folder(
     *,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """`model.save_pretrained` without its progress bar, in place of what was saved there before with its heads.
+    """Writes `model.save_pretrained` without its progress bar, and replaces an earlier model there with its heads.
 
-    state_dict: replaces the model's own weights. dtype: as of `Role.save_pretrained`. Raises ValueError for parts of
-    weights, which a folder cannot hold.
+    state_dict: replaces the model's own weights. dtype: as of `Role.save_pretrained`. Raises ValueError for a shard of
+    the weights.
     """
     from transformers.utils import logging
 
-    if state_dict is None and cut_over(model) is not None:
+    if state_dict is None and sharding_group(model) is not None:
         raise ValueError(
             'save_pretrained: this process has parts of the weights (tensor_parallel); save with '
             'trainer.save_pretrained or inside strategy.full_model(model, on_disk=FOLDER)'
@@ -452,10 +452,10 @@ def write_folder(
     logging.disable_progress_bar()
     try:
         model.save_pretrained(folder, state_dict=state_dict)
-        remove_heads(folder)  # not before: transformers may refuse, and then the earlier model still needs them
+        remove_heads(folder)  # not before: if transformers raises, the earlier model still needs them
         share_by_umask(folder)
     finally:
         if shown:
             logging.enable_progress_bar()
     if wanted is not None:
-        say_dtype(Path(folder), wanted)
+        write_dtype(Path(folder), wanted)

@@ -2,9 +2,9 @@
 
 An adapted layer computes y = x W^T + b + (alpha / r) x A^T B^T (Hu et al. 2021, "LoRA", equation 3), A (r, in), B (out,
 r). `convert_to_lora` replaces `nn.Linear` and GPT-2's `Conv1D` in place. `weight` and `bias` stay the same parameters
-under the same names, with `lora_A` and `lora_B` beside them. loralib's own layers fold the adapter into the weight on
-`eval()` and subtract it on `train()`, which rounds; these never do. Folding is `merge_lora`, and `unmerge_lora` puts
-the saved bits back; meanwhile `state_dict()` still writes the base weight.
+under the same names, next to `lora_A` and `lora_B`. loralib's own layers merge the adapter into the weight on `eval()`
+and subtract it on `train()`, which rounds; these do not. `merge_lora` merges, and `unmerge_lora` restores the saved
+weight exactly; while merged, `state_dict()` still contains the base weight.
 
 PEFT's file format is in `chatgpt.nn.peft_format`; docs/algorithms/ppo.md measures why its layers are not used.
 """
@@ -33,7 +33,7 @@ BiasMode = Literal['none', 'all', 'lora_only']
 
 
 class _Adapter(loralib.LoRALayer):
-    """Mixed into an `nn.Module`: the two factors, the switch, folding and unfolding."""
+    """Mixin of an `nn.Module`: the two factors, the switch, merging and unmerging."""
 
     in_features: int
     out_features: int
@@ -41,9 +41,9 @@ class _Adapter(loralib.LoRALayer):
     bias: Any
     merged: bool
     weight_is_transposed = False
-    """True where `weight` is stored (in, out)"""
+    """True if `weight` is stored as (in, out)"""
     shares_base = False
-    """the weight is that of other models too, or in 4 bits, so no adapter can be folded into it"""
+    """True if other models use the weight too, or it is in 4 bits, so that no adapter can be merged into it"""
 
     def __init__(
         self,
@@ -54,19 +54,19 @@ class _Adapter(loralib.LoRALayer):
         dropout: float = 0.0,
         bias_mode: BiasMode = 'none',
     ) -> None:
-        """Takes over the parameters of `base` (the very same objects) and adds the two factors."""
+        """Takes the parameter objects of `base` and adds the two factors."""
         module = cast(nn.Module, self)
         nn.Module.__init__(module)
         loralib.LoRALayer.__init__(self, r=rank, lora_alpha=alpha, lora_dropout=dropout, merge_weights=False)
         if dropout == 0:
-            self.lora_dropout = nn.Identity()  # the base leaves a lambda here, which cannot be pickled
+            self.lora_dropout = nn.Identity()  # the base class sets a lambda, which cannot be pickled
         self.scaling = alpha / rank
         self.bias_mode = bias_mode
         self.adapter_on = True
-        self.saved: Tensor | None = None  # the base weight while the adapter is folded in
+        self.saved: Tensor | None = None  # the base weight while the adapter is merged
         self._take_weight(base)
         like = next(iter((*base.parameters(), *base.buffers())))
-        # what is trained is kept in fp32, whatever the frozen weight is kept in
+        # trained parameters are in fp32, whatever the dtype of the frozen weight
         dtype = torch.promote_types(like.dtype, torch.float32)
         self.lora_A = nn.Parameter(torch.zeros(rank, self.in_features, dtype=dtype, device=like.device))
         self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, dtype=dtype, device=like.device))
@@ -82,8 +82,8 @@ class _Adapter(loralib.LoRALayer):
             self.in_features, self.out_features = base.in_features, base.out_features
 
     def reset_lora_parameters(self) -> None:
-        """A as `nn.Linear` draws its weight, B zero: the layer computes what its base computes."""
-        # On the meta device the generator moves on as it does elsewhere: what is drawn next is the same.
+        """Initialises A like the weight of `nn.Linear` and B with zeros: the outputs are those of the base layer."""
+        # On the meta device the generator advances as elsewhere, so that later draws are the same.
         drawn = torch.empty_like(self.lora_A, device='cpu') if self.lora_A.is_meta else self.lora_A
         nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))
         nn.init.zeros_(self.lora_B)
@@ -95,14 +95,14 @@ class _Adapter(loralib.LoRALayer):
         return result + F.linear(low, self.lora_B.to(x.dtype)) * self.scaling
 
     def folded_weight(self) -> Tensor:
-        """A new tensor W + scaling * B A in the layout of `weight`, in fp32 or wider: W may be kept in 16 bits, and the
-        sum is no number of theirs."""
+        """Returns a new tensor W + scaling * B A in the layout of `weight`, in fp32 or wider: W may be in 16 bits,
+        which would round the sum."""
         weight = self.weight if self.saved is None else self.saved
         return self._folded(weight, self.lora_A, self.lora_B)
 
     def fold(self, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> Tensor:
-        """W + scaling * B A of given tensors in the layout and dtype of `weight`; summed in fp32 or wider, rounded
-        once."""
+        """Returns W + scaling * B A of given tensors in the layout and dtype of `weight`; summed in fp32 or wider,
+        rounded once."""
         return self._folded(weight, lora_A, lora_B).to(weight.dtype)
 
     @torch.no_grad()
@@ -158,7 +158,7 @@ class LoRALinear(_Adapter, nn.Linear):
 
 
 class LoRAConv1D(_Adapter, Conv1D):
-    """transformers' `Conv1D` (GPT-2: a linear layer whose weight is stored (in, out)) with an adapter."""
+    """transformers' `Conv1D` (GPT-2: a linear layer with a weight stored as (in, out)) with an adapter."""
 
     weight_is_transposed = True
 
@@ -172,7 +172,7 @@ class LoRAConv1D(_Adapter, Conv1D):
 
 
 class LoRANF4Linear(_Adapter, nn.Module):
-    """An `NF4Linear` with an adapter; `base` may stand in other models too. Input (..., in), output (..., out)."""
+    """An `NF4Linear` with an adapter; other models may share `base`. Input (..., in), output (..., out)."""
 
     shares_base = True
 
@@ -182,7 +182,7 @@ class LoRANF4Linear(_Adapter, nn.Module):
         self.weight_is_transposed = base.is_transposed
 
     def folded_weight(self) -> Tensor:
-        """A new dense tensor W + scaling * B A, W as it computes, and in that dtype."""
+        """Returns a new dense tensor W + scaling * B A, in the dtype of the dequantized W."""
         return self.fold(self.base.dense(), self.lora_A, self.lora_B)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -191,16 +191,16 @@ class LoRANF4Linear(_Adapter, nn.Module):
 
 _REPLACED_BY: dict[type[nn.Module], Any] = {nn.Linear: LoRALinear, Conv1D: LoRAConv1D, NF4Linear: LoRANF4Linear}
 SAME_AS_LINEAR = ('FalconLinear',)
-"""subclasses of nn.Linear that have a forward of their own and compute the same"""
-LEFT_OUT = ('gate', 'router', 'shared_expert_gate', 'dt_proj')
-"""names of layers, or of what holds them, without adapters unless a pattern names them: those that weigh a mixture's
-experts, and what sets the step of a state space"""
-OTHER_SENSES = re.compile(r'(^|\.)(visual|vision\w*|audio\w*|image\w*|speech\w*)(\.|$)')
-"""towers of a multimodal model that text does not reach"""
+"""subclasses of nn.Linear with their own forward that computes the same"""
+WITHOUT_ADAPTERS = ('gate', 'router', 'shared_expert_gate', 'dt_proj')
+"""names of layers, or of their parents, without adapters unless a pattern names them: the routers of a mixture of
+experts, and the step size of a state space model"""
+NON_TEXT = re.compile(r'(^|\.)(visual|vision\w*|audio\w*|image\w*|speech\w*)(\.|$)')
+"""parts of a multimodal model that do not process text"""
 
 
 def _replacement(layer: nn.Module) -> Any:
-    """The adapted class for a layer; None for one that is not linear."""
+    """Returns the adapted class for a layer; None for one that is not linear."""
     kind = type(layer)
     if isinstance(layer, nn.Linear) and (kind.forward is nn.Linear.forward or kind.__name__ in SAME_AS_LINEAR):
         kind = nn.Linear
@@ -209,8 +209,8 @@ def _replacement(layer: nn.Module) -> Any:
 
 @lru_cache
 def reads_weight(kind: type, child: str) -> bool:
-    """Whether modules of that class multiply by the weight of their layer `child` without calling it, as the kernels of
-    Mamba and some routers do: an adapter beside that layer would not be heard."""
+    """Returns True if modules of that class multiply by the weight of their layer `child` without calling it, as
+    Mamba's kernels and some routers do: an adapter on that layer would have no effect."""
     read = re.compile(rf'(?<!isinstance\()\bself\.{re.escape(child)}\.weight\b(?!\.(dtype|device|shape)|\[)')
     for name, function in inspect.getmembers(kind, inspect.isfunction):
         code = inspect.unwrap(function).__code__
@@ -226,12 +226,12 @@ def reads_weight(kind: type, child: str) -> bool:
 
 
 def is_shared(parameter: Tensor) -> bool:
-    """Whether other models have this very parameter (`chatgpt.nn.shared`)."""
+    """Returns True if other models share this parameter (`chatgpt.nn.shared`)."""
     return getattr(parameter, 'in_shared_trunk', False)
 
 
 def can_fold(module: nn.Module) -> bool:
-    """Whether there are adapters, and all can be folded into their weights."""
+    """Returns True if there are adapters and all can be merged into their weights."""
     layers = lora_layers(module).values()
     return bool(layers) and not any(layer.shares_base for layer in layers)
 
@@ -248,22 +248,21 @@ def convert_to_lora(
     targets: str | Iterable[str] | None = None,
     bias: BiasMode = 'none',
 ) -> None:
-    """Replace linear layers by adapted ones, in place, and leave only the adapters trainable. B starts at zero: outputs
-    do not change. Parameters outside `module` are not touched, such as a value head beside it.
+    """Replaces linear layers by adapted ones, in place, and freezes everything else in `module`. B is initialised with
+    zeros, so outputs do not change. Parameters outside `module`, such as a value head, do not change.
 
     Args:
-        alpha: None is `rank`, a scaling of 1.
+        alpha: None for `rank`, a scaling of 1.
         targets: one or more patterns, each the full name of a layer, the end of it after a dot (`'q_proj'`), a glob
             (`'*.attn.*'`) or a regular expression for the whole name. None takes every linear layer inside the
-            transformer blocks (below an `nn.ModuleList`) but a mixture's routers, layers of one output, towers for
-            pictures and sound, and layers whose weight is read without calling them, as Mamba's kernels read
-            `out_proj`. Experts that are one parameter for all are no layers: a warning says what share of the blocks'
-            weights the adapters reach.
+            transformer blocks (below an `nn.ModuleList`) except routers of a mixture of experts, layers with one
+            output, vision and audio parts, and layers whose weight is read without calling them, such as Mamba's
+            `out_proj`. Fused experts are not layers: a warning reports the share of the blocks' weights with adapters.
         bias: train no bias, every bias of `module`, or those of the adapted layers.
 
-    Raises ValueError, before anything is changed, for a rank outside 1..min(in, out), a pattern that matches no linear
-    layer, a named layer whose weight is shared with another module (folding would change both) or read without calling
-    it, an unknown bias mode, or a second conversion.
+    Raises ValueError, before any change, for a rank outside 1..min(in, out), a pattern that matches no linear layer, a
+    named layer with a weight shared with another module (merging would change both) or read without calling it, an
+    unknown bias mode, or a second conversion.
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f'LoRA rank: {rank!r} given; it must be a positive integer')
@@ -290,17 +289,17 @@ def convert_to_lora(
         setattr(module.get_submodule(parent), child, adapted)
     loralib.mark_only_lora_as_trainable(module, bias)
     if targets is None:
-        _tell_of_what_is_not_reached(module)
+        _warn_about_missed_weights(module)
 
 
 def _of_the_blocks(module: nn.Module) -> Callable[[str], bool]:
-    """Whether what has that name stands in a transformer block (below an `nn.ModuleList`), and text reaches it."""
+    """Returns a predicate of names: True in a transformer block (below an `nn.ModuleList`) that processes text."""
     lists = tuple(f'{n}.' if n else '' for n, m in module.named_modules() if isinstance(m, nn.ModuleList))
-    return lambda name: name.startswith(lists) and not OTHER_SENSES.search(name)
+    return lambda name: name.startswith(lists) and not NON_TEXT.search(name)
 
 
-def _tell_of_what_is_not_reached(module: nn.Module) -> None:
-    """Warn when matrices of the blocks have no adapter, as a mixture's fused experts have none."""
+def _warn_about_missed_weights(module: nn.Module) -> None:
+    """Warns if matrices of the blocks have no adapter, such as fused experts."""
     layers, in_blocks = lora_layers(module).values(), _of_the_blocks(module)
     reached = {id(p) for layer in layers for p in layer.parameters()}
     within = sum(layer.in_features * layer.out_features for layer in layers)
@@ -326,7 +325,7 @@ def _target_layers(module: nn.Module, targets: str | Iterable[str] | None) -> di
             n: m
             for n, m in linear.items()
             if in_blocks(n)
-            and not set(n.split('.')) & set(LEFT_OUT)
+            and not set(n.split('.')) & set(WITHOUT_ADAPTERS)
             and min(weight_shape(m)) > 1
             and not _bypassed(module, n)
         }
@@ -372,7 +371,7 @@ def _bypassed(module: nn.Module, name: str) -> bool:
 
 
 def weight_shape(layer: Any) -> tuple[int, ...]:
-    """Of a linear layer's weight as it is stored."""
+    """Returns the shape of a linear layer's weight as stored."""
     if isinstance(layer, NF4Linear):
         shape = layer.out_features, layer.in_features
         return shape[::-1] if layer.is_transposed else shape
@@ -384,7 +383,7 @@ def _matches(pattern: str, name: str) -> bool:
         return True
     try:
         return re.fullmatch(pattern, name) is not None
-    except re.error:  # a glob such as '*.q_proj' is no regular expression
+    except re.error:  # a glob such as '*.q_proj' is not a regular expression
         return False
 
 
@@ -400,7 +399,7 @@ AdaptedLayer = LoRALinear | LoRAConv1D | LoRANF4Linear
 
 
 def lora_layers(module: nn.Module) -> dict[str, AdaptedLayer]:
-    """The adapted layers of `module` by name."""
+    """Returns the adapted layers of `module` by name."""
     return {n: m for n, m in module.named_modules() if isinstance(m, AdaptedLayer)}
 
 
@@ -416,7 +415,7 @@ def _require_lora(module: nn.Module, what: str) -> dict[str, AdaptedLayer]:
 
 
 def layers_to_fold(module: nn.Module) -> list[AdaptedLayer]:
-    """The adapted layers; ValueError without any, and while they are switched off."""
+    """Returns the adapted layers. Raises ValueError without any, or while they are switched off."""
     layers = list(_require_lora(module, 'merge_lora').values())
     if not all(layer.adapter_on for layer in layers):
         raise ValueError('merge_lora: the adapter is switched off; leave adapter_disabled first')
@@ -424,21 +423,21 @@ def layers_to_fold(module: nn.Module) -> list[AdaptedLayer]:
 
 
 def merge_lora(module: nn.Module) -> None:
-    """Fold every adapter into its weight, W + scaling * B A, keeping the base weights' bits. Merging twice is merging
-    once."""
+    """Merges every adapter into its weight, W + scaling * B A, and saves the base weights. A second call does
+    nothing."""
     for layer in layers_to_fold(module):
         layer.merge()
 
 
 def unmerge_lora(module: nn.Module) -> None:
-    """Put the bits back that the base weights had before `merge_lora`."""
+    """Restores the base weights from before `merge_lora`, exactly."""
     for layer in _require_lora(module, 'unmerge_lora').values():
         layer.unmerge()
 
 
 @contextmanager
 def merged(module: nn.Module) -> Iterator[None]:
-    """Inside, the adapters are folded in; on leaving, every layer is as it was before."""
+    """Inside this context the adapters are merged; on exit every layer is as before."""
     before = [layer for layer in _require_lora(module, 'merged').values() if not layer.merged]
     merge_lora(module)
     try:
@@ -450,10 +449,10 @@ def merged(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def adapter_disabled(module: nn.Module) -> Iterator[None]:
-    """Inside, `module` computes what it computed before conversion: the initial model, without a second copy.
+    """Inside this context `module` computes as before conversion: the initial model, without a second copy.
 
-    Folded adapters are unfolded for the while. Contexts may be nested. Raises ValueError when biases are trained, for
-    then the layers without their adapters are not the initial model.
+    Merged adapters are unmerged inside. Contexts may be nested. Raises ValueError if biases are trained: then the
+    layers without adapters are not the initial model.
     """
     layers = list(_require_lora(module, 'adapter_disabled').values())
     mode = layers[0].bias_mode
@@ -479,15 +478,14 @@ def adapter_disabled(module: nn.Module) -> Iterator[None]:
 
 
 def lora_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """The adapter tensors by name, and the biases that the bias mode trains."""
+    """Returns the adapter tensors by name, and the biases that the bias mode trains."""
     layers = _require_lora(module, 'lora_state_dict')
     return loralib.lora_state_dict(module, next(iter(layers.values())).bias_mode)
 
 
 def load_lora_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load what `lora_state_dict` wrote.
-
-    Raises ValueError, before anything is copied, when names or shapes differ; it names the first ones.
+    """Loads a dict of `lora_state_dict`. Raises ValueError, before anything is copied, with the first names if names or
+    shapes differ.
     """
     own = lora_state_dict(module)
     missing, unexpected = [k for k in own if k not in state], [k for k in state if k not in own]
@@ -505,11 +503,11 @@ def load_lora_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None
 
 
 def merged_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """The state dict of the architecture before conversion, adapters folded in, weights of 4 bits made dense. `module`
-    stays as it is.
+    """Returns the state dict of the architecture before conversion, with adapters merged and 4-bit weights dequantized.
+    `module` does not change.
 
-    Folded and dense weights are new tensors; those of a shared or quantized base are on the CPU, for all of them dense
-    may be more than the device holds. All others are those of `module.state_dict()`.
+    Merged and dequantized weights are new tensors; those of a shared or quantized base are on the CPU, because together
+    they may exceed the device's memory. All others are those of `module.state_dict()`.
     """
     layers = _require_lora(module, 'merged_state_dict')
     state = dict(module.state_dict())

@@ -1,10 +1,10 @@
-"""NLPO's masked policy: the policy restricted, at every state, to the tokens that a slower copy of it holds likely.
+"""NLPO's masked policy: in every state the policy is restricted to the likely tokens of an older copy of it.
 
     π_masked(v | s) = π(v | s) / Σ_{u in M(s)} π(u | s) for v in M(s), else 0
     M(s): smallest set of tokens with mask-policy mass >= top_p
 
 Source: Ramamurthy et al. 2022, "Is reinforcement learning (not) for natural language processing?", section 4.2 and
-algorithm 1. Left out: when the mask policy takes over the policy's weights (`PPOTrainer`).
+algorithm 1. `PPOTrainer` copies the policy's weights to the mask policy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from chatgpt.types import Batch
 
 
 def likely_tokens(logits: Tensor, top_p: float, temperature: float = 1.0) -> Tensor:
-    """(..., V) bool: the smallest set of most likely tokens whose mass reaches `top_p`; never empty."""
+    """Returns the mask of the smallest set of most likely tokens with total probability >= `top_p`, (..., V) bool;
+    never empty."""
     probs = torch.softmax(logits.float() / temperature, dim=-1)
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
@@ -40,22 +41,22 @@ def masked_output(
     temperature: float,
     with_entropy: WithEntropy = True,
 ) -> PolicyOutput:
-    """Log-probs and entropy of π_masked at the actions of a batch. Holds (N, V) tables of both models.
+    """Computes log-probs and entropy of π_masked for the actions of a batch. Allocates (N, V) logits of both models.
 
-    An action outside of M(s) (which the masked policy cannot have drawn) gets its log-prob before masking.
+    An action outside of M(s), which the masked policy cannot sample, gets its log-prob before masking.
     """
     out = policy(batch, temperature=temperature, with_logits=True)
     with torch.no_grad():
         mask = likely_tokens(mask_model(batch, temperature=temperature, with_logits=True).logits, top_p, temperature)
         mask = mask.scatter(-1, batch.action_ids[:, None], True)
-    logits = out.logits.float().masked_fill(~mask, -1e9)  # a finite number: −inf times 0 would be NaN in the entropy
+    logits = out.logits.float().masked_fill(~mask, -1e9)  # finite: −inf times 0 would be NaN in the entropy
     with entropy_graph(with_entropy):
         entropy = entropy_of(logits, temperature) if with_entropy else None
     return PolicyOutput(logprobs_of(logits, batch.action_ids, temperature), entropy, out.values)
 
 
 class MaskedPolicy(nn.Module):
-    """What an engine generates with: both models side by side, their caches in one.
+    """The model that an engine generates with: both models, with one cache for both.
 
     Args:
         actor, mask_actor: whole `Actor`s of one architecture.
@@ -77,7 +78,7 @@ class MaskedPolicy(nn.Module):
         return self.actor.config
 
     def trunk(self, input_ids: Tensor, *, past_key_values: Any = None, **kwargs: Any) -> Tensor:
-        """(B, S, 2 D): hidden states of the policy and of the mask policy."""
+        """Returns hidden states of the policy and of the mask policy, concatenated: (B, S, 2 D)."""
         first = self.actor.trunk(input_ids, past_key_values=past_key_values, **kwargs)
         shifted = (
             None
@@ -87,14 +88,14 @@ class MaskedPolicy(nn.Module):
         return torch.cat([first, self.mask_actor.trunk(input_ids, past_key_values=shifted, **kwargs)], dim=-1)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits (..., V), −inf outside of M(s)."""
+        """Returns logits (..., V), −inf outside of M(s)."""
         own, other = hidden.chunk(2, dim=-1)
         likely = likely_tokens(self.mask_actor.head(other), self.top_p, self.temperature)
         return self.actor.head(own).masked_fill(~likely, -math.inf)
 
 
 class _Shifted(Cache):
-    """Another model's layers behind those of the first in the same cache."""
+    """A view of a cache for the second model: its layers come after those of the first."""
 
     def __init__(self, cache: Any, offset: int) -> None:
         self._cache, self._offset = cache, offset

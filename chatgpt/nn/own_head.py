@@ -1,7 +1,7 @@
 """Logits from hidden states through a causal LM's own forward, for heads that are more than a linear map.
 
-Gemma 2 caps its logits, Cohere scales them. Their forward runs as it is while the base model is made to return given
-states, so any row of states can be turned into logits without the trunk, and in chunks.
+Gemma 2 caps its logits, Cohere scales them. The model's own forward runs while its base model is replaced to return the
+given states, so logits can be computed for any states, in chunks and without the trunk.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from chatgpt.nn.weights import seeded
 
 NUM_CHECK_TOKENS = 4
 LARGE_LOGIT = 100.0
-"""logits are compared at this size too: a soft cap does nothing to the small logits of a fresh model"""
+"""logits are also compared at this size: a soft cap does not change the small logits of a new model"""
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 class _GivenStates:
-    """Stands for a base model's output: the states by name and by index 0, nothing else."""
+    """Replaces a base model's output: only the states, by name and by index 0."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -40,7 +40,7 @@ class _GivenStates:
 
 @contextmanager
 def _returning(modules: list[nn.Module], hidden: Tensor) -> Iterator[None]:
-    """Inside, calling any of `modules` gives `hidden` without computing anything."""
+    """Inside this context, calling any of `modules` returns `hidden` without computing anything."""
     own = [vars(module).get('forward') for module in modules]
     for module in modules:
         module.forward = lambda *args, **kwargs: _GivenStates(hidden)  # type: ignore[assignment]
@@ -54,9 +54,9 @@ def _returning(modules: list[nn.Module], hidden: Tensor) -> Iterator[None]:
                 module.forward = forward
 
 
-@torch.compiler.disable  # it exchanges a forward for a while, which a compiled step cannot take back
+@torch.compiler.disable  # it replaces a forward temporarily, which a compiled step cannot undo
 def own_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Logits (..., V) of a causal LM for final hidden states (..., D), by the model's own forward after its trunk."""
+    """Returns logits (..., V) for final hidden states (..., D), by the causal LM's own forward after its trunk."""
     rows = hidden.reshape(1, -1, hidden.shape[-1])
     ids = torch.zeros(rows.shape[:2], dtype=torch.int64, device=hidden.device)
     with _returning(layout_of(model).trunks(model), rows):
@@ -66,10 +66,10 @@ def own_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def head_is_linear(model: PreTrainedModel) -> bool:
-    """Whether the model's logits are its output embeddings applied to the last hidden state.
+    """Returns True if the model's logits are its output embeddings applied to the last hidden state.
 
-    Compared on a few tokens, on random states with logits of about 100, and on a state of zeros. Raises ValueError when
-    not even the model's own forward gives its logits from the last hidden state.
+    Compares both on a few tokens, on random states with logits of about 100, and on a state of zeros. Raises ValueError
+    if the model's own forward does not compute its logits from the last hidden state alone.
     """
     base, linear = base_model(model), model.get_output_embeddings()
     with in_eval_mode(model):
@@ -83,14 +83,14 @@ def head_is_linear(model: PreTrainedModel) -> bool:
             follow = _close(own_logits(model, hidden), whole, tolerance)
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, TypeError, AttributeError, IndexError):  # it asks for more than last hidden states
+        except (RuntimeError, TypeError, AttributeError, IndexError):  # it reads more than the last hidden states
             follow = False
         if not follow:
             raise ValueError(
                 f'{type(model).__name__}: its logits do not follow from its last hidden state, so log-probs cannot be '
                 'computed from it; use a model whose head follows its base model'
             )
-        if linear is None or linear.weight.shape[-1] != hidden.shape[-1]:  # RemBERT widens states before it
+        if linear is None or linear.weight.shape[-1] != hidden.shape[-1]:  # RemBERT widens the states first
             return False
         generator = torch.Generator().manual_seed(0)
         states = torch.randn(NUM_CHECK_TOKENS, hidden.shape[-1], generator=generator).to(hidden)
@@ -104,10 +104,8 @@ def head_is_linear(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def head_is_linear_by_form(model: PreTrainedModel) -> bool | None:
-    """`head_is_linear` for a model on the meta device: its forward is run with a small linear layer in place of the
-    output layer.
-
-    None when that cannot be done.
+    """`head_is_linear` for a model on the meta device: runs its forward with a small linear layer as output layer.
+    Returns None if that fails.
     """
     real = model.get_output_embeddings()
     generator = torch.Generator().manual_seed(0)

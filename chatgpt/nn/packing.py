@@ -1,14 +1,13 @@
-"""The padding-free forward: the real tokens of a padded batch in one row, attention cut at the borders of the
-sequences.
+"""The padding-free forward: the real tokens of a padded batch in one row, with attention within each sequence.
 
-Everything but attention works token by token. Attention is registered with transformers under a name of ours, which is
-the model's 'sdpa' for every ordinary call; a call that carries a `Packing` takes FlashAttention for variable lengths
-(`torch.nn.attention.varlen`) on CUDA in 16 bits, elsewhere SDPA over groups of sequences of similar length, padded
-within their group. On a CPU few keys are computed in fp32, where torch's 16-bit kernel is the slower one.
+Everything but attention acts on single tokens. Attention is registered with transformers under our own name; ordinary
+calls run 'sdpa'. A call with a `Packing` runs FlashAttention for variable lengths (`torch.nn.attention.varlen`) on CUDA
+in 16 bits, and elsewhere SDPA over groups of sequences of similar length, padded within their group. On a CPU,
+attention over few keys is computed in fp32, because torch's 16-bit kernel is slower there.
 
-A model takes part when every layer attends to all earlier tokens, which is compared with the plain forward on a few
-tokens when a role is built; on the meta device, once a strategy has given it its weights (`settle`). Others (windows
-shorter than the batch, ALiBi, encoders, encoder-decoders) run padded.
+A model runs packed if every layer attends to all earlier tokens. This is compared with the padded forward on a few
+tokens when a role is built, or on the meta device after a strategy has loaded the weights (`check_loaded_packing`).
+Other models (windows shorter than the batch, ALiBi, encoders, encoder-decoders) run padded.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from chatgpt.batching import collate
-from chatgpt.nn.layouts import at_their_places, encoder_decoder_hidden, layout_of, separate_inputs
+from chatgpt.nn.layouts import encoder_decoder_hidden, layout_of, scatter_states, separate_inputs
 from chatgpt.nn.trunk import (
     accepts,
     batch_limit,
@@ -45,24 +44,24 @@ from chatgpt.nn.trunk import (
 from chatgpt.types import Batch, PackedGroup, Packing, Sequence
 
 ATTENTION = 'packed_sdpa'
-"""our attention's name in transformers; without a `Packing` it is 'sdpa'"""
+"""name of our attention in transformers"""
 
 NARROW = 256
-"""up to so many keys a CPU attends faster in fp32 than in 16 bits, the casts included"""
+"""up to this number of keys a CPU computes attention faster in fp32 than in 16 bits, casts included"""
 
 CHECK_LENGTHS = (5, 3)
 
-NEVER = ('attn_logit_softcapping', 'alibi', 'position_bias')
-"""config fields that, when set, change attention in a way this module does not follow"""
+UNSUPPORTED_SETTINGS = ('attn_logit_softcapping', 'alibi', 'position_bias')
+"""config fields that change attention in a way that this module does not support"""
 
 
 def flat_hidden(model: nn.Module, batch: Batch) -> Tensor:
-    """Hidden states of a batch, rows joined: (B*S, D), to be indexed with `action_index` or `last_index`.
+    """Returns the hidden states of a batch as (B*S, D), to index with `action_index` or `last_index`.
 
-    Run without padding where batch and model can; the states of padding are then zeros. ValueError for sequences
-    beyond the length from which a batch's numbers follow from its longest.
+    Runs without padding if batch and model allow it; the states of padding are then zeros. Raises ValueError for
+    sequences beyond `batch_limit`.
     """
-    if layout_of(model).apart:
+    if layout_of(model).is_encoder_decoder:
         return encoder_decoder_hidden(model, batch)
     longest = batch.packing.max_length if batch.packing is not None else batch.input_ids.shape[1]
     limit = batch_limit(model.config)
@@ -80,7 +79,7 @@ def flat_hidden(model: nn.Module, batch: Batch) -> Tensor:
             whole_rows=True,
         ).flatten(0, 1)
     mask = batch.attention_mask if needs_mask(model) else None
-    # An encoder counts positions in its own way (RoBERTa from its padding id on).
+    # Encoders number positions in their own way (RoBERTa begins after its padding id).
     positions = None if looks_ahead(model) else batch.position_ids
     return run_trunk(model, batch.input_ids, position_ids=positions, attention_mask=mask).flatten(0, 1)
 
@@ -91,17 +90,16 @@ def _runs_packed(model: nn.Module, batch: Batch) -> bool:
 
 
 def _no_mask(device: torch.device) -> Tensor:
-    """A mask of four dimensions, which transformers hands on as it is and `packed_attention` does not read; without one
-    it makes a mask of (T, T) or waits for the device. It has room for no key, so that attention which reads it
-    fails."""
+    """Returns a 4-D mask, which transformers passes on unchanged and `packed_attention` does not read; without one
+    transformers makes a (T, T) mask or waits for the device. It has size 0, so that attention that reads it fails."""
     return torch.zeros(1, 1, 1, 0, dtype=torch.bool, device=device)
 
 
 def rows_joined(model: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
-    """(B*S, D) out of what a part of `model` gave for a batch: (B, S, D), the (1, T, D) of a packed run, or the states
-    of an encoder-decoder's decoder."""
-    if layout_of(model).apart:
-        return at_their_places(hidden, batch)
+    """Returns (B*S, D) from the output of a part of `model` for a batch: (B, S, D), the (1, T, D) of a packed run, or
+    the states of an encoder-decoder's decoder."""
+    if layout_of(model).is_encoder_decoder:
+        return scatter_states(hidden, batch)
     if not _runs_packed(model, batch):
         return hidden.flatten(0, 1)
     assert batch.packing is not None
@@ -111,20 +109,20 @@ def rows_joined(model: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
 
 
 def _packed_hidden(model: nn.Module, input_ids: Tensor, position_ids: Tensor, packing: Any) -> Tensor:
-    """Last hidden states (1, T, D) of the real tokens of a (B, S) batch, row after row."""
+    """Returns the last hidden states (1, T, D) of the real tokens of a (B, S) batch, row after row."""
     ids = input_ids.flatten()[packing.token_index][None]
     positions = position_ids.flatten()[packing.token_index][None]
     return run_trunk(model, ids, position_ids=positions, attention_mask=_no_mask(ids.device), packing=packing)
 
 
 def packs(model: nn.Module) -> bool:
-    """Whether `model` (a base model) runs packed batches."""
+    """Returns True if `model` (a base model) runs packed batches."""
     config: Any = model.config
     return bool(config._attn_implementation == ATTENTION)
 
 
 def window_of(model: nn.Module) -> int | None:
-    """The attention window of a model with such layers; a batch longer than it runs padded."""
+    """Returns the attention window of a model with sliding-window layers; a longer batch runs padded."""
     config = text_config(model.config)
     kinds = getattr(config, 'layer_types', None)
     if getattr(config, 'use_sliding_window', True) is False or (kinds and 'sliding_attention' not in kinds):
@@ -148,10 +146,10 @@ def packed_attention(
     attend: Callable[..., Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers asks for it: query (B, H, S, d), key and value (B, H_kv, S, d) → (B, S, H, d).
+    """Attention with transformers' interface: query (B, H, S, d), key and value (B, H_kv, S, d) → (B, S, H, d).
 
     With a `packing`, B is 1 and S the number of real tokens; causal within each sequence. With `whole_rows`, causal
-    within each row. Neither reads the mask. `attend(query, key, value, mask, scaling)` is called in place of all this.
+    within each row. Neither reads the mask. If given, `attend(query, key, value, mask, scaling)` is called instead.
     """
     if attend is not None:
         if any(kwargs.get(name) is not None for name in ('softcap', 'position_bias', 's_aux')):
@@ -175,7 +173,7 @@ def packed_attention(
         query, key, value = query.float(), key.float(), value.float()
         if attention_mask is not None and attention_mask.is_floating_point():
             attention_mask = attention_mask.float()
-    # autocast would cast them back
+    # autocast would undo the cast
     with torch.autocast('cpu', enabled=False) if query.dtype != dtype else nullcontext():
         return _attend(module, query, key, value, attention_mask, dropout, scaling, packing, **kwargs).to(dtype), None
 
@@ -207,7 +205,7 @@ def _attend(
         )
     kind = query.device.type
     if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:
-        # As SDPA itself would: rotary embeddings leave queries and keys in fp32, which FlashAttention does not take.
+        # SDPA does the same: rotary embeddings return queries and keys in fp32, which FlashAttention does not support.
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, d)
     if not dropout and _fits_varlen(q, k, v):
@@ -221,7 +219,7 @@ def _attend(
 def _group_attention(
     q: Tensor, k: Tensor, v: Tensor, group: PackedGroup, dropout: float, scaling: float | None
 ) -> Tensor:
-    """Sequences of one group: (T', H, d) of its tokens."""
+    """Computes attention of one group's sequences; returns (T', H, d) of its tokens."""
     rows, width, index = group.rows, group.width, group.index
 
     def padded(x: Tensor) -> Tensor:
@@ -230,7 +228,7 @@ def _group_attention(
             own = own.new_zeros(rows * width, *own.shape[1:]).index_copy(0, index, own)
         return own.unflatten(0, (rows, width)).transpose(1, 2)  # (rows, H, width, d)
 
-    # Padding stands behind the real tokens of its row, so the causal rule hides it.
+    # Padding is after the real tokens of its row, so causal attention does not see it.
     out = scaled_dot_product_attention(
         padded(q), padded(k), padded(v), dropout_p=dropout, scale=scaling, is_causal=True
     )
@@ -239,7 +237,7 @@ def _group_attention(
 
 
 def _fits_varlen(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """FlashAttention 2: a device from sm80 on, 16 bits, heads of one width up to 256."""
+    """Returns True if FlashAttention 2 applies: sm80 or newer, 16 bits, heads of one width up to 256."""
     d = q.shape[-1]
     return (
         q.is_cuda
@@ -255,7 +253,7 @@ def _fits_varlen(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 @cache
 def _varlen() -> Any:
-    """torch's FlashAttention for variable lengths and its parameters' names, or None."""
+    """Returns torch's FlashAttention for variable lengths and its parameters' names, or None."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -290,10 +288,10 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 def enable_packing(model: nn.Module) -> bool:
-    """Let `model` (a base model) run packed batches if it can. Returns whether it does. Its ordinary calls are not
-    changed."""
+    """Makes `model` (a base model) run packed batches if it supports them. Returns True if it does. Ordinary calls do
+    not change."""
     config: Any = model.config
-    if layout_of(model).apart:
+    if layout_of(model).is_encoder_decoder:
         separate_inputs(model)
         return False
     if packs(model):
@@ -319,15 +317,15 @@ def _can_by_form(model: nn.Module) -> bool:
         and not needs_mask(model)
         and kinds <= {'full_attention', 'sliding_attention'}
         and row_limit(config) is None
-        and not any(getattr(config, name, None) for name in NEVER)
+        and not any(getattr(config, name, None) for name in UNSUPPORTED_SETTINGS)
     )
 
 
-def check_company(model: nn.Module) -> None:
-    """Compare the states of two short sequences in one batch with those of each alone, and with another last token.
+def check_batch_independence(model: nn.Module) -> None:
+    """Compares the states of two short sequences in one batch with those of each alone, and with another last token.
 
-    Raises ValueError where a token's numbers depend on other sequences, on padding, or, unless the model is known to
-    look ahead, on later tokens. On the meta device nothing can be compared (`settle`).
+    Raises ValueError if a token's state depends on other sequences, on padding, or, unless the model is known to be
+    bidirectional, on later tokens. Does nothing on the meta device (see `check_loaded_packing`).
     """
     if is_meta(model):
         return
@@ -344,7 +342,7 @@ def check_company(model: nn.Module) -> None:
                 other = replace(records[0], response_ids=records[0].response_ids.roll(1))
                 pairs.append((flat_hidden(model, collate([other]).to(device))[:1], alone[0][:1]))
         except (TypeError, RuntimeError, AttributeError, IndexError, NotImplementedError):
-            return  # its first real forward says why, in the model's own words
+            return  # its first real forward raises the model's own error
         if not all(close(got, want) for got, want in pairs):
             raise ValueError(
                 f'{type(model).__name__} gives a token other numbers when padding, other sequences or later tokens '
@@ -353,7 +351,7 @@ def check_company(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def settle(
+def check_loaded_packing(
     module: nn.Module,
     device: torch.device,
     *,
@@ -361,17 +359,17 @@ def settle(
     forward: Callable[..., Any] | None = None,
     release: Callable[[], None] | None = None,
 ) -> bool:
-    """Compare what was taken on trust on the meta device, now that an actor, critic or reward model has its weights.
-    Where a packed forward does not give the padded one's numbers, batches run padded from now on. On all ranks that
-    hold a part of the module.
+    """Runs the checks that need weights, for an actor, critic or reward model that was built on the meta device. If a
+    packed forward differs from the padded one, batches run padded from now on. Call it on all ranks that hold a part of
+    the module.
 
     Args:
-        device: where it computes.
-        in_fp32: whether from weights gathered in fp32.
-        forward: what is called for the module; None: itself.
-        release: gives back what forwards have left gathered; None: FSDP's way.
+        device: of the computation.
+        in_fp32: True if weights are gathered in fp32.
+        forward: called instead of the module, if given.
+        release: frees what forwards have left gathered; None for FSDP's way.
 
-    Returns whether it packs; raises as `check_company`.
+    Returns True if it packs; raises as `check_batch_independence`.
     """
     model: Any = getattr(module, 'model', None)
     if not hasattr(model, 'config'):
@@ -394,7 +392,7 @@ def settle(
         plain = numbers(records)
         alone = [torch.cat(parts) for parts in zip(*(numbers([record]) for record in records), strict=True)]
         pairs = list(zip(plain, alone, strict=True))
-        if len(plain[0]) > len(records) and not looks_ahead(model):  # a number for each action, and its first
+        if len(plain[0]) > len(records) and not looks_ahead(model):  # one number per action
             later = replace(records[0], response_ids=torch.cat([records[0].response_ids[:1], records[1].response_ids]))
             later = replace(later, response_mask=torch.ones(len(later.response_ids), dtype=torch.bool))
             pairs += [(got[:1], want[:1]) for got, want in zip(numbers([later]), plain, strict=True)]
@@ -412,23 +410,23 @@ def settle(
 
 
 def check_batch(module: Any, device: torch.device) -> Batch:
-    """Two short sequences for an actor, critic or reward model."""
+    """Returns two short sequences for an actor, critic or reward model."""
     return collate(_records(module.model)).to(device)
 
 
 def reshard(module: nn.Module) -> None:
-    """A forward leaves the outermost part of a sharded module whole, and an interrupted one more of it."""
+    """Reshards a module: a forward leaves its outermost part gathered, and an interrupted one leaves more."""
     for part in module.modules():
         if hasattr(part, 'reshard'):
             part.reshard()  # type: ignore[operator]
 
 
 def _records(model: nn.Module) -> list[Sequence]:
-    """Two short sequences without a pattern; an encoder gets half of each."""
+    """Returns two short sequences without a pattern; for an encoder half of each."""
     records = []
     for number, length in enumerate(CHECK_LENGTHS):
         ids = ((torch.arange(length + 1) + number * 11) * 7919 + 13) % text_config(model.config).vocab_size
-        prompt = (length + 1) // 2 if layout_of(model).apart else 1
+        prompt = (length + 1) // 2 if layout_of(model).is_encoder_decoder else 1
         mask = torch.ones(len(ids) - prompt, dtype=torch.bool)
         records.append(Sequence(prompt_ids=ids[:prompt], response_ids=ids[prompt:], response_mask=mask))
     return records
@@ -439,15 +437,15 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def close(got: Tensor, want: Tensor, tolerance: float = 2e-2) -> bool:
-    """By default up to the rounding of 16 bits, in which weights may be gathered whatever dtype they are kept in.
-    Numbers that are not finite are another error's."""
+    """Compares by default up to the rounding of 16 bits, in which weights may be gathered. Numbers that are not finite
+    are reported elsewhere."""
     off = (got.double() - want.double()).abs().max()
     return bool(off <= tolerance * want.double().abs().max().clamp_min(1e-6)) or not bool(off.isfinite())
 
 
 @torch.no_grad()
 def _agrees(model: nn.Module) -> bool:
-    """Whether a packed forward of two short sequences gives the hidden states of the padded one."""
+    """Returns True if a packed forward of two short sequences gives the hidden states of the padded one."""
     first = next(model.parameters())
     batch = collate(_records(model)).to(first.device)
     assert batch.packing is not None

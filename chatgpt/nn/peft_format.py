@@ -1,15 +1,15 @@
-"""LoRA adapters in PEFT's file format: `adapter_config.json` beside `adapter_model.safetensors`.
+"""LoRA adapters in PEFT's file format: `adapter_config.json` and `adapter_model.safetensors`.
 
 `export_peft` writes a folder that `peft.PeftModel.from_pretrained(base, folder)` loads; `import_peft` reads one into a
-model, and `MergedAdapter` adds one to the weights of its base. peft itself is not needed. There a tensor is called
+model, and `MergedAdapter` adds one to the weights of its base. peft itself is not needed. In the file a factor is named
 `base_model.model.<layer>.lora_A.weight`, and a trained bias of an adapted layer
 `base_model.model.<layer>.base_layer.bias`.
 
-peft 0.19 and later convert names as transformers does for a folder of the same model, so they are written as in its
-folders. In a mixture `gate_proj` among `target_modules` is taken for the fused experts', so linear layers of that name
-(of a shared expert, of a dense block) are written as `target_parameters`, which are taken literally.
+peft 0.19 and later convert names as transformers does for a folder of the same model, so names are written as in such
+folders. In a mixture of experts, peft applies `gate_proj` in `target_modules` to the fused experts, so linear layers of
+that name (of a shared expert, of a dense block) are written as `target_parameters`, which peft takes literally.
 
-Left out, and refused by name: what plain LoRA on linear layers cannot express (DoRA, ranks by layer, saved modules).
+DoRA, ranks by layer and saved modules raise an error: plain LoRA on linear layers cannot represent them.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ NOT_PLAIN = (
     'use_dora use_qalora use_bdlora lora_bias rank_pattern alpha_pattern modules_to_save target_parameters '
     'trainable_token_indices layer_replication alora_invocation_tokens arrow_config kasa_config monteclora_config'
 ).split()
-"""settings under which, unless empty, the tensors mean something else than W + scaling * B A"""
+"""settings that, unless empty, give the tensors another meaning than W + scaling * B A"""
 
 
 def _hf_model(module: nn.Module) -> nn.Module:
-    """The transformers model itself, when `module` is a wrapper that keeps one as `.model`."""
+    """Returns the transformers model, which `module` is or has as `.model`."""
     inner = getattr(module, 'model', None)
     return inner if not isinstance(module, PreTrainedModel) and isinstance(inner, PreTrainedModel) else module
 
@@ -67,16 +67,16 @@ def export_peft(
     task_type: str | None = None,
     state: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write the adapters of `module`, a transformers model or what keeps one as `.model`, to `folder`. Heads that an
-    earlier adapter left there are removed, unless it holds a whole model too.
+    """Writes the adapters of `module`, a transformers model or a module with one as `.model`, to `folder`. Removes
+    heads of an earlier adapter there, unless the folder also holds a whole model.
 
     Args:
-        base_model: name or path that peft should load the base from; None: what the model was loaded from.
-        task_type: peft's; None: that of the model's output head.
-        state: full weights by the names of `module`, when they do not lie in the module itself.
+        base_model: name or path that peft loads the base from; None for the source of this model.
+        task_type: peft's; None for that of the model's output head.
+        state: full weights by the names of `module`, if the module itself does not hold them.
 
-    Raises ValueError without adapters, when `folder` is a file, or for a layer that peft does not adapt in such a model
-    or would look for under another name.
+    Raises ValueError without adapters, if `folder` is a file, or for a layer that peft does not adapt in such a model
+    or looks up under another name.
     """
     model, path = _hf_model(module), Path(folder)
     layers = lora_layers(model)
@@ -88,7 +88,7 @@ def export_peft(
     of_experts = _NamesInFiles(model).of_experts
     parameters = sorted(f'{n}.weight' for n in layers if n.rpartition('.')[2] in of_experts)
     modules = {n for n in layers if f'{n}.weight' not in parameters}
-    short = {n.rpartition('.')[2] for n in modules}  # peft matches by the end of a name
+    short = {n.rpartition('.')[2] for n in modules}  # peft matches the end of a name
     picked = {n for n, _ in model.named_modules() if n.rpartition('.')[2] in short}
     if task_type is None:
         has_head = isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None
@@ -100,7 +100,7 @@ def export_peft(
         'inference_mode': True,
         'r': first.r,
         'lora_alpha': first.lora_alpha,
-        # peft refuses dropout beside target_parameters
+        # peft does not allow dropout with target_parameters
         'lora_dropout': 0.0 if parameters else float(getattr(first.lora_dropout, 'p', 0.0)),
         'bias': first.bias_mode,
         'fan_in_fan_out': any(layer.weight_is_transposed for layer in layers.values()),
@@ -126,14 +126,14 @@ _MAMBA = ('falcon_h1', 'mamba', 'mamba2', 'falcon_mamba', 'nemotron_h')
 
 
 def check_export(module: nn.Module) -> None:
-    """Raises ValueError for an adapter that `export_peft` would refuse, before it is trained."""
+    """Raises ValueError for an adapter that `export_peft` cannot write, to call before training."""
     model = _hf_model(module)
     _names_for_peft(model, lora_layers(model))
 
 
 def _names_for_peft(model: nn.Module, layers: Iterable[str]) -> dict[str, str]:
-    """The names in an adapter's file of what is trained, by those in the model. Raises ValueError where peft refuses a
-    layer, or would look for it under another name."""
+    """Maps names of trained parameters in the model to those in an adapter's file. Raises ValueError if peft does not
+    adapt a layer, or looks it up under another name."""
     kind = getattr(getattr(model, 'config', None), 'model_type', None)
     refused = [name for name in layers if name.rpartition('.')[2] in _NOT_IN_MAMBA]
     if kind in _MAMBA and refused:
@@ -146,9 +146,9 @@ def _names_for_peft(model: nn.Module, layers: Iterable[str]) -> dict[str, str]:
 
 
 class _NamesInFiles:
-    """What transformers calls a model's tensors in files, where that differs from the names in the model.
+    """transformers' names of a model's tensors in files, which may differ from the names in the model.
 
-    `of_experts`: last names of linear layers that stand for fused experts in files, such as `gate_proj`.
+    `of_experts`: last names of linear layers that mean fused experts in files, such as `gate_proj`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -164,13 +164,13 @@ class _NamesInFiles:
         return str(rename_source_key(_PREFIX + name, self.renamings, [])[0]).removeprefix(_PREFIX)
 
     def in_model(self, stored: str) -> str:
-        """The name in the model of a tensor of an adapter."""
+        """Returns the name in the model for a tensor of an adapter."""
         if not self.renamings or self.modules & set(candidates(self.model, _layer_of(stored))):
             return stored
         return self._renamed(stored)
 
     def stored(self, name: str) -> str:
-        """The name that becomes `name` when it is read. ValueError where there is none."""
+        """Returns the name in files that is read as `name`. Raises ValueError if there is none."""
         other = name
         if self._renamed(name) != name:
             other = _PREFIX + name
@@ -202,13 +202,12 @@ def _from_peft(name: str) -> str:
 
 
 def import_peft(module: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Load an adapter that peft or `export_peft` wrote. A model without adapters is converted first, as the config
-    says.
+    """Loads an adapter that peft or `export_peft` wrote. A model without adapters is converted first, by the config.
 
-    Which layers are adapted is read from the tensor names, so any way of naming targets works.
+    The adapted layers are read from the tensor names, so any form of `target_modules` works.
 
-    Raises ValueError for a folder without the two files, an adapter that is not plain LoRA, adapters already in place
-    with another rank or scaling, or names and shapes that do not fit the model.
+    Raises ValueError for a folder without the two files, an adapter that is not plain LoRA, a model with adapters of
+    another rank or scaling, or names and shapes that do not fit the model.
     """
     model = _hf_model(module)
     config, alpha, state = _read(Path(folder), model)
@@ -221,7 +220,7 @@ def import_peft(module: nn.Module, folder: str | os.PathLike[str]) -> None:
             alpha=alpha,
             dropout=config.get('lora_dropout', 0.0),
             bias=config.get('bias', 'none'),
-            targets=[name.replace('.', r'\.') for name in targets],  # expressions for exactly these
+            targets=[name.replace('.', r'\.') for name in targets],  # regular expressions for these names
         )
     first = next(iter(lora_layers(model).values()))
     if first.r != rank or not math.isclose(first.scaling, alpha / rank):
@@ -233,7 +232,7 @@ def import_peft(module: nn.Module, folder: str | os.PathLike[str]) -> None:
 
 
 def _check_fit(model: nn.Module, rank: int, targets: Iterable[str], state: dict[str, Tensor]) -> None:
-    """Refuse an adapter that does not fit `model`, before the model is converted."""
+    """Raises ValueError for an adapter that does not fit `model`, before the model is converted."""
     modules = dict(model.named_modules())
     kind = type(model).__name__
     for name in targets:
@@ -253,13 +252,13 @@ def _targets(state: dict[str, Tensor]) -> list[str]:
 
 
 def _weights_of(folder: Path) -> Path:
-    """The file with an adapter's tensors: safetensors, unless there is only a pickled one."""
+    """Returns the file with an adapter's tensors: safetensors, unless there is only a pickled one."""
     pickled = folder / PICKLED_FILE
     return pickled if pickled.is_file() and not (folder / WEIGHTS_FILE).is_file() else folder / WEIGHTS_FILE
 
 
 def _read(folder: Path, model: nn.Module) -> tuple[dict[str, Any], float, dict[str, Tensor]]:
-    """The config, alpha and the tensors by the names of `model`."""
+    """Returns the config, alpha and the tensors by the names of `model`."""
     weights = _weights_of(folder)
     for name in (CONFIG_FILE, weights.name):
         if not (folder / name).is_file():
@@ -268,7 +267,7 @@ def _read(folder: Path, model: nn.Module) -> tuple[dict[str, Any], float, dict[s
     if config.get('peft_type') != 'LORA':
         raise ValueError(f'{folder}: peft_type is {config.get("peft_type")!r}; only LORA can be read')
     parameters = config.get('target_parameters') or []
-    if all(name.endswith('.weight') for name in parameters):  # of linear layers, as export_peft writes them
+    if all(name.endswith('.weight') for name in parameters):  # linear layers, as export_peft writes them
         config.pop('target_parameters', None)
     for key in NOT_PLAIN:
         if config.get(key):
@@ -293,8 +292,8 @@ def _read(folder: Path, model: nn.Module) -> tuple[dict[str, Any], float, dict[s
 
 
 def _targeted(model: nn.Module, config: Mapping[str, Any]) -> Iterator[str]:
-    """The linear layers that an adapter's config names, by PEFT's rules: the whole name matches the expression, or the
-    name ends with one of the list, in the blocks of `layers_to_transform`."""
+    """Yields the linear layers that an adapter's config names, by PEFT's rules: the whole name matches the expression,
+    or the name ends with one of the list, in the blocks of `layers_to_transform`."""
     targets, excluded, blocks = (config.get(k) for k in ('target_modules', 'exclude_modules', 'layers_to_transform'))
     blocks = [blocks] if isinstance(blocks, int) else blocks
 
@@ -311,14 +310,13 @@ def _targeted(model: nn.Module, config: Mapping[str, Any]) -> Iterator[str]:
             yield name
 
 
-# --- an adapter in place of a model ---------------------------------------------------------------------------------
+# --- an adapter's folder as a model ---------------------------------------------------------------------------------
 
 
 def adapter_base(folder: str | os.PathLike[str]) -> str | None:
-    """The base of an adapter's folder: what a model is loaded from when that folder is given. None for any other folder
-    or hub name.
+    """Returns the base model's name for an adapter's folder; None for any other folder or hub name.
 
-    Raises ValueError when the adapter does not say what it was trained on.
+    Raises ValueError if the adapter's config does not name its base.
     """
     path = Path(folder, CONFIG_FILE)
     if not path.is_file() or any(
@@ -334,8 +332,8 @@ def adapter_base(folder: str | os.PathLike[str]) -> str | None:
 
 
 class MergedAdapter:
-    """An adapter in PEFT's format that is added to a model's own weights, one tensor at a time: W + scaling * B A.
-    Raises ValueError for an adapter that does not fit `model`."""
+    """An adapter in PEFT's format to add to a model's own weights, one tensor at a time: W + scaling * B A. Raises
+    ValueError for an adapter that does not fit `model`."""
 
     def __init__(self, model: PreTrainedModel, folder: str) -> None:
         config, alpha, state = _read(Path(folder), model)
@@ -352,7 +350,7 @@ class MergedAdapter:
             mine = next((c for c in candidates(model, parameter) if c in own), None)
             if mine is None:
                 if model.base_model is model and parameter.startswith('lm_head.'):
-                    continue  # of a head that a bare trunk lacks
+                    continue  # a head that a base model does not have
                 raise ValueError(
                     f'{self.file}: it adapts {parameter}, which {type(model).__name__} does not have as a weight of '
                     'its own'
@@ -379,7 +377,7 @@ class MergedAdapter:
             )
 
     def add_to(self, name: str, weight: Tensor) -> None:
-        """Change a weight of the model, given by its name there, in place."""
+        """Adds the adapter to the model's weight of that name, in place."""
         if name in self.replaced:
             weight.copy_(self.replaced[name])
         if name in self.low_rank:

@@ -1,8 +1,8 @@
-"""Linear layers whose frozen weight lies in 4 bits: NF4 with doubly quantized scales, 4.13 bits a weight.
+"""Linear layers with a frozen weight in 4 bits: NF4 with doubly quantized scales, 4.13 bits per weight.
 
 Source: Dettmers et al. 2023, "QLoRA", section 3: blocks of 64 weights share a scale, blocks of 256 scales another. The
-kernels are bitsandbytes', on CUDA and on a CPU. Backward computes the dense weight anew, so a graph holds no dense
-weights. Embeddings and heads stay dense. Files in which transformers wrote such weights are read as dense ones.
+kernels are bitsandbytes', on CUDA and on a CPU. Backward recomputes the dense weight, so a graph holds no dense
+weights. Embeddings and heads stay dense. 4-bit files written by transformers are read as dense ones.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ BLOCK, SCALE_BLOCK = 64, 256
 
 
 def check_bitsandbytes(what: str) -> None:
-    """Raises ValueError where the package is missing that `what` needs."""
+    """Raises ValueError if bitsandbytes, which `what` needs, is missing."""
     try:
         found = find_spec('bitsandbytes') is not None
-    except ValueError:  # put out of the way on purpose
+    except ValueError:  # disabled on purpose
         found = False
     if not found:
         raise ValueError(f"{what} needs bitsandbytes, which is not installed: pip install 'chatgpt-rlhf[nf4]'")
 
 
 def _bnb() -> Any:
-    logger = logging.getLogger('bitsandbytes.backends.cpu.ops')  # says at each start that an optional kernel is missing
+    logger = logging.getLogger('bitsandbytes.backends.cpu.ops')  # warns at each start about a missing optional kernel
     try:
         level = logger.level
         logger.setLevel(logging.ERROR)
@@ -46,16 +46,16 @@ def _bnb() -> Any:
 
 class NF4Linear(nn.Module):
     """y = x W^T + b with W (out, in) in 4 bits. Input (..., in) of fp32, bf16 or fp16; output of the same dtype. Its
-    tensors are no part of `state_dict`: they follow from the dense weight, and nothing trains them.
+    tensors are not in `state_dict`: they are frozen and computed from the dense weight.
 
     Args:
-        layer: whose weight is taken; a `Conv1D`'s is transposed.
-        dtype: of the bias, and of the weight made dense again.
-        device: where it goes; None: where the layer is, which stays as it is.
+        layer: the layer to quantize, which is not modified; a `Conv1D`'s weight is transposed.
+        dtype: of the bias and of the dequantized weight.
+        device: None for that of `layer`.
     """
 
     packed: Tensor
-    """(out · in / 2, 1) uint8: two weights a byte"""
+    """(out · in / 2, 1) uint8: two weights per byte"""
     scales: Tensor
     """(out · in / 64,) uint8, themselves quantized"""
     scale_scales: Tensor
@@ -106,7 +106,7 @@ class NF4Linear(nn.Module):
         )
 
     def dense(self) -> Tensor:
-        """The weight as it computes, in the layout of the layer it came from."""
+        """Returns the dequantized weight, in the layout of the original layer."""
         weight: Tensor = _bnb().functional.dequantize_4bit(self.packed, self._state())
         return weight.T.contiguous() if self.is_transposed else weight
 
@@ -127,9 +127,9 @@ def quantize_blocks(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device | None = None,
 ) -> None:
-    """Replace the linear layers inside the transformer blocks (below an `nn.ModuleList`) of `module`, in place.
+    """Replaces the linear layers inside the transformer blocks (below an `nn.ModuleList`) of `module`, in place.
 
-    inside: `module` is itself in a block. device: where weights are packed, one after another; None: where they are.
+    inside: `module` is itself in a block. device: where weights are quantized, one after another; None for their own.
     """
     for name, child in module.named_children():
         if inside and isinstance(child, (nn.Linear, Conv1D)) and type(child) in (nn.Linear, Conv1D):
@@ -139,12 +139,12 @@ def quantize_blocks(
             quantize_blocks(child, inside or isinstance(module, nn.ModuleList), dtype, device)
 
 
-_OF_QUANTIZED = re.compile(r'\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)$')
-"""end of the names of what stands beside a packed weight"""
+_QUANTIZATION_STATE = re.compile(r'\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)$')
+"""suffixes of the tensors stored with a packed weight"""
 
 
 class Part(NamedTuple):
-    """Shape and dtype of a tensor in a file, as safetensors tells them of its own."""
+    """Shape and dtype of a tensor in a file, with the interface of safetensors' slices."""
 
     shape: list[int]
     dtype: str
@@ -157,18 +157,18 @@ class Part(NamedTuple):
 
 
 class FourBitFile:
-    """An open safetensors file with weights that bitsandbytes put into 4 bits, read as a file of dense ones. Raises
-    ValueError where something beside a packed weight is missing."""
+    """Reads an open safetensors file with bitsandbytes' 4-bit weights as one of dense weights. Raises ValueError if the
+    quantization state of a weight is incomplete."""
 
     def __init__(self, handle: Any, file: Any) -> None:
         self.handle, self.file = handle, file
         self.beside: dict[str, list[str]] = {}
         for name in handle.keys():
-            if found := _OF_QUANTIZED.search(name):
+            if found := _QUANTIZATION_STATE.search(name):
                 self.beside.setdefault(name[: found.start()], []).append(name)
 
     def keys(self) -> list[str]:
-        return [name for name in self.handle.keys() if not _OF_QUANTIZED.search(name)]
+        return [name for name in self.handle.keys() if not _QUANTIZATION_STATE.search(name)]
 
     def get_tensor(self, name: str) -> Tensor:
         if name not in self.beside:
@@ -198,5 +198,5 @@ class FourBitFile:
 
 
 def in_four_bits(names: Iterable[str]) -> bool:
-    """Whether tensors of these names are a file of that kind."""
+    """Returns True if tensors of these names are from a file of 4-bit weights."""
     return any('.quant_state.bitsandbytes__' in name for name in names)

@@ -1,5 +1,5 @@
-"""The reward model: one score per sequence, read at its last real token. A normalising bias (the mean score of
-reference answers, which is subtracted) is stored with the weights."""
+"""The reward model: one score per sequence, computed at its last real token. A normalising bias (the mean score of
+reference responses, which is subtracted) is stored with the weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from chatgpt.nn.loading import (
     trunk_of,
     write_folder,
 )
-from chatgpt.nn.packing import check_company, enable_packing, flat_hidden
+from chatgpt.nn.packing import check_batch_independence, enable_packing, flat_hidden
 from chatgpt.nn.peft_format import adapter_base
 from chatgpt.nn.trunk import base_model, hidden_size, looks_ahead, use_fused_gelu
 from chatgpt.nn.weights import HEAD_FILE, WeightsSource, read_source_tensor
@@ -41,9 +41,9 @@ class RewardModel(Role):
     """A transformers base model with a head that scores a sequence.
 
     Args:
-        model: a base model; of a causal LM the trunk is taken. Or a whole sequence-classification model, without
-            `value_head`: its own logit is the score (of two labels, logit 1 minus logit 0). `from_pretrained` gives one
-            for encoders with a pooler.
+        model: a base model, or a causal LM, whose base model is used. Or a whole sequence-classification model, without
+            `value_head`: its own logit is the score (with two labels, logit 1 minus logit 0). `from_pretrained` passes
+            one for encoders with a pooler.
         value_head: (..., D) → (..., 1); None makes a linear one, weights N(0, 1/(D + 1)), unless `model` is a whole
             classifier.
         lora_rank, lora_train_bias, lora_options: as for `Actor`; the head is always trained.
@@ -72,7 +72,7 @@ class RewardModel(Role):
             self.value_head = None
         else:
             enable_packing(self.model)
-            check_company(self.model)
+            check_batch_independence(self.model)
             self.value_head = value_head if value_head is not None else reward_head(hidden_size(self.model))
         self.register_buffer('score_bias', torch.zeros((), dtype=torch.float32))
         set_state(self, {BIAS_KEY: torch.zeros((), device='cpu')})
@@ -81,8 +81,8 @@ class RewardModel(Role):
             _unfreeze_head(self.model)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Scores (B,) fp32: the head at the last real token of each sequence (an encoder's at its first), minus
-        `score_bias`."""
+        """Returns scores (B,) fp32: the head's output at the last real token of each sequence (of an encoder the
+        first), minus `score_bias`."""
         if self.value_head is None:
             return self._classifier_scores(batch) - self.score_bias
         states = flat_hidden(self.model, batch)
@@ -107,19 +107,19 @@ class RewardModel(Role):
 
     @torch.no_grad()
     def calibrate(self, mean: float) -> None:
-        """Make the mean score of reference answers 0: `mean` is theirs as scored now (arXiv 2403.17031). Adds to
-        `score_bias`."""
+        """Shifts scores so that reference responses, with mean score `mean` until now, have mean 0 (arXiv 2403.17031).
+        Adds `mean` to `score_bias`."""
         self.score_bias += mean
 
     # ------------------------------------------------------------------ files
 
     def _write(self, folder: str | Path, weights: Any, state: dict[str, Tensor], tokenizer: Any, dtype: Any) -> None:
-        """With a linear head on a causal architecture that has such a class (GPT-2, OPT, BLOOM, Llama and others) the
-        folder is one that `transformers.AutoModelForSequenceClassification` loads too.
+        """Writes a folder that `transformers.AutoModelForSequenceClassification` loads too, for a linear head on a
+        causal architecture that has such a class (GPT-2, OPT, BLOOM, Llama and others).
 
-        There a score is the one here plus `score_bias` of config.json, into which the bias of the head is folded. Such
-        a model finds the last token by the padding id of `tokenizer` or the config; without one a warning says so.
-        Elsewhere the folder holds the base model and the head beside it.
+        There a score is the one here plus `score_bias` of config.json, which includes the bias of the head. That class
+        finds the last token by the padding id of `tokenizer` or the config; without one there is a warning. For other
+        models the folder holds the base model and a file of the head.
         """
         trunk = weights or part_of(state, 'model')
         head = part_of(state, 'value_head')
@@ -140,7 +140,7 @@ class RewardModel(Role):
         path.write_text(json.dumps(stored | {BIAS_KEY: shift}, indent=2, sort_keys=True) + '\n')
 
     def _empty_classifier(self, tokenizer: Any) -> Any:
-        """A sequence-classification model on the meta device that this reward model's tensors fit, or None."""
+        """Returns a sequence-classification model on the meta device that fits this reward model's tensors, or None."""
         if not isinstance(self.value_head, nn.Linear) or looks_ahead(self.model):
             return None
         if type(self.model.config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
@@ -155,11 +155,11 @@ class RewardModel(Role):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, value_head: nn.Module | None = None, **options: Any) -> RewardModel:
-        """A reward model from a folder of `save_pretrained`, or from any sequence-classification model: with one label
-        its logit is the score, with two it is logit 1 minus logit 0. `options` are keywords of the constructor and
-        those of `chatgpt.nn.loading.load_model`.
+        """Loads a folder of `save_pretrained`, or any sequence-classification model: with one label its logit is the
+        score, with two it is logit 1 minus logit 0. `options` are keywords of the constructor and those of
+        `chatgpt.nn.loading.load_model`.
 
-        Raises ValueError where the folder holds no trained head, or the classifier another number of labels.
+        Raises ValueError if the folder has no trained head, or the classifier another number of labels.
         """
         own = {name: options.pop(name) for name in cls.build_options if name in options}
         parts = cls._load(folder, **options)
@@ -174,11 +174,11 @@ class RewardModel(Role):
 
     @classmethod
     def from_classifier(cls, classifier: Any) -> RewardModel:
-        """A reward model over a sequence classifier of transformers: its logit is the score; of two labels, logit 1
-        minus logit 0. Trunk and head are the classifier's own, which is trained with it; of two labels the head is a
-        new one. An encoder with a pooler is kept whole.
+        """Returns a reward model over a sequence classifier of transformers: its logit is the score; with two labels,
+        logit 1 minus logit 0. Trunk and head are shared with the classifier, except that two labels need a new head. An
+        encoder with a pooler is kept whole.
 
-        Raises ValueError for no sequence classifier, or one with another number of labels.
+        Raises ValueError for another model, or another number of labels.
         """
         if not _is_classifier(classifier):
             raise ValueError(f'from_classifier: a {type(classifier).__name__} given; it must be a sequence classifier')
@@ -203,16 +203,17 @@ class RewardModel(Role):
 
 
 class ScorerParts(NamedTuple):
-    """What a reward model is built from."""
+    """The parts of a reward model."""
 
     model: Any
     head: nn.Module | None
-    """None: `model` is a whole classifier, or there is no trained head"""
+    """None if `model` is a whole classifier, or there is no trained head"""
     bias: float
 
 
 def load_scorer(pretrained: str | Path, *, checkpoint: bool = False, **options: Any) -> ScorerParts:
-    """Base model, head and `score_bias` from a folder or hub name; a causal LM or base model comes without a head."""
+    """Loads base model, head and `score_bias` from a folder or hub name; of a causal LM or base model, without a
+    head."""
     config = load_config(pretrained, **{k: v for k, v in options.items() if k != 'attn_implementation'})
     bias, beside = float(getattr(config, BIAS_KEY, 0.0)), Path(pretrained, HEAD_FILE).is_file()
     saved = beside and (hasattr(config, BIAS_KEY) or adapter_base(pretrained) is not None)
@@ -240,7 +241,8 @@ def _check_labels(number: int, source: str) -> None:
 
 
 def _single_output(score: nn.Linear, source: WeightsSource | None) -> SeededLinear:
-    """A head with one output: the logit, or the difference of two logits. `source`: of a head on the meta device."""
+    """Returns a head with one output: the logit, or the difference of two logits. `source` is for a head on the meta
+    device."""
     stored = source if score.weight.is_meta else None
     weight = (score.weight.detach() if stored is None else read_source_tensor(stored, 'score.weight')).float()
     bias = torch.zeros(score.out_features, device='cpu')
@@ -266,7 +268,7 @@ def _state_names(model: nn.Module) -> set[str]:
 
 
 def _set_pad_token(config: Any, tokenizer: Any) -> None:
-    """The id by which transformers' classifiers find the last real token: the text part's."""
+    """Sets the id by which transformers' classifiers find the last real token: that of the text config."""
     config = config.get_text_config()
     pad = getattr(tokenizer, 'pad_token_id', None)
     config.pad_token_id = pad = config.pad_token_id if pad is None else int(pad)

@@ -1,12 +1,12 @@
-"""One frozen base model in the memory of several roles: PPO with a critic on one trunk.
+"""Several roles on one frozen base model in memory, such as PPO's actor and critic on one trunk.
 
     trunk = SharedTrunk.from_pretrained('Qwen/Qwen2.5-7B', quantize='nf4', dtype=torch.bfloat16, device=strategy.device)
     actor, critic = trunk.actor(lora_rank=16), trunk.critic(lora_rank=16)
     reward_model = trunk.reward_model(adapter='reward_adapter')
     initial_model = None                                       # the actor with its adapter off
 
-Each role is a plain `Actor`, `Critic` or `RewardModel`: a module tree of its own over the very same base tensors, with
-an adapter and a head of its own. Sharded strategies are refused: they would cut the base that other roles use.
+Each role is an ordinary `Actor`, `Critic` or `RewardModel`: a separate module tree over the same base tensors, with its
+own adapter and head. Sharded strategies raise an error, because they would shard the base that other roles use.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Quantization = Literal['nf4']
 
 
 class SharedTrunk:
-    """A frozen causal LM, and the roles that are adapters on it.
+    """A frozen causal LM for several roles, each with its own adapter.
 
     Args:
         model: a causal LM in fp32. It is frozen, cast and quantized in place.
-        quantize: 'nf4' puts the linear layers of the blocks into 4 bits; None leaves them in `dtype`.
-        dtype: of everything that is not quantized; that of the strategy's computation.
+        quantize: 'nf4' stores the linear layers of the blocks in 4 bits; None keeps them in `dtype`.
+        dtype: of everything that is not quantized; use the strategy's compute dtype.
     """
 
     def __init__(
@@ -67,43 +67,44 @@ class SharedTrunk:
         device: str | torch.device | None = None,
         **options: Any,
     ) -> SharedTrunk:
-        """From a hub name or folder, one block after another, so that the dense model is never whole in memory.
+        """Loads from a hub name or folder block by block, so that the whole dense model is never in memory.
 
-        device: where the base goes; that of the strategy. `options` are those of `chatgpt.nn.loading.load_model`.
+        device: of the base; use the strategy's. `options` are those of `chatgpt.nn.loading.load_model`.
         """
         with torch.device('meta'):
             model = load_causal_lm(pretrained, **options)
         check_causal(model, 'SharedTrunk takes', 'give roles models of their own, with lora_rank')
 
-        def settle(name: str, module: nn.Module) -> None:
+        def on_filled(name: str, module: nn.Module) -> None:
             if quantize is not None and name.rpartition('.')[2].isdigit():  # a block
                 quantize_blocks(module, True, dtype, device)
-            for parameter in module.parameters():  # before it is moved: in fp32 it may not fit
+            for parameter in module.parameters():  # cast before moving: fp32 may not fit on the device
                 parameter.data = parameter.data.to(dtype)
             if device is not None:
                 module.to(device)
 
-        fill_model(model, model.weights_source, settle=settle)
+        fill_model(model, model.weights_source, on_filled=on_filled)
         trunk = cls(model, dtype=dtype)
         trunk.quantize = quantize
         return trunk
 
     def actor(self, lora_rank: int = 8, **options: Any) -> Actor:
-        """The policy.
+        """Returns a policy.
 
         Args:
             lora_rank: of a new adapter.
-            options: `adapter`, a folder in PEFT's format to start from, in place of a new adapter; `lora_options`.
+            options: `adapter`, a folder in PEFT's format to start from instead of a new adapter; `lora_options`.
         """
         return self._role(Actor, {}, lora_rank, **options)
 
     def critic(self, lora_rank: int = 8, *, value_head: nn.Module | None = None, **options: Any) -> Critic:
-        """A value model; with the `adapter` of a reward model it starts from that, with its head where it has one."""
+        """Returns a value model. With the `adapter` of a reward model it starts from that and its head, if there is
+        one."""
         head = value_head or _head_of(options.get('adapter'))
         return self._role(Critic, {'value_head': head}, lora_rank, **options)
 
     def reward_model(self, lora_rank: int = 8, *, value_head: nn.Module | None = None, **options: Any) -> RewardModel:
-        """A reward model: one that was trained as an `adapter`, or a new one to train."""
+        """Returns a reward model: a trained `adapter`, or a new one to train."""
         head = value_head or _head_of(options.get('adapter'))
         return self._role(RewardModel, {'value_head': head}, lora_rank, **options)
 
@@ -122,7 +123,7 @@ class SharedTrunk:
         return role
 
     def _view(self) -> Any:
-        """A module tree of its own over the base's very tensors."""
+        """Returns a new module tree over the same tensors."""
         packed = [module for module in self.model.modules() if isinstance(module, NF4Linear)]
         shared = (*packed, *self.model.parameters(), *self.model.buffers())
         return copy.deepcopy(self.model, {id(part): part for part in shared})

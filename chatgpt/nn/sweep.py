@@ -1,7 +1,7 @@
-"""A model over many sequences without gradients: one loop for scoring, references, evaluation and calibration.
+"""Runs a model over many sequences without gradients, for scoring, references, evaluation and calibration.
 
-Every rank runs equally many forwards, because a sharded forward is a collective; `collate` makes a dummy batch where a
-rank has no data left.
+Every rank runs equally many forwards, because a sharded forward is a collective; a rank without data runs a dummy
+batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar('T')
 
 
 class Communicator(Protocol):
-    """The part of a strategy that running models over samples needs."""
+    """The part of a strategy that this module uses."""
 
     @property
     def rank(self) -> int: ...
@@ -37,16 +37,15 @@ class Communicator(Protocol):
 
 
 def gathered(strategy: Communicator, items: list[T], index: Callable[[T], int]) -> list[T]:
-    """The items of all ranks, ordered by their sample index, on every rank. A collective."""
+    """Returns the items of all ranks on every rank, ordered by sample index. A collective."""
     return sorted((item for rank in strategy.all_gather_object(items) for item in rank), key=index)
 
 
 def cuts_of_own(strategy: Communicator, lengths: SequenceOf[int], max_tokens: int | None) -> list[list[int]]:
-    """Micro-batches of a list that is this rank's alone, as positions; as many as on the rank with most. A
-    collective.
+    """Returns micro-batches of this rank's own list, as positions; as many as on the rank with the most. A collective.
 
     Raises:
-        ValueError: ranks have different numbers of items where the strategy's `sums` allow none.
+        ValueError: ranks have different numbers of items and the strategy's `sums` do not allow that.
     """
     cuts = strategy.sums.own(lengths, max_tokens)
     most = len(cuts)
@@ -58,7 +57,7 @@ def cuts_of_own(strategy: Communicator, lengths: SequenceOf[int], max_tokens: in
 
 
 def cuts_of_share(strategy: Communicator, lengths: SequenceOf[int], max_tokens: int | None) -> list[list[int]]:
-    """Micro-batches of this rank's share of a list that all ranks hold, as positions in that list."""
+    """Returns micro-batches of this rank's share of a list that all ranks hold, as positions in that list."""
     return strategy.sums.share(lengths, max_tokens)
 
 
@@ -69,7 +68,7 @@ def sweep(
     make_batch: Callable[[list[int]], Batch],
     forward: Callable[[Batch], T],
 ) -> Iterator[tuple[list[int], T]]:
-    """(positions, what `forward` gave) of every micro-batch; positions are empty for a dummy batch."""
+    """Yields (positions, result of `forward`) for every micro-batch; positions are empty for a dummy batch."""
     for positions in cuts:
         batch = make_batch(positions).to(strategy.device)
         with strategy.autocast(scoring=True):

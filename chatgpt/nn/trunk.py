@@ -1,8 +1,8 @@
-"""Reaching into a Hugging Face model: its trunk, its head, its width, and calling it on a right-padded batch.
+"""Access to the parts of a Hugging Face model, and its forward on a right-padded batch.
 
 A causal model on a right-padded batch needs no attention mask: no real token comes after padding, and position ids 0,
-1, 2, ... are right for every row. So padding cannot change a number, and attention takes its fast path. A model that
-looks ahead (an encoder used as a reward model) gets the mask. Whole `Batch`es go through `chatgpt.nn.packing`.
+1, 2, ... are right for every row. Padding cannot change a result, and attention takes its fast path. A bidirectional
+model (an encoder used as a reward model) gets the mask. `chatgpt.nn.packing` runs whole `Batch`es.
 """
 
 from __future__ import annotations
@@ -23,24 +23,23 @@ from transformers.models.auto import modeling_auto
 
 from chatgpt.types import Batch
 
-# On right-padded input a causal model needs no attention mask, which transformers advises to pass.
+# transformers warns about a missing attention mask, which right-padded input does not need.
 logging.getLogger('transformers.modeling_utils').addFilter(
     lambda record: 'We strongly recommend passing in an `attention_mask`' not in str(record.msg)
 )
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """The trunk of a causal LM: the part that returns hidden states. A model that is a trunk itself is returned as it
-    is."""
+    """Returns the trunk of a causal LM, the part that computes hidden states, or the model itself if it is a trunk."""
     prefix = getattr(model, 'base_model_prefix', '')
     found = getattr(model, prefix, None) if prefix else None
     if found is None and getattr(model, 'get_output_embeddings', lambda: None)() is not None:
-        found = getattr(model, 'model', None)  # where Llama 4 has its trunk, whatever its class says
+        found = getattr(model, 'model', None)  # Llama 4's trunk, under another name than its class says
     return model if found is None else found
 
 
 def hidden_size(model: nn.Module) -> int:
-    """Width of the last hidden state (OPT-350m projects to `word_embed_proj_dim`)."""
+    """Returns the width of the last hidden state (OPT-350m projects to `word_embed_proj_dim`)."""
     config = text_config(model.config)
     for name in ('word_embed_proj_dim', 'hidden_size', 'n_embd', 'd_model'):
         if getattr(config, name, None) is not None:
@@ -49,30 +48,30 @@ def hidden_size(model: nn.Module) -> int:
 
 
 def text_config(config: Any) -> Any:
-    """Of a model of texts and images the part about texts; any other config is that itself."""
+    """Returns the text part of a multimodal model's config; any other config itself."""
     return config.get_text_config() if hasattr(config, 'get_text_config') else config
 
 
 def position_limit(config: Any) -> int | None:
-    """Most tokens of one sequence; None where the config sets no limit. Of an encoder-decoder the most on each of its
-    sides (of LED the smaller of both), of which the decoder's begins with a token that is not the response's.
+    """Returns the most tokens of one sequence, None without a limit. Of an encoder-decoder the most of each side (of
+    LED the smaller one), including the decoder's start token.
 
-    Not beyond `batch_limit`: a sequence's numbers would depend on its company.
+    At most `batch_limit`: beyond it a sequence's results depend on the others in the batch.
     """
     config = text_config(config)
     limit = getattr(config, 'max_position_embeddings', None)
-    if limit is None and not hasattr(config, 'relative_attention_num_buckets'):  # T5 has a number that it does not use
+    if limit is None and not hasattr(config, 'relative_attention_num_buckets'):  # T5 has a limit that it does not use
         sides = (getattr(config, f'max_{side}_position_embeddings', None) for side in ('encoder', 'decoder'))
         limit = getattr(config, 'n_positions', None) or min((n for n in sides if n is not None), default=None)
     if limit is not None and (limit < 1 or getattr(config, 'position_biased_input', True) is False):
-        limit = None  # relative positions alone
+        limit = None  # only relative positions
     found = batch_limit(config)
     return limit if found is None else min(limit or found[0], found[0])
 
 
 def batch_limit(config: Any) -> tuple[int, str] | None:
-    """The length from which on transformers takes other rotary frequencies for a whole batch, by its longest sequence,
-    and the `rope_type` that does so: 'longrope' (Ding et al. 2024, "LongRoPE") or 'dynamic'. None for other models."""
+    """Returns the length beyond which transformers chooses the rotary frequencies of a whole batch by its longest
+    sequence, and the `rope_type`: 'longrope' (Ding et al. 2024, "LongRoPE") or 'dynamic'. None for other models."""
     config = text_config(config)
     rope = getattr(config, 'rope_parameters', None) or {}
     found = []
@@ -87,10 +86,10 @@ def batch_limit(config: Any) -> tuple[int, str] | None:
 
 
 def row_limit(config: Any) -> int | None:
-    """The tokens of a row within which a token's numbers follow from its position alone; None where they always do.
+    """Returns the longest row in which a token's results depend on its position id only; None without a limit.
 
-    The attention temperature of Llama 4's layers without rope counts places in a row, padding on the left and slots of
-    a cache included, whatever the position ids say. Up to here it is 1 everywhere.
+    The attention temperature of Llama 4's layers without rope depends on the index in the row, left padding and cache
+    slots included, instead of the position id. Up to this length it is 1 everywhere.
     """
     config = text_config(config)
     if getattr(config, 'attn_temperature_tuning', False) and not all(getattr(config, 'no_rope_layers', None) or [1]):
@@ -99,7 +98,7 @@ def row_limit(config: Any) -> int | None:
 
 
 def positions_of(config: Any) -> str:
-    """The limit in words, for an error: "the model's 1024 positions (GPT2LMHeadModel)"."""
+    """Describes the limit in an error: "the model's 1024 positions (GPT2LMHeadModel)"."""
     limit, found, name = position_limit(config), batch_limit(config), name_of(config)
     if found is None or limit != found[0]:
         return f"the model's {limit} positions ({name})"
@@ -110,16 +109,16 @@ def positions_of(config: Any) -> str:
 
 
 def name_of(config: Any) -> str:
-    """The model of a config, in an error: its class where the config knows it, else its type."""
+    """Returns the name of a config's model in an error: its class if the config has it, else its type."""
     return next(iter(getattr(config, 'architectures', None) or ()), config.model_type)
 
 
 def looks_ahead(model: nn.Module) -> bool:
-    """Whether a token's hidden state depends on later tokens: an encoder, or a decoder type told to attend both
-    ways."""
+    """Returns True if a token's hidden state depends on later tokens: for an encoder, or a decoder configured to be
+    bidirectional."""
     config = text_config(model.config)
     if is_encoder_decoder(model):
-        return False  # its decoder does not
+        return False  # its decoder is causal
     if getattr(config, 'is_causal', None) is False or getattr(config, 'use_bidirectional_attention', None) in (
         True,
         'all',
@@ -130,14 +129,14 @@ def looks_ahead(model: nn.Module) -> bool:
 
 
 def needs_mask(model: nn.Module) -> bool:
-    """Whether a right-padded batch needs its attention mask: unless the model is known to be causal."""
+    """Returns True if a right-padded batch needs its attention mask: unless the model is known to be causal."""
     config = text_config(model.config)
     custom = 'AutoModelForCausalLM' in (getattr(config, 'auto_map', None) or {})
     return looks_ahead(model) or not (custom or config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def is_encoder_decoder(model: Any) -> bool:
-    """Of a model, or of its config (`chatgpt.nn.layouts` says what follows)."""
+    """Returns True for an encoder-decoder or its config (see `chatgpt.nn.layouts`)."""
     return bool(getattr(getattr(model, 'config', model), 'is_encoder_decoder', False))
 
 
@@ -147,7 +146,7 @@ def _takes(forward: Any, name: str) -> bool:
 
 
 def accepts(model: nn.Module, name: str) -> bool:
-    """Whether the model's forward has a parameter of that name."""
+    """Returns True if the model's forward has a parameter of that name."""
     return _takes(type(model).forward, name)
 
 
@@ -159,10 +158,11 @@ def run_trunk(
     attention_mask: Tensor | dict[str, Tensor] | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Last hidden states (B, S, D). Keywords that the model does not take (position ids of ALiBi models) are left out.
+    """Returns the last hidden states (B, S, D). Drops keywords that the model does not take (position ids of ALiBi
+    models).
 
-    `attention_mask` is True or 1 for real tokens; None means that no real token sees padding. Additive masks by kind of
-    layer are handed on.
+    `attention_mask` is True or 1 for real tokens; None if no real token attends to padding. A dict of additive masks by
+    layer type is passed on.
     """
     if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool and attention_mask.dim() == 2:
         attention_mask = attention_mask.long()
@@ -174,7 +174,7 @@ def run_trunk(
 
 
 def causal_encoder_hidden(model: Any, batch: Batch) -> Tensor:
-    """(B*S, D) hidden states of a DeBERTa-v2 whose attention is cut so that no state sees a later token."""
+    """Returns hidden states (B*S, D) of a DeBERTa-v2 with a causal attention mask."""
     mask = batch.attention_mask
     embedded = model.embeddings(input_ids=batch.input_ids, mask=mask.long())
     earlier = torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool, device=mask.device).tril()
@@ -182,13 +182,13 @@ def causal_encoder_hidden(model: Any, batch: Batch) -> Tensor:
     return hidden.flatten(0, 1)
 
 
-def cut_over(module: nn.Module) -> Any:
-    """The group of processes that hold `module` together (tensor parallelism); None of a whole one."""
-    return next((group for m in module.modules() if (group := getattr(m, 'cut_over', None)) is not None), None)
+def sharding_group(module: nn.Module) -> Any:
+    """Returns the group of processes that share `module` (tensor parallelism), else None."""
+    return next((group for m in module.modules() if (group := getattr(m, 'sharding_group', None)) is not None), None)
 
 
 def is_meta(module: nn.Module) -> bool:
-    """Whether weights are still to come."""
+    """Returns True if a parameter is on the meta device."""
     return any(p.device.type == 'meta' for p in module.parameters())
 
 
@@ -196,10 +196,10 @@ def is_meta(module: nn.Module) -> bool:
 
 
 def dropout_off(module: nn.Module) -> None:
-    """Put `module` in eval mode, with gradient checkpointing on, which transformers' layers do only in train mode.
+    """Switches dropout off but keeps gradient checkpointing, which transformers' layers do only in train mode.
 
-    A layer that checkpoints itself looks at its training flag before its forward, which then runs with the flag off. A
-    model that checkpoints in its own forward gets probabilities of 0.
+    Layers that checkpoint themselves read their training flag before their forward, which then runs with the flag off.
+    In a model that checkpoints in its own forward, dropout probabilities are set to 0.
     """
     module.eval()
     for part in module.modules():
@@ -212,12 +212,12 @@ def dropout_off(module: nn.Module) -> None:
                 part._gradient_checkpointing_func = _FlagOff(part, own)  # type: ignore[assignment]
             continue
         for name, value in vars(part).items():
-            if 'drop' in name and isinstance(value, float):  # of F.dropout, and of whole layers
+            if 'drop' in name and isinstance(value, float):  # probabilities of F.dropout and of LayerDrop
                 setattr(part, name, 0.0)
 
 
 def layer_drop_off(module: nn.Module) -> bool:
-    """Leave no block out in training (LayerDrop, Fan et al. 2019). Whether one could have been."""
+    """Switches LayerDrop (Fan et al. 2019) off. Returns True if it was on."""
     drops = [part for part in module.modules() if getattr(part, 'layerdrop', 0.0) > 0.0]
     for part in drops:
         part.layerdrop = 0.0  # type: ignore[assignment]
@@ -225,7 +225,7 @@ def layer_drop_off(module: nn.Module) -> bool:
 
 
 class _FlagOff:
-    """A layer's checkpointing whose forward, and its repetition in the backward pass, see the training flag off."""
+    """Checkpointing of a layer with its training flag off in the forward and its recomputation."""
 
     def __init__(self, layer: nn.Module, checkpoint: Callable[..., Any]) -> None:
         self.layer, self.checkpoint = layer, checkpoint
@@ -243,7 +243,7 @@ class _FlagOff:
 
 @contextmanager
 def in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """Eval mode inside; every submodule's own training flag restored after."""
+    """Eval mode inside this context; restores every submodule's training flag on exit."""
     flags = {m: m.training for m in module.modules()}
     module.eval()
     try:
@@ -254,28 +254,28 @@ def in_eval_mode(module: nn.Module) -> Iterator[None]:
 
 
 class FusedNewGELU(NewGELUActivation):
-    """Drop-in for the plain module."""
+    """Drop-in replacement for `NewGELUActivation`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.gelu(input, approximate='tanh')
 
 
 def use_fused_gelu(model: nn.Module) -> None:
-    """Put `FusedNewGELU` in place of every plain `NewGELUActivation` of the model."""
+    """Replaces every `NewGELUActivation` of the model by `FusedNewGELU`."""
     for module in model.modules():
         for name, child in module.named_children():
             if type(child) is NewGELUActivation:
                 setattr(module, name, FusedNewGELU())
 
 
-# --- what a module computes with ------------------------------------------------------------------------------------
+# --- comparison of modules ------------------------------------------------------------------------------------------
 
 _PLAIN = (bool, int, float, str, type(None))
 
 
 def plain_settings(module: nn.Module) -> tuple[Any, ...]:
-    """Of every submodule its class and its attributes that are numbers, strings or lists of these; `training` is left
-    out."""
+    """Returns class and attributes of every submodule, as far as these are numbers, strings or lists of them, without
+    `training`."""
     found: list[Any] = []
     for part in module.modules():
         found.append(type(part))
@@ -290,6 +290,6 @@ def plain_settings(module: nn.Module) -> tuple[Any, ...]:
 
 
 def addresses(module: nn.Module) -> tuple[Any, ...]:
-    """Name, address, shape and dtype of every parameter and buffer."""
+    """Returns name, address, shape and dtype of every parameter and buffer."""
     tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     return tuple((name, t.data_ptr(), tuple(t.shape), t.dtype) for name, t in tensors)

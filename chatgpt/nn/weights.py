@@ -1,10 +1,10 @@
-"""Weights in files: reading them one tensor at a time, checking them, giving them to models, and writing them.
+"""Weights in files: reads them tensor by tensor, checks them, loads them into models, and writes them.
 
-A model on the meta device carries a `WeightsSource`: a folder or hub name with weight files, or the seed of a fresh
-model. `initial_tensors` yields its tensors by name, of one transformer block at a time, so that a sharded strategy can
-fill its shards; `fill_model` fills the model itself. The numbers of a fresh model follow from (seed, block name), so
-they are the same either way. Names and layouts in files are converted by transformers' own tables. Weights that should
-not be trained on are errors that name file and tensor. Checkpoints are written by `chatgpt.strategies.checkpoint`.
+A model on the meta device has a `WeightsSource`: a folder or hub name with weight files, or the seed of a new model.
+`initial_tensors` yields its tensors by name, one transformer block at a time, so that a sharded strategy can fill its
+shards; `fill_model` fills the model itself. The weights of a new model depend only on (seed, block name), so both give
+the same. Names and layouts in files are converted by transformers' own tables. Invalid weights are errors that name
+file and tensor. Checkpoints are written by `chatgpt.strategies.checkpoint`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from chatgpt.nn.quantized import FourBitFile, Part, in_four_bits
 
 
 def draw_seed() -> int:
-    """A seed from torch's global CPU generator, so that `manual_seed` decides what follows."""
+    """Returns a seed from torch's global CPU generator, so that `manual_seed` determines it."""
     return int(torch.randint(0, 2**31 - 1, (), device='cpu'))
 
 
 @contextmanager
 def seeded(*key: Any) -> Iterator[None]:
-    """Inside, torch's CPU generator follows from `key` alone; outside it is as it was."""
+    """Inside this context torch's CPU generator is seeded by `key`; its state is restored on exit."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     state = torch.default_generator.get_state()
     torch.default_generator.manual_seed(int.from_bytes(digest, 'little') >> 1)
@@ -57,12 +57,12 @@ HEADS = re.compile(
     r'(language_model\.)?(\w*head\w*|\w*predictions|score|classifier|cls|pooler|embed_out|qa_outputs|summary|pred_layer|mtp'
     r'|visual|vision\w*|audio\w*|multi_modal\w*|generator_\w+|discriminator_\w+|lm_loss)\.|(decoder|output)\.(weight|bias)$'
 )
-"""first part of a name beside the trunk: another use's head, or another sense of a multimodal model"""
+"""first part of names outside the trunk: heads of other tasks, or other modalities of a multimodal model"""
 BUFFERS = re.compile(
     r'(^|\.)((attn|attention|self_attention)\.(bias|masked_bias)|rotary_emb\.inv_freq|position_ids|version|'
     r'final_logits_bias)$'
 )
-"""what older files hold and is computed today, and a part of BART's head"""
+"""tensors of older files that are computed today, and a part of BART's head"""
 
 
 _DTYPES = {'F64': torch.float64, 'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}
@@ -70,7 +70,7 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 class _Unpickled(dict[str, Tensor]):
-    """The tensors of a pickled file, read as those of a safetensors file are."""
+    """The tensors of a pickled file, with the interface of a safetensors file."""
 
     def get_tensor(self, name: str) -> Tensor:
         return self[name]
@@ -80,11 +80,11 @@ class _Unpickled(dict[str, Tensor]):
 
 
 def _unpickle(file: str | Path) -> _Unpickled:
-    """Nothing but tensors is read, so no code runs."""
+    """Reads only tensors, so that no code runs."""
     try:
-        # mapped into memory where the format allows it; older files are read whole
+        # memory-mapped if the format allows it; older files are read whole
         found = torch.load(file, map_location='cpu', weights_only=True, mmap=zipfile.is_zipfile(file))
-    except Exception as error:  # what unpickling may raise is not bounded
+    except Exception as error:  # unpickling may raise anything
         if 'nsupported' in str(error) or 'GLOBAL' in str(error):
             raise ValueError(
                 f'{file}: it holds more than tensors, which is not read because a pickle can run code; save the '
@@ -98,8 +98,8 @@ def _unpickle(file: str | Path) -> _Unpickled:
 
 
 def open_weights(file: str | Path) -> Any:
-    """A safetensors file, or a pickled one of tensors alone, open for reading single tensors. ValueError in one line
-    when it is damaged or holds more."""
+    """Opens a safetensors file, or a pickled file of tensors only, to read single tensors. Raises ValueError of one
+    line if it is damaged or holds other objects."""
     from safetensors import SafetensorError, safe_open
 
     if Path(file).suffix == '.bin':
@@ -115,7 +115,7 @@ def open_weights(file: str | Path) -> Any:
 
 
 def read_weights(file: str | Path) -> dict[str, Tensor]:
-    """All tensors of a small file, such as a head's. ValueError when it is damaged, or holds NaN."""
+    """Reads all tensors of a small file, such as a head's. Raises ValueError if it is damaged or holds NaN."""
     handle = open_weights(file)
     tensors = {name: handle.get_tensor(name) for name in handle.keys()}
     for name, tensor in tensors.items():
@@ -124,9 +124,8 @@ def read_weights(file: str | Path) -> dict[str, Tensor]:
 
 
 def check_finite(tensor: Tensor, name: str, file_of: Callable[[str], Any]) -> None:
-    """ValueError for NaN or infinite numbers; `file_of` says where the tensor is from.
-
-    One pass, without a temporary of the tensor's size.
+    """Raises ValueError for NaN or infinite numbers; `file_of` returns the tensor's file. One pass, without a temporary
+    of the tensor's size.
     """
     if not tensor.is_floating_point() or not tensor.numel() or tensor.element_size() < 2:
         return
@@ -143,21 +142,21 @@ OTHER_MODEL = 'config.json and the weights are of different models, or the weigh
 
 
 def candidates(model: Any, name: str) -> tuple[str, str, str]:
-    """What a model's tensor may be called in a file: by its own name, or with or without the trunk's prefix."""
+    """Returns the possible names of a model's tensor in a file: its own, and with or without the trunk's prefix."""
     prefix = f'{model.base_model_prefix}.'
     return name, prefix + name, name.removeprefix(prefix)
 
 
 def may_lack(model: nn.Module, name: str) -> bool:
-    """Whether nothing reads that tensor (a BERT's pooler), or it is computed where a file has none, as Marian's
-    sines."""
+    """Returns True if a file need not hold that tensor: it is unused (BERT's pooler) or can be computed (Marian's
+    sinusoids)."""
     computed = getattr(model, '_keys_to_ignore_on_load_missing', None) or ()
     sines = 'Sinusoidal' in type(model.get_submodule(name.rpartition('.')[0])).__name__
     return name.startswith('pooler.') or sines or any(re.search(pattern, name) for pattern in computed)
 
 
 def is_known(model: Any, name: str) -> bool:
-    """Whether a file may hold that tensor although the model has no place for it."""
+    """Returns True if a file may hold that tensor although the model does not have it."""
     ignored = getattr(model, '_keys_to_ignore_on_load_unexpected', None) or ()
     beside = name.removeprefix(f'{model.base_model_prefix}.')
     return bool(HEADS.match(beside) or BUFFERS.search(name)) or any(re.search(pattern, name) for pattern in ignored)
@@ -170,8 +169,8 @@ def check_fit(
     unexpected: Iterable[str],
     misshaped: Iterable[tuple[str, Any, Any]],
 ) -> None:
-    """ValueError for the first misfit, wrong shapes before missing and unexpected names. `file_of` says where a tensor
-    is or should be."""
+    """Raises ValueError for the first mismatch, wrong shapes before missing and unexpected names. `file_of` returns the
+    file where a tensor is or should be."""
     kind, advice = type(model).__name__, OTHER_MODEL
     for name, found, wanted in sorted(misshaped):
         raise ValueError(f'{file_of(name)}: {name} is {tuple(found)}, the model wants {tuple(wanted)}; {advice}')
@@ -190,8 +189,8 @@ def _first(names: list[str]) -> str:
 
 @dataclass
 class _Recipe:
-    """How tensors of a model are made from `parts` of the files (names by the pattern that they match); None as
-    converter: one part, as it is. `first` is the name in the model of the first tensor that is cut out of them."""
+    """The conversion of `parts` of the files (names by the pattern that they match) into tensors of a model; without a
+    converter one part is used unchanged. `first` is the name in the model of the first resulting tensor."""
 
     first: str
     converter: WeightConverter | None = None
@@ -199,19 +198,19 @@ class _Recipe:
 
 
 class StoredTensors:
-    """Random access to the tensors of `files` by the names of `model`. `path` is named where no single file can be.
+    """Random access to the tensors of `files` by the names of `model`. Errors that concern no single file name `path`.
     Raises ValueError for a damaged file."""
 
     def __init__(self, files: Sequence[Path], path: Any, model: PreTrainedModel) -> None:
         self.model = model
         self.default: Any = files[0] if len(files) == 1 else path
         self.where: dict[str, tuple[Path, Any]] = {}
-        """by name in the files: the file, and what is open to read from"""
+        """by name in the files: the file, and its open handle"""
         for file in files:
             handle = open_weights(file)
             self.where |= dict.fromkeys(handle.keys(), (file, handle))
         self.unexpected: list[str] = []
-        """names in the files for which the model has no place"""
+        """names in the files that the model does not have"""
         self.recipes: dict[str, _Recipe] = {}
         """by name in the model"""
         self._find_recipes()
@@ -223,7 +222,7 @@ class StoredTensors:
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         names = self.model.state_dict()
         prefix = self.model.base_model_prefix
-        # Some renamings wait for the name of an earlier layer, and experts are put together in their order.
+        # Some renamings depend on an earlier layer's name, and experts are stacked in their order.
         for stored in sorted(self.where, key=dot_natural_key):
             name, pattern = rename_source_key(stored, renamings, converters, prefix, names)
             if name not in names:
@@ -246,25 +245,25 @@ class StoredTensors:
         return name in self.recipes
 
     def file_of(self, name: str) -> Any:
-        """The file that holds that tensor, or the first part of it; when none does, the only file or the path."""
+        """Returns the file that holds that tensor or its first part; if there is none, the only file or the path."""
         if name in self.recipes:
             name = next(iter(self.recipes[name].parts.values()))[0]
         return self.where[name][0] if name in self.where else self.default
 
     def name_of(self, name: str) -> str:
-        """What an error calls that tensor: its name in the files where it has one."""
+        """Returns the name of a tensor for errors: that in the files, if it has one."""
         recipe = self.recipes[name]
         return name if recipe.converter is not None else next(iter(recipe.parts))
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Without reading it; None where parts are put together or cut apart."""
+        """Returns the shape without reading the tensor; None if it needs a conversion."""
         if self.recipes[name].converter is not None:
             return None
         stored = self.name_of(name)
         return tuple(self.where[stored][1].get_slice(stored).get_shape())
 
     def get(self, name: str) -> Tensor:
-        """The tensor. Raises ValueError where its parts do not fit together."""
+        """Reads and converts the tensor. Raises ValueError if its parts do not fit together."""
         recipe = self.recipes[name]
         if recipe.converter is None:
             return self._read(self.name_of(name))
@@ -286,36 +285,36 @@ class StoredTensors:
         return self.where[stored][1].get_tensor(stored)
 
 
-# --- where weights come from ----------------------------------------------------------------------------------------
+# --- sources of weights ---------------------------------------------------------------------------------------------
 
 FILES = ('model.safetensors', 'pytorch_model.bin')
-"""of a whole model, best first; with `.index.json` behind it the list of its shards"""
+"""weight files in order of preference; with the suffix `.index.json` the list of shards"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsSource:
-    """The record that a loaded model carries as `weights_source`, and that `deepcopy` keeps."""
+    """The source of a model's weights, its attribute `weights_source`, which `deepcopy` keeps."""
 
     kind: Literal['pretrained', 'config']
     path: str = ''
-    """folder or hub name, when pretrained"""
+    """folder or hub name of a pretrained model; '' for a new one"""
     seed: int = 0
-    """of a fresh model's weights; also of what a pretrained one lacks, such as adapters"""
+    """of a new model's weights, and of those that a pretrained one lacks, such as adapters"""
     hub: Mapping[str, Any] = field(default_factory=dict)
-    """`revision`, `subfolder`, `cache_dir` and `local_files_only` of transformers' loaders, where given"""
+    """`revision`, `subfolder`, `cache_dir` and `local_files_only` of transformers' loaders, if given"""
     adapter: Callable[[PreTrainedModel], Any] | None = None
-    """gives the `chatgpt.nn.peft_format.MergedAdapter` that is added to the weights as they are read"""
+    """returns the `chatgpt.nn.peft_format.MergedAdapter` to add to the weights as they are read"""
     prefix: str = ''
-    """of the names in the model that was first built: a trunk taken out of a causal LM keeps that model's draws"""
+    """of the names in the model that was first built: the trunk of a causal LM is initialised by that model's names"""
     dtype: torch.dtype | None = None
-    """of most numbers in the files; in which a trained model is saved"""
+    """of most numbers in the files; a trained model is saved in it"""
     wide: frozenset[str] = frozenset()
-    """names in the files of tensors in a wider dtype than that"""
+    """names in the files of tensors in a wider dtype than `dtype`"""
 
 
 def weight_files(source: WeightsSource) -> list[Path]:
-    """The files with the weights of a pretrained source, downloaded when it is a hub name: safetensors, else pickled
-    ones. Raises ValueError when there are none, and for an index that names what is not in its folder."""
+    """Returns the files with the weights of a pretrained source, and downloads those of a hub name: safetensors, else
+    pickled ones. Raises ValueError if there are none, or an index names a file that is not in its folder."""
     for whole in FILES:  # in transformers' order
         if (single := _cached(source, whole)) is not None:
             return [single]
@@ -361,7 +360,7 @@ def _cached(source: WeightsSource, name: str) -> Path | None:
 
 
 def read_source_tensor(source: WeightsSource, name: str) -> Tensor:
-    """One tensor by its name in the files. Raises ValueError when it is not there."""
+    """Reads one tensor by its name in the files. Raises ValueError if it is missing."""
     for file in weight_files(source):
         handle = open_weights(file)
         if name in handle.keys():
@@ -383,7 +382,7 @@ class _Unit:
     modules: list[tuple[str, nn.Module]]
     """children first, with their full names"""
     above: list[tuple[PreTrainedModel, nn.Module]]
-    """modules that hold it, each with its owner, innermost first"""
+    """parent modules, each with its owner, innermost first"""
 
 
 def _units(model: PreTrainedModel) -> Iterator[_Unit]:
@@ -411,11 +410,11 @@ def _children_first(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Modu
 
 
 class Uninitialised(ValueError):
-    """A tensor that only the model's constructor gives its numbers, and that none of the files holds."""
+    """A tensor that is set only by the model's constructor, and is in none of the files."""
 
 
 class _Materializer:
-    """Gives the meta tensors of a model their numbers, unit by unit."""
+    """Loads or initialises the meta tensors of a model, unit by unit."""
 
     def __init__(self, model: PreTrainedModel, source: WeightsSource) -> None:
         if not type(model).__module__.startswith('transformers.'):
@@ -425,20 +424,20 @@ class _Materializer:
         self.model, self.source = model, source
         self.files = StoredTensors(weight_files(source), source.path, model) if source.kind == 'pretrained' else None
         self.aliases: dict[int, list[str]] = {}
-        self.originals = []  # kept alive, so that an id stays one tensor's
+        self.originals = []  # kept alive, so that ids stay unique
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.aliases.setdefault(id(parameter), []).append(name)
             self.originals.append(parameter)
         self.tied: dict[int, nn.Parameter | None] = {}
-        """by id of a parameter with several names: it with its numbers, None once these were let go"""
+        """by id of a parameter with several names: the filled parameter, None after its release"""
         self.metas: dict[int, nn.Parameter] = {}
-        """by id of a parameter with numbers, the one on the meta device that it stands for"""
+        """by id of a filled parameter: the one on the meta device that it replaces"""
         if self.files is not None:
             self._check_fit(self.files)
         self.adapter = source.adapter(model) if source.adapter is not None else None
 
     def _check_fit(self, files: StoredTensors) -> None:
-        """Compare names and shapes before a number is read."""
+        """Compares names and shapes before any tensor is read."""
         missing, misshaped = [], []
         for names, parameter in zip(self.aliases.values(), {id(p): p for p in self.originals}.values(), strict=True):
             if names[0].endswith(('.lora_A', '.lora_B')):
@@ -453,7 +452,7 @@ class _Materializer:
         check_fit(self.model, files.file_of, missing, files.unexpected, misshaped)
 
     def fill(self, unit: _Unit) -> list[tuple[str, Tensor]]:
-        """Make the unit's meta tensors real. Returns each under its first name."""
+        """Fills the unit's meta tensors. Returns each under its first name."""
         fresh: list[tuple[str, Tensor]] = []
         loaded: list[Tensor] = []
         for module_name, module in unit.modules:
@@ -461,7 +460,7 @@ class _Materializer:
             for name, parameter in list(module._parameters.items()):
                 if parameter is None or not parameter.is_meta:
                     continue
-                if id(parameter) in self.tied:  # it was filled under its first name
+                if id(parameter) in self.tied:  # already filled under its first name
                     if (known := self.tied[id(parameter)]) is not None:
                         module._parameters[name] = known
                         loaded.append(known)
@@ -493,10 +492,10 @@ class _Materializer:
         return fresh
 
     def release(self, unit: _Unit) -> None:
-        """Let the memory of the unit's tensors go."""
+        """Frees the memory of the unit's tensors."""
         for _, module in unit.modules:
             for name, parameter in module._parameters.items():
-                # The very one it had, so that tied weights stay tied.
+                # The same object as before, so that tied weights stay tied.
                 if parameter is not None and not parameter.is_meta:
                     module._parameters[name] = self.metas[id(parameter)]
             for name, buffer in module._buffers.items():
@@ -507,7 +506,7 @@ class _Materializer:
 
     @torch.no_grad()
     def _load(self, target: Tensor, names: list[str]) -> bool:
-        """Whether the files hold it."""
+        """Copies a tensor from the files. Returns False if they do not hold it."""
         files = self.files
         held = [name for name in names if files is not None and name in files]
         if files is None or not held:
@@ -530,9 +529,9 @@ class _Materializer:
 
     @torch.no_grad()
     def _initialise(self, unit: _Unit, loaded: list[Tensor]) -> None:
-        """transformers' own initialisation, which passes over tensors that carry its flag.
+        """Runs transformers' own initialisation, which skips tensors with its flag.
 
-        A model may set what its blocks hold, so modules above have their turn too: what has its numbers keeps them.
+        A model may initialise tensors of its blocks, so the parent modules run too; filled tensors keep their values.
         """
         for tensor in loaded:
             tensor._is_hf_initialized = True  # type: ignore[attr-defined]
@@ -551,13 +550,14 @@ class _Materializer:
 
 
 def _unset(like: Tensor) -> Tensor:
-    """A tensor on the CPU whose numbers cannot be taken for initialised ones, where its dtype has such a number."""
+    """Returns a tensor on the CPU filled with a value that marks it as not initialised, if its dtype has one."""
     made = torch.zeros_like(like, device='cpu')
     return made.fill_(math.nan) if made.is_floating_point() else made
 
 
 def all_to_meta(model: nn.Module) -> None:
-    """Move what was made with numbers although the device was meta (`torch.normal` with a size). Ties are kept."""
+    """Moves tensors to the meta device that were made elsewhere in its context (`torch.normal` with a size). Ties are
+    kept."""
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -567,25 +567,25 @@ def all_to_meta(model: nn.Module) -> None:
 
 
 def reset_adapter(layer: Any, seed: int, name: str) -> None:
-    """Draw an adapted layer's factors from (seed, its name)."""
+    """Initialises an adapted layer's factors from (seed, its name)."""
     if not layer.lora_A.is_meta:
         with seeded(seed, name, 'lora'):
             layer.reset_lora_parameters()
 
 
 def fill_model(
-    model: PreTrainedModel, source: WeightsSource, settle: Callable[[str, nn.Module], None] | None = None
+    model: PreTrainedModel, source: WeightsSource, on_filled: Callable[[str, nn.Module], None] | None = None
 ) -> None:
-    """Give a model on the meta device its numbers, on the CPU, in place. Tied weights stay tied.
+    """Loads or initialises a model on the meta device, on the CPU, in place. Tied weights stay tied.
 
-    settle: called with the name and the module of each transformer block, and of each module outside of them, once it
-        has its numbers. What it replaces is let go before the next one is filled.
+    on_filled: called with name and module of each transformer block, and of each module outside of them, after it is
+        filled. Tensors that it replaces are freed before the next module is filled.
     """
     materializer = _Materializer(model, source)
     for unit in _units(model):
         materializer.fill(unit)
-        if settle is not None:
-            settle(unit.name, unit.modules[-1][1])
+        if on_filled is not None:
+            on_filled(unit.name, unit.modules[-1][1])
     for tensor in [*model.parameters(), *model.buffers()]:
         tensor.__dict__.pop('_is_hf_initialized', None)
     model.tie_weights()
@@ -597,13 +597,14 @@ _Named = Iterator[tuple[str, Tensor]]
 
 
 def initial_tensors(module: nn.Module) -> _Named:
-    """(name, CPU tensor) for every parameter and buffer of `module` at its start, non-persistent buffers included. Tied
-    parameters come once, under their first name. Tensors that are not on the meta device are yielded as they are.
+    """Yields (name, CPU tensor) with the initial value of every parameter and buffer of `module`, non-persistent
+    buffers included. Tied parameters come once, under their first name. Tensors that are not on the meta device are
+    yielded unchanged.
 
-    `module` is an Actor, Critic, RewardModel or transformers model; it is not changed, and may be sharded or filled
+    `module` is an Actor, Critic, RewardModel or transformers model. It does not change, and may be sharded or filled
     while the iterator runs.
 
-    Raises ValueError at once for a module on the meta device without a record of where its numbers come from.
+    Raises ValueError at the call for a module on the meta device without a `WeightsSource`.
     """
     skeleton = copy.deepcopy(module)
     steps: list[Callable[[], _Named]] = []
@@ -633,25 +634,25 @@ def _plan(module: nn.Module, name: str, steps: list[Callable[[], _Named]], names
         )
     if own or draws:
         steps.append(lambda: _small(module, name, draws))
-    if not draws:  # else it fills its children itself
+    if not draws:  # else it initialises its children itself
         for child_name, child in module.named_children():
             _plan(child, f'{name}.{child_name}' if name else child_name, steps, names)
 
 
 def _small(module: nn.Module, name: str, draws: bool) -> _Named:
-    """A head or a single buffer: kept tensors, tensors that are already real, or what `reset_parameters` draws."""
+    """Yields the tensors of a head or single buffer: kept ones, filled ones, or those from `reset_parameters`."""
     prefix = f'{name}.' if name else ''
     kept = getattr(module, 'initial_state', {})
     if draws and any(p.is_meta for p in module.parameters()):
         module.to_empty(device='cpu')
-        with seeded(name):  # for a head that has no seed of its own
+        with seeded(name):  # for a head without its own seed
             module.reset_parameters()  # type: ignore[operator]
     for n, tensor in [*module.named_parameters(recurse=draws), *module.named_buffers(recurse=draws)]:
         yield prefix + n, kept[n] if n in kept else tensor.detach()
 
 
 def _stream(model: PreTrainedModel, source: WeightsSource, renamed: dict[str, str]) -> _Named:
-    """A model's tensors; only those whose name starts with a key of `renamed`, which gives way to its value."""
+    """Yields a model's tensors with a name that starts with a key of `renamed`, which is replaced by its value."""
 
     def wanted(name: str) -> Iterator[str]:
         return (new + name.removeprefix(old) for old, new in renamed.items() if name.startswith(old))
@@ -666,7 +667,7 @@ def _stream(model: PreTrainedModel, source: WeightsSource, renamed: dict[str, st
 
 
 def _branch(branch: Any, names: dict[nn.Module, str]) -> _Named:
-    """Hydra's copy of the top blocks: at the start it holds the tensors of the blocks it was copied from."""
+    """Yields the tensors of hydra's copy of the top blocks, which are initially those of the blocks."""
     models = {n: m for m, n in names.items() if isinstance(m, PreTrainedModel) and hasattr(m, 'weights_source')}
     for slot in branch._slots:
         original, mine = names[slot.parent._modules[slot.name]], names[slot.own._modules[slot.own_name]]
@@ -682,7 +683,7 @@ Q_HEADS_FILE = 'ilql_heads.safetensors'
 
 
 def share_by_umask(folder: str | os.PathLike[str], pattern: str = '*.safetensors') -> None:
-    """Give the files of `folder` that match the rights that a new file gets there."""
+    """Gives matching files of `folder` the permissions of a new file."""
     probe = Path(folder, f'.rights-{os.getpid()}')
     handle = os.open(probe, os.O_CREAT | os.O_WRONLY, 0o666)
     mode = os.fstat(handle).st_mode & 0o777
@@ -693,7 +694,7 @@ def share_by_umask(folder: str | os.PathLike[str], pattern: str = '*.safetensors
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """A safetensors file of copies on the CPU."""
+    """Writes a safetensors file of copies on the CPU."""
     from safetensors.torch import save_file
 
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)
@@ -701,8 +702,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, 
 
 
 def remove_heads(folder: str | os.PathLike[str]) -> None:
-    """Remove the heads of a model that was saved there before, which would be read as those of the one that took its
-    place."""
+    """Removes the heads of a model that was saved there before, which loading would attach to the new model."""
     for name in (HEAD_FILE, Q_HEADS_FILE):
         Path(folder, name).unlink(missing_ok=True)
 
@@ -711,8 +711,8 @@ _NEW_HEADS = re.compile(r'(score|v_head)\.')
 
 
 def stored_dtype(files: Iterable[Path]) -> tuple[torch.dtype | None, frozenset[str]]:
-    """The dtype of most numbers of safetensors files, and the names of the tensors that have a wider one. None where no
-    tensor is floating."""
+    """Returns the dtype of most numbers in safetensors files, None without floating tensors, and the names of the
+    tensors with a wider one."""
     kinds: dict[str, torch.dtype] = {}
     sizes: Counter[torch.dtype] = Counter()
     for file in files:
@@ -731,9 +731,9 @@ def stored_dtype(files: Iterable[Path]) -> tuple[torch.dtype | None, frozenset[s
 def to_dtype(
     model: Any, state: Mapping[str, Tensor], dtype: torch.dtype, wide: Collection[str] = (), *, widen: bool = False
 ) -> dict[str, Tensor]:
-    """`state` of a transformers model with floating tensors in `dtype`; tied ones stay one tensor. Names in the files
-    that are in `wide` keep their dtype; tensors of 16 bits stay, unless `widen`. New heads and what transformers keeps
-    in fp32 stay too."""
+    """Casts floating tensors of a transformers model's `state` to `dtype`; tied ones stay one tensor. Tensors with
+    names in files that are in `wide`, new heads, what transformers keeps in fp32, and without `widen` tensors in 16
+    bits keep their dtype."""
     strict = getattr(model, '_keep_in_fp32_modules_strict', None) or ()
     made: dict[Any, Tensor] = {}
 
@@ -758,8 +758,8 @@ def to_dtype(
     return {name: put(name, tensor) for name, tensor in state.items()}
 
 
-def say_dtype(folder: str | Path, dtype: torch.dtype) -> None:
-    """Write it into the folder's config."""
+def write_dtype(folder: str | Path, dtype: torch.dtype) -> None:
+    """Writes `dtype` into the folder's config."""
     path = Path(folder, 'config.json')
     config = json.loads(path.read_text(encoding='utf-8'))
     config['dtype'] = str(dtype).removeprefix('torch.')

@@ -1,10 +1,10 @@
-"""Does it fit? Memory per rank and phase of a run, from a config.json alone, before any weight is loaded.
+"""Estimates the memory of a run per rank and phase, from a config.json alone, before any weight is loaded.
 
     python -m chatgpt.plan config.json --strategy fsdp --num_processes 8 --memory 24GiB
 
-`make_plan(Setup(...))` is the same from Python. Weights, gradients and optimizer states are counted from the very
-modules, built without memory; activations from a forward and backward of theirs on tensors without memory. Left out:
-memory of the CUDA context and of fragmentation (a margin stands for both), models that are not causal language models.
+`make_plan(Setup(...))` is the same from Python. Weights, gradients and optimizer states are counted on the run's
+modules on the meta device, and activations by a forward and backward on fake tensors. A margin covers the CUDA context
+and fragmentation. Only causal language models are supported.
 """
 
 from typing import TYPE_CHECKING

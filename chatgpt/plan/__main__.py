@@ -1,8 +1,8 @@
-"""Does a run fit? Memory per rank and phase, from a config.json alone, before any weight is loaded.
+"""Estimates the memory of a run per rank and phase, from a config.json alone, before any weight is loaded.
 
     python -m chatgpt.plan config.json --strategy fsdp --num_processes 8 --memory 24GiB
 
-The exit code is 0 where the run fits (or no limit was given), 1 where it does not, 2 for a mistake.
+The exit code is 0 if the run fits (or no limit was given), 1 if it does not, 2 for invalid arguments.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NO_FLAGS = (
     *('config', 'strategy_options', 'on_cuda', 'kl', 'own_reference', 'update_timesteps', 'num_phases', 'keep'),
     *('max_rows', 'process', 'margin', 'fused'),
 )
-"""fields of `Setup` that have no flag, or another one"""
+"""fields of `Setup` without a flag, or with another one"""
 
 
 def parser() -> Parser:

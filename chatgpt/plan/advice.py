@@ -1,4 +1,4 @@
-"""The cheapest change that makes a run fit, and what to say when memory has run out."""
+"""Finds the cheapest change that makes a run fit, and writes the advice of an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from chatgpt.strategies.registry import FRUGAL, SHARDED, STRATEGY_OPTIONS
 
 
 def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
-    """Single changes, those that cost least time or change least first; later ones build on the earlier ones of their
-    kind."""
+    """Yields changes, those that cost least time or change least first; later ones of a kind include the earlier
+    ones."""
     tokens = setup.max_prompt_tokens + setup.max_new_tokens
     collected = setup.experience_batch_size * setup.num_samples_per_prompt if setup.task == 'ppo' else 0
     share = max(setup.train_batch_size * (2 if setup.task == 'reward_model' else 1), collected) // setup.ranks
@@ -68,7 +68,7 @@ def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
 
 
 def _parts(setup: Setup) -> list[int]:
-    """Into how many parts the processes of one machine could cut the model's layers, which they do not yet."""
+    """Returns the possible sizes of tensor parallelism on one machine; none if it is used already."""
     takes = setup.entry.takes_tensor_parallel
     cuts = setup.memory_model.can_be_cut and not setup.stream_blocks
     if not (setup.on_cuda and takes and setup.tensor_parallel == 1 and cuts) or setup.num_layers_unfrozen > 0:
@@ -79,7 +79,7 @@ def _parts(setup: Setup) -> list[int]:
 
 
 def _on_trunk(setup: Setup, first: str) -> Iterator[tuple[str, Setup]]:
-    """The same models as adapters on one frozen base of 4 bits, where there can be one."""
+    """Yields the same models as adapters on one frozen base in 4 bits, if that is possible."""
     if not setup.memory_model.whole or setup.num_layers_unfrozen > 0 or setup.critic == 'shared':
         return
     rank = '' if setup.lora_rank else 'lora_rank=16, '
@@ -99,7 +99,7 @@ def with_strategy(setup: Setup, name: str) -> Setup:
 
 
 def cheapest_change(setup: Setup) -> tuple[str, Plan] | None:
-    """The first change under which the run fits, with its plan; None when none of them is enough."""
+    """Returns the first change that makes the run fit, with its plan; None if none does."""
     for text, changed in changes(setup):
         plan = make_plan(changed)
         if plan.fits:
@@ -108,7 +108,7 @@ def cheapest_change(setup: Setup) -> tuple[str, Plan] | None:
 
 
 def advice(setup: Setup) -> str:
-    """One line: what to change."""
+    """Returns one line: what to change."""
     found = cheapest_change(setup)
     if found is None:
         return (
@@ -121,12 +121,12 @@ def advice(setup: Setup) -> str:
 
 
 def explain_out_of_memory(setup: Setup | None, error: Any) -> str:
-    """What an out-of-memory error should end with."""
+    """Returns the end of an out-of-memory error's message."""
     if setup is None:
         return 'python -m chatgpt.plan tells what a run needs and the cheapest change that makes it fit'
     try:
         plan = make_plan(setup)
         return f'{plan.verdict()}. To go on: {advice(setup)}'
     except Exception as problem:
-        # the advice must not hide the error it is about
+        # a failure here must not hide the error itself
         return f'no advice could be worked out ({type(problem).__name__}: {problem}); try python -m chatgpt.plan'

@@ -1,9 +1,9 @@
-"""Models without memory: the modules of a run as meta tensors, counted, and run on fake tensors to see what a pass
-leaves behind.
+"""Models without memory: counts the modules of a run on the meta device, and runs them on fake tensors to measure
+activations.
 
-The trace counts bytes of every storage that an operation makes until it is freed, so saved activations, chunked heads
-and recomputation are what the code really does. Two small depths are traced and the rest is linear in the number of
-layers.
+The trace counts the bytes of every storage from its creation by an operation until it is freed, so saved activations,
+chunked heads and recomputation are those of the real code. Two small depths are traced; memory is linear in the number
+of layers.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from chatgpt.strategies.tensor_ranks import TensorGroup
 from chatgpt.types import Batch, Sequence
 
 LEAST_PACKED = 1 << 17
-"""numbers of an `nn.Linear`'s weight from which on the local engine packs it for a CPU, as it does every `Conv1D`'s
+"""the local engine packs an `nn.Linear`'s weight for a CPU from this number of elements on, and every `Conv1D`'s
 (`chatgpt.rollout.local.cpu_speed`)"""
 TRACED = (2, 4)
-"""depths that are traced; further layers add what the step between these two added"""
+"""traced depths; each further layer adds the mean difference between these two"""
 
 
 def build(kind: str, config: Any, setup: Setup, layers: int | None = None) -> nn.Module:
-    """An actor, critic, reward model or initial model on the meta device, as the run builds it: in fp32, whatever its
-    folder is in. Under tensor parallelism one process's part of it."""
+    """Builds an actor, critic, reward model or initial model on the meta device as in a run, in fp32. With tensor
+    parallelism one process's part of it."""
     model: Any = _build(kind, copy.deepcopy(config), setup, layers)
     keep_part(model, setup.tensor_parallel)
     if setup.logprob_kernel != 'auto' and hasattr(model, 'logprob_kernel'):
-        # Triton's kernels cannot be traced; liger's hold no logits of all rows either.
+        # Triton's kernels cannot be traced; like the fused one, liger's do not hold the logits of all rows.
         model.logprob_kernel = 'plain' if setup.logprob_kernel == 'plain' else 'fused'
     model.folder_dtype = getattr(_text(config), 'dtype', None)
     return model
@@ -83,7 +83,7 @@ def _build(kind: str, config: Any, setup: Setup, layers: int | None) -> nn.Modul
 
 
 def _role(kind: str, model: Any, setup: Setup) -> nn.Module:
-    """A model on a shared trunk, whose base is in the compute dtype: 4 bits are for `make_plan` to count."""
+    """Builds a model on a shared trunk with its base in the compute dtype; `make_plan` accounts for 4 bits."""
     from chatgpt.nn.shared import SharedTrunk
 
     trunk = SharedTrunk(model, dtype=torch.float32 if setup.precision == 'fp32' else torch.bfloat16)
@@ -92,9 +92,9 @@ def _role(kind: str, model: Any, setup: Setup) -> nn.Module:
     return trunk.critic(setup.lora_rank) if kind == 'critic' else trunk.reward_model(setup.lora_rank)
 
 
-def kept_narrow(model: Any) -> list[nn.Parameter]:
-    """What a run in 16 bits keeps in them: of a frozen model what only products read; of one that learns the same under
-    its adapters, where its folder is in 16 bits."""
+def kept_in_16_bits(model: Any) -> list[nn.Parameter]:
+    """Returns the parameters that a run in 16 bits keeps in 16 bits: those that only matrix products read, of a frozen
+    model, or under adapters if the model's folder is in 16 bits."""
     frozen = not any(p.requires_grad for p in model.parameters())
     if not frozen and getattr(model, 'folder_dtype', None) not in (torch.bfloat16, torch.float16):
         return []
@@ -110,7 +110,7 @@ def vocab_size(config: Any) -> int:
 
 
 def _text(config: Any) -> Any:
-    """As `chatgpt.nn.trunk.text_config`, which would load transformers with every callback."""
+    """`chatgpt.nn.trunk.text_config` without importing transformers."""
     return config.get_text_config() if hasattr(config, 'get_text_config') else config
 
 
@@ -123,14 +123,14 @@ def _set_layers(config: Any, layers: int) -> None:
 
 
 def measure(model: nn.Module) -> ModelSize:
-    """Count a module's parameters."""
+    """Counts a module's parameters."""
     from transformers.pytorch_utils import Conv1D
 
     from chatgpt.nn import lora
     from chatgpt.strategies.streaming import transformer_blocks
 
     block_of = {id(p): i for i, block in enumerate(transformer_blocks(model)) for p in block.parameters()}
-    kept = {id(p) for p in kept_narrow(model)}
+    kept = {id(p) for p in kept_in_16_bits(model)}
     parameters = tuple(
         ParameterSize(n, tuple(p.shape), p.requires_grad, block_of.get(id(p)), id(p) in kept)
         for n, p in model.named_parameters()
@@ -146,8 +146,8 @@ def measure(model: nn.Module) -> ModelSize:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class AloneGroup(TensorGroup):
-    """A group whose other processes are not there: the first one's memory, whatever the numbers."""
+class FirstOfGroup(TensorGroup):
+    """The first process of a group without the others: its results are wrong, but their memory is right."""
 
     def sum(self, x: Tensor, op: Any = None) -> Tensor:
         return x.detach().clone(memory_format=torch.contiguous_format)
@@ -158,13 +158,11 @@ class AloneGroup(TensorGroup):
 
 
 def keep_part(module: nn.Module, tensor_parallel: int) -> None:
-    """Leave of `module`, on the meta device, what the first process of a rank holds.
-
-    Raises:
-        ValueError: a model that cannot be cut so.
+    """Reduces `module`, on the meta device, to the part of the first process of a rank. Raises ValueError for a model
+    without support for tensor parallelism of that size.
     """
     if tensor_parallel > 1:
-        parallelize(module, AloneGroup(None, 0, tensor_parallel), None, check_model(module, tensor_parallel))
+        parallelize(module, FirstOfGroup(None, 0, tensor_parallel), None, check_model(module, tensor_parallel))
 
 
 def can_be_cut(module: nn.Module, tensor_parallel: int) -> bool:
@@ -179,13 +177,13 @@ def can_be_cut(module: nn.Module, tensor_parallel: int) -> bool:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operations inside have made and that are still alive; their highest number."""
+    """Counts the bytes of live storages that operations in this mode have created, and their peak."""
 
     def __init__(self, already_there: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.live = self.peak = 0
         self._seen: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-        for tensor in already_there:  # an operation may return a view of them
+        for tensor in already_there:  # not counted if an operation returns a view of them
             self._seen[tensor.untyped_storage()] = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -206,7 +204,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 class _KeepsLayers:
-    """A `layerdrop` that no random number is below: that of a fake tensor cannot be compared."""
+    """A `layerdrop` that drops no layer without comparing it with a random number, which a fake tensor does not
+    allow."""
 
     def __gt__(self, other: Any) -> bool:
         return False
@@ -214,11 +213,11 @@ class _KeepsLayers:
 
 @contextmanager
 def faked(model: nn.Module) -> Iterator[Any]:
-    """Inside, a meta module has fake CPU tensors, which run every operation's shapes and none of its numbers.
+    """Inside this context a meta module has fake CPU tensors, which propagate shapes without computing.
 
-    transformers looks for sequences in one row in the numbers of the positions, and where it cannot look, as here,
-    makes a mask in case. The rows of `batch_of` hold one sequence each, for which a run makes none. OPT of transformers
-    5.17 makes a mask of ones and asks whether it is of ones alone.
+    Two checks of values in transformers are replaced: it detects several sequences in one row by their positions, and
+    makes a mask if it cannot read these; the rows of `batch_of` hold one sequence each, without a mask in a run. OPT of
+    transformers 5.17 makes a mask of ones and checks whether all of it is ones.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import masking_utils
@@ -244,14 +243,14 @@ def faked(model: nn.Module) -> Iterator[Any]:
 
 
 def batch_of(rows: int, prompt_tokens: int, response_tokens: int) -> Batch:
-    """Rows of the full length."""
+    """Returns a batch of rows of the full length."""
     prompt, response = torch.zeros(prompt_tokens, dtype=torch.int64), torch.zeros(response_tokens, dtype=torch.int64)
     mask = torch.ones(response_tokens, dtype=torch.bool)
     return collate([Sequence(prompt_ids=prompt, response_ids=response, response_mask=mask)] * rows)
 
 
 def traced(make: Callable[[int | None], nn.Module], config: Any, run: Callable[[nn.Module, Any], None]) -> int:
-    """Peak of live bytes of `run(model, fake mode)`, extrapolated to the model's depth."""
+    """Returns the peak of live bytes of `run(model, fake mode)`, extrapolated to the model's depth."""
     depth = num_layers(config)
 
     def peak(layers: int) -> int:
@@ -273,35 +272,36 @@ def fake_batch(batch: Batch, mode: Any) -> Batch:
 
 
 def autocast(setup: Setup) -> Any:
-    """The strategy's autocast; one that gathers weights in 16 bits has none."""
+    """Returns the strategy's autocast; without effect for one that gathers weights in 16 bits."""
     dtype = torch.bfloat16 if setup.precision != 'fp32' else torch.float32
     return torch.autocast('cpu', dtype=dtype, enabled=setup.precision != 'fp32' and setup.memory_model.autocasts)
 
 
 def cast(model: Any, setup: Setup) -> nn.Module:
-    """Parameters in the dtype in which a sharded strategy holds or gathers them, and as legible."""
+    """Casts parameters to the dtype in which a sharded strategy holds or gathers them, and chooses the kernel of
+    log-probs that can read them."""
     if setup.entry.only_16_bits and hasattr(model, 'logprob_kernel'):
-        model.logprob_kernel = 'plain'  # Gemini's weights act when they are used: `head_kernels.linear_weights`
+        model.logprob_kernel = 'plain'  # Gemini's weights are tensor subclasses: see `head_kernels.linear_weights`
     if setup.precision != 'fp32' and not setup.memory_model.autocasts:
         model.to(torch.bfloat16)
     elif setup.precision != 'fp32' and setup.memory_model.keeps_narrow:
-        narrow(kept_narrow(model), torch.bfloat16)
+        narrow(kept_in_16_bits(model), torch.bfloat16)
     out: nn.Module = model
     return out
 
 
 def planned_device(setup: Setup) -> Any:
-    """Inside, log-probs come as on the planned device, though the fake tensors are a CPU's: in chunks of its size, or
-    by blocks of the vocabulary."""
+    """Inside this context log-probs are computed as on the planned device, although the fake tensors are on a CPU: with
+    its chunk size, or by blocks of the vocabulary."""
     kind = 'cuda' if setup.on_cuda else 'cpu'
     return mock.patch.object(logprobs, 'kind_of_device', lambda x: kind)
 
 
 def learning_bytes(kind: str, config: Any, setup: Setup, rows: int, *, growing: float) -> int:
-    """Peak of forward and backward of one micro-batch.
+    """Returns the peak of forward and backward of one micro-batch.
 
-    growing: bytes per number of a gradient that stay when it is complete, so that gradients grow as activations are
-    freed. 0: it is added to one that is there already, or goes where weights were.
+    growing: bytes per element that a completed gradient keeps, so that gradients grow as activations are freed. 0 if it
+    is added to an existing one, or replaces weights.
     """
     batch = batch_of(rows, setup.max_prompt_tokens, setup.max_new_tokens)
 
@@ -309,13 +309,13 @@ def learning_bytes(kind: str, config: Any, setup: Setup, rows: int, *, growing: 
         given = fake_batch(batch, mode)
         kept: list[Tensor] = []
 
-        def put_away(parameter: Tensor) -> None:
+        def free_grad(parameter: Tensor) -> None:
             parameter.grad = None
             kept.append(torch.empty(math.ceil(growing * parameter.numel()), dtype=torch.uint8))
 
         for parameter in model.parameters():
             if parameter.requires_grad and growing != parameter.element_size():
-                parameter.register_post_accumulate_grad_hook(put_away)
+                parameter.register_post_accumulate_grad_hook(free_grad)
         with autocast(setup), planned_device(setup):
             if kind in ('critic', 'reward'):
                 loss = model(given).sum()
@@ -328,7 +328,7 @@ def learning_bytes(kind: str, config: Any, setup: Setup, rows: int, *, growing: 
 
 
 def scoring_bytes(kind: str, config: Any, setup: Setup, rows: int) -> int:
-    """What a forward without gradients needs at its peak."""
+    """Returns the peak of a forward without gradients."""
     batch = batch_of(rows, setup.max_prompt_tokens, setup.max_new_tokens)
 
     def run(model: nn.Module, mode: Any) -> None:
@@ -339,7 +339,7 @@ def scoring_bytes(kind: str, config: Any, setup: Setup, rows: int) -> int:
 
 
 def prefill_bytes(config: Any, setup: Setup, rows: int) -> int:
-    """What a forward over prompts needs at its peak before tokens are drawn, keys and values left out."""
+    """Returns the peak of a forward over prompts before sampling, without keys and values."""
     ids = torch.zeros(rows, setup.max_prompt_tokens, dtype=torch.int64)
     positions = torch.arange(setup.max_prompt_tokens).expand(rows, -1)
 
@@ -355,14 +355,14 @@ def prefill_bytes(config: Any, setup: Setup, rows: int) -> int:
 
 
 def cache_elements(config: Any, tensor_parallel: int = 1) -> int:
-    """Numbers that the key/value cache of one process holds for one token."""
+    """Returns the number of elements in the key/value cache of one process per token."""
     from transformers import AutoModelForCausalLM
     from transformers.cache_utils import DynamicCache
 
     def probe(layers: int) -> int:
         small = copy.deepcopy(config)
         _set_layers(small, layers)
-        _text(small).pad_token_id = None  # with one, some models look at the tokens
+        _text(small).pad_token_id = None  # with one, some models read the tokens' values
         with torch.device('meta'):
             model = AutoModelForCausalLM.from_config(small).eval()
             keep_part(model, tensor_parallel)

@@ -1,5 +1,5 @@
-"""The phases of a run, and what each needs at its peak: load, collect, score, learn; load and learn where nothing is
-collected."""
+"""The phases of a run and the peak memory of each: load, collect, score, learn; only load and learn without
+collecting."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from chatgpt.strategies.memory import Memory, ModelSize, ParameterSize
 from chatgpt.strategies.streaming import FREE_SHARE
 
 SAMPLING_COPIES = 4
-"""fp32 tables of (rows, V) alive while a token is drawn: logits, log-probs, and two of filtering"""
+"""live fp32 tensors of (rows, V) while a token is sampled: logits, log-probs, and two of filtering"""
 _NAMES = {'initial': 'initial model', 'reward': 'reward model'}
 _KINDS = {name: kind for kind, name in _NAMES.items()}
 NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
-"""of a weight in 4 bits, its share of the scales, and of the scales of scales (`chatgpt.nn.quantized`)"""
+"""per weight in 4 bits, with its share of the scales, and of the scales of scales (`chatgpt.nn.quantized`)"""
 NF4_SCALES = 2 * 4 / 64
-"""of a weight while it is made dense: its share of the scales in fp32, before and after their mean is added"""
+"""bytes per weight while it is dequantized: its share of the scales in fp32, before and after their mean is added"""
 NF4_PACKING = 9.5
-"""bytes for a number while bitsandbytes packs a weight on a CPU: the scaled weight, places among the 16 values in int32
-and in uint8, and half of these shifted"""
+"""bytes per weight while bitsandbytes quantizes on a CPU: the scaled weight, indices of the 16 values in int32 and in
+uint8, and half of these shifted"""
 PACKED_BYTES = 2 << 30
 """the local engine packs a model's weights for the CPU up to this size"""
 _KEPT = ('full copy', 'key/value cache')
-"""of collecting, what the local engine keeps for the next phase: the policy's copy and the cache"""
+"""entries of collecting that the local engine keeps for the next phase: the policy's copy and the cache"""
 PREFILL_TOKENS = 16384
-"""of one forward over prompts (`chatgpt.rollout.local`)"""
+"""most tokens of one forward over prompts (`chatgpt.rollout.local`)"""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes of the rank that holds most, by phase."""
+    """Bytes on the rank with the most, by phase."""
 
     setup: Setup
     phases: dict[str, Memory]
 
     @cached_property
     def peak(self) -> int:
-        """Device bytes of the phase that needs most, without the margin."""
+        """The device bytes of the phase with the most, without the margin."""
         return max(sum(m.device.values()) for m in self.phases.values())
 
     @cached_property
@@ -52,13 +52,13 @@ class Plan:
 
     @cached_property
     def host_peak(self) -> int:
-        """Host bytes of one machine."""
+        """The host bytes of one machine."""
         per_rank = max(sum(m.host.values()) for m in self.phases.values())
         return per_rank * self.setup.on_machine
 
     @property
     def limit(self) -> str | None:
-        """Which limit is broken: 'device memory', 'host memory' or None."""
+        """The exceeded limit: 'device memory', 'host memory' or None."""
         s = self.setup
         device, host = (self.peak, self.host_peak) if s.on_cuda else (0, self.host_peak + self.peak * s.num_processes)
         if s.on_cuda and s.memory is not None and device > s.memory * (1 - s.margin):
@@ -75,7 +75,7 @@ class Plan:
         return max(m.host.get(name, 0) for m in self.phases.values())
 
     def table(self) -> str:
-        """One row per thing, one column per phase; what lies on the host is marked."""
+        """Returns a table with a row per entry and a column per phase; entries in host memory are marked."""
         names = list(dict.fromkeys(n for m in self.phases.values() for n in m.device))
         hosted = [n for n in dict.fromkeys(n for m in self.phases.values() for n in m.host) if self.host_of(n) >= 2**20]
         rows = [['', *self.phases]]
@@ -92,7 +92,7 @@ class Plan:
         return '\n'.join(line.rstrip() for line in lines)
 
     def verdict(self) -> str:
-        """One line: what is needed, what there is, and whether that fits."""
+        """Returns one line: the memory needed, the memory available, and whether the run fits."""
         s = self.setup
         need = (
             f'{s.strategy} on {s.num_processes} process{"es" * (s.num_processes > 1)}'
@@ -116,8 +116,8 @@ class Plan:
 
 @torch.random.fork_rng(devices=[])
 def make_plan(setup: Setup) -> Plan:
-    """Plan a run. Reads configs; loads no weight, touches no device and leaves the global generators as they are: a run
-    is planned on one process while it runs."""
+    """Plans a run. Reads configs; loads no weights, uses no device and does not change the global generators, because a
+    running run may call it on one process."""
     plan = _plan(setup)
     if setup.on_cuda or not setup.process:
         return plan
@@ -125,7 +125,7 @@ def make_plan(setup: Setup) -> Plan:
 
 
 def _plan(setup: Setup) -> Plan:
-    """The plan of what models need."""
+    """Returns the plan, without the process's own memory."""
     config, reward_config = read_config(setup.config), read_config(setup.reward_config)
     if setup.shared_trunk:
         return _plan_of_shared_trunk(setup, config, reward_config is not None)
@@ -150,9 +150,9 @@ def _plan(setup: Setup) -> Plan:
         load += setup.memory_model.frozen(name, size, setup)
     if setup.offload == 'idle' and setup.on_cuda and frozen:
         waiting = [setup.memory_model.frozen(name, size, setup) for name, (size, _) in frozen.items()]
-        scoring = static + max(waiting, key=lambda m: sum(m.device.values()))  # they come one at a time
+        scoring = static + max(waiting, key=lambda m: sum(m.device.values()))  # one model at a time is on the device
         for memory in waiting:
-            for name, size_of_weights in memory.device.items():  # the host's copy stays there throughout
+            for name, size_of_weights in memory.device.items():  # the copy in host memory is permanent
                 static.add(name, size_of_weights, host=True)
                 scoring.add(name, size_of_weights, host=True)
     else:
@@ -187,7 +187,7 @@ def _plan_of_one_model(setup: Setup, config: Any) -> Plan:
 
 
 def _plan_of_shared_trunk(setup: Setup, config: Any, with_reward: bool) -> Plan:
-    """One base that nothing trains, and of each model the adapters and the head."""
+    """Plans one frozen base, and adapters and head of each model."""
     kinds = ['reward'] if setup.task == 'reward_model' else ['actor']
     if setup.task == 'ppo':
         kinds += ['critic'] * (setup.critic == 'own')
@@ -209,13 +209,13 @@ def _plan_of_shared_trunk(setup: Setup, config: Any, with_reward: bool) -> Plan:
         static += setup.memory_model.frozen(name, size, setup)
         load += setup.memory_model.frozen(name, size, setup)
     largest = max((p.numel for p in packed), default=0)
-    dense, name = (4 + setup.itemsize) * largest, 'one dense weight'  # as it is read, and as it is packed
-    if not setup.on_cuda and (packed or setup.itemsize < 4):  # it is read where it is packed, in whole blocks
+    dense, name = (4 + setup.itemsize) * largest, 'one dense weight'  # in the dtypes of reading and of quantizing
+    if not setup.on_cuda and (packed or setup.itemsize < 4):  # reading and quantizing share memory, in whole blocks
         block = max(sum(p.numel for p in base if p.block == number) for number in {p.block for p in base} - {None})
         packing = NF4_PACKING + (4 + setup.itemsize if setup.itemsize < 4 else 0)
         dense, name = int(4 * block + packing * largest), 'one dense block'
-    load.add(name, max(dense - (sum(load.device.values()) - sum(trunk.device.values())), 0))  # the roles come later
-    static.add('one dense weight', (setup.itemsize + NF4_SCALES) * largest)  # while it computes
+    load.add(name, max(dense - (sum(load.device.values()) - sum(trunk.device.values())), 0))  # the roles are made later
+    static.add('one dense weight', (setup.itemsize + NF4_SCALES) * largest)  # during a product
     if setup.task != 'ppo':
         return Plan(setup, {'load': load, 'learn': static + _learn(setup, trained)})
     phases = {
@@ -235,7 +235,7 @@ def _without(memory: Memory, ending: str) -> Memory:
 
 
 def rows_per_forward(setup: Setup, num_sequences: int) -> int:
-    """Sequences of one micro-batch on one rank."""
+    """Returns the number of sequences of one micro-batch on one rank."""
     share = -(-num_sequences // setup.memory_model.shares(setup.ranks))
     if setup.max_tokens_per_batch is None:
         return share
@@ -243,7 +243,8 @@ def rows_per_forward(setup: Setup, num_sequences: int) -> int:
 
 
 def _collect(setup: Setup, config: Any, actor: ModelSize, multiplied: Sequence[ParameterSize] | None = None) -> Memory:
-    """multiplied: the weights that the engine may pack; None: those of the actor's blocks."""
+    """Returns the memory of collecting. multiplied: the weights that the engine may pack; None for those of the actor's
+    blocks."""
     memory, itemsize = setup.memory_model.full_copy(actor, setup), setup.memory_model.full_itemsize(setup)
     if not setup.on_cuda and itemsize == 4 and not setup.stream_blocks:
         wide = [p.numel for p in multiplied or () if len(p.shape) == 2 and p.numel >= models.LEAST_PACKED]
@@ -251,8 +252,8 @@ def _collect(setup: Setup, config: Any, actor: ModelSize, multiplied: Sequence[P
         memory.add('packed weights', packed if packed <= PACKED_BYTES else 0)
     share = -(-setup.experience_batch_size // setup.ranks) * setup.num_samples_per_prompt
     rows = min(share, setup.max_rows)
-    capacity = setup.max_prompt_tokens + setup.max_new_tokens - 1  # the last token is never fed back
-    if setup.on_cuda:  # sizes that other calls have as well: `chatgpt.rollout.local.fixed_step`
+    capacity = setup.max_prompt_tokens + setup.max_new_tokens - 1  # the last token is not fed back
+    if setup.on_cuda:  # sizes are rounded so that calls share graphs: `chatgpt.rollout.local.fixed_step`
         capacity = -(-capacity // 256) * 256
         rows = -(-rows // 32) * 32 if rows > 32 else 1 << (rows - 1).bit_length()
     memory.add('key/value cache', itemsize * models.cache_elements(config, setup.tensor_parallel) * rows * capacity)
@@ -265,9 +266,8 @@ def _collect(setup: Setup, config: Any, actor: ModelSize, multiplied: Sequence[P
 
 
 def _sending(setup: Setup, config: Any, held: Memory) -> Memory:
-    """`held`, and what collecting adds to it where workers elsewhere generate: whole weights, on the device where there
-    is room for them, else, and under tensor parallelism, in host memory; and the copy that is on its way to the
-    workers."""
+    """Returns `held` plus the memory of collecting with remote workers: whole weights, on the device if they fit, but
+    with tensor parallelism in host memory; and the copy that is sent to the workers."""
     options = {name: value for name, value in setup.strategy_options.items() if name != 'tensor_parallel'}
     alone = replace(setup, strategy_options=options, num_processes=setup.ranks)
     size = models.measure(models.build('actor', config, alone))
@@ -276,7 +276,7 @@ def _sending(setup: Setup, config: Any, held: Memory) -> Memory:
     memory = Memory()
     too_large = setup.on_cuda and strategy.streams and free is not None and whole > FREE_SHARE * free
     if too_large or setup.tensor_parallel > 1:
-        # one whole tensor after another in fp32, and where a few processes hold it together their parts of it
+        # one whole tensor at a time in fp32, and with tensor parallelism also its parts
         copies = 1 if setup.tensor_parallel == 1 else 2 + 1 / setup.tensor_parallel
         memory.add('gathering', 4 * max(p.numel for p in size.parameters) * copies)
         memory.add('full copy', whole / setup.on_machine, host=True)
@@ -288,8 +288,7 @@ def _sending(setup: Setup, config: Any, held: Memory) -> Memory:
 
 
 def _with_kept(setup: Setup, phases: dict[str, Memory]) -> dict[str, Memory]:
-    """With `setup.keep`, what the local engine keeps of collecting for the next phase lies beside scoring and
-    learning."""
+    """Adds to scoring and learning what the local engine keeps for the next phase, if `setup.keep`."""
     kept = sum(phases['collect'].device.get(name, 0) for name in _KEPT) if setup.keep else 0
     for name in ('score', 'learn'):
         phases[name] = phases[name] + Memory({'kept for generating': kept} if kept else {})
@@ -297,7 +296,7 @@ def _with_kept(setup: Setup, phases: dict[str, Memory]) -> dict[str, Memory]:
 
 
 def _score(setup: Setup, trained: dict[str, Any], frozen: dict[str, Any]) -> Memory:
-    """The models score one after another: the one that needs most counts."""
+    """Returns the memory of scoring: models score one after another, so the one with the most counts."""
     memory = Memory()
     rows = rows_per_forward(setup, setup.experience_batch_size * setup.num_samples_per_prompt)
     work: list[tuple[int, int]] = []
@@ -319,7 +318,8 @@ def _score(setup: Setup, trained: dict[str, Any], frozen: dict[str, Any]) -> Mem
 
 
 def _learn(setup: Setup, trained: dict[str, Any]) -> Memory:
-    """Actor, then critic, for each micro-batch; then their steps. Gradients wait for the steps."""
+    """Returns the memory of learning: actor, then critic, for each micro-batch; then their steps. Gradients are kept
+    until the steps."""
     memory = Memory()
     sequences = setup.train_batch_size * (2 if setup.task == 'reward_model' else 1)
     rows = rows_per_forward(setup, sequences)
@@ -335,8 +335,8 @@ def _learn(setup: Setup, trained: dict[str, Any]) -> Memory:
             gradients += strategy.sums(name, size, setup)
         memory += gradients
         kept.append(sum(gradients.device.values()))
-    # Each moment beside all the gradients: those of the models to come are not there in the first micro-batch, which
-    # grow as activations go; nor in a step those of the models that have stepped.
+    # The gradients present at each moment: in the first micro-batch those of later models do not exist yet, and they
+    # grow as activations are freed; in a step those of the models that have stepped are gone.
     work: list[tuple[int, int]] = []
     reductions: list[int] = []
     steps: list[int] = []
@@ -350,7 +350,7 @@ def _learn(setup: Setup, trained: dict[str, Any]) -> Memory:
     activations, whole_weights = max(work, key=sum)
     memory.add('activations', activations)
     memory.add('gathered weights', whole_weights)
-    done = activations + whole_weights  # what follows comes when the activations are gone
+    done = activations + whole_weights  # all that follows is after the activations are freed
     memory.add('reduction of gradients', max(max(reductions) - done, 0))
     done = max(done, *reductions)
     memory.add('optimizer step', max(max(steps) - done, 0))

@@ -1,4 +1,4 @@
-"""What is to be planned: models, strategy, sizes, and the memory there is."""
+"""The run to plan: models, strategy, sizes, and the available memory."""
 
 from __future__ import annotations
 
@@ -17,18 +17,14 @@ from chatgpt.strategies.rules import MODEL_RULES, PRECISION_RULES
 
 Task = Literal['ppo', 'sft', 'reward_model']
 PROCESS_BYTES = 460 << 20
-"""resident memory of a process that has trained a tiny model: Python, torch, transformers, kernels that oneDNN has
-compiled, and what malloc keeps (`benchmarks/process_memory.py`)"""
+"""resident memory of a process that has trained a tiny model: Python, torch, transformers, oneDNN's compiled kernels,
+and memory that malloc retains (`benchmarks/process_memory.py`)"""
 _UNITS = {'': 2**30, 'B': 1, 'KB': 10**3, 'MB': 10**6, 'GB': 10**9, 'TB': 10**12}
 _UNITS |= {'KIB': 2**10, 'MIB': 2**20, 'GIB': 2**30, 'TIB': 2**40}
 
 
 def parse_bytes(text: str | int | float) -> int:
-    """'24GiB' (2^30), '24GB' (10^9) or '512B'; a bare number is GiB.
-
-    Raises:
-        ValueError: anything else.
-    """
+    """Parses '24GiB' (2^30), '24GB' (10^9) or '512B'; a bare number is GiB. Raises ValueError for anything else."""
     match = re.fullmatch(r'\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*', str(text))
     if match is None or match[2].upper() not in _UNITS:
         raise ValueError(f'{text!r} is not an amount of memory; write it like 24GiB or 80GB; a bare number is GiB')
@@ -36,7 +32,7 @@ def parse_bytes(text: str | int | float) -> int:
 
 
 def show_bytes(size: float) -> str:
-    """With three digits: 1.50 GiB, 512 MiB, 0."""
+    """Formats bytes with three digits: 1.50 GiB, 512 MiB, 0."""
     for unit, name in ((2**30, 'GiB'), (2**20, 'MiB'), (2**10, 'KiB')):
         if abs(size) >= unit:
             value = size / unit
@@ -46,14 +42,12 @@ def show_bytes(size: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup(Layout):
-    """A run to be planned. Batch sizes are global, as in `PPOConfig`; lengths are in tokens.
+    """A run to plan. Batch sizes are global, as in `PPOConfig`; lengths are in tokens.
 
-    With task 'sft' or 'reward_model' there is one model that learns and nothing to collect: of the fields, those of
-    PPO's other models and of collecting say nothing then. A train batch of a reward model holds pairs, two sequences
-    each.
+    With task 'sft' or 'reward_model' one model learns and nothing is collected; the fields of PPO's other models and of
+    collecting have no effect. A train batch of a reward model holds pairs, two sequences each.
 
-    `config` and `reward_config` are transformers configs, or config.json files or folders or hub names to read them
-    from.
+    `config` and `reward_config` are transformers configs, config.json files, folders or hub names.
     """
 
     config: Any
@@ -121,7 +115,8 @@ class Setup(Layout):
 
     @classmethod
     def of(cls, settings: Any, **others: Any) -> Setup:
-        """Of settings by the names of these fields, such as a run of the command; `others` win."""
+        """Returns a setup from settings with the names of these fields, such as a run of the command; `others` override
+        them."""
         names = [f.name for f in fields(cls) if f.name not in others and hasattr(settings, f.name)]
         return cls(**{name: getattr(settings, name) for name in names}, **others)
 
@@ -169,12 +164,12 @@ class Setup(Layout):
 
     @property
     def tensor_parallel(self) -> int:
-        """Processes that hold a model together and see the same data: one rank."""
+        """The number of processes that share a model and its data: one rank."""
         return int(self.strategy_options.get('tensor_parallel', 1))
 
     @property
     def ranks(self) -> int:
-        """Among which batches are split."""
+        """The number of ranks that batches are split over."""
         return self.num_processes // self.tensor_parallel
 
     @property
@@ -183,28 +178,26 @@ class Setup(Layout):
 
     @cached_property
     def memory_model(self) -> MemoryModel:
-        """What the strategy says it keeps."""
+        """The strategy's memory model."""
         return self.entry.memory_model(**self.strategy_options)
 
     @property
     def has_initial_model(self) -> bool:
-        """Whether the reference is a copy of its own."""
+        """True if the reference is a separate copy."""
         in_actor = self.lora_rank > 0 or self.num_layers_unfrozen > 0
         return self.kl and (not in_actor if self.own_reference is None else self.own_reference)
 
 
 def check_planned(config: Any) -> None:
-    """Raises ValueError for a model whose two sides have lengths and depths of their own."""
+    """Raises ValueError for an encoder-decoder."""
     from chatgpt.nn.layouts import check_causal
 
     check_causal(config, 'a plan tells the memory of')
 
 
 def read_config(source: Any) -> Any:
-    """A transformers config: as given, or from a config.json, a folder, or a hub name.
-
-    Raises:
-        ValueError: a file that is no model config.
+    """Returns a transformers config: `source` itself, or read from a config.json, a folder, or a hub name. Raises
+    ValueError for a file that is not a model config.
     """
     if not isinstance(source, (str, Path)):
         return source
@@ -212,7 +205,7 @@ def read_config(source: Any) -> Any:
 
     from transformers import AutoConfig
 
-    from chatgpt.nn.loading import load_config, to_be_dense
+    from chatgpt.nn.loading import load_config, make_config_dense
 
     path = Path(source)
     if path.suffix == '.json' and not path.exists():
@@ -228,6 +221,6 @@ def read_config(source: Any) -> Any:
         found = AutoConfig.for_model(**content)
     except (ValueError, TypeError) as error:
         raise ValueError(f'{path}: not the config.json of a transformers model ({error})') from None
-    to_be_dense(found, str(path))
+    make_config_dense(found, str(path))
     check_planned(found)
     return found

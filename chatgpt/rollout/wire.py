@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from chatgpt.nn import lora
 from chatgpt.nn.layouts import check_causal
-from chatgpt.nn.trunk import cut_over
+from chatgpt.nn.trunk import sharding_group
 from chatgpt.rollout.call import Call
 from chatgpt.rollout.handshake import Handshake
 from chatgpt.types import Episode, FinishReason, Prompt, Sample
@@ -73,7 +73,7 @@ def policy_tensors(model: nn.Module, *, every_name: bool = False) -> dict[str, T
             'an engine of its own needs whole weights, and this strategy streams them block by block: '
             'use stream_blocks=False, or LocalEngine'
         )
-    if cut_over(model) is not None:
+    if sharding_group(model) is not None:
         raise ValueError(
             'an engine of its own needs whole weights, and this process has parts of them (tensor_parallel): give '
             'whole=True to strategy.full_model'

@@ -170,11 +170,11 @@ class FSDPStrategy(ProcessGroupStrategy):
         if self._policy.param_dtype is not None:
             narrow_states(model, self._policy.param_dtype)
         if stream is not None:
-            from chatgpt.nn.hydra import settle_hydra
-            from chatgpt.nn.packing import settle
+            from chatgpt.nn.hydra import check_loaded_hydra
+            from chatgpt.nn.packing import check_loaded_packing
 
-            settle(model, self.device, in_fp32=self._policy.param_dtype is None)
-            settle_hydra(model, self.device)
+            check_loaded_packing(model, self.device, in_fp32=self._policy.param_dtype is None)
+            check_loaded_hydra(model, self.device)
         for name, cut in sharded.parts.cuts.items():
             parameter: Any = model.get_parameter(name)
             parameter.whole_shape = cut.shape

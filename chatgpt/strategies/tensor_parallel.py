@@ -350,7 +350,7 @@ class _Made:
             self._whole.append(whole)
             self.cuts[id(part)] = cut
         owner._parameters[name] = self._made[id(whole)]
-        owner.cut_over = self.group  # type: ignore[assignment]
+        owner.sharding_group = self.group  # type: ignore[assignment]
 
     def mark_partial(self, owner: nn.Module, *names: str) -> None:
         self.partial |= {id(p) for n in names if (p := owner._parameters.get(n)) is not None}

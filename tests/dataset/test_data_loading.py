@@ -1,5 +1,5 @@
-"""The loaders of examples and prompts: sample files, skipping, splits, order, conversion of shapes, and what nobody
-should train on, or lose, without a word: cut rows, pairs that do not differ, rows of another kind, odd columns."""
+"""The loaders of examples and prompts: sample files, skipping, splits, order, conversion of shapes, and warnings and
+errors about truncated rows, equal pairs, rows of another kind and reserved column names."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LOADERS = {Demonstration: load_demonstrations, Preference: load_preferences, Lab
 
 @pytest.mark.parametrize('path', sorted(p for p in SAMPLES.iterdir() if p.suffix != '.md'), ids=lambda p: p.name)
 def test_sample_file(path, tokenizer):
-    # a text file is one text, whose lines `load_prompts` takes
+    # a text file is one text; `load_prompts` takes its lines
     kind = PromptExample if path.name in ('prompts.csv', 'prompts.jsonl') else KINDS.get(path.stem, Demonstration)
     found = load_examples(path)
     assert {type(e) for e in found} == {kind} and found.num_skipped == 0
@@ -93,7 +93,7 @@ def test_splits(tokenizer):
     assert len(validation) == 20 and sorted(train + validation) == data
     assert train == sorted(train) and validation == sorted(validation)
     assert (train, validation) == split_examples(data, 10, seed=1) and validation != split_examples(data, 10, seed=2)[1]
-    assert set(split_examples(data, 5, seed=1)[1]) < set(validation)  # more percent only adds
+    assert set(split_examples(data, 5, seed=1)[1]) < set(validation)  # a larger percentage only adds
     assert split_examples(data, 0) == (data, []) and len(split_examples(data, 0.001)[1]) == 1
     with pytest.raises(ValueError, match='validation percentage 100; give a number from 0 to below 100'):
         split_examples(data, 100)
@@ -195,7 +195,7 @@ def test_convert_script(tmp_path, capsys):
         script['main']([str(SAMPLES / 'sharegpt.json'), str(tmp_path / 'b.json'), '--to', 'alpaca'])
     script['main']([str(SAMPLES / 'sharegpt.json'), str(tmp_path / 'b.json'), '--to', 'alpaca', '--skip_bad_records'])
     assert '1 records written, 1 skipped' in capsys.readouterr().out
-    for name in TARGETS:  # every shape can be made from one of the samples
+    for name in TARGETS:  # one of the samples converts to each shape
         sample = 'kto.jsonl' if name == 'text_label' else 'preference.jsonl'
         script['main']([str(SAMPLES / sample), str(tmp_path / f'{name}.jsonl'), '--to', name])
 
@@ -218,10 +218,10 @@ def test_rows_that_are_cut_are_counted_and_the_longest_is_named():
     train, validation = ([{'text': 'a' * n} for n in lengths] for lengths in ((3, 30), (40, 12)))
     with pytest.warns(UserWarning, match='1 of 2 records') as seen:
         load_demonstrations(train, tokenizer, max_length=10, validation_source=validation)
-    assert [str(w.message).split(' records')[0] for w in seen] == ['1 of 2', '2 of 2']  # each source by itself
+    assert [str(w.message).split(' records')[0] for w in seen] == ['1 of 2', '2 of 2']  # counted per source
 
 
-def test_preferences_that_teach_less_than_they_seem_to_are_told():
+def test_preferences_with_equal_responses_are_warned_about():
     pair = {'prompt': 'p', 'chosen': 'a', 'rejected': 'b'}
     tokenizer = byte_tokenizer()
     rows = [pair, pair | {'rejected': 'a'}, pair, pair | {'score_chosen': 1, 'score_rejected': 1}]
@@ -266,10 +266,10 @@ def test_pandalm():
 
 def test_dialogues_in_text_that_part_early_do_not_train_on_the_human():
     tokenizer = byte_tokenizer()
-    said = [' yes\n\nHuman: more\n\nAssistant: fine', ' no\n\nHuman: why\n\nAssistant: so']
-    row = {'chosen': HI + said[0], 'rejected': HI + said[1] + '\n\nHuman: bye'}
+    texts = [' yes\n\nHuman: more\n\nAssistant: fine', ' no\n\nHuman: why\n\nAssistant: so']
+    row = {'chosen': HI + texts[0], 'rejected': HI + texts[1] + '\n\nHuman: bye'}
     (pair,), _ = load_preferences([row], tokenizer)
-    assert [tokenizer.decode(r, skip_special_tokens=True) for r in pair.responses] == said
+    assert [tokenizer.decode(r, skip_special_tokens=True) for r in pair.responses] == texts
     learned = [r[mask] for r, mask in zip(pair.responses, pair.response_masks, strict=True)]
     assert [tokenizer.decode(r, skip_special_tokens=True) for r in learned] == [' yes fine', ' no so']
 
@@ -280,14 +280,14 @@ def test_dialogues_that_part_in_the_humans_words_are_bad_records(form):
     b = [('user', 'hi'), ('assistant', 'yes'), ('user', 'less'), ('assistant', 'well')]
     if form == 'text':
         names = {'user': 'Human', 'assistant': 'Assistant'}
-        rows = [''.join(f'\n\n{names[role]}: {said}' for role, said in turns) for turns in (a, b)]
+        rows = [''.join(f'\n\n{names[role]}: {text}' for role, text in turns) for turns in (a, b)]
     else:
-        rows = [[{'role': role, 'content': said} for role, said in turns] for turns in (a, b)]
+        rows = [[{'role': role, 'content': text} for role, text in turns] for turns in (a, b)]
     with pytest.raises(BadRecord, match='chosen and rejected first differ in what the human says'):
         to_example({'chosen': rows[0], 'rejected': rows[1]})
 
 
-def test_a_column_with_the_name_of_an_argument_is_named_and_not_handed_on():
+def test_a_column_with_the_name_of_an_argument_is_an_error():
     for name in ('prompts', 'responses', 'samples', 'outputs'):
         record = Prompt(ids=torch.tensor([3]), columns={name: 1, 'answer': 'z'})
         row = {'prompt': 'p', name: ['x', 'y'], 'answer': 'z'}
@@ -383,14 +383,14 @@ def test_order_is_without_replacement_and_depends_on_seed_and_epoch_only():
         assert sorted(draws[50 * epoch : 50 * epoch + 50]) == list(range(50))
     assert PromptOrder(1, seed=3)[7] == 0
     order = PromptOrder(50, seed=3)
-    assert [order[i] for i in reversed(range(150))] == draws[::-1]  # no state but the draw's number
+    assert [order[i] for i in reversed(range(150))] == draws[::-1]  # the draw's number is the only state
     assert draws[:50] != draws[50:100] and draws[:50] != [PromptOrder(50, seed=4)[i] for i in range(50)]
     assert draws[:50] != list(range(50))
 
 
 def test_check_tokenizer(tokenizer):
     check_tokenizer(tokenizer, tiny_config(vocab_size=259))
-    check_tokenizer(tokenizer, tiny_config(vocab_size=320))  # a vocabulary rounded up is usual
+    check_tokenizer(tokenizer, tiny_config(vocab_size=320))  # vocabularies are often rounded up
     with pytest.raises(ValueError, match='its token .* has id 258, but the model has a vocabulary of 64'):
         check_tokenizer(tokenizer, tiny_config(vocab_size=64))
     config = tiny_config(vocab_size=1000)
@@ -399,7 +399,7 @@ def test_check_tokenizer(tokenizer):
         check_tokenizer(tokenizer, config)
     config.eos_token_id = [900, 258]
     check_tokenizer(tokenizer, config)
-    config.eos_token_id = 50256  # a family's default, beyond this small model's vocabulary: says nothing
+    config.eos_token_id = 50256  # a family's default beyond this small model's vocabulary is ignored
     check_tokenizer(tokenizer, config)
     endless = byte_tokenizer()
     endless.eos_token = None
@@ -407,8 +407,8 @@ def test_check_tokenizer(tokenizer):
         check_tokenizer(endless, tiny_config(vocab_size=259))
 
 
-def test_tasks_without_text_are_no_prompts_to_tell_of():
-    """An environment says its tasks itself: one empty prompt is neither a small data set nor a repetition."""
+def test_tasks_without_text_have_no_facts():
+    """An environment writes its tasks: one empty prompt is neither a small data set nor a repetition."""
     nothing = Prompt(ids=torch.zeros(0, dtype=torch.int64))
     assert PromptSet([nothing, nothing]).facts() == {}
     assert PromptSet([nothing, Prompt(ids=torch.tensor([3]))]).facts()['prompts'] == 2

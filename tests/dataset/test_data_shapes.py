@@ -1,4 +1,4 @@
-"""Records to examples: what is recognised, how the parts are cut, and what is refused."""
+"""Records to examples: recognition of shapes, splitting into prompt and response, and errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sharegpt(*turns):
     return [{'from': names[t.role], 'value': t.content} for t in turns]
 
 
-def asks(prompt, **columns):
+def prompt(prompt, **columns):
     return PromptExample(prompt=prompt, columns=columns)
 
 
@@ -56,8 +56,8 @@ ABC = {'prompt': 'p', 'responses': ['a', 'b', 'c']}
 FOUR = openai(U('a'), A('b'), U('c'), A('d'))
 PAST = {'instruction': 'i', 'input': '', 'output': 'o', 'history': [['a', 'b']], 'system': 's'}
 CASES = {
-    'prompt': ({'prompt': 'p', 'act': 'x'}, asks('p', act='x')),
-    'prompt as turns': ({'prompt': Q}, asks((U('q'),))),
+    'prompt': ({'prompt': 'p', 'act': 'x'}, prompt('p', act='x')),
+    'prompt as turns': ({'prompt': Q}, prompt((U('q'),))),
     'pair': ({'prompt': 'p', **PAIR}, ranks('p', 'c', 'r')),
     'pair with scores': ({'prompt': 'p', **PAIR, **SCORES}, ranks('p', 'c', 'r', scores=(2.0, 0.5), **SCORES)),
     'instruction pair': ({'instruction': 'i', 'input': 'x', **PAIR}, ranks(X, 'c', 'r')),
@@ -81,7 +81,7 @@ CASES = {
     'dolly': ({'instruction': 'i', 'context': 'x', 'response': 'o'}, shows(X, 'o')),
     'alpaca with history': (PAST, shows((S('s'), U('a'), A('b'), U('i')), 'o')),
     'messages': ({'messages': openai(S('s')) + FOUR}, shows((S('s'), U('a')), (A('b'), U('c'), A('d')))),
-    'messages that ask': ({'messages': FOUR[:3]}, asks((U('a'), A('b'), U('c')))),
+    'messages that ask': ({'messages': FOUR[:3]}, prompt((U('a'), A('b'), U('c')))),
     'sharegpt': ({'conversations': sharegpt(U('a'), A('b')), 'system': 's'}, shows((S('s'), U('a')), 'b')),
     'kto': ({'messages': FOUR, 'label': False}, judges((U('a'), A('b'), U('c')), 'd', False)),
     'kto in text': ({'prompt': 'p', 'completion': 'c', 'label': 'True'}, judges('p', 'c', True)),
@@ -100,10 +100,10 @@ def test_shape(name):
 
 
 def test_hh_prompt_ends_at_the_last_shared_turn_of_the_assistant():
-    """The first letters of both answers are the same; they belong to the answers all the same."""
+    """The first letters of both responses are the same, but belong to the responses."""
     found = to_example({'chosen': HH + ' see you', 'rejected': HH + ' see me'})
     assert found.prompt == HH and found.responses == (' see you', ' see me')
-    # one answer is the beginning of the other
+    # one response is a prefix of the other
     found = to_example({'chosen': HH + ' see you', 'rejected': HH + ' see'})
     assert found.prompt == HH and found.responses == (' see you', ' see')
 
@@ -147,10 +147,10 @@ def test_bad_records(data, reason):
 
 
 def test_one_kind_for_another():
-    pair, asked = ranks('p', 'a', 'b'), asks((U('a'), A('b'), U('c')))
-    assert as_kind(pair, 'prompt') == asks('p') and as_kind(pair, 'demonstration') == shows('p', 'a')
-    assert as_kind(shows((U('a'),), (A('b'), U('c'), A('d'))), 'prompt') == asked
-    assert as_kind(asked, 'demonstration') == shows((U('a'),), 'b')
+    pair, conversation = ranks('p', 'a', 'b'), prompt((U('a'), A('b'), U('c')))
+    assert as_kind(pair, 'prompt') == prompt('p') and as_kind(pair, 'demonstration') == shows('p', 'a')
+    assert as_kind(shows((U('a'),), (A('b'), U('c'), A('d'))), 'prompt') == conversation
+    assert as_kind(conversation, 'demonstration') == shows((U('a'),), 'b')
     assert as_kind(judges('p', 'r', True), 'demonstration') == shows('p', 'r')
 
 

@@ -33,7 +33,7 @@ def test_prompt_and_response_have_the_special_tokens_that_the_tokenizer_puts_the
     (record,), _ = load_demonstrations([PAIR], tokenizer)
     assert (record.prompt_ids.tolist(), record.response_ids.tolist()) == (prompt, response)
     assert record.response_mask.all()
-    # what transformers' own examples of sequence-to-sequence training give as input and labels
+    # input and labels in transformers' own examples of sequence-to-sequence training
     assert tokenizer('ab')['input_ids'] == prompt and tokenizer(text_target='cd')['input_ids'] == response
     assert load_prompts([{'prompt': 'ab'}], tokenizer)[0].ids.tolist() == prompt
     pairs, _ = load_preferences([{'prompt': 'ab', 'chosen': 'cd', 'rejected': 'd'}], tokenizer)
@@ -51,7 +51,7 @@ def test_the_tokenizer_of_a_model_folder_knows_its_model(tmp_path):
 
 def test_language_codes_stand_where_the_tokenizer_puts_them():
     tokenizer = tokenizer_of('t5')
-    # mBART's form: the end token and a language behind the source
+    # mBART's form: the end token and a language after the source
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single='$A <eos> z', special_tokens=[('<eos>', END), ('z', 31)]
     )
@@ -63,8 +63,8 @@ def test_conversations_end_with_the_end_token_and_are_answered_once():
     tokenizer = tokenizer_of('bart')
     turns = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}]
     (record,), _ = load_demonstrations([{'messages': turns}], tokenizer)
-    asked = tokenizer.decode(record.prompt_ids)
-    assert asked.startswith('<bos>\n\n') and asked.endswith('ssistant:<eos>')
+    prompt = tokenizer.decode(record.prompt_ids)
+    assert prompt.startswith('<bos>\n\n') and prompt.endswith('ssistant:<eos>')
     assert record.response_ids.tolist() == [BEGIN, SPACE, B, END]
     (again,), _ = load_demonstrations([{'messages': turns}], tokenizer, apply_chat_template=False)
     assert again.response_ids.tolist() == [BEGIN, SPACE, B, END] and again.prompt_ids[-1] == END
@@ -88,7 +88,7 @@ def test_the_limit_is_of_each_side_and_special_tokens_stay():
             (record,), _ = load_demonstrations(rows, tokenizer, max_length=4)
         assert (record.prompt_ids.tolist(), record.response_ids.tolist()) == (prompt, response)
         assert load_prompts([{'prompt': 'abcd'}], tokenizer, max_prompt_tokens=4)[0].ids.tolist() == prompt
-    # 5 tokens of prompt and 9 of response: together 14, and no side is longer than 9
+    # 5 tokens of prompt and 9 of response: 14 together, but neither side is longer than 9
     whole, _ = load_demonstrations(rows, tokenizer_of('t5'), max_length=9)
     assert torch.equal(whole[0].response_ids[-1:], torch.tensor([END]))
     with pytest.raises(ValueError, match='5 tokens of prompt and 9 of response, one of them more than max_length=8'):
@@ -96,7 +96,7 @@ def test_the_limit_is_of_each_side_and_special_tokens_stay():
 
 
 class TwoLanguages:
-    """A tokenizer that cuts targets otherwise, as Marian's does: here each letter one id further, behind the token of
+    """A tokenizer with another tokenization of targets, like Marian's: each letter has the next id, after the token of
     the language, if one is set."""
 
     eos_token_id, bos_token_id, eos_token, all_special_ids, chat_template = END, None, '<eos>', (END,), None
@@ -122,8 +122,8 @@ def test_responses_are_cut_as_the_target_language():
     assert frame(tokenizer) == ([], [END], [])
     before = tokenizer.calls
     frame(tokenizer)
-    assert tokenizer.calls == before  # asked once
-    for language in (40, 41):  # until it writes another language
+    assert tokenizer.calls == before  # computed once
+    for language in (40, 41):  # and again for another language
         tokenizer.tgt_lang = language
         assert frame(tokenizer) == ([], [END], [language])
         record = tokenize_demonstration(Demonstration(prompt='ab', response='ab'), tokenizer)

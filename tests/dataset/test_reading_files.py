@@ -1,4 +1,4 @@
-"""Bytes to records: every kind of file, the irregular ones, and the words of the errors."""
+"""Bytes to records: every kind of file, irregular files, and error messages."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_broken_row_costs_only_itself(tmp_path, broken, reason):
 def test_a_broken_array_stops_even_when_skipping(tmp_path, text, reason):
     with pytest.raises(ValueError, match=reason):
         skipping(write(tmp_path / 'a.json', text.encode('latin-1')))
-    path = write(tmp_path / 'b.json', '[{"a": 1},\n 7,\n "a text"]')  # what is no object costs itself alone
+    path = write(tmp_path / 'b.json', '[{"a": 1},\n 7,\n "a text"]')  # elements that are not objects are skipped
     rows, bad = skipping(path)
     assert rows == [{'a': 1}, {'text': 'a text'}]
     assert bad.reasons == [f'{path}, line 2: a JSON int, where an object is needed']
@@ -152,7 +152,7 @@ def test_a_broken_pretty_object_with_objects_inside_costs_only_itself(tmp_path):
     assert rows == [{'a': {'b': 1}, 'c': [{'d': 2}, {'e': 3}]}] * 2
     assert bad.reasons == [f"{path}, line 14: not valid JSON: Expecting ':' delimiter"]
     records = read_records(path)
-    assert next(records).data == rows[0]  # read as it is used: the broken object is not reached
+    assert next(records).data == rows[0]  # reading is lazy: the broken object is not reached
 
 
 def test_rows_under_a_key(tmp_path):
@@ -173,7 +173,7 @@ def test_parquet_gz_and_folder(tmp_path):
     ]
     with gzip.open(tmp_path / 'a.jsonl.gz', 'wt') as file:
         file.write('{"a": 0}\n')
-    assert [r['a'] for r, _ in read(tmp_path)] == [0, 1, 2]  # the folder's files in the order of their names
+    assert [r['a'] for r, _ in read(tmp_path)] == [0, 1, 2]  # files are in the order of their names
     assert [r['a'] for r, _ in read([tmp_path / 'b.parquet', tmp_path / 'a.jsonl.gz'])] == [1, 2, 0]
     with pytest.raises(ValueError, match='bad.parquet: not a parquet file'):
         read(write(tmp_path / 'bad.parquet', 'no'))
@@ -232,7 +232,7 @@ def refusal(method: str, path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ('method', 'row', 'told'),
+    ('method', 'row', 'message'),
     [
         ('sft', {'prompt': 'a'}, 'such a file is for the command ppo'),
         ('dpo', DEMONSTRATION, 'such a file is for the command sft'),
@@ -245,9 +245,9 @@ def refusal(method: str, path: Path) -> str:
         ('sft', {'promt': 'a', 'completion': 'b'}, "rename column 'promt' to 'prompt'"),
     ],
 )
-def test_a_file_of_another_kind_names_the_column_or_the_command(tmp_path, method, row, told):
+def test_a_file_of_another_kind_names_the_column_or_the_command(tmp_path, method, row, message):
     found = refusal(method, write(tmp_path / 'data.jsonl', 3 * (json.dumps(row) + '\n')))
-    assert told in found and 'line 1' in found and 'skip_bad_records' not in found
+    assert message in found and 'line 1' in found and 'skip_bad_records' not in found
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_a_file_of_another_kind_names_the_column_or_the_command(tmp_path, method
         ('csv', 'a,b,c\n', 'a\n'),
     ],
 )
-def test_what_cannot_be_read_is_left_out_only_beside_something_that_can(tmp_path, ending, bad, good):
+def test_bad_records_can_be_skipped_only_if_others_are_usable(tmp_path, ending, bad, good):
     header = 'prompt\n' if ending == 'csv' else ''
     for name, text, remedy in (('all', bad + bad, False), ('first', bad + good, True), ('later', good + bad, True)):
         (tmp_path / f'{name}.{ending}').write_text(header + text)
@@ -268,7 +268,7 @@ def test_what_cannot_be_read_is_left_out_only_beside_something_that_can(tmp_path
 
 
 @pytest.mark.parametrize(
-    ('name', 'text', 'encoding', 'told'),
+    ('name', 'text', 'encoding', 'message'),
     [
         ('a.csv', 'prompt,completion\na,caf\u00e9\n', 'latin-1', 'iconv -f ISO-8859-1 -t UTF-8 a.csv > utf8-a.csv'),
         ('a.csv', 'prompt,completion\na,\u201cb\u201d\n', 'cp1252', 'iconv -f CP1252'),
@@ -279,7 +279,7 @@ def test_what_cannot_be_read_is_left_out_only_beside_something_that_can(tmp_path
         ('a.csv', 'prompt,completion\na,b\n', 'utf-16-be', 'iconv -f UTF-16BE'),
     ],
 )
-def test_another_encoding_is_named_with_the_way_to_convert_it(tmp_path, name, text, encoding, told):
+def test_another_encoding_is_named_with_the_way_to_convert_it(tmp_path, name, text, encoding, message):
     (tmp_path / name).write_bytes(text.encode(encoding))
     found = refusal('sft', tmp_path / name)
-    assert told in found and 'iconv' in found and 'skip_bad_records' not in found
+    assert message in found and 'iconv' in found and 'skip_bad_records' not in found

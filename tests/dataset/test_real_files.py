@@ -1,4 +1,4 @@
-"""Files as people publish them, with their irregularities, where a checkout lies beside them."""
+"""Published files with their irregularities, if a checkout has them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FILES = {
     'llamafactory_kto_en_demo.json': (Labelled, 300),
     'llm_on_ray_sample_finetune_data.jsonl': (Demonstration, 100),
     'llm_on_ray_sample_ppo_data.jsonl': (Preference, 100),
-    'llm_on_ray_sample_rm_data.jsonl': (Preference, 100),  # not one object a line
+    'llm_on_ray_sample_rm_data.jsonl': (Preference, 100),  # not one object per line
     'movie_reviews.jsonl': (Labelled, 9062),
     'story_prompts.jsonl': (PromptExample, 731),
     'tinystories_val_slice.txt': (Demonstration, 4302),
@@ -37,7 +37,7 @@ def test_every_row_is_read(name):
     assert found[0].where.startswith(str(SHARED / name))
 
 
-def test_what_stands_in_them():
+def test_their_contents():
     pair = load_examples(SHARED / 'llm_on_ray_sample_rm_data.jsonl', max_examples=1)[0]
     assert pair.prompt.startswith('\n\nHuman: Can you describe') and pair.prompt.endswith('\n\nAssistant:')
     assert pair.responses[1] == ' Yes, you can spray it directly onto the cloth.'

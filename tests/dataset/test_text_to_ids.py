@@ -1,4 +1,4 @@
-"""Text to ids: edges between prompt and response, end tokens, masks of turns, cutting, packing. Expected ids are
+"""Text to ids: the boundary of prompt and response, end tokens, masks of turns, truncation, packing. Expected ids are
 written by hand."""
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ def with_begin():
 
 
 def beginning():
-    """A tokenizer that puts the begin token in front by itself, as Llama's do."""
+    """Returns a tokenizer that adds the begin token by itself, like Llama's."""
     tokenizer = byte_tokenizer()
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single='<bos> $A', special_tokens=[('<bos>', BOS)])
     return tokenizer
 
 
 def merging_tokenizer():
-    """Byte-pair merges 'ab' = 3 and 'bc' = 4 over single letters a, b, c = 0, 1, 2: a response can change the prompt's
-    last token."""
+    """Returns a tokenizer with byte-pair merges 'ab' = 3 and 'bc' = 4 over letters a, b, c = 0, 1, 2: a response can
+    change the prompt's last token."""
     vocab = {'a': 0, 'b': 1, 'c': 2, 'ab': 3, 'bc': 4, '<eos>': 5}
     model = models.BPE(vocab=vocab, merges=[('a', 'b'), ('b', 'c')])
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), eos_token='<eos>')
@@ -70,7 +70,7 @@ def ids(text):
 
 
 def trained(sequence):
-    """The bytes that count, as text; the end token as $."""
+    """Returns the bytes that count as text, with the end token as $."""
     return ''.join('$' if i == EOS else chr(i) for i in sequence.response_ids[sequence.response_mask].tolist())
 
 
@@ -94,7 +94,7 @@ def test_a_begin_token_stands_where_the_tokenizer_puts_one(with_begin):
 
 
 def test_the_edge_of_the_prompt_is_an_edge_between_tokens():
-    """'a' + 'b' as one text is the token 'ab'; a model that was given 'a' can only answer 'b'."""
+    """'a' + 'b' as one text is the token 'ab', but after 'a' a model can only generate 'b'."""
     tokenizer = merging_tokenizer()
     assert tokenizer('ab')['input_ids'] == [3]
     found = tokenize_demonstration(Demonstration(prompt='a', response='bc'), tokenizer)
@@ -115,7 +115,7 @@ TALK = Demonstration(prompt=(S('s'), U('q')), response=(A('one'), U('more'), A('
 def test_only_the_assistant_counts_in_plain_turns(plain):
     found = tokenize_demonstration(TALK, plain)
     assert whole(found) == 's\n\nHuman: q\n\nAssistant: one$\n\nHuman: more\n\nAssistant: two$'
-    assert trained(found) == ' one$ two$'  # each turn teaches to stop
+    assert trained(found) == ' one$ two$'  # each turn trains its end token
     without = tokenize_demonstration(TALK, plain, TokenizerOptions(apply_chat_template=False))
     assert without.response_ids.tolist() == found.response_ids.tolist() and trained(without) == ' one$ two$'
     assert found.prompt_ids.tolist() == ids('s\n\nHuman: q\n\nAssistant:')
@@ -123,7 +123,7 @@ def test_only_the_assistant_counts_in_plain_turns(plain):
 
 def test_only_the_assistant_counts_in_a_chat_template(chat):
     found = tokenize_demonstration(TALK, chat)
-    # the last newline follows the end and is dropped
+    # the last newline, after the end token, is dropped
     assert whole(found) == '<s>s\n<u>q\n<a>one$\n<u>more\n<a>two$'
     assert trained(found) == 'one$two$'  # the newline after the first end token does not count
     assert found.prompt_ids.tolist() == ids('<s>s\n<u>q\n<a>')
@@ -246,8 +246,8 @@ def test_packing_leaves_out_blocks_where_nothing_counts():
         pack([document([1], [2])], 1)
 
 
-SAID = [S('Be brief.'), U('Who are you?'), A(' A fox, "Tom".\n'), U(': and where?  '), A('- In the wood\n\n- at home')]
-TURNS = [{'role': m.role, 'content': m.content} for m in (*SAID, U('Good.'), A(': bye 12'))]
+FOX = [S('Be brief.'), U('Who are you?'), A(' A fox, "Tom".\n'), U(': and where?  '), A('- In the wood\n\n- at home')]
+TURNS = [{'role': m.role, 'content': m.content} for m in (*FOX, U('Good.'), A(': bye 12'))]
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -274,18 +274,18 @@ def test_the_saved_tokenizer_gives_the_ids_that_training_saw(name, tmp_path):
     tokenizer = make(name)
     assert tokenizer.chat_template is None
     (record,), _ = load_demonstrations([{'messages': TURNS}], tokenizer)
-    assert tokenizer.chat_template is None  # a user's tokenizer stays as it is
+    assert tokenizer.chat_template is None  # a user's tokenizer does not change
     save_tokenizer(tokenizer, tmp_path)
     saved = AutoTokenizer.from_pretrained(tmp_path)
     seen = record.prompt_ids.tolist() + record.response_ids.tolist()
     assert seen == saved.apply_chat_template(TURNS, return_dict=False)
-    asked = saved.apply_chat_template(TURNS[:2], add_generation_prompt=True, return_dict=False)
-    assert record.prompt_ids.tolist() == asked == load_prompts([{'prompt': TURNS[:2]}], make(name))[0].ids.tolist()
+    rendered = saved.apply_chat_template(TURNS[:2], add_generation_prompt=True, return_dict=False)
+    assert record.prompt_ids.tolist() == rendered == load_prompts([{'prompt': TURNS[:2]}], make(name))[0].ids.tolist()
     later = saved.apply_chat_template(TURNS[:4], add_generation_prompt=True, return_dict=False)
-    assert seen[: len(later)] == later  # a second question is asked in a chat as it was in training
+    assert seen[: len(later)] == later  # a chat formats a second question as in training
     learned = [t for t, m in zip(record.response_ids.tolist(), record.response_mask.tolist(), strict=True) if m]
     assert learned.count(tokenizer.eos_token_id) == 3 and learned[-1] == tokenizer.eos_token_id
-    # the negative control: plain text of the same words has other ids
+    # negative control: plain text of the same words has other ids
     assert seen != saved(''.join(turn['content'] for turn in TURNS))['input_ids']
 
 
@@ -305,7 +305,7 @@ def test_a_tokenizer_keeps_its_own_template_and_plain_text_gives_none():
 
 
 def test_chatml_with_another_end_token_does_not_train_the_newline():
-    """A turn counts up to <|im_end|>; at the very end the tokenizer's end token follows it in the newline's place."""
+    """A turn counts up to <|im_end|>; at the end the tokenizer's end token follows it instead of the newline."""
     tokenizer = chatml()
     talk = Demonstration(prompt=(U('q'),), response=(A('one'), U('more'), A('two')))
     found = tokenize_demonstration(talk, tokenizer)

@@ -1,4 +1,4 @@
-"""Tokenizers with chat templates that behave as those of real families, over a small byte-pair vocabulary."""
+"""Tokenizers with chat templates that behave like those of real families, over a small byte-pair vocabulary."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ QWEN25 = (
     "{% elif m.role == 'tool' %}" + _HERMES_RESULTS + '{% endif %}{% endfor %}'
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-# Thinking of turns before the user's last message is left out; the last turn has an empty block where it has none.
+# Drops the thinking of turns before the user's last message; the last turn has an empty block if it has none.
 QWEN3 = (
     _HERMES_TOOLS + '{% set ns = namespace(asked=0) %}'
     "{% for m in messages %}{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
@@ -56,7 +56,7 @@ QWEN3 = (
     "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
     '{% endif %}'
 )
-# One call a turn; tools stand in the first message of the user; contents are trimmed.
+# One call per turn; tools are in the first message of the user; contents are trimmed.
 LLAMA3 = (
     "{{ bos_token }}{% set ns = namespace(rest=messages, system='') %}{% if messages[0].role == 'system' %}"
     '{% set ns.system = messages[0].content | trim %}{% set ns.rest = messages[1:] %}{% endif %}'
@@ -76,7 +76,7 @@ LLAMA3 = (
     '{% endif %}{% endfor %}'
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
 )
-# Tools and the system's text stand at the user's last message, the latter only while it is the last of all.
+# Tools and the system's text are in the user's last message, the latter only if that is the last of all.
 MISTRAL = (
     "{{ bos_token }}{% set ns = namespace(rest=messages, system='', last=0) %}{% if messages[0].role == 'system' %}"
     "{% set ns.system = messages[0].content + '\\n\\n' %}{% set ns.rest = messages[1:] %}{% endif %}"
@@ -101,7 +101,7 @@ GEMMA = (
     " + '<end_of_turn>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
 )
-# The prompt opens the thinking, and a turn that is over has none: DeepSeek-R1, QwQ.
+# The prompt opens the thinking, and earlier turns have none: DeepSeek-R1, QwQ.
 R1 = CHATML.replace('m.content', "m.content.split('</think>')[-1]").replace('assistant\\n', 'assistant\\n<think>\\n')
 
 FAMILIES = {
@@ -123,7 +123,7 @@ _MERGED = ['the adventure of three thousand answers; there is another, it is so.
 
 
 def chat_tokenizer(family: str) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer with some merges, the family's template, end token and special tokens."""
+    """Returns a byte-level tokenizer with some merges, the family's template, end token and special tokens."""
     template, end, special = FAMILIES[family]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -140,6 +140,6 @@ def chat_tokenizer(family: str) -> PreTrainedTokenizerFast:
         additional_special_tokens=[s for s in special if s not in _SHOWN],
         clean_up_tokenization_spaces=False,
     )
-    fast.add_tokens([s for s in special if s in _SHOWN])  # tokens of their own that are text all the same
+    fast.add_tokens([s for s in special if s in _SHOWN])  # added tokens that decode as text
     fast.chat_template = template
     return fast

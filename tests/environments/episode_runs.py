@@ -1,4 +1,5 @@
-"""A small PPO run in an environment, whole or cut: `python episode_runs.py RUN_DIR [KILL_AT]` resumes where it can."""
+"""A small PPO run in an environment, whole or interrupted: `python episode_runs.py RUN_DIR [KILL_AT]`, which resumes if
+possible."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from chatgpt.trainer.callbacks import ProgressBar, SaveCheckpoint
 
 
 class Log(ProgressBar):
-    """What callbacks see of the episodes of each phase, and how old they are."""
+    """Records the episodes of each phase that callbacks get, and their staleness."""
 
     def __init__(self) -> None:
         super().__init__(enabled=False)
@@ -45,7 +46,7 @@ class Log(ProgressBar):
 
 
 def same_to_rounding(found: list[list[dict[str, Any]]], wanted: list[list[dict[str, Any]]]) -> None:
-    """Phases of `Log`, whose kernels or batches differ."""
+    """Compares phases of `Log` up to rounding, for runs with other kernels or batches."""
     assert len(found) == len(wanted) > 0
     for phase, want in zip(found, wanted, strict=True):
         assert [e['index'] for e in phase] == [e['index'] for e in want]
@@ -90,12 +91,12 @@ def make(
 
 
 def fit(trainer: Any, phases: int = 3) -> None:
-    """Phases of two timesteps of four episodes of three steps: 24 steps."""
+    """Trains; a phase has two timesteps of four episodes of three steps: 24 steps."""
     trainer.fit(max_timesteps=2 * phases, update_timesteps=2)
 
 
 def left(run_dir: Path) -> dict[str, Any]:
-    """What a run leaves: metrics without times, recorded sequences, and weights in its newest checkpoint."""
+    """Returns a run's metrics without times, its recorded sequences, and the weights in its newest checkpoint."""
     lines = [json.loads(line) for line in (run_dir / 'metrics.jsonl').read_text().splitlines()]
     metrics = [{k: v for k, v in line.items() if not k.startswith('perf/')} for line in lines]
     rollouts = read_rollouts(run_dir)

@@ -1,9 +1,9 @@
-"""Write trl_tools.json: what TRL's own tool loop makes of the turns in `tool_classes`.
+"""Writes trl_tools.json: the results of TRL's own tool loop for the turns in `tool_classes`.
 
     PYTHONPATH=.:tests/environments python tests/environments/record_trl_tools.py
 
-needs TRL 1.16.0. The loop runs as it is, on an object that holds what it asks of its trainer, with scripted turns in
-place of a model.
+needs TRL 1.16.0. The loop runs unchanged on an object with the attributes of a trainer that it uses, with scripted
+turns instead of a model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 
 def trainer(tokenizer, environment, later):
-    """What the loop asks of a trainer; `later` are the turns after the first, as ids."""
+    """Returns an object with the attributes of a trainer that the loop uses; `later` are the turns after the first, as
+    ids."""
     tools = [
         tool
         for name, tool in inspect.getmembers(environment, predicate=inspect.ismethod)
@@ -59,8 +60,8 @@ def record(columns, turns):
     tokenizer = chat_tokenizer('qwen2.5')
     tokenizer.response_template = qwen3_template
     environment = Shop()
-    said = environment.reset(prompt=QUESTION, **columns)
-    prompt = QUESTION if said is None else [{**QUESTION[0], 'content': QUESTION[0]['content'] + said}]
+    text = environment.reset(prompt=QUESTION, **columns)
+    prompt = QUESTION if text is None else [{**QUESTION[0], 'content': QUESTION[0]['content'] + text}]
     ids = [tokenizer(turn + '<|im_end|>')['input_ids'] for turn in turns]
     me = trainer(tokenizer, environment, ids[1:])
     prompt_ids = tokenizer.apply_chat_template(

@@ -1,4 +1,4 @@
-"""An engine whose turns are written down, and the episodes of any engine."""
+"""An engine with scripted turns, and the episodes of any engine."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from chatgpt.types import Prompt
 
 
 class ScriptedEngine(RolloutEngine):
-    """Gives the next turn of each sample index; a turn is (ids, finish_reason)."""
+    """Returns the next scripted turn of each sample index; a turn is (ids, finish_reason)."""
 
     abilities = Abilities(copies_weights=False, reproducible=True)
 
     def __init__(self, turns):
         self.turns = {index: list(of) for index, of in turns.items()}
-        self.asked = []
+        self.prompts = []
 
     def begin(self, actor):
         pass
@@ -30,14 +30,14 @@ class ScriptedEngine(RolloutEngine):
             ids, reason = self.turns[index].pop(0)
             if len(ids) > limit:
                 ids, reason = ids[:limit], 'length'
-            self.asked.append((index, prompt.ids.tolist()))
+            self.prompts.append((index, prompt.ids.tolist()))
             numbers = torch.full((len(ids),), -0.5)
             samples.append(call.sample(i, torch.tensor(ids), numbers, numbers, numbers.abs(), reason))
         return samples
 
 
 def scripted(tokenizer, turns, end='<|im_end|>'):
-    """An engine for one sample that ends every turn with the end token."""
+    """Returns an engine for one sample, with the end token after every turn."""
     return ScriptedEngine({0: [(tokenizer(t + end, add_special_tokens=False)['input_ids'], 'eos') for t in turns]})
 
 
@@ -56,7 +56,8 @@ def played(
     transcript=None,
     **given,
 ):
-    """The episodes of one call. `given`: seed, indices and groups of the call, and fields of `SamplingParams`."""
+    """Returns the episodes of one call. `given`: seed, indices and groups of the call, and fields of
+    `SamplingParams`."""
     call = {'seed': 0, 'indices': range(len(prompts))}
     call |= {name: given.pop(name) for name in ('seed', 'indices', 'groups') if name in given}
     sampling = SamplingParams(**({'max_new_tokens': 500} | given), stop=stop)

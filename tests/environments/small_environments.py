@@ -1,5 +1,4 @@
-"""Environments of these tests, many of which do what none should. Worker processes import this file, so it imports no
-torch."""
+"""Environments of these tests, many of them faulty. Worker processes import this file, so it imports no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ NEVER = threading.Event()
 
 
 class Counter(Environment):
-    """Counts its steps from a number that the seed decides; a response that begins with 'do:' names what to do."""
+    """Counts its steps from a number given by the seed; a response that begins with 'do:' names a fault."""
 
     def reset(self, seed, **columns):
         self.at = 100 * seed
@@ -76,7 +75,7 @@ NONSENSE = {
 
 
 class Awaited(Counter):
-    """The same as coroutines."""
+    """`Counter` with coroutines."""
 
     async def reset(self, seed, **columns):
         await asyncio.sleep(0)
@@ -97,7 +96,7 @@ class Awaited(Counter):
 
 
 class Closing(Counter):
-    """Notes in a file that it was closed."""
+    """Appends to a file when it is closed."""
 
     def reset(self, seed, **columns):
         self.file = Path(columns['file'])
@@ -109,7 +108,7 @@ class Closing(Counter):
 
 
 class Moody(Environment):
-    """Answers by the clock and not by its seed."""
+    """Returns observations by the clock, not by the seed."""
 
     def reset(self, seed, **columns):
         return 'same\n'
@@ -121,11 +120,11 @@ class Moody(Environment):
 
 
 class Letters(Environment):
-    """Three turns; a reward for each 'e' and for a length near a number of the seed."""
+    """Three turns, with a reward for each 'e' and for a length near a number given by the seed."""
 
     num_steps = 0
     at = None
-    """the step, over all episodes, at which `do` is done"""
+    """the step, counted over all episodes, at which `do` happens"""
     do = staticmethod(lambda: os.kill(os.getpid(), signal.SIGTERM))
 
     def reset(self, seed, **columns):
@@ -138,22 +137,22 @@ class Letters(Environment):
             type(self).do()
         self.turns += 1
         reward = response.count('e') - abs(len(response) - 3) / 4
-        return f'<{self.said()}>', reward, self.turns == 3, False, {'success': reward > 0}
+        return f'<{self.number()}>', reward, self.turns == 3, False, {'success': reward > 0}
 
-    def said(self):
+    def number(self):
         return self.random.randint(10, 99)
 
 
 class Clocked(Letters):
-    """Answers by the clock from its second turn on."""
+    """Returns observations by the clock from its second turn on."""
 
-    def said(self):
-        return time.monotonic_ns() if self.turns == 2 else super().said()
+    def number(self):
+        return time.monotonic_ns() if self.turns == 2 else super().number()
 
 
 class Fails(Environment):
-    """Two turns of reward 1 and of a number that counts episodes, 1, 2, 3, 4, 1, 2, ...; what stands in `faults` for
-    its number happens in its second turn, or in `reset`."""
+    """Two turns with reward 1 and with the number of the episode, 1, 2, 3, 4, 1, 2, ...; the fault in `faults` for that
+    number happens in the second turn, or in `reset`."""
 
     count = 0
     faults = {}
@@ -178,7 +177,7 @@ class Fails(Environment):
 
 
 class Interrupts(Environment):
-    """Ctrl-C twice, of the trainer, and no answer."""
+    """Sends the trainer Ctrl-C twice, and never answers."""
 
     def reset(self, seed, **columns):
         return 'go:'

@@ -1,4 +1,4 @@
-"""Environments of other systems: fakes with exactly their signatures, and the packages themselves where they are."""
+"""Environments of other systems: fakes with their signatures, and the packages themselves if installed."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ Ours = type('Ours', (Environment,), {'reset': lambda self, **columns: 'x', 'step
 
 
 class WithStep:
-    """A class with tools, one of which is called step."""
+    """A class with tools, one of them named step."""
 
     def reset(self, **columns):
         return 'Step on.'
@@ -105,7 +105,7 @@ def test_a_class_is_recognised_by_its_methods(made, wrapper):
     assert find_environment(Ours) is Ours
     assert isinstance(find_environment(WithTools)(), ToolEnvironment)
     assert find_environment(WithStep) is WithStep, 'looks as ours does'
-    assert find_environment(Unfinished) is Unfinished, 'which is told that it has no step'
+    assert find_environment(Unfinished) is Unfinished, 'whose error says that it has no step'
     assert isinstance(find_environment(f'tools:{__name__}:WithStep')(), ToolEnvironment)
 
 
@@ -142,8 +142,8 @@ def test_gymnasium():
 
 def test_skyrl_gym():
     columns = {'reward_spec': {'ground_truth': '7'}, 'data_source': 'sums'}
-    asked = Prompt(ids=torch.tensor([1]), messages=[{'role': 'user', 'content': '3 + 4?'}], columns=columns)
-    sample, tokenizer = episode(SkyRLSum, ['8', '7'], asked)
+    row = Prompt(ids=torch.tensor([1]), messages=[{'role': 'user', 'content': '3 + 4?'}], columns=columns)
+    sample, tokenizer = episode(SkyRLSum, ['8', '7'], row)
     assert tokenizer.decode(torch.cat([sample.prompt_ids, sample.response_ids])) == (
         '<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n3 + 4?<|im_end|>\n<|im_start|>assistant\n'
         '8<|im_end|>\n<|im_start|>user\nNot 8.<|im_end|>\n<|im_start|>assistant\n7<|im_end|>'
@@ -155,20 +155,20 @@ def test_skyrl_gym():
         def step(self, action):
             return {**super().step(action), 'postprocessed_action': action[:1]}
 
-    sample, _ = episode(Rewrites, ['8 or so'], asked)
+    sample, _ = episode(Rewrites, ['8 or so'], row)
     assert sample.episode.end == 'error' and 'postprocessed_action' in sample.episode.message
-    heard = []
+    actions = []
 
     class Searches(SkyRLSum):
         def step(self, action):
-            heard.append(action)
+            actions.append(action)
             return super().step('7')
 
     tokenizer = chat_tokenizer('chatml')
     turn = [(tokenizer('<search>tea</search>')['input_ids'], 'stop')]
     stop = StopStrings(tokenizer, '</search>')
-    played(ScriptedEngine({0: turn}), Searches, tokenizer, prompts=[asked], stop=stop, max_new_tokens=90)
-    assert heard == ['<search>tea</search>']
+    played(ScriptedEngine({0: turn}), Searches, tokenizer, prompts=[row], stop=stop, max_new_tokens=90)
+    assert actions == ['<search>tea</search>']
     with pytest.raises(ValueError, match='cannot be called'):
         find_environment(3)
 
@@ -201,8 +201,8 @@ def test_gymnasium_itself():
     gymnasium.register('Repeat-v0', Repeat)
     factory = find_environment('gymnasium:Repeat-v0', {'word': 'tea'})
     first, again, other = factory(), factory(), factory()
-    told = first.reset(5)
-    assert told.startswith('Say tea') and told == again.reset(5) != other.reset(6)
+    observation = first.reset(5)
+    assert observation.startswith('Say tea') and observation == again.reset(5) != other.reset(6)
     assert first.step('x')[:4] == ('Again.', 1.0, True, False)
     with pytest.raises(ValueError, match='gymnasium:CartPole-v1 has a space Box.*reads and writes text'):
         find_environment('gymnasium:CartPole-v1')

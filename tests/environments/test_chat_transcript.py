@@ -1,5 +1,5 @@
-"""Chat templates continued by appending: the ids that were sampled stay, and the text is what the template would have
-rendered; templates for which that cannot be are refused."""
+"""Chat templates continued by appending: sampled ids do not change, and the text is what the template would have
+rendered; templates that do not allow this are errors."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def prompt(*messages):
 
 
 def refusal(family, tools=None, options=None, system=False):
-    """Why a family is refused, or ''."""
-    asked = prompt(*([SYSTEM] if system else []), user('Hello'))
+    """Returns the error of a family, or ''."""
+    row = prompt(*([SYSTEM] if system else []), user('Hello'))
     try:
-        ChatTemplate(chat_tokenizer(family), tools, options).first(asked, '')
+        ChatTemplate(chat_tokenizer(family), tools, options).first(row, '')
     except ValueError as error:
         assert '\n' not in str(error)
         return str(error)
@@ -53,7 +53,7 @@ def refusal(family, tools=None, options=None, system=False):
         ('chatml', True, {}, False, "shows no tools: it leaves out 'add'"),
         ('qwen2.5', False, {}, True, ''),
         ('qwen2.5', True, {}, True, ''),
-        # earlier thinking is dropped once the user speaks again, and kept between calls of tools
+        # earlier thinking is dropped after the next message of the user, and kept between calls of tools
         ('qwen3', False, {}, False, r'a message of user follows: .*<think>\\nLet me see.* becomes .*assistant\\nYes'),
         ('qwen3', True, {}, True, ''),
         ('qwen3', False, {'enable_thinking': False}, False, r'a message of user follows: .*<think>\\n\\n</think>'),
@@ -71,8 +71,8 @@ def refusal(family, tools=None, options=None, system=False):
     ],
 )
 def test_families_are_taken_or_refused_by_name(family, tools, options, system, words):
-    said = refusal(family, TOOLS if tools else None, options, system)
-    assert re.search(words, said) if words else said == '', said
+    error = refusal(family, TOOLS if tools else None, options, system)
+    assert re.search(words, error) if words else error == '', error
 
 
 TAKEN = [(family, False) for family in ('chatml', 'qwen2.5', 'llama3', 'mistral', 'gemma')]
@@ -82,15 +82,15 @@ TAKEN += [(family, True) for family in ('qwen2.5', 'qwen3', 'llama3', 'mistral')
 @pytest.mark.parametrize(('family', 'tools'), TAKEN)
 @pytest.mark.parametrize('ended', ['eos', 'length', 'stop'])
 def test_appended_text_is_the_rendered_text(family, tools, ended):
-    """Three rounds of turns written as the template writes them; `apply_chat_template` says what is right."""
+    """Three rounds of turns in the template's form, compared with `apply_chat_template`."""
     tokenizer = chat_tokenizer(family)
-    said = '' if tools and family in ('llama3', 'mistral') else THOUGHT
+    thought = '' if tools and family in ('llama3', 'mistral') else THOUGHT
     transcript = ChatTemplate(tokenizer, TOOLS if tools else None)
     start = [user('How much is 3 and 4?')]
     ids = transcript.first(prompt(*start), '')
     messages = list(start)
     for number in range(3):
-        answer = {'role': 'assistant', 'content': said + ('' if tools else f'It is {number}, "I" think')}
+        answer = {'role': 'assistant', 'content': thought + ('' if tools else f'It is {number}, "I" think')}
         if tools:
             function = {'name': 'add', 'arguments': {'a': number}}
             answer['tool_calls'] = [{'type': 'function', 'id': '123456789', 'function': function}]
@@ -119,12 +119,12 @@ def test_what_is_appended_by_hand():
     assert transcript.after([5, end], 'eos', 'Go on') == follows
     assert transcript.after([5, 6], 'length', 'Go on') == [end, *follows]
     assert transcript.after([5, 6], 'stop', [user('Go on')]) == [end, *follows]
-    # another end token stands in the place of the template's
+    # another end token replaces the template's
     assert transcript.after([5, tokenizer.pad_token_id], 'eos', 'Go on') == follows
     assert transcript.first(NOTHING, 'Hi') == [start, *ids('user\nHi'), end, *newline, *answer]
-    asked = prompt(SYSTEM, user('Hello'))
-    assert tokenizer.decode(transcript.first(asked, ' there')).count('<|im_start|>user\nHello there<|im_end|>') == 1
-    assert tokenizer.decode(transcript.first(asked, [user('Else')])).count('Hello') == 0
+    row = prompt(SYSTEM, user('Hello'))
+    assert tokenizer.decode(transcript.first(row, ' there')).count('<|im_start|>user\nHello there<|im_end|>') == 1
+    assert tokenizer.decode(transcript.first(row, [user('Else')])).count('Hello') == 0
     with pytest.raises(InvalidStep, match='without messages'):
         transcript.after([5, end], 'eos', [])
     text = Prompt(ids=torch.tensor([3]), text='Hello')
@@ -134,7 +134,7 @@ def test_what_is_appended_by_hand():
 
 
 class Dialogue(Environment):
-    """Says something of three lengths, as messages; the third turn is the last."""
+    """Messages of three lengths; the third turn is the last."""
 
     def reset(self, seed, **columns):
         self.turn = 0
@@ -146,7 +146,7 @@ class Dialogue(Environment):
 
 
 def test_sampled_ids_stay_bit_for_bit():
-    """Random tokens, which decoding and tokenizing again would change."""
+    """Random tokens, which decoding and tokenizing would change."""
     tokenizer = chat_tokenizer('chatml')
     draw, end = random.Random(0), tokenizer.eos_token_id
     ordinary = [i for i in range(len(tokenizer)) if i not in tokenizer.added_tokens_decoder]
@@ -212,20 +212,20 @@ def test_text_is_plain_unless_the_settings_say_so_and_messages_never_are():
 
 
 class Opens(Environment):
-    """Says what the template of Gemma refuses: at reset of the second sample, and in a step of the first."""
+    """Returns messages that Gemma's template rejects: in the second sample's reset, and in a step of the first."""
 
-    said = ()
+    texts = ()
 
     def reset(self, seed, **columns):
-        return [user(text) for text in (self.said if seed == seed_of(0, 1) else ['a'])]
+        return [user(text) for text in (self.texts if seed == seed_of(0, 1) else ['a'])]
 
     def step(self, response):
         return [user('b'), user('c')], 0.0, False, False, {}
 
 
-@pytest.mark.parametrize(('said', 'why'), [([], 'nothing to answer'), (['b', 'c'], 'must alternate')])
-def test_messages_that_a_template_refuses_end_their_own_episode(monkeypatch, said, why):
-    monkeypatch.setattr(Opens, 'said', said)
+@pytest.mark.parametrize(('texts', 'why'), [([], 'nothing to answer'), (['b', 'c'], 'must alternate')])
+def test_messages_that_a_template_refuses_end_their_own_episode(monkeypatch, texts, why):
+    monkeypatch.setattr(Opens, 'texts', texts)
     script = {0: [([5], 'length')], 1: [([5], 'length')]}
     samples = played(ScriptedEngine(script), Opens, chat_tokenizer('gemma'), prompts=[NOTHING] * 2)
     assert [s.episode.end for s in samples] == ['invalid', 'invalid']
@@ -237,7 +237,7 @@ def test_a_template_that_rewrites_stops_a_run_before_anything_is_sampled():
     engine = ScriptedEngine({0: []})
     with pytest.raises(ValueError, match='rewrites what came before'):
         played(engine, Dialogue, chat_tokenizer('qwen3'))
-    assert engine.asked == []
+    assert engine.prompts == []
 
 
 def calls_of(template, text):
@@ -308,7 +308,7 @@ def test_the_tokenizers_own_response_parsing_comes_first():
         ChatTemplate(tokenizer, TOOLS)
 
 
-def test_a_template_whose_calls_nobody_reads_is_refused():
+def test_a_template_with_an_unknown_form_of_calls_is_refused():
     tokenizer = chat_tokenizer('qwen2.5')
     tokenizer.chat_template = re.sub('(</?)tool_call>', r'\1call>', tokenizer.chat_template)
     with pytest.raises(ValueError, match='writes calls of tools as .*<call>.* not understood'):

@@ -1,4 +1,4 @@
-"""Turns whose keys and values stay in the cache: the same episodes as by new prompts, each token computed once."""
+"""Turns with keys and values kept in the cache: the same episodes as with new prompts, each token computed once."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ TOKENIZER = byte_tokenizer()
 OBSERVATIONS = ('', '!', 'the board now stands as it stood before', ' ok')
 ROOM = 200
 SEED = 0
-"""of episodes of 1, 3, 4 and 5 turns"""
+"""gives episodes of 1, 3, 4 and 5 turns"""
 
 
 class Game(Environment):
-    """Observations of no, one and many tokens, over 1 to 5 turns; may think for a while."""
+    """Observations of no, one and many tokens, over 1 to 5 turns; may pause in a step."""
 
     def reset(self, seed, pause=0.0, **columns):
         self.random, self.pause, self.turns = random.Random(seed), pause, 0
@@ -89,8 +89,8 @@ def test_episodes_are_those_of_rounds(family, engine):
     actor = policy(family)
     samples = play(LocalEngine(**engine), actor)
     assert {len(s.episode.turns) for s in samples} >= {1, 5}
-    told = {b.start - a.stop for s in samples for a, b in zip(s.episode.turns, s.episode.turns[1:], strict=False)}
-    assert {0, 1} < told and max(told) > 20
+    lengths = {b.start - a.stop for s in samples for a, b in zip(s.episode.turns, s.episode.turns[1:], strict=False)}
+    assert {0, 1} < lengths and max(lengths) > 20
     same(samples, play(ByRounds(LocalEngine(**engine)), actor))
 
 
@@ -116,7 +116,7 @@ def test_settings_hold_for_each_turn(sampling, stop):
 
 
 @pytest.mark.parametrize('max_batch_size', [256, 2])
-def test_how_long_an_environment_thinks_cannot_be_seen(max_batch_size):
+def test_the_duration_of_steps_does_not_change_episodes(max_batch_size):
     actor = policy('llama')
     engine = {'max_batch_size': max_batch_size, 'refill_fraction': 0.3}
     first = play(LocalEngine(**engine), actor, pause=0.02)
@@ -125,7 +125,7 @@ def test_how_long_an_environment_thinks_cannot_be_seen(max_batch_size):
 
 @pytest.mark.parametrize('fixed_steps', [False, True])
 def test_turns_beyond_the_attention_window(fixed_steps):
-    """The log-probs are those of the actor's forward, whose mask has the window."""
+    """Log-probs equal those of the actor's forward, with the window in its mask."""
     torch.manual_seed(0)
     sizes = {'hidden_size': 32, 'intermediate_size': 32, 'num_hidden_layers': 2, 'max_position_embeddings': 256}
     heads = {'num_attention_heads': 2, 'num_key_value_heads': 1, 'sliding_window': 24, 'initializer_range': 0.1}
@@ -161,14 +161,14 @@ def test_every_token_is_computed_once(monkeypatch):
     same(results['cached'], results['rounds'])
     samples = results['cached']
     prompts = {s.group: len(s.prompt_ids) for s in samples}
-    # the last token of an episode is never fed back; prompts of a group are computed once where they enter together
+    # the last token of an episode is not fed back; a group's prompt is computed once if its samples enter together
     once = sum(len(s.prompt_ids) + s.num_actions - 1 for s in samples)
     shared = sum(len(s.prompt_ids) for s in samples) - sum(prompts.values())
     assert once - shared <= counts['cached'] <= once
     assert counts['rounds'] > 1.5 * once
 
 
-def test_rows_are_refilled_while_an_environment_thinks(monkeypatch):
+def test_rows_are_refilled_during_steps_of_environments(monkeypatch):
     entered, live = [], []
     enter, decode = Conversation.enter, Conversation.decode
 
@@ -191,7 +191,7 @@ def test_rows_are_refilled_while_an_environment_thinks(monkeypatch):
     assert len(live) < rounds
 
 
-def test_an_appended_mask_that_a_model_does_not_take_is_found_out(monkeypatch):
+def test_an_appended_mask_that_a_model_does_not_apply_is_detected(monkeypatch):
     actor = policy()
     expected = play(LocalEngine(), actor)
     wrong = SlotCache.get_mask_sizes
@@ -204,7 +204,7 @@ def test_an_appended_mask_that_a_model_does_not_take_is_found_out(monkeypatch):
 
     def without_mask(self, input_ids, *args, attention_mask=None, past_key_values=None, **kwargs):
         if getattr(past_key_values, '_appended', None) is not None:
-            attention_mask = torch.zeros_like(attention_mask)  # looks ahead
+            attention_mask = torch.zeros_like(attention_mask)  # bidirectional attention
         return trunk(self, input_ids, *args, attention_mask=attention_mask, past_key_values=past_key_values, **kwargs)
 
     monkeypatch.setattr(SlotCache, 'get_mask_sizes', one_slot_short)
@@ -261,7 +261,7 @@ def test_every_kind_of_policy_converses(kind):
 
 
 def test_16_bits_repeat_themselves_and_have_their_own_log_probs():
-    """Rounding in 16 bits is coarse enough to change a token, so the log-probs are compared with a plain forward."""
+    """Rounding in 16 bits may change a token, so log-probs are compared with a plain forward."""
     actor = policy('llama').bfloat16()
     samples = play(LocalEngine(max_batch_size=3), actor)
     same(samples, play(LocalEngine(max_batch_size=3), actor), bits=True)

@@ -1,5 +1,5 @@
-"""A run that ends in the middle of an episode goes on to the same bits; an environment that does not repeat is
-named."""
+"""A run that stops within an episode resumes with bitwise equal results; an environment that does not repeat itself is
+reported."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def undisturbed(tmp_path_factory):
 
 
 def stop_in_a_step(folder, environment, at, settings=None):
-    """SIGTERM from inside of a step: the phase is dropped, and a checkpoint written."""
+    """Sends SIGTERM from within a step: the phase is dropped, and a checkpoint written."""
     environment.num_steps, environment.at = 0, at
     with pytest.raises(SystemExit) as stopped:
         fit(make(folder, environment, settings=settings))
@@ -65,7 +65,7 @@ def test_stopped_within_an_episode(undisturbed, tmp_path, at):
     stop_in_a_step(tmp_path, Letters, at)
     assert len((tmp_path / 'metrics.jsonl').read_text().splitlines() if at > 24 else []) == at // 24
     journal = journal_of(tmp_path)
-    # the timestep in which the stop was asked for
+    # the timestep of the stop request
     assert sorted(map(int, journal)) == ([8, 9, 10, 11] if at == 29 else [0, 1, 2, 3])
     assert all(len(entries) == 4 for entries in journal.values()), 'reset and three turns'
     with warnings.catch_warnings():
@@ -86,13 +86,13 @@ def test_in_worker_processes_it_is_the_same_run(undisturbed, tmp_path):
 
 
 def on_two_ranks(folder):
-    """A stop within an episode of rank 1, and a resume; what the ranks' runs have at their ends, and who warned."""
+    """Stops within an episode of rank 1 and resumes; returns the results of the ranks' runs and their warnings."""
     with DDPStrategy(seed=3, device='cpu') as strategy:
-        ends, told = [], []
+        ends, warned = [], []
         for environment, stopped in ((Letters, False), (Letters, True), (Clocked, True)):
             trainer = make(None, environment, strategy=strategy, num_samples_per_prompt=1)
             environment.num_steps = 0
-            # 3 steps of each rank in a timestep, 6 in a phase
+            # each rank has 3 steps per timestep, 6 per phase
             environment.at = 8 if stopped and strategy.rank == 1 else None
             environment.do = staticmethod(trainer.request_stop)
             fit(trainer, phases=2)
@@ -105,28 +105,28 @@ def on_two_ranks(folder):
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter('always')
                     fit(trainer, phases=2)
-                told.append([found.groups() for w in caught if (found := LINE.match(str(w.message)))])
+                warned.append([found.groups() for w in caught if (found := LINE.match(str(w.message)))])
             ends.append(torch.cat([p.detach().flatten() for p in strategy.unwrap(trainer.actor).parameters()]))
-        return torch.equal(ends[0], ends[1]), told
+        return torch.equal(ends[0], ends[1]), warned
 
 
 def test_on_two_ranks(tmp_path):
-    # Each rank plays its own samples, of which those of the timestep are 4 and 5.
+    # Each rank plays its own samples; those of the timestep are 4 and 5.
     for (same, (repeated, differs)), sample in zip(run_distributed(on_two_ranks, 2, str(tmp_path)), '45', strict=True):
         assert same and repeated == []
-        ((named, turn, beginnings),) = differs  # once, and the run goes on
+        ((named, turn, beginnings),) = differs  # one warning, and the run continues
         assert (named, turn) == (sample, '2')
         assert re.fullmatch(r"'<\d{5,}>' before, '<\d{5,}>' now; let it follow from its seed .*", beginnings)
 
 
-def test_another_environment_is_told(tmp_path):
+def test_another_environment_is_reported(tmp_path):
     stop_in_a_step(tmp_path, Letters, 29)
     settings = EnvironmentSettings(max_turn_tokens=4, max_turns=2, num_workers=1)
     with pytest.warns(UserWarning) as caught:
         resumed(tmp_path, Letters, settings)
-    told = [str(w.message) for w in caught]
-    assert any('environment.max_turns 16 → 2' in line for line in told)
-    assert not any('differently' in line for line in told), 'what has changed is not the environment'
+    warned = [str(w.message) for w in caught]
+    assert any('environment.max_turns 16 → 2' in line for line in warned)
+    assert not any('differently' in line for line in warned), 'what has changed is not the environment'
 
 
 @pytest.mark.system
@@ -153,7 +153,7 @@ def settings(kind):
 
 
 class Watch(Callback):
-    """Counts worker processes while the run goes on, and may raise."""
+    """Counts worker processes during the run, and may raise."""
 
     def __init__(self, raises=False):
         self.seen, self.raises = 0, raises
@@ -178,7 +178,7 @@ def test_nothing_is_left(kind, raises):
 
 @pytest.mark.parametrize('kind', ['threads', 'processes'])
 def test_ctrl_c_twice_does_not_wait_for_a_step(kind):
-    """The first asks for a stop at the next safe point, which a step that hangs keeps away; the second ends at once."""
+    """The first requests a stop at the next safe point, which a hanging step delays; the second stops at once."""
     own = workers()
     one = {'experience_batch_size': 1, 'num_samples_per_prompt': 1, 'train_batch_size': 1}
     trainer = make(None, Interrupts, settings=settings(kind), **one)

@@ -1,5 +1,5 @@
-"""Whole episodes: what the policy sampled is what it learns from, observations are no actions, and greedy episodes are
-the same over every engine, each with limits and random numbers of its own turns."""
+"""Whole episodes: training uses the sampled ids, observations are not actions, greedy episodes are the same with every
+engine, and limits and random numbers apply per turn."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def policy(family='gpt2', **config):
 
 
 class Echo(Environment):
-    """Says a number, then what it heard, for three turns."""
+    """Returns a number, then each response, for three turns."""
 
     def reset(self, seed, **columns):
-        self.told = []
+        self.responses = []
         return f'n{random.Random(seed).randint(0, 9)}:'
 
     def step(self, response):
-        self.told.append(response)
-        done = len(self.told) == 3
+        self.responses.append(response)
+        done = len(self.responses) == 3
         return f'<{len(response)}>', len(response), done, False, {'success': done}
 
 
@@ -73,7 +73,7 @@ def test_limits_end_an_episode(limits, end):
 
 
 class Careless(Environment):
-    """One of two groups is given nonsense that is of the right type."""
+    """Returns invalid values of the right type in one of two groups."""
 
     kind = ''
 
@@ -108,16 +108,16 @@ def test_nonsense_of_the_right_type_ends_its_own_episode(monkeypatch, kind, mess
 
 
 class Maze(Environment):
-    """What it says depends on all that was said."""
+    """Observations depend on all responses so far."""
 
-    heard = []
+    responses = []
 
     def reset(self, seed, **columns):
         self.random, self.turns = random.Random(seed), 0
         return f'room {self.random.randint(10, 99)} '
 
     def step(self, response):
-        self.heard.append(response)
+        self.responses.append(response)
         self.turns += 1
         self.random.seed(self.random.random() + len(response))
         door = 'left right up down'.split()[self.random.randint(0, 3)]
@@ -130,7 +130,7 @@ def five(engine, actor, **given):
     return played(engine, Maze, TOKENIZER, actor=actor, prompts=[NOTHING] * 5, settings=settings, **given)
 
 
-def told(samples):
+def outcomes(samples):
     return [(s.prompt_ids.tolist(), s.response_ids.tolist(), s.episode.turns, s.episode.end) for s in samples]
 
 
@@ -140,7 +140,7 @@ def test_greedy_episodes_are_the_same(family, batch):
     actor = policy(family, tie_word_embeddings=False)
     engine = HFEngine(max_batch_size=batch) if batch else HFEngine()
     wanted, found = five(LocalEngine(), actor, **greedy), five(engine, actor, **greedy)
-    assert told(found) == told(wanted)
+    assert outcomes(found) == outcomes(wanted)
     assert {len(s.episode.turns) for s in wanted} > {1} or any(not s.response_mask.all() for s in wanted)
     for a, b in zip(wanted, found, strict=True):
         torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-4, rtol=0)
@@ -150,16 +150,16 @@ def test_greedy_episodes_are_the_same(family, batch):
 def test_a_stop_string_ends_a_turn_and_its_environment_does_not_read_it(monkeypatch):
     stop = StopStrings(TOKENIZER, [chr(b) for b in range(97, 115)])
     for engine in (LocalEngine(), HFEngine()):
-        monkeypatch.setattr(Maze, 'heard', [])
+        monkeypatch.setattr(Maze, 'responses', [])
         samples = five(engine, policy(), stop=stop, seed=1, max_new_tokens=60, eos_token_ids=())
         turns = [s.response_ids[t.start : t.stop] for s in samples for t in s.episode.turns]
         ends = [TOKENIZER.decode(ids, skip_special_tokens=True) for ids in turns]
         assert any(text[-1] in 'abcdefghijklmnopqr' for text in ends)
-        assert sorted(Maze.heard) == sorted(stop.cut(text) for text in ends)
+        assert sorted(Maze.responses) == sorted(stop.cut(text) for text in ends)
 
 
 def test_turns_of_the_engine_around_generate_have_random_numbers_of_their_own():
-    """A flat policy: with the same numbers in each turn it would say the same in each."""
+    """A uniform policy: with the same random numbers in each turn, all turns would be equal."""
     actor = policy()
     with torch.no_grad():
         actor.model.transformer.ln_f.weight.zero_()
@@ -170,7 +170,7 @@ def test_turns_of_the_engine_around_generate_have_random_numbers_of_their_own():
     assert len(turns) == 4 == len(set(turns))
 
 
-def test_a_first_observation_without_room_for_a_turn_ends_its_episode_alone():
+def test_a_first_observation_that_leaves_no_tokens_for_a_turn_ends_only_its_episode():
     samples = five(LocalEngine(), policy(tie_word_embeddings=False), max_new_tokens=None, max_length=8)
     assert [(s.episode.end, s.episode.turns) for s in samples] == [('tokens', ())] * 5
     assert not any(s.response_mask.any() or s.ended for s in samples)

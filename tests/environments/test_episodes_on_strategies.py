@@ -1,5 +1,5 @@
-"""One process, two ranks with whole or sharded weights, blocks that are streamed: the same episodes; and a checkpoint
-goes on under another layout with the episodes that follow."""
+"""The same episodes on one process, two ranks with whole or sharded weights, and with streamed blocks; a checkpoint
+resumes on another layout with the next episodes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Bargain(Environment):
 
 
 def run(strategy: Any, *, source: Path | None = None, target: Path | None = None) -> list[list[dict[str, Any]]]:
-    """The phases of a run; with `target` it stops after two and saves."""
+    """Returns the phases of a run; with `target` it stops after two and saves."""
     sizes = {'experience_batch_size': 4, 'train_batch_size': 8, 'max_new_tokens': 70, 'eos_token_id': ENDS}
     with strategy:
         callbacks = [log := Log(), *([StopAfter(2)] if target else [])]
@@ -165,7 +165,7 @@ def weights_after(kind: Any, *seeds: int) -> list[str]:
 
 
 def weights_of_seed(kind: Any, seed: int) -> str:
-    """SHA-256 of actor and critic after two phases."""
+    """Returns the SHA-256 of actor and critic after two phases."""
     strategy = kind(seed=seed, device='cpu', reproducible='exact', atoms=4)
     sizes = {'experience_batch_size': 8, 'num_samples_per_prompt': 1, 'train_batch_size': 8, 'gae_over': 'turn'}
     trainer = make(None, settings=EnvironmentSettings(max_turn_tokens=6), strategy=strategy, **sizes)
@@ -179,6 +179,6 @@ def weights_of_seed(kind: Any, seed: int) -> str:
 
 
 def test_one_hash_on_one_rank_and_two():
-    ((alone, other),) = run_distributed(weights_after, 1, NaiveStrategy, 1, 2)  # a process as fresh as the others
+    ((alone, other),) = run_distributed(weights_after, 1, NaiveStrategy, 1, 2)  # a new process like the others
     assert run_distributed(weights_after, 2, DDPStrategy, 1) == [[alone], [alone]]
     assert other != alone

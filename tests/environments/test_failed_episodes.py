@@ -1,4 +1,5 @@
-"""Episodes whose environment failed teach nothing or pay a penalty, and a phase of nothing else ends the run."""
+"""Episodes with a failed environment are not trained on or get a penalty; a phase with no other episodes ends the
+run."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def _counts_begin_anew():
 
 
 def play(faults, **config):
-    """One timestep of one group of four, whose returns would be 2, 3, 4, 5."""
+    """Collects one timestep with one group of four, with returns 2, 3, 4, 5 without faults."""
     Fails.faults = faults
     limit = 3.0 if 'timeout' in faults.values() else 600
     settings = EnvironmentSettings(max_turn_tokens=3, num_workers=1, step_timeout_s=limit)
@@ -39,7 +40,7 @@ def play(faults, **config):
 
 
 def advantages(experiences):
-    """Of each episode, the one that all its tokens have."""
+    """Returns the advantage of each episode, which is the same for all of its tokens."""
     found = []
     for e in experiences:
         own = e.advantages[e.response_mask]
@@ -51,13 +52,13 @@ def advantages(experiences):
 
 @pytest.mark.parametrize('fault', ['error', 'timeout', 'invalid', 'reset'])
 def test_a_failed_episode_is_left_out_of_loss_and_baseline(fault):
-    experiences, told = play({})
-    assert advantages(experiences) == [-1.5, -0.5, 0.5, 1.5] and not told  # 2 3 4 5, mean 3.5
+    experiences, warned = play({})
+    assert advantages(experiences) == [-1.5, -0.5, 0.5, 1.5] and not warned  # 2 3 4 5, mean 3.5
     Fails.count = 0
-    experiences, told = play({1: fault})
+    experiences, warned = play({1: fault})
     assert advantages(experiences) == [None, -1.0, 0.0, 1.0], 'the mean of 3 4 5; with the failed one it would be less'
     assert experiences[0].episode.end == ('error' if fault == 'reset' else fault)
-    (line,) = told
+    (line,) = warned
     assert line.startswith(f'1 of 4 episodes of phase 1 failed (1 {experiences[0].episode.end}); ')
     turns = experiences[0].episode.turns
     assert len(turns) == (0 if fault == 'reset' else 2)
@@ -65,10 +66,10 @@ def test_a_failed_episode_is_left_out_of_loss_and_baseline(fault):
 
 def test_few_are_left():
     experiences, _ = play({1: 'error', 3: 'error'}, advantage_estimator='rloo')
-    assert advantages(experiences) == [None, -2.0, None, 2.0]  # 3 and 5 are left: each against the other
+    assert advantages(experiences) == [None, -2.0, None, 2.0]  # returns 3 and 5: each is the other's baseline
     Fails.count = 0
     experiences, _ = play({1: 'error', 2: 'error', 3: 'error'})
-    assert advantages(experiences) == [None, None, None, 0.0]  # alone in its group: nothing to compare with
+    assert advantages(experiences) == [None, None, None, 0.0]  # the only one of its group
 
 
 def test_a_failed_episode_pays_at_its_last_token():
@@ -79,7 +80,7 @@ def test_a_failed_episode_pays_at_its_last_token():
     expected = torch.zeros(e.num_actions)
     expected[first.stop - 1], expected[second.stop - 1] = 1.0, -3.0
     assert torch.equal(e.rewards, expected)
-    # By default −1; one that failed before its first turn has no token to pay, and stays out.
+    # The default is −1; an episode that failed before its first turn has no token for it, and is left out.
     Fails.count = 0
     experiences, _ = play({1: 'reset', 4: 'error'}, environment_failures='penalise')
     first, *others = advantages(experiences)
@@ -107,7 +108,7 @@ def test_all_failing_ends_the_run():
 
 
 def test_dynamic_sampling_does_not_count_a_failure_as_a_difference():
-    """A group of equal scores, but for the one that failed, is replaced by a further one."""
+    """A group with equal scores, apart from a failed one, is replaced by another."""
 
     class Same(Fails):
         def step(self, response):

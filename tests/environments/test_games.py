@@ -1,4 +1,4 @@
-"""The games: their rules by hand, that the best player is as good as can be, and that random play is worse."""
+"""The games: rules by hand, optimal best players, and worse random players."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_is_seen_is_of_the_alphabet_moves_are_allowed_and_the_seed_decides(
 
 
 @pytest.mark.parametrize('name', GAMES)
-def test_moves_that_are_not_allowed_are_answered_and_lose_in_the_end(name):
+def test_illegal_moves_are_answered_and_finally_lose(name):
     for response in ('', 'hello', '0+', '1' * 5000 + '+', '\x00', '٣*٣', '🙂'):
         game = GAMES[name]()
         task, shown = game.reset(3), game.show()
@@ -71,7 +71,7 @@ def test_moves_that_are_not_allowed_are_answered_and_lose_in_the_end(name):
         ('tictactoe', {'max_illegal': 0}, 'max_illegal=0 must be a whole number of at least 1'),
     ],
 )
-def test_wrong_options_and_tasks_that_there_are_none_of_are_told(name, options, complaint):
+def test_wrong_options_and_impossible_tasks_are_errors(name, options, complaint):
     with pytest.raises(ValueError, match=complaint):
         GAMES[name](**options).reset(0)
 
@@ -98,12 +98,12 @@ def test_countdown_by_hand():
     + [((1, 3, 4, 6), 24, True), ((1, 1, 1, 8), 24, True), ((1, 1, 1, 7), 24, False)],
 )
 def test_countdown_finds_a_way_exactly_where_there_is_one(numbers, target, can):
-    """Of 1 3 4 6 two are enough; results are whole, so 3 from 2 and 7 is none."""
+    """Two of 1 3 4 6 suffice; results are whole, so 3 from 2 and 7 is impossible."""
     assert (countdown.way_to(numbers, target, '+-*/') is not None) == can
 
 
 def test_calculator_by_hand():
-    game = started(Calculator(), terms=[482, 37, 915], asked=['*', '+'], answer=18749, shown='482*37+915')
+    game = started(Calculator(), terms=[482, 37, 915], signs=['*', '+'], answer=18749, shown='482*37+915')
     assert game.show() == '482*37+915'
     assert game.step('482*37') == ('\n=17834\n', 0.0, False, False, {'success': False})
     assert game.step('5--3')[0] == '\n=8\n' and game.step('-2*3')[0] == '\n=-6\n'
@@ -120,7 +120,7 @@ def test_what_the_calculator_asks_and_its_tape_are_right():
     for seed in range(20):
         game = Calculator(terms=4, digits=2)
         assert eval(game.reset(seed)) == game.answer, 'of digits and + - * alone'
-    game = started(Calculator(tape=20), terms=[12, 3], asked=['*'], answer=36)
+    game = started(Calculator(tape=20), terms=[12, 3], signs=['*'], answer=36)
     *others, result = game.step('12*3')[0].strip().split('\n')
     assert result == '=36' and len(others) == 20
     assert all(eval(line.replace('=', '==')) for line in others)
@@ -129,8 +129,8 @@ def test_what_the_calculator_asks_and_its_tape_are_right():
 def test_the_calculator_as_tools():
     tools = CalculatorTools(terms=3, digits=2)
     plain = started(Calculator(terms=3, digits=2))
-    asked = tools.reset(seed=0)
-    assert plain.shown in asked and tools.reset(seed=1) != asked == tools.reset(seed=0, prompt='x')
+    task = tools.reset(seed=0)
+    assert plain.shown in task and tools.reset(seed=1) != task == tools.reset(seed=0, prompt='x')
     assert tools.calculate('12 * 34') == '=408' and tools.calculate('12').startswith('error: ')
     assert tools.calculate('1/0').startswith('error: ') and tools.get_reward() == 0.0
     assert tools.answer(plain.answer + 1) == 'wrong' and tools.get_reward() == 0.0
@@ -149,14 +149,14 @@ def test_tic_tac_toe_by_hand():
     assert game.step('1')[0].startswith('\n?\n') and game.moves() == ['3', '6', '8', '9']
     assert game.step('3') == ('\nxxx\noo.\nx..\n', 1.0, True, False, {'success': True})
     for opponent in ('random', 'perfect'):
-        # x at 9 wins; x at 8 leaves 9 to o: a draw
+        # x at 9 wins; with x at 8, o takes 9: a draw
         game = started(TicTacToe(opponent=opponent), board='xoxoxxo..')
         assert game.best() == '9'
         assert game.step('8')[1:] == (0.0, True, False, {'success': opponent == 'perfect'})
     game = started(TicTacToe(opponent='perfect'), board='oo.x.x...')
     assert game.best() == '5'
     assert game.step('7') == ('\nooo\nx.x\nx..\n', -1.0, True, False, {'success': False})
-    for board, after in (('o.o.xx.x.', 'ooo.xx.x.'), ('xx..o....', 'xxo.o....')):  # it wins, and hinders
+    for board, after in (('o.o.xx.x.', 'ooo.xx.x.'), ('xx..o....', 'xxo.o....')):  # it wins, and blocks
         game = started(TicTacToe(opponent='perfect'), board=board)
         game.answer()
         assert game.board == after
@@ -167,7 +167,7 @@ def test_the_best_of_tic_tac_toe_is_as_good_as_can_be(opponent):
     memory = {}
 
     def exact(cells, turn):
-        """The mean outcome, over tuples and fractions."""
+        """Returns the mean outcome, with tuples and fractions."""
         key = (cells, turn)
         if key not in memory:
             rows = [cells[i : i + 3] for i in (0, 3, 6)]
@@ -191,7 +191,7 @@ def test_the_best_of_tic_tac_toe_is_as_good_as_can_be(opponent):
 
 
 CLASSES = {'guess_word': ('GuessWord', 1.0), 'sokoban': ('Sokoban', 1.0), 'blackjack': ('Blackjack', -0.0468)}
-"""of examples/environments: class and mean return of the best play, for blackjack that of dynamic programming"""
+"""class in examples/environments and mean return of the best player, for blackjack by dynamic programming"""
 
 
 @pytest.mark.parametrize('name', CLASSES)
@@ -226,7 +226,7 @@ def test_games_by_name():
         ('fractions:Fraction', {}, 'environment Fraction has no reset and no step'),
     ],
 )
-def test_wrong_names_and_options_are_told(spec, options, complaint):
+def test_wrong_names_and_options_are_errors(spec, options, complaint):
     with pytest.raises(ValueError, match=complaint):
         make_environment(find_environment(spec, options))
 

@@ -1,4 +1,4 @@
-"""Environments in an OpenEnv server: the package's own server and client, and servers that fail."""
+"""Environments in an OpenEnv server: the package's server and client, and failing servers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def serve():
 
 
 def echo(sessions=8, slow=0.0):
-    """A server of the package's own making."""
+    """Returns a server made with the package."""
     from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
 
     class Say(Action):
@@ -90,8 +90,8 @@ def episodes(url, turns, settings=None, prompt=NOTHING, count=1, **options):
 
 def test_episodes_with_a_server(serve):
     url = serve(echo())
-    asked = Prompt(ids=NOTHING.ids, columns={'topic': 'tea'})
-    samples, texts = episodes(url, ['hm', 'bye'], prompt=asked, count=3)
+    row = Prompt(ids=NOTHING.ids, columns={'topic': 'tea'})
+    samples, texts = episodes(url, ['hm', 'bye'], prompt=row, count=3)
     assert len({t.split(',')[1] for t in texts}) == 1, 'one seed for the samples of a group'
     for sample, text in zip(samples, texts, strict=True):
         assert text.startswith('Say something about tea, ') and text.endswith('.hmhm!bye')
@@ -127,14 +127,14 @@ def test_a_slow_server_is_a_timeout(serve):
 
 def test_a_dropped_connection_is_an_error(serve):
     async def drops(scope, receive, send):
-        """Answers a reset, and hangs up at the first step."""
+        """Answers a reset, and closes the connection at the first step."""
         if scope['type'] != 'websocket':
             return
         await receive()
         await send({'type': 'websocket.accept'})
         await receive()
-        said = {'type': 'observation', 'data': {'observation': {'text': 'Hi'}}}
-        await send({'type': 'websocket.send', 'text': json.dumps(said)})
+        message = {'type': 'observation', 'data': {'observation': {'text': 'Hi'}}}
+        await send({'type': 'websocket.send', 'text': json.dumps(message)})
         await receive()
         await send({'type': 'websocket.close', 'code': 1011})
 
@@ -145,9 +145,9 @@ def test_a_dropped_connection_is_an_error(serve):
 
 
 def test_mistakes_are_named_before_any_work():
-    for name, options, said in (
+    for name, options, message in (
         ('localhost', {}, ' is no address'),
         ('ws://localhost:1', {'actoin': 1}, ": .*'actoin'"),
     ):
-        with pytest.raises(ValueError, match=f'openenv:{name}{said}'):
+        with pytest.raises(ValueError, match=f'openenv:{name}{message}'):
             find_environment(f'openenv:{name}', options)

@@ -1,4 +1,4 @@
-"""Code that a model may write, at its worst, against a process that should not care."""
+"""Malicious and faulty code in the sandbox."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CALL = 'import ctypes; libc = ctypes.CDLL(None, use_errno=True)\n'
 
 @pytest.fixture(autouse=True)
 def _own_temporary_folder(tmp_path, monkeypatch):
-    """The folders of unsafe runs are made in here, and all of them are gone afterwards."""
+    """Puts the folders of unsafe runs into `tmp_path`, and checks that they are removed."""
     folder = tmp_path / 'temporary'
     folder.mkdir()
     monkeypatch.setattr(tempfile, 'tempdir', str(folder))
@@ -88,7 +88,7 @@ def test_the_tool(unsafe):
     assert PythonTool(Limits(wall_s=0.4), unsafe=unsafe).python('while True: pass') == '[stopped after 0.4 s]'
     assert tool.python('import os; os.abort()') == '[ended by a signal]'
     factory = find_environment(PythonTool, {'unsafe': unsafe})
-    (schema,) = factory.tools  # every further public method would be offered to the model
+    (schema,) = factory.tools  # any other public method would be a tool too
     assert schema['function']['name'] == 'python'
     assert list(schema['function']['parameters']['properties']) == ['code']
     environment = factory()
@@ -151,7 +151,7 @@ def test_files():
 
 @pytest.mark.parametrize('output', [None, 'bwrap: No permissions to create new namespace', 'bwrap: Unknown option'])
 def test_without_bubblewrap_it_refuses_in_one_line(output, monkeypatch, tmp_path):
-    """It is not installed; or it is, and user namespaces are switched off, or it is too old."""
+    """It is not installed, or too old, or user namespaces are switched off."""
     if output is not None:
         (tmp_path / 'bwrap').write_text(f'#!/bin/sh\necho "{output}" >&2\nexit 1\n')
         (tmp_path / 'bwrap').chmod(0o755)
@@ -160,9 +160,9 @@ def test_without_bubblewrap_it_refuses_in_one_line(output, monkeypatch, tmp_path
     python_tool._problem.cache_clear()
     try:
         for use in (PythonTool, lambda: run('print(1)')):
-            with pytest.raises(ValueError, match=r'install bubblewrap.*unsafe=True') as told:
+            with pytest.raises(ValueError, match=r'install bubblewrap.*unsafe=True') as error:
                 use()
-            assert (output or 'bwrap is not installed') in str(told.value) and '\n' not in str(told.value)
+            assert (output or 'bwrap is not installed') in str(error.value) and '\n' not in str(error.value)
         assert PythonTool(unsafe=True).python('print(6 * 7)') == '42', 'trusted code runs without it'
     finally:
         python_tool._problem.cache_clear()
@@ -268,8 +268,8 @@ for owner in ({pid}, -{pid}, os.getppid()):
 
 
 @pytest.fixture
-def told():
-    """The signals that reach this process."""
+def signals():
+    """Returns the list of signals that this process receives."""
     found, old = [], signal.signal(signal.SIGUSR1, lambda *_: found.append(1))
     yield found
     signal.signal(signal.SIGUSR1, old)
@@ -277,21 +277,21 @@ def told():
 
 @BWRAP
 @pytest.mark.parametrize('code', SIGNALS.values(), ids=SIGNALS)
-def test_no_signal_reaches_the_trainer(code, told):
+def test_no_signal_reaches_the_trainer(code, signals):
     run(code.format(pid=os.getpid()))
-    assert not told
+    assert not signals
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='F_SETSIG is of Linux')
-def test_the_signals_of_a_pipe_reach_the_trainer_without_bubblewrap(told):
-    """Negative control: this code does what it says."""
+def test_the_signals_of_a_pipe_reach_the_trainer_without_bubblewrap(signals):
+    """Negative control: the code does send signals."""
     run(SIGNALS['owner of a pipe'].format(pid=os.getpid()), unsafe=True)
-    assert told
+    assert signals
 
 
 @pytest.fixture
 def world(tmp_path, monkeypatch):
-    """A file, a port and two sockets that somebody listens at; nothing of them has changed afterwards."""
+    """A file, a port and two listening sockets; checks that they have not changed."""
     monkeypatch.setenv('TOKEN', 's3cret')
     secret = tmp_path / 'secret'
     secret.write_text('s3cret')
@@ -342,7 +342,7 @@ for n in range(3, 32):
 
 @BWRAP
 def test_keys_of_the_session_stay_with_the_trainer():
-    """The kernel's session keyring is inherited, and no namespace is in between."""
+    """The kernel's session keyring is inherited, and no namespace isolates it."""
     keyctl, add, ask = {'x86_64': (250, 248, 249), 'aarch64': (219, 217, 218)}.get(os.uname().machine, (0, 0, 0))
     code = f"""
 import ctypes
@@ -360,7 +360,7 @@ print([run_python({CALL!r} + 'print(libc.syscall({ask}, b"user", b"key", None, 0
 
 @BWRAP
 def test_it_ends_with_the_trainer(tmp_path):
-    """Nobody else would end a process that sleeps when the trainer is killed."""
+    """A sleeping process must end when the trainer is killed."""
     code = 'from chatgpt.environments.python_tool import *; check_sandbox(); print(1, flush=True); '
     trainer = subprocess.Popen(
         [sys.executable, '-c', code + 'run_python("import time; time.sleep(600)", Limits(wall_s=600))'],
@@ -371,7 +371,7 @@ def test_it_ends_with_the_trainer(tmp_path):
     trainer.stdout.close()
 
     def descendants(pid):
-        """Processes that a process has started, and those that these have, each with its command."""
+        """Returns all descendants of a process, each with its command."""
         children = Path(f'/proc/{pid}/task/{pid}/children').read_text().split()
         found = {int(child): Path(f'/proc/{child}/cmdline').read_text() for child in children}
         return found | {p: c for child in children for p, c in descendants(child).items()}

@@ -1,5 +1,5 @@
-"""Episodes whose environments run where rollout workers are: those of a local engine to the bit, also when old, when a
-worker dies, and from a checkpoint that holds some in flight."""
+"""Episodes in rollout workers: bitwise those of a local engine, also with staleness, when a worker dies, and after a
+resume with episodes in flight."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ENDS = tuple(range(2, len(TOKENIZER), 3))
 
 
 class Shop(Environment):
-    """Two named rewards; the first observation holds the data row's word, and one step in five goes wrong."""
+    """Two named rewards; the first observation contains the data row's word, and one step in five fails."""
 
     def reset(self, seed: int, word: str = '', prompt: Any = None, **columns: Any) -> str:
         self.random, self.turns = random.Random(seed), 0
@@ -66,9 +66,9 @@ def actor() -> Actor:
 def episodes(engine: Any) -> list[Sample]:
     given = {'seed': 5, 'indices': range(20, 28), 'groups': [i // 2 for i in range(8)]}
     given |= {'max_new_tokens': 60, 'eos_token_ids': ENDS, 'settings': SETTINGS}
-    asked = prompts(8)
-    asked[0].messages = [{'role': 'user', 'content': 'a question'}]
-    return played(engine, Shop, TOKENIZER, actor=actor(), prompts=asked, **given)
+    records = prompts(8)
+    records[0].messages = [{'role': 'user', 'content': 'a question'}]
+    return played(engine, Shop, TOKENIZER, actor=actor(), prompts=records, **given)
 
 
 def assert_same(a: list[Sample], b: list[Sample]) -> None:
@@ -96,7 +96,7 @@ def test_workers_play_the_episodes_of_a_local_engine_to_the_bit():
         assert_same(here, episodes(engine))
 
 
-def test_what_cannot_be_sent_is_told_before_any_worker_starts():
+def test_what_cannot_be_sent_is_an_error_before_any_worker_starts():
     lock, pool = threading.Lock(), InProcessWorkers()
     with pytest.raises(ValueError, match='cannot be sent to rollout workers'):
         EpisodeEngine(RemoteEngine(pool), lambda: lock, TOKENIZER)
@@ -159,7 +159,7 @@ def on_two_ranks(folder: str) -> Any:
         return log.phases
 
 
-def test_two_ranks_have_workers_of_their_own_and_one_rank_goes_on_with_their_episodes(tmp_path):
+def test_two_ranks_have_their_own_workers_and_one_rank_resumes_with_their_episodes(tmp_path):
     ranks = run_distributed(on_two_ranks, 2, str(tmp_path / 'checkpoint'))
     single, log = remote(1, max_staleness=1)
     single.fit(prompts(), 3, 1, 1)
@@ -168,7 +168,7 @@ def test_two_ranks_have_workers_of_their_own_and_one_rank_goes_on_with_their_epi
     going_on, more = remote(1, max_staleness=1)
     going_on.load_checkpoint(tmp_path / 'checkpoint')
     going_on.fit(prompts(), 3, 1, 1)
-    same_to_rounding(more.phases, log.phases[2:])  # drawn by the weights of the second phase
+    same_to_rounding(more.phases, log.phases[2:])  # sampled with the weights of the second phase
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def cluster() -> Iterator[Any]:
     before = dict(os.environ)
     less = {'include_dashboard': False, 'log_to_driver': False, 'logging_level': 'error'}
     ray.init('local', num_cpus=3 * torch.get_num_threads(), object_store_memory=80 << 20, **less)
-    # actors find this module's environment by value, as they do that of a script
+    # pickles this module's environment by value, as for a script
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     yield ray
     ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])

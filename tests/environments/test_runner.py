@@ -1,5 +1,5 @@
-"""Environments that raise, hang, die and talk nonsense: their episode ends with a reason, all others go on, and nothing
-is left behind."""
+"""Environments that raise, hang, die and return invalid values: their episode ends with a reason, all others continue,
+and threads, processes and descriptors are released."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def made(factory=Counter, kind='threads', *, limit=1.0, num_workers=2):
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left():
-    """No thread, no process, no descriptor more than before; threads that hang are let go first."""
+    """Checks that there are no more threads, processes and descriptors than before, after releasing hanging threads."""
     NEVER.clear()
     before = set(children())
     threads, files = threading.active_count(), len(os.listdir('/proc/self/fd'))
     yield
     NEVER.set()
     while MADE:
-        MADE.pop().close()  # of a test that failed, for the sake of the others
+        MADE.pop().close()  # after a failed test, for the tests that follow
 
     def now():
         return threading.active_count(), len(os.listdir('/proc/self/fd')), set(children()) - before
@@ -83,7 +83,7 @@ def texts(answers):
 
 @pytest.mark.parametrize('factory', [Counter, Awaited])
 @pytest.mark.parametrize('kind', KINDS)
-def test_episodes_go_side_by_side(kind, factory):
+def test_episodes_run_concurrently(kind, factory):
     runner, keys = made(factory, kind, limit=20), (1, 2, 3)
     for key in keys:
         runner.start(key, key, {})
@@ -98,7 +98,7 @@ def test_episodes_go_side_by_side(kind, factory):
 
 
 @pytest.mark.parametrize('kind', KINDS)
-def test_what_raises_and_what_is_nonsense_ends_one_episode(kind):
+def test_errors_and_invalid_results_end_one_episode(kind):
     runner = made(Counter, kind, limit=20, num_workers=1)
     runner.start('other', 7, {})
     expected = {
@@ -143,7 +143,7 @@ def test_a_step_that_hangs_ends_one_episode(factory, kind, verb):
     assert failure.seconds >= 1.0
     runner.forget('hangs')
     runner.act('other', 'c')
-    # moved, or built again from its seed and responses
+    # moved, or rebuilt from its seed and responses
     assert [*begun, runner.result('other').observation] == ['at 700\n', 'at 701 a\n', 'at 702 b\n', 'at 703 c\n']
     assert len(runner.hung) == (1 if kind == 'threads' else 0)
     runner.close()
@@ -170,7 +170,7 @@ def test_a_coroutine_over_its_limit_is_cancelled_and_costs_no_worker(kind, monke
     assert not runner.hung
     runner.act('other', 'b')
     assert isinstance(runner.result('other'), Step)
-    # One that will not be cancelled costs its loop, and the other is built again in a new one.
+    # A coroutine that ignores its cancellation loses its loop, and the other environment is rebuilt in a new one.
     assert play(runner, 'clings', 'do:cling')[-1].reason == 'timeout'
     runner.act('other', 'c')
     assert runner.result('other').observation == 'at 703 c\n'
@@ -188,7 +188,7 @@ def test_a_process_that_dies_ends_one_episode(verb, how):
     runner.close()
 
 
-def test_one_that_answers_differently_when_it_is_built_again_is_named():
+def test_an_environment_that_differs_when_rebuilt_is_reported():
     runner = made(Moody, 'processes', limit=20, num_workers=1)
     first = play(runner, 'other', 'a')[1].observation.strip()
     play(runner, 'dies', 'do:die')
@@ -293,10 +293,10 @@ def test_a_module_that_a_worker_cannot_import(tmp_path, monkeypatch):
     runner = made(find_environment(f'{file}:Tools'), 'processes', limit=20)
     assert play(runner, 0)[0].observation == 'use them', 'a file that was named by its path, within what adapts it'
     runner.close()
-    for source, told in (('raise RuntimeError("not twice")', 'not twice'), ('import os; os._exit(5)', 'exit code 5')):
+    for source, why in (('raise RuntimeError("not twice")', 'not twice'), ('import os; os._exit(5)', 'exit code 5')):
         file.write_text(f'{source}\n')
         runner.start(0, 1, {})
-        with pytest.raises(runner_module.WorkerError, match=f'cannot import it: .*{told}.*module that can be imported'):
+        with pytest.raises(runner_module.WorkerError, match=f'cannot import it: .*{why}.*module that can be imported'):
             runner.result(0)
         runner.close()
 

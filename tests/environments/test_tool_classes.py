@@ -1,4 +1,4 @@
-"""Classes with tools, as TRL's `environment_factory` takes them: TRL's own tool loop says what is right."""
+"""Classes with tools for TRL's `environment_factory`, compared with TRL's own tool loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from chatgpt.types import Prompt
 TRL = json.loads(Path(__file__).with_name('trl_tools.json').read_text())
 
 
-def asked(messages=QUESTION, **columns):
+def question(messages=QUESTION, **columns):
     return Prompt(ids=torch.tensor([1]), text='', messages=messages, columns=columns)
 
 
@@ -48,8 +48,8 @@ def test_episodes_are_those_of_trls_tool_loop(name):
         seen.extend(completions[0])
         return [0.5]
 
-    sample, tokenizer = episode(ToolFactory(Shop, [look]), turns, asked(**columns))
-    # what transformers calls a bare `list` in a tool's schema: object in 5.17, array in 5.23 and in TRL's
+    sample, tokenizer = episode(ToolFactory(Shop, [look]), turns, question(**columns))
+    # transformers' type of a bare `list` in a tool's schema: object in 5.17, array in 5.23 and in TRL's
     kind = get_json_schema(Shop.look)['function']['return']['type']
     assert tokenizer.decode(sample.prompt_ids) == theirs['prompt'].replace('"array"', f'"{kind}"')
     assert sample.response_ids.tolist() == theirs['completion_ids']
@@ -60,7 +60,7 @@ def test_episodes_are_those_of_trls_tool_loop(name):
     for ours, message in zip(seen, theirs['messages'], strict=True):
         if 'tool_calls' in message or ours['role'] == 'tool':
             assert {k: v for k, v in ours.items() if k not in ('tool_call_id', 'id')} == message
-        else:  # of what cannot be read as calls, TRL keeps less of the text
+        else:  # TRL keeps less of a text that cannot be parsed as calls
             assert ours['role'] == 'assistant' and 'tool_calls' not in ours
 
 
@@ -72,7 +72,7 @@ class Seeded(Increment):
 
 @pytest.mark.parametrize('environment', [Seeded, Increment])
 def test_a_class_that_draws_its_task_draws_it_from_the_seed(environment):
-    """Then the samples of a group have one task, and again in another run; from the global numbers they have not."""
+    """The samples of a group then have the same task, also in another run; with the global generator they do not."""
     tokenizer = chat_tokenizer('qwen2.5')
     random.seed(7)
     turn = (tokenizer(call('increment', '{"step": 2}') + '<|im_end|>')['input_ids'], 'eos')
@@ -94,8 +94,8 @@ def test_a_class_that_draws_its_task_draws_it_from_the_seed(environment):
         warnings.simplefilter('always')
         engine.openings([NOTHING] * 2, seed=3, groups=range(2))
     engine.close()
-    told = any('Increment begins in two ways with one seed' in str(w.message) for w in caught)
-    assert told == (environment is Increment)
+    warned = any('Increment begins in two ways with one seed' in str(w.message) for w in caught)
+    assert warned == (environment is Increment)
 
 
 class Paid:
@@ -120,27 +120,27 @@ class Paid:
     ('settings', 'sampling', 'end'), [({'max_turns': 2}, {}, 'turns'), ({}, {'max_new_tokens': 160}, 'tokens')]
 )
 def test_an_episode_that_is_cut_off_has_its_reward(settings, sampling, end):
-    asked_for = []
+    calls = []
 
     class Counted(Shop):
         def get_reward(self):
-            asked_for.append(self)
+            calls.append(self)
             return super().get_reward()
 
     turns = [call('buy', '{"item": "a"}')] * 5
-    sample, _ = episode(Counted, turns, asked(), settings=EnvironmentSettings(**settings), **sampling)
+    sample, _ = episode(Counted, turns, question(), settings=EnvironmentSettings(**settings), **sampling)
     assert sample.episode.end == end and len(sample.episode.turns) == 2
     assert [t.rewards for t in sample.episode.turns] == [{}, {'reward': 2 + 0.04}], 'two things for 3 each, of 10'
-    assert len(asked_for) == 1, 'once an episode'
+    assert len(calls) == 1, 'once an episode'
 
 
 def test_an_answer_that_runs_out_of_tokens_is_no_end():
-    sample, _ = episode(Shop, ['I would rather not say so much about it'], asked(), max_new_tokens=9)
+    sample, _ = episode(Shop, ['I would rather not say so much about it'], question(), max_new_tokens=9)
     assert (sample.episode.end, sample.ended) == ('truncated', False)
     assert sample.episode.turns[0].rewards == {'reward': 0.1}
 
 
-def test_objects_are_used_again():
+def test_objects_are_reused():
     Shop.made = 0
     factory = ToolFactory(Shop)
 
@@ -161,7 +161,7 @@ def test_objects_are_used_again():
             raise RuntimeError('no money')
 
     factory = ToolFactory(Broken)
-    sample, _ = episode(factory, ['no'], asked())
+    sample, _ = episode(factory, ['no'], question())
     assert (sample.episode.end, sample.episode.turns[-1].rewards) == ('error', {})
     assert 'no money' in sample.episode.message and not factory._free
 
@@ -174,7 +174,7 @@ def test_trls_reward_functions_see_the_environment():
     async def nothing(**columns):
         return [None]
 
-    sample, _ = episode(ToolFactory(Shop, [left, nothing]), [call('buy', '{"item": "a"}'), 'ok'], asked(budget=6))
+    sample, _ = episode(ToolFactory(Shop, [left, nothing]), [call('buy', '{"item": "a"}'), 'ok'], question(budget=6))
     assert sample.episode.turns[-1].rewards == {'Shop': 1.03, 'left': 3.0}
 
 
@@ -191,7 +191,7 @@ def test_a_reset_with_few_columns_and_an_image():
         def get_reward(self):
             return self.target
 
-    sample, tokenizer = episode(Few, [call('look', '{}'), 'ok'], asked(target=4))
+    sample, tokenizer = episode(Few, [call('look', '{}'), 'ok'], question(target=4))
     assert 'Go shopping. Go on.' in tokenizer.decode(sample.prompt_ids)
     assert "{'error': 'a result of type image cannot be shown'}" in tokenizer.decode(sample.response_ids)
     assert sample.episode.turns[-1].rewards == {'reward': 4.0}
@@ -233,7 +233,7 @@ def untyped(self, x):
 def test_mistakes_are_named_before_any_work(make, words):
     with pytest.raises(ValueError, match=words):
         ToolFactory(make)
-    if hasattr(make, 'do'):  # nothing shows that the others are classes with tools
+    if hasattr(make, 'do'):  # the others are not recognised as classes with tools
         with pytest.raises(ValueError, match=words):
             find_environment(make)
 
@@ -259,10 +259,10 @@ def test_a_trainer_takes_the_class():
             return super().reset(budget)
 
     ppo(Budget, rows)
-    # The two samples of a prompt have one seed.
+    # The two samples of a prompt have the same seed.
     assert len(seen) == 4 and len({seed for *_, seed in seen}) == 2
-    asked = [(4, QUESTION), (5, [{'role': 'user', 'content': 'Buy tea.'}])]
-    assert sorted((row[:2] for row in seen), key=str) == sorted(2 * asked, key=str)
+    rows = [(4, QUESTION), (5, [{'role': 'user', 'content': 'Buy tea.'}])]
+    assert sorted((row[:2] for row in seen), key=str) == sorted(2 * rows, key=str)
 
     class Free:
         def reset(self, **columns):

@@ -1,5 +1,4 @@
-"""Classes with tools in the shape that TRL's pages give to `environment_factory`, and turns that a model might write
-to them."""
+"""Classes with tools in the form of TRL's documentation of `environment_factory`, and possible turns of a model."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import random
 
 
 class Increment:
-    """Draws its task when it is reset, from the global random numbers."""
+    """Draws its task in `reset` from the global generator."""
 
     def reset(self, **kwargs) -> str | None:
         self.counter = 0
@@ -33,7 +32,7 @@ class Increment:
 
 
 class Shop:
-    """Tools of every kind: plain, coroutine functions, with defaults, that raise, that return odd things."""
+    """Tools of every kind: functions and coroutine functions, with defaults, that raise, that return unusual types."""
 
     made = 0
 
@@ -90,7 +89,7 @@ def call(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
-# name: (columns of the data row, what the model writes in each turn, without the end token)
+# name: (columns of the data row, the model's turns without the end token)
 SCRIPTS: dict[str, tuple[dict, tuple[str, ...]]] = {
     'buys and answers': ({}, (call('buy', '{"item": "tea", "price": 4}'), 'Done.')),
     'text beside a call': ({}, ('I look.\n' + call('look', '{"shelf": 2}'), call('buy', '{"item": "jam"}'), 'ok')),

@@ -1,4 +1,4 @@
-"""Short ways to write small tensors."""
+"""Short constructors of small tensors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The formulas of PPO and its relatives by hand, at their edges, and what they refuse. Slow loops with planted mistakes
-are in test_negative_controls.py."""
+"""Formulas of PPO and related methods: values by hand, edge cases, and errors. Slow loops with planted mistakes are in
+test_negative_controls.py."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def test_whitening_shifts_advantages_and_only_scales_rewards():
     x, counts = tensor(1, 2, 3, 99), bools(1, 1, 1, 0)
     assert whiten(x, counts).tolist() == pytest.approx([-1, 0, 1, 0])
     assert whiten(x, counts, shift_mean=False).tolist() == pytest.approx([1, 2, 3, 0])
-    # Negative control: whitening that includes padding gives other numbers.
+    # Negative control: whitening with padding included.
     assert whiten(x, bools(1, 1, 1, 1)).tolist()[:3] != pytest.approx([-1, 0, 1])
 
 
-def test_nothing_that_counts_divides_by_nothing():
+def test_no_tokens_that_count_give_zeros():
     x, mask = tensor(1, 2), bools(0, 0)
     assert masked_mean(x, mask).item() == 0 and torch.isfinite(whiten(x, mask)).all()
     assert whiten(tensor(5.0), bools(1)).item() == 0
@@ -121,7 +121,7 @@ def test_chunks_keep_the_callers_autocast():
     with torch.autocast('cpu', dtype=torch.bfloat16):
         whole, _ = chunked_logprobs(hidden, head, ids, chunk_size=6)
         pieces, _ = chunked_logprobs(hidden, head, ids, chunk_size=2)
-    pieces.sum().backward()  # a chunk is computed again, outside of the context
+    pieces.sum().backward()  # recomputes a chunk outside of the context
     assert whole.dtype == torch.float32 and torch.allclose(whole, pieces)
     assert head.weight.grad.abs().sum() > 0
 
@@ -147,7 +147,7 @@ def test_wrong_arguments_of_logprobs_are_refused():
 
 
 def test_an_importance_weighted_estimator_has_the_gradient_of_the_kl_wherever_its_tokens_come_from():
-    """Exact expectations over three tokens, drawn from the policy itself and from another."""
+    """Exact expectations over three tokens, sampled from the policy and from another distribution."""
     logits, ref = tensor(0.3, -0.2, 0.9), tensor(-0.5, 0.4, 0.1).log_softmax(-1)
     want = logits.clone().requires_grad_()
     value = kl_full(want, ref)
@@ -160,7 +160,7 @@ def test_an_importance_weighted_estimator_has_the_gradient_of_the_kl_wherever_it
             expected.backward()
             assert expected.item() == pytest.approx(value.item())
             assert torch.allclose(x.grad, want.grad)
-    # Negative controls: no weight, a weight without gradient, the ratio upside down.
+    # Negative controls: no weight, a weight without gradient, the inverse ratio.
     for weigh in (
         lambda k, new, old: k,
         lambda k, new, old: k * (new - old).exp().detach(),
@@ -175,7 +175,7 @@ def test_an_importance_weighted_estimator_has_the_gradient_of_the_kl_wherever_it
 def test_k3_keeps_its_digits_near_the_reference_in_fp32():
     got = ppo.kl_penalty(torch.tensor([-1.0]), torch.tensor([-1.0 + 2**-12]), 'k3').item()
     assert got == pytest.approx(0.5 * 2**-24 + 2**-36 / 6, rel=1e-2)
-    # Negative control: r − 1 from exp has no digit left of it.
+    # Negative control: r − 1 from exp has lost all digits.
     log_r = torch.tensor([2.0**-12])
     assert (log_r.exp() - 1 - log_r).item() != pytest.approx(got, rel=0.1)
 
@@ -202,7 +202,7 @@ def test_masked_moments_ignore_what_does_not_count_even_when_it_is_not_finite():
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the most elements of any floating-point tensor made."""
+    """Records the largest number of elements of any new floating-point tensor."""
 
     largest = 0
 
@@ -247,7 +247,7 @@ def test_kl_estimators_by_hand():
     assert ppo.kl_penalty(logprobs, ref, 'k2').item() == 0.125
     assert ppo.kl_penalty(logprobs, ref, 'k3').item() == pytest.approx(math.exp(-0.5) - 1 + 0.5)
     assert ppo.kl_penalty(logprobs, ref, 'abs').item() == 0.5
-    # Negative control: the flipped direction.
+    # Negative control: the other direction.
     assert ppo.kl_penalty(ref, logprobs, 'k1').item() == -0.5
     barred = kl_full(tensor(0.5, 0.5, 0.0).log(), tensor(0.25, 0.75, 0.0).log())
     assert barred.item() == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3))
@@ -297,7 +297,7 @@ def test_gae_equals_the_sum_of_the_definition_with_and_without_masks():
     assert wrong[2].tolist() != pytest.approx(right[2].tolist())
 
 
-def test_gae_of_a_sequence_does_not_depend_on_its_company_to_the_bit():
+def test_gae_of_a_sequence_does_not_depend_on_others_to_the_bit():
     r, v = [torch.randn(5), torch.randn(9)], [torch.randn(5), torch.randn(9)]
     m = all_count(r)
     alone, together = ppo.gae(r[:1], v[:1], m[:1])[0][0], ppo.gae(r, v, m)[0][0]
@@ -305,7 +305,7 @@ def test_gae_of_a_sequence_does_not_depend_on_its_company_to_the_bit():
 
 
 def test_results_own_their_memory():
-    """Records outlive the padded work; a view would keep all of it alive."""
+    """Records outlive the padded tensors; a view would keep these alive."""
     rewards = [tensor(1.0), tensor(1, 2, 3)]
     advantages, returns = ppo.gae(rewards, [tensor(0.0), tensor(0, 0, 0)], all_count(rewards))
     assert advantages[0].untyped_storage().nbytes() == returns[0].untyped_storage().nbytes() == 8
@@ -352,7 +352,7 @@ def test_lists_that_do_not_fit_are_refused():
 @pytest.mark.parametrize('mode', ['token', 'sequence', 'sequence_sum'])
 def test_shares_of_micro_batches_add_up_to_the_loss_of_the_batch(mode):
     torch.manual_seed(0)
-    lengths, mask = [3, 1, 4, 2], bools(1, 1, 0, 1, 0, 1, 1, 1, 0, 0)  # nothing counts in the last sequence
+    lengths, mask = [3, 1, 4, 2], bools(1, 1, 0, 1, 0, 1, 1, 1, 0, 0)  # no token of the last sequence counts
     loss = torch.randn(10, dtype=F64)
     rows = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
     total = ppo.aggregation_count(mask, rows, 4, mode, constant_length=8)
@@ -380,8 +380,7 @@ def test_an_exploding_kl_of_a_token_that_does_not_count_leaves_gradients_finite(
     assert torch.isfinite(penalty).all()
     masked_sum(penalty, bools(1, 0, 0)).backward()
     assert new.grad.tolist() == pytest.approx([1 - math.exp(0.5), 0.0, 0.0])
-    # A token far less likely under the reference than under the policy is no such case: value and gradient are the
-    # formula's.
+    # A token much less likely under the reference than under the policy is not clamped: value and gradient are exact.
     likely = torch.tensor([-0.5]).requires_grad_()
     far = ppo.kl_penalty(likely, torch.tensor([-300.0]), 'k3')
     far.sum().backward()
@@ -395,7 +394,7 @@ def test_the_gradient_of_gspo_goes_through_the_sequences_mean():
     ratios = [math.exp((0.1 - 0.3) / 2), math.exp(0.2)]
     loss = gspo_policy_loss(new, old, advantages, mask, rows, 2, eps_low=0.5, eps_high=0.5)
     ppo.aggregate(loss, mask, rows, 2, 'sequence', 2).backward()
-    # Each of the two tokens moves the sequence's ratio by half.
+    # Each of the two tokens has half of the gradient of the sequence's ratio.
     assert new.grad.tolist() == pytest.approx([-ratios[0] / 2, -ratios[0] / 2, 0, ratios[1] / 2])
 
 

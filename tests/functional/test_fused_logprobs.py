@@ -1,5 +1,5 @@
-"""Log-probs by blocks of the vocabulary against slow loops and the path by rows; an entropy that is a metric keeps
-nothing."""
+"""Log-probs by blocks of the vocabulary against slow loops and the computation by rows; a detached entropy saves
+nothing for the backward pass."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_numbers_are_those_of_a_slow_loop(block_size, temperature, trained):
         assert entropy.tolist() == pytest.approx(want_entropy, abs=1e-12)
         assert logprobs.requires_grad and entropy.requires_grad is (with_entropy is True)
     shifted, _ = fused_logprobs(hidden, head.weight, head.bias, (ids + 1) % VOCAB, block_size=block_size)
-    assert shifted.tolist() != pytest.approx(want, abs=1e-3)  # negative control: the neighbours' log-probs
+    assert shifted.tolist() != pytest.approx(want, abs=1e-3)  # negative control: log-probs of shifted ids
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_autocast_computes_in_its_dtype_and_agrees_with_the_path_by_rows(trained
     for plain, ours in zip(*found, strict=True):
         assert ours.dtype == plain.dtype == torch.float32
         assert (plain - ours).abs().max() <= 0.02 * plain.abs().max().clamp_min(1)
-    assert not torch.equal(found[0][0], chunked_logprobs(hidden, head, ids)[0])  # it was in 16 bits
+    assert not torch.equal(found[0][0], chunked_logprobs(hidden, head, ids)[0])  # 16 bits differ from fp32
 
 
 def test_a_whole_block_of_masked_logits_is_no_nan():
@@ -100,7 +100,7 @@ def test_a_whole_block_of_masked_logits_is_no_nan():
 
 
 def kept(act):
-    """Numbers that autograd keeps for the backward pass of `act`, other than leaves."""
+    """Counts elements that autograd saves for the backward pass of `act`, without leaves."""
     total = 0
 
     def pack(x):
@@ -119,8 +119,8 @@ def test_what_is_kept_does_not_grow_with_the_vocabulary():
     assert trained == 3 * N  # ids, log-sum-exp, entropy
     head.requires_grad_(False)
     frozen = kept(lambda: fused_logprobs(hidden, head.weight, head.bias, ids, with_entropy='detached', block_size=7))
-    assert frozen == N * WIDTH  # one row for each token, and no product is left to do
-    assert kept(lambda: chunked_logprobs(hidden, head, ids)) >= N * VOCAB  # by rows, where one chunk holds all
+    assert frozen == N * WIDTH  # the gradient of the states: backward needs no matrix product
+    assert kept(lambda: chunked_logprobs(hidden, head, ids)) >= N * VOCAB  # by rows, in one chunk
 
 
 def test_no_tokens():

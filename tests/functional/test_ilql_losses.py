@@ -17,10 +17,10 @@ def test_successor_is_the_next_token_that_counts_of_the_same_sequence():
     rows = torch.tensor([0, 0, 0, 1, 1, 2])
     everything = torch.ones(6, dtype=torch.bool)
     assert next_values(values, everything, rows).tolist() == [2, 3, 0, 5, 0, 0]
-    # The middle token of sequence 0 is no step: the successor of the first is the third.
+    # The middle token of sequence 0 is not a step: the successor of the first is the third.
     mask = torch.tensor([True, False, True, True, True, False])
     assert next_values(values, mask, rows).tolist() == [3, 0, 0, 5, 0, 0]
-    # Negative control: a shift that ignores where sequences end.
+    # Negative control: a shift that ignores the ends of sequences.
     assert torch.roll(values, -1).tolist()[:5] != next_values(values, everything, rows).tolist()[:5]
     assert next_values(values, torch.zeros(6, dtype=torch.bool), rows).tolist() == [0] * 6
 
@@ -40,7 +40,7 @@ def test_td_loss_by_hand_with_a_constant_target():
 def test_expectile_loss_by_hand():
     v, q = tensor(0.0, 0.0), tensor(2.0, -3.0).requires_grad_()
     assert expectile_value_loss(v, q, tau=0.8).tolist() == pytest.approx([0.8 * 4, 0.2 * 9])
-    # Negative control: arguments swapped weights the wrong side.
+    # Negative control: swapped arguments.
     assert expectile_value_loss(q, v, tau=0.8).tolist() == pytest.approx([0.2 * 4, 0.8 * 9])
     value = tensor(1.0).requires_grad_()
     expectile_value_loss(value, q[:1], tau=0.8).sum().backward()
@@ -86,7 +86,7 @@ def test_decoding_logits_shift_the_policy_by_advantage():
     logits = tensor(0.0, math.log(3.0))[None]  # probabilities 1/4 and 3/4
     got = ilql_logits(logits, tensor(5.0, 1.0)[None], tensor(2.0), beta=0.5)
     assert got[0].tolist() == pytest.approx([math.log(0.25) + 1.5, math.log(0.75) - 0.5])
-    # β = 0 is the policy; a large β is greedy on Q even where the policy prefers the other token.
+    # β = 0 is the policy; a large β is greedy on Q although the policy prefers the other token.
     assert ilql_logits(logits, tensor(3.0, 1.0)[None], tensor(2.0), beta=0.0).argmax().item() == 1
     assert ilql_logits(logits, tensor(3.0, 1.0)[None], tensor(2.0), beta=100.0).argmax().item() == 0
 

@@ -1,7 +1,7 @@
 """Slow float64 loops of the estimators and losses of PPO's family, each with negative controls: the same loop with one
 planted mistake.
 
-Our function must equal the loop and differ from every negative control, so a mistake of that sort in it would be seen.
+Our function must equal the loop and differ from every negative control, so the test detects such mistakes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def flat(parts: Sequence[torch.Tensor]) -> Numbers:
 
 
 def holds(ours: Numbers, slow: Callable[..., Numbers], *mistakes: str) -> None:
-    """Ours is the slow loop's result, and not what the loop gives with any of its planted mistakes."""
+    """Asserts that our result equals the slow loop's, and differs from the loop's with each planted mistake."""
     assert ours == pytest.approx(slow(), rel=1e-12, abs=1e-12)
     for mistake in mistakes:
         assert ours != pytest.approx(slow(mistake), rel=1e-6, abs=1e-9), f'the mistake {mistake!r} is not seen'
@@ -84,7 +84,7 @@ def test_token_rewards():
 
 
 def slow_returns(rewards: Numbers, counts: Sequence[bool], gamma: float) -> Numbers:
-    """Σ_k γ^k r over the tokens that count, from each of them on."""
+    """Returns Σ_k γ^k r from each token that counts, over those that count."""
     out = []
     for t in range(len(rewards)):
         rest = [rewards[k] for k in range(t, len(rewards)) if counts[k]]
@@ -170,7 +170,7 @@ def test_gdpo():
         return [(a - (0.0 if mistake == 'mean kept' else mean(got))) / (std + 1e-4) for a in got]
 
     holds(estimators.normalised(ours).tolist(), batch, 'biased std')
-    shifted = estimators.normalised(ours + 3.0)  # group means are 0, so only a shift shows that the mean is taken off
+    shifted = estimators.normalised(ours + 3.0)  # group means are 0, so only a shift tests that the mean is subtracted
     assert shifted.tolist() == pytest.approx(batch())
     assert estimators.normalised(f64([4.0])).tolist() == [0.0]
 

@@ -79,7 +79,7 @@ def test_orpo_equals_the_definition_by_probabilities():
 
     expected = [-c - 0.3 * math.log(sigmoid(log_odds(c) - log_odds(r))) for c, r in zip(chosen, rejected, strict=True)]
     assert preference.orpo_loss(tensor(*chosen), tensor(*rejected), weight=0.3).tolist() == pytest.approx(expected)
-    # Negative control: log-probs in place of log-odds.
+    # Negative control: log-probs instead of log-odds.
     wrong = [-c - 0.3 * math.log(sigmoid(c - r)) for c, r in zip(chosen, rejected, strict=True)]
     assert wrong[:2] != pytest.approx(expected[:2])
 
@@ -122,12 +122,12 @@ def test_both_forms_equal_the_slow_formula():
     slow = [math.log(1 + math.exp(r - c)) for c, r in zip(BETTER, WORSE, strict=True)]
     assert pairwise_log_sigmoid_loss(tensor(*BETTER), tensor(*WORSE)).tolist() == pytest.approx(slow)
     assert pairwise_log_exp_loss(tensor(*BETTER), tensor(*WORSE)).tolist() == pytest.approx(slow)
-    # Negative control: the pair the wrong way round.
+    # Negative control: the pair swapped.
     assert pairwise_log_sigmoid_loss(tensor(*WORSE), tensor(*BETTER)).tolist() != pytest.approx(slow)
     assert pairwise_log_exp_loss(tensor(*WORSE), tensor(*BETTER)).tolist() != pytest.approx(slow)
 
 
-def test_margin_asks_for_more_difference():
+def test_margin_requires_a_larger_difference():
     slow = [-math.log(1 / (1 + math.exp(-(c - r - 0.7)))) for c, r in zip(BETTER, WORSE, strict=True)]
     assert pairwise_log_sigmoid_loss(tensor(*BETTER), tensor(*WORSE), 0.7).tolist() == pytest.approx(slow)
     assert pairwise_log_sigmoid_loss(tensor(*BETTER), tensor(*WORSE), tensor(0.7, 0.7, 0.7)).tolist() == pytest.approx(
@@ -143,7 +143,7 @@ def test_scores_far_apart_give_neither_nan_nor_infinity(loss):
     value.sum().backward()
     assert value.tolist() == pytest.approx([0.0, 1000.0])
     assert chosen.grad.tolist() == pytest.approx([0.0, -1.0])
-    # Negative control: the logarithm of a sigmoid, written out, does not survive this.
+    # Negative control: log(sigmoid(x)) overflows.
     assert not torch.isfinite(-torch.log(torch.sigmoid(torch.tensor(-1000.0))))
 
 
@@ -160,10 +160,10 @@ def test_all_pairs_of_a_prompt_with_weights_that_sum_to_one():
     assert dict(zip(got, pairs.weights.tolist(), strict=True)) == pytest.approx(
         {(2, 0): 1 / 3, (2, 3): 1 / 3, (0, 3): 1 / 3, (1, 4): 1.0}
     )
-    # Negative control: higher rank taken as better.
+    # Negative control: a higher rank as the better one.
     assert set(zip(pairs.worse.tolist(), pairs.better.tolist(), strict=True)) != slow
 
 
-def test_ties_and_lonely_answers_make_no_pair():
+def test_ties_and_single_responses_make_no_pair():
     pairs = ranked_pairs(torch.tensor([0, 0, 1]), torch.tensor([1, 1, 0]))
     assert len(pairs.better) == len(pairs.worse) == len(pairs.weights) == 0

@@ -1,5 +1,5 @@
-"""GAE over turns, a λ of the critic's own and a λ that follows length: numbers by hand, slow float64 loops, and what
-must not be seen."""
+"""GAE over turns, a separate λ of the critic and a λ by length: values by hand, slow float64 loops, and independence of
+masked tokens and other sequences."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def slow_turns(rewards, values, counts, turns, gamma, lam, value_lam):
 
 
 def episodes(generator: torch.Generator) -> tuple[list, list, list, list]:
-    """Four responses: three turns with observations, one turn, turns that touch, one whose first turn does not
-    count."""
+    """Returns four responses: three turns with observations, one turn, adjacent turns, and one with a masked first
+    turn."""
     masks = [bools(1, 1, 0, 0, 1, 0, 1, 1, 1), bools(1, 1, 1), bools(1, 1, 1, 1), bools(0, 0, 0, 1, 1)]
     turns = [ints(0, 0, -1, -1, 1, -1, 2, 2, 2), ints(0, 0, 0), ints(0, 0, 1, 1), ints(0, 0, -1, 1, 1)]
     rewards = [torch.randn(len(m), generator=generator, dtype=F64) for m in masks]
@@ -56,7 +56,7 @@ def test_turns_equal_the_sum_of_the_definition():
         a, r = slow_turns(*(x[i].tolist() for x in (rewards, values, masks, turns)), 0.9, 0.8, 0.97)
         assert advantages[i].tolist() == pytest.approx(a)
         assert returns[i].tolist() == pytest.approx(r)
-    # Negative controls: values that are shifted by a token, a mask without a turn's last token.
+    # Negative controls: values shifted by a token, a mask without a turn's last token.
     for wrong_values, wrong_masks in (([v.roll(1) for v in values], masks), (values, [m & m.roll(-1) for m in masks])):
         wrong = gae_over_turns(rewards, wrong_values, wrong_masks, turns, gamma=0.9, lam=0.8)[0][0]
         assert wrong[0].item() != pytest.approx(advantages[0][0].item())
@@ -78,7 +78,7 @@ def test_observations_are_never_read(garbage):
             assert all(torch.equal(a, b) for a, b in zip(clean, seen, strict=True))
 
 
-def test_a_response_does_not_depend_on_its_company_or_order_to_the_bit():
+def test_a_response_does_not_depend_on_others_or_their_order_to_the_bit():
     rewards, values, masks, turns = episodes(torch.Generator().manual_seed(4))
     lists = [[x.float() for x in rewards], [x.float() for x in values], masks, turns]
     together = gae_over_turns(*lists, gamma=0.9, lam=[0.5, 0.6, 0.7, 0.8], value_lam=0.9)
@@ -106,7 +106,7 @@ def test_the_critic_may_have_a_lambda_of_its_own():
     assert advantages[0].tolist() == gae(r, v, all_count(r), gamma=0.9, lam=0.2)[0][0].tolist()
     # λ = 1: discounted sums of rewards, the values cancel. 1 + 0.81 · 2, 0.9 · 2, 2
     assert returns[0].tolist() == pytest.approx([2.62, 1.8, 2.0])
-    # Negative control: targets of the policy's λ hold the critic's own values.
+    # Negative control: targets with the policy's λ depend on the critic's values.
     assert gae(r, v, all_count(r), gamma=0.9, lam=0.2)[1][0].tolist() != pytest.approx([2.62, 1.8, 2.0])
 
 
@@ -120,7 +120,7 @@ def test_a_lambda_that_follows_length():
         a, ret = gae(r[i : i + 1], v[i : i + 1], m[i : i + 1], gamma=0.9, lam=lam)
         assert advantages[i].tolist() == pytest.approx(a[0].tolist())
         assert returns[i].tolist() == pytest.approx(ret[0].tolist())
-    # Negative control: exchanged lengths.
+    # Negative control: swapped lengths.
     assert gae(r, v, m, gamma=0.9, lam=[0.5, 0.0])[0][1].tolist() != pytest.approx(advantages[1].tolist())
 
 

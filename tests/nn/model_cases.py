@@ -1,4 +1,4 @@
-"""What several tests of models need: sizes of small configs, drawn sequences, comparisons, and the two ways to load a
+"""Helpers of several tests of models: sizes of small configs, random sequences, comparisons, and two ways to load a
 folder."""
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ SIZES: dict[str, Any] = {
     'bos_token_id': 1,
     'eos_token_id': 2,
 }
-"""fields that most configs of transformers have"""
+"""fields of most transformers configs"""
 IDS = torch.tensor([[5, 9, 3, 17, 40], [8, 8, 21, 2, 33]])
 
 
 def sequences(lengths: Any = ((1, 1), (3, 2), (2, 7)), seed: int = 0, high: int = 60) -> list[Sequence]:
-    """Of (prompt, response) lengths, ids drawn from [4, high); every token of a response counts."""
+    """Returns sequences of (prompt, response) lengths with random ids in [4, high); every response token counts."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(n: int) -> Tensor:
@@ -51,7 +51,7 @@ OTHERS = {
 
 
 def model_of(config: Any) -> Any:
-    """Of a config, the name of one of `OTHERS`, or a tiny family's."""
+    """Returns the model of a config, of a name in `OTHERS`, or of a tiny family."""
     if isinstance(config, str) and config not in OTHERS:
         return tiny_causal_lm(config)
     torch.manual_seed(0)
@@ -59,7 +59,7 @@ def model_of(config: Any) -> Any:
 
 
 def deberta_config(**kw: Any) -> DebertaV2Config:
-    """Of a small encoder."""
+    """Returns the config of a small encoder."""
     sizes = SIZES | {'hidden_size': 16, 'num_attention_heads': 2, 'intermediate_size': 32, 'initializer_range': 0.3}
     kinds = {'relative_attention': True, 'pos_att_type': ['p2c', 'c2p'], 'position_buckets': 8, 'share_att_key': True}
     drops = {'hidden_dropout_prob': 0.0, 'attention_probs_dropout_prob': 0.0}
@@ -72,7 +72,7 @@ def logits(model: nn.Module) -> Tensor:
 
 
 def disturb(model: nn.Module, scale: float = 0.3) -> None:
-    """Give everything that is trainable other values, as training would."""
+    """Changes all trainable parameters, as training does."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,5 +1,5 @@
-"""Cases for liger-kernel, without a generator, so that they are the same everywhere. As a script: records what it
-computes for them in `liger_golden.json`.
+"""Deterministic cases for liger-kernel, without a random generator. As a script: records its results in
+`liger_golden.json`.
 
 TRITON_INTERPRET=1 python tests/nn/record_liger.py      # with liger-kernel and triton installed
 """
@@ -17,7 +17,7 @@ from chatgpt.nn.head_kernels import liger_logprobs
 
 
 def golden_case(temperature, bias, trained):
-    """The numbers that `liger_golden.json` was recorded from; no generator, so that they are the same everywhere."""
+    """Returns the inputs of `liger_golden.json`, the same on every machine."""
     head = nn.Linear(8, 50, bias=bias)
     with torch.no_grad():
         head.weight.copy_(torch.sin(torch.arange(400.0)).view(50, 8))

@@ -26,8 +26,8 @@ def sequences(lengths=LENGTHS, seed=0, high=60):
 
 
 def slow_logprobs(model, seqs, temperature=1.0, shift=0):
-    """log-probs and entropies, one token after another, from unpadded forwards in float64. `shift=1` reads one state
-    too late."""
+    """Computes log-probs and entropies token by token, from unpadded forwards in float64. `shift=1` uses the next
+    state."""
     model = copy.deepcopy(model).double().eval()
     logprobs, entropies = [], []
     for s in seqs:
@@ -56,7 +56,7 @@ def test_logprobs_and_entropy_are_those_of_the_models_own_logits(family):
     assert out.logprobs.shape == (sum(a for _, a in LENGTHS),) and out.logprobs.dtype == torch.float32
     assert close(out.logprobs, logprobs) and close(out.entropy, entropies)
     assert out.values is None and out.logits is None
-    # Negative controls: the wrong temperature, a state too late.
+    # Negative controls: the wrong temperature, the next state.
     assert not close(out.logprobs, slow_logprobs(model, seqs, 1.0)[0], 1e-2)
     assert not close(out.logprobs, slow_logprobs(model, seqs, 0.7, shift=1)[0], 1e-2)
 
@@ -85,7 +85,7 @@ def test_left_padding_and_a_cache_give_the_same_states(family):
     for a, b in ((0, 5), (5, 6), (6, 8)):
         part = actor.trunk(ids[:, a:b], position_ids=torch.arange(a, b)[None], past_key_values=cache)
         assert close(part, plain[:, a:b], 1e-5)
-    if family in ('gpt2', 'opt'):  # the others know only distances between positions
+    if family in ('gpt2', 'opt'):  # the others use only distances between positions
         wrong = actor.trunk(left, position_ids=torch.arange(12)[None], attention_mask=mask)[:, 4:]
         assert not close(wrong, plain, 1e-2)
 
@@ -129,7 +129,7 @@ def test_models_whose_head_is_more_than_a_matrix(make, linear, monkeypatch):
     monkeypatch.setattr('chatgpt.functional.logprobs.CHUNK_ELEMENTS_CPU', 3 * 64)  # three rows at a time
     assert close(actor(collate(seqs), temperature=0.8).logprobs, want)
     if not linear:
-        actor._linear_head = True  # negative control: the matrix alone
+        actor._linear_head = True  # negative control: only the matrix
         assert not close(actor(collate(seqs), temperature=0.8).logprobs, want, 1e-2)
 
 
@@ -212,7 +212,7 @@ def test_a_saved_actor_loads_in_transformers_and_here(family, tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     weights = theirs.state_dict()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in actor.model.state_dict().items())
-    # GPT-2's GELU is another kernel here (nn/trunk.py)
+    # GPT-2's GELU has another kernel here (nn/trunk.py)
     torch.testing.assert_close(theirs(ids).logits, actor.model(ids).logits)
     batch = collate(sequences(high=259))
     assert torch.equal(Actor.from_pretrained(tmp_path).eval()(batch).logprobs, actor(batch).logprobs)
@@ -291,5 +291,5 @@ def test_function_and_gradient_are_the_plain_ones(dtype, tolerance):
     x, grad = torch.randn(7, 1000, dtype=dtype) * 3, torch.randn(7, 1000, dtype=dtype)
     for ours, plain in zip(run(FusedNewGELU(), x, grad), run(NewGELUActivation(), x, grad), strict=True):
         torch.testing.assert_close(ours, plain, atol=tolerance, rtol=tolerance)
-    exact = run(torch.nn.GELU(), x, grad)  # negative control: GELU without the approximation is told apart
+    exact = run(torch.nn.GELU(), x, grad)  # negative control: GELU without the approximation
     assert not torch.allclose(run(FusedNewGELU(), x, grad)[0], exact[0], atol=1e-5)

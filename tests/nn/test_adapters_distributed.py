@@ -1,4 +1,5 @@
-"""LoRA and hydra under FSDP2 on two gloo processes: the numbers of one, and the reference stays the initial model."""
+"""LoRA and hydra under FSDP2 on two gloo processes: same results as on one, and the reference stays the initial
+model."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from chatgpt.testing.processes import run_distributed
 
 
 class Owner(nn.Module):
-    """Its forward gives the loss and, when asked, the reference's hidden states from the same pass."""
+    """A module with a forward that returns the loss and, on request, the reference's hidden states from the same
+    pass."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -43,7 +45,7 @@ def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
-    # SGD, because Adam's first steps are signs, which amplify the last bit of a gradient near zero.
+    # SGD, because Adam's first steps are signs of gradients, which amplify rounding errors near zero.
     return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.5)
 
 
@@ -81,9 +83,9 @@ def work() -> dict[str, Any]:
     mine, results = IDS[dist.get_rank() :][:1], {}
     for kind in ('lora', 'hydra'):
         module = sharded(Owner(kind))
-        # Before any forward: FSDP2's root keeps gathered parameters after one, and those are not what is stepped.
+        # Before any forward, after which FSDP2's root keeps gathered parameters instead of the sharded ones.
         optimizer = optimizer_of(module)
-        with torch.no_grad(), off(module, kind):  # a sharded module whose very first forward is the reference's
+        with torch.no_grad(), off(module, kind):  # the first forward of the sharded module is the reference's
             initial = module(mine)[0].clone()
         train(module, optimizer, mine, kind)
         with torch.no_grad():

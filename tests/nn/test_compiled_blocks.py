@@ -1,7 +1,7 @@
-"""`compile_blocks`: the plain numbers, one graph for all layers, no new graph for another shape, names, copies, caches.
+"""`compile_blocks`: same results as eager, one graph for all layers, no new graph for another shape, names, copies,
+caches.
 
-Graphs are traced here and run as they are (backend 'eager'), which takes a second; the C++ that inductor makes of them
-is compiled in the test marked slow.
+Graphs are traced and run with the backend 'eager', which takes a second; the test marked slow compiles inductor's C++.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def test_hydra_records_its_blocks():
     torch.testing.assert_close(ours.logprobs, plain.logprobs, rtol=1e-4, atol=1e-5)
 
 
-def test_what_cannot_be_compiled_is_said(monkeypatch):
+def test_errors_of_what_cannot_be_compiled(monkeypatch):
     with pytest.raises(ValueError, match='Linear has no transformer blocks'):
         compile_blocks(nn.Linear(2, 2), backend='eager')
     monkeypatch.setattr(compiled.shutil, 'which', lambda name: None)
@@ -153,7 +153,7 @@ def test_what_cannot_be_compiled_is_said(monkeypatch):
 
 
 def under_fsdp() -> Any:
-    """Losses of steps, plain and compiled before and after `prepare`; graphs after each."""
+    """Returns losses of steps, eager and compiled before and after `prepare`, and the number of graphs after each."""
     found = []
     for compiled_when in ('never', 'before', 'after'):
         strategy = FSDPStrategy(seed=0)
@@ -180,7 +180,7 @@ def under_fsdp() -> Any:
 
 
 def test_under_fsdp():
-    """On one rank, whose modules are wrapped as on many: what takes the time is tracing."""
+    """On one rank, with modules wrapped as on many, because tracing takes most of the time."""
     ((plain, before, after),) = run_distributed(under_fsdp, 1, init_group=True)
     assert plain[1] == [0, 0] and before[1][0] == before[1][1] > 0 and after[1][0] > 0
     for ours in (before, after):

@@ -1,5 +1,5 @@
-"""Encoder-decoders as actor, critic, reward model and ILQL model, against transformers' own forward of each sequence
-alone."""
+"""Encoder-decoders as actor, critic, reward model and ILQL model, compared with transformers' own forward of each
+sequence."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def sequences() -> list[Sequence]:
     return model_cases.sequences(LENGTHS, seed=1)
 
 
-def moved(family: str, seed: int = 3) -> Any:
-    """A model whose biases, norms and position biases are no longer what they start as."""
+def perturbed(family: str, seed: int = 3) -> Any:
+    """Returns a model with biases, norms and position biases changed from their initial values."""
     model = tiny_causal_lm(family, positions=32)
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -47,8 +47,8 @@ def moved(family: str, seed: int = 3) -> Any:
 
 
 @torch.no_grad()
-def own(model: Any, family: str, sequence: Sequence) -> tuple[Tensor, Tensor]:
-    """By transformers, of one sequence alone: logits (A + 1, V) and the decoder's last states (A + 1, D)."""
+def reference_output(model: Any, family: str, sequence: Sequence) -> tuple[Tensor, Tensor]:
+    """Returns transformers' logits (A + 1, V) and the decoder's last states (A + 1, D) of one sequence."""
     begun = torch.cat([torch.tensor([START[family]]), sequence.response_ids])[None]
     out = model(input_ids=sequence.prompt_ids[None], decoder_input_ids=begun, output_hidden_states=True)
     return out.logits[0], out.decoder_hidden_states[-1][0]
@@ -57,23 +57,27 @@ def own(model: Any, family: str, sequence: Sequence) -> tuple[Tensor, Tensor]:
 @every
 @torch.no_grad()
 def test_logprobs_are_the_models_own_loss_of_each_sequence_alone(family):
-    model = moved(family)
+    model = perturbed(family)
     actor = Actor(copy.deepcopy(model)).eval()
     got = actor(collate(sequences(), pad_id=7)).logprobs.split([a for _, a in LENGTHS])
     for sequence, logprobs in zip(sequences(), got, strict=True):
         loss = model(input_ids=sequence.prompt_ids[None], labels=sequence.response_ids[None]).loss
         assert float(-logprobs.mean()) == pytest.approx(float(loss), abs=1e-5)
-        want = own(model, family, sequence)[0][:-1].log_softmax(-1).gather(1, sequence.response_ids[:, None])[:, 0]
+        want = (
+            reference_output(model, family, sequence)[0][:-1]
+            .log_softmax(-1)
+            .gather(1, sequence.response_ids[:, None])[:, 0]
+        )
         torch.testing.assert_close(logprobs, want, atol=1e-5, rtol=1e-5)
 
 
 @every
 @torch.no_grad()
 def test_values_and_scores_are_read_from_the_decoder(family):
-    model = moved(family)
+    model = perturbed(family)
     critic, reward_model = Critic(copy.deepcopy(model)).eval(), RewardModel(copy.deepcopy(model)).eval()
     values, scores = critic(collate(sequences())), reward_model(collate(sequences()))
-    states = [own(model, family, s)[1] for s in sequences()]
+    states = [reference_output(model, family, s)[1] for s in sequences()]
     want = torch.cat([critic.value_head(x[:-1])[:, 0] for x in states])
     torch.testing.assert_close(values, want, atol=1e-6, rtol=1e-4)
     want = torch.stack([reward_model.value_head(x[-1])[0] for x in states])
@@ -116,7 +120,7 @@ def test_the_parts_of_t5s_blocks_are_compiled():
 @pytest.mark.parametrize('family', ['flan-t5', 'bart'])
 @torch.no_grad()
 def test_adapters_change_nothing_when_new_and_fold_in(family):
-    actor = Actor(moved(family)).eval()
+    actor = Actor(perturbed(family)).eval()
     batch = collate(sequences())
     before = actor(batch).logprobs
     convert_to_lora(actor.model, 2)
@@ -139,7 +143,7 @@ def test_adapters_change_nothing_when_new_and_fold_in(family):
 @torch.no_grad()
 def test_exported_adapters_are_pefts(tmp_path):
     peft = pytest.importorskip('peft')
-    model = moved('flan-t5')
+    model = perturbed('flan-t5')
     model.save_pretrained(tmp_path / 'base')
     actor = AutoActor(tmp_path / 'base', lora_rank=2).eval()
     g = torch.Generator().manual_seed(5)
@@ -157,7 +161,7 @@ def test_exported_adapters_are_pefts(tmp_path):
 
 @pytest.mark.parametrize(('family', 'layers'), [('t5', 1), ('t5', 2), ('flan-t5', 2), ('bart', 1), ('marian', 2)])
 def test_the_reference_stays_the_model_as_it_was(family, layers):
-    model = moved(family)
+    model = perturbed(family)
     actor = Actor(copy.deepcopy(model), num_layers_unfrozen=layers).train()
     dropout_off(actor)
     batch = collate(sequences())
@@ -189,10 +193,10 @@ def test_a_head_tied_to_the_decoders_embeddings_alone_is_no_head_of_its_own():
 @torch.no_grad()
 def test_ilql_reads_the_decoders_states(family):
     torch.manual_seed(0)
-    model = moved(family)
+    model = perturbed(family)
     ilql = ILQLModel(copy.deepcopy(model)).eval()
     out = ilql(collate(sequences()))
-    states = torch.cat([own(model, family, s)[1][:-1] for s in sequences()])
+    states = torch.cat([reference_output(model, family, s)[1][:-1] for s in sequences()])
     ids = torch.cat([s.response_ids for s in sequences()])[:, None]
     torch.testing.assert_close(out.values, ilql.v_head(states)[:, 0], atol=1e-5, rtol=1e-4)
     for q, head in zip(out.qs, ilql.q_heads, strict=True):
@@ -202,16 +206,18 @@ def test_ilql_reads_the_decoders_states(family):
 
 @pytest.mark.parametrize('family', ['t5', 'bart', 'marian'])
 @torch.no_grad()
-def test_folders_go_round(family, tmp_path):
-    model, batch = moved(family), collate(sequences())
+def test_folders_round_trip(family, tmp_path):
+    model, batch = perturbed(family), collate(sequences())
     model.save_pretrained(tmp_path / 'theirs')
     actor = AutoActor(tmp_path / 'theirs').eval()
     actor.save_pretrained(tmp_path / 'ours')
     again = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / 'ours').eval()
     found = again.state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
-    for sequence in sequences():  # where tensors lie in memory decides the last bits of a matrix product
-        torch.testing.assert_close(own(again, family, sequence)[0], own(model, family, sequence)[0])
+    for sequence in sequences():  # the alignment of tensors changes the last bits of a matrix product
+        torch.testing.assert_close(
+            reference_output(again, family, sequence)[0], reference_output(model, family, sequence)[0]
+        )
     critic, reward_model = AutoCritic(tmp_path / 'theirs').eval(), AutoRM(tmp_path / 'theirs').eval()
     reward_model.calibrate(0.25)
     for made, name in ((critic, 'critic'), (reward_model, 'rm')):
@@ -223,8 +229,8 @@ def test_folders_go_round(family, tmp_path):
 
 
 @pytest.mark.parametrize('family', ['flan-t5', 'bart'])
-def test_weights_that_come_later_are_the_weights(family, tmp_path):
-    moved(family).save_pretrained(tmp_path)
+def test_weights_loaded_after_the_meta_device_are_the_folders(family, tmp_path):
+    perturbed(family).save_pretrained(tmp_path)
     for kind in (AutoActor, AutoCritic, AutoRM):
         torch.manual_seed(4)
         now = kind(tmp_path)

@@ -1,4 +1,4 @@
-"""The named classes: how they are built, and what they say when they cannot be."""
+"""The classes by family: construction and errors."""
 
 from __future__ import annotations
 
@@ -124,9 +124,9 @@ def test_a_class_that_takes_a_model_names_the_one_that_loads_it(name, right):
 @pytest.mark.parametrize('family', ['gpt2', 'llama'])
 def test_a_model_without_a_tokenizer_names_the_flag(family, tmp_path):
     tiny_causal_lm(family).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r'the folder .* holds no tokenizer; give the .* with --tokenizer \(') as told:
+    with pytest.raises(ValueError, match=r'the folder .* holds no tokenizer; give the .* with --tokenizer \(') as error:
         load_tokenizer(tmp_path)
-    assert '\n' not in str(told.value)
+    assert '\n' not in str(error.value)
     if family == 'gpt2':
         (tmp_path / 'tokenizer_config.json').write_text('{"tokenizer_class": "GPT2Tokenizer"}')
         with pytest.raises(ValueError, match='empty vocabulary; give'):
@@ -148,9 +148,9 @@ def test_folders_that_hold_no_model(tmp_path):
         with pytest.raises(ValueError, match=rf'{what}; it is the folder of .*, and the model is in {run}/actor$'):
             load(run)
     (run / 'actor' / 'tokenizer_config.json').write_text('{}')
-    with pytest.raises(ValueError, match='cannot load a tokenizer from the folder .*: .*[^:]$') as told:
+    with pytest.raises(ValueError, match='cannot load a tokenizer from the folder .*: .*[^:]$') as error:
         load_tokenizer(run / 'actor')
-    assert '\n' not in str(told.value) and 'one of: (1)' in str(told.value)
+    assert '\n' not in str(error.value) and 'one of: (1)' in str(error.value)
     with pytest.raises(ValueError, match='has no config.json, so it holds no model'):
         AutoCritic(pretrained=tmp_path)
     tiny_config('gpt2').save_pretrained(tmp_path)

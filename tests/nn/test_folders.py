@@ -1,5 +1,5 @@
-"""Folders as they lie on disks and on the hub, of several versions of transformers, load through every door with the
-numbers that transformers itself gives; wrong ones, those in fewer bits and those with code are refused in one line."""
+"""Model folders of several versions of transformers load through every function with transformers' own results; invalid
+ones, quantized ones and those with code raise errors of one line."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def plain(family: str, **kw: Any) -> Callable[[Path], None]:
 
 
 def whole_and_in_shards(folder: Path) -> None:
-    """Saved twice: transformers reads the whole file."""
+    """A whole file and shards: transformers reads the whole file."""
     in_shards(folder)
     plain('llama', seed=5)(folder / 'other')
     shutil.move(folder / 'other' / 'model.safetensors', folder)
@@ -56,7 +56,7 @@ def in_shards(folder: Path) -> None:
 
 
 def head_twice(folder: Path) -> None:
-    """Tied by the config, and both in the file, as some tools write."""
+    """Tied by the config, and both tensors in the file, as some tools write."""
     tiny_causal_lm('gpt2').save_pretrained(folder)
     tensors = stored(folder)
     assert 'lm_head.weight' not in tensors
@@ -64,7 +64,7 @@ def head_twice(folder: Path) -> None:
 
 
 def head_instead(folder: Path) -> None:
-    """Tied, and stored under the name of the head alone."""
+    """Tied, and stored only under the name of the head."""
     tiny_causal_lm('gpt2').save_pretrained(folder)
     tensors = stored(folder)
     store(folder, {**tensors, 'lm_head.weight': tensors.pop('transformer.wte.weight')})
@@ -85,7 +85,7 @@ def pickled(folder: Path) -> None:
 
 
 def pickled_gpt2(folder: Path) -> None:
-    """As the first GPT-2 lies on the hub: names of the trunk alone, its masks, an older file format."""
+    """As the original GPT-2 on the hub: names of the trunk, its masks, an older file format."""
     tiny_causal_lm('gpt2').save_pretrained(folder)
     tensors = {n.removeprefix('transformer.'): t for n, t in stored(folder).items()}
     for block in range(2):
@@ -135,8 +135,8 @@ def states(model: Any) -> Tensor:
     return model.eval()(input_ids=IDS, use_cache=False).last_hidden_state
 
 
-def later(folder: Path) -> Any:
-    """Built on the meta device and filled, as a sharded strategy does."""
+def from_meta(folder: Path) -> Any:
+    """Builds on the meta device and fills, as a sharded strategy does."""
     with torch.device('meta'):
         model = load_causal_lm(folder)
     fill_model(model, model.weights_source)
@@ -153,7 +153,7 @@ def test_every_door_gives_the_numbers_of_transformers(make: Callable[[Path], Non
     actor.save_pretrained(tmp_path / 'new')
     assert not list((tmp_path / 'new').glob('*.bin'))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / 'new', dtype=torch.float32)
-    for model in (actor.model, later(folder), SharedTrunk.from_pretrained(folder).model, again):
+    for model in (actor.model, from_meta(folder), SharedTrunk.from_pretrained(folder).model, again):
         torch.testing.assert_close(logits(model), want, rtol=1e-5, atol=1e-6)
     with torch.device('meta'):
         sharded = AutoActor(folder)
@@ -184,7 +184,7 @@ def test_a_name_of_the_hub_that_lies_in_the_cache(tmp_path: Path) -> None:
 
 @pytest.fixture(scope='module')
 def in_4bit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama that transformers put into bitsandbytes' 4 bits, scales in 8 and in 32; and dense, as it is read."""
+    """A Llama in transformers' bitsandbytes 4 bits, with scales in 8 and in 32 bits, and the same dequantized."""
     pytest.importorskip('bitsandbytes')
     root = tmp_path_factory.mktemp('4bit')
     tiny_causal_lm('llama', hidden=64).to(torch.bfloat16).save_pretrained(root / 'dense')
@@ -202,10 +202,10 @@ def in_4bit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_weights_of_bitsandbytes_4_bits_are_made_dense(double: bool, in_4bit: Path, tmp_path: Path) -> None:
     folder = in_4bit / f'double-{double}'
     want = torch.load(in_4bit / f'double-{double}.pt', weights_only=True)
-    for model in (AutoActor(folder).model, later(folder), SharedTrunk.from_pretrained(folder).model):
+    for model in (AutoActor(folder).model, from_meta(folder), SharedTrunk.from_pretrained(folder).model):
         torch.testing.assert_close(logits(model), want, rtol=1e-5, atol=1e-6)
     before = logits(AutoModelForCausalLM.from_pretrained(in_4bit / 'dense', dtype=torch.float32))
-    assert not torch.allclose(want, before, atol=1e-3)  # 4 bits are 4 bits
+    assert not torch.allclose(want, before, atol=1e-3)  # the weights were quantized
     actor = AutoActor(folder, lora_rank=2)
     torch.testing.assert_close(logits(actor.model), want, rtol=1e-5, atol=1e-6)
     actor.save_pretrained(tmp_path)
@@ -222,9 +222,9 @@ def test_4_bits_without_their_scales_are_refused(in_4bit: Path, tmp_path: Path) 
         tensors = load((in_4bit / 'double-True' / 'model.safetensors').read_bytes())
         del tensors[f'{name}.{lost}']
         store(tmp_path / 'folder', tensors)
-        for open_door in (AutoActor, later):
+        for load_folder in (AutoActor, from_meta):
             with pytest.raises(ValueError, match=f'model.safetensors: what makes {name} of 4 bits dense is incomplete'):
-                open_door(tmp_path / 'folder')
+                load_folder(tmp_path / 'folder')
 
 
 def change_config(folder: Path, **settings: Any) -> None:
@@ -288,15 +288,15 @@ def nothing(folder: Path) -> None:
     (folder / 'model.safetensors').unlink()
 
 
-def refused(folder: Path, said: str, *doors: Callable[[Path], Any]) -> None:
-    for open_door in doors:
-        with pytest.raises(ValueError, match=said) as told:
-            open_door(folder)
-        assert '\n' not in str(told.value)
+def refused(folder: Path, message: str, *loaders: Callable[[Path], Any]) -> None:
+    for load_folder in loaders:
+        with pytest.raises(ValueError, match=message) as error:
+            load_folder(folder)
+        assert '\n' not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ('make', 'said'),
+    ('make', 'message'),
     [
         (heads_differ, r'model\.safetensors: \S+ and \S+ differ, and config.json says .*tie_word_embeddings'),
         (a_shard_is_missing, r'the shard model-00002-of-\d+\.safetensors that \S+index\.json names is missing'),
@@ -309,17 +309,17 @@ def refused(folder: Path, said: str, *doors: Callable[[Path], Any]) -> None:
         (nothing, r'it holds no weights: neither model\.safetensors nor pytorch_model\.bin'),
     ],
 )
-def test_wrong_folders_are_named_in_one_line(make: Callable[[Path], None], said: str, tmp_path: Path) -> None:
+def test_wrong_folders_are_named_in_one_line(make: Callable[[Path], None], message: str, tmp_path: Path) -> None:
     make(tmp_path)
-    refused(tmp_path, said, AutoActor, later, SharedTrunk.from_pretrained)
+    refused(tmp_path, message, AutoActor, from_meta, SharedTrunk.from_pretrained)
 
 
 @pytest.mark.parametrize('settings', [{'quant_method': 'bitsandbytes', 'load_in_8bit': True}, {'quant_method': 'gptq'}])
 def test_quantized_weights_are_refused_by_method(settings: dict[str, Any], tmp_path: Path) -> None:
     plain('llama')(tmp_path)
     change_config(tmp_path, quantization_config=settings)
-    doors = (AutoActor, AutoCritic, AutoRM, later, SharedTrunk.from_pretrained, load_config, read_config)
-    refused(tmp_path, rf'holds quantized weights \({settings["quant_method"]}.*--quantize nf4', *doors)
+    loaders = (AutoActor, AutoCritic, AutoRM, from_meta, SharedTrunk.from_pretrained, load_config, read_config)
+    refused(tmp_path, rf'holds quantized weights \({settings["quant_method"]}.*--quantize nf4', *loaders)
     refused(tmp_path / 'config.json', 'holds quantized weights', read_config)
 
 
@@ -327,8 +327,8 @@ def test_code_of_a_folder_is_not_run(tmp_path: Path) -> None:
     plain('llama')(tmp_path)
     (tmp_path / 'own.py').write_text('raise SystemExit("it ran")\n')
     change_config(tmp_path, auto_map={'AutoModelForCausalLM': 'own.OwnModel'})
-    assert AutoActor(tmp_path).model.config.model_type == 'llama'  # a known family needs none
+    assert AutoActor(tmp_path).model.config.model_type == 'llama'  # a known family needs no remote code
     auto_map = {'AutoConfig': 'own.OwnConfig', 'AutoModelForCausalLM': 'own.OwnModel'}
     change_config(tmp_path, model_type='own_model', auto_map=auto_map)
-    said = 'brings code of its own .auto_map in config.json.*--trust_remote_code'
-    refused(tmp_path, said, AutoActor, AutoCritic, AutoRM, later, load_config, read_config)
+    message = 'brings code of its own .auto_map in config.json.*--trust_remote_code'
+    refused(tmp_path, message, AutoActor, AutoCritic, AutoRM, from_meta, load_config, read_config)

@@ -1,6 +1,6 @@
-"""`Actor.logprob_kernel`: which way is taken when, what is refused by name, and that all give the plain path's numbers.
+"""`Actor.logprob_kernel`: the choice of kernel, errors, and equal results of all kernels.
 
-Triton's kernels run in tests/gpu; here the recorded numbers of `liger_golden.json` stand for them.
+Triton's kernels run in tests/gpu; here the recorded results in `liger_golden.json` replace them.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def sequences():
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """A bound that the tiny vocabulary reaches: four rows, or 128 columns."""
+    """Sets a bound that the tiny vocabulary exceeds: four rows, or 128 columns."""
     monkeypatch.setattr(plain_module, 'CHUNK_ELEMENTS_CPU', 256)
     monkeypatch.setattr(plain_module, 'CHUNK_ELEMENTS_ACCELERATOR', 256)
 
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Names of the ways that were taken."""
+    """Returns the list of kernels that have run."""
     names = []
     for name in ('chunked_logprobs', 'fused_logprobs'):
         own = getattr(head_kernels, name)
@@ -69,7 +69,7 @@ def run(actor, batch, with_entropy='detached'):
     [('gpt2', 0, 'detached'), ('llama', 2, True), ('phi', 0, True), ('phi', 2, 'detached')],
 )
 def test_an_actor_learns_the_same_by_blocks(family, lora_rank, with_entropy, small_chunks, taken):
-    model = model_of(PhiConfig(**SIZES) if family == 'phi' else family)  # Phi's is an untied head with a bias
+    model = model_of(PhiConfig(**SIZES) if family == 'phi' else family)  # Phi has an untied head with a bias
     torch.manual_seed(0)
     actor, batch = Actor(model, lora_rank=lora_rank).eval(), collate(sequences())
     want = [x.clone() for x in run(actor, batch, with_entropy)]
@@ -123,7 +123,7 @@ def test_what_does_not_fit_is_refused_by_name(monkeypatch, small_chunks):
         actor.logprob_kernel = 'fused'
     actor.model.lm_head.__class__ = nn.Linear
     actor.logprob_kernel = 'fused'
-    actor.model.lm_head.__class__ = Adapted  # changed behind its back, as a strategy may
+    actor.model.lm_head.__class__ = Adapted  # changed after the check, as a strategy may
     with pytest.raises(ValueError, match='cannot read the weight of this output layer under this strategy'):
         run(actor, collate(sequences()))
     monkeypatch.setattr(head_kernels, 'find_spec', lambda name: None)
@@ -142,7 +142,7 @@ def test_heads_that_can_be_read():
     assert linear_weights(nn.Linear(4, 9, bias=False))[1] is None
     assert linear_weights(None) is None and linear_weights(nn.Embedding(9, 4)) is None
     handle = head.register_forward_hook(lambda *a: None)
-    assert linear_weights(head) is None  # its own call would run the hook
+    assert linear_weights(head) is None  # only its own call runs the hook
     handle.remove()
     sharded = type('Sharded', (torch.Tensor,), {})
     head.weight = nn.Parameter(head.weight.detach().as_subclass(sharded))

@@ -1,4 +1,4 @@
-"""Hydra: exact reference, what is trained, exchange and recorded trunk, copies, state dicts, refusals."""
+"""Hydra: exact reference, trained parameters, exchange and recorded trunk, copies, state dicts, errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from chatgpt.nn import Actor
-from chatgpt.nn.hydra import check_hydra, has_hydra, make_hydra, recorded_trunk, reference_branch, settle_hydra
+from chatgpt.nn.hydra import check_hydra, check_loaded_hydra, has_hydra, make_hydra, recorded_trunk, reference_branch
 from chatgpt.nn.lora import convert_to_lora
 from chatgpt.testing.fakes import tiny_causal_lm
 
@@ -24,7 +24,7 @@ GPT_LIKE = {'vocab_size': 64, 'n_embd': 16, 'n_layer': LAYERS, 'n_head': 2, 'n_p
 
 
 def causal_lm(family: str, **kw: Any) -> Any:
-    """A random causal LM of three blocks, one per supported build."""
+    """Returns a random causal LM with three blocks, for each supported structure."""
     if family in ('gpt2', 'opt', 'bloom', 'llama'):
         return tiny_causal_lm(family, hidden=16, layers=LAYERS, **kw)
     post_norm = {'ffn_dim': 24, 'word_embed_proj_dim': 8, 'do_layer_norm_before': False, 'init_std': 0.1}
@@ -42,7 +42,7 @@ BUILDS = ('gpt2', 'gptj', 'gpt_neox', 'opt', 'opt_post_norm', 'bloom', 'llama', 
 
 
 class Owner(nn.Module):
-    """A model and a value head beside it, as an actor keeps them."""
+    """A model and a separate value head, as in an actor."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def test_mistakes_are_refused_and_leave_the_model_alone() -> None:
 
 
 class _IgnoresItsTree(transformers.LlamaForCausalLM):
-    """Runs the blocks from a list of its own, so that nothing put into the tree is used."""
+    """Runs blocks from a separate list, so that exchanged modules are not used."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(self, 'own_list'):
@@ -173,7 +173,7 @@ class _IgnoresItsTree(transformers.LlamaForCausalLM):
 
 
 def _changing(change: Any) -> Any:
-    """A Llama whose logits go through `change`, which knows the number of the call."""
+    """Returns a Llama that applies `change(logits, number of the call)`."""
 
     class Changing(transformers.LlamaForCausalLM):
         calls = 0
@@ -209,7 +209,7 @@ def test_a_model_that_does_not_agree_is_refused(build: Any, message: str) -> Non
 
 
 def test_rounding_is_no_reason_to_refuse() -> None:
-    """Kernels may give the next larger logits for weights at another address."""
+    """Kernels may round differently for weights at another address."""
     larger = _changing(lambda x, calls: x if calls % 2 else torch.nextafter(x, torch.tensor(torch.inf)))
     owner = Owner(larger(causal_lm('llama').config))
     make_hydra(owner, 2)
@@ -217,7 +217,7 @@ def test_rounding_is_no_reason_to_refuse() -> None:
 
 
 class _ReadsTheBlockBelow(LlamaDecoderLayer):
-    """Blocks hand on what they gave in a keyword, beside the hidden state."""
+    """Blocks pass a result to the next one in a keyword, in addition to the hidden state."""
 
     def forward(self, hidden: Tensor, *args: Any, box: dict[int, Tensor], **kwargs: Any) -> Tensor:
         index = self.self_attn.layer_idx
@@ -227,7 +227,7 @@ class _ReadsTheBlockBelow(LlamaDecoderLayer):
 
 
 def test_blocks_that_hand_on_the_policys_states_are_refused() -> None:
-    """What a policy's pass records is the policy's: right before training, and wrong after it."""
+    """The recorded keyword is the policy's: right before training, and wrong after it."""
     model = causal_lm('llama')
     for layer in model.model.layers:
         layer.__class__ = _ReadsTheBlockBelow
@@ -235,30 +235,30 @@ def test_blocks_that_hand_on_the_policys_states_are_refused() -> None:
     owner = Owner(model)
     with pytest.raises(ValueError, match='does more above its blocks than a norm'):
         make_hydra(owner, 2)
-    make_hydra(owner, 1)  # nothing of the copy is handed on
+    make_hydra(owner, 1)  # a single copied block passes nothing on
 
 
 def test_an_actor_whose_weights_come_later_is_checked_by_its_own_forward() -> None:
     actor = Actor(causal_lm('llama'), num_layers_unfrozen=2)
     before = bits(actor)
-    settle_hydra(actor, torch.device('cpu'))
+    check_loaded_hydra(actor, torch.device('cpu'))
     assert same(bits(actor), before)
-    settle_hydra(Actor(causal_lm('gpt2')), torch.device('cpu'))
+    check_loaded_hydra(Actor(causal_lm('gpt2')), torch.device('cpu'))
     actor.ref_branch.blocks[0].mlp.up_proj.weight.data.mul_(1.5)
     with pytest.raises(ValueError, match='is not what its policy was'):
-        settle_hydra(actor, torch.device('cpu'))
+        check_loaded_hydra(actor, torch.device('cpu'))
 
 
 @pytest.mark.parametrize('break_it', ['other_norm', 'deaf'])
 def test_a_reference_from_the_policys_pass_that_is_another_is_found_later(break_it: str) -> None:
-    """Negative controls of the check of weights that come later."""
+    """Negative controls of the check after loading."""
     actor = Actor(causal_lm('llama'), num_layers_unfrozen=1)
     if break_it == 'other_norm':
         actor.ref_branch.norm, actor.ref_branch._slots = None, actor.ref_branch._slots[:1]
     else:
         actor.ref_branch.exchange = lambda: None
     with pytest.raises(ValueError, match='is not what its policy was'):
-        settle_hydra(actor, torch.device('cpu'))
+        check_loaded_hydra(actor, torch.device('cpu'))
 
 
 def test_the_check_fails_after_training_and_keeps_modes() -> None:
@@ -302,7 +302,7 @@ def test_state_dict_round_trip() -> None:
     assert torch.equal(evaluate(other), policy)
     with reference_branch(other):
         assert torch.equal(evaluate(other), reference)
-    # The model's own file is that of a model without hydra.
+    # The model's own state dict is that of a model without hydra.
     assert set(owner.model.state_dict()) == set(causal_lm('llama').state_dict())
 
 

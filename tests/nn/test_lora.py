@@ -1,4 +1,4 @@
-"""LoRA: the formula, conversion, folding and its bits, switches, state dicts, errors."""
+"""LoRA: the formula, conversion, exact merging and unmerging, switches, state dicts, errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def bits(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Toy(nn.Module):
-    """One block with a Linear and a Conv1D, as GPT-2 and Llama have them."""
+    """One block with a Linear and a Conv1D, as in Llama and GPT-2."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def test_unmerge_restores_the_saved_bits(family: str, dtype: torch.dtype) -> Non
     expected = base + ((b @ a).T if family == 'gpt2' else b @ a)
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
     torch.testing.assert_close(folded[f'{name}.weight'].double(), expected, rtol=tolerance, atol=tolerance / 100)
-    # Subtracting again, which is what restoring by arithmetic would do, does not give the bits back.
+    # Subtracting the adapter again does not restore the weight exactly.
     delta = (expected - base).to(dtype)
     assert not torch.equal(folded[f'{name}.weight'] - delta, before[f'{name}.weight'])
     lora.unmerge_lora(model)
@@ -268,18 +268,18 @@ def test_adapter_state_errors_name_the_keys() -> None:
     assert same(bits(model), before)
 
 
-def test_a_mixtures_routers_have_no_adapter_and_its_experts_share_is_told() -> None:
+def test_a_mixtures_routers_have_no_adapter_and_its_experts_share_is_warned_about() -> None:
     experts = {'moe_intermediate_size': 16, 'shared_expert_intermediate_size': 16, 'num_experts_per_tok': 2}
     model = model_of(Qwen2MoeConfig(**SIZES, **experts, num_key_value_heads=2, num_experts=4))
     blocks = {n: p.numel() for n, p in model.named_parameters() if '.layers.' in n and p.dim() > 1}
-    with pytest.warns(UserWarning, match=r'adapters stand beside (\d+)% of the weights of the blocks') as told:
+    with pytest.warns(UserWarning, match=r'adapters stand beside (\d+)% of the weights of the blocks') as warned:
         lora.convert_to_lora(model, 4)
     layers = lora.lora_layers(model)
     assert len(layers) == 2 * (4 + 3), 'attention and the shared expert'
     assert not any(name.endswith(('gate', 'shared_expert_gate')) for name in layers)
     reached = sum(blocks[f'{name}.weight'] for name in layers)
-    assert f'beside {reached / sum(blocks.values()):.0%} of' in str(told[0].message)
-    assert 'experts.gate_up_proj' in str(told[0].message)
+    assert f'beside {reached / sum(blocks.values()):.0%} of' in str(warned[0].message)
+    assert 'experts.gate_up_proj' in str(warned[0].message)
 
 
 def test_a_subclass_that_computes_the_same_is_a_linear_layer() -> None:

@@ -1,5 +1,5 @@
-"""The padding-free forward: the same numbers as the padded one, in every family that takes part, and no trace of its
-neighbours. FlashAttention for variable lengths: its call with stand-ins of its forms, its numbers on a GPU."""
+"""The padding-free forward: the same results as the padded one in every supported family, independent of other
+sequences. FlashAttention for variable lengths: its call with fakes of its signatures, its results on a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformers.models.doge.modeling_doge import DogeModel
 import chatgpt.nn.packing as packing_module
 from chatgpt.batching import collate, packing_of
 from chatgpt.nn import Actor, AutoActor, AutoCritic, Critic, RewardModel, initial_tensors
-from chatgpt.nn.packing import enable_packing, flat_hidden, packed_attention, packs, settle, window_of
+from chatgpt.nn.packing import check_loaded_packing, enable_packing, flat_hidden, packed_attention, packs, window_of
 from chatgpt.nn.trunk import base_model
 from chatgpt.rollout import Call, LocalEngine, SamplingParams
 from chatgpt.testing import tiny_causal_lm
@@ -44,7 +44,7 @@ def test_three_rows_by_hand():
     assert (first.start, first.stop, first.rows, first.width) == (0, 7, 2, 4)
     assert first.index is not None and first.index.tolist() == [0, 1, 2, 3, 4, 5, 6]
     assert (second.start, second.stop, second.rows, second.width, second.index) == (7, 8, 1, 1, None)
-    assert packing_of([3, 3], 3) is None  # rows of one length are left as they are
+    assert packing_of([3, 3], 3) is None  # rows of equal length need no packing
     assert collate(sequences(), pack=False).packing is None
 
 
@@ -83,7 +83,7 @@ def test_log_probs_and_gradients_are_those_of_the_padded_forward(name):
 
 
 def test_borders_are_what_makes_it_right():
-    """Negative control: one sequence instead of many, and the numbers are wrong."""
+    """Negative control: one sequence instead of several gives other results."""
     model = base_model(Actor(tiny_causal_lm('gpt2')).eval().model)
     batch = collate(sequences())
     right = flat_hidden(model, batch)
@@ -118,7 +118,7 @@ def test_position_biases_and_batches_longer_than_the_window_run_padded():
 
 
 def test_a_model_that_disagrees_keeps_its_attention():
-    """A trunk that looks at its neighbours is found out when it is built."""
+    """A trunk that mixes neighbouring sequences is detected when the actor is built."""
     model = tiny_causal_lm('gpt2')
     trunk = base_model(model)
     plain = type(trunk).forward
@@ -171,7 +171,7 @@ def small_config(kind):
 
 
 def filled(build):
-    """A module built on the meta device, with the weights that it comes with."""
+    """Returns a module that was built on the meta device and filled."""
     torch.manual_seed(0)
     with torch.device('meta'):
         module = build()
@@ -188,10 +188,10 @@ def filled(build):
 
 
 @pytest.mark.parametrize(('kind', 'make'), [('nemotron', AutoActor), ('nemotron', AutoCritic), ('doge', AutoActor)])
-def test_a_model_that_does_not_hand_on_the_packing_says_so_and_then_runs_padded(kind, make):
+def test_a_model_that_drops_the_packing_warns_and_then_runs_padded(kind, make):
     torch.manual_seed(0)
     if kind == 'doge' and 'allow_is_causal_skip' not in inspect.getsource(DogeModel.forward):
-        # transformers 5.17's looks ahead
+        # that of transformers 5.17 is bidirectional
         with pytest.raises(ValueError, match='DogeModel gives a token other numbers'):
             make(config=small_config(kind))
         return
@@ -202,7 +202,7 @@ def test_a_model_that_does_not_hand_on_the_packing_says_so_and_then_runs_padded(
     batch = collate(sequences())
     with torch.no_grad(), pytest.raises((ValueError, RuntimeError), match='attn_implementation=|must match the size'):
         module(batch)
-    assert not settle(module, torch.device('cpu'))
+    assert not check_loaded_packing(module, torch.device('cpu'))
     with torch.no_grad():
         got, plain = module(batch), want(batch)
     got, plain = (x if isinstance(x, torch.Tensor) else x.logprobs for x in (got, plain))
@@ -210,9 +210,9 @@ def test_a_model_that_does_not_hand_on_the_packing_says_so_and_then_runs_padded(
 
 
 def test_sequences_beyond_the_length_where_frequencies_change_are_refused():
-    """Phi-3 with long context: transformers chooses the frequencies of a batch by its longest sequence."""
+    """Phi-3 with long context: transformers chooses the rotary frequencies of a batch by its longest sequence."""
     module = filled(lambda: AutoActor(config=small_config('phi3')))
-    assert settle(module, torch.device('cpu')) and packs(base_model(module.model))  # it packs, also when filled later
+    assert check_loaded_packing(module, torch.device('cpu')) and packs(base_model(module.model))
     actor = AutoActor(config=small_config('phi3')).eval()
     short, long = sequences([(3, 6), (4, 8)]), sequences([(3, 6), (9, 8)])
     with torch.no_grad():
@@ -229,8 +229,8 @@ def test_sequences_beyond_the_length_where_frequencies_change_are_refused():
     engine.end()
 
 
-def test_a_model_whose_numbers_depend_on_their_company_is_refused():
-    """BERT's decoder class looks ahead unless its config says otherwise, and is in no list of those that do."""
+def test_a_model_with_results_that_depend_on_other_sequences_is_refused():
+    """BERT's decoder class is bidirectional unless configured otherwise, and is not in the list of such models."""
     torch.manual_seed(0)
     causal, ahead = (
         transformers.BertGenerationDecoder(
@@ -245,7 +245,7 @@ def test_a_model_whose_numbers_depend_on_their_company_is_refused():
 
 
 def per_sequence(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale=None, enable_gqa=False):
-    """What `varlen_attn` promises, one sequence after another: (T, H, d)."""
+    """Computes `varlen_attn` sequence by sequence: (T, H, d)."""
     assert all(x.is_contiguous() for x in (q, k, v)) and q.dtype == k.dtype == v.dtype
     assert cu_q.dtype == cu_k.dtype == torch.int32 and cu_q.tolist() == cu_k.tolist()
     assert cu_q[-1] == len(q) == len(k) == len(v)
@@ -260,17 +260,17 @@ def per_sequence(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale=None, enable_g
 
 
 def first_form(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
-    """torch 2.10's parameters"""
+    """The parameters of torch 2.10."""
     return per_sequence(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal)
 
 
 def later_form(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
-    """torch 2.13's, but for those of paged caches"""
+    """The parameters of torch 2.13, without those of paged caches."""
     return per_sequence(query, key, value, cu_q, cu_k, max_q, max_k, window_size == (-1, 0), scale, enable_gqa)
 
 
 def use_varlen(monkeypatch, attend) -> list[tuple[torch.dtype, int, int]]:
-    """Let packed attention go through `attend` on any device. Returns dtype, heads and key heads of every call."""
+    """Makes packed attention call `attend` on any device. Returns dtype, heads and key heads of every call."""
     calls = []
 
     def counting(q, k, v, *args, **kwargs):
@@ -282,15 +282,15 @@ def use_varlen(monkeypatch, attend) -> list[tuple[torch.dtype, int, int]]:
     return calls
 
 
-def stand_in(monkeypatch, form) -> list[tuple[torch.dtype, int, int]]:
-    """The same on a CPU, where torch's own does not run."""
+def fake_varlen(monkeypatch, form) -> list[tuple[torch.dtype, int, int]]:
+    """`use_varlen` with a fake on a CPU, where torch's own does not run."""
     monkeypatch.setattr(packing_module, '_fits_varlen', lambda q, k, v: q.dtype == k.dtype == v.dtype)
     monkeypatch.setattr(packing_module, 'NARROW', 0)  # 16 bits stay 16 bits
     return use_varlen(monkeypatch, form)
 
 
 def attention_of(device, dtype, kv_heads) -> list[torch.Tensor]:
-    """What attention gives for sequences of 5, 2, 4 and 1 tokens, and the gradients of query, key and value."""
+    """Returns attention of sequences of 5, 2, 4 and 1 tokens, and the gradients of query, key and value."""
     lengths, heads, d = [5, 2, 4, 1], 4, 16
     g = torch.Generator().manual_seed(3)
     made = [torch.randn(1, n, sum(lengths), d, generator=g, dtype=torch.float64) for n in (heads, kv_heads, kv_heads)]
@@ -306,7 +306,7 @@ def attention_of(device, dtype, kv_heads) -> list[torch.Tensor]:
 @pytest.mark.parametrize('kv_heads', [4, 2, 1])
 def test_the_call_for_variable_lengths(monkeypatch, form, kv_heads):
     plain = attention_of('cpu', torch.float64, kv_heads)
-    calls = stand_in(monkeypatch, form)
+    calls = fake_varlen(monkeypatch, form)
     for ours, want in zip(attention_of('cpu', torch.float64, kv_heads), plain, strict=True):
         assert torch.allclose(ours, want, atol=1e-9)
     assert calls == [(torch.float64, 4, 4 if form is first_form else kv_heads)]

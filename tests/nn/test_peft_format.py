@@ -1,5 +1,5 @@
-"""PEFT's adapter format: what we write peft loads, what peft writes we load, with equal logits, also of mixtures and
-state-space models, or a refusal by name."""
+"""PEFT's adapter format: peft loads our files and we load peft's, with equal logits, also for mixtures of experts and
+state-space models, or with an error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def adapted(base: nn.Module, **kw: Any) -> nn.Module:
 
 
 def config_of(folder: Path, **changes: Any) -> dict[str, Any]:
-    """An adapter's settings, changed in its folder when some are given."""
+    """Returns an adapter's settings, after writing `changes` into its folder."""
     config = json.loads((folder / CONFIG_FILE).read_text()) | changes
     if changes:
         (folder / CONFIG_FILE).write_text(json.dumps(config))
@@ -67,7 +67,7 @@ def test_peft_loads_what_we_write(peft: Any, family: str, given: dict[str, Any],
     found = {n.removeprefix('base_model.model.') for n, m in theirs.named_modules() if hasattr(m, 'lora_A')}
     assert found == set(lora_layers(model)) and (len(found) == 3) == ('targets' in given)
     assert config_of(tmp_path)['fan_in_fan_out'] == (family == 'gpt2')
-    config_of(tmp_path, lora_alpha=2)  # a wrong scaling would show
+    config_of(tmp_path, lora_alpha=2)  # negative control: another scaling
     wrong = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path)
     assert not torch.allclose(logits(wrong), logits(model), atol=1e-3)
 
@@ -78,7 +78,7 @@ def test_peft_loads_what_we_write(peft: Any, family: str, given: dict[str, Any],
 )
 def test_we_load_what_peft_writes(peft: Any, family: str, targets: Any, rslora: bool, tmp_path: Path) -> None:
     base = tiny_causal_lm(family, hidden=16)
-    saves_biases = tuple(map(int, peft.__version__.split('.')[:2])) >= (0, 21)  # earlier ones leave out a layer's own
+    saves_biases = tuple(map(int, peft.__version__.split('.')[:2])) >= (0, 21)  # earlier versions omit a layer's bias
     settings = {'r': 4, 'lora_alpha': 12, 'use_rslora': rslora, 'bias': 'lora_only' if saves_biases else 'none'}
     form = {'target_modules': targets, 'task_type': 'CAUSAL_LM', 'fan_in_fan_out': family == 'gpt2'}
     theirs = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(**settings, **form)).eval()
@@ -100,11 +100,11 @@ def test_round_trip_through_a_wrapper_keeps_the_bits(tmp_path: Path) -> None:
     base, folder = tiny_causal_lm('llama', hidden=16), tmp_path / 'new' / 'folder'
     model = Wrapper(adapted(base, dropout=0.25))
     export_peft(model, folder, base_model='some/base')
-    said = {'r': 2, 'lora_alpha': 6, 'lora_dropout': 0.25, 'bias': 'none', 'task_type': 'CAUSAL_LM'}
-    assert config_of(folder).items() >= (said | {'base_model_name_or_path': 'some/base'}).items()
+    expected = {'r': 2, 'lora_alpha': 6, 'lora_dropout': 0.25, 'bias': 'none', 'task_type': 'CAUSAL_LM'}
+    assert config_of(folder).items() >= (expected | {'base_model_name_or_path': 'some/base'}).items()
     assert all(n.startswith('base_model.model.model.layers.') for n in load_file(folder / WEIGHTS_FILE))
     other = Wrapper(copy.deepcopy(base))
-    for _ in range(2):  # a second time: into the adapters already there
+    for _ in range(2):  # the second time into existing adapters
         import_peft(other, folder)
         assert torch.equal(logits(other.model), logits(model.model))
 
@@ -148,7 +148,7 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
 
 
 def adapter_folder(tmp_path: Path, family: str, **kw: Any) -> tuple[Path, nn.Module, nn.Module]:
-    """An adapter beside its base, the base, and the base with the adapter on."""
+    """Returns an adapter's folder, its base, and the base with the adapter."""
     base = tiny_causal_lm(family, hidden=16)
     base.save_pretrained(tmp_path / 'base')
     byte_tokenizer().save_pretrained(tmp_path / 'base')
@@ -169,7 +169,7 @@ def test_an_adapters_folder_loads_as_its_base_with_the_adapter_folded_in(
     assert not torch.allclose(logits(merged.model), logits(base), atol=1e-3)
     assert not has_lora(merged) and all(p.requires_grad for p in merged.parameters())
     assert load_config(folder).hidden_size == 16 and load_tokenizer(folder)('ab')['input_ids'] == [97, 98]
-    merged.save_pretrained(tmp_path / 'whole')  # a model like any other
+    merged.save_pretrained(tmp_path / 'whole')  # an ordinary model
     assert torch.equal(logits(AutoActor(pretrained=tmp_path / 'whole').model), logits(merged.model))
     trunk = AutoCritic(pretrained=folder).model.state_dict()
     assert all(torch.equal(trunk[name], t) for name, t in merged.model.base_model.state_dict().items())
@@ -201,9 +201,9 @@ def test_adapters_that_cannot_be_folded_in_are_refused(tmp_path: Path) -> None:
     def refused(match: str, **changes: Any) -> None:
         config_of(folder, **config | changes)
         for device in ('cpu', 'meta'):
-            with pytest.raises(ValueError, match=match) as told, torch.device(device):
+            with pytest.raises(ValueError, match=match) as error, torch.device(device):
                 dict(initial_tensors(AutoActor(pretrained=folder)))
-            assert '\n' not in str(told.value)
+            assert '\n' not in str(error.value)
 
     def write(leave_out: Any) -> None:
         save_file({n: t.clone() for n, t in tensors.items() if not leave_out(n)}, folder / WEIGHTS_FILE)
@@ -289,7 +289,7 @@ def test_layers_named_like_fused_experts_are_written_as_parameters(tmp_path: Pat
     layers = {n for n in lora_layers(model) if '.mlp.' in n}
     assert layers and set(config['target_parameters']) == {f'{n}.weight' for n in layers}
     assert not {'gate_proj', 'up_proj', 'down_proj'} & {n.rpartition('.')[2] for n in config['target_modules']}
-    assert config['lora_dropout'] == 0.0  # peft has none for parameters
+    assert config['lora_dropout'] == 0.0  # peft has no dropout for parameters
     (tmp_path / CONFIG_FILE).write_text(json.dumps(config | {'target_parameters': ['mlp.experts.gate_up_proj']}))
     with pytest.raises(ValueError, match='target_parameters=.*is not plain LoRA'):
         import_peft(model_of('deepseek_v3'), tmp_path)
@@ -314,7 +314,7 @@ def test_layers_whose_weight_is_read_without_calling_them(kind: str, layer: str)
 
 
 def test_what_peft_refuses_is_refused_by_name(tmp_path: Path) -> None:
-    """Attention of Mamba's name in such a model, which peft does not tell apart."""
+    """An attention layer with the name of Mamba's `out_proj`, which peft does not distinguish."""
     model = model_of('falcon_h1')
     layer = model.model.layers[0].feed_forward
     layer.out_proj = nn.Linear(32, 32)

@@ -1,4 +1,5 @@
-"""Reward models and critics: where score and values are read, how heads start, and folders that transformers loads."""
+"""Reward models and critics: positions of score and values, initialisation of heads, and folders that transformers
+loads."""
 
 from __future__ import annotations
 
@@ -149,7 +150,7 @@ def test_a_causal_classifier_of_one_label_or_two(family, labels, tmp_path):
     want = logits[:, 0] if labels == 1 else logits[:, 1] - logits[:, 0]
     assert close(model(collate(seqs)), want) and model.value_head is not None
     assert labels == 1 or not close(model(collate(seqs)), -want, 1e-2)
-    # one that one has is built upon, and trained with it
+    # a given classifier is shared, and trained too
     built = RewardModel.from_classifier(classifier).eval()
     assert close(built(collate(seqs)), want) and built.model is classifier.base_model
     assert (built.value_head is classifier.score) == (labels == 1)
@@ -295,7 +296,7 @@ def test_a_deberta_critic_sees_no_later_token():
     seqs = sequences([(2, 6), (3, 1)])
     values = critic(collate(seqs))
     changed = deepcopy(seqs)
-    changed[0].response_ids[3] = 60  # the state after action 3 is the first that may see it
+    changed[0].response_ids[3] = 60  # the state after action 3 is the first that may depend on it
     after = critic(collate(changed))
     assert close(after[:4], values[:4]) and not close(after[4:6], values[4:6], 1e-3)
     assert close(critic(collate(seqs[1:])), values[6:]), 'padding changed a value'

@@ -1,4 +1,4 @@
-"""One frozen base in several roles: the same numbers as separate models, one copy of the base."""
+"""One frozen base in several roles: the same results as separate models, one copy of the base."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def batch():
 
 
 def adapted(role, seed):
-    """The role with adapters that do something, the same for the same seed."""
+    """Returns the role with nonzero adapters by the seed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for layer in lora_layers(role).values():

@@ -36,7 +36,7 @@ def everything(module):
 
 
 def both_ways(build, seed=3):
-    """The same module built at once and on the meta device."""
+    """Builds the same module with weights and on the meta device."""
     torch.manual_seed(seed)
     real = build()
     torch.manual_seed(seed)
@@ -215,7 +215,7 @@ def test_numbers_that_only_a_constructor_gives():
     [(AutoActor, 'lora_rank'), (AutoActor, 'num_layers_unfrozen'), (AutoCritic, 'lora_rank'), (AutoRM, 'lora_rank')],
 )
 def test_what_is_drawn_after_a_model_is_the_same_on_the_meta_device(cls, option, tmp_path):
-    """A critic's head that is drawn after an actor with adapters, in an exact run under FSDP as on one process."""
+    """A critic's head after an actor with adapters has the same initial weights under FSDP as on one process."""
     tiny_causal_lm('llama').save_pretrained(tmp_path)
     drawn = []
     for device in ('cpu', 'meta'):

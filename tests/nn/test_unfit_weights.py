@@ -1,5 +1,5 @@
-"""Weights that do not belong to their config, are damaged or lack a tensor are refused by file and tensor, whole and on
-the meta device: nothing is drawn in place of what is missing."""
+"""Weights that do not fit their config, are damaged or lack a tensor raise errors that name file and tensor, loaded at
+once or from the meta device: missing tensors are never initialised at random."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from chatgpt.testing import tiny_causal_lm, tiny_config
 
 
 def loaded(path):
-    """Its tensors in memory of their own, not mapped from a file that is about to be written."""
+    """Returns copies of a file's tensors, not memory-mapped from a file that will be overwritten."""
     return safetensors.load(path.read_bytes())
 
 
 def edited(folder, edit, family='gpt2', base=False, **kw):
-    """A folder whose weights went through `edit`, which changes a dict of tensors."""
+    """Writes a folder with weights after `edit`, which changes a dict of tensors."""
     model = tiny_causal_lm(family, **kw)
     (model.base_model if base else model).save_pretrained(folder)
     path = folder / 'model.safetensors'
@@ -46,12 +46,12 @@ def add_a_layer(tensors):
     tensors |= {name.replace('.1.', '.2.'): tensors[name].clone() for name in layer(tensors)}
 
 
-def stranger(tensors):
+def unknown_tensor(tensors):
     tensors['stranger.weight'] = torch.zeros(2)
 
 
 def with_weight(change):
-    """An edit of the first weight of the second layer."""
+    """Returns an edit of the first weight of the second layer."""
 
     def edit(tensors):
         name = next(n for n in layer(tensors) if n.endswith('weight'))
@@ -67,22 +67,22 @@ misshaped, nan, infinite = map(
 
 @WAYS
 @pytest.mark.parametrize(
-    ('cls', 'family', 'edit', 'said'),
+    ('cls', 'family', 'edit', 'message'),
     [
         (AutoActor, 'gpt2', drop_a_layer, r'it holds no tensor for \S*\.1\.\S+ \(and \d+ more\) of \w+; .*config.json'),
         (AutoCritic, 'llama', drop_a_layer, r'it holds no tensor for \S*\.1\.\S+ \(and \d+ more\) of \w+'),
         (AutoActor, 'bloom', add_a_layer, r'it holds \S*\.2\.\S+ \(and \d+ more\), for which \w+ has no place; '),
         (AutoRM, 'opt', add_a_layer, r'it holds \S*\.2\.\S+ \(and \d+ more\), for which \w+ has no place; '),
-        (AutoCritic, 'gpt2', stranger, 'it holds stranger.weight, for which'),
+        (AutoCritic, 'gpt2', unknown_tensor, 'it holds stranger.weight, for which'),
         (AutoActor, 'llama', misshaped, r'\S*\.1\.\S+ is \(3, 5\), the model wants \(\d'),
         (AutoRM, 'opt', nan, r'\S*\.1\.\S+weight holds NaN'),
         (AutoActor, 'gpt2', infinite, r'\S*\.1\.\S+ holds infinite'),
     ],
 )
-def test_weights_that_do_not_fit_are_refused_by_name(load, cls, family, edit, said, tmp_path):
-    with pytest.raises(ValueError, match=f'model.safetensors: {said}') as told:
+def test_weights_that_do_not_fit_are_refused_by_name(load, cls, family, edit, message, tmp_path):
+    with pytest.raises(ValueError, match=f'model.safetensors: {message}') as error:
         load(cls, edited(tmp_path, edit, family))
-    assert '\n' not in str(told.value)
+    assert '\n' not in str(error.value)
 
 
 @WAYS
@@ -107,9 +107,9 @@ def test_truncated_files_are_refused_by_name(load, tmp_path):
     whole = path.read_bytes()
     for left in (0, 5, 400, -8):
         path.write_bytes(whole[:left])
-        with pytest.raises(ValueError, match=rf'{path}: a damaged safetensors file of \d+ bytes .*copy or') as told:
+        with pytest.raises(ValueError, match=rf'{path}: a damaged safetensors file of \d+ bytes .*copy or') as error:
             load(AutoActor, tmp_path)
-        assert '\n' not in str(told.value)
+        assert '\n' not in str(error.value)
 
 
 @WAYS
@@ -127,7 +127,7 @@ def test_what_belongs_to_other_heads_may_lack_or_be_there(load, family, tmp_path
         for cls in (AutoCritic, AutoRM):
             assert load(cls, folder)
     assert load(AutoActor, tmp_path / 'False')
-    if family == 'llama':  # its head is a tensor of its own, and a base model has none
+    if family == 'llama':  # its head is a separate tensor, which a base model does not have
         with pytest.raises(ValueError, match='no tensor for lm_head.weight of LlamaForCausalLM'):
             load(AutoActor, tmp_path / 'True')
         assert load(AutoActor, edited(tmp_path / 'tied', lambda t: None, 'llama', True, tie_word_embeddings=True))
@@ -142,7 +142,7 @@ BALANCED = {'n_routed_experts': 4, 'moe_intermediate_size': 16, 'num_experts_per
     ('config', 'gone'),
     [
         (transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4), r'\.1\..*experts\.2\.w1'),
-        # mixtures of DeepSeek's kind balance their experts by a buffer
+        # mixtures of experts like DeepSeek's balance their experts by a buffer
         (transformers.Glm4MoeConfig(**SIZES, **BALANCED), 'e_score_correction_bias'),
         (tiny_config('llama', num_labels=1), '^score'),
     ],
@@ -154,9 +154,9 @@ def test_parts_that_lack_are_named(load, config, gone, tmp_path):
     kind.from_config(config).save_pretrained(tmp_path)
     assert load(cls, tmp_path)
     without(tmp_path, gone)
-    with pytest.raises(ValueError, match=r'(model\.safetensors: .*|no tensor .)(experts|e_score|score)') as told:
+    with pytest.raises(ValueError, match=r'(model\.safetensors: .*|no tensor .)(experts|e_score|score)') as error:
         load(cls, tmp_path)
-    assert '\n' not in str(told.value)
+    assert '\n' not in str(error.value)
 
 
 @WAYS
@@ -193,11 +193,11 @@ def test_heads_beside_the_model_are_read_as_carefully(build, tmp_path):
     name = sorted(tensors)[-1]
     faults = {'a damaged safetensors file of 0 bytes': None, f'{name} holds NaN': tensors[name] * float('nan')}
     faults |= {rf'{name} is \(.*, the model wants \(': torch.cat([tensors[name]] * 2)}
-    for said, wrong in faults.items():
+    for message, wrong in faults.items():
         path.write_bytes(b'' if wrong is None else safetensors.save(tensors | {name: wrong}))
-        with pytest.raises(ValueError, match=f'{path.name}: {said}') as told:
+        with pytest.raises(ValueError, match=f'{path.name}: {message}') as error:
             type(module).from_pretrained(tmp_path)
-        assert '\n' not in str(told.value)
+        assert '\n' not in str(error.value)
     if isinstance(module, ILQLModel):
         path.write_bytes(whole)
         tensors = loaded(path)
@@ -208,7 +208,7 @@ def test_heads_beside_the_model_are_read_as_carefully(build, tmp_path):
 
 
 def without(folder, names):
-    """Takes tensors out of the folder's one file."""
+    """Removes tensors from the folder's file."""
     path = folder / 'model.safetensors'
     tensors = loaded(path)
     gone = [n for n in tensors if re.search(names, n)]
@@ -227,21 +227,21 @@ def test_each_kind_of_tensor_of_a_family(load, cls, family, tmp_path):
     assert len(kinds) > 10
     for name in kinds:
         without(tmp_path, f'^{re.escape(name)}$')
-        with pytest.raises(ValueError, match=r'model\.safetensors: it holds no tensor for ') as told:
+        with pytest.raises(ValueError, match=r'model\.safetensors: it holds no tensor for ') as error:
             load(cls, tmp_path)
-        assert name.partition('.')[2] in str(told.value) and '\n' not in str(told.value)
+        assert name.partition('.')[2] in str(error.value) and '\n' not in str(error.value)
         (tmp_path / 'model.safetensors').write_bytes(whole)
 
 
 @WAYS
 def test_heads_of_other_uses_under_their_several_names(load, tmp_path):
-    """A trunk for scores out of an ELECTRA, whose own heads are read by nobody here."""
+    """A trunk for scores from an ELECTRA, without its own heads."""
     model = transformers.ElectraForPreTraining(transformers.ElectraConfig(**SIZES, embedding_size=16))
     model.save_pretrained(tmp_path)
     got = load(AutoRM, tmp_path)
     name = 'encoder.layer.0.output.dense.weight'
     assert torch.equal(got[f'model.{name}'], dict(model.electra.named_parameters())[name])
-    # a pooler that nothing reads may lack
+    # an unused pooler may be missing
     transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)).save_pretrained(tmp_path / 'bert')
     assert not any('pooler' in name for name in loaded(tmp_path / 'bert' / 'model.safetensors'))
     assert load(AutoRM, tmp_path / 'bert')

@@ -1,5 +1,5 @@
-"""What is written: the dtype of the folder that a model came from (heads, and what has to, stay in fp32), no heads of
-an earlier model in that folder, and the rights that the umask leaves."""
+"""Written folders: the dtype of the model's original folder (heads, and tensors that must, stay in fp32), no heads of
+an earlier model, and permissions by the umask."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def dtypes(folder: Path) -> set[torch.dtype]:
     return {t.dtype for t in load_file(folder / 'model.safetensors').values()}
 
 
-def said(folder: Path) -> str:
+def config_dtype(folder: Path) -> str:
     return str(json.loads((folder / 'config.json').read_text())['dtype'])
 
 
 @torch.no_grad()
 def train(model: Any) -> None:
-    """A step that no number of 16 bits holds exactly."""
+    """A step with results that 16 bits cannot represent exactly."""
     for parameter in model.parameters():
         parameter.mul_(1.0001)
 
@@ -72,21 +72,21 @@ def train(model: Any) -> None:
 def test_each_model_keeps_the_folders_dtype(cls: Any, dtype: torch.dtype, tmp_path: Path) -> None:
     folder_in(dtype, tmp_path / 'base')
     model = cls(tmp_path / 'base')
-    with torch.device('meta'):  # what is loaded later knows it too
+    with torch.device('meta'):  # also if the weights are loaded later
         assert cls(tmp_path / 'base').model.weights_source.dtype is dtype
     assert all(p.dtype is torch.float32 for p in model.parameters())
     train(model)
     model.save_pretrained(tmp_path / 'out', char_tokenizer())
     heads = {torch.float32} if cls is AutoRM else set()
     assert dtypes(tmp_path / 'out') == {dtype} | heads
-    assert said(tmp_path / 'out') == str(dtype).removeprefix('torch.')
+    assert config_dtype(tmp_path / 'out') == str(dtype).removeprefix('torch.')
     got = {n.split('layers.')[-1]: t for n, t in load_file(tmp_path / 'out' / 'model.safetensors').items()}
     want = {n.split('layers.')[-1]: p for n, p in model.model.named_parameters()}
     name = '0.self_attn.q_proj.weight'
     assert torch.equal(got[name], want[name].detach().to(dtype))  # rounded once
     if cls is AutoActor:
         model.save_pretrained(tmp_path / 'half', dtype=torch.float16)
-        assert dtypes(tmp_path / 'half') == {torch.float16} and said(tmp_path / 'half') == 'float16'
+        assert dtypes(tmp_path / 'half') == {torch.float16} and config_dtype(tmp_path / 'half') == 'float16'
 
 
 def test_heads_of_values_and_scores_are_exact(tmp_path: Path) -> None:
@@ -132,8 +132,8 @@ def test_what_the_files_say_counts_tensor_by_tensor(tmp_path: Path) -> None:
     config = json.loads((tmp_path / 'wide' / 'config.json').read_text())
     (tmp_path / 'wide' / 'config.json').write_text(json.dumps(config | {'dtype': 'bfloat16'}))
     AutoActor(tmp_path / 'wide').save_pretrained(tmp_path / 'out')
-    assert dtypes(tmp_path / 'out') == {torch.float32} and said(tmp_path / 'out') == 'float32'
-    # shared trunks are kept narrow by choice
+    assert dtypes(tmp_path / 'out') == {torch.float32} and config_dtype(tmp_path / 'out') == 'float32'
+    # shared trunks are in 16 bits by choice
     write_folder(SharedTrunk.from_pretrained(tmp_path / 'wide', dtype=torch.bfloat16).model, tmp_path / 'trunk')
     assert torch.bfloat16 in dtypes(tmp_path / 'trunk')
     folder_in(torch.bfloat16, tmp_path / 'base')
@@ -166,8 +166,8 @@ def test_under_a_strategy(name: str, tmp_path: Path) -> None:
         save_prepared(name, str(tmp_path / 'base'), str(tmp_path / 'out'))
     else:
         run_distributed(save_prepared, 2, name, str(tmp_path / 'base'), str(tmp_path / 'out'))
-    assert dtypes(tmp_path / 'out') == {torch.bfloat16} and said(tmp_path / 'out') == 'bfloat16'
-    assert dtypes(tmp_path / 'out-wide') == {torch.float32} and said(tmp_path / 'out-wide') == 'float32'
+    assert dtypes(tmp_path / 'out') == {torch.bfloat16} and config_dtype(tmp_path / 'out') == 'bfloat16'
+    assert dtypes(tmp_path / 'out-wide') == {torch.float32} and config_dtype(tmp_path / 'out-wide') == 'float32'
     for folder in ('out', 'out-wide'):
         again = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
         for name, tensor in base.named_parameters():
@@ -175,7 +175,7 @@ def test_under_a_strategy(name: str, tmp_path: Path) -> None:
 
 
 def test_experts_of_a_mixture(tmp_path: Path) -> None:
-    """Fused in the model, apart in the files."""
+    """Fused in the model, separate in the files."""
     config = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path / 'base')
     AutoActor(tmp_path / 'base').save_pretrained(tmp_path / 'out')
@@ -210,10 +210,10 @@ def test_heads_of_an_earlier_model_are_gone(tmp_path):
     ILQLModel(tiny_causal_lm('gpt2', seed=1)).save_pretrained(tmp_path / 'one')
     assert Actor.from_pretrained(tmp_path / 'one').value_head is None
     Actor(tiny_causal_lm('gpt2', seed=2)).save_pretrained(tmp_path / 'one')
-    assert len(ILQLModel.from_pretrained(tmp_path / 'one', two_qs=False).q_heads) == 1  # not the two that were there
+    assert len(ILQLModel.from_pretrained(tmp_path / 'one', two_qs=False).q_heads) == 1  # not the earlier two
     tiny_causal_lm('gpt2').save_pretrained(tmp_path / 'base')
     earlier_critic(tmp_path / 'adapter', 'gpt2')
-    for name in ('model.safetensors', 'config.json'):  # what an adapter's folder has not
+    for name in ('model.safetensors', 'config.json'):  # files that an adapter's folder does not have
         (tmp_path / 'adapter' / name).unlink()
     actor = Actor.from_pretrained(tmp_path / 'base')
     convert_to_lora(actor.model, 2)

@@ -1,5 +1,4 @@
-"""The planner against what really happens on a CPU: bytes of tensors that exist, and of storages that operations
-made."""
+"""The planner compared with measurements on a CPU: bytes of tensors, and of storages that operations create."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def actor_of(variant: str) -> Actor:
 
 
 def held(name: str, variant: str) -> tuple[int, int, int]:
-    """Bytes of weights, gradients and optimizer states of a real model after a step and a further backward."""
+    """Returns bytes of weights, gradients and optimizer states of a real model after a step and another backward."""
     from chatgpt.batching import collate
 
     strategy = getattr(s, LAYOUTS[name][0])(device='cpu', **({'cpu_offload': True} if name == 'fsdp_cpu' else {}))
@@ -89,7 +88,7 @@ def test_static_parts_are_exact():
 
 
 def held_by_zero(stage: int, precision: str, variant: str) -> dict[str, int]:
-    """Bytes of this rank's tensors under ZeRO after a step, by what the planner calls them."""
+    """Returns bytes of this rank's tensors under ZeRO after a step, by the planner's names."""
     from chatgpt.batching import collate
 
     with s.ColossalAIStrategy(stage=stage, precision=precision, placement_policy='cuda') as strategy:
@@ -123,7 +122,7 @@ def held_by_zeros() -> list[dict[str, int]]:
 
 
 def test_static_parts_of_zero_are_exact():
-    if importlib.util.find_spec('colossalai') is None:  # importing it here would change this process
+    if importlib.util.find_spec('colossalai') is None:  # importing it would change this process
         pytest.skip('colossalai is not installed')
     ranks = run_distributed(held_by_zeros, 2)
     for number, (stage, precision, variant) in enumerate(ZERO):
@@ -136,8 +135,8 @@ def test_static_parts_of_zero_are_exact():
         )
         planned = {**trained.device, **trained.host, **frozen.device, **frozen.host}
         for name, size in ranks[0][number].items():
-            told = (stage, precision, variant, name)
-            assert planned.get(name, 0) == pytest.approx(size, rel=0.002), told  # rows are padded to the ranks
+            case = (stage, precision, variant, name)
+            assert planned.get(name, 0) == pytest.approx(size, rel=0.002), case  # rows are padded to the ranks
 
 
 @pytest.mark.parametrize(
@@ -167,7 +166,7 @@ def test_activations_are_those_of_a_real_pass(kind, checkpointing, precision):
 
 
 def test_models_that_may_drop_layers_are_planned_with_all_of_them():
-    """They draw a number for each layer in training, which a trace could not compare."""
+    """They draw a random number per layer in training, which a trace cannot compare."""
     sizes = {'hidden_size': 16, 'num_hidden_layers': 2, 'num_attention_heads': 2, 'vocab_size': 40}
     configs = [OPTConfig(**sizes, max_position_embeddings=32, layerdrop=p) for p in (0.0, 0.9)]
     plans = [make_plan(Setup(config=config, max_new_tokens=8, on_cuda=False)) for config in configs]
@@ -209,8 +208,8 @@ def test_the_cache_is_the_engines():
     assert make_plan(setup).phases['collect'].device['key/value cache'] == real
 
 
-def test_what_generating_keeps_lies_beside_learning():
-    """On a GPU: 5 rows are 8, and 10 + 20 - 1 slots are 256; in bf16 the copy has 2 bytes per weight."""
+def test_memory_kept_by_generating_is_counted_in_learning():
+    """On a GPU 5 rows are rounded to 8, and 10 + 20 - 1 slots to 256; in bf16 the copy has 2 bytes per weight."""
     config = tiny_config('gpt2', positions=64)
     sizes = {'experience_batch_size': 5, 'max_prompt_tokens': 10, 'max_new_tokens': 20}
     plain = make_plan(Setup(config=config, precision='bf16', **sizes))
@@ -239,7 +238,7 @@ def test_phases_add_up_and_limits_decide():
 
 
 def test_a_plan_moves_no_generator():
-    """A run is planned by one of its processes, and goes on with the same draws."""
+    """One process of a run makes the plan, and must continue with the same random numbers."""
     states = [torch.get_rng_state(), random.getstate()]
     for task in ('ppo', 'sft'):
         assert make_plan(Setup(config=CONFIG, task=task)).peak
@@ -280,6 +279,6 @@ def test_the_command(tmp_path, capsys):
     assert main([str(path), '--memory', '10KiB', '--json']) == 1
     content = json.loads(capsys.readouterr().out)
     assert content['limit'] == 'device memory' and content['peak'] > 10 * 1024
-    assert list(tmp_path.iterdir()) == [path]  # nothing was written, and there were no weights to read
+    assert list(tmp_path.iterdir()) == [path]  # nothing was written
     path.write_text('{}')
     assert main([str(path)]) == 2 and 'not the config.json' in capsys.readouterr().err

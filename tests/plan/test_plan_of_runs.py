@@ -1,5 +1,4 @@
-"""Plans of real runs: `--plan` of the scripts, a shared trunk counted by hand, and the advice at the end of an
-out-of-memory error."""
+"""Plans of real runs: `--plan` of the scripts, a shared trunk by hand, and the advice of an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / 'examples'
 
 @pytest.fixture
 def no_weights(tmp_path):
-    """A model folder with a config and a tokenizer, and no weights: whoever loads some fails."""
+    """Returns a model folder with a config and a tokenizer but no weights, so that loading weights fails."""
     folder = tmp_path / 'model'
     tokenizer = byte_tokenizer()
     config = tiny_config('gpt2')
@@ -52,7 +51,7 @@ def test_a_script_plans_one_model(monkeypatch, capsys, tmp_path, no_weights):
     assert 'reward model weights' in out and 'reward model optimizer' in out and 'collect' not in out
 
 
-def test_a_run_that_does_not_fit_is_told_what_would(monkeypatch, capsys, tmp_path, no_weights):
+def test_a_run_that_does_not_fit_gets_advice(monkeypatch, capsys, tmp_path, no_weights):
     small = planning.this_machine() | {'on_cuda': True, 'memory': 600 * 2**10}
     monkeypatch.setattr(planning, 'this_machine', lambda: small)
     (tmp_path / 'data.jsonl').write_text('{"prompt": "a", "completion": "b"}\n' * 40)
@@ -75,7 +74,7 @@ def test_weights_and_optimizer_of_one_model_are_counted_by_hand():
     assert [learn[part] for part in parts] == [4 * number, 8 * number, 4 * number]
     more = make_plan(Setup(config=config, train_batch_size=4, **sizes))
     assert more.phases['learn'].device['activations'] > 1.5 * learn['activations'] > 0
-    for phase in ('load', 'learn'):  # the process itself counts where devices are host memory
+    for phase in ('load', 'learn'):  # without a GPU the process itself counts too
         assert more.phases[phase].device['process'] == PROCESS_BYTES
     assert more.host_peak + more.peak > PROCESS_BYTES
     on_a_gpu = make_plan(Setup(config=config, train_batch_size=4, **sizes | {'on_cuda': True}))
@@ -151,15 +150,15 @@ def test_what_is_held_is_counted_by_hand(monkeypatch):
     assert load['trunk'] == pytest.approx(4 * outside + packed / 2 + packed / 64 + 4 * packed / (64 * 256), abs=2)
     for role, head in (('actor', 0), ('critic', WIDTH + 1), ('reward model', WIDTH + 1)):
         assert load[f'{role} weights'] == 4 * (ADAPTERS + head)
-    # as the largest block is read, while its largest weight is packed; the roles come later
+    # the largest block is read while its largest weight is quantized; the roles are made later
     on_roles, block = 3 * 4 * ADAPTERS + 2 * 4 * (WIDTH + 1), PER_BLOCK + 2 * WIDTH
     assert load['one dense block'] == max(4 * block + 9.5 * WIDTH * INNER - on_roles, 0) > 0
     alone = SHARED | {'lora_rank': 1, 'critic': 'none', 'reward_config': None}
     on_cuda = make_plan(Setup(**alone, on_cuda=True)).phases['load'].device
-    assert on_cuda['one dense weight'] == (4 + 2) * WIDTH * INNER - 4 * ADAPTERS / RANK > 0  # weights come one by one
+    assert on_cuda['one dense weight'] == (4 + 2) * WIDTH * INNER - 4 * ADAPTERS / RANK > 0  # one weight at a time
     assert 'one dense block' not in collect and 'one dense block' not in on_cuda
     assert collect['one dense weight'] == 4 * WIDTH * INNER * (1 + 2 / 64)  # and its scales, twice
-    assert collect['packed weights'] == 4 * VOCAB * WIDTH  # the output head alone: adapters are not folded in
+    assert collect['packed weights'] == 4 * VOCAB * WIDTH  # only the output head: adapters are not merged
     assert collect['key/value cache'] == 4 * 2 * LAYERS * WIDTH * ROWS * (PROMPT + NEW - 1)
     assert learn['actor gradients'] == 4 * ADAPTERS and 'initial model' not in ''.join(learn)
 

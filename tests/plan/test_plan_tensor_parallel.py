@@ -1,5 +1,4 @@
-"""Plans of FSDP2 with tensor parallelism against what processes hold and make, and what is
-refused."""
+"""Plans of FSDP2 with tensor parallelism compared with measured memory, and errors."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ def nbytes(tensors: Any) -> int:
 
 
 def held(lora_rank: int) -> dict[str, int]:
-    """Bytes of this process after a step and another backward, by the planner's names; and of activations."""
+    """Returns bytes of this process after a step and another backward, by the planner's names, and of activations."""
     with FSDPStrategy(device='cpu', precision='fp32', tensor_parallel=2) as strategy:
         actor = new_actor(lora_rank)
         optimizer = strategy.make_optimizer([p for p in actor.parameters() if p.requires_grad])
@@ -78,7 +77,7 @@ def test_a_plan_is_what_the_fuller_process_holds(lora_rank):
     for name in ('actor weights', 'actor gradients', 'actor optimizer'):
         assert plan.phases['learn'].device[name] == found[name], name
     planned = models.learning_bytes('actor', CONFIG, setup_of(lora_rank=lora_rank), 4, growing=4.0)
-    # a sum that is still under way holds its tensor a moment longer
+    # a pending reduction keeps its tensor a little longer
     assert planned == pytest.approx(found['activations'], rel=0.03)
     whole = models.learning_bytes('actor', CONFIG, setup_of(lora_rank=lora_rank, strategy_options={}), 4, growing=4.0)
     assert whole > 1.1 * planned  # negative control
@@ -86,20 +85,20 @@ def test_a_plan_is_what_the_fuller_process_holds(lora_rank):
 
 def test_a_process_has_half_the_heads_and_half_of_the_matrices():
     alone, half = setup_of(strategy_options={}), setup_of()
-    # 4 heads of 8 with 2 of keys and values, 3 layers: 2 x 2 x 8 x 3 numbers a token, and half of them
+    # 4 heads of 8 with 2 of keys and values, 3 layers: 2 x 2 x 8 x 3 elements per token, and half of them
     assert models.cache_elements(CONFIG) == 96 and models.cache_elements(CONFIG, 2) == 48
     whole, part = (models.measure(models.build('initial', CONFIG, setup)) for setup in (alone, half))
     norms = sum(p.numel for p in whole.parameters if 'norm' in p.name)
     assert norms == 7 * 32
     assert part.total == (whole.total - norms) // 2 + norms
-    # sequences are split over ranks, of which there is one
+    # sequences are split over ranks, and there is one rank
     plans = [make_plan(s) for s in (alone, half)]
     caches = [plan.phases['collect'].device['key/value cache'] for plan in plans]
     assert caches[0] == caches[1] == 4 * 96 * 4 * 23  # 4 rows of 96 numbers, 8 rows of 48; 23 slots
 
 
 def test_workers_are_sent_whole_weights():
-    """On a GPU that has room for them, or from host memory."""
+    """On the GPU if they fit, else from host memory."""
     options = {'on_cuda': True, 'precision': 'bf16', 'rollouts_elsewhere': True, 'critic': 'none', 'kl': False}
     whole = 2 * models.measure(models.build('initial', CONFIG, setup_of(strategy_options={}))).total
     roomy, tight, cut_in_two = (
@@ -115,7 +114,7 @@ def test_workers_are_sent_whole_weights():
     for apart in (tight, cut_in_two):
         assert 'full copy' not in apart.device and 'weights on their way' not in apart.device
         assert apart.host['full copy'] == whole // 2  # one file for both processes
-    # the largest tensor in fp32; of parts whole twice while they are joined, and the part
+    # the largest tensor in fp32; with parts, two whole ones while they are joined, and the part
     assert tight.device['gathering'] == 4 * 64 * 32 and cut_in_two.device['gathering'] == 4 * 64 * 32 * 2.5
 
 
@@ -130,4 +129,4 @@ def test_parts_are_among_the_advice_where_the_model_can_be_cut():
     cut_already = texts(CONFIG, strategy_options={'tensor_parallel': 2})
     for found in (texts(NO_PLAN), cut_already):
         assert not any(text.startswith('tensor_parallel') for text in found)
-    assert not any('fsdp_cpu' in text for text in cut_already)  # which cannot be cut
+    assert not any('fsdp_cpu' in text for text in cut_already)  # it does not support tensor parallelism

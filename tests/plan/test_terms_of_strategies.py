@@ -1,4 +1,4 @@
-"""Single terms of a plan against tensors that exist: chunks, sums and buckets of ColossalAI, roots of FSDP, packed
+"""Single terms of a plan compared with real tensors: chunks, sums and buckets of ColossalAI, roots of FSDP, packed
 weights, chunks of log-probs."""
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ SMALL_CHUNKS = {'min_chunk_size_mb': 0.02, 'search_range_mb': 0.02, 'hidden_dim'
 
 
 def nbytes(tensors) -> int:
-    """Of different storages."""
+    """Returns bytes of distinct storages."""
     return sum(t.untyped_storage().nbytes() for t in {t.untyped_storage().data_ptr(): t for t in tensors}.values())
 
 
 @contextmanager
 def taken_kernels():
-    """Names of the ways by which log-probs come inside."""
+    """Yields the list of kernels that compute log-probs inside this context."""
     names = []
     with ExitStack() as patches:
         for name in ('chunked_logprobs', 'fused_logprobs'):
@@ -60,7 +60,7 @@ def loss_of(strategy, actor):
 
 
 def held_by_gemini(variant: str, options: dict) -> dict[str, int]:
-    """Bytes of this rank's tensors after two micro-batches, a step and two more, by what the planner calls them."""
+    """Returns bytes of this rank's tensors after two micro-batches, a step and two more, by the planner's names."""
     with s.ColossalAIStrategy(stage=3, precision='bf16', **options) as strategy:
         actor = new_actor(variant)
         optimizer = strategy.make_optimizer([p for p in actor.parameters() if p.requires_grad])
@@ -70,7 +70,7 @@ def held_by_gemini(variant: str, options: dict) -> dict[str, int]:
             if number == 1:
                 strategy.optimizer_step(optimizer)
         with torch.no_grad():
-            actor(collate(tiny_sequences(seed=0)[:2]))  # sets the last gradients aside
+            actor(collate(tiny_sequences(seed=0)[:2]))  # stores the last gradients
         engine, its = (strategy._engines[id(strategy.unwrap(m))] for m in (actor, frozen))
         masters = [chunk.paired_chunk.payload for chunk in engine.chunks]
         moments = [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v) and v.dim()]
@@ -117,7 +117,7 @@ def test_chunks_of_gemini_are_exact():
         assert {name: planned.get(name, 0) for name in most} == pytest.approx(most, rel=0.002), (variant, options)
         chunks = setup.memory_model.chunks(size, setup)
         assert (chunks.gathered > 0) is bool(options)
-        if options and variant == 'full':  # several chunks, and half of them here
+        if options and variant == 'full':  # several chunks, half of them on this rank
             assert chunks.largest < chunks.elements < 0.8 * size.trained
 
 
@@ -143,7 +143,7 @@ def test_a_model_below_the_smallest_chunk_is_whole_and_never_offloaded():
 
 
 def made_by_zero(stage: int, precision: str) -> dict[str, list[int]]:
-    """Most bytes that ColossalAI's reductions and its step make at once, beside what is there before."""
+    """Returns the peak bytes that ColossalAI's reductions and its step add."""
     with s.ColossalAIStrategy(
         stage=stage, precision=precision, placement_policy='cuda', reduce_bucket_size=BUCKET
     ) as strategy:
@@ -151,7 +151,7 @@ def made_by_zero(stage: int, precision: str) -> dict[str, list[int]]:
         optimizer = strategy.make_optimizer(actor.parameters())
         actor, optimizer = strategy.prepare((actor, optimizer))
         strategy.backward(loss_of(strategy, actor), actor, optimizer)
-        strategy.optimizer_step(optimizer)  # the moments are there from now on
+        strategy.optimizer_step(optimizer)  # allocates the moments
         upstream = strategy._engine(optimizer).optimizer
         made: dict[str, list[int]] = {'reduction': [], 'step': []}
 
@@ -187,8 +187,8 @@ def made_by_zeros() -> list[dict[str, list[int]]]:
 
 @needs_colossalai
 def test_buckets_of_zero():
-    """A reduction makes what the plan counts, but for what autograd made before it and for a few parameters (a bucket
-    is never quite full); so does a step, but for gloo's copy, which is made out of Python's sight."""
+    """A reduction allocates what the plan counts, except earlier storages of autograd and a few parameters (buckets are
+    not quite full); so does a step, except gloo's copy, which Python does not see."""
     ranks = run_distributed(made_by_zeros, 2)
     for (stage, precision), made in zip(ZERO, ranks[0], strict=True):
         setup = Setup(
@@ -205,16 +205,17 @@ def test_buckets_of_zero():
         in_bucket = setup.memory_model.reduction(size, setup, again=True) - itemsize * BUCKET
         slack = 4 * itemsize * size.largest_trained
         if stage == 2:
-            seen = itemsize * BUCKET  # of what autograd made, where an operation returns a view of it
+            seen = itemsize * BUCKET  # counted storages of autograd, if an operation returns a view of them
             assert in_bucket - slack <= max(made['reduction']) <= in_bucket + seen + slack
         step = setup.memory_model.step(size, setup) - 2 * itemsize * min(size.trained // 2, BUCKET)
-        seen = 4 * size.trained  # of gradients and masters, as above
+        seen = 4 * size.trained  # gradients and masters, as above
         assert step - 2 * slack <= max(made['step']) <= step + seen + 2 * slack, (stage, precision)
 
 
 @pytest.mark.parametrize(('stage', 'parts'), [(1, 1), (2, 4)])
 def test_what_zero_holds_by_hand(stage, parts):
-    """In bf16, on four ranks: weights whole, masters and AdamW's states split, gradients split by stage 2 alone."""
+    """In bf16, on four ranks: weights are whole, masters and AdamW's states sharded, gradients sharded only by stage
+    2."""
     options = {'stage': stage, 'placement_policy': 'cuda'}
     setup = Setup(
         config=CONFIG, strategy=f'colossalai_zero{stage}', strategy_options=options, num_processes=4, precision='bf16'
@@ -239,7 +240,7 @@ def test_two_of_three_blocks_are_gathered_beside_what_is_outside():
 
 
 def kept_by_fsdp() -> tuple[int, int]:
-    """Bytes of whole weights that a frozen model keeps after a forward, and that it keeps of its blocks."""
+    """Returns bytes of whole weights that a frozen model keeps after a forward, in total and in its blocks."""
     with s.FSDPStrategy(device='cpu') as strategy:
         frozen = strategy.prepare(new_actor('full').requires_grad_(False))
         with torch.no_grad():
@@ -283,8 +284,8 @@ def test_packed_weights_are_those_of_the_engine(monkeypatch, variant, least, hea
     [(False, 1000, 'naive'), (True, 1000, 'naive'), (True, 100_000, 'naive'), (True, 1000, 'colossalai_gemini')],
 )
 def test_log_probs_come_as_on_the_planned_device(monkeypatch, on_cuda, bound, strategy):
-    """4 rows of 15 tokens are many chunks on a CPU. Those of a GPU hold 1,000 numbers, and the output layer is read by
-    blocks, unless it is Gemini's; or 100,000, and there is one chunk, which keeps its logits."""
+    """4 rows of 15 tokens are many chunks on a CPU. With a bound of 1,000 elements a GPU reads the output layer by
+    blocks, unless it is Gemini's; with 100,000 there is one chunk, which keeps its logits."""
     monkeypatch.setattr(logprobs, 'CHUNK_ELEMENTS_CPU', 1000)
     monkeypatch.setattr(logprobs, 'CHUNK_ELEMENTS_ACCELERATOR', bound)
     blocks = on_cuda and bound == 1000 and strategy == 'naive'
@@ -308,8 +309,8 @@ def test_log_probs_come_as_on_the_planned_device(monkeypatch, on_cuda, bound, st
 
 @pytest.mark.parametrize(('kernel', 'taken_one'), [('plain', 'chunked'), ('fused', 'fused'), ('liger', 'fused')])
 @pytest.mark.parametrize('on_cuda', [False, True])
-def test_a_kernel_that_is_asked_for_is_planned(monkeypatch, kernel, taken_one, on_cuda):
-    """Chunks of 1,000 numbers are less than 4 rows of 15 tokens, so that a kernel makes a difference."""
+def test_a_requested_kernel_is_planned(monkeypatch, kernel, taken_one, on_cuda):
+    """4 rows of 15 tokens need several chunks of 1,000 elements, so that kernels differ."""
     monkeypatch.setattr(logprobs, 'CHUNK_ELEMENTS_CPU', 1000)
     monkeypatch.setattr(logprobs, 'CHUNK_ELEMENTS_ACCELERATOR', 1000)
     lengths = {'max_prompt_tokens': 9, 'max_new_tokens': 15}
@@ -321,7 +322,7 @@ def test_a_kernel_that_is_asked_for_is_planned(monkeypatch, kernel, taken_one, o
 
 
 def test_gradients_grow_as_a_strategy_keeps_them():
-    """Dropped, as shards of four ranks, whole: the more stays, the higher the peak, and no more than what stays."""
+    """Dropped, as shards of four ranks, whole: the more is kept, the higher the peak, by no more than what is kept."""
     setup = Setup(config=CONFIG, precision='fp32', max_prompt_tokens=2, max_new_tokens=2)
     number = models.measure(models.build('actor', CONFIG, setup)).trained
     dropped, shards, whole = (

@@ -1,11 +1,9 @@
-"""Rewards that can be checked: functions `fn(prompts, responses, **columns) -> list[float]`, for any trainer or
-`--reward_fn`.
+"""Verifiable rewards: functions `fn(prompts, responses, **columns) -> list[float]`, for any trainer or `--reward_fn`.
 
     from chatgpt.data.rewards import ExactAnswer, Length, combine
     reward = combine((1.0, ExactAnswer()), (0.1, Length(target=40)))
 
-Each is a plain object that can be pickled and called by hand. From the command line give a function of one's own file
-that calls them.
+Each is an object that can be called and pickled. For the command line write a function in a file that calls them.
 """
 
 from chatgpt.data.rewards.calling import call

@@ -1,15 +1,15 @@
-"""Calling a reward or metric function of texts: a class is made first, arguments go by their names, a coroutine is
-awaited, and what comes back is one value per response.
+"""Calls reward and metric functions of texts: instantiates a class, passes arguments by name, awaits a coroutine, and
+checks that there is one value per response.
 
-`call` is the only caller. Its rule, by the names of the function's arguments:
+`call` passes arguments by the names of the function's parameters:
 
-- `prompts`; `responses`, or `completions`, or `outputs` (all three are the responses); `samples`, each a prompt and its
-  response joined; and any column of the data are given by name.
-- Where no argument is called responses, completions, outputs or samples, the first two get prompts and responses.
-- `**columns` gets the other columns, and the prompts where no argument has them; beside `samples` or `outputs` all that
-  trlX gives; every text where no argument takes the responses.
+- `prompts`; `responses`, `completions` or `outputs` (all three are the responses); `samples`, each a prompt joined with
+  its response; and any column of the data.
+- If none of responses, completions, outputs and samples is a parameter, the first two get prompts and responses.
+- `**columns` gets the other columns, and the prompts if no parameter does; with `samples` or `outputs` everything that
+  trlX passes; all texts if no parameter takes the responses.
 
-What a value may be: `chatgpt.trainer.experience.scorers`.
+`chatgpt.trainer.experience.scorers` lists the allowed values.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     import asyncio
 
 _loops: list[asyncio.AbstractEventLoop] = []
-"""the loop of all calls: a client that a reward function keeps open belongs to the loop that it was first used in"""
+"""the event loop of all calls: a client that a reward function keeps open is bound to the loop of its first use"""
 
 
 def made(reward: Any) -> Any:
-    """An object of a class whose objects are rewards; anything else as it is.
+    """Instantiates a class of rewards; returns anything else unchanged.
 
     Raises:
         ValueError: the class has no `__call__` and no `score`, needs arguments, or raised.
     """
     if not isinstance(reward, type):
         return reward
-    # A class is callable itself, so what counts is what its body and bases define.
+    # A class itself is callable, so `callable` does not tell whether its objects are.
     if not any(name in vars(base) for base in reward.__mro__ for name in ('__call__', 'score')):
         raise ValueError(f'{reward.__qualname__} is a class whose objects cannot be called as fn(prompts, responses)')
     try:
@@ -66,7 +66,7 @@ def call(
     *,
     separator: str = '',
 ) -> Any:
-    """`function` of texts and columns, by the rule above; a coroutine is awaited. `separator` stands between prompt and
+    """Calls `function` with texts and columns by the rules above, and awaits a coroutine. `separator` joins prompt and
     response in `samples`."""
     joined = [prompt + separator + response for prompt, response in zip(prompts, responses, strict=True)]
     texts = {'prompts': prompts, 'responses': responses, 'completions': responses, 'outputs': responses}
@@ -75,12 +75,12 @@ def call(
 
 
 def check_call(function: Callable[..., Any], columns: Collection[str], source: str) -> None:
-    """Find out without calling it whether `function` can be called on data of these columns. An object that knows
-    more says so in `check_columns(columns, source)`.
+    """Checks without a call whether `function` accepts data of these columns. An object may add its own checks in
+    `check_columns(columns, source)`.
 
     Raises:
-        ValueError: it needs an argument that is no column, takes no texts, or calls an argument that gets a text like a
-            column; begins with `source`.
+        ValueError: it needs an argument that is not a column, takes no texts, or a text argument has the name of a
+            column; the message begins with `source`.
     """
     if (of_its_own := getattr(function, 'check_columns', None)) is not None:
         of_its_own(columns, source)
@@ -113,7 +113,7 @@ def check_call(function: Callable[..., Any], columns: Collection[str], source: s
 
 
 def check_column(name: str, columns: Collection[str], source: str) -> None:
-    """Raises ValueError where the data have no such column."""
+    """Raises ValueError if the data has no such column."""
     if name not in columns:
         there = f'there are {", ".join(sorted(columns))}' if columns else 'there are none'
         raise ValueError(f'{source} needs a column {name!r} beside the prompts; {there}{hint(name, columns)}')
@@ -122,7 +122,7 @@ def check_column(name: str, columns: Collection[str], source: str) -> None:
 def _arranged(
     function: Callable[..., Any], texts: Mapping[str, Any], columns: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Positional and keyword arguments of a call."""
+    """Returns positional and keyword arguments of a call."""
     first_two = [texts['prompts'], texts['responses']]
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -150,7 +150,7 @@ def _arranged(
 
 
 def awaited(value: Any) -> Any:
-    """What a coroutine comes to; anything else as it is."""
+    """Runs a coroutine and returns its result; returns anything else unchanged."""
     if not inspect.isawaitable(value):
         return value
     import asyncio
@@ -159,7 +159,7 @@ def awaited(value: Any) -> Any:
         return await value
 
     def run() -> Any:
-        if not _loops or _loops[-1].is_running():  # of a call that was given up
+        if not _loops or _loops[-1].is_running():  # still running an abandoned call
             _loops.append(asyncio.new_event_loop())
         return _loops[-1].run_until_complete(outcome())
 
@@ -167,13 +167,13 @@ def awaited(value: Any) -> Any:
         asyncio.get_running_loop()
     except RuntimeError:
         return run()
-    with ThreadPoolExecutor(1) as other_thread:  # a notebook's thread runs a loop of its own
+    with ThreadPoolExecutor(1) as other_thread:  # a notebook's thread already runs a loop
         return other_thread.submit(run).result()
 
 
 def one_each(values: Any, count: int, source: str, error: Callable[[str], Exception] = ValueError) -> list[Any]:
-    """The list that a reward function returned, one value per response. A text, a dict or a set is none: it raises
-    `error`."""
+    """Returns the result of a reward function as a list with one value per response. Raises `error` for a text, a dict,
+    a set, or another length."""
     if hasattr(values, 'tolist'):  # tensors and arrays
         values = values.tolist()
     kind = type(values).__name__
@@ -188,9 +188,9 @@ def one_each(values: Any, count: int, source: str, error: Callable[[str], Except
     return values
 
 
-def told(error: BaseException) -> str:
-    """'KeyError: 'x', at rewards.py:12': an exception and the innermost line of the user's own code that it came
-    through."""
+def describe_error(error: BaseException) -> str:
+    """Describes an exception with the innermost line of the user's own code in its traceback: 'KeyError: 'x', at
+    rewards.py:12'."""
     text = f'{type(error).__name__}: {error}' if str(error) else type(error).__name__
     installed = (sysconfig.get_path(name) for name in ('stdlib', 'platstdlib', 'purelib', 'platlib'))
     not_theirs = (*(f'{folder}{os.sep}' for folder in (Path(__file__).parents[2], *installed)), '<frozen')
@@ -201,7 +201,7 @@ def told(error: BaseException) -> str:
 
 
 def place_of(function: Any) -> str:
-    """'at rewards.py:12', where a function or the class of an object is defined."""
+    """Returns 'at rewards.py:12' for the definition of a function or of an object's class."""
     function = function.func if isinstance(function, functools.partial) else function
     thing = inspect.unwrap(function) if inspect.isroutine(function) else type(function)
     try:

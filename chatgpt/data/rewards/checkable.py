@@ -1,5 +1,5 @@
-"""Rewards that need no model: a known answer, a number at the end, the form of a response, its length, its sentiment
-by a lexicon; and several of them as one."""
+"""Rewards without a model: a known answer, a number at the end, the format of a response, its length, its sentiment by
+a lexicon, and weighted sums of these."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NUMBER = re.compile(r'(?:(?<![\w)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)
 
 
 @dataclass(frozen=True)
-class _Known:
+class _ColumnReward:
     """A reward that compares a response with a column of the data."""
 
     column: str = 'answer'
@@ -36,12 +36,12 @@ class _Known:
 
 
 @dataclass(frozen=True)
-class ExactAnswer(_Known):
-    """`correct` where the response is the answer, up to spaces around and between words (and case), else `wrong`.
+class ExactAnswer(_ColumnReward):
+    """`correct` if the response is the answer, up to white space (and case), else `wrong`.
 
     Args:
-        column: which column of the data holds the answer.
-        after: only what follows the last of this text in the response counts, such as 'Answer:'; a response without it
+        column: of the answer.
+        after: compares only the text after the last occurrence of this string, such as 'Answer:'; a response without it
             is wrong.
     """
 
@@ -63,7 +63,7 @@ class ExactAnswer(_Known):
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number of a text, '1,234.50' and '-3' included; None where there is none. In '5-3' the dash is no sign.
+    """Returns the last number of a text, '1,234.50' and '-3' included, or None. In '5-3' the dash is not a sign.
 
     >>> last_number('It costs $1,234.50 in all.')
     Decimal('1234.50')
@@ -78,13 +78,13 @@ def last_number(text: str) -> Decimal | None:
 
 
 @dataclass(frozen=True)
-class NumberAtEnd(_Known):
-    """GSM8K's check: the last number of the response against that of the answer (Cobbe et al. 2021, where it stands
-    after '####').
+class NumberAtEnd(_ColumnReward):
+    """GSM8K's check: compares the last number of the response with that of the answer (Cobbe et al. 2021, after
+    '####').
 
     Args:
-        column: which column holds the answer: a number, or a text whose last number it is.
-        tolerance: numbers this near are equal.
+        column: of the answer: a number, or a text that ends with it.
+        tolerance: largest difference of equal numbers.
         unanswered: reward of a response without a number.
     """
 
@@ -104,7 +104,7 @@ class NumberAtEnd(_Known):
 
 @dataclass(frozen=True)
 class Pattern:
-    """`hit` where the regular expression is found (with `whole`: matches all of the response), else `miss`.
+    """`hit` if the regular expression is found (with `whole`: matches the whole response), else `miss`.
 
     Raises:
         ValueError: not a regular expression.
@@ -129,10 +129,10 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Format:
-    """Share of sections that stand in the response as <tag>...</tag>, each once, not empty, and in this order.
+    """Share of sections that are in the response as <tag>...</tag>, each once, not empty, and in this order.
 
-    `Format(('think', 'answer'))` is DeepSeek-R1's format reward (Guo et al. 2025); with `only` nothing may stand
-    outside of them.
+    `Format(('think', 'answer'))` is DeepSeek-R1's format reward (Guo et al. 2025). `only` allows no text outside of
+    them.
     """
 
     tags: tuple[str, ...] = ('think', 'answer')
@@ -166,7 +166,7 @@ class Format:
 
 @dataclass(frozen=True)
 class Length:
-    """1 at `target` words and less by the relative distance to it, at least 0; characters with `unit='characters'`."""
+    """1 minus the relative distance to `target` words, at least 0; characters with `unit='characters'`."""
 
     target: int
     unit: str = 'words'
@@ -184,8 +184,8 @@ class Length:
 
 @dataclass(frozen=True)
 class Sentiment:
-    """VADER's compound score of the response, in [−1, 1]; `negative=True` turns the sign around. `with_prompt` scores
-    both together.
+    """VADER's compound score of the response, in [−1, 1]; `negative=True` flips the sign. `with_prompt` scores prompt
+    and response together.
 
     Raises:
         ImportError: vaderSentiment is not installed; says how to install it.
@@ -236,7 +236,7 @@ class Combined:
 
 
 def combine(*parts: tuple[float, Reward]) -> Combined:
-    """`combine((1.0, ExactAnswer()), (0.2, Format()))`.
+    """Returns a weighted sum of rewards: `combine((1.0, ExactAnswer()), (0.2, Format()))`.
 
     Raises:
         ValueError: no parts, or a part that is not a weight and a function.

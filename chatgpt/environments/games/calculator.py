@@ -1,15 +1,15 @@
-"""Arithmetic too long for the head, with a calculator.
+"""Arithmetic with a calculator.
 
-    482*37+915       what to work out
+    482*37+915       the task
     482*37           a move with an operation calls the calculator, which takes two numbers
     =17834
     17834+915
     =18749
-    18749            a number alone is the answer, and ends the game: reward 1 where it is right, else 0
+    18749            a number alone is the answer, and ends the game: reward 1 if it is right, else 0
 
-Multiplications come first in what is asked, so working from left to right is right. With `tape` the calculator prints
-that many other calculations before each result, which makes the observation long. `CalculatorTools` is the same task
-with calls in the format of a chat template. Best is exact.
+Multiplications come first in the task, so that it can be computed from left to right. With `tape` the calculator prints
+that number of other calculations before each result, which makes the observation long. `CalculatorTools` is the same
+task with calls in the format of a chat template. `best` is exact.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _ANSWER = re.compile(r'-?[0-9]{1,40}')
 class Calculator(Game):
     """
     Args:
-        terms: numbers in what is asked, 2 to 6.
+        terms: numbers in the task, 2 to 6.
         digits: of each number, 1 to 6.
-        operations: those asked for, of `*+-`; the calculator has all three.
+        operations: those in the task, of `*+-`; the calculator has all three.
         tape: other calculations that are printed before each result, 0 to 1000.
-        max_moves: the game is cut off after so many.
+        max_moves: the game is cut off after this number.
     """
 
     ALPHABET = '0123456789+-*= ?\n'
@@ -63,12 +63,12 @@ class Calculator(Game):
     def deal(self) -> None:
         self.terms = [self.number() for _ in range(self.num_terms)]
         drawn = [self.random.choice(self.operations) for _ in self.terms[1:]]
-        self.asked = sorted(drawn, key=lambda operation: operation != '*')
+        self.signs = sorted(drawn, key=lambda operation: operation != '*')
         self.answer = self.terms[0]
-        for operation, term in zip(self.asked, self.terms[1:], strict=True):
+        for operation, term in zip(self.signs, self.terms[1:], strict=True):
             self.answer = COMPUTE[operation](self.answer, term)
         self.results: dict[str, int] = {}
-        self.shown = str(self.terms[0]) + ''.join(f'{o}{t}' for o, t in zip(self.asked, self.terms[1:], strict=True))
+        self.shown = str(self.terms[0]) + ''.join(f'{o}{t}' for o, t in zip(self.signs, self.terms[1:], strict=True))
 
     def number(self) -> int:
         return self.random.randint(10 ** (self.digits - 1) if self.digits > 1 else 2, 10**self.digits - 1)
@@ -77,7 +77,7 @@ class Calculator(Game):
         return self.shown
 
     def moves(self) -> list[str]:
-        """Calculations with numbers that were shown, and those numbers as answers."""
+        """Returns calculations with numbers that were shown, and those numbers as answers."""
         numbers = list(dict.fromkeys([*self.terms, *self.results.values()]))
         calls = [f'{a}{operation}{b}' for operation in COMPUTE for a in numbers for b in numbers]
         return calls + [str(n) for n in numbers]
@@ -99,7 +99,7 @@ class Calculator(Game):
 
     def best(self) -> str:
         value = self.terms[0]
-        for operation, term in zip(self.asked, self.terms[1:], strict=True):
+        for operation, term in zip(self.signs, self.terms[1:], strict=True):
             call = f'{value}{operation}{term}'
             if call not in self.results:
                 return call
@@ -108,17 +108,17 @@ class Calculator(Game):
 
 
 class CalculatorTools:
-    """The same task for a model that calls tools: the class that TRL's `environment_factory` takes.
+    """The same task for a model that calls tools: a class for TRL's `environment_factory`.
 
     Args:
-        options: of `Calculator`; rules, max_moves and max_illegal do nothing here.
+        options: of `Calculator`; rules, max_moves and max_illegal have no effect here.
     """
 
     def __init__(self, **options: Any) -> None:
         self._game = Calculator(**options)
 
     def reset(self, seed: int = 0, **columns: Any) -> str:
-        """The task; `seed` decides which."""
+        """Returns the task, which `seed` determines."""
         task = self._game.reset(seed).strip()
         self._reward = 0.0
         return f'Work out {task} with the calculator, one step at a time, and then give the answer.'
@@ -151,5 +151,5 @@ class CalculatorTools:
         return 'right' if self._reward else 'wrong'
 
     def get_reward(self) -> float:
-        """1 where the latest answer is right."""
+        """Returns 1 if the latest answer is right, else 0."""
         return self._reward

@@ -1,11 +1,11 @@
-"""Countdown: reach a number with the numbers that are given, an operation a turn.
+"""Countdown: reach a target with the given numbers, one operation per turn.
 
-    3 5 7 =22        the numbers, and what to reach
+    3 5 7 =22        the numbers and the target
     3*5              a move: two of the numbers, and + - * or /; results are whole and above 0
-    7 15 =22         the result takes the place of both
+    7 15 =22         the result replaces both
     7+15             reached: reward 1
 
-A number that is left alone and is not the one to reach ends the game with 0. Best is exact: a search of all moves.
+A single number that is not the target ends the game with 0. `best` is exact: a search of all moves.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Numbers = tuple[int, ...]
 class Countdown(Game):
     """
     Args:
-        numbers: how many are given, 2 to 6.
-        largest: of a given number.
+        numbers: number of given numbers, 2 to 6.
+        largest: largest given number.
         operations: those allowed, of `+-*/`.
-        max_target: the largest number to reach. It can always be reached, and is none of those given.
+        max_target: largest target. Targets can always be reached, and are not among the given numbers.
     """
 
     ALPHABET = '0123456789+-*/= ?\n'
@@ -91,7 +91,7 @@ class Countdown(Game):
 
 
 def value_of(a: int, operation: str, b: int) -> int | None:
-    """None where it is not whole or not above 0."""
+    """Returns the result, or None if it is not whole or not above 0."""
     if operation == '+':
         return a + b
     if operation == '*':
@@ -102,7 +102,7 @@ def value_of(a: int, operation: str, b: int) -> int | None:
 
 
 def operations_on(numbers: Numbers, operations: str) -> Iterator[tuple[str, Numbers]]:
-    """Each operation on two of the numbers, written once, and the numbers after it, sorted."""
+    """Yields each operation on two of the numbers once, and the numbers after it, sorted."""
     seen = set()
     for i, a in enumerate(numbers):
         for j, b in enumerate(numbers):
@@ -112,13 +112,13 @@ def operations_on(numbers: Numbers, operations: str) -> Iterator[tuple[str, Numb
             rest = [n for k, n in enumerate(numbers) if k not in (i, j)]
             for operation in operations:
                 result = value_of(a, operation, b)
-                if result is not None and (a <= b or operation in '-/'):  # a + b and b + a are one
+                if result is not None and (a <= b or operation in '-/'):  # a + b and b + a are the same
                     yield f'{a}{operation}{b}', tuple(sorted([*rest, result]))
 
 
 @lru_cache(maxsize=1 << 18)
 def way_to(numbers: Numbers, target: int, operations: str) -> str | None:
-    """The first operation of a way to the target, which is none of the numbers; None where there is no way."""
+    """Returns the first operation of a solution, None if there is none. The target is not among the numbers."""
     ways = list(operations_on(numbers, operations))
     for move, after in ways:
         if target in after:

@@ -1,12 +1,11 @@
-"""What the games have in common: moves in text, an answer to those that are not allowed, and an end.
+"""The base of the games: moves as text, illegal moves, and the end of a game.
 
-A game says what its task is (`deal`), what is seen (`show`), which moves there are (`moves`), what a move does (`play`)
-and which is best (`best`, which looks at nothing that was not shown). Every observation after the first begins with a
-line break and every one ends with it; after a move that is not allowed a line with `?` stands before it, and nothing
-has changed.
+A game defines its task (`deal`), the observation (`show`), the legal moves (`moves`), the effect of a move (`play`) and
+the best one (`best`, which uses only what was shown). Every observation ends with a line break, and all but the first
+begin with one. After an illegal move the state does not change, and the observation has a line with `?` in front.
 
-Seeds: Python's own `random.Random(seed)` draws the task, and after it the opponent's moves and the dealer's cards, so
-the seed and the moves decide everything.
+The seed and the moves determine everything: Python's `random.Random(seed)` draws the task, then the opponent's moves
+and the dealer's cards.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ class Game(Environment):
     """Base of the games.
 
     Args:
-        rules: begin the first observation with the rules in a sentence, for a model that reads English. Its letters are
-            not of `ALPHABET`.
-        max_illegal: the game is lost with so many moves that are not allowed.
+        rules: begin the first observation with the rules in English, with letters that are not in `ALPHABET`.
+        max_illegal: the game is lost after this number of illegal moves.
     """
 
     ALPHABET: ClassVar[str]
@@ -33,40 +31,40 @@ class Game(Environment):
     LOST: ClassVar[float] = 0.0
     """reward of a lost game"""
     ILLEGAL: ClassVar[float] = -0.1
-    """reward of a move that is not allowed"""
+    """reward of an illegal move"""
     max_moves: int | None = None
-    """the game is cut off after so many; None: its rules end it"""
+    """the game is cut off after this number; None for no limit"""
     random: random.Random
 
     def __init__(self, *, rules: bool = False, max_illegal: int = 3) -> None:
         within('max_illegal', max_illegal, 1)
         self.rules, self.max_illegal = rules, max_illegal
 
-    # ------------------------------------------------------------------ what a game is
+    # ------------------------------------------------------------------ a game
 
     @abstractmethod
     def deal(self) -> None:
-        """Draw a task."""
+        """Draws a task."""
 
     @abstractmethod
     def show(self) -> str:
-        """What is seen, without a line break at its end."""
+        """Returns the observation, without a line break at its end."""
 
     @abstractmethod
     def moves(self) -> list[str]:
-        """The moves that are allowed, in a fixed order; a game may allow other ways to write one."""
+        """Returns the legal moves, in a fixed order; a game may accept other ways to write them."""
 
     @abstractmethod
     def play(self, move: str) -> tuple[float, bool] | None:
-        """Make a move, written without spaces: (reward, success) where it ends the game, else None.
+        """Makes a move, written without spaces. Returns (reward, success) if it ends the game, else None.
 
         Raises:
-            IllegalMove: it is not allowed; nothing has changed.
+            IllegalMove: the state has not changed.
         """
 
     @abstractmethod
     def best(self) -> str:
-        """A best move, as far as one is known, by what has been shown alone."""
+        """Returns a best move, as far as one is known, given only what has been shown."""
 
     # ------------------------------------------------------------------ an environment
 
@@ -93,11 +91,11 @@ class Game(Environment):
 
 
 class IllegalMove(Exception):
-    """A move that is not allowed."""
+    """An illegal move."""
 
 
 def within(name: str, value: Any, low: int, high: int | None = None) -> None:
-    """Raises ValueError for an option that is no whole number of the range."""
+    """Raises ValueError for an option that is not a whole number in the range."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         raise ValueError(
             f'{name}={value!r} must be a whole number {f"from {low} to {high}" if high else f"of at least {low}"}'

@@ -1,8 +1,8 @@
-"""What players reach in a game: the random one, the best one, or yours.
+"""Scores of players in a game: the random one, the best one, or your own.
 
     print(score('tictactoe', best, opponent='perfect'))
 
-docs/environments.md has a table of them.
+docs/environments.md has a table.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from chatgpt.environments.games import GAMES, Game
 
 Player = Callable[[Game], str]
-"""the next move in a game"""
+"""a function that returns the next move in a game"""
 Z = 1.959964
-"""95 % of a normal distribution lie within so many standard deviations"""
+"""95 % of a normal distribution lie within this number of standard deviations"""
 
 
 def best(game: Game) -> str:
@@ -26,25 +26,25 @@ def best(game: Game) -> str:
 
 
 def random_player(seed: int = 0) -> Player:
-    """Any move that is allowed, each as likely as the others."""
+    """Returns a player that chooses legal moves with equal probability."""
     draws = random.Random(seed)
     return lambda game: draws.choice(game.moves())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """Of a player over episodes."""
+    """The score of a player over episodes."""
 
     episodes: int
     return_mean: float
     return_error: float
-    """half the width of the mean's 95 % interval"""
+    """half the width of the 95 % interval of the mean"""
     success: float
     turns_mean: float
 
 
 def play(game: Game, player: Player, seed: int) -> tuple[float, bool, int]:
-    """One episode: return, success, number of turns."""
+    """Plays one episode. Returns its return, success and number of turns."""
     game.reset(seed)
     total, turns = 0.0, 0
     while True:
@@ -57,7 +57,7 @@ def play(game: Game, player: Player, seed: int) -> tuple[float, bool, int]:
 def score(
     game: str | Callable[..., Game], player: Player, *, episodes: int = 1000, first_seed: int = 0, **options: Any
 ) -> Score:
-    """A player's score over the tasks of `episodes` seeds in a row. `game`: a class, or a name in `GAMES`."""
+    """Returns a player's score over `episodes` consecutive seeds. `game`: a class, or a name in `GAMES`."""
     made = (GAMES[game] if isinstance(game, str) else game)(**options)
     returns, successes, turns = zip(*(play(made, player, first_seed + i) for i in range(episodes)), strict=True)
     mean = sum(returns) / episodes

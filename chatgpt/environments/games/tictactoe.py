@@ -5,8 +5,8 @@
     ..o
     6                a move: the number of an empty cell, 1 to 9, line by line
 
-Reward 1 for a won game, 0 for a drawn and -1 for a lost one. Success is a win; against the perfect player, a draw. Best
-is exact against either: a search of all games, with the mean over the moves of a random opponent.
+Reward 1 for a won game, 0 for a drawn and -1 for a lost one. Success is a win; against the perfect player, a draw.
+`best` is exact against either: a search of all games, with the mean over the moves of a random opponent.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4
 class TicTacToe(Game):
     """
     Args:
-        opponent: random: any empty cell; perfect: a best one, drawn among those that are equally good.
-        first: who begins: policy, opponent, or either, as the seed says.
+        opponent: random: any empty cell; perfect: a best cell, drawn among those that are equally good.
+        first: the player of the first move: policy, opponent, or either, by the seed.
     """
 
     ALPHABET = '.xo123456789?\n'
@@ -57,7 +57,7 @@ class TicTacToe(Game):
         return None if end is None else (end, end > 0 or (end == 0 and self.opponent == 'perfect'))
 
     def answer(self) -> None:
-        """The opponent's move."""
+        """Makes the opponent's move."""
         cells = empty(self.board) if self.opponent == 'random' else best_cells(self.board, 'o', 'perfect')
         self.board = put(self.board, self.random.choice(cells), 'o')
 
@@ -74,7 +74,7 @@ def put(board: str, cell: int, mark: str) -> str:
 
 
 def outcome(board: str) -> float | None:
-    """1 where x has a line, -1 where o has one, 0 for a full board, None while the game goes on."""
+    """Returns 1 if x has a line, -1 if o has one, 0 for a full board, else None."""
     for a, b, c in LINES:
         if board[a] != '.' and board[a] == board[b] == board[c]:
             return 1.0 if board[a] == 'x' else -1.0
@@ -83,7 +83,7 @@ def outcome(board: str) -> float | None:
 
 @cache
 def value(board: str, mark: str, opponent: str) -> float:
-    """The mean outcome for x, who plays as well as can be, when `mark` is next."""
+    """Returns the mean outcome for an optimal x if `mark` is next."""
     end = outcome(board)
     if end is not None:
         return end
@@ -94,7 +94,7 @@ def value(board: str, mark: str, opponent: str) -> float:
 
 
 def best_cells(board: str, mark: str, opponent: str) -> list[int]:
-    """The cells that are as good as any for `mark`; those that win at once where there are such."""
+    """Returns the best cells for `mark`; if any wins at once, only those that do."""
     sign, other = (1, 'o') if mark == 'x' else (-1, 'x')
     worth = {cell: sign * value(put(board, cell, mark), other, opponent) for cell in empty(board)}
     at_once = [cell for cell in worth if outcome(put(board, cell, mark)) == sign]

@@ -243,13 +243,13 @@ def room(config: Any, prompts: Any, opening: int = 0) -> int:
         opening: tokens before the first turn in an environment; 0 where there is none.
     """
     from chatgpt.launch.runs import EPISODE_TOKENS
-    from chatgpt.nn.layouts import longest_side, room_beside
+    from chatgpt.nn.layouts import longest_side, remaining_positions
 
     most, limit = EPISODE_TOKENS if opening else 128, longest_side(config)
     if limit is None:
         return most
     longest = (limit + 1) // 2 if prompts is None else max([opening, *(len(p.ids) for p in prompts)])
-    return max(1, min(most, room_beside(config, longest) or 0))
+    return max(1, min(most, remaining_positions(config, longest) or 0))
 
 
 def tokenizer_of(args: Any) -> Any:
@@ -425,11 +425,11 @@ def speak(
     import torch
 
     from chatgpt.data.tokenize import cut_left, prompt_ids
-    from chatgpt.nn.layouts import room_beside
+    from chatgpt.nn.layouts import remaining_positions
     from chatgpt.rollout import stream_tokens
 
     ids = prompt_ids(text, tokenizer, templated=templated) or [tokenizer.bos_token_id]
-    room = room_beside(policy.config, sampling.room(0))
+    room = remaining_positions(policy.config, sampling.room(0))
     if room is not None:
         room = max(room, 1)
         ids = cut_left(ids, room, tokenizer) if len(ids) > room else ids  # what was said long ago is forgotten

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from chatgpt.nn.layouts import check_causal
-from chatgpt.nn.trunk import addresses, cut_over, plain_settings, row_limit, text_config
+from chatgpt.nn.trunk import addresses, plain_settings, row_limit, sharding_group, text_config
 from chatgpt.rollout.call import Call
 from chatgpt.rollout.engine import Abilities, CheckedEngine, Turns
 from chatgpt.rollout.local.attention import FORMS, AttentionForm, find_attention
@@ -310,7 +310,7 @@ class LocalEngine(CheckedEngine):
 
     def _agreed(self, number: int) -> int:
         """The least of all processes that hold the model together, which compute the same forwards."""
-        if (group := cut_over(self._actor)) is None:
+        if (group := sharding_group(self._actor)) is None:
             return number
         device = next(self._actor.parameters()).device
         return -int(group.max(torch.tensor(-number, device=device)))

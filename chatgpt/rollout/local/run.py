@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from chatgpt.batching import cut_by_tokens
-from chatgpt.nn.trunk import cut_over, row_limit
+from chatgpt.nn.trunk import row_limit, sharding_group
 from chatgpt.rollout.call import Call
 from chatgpt.rollout.engine import changing_shapes
 from chatgpt.rollout.local.attention import AttentionForm, step_keywords
@@ -58,7 +58,7 @@ class LocalRun:
         wanted = min(most_rows or engine.max_batch_size, len(prompts))
         # Blocks that are streamed come and go: their addresses hold for no graph. Nor are sums over processes recorded.
         streams = any(getattr(module, 'is_streamed', False) for module in self.actor.modules())
-        no_graph = streams or cut_over(self.actor) is not None
+        no_graph = streams or sharding_group(self.actor) is not None
         fixed = engine.wants_fixed(self.device) and not (engine.fixed_steps == 'auto' and no_graph)
         rows, capacity = self._sizes(wanted, fixed, spare_slots)
         self.max_rows = min(wanted, rows)

@@ -210,9 +210,9 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         self._engines[id(model)] = engine
         wire(wrapped, engine, self.settings.force_outputs_fp32)
         if fresh:
-            from chatgpt.nn.packing import settle
+            from chatgpt.nn.packing import check_loaded_packing
 
-            settle(model, self.device, forward=wrapped, release=engine.release)
+            check_loaded_packing(model, self.device, forward=wrapped, release=engine.release)
         return wrapped, None if boosted is None else boosted.optim
 
     def _plugin(self, model: nn.Module, trained: bool) -> Any:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from chatgpt.batching import collate
-from chatgpt.data.rewards.calling import call, check_call, made, one_each, place_of, told
+from chatgpt.data.rewards.calling import call, check_call, describe_error, made, one_each, place_of
 from chatgpt.data.tokenize import tokenize_again
 from chatgpt.nn.sweep import Communicator, cuts_of_own, gathered, sweep
 from chatgpt.types import Experience, Prompt, Sample, Sequence
@@ -173,7 +173,7 @@ class FunctionScorer:
         except RewardFunctionError:
             raise
         except (Exception, SystemExit) as error:  # an exit inside would end one rank in silence
-            raise RewardFunctionError(f'{source} raised {told(error)}') from error
+            raise RewardFunctionError(f'{source} raised {describe_error(error)}') from error
         try:
             values = one_each(values, len(samples), source, RewardValueError)
             return [as_score(value, sample, source) for value, sample in zip(values, samples, strict=True)]
