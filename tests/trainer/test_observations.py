@@ -20,6 +20,7 @@ from chatgpt.trainer.algorithms import estimate_advantages
 from chatgpt.trainer.callbacks.rollouts import rows_of_phase
 from chatgpt.trainer.callbacks.samples import rows_of
 from chatgpt.trainer.config import PPOConfig
+from chatgpt.trainer.estimates import whiten_responses
 from chatgpt.trainer.experience import ScoreShaper
 from chatgpt.trainer.experience.scorers import sequence_score
 from chatgpt.trainer.losses import COLUMNS
@@ -99,6 +100,21 @@ def test_advantages_and_their_whitening(settings):
         return [x for e in given for x in (e.advantages, e.returns)] + [e.advantages for e in white]
 
     unseen(measure)
+
+
+def test_responses_are_whitened_by_hand():
+    """A response counts once whatever of it is an observation, and not where no token counts."""
+    given = experiences()
+    given[1].response_mask = torch.zeros_like(given[1].response_mask)
+    for e, advantage in zip(given, (1.0, 50.0, 2.0, 6.0), strict=True):
+        e.advantages = torch.where(e.response_mask, advantage, math.nan)
+    filtered = given[1].advantages
+    std = math.sqrt((4 + 1 + 9) / 2)  # of 1, 2 and 6, whose mean is 3
+    found = whiten_responses(given)
+    assert found[1].advantages is filtered
+    for i, difference in ((0, -2), (2, -1), (3, 3)):
+        want = [difference / (std + 1e-4) if own else 0.0 for own in given[i].response_mask.tolist()]
+        assert found[i].advantages.tolist() == pytest.approx(want)
 
 
 def test_rewards_of_tokens():

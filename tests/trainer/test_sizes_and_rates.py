@@ -12,6 +12,7 @@ from ppo_on_ids import make, prompts
 from tiny_runs import sft
 
 from chatgpt.strategies import NaiveStrategy
+from chatgpt.trainer.algorithms import ESTIMATORS
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.metrics import BatchStats, Highest, Lowest, Mean
 from chatgpt.trainer.schedule import LearningRate, lr_factor, permutation, seed_for, train_batches, uneven_steps
@@ -136,7 +137,16 @@ def test_batch_sizes_that_cannot_be_cut_name_one_that_can():
 
 
 def test_group_relative_estimators_are_not_whitened_unless_asked():
-    assert PPOConfig().whitens_advantages
+    alone = {'gae': True, 'a2c': True, 'reinforce++': True}
+    grouped = {'grpo': False, 'dr_grpo': False, 'rloo': False, 'gdpo': True, 'reinforce++_baseline': True}
+    assert ESTIMATORS.keys() >= alone.keys() | grouped.keys()
+    for name, whitens in (alone | grouped).items():
+        config = PPOConfig(advantage_estimator=name, num_samples_per_prompt=1 + (name in grouped), kl_coef=0.0)
+        config.validate()
+        assert config.whitens_advantages == whitens, name
+    for name in grouped:
+        with pytest.raises(ValueError, match='set num_samples_per_prompt to 2 or more'):
+            PPOConfig(advantage_estimator=name, kl_coef=0.0).validate()
     rloo = {'advantage_estimator': 'rloo', 'num_samples_per_prompt': 2}
     assert not PPOConfig(**rloo).whitens_advantages
     assert PPOConfig(**rloo, whiten_advantages=True).whitens_advantages
