@@ -151,8 +151,14 @@ def test_texts_are_read_as_on_a_command_line_and_other_systems_words_are_taken(t
 
 def test_settings_of_the_command_reach_the_run(tiny_folder):
     """Of optimizers, models, environments and data."""
-    given = {'weight_decay': 0.25, 'optimizer': 'sgd', 'critic': 'shared', 'update_timesteps': 2, 'ptx_coef': 0.5}
-    given |= {'num_layers_unfrozen': 1, 'ptx_data': ['ab', 'cd'], 'logprob_kernel': 'plain', 'prompts': None}
+    given = {'weight_decay': 0.25, 'optimizer': 'sgd', 'lr': 0.1, 'critic': 'shared', 'update_timesteps': 2}
+    given |= {
+        'ptx_coef': 0.5,
+        'num_layers_unfrozen': 1,
+        'ptx_data': ['ab', 'cd'],
+        'logprob_kernel': 'plain',
+        'prompts': None,
+    }
     environment = {'environment': 'games:countdown', 'max_new_tokens': 8, 'num_environment_workers': 3, 'max_turns': 1}
     trainer = train(tiny_folder, **environment | given, num_timesteps=2)
     group = trainer.actor_optim.param_groups[0]

@@ -35,7 +35,8 @@ class Recipe:
         model: what is trained: 'Actor', 'RM' or 'ILQLModel'.
         reader: (run, inputs) puts the data into `inputs.train` and `inputs.validation`.
         positional: the setting that a plain word is.
-        defaults: of settings that are None until then.
+        defaults: of settings that are None until then; a learning rate of None follows from the model's size.
+        learning: a key of `SHARES` in `chatgpt.monitor.learning_rate`, by which that rate is chosen.
         settings: what is set unless the user says otherwise, such as the estimator of a relative of PPO.
     """
 
@@ -46,8 +47,9 @@ class Recipe:
     model: str = 'Actor'
     reader: Callable[[Any, Any], None] | str = 'chatgpt.launch.inputs:read_sft'
     positional: str = 'dataset'
-    defaults: Mapping[str, Any] = field(default_factory=lambda: {'lr': 1e-5})
+    defaults: Mapping[str, Any] = field(default_factory=lambda: {'lr': None})
     settings: Mapping[str, Any] = field(default_factory=dict)
+    learning: str = 'sft'
 
     def part(self, name: str) -> Any:
         """`config`, `trainer`, `run` or `reader`, imported where it is named."""
@@ -63,14 +65,15 @@ def _online(about: str, *, buffer: int | None = None, **settings: Any) -> Recipe
         trainer='chatgpt.trainer.ppo:PPOTrainer',
         reader='chatgpt.launch.inputs:read_ppo',
         positional='prompt_path',
-        defaults={'lr': 1e-5, 'critic_lr': 1e-5, 'max_new_tokens': 64, 'overlong_buffer': buffer},
+        defaults={'lr': None, 'critic_lr': None, 'max_new_tokens': 64, 'overlong_buffer': buffer},
         settings=settings,
+        learning='ppo',
     )
 
 
-def _preference(about: str, config: str, trainer: str, lr: float) -> Recipe:
+def _preference(about: str, config: str, trainer: str, learning: str) -> Recipe:
     reader = 'chatgpt.launch.inputs:read_preferences'
-    return Recipe(about=about, config=config, trainer=trainer, reader=reader, defaults={'lr': lr})
+    return Recipe(about=about, config=config, trainer=trainer, reader=reader, learning=learning)
 
 
 _GROUP: dict[str, Any] = {'advantage_estimator': 'grpo', 'num_samples_per_prompt': 8}
@@ -83,7 +86,6 @@ METHODS: Registry[Recipe] = Registry(
             run='chatgpt.launch.runs:SFTRun',
             config='chatgpt.trainer.objectives.config:SFTConfig',
             trainer=f'{OBJECTIVES}.sft:SFTTrainer',
-            defaults={'lr': 2e-5},
         ),
         'reward-model': Recipe(
             about='a reward model from preferences or labelled text',
@@ -92,6 +94,7 @@ METHODS: Registry[Recipe] = Registry(
             trainer=f'{OBJECTIVES}.reward_model:RewardModelTrainer',
             model='RM',
             reader='chatgpt.launch.inputs:read_preferences',
+            learning='rm',
         ),
         'ppo': _online('PPO with a critic, on prompts and a reward'),
         'grpo': _online('GRPO: advantages within a group, no critic', **_GROUP, kl_in='loss', kl_coef=0.04),
@@ -134,19 +137,20 @@ METHODS: Registry[Recipe] = Registry(
         ),
         'a2c': _online('A2C: a critic and no ratio', advantage_estimator='a2c', policy_loss='reinforce', max_epochs=1),
         'dpo': _preference(
-            'DPO and IPO, cDPO, hinge: from preferences', f'{CONFIGS}:DPOConfig', f'{PAIRS}:DPOTrainer', 1e-6
+            'DPO and IPO, cDPO, hinge: from preferences', f'{CONFIGS}:DPOConfig', f'{PAIRS}:DPOTrainer', 'dpo'
         ),
         'kto': _preference(
-            'KTO: from answers that are good or bad', f'{CONFIGS}:KTOConfig', f'{OBJECTIVES}.kto:KTOTrainer', 5e-6
+            'KTO: from answers that are good or bad', f'{CONFIGS}:KTOConfig', f'{OBJECTIVES}.kto:KTOTrainer', 'kto'
         ),
-        'orpo': _preference('ORPO: SFT and odds ratio in one', f'{CONFIGS}:ORPOConfig', f'{PAIRS}:ORPOTrainer', 5e-6),
-        'simpo': _preference('SimPO: without a reference', f'{CONFIGS}:SimPOConfig', f'{PAIRS}:SimPOTrainer', 1e-6),
+        'orpo': _preference('ORPO: SFT and odds ratio in one', f'{CONFIGS}:ORPOConfig', f'{PAIRS}:ORPOTrainer', 'orpo'),
+        'simpo': _preference('SimPO: without a reference', f'{CONFIGS}:SimPOConfig', f'{PAIRS}:SimPOTrainer', 'simpo'),
         'ilql': Recipe(
             about='ILQL: offline, from responses with rewards',
             config=f'{CONFIGS}:ILQLConfig',
             trainer=f'{OBJECTIVES}.ilql:ILQLTrainer',
             model='ILQLModel',
             reader='chatgpt.launch.inputs:read_rewarded',
+            learning='ilql',
         ),
     },
 )

@@ -51,8 +51,6 @@ from chatgpt.trainer.settings import Settings
 
 KINDS = ('ppo', 'ilql', 'sft', 'dpo')
 DEFAULTS: dict[str, Any] = {
-    'lr': 1e-5,
-    'critic_lr': None,
     'num_timesteps': 100,
     'update_timesteps': 1,
     'eval_interval': 10,

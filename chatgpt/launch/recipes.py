@@ -34,11 +34,13 @@ from chatgpt.launch.planning import memory_advice, planned, show_plan
 from chatgpt.launch.relaunch import sign
 from chatgpt.launch.rollouts import rollout_engine
 from chatgpt.launch.runs import PPORun, Run, SFTRun
+from chatgpt.monitor.learning_rate import recommended_lr
 from chatgpt.monitor.publish import push_folder
 from chatgpt.nn.heads import centred_head, save_head
 from chatgpt.nn.peft_format import check_export, export_peft
 from chatgpt.rollout.registry import ENGINES
 from chatgpt.trainer.callbacks import EMA, TRACKERS, Evaluator, RunRecorder, SampleTable, SaveCheckpoint, StopOnPlateau
+from chatgpt.trainer.callbacks.run_record import model_facts
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.experience.scorers import RewardModelScorer, Scorer
 from chatgpt.trainer.objectives.config import ReferenceConfig
@@ -102,11 +104,31 @@ def start_of(inputs: Inputs, strategy: Any) -> str | None:
 # ---------------------------------------------------------------------- the trainer
 
 
-def make_optimizer(run: Run, strategy: Any, model: Any, lr: float | None = None) -> Any:
+def learning_rate(run: Run, strategy: Any, model: Any, setting: str = 'lr') -> float:
+    """The run's `lr` or `critic_lr`; where it is not given, one that fits what the model trains, which is printed."""
+    given: float | None = getattr(run, setting)
+    if given is not None:
+        return given
+    facts = model_facts(model)
+    trained, whole = facts['trained'], facts['parameters']
+    learning = 'rm' if setting == 'critic_lr' else run.entry().learning
+    rate = recommended_lr(whole, learning, trained, adapters=run.lora_rank > 0)
+    if strategy.is_rank_0:
+        share = '' if trained == whole else f' of {whole:,}'
+        what = f'{trained:,}{share} parameters are trained{", as LoRA" if run.lora_rank else ""}'
+        print(f'{setting} {rate:g}, as {what}; --{setting} sets another (docs/learning_rates.md)', flush=True)
+    return rate
+
+
+def make_optimizer(run: Run, strategy: Any, model: Any, setting: str = 'lr') -> Any:
     """The run's optimizer over what the model trains. With states in 8 bits, in blocks of 256 (Dettmers et al. 2022,
-    "8-bit optimizers")."""
+    "8-bit optimizers").
+
+    Args:
+        setting: 'lr', or 'critic_lr' of a critic of its own.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    lr = (run.lr or 0.0) if lr is None else lr
+    lr = learning_rate(run, strategy, model, setting)
     if run.optimizer == 'sgd':
         return torch.optim.SGD(parameters, lr=lr, weight_decay=run.weight_decay)
     if run.optimizer == 'adamw':
@@ -186,7 +208,7 @@ def ppo_trainer(inputs: Inputs, strategy: Any, models: PPOModels, engine: Any = 
     actor, critic, reward, initial_model, mask_model = models
     set_kernels(run, *models)
     actor_optim = make_optimizer(run, strategy, actor)
-    critic_optim = make_optimizer(run, strategy, critic, run.critic_lr) if critic is not None else None
+    critic_optim = make_optimizer(run, strategy, critic, 'critic_lr') if critic is not None else None
     scorer = (
         reward if isinstance(reward, Scorer) and not isinstance(reward, torch.nn.Module) else None
     )  # with nothing in it that the strategy could prepare

@@ -22,6 +22,10 @@ def same_file(a: str, b: str) -> bool:
 
 RUN_RULES = [
     Rule(
+        lambda s: s.optimizer == 'sgd' and s.lr is None and s.base,
+        'optimizer=sgd has no default learning rate: give lr',
+    ),
+    Rule(
         lambda s: s.model != 'auto' and MODELS.find(s.model).actor is None and s.trained != 'reward_model',
         'model={s.model!r} is a family of reward models; it cannot write',
     ),
@@ -103,6 +107,10 @@ def _liger_temperature(s: Any) -> str | None:
 
 
 PPO_RUN_RULES = [
+    Rule(
+        lambda s: s.optimizer == 'sgd' and s.lr is None and s.base,
+        'optimizer=sgd has no default learning rate: give lr',
+    ),
     Rule(
         lambda s: s.critic == 'shared' and s.critic_lr is not None,
         "critic_lr is of a critic with an optimizer of its own; with critic='shared' leave it out",

@@ -81,7 +81,7 @@ class ModelSettings(Settings):
     apply_chat_template: bool | None = None
     """plain text is a turn of the user; none: as the model was trained"""
     lr: float | None = None
-    """learning rate"""
+    """learning rate (docs/learning_rates.md)"""
     weight_decay: float = 0.0
     """decoupled, on all trained weights"""
     optimizer: Literal['adamw', 'adamw8bit', 'paged_adamw8bit', 'sgd'] = 'adamw'
@@ -199,6 +199,8 @@ class Run(StrategySettings, ModelSettings, LoraSettings, FolderSettings, Learnin
         if default is None and entry.defaults.get(name) is not None:
             trial = trial_defaults(method or cls.method, entry.defaults)
             return f'{entry.defaults[name]}; {trial[name]} without --pretrain'
+        if name in ('lr', 'critic_lr'):
+            return f'by size; {trial_defaults(method or cls.method, entry.defaults)[name]} without --pretrain'
         return 'none' if default is None else str(default)
 
     def validate(self, world_size: int = 1) -> None:

@@ -6,7 +6,7 @@ Each finding says what is seen, the likely cause, and what to change by how much
 from chatgpt.monitor.doctor.diagnosis import Diagnosis, diagnose, worst_first
 from chatgpt.monitor.doctor.finding import CHECKS, LEVELS, Finding
 from chatgpt.monitor.doctor.history import History
-from chatgpt.monitor.doctor.learning import recommended_lr
 from chatgpt.monitor.doctor.limits import LIMITS
+from chatgpt.monitor.learning_rate import recommended_lr
 
 __all__ = ['CHECKS', 'LEVELS', 'LIMITS', 'Diagnosis', 'Finding', 'History', 'diagnose', 'recommended_lr', 'worst_first']

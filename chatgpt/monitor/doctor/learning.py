@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from statistics import fmean, median
 
 from chatgpt.monitor.doctor.finding import Seen, check
 from chatgpt.monitor.doctor.history import NOW, START, History
 from chatgpt.monitor.doctor.limits import LIMITS
+from chatgpt.monitor.learning_rate import recommended_lr
 
 AT_CHANCE = ('rm', 'dpo')
 """whose accuracy begins at one half"""
-ANCHOR_LR, ANCHOR_PARAMETERS = 9e-6, 6e9
-SHARES = {'sft': 1.0, 'rm': 1.0, 'ilql': 0.2, 'ppo': 0.2, 'dpo': 1 / 15, 'orpo': 1 / 15, 'simpo': 1 / 15, 'kto': 1 / 15}
-"""by the first part of the metrics' names"""
-ADAPTER_FACTOR = 10.0
-
-
-def recommended_lr(parameters: int, learning: str, trained: int | None = None) -> float:
-    """A learning rate to begin with, rounded to one digit, good to a factor of three: lr(N) = 9e-6 · (6e9 / N) ** 0.5.
-
-    Anchor: 9e-6 for a reward model of 6 billion parameters (Ouyang et al. 2022, appendix C). Slope: under Adam the best
-    rate of hidden weights goes as 1 / width (Yang et al. 2022, "Tensor Programs V", table 3), and at a given depth the
-    width goes as the square root of N. Policies that are learned online take a fifth of it (arXiv 2403.17031, table of
-    hyperparameters), preference losses a fifteenth (Rafailov et al. 2023, appendix B), adapters ten times as much
-    (Schulman 2025, "LoRA Without Regret").
-
-    Args:
-        parameters: of the whole model.
-        learning: 'sft', 'rm', 'ppo', 'dpo', ...
-        trained: those of them that are trained; a twentieth or fewer count as adapters.
-    """
-    rate = ANCHOR_LR * math.sqrt(ANCHOR_PARAMETERS / parameters) * SHARES[learning]
-    if trained is not None and trained * 20 <= parameters:
-        rate *= ADAPTER_FACTOR
-    return float(f'{rate:.0e}')
 
 
 @check('nothing-moves', 'warning', 'nothing moves')

@@ -1,0 +1,79 @@
+"""The default learning rate of a run: by what is trained, by method, and printed."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+
+import chatgpt
+from chatgpt.launch.recipes import learning_rate
+from chatgpt.launch.runs import PPORun, Run, run_class
+from chatgpt.monitor.learning_rate import recommended_lr
+from chatgpt.nn import GPTActor
+from chatgpt.strategies import NaiveStrategy
+from chatgpt.testing.fakes import tiny_config
+
+
+def run_of(method: str, **settings: object) -> Run:
+    run = run_class(method)(**settings)
+    run.method = method
+    return run
+
+
+def to_one_digit(rate: float) -> object:
+    power = 10.0 ** math.floor(math.log10(rate))
+    return pytest.approx(round(rate / power) * power, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ('method', 'share'),
+    [('sft', 1), ('reward-model', 1), ('ppo', 1 / 5), ('grpo', 1 / 5), ('dpo', 1 / 15), ('orpo', 1 / 2)],
+)
+def test_by_method_and_size(capsys, method, share):
+    actor = GPTActor(config=tiny_config('gpt2'))
+    count = sum(p.numel() for p in actor.parameters())
+    rate = learning_rate(run_of(method, pretrain='m'), NaiveStrategy(), actor)
+    assert rate == to_one_digit(9e-6 * math.sqrt(6e9 / count) * share)
+    said = capsys.readouterr().out
+    assert said == f'lr {rate:g}, as {count:,} parameters are trained; --lr sets another (docs/learning_rates.md)\n'
+
+
+def test_what_is_trained_counts_and_adapters_take_ten_times_the_rate_of_the_whole_model(capsys):
+    actor = GPTActor(config=tiny_config('gpt2'), lora_rank=2)
+    whole, trained = (sum(p.numel() for p in actor.parameters() if p.requires_grad or every) for every in (True, False))
+    rate = learning_rate(run_of('ppo', pretrain='m', lora_rank=2), NaiveStrategy(), actor)
+    assert rate == to_one_digit(10 * 9e-6 * math.sqrt(6e9 / whole) / 5)
+    assert f'{trained:,} of {whole:,} parameters are trained, as LoRA' in capsys.readouterr().out
+    half = GPTActor(config=tiny_config('gpt2'))
+    for p in list(half.parameters())[::2]:
+        p.requires_grad_(False)
+    trained = sum(p.numel() for p in half.parameters() if p.requires_grad)
+    rate = learning_rate(run_of('ppo', pretrain='m'), NaiveStrategy(), half)
+    assert rate == to_one_digit(9e-6 * math.sqrt(6e9 / trained) / 5)
+    # of a model whose head alone is trained, the rate is that of what is trained, not of an adapter
+    assert recommended_lr(6 * 10**9, 'rm', 6 * 10**7, adapters=False) == pytest.approx(9e-5)
+
+
+def test_a_given_rate_is_taken_in_silence(capsys):
+    run = run_of('ppo', pretrain='m', lr=0.25, critic_lr=0.5)
+    actor = GPTActor(config=tiny_config('gpt2'))
+    assert [learning_rate(run, NaiveStrategy(), actor, name) for name in ('lr', 'critic_lr')] == [0.25, 0.5]
+    assert capsys.readouterr().out == ''
+
+
+def test_a_critic_has_the_rate_of_a_reward_model_and_both_reach_the_optimizers(tiny_folder, capsys):
+    trainer = chatgpt.train(
+        tiny_folder, reward_fn=lambda prompts, responses: [0.0] * len(prompts), prompts=['a', 'b'],
+        num_timesteps=1, experience_batch_size=2, train_batch_size=2, max_new_tokens=2, strategy='naive',
+    )  # fmt: skip
+    found = dict(re.findall(r'^(lr|critic_lr) (\S+), as', capsys.readouterr().out, re.MULTILINE))
+    assert float(found['lr']) == trainer.actor_optim.param_groups[0]['lr']
+    assert float(found['critic_lr']) == trainer.critic_optim.param_groups[0]['lr']
+    assert 3 < float(found['critic_lr']) / float(found['lr']) < 8
+
+
+def test_sgd_has_no_default():
+    with pytest.raises(ValueError, match='optimizer=sgd has no default learning rate: give lr'):
+        PPORun(pretrain='m', optimizer='sgd').validate()
