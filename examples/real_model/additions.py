@@ -31,15 +31,15 @@ from chatgpt.trainer.callbacks import format_table
 
 NUM_DEMONSTRATIONS, NUM_PROMPTS, NUM_HELD_OUT = 200, 2000, 200
 RESPONSES = ['--max_new_tokens=20']
-SFT = ['--train_batch_size=8', '--max_epochs=1', '--lr=1e-4']
+SFT = ['--train_batch_size=8', '--max_epochs=2']
 ONLINE = ['--num_episodes=1', '--max_timesteps=12', '--update_timesteps=1', '--num_layers_unfrozen=8']
-ONLINE += ['--train_batch_size=32', '--max_epochs=2', '--lr=1e-4', '--kl_coef=0.02']
+ONLINE += ['--train_batch_size=8', '--max_epochs=2', '--kl_coef=0.02']
 METHODS = {
     'ppo': ['--critic=shared', '--experience_batch_size=64'],
     'grpo': ['--experience_batch_size=16', '--num_samples_per_prompt=4'],
 }
 """64 responses a phase, 12 phases; the upper eight of thirty layers learn, and the others serve policy, critic and
-reference at once"""
+reference at once. Learning rates are the defaults"""
 COLUMNS = ['model', 'right', 'kl', 'length', 'minutes', 'cpu_minutes', 'peak_gib']
 
 
