@@ -97,23 +97,38 @@ def main() -> None:
     def folder(name: str) -> list[str]:
         return ['--save_path', str(args.out / name), seed, '--checkpoint_minutes=0']
 
-    answers = args.out / 'answers_before.jsonl'
-    run('evaluate', start, held_out, *reward, *RESPONSES, '--output', str(answers))
-    scores = [json.loads(line)['score'] for line in answers.read_text().splitlines()]
-    rows: list[dict[str, Any]] = [{'model': 'as it is', 'right': sum(scores) / len(scores)}]
+    def answers(model: str, name: str, questions: str) -> list[dict[str, Any]]:
+        output = args.out / f'answers_{name}.jsonl'
+        run('evaluate', model, questions, *reward, *RESPONSES, '--output', str(output))
+        return [json.loads(line) for line in output.read_text().splitlines()]
+
+    before = answers(start, 'before', held_out)
+    rows: list[dict[str, Any]] = [{'model': 'as it is', 'right': sum(a['score'] for a in before) / len(before)}]
     used = run('sft', str(args.out / 'demonstrations.jsonl'), '--pretrain', start, *folder('sft'), *SFT)
     rows.append({'model': 'sft', **used})
+    curves: dict[str, Any] = {}
     for method, own in METHODS.items():
         words = [method, str(args.out / 'prompts.jsonl'), '--pretrain', str(args.out / 'sft' / 'actor'), *reward]
-        words += ['--validation_file', held_out, '--eval_interval=12']
+        words += ['--validation_file', held_out, '--eval_interval=6']
         used = run(*words, *folder(method), *RESPONSES, *ONLINE, *own)
-        before, after = (RunFolder(args.out / method).eval[i] for i in (0, -1))
-        last = RunFolder(args.out / method).metrics[-1]
-        rows[1]['right'] = before['eval/score_mean']
-        kl, length = last['rollout/kl_mean'], after['eval/length_mean']
-        rows.append({'model': f'sft, {method}', 'right': after['eval/score_mean'], 'kl': kl, 'length': length, **used})
+        evaluated, phases = RunFolder(args.out / method).eval, RunFolder(args.out / method).metrics
+        rows[1]['right'], last = evaluated[0]['eval/score_mean'], evaluated[-1]
+        kl, length = phases[-1]['rollout/kl_mean'], last['eval/length_mean']
+        rows.append({'model': f'sft, {method}', 'right': last['eval/score_mean'], 'kl': kl, 'length': length, **used})
+        curves[method] = {'score': [(e['step'], e['eval/score_mean']) for e in evaluated]}
+        curves[method]['kl'] = [(m['step'], m['rollout/kl_mean']) for m in phases]
     table = format_table([{k: f'{v:.3g}' if isinstance(v, float) else v for k, v in r.items()} for r in rows], COLUMNS)
     (args.out / 'table.txt').write_text(f'{table}\n')
+    six = args.out / 'six.jsonl'
+    lines = Path(held_out).read_text().splitlines()[:6]
+    six.write_text('\n'.join(lines) + '\n')
+    after = answers(str(args.out / 'ppo' / 'actor'), 'after', str(six))
+    questions = [json.loads(line)['prompt'][0]['content'] for line in lines]
+    samples = [(q, b['response'], a['response']) for q, b, a in zip(questions, before, after, strict=False)]
+    found = {'seed': args.seed, 'rows': rows, 'curves': curves, 'samples': samples}
+    (args.out / 'results.json').write_text(json.dumps(found, indent=1))
+    for question, first, last_answer in samples:
+        print(f'\n{question}\n  before: {first!r}\n  after:  {last_answer!r}')
     print(f'\nshare of {NUM_HELD_OUT} held-out additions that are right, greedily\n\n{table}')
 
 

@@ -93,3 +93,38 @@ def test_the_model_of_the_wheel_answers(tmp_path):
     said = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
     assert tokenizer.decode(said, skip_special_tokens=True) == 'The capital of France is Paris.'
     assert find_model(None, tmp_path / 'smollm2') == folder
+
+
+@pytest.mark.system
+def test_the_whole_example_on_a_tiny_model(tmp_path, monkeypatch, capfd):
+    """SFT, PPO, GRPO and both evaluations in processes of their own; the table, the results and the samples."""
+    import additions
+
+    from chatgpt.testing import byte_tokenizer, tiny_causal_lm
+
+    ids = {'vocab_size': 259, 'pad_token_id': 256, 'bos_token_id': 257, 'eos_token_id': 258}
+    tiny_causal_lm('gpt2', **ids).save_pretrained(tmp_path / 'start')
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path / 'start')
+    for name, count in (('NUM_DEMONSTRATIONS', 8), ('NUM_PROMPTS', 16), ('NUM_HELD_OUT', 8)):
+        monkeypatch.setattr(additions, name, count)
+    monkeypatch.setattr(additions, 'RESPONSES', ['--max_new_tokens=4'])
+    short = ['--num_layers_unfrozen=1', '--max_timesteps=1', '--max_epochs=1']
+    monkeypatch.setattr(additions, 'ONLINE', [*additions.ONLINE, *short])
+    methods = {name: [*own, '--experience_batch_size=4'] for name, own in additions.METHODS.items()}
+    monkeypatch.setattr(additions, 'METHODS', methods)
+    out = tmp_path / 'out'
+    monkeypatch.setattr(sys, 'argv', ['additions.py', '--out', str(out), '--pretrain', str(tmp_path / 'start')])
+    additions.main()
+    said = capfd.readouterr().out
+    found = json.loads((out / 'results.json').read_text())
+    assert [row['model'] for row in found['rows']] == ['as it is', 'sft', 'sft, ppo', 'sft, grpo']
+    assert all(0 <= row['right'] <= 1 for row in found['rows'])
+    assert all(row['cpu_minutes'] > 0 for row in found['rows'][1:])
+    assert len(found['samples']) == 6 and found['samples'][0][0].startswith('What is ')
+    assert set(found['curves']) == {'ppo', 'grpo'} and len(found['curves']['ppo']['kl']) == 1
+    assert (out / 'table.txt').read_text() in said and said.count('lr ') >= 3
