@@ -6,8 +6,8 @@
         examples/train_sft.py --strategy fsdp
     python -m chatgpt.launch --launcher ray examples/train_prompts.py --config_file run.yaml
 
-What follows the script is the script's own. Its settings num_training_workers and resources_per_worker, from a config
-file or flags, are the number and resources of workers where the flags here do not say them. docs/launch.md.
+Words after the script belong to the script. Without flags here, its settings num_training_workers and
+resources_per_worker are the number and resources of workers. More in docs/launch.md.
 """
 
 from __future__ import annotations
@@ -38,18 +38,23 @@ TORCHRUN_ONLY: dict[str, Any] = dict.fromkeys(OF_TORCHRUN)
 def parser() -> Parser:
     out = Parser(prog='python -m chatgpt.launch', description=__doc__)
     add = out.add_argument
-    add('--launcher', choices=('torchrun', 'ray'), default='torchrun')
+    add('--launcher', choices=('torchrun', 'ray'), default='torchrun', help='what starts them (default: torchrun)')
     add(
         '--num_workers',
         type=int,
-        help='processes in all, one per rank (default: num_training_workers of the script, or 1)',
+        help='total number of processes, one per rank (default: num_training_workers of the script, or 1)',
     )
     add(
         '--cpus_per_worker',
         type=float,
-        help='cores of a worker, and its threads unless OMP_NUM_THREADS is set (default: 1)',
+        help='CPU cores of a worker, and its threads unless OMP_NUM_THREADS is set (default: 1)',
     )
-    add('--max_failures', type=int, default=3, help='how many times failed workers are replaced (default: 3)')
+    add(
+        '--max_failures',
+        type=int,
+        default=3,
+        help='number of times that failed workers are replaced before the run stops (default: 3)',
+    )
     groups = {
         'ray': (RayLaunch, OF_RAY),
         'torchrun, started with the same command on every node': (TorchrunLaunch, OF_TORCHRUN),
@@ -60,9 +65,9 @@ def parser() -> Parser:
         for name in names:
             text = docs[name] if defaults[name] is None else f'{docs[name]} (default: {defaults[name]})'
             add_flag(group, name, hints[name], text, None)
-    env = 'variable of the script; may be given several times'
-    add('--env', action='append', default=[], metavar='NAME=VALUE', help=f'{env}; of the launcher ray')
-    add('script', help='a file, or a command of chatgpt-rlhf that trains or generates')
+    env = 'environment variable for the script; may be given several times'
+    add('--env', action='append', default=[], metavar='NAME=VALUE', help=f'{env}; with --launcher ray')
+    add('script', help='Python file, or a command of chatgpt-rlhf that trains or generates')
     add('script_args', nargs=argparse.REMAINDER)
     return out
 

@@ -168,10 +168,10 @@ def run_parser(
     words = f'{what}key=value words override the file'
     parser.add_argument('words', nargs='*', metavar=positional or 'key=value', help=words, default=argparse.SUPPRESS)
     start = parser.add_argument_group('help and config files')
-    start.add_argument('-h', '--help', action='help', help='the common options')
-    start.add_argument(HELP_ALL, action='store_true', help='every option there is')
-    start.add_argument('--config_file', help='YAML, JSON or .conf; flags and key=value words win over it')
-    start.add_argument('--print_config', action='store_true', help='write the full resolved config and stop')
+    start.add_argument('-h', '--help', action='help', help='show the common options and stop')
+    start.add_argument(HELP_ALL, action='store_true', help='show every option and stop')
+    start.add_argument('--config_file', help='YAML, JSON or .conf file; flags and key=value words override it')
+    start.add_argument('--print_config', action='store_true', help='print all settings with their values and stop')
     for title, names in cls.common.items():
         group = parser.add_argument_group(title)
         for name in names:

@@ -97,9 +97,11 @@ METHODS: Registry[Recipe] = Registry(
             learning='rm',
         ),
         'ppo': _online('PPO with a critic, on prompts and a reward'),
-        'grpo': _online('GRPO: advantages within a group, no critic', **_GROUP, kl_in='loss', kl_coef=0.04),
+        'grpo': _online(
+            'GRPO: advantages within a group of responses, no critic', **_GROUP, kl_in='loss', kl_coef=0.04
+        ),
         'dr_grpo': _online(
-            'Dr. GRPO: the same without its normalisers',
+            'Dr. GRPO: GRPO without division by deviation and length',
             advantage_estimator='dr_grpo',
             num_samples_per_prompt=8,
             kl_coef=0.0,
@@ -111,12 +113,12 @@ METHODS: Registry[Recipe] = Registry(
         ),
         'reinforce++': _online('REINFORCE++: no critic and no group', advantage_estimator='reinforce++'),
         'reinforce++_baseline': _online(
-            'REINFORCE++ less the mean of the group',
+            'REINFORCE++ with the mean of the group subtracted',
             advantage_estimator='reinforce++_baseline',
             num_samples_per_prompt=4,
         ),
         'dapo': _online(
-            'DAPO: GRPO with clip-higher, dynamic sampling, a token mean, an overlong penalty',
+            'DAPO: GRPO with a higher upper clip, dynamic sampling and a length penalty',
             advantage_estimator='grpo',
             num_samples_per_prompt=16,
             eps_clip_high=0.28,
@@ -129,23 +131,35 @@ METHODS: Registry[Recipe] = Registry(
             'GSPO: GRPO with one ratio per sequence', **_GROUP, policy_loss='gspo', eps_clip=3e-4, eps_clip_high=4e-4
         ),
         'cispo': _online(
-            'CISPO: GRPO with the weight clipped, not the update',
+            'CISPO: GRPO with clipped weights instead of clipped updates',
             **_GROUP,
             policy_loss='cispo',
             eps_clip_high=4.0,
             kl_coef=0.0,
         ),
-        'a2c': _online('A2C: a critic and no ratio', advantage_estimator='a2c', policy_loss='reinforce', max_epochs=1),
+        'a2c': _online(
+            'A2C: a critic, no probability ratio, one pass',
+            advantage_estimator='a2c',
+            policy_loss='reinforce',
+            max_epochs=1,
+        ),
         'dpo': _preference(
-            'DPO and IPO, cDPO, hinge: from preferences', f'{CONFIGS}:DPOConfig', f'{PAIRS}:DPOTrainer', 'dpo'
+            'DPO, IPO, cDPO, robust and hinge: from preferences', f'{CONFIGS}:DPOConfig', f'{PAIRS}:DPOTrainer', 'dpo'
         ),
         'kto': _preference(
-            'KTO: from answers that are good or bad', f'{CONFIGS}:KTOConfig', f'{OBJECTIVES}.kto:KTOTrainer', 'kto'
+            'KTO: from answers labelled good or bad', f'{CONFIGS}:KTOConfig', f'{OBJECTIVES}.kto:KTOTrainer', 'kto'
         ),
-        'orpo': _preference('ORPO: SFT and odds ratio in one', f'{CONFIGS}:ORPOConfig', f'{PAIRS}:ORPOTrainer', 'orpo'),
-        'simpo': _preference('SimPO: without a reference', f'{CONFIGS}:SimPOConfig', f'{PAIRS}:SimPOTrainer', 'simpo'),
+        'orpo': _preference(
+            'ORPO: SFT and preferences in one loss, no reference',
+            f'{CONFIGS}:ORPOConfig',
+            f'{PAIRS}:ORPOTrainer',
+            'orpo',
+        ),
+        'simpo': _preference(
+            'SimPO: from preferences, no reference', f'{CONFIGS}:SimPOConfig', f'{PAIRS}:SimPOTrainer', 'simpo'
+        ),
         'ilql': Recipe(
-            about='ILQL: offline, from responses with rewards',
+            about='ILQL: from responses with rewards, without generating',
             config=f'{CONFIGS}:ILQLConfig',
             trainer=f'{OBJECTIVES}.ilql:ILQLTrainer',
             model='ILQLModel',

@@ -35,14 +35,14 @@ class RayLaunch(Launch):
     cpus_per_worker: float = 1
     """cores that Ray reserves, and threads of a process unless OMP_NUM_THREADS is set"""
     gpus_per_worker: int = 0
-    """devices of a worker"""
+    """GPUs (or other accelerators) of a worker"""
     address: str | None = None
-    """host:port of the cluster; none: RAY_ADDRESS, or the one this node belongs to, or a local one; 'local': one on
-    this machine that lives as long as this run; 'auto': the one this node belongs to"""
+    """host:port of the cluster; none: RAY_ADDRESS, else the cluster of this node, else a local one; local: start one on
+    this machine, for this run only; auto: the cluster of this node"""
     placement: Literal['pack', 'spread'] = 'pack'
-    """'pack' puts workers on few nodes, 'spread' on many"""
+    """pack: put workers on few nodes; spread: on many"""
     wait_s: float = 300.0
-    """longest wait for resources that others use now, or for a new node in place of a dead one"""
+    """seconds to wait for resources that others use, or for a new node that replaces a failed one"""
     variables: Mapping[str, str] = field(default_factory=dict)
     """further environment variables of the script"""
     shared_path: str | None = None

@@ -49,22 +49,27 @@ class StrategySettings(Settings):
     """Hardware and numerics."""
 
     strategy: str = field(default='naive', metadata={'choices': STRATEGIES})
-    """what prepares and shards the models; module:name is a class of your own (docs/strategies.md)"""
+    """naive: one process; ddp: a copy per process; fsdp, colossalai_*: shards; _cpu: weights in host memory;
+    module:name: your own class (docs/strategies.md)"""
     precision: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto'
-    """compute dtype; auto: bf16 on a GPU, fp32 on a CPU"""
+    """dtype of the computation; auto: bf16 on a GPU, fp32 on a CPU"""
     seed: int = 42
-    """decides every draw, whatever the layout"""
+    """same seed, same samples, on any number of processes"""
     rank_timeout_s: float = 1800.0
-    """a rank that keeps the others waiting for longer ends the run, with a message that names it"""
+    """seconds that the other ranks wait for one rank; after that the run ends and names it. Raise it if a reward or an
+    evaluation takes longer"""
     tensor_parallel: int = 1
-    """processes that hold each layer together and are one rank, with strategy fsdp (docs/strategies.md)"""
+    """number of processes that split each layer and act as one rank; needs strategy fsdp. For layers too large for one
+    device (docs/strategies.md)"""
     deterministic: bool = False
-    """torch's deterministic algorithms, and only those attention kernels: slower on a GPU (docs/strategies.md)"""
-    reproducible: Literal['exact'] | None = None
-    """exact: the same weights to the last bit under naive, ddp and fsdp, on 1, 2, 4 or 8 processes of the same machine
+    """use only deterministic algorithms of torch, so that a run repeats to the bit on a GPU; slower there
     (docs/strategies.md)"""
+    reproducible: Literal['exact'] | None = None
+    """exact: the weights are the same to the last bit under naive, ddp and fsdp, on 1, 2, 4 or 8 processes of the same
+    machine; slower (docs/strategies.md)"""
     atoms: int = 8
-    """pieces that every batch of an exact run is computed in: a power of two, and the most processes there can be"""
+    """number of parts in which reproducible=exact computes every batch: a power of two, and the largest number of
+    processes such a run can use"""
 
 
 @dataclass(kw_only=True)
@@ -72,29 +77,31 @@ class ModelSettings(Settings):
     """The model to start from, and its optimizer."""
 
     model: str = field(default='auto', metadata={'choices': MODELS})
-    """family; auto reads it from the config; module:name is a `ModelKind` of your own"""
+    """model family; auto: read from the model's config; module:name is a `ModelKind` of your own"""
     pretrain: str | None = None
-    """hub name or folder of the model to start from; embedded: a small GPT-2 for trials, which the run makes and,
-    unless it is SFT, teaches to write stories first"""
+    """hub name or folder to start from; embedded: a small GPT-2, taught to write stories first unless the method is
+    SFT"""
     tokenizer: str | None = None
-    """hub name or folder; none: that of pretrain"""
+    """hub name or folder of the tokenizer; none: the one in pretrain"""
     apply_chat_template: bool | None = None
-    """plain text is a turn of the user; none: as the model was trained"""
+    """true: plain text becomes a turn of the user; false: it is used as it is; none: as the model was trained"""
     lr: float | None = None
     """learning rate (docs/learning_rates.md)"""
     weight_decay: float = 0.0
-    """decoupled, on all trained weights"""
+    """decoupled weight decay of all trained weights"""
     optimizer: Literal['adamw', 'adamw8bit', 'paged_adamw8bit', 'sgd'] = 'adamw'
-    """adamw8bit keeps its states in 8 bits, paged ones go to host memory where a GPU's is short (bitsandbytes)"""
+    """adamw8bit stores its states in 8 bits, paged_adamw8bit also moves them to host memory when the GPU is full; both
+    need bitsandbytes"""
     gradient_checkpointing: bool = False
-    """recompute activations in the backward pass"""
+    """recompute activations in the backward pass, for less memory"""
     logprob_kernel: LogprobKernel = 'auto'
-    """how an actor's states become log-probs: plain, fused (blocks of the vocabulary), liger (its extra), or auto:
-    fused on a GPU where the output layer allows"""
+    """how log-probs are computed from the last hidden states: plain, with all logits; fused, by blocks of the
+    vocabulary, with less memory; liger, with the liger package; auto: fused on a GPU if the output layer allows it"""
     compile_blocks: bool = False
-    """run transformer blocks through torch.compile when learning and scoring; the first steps compile"""
+    """run transformer blocks through torch.compile when learning and scoring: faster in long runs, but the first steps
+    take long"""
     trust_remote_code: bool = False
-    """allow a hub model to bring code of its own"""
+    """run Python code that comes with a model of the hub; only for models that you trust"""
 
 
 @dataclass(kw_only=True)
@@ -102,19 +109,19 @@ class LoraSettings(Settings):
     """Adapters on frozen weights."""
 
     lora_rank: int = 0
-    """train adapters of this rank; 0: all weights"""
+    """rank of LoRA adapters; 0: train all weights"""
     lora_alpha: float | None = None
-    """adapters are scaled by alpha / rank; none: alpha = rank"""
+    """the adapters' output is scaled by alpha / rank; none: alpha = rank"""
     lora_dropout: float = 0.0
-    """on the input of adapters"""
+    """dropout probability of the input of the adapters"""
     lora_target_modules: list[str] | None = None
-    """patterns of layers that get adapters; none: every linear layer of the blocks"""
+    """name patterns of the layers that get adapters; none: every linear layer of the transformer blocks"""
     lora_train_bias: Literal['none', 'all', 'lora_only'] = 'none'
-    """biases that are trained with the adapters"""
+    """which biases are trained too: none, all, or lora_only: those of layers with adapters"""
     quantize: Literal['none', 'nf4'] = 'none'
-    """keep the frozen weights under the adapters in 4 bits; with lora_rank, for PPO with shared_trunk"""
+    """nf4: store the frozen weights in 4 bits, a quarter of bf16's memory; needs lora_rank, and in PPO shared_trunk"""
     save_adapter: bool = False
-    """also write the adapters alone, for PEFT, to adapter/ in save_path; with lora_rank"""
+    """also write the adapters alone, in PEFT's format, to adapter/ in save_path; needs lora_rank"""
 
 
 @dataclass(kw_only=True)
@@ -124,31 +131,30 @@ class FolderSettings(Settings):
     save_path: str = 'outputs/run'
     """folder of this run"""
     model_path: str | None = None
-    """where the trained model is written; none: a folder in save_path"""
+    """folder of the trained model; none: a folder in save_path"""
     push_to_hub: str | None = None
-    """name on the Hugging Face Hub to upload the model to"""
+    """hub repository to upload the trained model to"""
     hub_private: bool = False
-    """make that repository private, where it is made"""
+    """make that repository private if the run creates it"""
     card_samples: int = 3
-    """texts of the run that the model card shows; 0: none"""
+    """number of the run's samples that the model card shows; 0: none"""
     plan: bool = False
-    """print what memory each phase takes, whether it fits here and what would make it fit, and stop; no weight is
-    loaded"""
+    """print the memory of each phase and whether it fits, then stop"""
     resume: str | None = None
-    """a checkpoint folder, or auto: the newest of save_path"""
+    """checkpoint folder, or auto: the newest in save_path"""
     checkpoint_interval: int = 0
-    """phases between checkpoints; 0 goes by checkpoint_minutes alone"""
+    """phases between checkpoints; 0: by checkpoint_minutes"""
     checkpoint_minutes: float = CHECKPOINT_MINUTES
-    """also after a phase that ends so long after the last one, and at the end of the run; 0, without
-    checkpoint_interval, writes one only when the run is interrupted or fails"""
+    """minutes after which the end of a phase writes a checkpoint; the end of the run writes one too. 0 without
+    checkpoint_interval: only when the run is interrupted or fails"""
     keep_last: int = 2
-    """checkpoints to keep, the one of an interruption among them"""
+    """number of newest checkpoints to keep, including one written at an interruption"""
     log_with: list[str] | None = field(default=None, metadata={'choices': lambda: [*TRACKERS, 'none']})
-    """trackers beside metrics.jsonl, separated by commas or given several times; or none"""
+    """trackers beside metrics.jsonl, separated by commas (docs/trackers.md)"""
     tensorboard: bool = False
-    """the same as log_with tensorboard"""
+    """write TensorBoard files; the same as log_with tensorboard"""
     need_optim_ckpt: bool = False
-    """also write the optimizers' states with the final model"""
+    """also write the optimizer states beside the trained model; a resume does not need them"""
 
 
 @dataclass(kw_only=True)
@@ -158,11 +164,11 @@ class Run(StrategySettings, ModelSettings, LoraSettings, FolderSettings, Learnin
     said = cast(Mapping[str, Any], MappingProxyType({}))  # no annotation: not a setting
     """the settings that the user gave, in this start or in one that it goes on from"""
     skip_bad_records: bool = False
-    """leave bad records out and count them"""
+    """skip and count records that cannot be used, instead of stopping at the first"""
     validation_file: str | None = None
-    """eval data"""
+    """file or hub name of the eval data"""
     validation_percentage: float = 0.0
-    """evaluate on this share of the data, in per cent, instead of a file"""
+    """percentage of the training data to evaluate on instead of learning from; for when there is no validation_file"""
 
     method = ''  # no annotation: not a setting
     """name in `METHODS`"""
@@ -255,30 +261,30 @@ class RolloutSettings(Settings):
     """Who generates the responses, and how tokens are drawn."""
 
     max_new_tokens: int | None = None
-    """most tokens of a response"""
+    """maximum tokens of a response"""
     max_prompt_tokens: int | None = None
-    """cut longer prompts on the left"""
+    """cut longer prompts to their last this many tokens"""
     min_new_tokens: int = 0
-    """a response does not end before"""
+    """minimum number of tokens of a response; it cannot end earlier"""
     temperature: float = 1.0
-    """of drawing a response"""
+    """sampling temperature; higher is more varied"""
     top_k: int = 0
-    """draw from so many of the likeliest tokens; 0: from all"""
+    """sample only from this many likeliest tokens; 0: from all"""
     top_p: float = 1.0
-    """draw from the likeliest tokens of this probability"""
+    """sample from the likeliest tokens of this total probability"""
     stop_string: list[str] | None = None
-    """end a response at this text; may be given several times"""
+    """text that ends a response; may be repeated"""
     engine: str = field(default='auto', metadata={'choices': ENGINES})
-    """who generates: the local engine, model.generate, or vLLM, in this process or on rollout_workers; module:name is
-    an `EngineEntry` of your own; auto: the local engine, for encoder-decoders model.generate"""
+    """what generates responses: local, the engine of this library; hf, model.generate of transformers; vllm;
+    module:name is an `EngineEntry` of your own. auto: local, or hf for encoder-decoders"""
     rollout_workers: int = 0
-    """generate on so many Ray actors for each rank, with engine=vllm for all of them together (RAY_ADDRESS names a
-    cluster); 0 generates in the process itself"""
+    """number of Ray workers per rank that generate (with engine vllm: for all ranks together); RAY_ADDRESS names a
+    cluster. 0: the training processes generate"""
     rollout_chunk_size: int | None = None
-    """prompts that go to an actor together; none: those of a timestep"""
+    """number of prompts sent to a worker at once; none: all prompts of a timestep"""
     rollout_resources: dict[str, float] | None = None
-    """of each actor: {CPU: its threads, GPU: devices, over which vLLM cuts the model}; none: as many threads as this
-    process has, with engine=vllm one GPU"""
+    """resources of each worker: {CPU: threads, GPU: devices}; vllm splits the model over the GPUs. none: as many
+    threads as this process, with vllm one GPU"""
 
 
 @dataclass(kw_only=True)
@@ -286,24 +292,24 @@ class EpisodeSettings(Settings):
     """An environment to act in."""
 
     environment: str | None = None
-    """games:countdown (docs/environments.md has more) or module:Class: what to act in over several turns"""
+    """environment of several turns: games:countdown (others: docs/environments.md) or module:Class"""
     environment_options: dict[str, Any] | None = None
     """keyword arguments of the environment's class, such as '{numbers: 4}'"""
     max_turns: int = 16
-    """turns of an episode"""
+    """maximum number of turns of an episode"""
     max_turn_tokens: int | None = None
-    """most tokens of one turn; none: what max_new_tokens leaves, which bounds the whole episode"""
+    """maximum number of tokens of one turn; none: what is left of max_new_tokens, the limit of the whole episode"""
     step_timeout_s: float = 30.0
-    """an environment that takes longer for one step ends its episode"""
+    """seconds that one step of an environment may take; after that its episode ends as failed"""
     environment_workers: Literal['threads', 'processes'] = 'threads'
-    """where environments run; processes compute beside the trainer, and one that hangs is replaced"""
+    """where environments run: threads of the trainer; processes, for environments that compute much or may hang"""
     num_environment_workers: int = 8
-    """how many environments step at the same time"""
+    """number of environments that step at the same time"""
     reward_weights: dict[str, float] | None = None
-    """of an environment's rewards by name; none: their sum. A reward function or model beside them has its weight by
-    the name reward_fn or reward_model"""
+    """weights of an environment's rewards by name, such as '{solved: 1, format: 0.2}'; none: their sum. reward_fn and
+    reward_model are the names of a reward function or model used beside them"""
     eval_episodes: int = 0
-    """episodes of an evaluation, whose tasks the training has not"""
+    """number of episodes of an evaluation, on tasks that training does not use; 0: none"""
 
 
 @dataclass(kw_only=True)
@@ -312,40 +318,44 @@ class PPORun(Run, RolloutSettings, EpisodeSettings, PPOConfig):
 
     save_path: str = 'outputs/train_prompts'
     prompt_path: str | None = None
-    """csv, json, jsonl, parquet or hub data set with a prompt column; none: embedded"""
+    """file (csv, json, jsonl, parquet) or hub data set of prompts; none: embedded stories"""
     prompt_column: str = 'prompt'
-    """its name"""
+    """column of the prompts"""
     reward_model: str | None = None
-    """folder of a reward model, or of any sequence-classification model"""
+    """folder of a reward or sequence-classification model"""
     reward_fn: str | None = None
-    """module:function or file.py:function, fn(prompts, responses, **columns) -> scores"""
+    """module:function or file.py:function, called as fn(prompts, responses, **columns); returns a score per response"""
     num_episodes: int = 10
-    """of max_timesteps each"""
+    """episodes of the run, each of max_timesteps timesteps"""
     max_timesteps: int | None = 10
     """timesteps of an episode; none: every prompt once"""
     update_timesteps: int = 10
-    """timesteps between learning phases"""
+    """timesteps collected before each learning phase"""
     max_epochs: int = 5
-    """passes over the buffer in one learning phase"""
+    """passes over the collected responses in one phase"""
     critic: Literal['own', 'shared'] = 'own'
-    """own: a model of its own; shared: a value head on the actor's trunk, with num_layers_unfrozen on the frozen one"""
+    """own: a separate model; shared: a value head on the actor's trunk (with num_layers_unfrozen, on its frozen
+    part)"""
     shared_trunk: bool = False
-    """actor, critic, reward model and reference as adapters on one frozen base; with lora_rank"""
+    """hold actor, critic, reward model and reference as adapters on one frozen model: least memory; needs lora_rank
+    (docs/one_card.md)"""
     critic_from: Literal['reward_model', 'actor'] = 'reward_model'
-    """what a critic of its own starts from: the reward model, where there is one that reads the policy's tokens and has
-    a head; or the actor's weights with a new head"""
+    """initial weights of a separate critic: reward_model, if there is one with the policy's tokens and a head,
+    otherwise the actor; actor: the actor's weights with a new head"""
     critic_lr: float | None = None
-    """learning rate of a critic of its own"""
+    """learning rate of a separate critic"""
     num_layers_unfrozen: int = -1
-    """hydra: train only the top blocks, whose frozen copies are the reference; -1 trains all"""
+    """train only this many top blocks; frozen copies of these blocks are the reference (hydra), so no second model is
+    held. -1: train all"""
     ema_decay: float | None = None
-    """also keep a moving average of the actor's weights, written as actor_ema/; 0.992 is DeepSpeed-Chat's"""
+    """also keep a moving average of the actor's weights with this decay, such as 0.992 (DeepSpeed-Chat), written to
+    actor_ema/; none: no average"""
     ptx_data: str | None = None
-    """text or demonstrations for PPO-ptx, with ptx_coef"""
+    """file or hub name of texts or demonstrations for the PPO-ptx loss; needs ptx_coef"""
     sample_interval: int = 5
-    """learning phases between tables of samples"""
+    """learning phases between printed tables of samples"""
     eval_interval: int = 5
-    """learning phases between evaluations on eval prompts, where there are any"""
+    """learning phases between evaluations, if there are eval prompts"""
 
     method = 'ppo'
     common = {
@@ -428,10 +438,10 @@ class DataRun(Run, SupervisedConfig):
     """What the runs that only learn have in common."""
 
     dataset: str | None = None
-    """file or hub name; none: embedded"""
+    """file or hub name of the training data; none: embedded data for trials"""
     max_len: int | None = None
-    """tokens of prompt and response, at most the model's context; longer ones are cut, and counted; none: 512, or the
-    context where that is less"""
+    """maximum tokens of prompt and response; longer records are cut, and counted. none: 512, or the model's context if
+    that is less"""
 
     common = {'data': DATA, 'the model': MODEL, 'how long, how much': LENGTH, 'the run': RUN}
 
@@ -453,9 +463,9 @@ class SFTRun(DataRun, SFTConfig):
 
     save_path: str = 'outputs/train_sft'
     pack_examples: bool = False
-    """join short examples of plain text up to max_len"""
+    """join short plain texts into examples of max_len tokens"""
     early_stopping_patience: int | None = None
-    """stop after so many evaluations in a row without a better loss on the eval data"""
+    """number of evaluations in a row without a better eval loss after which training stops; none: never"""
 
     method = 'sft'
     common = DataRun.common | {'data': (*DATA, 'pack_examples')}

@@ -55,14 +55,13 @@ class TorchrunLaunch(Launch):
     cpus_per_worker: float | None = None
     """threads of a process, unless OMP_NUM_THREADS is set; none: 1 where there are several processes"""
     num_nodes: int = 1
-    """of this launch"""
+    """number of nodes of this launch"""
     rdzv_endpoint: str | None = None
-    """host:port of one of the nodes, where they meet; none: a free port of this one"""
+    """host:port of one of the nodes, the same on all, where they find each other; none: a free port of this node"""
     run_id: str | None = None
-    """name of the launch, the same on every node; a later launch of the same name goes on with its run. None: a new
-    one"""
+    """name of the launch, the same on every node; a later launch of the same name continues its run. none: a new one"""
     local_addr: str | None = None
-    """this node's address as the others reach it; none: found by the host name"""
+    """address of this node as the others reach it; none: from the host name"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -27,126 +27,130 @@ class PPOConfig(NLPOSettings, LearningSettings):
 
     # collect
     experience_batch_size: int = 8
-    """prompts of one timestep, all ranks together"""
+    """prompts of one timestep, over all ranks"""
     num_samples_per_prompt: int = 1
-    """responses to each prompt; a group for the group-relative estimators"""
+    """responses to each prompt; at least 2 in a group"""
     buffer_limit: int = 0
-    """keep at most this many sequences; 0 keeps all of a phase"""
+    """maximum number of sequences kept to learn from; 0: all of a phase"""
     buffer_cpu_offload: bool = True
-    """experience waits in host memory"""
+    """keep collected experience in host memory instead of on the device"""
     offload: Literal['none', 'idle'] = 'none'
-    """'idle': the reward and initial models leave the device for host memory whenever they are not scoring"""
+    """idle: move the reward and initial models to host memory while they do not score; saves device memory, costs
+    time"""
     sample_replay_buffer: bool = False
-    """each epoch takes one random train batch instead of a pass over the buffer"""
+    """true: an epoch is one random train batch instead of a pass over everything collected"""
     recompute_logprobs: Literal['auto', True, False] = 'auto'
-    """take the old log-probs from a forward pass instead of the decode; 'auto' does so unless computing in fp32, where
-    both agree, and always with `tis_cap`, which compares the two, with vLLM, which rounds otherwise, and with
-    reproducible='exact'"""
+    """compute the old log-probs with a forward pass instead of taking those of generation. auto: only where the two may
+    differ: outside of fp32, with `tis_cap`, which compares them, with vLLM, and with reproducible='exact'"""
     score_timeout_s: float | None = None
-    """a reward function that takes longer stops the run; None waits"""
+    """seconds that a reward function may take; after that the run stops. none: no limit"""
     max_staleness: int = 0
-    """learning phases that the weights behind a sample may be old: while the trainer learns, an engine with workers of
-    its own generates for so many phases ahead. 0 waits for samples of the newest weights; more needs `tis_cap`"""
+    """number of learning phases that the weights behind a sample may lag: engines with their own workers generate this
+    many phases ahead while the trainer learns. 0: samples always come from the newest weights; above 0 needs
+    `tis_cap`"""
 
     # reward
     kl_coef: float = 0.1
-    """β: weight of the per-token KL to the initial model in the reward"""
+    """weight β of the KL to the initial model; higher stays closer to it"""
     kl_kind: KLKind = 'k1'
-    """estimator in the reward; 'full' sums over the vocabulary and holds (N, V) logits of a micro-batch"""
+    """estimator of the KL in the reward: k1, k2, k3 and abs use the sampled tokens; full sums over the vocabulary and
+    needs memory for (N, V) logits of a micro-batch"""
     kl_in: Literal['reward', 'loss'] = 'reward'
-    """where the KL to the initial model is paid: in each token's reward [Z], or as a term of the loss (GRPO, Shao et
-    al. 2024)"""
+    """where the KL to the initial model counts: in each token's reward [Z], or as a term of the loss (GRPO, Shao et al.
+    2024)"""
     kl_loss_kind: KLLossKind = 'k3'
-    """estimator in the loss; k3 is GRPO's. The gradient of k1 is 0 in expectation, so it only adds noise"""
+    """estimator of the KL in the loss; k3 is GRPO's. The gradient of k1 is 0 in expectation, so it only adds noise"""
     kl_importance: bool = False
-    """multiply the KL in the loss by each token's ratio to the policy that collected, which makes it unbiased once the
-    policy has moved (DeepSeek-V3.2); False takes it as it is, as GRPO does"""
+    """multiply the KL in the loss by each token's probability ratio, which keeps it unbiased after the policy has moved
+    (DeepSeek-V3.2); false: without it, as in GRPO"""
     kl_target: float | None = None
-    """adapt kl_coef towards this mean KL per response, in nats [Z]; None keeps it fixed"""
+    """mean KL per response, in nats, that kl_coef is adapted to keep [Z]; none: kl_coef stays fixed"""
     kl_horizon: float = 10000.0
-    """samples over which the adaptive coefficient reacts [Z]"""
+    """number of samples over which the adaptive kl_coef reacts [Z]; larger is slower"""
     score_scaling: ScoreScaling = 'none'
-    """'running', 'norm' or 'ref'; see `ScoreShaper`, also for what these settings do to scores per token"""
+    """running: divide scores by their running standard deviation; norm: also subtract their running mean; ref: divide
+    by the standard deviation of the first scores (`ScoreShaper`)"""
     score_clip: float | None = None
-    """clip scaled scores to ± this; of scores per token, their sum"""
+    """clip scaled scores to [-score_clip, score_clip]; for scores per token, clip their sum. none: no clip"""
     missing_eos_score: float | None = None
-    """score of a response that did not end (−1 in [T]); None leaves its score alone"""
+    """score of a response that did not end within its tokens, such as -1 [T]; none: its own score"""
     overlong_buffer: int | None = None
-    """the last so many tokens before max_new_tokens or max_length cost up to 1, linearly (DAPO, Yu et al. 2025,
-    equation 13)"""
+    """length penalty: over the last this many tokens before max_new_tokens or max_length it rises linearly from 0 to 1
+    (DAPO, Yu et al. 2025, equation 13). none: no penalty"""
     overlong_filter: bool = False
-    """responses that ran out of room are left out of the loss (DAPO, section 3.4)"""
+    """exclude responses that were cut at the length limit from the loss (DAPO, section 3.4)"""
     token_penalty: float = 0.0
-    """subtracted from the score per response token"""
+    """subtracted from the score for each token of the response; above 0 favours short responses"""
     environment_failures: Literal['mask', 'penalise'] = 'mask'
-    """episodes whose environment raised, took too long or answered nonsense: 'mask' counts none of their tokens and
-    keeps their scores out of every baseline, 'penalise' pays `failure_reward` at their last token"""
+    """an episode ends as failed if its environment raises, takes too long or returns invalid values. mask: exclude it
+    from the loss and every baseline; penalise: give it `failure_reward` at its last token"""
     failure_reward: float | None = None
-    """with 'penalise', on top of what the environment gave before; None is −1"""
+    """reward of a failed episode with environment_failures=penalise, added to its earlier rewards; none: -1"""
     whiten_rewards: bool = False
     """divide the rewards of a timestep by their standard deviation over all tokens"""
 
     # advantages
     advantage_estimator: str = field(default='gae', metadata={'choices': ESTIMATORS})
-    """how advantages follow from rewards (docs/algorithms); module:name is an `Estimator` of your own
-    (docs/extend/algorithm.md)"""
+    """how advantages follow from rewards (docs/algorithms); gae and a2c need a critic; module:name is an `Estimator` of
+    your own (docs/extend/algorithm.md)"""
     dynamic_sampling_rounds: int = 0
-    """DAPO's dynamic sampling: groups whose scores are all equal teach nothing and are replaced by newly drawn ones, in
-    at most so many further rounds; 0 keeps every group"""
+    """maximum number of times that groups with equal scores, which give no gradient, are replaced by newly sampled ones
+    (DAPO); 0: keep every group"""
     gae_over: Literal['token', 'turn'] = 'token'
-    """the step of GAE: 'turn' takes each turn of an episode as one action, whose tokens all have its advantage
-    (Turn-PPO, arXiv 2512.17008); γ and λ then count turns. A response without turns is one"""
+    """what one step of GAE is: a token; or a turn of an episode, with one advantage for all of its tokens, so γ and λ
+    count turns (Turn-PPO, arXiv 2512.17008). A response without turns is one turn"""
     gamma: float = 1.0
-    """discount per step of GAE, or per token; tokens of an observation are no steps"""
+    """discount γ per token or step of GAE"""
     lam: float = 0.95
-    """λ of GAE (Schulman et al. 2016)"""
+    """λ of GAE (Schulman et al. 2016); lower relies more on the critic"""
     lam_length: float | None = None
-    """α of a λ that follows the length in place of `lam`: 1 − 1 / (α · steps), at least 0 (VAPO, arXiv 2504.05118, has
-    0.05 for thousands of tokens)"""
+    """α of a λ that follows the response length, instead of `lam`: λ = 1 − 1 / (α · steps), at least 0; for thousands
+    of tokens VAPO (arXiv 2504.05118) uses 0.05. none: use `lam`"""
     value_lam: float | None = None
-    """λ of the returns that the critic learns (VC-PPO, arXiv 2503.01491, and VAPO have 1.0); None is the policy's"""
+    """λ of the returns that the critic learns; VC-PPO (arXiv 2503.01491) and VAPO use 1.0. none: the same as the
+    policy's"""
     whiten_advantages: bool | None = None
-    """whiten advantages over all tokens of a learning phase (gdpo: over responses); None does what the estimator's
-    entry in `chatgpt.trainer.algorithms` says: all of ours but grpo, dr_grpo and rloo do"""
+    """give the advantages of a learning phase mean 0 and standard deviation 1, over tokens (gdpo: over responses).
+    none: as the estimator's paper does: all but grpo, dr_grpo and rloo"""
 
     # learn
     policy_loss: str = field(default='ppo', metadata={'choices': POLICY_LOSSES})
-    """'ppo' clips each token's ratio, 'gspo' one ratio per sequence (Zheng et al. 2025), 'cispo' the weight of −A log π
-    from above (MiniMax-M1, arXiv 2506.13585), 'reinforce' is −A log π without a ratio; module:name is a `PolicyLoss` of
-    your own"""
+    """ppo clips each token's ratio, gspo one ratio per sequence (Zheng et al. 2025), cispo the weight of −A log π
+    (arXiv 2506.13585), reinforce has no ratio; module:name is a `PolicyLoss` of your own"""
     loss_settings: dict[str, float] | None = None
-    """settings of the policy loss itself, by name, where it has any (`PolicyLoss.settings`)"""
+    """settings of the policy loss itself, by name, if it has any (`PolicyLoss.settings`)"""
     loss_aggregation: Aggregation | None = None
-    """'token' is a mean over all tokens of a train batch, 'sequence' a mean over sequences of their means,
-    'sequence_sum' divides by sequences x max_new_tokens; None takes each paper's: 'sequence' for gspo, 'token' for
-    cispo, else 'sequence' for grpo and gdpo, 'sequence_sum' for dr_grpo and 'token' for the rest"""
+    """token: mean over all tokens of a train batch; sequence: mean of the sequences' means; sequence_sum: sum divided
+    by sequences x max_new_tokens. none: as in the method's paper: sequence for gspo, token for cispo, otherwise
+    sequence for grpo and gdpo, sequence_sum for dr_grpo, token for the rest"""
     tis_cap: float | None = None
-    """weight each token by min(π_old / π_engine, cap), for engines whose log-probs differ from the trainer's (Yao et
-    al. 2025), or whose weights are older (`max_staleness`)"""
+    """weight each token by min(π_old / π_engine, cap), to correct for an engine with different log-probs (Yao et al.
+    2025) or older weights (`max_staleness`), such as 2; none: no correction"""
     dual_clip: float | None = None
-    """bound of the loss of a negative advantage, in multiples of it, above 1 (Ye et al. 2020)"""
+    """bound of the loss of negative advantages, as a multiple of the advantage, above 1 (Ye et al. 2020); none: no
+    bound"""
     train_batch_size: int = 8
-    """sequences of one optimizer step, all ranks together"""
+    """sequences of one optimizer step, over all ranks"""
     max_epochs: int = 1
-    """passes over the buffer in one learning phase"""
+    """passes over the collected responses in one learning phase"""
     eps_clip: float = 0.2
-    """the ratio is clipped to [1 − eps_clip, 1 + eps_clip]"""
+    """clip the ratio of new to old policy to 1 ± eps_clip"""
     eps_clip_high: float | None = None
-    """upper clip when it differs from the lower"""
+    """upper clip range where it differs from eps_clip: up to 1 + eps_clip_high (DAPO uses 0.28); none: the same"""
     value_clip: float | None = 0.4
-    """new values are clipped to old ± this; None does not clip"""
+    """clip new values to old value ± this; none: no clip"""
     value_coef: float = 0.1
-    """weight of the value loss where actor and critic share a trunk ([T] has 0.1); separate critics have their own
+    """weight of the value loss where actor and critic share a trunk ([T] uses 0.1); a separate critic has its own
     optimizer"""
     entropy_coef: float = 0.0
-    """weight of the entropy bonus"""
+    """weight of the entropy bonus; above 0 keeps sampling diverse"""
     ptx_coef: float = 0.0
-    """weight of the next-token loss on pretraining text (PPO-ptx, Ouyang et al. 2022)"""
+    """weight of the next-token loss on ptx_data (PPO-ptx, Ouyang et al. 2022), which limits forgetting; 0: none"""
     ratio_threshold: float | None = 10.0
-    """a train batch whose mean ratio exceeds this is skipped (TRL); None never skips"""
+    """skip a train batch if its mean ratio exceeds this (TRL); none: never skip"""
     target_kl: float | None = None
-    """leave the epochs of a phase when the approximate KL of a train batch exceeds 1.5 times this (TRL
-    early_stopping)"""
+    """end a learning phase early when the approximate KL of a train batch exceeds 1.5 times this (TRL's
+    early_stopping); none: never"""
 
     @property
     def estimator(self) -> Estimator:

@@ -29,10 +29,10 @@ class NLPOSettings:
     """A part of `PPOConfig`."""
 
     nlpo_top_p: float | None = None
-    """NLPO: draw from and learn the policy restricted to what a mask policy holds likely (Ramamurthy et al. 2022, who
-    have 0.9)"""
+    """NLPO: sample and learn only tokens among the likeliest, up to this total probability, of a slower copy of the
+    policy (Ramamurthy et al. 2022 use 0.9); none: off"""
     nlpo_update_interval: int = 1
-    """learning phases after which the mask policy takes over the policy's weights"""
+    """learning phases after which that copy takes over the policy's weights"""
 
 
 POLICIES['nlpo_top_p'] = f'{__name__}:NLPOPolicy'

@@ -190,22 +190,23 @@ class LearningSettings(Settings):
     """What every trainer that learns has in common. Batch sizes are global: all ranks together."""
 
     max_tokens_per_batch: int | None = None
-    """padded tokens of one forward on one rank; None puts a rank's share of a train batch into one forward"""
+    """maximum tokens, with padding, that one rank computes at once; lower it when memory runs out. none: its whole
+    share of a train batch"""
     packing: bool = True
-    """forwards leave padding out where the model can (`chatgpt.nn.packing`); False runs every row of a batch at full
-    width"""
+    """compute without padding where the model supports it, which is faster (`chatgpt.nn.packing`); false: pad every row
+    of a batch to the longest"""
     max_grad_norm: float | None = 1.0
-    """clip the global gradient norm of each model to this; None only measures it"""
+    """clip the gradient norm of each model to this; none: only measure it"""
     lr_schedule: Schedule = 'constant'
-    """'linear' and 'cosine' decay to 0 over the run, after the warm-up"""
+    """learning rate after the warm-up: constant, or linear or cosine decay to 0 at the end of the run"""
     lr_end_factor: float = 0.0
-    """they end at this multiple of the learning rate instead"""
+    """a decaying learning rate ends at this multiple of lr instead of 0"""
     lr_decay_steps: int | None = None
-    """and are there at this optimizer step, after which the rate holds; None is the end of the run"""
+    """optimizer step at which a decaying learning rate reaches its end and stays there; none: the end of the run"""
     warmup_steps: int = 0
-    """optimizer steps over which the learning rate rises from 0"""
+    """optimizer steps in which the learning rate rises from 0 to lr"""
     dataloader_pin_memory: bool = True
-    """copy batches to an accelerator from pinned host memory"""
+    """copy batches to the GPU from pinned host memory, which is faster; false if host memory is short"""
 
     def validate(self, world_size: int = 1) -> None:
         check_values(self)  # again: fields may have been set since

@@ -56,28 +56,32 @@ class Subcommand(NamedTuple):
 
 GROUPS: dict[str, dict[str, Subcommand]] = {
     'use a model': {
-        'generate': Subcommand('chatgpt.launch.cli.generate', 'responses to one prompt, or to a file of them'),
-        'chat': Subcommand('chatgpt.launch.cli.generate', 'a dialogue in the terminal', 'chat_main', 'chat_parser'),
+        'generate': Subcommand('chatgpt.launch.cli.generate', 'generate responses to one prompt or a file of prompts'),
+        'chat': Subcommand(
+            'chatgpt.launch.cli.generate', 'talk to a model in the terminal', 'chat_main', 'chat_parser'
+        ),
         'evaluate': Subcommand('chatgpt.launch.cli.evaluate', 'score the responses of a model to a file of prompts'),
-        'compare': Subcommand('chatgpt.launch.cli.compare', 'people say in a browser which of two answers is better'),
+        'compare': Subcommand('chatgpt.launch.cli.compare', 'let people judge pairs of answers in a browser'),
     },
     'around a run': {
         'init': Subcommand('chatgpt.launch.cli.init', 'write a commented config, data and a reward to start from'),
-        'plan': Subcommand('chatgpt.plan.__main__', 'what memory each phase of a run takes, and whether it fits'),
-        'launch': Subcommand('chatgpt.launch.__main__', 'several processes, by torchrun or on Ray'),
-        'sweep': Subcommand('chatgpt.launch.search.__main__', 'many runs in search of settings'),
-        'report': Subcommand('chatgpt.launch.cli.report', 'a page that shows a run, or several'),
-        'doctor': Subcommand('chatgpt.launch.cli.doctor', 'what is wrong with a run, and what to change'),
-        'verify': Subcommand(
-            'chatgpt.launch.cli.verify', 'whether two runs are the same to the bit, and where they part'
+        'plan': Subcommand('chatgpt.plan.__main__', 'estimate the memory of a run, and whether it fits'),
+        'launch': Subcommand('chatgpt.launch.__main__', 'start a script on several processes, with torchrun or on Ray'),
+        'sweep': Subcommand('chatgpt.launch.search.__main__', 'search for settings with many runs'),
+        'report': Subcommand(
+            'chatgpt.launch.cli.report', 'write a page with the charts and samples of one run or several'
         ),
-        'rollouts': Subcommand('chatgpt.launch.cli.rollouts', 'read the recorded sequences of runs in a browser'),
-        'convert': Subcommand('chatgpt.launch.cli.convert', 'a data file in another shape'),
+        'doctor': Subcommand('chatgpt.launch.cli.doctor', 'find what is wrong with a run, and what to change'),
+        'verify': Subcommand(
+            'chatgpt.launch.cli.verify', 'compare two runs to the last bit, and show the first difference'
+        ),
+        'rollouts': Subcommand('chatgpt.launch.cli.rollouts', 'show the recorded sequences of runs in a browser'),
+        'convert': Subcommand('chatgpt.launch.cli.convert', 'convert a data file to another shape'),
         'compat': Subcommand(
             'compat', 'run or check a script written for TRL, trlX, ...', distribution='chatgpt-rlhf-compat'
         ),
-        'completion': Subcommand('chatgpt.launch.cli.completion', 'what makes a shell complete this command'),
-        'version': Subcommand('', 'the version of the package', parser=''),
+        'completion': Subcommand('chatgpt.launch.cli.completion', 'print a script for completion in your shell'),
+        'version': Subcommand('', 'print the version', parser=''),
     },
 }
 SUBCOMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
@@ -92,10 +96,16 @@ def overview() -> str:
     width = max(map(len, [*METHODS, *SUBCOMMANDS])) + 2
     groups = {'train': {name: method.about for name, method in METHODS.items()}}
     groups |= {title: {name: entry.about for name, entry in group.items()} for title, group in GROUPS.items()}
-    lines = [f'usage: {called()} COMMAND ...', '', 'RLHF on Hugging Face models. COMMAND --help says more.']
+    lines = [
+        f'usage: {called()} COMMAND ...',
+        '',
+        'RLHF on Hugging Face models. See COMMAND --help for the options of a command.',
+    ]
     for title, commands in groups.items():
         lines += ['', f'{title}:', *(f'  {name:{width}}{about}' for name, about in commands.items())]
-    return '\n'.join([*lines, '', 'A method of your own is the command module:name or path/to/file.py:name.'])
+    return '\n'.join(
+        [*lines, '', 'To train with a method of your own, give module:name or path/to/file.py:name as COMMAND.']
+    )
 
 
 def train(name: str, argv: Sequence[str], prog: str) -> None:

@@ -1,12 +1,12 @@
-"""People compare answers in a browser: of two models, or two of one model. What they say becomes preferences.
+"""Let people compare pairs of answers in a browser and turn their judgements into preferences.
 
     chatgpt-rlhf compare --model outputs/sft/actor --model outputs/ppo/actor --prompts prompts.jsonl --db said.sqlite
     chatgpt-rlhf compare --db said.sqlite
     chatgpt-rlhf compare --db said.sqlite --export preferences.jsonl
 
-The first makes the answers and serves the page, until Ctrl-C; the second serves what is in the file, and goes on; the
-third writes what `reward-model` and `dpo` train on. Both sides are drawn with the same settings, whatever the models'
-generation_config say. --answers takes answers that are made already: two files as
+The first command generates the answers and serves the page until Ctrl-C; the second serves the pairs of the file again;
+the third writes preferences that `reward-model` and `dpo` train on. Both answers of a pair are sampled with the same
+settings; the generation_config of the models is not used. --answers takes existing answers instead: two files as
 `generate --output` writes them, or one with prompt, response1 and response2.
 """
 
@@ -34,18 +34,39 @@ def parser() -> Parser:
     titles = ('the file', 'what is compared', 'responses', 'the run and the page')
     said, asked, drawing, run = map(out.add_argument_group, titles)
     said.add_argument(
-        '--db', required=True, metavar='FILE', help='what people say, in SQLite; made where there is none'
+        '--db', required=True, metavar='FILE', help='SQLite file of the judgements; created if it does not exist'
     )
-    said.add_argument('--export', metavar='FILE', help='write preferences as jsonl, and end')
+    said.add_argument(
+        '--export', metavar='FILE', help='write the judgements as preferences to this jsonl file and stop'
+    )
     asked.add_argument(
-        '--model', action='append', default=[], help='hub name or folder; once: two samples of it, twice: two models'
+        '--model',
+        action='append',
+        default=[],
+        help='hub name or folder; given twice: compare two models; once: two samples of one model',
     )
-    asked.add_argument('--prompts', metavar='FILE', help='csv, json, jsonl, parquet, or .txt: one a line')
-    asked.add_argument('--answers', action='append', default=[], metavar='FILE', help='in place of models and prompts')
+    asked.add_argument(
+        '--prompts', metavar='FILE', help='file of prompts: csv, json, jsonl, parquet, or .txt with one per line'
+    )
+    asked.add_argument(
+        '--answers',
+        action='append',
+        default=[],
+        metavar='FILE',
+        help='file of answers that exist already, instead of --model and --prompts',
+    )
     generate.add_template(asked, 'prompts in text are turns of the user')
-    asked.add_argument('--trust_remote_code', action='store_true', help='allow a hub model to bring code of its own')
-    asked.add_argument('--reward_model', help='its folder; pairs of which it is least sure come first')
-    asked.add_argument('--annotators_per_pair', type=int, metavar='K', help='people that judge each pair (default: 1)')
+    asked.add_argument(
+        '--trust_remote_code',
+        action='store_true',
+        help='run Python code that comes with a model of the hub; only for models that you trust',
+    )
+    asked.add_argument(
+        '--reward_model', help='folder of a reward model; the pairs it is least sure about are shown first'
+    )
+    asked.add_argument(
+        '--annotators_per_pair', type=int, metavar='K', help='number of people who judge each pair (default: 1)'
+    )
     generate.add_drawing(drawing)
     add_strategy(run)
     add_server(run)

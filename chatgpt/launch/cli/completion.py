@@ -1,10 +1,10 @@
-"""A script that makes a shell complete the command's words, flags and values, made by shtab from the command's parsers.
+"""Print a script with which your shell completes the command's words, flags and values (made by shtab).
 
     chatgpt-rlhf completion bash > ~/.local/share/bash-completion/completions/chatgpt-rlhf
     chatgpt-rlhf completion zsh > ~/.zfunc/_chatgpt-rlhf
     chatgpt-rlhf completion fish > ~/.config/fish/completions/chatgpt-rlhf.fish
 
-Write it anew after an update.
+Repeat this after an update.
 """
 
 from __future__ import annotations

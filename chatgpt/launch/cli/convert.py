@@ -32,20 +32,28 @@ def convert(examples: list[Any], shape: str, bad: BadRecords) -> Iterator[dict[s
 
 def parser() -> Parser:
     out = Parser(description=__doc__)
-    out.add_argument('source', help='a file, a folder or a hub name')
-    out.add_argument('target', help=f'the file to write: {", ".join(OUTPUT_SUFFIXES)}')
-    out.add_argument('--to', required=True, choices=TARGETS, metavar='SHAPE', help=', '.join(TARGETS))
+    out.add_argument('source', help='file, folder or hub name to read')
+    out.add_argument('target', help=f'file to write, by its ending: {", ".join(OUTPUT_SUFFIXES)}')
     out.add_argument(
-        '--columns', nargs='*', default=[], metavar='KNOWN=NAME', help='names of columns that the shapes do not know'
+        '--to', required=True, choices=TARGETS, metavar='SHAPE', help=f'shape to write: {", ".join(TARGETS)}'
+    )
+    out.add_argument(
+        '--columns',
+        nargs='*',
+        default=[],
+        metavar='KNOWN=NAME',
+        help='columns with other names than the shape expects, such as prompt=question',
     )
     out.add_argument('--split', default='train')
     out.add_argument('--subset')
     out.add_argument('--max_examples', type=int)
     out.add_argument(
-        '--text_separator', default='\n\n', help='what separates the texts of a .txt file (default: blank lines)'
+        '--text_separator', default='\n\n', help='separator of the texts in a .txt file (default: blank lines)'
     )
     out.add_argument(
-        '--skip_bad_records', action='store_true', help='leave out and count what cannot be read or converted'
+        '--skip_bad_records',
+        action='store_true',
+        help='skip and count records that cannot be read or converted, instead of stopping',
     )
     out.add_argument('--overwrite', action='store_true')
     return out

@@ -1,12 +1,12 @@
-"""What is wrong with a run, from the numbers that it left in its folder.
+"""Find what is wrong with a run from the numbers in its folder.
 
     chatgpt-rlhf doctor outputs/ppo
     chatgpt-rlhf doctor outputs/* --json
     chatgpt-rlhf doctor --explain kl-runs-away
 
-Prints each finding with the phase in which it began, the numbers, the likely cause and what to change; --explain says
-more of each. A run may still be going on. The exit code is 1 when there is an error or a warning in any of the runs,
-and 0 when there are only notes, or nothing.
+Prints each finding with the phase in which it began, the numbers, the likely cause and what to change; --explain
+describes a finding in full. Runs that have not ended can be checked too. The exit code is 1 if any run has an error or
+a warning, otherwise 0.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from chatgpt.launch.arguments import Parser
 
 def parser() -> Parser:
     out = Parser(description=__doc__, usage='%(prog)s RUN [RUN ...] [--json]\n       %(prog)s --explain [KEY]')
-    out.add_argument('runs', nargs='*', metavar='RUN', help='folder of a run, with metrics.jsonl')
-    out.add_argument('--json', action='store_true', help='one line of JSON per finding, with its run')
-    out.add_argument('--explain', nargs='?', const='', metavar='KEY', help='what a finding means; alone: the list')
+    out.add_argument('runs', nargs='*', metavar='RUN', help='run folder, with metrics.jsonl')
+    out.add_argument('--json', action='store_true', help='print one line of JSON per finding')
+    out.add_argument(
+        '--explain', nargs='?', const='', metavar='KEY', help='explain one finding and stop; without KEY: list all'
+    )
     return out
 
 

@@ -1,14 +1,14 @@
-"""How good a model's responses are, by a reward: what it says to a file of prompts, scored.
+"""Generate responses to a file of prompts and score them with a reward.
 
     chatgpt-rlhf evaluate outputs/run/actor prompts.jsonl --reward_fn rewards.py:score
     chatgpt-rlhf evaluate outputs/run/actor prompts.jsonl --reward_model outputs/rm/reward_model --output scored.jsonl
     chatgpt-rlhf evaluate outputs/run/actor --environment games:countdown --episodes 200
 
-Responses are the likeliest tokens, or drawn with --temperature, whatever the model's generation_config says, so that
-scores of different models compare. Prints a table of samples, and a line of numbers as JSON:
-score_mean, score_std, length_mean (in tokens), ended (the share of responses that came to their end). Of an environment
-the score is what its rewards come to, or what --reward_fn or --reward_model gives in their place, of tasks that no
-training has, and there are num_turns_mean, failed_share and success_share.
+Takes the likeliest tokens, or samples with --temperature; the model's generation_config is not used, so that scores of
+different models are comparable. Prints a table of samples and a line of numbers as JSON: score_mean, score_std,
+length_mean (in tokens) and ended (the share of responses that ended before the limit). In an environment the tasks are
+those that no training uses, the score is the sum of its rewards, or that of --reward_fn or --reward_model instead, and
+num_turns_mean, failed_share and success_share are printed too.
 """
 
 from __future__ import annotations
@@ -38,22 +38,33 @@ from chatgpt.rules import Rule, check
 
 def parser() -> Parser:
     out = Parser(description=__doc__, usage='%(prog)s MODEL [PROMPTS] --reward_fn FILE:FUNCTION [--name value ...]')
-    out.add_argument('words', nargs='*', metavar='MODEL', help='hub name or folder of the model; then the prompts')
+    out.add_argument(
+        'words', nargs='*', metavar='MODEL', help='hub name or folder of the model, then the file of prompts'
+    )
     titles = ('the model', 'the reward', 'the environment', 'responses', 'the run')
     model, reward, environment, drawing, run = map(out.add_argument_group, titles)
     add_model(model)
-    reward.add_argument('--reward_fn', help='module:function or file.py:function, fn(prompts, responses, **columns)')
+    reward.add_argument(
+        '--reward_fn',
+        help='reward function: module:function or file.py:function, called as fn(prompts, responses, **columns)',
+    )
     reward.add_argument('--reward_model', help='folder of a reward model')
     add_environment(environment)
-    drawing.add_argument('--input', help='the file of prompts, in place of the second word')
+    drawing.add_argument('--input', help='file of prompts, instead of the second word')
     add_template(drawing, 'prompts and observations in text are turns of the user')
-    drawing.add_argument('--max_new_tokens', type=int, help='(default: 128, or what the context leaves)')
     drawing.add_argument(
-        '--temperature', type=number, help='draw with it, from all tokens (default: the likeliest tokens)'
+        '--max_new_tokens',
+        type=int,
+        help='maximum number of tokens of a response (default: 128, or what the context leaves)',
     )
-    drawing.add_argument('--stop_string', action='append', help='end a response where this text appears')
-    run.add_argument('--num_rows', type=int, default=4, help='samples to show (default: 4)')
-    run.add_argument('--output', help='write prompts, responses and scores as jsonl')
+    drawing.add_argument(
+        '--temperature',
+        type=number,
+        help='sample at this temperature, from all tokens (default: take the likeliest token)',
+    )
+    drawing.add_argument('--stop_string', action='append', help='text that ends a response; may be given several times')
+    run.add_argument('--num_rows', type=int, default=4, help='number of samples to print (default: 4)')
+    run.add_argument('--output', help='jsonl file to write prompts, responses and scores to')
     add_strategy(run)
     return out
 
@@ -62,10 +73,17 @@ def add_environment(group: Any) -> None:
     group.add_argument('--environment', help=f'{", ".join(ENVIRONMENTS)}, module:Class or file.py:Class')
     options = "keyword arguments of its class, such as '{numbers: 4}'"
     add_flag(group, 'environment_options', dict[str, Any] | None, options, None)
-    group.add_argument('--episodes', type=int, help='tasks of the environment, without prompts (default: 100)')
-    group.add_argument('--max_turns', type=int, default=16, help='turns of an episode (default: 16)')
-    group.add_argument('--max_turn_tokens', type=int, help='most tokens of one turn')
-    group.add_argument('--step_timeout_s', type=number, default=30.0, help='limit of one step (default: 30)')
+    group.add_argument('--episodes', type=int, help='number of episodes, each one task (default: 100)')
+    group.add_argument('--max_turns', type=int, default=16, help='maximum number of turns of an episode (default: 16)')
+    group.add_argument(
+        '--max_turn_tokens', type=int, help='maximum number of tokens of one turn (default: what the episode leaves)'
+    )
+    group.add_argument(
+        '--step_timeout_s',
+        type=number,
+        default=30.0,
+        help='seconds that one step of the environment may take (default: 30)',
+    )
 
 
 RULES = [

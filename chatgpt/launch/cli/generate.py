@@ -1,17 +1,16 @@
-"""Text from a trained model: for one prompt, for a file of them, or as a chat in the terminal.
+"""Generate text with a trained model: for one prompt, for a file of prompts, or in a chat in the terminal.
 
     chatgpt-rlhf generate outputs/run/actor "Once upon a time"
     chatgpt-rlhf generate outputs/run/actor prompts.jsonl --output answers.jsonl
     chatgpt-rlhf chat outputs/run/actor
 
---weights takes a weights file or folder that `strategy.save_model` wrote, or a PEFT adapter, on top of the model.
-In a chat Ctrl-C ends an answer, /new begins anew, Ctrl-D ends. Chats, and conversations in a file, use the tokenizer's
-chat template, which training writes for a model that had none. A prompt in text is given as the model was trained: as
-one turn of the user, or as it is. --apply_chat_template and --no_apply_chat_template choose. A chat with a model that
-has no template, or was trained on text as it is, goes on with the text so far.
+In a chat, Ctrl-C stops an answer, /new starts a new chat and Ctrl-D ends the command. Chats and conversations in a file
+use the tokenizer's chat template. A prompt in plain text is used as in training: as a turn of the user, or as it is;
+--apply_chat_template and --no_apply_chat_template override this. A chat with a model that has no template, or was
+trained on plain text, continues the text so far.
 
-Temperature, top_k and top_p are those of the model's generation_config.json, and where it has none 0.7 and top_p 0.95;
-flags win over them, and a line says what was taken.
+Temperature, top_k and top_p come from the model's generation_config.json, otherwise they are 0.7, 0 and 0.95; flags
+override both, and the values in use are printed.
 """
 
 from __future__ import annotations
@@ -37,21 +36,26 @@ def parser(*, chats: bool | None = False) -> Parser:
     out = Parser(description=__doc__, usage='%(prog)s MODEL [--name value ...]')
     if chats is False:
         out.usage = '%(prog)s MODEL PROMPT_OR_FILE [--name value ...]'
-    out.add_argument('words', nargs='*', metavar='MODEL', help='hub name or folder of the model; then the input')
+    out.add_argument(
+        'words', nargs='*', metavar='MODEL', help='hub name or folder of the model, then the prompt or file'
+    )
     model, prompts, drawing, run = map(out.add_argument_group, ('the model', 'the prompts', 'responses', 'the run'))
     add_model(model)
     if not chats:
         prompts.add_argument(
-            '--input', help='a prompt, or a file of prompts (csv, json, jsonl, parquet, or .txt: one a line)'
+            '--input', help='a prompt, or a file of prompts (csv, json, jsonl, parquet, or .txt with one per line)'
         )
-        run.add_argument('--output', help='write prompts and responses as jsonl')
+        run.add_argument('--output', help='jsonl file to write prompts and responses to')
     add_template(prompts, 'prompts in text are turns of the user')
     add_drawing(drawing, "the model's generation_config, else {}")
     if not chats:
         drawing.add_argument(
-            '--best_of', type=int, default=1, help='draw so many responses and keep the best by --reward_model'
+            '--best_of',
+            type=int,
+            default=1,
+            help='sample this many responses and keep the best by --reward_model (default: 1)',
         )
-        drawing.add_argument('--reward_model', help='folder of the reward model for --best_of')
+        drawing.add_argument('--reward_model', help='folder of the reward model that --best_of uses')
     add_strategy(run)
     return out
 
@@ -65,7 +69,10 @@ def add_template(group: Any, text: str) -> None:
         help=f"{text}, in the tokenizer's chat template (default: as the model was trained)",
     )
     group.add_argument(
-        '--no_apply_chat_template', dest='apply_chat_template', action='store_false', help='text is used as it is'
+        '--no_apply_chat_template',
+        dest='apply_chat_template',
+        action='store_false',
+        help='use plain text as it is, without a chat template',
     )
 
 
@@ -76,31 +83,50 @@ DRAWN = {'temperature': 0.7, 'top_k': 0, 'top_p': 0.95}
 def add_drawing(group: Any, default: str = '{}') -> None:
     """The flags of `sampling_of`. `default`: says what holds without a flag, with the entry of `DRAWN` in braces."""
     shown = {name: f'(default: {default.format(value)})' for name, value in DRAWN.items()}
-    group.add_argument('--max_new_tokens', type=int, help='(default: 128, or what the context leaves)')
-    group.add_argument('--max_length', type=int, help='most tokens of prompt and response together')
-    group.add_argument('--min_new_tokens', type=int, default=0, help='no end before so many (default: 0)')
-    group.add_argument('--temperature', type=number, help=f'below 1 sharper, above 1 flatter {shown["temperature"]}')
     group.add_argument(
-        '--top_k', type=whole_number, help=f'draw from so many of the likeliest tokens; 0: from all {shown["top_k"]}'
+        '--max_new_tokens',
+        type=int,
+        help='maximum number of tokens of a response (default: 128, or what the context leaves)',
+    )
+    group.add_argument('--max_length', type=int, help='maximum number of tokens of prompt and response together')
+    group.add_argument(
+        '--min_new_tokens', type=int, default=0, help='minimum number of tokens of a response (default: 0)'
     )
     group.add_argument(
-        '--top_p', type=number, help=f'draw from the likeliest tokens that share this probability {shown["top_p"]}'
+        '--temperature',
+        type=number,
+        help=f'below 1: likelier tokens are sampled more often; above 1: less often {shown["temperature"]}',
     )
-    group.add_argument('--greedy', action='store_true', help='always the likeliest token')
     group.add_argument(
-        '--stop_string', action='append', help='end a response where this text appears; may be given several times'
+        '--top_k', type=whole_number, help=f'sample only from this many likeliest tokens; 0: from all {shown["top_k"]}'
     )
+    group.add_argument(
+        '--top_p',
+        type=number,
+        help=f'sample only from the likeliest tokens whose probabilities add up to this {shown["top_p"]}',
+    )
+    group.add_argument('--greedy', action='store_true', help='take the likeliest token each time instead of sampling')
+    group.add_argument('--stop_string', action='append', help='text that ends a response; may be given several times')
 
 
 def add_model(group: Any) -> None:
     """The flags of `load_actor`."""
-    group.add_argument('--pretrain', help='the model, in place of the first word')
-    group.add_argument('--weights', help='weights of strategy.save_model, or a PEFT adapter folder')
-    group.add_argument('--tokenizer', help='hub name or folder; default: that of the model')
+    group.add_argument('--pretrain', help='hub name or folder of the model, instead of the first word')
     group.add_argument(
-        '--model', default='auto', help='family: gpt2, opt, bloom, llama, module:name, or auto: read it from the config'
+        '--weights',
+        help='file or folder of strategy.save_model, or folder of a PEFT adapter, to load on top of the model',
     )
-    group.add_argument('--trust_remote_code', action='store_true', help='allow a hub model to bring code of its own')
+    group.add_argument('--tokenizer', help='hub name or folder of the tokenizer (default: that of the model)')
+    group.add_argument(
+        '--model',
+        default='auto',
+        help='model family: gpt2, opt, bloom, llama or module:name; auto: read from the config (default: auto)',
+    )
+    group.add_argument(
+        '--trust_remote_code',
+        action='store_true',
+        help='run Python code that comes with a model of the hub; only for models that you trust',
+    )
 
 
 def take_words(out: Parser, args: Any, second: str | None) -> Any:

@@ -1,10 +1,10 @@
-"""A start: a config with every common option, its default and what it means, and small data that it runs on at once.
+"""Write a config with every common option, its default and its meaning, and small data to run it on.
 
     chatgpt-rlhf init ppo --to first
     cd first && chatgpt-rlhf ppo --config_file ppo.yaml
 
-The data are stories of the demo world, and the model is a small GPT-2 that the run makes; what to change for a real
-run are the lines `pretrain` and the data's. Nothing is overwritten.
+The data are embedded stories and the model is a small GPT-2 that the run creates. For a run of your own change
+`pretrain` and the data files in the config. Existing files are not overwritten.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ WIDTH = 100
 
 def parser() -> Parser:
     out = Parser(description=__doc__, usage='%(prog)s METHOD [--to DIR]')
-    out.add_argument('method', metavar='METHOD', help=', '.join(METHODS))
-    out.add_argument('--to', default='.', metavar='DIR', help='where the files go (default: this folder)')
+    out.add_argument('method', metavar='METHOD', help=f'one of {", ".join(METHODS)}')
+    out.add_argument('--to', default='.', metavar='DIR', help='folder to write the files to (default: this one)')
     return out
 
 

@@ -1,9 +1,9 @@
-"""Write the page of a run, or of several with their curves in the same charts.
+"""Write the report of a run, or of several runs with their curves in the same charts.
 
     chatgpt-rlhf report outputs/ppo
     chatgpt-rlhf report outputs/ppo outputs/grpo --out both.html
 
-It is one file that opens anywhere. A run writes its own when it ends; this writes it anew, also while the run goes on.
+The report is one HTML file that needs no other file. A run writes it when it ends; this command also works before that.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from chatgpt.launch.arguments import Parser
 
 def parser() -> Parser:
     out = Parser(description=__doc__, usage='%(prog)s RUN [RUN ...] [--out FILE] [--title TITLE]')
-    out.add_argument('runs', nargs='+', metavar='RUN', help='folder of a run, where metrics.jsonl is')
+    out.add_argument('runs', nargs='+', metavar='RUN', help='run folder, with metrics.jsonl')
     out.add_argument(
-        '--out', metavar='FILE', help='default: report.html in the folder of the run; of several, in the current one'
+        '--out',
+        metavar='FILE',
+        help='file to write (default: report.html in the run folder; of several runs, in this folder)',
     )
-    out.add_argument('--title', help='default: the name of the run')
+    out.add_argument('--title', help='title of the page (default: the name of the run)')
     return out
 
 

@@ -1,10 +1,10 @@
-"""Read the recorded sequences of runs in a browser: by phase, prompt, score and text, tokens coloured by a number.
+"""Show the recorded sequences of runs in a browser, by phase, prompt, score and text, tokens coloured by a number.
 
     chatgpt-rlhf rollouts outputs/ppo
     chatgpt-rlhf rollouts outputs/ppo outputs/grpo --port 8800
 
-A run records them in rollouts/ of its folder. The page is served on this machine until Ctrl-C, and reads what a run
-that is still going has written so far.
+A run records its sequences in rollouts/ of its folder. The page is served on this machine until Ctrl-C. Runs that have
+not ended can be shown too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from chatgpt.monitor.compare.serving import add_server, need_server, serve
 
 def parser() -> Parser:
     out = Parser(description=__doc__, usage='%(prog)s RUN [RUN ...]')
-    out.add_argument('runs', nargs='+', metavar='RUN', help='folder of a run')
+    out.add_argument('runs', nargs='+', metavar='RUN', help='run folder, with rollouts/')
     add_server(out)
     return out
 

@@ -1,15 +1,15 @@
-"""Whether two runs are the same to the last bit and, if not, where they part.
+"""Check that two runs are the same to the last bit and show the first difference.
 
     chatgpt-rlhf verify outputs/one outputs/other
 
-Compares what both have, phase by phase: recorded sequences, metrics but for perf/, and of their checkpoints the tensors
-and the trainer's state (counters, KL coefficient, running moments), whatever layout wrote them. For each that differs
-it prints the first phase, number or tensor and element, with both values. A run may still be going on, and save at
-other phases. It also prints one SHA-256 of the weights in each run's last checkpoint; docs/exact.md says of which
-bytes.
+Compares the phases that both runs have: recorded sequences, metrics except perf/, and the tensors and trainer state of
+checkpoints (counters, KL coefficient, running moments), under any strategy and number of processes. For each of these
+that differs it prints the first phase, number or tensor and element, with both values. The runs need not have ended,
+nor have checkpoints of the same phases. Also prints a SHA-256 of the weights in each run's last checkpoint (see
+docs/exact.md).
 
-The exit code is 0 when all that was compared is the same, 1 when something differs, and 2 when they cannot be compared:
-they have no phase in common, or a file of theirs is damaged.
+The exit code is 0 if all is the same, 1 if something differs, and 2 if the runs cannot be compared: they have no phase
+in common, or a file is damaged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHECKPOINTS = 'checkpoints'
 
 def parser() -> Parser:
     out = Parser(description=__doc__, usage='%(prog)s RUN RUN')
-    out.add_argument('runs', nargs=2, metavar='RUN', help='folder of a run, with metrics.jsonl')
+    out.add_argument('runs', nargs=2, metavar='RUN', help='run folder, with metrics.jsonl')
     return out
 
 

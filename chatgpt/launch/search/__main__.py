@@ -1,4 +1,4 @@
-"""Try settings of a method: trials that Optuna proposes, each a run of its own, side by side.
+"""Search for settings of a method: Optuna proposes trials, each of which is a run.
 
     chatgpt-rlhf sweep sweep.yaml --jobs 2
 
@@ -16,8 +16,12 @@ from chatgpt.launch.arguments import Parser, run_main
 def parser() -> Parser:
     out = Parser(prog='python -m chatgpt sweep', description=__doc__)
     out.add_argument('file', help='YAML, JSON or .conf: method, config, parameters, metric, direction, ...')
-    out.add_argument('--jobs', type=int, default=1, metavar='N', help='trials at a time (default: 1)')
-    out.add_argument('--launcher', choices=('torchrun', 'ray'), help='run each trial under it, as launch of the file')
+    out.add_argument('--jobs', type=int, default=1, metavar='N', help='number of trials at the same time (default: 1)')
+    out.add_argument(
+        '--launcher',
+        choices=('torchrun', 'ray'),
+        help='start each trial with torchrun or on Ray; the same as launch in the file',
+    )
     return out
 
 

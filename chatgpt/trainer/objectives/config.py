@@ -16,15 +16,15 @@ class SupervisedConfig(LearningSettings):
     """Settings of every trainer that passes over a fixed list of records."""
 
     train_batch_size: int = 4
-    """records of one optimizer step, all ranks together"""
+    """records of one optimizer step, over all ranks"""
     max_epochs: int = 2
     """passes over the data"""
     max_steps: int | None = None
-    """stop after this many optimizer steps"""
+    """maximum number of optimizer steps; training stops there. none: no limit"""
     log_interval: int = 10
-    """optimizer steps of one logged phase"""
+    """optimizer steps between two lines of metrics.jsonl"""
     shuffle: bool = True
-    """a new order each epoch, from (seed, epoch)"""
+    """take the records in a new random order in each epoch; false: in the order of the file"""
 
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
@@ -42,24 +42,26 @@ class RewardModelConfig(SupervisedConfig):
 
     lr_schedule: Schedule = 'cosine'
     max_epochs: int = 1
-    """more than one overfits soon (Ouyang et al. 2022, appendix C.2)"""
+    """passes over the data; reward models overfit soon after the first (Ouyang et al. 2022, appendix C.2)"""
     loss_fn: LossName = 'log_sig'
-    """−log σ(better − worse), or log(1 + exp(worse − better)): the same function, with another way of rounding"""
+    """log_sig: −log σ(better − worse); log_exp: log(1 + exp(worse − better)), the same function with different
+    rounding"""
     use_margins: bool = False
-    """subtract the difference of the data's own scores from that of the model's (Touvron et al. 2023, equation 2)"""
+    """require the score difference of a pair to exceed the difference of the scores in the data (Touvron et al. 2023,
+    equation 2); only for data with scores"""
     center_rewards_coefficient: float = 0.0
     """weight of the mean of (better + worse)², which keeps scores near 0 (Eisenstein et al. 2023, equation 2); TRL
-    suggests 0.01"""
+    suggests 0.01; 0: off"""
     positive_label: str | None = None
-    """which label of labelled text is a success; None knows 1, true, yes, pos, positive, good, like and their
-    opposites"""
+    """label of labelled text that counts as good; none: 1, true, yes, pos, positive, good, like are good, and their
+    opposites bad"""
     calibrate: bool = True
-    """at the end make the mean score of reference answers 0 (arXiv 2403.17031); they are the best answers where none
-    are given"""
+    """after training, shift the scores so that reference answers have mean 0 (arXiv 2403.17031); without reference
+    answers, the best answers are taken"""
     calibration_samples: int = 512
-    """reference answers that this reads, drawn by seed where there are more"""
+    """maximum number of reference answers used for that, sampled with the seed if there are more"""
     early_stopping_patience: int | None = None
-    """stop after so many evaluations in a row without a better loss on the eval data"""
+    """number of evaluations in a row without a better eval loss after which training stops; none: never"""
 
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
@@ -79,9 +81,9 @@ class ReferenceConfig(PreferenceConfig):
     """Of those that compare with a reference."""
 
     beta: float = 0.1
-    """how strongly the policy is held to the reference (Rafailov et al. 2023)"""
+    """strength β of the tie to the reference (Rafailov et al. 2023): higher keeps the policy closer to it"""
     precompute_ref_logprobs: bool = True
-    """the reference's log-probs once, before the first step; False computes them with every batch"""
+    """compute the reference's log-probs once, before the first step; false: with every batch, which takes more time"""
 
 
 @dataclass(kw_only=True)
@@ -89,10 +91,10 @@ class DPOConfig(ReferenceConfig):
     """Every setting of `DPOTrainer`."""
 
     loss_type: DPOLoss = 'sigmoid'
-    """'sigmoid' is DPO (Rafailov et al. 2023), 'ipo' Azar et al. 2023, 'cdpo' Mitchell 2023, 'robust' Chowdhury et al.
-    2024, 'hinge' Zhao et al. 2023"""
+    """loss of a pair: sigmoid is DPO (Rafailov et al. 2023); ipo, Azar et al. 2023; cdpo, Mitchell 2023; robust,
+    Chowdhury et al. 2024; hinge, Zhao et al. 2023"""
     label_smoothing: float | None = None
-    """share of labels assumed to be flipped, of 'cdpo' and 'robust' (None: 0.1); the other losses have none"""
+    """share of pairs assumed to be in the wrong order, with loss_type cdpo or robust; none: 0.1 with these"""
 
     @property
     def flipped_share(self) -> float:
@@ -113,7 +115,7 @@ class ORPOConfig(PreferenceConfig):
     """Every setting of `ORPOTrainer`."""
 
     weight: float = 0.1
-    """λ of the odds-ratio term (Hong et al. 2024)"""
+    """weight λ of the odds-ratio term beside the SFT loss (Hong et al. 2024)"""
 
 
 @dataclass(kw_only=True)
@@ -121,9 +123,9 @@ class SimPOConfig(PreferenceConfig):
     """Every setting of `SimPOTrainer`."""
 
     beta: float = 2.0
-    """of the mean log-prob per token (Meng et al. 2024, whose range is 2 to 2.5)"""
+    """factor β of the mean log-prob per token, the reward (Meng et al. 2024 use 2 to 2.5)"""
     gamma: float = 1.0
-    """target margin (Meng et al. 2024: 0.3 to 1.6)"""
+    """margin γ by which the better answer's reward is to exceed the other's (Meng et al. 2024 use 0.3 to 1.6)"""
 
 
 @dataclass(kw_only=True)
@@ -131,13 +133,15 @@ class KTOConfig(ReferenceConfig):
     """Every setting of `KTOTrainer`. A record is one labelled answer."""
 
     train_batch_size: int = 8
-    """answers of one optimizer step, all ranks together; at least 2, for each is compared with another's prompt"""
+    """answers of one optimizer step, over all ranks; at least 2, because each answer is also compared with another's
+    prompt"""
     desirable_weight: float = 1.0
-    """λ_D; the paper keeps λ_D n_D / (λ_U n_U) between 1 and 4/3"""
+    """weight λ_D of good answers; with n_D good and n_U bad ones, the paper keeps λ_D n_D / (λ_U n_U) between 1 and
+    4/3"""
     undesirable_weight: float = 1.0
-    """λ_U"""
+    """weight λ_U of bad answers"""
     positive_label: str | None = None
-    """which label is a success; None knows true, 1, good, positive and their opposites"""
+    """label that counts as good; none: true, 1, good, positive are good, and their opposites bad"""
 
 
 @dataclass(kw_only=True)
@@ -145,18 +149,19 @@ class ILQLConfig(SupervisedConfig):
     """Every setting of `ILQLTrainer`. Defaults are trlX's, which follow Snell et al. 2022."""
 
     tau: float = 0.7
-    """expectile of V: 0.5 is the mean of Q over the data's actions, towards 1 their maximum"""
+    """expectile of V: 0.5 is the mean of Q over the actions in the data, values towards 1 approach their maximum"""
     gamma: float = 0.99
+    """discount of rewards per token"""
     cql_scale: float = 0.1
-    """weight of the conservative term"""
+    """weight of the conservative (CQL) term, which lowers Q of actions that are not in the data"""
     awac_scale: float = 1.0
     """weight of the policy's next-token loss"""
     beta: float = 0.0
-    """that loss is weighted by exp(β (Q − V)); 0 is plain next-token loss"""
+    """the next-token loss is weighted by exp(β (Q − V)); 0: not weighted"""
     alpha: float = 0.001
-    """Polyak averaging of the target Q heads"""
+    """step of the target Q heads towards the trained ones: target ← α Q + (1 − α) target"""
     target_sync_interval: int = 5
-    """optimizer steps between two of them"""
+    """optimizer steps between two such steps"""
     standardize_rewards: bool = True
-    """rewards have mean 0 and standard deviation 1 over the training data, by whose moments those of the eval data go
-    too (per-token rewards: divided by the deviation of their sums)"""
+    """shift and scale rewards to mean 0 and standard deviation 1 over the training data, eval data by the same numbers;
+    rewards per token are divided by the deviation of their sums"""
