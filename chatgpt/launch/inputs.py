@@ -507,8 +507,12 @@ def _take(inputs: Inputs, train: Any, validation: Any) -> None:
 
 def _tokens_of(record: Any) -> tuple[Any, ...]:
     """What tells two records apart: prompt and responses, as ids."""
-    sequences = record.sequences() if isinstance(record, TokenizedPreference) else [getattr(record, 'sequence', record)]
-    return tuple((*s.prompt_ids.tolist(), -1, *s.response_ids.tolist()) for s in sequences)
+    return tuple((*s.prompt_ids.tolist(), -1, *s.response_ids.tolist()) for s in sequences_of(record))
+
+
+def sequences_of(record: Any) -> list[Any]:
+    """The sequences of a record to learn from: two or more of a preference, else one."""
+    return record.sequences() if isinstance(record, TokenizedPreference) else [getattr(record, 'sequence', record)]
 
 
 def _check_labels(source: Any, labels: Iterable[Any], positive_label: str | None) -> list[bool]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from chatgpt.launch.arguments import world_size_from_env
-from chatgpt.launch.inputs import Inputs
+from chatgpt.launch.inputs import Inputs, sequences_of
 from chatgpt.launch.runs import NO_PLAN, PPORun, RewardRun, SFTRun
 from chatgpt.nn.loading import load_config
 from chatgpt.plan import Setup, make_plan
@@ -38,8 +38,8 @@ def this_machine() -> dict[str, Any]:
 
 
 def setup_of(inputs: Inputs) -> Setup:
-    """The plan's view of a run. Prompts count with their longest, examples with the greatest length,
-    episodes with the longest first observation that was seen and all the room that they have."""
+    """The plan's view of a run. Prompts and examples count as long as the longest of the data,
+    episodes as long as the longest first observation that was seen and all the room that they have."""
     run = inputs.run
     device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
     others = {
@@ -51,7 +51,10 @@ def setup_of(inputs: Inputs) -> Setup:
         **this_machine(),
     }
     if isinstance(run, (SFTRun, RewardRun)):
-        others |= {'max_prompt_tokens': 1, 'max_new_tokens': max(run.max_tokens - 1, 1)}
+        sequences = [sequence for record in inputs.train for sequence in sequences_of(record)]
+        response = max(len(s.response_ids) for s in sequences)
+        longest = max(len(s.prompt_ids) + len(s.response_ids) for s in sequences)
+        others |= {'max_prompt_tokens': max(longest - response, 1), 'max_new_tokens': response}
         return Setup.of(run, task='reward_model' if isinstance(run, RewardRun) else 'sft', **others)
     if not isinstance(run, PPORun):
         raise ValueError(NO_PLAN)

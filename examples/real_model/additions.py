@@ -32,13 +32,13 @@ from chatgpt.trainer.callbacks import format_table
 NUM_DEMONSTRATIONS, NUM_PROMPTS, NUM_HELD_OUT = 200, 2000, 200
 RESPONSES = ['--max_new_tokens=20']
 SFT = ['--train_batch_size=8', '--max_epochs=2']
-ONLINE = ['--num_episodes=1', '--max_timesteps=12', '--update_timesteps=1', '--num_layers_unfrozen=8']
+ONLINE = ['--num_episodes=1', '--max_timesteps=8', '--update_timesteps=1', '--num_layers_unfrozen=8']
 ONLINE += ['--train_batch_size=8', '--max_epochs=2', '--kl_coef=0.02']
 METHODS = {
     'ppo': ['--critic=shared', '--experience_batch_size=64'],
     'grpo': ['--experience_batch_size=16', '--num_samples_per_prompt=4'],
 }
-"""64 responses a phase, 12 phases; the upper eight of thirty layers learn, and the others serve policy, critic and
+"""64 responses a phase, 8 phases; the upper eight of thirty layers learn, and the others serve policy, critic and
 reference at once. Learning rates are the defaults"""
 COLUMNS = ['model', 'right', 'kl', 'length', 'minutes', 'cpu_minutes', 'peak_gib']
 
@@ -109,7 +109,7 @@ def main() -> None:
     curves: dict[str, Any] = {}
     for method, own in METHODS.items():
         words = [method, str(args.out / 'prompts.jsonl'), '--pretrain', str(args.out / 'sft' / 'actor'), *reward]
-        words += ['--validation_file', held_out, '--eval_interval=6']
+        words += ['--validation_file', held_out, '--eval_interval=4']
         used = run(*words, *folder(method), *RESPONSES, *ONLINE, *own)
         evaluated, phases = RunFolder(args.out / method).eval, RunFolder(args.out / method).metrics
         rows[1]['right'], last = evaluated[0]['eval/score_mean'], evaluated[-1]

@@ -1,0 +1,118 @@
+"""The plan of runs on a real model against the peak of their processes, both from the command.
+
+    python benchmarks/plan_real.py MODEL DEMONSTRATIONS PROMPTS      # a chat model's folder; files of `make real`
+    python benchmarks/plan_real.py --page
+
+Each case is planned (`--plan`) and then run for one learning phase, as short as the plan's peak allows; the peak is the
+largest resident memory of the whole process (wait4). 'kept back' is the peak with malloc returning freed memory at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import harness
+
+UNITS = {'MiB': 2**20, 'GiB': 2**30}
+ONLINE = ['--num_episodes=1', '--max_timesteps=1', '--update_timesteps=1', '--max_epochs=1', '--max_new_tokens=20']
+ADAPTERS = ['--lora_rank=16']
+CASES: dict[str, tuple[str, list[str]]] = {
+    'SFT': ('sft', ['--max_steps=2']),
+    'reward model': ('reward-model', ['--max_steps=2']),
+    'PPO, four networks': ('ppo', ['--reward_model={rm}']),
+    'PPO, LoRA, own critic': ('ppo', ['--reward_fn={reward}', *ADAPTERS]),
+    'PPO, upper 8 blocks, shared critic': (
+        'ppo',
+        ['--reward_fn={reward}', '--num_layers_unfrozen=8', '--critic=shared'],
+    ),
+    'PPO, roles on one trunk in 4 bits': (
+        'ppo',
+        ['--reward_fn={reward}', *ADAPTERS, '--shared_trunk', '--quantize=nf4'],
+    ),
+}
+BATCHES = (4, 16)
+
+
+def files(folder: Path, demonstrations: Path) -> dict[str, str]:
+    """Pairs and a reward function beside the data."""
+    rows = [json.loads(line)['messages'] for line in demonstrations.read_text().splitlines()]
+    pairs = [
+        {'prompt': question['content'], 'chosen': answer['content'], 'rejected': answer['content'][:-3] + '11.'}
+        for question, answer in rows
+    ]
+    (folder / 'pairs.jsonl').write_text(''.join(json.dumps(pair) + '\n' for pair in pairs))
+    (folder / 'reward.py').write_text('def score(responses):\n    return [float(len(r) % 7) for r in responses]\n')
+    return {'reward': f'{folder / "reward.py"}:score', 'rm': str(folder / 'rm' / 'reward_model')}
+
+
+def call(words: list[str], **env: str) -> tuple[str, int]:
+    """What a command printed, and its largest resident memory in bytes."""
+    out, own = tempfile.TemporaryFile('w+'), harness.environment(OMP_NUM_THREADS='1', HF_HUB_OFFLINE='1', **env)
+    child = subprocess.Popen([sys.executable, '-m', 'chatgpt', *words], env=own, stdout=out, stderr=out)
+    _, status, used = os.wait4(child.pid, 0)
+    out.seek(0)
+    said = out.read()
+    if status and '--plan' not in words:
+        raise SystemExit(f'{" ".join(words)}\n{said[-2000:]}')
+    return said, used.ru_maxrss * 1024
+
+
+def measure(case: str, batch: int, args: argparse.Namespace, folder: Path, places: dict[str, str]) -> dict[str, Any]:
+    method, own = CASES[case]
+    data = {'sft': args.demonstrations, 'reward-model': folder / 'pairs.jsonl'}.get(method, args.prompts)
+    sizes = [f'--train_batch_size={batch}'] + ([f'--experience_batch_size={batch}', *ONLINE] if method == 'ppo' else [])
+    place = folder / ('rm' if method == 'reward-model' else 'run')
+    words = [method, str(data), '--pretrain', str(args.model), *sizes, *(word.format(**places) for word in own)]
+    words += ['--save_path', str(place), '--checkpoint_minutes=0']
+    said, _ = call([*words, '--plan'])
+    found = re.search(r'needs ([\d.]+) (MiB|GiB) per device \(at its peak, (\w+)\)', said)
+    if found is None:
+        raise SystemExit(f'{case} was not planned:\n{said}')
+    shutil.rmtree(place, ignore_errors=True)
+    peak = call(words)[1]
+    shutil.rmtree(place, ignore_errors=True)
+    returning = call(words, **harness.RETURNS)[1]
+    return {'planned': float(found[1]) * UNITS[found[2]], 'phase': found[3], 'peak': peak, 'kept_back': returning}
+
+
+def table(found: dict[str, Any]) -> str:
+    rows = []
+    for name, r in found.items():
+        case, batch = name.rsplit(' x ', 1)
+        planned, peak, back = (r[key] / harness.GIB for key in ('planned', 'peak', 'kept_back'))
+        rows.append([case, batch, f'{planned:.2f}', r['phase'], f'{peak:.2f}', f'{planned / peak - 1:+.1%}'])
+        rows[-1] += [f'{back:.2f}', f'{planned / back - 1:+.1%}']
+    head = 'run | batch | planned GiB | at | peak GiB | plan is off by | peak, memory given back | plan is off by'
+    return harness.markdown(head, rows)
+
+
+def main() -> None:
+    parser = harness.script_parser(__doc__, 'plan_real.md')
+    parser.add_argument('model', nargs='?', type=Path)
+    parser.add_argument('demonstrations', nargs='?', type=Path)
+    parser.add_argument('prompts', nargs='?', type=Path)
+    args = parser.parse_args()
+    results = harness.Results('plan_real.json')
+    if args.page:
+        return harness.write_page('plan_real.md', plan=table(results))
+    if args.prompts is None:
+        parser.error('give a model, demonstrations and prompts')
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        places = files(folder, args.demonstrations)
+        for case in CASES:
+            for batch in BATCHES:
+                results.measure(f'{case} x {batch}', lambda c=case, b=batch: measure(c, b, args, folder, places))
+
+
+if __name__ == '__main__':
+    main()
