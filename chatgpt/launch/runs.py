@@ -119,7 +119,7 @@ class LoraSettings(Settings):
     lora_train_bias: Literal['none', 'all', 'lora_only'] = 'none'
     """which biases are trained too: none, all, or lora_only: those of layers with adapters"""
     quantize: Literal['none', 'nf4'] = 'none'
-    """nf4: store the frozen weights in 4 bits, a quarter of bf16's memory; needs lora_rank, and in PPO shared_trunk"""
+    """nf4: store the frozen weights in 4 bits, about a quarter of bf16; needs lora_rank, and in PPO shared_trunk"""
     save_adapter: bool = False
     """also write the adapters alone, in PEFT's format, to adapter/ in save_path; needs lora_rank"""
 
@@ -263,7 +263,7 @@ class RolloutSettings(Settings):
     max_new_tokens: int | None = None
     """maximum tokens of a response"""
     max_prompt_tokens: int | None = None
-    """cut longer prompts to their last this many tokens"""
+    """keep only this many last tokens of a longer prompt"""
     min_new_tokens: int = 0
     """minimum number of tokens of a response; it cannot end earlier"""
     temperature: float = 1.0
