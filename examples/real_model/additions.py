@@ -86,7 +86,13 @@ def main() -> None:
     parser.add_argument('--out', type=Path, default=Path('outputs/real'))
     parser.add_argument('--pretrain', help='hub name or folder of a chat model, a wheel or a GGUF file')
     parser.add_argument('--seed', type=int, default=0)
+    parser.add_argument('--files', type=Path, metavar='FOLDER', help='only write the files of questions, and stop')
     args = parser.parse_args()
+    if args.files:
+        args.files.mkdir(parents=True, exist_ok=True)
+        write_files(args.files, args.seed)
+        print(f'written: {", ".join(str(path) for path in sorted(args.files.glob("*.jsonl")))}')
+        return
     quiet_transformers()
     args.out.mkdir(parents=True, exist_ok=True)
     start = find_model(args.pretrain, args.out / 'model')
