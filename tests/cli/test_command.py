@@ -197,14 +197,20 @@ def write_files(folder: Path) -> None:
     """Those that docs/first_hour.md takes for granted."""
     (code,) = re.findall(r'```python\n(import re\n.*?)```', (ROOT / 'docs' / 'first_hour.md').read_text(), re.DOTALL)
     (folder / 'rewards.py').write_text(code)
-    (folder / 'chats.jsonl').write_text('{"prompt": "one day", "response": " a fox"}\n' * 10)
-    (folder / 'pairs.jsonl').write_text('{"prompt": "one day", "chosen": " a fox", "rejected": " a cat"}\n' * 10)
-    (folder / 'prompts.csv').write_text('prompt\n' + 'one day\na fox\n' * 5)
+    (folder / 'questions').mkdir()
+    turns = '[{"role": "user", "content": "one day"}%s]'
+    shown = turns % ', {"role": "assistant", "content": " a fox 7"}'
+    (folder / 'questions' / 'demonstrations.jsonl').write_text(f'{{"messages": {shown}}}\n' * 10)
+    for name in ('prompts', 'held_out'):
+        (folder / 'questions' / f'{name}.jsonl').write_text(f'{{"prompt": {turns % ""}, "answer": 7}}\n' * 10)
 
 
 def fewer(words: list[str], model: Path) -> list[str]:
     """The same with a folder for a hub's name, and at most one phase or step."""
-    words = [str(model) if word in ('gpt2', 'MODEL') else word for word in words]
+    words = [str(model) if word in ('gpt2', 'MODEL', 'smollm2') else word for word in words]
+    words = [
+        '1' if before == '--num_layers_unfrozen' else word for before, word in zip(['', *words], words, strict=False)
+    ]
     method = METHODS.get(words[0])
     if method is None or {'--help', '--help-all', '--plan'} & {*words}:
         return words
