@@ -1,0 +1,196 @@
+"""Learning from a reward in TRL and here: held-out score against CPU seconds, each side with the best of nine settings.
+
+    python benchmarks/learning_vs_trl.py additions --start outputs/real/sft/actor        # search, then three seeds of the best
+    python benchmarks/learning_vs_trl.py sentiment --start FOLDER --prompts FILE --classifier FOLDER
+    python benchmarks/learning_vs_trl.py --page                                          # the page of what was measured
+
+Every side starts from the same weights with the same prompts, 64 responses an update (GRPO: 16 prompts x 4), train batches
+of 32, two epochs, AdamW, fp32, one thread, no gradient checkpointing. Each has the same search, learning rate x KL
+coefficient with seed 0, and the best by the last two evaluations gets three seeds and other held-out prompts. CPU seconds
+are of the whole process from the first update on, without the evaluations, which are the same code on each side
+(`benchmarks/peers/lesson.py`). A run that was measured is not run again; records are in `benchmarks/results/learning_vs_trl.json`.
+
+Sides: PPO with a value head here and in TRL 0.11.4; PPO with four networks in 1.12.0; GRPO here and in 1.16.0.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import harness
+from vs_peers import PEERS, own_python
+
+from lesson import Lesson  # isort: skip  # vs_peers puts its folder among where Python looks
+
+SIDES = {
+    'ours_ppo': ('learn_ours.py', '', 'PPO, here'),
+    'trl_classic': ('learn_trl_classic.py', 'trl_classic', 'PPO, TRL 0.11.4'),
+    'trl_ppo': ('learn_trl_ppo.py', 'trl_ppo', 'PPO, TRL 1.12.0'),
+    'ours_grpo': ('learn_ours.py', '', 'GRPO, here'),
+    'trl_now': ('learn_trl_now.py', 'trl_now', 'GRPO, TRL 1.16.0'),
+}
+"""side -> worker, the peer whose environment it runs in, and its name on the page"""
+RIVALS = {'ours_ppo': ('trl_classic', 'trl_ppo'), 'ours_grpo': ('trl_now',)}
+RATES, KLS, SEEDS = (1e-5, 3e-5, 1e-4), (0.0, 0.02, 0.1), (1, 2, 3)
+NEW_TOKENS = {'additions': 14, 'sentiment': 24}
+RECORDS = 'learning_vs_trl.json'
+STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}
+"""97.5 % quantiles of Student's t by degrees of freedom"""
+
+
+def write_task(task: str, start: str, prompts: Path | None, folder: Path) -> dict[str, str]:
+    """Files of prompts as the model reads them: to learn from, for the search, and for the comparison."""
+    from transformers import AutoTokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]]
+    if task == 'additions':
+        words, draw = AutoTokenizer.from_pretrained(start), random.Random(1)
+        pairs = draw.sample([(a, b) for a in range(100, 1000) for b in range(100, 1000)], 1300)
+        ask = {'tokenize': False, 'add_generation_prompt': True}
+        rows = [
+            {
+                'text': words.apply_chat_template([{'role': 'user', 'content': f'What is {a} + {b}?'}], **ask),
+                'answer': a + b,
+            }
+            for a, b in pairs
+        ]
+    else:
+        assert prompts is not None
+        rows = [{'text': json.loads(line)['prompt']} for line in prompts.read_text().splitlines()]
+    cuts = {'search': rows[:100], 'held_out': rows[100:300], 'prompts': rows[300:]}
+    for name, own in cuts.items():
+        (folder / f'{name}.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in own))
+    return {name: str(folder / f'{name}.jsonl') for name in cuts}
+
+
+def run(lesson: Lesson, work: Path) -> dict[str, Any]:
+    """One run in its process and environment."""
+    script, peer, _ = SIDES[lesson.side]
+    python = own_python(peer, work) if peer else sys.executable
+    env = os.environ | {'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1', 'TOKENIZERS_PARALLELISM': 'false'}
+    env |= {'TRL_EXPERIMENTAL_SILENCE': '1', 'PYTHONPATH': os.pathsep.join(map(str, (PEERS, harness.ROOT)))}
+    out = work / 'logs' / f'{lesson.name.replace(" ", "_")}.json'
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.with_suffix('.log').open('w') as sink:
+        command = [python, PEERS / script, lesson.to_json(), out]
+        subprocess.run(command, env=env, stdout=sink, stderr=sink, check=True, cwd=PEERS)
+    kept = ('task', 'side', 'lr', 'kl_coef', 'seed', 'cpu_seconds')
+    return {name: getattr(lesson, name) for name in kept} | {'curve': json.loads(out.read_text())}
+
+
+def measure(results: harness.Results, lesson: Lesson, work: Path) -> dict[str, Any]:
+    """The record of a run, which is made where there is none."""
+    return results.measure(lesson.name, lambda: run(lesson, work), lambda found: f'{final(found):.3f}')
+
+
+def final(record: dict[str, Any]) -> float:
+    """The mean of the last two evaluations."""
+    return statistics.mean(point['score'] for point in record['curve'][-2:])
+
+
+def search(results: harness.Results, lesson: Lesson, work: Path) -> tuple[float, float]:
+    """The best learning rate and KL coefficient of nine."""
+    found = {
+        (lr, kl): final(measure(results, replace(lesson, lr=lr, kl_coef=kl), work)) for lr, kl in product(RATES, KLS)
+    }
+    return max(found, key=lambda setting: found[setting])
+
+
+def at(curve: Sequence[dict[str, float]], cpu_s: float) -> float:
+    """The score at so many CPU seconds, between evaluations on a straight line."""
+    for before, after in zip(curve, curve[1:], strict=False):
+        if after['cpu_s'] >= cpu_s:
+            part = (cpu_s - before['cpu_s']) / (after['cpu_s'] - before['cpu_s'])
+            return before['score'] + part * (after['score'] - before['score'])
+    return curve[-1]['score']
+
+
+def interval(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """The mean difference of runs of the same seeds, with its 95 % interval."""
+    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+    mean, n = statistics.mean(differences), len(differences)
+    if n < 2:
+        return f'{mean:+.3f}'
+    half = STUDENT[n - 1] * statistics.stdev(differences) / math.sqrt(n)
+    return f'{mean:+.3f} ± {half:.3f}'
+
+
+def page(results: harness.Results) -> None:
+    finals = [r for r in results.values() if r['seed'] in SEEDS]
+    rows, figures = [], {}
+    for task in dict.fromkeys(r['task'] for r in finals):
+        own = [r for r in finals if r['task'] == task]
+        by_side = {side: [r for r in own if r['side'] == side] for side in SIDES}
+        end = min(r['curve'][-1]['cpu_s'] for r in own)
+        for side, (_, _, name) in SIDES.items():
+            if not by_side[side]:
+                continue
+            scores = [at(r['curve'], end) for r in by_side[side]]
+            against = next((ours for ours, theirs in RIVALS.items() if side in theirs), None)
+            ahead = ''
+            if against and len(by_side[against]) == len(scores):
+                ahead = interval([at(r['curve'], end) for r in by_side[against]], scores)
+            best = by_side[side][0]
+            start = statistics.mean(r['curve'][0]['score'] for r in by_side[side])
+            rows.append([task, name, f'{best["lr"]:g}', f'{best["kl_coef"]:g}', len(scores), f'{start:.3f}'])
+            rows[-1] += [f'{at(by_side[side][0]["curve"], end / 2):.3f}', harness.mean_and_spread(scores), ahead]
+        figures[task] = by_side
+    head = ['task', 'side', 'lr', 'KL', 'seeds', 'before', 'at half the time', 'at the end', 'ours ahead by']
+    harness.write_page('learning_vs_trl.md', scores=harness.markdown(head, rows))
+    draw(figures)
+
+
+def draw(figures: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
+    with harness.figure('learning_vs_trl.png', len(figures)) as axes:
+        for axis, (task, sides) in zip(axes, figures.items(), strict=True):
+            for number, (side, runs) in enumerate(sides.items()):
+                for run in runs:
+                    label = SIDES[side][2] if run is runs[0] else None
+                    points = [(p['cpu_s'], p['score']) for p in run['curve']]
+                    axis.plot(*zip(*points, strict=True), color=f'C{number}', label=label, alpha=0.8)
+            axis.set(title=task, xlabel='CPU seconds', ylabel='held-out score')
+
+
+def main() -> None:
+    parser = harness.script_parser(__doc__, page='write docs/results/learning_vs_trl.md')
+    parser.add_argument('task', nargs='?', choices=sorted(NEW_TOKENS))
+    parser.add_argument('--start', help='the folder that every run starts from')
+    parser.add_argument('--prompts', type=Path, help='sentiment: a JSON lines file of `prompt`')
+    parser.add_argument('--classifier', default='', help='sentiment: a folder of AutoModelForSequenceClassification')
+    parser.add_argument('--sides', nargs='+', choices=list(SIDES), default=list(SIDES))
+    parser.add_argument('--search-seconds', type=float, default=150, help='CPU seconds of a run of the search')
+    parser.add_argument('--seconds', type=float, default=400, help='CPU seconds of a run of the comparison')
+    parser.add_argument('--work-dir', type=Path, default=Path('outputs/peers'), help='environments, prompts and logs')
+    args = parser.parse_args()
+    if args.page:
+        return page(harness.Results(RECORDS))
+    if not (args.task and args.start) or (args.task == 'sentiment' and not (args.prompts and args.classifier)):
+        parser.error('give a task and --start; sentiment also --prompts and --classifier')
+    work, results = args.work_dir.resolve(), harness.Results(RECORDS)
+    files = write_task(args.task, args.start, args.prompts, work / args.task)
+    for side in args.sides:
+        lesson = Lesson(
+            side=side, task=args.task, start=str(Path(args.start).resolve()), prompts=files['prompts'],
+            held_out=files['search'], lr=0.0, kl_coef=0.0, seed=0, cpu_seconds=args.search_seconds,
+            every=args.search_seconds / 2, new_tokens=NEW_TOKENS[args.task], classifier=args.classifier,
+        )  # fmt: skip
+        lr, kl = search(results, lesson, work)
+        for seed in SEEDS:
+            best = replace(lesson, lr=lr, kl_coef=kl, seed=seed, held_out=files['held_out'])
+            measure(results, replace(best, cpu_seconds=args.seconds, every=args.seconds / 8), work)
+
+
+if __name__ == '__main__':
+    main()

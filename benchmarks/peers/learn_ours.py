@@ -1,0 +1,52 @@
+"""Worker: PPO with a value head on the policy's trunk, or GRPO, in this library."""
+
+from __future__ import annotations
+
+import sys
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+
+import torch
+from lesson import BETAS, EPOCHS, EPS, GROUP, RESPONSES, TRAIN_BATCH, Run
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from harness import ppo_trainer
+
+from chatgpt.nn import AutoActor
+from chatgpt.strategies import NaiveStrategy
+from chatgpt.types import Prompt
+
+
+def main() -> None:
+    run = Run()
+    lesson = run.lesson
+    grouped = lesson.side == 'ours_grpo'
+    actor = AutoActor(pretrained=lesson.start, value_head=None if grouped else True)
+    method = {'advantage_estimator': 'grpo', 'num_samples_per_prompt': GROUP, 'kl_in': 'loss'} if grouped else {}
+    trainer = ppo_trainer(
+        NaiveStrategy(seed=lesson.seed),
+        actor,
+        None,
+        run.reward,
+        deepcopy(actor) if lesson.kl_coef else None,
+        optimizer=partial(torch.optim.AdamW, lr=lesson.lr, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True),
+        tokenizer=run.tokenizer,
+        experience_batch_size=RESPONSES // (GROUP if grouped else 1),
+        train_batch_size=TRAIN_BATCH,
+        max_epochs=EPOCHS,
+        max_new_tokens=lesson.new_tokens,
+        kl_coef=lesson.kl_coef,
+        **method,
+    )
+    trainer.set_prompts([Prompt(ids=torch.tensor(run.ids(text)), text=text) for text in run.texts])
+    run.begin(trainer.actor.model)
+    while True:
+        trainer.collect(1)
+        trainer.learn()
+        if not run.after_update(trainer.actor.model):
+            return
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,58 @@
+"""Worker: GRPO in current TRL, fp32, its loss as defined in the paper ('grpo')."""
+
+from __future__ import annotations
+
+import tempfile
+
+from datasets import Dataset
+from lesson import BETAS, EPOCHS, EPS, GROUP, RESPONSES, TRAIN_BATCH, Run, watcher
+from transformers import AutoModelForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+run = Run()
+lesson = run.lesson
+model = AutoModelForCausalLM.from_pretrained(lesson.start, dtype='float32')
+
+
+def score(prompts, completion_ids, **_):
+    return run.reward(prompts, [run.text_of(ids) for ids in completion_ids])
+
+
+with tempfile.TemporaryDirectory() as folder:
+    config = GRPOConfig(
+        output_dir=folder,
+        per_device_train_batch_size=TRAIN_BATCH,
+        gradient_accumulation_steps=1,
+        steps_per_generation=RESPONSES // TRAIN_BATCH,
+        num_generations=GROUP,
+        num_iterations=EPOCHS,
+        max_completion_length=lesson.new_tokens,
+        temperature=1.0,
+        beta=lesson.kl_coef,
+        loss_type='grpo',
+        max_steps=10**6,
+        learning_rate=lesson.lr,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        adam_epsilon=EPS,
+        lr_scheduler_type='constant',
+        optim='adamw_torch_fused',
+        weight_decay=0.0,
+        bf16=False,
+        gradient_checkpointing=False,
+        use_cpu=True,
+        report_to='none',
+        save_strategy='no',
+        disable_tqdm=True,
+        seed=lesson.seed,
+    )
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=score,
+        args=config,
+        processing_class=run.tokenizer,
+        train_dataset=Dataset.from_dict({'prompt': run.texts}),
+        callbacks=[watcher(run, RESPONSES // TRAIN_BATCH * EPOCHS)],
+    )
+    run.begin(model)
+    trainer.train()

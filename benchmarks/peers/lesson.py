@@ -1,0 +1,174 @@
+"""What every side of `learning_vs_trl.py` shares: a run's settings, the reward, the clock, the held-out score.
+
+Runs in the library's environment and in each peer's: it imports nothing of either, and torch only inside functions. CPU seconds are the process's own;
+evaluations do not count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+RESPONSES, GROUP, TRAIN_BATCH, EPOCHS = 64, 4, 32, 2
+"""responses of an update; of one prompt with GRPO; sequences of an optimizer step; passes over an update's responses"""
+BETAS, EPS = (0.9, 0.999), 1e-8
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One run: a folder to start from, a task's files, the two settings that are searched, and how long."""
+
+    side: str
+    task: str
+    """'additions', or 'sentiment' with a `classifier`"""
+    start: str
+    prompts: str
+    """a JSON lines file of `text` (a prompt as the model reads it) and, for additions, `answer`"""
+    held_out: str
+    lr: float
+    kl_coef: float
+    seed: int
+    cpu_seconds: float
+    every: float
+    """CPU seconds between evaluations"""
+    new_tokens: int
+    classifier: str = ''
+
+    @property
+    def name(self) -> str:
+        return f'{self.task} {self.side} lr {self.lr:g} kl {self.kl_coef:g} seed {self.seed} {self.cpu_seconds:g}s'
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def rows(path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def additions_reward(lesson: Lesson) -> Any:
+    """1 where the last number of a response is the answer, else 0."""
+    answers = {row['text']: int(row['answer']) for path in (lesson.prompts, lesson.held_out) for row in rows(path)}
+
+    def score(prompts: list[str], responses: list[str]) -> list[float]:
+        found = [re.findall(r'\d+', response.replace(',', '')) for response in responses]
+        pairs = zip(found, prompts, strict=True)
+        return [float(bool(numbers) and int(numbers[-1]) == answers[prompt]) for numbers, prompt in pairs]
+
+    return score
+
+
+def sentiment_reward(lesson: Lesson) -> Any:
+    """The classifier's logit of prompt and response together."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+
+    model = AutoModelForSequenceClassification.from_pretrained(lesson.classifier).float().eval()
+    words = PreTrainedTokenizerFast.from_pretrained(lesson.classifier, padding_side='right')
+
+    def score(prompts: list[str], responses: list[str]) -> list[float]:
+        texts = [a + b for a, b in zip(prompts, responses, strict=True)]
+        with torch.inference_mode():
+            return model(**words(texts, return_tensors='pt', padding=True)).logits[:, 0].tolist()
+
+    return score
+
+
+class Run:
+    """A run as it is measured: its reward, its prompts, and the held-out score at every so many CPU seconds."""
+
+    def __init__(self) -> None:
+        import torch
+        from transformers import PreTrainedTokenizerFast
+
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        self.lesson = Lesson(**json.loads(sys.argv[1]))
+        self.out = Path(sys.argv[2])
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(self.lesson.start, padding_side='left')
+        self.reward = {'additions': additions_reward, 'sentiment': sentiment_reward}[self.lesson.task](self.lesson)
+        self.texts = [row['text'] for row in rows(self.lesson.prompts)]
+        self.held_out = [row['text'] for row in rows(self.lesson.held_out)]
+        self.curve: list[dict[str, float]] = []
+        self._apart = 0.0
+        self._begun = 0.0
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)['input_ids']
+
+    def text_of(self, ids: Any) -> str:
+        """A response's text, without special tokens, up to its first end token."""
+        ids = [int(i) for i in ids]
+        if self.tokenizer.eos_token_id in ids:
+            ids = ids[: ids.index(self.tokenizer.eos_token_id)]
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def begin(self, model: Any) -> None:
+        """Evaluates what the run starts from, and starts the clock."""
+        self._begun = time.process_time()
+        self._evaluate(model)
+
+    @property
+    def cpu_s(self) -> float:
+        return time.process_time() - self._begun - self._apart
+
+    def after_update(self, model: Any) -> bool:
+        """To be called after each update. False: the time is up, and the record is written."""
+        now = self.cpu_s
+        over = now >= self.lesson.cpu_seconds
+        if over or now >= len(self.curve) * self.lesson.every:
+            self._evaluate(model)
+        if over:
+            self.out.write_text(json.dumps(self.curve))
+        return not over
+
+    def end_process(self) -> None:
+        sys.stdout.flush()
+        os._exit(0)
+
+    def _evaluate(self, model: Any) -> None:
+        import torch
+        from transformers import GenerationConfig
+
+        at, begun, training = self.cpu_s, time.process_time(), model.training
+        model.eval()
+        end = self.tokenizer.eos_token_id
+        how = GenerationConfig(
+            do_sample=False, max_new_tokens=self.lesson.new_tokens, eos_token_id=end, pad_token_id=end, use_cache=True
+        )
+        scores, lengths = [], []
+        for first in range(0, len(self.held_out), 50):
+            texts = self.held_out[first : first + 50]
+            batch = self.tokenizer(texts, return_tensors='pt', padding=True, add_special_tokens=False)
+            batch.pop('token_type_ids', None)
+            with torch.no_grad():
+                ids = model.generate(**batch, generation_config=how)[:, batch['input_ids'].shape[1] :]
+            responses = [self.text_of(row) for row in ids]
+            scores += self.reward(texts, responses)
+            lengths += [len(self.ids(response)) for response in responses]
+        model.train(training)
+        mean = {'score': sum(scores) / len(scores), 'length': sum(lengths) / len(lengths)}
+        self.curve.append({'cpu_s': at, **mean})
+        print(self.lesson.name, self.curve[-1], file=sys.stderr, flush=True)
+        self._apart += time.process_time() - begun
+
+
+def watcher(run: Run, steps: int, model: Any = None) -> Any:
+    """A TrainerCallback that counts `steps` optimizer steps as one update, and ends the process when the time is up."""
+    from transformers import TrainerCallback
+
+    class Watch(TrainerCallback):
+        seen = 0
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            self.seen += 1
+            if self.seen % steps == 0 and not run.after_update(model if model is not None else more['model']):
+                run.end_process()
+
+    return Watch()
