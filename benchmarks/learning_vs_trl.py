@@ -43,7 +43,7 @@ SIDES = {
 """side -> worker, the peer whose environment it runs in, and its name on the page"""
 RIVALS = {'ours_ppo': ('trl_classic', 'trl_ppo'), 'ours_grpo': ('trl_now',)}
 RATES, KLS, SEEDS = (1e-5, 3e-5, 1e-4), (0.0, 0.02, 0.1), (1, 2, 3)
-NEW_TOKENS = {'additions': 14, 'sentiment': 24}
+NEW_TOKENS = {'additions': 16, 'sentiment': 24}
 RECORDS = 'learning_vs_trl.json'
 STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}
 """97.5 % quantiles of Student's t by degrees of freedom"""

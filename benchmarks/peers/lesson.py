@@ -92,6 +92,8 @@ class Run:
         self.lesson = Lesson(**json.loads(sys.argv[1]))
         self.out = Path(sys.argv[2])
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(self.lesson.start, padding_side='left')
+        if self.tokenizer.unk_token:  # a chat has end tokens inside, and TRL masks whatever equals the padding token
+            self.tokenizer.pad_token = self.tokenizer.unk_token
         self.reward = {'additions': additions_reward, 'sentiment': sentiment_reward}[self.lesson.task](self.lesson)
         self.texts = [row['text'] for row in rows(self.lesson.prompts)]
         self.held_out = [row['text'] for row in rows(self.lesson.held_out)]
