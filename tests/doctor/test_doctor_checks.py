@@ -108,6 +108,22 @@ CASES: dict[str, Case] = {
         step=2,
         phases=3,
     ),
+    'kl-runs-away, and the score is lost': Case(  # 3.3 nats per token; a score that falls from .44 to 0, spread .5
+        rollout(
+            kl_mean=lambda i: 62.0 if i > 1 else 0.0,
+            response_len_mean=18.7,
+            score_std=0.5,
+            score_mean=lambda i: 0.0 if i > 1 else 0.44,
+        ),
+        rollout(
+            kl_mean=lambda i: 62.0 if i > 1 else 0.0,
+            response_len_mean=18.7,
+            score_std=0.5,
+            score_mean=lambda i: 0.3 if i > 1 else 0.44,
+        ),
+        step=2,
+        phases=3,
+    ),  # fmt: skip
     'kl-runs-away, from its target': Case(
         rollout(kl_mean=lambda i: float(i)), rollout(kl_mean=5.0), step=12, about={'settings': {'kl_target': 3.0}}
     ),

@@ -68,10 +68,10 @@ def test_a_method_of_ones_own_is_one_line(monkeypatch, tmp_path, model_folder, c
     assert (tmp_path / 'run' / 'actor' / 'config.json').is_file()
 
 
-@pytest.mark.parametrize(('settings', 'rate'), [({}, 1e-5), ({'critic': 'shared'}, None), ('grpo', None)])
+@pytest.mark.parametrize(('settings', 'rate'), [({}, 1e-3), ({'critic': 'shared'}, None), ('grpo', None)])
 def test_the_settings_that_a_run_writes_down_are_settings_of_such_a_run(settings, rate):
-    """A rate of a critic that is not there is no default."""
-    run = PPORun(pretrain='a', **(METHODS[settings].settings if isinstance(settings, str) else settings))
+    """The learning rate of a critic that does not exist has no default."""
+    run = PPORun(pretrain='embedded', **(METHODS[settings].settings if isinstance(settings, str) else settings))
     run.fill_defaults()
     assert run.critic_lr == rate
     PPORun.from_dict(run.to_dict()).validate()

@@ -68,6 +68,7 @@ OTHERS: list[tuple[type, dict[str, Any]]] = [
 ]
 BROKEN = [*((PPORun, {name: value}) for name, value in ALONE.items()), *((PPORun, given) for given in PPO_TOGETHER)]
 BROKEN += OTHERS
+BROKEN += [(PPORun, {'pretrain': 'm', 'optimizer': 'sgd'})]
 TABLES: dict[type, list] = {
     PPORun: [*DECODE_RULES, *MODEL_RULES, *RUN_RULES, *PPO_RUN_RULES],
     DataRun: [*MODEL_RULES, *RUN_RULES, *DATA_RULES],

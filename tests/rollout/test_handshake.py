@@ -106,9 +106,9 @@ def test_an_engine_that_keeps_an_old_tensor_is_refused(kind, lost, monkeypatch):
 def test_weights_are_checked_once_for_each_transfer_and_what_is_not_finite_is_not_sent():
     engine, actor = CopyEngine(), actor_of()
     generated(engine, actor)
-    assert engine.prompts == 2
+    assert engine.asked == 2
     engine.generate(CALL)
-    assert engine.prompts == 3
+    assert engine.asked == 3
     with torch.no_grad():
         actor.model.transformer.ln_f.weight[0] = float('nan')
     with pytest.raises(FloatingPointError, match='log-probs of the actor are not finite'):

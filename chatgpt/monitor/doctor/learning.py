@@ -190,18 +190,23 @@ def kl_runs_away(h: History) -> Seen | None:
 
 
 def _thrown_away(h: History) -> Seen | None:
-    """Before there are phases for a trend: a distance that no learning comes to so soon."""
+    """Before there are phases for a trend: a distance that no learning comes to so soon, or a large one and a lower
+    score."""
     values, lengths = h.values('rollout/kl_mean'), h.drawn_lengths()
     if len(values) < 2 or not lengths:
         return None
     per_token = values[-1] / max(lengths[-1], 1.0)
-    if per_token <= LIMITS['kl_at_once']:
+    scores, spread = h.values('rollout/score_mean'), h.values('rollout/score_std')
+    lost = bool(scores and spread) and scores[0] - scores[-1] > LIMITS['score_lost'] * spread[0] > 0.0
+    if not (per_token > LIMITS['kl_at_once'] or (lost and per_token > LIMITS['kl_per_token'])):
         return None
     rate, parameters = h.highest('ppo/lr', 0.0), h.trained.get('parameters')
     rule = recommended_lr(parameters, 'ppo', h.trained.get('trained')) if parameters else rate / 100
     return Seen(
         f'KL to the initial model {values[0]:.3g} -> {values[-1]:.3g} nats per response in {len(values)} '
-        f'phases, {per_token:.2g} per token; lr {rate:g}',
+        f'phases, {per_token:.2g} per token'
+        + (f', score {scores[0]:.3g} -> {scores[-1]:.3g}' if lost else '')
+        + f'; lr {rate:g}',
         'a learning rate far too high: the first updates have replaced what the model knew, and no KL brings it back',
         f'start again from the initial model with lr {min(rule, rate / 10):.0e}',
     )

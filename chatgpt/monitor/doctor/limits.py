@@ -12,6 +12,7 @@ LIMITS: dict[str, float] = {
     'late': 0.9,
     'kl_per_token': 1.0,
     'kl_at_once': 5.0,
+    'score_lost': 0.5,
     'kl_growth': 1.3,
     'kl_notable': 0.1,
     'kl_over_target': 3,
