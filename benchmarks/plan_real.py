@@ -70,7 +70,7 @@ def measure(case: str, batch: int, args: argparse.Namespace, folder: Path, place
     method, own = CASES[case]
     data = {'sft': args.demonstrations, 'reward-model': folder / 'pairs.jsonl'}.get(method, args.prompts)
     sizes = [f'--train_batch_size={batch}'] + ([f'--experience_batch_size={batch}', *ONLINE] if method == 'ppo' else [])
-    place = folder / ('rm' if method == 'reward-model' else 'run')
+    place = folder / 'run'
     words = [method, str(data), '--pretrain', str(args.model), *sizes, *(word.format(**places) for word in own)]
     words += ['--save_path', str(place), '--checkpoint_minutes=0']
     said, _ = call([*words, '--plan'])
@@ -109,6 +109,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         places = files(folder, args.demonstrations)
+        pairs = ['reward-model', str(folder / 'pairs.jsonl'), '--pretrain', str(args.model), '--max_steps=1']
+        call([*pairs, '--save_path', str(folder / 'rm'), '--checkpoint_minutes=0'])
         for case in CASES:
             for batch in BATCHES:
                 results.measure(f'{case} x {batch}', lambda c=case, b=batch: measure(c, b, args, folder, places))
