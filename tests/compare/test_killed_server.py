@@ -111,6 +111,6 @@ def test_ctrl_c_ends_it_with_what_came_out(tmp_path):
     process.send_signal(signal.SIGINT)
     shown, _ = process.communicate()
     assert process.returncode == 0, shown
-    assert 'Traceback' not in shown and '1 of 2 judgements, of 1 pairs by Anna (1)' in shown
+    assert 'Traceback' not in shown and '1 of 2 judgements, of 1 pair by Anna (1)' in shown
     assert f'kept in {db}; export it with --export FILE.jsonl' in shown
     assert sorted(p.name for p in tmp_path.iterdir()) == ['said.sqlite']  # the log is in the file

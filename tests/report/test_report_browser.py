@@ -31,8 +31,9 @@ class Opened:
         self.page.wait_for_selector(awaited)
 
     def chart(self, key: str) -> Any:
-        """The figure, in sight and drawn."""
+        """The figure, its part opened, in sight and drawn."""
         figure = self.page.locator(f'#chart-{key}')
+        figure.evaluate("chart => { chart.closest('.fold > details').open = true; }")
         figure.scroll_into_view_if_needed()
         figure.locator('.u-over').wait_for()
         return figure
@@ -175,11 +176,13 @@ def test_the_keyboard_reaches_every_chart_and_names_lead_to_their_meaning(opened
     page.page.keyboard.press('0')
     assert page.page.locator('#zoom-range').inner_text() == ''
     seen = set()
+    page.page.evaluate("document.querySelectorAll('.fold > details').forEach(part => { part.open = true; })")
     for _ in range(400):  # Tab goes from chart to chart
         page.page.keyboard.press('Tab')
-        seen.add(at := page.page.evaluate("document.activeElement.closest('.chart, #samples')?.dataset.chart ?? ''"))
-        if not at:
+        at = page.page.evaluate("document.activeElement.closest('.chart, #samples')?.id ?? ''")
+        if at == 'samples':
             break
+        seen.add(at.removeprefix('chart-'))
     keys = page.page.eval_on_selector_all('.chart', 'all => all.map(c => c.dataset.chart)')
     assert set(keys[keys.index('score') + 1 :]) <= seen
     levels = page.page.eval_on_selector_all('h1, h2, h3, h4', 'all => all.map(h => Number(h.tagName[1]))')
@@ -282,10 +285,28 @@ def test_printed_everything_is_there_and_nothing_that_only_a_screen_can_do(opene
     assert PALE_BLUE in drawn_in(page.page.locator('#chart-kl-coef'))
 
 
+@pytest.mark.parametrize(('width', 'height'), [(1280, 900), (390, 844)])
+def test_the_overview_fits_one_screen_and_parts_open(opened, words, width, height):
+    page = opened(words, viewport={'width': width, 'height': height})
+    box = page.page.locator('#overview').bounding_box()
+    assert box['y'] + box['height'] <= height
+    assert page.page.locator('#overview .sample').count() == 3
+    first, second = page.page.locator('.curves > .fold').all()[:2]
+    assert first.locator('.chart canvas').count() == first.locator('.chart').count() > 0  # without scrolling
+    assert second.locator('canvas').count() == 0
+    page.page.get_by_role('navigation').get_by_role('link', name='Reward').click()
+    second.locator('.chart .u-over').last.wait_for()
+    assert second.locator('.chart canvas').count() == second.locator('.chart').count() > 0
+    for summary in page.page.locator('.curves > .fold > details[open] > summary').all()[::-1]:
+        summary.click()
+    assert not page.page.locator('.controls').is_visible()
+
+
 def test_without_scripts_the_numbers_are_readable(opened, words, browser):
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()
     page.goto((words / 'report.html').as_uri())
+    page.locator('#reward > details > summary').click()
     page.locator('#chart-score summary').click()
     assert page.locator('#chart-score table tbody tr').count() == 24
     assert page.locator('#chart-score table tbody tr').last.inner_text().split()[:2] == ['101', '101']
@@ -296,6 +317,7 @@ def test_hostile_texts_and_recorded_sequences_do_nothing(opened, tmp_path):
     folder = make_run(tmp_path, texts=HOSTILE, method=HOSTILE[1], status='failed', error=HOSTILE[0])
     write_sequences(folder, HOSTILE[:4])
     page = opened(folder)
+    page.page.locator('#rollouts > details > summary').click()
     reader = page.page.locator('.reader')
     reader.scroll_into_view_if_needed()
     assert reader.get_by_role('search').count() == 1 and HOSTILE[0] in reader.inner_text()

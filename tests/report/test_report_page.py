@@ -18,6 +18,7 @@ from made_runs import HOSTILE, make_offline_run, make_run, ppo_row, record, writ
 from chatgpt.monitor.report import page, write_report
 from chatgpt.monitor.report.charts import choose
 from chatgpt.monitor.report.series import number
+from chatgpt.monitor.report.text import cut
 from chatgpt.monitor.run_folder import Start
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -233,6 +234,21 @@ def test_several_runs_share_their_charts(tmp_path):
     assert [(line['label'], line['color']) for line in charts['sft-loss']['lines']] == [(f'{tmp_path.name}/sft', 3)]
     assert found.texts('h3', class_='of-run').count('one/ppo') == 3  # findings, samples, origin
     assert read(*runs).texts('tr', class_='changed') == ['lr differs 0.001 0.0001']
+
+
+def test_different_rewards_are_named_and_the_area_only_where_there_is_one(tmp_path):
+    runs = [make_run(tmp_path / name, 20) for name in ('one', 'two')]
+    note = 'The runs have different rewards: their scores cannot be compared.'
+    assert note not in read(*runs).source and '(the area)' not in read(*runs).source
+    assert '(the area)' in read(runs[0]).source
+    found = json.loads((runs[1] / 'run.json').read_text())
+    (runs[1] / 'run.json').write_text(json.dumps(found | {'reward': 'rewards.py:other'}))
+    assert note in read(*runs).texts('p')
+
+
+def test_marks_of_direction_do_not_reach_the_note_on_a_cut_text():
+    assert cut('ab\u202ecd', 3) == '\u2068ab\u202e\u2069 … (cut: 3 of 5 characters)'
+    assert cut('abcd', 3) == 'abc … (cut: 3 of 4 characters)'
 
 
 # ---------------------------------------------------------------------- columns and numbers

@@ -51,7 +51,7 @@ def test_why_a_run_failed_comes_before_everything_else(tmp_path):
     folder = make_run(tmp_path, status='failed', phase=7, error='ValueError: 31 scores for 32 responses')
     html = write_report(folder).read_text()
     said = texts(html[html.index('<main') :])
-    assert said.startswith('The run failed in phase 8. ValueError: 31 scores for 32 responses Findings')
+    assert said.startswith('The run failed in phase 8. ValueError: 31 scores for 32 responses Overview')
 
 
 def test_every_start_is_told_and_of_many_the_first_and_the_last(tmp_path):

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from chatgpt.launch.arguments import Parser
 from chatgpt.monitor.compare.app import rollouts_app
-from chatgpt.monitor.compare.serving import add_server, need_server, serve
+from chatgpt.monitor.compare.serving import ROLLOUTS_PORT, add_server, need_server, serve
 
 
 def parser() -> Parser:
     out = Parser(description=__doc__, usage='%(prog)s RUN [RUN ...]')
     out.add_argument('runs', nargs='+', metavar='RUN', help='run folder, with rollouts/')
-    add_server(out)
+    add_server(out, ROLLOUTS_PORT)
     return out
 
 

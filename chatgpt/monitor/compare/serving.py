@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-HOST, PORT = '127.0.0.1', 8765
+HOST, PORT, ROLLOUTS_PORT = '127.0.0.1', 8765, 8766
 ASSETS = Path(__file__).parent / 'assets'
 CLOSING_S = 2
 """seconds that open requests have to end after Ctrl-C"""
@@ -47,10 +47,10 @@ def need_server() -> None:
         raise ValueError(f"{error.name} is not installed: pip install 'chatgpt-rlhf[compare]'") from None
 
 
-def add_server(parser: Any) -> None:
-    """The flags of `serve`."""
+def add_server(parser: Any, port: int = PORT) -> None:
+    """Adds the flags of `serve` with a default port."""
     parser.add_argument('--host', default=HOST, help=f'where to listen (default: {HOST}, this machine only)')
-    parser.add_argument('--port', type=int, default=PORT, help=f'0: any free one (default: {PORT})')
+    parser.add_argument('--port', type=int, default=port, help=f'0: any free one (default: {port})')
 
 
 def serve(app: Any, *, host: str = HOST, port: int = PORT) -> None:

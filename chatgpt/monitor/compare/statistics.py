@@ -84,7 +84,8 @@ def summarize(store: Store) -> dict[str, Any]:
 
 def lines(summary: dict[str, Any]) -> list[str]:
     """A summary in words."""
-    out = ['{num_judgements} of {num_wanted} judgements, of {num_judged_pairs} pairs'.format_map(summary)]
+    out = ['{num_judgements} of {num_wanted} judgements, of {num_judged_pairs} pair'.format_map(summary)]
+    out[0] += 's' * (summary['num_judged_pairs'] != 1)
     out[0] += f' by {", ".join(f"{name} ({count})" for name, count in summary["people"].items()) or "nobody"}'
     if summary['num_skipped']:
         out[0] += f'; {summary["num_skipped"]} skipped'

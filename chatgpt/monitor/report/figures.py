@@ -115,7 +115,7 @@ def _figure(drawn: Drawn, key: str, lines: Sequence[Line], num_rows: int) -> dic
     return {
         'key': key,
         'title': drawn.chart.title,
-        'good': drawn.chart.good,
+        'good': drawn.chart.good if drawn.band else drawn.chart.good.replace(' (the area)', ''),
         'names': [name for name in [*drawn.lines, *drawn.band] if name not in DERIVED],
         'labels': [line.label for line in lines],
         'rows': rows,

@@ -54,8 +54,8 @@ def _macros() -> Any:
 
     places = FileSystemLoader(Path(__file__).parent / 'assets')
     environment = Environment(loader=places, autoescape=True, finalize=shown, trim_blocks=True)
-    functions: list[Any] = [about_answer, cut, explanations, facts_of, flat, metric_id, number, samples_of, settings_of]
-    functions += [tiles_of, time_text, turns_of, what_improved]
+    functions: list[Any] = [about_answer, cut, explanations, facts_of, flat, have_other_rewards, metric_id, number]
+    functions += [samples_of, settings_of, tiles_of, time_text, turns_of, what_improved]
     environment.globals |= {function.__name__: function for function in functions}
     environment.globals |= {'COLORS': COLORS, 'Markup': Markup, 'STATUS': STATUS, 'shell_words': shlex.join}
     environment.globals['script_json'] = lambda value: Markup(script_json(value))
@@ -84,6 +84,12 @@ def facts_of(run: Run) -> list[str]:
         if start is not None and end is not None:
             told.append(f'{"ran" if last is first else "ran since then"} {duration((end - start).total_seconds())}')
     return told
+
+
+def have_other_rewards(runs: Sequence[Run]) -> bool:
+    """Returns True if two runs name different rewards in their run.json."""
+    rewards = [run.folder.record.reward for run in runs if run.folder.record is not None]
+    return any(reward != rewards[0] for reward in rewards)
 
 
 def tiles_of(run: Run) -> list[tuple[str, str, str | None]]:

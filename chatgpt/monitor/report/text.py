@@ -21,6 +21,8 @@ def plain(text: Any) -> str:
 def cut(text: Any, limit: int) -> str:
     """At most `limit` characters, and how many there are where there are more."""
     clean = plain(text)
+    if len(clean) > limit and any('\u202a' <= c <= '\u202e' or '\u2066' <= c <= '\u2069' for c in clean[:limit]):
+        return f'\u2068{clean[:limit]}\u2069 … (cut: {limit} of {len(clean)} characters)'  # isolated from the note
     return clean if len(clean) <= limit else f'{clean[:limit]} … (cut: {limit} of {len(clean)} characters)'
 
 

@@ -242,6 +242,7 @@
     }
 
     new ResizeObserver(() => {
+      if (!place.clientWidth) return;  // its part is closed
       const width = Math.max(place.clientWidth, 200);
       if (width !== plot.width && !root.classList.contains('paper')) plot.setSize({width, height: 200});
     }).observe(place);
@@ -295,13 +296,10 @@
 
   const figures = [...document.querySelectorAll('.chart')];
   if (figures.length) {
-    const watch = new IntersectionObserver((seen) => seen.filter((s) => s.isIntersecting).forEach((s) => {
-      watch.unobserve(s.target);
-      mount(s.target);
-    }), {rootMargin: '800px'});
-    figures.forEach((figure) => {
-      watch.observe(figure);
-      figure.addEventListener('focusin', () => mount(figure));
+    document.querySelectorAll('.curves > .fold > details').forEach((part) => {
+      const draw = () => part.open && part.querySelectorAll('.chart').forEach(mount);
+      part.addEventListener('toggle', draw);
+      draw();
     });
     byId('smoothing').addEventListener('input', (event) => {
       byId('smoothing-value').textContent = Number(event.target.value) ? Number(event.target.value).toFixed(2) : '0';
@@ -315,6 +313,16 @@
     byId('zoom-out').addEventListener('click', () => zoomBy(2));
     byId('zoom-all').addEventListener('click', () => zoom(whole));
   }
+
+  /** Opens the part that an address in the page leads to, and those around it. */
+  function reveal(hash) {
+    const target = hash ? byId(decodeURIComponent(hash.slice(1))) : null;
+    target?.querySelector(':scope > details')?.setAttribute('open', '');
+    for (let part = target?.closest('details'); part; part = part.parentElement.closest('details')) part.open = true;
+    return target;
+  }
+  document.addEventListener('click', (event) => reveal(event.target.closest('a[href^="#"]')?.hash));
+  reveal(location.hash)?.scrollIntoView();
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', repaintAll);
 
   // ------------------------------------------------------------------ paper: every chart, in light colours, and all that is folded

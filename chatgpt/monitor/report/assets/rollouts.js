@@ -220,9 +220,10 @@ export function mountRollouts(element, source) {
 
   function groupOf(row, members) {
     const section = make('section', members.length > 1 ? 'ro-group ro-many' : 'ro-group');
-    section.setAttribute('aria-label', `Phase ${row.phase}, group ${row.group}`);
+    const facts = [`phase ${row.phase}`];
+    if (members.length > 1) facts.push(`group ${row.group}`);
+    section.setAttribute('aria-label', `Sequences of ${facts.join(', ')}`);
     const head = make('header', 'ro-head');
-    const facts = [`phase ${row.phase}`, `group ${row.group}`];
     const scores = members.map((m) => m.score).filter((s) => typeof s === 'number');
     if (members.length > 1 && scores.length) {
       const mean = scores.reduce((a, b) => a + b, 0) / scores.length;
