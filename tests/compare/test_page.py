@@ -148,6 +148,8 @@ def test_it_fits_a_phone_and_both_schemes(browser, tmp_path, scheme, width):
         page, faults = joined(browser, serving, 'Anna', **options)
         for _ in ANSWERS:
             assert page.evaluate('document.documentElement.scrollWidth') <= width
+            buttons = page.locator('.choices button').all()
+            assert len(buttons) == 6 and len({button.bounding_box()['y'] for button in buttons}) == 1
             press(page, 's', 'skipped')
             page.get_by_role('status').evaluate('e => { e.textContent = "" }')
         ground, ink = (

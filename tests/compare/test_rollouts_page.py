@@ -9,6 +9,7 @@ import pytest
 from recorded import recorded_row
 from serving import running
 
+from chatgpt.launch.cli import compare, rollouts
 from chatgpt.monitor.compare.app import rollouts_app
 from chatgpt.monitor.compare.serving import Guard
 from chatgpt.monitor.run_folder.rollouts import write_rollouts
@@ -72,6 +73,11 @@ def test_runs_are_told_apart_and_numbers_are_json(client):
         assert answer.status_code == 400 and 'cannot be read' in answer.json()['error']
 
 
+def test_it_has_a_port_of_its_own():
+    assert rollouts.parser().parse_args(['run']).port == 8766
+    assert compare.parser().parse_args(['--db', 'said.sqlite']).port == 8765
+
+
 def test_the_reader_filters_and_changes_the_run(browser, runs):
     with running(rollouts_app(runs)) as serving:
         page = browser.new_context().new_page()
@@ -80,10 +86,12 @@ def test_the_reader_filters_and_changes_the_run(browser, runs):
         page.on('pageerror', lambda error: faults.append(str(error)))
         page.goto(serving.url)
         page.get_by_text('phase 3 says 0').first.wait_for()
+        assert 'phase 3 · group 30 · 2 responses' in page.locator('.ro-head').first.inner_text()
         page.get_by_label('Response contains').fill('says 2')
         page.get_by_text('phase 3 says 0').first.wait_for(state='detached')
         assert page.get_by_text('phase 3 says 2').count() >= 1
         assert MARKUP in page.locator('#reader').inner_text() and page.evaluate('window.hacked') is None
         page.get_by_label('Run', exact=True).select_option(label='second')
         page.get_by_text('שלום').first.wait_for()
+        assert page.locator('.ro-head').inner_text() == 'phase 7'  # one response is no group
         assert faults == [] and page.url == f'{serving.origin}/'
