@@ -1,4 +1,4 @@
-"""Trainers. Names are imported when first used, so that `chatgpt.strategies` stays light."""
+"""Trainers. Names are imported on first use, so that importing `chatgpt.strategies` stays fast."""
 
 from __future__ import annotations
 

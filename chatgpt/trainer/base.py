@@ -1,8 +1,7 @@
-"""What every trainer is: a strategy, some models and optimizers, counters, callbacks, and a run that can stop and go
-on.
+"""The base of all trainers: a strategy, models and optimizers, counters, callbacks, and a run that can stop and resume.
 
-A trainer alternates two verbs, collect and learn; those that have nothing to collect only learn. One learning phase is
-the unit of everything else: metrics are logged, checkpoints fall and signals are obeyed between phases.
+A trainer alternates collect and learn; one with nothing to collect only learns. Metrics are logged, checkpoints written
+and signals handled between learning phases.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from chatgpt.types import Experience
 
 
 def config_of(strategy: Strategy, model: nn.Module) -> Any:
-    """The transformers config of a prepared model; None of another kind of model."""
+    """Returns the transformers config of a prepared model, or None if it has none."""
     return getattr(getattr(strategy.unwrap(model), 'model', None), 'config', None)
 
 
@@ -50,18 +49,17 @@ class Trainer:
         config: settings, checked here against the world size.
         models: the trained models by name, as prepared.
         optimizers: their optimizers, by the name of the model.
-        callbacks: see `chatgpt.trainer.callbacks`; those that every run has (`with_defaults`) are added unless given.
-        tokenizer: only for texts; None where everything is given as ids.
-        run_dir: folder of this run (metrics.jsonl, samples, checkpoints). One run at a time holds it. None writes
-            nothing.
+        callbacks: see `chatgpt.trainer.callbacks`; the default ones (`with_defaults`) are added unless given.
+        tokenizer: only for texts; None if all data are token ids.
+        run_dir: run folder (metrics.jsonl, samples, checkpoints), locked by one run at a time. None writes nothing.
     """
 
     scorer: Any = None
-    """what scores responses; None where nothing does"""
+    """scores responses; None in a trainer without scores"""
     collector: Any = None
-    """what generates them; None where nothing does"""
+    """generates responses; None in a trainer that does not generate"""
     lengthened_by: ClassVar[str] = 'its length'
-    """settings that make a run longer"""
+    """settings that make a run longer, for messages"""
 
     def __init__(
         self,
@@ -84,28 +82,28 @@ class Trainer:
         note_model(tokenizer, config_of(strategy, next(iter(models.values()))))
         self.run_dir = Path(run_dir).absolute() if run_dir is not None else None
         self.phase = 0
-        """learning phases done"""
+        """finished learning phases"""
         self.num_updates = 0
-        """optimizer steps done (skipped ones not counted)"""
+        """finished optimizer steps, without skipped ones"""
         self.num_phases: int | None = None
         self.fit_updates = 0
-        """optimizer steps done when the current `fit` began"""
+        """value of `num_updates` when the current `fit` began"""
         self.total_updates: int | None = None
         self.last_experiences: list[Experience] = []
         self.resumed_from: Path | None = None
-        self._resumed_unsaid = False
+        self._resume_unreported = False
         self.saved_fingerprint: dict[str, Any] | None = None
         """settings and data of the checkpoint that was loaded"""
         self.steps = Steps()
         self._clean: tuple[dict[str, Any], int] | None = None
         """state and finished steps at the end of the last phase of this `fit`"""
         self._standing: tuple[Path, int, int] | None = None
-        """the checkpoint last written or loaded, with phase and finished steps"""
+        """the checkpoint last written or loaded, with its phase and finished steps"""
         self.clock = PhaseClock(strategy.device)
         self._signals = StopSignals()
         self._stop_requested = False
         self.is_resuming = False
-        """a checkpoint was loaded and `fit` has not gone on from it yet"""
+        """a checkpoint was loaded and `fit` has not continued from it yet"""
         self.callbacks = CallbackList(with_defaults(callbacks, self.run_dir))
         self._schedules = {
             name: LearningRate(
@@ -121,17 +119,17 @@ class Trainer:
             self.warn(schedule.out_of_range(name))
 
     def models(self) -> Mapping[str, nn.Module]:
-        """The trained models by name, as prepared."""
+        """Returns the trained models by name, as prepared."""
         return self._models
 
     def optimizers(self) -> Mapping[str, Optimizer]:
-        """Their optimizers, by the name of the model."""
+        """Returns the optimizers by the name of their model."""
         return self._optimizers
 
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters and controllers: everything JSON-able that determines the future. Subclasses extend it."""
+        """Returns the counters and controllers that a resume needs, as JSON. Subclasses extend it."""
         return {
             'phase': self.phase,
             'num_updates': self.num_updates,
@@ -140,7 +138,7 @@ class Trainer:
         }
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """What a checkpoint says of this trainer: `state_dict`, and what only a checkpoint needs. A collective."""
+        """Returns `state_dict` and the entries that only a checkpoint needs. A collective."""
         return self.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -151,7 +149,7 @@ class Trainer:
         self.is_resuming = True
 
     def fingerprint(self) -> dict[str, Any]:
-        """Settings and data of this run; a resume says which of them changed."""
+        """Returns settings and data of this run; a resume reports which of them changed."""
         rates = {name: schedule.base for name, schedule in self._schedules.items()}
         optimizers = {name: describe_groups(optimizer, rates[name]) for name, optimizer in self.optimizers().items()}
         return {
@@ -162,12 +160,11 @@ class Trainer:
         }
 
     def facts(self) -> dict[str, Any]:
-        """What run.json says of this kind of run: fields of `RunRecord`, of which `method` and `data` are always
-        there."""
+        """Returns the fields of `RunRecord` that depend on the method, at least `method` and `data`."""
         return {'method': type(self).__name__, 'data': {}}
 
     def check_ranks(self, where: str) -> None:
-        """Every rank runs the same run and stands at the same place, or all end; see `chatgpt.trainer.run_control`. A
+        """Raises on every rank if settings or counters differ between ranks; see `chatgpt.trainer.run_control`. A
         collective."""
         self.strategy.note_progress(f'{where} of phase {self.phase + 1}')
         state = {k: v for k, v in (self.fingerprint() | self.state_dict()).items() if k not in LEFT_OUT}
@@ -180,14 +177,14 @@ class Trainer:
         return self.run_dir / 'checkpoints' if self.run_dir is not None else None
 
     def save_checkpoint(self, path: str | Path | None = None, *, score: float | None = None) -> Path:
-        """Write everything that determines the future of this run, atomically. Call it on every rank, between phases.
+        """Writes everything that a resume needs, atomically. Call it on every rank, between phases.
 
         Args:
             path: folder to write; None means `run_dir/checkpoints/step-<phase>`.
-            score: noted with the checkpoint for keeping the best; higher is better.
+            score: stored with the checkpoint for keeping the best ones; higher is better.
 
         Raises:
-            CheckpointError: it could not be written; earlier checkpoints are untouched.
+            CheckpointError: the checkpoint could not be written; earlier checkpoints are untouched.
         """
         path = checkpointing.save_checkpoint(self, path, score=score)
         self._standing = path, self.phase, self.steps.done
@@ -195,32 +192,32 @@ class Trainer:
         return path
 
     def load_checkpoint(self, path: str | Path) -> bool:
-        """Continue from a checkpoint folder, written under any strategy and world size.
+        """Loads a checkpoint folder, written under any strategy and world size, to continue from it.
 
         Args:
-            path: a step folder, a folder of step folders (the newest whole one is taken), or 'auto' for this run's own
-                (False is returned when there is none yet).
+            path: a step folder, a folder of step folders (the newest complete one is loaded), or 'auto' for the newest
+                of this run (returns False if there is none yet).
 
         Raises:
-            CheckpointError: it is partial, damaged, or of other models; names the file or the first keys.
+            CheckpointError: the checkpoint is partial, damaged, or of other models; names the file or the first keys.
         """
         found = checkpointing.load_checkpoint(self, path)
         if found is None:
             return False
         self.resumed_from, self.saved_fingerprint = found
         self._standing = self.resumed_from, self.phase, self.steps.done
-        self._resumed_unsaid = True
+        self._resume_unreported = True
         self.callbacks.on_resume(self, self.resumed_from)
         return True
 
     def standing_checkpoint(self) -> Path | None:
-        """The checkpoint on disk that holds the trainer as it is now, if there is one."""
+        """Returns the checkpoint on disk that equals the present state of the trainer, or None."""
         if self._standing is None or self._standing[1:] != (self.phase, self.steps.done):
             return None
         return self._standing[0] if (self._standing[0] / MANIFEST).is_file() else None
 
     def put_back(self) -> bool:
-        """After an exception: the counters of the end of the last phase. False when an optimizer has stepped since."""
+        """Restores the counters of the end of the last phase. Returns False if an optimizer has stepped since then."""
         if self._clean is None:
             return True
         state, steps = self._clean
@@ -231,17 +228,17 @@ class Trainer:
     def save_pretrained(
         self, path: str | Path, *, card_samples: int = NUM_SAMPLES, dtype: torch.dtype | None = None
     ) -> None:
-        """Write the trained model (of several the first, the actor) as a Hugging Face folder, with the tokenizer when
-        there is one, and a model card (README.md) of what `run_dir` or this trainer knows.
+        """Writes the trained model (of several the first, the actor) as a Hugging Face folder, with the tokenizer if
+        there is one, and a model card (README.md) made from `run_dir` or this trainer.
 
-        Adapters are folded in. A README.md that is not of this library stays. Call it on every rank.
+        Adapters are merged. A README.md that this library did not write is kept. Call it on every rank.
 
         Args:
-            card_samples: texts of the run that the card shows.
-            dtype: of the weights in the files; None: that of the folder which the model was loaded from, else fp32.
+            card_samples: number of generated texts that the card shows.
+            dtype: of the weights in the files; None: that of the folder that the model was loaded from, else fp32.
 
         Raises:
-            SaveError: it could not be written; says where its weights are instead.
+            SaveError: the model could not be written; names where its weights are instead.
         """
         save_trained(self, path, card_samples=card_samples, dtype=dtype)
 
@@ -255,20 +252,20 @@ class Trainer:
         revision: str | None = None,
         card_samples: int = NUM_SAMPLES,
     ) -> str:
-        """Upload what `save_pretrained` writes to a model repository of the Hugging Face Hub, which is made if absent;
-        its address. Call it on every rank.
+        """Uploads what `save_pretrained` writes to a model repository of the Hugging Face Hub, which is created if
+        absent, and returns its address. Call it on every rank.
 
         Args:
             repo_id: 'NAME', or 'ACCOUNT/NAME'.
-            private: of a repository that is made; None is public, or what the organisation has set.
-            commit_message: None says that a model was uploaded.
-            token: None is that of HF_TOKEN or of `hf auth login`.
-            revision: a branch, which is made if absent, or refs/pr/N; None is main.
-            card_samples: texts of the run that the card shows.
+            private: visibility of a new repository; None: public, or the default of the organisation.
+            commit_message: None: a default message.
+            token: None: the token of HF_TOKEN or of `hf auth login`.
+            revision: a branch, which is created if absent, or refs/pr/N; None: main.
+            card_samples: number of generated texts that the card shows.
 
         Raises:
-            ValueError: not logged in, no right to write there, offline, no answer; before anything is written.
-            PushError: the upload failed; says where the model is, and the command that uploads it later.
+            ValueError: not logged in, no permission to write there, offline, no answer; before anything is written.
+            PushError: the upload failed; names the folder of the model and the command that uploads it later.
         """
         return push_trained(
             self.strategy,
@@ -284,21 +281,21 @@ class Trainer:
     # ------------------------------------------------------------------ the run
 
     def request_stop(self) -> None:
-        """Stop at the next safe point: the end of the current phase, or now when it is still collecting."""
+        """Stops the run at the end of the current phase, or at once while it is still collecting."""
         self._stop_requested = True
 
     def stop_agreed(self) -> bool:
-        """Whether any rank wants to stop. A collective: every rank calls it at the same points."""
+        """Returns True if any rank wants to stop. A collective: every rank calls it at the same points."""
         return agreed(self._stop_requested or self._signals.received is not None, self.strategy)
 
     @contextmanager
     def running(self, num_phases: int | None) -> Iterator[None]:
-        """Everything around the loop of `fit`: the folder's lock, signals, callbacks, and one rank's failure ending
-        all."""
+        """Context of the loop of `fit`: locks the run folder, handles signals, calls callbacks, and ends all ranks when
+        one fails."""
         self.num_phases = num_phases
         self._stop_requested = False
         checkpointing.report_changes(self)
-        self._say_resumed(num_phases)
+        self._report_resume(num_phases)
         with self.strategy.failure_guard(), self._claimed(), self._signals:
             try:
                 self.check_ranks('at the start')
@@ -316,9 +313,9 @@ class Trainer:
                     self.collector.free()
         self._signals.raise_received()
 
-    def _say_resumed(self, num_phases: int | None) -> None:
-        """On rank 0, once after `load_checkpoint`."""
-        if self._resumed_unsaid and self.strategy.is_rank_0:
+    def _report_resume(self, num_phases: int | None) -> None:
+        """Prints, on rank 0 and once after `load_checkpoint`, that the run resumes."""
+        if self._resume_unreported and self.strategy.is_rank_0:
             is_over = num_phases is not None and num_phases <= self.phase
             text = (
                 f'this run is finished, {self.resumed_from} is its end, and nothing is left to learn: to go on, raise '
@@ -327,16 +324,16 @@ class Trainer:
                 else f'going on from {self.resumed_from}'
             )
             print(text, flush=True)
-        self._resumed_unsaid = False
+        self._resume_unreported = False
 
     def warn(self, text: str | None) -> None:
-        """On rank 0, where there is anything to say."""
+        """Warns on rank 0 unless `text` is empty or None."""
         if text and self.strategy.is_rank_0:
             warnings.warn(text, stacklevel=3)
 
     @contextmanager
     def _claimed(self) -> Iterator[None]:
-        """Rank 0 holds the run folder for this process's lifetime of the run."""
+        """Locks the run folder on rank 0."""
         if self.run_dir is None:
             yield
             return
@@ -356,24 +353,23 @@ class Trainer:
                 print(f'stopped after phase {self.phase}; continue with {resume_words(path)}', flush=True)
 
     def expect_updates(self, count: int) -> None:
-        """A `fit` of so many optimizer steps begins, or goes on after a checkpoint."""
+        """Sets the end of a `fit` of `count` optimizer steps, which begins or resumes now."""
         if not self.is_resuming:
             self.fit_updates = self.num_updates
         self.is_resuming = False
         self.total_updates = self.fit_updates + count
 
     def set_learning_rates(self) -> dict[str, float]:
-        """Apply the schedules for the next optimizer step; the learning rate of each model."""
+        """Applies the schedules for the next optimizer step; returns the learning rate of each model."""
         return {name: s.set(self.num_updates, self.total_updates) for name, s in self._schedules.items()}
 
     def take_learning_rates(self) -> None:
-        """The learning rates that the optimizers have now are the base of the schedules: for a caller who moves them
-        himself."""
+        """Makes the present learning rates of the optimizers the base of the schedules."""
         for schedule in self._schedules.values():
             schedule.take_base()
 
     def end_phase(self, metrics: dict[str, float]) -> None:
-        """Count the phase and log its metrics."""
+        """Counts the phase and logs its metrics."""
         self.phase += 1
         self.check_ranks('before the start')
         self._note_clean()

@@ -1,20 +1,19 @@
-"""A training checkpoint: everything that determines the future of a run, in one folder that any strategy and world size
-can read.
+"""Training checkpoints: everything that a resume needs, in one folder that any strategy and world size can read.
 
     actor/<parameter>              weights, fp32 masters
     actor_optim/<parameter>/<slot> optimizer states
     rng/<rank>/<generator>         torch's, CUDA's, Python's and numpy's global ones, for user code and dropout;
-                                   the library's own draws need only counters
-    <group>/...                    what callbacks keep, under the name that the callback gives it
+                                   the library itself samples from counters
+    <group>/...                    tensors of callbacks, under the name that the callback gives them
     state.json                     counters, KL controller, running moments, hyperparameters, settings,
                                    callbacks' states
 
-The manifest's meta records who owns each group of pieces (`owners`): MODELS, OPTIMIZERS, RNG, or a callback by class
-and number among its likes ('EMA.0'). A group goes back to its owner, whatever it is called. Two owners' groups of one
-name are told apart by the owner's name at the end, `<group>@<owner>`.
+The manifest's meta records the owner of each group of pieces (`owners`): MODELS, OPTIMIZERS, RNG, or a callback by
+class and number among those of its class ('EMA.0'). A group is loaded by its owner, whatever its name. If two owners
+have groups of the same name, the second is stored as `<group>@<owner>`.
 
-Checkpoints fall between phases, when the replay buffer is empty, so no experience is in them; samples that were
-generated ahead (`max_staleness`) are, in state.json.
+Checkpoints are written between phases, when the replay buffer is empty, so they hold no experience; state.json holds
+samples that were generated ahead (`max_staleness`).
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ from chatgpt.trainer.callbacks.base import TrainerView
 from chatgpt.trainer.schedule import hyperparameters
 
 MODELS, OPTIMIZERS, RNG = 'models', 'optimizers', 'rng'
-"""owners of groups that are no callback's"""
+"""owners of groups that do not belong to a callback"""
 
 
 def save_checkpoint(trainer: TrainerView, path: str | Path | None, *, score: float | None = None) -> Path:
-    """See `Trainer.save_checkpoint`. `score` is noted for `prune(keep_best=...)`: higher is better."""
+    """See `Trainer.save_checkpoint`. `score` is for `prune(keep_best=...)`: higher is better."""
     strategy = trainer.strategy
     if path is None:
         if trainer.checkpoint_dir is None:
@@ -82,13 +81,13 @@ def save_checkpoint(trainer: TrainerView, path: str | Path | None, *, score: flo
         writer.add_json('state.json', state)
         kind = {'kind': 'training', 'method': trainer.facts()['method']}
         writer.commit(meta=kind | {'phase': trainer.phase, 'score': score, 'owners': owners})
-    if step_of(path) is not None and strategy.is_rank_0:  # what a phase cut short left behind is passed by now
+    if step_of(path) is not None and strategy.is_rank_0:  # the folder of an interrupted phase is out of date now
         shutil.rmtree(path.with_name(CUT_SHORT), ignore_errors=True)
     return path
 
 
 def load_checkpoint(trainer: TrainerView, path: str | Path) -> tuple[Path, dict[str, Any]] | None:
-    """See `Trainer.load_checkpoint`. The folder, and the fingerprint of the run that wrote it."""
+    """See `Trainer.load_checkpoint`. Returns the folder and the fingerprint of the run that wrote it, or None."""
     strategy = trainer.strategy
     folder = strategy.run_on_rank0(lambda: _find(trainer, path))
     if folder is None:
@@ -116,7 +115,7 @@ def load_checkpoint(trainer: TrainerView, path: str | Path) -> tuple[Path, dict[
         chosen = [hyperparameters(group) for group in optimizer.param_groups]
         strategy.load_optimizer_state(optimizer, state['optimizers'][name], reader.sub(f'{name}_optim/'))
         for settings, values in zip(optimizer.param_groups, chosen, strict=True):
-            # The last word on a setting is this run's, not the checkpoint's; `report_changes` says what changed.
+            # Settings of this run take precedence over the checkpoint's; `report_changes` warns about differences.
             settings.update(values)
     for name, owner in sorted(owners.items()):
         if owner in (MODELS, OPTIMIZERS, RNG):
@@ -137,7 +136,7 @@ def load_checkpoint(trainer: TrainerView, path: str | Path) -> tuple[Path, dict[
 
 
 def report_changes(trainer: TrainerView) -> None:
-    """Say which settings and data differ from those of the checkpoint that was loaded. Called when the run's data are
+    """Warns about settings and data that differ from those of the loaded checkpoint. Called when the run's data are
     known."""
     if trainer.saved_fingerprint is None or not trainer.strategy.is_rank_0:
         return
@@ -147,9 +146,9 @@ def report_changes(trainer: TrainerView) -> None:
 
 
 def differences(old: Any, new: Any, where: str = '') -> Iterator[str]:
-    """'config.kl_coef 0.1 → 0.2' for every leaf that differs."""
+    """Yields 'config.kl_coef 0.1 → 0.2' for every leaf that differs."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        # A checkpoint may not record a whole part.
+        # A checkpoint may lack a whole part, which is then not compared.
         for key in sorted(set(old) & set(new) if not where else set(old) | set(new)):
             yield from differences(old.get(key), new.get(key), f'{where}.{key}' if where else str(key))
     elif old != new:
@@ -157,7 +156,7 @@ def differences(old: Any, new: Any, where: str = '') -> Iterator[str]:
 
 
 def layout_of(trainer: TrainerView) -> dict[str, Any]:
-    """What must be equal for a resumed run to continue bit for bit."""
+    """Returns what must be equal for a resumed run to continue bit for bit."""
     strategy = trainer.strategy
     return {
         'strategy': type(strategy).__name__,
@@ -194,12 +193,12 @@ def _find(trainer: TrainerView, path: str | Path) -> Path | None:
 def _check_method(
     trainer: TrainerView, reader: CheckpointReader, state: Mapping[str, Any], owners: Mapping[str, str]
 ) -> None:
-    """Raises CheckpointError for a checkpoint of other models, or of a trainer that counts other things."""
+    """Raises CheckpointError for a checkpoint of other models, or of a trainer with other counters."""
     stored = {name for name, owner in owners.items() if owner in (MODELS, OPTIMIZERS)}
     members = {*trainer.models(), *(f'{name}_optim' for name in trainer.optimizers())}
     own, method = trainer.facts()['method'], reader.meta.get('method')
     counters = trainer.state_dict().keys() - state.keys()
-    # relatives of PPO go on from one another, with a warning about what changed; other methods have one trainer each
+    # PPO and related methods resume from each other's checkpoints, with a warning about what changed
     other = 'batches_done' in state and method not in (None, own)
     if set(trainer.models()) <= stored <= members and not counters and not other:
         return
@@ -213,7 +212,7 @@ def _check_method(
 
 
 def _opened(folder: Path, process: int, num_processes: int) -> tuple[CheckpointReader | None, str | None]:
-    """The reader, or what is wrong with this process's share of the files."""
+    """Returns the reader, or what is wrong with this process's share of the files."""
     try:
         reader = CheckpointReader(folder, verify=False)
         reader.verify(process, num_processes)
@@ -223,7 +222,7 @@ def _opened(folder: Path, process: int, num_processes: int) -> tuple[CheckpointR
 
 
 def _whole_before(folder: Path) -> Path | None:
-    """The newest undamaged checkpoint of an earlier step beside `folder`."""
+    """Returns the newest undamaged checkpoint of an earlier step next to `folder`, or None."""
     step = step_of(folder)
     if step is None:
         return None
@@ -232,7 +231,7 @@ def _whole_before(folder: Path) -> Path | None:
 
 
 def generator_states() -> dict[str, torch.Tensor]:
-    """The states of this process's global generators: torch's as its bytes, the others as JSON in bytes."""
+    """Returns the states of this process's global generators: torch's as its bytes, the others as JSON in bytes."""
     states = {'torch': torch.get_rng_state(), 'python': _bytes(random.getstate())}
     if torch.cuda.is_available():
         states['cuda'] = torch.cuda.get_rng_state()
@@ -242,7 +241,7 @@ def generator_states() -> dict[str, torch.Tensor]:
 
 
 def set_generator_states(states: Mapping[str, torch.Tensor]) -> None:
-    """Back to what `generator_states` gave; generators that are not among them stay as they are."""
+    """Restores states from `generator_states`; generators without a state are not changed."""
     if 'torch' in states:
         torch.set_rng_state(states['torch'])
     if 'cuda' in states and torch.cuda.is_available():
@@ -262,7 +261,7 @@ def _rng_pieces(rank: int) -> Iterable[Piece]:
 
 
 def _bytes(state: Any) -> torch.Tensor:
-    """JSON, which keeps integers of any size and every bit of a float; arrays become lists."""
+    """Encodes as JSON, which keeps integers of any size and every bit of a float; arrays become lists."""
     return torch.tensor(list(json.dumps(state, default=lambda array: array.tolist()).encode()), dtype=torch.uint8)
 
 
@@ -277,7 +276,7 @@ def _restore_rng(reader: CheckpointReader, rank: int) -> None:
 
 
 def as_json(value: Any) -> Any:
-    """The value as it comes back from JSON: tuples are lists."""
+    """Returns the value as JSON would return it: tuples become lists."""
     if isinstance(value, Mapping):
         return {str(k): as_json(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

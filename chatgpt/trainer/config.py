@@ -1,5 +1,5 @@
-"""Every setting of PPO and its relatives, each a keyword argument of the trainer. `validate` checks all together,
-before any weight is loaded."""
+"""Settings of PPO and related methods, each a keyword argument of the trainer. `validate` checks them together, before
+any weight is loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KLLossKind = Literal['k1', 'k2', 'k3']
 
 @dataclass(kw_only=True)
 class PPOConfig(NLPOSettings, LearningSettings):
-    """Every setting of `PPOTrainer`.
+    """Settings of `PPOTrainer`.
 
     Sources: [Z] Ziegler et al. 2019, [S] Stiennon et al. 2020, [T] arXiv 2403.17031, [37] "The 37 implementation
     details of PPO".
@@ -158,7 +158,7 @@ class PPOConfig(NLPOSettings, LearningSettings):
 
     @property
     def of_loss(self) -> Any:
-        """The policy loss's own settings."""
+        """The settings of the policy loss itself."""
         return POLICY_LOSSES.find(self.policy_loss).own_settings(self.loss_settings)
 
     @property
@@ -167,14 +167,14 @@ class PPOConfig(NLPOSettings, LearningSettings):
 
     @property
     def aggregation(self) -> Aggregation:
-        """What `loss_aggregation` comes to."""
+        """`loss_aggregation`, or the default of the policy loss or the estimator."""
         if self.loss_aggregation is not None:
             return self.loss_aggregation
         return POLICY_LOSSES.find(self.policy_loss).aggregation or self.estimator.aggregation
 
     @property
     def reward_of_failure(self) -> float:
-        """What a failed episode is paid; 0 where it is left out."""
+        """Reward of a failed episode; 0 where failed episodes are masked."""
         if self.environment_failures == 'mask':
             return 0.0
         return -1.0 if self.failure_reward is None else self.failure_reward

@@ -1,11 +1,11 @@
-"""Timesteps: the prompts of each and the numbers of its samples, functions of counters; and those that were asked of an
-engine ahead of their time.
+"""Timesteps: prompts and sample numbers of each, functions of counters; and timesteps that an engine generates ahead.
 
     phase v:  ask ─▶ [v .. v + n] are now in flight, the newest with this phase's weights    (n = `max_staleness`)
-              take ◀─ the oldest, for this phase; the others go on while the trainer scores and learns
+              take ◀─ the oldest, for this phase; the others continue while the trainer scores and learns
 
-So a sample is at most n phases older than the weights it teaches, and never more than n + 1 phases' timesteps are in
-flight. The order is that of the prompts, so which weights draw which sample follows from the settings alone.
+A sample comes from weights at most n phases older than those that learn from it, and at most n + 1 phases' timesteps
+are in flight. They are taken in the order of the prompts, so the settings alone determine which weights generate which
+sample.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from chatgpt.types import Episode, Sample, Turn
 
 @dataclass(eq=False, kw_only=True)
 class Timestep:
-    """One timestep that was given out: this rank's share of its prompts."""
+    """A timestep: this rank's share of its prompts, and its samples once they are generated."""
 
     first_prompt: int
-    """draws of prompts before it, all ranks together"""
+    """number of prompts before it, all ranks together"""
     first_sample: int
     call: Call
-    """what the engine is asked"""
+    """the call of the engine"""
     version: int
-    """learning phases behind the weights it was asked of"""
+    """learning phases of the weights that generate it"""
     ticket: Any = None
     samples: list[Sample] | None = None
 
     def generated(self, generate: Callable[[Call], list[Sample]]) -> list[Sample]:
-        """What `generate` gives for its call."""
+        """Returns the samples of `generate` for its call, with their version."""
         samples = generate(self.call)
         for sample in samples:
             sample.version = self.version
@@ -50,15 +50,15 @@ class Timestep:
 
 
 class Draws:
-    """Gives timesteps out, each when it is wanted. Its counters go into a checkpoint.
+    """A source of timesteps, each generated when it is needed. Its counters are part of a checkpoint.
 
     Args:
-        sampling: of every call.
+        sampling: parameters of every call.
         batch_size: prompts of one timestep, all ranks together.
         num_samples_per_prompt: responses to each prompt.
         begun: a context in which the engine has the policy's weights.
-        generate: asks the engine.
-        made_from: what samples follow from, but for the weights, as JSON.
+        generate: calls the engine.
+        made_from: returns everything that determines samples except the weights, as JSON.
     """
 
     def __init__(
@@ -78,22 +78,22 @@ class Draws:
         self.prompts: PromptSet | None = None
         self._order: PromptOrder | None = None
         self.prompts_drawn = 0
-        """prompts given out, all ranks together"""
+        """number of prompts used, all ranks together"""
         self.samples_drawn = 0
 
     def set_prompts(self, prompts: PromptSet) -> None:
-        """What is drawn from, without replacement within an epoch."""
+        """Sets the prompts, which are sampled without replacement within an epoch."""
         self.prompts, self._order = prompts, PromptOrder(len(prompts), self.strategy.seed)
 
     def number(self, count: int) -> int:
-        """Give run-wide numbers to `count` samples of this rank; the first. A collective."""
+        """Reserves run-wide numbers for `count` samples of this rank and returns the first. A collective."""
         counts = self.strategy.all_gather_object(count)
         first = self.samples_drawn + sum(counts[: self.strategy.rank])
         self.samples_drawn += sum(counts)
         return first
 
     def draw(self, version: int) -> Timestep:
-        """The next prompts: this rank's share of them, with their numbers."""
+        """Returns this rank's share of the next prompts, with their numbers."""
         assert self.prompts is not None and self._order is not None, 'set_prompts first'
         n, k = self.batch_size, self.num_samples_per_prompt
         first_prompt, first_sample, share = self.prompts_drawn, self.samples_drawn, n // self.strategy.world_size
@@ -111,32 +111,31 @@ class Draws:
 
     @contextmanager
     def source(self, sizes: SequenceOf[int], version: int) -> Iterator[Callable[[], list[Sample]]]:
-        """What gives the samples of the next timestep, `sizes[0]` times.
+        """Yields a function that returns the samples of the next timestep; it may be called `sizes[0]` times.
 
         Args:
-            sizes: timesteps of this phase and of those to come.
-            version: learning phases that the policy has behind it.
+            sizes: numbers of timesteps of this phase and the following ones.
+            version: learning phases of the policy.
         """
         with self.begun():
             yield lambda: self.draw(version).generated(self.generate)
 
     def learned(self) -> None:
-        """What was taken is in a replay buffer, and will not be put back."""
+        """Forgets the timesteps that were taken, once they are in the replay buffer."""
 
     def forget(self) -> None:
-        """What is in flight; its prompts are drawn again."""
+        """Drops the timesteps in flight; their prompts are used again."""
 
     @contextmanager
     def dropped(self, version: int) -> Iterator[None]:
-        """Around a `load_state_dict` of a phase's start, which gives that phase up: what older weights have generated
-        stays in flight."""
+        """Context of a `load_state_dict` that drops a phase: samples of older weights stay in flight."""
         yield
 
     def state_dict(self) -> dict[str, int]:
         return {'prompts_drawn': self.prompts_drawn, 'samples_drawn': self.samples_drawn}
 
     def state(self) -> dict[str, Any]:
-        """Everything in flight as JSON, all ranks together. A collective."""
+        """Returns everything in flight as JSON, all ranks together. A collective."""
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -144,17 +143,17 @@ class Draws:
 
 
 class Pipeline(Draws):
-    """Gives timesteps out up to `max_staleness` phases ahead, to an engine that answers later. First in, first out."""
+    """A queue of timesteps that an engine generates up to `max_staleness` phases ahead."""
 
     def __init__(self, engine: RolloutEngine, max_staleness: int, *given: Any, **functions: Any) -> None:
         super().__init__(*given, **functions)
         self.engine, self.max_staleness = engine, max_staleness
         self.waiting: deque[Timestep] = deque()
-        """asked and not taken, oldest first"""
+        """submitted and not taken, oldest first"""
         self.taken: list[Timestep] = []
         """taken in this phase"""
         self._loaded: Mapping[str, Any] = {}
-        """what a checkpoint says was in flight, until a phase takes it up"""
+        """timesteps in flight of a loaded checkpoint, until a phase uses them"""
 
     @contextmanager
     def source(self, sizes: SequenceOf[int], version: int) -> Iterator[Callable[[], list[Sample]]]:
@@ -168,8 +167,8 @@ class Pipeline(Draws):
         yield lambda: self._take(version)
 
     def _take_up(self, sizes: SequenceOf[int], version: int) -> bool:
-        """Let what was in flight in a checkpoint that was loaded wait here again, its prompts given out anew. False,
-        with a warning, where it does not fit the phases to come, or where settings or data have changed."""
+        """Queues the timesteps in flight of a loaded checkpoint. Returns False, with a warning, if they do not fit the
+        phases to come or if settings or data have changed."""
         loaded, self._loaded = self._loaded, {}
         records = loaded.get('in_flight', ())
         if not records:
@@ -181,21 +180,21 @@ class Pipeline(Draws):
         if fits and restored(records, self.waiting, self.strategy.rank, self.strategy.world_size):
             return True
         if self.strategy.is_rank_0:
-            told = (
+            text = (
                 f'{len(records)} timesteps in flight in the checkpoint do not fit this run; their prompts are asked '
                 'for again'
             )
-            warnings.warn(told, stacklevel=2)
+            warnings.warn(text, stacklevel=2)
         return False
 
     def ask(self, version: int) -> None:
-        """Give the next timestep out, and ask the engine for it."""
+        """Submits the next timestep to the engine."""
         timestep = self.draw(version)
         timestep.ticket = self.engine.submit(timestep.call)
         self.waiting.append(timestep)
 
     def _take(self, version: int) -> list[Sample]:
-        """The samples of the oldest timestep, for weights of this version; waits for them."""
+        """Waits for the samples of the oldest timestep, for weights of this version, and returns them."""
         timestep = self.waiting[0]
         samples = self._wait(timestep)
         self.taken.append(self.waiting.popleft())
@@ -223,7 +222,7 @@ class Pipeline(Draws):
     def dropped(self, version: int) -> Iterator[None]:
         everything = [*self.taken, *self.waiting]
         kept = [t for t in everything if t.version < version]
-        # the same weights will generate the others again
+        # the others are generated again by the same weights
         self.waiting = deque(t for t in everything if t.version >= version)
         self._clear()
         yield
@@ -232,7 +231,7 @@ class Pipeline(Draws):
         self.samples_drawn += len(kept) * self.batch_size * self.num_samples_per_prompt
 
     def _clear(self) -> None:
-        """Forget everything; nobody generates for it any more."""
+        """Cancels and forgets everything in flight."""
         for timestep in self.waiting:
             if timestep.ticket is not None:
                 self.engine.cancel(timestep.ticket)
@@ -241,13 +240,13 @@ class Pipeline(Draws):
         self._loaded = {}
 
     def state_dict(self) -> dict[str, int]:
-        """But for what is in flight, which a run that goes on from here asks for again."""
+        """Returns the counters before the timesteps in flight, which a resumed run generates again."""
         if not self.waiting:
             return super().state_dict()
         return {'prompts_drawn': self.waiting[0].first_prompt, 'samples_drawn': self.waiting[0].first_sample}
 
     def state(self) -> dict[str, Any]:
-        """Waits until everything in flight is generated."""
+        """Waits until everything in flight is generated and returns it."""
         if not self.waiting:
             return {k: self._loaded[k] for k in ('in_flight', 'in_flight_from') if k in self._loaded}
         records = []
@@ -266,8 +265,7 @@ class Pipeline(Draws):
 
 
 def restored(records: SequenceOf[Mapping[str, Any]], timesteps: Iterable[Timestep], rank: int, world_size: int) -> bool:
-    """Fill timesteps that were drawn again with the samples of a checkpoint; False when they are not the same
-    timesteps."""
+    """Fills timesteps with the samples of a checkpoint. Returns False if they are not the same timesteps."""
     for record, timestep in zip(records, timesteps, strict=True):
         call = timestep.call
         num_samples, first = len(call.prompts) * world_size, len(call.prompts) * rank
@@ -291,8 +289,8 @@ _ARRAYS = {
 
 
 def _to_json(packed: PackedSamples) -> dict[str, list[Any]]:
-    """A number of fp32 is written with all its bits: JSON's decimals are those of the equal fp64. What only episodes
-    have is empty for others."""
+    """Converts samples to JSON, which keeps all bits of fp32, written as the equal fp64. Fields of episodes are empty
+    for other samples."""
     arrays = {name: getattr(packed, name) for name in _ARRAYS}
     record: dict[str, list[Any]] = {name: [] if array is None else array.tolist() for name, array in arrays.items()}
     episodes = [e._asdict() | {'episode': asdict(e.episode)} for e in packed.episodes or ()]
@@ -300,7 +298,7 @@ def _to_json(packed: PackedSamples) -> dict[str, list[Any]]:
 
 
 def _share(record: Mapping[str, Any], start: int, stop: int) -> PackedSamples:
-    """Samples [start, stop) of a record."""
+    """Returns samples [start, stop) of a record."""
     before, inside = sum(record['lengths'][:start]), sum(record['lengths'][start:stop])
     arrays: dict[str, Any] = {}
     for name, dtype in _ARRAYS.items():

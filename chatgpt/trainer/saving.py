@@ -1,5 +1,5 @@
-"""Writing a prepared model as a Hugging Face folder with its card, whatever strategy holds its weights; what is done
-when that fails; and uploading it."""
+"""Saves a prepared model as a Hugging Face folder with a card, under any strategy; keeps the weights when that fails;
+uploads the folder."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ from chatgpt.trainer.callbacks.run_record import describe, model_facts
 
 
 class SaveError(RuntimeError):
-    """A trained model could not be written where it should be; says where its weights are instead."""
+    """A trained model could not be written to its folder; the message names where its weights are instead."""
 
 
 def save_pretrained(
     strategy: Strategy, model: nn.Module, path: str | Path, *, tokenizer: Any = None, dtype: torch.dtype | None = None
 ) -> None:
-    """Write the full weights (adapters folded in) as a folder that `transformers` loads, with a card that says what the
-    model is. Call it on every rank.
+    """Writes the full weights (adapters merged) as a folder that `transformers` loads, with a model card. Call it on
+    every rank.
 
     Args:
-        dtype: of the weights in the files; None: that of the folder which the model was loaded from, else fp32.
+        dtype: of the weights in the files; None: that of the folder that the model was loaded from, else fp32.
     """
     _write_weights(strategy, model, path, tokenizer, dtype)
     strategy.run_on_rank0(lambda: _write_card(path, strategy.unwrap(model), _facts_of(strategy.unwrap(model))))
 
 
 def save_adapter(model: nn.Module, path: str | Path, *, base_model: str | None = None) -> None:
-    """Write the adapters of a model alone, as PEFT reads them, with a card.
+    """Writes only the adapters of a model, in PEFT's format, with a card.
 
     Args:
         model: whole, not sharded.
-        base_model: name or folder of what they are loaded onto; None: what the model was loaded from.
+        base_model: name or folder of the model that they belong to; None: where the model was loaded from.
     """
     export_peft(model, path, base_model=base_model)
     rank = next(iter(lora_layers(model).values())).r
@@ -60,15 +60,15 @@ def save_adapter(model: nn.Module, path: str | Path, *, base_model: str | None =
 def save_trained(
     trainer: TrainerView, path: str | Path, *, card_samples: int = NUM_SAMPLES, dtype: torch.dtype | None = None
 ) -> None:
-    """Write a trainer's first model with its tokenizer and a card. Call it on every rank.
+    """Writes a trainer's first model with its tokenizer and a card. Call it on every rank.
 
     Args:
-        card_samples: texts of the run that the card shows.
-        dtype: as of `save_pretrained`.
+        card_samples: number of generated texts that the card shows.
+        dtype: as in `save_pretrained`.
 
     Raises:
-        SaveError: it could not be written. Its weights are then in the checkpoint of the run's end, or in another
-            folder; says which.
+        SaveError: the model could not be written. Its weights are then in the last checkpoint of the run or in
+            another folder, which the message names.
     """
     try:
         _write(trainer, path, dtype)
@@ -83,16 +83,16 @@ def save_trained(
 def push_trained(
     strategy: Strategy, write: Callable[[Path], None], repo_id: str, *, near: Path | None = None, **options: Any
 ) -> str:
-    """Have a model written into a folder of its own and upload that; its address. Call it on every rank.
+    """Writes a model into a new folder, uploads it and returns its address. Call it on every rank.
 
     Args:
         write: writes the model's files, on every rank.
-        near: where the folder is made; None: among the system's temporary ones. It stays when the upload fails.
-        options: of `chatgpt.monitor.publish.push_folder`.
+        near: where the folder is made; None: the system's temporary folder. It is kept when the upload fails.
+        options: arguments of `chatgpt.monitor.publish.push_folder`.
 
     Raises:
-        ValueError: it is clear beforehand that it may not be uploaded; nothing is written.
-        PushError: the upload failed; says where the model is, and how to upload it later.
+        ValueError: an upload is not permitted; nothing is written.
+        PushError: the upload failed; names the folder of the model and the command that uploads it later.
     """
 
     def make() -> tuple[str, Path]:
@@ -122,8 +122,8 @@ def _write(trainer: TrainerView, path: str | Path, dtype: torch.dtype | None) ->
 
 
 def write_card_of(trainer: TrainerView, path: str | Path, *, card_samples: int = NUM_SAMPLES, **more: Any) -> None:
-    """Write the card of a trainer's first model into the folder where that is saved. Call it on every rank. `more`:
-    fields of `ModelFacts`."""
+    """Writes the card of a trainer's first model into its folder. Call it on every rank. `more`: fields of
+    `ModelFacts`."""
 
     def write() -> None:
         bare = trainer.strategy.unwrap(next(iter(trainer.models().values())))
@@ -133,7 +133,7 @@ def write_card_of(trainer: TrainerView, path: str | Path, *, card_samples: int =
 
 
 def _write_card(path: str | Path, bare: nn.Module, facts: ModelFacts, num_samples: int = NUM_SAMPLES) -> None:
-    """A card that cannot be written is a warning: the model is there."""
+    """Writes the card. A failure is only a warning, since the model itself is saved."""
     role = 'reward_model' if isinstance(bare, RewardModel) else 'critic' if isinstance(bare, Critic) else 'actor'
     try:
         write_card(path, facts, role=cast(Any, role), num_samples=num_samples)
@@ -147,7 +147,7 @@ def _facts_of(bare: nn.Module) -> ModelFacts:
 
 
 def _facts_of_run(trainer: TrainerView, bare: nn.Module) -> ModelFacts:
-    """From the run's folder; from the trainer itself where it has none, or has not trained yet."""
+    """Reads the facts from the run folder, or from the trainer if there is none or it has not trained yet."""
     facts = _facts_of(bare)
     if trainer.run_dir is not None and trainer.phase and is_run(trainer.run_dir):
         known = {name: getattr(facts, name) for name in ('source', 'parameters', 'family')}
@@ -167,7 +167,7 @@ def _facts_of_run(trainer: TrainerView, bare: nn.Module) -> ModelFacts:
 
 
 def _rescued(trainer: TrainerView, path: Path, dtype: torch.dtype | None) -> str:
-    """Where the weights are; they are written elsewhere first if no checkpoint holds them."""
+    """Returns a message that names where the weights are, after writing them elsewhere if no checkpoint holds them."""
     strategy = trainer.strategy
     standing = strategy.run_on_rank0(trainer.standing_checkpoint)
     if standing is not None:

@@ -2,9 +2,7 @@
 
 A loss is `loss(model, batch) -> (total, metrics)`. `total` is this rank's share of a sum, divided by what counts in the
 whole train batch (`Batch.totals`), so neither the cut into micro-batches nor the number of ranks changes a gradient
-beyond the order of additions.
-
-How a batch is cut and in which order gradients are added is the strategy's (`Strategy.sums`).
+beyond the order of additions. `Strategy.sums` decides how a batch is cut and in which order gradients are added.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ class NonFiniteError(RuntimeError):
 
 @dataclass
 class Learner:
-    """A model that learns, with its optimizer and its loss. `name` ('actor', 'critic', ...) names its metrics."""
+    """A trained model with its optimizer and its loss. `name` ('actor', 'critic', ...) prefixes its metrics."""
 
     name: str
     model: nn.Module
@@ -45,9 +43,9 @@ class Learner:
 
 @dataclass
 class Work:
-    """A global list of records and the models that learn from it.
+    """A global list of records and the models trained on it.
 
-    PPO is one `Work` for actor and critic; PPO-ptx adds a second, of pretraining text, for the actor.
+    PPO has one `Work` for actor and critic; PPO-ptx adds a second one, of pretraining text, for the actor.
     """
 
     records: SequenceOf[Any]
@@ -57,22 +55,22 @@ class Work:
     make_batch: Callable[[list[Any]], Batch]
     """turns records into a `Batch`, an empty list into a dummy batch, as `collate` does"""
     length_of: Callable[[Any], int] = attrgetter('num_tokens')
-    """tokens that a record takes in a padded batch"""
+    """number of tokens of a record in a padded batch"""
 
     def rounds(self, strategy: Strategy, max_tokens: int | None) -> list[tuple[int, list[list[Any]]]]:
-        """This rank's micro-batches, in rounds with their numbers, as `Sums.rounds` cuts; the last ones maybe empty."""
+        """Returns this rank's micro-batches as (number, batches) per round of `Sums.rounds`; the last may be empty."""
         cut = strategy.sums.rounds([self.length_of(r) for r in self.records], max_tokens)
         return [(number, [[self.records[i] for i in batch] for batch in batches]) for number, batches in cut]
 
 
 @dataclass
 class Steps:
-    """How far the weights of a trainer have come: what of them is whole when an exception ends the run."""
+    """Counts optimizer steps, to tell after an exception whether the weights are consistent."""
 
     done: int = 0
-    """optimizer steps finished, of all models together"""
+    """finished optimizer steps of all models together"""
     within: bool = False
-    """inside one; stays True when an exception came from there, which leaves some weights moved and others not"""
+    """inside a step; stays True after an exception there, since some weights may be updated and others not"""
 
 
 class BatchResult(NamedTuple):
@@ -93,12 +91,12 @@ def learn_batch(
     steps: Steps | None = None,
     draws: tuple[int, ...] | None = None,
 ) -> BatchResult:
-    """Forward and backward over the micro-batches of a global train batch, then one step of each optimizer.
+    """Runs forward and backward over the micro-batches of a global train batch, then one step of each optimizer.
 
     Args:
-        veto: sees the reduced metrics before any step; True drops the gradients instead.
-        where: named in the error when something is not finite.
-        steps: counts the steps that are finished.
+        veto: called with the reduced metrics before any step; if it returns True, the gradients are dropped instead.
+        where: added to the error message when a value is not finite.
+        steps: counts finished steps.
         draws: torch's generators are seeded from these and the number of the round, for dropout.
 
     Raises:
@@ -142,7 +140,7 @@ def learn_batch(
 def _accumulate(
     strategy: Strategy, forwards: SequenceOf[tuple[Work, list[Any]]], stats: BatchStats, pin_memory: bool
 ) -> Iterator[tuple[Tensor, list[Any]]]:
-    """Forward and backward of micro-batches; their losses, and the records of each."""
+    """Runs forward and backward of each micro-batch; yields its loss and its records."""
     last_of = {id(learner.model): i for i, (w, _) in enumerate(forwards) for learner in w.learners}
     for i, ((w, records), batch) in enumerate(zip(forwards, _batches(strategy, forwards, pin_memory), strict=True)):
         for learner in w.learners:
@@ -157,8 +155,8 @@ def _accumulate(
 
 
 def _batches(strategy: Strategy, forwards: SequenceOf[tuple[Work, list[Any]]], pin_memory: bool) -> Iterable[Batch]:
-    """Of these forwards, on the device. A GPU gets page-locked ones each when it is due, others in one copy, for which
-    the host waits once."""
+    """Makes the batches of these forwards, on the device. On a GPU, page-locked batches are copied one by one when they
+    are needed, others in one copy that the host waits for once."""
     made = (w.make_batch(records) for w, records in forwards)
     if strategy.device.type == 'cuda' and not pin_memory:
         return moved_together(made, strategy.device)
@@ -168,13 +166,14 @@ def _batches(strategy: Strategy, forwards: SequenceOf[tuple[Work, list[Any]]], p
 def _rounds(
     strategy: Strategy, work: SequenceOf[Work], max_tokens: int | None
 ) -> Iterator[tuple[int, list[tuple[Work, list[Any]]]]]:
-    """This rank's forwards of a train batch, one round after the other, with its number."""
+    """Yields the number and this rank's forwards of each round of a train batch."""
     for parts in zip(*(w.rounds(strategy, max_tokens) for w in work), strict=True):
         yield parts[0][0], [(w, records) for w, (_, batches) in zip(work, parts, strict=True) for records in batches]
 
 
 def _describe(strategy: Strategy, losses: list[tuple[Tensor, list[Any]]], where: str) -> str:
-    """One sentence that names the samples whose micro-batch had a loss that is not finite, the same on every rank."""
+    """Returns an error message, the same on every rank, that names the samples of micro-batches with a non-finite
+    loss."""
     bad = {str(getattr(r, 'index', '?')) for loss, records in losses if not torch.isfinite(loss) for r in records}
     everyone = [name for names in strategy.all_gather_object(sorted(bad)) for name in names]
     samples = f'; samples in it: {", ".join(everyone[:16])}' if everyone else ''
