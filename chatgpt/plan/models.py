@@ -14,6 +14,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -28,6 +29,7 @@ from chatgpt.functional import logprobs
 from chatgpt.plan.setup import Setup
 from chatgpt.strategies.copies import narrow, product_weights
 from chatgpt.strategies.memory import ModelSize, ParameterSize
+from chatgpt.strategies.streaming import transformer_blocks
 from chatgpt.strategies.tensor_parallel import check_model, parallelize
 from chatgpt.strategies.tensor_ranks import TensorGroup
 from chatgpt.types import Batch, Sequence
@@ -177,11 +179,13 @@ def can_be_cut(module: nn.Module, tensor_parallel: int) -> bool:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of live storages that operations in this mode have created, and their peak."""
+    """Counts the bytes of live storages that operations in this mode have created, and the peak of each part of the
+    time: parts follow one another, and `part` names the present one."""
 
     def __init__(self, already_there: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self.live = self.peak = 0
+        self.live, self.part = 0, 'start'
+        self.peaks: dict[str, int] = {}
         self._seen: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         for tensor in already_there:  # not counted if an operation returns a view of them
             self._seen[tensor.untyped_storage()] = True
@@ -195,9 +199,25 @@ class LiveBytes(TorchDispatchMode):
                     self._seen[storage] = True
                     size = storage.nbytes()
                     self.live += size
-                    self.peak = max(self.peak, self.live)
+                    self.peaks[self.part] = max(self.peaks.get(self.part, 0), self.live)
                     weakref.finalize(storage, self._freed, size)
         return out
+
+    @property
+    def peak(self) -> int:
+        return max(self.peaks.values(), default=0)
+
+    def divide(self, blocks: SequenceOf[nn.Module]) -> None:
+        """Lets a backward pass be in the part 'middle' between the gradients of the last block and those of the first,
+        and in 'end' from there on."""
+
+        def begin(part: str) -> Callable[[Tensor], None]:
+            return lambda parameter: setattr(self, 'part', part)
+
+        for number, part in {len(blocks) - 2: 'middle', 0: 'end'}.items():
+            for parameter in blocks[number].parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(begin(part))
 
     def _freed(self, size: int) -> None:
         self.live -= size
@@ -250,20 +270,26 @@ def batch_of(rows: int, prompt_tokens: int, response_tokens: int) -> Batch:
 
 
 def traced(make: Callable[[int | None], nn.Module], config: Any, run: Callable[[nn.Module, Any], None]) -> int:
-    """Returns the peak of live bytes of `run(model, fake mode)`, extrapolated to the model's depth."""
+    """Returns the peak of live bytes of `run(model, fake mode)`, extrapolated to the model's depth.
+
+    Activations are largest when a backward pass begins, and gradients when it ends. Either peak grows linearly with the
+    depth, but not the larger of the two, so they are extrapolated apart.
+    """
     depth = num_layers(config)
 
-    def peak(layers: int) -> int:
+    def peaks(layers: int) -> dict[str, int]:
         model = make(layers)
         with faked(model) as mode, LiveBytes([*model.parameters(), *model.buffers()]) as live:
+            if layers > 1:
+                live.divide(transformer_blocks(model))
             run(model, mode)
-        return live.peak
+        return live.peaks
 
     low, high = TRACED
     if depth <= high:
-        return peak(depth)
-    first, second = peak(low), peak(high)
-    return second + (second - first) * (depth - high) // (high - low)
+        return max(peaks(depth).values())
+    first, second = peaks(low), peaks(high)
+    return max(b + (b - first[part]) * (depth - high) // (high - low) for part, b in second.items() if part in first)
 
 
 def fake_batch(batch: Batch, mode: Any) -> Batch:

@@ -173,14 +173,17 @@ def test_models_that_may_drop_layers_are_planned_with_all_of_them():
     assert plans[0].phases == plans[1].phases
 
 
-def test_depth_is_extrapolated():
-    deep, setup = tiny_config('llama', positions=64, layers=9), Setup(config=CONFIG)
-    linear = models.learning_bytes('actor', deep, setup, 4, growing=4.0)
-    models.TRACED, before = (9, 9), models.TRACED
-    try:
-        assert models.learning_bytes('actor', deep, setup, 4, growing=4.0) == pytest.approx(linear, rel=0.01)
-    finally:
-        models.TRACED = before
+@pytest.mark.parametrize('kind', ['actor', 'reward'])
+@pytest.mark.parametrize('growing', [0.0, 4.0])
+@pytest.mark.parametrize('vocab_size', [40, 6000])
+def test_depth_is_extrapolated(monkeypatch, kind, growing, vocab_size):
+    """Also if the gradient of a large embedding exceeds the activations of a shallow model, not of a deep one."""
+    deep = tiny_config('llama', positions=64, layers=24, vocab_size=vocab_size)
+    sizes = {'max_prompt_tokens': 8, 'max_new_tokens': 8, 'on_cuda': False}
+    setup = Setup(config=deep, task='reward_model' if kind == 'reward' else 'ppo', **sizes)
+    linear = models.learning_bytes(kind, deep, setup, 4, growing=growing)
+    monkeypatch.setattr(models, 'TRACED', (24, 24))
+    assert models.learning_bytes(kind, deep, setup, 4, growing=growing) == pytest.approx(linear, rel=0.01)
 
 
 def test_the_cache_is_the_engines():
