@@ -1,8 +1,9 @@
 """Learning from a reward in TRL and here: held-out score against CPU seconds, each side with the best of nine settings.
 
-    python benchmarks/learning_vs_trl.py additions --start outputs/real/sft/actor        # search, then three seeds of the best
-    python benchmarks/learning_vs_trl.py sentiment --start FOLDER --prompts FILE --classifier FOLDER
-    python benchmarks/learning_vs_trl.py --page                                          # the page of what was measured
+    cd outputs/real      # of `make real`
+    python ../../benchmarks/learning_vs_trl.py additions --start sft/actor --prompts prompts.jsonl --held_out held_out.jsonl
+    python ../../benchmarks/learning_vs_trl.py sentiment --start FOLDER --prompts FILE --held_out FILE --classifier FOLDER
+    python ../../benchmarks/learning_vs_trl.py --page      # the page of what was measured
 
 Every side starts from the same weights with the same prompts, 64 responses an update (GRPO: 16 prompts x 4), train batches
 of 32, two epochs, AdamW, fp32, one thread, no gradient checkpointing. Each has the same search, learning rate x KL
@@ -18,7 +19,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -49,29 +49,20 @@ STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}
 """97.5 % quantiles of Student's t by degrees of freedom"""
 
 
-def write_task(task: str, start: str, prompts: Path | None, folder: Path) -> dict[str, str]:
-    """Files of prompts as the model reads them: to learn from, for the search, and for the comparison."""
+def write_task(start: str, prompts: Path, held_out: Path, folder: Path) -> dict[str, str]:
+    """Files of prompts as the model reads them: to learn from, for the search (100 of them), and for the comparison."""
     from transformers import AutoTokenizer
 
     folder.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]]
-    if task == 'additions':
-        words, draw = AutoTokenizer.from_pretrained(start), random.Random(1)
-        pairs = draw.sample([(a, b) for a in range(100, 1000) for b in range(100, 1000)], 1300)
-        ask = {'tokenize': False, 'add_generation_prompt': True}
-        rows = [
-            {
-                'text': words.apply_chat_template([{'role': 'user', 'content': f'What is {a} + {b}?'}], **ask),
-                'answer': a + b,
-            }
-            for a, b in pairs
-        ]
-    else:
-        assert prompts is not None
-        rows = [{'text': json.loads(line)['prompt']} for line in prompts.read_text().splitlines()]
-    cuts = {'search': rows[:100], 'held_out': rows[100:300], 'prompts': rows[300:]}
-    for name, own in cuts.items():
-        (folder / f'{name}.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in own))
+    words = AutoTokenizer.from_pretrained(start)
+    found, kept = ([json.loads(line) for line in path.read_text().splitlines()] for path in (prompts, held_out))
+    for row in (*found, *kept):
+        turns = row.pop('prompt')
+        chat = {'tokenize': False, 'add_generation_prompt': True}
+        row['text'] = turns if isinstance(turns, str) else words.apply_chat_template(turns, **chat)
+    cuts = {'search': found[:100], 'held_out': kept, 'prompts': found[100:]}
+    for name, rows in cuts.items():
+        (folder / f'{name}.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
     return {name: str(folder / f'{name}.jsonl') for name in cuts}
 
 
@@ -149,7 +140,8 @@ def page(results: harness.Results) -> None:
         figures[task] = by_side
     head = ['task', 'side', 'lr', 'KL', 'seeds', 'before', 'at half the time', 'at the end', 'ours ahead by']
     harness.write_page('learning_vs_trl.md', scores=harness.markdown(head, rows))
-    draw(figures)
+    if figures:
+        draw(figures)
 
 
 def draw(figures: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
@@ -164,10 +156,13 @@ def draw(figures: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
 
 
 def main() -> None:
-    parser = harness.script_parser(__doc__, page='write docs/results/learning_vs_trl.md')
+    parser = harness.script_parser(__doc__, page='learning_vs_trl.md')
     parser.add_argument('task', nargs='?', choices=sorted(NEW_TOKENS))
     parser.add_argument('--start', help='the folder that every run starts from')
-    parser.add_argument('--prompts', type=Path, help='sentiment: a JSON lines file of `prompt`')
+    parser.add_argument(
+        '--prompts', type=Path, help='JSON lines of `prompt` (text or messages) and, for additions, `answer`'
+    )
+    parser.add_argument('--held_out', type=Path, help='the same, to compare on')
     parser.add_argument('--classifier', default='', help='sentiment: a folder of AutoModelForSequenceClassification')
     parser.add_argument('--sides', nargs='+', choices=list(SIDES), default=list(SIDES))
     parser.add_argument('--search-seconds', type=float, default=150, help='CPU seconds of a run of the search')
@@ -176,10 +171,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.page:
         return page(harness.Results(RECORDS))
-    if not (args.task and args.start) or (args.task == 'sentiment' and not (args.prompts and args.classifier)):
-        parser.error('give a task and --start; sentiment also --prompts and --classifier')
+    given = args.task and args.start and args.prompts and args.held_out
+    if not given or (args.task == 'sentiment' and not args.classifier):
+        parser.error('give a task, --start, --prompts and --held_out; sentiment also --classifier')
     work, results = args.work_dir.resolve(), harness.Results(RECORDS)
-    files = write_task(args.task, args.start, args.prompts, work / args.task)
+    files = write_task(args.start, args.prompts, args.held_out, work / args.task)
     for side in args.sides:
         lesson = Lesson(
             side=side, task=args.task, start=str(Path(args.start).resolve()), prompts=files['prompts'],

@@ -22,12 +22,17 @@ def table(runs: list[dict[str, Any]]) -> str:
     rows = []
     for place, name in enumerate(row['model'] for row in runs[0]['rows']):
         own = [run['rows'][place] for run in runs]
-        cells = [name, len(own), harness.mean_and_spread([row['right'] for row in own], '.3f')]
+        cells = [name, len(own), right_of(own)]
         for key, form in (('kl', '.2f'), ('length', '.1f'), ('cpu_minutes', '.1f'), ('peak_gib', '.1f')):
             cells.append(f'{statistics.mean(row[key] for row in own):{form}}' if key in own[0] else '')
         rows.append(cells)
     head = ['model', 'seeds', 'right, held out', 'KL, nats per response', 'tokens', 'CPU minutes', 'peak GiB']
     return harness.markdown(head, rows)
+
+
+def right_of(rows: list[dict[str, Any]]) -> str:
+    scores = [row['right'] for row in rows]
+    return harness.mean_and_spread(scores) if len(scores) > 1 else f'{scores[0]:.3f}'
 
 
 def samples(run: dict[str, Any]) -> str:

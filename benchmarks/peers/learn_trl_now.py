@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 
 from datasets import Dataset
-from lesson import BETAS, EPOCHS, EPS, GROUP, RESPONSES, TRAIN_BATCH, Run, watcher
+from lesson import BETAS, EPOCHS, EPS, GROUP, QUIET, RESPONSES, TRAIN_BATCH, Run, watcher
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
@@ -38,13 +38,8 @@ with tempfile.TemporaryDirectory() as folder:
         lr_scheduler_type='constant',
         optim='adamw_torch_fused',
         weight_decay=0.0,
-        bf16=False,
-        gradient_checkpointing=False,
-        use_cpu=True,
-        report_to='none',
-        save_strategy='no',
-        disable_tqdm=True,
         seed=lesson.seed,
+        **QUIET,
     )
     trainer = GRPOTrainer(
         model=model,

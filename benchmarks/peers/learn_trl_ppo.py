@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import torch
 from datasets import Dataset
-from lesson import BETAS, EPOCHS, EPS, RESPONSES, TRAIN_BATCH, Run, watcher
+from lesson import BETAS, EPOCHS, EPS, QUIET, RESPONSES, TRAIN_BATCH, Run, watcher
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl.experimental.ppo import PPOConfig, PPOTrainer
 
@@ -64,13 +64,8 @@ with tempfile.TemporaryDirectory() as folder:
             total_episodes=10**6 * RESPONSES,
             kl_coef=lesson.kl_coef,
             num_sample_generations=0,
-            gradient_checkpointing=False,
-            bf16=False,
-            use_cpu=True,
-            report_to='none',
-            save_strategy='no',
-            disable_tqdm=True,
             seed=lesson.seed,
+            **QUIET,
         ),
         processing_class=run.tokenizer,
         model=policy,

@@ -18,6 +18,15 @@ from typing import Any
 RESPONSES, GROUP, TRAIN_BATCH, EPOCHS = 64, 4, 32, 2
 """responses of an update; of one prompt with GRPO; sequences of an optimizer step; passes over an update's responses"""
 BETAS, EPS = (0.9, 0.999), 1e-8
+QUIET = {
+    'bf16': False,
+    'gradient_checkpointing': False,
+    'use_cpu': True,
+    'report_to': 'none',
+    'save_strategy': 'no',
+    'disable_tqdm': True,
+}
+"""settings of both trainers of TRL that own their loop: fp32 on a CPU, nothing written or logged"""
 
 
 @dataclass(frozen=True)

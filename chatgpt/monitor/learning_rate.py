@@ -27,7 +27,7 @@ def recommended_lr(parameters: int, learning: str, trained: int | None = None, a
     rate of hidden weights falls as 1 / width (Yang et al. 2022, "Tensor Programs V", table 3), and at a given depth the
     width grows as the square root of N. Policies that learn online take a fifth of it (arXiv 2403.17031, table of
     hyperparameters), preference losses a fifteenth (Rafailov et al. 2023, appendix B), ORPO half of it, for it has no
-    reference (Hong et al. 2024, appendix C), adapters of any rank ten times as much (Schulman 2025, "LoRA Without
+    reference (Hong et al. 2024), adapters of any rank ten times as much (Schulman 2025, "LoRA Without
     Regret").
 
     Args:

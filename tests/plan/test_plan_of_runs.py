@@ -51,6 +51,24 @@ def test_a_script_plans_one_model(monkeypatch, capsys, tmp_path, no_weights):
     assert 'reward model weights' in out and 'reward model optimizer' in out and 'collect' not in out
 
 
+def test_examples_count_as_long_as_the_longest_of_the_data(tmp_path, no_weights):
+    from chatgpt.launch.inputs import read_inputs
+    from chatgpt.launch.runs import RewardRun, SFTRun
+
+    (tmp_path / 'data.jsonl').write_text(''.join(f'{{"prompt": "aa", "completion": "{"b" * n}"}}\n' for n in (1, 9, 3)))
+    (tmp_path / 'pairs.jsonl').write_text('{"prompt": "aaa", "chosen": "b", "rejected": "cccc"}\n' * 2)
+    for cls, name in ((SFTRun, 'data'), (RewardRun, 'pairs')):
+        run = cls(dataset=str(tmp_path / f'{name}.jsonl'), pretrain=str(no_weights), save_path=str(tmp_path / 'run'))
+        run.fill_defaults()
+        inputs = read_inputs(run)
+        records = [record.sequences() if name == 'pairs' else [record] for record in inputs.train]
+        sequences = [sequence for record in records for sequence in record]
+        setup = planning.setup_of(inputs)
+        assert setup.max_new_tokens == max(len(s.response_ids) for s in sequences) < 16
+        total = setup.max_prompt_tokens + setup.max_new_tokens
+        assert total == max(len(s.prompt_ids) + len(s.response_ids) for s in sequences)
+
+
 def test_a_run_that_does_not_fit_gets_advice(monkeypatch, capsys, tmp_path, no_weights):
     small = planning.this_machine() | {'on_cuda': True, 'memory': 600 * 2**10}
     monkeypatch.setattr(planning, 'this_machine', lambda: small)

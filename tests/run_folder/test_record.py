@@ -13,7 +13,7 @@ from byte_runs import byte_trainer as trainer
 from chatgpt.monitor.run_folder import JsonLines, RunFolder, RunRecord, read_jsonl
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.callbacks import Callback, Doctor, Evaluator, RolloutRecorder, SampleTable, WriteReport
-from chatgpt.trainer.callbacks.run_record import command_line
+from chatgpt.trainer.callbacks.run_record import command_line, model_facts
 
 
 def test_a_run_says_what_it_is_and_how_it_ended(tmp_path):
@@ -157,3 +157,11 @@ def test_half_a_surrogate_pair_is_kept(tmp_path):
     assert read_jsonl(tmp_path / 'samples.jsonl') == [{'step': 1, 'response': 'a\ud83d b'}]
     RunRecord(method='a\ud83d', trainer='').write(tmp_path)
     assert RunRecord.read(tmp_path).method == 'a\ud83d'
+
+
+def test_weights_in_4_bits_count_as_parameters():
+    """A byte of the buffer `packed` holds two of them."""
+    layer = torch.nn.Linear(3, 2)
+    layer.register_buffer('packed', torch.zeros(50, 1, dtype=torch.uint8))
+    facts = model_facts(torch.nn.Sequential(layer))
+    assert (facts['parameters'], facts['trained']) == (8 + 100, 8)
