@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import re
@@ -88,6 +89,20 @@ def least_median_greatest(values: Iterable[float], form: str = '.2f') -> str:
 def mean_and_spread(values: Sequence[float], form: str = '.3f') -> str:
     """Of seeds: mean (least, greatest)."""
     return f'{statistics.mean(values):{form}} ({min(values):{form}}, {max(values):{form}})'
+
+
+STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}
+"""97.5 % quantiles of Student's t by degrees of freedom"""
+
+
+def interval(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """The mean difference of runs of the same seeds, with its 95 % interval."""
+    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+    mean, n = statistics.mean(differences), len(differences)
+    if n < 2:
+        return f'{mean:+.3f}'
+    half = STUDENT[n - 1] * statistics.stdev(differences) / math.sqrt(n)
+    return f'{mean:+.3f} ± {half:.3f}'
 
 
 # ---------------------------------------------------------------------- models

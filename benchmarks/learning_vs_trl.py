@@ -17,7 +17,6 @@ Sides: PPO with a value head here and in TRL 0.11.4; PPO with four networks in 1
 from __future__ import annotations
 
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -45,8 +44,6 @@ RIVALS = {'ours_ppo': ('trl_classic', 'trl_ppo'), 'ours_grpo': ('trl_now',)}
 RATES, KLS, SEEDS = (1e-5, 3e-5, 1e-4), (0.0, 0.02, 0.1), (1, 2, 3)
 NEW_TOKENS = {'additions': 16, 'sentiment': 24}
 RECORDS = 'learning_vs_trl.json'
-STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}
-"""97.5 % quantiles of Student's t by degrees of freedom"""
 
 
 def write_task(start: str, prompts: Path, held_out: Path, folder: Path) -> dict[str, str]:
@@ -108,16 +105,6 @@ def at(curve: Sequence[dict[str, float]], cpu_s: float) -> float:
     return curve[-1]['score']
 
 
-def interval(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """The mean difference of runs of the same seeds, with its 95 % interval."""
-    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
-    mean, n = statistics.mean(differences), len(differences)
-    if n < 2:
-        return f'{mean:+.3f}'
-    half = STUDENT[n - 1] * statistics.stdev(differences) / math.sqrt(n)
-    return f'{mean:+.3f} ± {half:.3f}'
-
-
 def page(results: harness.Results) -> None:
     finals = [r for r in results.values() if r['seed'] in SEEDS]
     rows, figures = [], {}
@@ -132,7 +119,7 @@ def page(results: harness.Results) -> None:
             against = next((ours for ours, theirs in RIVALS.items() if side in theirs), None)
             ahead = ''
             if against and len(by_side[against]) == len(scores):
-                ahead = interval([at(r['curve'], end) for r in by_side[against]], scores)
+                ahead = harness.interval([at(r['curve'], end) for r in by_side[against]], scores)
             best = by_side[side][0]
             start = statistics.mean(r['curve'][0]['score'] for r in by_side[side])
             rows.append([task, name, f'{best["lr"]:g}', f'{best["kl_coef"]:g}', len(scores), f'{start:.3f}'])

@@ -23,10 +23,21 @@ def table(runs: list[dict[str, Any]]) -> str:
     for place, name in enumerate(row['model'] for row in runs[0]['rows']):
         own = [run['rows'][place] for run in runs]
         cells = [name, len(own), right_of(own)]
+        after_sft = [run['rows'][1]['right'] for run in runs]
+        cells.append(harness.interval([row['right'] for row in own], after_sft) if place > 1 else '')
         for key, form in (('kl', '.2f'), ('length', '.1f'), ('cpu_minutes', '.1f'), ('peak_gib', '.1f')):
             cells.append(f'{statistics.mean(row[key] for row in own):{form}}' if key in own[0] else '')
         rows.append(cells)
-    head = ['model', 'seeds', 'right, held out', 'KL, nats per response', 'tokens', 'CPU minutes', 'peak GiB']
+    head = [
+        'model',
+        'seeds',
+        'right, held out',
+        'more than after SFT',
+        'KL, nats per response',
+        'tokens',
+        'CPU minutes',
+        'peak GiB',
+    ]
     return harness.markdown(head, rows)
 
 
