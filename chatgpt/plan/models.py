@@ -269,13 +269,18 @@ def batch_of(rows: int, prompt_tokens: int, response_tokens: int) -> Batch:
     return collate([Sequence(prompt_ids=prompt, response_ids=response, response_mask=mask)] * rows)
 
 
-def traced(make: Callable[[int | None], nn.Module], config: Any, run: Callable[[nn.Module, Any], None]) -> int:
-    """Returns the peak of live bytes of `run(model, fake mode)`, extrapolated to the model's depth.
+def traced(
+    make: Callable[[int | None], nn.Module],
+    config: Any,
+    run: Callable[[nn.Module, Any], None],
+    depth: int | None = None,
+) -> int:
+    """Returns the peak of live bytes of `run(model, fake mode)`, extrapolated to `depth`; None: the model's.
 
     Activations are largest when a backward pass begins, and gradients when it ends. Either peak grows linearly with the
     depth, but not the larger of the two, so they are extrapolated apart.
     """
-    depth = num_layers(config)
+    depth = num_layers(config) if depth is None else depth
 
     def peaks(layers: int) -> dict[str, int]:
         model = make(layers)
@@ -350,7 +355,10 @@ def learning_bytes(kind: str, config: Any, setup: Setup, rows: int, *, growing: 
                 loss = out.logprobs.sum() + sum(x.sum() for x in (out.entropy, out.values) if x is not None)
         loss.backward()
 
-    return traced(lambda layers: cast(build(kind, config, setup, layers), setup).train(), config, run)
+    depth = num_layers(config)
+    if kind == 'actor' and setup.num_layers_unfrozen > 0:
+        depth = min(depth, setup.num_layers_unfrozen)  # no activations of the frozen blocks below are kept
+    return traced(lambda layers: cast(build(kind, config, setup, layers), setup).train(), config, run, depth)
 
 
 def scoring_bytes(kind: str, config: Any, setup: Setup, rows: int) -> int:

@@ -165,6 +165,19 @@ def test_activations_are_those_of_a_real_pass(kind, checkpointing, precision):
     assert models.learning_bytes(kind, CONFIG, setup, 8, growing=4.0) > 1.2 * planned  # negative control
 
 
+@pytest.mark.parametrize('unfrozen', [1, 3, 7])
+def test_frozen_blocks_keep_no_activations(monkeypatch, unfrozen):
+    deep = tiny_config('llama', positions=64, layers=12)
+    sizes = {'max_prompt_tokens': 8, 'max_new_tokens': 8, 'on_cuda': False}
+    setup = Setup(config=deep, num_layers_unfrozen=unfrozen, critic='shared', **sizes)
+    planned = models.learning_bytes('actor', deep, setup, 4, growing=4.0)
+    whole = models.build('actor', deep, setup)
+    monkeypatch.setattr(models, 'num_layers', lambda config: 12)
+    monkeypatch.setattr(models, 'TRACED', (12, 12))
+    monkeypatch.setattr(models, 'build', lambda *args: whole)
+    assert models.learning_bytes('actor', deep, setup, 4, growing=4.0) == pytest.approx(planned, rel=0.03)
+
+
 def test_models_that_may_drop_layers_are_planned_with_all_of_them():
     """They draw a random number per layer in training, which a trace cannot compare."""
     sizes = {'hidden_size': 16, 'num_hidden_layers': 2, 'num_attention_heads': 2, 'vocab_size': 40}
