@@ -17,7 +17,8 @@ from chatgpt.nn import Actor
 from chatgpt.nn.lora import convert_to_lora
 from chatgpt.nn.nlpo import MaskedPolicy
 from chatgpt.rollout import Abilities, Call, EngineAround, LocalEngine, SamplingParams, StopStrings
-from chatgpt.rollout.local.conversation import Conversation, append, find_append_form
+from chatgpt.rollout.local.append import append, find_append_form
+from chatgpt.rollout.local.conversation import Conversation
 from chatgpt.rollout.local.slot_cache import SlotCache
 from chatgpt.testing import FAMILIES, byte_tokenizer, tiny_causal_lm
 

@@ -11,6 +11,7 @@ from engine_calls import conversed, drawn, prompts_of, slow_logits, tiny_of
 
 from chatgpt.nn import Actor
 from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams, compare_samples
+from chatgpt.rollout.local import run as local_run
 from chatgpt.rollout.local import slot_cache
 from chatgpt.rollout.local.slot_cache import bytes_per_slot
 from chatgpt.testing import FAMILIES, tiny_causal_lm
@@ -117,6 +118,46 @@ def test_equal_prompts_are_prefilled_once_and_drawn_apart():
     assert len({tuple(s.response_ids.tolist()) for s in samples}) == 5
     alone = [collect(model, [p], sampling, indices=[i], seed=1)[0] for i, p in enumerate(prompts)]
     assert compare_samples(samples, alone).explained
+
+
+@pytest.mark.parametrize('settings', [{}, {'max_batch_size': 3, 'refill_fraction': 0.0}, {'fixed_steps': True}])
+@pytest.mark.parametrize('family', FAMILIES)
+def test_a_prefix_that_all_prompts_share_is_computed_once(family, settings, monkeypatch):
+    model = tiny_causal_lm(family)
+    shared = torch.randint(3, 64, (20,), generator=torch.Generator().manual_seed(7))
+    endings = prompts_of((3, 6, 1, 4, 2))
+    kinds = [Prompt(ids=torch.cat([shared, p.ids])) for p in endings] + [Prompt(ids=shared[:18])]
+    prompts = [kinds[i] for i in (0, 1, 0, 2, 5, 3, 1, 0, 4)]
+    sampling = SamplingParams(max_new_tokens=9, eos_token_ids=tuple(range(2, 14)))
+    actor, widths = Actor(model), []
+    trunk = actor.trunk
+
+    def counting(input_ids, **kwargs):
+        widths.append(tuple(input_ids.shape))
+        return trunk(input_ids, **kwargs)
+
+    engine = LocalEngine(**settings)
+    engine.begin(actor)
+    actor.trunk = counting
+    samples = engine.generate(Call.of(prompts, sampling, seed=1, indices=range(len(prompts))))
+    engine.end()
+    alone = [collect(model, [p], sampling, indices=[i], seed=1)[0] for i, p in enumerate(prompts)]
+    assert compare_samples(samples, alone).explained
+    assert len({s.num_actions for s in samples}) > 1
+    if family == 'bloom':  # takes a mask of slots
+        return
+    prefills = [shape for shape in widths if shape[1] > 1]
+    assert prefills.count((1, 17)) == 1 and max(width for _, width in prefills) == 17
+    # 16 tokens at least, two different prompts at least
+    monkeypatch.setattr(local_run, '_LEAST_PREFIX', 18)
+    for few in (prompts, prompts[:1]):
+        widths.clear()
+        actor.trunk = trunk
+        engine.begin(actor)
+        actor.trunk = counting
+        engine.generate(Call.of(few, sampling, seed=1, indices=range(len(few))))
+        engine.end()
+        assert max(width for _, width in widths) > 20
 
 
 def biased(token: int, amount: float, **kw):

@@ -6,17 +6,13 @@ were appended to them. The rows that they need behind the live ones are exchange
 such choice is made on token counts and the order of the queue, and what an environment answers is asked for when its
 sequence enters, not before: how long it thinks cannot be seen in a sample.
 
-What stands between two turns is appended in one forward, whose mask differs from token to token. Models that take an
-additive (n, 1, C, K) mask get all rows together, padded on the right. Others, which derive positions or causality
-from a mask of slots, get one row at a time, where nothing is padded. A model whose states are right in neither way gets
-its sequences from the start again. `find_append_form` finds out which on a few tokens.
+Tokens between two turns are appended to what the row holds (`chatgpt.rollout.local.append`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,12 +20,9 @@ from torch import Tensor
 from chatgpt.batching import cut_by_tokens
 from chatgpt.rollout.call import Call
 from chatgpt.rollout.engine import Turns, changing_shapes
+from chatgpt.rollout.local.append import AppendForm, append
 from chatgpt.rollout.local.fixed_step import Tables
-from chatgpt.rollout.local.masks import MaskForm, decode_mask
 from chatgpt.rollout.local.run import LocalRun
-from chatgpt.rollout.local.slot_cache import PROMPT_LENGTHS, SlotCache, disagreement, plain_example, prefilled_example
-
-AppendForm = Literal['together', 'apart', 'again']
 
 
 class Conversation(LocalRun):
@@ -41,9 +34,11 @@ class Conversation(LocalRun):
             the places of observations stay empty.
     """
 
-    def __init__(self, engine: Any, call: Call, rooms: list[int], turns: Turns, append_form: AppendForm) -> None:
+    def __init__(self, engine: Any, call: Call, rooms: list[int], turns: Turns) -> None:
         super().__init__(engine, call, rooms, most_rows=2 * engine.max_batch_size, spare_slots=1)
-        self.turns, self.append_form = turns, append_form
+        self.turns = turns
+        # appended tokens have no mask of a window
+        self.append_form: AppendForm = 'again' if self.windows is not None else engine.append_form()
         self.most_live = min(engine.max_batch_size, self.max_rows)
         self.min_refill = max(1, engine.min_refill * self.most_live // engine.max_batch_size)
         self.limits = list(rooms)  # of the turn that is drawn now
@@ -183,71 +178,3 @@ class Conversation(LocalRun):
                 self.queue.append(sample)
                 turn = (ids.clone(), logprobs.clone(), filtered.clone(), edges.clone(), self.reasons[sample])
                 self.turns.ended(sample, self.call.sample(sample, *turn))
-
-
-# ---------------------------------------------------------------------- what stands between two turns
-
-
-_COUNTS = (2, 1, 2)  # tokens that the check appends to each of its sequences; one more is decoded behind them
-
-
-def append(
-    actor: Any,
-    cache: SlotCache,
-    form: AppendForm,
-    mask_form: MaskForm,
-    first: int,
-    stored: list[int],
-    new: Sequence[list[int]],
-) -> Tensor:
-    """Store the tokens `new[i]`, at least one, behind the `stored[i]` tokens of cache row `first + i`.
-
-    Returns the hidden states of the last of each, (n, D).
-    """
-    if form == 'apart' and len(new) > 1:
-        rows = zip(stored, new, strict=True)
-        return torch.cat(
-            [append(actor, cache, form, mask_form, first + i, [s], [ids]) for i, (s, ids) in enumerate(rows)]
-        )
-    device = next(actor.parameters()).device
-    counts = [len(ids) for ids in new]
-    longest, width = max(counts), max(s + c for s, c in zip(stored, counts, strict=True))
-    input_ids = torch.tensor([ids + ids[:1] * (longest - len(ids)) for ids in new], device=device)
-    start, count = torch.tensor([stored, counts], device=device)
-    # padding stands at its row's last position, so that no position is beyond what the model knows
-    positions = start[:, None] + torch.minimum(torch.arange(longest, device=device), count[:, None] - 1)
-    cache.append(first, stored, counts, device)
-    mask: Tensor | None
-    if mask_form == 'boolean':
-        mask = decode_mask(positions[:, -1], width, mask_form, torch.bool)
-    else:
-        seen = decode_mask(positions.flatten(), width, mask_form, cache.layers[0].keys.dtype)
-        mask = seen.view(len(new), 1, longest, width)
-    hidden = actor.trunk(input_ids, position_ids=positions, attention_mask=mask, past_key_values=cache)
-    return hidden[torch.arange(len(new), device=device), count - 1]
-
-
-def find_append_form(actor: Any, mask_form: MaskForm) -> AppendForm:
-    """The cheapest form under which appended tokens have the states of a plain forward."""
-    sequences, plain, tolerance = plain_example(actor)
-    wanted = [p[[0, c, c + 1]] for p, c in zip(plain, _COUNTS, strict=True)]
-    forms: tuple[AppendForm, ...] = ('together', 'apart') if mask_form == 'additive' else ('apart',)
-    for form in forms:
-        if not disagreement(partial(_appended_states, actor, sequences, form, mask_form), wanted, tolerance):
-            return form
-    return 'again'
-
-
-def _appended_states(actor: Any, sequences: list[Tensor], form: AppendForm, mask_form: MaskForm) -> list[Tensor]:
-    """Hidden states of each sequence's last prompt token, last appended token, and a token decoded behind it."""
-    cache, states = prefilled_example(actor, sequences)
-    new = [s[p : p + c].tolist() for s, p, c in zip(sequences, PROMPT_LENGTHS, _COUNTS, strict=True)]
-    appended = append(actor, cache, form, mask_form, 0, list(PROMPT_LENGTHS), new)
-    ends = [p + c for p, c in zip(PROMPT_LENGTHS, _COUNTS, strict=True)]
-    lengths = torch.tensor(ends, device=states.device)
-    width = max(ends) + 1
-    cache.decode(torch.arange(len(ends), device=states.device), lengths, width, same_length=False)
-    token = torch.stack([s[end] for s, end in zip(sequences, ends, strict=True)])
-    mask = decode_mask(lengths, width, mask_form, states.dtype)
-    hidden = actor.trunk(token[:, None], position_ids=lengths[:, None], attention_mask=mask, past_key_values=cache)
-    return list(torch.stack([states, appended, hidden[:, 0]], dim=1))

@@ -24,8 +24,9 @@ from chatgpt.nn.layouts import check_causal
 from chatgpt.nn.trunk import addresses, plain_settings, row_limit, sharding_group, text_config
 from chatgpt.rollout.call import Call
 from chatgpt.rollout.engine import Abilities, CheckedEngine, Turns
+from chatgpt.rollout.local.append import AppendForm, find_append_form
 from chatgpt.rollout.local.attention import FORMS, AttentionForm, find_attention
-from chatgpt.rollout.local.conversation import AppendForm, Conversation, find_append_form
+from chatgpt.rollout.local.conversation import Conversation
 from chatgpt.rollout.local.cpu_speed import PackedModules
 from chatgpt.rollout.local.fixed_step import FixedSteps
 from chatgpt.rollout.local.masks import Windows, windows_of
@@ -235,12 +236,13 @@ class LocalEngine(CheckedEngine):
         rooms = self.checked(call)
         if call.prompts:
             with self._cache_at_risk(), self._computing():
-                if self._append_form is None:
-                    self._append_form = find_append_form(self._actor, self._mask_form)
-                longest = max(len(p.ids) + room for p, room in zip(call.prompts, rooms, strict=True))
-                # appended tokens have no mask of a window
-                form: AppendForm = 'again' if self.windows_beyond(longest) is not None else self._append_form
-                Conversation(self, call, rooms, turns, form).loop()
+                Conversation(self, call, rooms, turns).loop()
+
+    def append_form(self) -> AppendForm:
+        """The form in which tokens are appended to rows of sequences within the model's attention window."""
+        if self._append_form is None:
+            self._append_form = find_append_form(self._actor, self._mask_form)
+        return self._append_form
 
     @contextmanager
     def _computing(self) -> Iterator[None]:

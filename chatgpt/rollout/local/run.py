@@ -21,6 +21,7 @@ from chatgpt.batching import cut_by_tokens
 from chatgpt.nn.trunk import row_limit, sharding_group
 from chatgpt.rollout.call import Call
 from chatgpt.rollout.engine import changing_shapes
+from chatgpt.rollout.local.append import append
 from chatgpt.rollout.local.attention import AttentionForm, step_keywords
 from chatgpt.rollout.local.fixed_step import FixedSteps, row_bucket, shared_capacity, slot_bucket
 from chatgpt.rollout.local.masks import decode_mask, window_masks
@@ -29,6 +30,9 @@ from chatgpt.rollout.sampling import Draw, TokenSampler
 from chatgpt.types import FinishReason, Sample
 
 _CAPACITY_STEP = 64
+
+_LEAST_PREFIX = 16
+"""tokens of a shared prefix from which on it is computed apart from the prompts"""
 
 
 class LocalRun:
@@ -74,6 +78,7 @@ class LocalRun:
                 capture=not no_graph,
                 windows=self.windows,
             )
+        self.prefix = self._shared_prefix()
         self.fixed_loaded = False
         self.idle_slot = 0  # into which idle rows of a fixed shape write
         # live rows
@@ -103,6 +108,17 @@ class LocalRun:
         positions = first[:, None] + torch.arange(self.max_new, device=self.device)
         return uniforms(keys[:, None], positions).view(-1, 1)
 
+    def _shared_prefix(self) -> tuple[int, ...]:
+        """Returns the first tokens of all prompts as far as they are equal, without the last token of the shortest;
+        () where computing them once saves little or is not possible."""
+        prompts = {tuple(p.ids.tolist()) for p in self.prompts}
+        first, last = min(prompts), max(prompts)  # what these two share, all share
+        shortest = min(map(len, prompts)) - 1
+        length = next((i for i, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), shortest)
+        prefix = first[: min(length, shortest)]
+        worth = len(prompts) > 1 and len(prefix) >= _LEAST_PREFIX and self.windows is None
+        return prefix if worth and self.engine.append_form() == 'together' else ()
+
     def _sizes(self, wanted: int, fixed: bool, spare_slots: int) -> tuple[int, int]:
         """Rows and slots of the cache, for `wanted` rows at once."""
         longest_prompt = max(len(p.ids) for p in self.prompts)
@@ -128,15 +144,46 @@ class LocalRun:
         self.enter(self.prefilled([self.queue.popleft() for _ in range(min(free, len(self.queue)))]))
 
     def prefilled(self, samples: list[int]) -> Iterator[tuple[list[int], Tensor]]:
-        """Samples in the order of the rows that they got, with their prompts' last logits. Equal prompts are computed
-        once."""
+        """Yields samples in the order of the rows that they got, with their prompts' last logits. Equal prompts are
+        computed once, and so is the prefix that all prompts share."""
         takers: dict[tuple[int, ...], list[int]] = {}
         for sample in samples:
             takers.setdefault(tuple(self.prompts[sample].ids.tolist()), []).append(sample)
-        distinct = list(takers)
-        for chunk in cut_by_tokens([len(ids) for ids in distinct], self.engine.max_prefill_tokens):
-            logits = self.prefill([distinct[c] for c in chunk], [len(takers[distinct[c]]) for c in chunk])
-            yield [sample for c in chunk for sample in takers[distinct[c]]], logits
+        distinct, prefix = list(takers), self.prefix
+        lengths = [len(ids) - len(prefix) for ids in distinct]
+        for chunk in cut_by_tokens(lengths, self.engine.max_prefill_tokens):
+            prompts, rows = [distinct[c] for c in chunk], [takers[distinct[c]] for c in chunk]
+            if prefix:
+                ordered = [own[0] for own in rows] + [sample for own in rows for sample in own[1:]]
+                yield ordered, self.prefill_after_prefix(prompts, [len(own) for own in rows])
+            else:
+                yield [sample for own in rows for sample in own], self.prefill(prompts, [len(own) for own in rows])
+
+    def prefill_after_prefix(self, distinct: list[tuple[int, ...]], copies: list[int]) -> Tensor:
+        """As `prefill`, but the prefix is copied from a row that holds it, or computed once. In the rows, the first
+        copies of all prompts come first, then the further copies in the order of the prompts."""
+        first, num_rows, start = len(self.row_sample), sum(copies), len(self.prefix)
+        rows = list(range(first, first + num_rows))
+        if first:
+            self.cache.move([0] * num_rows, rows, start)
+        else:
+            self.run_prompts([self.prefix], [num_rows])
+        with changing_shapes(self.device):
+            hidden = append(
+                self.actor,
+                self.cache,
+                'together',
+                self.engine._mask_form,
+                first,
+                [start] * len(distinct),
+                [list(ids[start:]) for ids in distinct],
+            )
+        logits = self.actor.head(hidden)
+        source = [i for i, count in enumerate(copies) for _ in range(count - 1)]
+        if not source:
+            return logits
+        self.cache.move([first + i for i in source], rows[len(distinct) :], max(map(len, distinct)))
+        return torch.cat([logits, logits[source]])
 
     def enter(self, filled: Iterable[tuple[list[int], Tensor]]) -> None:
         """Make rows live that have just been filled, and draw their first tokens."""
@@ -164,6 +211,15 @@ class LocalRun:
     def prefill(self, distinct: list[tuple[int, ...]], copies: list[int]) -> Tensor:
         """Prompts through the model into the next cache rows, each `copies[i]` times. Returns their last logits, (rows,
         V)."""
+        hidden = self.run_prompts(distinct, copies)
+        last = torch.tensor([len(ids) - 1 for ids in distinct], device=self.device)
+        logits = self.actor.head(hidden[torch.arange(len(distinct), device=self.device), last])
+        if sum(copies) == len(distinct):
+            return logits
+        return logits[torch.repeat_interleave(torch.tensor(copies, device=self.device))]
+
+    def run_prompts(self, distinct: list[tuple[int, ...]], copies: list[int]) -> Tensor:
+        """As `prefill`; returns the hidden states (len(distinct), longest prompt, D)."""
         first, num_rows = len(self.row_sample), sum(copies)
         width = max(map(len, distinct))
         # filled up with each prompt's own first token: a causal model never looks ahead, and no padding id is needed
@@ -174,10 +230,7 @@ class LocalRun:
         self.cache.prefill(torch.arange(first, first + num_rows, device=self.device), source)
         positions = torch.arange(width, device=self.device).expand(len(distinct), width)
         with changing_shapes(self.device):
-            hidden = self.actor.trunk(input_ids, position_ids=positions, past_key_values=self.cache)
-        last = torch.tensor([len(ids) - 1 for ids in distinct], device=self.device)
-        logits = self.actor.head(hidden[torch.arange(len(distinct), device=self.device), last])
-        return logits if source is None else logits[source]
+            return self.actor.trunk(input_ids, position_ids=positions, past_key_values=self.cache)
 
     def decode(self) -> None:
         """One token for every live row."""
