@@ -130,15 +130,15 @@ def random_sequence(generator: Any, prompt: int, response: int, vocab: int) -> A
     return Sequence(prompt_ids=ids[:prompt], response_ids=ids[prompt:], response_mask=mask)
 
 
-def generate(model: Any, ids: Any, new: int, **settings: Any) -> Any:
-    """`model.generate` as the local engine draws: at temperature 1, of the whole vocabulary."""
+def generate(model: Any, ids: Any, new: int, mask: Any = None, **settings: Any) -> Any:
+    """`model.generate` as the local engine samples: at temperature 1, of the whole vocabulary. mask: of padded ids."""
     import torch
     from transformers import GenerationConfig
 
     sampled: dict[str, Any] = {'do_sample': True, 'top_k': 0, 'top_p': 1.0, 'temperature': 1.0}
     how = GenerationConfig(**sampled | {'max_new_tokens': new, 'pad_token_id': 0, 'use_cache': True} | settings)
     with torch.inference_mode():
-        return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=how)
+        return model.generate(ids, attention_mask=torch.ones_like(ids) if mask is None else mask, generation_config=how)
 
 
 def prepared(strategy: Any, model: Any, optimizer: Callable[[list[Any]], Any]) -> Any:

@@ -1,7 +1,7 @@
-"""A chat model of 135 million parameters learns to add: the page of what `make real` leaves.
+"""The page of what the tasks of examples/real_model leave: additions (`make real`), sentiment, preferences.
 
 make real REAL_ARGS='--out outputs/real-1 --seed 1'
-python benchmarks/real_model.py outputs/real-*         # takes in their results, by seed, and writes the page
+python benchmarks/real_model.py outputs/real-* ...     # takes in their results, and writes the page
 python benchmarks/real_model.py --page                 # the page from what was taken in before
 """
 
@@ -14,79 +14,86 @@ from typing import Any
 
 import harness
 
-RECORDS, PAGE, PLOT = 'real_model.json', 'real_model.md', 'real_model.png'
-COLOURS = {'ppo': 'C0', 'grpo': 'C1'}
+RECORDS, PAGE = 'real_model.json', 'real_model.md'
+TASKS = {'additions': 'real_model.png', 'sentiment': 'real_sentiment.png'}
+"""tasks with a plot of scores and KL"""
+SCORES = {'additions': 'share of held-out sums right', 'sentiment': 'held-out reward'}
 
 
-def table(runs: list[dict[str, Any]]) -> str:
+def table(records: list[dict[str, Any]]) -> str:
+    """Each run's mean over seeds; its gain is over the same seed's score before the run."""
+    names = list(dict.fromkeys(row['run'] for record in records for row in record['rows']))
     rows = []
-    for place, name in enumerate(row['model'] for row in runs[0]['rows']):
-        own = [run['rows'][place] for run in runs]
-        cells = [name, len(own), right_of(own)]
-        after_sft = [run['rows'][1]['right'] for run in runs]
-        cells.append(harness.interval([row['right'] for row in own], after_sft) if place > 1 else '')
+    for name in names:
+        own = [row for record in records for row in record['rows'] if row['run'] == name]
+        started = [row for row in own if 'before' in row]
+        cells = [name.replace('_', ' '), len(own)]
+        cells.append(f'{statistics.mean(row["before"] for row in started):.3f}' if started else '')
+        cells.append(score_of(own))
+        pairs = [row['score'] for row in started], [row['before'] for row in started]
+        cells.append(harness.interval(*pairs) if started else '')
         for key, form in (('kl', '.2f'), ('length', '.1f'), ('cpu_minutes', '.1f'), ('peak_gib', '.1f')):
-            cells.append(f'{statistics.mean(row[key] for row in own):{form}}' if key in own[0] else '')
+            values = [row[key] for row in own if key in row]
+            cells.append(f'{statistics.mean(values):{form}}' if values else '')
         rows.append(cells)
-    head = [
-        'model',
-        'seeds',
-        'right, held out',
-        'more than after SFT',
-        'KL, nats per response',
-        'tokens',
-        'CPU minutes',
-        'peak GiB',
-    ]
+    head = 'run | seeds | before | after | gain | KL, nats per response | tokens | CPU minutes | peak GiB'
     return harness.markdown(head, rows)
 
 
-def right_of(rows: list[dict[str, Any]]) -> str:
-    scores = [row['right'] for row in rows]
+def score_of(rows: list[dict[str, Any]]) -> str:
+    scores = [row['score'] for row in rows]
     return harness.mean_and_spread(scores) if len(scores) > 1 else f'{scores[0]:.3f}'
 
 
-def samples(run: dict[str, Any]) -> str:
-    return harness.markdown(
-        ['question', 'as it is', 'after SFT and PPO'], [[*map(cell, row)] for row in run['samples']]
-    )
+def samples(record: dict[str, Any]) -> str:
+    names = list(record['samples'][0])
+    return harness.markdown(names, [[cell(sample[name]) for name in names] for sample in record['samples']])
 
 
 def cell(text: str) -> str:
-    return ' '.join(text.split()).replace('|', '\\|')
+    return ' '.join(text.split()).replace('|', '\\|').replace('<', '&lt;')
 
 
-def draw(runs: list[dict[str, Any]]) -> None:
-    with harness.figure(PLOT, 2) as axes:
-        for axis, kind, title in zip(
-            axes, ('score', 'kl'), ('share of held-out sums right', 'KL, nats per response'), strict=True
-        ):
-            for method, colour in COLOURS.items():
-                for number, run in enumerate(runs):
-                    label = method.upper() if number == 0 else None
-                    axis.plot(*zip(*run['curves'][method][kind], strict=True), color=colour, marker='.', label=label)
+def draw(task: str, records: list[dict[str, Any]]) -> None:
+    runs = list(dict.fromkeys(run for record in records for run, own in record['curves'].items() if own['kl']))
+    with harness.figure(TASKS[task], 2) as axes:
+        for axis, kind, title in zip(axes, ('score', 'kl'), (SCORES[task], 'KL, nats per response'), strict=True):
+            for number, run in enumerate(runs):
+                curves = [record['curves'][run][kind] for record in records if run in record['curves']]
+                for curve in curves:
+                    label = run.replace('_', ' ') if curve is curves[0] else None
+                    axis.plot(*zip(*curve, strict=True), color=f'C{number}', marker='.', label=label)
             axis.set(title=title, xlabel='phases of 64 responses')
-        starts = [statistics.mean(run['rows'][place]['right'] for run in runs) for place in (0, 1)]
-        for height, name in zip(starts, ('as it is', 'after SFT'), strict=True):
-            axes[0].axhline(height, color='grey', linestyle='--', linewidth=1)
-            axes[0].annotate(name, (0, height), xytext=(0, 4), textcoords='offset points', fontsize=8, color='grey')
-        axes[0].set_ylim(0, 1)
+        if task == 'additions':
+            for name in ('as it is', 'sft'):
+                rows = [row for record in records for row in record['rows'] if row['run'] == name]
+                height = statistics.mean(row['score'] for row in rows)
+                axes[0].axhline(height, color='grey', linestyle='--', linewidth=1)
+                place = {'xytext': (0, 4), 'textcoords': 'offset points', 'fontsize': 8, 'color': 'grey'}
+                axes[0].annotate('after SFT' if name == 'sft' else name, (0, height), **place)
+            axes[0].set_ylim(0, 1)
 
 
 def main() -> None:
     parser = harness.script_parser(__doc__, PAGE)
-    parser.add_argument('folders', nargs='*', type=Path, help='what examples/real_model/additions.py left')
+    parser.add_argument('folders', nargs='*', type=Path, help='folders that the tasks left')
+    parser.add_argument('--data', default='', help='name of the data, where a task was run on several')
     args = parser.parse_args()
     kept = harness.Results(RECORDS)
     for folder in args.folders:
         found = json.loads((folder / 'results.json').read_text())
-        kept[str(found['seed'])] = found
+        task = ' '.join(filter(None, (found['task'], args.data)))
+        kept[f'{task} {found["seed"]}'] = found | {'task': task}
         harness.write_json(harness.RESULTS / RECORDS, kept)
     if not kept:
         parser.error('there are no results; give a folder')
-    runs = [kept[seed] for seed in sorted(kept)]
-    draw(runs)
-    harness.write_page(PAGE, scores=table(runs), samples=samples(runs[0]))
+    tables = {}
+    for task in dict.fromkeys(record['task'] for record in kept.values()):
+        records = [kept[key] for key in sorted(kept) if kept[key]['task'] == task]
+        if task in TASKS:
+            draw(task, records)
+        tables |= {f'{task}': table(records), f'samples of {task}': samples(records[0])}
+    harness.write_page(PAGE, **tables)
 
 
 if __name__ == '__main__':

@@ -1,18 +1,22 @@
-"""Tokens per CPU second of vLLM, `LocalEngine` and transformers' `generate` on the same model and prompts, and the cost of
-the check that follows a transfer of weights to vLLM.
+"""Tokens per CPU second of vLLM, `LocalEngine` and transformers' `generate` on a chat model's own questions, and the cost
+of the check that follows a transfer of weights to vLLM.
 
     .venv-vllm/bin/python benchmarks/vllm_on_cpu.py --model HuggingFaceTB/SmolLM2-135M-Instruct --page
 
-In fp32, with one thread, sampled at temperature 1, every response of the same length. Times are CPU seconds of all
-threads and ended children. Rounds alternate vLLM, local, generate, after one that is not counted; a row has the median.
-Without --model, a Llama of 134 million parameters with random weights.
+In fp32, with one thread, sampled at temperature 1: additions with responses of 32 tokens each ('fixed'), and sentences
+that end by themselves, after 96 tokens at most ('varying'); 16 and 64 rows. Times are CPU seconds of all threads and ended
+children. Rounds alternate the three ways, after one that is not counted; a cell has the median. "products" is the share of
+LocalEngine's time that its matrix products take by themselves, at the number of rows of each step.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import statistics
 import tempfile
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +26,13 @@ os.environ.setdefault('OMP_NUM_THREADS', '1')
 os.environ.setdefault('VLLM_LOGGING_LEVEL', 'ERROR')
 
 import torch
-from harness import alternate, generate, markdown, script_parser, where, write_page
-from transformers import AutoModelForCausalLM, LlamaConfig
+from harness import alternate, generate, least_median_greatest, markdown, ratios, script_parser, where, write_page
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chatgpt.nn import Actor
 from chatgpt.rollout import Call, LocalEngine, SamplingParams, VLLMEngine
 from chatgpt.rollout.handshake import Handshake
+from chatgpt.rollout.local.cpu_speed import PackedModules
 from chatgpt.types import Prompt
 
 
@@ -42,85 +47,125 @@ def timed(work: Any) -> tuple[float, Any]:
     return cpu_s() - start, found
 
 
-def model_of(name: str | None) -> Any:
-    if name is not None:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
-    torch.manual_seed(0)
-    sizes = {'hidden_size': 576, 'intermediate_size': 1536, 'num_hidden_layers': 30, 'num_attention_heads': 9}
-    config = LlamaConfig(**sizes, num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+NOUNS = (
+    'cat dog horse house river tree bridge train boat ship road garden kitchen window door chair table lamp book pen '
+    'letter song piano violin drum school teacher doctor farmer baker king queen castle forest desert island beach '
+    'mountain valley storm cloud star moon planet rocket robot clock watch mirror bottle cup plate knife spoon apple '
+    'bread cheese egg soup cake candle rope bell'
+).split()
+NEW_TOKENS = {'fixed': 32, 'varying': 96}
 
 
-def measure(model: Any, *, batch: int, prompt: int, new: int, rounds: int) -> dict[str, Any]:
-    """By way: tokens per CPU second and CPU seconds; and of the check."""
+def questions(tokenizer: Any, lengths: str, rows: int) -> list[Prompt]:
+    """Chats of one question each."""
+    numbers = random.Random(0)
+    asked = [f'Write one short sentence about a {noun}.' for noun in NOUNS[:rows]]
+    if lengths == 'fixed':
+        asked = [f'What is {numbers.randint(100, 999)} + {numbers.randint(100, 999)}?' for _ in range(rows)]
+    chats = [[{'role': 'user', 'content': text}] for text in asked]
+    options = {'add_generation_prompt': True, 'return_dict': False}
+    return [Prompt(ids=torch.tensor(tokenizer.apply_chat_template(chat, **options))) for chat in chats]
+
+
+def rate(model: Any, prompts: list[Prompt], sampling: SamplingParams, seed: int) -> float:
+    """Tokens per CPU second of `generate`; those behind an end token do not count."""
+    width, end = max(len(p.ids) for p in prompts), sampling.eos_token_ids
+    ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+    for row, prompt in zip(ids, prompts, strict=True):
+        row[width - len(prompt.ids) :] = prompt.ids
+    mask = (torch.arange(width) >= width - torch.tensor([[len(p.ids)] for p in prompts])).long()
+    settings = {'min_new_tokens': 0 if end else sampling.max_new_tokens, 'eos_token_id': list(end) or None}
+    torch.manual_seed(seed)
+    seconds, found = timed(lambda: generate(model, ids, sampling.max_new_tokens, mask=mask, **settings))
+    new = found[:, width:]
+    ended = torch.isin(new, torch.tensor(end)).cumsum(1) if end else torch.zeros_like(new)
+    counted = (ended == 0).sum() + (ended[:, -1] > 0).sum()
+    return float(counted) / seconds
+
+
+def products_s(actor: Actor, rows: int) -> float:
+    """CPU seconds of a step's matrix products for so many rows, packed as the engine packs them."""
+    packed = PackedModules(actor)
+    states = {m: torch.randn(rows, m.in_features) for m in actor.modules() if type(m) is torch.nn.Linear}
+
+    def step() -> None:
+        for module, state in states.items():
+            module(state)
+
+    with packed.active(), torch.inference_mode():
+        step()
+        return statistics.median(timed(step)[0] for _ in range(5))
+
+
+def measure(name: str, rounds: int) -> tuple[list[list[object]], dict[str, float]]:
+    """Rows of the table, and the seconds of the check."""
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
     actor = Actor(model.requires_grad_(False))
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(17, model.config.vocab_size, (batch, prompt), generator=generator)
-    sampling = SamplingParams(max_new_tokens=new)
     folder = tempfile.TemporaryDirectory()
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder.name)
-    options = {'dtype': 'float32', 'enforce_eager': True, 'max_model_len': 2 * (prompt + new)}
-    engines = {'vLLM': VLLMEngine(folder.name, kv_cache_memory_bytes=1 << 30, **options), 'LocalEngine': LocalEngine()}
+    options = {'dtype': 'float32', 'enforce_eager': True, 'max_model_len': 256}
+    vllm_engine = VLLMEngine(folder.name, kv_cache_memory_bytes=1 << 30, **options)
+    local = LocalEngine()
+    table: list[list[object]] = []
+    for lengths, rows in product(NEW_TOKENS, (16, 64)):
+        prompts = questions(tokenizer, lengths, rows)
+        end = () if lengths == 'fixed' else (tokenizer.eos_token_id,)
+        sampling = SamplingParams(max_new_tokens=NEW_TOKENS[lengths], eos_token_ids=end)
+        steps: list[tuple[float, list[int]]] = []
 
-    def generated(engine: Any, seed: int) -> float:
-        engine.begin(actor)
-        engine.check_weights()
-        prompts = [Prompt(ids=row) for row in ids]
-        seconds, samples = timed(lambda: engine.generate(Call.of(prompts, sampling, seed=seed, indices=range(batch))))
-        engine.end()
-        assert sum(s.num_actions for s in samples) == batch * new
-        return seconds
+        def drawn(
+            engine: Any, seed: int, prompts: Any = prompts, sampling: Any = sampling, steps: Any = steps
+        ) -> float:
+            engine.begin(actor)
+            engine.check_weights()
+            call = Call.of(prompts, sampling, seed=seed, indices=range(len(prompts)))
+            seconds, samples = timed(lambda: engine.generate(call))
+            engine.end()
+            if engine is local:
+                steps.append((seconds, [s.num_actions for s in samples]))
+            return sum(s.num_actions for s in samples) / seconds
 
-    def plain(seed: int) -> float:
-        torch.manual_seed(seed)
-        return timed(lambda: generate(model, ids, new, min_new_tokens=new))[0]
-
-    ways = {name: lambda seed, e=engine: generated(e, seed) for name, engine in engines.items()} | {'generate': plain}
-    times = alternate(ways, rounds)
-    vllm, checks = engines['vLLM'], []
+        ways: dict[str, Any] = {
+            'vLLM': partial(drawn, vllm_engine),
+            'local': partial(drawn, local),
+            'generate': partial(rate, model, prompts, sampling),
+        }
+        rates = alternate(ways, rounds)
+        seconds, counts = steps[-1]
+        bare = sum(products_s(actor, sum(n > i for n in counts)) for i in range(max(counts)))
+        cells = [f'{statistics.median(rates[way]):.0f}' for way in ways]
+        table.append([lengths, rows, f'{statistics.mean(counts):.0f}', *cells])
+        table[-1] += [least_median_greatest(ratios(rates['local'], rates[way])) for way in ('generate', 'vLLM')]
+        table[-1].append(f'{bare / seconds:.2f}')
+        print(table[-1], flush=True)
+    checks = []
     for _ in range(5):
         of_actor, _ = timed(lambda: Handshake.of(actor, 'vLLM'))
-        begun, _ = timed(lambda: vllm.begin(actor))
-        of_engine, _ = timed(vllm.check_weights)
-        vllm.end()
+        begun, _ = timed(lambda: vllm_engine.begin(actor))
+        of_engine, _ = timed(vllm_engine.check_weights)
+        vllm_engine.end()
         checks.append((of_actor, of_engine, begun - of_actor))
-    of_actor, of_engine, transfer = (statistics.median(part) for part in zip(*checks, strict=True))
-    seconds = {name: statistics.median(found) for name, found in times.items()}
-    return {
-        'seconds': seconds,
-        'tokens_per_s': {name: batch * new / s for name, s in seconds.items()},
-        'actor': of_actor,
-        'engine': of_engine,
-        'transfer': transfer,
-        'difference': vllm.difference,
-    }
+    found = dict(zip(('actor', 'engine', 'transfer'), map(statistics.median, zip(*checks, strict=True)), strict=True))
+    return table, found | {'difference': vllm_engine.difference}
 
 
 def main() -> None:
     parser = script_parser(__doc__, 'vllm.md')
-    parser.add_argument('--model', help='folder or hub name')
-    for name, default in (('batch', 32), ('prompt', 16), ('new', 48), ('rounds', 3)):
-        parser.add_argument(f'--{name}', type=int, default=default)
+    parser.add_argument('--model', default='HuggingFaceTB/SmolLM2-135M-Instruct', help='folder or hub name')
+    parser.add_argument('--rounds', type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    model = model_of(args.model)
-    sizes = {name: getattr(args, name) for name in ('batch', 'prompt', 'new', 'rounds')}
-    found = measure(model, **sizes)
-    rows = ([n, f'{found["tokens_per_s"][n]:.0f}', f'{s:.1f}'] for n, s in found['seconds'].items())
-    check, whole = found['actor'] + found['engine'], 64 * 128
-    millions = sum(p.numel() for p in model.parameters()) / 1e6
-    about = (
-        f'{Path(args.model).name if args.model else "new weights"}, {millions:.0f} million parameters, '
-        + ', '.join(f'{name} {value}' for name, value in sizes.items())
+    rows, check = measure(args.model, args.rounds)
+    head = ['lengths', 'rows', 'mean length', 'vLLM', 'LocalEngine', 'generate']
+    head += ['local / generate: least median greatest', 'local / vLLM', 'products']
+    note = (
+        f'{Path(args.model).name}, tokens per CPU second; vLLM {vllm.__version__}, {where()}. Check of the weights: '
+        f'{check["actor"]:.3f} (actor) + {check["engine"]:.3f} (engine) CPU seconds, handing them over '
+        f'{check["transfer"]:.2f}. Log-probs of engine and actor differed by {check["difference"]:.1e}.'
     )
-    said = (
-        f'{about}; vLLM {vllm.__version__}, {where()}. Check of the weights: {found["actor"]:.3f} (actor) + {found["engine"]:.3f} '
-        f'(engine) CPU seconds, handing them over {found["transfer"]:.2f}; of the generating of this one batch '
-        f'{check / found["seconds"]["vLLM"]:.1%}, of {whole:,} tokens {check * found["tokens_per_s"]["vLLM"] / whole:.2%}. '
-        f'Log-probs of engine and actor differed by {found["difference"]:.1e}.'
-    )
-    measured = markdown(' | tokens per CPU second | CPU seconds'.split(' | '), rows) + '\n\n' + said
+    measured = f'{markdown(head, rows)}\n\n{note}'
     print(measured)
     if args.page:
         write_page('vllm.md', measured=measured)

@@ -16,7 +16,7 @@ PLACE = Path(__file__).parents[2] / 'examples' / 'real_model'
 def importable(monkeypatch):
     monkeypatch.syspath_prepend(str(PLACE))
     yield
-    for name in ('model', 'additions'):
+    for name in ('model', 'runs', 'additions', 'sentiment', 'preferences'):
         sys.modules.pop(name, None)
 
 
@@ -78,6 +78,34 @@ def test_no_question_stands_in_two_files(tmp_path):
     assert all(str(row['answer']) not in row['prompt'][0]['content'] for row in rows if 'answer' in row)
 
 
+def tiny_chat_model(folder):
+    from chatgpt.testing import byte_tokenizer, tiny_causal_lm
+
+    ids = {'vocab_size': 259, 'pad_token_id': 256, 'bos_token_id': 257, 'eos_token_id': 258}
+    tiny_causal_lm('gpt2', **ids).save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def results_of(task, out, monkeypatch, *words):
+    monkeypatch.setattr(sys, 'argv', [f'{task.__name__}.py', '--out', str(out), *map(str, words)])
+    task.main()
+    return json.loads((out / 'results.json').read_text())
+
+
+def write_rows(path, rows):
+    path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    return path
+
+
+SHORT = ['--num_layers_unfrozen=1', '--max_timesteps=1', '--max_epochs=1', '--experience_batch_size=4']
+
+
 @pytest.mark.slow
 def test_the_model_of_the_wheel_answers(tmp_path):
     from model import find_model
@@ -100,31 +128,62 @@ def test_the_whole_example_on_a_tiny_model(tmp_path, monkeypatch, capfd):
     """SFT, PPO, GRPO and both evaluations in processes of their own; the table, the results and the samples."""
     import additions
 
-    from chatgpt.testing import byte_tokenizer, tiny_causal_lm
-
-    ids = {'vocab_size': 259, 'pad_token_id': 256, 'bos_token_id': 257, 'eos_token_id': 258}
-    tiny_causal_lm('gpt2', **ids).save_pretrained(tmp_path / 'start')
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-    )
-    tokenizer.save_pretrained(tmp_path / 'start')
+    start = tiny_chat_model(tmp_path / 'start')
     for name, count in (('NUM_DEMONSTRATIONS', 8), ('NUM_PROMPTS', 16), ('NUM_HELD_OUT', 8)):
         monkeypatch.setattr(additions, name, count)
     monkeypatch.setattr(additions, 'RESPONSES', ['--max_new_tokens=4'])
-    short = ['--num_layers_unfrozen=1', '--max_timesteps=1', '--max_epochs=1']
-    monkeypatch.setattr(additions, 'ONLINE', [*additions.ONLINE, *short])
-    methods = {name: [*own, '--experience_batch_size=4'] for name, own in additions.METHODS.items()}
+    methods = {name: [*own, *SHORT] for name, own in additions.METHODS.items()}
     monkeypatch.setattr(additions, 'METHODS', methods)
     out = tmp_path / 'out'
-    monkeypatch.setattr(sys, 'argv', ['additions.py', '--out', str(out), '--pretrain', str(tmp_path / 'start')])
-    additions.main()
+    found = results_of(additions, out, monkeypatch, '--pretrain', start)
     said = capfd.readouterr().out
-    found = json.loads((out / 'results.json').read_text())
-    assert [row['model'] for row in found['rows']] == ['as it is', 'sft', 'sft, ppo', 'sft, grpo']
-    assert all(0 <= row['right'] <= 1 for row in found['rows'])
+    assert [row['run'] for row in found['rows']] == ['as it is', 'sft', 'ppo', 'grpo']
+    assert all(0 <= row['score'] <= 1 for row in found['rows'])
     assert all(row['cpu_minutes'] > 0 for row in found['rows'][1:])
-    assert len(found['samples']) == 6 and found['samples'][0][0].startswith('What is ')
-    assert set(found['curves']) == {'ppo', 'grpo'} and len(found['curves']['ppo']['kl']) == 1
+    assert len(found['samples']) == 6 and found['samples'][0]['prompt'].startswith('What is ')
+    assert set(found['samples'][0]) == {'prompt', 'as it is', 'sft', 'ppo'} and found['rows'][1]['score'] >= 0
+    assert set(found['curves']) == {'sft', 'ppo', 'grpo'} and len(found['curves']['ppo']['kl']) == 1
     assert (out / 'table.txt').read_text() in said and said.count('lr ') >= 3
+
+
+@pytest.mark.system
+def test_sentiment_on_a_tiny_model(tmp_path, monkeypatch):
+    import sentiment
+
+    for name, count in (('NUM_REVIEWS', 8), ('NUM_HELD_OUT', 4), ('NUM_WORDS', 2)):
+        monkeypatch.setattr(sentiment, name, count)
+    own = {name: (method, [*words, *SHORT]) for name, (method, words) in sentiment.METHODS.items()}
+    monkeypatch.setattr(sentiment, 'METHODS', own)
+    reviews = [{'text': f'film {n} is {"good" if n % 2 else "bad"}', 'label': n % 2} for n in range(130)]
+    words = write_rows(tmp_path / 'reviews.jsonl', reviews), '--pretrain', tiny_chat_model(tmp_path / 'start')
+    found = results_of(sentiment, tmp_path / 'out', monkeypatch, *words, '--runs', 'ppo', 'grpo')
+    assert [row['run'] for row in found['rows']] == ['reward_model', 'ppo', 'grpo']
+    assert 0 <= found['rows'][0]['score'] <= 1 and all('before' in row for row in found['rows'])
+    assert len(found['samples']) == 6 and found['samples'][0]['prompt'].startswith('film ')
+    # what has ended is not run again
+    monkeypatch.setattr(sys.modules['runs'].Task, 'answers', lambda self, *words: [{'response': ''}] * 6)
+    monkeypatch.setattr('runs.command', lambda *words: pytest.fail(str(words)))
+    again = results_of(sentiment, tmp_path / 'out', monkeypatch, *words, '--runs', 'ppo', 'grpo')
+    assert again['rows'] == found['rows'] and again['curves'] == found['curves']
+
+
+@pytest.mark.system
+def test_preferences_on_a_tiny_model(tmp_path, monkeypatch):
+    import preferences
+
+    monkeypatch.setattr(preferences, 'ONLINE', [*preferences.ONLINE, *SHORT])
+    monkeypatch.setattr(preferences, 'RESPONSES', ['--max_new_tokens=4'])
+    talk = '\n\nHuman: hi {0}\n\nAssistant: yes\n\nand?\n\nHuman: what\n\nAssistant:'
+    pairs = [{'chosen': f'{talk.format(n)} good', 'rejected': f'{talk.format(n)} bad'} for n in range(30)]
+    pairs += [{'chosen': talk + 50 * ' good', 'rejected': talk + ' bad'}]
+    path = write_rows(tmp_path / 'pairs.jsonl', pairs)
+    found = results_of(
+        preferences, tmp_path / 'out', monkeypatch, path, '--pretrain', tiny_chat_model(tmp_path / 'start')
+    )
+    assert [row['run'] for row in found['rows']] == ['reward_model', 'dpo', 'ppo']
+    assert set(found['samples'][0]) == {'prompt', 'as it is', 'dpo', 'ppo'} and found['samples'][0]['prompt'] == 'what'
+    used = [json.loads(line) for file in ('pairs', 'pairs_held_out') for line in open(tmp_path / f'out/{file}.jsonl')]
+    assert len(used) == 30
+    turns = used[0]['prompt']
+    assert [turn['role'] for turn in turns] == ['user', 'assistant', 'user']
+    assert turns[1]['content'] == 'yes\n\nand?' and used[0]['chosen'][0]['content'] == 'good'

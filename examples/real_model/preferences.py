@@ -1,0 +1,87 @@
+"""Preferences of people, on a real model: a reward model and DPO from pairs of answers, and PPO with that reward.
+
+    python examples/real_model/preferences.py PAIRS.jsonl [--out outputs/preferences] [--pretrain NAME_OR_FOLDER]
+
+PAIRS is a file of preferences in any form that `chatgpt-rlhf reward-model` reads. Pairs that are longer than
+--longest tokens are left out, a fifth of the others (100 at most) is held out. Learning rates, passes of DPO and PPO
+and the weight of the KL are the defaults. Prints a table and leaves it in --out, with the folders and report.html of
+the runs. To judge answers yourself:
+
+    chatgpt-rlhf compare --model outputs/preferences/model --model outputs/preferences/dpo/actor \\
+        --prompts outputs/preferences/prompts_held_out.jsonl --db judged.sqlite
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from runs import Task, task_parser
+from transformers import AutoTokenizer
+
+from chatgpt.data import load_examples
+from chatgpt.launch.arguments import run_main
+
+ONLINE = ['--num_episodes=1', '--max_timesteps=8', '--update_timesteps=1', '--eval_interval=4']
+ONLINE += ['--experience_batch_size=32', '--critic=shared', '--num_layers_unfrozen=8']
+RESPONSES = ['--max_new_tokens=48']
+
+
+def as_turns(dialogue: str) -> list[dict[str, str]]:
+    """The turns of '\\n\\nHuman: ... \\n\\nAssistant: ...', as the data of Bai et al. 2022 has them."""
+    turns = []
+    for part in dialogue.split('\n\n'):
+        speaker, colon, text = part.partition(':')
+        role = {'Human': 'user', 'Assistant': 'assistant'}.get(speaker) if colon else None
+        if role:
+            turns.append({'role': role, 'content': text.strip()})
+        elif turns:
+            turns[-1]['content'] += f'\n\n{part}'
+    return turns[:-1] if turns and turns[-1]['role'] == 'assistant' and not turns[-1]['content'] else turns
+
+
+def rows_of(path: Path, tokenizer: Any, longest: int, most: int) -> list[dict[str, Any]]:
+    """Rows of prompt, chosen and rejected as chats, of at most so many tokens, in a fixed random order."""
+    rows = []
+    for example in load_examples(str(path), skip_bad_records=True):
+        prompt = example.prompt
+        turns = as_turns(prompt) if isinstance(prompt, str) else [asdict(message) for message in prompt]
+        turns = [{key: turn[key] for key in ('role', 'content')} for turn in turns]
+        answers = [text if isinstance(text, str) else text[-1].content for text in example.responses]
+        chosen, rejected = ([{'role': 'assistant', 'content': answer.strip()}] for answer in answers[:2])
+        if turns and turns[-1]['role'] == 'user' and chosen != rejected:
+            rows.append({'prompt': turns, 'chosen': chosen, 'rejected': rejected})
+    random.Random(0).shuffle(rows)
+    chats = ([r['prompt'] + r[name] for name in ('chosen', 'rejected')] for r in rows)
+    sizes = [max(len(tokenizer.apply_chat_template(c, return_dict=False)) for c in pair) for pair in chats]
+    return [row for row, size in zip(rows, sizes, strict=True) if size <= longest][:most]
+
+
+def main() -> None:
+    parser = task_parser(__doc__, 'outputs/preferences')
+    parser.add_argument('pairs', type=Path)
+    parser.add_argument('--longest', type=int, default=192, help='tokens of the longest conversation that is used')
+    parser.add_argument('--most', type=int, default=700, help='number of pairs that are used')
+    parser.add_argument('--no_ppo', action='store_true', help='only the reward model and DPO')
+    args = parser.parse_args()
+    task = Task('preferences', args)
+    rows = rows_of(args.pairs, AutoTokenizer.from_pretrained(task.start), args.longest, args.most)
+    cut = min(100, len(rows) // 5)
+    print(f'{len(rows) - cut} pairs to learn from, {cut} held out')
+    held_out, pairs = task.write('pairs_held_out.jsonl', rows[:cut]), task.write('pairs.jsonl', rows[cut:])
+    words = ['--validation_file', held_out]
+    reward = task.learn('reward_model', 'reward-model', pairs, *words, '--max_epochs=1', metric='accuracy')
+    models = {'as it is': task.start, 'dpo': task.learn('dpo', 'dpo', pairs, *words, metric='accuracy')}
+    asked = task.write('prompts_held_out.jsonl', [{'prompt': row['prompt']} for row in rows[:cut]])
+    scored = ['--reward_model', reward, *RESPONSES]
+    if not args.no_ppo:
+        prompts = task.write('prompts.jsonl', [{'prompt': row['prompt']} for row in rows[cut:]])
+        models['ppo'] = task.learn('ppo', 'ppo', prompts, '--validation_file', asked, *scored, *ONLINE)
+    about = f'reward model, dpo: accuracy on {cut} held-out pairs; ppo: mean score by the reward model, greedily'
+    task.finish(about, asked, models, *scored)
+
+
+if __name__ == '__main__':
+    run_main(main)

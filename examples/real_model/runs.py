@@ -1,0 +1,109 @@
+"""What the tasks of this folder share: commands in processes of their own, and the table of what they reached."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from model import find_model
+
+from chatgpt.launch.inputs import quiet_transformers
+from chatgpt.monitor.run_folder import RunFolder
+from chatgpt.trainer.callbacks import format_table
+
+COLUMNS = ['run', 'before', 'score', 'kl', 'length', 'minutes', 'cpu_minutes', 'peak_gib']
+
+
+def task_parser(doc: str | None, out: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--out', type=Path, default=Path(out), help='folder of the runs and results')
+    parser.add_argument('--pretrain', help='hub name or folder of a chat model, a wheel or a GGUF file')
+    parser.add_argument('--seed', type=int, default=0)
+    return parser
+
+
+def command(*words: str) -> dict[str, float]:
+    """Runs `chatgpt-rlhf` with these words. Returns its minutes, CPU minutes, and GiB at the peak."""
+    print('\n$ chatgpt-rlhf', shlex.join(words), flush=True)
+    begun = time.monotonic()
+    child = os.posix_spawn(sys.executable, [sys.executable, '-m', 'chatgpt', *words], os.environ)
+    try:
+        _, status, used = os.wait4(child, 0)
+    except KeyboardInterrupt:  # the child gets it too, and saves
+        os.waitpid(child, 0)
+        raise
+    if status:
+        raise SystemExit(os.waitstatus_to_exitcode(status))
+    cpu, peak = used.ru_utime + used.ru_stime, used.ru_maxrss / 2**20
+    return {'minutes': (time.monotonic() - begun) / 60, 'cpu_minutes': cpu / 60, 'peak_gib': peak}
+
+
+class Task:
+    """The runs of one task in one folder, which all start from one model.
+
+    `rows` is the table; `curves` holds, by run, held-out scores and KL by phase, each a list of (phase, number).
+    """
+
+    def __init__(self, name: str, args: argparse.Namespace) -> None:
+        quiet_transformers()
+        self.name, self.out, self.seed = name, args.out, args.seed
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.start = find_model(args.pretrain, self.out / 'model')
+        self.rows: list[dict[str, Any]] = []
+        self.curves: dict[str, Any] = {}
+
+    def path(self, name: str) -> str:
+        return str(self.out / name)
+
+    def write(self, name: str, rows: list[dict[str, Any]]) -> str:
+        (self.out / name).write_text(''.join(json.dumps(row) + '\n' for row in rows))
+        return self.path(name)
+
+    def answers(self, model: str, name: str, prompts: str, *words: str) -> list[dict[str, Any]]:
+        """The model's likeliest responses to a file of prompts, with their scores."""
+        command('evaluate', model, prompts, *words, '--output', self.path(f'answers_{name}.jsonl'))
+        return [json.loads(line) for line in (self.out / f'answers_{name}.jsonl').read_text().splitlines()]
+
+    def learn(self, run: str, method: str, data: str, *words: str, start: str = '', metric: str = 'score_mean') -> str:
+        """One run, whose held-out `eval/<metric>` becomes a row of the table. Returns the folder of its model. A run
+        that has ended in this folder is not repeated."""
+        folder, found = self.out / run, self.out / run / 'used.json'
+        if not found.is_file():
+            place = ['--save_path', str(folder), f'--seed={self.seed}', '--checkpoint_minutes=0']
+            used = command(method, data, '--pretrain', start or self.start, *place, *words)
+            found.write_text(json.dumps(used))
+        evaluated, phases = RunFolder(folder).eval, RunFolder(folder).metrics
+        scores = [(e['step'], e[f'eval/{metric}']) for e in evaluated]
+        row = {'run': run, 'before': scores[0][1], 'score': scores[-1][1]} if scores else {'run': run}
+        columns = {'kl': ('rollout/kl_mean', phases), 'length': ('eval/length_mean', evaluated)}
+        row |= {key: rows[-1][name] for key, (name, rows) in columns.items() if rows and name in rows[-1]}
+        self.rows.append(row | json.loads(found.read_text()))
+        kl = [(m['step'], m['rollout/kl_mean']) for m in phases if 'rollout/kl_mean' in m]
+        self.curves[run] = {'score': scores, 'kl': kl}
+        return str(folder / ('reward_model' if method == 'reward-model' else 'actor'))
+
+    def finish(self, about: str, prompts: str, models: dict[str, str], *words: str) -> None:
+        """Prints the table and six samples of each model; leaves them in results.json and table.txt."""
+        lines = Path(prompts).read_text().splitlines()[:6]
+        six = self.write('six.jsonl', [json.loads(line) for line in lines])
+        answers = {name: self.answers(model, name, six, *words) for name, model in models.items()}
+        asked = [json.loads(line)['prompt'] for line in lines]
+        texts = [text if isinstance(text, str) else text[-1]['content'] for text in asked]
+        samples = [
+            {'prompt': text, **{name: rows[i]['response'] for name, rows in answers.items()}}
+            for i, text in enumerate(texts)
+        ]
+        found = {'task': self.name, 'seed': self.seed, 'rows': self.rows, 'curves': self.curves, 'samples': samples}
+        (self.out / 'results.json').write_text(json.dumps(found, indent=1))
+        for sample in samples:
+            print(f'\n{sample["prompt"]}', *(f'  {name}: {sample[name]!r}' for name in models), sep='\n')
+        cells = [{k: f'{v:.3g}' if isinstance(v, float) else v for k, v in row.items()} for row in self.rows]
+        table = format_table(cells, [c for c in COLUMNS if any(c in row for row in cells)])
+        (self.out / 'table.txt').write_text(f'{table}\n')
+        print(f'\n{about}\n\n{table}')

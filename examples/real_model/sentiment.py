@@ -1,0 +1,60 @@
+"""Sentiment, on a real model: a classifier of movie reviews is the reward, and SmolLM2 learns to continue reviews in a
+friendly way.
+
+    python examples/real_model/sentiment.py REVIEWS.jsonl [--out outputs/sentiment] [--pretrain NAME_OR_FOLDER]
+
+REVIEWS.jsonl has rows of `text` and `label` (1: positive). A reward model learns from 1,500 of them; PPO and GRPO start
+from the model as it is, with the first five words of other reviews as prompts. Learning rates, passes and the weight of
+the KL are the defaults. Prints a table and leaves it in --out, with the folders and report.html of the runs.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from runs import Task, task_parser
+
+from chatgpt.launch.arguments import run_main
+
+NUM_REVIEWS, NUM_HELD_OUT, NUM_WORDS = 1500, 300, 5
+ONLINE = ['--num_episodes=1', '--max_timesteps=8', '--update_timesteps=1', '--eval_interval=4']
+UPPER = ['--num_layers_unfrozen=8']
+METHODS = {
+    'ppo': ('ppo', ['--experience_batch_size=64', '--critic=shared', *UPPER]),
+    'grpo': ('grpo', ['--experience_batch_size=8', *UPPER]),
+    'ppo_lora': ('ppo', ['--experience_batch_size=64', '--critic=shared', '--lora_rank=16']),
+    'ppo_all': ('ppo', ['--experience_batch_size=64']),
+}
+"""64 responses a phase, 8 phases. The upper eight of thirty layers learn, or adapters, or all weights of the policy and
+of a critic of its own"""
+
+
+def main() -> None:
+    parser = task_parser(__doc__, 'outputs/sentiment')
+    parser.add_argument('reviews', type=Path)
+    parser.add_argument('--runs', nargs='+', choices=list(METHODS), default=list(METHODS), help='which to make')
+    parser.add_argument('--reward_model', help='folder of a reward model, instead of training one')
+    args = parser.parse_args()
+    rows = [json.loads(line) for line in args.reviews.read_text().splitlines()]
+    random.Random(0).shuffle(rows)
+    texts = [row['text'].split() for row in rows[NUM_REVIEWS + NUM_HELD_OUT :]]
+    prompts = [{'prompt': ' '.join(words[:NUM_WORDS])} for words in texts if len(words) >= 2 * NUM_WORDS]
+    task, plain = Task('sentiment', args), ['--apply_chat_template=false']
+    reviews = task.write('reviews.jsonl', rows[:NUM_REVIEWS])
+    other = task.write('other_reviews.jsonl', rows[NUM_REVIEWS : NUM_REVIEWS + NUM_HELD_OUT])
+    held_out, data = task.write('held_out.jsonl', prompts[:100]), task.write('prompts.jsonl', prompts[100:])
+    words = ['--validation_file', other, '--max_epochs=1', *plain]
+    reward = args.reward_model or task.learn('reward_model', 'reward-model', reviews, *words, metric='accuracy')
+    scored = ['--reward_model', reward, '--max_new_tokens=24', *plain]
+    for name in args.runs:
+        method, own = METHODS[name]
+        task.learn(name, method, data, '--validation_file', held_out, *scored, *ONLINE, *own)
+    about = 'reward model: accuracy on held-out reviews; others: its mean score of held-out responses, greedily'
+    models = {'as it is': task.start, args.runs[0]: task.path(f'{args.runs[0]}/actor')}
+    task.finish(about, held_out, models, '--reward_model', reward, '--max_new_tokens=24', '--no_apply_chat_template')
+
+
+if __name__ == '__main__':
+    run_main(main)
