@@ -1,11 +1,11 @@
-"""Whether two checkpoints hold the same tensors, whatever layout wrote them, and one SHA-256 of the weights.
+"""Comparison of the tensors of two checkpoints of any layout, and a SHA-256 of the weights.
 
 The hash is that of a stream of bytes: for every tensor of the models, in the order of their names, the line
 
     <name> <dtype> <shape, sizes with x between them>\\n
 
 in UTF-8, then the tensor's elements, row-major and little-endian. Names, dtypes and shapes are those of the checkpoint:
-`actor/model.transformer.wte.weight float32 50257x768`; a number without a shape has an empty one.
+`actor/model.transformer.wte.weight float32 50257x768`; the shape of a scalar is empty.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ BLOCK = 1 << 22
 
 
 class TensorParting(NamedTuple):
-    """The first element, of the first tensor by name, that is not the same in two checkpoints."""
+    """The first difference of two checkpoints: an element of the first tensor by name."""
 
     tensor: str
     element: tuple[int, ...] | None
-    """None where name, shape or dtype differ"""
+    """None if name, shape or dtype differ"""
     values: tuple[Any, Any]
     elements: int
-    """of this tensor that differ"""
+    """number of elements of this tensor that differ"""
     tensors: int
-    """that differ, this one among them"""
+    """number of tensors that differ, including this one"""
 
 
 def weights_hash(reader: CheckpointReader) -> str:
-    """64 hexadecimal digits. Frozen models are not in a checkpoint; adapters are, apart from what they adapt."""
+    """Returns the hash of the weights, 64 hexadecimal digits. Checkpoints hold adapters and no frozen models."""
     sha = hashlib.sha256()
     for name in sorted(n for n in reader.names() if _owner(reader, n) == 'models'):
         shape = reader.shape(name)
@@ -51,8 +51,8 @@ def weights_hash(reader: CheckpointReader) -> str:
 
 
 def compare_checkpoints(a: CheckpointReader, b: CheckpointReader) -> TensorParting | None:
-    """Weights first, then optimizer states and what callbacks keep; the global generators' states, of which every rank
-    has its own, do not count."""
+    """Returns the first difference, or None: in weights, then in states of optimizers and callbacks. Ignores states of
+    global generators, which differ by rank."""
     names = {n for reader in (a, b) for n in reader.names() if _owner(reader, n) != 'rng'}
     first: TensorParting | None = None
     tensors = 0
@@ -92,7 +92,7 @@ def _kind(reader: CheckpointReader, name: str) -> str | None:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """(n, bytes of an element) uint8: NaN equals itself, and 0.0 not -0.0."""
+    """Returns the bytes of each element, uint8, shape (n, itemsize): NaN equals itself, and 0.0 is not -0.0."""
     return tensor.contiguous().view(torch.uint8).view(len(tensor), -1)
 
 
