@@ -1,5 +1,4 @@
-"""`ColossalAIStrategy`: ZeRO stages 1 and 2 (LowLevelZero) and 3 (Gemini) of ColossalAI, with offload, on CUDA and on
-the CPU.
+"""`ColossalAIStrategy`: ZeRO stages 1 and 2 (LowLevelZero) and 3 (Gemini) of ColossalAI, with offload, on CUDA and CPU.
 
 | what | stage 1, 2 | stage 3 |
 |---|---|---|
@@ -8,8 +7,8 @@ the CPU.
 | a frozen model | whole, in the compute dtype | sharded over ranks, in the compute dtype |
 | placement 'cuda' | all on the device | all on the device |
 | placement 'cpu' | masters and states in host memory | all in host memory, one chunk at a time on the device |
-| placement 'auto' | 'cpu' where masters and states exceed half of the free device memory | Gemini decides as it runs |
-| optimizers | element-wise ones of torch or ColossalAI | HybridAdam, CPUAdam, FusedAdam |
+| placement 'auto' | 'cpu' if masters and states exceed half of the free device memory | Gemini decides as it runs |
+| optimizers | elementwise ones of torch or ColossalAI | HybridAdam, CPUAdam, FusedAdam |
 
 colossalai is imported when a strategy is built.
 """
@@ -45,23 +44,23 @@ from chatgpt.strategies.sums import exact_norm
 
 
 class ColossalAIStrategy(ProcessGroupStrategy):
-    """ZeRO and Gemini. Launch with torchrun, or inside a process group that is already there.
+    """ZeRO and Gemini. Launch with torchrun, or use it inside an existing process group.
 
     Args:
         stage: 1, 2 (LowLevelZero) or 3 (Gemini).
-        precision: of forward and backward; masters and optimizer states are fp32. 'auto' is bf16 in stage 3.
-        shard_init: stage 3: `model_init_context` builds on the meta device, and `prepare` fills shard after shard.
+        precision: dtype of forward and backward; masters and optimizer states are fp32. 'auto' is bf16 in stage 3.
+        shard_init: stage 3: build models in `model_init_context` on the meta device, and fill them shard by shard.
         placement_policy: 'cuda', 'cpu' (offload) or 'auto'; see the table above.
-        stream_blocks: stage 3: as in `FSDPStrategy`.
-        options: further fields of `Options`, upstream's names; and of `Numerics`.
+        stream_blocks: stage 3: see `FSDPStrategy`.
+        options: further fields of `Options`, under upstream's names, and of `Numerics`.
 
     Raises:
-        ValueError: an option that this stage, precision or placement cannot honour.
-        ImportError: colossalai is not installed; says how to install it.
+        ValueError: for an option that this stage, precision or placement does not support.
+        ImportError: if colossalai is not installed.
     """
 
     _keeps_narrow: ClassVar[bool] = False  # upstream casts whole modules
-    _fuses: ClassVar[bool] = False  # upstream steps masters of its own, maybe in host memory
+    _fuses: ClassVar[bool] = False  # upstream steps its own masters, which may be in host memory
     abilities = Abilities(sharded=True, weights_in_place=False)
 
     def __init__(
@@ -109,7 +108,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         bridge()
         self.stage, self.placement_policy, self.stream_blocks = stage, placement_policy, stream_blocks
         self._engines: dict[int, Engine] = {}
-        """by id of the module the user built"""
+        """by id of the module that the user built"""
 
     @classmethod
     def memory_model(
@@ -142,7 +141,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> Optimizer:
-        """AdamW as this stage takes it: HybridAdam under Gemini, torch's otherwise."""
+        """Returns the AdamW of this stage: HybridAdam under Gemini, otherwise torch's."""
         if self.stage < 3:
             return super().make_optimizer(parameters, lr, betas, eps, weight_decay)
         from colossalai.nn.optimizer import HybridAdam
@@ -178,10 +177,9 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         return self._boost(model, None)[0]
 
     def _boost(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Any]:
-        """Wrap a module, with its optimizer when it is trained, and put the exact weights and buffers in.
+        """Wraps a module, and its optimizer if it is trained, and sets exact weights and buffers.
 
-        The optimizer that comes back is the user's own, stepped through upstream's, so that a learning-rate schedule
-        can hold it.
+        Returns the user's optimizer, which upstream's steps, so that learning-rate schedules keep working.
         """
         from colossalai.booster import Booster
 
@@ -196,12 +194,12 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         buffers = [(m, key, buffer.detach()) for m, key, buffer in found if buffer is not None]
         frozen_by_gemini = optimizer is None and self.stage == 3
         if frozen_by_gemini:
-            model.requires_grad_(True)  # Gemini cuts only what requires a gradient over ranks
+            model.requires_grad_(True)  # Gemini shards only parameters that require a gradient
         plugin = self._plugin(model, trained=optimizer is not None)
         wrapped, boosted, *_ = Booster(plugin=plugin).boost(model, optimizer)
         if frozen_by_gemini:
             model.requires_grad_(False)
-        # upstream rounds buffers; rotary frequencies and the like lose their meaning in 16 bits
+        # upstream rounds buffers, but rotary frequencies and others need fp32
         for module, key, buffer in buffers:
             module._buffers[key] = buffer.to(self.device)
         frozen, trained = (GeminiFrozen, GeminiEngine) if self.stage == 3 else (Engine, ZeroEngine)
@@ -219,7 +217,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
 
         settings, cuda = self.settings, self.device.type == 'cuda'
-        # Exact in bf16 is what the other strategies compute under autocast, from weights in fp32.
+        # An exact run in bf16 uses autocast with fp32 weights, as under the other strategies.
         precision = 'fp32' if self.sums.exact else self.numerics.precision
         common = settings.loss_scaling() | {'precision': precision}
         if self.stage < 3:
@@ -233,7 +231,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             return plugin
         offload = 1.0 if self.placement_policy == 'cpu' else 0.0
         plugin = GeminiPlugin(
-            # Without masters there is nothing for 'auto' to learn from: a frozen model has no training iteration.
+            # 'auto' needs a training iteration, which a frozen model does not have.
             placement_policy='auto' if self.placement_policy == 'auto' and trained else 'static',
             offload_optim_frac=offload,
             offload_param_frac=offload,
@@ -246,18 +244,18 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             gpu_margin_mem_ratio=settings.gpu_margin_mem_ratio,
             **common,
         )
-        # It has no groups of its own to destroy at its end, but would collect garbage, which takes a second.
+        # There are no groups to destroy, and the garbage collection in it takes a second.
         plugin.pg_mesh.destroy_mesh_process_groups = lambda: None
         return plugin
 
     @property
     def _reduces_in_background(self) -> bool:
-        """Under Gemini. It wants pinned chunks, and with offload upstream ran only without it."""
+        """True if Gemini reduces gradients asynchronously, which needs pinned chunks and no offload."""
         wanted = self.settings.overlap_communication and self.settings.pin_memory
         return wanted and self.placement_policy == 'cuda' and self.device.type == 'cuda'
 
     def _offloads(self, model: nn.Module) -> bool:
-        """Whether masters and states of a trained model go to host memory; the same answer on every rank."""
+        """Returns True if masters and states of a trained model are in host memory; the same on every rank."""
         if self.placement_policy != 'auto' or self.device.type != 'cuda':
             return self.placement_policy == 'cpu'
         num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -306,8 +304,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         read_only: bool = False,
         on_disk: str | os.PathLike[str] | None = None,
     ) -> Iterator[nn.Module]:
-        """As in the base. Stages 1 and 2 without LoRA lend the module itself; otherwise a copy is gathered and freed
-        after."""
+        """See `Strategy.full_model`. Stages 1 and 2 without LoRA yield the module itself, otherwise a gathered copy."""
         from chatgpt.nn import lora
         from chatgpt.nn.trunk import in_eval_mode
 
@@ -318,7 +315,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
                 yield full
             return
         has_lora = lora.has_lora(module)
-        exact = torch.float32 if has_lora else dtype  # adapters are folded in fp32 and the sum is rounded once
+        exact = torch.float32 if has_lora else dtype  # adapters are folded in fp32 and rounded once
         if on_disk is not None or (self.stage == 3 and streams(self, self.stream_blocks, module, dtype)):
             computes = on_disk is None and not read_only
             with whole_copy(self, module, module, engine.gather(exact), dtype, on_disk, computes=computes) as full:
@@ -359,7 +356,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             self._pair(optimizer).fed = True
             engine.accumulate(loss)
         else:
-            engine.backward(loss * self.world_size)  # upstream takes the mean over ranks
+            engine.backward(loss * self.world_size)  # upstream averages over ranks
 
     def _end_round(self, pair: Trained) -> None:
         assert pair.tree is not None
@@ -452,8 +449,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
 
 
 def _on_demand(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
-    """Turn a model on the meta device into one whose tensors take no memory yet; its first weights, one after
-    another."""
+    """Replaces meta tensors by expanded ones that take no memory; returns the initial weights, one at a time."""
     from chatgpt.nn.weights import initial_tensors
 
     tensors = initial_tensors(model)
