@@ -32,7 +32,7 @@ from chatgpt.strategies.copies import (
     OffloadedWeights,
     cast_copy,
     lora_merged,
-    product_weights,
+    matmul_weights,
 )
 from chatgpt.strategies.memory import MemoryModel, of_numerics
 from chatgpt.strategies.pairs import Trained, check_items, is_pair, open_saved, rebuilt
@@ -194,7 +194,7 @@ class Strategy(OnRanks):
             with in_eval_mode(module), self._narrow.widened(module), lora_merged(module):
                 yield module
             return
-        with self._kept_copy.lent(module, dtype) as kept:
+        with self._kept_copy.reused(module, dtype) as kept:
             kept.copied = cast_copy(module, dtype, kept.copied).eval()
             yield kept.copied
 
@@ -244,7 +244,7 @@ class Strategy(OnRanks):
         """Adds this rank's share of the gradient. `loss` is a share of a sum: divided by the number of tokens or
         sequences of all ranks."""
         pair = self._pair(optimizer)
-        pair.fed = True
+        pair.ran_backward = True
         with self._products():
             (loss if pair.scaler is None else loss * pair.scaler.scale).backward()
 
@@ -256,7 +256,7 @@ class Strategy(OnRanks):
         check_max_norm(max_norm)
         pair = self._pair(optimizer)
         if pair.tree is not None:
-            pair.tree.give(pair.parameters())
+            pair.tree.set_gradients(pair.parameters())
         self._reduce_gradients(pair)
         parameters = [p for p in pair.parameters() if p.grad is not None]
         if pair.scaler is not None:
@@ -275,7 +275,7 @@ class Strategy(OnRanks):
     def discard_gradients(self, optimizer: Optimizer) -> None:
         """Clears what was accumulated since the last step in every parameter of the model."""
         pair = self._pair(optimizer)
-        pair.fed = False
+        pair.ran_backward = False
         if pair.tree is not None:
             pair.tree.clear()
         pair.optimizer.zero_grad(set_to_none=True)
@@ -359,7 +359,7 @@ class Strategy(OnRanks):
         """
         tensors, _ = states.named_tensors(self.unwrap(model))
         kept = self._narrow.ids(self.unwrap(model))
-        return self._dealt(tensors, {name for name, tensor in tensors.items() if id(tensor) in kept})
+        return self._own_pieces(tensors, {name for name, tensor in tensors.items() if id(tensor) in kept})
 
     def load_model_pieces(self, model: nn.Module, reader: TensorReader, strict: bool = True) -> None:
         """Fills weights and buffers in place from pieces of any layout."""
@@ -440,7 +440,7 @@ class Strategy(OnRanks):
     def _end_round(self, pair: Trained) -> None:
         """In an exact run, adds the gradients since the last round as one leaf of the tree of sums."""
         if pair.tree is not None:
-            pair.tree.take(pair.parameters())
+            pair.tree.add_gradients(pair.parameters())
 
     def _reduce_gradients(self, pair: Trained) -> None:
         """Sums every gradient over ranks, unless `backward` has done so."""
@@ -464,7 +464,7 @@ class Strategy(OnRanks):
     def _optimizer_pieces(self, optimizer: Optimizer) -> Iterable[Piece]:
         """See `optimizer_state`."""
         pair = self._pair(optimizer)
-        return self._dealt(states.slots_of(pair.optimizer, pair.named_parameters()))
+        return self._own_pieces(states.slots_of(pair.optimizer, pair.named_parameters()))
 
     def _load_optimizer_pieces(self, optimizer: Optimizer, reader: TensorReader) -> None:
         """See `load_optimizer_state`."""
@@ -497,7 +497,7 @@ class Strategy(OnRanks):
             item.requires_grad_(False)
             self.sums.check_model(item)
             self._keep_narrow(item)
-            self._remember(item, self._setup_model(item, trained=False).eval())
+            self._register(item, self._setup_model(item, trained=False).eval())
         return self._prepared[id(item)][1]
 
     def _prepare_pair(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -512,7 +512,7 @@ class Strategy(OnRanks):
             self._keep_narrow(model, optimizer)
         model, optimizer = self._setup_pair(model, optimizer, names)
         self.sums.check_optimizer(optimizer)
-        self._remember(user_model, model)
+        self._register(user_model, model)
         scaler = LossScaler() if self.numerics.scales_loss else None
         pair = Trained(user_model, model, optimizer, names, scaler, self.sums.tree())
         self._pairs[id(user_optimizer)] = self._pairs[id(optimizer)] = pair
@@ -528,13 +528,13 @@ class Strategy(OnRanks):
         from chatgpt.nn import lora
 
         elsewhere = {id(p) for pair in self._pairs.values() for p in pair.user_model.parameters()}
-        frozen = [p for p in product_weights(module) if not p.requires_grad and id(p) not in owned | elsewhere]
+        frozen = [p for p in matmul_weights(module) if not p.requires_grad and id(p) not in owned | elsewhere]
         if optimizer is not None or lora.has_lora(module):  # what is folded or saved must be exact
             lossless = self.broadcast_object([torch.equal(p.to(numerics.dtype).to(p.dtype), p) for p in frozen])
             frozen = [p for p, same in zip(frozen, lossless, strict=True) if same]
         self._narrow.keep(module, frozen)
 
-    def _remember(self, user_model: nn.Module, model: nn.Module) -> None:
+    def _register(self, user_model: nn.Module, model: nn.Module) -> None:
         self._prepared[id(user_model)] = self._prepared[id(model)] = (user_model, model)
 
     def _pair(self, optimizer: Optimizer) -> Trained:
@@ -565,8 +565,8 @@ class Strategy(OnRanks):
         yield
         module = self.unwrap(model)
         for pair in {id(pair): pair for pair in self._pairs.values()}.values():
-            if pair.user_model is module and pair.fed:
-                pair.fed = False
+            if pair.user_model is module and pair.ran_backward:
+                pair.ran_backward = False
                 self._end_round(pair)
 
     def _save_folder(
@@ -577,10 +577,10 @@ class Strategy(OnRanks):
         gather = self.processes.all_gather_object
         write_checkpoint(path, groups, meta=meta, rank=self.processes.rank, all_gather_object=gather)
 
-    def _dealt(self, tensors: Mapping[str, Tensor], in_fp32: Container[str] = ()) -> Iterator[Piece]:
+    def _own_pieces(self, tensors: Mapping[str, Tensor], in_fp32: Container[str] = ()) -> Iterator[Piece]:
         """Yields this rank's share of replicated tensors, so that all ranks write at once; the first process of a rank
         writes them."""
-        owner = states.deal({n: t.numel() * t.element_size() for n, t in tensors.items()}, self.world_size)
+        owner = states.assign_owners({n: t.numel() * t.element_size() for n, t in tensors.items()}, self.world_size)
         return (
             Piece.whole(name, tensor.detach().float() if name in in_fp32 else tensor)
             for name, tensor in tensors.items()

@@ -16,7 +16,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-WITH_STATES = re.compile(
+STATE_BUFFERS = re.compile(
     r'(^|\.)(embed_positions\.weights|attn\.bias|slope_rate|query_decay|key_decay|diagonal_decay)$'
 )
 """buffers that are added to hidden states or multiplied with them: sinusoids (XGLM), a mask (GPT-1), decays (MiniMax);
@@ -29,7 +29,7 @@ def narrow_states(module: nn.Module, dtype: torch.dtype) -> None:
     for path, owner in module.named_modules():
         for name in owner._non_persistent_buffers_set:
             buffer = owner._buffers[name]
-            if buffer is not None and buffer.is_floating_point() and WITH_STATES.search(f'{path}.{name}'):
+            if buffer is not None and buffer.is_floating_point() and STATE_BUFFERS.search(f'{path}.{name}'):
                 owner._buffers[name] = buffer.to(dtype)
 
 
@@ -40,7 +40,7 @@ def kept_in_fp32(module: nn.Module) -> re.Pattern[str] | None:
     return re.compile('|'.join(sorted(parts))) if parts else None
 
 
-def product_weights(module: nn.Module) -> list[nn.Parameter]:
+def matmul_weights(module: nn.Module) -> list[nn.Parameter]:
     """Returns the weights that only matrix products read: those of linear layers in transformer blocks. Autocast rounds
     them to the compute dtype at each use, so storing them in it gives the same bits; not so embeddings, norms, heads.
     """
@@ -73,7 +73,7 @@ def narrow(weights: Iterable[nn.Parameter], dtype: torch.dtype) -> list[nn.Param
 
 
 class NarrowWeights:
-    """Frozen weights that are stored in the compute dtype, where that changes no bit of a result (`product_weights`).
+    """Frozen weights that are stored in the compute dtype, where that changes no bit of a result (`matmul_weights`).
 
     Args:
         autocast: context of forwards outside of autocast, in which weights and states of two dtypes cannot be
@@ -164,7 +164,7 @@ def lora_merged(module: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def merge_for_good(copied: nn.Module, *, in_place: bool = False) -> None:
+def fold_adapters(copied: nn.Module, *, in_place: bool = False) -> None:
     """Folds adapters into a copy, layer by layer. They cannot be unfolded.
 
     Args:
@@ -212,7 +212,7 @@ def cast_copy(module: nn.Module, dtype: torch.dtype, into: nn.Module | None = No
         data = data.clone() if stays else data.to(dtype, copy=layer is None)
         memo[id(parameter)] = nn.Parameter(data, requires_grad=False)
     for name, buffer in module.named_buffers() if into is None else ():
-        if buffer.is_floating_point() and WITH_STATES.search(name):
+        if buffer.is_floating_point() and STATE_BUFFERS.search(name):
             memo[id(buffer)] = buffer.to(dtype, copy=True)
     copied = copy.deepcopy(module, memo) if into is None else into
     for buffer, own in zip(copied.buffers(), module.buffers(), strict=True) if into is not None else ():
@@ -234,7 +234,7 @@ class KeptCopy:
         self._users: WeakSet[Any] = WeakSet()
         self._module: weakref.ref[nn.Module] | None = None
         self._copied: nn.Module | None = None
-        self._form: Any = None
+        self._copy_key: Any = None
 
     def keep(self, user: Any, keep: bool) -> None:
         """Adds or removes a user; without users the copy is freed."""
@@ -246,25 +246,25 @@ class KeptCopy:
             self._copied = None
 
     @contextmanager
-    def lent(self, module: nn.Module, dtype: torch.dtype) -> Iterator[SimpleNamespace]:
+    def reused(self, module: nn.Module, dtype: torch.dtype) -> Iterator[SimpleNamespace]:
         """Yields a namespace in which `copied` is the copy of this module, or None; its value on exit is kept."""
         copied, self._copied = self._copied, None  # a copy in use is not given out twice
         if copied is not None and (self._module is None or self._module() is not module):
             copied = None
-        if copied is not None and self._form != _form(module, copied, dtype):
+        if copied is not None and self._copy_key != _copy_key(module, copied, dtype):
             copied = None
         held = SimpleNamespace(copied=copied)
         del copied
         yield held
         if self._users and held.copied is not None:
             self._module, self._copied = weakref.ref(module), held.copied
-            self._form = _form(module, held.copied, dtype)
+            self._copy_key = _copy_key(module, held.copied, dtype)
 
     def free(self) -> None:
         self._copied = None
 
 
-def _form(module: nn.Module, copied: nn.Module, dtype: torch.dtype) -> Any:
+def _copy_key(module: nn.Module, copied: nn.Module, dtype: torch.dtype) -> Any:
     """Returns a value that changes when a new copy would differ in more than the numbers of its tensors."""
     from chatgpt.nn.trunk import plain_settings
 

@@ -50,7 +50,7 @@ class DDPStrategy(ProcessGroupStrategy):
 
     def _setup_model(self, model: nn.Module, trained: bool) -> nn.Module:
         model = super()._setup_model(model, trained)
-        self.take_weights_of_rank_0(model, self.bucket_bytes)
+        self.broadcast_weights(model, self.bucket_bytes)
         return model
 
     def _reduce_gradients(self, pair: Trained) -> None:
@@ -60,7 +60,7 @@ class DDPStrategy(ProcessGroupStrategy):
         gradients = [p.grad for p in parameters if p.grad is not None]
         for bucket in buckets(gradients, self.bucket_bytes):
             flat = torch.cat([g.reshape(-1) for g in bucket])
-            with self.ranks.whereabouts.waiting():
+            with self.ranks.status.waiting():
                 flat = self.sums.all_reduced(flat)
             for gradient, values in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 gradient.copy_(values.view(gradient.shape))

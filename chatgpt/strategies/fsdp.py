@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from chatgpt.strategies import states
 from chatgpt.strategies.base import Abilities
 from chatgpt.strategies.checkpoint.layout import Piece, TensorReader
-from chatgpt.strategies.copies import Offloaded, OffloadedShards, merge_for_good, narrow_states
+from chatgpt.strategies.copies import Offloaded, OffloadedShards, fold_adapters, narrow_states
 from chatgpt.strategies.memory import Layout, Memory, MemoryModel, ModelSize, gathered_copy, of_numerics
 from chatgpt.strategies.pairs import Trained
 from chatgpt.strategies.precision import Precision
@@ -47,8 +47,8 @@ from chatgpt.strategies.streaming import (
     whole_copy,
     with_parameters,
 )
-from chatgpt.strategies.sums import Sums, exact_norm, own_part, tree_reduce_scatter
-from chatgpt.strategies.tensor_parallel import CutReader, Parts, add_up, check_model, parallelize
+from chatgpt.strategies.sums import Sums, exact_norm, local_part, tree_reduce_scatter
+from chatgpt.strategies.tensor_parallel import CutReader, Parts, check_model, parallelize, sum_over_group
 from chatgpt.strategies.tensor_ranks import TensorRanks
 
 
@@ -141,14 +141,14 @@ class FSDPStrategy(ProcessGroupStrategy):
         states.refuse_shared(model, f'{type(self).__name__} shards weights')
         plan = check_model(model, self._tensor.tensor_parallel) if self._tensor is not None else {}
         if trained:
-            self.keep_blocks(model)
+            self.disable_layer_drop(model)
         if self.activation_checkpointing and trained:
             _checkpoint_activations(model)
         skeleton = on_meta(model)
         sharded = self._sharded[id(model)] = _Sharded(skeleton, skeleton)
         stream = _initial_tensors(model)
         if stream is None:
-            self.take_weights_of_rank_0(model)
+            self.broadcast_weights(model)
             model.to(torch.device('cpu') if self.cpu_offload else self.device)
             for owner in model.modules():  # buffers are read on the device, so they are never offloaded
                 for name, buffer in list(owner._buffers.items()):
@@ -199,7 +199,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             filled.add(id(target))
             tensor = parts.take(name, tensor)
             start, stop = _range(target) if isinstance(target, DTensor) else (0, target.numel())
-            own_part(target).view(-1).copy_(tensor.reshape(-1)[start:stop])
+            local_part(target).view(-1).copy_(tensor.reshape(-1)[start:stop])
         missing = [name for name, parameter in parameters.items() if id(parameter) not in filled]
         if missing:
             raise ValueError(
@@ -244,10 +244,10 @@ class FSDPStrategy(ProcessGroupStrategy):
             with whole_copy(self, module, skeleton, values, dtype, on_disk, computes=computes) as full:
                 yield full
             return
-        with self._kept_copy.lent(module, dtype) as kept:
+        with self._kept_copy.reused(module, dtype) as kept:
             folded_before = kept.copied is not None
             kept.copied = self._gathered(module, dtype, kept.copied).eval()
-            merge_for_good(kept.copied, in_place=folded_before)
+            fold_adapters(kept.copied, in_place=folded_before)
             yield kept.copied
 
     def _whole(self, tensors: Iterable[tuple[str, Tensor]], parts: Parts) -> Iterator[tuple[str, Tensor]]:
@@ -302,16 +302,16 @@ class FSDPStrategy(ProcessGroupStrategy):
         """Sums over the tensor group the gradients that each of its processes has for its own heads only."""
         if self._tensor is not None:
             partial = self._parts_of(pair.user_model).partial
-            gradients = (own_part(p.grad) for n, p in pair.named_parameters() if n in partial and p.grad is not None)
-            add_up(gradients, self._tensor.group)
+            gradients = (local_part(p.grad) for n, p in pair.named_parameters() if n in partial and p.grad is not None)
+            sum_over_group(gradients, self._tensor.group)
 
     def _gradient_norm(self, parameters: list[Tensor]) -> float:
         if self.sums.exact:
-            shards = [own_part(p.grad) for p in parameters if p.grad is not None]
+            shards = [local_part(p.grad) for p in parameters if p.grad is not None]
             return exact_norm(shards, self.device, self.all_reduce)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for parameter in parameters:
-            local = own_part(parameter.grad) if parameter.grad is not None else None
+            local = local_part(parameter.grad) if parameter.grad is not None else None
             counts = self.ranks.leads or hasattr(parameter, 'whole_shape')  # count replicas in a tensor group once
             if counts and local is not None and local.numel():
                 total += torch.linalg.vector_norm(local.detach(), dtype=torch.float64).square().to(self.device)
@@ -319,7 +319,7 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def _scale_gradients(self, parameters: list[Tensor], factor: float) -> None:
         for gradient in (p.grad for p in parameters if p.grad is not None and factor != 1.0):
-            own_part(gradient).mul_(factor)
+            local_part(gradient).mul_(factor)
 
     # ------------------------------------------------------------------ weights and optimizer states
 

@@ -32,22 +32,22 @@ import torch.distributed as dist
 POLL_S = 0.2
 GRACE_S = 5.0
 """how long the failing rank waits until the others have read its message"""
-TOGETHER_S = 3.0
+AGREE_S = 3.0
 """how long a failing rank waits for all others to fail too"""
-LEAVE_S = 1.0
+EXIT_S = 1.0
 """how long a process may take to fail by itself after another has failed"""
-PATIENCE = 0.9
+STUCK_SHARE = 0.9
 """share of the timeout after which a waiting rank requests the locations of the others; the timeout of the collective
 itself would not name the late rank"""
-STILL_S = 0.001
+IDLE_CPU_S = 0.001
 """CPU time below which a thread made no progress"""
 NUM_FRAMES = 3
 """frames of the main thread's stack in a message"""
-_GONE = (dist.DistError, RuntimeError)
+_STORE_ERRORS = (dist.DistError, RuntimeError)
 """errors of the store when rank 0, which holds it, has ended"""
 
 
-class Whereabouts:
+class RankStatus:
     """The state of a rank's main thread: its last progress note, its time, and whether it waits for other ranks.
 
     Args:
@@ -86,7 +86,7 @@ class Whereabouts:
         inside = os.path.join('torch', 'distributed', '')
         return self.in_own_collective() or any(inside in frame.filename for frame in self._stack())
 
-    def processor_s(self) -> float:
+    def cpu_s(self) -> float:
         """Returns the CPU time of the main thread so far; where the system cannot report it, the elapsed time."""
         if not hasattr(time, 'pthread_getcpuclockid'):
             return time.monotonic()
@@ -121,12 +121,12 @@ class FailureGuard(AbstractContextManager[None]):
     _active: ClassVar[FailureGuard | None] = None
 
     def __init__(
-        self, rank: int, world_size: int, *, timeout_s: float = 1800.0, whereabouts: Whereabouts | None = None
+        self, rank: int, world_size: int, *, timeout_s: float = 1800.0, status: RankStatus | None = None
     ) -> None:
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
-        self.whereabouts = whereabouts or Whereabouts()
+        self.status = status or RankStatus()
         self._answered = False
-        self._still_since, self._used = self.whereabouts.clock(), 0.0
+        self._idle_since, self._used = self.status.clock(), 0.0
         """since when the main thread has used no CPU time, and its CPU time then"""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -157,7 +157,7 @@ class FailureGuard(AbstractContextManager[None]):
         self._thread = None
         FailureGuard._active = None
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
-            self._leave_together()
+            self._wait_for_others()
         elif not isinstance(error, RankFailure):
             self._report(error)
 
@@ -171,13 +171,13 @@ class FailureGuard(AbstractContextManager[None]):
             return False
         try:
             return guard._agree(state)
-        except _GONE:
+        except _STORE_ERRORS:
             return False
 
     def _agree(self, state: str) -> bool:
         keys = [f'failing/{rank}' for rank in range(self.world_size)]
         self._store.set(keys[self.rank], state)
-        end = time.monotonic() + TOGETHER_S
+        end = time.monotonic() + AGREE_S
         while time.monotonic() < end and not self._store.check(keys):
             time.sleep(POLL_S / 10)
         together = self._store.check(keys) and all(self._store.get(key).decode() == state for key in keys)
@@ -186,7 +186,7 @@ class FailureGuard(AbstractContextManager[None]):
 
     def _report(self, error: BaseException) -> None:
         if self._message is not None:
-            error.add_note(self._because(self._message))
+            error.add_note(self._stop_message(self._message))
             return
         text = f'rank {self.rank} failed: {type(error).__name__}: {error}'
         details = ''.join(traceback.format_exception(error)).rstrip()
@@ -196,9 +196,9 @@ class FailureGuard(AbstractContextManager[None]):
                 self._wait_for('seen', self.world_size - 1, GRACE_S)
             else:  # a consequence of the other failure, or the same mistake on this rank
                 self._store.add('seen', 1)
-                error.add_note(self._because(first))
-        except _GONE as problem:
-            error.add_note(f'The other ranks could not be told: {problem}')
+                error.add_note(self._stop_message(first))
+        except _STORE_ERRORS as problem:
+            error.add_note(f'The other ranks could not be notified: {problem}')
 
     # on the other ranks
 
@@ -206,58 +206,58 @@ class FailureGuard(AbstractContextManager[None]):
         while not self._stop.wait(POLL_S):
             self._message = self._failure()
             if self._message is not None:
-                if not self._stop.wait(LEAVE_S):
+                if not self._stop.wait(EXIT_S):
                     sys.stdout.flush()
-                    self._say(self._message)
+                    self._print(self._message)
                     os._exit(1)
                 return
-            self._answer_the_roll()
+            self._report_location()
             if self._is_stuck():
-                self._call_the_roll()
+                self._exit_stuck()
 
     # when a rank is late
 
     def _is_stuck(self) -> bool:
         """Returns True if this rank has waited in the same collective for too long."""
-        here, patience = self.whereabouts, PATIENCE * self.timeout_s
+        here, patience = self.status, STUCK_SHARE * self.timeout_s
         now = here.clock()
         if here.in_own_collective():
             return now - here.since > patience
-        used = here.processor_s()
-        if used - self._used > STILL_S or here.since > self._still_since:
-            self._used, self._still_since = used, now
-        if now - self._still_since <= patience:
+        used = here.cpu_s()
+        if used - self._used > IDLE_CPU_S or here.since > self._idle_since:
+            self._used, self._idle_since = used, now
+        if now - self._idle_since <= patience:
             return False
         # Reading the frames of a running thread has crashed Python 3.11, so it is done only here and on request.
         if not here.is_waiting():
-            self._still_since = now
+            self._idle_since = now
             return False
         return True
 
-    def _answer_the_roll(self) -> None:
+    def _report_location(self) -> None:
         """Writes this rank's location to the store, once, when another rank has requested it."""
         try:
             if not self._answered and self._store.check(['asked']):
                 self._answered = True
-                here = self.whereabouts
+                here = self.status
                 self._store.set(f'at/{self.rank}', f'{int(here.is_waiting())} {here.describe()}')
-        except _GONE:
+        except _STORE_ERRORS:
             return
 
-    def _call_the_roll(self) -> None:
+    def _exit_stuck(self) -> None:
         """Requests the locations of all ranks and exits with a message that names the late ones."""
         try:
-            self._ask_everyone()
-        except _GONE as problem:
-            self._say(_unreachable(problem))
+            self._request_locations()
+        except _STORE_ERRORS as problem:
+            self._print(_unreachable(problem))
         sys.stdout.flush()
         os._exit(1)
 
-    def _ask_everyone(self) -> None:
+    def _request_locations(self) -> None:
         self._store.set('asked', '1')
-        self._answer_the_roll()
+        self._report_location()
         # before the collective itself times out
-        end = time.monotonic() + min(GRACE_S, (1 - PATIENCE) * self.timeout_s / 2 + POLL_S)
+        end = time.monotonic() + min(GRACE_S, (1 - STUCK_SHARE) * self.timeout_s / 2 + POLL_S)
         keys = {rank: f'at/{rank}' for rank in range(self.world_size)}
         while time.monotonic() < end and not self._store.check(list(keys.values())):
             time.sleep(POLL_S / 2)
@@ -266,11 +266,11 @@ class FailureGuard(AbstractContextManager[None]):
         late = [f'rank {rank} is in {text[2:]}' for rank, text in found.items() if text[0] == '0']
         late += [f'rank {rank} does not answer' for rank in keys if rank not in found]
         waiting = [str(rank) for rank, text in found.items() if text[0] == '1']
-        everyone = '; '.join(f'rank {rank} in {text[2:]}' for rank, text in found.items())
-        who = '; '.join(late) or f'all ranks wait, in different collectives: {everyone}'
+        locations = '; '.join(f'rank {rank} in {text[2:]}' for rank, text in found.items())
+        reason = '; '.join(late) or f'all ranks wait, in different collectives: {locations}'
         text = (
-            f'rank {self.rank} failed: no progress for {PATIENCE * self.timeout_s:.0f} s ({self.whereabouts.where}): '
-            f'{who}. Waiting: {", ".join(waiting) or "none"}. A rank that needs longer needs more than '
+            f'rank {self.rank} failed: no progress for {STUCK_SHARE * self.timeout_s:.0f} s ({self.status.where}): '
+            f'{reason}. Waiting: {", ".join(waiting) or "none"}. A rank that needs longer needs more than '
             f'timeout_s={self.timeout_s:g}'
         )
         first = self._store.compare_set('failure', '', text).decode()
@@ -278,12 +278,12 @@ class FailureGuard(AbstractContextManager[None]):
             self._wait_for('seen', len(found) - 1, GRACE_S)
         else:
             self._store.add('seen', 1)
-        self._say(first)
+        self._print(first)
 
-    def _say(self, message: str) -> None:
-        print(self._because(message), file=sys.stderr, flush=True)
+    def _print(self, message: str) -> None:
+        print(self._stop_message(message), file=sys.stderr, flush=True)
 
-    def _because(self, message: str) -> str:
+    def _stop_message(self, message: str) -> str:
         return f'[rank {self.rank}] stopped, because {message}'
 
     def _failure(self) -> str | None:
@@ -294,10 +294,10 @@ class FailureGuard(AbstractContextManager[None]):
             message = self._store.get('failure').decode()
             self._store.add('seen', 1)
             return message
-        except _GONE as problem:
+        except _STORE_ERRORS as problem:
             return _unreachable(problem)
 
-    def _leave_together(self) -> None:
+    def _wait_for_others(self) -> None:
         if self._message is not None:
             raise RankFailure(self._message.splitlines()[0])
         self._store.add('done', 1)

@@ -59,8 +59,8 @@ def processor() -> Processor:
 
 def _multiplies(kind: str) -> bool:
     limit = (os.environ.get('ONEDNN_MAX_CPU_ISA') or os.environ.get('DNNL_MAX_CPU_ISA') or 'ALL').upper()
-    asked = getattr(torch.ops.mkldnn, f'_is_mkldnn_{kind}_supported', None)  # True if torch calls oneDNN for it
-    if asked is None or not asked() or limit in BEFORE_BF16 or (kind == 'fp16' and limit == 'AVX512_CORE_BF16'):
+    supported = getattr(torch.ops.mkldnn, f'_is_mkldnn_{kind}_supported', None)  # True if torch calls oneDNN for it
+    if supported is None or not supported() or limit in BEFORE_BF16 or (kind == 'fp16' and limit == 'AVX512_CORE_BF16'):
         return False
     found = torch.cpu.get_capabilities()
     return found.get('architecture') not in ('x86_64', 'x86') or any(
@@ -72,8 +72,8 @@ def default_device() -> str:
     """Returns 'cuda' if torch has a CUDA device, else 'cpu', with a warning from local rank 0 about unused GPUs."""
     if torch.cuda.is_available():
         return 'cuda'
-    if os.environ.get('LOCAL_RANK', '0') == '0' and (told := unused_card()):
-        warnings.warn(told, stacklevel=5)
+    if os.environ.get('LOCAL_RANK', '0') == '0' and (message := unused_card()):
+        warnings.warn(message, stacklevel=5)
     return 'cpu'
 
 
@@ -109,7 +109,7 @@ KEPT_BYTES = 1 << 30
 """bytes that may be free at the end of the heap"""
 LARGEST_BLOCK = 1 << 28
 """bytes; larger blocks are still mapped, and returned to the kernel when freed"""
-_USERS_OWN = ('MALLOC_TRIM_THRESHOLD_', 'MALLOC_MMAP_THRESHOLD_', 'GLIBC_TUNABLES', 'LD_PRELOAD')
+_USER_SETTINGS = ('MALLOC_TRIM_THRESHOLD_', 'MALLOC_MMAP_THRESHOLD_', 'GLIBC_TUNABLES', 'LD_PRELOAD')
 
 
 def keep_freed_memory() -> bool:
@@ -118,7 +118,7 @@ def keep_freed_memory() -> bool:
     By default glibc returns large freed blocks to the kernel, which zeroes their pages before they are used again. On a
     CPU, where activations are allocated and freed all the time, that takes 5% of a PPO update and more.
     """
-    if not sys.platform.startswith('linux') or any(name in os.environ for name in _USERS_OWN):
+    if not sys.platform.startswith('linux') or any(name in os.environ for name in _USER_SETTINGS):
         return False
     mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
     if mallopt is None:

@@ -33,7 +33,7 @@ class Trained:
     scaler: LossScaler | None = None
     tree: TreeSum | None = None
     """partial sums of gradients, in an exact run"""
-    fed: bool = False
+    ran_backward: bool = False
     """there was a backward for this optimizer since its last round; other optimizers may train the same model"""
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:

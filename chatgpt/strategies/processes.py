@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from chatgpt.strategies.base import Strategy
-from chatgpt.strategies.guard import FailureGuard, Whereabouts
+from chatgpt.strategies.guard import FailureGuard, RankStatus
 from chatgpt.strategies.machine import default_device, keep_freed_memory
 from chatgpt.strategies.precision import Numerics, Precision
 from chatgpt.strategies.ranks import Ranks
@@ -34,7 +34,7 @@ _OPS = {'sum': dist.ReduceOp.SUM, 'mean': dist.ReduceOp.SUM, 'max': dist.ReduceO
 _NEEDED = ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
 
 
-_meeting_points: dict[tuple[str, ...], tuple[Any, Iterator[int]]] = {}
+_stores: dict[tuple[str, ...], tuple[Any, Iterator[int]]] = {}
 
 
 def _join(backend: str, timeout: timedelta) -> None:
@@ -44,10 +44,10 @@ def _join(backend: str, timeout: timedelta) -> None:
     the addresses of an old one.
     """
     where = tuple(os.environ[name] for name in _NEEDED)
-    if where not in _meeting_points:
+    if where not in _stores:
         store, _, _ = next(dist.rendezvous('env://', timeout=timeout))
-        _meeting_points[where] = store, itertools.count()
-    store, joined = _meeting_points[where]
+        _stores[where] = store, itertools.count()
+    store, joined = _stores[where]
     store.set_timeout(timeout)
     rank, world_size = (int(os.environ[name]) for name in ('RANK', 'WORLD_SIZE'))
     own = dist.PrefixStore(f'group/{next(joined)}', store)
@@ -69,15 +69,15 @@ def buckets(tensors: Iterable[Tensor], max_bytes: int) -> Iterator[list[Tensor]]
         yield bucket
 
 
-MOST_WORDS = 4
+MAX_ARGUMENTS = 4
 
 
 def this_program() -> str:
     """Returns the command line of this process as arguments for torchrun: `train.py --lr ...`, `-m package run ...`."""
-    words = [word for word in sys.orig_argv[1:] if word not in ('-u', '-I', '-E', '-s', '-S', '-B', '-O')]
-    if not words or words[0] in ('-c', '-'):
+    arguments = [word for word in sys.orig_argv[1:] if word not in ('-u', '-I', '-E', '-s', '-S', '-B', '-O')]
+    if not arguments or arguments[0] in ('-c', '-'):
         return 'script.py'
-    return shlex.join(words[:MOST_WORDS]) + ' ...' * (len(words) > MOST_WORDS)
+    return shlex.join(arguments[:MAX_ARGUMENTS]) + ' ...' * (len(arguments) > MAX_ARGUMENTS)
 
 
 class ProcessGroup(Ranks):
@@ -95,7 +95,7 @@ class ProcessGroup(Ranks):
         if not timeout_s > 0:
             raise ValueError(f'timeout_s={timeout_s} must be positive')
         self.timeout_s, self._what = timeout_s, what
-        self.whereabouts = Whereabouts()
+        self.status = RankStatus()
         self._owns_group = not dist.is_initialized()
         if self._owns_group:
             self._check_environment()
@@ -142,7 +142,7 @@ class ProcessGroup(Ranks):
         if op not in _OPS:
             raise ValueError(f'all_reduce: op={op!r} is not one of {", ".join(_OPS)}')
         reduced = tensor.detach().to(self.device, copy=True).contiguous()
-        with self.whereabouts.waiting():
+        with self.status.waiting():
             dist.all_reduce(reduced, _OPS[op])
             if self.device.type == 'cuda':
                 torch.cuda.current_stream(self.device).synchronize()  # NCCL has only queued the reduction
@@ -150,31 +150,31 @@ class ProcessGroup(Ranks):
 
     def all_gather_object(self, obj: T) -> list[T]:
         gathered: list[Any] = [None] * self.world_size
-        with self.whereabouts.waiting():
+        with self.status.waiting():
             dist.all_gather_object(gathered, obj)
         return gathered
 
     def broadcast_object(self, obj: T, src: int = 0) -> T:
         box = [obj]
-        with self.whereabouts.waiting():
+        with self.status.waiting():
             dist.broadcast_object_list(box, src=src, device=self.device)
         return box[0]
 
     def barrier(self) -> None:
-        with self.whereabouts.waiting():
+        with self.status.waiting():
             if dist.get_backend() == 'nccl':
                 dist.barrier(device_ids=[self.device.index])
             else:
                 dist.barrier()
 
     def note_progress(self, where: str) -> None:
-        self.whereabouts.note(where)
+        self.status.note(where)
 
     def failure_guard(self) -> AbstractContextManager[None]:
-        return FailureGuard(self.rank, self.world_size, timeout_s=self.timeout_s, whereabouts=self.whereabouts)
+        return FailureGuard(self.rank, self.world_size, timeout_s=self.timeout_s, status=self.status)
 
     def fails_together(self, state: str) -> bool:
-        return self.world_size == 1 or FailureGuard.agree(f'{state}, {self.whereabouts.collectives} collectives')
+        return self.world_size == 1 or FailureGuard.agree(f'{state}, {self.status.collectives} collectives')
 
     def leave(self) -> None:
         if self._owns_group and dist.is_initialized():
@@ -182,11 +182,11 @@ class ProcessGroup(Ranks):
             dist.destroy_process_group()
 
 
-QUIET_S = 0.1
+IDLE_S = 0.1
 """how long the threads must be idle; on a busy machine a runnable thread may wait for some tens of milliseconds"""
 LIMIT_S = 5.0
 """how long to wait for the threads at most"""
-THREAD = 'pt_gloo_runloop'
+GLOO_THREAD = 'pt_gloo_runloop'
 FIELDS = ('Pid', 'State', 'voluntary_ctxt_switches', 'nonvoluntary_ctxt_switches')
 
 
@@ -208,7 +208,7 @@ def _finish() -> None:
     end = time.monotonic() + LIMIT_S
     before = _activity()
     while before and time.monotonic() < end:
-        time.sleep(QUIET_S)  # releases the GIL
+        time.sleep(IDLE_S)  # releases the GIL
         now = _activity()
         if now == before and not any('running' in state for state in now):
             return
@@ -225,7 +225,7 @@ def _activity() -> list[str]:
         except OSError:  # the thread has ended
             continue
         fields = {name: value.strip() for name, _, value in (line.partition(':') for line in lines)}
-        if fields.get('Name') == THREAD:
+        if fields.get('Name') == GLOO_THREAD:
             found.append(' '.join(fields.get(name, '') for name in FIELDS))
     return found
 
@@ -251,15 +251,15 @@ class ProcessGroupStrategy(Strategy):
             own = self.numerics.precision, torch.cuda.get_device_name(self.device)
             chosen = ranks.all_gather_object(own)
             if len({found for found, _ in chosen}) > 1:
-                told = ', '.join(f'{found} on rank {rank} ({name})' for rank, (found, name) in enumerate(chosen))
+                listed = ', '.join(f'{found} on rank {rank} ({name})' for rank, (found, name) in enumerate(chosen))
                 raise ValueError(
-                    f"precision='auto' is {told}; give precision='fp32', or one that all of them compute in"
+                    f"precision='auto' is {listed}; give precision='fp32', or one that all of them compute in"
                 )
 
     def fill_gradients(self, parameters: list[Tensor]) -> list[Tensor]:
         """Returns the parameters with a gradient on any rank, with zeros where this rank has none. Collective."""
         used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=self.device)
-        with self.ranks.whereabouts.waiting():
+        with self.ranks.status.waiting():
             dist.all_reduce(used, dist.ReduceOp.MAX)
             flags = used.tolist()
         found = [parameter for parameter, flag in zip(parameters, flags, strict=True) if flag]
@@ -268,7 +268,7 @@ class ProcessGroupStrategy(Strategy):
                 parameter.grad = torch.zeros_like(parameter)
         return found
 
-    def keep_blocks(self, model: nn.Module) -> None:
+    def disable_layer_drop(self, model: nn.Module) -> None:
         """Turns layerdrop off in a trained model, with a warning. For strategies that gather a block's weights from all
         ranks, each of which would skip different blocks. Called by `prepare`."""
         from chatgpt.nn.trunk import layer_drop_off
@@ -281,12 +281,12 @@ class ProcessGroupStrategy(Strategy):
             )
 
     @torch.no_grad()
-    def take_weights_of_rank_0(self, model: nn.Module, bucket_bytes: int = 0) -> None:
+    def broadcast_weights(self, model: nn.Module, bucket_bytes: int = 0) -> None:
         """Broadcasts rank 0's weights and buffers, in buckets of `bucket_bytes` or one tensor at a time."""
         tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if t.numel()]
         for bucket in buckets(tensors, bucket_bytes):
             flat = torch.cat([t.reshape(-1).to(self.device) for t in bucket])
-            with self.ranks.whereabouts.waiting():
+            with self.ranks.status.waiting():
                 dist.broadcast(flat.view(torch.uint8), src=0)  # as bytes: backends do not support all dtypes
             for tensor, values in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                 tensor.copy_(values.view(tensor.shape))

@@ -108,7 +108,7 @@ def copy_from(reader: TensorReader, name: str, tensor: Tensor) -> None:
             flat[start:stop].copy_(reader.read(name, start, stop))
 
 
-def deal(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
+def assign_owners(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
     """Assigns tensors to ranks: {name: rank}, the largest first, each to the rank with the fewest bytes."""
     loads = [(0, rank) for rank in range(world_size)]
     owner = {}

@@ -116,7 +116,7 @@ class MappedTensors:
         path, failure = '', ''
         if self.writer:
             try:
-                path = self._reserved(size, folder)
+                path = self._create_file(size, folder)
             except OSError as error:
                 failure = (
                     f'rank {rank}: {size} bytes for whole weights in {folder or tempfile.gettempdir()}: '
@@ -138,7 +138,7 @@ class MappedTensors:
         return mapped
 
     @staticmethod
-    def _reserved(size: int, folder: str | os.PathLike[str] | None) -> str:
+    def _create_file(size: int, folder: str | os.PathLike[str] | None) -> str:
         """Creates a file with allocated blocks: writing to a mapping of a full disk would kill the process."""
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -295,8 +295,8 @@ class BlockStream:
         self.handles = []
         for i, block in enumerate(self.blocks):
             block.is_streamed = True  # type: ignore[assignment]
-            self.handles.append(block.register_forward_pre_hook(lambda *_, i=i: self.arrive(i), prepend=True))
-            self.handles.append(block.register_forward_hook(lambda *_, i=i: self.leave(i), always_call=True))
+            self.handles.append(block.register_forward_pre_hook(lambda *_, i=i: self.before_block(i), prepend=True))
+            self.handles.append(block.register_forward_hook(lambda *_, i=i: self.after_block(i), always_call=True))
 
     def _copy(self, i: int) -> None:
         start, stop = self.spans[i]
@@ -304,7 +304,7 @@ class BlockStream:
         self.buffers[slot][: stop - start].copy_(self.mapped.bytes[start:stop], non_blocking=True)
         self.resident[slot] = i
 
-    def arrive(self, i: int) -> None:
+    def before_block(self, i: int) -> None:
         """Runs before block i: waits for its copy on the side stream, or copies it."""
         slot = i % len(self.buffers)
         if self.side is not None:  # also for a copy of another block: a decoder runs without its encoder's blocks
@@ -312,7 +312,7 @@ class BlockStream:
         if self.resident[slot] != i:
             self._copy(i)
 
-    def leave(self, i: int) -> None:
+    def after_block(self, i: int) -> None:
         """Runs after block i: starts to copy the next block of its buffer; after the last one the first, for the next
         token."""
         if self.side is None:

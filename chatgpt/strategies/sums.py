@@ -35,7 +35,7 @@ class Sums:
 
     exact: ClassVar[bool] = False
     """True: the same bits in every layout"""
-    deals: ClassVar[bool] = False
+    redistributes: ClassVar[bool] = False
     """True: samples are redistributed before scoring, so that scores do not depend on the rank that generated them"""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -68,7 +68,7 @@ class Sums:
     def check_counts(self, fewest: int, most: int) -> None:
         """Raises ValueError if ranks hold different numbers of items and may not."""
 
-    def dealt(self, count: int) -> range:
+    def own_range(self, count: int) -> range:
         """Returns the positions that this rank scores of `count` samples of all ranks; those from `count` on are
         padding."""
         raise NotImplementedError
@@ -110,7 +110,7 @@ class ExactSums(Sums):
     """
 
     exact: ClassVar[bool] = True
-    deals: ClassVar[bool] = True
+    redistributes: ClassVar[bool] = True
 
     def __init__(self, ranks: Ranks, atoms: int = 8, *, ranks_below: bool = False) -> None:
         super().__init__(ranks)
@@ -161,7 +161,7 @@ class ExactSums(Sums):
                 'share in the order of the ranks'
             )
 
-    def dealt(self, count: int) -> range:
+    def own_range(self, count: int) -> range:
         share = -(-count // self.atoms) * self.per_rank
         return range(self.ranks.rank * share, (self.ranks.rank + 1) * share)
 
@@ -217,7 +217,7 @@ def rounded_sum(numbers: SequenceOf[float]) -> float:
     return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Returns this rank's part of a sharded tensor."""
     return tensor.to_local() if hasattr(tensor, 'to_local') else tensor  # a DTensor, whose class is slow to import
 
@@ -240,7 +240,7 @@ class TreeSum:
         """Adds the gradients of an atom; may overwrite them."""
         size = 1
         while self._waiting and self._waiting[-1][0] == size:
-            size, node = 2 * size, _added(self._waiting.pop()[1], node)
+            size, node = 2 * size, _add_pairs(self._waiting.pop()[1], node)
         self._waiting.append((size, node))
         self.count += 1
 
@@ -255,13 +255,13 @@ class TreeSum:
         self.clear()
         return total
 
-    def take(self, parameters: list[Tensor]) -> None:
+    def add_gradients(self, parameters: list[Tensor]) -> None:
         """Adds the parameters' gradients as those of one atom, and clears them."""
         self.add([p.grad for p in parameters])
         for parameter in parameters:
             parameter.grad = None
 
-    def give(self, parameters: list[Tensor]) -> None:
+    def set_gradients(self, parameters: list[Tensor]) -> None:
         """Sets the parameters' gradients to the sum of all atoms."""
         for parameter, gradient in zip(parameters, self.finish(), strict=True):
             parameter.grad = gradient
@@ -272,16 +272,16 @@ class TreeSum:
 
 
 @torch.no_grad()
-def _added(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
+def _add_pairs(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
     """Returns left + right for each parameter; overwrites them."""
     total, to, more, alone = [], [], [], []
     for a, b in zip(left, right, strict=True):
         total.append(b if a is None else a)
         if a is not None and b is not None:
-            to.append(own_part(a))
-            more.append(own_part(b))
+            to.append(local_part(a))
+            more.append(local_part(b))
         elif total[-1] is not None:
-            alone.append(own_part(total[-1]))
+            alone.append(local_part(total[-1]))
     if to:
         torch._foreach_add_(to, more)
     if alone:

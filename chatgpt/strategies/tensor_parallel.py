@@ -180,7 +180,7 @@ def parallelize(module: nn.Module, group: TensorGroup, mesh: DeviceMesh | None, 
         mesh: the tensor dimension; None without processes, as when planning.
         plan: as from `check_model`.
     """
-    made = _Made(group)
+    made = _LocalParts(group)
     styles: dict[str, Any] = {n: _STYLES[style](made, style) for n, style in plan.items() if style != WHOLE}
     if mesh is not None:
         parallelize_module(module, mesh, styles)
@@ -325,7 +325,7 @@ class CutReader:
         return torch.cat(parts)[start - first * own : stop - first * own]
 
 
-class _Made:
+class _LocalParts:
     """The parts made so far, by which tied weights stay tied."""
 
     def __init__(self, group: TensorGroup) -> None:
@@ -359,7 +359,7 @@ class _Made:
 class _Style(ParallelStyle):
     """A style of splitting a layer; `name` is its name in a plan."""
 
-    def __init__(self, made: _Made, name: str) -> None:
+    def __init__(self, made: _LocalParts, name: str) -> None:
         self.made, self.name = made, name
 
 
@@ -448,7 +448,7 @@ _STYLES: dict[str, type[_Style]] = {
 
 
 @torch.no_grad()
-def add_up(gradients: Iterable[Tensor], group: TensorGroup) -> None:
+def sum_over_group(gradients: Iterable[Tensor], group: TensorGroup) -> None:
     """Sums partial gradients over the group, in place."""
     for bucket in buckets((g for g in gradients if g.numel()), _BUCKET):
         summed = group.sum(torch.cat([g.reshape(-1) for g in bucket]))

@@ -112,7 +112,7 @@ class TensorRanks(Ranks):
 
     local_rank: Any = _of_process('local_rank')
     device: Any = _of_process('device')
-    whereabouts: Any = _of_process('whereabouts')
+    status: Any = _of_process('status')
     timeout_s: Any = _of_process('timeout_s')
     barrier: Any = _of_process('barrier')
     run_on_rank0: Any = _of_process('run_on_rank0')
@@ -130,7 +130,7 @@ class TensorRanks(Ranks):
         if op not in ('sum', 'mean'):
             return self._processes.all_reduce(tensor, op)
         reduced = tensor.detach().to(self.device, copy=True).contiguous()
-        with self.whereabouts.waiting():
+        with self.status.waiting():
             dist.all_reduce(reduced, group=self.mesh.get_group('data'))
             first = self.rank * self.tensor_parallel
             dist.broadcast(reduced, src=first, group=self.mesh.get_group('tensor'))
@@ -146,7 +146,7 @@ class TensorRanks(Ranks):
 
     def from_leader(self, obj: T) -> T:
         box = [obj]
-        with self.whereabouts.waiting():
+        with self.status.waiting():
             first, group = self.rank * self.tensor_parallel, self.mesh.get_group('tensor')
             dist.broadcast_object_list(box, src=first, group=group, device=self.device)
         return box[0]

@@ -61,8 +61,8 @@ def check_frozen(bench: Bench) -> None:
         with torch.no_grad(), strategy.autocast():
             got, want = frozen(batch).float(), plain(batch).float()
         distance = float((got - want).abs().max() / want.abs().max())
-        told = f'a frozen module gives other numbers than before: {distance:.3g} relative'
-        expect(distance <= bench.tolerance.loss, told)
+        message = f'a frozen module gives other numbers than before: {distance:.3g} relative'
+        expect(distance <= bench.tolerance.loss, message)
         before = bench.weights(strategy, frozen)
         model, optimizer = bench.pair(strategy)
         bench.train(strategy, model, optimizer, steps=1)

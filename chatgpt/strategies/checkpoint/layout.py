@@ -140,7 +140,7 @@ class Manifest:
             for name, t in self.tensors.items()
         }
         files = {name: {'bytes': f.bytes, 'crc32': f.crc32} for name, f in self.files.items()}
-        return sealed({'format': FORMAT_VERSION, 'meta': self.meta, 'tensors': tensors, 'files': files})
+        return with_checksum({'format': FORMAT_VERSION, 'meta': self.meta, 'tensors': tensors, 'files': files})
 
     @classmethod
     def from_json(cls, data: Any, where: Path | str) -> Manifest:
@@ -157,7 +157,7 @@ class Manifest:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f'{where}: malformed manifest ({type(error).__name__}: {error})') from error
         manifest.check(where)
-        if data.get('crc32') != (found := sealed(data)['crc32']):
+        if data.get('crc32') != (found := with_checksum(data)['crc32']):
             raise CheckpointError(f'{where}: checksum {found} instead of {data.get("crc32")}; the file is damaged')
         return manifest
 
@@ -178,7 +178,7 @@ class Manifest:
                 raise CheckpointError(f'{where}: tensor {name!r} of shape {tensor.shape} {fault}')
 
 
-def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a manifest's JSON with `crc32`, the CRC-32 of its other fields; key order and white space do not
     count."""
     rest = {name: value for name, value in content.items() if name != 'crc32'}

@@ -25,7 +25,7 @@ BLOCK = 1 << 22
 """elements read at once"""
 
 
-class TensorParting(NamedTuple):
+class TensorDifference(NamedTuple):
     """The first difference of two checkpoints: an element of the first tensor by name."""
 
     tensor: str
@@ -50,16 +50,16 @@ def weights_hash(reader: CheckpointReader) -> str:
     return sha.hexdigest()
 
 
-def compare_checkpoints(a: CheckpointReader, b: CheckpointReader) -> TensorParting | None:
+def compare_checkpoints(a: CheckpointReader, b: CheckpointReader) -> TensorDifference | None:
     """Returns the first difference, or None: in weights, then in states of optimizers and callbacks. Ignores states of
     global generators, which differ by rank."""
     names = {n for reader in (a, b) for n in reader.names() if _owner(reader, n) != 'rng'}
-    first: TensorParting | None = None
+    first: TensorDifference | None = None
     tensors = 0
     for name in sorted(names, key=lambda n: (_owner(a if n in a.names() else b, n) != 'models', n)):
-        parting = _compare(a, b, name)
-        if parting is not None:
-            first, tensors = first or parting, tensors + 1
+        difference = _compare(a, b, name)
+        if difference is not None:
+            first, tensors = first or difference, tensors + 1
     return first._replace(tensors=tensors) if first is not None else None
 
 
@@ -67,10 +67,10 @@ def _owner(reader: CheckpointReader, name: str) -> str:
     return str(reader.meta.get('owners', {}).get(name.split('/')[0], ''))
 
 
-def _compare(a: CheckpointReader, b: CheckpointReader, name: str) -> TensorParting | None:
+def _compare(a: CheckpointReader, b: CheckpointReader, name: str) -> TensorDifference | None:
     kinds = _kind(a, name), _kind(b, name)
     if kinds[0] != kinds[1]:
-        return TensorParting(name, None, kinds, 0, 1)
+        return TensorDifference(name, None, kinds, 0, 1)
     shape = a.shape(name)
     values: tuple[Any, Any] = (None, None)
     size, different, at = math.prod(shape), 0, -1
@@ -82,7 +82,7 @@ def _compare(a: CheckpointReader, b: CheckpointReader, name: str) -> TensorParti
                 i = int(unequal.nonzero()[0])
                 at, values = start + i, (one[i].item(), other[i].item())
             different += int(unequal.sum())
-    return TensorParting(name, _index(at, shape), values, different, 1) if different else None
+    return TensorDifference(name, _index(at, shape), values, different, 1) if different else None
 
 
 def _kind(reader: CheckpointReader, name: str) -> str | None:

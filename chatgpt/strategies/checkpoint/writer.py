@@ -1,7 +1,7 @@
 """Parallel, atomic writing of a checkpoint folder.
 
 Every rank writes its pieces to safetensors files of bounded size in a temporary folder; rank 0 merges the lists of
-pieces, writes the manifest last and renames the folder. Collectives are done by `all_gather_object` alone.
+pieces, writes the manifest last and renames the folder. Collectives are done by `all_gather_object`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_FILE_BYTES = 256 << 20
 Gather = Callable[[Any], list[Any]]
 
 
-def alone(obj: Any) -> list[Any]:
+def single_process(obj: Any) -> list[Any]:
     """The `all_gather_object` of a single process."""
     return [obj]
 
@@ -63,7 +63,7 @@ class CheckpointWriter:
         folder: str | os.PathLike[str],
         *,
         rank: int = 0,
-        all_gather_object: Gather = alone,
+        all_gather_object: Gather = single_process,
         max_file_bytes: int = MAX_FILE_BYTES,
     ) -> None:
         self.folder = Path(os.path.abspath(folder))
@@ -240,7 +240,7 @@ def write_checkpoint(
     meta: dict[str, Any] | None = None,
     state: dict[str, Any] | None = None,
     rank: int = 0,
-    all_gather_object: Gather = alone,
+    all_gather_object: Gather = single_process,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Writes a checkpoint of groups {prefix: pieces}, with rank 0's `state` as state.json."""

@@ -427,7 +427,7 @@ class ZeroEngine(TrainedEngine):
         self.module.zero_grad(set_to_none=True)
 
 
-def wire(wrapped: nn.Module, engine: Engine, force_fp32: bool) -> None:
+def register_hooks(wrapped: nn.Module, engine: Engine, force_fp32: bool) -> None:
     """Registers the engine's hooks for every forward of a boosted model, and makes its `train` set the inner module.
 
     Outputs are converted to plain tensors: in Gemini's own tensor class, in-place operations such as `add_` do nothing.

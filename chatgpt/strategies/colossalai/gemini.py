@@ -26,10 +26,10 @@ class GeminiFrozen(Engine):
         chunk = self.model.chunk_manager.get_chunk(parameter)  # type: ignore[operator, union-attr]
         for begin, end, start in _overlap(chunk, parameter):
             chunk.payload[begin:end].copy_(values[start : start + end - begin])
-            _forget_host_copy(chunk)
+            _invalidate_host_copy(chunk)
 
     def before_forward(self) -> None:
-        forget_layouts(self.model.gemini_manager)
+        clear_eviction_cache(self.model.gemini_manager)
 
     def after_forward(self) -> None:
         if torch.is_grad_enabled() and self.model.chunk_manager.accessed_chunks:  # type: ignore[union-attr]
@@ -92,7 +92,7 @@ class GeminiEngine(TrainedEngine):
     def refresh(self) -> None:
         for chunk in self.chunks:
             chunk.payload.copy_(chunk.paired_chunk.payload)
-            _forget_host_copy(chunk)
+            _invalidate_host_copy(chunk)
 
     def _gather_trained(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         masters = {id(master): self.names[id(parameter)] for parameter, master in self._with_masters()}
@@ -106,8 +106,8 @@ class GeminiEngine(TrainedEngine):
                 yield masters[id(master)], whole[info.offset : info.end].view(master.shape)
 
     def before_forward(self) -> None:
-        self._set_aside()
-        forget_layouts(self._gemini)
+        self._accumulate()
+        clear_eviction_cache(self._gemini)
         if not torch.is_grad_enabled() and self._gemini.need_warmup and self._gemini.is_warmup():
             # Placement 'auto' records the order of the first training iteration and refuses inference before it. RLHF
             # scores first, so the forward is allowed, and its records are removed afterwards.
@@ -119,14 +119,14 @@ class GeminiEngine(TrainedEngine):
             self._recorded, self._gemini.policy_name = None, 'auto'
 
     def backward(self, loss: Tensor) -> None:
-        self._set_aside()
-        forget_layouts(self._gemini)
+        self._accumulate()
+        clear_eviction_cache(self._gemini)
         # In the first iteration placement 'auto' prints statistics.
         with contextlib.redirect_stdout(io.StringIO()) if self._gemini.is_warmup() else contextlib.nullcontext():
             self.optimizer.backward(loss)
         self.pending = True
 
-    def _set_aside(self) -> None:
+    def _accumulate(self) -> None:
         if not self.pending:
             return
         if self.sums is None:
@@ -179,7 +179,7 @@ class GeminiEngine(TrainedEngine):
         self.module.zero_grad(set_to_none=True)
 
 
-def forget_layouts(manager: Any) -> None:
+def clear_eviction_cache(manager: Any) -> None:
     """Clears upstream's cache of the chunks that can be evicted at the n-th operation of an iteration.
 
     Upstream assumes the same operations in every iteration. Log-probs in chunks of rows run more operations on the rank
@@ -199,7 +199,7 @@ def _overlap(chunk: Any, tensor: Tensor) -> Iterator[tuple[int, int, int]]:
         yield begin, end, begin + base - info.offset
 
 
-def _forget_host_copy(chunk: Any) -> None:
+def _invalidate_host_copy(chunk: Any) -> None:
     """Invalidates the pinned host copy of a chunk on the device, after its weights have been written."""
     chunk.cpu_vis_flag = chunk.device_type == 'cpu'
 

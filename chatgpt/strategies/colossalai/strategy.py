@@ -30,11 +30,11 @@ from chatgpt.strategies import states
 from chatgpt.strategies.base import Abilities, check_max_norm
 from chatgpt.strategies.checkpoint.layout import Piece, TensorReader
 from chatgpt.strategies.colossalai.cpu import bridge
-from chatgpt.strategies.colossalai.engines import Engine, TrainedEngine, UpstreamScaler, ZeroEngine, wire
+from chatgpt.strategies.colossalai.engines import Engine, TrainedEngine, UpstreamScaler, ZeroEngine, register_hooks
 from chatgpt.strategies.colossalai.gemini import GeminiEngine, GeminiFrozen
 from chatgpt.strategies.colossalai.memory import GeminiMemory, ZeroMemory
 from chatgpt.strategies.colossalai.options import Options, Placement, check_kernels, import_colossalai
-from chatgpt.strategies.copies import Offloaded, merge_for_good
+from chatgpt.strategies.copies import Offloaded, fold_adapters
 from chatgpt.strategies.memory import MemoryModel, of_numerics
 from chatgpt.strategies.pairs import Trained
 from chatgpt.strategies.precision import Precision
@@ -157,7 +157,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             )
         self._check_optimizer(optimizer)
         if self.stage == 3:
-            self.keep_blocks(model)
+            self.disable_layer_drop(model)
         return self._boost(model, optimizer)
 
     def _prepare_pair(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -186,9 +186,9 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         states.refuse_shared(model, f'{type(self).__name__} shards weights')
         fresh = any(p.is_meta for p in model.parameters())
         if fresh:
-            tensors: Iterable[tuple[str, Tensor]] = _on_demand(model, optimizer)
+            tensors: Iterable[tuple[str, Tensor]] = _initial_values(model, optimizer)
         else:
-            self.take_weights_of_rank_0(model)
+            self.broadcast_weights(model)
             tensors = [(name, parameter.data) for name, parameter in model.named_parameters()]
         found = ((m, key, buffer) for m in model.modules() for key, buffer in m._buffers.items())
         buffers = [(m, key, buffer.detach()) for m, key, buffer in found if buffer is not None]
@@ -206,7 +206,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         engine: Engine = (frozen if optimizer is None else trained)(wrapped, boosted, self.device)
         engine.fill(tensors, fresh)
         self._engines[id(model)] = engine
-        wire(wrapped, engine, self.settings.force_outputs_fp32)
+        register_hooks(wrapped, engine, self.settings.force_outputs_fp32)
         if fresh:
             from chatgpt.nn.packing import check_loaded_packing
 
@@ -328,7 +328,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             return
         ours = dict(module.named_parameters())
         copied = with_parameters(module, {id(ours[n]): t.to(self.device, copy=True) for n, t in engine.gather(exact)})
-        merge_for_good(copied.eval())
+        fold_adapters(copied.eval())
         for parameter in copied.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
@@ -353,7 +353,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         engine = self._engine(optimizer)
         if self.sums.exact:
             assert isinstance(engine, ZeroEngine)
-            self._pair(optimizer).fed = True
+            self._pair(optimizer).ran_backward = True
             engine.accumulate(loss)
         else:
             engine.backward(loss * self.world_size)  # upstream averages over ranks
@@ -365,7 +365,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             shards = self._summed_shards(pair.optimizer)
             pair.tree.add([shards.get(id(p)) for p in parameters])
         else:
-            pair.tree.take([*parameters])
+            pair.tree.add_gradients([*parameters])
 
     def _summed_shards(self, optimizer: Optimizer) -> dict[int, Tensor]:
         engine = self._engine(optimizer)
@@ -379,7 +379,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             total = zip(engine.trained(), tree.finish(), strict=True)
             shards = {id(p): g for p, g in total if g is not None}
         else:
-            tree.give([*engine.trained()])
+            tree.set_gradients([*engine.trained()])
             shards = self._summed_shards(optimizer)
         norm = exact_norm(shards.values(), self.device, self.all_reduce)
         if math.isfinite(norm):
@@ -408,7 +408,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
 
     def discard_gradients(self, optimizer: Optimizer) -> None:
         pair = self._pair(optimizer)
-        pair.fed = False
+        pair.ran_backward = False
         if pair.tree is not None:
             pair.tree.clear()
         self._engine(optimizer).discard()
@@ -427,7 +427,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         engine = self._engines.get(id(self.unwrap(model)))
         if engine is None:
             return super().model_pieces(model)
-        return itertools.chain(engine.pieces(), self._dealt(engine.buffers()))
+        return itertools.chain(engine.pieces(), self._own_pieces(engine.buffers()))
 
     def load_model_pieces(self, model: nn.Module, reader: TensorReader, strict: bool = True) -> None:
         engine = self._engines.get(id(self.unwrap(model)))
@@ -448,7 +448,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         super().close()
 
 
-def _on_demand(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
+def _initial_values(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
     """Replaces meta tensors by expanded ones that take no memory; returns the initial weights, one at a time."""
     from chatgpt.nn.weights import initial_tensors
 
