@@ -56,8 +56,7 @@ class Abilities:
 
 
 class Strategy(OnRanks):
-    """The base class of all strategies. `prepare` models once, then train with `accumulate`, `backward` and
-    `optimizer_step`.
+    """Base class of strategies. `prepare` models once, then train: `accumulate`, `backward`, `optimizer_step`.
 
     ::
 
@@ -354,8 +353,8 @@ class Strategy(OnRanks):
     def model_pieces(self, model: nn.Module) -> Iterable[Piece]:
         """Returns the pieces of weights and persistent buffers that this rank writes, each on one rank only.
 
-        Names are those of the module that the user built; tied tensors are written once. May be collective: every rank
-        iterates to the end.
+        Names are those of the user's module; tied tensors are written once. May be collective: exhaust it on every
+        rank.
         """
         tensors, _ = states.named_tensors(self.unwrap(model))
         kept = self._narrow.ids(self.unwrap(model))
@@ -578,8 +577,7 @@ class Strategy(OnRanks):
         write_checkpoint(path, groups, meta=meta, rank=self.processes.rank, all_gather_object=gather)
 
     def _own_pieces(self, tensors: Mapping[str, Tensor], in_fp32: Container[str] = ()) -> Iterator[Piece]:
-        """Yields this rank's share of replicated tensors, so that all ranks write at once; the first process of a rank
-        writes them."""
+        """Yields this rank's share of replicated tensors, on its first process, so that all ranks write at once."""
         owner = states.assign_owners({n: t.numel() * t.element_size() for n, t in tensors.items()}, self.world_size)
         return (
             Piece.whole(name, tensor.detach().float() if name in in_fp32 else tensor)

@@ -24,8 +24,7 @@ transformers casts them to the model's dtype too"""
 
 
 def narrow_states(module: nn.Module, dtype: torch.dtype) -> None:
-    """Converts buffers that are added to hidden states or multiplied with them to `dtype`, in place. Does not change
-    persistent buffers."""
+    """Converts non-persistent buffers that are added to hidden states or multiplied with them to `dtype`, in place."""
     for path, owner in module.named_modules():
         for name in owner._non_persistent_buffers_set:
             buffer = owner._buffers[name]
@@ -76,8 +75,7 @@ class NarrowWeights:
     """Frozen weights that are stored in the compute dtype, where that changes no bit of a result (`matmul_weights`).
 
     Args:
-        autocast: context of forwards outside of autocast, in which weights and states of two dtypes cannot be
-            multiplied.
+        autocast: context to enter in forwards without it, where weights and states of two dtypes cannot be multiplied.
     """
 
     def __init__(self, dtype: torch.dtype, autocast: Callable[[], AbstractContextManager[Any]]) -> None:

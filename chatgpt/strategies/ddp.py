@@ -3,8 +3,7 @@
 Gradients are summed once per optimizer step, in buckets that depend on the parameters alone. torch's
 `DistributedDataParallel` rebuilds its buckets after the first step, in the order in which gradients arrived, so a
 resumed run would sum in a different order. It also does not sum the gradient of a parameter that only an earlier
-micro-batch used. Modules are not wrapped, so all of their methods can be called. The sum does not overlap with the
-backward pass.
+micro-batch used. Modules are not wrapped, so all of their methods can be called. The sum follows the backward pass.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ class DDPStrategy(ProcessGroupStrategy):
         return model
 
     def _reduce_gradients(self, pair: Trained) -> None:
-        """Sums gradients over ranks. One that is None on this rank counts as zero; one that is None on all stays
-        None."""
+        """Sums gradients over ranks. One that is None on some ranks counts as zero; one that is None on all stays
+        so."""
         parameters = self.fill_gradients([p for p in pair.parameters() if p.requires_grad])
         gradients = [p.grad for p in parameters if p.grad is not None]
         for bucket in buckets(gradients, self.bucket_bytes):

@@ -419,8 +419,7 @@ class FSDPMemory(MemoryModel):
     streams: ClassVar[bool] = True
 
     def ranks(self, run: Layout) -> int:
-        """Returns the number of ranks that parameters are sharded over. Under tensor parallelism a `ModelSize` is one
-        process's part."""
+        """Returns the number of ranks that share a `ModelSize`, which is one process's part of a model."""
         return run.num_processes // self.tensor_parallel
 
     def _sharded(self, size: ModelSize, run: Layout, *, trained_only: bool = False) -> int:

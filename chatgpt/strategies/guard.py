@@ -1,5 +1,4 @@
-"""`FailureGuard`: an exception on one rank ends all ranks within seconds, with that rank's message; a rank that hangs
-is named.
+"""`FailureGuard`: an exception on one rank ends all ranks within seconds with its message; a rank that hangs is named.
 
 The failing rank writes its message to the process group's store. A thread on every rank polls the store; when it finds
 another rank's message it waits a moment for the process to fail by itself (the same mistake, a broken connection), then

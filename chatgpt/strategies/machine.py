@@ -79,8 +79,7 @@ def default_device() -> str:
 
 @cache
 def unused_card() -> str | None:
-    """Returns a warning if nvidia-smi lists a GPU that torch cannot use. None without a GPU, or if CUDA_VISIBLE_DEVICES
-    hides all of them."""
+    """Returns a warning if nvidia-smi lists a GPU that torch cannot use; None if CUDA_VISIBLE_DEVICES hides all."""
     program = shutil.which('nvidia-smi')
     if program is None or os.environ.get('CUDA_VISIBLE_DEVICES', '0').strip() in ('', '-1'):
         return None

@@ -226,8 +226,7 @@ class MemoryModel:
         return Memory()
 
     def reduction(self, size: ModelSize, run: Layout, *, again: bool) -> int:
-        """Returns the bytes of reducing gradients at the end of a backward, without activations, '<name> gradients' and
-        `sums`."""
+        """Returns the bytes of reducing gradients at the end of a backward, beside '<name> gradients' and `sums`."""
         return 0
 
     def step(self, size: ModelSize, run: Layout) -> int:
@@ -263,8 +262,7 @@ def of_numerics(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gathered_copy(size: ModelSize, run: Layout, itemsize: int) -> Memory:
-    """Returns the memory of a full copy under a sharded strategy: on the device, or streamed from a file that the ranks
-    of a machine share."""
+    """Returns the memory of a full copy of a sharded model: on the device, or streamed from a file of the machine."""
     memory = Memory()
     if run.stream_blocks:
         memory.add('full copy', run.itemsize * size.two_blocks)

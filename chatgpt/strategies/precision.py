@@ -176,8 +176,7 @@ class Deterministic:
     """Enables torch's deterministic algorithms, and attention kernels with a deterministic backward, in the whole
     process until `restore`. torch warns of operators without a deterministic kernel.
 
-    Create it before any computation on a GPU, since cuBLAS reads its variable at its first use. A value that the user
-    has set is kept.
+    Create it before any computation on a GPU: cuBLAS reads its variable at its first use. The user's value is kept.
     """
 
     def __init__(self) -> None:

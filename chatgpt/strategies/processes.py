@@ -195,8 +195,7 @@ def finish_gloo_at_exit() -> None:
 
     A gloo thread frees the tensors of a collective shortly after the caller has returned, and takes the GIL for it. If
     the interpreter is shutting down, Python ends that thread inside a C++ destructor, and the process dies with
-    SIGABRT. Destroying the group is not enough: torch keeps it and its threads after DistributedDataParallel has used
-    it (2.13).
+    SIGABRT. Destroying the group is not enough: torch 2.13 keeps it after DistributedDataParallel has used it.
     """
     atexit.unregister(_finish)
     atexit.register(_finish)

@@ -109,8 +109,7 @@ class Ranks(ABC):
 
     def fails_together(self, state: str) -> bool:
         """Returns True if every rank is failing with an exception in the same `state`, so that they can still save
-        together; False, after a few seconds, if another rank continues or waits in a collective. Call it inside
-        `failure_guard`."""
+        together; False, after a few seconds, if another rank continues or waits. Call it inside `failure_guard`."""
         return self.world_size == 1
 
     def leave(self) -> None:

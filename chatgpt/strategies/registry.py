@@ -167,8 +167,7 @@ def as_strategy(strategy: Any) -> Any:
 
 
 def prepared_by(strategy: Any, *items: Any) -> tuple[Any, ...]:
-    """Returns strategy and items as they are; for a name a new strategy, and the models and (model, optimizer) pairs
-    prepared by it."""
+    """Returns strategy and items as they are; for a name a new strategy, and models and pairs prepared by it."""
     if not isinstance(strategy, str):
         return strategy, *items
     from torch import nn

@@ -213,8 +213,7 @@ def mapped_copy(
 
     Args:
         module: only names, shapes and dtypes of its parameters are read, so they may be meta tensors.
-        whole: full parameters by name, in any order, each valid until the next one; collective, so it is exhausted on
-            every rank.
+        whole: full parameters by name, in any order, each valid until the next; collective: exhausted on every rank.
     """
     from chatgpt.nn import lora
 
@@ -313,8 +312,7 @@ class BlockStream:
             self._copy(i)
 
     def after_block(self, i: int) -> None:
-        """Runs after block i: starts to copy the next block of its buffer; after the last one the first, for the next
-        token."""
+        """Runs after block i: starts to copy the next block of its buffer, or the first one, for the next token."""
         if self.side is None:
             return  # a CPU cannot copy while it computes
         slot, following = i % len(self.buffers), i + len(self.buffers)

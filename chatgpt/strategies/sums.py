@@ -69,8 +69,7 @@ class Sums:
         """Raises ValueError if ranks hold different numbers of items and may not."""
 
     def own_range(self, count: int) -> range:
-        """Returns the positions that this rank scores of `count` samples of all ranks; those from `count` on are
-        padding."""
+        """Returns the positions that this rank scores of `count` samples of all ranks; later ones are padding."""
         raise NotImplementedError
 
     def refuse(self, settings: Any, rules: Iterable[Rule]) -> None:
@@ -194,9 +193,9 @@ class ExactSums(Sums):
     def totals(self, columns: SequenceOf[SequenceOf[Tensor]]) -> list[list[float]]:
         """Gathers the numbers of all atoms, equally many on all ranks, and rounds each sum once."""
         own = torch.stack([row for rows in columns for row in rows]).to(self.ranks.device)
-        everyone = own.new_zeros(self.ranks.world_size, *own.shape)
-        everyone[self.ranks.rank] = own
-        parts = self.ranks.all_reduce(everyone, 'sum').split([len(rows) for rows in columns], dim=1)
+        gathered = own.new_zeros(self.ranks.world_size, *own.shape)
+        gathered[self.ranks.rank] = own
+        parts = self.ranks.all_reduce(gathered, 'sum').split([len(rows) for rows in columns], dim=1)
         return [[rounded_sum(numbers.flatten().tolist()) for numbers in part.unbind(-1)] for part in parts]
 
 
@@ -345,8 +344,7 @@ def exact_norm(
 def check_elementwise(optimizer: Optimizer) -> None:
     """Raises ValueError if the optimizer's step of a part of a tensor differs from its step of the whole, by a trial.
 
-    torch's fused steps do so on a CPU, where the last elements, too few for a vector, are rounded differently. They are
-    refused on every CPU.
+    torch's fused steps are refused on every CPU: the last elements, too few for a vector, are rounded differently.
     """
     taken = inspect.signature(type(optimizer)).parameters
     settings = {k: v for k, v in optimizer.param_groups[0].items() if k in taken and k != 'params'}

@@ -80,8 +80,7 @@ def tiny_causal_lm(family: str = 'gpt2', seed: int = 0, **kw: Any) -> PreTrained
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a fast tokenizer of 259 tokens: id b is byte b, then pad 256, begin 257, end 258. Decodes to the same
-    text.
+    """Returns a lossless fast tokenizer of 259 tokens: id b is byte b, then pad 256, begin 257, end 258.
 
     It adds no special tokens. `AutoTokenizer.from_pretrained` loads it from the folder of `save_pretrained`.
     """

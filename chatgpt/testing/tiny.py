@@ -27,8 +27,7 @@ class TinyBlock(nn.Module):
 
 
 class TinyPolicy(nn.Module):
-    """A policy with tied embeddings and a persistent buffer; `forward(batch)` returns the log-probs of actions, (N,)
-    fp32.
+    """A policy with tied embeddings and a persistent buffer; `forward(batch)` returns log-probs of actions, (N,) fp32.
 
     Its width is odd, so that tensors cannot be split equally over two ranks. Each state depends on its own token and on
     the mean of all tokens up to it.

@@ -179,8 +179,7 @@ class Manifest:
 
 
 def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a manifest's JSON with `crc32`, the CRC-32 of its other fields; key order and white space do not
-    count."""
+    """Returns a manifest's JSON with `crc32`, the CRC-32 of its other fields, ignoring key order and white space."""
     rest = {name: value for name, value in content.items() if name != 'crc32'}
     as_read = json.loads(json.dumps(rest))  # keys that are not strings sort differently
     return rest | {'crc32': zlib.crc32(json.dumps(as_read, sort_keys=True).encode())}

@@ -119,11 +119,11 @@ class CheckpointWriter:
         size = piece.data.element_size()
         start = piece.start
         while start < piece.stop:
-            room = (self.max_file_bytes - self._pending_bytes) // size
-            if room < 1 and self._pending:
+            space = (self.max_file_bytes - self._pending_bytes) // size
+            if space < 1 and self._pending:
                 self._flush(group)
                 continue
-            stop = min(piece.stop, start + max(room, 1))
+            stop = min(piece.stop, start + max(space, 1))
             key = f'{name}[{start}:{stop}]'
             values = piece.data[start - piece.start : stop - piece.start].detach()
             self._pending[key] = values.to('cpu', copy=True).contiguous()
