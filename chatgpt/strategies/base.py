@@ -353,8 +353,7 @@ class Strategy(OnRanks):
     def model_pieces(self, model: nn.Module) -> Iterable[Piece]:
         """Returns the pieces of weights and persistent buffers that this rank writes, each on one rank only.
 
-        Names are those of the user's module; tied tensors are written once. May be collective: exhaust it on every
-        rank.
+        Names are those of the user's module; tied tensors are written once. Exhaust it on every rank (collective).
         """
         tensors, _ = states.named_tensors(self.unwrap(model))
         kept = self._narrow.ids(self.unwrap(model))
