@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from chatgpt.batching import collate
 from chatgpt.functional import logprobs
 from chatgpt.plan.setup import Setup
-from chatgpt.strategies.copies import narrow, product_weights
+from chatgpt.strategies.copies import matmul_weights, narrow
 from chatgpt.strategies.memory import ModelSize, ParameterSize
 from chatgpt.strategies.streaming import transformer_blocks
 from chatgpt.strategies.tensor_parallel import check_model, parallelize
@@ -100,7 +100,7 @@ def kept_in_16_bits(model: Any) -> list[nn.Parameter]:
     frozen = not any(p.requires_grad for p in model.parameters())
     if not frozen and getattr(model, 'folder_dtype', None) not in (torch.bfloat16, torch.float16):
         return []
-    return [p for p in product_weights(model) if not p.requires_grad]
+    return [p for p in matmul_weights(model) if not p.requires_grad]
 
 
 def num_layers(config: Any) -> int:

@@ -1,4 +1,4 @@
-"""Strategies: one device, many (DDP), sharded (FSDP2, ColossalAI). Each is imported when it is first asked for.
+"""Strategies: one device, many (DDP), sharded (FSDP2, ColossalAI). Each is imported at its first use.
 
 >>> from chatgpt.strategies import NaiveStrategy
 """

@@ -1,7 +1,7 @@
 """`Strategy`: everything that depends on how many processes there are and where weights live.
 
-The bodies here work for models that are whole on each rank. The public members come first; a subclass overrides what
-its layout changes: the methods under "what a subclass overrides", `accumulate`, `backward`, `full_model`,
+The implementations here are for models that are whole on each rank. The public members come first. A subclass overrides
+what its layout changes: the methods under "for subclasses to override", `accumulate`, `backward`, `full_model`,
 `full_state_dict`, the pieces, and `memory_model` for the planner.
 """
 
@@ -32,7 +32,7 @@ from chatgpt.strategies.copies import (
     OffloadedWeights,
     cast_copy,
     lora_merged,
-    product_weights,
+    matmul_weights,
 )
 from chatgpt.strategies.memory import MemoryModel, of_numerics
 from chatgpt.strategies.pairs import Trained, check_items, is_pair, open_saved, rebuilt
@@ -43,7 +43,7 @@ from chatgpt.strategies.sums import exact_norm
 
 @dataclass(frozen=True, kw_only=True)
 class Abilities:
-    """What trainers ask of a strategy, in place of its class."""
+    """The abilities of a strategy, which trainers read instead of its class."""
 
     sharded: bool = False
     """no rank holds whole weights or optimizer states"""
@@ -56,7 +56,7 @@ class Abilities:
 
 
 class Strategy(OnRanks):
-    """The hardware plug. `prepare` models once, then train with `accumulate`, `backward` and `optimizer_step`.
+    """Base class of strategies. `prepare` models once, then train: `accumulate`, `backward`, `optimizer_step`.
 
     ::
 
@@ -73,25 +73,25 @@ class Strategy(OnRanks):
             norm = strategy.optimizer_step(optimizer, max_norm=1.0)
 
     Args:
-        seed: of weights built from scratch and of every draw; the same on every rank.
-        precision: compute dtype, as in `Numerics`.
-        ranks: the processes that it runs on. The members of `Ranks` are also the strategy's own: `strategy.rank`.
+        seed: seed of weights built from scratch and of sampling; the same on every rank.
+        precision: compute dtype, see `Numerics`.
+        ranks: the processes to run on. The members of `Ranks` are members of the strategy too: `strategy.rank`.
         numerics: the other fields of `Numerics`.
     """
 
     abilities: Abilities = Abilities()
     numerics: Numerics
-    """with the precision that 'auto' came to"""
+    """with 'auto' resolved to a precision"""
     seed: int
 
     _keeps_narrow: ClassVar[bool] = True
-    """computes under autocast from fp32 weights, so what nothing trains can be kept in the compute dtype"""
+    """True: computes under autocast from fp32 weights, so frozen ones can be kept in the compute dtype"""
     _fuses: ClassVar[bool] = True
-    """`make_optimizer` makes torch's fused AdamW on CUDA"""
+    """True: `make_optimizer` returns torch's fused AdamW on CUDA"""
     _only_16_bits: bool = False
-    """it has no fp32, so 'auto' is bf16 on any device"""
+    """True: fp32 is not supported, so 'auto' is bf16 on any device"""
     _reduces_each_round: bool = False
-    """in an exact run gradients are summed over ranks after every round, and not once per step"""
+    """True: an exact run sums gradients over ranks after every round instead of once per step"""
 
     def __init__(
         self, seed: int = 42, precision: Precision = 'auto', *, ranks: Ranks | None = None, **numerics: Any
@@ -108,7 +108,7 @@ class Strategy(OnRanks):
         self.ranks, self.seed = ranks, seed
         self.numerics = Numerics(precision=precision, **numerics).on(ranks.device, only_16_bits=self._only_16_bits)
         self.sums = self.numerics.sums(ranks, ranks_below=self._reduces_each_round)
-        """how batches are cut and numbers added up"""
+        """how batches are split and numbers summed"""
         self._deterministic = Deterministic() if self.numerics.deterministic or self.sums.exact else None
         self._warn_of_emulation()
         bf16_on_cuda = ranks.device.type == 'cuda' and self.numerics.precision == 'bf16'
@@ -118,10 +118,10 @@ class Strategy(OnRanks):
             numpy.random.seed(seed % 2**32)
         torch.manual_seed(seed)  # the same on every rank, so that models built from scratch are equal
         self._prepared: dict[int, tuple[nn.Module, nn.Module]] = {}
-        """id of the user's and of the prepared module -> (user's, prepared)"""
+        """id of the user's and id of the prepared module -> (user's, prepared)"""
         self._pairs: dict[int, Trained] = {}
-        """id of the user's and of the prepared optimizer -> its pair"""
-        self._keep: list[Any] = []  # objects whose ids are keys above must not be freed
+        """id of the user's and id of the prepared optimizer -> its pair"""
+        self._keep: list[Any] = []  # keeps alive the objects with the ids above
         self._offloaded_models: dict[int, Offloaded] = {}
         """by id of the user's module"""
         self._narrow = NarrowWeights(self.numerics.dtype, self.autocast)
@@ -130,7 +130,7 @@ class Strategy(OnRanks):
     # ------------------------------------------------------------------ models
 
     def model_init_context(self) -> AbstractContextManager[Any]:
-        """Where modules are built. A sharded strategy may put them on the meta device here."""
+        """Returns the context in which to build modules. A sharded strategy may put them on the meta device."""
         return nullcontext()
 
     def make_optimizer(
@@ -141,17 +141,17 @@ class Strategy(OnRanks):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> Optimizer:
-        """An AdamW that this strategy can train with. On CUDA torch's fused one, which needs no temporary as large as
-        the weights; not in an exact run, nor on a CPU, where it rounds otherwise."""
+        """Returns an AdamW that this strategy can train with. It is fused on CUDA, which saves a temporary as large as
+        the weights, but not in an exact run, nor on a CPU, where the fused kernel rounds differently."""
         fused = True if self._fuses and self.device.type == 'cuda' and not self.sums.exact else None
         return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
 
     def prepare(self, *items: Any) -> Any:
-        """Make models and optimizers ready: same things, same order, same nesting; a single item comes back bare.
+        """Prepares models and optimizers and returns them in the same order and nesting, a single item bare.
 
-        A (model, optimizer) pair is trained. A bare module is frozen, in eval mode and moved. None and callables that
-        are not modules (a reward function, a pipeline) pass through. A module given twice is prepared once, and trained
-        if any pair holds it. A number may stand as the weight of a (weight, reward) pair.
+        A (model, optimizer) pair is trained. A bare module is frozen, put in eval mode and moved to the device. None
+        and callables that are not modules (a reward function, a pipeline) are returned unchanged, as are numbers in
+        (weight, reward) pairs. A module given twice is prepared once, and trained if any pair holds it.
         """
         pairs: list[tuple[nn.Module, Optimizer]] = []
         check_items(items, pairs)
@@ -161,7 +161,7 @@ class Strategy(OnRanks):
         return prepared[0] if len(prepared) == 1 else prepared
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """The module the user built."""
+        """Returns the module that the user built."""
         return self._prepared[id(model)][0] if id(model) in self._prepared else model
 
     @contextmanager
@@ -174,20 +174,17 @@ class Strategy(OnRanks):
         read_only: bool = False,
         on_disk: str | os.PathLike[str] | None = None,
     ) -> Iterator[nn.Module]:
-        """The unwrapped module with full weights, LoRA merged, in eval mode: for generation, and for writing it. A
-        collective.
+        """Yields the unwrapped module with full weights, LoRA merged, in eval mode, to generate or save. Collective.
 
-        In fp32 it is the very module, whose exact bits are restored after. In 16 bits it is a copy that is freed after,
-        unless somebody asked with `keep_copy`.
+        In fp32 it is the module itself, and its exact bits are restored on exit. In 16 bits it is a copy, freed on exit
+        unless `keep_copy` keeps it.
 
         Args:
-            dtype: None means `numerics.full_dtype`.
-            whole: all weights also where a few processes would compute with parts of them (tensor parallelism), for a
-                reader that has a model of its own.
-            read_only: the reader computes nothing here, so that what is too large for the device may stay in host
-                memory.
-            on_disk: a folder in which a sharded strategy keeps the whole weights, so that no rank holds them in memory;
-                such a copy is for writing, on rank 0.
+            dtype: dtype of the weights; None means `numerics.full_dtype`.
+            whole: yield all weights also under tensor parallelism, instead of this process's part of them.
+            read_only: nothing is computed with the module, so weights too large for the device may stay in host memory.
+            on_disk: folder in which a sharded strategy keeps the whole weights, so that no rank holds them in memory.
+                Such a copy is for saving, on rank 0.
         """
         module, dtype = self.unwrap(model), dtype or self.numerics.full_dtype
         if dtype is torch.float32:
@@ -196,25 +193,24 @@ class Strategy(OnRanks):
             with in_eval_mode(module), self._narrow.widened(module), lora_merged(module):
                 yield module
             return
-        with self._kept_copy.lent(module, dtype) as kept:
+        with self._kept_copy.reused(module, dtype) as kept:
             kept.copied = cast_copy(module, dtype, kept.copied).eval()
             yield kept.copied
 
     def keep_copy(self, user: Any, keep: bool) -> None:
-        """Keep the copy that `full_model` makes in 16 bits for `user`, or no longer; without users it is freed."""
+        """Keeps the copy that `full_model` makes in 16 bits for `user`, or releases it; it is freed without users."""
         self._kept_copy.keep(user, keep)
 
     @classmethod
     def memory_model(cls, **options: Any) -> MemoryModel:
-        """What a strategy that is built with these options keeps, for `chatgpt.plan`. Here: whole copies on each
-        rank."""
+        """Returns the memory model of a strategy built with these options, for `chatgpt.plan`."""
         return MemoryModel(**of_numerics(options))
 
     def offload(self, model: nn.Module) -> None:
-        """Let a frozen model's weights wait in host memory outside of `onload`. On a CPU nothing moves.
+        """Keeps a frozen model's weights in host memory outside of `onload`. Does nothing on a CPU.
 
         Raises:
-            ValueError: this strategy places frozen weights itself, or other models use the same weights.
+            ValueError: if this strategy places frozen weights itself, or other models share them.
         """
         module = self.unwrap(model)
         states.refuse_shared(module, 'offload moves weights to host memory')
@@ -222,44 +218,44 @@ class Strategy(OnRanks):
             self._offloaded_models[id(module)] = offloaded
 
     def onload(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Inside, a model given to `offload` is on the device; nothing for any other."""
+        """Returns a context in which a model given to `offload` is on the device; empty for other models."""
         return self._offloaded_models.get(id(self.unwrap(model)), nullcontext())
 
     # ------------------------------------------------------------------ one optimizer step
 
     def autocast(self, *, scoring: bool = False) -> AbstractContextManager[Any]:
-        """Around forward and loss: computes in `numerics.dtype`.
+        """Returns the context for forward and loss, which computes in `numerics.dtype`.
 
         Args:
-            scoring: the numbers are compared with none of learning (scores, values, evaluation), so a CPU that emulates
-                16 bits may compute them in fp32.
+            scoring: True for results that are not compared with results of learning (scores, values, evaluation), which
+                a CPU that emulates 16 bits may compute in fp32.
         """
         if self.numerics.precision == 'fp32' or (scoring and self.numerics.emulated and self._keeps_narrow):
             return nullcontext()
         return self._cast()
 
     def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of one micro-batch; `last` marks the one before `optimizer_step`, and in an exact
-        run the last one of each of `sums.rounds`."""
+        """Returns the context for forward and backward of one micro-batch. `last` is True for the one before
+        `optimizer_step`, and in an exact run for the last one of each of `sums.rounds`."""
         return self._round(model) if last and self.sums.exact else nullcontext()
 
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:
-        """Add this rank's share of the gradient. `loss` is a share of a sum: already divided by what counts on all
-        ranks."""
+        """Adds this rank's share of the gradient. `loss` is a share of a sum: divided by the number of tokens or
+        sequences of all ranks."""
         pair = self._pair(optimizer)
-        pair.fed = True
+        pair.ran_backward = True
         with self._products():
             (loss if pair.scaler is None else loss * pair.scaler.scale).backward()
 
     def optimizer_step(self, optimizer: Optimizer, max_norm: float | None = None) -> float:
-        """Clip, step, clear the gradients; the global gradient norm before clipping.
+        """Clips, steps, clears the gradients and returns the global gradient norm before clipping.
 
-        On a non-finite norm the weights and the optimizer's state stay as they are, and the gradients are cleared.
+        A non-finite norm leaves weights and optimizer state unchanged; gradients are cleared.
         """
         check_max_norm(max_norm)
         pair = self._pair(optimizer)
         if pair.tree is not None:
-            pair.tree.give(pair.parameters())
+            pair.tree.set_gradients(pair.parameters())
         self._reduce_gradients(pair)
         parameters = [p for p in pair.parameters() if p.grad is not None]
         if pair.scaler is not None:
@@ -276,9 +272,9 @@ class Strategy(OnRanks):
         return norm
 
     def discard_gradients(self, optimizer: Optimizer) -> None:
-        """Forget what was accumulated since the last step, in every parameter of the model."""
+        """Clears what was accumulated since the last step in every parameter of the model."""
         pair = self._pair(optimizer)
-        pair.fed = False
+        pair.ran_backward = False
         if pair.tree is not None:
             pair.tree.clear()
         pair.optimizer.zero_grad(set_to_none=True)
@@ -288,9 +284,9 @@ class Strategy(OnRanks):
     # ------------------------------------------------------------------ weights and optimizer states in files
 
     def save_model(self, model: nn.Module, path: str | os.PathLike[str], only_rank0: bool = True) -> None:
-        """One file with the full fp32 state dict that plain torch reads with `weights_only=True` (or .safetensors).
+        """Writes the full fp32 state dict to one file, .safetensors or one that torch reads with `weights_only=True`.
 
-        `only_rank0=False` writes a folder in parallel under a sharded strategy, and the same one file otherwise.
+        `only_rank0=False` writes a folder in parallel under a sharded strategy, and the same file under others.
         """
         if self.abilities.sharded and not only_rank0:
             self._save_folder(path, {'': self.model_pieces(model)}, {'kind': 'model'})
@@ -299,13 +295,14 @@ class Strategy(OnRanks):
         self.run_on_rank0(lambda: save_tensors(tensors, path))
 
     def load_model(self, model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
-        """Load what `save_model` wrote (file or folder, any strategy), before or after `prepare`. Unpickles nothing.
+        """Loads what `save_model` wrote (file or folder, any strategy), before or after `prepare`. Unpickles nothing.
 
-        A file of the bare `model` of an actor, such as a transformers state dict, is read too.
+        Also reads a file of an actor's bare `model`, such as a transformers state dict. `strict=False` loads the
+        tensors that are in both and warns with the names of the others.
 
-        Raises `CheckpointMismatch` naming the first missing, unexpected and wrongly shaped tensors. `strict=False`
-        loads what is in both and warns with the names of the rest; wrong shapes, or nothing in common, are still an
-        error.
+        Raises:
+            CheckpointMismatch: with the first missing, unexpected and wrongly shaped tensors; with `strict=False` only
+                for wrong shapes, or if no tensor is in both.
         """
         reader, _ = open_saved(path, 'model')
         own, found = set(self.unwrap(model).state_dict(keep_vars=True)), reader.names()
@@ -314,7 +311,7 @@ class Strategy(OnRanks):
         self.load_model_pieces(model, reader, strict=strict)
 
     def save_optimizer(self, optimizer: Optimizer, path: str | os.PathLike[str], only_rank0: bool = False) -> None:
-        """States by parameter name and hyperparameters: one file, or under a sharded strategy a folder written in
+        """Writes hyperparameters, and states by parameter name, to one file, or under a sharded strategy to a folder in
         parallel."""
         meta, pieces = self.optimizer_state(optimizer)
         meta = {'kind': 'optimizer', **meta}
@@ -335,15 +332,15 @@ class Strategy(OnRanks):
         self.run_on_rank0(write)
 
     def load_optimizer(self, optimizer: Optimizer, path: str | os.PathLike[str]) -> None:
-        """Load what `save_optimizer` wrote under any strategy. The optimizer must have been prepared with its model."""
+        """Loads what `save_optimizer` wrote under any strategy, into an optimizer that was prepared with its model."""
         self._pair(optimizer)
         reader, meta = open_saved(path, 'optimizer')
         self.load_optimizer_state(optimizer, meta, reader)
 
     def full_state_dict(self, model: nn.Module, folder: str | os.PathLike[str] | None = None) -> dict[str, Tensor]:
-        """Whole tensors by name, floating ones in fp32; only rank 0's dict is used. Tied tensors share storage.
+        """Returns whole tensors by name, floating ones in fp32; empty except on rank 0. Tied tensors share storage.
 
-        A sharded strategy keeps them in a mapped file without a name in `folder`, not in memory.
+        A sharded strategy keeps them in an unnamed memory-mapped file in `folder` instead of in memory.
         """
         if not self.is_rank_0:
             return {}
@@ -354,17 +351,16 @@ class Strategy(OnRanks):
     # ------------------------------------------------------------------ pieces for training checkpoints
 
     def model_pieces(self, model: nn.Module) -> Iterable[Piece]:
-        """The pieces of weights and persistent buffers that this rank writes; over all ranks each tensor exactly once.
+        """Returns the pieces of weights and persistent buffers that this rank writes, each on one rank only.
 
-        Names are those of the module the user built; tied tensors come once. May be collective: every rank iterates to
-        the end.
+        Names are those of the user's module; tied tensors are written once. Exhaust it on every rank (collective).
         """
         tensors, _ = states.named_tensors(self.unwrap(model))
         kept = self._narrow.ids(self.unwrap(model))
-        return self._dealt(tensors, {name for name, tensor in tensors.items() if id(tensor) in kept})
+        return self._own_pieces(tensors, {name for name, tensor in tensors.items() if id(tensor) in kept})
 
     def load_model_pieces(self, model: nn.Module, reader: TensorReader, strict: bool = True) -> None:
-        """Fill weights and buffers in place from any layout's pieces."""
+        """Fills weights and buffers in place from pieces of any layout."""
         module = self.unwrap(model)
         learns = any(pair.user_model is module for pair in self._pairs.values())
         with self._narrow.widened(module, changes=True, learns=learns):
@@ -374,7 +370,7 @@ class Strategy(OnRanks):
                 states.copy_from(reader, stored, tensors[name])
 
     def optimizer_state(self, optimizer: Optimizer) -> tuple[dict[str, Any], Iterable[Piece]]:
-        """JSON (hyperparameters of the groups, the loss scale), and the pieces '<parameter>/<slot>' that this rank
+        """Returns JSON (hyperparameters of the groups, loss scale), and the pieces '<parameter>/<slot>' that this rank
         writes; numbers are tensors of shape ()."""
         pair = self._pair(optimizer)
         meta: dict[str, Any] = {'groups': states.groups_to_json(pair.optimizer, pair.names)}
@@ -383,8 +379,8 @@ class Strategy(OnRanks):
         return meta, self._optimizer_pieces(optimizer)
 
     def load_optimizer_state(self, optimizer: Optimizer, meta: Mapping[str, Any], reader: TensorReader) -> None:
-        """Replace hyperparameters, loss scale and states by those of `optimizer_state`, under any layout. Groups are
-        matched by their parameters' names; slots of a parameter's size must have its shape."""
+        """Replaces hyperparameters, loss scale and states by those of `optimizer_state` in any layout. Groups are
+        matched by the names of their parameters; slots of a parameter's size must have its shape."""
         pair = self._pair(optimizer)
         states.groups_from_json(pair.optimizer, pair.names, meta['groups'])
         if pair.scaler is not None and 'scaler' in meta:
@@ -394,7 +390,7 @@ class Strategy(OnRanks):
     # ------------------------------------------------------------------ end
 
     def close(self) -> None:
-        """Forget prepared models; leave what was joined."""
+        """Releases prepared models and leaves the process group, if the strategy joined one."""
         for kept in (self._prepared, self._pairs, self._keep, self._offloaded_models):
             kept.clear()
         self._narrow.release()
@@ -410,13 +406,12 @@ class Strategy(OnRanks):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------------ what a subclass overrides
+    # ------------------------------------------------------------------ for subclasses to override
 
     def _setup_pair(
         self, model: nn.Module, optimizer: Optimizer, names: list[list[str]]
     ) -> tuple[nn.Module, Optimizer]:
-        """Make a trained pair ready: `_setup_model`, then `_setup_optimizer`. `names` are the parameter names of each
-        group."""
+        """Prepares a trained pair: `_setup_model`, `_setup_optimizer`. `names` are the parameter names by group."""
         if id(model) in self._prepared:
             model = self._prepared[id(model)][1]
         else:
@@ -424,12 +419,11 @@ class Strategy(OnRanks):
         return model, self._setup_optimizer(optimizer, model, names)
 
     def _setup_model(self, model: nn.Module, trained: bool) -> nn.Module:
-        """Move (shard, wrap) one module. Here: moved in place, so that optimizers keep pointing at its parameters."""
+        """Moves (shards, wraps) a module. Here it is moved in place, so that optimizers keep its parameters."""
         return model.to(self.device)
 
     def _setup_optimizer(self, optimizer: Optimizer, model: nn.Module, names: list[list[str]]) -> Optimizer:
-        """Make an optimizer fit the prepared model. Here: state it already has follows its parameters to their
-        device."""
+        """Adapts an optimizer to the prepared model. Here its state is moved to the device of its parameters."""
         for parameter, state in optimizer.state.items():
             for slot, value in state.items():
                 if isinstance(value, Tensor) and value.dim() > 0:
@@ -437,19 +431,20 @@ class Strategy(OnRanks):
         return optimizer
 
     def _offloaded(self, module: nn.Module) -> Offloaded | None:
-        """Moves a frozen module to host memory and back; None on a CPU, ValueError where it cannot be moved."""
+        """Returns the object that moves a frozen module to host memory and back; None on a CPU. ValueError if the
+        module cannot be moved."""
         return None if self.device.type == 'cpu' else OffloadedWeights(module, self.device)
 
     def _end_round(self, pair: Trained) -> None:
-        """In an exact run: what `backward` has added up since the last round waits as one leaf of the tree of sums."""
+        """In an exact run, adds the gradients since the last round as one leaf of the tree of sums."""
         if pair.tree is not None:
-            pair.tree.take(pair.parameters())
+            pair.tree.add_gradients(pair.parameters())
 
     def _reduce_gradients(self, pair: Trained) -> None:
-        """Make every gradient the sum over ranks, where `backward` has not done so already."""
+        """Sums every gradient over ranks, unless `backward` has done so."""
 
     def _gradient_norm(self, parameters: list[Tensor]) -> float:
-        """L2 norm of all gradients together, over all ranks."""
+        """Returns the L2 norm of all gradients together, over all ranks."""
         gradients = [p.grad.detach() for p in parameters if p.grad is not None]
         if self.sums.exact:
             return exact_norm(gradients, self.device)
@@ -459,7 +454,7 @@ class Strategy(OnRanks):
         return float(torch.linalg.vector_norm(torch.stack([n.double().to(norms[0].device) for n in norms])))
 
     def _scale_gradients(self, parameters: list[Tensor], factor: float) -> None:
-        """Multiply all gradients by `factor`, in place."""
+        """Multiplies all gradients by `factor`, in place."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         if gradients and factor != 1.0:
             torch._foreach_mul_(gradients, factor)
@@ -467,14 +462,14 @@ class Strategy(OnRanks):
     def _optimizer_pieces(self, optimizer: Optimizer) -> Iterable[Piece]:
         """See `optimizer_state`."""
         pair = self._pair(optimizer)
-        return self._dealt(states.slots_of(pair.optimizer, pair.named_parameters()))
+        return self._own_pieces(states.slots_of(pair.optimizer, pair.named_parameters()))
 
     def _load_optimizer_pieces(self, optimizer: Optimizer, reader: TensorReader) -> None:
         """See `load_optimizer_state`."""
         pair = self._pair(optimizer)
         states.load_slots(pair.optimizer, dict(pair.named_parameters()), reader)
 
-    # ------------------------------------------------------------------ for the bodies above
+    # ------------------------------------------------------------------ internals
 
     def _warn_of_emulation(self) -> None:
         if not self.numerics.emulated or self.ranks.rank:
@@ -500,7 +495,7 @@ class Strategy(OnRanks):
             item.requires_grad_(False)
             self.sums.check_model(item)
             self._keep_narrow(item)
-            self._remember(item, self._setup_model(item, trained=False).eval())
+            self._register(item, self._setup_model(item, trained=False).eval())
         return self._prepared[id(item)][1]
 
     def _prepare_pair(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -515,16 +510,15 @@ class Strategy(OnRanks):
             self._keep_narrow(model, optimizer)
         model, optimizer = self._setup_pair(model, optimizer, names)
         self.sums.check_optimizer(optimizer)
-        self._remember(user_model, model)
+        self._register(user_model, model)
         scaler = LossScaler() if self.numerics.scales_loss else None
         pair = Trained(user_model, model, optimizer, names, scaler, self.sums.tree())
         self._pairs[id(user_optimizer)] = self._pairs[id(optimizer)] = pair
         self._keep += [user_optimizer, optimizer]
 
     def _keep_narrow(self, module: nn.Module, optimizer: Optimizer | None = None) -> None:
-        """Keep what nothing trains in the compute dtype. In a model that learns (under LoRA, hydra) only weights that
-        are numbers of that dtype anyway, as of a folder in bf16, so that what is saved is exact. Before the model goes
-        to the device."""
+        """Converts frozen weights to the compute dtype, before the model is moved to the device. In a trained model
+        (LoRA, hydra) only those that this does not round, as of a bf16 folder, so that what is saved is exact."""
         numerics = self.numerics
         if numerics.precision == 'fp32' or numerics.emulated or self.sums.exact or not self._keeps_narrow:
             return
@@ -532,17 +526,17 @@ class Strategy(OnRanks):
         from chatgpt.nn import lora
 
         elsewhere = {id(p) for pair in self._pairs.values() for p in pair.user_model.parameters()}
-        frozen = [p for p in product_weights(module) if not p.requires_grad and id(p) not in owned | elsewhere]
-        if optimizer is not None or lora.has_lora(module):  # what is folded or saved is exact
+        frozen = [p for p in matmul_weights(module) if not p.requires_grad and id(p) not in owned | elsewhere]
+        if optimizer is not None or lora.has_lora(module):  # what is folded or saved must be exact
             lossless = self.broadcast_object([torch.equal(p.to(numerics.dtype).to(p.dtype), p) for p in frozen])
             frozen = [p for p, same in zip(frozen, lossless, strict=True) if same]
         self._narrow.keep(module, frozen)
 
-    def _remember(self, user_model: nn.Module, model: nn.Module) -> None:
+    def _register(self, user_model: nn.Module, model: nn.Module) -> None:
         self._prepared[id(user_model)] = self._prepared[id(model)] = (user_model, model)
 
     def _pair(self, optimizer: Optimizer) -> Trained:
-        """The pair an optimizer belongs to; ValueError before `prepare`."""
+        """Returns the pair of an optimizer; ValueError before `prepare`."""
         if id(optimizer) not in self._pairs:
             raise ValueError(
                 f'this {type(optimizer).__name__} was not prepared, so its model is unknown; '
@@ -552,14 +546,14 @@ class Strategy(OnRanks):
 
     @contextmanager
     def _cast(self) -> Iterator[None]:
-        # A cast weight that is used again would add its gradients up in 16 bits, where it is not a gathered one.
+        # With its cache, autocast would sum the gradients of a weight that is used twice in 16 bits.
         cast = torch.autocast(self.device.type, dtype=self.numerics.dtype, cache_enabled=not self.sums.exact)
         with cast, self._products():
             yield
 
     def _products(self) -> AbstractContextManager[Any]:
-        """Around a forward and its backward: how matrices are multiplied, where torch would do it otherwise. In bf16 on
-        CUDA what stays fp32 may use TF32."""
+        """Returns the context for matrix products of forward and backward: in fp32 where 16 bits are emulated; in a
+        bf16 run on CUDA, fp32 products may use TF32."""
         if self.numerics.emulated:
             return WideProducts()
         return tf32() if self._uses_tf32 else nullcontext()
@@ -569,8 +563,8 @@ class Strategy(OnRanks):
         yield
         module = self.unwrap(model)
         for pair in {id(pair): pair for pair in self._pairs.values()}.values():
-            if pair.user_model is module and pair.fed:
-                pair.fed = False
+            if pair.user_model is module and pair.ran_backward:
+                pair.ran_backward = False
                 self._end_round(pair)
 
     def _save_folder(
@@ -581,9 +575,9 @@ class Strategy(OnRanks):
         gather = self.processes.all_gather_object
         write_checkpoint(path, groups, meta=meta, rank=self.processes.rank, all_gather_object=gather)
 
-    def _dealt(self, tensors: Mapping[str, Tensor], in_fp32: Container[str] = ()) -> Iterator[Piece]:
-        """This rank's share of replicated tensors, so that all ranks write at once; its first process writes them."""
-        owner = states.deal({n: t.numel() * t.element_size() for n, t in tensors.items()}, self.world_size)
+    def _own_pieces(self, tensors: Mapping[str, Tensor], in_fp32: Container[str] = ()) -> Iterator[Piece]:
+        """Yields this rank's share of replicated tensors, on its first process, so that all ranks write at once."""
+        owner = states.assign_owners({n: t.numel() * t.element_size() for n, t in tensors.items()}, self.world_size)
         return (
             Piece.whole(name, tensor.detach().float() if name in in_fp32 else tensor)
             for name, tensor in tensors.items()

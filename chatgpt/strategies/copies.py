@@ -1,5 +1,5 @@
-"""What is kept of a module beside its weights in fp32: weights that nothing trains in the compute dtype, copies to
-generate with, and frozen models that wait in host memory and are on the device only while they are used."""
+"""Forms of a module other than its fp32 weights: frozen weights in the compute dtype, copies for generation, and frozen
+models that are in host memory while they are not used."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-WITH_STATES = re.compile(
+STATE_BUFFERS = re.compile(
     r'(^|\.)(embed_positions\.weights|attn\.bias|slope_rate|query_decay|key_decay|diagonal_decay)$'
 )
-"""buffers that are added to states or multiplied with them: sinusoids (XGLM), a mask (GPT-1), decays (MiniMax);
-transformers makes them in a model's dtype too"""
+"""buffers that are added to hidden states or multiplied with them: sinusoids (XGLM), a mask (GPT-1), decays (MiniMax);
+transformers casts them to the model's dtype too"""
 
 
 def narrow_states(module: nn.Module, dtype: torch.dtype) -> None:
-    """Put buffers that are added to states or multiplied with them in `dtype`, in place, where states are in it too.
-    Those that files hold stay as they are."""
+    """Converts non-persistent buffers that are added to hidden states or multiplied with them to `dtype`, in place."""
     for path, owner in module.named_modules():
         for name in owner._non_persistent_buffers_set:
             buffer = owner._buffers[name]
-            if buffer is not None and buffer.is_floating_point() and WITH_STATES.search(f'{path}.{name}'):
+            if buffer is not None and buffer.is_floating_point() and STATE_BUFFERS.search(f'{path}.{name}'):
                 owner._buffers[name] = buffer.to(dtype)
 
 
 def kept_in_fp32(module: nn.Module) -> re.Pattern[str] | None:
-    """Names of parameters that transformers keeps in fp32 in models of 16 bits, whose code counts on it (gates of some
-    mixtures, small convolutions)."""
+    """Returns a pattern of the names of parameters that transformers keeps in fp32 in models of 16 bits (gates of some
+    mixtures of experts, small convolutions)."""
     parts = {name for m in module.modules() for name in getattr(m, '_keep_in_fp32_modules_strict', None) or ()}
     return re.compile('|'.join(sorted(parts))) if parts else None
 
 
-def product_weights(module: nn.Module) -> list[nn.Parameter]:
-    """Weights that only matrix products read: those of linear layers in transformer blocks, which autocast rounds to
-    the compute dtype at each use. Kept in it, they give the same bits. Not so embeddings, norms and heads."""
+def matmul_weights(module: nn.Module) -> list[nn.Parameter]:
+    """Returns the weights that only matrix products read: those of linear layers in transformer blocks. Autocast rounds
+    them to the compute dtype at each use, so storing them in it gives the same bits; not so embeddings, norms, heads.
+    """
     from transformers.modeling_layers import GradientCheckpointingLayer
     from transformers.pytorch_utils import Conv1D
 
@@ -58,13 +58,13 @@ def product_weights(module: nn.Module) -> list[nn.Parameter]:
     for m in module.modules():
         if type(m) not in (nn.Linear, Conv1D, LoRALinear, LoRAConv1D):
             for parameter in m._parameters.values():
-                linear.pop(id(parameter), None)  # read by something else too
+                linear.pop(id(parameter), None)  # other modules read it too
     return [p for p in linear.values() if isinstance(p, nn.Parameter) and not is_shared(p)]
 
 
 @torch.no_grad()
 def narrow(weights: Iterable[nn.Parameter], dtype: torch.dtype) -> list[nn.Parameter]:
-    """Keep the fp32 ones of these weights in `dtype`, in place. Those that were changed."""
+    """Converts the fp32 ones among these weights to `dtype`, in place, and returns them."""
     changed = [weight for weight in weights if weight.dtype is torch.float32]
     for weight in changed:
         weight.data = weight.detach().to(dtype)
@@ -72,11 +72,10 @@ def narrow(weights: Iterable[nn.Parameter], dtype: torch.dtype) -> list[nn.Param
 
 
 class NarrowWeights:
-    """Weights that nothing trains, kept in the compute dtype where that changes no bit of a result: `product_weights`,
-    which autocast rounds at each use.
+    """Frozen weights that are stored in the compute dtype, where that changes no bit of a result (`matmul_weights`).
 
     Args:
-        autocast: entered by a forward outside of it, where weights and states of two dtypes cannot be multiplied.
+        autocast: context to enter in forwards without it, where weights and states of two dtypes cannot be multiplied.
     """
 
     def __init__(self, dtype: torch.dtype, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -84,22 +83,22 @@ class NarrowWeights:
         self._kept: dict[int, list[nn.Parameter]] = {}
         """by id of a module"""
         self._wide: set[int] = set()
-        """ids of modules that are in fp32 at the moment"""
+        """ids of modules inside `widened`"""
         self._hooks: list[Any] = []
 
     def keep(self, module: nn.Module, frozen: Iterable[nn.Parameter]) -> None:
-        """Keep these parameters of `module` in the compute dtype from now on."""
+        """Stores these parameters of `module` in the compute dtype from now on."""
         kept = narrow(frozen, self.dtype)
         if kept and id(module) not in self._kept:
             self._kept[id(module)] = kept
             self._enter_autocast(module)
 
     def ids(self, module: nn.Module) -> set[int]:
-        """ids of the parameters of `module` that are kept so."""
+        """Returns the ids of the parameters of `module` that are stored in the compute dtype."""
         return {id(p) for p in self._kept.get(id(module), [])}
 
     def _enter_autocast(self, module: nn.Module) -> None:
-        """At the module's own forwards, and those of transformers' models in it, which a user calls too
+        """Enters autocast in forwards of the module, and of transformers models in it, which users call too
         (`actor.model.generate`)."""
         from transformers import PreTrainedModel
 
@@ -119,11 +118,11 @@ class NarrowWeights:
 
     @contextmanager
     def widened(self, module: nn.Module, *, changes: bool = False, learns: bool = False) -> Iterator[None]:
-        """Inside, weights of `module` that are kept in 16 bits are in fp32.
+        """A context in which the 16-bit weights of `module` are in fp32.
 
         Args:
-            changes: they take the values that they have at the end; otherwise they come back as they were.
-            learns: with `changes`, those that are not numbers of 16 bits stay in fp32, so that what is saved is exact.
+            changes: keep the values at the end of the context; otherwise the old ones are restored.
+            learns: with `changes`, leave weights in fp32 that 16 bits would round, so that what is saved is exact.
         """
         kept = [(p, p.data) for p in self._kept.get(id(module), [])]
         for parameter, data in kept:
@@ -143,7 +142,7 @@ class NarrowWeights:
                 parameter.data = data
 
     def release(self) -> None:
-        """Give back fp32 weights, and forwards without hooks."""
+        """Converts the weights back to fp32 and removes the hooks."""
         for hook in self._hooks:
             hook.remove()
         for parameter in (p for kept in self._kept.values() for p in kept):
@@ -154,8 +153,8 @@ class NarrowWeights:
 
 @contextmanager
 def lora_merged(module: nn.Module) -> Iterator[None]:
-    """Adapters folded into the weights inside; the weights' exact bits restored after. Nothing happens without
-    adapters, and with weights that other models share."""
+    """A context in which adapters are folded into the weights; the exact bits are restored on exit. Does nothing
+    without adapters, or where other models share the weights."""
     from chatgpt.nn import lora
 
     with lora.merged(module) if lora.can_fold(module) else nullcontext():
@@ -163,10 +162,11 @@ def lora_merged(module: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def merge_for_good(copied: nn.Module, *, in_place: bool = False) -> None:
-    """Fold adapters into a copy that is thrown away after use, layer by layer: nothing is put aside.
+def fold_adapters(copied: nn.Module, *, in_place: bool = False) -> None:
+    """Folds adapters into a copy, layer by layer. They cannot be unfolded.
 
-    in_place: into the memory that its adapted layers have, which must be theirs alone.
+    Args:
+        in_place: write into the memory of the adapted layers, which must not be shared.
     """
     from chatgpt.nn import lora
 
@@ -175,21 +175,21 @@ def merge_for_good(copied: nn.Module, *, in_place: bool = False) -> None:
         if in_place:
             layer.weight.copy_(weight)
             layer.lora_B.zero_()
-        else:  # with one process a copy's tensors are the trained ones themselves
+        else:  # with one process the copy shares its tensors with the trained module
             layer.weight.data, layer.lora_B.data = weight, torch.zeros_like(layer.lora_B)
-        layer.merged = True  # so that the local engine takes it for a plain layer
+        layer.merged = True  # so that the local engine treats it as a plain layer
 
 
 @torch.no_grad()
 def cast_copy(module: nn.Module, dtype: torch.dtype, into: nn.Module | None = None) -> nn.Module:
-    """A deep copy with floating parameters in `dtype` and LoRA folded in, made without a copy in fp32 on the way.
+    """Returns a deep copy with floating parameters in `dtype` and LoRA folded in, without an fp32 copy on the way.
 
-    into: an earlier copy of this module in this dtype (`KeptCopy`), which takes the numbers in the memory that it has.
+    Weights are folded one at a time, in fp32, and rounded once; the copy's adapters are zero. A shared trunk is not
+    copied; its adapters are cast. Buffers keep their dtype, since rotary frequencies need fp32, except those that are
+    added to hidden states or multiplied with them. Weights that transformers keeps in fp32 stay in fp32.
 
-    Weights are folded one at a time, in fp32, and rounded once; the copy's own adapters are zero, so it computes, saves
-    and folds as it stands. What a shared trunk holds is not copied, and its adapters are cast beside it. Buffers keep
-    their dtype: rotary frequencies and the like lose their meaning in 16 bits. Those that are added to states or
-    multiplied with them take the new one, and weights that transformers keeps in fp32 stay in it.
+    Args:
+        into: an earlier copy of this module in this dtype (`KeptCopy`), to overwrite in place.
     """
     from chatgpt.nn import lora
     from chatgpt.nn.quantized import NF4Linear
@@ -210,7 +210,7 @@ def cast_copy(module: nn.Module, dtype: torch.dtype, into: nn.Module | None = No
         data = data.clone() if stays else data.to(dtype, copy=layer is None)
         memo[id(parameter)] = nn.Parameter(data, requires_grad=False)
     for name, buffer in module.named_buffers() if into is None else ():
-        if buffer.is_floating_point() and WITH_STATES.search(name):
+        if buffer.is_floating_point() and STATE_BUFFERS.search(name):
             memo[id(buffer)] = buffer.to(dtype, copy=True)
     copied = copy.deepcopy(module, memo) if into is None else into
     for buffer, own in zip(copied.buffers(), module.buffers(), strict=True) if into is not None else ():
@@ -219,23 +219,23 @@ def cast_copy(module: nn.Module, dtype: torch.dtype, into: nn.Module | None = No
     for layer in lora.lora_layers(copied).values():
         if layer.shares_base:
             continue
-        layer.saved = None  # the base weights, which the copy would keep alive in fp32
+        layer.saved = None  # the base weights in fp32, which the copy would keep alive
         layer.merged = False
         layer.lora_B.zero_()
     return copied
 
 
 class KeptCopy:
-    """The copy of a module in the compute dtype, which stays between two uses while somebody wants it to."""
+    """A copy of a module in the compute dtype, kept between uses while it has users."""
 
     def __init__(self) -> None:
         self._users: WeakSet[Any] = WeakSet()
         self._module: weakref.ref[nn.Module] | None = None
         self._copied: nn.Module | None = None
-        self._form: Any = None
+        self._copy_key: Any = None
 
     def keep(self, user: Any, keep: bool) -> None:
-        """Note whether `user` wants the copy to stay; without users it is freed."""
+        """Adds or removes a user; without users the copy is freed."""
         if keep:
             self._users.add(user)
         else:
@@ -244,27 +244,26 @@ class KeptCopy:
             self._copied = None
 
     @contextmanager
-    def lent(self, module: nn.Module, dtype: torch.dtype) -> Iterator[SimpleNamespace]:
-        """Inside, `copied` of the result is the copy of this module if it is there, else None. What stands there at the
-        end stays."""
-        copied, self._copied = self._copied, None  # a copy that is in use is nobody else's
+    def reused(self, module: nn.Module, dtype: torch.dtype) -> Iterator[SimpleNamespace]:
+        """Yields a namespace in which `copied` is the copy of this module, or None; its value on exit is kept."""
+        copied, self._copied = self._copied, None  # a copy in use is not given out twice
         if copied is not None and (self._module is None or self._module() is not module):
             copied = None
-        if copied is not None and self._form != _form(module, copied, dtype):
+        if copied is not None and self._copy_key != _copy_key(module, copied, dtype):
             copied = None
         held = SimpleNamespace(copied=copied)
         del copied
         yield held
         if self._users and held.copied is not None:
             self._module, self._copied = weakref.ref(module), held.copied
-            self._form = _form(module, held.copied, dtype)
+            self._copy_key = _copy_key(module, held.copied, dtype)
 
     def free(self) -> None:
         self._copied = None
 
 
-def _form(module: nn.Module, copied: nn.Module, dtype: torch.dtype) -> Any:
-    """Equal where a new copy would differ from this one in the numbers of its tensors only."""
+def _copy_key(module: nn.Module, copied: nn.Module, dtype: torch.dtype) -> Any:
+    """Returns a value that changes when a new copy would differ in more than the numbers of its tensors."""
     from chatgpt.nn.trunk import plain_settings
 
     def shapes(of: nn.Module) -> list[Any]:
@@ -274,7 +273,7 @@ def _form(module: nn.Module, copied: nn.Module, dtype: torch.dtype) -> Any:
 
 
 class Offloaded(ABC):
-    """A frozen module in host memory. `with` this, it is on the device."""
+    """A frozen module in host memory, moved to the device in the `with` block."""
 
     @abstractmethod
     def onload(self) -> None: ...
@@ -290,8 +289,8 @@ class Offloaded(ABC):
 
 
 class OffloadedWeights(Offloaded):
-    """Moves weights and buffers, keeping parameters the same objects. The host copy stays for good, page-locked for a
-    CUDA device: frozen weights never change, so offloading copies nothing."""
+    """Moves weights and buffers; parameters stay the same objects. The host copy is kept, page-locked for a CUDA
+    device: frozen weights never change, so offloading copies nothing."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.device = device
@@ -315,7 +314,7 @@ class OffloadedWeights(Offloaded):
 
 
 class OffloadedShards(Offloaded):
-    """The same for a module under FSDP2, which has to know where its shards are."""
+    """Moves a module under FSDP2 by `Module.to`, which tells it the device of its shards."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.module, self.device = module.to('cpu'), device

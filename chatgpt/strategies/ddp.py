@@ -1,10 +1,9 @@
 """`DDPStrategy`: a whole copy of every model on each process; gradients are summed.
 
-Gradients are summed once per optimizer step, in buckets whose layout depends on the parameters alone. torch's own
-`DistributedDataParallel` lays its buckets out anew after the first step, in the order in which gradients arrived; a
-resumed run would then add in another order than the run it continues. It also leaves gradients unsummed for a parameter
-that only an earlier micro-batch used. Modules are not wrapped, so any method of theirs can be called. The sum does not
-overlap with the backward pass.
+Gradients are summed once per optimizer step, in buckets that depend on the parameters alone. torch's
+`DistributedDataParallel` rebuilds its buckets after the first step, in the order in which gradients arrived, so a
+resumed run would sum in a different order. It also does not sum the gradient of a parameter that only an earlier
+micro-batch used. Modules are not wrapped, so all of their methods can be called. The sum follows the backward pass.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ BUCKET_BYTES = 32 << 20
 
 
 class DDPStrategy(ProcessGroupStrategy):
-    """Data parallelism. Launch with torchrun.
+    """Data parallelism. Launch with torchrun. Every rank starts with rank 0's weights.
 
-    `bucket_bytes` bounds the extra memory of a reduction. Every rank starts from rank 0's weights.
+    Args:
+        bucket_bytes: bytes of a bucket of gradients, and so the extra memory of a reduction.
     """
 
     def __init__(
@@ -49,16 +49,17 @@ class DDPStrategy(ProcessGroupStrategy):
 
     def _setup_model(self, model: nn.Module, trained: bool) -> nn.Module:
         model = super()._setup_model(model, trained)
-        self.take_weights_of_rank_0(model, self.bucket_bytes)
+        self.broadcast_weights(model, self.bucket_bytes)
         return model
 
     def _reduce_gradients(self, pair: Trained) -> None:
-        """A parameter without a gradient here counts as zero; one without a gradient anywhere keeps none."""
+        """Sums gradients over ranks. One that is None on some ranks counts as zero; one that is None on all stays
+        so."""
         parameters = self.fill_gradients([p for p in pair.parameters() if p.requires_grad])
         gradients = [p.grad for p in parameters if p.grad is not None]
         for bucket in buckets(gradients, self.bucket_bytes):
             flat = torch.cat([g.reshape(-1) for g in bucket])
-            with self.ranks.whereabouts.waiting():
+            with self.ranks.status.waiting():
                 flat = self.sums.all_reduced(flat)
             for gradient, values in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 gradient.copy_(values.view(gradient.shape))

@@ -1,10 +1,10 @@
 """`FSDPStrategy`: parameters, gradients and optimizer states sharded over processes by torch's own `fully_shard`
 (FSDP2).
 
-Every transformer block is gathered for its forward and backward and freed again; what lies outside the blocks belongs
-to the root. Modules are sharded in place, so any method of theirs can still be called, and an optimizer is pointed at
-the sharded parameters. With `tensor_parallel` a few processes hold each matrix of a block together, and `fully_shard`
-cuts their parts over the ranks: a mesh of two dimensions.
+Every transformer block is gathered for its forward and backward and then freed; other parameters belong to the root
+module. Modules are sharded in place, so all of their methods can be called, and optimizers get the sharded parameters.
+With `tensor_parallel` the mesh has two dimensions: each block's matrices are split over the processes of a group, and
+`fully_shard` shards the parts over ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from chatgpt.strategies import states
 from chatgpt.strategies.base import Abilities
 from chatgpt.strategies.checkpoint.layout import Piece, TensorReader
-from chatgpt.strategies.copies import Offloaded, OffloadedShards, merge_for_good, narrow_states
+from chatgpt.strategies.copies import Offloaded, OffloadedShards, fold_adapters, narrow_states
 from chatgpt.strategies.memory import Layout, Memory, MemoryModel, ModelSize, gathered_copy, of_numerics
 from chatgpt.strategies.pairs import Trained
 from chatgpt.strategies.precision import Precision
@@ -47,8 +47,8 @@ from chatgpt.strategies.streaming import (
     whole_copy,
     with_parameters,
 )
-from chatgpt.strategies.sums import Sums, exact_norm, own_part, tree_reduce_scatter
-from chatgpt.strategies.tensor_parallel import CutReader, Parts, add_up, check_model, parallelize
+from chatgpt.strategies.sums import Sums, exact_norm, local_part, tree_reduce_scatter
+from chatgpt.strategies.tensor_parallel import CutReader, Parts, check_model, parallelize, sum_over_group
 from chatgpt.strategies.tensor_ranks import TensorRanks
 
 
@@ -56,22 +56,22 @@ class FSDPStrategy(ProcessGroupStrategy):
     """Fully sharded data parallelism. Launch with torchrun.
 
     Args:
-        tensor_parallel: neighbouring processes that hold each block's matrices together and are one rank
-            (`tensor_parallel`, `tensor_ranks`): a layer needs memory on so many devices, and each token is computed by
-            all of them. Models need a plan for it in transformers. Weights that generate stay cut like this.
+        tensor_parallel: number of neighbouring processes that split each block's matrices and form one rank
+            (`chatgpt.strategies.tensor_parallel`). Needs a model with a plan for it in transformers. Generation splits
+            the weights in the same way.
         precision: dtype in which blocks are gathered and computed; shards, gradients and optimizer states stay fp32.
-        cpu_offload: shards and optimizer states live in host memory, and the optimizer steps there.
-        activation_checkpointing: recompute activations in the backward pass, in models that can.
-        meta_init: models built inside `model_init_context` stay on the meta device, and `prepare` fills their shards
-            from the files or seeds that they carry a record of (`chatgpt.nn` models do), one block at a time. So no
-            rank ever holds a whole model while building it. A module without such a record is refused by name.
-        stream_blocks: while generating, bring blocks one after another from a copy in host memory (a file that all
-            ranks of a machine map) instead of holding a full copy on the device; 'auto' does so on a GPU whose free
-            memory is too small for it.
+        cpu_offload: keep shards and optimizer states in host memory, and run the optimizer there.
+        activation_checkpointing: recompute activations in the backward pass, in models that support it.
+        meta_init: build models inside `model_init_context` on the meta device; `prepare` fills their shards from the
+            files or seeds that `chatgpt.nn` models record, one block at a time, so that no rank ever holds a whole
+            model. ValueError for a module without such a record.
+        stream_blocks: generate with blocks that are copied to the device one at a time from host memory (a file that
+            all ranks of a machine map) instead of a full copy on the device; 'auto' does so on a GPU with too little
+            free memory for one.
     """
 
     abilities = Abilities(sharded=True)
-    _keeps_narrow: ClassVar[bool] = False  # gathers in the compute dtype, from shards in fp32
+    _keeps_narrow: ClassVar[bool] = False  # shards are fp32 and gathered in the compute dtype
     _reduces_each_round = True
 
     def __init__(
@@ -94,17 +94,17 @@ class FSDPStrategy(ProcessGroupStrategy):
             given['reproducible'] = numerics.get('reproducible') is not None
             for name in (name for name, value in given.items() if value):
                 raise ValueError(f'tensor_parallel={tensor_parallel} does not go with {name}: leave one of them out')
-            if 'WORLD_SIZE' in os.environ:  # before anything is joined
+            if 'WORLD_SIZE' in os.environ:  # before joining the process group
                 check_world_size(int(os.environ['WORLD_SIZE']), tensor_parallel)
         super().__init__(seed, precision, device=device, timeout_s=timeout_s, **numerics)
         self.stream_blocks = stream_blocks
         self.cpu_offload = cpu_offload
         self.activation_checkpointing = activation_checkpointing
         self.meta_init = meta_init
-        # Our forwards return views of their results, and nothing writes into a result in place.
+        # The forwards of `chatgpt.nn` return views, and nothing modifies them in place.
         warnings.filterwarnings('ignore', message=r'FSDP2-wrapped module \(.*\) returned a view tensor')
         self._tensor: TensorRanks | None = None
-        """`ranks`, where each is a few processes"""
+        """`ranks`, under tensor parallelism"""
         if tensor_parallel == 1:
             self._mesh = init_device_mesh(self.device.type, (self.world_size,))
         else:
@@ -112,7 +112,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             self.ranks: Any = self._tensor
             self.sums = Sums(self.ranks)
             self._mesh = self._tensor.mesh['data']
-        # Exact in 16 bits is what the other strategies compute under autocast, from weights in fp32.
+        # An exact run in 16 bits uses autocast with fp32 weights, as under the other strategies.
         self._policy = MixedPrecisionPolicy(
             param_dtype=None if self.numerics.precision == 'fp32' or self.sums.exact else self.numerics.dtype,
             reduce_dtype=torch.float32,
@@ -141,16 +141,16 @@ class FSDPStrategy(ProcessGroupStrategy):
         states.refuse_shared(model, f'{type(self).__name__} shards weights')
         plan = check_model(model, self._tensor.tensor_parallel) if self._tensor is not None else {}
         if trained:
-            self.keep_blocks(model)
+            self.disable_layer_drop(model)
         if self.activation_checkpointing and trained:
             _checkpoint_activations(model)
         skeleton = on_meta(model)
         sharded = self._sharded[id(model)] = _Sharded(skeleton, skeleton)
         stream = _initial_tensors(model)
         if stream is None:
-            self.take_weights_of_rank_0(model)
+            self.broadcast_weights(model)
             model.to(torch.device('cpu') if self.cpu_offload else self.device)
-            for owner in model.modules():  # buffers compute, and so never wait in host memory
+            for owner in model.modules():  # buffers are read on the device, so they are never offloaded
                 for name, buffer in list(owner._buffers.items()):
                     if buffer is not None:
                         owner._buffers[name] = buffer.to(self.device)
@@ -185,8 +185,7 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     @torch.no_grad()
     def _materialise(self, model: nn.Module, stream: Iterator[tuple[str, Tensor]]) -> None:
-        """Give a sharded meta module its numbers: every rank goes through the same tensors and keeps its part of
-        each."""
+        """Fills a sharded meta module: every rank reads all tensors and keeps its part of each."""
         model.to_empty(device='cpu' if self.cpu_offload else self.device)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         parts = self._parts_of(model)
@@ -200,7 +199,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             filled.add(id(target))
             tensor = parts.take(name, tensor)
             start, stop = _range(target) if isinstance(target, DTensor) else (0, target.numel())
-            own_part(target).view(-1).copy_(tensor.reshape(-1)[start:stop])
+            local_part(target).view(-1).copy_(tensor.reshape(-1)[start:stop])
         missing = [name for name, parameter in parameters.items() if id(parameter) not in filled]
         if missing:
             raise ValueError(
@@ -228,12 +227,12 @@ class FSDPStrategy(ProcessGroupStrategy):
         read_only: bool = False,
         on_disk: str | os.PathLike[str] | None = None,
     ) -> Iterator[nn.Module]:
-        """A plain copy with full weights, gathered tensor by tensor in the compute dtype, LoRA merged, freed after.
+        """Yields a plain copy with full weights, gathered one tensor at a time in `dtype`, LoRA merged.
 
-        On the device; or, where that is too small (`stream_blocks`), streamed there block by block, or with `read_only`
-        in host memory that a machine's processes share; or in a mapped file in the folder `on_disk`, for writing. Under
-        tensor parallelism each process's part of the weights, which it computes with together with its group; or with
-        `whole` all of them, in that memory.
+        The copy is on the device; with `stream_blocks` its blocks are copied there one at a time, or with `read_only`
+        it is in host memory that the processes of a machine share; with `on_disk` it is in a mapped file in that
+        folder, for saving. Under tensor parallelism it holds this process's part of the weights; with `whole` all of
+        them, in host memory.
         """
         module, dtype = self.unwrap(model), dtype or self.numerics.full_dtype
         parts = self._parts_of(module)
@@ -245,14 +244,14 @@ class FSDPStrategy(ProcessGroupStrategy):
             with whole_copy(self, module, skeleton, values, dtype, on_disk, computes=computes) as full:
                 yield full
             return
-        with self._kept_copy.lent(module, dtype) as kept:
+        with self._kept_copy.reused(module, dtype) as kept:
             folded_before = kept.copied is not None
             kept.copied = self._gathered(module, dtype, kept.copied).eval()
-            merge_for_good(kept.copied, in_place=folded_before)
+            fold_adapters(kept.copied, in_place=folded_before)
             yield kept.copied
 
     def _whole(self, tensors: Iterable[tuple[str, Tensor]], parts: Parts) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor whole, in fp32, one at a time. A collective: exhaust it on every rank."""
+        """Yields the full tensors in fp32, one at a time. Collective: exhaust it on every rank."""
         for name, tensor in tensors:
             yield name, parts.join(name, _full(tensor.detach(), self.device))
 
@@ -277,12 +276,12 @@ class FSDPStrategy(ProcessGroupStrategy):
     # ------------------------------------------------------------------ one optimizer step
 
     def autocast(self, *, scoring: bool = False) -> AbstractContextManager[Any]:
-        """FSDP gathers in the compute dtype; there is nothing left to cast."""
+        """Does not cast outside of an exact run: FSDP gathers weights in the compute dtype."""
         return super().autocast(scoring=scoring) if self.sums.exact else self._products()
 
     @contextmanager
     def accumulate(self, model: nn.Module, last: bool) -> Iterator[None]:
-        """In an exact run the backwards of one round are added up before ranks are."""
+        """Returns the context of a micro-batch. An exact run sums the gradients of a round before those of ranks."""
         module: Any = self.unwrap(model)
         waits = self.sums.exact and not last
         if waits:
@@ -295,32 +294,32 @@ class FSDPStrategy(ProcessGroupStrategy):
                 module.set_requires_gradient_sync(True)
 
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:
-        # FSDP averages over ranks, while a loss here is a share of a sum. `_TreeReduceScatter` sums.
+        # FSDP averages over ranks, but losses are shares of a sum. `_TreeReduceScatter` sums.
         super().backward(loss if self.sums.exact else loss * self.world_size, model, optimizer)
 
     @torch.no_grad()
     def _reduce_gradients(self, pair: Trained) -> None:
-        """What each process of a tensor group knows for its own heads only becomes the sum over the group."""
+        """Sums over the tensor group the gradients that each of its processes has for its own heads only."""
         if self._tensor is not None:
             partial = self._parts_of(pair.user_model).partial
-            gradients = (own_part(p.grad) for n, p in pair.named_parameters() if n in partial and p.grad is not None)
-            add_up(gradients, self._tensor.group)
+            gradients = (local_part(p.grad) for n, p in pair.named_parameters() if n in partial and p.grad is not None)
+            sum_over_group(gradients, self._tensor.group)
 
     def _gradient_norm(self, parameters: list[Tensor]) -> float:
         if self.sums.exact:
-            shards = [own_part(p.grad) for p in parameters if p.grad is not None]
+            shards = [local_part(p.grad) for p in parameters if p.grad is not None]
             return exact_norm(shards, self.device, self.all_reduce)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for parameter in parameters:
-            local = own_part(parameter.grad) if parameter.grad is not None else None
-            counts = self.ranks.leads or hasattr(parameter, 'whole_shape')  # what is whole on all of a group: once
+            local = local_part(parameter.grad) if parameter.grad is not None else None
+            counts = self.ranks.leads or hasattr(parameter, 'whole_shape')  # count replicas in a tensor group once
             if counts and local is not None and local.numel():
                 total += torch.linalg.vector_norm(local.detach(), dtype=torch.float64).square().to(self.device)
         return math.sqrt(float(self.processes.all_reduce(total)))
 
     def _scale_gradients(self, parameters: list[Tensor], factor: float) -> None:
         for gradient in (p.grad for p in parameters if p.grad is not None and factor != 1.0):
-            own_part(gradient).mul_(factor)
+            local_part(gradient).mul_(factor)
 
     # ------------------------------------------------------------------ weights and optimizer states
 
@@ -332,8 +331,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         return gathered_state(self, states.named_tensors(skeleton)[0], aliases, whole, folder)
 
     def fails_together(self, state: str) -> bool:
-        # An exception inside a forward leaves a block's weights gathered in the compute dtype: they are not what a
-        # checkpoint holds.
+        # An exception inside a forward leaves a block's weights gathered in the compute dtype, unfit for a checkpoint.
         owned = {id(p) for pair in self._pairs.values() for p in pair.user_model.parameters()}
         sharded = all(id(p) in owned for pair in self._pairs.values() for p in pair.parameters())
         return self.ranks.fails_together(f'{state}, {sharded}') and sharded
@@ -348,8 +346,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         return self._shards(slots, self._parts_of(pair.user_model), slots=True)
 
     def _shards(self, tensors: dict[str, Tensor], parts: Parts, *, slots: bool = False) -> Iterator[Piece]:
-        """This process's range of every sharded tensor; what is replicated is written by the first that has it.
-        `slots`: names are those of a parameter's states."""
+        """Yields this process's range of every sharded tensor, and on the first process the replicated ones. With
+        `slots` the names are those of optimizer states."""
         for name, tensor in tensors.items():
             if isinstance(tensor, DTensor):
                 start, stop = _range(tensor)
@@ -384,17 +382,17 @@ class FSDPStrategy(ProcessGroupStrategy):
 
 @dataclass
 class _Sharded:
-    """What is remembered of a module that is sharded in place."""
+    """The record of a module that is sharded in place."""
 
     skeleton: nn.Module
-    """the same module with meta parameters: what a full copy is made from"""
+    """a copy with meta parameters, from which full copies are made"""
     own_skeleton: nn.Module
-    """the same with what this process holds, where that is a part"""
+    """a copy with meta parameters of this process's part under tensor parallelism"""
     parts: Parts = field(default_factory=Parts)
 
 
 class _TreeReduceScatter(ReduceScatter):
-    """Sums gradients over ranks in the one order of `reproducible='exact'`, whatever operation is asked for."""
+    """A reduce-scatter that sums in the fixed order of `reproducible='exact'`, for any `op`."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -412,20 +410,20 @@ class _TreeReduceScatter(ReduceScatter):
 
 @dataclass(frozen=True)
 class FSDPMemory(MemoryModel):
-    """Shards of fp32 weights, gradients and states; blocks are gathered in the compute dtype."""
+    """Memory of sharded fp32 weights, gradients and states; blocks are gathered in the compute dtype."""
 
     tensor_parallel: int = 1
-    """processes that share each block's weights, beside the ranks that share the data"""
+    """number of processes that split each block's weights"""
 
     whole: ClassVar[bool] = False
     streams: ClassVar[bool] = True
 
     def ranks(self, run: Layout) -> int:
-        """Among which parameters are sharded: of what one process of a rank holds, which is the size it is asked of."""
+        """Returns the number of ranks that share a `ModelSize`, which is one process's part of a model."""
         return run.num_processes // self.tensor_parallel
 
     def _sharded(self, size: ModelSize, run: Layout, *, trained_only: bool = False) -> int:
-        """Elements of rank 0's dim-0 shards."""
+        """Returns the elements of rank 0's dim-0 shards."""
         shapes = [p.shape for p in size.parameters if p.trained or not trained_only]
         return sum(math.ceil(s[0] / self.ranks(run)) * math.prod(s[1:]) if s else 1 for s in shapes)
 
@@ -441,19 +439,19 @@ class FSDPMemory(MemoryModel):
     def gathered(self, size: ModelSize, run: Layout, *, backward: bool) -> int:
         trained = [p for p in size.parameters if p.trained and p.block is not None]
         reduced = 4 * max(ModelSize(tuple(trained)).blocks(), default=0)  # a block's whole gradients in fp32
-        # with one process nothing is gathered ahead: the next block comes when the last one has gone
+        # one process gathers nothing ahead: each block is freed before the next is gathered
         whole = size.two_blocks if self.ranks(run) > 1 else size.outside + max(size.blocks(), default=0)
         return (4 if self.autocasts else run.itemsize) * whole + (reduced if backward else 0)
 
     def kept_gathered(self, size: ModelSize, run: Layout) -> int:
-        # what lies outside the blocks is torch's root, which only a backward shards again
+        # parameters outside the blocks belong to the root, which only a backward reshards
         return (4 if self.autocasts else run.itemsize) * size.outside
 
     def growing(self, size: ModelSize, run: Layout, *, again: bool) -> float:
         return super().growing(size, run, again=again) / self.ranks(run)
 
     def step(self, size: ModelSize, run: Layout) -> int:
-        norm = 8 * math.ceil(size.largest_trained / self.ranks(run))  # a shard in fp64, as it is squared and added
+        norm = 8 * math.ceil(size.largest_trained / self.ranks(run))  # a shard in fp64, for the gradient norm
         if self.offloads:
             return 0
         return max(norm, 4 * self._sharded(size, run, trained_only=True) if self.has_temporary(run) else 0)
@@ -468,7 +466,7 @@ class FSDPMemory(MemoryModel):
 
 
 def _initial_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]] | None:
-    """The numbers that a model on the meta device starts with; None for one that has its numbers."""
+    """Returns the initial tensors of a model on the meta device; None for a model that is not."""
     if not any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         return None
     from chatgpt.nn.weights import initial_tensors
@@ -490,9 +488,9 @@ def _checkpoint_activations(model: nn.Module) -> None:
 
 
 def _full(tensor: Tensor, device: torch.device) -> Tensor:
-    """The whole tensor, where its shards are; a collective when it is sharded.
+    """Returns the full tensor on the device of its shards. Collective if it is sharded.
 
-    Shards that wait in host memory pass through `device` a bounded piece at a time: NCCL takes no tensor of the CPU.
+    Shards in host memory are sent through `device` in pieces of bounded size, since NCCL does not take CPU tensors.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -500,7 +498,7 @@ def _full(tensor: Tensor, device: torch.device) -> Tensor:
     if local.device.type == device.type:
         return tensor.full_tensor()
     ranks = tensor.device_mesh.size()
-    longest = -(-tensor.shape[0] // ranks) * math.prod(tensor.shape[1:])  # of any rank's shard, as torch.chunk cuts
+    longest = -(-tensor.shape[0] // ranks) * math.prod(tensor.shape[1:])  # the largest shard, as torch.chunk splits
     whole = local.new_empty(tensor.shape)
     mine, flat = local.reshape(-1), whole.view(-1)
     most = max(1, states.CHUNK // ranks)
@@ -519,7 +517,7 @@ def _full(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _range(tensor: DTensor) -> tuple[int, int]:
-    """The flat range [start, stop) of this rank's dim-0 shard."""
+    """Returns the flat range [start, stop) of this rank's dim-0 shard."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     row = math.prod(tensor.shape[1:])
     start = offset[0] * row if math.prod(shape) else 0
@@ -527,7 +525,7 @@ def _range(tensor: DTensor) -> tuple[int, int]:
 
 
 def _fill(reader: TensorReader, stored: str, tensor: Tensor) -> None:
-    """Fill this rank's part of `tensor`, a bounded chunk at a time."""
+    """Fills this rank's part of `tensor`, in chunks of bounded size."""
     if not isinstance(tensor, DTensor):
         states.copy_from(reader, stored, tensor)
         return

@@ -1,7 +1,7 @@
-"""This machine: the instructions of its processor, its default device, and how freed host memory is kept.
+"""Properties of this machine: instructions of its processor, default device, handling of freed host memory.
 
-All that depends on the processor's instructions asks `processor`, and CHATGPT_PROCESSOR answers in its place: tests
-give the same answer on every machine.
+All code that depends on the processor's instructions calls `processor`. The variable CHATGPT_PROCESSOR overrides it, so
+that tests behave the same on every machine.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import torch
 
 VARIABLE = 'CHATGPT_PROCESSOR'
 WIDTHS = ('default', 'avx2', 'avx512')
-"""vectors, as ATEN_CPU_CAPABILITY names those of an x86 processor"""
+"""widths of vectors, by their names in ATEN_CPU_CAPABILITY for x86 processors"""
 BEFORE_BF16 = frozenset(('SSE41', 'AVX', 'AVX2', 'AVX2_VNNI', 'AVX2_VNNI_2', 'AVX512_CORE', 'AVX512_CORE_VNNI'))
-"""values of ONEDNN_MAX_CPU_ISA with which oneDNN has no products of 16 bits"""
+"""values of ONEDNN_MAX_CPU_ISA with which oneDNN has no matrix products in 16 bits"""
 
 
 class Processor(NamedTuple):
-    """The instructions that a processor computes with.
+    """The instructions of a processor.
 
     Args:
-        vectors: the widest vectors that torch uses, in the words of ATEN_CPU_CAPABILITY.
-        bf16: it has instructions for matrix products in bf16, and oneDNN may use them.
-        fp16: the same in fp16.
+        vectors: the widest vectors that torch uses, one of `WIDTHS`.
+        bf16: True if it has instructions for matrix products in bf16 that oneDNN may use.
+        fp16: True if it has instructions for matrix products in fp16 that oneDNN may use.
     """
 
     vectors: str
@@ -42,10 +42,10 @@ class Processor(NamedTuple):
 
 
 def processor() -> Processor:
-    """That of this machine, or the one that CHATGPT_PROCESSOR describes: 'avx512,bf16,fp16', 'avx2'.
+    """Returns this machine's processor, or the one in CHATGPT_PROCESSOR, such as 'avx512,bf16,fp16' or 'avx2'.
 
     Raises:
-        ValueError: CHATGPT_PROCESSOR is no such description.
+        ValueError: if CHATGPT_PROCESSOR cannot be parsed.
     """
     if not (given := os.environ.get(VARIABLE)):
         return Processor(torch.backends.cpu.get_cpu_capability().lower(), _multiplies('bf16'), _multiplies('fp16'))
@@ -59,8 +59,8 @@ def processor() -> Processor:
 
 def _multiplies(kind: str) -> bool:
     limit = (os.environ.get('ONEDNN_MAX_CPU_ISA') or os.environ.get('DNNL_MAX_CPU_ISA') or 'ALL').upper()
-    asked = getattr(torch.ops.mkldnn, f'_is_mkldnn_{kind}_supported', None)  # whether torch would give it to oneDNN
-    if asked is None or not asked() or limit in BEFORE_BF16 or (kind == 'fp16' and limit == 'AVX512_CORE_BF16'):
+    supported = getattr(torch.ops.mkldnn, f'_is_mkldnn_{kind}_supported', None)  # True if torch calls oneDNN for it
+    if supported is None or not supported() or limit in BEFORE_BF16 or (kind == 'fp16' and limit == 'AVX512_CORE_BF16'):
         return False
     found = torch.cpu.get_capabilities()
     return found.get('architecture') not in ('x86_64', 'x86') or any(
@@ -69,18 +69,17 @@ def _multiplies(kind: str) -> bool:
 
 
 def default_device() -> str:
-    """'cuda' where torch has one, else 'cpu'. A card that stays idle is named on each machine by its first process."""
+    """Returns 'cuda' if torch has a CUDA device, else 'cpu', with a warning from local rank 0 about unused GPUs."""
     if torch.cuda.is_available():
         return 'cuda'
-    if os.environ.get('LOCAL_RANK', '0') == '0' and (told := unused_card()):
-        warnings.warn(told, stacklevel=5)
+    if os.environ.get('LOCAL_RANK', '0') == '0' and (message := unused_card()):
+        warnings.warn(message, stacklevel=5)
     return 'cpu'
 
 
 @cache
 def unused_card() -> str | None:
-    """The warning about cards that nvidia-smi lists where torch has no CUDA device. None where there is no card, or
-    CUDA_VISIBLE_DEVICES hides them all."""
+    """Returns a warning if nvidia-smi lists a GPU that torch cannot use; None if CUDA_VISIBLE_DEVICES hides all."""
     program = shutil.which('nvidia-smi')
     if program is None or os.environ.get('CUDA_VISIBLE_DEVICES', '0').strip() in ('', '-1'):
         return None
@@ -89,7 +88,7 @@ def unused_card() -> str | None:
         listed = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
         name, driver = listed.splitlines()[0].rsplit(', ', 1)
     except (OSError, subprocess.SubprocessError, IndexError, ValueError):
-        return None  # no card answers
+        return None  # no GPU
     built = torch.version.cuda
     why = (
         f'torch {torch.__version__} is a build without CUDA'
@@ -106,19 +105,19 @@ def unused_card() -> str | None:
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 KEPT_BYTES = 1 << 30
-"""so much may lie free at the end of the heap"""
+"""bytes that may be free at the end of the heap"""
 LARGEST_BLOCK = 1 << 28
-"""larger ones are still mapped and given back one by one"""
-_USERS_OWN = ('MALLOC_TRIM_THRESHOLD_', 'MALLOC_MMAP_THRESHOLD_', 'GLIBC_TUNABLES', 'LD_PRELOAD')
+"""bytes; larger blocks are still mapped, and returned to the kernel when freed"""
+_USER_SETTINGS = ('MALLOC_TRIM_THRESHOLD_', 'MALLOC_MMAP_THRESHOLD_', 'GLIBC_TUNABLES', 'LD_PRELOAD')
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to keep freed memory in the process; False where there is none or the user has settings of their own.
+    """Configures glibc to keep freed memory in the process. Returns False without glibc, or if the user has set it up.
 
-    glibc gives large freed blocks back to the kernel, which hands them out again page by page and zeroed. On a CPU,
-    where activations are allocated and freed all the time, that is a twentieth of a PPO update and more.
+    By default glibc returns large freed blocks to the kernel, which zeroes their pages before they are used again. On a
+    CPU, where activations are allocated and freed all the time, that takes 5% of a PPO update and more.
     """
-    if not sys.platform.startswith('linux') or any(name in os.environ for name in _USERS_OWN):
+    if not sys.platform.startswith('linux') or any(name in os.environ for name in _USER_SETTINGS):
         return False
     mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
     if mallopt is None:

@@ -1,7 +1,7 @@
-"""How much a strategy keeps in memory: the words (`ModelSize`, `Memory`), the run it is asked about (`Layout`), and
-`MemoryModel`, which a strategy gives of itself (`Strategy.memory_model`) so that `chatgpt.plan` can plan any.
+"""Memory of a strategy: sizes of a model (`ModelSize`), bytes (`Memory`), the run (`Layout`), and `MemoryModel`, which
+`Strategy.memory_model` returns for `chatgpt.plan`.
 
-Numbers are bytes of the rank that holds most.
+All bytes are of the rank that holds the most.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class ParameterSize:
     shape: tuple[int, ...]
     trained: bool
     block: int | None
-    """which transformer block it belongs to; None: none"""
+    """index of its transformer block, or None outside of blocks"""
     narrow: bool = False
-    """nothing trains it, and a run in 16 bits keeps it in them"""
+    """frozen, and stored in 16 bits by a run in 16 bits"""
 
     @property
     def numel(self) -> int:
@@ -33,9 +33,9 @@ class ModelSize:
 
     parameters: tuple[ParameterSize, ...]
     adapted: int = 0
-    """elements of weights that carry a LoRA adapter"""
+    """elements of weights that have a LoRA adapter"""
     packable: int = 0
-    """elements of the weights of linear layers, heads among them, that the local engine would pack on a CPU"""
+    """elements of weights of linear layers, including heads, that the local engine packs on a CPU"""
 
     @property
     def total(self) -> int:
@@ -47,12 +47,12 @@ class ModelSize:
 
     @property
     def narrow(self) -> int:
-        """Elements that a run in 16 bits keeps in them."""
+        """Elements that a run in 16 bits stores in 16 bits."""
         return sum(p.numel for p in self.parameters if p.narrow)
 
     @property
     def largest_trained(self) -> int:
-        """Elements of the largest parameter that is trained."""
+        """Elements of the largest trained parameter."""
         return max((p.numel for p in self.parameters if p.trained), default=0)
 
     @property
@@ -69,19 +69,18 @@ class ModelSize:
 
     @property
     def outside(self) -> int:
-        """Elements that lie in no block."""
+        """Elements outside of blocks."""
         return sum(p.numel for p in self.parameters if p.block is None)
 
     @property
     def two_blocks(self) -> int:
-        """Elements on the device while blocks are gathered one at a time: everything outside the blocks, and the two
-        largest blocks."""
+        """Elements on the device while blocks are gathered one at a time: those outside of blocks, and two blocks."""
         return self.outside + sum(sorted(self.blocks(), reverse=True)[:2])
 
 
 @dataclass
 class Memory:
-    """Bytes by what they are for, on the device and on the host."""
+    """Bytes by purpose, on the device and on the host."""
 
     device: dict[str, int] = field(default_factory=dict)
     host: dict[str, int] = field(default_factory=dict)
@@ -102,16 +101,16 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a run lies on processes and devices, and what it computes in. `chatgpt.plan.Setup` is one."""
+    """Processes, devices, precision and optimizer of a run. `chatgpt.plan.Setup` is a subclass."""
 
     num_processes: int = 1
     processes_per_machine: int | None = None
-    """share the host's memory; None: all of them"""
+    """processes that share the memory of a host; None: all of them"""
     precision: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'fp32'
     on_cuda: bool = True
     optimizer: Literal['adamw', 'adamw8bit', 'paged_adamw8bit', 'sgd'] = 'adamw'
     fused: bool = True
-    """on a GPU AdamW is torch's fused one, as `Strategy.make_optimizer` makes it"""
+    """on a GPU AdamW is torch's fused one, as from `Strategy.make_optimizer`"""
     stream_blocks: bool = False
 
     @property
@@ -121,76 +120,76 @@ class Layout:
 
     @property
     def slots(self) -> float:
-        """Optimizer states per trained number, in numbers of fp32; those of 8 bits have a scale for 256 of them."""
+        """Optimizer states per trained element, in fp32 elements; 8-bit states have one scale per 256 of them."""
         return {'adamw': 2.0, 'sgd': 0.0}.get(self.optimizer, 2 * (1 / 4 + 1 / 256))
 
     @property
     def on_machine(self) -> int:
-        """Processes that share a host."""
+        """Number of processes that share a host."""
         return self.processes_per_machine or self.num_processes
 
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Of whole fp32 weights, gradients and optimizer states on each rank, computed with under autocast. A strategy that
-    shards or offloads gives a subclass with the methods that differ.
+    """The memory of whole fp32 weights, gradients and optimizer states on each rank, used under autocast. A strategy
+    that shards or offloads has a subclass that overrides the methods that differ.
     """
 
     offloads: bool = False
-    """what can wait in host memory does"""
+    """True: weights, gradients and optimizer states are in host memory"""
     bucket_bytes: int = 0
-    """of a sum of gradients"""
+    """bytes of a bucket of gradients"""
     atoms: int = 0
-    """of an exact run, whose sums of gradients wait for each other; 0: it is an ordinary one"""
+    """atoms of an exact run; 0: the run is not exact"""
 
     whole: ClassVar[bool] = True
-    """False: weights are held or gathered in the compute dtype, and no rank keeps whole gradients in fp32"""
+    """False: weights are stored or gathered in the compute dtype, and no rank has whole gradients in fp32"""
     streams: ClassVar[bool] = False
-    """whether `stream_blocks` generates without a full copy on the device"""
+    """True: `stream_blocks` generates without a full copy on the device"""
 
     @property
     def autocasts(self) -> bool:
-        """Computes from weights in fp32, under autocast."""
+        """True if forwards use fp32 weights under autocast."""
         return self.whole or self.atoms > 0
 
     @property
     def keeps_narrow(self) -> bool:
-        """A run in 16 bits keeps in them what nothing trains."""
+        """True if a run in 16 bits stores frozen weights in 16 bits."""
         return not self.atoms
 
     @property
     def can_be_cut(self) -> bool:
-        """Goes with tensor parallelism."""
+        """True if tensor parallelism is supported."""
         return not self.offloads and not self.atoms
 
     def shares(self, ranks: int) -> int:
-        """Into how many equal parts a batch is cut before `max_tokens_per_batch`."""
+        """Returns the number of equal parts that a batch is split into before `max_tokens_per_batch`."""
         return self.atoms or ranks
 
     def full_itemsize(self, run: Layout) -> int:
-        """Bytes of a number while generating: an exact run does so in fp32."""
+        """Returns the bytes of a weight while generating; an exact run generates in fp32."""
         return 4 if self.atoms else run.itemsize
 
     @property
     def places_frozen(self) -> bool:
-        """Frozen models stay where this strategy puts them, so that `offload='idle'` is refused."""
+        """True if the strategy places frozen models itself, so that `offload='idle'` is refused."""
         return self.offloads
 
     def trained(self, name: str, size: ModelSize, run: Layout) -> Memory:
-        """Of a model that learns, while its gradients are there: '<name> weights', '<name> gradients', '<name>
+        """Returns the memory of a trained model with its gradients: '<name> weights', '<name> gradients', '<name>
         optimizer', ..."""
         return self._trained(name, run, size.total - self.saved(size, run), size.trained, size.num_trained)
 
     def waiting(self, run: Layout) -> int:
-        """Sums of gradients of an exact run that wait for each other."""
+        """Returns the number of partial sums of gradients that an exact run keeps."""
         return max(self.atoms // run.num_processes, 1).bit_length() - 1
 
     def saved(self, size: ModelSize, run: Layout) -> float:
-        """Numbers of fp32 that a run in 16 bits does not keep of what nothing trains."""
+        """Returns the fp32 elements that a run in 16 bits saves by storing frozen weights in 16 bits."""
         return size.narrow * (1 - run.itemsize / 4) if self.keeps_narrow else 0.0
 
     def _trained(self, name: str, run: Layout, weights: float, trained: int, num_trained: int) -> Memory:
-        """The same from this rank's numbers of elements, all in fp32."""
+        """Returns the memory of a trained model from this rank's numbers of fp32 elements."""
         memory = Memory()
         memory.add(f'{name} weights', 4 * weights, host=self.offloads)
         memory.add(f'{name} gradients', 4 * trained, host=self.offloads)
@@ -201,51 +200,53 @@ class MemoryModel:
         return memory
 
     def frozen(self, name: str, size: ModelSize, run: Layout) -> Memory:
-        """Of a model that only scores: '<name> weights'."""
+        """Returns the memory of a frozen model: '<name> weights'."""
         memory = Memory()
         memory.add(f'{name} weights', 4 * (size.total - self.saved(size, run)))
         return memory
 
     def gathered(self, size: ModelSize, run: Layout, *, backward: bool) -> int:
-        """Bytes of whole weights that come and go while a sharded model computes."""
+        """Returns the bytes of weights that are gathered temporarily while a sharded model computes."""
         return 0
 
     def kept_gathered(self, size: ModelSize, run: Layout) -> int:
-        """Bytes of whole weights of a model that only scores, which stay after its first forward."""
+        """Returns the bytes of gathered weights of a frozen model that stay after its first forward."""
         return 0
 
     def growing(self, size: ModelSize, run: Layout, *, again: bool) -> float:
-        """Bytes per trained number by which gradients on the device grow while one backward goes on. again: in a
-        micro-batch after the first, whose gradients are added to those that are there."""
+        """Returns the bytes per trained element by which gradients on the device grow during a backward.
+
+        Args:
+            again: the micro-batch is not the first, so its gradients are added to existing ones.
+        """
         return 0.0 if again or self.offloads else 4.0
 
     def sums(self, name: str, size: ModelSize, run: Layout) -> Memory:
-        """'<name> sums of gradients' beside '<name> gradients', where there are several micro-batches."""
+        """Returns '<name> sums of gradients', beside '<name> gradients', with several micro-batches."""
         return Memory()
 
     def reduction(self, size: ModelSize, run: Layout, *, again: bool) -> int:
-        """Bytes that reducing gradients takes at the end of a backward, when activations are gone, beside '<name>
-        gradients' and `sums`."""
+        """Returns the bytes of reducing gradients at the end of a backward, beside '<name> gradients' and `sums`."""
         return 0
 
     def step(self, size: ModelSize, run: Layout) -> int:
-        """What an optimizer step needs beside its states: one temporary as large as the weights (torch's foreach Adam,
-        not the fused one), on a CPU two as large as the largest weight (its Adam for one tensor at a time: the root of
-        the second moment, and that corrected), or a bucket."""
+        """Returns the bytes of an optimizer step beside its states: a temporary as large as the weights (foreach Adam),
+        on a CPU two as large as the largest weight (Adam for one tensor at a time: the root of the second moment before
+        and after bias correction), and a bucket."""
         one_by_one = 0 if run.on_cuda or run.optimizer == 'sgd' else 2 * 4 * size.largest_trained
         return (4 * size.trained if self.has_temporary(run) else one_by_one) + self.bucket_bytes
 
     def has_temporary(self, run: Layout) -> bool:
-        """Whether an optimizer step makes one as large as the weights."""
+        """Returns True if an optimizer step has a temporary as large as the weights."""
         fused = run.fused and run.optimizer == 'adamw' and not self.atoms
         return run.on_cuda and not fused
 
     def gathering(self, size: ModelSize, run: Layout) -> int:
-        """Bytes that come and go while the full copy is made."""
+        """Returns the temporary bytes of making the full copy."""
         return 0
 
     def full_copy(self, size: ModelSize, run: Layout) -> Memory:
-        """Of the whole weights that generation needs, beside what is there already; adapters are folded in."""
+        """Returns the additional memory of the full weights for generation, with adapters folded in."""
         memory = Memory()
         itemsize = self.full_itemsize(run)
         if itemsize < 4:
@@ -256,13 +257,12 @@ class MemoryModel:
 
 
 def of_numerics(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a `MemoryModel` out of a strategy's options."""
+    """Returns the fields of a `MemoryModel` that follow from a strategy's options."""
     return {'atoms': int(options.get('atoms', 8)) if options.get('reproducible') else 0}
 
 
 def gathered_copy(size: ModelSize, run: Layout, itemsize: int) -> Memory:
-    """A full copy under a strategy that shards weights: on the device, or streamed there from a file that a machine's
-    ranks share."""
+    """Returns the memory of a full copy of a sharded model: on the device, or streamed from a file of the machine."""
     memory = Memory()
     if run.stream_blocks:
         memory.add('full copy', run.itemsize * size.two_blocks)

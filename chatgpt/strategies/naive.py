@@ -1,4 +1,4 @@
-"""`NaiveStrategy`: one process, one device. The other strategies are compared with its numbers."""
+"""`NaiveStrategy`: one process, one device; the reference for the numbers of the other strategies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chatgpt.strategies.ranks import OneProcess
 
 
 class NaiveStrategy(Strategy):
-    """One process: the first GPU when there is one, otherwise the CPU. `device='cpu'` stays off the GPU.
+    """One process on the first GPU, or on the CPU without a GPU or with `device='cpu'`.
 
     >>> strategy = NaiveStrategy(seed=1, device='cpu')
     >>> strategy.world_size, strategy.device.type

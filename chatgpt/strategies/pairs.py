@@ -1,4 +1,4 @@
-"""The items of `Strategy.prepare`: which are accepted, what is remembered of a trained pair, and their files."""
+"""The items of `Strategy.prepare`: their checks, the record of a trained pair, and their saved files."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class Trained:
     """A prepared (model, optimizer) pair."""
 
     user_model: nn.Module
-    """the module the user built"""
+    """the module that the user built"""
     model: nn.Module
-    """what `prepare` returned for it"""
+    """the module that `prepare` returned for it"""
     optimizer: Optimizer
-    """what `prepare` returned for the optimizer"""
+    """the optimizer that `prepare` returned"""
     names: list[list[str]]
     """parameter names as in `user_model`, for each parameter group, in the group's order"""
     scaler: LossScaler | None = None
     tree: TreeSum | None = None
-    """of gradients, where their sum has one order"""
-    fed: bool = False
-    """there was a backward for this optimizer since its last round: another optimizer of the same model has none"""
+    """partial sums of gradients, in an exact run"""
+    ran_backward: bool = False
+    """there was a backward for this optimizer since its last round; other optimizers may train the same model"""
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The optimizer's parameters under the names they have in `user_model`."""
+        """Yields the optimizer's parameters with their names in `user_model`."""
         for group, names in zip(self.optimizer.param_groups, self.names, strict=True):
             yield from zip(names, group['params'], strict=True)
 
@@ -46,14 +46,14 @@ class Trained:
 
 
 def is_pair(item: Any) -> bool:
-    """(model, optimizer), as a tuple or a list."""
+    """Returns True for (model, optimizer), a tuple or a list."""
     if not isinstance(item, (tuple, list)) or len(item) != 2:
         return False
     return isinstance(item[0], nn.Module) and isinstance(item[1], Optimizer)
 
 
 def check_items(items: Iterable[Any], pairs: list[tuple[nn.Module, Optimizer]]) -> None:
-    """Refuse what cannot be prepared before anything is touched; collect the pairs."""
+    """Appends the pairs among `items` to `pairs`. ValueError for an item that cannot be prepared."""
     for item in items:
         if is_pair(item):
             pairs.append((item[0], item[1]))
@@ -70,15 +70,17 @@ def check_items(items: Iterable[Any], pairs: list[tuple[nn.Module, Optimizer]]) 
 
 
 def rebuilt(original: Any, parts: list[Any]) -> Any:
-    """`parts` in the kind of sequence that `original` is (tuple, list, named tuple)."""
+    """Returns `parts` as a sequence of the type of `original` (tuple, list, named tuple)."""
     return type(original)(*parts) if hasattr(original, '_fields') else type(original)(parts)
 
 
 def open_saved(path: str | os.PathLike[str], kind: str) -> tuple[TensorReader, dict[str, Any]]:
-    """Tensors and meta of what `save_model` (kind 'model') or `save_optimizer` (kind 'optimizer') wrote, file or
-    folder.
+    """Opens a file or folder of `save_model` (kind 'model') or `save_optimizer` (kind 'optimizer'): tensors and meta.
 
-    Raises FileNotFoundError, `CheckpointError` for a damaged file, `CheckpointMismatch` for one of the other kind.
+    Raises:
+        FileNotFoundError: if there is none.
+        CheckpointError: if it is damaged.
+        CheckpointMismatch: if it is of the other kind.
     """
     if Path(path).is_dir():
         reader = CheckpointReader(path)

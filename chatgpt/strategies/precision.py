@@ -1,4 +1,4 @@
-"""How numbers are computed: `Numerics`, and what torch has to be told for it."""
+"""Precision and determinism: `Numerics`, and the settings of torch that implement it."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ('mm', 'a
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """The settings of a strategy that enter its numbers; every strategy takes them as keyword arguments.
+    """The settings of a strategy that change its numbers; every strategy takes them as keyword arguments.
 
     Raises:
-        ValueError: a value that is not known.
+        ValueError: for an unknown value.
     """
 
     precision: Precision = 'auto'
-    """compute dtype; what is trained stays fp32. 'auto': see `resolve_precision`"""
+    """compute dtype; trained weights stay fp32. 'auto': see `resolve_precision`"""
     deterministic: bool = False
     """use torch's deterministic algorithms, in the whole process"""
     reproducible: Reproducible = None
     """'exact': the same bits in every layout"""
     atoms: int = 8
-    """pieces that a batch is computed in with 'exact': a power of two, and the most processes there can be"""
+    """number of micro-batches of a train batch with 'exact': a power of two, at least the number of processes"""
     emulated: bool = field(default=False, init=False)
-    """products in 16 bits are slower than in fp32 on this device; known after `on`"""
+    """True if matrix products in 16 bits are slower than in fp32 on this device; set by `on`"""
 
     def __post_init__(self) -> None:
         for name, choices in (('precision', get_args(Precision)), ('reproducible', ('exact', None))):
@@ -48,47 +48,46 @@ class Numerics:
                 raise ValueError(f'{name}={getattr(self, name)!r} is not one of {", ".join(map(repr, choices))}')
 
     def on(self, device: torch.device, *, only_16_bits: bool = False) -> Numerics:
-        """The same with the precision that 'auto' stands for on this device."""
+        """Returns a copy in which 'auto' is resolved for this device."""
         found = replace(self, precision=resolve_precision(self.precision, device, only_16_bits=only_16_bits))
         object.__setattr__(found, 'emulated', emulates(device, found.dtype) and self.reproducible is None)
         return found
 
     def sums(self, ranks: Ranks, *, ranks_below: bool = False) -> Sums:
-        """How batches are cut and numbers added up. ValueError where 'exact' and the number of ranks do not fit."""
+        """Returns the `Sums` of these settings. ValueError if 'exact' does not support the number of ranks."""
         return Sums(ranks) if self.reproducible is None else ExactSums(ranks, self.atoms, ranks_below=ranks_below)
 
     def facts(self) -> dict[str, Any]:
-        """What run.json and checkpoints say of it."""
+        """Returns the fields that run.json and checkpoints record."""
         return {'precision': self.precision, 'atoms': self.atoms if self.reproducible is not None else None}
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is computed in."""
+        """The compute dtype."""
         return DTYPES[self.precision]
 
     @property
     def full_dtype(self) -> torch.dtype:
-        """Dtype of `Strategy.full_model`: fp32 with 'exact', since in 16 bits nearly every draw would lie so near to an
-        edge that it had to be drawn again (`chatgpt.rollout.exact`), and where 16 bits are emulated; else `dtype`."""
+        """Dtype of `Strategy.full_model`: fp32 where 16 bits are emulated, and with 'exact', since in 16 bits nearly
+        every token would be too near an edge and be sampled again (`chatgpt.rollout.exact`); else `dtype`."""
         return torch.float32 if self.reproducible is not None or self.emulated else self.dtype
 
     @property
     def scales_loss(self) -> bool:
-        """fp16: an infinite norm means a skipped step and a smaller loss scale, not a failure."""
+        """True in fp16: an infinite norm skips the step and lowers the loss scale, and is not a failure."""
         return self.precision == 'fp16'
 
 
 def resolve_precision(
     precision: Precision, device: torch.device, *, only_16_bits: bool = False, planned: bool = False
 ) -> Precision:
-    """'fp32', 'bf16' or 'fp16': the precision that a strategy computes in on this device.
+    """Returns 'fp32', 'bf16' or 'fp16', the precision that a strategy uses on this device.
 
-    'auto' is bf16 on a CUDA device that computes it, and for strategies without fp32; else fp32. A GPU without bf16
-    gets no fp16, which would scale losses and skip steps, and no CPU gets bf16, so that the default has the same
-    numbers on all.
+    'auto' is bf16 on a CUDA device with bf16, and for strategies without fp32; else fp32. It is never fp16, which
+    scales losses and skips steps, and not bf16 on a CPU, so that the default gives the same numbers on all CPUs.
 
     Args:
-        planned: the device is not here; a GPU is one that computes bf16.
+        planned: the device is not in this machine; a GPU is assumed to have bf16.
     """
     if precision != 'auto':
         return precision
@@ -103,7 +102,7 @@ def resolve_precision(
 
 
 def emulates(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether matrix products in `dtype` are slower than in fp32: on a CPU without instructions of 16 bits."""
+    """Returns True if matrix products in `dtype` are slower than in fp32: on a CPU without 16-bit instructions."""
     if device.type != 'cpu' or dtype not in (torch.bfloat16, torch.float16):
         return False
     return not (processor().bf16 if dtype is torch.bfloat16 else processor().fp16)
@@ -111,10 +110,10 @@ def emulates(device: torch.device, dtype: torch.dtype) -> bool:
 
 @contextmanager
 def tf32() -> Iterator[None]:
-    """Inside, fp32 matrix products on CUDA round their inputs to TF32, unless somebody has chosen how they are done.
+    """A context in which fp32 matrix products on CUDA use TF32, unless the user has set their precision.
 
-    By `set_float32_matmul_precision`: after torch's newer `torch.backends.cuda.matmul.fp32_precision` alone, the older
-    settings, which torch.compile and others read, raise an error.
+    Uses `set_float32_matmul_precision`: if only the newer `torch.backends.cuda.matmul.fp32_precision` is set, the older
+    settings, which torch.compile reads, raise an error.
     """
     try:
         chosen = torch.get_float32_matmul_precision() != 'highest'
@@ -131,9 +130,9 @@ def tf32() -> Iterator[None]:
 
 
 class WideProducts(TorchDispatchMode):
-    """Inside, matrices of 16 bits are multiplied in fp32 and the result is rounded to their dtype, as instructions for
-    them do up to the order of sums. For a CPU without such instructions, where torch's own emulation is several times
-    slower. Backward passes included."""
+    """A mode that multiplies 16-bit matrices in fp32 and rounds the result to their dtype, also in backward passes. For
+    CPUs without 16-bit instructions, where torch's emulation is several times slower. Results differ from those of such
+    instructions by the order of sums only."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -154,7 +153,7 @@ class LossScaler:
         self.scale, self.growth_interval, self.num_finite = scale, growth_interval, 0
 
     def unscale(self, gradients: list[Tensor]) -> None:
-        """Divide gradients by the scale, in place. The scale is a power of two, so this is exact."""
+        """Divides gradients by the scale, in place; exact, since the scale is a power of two."""
         if gradients:
             torch._foreach_mul_(gradients, 1.0 / self.scale)
 
@@ -174,11 +173,10 @@ class LossScaler:
 
 
 class Deterministic:
-    """torch's deterministic algorithms, and the attention kernels with one order of sums in their backward, for the
-    whole process from now until `restore`. An operator without a deterministic kernel is named in a warning of torch's.
+    """Enables torch's deterministic algorithms, and attention kernels with a deterministic backward, in the whole
+    process until `restore`. torch warns of operators without a deterministic kernel.
 
-    cuBLAS reads its variable when it is first used, so this comes before any computation on a GPU; a value of the
-    user's own stays.
+    Create it before any computation on a GPU: cuBLAS reads its variable at its first use. The user's value is kept.
     """
 
     def __init__(self) -> None:
@@ -190,7 +188,7 @@ class Deterministic:
         self._fill = self._memory.fill_uninitialized_memory
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
         torch.use_deterministic_algorithms(True, warn_only=True)
-        self._memory.fill_uninitialized_memory = False  # for finding reads of it; it costs a pass
+        self._memory.fill_uninitialized_memory = False  # a debugging aid that writes all new memory
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
         torch.backends.cuda.enable_cudnn_sdp(False)  # FlashAttention and plain matrix products stay
         torch.backends.cuda.enable_mem_efficient_sdp(False)

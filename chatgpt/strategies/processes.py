@@ -1,7 +1,6 @@
-"""`ProcessGroup`: joining torchrun's processes, devices, collectives, leaving; and `ProcessGroupStrategy`, which runs
-on one.
+"""`ProcessGroup`: torchrun's processes, their devices and collectives; `ProcessGroupStrategy`, which runs on one.
 
-One process per device, started by torchrun or anything that sets its environment variables.
+There is one process per device, started by torchrun or by anything else that sets its environment variables.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from chatgpt.strategies.base import Strategy
-from chatgpt.strategies.guard import FailureGuard, Whereabouts
+from chatgpt.strategies.guard import FailureGuard, RankStatus
 from chatgpt.strategies.machine import default_device, keep_freed_memory
 from chatgpt.strategies.precision import Numerics, Precision
 from chatgpt.strategies.ranks import Ranks
@@ -35,20 +34,20 @@ _OPS = {'sum': dist.ReduceOp.SUM, 'mean': dist.ReduceOp.SUM, 'max': dist.ReduceO
 _NEEDED = ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
 
 
-_meeting_points: dict[tuple[str, ...], tuple[Any, Iterator[int]]] = {}
+_stores: dict[tuple[str, ...], tuple[Any, Iterator[int]]] = {}
 
 
 def _join(backend: str, timeout: timedelta) -> None:
-    """Join torchrun's process group, under keys of its own: processes that have left one may join another.
+    """Joins torchrun's process group. Processes that have left a group may join another.
 
-    The store of the first one is kept for those after it. What a group wrote into a store stays there, and the
-    addresses of a group that is gone would be taken for those of the new one.
+    All groups of a process use the store of the first one, each with its own prefix, so that a new group does not read
+    the addresses of an old one.
     """
     where = tuple(os.environ[name] for name in _NEEDED)
-    if where not in _meeting_points:
+    if where not in _stores:
         store, _, _ = next(dist.rendezvous('env://', timeout=timeout))
-        _meeting_points[where] = store, itertools.count()
-    store, joined = _meeting_points[where]
+        _stores[where] = store, itertools.count()
+    store, joined = _stores[where]
     store.set_timeout(timeout)
     rank, world_size = (int(os.environ[name]) for name in ('RANK', 'WORLD_SIZE'))
     own = dist.PrefixStore(f'group/{next(joined)}', store)
@@ -56,7 +55,7 @@ def _join(backend: str, timeout: timedelta) -> None:
 
 
 def buckets(tensors: Iterable[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
-    """Neighbours of one dtype, up to `max_bytes` together; a larger tensor stands alone."""
+    """Yields lists of consecutive tensors of one dtype, up to `max_bytes` together; a larger tensor is alone."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:
@@ -70,23 +69,24 @@ def buckets(tensors: Iterable[Tensor], max_bytes: int) -> Iterator[list[Tensor]]
         yield bucket
 
 
-MOST_WORDS = 4
+MAX_ARGUMENTS = 4
 
 
 def this_program() -> str:
-    """How this process was started, as torchrun is told it: `train.py --lr ...`, `-m package run script.py`."""
-    words = [word for word in sys.orig_argv[1:] if word not in ('-u', '-I', '-E', '-s', '-S', '-B', '-O')]
-    if not words or words[0] in ('-c', '-'):
+    """Returns the command line of this process as arguments for torchrun: `train.py --lr ...`, `-m package run ...`."""
+    arguments = [word for word in sys.orig_argv[1:] if word not in ('-u', '-I', '-E', '-s', '-S', '-B', '-O')]
+    if not arguments or arguments[0] in ('-c', '-'):
         return 'script.py'
-    return shlex.join(words[:MOST_WORDS]) + ' ...' * (len(words) > MOST_WORDS)
+    return shlex.join(arguments[:MAX_ARGUMENTS]) + ' ...' * (len(arguments) > MAX_ARGUMENTS)
 
 
 class ProcessGroup(Ranks):
-    """Joins torchrun's process group: NCCL on CUDA, gloo on the CPU. A group that is already there is used and left
-    alone.
+    """Joins torchrun's process group: NCCL on CUDA, gloo on the CPU. An existing group is used, and not destroyed.
 
-    `timeout_s` bounds every collective: a rank that keeps the others waiting longer is named by the failure guard, and
-    all end. `device='cpu'` stays off the GPU; `what` runs on it, in the words of an error message.
+    Args:
+        device: 'cpu' uses no GPU.
+        timeout_s: limit of every collective; the failure guard ends all ranks and names those that are late.
+        what: name of the user of the group, for error messages.
     """
 
     local_rank, device = 0, torch.device('cpu')
@@ -95,7 +95,7 @@ class ProcessGroup(Ranks):
         if not timeout_s > 0:
             raise ValueError(f'timeout_s={timeout_s} must be positive')
         self.timeout_s, self._what = timeout_s, what
-        self.whereabouts = Whereabouts()
+        self.status = RankStatus()
         self._owns_group = not dist.is_initialized()
         if self._owns_group:
             self._check_environment()
@@ -142,39 +142,39 @@ class ProcessGroup(Ranks):
         if op not in _OPS:
             raise ValueError(f'all_reduce: op={op!r} is not one of {", ".join(_OPS)}')
         reduced = tensor.detach().to(self.device, copy=True).contiguous()
-        with self.whereabouts.waiting():
+        with self.status.waiting():
             dist.all_reduce(reduced, _OPS[op])
             if self.device.type == 'cuda':
-                torch.cuda.current_stream(self.device).synchronize()  # NCCL has only queued what is read at once
+                torch.cuda.current_stream(self.device).synchronize()  # NCCL has only queued the reduction
         return (reduced / self.world_size if op == 'mean' else reduced).to(tensor.device)
 
     def all_gather_object(self, obj: T) -> list[T]:
         gathered: list[Any] = [None] * self.world_size
-        with self.whereabouts.waiting():
+        with self.status.waiting():
             dist.all_gather_object(gathered, obj)
         return gathered
 
     def broadcast_object(self, obj: T, src: int = 0) -> T:
         box = [obj]
-        with self.whereabouts.waiting():
+        with self.status.waiting():
             dist.broadcast_object_list(box, src=src, device=self.device)
         return box[0]
 
     def barrier(self) -> None:
-        with self.whereabouts.waiting():
+        with self.status.waiting():
             if dist.get_backend() == 'nccl':
                 dist.barrier(device_ids=[self.device.index])
             else:
                 dist.barrier()
 
     def note_progress(self, where: str) -> None:
-        self.whereabouts.note(where)
+        self.status.note(where)
 
     def failure_guard(self) -> AbstractContextManager[None]:
-        return FailureGuard(self.rank, self.world_size, timeout_s=self.timeout_s, whereabouts=self.whereabouts)
+        return FailureGuard(self.rank, self.world_size, timeout_s=self.timeout_s, status=self.status)
 
     def fails_together(self, state: str) -> bool:
-        return self.world_size == 1 or FailureGuard.agree(f'{state}, {self.whereabouts.collectives} collectives')
+        return self.world_size == 1 or FailureGuard.agree(f'{state}, {self.status.collectives} collectives')
 
     def leave(self) -> None:
         if self._owns_group and dist.is_initialized():
@@ -182,22 +182,20 @@ class ProcessGroup(Ranks):
             dist.destroy_process_group()
 
 
-QUIET_S = 0.1
-"""how long the threads must not have moved: a busy machine leaves one that could run waiting for some tens of
-milliseconds"""
+IDLE_S = 0.1
+"""how long the threads must be idle; on a busy machine a runnable thread may wait for some tens of milliseconds"""
 LIMIT_S = 5.0
-"""how long a thread that does not come to rest is waited for"""
-THREAD = 'pt_gloo_runloop'
+"""how long to wait for the threads at most"""
+GLOO_THREAD = 'pt_gloo_runloop'
 FIELDS = ('Pid', 'State', 'voluntary_ctxt_switches', 'nonvoluntary_ctxt_switches')
 
 
 def finish_gloo_at_exit() -> None:
-    """Leave the gloo group before the interpreter is taken down, and let its threads end. May be called more than once.
+    """Destroys the gloo group at exit and waits for its threads to finish. May be called more than once.
 
-    A gloo thread drops the tensors of a finished collective a moment after the caller has gone on, and needs the
-    interpreter's lock for it. If the interpreter is already being taken down, Python ends that thread in the middle of
-    a C++ destructor, and the process dies with SIGABRT after its work is done. Leaving the group is not enough: torch
-    keeps it, threads and all, once DistributedDataParallel has used it (2.13).
+    A gloo thread frees the tensors of a collective shortly after the caller has returned, and takes the GIL for it. If
+    the interpreter is shutting down, Python ends that thread inside a C++ destructor, and the process dies with
+    SIGABRT. Destroying the group is not enough: torch 2.13 keeps it after DistributedDataParallel has used it.
     """
     atexit.unregister(_finish)
     atexit.register(_finish)
@@ -209,7 +207,7 @@ def _finish() -> None:
     end = time.monotonic() + LIMIT_S
     before = _activity()
     while before and time.monotonic() < end:
-        time.sleep(QUIET_S)  # without the interpreter's lock
+        time.sleep(IDLE_S)  # releases the GIL
         now = _activity()
         if now == before and not any('running' in state for state in now):
             return
@@ -217,25 +215,22 @@ def _finish() -> None:
 
 
 def _activity() -> list[str]:
-    """For each of gloo's threads in this process: whether it sleeps, and how often it has been put on and taken off a
-    processor.
-
-    Empty where the system has no /proc, or where the group ended with its threads.
-    """
+    """Returns the state and the numbers of context switches of each gloo thread of this process. Empty without /proc,
+    or if the threads have ended."""
     found = []
     for task in sorted(Path('/proc/self/task').glob('*')):
         try:
             lines = (task / 'status').read_text().splitlines()
-        except OSError:  # ended meanwhile
+        except OSError:  # the thread has ended
             continue
         fields = {name: value.strip() for name, _, value in (line.partition(':') for line in lines)}
-        if fields.get('Name') == THREAD:
+        if fields.get('Name') == GLOO_THREAD:
             found.append(' '.join(fields.get(name, '') for name in FIELDS))
     return found
 
 
 class ProcessGroupStrategy(Strategy):
-    """On the processes that torchrun started; see `ProcessGroup`."""
+    """A strategy on the processes that torchrun started; see `ProcessGroup`."""
 
     ranks: ProcessGroup
 
@@ -248,22 +243,22 @@ class ProcessGroupStrategy(Strategy):
         timeout_s: float = 1800.0,
         **numerics: Any,
     ) -> None:
-        Numerics(precision=precision, **numerics)  # refuses mistakes before anything is joined
+        Numerics(precision=precision, **numerics)  # raises for mistakes before joining the group
         ranks = ProcessGroup(device, timeout_s, type(self).__name__)
         super().__init__(seed, precision, ranks=ranks, **numerics)
-        if precision == 'auto' and self.device.type == 'cuda':  # a CPU is like any other
+        if precision == 'auto' and self.device.type == 'cuda':  # all CPUs resolve it alike
             own = self.numerics.precision, torch.cuda.get_device_name(self.device)
             chosen = ranks.all_gather_object(own)
             if len({found for found, _ in chosen}) > 1:
-                told = ', '.join(f'{found} on rank {rank} ({name})' for rank, (found, name) in enumerate(chosen))
+                listed = ', '.join(f'{found} on rank {rank} ({name})' for rank, (found, name) in enumerate(chosen))
                 raise ValueError(
-                    f"precision='auto' is {told}; give precision='fp32', or one that all of them compute in"
+                    f"precision='auto' is {listed}; give precision='fp32', or one that all of them compute in"
                 )
 
     def fill_gradients(self, parameters: list[Tensor]) -> list[Tensor]:
-        """Those that have a gradient on any rank; where this one has none, it is zero from now on. A collective."""
+        """Returns the parameters with a gradient on any rank, with zeros where this rank has none. Collective."""
         used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=self.device)
-        with self.ranks.whereabouts.waiting():
+        with self.ranks.status.waiting():
             dist.all_reduce(used, dist.ReduceOp.MAX)
             flags = used.tolist()
         found = [parameter for parameter, flag in zip(parameters, flags, strict=True) if flag]
@@ -272,9 +267,9 @@ class ProcessGroupStrategy(Strategy):
                 parameter.grad = torch.zeros_like(parameter)
         return found
 
-    def keep_blocks(self, model: nn.Module) -> None:
-        """Leave no block of a trained model out (layerdrop), with a warning: for strategies that gather a block's
-        weights from all ranks, each of which draws for itself. Called while `prepare` sets a pair up."""
+    def disable_layer_drop(self, model: nn.Module) -> None:
+        """Turns layerdrop off in a trained model, with a warning. For strategies that gather a block's weights from all
+        ranks, each of which would skip different blocks. Called by `prepare`."""
         from chatgpt.nn.trunk import layer_drop_off
 
         if layer_drop_off(model):
@@ -285,12 +280,12 @@ class ProcessGroupStrategy(Strategy):
             )
 
     @torch.no_grad()
-    def take_weights_of_rank_0(self, model: nn.Module, bucket_bytes: int = 0) -> None:
-        """Every rank's weights and buffers become rank 0's, `bucket_bytes` at a time, or one tensor at a time."""
+    def broadcast_weights(self, model: nn.Module, bucket_bytes: int = 0) -> None:
+        """Broadcasts rank 0's weights and buffers, in buckets of `bucket_bytes` or one tensor at a time."""
         tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if t.numel()]
         for bucket in buckets(tensors, bucket_bytes):
             flat = torch.cat([t.reshape(-1).to(self.device) for t in bucket])
-            with self.ranks.whereabouts.waiting():
-                dist.broadcast(flat.view(torch.uint8), src=0)  # as bytes: not every backend knows every dtype
+            with self.ranks.status.waiting():
+                dist.broadcast(flat.view(torch.uint8), src=0)  # as bytes: backends do not support all dtypes
             for tensor, values in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                 tensor.copy_(values.view(tensor.shape))

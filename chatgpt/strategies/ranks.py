@@ -1,6 +1,6 @@
-"""Where a process stands among those that train together, and how it talks to them: `Strategy.ranks`.
+"""Ranks and collectives of the processes that train together: `Strategy.ranks`.
 
-`OneProcess` here, torchrun's in `processes`.
+`OneProcess` is here, the ranks of torchrun's processes are in `processes`.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ T = TypeVar('T')
 
 
 class Ranks(ABC):
-    """One process of many: seven abstract members, and what follows from them.
+    """The ranks of a run as seen by one process: seven abstract members, and others built on them.
 
-    A rank is who has a share of the data of its own. That is a process, but under tensor parallelism, where a few
-    processes hold a model together and are one rank (`tensor_ranks.TensorRanks`).
+    Each rank has its own share of the data. It is one process, or under tensor parallelism several processes that hold
+    a model together (`tensor_ranks.TensorRanks`).
     """
 
     @property
     @abstractmethod
     def rank(self) -> int:
-        """Number of this rank, 0 .. world_size - 1."""
+        """Index of this rank, 0 .. world_size - 1."""
 
     @property
     @abstractmethod
     def world_size(self) -> int:
-        """How many ranks train together."""
+        """Number of ranks."""
 
     @property
     def processes(self) -> Ranks:
-        """The same of processes, for what each of them does: pieces in files, timing."""
+        """The same interface with one rank per process, for work of every process: pieces in files, timing."""
         return self
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first process of its rank, which writes what is the rank's own."""
+        """True on the first process of a rank, which writes the rank's files."""
         return True
 
     @property
     @abstractmethod
     def local_rank(self) -> int:
-        """Number of this process on its machine."""
+        """Index of this process on its machine."""
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """Device of this process."""
 
     @property
     def is_rank_0(self) -> bool:
@@ -63,31 +63,30 @@ class Ranks(ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: str = 'sum') -> Tensor:
-        """A new tensor: the sum, mean, max or min of `tensor` over ranks, on the tensor's device."""
+        """Returns a new tensor, the sum, mean, max or min of `tensor` over ranks, on its device."""
 
     @abstractmethod
     def all_gather_object(self, obj: T) -> list[T]:
-        """Every rank's `obj`, in rank order, on every rank."""
+        """Returns every rank's `obj`, in rank order, on every rank."""
 
     @abstractmethod
     def broadcast_object(self, obj: T, src: int = 0) -> T:
-        """Rank `src`'s `obj` on every rank."""
+        """Returns rank `src`'s `obj` on every rank."""
 
     def from_leader(self, obj: T) -> T:
-        """The `obj` of this rank's first process, on all of its processes, which call it together."""
+        """Returns the `obj` of this rank's first process on all of its processes. Collective within the rank."""
         return obj
 
     def note_progress(self, where: str) -> None:
-        """Say where the run is, for the message that names a rank which keeps the others waiting. Nothing on one
-        process."""
+        """Records the current part of the run, for the message about a late rank. Does nothing on one process."""
         return
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Waits for every rank to call it."""
         self.all_gather_object(None)
 
     def run_on_rank0(self, fn: Callable[[], T]) -> T:
-        """`fn()` is called on rank 0 alone; its result, or its exception with the same message, reaches every rank."""
+        """Calls `fn()` on rank 0; returns its result, or raises its exception with the same message, on every rank."""
         outcome: tuple[str, Any] | None = None
         failure: Exception | None = None
         if self.is_rank_0:
@@ -104,24 +103,22 @@ class Ranks(ABC):
         return value
 
     def failure_guard(self) -> AbstractContextManager[None]:
-        """Around a whole run: one rank's exception ends all ranks within seconds with its message. Nothing on one
-        process."""
+        """Returns the context of a run, in which an exception on one rank ends all ranks within seconds with its
+        message. Empty on one process."""
         return nullcontext()
 
     def fails_together(self, state: str) -> bool:
-        """Whether every rank is ending with an exception at the same place, so that they may still work together: to
-        save. `state` must be equal on all. Inside `failure_guard`; another rank that goes on, or waits in a collective,
-        makes it False after a moment.
-        """
+        """Returns True if every rank is failing with an exception in the same `state`, so that they can still save
+        together; False, after a few seconds, if another rank continues or waits. Call it inside `failure_guard`."""
         return self.world_size == 1
 
     def leave(self) -> None:
-        """Give back what was joined."""
+        """Leaves the process group, if this object joined one."""
         return
 
 
 class OnRanks:
-    """Answers the members of `ranks` by their own names."""
+    """A mixin that forwards the members of `Ranks` to `ranks`."""
 
     ranks: Ranks
     rank: int
@@ -147,7 +144,7 @@ class OnRanks:
 
 
 class OneProcess(Ranks):
-    """No other process: the first GPU when there is one, otherwise the CPU."""
+    """A single process, on the first GPU if there is one, otherwise on the CPU."""
 
     rank, world_size, local_rank, device = 0, 1, 0, torch.device('cpu')
 
@@ -169,19 +166,19 @@ class OneProcess(Ranks):
 
 
 def same_kind(kind: str, message: str) -> Exception:
-    """Rank 0's exception on another rank: of the same class where it is a builtin or ours."""
+    """Returns rank 0's exception for another rank, of the same class if it is a builtin or a `CheckpointError`."""
     ours: dict[str, type[Exception]] = {'CheckpointError': CheckpointError, 'CheckpointMismatch': CheckpointMismatch}
     found = ours.get(kind) or getattr(builtins, kind, None)
     if isinstance(found, type) and issubclass(found, Exception):
         try:
             return found(message)
-        except TypeError:  # UnicodeDecodeError and the like want more than a message
+        except TypeError:  # UnicodeDecodeError and others need more than a message
             pass
     return RuntimeError(f'rank 0: {kind}: {message}')
 
 
 def check_world_size(processes: int, tensor_parallel: int) -> int:
-    """How many ranks there are; ValueError where processes cannot be grouped."""
+    """Returns the number of ranks; ValueError if the processes cannot be grouped."""
     if isinstance(tensor_parallel, bool) or not isinstance(tensor_parallel, int) or tensor_parallel < 1:
         raise ValueError(f'tensor_parallel={tensor_parallel!r} must be a whole number of at least 1')
     if processes % tensor_parallel:

@@ -1,8 +1,8 @@
-"""Strategies by name: `STRATEGIES['mine'] = StrategyEntry('my_package.my_file:MyStrategy', {'option': 1})` adds one,
-which command lines, config files, `chatgpt.train`, every trainer and the planner then know. `my_file.py:MyStrategy`
-needs no line at all.
+"""The registry of strategies. `STRATEGIES['mine'] = StrategyEntry('my_package.my_file:MyStrategy', {'option': 1})` adds
+one to command lines, config files, `chatgpt.train`, every trainer and the planner. A strategy can also be chosen as
+`my_file.py:MyStrategy` without an entry.
 
-Classes, and torch, are imported when they are asked for.
+Classes, and torch, are imported at their first use.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from chatgpt.registry import Registry, load_object
 
-if TYPE_CHECKING:  # a mistake in a flag must not wait for torch
+if TYPE_CHECKING:  # errors in flags are reported without importing torch
     from chatgpt.strategies.base import Strategy
     from chatgpt.strategies.memory import MemoryModel
 
 
 @dataclass(frozen=True)
 class StrategyEntry:
-    """A class and how to build it, and what has to be known of it before."""
+    """A strategy class, its options, and the properties that are needed before it is imported."""
 
     target: str | type[Strategy]
-    """the class, or module:Class, or path/to/file.py:Class. It is built with `seed`, `precision`, and `timeout_s` and
-    `meta_init` where it takes them"""
+    """the class, module:Class, or path/to/file.py:Class. It is built with `seed`, `precision`, and `timeout_s` and
+    `meta_init` if it takes them"""
     options: Mapping[str, Any] = field(default_factory=dict)
     """further arguments of its constructor"""
     one_process: bool = False
     only_16_bits: bool = False
-    """precision='fp32' is refused, and 'auto' is bf16"""
+    """True: precision='fp32' is refused, and 'auto' is bf16"""
     offloaded: str | None = None
-    """the entry that is the same with more in host memory, for advice on memory; None: `FRUGAL`"""
+    """name of the same strategy with more in host memory, for advice on memory; None: `FRUGAL`"""
 
     def load(self) -> type[Strategy]:
-        """The class.
+        """Imports and returns the class.
 
         Raises:
-            ValueError: there is none, or it is no strategy.
+            ValueError: if it does not exist or is not a strategy.
         """
         found = _loaded(self.target) if isinstance(self.target, str) else self.target
         if not _is_strategy(found):
@@ -54,11 +54,11 @@ class StrategyEntry:
         return 'tensor_parallel' in inspect.signature(self.load()).parameters and not self.options.get('cpu_offload')
 
     def memory_model(self, **options: Any) -> MemoryModel:
-        """What such a strategy keeps in memory; `options` stand above the entry's own."""
+        """Returns the strategy's memory model; `options` override those of the entry."""
         return self.load().memory_model(**{**self.options, **options})
 
 
-_loaded = cache(load_object)  # a file that is executed twice makes two classes
+_loaded = cache(load_object)  # executing a file twice would define two classes
 
 
 def _is_strategy(found: Any) -> TypeGuard[type[Strategy]]:
@@ -68,7 +68,7 @@ def _is_strategy(found: Any) -> TypeGuard[type[Strategy]]:
 
 
 class StrategyRegistry(Registry[StrategyEntry]):
-    """Where a class that is named `module:Class` is an entry without options."""
+    """A registry in which a class named `module:Class` is an entry without options."""
 
     def admit(self, name: str, found: Any) -> StrategyEntry:
         if _is_strategy(found):
@@ -102,13 +102,13 @@ STRATEGIES = StrategyRegistry(
     },
 )
 STRATEGY_OPTIONS = ('deterministic', 'reproducible', 'atoms', 'tensor_parallel')
-"""Settings of a run that its strategy is made with, beside seed, precision and timeout."""
+"""Settings of a run that are passed to its strategy, beside seed, precision and timeout."""
 SHARDED, FRUGAL = 'fsdp', 'fsdp_cpu'
-"""What memory advice suggests: SHARDED in place of whole copies, FRUGAL where device memory must be least."""
+"""Suggestions of advice on memory: SHARDED instead of whole copies, FRUGAL for the least device memory."""
 
 
 def strategy_flag(text: str) -> str:
-    """The value of a flag `--strategy`, for argparse."""
+    """Checks and returns a value of the flag `--strategy`, for argparse."""
     try:
         STRATEGIES.find(text)
     except ValueError as error:
@@ -126,16 +126,16 @@ def strategy_by_name(
     tensor_parallel: int = 1,
     **numerics: Any,
 ) -> Strategy:
-    """A new strategy of a registered name, or of `module:Class`.
+    """Returns a new strategy by its registered name, or by `module:Class`.
 
     Args:
-        meta_init: where the strategy can, models are built on the meta device, so no rank holds a whole model.
-        timeout_s: a rank that keeps the others waiting longer ends the run, by name.
-        tensor_parallel: processes that hold each layer together and are one rank (docs/strategies.md).
+        meta_init: build models on the meta device, so that no rank holds a whole model; ignored if not supported.
+        timeout_s: a rank that keeps the others waiting for longer ends the run with an error that names it.
+        tensor_parallel: number of processes that split each layer and form one rank (docs/strategies.md).
         numerics: the other fields of `chatgpt.strategies.precision.Numerics`.
 
     Raises:
-        ValueError: a name that is not known, or one that does not fit the processes that were started.
+        ValueError: for an unknown name, or a strategy that does not fit the started processes.
     """
     entry = STRATEGIES.find(name)
     if entry.one_process and int(os.environ.get('WORLD_SIZE', '1')) > 1:
@@ -158,7 +158,7 @@ def strategy_by_name(
 
 
 def as_strategy(strategy: Any) -> Any:
-    """The strategy itself, or a new one of that name, which is closed when the process ends."""
+    """Returns a strategy as it is, and for a name a new one that is closed when the process ends."""
     if not isinstance(strategy, str):
         return strategy
     found = strategy_by_name(strategy)
@@ -167,8 +167,7 @@ def as_strategy(strategy: Any) -> Any:
 
 
 def prepared_by(strategy: Any, *items: Any) -> tuple[Any, ...]:
-    """Strategy and items as they are; for a name a new strategy, and models and (model, optimizer) pairs as it prepares
-    them."""
+    """Returns strategy and items as they are; for a name a new strategy, and models and pairs prepared by it."""
     if not isinstance(strategy, str):
         return strategy, *items
     from torch import nn

@@ -1,5 +1,5 @@
-"""What does not go together among models, adapters and strategies: tables of `chatgpt.rules` for a run of the command
-and a setup of the planner. Imports no torch."""
+"""Combinations of models, adapters and strategies that are refused: tables of `chatgpt.rules` for runs and for setups
+of the planner. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Weights and optimizer states by parameter name: pure helpers shared by the strategies.
-
-Knows modules, optimizers and `TensorReader`; left out: files, and anything between ranks.
-"""
+"""Weights and optimizer states by parameter name: functions on modules, optimizers and `TensorReader`s that the
+strategies share, without files or collectives."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from chatgpt.strategies.checkpoint.layout import CheckpointMismatch, TensorReade
 
 
 def refuse_shared(model: nn.Module, what: str) -> None:
-    """Raises ValueError for a role of a shared trunk. `what`: what would be done to its weights, and by whom."""
+    """Raises ValueError if other models share the weights of `model`. `what` is the refused operation."""
     from chatgpt.nn.lora import is_shared, lora_layers
 
     adapted = lora_layers(model).values()
@@ -31,18 +29,18 @@ def refuse_shared(model: nn.Module, what: str) -> None:
 
 
 CHUNK = 1 << 24
-"""elements copied at a time, so that loading needs a bounded buffer"""
+"""elements copied at a time, which bounds the buffer of loading"""
 
 _ELEMENTWISE = {'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq', 'momentum_buffer'}
-"""slots that must have their parameter's shape"""
+"""slots that must have the shape of their parameter"""
 
 MACHINERY = {'params', 'foreach', 'fused', 'capturable', 'differentiable'}
-"""keys of a parameter group that say how a step is computed and not what it computes"""
+"""keys of a parameter group that select the implementation of a step and are not hyperparameters"""
 
 
 def named_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Parameters and persistent buffers, each once, and the further names of tied ones: ({name: tensor}, {alias:
-    name}). What a shared trunk holds is left out: nothing trains it, and it comes from where the trunk came from."""
+    """Returns parameters and persistent buffers, each once, and other names of tied ones: ({name: tensor}, {alias:
+    name}). Does not return the frozen weights of a shared trunk."""
     from chatgpt.nn.lora import is_shared
 
     tensors: dict[str, Tensor] = {}
@@ -62,11 +60,11 @@ def named_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]
 def match_names(
     wanted: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str], reader: TensorReader, *, strict: bool = True
 ) -> dict[str, str]:
-    """Which name of the reader fills which wanted tensor: {wanted name: reader's name}.
+    """Returns {wanted name: name in the reader}. A tied tensor may be stored under any of its names.
 
-    A tied tensor may be stored under any of its names. Raises `CheckpointMismatch` naming the first missing, unexpected
-    and wrongly shaped tensors; with `strict=False` missing and unexpected ones are only warned about, but wrong shapes,
-    or nothing in common, are still an error.
+    Raises:
+        CheckpointMismatch: with the first missing, unexpected and wrongly shaped tensors; with `strict=False` only for
+            wrong shapes, or if no tensor is in both. Missing and unexpected ones are then a warning.
     """
     found = reader.names()
     source = {name: name for name in wanted if name in found}
@@ -99,7 +97,7 @@ def _listed(what: str, names: list[str], limit: int = 5, sep: str = ', ') -> str
 
 
 def copy_from(reader: TensorReader, name: str, tensor: Tensor) -> None:
-    """Fill `tensor` with the reader's `name`, a bounded chunk at a time."""
+    """Fills `tensor` with the reader's `name`, in chunks of bounded size."""
     with torch.no_grad():
         if not tensor.is_contiguous():
             tensor.copy_(reader.read(name, 0, tensor.numel()).view(tensor.shape))
@@ -110,8 +108,8 @@ def copy_from(reader: TensorReader, name: str, tensor: Tensor) -> None:
             flat[start:stop].copy_(reader.read(name, start, stop))
 
 
-def deal(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """Which rank writes which tensor: largest first, each to the rank with the fewest bytes so far."""
+def assign_owners(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """Assigns tensors to ranks: {name: rank}, the largest first, each to the rank with the fewest bytes."""
     loads = [(0, rank) for rank in range(world_size)]
     owner = {}
     for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
@@ -122,7 +120,7 @@ def deal(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
 
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """Names in `model` of the optimizer's parameters, per group. ValueError when a parameter is not the model's."""
+    """Returns the names in `model` of the optimizer's parameters, per group. ValueError if one is not in `model`."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = []
     for number, group in enumerate(optimizer.param_groups):
@@ -137,7 +135,7 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 
 
 def slots_of(optimizer: Optimizer, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Every tensor (or number) of the optimizer's state as {'<parameter>/<slot>': tensor}."""
+    """Returns the tensors and numbers of the optimizer's state as {'<parameter>/<slot>': tensor}."""
     slots = {}
     for name, parameter in named:
         for slot, value in optimizer.state.get(parameter, {}).items():
@@ -149,7 +147,7 @@ def slots_of(optimizer: Optimizer, named: Iterable[tuple[str, Tensor]]) -> dict[
 
 
 def slot_device(optimizer: Optimizer, parameter: Tensor, shape: tuple[int, ...]) -> torch.device:
-    """Where torch's optimizers want a slot: numbers stay on the CPU unless the step is fused or captured."""
+    """Returns a slot's device in torch's optimizers: numbers are on the CPU unless the step is fused or captured."""
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g['params']))
     return parameter.device if shape or group.get('fused') or group.get('capturable') else torch.device('cpu')
 
@@ -160,11 +158,11 @@ Fill = Callable[[TensorReader, str, Tensor], None]
 def load_slots(
     optimizer: Optimizer, parameters: Mapping[str, Tensor], reader: TensorReader, fill: Fill | None = None
 ) -> None:
-    """Replace the optimizer's state by the reader's '<parameter>/<slot>' tensors. Checks all before it changes any.
+    """Replaces the optimizer's state by the reader's '<parameter>/<slot>' tensors, after checking all of them.
 
     Args:
-        fill: of sharded parameters: reads this rank's part of a named tensor into one that is sharded alike. Every slot
-            is then a number or of its parameter's shape.
+        fill: for sharded parameters, reads this rank's part of a named tensor into a tensor sharded alike. Every slot
+            is then a number or has the shape of its parameter.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     slots = checked_slots(reader, shapes, None if fill is not None else _ELEMENTWISE)
@@ -178,21 +176,21 @@ def load_slots(
             else:
                 value = reader.read(f'{name}/{slot}', 0, math.prod(shape)).reshape(shape)
                 value = value.to(slot_device(optimizer, parameter, shape), copy=True)
-            counts = slot == 'step' and type(optimizer).__module__.startswith('bitsandbytes')  # which wants a plain int
+            counts = slot == 'step' and type(optimizer).__module__.startswith('bitsandbytes')  # stores a plain int
             optimizer.state[parameter][slot] = int(value) if counts else value
 
 
 def checked_slots(
     reader: TensorReader, shapes: Mapping[str, tuple[int, ...]], elementwise: Container[str] | None
 ) -> dict[str, list[str]]:
-    """{'a.weight': ['exp_avg', 'step']} of a reader with 'a.weight/exp_avg' and 'a.weight/step'.
+    """Returns the slots by parameter: {'a.weight': ['exp_avg', 'step']} for 'a.weight/exp_avg' and 'a.weight/step'.
 
     Args:
-        shapes: of the parameters that the optimizer has.
-        elementwise: slots that have the shape of their parameter; None: all that are no numbers.
+        shapes: shapes of the optimizer's parameters.
+        elementwise: slots that must have the shape of their parameter; None: all except numbers.
 
     Raises:
-        CheckpointMismatch: a parameter or a shape that does not fit.
+        CheckpointMismatch: for an unknown parameter or a wrong shape.
     """
     slots: dict[str, list[str]] = {}
     for name in sorted(reader.names()):
@@ -210,7 +208,7 @@ def checked_slots(
 
 
 def groups_to_json(optimizer: Optimizer, names: list[list[str]]) -> list[dict[str, Any]]:
-    """Hyperparameters of each group with the names of its parameters; values JSON can hold."""
+    """Returns the hyperparameters of each group that JSON can hold, and the names of its parameters."""
     groups: list[dict[str, Any]] = []
     for group, members in zip(optimizer.param_groups, names, strict=True):
         settings = {key: plain(value) for key, value in group.items() if key not in MACHINERY}
@@ -219,7 +217,7 @@ def groups_to_json(optimizer: Optimizer, names: list[list[str]]) -> list[dict[st
 
 
 def plain(value: Any) -> Any:
-    """A hyperparameter as JSON holds it; NotImplemented for what JSON cannot hold."""
+    """Converts a hyperparameter for JSON; returns NotImplemented if that is not possible."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else NotImplemented
     if isinstance(value, (tuple, list)):
@@ -229,7 +227,7 @@ def plain(value: Any) -> Any:
 
 
 def groups_from_json(optimizer: Optimizer, names: list[list[str]], groups: list[dict[str, Any]]) -> None:
-    """Set hyperparameters from `groups_to_json`. Groups are matched by the parameters they hold."""
+    """Sets hyperparameters from `groups_to_json`. Groups are matched by the names of their parameters."""
     stored = {name: number for number, group in enumerate(groups) for name in group['params']}
     missing = [name for members in names for name in members if name not in stored]
     unexpected = sorted(set(stored) - {name for members in names for name in members})
@@ -250,7 +248,7 @@ def groups_from_json(optimizer: Optimizer, names: list[list[str]], groups: list[
 
 
 def like(old: Any, value: Any) -> Any:
-    """A JSON value in the kind of the value it replaces."""
+    """Converts a JSON value to the type of the value that it replaces."""
     if isinstance(old, Tensor):
         return torch.full_like(old, value)
     return tuple(value) if isinstance(old, tuple) and isinstance(value, list) else value

@@ -1,9 +1,8 @@
-"""Whole weights of a sharded model outside of the device: in a file mapped into memory, one for all ranks of a machine.
+"""Full weights of a sharded model outside of the device: in a memory-mapped file, one for all ranks of a machine.
 
-Two uses. Writing a model: the copy's parameters are the mapped file, so no rank holds the whole model in memory of its
-own. Generating with a model whose full copy does not fit on the device: `streamed` brings one block after another into
-two buffers, the next while the present one computes. Weights are gathered once, and no rank waits for another while it
-generates, so ranks may take different numbers of steps.
+Used to save a model, without a rank that holds it in its own memory, and to generate with a model that does not fit on
+the device: `streamed` copies its blocks into two buffers, each while the block before it computes. Weights are gathered
+once, and there are no collectives while generating, so ranks may take different numbers of steps.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
 
 StreamBlocks = bool | Literal['auto']
 FREE_SHARE = 0.6
-"""'auto' streams a model whose full copy would take more than this share of the device's free memory: the cache needs
-the rest"""
+"""'auto' streams if a full copy takes more than this share of the device's free memory; the cache needs the rest"""
 _ALIGNMENT = 256
 
 
@@ -39,7 +37,7 @@ def check_stream_blocks(value: StreamBlocks) -> None:
 
 
 def streams(strategy: Strategy, option: StreamBlocks, module: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether a full copy is to be streamed; the same answer on every rank."""
+    """Returns True if a full copy is to be streamed; the same on every rank."""
     if option != 'auto' or strategy.device.type != 'cuda':
         return option is True
     size = sum(p.numel() for p in module.parameters()) * dtype.itemsize
@@ -48,7 +46,7 @@ def streams(strategy: Strategy, option: StreamBlocks, module: nn.Module, dtype: 
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """The members of the module lists that hold whole layers."""
+    """Returns the transformer blocks: gradient-checkpointing layers, or else the members of the largest module list."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     blocks: list[nn.Module] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -59,7 +57,7 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def with_parameters(module: nn.Module, tensors: Mapping[int, Tensor]) -> nn.Module:
-    """A deep copy of a module whose parameters are replaced, by id; ties stay ties."""
+    """Returns a deep copy of a module with parameters replaced by id; tied ones stay tied."""
     replaced: dict[int, Any] = {}
     for parameter in module.parameters():
         replaced[id(parameter)] = nn.Parameter(tensors[id(parameter)].detach(), requires_grad=False)
@@ -67,12 +65,12 @@ def with_parameters(module: nn.Module, tensors: Mapping[int, Tensor]) -> nn.Modu
 
 
 def on_meta(module: nn.Module) -> nn.Module:
-    """A copy whose parameters have shapes and no numbers: what a `mapped_copy` is made from."""
+    """Returns a deep copy with parameters on the meta device."""
     return with_parameters(module, {id(p): p.to('meta') for p in module.parameters()})
 
 
 def set_buffers(copied: nn.Module, module: nn.Module) -> None:
-    """Give a copy of `module` its buffers."""
+    """Clones the buffers of `module` into a copy of it."""
     for name, buffer in list(module.named_buffers()):
         owner_name, _, buffer_name = name.rpartition('.')
         copied.get_submodule(owner_name)._buffers[buffer_name] = buffer.clone()
@@ -82,12 +80,12 @@ class MappedTensors:
     """Named CPU tensors in one unnamed temporary file.
 
     Args:
-        shapes: {name: (shape, dtype)}, laid out in this order.
-        folder: where the file is made; the system's temporary folder (TMPDIR) by default.
-        strategy: share the file with all ranks of a machine; its first rank is the `writer`. None: this process alone.
+        shapes: {name: (shape, dtype)}, in the order of the file.
+        folder: folder of the file; default: the system's temporary folder (TMPDIR).
+        strategy: shares the file with all ranks of a machine; the first of them is the `writer`. None: not shared.
 
     Raises:
-        OSError: no room for the file; on every rank.
+        OSError: on every rank, if there is not enough disk space.
     """
 
     def __init__(
@@ -104,8 +102,8 @@ class MappedTensors:
             self.ranges[name] = (start, end)
         memory = self._mapped(max(end, 1), folder, strategy)
         self.bytes = torch.from_numpy(memory)
-        """(size,) uint8, the whole file"""
-        self.tensors = {  # cut in numpy, so that each is a storage of its own: torch.save writes storages
+        """the whole file, uint8, shape (size,)"""
+        self.tensors = {  # sliced in numpy, so that each has its own storage: torch.save writes whole storages
             name: torch.from_numpy(memory[slice(*self.ranges[name])]).view(dtype).view(shape)
             for name, (shape, dtype) in shapes.items()
         }
@@ -118,7 +116,7 @@ class MappedTensors:
         path, failure = '', ''
         if self.writer:
             try:
-                path = self._reserved(size, folder)
+                path = self._create_file(size, folder)
             except OSError as error:
                 failure = (
                     f'rank {rank}: {size} bytes for whole weights in {folder or tempfile.gettempdir()}: '
@@ -134,14 +132,14 @@ class MappedTensors:
                 failure = f'rank {rank}: {error}'
             failures = [f for f in gather(failure) if f]
         if path:
-            os.unlink(path)  # mapped by all, it lives as long as its last user, and a killed run leaves nothing
+            os.unlink(path)  # the mappings keep the file alive, and a killed run leaves nothing behind
         if failures or mapped is None:
             raise OSError(f'{failures[0]}; free some, or point TMPDIR to another disk')
         return mapped
 
     @staticmethod
-    def _reserved(size: int, folder: str | os.PathLike[str] | None) -> str:
-        """A file of this size whose blocks exist: a disk that is full later would end the process without a word."""
+    def _create_file(size: int, folder: str | os.PathLike[str] | None) -> str:
+        """Creates a file with allocated blocks: writing to a mapping of a full disk would kill the process."""
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
         handle, path = tempfile.mkstemp(prefix='.weights-', dir=folder)
@@ -165,11 +163,11 @@ def gathered_state(
     whole: Iterable[tuple[str, Tensor]],
     folder: str | os.PathLike[str] | None,
 ) -> dict[str, Tensor]:
-    """A full state dict on rank 0, in a mapped file in `folder`, floating tensors in fp32.
+    """Returns a full state dict in a mapped file in `folder`, floating tensors in fp32; empty except on rank 0.
 
     Args:
-        tensors, aliases: of `states.named_tensors`; only shapes and dtypes count.
-        whole: every tensor's full value by name; collective, so it is exhausted on every rank.
+        tensors, aliases: as from `states.named_tensors`; only shapes and dtypes are read.
+        whole: full tensors by name; collective, so it is exhausted on every rank.
     """
     full: dict[str, Tensor] = {}
     if strategy.is_rank_0:
@@ -192,10 +190,10 @@ def whole_copy(
     *,
     computes: bool,
 ) -> Iterator[nn.Module]:
-    """A `mapped_copy` of `module` in host memory; inside, one that `computes` is `streamed` to the device.
+    """Yields a `mapped_copy` of `module` in host memory, or if it `computes`, `streamed` to the device.
 
     Args:
-        skeleton: what the copy is made from, `module` itself or one of the same names and shapes.
+        skeleton: the module to copy, `module` itself or one with the same names and shapes.
     """
     full, mapped = mapped_copy(strategy, skeleton, whole, dtype, folder)
     set_buffers(full, module)
@@ -211,19 +209,18 @@ def mapped_copy(
     dtype: torch.dtype,
     folder: str | os.PathLike[str] | None = None,
 ) -> tuple[nn.Module, MappedTensors]:
-    """A copy of `module` in eval mode whose parameters lie in `MappedTensors`, adapters folded in and switched off.
+    """Returns a copy of `module` in eval mode with parameters in `MappedTensors`, adapters folded in and switched off.
 
     Args:
-        module: parameters may be meta tensors or shards' stand-ins; only their names, shapes and dtypes count.
-        whole: every parameter's full value by name, in any order; collective, so it is exhausted on every rank. A value
-            is valid until the next one is asked for.
+        module: only names, shapes and dtypes of its parameters are read, so they may be meta tensors.
+        whole: full parameters by name, in any order, each valid until the next; collective: exhausted on every rank.
     """
     from chatgpt.nn import lora
 
     ours = dict(module.named_parameters())
     in_blocks = [p for block in transformer_blocks(module) for p in block.parameters()]
     first = {id(p): i for i, p in reversed(list(enumerate(in_blocks)))}
-    order = sorted(ours, key=lambda name: first.get(id(ours[name]), len(in_blocks)))  # block after block, then the rest
+    order = sorted(ours, key=lambda name: first.get(id(ours[name]), len(in_blocks)))  # block by block, then the rest
     kinds = {n: (tuple(ours[n].shape), dtype if ours[n].is_floating_point() else ours[n].dtype) for n in order}
     mapped = MappedTensors(kinds, folder, strategy)
     adapted = lora.lora_layers(module)
@@ -250,8 +247,7 @@ def mapped_copy(
 
 @contextmanager
 def streamed(model: nn.Module, mapped: MappedTensors, device: torch.device) -> Iterator[nn.Module]:
-    """Inside, `model` (a `mapped_copy`) computes on `device`: its blocks pass through two buffers, all else is
-    there."""
+    """A context in which `model`, a `mapped_copy`, computes on `device`, with its blocks in a `BlockStream`."""
     stream = BlockStream(model, mapped, device)
     try:
         yield model
@@ -260,9 +256,9 @@ def streamed(model: nn.Module, mapped: MappedTensors, device: torch.device) -> I
 
 
 class BlockStream:
-    """Brings each block's weights into one of two buffers on the device before its forward.
+    """Copies each block's weights into one of two buffers on the device before its forward.
 
-    Parameters of block i are views of buffer i mod 2 all the time; their numbers are there while the block computes.
+    Parameters of block i are always views of buffer i mod 2, and valid while the block computes.
     """
 
     def __init__(self, model: nn.Module, mapped: MappedTensors, device: torch.device) -> None:
@@ -298,8 +294,8 @@ class BlockStream:
         self.handles = []
         for i, block in enumerate(self.blocks):
             block.is_streamed = True  # type: ignore[assignment]
-            self.handles.append(block.register_forward_pre_hook(lambda *_, i=i: self.arrive(i), prepend=True))
-            self.handles.append(block.register_forward_hook(lambda *_, i=i: self.leave(i), always_call=True))
+            self.handles.append(block.register_forward_pre_hook(lambda *_, i=i: self.before_block(i), prepend=True))
+            self.handles.append(block.register_forward_hook(lambda *_, i=i: self.after_block(i), always_call=True))
 
     def _copy(self, i: int) -> None:
         start, stop = self.spans[i]
@@ -307,19 +303,18 @@ class BlockStream:
         self.buffers[slot][: stop - start].copy_(self.mapped.bytes[start:stop], non_blocking=True)
         self.resident[slot] = i
 
-    def arrive(self, i: int) -> None:
-        """Before block i: its numbers are there, or on their way on the side stream."""
+    def before_block(self, i: int) -> None:
+        """Runs before block i: waits for its copy on the side stream, or copies it."""
         slot = i % len(self.buffers)
-        if self.side is not None:  # for the copy of another block too: a decoder goes on without its encoder's
+        if self.side is not None:  # also for a copy of another block: a decoder runs without its encoder's blocks
             torch.cuda.current_stream(self.device).wait_event(self.copied[slot])
         if self.resident[slot] != i:
             self._copy(i)
 
-    def leave(self, i: int) -> None:
-        """After block i, start copying the next block that uses its buffer; after the last block that is the first one,
-        for the next token."""
+    def after_block(self, i: int) -> None:
+        """Runs after block i: starts to copy the next block of its buffer, or the first one, for the next token."""
         if self.side is None:
-            return  # a CPU has nothing to copy beside its computation
+            return  # a CPU cannot copy while it computes
         slot, following = i % len(self.buffers), i + len(self.buffers)
         following = following if following < len(self.blocks) else slot
         if following != i:
@@ -339,12 +334,11 @@ class BlockStream:
 
 
 def page_locked(memory: Tensor, device: torch.device) -> bool:
-    """Page-lock host memory that is there already, so that copies to a GPU run beside the computation; where that is
-    refused (False) they run before it."""
+    """Page-locks host memory, so that copies to a GPU overlap with computation. Returns False if CUDA refuses."""
     status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel() * memory.element_size(), 0)  # type: ignore[attr-defined]
     if int(status) == 0:
         return True
-    # The refusal stays CUDA's last error, and the next kernel that is launched reports it as its own: this one does.
+    # The refusal stays CUDA's last error, which the next kernel launch reports; this launch clears it.
     with suppress(RuntimeError):
         torch.ones(1, device=device)
     return False

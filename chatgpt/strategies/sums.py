@@ -1,8 +1,8 @@
-"""How a run's batches are cut over ranks and its numbers are added up: `Sums`, in the order that the layout gives, and
-`ExactSums`, `reproducible='exact'`, in one order for all layouts.
+"""Split of batches over ranks, and sums over ranks: `Sums`, in an order that depends on the layout, and `ExactSums`
+(`reproducible='exact'`), in one order for all layouts.
 
-A strategy owns one of them (`Strategy.sums`) and whoever cuts a batch or adds numbers up asks it. Below are the sums of
-gradients in one order, a norm in which no sharding shows, and the test for optimizers whose step is elementwise.
+A strategy owns one of them (`Strategy.sums`), which all code that splits batches or sums numbers uses. Below are sums
+of gradients in a fixed order, a norm that does not depend on sharding, and the test for elementwise optimizers.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from chatgpt.rules import Rule, check
 from chatgpt.strategies.ranks import Ranks
 
 _CHUNK = 1 << 16
-"""elements whose squares are added at a time: they stay in a CPU's cache, and their sum in 53 bits"""
+"""elements whose squares are summed at a time: they fit in a CPU's cache, and their sum in 53 bits"""
 _BITS = 26
-"""of each of the two integers that a square becomes"""
+"""bits of each of the two integers that represent a square"""
 _ALIGNED = 64
-"""bytes, of torch's memory on a CPU"""
+"""alignment in bytes of torch's memory on a CPU"""
 
 
 class Sums:
-    """The order that the layout gives. Positions are those of an item's length in `lengths`."""
+    """Splits and sums in an order that depends on the layout. Positions are indices into `lengths`."""
 
     exact: ClassVar[bool] = False
-    """the same bits in every layout"""
-    deals: ClassVar[bool] = False
-    """samples are dealt out anew before models score them: who generated them may not show"""
+    """True: the same bits in every layout"""
+    redistributes: ClassVar[bool] = False
+    """True: samples are redistributed before scoring, so that scores do not depend on the rank that generated them"""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
 
     def rounds(self, lengths: SequenceOf[int], max_tokens: int | None) -> list[tuple[int, list[list[int]]]]:
-        """This rank's micro-batches, as positions, of a train batch that all ranks hold; as many as on any other.
+        """Returns rounds of this rank's micro-batches, as positions, of a train batch that all ranks hold.
 
-        Those of a round are accumulated before those of the next one. With each round comes a number that no other
-        round of any rank has: what is drawn at random in it follows from that.
+        All ranks have equally many. The micro-batches of a round are accumulated before those of the next. Each round
+        has a number, unique over all ranks, that seeds its randomness.
         """
         return [(self.ranks.rank, self.share(lengths, max_tokens))]
 
     def share(self, lengths: SequenceOf[int], max_tokens: int | None) -> list[list[int]]:
-        """This rank's micro-batches of a list that all ranks hold and nobody learns from; as many as on any other."""
+        """Returns this rank's micro-batches of a list that all ranks hold, without training; equally many on all."""
         return micro_batches(lengths, self.ranks.world_size, max_tokens)[self.ranks.rank]
 
     def own(self, lengths: SequenceOf[int], max_tokens: int | None) -> list[list[int]]:
-        """Micro-batches of a list that is this rank's alone."""
+        """Returns the micro-batches of a list that only this rank holds."""
         return [
             [part[j] for j in cut]
             for part in self.parts(len(lengths))
@@ -62,55 +62,54 @@ class Sums:
         ]
 
     def parts(self, count: int) -> list[list[int]]:
-        """`count` items that are this rank's alone, in the parts that may be computed together."""
+        """Splits `count` items that only this rank holds into parts that may be computed together."""
         return [list(range(count))] if count else []
 
     def check_counts(self, fewest: int, most: int) -> None:
-        """Raises ValueError where ranks may not have different numbers of items of their own."""
+        """Raises ValueError if ranks hold different numbers of items and may not."""
 
-    def dealt(self, count: int) -> range:
-        """Of `count` samples of all ranks in order, those that this rank scores, past the last one to fill its
-        parts."""
+    def own_range(self, count: int) -> range:
+        """Returns the positions that this rank scores of `count` samples of all ranks; later ones are padding."""
         raise NotImplementedError
 
     def refuse(self, settings: Any, rules: Iterable[Rule]) -> None:
-        """Raises ValueError for settings that break rules of exact runs."""
+        """Raises ValueError for settings that an exact run does not support."""
 
     def check_model(self, module: nn.Module) -> None:
-        """Raises ValueError for a model whose numbers depend on the layout; called before `prepare` moves it."""
+        """Raises ValueError for a model with results that depend on the layout; called before `prepare` moves it."""
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raises ValueError for an optimizer whose step depends on the layout."""
+        """Raises ValueError for an optimizer with a step that depends on the layout."""
 
     def tree(self) -> TreeSum | None:
-        """Where a pair's gradients wait between rounds; None: there is one round."""
+        """Returns a new tree of the sums of gradients over rounds; None if there is one round."""
         return None
 
     def all_reduced(self, flat: Tensor) -> Tensor:
-        """The sum over ranks of gradients (n,); their memory is used."""
+        """Returns the sum over ranks of gradients, shape (n,); may overwrite them."""
         dist.all_reduce(flat)
         return flat
 
     def totals(self, columns: SequenceOf[SequenceOf[Tensor]]) -> list[list[float]]:
-        """Each column's sum over its micro-batches and over ranks. A column has a (k,) tensor per micro-batch."""
+        """Returns each column's sum over micro-batches and ranks. A column has a (k,) tensor per micro-batch."""
         own = torch.stack([sum(rows[1:], rows[0]) for rows in columns])
         return self.ranks.all_reduce(own.to(self.ranks.device), 'sum').tolist()
 
 
 class ExactSums(Sums):
-    """The same on any number of ranks, to the bit.
+    """Splits and sums with the same bits on any number of ranks.
 
-    A global batch is cut into `atoms`, micro-batches that follow from the batch alone, so that a forward sees the same
-    tensors in every layout. Sums over atoms follow one perfect binary tree: ((1 + 2) + (3 + 4)) + ((5 + 6) + (7 + 8)).
+    A global batch is split into `atoms`, micro-batches that depend on the batch alone, so that forwards see the same
+    tensors in every layout. Atoms are summed in a perfect binary tree: ((1 + 2) + (3 + 4)) + ((5 + 6) + (7 + 8)).
 
     Args:
-        atoms: a power of two; the most ranks there can be.
-        ranks_below: the ranks' sums are the lower levels of the tree: they are added after every atom, which a strategy
-            wants that keeps gradients in shards. Otherwise they are the upper ones, added once.
+        atoms: a power of two; the maximum number of ranks.
+        ranks_below: sums over ranks are the lower levels of the tree, computed after every atom, for strategies with
+            sharded gradients. Otherwise they are the upper levels, computed once per step.
     """
 
     exact: ClassVar[bool] = True
-    deals: ClassVar[bool] = True
+    redistributes: ClassVar[bool] = True
 
     def __init__(self, ranks: Ranks, atoms: int = 8, *, ranks_below: bool = False) -> None:
         super().__init__(ranks)
@@ -118,7 +117,7 @@ class ExactSums(Sums):
         self.atoms, self.ranks_below = atoms, ranks_below
 
     def of_rank(self, rank: int) -> range:
-        """The atoms that a rank computes, in its order."""
+        """Returns the atoms of a rank, in its order."""
         if self.ranks_below:
             return range(rank, self.atoms, self.ranks.world_size)
         return range(rank * self.per_rank, (rank + 1) * self.per_rank)
@@ -128,10 +127,10 @@ class ExactSums(Sums):
         return self.atoms // self.ranks.world_size
 
     def rounds(self, lengths: SequenceOf[int], max_tokens: int | None) -> list[tuple[int, list[list[int]]]]:
-        """An atom is a round of one micro-batch, empty where the list is short.
+        """Returns one round for each atom, with one micro-batch, which may be empty.
 
         Raises:
-            ValueError: an atom, of any rank, is larger than `max_tokens`; it is never split.
+            ValueError: if an atom of any rank is larger than `max_tokens`; atoms are never split.
         """
         atoms = split_over_ranks(lengths, self.atoms)
         for atom in atoms if max_tokens is not None else ():
@@ -150,7 +149,7 @@ class ExactSums(Sums):
         return align(of_ranks)[self.ranks.rank]
 
     def parts(self, count: int) -> list[list[int]]:
-        """Its even share of a list in the order of the ranks, in atoms."""
+        """Splits this rank's equal share of a list into its atoms."""
         ends = [i * count // self.per_rank for i in range(self.per_rank + 1)]
         return [list(range(start, stop)) for start, stop in zip(ends, ends[1:], strict=False) if stop > start]
 
@@ -161,7 +160,7 @@ class ExactSums(Sums):
                 'share in the order of the ranks'
             )
 
-    def dealt(self, count: int) -> range:
+    def own_range(self, count: int) -> range:
         share = -(-count // self.atoms) * self.per_rank
         return range(self.ranks.rank * share, (self.ranks.rank + 1) * share)
 
@@ -169,8 +168,8 @@ class ExactSums(Sums):
         check(settings, rules)
 
     def check_model(self, module: nn.Module) -> None:
-        """Also lets every weight and buffer begin where an allocation would: gathered ones do, those read from files do
-        not, and a BLAS may choose its kernel by that. Compiled blocks are refused, whose kernels follow from sizes."""
+        """Refuses compiled blocks, since their kernels depend on sizes. Also copies weights and buffers that are not
+        aligned, as those read from files, since a BLAS may choose its kernel by alignment."""
         from chatgpt.nn.compiled import is_compiled
 
         if is_compiled(module):
@@ -192,16 +191,16 @@ class ExactSums(Sums):
         return tree_all_reduce(flat)
 
     def totals(self, columns: SequenceOf[SequenceOf[Tensor]]) -> list[list[float]]:
-        """Every rank has as many atoms: their numbers are laid side by side, and the sum of all is rounded once."""
+        """Gathers the numbers of all atoms, equally many on all ranks, and rounds each sum once."""
         own = torch.stack([row for rows in columns for row in rows]).to(self.ranks.device)
-        everyone = own.new_zeros(self.ranks.world_size, *own.shape)
-        everyone[self.ranks.rank] = own
-        parts = self.ranks.all_reduce(everyone, 'sum').split([len(rows) for rows in columns], dim=1)
+        gathered = own.new_zeros(self.ranks.world_size, *own.shape)
+        gathered[self.ranks.rank] = own
+        parts = self.ranks.all_reduce(gathered, 'sum').split([len(rows) for rows in columns], dim=1)
         return [[rounded_sum(numbers.flatten().tolist()) for numbers in part.unbind(-1)] for part in parts]
 
 
 def check_atoms(atoms: int, world_size: int) -> None:
-    """Raises ValueError for a number of atoms or of ranks that makes no perfect binary tree."""
+    """Raises ValueError for numbers of atoms and ranks without a perfect binary tree."""
     if atoms < 1 or atoms & (atoms - 1):
         raise ValueError(f'atoms={atoms} must be a power of two: 1, 2, 4, 8, ...')
     if atoms % world_size:
@@ -213,40 +212,39 @@ def check_atoms(atoms: int, world_size: int) -> None:
 
 
 def rounded_sum(numbers: SequenceOf[float]) -> float:
-    """The sum, rounded once, so that no order shows; of numbers that are not finite, whatever they add up to."""
+    """Returns the sum, rounded once and so independent of the order; the plain sum if a number is not finite."""
     return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
 
 
-def own_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor."""
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a sharded tensor."""
     return tensor.to_local() if hasattr(tensor, 'to_local') else tensor  # a DTensor, whose class is slow to import
 
 
 class TreeSum:
-    """Adds the gradients of one atom after the other up in a binary tree: neighbours, then neighbours of those.
+    """A sum of the gradients of atoms in a binary tree: neighbours, then neighbours of those.
 
-    At most log2(atoms) sums wait beside the gradient that a backward makes. A parameter without a gradient counts as
-    +0; one that never had any keeps none.
+    It keeps at most log2(atoms) partial sums. A gradient that is None counts as +0; the sum is None if all are.
 
     Args:
-        expected: atoms of a step on this rank, a power of two.
+        expected: number of atoms of a step on this rank, a power of two.
     """
 
     def __init__(self, expected: int) -> None:
         self.expected, self.count = expected, 0
         self._waiting: list[tuple[int, list[Tensor | None]]] = []
-        """(atoms in it, a sum for each parameter), larger ones first"""
+        """(number of atoms, a sum for each parameter), larger ones first"""
 
     def add(self, node: list[Tensor | None]) -> None:
-        """Gradients of one atom; their memory is used."""
+        """Adds the gradients of an atom; may overwrite them."""
         size = 1
         while self._waiting and self._waiting[-1][0] == size:
-            size, node = 2 * size, _added(self._waiting.pop()[1], node)
+            size, node = 2 * size, _add_pairs(self._waiting.pop()[1], node)
         self._waiting.append((size, node))
         self.count += 1
 
     def finish(self) -> list[Tensor | None]:
-        """The sum of all atoms."""
+        """Returns the sum of all atoms."""
         if self.count != self.expected:
             raise RuntimeError(
                 f"reproducible='exact': a step needs the gradients of {self.expected} atoms on this rank, and has "
@@ -256,14 +254,14 @@ class TreeSum:
         self.clear()
         return total
 
-    def take(self, parameters: list[Tensor]) -> None:
-        """Add the parameters' gradients as those of one atom, and clear them."""
+    def add_gradients(self, parameters: list[Tensor]) -> None:
+        """Adds the parameters' gradients as those of one atom, and clears them."""
         self.add([p.grad for p in parameters])
         for parameter in parameters:
             parameter.grad = None
 
-    def give(self, parameters: list[Tensor]) -> None:
-        """Set the parameters' gradients to the sum of all atoms."""
+    def set_gradients(self, parameters: list[Tensor]) -> None:
+        """Sets the parameters' gradients to the sum of all atoms."""
         for parameter, gradient in zip(parameters, self.finish(), strict=True):
             parameter.grad = gradient
 
@@ -273,16 +271,16 @@ class TreeSum:
 
 
 @torch.no_grad()
-def _added(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
-    """Left plus right, for each parameter; memory of theirs is used."""
+def _add_pairs(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
+    """Returns left + right for each parameter; overwrites them."""
     total, to, more, alone = [], [], [], []
     for a, b in zip(left, right, strict=True):
         total.append(b if a is None else a)
         if a is not None and b is not None:
-            to.append(own_part(a))
-            more.append(own_part(b))
+            to.append(local_part(a))
+            more.append(local_part(b))
         elif total[-1] is not None:
-            alone.append(own_part(total[-1]))
+            alone.append(local_part(total[-1]))
     if to:
         torch._foreach_add_(to, more)
     if alone:
@@ -291,10 +289,8 @@ def _added(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor
 
 
 def tree_reduce_scatter(flat: Tensor, group: Any = None) -> Tensor:
-    """This rank's part, (n / ranks,), of the sum over ranks of `flat`, (n,), added in a binary tree over their numbers.
-
-    As much is sent as by a ring.
-    """
+    """Returns this rank's part, shape (n / ranks,), of the sum over ranks of `flat`, shape (n,), added in a binary tree
+    over rank indices. Sends as many bytes as a ring."""
     ranks = dist.get_world_size(group)
     received = torch.empty_like(flat)
     dist.all_to_all_single(received, flat, group=group)
@@ -305,7 +301,7 @@ def tree_reduce_scatter(flat: Tensor, group: Any = None) -> Tensor:
 
 
 def tree_all_reduce(flat: Tensor) -> Tensor:
-    """The sum of (n,) over ranks, added as in `tree_reduce_scatter`."""
+    """Returns the sum over ranks of `flat`, shape (n,), added as in `tree_reduce_scatter`."""
     ranks = dist.get_world_size()
     padded = nn.functional.pad(flat, (0, -flat.numel() % ranks))
     part = tree_reduce_scatter(padded)
@@ -317,19 +313,19 @@ def tree_all_reduce(flat: Tensor) -> Tensor:
 def exact_norm(
     gradients: Iterable[Tensor], device: torch.device, all_reduce: Callable[[Tensor, str], Tensor] | None = None
 ) -> float:
-    """L2 norm, to about 2^-50 of the greatest element: the same bits however the elements lie on ranks.
+    """Returns the L2 norm, to about 2^-50 of the greatest element, with the same bits for any sharding.
 
-    Squares, which fp64 holds exactly, become integers in units of 2^-52 of a power of two above the greatest one, and
-    integers add up to the same in any order.
+    Squares, exact in fp64, are converted to integers in units of 2^-52 of a power of two above the greatest one, since
+    sums of integers do not depend on the order.
 
     Args:
-        gradients: this rank's, fp32 or shorter.
-        all_reduce: over the ranks that have the other parts; None where these are all.
+        gradients: the gradients of this rank, fp32 or narrower.
+        all_reduce: reduction over the ranks with the other parts; None if there are none.
     """
     flat = [g.detach().reshape(-1) for g in gradients if g.numel()]
     peaks = [g.abs().max().float().to(device) for g in flat]
     peak = torch.stack(peaks).max() if peaks else torch.zeros((), device=device)
-    peak = torch.where(peak.isfinite(), peak, torch.inf)  # a NaN may get lost among ranks
+    peak = torch.where(peak.isfinite(), peak, torch.inf)  # a maximum over ranks may drop a NaN
     greatest = float(all_reduce(peak, 'max') if all_reduce is not None else peak)
     if greatest == 0.0 or not math.isfinite(greatest):
         return greatest
@@ -346,10 +342,9 @@ def exact_norm(
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
-    """Raises ValueError for an optimizer that steps a part of a tensor otherwise than within the whole: it is tried.
+    """Raises ValueError if the optimizer's step of a part of a tensor differs from its step of the whole, by a trial.
 
-    Fused steps of torch are such on a CPU with vectors: the last elements, too few for one, are rounded differently.
-    They are refused on every CPU.
+    torch's fused steps are refused on every CPU: the last elements, too few for a vector, are rounded differently.
     """
     taken = inspect.signature(type(optimizer)).parameters
     settings = {k: v for k, v in optimizer.param_groups[0].items() if k in taken and k != 'params'}

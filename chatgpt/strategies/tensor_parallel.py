@@ -1,18 +1,18 @@
-"""Tensor parallelism: a few processes hold each block's matrices together and compute every token together (Shoeybi et
+"""Tensor parallelism: the processes of a group split each block's matrices and compute every token together (Shoeybi et
 al. 2019, "Megatron-LM").
 
-transformers' plan of a model (`base_model_tp_plan`, `_tp_plan`) says which matrix is cut, and along which side; GPT-2's
-plan is here. Its styles become styles of torch's `parallelize_module`:
+The plan of a model in transformers (`base_model_tp_plan`, `_tp_plan`) gives the dimension along which each matrix is
+split; GPT-2's plan is here. Its styles become styles of torch's `parallelize_module`:
 
     input ── copy ──▶ colwise: own rows of the weight ──▶ own heads, own features ──▶ rowwise: own columns ── sum ──▶
 
-A process's part of a weight is an ordinary parameter, and not a DTensor over the tensor dimension as in torch's own
-styles: `fully_shard` then cuts every parameter over the data dimension alone, so that an optimizer's foreach and fused
-steps see tensors of one mesh, products run without DTensor's dispatch, and the part of a model that generates is an
-ordinary module. `Cut` remembers what a part is a part of, for checkpoints.
+A process's part of a weight is an ordinary parameter, and not a DTensor over the tensor dimension as in torch's styles.
+So `fully_shard` shards every parameter over the data dimension alone, foreach and fused optimizer steps see tensors of
+one mesh, products avoid DTensor's dispatch, and models that generate are ordinary modules. `Cut` records the position
+of a part in its whole, for checkpoints.
 
-What a process computes from replicated numbers is equal to the bit on all processes of a group: results are summed or
-gathered once, for all. Log-probs over parts of the vocabulary are in `chatgpt.functional.fused_logprobs`.
+Results of replicated inputs have the same bits on all processes of a group, since each is summed or gathered once for
+all of them. Log-probs over parts of the vocabulary are in `chatgpt.functional.fused_logprobs`.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from chatgpt.strategies.tensor_ranks import TensorGroup, part_of
 _BUCKET = 32 << 20
 """bytes of gradients that are summed at a time"""
 FUSED = 'colwise_qkv'
-"""colwise, of a layer that puts out all queries, then all keys, then all values"""
+"""colwise, for a layer with all queries, then all keys, then all values as its output"""
 PARTIAL = 'replicated_with_grad_allreduce'
-"""the style of what is whole on each process, while each sees its own heads only: its gradients are summed"""
+"""the style of replicated parameters that each process uses for its own heads only; their gradients are summed"""
 STYLES = ('colwise', FUSED, 'colwise_gather_output', 'colwise_rep', 'rowwise', 'rowwise_split_input', 'rowwise_rep')
 VOCABULARY = 'embedding_rowwise'
 WHOLE = 'replicate'
@@ -52,10 +52,10 @@ GPT2 |= {'h.*.attn.c_proj': 'rowwise', 'h.*.mlp.c_proj': 'rowwise'}
 
 
 def plan_of(module: nn.Module) -> dict[str, str]:
-    """{name of a module of `module`: style}, numbers of layers filled in, from the outermost model that has a plan.
+    """Returns {name of a submodule: style}, with layer indices filled in, from the outermost model that has a plan.
 
     Raises:
-        ValueError: there is none, or one with styles that are not known here.
+        ValueError: if there is no plan, or one with unknown styles.
     """
     found_plans = ((n, m, _own_plan(m) or getattr(m, '_tp_plan', None)) for n, m in module.named_modules())
     prefix, owner, given = next((found for found in found_plans if found[2]), ('', None, None))
@@ -81,7 +81,7 @@ def plan_of(module: nn.Module) -> dict[str, str]:
 
 
 def _own_plan(model: Any) -> dict[str, str]:
-    """GPT-2's plan, names as in `model`; empty for other models."""
+    """Returns GPT-2's plan with names as in `model`; empty for other models."""
     prefix = getattr(model, 'base_model_prefix', None)
     if prefix is None or model.config.model_type != 'gpt2':
         return {}
@@ -90,8 +90,8 @@ def _own_plan(model: Any) -> dict[str, str]:
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """GPT-2's `Conv1D`, or one with an adapter: a linear layer whose weight is stored (in, out). Known by name, for
-    strategies are imported without transformers."""
+    """Returns True for GPT-2's `Conv1D`, also with an adapter: a linear layer that stores its weight as (in, out).
+    Compares names, since strategies are imported without transformers."""
     return any(kind.__name__ == 'Conv1D' for kind in type(layer).__mro__)
 
 
@@ -101,7 +101,7 @@ def _pattern(name: str) -> str:
 
 
 def _with_vocabulary(owner: Any, plan: dict[str, str]) -> dict[str, str]:
-    """The plan in which input and output embeddings that are one tensor are cut alike, along the vocabulary."""
+    """Returns the plan with embeddings split along the vocabulary, input and output alike if they are tied."""
     names = {m: n for n, m in owner.named_modules()}
     inputs: Any = getattr(owner, 'get_input_embeddings', lambda: None)()
     outputs: Any = getattr(owner, 'get_output_embeddings', lambda: None)()
@@ -109,7 +109,7 @@ def _with_vocabulary(owner: Any, plan: dict[str, str]) -> dict[str, str]:
     if not first:
         return plan
     tied = bool(last) and inputs.weight is outputs.weight
-    # A scaled embedding, as of Gemma 3, multiplies what `nn.Embedding` gives.
+    # A scaled embedding, as in Gemma 3, multiplies the output of `nn.Embedding`.
     scaled = isinstance(inputs, nn.Embedding) and 'Scaled' in type(inputs).__name__
     can = type(inputs).forward is nn.Embedding.forward or scaled
     plan = {n: style for n, style in plan.items() if n not in ((first, last) if tied else (first,))}
@@ -121,7 +121,7 @@ def _with_vocabulary(owner: Any, plan: dict[str, str]) -> dict[str, str]:
 
 
 def check_model(module: nn.Module, tensor_parallel: int) -> dict[str, str]:
-    """The model's plan. ValueError, before anything is cut, for a model that cannot be cut into so many parts."""
+    """Returns the model's plan. ValueError for a model that cannot be split into that many parts."""
     name = type(getattr(module, 'model', module)).__name__
     check_causal(getattr(module, 'model', module), 'tensor_parallel cuts', 'leave tensor_parallel out')
     if any(getattr(m, 'is_reference_branch', False) for m in module.modules()):
@@ -142,7 +142,7 @@ def check_model(module: nn.Module, tensor_parallel: int) -> dict[str, str]:
         size = getattr(attention, 'head_dim', None) or getattr(attention, 'head_size', None)
         if style in ('colwise', FUSED) and isinstance(size, int) and not width % size:
             num_heads = width // size
-            # heads lie behind one another, each with its three parts; or all queries, keys and values do
+            # the output is q, k, v for each head in turn, or all queries, then all keys, then all values
             fused = 'query_key_value' in layer_name or style == FUSED
             num_heads = num_heads // 3 if fused and num_heads % 3 == 0 else num_heads
             if num_heads % tensor_parallel:
@@ -160,8 +160,8 @@ def check_model(module: nn.Module, tensor_parallel: int) -> dict[str, str]:
 
 
 def _check_all_planned(module: nn.Module, plan: dict[str, str], name: str) -> None:
-    """Raises ValueError for a parameter beside layers whose output is cut that the plan does not name: whether it sees
-    a part or all, and so what its gradient is, cannot be told."""
+    """Raises ValueError for a parameter beside colwise layers that is not in the plan: it is unknown if its input is
+    split, and so if its gradient is partial."""
     for owner in {n.rpartition('.')[0] for n, style in plan.items() if style in ('colwise', FUSED)}:
         for inner, _ in module.get_submodule(owner).named_parameters(prefix=owner):
             layer = inner.rpartition('.')[0]
@@ -173,14 +173,14 @@ def _check_all_planned(module: nn.Module, plan: dict[str, str], name: str) -> No
 
 
 def parallelize(module: nn.Module, group: TensorGroup, mesh: DeviceMesh | None, plan: dict[str, str]) -> Parts:
-    """Cut the weights of `module` in place, and let its layers compute with their parts.
+    """Splits the weights of `module` in place, and changes its layers to compute with their parts.
 
     Args:
-        module: whole, the same on every process of the group, or on the meta device.
-        mesh: the one tensor dimension; None without processes, as when planning.
-        plan: of `check_model`.
+        module: a whole module, the same on every process of the group, or on the meta device.
+        mesh: the tensor dimension; None without processes, as when planning.
+        plan: as from `check_model`.
     """
-    made = _Made(group)
+    made = _LocalParts(group)
     styles: dict[str, Any] = {n: _STYLES[style](made, style) for n, style in plan.items() if style != WHOLE}
     if mesh is not None:
         parallelize_module(module, mesh, styles)
@@ -199,29 +199,29 @@ def parallelize(module: nn.Module, group: TensorGroup, mesh: DeviceMesh | None, 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a process holds of one model; by default all of it."""
+    """The parts of a model that a process holds; by default the whole model."""
 
     group: TensorGroup | None = None
     cuts: Mapping[str, Cut] = field(default_factory=dict)
-    """by name of a parameter that is held in parts, tied names included"""
+    """by name of a split parameter, including tied names"""
     partial: Set[str] = frozenset()
-    """names of whole parameters of which each process knows the gradient for its own heads only"""
+    """names of replicated parameters with gradients of the own heads only"""
 
     def take(self, name: str, whole: Tensor) -> Tensor:
-        """This process's part of a whole tensor."""
+        """Returns this process's part of a whole tensor."""
         return self.cuts[name].take(whole) if name in self.cuts else whole
 
     def join(self, name: str, part: Tensor) -> Tensor:
-        """The whole tensor. A collective of the group where it is cut."""
+        """Returns the whole tensor. Collective in the group if it is split."""
         return self.cuts[name].join(part, self.group) if self.group is not None and name in self.cuts else part
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Part `index` of `size` of a tensor of `shape`, along dimension `dim` (0, or 1 of a matrix); with `blocks`, of
-    each of so many equal blocks that lie behind one another along it, which the parts must divide.
+    """Part `index` of `size` of a tensor of `shape`, split along dimension `dim` (0, or 1 of a matrix). With `blocks` >
+    1 each of that many equal blocks along it is split, into parts of equal size.
 
-    Example: process 1 of 2 holds rows 2, 3, 6 and 7 of a (8, 4) weight that is cut in two blocks.
+    Example: process 1 of 2 holds rows 2, 3, 6 and 7 of an (8, 4) weight with two blocks.
     """
 
     shape: tuple[int, ...]
@@ -232,7 +232,7 @@ class Cut:
 
     @property
     def start(self) -> int:
-        """Where this part of a block begins, along `dim`."""
+        """Index along `dim` at which this part of a block begins."""
         return part_of(self.shape[self.dim] // self.blocks, self.index, self.size)[0]
 
     @property
@@ -246,30 +246,30 @@ class Cut:
 
     @property
     def rows(self) -> int:
-        """In how many equal ranges of elements the tensor lies of which this part has one range each."""
+        """Number of equal ranges of elements of the flat tensor that contain one range of this part each."""
         return self.blocks * math.prod(self.shape[: self.dim])
 
     @property
     def columns(self) -> tuple[int, int, int]:
-        """Elements of such a row, and [start, stop) of this part's among them."""
+        """Number of elements of such a row, and [start, stop) of this part in it."""
         inner = math.prod(self.shape[self.dim + 1 :])
         return self.shape[self.dim] // self.blocks * inner, self.start * inner, self.stop * inner
 
     def take(self, whole: Tensor) -> Tensor:
-        """The part of a whole tensor: a view, or with several blocks a copy."""
+        """Returns the part of a whole tensor: a view, or with several blocks a copy."""
         blocks = whole.unflatten(self.dim, (self.blocks, self.shape[self.dim] // self.blocks))
         return blocks.narrow(self.dim + 1, self.start, self.stop - self.start).flatten(self.dim, self.dim + 1)
 
     def join(self, part: Tensor, group: TensorGroup) -> Tensor:
-        """The whole tensor out of all processes' parts. A collective."""
+        """Returns the whole tensor from the parts of all processes. Collective."""
         blocks = part.unflatten(self.dim, (self.blocks, self.stop - self.start))
         width = self.shape[self.dim] // self.blocks
         return group.joined(blocks, width, self.dim + 1).flatten(self.dim, self.dim + 1)
 
     def pieces(self, name: str, start: int, stop: int, flat: Tensor, group: TensorGroup) -> Iterator[Piece]:
-        """Of elements [start, stop) of the flattened part, what this process writes. Where there are several rows, a
-        collective of the group with the same range on all: rows that are whole in it are gathered, and what is left at
-        its ends each process writes itself."""
+        """Yields the pieces that this process writes of elements [start, stop) of the flattened part. With several
+        rows, a collective of the group with the same range on all: complete rows are gathered, and each process writes
+        the incomplete ones at the ends of the range."""
         width, first_column, last_column = self.columns
         own = last_column - first_column
         first, last = (-(-start // own), stop // own) if self.rows > 1 and own else (stop + 1, 0)
@@ -286,11 +286,11 @@ class Cut:
 
 
 class CutReader:
-    """Another reader's tensors as this process's parts of them.
+    """A reader of this process's parts of the tensors of another reader.
 
     Args:
-        cuts: by name; the names 'NAME/SLOT' of optimizer states are cut like NAME. A stored tensor of another shape
-            than the cut's is given as it is.
+        cuts: by name; optimizer states 'NAME/SLOT' are split like NAME. A stored tensor with a shape other than the
+            cut's is read whole.
     """
 
     def __init__(self, reader: TensorReader, cuts: Mapping[str, Cut]) -> None:
@@ -316,7 +316,7 @@ class CutReader:
             return self.reader.read(name, start + begin, stop + begin)
         own = end - begin
         first, last = start // own, -(-stop // own)
-        # a few rows at a time: they are read whole
+        # a few rows at a time, since whole rows are read
         step = max(1, (1 << 22) // width)
         parts = [
             self.reader.read(name, row * width, min(row + step, last) * width).view(-1, width)[:, begin:end].reshape(-1)
@@ -325,8 +325,8 @@ class CutReader:
         return torch.cat(parts)[start - first * own : stop - first * own]
 
 
-class _Made:
-    """The parts that were made so far, so that tied weights stay tied."""
+class _LocalParts:
+    """The parts made so far, by which tied weights stay tied."""
 
     def __init__(self, group: TensorGroup) -> None:
         self.group = group
@@ -334,12 +334,12 @@ class _Made:
         self.cuts: dict[int, Cut] = {}
         """by id of a part"""
         self.partial: set[int] = set()
-        """ids of whole parameters whose gradients are partial"""
+        """ids of replicated parameters with partial gradients"""
         self._made: dict[int, nn.Parameter] = {}
-        self._whole: list[nn.Parameter] = []  # ids are keys above
+        self._whole: list[nn.Parameter] = []  # keeps alive the parameters with the ids above
 
     def cut(self, owner: nn.Module, name: str, dim: int, blocks: int = 1) -> None:
-        """Keep this process's part of a parameter along `dim`."""
+        """Replaces a parameter by this process's part along `dim`."""
         whole = owner._parameters.get(name)
         if whole is None or id(whole) in self.cuts:
             return
@@ -357,14 +357,14 @@ class _Made:
 
 
 class _Style(ParallelStyle):
-    """How a layer is cut. `name` is the style's in a plan."""
+    """A style of splitting a layer; `name` is its name in a plan."""
 
-    def __init__(self, made: _Made, name: str) -> None:
+    def __init__(self, made: _LocalParts, name: str) -> None:
         self.made, self.name = made, name
 
 
 class _Colwise(_Style):
-    """Own rows of a linear layer's weight: (..., in) on all → this process's part of (..., out), or all of it."""
+    """A linear layer with rows of the weight: (..., in) on all → this process's part of (..., out), or all of it."""
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         group, copies, made = self.made.group, self.made.copies, self.made
@@ -378,13 +378,13 @@ class _Colwise(_Style):
         module.register_forward_pre_hook(lambda _, args: (copies(args[0]), *args[1:]))
         if self.name not in ('colwise', FUSED):
             module.register_forward_hook(lambda _, args, output: gather(output, group, width))
-            if linear:  # log-probs may be taken from the parts (chatgpt.nn.head_kernels)
+            if linear:  # chatgpt.nn.head_kernels may compute log-probs from the parts
                 module.vocabulary = VocabularyPart(group, made.cuts[id(module.weight)].start, width)
         return module
 
 
 class _Rowwise(_Style):
-    """Own columns of a linear layer's weight: this process's part of (..., in), or all of it → (..., out) on all."""
+    """A linear layer with columns of the weight: this process's part of (..., in), or all of it → (..., out) on all."""
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         group, made = self.made.group, self.made
@@ -395,7 +395,7 @@ class _Rowwise(_Style):
             module.register_forward_pre_hook(lambda _, args: (split(args[0], group), *args[1:]))
         if module.bias is None:
             module.register_forward_hook(lambda _, args, output: total(output, group))
-        else:  # which is added once, to the sum
+        else:  # the bias is added once, to the sum
             module.tensor_group = group
             module.forward = MethodType(_rowwise_with_bias, module)
         return module
@@ -409,13 +409,13 @@ def _rowwise_with_bias(layer: Any, x: Tensor) -> Tensor:
 
 
 class _Vocabulary(_Style):
-    """Own rows of an embedding: (...) ids → (..., D) on all."""
+    """An embedding with rows of the weight: (...) ids → (..., D) on all."""
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         whole = module.weight
         self.made.cut(module, 'weight', 0)
         cut = self.made.cuts[id(module.weight)]
-        if (padding := module.padding_idx) is not None:  # whose row learns nothing
+        if (padding := module.padding_idx) is not None:  # the gradient of this row is 0
             padding = padding % whole.shape[0] - cut.start
             module.padding_idx = padding if 0 <= padding < cut.local_shape[0] else None
         module.vocabulary = VocabularyPart(self.made.group, cut.start, cut.shape[0])
@@ -431,7 +431,7 @@ def _embedded(layer: Any, ids: Tensor) -> Tensor:
 
 
 class _Partial(_Style):
-    """Whole on each process, of which each knows the gradient for its own heads only."""
+    """A replicated module; each process has its gradients for its own heads only."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.made.mark_partial(module, *module._parameters)
@@ -444,13 +444,12 @@ _STYLES: dict[str, type[_Style]] = {
     PARTIAL: _Partial,
 }
 
-# ---------------------------------------------------------------- between the processes of a group
+# ---------------------------------------------------------------- collectives of a group
 
 
 @torch.no_grad()
-def add_up(gradients: Iterable[Tensor], group: TensorGroup) -> None:
-    """Of what is whole on each process, while each knows the gradient for its own heads only: it becomes the sum over
-    the group, in place."""
+def sum_over_group(gradients: Iterable[Tensor], group: TensorGroup) -> None:
+    """Sums partial gradients over the group, in place."""
     for bucket in buckets((g for g in gradients if g.numel()), _BUCKET):
         summed = group.sum(torch.cat([g.reshape(-1) for g in bucket]))
         for gradient, values in zip(bucket, summed.split([g.numel() for g in bucket]), strict=True):
@@ -458,8 +457,8 @@ def add_up(gradients: Iterable[Tensor], group: TensorGroup) -> None:
 
 
 class _Copies:
-    """Megatron's f: the same numbers forward; backward the sum of what the processes' parts give. Layers that read one
-    tensor (queries, keys and values) share one copy, and so one sum."""
+    """Megatron's f: identity in forward, sum over the group in backward. Layers that read the same tensor (queries,
+    keys and values) share one copy, and so one sum."""
 
     def __init__(self, group: TensorGroup) -> None:
         self.group = group
@@ -490,7 +489,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Total(torch.autograd.Function):
-    """Megatron's g: forward the sum over the group; backward the same gradient for each."""
+    """Megatron's g: sum over the group in forward, identity in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
@@ -502,7 +501,7 @@ class _Total(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """(..., own part) → (..., width); backward the own part of the gradient."""
+    """(..., own part) → (..., width); the backward takes the own part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup, width: int) -> Tensor:
@@ -516,7 +515,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Split(torch.autograd.Function):
-    """(..., width) → (..., own part); backward all parts' gradients."""
+    """(..., width) → (..., own part); the backward gathers the gradients of all parts."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:

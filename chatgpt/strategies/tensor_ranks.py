@@ -1,11 +1,11 @@
-"""`TensorRanks`: processes that hold a model together count as one rank.
+"""`TensorRanks`: ranks of several processes each, which hold a model together.
 
-    process   0   1   2   3   4   5          of a mesh of 3 ranks x 2 processes
-    rank      0   0   1   1   2   2          shares of the data, of draws, of records
-    index     0   1   0   1   0   1          which part of the weights
+    process   0   1   2   3   4   5          a mesh of 3 ranks x 2 processes
+    rank      0   0   1   1   2   2          share of the data, sampling and records
+    index     0   1   0   1   0   1          part of the weights
 
-Objects and sums come from a rank's first process, so that they are the same on all, also where processes differ (times,
-signals). A maximum or minimum is over all processes, so that a flag that any of them raises is seen.
+Objects and sums are those of a rank's first process, so that all processes agree where they differ (times, signals).
+Maxima and minima are over all processes, so that a flag that is set on any of them is seen.
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ T = TypeVar('T')
 
 @dataclass(frozen=True, eq=False)
 class TensorGroup:
-    """The processes that hold one model's matrices together, and which part this process has."""
+    """The processes that split a model's matrices, and this process's index among them."""
 
     group: Any
     index: int
     size: int
 
     def bounds(self, width: int) -> tuple[int, int]:
-        """[start, stop) of this process's part of `width` numbers, cut as `torch.chunk` does: the last may be
-        shorter."""
+        """Returns [start, stop) of this process's part of `width` elements, see `part_of`."""
         return part_of(width, self.index, self.size)
 
     def sum(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """A new tensor, equal to the bit on all."""
+        """Returns the sum over the group in a new tensor, with the same bits on all."""
         out = x.detach().clone(memory_format=torch.contiguous_format)
         dist.all_reduce(out, op, group=self.group)
         return out
@@ -47,9 +46,9 @@ class TensorGroup:
         return self.sum(x, dist.ReduceOp.MAX)
 
     def joined(self, x: Tensor, width: int, dim: int = -1) -> Tensor:
-        """The parts of all behind one another along `dim`, `width` numbers long."""
+        """Concatenates the parts of all processes along `dim`, to `width` elements."""
         own, lacks = x.detach(), -(-width // self.size) - x.shape[dim]
-        if lacks:  # all send equally much
+        if lacks:  # all_gather needs equal sizes
             own = torch.cat([own, own.new_zeros(*own.shape[:dim], lacks, *own.shape[dim % own.dim() + 1 :])], dim)
         own = own.contiguous()
         parts = [torch.empty_like(own) for _ in range(self.size)]
@@ -61,14 +60,14 @@ class TensorGroup:
 
 
 def part_of(width: int, index: int, size: int) -> tuple[int, int]:
-    """[start, stop) of part `index` of `size`, as `torch.chunk` cuts."""
+    """Returns [start, stop) of part `index` of `size`, as in `torch.chunk`: the last may be shorter."""
     longest = -(-width // size)
     start = min(index * longest, width)
     return start, min(start + longest, width)
 
 
 def _of_process(name: str) -> Any:
-    """A member that is this process's own."""
+    """Returns a property that reads `processes`."""
     return property(lambda self: getattr(self.processes, name))
 
 
@@ -76,7 +75,7 @@ class TensorRanks(Ranks):
     """Ranks of `tensor_parallel` neighbouring processes each.
 
     Raises:
-        ValueError: the processes cannot be grouped so.
+        ValueError: if the number of processes is not a multiple of it.
     """
 
     def __init__(self, processes: ProcessGroup, tensor_parallel: int) -> None:
@@ -100,7 +99,7 @@ class TensorRanks(Ranks):
 
     @property
     def index(self) -> int:
-        """Number of this process in its rank."""
+        """Index of this process in its rank."""
         return self._processes.rank % self.tensor_parallel
 
     @property
@@ -113,7 +112,7 @@ class TensorRanks(Ranks):
 
     local_rank: Any = _of_process('local_rank')
     device: Any = _of_process('device')
-    whereabouts: Any = _of_process('whereabouts')
+    status: Any = _of_process('status')
     timeout_s: Any = _of_process('timeout_s')
     barrier: Any = _of_process('barrier')
     run_on_rank0: Any = _of_process('run_on_rank0')
@@ -131,7 +130,7 @@ class TensorRanks(Ranks):
         if op not in ('sum', 'mean'):
             return self._processes.all_reduce(tensor, op)
         reduced = tensor.detach().to(self.device, copy=True).contiguous()
-        with self.whereabouts.waiting():
+        with self.status.waiting():
             dist.all_reduce(reduced, group=self.mesh.get_group('data'))
             first = self.rank * self.tensor_parallel
             dist.broadcast(reduced, src=first, group=self.mesh.get_group('tensor'))
@@ -147,7 +146,7 @@ class TensorRanks(Ranks):
 
     def from_leader(self, obj: T) -> T:
         box = [obj]
-        with self.whereabouts.waiting():
+        with self.status.waiting():
             first, group = self.rank * self.tensor_parallel, self.mesh.get_group('tensor')
             dist.broadcast_object_list(box, src=first, group=group, device=self.device)
         return box[0]

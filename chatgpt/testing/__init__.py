@@ -1,4 +1,4 @@
-"""Small things that make the library testable offline: tiny models and real, tiny tokenizers."""
+"""Tiny models and tokenizers for tests without a network."""
 
 from chatgpt.testing.fakes import (
     ENCODER_DECODERS,

@@ -1,8 +1,8 @@
-"""One call that any `Strategy`, ours or a third party's, can be put through.
+"""The conformance suite for any `Strategy`, of the library or of a third party.
 
-Call `run_conformance(make_strategy)` in every process of a running group (or in the only process). Each check makes a
-strategy of its own, trains a tiny policy, and compares with plain torch or with `NaiveStrategy`. A strategy that cannot
-do something must refuse it by name; that is reported, not failed.
+Call `run_conformance(make_strategy)` in every process of a running group, or in a single process. Each check creates a
+new strategy, trains a tiny policy, and compares with plain torch or with `NaiveStrategy`. A strategy must raise an
+error for what it does not support; the check then reports 'refused' and does not fail.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ['BF16', 'FP32', 'Bench', 'ConformanceError', 'Tolerance', 'all_checks
 
 
 def all_checks() -> dict[str, Check]:
-    """Every check by name, in the order in which they are run."""
+    """Returns all checks by name, in the order in which they run."""
     return {**conformance_training.CHECKS, **conformance_saving.CHECKS}
 
 
@@ -41,10 +41,13 @@ def run_conformance(
     make_model: Callable[[], nn.Module] = TinyPolicy,
     make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
 ) -> dict[str, str]:
-    """Put a strategy through every check (or those named). Call it on every rank, inside a running process group.
+    """Runs all checks, or those in `checks`, on a strategy. Call it on every rank, inside a running process group.
 
-    Returns {check: 'passed' or 'refused: <the strategy's words>'}. Raises `ConformanceError` on every rank, listing
-    each failed check with each rank's message. `folder` must be shared by all ranks; by default it is a temporary one.
+    Returns {check: 'passed' or 'refused: <the strategy's message>'}. `folder` must be shared by all ranks; by default
+    it is a temporary one.
+
+    Raises:
+        ConformanceError: on every rank, with each failed check and each rank's message.
 
     >>> from chatgpt.strategies import NaiveStrategy
     >>> run_conformance(lambda: NaiveStrategy(device='cpu'), checks=['frozen'])
@@ -82,7 +85,7 @@ def run_conformance(
 
 
 def run_check(check: Check, bench: Bench) -> str:
-    """'passed', 'refused: ...' or 'failed: ...'."""
+    """Runs a check; returns 'passed', 'refused: ...' or 'failed: ...'."""
     try:
         check(bench)
     except Refused as refusal:

@@ -1,4 +1,4 @@
-"""What a conformance check works with: a bench that makes and trains tiny models, tolerances, words for results."""
+"""Tools of conformance checks: a bench that builds and trains tiny models, tolerances, and assertions."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ LR = 1e-2
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """How far from `NaiveStrategy` in the same precision a strategy's numbers may be."""
+    """The allowed differences from `NaiveStrategy` in the same precision."""
 
     parameter_max: float = 0.05
-    """largest distance of a weight, in learning rates per step"""
+    """of any weight, in learning rates per step"""
     parameter_mean: float = 0.05
-    """mean distance of the weights, in learning rates per step"""
+    """of weights on average, in learning rates per step"""
     loss: float = 1e-5
-    """relative"""
+    """of losses, relative"""
     norm: float = 1e-4
-    """relative, of gradient norms"""
+    """of gradient norms, relative"""
 
 
 FP32 = Tolerance()
 BF16 = Tolerance(parameter_max=2.0, parameter_mean=0.2, loss=2e-2, norm=5e-2)
 """Adam's first steps are close to lr * sign(gradient). A gradient below bf16's rounding noise (2**-8 relative to its
-largest terms) may have either sign, which puts a single weight up to 2 lr per step apart; the mean shows whether most
+largest terms) may have either sign, so a single weight may differ by 2 lr per step; the mean shows that most weights
 agree. Losses are sums of terms rounded to 2**-8."""
 
 
 class ConformanceError(AssertionError):
-    """A check failed; the message says which and how."""
+    """Raised if a check fails, with its name and the difference."""
 
 
 class Refused(Exception):
-    """The strategy refused, by name, what the check is about."""
+    """Raised if the strategy does not support what a check tests."""
 
 
 @dataclass(kw_only=True)
 class Bench:
-    """What a check works with."""
+    """The strategies, models and files of a check."""
 
     make_strategy: Callable[[], Strategy]
     folder: Path
-    """shared by all ranks, empty at first"""
+    """an empty folder, shared by all ranks"""
     tolerance: Tolerance = FP32
     make_model: Callable[[], nn.Module] = TinyPolicy
     make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None
-    """None takes the strategy's own `make_optimizer`"""
+    """None: the strategy's `make_optimizer`"""
     make_reference: Callable[[Strategy], Strategy] = lambda s: NaiveStrategy(
         s.seed, s.numerics.precision, device=s.device
     )
@@ -66,23 +66,23 @@ class Bench:
     _numbers: Iterator[int] = field(default_factory=lambda: iter(range(1_000_000)))
 
     def path(self, suffix: str = '') -> Path:
-        """A path not used before, the same on every rank."""
+        """Returns a new path, the same on every rank."""
         return self.folder / f'{next(self._numbers):04d}{suffix}'
 
     def optimizer(self, strategy: Strategy, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """Adam with a learning rate of `LR` and eps 1e-5."""
+        """Returns Adam with learning rate `LR` and eps 1e-5."""
         if self.make_optimizer is not None:
             return self.make_optimizer(parameters)
         return strategy.make_optimizer(parameters, lr=LR, eps=1e-5)
 
     def pair(self, strategy: Strategy) -> tuple[nn.Module, Optimizer]:
-        """A new model and its optimizer, prepared for training."""
+        """Returns a new model and its optimizer, prepared for training."""
         with strategy.model_init_context():
             model = self.make_model()
         return strategy.prepare((model, self.optimizer(strategy, (p for p in model.parameters() if p.requires_grad))))
 
     def weights(self, strategy: Strategy, model: nn.Module) -> dict[str, Tensor]:
-        """Full weights, by way of the one-file format that plain torch reads."""
+        """Returns full weights, saved to one file and read by plain torch."""
         path = self.path('.pt')
         strategy.save_model(model, path)
         strategy.barrier()
@@ -100,7 +100,7 @@ class Bench:
         max_norm: float | None = None,
         sequences: list[Sequence] | None = None,
     ) -> list[tuple[float, float]]:
-        """Optimizer steps on batches that depend on the step number alone; (loss, gradient norm) of each."""
+        """Trains on batches that depend on the step number alone; returns (loss, gradient norm) of each step."""
         results = []
         for step in range(first, first + steps):
             data = sequences or tiny_sequences(seed=step)
@@ -117,12 +117,12 @@ class Bench:
         return results
 
     def batch(self, strategy: Strategy, seed: int = 0) -> tuple[Batch, Tensor]:
-        """This rank's first micro-batch of `tiny_sequences`, and its weights, on the device."""
+        """Returns this rank's first micro-batch of `tiny_sequences` and its weights, on the device."""
         batch, weights = tiny_micro_batches(tiny_sequences(seed=seed), strategy.rank, strategy.world_size)[0]
         return batch.to(strategy.device), weights.to(strategy.device)
 
     def compare(self, got: dict[str, Tensor], want: dict[str, Tensor], steps: int, what: str) -> None:
-        """Weights against weights, within the tolerance for so many steps."""
+        """Compares weights, within the tolerance for `steps` steps."""
         want = {name: tensor.detach().cpu() for name, tensor in want.items()}
         expect(got.keys() == want.keys(), f'{what}: names differ: {sorted(got.keys() ^ want.keys())[:5]}')
         distances = torch.cat([(got[n].double() - want[n].double()).abs().reshape(-1) for n in want])
@@ -134,7 +134,7 @@ class Bench:
         )
 
     def compare_results(self, got: list[tuple[float, float]], want: list[tuple[float, float]], what: str) -> None:
-        """Losses and norms against losses and norms."""
+        """Compares losses and norms, within the tolerance."""
         for step, ((loss, norm), (want_loss, want_norm)) in enumerate(zip(got, want, strict=True)):
             close(loss, want_loss, self.tolerance.loss, f'{what}: loss of step {step}')
             close(norm, want_norm, self.tolerance.norm, f'{what}: gradient norm of step {step}')
@@ -151,7 +151,7 @@ def close(got: float, want: float, relative: float, what: str) -> None:
 
 
 def identical(got: dict[str, Tensor], want: dict[str, Tensor], what: str) -> None:
-    """Same names, same bits."""
+    """Checks for the same names and bits."""
     expect(got.keys() == want.keys(), f'{what}: names differ: {sorted(got.keys() ^ want.keys())[:5]}')
     different = [n for n in want if got[n].shape != want[n].shape or not torch.equal(got[n], want[n])]
     expect(not different, f'{what}: {", ".join(different[:5])} differ(s)')
@@ -159,7 +159,7 @@ def identical(got: dict[str, Tensor], want: dict[str, Tensor], what: str) -> Non
 
 @contextmanager
 def raises(kinds: type[Exception] | tuple[type[Exception], ...], text: str, what: str) -> Iterator[None]:
-    """The body must raise one of `kinds` with `text` in its message."""
+    """Checks that the body raises one of `kinds` with `text` in its message."""
     try:
         yield
     except kinds as error:

@@ -1,4 +1,4 @@
-"""Conformance checks of weights and optimizer states: files, folders, pieces, full weights for generation."""
+"""Conformance checks of saving: weights and optimizer states in files, folders and pieces; full weights to generate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chatgpt.testing.conformance_bench import Bench, Check, Refused, expect, ide
 
 
 def check_save_load(bench: Bench) -> None:
-    """Saved {before, after} prepare, loaded {before, after} prepare: the same bits."""
+    """Weights saved {before, after} prepare and loaded {before, after} prepare have the same bits."""
     start = {n: t.detach().clone() for n, t in bench.make_model().state_dict().items()}
     for saved_after in (False, True):
         for loaded_after in (False, True):
@@ -42,7 +42,7 @@ def check_save_load(bench: Bench) -> None:
 
 
 def check_sharded_save(bench: Bench) -> None:
-    """`only_rank0=False` keeps the same weights, for trained and frozen models."""
+    """`only_rank0=False` saves the same weights, for trained and frozen models."""
     with bench.make_strategy() as strategy:
         model, optimizer = bench.pair(strategy)
         bench.train(strategy, model, optimizer, steps=1)
@@ -58,8 +58,8 @@ def check_sharded_save(bench: Bench) -> None:
 
 
 def check_wrong_files(bench: Bench) -> None:
-    """A wrong file is an error that names the first keys; `strict=False` warns, and still refuses wrong shapes and
-    strangers."""
+    """A wrong file is an error with the first wrong keys. `strict=False` warns, but is an error for wrong shapes and
+    for files with nothing in common."""
     errors = (ValueError, RuntimeError)
     with bench.make_strategy() as strategy:
         model, _ = bench.pair(strategy)
@@ -94,7 +94,7 @@ def check_wrong_files(bench: Bench) -> None:
 
 
 def check_optimizer_save_load(bench: Bench) -> None:
-    """Weights and optimizer saved apart and loaded into new ones: training goes on with the same bits."""
+    """Training resumes with the same bits from a model file and an optimizer file."""
     with bench.make_strategy() as strategy:
         model, optimizer = bench.pair(strategy)
         bench.train(strategy, model, optimizer, steps=2)
@@ -119,7 +119,7 @@ def check_optimizer_save_load(bench: Bench) -> None:
 
 
 def check_wrong_optimizer_state(bench: Bench) -> None:
-    """A state that does not fit is refused with the name of what differs, and leaves the optimizer as it was."""
+    """A wrong optimizer state is an error with the name of the wrong tensor, and does not change the optimizer."""
 
     def trained(refuses: bool) -> dict[str, Tensor]:
         with bench.make_strategy() as strategy:
@@ -155,14 +155,13 @@ def _load(strategy: Strategy, folder: Path, model: nn.Module, optimizer: torch.o
 
 
 def check_pieces(bench: Bench) -> None:
-    """Pieces cover weights and states exactly once, under the names of the module the user built, and go on bit for
-    bit."""
+    """Pieces cover weights and states once, by the names of the user's module; training resumes with the same bits."""
     with bench.make_strategy() as strategy:
         model, optimizer = bench.pair(strategy)
         bench.train(strategy, model, optimizer, steps=2)
         folder = bench.path()
         _write(strategy, folder, model, optimizer)
-        reader = CheckpointReader(folder)  # refuses pieces with gaps or overlaps
+        reader = CheckpointReader(folder)  # raises for gaps or overlaps of pieces
         weights = bench.weights(strategy, model)
         names = {n for n, _ in bench.make_model().named_parameters()}
         stored = reader.sub('model/').names()
@@ -181,7 +180,7 @@ def check_pieces(bench: Bench) -> None:
 
 
 def check_pieces_to_naive(bench: Bench) -> None:
-    """Pieces are portable: Naive goes on from this strategy's, and this strategy from Naive's."""
+    """Naive resumes from pieces of the strategy, and the strategy from pieces of Naive."""
     with bench.make_strategy() as strategy, bench.make_reference(strategy) as naive:
         there, back = bench.path(), bench.path()
         model, optimizer = bench.pair(strategy)
@@ -202,7 +201,8 @@ def check_pieces_to_naive(bench: Bench) -> None:
 
 
 def check_full_model(bench: Bench) -> None:
-    """`full_model` gives whole weights (`whole=True`) or what computes the same, in eval mode; flags and bits stay."""
+    """`full_model` yields whole weights, or without `whole=True` a model with the same outputs, in eval mode. It
+    restores training flags and bits."""
     with bench.make_strategy() as strategy:
         model, optimizer = bench.pair(strategy)
         bench.train(strategy, model, optimizer, steps=1)

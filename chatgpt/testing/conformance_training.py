@@ -21,7 +21,7 @@ from chatgpt.testing.tiny import tiny_loss, tiny_micro_batches, tiny_sequences
 
 
 def check_prepare(bench: Bench) -> None:
-    """Same things, same order, same nesting; a single item comes back bare; a module given twice is prepared once."""
+    """`prepare` keeps order and nesting, returns a single item bare, and prepares a module given twice once."""
 
     def reward(prompts: list[str]) -> list[float]:
         return [0.0 for _ in prompts]
@@ -48,7 +48,7 @@ def check_prepare(bench: Bench) -> None:
 
 
 def check_frozen(bench: Bench) -> None:
-    """A bare module is frozen, in eval mode, computes what it computed, and does not move while others train."""
+    """A bare module is frozen, in eval mode, has the same outputs, and does not change when others are trained."""
     with bench.make_strategy() as strategy, bench.make_reference(strategy) as naive:
         with strategy.model_init_context():
             frozen = bench.make_model()
@@ -61,8 +61,8 @@ def check_frozen(bench: Bench) -> None:
         with torch.no_grad(), strategy.autocast():
             got, want = frozen(batch).float(), plain(batch).float()
         distance = float((got - want).abs().max() / want.abs().max())
-        told = f'a frozen module gives other numbers than before: {distance:.3g} relative'
-        expect(distance <= bench.tolerance.loss, told)
+        message = f'a frozen module gives other numbers than before: {distance:.3g} relative'
+        expect(distance <= bench.tolerance.loss, message)
         before = bench.weights(strategy, frozen)
         model, optimizer = bench.pair(strategy)
         bench.train(strategy, model, optimizer, steps=1)
@@ -70,7 +70,7 @@ def check_frozen(bench: Bench) -> None:
 
 
 def check_equals_naive(bench: Bench) -> None:
-    """Three steps over all ranks' data give the losses, norms and weights of one process with all of it."""
+    """Three steps on the data of all ranks give the losses, norms and weights of one process with all data."""
     with bench.make_strategy() as strategy, bench.make_reference(strategy) as naive:
         model, optimizer = bench.pair(strategy)
         results = bench.train(strategy, model, optimizer)
@@ -84,7 +84,7 @@ def check_equals_naive(bench: Bench) -> None:
 
 
 def check_determinism(bench: Bench) -> None:
-    """Two runs from the same seed end with the same bits."""
+    """Two runs with the same seed end with the same bits."""
     ends = []
     for _ in range(2):
         with bench.make_strategy() as strategy:
@@ -96,7 +96,7 @@ def check_determinism(bench: Bench) -> None:
 
 
 def _require_accumulation(bench: Bench) -> None:
-    """A strategy without accumulation must say so when it is tried."""
+    """Raises `Refused` for a strategy without accumulation, which must raise ValueError."""
     with bench.make_strategy() as strategy:
         if strategy.abilities.accumulation:
             return
@@ -110,7 +110,7 @@ def _require_accumulation(bench: Bench) -> None:
 
 
 def check_accumulation(bench: Bench) -> None:
-    """Many micro-batches are one big batch."""
+    """Many micro-batches give the same step as one batch."""
     _require_accumulation(bench)
     ends = []
     for max_tokens in (None, 12):
@@ -125,12 +125,12 @@ def check_accumulation(bench: Bench) -> None:
 
 
 def check_unequal(bench: Bench) -> None:
-    """Fewer sequences than ranks can share evenly: dummy batches of weight zero change nothing."""
+    """With fewer sequences than ranks can share equally, dummy batches of weight 0 change nothing."""
     with bench.make_strategy() as strategy, bench.make_reference(strategy) as naive:
         data = tiny_sequences(2 * strategy.world_size - 1 if strategy.world_size > 1 else 1, seed=9)
         max_tokens = 1 if strategy.abilities.accumulation else None  # one sequence per micro-batch
         if not strategy.abilities.accumulation:
-            data = data[:1]  # the other ranks have nothing but a dummy batch
+            data = data[:1]  # the other ranks have a dummy batch alone
         model, optimizer = bench.pair(strategy)
         want, want_optimizer = bench.pair(naive)
         got_results = bench.train(strategy, model, optimizer, steps=2, max_tokens=max_tokens, sequences=data)
@@ -163,7 +163,7 @@ def check_clipping(bench: Bench) -> None:
 
 
 def check_non_finite(bench: Bench) -> None:
-    """An infinite gradient on one rank is reported on all, moves nothing, and leaves nothing behind."""
+    """An infinite gradient on one rank is reported on all, does not change weights, nor the following steps."""
     with bench.make_strategy() as strategy:
         model, optimizer = bench.pair(strategy)
         before = bench.weights(strategy, model)
@@ -183,7 +183,7 @@ def check_non_finite(bench: Bench) -> None:
 
 
 def check_discard(bench: Bench) -> None:
-    """Discarded gradients leave no trace."""
+    """Discarded gradients do not change the following steps."""
     with bench.make_strategy() as strategy:
         model, optimizer = bench.pair(strategy)
         batch, weights = bench.batch(strategy, seed=5)
@@ -197,7 +197,7 @@ def check_discard(bench: Bench) -> None:
 
 
 def check_partly_frozen(bench: Bench) -> None:
-    """Parameters that need no gradient (as under LoRA) stay as they are, the others learn as under Naive."""
+    """Parameters without a gradient (as with LoRA) do not change, the others train as under Naive."""
     with bench.make_strategy() as strategy, bench.make_reference(strategy) as naive:
         pairs = []
         for owner in (strategy, naive):
@@ -218,7 +218,7 @@ def check_partly_frozen(bench: Bench) -> None:
 
 
 def check_collectives(bench: Bench) -> None:
-    """Sums, means, extremes, objects, and exceptions of rank 0."""
+    """Collectives of tensors and objects work, and an exception on rank 0 reaches all ranks."""
     with bench.make_strategy() as strategy:
         ranks = list(range(strategy.world_size))
         mine = torch.tensor([1.0, float(strategy.rank)], device=strategy.device)

@@ -1,4 +1,4 @@
-"""Tiny models and tokenizers that are real: Hugging Face classes, built in memory, without a network."""
+"""Tiny models and tokenizers of Hugging Face classes, built in memory without a network."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def tiny_config(
     dropout: float = 0.0,
     **kw: Any,
 ) -> PreTrainedConfig:
-    """A config of a few thousand parameters; `kw` goes to the config class.
+    """Returns a config of a model with a few thousand parameters; `kw` is passed to the config class.
 
-    Pad, begin and end tokens are 0, 1 and 2 unless `kw` says otherwise. Llama has grouped queries when `heads` is even.
-    BLOOM and T5 have no position limit. `flan-t5` is T5 with a gated MLP and a head of its own. Responses of the
-    `ENCODER_DECODERS` begin after token 0, BART's after 2. Raises ValueError for an unknown family.
+    Pad, begin and end tokens are 0, 1 and 2 unless set in `kw`. Llama has grouped queries if `heads` is even. BLOOM and
+    T5 have no position limit. `flan-t5` is T5 with a gated MLP and an untied head. Responses of `ENCODER_DECODERS`
+    begin after token 0, BART's after 2. Raises ValueError for an unknown family.
     """
     import transformers
 
@@ -67,7 +67,7 @@ def tiny_config(
 
 
 def tiny_causal_lm(family: str = 'gpt2', seed: int = 0, **kw: Any) -> PreTrainedModel:
-    """A random causal LM, or encoder-decoder, in eval mode whose weights depend on `seed` alone; `kw` goes to
+    """Returns a causal LM or encoder-decoder with random weights from `seed`, in eval mode; for `kw` see
     `tiny_config`."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -80,11 +80,9 @@ def tiny_causal_lm(family: str = 'gpt2', seed: int = 0, **kw: Any) -> PreTrained
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A fast tokenizer of 259 tokens: id b is the byte b, then pad 256, begin 257, end 258. Any text survives the round
-    trip.
+    """Returns a lossless fast tokenizer of 259 tokens: id b is byte b, then pad 256, begin 257, end 258.
 
-    Adds no special tokens by itself; loads back with `AutoTokenizer.from_pretrained` from the folder that
-    `save_pretrained` writes.
+    It adds no special tokens. `AutoTokenizer.from_pretrained` loads it from the folder of `save_pretrained`.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -100,11 +98,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def char_tokenizer() -> PreTrainedTokenizerFast:
-    """A fast tokenizer of 57 tokens, which fits the 64 of `tiny_config`: pad 0, begin 1, end 2, unknown 3, then
-    characters.
-
-    Lower-case letters, digits, space, newline and common marks; anything else becomes the unknown token.
-    """
+    """Returns a fast tokenizer of 57 tokens: pad 0, begin 1, end 2, unknown 3, then `CHARACTERS`."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocab = {token: i for i, token in enumerate([PAD, BOS, EOS, '<unk>', *CHARACTERS])}
@@ -115,8 +109,7 @@ def char_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def encoder_decoder_tokenizer(family: str = 't5') -> PreTrainedTokenizerFast:
-    """`char_tokenizer` as encoder-decoders have theirs: T5's ends a text by itself and has no begin token, BART's also
-    begins one."""
+    """Returns a `char_tokenizer` that adds an end token, as T5's, or begin and end tokens, as BART's."""
     from tokenizers import processors
 
     tokenizer: Any = char_tokenizer()

@@ -1,7 +1,7 @@
-"""Run a function on several local processes, as torchrun would, and bring its results or its traceback back.
+"""Runs a function on several local processes, as under torchrun, and returns its results or raises its traceback.
 
-A new interpreter needs seconds to import torch and transformers. Where that is safe, ranks are forked from one that has
-done so: a server of `multiprocessing` in which nothing but imports ever runs. Every rank is a process of its own.
+A new interpreter takes seconds to import torch and transformers. Where it is safe, ranks are forked from a server of
+`multiprocessing` that has imported them and runs nothing else. Every rank is a new process.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _THREADS = {'OMP_NUM_THREADS': '1', 'MKL_NUM_THREADS': '1'}
 _WARM = ['torch._dynamo', 'torch.distributed.fsdp', 'torch.distributed.checkpoint.state_dict']
 _WARM += ['transformers.models.gpt2.modeling_gpt2', 'transformers.models.llama.modeling_llama']
 _WARM += ['chatgpt.trainer', 'chatgpt.strategies', 'chatgpt.testing.conformance']
-"""what the server imports: what most jobs would"""
+"""modules that the server imports, since most jobs need them"""
 
 
 def free_port() -> int:
-    """A TCP port that nothing listens on right now."""
+    """Returns an unused TCP port."""
     with socket.socket() as probe:
         probe.bind(('127.0.0.1', 0))
         return probe.getsockname()[1]
 
 
 def torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """The variables that torchrun sets for one process of one machine."""
+    """Returns the variables that torchrun sets for a process on one machine."""
     ranks = {'RANK': rank, 'LOCAL_RANK': rank, 'WORLD_SIZE': world_size, 'LOCAL_WORLD_SIZE': world_size}
     return {name: str(value) for name, value in ranks.items()} | {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)}
 
 
 @contextmanager
 def environment(**variables: str) -> Iterator[None]:
-    """Environment variables set inside and as before after."""
+    """A context with these environment variables, which are restored on exit."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -62,12 +62,14 @@ def run_distributed(
     init_group: bool = False,
     fresh: bool = False,
 ) -> list[Any]:
-    """`fn(*args)` in `world_size` new processes with torchrun's environment; what each returned, in rank order.
+    """Calls `fn(*args)` in `world_size` new processes with torchrun's environment; returns the results in rank order.
 
-    `fn` must be importable (a module's own function) and its results picklable. With `init_group=True` a gloo group is
-    running while it is called, with `fresh=True` each rank is an interpreter of its own, with its own order of sets and
-    its own memory. A child's exception is raised here with its traceback; after `timeout_s` all are killed and
-    TimeoutError is raised.
+    `fn` must be importable, and its results picklable. An exception in a process is raised here with its traceback.
+
+    Args:
+        timeout_s: after this time all processes are killed and TimeoutError is raised.
+        init_group: call `fn` inside a gloo group.
+        fresh: start each rank as a new interpreter, with its own order of sets and its own memory.
     """
     import torch.multiprocessing as mp
 
@@ -86,20 +88,19 @@ def run_distributed(
 
 
 def own_variables() -> dict[str, str]:
-    """This process's environment, with one thread for each rank."""
+    """Returns this process's environment, with one thread for each rank."""
     return {**os.environ, **_THREADS}
 
 
 @contextmanager
 def start_method(fresh: bool = False) -> Iterator[str]:
-    """How to start ranks, with the server running if they come from it.
+    """Yields the start method of ranks, with the server running for 'forkserver'.
 
-    A fork of a process that has used a GPU cannot use it, and macOS does not forgive a fork: there each rank is a new
-    interpreter.
+    It is 'spawn' with a GPU, which cannot be used in a fork of a process that has used it, and on macOS.
     """
     import torch
 
-    paths = os.pathsep.join(path for path in sys.path if path)  # the server knows the package as this process does
+    paths = os.pathsep.join(path for path in sys.path if path)  # the server imports the same package
     with environment(**_THREADS):
         if fresh or not sys.platform.startswith('linux') or torch.cuda.is_available():
             yield 'spawn'
@@ -111,7 +112,7 @@ def start_method(fresh: bool = False) -> Iterator[str]:
 
 
 def end_all(processes: Sequence[Any]) -> None:
-    """Kill those that have not ended."""
+    """Kills the processes that are still running."""
     for process in processes:
         if process.is_alive():
             process.kill()
@@ -119,11 +120,11 @@ def end_all(processes: Sequence[Any]) -> None:
 
 
 def become_rank(rank: int, variables: dict[str, str], world_size: int, port: int) -> None:
-    """Give a process that was just started the environment of a rank."""
+    """Sets the environment of a rank in a new process."""
     import torch
 
     torch.set_num_threads(1)
-    os.environ.clear()  # those of the server are of the time when it was started
+    os.environ.clear()  # the server's variables are those of its start
     os.environ.update(variables | torchrun_environment(rank, world_size, port))
 
 
@@ -133,11 +134,11 @@ def _child(rank: int, job: tuple[Any, ...]) -> None:
     if init_group:
         from chatgpt.strategies.processes import ProcessGroupStrategy
 
-        with ProcessGroupStrategy(device='cpu'):  # joins the group, and leaves it at the end
+        with ProcessGroupStrategy(device='cpu'):  # joins the group, and leaves it on exit
             result = fn(*args)
     else:
         result = fn(*args)
     (Path(folder) / str(rank)).write_bytes(pickle.dumps(result))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # the result is written; the interpreter's teardown would take as long as a small test
+    os._exit(0)  # skips the interpreter's shutdown, which takes as long as a small test

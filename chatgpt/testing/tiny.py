@@ -1,4 +1,4 @@
-"""A tiny policy and batches of its sequences, for putting strategies to the test. Torch only, deterministic."""
+"""A tiny policy and batches of sequences for it, to test strategies. Deterministic, with torch alone."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ class TinyBlock(nn.Module):
 
 
 class TinyPolicy(nn.Module):
-    """`forward(batch)` gives log-probabilities of the actions, (N,) fp32. Tied input and output weights, a persistent
-    buffer.
+    """A policy with tied embeddings and a persistent buffer; `forward(batch)` returns log-probs of actions, (N,) fp32.
 
-    An odd width, so that no tensor divides evenly over two ranks. Each state sees its own token and the mean of all
-    before it.
+    Its width is odd, so that tensors cannot be split equally over two ranks. Each state depends on its own token and on
+    the mean of all tokens up to it.
     """
 
     _tp_plan: ClassVar[dict[str, str]] = {
@@ -41,7 +40,7 @@ class TinyPolicy(nn.Module):
         'embed': 'embedding_rowwise',
         'head': 'colwise_gather_output',
     }
-    """how it is cut for tensor parallelism, as transformers' models say it"""
+    """the plan of tensor parallelism, as in transformers"""
 
     def __init__(self, width: int = 7, num_blocks: int = 2, seed: int = 0) -> None:
         super().__init__()
@@ -66,7 +65,7 @@ class TinyPolicy(nn.Module):
 
 
 def tiny_sequences(num: int = 8, seed: int = 0) -> list[Sequence]:
-    """Sequences of 1 to 3 prompt and 1 to 9 response tokens; some response tokens do not count."""
+    """Returns sequences of 1 to 3 prompt tokens and 1 to 9 response tokens, some of them masked out."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int, *size: int) -> Tensor:
@@ -86,9 +85,9 @@ def tiny_sequences(num: int = 8, seed: int = 0) -> list[Sequence]:
 def tiny_micro_batches(
     sequences: list[Sequence], rank: int = 0, world_size: int = 1, max_tokens: int | None = None
 ) -> list[tuple[Batch, Tensor]]:
-    """This rank's micro-batches as (batch, weights (N,) fp32), weights summing to 1 over all ranks and micro-batches.
+    """Returns this rank's micro-batches as (batch, weights), weights (N,) fp32 with sum 1 over ranks and micro-batches.
 
-    Every rank gets equally many; a rank with less data gets dummy batches of weight 0.
+    All ranks have equally many; a rank with less data has dummy batches of weight 0.
     """
     num_valid = sum(int(s.response_mask.sum()) for s in sequences)
     lengths = [s.num_tokens for s in sequences]
@@ -100,5 +99,5 @@ def tiny_micro_batches(
 
 
 def tiny_loss(logprobs: Tensor, weights: Tensor) -> Tensor:
-    """This micro-batch's share of the mean negative log-likelihood."""
+    """Returns this micro-batch's share of the mean negative log-likelihood."""
     return -(logprobs * weights).sum()

@@ -21,7 +21,7 @@ from chatgpt.strategies.checkpoint import (
     pieces_of,
     write_checkpoint,
 )
-from chatgpt.strategies.checkpoint.layout import coverage_fault, sealed
+from chatgpt.strategies.checkpoint.layout import coverage_fault, with_checksum
 
 TENSORS = {
     'weight': torch.arange(35, dtype=torch.float32).view(5, 7),
@@ -43,7 +43,7 @@ def edit(folder, change):
     """Change the manifest and write it back, with a checksum that is right."""
     manifest = json.loads((folder / 'manifest.json').read_text())
     change(manifest)
-    (folder / 'manifest.json').write_text(json.dumps(sealed(manifest)))
+    (folder / 'manifest.json').write_text(json.dumps(with_checksum(manifest)))
 
 
 # --- reading

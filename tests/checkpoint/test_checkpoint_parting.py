@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from chatgpt.strategies.checkpoint import CheckpointReader, Piece, parting, pieces_of, write_checkpoint
-from chatgpt.strategies.checkpoint.parting import TensorParting, compare_checkpoints, weights_hash
+from chatgpt.strategies.checkpoint.parting import TensorDifference, compare_checkpoints, weights_hash
 
 OWNERS = {'rng': 'rng', 'actor': 'models', 'critic': 'models', 'actor_optim': 'optimizers'}
 
@@ -58,12 +58,12 @@ def test_the_first_element_that_differs(tmp_path, monkeypatch, block):
     other['actor_optim/']['weight/exp_avg'][0, 1] = -0.0  # the same number, not the same bits
     other['rng/0/']['torch'] += 1  # every rank has its own: does not count
     a, b = written(tmp_path / 'a', tensors()), written(tmp_path / 'b', other, sharded=True)
-    assert compare_checkpoints(a, b) == TensorParting('actor/weight', (1, 1), (4.0, 9.0), elements=2, tensors=2)
+    assert compare_checkpoints(a, b) == TensorDifference('actor/weight', (1, 1), (4.0, 9.0), elements=2, tensors=2)
     assert weights_hash(a) != weights_hash(b)
     other['actor/'] = tensors()['actor/']
     c = written(tmp_path / 'c', other)
     found = compare_checkpoints(a, c)
-    assert found == TensorParting('actor_optim/weight/exp_avg', (0, 1), (0.0, 0.0), 1, 1)
+    assert found == TensorDifference('actor_optim/weight/exp_avg', (0, 1), (0.0, 0.0), 1, 1)
     assert str(found.values[1]) == '-0.0'
     assert weights_hash(a) == weights_hash(c)  # of weights alone
 
@@ -73,7 +73,7 @@ def test_names_shapes_and_numbers_without_a_shape(tmp_path):
     other['actor/']['weight'] = torch.arange(6.0).view(3, 2)
     other['critic/']['more'] = torch.ones(1)
     a, b = written(tmp_path / 'a', tensors()), written(tmp_path / 'b', other)
-    assert compare_checkpoints(a, b) == TensorParting('actor/weight', None, ('float32 2x3', 'float32 3x2'), 0, 2)
+    assert compare_checkpoints(a, b) == TensorDifference('actor/weight', None, ('float32 2x3', 'float32 3x2'), 0, 2)
     assert weights_hash(a) != weights_hash(b)
     other = tensors()
     other['critic/']['more'] = torch.ones(1)
@@ -81,4 +81,4 @@ def test_names_shapes_and_numbers_without_a_shape(tmp_path):
     other = tensors()
     other['actor_optim/']['weight/step'] += 1
     found = compare_checkpoints(a, written(tmp_path / 'd', other))
-    assert found == TensorParting('actor_optim/weight/step', (), (4.0, 5.0), 1, 1)
+    assert found == TensorDifference('actor_optim/weight/step', (), (4.0, 5.0), 1, 1)

@@ -122,7 +122,7 @@ with strategy_of(run) as strategy:
 
 
 # Rank 1 does not come, and seconds of rank 0's patience pass in tenths of a second.
-HANGS = 'time.sleep(3600)\n    strategy.ranks.whereabouts.clock = lambda: 10 * time.monotonic() - 9 * late'
+HANGS = 'time.sleep(3600)\n    strategy.ranks.status.clock = lambda: 10 * time.monotonic() - 9 * late'
 
 
 def test_a_rank_that_fails_while_it_loads():

@@ -1,4 +1,4 @@
-"""What holds under every strategy that shards or wraps; each rank runs it."""
+"""Checks for all strategies that shard or wrap models; every rank runs them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTHS = [(9, 12), (3, 7), (5, 5), (4, 2), (2, 2), (6, 1)]
 
 
 def fast_paths_are_plain(make: Callable[[], Any], tolerance: float, hydra: bool = True) -> None:
-    """The padding-free forward against the padded one, the joined hydra pass against two."""
+    """Compares the padding-free forward with the padded one, and the joined hydra pass with two passes."""
     with make() as strategy:
         with strategy.model_init_context():
             actor = GPTActor(config=tiny_config('gpt2', positions=48), num_layers_unfrozen=1 if hydra else None)
@@ -58,20 +58,19 @@ def fast_paths_are_plain(make: Callable[[], Any], tolerance: float, hydra: bool 
 
 
 def actor_with(family: str, layers: int = 5) -> Actor:
-    """Of 'gpt2', 'llama' or 'lora'. With an odd number of blocks: two buffers, and the first and last block share
-    one."""
+    """Returns an actor, 'gpt2', 'llama' or 'lora'. With an odd number of blocks the first and last share a buffer."""
     torch.manual_seed(0)
     config = tiny_config('llama' if family == 'llama' else 'gpt2', positions=32, layers=layers)
     model = Actor(AutoModelForCausalLM.from_config(config), lora_rank=2 if family == 'lora' else 0)
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             torch.manual_seed(number)
-            parameter.add_(0.05 * torch.randn(parameter.shape))  # B of LoRA starts at zero, which would fold nothing
+            parameter.add_(0.05 * torch.randn(parameter.shape))  # LoRA's B starts at zero, so folding changes nothing
     return model
 
 
 def generated(engine: Any, full: Any, rank: int) -> list[list[int]]:
-    """Of other prompts on each rank, so that ranks take different numbers of steps."""
+    """Returns generated token ids; prompts differ by rank, so ranks take different numbers of steps."""
     prompts = [Prompt(ids=torch.arange(1, 3 + i + rank)) for i in range(1 + 3 * rank)]
     sampling = SamplingParams(max_new_tokens=4 + 6 * rank, eos_token_ids=(5,))
     engine.begin(full)
@@ -81,7 +80,8 @@ def generated(engine: Any, full: Any, rank: int) -> list[list[int]]:
 
 
 def streamed_tokens_are_plain(make: Callable[[], Any], family: str) -> None:
-    """And leave the weights as they were; on the device are two of five blocks, and what is not in blocks."""
+    """Checks that streamed blocks generate the tokens of whole weights and do not change them. The device holds two of
+    five blocks and the parameters outside of blocks."""
     with make() as strategy:
         model = strategy.prepare(actor_with(family))
         before = {n: t.clone() for n, t in strategy.full_state_dict(model).items()}

@@ -1,7 +1,7 @@
-"""`ColossalAIStrategy` on the real ColossalAI, on CPU with gloo: it learns as Naive does, what it saves is Naive's, and
-where it refuses.
+"""`ColossalAIStrategy` with ColossalAI on CPU with gloo: it trains and saves as Naive does, and refuses what it cannot
+do.
 
-All checks on two processes run in one job, since colossalai takes seconds to import; each is one test.
+All checks on two processes run in one job, since colossalai takes seconds to import; each is a test.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.system, needs_colossalai]
 
 LR, STEPS = 1e-3, 4
 SMALL = {'min_chunk_size_mb': 0.001, 'search_range_mb': 0.001, 'hidden_dim': 32}
-"""chunks of about a thousand elements, so that a tiny model is cut into many"""
+"""chunks of about a thousand elements, so that a tiny model has many"""
 ZERO = {
     f'zero{stage} {placement} {kind}': ({'stage': stage, 'precision': 'fp32', 'placement_policy': placement}, kind)
     for stage, placement, kind in (
@@ -58,7 +58,7 @@ FP16 = {'stage': 3, 'precision': 'fp16', **SMALL}
 
 
 def make_actor(family='gpt2', **kw):
-    """An actor with a value head, so that its output is a named tuple with more than one tensor."""
+    """Returns an actor with a value head; its output is a named tuple with several tensors."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         return Actor(tiny_causal_lm(family, vocab_size=64), value_head=True, **kw)
@@ -88,7 +88,7 @@ def loss_of(model, batch, weights):
 
 
 def train(strategy, model, optimizer, *, steps=STEPS, first=0, max_tokens=None, max_norm=None):
-    """(loss, gradient norm) of every step."""
+    """Trains; returns (loss, gradient norm) of every step."""
     results = []
     for step in range(first, first + steps):
         total = torch.zeros(())
@@ -104,7 +104,7 @@ def train(strategy, model, optimizer, *, steps=STEPS, first=0, max_tokens=None, 
 
 
 def close(results, wanted, *, loss, norm):
-    """Whether every step has the loss and the gradient norm that it should, within relative tolerances."""
+    """Checks the loss and gradient norm of every step, within relative tolerances."""
     assert len(results) == len(wanted) > 0
     for found, want in zip(results, wanted, strict=True):
         assert abs(found[0] - want[0]) <= loss * abs(want[0]) and abs(found[1] - want[1]) <= norm * want[1], (
@@ -114,7 +114,7 @@ def close(results, wanted, *, loss, norm):
 
 
 def distances(got, want):
-    """Largest and mean distance of two state dicts, in learning rates per step."""
+    """Returns the largest and the mean distance of two state dicts, in learning rates per step."""
     assert got.keys() == want.keys()
     all_of = torch.cat([(got[n].double() - want[n].double()).abs().reshape(-1) for n in want])
     return float(all_of.max()) / (LR * STEPS), float(all_of.mean()) / (LR * STEPS)
@@ -144,7 +144,7 @@ def load(strategy, folder, model, optimizer):
 
 
 def contents(folder):
-    """Every tensor of a checkpoint, whole."""
+    """Returns all tensors of a checkpoint."""
     reader = CheckpointReader(folder)
     return {name: reader.read(name, 0, math.prod(reader.shape(name))) for name in sorted(reader.names())}
 
@@ -154,7 +154,7 @@ def same_bits(a, b):
 
 
 def greedy(model):
-    """Token ids by argmax, through the language model alone."""
+    """Returns token ids by argmax, from the language model alone."""
     ids = torch.tensor([[5, 9, 11]])
     with torch.no_grad():
         for _ in range(8):
@@ -162,7 +162,7 @@ def greedy(model):
     return ids[0].tolist()
 
 
-# ---------------------------------------------------------------- learning: all ranks run a check, in its own folder
+# ---------------------------------------------------------------- training: all ranks run a check, in its own folder
 
 
 def zero_agrees_with_naive(folder, name, max_tokens=None, max_norm=None):
@@ -177,15 +177,15 @@ def zero_agrees_with_naive(folder, name, max_tokens=None, max_norm=None):
 
 
 def gemini_agrees_with_naive(folder, name, max_norm=None):
-    """Tolerances. A bf16 number is off by up to u = 2^-9 of itself. Naive keeps residual streams in fp32 (autocast),
-    Gemini not.
+    """The tolerances follow from bf16's rounding error, up to u = 2^-9 relative. Naive keeps residual streams in fp32
+    (autocast), Gemini does not.
 
     Loss: with two blocks a state is rounded 2 + 2 + 1 times more under Gemini, each time with a random sign, so a logit
-    differs by about sqrt(5) u of itself. Logits and the loss are of one size (4), and the mean over some 40 tokens
-    makes it smaller: 2u = 2^-8 covers it. Norm: a gradient passes the same roundings backwards, once more per matrix:
-    8u = 2^-6. Weights: Adam moves a weight by at most about lr a step whatever the size of its gradient g. Where |g| is
-    below its error (8u of the typical gradient) the sign is open, and the two may be 2 lr apart; that is 8u = 1.6 % of
-    the weights if gradients were uniform, so the mean is 2 * 1.6 % = 0.032 lr per step.
+    differs by about sqrt(5) u relative. Logits and loss have the same size (4), and the mean over some 40 tokens makes
+    it smaller: 2u = 2^-8 covers it. Norm: a gradient is rounded as often, and once more per matrix: 8u = 2^-6. Weights:
+    Adam moves a weight by at most about lr per step, for any size of its gradient g. Where |g| is below its error (8u
+    of the typical gradient) its sign is unknown, and the weights may differ by 2 lr; these are 8u = 1.6 % of the
+    weights if gradients are uniform, so the mean is 2 * 1.6 % = 0.032 lr per step.
     """
     options, kind = GEMINI[name]
     with ColossalAIStrategy(**options) as strategy:
@@ -198,7 +198,7 @@ def gemini_agrees_with_naive(folder, name, max_norm=None):
     largest, mean = distances(got, want)
     assert largest <= 2.0 and mean <= 0.032, (largest, mean)
     assert chunks == 1 if 'whole' in name else chunks > 4
-    # negative control: one step's data against the next one's, and steps in the wrong direction, lie outside
+    # negative control: losses of the next step, and training in the wrong direction, exceed the tolerances
     assert all(abs(a - b) > 2**-8 * b for (a, _), (b, _) in zip(results[1:], results[:-1], strict=True))
     wrong = NaiveStrategy(precision='bf16', device='cpu')
     model, optimizer = pair_of(wrong)
@@ -208,8 +208,7 @@ def gemini_agrees_with_naive(folder, name, max_norm=None):
 
 
 def gemini_is_zero_in_bf16(folder):
-    """The same module in the same dtype on the same data: what is left is the order of fp32 operations in two Adam
-    kernels."""
+    """Gemini and ZeRO-2 in bf16 differ in the order of fp32 operations in two Adam kernels alone."""
     out = []
     for options in ({'stage': 2, 'precision': 'bf16'}, GEMINI['gemini cuda cut'][0]):
         with ColossalAIStrategy(**options) as strategy:
@@ -220,14 +219,13 @@ def gemini_is_zero_in_bf16(folder):
 
 
 def gemini_accumulates(folder, name, forgetful=False):
-    """Micro-batches and one batch. `forgetful`: without setting gradients aside, a negative control that must
-    disagree."""
+    """Micro-batches give the numbers of one batch. `forgetful` is a negative control that does not accumulate."""
     out = []
     for max_tokens in (None, 12):
         with ColossalAIStrategy(**GEMINI[name][0]) as strategy:
             model, optimizer = pair_of(strategy, 'hybrid')
             if forgetful:
-                strategy._engine(optimizer)._set_aside = lambda: None
+                strategy._engine(optimizer)._accumulate = lambda: None
             out.append(train(strategy, model, optimizer, max_tokens=max_tokens))
     one, many = out
     assert len(batches_of(NaiveStrategy(device='cpu'), 0, 12)) > 3
@@ -239,7 +237,7 @@ def gemini_accumulates(folder, name, forgetful=False):
 
 
 def gemini_in_any_order_of_calls(folder):
-    """Forwards without gradients anywhere, two forwards before two backwards, a forward whose backward never comes."""
+    """Forwards without gradients at any time, two forwards before two backwards, and a forward without a backward."""
     ends = []
     for disturbed in (False, True):
         with ColossalAIStrategy(**GEMINI['gemini auto cut'][0]) as strategy:
@@ -265,7 +263,7 @@ def gemini_in_any_order_of_calls(folder):
 
 
 def outputs_are_plain(folder):
-    """Plain tensors in the module's own kind of tuple; in-place operations on them work; fp32 on request."""
+    """Outputs are plain tensors in the module's type of tuple, allow in-place operations, and are fp32 on request."""
     for stage, dtype in ((2, torch.bfloat16), (3, torch.float32)):
         with ColossalAIStrategy(
             stage, 'bf16', force_outputs_fp32=stage == 3, **(SMALL if stage == 3 else {})
@@ -282,8 +280,8 @@ def outputs_are_plain(folder):
 
 
 def ranks_with_unequally_many_rows(folder):
-    """Log-probs in chunks of rows, recomputed in the backward: ranks run unequally many operations, and nobody waits
-    for ever."""
+    """With log-probs in chunks of rows, recomputed in the backward, ranks run different numbers of operations without a
+    deadlock."""
     import chatgpt.functional.logprobs as logprobs
 
     out, before = [], logprobs.CHUNK_ELEMENTS_CPU
@@ -304,8 +302,8 @@ def ranks_with_unequally_many_rows(folder):
 
 
 def families_and_references(folder):
-    """First losses of LoRA, hydra and other families under Gemini are those under ZeRO-2 in bf16; references stay where
-    they are."""
+    """LoRA, hydra and other families have the same first losses under Gemini and ZeRO-2 in bf16; references do not
+    change."""
     for what in ('lora', 'hydra', 'opt', 'bloom', 'llama'):
         kw = {'hydra': {'num_layers_unfrozen': 1}, 'lora': {'lora_rank': 2}}.get(what, {})
         losses = []
@@ -331,13 +329,13 @@ def gemini_leaves_no_block_out(folder):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter('always')
                 strategy.prepare((actor, optimizer))
-            said = [w for w in caught if 'layerdrop' in str(w.message)]
+            layerdrop_warnings = [w for w in caught if 'layerdrop' in str(w.message)]
             assert actor.model.model.decoder.layerdrop == (0.0 if stage == 3 else 0.5)
-            assert len(said) == (stage == 3) and all(w.filename == __file__ for w in said)  # that called `prepare`
+            assert len(layerdrop_warnings) == (stage == 3) and all(w.filename == __file__ for w in layerdrop_warnings)
 
 
 def loss_scale(folder, options):
-    """fp16: an overflow moves nothing and halves the scale, once the hysteresis is used up."""
+    """In fp16 an overflow does not change weights, and halves the scale after the steps of the hysteresis."""
     with ColossalAIStrategy(**options, initial_scale=2.0**40, max_scale=2.0**40, hysteresis=2) as strategy:
         model, optimizer = pair_of(strategy, 'hybrid')
         before = weights_of(strategy, model)
@@ -353,8 +351,8 @@ def loss_scale(folder, options):
 
 
 def a_step_in_which_the_loss_scale_grows(folder, stage, max_norm):
-    """Is divided by the scale that its gradients have, and clipped by their norm: of SGD, beside one in which it does
-    not grow."""
+    """A step of SGD after which the scale grows divides by the scale of its gradients and clips by their norm, as one
+    after which it does not grow."""
     after = []
     for interval, scale in ((1000, 64.0), (1, 128.0)):
         options = {'initial_scale': 64.0, 'growth_interval': interval}
@@ -421,11 +419,11 @@ def conformance(folder, options, kind):
         assert outcome == 'passed', (name, outcome)
 
 
-# ---------------------------------------------------------------- weights and states that leave it
+# ---------------------------------------------------------------- saved weights and states
 
 
 def pieces_move_between_layouts(folder):
-    """zero2 (2 ranks, fp32) → gemini (2 ranks, bf16, cut) → zero1 → naive: every tensor keeps its bits."""
+    """zero2 (2 ranks, fp32) → gemini (2 ranks, bf16, many chunks) → zero1 → naive: every tensor keeps its bits."""
     with ColossalAIStrategy(2, 'fp32') as strategy:
         model, optimizer = pair_of(strategy)
         train(strategy, model, optimizer, steps=2)
@@ -453,8 +451,7 @@ def pieces_move_between_layouts(folder):
 
 
 def resumes_to_the_bit(folder, options, kind):
-    """Saved after two steps and loaded into a new strategy: the next steps give the same bits, states and loss scale
-    included."""
+    """Training resumes with the same bits in a new strategy, including states and loss scale."""
     with ColossalAIStrategy(**options) as strategy:
         model, optimizer = pair_of(strategy, kind)
         train(strategy, model, optimizer, steps=2, max_tokens=12)
@@ -463,7 +460,7 @@ def resumes_to_the_bit(folder, options, kind):
         write(strategy, folder / 'straight', model, optimizer)
     with ColossalAIStrategy(**options) as strategy:
         model, optimizer = pair_of(strategy, kind)
-        train(strategy, model, optimizer, steps=1)  # must leave no trace
+        train(strategy, model, optimizer, steps=1)  # loading must replace its results
         load(strategy, folder / 'half', model, optimizer)
         assert train(strategy, model, optimizer, steps=2, first=2, max_norm=0.5) == straight
         write(strategy, folder / 'resumed', model, optimizer)
@@ -472,14 +469,14 @@ def resumes_to_the_bit(folder, options, kind):
 
 
 def full_models(folder, options, kind, family, **kw):
-    """Whole weights for generation: the bits, the buffers and the tokens that Naive's copy has, adapters folded in."""
+    """`full_model` has the weights, buffers and tokens of Naive's, with adapters folded in."""
 
     def changed():
         model = make_actor(family, **kw)
         with torch.no_grad():
             for number, parameter in enumerate(model.parameters()):
                 torch.manual_seed(number)
-                parameter.add_(0.1 * torch.randn(parameter.shape))  # LoRA's B starts at zero, which would fold nothing
+                parameter.add_(0.1 * torch.randn(parameter.shape))  # LoRA's B starts at zero, so folding does nothing
         return model
 
     naive = NaiveStrategy(precision='bf16', device='cpu')
@@ -507,8 +504,8 @@ def full_models(folder, options, kind, family, **kw):
 
 
 def packing_is_looked_at_when_the_weights_are_there(folder):
-    """Nemotron does not hand on the packing, which shows only with weights: it runs padded then, trained and frozen,
-    with the numbers of one that was built whole. GPT-2 goes on packing."""
+    """Nemotron does not pass on the packing, which is detected only with weights: then it runs padded, trained and
+    frozen, with the numbers of a model that was built whole. GPT-2 keeps packing."""
     sizes = {'vocab_size': 64, 'hidden_size': 32, 'intermediate_size': 64, 'num_hidden_layers': 2}
     heads = {'num_attention_heads': 4, 'num_key_value_heads': 2, 'max_position_embeddings': 64}
     for config, packed in ((NemotronConfig(**sizes, **heads), False), (tiny_config('gpt2', vocab_size=64), True)):
@@ -527,8 +524,7 @@ def packing_is_looked_at_when_the_weights_are_there(folder):
 
 
 def shard_init(folder):
-    """Built on the meta device and filled in `prepare`: the weights that a model built whole has, trained and
-    frozen."""
+    """Models built on the meta device and filled in `prepare` have the weights of models built whole."""
     ends = []
     for late in (False, True):
         with ColossalAIStrategy(**{**GEMINI['gemini cuda cut'][0], 'shard_init': late}) as strategy:
@@ -556,7 +552,7 @@ def gemini_streams_blocks(folder):
 
 
 def one_process_takes_over_from_two(folder):
-    """Bits, and one more step against Naive."""
+    """One process loads the bits of two, and its next step is Naive's."""
     stored = contents(folder / 'gemini')
     naive = NaiveStrategy(device='cpu')
     want, want_optimizer = pair_of(naive)
@@ -621,7 +617,7 @@ ON_ONE = {'layouts': one_process_takes_over_from_two}  # in the folder of the ch
 
 
 def run_all(root: str, checks: list[str]) -> dict[str, str]:
-    """{check: nothing, or its traceback} on every rank."""
+    """Returns {check: '' or its traceback} of this rank."""
     warnings.filterwarnings('ignore')
     outcomes = {}
     with ColossalAIStrategy(1, 'fp32') as strategy:

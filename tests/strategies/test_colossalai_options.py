@@ -1,4 +1,4 @@
-"""What of `ColossalAIStrategy` needs no ColossalAI: its options, its bridge to the CPU, its arithmetic."""
+"""Parts of `ColossalAIStrategy` that do not need ColossalAI: options, the bridge to the CPU, arithmetic."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_bridge_refuses_an_unknown_version_and_leaves_cuda_alone(monkeypatch):
 
 @pytest.mark.parametrize(('adamw', 'div_scale'), [(True, -1.0), (False, -1.0), (True, 8.0)])
 def test_cpu_adam_is_adam(adamw, div_scale):
-    """Against the formulas in float64, number by number."""
+    """Compares each number with the formulas in float64."""
     lr, beta1, beta2, eps, decay = 1e-2, 0.9, 0.99, 1e-8, 0.1
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(5, generator=generator)

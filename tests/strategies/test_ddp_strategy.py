@@ -1,5 +1,4 @@
-"""DDP: joining and leaving process groups, sums of gradients by hand, work shared when writing, the end of
-a process."""
+"""DDP: joining and leaving process groups, sums of gradients by hand, shared writing, exit of the processes."""
 
 from __future__ import annotations
 
@@ -20,12 +19,12 @@ from chatgpt.testing.processes import environment, free_port, run_distributed, t
 def test_without_torchrun(monkeypatch):
     for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'):
         monkeypatch.delenv(name, raising=False)
-    for words, told in (
+    for arguments, program in (
         (['-u', '-m', 'package', 'run', 'a b.py', '-x'], "-m package run 'a b.py' ..."),
         (['-c', 'import chatgpt'], 'script.py'),
     ):
-        monkeypatch.setattr(sys, 'orig_argv', ['python', *words])
-        with pytest.raises(ValueError, match=rf'MASTER_PORT is not set; launch with: torchrun .*{re.escape(told)}'):
+        monkeypatch.setattr(sys, 'orig_argv', ['python', *arguments])
+        with pytest.raises(ValueError, match=rf'MASTER_PORT is not set; launch with: torchrun .*{re.escape(program)}'):
             DDPStrategy()
 
 
@@ -51,10 +50,10 @@ def _again():
     found = []
     for _ in range(2):
         with DDPStrategy(device='cpu') as strategy:
-            nn.parallel.DistributedDataParallel(nn.Linear(2, 2))  # torch keeps the group and its store for it
+            nn.parallel.DistributedDataParallel(nn.Linear(2, 2))  # makes torch keep the group and its store
             found.append(strategy.all_gather_object(strategy.rank))
             first = strategy.is_rank_0
-        time.sleep(0.5 if first else 0.0)  # the other finds what the last group left behind
+        time.sleep(0.5 if first else 0.0)  # so that the other rank finds the old group's keys
     return found
 
 
@@ -63,7 +62,7 @@ def test_a_group_is_left_and_another_joined():
 
 
 class TwoPaths(nn.Module):
-    """Uses `a` or `b` but not both, and never `c`."""
+    """A module that uses `a` or `b` in a forward, and never `c`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +77,7 @@ def _several():
     found = {}
     with DDPStrategy(seed=3, device='cpu') as strategy:
         rank = strategy.rank
-        # rank 0 uses a then a; rank 1 uses a then b: sums over ranks and micro-batches, whoever used what
+        # rank 0 uses a then a, rank 1 uses a then b; gradients are summed over ranks and micro-batches
         model = TwoPaths()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.5)
         model, optimizer = strategy.prepare((model, optimizer))
@@ -88,7 +87,7 @@ def _several():
                 strategy.backward(model(name, torch.tensor(x)), model, optimizer)
         found['norm'] = strategy.optimizer_step(optimizer)
         found['weights'] = {n: p.tolist() for n, p in model.named_parameters()}
-        # weights that differ between ranks start from rank 0's
+        # weights that differ between ranks become rank 0's
         odd = nn.Linear(2, 2)
         odd.register_buffer('flags', torch.tensor([rank == 0, True, rank == 1]))
         odd.register_buffer('count', torch.tensor(40 + rank))
@@ -97,10 +96,10 @@ def _several():
             odd.weight.fill_(float(rank + 5))
         odd = strategy.prepare(odd)
         found['start'] = [odd.weight.tolist(), odd.flags.tolist(), odd.count.item()]
-        # every rank writes something, together everything once
+        # all ranks write pieces, together each tensor once
         big = strategy.prepare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
         found['pieces'] = [(p.name, p.start, p.stop) for p in strategy.model_pieces(big)]
-        # an exception of rank 0 has its class and message everywhere
+        # an exception on rank 0 is raised with its class and message on all ranks
         for error in (FileNotFoundError('gone'), type('Odd', (Exception,), {})('odd one')):
             with pytest.raises(Exception) as caught:
                 strategy.run_on_rank0(lambda e=error: _raise(e))
@@ -117,19 +116,18 @@ def test_two_processes():
     results = run_distributed(_several, 2)
     for found in results:
         # sum for a: 1 + 10 + 100 = 111, 2 + 20 + 200 = 222; for b: 7, 8; c has no gradient and so no weight decay
-        # either
         assert found['norm'] == pytest.approx((111**2 + 222**2 + 49 + 64) ** 0.5, rel=1e-6)
         assert found['weights'] == {'a': [1 - 111.5, 1 - 222.5], 'b': [1 - 7.5, 1 - 8.5], 'c': [1.0, 1.0]}
         assert found['start'] == [[[5.0, 5.0], [5.0, 5.0]], [True, True, False], 40]
     assert results[0]['local'] == results[1]['local']
-    dealt = [found['pieces'] for found in results]
-    assert all(len(d) == 2 for d in dealt)
-    assert sorted(dealt[0] + dealt[1]) == [('0.bias', 0, 8), ('0.weight', 0, 64), ('1.bias', 0, 8), ('1.weight', 0, 64)]
+    own = [found['pieces'] for found in results]
+    assert all(len(pieces) == 2 for pieces in own)
+    assert sorted(own[0] + own[1]) == [('0.bias', 0, 8), ('0.weight', 0, 64), ('1.bias', 0, 8), ('1.weight', 0, 64)]
     assert results[0]['errors'] == [('FileNotFoundError', 'gone'), ('Odd', 'odd one')]
     assert results[1]['errors'] == [('FileNotFoundError', 'gone'), ('RuntimeError', 'rank 0: Odd: odd one')]
 
 
-# ---------------------------------------------------------------- ending while gloo's threads still hold tensors
+# ---------------------------------------------------------------- exit while gloo's threads hold tensors
 
 
 JOIN = """
@@ -145,7 +143,7 @@ print('well')
 """
 
 
-WRAPPED = 'model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))'  # for which torch keeps the group
+WRAPPED = 'model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))'  # makes torch keep the group
 
 
 @pytest.mark.system

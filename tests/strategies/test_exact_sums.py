@@ -1,5 +1,5 @@
-"""`reproducible='exact'`: atoms, sums in one order, a norm in which no order shows, optimizers that step parts as they
-step the whole. `deterministic=True`: what of torch it sets, and two runs of a model with attention."""
+"""`reproducible='exact'`: atoms, sums in a fixed order, a norm independent of the order, elementwise optimizers.
+`deterministic=True`: the settings of torch, and two runs of a model with attention."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from chatgpt.trainer.metrics import BatchStats, Highest, Mean
 # ---------------------------------------------------------------------- atoms
 
 
-class Of(OneProcess):
-    """Rank `rank` of `world_size`, as far as cutting asks."""
+class Rank(OneProcess):
+    """Rank `rank` of `world_size` without other processes, to test how batches are split."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__('cpu')
@@ -49,7 +49,7 @@ class Of(OneProcess):
 
 
 def on_all(ranks: int, *args, **kw) -> list[ExactSums]:
-    return [ExactSums(Of(rank, ranks), *args, **kw) for rank in range(ranks)]
+    return [ExactSums(Rank(rank, ranks), *args, **kw) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize('below', [False, True])
@@ -70,22 +70,22 @@ def test_a_train_batch_is_cut_alike_for_any_ranks(count, below):
     for ranks in (2, 4, 8):
         rounds = [round for sums in on_all(ranks, ranks_below=below) for round in sums.rounds(lengths, None)]
         assert sorted(rounds) == whole
-    assert Sums(Of(1, 2)).rounds(lengths, 30) == [(1, micro_batches(lengths, 2, 30)[1])]
+    assert Sums(Rank(1, 2)).rounds(lengths, 30) == [(1, micro_batches(lengths, 2, 30)[1])]
 
 
 @pytest.mark.parametrize('count', [2, 4, 8, 12, 20, 24, 40])
 def test_a_timestep_is_cut_alike_for_any_ranks(count):
-    """Each rank cuts the samples that it has drawn, without knowing the others'."""
+    """Each rank splits its own samples, without those of others."""
     whole = on_all(1)[0].parts(count)
     assert [i for atom in whole for i in atom] == list(range(count))
     for ranks in (n for n in (2, 4, 8) if count % n == 0):
         share = count // ranks
         of_all = [[r * share + i for i in atom] for r, sums in enumerate(on_all(ranks)) for atom in sums.parts(share)]
         assert of_all == whole
-        assert [i for sums in on_all(ranks) for i in sums.dealt(count)] == list(range(-(-count // 8) * 8))
+        assert [i for sums in on_all(ranks) for i in sums.own_range(count)] == list(range(-(-count // 8) * 8))
     with pytest.raises(ValueError, match='ranks have between 1 and 2 samples; give each the same number'):
         on_all(1)[0].check_counts(1, 2)
-    Sums(Of(0, 2)).check_counts(1, 2)
+    Sums(Rank(0, 2)).check_counts(1, 2)
 
 
 def test_a_sweep_runs_the_same_forwards_for_any_ranks():
@@ -99,7 +99,7 @@ def test_a_sweep_runs_the_same_forwards_for_any_ranks():
     assert forwards(on_all(1)) == forwards(on_all(2)) == forwards(on_all(4)) == forwards(on_all(8))
     atoms = [atom for _, (atom,) in on_all(1)[0].rounds(lengths, None)]
     assert any(len(cut_by_tokens([lengths[i] for i in atom], 30)) > 1 for atom in atoms)
-    assert forwards([Sums(Of(0, 1))]) != forwards([Sums(Of(0, 2)), Sums(Of(1, 2))])  # negative control
+    assert forwards([Sums(Rank(0, 1))]) != forwards([Sums(Rank(0, 2)), Sums(Rank(1, 2))])  # negative control
 
 
 def test_layouts_that_do_not_fit_are_refused():
@@ -110,14 +110,14 @@ def test_layouts_that_do_not_fit_are_refused():
         (4, 8, '4 atoms cannot be dealt to 8 processes; start 1 or 2 or 4 of them'),
     ):
         with pytest.raises(ValueError, match=message):
-            ExactSums(Of(0, ranks), atoms)
+            ExactSums(Rank(0, ranks), atoms)
     with pytest.raises(ValueError, match='8 atoms cannot be dealt to 3 processes'):
         SFTRun(reproducible='exact', train_batch_size=12).validate(world_size=3)
     SFTRun(train_batch_size=12).validate(world_size=3)
 
 
 def test_an_atom_is_never_split():
-    sums = ExactSums(Of(0, 1), 4)
+    sums = ExactSums(Rank(0, 1), 4)
     with pytest.raises(ValueError, match='of the 4 atoms of a train batch of 12 has 3 rows of up to 9 tokens, 27 '):
         sums.rounds([9] * 12, 26)
     assert [len(atom) for _, (atom,) in sums.rounds([9] * 12, 27)] == [3] * 4
@@ -135,7 +135,7 @@ def plus(a: float, b: float) -> float:
 
 
 def by_hand(x: list[float]) -> float:
-    """((1 + 2) + (3 + 4)) + ((5 + 6) + (7 + 8)), each rounded to fp32."""
+    """Returns ((1 + 2) + (3 + 4)) + ((5 + 6) + (7 + 8)), each sum rounded to fp32."""
     return plus(plus(plus(x[0], x[1]), plus(x[2], x[3])), plus(plus(x[4], x[5]), plus(x[6], x[7])))
 
 
@@ -151,12 +151,12 @@ def test_a_tree_of_sums():
     in_turn = 0.0
     for x in UNEVEN:
         in_turn = plus(in_turn, x)
-    assert in_turn != by_hand(UNEVEN)  # negative control: the order shows
+    assert in_turn != by_hand(UNEVEN)  # negative control: the result depends on the order
     assert tree.count == 0
 
 
 def test_what_has_no_gradient_counts_as_zero():
-    """Of three parameters: one used by two atoms, one by none, one that is -0 where it is used at all."""
+    """Three parameters: one used by two atoms, one by none, and one with the gradient -0 in a single atom."""
     tree, used = TreeSum(8), {1: 2.0, 6: 3.0}
     for i in range(8):
         tree.add([torch.tensor([used[i]]) if i in used else None, None, torch.tensor([-0.0]) if i == 3 else None])
@@ -192,7 +192,7 @@ def test_ranks_are_added_in_the_same_tree():
 
 
 def gradients() -> torch.Tensor:
-    """Of 80 powers of two, fp32's smallest numbers among them."""
+    """Returns gradients over 80 powers of two, including fp32's smallest numbers."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(5000, generator=generator) * 2.0 ** torch.randint(-60, 20, (5000,), generator=generator)
 
@@ -209,7 +209,7 @@ def test_the_norm_is_right():
 
 
 def one_by_one(numbers: list[float]) -> float:
-    """Their sum, rounded at each step; `sum` itself rounds less often from Python 3.12 on."""
+    """Returns the sum, rounded at each step; `sum` rounds less often from Python 3.12 on."""
     return functools.reduce(operator.add, numbers)
 
 
@@ -222,7 +222,7 @@ def test_no_sharding_shows_in_the_norm():
         norms.add(exact_norm(parts, torch.device('cpu')))
         plain.add(math.sqrt(one_by_one([float(p.square().sum(dtype=torch.float64)) for p in parts])))
     assert len(norms) == 1
-    assert len(plain) > 1  # negative control: sums in fp64 show it
+    assert len(plain) > 1  # negative control: sums in fp64 depend on the order
 
 
 def test_metrics_are_rounded_once():
@@ -241,7 +241,7 @@ def test_metrics_are_rounded_once():
 
 
 class Normalised(torch.optim.SGD):
-    """A step of length 1: every element depends on all."""
+    """An optimizer with steps of length 1, so that every element depends on all."""
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -269,13 +269,13 @@ def test_optimizers_are_tried(make, refused):
 
 @pytest.mark.parametrize('offset', [0, 1, 5])
 def test_odd_shards_step_as_the_whole(offset):
-    """Every length up to two vectors, and some that end within one, at places where memory is not aligned."""
+    """Tries all lengths up to two vectors, and some that end within one, in unaligned memory."""
     torch.manual_seed(0)
     size = 3000
     start, *steps = (torch.randn(size) * 10.0 ** torch.randint(-6, 3, (size,)) for _ in range(4))
 
     def stepped(part: slice) -> torch.Tensor:
-        parameter = nn.Parameter(start.clone()[part])  # a view: as unaligned as it comes
+        parameter = nn.Parameter(start.clone()[part])  # a view, which may be unaligned
         optimizer = torch.optim.AdamW([parameter], lr=1e-3, weight_decay=0.1)
         for gradient in steps:
             parameter.grad = gradient[part] * 0.37  # clipped
@@ -290,7 +290,7 @@ def test_odd_shards_step_as_the_whole(offset):
 
 
 def test_weights_begin_where_memory_does():
-    """A file's weights lie anywhere; those that FSDP gathers do not, and a BLAS may see it."""
+    """Weights from files may be unaligned, unlike those that FSDP gathers, which may change the kernel of a BLAS."""
     layer = nn.Linear(5, 3)
     memory = torch.randn(16)
     layer.weight.data = memory[1:].view(3, 5)
@@ -304,12 +304,12 @@ def test_weights_begin_where_memory_does():
 
 
 def test_a_second_optimizer_of_a_model_gets_its_own_gradients():
-    """And none of another that was prepared with the model before, whose tree stays empty."""
+    """It does not get those of an optimizer that was prepared with the model before."""
     with NaiveStrategy(reproducible='exact', atoms=2) as strategy:
         model = nn.Linear(2, 1, bias=False)
         _, other = strategy.prepare((model, torch.optim.SGD(model.parameters(), lr=1.0)))
         _, optimizer = strategy.prepare((model, torch.optim.SGD(model.parameters(), lr=1.0)))
-        strategy.backward(model(torch.ones(2)).sum(), model, other)  # whose round does not end
+        strategy.backward(model(torch.ones(2)).sum(), model, other)  # its round does not end
         strategy.discard_gradients(other)
         before = model.weight.detach().clone()
         for row in ((1.0, 0.0), (2.0, 3.0)):
@@ -357,7 +357,7 @@ USUAL, CHOSEN = (False, False, True, True, True, True), (True, True, False, Fals
 
 
 def trained() -> list[torch.Tensor]:
-    """Three steps of a GPT-2 with torch's attention and dropout."""
+    """Returns the parameters after three steps of a GPT-2 with torch's attention and dropout."""
     with NaiveStrategy(seed=3, device='cpu', deterministic=True) as strategy:
         assert state() == CHOSEN
         model = tiny_causal_lm('gpt2')

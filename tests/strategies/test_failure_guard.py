@@ -1,4 +1,4 @@
-"""One rank raising ends all ranks within seconds with that rank's message and a non-zero exit."""
+"""The failure guard: an exception on one rank ends all ranks within seconds, with its message and a non-zero exit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from scripts_on_ranks import run_source
 
 from chatgpt.strategies import NaiveStrategy
-from chatgpt.strategies.guard import PATIENCE, FailureGuard, Whereabouts
+from chatgpt.strategies.guard import STUCK_SHARE, FailureGuard, RankStatus
 from chatgpt.testing.processes import run_distributed
 
 HEAD = """
@@ -20,15 +20,15 @@ strategy = DDPStrategy(device='cpu')
 rank = strategy.rank
 """
 HOURS = """
-# The guard's clock: it stands still until rank 1 has said that it will not come, then an hour passes in a second.
+# The guard's clock is 0 until rank 1 sets 'asleep', then an hour passes in a second.
 began, asleep = time.monotonic(), dist.distributed_c10d._get_default_store().clone()
-strategy.ranks.whereabouts.clock = lambda: 3600 * (time.monotonic() - began) if asleep.check(['asleep']) else 0.0
-strategy.ranks.whereabouts.note('before the run')
+strategy.ranks.status.clock = lambda: 3600 * (time.monotonic() - began) if asleep.check(['asleep']) else 0.0
+strategy.ranks.status.note('before the run')
 """
 
 
 def launch(body: str, head: str = '') -> tuple[list[int], list[str]]:
-    """Run a script on two ranks; exit codes, and what was printed."""
+    """Runs a script on two ranks; returns exit codes and outputs."""
     results = run_source(HEAD + head + textwrap.dedent(body))
     texts = [text for _, text in results]
     assert any('ready' in text.splitlines() for text in texts), texts
@@ -36,14 +36,14 @@ def launch(body: str, head: str = '') -> tuple[list[int], list[str]]:
 
 
 @pytest.mark.parametrize(
-    ('failing', 'failure', 'other', 'said'),
+    ('failing', 'failure', 'other', 'message'),
     [
         (1, "raise KeyError('no such shelf')", 'strategy.all_reduce(torch.ones(3))', "KeyError: 'no such shelf'"),
         (0, "raise KeyError('no such shelf')", 'strategy.all_reduce(torch.ones(3))', "KeyError: 'no such shelf'"),
         (1, "sys.exit('out of paper')", 'time.sleep(3600)', 'SystemExit: out of paper'),  # busy with something else
     ],
 )
-def test_other_ranks_end_with_the_message(failing, failure, other, said):
+def test_other_ranks_end_with_the_message(failing, failure, other, message):
     codes, texts = launch(f"""
         with strategy.failure_guard():
             strategy.barrier()
@@ -55,8 +55,8 @@ def test_other_ranks_end_with_the_message(failing, failure, other, said):
     """)
     assert codes == [1, 1], texts
     assert f'[rank {1 - failing}] stopped' in texts[1 - failing]
-    assert f'because rank {failing} failed: {said}' in texts[1 - failing]
-    assert said.split(': ')[1] in texts[failing] and ('Traceback' in texts[failing]) == ('KeyError' in said)
+    assert f'because rank {failing} failed: {message}' in texts[1 - failing]
+    assert message.split(': ')[1] in texts[failing] and ('Traceback' in texts[failing]) == ('KeyError' in message)
 
 
 def test_a_rank_that_has_finished_learns_of_a_late_failure():
@@ -77,18 +77,18 @@ def test_a_rank_that_has_finished_learns_of_a_late_failure():
 def _same_mistake_everywhere():
     from chatgpt.strategies.ddp import DDPStrategy
 
-    said = []
+    results = []
     with DDPStrategy(device='cpu') as strategy:
-        for attempt in range(3):  # a guard can be entered again after a failure that every rank survived
+        for attempt in range(3):  # a guard can be entered again after a failure that all ranks handled
             try:
                 with strategy.failure_guard(), strategy.failure_guard():
                     if attempt != 1:
                         raise ValueError(f'mistake {attempt}')
-                    said.append(strategy.all_gather_object(strategy.rank))
+                    results.append(strategy.all_gather_object(strategy.rank))
             except ValueError as error:
-                said.append(str(error))
+                results.append(str(error))
             strategy.barrier()
-    return said
+    return results
 
 
 def test_the_same_mistake_on_every_rank_keeps_its_class():
@@ -100,51 +100,50 @@ def test_one_process_has_nothing_to_guard():
         _ = 1 / 0
 
 
-def guard_at_hand(waits: bool) -> tuple[FailureGuard, Whereabouts, list[float]]:
-    """A guard with a timeout of 100 s, where its main thread seems to be, and [the clock, its processor time] to be
-    set."""
+def fake_guard(waits: bool) -> tuple[FailureGuard, RankStatus, list[float]]:
+    """Returns a guard with a timeout of 100 s, its status, and a list [time, CPU time] that tests set."""
     time_and_use = [0.0, 0.0]
-    here = Whereabouts(clock=lambda: time_and_use[0])
+    here = RankStatus(clock=lambda: time_and_use[0])
     here.is_waiting = lambda: waits  # type: ignore[method-assign]
-    here.processor_s = lambda: time_and_use[1]  # type: ignore[method-assign]
-    return FailureGuard(0, 2, timeout_s=100.0, whereabouts=here), here, time_and_use
+    here.cpu_s = lambda: time_and_use[1]  # type: ignore[method-assign]
+    return FailureGuard(0, 2, timeout_s=100.0, status=here), here, time_and_use
 
 
 def test_patience_ends_before_the_collective_does():
-    guard, here, now = guard_at_hand(waits=True)
+    guard, here, now = fake_guard(waits=True)
     assert not guard._is_stuck()
-    now[0] = 100 * PATIENCE - 0.1
+    now[0] = 100 * STUCK_SHARE - 0.1
     assert not guard._is_stuck()
-    now[0] = 100 * PATIENCE + 0.1
+    now[0] = 100 * STUCK_SHARE + 0.1
     assert guard._is_stuck() and now[0] < 100
     here.note('the next phase')
     assert not guard._is_stuck()
 
 
 def test_a_collective_of_the_strategy_counts_from_its_own_start():
-    guard, here, now = guard_at_hand(waits=False)
+    guard, here, now = fake_guard(waits=False)
     now[0] = 500.0
     with here.waiting():
-        now[0], now[1] = 500 + 100 * PATIENCE - 0.1, 3.0
+        now[0], now[1] = 500 + 100 * STUCK_SHARE - 0.1, 3.0
         assert not guard._is_stuck()
         now[0] += 0.2
-        assert guard._is_stuck(), 'processor time, as of threads that poll, is no progress in a collective of its own'
+        assert guard._is_stuck(), 'CPU time, as of polling threads, is no progress inside a collective of the strategy'
     assert not guard._is_stuck()
 
 
 def test_a_main_thread_that_uses_the_processor_gets_on():
-    """Collectives of a library, for ever, and nothing said of it: as a sharded model scores."""
-    guard, _, now = guard_at_hand(waits=True)
+    """As while a sharded model scores: collectives of torch, for a long time, without a progress note."""
+    guard, _, now = fake_guard(waits=True)
     for step in range(50):
         now[:] = [80.0 * step, 0.01 * step]
         assert not guard._is_stuck()
-    now[0] += 100 * PATIENCE + 0.1
+    now[0] += 100 * STUCK_SHARE + 0.1
     assert guard._is_stuck()
 
 
 def test_a_main_thread_that_is_still_outside_a_collective_is_let_be():
-    """It reads a file or sleeps; the ranks that wait for it notice."""
-    guard, _, now = guard_at_hand(waits=False)
+    """It reads a file or sleeps; the ranks that wait for it report it."""
+    guard, _, now = fake_guard(waits=False)
     for step in range(50):
         now[0] = 80.0 * step
         assert not guard._is_stuck()
@@ -152,7 +151,7 @@ def test_a_main_thread_that_is_still_outside_a_collective_is_let_be():
 
 @pytest.mark.parametrize('collective', ['strategy.all_gather_object(rank)', 'dist.all_reduce(torch.ones(3))'])
 def test_a_rank_that_does_not_come_is_named(collective):
-    """Rank 1 sleeps in a function of its own while rank 0 waits; nobody raises, and no collective has an answer."""
+    """Rank 1 sleeps in a function while rank 0 waits; no rank raises, and no collective times out."""
     codes, texts = launch(
         f"""
         def busy_elsewhere():
@@ -177,7 +176,7 @@ def test_a_rank_that_does_not_come_is_named(collective):
 
 @pytest.mark.system
 def test_it_is_named_before_the_collective_gives_up():
-    """Against the collective's own timeout, which knows real time only."""
+    """Uses the real timeout of the collective."""
     codes, texts = launch("""
         strategy.close()
         strategy = DDPStrategy(device='cpu', timeout_s=20)
@@ -213,8 +212,7 @@ def test_a_frozen_rank_is_named_too():
 
 
 def test_ranks_that_get_on_are_let_be():
-    """Collectives of a library one after another, for longer than the timeout, and nothing said of it: as a sharded
-    model scores."""
+    """As while a sharded model scores: collectives of torch, for longer than the timeout, without a progress note."""
     codes, texts = launch("""
         strategy.ranks.timeout_s = 2
         with strategy.failure_guard():

@@ -1,5 +1,5 @@
-"""The padding-free forward, the joined hydra pass and blocks that come one after another, under DDP and FSDP.
-ColossalAI's strategies: test_colossalai.py."""
+"""The padding-free forward, the joined hydra pass and streamed blocks, under DDP and FSDP. For ColossalAI's strategies
+see test_colossalai.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """FSDP2 on gloo: the conformance suite with CPU offload and in bf16, activation checkpointing, full copies.
 
-With shards in host memory on a group that takes no tensor of the CPU, as NCCL does: a dispatch mode in which 'cuda' is
-host memory that is marked, and a collective on what is not marked is the error that NCCL's group gives.
+NCCL, which takes no CPU tensors, is simulated for shards in host memory: in a dispatch mode 'cuda' tensors are marked
+host memory, and collectives of unmarked tensors raise NCCL's error.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ def test_conformance(precision, cpu_offload, tmp_path):
 
 
 def block_forwards() -> dict[bool, tuple[int, float]]:
-    """By `activation_checkpointing`: how often a block's MLP computes in one forward and backward, and the gradient
-    norm."""
+    """Returns {activation_checkpointing: (number of MLP forwards in one forward and backward, gradient norm)}."""
     calls, original = list[int](), GPT2MLP.forward
 
     def counted(self: Any, *args: Any) -> Any:
@@ -81,8 +80,8 @@ def test_each_block_computes_twice():
 
 
 def before_within_after() -> tuple[bool, int, int]:
-    """Whether the sharded weights stand as they were while a copy is made and after it; modules that the local engine
-    runs packed, and those that it could."""
+    """Returns True if making a full copy does not change the shards, and the numbers of modules that the local engine
+    runs packed and that it could."""
     with FSDPStrategy(device='cpu', activation_checkpointing=True) as strategy:
         strategy.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4)))  # frozen
         model = torch.nn.Sequential(torch.nn.Linear(4, 4))
@@ -114,24 +113,24 @@ def before_within_after() -> tuple[bool, int, int]:
 def test_a_model_that_cannot_recompute_is_refused_and_generating_moves_no_adapter():
     ((stands, replaced, packable),) = run_distributed(before_within_after, 1, init_group=True)
     assert stands
-    assert replaced == packable > 4  # folded adapters take no part: their layers decode like plain ones
+    assert replaced == packable > 4  # layers with folded adapters decode like plain ones
 
 
-# ---------------------------------------------------------------- shards in host memory, on a group like that of NCCL
+# ---------------------------------------------------------------- shards in host memory, with NCCL simulated
 
 
 class OnlyDeviceCollectives(TorchDispatchMode):
-    """Two ranks of gloo as two ranks of NCCL. Marked storages are on the device, all others on the CPU."""
+    """A mode in which ranks of gloo behave as ranks of NCCL: marked storages are on the device, others on the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
         self.marked: dict[int, Any] = {}
         self.largest = 0
-        """elements of the largest tensor that went through a collective"""
+        """elements of the largest tensor in a collective"""
 
     def mark(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        self.marked[storage._cdata] = storage  # held, so that no other gets its address
+        self.marked[storage._cdata] = storage  # kept alive, so that its address is not reused
 
     def is_marked(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self.marked
@@ -160,7 +159,7 @@ class OnlyDeviceCollectives(TorchDispatchMode):
 
 
 class Odd(nn.Module):
-    """Rows that two ranks do not share evenly, fewer rows than ranks, several dimensions."""
+    """A module with odd numbers of rows, fewer rows than ranks, and several dimensions."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The processor's instructions, cards that torch cannot use, and freed memory that stays with a CPU process."""
+"""Instructions of the processor, GPUs that torch cannot use, and freed memory that a CPU process keeps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from chatgpt.testing.processes import run_distributed
 
 @pytest.fixture
 def found(monkeypatch):
-    """A function that says what torch finds, and gives the answer."""
+    """Returns a function that sets the capabilities that torch reports and returns (bf16, fp16) of `processor`."""
     monkeypatch.delenv('CHATGPT_PROCESSOR')
     monkeypatch.delenv('ONEDNN_MAX_CPU_ISA', raising=False)
     monkeypatch.delenv('DNNL_MAX_CPU_ISA', raising=False)
@@ -69,21 +69,21 @@ def test_every_test_has_the_same_answer_and_ranks_have_it_too(without_16_bits):
     assert run_distributed(processor, 1) == run_distributed(processor, 1, fresh=True) == [processor()]
 
 
-ASKS = {'get_capabilities', 'get_cpu_capability', '_is_avx512_supported', '_is_amx_tile_supported', '/proc/cpuinfo'}
-ASKERS = {'chatgpt/strategies/machine.py', 'tests/strategies/test_machine.py'}
-ASKERS |= {'chatgpt/trainer/callbacks/run_record.py', 'tests/fixed_runs/record.py'}  # its name, beside numbers
+QUERIES = {'get_capabilities', 'get_cpu_capability', '_is_avx512_supported', '_is_amx_tile_supported', '/proc/cpuinfo'}
+ALLOWED = {'chatgpt/strategies/machine.py', 'tests/strategies/test_machine.py'}
+ALLOWED |= {'chatgpt/trainer/callbacks/run_record.py', 'tests/fixed_runs/record.py'}  # record the processor's name
 
 
 def test_nothing_else_asks_the_processor():
-    """In both packages and in tests, by the names of what can be asked."""
+    """Searches both packages and the tests for the names in `QUERIES`."""
     root = Path(__file__).resolve().parents[2]
-    asking = set()
+    found_in = set()
     for path in (p for folder in ('chatgpt', 'compat', 'tests') for p in (root / folder).rglob('*.py')):
         text = path.read_text()
-        nodes = ast.walk(ast.parse(text)) if any(word in text for word in ASKS) else ()
-        if any(getattr(node, 'attr', getattr(node, 'value', None)) in ASKS for node in nodes):
-            asking.add(path.relative_to(root).as_posix())
-    assert asking <= ASKERS and 'chatgpt/strategies/machine.py' in asking
+        nodes = ast.walk(ast.parse(text)) if any(word in text for word in QUERIES) else ()
+        if any(getattr(node, 'attr', getattr(node, 'value', None)) in QUERIES for node in nodes):
+            found_in.add(path.relative_to(root).as_posix())
+    assert found_in <= ALLOWED and 'chatgpt/strategies/machine.py' in found_in
 
 
 CARD = 'echo "NVIDIA H100, 470.57.02"; echo "NVIDIA H100, 470.57.02"'
@@ -114,17 +114,17 @@ def warned() -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ('built', 'said'),
+    ('built', 'message'),
     [
         (None, 'torch 9.9 is a build without CUDA'),
         ('13.0', 'torch 9.9 is built for CUDA 13.0, for which driver 470.57.02'),
     ],
 )
-def test_a_card_that_stays_idle_is_named_with_both_versions(nvidia_smi, monkeypatch, built, said):
+def test_a_card_that_stays_idle_is_named_with_both_versions(nvidia_smi, monkeypatch, built, message):
     nvidia_smi(CARD)
     monkeypatch.setattr(torch.version, 'cuda', built)
     (text,) = warned()
-    assert 'NVIDIA H100 (driver 470.57.02), and the run goes to the CPU' in text and said in text
+    assert 'NVIDIA H100 (driver 470.57.02), and the run goes to the CPU' in text and message in text
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_card_that_stays_idle_is_named_with_both_versions(nvidia_smi, monkeypa
     [('exit 9', '', ''), ('echo "No devices"', '', ''), (CARD, 'CUDA_VISIBLE_DEVICES', ''), (CARD, 'LOCAL_RANK', '1')],
 )
 def test_silent(nvidia_smi, monkeypatch, script, name, value):
-    """No card, cards that were hidden on purpose, and another process of the machine."""
+    """No GPU, GPUs hidden by the user, and another process of the machine."""
     nvidia_smi(script)
     if name:
         monkeypatch.setenv(name, value)
@@ -140,12 +140,12 @@ def test_silent(nvidia_smi, monkeypatch, script, name, value):
 
 
 def faults() -> int:
-    """Pages that the kernel hands out while 64 MiB are filled and freed four times."""
+    """Returns the page faults while 64 MiB are filled and freed four times."""
 
     def use() -> None:
         _ = [torch.ones(1 << 21) for _ in range(8)]
 
-    for _ in range(4):  # until the heap has found its shape
+    for _ in range(4):  # warm-up of the heap
         use()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(4):
@@ -154,7 +154,7 @@ def faults() -> int:
 
 
 def faults_by_setting() -> tuple[bool, int, bool, int]:
-    """With glibc's first thresholds, of which the user has set one; and with ours."""
+    """Returns results and page faults with glibc's defaults, one of which the user has set, and with the library's."""
     for name in [n for n in os.environ if n.startswith(('MALLOC_', 'GLIBC_', 'LD_PRELOAD'))]:
         del os.environ[name]
     mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
@@ -168,8 +168,8 @@ def faults_by_setting() -> tuple[bool, int, bool, int]:
 
 @pytest.mark.skipif(not sys.platform.startswith('linux'), reason='mallopt is of glibc')
 def test_freed_blocks_are_used_again_unless_the_user_has_settings_of_their_own():
-    [(with_the_users, given_back, told, count)] = run_distributed(faults_by_setting, 1)
-    if not told:
+    [(with_the_users, given_back, changed, count)] = run_distributed(faults_by_setting, 1)
+    if not changed:
         pytest.skip('this C library has no mallopt')
-    assert count < 2000  # 65536 pages when given back in between
+    assert count < 2000  # 65536 if memory is returned to the kernel in between
     assert not with_the_users and given_back > 10 * count

@@ -1,4 +1,4 @@
-"""Frozen models that wait in host memory: where their weights are when, and that no number changes."""
+"""Frozen models offloaded to host memory: when their weights are on the device, and that no number changes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import PPOTrainer
 
 
-class Apart(OffloadedWeights):
-    """A clone stands for a device's memory."""
+class FakeDevice(OffloadedWeights):
+    """Offloaded weights with clones in place of device memory."""
 
     def on_device(self, copy):
         return copy.clone()
@@ -28,20 +28,19 @@ def test_weights_come_and_go():
     module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)).requires_grad_(False)
     before = {k: v.clone() for k, v in module.state_dict().items()}
     parameters = list(module.parameters())
-    idle = Apart(module, torch.device('cpu'))
-    at_home = [t.data_ptr() for t in module.state_dict().values()]
+    idle = FakeDevice(module, torch.device('cpu'))
+    on_host = [t.data_ptr() for t in module.state_dict().values()]
     idle.onload()
-    assert not set(at_home) & {t.data_ptr() for t in module.state_dict().values()}
+    assert not set(on_host) & {t.data_ptr() for t in module.state_dict().values()}
     assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
     assert all(torch.equal(before[k], v) for k, v in module.state_dict().items())
     idle.offload()
-    assert [t.data_ptr() for t in module.state_dict().values()] == at_home
+    assert [t.data_ptr() for t in module.state_dict().values()] == on_host
     assert all(torch.equal(before[k], v) for k, v in module.state_dict().items())
 
 
 class Poisoned(NaiveStrategy):
-    """As on a device with memory of its own: an offloaded model has nothing but NaN, and comes back with its numbers.
-    Notes which model is there when."""
+    """A strategy in which offloaded models hold NaN, and which records when models are on the device."""
 
     def __init__(self) -> None:
         super().__init__(seed=1)
@@ -49,7 +48,7 @@ class Poisoned(NaiveStrategy):
         self.names: dict[int, str] = {}
 
     def offload(self, model):
-        class Away(Apart):
+        class Away(FakeDevice):
             def offload(self):
                 for tensor in self.tensors:
                     tensor.data = torch.full_like(tensor, float('nan'))
@@ -105,8 +104,8 @@ def test_reward_and_initial_model_are_there_only_while_scoring_and_no_number_cha
 
 
 def refusal() -> None:
-    told = 'with cpu_offload=True frozen models wait in host memory already; leave one of them out'
-    with FSDPStrategy(cpu_offload=True) as strategy, pytest.raises(ValueError, match=told):
+    message = 'with cpu_offload=True frozen models wait in host memory already; leave one of them out'
+    with FSDPStrategy(cpu_offload=True) as strategy, pytest.raises(ValueError, match=message):
         strategy.offload(strategy.prepare(torch.nn.Linear(2, 2)))
 
 

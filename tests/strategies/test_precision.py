@@ -1,5 +1,4 @@
-"""What 'auto' computes in, TF32 and fused AdamW beside it, what is kept in 16 bits, and CPUs without instructions for
-them."""
+"""Precision 'auto', TF32, fused AdamW, weights stored in 16 bits, and CPUs without instructions for 16 bits."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def batch():
 
 
 def shifted(module: nn.Module) -> nn.Module:
-    """With numbers that bf16 does not have, and adapters that say something."""
+    """Adds noise, so that weights are not exact in bf16 and adapters are not zero."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -65,8 +64,8 @@ def test_auto_is_bf16_on_a_gpu_that_has_it(monkeypatch):
         assert NaiveStrategy(device='cuda:0', precision='bf16').numerics.precision == 'bf16'
 
 
-def _a_rank_of_a_mixed_box():
-    torch.distributed.init_process_group('gloo')  # where there is a group, strategies use it
+def _rank_with_mixed_gpus():
+    torch.distributed.init_process_group('gloo')  # strategies use an existing group
     rank = torch.distributed.get_rank()
     with pretend_cuda(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, 'set_device', lambda device: None)
@@ -83,18 +82,18 @@ def _a_rank_of_a_mixed_box():
 
 
 def test_ranks_that_would_compute_in_different_precisions_are_refused():
-    run_distributed(_a_rank_of_a_mixed_box, 2)
+    run_distributed(_rank_with_mixed_gpus, 2)
 
 
 class Narrow(NaiveStrategy):
     _only_16_bits = True
 
 
-def test_who_asks_for_16_bits_on_a_cpu_without_is_told_what_can_be_had(without_16_bits):
+def test_16_bits_on_a_cpu_without_instructions_for_them_are_a_warning(without_16_bits):
     assert emulates(CPU, torch.bfloat16) and emulates(CPU, torch.float16) and not emulates(CPU, torch.float32)
     for precision in ('bf16', 'fp16'):
-        told = f"precision='{precision}': this CPU has no .* learning imitates in fp32, .*Give precision='fp32'$"
-        with pytest.warns(UserWarning, match=told):
+        message = f"precision='{precision}': this CPU has no .* learning imitates in fp32, .*Give precision='fp32'$"
+        with pytest.warns(UserWarning, match=message):
             NaiveStrategy(device='cpu', precision=precision).close()
     with pytest.warns(UserWarning, match=r"which this strategy has not: take another with precision='fp32'$"):
         with Narrow(device='cpu') as strategy:
@@ -107,7 +106,7 @@ def test_tf32_is_for_forward_and_backward_in_bf16_on_cuda():
         with NaiveStrategy(**({'device': 'cuda:0'} | options)) as strategy:
             model = nn.Linear(2, 1)
             model, optimizer = strategy.prepare((model, torch.optim.SGD(model.parameters(), lr=0.1)))
-            with strategy._products():  # around autocast, which the pretend device does not have
+            with strategy._products():  # without autocast, which the simulated device does not have
                 found.add(torch.get_float32_matmul_precision())
                 loss = model(torch.ones(1, 2, device=strategy.device)).sum()
             loss.register_hook(lambda _: found.add(torch.get_float32_matmul_precision()))
@@ -120,7 +119,7 @@ def test_tf32_is_for_forward_and_backward_in_bf16_on_cuda():
         assert setting() == setting(precision='bf16') == {'high'}
         for exact in ({'precision': 'fp32'}, {'device': 'cpu'}, {'deterministic': True}, {'reproducible': 'exact'}):
             assert setting(**exact) == {'highest'}
-        torch.set_float32_matmul_precision('medium')  # somebody's choice
+        torch.set_float32_matmul_precision('medium')  # set by the user
         try:
             assert setting() == {'medium'}
         finally:
@@ -131,7 +130,7 @@ def test_tf32_is_for_forward_and_backward_in_bf16_on_cuda():
 
 
 def test_states_move_between_fused_and_plain(tmp_path):
-    """Two steps on the one, saved, two on the other: within rounding the numbers of four on either."""
+    """Two steps with one, saving, and two steps with the other give the numbers of four steps, up to rounding."""
 
     def learned(device: str, load: bool, steps: int = 2) -> torch.Tensor:
         torch.manual_seed(0)
@@ -163,7 +162,7 @@ def test_states_move_between_fused_and_plain(tmp_path):
     assert all(torch.allclose(end, ends[0], rtol=1e-5, atol=1e-6) for end in ends)
 
 
-# --- what is kept in 16 bits
+# --- weights stored in 16 bits
 
 
 @pytest.mark.parametrize('precision', ['bf16', 'fp16'])
@@ -184,11 +183,11 @@ def test_a_frozen_model_kept_in_16_bits_has_the_bits_of_autocast(family, precisi
             kept = {n for n, p in frozen.named_parameters() if p.dtype is strategy.numerics.dtype}
             assert kept and all(before[n].dim() == 2 for n in kept)
             assert not any('emb' in n or 'wte' in n or 'wpe' in n or 'norm' in n or 'head' in n for n in kept)
-            assert torch.equal(frozen(batch())[0] if isinstance(frozen, Actor) else frozen(batch()), want)  # of itself
+            assert torch.equal(frozen(batch())[0] if isinstance(frozen, Actor) else frozen(batch()), want)  # by a hook
 
 
 def in_bf16(module: nn.Module) -> nn.Module:
-    """As of a folder in bf16, loaded in fp32."""
+    """Rounds fp32 weights to bf16, as if loaded from a bf16 folder."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(parameter.bfloat16().float())
@@ -223,7 +222,7 @@ def test_the_weights_under_adapters_are_kept_in_bf16_where_that_loses_nothing(ex
         assert {layer.lora_A.dtype for layer in layers.values()} == {torch.float32}
         with torch.no_grad(), strategy.autocast():
             assert torch.equal(actor(batch()).logprobs, want)
-        # what is written is exact, and in fp32 as ever
+        # saved weights are exact and fp32
         pieces = {p.name: p.data for p in strategy.model_pieces(actor)}
         assert all(torch.equal(pieces[n], p.detach().reshape(-1)) for n, p in plain.named_parameters())
         assert {d.dtype for d in pieces.values() if d.is_floating_point()} == {torch.float32}
@@ -233,10 +232,10 @@ def test_the_weights_under_adapters_are_kept_in_bf16_where_that_loses_nothing(ex
         again = AutoActor.from_pretrained(tmp_path / 'merged')
         assert all(torch.equal(again.get_submodule(n).weight, w) for n, w in merged.items())
         assert {layer.weight.dtype for layer in layers.values()} == {torch.bfloat16 if exact_in_bf16 else torch.float32}
-        # generation has what it had: folded in fp32, rounded once
+        # weights for generation are folded in fp32 and rounded once
         with strategy.full_model(actor) as full:
             assert all(torch.equal(full.get_submodule(n).weight, w.bfloat16()) for n, w in merged.items())
-        # one step is that of fp32 weights under autocast
+        # a step equals that of fp32 weights under autocast
         other = copy.deepcopy(plain)
         other_optimizer = strategy.make_optimizer([p for p in other.parameters() if p.requires_grad], lr=1e-2)
         for model in (actor, other):
@@ -277,7 +276,7 @@ def test_weights_reach_the_device_in_the_dtype_that_they_are_kept_in(with_16_bit
 
 
 class Bytes(TorchDispatchMode):
-    """The largest sum of bytes alive of what operations inside have made."""
+    """A mode that records the peak bytes of tensors that operations inside have created."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,7 +303,7 @@ def test_a_copy_for_generation_needs_no_second_set_of_weights_in_fp32():
     own = sum(p.numel() for p in actor.parameters())
     with Bytes() as counted:
         copied = cast_copy(actor, torch.bfloat16)
-    # the copy itself, and of one layer the product, the sum and their like; a second set would be 4 * whole above it
+    # the copy, and product, sum and temporaries of one layer; a second set of fp32 weights would add 4 * whole
     assert counted.peak - 2 * own <= 16 * largest < 4 * whole
     assert all(torch.equal(p, before[n]) for n, p in actor.named_parameters())
     folded = {n: layer.folded_weight().bfloat16() for n, layer in lora.lora_layers(actor).items()}
@@ -348,12 +347,12 @@ def test_an_adapter_that_is_switched_off_is_not_folded_in():
         cast_copy(actor, torch.bfloat16)
 
 
-# --- a CPU without instructions of 16 bits
+# --- a CPU without instructions for 16 bits
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_products_there_are_of_rounded_numbers_and_rounded_once(dtype):
-    """Forward and backward, against exact sums of the rounded numbers."""
+    """Compares forward and backward with exact sums of the rounded numbers."""
     generator = torch.Generator().manual_seed(0)
     a, w, g = (torch.randn(s, generator=generator).to(dtype) for s in ((5, 33), (7, 33), (5, 7)))
     seen = []
@@ -377,8 +376,8 @@ def test_products_there_are_of_rounded_numbers_and_rounded_once(dtype):
 
 
 def test_there_learning_is_in_bf16_and_generation_and_scores_are_in_fp32(without_16_bits):
-    """Scores and values are those of fp32 to the bit; the first KL is 0 and the first ratio 1, for their two sides are
-    computed alike."""
+    """Scores and values have the bits of fp32; the first KL is 0 and the first ratio 1, since both sides are computed
+    in the same way."""
 
     class Dtypes(LocalEngine):
         def begin(self, actor):
@@ -426,7 +425,7 @@ def test_there_learning_is_in_bf16_and_generation_and_scores_are_in_fp32(without
 
 
 def test_a_narrow_model_is_what_it_was_after_the_strategy(with_16_bits):
-    """Its hooks and dtypes end with the strategy, and transformers' own calls work while it lasts."""
+    """Closing the strategy removes hooks and restores dtypes; before, calls of the transformers model work."""
     torch.manual_seed(0)
     model = AutoRM(config=tiny_config('llama')).eval()
     batch = collate(tiny_sequences())

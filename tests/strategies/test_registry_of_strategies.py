@@ -1,5 +1,5 @@
-"""Strategies of a third party: registered, or named `file.py:Class`; planned by what they say; and those that are their
-own `Ranks`."""
+"""Strategies of third parties: registered or named `file.py:Class`, planned by their memory model, or their own
+`Ranks`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ something = 3
 
 @pytest.fixture(autouse=True)
 def registered():
-    """What a test adds is gone after it."""
+    """Restores the registry after a test."""
     before = dict(STRATEGIES)
     yield
     STRATEGIES.clear()
@@ -93,9 +93,9 @@ def test_it_is_known_by_name_everywhere(file, capsys):
     for given in (['--strategy', 'mina'], ['--help']):
         with pytest.raises(SystemExit):
             flags.parse_args(given)
-    told = capsys.readouterr()
-    assert "strategy='mina' is not known; choose one of naive, ddp" in told.err
-    assert ',mine}|module:name' in ' '.join(told.out.split())
+    printed = capsys.readouterr()
+    assert "strategy='mina' is not known; choose one of naive, ddp" in printed.err
+    assert ',mine}|module:name' in ' '.join(printed.out.split())
 
 
 def test_one_process_and_16_bits_are_the_entrys(file, monkeypatch):
@@ -126,7 +126,7 @@ def test_it_is_planned_by_what_it_says(file):
     assert sum(naive.phases['collect'].device.values()) - sum(mine.phases['collect'].device.values()) == weights
     assert 'initial model weights' not in mine.phases['collect'].device
     assert Setup(config=config, strategy='mine').memory_model.bucket_bytes == 3000
-    own = Setup(config=config, strategy='mine', strategy_options={'factor': 1})  # stands above the name's
+    own = Setup(config=config, strategy='mine', strategy_options={'factor': 1})  # overrides the entry's
     assert own.memory_model.bucket_bytes == 1000
 
 
@@ -152,7 +152,7 @@ def test_the_strategys_own_names_are_those_of_its_ranks():
 
 
 class FormerContract(Ranks, Strategy):
-    """Its own `Ranks`: what was `class FormerContract(Strategy)` and is mended in that line."""
+    """A strategy of the former contract, which needs `Ranks` as an additional base."""
 
     rank, world_size, local_rank, device = 1, 2, 1, torch.device('cpu')
 
@@ -180,6 +180,6 @@ def test_without_ranks_it_is_refused():
     class Silent(Strategy):
         rank = 1
 
-    told = r'Silent does not say which processes it runs on: .* write class Silent\(Ranks, Strategy\)'
-    with pytest.raises(ValueError, match=told):
+    message = r'Silent does not say which processes it runs on: .* write class Silent\(Ranks, Strategy\)'
+    with pytest.raises(ValueError, match=message):
         Silent()

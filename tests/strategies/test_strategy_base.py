@@ -1,4 +1,4 @@
-"""What every strategy inherits, on one process: prepare, clipping by hand, loss scaling, LoRA, files, names of
+"""The base class of strategies, on one process: prepare, clipping by hand, loss scaling, LoRA, files, names of
 states."""
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_what_cannot_be_prepared(strategy):
     for item in (3, 'actor.pt', {'model': nn.Linear(1, 1)}):
         with pytest.raises(ValueError, match=f'cannot prepare a {type(item).__name__}'):
             strategy.prepare(frozen, [item])
-        assert frozen.weight.requires_grad  # nothing was touched
+        assert frozen.weight.requires_grad  # nothing has changed
     with pytest.raises(ValueError, match=r'2 parameter\(s\) in group 0 of SGD do not belong to the Linear'):
         strategy.prepare((nn.Linear(1, 1), torch.optim.SGD(nn.Linear(1, 1).parameters())))
     one, two = nn.Linear(1, 1), nn.Linear(1, 1)
@@ -98,7 +98,7 @@ def test_clipping_by_hand(strategy):
     # gradient (3, 4) of norm 5 is halved
     torch.testing.assert_close(model.weight.detach(), torch.tensor([[1 - 1.5, 1 - 2.0]]), atol=1e-6, rtol=0)
     strategy.backward(model(torch.tensor([[3.0, 4.0]])).sum(), model, optimizer)
-    assert strategy.optimizer_step(optimizer, max_norm=10) == 5.0  # smaller than the limit: as it is
+    assert strategy.optimizer_step(optimizer, max_norm=10) == 5.0  # below the limit, so not clipped
     torch.testing.assert_close(model.weight.detach(), torch.tensor([[-0.5 - 3.0, -1.0 - 4.0]]), atol=1e-6, rtol=0)
     assert strategy.optimizer_step(optimizer) == 0.0  # the gradients were cleared
 
@@ -127,7 +127,7 @@ def test_fp16_skips_and_recovers_and_its_scale_is_saved(tmp_path):
         norms = []
         for _ in range(8):
             with strategy.autocast():
-                loss = model(torch.full((1, 4), 10.0)).sum()  # gradient 10 each: 10 * 65536 overflows fp16
+                loss = model(torch.full((1, 4), 10.0)).sum()  # gradients of 10: 10 * 65536 overflows fp16
             strategy.backward(loss, model, optimizer)
             norms.append(strategy.optimizer_step(optimizer))
             if not math.isfinite(norms[-1]):
@@ -165,9 +165,9 @@ def test_full_model_merges_lora_and_restores_bits(precision, with_16_bits):
             assert torch.equal(full.get_parameter(name), folded[name].to(strategy.numerics.dtype))
             assert full.temperature.dtype is torch.float32 and not full.training
             assert full.head.weight is full.embed.weight
-            if precision == 'bf16':  # a second folding of the copy must not add the adapter again
+            if precision == 'bf16':  # folding the copy again must not add the adapter twice
                 assert torch.equal(merged_state_dict(full)[name], folded[name].bfloat16())
-            raise KeyError  # what was changed is restored then, too
+            raise KeyError  # changes are restored after an exception too
         assert {n: torch.equal(t, before[n]) for n, t in model.state_dict().items()} == dict.fromkeys(before, True)
         assert model.training and not model.blocks[0].training and has_lora(model)
 
@@ -183,8 +183,8 @@ def test_a_malicious_pickle_runs_nothing(strategy, tmp_path):
             return (os.mkdir, (str(trap),))
 
     model, optimizer = pair(strategy)
-    evil = Malicious()
-    torch.save({'meta': {}, 'state': {'x': evil}, 'embed.weight': evil}, tmp_path / 'evil.pt')
+    malicious = Malicious()
+    torch.save({'meta': {}, 'state': {'x': malicious}, 'embed.weight': malicious}, tmp_path / 'evil.pt')
     for load, thing in ((strategy.load_model, model), (strategy.load_optimizer, optimizer)):
         with pytest.raises(CheckpointError, match='evil.pt: a pickle that holds more than tensors.*save_file'):
             load(thing, tmp_path / 'evil.pt')

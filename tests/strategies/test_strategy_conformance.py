@@ -1,4 +1,5 @@
-"""Our strategies and that of docs/strategies.md pass the conformance suite, and those with a planted fault do not."""
+"""The library's strategies and that of docs/strategies.md pass the conformance suite; those with planted faults
+fail."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ class Averages(DDPStrategy):
 
 
 class ForgetsBuckets(DDPStrategy):
-    """Sums only the first bucket."""
+    """A strategy that sums the first bucket only."""
 
     def _reduce_gradients(self, pair):
         first = next(p for _, p in pair.named_parameters())
@@ -157,7 +158,7 @@ def _ddp_fsdp_and_faults():
 
 
 def test_ddp_and_fsdp_on_two_processes_and_planted_faults():
-    """Of new interpreters: each rank with an order of sets of its own."""
+    """Each rank is a new interpreter, with its own order of sets."""
     for found in run_distributed(_ddp_fsdp_and_faults, 2, init_group=True, fresh=True):
         for key in ('DDPStrategy fp32', 'DDPStrategy bf16', 'FSDPStrategy fp32'):
             assert found[key] == dict.fromkeys(all_checks(), 'passed'), key
@@ -168,20 +169,20 @@ def test_ddp_and_fsdp_on_two_processes_and_planted_faults():
             assert text.startswith(('ConformanceError', 'CheckpointError')), (key, text)
 
 
-# ---------------------------------------------------------------- the strategy that docs/strategies.md shows
+# ---------------------------------------------------------------- the strategy in docs/strategies.md
 
 
 ROOT = Path(__file__).parents[2]
 
 
 def shown_files() -> dict[str, str]:
-    """The Python blocks of the page by the file name in their first line."""
+    """Returns the Python blocks of the page by the file names in their first lines."""
     blocks = re.findall(r'```python\n(# (\S+\.py).*?)```', (ROOT / 'docs' / 'strategies.md').read_text(), re.DOTALL)
     return {name: code for code, name in blocks}
 
 
 def run_on_two(folder: Path, files: dict[str, str]) -> list[tuple[int, str]]:
-    """Exit code and output of check_my_strategy.py on each of two processes."""
+    """Returns exit code and output of check_my_strategy.py on each of two processes."""
     for name, code in files.items():
         (folder / name).write_text(code)
     return run_script(['check_my_strategy.py'], folder=folder)
@@ -204,5 +205,5 @@ def test_a_wrong_one_does_not(tmp_path):
     files['check_my_strategy.py'] = files['check_my_strategy.py'].replace('seed=1)', "seed=1), checks=['equals_naive']")
     results = run_on_two(tmp_path, files)
     assert all(code != 0 for code, _ in results)
-    said = 'equals_naive, rank 0: failed: against Naive: gradient norm of step 0'
-    assert all(said in text for _, text in results), results
+    message = 'equals_naive, rank 0: failed: against Naive: gradient norm of step 0'
+    assert all(message in text for _, text in results), results

@@ -1,4 +1,4 @@
-"""Blocks that come one after another for generating (tokens: test_fast_paths.py); whole models written, never held."""
+"""Streamed blocks (their tokens: test_fast_paths.py), and saving of whole models that no rank holds in memory."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def test_any_number_and_order_of_blocks(layers):
 
 
 def test_a_stale_buffer_is_noticed():
-    """Negative control: without its arrival a block computes with another block's numbers."""
+    """Negative control: without `before_block` a block computes with another block's weights."""
     model, copied, tensors = mapped()
     stream = BlockStream(copied, tensors, torch.device('cpu'))
-    stream.arrive = lambda i: None  # type: ignore[method-assign]
+    stream.before_block = lambda i: None  # type: ignore[method-assign]
     x = torch.randn(1, 3, 32)
     with torch.no_grad():
         stream._copy(0), stream._copy(2)
@@ -59,7 +59,7 @@ def test_mapped_tensors_leave_no_file(tmp_path):
         tensor = mapped.tensors[name]
         assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype)
         tensor.fill_(7)
-        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()  # each a storage of its own
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()  # each has its own storage
     assert all((t == 7).all() for t in mapped.tensors.values())
 
 
@@ -79,13 +79,13 @@ def test_an_option_that_cannot_be_honoured():
 
 
 def anonymous_kib() -> int:
-    """Memory of this process that is its own: pages of mapped files can be dropped, and do not count."""
+    """Returns the anonymous memory of this process, without mapped files, whose pages the kernel can drop."""
     text = Path('/proc/self/status').read_text()
     return int(next(line for line in text.splitlines() if line.startswith('RssAnon')).split()[1])
 
 
 class Peak:
-    """Highest `anonymous_kib` inside, sampled every millisecond, above that at the start."""
+    """A context that measures the peak of `anonymous_kib` above its start, every millisecond."""
 
     def __enter__(self):
         self.start = self.highest = anonymous_kib()
@@ -113,7 +113,7 @@ def notices() -> float:
 
 
 def write_and_read(folder: str) -> tuple[float, dict[str, float]]:
-    os.environ['MALLOC_TRIM_THRESHOLD_'] = '131072'  # freed memory goes back: what is resident is held
+    os.environ['MALLOC_TRIM_THRESHOLD_'] = '131072'  # freed memory is returned, so resident memory is in use
     for name in (machine.M_TRIM_THRESHOLD, machine.M_MMAP_THRESHOLD):
         ctypes.CDLL(None).mallopt(name, 131072)
     config = GPT2Config(vocab_size=64, n_positions=16, n_embd=512, n_layer=8, n_head=8)
@@ -122,7 +122,7 @@ def write_and_read(folder: str) -> tuple[float, dict[str, float]]:
             model = GPTActor(config=config)
         whole = sum(p.numel() for p in model.parameters()) * 4 / 2**20
         model = strategy.prepare(model)
-        strategy.save_model(model, Path(folder) / 'warm.pt')  # what is imported and allocated once
+        strategy.save_model(model, Path(folder) / 'warm.pt')  # imports and allocates once
         peaks = {}
         actions = {
             'save': lambda: strategy.save_model(model, Path(folder) / 'model.pt'),
@@ -151,7 +151,7 @@ def test_no_rank_holds_the_whole_model_to_save_or_load_it(tmp_path):
 
 
 class Cudart:
-    """Of torch.cuda.cudart() what page-locking uses, and CUDA's memory of its last error."""
+    """A fake of torch.cuda.cudart() for page-locking, with CUDA's last error."""
 
     def __init__(self, status: int, monkeypatch) -> None:
         self.status, self.pending = status, 0

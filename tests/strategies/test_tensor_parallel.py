@@ -1,5 +1,4 @@
-"""Tensor parallelism on gloo: it passes the conformance suite, and models of many families compute what they compute on
-one process; what cannot be cut is refused by name."""
+"""Tensor parallelism on gloo: the conformance suite, models of many families against one process, refused models."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     'olmo2': {},
     'starcoder2': {},
     'gpt_neox': {},
-    # transformers has no plan of it
+    # transformers has no plan for it
     'gpt2': {'n_embd': 32, 'n_layer': 2, 'n_head': 4, 'n_positions': 64, **NO_DROPOUT},
 }
 
@@ -76,7 +75,7 @@ def model(family: str, **kw: Any) -> Any:
 
 
 def conform(folder: str) -> list[dict[str, str]]:
-    """All checks in fp32, and in bf16 those that dtypes show in."""
+    """Runs all checks in fp32, and in bf16 those that depend on the dtype."""
     return [
         run_conformance(
             lambda p=precision: FSDPStrategy(precision=p, tensor_parallel=2, device='cpu'),
@@ -104,22 +103,22 @@ def test_conformance(world_size, tmp_path):
 
 
 def step(strategy: Any, actor: Any) -> dict[str, Any]:
-    """Loss, norm and gradients (by the weights before and after a step of SGD) of one batch, log-probs and entropy; a
-    few tokens of both engines."""
+    """Returns loss, gradient norm and gradients (from the weights before and after a step of SGD) of one batch, the
+    difference of the padded forward, bytes of the full model, and a few tokens of both engines."""
     optimizer = torch.optim.SGD([p for p in actor.parameters() if p.requires_grad], lr=1.0)
     actor, optimizer = strategy.prepare((actor, optimizer))
     before = {n: t.clone() for n, t in strategy.full_state_dict(actor).items()}
     sequences = tiny_sequences(6)
     own = sequences[strategy.rank :: strategy.world_size]
     batch = collate(own)
-    drawn = []
+    tokens = []
     with strategy.full_model(actor) as full:
         for engine in (LocalEngine(), HFEngine(max_batch_size=2)):
             engine.begin(full)
             prompts = [Prompt(ids=s.prompt_ids) for s in sequences[:3]]
             samples = engine.generate(Call.of(prompts, SamplingParams(max_new_tokens=6), seed=3, indices=[0, 1, 2]))
             engine.end()
-            drawn.append([s.response_ids.tolist() for s in samples])
+            tokens.append([s.response_ids.tolist() for s in samples])
         size = sum(p.numel() * p.element_size() for p in full.parameters())
     out = actor(batch, temperature=0.9, with_entropy=True)
     with torch.no_grad():
@@ -134,7 +133,7 @@ def step(strategy: Any, actor: Any) -> dict[str, Any]:
         'loss': float(strategy.all_reduce(loss.detach())),
         'norm': norm,
         'gradients': {n: before[n] - after[n] for n in before},
-        'drawn': drawn,
+        'tokens': tokens,
         'bytes': size,
         'padded': float((padded - out.logprobs.detach())[batch.action_mask].abs().max()),
     }
@@ -150,7 +149,7 @@ def made(family: str, lora: bool = False) -> Actor:
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in actor.named_parameters():
-            if 'lora_B' in name or 'value_head' in name:  # which starts at zero, or by chance
+            if 'lora_B' in name or 'value_head' in name:  # these start at zero, or at random
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
     return actor
 
@@ -164,17 +163,17 @@ def check_families(names: list[str], world_size: int, lora: bool = False, **opti
         assert got['loss'] == pytest.approx(want['loss'], rel=1e-5), name
         assert got['norm'] == pytest.approx(want['norm'], rel=1e-5), name
         for key, gradient in want['gradients'].items():
-            scale = max(float(gradient.abs().max()), 1e-2)  # that of a key's bias is 0 but for rounding
+            scale = max(float(gradient.abs().max()), 1e-2)  # the gradient of a key's bias is 0 up to rounding
             assert float((got['gradients'][key] - gradient).abs().max()) < 2e-5 * scale, (name, key)
         for rank in ranks:
-            assert rank[number]['padded'] < 1e-5  # rows behind one another, where the family can, and padded ones
-            assert rank[number]['drawn'] == want['drawn'], name
+            assert rank[number]['padded'] < 1e-5  # the padding-free forward, if the family has one, and the padded one
+            assert rank[number]['tokens'] == want['tokens'], name
             assert rank[number]['bytes'] < 0.6 * want['bytes'], name  # norms, positions and the value head are whole
 
 
 QUICK = ['llama', 'qwen2', 'qwen3', 'gemma2', 'olmo2', 'phi', 'gpt_neox', 'gpt2']
-"""tied and untied heads, norms of queries, a soft cap, biases, fused queries and keys in both orders, parts that are
-gathered, counted heads"""
+"""tied and untied heads, query norms, a soft cap, biases, fused queries and keys in both orders, gathered parts,
+counted heads"""
 
 
 @pytest.mark.parametrize('names', [QUICK, pytest.param(sorted(set(FAMILIES) - set(QUICK)), marks=pytest.mark.slow)])
@@ -182,7 +181,7 @@ def test_families_compute_what_one_process_computes(names):
     check_families(names, 2)
 
 
-def six_drawn(engine: Any, full: Any) -> list[list[int]]:
+def generate_six(engine: Any, full: Any) -> list[list[int]]:
     engine.begin(full)
     prompts = [Prompt(ids=torch.tensor([5, 3 + i])) for i in range(6)]
     samples = engine.generate(Call.of(prompts, SamplingParams(max_new_tokens=6), seed=3, indices=range(6)))
@@ -191,7 +190,7 @@ def six_drawn(engine: Any, full: Any) -> list[list[int]]:
 
 
 def memory_differs() -> list[Any]:
-    """What the local engine draws, and how many rows it took at a time, where processes have other room."""
+    """Returns the rows per batch and the tokens of the local engine, where processes have different free memory."""
 
     class Tight(LocalEngine):
         rows: list[int] = []
@@ -209,17 +208,17 @@ def memory_differs() -> list[Any]:
         actor = strategy.prepare(Actor(model('llama')))
         engine = Tight()
         with strategy.full_model(actor) as full:
-            drawn = six_drawn(engine, full)
+            tokens = generate_six(engine, full)
             with pytest.raises(ValueError, match='this process has parts of the weights'):
                 full.save_pretrained('nowhere')
         strategy.barrier()
-        return [engine.rows, drawn]
+        return [engine.rows, tokens]
 
 
 def test_processes_with_other_room_decode_the_same_rows():
     first, second = run_distributed(memory_differs, 2)
     assert first == second and max(first[0]) < 6
-    assert first[1] == six_drawn(LocalEngine(), Actor(model('llama')))
+    assert first[1] == generate_six(LocalEngine(), Actor(model('llama')))
 
 
 def test_two_ranks_of_two_processes_that_recompute_activations():
@@ -230,12 +229,12 @@ def test_adapters():
     check_families(['llama', 'starcoder2', 'gpt2'], 2, lora=True)
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refused models and settings
 
 
 def test_models_that_cannot_be_cut():
     sizes = {'d_model': 8, 'd_kv': 4, 'd_ff': 16, 'num_layers': 1, 'num_heads': 2, 'decoder_start_token_id': 0}
-    for made, processes, told in (
+    for made, processes, message in (
         (Actor(model('codegen', n_embd=32, n_layer=1, n_head=4, rotary_dim=4)), 2, 'CodeGenForCausalLM has no plan'),
         (Actor(tiny_causal_lm('gpt2')), 4, 'GPT2LMHeadModel has 2 heads in .*c_attn.* one of 1, 2'),
         (Actor(model('llama')), 4, 'LlamaForCausalLM has 2 heads in .*k_proj.* one of 1, 2'),
@@ -245,7 +244,7 @@ def test_models_that_cannot_be_cut():
         (Actor(model('llama'), num_layers_unfrozen=1), 2, 'frozen top blocks'),
         (Actor(model('apertus')), 2, 'does not say what becomes of .*act_fn'),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             check_model(made, processes)
 
 
@@ -266,7 +265,7 @@ def test_settings_that_do_not_go_together():
 
 
 class FakeGroup:
-    """Processes of which `index` is asked: what it gives is part of every other's tensor at the same place."""
+    """A group seen by process `index`, which gathers the same range of the others' flat parts."""
 
     def __init__(self, parts: list[Tensor], index: int) -> None:
         self.parts, self.index, self.size = [p.reshape(-1) for p in parts], index, len(parts)
@@ -327,7 +326,7 @@ def test_parts_are_those_of_chunk():
 
 
 def vocabulary_parallel(seed: int, dtype: torch.dtype, with_entropy: Any, block: int) -> tuple[list[Tensor], ...]:
-    """Log-probs, entropy and gradients: of parts of 13 tokens, and by plain softmax of the whole."""
+    """Returns log-probs, entropy and gradients from parts of 13 tokens, and from the whole by a plain softmax."""
     group = TensorGroup(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
     generator = torch.Generator().manual_seed(seed)
     states = torch.randn(6, 5, generator=generator, dtype=dtype, requires_grad=True)

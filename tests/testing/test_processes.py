@@ -1,5 +1,4 @@
-"""Ranks forked from a warm interpreter are processes of their own: what the caller has set, they have; what a job does,
-ends with it."""
+"""Ranks forked from the server see the caller's settings, and do not see the effects of earlier jobs."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ MARKS: list[str] = []
 
 
 def place() -> dict[str, object]:
-    """What a job finds, before it leaves all kinds of things behind."""
+    """Returns the state that a job finds, and then changes it."""
     total = torch.ones(1)
     dist.all_reduce(total)
     found: dict[str, object] = {
@@ -49,7 +48,7 @@ def test_a_job_finds_what_the_caller_has_set_and_nothing_of_the_job_before(monke
         assert found['marks'] == [] and found['left'] is None and found['threads'] == 1
         assert found['paths'] == sys.path
     assert len({f['pid'] for f in first + second} | {os.getpid()}) == 5
-    assert len({f['draw'] for f in first + second}) == 1  # a generator that nobody has drawn from
+    assert len({f['draw'] for f in first + second}) == 1  # the generator has not been used
 
 
 def fresh_or_not() -> tuple[int, int]:

@@ -1,5 +1,5 @@
-"""Bytes on disk: the format, atomic writing, safe reading, a run's folder. Knows no process group, trainer or
-strategy."""
+"""Checkpoint files: format, atomic writing, safe reading, and the folder of a run. Independent of process groups,
+trainers and strategies."""
 
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from chatgpt.strategies.checkpoint.writer import CheckpointWriter, pieces_of, write_checkpoint
 
 CHECKPOINT_MINUTES = 15.0
-"""between checkpoints of a run that does not say how often"""
+"""default interval of a run's checkpoints"""
 __getattr__, __dir__ = on_demand(__name__)
 
 __all__ = ['CHECKPOINT_MINUTES', 'CUT_SHORT', 'CheckpointError', 'CheckpointMismatch', 'CheckpointReader']

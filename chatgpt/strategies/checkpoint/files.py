@@ -1,4 +1,4 @@
-"""Single files, written whole or not at all, and read without running anything that is in them."""
+"""Single files: written atomically, and read without executing their content."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chatgpt.strategies.checkpoint.layout import CheckpointError
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make renames and new names in `folder` durable."""
+    """Makes renames and new names in `folder` durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -25,8 +25,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> None:
-    """Write a file under a temporary name, fsync it, and rename it to `path`. On failure the file at `path` is as
-    before."""
+    """Writes a file under a temporary name, fsyncs it, and renames it to `path`. A failure leaves `path` unchanged."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
@@ -34,7 +33,7 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], o
         with open(temporary, 'wb') as file:
             mode = os.fstat(file.fileno()).st_mode & 0o777
             write(file)
-        with open(temporary, 'rb') as file:  # safetensors has put another file there, which only its owner may read
+        with open(temporary, 'rb') as file:  # safetensors replaces the file with one that only its owner may read
             os.chmod(temporary, mode)
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -49,7 +48,7 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], o
 
 
 class _Counted(io.RawIOBase):
-    """Passes writes on and keeps the first OSError, which torch.save would turn into a message of its own."""
+    """A file that keeps the first OSError of a write, which torch.save replaces by another message."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
@@ -67,8 +66,7 @@ class _Counted(io.RawIOBase):
 
 
 def save_object(content: Any, path: str | os.PathLike[str]) -> None:
-    """`torch.save`, atomically. Give it only plain containers, numbers, strings and tensors: `load_object` reads
-    nothing else."""
+    """Writes `content`, plain containers, numbers, strings and tensors, with `torch.save`, atomically."""
 
     def write(file: BinaryIO) -> None:
         counted = _Counted(file)
@@ -83,10 +81,9 @@ def save_object(content: Any, path: str | os.PathLike[str]) -> None:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: str | os.PathLike[str]) -> None:
-    """A plain dict of tensors that `torch.load(path, weights_only=True)` reads, or safetensors when the path ends so.
+    """Writes a dict of tensors for `torch.load(path, weights_only=True)`, or safetensors if `path` has that suffix.
 
-    Safetensors holds each tensor once: a second name of the same storage (tied weights) is left out, as transformers
-    does.
+    Safetensors files hold each tensor once: further names of tied weights are not written, as in transformers.
     """
     if str(path).endswith('.safetensors'):
         from safetensors.torch import save_file
@@ -105,8 +102,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: str | os.PathLike[str]) ->
 
 
 def load_object(path: str | os.PathLike[str], *, mmap: bool = True) -> Any:
-    """`torch.load(weights_only=True)` onto the CPU. A file that holds anything but data is refused by name and runs
-    nothing."""
+    """Loads a file to the CPU with `torch.load(weights_only=True)`. `CheckpointError` if it holds more than data."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f'{path}: no such file')
@@ -126,7 +122,7 @@ def load_object(path: str | os.PathLike[str], *, mmap: bool = True) -> Any:
 
 
 def load_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The named tensors of a file that `save_tensors` (or plain torch, or safetensors) wrote, mapped where possible."""
+    """Loads the named tensors of a file written by `save_tensors`, torch or safetensors, memory-mapped if possible."""
     if str(path).endswith('.safetensors'):
         from safetensors import SafetensorError
         from safetensors.torch import load_file

@@ -1,4 +1,4 @@
-"""A run's folder: names of its checkpoints, which to keep, what a killed process left behind, who may write there."""
+"""The checkpoints in a run's folder: names, retention, recovery after a kill, and the lock of the writer."""
 
 from __future__ import annotations
 
@@ -16,36 +16,35 @@ from chatgpt.strategies.checkpoint.layout import MANIFEST, CheckpointError
 
 LOCK = '.lock'
 CUT_SHORT = 'cut-short'
-"""Folder of the checkpoint written when an exception ends a phase midway. It stands beside step-N; there is at most
-one."""
+"""folder, beside step-N, of the one checkpoint that is written when an exception ends a phase midway"""
 _STEP = re.compile(r'step-(\d{8,})')
 
 
 def temporary_of(folder: Path) -> Path:
-    """Where a checkpoint is while it is being written."""
+    """Returns the path of a checkpoint while it is written."""
     return folder.with_name(f'.{folder.name}.tmp')
 
 
 def backup_of(folder: Path) -> Path:
-    """Where a checkpoint is while another takes its name."""
+    """Returns the path of a checkpoint while another one replaces it."""
     return folder.with_name(f'.{folder.name}.old')
 
 
 def step_folder(root: str | os.PathLike[str], step: int) -> Path:
-    """root/step-00000012"""
+    """Returns root/step-00000012."""
     if step < 0:
         raise ValueError(f'step={step} must not be negative')
     return Path(root) / f'step-{step:08d}'
 
 
 def step_of(folder: str | os.PathLike[str]) -> int | None:
-    """12 for .../step-00000012, None for other names."""
+    """Returns 12 for .../step-00000012, None for other names."""
     match = _STEP.fullmatch(Path(folder).name)
     return int(match[1]) if match else None
 
 
 def list_checkpoints(root: str | os.PathLike[str]) -> list[Path]:
-    """Finished checkpoints under `root`, oldest step first. What lacks a manifest is none."""
+    """Returns the finished checkpoints under `root`, those with a manifest, in order of their steps."""
     root = Path(root)
     if not root.is_dir():
         return []
@@ -56,7 +55,7 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[Path]:
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
-    """The finished checkpoint of the highest step; without any, that of a phase cut short; or None."""
+    """Returns the finished checkpoint of the highest step, else the one in `CUT_SHORT`, else None."""
     checkpoints = list_checkpoints(root)
     if checkpoints:
         return checkpoints[-1]
@@ -64,7 +63,7 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
 
 
 def score_of(folder: Path) -> float | None:
-    """The `score` noted in a checkpoint's manifest, None without one."""
+    """Returns the `score` in a checkpoint's manifest, or None."""
     try:
         score = json.loads((folder / MANIFEST).read_bytes())['meta'].get('score')
     except (ValueError, KeyError, OSError, AttributeError):
@@ -75,11 +74,12 @@ def score_of(folder: Path) -> float | None:
 def prune(
     root: str | os.PathLike[str], *, keep_last: int | None = None, keep_best: int = 0, up_to: int | None = None
 ) -> list[Path]:
-    """Remove checkpoints that are neither the last `keep_last` nor the `keep_best` of the highest scores.
+    """Removes checkpoints except the last `keep_last` and the `keep_best` with the highest scores; returns the removed.
 
-    Returns those removed; `keep_last=None` keeps all. Scores are `meta['score']` of the manifests; of equal ones the
-    later counts as better. Those of steps after `up_to` are left alone: a run that went back to an earlier checkpoint
-    must not lose its own to them.
+    Args:
+        keep_last: None keeps all.
+        keep_best: number of checkpoints to keep by `meta['score']` of their manifests; the later wins a tie.
+        up_to: ignore checkpoints of later steps, which a run that resumed from an earlier one has not written.
     """
     if keep_last is None:
         return []
@@ -95,7 +95,7 @@ def prune(
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint so that a kill on the way never leaves half a one under its name."""
+    """Removes a checkpoint. A kill does not leave an incomplete one under its name."""
     temporary = temporary_of(folder)
     shutil.rmtree(temporary, ignore_errors=True)
     os.rename(folder, temporary)
@@ -104,10 +104,10 @@ def remove(folder: Path) -> None:
 
 
 def recover(root: str | os.PathLike[str]) -> list[Path]:
-    """Clean up after a killed process: finish interrupted replacements, remove unfinished checkpoints. Returns what was
+    """Cleans up after a killed process: restores replaced checkpoints, removes unfinished ones, and returns the
     removed.
 
-    Only for the run that owns the folder (`claim_folder`): another's unfinished checkpoint looks the same.
+    Call it after `claim_folder`, since an unfinished checkpoint may otherwise be one that another run is writing.
     """
     root = Path(root)
     removed = []
@@ -127,7 +127,7 @@ def recover(root: str | os.PathLike[str]) -> list[Path]:
 
 
 class FolderClaim:
-    """The right to write into a run's folder, held until `release`, the end of a `with`, or the end of the process."""
+    """A lock on a run's folder, held until `release`, the end of a `with` block, or the end of the process."""
 
     def __init__(self, root: Path, file: IO[str]) -> None:
         self.root, self._file = root, file
@@ -145,14 +145,16 @@ class FolderClaim:
 
 
 def claim_folder(root: str | os.PathLike[str]) -> FolderClaim:
-    """Create `root` if need be and lock it for this run. `CheckpointError` naming process and host when another run
-    holds it.
+    """Creates `root` if it does not exist and locks it for this run. Call it on one rank.
 
-    The lock is the kernel's (flock), so it ends with the process, however that ends. One rank claims for its run.
+    The lock is the kernel's (flock), so it ends with the process.
+
+    Raises:
+        CheckpointError: with process and host, if another run holds the lock.
     """
     root = Path(root)
     root.mkdir(parents=True, exist_ok=True)
-    file = open(root / LOCK, 'a+')  # stays open as long as the claim
+    file = open(root / LOCK, 'a+')  # open while the lock is held
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,6 +1,6 @@
-"""The words of the checkpoint format: pieces, readers, the manifest and its checks.
+"""The checkpoint format: pieces, readers, the manifest and its checks.
 
-A checkpoint names parameters, not ranks. Its unit is a piece: a flat, row-major range of one named tensor.
+A checkpoint names parameters, not ranks. Its unit is a piece: a flat, row-major range of a named tensor.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ STATE = 'state.json'
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or is not whole."""
+    """Raised if a checkpoint cannot be written, or is incomplete or damaged."""
 
 
 class CheckpointMismatch(CheckpointError, ValueError):
-    """A whole checkpoint that does not belong to the model or optimizer it is loaded into."""
+    """Raised if a checkpoint does not fit the model or optimizer that it is loaded into."""
 
 
 class Piece(NamedTuple):
@@ -48,19 +48,19 @@ class Piece(NamedTuple):
 
 
 class TensorReader(Protocol):
-    """Gives any range of any named tensor, whatever layout wrote it."""
+    """A reader of any range of any named tensor, independent of the layout that wrote it."""
 
     def names(self) -> set[str]: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) as a 1-D CPU tensor."""
+        """Returns elements [start, stop) as a 1-D CPU tensor."""
         ...
 
 
 class DictReader:
-    """A `TensorReader` over tensors in memory (or mapped from a file: only what is read is touched)."""
+    """A `TensorReader` over tensors in memory, or mapped from a file and then loaded as they are read."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
@@ -76,7 +76,7 @@ class DictReader:
 
 
 class RenamedReader:
-    """Tensors of another reader under other names: {name: that reader's name}."""
+    """A `TensorReader` of another reader's tensors under other names: {name: name in that reader}."""
 
     def __init__(self, reader: TensorReader, stored: Mapping[str, str]) -> None:
         self.reader, self.stored = reader, stored
@@ -93,7 +93,7 @@ class RenamedReader:
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """Where elements [start, stop) of a tensor lie: under `key` of the safetensors file `file`."""
+    """The location of elements [start, stop) of a tensor: `key` in the safetensors file `file`."""
 
     file: str
     key: str
@@ -124,7 +124,7 @@ class StoredFile:
 
 @dataclass
 class Manifest:
-    """What a checkpoint consists of. `meta` is the writer's own JSON (step, score and the like)."""
+    """The content of a checkpoint. `meta` is JSON of the writer, such as step and score."""
 
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     files: dict[str, StoredFile] = field(default_factory=dict)
@@ -140,11 +140,11 @@ class Manifest:
             for name, t in self.tensors.items()
         }
         files = {name: {'bytes': f.bytes, 'crc32': f.crc32} for name, f in self.files.items()}
-        return sealed({'format': FORMAT_VERSION, 'meta': self.meta, 'tensors': tensors, 'files': files})
+        return with_checksum({'format': FORMAT_VERSION, 'meta': self.meta, 'tensors': tensors, 'files': files})
 
     @classmethod
     def from_json(cls, data: Any, where: Path | str) -> Manifest:
-        """Parse and check; every fault is a `CheckpointError` that names `where`."""
+        """Parses and checks a manifest; raises `CheckpointError` with `where` for every fault."""
         version = data.get('format') if isinstance(data, dict) else None
         if version != FORMAT_VERSION:
             raise CheckpointError(f'{where}: format version {version!r}, this library reads version {FORMAT_VERSION}')
@@ -157,13 +157,12 @@ class Manifest:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f'{where}: malformed manifest ({type(error).__name__}: {error})') from error
         manifest.check(where)
-        if data.get('crc32') != (found := sealed(data)['crc32']):
+        if data.get('crc32') != (found := with_checksum(data)['crc32']):
             raise CheckpointError(f'{where}: checksum {found} instead of {data.get("crc32")}; the file is damaged')
         return manifest
 
     def check(self, where: Path | str) -> None:
-        """Every file name stays in the folder, every piece lies in a listed file, and pieces cover each tensor exactly
-        once."""
+        """Checks that file names stay in the folder, pieces are in listed files, and they cover each tensor once."""
         for name in self.files:
             check_file_name(name, where)
         for name, tensor in self.tensors.items():
@@ -179,14 +178,10 @@ class Manifest:
                 raise CheckpointError(f'{where}: tensor {name!r} of shape {tensor.shape} {fault}')
 
 
-def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
-    """A manifest's JSON with `crc32`, the CRC-32 of all else in it: it guards the other files, and nothing else guards
-    it.
-
-    Order of keys and white space do not count.
-    """
+def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a manifest's JSON with `crc32`, the CRC-32 of its other fields, ignoring key order and white space."""
     rest = {name: value for name, value in content.items() if name != 'crc32'}
-    as_read = json.loads(json.dumps(rest))  # keys that are no strings sort otherwise
+    as_read = json.loads(json.dumps(rest))  # keys that are not strings sort differently
     return rest | {'crc32': zlib.crc32(json.dumps(as_read, sort_keys=True).encode())}
 
 
@@ -199,7 +194,7 @@ def _stored_tensor(entry: dict[str, Any]) -> StoredTensor:
 
 
 def dtype_of(name: str) -> torch.dtype | None:
-    """The dtype called `name` ('float32'), or None."""
+    """Returns the dtype called `name` ('float32'), or None."""
     dtype = getattr(torch, name, None)
     return dtype if isinstance(dtype, torch.dtype) else None
 
@@ -209,7 +204,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def check_file_name(name: str, where: Path | str) -> None:
-    """A file of a checkpoint is a plain relative path inside its folder."""
+    """Raises CheckpointError unless `name` is a plain relative path inside the checkpoint's folder."""
     path = PurePosixPath(name)
     if not name or '\\' in name or '\0' in name or path.is_absolute() or '..' in path.parts or name != str(path):
         raise CheckpointError(
@@ -218,7 +213,7 @@ def check_file_name(name: str, where: Path | str) -> None:
 
 
 def coverage_fault(ranges: Sequence[tuple[int, int]], numel: int) -> str | None:
-    """What is wrong with ranges that should cover [0, numel) exactly once, or None."""
+    """Returns None if the ranges cover [0, numel) exactly once, else a description of the first fault."""
     position = 0
     for start, stop in sorted(ranges):
         if stop <= start:

@@ -1,11 +1,11 @@
-"""Whether two checkpoints hold the same tensors, whatever layout wrote them, and one SHA-256 of the weights.
+"""Comparison of the tensors of two checkpoints of any layout, and a SHA-256 of the weights.
 
 The hash is that of a stream of bytes: for every tensor of the models, in the order of their names, the line
 
     <name> <dtype> <shape, sizes with x between them>\\n
 
 in UTF-8, then the tensor's elements, row-major and little-endian. Names, dtypes and shapes are those of the checkpoint:
-`actor/model.transformer.wte.weight float32 50257x768`; a number without a shape has an empty one.
+`actor/model.transformer.wte.weight float32 50257x768`; the shape of a scalar is empty.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ BLOCK = 1 << 22
 """elements read at once"""
 
 
-class TensorParting(NamedTuple):
-    """The first element, of the first tensor by name, that is not the same in two checkpoints."""
+class TensorDifference(NamedTuple):
+    """The first difference of two checkpoints: an element of the first tensor by name."""
 
     tensor: str
     element: tuple[int, ...] | None
-    """None where name, shape or dtype differ"""
+    """None if name, shape or dtype differ"""
     values: tuple[Any, Any]
     elements: int
-    """of this tensor that differ"""
+    """number of elements of this tensor that differ"""
     tensors: int
-    """that differ, this one among them"""
+    """number of tensors that differ, including this one"""
 
 
 def weights_hash(reader: CheckpointReader) -> str:
-    """64 hexadecimal digits. Frozen models are not in a checkpoint; adapters are, apart from what they adapt."""
+    """Returns the hash of the weights, 64 hexadecimal digits. Checkpoints hold adapters and no frozen models."""
     sha = hashlib.sha256()
     for name in sorted(n for n in reader.names() if _owner(reader, n) == 'models'):
         shape = reader.shape(name)
@@ -50,16 +50,16 @@ def weights_hash(reader: CheckpointReader) -> str:
     return sha.hexdigest()
 
 
-def compare_checkpoints(a: CheckpointReader, b: CheckpointReader) -> TensorParting | None:
-    """Weights first, then optimizer states and what callbacks keep; the global generators' states, of which every rank
-    has its own, do not count."""
+def compare_checkpoints(a: CheckpointReader, b: CheckpointReader) -> TensorDifference | None:
+    """Returns the first difference, or None: in weights, then in states of optimizers and callbacks. Ignores states of
+    global generators, which differ by rank."""
     names = {n for reader in (a, b) for n in reader.names() if _owner(reader, n) != 'rng'}
-    first: TensorParting | None = None
+    first: TensorDifference | None = None
     tensors = 0
     for name in sorted(names, key=lambda n: (_owner(a if n in a.names() else b, n) != 'models', n)):
-        parting = _compare(a, b, name)
-        if parting is not None:
-            first, tensors = first or parting, tensors + 1
+        difference = _compare(a, b, name)
+        if difference is not None:
+            first, tensors = first or difference, tensors + 1
     return first._replace(tensors=tensors) if first is not None else None
 
 
@@ -67,10 +67,10 @@ def _owner(reader: CheckpointReader, name: str) -> str:
     return str(reader.meta.get('owners', {}).get(name.split('/')[0], ''))
 
 
-def _compare(a: CheckpointReader, b: CheckpointReader, name: str) -> TensorParting | None:
+def _compare(a: CheckpointReader, b: CheckpointReader, name: str) -> TensorDifference | None:
     kinds = _kind(a, name), _kind(b, name)
     if kinds[0] != kinds[1]:
-        return TensorParting(name, None, kinds, 0, 1)
+        return TensorDifference(name, None, kinds, 0, 1)
     shape = a.shape(name)
     values: tuple[Any, Any] = (None, None)
     size, different, at = math.prod(shape), 0, -1
@@ -82,7 +82,7 @@ def _compare(a: CheckpointReader, b: CheckpointReader, name: str) -> TensorParti
                 i = int(unequal.nonzero()[0])
                 at, values = start + i, (one[i].item(), other[i].item())
             different += int(unequal.sum())
-    return TensorParting(name, _index(at, shape), values, different, 1) if different else None
+    return TensorDifference(name, _index(at, shape), values, different, 1) if different else None
 
 
 def _kind(reader: CheckpointReader, name: str) -> str | None:
@@ -92,7 +92,7 @@ def _kind(reader: CheckpointReader, name: str) -> str | None:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """(n, bytes of an element) uint8: NaN equals itself, and 0.0 not -0.0."""
+    """Returns the bytes of each element, uint8, shape (n, itemsize): NaN equals itself, and 0.0 is not -0.0."""
     return tensor.contiguous().view(torch.uint8).view(len(tensor), -1)
 
 

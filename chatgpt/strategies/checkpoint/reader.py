@@ -1,4 +1,4 @@
-"""Reading a checkpoint folder: checked first, then any range of any tensor, whoever wrote it. Unpickles nothing."""
+"""Reading of a checkpoint folder: checks, then any range of any tensor. Unpickles nothing."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ BLOCK = 1 << 22
 class CheckpointReader:
     """A `TensorReader` over a checkpoint folder.
 
-    Opening checks the manifest, that every file is there, in the folder and of its size, and with `verify=True` every
-    checksum. Many ranks can share that work: open with `verify=False` and call `verify(rank, world_size)` on each.
+    Checks the manifest, that every file exists in the folder with the right size, and with `verify=True` all checksums.
+    Ranks can share the latter: open with `verify=False` and call `verify(rank, world_size)` on each.
 
-    Raises `CheckpointError` naming the file or tensor at fault, `FileNotFoundError` when there is no such folder.
+    Raises:
+        CheckpointError: with the damaged file or tensor.
+        FileNotFoundError: if the folder does not exist.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, verify: bool = True) -> None:
@@ -47,7 +49,7 @@ class CheckpointReader:
 
     @property
     def meta(self) -> dict[str, Any]:
-        """What the writer noted in the manifest."""
+        """The writer's JSON in the manifest."""
         return self.manifest.meta
 
     def _check_files(self) -> None:
@@ -65,7 +67,7 @@ class CheckpointReader:
                 )
 
     def verify(self, rank: int = 0, world_size: int = 1) -> None:
-        """Check the sums of every `world_size`-th file, beginning with number `rank`."""
+        """Checks the checksum of every `world_size`-th file, beginning with file `rank`."""
         for name in sorted(self.manifest.files)[rank::world_size]:
             path = self.folder / name
             crc = 0
@@ -94,8 +96,7 @@ class CheckpointReader:
         return self.manifest.tensors[name]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the row-major tensor: (stop - start,), CPU. Touches only the bytes of that
-        range."""
+        """Returns elements [start, stop) of the row-major tensor, shape (stop - start,), CPU; reads no other bytes."""
         tensor = self._tensor(name)
         if not 0 <= start <= stop <= tensor.numel:
             raise ValueError(f'read: [{start}, {stop}) is not within the {tensor.numel} elements of {name!r}')
@@ -128,11 +129,11 @@ class CheckpointReader:
         return self._open[name]
 
     def sub(self, prefix: str) -> RenamedReader:
-        """The tensors under `prefix` ('actor/'), without it."""
+        """Returns a reader of the tensors that begin with `prefix` ('actor/'), under names without it."""
         return RenamedReader(self, {n.removeprefix(prefix): n for n in self.names() if n.startswith(prefix)})
 
     def json(self, name: str = STATE) -> Any:
-        """Content of a JSON file of the checkpoint."""
+        """Returns the content of a JSON file of the checkpoint."""
         if name not in self.manifest.files:
             raise CheckpointError(f'{self.folder}: no file {name!r}')
         try:

@@ -1,7 +1,7 @@
-"""Writing a checkpoint folder: in parallel, and whole or not at all.
+"""Parallel, atomic writing of a checkpoint folder.
 
-Every rank writes its own pieces into safetensors files of bounded size under a temporary folder; rank 0 merges the
-lists, writes the manifest last and renames. Knows no process group: it is given `all_gather_object`.
+Every rank writes its pieces to safetensors files of bounded size in a temporary folder; rank 0 merges the lists of
+pieces, writes the manifest last and renames the folder. Collectives are done by `all_gather_object`.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from chatgpt.strategies.checkpoint.layout import (
 )
 
 MAX_FILE_BYTES = 256 << 20
-"""a file, and so the memory that writing needs on a rank, is not larger than this (but for its header)"""
+"""maximum size of a file without its header, and so of the memory that writing needs on a rank"""
 
 Gather = Callable[[Any], list[Any]]
 
 
-def alone(obj: Any) -> list[Any]:
-    """`all_gather_object` of one process."""
+def single_process(obj: Any) -> list[Any]:
+    """The `all_gather_object` of a single process."""
     return [obj]
 
 
 class CheckpointWriter:
-    """Writes one checkpoint folder; every rank calls the same methods in the same order.
+    """A writer of one checkpoint folder. Every rank calls the same methods in the same order.
 
     ::
 
@@ -53,9 +53,9 @@ class CheckpointWriter:
             writer.add_json('state.json', {'step': 12})        # rank 0's content is written
             writer.commit(meta={'step': 12})
 
-    Until `commit` returns, a checkpoint already at `folder` is untouched. Any rank's failure (a full disk) removes the
-    temporary folder and raises `CheckpointError` with the reason on every rank, after every rank has gone through its
-    pieces, for making pieces may itself be collective.
+    Until `commit` returns, an existing checkpoint at `folder` is not changed. A failure on any rank (a full disk)
+    removes the temporary folder and raises `CheckpointError` with the reason on every rank, after all ranks have
+    iterated over their pieces, since that may be collective.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class CheckpointWriter:
         folder: str | os.PathLike[str],
         *,
         rank: int = 0,
-        all_gather_object: Gather = alone,
+        all_gather_object: Gather = single_process,
         max_file_bytes: int = MAX_FILE_BYTES,
     ) -> None:
         self.folder = Path(os.path.abspath(folder))
@@ -95,10 +95,10 @@ class CheckpointWriter:
         self.temporary.mkdir()
 
     def add(self, prefix: str, pieces: Iterable[Piece]) -> None:
-        """Write this rank's pieces, under names that begin with `prefix` ('actor/')."""
+        """Writes this rank's pieces, with `prefix` ('actor/') before their names."""
         group = prefix.strip('/').replace('/', '-') or 'tensors'
         try:
-            # It goes on to the end after a failure to write: other ranks may be waiting in the iterator.
+            # After a failed write it still exhausts the iterator, in which other ranks may be waiting.
             for piece in pieces:
                 self._attempt(functools.partial(self._add, prefix + piece.name, piece, group))
         except Exception as error:
@@ -119,11 +119,11 @@ class CheckpointWriter:
         size = piece.data.element_size()
         start = piece.start
         while start < piece.stop:
-            room = (self.max_file_bytes - self._pending_bytes) // size
-            if room < 1 and self._pending:
+            space = (self.max_file_bytes - self._pending_bytes) // size
+            if space < 1 and self._pending:
                 self._flush(group)
                 continue
-            stop = min(piece.stop, start + max(room, 1))
+            stop = min(piece.stop, start + max(space, 1))
             key = f'{name}[{start}:{stop}]'
             values = piece.data[start - piece.start : stop - piece.start].detach()
             self._pending[key] = values.to('cpu', copy=True).contiguous()
@@ -142,7 +142,7 @@ class CheckpointWriter:
             self._write(name, save(tensors))
 
     def add_json(self, name: str, content: Any) -> None:
-        """Write a JSON file; rank 0's content counts."""
+        """Writes rank 0's `content` as a JSON file."""
         check_file_name(name, self.folder)
         if self.rank == 0:
             self._attempt(lambda: self._write(name, json.dumps(content, indent=1).encode()))
@@ -155,7 +155,7 @@ class CheckpointWriter:
         self.manifest.files[name] = StoredFile(len(data), zlib.crc32(data))
 
     def commit(self, meta: dict[str, Any] | None = None) -> None:
-        """Merge, write the manifest, rename. After this returns, the checkpoint at `folder` is the new one."""
+        """Merges the pieces of all ranks, writes the manifest and renames the folder to its final name."""
         parts = self._agree((self.manifest.tensors, self.manifest.files))
         if self.rank == 0:
             self._attempt(lambda: self._finish(parts, meta or {}))
@@ -194,7 +194,7 @@ class CheckpointWriter:
         shutil.rmtree(backup, ignore_errors=True)
 
     def _attempt(self, act: Callable[[], None]) -> None:
-        """Run `act` unless this rank has failed; keep the first failure."""
+        """Calls `act` unless this rank has failed; stores its exception."""
         if self.error is None:
             try:
                 act()
@@ -202,7 +202,7 @@ class CheckpointWriter:
                 self.error = error
 
     def _agree(self, payload: Any = None) -> list[Any]:
-        """Payloads of all ranks, or the first rank's failure on every rank."""
+        """Returns the payloads of all ranks, or raises the failure of the first rank that has one."""
         reason = None
         if isinstance(self.error, CheckpointError):
             reason = str(self.error)
@@ -240,10 +240,10 @@ def write_checkpoint(
     meta: dict[str, Any] | None = None,
     state: dict[str, Any] | None = None,
     rank: int = 0,
-    all_gather_object: Gather = alone,
+    all_gather_object: Gather = single_process,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """One call for a whole checkpoint: {prefix: pieces}, and rank 0's `state` as state.json."""
+    """Writes a checkpoint of groups {prefix: pieces}, with rank 0's `state` as state.json."""
     with CheckpointWriter(
         folder, rank=rank, all_gather_object=all_gather_object, max_file_bytes=max_file_bytes
     ) as writer:
@@ -255,5 +255,5 @@ def write_checkpoint(
 
 
 def pieces_of(tensors: Mapping[str, Tensor]) -> Iterable[Piece]:
-    """Whole tensors as pieces."""
+    """Returns whole tensors as pieces."""
     return (Piece.whole(name, tensor) for name, tensor in tensors.items() if tensor.numel())

@@ -1,5 +1,5 @@
-"""ZeRO and Gemini of ColossalAI: `strategy` is the plug, `engines` and `gemini` hold one model each and its
-checkpoints, `options` the options, `cpu` the bridge that runs it all without CUDA."""
+"""ZeRO and Gemini of ColossalAI: the strategy is in `strategy`, the engines of its models in `engines` and `gemini`,
+its options in `options`, and the patches to run without CUDA in `cpu`."""
 
 from chatgpt.strategies.colossalai.cpu import bridge
 from chatgpt.strategies.colossalai.options import import_colossalai

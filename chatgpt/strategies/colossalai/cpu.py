@@ -1,8 +1,7 @@
 """ColossalAI 0.5.0 on a machine without an accelerator.
 
-Upstream writes CUDA into a few places. `bridge()` fills exactly those, so that the real Booster, LowLevelZero and
-Gemini run on CPU with gloo. It does nothing when CUDA is there, and it refuses another version of ColossalAI. Every
-patch below says why it is needed.
+Upstream assumes CUDA in a few places. `bridge()` patches these, so that Booster, LowLevelZero and Gemini run on a CPU
+with gloo. It does nothing with CUDA, and refuses other versions of ColossalAI. Each patch below gives its reason.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _bridged = False
 
 
 class _NoStream:
-    """Stands for a stream, an event or the context of one: on CPU everything is already in order."""
+    """A stream, an event or the context of a stream that does nothing: a CPU runs operations in order."""
 
     def __enter__(self) -> _NoStream:
         return self
@@ -36,11 +35,10 @@ class _NoStream:
 
 
 def bridge() -> bool:
-    """Let ColossalAI run on CPU. Returns False, and changes nothing, when CUDA is available. A second call does
-    nothing.
+    """Patches ColossalAI to run on a CPU, once. Returns False, without changes, if CUDA is available.
 
-    Raises RuntimeError for any ColossalAI but the known version: patches written for other sources could be silently
-    wrong.
+    Raises:
+        RuntimeError: for any other version of ColossalAI, in which the patches could be silently wrong.
     """
     global _bridged
     if torch.cuda.is_available():
@@ -66,10 +64,10 @@ def bridge() -> bool:
 
 
 def _set_accelerator() -> None:
-    """Public hook `set_accelerator`. Upstream's CpuAccelerator raises for streams, seeds and memory figures.
+    """Registers an accelerator; upstream's CpuAccelerator raises for streams, seeds and memory.
 
-    The accelerator's device is `cpu:0` and the host's is `cpu`: Gemini moves chunks between the two, and only the index
-    can tell them apart here.
+    The accelerator's device is `cpu:0` and the host's is `cpu`: Gemini moves chunks between the two, and here they
+    differ by the index alone.
     """
     from colossalai.accelerator import CpuAccelerator, set_accelerator
 
@@ -110,8 +108,7 @@ def _set_accelerator() -> None:
 
 
 class _TorchCPUAdam:
-    """Adam with upstream's kernel interface, in plain torch (Kingma & Ba 2015, alg. 1; Loshchilov & Hutter 2019, alg.
-    2)."""
+    """Adam with the interface of upstream's kernel (Kingma & Ba 2015, alg. 1; Loshchilov & Hutter 2019, alg. 2)."""
 
     def __init__(
         self, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, adamw_mode: bool
@@ -133,7 +130,7 @@ class _TorchCPUAdam:
         exp_avg_sq: Tensor,
         div_scale: float,
     ) -> None:
-        """One update of `param`, `exp_avg`, `exp_avg_sq` in place. A positive `div_scale` divides the gradient."""
+        """Updates `param`, `exp_avg` and `exp_avg_sq` in place. A positive `div_scale` divides the gradient."""
         correction1 = 1 - beta1**step if bias_correction else 1.0
         correction2 = 1 - beta2**step if bias_correction else 1.0
         grad = grad.to(exp_avg.dtype)
@@ -153,7 +150,7 @@ class _TorchCPUAdam:
 
 
 def _register_cpu_adam() -> None:
-    """Public hook `CPUAdamLoader.register_extension`. Upstream's kernel is C++ but is built only where nvcc is."""
+    """Registers Adam through `CPUAdamLoader.register_extension`: upstream builds its C++ kernel only with nvcc."""
     from colossalai.kernel.kernel_loader import CPUAdamLoader
 
     class TorchCPUAdamExtension:
@@ -173,8 +170,7 @@ def _register_cpu_adam() -> None:
 
 
 def _patch_low_level_zero() -> None:
-    """`LowLevelZeroOptimizer._sanity_checks` asserts an accelerator named cuda or npu; its check of one dtype is
-    kept."""
+    """Reduces `LowLevelZeroOptimizer._sanity_checks`, which asserts cuda or npu, to its check of the dtype."""
     from colossalai.zero.low_level import LowLevelZeroOptimizer
 
     def sanity_checks(self: LowLevelZeroOptimizer) -> None:
@@ -187,8 +183,7 @@ def _patch_low_level_zero() -> None:
 
 
 def _patch_record_stream() -> None:
-    """LowLevelZero records its gradient buckets on a communication stream; for CPU tensors, which have none, torch
-    raises."""
+    """Disables `Tensor.record_stream` on a CPU, where torch raises: LowLevelZero calls it for gradient buckets."""
     original = Tensor.record_stream
 
     def record_stream(self: Tensor, stream: Any) -> None:
@@ -199,16 +194,13 @@ def _patch_record_stream() -> None:
 
 
 def _slot(device: torch.device) -> str:
-    """'cuda' for the accelerator's slot (cpu with an index), 'cpu' for the host's: the two names upstream compares."""
+    """Returns 'cuda' for the accelerator (cpu with an index) and 'cpu' for the host, which upstream compares."""
     return 'cpu' if device.type == 'cpu' and device.index is None else 'cuda'
 
 
 def _patch_gemini_chunks() -> None:
-    """Gemini names the place of a chunk by `device.type`, which is 'cpu' for both places here.
-
-    `Chunk.device_type` asks the accelerator for its name, `Chunk.close_chunk` and `Chunk.shard_move` compare with
-    'cpu', 'cuda' and 'npu', and `ChunkManager.move_chunk` compares the two: all go by slot instead.
-    """
+    """Replaces the comparisons of `device.type` in `Chunk` and `ChunkManager` by `_slot`: here the type is 'cpu' for
+    both the accelerator and the host."""
     from colossalai.zero.gemini.chunk import Chunk, ChunkManager
 
     close_chunk = Chunk.close_chunk
@@ -227,7 +219,7 @@ def _patch_gemini_chunks() -> None:
             raise RuntimeError('a gathered chunk cannot be moved')
         to_accelerator = _slot(device) == 'cuda'
         if not self.optim_sync_flag:
-            # The shard's memory holds a gradient; the weights are taken from the fp32 partner.
+            # The shard's memory holds a gradient; the weights are copied from the fp32 chunk.
             if not to_accelerator:
                 raise RuntimeError('a chunk that waits for its weights must first go to the accelerator')
             self.cuda_shard = self.paired_chunk.cpu_shard.to(self.dtype, copy=True)
@@ -255,10 +247,9 @@ def _patch_gemini_chunks() -> None:
 
 
 def _patch_gemini_memory() -> None:
-    """Placement 'auto' measures with `torch.cuda` and asks for the device's capacity, which for a CPU comes out
-    negative.
+    """Replaces the measurements of placement 'auto', which use `torch.cuda` and find a negative capacity of a CPU.
 
-    The monitor reports 0 bytes, and the capacity is the machine's memory, so that 'auto' finds room and evicts nothing.
+    The monitor reports 0 bytes and the capacity is the machine's memory, so that 'auto' never evicts.
     """
     import psutil
     from colossalai.legacy.utils import memory

@@ -1,10 +1,9 @@
-"""One model under ColossalAI's LowLevelZero (ZeRO stage 1, 2), or Gemini (`gemini`), behind one small interface.
+"""Engines: a common interface to models under ColossalAI's LowLevelZero (ZeRO stage 1, 2) and Gemini (`gemini`).
 
-An engine owns a boosted model, with its optimizer when it is trained: backward with accumulation, the exact gradient
-norm, the step, and where this rank's part of every parameter and optimizer state lives, as pieces and back. Upstream
-rounds fp32 weights to the compute dtype before it makes its fp32 masters, and keeps no exact copy of weights that are
-not trained. An engine puts the exact values in and keeps them, so a run starts and resumes on the same bits as under
-any other strategy.
+An engine owns a boosted model, and its optimizer if it is trained: backward with accumulation, exact gradient norm,
+step, and this rank's parts of parameters and optimizer states as pieces. Upstream rounds fp32 weights to the compute
+dtype before it creates the fp32 masters, and keeps no exact copy of frozen weights. An engine sets and keeps the exact
+values, so that a run starts and resumes with the same bits as under other strategies.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _ADAM_SLOTS = ('exp_avg', 'exp_avg_sq', 'step')
 class Shard:
     """This rank's elements [start, stop) of one parameter.
 
-    Example: rank 1 of 2 holds the second half of a (3, 4) weight: Shard('w', (3, 4), 6, 12, data, state, 6, 12).
+    Example: rank 1 of 2 has the second half of a (3, 4) weight: Shard('w', (3, 4), 6, 12, data, state, 6, 12).
     """
 
     name: str
@@ -43,51 +42,55 @@ class Shard:
     start: int
     stop: int
     data: Tensor
-    """(stop - start,), shares memory with the fp32 master (or, for an untrained parameter, is the exact value)"""
+    """shape (stop - start,); shares memory with the fp32 master, or is the exact value of a frozen parameter"""
     state_key: Any
-    """key into the optimizer's state; None for a parameter that is not trained"""
+    """key in the optimizer's state; None for a frozen parameter"""
     write_start: int
     write_stop: int
-    """the part that this rank writes: all of it, or its share of a replicated one"""
+    """the elements that this rank writes: all, or its share of a replicated parameter"""
 
     def piece(self, name: str, data: Tensor) -> Piece:
-        """What this rank writes of (stop - start,) `data`."""
+        """Returns the piece that this rank writes of `data`, shape (stop - start,)."""
         part = data[self.write_start - self.start : self.write_stop - self.start].detach()
         return Piece(name, self.shape, self.write_start, self.write_stop, part)
 
     def read_into(self, out: Tensor, reader: TensorReader, name: str) -> None:
-        """Fill `out`, (stop - start,), a bounded part at a time."""
+        """Fills `out`, shape (stop - start,), in chunks of bounded size."""
         for at in range(0, out.numel(), states.CHUNK):
             end = min(at + states.CHUNK, out.numel())
             out[at:end].copy_(reader.read(name, self.start + at, self.start + end))
 
 
 def rank_range(numel: int, rank: int, world_size: int) -> tuple[int, int]:
-    """An even cut of `numel` elements, as ZeRO makes it: equal shares, the last ones shorter or empty."""
+    """Returns [start, stop) of a rank's share of `numel` elements as in ZeRO: equal, the last ones shorter or empty."""
     share = -(-numel // world_size)
     return min(rank * share, numel), min((rank + 1) * share, numel)
 
 
 class Engine:
-    """A boosted model that is not trained, whole on every rank: the base of the other engines."""
+    """A frozen boosted model, whole on every rank; the base class of the other engines. Call `fill` after building it.
+
+    Args:
+        model, optimizer: as boosted; optimizer None: the model is frozen.
+        device: device of forwards.
+    """
 
     def __init__(self, model: nn.Module, optimizer: Any, device: torch.device) -> None:
-        """`model` and `optimizer` (None: frozen) as boosted, `device` where they compute. `fill` must follow."""
         self.model, self.optimizer, self.device = model, optimizer, device
         self.module: nn.Module = model.module  # type: ignore[assignment]
         self.names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._kept: dict[str, Tensor] = {}
-        """this rank's exact share, on the CPU, of each untrained parameter that was rounded"""
+        """this rank's exact share, on the CPU, of each frozen parameter that upstream rounded"""
 
-    # ------------------------------------------------------------------ which parameters live where
+    # ------------------------------------------------------------------ location of parameters
 
     def trained(self) -> list[nn.Parameter]:
-        """The parameters that have a master, in the model's order."""
+        """Returns the parameters with a master, in the model's order."""
         return []
 
     def trained_shards(self) -> Iterator[Shard]:
-        """This rank's part of every trained parameter; empty parts are left out."""
+        """Yields this rank's part of every trained parameter, except empty ones."""
         return iter(())
 
     def untrained(self) -> list[nn.Parameter]:
@@ -95,7 +98,7 @@ class Engine:
         return [p for p in self.module.parameters() if id(p) not in trained]
 
     def untrained_shards(self) -> Iterator[Shard]:
-        """This rank's part of every parameter without a master."""
+        """Yields this rank's part of every parameter without a master."""
         for parameter in self.untrained():
             name = self.names[id(parameter)]
             start, stop = rank_range(parameter.numel(), self.rank, self.world_size)
@@ -103,12 +106,15 @@ class Engine:
                 data = self._kept[name] if name in self._kept else parameter.detach().reshape(-1)[start:stop]
                 yield Shard(name, tuple(parameter.shape), start, stop, data, None, start, stop)
 
-    # ------------------------------------------------------------------ values in
+    # ------------------------------------------------------------------ writing values
 
     @torch.no_grad()
     def fill(self, tensors: Iterable[tuple[str, Tensor]], fresh: bool = False) -> None:
-        """Take exact values of whole tensors by name. `fresh`: the model was boosted without them, so set its weights
-        and buffers too."""
+        """Sets exact values from whole tensors by name.
+
+        Args:
+            fresh: the model was boosted without values, so also set its weights and buffers.
+        """
         shards = {shard.name: shard for shard in self.trained_shards()}
         untrained = {self.names[id(p)]: p for p in self.untrained()}
         buffers = dict(self.module.named_buffers())
@@ -127,7 +133,7 @@ class Engine:
 
     @torch.no_grad()
     def load_pieces(self, reader: TensorReader, strict: bool) -> None:
-        """Fill masters, untrained parameters and buffers, and make the working weights from them. A collective."""
+        """Fills masters, frozen parameters and buffers, and sets the working weights from them. Collective."""
         tensors, aliases = states.named_tensors(self.module)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         stored = states.match_names(shapes, aliases, reader, strict=strict)
@@ -157,28 +163,27 @@ class Engine:
         parameter.copy_(values.view(parameter.shape))
 
     def refresh(self) -> None:
-        """Make the weights that the forward uses from the masters. May be a collective."""
+        """Sets the working weights, which forwards use, from the masters. May be collective."""
 
     def discard(self) -> None:
-        """Forget all gradients; the weights are as before."""
+        """Clears all gradients; weights do not change."""
 
-    # ------------------------------------------------------------------ values out
+    # ------------------------------------------------------------------ reading values
 
     def buffers(self) -> dict[str, Tensor]:
-        """The persistent ones."""
+        """Returns the persistent buffers."""
         return {n: t for n, t in states.named_tensors(self.module)[0].items() if not isinstance(t, nn.Parameter)}
 
     def pieces(self) -> Iterator[Piece]:
-        """This rank's of all parameters: fp32 masters, and exact values of what is not trained. Buffers are not among
-        them."""
+        """Yields this rank's pieces of all parameters: fp32 masters, and exact values of frozen ones; no buffers."""
         for shard in (*self.trained_shards(), *self.untrained_shards()):
             if shard.write_stop > shard.write_start:
                 yield shard.piece(shard.name, shard.data)
 
     @torch.no_grad()
     def gather(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter whole, in `dtype`, on the device, one bounded buffer at a time. A collective: exhaust it on
-        every rank. A tensor is valid until the next one is asked for."""
+        """Yields every whole parameter in `dtype` on the device, through a buffer of bounded size; each is valid until
+        the next one. Collective: exhaust it on every rank."""
         yield from self._gather_trained(dtype)
         for parameter in self.untrained():
             name = self.names[id(parameter)]
@@ -192,7 +197,7 @@ class Engine:
         return iter(())
 
     def _gather_flat(self, part: Tensor, numel: int) -> Tensor:
-        """(numel,) from every rank's `rank_range`."""
+        """Returns the whole tensor, shape (numel,), from every rank's `rank_range`."""
         share = -(-numel // self.world_size)
         padded = part.new_zeros(share)
         padded[: part.numel()] = part
@@ -203,20 +208,20 @@ class Engine:
     # ------------------------------------------------------------------ around a forward
 
     def before_forward(self) -> None:
-        """The weights are about to be used."""
+        """Runs before every forward."""
 
     def after_forward(self) -> None:
-        """Also after a forward that failed."""
+        """Runs after every forward, also after a failed one."""
 
     def release(self) -> None:
-        """Give back what a forward without a backward, or one that failed, has left gathered."""
+        """Frees weights that a failed forward, or one without a backward, has left gathered."""
 
 
 class TrainedEngine(Engine, ABC):
     """A boosted (model, optimizer) pair."""
 
     sync = True
-    """False: this micro-batch is not the last before the step"""
+    """True if this micro-batch is the last before the step"""
 
     @property
     def inner(self) -> Any:
@@ -226,7 +231,7 @@ class TrainedEngine(Engine, ABC):
     @property
     @abstractmethod
     def _mixin(self) -> Any:
-        """Upstream's mixed precision helper."""
+        """Upstream's mixed precision mixin."""
 
     @property
     def scaler(self) -> Any:
@@ -239,19 +244,18 @@ class TrainedEngine(Engine, ABC):
 
     @abstractmethod
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of the mean over ranks of `loss`."""
+        """Adds the gradient of the mean over ranks of `loss`."""
 
     @abstractmethod
     def norm(self) -> float:
-        """Exact L2 norm, over all ranks, of the gradients without the loss scale. Finishes outstanding reductions."""
+        """Finishes reductions and returns the exact L2 norm, over all ranks, of the unscaled gradients."""
 
     @abstractmethod
     def step(self, norm: float, max_norm: float | None) -> None:
-        """Step with the gradients clipped to `max_norm`, and clear them. `norm` is what `norm()` returned, and
-        finite."""
+        """Steps with gradients clipped to `max_norm`, and clears them. `norm` is the finite result of `norm()`."""
 
     def overflow(self) -> None:
-        """Forget the gradients and, under fp16, lower the loss scale as upstream does."""
+        """Clears the gradients and, in fp16, lowers the loss scale as upstream does."""
         self.discard()
         if self.scaler is not None:
             self.scaler.update(True)
@@ -261,8 +265,7 @@ class TrainedEngine(Engine, ABC):
         return math.sqrt(square.item()) / self.loss_scale
 
     def state_pieces(self) -> Iterator[Piece]:
-        """This rank's pieces '<parameter>/<slot>'. A number is written by the rank that holds the parameter's first
-        element."""
+        """Yields this rank's pieces '<parameter>/<slot>'; numbers on the rank with the parameter's first element."""
         for shard in self.trained_shards():
             if shard.state_key is None or shard.write_stop == shard.write_start:
                 continue
@@ -274,8 +277,7 @@ class TrainedEngine(Engine, ABC):
                     yield Piece(name, (), 0, 1, torch.as_tensor(value, dtype=torch.float32).reshape(1))
 
     def load_state(self, members: set[str], reader: TensorReader) -> None:
-        """Replace the optimizer's states; `members` are the names of its parameters. Checks all before it changes
-        any."""
+        """Replaces the optimizer's states, after checking all of them; `members` are the names of its parameters."""
         shapes = {name: tuple(p.shape) for name, p in self.module.named_parameters() if name in members}
         slots = states.checked_slots(reader, shapes, None)
         upstream = type(self.inner).__module__.startswith('colossalai.')
@@ -302,7 +304,7 @@ class TrainedEngine(Engine, ABC):
 
 
 class UpstreamScaler(LossScaler):
-    """Upstream's dynamic loss scale under the names that other strategies save theirs by."""
+    """Upstream's dynamic loss scale, saved under the same names as a `LossScaler`."""
 
     def __init__(self, upstream: Any) -> None:
         self.upstream = upstream
@@ -319,8 +321,8 @@ class UpstreamScaler(LossScaler):
 
 
 class ZeroEngine(TrainedEngine):
-    """LowLevelZeroOptimizer: full weights in the compute dtype on every rank, masters and optimizer state sharded over
-    ranks."""
+    """A trained model under LowLevelZeroOptimizer: whole weights in the compute dtype on every rank, masters and
+    optimizer state sharded over ranks."""
 
     def trained(self) -> list[nn.Parameter]:
         return [p for p in self.module.parameters() if id(p) in self.optimizer.working_to_master_param]
@@ -357,7 +359,7 @@ class ZeroEngine(TrainedEngine):
             yield name, whole[: parameter.numel()].view(parameter.shape)
 
     def backward(self, loss: Tensor) -> None:
-        # Stage 2 keeps only its share of a gradient, so it must reduce after every micro-batch.
+        # Stage 2 keeps only this rank's share of a gradient, so it must reduce after every micro-batch.
         if self.sync or self.optimizer._partition_grads:
             self.optimizer.backward(loss)
         else:
@@ -365,13 +367,13 @@ class ZeroEngine(TrainedEngine):
                 self.optimizer.backward(loss)
 
     def accumulate(self, loss: Tensor) -> None:
-        """Add the gradient of `loss` to those of the working weights, and leave ranks alone."""
+        """Adds the gradient of `loss` to those of the working weights, without a reduction over ranks."""
         with self.optimizer.no_sync():
             loss.backward()
 
     @torch.no_grad()
     def summed_shards(self, parameters: list[Tensor], bucket_numel: int) -> dict[int, Tensor]:
-        """Takes the gradients of working weights: this rank's part of their sums over ranks, by the parameters' ids."""
+        """Clears the gradients of working weights and returns this rank's part of their sums over ranks, by id."""
         shards: dict[int, Tensor] = {}
         for bucket in buckets(parameters, 4 * bucket_numel):
             sizes = [self.optimizer.working_to_master_param[id(p)].numel() for p in bucket]
@@ -385,17 +387,17 @@ class ZeroEngine(TrainedEngine):
         return shards
 
     def set_shards(self, shards: dict[int, Tensor]) -> None:
-        """Makes them the gradients that the next step takes."""
+        """Sets the gradients of the next step."""
         for group, parameters in self.optimizer._working_param_groups.items():
             for parameter in parameters:
                 if id(parameter) in shards:
                     store = self.optimizer.pid_to_grad_store[id(parameter)]
-                    for _ in range(1 if self.optimizer._partition_grads else self.world_size):  # it reads its rank's
+                    for _ in range(1 if self.optimizer._partition_grads else self.world_size):  # it indexes by rank
                         store.append_gradients_by_param_id(shards[id(parameter)], group, id(parameter))
 
     def norm(self) -> float:
         if not self.optimizer._partition_grads and any(p.grad is not None for p in self.trained()):
-            self.optimizer._sync_grad()  # what earlier micro-batches left under no_sync and the last one did not touch
+            self.optimizer._sync_grad()  # gradients of earlier micro-batches, under no_sync, that the last did not use
             if self.device.type == 'cuda':
                 torch.cuda.synchronize()  # as upstream's backward does after a reduction on its own stream
         square = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -406,12 +408,12 @@ class ZeroEngine(TrainedEngine):
         return self._reduced_sqrt(square)
 
     def step(self, norm: float, max_norm: float | None) -> None:
-        # In place of upstream's own, which divides by the scale that this step may just have raised.
+        # Replaces upstream's function, which divides by the loss scale after this step may have raised it.
         scale, mixin = self.loss_scale, self.optimizer.mixed_precision_mixin
 
         def unscale_and_clip(gradients: Iterable[Tensor], scaled_norm: float) -> None:
             if mixin is not None:
-                mixin.get_grad_div_scale()  # which notes that it is done
+                mixin.get_grad_div_scale()  # marks the gradients as unscaled
             divisor = scale * max(1.0, (scaled_norm / scale + 1e-6) / max_norm) if max_norm else scale
             for gradient in gradients:
                 gradient.data.mul_(1.0 / divisor)
@@ -425,11 +427,10 @@ class ZeroEngine(TrainedEngine):
         self.module.zero_grad(set_to_none=True)
 
 
-def wire(wrapped: nn.Module, engine: Engine, force_fp32: bool) -> None:
-    """Hooks around every forward of a boosted model, and a `train` that reaches the module inside.
+def register_hooks(wrapped: nn.Module, engine: Engine, force_fp32: bool) -> None:
+    """Registers the engine's hooks for every forward of a boosted model, and makes its `train` set the inner module.
 
-    Gemini returns a tensor class of its own, which turns in-place operations such as `add_` into ones that change
-    nothing.
+    Outputs are converted to plain tensors: in Gemini's own tensor class, in-place operations such as `add_` do nothing.
     """
 
     def before(module: nn.Module, args: Any) -> None:

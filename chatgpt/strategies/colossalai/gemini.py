@@ -1,6 +1,4 @@
-"""One model under ColossalAI's Gemini (ZeRO stage 3): weights, masters, gradients and states sharded over ranks in
-chunks.
-"""
+"""Engines for ColossalAI's Gemini (ZeRO stage 3): weights, masters, gradients and states are sharded in chunks."""
 
 from __future__ import annotations
 
@@ -18,8 +16,7 @@ from chatgpt.strategies.colossalai.engines import Engine, Shard, TrainedEngine, 
 
 
 class GeminiFrozen(Engine):
-    """GeminiDDP without an optimizer: 16-bit weights sharded over ranks in chunks, gathered one chunk at a time in a
-    forward."""
+    """A GeminiDDP without an optimizer: 16-bit weights sharded in chunks, gathered one chunk at a time in a forward."""
 
     def _keep(self, name: str, parameter: nn.Parameter, values: Tensor) -> None:
         start, stop = rank_range(values.numel(), self.rank, self.world_size)
@@ -29,10 +26,10 @@ class GeminiFrozen(Engine):
         chunk = self.model.chunk_manager.get_chunk(parameter)  # type: ignore[operator, union-attr]
         for begin, end, start in _overlap(chunk, parameter):
             chunk.payload[begin:end].copy_(values[start : start + end - begin])
-            _forget_host_copy(chunk)
+            _invalidate_host_copy(chunk)
 
     def before_forward(self) -> None:
-        forget_layouts(self.model.gemini_manager)
+        clear_eviction_cache(self.model.gemini_manager)
 
     def after_forward(self) -> None:
         if torch.is_grad_enabled() and self.model.chunk_manager.accessed_chunks:  # type: ignore[union-attr]
@@ -45,12 +42,11 @@ class GeminiFrozen(Engine):
 
 
 class GeminiEngine(TrainedEngine):
-    """GeminiDDP: weights, masters and optimizer state sharded over ranks in chunks.
+    """A trained GeminiDDP: weights, masters and optimizer state sharded over ranks in chunks.
 
-    After a backward a chunk's memory holds its reduced gradient instead of its weights. Before anything else needs the
-    weights, that gradient is added to an fp32 sum and the weights are made again from the masters; the step adds the
-    sum. So micro-batches accumulate exactly, which upstream's own accumulation does not do for replicated chunks on two
-    ranks.
+    After a backward a chunk's memory holds its reduced gradient instead of its weights. Before the weights are needed
+    again, the gradient is added to an fp32 sum and the weights are restored from the masters; the step adds the sum. So
+    micro-batches accumulate exactly, unlike in upstream's accumulation with replicated chunks on two ranks.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, device: torch.device) -> None:
@@ -58,9 +54,9 @@ class GeminiEngine(TrainedEngine):
         self.chunks = list(model.chunk_manager.get_chunks(model.fp16_params))  # type: ignore[operator, union-attr]
         self.sums: list[Tensor] | None = None
         self.pending = False
-        """the chunks hold a gradient that belongs to no sum yet"""
+        """True if the chunks hold a gradient that is not in `sums`"""
         self._recorded: int | None = None
-        # Upstream's logger walks the stack for a debug line that it then drops, after every backward.
+        # After every backward upstream's logger walks the stack for a debug message that it then drops.
         model._logger = logging.getLogger('colossalai')  # type: ignore[assignment]
 
     @property
@@ -96,7 +92,7 @@ class GeminiEngine(TrainedEngine):
     def refresh(self) -> None:
         for chunk in self.chunks:
             chunk.payload.copy_(chunk.paired_chunk.payload)
-            _forget_host_copy(chunk)
+            _invalidate_host_copy(chunk)
 
     def _gather_trained(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         masters = {id(master): self.names[id(parameter)] for parameter, master in self._with_masters()}
@@ -110,11 +106,11 @@ class GeminiEngine(TrainedEngine):
                 yield masters[id(master)], whole[info.offset : info.end].view(master.shape)
 
     def before_forward(self) -> None:
-        self._set_aside()
-        forget_layouts(self._gemini)
+        self._accumulate()
+        clear_eviction_cache(self._gemini)
         if not torch.is_grad_enabled() and self._gemini.need_warmup and self._gemini.is_warmup():
-            # Placement 'auto' refuses to infer before its first training iteration, because it records the order of
-            # that one. Scoring comes first in RLHF: let it pass, and take out again what it recorded.
+            # Placement 'auto' records the order of the first training iteration and refuses inference before it. RLHF
+            # scores first, so the forward is allowed, and its records are removed afterwards.
             self._recorded, self._gemini.policy_name = len(self._gemini.compute_list), 'static'
 
     def after_forward(self) -> None:
@@ -123,14 +119,14 @@ class GeminiEngine(TrainedEngine):
             self._recorded, self._gemini.policy_name = None, 'auto'
 
     def backward(self, loss: Tensor) -> None:
-        self._set_aside()
-        forget_layouts(self._gemini)
-        # In its first iteration placement 'auto' prints a line of statistics.
+        self._accumulate()
+        clear_eviction_cache(self._gemini)
+        # In the first iteration placement 'auto' prints statistics.
         with contextlib.redirect_stdout(io.StringIO()) if self._gemini.is_warmup() else contextlib.nullcontext():
             self.optimizer.backward(loss)
         self.pending = True
 
-    def _set_aside(self) -> None:
+    def _accumulate(self) -> None:
         if not self.pending:
             return
         if self.sums is None:
@@ -159,7 +155,7 @@ class GeminiEngine(TrainedEngine):
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         if self.pending:
             for chunk in self.chunks:
-                if not chunk.keep_gathered or self.rank == 0:  # a replicated gradient is the same on every rank
+                if not chunk.keep_gathered or self.rank == 0:  # count a replicated gradient once
                     square += torch.linalg.vector_norm(_gradient(chunk), dtype=torch.float64).to(self.device) ** 2
         return self._reduced_sqrt(square)
 
@@ -168,7 +164,7 @@ class GeminiEngine(TrainedEngine):
             return
         coefficient = max_norm / (norm + 1e-6) if max_norm else 1.0
         if coefficient < 1:
-            # Upstream clips through the optimizer's div_scale, which its CPU path ignores for bf16 gradients.
+            # Upstream clips by the optimizer's div_scale, which its CPU code ignores for bf16 gradients.
             for chunk in self.chunks:
                 _gradient(chunk).mul_(coefficient)
         self.optimizer.step()
@@ -183,31 +179,31 @@ class GeminiEngine(TrainedEngine):
         self.module.zero_grad(set_to_none=True)
 
 
-def forget_layouts(manager: Any) -> None:
-    """Drop what upstream remembers of which chunks could be evicted at the n-th operation of an iteration.
+def clear_eviction_cache(manager: Any) -> None:
+    """Clears upstream's cache of the chunks that can be evicted at the n-th operation of an iteration.
 
-    It takes every iteration to run the same operations. Log-probs computed in chunks of rows run more of them on the
-    rank with more rows: ranks would then evict, and gather again, different chunks, and wait for each other for ever.
+    Upstream assumes the same operations in every iteration. Log-probs in chunks of rows run more operations on the rank
+    with more rows: with the cache, ranks would evict and gather different chunks, and deadlock.
     """
     type(manager)._get_layout_info.cache_clear()
 
 
 def _overlap(chunk: Any, tensor: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Where this rank's part of a chunk holds the tensor: (begin, end) in the payload, first element of it; or
-    nothing."""
+    """Yields the range of this rank's part of a chunk that holds `tensor`, if any: begin and end in the payload, and
+    the index of the first element."""
     info = chunk.tensors_info[tensor]
     base, length = (0, chunk.chunk_size) if chunk.is_gathered else (chunk.shard_begin, chunk.shard_size)
-    base, length = int(base), int(length)  # upstream's search for a chunk size leaves numpy integers
+    base, length = int(base), int(length)  # upstream's search for a chunk size returns numpy integers
     begin, end = max(0, info.offset - base), min(length, info.end - base)
     if begin < end:
         yield begin, end, begin + base - info.offset
 
 
-def _forget_host_copy(chunk: Any) -> None:
-    """A pinned host copy of a chunk on the device is out of date once its weights have been written."""
+def _invalidate_host_copy(chunk: Any) -> None:
+    """Invalidates the pinned host copy of a chunk on the device, after its weights have been written."""
     chunk.cpu_vis_flag = chunk.device_type == 'cpu'
 
 
 def _gradient(chunk: Any) -> Tensor:
-    """The reduced gradient in a chunk, without the padding at its end."""
+    """Returns the reduced gradient in a chunk, without the padding at its end."""
     return chunk.payload[: chunk.get_valid_length()]

@@ -1,6 +1,6 @@
-"""What `ColossalAIStrategy` keeps in memory, from the sources of ColossalAI 0.5.0: 16-bit working weights, fp32
-masters, Adam's two moments (Rajbhandari et al. 2020, section 3), buckets and chunks, and the exact values that the
-strategy keeps of what has no master. On a CPU gloo's own copies count as well.
+"""Memory models of `ColossalAIStrategy`, from the sources of ColossalAI 0.5.0: 16-bit working weights, fp32 masters,
+Adam's two moments (Rajbhandari et al. 2020, section 3), buckets and chunks, and the strategy's exact values of
+parameters without a master. On a CPU they include gloo's copies.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from chatgpt.strategies.memory import Layout, Memory, MemoryModel, ModelSize, ga
 
 @dataclass(frozen=True)
 class _Masters(MemoryModel, ABC):
-    """Weights in the compute dtype, with masters and states of what is trained split over ranks."""
+    """Memory of weights in the compute dtype, with masters and states of trained parameters sharded over ranks."""
 
     whole: ClassVar[bool] = False
 
     def _share(self, size: ModelSize, run: Layout, *, trained_only: bool = False) -> int:
-        """Elements of one rank's equal part of every parameter."""
+        """Returns the elements of one rank's equal part of every parameter."""
         return sum(math.ceil(p.numel / run.num_processes) for p in size.parameters if p.trained or not trained_only)
 
     @abstractmethod
     def weights(self, size: ModelSize, run: Layout) -> Memory:
-        """'weights': the working weights, on the device or the host."""
+        """Returns 'weights', the working weights, on the device or the host."""
 
     def exact_values(self, size: ModelSize, run: Layout, *, frozen: bool) -> int:
-        """Bytes, on the host, of what has no master: nothing where the working weights are as exact."""
+        """Returns the bytes on the host of exact values of parameters without a master; 0 if the weights are fp32."""
         if self.full_itemsize(run) == 4:
             return 0
         return 4 * (self._share(size, run) - (0 if frozen else self._share(size, run, trained_only=True)))
@@ -49,18 +49,18 @@ class _Masters(MemoryModel, ABC):
 
 
 def as_trained(size: ModelSize) -> ModelSize:
-    """The same with every parameter trained, as Gemini is told of a frozen model, or it would not shard it."""
+    """Returns the size with every parameter trained, since Gemini shards frozen models as trained ones."""
     return replace(size, parameters=tuple(replace(p, trained=True) for p in size.parameters))
 
 
 @dataclass(frozen=True)
 class ZeroMemory(_Masters):
-    """Stages 1 and 2: working weights whole on each rank; gradients are reduced in buckets when enough of them are
-    there, the last at the end of a backward."""
+    """Memory of stages 1 and 2: working weights are whole on each rank; gradients are reduced in buckets during a
+    backward, the last one at its end."""
 
     stage: int = 1
     bucket: int = 12 * 2**20
-    """elements of a reduction, and of a rank's part of a gathering"""
+    """elements of a reduction, and of a rank's part of an all-gather"""
 
     def weights(self, size: ModelSize, run: Layout) -> Memory:
         memory = Memory()
@@ -76,15 +76,15 @@ class ZeroMemory(_Masters):
         return memory
 
     def gradients(self, size: ModelSize, run: Layout) -> int:
-        """Bytes of the gradients, in the compute dtype."""
+        """Returns the bytes of the gradients, in the compute dtype."""
         held = size.trained if self.stage == 1 else self._share(size, run, trained_only=True)
         held *= 1 + self.waiting(run)
-        if self.autocasts and self.stage == 2:  # of an exact run: a round's own before they are cut
+        if self.autocasts and self.stage == 2:  # an exact run keeps whole gradients of a round
             held += size.trained
         return self.full_itemsize(run) * held
 
     def growing(self, size: ModelSize, run: Layout, *, again: bool) -> float:
-        if self.stage == 1 and again:  # they are added up where autograd puts them, and reduced once
+        if self.stage == 1 and again:  # autograd adds them in place, and they are reduced once
             return 0.0
         in_bucket = min(1.0, self.bucket / max(size.trained, 1))
         reduced = 0.0 if again or in_bucket == 1 else 1.0 if self.stage == 1 else 1 / run.num_processes
@@ -92,58 +92,57 @@ class ZeroMemory(_Masters):
 
     def reduction(self, size: ModelSize, run: Layout, *, again: bool) -> int:
         bucket = self.full_itemsize(run) * min(size.trained, self.bucket)
-        if self.stage == 1:  # what autograd made, beside the flat bucket whose parts become the gradients
+        if self.stage == 1:  # gradients of autograd, beside the flat bucket that becomes the gradients
             return bucket
         received = bucket // run.num_processes if again else 0  # added to the sum, else it becomes the gradient
-        gloo = 0 if run.on_cuda else bucket  # it takes a copy of what it scatters
+        gloo = 0 if run.on_cuda else bucket  # gloo copies its input
         return 2 * bucket + received + gloo
 
     def step(self, size: ModelSize, run: Layout) -> int:
         if self.offloads:
             return 0
         itemsize, share = self.full_itemsize(run), self._share(size, run, trained_only=True)
-        norm = 8 * math.ceil(size.largest_trained / run.num_processes)  # a gradient in fp64, as it is squared and added
+        norm = 8 * math.ceil(size.largest_trained / run.num_processes)  # a gradient in fp64
         in_fp32 = 4 * share if itemsize < 4 else 0
-        foreach = 4 * share if run.on_cuda else 0  # torch's Adam takes a temporary as large as the masters
-        # Masters go back to the working weights in buckets: rounded (or brought to the device by another name of its:
-        # a CPU's), flat, and received whole.
+        foreach = 4 * share if run.on_cuda else 0  # torch's Adam has a temporary as large as the masters
+        # Masters are copied to the working weights in buckets: rounded (on a CPU always copied), flattened, gathered.
         bucket = itemsize * min(share, self.bucket)
         rounded = bucket if itemsize < 4 or not run.on_cuda else 0
-        gloo = 0 if run.on_cuda else bucket * run.num_processes  # it receives into a copy
+        gloo = 0 if run.on_cuda else bucket * run.num_processes  # gloo receives into a copy
         return max(norm, in_fp32 + foreach, rounded + bucket + bucket * run.num_processes + gloo)
 
     def full_copy(self, size: ModelSize, run: Layout) -> Memory:
         memory = Memory()
-        if size.adapted:  # otherwise the module itself is lent; adapters are folded in fp32, then it is rounded
+        if size.adapted:  # otherwise it is the module itself; adapters are folded in fp32 and then rounded
             memory.add('full copy', 4 * size.total)
         return memory
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """What one rank holds of Gemini's chunks of one model."""
+    """Sizes of a rank's part of Gemini's chunks of a model, in elements."""
 
     elements: int
-    """in all chunks, with their empty ends"""
+    """in all chunks, with their padding"""
     largest: int
-    """in one chunk of this rank"""
+    """in the largest chunk"""
     filled: int
-    """of them by parameters, in all chunks"""
+    """in all chunks, without their padding"""
     gathered: int
-    """elements of one whole chunk that come when it is used; 0: the only chunk is whole on every rank"""
+    """in a whole chunk, which is gathered when it is used; 0: the only chunk is whole on every rank"""
 
 
 @dataclass(frozen=True)
 class GeminiMemory(_Masters):
-    """Stage 3: what is trained is split over ranks in chunks, twice: weights in 16 bits, whose place gradients take,
-    and masters. A model below the smallest chunk is one chunk, whole on every rank and never offloaded. What is not
-    trained of a model that learns is whole on every rank.
+    """Memory of stage 3: trained parameters are sharded over ranks in chunks of 16-bit weights, which gradients
+    overwrite, and of masters. A model below the smallest chunk size is one chunk, whole on every rank and never
+    offloaded. Frozen parameters of a trained model are whole on every rank.
     """
 
     search_range: float = 32
     interval: int = 1024
     min_chunk: float = 32
-    """of the search for a chunk size; in 2^20 elements, elements, 2^20 elements"""
+    """settings of the search for a chunk size, in 2^20 elements, elements and 2^20 elements"""
 
     streams: ClassVar[bool] = True
 
@@ -159,7 +158,7 @@ class GeminiMemory(_Masters):
         whole = chunk_size(
             sizes, round(self.min_chunk * 2**20), round(self.search_range * 2**20), self.interval, run.num_processes
         )
-        made: list[list[int]] = []  # (its size, how much of it is filled)
+        made: list[list[int]] = []  # [size, elements of parameters] of each chunk
         for numel in trained:
             if not made or made[-1][1] + numel > made[-1][0]:
                 made.append([max(whole, numel + -numel % run.num_processes), 0])
@@ -188,7 +187,7 @@ class GeminiMemory(_Masters):
         return 0.0
 
     def gathered(self, size: ModelSize, run: Layout, *, backward: bool) -> int:
-        # the chunk of an operation, and the one before it, whose gradients are not complete
+        # the chunk of an operation, and the one before it, which still waits for gradients
         chunks = self.chunks(size if size.trained else as_trained(size), run)
         return 2 * run.itemsize * (chunks.gathered - chunks.gathered // run.num_processes)
 
@@ -199,14 +198,14 @@ class GeminiMemory(_Masters):
 
     def reduction(self, size: ModelSize, run: Layout, *, again: bool) -> int:
         chunks = self.chunks(size, run)
-        finite = (run.itemsize + 1) * min(chunks.largest, chunks.filled)  # upstream asks |x| == inf of a chunk
-        # To add 16 bits to the sum in fp32, a CPU makes them fp32 first.
+        finite = (run.itemsize + 1) * min(chunks.largest, chunks.filled)  # upstream computes |x| == inf of a chunk
+        # A CPU converts 16-bit gradients to fp32 before it adds them to the fp32 sum.
         return max(finite, 4 * chunks.largest if again and not run.on_cuda else 0)
 
     def step(self, size: ModelSize, run: Layout) -> int:
         chunks = self.chunks(size, run)
-        norm = 8 * min(chunks.largest, chunks.filled)  # a chunk in fp64, as it is squared and added
-        adam = 0 if run.on_cuda else 12 * size.largest_trained  # our CPU Adam: gradient, root and quotient in fp32
+        norm = 8 * min(chunks.largest, chunks.filled)  # a chunk in fp64
+        adam = 0 if run.on_cuda else 12 * size.largest_trained  # Adam on a CPU: gradient, root and quotient in fp32
         return max(norm, adam)
 
     def gathering(self, size: ModelSize, run: Layout) -> int:
@@ -215,15 +214,14 @@ class GeminiMemory(_Masters):
         return itemsize * max(chunks.gathered, chunks.largest)
 
     def full_copy(self, size: ModelSize, run: Layout) -> Memory:
-        itemsize = 4 if size.adapted else run.itemsize  # adapters are folded in fp32, then the copy is rounded
+        itemsize = 4 if size.adapted else run.itemsize  # adapters are folded in fp32, and then the copy is rounded
         return gathered_copy(size, run, itemsize)
 
 
 @lru_cache(maxsize=64)
 def chunk_size(sizes: tuple[int, ...], least: int, search_range: int, interval: int, ranks: int) -> int:
-    """Elements of a chunk that upstream chooses: of all multiples of `interval` in the range, the first that leaves
-    least empty. Parameters larger than the others by three standard deviations have chunks of their own.
-    """
+    """Returns upstream's chunk size in elements: of the multiples of `interval` in the range, the first with the least
+    padding. Parameters more than three standard deviations above the mean size have chunks of their own."""
     numbers = torch.tensor(sizes, dtype=torch.float64)
     limit = float(numbers.mean() + 3 * numbers.std(correction=0))
     usual = [numel for numel in sizes if numel <= limit]

@@ -1,4 +1,4 @@
-"""Options of `ColossalAIStrategy`, what goes together of them, and the import of colossalai."""
+"""Options of `ColossalAIStrategy`, their checks, and the import of colossalai."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FP16_ONLY += ('min_scale', 'max_scale')
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Every option of upstream's plugins that the strategy takes."""
+    """The options of upstream's plugins that the strategy takes."""
 
     stage: int = 3
     precision: Precision = 'auto'
@@ -33,21 +33,21 @@ class Options:
     placement_policy: Placement = 'cuda'
     stream_blocks: StreamBlocks = 'auto'
     pin_memory: bool = True
-    """host memory of chunks is pinned (stage 3, CUDA)"""
+    """pin the host memory of chunks (stage 3, CUDA)"""
     force_outputs_fp32: bool = False
-    """floating outputs of a forward are cast to fp32"""
+    """cast floating outputs of a forward to fp32"""
     search_range_mb: float = 32
-    """of Gemini's search for a chunk size, in 2^20 elements"""
+    """range of Gemini's search for a chunk size, in 2^20 elements"""
     hidden_dim: int | None = None
-    """of that search: chunk sizes are multiples of it"""
+    """interval of that search: chunk sizes are multiples of it"""
     min_chunk_size_mb: float = 32
-    """in 2^20 elements; a model smaller than this is kept whole on every rank"""
+    """lower bound of that search, in 2^20 elements; a smaller model is whole on every rank"""
     gpu_margin_mem_ratio: float = 0.0
-    """stage 3 with 'auto': share of the free device memory given to masters and states"""
+    """stage 3 with 'auto': share of the free device memory for masters and states"""
     reduce_bucket_size: int = 12 * 1024**2
     """stages 1, 2: elements per reduction"""
     overlap_communication: bool = True
-    """reduce gradients while the backward runs"""
+    """reduce gradients during the backward"""
     initial_scale: float = 2**16
     """this and the next six: dynamic loss scaling in fp16"""
     growth_factor: float = 2
@@ -57,12 +57,12 @@ class Options:
     min_scale: float = 1
     max_scale: float = 2**32
     max_norm: float = 0.0
-    """clips in every step that is not given a max_norm of its own; 0 does not"""
+    """norm to clip to in steps without a max_norm; 0: no clipping"""
     norm_type: float = 2.0
-    """2, the only one there is"""
+    """must be 2"""
 
     def check(self) -> None:
-        """Raises ValueError for a value that is not allowed, and for an option that would be ignored."""
+        """Raises ValueError for an invalid value, and for an option that would be ignored."""
         gemini = self.stage == 3
         allowed = {
             'stage': (1, 2, 3),
@@ -101,12 +101,12 @@ class Options:
                 raise ValueError(f'{name}={value!r} {reason}; leave it at {defaults[name]!r}')
 
     def loss_scaling(self) -> dict[str, Any]:
-        """As upstream's plugins take it."""
+        """Returns the options of loss scaling as arguments of upstream's plugins."""
         return {name: getattr(self, name) for name in _FP16_ONLY}
 
 
 def import_colossalai() -> None:
-    """Import it once; its first import takes seconds and warns of packages that nothing here uses."""
+    """Imports colossalai, without its warnings about packages that are not used here. Takes seconds the first time."""
     if importlib.util.find_spec('colossalai') is None:
         raise ImportError(f'ColossalAIStrategy needs colossalai, which is not installed; run: {INSTALL}')
     name = 'CUDA_DEVICE_MAX_CONNECTIONS'
@@ -118,12 +118,12 @@ def import_colossalai() -> None:
         except ImportError as error:
             raise ImportError(f'ColossalAIStrategy cannot import colossalai ({error}); run: {INSTALL}') from error
     if not torch.cuda.is_available() and before is None:
-        os.environ.pop(name, None)  # upstream sets it on import; without CUDA it means nothing
+        os.environ.pop(name, None)  # upstream sets it on import, also without CUDA
 
 
 def check_kernels(stage: int) -> None:
-    """Gemini's optimizers are CUDA kernels that upstream compiles when the first one is made, and it asks for the
-    toolkit even where they are compiled already. ImportError without it, before anything is joined or loaded."""
+    """Raises ImportError for stage 3 on CUDA without the CUDA toolkit: upstream compiles the kernels of Gemini's
+    optimizers at their first use, and needs the toolkit even if they are compiled."""
     if stage < 3 or not torch.cuda.is_available():
         return
     from torch.utils.cpp_extension import CUDA_HOME

@@ -1,5 +1,4 @@
-"""`ColossalAIStrategy`: ZeRO stages 1 and 2 (LowLevelZero) and 3 (Gemini) of ColossalAI, with offload, on CUDA and on
-the CPU.
+"""`ColossalAIStrategy`: ZeRO stages 1 and 2 (LowLevelZero) and 3 (Gemini) of ColossalAI, with offload, on CUDA and CPU.
 
 | what | stage 1, 2 | stage 3 |
 |---|---|---|
@@ -8,8 +7,8 @@ the CPU.
 | a frozen model | whole, in the compute dtype | sharded over ranks, in the compute dtype |
 | placement 'cuda' | all on the device | all on the device |
 | placement 'cpu' | masters and states in host memory | all in host memory, one chunk at a time on the device |
-| placement 'auto' | 'cpu' where masters and states exceed half of the free device memory | Gemini decides as it runs |
-| optimizers | element-wise ones of torch or ColossalAI | HybridAdam, CPUAdam, FusedAdam |
+| placement 'auto' | 'cpu' if masters and states exceed half of the free device memory | Gemini decides as it runs |
+| optimizers | elementwise ones of torch or ColossalAI | HybridAdam, CPUAdam, FusedAdam |
 
 colossalai is imported when a strategy is built.
 """
@@ -31,11 +30,11 @@ from chatgpt.strategies import states
 from chatgpt.strategies.base import Abilities, check_max_norm
 from chatgpt.strategies.checkpoint.layout import Piece, TensorReader
 from chatgpt.strategies.colossalai.cpu import bridge
-from chatgpt.strategies.colossalai.engines import Engine, TrainedEngine, UpstreamScaler, ZeroEngine, wire
+from chatgpt.strategies.colossalai.engines import Engine, TrainedEngine, UpstreamScaler, ZeroEngine, register_hooks
 from chatgpt.strategies.colossalai.gemini import GeminiEngine, GeminiFrozen
 from chatgpt.strategies.colossalai.memory import GeminiMemory, ZeroMemory
 from chatgpt.strategies.colossalai.options import Options, Placement, check_kernels, import_colossalai
-from chatgpt.strategies.copies import Offloaded, merge_for_good
+from chatgpt.strategies.copies import Offloaded, fold_adapters
 from chatgpt.strategies.memory import MemoryModel, of_numerics
 from chatgpt.strategies.pairs import Trained
 from chatgpt.strategies.precision import Precision
@@ -45,23 +44,23 @@ from chatgpt.strategies.sums import exact_norm
 
 
 class ColossalAIStrategy(ProcessGroupStrategy):
-    """ZeRO and Gemini. Launch with torchrun, or inside a process group that is already there.
+    """ZeRO and Gemini. Launch with torchrun, or use it inside an existing process group.
 
     Args:
         stage: 1, 2 (LowLevelZero) or 3 (Gemini).
-        precision: of forward and backward; masters and optimizer states are fp32. 'auto' is bf16 in stage 3.
-        shard_init: stage 3: `model_init_context` builds on the meta device, and `prepare` fills shard after shard.
+        precision: dtype of forward and backward; masters and optimizer states are fp32. 'auto' is bf16 in stage 3.
+        shard_init: stage 3: build models in `model_init_context` on the meta device, and fill them shard by shard.
         placement_policy: 'cuda', 'cpu' (offload) or 'auto'; see the table above.
-        stream_blocks: stage 3: as in `FSDPStrategy`.
-        options: further fields of `Options`, upstream's names; and of `Numerics`.
+        stream_blocks: stage 3: see `FSDPStrategy`.
+        options: further fields of `Options`, under upstream's names, and of `Numerics`.
 
     Raises:
-        ValueError: an option that this stage, precision or placement cannot honour.
-        ImportError: colossalai is not installed; says how to install it.
+        ValueError: for an option that this stage, precision or placement does not support.
+        ImportError: if colossalai is not installed.
     """
 
     _keeps_narrow: ClassVar[bool] = False  # upstream casts whole modules
-    _fuses: ClassVar[bool] = False  # upstream steps masters of its own, maybe in host memory
+    _fuses: ClassVar[bool] = False  # upstream steps its own masters, which may be in host memory
     abilities = Abilities(sharded=True, weights_in_place=False)
 
     def __init__(
@@ -109,7 +108,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         bridge()
         self.stage, self.placement_policy, self.stream_blocks = stage, placement_policy, stream_blocks
         self._engines: dict[int, Engine] = {}
-        """by id of the module the user built"""
+        """by id of the module that the user built"""
 
     @classmethod
     def memory_model(
@@ -142,7 +141,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> Optimizer:
-        """AdamW as this stage takes it: HybridAdam under Gemini, torch's otherwise."""
+        """Returns the AdamW of this stage: HybridAdam under Gemini, otherwise torch's."""
         if self.stage < 3:
             return super().make_optimizer(parameters, lr, betas, eps, weight_decay)
         from colossalai.nn.optimizer import HybridAdam
@@ -158,7 +157,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             )
         self._check_optimizer(optimizer)
         if self.stage == 3:
-            self.keep_blocks(model)
+            self.disable_layer_drop(model)
         return self._boost(model, optimizer)
 
     def _prepare_pair(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -178,37 +177,36 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         return self._boost(model, None)[0]
 
     def _boost(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Any]:
-        """Wrap a module, with its optimizer when it is trained, and put the exact weights and buffers in.
+        """Wraps a module, and its optimizer if it is trained, and sets exact weights and buffers.
 
-        The optimizer that comes back is the user's own, stepped through upstream's, so that a learning-rate schedule
-        can hold it.
+        Returns the user's optimizer, which upstream's steps, so that learning-rate schedules keep working.
         """
         from colossalai.booster import Booster
 
         states.refuse_shared(model, f'{type(self).__name__} shards weights')
         fresh = any(p.is_meta for p in model.parameters())
         if fresh:
-            tensors: Iterable[tuple[str, Tensor]] = _on_demand(model, optimizer)
+            tensors: Iterable[tuple[str, Tensor]] = _initial_values(model, optimizer)
         else:
-            self.take_weights_of_rank_0(model)
+            self.broadcast_weights(model)
             tensors = [(name, parameter.data) for name, parameter in model.named_parameters()]
         found = ((m, key, buffer) for m in model.modules() for key, buffer in m._buffers.items())
         buffers = [(m, key, buffer.detach()) for m, key, buffer in found if buffer is not None]
         frozen_by_gemini = optimizer is None and self.stage == 3
         if frozen_by_gemini:
-            model.requires_grad_(True)  # Gemini cuts only what requires a gradient over ranks
+            model.requires_grad_(True)  # Gemini shards only parameters that require a gradient
         plugin = self._plugin(model, trained=optimizer is not None)
         wrapped, boosted, *_ = Booster(plugin=plugin).boost(model, optimizer)
         if frozen_by_gemini:
             model.requires_grad_(False)
-        # upstream rounds buffers; rotary frequencies and the like lose their meaning in 16 bits
+        # upstream rounds buffers, but rotary frequencies and others need fp32
         for module, key, buffer in buffers:
             module._buffers[key] = buffer.to(self.device)
         frozen, trained = (GeminiFrozen, GeminiEngine) if self.stage == 3 else (Engine, ZeroEngine)
         engine: Engine = (frozen if optimizer is None else trained)(wrapped, boosted, self.device)
         engine.fill(tensors, fresh)
         self._engines[id(model)] = engine
-        wire(wrapped, engine, self.settings.force_outputs_fp32)
+        register_hooks(wrapped, engine, self.settings.force_outputs_fp32)
         if fresh:
             from chatgpt.nn.packing import check_loaded_packing
 
@@ -219,7 +217,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
 
         settings, cuda = self.settings, self.device.type == 'cuda'
-        # Exact in bf16 is what the other strategies compute under autocast, from weights in fp32.
+        # An exact run in bf16 uses autocast with fp32 weights, as under the other strategies.
         precision = 'fp32' if self.sums.exact else self.numerics.precision
         common = settings.loss_scaling() | {'precision': precision}
         if self.stage < 3:
@@ -233,7 +231,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             return plugin
         offload = 1.0 if self.placement_policy == 'cpu' else 0.0
         plugin = GeminiPlugin(
-            # Without masters there is nothing for 'auto' to learn from: a frozen model has no training iteration.
+            # 'auto' needs a training iteration, which a frozen model does not have.
             placement_policy='auto' if self.placement_policy == 'auto' and trained else 'static',
             offload_optim_frac=offload,
             offload_param_frac=offload,
@@ -246,18 +244,18 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             gpu_margin_mem_ratio=settings.gpu_margin_mem_ratio,
             **common,
         )
-        # It has no groups of its own to destroy at its end, but would collect garbage, which takes a second.
+        # There are no groups to destroy, and the garbage collection in it takes a second.
         plugin.pg_mesh.destroy_mesh_process_groups = lambda: None
         return plugin
 
     @property
     def _reduces_in_background(self) -> bool:
-        """Under Gemini. It wants pinned chunks, and with offload upstream ran only without it."""
+        """True if Gemini reduces gradients asynchronously, which needs pinned chunks and no offload."""
         wanted = self.settings.overlap_communication and self.settings.pin_memory
         return wanted and self.placement_policy == 'cuda' and self.device.type == 'cuda'
 
     def _offloads(self, model: nn.Module) -> bool:
-        """Whether masters and states of a trained model go to host memory; the same answer on every rank."""
+        """Returns True if masters and states of a trained model are in host memory; the same on every rank."""
         if self.placement_policy != 'auto' or self.device.type != 'cuda':
             return self.placement_policy == 'cpu'
         num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -306,8 +304,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         read_only: bool = False,
         on_disk: str | os.PathLike[str] | None = None,
     ) -> Iterator[nn.Module]:
-        """As in the base. Stages 1 and 2 without LoRA lend the module itself; otherwise a copy is gathered and freed
-        after."""
+        """See `Strategy.full_model`. Stages 1 and 2 without LoRA yield the module itself, otherwise a gathered copy."""
         from chatgpt.nn import lora
         from chatgpt.nn.trunk import in_eval_mode
 
@@ -318,7 +315,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
                 yield full
             return
         has_lora = lora.has_lora(module)
-        exact = torch.float32 if has_lora else dtype  # adapters are folded in fp32 and the sum is rounded once
+        exact = torch.float32 if has_lora else dtype  # adapters are folded in fp32 and rounded once
         if on_disk is not None or (self.stage == 3 and streams(self, self.stream_blocks, module, dtype)):
             computes = on_disk is None and not read_only
             with whole_copy(self, module, module, engine.gather(exact), dtype, on_disk, computes=computes) as full:
@@ -331,7 +328,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             return
         ours = dict(module.named_parameters())
         copied = with_parameters(module, {id(ours[n]): t.to(self.device, copy=True) for n, t in engine.gather(exact)})
-        merge_for_good(copied.eval())
+        fold_adapters(copied.eval())
         for parameter in copied.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
@@ -356,10 +353,10 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         engine = self._engine(optimizer)
         if self.sums.exact:
             assert isinstance(engine, ZeroEngine)
-            self._pair(optimizer).fed = True
+            self._pair(optimizer).ran_backward = True
             engine.accumulate(loss)
         else:
-            engine.backward(loss * self.world_size)  # upstream takes the mean over ranks
+            engine.backward(loss * self.world_size)  # upstream averages over ranks
 
     def _end_round(self, pair: Trained) -> None:
         assert pair.tree is not None
@@ -368,7 +365,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             shards = self._summed_shards(pair.optimizer)
             pair.tree.add([shards.get(id(p)) for p in parameters])
         else:
-            pair.tree.take([*parameters])
+            pair.tree.add_gradients([*parameters])
 
     def _summed_shards(self, optimizer: Optimizer) -> dict[int, Tensor]:
         engine = self._engine(optimizer)
@@ -382,7 +379,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             total = zip(engine.trained(), tree.finish(), strict=True)
             shards = {id(p): g for p, g in total if g is not None}
         else:
-            tree.give([*engine.trained()])
+            tree.set_gradients([*engine.trained()])
             shards = self._summed_shards(optimizer)
         norm = exact_norm(shards.values(), self.device, self.all_reduce)
         if math.isfinite(norm):
@@ -411,7 +408,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
 
     def discard_gradients(self, optimizer: Optimizer) -> None:
         pair = self._pair(optimizer)
-        pair.fed = False
+        pair.ran_backward = False
         if pair.tree is not None:
             pair.tree.clear()
         self._engine(optimizer).discard()
@@ -430,7 +427,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         engine = self._engines.get(id(self.unwrap(model)))
         if engine is None:
             return super().model_pieces(model)
-        return itertools.chain(engine.pieces(), self._dealt(engine.buffers()))
+        return itertools.chain(engine.pieces(), self._own_pieces(engine.buffers()))
 
     def load_model_pieces(self, model: nn.Module, reader: TensorReader, strict: bool = True) -> None:
         engine = self._engines.get(id(self.unwrap(model)))
@@ -451,9 +448,8 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         super().close()
 
 
-def _on_demand(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
-    """Turn a model on the meta device into one whose tensors take no memory yet; its first weights, one after
-    another."""
+def _initial_values(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
+    """Replaces meta tensors by expanded ones that take no memory; returns the initial weights, one at a time."""
     from chatgpt.nn.weights import initial_tensors
 
     tensors = initial_tensors(model)

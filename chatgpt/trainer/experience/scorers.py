@@ -246,11 +246,11 @@ def scored(scorer: Scorer | None, samples: list[Sample], strategy: Communicator)
     Where the strategy's `sums` deal samples out, what a model scores together does not follow from who generated it:
     they are shared out anew, in order, and the last one stands in for those that are missing to full parts.
     """
-    if scorer is None or isinstance(scorer, FunctionScorer) or not strategy.sums.deals:
+    if scorer is None or isinstance(scorer, FunctionScorer) or not strategy.sums.redistributes:
         scores = [None] * len(samples) if scorer is None else [*scorer.score(samples, strategy)]
         return gathered(strategy, list(zip(samples, scores, strict=True)), lambda pair: pair[0].index)
     everyone = gathered(strategy, samples, lambda s: s.index)
-    dealt = strategy.sums.dealt(len(everyone))
+    dealt = strategy.sums.own_range(len(everyone))
     own = [everyone[min(i, len(everyone) - 1)] for i in dealt] if everyone else []
     found = list(zip(dealt, scorer.score(own, strategy), strict=False)) if own else []
     numbered = gathered(strategy, found, lambda pair: pair[0])
