@@ -24,7 +24,7 @@ from chatgpt.rollout.stop import write_texts
 from chatgpt.strategies.base import Strategy
 from chatgpt.trainer.checkpointing import as_json
 from chatgpt.trainer.draws import Draws, Pipeline
-from chatgpt.trainer.fits import check_hears_alike
+from chatgpt.trainer.fits import check_one_process_per_rank
 from chatgpt.trainer.journal import Journal
 from chatgpt.trainer.schedule import FitPlan
 from chatgpt.types import Prompt, Sample
@@ -66,7 +66,7 @@ class Collector:
         max_staleness: int = 0,
     ) -> None:
         if engine.environment is not None:
-            check_hears_alike(strategy)
+            check_one_process_per_rank(strategy)
         if strategy.sums.exact:
             engine = engine.with_draws_of(ExactDraws)
         self.strategy, self.engine, self.sampling, self.policy = strategy, engine, sampling, policy

@@ -126,7 +126,7 @@ def _sum(e: Experience, x: Tensor) -> Tensor:
     return torch.where(e.response_mask, x, 0.0).double().sum()
 
 
-def drawn_mask(e: Experience) -> Tensor:
+def sampled_mask(e: Experience) -> Tensor:
     """(A,) bool: tokens that the policy drew, those that no longer count included.
 
     Of an episode its turns. Else what counts or, where a filter has left nothing, all.
@@ -176,7 +176,7 @@ def rollout_metrics(experiences: SequenceOf[Experience], kl_coef: float, *, in_r
             'rollout/ended_share': sum(e.ended for e in experiences) / len(experiences),
             'rollout/entropy': surprisal / max(counted, 1),
         }
-        | repetition([e.response_ids for e in experiences], [drawn_mask(e) for e in experiences])
+        | repetition([e.response_ids for e in experiences], [sampled_mask(e) for e in experiences])
     )
 
 
@@ -209,7 +209,7 @@ def environment_metrics(experiences: SequenceOf[Experience]) -> dict[str, float]
     if not episodes:
         return {}
     count = len(episodes)
-    observed = [int((~drawn_mask(e)).sum()) for e in experiences if e.episode is not None]
+    observed = [int((~sampled_mask(e)).sum()) for e in experiences if e.episode is not None]
     tokens = sum(e.num_actions for e in experiences if e.episode is not None)
     judged = [episode.success for episode in episodes if episode.success is not None]
     return (
@@ -272,7 +272,7 @@ def performance_metrics(
     experiences: SequenceOf[Experience], seconds: dict[str, float], max_epochs: int
 ) -> dict[str, float]:
     """`perf/...`: seconds of each part, as given, and tokens per second, all ranks together."""
-    new_tokens = sum(int(drawn_mask(e).sum()) for e in experiences)
+    new_tokens = sum(int(sampled_mask(e).sum()) for e in experiences)
     tokens = sum(e.num_tokens for e in experiences)
     episodes = [e.episode for e in experiences if e.episode is not None]
     metrics = seconds | {'perf/new_tokens_per_s': new_tokens / max(seconds['perf/total_s'], 1e-9)}

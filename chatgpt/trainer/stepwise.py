@@ -20,7 +20,7 @@ from chatgpt.trainer.base import Trainer
 from chatgpt.trainer.collect import Collector
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.experience import ExperienceMaker
-from chatgpt.trainer.rules import BY_HAND_RULES
+from chatgpt.trainer.rules import STEP_RULES
 from chatgpt.trainer.selection import Selection
 from chatgpt.types import Experience, FinishReason, Prompt, Sample
 
@@ -133,7 +133,7 @@ class Stepwise(Trainer):
                 'an environment acts in fit only: for generate and step leave environment out, and give step '
                 "response_masks for tokens that are not the policy's"
             )
-        check(self.config, BY_HAND_RULES)
+        check(self.config, STEP_RULES)
         prompts = list(as_prompts(queries, self.tokenizer))
         check_ids(f'{what}: query', [p.ids for p in prompts], self.strategy.unwrap(self.models()['actor']))
         return prompts

@@ -164,11 +164,11 @@ def test_filtered_responses_still_have_their_words():
     """`overlong_filter` leaves no token that counts; what the policy said is what it said."""
     given = experiences()
     for e in given:
-        before = metrics.drawn_mask(e)
+        before = metrics.sampled_mask(e)
         e.response_mask = torch.zeros_like(e.response_mask)
-        assert torch.equal(metrics.drawn_mask(e), before)
+        assert torch.equal(metrics.sampled_mask(e), before)
         e.episode = None
-        assert metrics.drawn_mask(e).all()
+        assert metrics.sampled_mask(e).all()
 
 
 def test_sums_of_scores_leave_observations_out():
