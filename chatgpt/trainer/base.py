@@ -28,7 +28,7 @@ from chatgpt.trainer.callbacks import Callback, CallbackList
 from chatgpt.trainer.callbacks.defaults import with_defaults
 from chatgpt.trainer.failure import resume_flags, save_after_failure
 from chatgpt.trainer.fits import check_router_loss
-from chatgpt.trainer.run_control import LEFT_OUT, PhaseClock, StopSignals, agreed, check_ranks
+from chatgpt.trainer.run_control import MAY_DIFFER, PhaseClock, StopSignals, agreed, check_ranks
 from chatgpt.trainer.saving import push_trained, save_trained
 from chatgpt.trainer.schedule import LearningRate, describe_groups
 from chatgpt.trainer.settings import LearningSettings
@@ -167,7 +167,7 @@ class Trainer:
         """Raises on every rank if settings or counters differ between ranks; see `chatgpt.trainer.run_control`. A
         collective."""
         self.strategy.note_progress(f'{where} of phase {self.phase + 1}')
-        state = {k: v for k, v in (self.fingerprint() | self.state_dict()).items() if k not in LEFT_OUT}
+        state = {k: v for k, v in (self.fingerprint() | self.state_dict()).items() if k not in MAY_DIFFER}
         check_ranks(self.strategy, state, f'{where} of phase {self.phase + 1}')
 
     # ------------------------------------------------------------------ checkpoints
