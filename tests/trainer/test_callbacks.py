@@ -1,4 +1,4 @@
-"""The list of callbacks, metrics.jsonl, and callbacks that measure a run: evaluations, when to stop, performance."""
+"""The list of callbacks, metrics.jsonl, and callbacks that measure a run: evaluations, stopping, performance."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_new_run_in_an_old_folder_moves_the_old_lines_aside(tmp_path):
 
 
 def test_a_file_that_cannot_be_begun_costs_a_line_and_not_the_run(tmp_path):
-    """Of a trainer that is driven by hand, whose files begin with its first phase."""
+    """In a stepwise run, which opens its files in the first phase."""
     trainer = FakeTrainer([cb.MetricsWriter()], tmp_path / 'file' / 'run')
     (tmp_path / 'file').write_text('in the way')
     with pytest.warns(UserWarning, match='metrics.jsonl: step 1 could not be written'):
@@ -168,7 +168,7 @@ def test_evaluation_before_during_and_after_joins_the_metrics_and_remembers_the_
     assert (evaluator.best, evaluator.best_step) == (0.7, 2)
     shown = capsys.readouterr().out
     assert 'evaluation before training  eval/win 0.1' in shown and 'evaluation after phase 5  eval/win 0.6' in shown
-    # the smallest is best when asked, and a NaN never is
+    # with mode 'min' the smallest is best; a NaN never is
     values = iter([3.0, math.nan, 2.0, 5.0])
     settings = {'interval': 1, 'before': False, 'metric': 'eval/loss', 'mode': 'min'}
     evaluator = cb.Evaluator(lambda trainer: {'eval/loss': next(values)}, **settings)
@@ -222,7 +222,7 @@ def test_bad_bounds_and_names_are_refused():
 
 
 def test_flop_are_counted_as_the_formulas_say():
-    """Two sequences, 2 + 3 and 4 + 2 tokens: 11 tokens, of which 11 − 2 are fed to the decoder."""
+    """Two sequences, 2 + 3 and 4 + 2 tokens: 11 tokens, of which 11 − 2 are inputs of the decoder."""
     records = [experience(0, [1, 1], [1, 1, 1], 0.0), experience(1, [1, 1, 1, 1], [1, 1], 0.0)]
     flop = cb.PerformanceEvaluator(100, 30, 20, 10).phase_flop(records, passes=2.0)
     assert flop == {'collect': 2 * 100 * 9, 'score': 2 * 60 * 11, 'learn': 2 * 6 * 130 * 11}
@@ -238,7 +238,7 @@ def test_flop_are_counted_as_the_formulas_say():
         (6, {}, 2.0),  # 5 samples in batches of 2 are 3 batches a pass
         (4, {}, 4 / 3),  # stopped early in the second pass
         (2, {'buffer_limit': 4}, 4 / 5),  # one pass over the 4 that the buffer held of 5
-        (3, {'sample_replay_buffer': True}, 6 / 5),  # three batches of 2 drawn from 5
+        (3, {'sample_replay_buffer': True}, 6 / 5),  # three batches of 2 sampled from 5
     ],
 )
 def test_passes_come_from_the_batches_really_run(batches, settings, passes):
@@ -262,4 +262,4 @@ def test_the_summary_leaves_out_the_first_phases(capsys):
     assert capsys.readouterr().out.strip() == 'performance: 0.5 samples/s, 19 TFLOPS per device (collect 8, learn 30)'
     first, second = torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(3, 4, bias=True)
     second.weight = first.weight
-    assert cb.num_parameters(torch.nn.Sequential(first, second)) == 12 + 4  # counted once where shared
+    assert cb.num_parameters(torch.nn.Sequential(first, second)) == 12 + 4  # shared parameters count once

@@ -1,4 +1,4 @@
-"""The callback that saves: when, what is kept, what is refused; and that what callbacks keep goes back to them."""
+"""The callback that saves checkpoints: when, what it keeps and refuses; and the state of callbacks in checkpoints."""
 
 from __future__ import annotations
 

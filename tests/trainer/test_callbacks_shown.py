@@ -1,4 +1,4 @@
-"""Callbacks that show a run: progress, samples, TensorBoard, and the report.html of every run with a folder."""
+"""Callbacks with visible output: progress, samples, TensorBoard, and report.html."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def test_lines_where_there_is_no_terminal(capsys):
     trainer = FakeTrainer([cb.ProgressBar()], num_phases=2)
     trainer.fit([{'rollout/score_mean': 0.123456, 'rollout/kl_mean': -5.575e-7}, {'sft/loss': 3.5, 'other': 1.0}])
     assert capsys.readouterr() == ('phase 1/2  score 0.1235  kl 0\nphase 2/2  loss 3.5\n', '')
-    # a small negative number is no negative zero
+    # no negative zero
     shown = cb.format_table([{'a': -0.0002}, {'a': -0.0}, {'a': -0.0006}], ('a',))
     assert shown.splitlines()[2:] == ['0.000', '0.000', '-0.001']
 
 
 def test_lines_say_how_long_the_rest_takes(capsys, monkeypatch):
-    """Two phases of four in 100 s: as long again. After a resume only what this start has done counts."""
+    """Two phases of four in 100 s leave 100 s. After a resume only the phases of this start count."""
     clock = iter([0.0, 40.0, 100.0, 150.0, 1000.0, 1007.0])
     monkeypatch.setattr('chatgpt.trainer.callbacks.progress.time.monotonic', lambda: next(clock))
     row = {'perf/new_tokens_per_s': 1234.5, 'perf/learn_tokens_per_s': 9.0}
@@ -73,7 +73,7 @@ def test_sample_table_is_printed_and_written_every_n_phases_the_first_and_the_la
     assert [r['step'] for r in rows] == [1, 1, 3, 3, 4, 4]
     texts = {'prompt': 'a b', 'response': 'c\nd'}
     assert rows[0] == {'step': 1, 'index': 7, 'score': 2.0, 'kl': 1.5, 'num_tokens': 3, 'ended': True} | texts
-    # ids where there is no tokenizer
+    # ids if there is no tokenizer
     assert (rows[1]['prompt'], rows[1]['response'], rows[1]['score']) == ('3', '9 1', -1.0)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == 'samples of phase 1' and lines[1].split() == ['score', 'kl', 'prompt', 'response']

@@ -1,5 +1,5 @@
-"""A resume under other settings: each is reported, and the last word on it stands. What a user's reward draws from the
-global generators goes on where it stopped, on every rank."""
+"""Resumes under other settings: each change is reported, and the latest one holds. Global generators, which a user's
+reward may read, continue from their state on every rank."""
 
 from __future__ import annotations
 
@@ -120,13 +120,13 @@ def seed_all(seed: int) -> None:
 
 
 def draws() -> list[float]:
-    """`gauss` and `normal` draw pairs and keep the second for the next call, which is part of the state."""
+    """`gauss` and `normal` generate pairs and keep the second for the next call, which is part of the state."""
     ours = [random.random(), random.gauss(0, 1)]
     return [*ours, float(numpy.random.rand()), float(numpy.random.normal()), float(torch.rand(()))]
 
 
 class Noisy(torch.nn.Module):
-    """A reward of nothing but the global generators; remembers what it gave."""
+    """A reward that depends only on the global generators; records its values."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Dynamic sampling: what it replaces, when it gives up, stops and resumes."""
+"""Dynamic sampling: the groups it replaces, its limit, stopping and resuming."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DYNAMIC: dict[str, Any] = {'advantage_estimator': 'grpo', 'num_samples_per_promp
 
 
 class Rare:
-    """Scores differ within a group only for every third prompt that is drawn."""
+    """Scores that differ within a group only for every third prompt."""
 
     def score(self, samples: list[Any], strategy: Any) -> list[float]:
         return [float(s.index % 4) if s.group % 3 == 0 else 1.0 for s in samples]
@@ -66,7 +66,7 @@ def test_it_resumes_to_the_bit(whole):
 
 
 def test_a_stop_between_rounds_drops_the_phase(whole, tmp_path):
-    """A phase of fewer groups is not learned from: the resumed run is the undisturbed one."""
+    """A phase of fewer groups is not learned; the resumed run equals the undisturbed one."""
 
     class Stops(Rare):
         calls = 0
@@ -78,7 +78,7 @@ def test_a_stop_between_rounds_drops_the_phase(whole, tmp_path):
             return super().score(samples, strategy)
 
     stopped = make(4, Stops(), run_dir=tmp_path, callbacks=[SaveCheckpoint(interval=1, keep_last=9)])
-    assert whole.log.phases[0]['rollout/dynamic_rounds'] >= 2  # so call 5 lies between the rounds of the second phase
+    assert whole.log.phases[0]['rollout/dynamic_rounds'] >= 2  # so call 5 is between the rounds of the second phase
     fit(stopped, 3)
     done = len(stopped.log.phases)
     assert 0 < done < 3 and stopped.log.phases == whole.log.phases[:done]
@@ -86,7 +86,7 @@ def test_a_stop_between_rounds_drops_the_phase(whole, tmp_path):
 
 
 class Watch(Callback):
-    """At the end of each collect phase: tensors made whole, copies and weights of theirs still alive."""
+    """Records at the end of each collect phase: gathered tensors, and copies and their weights that are still alive."""
 
     def __init__(self, strategy: Any, whole: list[int]) -> None:
         self.whole, self.copies = whole, list[weakref.ref[Any]]()

@@ -1,4 +1,4 @@
-"""The average of weights: against a loop, through checkpoints, over ranks, and as a folder."""
+"""The average of weights: against a loop, in checkpoints, over ranks, and as a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PPO of encoder-decoders on token ids: the first ratio, learning, going on from a checkpoint, and two processes."""
+"""PPO of encoder-decoders on token ids: the first ratio, learning, resuming, and two processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def prompts(num: int = 7) -> list[torch.Tensor]:
 
 
 class Scorer:
-    """The share of good tokens, of ids alone, each rank its own."""
+    """The share of good tokens, from ids alone; each rank scores its own."""
 
     def score(self, samples: Any, strategy: Any) -> list[float]:
         return [sum(int(t) in GOOD for t in s.response_ids) / s.num_actions for s in samples]
@@ -65,7 +65,7 @@ def several(jobs: list[tuple[str, dict[str, Any], str, str]]) -> list[dict[str, 
 
 
 def exact_hashes(kinds: list[str]) -> list[str]:
-    """Of the weights after a few steps of SFT under `reproducible='exact'`."""
+    """Returns hashes of the weights after a few steps of SFT under `reproducible='exact'`."""
     g = torch.Generator().manual_seed(1)
     lengths = [(1 + i % 5, 1 + i % 7) for i in range(12)]
     data = [sequence(*(torch.randint(3, VOCAB, (n,), generator=g).tolist() for n in both)) for both in lengths]
@@ -82,7 +82,7 @@ def exact_hashes(kinds: list[str]) -> list[str]:
 
 
 def m2m_losses(precisions: list[str]) -> list[list[float]]:
-    """Of two steps of SFT under FSDP, of an M2M-100 that adds sines to its states and leaves every second block out."""
+    """Returns losses of two steps of SFT under FSDP, of an M2M-100 with sinusoidal positions and LayerDrop of 0.5."""
     from transformers import M2M100Config
 
     sizes = {'d_model': 16, 'vocab_size': VOCAB, 'max_position_embeddings': 32, 'dropout': 0.0}

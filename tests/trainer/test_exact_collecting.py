@@ -1,5 +1,5 @@
-"""`reproducible='exact'` while collecting: the engine's batches enter neither tokens nor numbers, and what would let
-them in is refused."""
+"""`reproducible='exact'` while collecting: the engine's batches have no effect on tokens and numbers, and settings that
+would give them one are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from chatgpt.trainer.prompt_evaluation import PromptEvaluation
 
 
 class Uneven(Actor):
-    """Generates with an error in its logits that depends on the shape of the batch."""
+    """An actor that generates with an error in its logits that depends on the shape of the batch."""
 
     def head(self, hidden):
         logits = super().head(hidden)
@@ -33,7 +33,7 @@ class Uneven(Actor):
 
 
 class Draws(Callback):
-    """How many draws were made again in each phase, and how many of them changed."""
+    """Records the number of repeated draws in each phase, and of those that changed."""
 
     def __init__(self) -> None:
         self.phases: list[tuple[float, float]] = []
@@ -82,14 +82,14 @@ def test_rows_of_the_engine_do_not_enter_a_run(precision):
     assert torch.equal(weights(one), weights(other)) and one.log.phases == other.log.phases
     draws = first + second
     assert len(draws) == 4 and all(redrawn > changed for redrawn, changed in draws) and sum(c for _, c in draws) > 0
-    # those of an ordinary run do, through tokens and through the decode's log-probs
+    # in an ordinary run they have an effect, on tokens and on the decode's log-probs
     plain = [run(NaiveStrategy(seed=0, precision=precision), rows) for rows in (256, 3)]
     assert not torch.equal(*(weights(trainer) for trainer, _ in plain))
     assert plain[0][1] == [(-1.0, -1.0)] * 2
 
 
 def collected(kind: Any, **options: Any) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
-    """Weights, on rank 0, and metrics."""
+    """Returns weights, on rank 0, and metrics."""
     with exact(kind, **options) as strategy:
         trainer = trainer_of(strategy)
         trainer.fit(prompts(), num_episodes=1, max_timesteps=2, update_timesteps=1)
@@ -97,8 +97,8 @@ def collected(kind: Any, **options: Any) -> tuple[dict[str, torch.Tensor], list[
 
 
 def judged(kind: Any) -> tuple[dict[str, float], dict[str, float], list[list[int]]]:
-    """What a reward model says of three eval prompts, and of the nine samples of a round of RFT: neither number divides
-    over two ranks."""
+    """Returns scores of a reward model for three eval prompts, and for the nine samples of a round of RFT: neither
+    number is a multiple of two ranks."""
     with exact(kind) as strategy:
         found = PromptEvaluation(prompts()[:3], max_new_tokens=12)(trainer_of(strategy))
         (actor, optim), log = trained(strategy, uneven()), Log()
@@ -113,7 +113,7 @@ def alone() -> tuple[Any, Any]:
 
 
 def on_two() -> tuple[Any, Any]:
-    """With a policy that generates block by block."""
+    """Also with a policy that generates block by block."""
     return collected(FSDPStrategy, stream_blocks=True), judged(DDPStrategy)
 
 

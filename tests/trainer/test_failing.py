@@ -1,4 +1,4 @@
-"""A run that an exception ends: what is kept, what is said of it, and what goes on from it afterwards."""
+"""Runs that end with an exception: the checkpoint, the message, and the resume."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Broken(RuntimeError):
 
 
 class BreaksIn(CountGood):
-    """A reward model that raises in the n-th phase: when it scores a batch for the n-th time. Scoring again, one
-    response alone, does not count."""
+    """A reward model that raises in the n-th phase, when it scores a batch for the n-th time. Scoring a single response
+    again does not count."""
 
     def __init__(self, call: int, error: type[Exception] = Broken) -> None:
         super().__init__()
@@ -121,11 +121,11 @@ def test_learning_that_is_cut_short_keeps_its_weights_apart_from_whole_phases(tm
     assert f'the last whole phase is in {whole}, which --resume auto or --resume {whole} takes' in told
     again, exact = resumed(cut, run_dir=folder), resumed(folder)
     assert torch.equal(weights(again), weights(trainer))
-    assert (again.phase, again.timestep) == (2, 2)  # the phase is collected anew
+    assert (again.phase, again.timestep) == (2, 2)  # the phase is collected again
     assert not torch.equal(weights(exact), weights(trainer)) and exact.phase == 2
     assert fit(again, PHASES).phase == PHASES
-    assert 'cut-short' not in saved(folder)  # passed by now
-    # where no whole phase was saved, auto takes the one cut short
+    assert 'cut-short' not in saved(folder)  # older than the newest checkpoint
+    # without a whole phase, auto takes the cut-short one
     first = broken(run_dir=tmp_path / 'at once', callbacks=[RaiseAt(0, 1)])
     assert saved(tmp_path / 'at once') == ['cut-short']
     assert torch.equal(weights(resumed('auto', run_dir=tmp_path / 'at once')), weights(first))
@@ -177,7 +177,7 @@ def test_an_evaluation_that_raises_after_the_last_phase_leaves_the_trained_state
 
 @pytest.mark.parametrize(('batch', 'after'), [(0, True), (1, False), (2, True)])
 def test_supervised_training_goes_on_from_its_last_step_to_the_same_bits(tmp_path, batch, after):
-    """Four batches an epoch, two epochs; phases of three batches, the second of which is cut short."""
+    """Four batches an epoch, two epochs; phases of three batches, the second of which is interrupted."""
 
     def sft(name: str, *callbacks: Callback) -> Any:
         return tiny_runs.sft(callbacks=callbacks, run_dir=tmp_path / name, log_interval=3)
@@ -186,7 +186,7 @@ def test_supervised_training_goes_on_from_its_last_step_to_the_same_bits(tmp_pat
     straight.fit()
     with pytest.raises(Broken):
         broken.fit()
-    # of the third batch only the report lacked
+    # after the third batch only the report was missing
     assert saved(tmp_path / 'broken') == ['step-00000001' if batch < 2 else 'step-00000002']
     again.load_checkpoint('auto')
     assert again.batches_done == broken.batches_done == 3 + batch + after
@@ -195,7 +195,7 @@ def test_supervised_training_goes_on_from_its_last_step_to_the_same_bits(tmp_pat
     assert (again.batches_done, again.num_updates, again.phase) == (8, 8, 3)
     ours, theirs = ([json.loads(x) for x in (tmp_path / n / 'metrics.jsonl').open()] for n in ('broken', 'straight'))
     assert (ours[0]['sft/loss'], ours[-1]['sft/loss']) == (theirs[0]['sft/loss'], theirs[-1]['sft/loss'])
-    # the one cut short lacks its first batches, or all
+    # the interrupted phase lacks its first batches, or all
     assert [m['step'] for m in ours] == ([1, 2, 3] if batch < 2 else [1, 3])
 
 
@@ -209,7 +209,7 @@ def test_a_run_with_a_folder_saves_by_the_clock_and_at_the_end(tmp_path, monkeyp
             now[0] += 8 * 60
 
     fit(make(run_dir=tmp_path, callbacks=[Slow()]), PHASES)
-    # after 16 minutes, then after 32, which is the end
+    # after 16 minutes, then after 32, at the end
     assert seen == [[], [], ['step-00000002'], ['step-00000002']]
     assert saved(tmp_path) == ['step-00000002', 'step-00000004']
     assert not any(isinstance(c, SaveCheckpoint) for c in make().callbacks)
@@ -217,7 +217,7 @@ def test_a_run_with_a_folder_saves_by_the_clock_and_at_the_end(tmp_path, monkeyp
 
 @pytest.fixture
 def in_the_way(tmp_path):
-    """A file where a folder should be."""
+    """A file at the path of a folder."""
     path = tmp_path / 'file'
     path.touch()
     return path / 'model'
