@@ -1,5 +1,5 @@
-"""Records that a model cannot read are refused by name before the first step; a router loss that a config asks for
-likewise, and models that are one where there must be two."""
+"""Refusals before the first step: records that a model cannot read, a router loss in the model's config, and shared
+models or optimizers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_record_that_the_model_cannot_read_is_named(kind):
         assert 'Trainer: train_data[2] has' in str(found.value) and '\n' not in str(found.value)
         with pytest.raises(ValueError, match=r'Trainer: eval_data\[1\] has'):
             trainer(kind, [GOOD], [GOOD, bad])
-    if kind == 'sft':  # what just fits is taken
+    if kind == 'sft':  # records at the limits are accepted
         trainer('sft', [GOOD, sequence([15] * 4, [0] * 4), sequence([], [3])])
 
 
@@ -61,10 +61,10 @@ def test_prompt_and_response_of_an_encoder_decoder_are_numbered_apart():
         check_records('data', [[long]], actor)
     actor.model.config.is_encoder_decoder = True
     check_records('data', [[long]], actor)
-    # the start token is the ninth
+    # the start token is at the ninth position
     with pytest.raises(ValueError, match=r'has 9 tokens on one side, the start token included.*max_length=7'):
         check_records('data', [[sequence([3], [4] * 8)]], actor)
-    for encoder, decoder in ((40, 300), (300, 40)):  # two limits count with the smaller
+    for encoder, decoder in ((40, 300), (300, 40)):  # the smaller of two limits counts
         config = LEDConfig(max_encoder_position_embeddings=encoder, max_decoder_position_embeddings=decoder)
         assert position_limit(config) == 40
 
@@ -81,7 +81,7 @@ def test_a_router_loss_that_nobody_adds_is_refused_also_before_weights_are_read(
         actor, optim = trained(strategy, AutoActor(config=config))
         with pytest.raises(ValueError, match=REFUSED) if asked else nullcontext():
             SFTTrainer(strategy, actor, optim, [GOOD] * 4, train_batch_size=2, max_epochs=1).fit()
-    config.save_pretrained(tmp_path)  # a folder without weights
+    config.save_pretrained(tmp_path)  # no weights
     byte_tokenizer().save_pretrained(tmp_path)
     data = tmp_path / 'data.jsonl'
     data.write_text('{"prompt": "a", "completion": "b"}\n')
@@ -91,8 +91,8 @@ def test_a_router_loss_that_nobody_adds_is_refused_also_before_weights_are_read(
 
 @pytest.mark.parametrize('kind', ['copy', 'none', 'itself', 'same weights', 'reward', 'optimizer'])
 def test_models_and_optimizers_that_are_one(kind):
-    """A copy is right, as is None with LoRA; the actor itself, before or after `prepare`, would have a KL of 0 for
-    ever."""
+    """Accepts a copy, or None with LoRA; refuses the actor itself, before or after `prepare`, for which the KL would
+    always be 0."""
     strategy = NaiveStrategy(seed=5)
     actor: Any = GPTActor(config=CONFIG, lora_rank=2 if kind == 'none' else 0)
     critic: Any = GPTCritic(config=CONFIG)

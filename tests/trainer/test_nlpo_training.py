@@ -1,4 +1,4 @@
-"""NLPO in whole runs: the masked policy by hand, its updates, resuming, ranks, what is refused."""
+"""NLPO in whole runs: the masked policy by hand, its updates, resuming, ranks, refusals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chatgpt.trainer.callbacks import Callback
 
 
 def nlpo(strategy: Any = None, **settings: Any) -> Any:
-    """The head is scaled so that the set of likely tokens is small."""
+    """Returns a trainer with a scaled head, so that few tokens are likely."""
     given = {'advantage_estimator': 'reinforce++', 'nlpo_top_p': 0.6, 'head_scale': 12.0}
     return ppo(strategy, **given | settings)
 
@@ -35,7 +35,7 @@ def test_nlpo_samples_and_learns_the_masked_policy():
     trainer = nlpo(nlpo_update_interval=100, max_epochs=1)
     policy, mask = (trainer.strategy.unwrap(m).model for m in (trainer.actor, trainer.policy.mask_model))
     fit(trainer, 1)
-    assert trainer.log.phases[0]['ppo/first_ratio_error'] < 1e-4  # what was drawn is what is learned
+    assert trainer.log.phases[0]['ppo/first_ratio_error'] < 1e-4  # the policy is the same in sampling and learning
     before = nlpo().actor.model
     inside = 0
     for e in trainer.log.experiences[0]:

@@ -1,5 +1,4 @@
-"""PPO as a whole: it learns, it repeats itself to the bit, and neither micro-batches, padding nor dropout can change
-it."""
+"""PPO as a whole: it learns, repeats itself to the bit, and does not depend on micro-batches, padding and dropout."""
 
 from __future__ import annotations
 
@@ -122,7 +121,7 @@ def test_step_refuses():
 
 
 class Numbers:
-    """A tokenizer whose texts are its ids: 'i5.i7.'"""
+    """A tokenizer with ids as text: 'i5.i7.'"""
 
     eos_token_id, bos_token_id, pad_token_id = 2, None, 0
 
@@ -195,7 +194,7 @@ def test_a_resumed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path):
     stopped = fit(make(callbacks=[StopAfter(2, save=True)], run_dir=tmp_path, **settings), 4)
     assert len(stopped.log.phases) == 2
     resumed = make(run_dir=tmp_path, **settings)
-    torch.manual_seed(999)  # the library's draws do not come from the global generator
+    torch.manual_seed(999)  # the library does not read the global generator
     assert resumed.load_checkpoint('auto')
     fit(resumed, 4)
     assert stopped.log.phases + resumed.log.phases == phases

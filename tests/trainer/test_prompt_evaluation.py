@@ -1,5 +1,4 @@
-"""Evaluation on eval prompts: numbers by hand, the same draws, no trace in the training, files, ranks, the best
-checkpoint."""
+"""Evaluation on prompts: metrics by hand, equal draws, no effect on training, files, ranks, the best checkpoint."""
 
 from __future__ import annotations
 
@@ -176,7 +175,7 @@ def test_a_metric_of_another_length_is_refused():
 
 
 def evaluated(kinds: list[Any]) -> list[tuple[dict[str, float], int, int]]:
-    """Under each strategy, of three prompts and of one, which leaves a rank without work."""
+    """Evaluates under each strategy, on three prompts and on one, which leaves a rank without work."""
     found = []
     for kind in kinds:
         for prompts in (PROMPTS, PROMPTS[:1]):

@@ -1,5 +1,4 @@
-"""One rank of two processes (`tensor_parallel=2`): what each process does by itself is asked of processes, what a rank
-does once is done once."""
+"""A rank of two processes (`tensor_parallel=2`): per-process operations use process groups, per-rank ones run once."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ def told(call: Any, *args: Any, **kw: Any) -> str:
 
 
 def signs(strategy: Any, folder: str) -> str:
-    """`sign` where the second process does not see the folder of the first."""
+    """Calls `sign` while the second process cannot read the folder of the first."""
     reads = relaunch._read
     if strategy.processes.rank == 1:
         relaunch._read = lambda save_path: {}  # type: ignore[assignment]
@@ -62,7 +61,7 @@ def signs(strategy: Any, folder: str) -> str:
 
 
 def resumed(trainer: Any, folder: str) -> str:
-    """`load_checkpoint` where the second process does not see the folder of the first."""
+    """Calls `load_checkpoint` while the second process cannot read the folder of the first."""
     reads = CheckpointReader.verify
 
     def blind(self: Any, rank: int = 0, world_size: int = 1) -> None:
@@ -78,7 +77,7 @@ def resumed(trainer: Any, folder: str) -> str:
 
 
 class OwnModel(CheckedEngine):
-    """An engine with a model of its own, which draws another token on each process."""
+    """An engine with its own model, which samples another token on each process."""
 
     abilities = Abilities(copies_weights=True)
 
@@ -107,7 +106,7 @@ class AnswersLater(OwnModel):
 
 
 def drawn(strategy: Any, kind: Any) -> tuple[list[int], list[int]]:
-    """Tokens that a collector of such an engine gives: of these prompts now, and of the next ones."""
+    """Returns tokens from a collector of such an engine: for given prompts, and for the next ones."""
     engine, prompts = kind(5 + strategy.processes.rank), [Prompt(ids=torch.tensor([3]), text='a') for _ in range(2)]
     policy = nullcontext(Actor(tiny_causal_lm('gpt2')))
     collector = Collector(strategy, engine, SamplingParams(max_new_tokens=1), policy=lambda **_: policy, batch_size=2)
@@ -126,7 +125,7 @@ def of_a_process(folder: str) -> dict[str, Any]:
         found['agree'] = [told(check_ranks, strategy, {'seed': seed}, 'here') for seed in (3, 3 + second)]
         callback: Any = SaveCheckpoint(interval=None, minutes=1.0)
         due = []
-        for minutes in ((2, 0), (0, 2)):  # since the last one, by the clocks of the two
+        for minutes in ((2, 0), (0, 2)):  # since the last one, by the clocks of both processes
             callback._saved_at = time.monotonic() - 60 * minutes[second]
             due.append(callback._is_due(SimpleNamespace(strategy=strategy)))
         found['due'] = due
@@ -153,12 +152,12 @@ def both(tmp_path_factory) -> list[dict[str, Any]]:
 
 
 def test_what_both_decide_together(both):
-    assert [f['stops'] for f in both] == [[True, True, False]] * 2  # a signal that one process got
-    assert [f['due'] for f in both] == [[True, False]] * 2  # the first clock says when a checkpoint is due
-    assert [f['timing'] for f in both] == [{}, {}]  # one rank has no slowest
+    assert [f['stops'] for f in both] == [[True, True, False]] * 2  # a signal to one process
+    assert [f['due'] for f in both] == [[True, False]] * 2  # the first clock decides when a checkpoint is due
+    assert [f['timing'] for f in both] == [{}, {}]  # with one rank there is no slowest
     assert [f['record'] for f in both] == [{'world_size': 1, 'processes': 2}] * 2
     assert [f['leader'] for f in both] == [0, 0]
-    for found in both:  # engines with models of their own give the draws of the first
+    for found in both:  # engines with their own models return the samples of the first process
         assert found['drawn'] == [([5, 5], [5, 5])] * 2
 
 
@@ -184,8 +183,7 @@ def actor_of(strategy: Any) -> Any:
 
 
 def by_workers() -> dict[str, Any]:
-    """Draws of the workers that a flag gives a rank: two samples of the first rank, one of the second, each with a
-    limit of its own."""
+    """Returns samples of the workers of a rank: two of the first rank, one of the second, each with its own limit."""
     workers, sampling = InProcessWorkers(2), SamplingParams(**SAMPLING)
     rollouts._engine = lambda args: RemoteEngine(workers)
     with FSDPStrategy(seed=3, precision='fp32', tensor_parallel=2, device='cpu') as strategy:

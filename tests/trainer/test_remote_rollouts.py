@@ -1,5 +1,5 @@
-"""PPO with an engine that generates elsewhere: without staleness the colocated run, with it samples as old and as much
-as was allowed."""
+"""PPO with an engine that generates elsewhere: without staleness it equals the colocated run, with staleness its
+samples are as old as allowed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def fit(trainer: Any, timesteps: int, update: int = 1) -> Any:
 
 
 def samples(*trainers: Any) -> list[Any]:
-    """What identifies the samples of each phase of one run, or of a run and its continuation."""
+    """Returns identifiers of the samples of each phase of a run, or of a run and its continuation."""
     return [
         [(e.index, e.group, e.prompt_text, e.response_ids.tolist(), e.logprobs.tolist()) for e in phase]
         for trainer in trainers
@@ -95,11 +95,11 @@ def test_samples_are_as_old_as_was_allowed_and_every_prompt_counts_once(n, updat
     pool = InProcessWorkers(2)
     timesteps = phases * update - (update - 1)  # the last phase is a remainder
     trainer = fit(stale(n, pool), timesteps, update)
-    # phase p learns from what was asked for at phase p - n, or at the start
+    # phase p learns from timesteps submitted in phase p - n, or at the start
     assert trainer.ages == [{min(phase, n)} for phase in range(phases)]
     assert indices(trainer) == list(range(4 * timesteps))
     assert [m['rollout/staleness_max'] for m in trainer.log.phases] == [min(phase, n) for phase in range(phases)]
-    # back-pressure: never more than n + 1 phases, and nothing beyond the end of the run
+    # back-pressure: at most n + 1 phases, and none beyond the end of the run
     assert max(in_flight) == min((n + 1) * update, timesteps)
     assert pool.most_queued <= (n + 1) * update
     assert sorted(i for _, indices in pool.answered for i in indices) == list(range(4 * timesteps))
@@ -112,7 +112,7 @@ def test_a_stale_run_repeats_itself_and_differs_from_a_fresh_one_after_the_first
     assert samples(a)[0] == samples(fresh)[0] and samples(a)[1] != samples(fresh)[1]
     assert fresh.log.phases[1]['ppo/tis_weight'] == pytest.approx(1.0, abs=1e-5)
     assert abs(a.log.phases[1]['ppo/tis_weight'] - 1.0) > 1e-4
-    # the ratio is to the weights that learning began with
+    # the ratio is relative to the weights at the start of learning
     assert all(m['ppo/first_ratio_error'] < 1e-4 for m in a.log.phases)
 
 
@@ -156,10 +156,10 @@ def resumed(folder: Path, n: int, update: int, total: int, stop: Any, **changes:
     folder = first.save_checkpoint(folder / 'checkpoint')
     held = json.loads((folder / 'state.json').read_text())['trainer'].get('in_flight', [])
     assert len(held) == min(n * update, total - first.timestep)
-    del first.log.experiences[first.phase :], first.ages[first.phase :]  # of a phase that was dropped
+    del first.log.experiences[first.phase :], first.ages[first.phase :]  # of a dropped phase
     second = make(**{'engine': RemoteEngine(InProcessWorkers(2)), 'max_staleness': n, 'tis_cap': 2.0} | changes)
     second.load_checkpoint(folder)
-    # saved before it went on, it is the same checkpoint, but for an engine that has nothing in flight
+    # saved before it continues, it is the same checkpoint, except for an engine with nothing in flight
     again = second.checkpoint_state().get('in_flight', [])
     assert again == (held if isinstance(second.collector.draws, Pipeline) else [])
     second.fit(WORDS, total, 1, update)
@@ -191,7 +191,7 @@ def test_under_other_settings_the_prompts_in_flight_are_asked_for_again(tmp_path
         warnings.simplefilter('ignore')
         first, second = resumed(tmp_path, 2, 1, 5, StopAfter(2), **changes)
     assert indices(first, second) == list(range(20))
-    assert second.ages[0] == {0}  # by the weights of now
+    assert second.ages[0] == {0}  # from the present weights
 
 
 def test_a_second_fit_begins_with_nothing_in_flight():

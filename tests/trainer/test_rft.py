@@ -1,4 +1,4 @@
-"""RFT: what is kept, by hand; that it learns; that a resume goes on to the bit; that ranks do not enter."""
+"""RFT: selection by hand, learning, resuming to the bit, ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sample(group: int, ids: list[int]) -> Experience:
         ([1, 2, 3, 4], 0.3, [1, 2, 3]),
         ([1, 2, 3, 4], 0.5, [2, 3]),
         ([1, 2, 3, 4], 1.0, [3]),
-        ([0, 0, 0, 0, 0, 0, 0, 1], 0.7, [7]),  # the quantile is 0 here, and a failure is no lesson
+        ([0, 0, 0, 0, 0, 0, 0, 1], 0.7, [7]),  # the quantile is 0 here, and failures are not kept
         ([0, 1, 1, 1], 0.7, [1, 2, 3]),
         ([0, 0, 0, 1, 2, 0, 0, 0], 0.5, [3, 4]),
         ([0, 0, 0, 1], 0.0, [0, 1, 2, 3]),
@@ -129,7 +129,7 @@ def test_a_decaying_learning_rate_ends_with_the_last_round():
     assert rates.rates[0] == pytest.approx(1e-2)
     assert 0 < rates.rates[-1] <= 1e-2 / 4
     rises = [after - before for before, after in pairwise(rates.rates)]
-    assert max(rises) < 0.15e-2  # no saw, which would end every round near 0 and jump back by more
+    assert max(rises) < 0.15e-2  # one decay per round would end near 0 and rise by more
 
 
 def run() -> tuple[list[dict[str, float]], torch.Tensor]:

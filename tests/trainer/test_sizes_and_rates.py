@@ -1,4 +1,4 @@
-"""Batches, orders, schedules; sizes and learning rates that do not come out as they are given, named at the start."""
+"""Batches, orders, schedules; warnings about sizes and learning rates that do not have the expected effect."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_steps_of_a_pass(count, size, said):
     ],
 )
 def test_an_online_run(update, settings, said):
-    """Of two timesteps with four samples, but for the settings."""
+    """With two timesteps of four samples by default."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         trainer = make(**{'experience_batch_size': 4, 'train_batch_size': 4} | settings)
@@ -79,7 +79,7 @@ def test_a_trainer_says_its_rate():
 
 @pytest.mark.parametrize('offline', [False, True])
 def test_a_finished_run_that_is_resumed_says_so(tmp_path, capsys, offline):
-    """And one that is longer now goes on."""
+    """A run that is longer now continues."""
 
     def fit(times: int, resume: bool = True) -> str:
         trainer: Any = sft(max_steps=times, run_dir=tmp_path) if offline else make(run_dir=tmp_path)
