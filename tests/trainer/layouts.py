@@ -125,8 +125,8 @@ def run_legs(legs: list[Leg], timeout_s: float = 400.0) -> list[Log]:
 
 # ---------------------------------------------------------------------- comparisons
 
-OF_LOSSES = ('policy_loss', 'value_loss', 'actor_grad_norm', 'critic_grad_norm')
-LOSSES = (*(f'ppo/{name}' for name in OF_LOSSES), 'rollout/kl_mean', 'rollout/score_mean')
+LOSS_NAMES = ('policy_loss', 'value_loss', 'actor_grad_norm', 'critic_grad_norm')
+LOSSES = (*(f'ppo/{name}' for name in LOSS_NAMES), 'rollout/kl_mean', 'rollout/score_mean')
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,17 +121,17 @@ class Interrupt(Callback):
 
 
 @pytest.mark.parametrize(
-    ('callback', 'said'),
+    ('callback', 'expected'),
     [(None, ['ended', '2 phases']), (Interrupt(), ['stopped', '1 of 2 ph']), (StopAfter(1), ['stopped', '1 of 2 ph'])],
 )
-def test_a_run_that_ends_is_interrupted_or_stopped_has_a_page_of_its_last_state(tmp_path, callback, said):
+def test_a_run_that_ends_is_interrupted_or_stopped_has_a_page_of_its_last_state(tmp_path, callback, expected):
     trainer = ppo(run_dir=tmp_path, callbacks=[callback] if callback else [])
     try:
         trainer.fit(PROMPTS, max_timesteps=2, update_timesteps=1)
     except KeyboardInterrupt:
         assert isinstance(callback, Interrupt)
     text = (tmp_path / 'report.html').read_text()
-    assert f'>{said[0]}</span>' in text and said[1] in text and 'rollout/score_mean' in text
+    assert f'>{expected[0]}</span>' in text and expected[1] in text and 'rollout/score_mean' in text
 
 
 def test_a_run_that_fails_says_why_on_top(tmp_path, capsys):

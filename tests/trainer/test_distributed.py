@@ -58,7 +58,7 @@ DIFFERENCES = {
 }
 
 
-def differ() -> list[str]:
+def run_with_differences() -> list[str]:
     """Runs PPO with one difference in rank 1 each time; returns the error messages."""
     return [short_run(difference) for difference in DIFFERENCES]
 
@@ -85,7 +85,7 @@ def short_run(difference: str) -> str:
 
 
 def test_a_rank_that_differs_is_named_on_every_rank():
-    first, second = run_distributed(differ, 2, init_group=True)
+    first, second = run_distributed(run_with_differences, 2, init_group=True)
     assert first == second
     for told, words in zip(first, DIFFERENCES.values(), strict=True):
         assert all(word in told for word in words), told

@@ -18,7 +18,7 @@ from chatgpt.trainer.metrics import group_metrics, rank_metrics, repetition, rol
 from chatgpt.trainer.run_control import PhaseClock
 
 
-def slowly(responses: list[list[int]]) -> dict[str, float]:
+def slow_repetition(responses: list[list[int]]) -> dict[str, float]:
     """Repetition from 4-grams as tuples, response by response."""
     within, sets = [], []
     for response in responses:
@@ -38,7 +38,7 @@ def slowly(responses: list[list[int]]) -> dict[str, float]:
 def test_repetition_is_that_of_a_slow_loop(vocab):
     rng = np.random.default_rng(vocab)
     responses = [rng.integers(0, vocab, int(n)).tolist() for n in rng.integers(1, 40, 30)]
-    assert repetition([torch.tensor(r) for r in responses]) == pytest.approx(slowly(responses))
+    assert repetition([torch.tensor(r) for r in responses]) == pytest.approx(slow_repetition(responses))
 
 
 def test_repetition_by_hand():
@@ -46,10 +46,10 @@ def test_repetition_by_hand():
         found = repetition([torch.tensor(r) for r in responses])
         return (found['rollout/repetition_within'], found['rollout/repetition_across']) if found else None
 
-    told = [1, 2, 3, 4, 1, 2, 3, 4]  # 1234 2341 3412 4123 1234: one of five is a repetition
-    assert measured(told) == pytest.approx((0.2, 0.0))
+    token_ids = [1, 2, 3, 4, 1, 2, 3, 4]  # 1234 2341 3412 4123 1234: one of five is a repetition
+    assert measured(token_ids) == pytest.approx((0.2, 0.0))
     # 4 and 2 distinct ones, 5 together
-    assert measured(told, [9, 1, 2, 3, 4]) == pytest.approx((0.1, 1 - 5 / 6))
+    assert measured(token_ids, [9, 1, 2, 3, 4]) == pytest.approx((0.1, 1 - 5 / 6))
     # too short, and no 4-gram spans two responses
     assert measured([1, 1, 1], [1, 1, 1]) is measured([1, 2, 3]) is measured() is None
 
@@ -74,19 +74,19 @@ def test_groups_with_equal_scores():
 class Scores(torch.nn.Module):
     """The sum of the action ids; optionally plus a multiple of the batch size, or with dropout."""
 
-    def __init__(self, company: float = 0.0, dropout: float = 0.0) -> None:
+    def __init__(self, batch_effect: float = 0.0, dropout: float = 0.0) -> None:
         super().__init__()
-        self.company, self.dropout, self.sizes = company, torch.nn.Dropout(dropout), []
+        self.batch_effect, self.dropout, self.sizes = batch_effect, torch.nn.Dropout(dropout), []
 
     def forward(self, batch):
         self.sizes.append(batch.num_sequences)
         sums = torch.zeros(batch.num_sequences).index_add(0, batch.action_rows, batch.action_ids.float())
-        return self.dropout(sums) + self.company * batch.num_sequences
+        return self.dropout(sums) + self.batch_effect * batch.num_sequences
 
 
-@pytest.mark.parametrize(('company', 'error'), [(0.0, 0.0), (0.5, 0.5 * 6)])
-def test_a_response_is_scored_again_alone(company, error):
-    strategy, model = NaiveStrategy(seed=0, device='cpu'), Scores(company)
+@pytest.mark.parametrize(('batch_effect', 'error'), [(0.0, 0.0), (0.5, 0.5 * 6)])
+def test_a_response_is_scored_again_alone(batch_effect, error):
+    strategy, model = NaiveStrategy(seed=0, device='cpu'), Scores(batch_effect)
     scorer = RewardModelScorer(model)
     records = [experience(i, [3], [4 + i, 5], 0.0) for i in range(7)]
     for record, score in zip(records, scorer.score(records, strategy), strict=True):

@@ -54,7 +54,7 @@ def test_it_gives_up():
         fit(make(2, lambda p, r: [1.0] * len(p)), 1)
 
 
-def goes_on(whole: Any, folder: Any, done: int) -> None:
+def check_resumes(whole: Any, folder: Any, done: int) -> None:
     rest = make(4)
     rest.set_prompts(PROMPTS)
     assert rest.load_checkpoint(folder / 'checkpoints' / f'step-{done:08d}')
@@ -62,7 +62,7 @@ def goes_on(whole: Any, folder: Any, done: int) -> None:
 
 
 def test_it_resumes_to_the_bit(whole):
-    goes_on(whole, whole.run_dir, 1)
+    check_resumes(whole, whole.run_dir, 1)
 
 
 def test_a_stop_between_rounds_drops_the_phase(whole, tmp_path):
@@ -82,10 +82,10 @@ def test_a_stop_between_rounds_drops_the_phase(whole, tmp_path):
     fit(stopped, 3)
     done = len(stopped.log.phases)
     assert 0 < done < 3 and stopped.log.phases == whole.log.phases[:done]
-    goes_on(whole, tmp_path, done)
+    check_resumes(whole, tmp_path, done)
 
 
-class Watch(Callback):
+class CopyCounter(Callback):
     """Records at the end of each collect phase: gathered tensors, and copies and their weights that are still alive."""
 
     def __init__(self, strategy: Any, whole: list[int]) -> None:
@@ -118,7 +118,7 @@ def under_fsdp() -> list[tuple[list[tuple[int, int, int]], int]]:
             fsdp._full = lambda *args, whole=whole: whole.append(1) or original(*args)  # type: ignore[func-returns-value]
             try:
                 torch.manual_seed(0)
-                watch, actor = Watch(strategy, whole), GPTActor(config=tiny_config('gpt2', **SMALL))
+                watch, actor = CopyCounter(strategy, whole), GPTActor(config=tiny_config('gpt2', **SMALL))
                 settings = {'advantage_estimator': 'reinforce++', 'kl_coef': 0.0, 'callbacks': [watch]}
                 trainer = assemble(strategy, actor, None, Rare(), **settings)
                 trainer.fit([torch.tensor([3, 4 + i]) for i in range(8)], 1, 6, 3)

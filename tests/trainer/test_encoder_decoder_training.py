@@ -51,17 +51,17 @@ def make(family: str = 't5', roles: str = 'own', strategy: Any = None, **setting
     return ppo(strategy, Scorer(), config=tiny_config(family, **SMALL), **ROLES[roles] | given)
 
 
-def made(kind: str, **options: Any) -> Any:
+def make_strategy(kind: str, **options: Any) -> Any:
     return getattr(strategies, kind)(seed=3, device='cpu', **options)
 
 
-def came_of(kind: str, options: dict[str, Any], family: str, roles: str) -> dict[str, Any]:
-    with made(kind, **options) as strategy:
+def outcome_of(kind: str, options: dict[str, Any], family: str, roles: str) -> dict[str, Any]:
+    with make_strategy(kind, **options) as strategy:
         return outcome(strategy, fit(make(family, roles, strategy), 2, prompts()))
 
 
-def several(jobs: list[tuple[str, dict[str, Any], str, str]]) -> list[dict[str, Any]]:
-    return [came_of(*job) for job in jobs]
+def run_jobs(jobs: list[tuple[str, dict[str, Any], str, str]]) -> list[dict[str, Any]]:
+    return [outcome_of(*job) for job in jobs]
 
 
 def exact_hashes(kinds: list[str]) -> list[str]:
@@ -71,7 +71,7 @@ def exact_hashes(kinds: list[str]) -> list[str]:
     data = [sequence(*(torch.randint(3, VOCAB, (n,), generator=g).tolist() for n in both)) for both in lengths]
     found = []
     for kind in kinds:
-        with made(kind, reproducible='exact') as strategy:
+        with make_strategy(kind, reproducible='exact') as strategy:
             config = tiny_config('bart', **SMALL, layers=3)
             trainer = sft(data, strategy=strategy, config=config, train_batch_size=8, max_epochs=1, lr=3e-3)
             trainer.fit()
@@ -92,7 +92,7 @@ def m2m_losses(precisions: list[str]) -> list[list[float]]:
     data = [sequence([3 + k % 13 for k in range(2 + i)], list(range(3, 4 + i))) for i in range(8)]
     found = []
     for precision in precisions:
-        with made('FSDPStrategy', precision=precision) as strategy:
+        with make_strategy('FSDPStrategy', precision=precision) as strategy:
             config = M2M100Config(**sizes, **drops, pad_token_id=1, decoder_start_token_id=2)
             trainer = sft(data, strategy=strategy, config=config, train_batch_size=8, lr=1e-3)
             trainer.fit()
@@ -136,8 +136,8 @@ JOBS = [
 
 
 def test_two_processes_are_one():
-    ones = {key: came_of('NaiveStrategy', {}, *key) for key in {job[2:] for job in JOBS}}
-    for job, first, second in zip(JOBS, *run_distributed(several, 2, JOBS, init_group=True), strict=True):
+    ones = {key: outcome_of('NaiveStrategy', {}, *key) for key in {job[2:] for job in JOBS}}
+    for job, first, second in zip(JOBS, *run_distributed(run_jobs, 2, JOBS, init_group=True), strict=True):
         check_outcome(first, ones[job[2:]], atol=1e-4, rel=1e-3, abs=1e-5)
         assert first['samples'] == second['samples'], job
         assert all(phase['ppo/first_ratio_error'] < 1e-5 for phase in first['metrics'])

@@ -142,7 +142,7 @@ ALL: list[Case] = [
 ]
 
 
-def made(layout: str, precision: str = 'fp32', **options: Any) -> Any:
+def make_strategy(layout: str, precision: str = 'fp32', **options: Any) -> Any:
     options = {'seed': 3, 'device': 'cpu', 'reproducible': 'exact'} | options
     if layout.startswith('zero'):
         from chatgpt.strategies.colossalai import ColossalAIStrategy
@@ -155,12 +155,12 @@ def runs(layout: str, cases: list[Case], **options: Any) -> dict[Case, Any]:
     """Returns the results of every case under a strategy of that name."""
     found = {}
     for kind, family, precision in cases:
-        with made(layout, precision, **options) as strategy:
+        with make_strategy(layout, precision, **options) as strategy:
             found[kind, family, precision] = run(strategy, kind, family)
     return found
 
 
-def several(layouts: list[str], cases: list[Case], device: str = 'cpu') -> dict[str, dict[Case, Any]]:
+def run_layouts(layouts: list[str], cases: list[Case], device: str = 'cpu') -> dict[str, dict[Case, Any]]:
     return {layout: runs(layout, cases, device=device) for layout in layouts}
 
 
@@ -191,7 +191,7 @@ def variants(layout: str, further: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Returns hashes under a layout: unchanged, with a flipped bit, without `exact`, and with further settings."""
     hashes = {}
     for name, options in {**VARIANTS, **further}.items():
-        with made(layout, **options) as strategy:
+        with make_strategy(layout, **options) as strategy:
             hashes[name] = run(strategy, 'sft', before=flip_one_bit if name == 'flipped' else None)[0]
     return hashes
 
@@ -201,7 +201,7 @@ def legs(layouts: list[str], kind: str, sources: list[str | None], targets: list
     phases. Returns the hash of each."""
     found = []
     for i, (layout, source, target) in enumerate(zip(layouts, sources, targets, strict=True)):
-        with made(layout) as strategy:
+        with make_strategy(layout) as strategy:
             settings = {'max_epochs': 3} if kind in OFFLINE else {}
             trainer = build(strategy, kind, **settings)
             if source is not None:
@@ -229,20 +229,20 @@ def test_one_hash_on_two_processes():
     cases = [*FP32, *BF16]
     want = run_distributed(runs, 1, 'naive', cases)[0]  # a new process, like the others
     assert len({digest for digest, _ in want.values()}) == len(cases)
-    check(want, run_distributed(several, 2, TWO, cases, init_group=True))
+    check(want, run_distributed(run_layouts, 2, TWO, cases, init_group=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('ranks', [2, 4])
 def test_one_hash_of_everything(ranks):
-    check(run_distributed(runs, 1, 'naive', ALL)[0], run_distributed(several, ranks, TWO, ALL))
+    check(run_distributed(runs, 1, 'naive', ALL)[0], run_distributed(run_layouts, ranks, TWO, ALL))
 
 
 @pytest.mark.slow
 @needs_colossalai
 def test_one_hash_under_zero():
     cases = [*FP32, *BF16, ('ptx', 'gpt2', 'fp32'), ('hydra', 'llama', 'bf16')]
-    check(run_distributed(runs, 1, 'naive', cases)[0], run_distributed(several, 2, ['zero1', 'zero2'], cases))
+    check(run_distributed(runs, 1, 'naive', cases)[0], run_distributed(run_layouts, 2, ['zero1', 'zero2'], cases))
 
 
 def test_gemini_and_its_fp16_are_refused():
@@ -262,7 +262,7 @@ def test_one_hash_on_a_gpu():
     cases = [('sft', 'gpt2', 'fp32'), ('ppo', 'llama', 'fp32'), ('ppo', 'gpt2', 'bf16')]
     want = runs('naive', cases, device='cuda')
     check(want, [{'naive': runs('naive', cases, device='cuda')}])
-    check(want, run_distributed(several, 1, TWO, cases, 'cuda'))
+    check(want, run_distributed(run_layouts, 1, TWO, cases, 'cuda'))
 
 
 @pytest.mark.gpu
@@ -292,7 +292,7 @@ def test_a_run_that_moves_between_layouts(tmp_path, kind):
 
 
 def test_an_atom_above_the_budget_is_refused_before_any_work():
-    with made('naive') as strategy:
+    with make_strategy('naive') as strategy:
         trainer = build(strategy, 'sft', max_tokens_per_batch=20)
         with pytest.raises(ValueError, match=r'one of the 8 atoms of a train batch of 12 has \d rows of up to \d+ tok'):
             trainer.fit()

@@ -51,7 +51,7 @@ def uneven() -> Actor:
     return Uneven(tiny_causal_lm('gpt2', positions=48))
 
 
-def judge() -> RewardModel:
+def reward_model() -> RewardModel:
     return RewardModel(AutoModel.from_config(tiny_config('gpt2', positions=48)))
 
 
@@ -61,7 +61,7 @@ SIZES = {'experience_batch_size': 8, 'train_batch_size': 8, 'max_new_tokens': 12
 def trainer_of(strategy: Any, rows: int = 256, **settings: Any) -> Any:
     actor, critic = uneven(), Critic(AutoModel.from_config(tiny_config('gpt2', positions=48)))
     settings = {'engine': LocalEngine(max_batch_size=rows), 'eos_token_id': 2} | SIZES | settings
-    return assemble(strategy, actor, critic, judge(), deepcopy(actor), **settings)
+    return assemble(strategy, actor, critic, reward_model(), deepcopy(actor), **settings)
 
 
 def exact(kind: Any = NaiveStrategy, **options: Any) -> Any:
@@ -96,30 +96,32 @@ def collected(kind: Any, **options: Any) -> tuple[dict[str, torch.Tensor], list[
         return {n: t.clone() for n, t in strategy.full_state_dict(trainer.actor).items()}, trainer.log.phases
 
 
-def judged(kind: Any) -> tuple[dict[str, float], dict[str, float], list[list[int]]]:
+def scores_of(kind: Any) -> tuple[dict[str, float], dict[str, float], list[list[int]]]:
     """Returns scores of a reward model for three eval prompts, and for the nine samples of a round of RFT: neither
     number is a multiple of two ranks."""
     with exact(kind) as strategy:
         found = PromptEvaluation(prompts()[:3], max_new_tokens=12)(trainer_of(strategy))
         (actor, optim), log = trained(strategy, uneven()), Log()
         settings = {'max_new_tokens': 12, 'num_rounds': 1, 'num_samples_per_prompt': 3, 'train_batch_size': 8}
-        rft = RFTTrainer(strategy, actor, optim, prompts()[:3], strategy.prepare(judge()), callbacks=[log], **settings)
+        rft = RFTTrainer(
+            strategy, actor, optim, prompts()[:3], strategy.prepare(reward_model()), callbacks=[log], **settings
+        )
         rft.fit()
         return found, log.phases[0], [s.response_ids.tolist() for s in rft.train_data]
 
 
-def alone() -> tuple[Any, Any]:
-    return collected(NaiveStrategy), judged(NaiveStrategy)
+def on_one_process() -> tuple[Any, Any]:
+    return collected(NaiveStrategy), scores_of(NaiveStrategy)
 
 
-def on_two() -> tuple[Any, Any]:
+def on_two_processes() -> tuple[Any, Any]:
     """Also with a policy that generates block by block."""
-    return collected(FSDPStrategy, stream_blocks=True), judged(DDPStrategy)
+    return collected(FSDPStrategy, stream_blocks=True), scores_of(DDPStrategy)
 
 
 def test_ranks_and_blocks_that_are_streamed_do_not_enter():
-    (((weights_alone, phases_alone), want),) = run_distributed(alone, 1)
-    ((actor, phases), one), ((_, others), other) = run_distributed(on_two, 2, init_group=True)
+    (((weights_alone, phases_alone), want),) = run_distributed(on_one_process, 1)
+    ((actor, phases), one), ((_, others), other) = run_distributed(on_two_processes, 2, init_group=True)
     assert phases == others == phases_alone
     assert actor and all(torch.equal(actor[name], tensor) for name, tensor in weights_alone.items())
     assert want[0]['score_mean'] != 0 and 0 < len(want[2]) < 9

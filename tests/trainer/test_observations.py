@@ -50,7 +50,7 @@ def experiences() -> list[Experience]:
     return found
 
 
-def spoiled(given: list[Experience], garbage: float, *, own: bool = False) -> list[Experience]:
+def with_garbage(given: list[Experience], garbage: float, *, own: bool = False) -> list[Experience]:
     """Returns experiences with garbage in every number of observation tokens; with `own`, of the policy's tokens
     instead."""
     found = []
@@ -70,12 +70,12 @@ def same(a: Any, b: Any) -> bool:
     return a == b
 
 
-def unseen(measure: Callable[[list[Experience]], Any]) -> None:
+def check_ignores_observations(measure: Callable[[list[Experience]], Any]) -> None:
     """Checks that the measure depends on the policy's tokens and not on observations."""
     expected = measure(experiences())
     for garbage in GARBAGE:
-        assert same(measure(spoiled(experiences(), garbage)), expected)
-    assert not same(measure(spoiled(experiences(), 0.25, own=True)), expected)
+        assert same(measure(with_garbage(experiences(), garbage)), expected)
+    assert not same(measure(with_garbage(experiences(), 0.25, own=True)), expected)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_advantages_and_their_whitening(settings):
         white = config.estimator.whiten(given)
         return [x for e in given for x in (e.advantages, e.returns)] + [e.advantages for e in white]
 
-    unseen(measure)
+    check_ignores_observations(measure)
 
 
 def test_responses_are_whitened_by_hand():
@@ -134,18 +134,18 @@ def test_rewards_of_tokens():
 
 
 def test_metrics_of_learning_and_of_rollouts():
-    unseen(metrics.value_metrics)
-    unseen(lambda given: metrics.rollout_metrics(given, 0.1))
+    check_ignores_observations(metrics.value_metrics)
+    check_ignores_observations(lambda given: metrics.rollout_metrics(given, 0.1))
     for measure in (metrics.group_metrics, metrics.environment_metrics):
         for garbage in GARBAGE:
-            assert measure(spoiled(experiences(), garbage)) == measure(experiences())
+            assert measure(with_garbage(experiences(), garbage)) == measure(experiences())
 
 
 @pytest.mark.parametrize('with_turns', [True, False])
 def test_words_of_an_environment_are_no_repetition(with_turns):
     """A repeated observation does not count, nor do 4-grams across one."""
 
-    def told(observation: list[int]) -> dict[str, float]:
+    def measured(observation: list[int]) -> dict[str, float]:
         ids = [5, 6, 7, 8, 9, *observation, 5, 6, 7, 8, 10]
         mask = torch.tensor([True] * 5 + [False] * len(observation) + [True] * 5)
         turns = (Turn(start=0, stop=5), Turn(start=5 + len(observation), stop=len(ids)))
@@ -159,7 +159,7 @@ def test_words_of_an_environment_are_no_repetition(with_turns):
     # here.
     expected = {'rollout/repetition_within': 0.25, 'rollout/repetition_across': 0.5}
     for observation in ([1], [1, 2, 3, 4] * 3, list(range(1, 15))):
-        assert told(observation) == expected
+        assert measured(observation) == expected
 
 
 def test_filtered_responses_still_have_their_words():
@@ -181,5 +181,5 @@ def test_sums_of_scores_leave_observations_out():
 
 
 def test_what_is_written_for_reading():
-    unseen(lambda given: [row['kl'] for row in rows_of(given, 4)])
-    unseen(lambda given: [row['kl'] for row in rows_of_phase(given, 1, None, {})])
+    check_ignores_observations(lambda given: [row['kl'] for row in rows_of(given, 4)])
+    check_ignores_observations(lambda given: [row['kl'] for row in rows_of_phase(given, 1, None, {})])

@@ -40,7 +40,7 @@ def make(engine: Any = None, *, strategy: Any = None, more: Any = (), **settings
     return trainer
 
 
-def stale(n: int, workers: Any = 2, **settings: Any) -> Any:
+def make_stale(n: int, workers: Any = 2, **settings: Any) -> Any:
     pool = InProcessWorkers(workers) if isinstance(workers, int) else workers
     return make(RemoteEngine(pool), max_staleness=n, tis_cap=2.0, **settings)
 
@@ -94,7 +94,7 @@ def test_samples_are_as_old_as_was_allowed_and_every_prompt_counts_once(n, updat
     monkeypatch.setattr(Pipeline, 'ask', counted)
     pool = InProcessWorkers(2)
     timesteps = phases * update - (update - 1)  # the last phase is a remainder
-    trainer = fit(stale(n, pool), timesteps, update)
+    trainer = fit(make_stale(n, pool), timesteps, update)
     # phase p learns from timesteps submitted in phase p - n, or at the start
     assert trainer.ages == [{min(phase, n)} for phase in range(phases)]
     assert indices(trainer) == list(range(4 * timesteps))
@@ -107,7 +107,7 @@ def test_samples_are_as_old_as_was_allowed_and_every_prompt_counts_once(n, updat
 
 
 def test_a_stale_run_repeats_itself_and_differs_from_a_fresh_one_after_the_first_phase():
-    fresh, a, b = (fit(stale(n, workers), 3) for n, workers in ((0, 1), (1, 1), (1, 3)))
+    fresh, a, b = (fit(make_stale(n, workers), 3) for n, workers in ((0, 1), (1, 1), (1, 3)))
     assert a.log.phases == b.log.phases and torch.equal(weights(a), weights(b))
     assert samples(a)[0] == samples(fresh)[0] and samples(a)[1] != samples(fresh)[1]
     assert fresh.log.phases[1]['ppo/tis_weight'] == pytest.approx(1.0, abs=1e-5)
@@ -118,7 +118,7 @@ def test_a_stale_run_repeats_itself_and_differs_from_a_fresh_one_after_the_first
 
 def test_dynamic_sampling_draws_on_what_is_in_flight():
     pool = InProcessWorkers()
-    trainer = fit(stale(1, pool, **GROUPS | {'num_samples_per_prompt': 2, 'dynamic_sampling_rounds': 3}), 4)
+    trainer = fit(make_stale(1, pool, **GROUPS | {'num_samples_per_prompt': 2, 'dynamic_sampling_rounds': 3}), 4)
     assert sum(m['rollout/dynamic_rounds'] for m in trainer.log.phases) > 0
     assert set().union(*trainer.ages) == {0, 1}
     drawn = sorted(i for _, indices in pool.answered for i in indices)
@@ -130,7 +130,7 @@ def test_a_worker_that_dies_changes_nothing():
     def run(die_on: dict[int, int]) -> Any:
         pool = InProcessWorkers(2)
         pool.die_on = die_on
-        return fit(stale(2, pool), 5)
+        return fit(make_stale(2, pool), 5)
 
     undisturbed = run({})
     with pytest.warns(UserWarning, match='generates its .* prompts again'):
@@ -150,7 +150,7 @@ class StopAt(Callback):
 
 
 def resumed(folder: Path, n: int, update: int, total: int, stop: Any, **changes: Any) -> tuple[Any, Any]:
-    first = stale(n, more=[stop])
+    first = make_stale(n, more=[stop])
     first.fit(WORDS, total, 1, update)
     assert first.timestep < total
     folder = first.save_checkpoint(folder / 'checkpoint')
@@ -169,7 +169,7 @@ def resumed(folder: Path, n: int, update: int, total: int, stop: Any, **changes:
 
 @pytest.mark.parametrize(('n', 'update'), [(0, 2), (1, 2), (2, 1)])
 def test_a_resumed_run_continues_to_the_bit_with_what_was_in_flight(tmp_path, n, update):
-    straight = stale(n)
+    straight = make_stale(n)
     straight.fit(WORDS, 7, 1, update)
     for name, stop in (('between phases', StopAfter(2)), ('in a phase', StopAt(5))):
         with warnings.catch_warnings():
@@ -195,7 +195,7 @@ def test_under_other_settings_the_prompts_in_flight_are_asked_for_again(tmp_path
 
 
 def test_a_second_fit_begins_with_nothing_in_flight():
-    trainer = stale(2, 1, more=[StopAfter(2)])
+    trainer = make_stale(2, 1, more=[StopAfter(2)])
     trainer.fit(WORDS, 6, 1, 1)
     assert len(trainer.collector.draws.waiting) == 2
     trainer.fit(WORDS, 2, 1, 1)
@@ -205,7 +205,7 @@ def test_a_second_fit_begins_with_nothing_in_flight():
 
 def on_two_ranks(folder: str) -> tuple[list[dict[str, float]], list[int], list[float]]:
     with DDPStrategy(seed=3, device='cpu') as strategy:
-        trainer = stale(1, strategy=strategy, more=[StopAfter(2)])
+        trainer = make_stale(1, strategy=strategy, more=[StopAfter(2)])
         trainer.fit(WORDS, 4, 1, 1)
         trainer.save_checkpoint(folder)
         return trainer.log.phases, indices(trainer), weights(trainer).tolist()
@@ -214,15 +214,15 @@ def on_two_ranks(folder: str) -> tuple[list[dict[str, float]], list[int], list[f
 def test_two_ranks_ask_their_own_workers_and_one_rank_goes_on_with_their_samples(tmp_path):
     first, second = run_distributed(on_two_ranks, 2, str(tmp_path / 'checkpoint'))
     assert first == second and first[1] == list(range(8))
-    single = stale(1, more=[StopAfter(2)])
+    single = make_stale(1, more=[StopAfter(2)])
     single.fit(WORDS, 4, 1, 1)
     for a, b in zip(first[0], single.log.phases, strict=True):
         assert a['rollout/score_mean'] == b['rollout/score_mean']
         assert a['ppo/policy_loss'] == pytest.approx(b['ppo/policy_loss'], rel=1e-4, abs=1e-6)
-    going_on = stale(1, 1)
-    going_on.load_checkpoint(tmp_path / 'checkpoint')
-    going_on.fit(WORDS, 4, 1, 1)
-    assert indices(going_on) == list(range(8, 16)) and going_on.ages == [{1}, {1}]
+    resumed_on_one = make_stale(1, 1)
+    resumed_on_one.load_checkpoint(tmp_path / 'checkpoint')
+    resumed_on_one.fit(WORDS, 4, 1, 1)
+    assert indices(resumed_on_one) == list(range(8, 16)) and resumed_on_one.ages == [{1}, {1}]
 
 
 def test_what_staleness_needs_is_named():

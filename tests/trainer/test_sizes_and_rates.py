@@ -20,7 +20,7 @@ from chatgpt.trainer.settings import check_cut
 
 
 @pytest.mark.parametrize(
-    ('count', 'size', 'said'),
+    ('count', 'size', 'warning'),
     [
         (25, 8, 'the last step of each pass learns from 1 alone, and counts as much as one of 8'),
         (26, 8, 'learns from 2 alone'),
@@ -31,13 +31,13 @@ from chatgpt.trainer.settings import check_cut
         (9, 1, None),
     ],
 )
-def test_steps_of_a_pass(count, size, said):
+def test_steps_of_a_pass(count, size, warning):
     text = uneven_steps(count, 'records', size)
-    assert text is None if said is None else said in (text or '')
+    assert text is None if warning is None else warning in (text or '')
 
 
 @pytest.mark.parametrize(
-    ('update', 'settings', 'said'),
+    ('update', 'settings', 'warning'),
     [
         (1, {}, None),
         (1, {'train_batch_size': 64}, 'train_batch_size=64 is more than the 4 samples of a learning phase'),
@@ -46,18 +46,18 @@ def test_steps_of_a_pass(count, size, said):
         (1, {'train_batch_size': 64, 'sample_replay_buffer': True}, None),
     ],
 )
-def test_an_online_run(update, settings, said):
+def test_an_online_run(update, settings, warning):
     """With two timesteps of four samples by default."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         trainer = make(**{'experience_batch_size': 4, 'train_batch_size': 4} | settings)
         trainer.fit(prompts(), num_episodes=1, max_timesteps=2, update_timesteps=update)
     texts = [str(w.message) for w in caught]
-    assert len(texts) == (said is not None) and all(str(said) in text for text in texts)
+    assert len(texts) == (warning is not None) and all(str(warning) in text for text in texts)
 
 
 @pytest.mark.parametrize(
-    ('optimizer', 'rate', 'said'),
+    ('optimizer', 'rate', 'warning'),
     [
         (torch.optim.AdamW, 0.0, 'the learning rate of the actor is 0, so it learns nothing'),
         (torch.optim.SGD, 0.0, 'learns nothing'),
@@ -67,9 +67,9 @@ def test_an_online_run(update, settings, said):
         (torch.optim.SGD, 1.0, None),
     ],
 )
-def test_learning_rates(optimizer, rate, said):
+def test_learning_rates(optimizer, rate, warning):
     text = LearningRate(optimizer([torch.zeros(1, requires_grad=True)], lr=rate), 'constant', 0).out_of_range('actor')
-    assert text is None if said is None else said in (text or '')
+    assert text is None if warning is None else warning in (text or '')
 
 
 def test_a_trainer_says_its_rate():

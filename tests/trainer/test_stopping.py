@@ -35,7 +35,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dic
     return finished(folder, PHASES)[0], metrics(folder)
 
 
-def refused_beside(holder: subprocess.Popen[str], folder: Path) -> None:
+def check_folder_in_use(holder: subprocess.Popen[str], folder: Path) -> None:
     """Another run in the folder of a running one is refused with the name of the holder."""
     trainer = make(run_dir=folder)
     with pytest.raises(CheckpointError, match=rf'process {holder.pid} on .* is writing here; .*choose another folder'):
@@ -53,7 +53,7 @@ def test_stopped_by_signals_and_resumed_to_the_same_bits(undisturbed, tmp_path):
         until(lambda done=done: path.is_file() and path.read_text().count('\n') >= done + 2)
         # paused, so that it does not end before the other run is refused
         process.send_signal(signal.SIGSTOP)
-        refused_beside(process, tmp_path)
+        check_folder_in_use(process, tmp_path)
         process.send_signal(signum)
         process.send_signal(signal.SIGCONT)
         output, _ = process.communicate()

@@ -114,7 +114,7 @@ def test_a_run_is_that_of_one_process(world_size, naive, tmp_path):
         assert torch.equal(weight, ranks[0]['weights']['actor'][f'model.{name}']), name
 
 
-def moved(options: dict[str, Any], folder: str, resume: str) -> dict[str, Any]:
+def resume_and_save(options: dict[str, Any], folder: str, resume: str) -> dict[str, Any]:
     return ppo('FSDPStrategy', options, 2, folder, resume)
 
 
@@ -122,7 +122,7 @@ def test_a_checkpoint_goes_round(naive, tmp_path):
     """One process → two of one rank → FSDP on two ranks → one process, without further learning."""
     first, second = tmp_path / 'tensor', tmp_path / 'data'
     for options, folder, resume in ((TWO, first, naive['folder']), ({}, second, first)):
-        (got, _) = run_distributed(moved, 2, options, str(folder), str(resume / 'checkpoint'))
+        (got, _) = run_distributed(resume_and_save, 2, options, str(folder), str(resume / 'checkpoint'))
         same(got, naive)
         assert got['samples'] == []
     whole, *others = stored(*(folder / 'checkpoint' for folder in (naive['folder'], first, second)))

@@ -243,7 +243,7 @@ ON_RANKS: dict[str, Any] = {'gae_over': 'turn', 'lam_length': 1.0, 'value_lam': 
 ON_RANKS |= {'experience_batch_size': 4, 'train_batch_size': 8, 'reward_weights': {'vowels': 1.0, 'short': 0.1}}
 
 
-def of_a_rank(strategy: Any = None) -> list[dict[str, float]]:
+def metrics_of_rank(strategy: Any = None) -> list[dict[str, float]]:
     run = trainer(strategy=strategy, **ON_RANKS)
     run.fit(max_timesteps=2, update_timesteps=2)
     return run.log.phases
@@ -251,11 +251,11 @@ def of_a_rank(strategy: Any = None) -> list[dict[str, float]]:
 
 def two_ranks() -> list[dict[str, float]]:
     with DDPStrategy(seed=1, device='cpu') as strategy:
-        return of_a_rank(strategy)
+        return metrics_of_rank(strategy)
 
 
 def test_ranks_do_not_enter():
-    alone = of_a_rank()
+    alone = metrics_of_rank()
     for phases in run_distributed(two_ranks, 2):
         close(phases, alone, rel=2e-3, abs=2e-5)
 
