@@ -72,10 +72,10 @@ class Collector:
         self.strategy, self.engine, self.sampling, self.policy = strategy, engine, sampling, policy
         self.tokenizer, self.stop_strings = tokenizer, stop_strings
         given = strategy, sampling, batch_size, num_samples_per_prompt
-        asked: Any = {'begun': self._begun, 'generate': self._timed, 'made_from': self._made_from}
-        self.draws = Draws(*given, **asked)
+        functions: Any = {'begun': self._begun, 'generate': self._timed, 'made_from': self._made_from}
+        self.draws = Draws(*given, **functions)
         if engine.abilities.answers_ahead:
-            self.draws = Pipeline(engine, max_staleness, *given, **asked)
+            self.draws = Pipeline(engine, max_staleness, *given, **functions)
         elif max_staleness:
             raise ValueError(
                 f'max_staleness={max_staleness} needs an engine that generates while the trainer learns, such as '

@@ -66,8 +66,8 @@ class Policy:
 
 def policy_class(config: Any) -> type[Policy]:
     """Returns the class of the policy that the settings select."""
-    asked = [spec for setting, spec in POLICIES.items() if getattr(config, setting) is not None]
-    return imported(asked[0]) if asked else Policy
+    selected = [spec for setting, spec in POLICIES.items() if getattr(config, setting) is not None]
+    return imported(selected[0]) if selected else Policy
 
 
 def policy_for(

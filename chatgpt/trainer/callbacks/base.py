@@ -257,7 +257,7 @@ for _name, _hook in list(vars(Callback).items()):
 
 
 def say(text: str) -> None:
-    """Prints a line to stdout below a progress bar; characters that its encoding lacks are escaped."""
+    """Prints a line to stdout without breaking a progress bar; characters that its encoding lacks are escaped."""
     from tqdm import tqdm
 
     encoding = getattr(sys.stdout, 'encoding', None) or 'utf-8'

@@ -22,7 +22,7 @@ class SaveCheckpoint(Callback):
     Args:
         path: folder of the checkpoints, `path/step-00000012`; None means the trainer's `run_dir/checkpoints`.
         interval: learning phases between checkpoints; None uses `minutes` alone.
-        minutes: age of the last checkpoint after which the next phase is saved, by the clock of rank 0; None uses
+        minutes: save after the phase in which the last checkpoint reaches this age, by the clock of rank 0; None uses
             `interval` alone. With neither, none is saved, and only those of an interrupted run are counted and removed.
         keep_last: number of newest checkpoints to keep, including those saved after a signal or an exception; None
             keeps all.

@@ -17,9 +17,9 @@ from chatgpt.trainer.callbacks.run_record import RunRecorder
 
 
 def with_defaults(given: SequenceOf[Callback], run_dir: Path | None) -> list[Callback]:
-    """Returns the given callbacks and each default whose kind is not among them: progress and `Doctor`; with a
-    `run_dir` also metrics.jsonl, run.json, report.html, and a checkpoint every `CHECKPOINT_MINUTES` and at the end, the
-    last two kept."""
+    """Returns the given callbacks and the defaults of other kinds: progress and `Doctor`; with a `run_dir` also
+    metrics.jsonl, run.json, report.html, and a checkpoint every `CHECKPOINT_MINUTES` and at the end, the last two
+    kept."""
     wanted: list[type[Callback]] = [ProgressBar, Doctor]
     if run_dir is not None:
         wanted += [MetricsWriter, RunRecorder, WriteReport, SaveCheckpoint]

@@ -21,7 +21,7 @@ class Evaluator(RunFileWriter):
         evaluate: trainer → {name: number}, the same on every rank.
         interval: learning phases between evaluations.
         before, after: evaluate before the first phase, and after the last unless it was evaluated.
-        metric: name of the metric whose best value is logged, as `<metric>_best`; with or without `eval/`.
+        metric: name, with or without `eval/`; its best value is logged as `<metric>_best`.
         mode: 'max' if larger is better, 'min' if smaller.
     """
 

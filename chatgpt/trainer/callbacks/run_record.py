@@ -183,12 +183,12 @@ def command_line() -> list[str]:
 
 
 def _git() -> dict[str, Any] | None:
-    def ask(*words: str) -> str:
-        asked = subprocess.run(['git', *words], capture_output=True, text=True, timeout=2, check=True)
-        return asked.stdout.strip()
+    def git(*words: str) -> str:
+        process = subprocess.run(['git', *words], capture_output=True, text=True, timeout=2, check=True)
+        return process.stdout.strip()
 
     try:
-        return {'commit': ask('rev-parse', 'HEAD'), 'dirty': bool(ask('status', '--porcelain', '--untracked-files=no'))}
+        return {'commit': git('rev-parse', 'HEAD'), 'dirty': bool(git('status', '--porcelain', '--untracked-files=no'))}
     except (OSError, subprocess.SubprocessError):
         return None
 

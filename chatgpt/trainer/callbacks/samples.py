@@ -101,7 +101,7 @@ def _cell(value: Any, width: int) -> str:
 
 
 class SampleTable(RunFileWriter):
-    """Shows `num_rows` prompts with responses and scores, in the first learning phase and every `every` phases.
+    """Shows prompts with responses and scores, in the first and the last learning phase and every `every` phases.
 
     Args:
         every: learning phases between tables.

@@ -399,7 +399,7 @@ def _source(thing: Any) -> str:
     """Returns the source of a function or class; its name if there is no source."""
     try:
         return inspect.getsource(thing)
-    except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # no source, or a file of another
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # no source, or a file without it
         return str(getattr(thing, '__qualname__', ''))
 
 
