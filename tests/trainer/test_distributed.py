@@ -122,7 +122,7 @@ def learn() -> tuple[list[int], int]:
     return sorted(n for records in seen for n in records), len(seen)
 
 
-def test_what_two_processes_learn_from():
+def test_two_processes_share_the_records():
     (first, num_first), (second, num_second) = run_distributed(learn, 2)
     assert sorted(first + second) == sorted(LENGTHS)
     assert (len(first), sum(first)) == (len(second), sum(second)) == (4, 23)

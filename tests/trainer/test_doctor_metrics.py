@@ -101,7 +101,7 @@ def test_a_response_is_scored_again_alone(batch_effect, error):
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_it_is_rare(monkeypatch):
+def test_rescoring_is_rare(monkeypatch):
     import chatgpt.trainer.experience.scorers as module
 
     monkeypatch.setattr(module, 'RESCORE_EVERY', 2)
@@ -112,7 +112,7 @@ def test_it_is_rare(monkeypatch):
     assert trainer.collector.taken_s() == 0.0  # taken at the end of the phase
 
 
-def test_a_scorer_that_is_no_reward_model_is_asked_once():
+def test_a_scorer_that_is_no_reward_model_is_called_once():
     class Lengths:
         num_calls = 0
 

@@ -37,7 +37,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return fit(make(4, run_dir=tmp_path_factory.mktemp('whole'), callbacks=[saver]), 3)
 
 
-def test_groups_that_teach_nothing_are_replaced(whole):
+def test_groups_of_equal_scores_are_replaced(whole):
     assert len(fit(make(0), 1).log.experiences[0]) == 16
     for experiences in whole.log.experiences:
         assert len(experiences) == 16 and all(e.group % 3 == 0 for e in experiences)

@@ -148,7 +148,7 @@ def test_other_methods_of_preferences(method, family):
     assert second < first
 
 
-def test_ilql_and_what_it_decodes():
+def test_ilql_and_its_decoding():
     tokenizer = tokenizer_of('t5')
     data, _ = load_labelled([r | {'reward': float(len(r['response']))} for r in SUMMARIES], tokenizer)
     trainer, losses = offline('ilql', 't5', data, ILQLModel(tiny_causal_lm('t5')))
@@ -175,7 +175,7 @@ def test_prompts_without_the_end_token_are_pointed_out():
         SFTTrainer(strategy, model, optimizer, bare, tokenizer=tokenizer_of('t5'))
 
 
-def test_what_an_encoder_decoder_cannot_do_is_said():
+def test_unsupported_settings_of_an_encoder_decoder_are_refused():
     actor = Actor(tiny_causal_lm('t5'), value_head=True)
     settings = {'tokenizer': tokenizer_of('t5'), 'kl_coef': 0.0, 'environment': 'games:countdown'}
     with pytest.raises(ValueError, match='the turns of an environment are written by causal language models'):

@@ -117,7 +117,7 @@ def test_the_first_ratio_is_1_and_the_first_kl_0(family, roles):
 
 
 @pytest.mark.parametrize(('family', 'roles'), [('t5', 'hydra'), ('bart', 'own')])
-def test_a_run_goes_on_to_the_bit(family, roles, tmp_path: Path):
+def test_a_run_resumes_to_the_bit(family, roles, tmp_path: Path):
     whole, half, rest = make(family, roles), make(family, roles, run_dir=tmp_path), make(family, roles)
     whole.fit(prompts(), 2, 1, 1)
     half.fit(prompts(), 1, 1, 1)
@@ -135,7 +135,7 @@ JOBS = [
 ]
 
 
-def test_two_processes_are_one():
+def test_two_processes_equal_one_process():
     ones = {key: outcome_of('NaiveStrategy', {}, *key) for key in {job[2:] for job in JOBS}}
     for job, first, second in zip(JOBS, *run_distributed(run_jobs, 2, JOBS, init_group=True), strict=True):
         check_outcome(first, ones[job[2:]], atol=1e-4, rel=1e-3, abs=1e-5)

@@ -77,7 +77,7 @@ def run(strategy: Any, rows: int = 256) -> tuple[Any, list[tuple[float, float]]]
 
 
 @pytest.mark.parametrize('precision', ['fp32', 'bf16'])
-def test_rows_of_the_engine_do_not_enter_a_run(precision):
+def test_rows_of_the_engine_have_no_effect(precision):
     (one, first), (other, second) = (run(exact(precision=precision), rows) for rows in (256, 3))
     assert torch.equal(weights(one), weights(other)) and one.log.phases == other.log.phases
     draws = first + second
@@ -119,7 +119,7 @@ def on_two_processes() -> tuple[Any, Any]:
     return collected(FSDPStrategy, stream_blocks=True), scores_of(DDPStrategy)
 
 
-def test_ranks_and_blocks_that_are_streamed_do_not_enter():
+def test_ranks_and_streamed_blocks_have_no_effect():
     (((weights_alone, phases_alone), want),) = run_distributed(on_one_process, 1)
     ((actor, phases), one), ((_, others), other) = run_distributed(on_two_processes, 2, init_group=True)
     assert phases == others == phases_alone
@@ -150,7 +150,7 @@ def test_rft_and_evaluation_draw_exactly():
     assert one[2][0] > 0 and one[2][1] + other[2][1] > 0
 
 
-def test_what_reads_the_decode_is_refused():
+def test_settings_that_read_the_decode_are_refused():
     for settings, message in (
         ({'engine': HFEngine()}, "draws again what rounding could change.*HFEngine.*use engine='local'"),
         ({'tis_cap': 2.0}, r'tis_cap=2.0 reads the log-probs of the decode.*leave tis_cap out'),

@@ -54,7 +54,7 @@ def test_a_record_that_the_model_cannot_read_is_named(kind):
         trainer('sft', [GOOD, sequence([15] * 4, [0] * 4), sequence([], [3])])
 
 
-def test_prompt_and_response_of_an_encoder_decoder_are_numbered_apart():
+def test_prompt_and_response_of_an_encoder_decoder_have_separate_positions():
     actor = GPTActor(config=deepcopy(CONFIG))
     long = sequence([3] * 8, [4] * 7)
     with pytest.raises(ValueError, match='has 15 tokens'):
@@ -72,7 +72,7 @@ def test_prompt_and_response_of_an_encoder_decoder_are_numbered_apart():
 REFUSED = r'mixtral has output_router_logits=True, .*router_aux_loss_coef=0.25. is not added here; set'
 
 
-def test_a_router_loss_that_nobody_adds_is_refused_also_before_weights_are_read(tmp_path: Path):
+def test_a_router_loss_is_refused_before_weights_are_read(tmp_path: Path):
     sizes = {'vocab_size': 300, 'hidden_size': 16, 'intermediate_size': 16, 'num_hidden_layers': 1, 'pad_token_id': 0}
     sizes |= {'num_attention_heads': 2, 'num_key_value_heads': 1, 'num_local_experts': 2, 'max_position_embeddings': 32}
     for asked in (False, True):
@@ -90,7 +90,7 @@ def test_a_router_loss_that_nobody_adds_is_refused_also_before_weights_are_read(
 
 
 @pytest.mark.parametrize('kind', ['copy', 'none', 'itself', 'same weights', 'reward', 'optimizer'])
-def test_models_and_optimizers_that_are_one(kind):
+def test_shared_models_and_optimizers_are_refused(kind):
     """Accepts a copy, or None with LoRA; refuses the actor itself, before or after `prepare`, for which the KL would
     always be 0."""
     strategy = NaiveStrategy(seed=5)

@@ -72,7 +72,7 @@ def test_advantages_by_a_slow_loop():
     assert phase['rollout/score_3_std'] == pytest.approx(third.std().item())
 
 
-def test_responses_without_a_token_that_counts_do_not_enter_the_batch():
+def test_responses_without_a_token_that_counts_have_no_effect_on_the_batch():
     trainer = fit(make(overlong_filter=True), 1)
     (experiences,) = trainer.log.experiences
     own = [e for e in experiences if bool(e.response_mask.any())]

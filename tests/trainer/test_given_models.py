@@ -100,7 +100,7 @@ def test_every_kind_of_trainer():
     assert dpo.num_updates == reward.num_updates == 1
 
 
-def test_the_verb(model_folder):
+def test_chatgpt_train_of_given_models(model_folder):
     texts = [row['response'] for row in demo_world.demo_corpus(4)]
     trainer = chatgpt.train(str(model_folder), samples=texts, strategy='naive', **QUICK)
     assert trainer.num_updates == 1
@@ -134,7 +134,7 @@ def nlpo(strategy: Any) -> None:
     NLPOPolicy(strategy, actor, PPOConfig(nlpo_top_p=0.9), 1.0, mask, None)
 
 
-def test_masters_elsewhere_are_refused_and_a_name_refuses_nothing():
+def test_a_strategy_that_moves_its_masters_is_refused():
     for method, reason in ((ilql, 'masters hide the target heads'), (nlpo, 'cannot be copied between models')):
         sentence = f'{method.__name__.upper()} does not run under Hidden, whose .*{reason}; use ddp or fsdp'
         with pytest.raises(ValueError, match=sentence):

@@ -97,7 +97,7 @@ def test_the_loss_by_hand(settings, two_qs):
     assert abs(by_hand(model(two_qs=two_qs), shifted, trainer.config)['td_loss'] - want['td_loss']) > 1e-3
 
 
-def test_rewards_stand_on_the_last_token_that_counts():
+def test_rewards_are_at_the_last_token_that_counts():
     records = rewarded(DIALOGUES, REWARDS)
     assert [r.rewards.tolist() for r in records] == [[0, 1, 0, 0, -2], [0, 3], [0, 0, 0.5, 0]]
     dense = rewarded(DIALOGUES[:1], [[1.0, 2.0, 3.0, 4.0, 5.0]])[0]
@@ -122,7 +122,7 @@ def test_rewards_are_standardised_over_the_data_set_without_those_of_eval_data()
 
 
 @pytest.mark.parametrize('interval', [1, 3])
-def test_targets_move_every_so_many_steps(interval):
+def test_targets_are_updated_at_intervals(interval):
     settings = {'train_batch_size': 3, 'max_epochs': 1, 'target_sync_interval': interval, 'alpha': 0.25}
     trainer = make(rewarded(DIALOGUES * 4, REWARDS * 4), **settings)
     net = trainer.model
@@ -237,7 +237,7 @@ def runs(kinds: list[Any]) -> list[tuple[list[dict[str, float]], dict[str, float
     return found
 
 
-def test_the_number_of_ranks_does_not_enter():
+def test_the_number_of_ranks_has_no_effect():
     ((want, evaluated, weights),) = runs([NaiveStrategy])
     assert len({evaluated[f'score_mean@beta={b}'] for b in (0, 1, 20)}) == 3
     for results in run_distributed(runs, 2, [DDPStrategy, FSDPStrategy], init_group=True):

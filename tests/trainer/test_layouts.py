@@ -117,11 +117,11 @@ def test_ring_of_layouts(plain):
 
 
 @pytest.mark.parametrize('layout', ['naive', 'ddp(2)', 'fsdp(2)'])
-def test_the_same_layout_goes_on_to_the_bit(plain, layout):
+def test_the_same_layout_resumes_to_the_bit(plain, layout):
     plain.check_bits(layout)
 
 
-def test_the_comparison_tells_another_run(runs):
+def test_the_comparison_detects_another_run(runs):
     """Negative control: detects a run with one weight changed."""
     other = runs.folder / 'disturbed'
     disturb(runs.folder / 'naive_half', other)
@@ -147,7 +147,7 @@ def test_ring_through_colossalai(colossal):
 
 @needs_colossalai
 @pytest.mark.parametrize('layout', ['zero1(2)', 'gemini(2) bf16'])
-def test_colossalai_goes_on_to_the_bit(colossal, layout):
+def test_colossalai_resumes_to_the_bit(colossal, layout):
     colossal.check_bits(layout)
 
 
@@ -162,7 +162,7 @@ def test_from_gemini_into_fp32(colossal, to):
 @pytest.mark.parametrize(
     ('gemini', 'zero'), [('gemini_rest', 'gemini_to_zero2_bf16'), ('zero1_to_gemini', 'zero1_to_zero2_bf16')]
 )
-def test_gemini_goes_on_as_zero_in_bf16(colossal, gemini, zero):
+def test_gemini_continues_like_zero_in_bf16(colossal, gemini, zero):
     """From Gemini's own checkpoint, and from one of another layout in fp32."""
     colossal.compare(gemini, zero, first=0, phases=2, tolerance=BF16)
 

@@ -53,7 +53,7 @@ def test_nlpo_samples_and_learns_the_masked_policy():
     assert not all(torch.equal(a, b) for a, b in zip(policy.parameters(), mask.parameters(), strict=True))
 
 
-def test_the_mask_policy_is_taken_over_every_so_many_phases_and_after_a_resume(tmp_path):
+def test_the_mask_policy_is_updated_at_intervals_and_after_a_resume(tmp_path):
     same = []
 
     class Watch(Callback):
@@ -72,12 +72,12 @@ def test_the_mask_policy_is_taken_over_every_so_many_phases_and_after_a_resume(t
     assert same[:4] == [(True, False), (False, True), (False, False), (False, True)]
 
 
-def test_with_everything_likely_the_mask_policy_does_not_enter():
+def test_a_mask_of_all_tokens_has_no_effect():
     often, seldom = (fit(nlpo(nlpo_top_p=1.0, nlpo_update_interval=every), 2) for every in (1, 7))
     close(often.log.phases, seldom.log.phases)
 
 
-def test_what_nlpo_needs():
+def test_unsupported_settings_of_nlpo_are_refused():
     for settings, sentence in (
         (
             {'nlpo_top_p': None, 'mask_model': nlpo().actor},

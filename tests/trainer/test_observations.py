@@ -142,7 +142,7 @@ def test_metrics_of_learning_and_of_rollouts():
 
 
 @pytest.mark.parametrize('with_turns', [True, False])
-def test_words_of_an_environment_are_no_repetition(with_turns):
+def test_observations_are_no_repetition(with_turns):
     """A repeated observation does not count, nor do 4-grams across one."""
 
     def measured(observation: list[int]) -> dict[str, float]:
@@ -162,7 +162,7 @@ def test_words_of_an_environment_are_no_repetition(with_turns):
         assert measured(observation) == expected
 
 
-def test_filtered_responses_still_have_their_words():
+def test_repetition_of_filtered_responses_is_measured():
     """`overlong_filter` leaves no token that counts, but their repetition is still measured."""
     given = experiences()
     for e in given:
@@ -180,6 +180,6 @@ def test_sums_of_scores_leave_observations_out():
     assert sequence_score(3, e) == 3.0
 
 
-def test_what_is_written_for_reading():
+def test_recorded_rows_ignore_observations():
     check_ignores_observations(lambda given: [row['kl'] for row in rows_of(given, 4)])
     check_ignores_observations(lambda given: [row['kl'] for row in rows_of_phase(given, 1, None, {})])

@@ -63,7 +63,7 @@ def under(kind: Any) -> list[list[dict[str, float]]]:
     return found
 
 
-def test_ranks_do_not_enter():
+def test_ranks_have_no_effect():
     alone = under(NaiveStrategy)
     for found in run_distributed(under, 2, DDPStrategy, init_group=True):
         for phases, want in zip(found, alone, strict=True):
@@ -89,7 +89,7 @@ def test_when_every_response_was_too_long_nothing_is_learned():
     assert torch.equal(before, weights(trainer))  # no weight decay either
 
 
-def test_step_compares_responses_that_follow_one_another():
+def test_step_compares_consecutive_responses():
     trainer = make(advantage_estimator='dr_grpo', num_samples_per_prompt=2, kl_coef=0.0)
     trainer.step(QUERIES, RESPONSES, [0.0, 1.0, 5.0, 9.0])
     assert [e.advantages[0].item() for e in trainer.last_experiences] == [-0.5, 0.5, -2.0, 2.0]

@@ -191,7 +191,7 @@ def test_each_papers_aggregation():
         assert config.aggregation == want
 
 
-def test_filtered_responses_do_not_thin_the_kl():
+def test_filtered_responses_do_not_lower_the_kl():
     records = experiences(4, seed=2)
     alone = rollout_metrics(records[:2], 0.1)['rollout/kl_mean']
     for r in records[2:]:
@@ -202,7 +202,7 @@ def test_filtered_responses_do_not_thin_the_kl():
     assert alone != pytest.approx(total / 4, abs=1e-6)
 
 
-def test_cispo_and_gspo_measure_what_they_clip(actor):
+def test_clip_fractions_of_cispo_and_gspo(actor):
     """CISPO counts a weight as clipped only above; GSPO uses the ratio of the sequence."""
     records, found = experiences(), {}
     for name in ('cispo', 'ppo', 'gspo'):

@@ -141,7 +141,7 @@ def test_kto_by_hand(precompute):
 
 
 @pytest.mark.parametrize(('kind', 'lora'), [('dpo', 0), ('kto', 2), ('orpo', 0), ('simpo', 2)])
-def test_it_learns_and_says_so_on_eval_data(kind, lora):
+def test_it_learns_and_improves_on_eval_data(kind, lora):
     trainer = make(kind, data(16), data(8), max_epochs=5, lr=2e-2, lora=lora)
     trainer.fit()
     first, last = trainer.log.phases[0], trainer.log.phases[-1]
@@ -285,7 +285,7 @@ def runs(strategies: list[Any]) -> list[list[dict[str, float]]]:
     return found
 
 
-def test_the_number_of_ranks_does_not_enter():
+def test_the_number_of_ranks_has_no_effect():
     alone = runs([NaiveStrategy])
     for results in run_distributed(runs, 2, [DDPStrategy, FSDPStrategy], init_group=True):
         for got, want in zip(results, 2 * alone, strict=True):

@@ -157,7 +157,7 @@ def test_the_best_checkpoint_by_an_evaluation_is_kept_the_last_one_included(tmp_
     assert sorted(p.name for p in (tmp_path / 'checkpoints').iterdir()) == [f'step-{k:08d}' for k in kept]
 
 
-def test_dpo_and_ppo_speak_through_their_actor():
+def test_dpo_and_ppo_generate_with_their_actor():
     strategy, evaluator = NaiveStrategy(seed=5, device='cpu'), Evaluator(evaluation_of(reward=length), 1)
     actor, optim = trained(strategy, GPTActor(config=config()))
     settings = {'tokenizer': TOKENIZER, 'callbacks': [Log(), evaluator], 'max_epochs': 1}
@@ -192,7 +192,7 @@ def evaluated(kinds: list[Any]) -> list[tuple[dict[str, float], int, int]]:
     return found
 
 
-def test_the_number_of_ranks_does_not_enter():
+def test_the_number_of_ranks_has_no_effect():
     alone = evaluated([NaiveStrategy]) * 2
     for results in run_distributed(evaluated, 2, [DDPStrategy, FSDPStrategy], init_group=True):
         for (want, _, _), (last, calls, rank) in zip(alone, results, strict=True):

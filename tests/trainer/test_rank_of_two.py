@@ -151,7 +151,7 @@ def results(tmp_path_factory) -> list[dict[str, Any]]:
     return found
 
 
-def test_what_both_decide_together(results):
+def test_decisions_of_both_processes_agree(results):
     assert [f['stops'] for f in results] == [[True, True, False]] * 2  # a signal to one process
     assert [f['due'] for f in results] == [[True, False]] * 2  # the first clock decides when a checkpoint is due
     assert [f['timing'] for f in results] == [{}, {}]  # with one rank there is no slowest
@@ -161,7 +161,7 @@ def test_what_both_decide_together(results):
         assert found['sampled_tokens'] == [([5, 5], [5, 5])] * 2
 
 
-def test_what_is_refused_is_refused_on_both(results):
+def test_refusals_occur_on_both_processes(results):
     other = 'RankMismatchError: the ranks do not run the same run, seen here: on rank 1 seed is 4 instead of 3 (as on'
     for found in results:
         assert found['agree'][0] == 'no error' and found['agree'][1].startswith(other)

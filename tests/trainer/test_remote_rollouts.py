@@ -84,7 +84,7 @@ def test_without_staleness_it_is_the_colocated_run_to_the_bit(workers, settings)
 
 
 @pytest.mark.parametrize(('n', 'update', 'phases'), [(1, 1, 5), (2, 2, 4), (9, 1, 4)])
-def test_samples_are_as_old_as_was_allowed_and_every_prompt_counts_once(n, update, phases, monkeypatch):
+def test_samples_are_as_old_as_allowed_and_every_prompt_is_used_once(n, update, phases, monkeypatch):
     in_flight, ask = [], Pipeline.ask
 
     def counted(pipeline: Pipeline, *given: Any) -> None:
@@ -116,7 +116,7 @@ def test_a_stale_run_repeats_itself_and_differs_from_a_fresh_one_after_the_first
     assert all(m['ppo/first_ratio_error'] < 1e-4 for m in a.log.phases)
 
 
-def test_dynamic_sampling_draws_on_what_is_in_flight():
+def test_dynamic_sampling_uses_timesteps_in_flight():
     pool = InProcessWorkers()
     trainer = fit(make_stale(1, pool, **GROUPS | {'num_samples_per_prompt': 2, 'dynamic_sampling_rounds': 3}), 4)
     assert sum(m['rollout/dynamic_rounds'] for m in trainer.log.phases) > 0
@@ -186,7 +186,7 @@ def test_a_resumed_run_continues_to_the_bit_with_what_was_in_flight(tmp_path, n,
     [{'max_staleness': 0}, {'temperature': 0.5}, {'engine': LocalEngine(), 'max_staleness': 0}],
     ids=['no staleness', 'another temperature', 'a local engine'],
 )
-def test_under_other_settings_the_prompts_in_flight_are_asked_for_again(tmp_path, changes):
+def test_under_other_settings_the_prompts_in_flight_are_submitted_again(tmp_path, changes):
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         first, second = resumed(tmp_path, 2, 1, 5, StopAfter(2), **changes)
@@ -211,7 +211,7 @@ def on_two_ranks(folder: str) -> tuple[list[dict[str, float]], list[int], list[f
         return trainer.log.phases, indices(trainer), weights(trainer).tolist()
 
 
-def test_two_ranks_ask_their_own_workers_and_one_rank_goes_on_with_their_samples(tmp_path):
+def test_two_ranks_use_their_own_workers_and_one_rank_continues_with_their_samples(tmp_path):
     first, second = run_distributed(on_two_ranks, 2, str(tmp_path / 'checkpoint'))
     assert first == second and first[1] == list(range(8))
     single = make_stale(1, more=[StopAfter(2)])
@@ -225,7 +225,7 @@ def test_two_ranks_ask_their_own_workers_and_one_rank_goes_on_with_their_samples
     assert indices(resumed_on_one) == list(range(8, 16)) and resumed_on_one.ages == [{1}, {1}]
 
 
-def test_what_staleness_needs_is_named():
+def test_requirements_of_staleness_are_named():
     for value, told in (
         (1, '1 learns from samples of older weights, which tis_cap weighs'),
         (-1, '-1 must not be neg'),

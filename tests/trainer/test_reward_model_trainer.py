@@ -112,7 +112,7 @@ def test_it_learns_and_its_calibration_puts_the_mean_of_reference_answers_at_zer
     assert sum(score(trainer, s) for s in given) == pytest.approx(0.0, abs=1e-5)
 
 
-def test_calibration_reads_a_bounded_sample_by_seed_and_says_so(capsys):
+def test_calibration_reads_a_limited_sample_by_seed_and_shows_progress(capsys):
     data = learnable(8)
     all_scores = make(data, calibration_samples=8).calibrate()
     trainer = make(data, calibration_samples=3)
@@ -196,7 +196,7 @@ def runs(kinds: list[Any]) -> list[tuple[list[dict[str, float]], dict[str, torch
     return found
 
 
-def test_the_number_of_ranks_does_not_enter():
+def test_the_number_of_ranks_has_no_effect():
     ((want, weights),) = runs([NaiveStrategy])
     for results in run_distributed(runs, 2, [DDPStrategy, FSDPStrategy], init_group=True):
         for phases, found in results:

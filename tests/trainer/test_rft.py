@@ -39,11 +39,11 @@ def sample(group: int, ids: list[int]) -> Experience:
         ([0, 0, 0, 1], 0.0, [0, 1, 2, 3]),
     ],
 )
-def test_what_is_kept_of_a_group(scores, quantile, want):
+def test_kept_samples_of_a_group(scores, quantile, want):
     assert select([sample(0, [i]) for i in range(len(scores))], scores, quantile) == want
 
 
-def test_groups_are_apart_texts_come_once_and_equal_scores_teach_nothing():
+def test_groups_are_separate_without_duplicates_or_equal_scores():
     samples = [sample(group, [i]) for group, i in ((0, 1), (0, 1), (0, 2), (1, 3), (1, 4), (2, 5), (2, 6))]
     assert select(samples, [9.0, 9.0, 1.0, -5.0, -9.0, 3.0, 3.0], 0.9) == [0, 3]
 
@@ -84,7 +84,7 @@ class Same:
         return [self.given] * len(samples)
 
 
-def test_a_reward_without_differences_teaches_nothing():
+def test_equal_scores_are_not_learned():
     trainer = make(reward=Same(1.0))
     before = weights(trainer)
     with pytest.warns(UserWarning, match='RFT round 2: no prompt has responses of different scores'):
@@ -139,7 +139,7 @@ def run() -> tuple[list[dict[str, float]], torch.Tensor]:
         return trainer.log.phases, weights(trainer)
 
 
-def test_the_number_of_ranks_does_not_enter():
+def test_the_number_of_ranks_has_no_effect():
     alone = make()
     alone.fit()
     for phases, found in run_distributed(run, 2):

@@ -150,7 +150,7 @@ def test_recording_changes_no_number(tmp_path):
     assert runs[0].log.phases == runs[1].log.phases and torch.equal(weights(runs[0]), weights(runs[1]))
 
 
-def test_a_resume_removes_what_came_after_and_goes_on(tmp_path):
+def test_a_resume_removes_later_phases_and_continues(tmp_path):
     trainer = fit(make(tmp_path), 1)
     checkpoint = trainer.save_checkpoint()
     fit(trainer, 2)
@@ -166,7 +166,7 @@ def test_a_resume_removes_what_came_after_and_goes_on(tmp_path):
     assert recorded_phases(tmp_path / 'rollouts.previous') == [1, 2]
 
 
-def test_who_records(tmp_path):
+def test_default_recorder(tmp_path):
     own = RolloutRecorder(every=5)
     for trainer, expected in ((make(None), 0), (make(tmp_path), 1), (make(tmp_path, callbacks=[own]), 1)):
         found = [c for c in trainer.callbacks if isinstance(c, RolloutRecorder)]
@@ -207,7 +207,7 @@ def test_texts_and_columns_that_are_no_utf8_or_json_do_not_end_a_run(tmp_path):
 
 
 @pytest.mark.parametrize('text', ['\ud83d', None])
-def test_a_tokenizer_with_its_own_mind_does_not_end_a_run(tmp_path, text):
+def test_a_tokenizer_that_fails_does_not_end_a_run(tmp_path, text):
     class Odd:
         def decode(self, ids, skip_special_tokens):
             if text is None:
@@ -286,6 +286,6 @@ def test_characters_of_several_tokens_under_a_tokenizer_that_only_decodes():
     assert token_texts(tokenizer, [0x61, 0xF0]) == ['a', '�']
 
 
-def test_without_a_tokenizer_and_of_nothing():
+def test_without_a_tokenizer_or_tokens():
     assert token_texts(None, [5, 17]) == ['5', ' 17']
     assert token_texts(byte_tokenizer(), []) == token_texts(demo_world.demo_tokenizer(), []) == []

@@ -159,7 +159,7 @@ def test_a_value_outside_is_refused_in_one_line_and_one_inside_is_not(cls):
             assert '\n' not in str(refused.value)
 
 
-def test_what_is_said():
+def test_messages():
     for cls, settings, message in (
         (PPOConfig, {'eps_clip': 1.5}, 'eps_clip=1.5 must lie in (0, 1)'),
         (PPOConfig, {'whiten_rewards': 'no'}, "whiten_rewards='no' is not known; choose one of [True, False]"),
@@ -182,7 +182,7 @@ def test_what_is_said():
         config.validate()
 
 
-def test_sampling_refuses_them_too():
+def test_sampling_refuses_values_outside_too():
     for name in numeric_fields(SamplingParams):
         for value in (-1, math.nan, math.inf, -math.inf, '3', True):
             with pytest.raises(ValueError, match=f'^sampling: {name}='):

@@ -72,13 +72,13 @@ def test_learning_rates(optimizer, rate, warning):
     assert text is None if warning is None else warning in (text or '')
 
 
-def test_a_trainer_says_its_rate():
+def test_a_trainer_warns_of_its_rate():
     with pytest.warns(UserWarning, match='the learning rate of the actor is 0'):
         sft(lr=0.0)
 
 
 @pytest.mark.parametrize('offline', [False, True])
-def test_a_finished_run_that_is_resumed_says_so(tmp_path, capsys, offline):
+def test_a_resume_of_a_finished_run_is_reported(tmp_path, capsys, offline):
     """A run that is longer now continues."""
 
     def fit(times: int, resume: bool = True) -> str:
@@ -128,7 +128,7 @@ def test_schedules():
         lr_factor('linear', 3, total_steps=None)
 
 
-def test_batch_sizes_that_cannot_be_cut_name_one_that_can():
+def test_batch_sizes_that_cannot_be_split_name_one_that_can():
     with pytest.raises(ValueError, match=r'train_batch_size=6 cannot be split over 4 ranks; use a multiple.*as 4 or 8'):
         check_cut('train_batch_size', 6, 4)
     with pytest.raises(ValueError, match=r'experience_batch_size=2 cannot be split over 3 ranks; .* such as 3'):

@@ -141,7 +141,7 @@ def test_a_checkpoint_of_another_method_or_model_is_refused(tmp_path, monkeypatc
         adapted.load_checkpoint(trainer.save_checkpoint(tmp_path / 'ppo'))
 
 
-def test_every_file_is_guarded(tmp_path):
+def test_damage_to_any_file_is_detected(tmp_path):
     """A flipped bit, a truncated or a missing file is refused by the file's name, before any weight changes."""
     path = fit(make(run_dir=tmp_path), 1).save_checkpoint()
     files = sorted(p for p in path.iterdir() if p.is_file())

@@ -103,7 +103,7 @@ def naive(tmp_path_factory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize('world_size', [2, 4])
-def test_a_run_is_that_of_one_process(world_size, naive, tmp_path):
+def test_a_run_equals_that_of_one_process(world_size, naive, tmp_path):
     ranks = run_distributed(ppo, world_size, 'FSDPStrategy', TWO if world_size == 2 else FOUR, 2, str(tmp_path))
     check_outcome(ranks[0], naive, STEP * 8)
     assert [r['rank'] for r in ranks] == [(n // 2, n == 0, world_size // 2) for n in range(world_size)]
@@ -118,7 +118,7 @@ def resume_and_save(options: dict[str, Any], folder: str, resume: str) -> dict[s
     return ppo('FSDPStrategy', options, 2, folder, resume)
 
 
-def test_a_checkpoint_goes_round(naive, tmp_path):
+def test_a_checkpoint_moves_between_layouts(naive, tmp_path):
     """One process → two of one rank → FSDP on two ranks → one process, without further learning."""
     first, second = tmp_path / 'tensor', tmp_path / 'data'
     for options, folder, resume in ((TWO, first, naive['folder']), ({}, second, first)):
@@ -133,7 +133,7 @@ def test_a_checkpoint_goes_round(naive, tmp_path):
 
 
 @pytest.mark.system
-def test_a_run_of_two_by_two_that_is_killed_goes_on(tmp_path):
+def test_a_killed_run_of_two_by_two_resumes(tmp_path):
     """On the same layout to the bits of an undisturbed run; on one process with the same draws."""
     phases, job = 3, ('FSDPStrategy', TWO)
     straight, killed, alone = (tmp_path / name for name in ('straight', 'killed', 'alone'))

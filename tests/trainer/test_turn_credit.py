@@ -75,7 +75,7 @@ def test_lambda_follows_the_number_of_steps():
         assert adaptive != pytest.approx(estimated([e], lam=1 - 1 / (0.5 * other), **settings)[0])
 
 
-def test_an_estimator_of_ones_own_says_which_settings_it_follows(monkeypatch):
+def test_a_registered_estimator_declares_the_settings_it_follows(monkeypatch):
     of_turns = Estimator(fn=ESTIMATORS['gae'].fn, needs_values=True, follows=('gae_over',))
     monkeypatch.setitem(ESTIMATORS.data, 'of turns', of_turns)
     PPOConfig(advantage_estimator='of turns', gae_over='turn').validate()
@@ -106,7 +106,7 @@ def letters(prompts: list[str], responses: list[str]) -> list[float]:
     return [float(len(r)) for r in responses]
 
 
-def test_named_rewards_stand_at_the_last_tokens_of_turns_and_are_weighted():
+def test_named_rewards_are_at_the_last_tokens_of_turns_and_weighted():
     strategy = NaiveStrategy(seed=0)
     e = episode(0, [(2, {'correct': 1.0, 'form': 0.5}), (1, {'form': -0.5}), (2, {'correct': 3.0})])
     e.response_text = 'four'
@@ -254,13 +254,13 @@ def two_ranks() -> list[dict[str, float]]:
         return metrics_of_rank(strategy)
 
 
-def test_ranks_do_not_enter():
+def test_ranks_have_no_effect():
     alone = metrics_of_rank()
     for phases in run_distributed(two_ranks, 2):
         close(phases, alone, rel=2e-3, abs=2e-5)
 
 
-def test_weights_without_an_environment_are_refused():
+def test_reward_weights_without_an_environment_are_refused():
     weights = {'vowels': 1.0}
     for settings, message in (
         ({'reward_weights': weights, 'environment': None}, 'reward_weights weigh the rewards of an environment'),

@@ -73,8 +73,8 @@ class ScoreShaper:
         token_penalty: subtracted per response token that counts.
         overlong: (room, buffer): a penalty of up to 1 over the last `buffer` tokens before the limit (Yu et al. 2025,
             equation 13). `room` maps a prompt length to the limit of new tokens, as `SamplingParams.room` does.
-        failure_reward: added to the shaped score of an episode with a failed environment, in place of the penalties of a
-            response without an end.
+        failure_reward: added to the shaped score of an episode with a failed environment, in place of the penalties of
+            a response without an end.
     """
 
     def __init__(
