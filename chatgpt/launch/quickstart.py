@@ -44,7 +44,7 @@ from chatgpt.strategies.registry import STRATEGY_OPTIONS, as_strategy
 from chatgpt.trainer.callbacks import Callback, Evaluator
 from chatgpt.trainer.experience.environment_scorer import check_reward_beside
 from chatgpt.trainer.experience.scorers import as_scorer, check_columns, columns_of
-from chatgpt.trainer.fits import check_hears_alike
+from chatgpt.trainer.fits import check_one_process_per_rank
 from chatgpt.trainer.objectives.ilql import BetaEvaluation, rewarded
 from chatgpt.trainer.prompt_evaluation import PromptEvaluation
 from chatgpt.trainer.settings import Settings
@@ -200,7 +200,7 @@ def train(
     run.validate(getattr(strategy, 'world_size', 1))
     if environment is not None:
         assert isinstance(run, PPORun)
-        check_hears_alike(strategy)
+        check_one_process_per_rank(strategy)
         environment = find_environment(environment, run.environment_options)
         check_reward_beside(environment, run.reward_weights, reward_fn)
     tokenizer = copy_tokenizer(tokenizer) if tokenizer is not None else _tokenizer_of(model, run)

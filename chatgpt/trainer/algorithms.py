@@ -1,12 +1,12 @@
-"""What an online method is made of, as two tables: how advantages are estimated, and the loss of a token of the policy.
+"""Online methods as two tables: advantage estimators, and losses of the policy per token.
 
-A method of the literature is an entry of each and a few settings (docs/algorithms). A user's own stands beside them:
+A method of the literature is an entry of each and a few settings (docs/algorithms). User code adds entries of its own:
 
     ESTIMATORS['mine'] = Estimator(fn=lambda experiences, settings: (advantages, returns))
     POLICY_LOSSES['mine'] = PolicyLoss(fn=lambda inputs, settings: -inputs.advantages * inputs.logprobs)
 
-and is then known by its name to `PPOConfig`, config files and flags; `--advantage_estimator my_file.py:mine` needs no
-line more. Imports no torch: the functions of the tables are in `estimates`, the formulas in `chatgpt.functional`.
+`PPOConfig`, config files and flags then accept the name; `--advantage_estimator my_file.py:mine` works without
+registration. Imports no torch: the functions are in `estimates`, the formulas in `chatgpt.functional`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Estimates = tuple[list['Tensor'], list['Tensor']]
 """advantages and returns, each (A,) per experience"""
 
 GAE_SETTINGS = ('gae_over', 'value_lam', 'lam_length')
-"""which not every estimator with values has a meaning for"""
+"""settings that only some estimators with values use"""
 
 
 def _late(name: str) -> Callable[..., Any]:
@@ -40,18 +40,18 @@ def _late(name: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimator:
-    """How advantages and returns follow from rewards, values and groups.
+    """An advantage estimator: a function of rewards, values and groups, with its requirements.
 
     Args:
-        fn: (experiences of a phase, whole groups, ordered by sample index; settings) -> `Estimates`. Rewards hold score
-            and KL.
-        needs_values: there must be a critic, or an actor with a value head.
-        needs_groups: responses to one prompt are compared, so there must be several.
-        rewards_apart: reads each of several rewards (`Experience.weighted_scores`) and never their sum.
-        follows: which of the settings `GAE_SETTINGS` `fn` reads; the others are refused.
-        whitens: advantages are whitened over a learning phase unless `whiten_advantages` says otherwise.
-        whiten: how: over all tokens that count, or otherwise. Returns copies.
-        aggregation: of the policy loss, where neither `loss_aggregation` nor the policy loss says otherwise.
+        fn: (experiences of a phase, whole groups, ordered by sample index; settings) -> `Estimates`. Rewards include
+            score and KL.
+        needs_values: requires a critic, or an actor with a value head.
+        needs_groups: compares responses to the same prompt, so requires several per prompt.
+        rewards_apart: reads each of several rewards (`Experience.weighted_scores`) instead of their sum.
+        follows: the settings of `GAE_SETTINGS` that `fn` reads; the others are refused.
+        whitens: advantages are whitened over a learning phase unless `whiten_advantages` is set.
+        whiten: returns copies with whitened advantages; by default over all tokens that count.
+        aggregation: of the policy loss, unless `loss_aggregation` or the policy loss sets it.
     """
 
     fn: Callable[[list[Experience], Any], Estimates]
@@ -87,7 +87,7 @@ ESTIMATORS: Registry[Estimator] = Registry(
 
 
 def estimate_advantages(experiences: list[Experience], estimator: Estimator, settings: Any) -> None:
-    """Write `advantages` and `returns` of every experience, in place. The list holds whole groups."""
+    """Writes `advantages` and `returns` of every experience, in place. The list holds whole groups."""
     if not experiences:
         return
     advantages, returns = estimator.fn(experiences, settings)
@@ -99,12 +99,12 @@ def estimate_advantages(experiences: list[Experience], estimator: Estimator, set
 
 
 class PolicyInputs(NamedTuple):
-    """What the loss of a token may depend on."""
+    """Inputs of a policy loss."""
 
     logprobs: Tensor
-    """(N,) of the policy that learns, with gradient"""
+    """(N,) of the policy in training, with gradient"""
     old_logprobs: Tensor
-    """(N,) that the ratio is taken against"""
+    """(N,) denominator of the ratio"""
     advantages: Tensor
     """(N,)"""
     mask: Tensor
@@ -116,15 +116,15 @@ class PolicyInputs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """The loss of each token of the policy.
+    """A policy loss per token.
 
     Args:
-        fn: (inputs, settings) -> (N,) losses; those of tokens that do not count are left out by the caller.
-        clip: which sides of a ratio are clipped: 'both' (`eps_clip`, `eps_clip_high`, `dual_clip`), 'upper', or 'none',
-            without a ratio.
-        per_sequence: has one ratio per sequence, and so the aggregation 'sequence'.
-        aggregation: of its paper, in place of the estimator's.
-        settings: a frozen dataclass of settings of its own, given as `PPOConfig.loss_settings`; `fn` reads them in
+        fn: (inputs, settings) -> (N,) losses; the caller drops those of tokens that do not count.
+        clip: sides of the ratio that are clipped: 'both' (`eps_clip`, `eps_clip_high`, `dual_clip`), 'upper', or
+            'none', without a ratio.
+        per_sequence: has one ratio per sequence, so requires the aggregation 'sequence'.
+        aggregation: as in its paper, in place of the estimator's.
+        settings: a frozen dataclass of its own settings, given as `PPOConfig.loss_settings`; `fn` reads them as
             `settings.of_loss`.
     """
 
@@ -135,11 +135,10 @@ class PolicyLoss:
     settings: type | None = None
 
     def own_settings(self, given: Mapping[str, Any] | None) -> Any:
-        """Its own settings out of a mapping; None where it has none.
+        """Returns its own settings made from a mapping; None if it has none.
 
         Raises:
-            ValueError: a name that is none of them, one without a default that is not given, or a value that the
-                dataclass refuses.
+            ValueError: an unknown name, a missing value without a default, or a value that the dataclass refuses.
         """
         known = [f.name for f in fields(self.settings)] if self.settings is not None else []
         for name in given or {}:
@@ -152,7 +151,7 @@ class PolicyLoss:
 
 
 def clip_high(settings: Any) -> float:
-    """The upper clip, which is the lower one unless it is given."""
+    """Returns the upper clip, by default equal to the lower one."""
     return settings.eps_clip if settings.eps_clip_high is None else settings.eps_clip_high
 
 

@@ -26,9 +26,9 @@ from chatgpt.strategies.checkpoint.layout import MANIFEST
 from chatgpt.trainer import checkpointing
 from chatgpt.trainer.callbacks import Callback, CallbackList
 from chatgpt.trainer.callbacks.defaults import with_defaults
-from chatgpt.trainer.failure import keep_what_is_whole, resume_words
+from chatgpt.trainer.failure import resume_flags, save_after_failure
 from chatgpt.trainer.fits import check_router_loss
-from chatgpt.trainer.run_control import LEFT_OUT, PhaseClock, StopSignals, agreed, check_ranks
+from chatgpt.trainer.run_control import MAY_DIFFER, PhaseClock, StopSignals, agreed, check_ranks
 from chatgpt.trainer.saving import push_trained, save_trained
 from chatgpt.trainer.schedule import LearningRate, describe_groups
 from chatgpt.trainer.settings import LearningSettings
@@ -167,7 +167,7 @@ class Trainer:
         """Raises on every rank if settings or counters differ between ranks; see `chatgpt.trainer.run_control`. A
         collective."""
         self.strategy.note_progress(f'{where} of phase {self.phase + 1}')
-        state = {k: v for k, v in (self.fingerprint() | self.state_dict()).items() if k not in LEFT_OUT}
+        state = {k: v for k, v in (self.fingerprint() | self.state_dict()).items() if k not in MAY_DIFFER}
         check_ranks(self.strategy, state, f'{where} of phase {self.phase + 1}')
 
     # ------------------------------------------------------------------ checkpoints
@@ -305,7 +305,7 @@ class Trainer:
                 self._save_if_interrupted()
                 self.callbacks.on_fit_end(self)
             except BaseException as error:
-                keep_what_is_whole(self, self.steps, error)
+                save_after_failure(self, self.steps, error)
                 self.callbacks.on_exception(self, error)
                 raise
             finally:
@@ -350,7 +350,7 @@ class Trainer:
         if agreed(self._signals.received is not None, self.strategy) and self.run_dir is not None:
             path = self.save_checkpoint()
             if self.strategy.is_rank_0:
-                print(f'stopped after phase {self.phase}; continue with {resume_words(path)}', flush=True)
+                print(f'stopped after phase {self.phase}; continue with {resume_flags(path)}', flush=True)
 
     def expect_updates(self, count: int) -> None:
         """Sets the end of a `fit` of `count` optimizer steps, which begins or resumes now."""

@@ -1,5 +1,5 @@
-"""The parts of a `PPOTrainer`, made from its arguments. Each function takes what it reads, so their order is that of
-the arrows: models and settings are checked, then policy and engine, collector, reward, maker."""
+"""Makes the parts of a `PPOTrainer` from its arguments, in the order of their dependencies: checks of models and
+settings, policy and engine, collector, reward, maker."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from chatgpt.trainer.experience import ExperienceMaker, ExperienceSettings, Scor
 from chatgpt.trainer.experience.environment_scorer import environment_rewards
 from chatgpt.trainer.experience.reference import Reference
 from chatgpt.trainer.experience.scorers import Scorer, models_of
-from chatgpt.trainer.fits import check_apart, check_hears_alike, check_models, check_records
+from chatgpt.trainer.fits import check_apart, check_models, check_one_process_per_rank, check_records
 from chatgpt.trainer.policy import Policy, policy_for
 from chatgpt.trainer.rules import DECODE_RULES
 from chatgpt.trainer.selection import compared
@@ -39,7 +39,7 @@ from chatgpt.types import Sequence
 
 @dataclass(frozen=True)
 class Models:
-    """What is trained and what stays, as prepared."""
+    """The trained and the frozen models, as prepared."""
 
     actor: nn.Module
     actor_optim: Optimizer
@@ -57,7 +57,7 @@ class Models:
 
 @dataclass(frozen=True)
 class Reward:
-    """What scores responses; see `PPOTrainer`."""
+    """The reward of responses; see `PPOTrainer`."""
 
     model: Any
     weights: Mapping[str, float] | None
@@ -66,13 +66,13 @@ class Reward:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a `PPOTrainer` holds."""
+    """The parts of a `PPOTrainer`."""
 
     models: dict[str, nn.Module]
-    """those whose weights belong to a checkpoint, by name"""
+    """models of a checkpoint, by name"""
     optimizers: dict[str, Optimizer]
     shares_trunk: bool
-    """the actor carries the value head that is trained"""
+    """True if the actor carries the trained value head"""
     policy: Policy
     collector: Collector
     maker: ExperienceMaker
@@ -93,10 +93,10 @@ def build(
     environment_settings: EnvironmentSettings | None,
     pretrain_data: SequenceOf[Sequence],
 ) -> Parts:
-    """The parts of a trainer; arguments as of `PPOTrainer`, `owner` its class's name.
+    """Returns the parts of a trainer; arguments as for `PPOTrainer`, `owner` is its class name.
 
     Raises:
-        ValueError: what does not fit together among models, data and settings.
+        ValueError: incompatible models, data or settings.
     """
     config.validate(strategy.world_size)
     strategy.sums.refuse(config, DECODE_RULES)
@@ -113,10 +113,10 @@ def build(
     engine = engine or engine_for(bare)
     policy = policy_for(strategy, models.actor, config, sampling.temperature, models.mask_model, engine)
     if environment is not None:
-        check_hears_alike(strategy)
+        check_one_process_per_rank(strategy)
         check_writes_turns(getattr(bare, 'config', None))
         engine = EpisodeEngine(engine, environment, tokenizer, environment_settings, stop_strings=stop_strings)
-        reward = _of_episodes(engine, reward)
+        reward = _episode_reward(engine, reward)
     collector = Collector(
         strategy,
         engine,
@@ -167,11 +167,11 @@ def _check_settings(
 
 
 def _shares_trunk(strategy: Strategy, config: PPOConfig, models: Models, actor: Any) -> bool:
-    """Whether the actor carries the value head that is trained; warns of one that the estimator does not need.
+    """Returns True if the actor carries the trained value head; warns of a head that the estimator does not need.
 
     Raises:
-        ValueError: no values where the estimator needs some; a value head that it does not need, under a strategy that
-            cannot leave a parameter without a gradient.
+        ValueError: no values for an estimator that needs them; an unused value head under a strategy that cannot leave
+            a parameter without a gradient.
     """
     name = f'advantage_estimator={config.advantage_estimator!r}'
     has_head = getattr(actor, 'value_head', None) is not None
@@ -193,8 +193,8 @@ def _shares_trunk(strategy: Strategy, config: PPOConfig, models: Models, actor: 
     return False
 
 
-def _of_episodes(engine: EpisodeEngine, reward: Reward) -> Reward:
-    """The rewards of an environment, with the one beside them."""
+def _episode_reward(engine: EpisodeEngine, reward: Reward) -> Reward:
+    """Returns the rewards of an environment, combined with the given reward."""
     if reward.model is None and not getattr(engine.factory, 'gives_rewards', True):
         raise ValueError(f'{engine.runner.name} has neither get_reward nor turn_reward; give it one, or a reward_model')
     return Reward(environment_rewards(reward.weights, reward.model), None, reward.tokenizer)
@@ -226,7 +226,7 @@ def _maker(
     shares_trunk: bool,
 ) -> ExperienceMaker:
     recompute = c.recompute_logprobs
-    if recompute == 'auto':  # what the engine saw, or its batch, may have rounded otherwise
+    if recompute == 'auto':  # the engine may round differently
         differs = not collector.engine.abilities.exact_logprobs
         recompute = strategy.numerics.dtype != torch.float32 or c.tis_cap is not None or differs
     overlong = None if c.overlong_buffer is None else (collector.sampling.room, c.overlong_buffer)

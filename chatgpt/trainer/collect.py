@@ -1,8 +1,8 @@
-"""Collecting: prompts in an order that is a function of the seed, responses, texts. PPO, RFT and evaluation hold a
-collector. It owns the plan of a fit, how many timesteps, prompts and samples were given out, and what was asked of an
-engine that answers later (`draws`).
+"""Collection of samples for PPO, RFT and evaluation: prompts in an order that is a function of the seed, responses,
+texts.
 
-`generate` answers given prompts now; `collect` gives the next phase of a plan, of prompts that it draws.
+A `Collector` owns the plan of a fit, the counters of timesteps, prompts and samples, and requests in flight (`draws`).
+`generate` answers given prompts; `collect` the next phase of a plan, with prompts of its own.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from chatgpt.rollout.stop import write_texts
 from chatgpt.strategies.base import Strategy
 from chatgpt.trainer.checkpointing import as_json
 from chatgpt.trainer.draws import Draws, Pipeline
-from chatgpt.trainer.fits import check_hears_alike
+from chatgpt.trainer.fits import check_one_process_per_rank
 from chatgpt.trainer.journal import Journal
 from chatgpt.trainer.schedule import FitPlan
 from chatgpt.types import Prompt, Sample
 
 Full = Callable[..., AbstractContextManager[Any]]
-"""a context that gives the model to generate with"""
+"""a context that yields the model to generate with"""
 
 
 class Collector:
@@ -38,18 +38,18 @@ class Collector:
 
     Args:
         strategy: splits prompts over ranks.
-        engine: who generates; in an exact run, by `ExactDraws`.
-        sampling, stop_strings: how, and where a response ends by its text.
-        policy: gives the model to generate with, whole weights; entered once per `generate` and per `collect`.
-        tokenizer: writes prompt and response texts into the samples; None where nobody reads text.
-        batch_size: prompts of one timestep, all ranks together.
+        engine: generates; in an exact run, through `ExactDraws`.
+        sampling, stop_strings: settings of generation, and texts that end a response.
+        policy: yields the model to generate with, whole weights; entered once per `generate` and per `collect`.
+        tokenizer: writes prompt and response texts into the samples; None if no part reads text.
+        batch_size: prompts of a timestep, all ranks together.
         num_samples_per_prompt: responses to each prompt.
-        max_staleness: learning phases that the weights behind a sample may be old; more than 0 needs an engine that
-            answers later.
+        max_staleness: maximum age, in learning phases, of the weights that generate a sample; more than 0 needs an
+            asynchronous engine.
 
     Raises:
-        ValueError: `max_staleness` with an engine that does not answer later; in an exact run, an engine whose
-            draws cannot be exact; episodes under tensor parallelism.
+        ValueError: `max_staleness` with a synchronous engine; in an exact run, an engine that does not support exact
+            draws; episodes under tensor parallelism.
     """
 
     def __init__(
@@ -66,48 +66,48 @@ class Collector:
         max_staleness: int = 0,
     ) -> None:
         if engine.environment is not None:
-            check_hears_alike(strategy)
+            check_one_process_per_rank(strategy)
         if strategy.sums.exact:
             engine = engine.with_draws_of(ExactDraws)
         self.strategy, self.engine, self.sampling, self.policy = strategy, engine, sampling, policy
         self.tokenizer, self.stop_strings = tokenizer, stop_strings
         given = strategy, sampling, batch_size, num_samples_per_prompt
-        asked: Any = {'begun': self._begun, 'generate': self._timed, 'made_from': self._made_from}
-        self.draws = Draws(*given, **asked)
+        functions: Any = {'begun': self._begun, 'generate': self._timed, 'made_from': self._made_from}
+        self.draws = Draws(*given, **functions)
         if engine.abilities.answers_ahead:
-            self.draws = Pipeline(engine, max_staleness, *given, **asked)
+            self.draws = Pipeline(engine, max_staleness, *given, **functions)
         elif max_staleness:
             raise ValueError(
                 f'max_staleness={max_staleness} needs an engine that generates while the trainer learns, such as '
                 f'RemoteEngine; {type(engine).__name__} does not'
             )
         self.timestep = 0
-        """timesteps given out"""
+        """number of collected timesteps"""
         self.plan = FitPlan()
         self.generating_s = 0.0
-        """this rank's own engine, since the last `taken_s`"""
+        """seconds of this rank's engine since the last `taken_s`"""
         name = None if engine.environment is None else engine.environment['name']
         self.journal = None if name is None else Journal(name, tokenizer.decode, strategy)
 
     def set_prompts(self, prompts: PromptSet) -> None:
-        """What `collect` draws from, without replacement within an epoch."""
+        """Sets the prompts of `collect`, which are sampled without replacement within an epoch."""
         self.draws.set_prompts(prompts)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What decides the draws, beside the seed."""
+        """Returns everything that determines samples, beside the seed."""
         prompts = self.draws.prompts.fingerprint() if self.draws.prompts is not None else None
         environment = {} if self.engine.environment is None else {'environment': self.engine.environment}
         return {'sampling': self._generation(), 'prompts': prompts} | environment
 
     def facts(self) -> dict[str, Any]:
-        """What run.json says of generating and of the prompts; see `RunRecord`."""
+        """Returns the facts of generation and prompts for run.json; see `RunRecord`."""
         data = self.draws.prompts.facts() if self.draws.prompts is not None else {}
         return {'generation': self._generation(), 'data': data | choice_facts(self.tokenizer)}
 
     def _generation(self) -> dict[str, Any]:
         return {k: v for k, v in vars(self.sampling).items() if k != 'stop'}
 
-    # ------------------------------------------------------------------ these prompts, now
+    # ------------------------------------------------------------------ given prompts
 
     def generate(
         self,
@@ -120,15 +120,15 @@ class Collector:
         sampling: SamplingParams | None = None,
         policy: Full | None = None,
     ) -> list[Sample]:
-        """Samples of this rank's prompts, in their order, with texts.
+        """Returns the samples of this rank's prompts, in their order, with texts.
 
         Args:
-            indices: run-wide sample numbers, which with the seed decide every draw.
-            limits: each response's own limit of new tokens, in place of that of `sampling`.
+            indices: run-wide sample numbers, which with the seed determine every draw.
+            limits: maximum of new tokens per response, in place of that of `sampling`.
             seed, sampling, policy: in place of the strategy's and the collector's own.
         """
         sampling = sampling or self.sampling
-        if limits is not None:  # all ranks ask alike
+        if limits is not None:  # all ranks use the same maximum
             longest = max(max(each, default=1) for each in self.strategy.all_gather_object(list(limits)))
             sampling = replace(sampling, max_new_tokens=longest)
         seed = self.strategy.seed if seed is None else seed
@@ -143,21 +143,21 @@ class Collector:
         return samples
 
     def _finished(self, samples: list[Sample]) -> list[Sample]:
-        """With their texts; what the rank's first process has, where each has an engine with a whole model of its own:
-        the processes of a rank compute every token of them together, and another GPU may have drawn another."""
+        """Returns samples with texts; where each process of a rank has an engine with a whole model, those of the
+        first: the processes compute every token of a sample together, and their GPUs may sample different ones."""
         can = self.engine.abilities
         if can.copies_weights and not can.spans_ranks:
             samples = self.strategy.ranks.from_leader(samples)
         return self.decode(samples)
 
     def taken_s(self) -> float:
-        """Seconds that this rank's engine has generated since it was last asked; waiting for other ranks is not in
-        them."""
+        """Returns the seconds that this rank's engine has generated since the last call, without waiting for other
+        ranks."""
         seconds, self.generating_s = self.generating_s, 0.0
         return seconds
 
     def draw_metrics(self) -> dict[str, float]:
-        """`perf/...`: what the engine counted since it was last asked, all ranks together. A collective where it counts
+        """Returns `perf/...`: the engine's counts since the last call, all ranks together. A collective if it counts
         anything."""
         counts = self.engine.counts()
         if not counts:
@@ -167,14 +167,14 @@ class Collector:
 
     @contextmanager
     def _begun(self, policy: Full | None = None) -> Iterator[None]:
-        """Inside, the engine has the policy's weights."""
+        """Context in which the engine has the policy's weights."""
         with ExitStack() as held:
             copies = self.engine.abilities.copies_weights
             full = (policy or self.policy)(whole=copies, read_only=copies)
             self.engine.begin(held.enter_context(full))
             self.strategy.keep_copy(self.engine.generator, self.engine.keeping)
             if copies:
-                held.close()  # a copy in the compute dtype would lie beside the engine's own
+                held.close()  # frees the copy in the compute dtype beside the engine's own
             try:
                 yield
             finally:
@@ -182,7 +182,7 @@ class Collector:
 
     @contextmanager
     def environments(self) -> Iterator[None]:
-        """However it ends, the engine's environments end with it."""
+        """Context that closes the engine's environments at its end."""
         try:
             yield
         finally:
@@ -190,28 +190,28 @@ class Collector:
                 self.engine.close()
 
     def free(self) -> None:
-        """Free what was kept for a next phase: the engine's cache and graphs, the policy's copy in 16 bits."""
+        """Frees everything kept for the next phase: the engine's cache and graphs, the policy's copy in 16 bits."""
         self.engine.release()
         self.strategy.keep_copy(self.engine.generator, False)
 
     def decode(self, samples: list[Sample]) -> list[Sample]:
-        """The samples, with their texts where there is a tokenizer."""
+        """Writes the texts of the samples, if there is a tokenizer, and returns the samples."""
         for sample in samples if self.tokenizer is not None else ():
-            if sample.episode is None:  # an episode has the texts of its turns
+            if sample.episode is None:  # episodes hold the texts of their turns
                 write_texts(sample, self.tokenizer, self.stop_strings)
         return samples
 
     # ------------------------------------------------------------------ the next prompts
 
     def set_plan(self, plan: FitPlan, *, resume: bool = False) -> None:
-        """From here on `collect` gives one phase of the plan after the other; with `resume`, what a checkpoint has
-        collected is the plan's beginning."""
+        """Sets the plan that `collect` follows, one phase per call; with `resume`, timesteps of a checkpoint are its
+        beginning."""
         if not resume:
             self.draws.forget()
         self.plan = replace(plan, start=self.plan.start if resume else self.timestep)
 
     def phases(self) -> list[int]:
-        """Timesteps of each phase of the plan that is left."""
+        """Returns the timesteps of each remaining phase of the plan."""
         return self.plan.phases(self.timestep)
 
     def collect(
@@ -223,15 +223,15 @@ class Collector:
         stop: Callable[[], bool] = lambda: False,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> list[list[Sample]] | None:
-        """This rank's samples of each timestep; None when `stop()` was true before one of them.
+        """Returns this rank's samples of each timestep; None if `stop()` was True before one of them.
 
-        An engine that answers later is also asked for the plan's next `max_staleness` phases.
+        An asynchronous engine also receives the timesteps of the plan's next `max_staleness` phases.
 
         Args:
             num_timesteps: None takes the next phase of the plan.
-            version: learning phases that the policy has behind it.
-            counts: the timesteps are those of the plan; False for further prompts of the same phase.
-            around: a context around each timestep, at the end of which it has been counted.
+            version: number of learning phases of the policy.
+            counts: the timesteps belong to the plan; False for further prompts of the same phase.
+            around: a context of each timestep, which ends after the timestep is counted.
         """
         coming = self.phases()
         if num_timesteps is None:
@@ -251,7 +251,7 @@ class Collector:
     # ------------------------------------------------------------------ state
 
     def learned(self) -> None:
-        """The timesteps that were taken are in a replay buffer; they will not be put back."""
+        """Forgets the timesteps that were taken: they are in a replay buffer and will not be dropped."""
         self.draws.learned()
         if self.journal is not None:
             self.journal.clear()
@@ -260,13 +260,13 @@ class Collector:
         return {'timestep': self.timestep, 'fit_start': self.plan.start, **self.draws.state_dict()}
 
     def in_flight(self) -> dict[str, Any]:
-        """For a checkpoint, beside `state_dict`: the samples in flight, and what environments answered in a phase that
-        was dropped, all ranks together. A collective."""
+        """Returns the state of a checkpoint beside `state_dict`: samples in flight, and answers of environments in a
+        dropped phase, all ranks together. A collective."""
         journal = {} if self.journal is None else self.journal.state(self._made_from)
         return self.draws.state() | journal
 
     def _made_from(self) -> Any:
-        """What samples follow from, but for the weights."""
+        """Returns everything that determines samples, except the weights."""
         return as_json(self.fingerprint() | {'seed': self.strategy.seed})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

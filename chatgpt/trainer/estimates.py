@@ -1,5 +1,5 @@
-"""How advantages are estimated, and the loss of a token of the policy: the functions that the tables of `algorithms`
-name. The formulas are in `chatgpt.functional`; here their inputs are laid out.
+"""Functions of the tables in `algorithms`: advantage estimators and policy losses. They lay out the inputs of the
+formulas in `chatgpt.functional`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from chatgpt.types import Experience
 
 
 def whiten_tokens(experiences: list[Experience]) -> list[Experience]:
-    """Copies whose advantages have mean 0 and variance 1 over all tokens that count, of the whole list together."""
+    """Returns copies with advantages of mean 0 and variance 1 over all tokens that count in the whole list."""
     if not experiences:
         return []
     mask = torch.cat([e.response_mask for e in experiences])
@@ -32,7 +32,8 @@ def whiten_tokens(experiences: list[Experience]) -> list[Experience]:
 
 
 def whiten_responses(experiences: list[Experience]) -> list[Experience]:
-    """The same over responses, each of one number; those of which no token counts do not enter."""
+    """Returns copies with advantages, one number per response, whitened over responses that have a token that
+    counts."""
     own = [e for e in experiences if bool(e.response_mask.any())]
     if not own:
         return experiences
@@ -55,9 +56,9 @@ def gae(experiences: list[Experience], s: PPOConfig) -> Estimates:
 
 
 def turn_numbers(e: Experience) -> Tensor:
-    """(A,) int64: the turn of each token of a response, counted from 0; −1 at those of none.
+    """Returns the turn of each token of a response, counted from 0, or −1 outside of turns; (A,) int64.
 
-    Without an episode each run of tokens that count is a turn, so an ordinary response is one.
+    Without an episode each run of tokens that count is a turn, so an ordinary response has one.
     """
     if e.episode is None:
         starts = e.response_mask & ~torch.cat([e.response_mask.new_zeros(1), e.response_mask[:-1]])
@@ -85,7 +86,7 @@ def reinforce_pp_baseline(experiences: list[Experience], s: PPOConfig) -> Estima
 def _per_response(
     estimator: Callable[[Tensor, Tensor], Tensor],
 ) -> Callable[[list[Experience], PPOConfig], Estimates]:
-    """An estimator of one number per response, spread over its tokens."""
+    """Makes an estimator from a function that returns one number per response, spread over its tokens."""
 
     def fn(experiences: list[Experience], s: PPOConfig) -> Estimates:
         totals, groups, masks = _totals_groups_masks(experiences)
@@ -107,15 +108,15 @@ def _rewards_values_masks(experiences: list[Experience]) -> tuple[list[Tensor], 
 
 
 def _totals_groups_masks(experiences: list[Experience]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Group-relative estimators compare KL-penalised sums of rewards, Σ_t r[t] = score − β Σ_t kl[t] (Ahmadian et al.
-    2024)."""
+    """Returns the KL-penalised sums of rewards that group-relative estimators compare, Σ_t r[t] = score − β Σ_t kl[t]
+    (Ahmadian et al. 2024), with groups and masks."""
     totals = torch.stack([_total(e) for e in experiences])
     return totals, torch.tensor([e.group for e in experiences]), [e.response_mask for e in experiences]
 
 
 def _total(e: Experience) -> Tensor:
-    """Σ_t r[t]. A response without a token that counts has no rewards; its score stands in its group's baseline all the
-    same."""
+    """Returns Σ_t r[t]. A response without a token that counts has no rewards; its score still enters the baseline of
+    its group."""
     if not e.response_mask.any():
         return torch.tensor(e.shaped_score, dtype=torch.float64, device=e.rewards.device)
     return torch.where(e.response_mask, e.rewards, 0.0).double().sum()

@@ -1,12 +1,14 @@
-"""What is kept of a run that an exception ends: a checkpoint wherever the weights are whole, and one line that says
-where it is.
+"""The checkpoint of a run that ends with an exception: written wherever the weights are whole, and named on stderr.
 
-Weights move only inside optimizer steps. Since the last phase none has stepped: the counters go back to that phase, and
-the checkpoint is the one that an undisturbed run would have, but for samples that were generated ahead. Some have, and
-the counters can tell which (offline training): the same, from the last finished step. Some have, amid a phase of
-collected experience: the counters go back, the weights stay, and the checkpoint is `checkpoints/cut-short`; a resume
-collects that phase again with these weights, and `--resume auto` prefers the newest whole phase. The exception came
-from inside a step, or the ranks differ: nothing is written.
+Weights change only inside optimizer steps. There are four cases:
+
+- No optimizer step since the last phase: the counters return to that phase. The checkpoint equals that of an
+  undisturbed run, except for samples that were generated ahead.
+- Steps since then, offline training: the same, from the last finished step, which the counters identify.
+- Steps since then, within a phase of collected experience: the counters return to that phase, the weights stay, and the
+  checkpoint is `checkpoints/cut-short`. A resume collects the phase again with these weights; `--resume auto` prefers
+  the newest whole phase.
+- The exception came from inside a step, or the ranks differ: nothing is written.
 
 On several ranks saving is a collective, done only where all ranks fail at the same place (`Strategy.fails_together`).
 """
@@ -23,8 +25,8 @@ from chatgpt.trainer.run_control import RankMismatchError
 from chatgpt.trainer.step import Steps
 
 
-def keep_what_is_whole(trainer: TrainerView, steps: Steps, error: BaseException) -> None:
-    """Write a checkpoint if that is possible, and print which one stands. Never raises."""
+def save_after_failure(trainer: TrainerView, steps: Steps, error: BaseException) -> None:
+    """Writes a checkpoint if possible, and prints the newest one. Never raises."""
     root = checkpoint_root(trainer)
     if not isinstance(error, (Exception, SystemExit)):
         return
@@ -42,7 +44,7 @@ def keep_what_is_whole(trainer: TrainerView, steps: Steps, error: BaseException)
 
 
 def checkpoint_root(trainer: TrainerView) -> Path | None:
-    """The folder of this run's checkpoints, None where it writes none."""
+    """Returns the folder of this run's checkpoints, or None if it writes none."""
     own = [c.path for c in trainer.callbacks if isinstance(c, SaveCheckpoint) and c.path is not None]
     return own[0] if own else trainer.checkpoint_dir
 
@@ -51,11 +53,11 @@ def _keep(trainer: TrainerView, steps: Steps, root: Path, error: BaseException) 
     if trainer.phase == 0 and steps.done == 0 and not steps.within:
         return ''  # nothing has been learned
     if not trainer.strategy.fails_together(f'phase {trainer.phase}, {steps.done} steps'):
-        told = (
+        text = (
             f'saving takes all ranks, and they did not all fail here with rank {trainer.strategy.rank}: nothing was '
             'saved'
         )
-        return f'{told}; {_standing(root)}'
+        return f'{text}; {_standing(root)}'
     if steps.within or isinstance(error, RankMismatchError):
         why = 'the ranks differ' if isinstance(error, RankMismatchError) else 'some weights had moved and others not'
         return f'nothing was saved, because {why}; {_standing(root)}'
@@ -64,16 +66,16 @@ def _keep(trainer: TrainerView, steps: Steps, root: Path, error: BaseException) 
     if path is None:
         path = trainer.save_checkpoint(step_folder(root, trainer.phase) if exact else root / CUT_SHORT)
     if not trainer.strategy.is_rank_0:
-        return ''  # rank 0 says it for all
-    if isinstance(error, FloatingPointError):  # of the policy's own numbers, which a resume would meet again
+        return ''  # rank 0 prints it
+    if isinstance(error, FloatingPointError):  # from the policy, so a resume would fail in the same way
         earlier = [folder for folder in list_checkpoints(root) if folder != path]
         instead = f'{earlier[-1]}' if earlier else 'the beginning, for there is no earlier checkpoint'
         return f'its policy does not give finite numbers any more: go on from {instead}, with a lower learning rate'
     if exact:
-        return f'the state after phase {trainer.phase} is kept in {path}: continue with {resume_words(path)}'
+        return f'the state after phase {trainer.phase} is kept in {path}: continue with {resume_flags(path)}'
     whole = latest(root)
     rest = (
-        f'; the last whole phase is in {whole}, which {resume_words(whole)} takes' if whole not in (None, path) else ''
+        f'; the last whole phase is in {whole}, which {resume_flags(whole)} takes' if whole not in (None, path) else ''
     )
     return (
         f'the weights after its last optimizer step are kept in {path}: continue with --resume {path}, which collects '
@@ -81,15 +83,15 @@ def _keep(trainer: TrainerView, steps: Steps, root: Path, error: BaseException) 
     )
 
 
-def resume_words(path: Path) -> str:
-    """The flags that go on from a checkpoint. Another run that went further may stand beside it."""
+def resume_flags(path: Path) -> str:
+    """Returns the flags that resume from a checkpoint. The folder may hold a newer one of another run."""
     return f'--resume auto or --resume {path}' if latest(path.parent) == path else f'--resume {path}'
 
 
 def _standing(root: Path) -> str:
     newest = latest(root)
     return (
-        f'the newest checkpoint is {newest}: continue with {resume_words(newest)}'
+        f'the newest checkpoint is {newest}: continue with {resume_flags(newest)}'
         if newest
         else 'there is no checkpoint of this run'
     )

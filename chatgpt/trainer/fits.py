@@ -1,5 +1,5 @@
-"""Checks before training: models in the wrong place, models and optimizers that are one where there must be two,
-records that a model cannot read, and a loss that its config asks for and nobody adds."""
+"""Checks before training: models of the wrong class, shared models and optimizers, records that a model cannot read,
+and a loss of the model's config that no trainer adds."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from chatgpt.types import Sequence
 
 
 def check_records(what: str, records: Iterable[SequenceOf[Sequence]], model: nn.Module) -> None:
-    """Whether an actor, critic or reward model can read these sequences, (P,) and (A,) int64 ids each, by record.
+    """Checks that an actor, critic or reward model can read these sequences, (P,) and (A,) int64 ids each, by record.
 
     Raises:
-        ValueError: an id outside of the vocabulary, or a sequence longer than the model's positions; it names the
-            record.
+        ValueError: an id outside of the vocabulary, or a sequence longer than the model's positions; names the record.
     """
     config = getattr(getattr(model, 'model', None), 'config', None)
     if config is None:
@@ -49,8 +48,8 @@ def check_records(what: str, records: Iterable[SequenceOf[Sequence]], model: nn.
 
 
 def check_router_loss(config: Any) -> None:
-    """Raises ValueError where a model that learns asks for the auxiliary loss which balances experts (Fedus et al.
-    2021, "Switch Transformers"): no trainer adds it."""
+    """Raises ValueError if the config of a trained model requests the auxiliary loss that balances experts (Fedus et
+    al. 2021, "Switch Transformers"), which no trainer adds."""
     text = None if config is None else text_config(config)
     if getattr(text, 'output_router_logits', False):
         raise ValueError(
@@ -66,8 +65,8 @@ def check_apart(
     optimizers: Mapping[str, Optimizer],
     **frozen: nn.Module | None,
 ) -> None:
-    """Raises ValueError where one optimizer is given for two models, or where a frozen model is a trained one, or holds
-    weights of it: it moves along, and what is measured against it is 0 for ever."""
+    """Raises ValueError if two models have the same optimizer, or if a frozen model is or shares weights with a trained
+    one: it would be trained too, and the difference between them would stay 0."""
     owners: dict[int, str] = {}
     for name, optimizer in optimizers.items():
         if (other := owners.setdefault(id(optimizer), name)) != name:
@@ -85,7 +84,7 @@ def check_apart(
         same = next((name for name, other in models.items() if strategy.unwrap(other) is bare), None)
         weights = list(map(id, getattr(bare, 'model', bare).parameters()))
         shared = [each for each in weights if each in trained]
-        # frozen layers may be shared; all of them are where `prepare` froze a model that was to be trained
+        # Frozen layers may be shared. If all are, `prepare` has frozen a model that was to be trained.
         if same is None and shared and (len(shared) == len(weights) or not moving.isdisjoint(shared)):
             same = trained[shared[0]]
         if same is not None:
@@ -102,17 +101,17 @@ ROLES: dict[str, type[nn.Module]] = {
     'critic': Critic,
     'reward_model': RewardModel,
 }
-"""the class of this package for each model of a trainer; a module of a user's own may stand in its place"""
+"""class of each model of a trainer; a user's own module is accepted as well"""
 
 
 def check_models(
     owner: str, strategy: Strategy, trained: Mapping[str, Any], frozen: Mapping[str, Any] | None = None
 ) -> None:
-    """Whether each model, as prepared, is one for its role; anything but a module is left alone.
+    """Checks that each prepared model has the class of its role; objects that are no modules are skipped.
 
     Raises:
-        ValueError: a model of transformers as it is, one of ours for another role, or a trained one without a parameter
-            that requires a gradient.
+        ValueError: an unwrapped transformers model, a model for another role, or a trained one without a parameter that
+            requires a gradient.
     """
     for role, prepared in {**trained, **(frozen or {})}.items():
         if not isinstance(prepared, nn.Module):
@@ -133,8 +132,8 @@ def check_models(
             )
 
 
-def check_hears_alike(strategy: Strategy) -> None:
-    """Raises ValueError, before an environment is asked, where several processes compute a rank together."""
+def check_one_process_per_rank(strategy: Strategy) -> None:
+    """Raises ValueError if several processes compute a rank together: each would step an environment of its own."""
     if strategy.processes.world_size != strategy.world_size:
         raise ValueError(
             'environment does not go with tensor_parallel: each of the processes that compute a rank together would '

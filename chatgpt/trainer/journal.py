@@ -1,10 +1,9 @@
-"""What environments answered in a phase that was dropped, so that a resume can tell whether they answer so again.
+"""Answers of environments in a dropped phase, with which a resume detects different ones.
 
-A resume plays the episodes of a dropped phase again, from the same seeds with the same responses, which gives the same
-run to the bit if environments follow from these alone. So a checkpoint holds, of each turn of each such episode, a
-digest of the response, a digest of what the environment answered (observation and rewards), and the observation's
-beginning. An answer that differs is a warning: the new episode is whole in itself, and an environment over live data
-cannot repeat itself.
+A resume repeats the episodes of a dropped phase, with the same seeds and responses. The run is the same to the bit if
+environments depend on these alone. For each turn of these episodes a checkpoint holds a digest of the response, a
+digest of the answer (observation and rewards), and the beginning of the observation. A different answer is only a
+warning: the new episode is consistent in itself, and an environment over live data cannot repeat its answers.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from chatgpt.strategies.base import Strategy
 from chatgpt.types import Sample
 
 BEGINNING = 60
-"""characters of an observation that are kept for being shown"""
+"""characters of an observation that are kept for messages"""
 
 Entry = list[str]
-"""digest of the response, digest of the answer to it, the answer's beginning; the first entry of an episode is of
+"""digest of the response, digest of the answer to it, beginning of the answer; the first entry of an episode is for
 `reset`, without a response"""
 
 
 class Journal:
-    """Episodes of the phase that is collected, by sample index.
+    """Episodes of the current phase, by sample index.
 
     Args:
         name: of the environment, for messages.
@@ -41,12 +40,11 @@ class Journal:
         self._played: dict[int, list[Entry]] = {}
         self._expected: dict[int, list[Entry]] = {}
         self._loaded: Mapping[str, Any] = {}
-        """of a checkpoint, until the first episodes are recorded"""
+        """from a checkpoint, until the first episodes are recorded"""
         self._has_warned = False
 
     def record(self, samples: SequenceOf[Sample], made_from: Callable[[], Any]) -> None:
-        """Note the episodes, and compare those that a checkpoint knows, unless settings or data (`made_from`) have
-        changed."""
+        """Records episodes and compares those of a checkpoint, unless settings or data (`made_from`) have changed."""
         loaded, self._loaded = self._loaded, {}
         if 'journal' in loaded and loaded['journal_from'] == made_from():
             self._expected = {int(index): list(entries) for index, entries in loaded['journal'].items()}
@@ -57,7 +55,7 @@ class Journal:
             before = self._expected.pop(sample.index, None)
             found = None if before is None else _difference(before, now)
             if found is not None and not self._has_warned:
-                self._has_warned = True  # of one that answers by the clock every turn differs
+                self._has_warned = True  # an environment that reads the clock differs in every turn
                 turn, was, is_ = found
                 warnings.warn(
                     f'{self.name} answers differently when it is played again, so this run does not repeat the one it '
@@ -67,17 +65,17 @@ class Journal:
                 )
 
     def clear(self) -> None:
-        """The phase is learned from."""
+        """Forgets the episodes of a phase that was learned."""
         self._played, self._expected = {}, {}
 
     def state(self, made_from: Callable[[], Any]) -> dict[str, Any]:
-        """For a checkpoint, as JSON: of all ranks together. A collective."""
+        """Returns the state of all ranks as JSON. A collective."""
         own = {str(index): entries for index, entries in (self._expected | self._played).items()}
         everyone = self.strategy.all_gather_object(own)
         return {'journal': {i: entries for one in everyone for i, entries in one.items()}, 'journal_from': made_from()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Of a checkpoint. Entries of other ranks' samples do no harm."""
+        """Loads the state of a checkpoint. Entries of other ranks' samples have no effect."""
         if 'journal' in state:
             self._loaded = state
 
@@ -107,10 +105,10 @@ def _digest(ids: Tensor, *more: Any) -> str:
 
 
 def _difference(before: list[Entry], now: list[Entry]) -> tuple[int, str, str] | None:
-    """The first turn whose answer differs although all responses up to it are the same, and both beginnings."""
+    """Returns the first turn with another answer to the same responses, and both beginnings; None if there is none."""
     for turn, (old, new) in enumerate(zip(before, now, strict=False)):
         if old[0] != new[0]:
-            return None  # the policy said something else, which is not the environment's doing
+            return None  # the responses differ, so the answers may
         if old[1] != new[1]:
             return turn, old[2], new[2]
     return None

@@ -1,8 +1,7 @@
-"""The losses of PPO's models over one micro-batch: `loss(model, batch) -> (total, metrics)`, with what they read in the
-batch's columns.
+"""Losses of PPO's models over a micro-batch: `loss(model, batch) -> (total, metrics)`.
 
-A total is this rank's share of a sum: divided by what counts in the whole train batch, all ranks and micro-batches
-together (`Batch.totals`), never by what happens to lie in this micro-batch.
+A total is a share of a sum: it is divided by the count of the whole train batch, all ranks and micro-batches together
+(`Batch.totals`), never by that of the micro-batch.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from chatgpt.trainer.metrics import Highest, Lowest, Mean, Metrics
 from chatgpt.types import Batch, Experience, Sequence
 
 COLUMNS = ('old_logprobs', 'logprobs', 'ref_logprobs', 'advantages', 'values', 'returns')
-"""fields of `Experience` that the losses below read, each (N,); beside them stands `index`, (B,), for callbacks"""
+"""fields of `Experience` that the losses read, each (N,); `index`, (B,), is added for callbacks"""
 
 
 def experience_totals(
     records: SequenceOf[Experience], config: PPOConfig, max_new_tokens: int | None
 ) -> dict[str, float]:
-    """What the losses of a train batch divide by. `max_new_tokens` is the constant length of Dr. GRPO."""
+    """Returns the divisors of the losses of a train batch. `max_new_tokens` is the constant length of Dr. GRPO."""
     masks = [r.response_mask for r in records]
     rows = torch.cat([torch.full((len(m),), i) for i, m in enumerate(masks)])
     count = aggregation_count(torch.cat(masks), rows, len(masks), config.aggregation, max_new_tokens)
@@ -44,8 +43,8 @@ def experience_totals(
 
 
 def collate_experience(records: list[Experience], totals: dict[str, float], *, packing: bool = True) -> Batch:
-    """A `Batch` with the columns of the losses, 0 at tokens that do not count: what stands there, such as a number that
-    is not finite, would reach the gradient through a product with 0."""
+    """Returns a `Batch` with the columns of the losses, 0 at tokens that do not count: a value there that is not finite
+    would reach the gradient through a product with 0."""
     columns = token_columns(records, COLUMNS)
     if records:
         mask = torch.cat([r.response_mask for r in records])
@@ -55,7 +54,7 @@ def collate_experience(records: list[Experience], totals: dict[str, float], *, p
 
 
 def sequence_totals(records: SequenceOf[Sequence]) -> dict[str, float]:
-    """Tokens that count."""
+    """Returns the number of tokens that count."""
     return {'tokens': max(sum(int(s.response_mask.sum()) for s in records), 1)}
 
 
@@ -64,8 +63,8 @@ class ActorLoss:
     """Policy loss + KL in the loss − entropy_coef · entropy.
 
     Args:
-        forward: (model, batch) -> `PolicyOutput` with entropy; what generates may be a restriction of the model (NLPO).
-        kl_coef: of the KL in the loss.
+        forward: (model, batch) -> `PolicyOutput` with entropy; the policy may be a restriction of the model (NLPO).
+        kl_coef: coefficient of the KL in the loss.
     """
 
     config: PPOConfig
@@ -101,7 +100,7 @@ class ActorLoss:
             metrics['kl_loss'] = Mean(masked_sum(penalty, mask), mask.sum())
         low = 1.0 if entry.clip == 'upper' else c.eps_clip  # no lower bound
         seen = ratios = policy_stats(logprobs, old, mask, eps_low=low, eps_high=high)
-        if entry.per_sequence:  # what is clipped is the ratio of the sequence
+        if entry.per_sequence:  # the clip acts on the ratio of the sequence
             shift = sequence_log_ratio(logprobs.detach(), old, mask, rows, num_sequences)
             ratios = policy_stats(old + shift, old, mask, eps_low=low, eps_high=high)
         metrics |= {
@@ -142,7 +141,7 @@ class ValueLoss:
 
 @dataclass(frozen=True)
 class SharedLoss:
-    """Both from one forward of a trunk with a value head: policy loss + value_coef · value loss."""
+    """Policy loss + value_coef · value loss, from one forward of a trunk with a value head."""
 
     actor: ActorLoss
     value: ValueLoss
@@ -158,7 +157,7 @@ class SharedLoss:
 class PtxLoss:
     """ptx_coef · mean over tokens of the next-token loss on pretraining text.
 
-    Ouyang et al. 2022, equation 2, have the expectation of log π(x) of whole texts, a sum over each text's tokens.
+    Ouyang et al. 2022, equation 2, use the expectation of log π(x) of whole texts, a sum over each text's tokens.
     """
 
     coef: float

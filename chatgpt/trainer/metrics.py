@@ -1,8 +1,5 @@
-"""Numbers of a learning phase: what a loss gives, how it adds up over micro-batches, ranks and train batches, and
-numbers about rollouts.
-
-docs/metrics.md gives the formula of each.
-"""
+"""Metrics of a learning phase: sums over micro-batches, ranks and train batches, and statistics of rollouts.
+docs/metrics.md gives the formulas."""
 
 from __future__ import annotations
 
@@ -47,18 +44,18 @@ Metrics = Mapping[str, Mean | Highest | Lowest]
 
 
 class BatchStats:
-    """Adds the metrics of micro-batches up. Tensors stay on the device; only `reduced` waits for it."""
+    """Sums of metrics over micro-batches. Tensors stay on the device; only `reduced` waits for it."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        """of each micro-batch"""
+        """per micro-batch"""
         self._extremes: dict[str, Tensor] = {}
 
     def add(self, metrics: Metrics) -> None:
         for name, metric in metrics.items():
             if isinstance(metric, Mean):
                 total, weight = metric.total.detach().double(), metric.weight
-                # `new_full` fills on the device; a number would be copied there, and the host would wait.
+                # `new_full` fills on the device; copying a number there would make the host wait.
                 weight = weight.to(total) if isinstance(weight, Tensor) else total.new_full((), weight)
                 self._sums.setdefault(name, []).append((total, weight))
                 continue
@@ -68,7 +65,7 @@ class BatchStats:
             self._extremes[name] = torch.maximum(self._extremes[name], value) if name in self._extremes else value
 
     def reduced(self, strategy: Communicator) -> dict[str, float]:
-        """The numbers over all ranks. Every rank must have added the same names."""
+        """Returns the metrics over all ranks. Every rank must have added the same names."""
         result: dict[str, float] = {}
         for name, (total, weight) in self._summed(strategy).items():
             result[name] = total / weight if weight else total
@@ -80,7 +77,7 @@ class BatchStats:
         return result
 
     def _summed(self, strategy: Communicator) -> dict[str, tuple[float, float]]:
-        """Totals and weights over micro-batches and ranks."""
+        """Returns totals and weights over micro-batches and ranks."""
         if not self._sums:
             return {}
         names = sorted(self._sums)
@@ -89,7 +86,7 @@ class BatchStats:
 
 
 class PhaseMetrics:
-    """Collects the metrics of a phase's train batches into one number each: means, but extremes of extremes."""
+    """Reduces the metrics of a phase's train batches: to their mean, or to the extreme of `_max` and `_min`."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = {}
@@ -99,7 +96,7 @@ class PhaseMetrics:
             self._values.setdefault(name, []).append(value)
 
     def add_batch(self, metrics: dict[str, float], rates: Mapping[str, float]) -> None:
-        """Those of an online train batch, with the learning rates of its step."""
+        """Adds those of an online train batch, with the learning rates of its step."""
         first = {} if self._values else first_batch_metrics(metrics)
         norms = {f'{k}_max': v for k, v in metrics.items() if k.endswith('_grad_norm')}
         lr = {'lr' if name == 'actor' else f'{name}_lr': rate for name, rate in rates.items()}
@@ -122,14 +119,14 @@ def _spread(values: Tensor) -> float:
 
 
 def _sum(e: Experience, x: Tensor) -> Tensor:
-    """Σ of (A,) over the tokens that count, fp64."""
+    """Returns the sum of (A,) over the tokens that count, fp64."""
     return torch.where(e.response_mask, x, 0.0).double().sum()
 
 
-def drawn_mask(e: Experience) -> Tensor:
-    """(A,) bool: tokens that the policy drew, those that no longer count included.
+def sampled_mask(e: Experience) -> Tensor:
+    """Returns the mask of sampled tokens, including those that no longer count; (A,) bool.
 
-    Of an episode its turns. Else what counts or, where a filter has left nothing, all.
+    Of an episode, its turns. Otherwise the tokens that count, or all if a filter has masked all.
     """
     if e.episode is None:
         return e.response_mask if bool(e.response_mask.any()) else torch.ones_like(e.response_mask)
@@ -140,15 +137,15 @@ def drawn_mask(e: Experience) -> Tensor:
 
 
 def rollout_metrics(experiences: SequenceOf[Experience], kl_coef: float, *, in_reward: bool = True) -> dict[str, float]:
-    """`rollout/...`: scores, KL to the initial model, lengths. The list must not be empty.
+    """Returns `rollout/...`: scores, KL to the initial model, lengths. The list must not be empty.
 
-    Without `in_reward` the KL is paid in the loss and no part of the reward. A response without a token that counts has
-    no KL.
+    Without `in_reward` the KL is in the loss and not in the reward. Responses without a token that counts are excluded
+    from the KL.
     """
     scored = compared(experiences) or list(experiences)
     scores = torch.tensor([e.score for e in scored], dtype=torch.float64)
     lengths = torch.tensor([e.num_actions for e in experiences], dtype=torch.float64)
-    # Sums per response, so that the number is nats per response and long ones count as such.
+    # Sums per response: the unit is nats per response, and long responses have more weight.
     own = [e for e in experiences if bool(e.response_mask.any())] or list(experiences)
     kl = torch.stack([_sum(e, e.old_logprobs - e.ref_logprobs) for e in own])
     k3 = torch.stack([_sum(e, kl_penalty(e.old_logprobs, e.ref_logprobs, 'k3')) for e in own])
@@ -176,14 +173,14 @@ def rollout_metrics(experiences: SequenceOf[Experience], kl_coef: float, *, in_r
             'rollout/ended_share': sum(e.ended for e in experiences) / len(experiences),
             'rollout/entropy': surprisal / max(counted, 1),
         }
-        | repetition([e.response_ids for e in experiences], [drawn_mask(e) for e in experiences])
+        | repetition([e.response_ids for e in experiences], [sampled_mask(e) for e in experiences])
     )
 
 
 def experience_metrics(
     experiences: SequenceOf[Experience], config: PPOConfig, kl_coef: float, shaper: ScoreShaper
 ) -> dict[str, float]:
-    """What the experience of a phase says of itself; the list must not be empty."""
+    """Returns all metrics of the experience of a phase; the list must not be empty."""
     return (
         rollout_metrics(experiences, kl_coef, in_reward=config.kl_in == 'reward')
         | group_metrics(experiences, apart=config.estimator.rewards_apart)
@@ -194,8 +191,8 @@ def experience_metrics(
 
 
 def group_metrics(experiences: SequenceOf[Experience], *, apart: bool = False) -> dict[str, float]:
-    """`rollout/...`: groups whose scores are all equal; nothing without groups. `apart`: equal in each reward, not in
-    their sum."""
+    """Returns `rollout/...`: the share of groups with equal scores; {} without groups. `apart`: equal in each reward
+    instead of in their sum."""
     groups: dict[int, list[Any]] = {}
     for e in compared(experiences):
         groups.setdefault(e.group, []).append(e.weighted_scores if apart else e.score)
@@ -204,12 +201,12 @@ def group_metrics(experiences: SequenceOf[Experience], *, apart: bool = False) -
 
 
 def environment_metrics(experiences: SequenceOf[Experience]) -> dict[str, float]:
-    """`environment/...`: what became of the episodes; nothing without any."""
+    """Returns `environment/...`, statistics of the episodes; {} without episodes."""
     episodes = [e.episode for e in experiences if e.episode is not None]
     if not episodes:
         return {}
     count = len(episodes)
-    observed = [int((~drawn_mask(e)).sum()) for e in experiences if e.episode is not None]
+    observed = [int((~sampled_mask(e)).sum()) for e in experiences if e.episode is not None]
     tokens = sum(e.num_actions for e in experiences if e.episode is not None)
     judged = [episode.success for episode in episodes if episode.success is not None]
     return (
@@ -225,13 +222,12 @@ def environment_metrics(experiences: SequenceOf[Experience]) -> dict[str, float]
 
 
 def scaling_metrics(shaper: ScoreShaper) -> dict[str, float]:
-    """`rollout/...`: whether `score_scaling` has something to divide by; nothing without it."""
+    """Returns `rollout/...`: 1 if `score_scaling` has no scale to divide by yet; {} without scaling."""
     return {'rollout/score_scaling_idle': float(shaper.is_idle)} if shaper.scaling != 'none' else {}
 
 
 def value_metrics(experiences: SequenceOf[Experience]) -> dict[str, float]:
-    """`ppo/...` numbers that belong to the whole phase and not to an update: returns, advantages, explained
-    variance."""
+    """Returns `ppo/...` of the whole phase: returns, advantages, explained variance."""
     mask = torch.cat([e.response_mask for e in experiences])
     if not mask.any():
         return {}
@@ -248,14 +244,15 @@ def value_metrics(experiences: SequenceOf[Experience]) -> dict[str, float]:
 
 
 def first_batch_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """How far the first train batch after a rollout is from ratio 1 and KL 0, as it must be before any step."""
+    """Returns the deviation of the first train batch after a rollout from ratio 1 and KL 0, its values before any
+    step."""
     error = max(metrics['ratio_max'] - 1.0, 1.0 - metrics['ratio_min'])
     return {'first_ratio_error': error, 'first_approx_kl': metrics['approx_kl']}
 
 
 def rank_metrics(strategy: Communicator, seconds: float) -> dict[str, float]:
-    """`perf/...`: which rank took longest over its own `seconds`, and the median of the others. A collective; nothing
-    on one process."""
+    """Returns `perf/...`: the rank with the most `seconds`, and the median of the others. A collective; {} on one
+    process."""
     if strategy.world_size == 1:
         return {}
     everyone = strategy.all_gather_object(seconds)
@@ -271,8 +268,8 @@ def rank_metrics(strategy: Communicator, seconds: float) -> dict[str, float]:
 def performance_metrics(
     experiences: SequenceOf[Experience], seconds: dict[str, float], max_epochs: int
 ) -> dict[str, float]:
-    """`perf/...`: seconds of each part, as given, and tokens per second, all ranks together."""
-    new_tokens = sum(int(drawn_mask(e).sum()) for e in experiences)
+    """Returns `perf/...`: the given seconds of each part, and tokens per second, all ranks together."""
+    new_tokens = sum(int(sampled_mask(e).sum()) for e in experiences)
     tokens = sum(e.num_tokens for e in experiences)
     episodes = [e.episode for e in experiences if e.episode is not None]
     metrics = seconds | {'perf/new_tokens_per_s': new_tokens / max(seconds['perf/total_s'], 1e-9)}
@@ -285,19 +282,18 @@ def performance_metrics(
 
 
 RUN = 4
-"""tokens of a run"""
+"""tokens of an n-gram"""
 FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], dtype=np.uint64)
-"""odd 64-bit numbers: their sum of products with four ids tells runs apart but for one pair in about 10^19"""
+"""odd 64-bit numbers: sums of their products with four ids are equal for different n-grams once in about 10^19 pairs"""
 
 
 def repetition(responses: SequenceOf[Tensor], masks: SequenceOf[Tensor] | None = None) -> dict[str, float]:
-    """`rollout/repetition_within` and `_across` of (A,) id tensors; nothing where no response has four tokens.
+    """Returns `rollout/repetition_within` and `_across` of (A,) id tensors; {} if no response has four tokens.
 
-    With `masks`, (A,) bool, only runs are looked at whose four tokens are all True: the policy's own words.
-
-    Within: mean over the responses of the share of their runs that stood earlier in the same response. Across: the
-    share of the responses' different runs that another response of the phase has as well, the first of them not
-    counted; it grows with the number of responses and is to be compared with itself.
+    Within: mean over the responses of the share of their 4-grams that occur earlier in the same response. Across: the
+    share of the responses' distinct 4-grams that an earlier response of the phase has too; it grows with the number of
+    responses, so compare phases of the same size. With `masks`, (A,) bool, only 4-grams with all tokens True are
+    counted: those of the policy.
     """
     ids = np.concatenate([np.zeros(0, dtype=np.int64), *(r.cpu().numpy() for r in responses)]).astype(np.uint64)
     row = np.repeat(np.arange(len(responses)), [len(r) for r in responses])
@@ -311,7 +307,7 @@ def repetition(responses: SequenceOf[Tensor], masks: SequenceOf[Tensor] | None =
     row = row[: -RUN + 1][whole]
     if not len(runs):
         return {}
-    # A response's number, spread over all bits, makes equal runs of two responses different.
+    # XOR with the response's number, spread over all bits, makes equal 4-grams of two responses different.
     of_response, first = np.unique(runs ^ (row.astype(np.uint64) + np.uint64(1)) * FACTORS[0], return_index=True)
     total = np.bincount(row)
     different = np.bincount(row[first], minlength=len(total))

@@ -1,7 +1,8 @@
-"""NLPO (Ramamurthy et al. 2022, algorithm 1): PPO whose policy is the actor restricted by a slower copy of it.
+"""NLPO (Ramamurthy et al. 2022, algorithm 1): PPO with the actor restricted to the likely tokens of a slower copy of
+it.
 
-Its settings, what does not go with them, and its policy; the maths are in `chatgpt.nn.nlpo`. Importing it imports no
-torch.
+Holds its settings, their rules and its policy; the formulas are in `chatgpt.nn.nlpo`. Importing this module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from chatgpt.rules import Rule
 from chatgpt.trainer.policy import POLICIES, Policy
-from chatgpt.trainer.rules import BY_HAND_RULES, DECODE_RULES, PPO_RULES, reads_decode
+from chatgpt.trainer.rules import DECODE_RULES, PPO_RULES, STEP_RULES, reads_decode
 from chatgpt.trainer.settings import COUNT, RANGES
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class NLPOSettings:
-    """A part of `PPOConfig`."""
+    """NLPO's fields of `PPOConfig`."""
 
     nlpo_top_p: float | None = None
     """NLPO: sample and learn only tokens among the likeliest, up to this total probability, of a slower copy of the
@@ -48,7 +49,7 @@ PPO_RULES += [
     ),
 ]
 DECODE_RULES.append(reads_decode('nlpo_top_p', lambda value: value is not None))
-BY_HAND_RULES += [
+STEP_RULES += [
     Rule(
         lambda s: s.nlpo_top_p is not None,
         'nlpo_top_p draws from the masked policy, which generate and step do not know: use fit',
@@ -57,11 +58,10 @@ BY_HAND_RULES += [
 
 
 class NLPOPolicy(Policy):
-    """The actor, at every state, on the tokens that `mask_model` (a copy of it, prepared as a frozen model) holds
-    likely.
+    """The actor restricted to the tokens that are likely under `mask_model`, a copy of it prepared as a frozen model.
 
     Raises:
-        ValueError: no mask model, or a strategy, actor or engine that cannot do this.
+        ValueError: no mask model, or an unsupported strategy, actor or engine.
     """
 
     takes_copy = True
@@ -113,7 +113,7 @@ class NLPOPolicy(Policy):
         return {'mask': self.mask_model}
 
     def end_phase(self, phase: int) -> None:
-        """Copy the actor's weights, on whatever part of them this rank holds."""
+        """Copies the actor's weights to the mask model, each rank its own part."""
         import torch
 
         if phase % self.interval:

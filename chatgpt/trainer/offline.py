@@ -1,8 +1,7 @@
-"""Trainers that only learn: passes over a fixed list of records. What is learned is an `Objective`, one for each
-method.
+"""Offline training: passes over a fixed list of records. Each method is an `Objective`.
 
-Order, split over ranks, micro-batches, schedules, logging, evaluation, stopping and resuming are here, once. One logged
-phase is `log_interval` optimizer steps.
+This module holds everything that methods share: order, split over ranks, micro-batches, schedules, logging, evaluation,
+stopping and resuming. A logged phase is `log_interval` optimizer steps.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from chatgpt.trainer.step import Learner, Work, learn_batch
 from chatgpt.types import Batch, Sequence
 
 SWEEP_TOKENS = 16384
-"""padded tokens of a forward without gradients, where `max_tokens_per_batch` does not say"""
+"""padded tokens of a forward without gradients, unless `max_tokens_per_batch` is set"""
 
 
 def mean_over(
@@ -46,10 +45,10 @@ def mean_over(
     max_tokens: int | None,
     shown: Callable[[list[list[int]]], Iterable[list[int]]] = iter,
 ) -> float:
-    """The mean of `forward`, (B,) of a batch, over sequences that all ranks hold. A collective.
+    """Returns the mean of `forward`, (B,) of a batch, over sequences that all ranks hold. A collective.
 
     Args:
-        shown: goes over the micro-batches, such as with a progress bar.
+        shown: iterates over the micro-batches, for example with a progress bar.
     """
     cuts, stats = cuts_of_share(strategy, [s.num_tokens for s in sequences], max_tokens or SWEEP_TOKENS), BatchStats()
     for at, numbers in sweep(strategy, shown(cuts), lambda at: collate([sequences[i] for i in at]), forward):
@@ -58,7 +57,7 @@ def mean_over(
 
 
 class Objective(ABC):
-    """One method of learning from records: what a record is, what it weighs, which columns it gives, the loss.
+    """A method of learning from records: their type, weight and columns, and the loss.
 
     Args:
         config: settings of the method.
@@ -70,61 +69,62 @@ class Objective(ABC):
     num_dummies: ClassVar[int] = 1
     """sequences of a dummy batch"""
     uses_dropout: ClassVar[bool] = True
-    """False: dropout is off, because two models are compared"""
+    """False: dropout is off, because the loss compares two models"""
 
     def check(self, strategy: Strategy, model: nn.Module) -> None:
         """Raises ValueError for a strategy or a (prepared) model that this method cannot train."""
 
     def callbacks(self) -> list[Any]:
-        """What the method itself does between steps."""
+        """Returns callbacks of the method itself."""
         return []
 
     @abstractmethod
     def records(self, data: SequenceOf[Any]) -> list[Any]:
-        """Records out of whatever the trainer takes; records stay as they are.
+        """Makes records from the trainer's data; records are returned unchanged.
 
         Raises:
-            ValueError: data of another kind.
+            ValueError: data of another type.
         """
 
     def accept(
         self, train_data: SequenceOf[Any], eval_data: SequenceOf[Any] | None
     ) -> tuple[list[Any], list[Any] | None]:
-        """The records to train and to evaluate on."""
+        """Returns the records for training and for evaluation."""
         return self.records(train_data), self.records(eval_data) if eval_data else None
 
     def prepare(self, records: list[Any]) -> None:
-        """Before the first step, and before an evaluation: what is computed once for each record. The same list on
-        every rank."""
+        """Computes what each record needs once, before the first step and before an evaluation. The same list on every
+        rank."""
 
     def sequences(self, record: Any) -> list[Sequence]:
-        """What of a record goes through one forward together."""
+        """Returns the sequences of a record, which share a forward."""
         return [record]
 
     @abstractmethod
     def weight(self, record: Any) -> int:
-        """What a record adds to the divisor."""
+        """Returns the weight of a record in the divisor."""
 
     def columns(self, records: list[Any]) -> dict[str, Tensor]:
-        """What the loss needs beside the tokens; see `Batch.columns`. An empty list gives columns of length 0."""
+        """Returns the inputs of the loss beside the tokens; see `Batch.columns`. An empty list gives columns of length
+        0."""
         return {}
 
     def totals(self, records: list[Any]) -> dict[str, float]:
-        """Of a whole train batch, or of all records of an evaluation; see `Batch.totals`."""
+        """Returns the totals of a train batch, or of all records of an evaluation; see `Batch.totals`."""
         return {'weight': max(sum(map(self.weight, records)), 1)}
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
-        """A sum over the records, divided by `batch.totals['weight']`, and what is measured on the way."""
+        """Returns a sum over the records, divided by `batch.totals['weight']`, and its metrics."""
 
     def derived(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Further metrics out of the means of a phase or an evaluation, such as a perplexity."""
+        """Returns further metrics from the means of a phase or an evaluation, such as a perplexity."""
         return {}
 
-    # ------------------------------------------------------------------ the same for every method
+    # ------------------------------------------------------------------ common to all methods
 
     def num_tokens(self, record: Any) -> int:
-        """Padded tokens of a record."""
+        """Returns the padded tokens of a record."""
         sequences = self.sequences(record)
         return len(sequences) * max(s.num_tokens for s in sequences)
 
@@ -137,12 +137,12 @@ class Objective(ABC):
 
 @dataclass(frozen=True)
 class Method:
-    """A method of offline training: its settings, and the objective that is made from them.
+    """A method of offline training: its settings, and the objective made from them.
 
     Args:
         config: class of the settings.
-        objective: called with the settings and, where the method compares with a reference, a `Reference`.
-        compares: with an initial model, or with the actor while its adapter is off.
+        objective: called with the settings and, if the method compares with a reference, a `Reference`.
+        compares: needs a reference: an initial model, or the actor with its adapter off.
     """
 
     config: type[SupervisedConfig]
@@ -151,28 +151,27 @@ class Method:
 
 
 class OfflineTrainer(Trainer):
-    """Passes over `train_data` by a `Method`, evaluated on `eval_data` at the end of every epoch.
+    """Trainer that makes passes over `train_data` by a `Method`, evaluated on `eval_data` at the end of every epoch.
 
     Args:
-        strategy, model, optim: as prepared; or a strategy's name, such as 'ddp', and what it prepares here.
-        train_data, eval_data: what the objective takes, the same lists on every rank. `train_data` is None where the
-            trainer makes it.
-        method: what is learned; None is the class's own.
-        initial_model: the reference of a method that compares with one, as prepared; None where the actor is its own
-            with its adapter off.
-        config: see the method's class of settings, whose fields are also accepted as keyword arguments.
+        strategy, model, optim: as prepared; or a strategy's name, such as 'ddp', to prepare them here.
+        train_data, eval_data: data of the objective, the same lists on every rank. `train_data` is None if the trainer
+            makes it.
+        method: None takes the class's own.
+        initial_model: the reference of a method that needs one, as prepared; None if the actor with its adapter off is.
+        config: settings of the method, also accepted as keyword arguments.
         callbacks, tokenizer, run_dir: see `Trainer`.
 
     Raises:
-        ValueError: an unknown setting, data that the objective does not take, no data, an initial model that the method
-            does not use, or none that it needs.
+        ValueError: an unknown setting, data that the objective does not take, no data, an unused initial model, or no
+            reference.
     """
 
     config: SupervisedConfig
     lengthened_by = 'max_epochs or max_steps'
     own_method: ClassVar[Method | None] = None
     resumes_any_step: ClassVar[bool] = True
-    """False: a run that failed amid a phase goes on from the phase's start"""
+    """False: a run that failed within a phase resumes from the start of the phase"""
 
     def __init__(
         self,
@@ -224,9 +223,9 @@ class OfflineTrainer(Trainer):
         self.eval_data: SequenceOf[Any] | None = for_eval
         self.batches_done = 0
         self._last_batch = 0
-        """train batches of the current `fit`"""
+        """number of train batches of the current `fit`"""
         self.epochs_before = 0
-        """passes of earlier calls of `fit`, whose orders are not repeated"""
+        """passes of earlier calls of `fit`: a later one uses other orders"""
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {'batches_done': self.batches_done, 'epochs_before': self.epochs_before}
@@ -247,8 +246,8 @@ class OfflineTrainer(Trainer):
         }
 
     def put_back(self) -> bool:
-        """`batches_done` follows every optimizer step, so a run goes on from any. A phase that only lacked its report
-        counts as done."""
+        """Restores the last phase, or keeps the last optimizer step, from which a run can resume as well:
+        `batches_done` counts every step. A phase that only lacks its report counts as done."""
         if not self.resumes_any_step:
             return super().put_back()
         if (
@@ -260,8 +259,7 @@ class OfflineTrainer(Trainer):
         return True
 
     def fit(self) -> None:
-        """Run `max_epochs` passes. After `load_checkpoint` it goes on where it was; a second call adds as many
-        again."""
+        """Runs `max_epochs` passes. After `load_checkpoint` it continues; a second call adds as many again."""
         c = self.config
         for data in (self.train_data, self.eval_data or []):
             self.objective.prepare(list(data))
@@ -277,12 +275,12 @@ class OfflineTrainer(Trainer):
         self._last_batch = total
         with self.running(num_phases=self.phase + -(-total // c.log_interval) - self.batches_done // c.log_interval):
             while self.batches_done < total and not self.stop_agreed():
-                # A phase that an exception cut short is ended first.
+                # A phase that an exception interrupted is finished first.
                 rest = c.log_interval - self.batches_done % c.log_interval
                 self.learn_phase(min(rest, total - self.batches_done), per_epoch, total)
 
     def learn_phase(self, num_batches: int, per_epoch: int, total: int) -> None:
-        """`num_batches` optimizer steps, evaluated where an epoch or the run (of `total` steps) ends, and logged."""
+        """Runs `num_batches` optimizer steps, evaluates if an epoch or the run (of `total` steps) ends, and logs."""
         c, name, prefix = self.config, self.objective.model_name, self.objective.prefix
         phase, tokens = PhaseMetrics(), 0
         self._training_mode()
@@ -338,8 +336,8 @@ class OfflineTrainer(Trainer):
         return Work(records, [learner], make_batch, self.objective.num_tokens)
 
     def _training_mode(self) -> None:
-        """Dropout as the model's config says, or off. It draws from torch's generator, so that is seeded per optimizer
-        step and rank."""
+        """Sets dropout as in the model's config, or off. It reads torch's generator, which is seeded per optimizer step
+        and rank."""
         bare = self.strategy.unwrap(self.model)
         if self.objective.uses_dropout:
             bare.train()
@@ -348,8 +346,8 @@ class OfflineTrainer(Trainer):
 
     @torch.no_grad()
     def evaluate(self, data: SequenceOf[Any]) -> dict[str, float]:
-        """Means over anything that the objective takes, the same list on every rank: what its loss measures, and what
-        derives from it."""
+        """Returns means over data of the objective, the same list on every rank: the metrics of its loss, and the
+        derived ones."""
         objective, records = self.objective, self.objective.records(data)
         objective.prepare(records)
         totals, stats = objective.totals(records), BatchStats()

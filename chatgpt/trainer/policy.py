@@ -1,7 +1,7 @@
-"""What generates and learns: the actor, or a policy made of it.
+"""The model that generates and learns: the actor, or a policy made from it.
 
-`PPOTrainer` asks a `Policy` for the model that an engine generates with and for the forward that is learned, and tells
-it when a phase has ended.
+`PPOTrainer` gets from a `Policy` the model for the engine and the forward of the loss, and notifies it of the end of a
+phase.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from chatgpt.types import Batch
 
 POLICIES: dict[str, str] = {}
-"""setting of `PPOConfig` -> the policy, 'module:name', that is made where it is given, by the arguments of
+"""setting of `PPOConfig` -> the policy, 'module:name', that is made if the setting is given, with the arguments of
 `policy_for`"""
 
 
 class Policy:
-    """The actor as it is.
+    """The actor itself as the policy.
 
     Args:
         actor: as prepared.
-        temperature: of the sampling, which log-probs are taken at.
-        with_entropy: True where the loss has an entropy bonus; 'detached' where it is a metric only.
+        temperature: of sampling, at which log-probs are computed.
+        with_entropy: True if the loss has an entropy bonus; 'detached' if entropy is only a metric.
     """
 
     takes_copy = False
-    """is made of the actor and a copy of it, `mask_model`"""
+    """True if made from the actor and a copy of it, `mask_model`"""
 
     def __init__(
         self, strategy: Strategy, actor: nn.Module, temperature: float, with_entropy: WithEntropy = True
@@ -43,21 +43,21 @@ class Policy:
 
     @contextmanager
     def generating(self, **needs: Any) -> Iterator[Any]:
-        """The model that an engine generates with in one collect phase. `needs`: `whole` and `read_only` of
+        """Yields the model that an engine generates with during a collect phase. `needs`: `whole` and `read_only` of
         `Strategy.full_model`."""
         with self.strategy.full_model(self.actor, **needs) as full:
             yield full
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
-        """The output that is learned, with entropy. `model` is the actor."""
+        """Returns the output of `model` (the actor) for the loss, with entropy."""
         return model(batch, temperature=self.temperature, with_entropy=self.with_entropy)
 
     def models(self) -> Mapping[str, nn.Module]:
-        """Further models whose weights belong to a checkpoint."""
+        """Returns further models that a checkpoint includes."""
         return {}
 
     def end_phase(self, phase: int) -> None:
-        """Learning phase number `phase`, counted from 1, is done."""
+        """Called after learning phase number `phase`, counted from 1."""
 
     @classmethod
     def check(cls, strategy: Strategy) -> None:
@@ -65,9 +65,9 @@ class Policy:
 
 
 def policy_class(config: Any) -> type[Policy]:
-    """The class of the policy that the settings ask for."""
-    asked = [spec for setting, spec in POLICIES.items() if getattr(config, setting) is not None]
-    return imported(asked[0]) if asked else Policy
+    """Returns the class of the policy that the settings select."""
+    selected = [spec for setting, spec in POLICIES.items() if getattr(config, setting) is not None]
+    return imported(selected[0]) if selected else Policy
 
 
 def policy_for(
@@ -78,10 +78,10 @@ def policy_for(
     mask_model: nn.Module | None,
     engine: Any,
 ) -> Policy:
-    """The actor as it is, or the policy of `POLICIES` that a setting asks for.
+    """Returns the actor itself as the policy, or the policy of `POLICIES` that a setting selects.
 
     Raises:
-        ValueError: `mask_model`, which only such a policy takes, and what that policy refuses.
+        ValueError: a `mask_model` without such a policy, or arguments that the policy refuses.
     """
     with_entropy: WithEntropy = True if config.entropy_coef else 'detached'
     found: Any = policy_class(config)

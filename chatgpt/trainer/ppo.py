@@ -1,11 +1,10 @@
 """PPO: collect experience with the current policy, learn from it, repeat.
 
-    fit ─▶ collect: Collector draws prompts and generates under full weights; ExperienceMaker scores ─▶ buffer
+    fit ─▶ collect: Collector selects prompts and generates with full weights; ExperienceMaker scores ─▶ buffer
         ─▶ learn:   epochs of train batches from the buffer ─▶ learn_batch ─▶ strategy.backward, strategy.optimizer_step
         ─▶ metrics, callbacks
 
-What tells one method from another is in `algorithms`; how the parts are made, in `builder`; the caller's own loop, in
-`stepwise`.
+Methods are defined in `algorithms`; `builder` makes the parts; `stepwise` serves a loop of the caller's own.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class PPOTrainer(Stepwise):
     """Proximal policy optimisation (Schulman et al. 2017) of a language model on a reward.
 
     Args:
-        strategy: has prepared the models below; or a name, such as 'ddp', whose strategy prepares them here.
+        strategy: has prepared the models below; or a name, such as 'ddp', to prepare them here.
         actor: the policy, as prepared.
         critic: the value model, as prepared; None when the actor carries a value head or the estimator needs none. A
             value head that the estimator does not need stays untrained, with a warning.
@@ -73,21 +72,21 @@ class PPOTrainer(Stepwise):
         config: all settings as a `PPOConfig`; its fields are also accepted as keyword arguments here.
         tokenizer: needed for prompts given as text, for reward functions and for stop strings.
         callbacks, run_dir: see `Trainer`. Where there is a `run_dir`, a `RolloutRecorder` is added unless given.
-        environment: what the policy acts in over several turns: an `Environment` class, a function that makes one, or
-            a name such as 'games:countdown'. Its rewards are the scores where there is no `reward_model`.
-        environment_settings: how long an episode may be, and how environments are run.
-        reward_weights: of an environment's rewards by name, which then are a weighted list, beside them `reward_model`
-            as 'reward_model' or 'reward_fn'; None takes their sum.
-        engine: who generates; by default a `LocalEngine`, for an encoder-decoder an `HFEngine`. With `max_staleness`
-            one that answers later, such as `RemoteEngine`.
+        environment: where the policy acts over several turns: an `Environment` class, a function that makes one, or a
+            name such as 'games:countdown'. Its rewards are the scores if there is no `reward_model`.
+        environment_settings: limits of an episode, and how environments are run.
+        reward_weights: weights of an environment's rewards by name, with `reward_model` as 'reward_model' or
+            'reward_fn'; None takes the sum of the environment's.
+        engine: generates; by default a `LocalEngine`, for an encoder-decoder an `HFEngine`. `max_staleness` needs an
+            asynchronous one, such as `RemoteEngine`.
         reward_tokenizer: the reward model's tokenizer when it is not the policy's.
         pretrain_data: sequences for PPO-ptx (`ptx_coef`).
-        mask_model: a copy of the actor, prepared as a frozen model, for a policy that is made of both (`POLICIES`).
+        mask_model: a copy of the actor, prepared as a frozen model, for a policy made of both (`POLICIES`).
         **kwargs: fields of `PPOConfig`, and fields of transformers' GenerationConfig (`max_length` is prompt +
             response).
 
     Raises:
-        ValueError: an unknown keyword (the nearest known ones are listed), settings that do not fit together.
+        ValueError: an unknown keyword (the nearest known ones are listed), or settings that are incompatible.
     """
 
     lengthened_by = 'num_episodes or max_timesteps (num_timesteps of chatgpt.train)'
@@ -152,7 +151,7 @@ class PPOTrainer(Stepwise):
 
     @property
     def timestep(self) -> int:
-        """Timesteps collected."""
+        """Number of collected timesteps."""
         return self.collector.timestep
 
     @property
@@ -193,16 +192,15 @@ class PPOTrainer(Stepwise):
         max_timesteps: int = 10,
         update_timesteps: int = 10,
     ) -> None:
-        """Alternate collect and learn.
+        """Alternates collect and learn.
 
         Args:
             prompts: a `PromptSet`, or anything `as_prompts` takes: texts, dicts with a 'prompt', `Prompt` records, id
-                tensors. None with an environment that sets tasks of its own.
-            num_episodes: the run has num_episodes x max_timesteps timesteps. After `load_checkpoint` it goes on where
-                it was; a second call adds as many again.
+                tensors. None with an environment that sets its own tasks.
+            num_episodes: the run has num_episodes x max_timesteps timesteps. After `load_checkpoint` it continues; a
+                second call adds as many again.
             max_timesteps: timesteps of an episode.
-            update_timesteps: timesteps collected before one learning phase; a remainder at the end is learned from as
-                well.
+            update_timesteps: timesteps collected before a learning phase; a remainder at the end is learned as well.
 
         Raises:
             EpisodesFailed: the environment failed in all episodes of a phase.
@@ -220,7 +218,7 @@ class PPOTrainer(Stepwise):
                 self.learn()
 
     def set_prompts(self, prompts: Any) -> None:
-        """The prompts that `collect` draws from, in an order that is a function of the seed."""
+        """Sets the prompts of `collect`, in an order that is a function of the seed."""
         if prompts is None and self.engine.environment is not None:
             prompts = tasks_without_prompts()
         found = as_prompts(prompts, self.tokenizer)
@@ -231,8 +229,8 @@ class PPOTrainer(Stepwise):
     # ------------------------------------------------------------------ collect
 
     def collect(self, num_timesteps: int | None = None) -> bool:
-        """Generate and score one phase into the buffer. False when a stop was asked for on the way: then everything is
-        as it was, and a checkpoint taken now lies between phases.
+        """Generates and scores one phase into the buffer. Returns False if a stop is requested: then the state is that
+        before the call, and a checkpoint taken now lies between phases.
 
         Args:
             num_timesteps: None takes the next phase of `fit`.
@@ -247,7 +245,7 @@ class PPOTrainer(Stepwise):
             with self.collector.draws.dropped(self.phase):
                 self.load_state_dict(before)
             self.is_resuming = False
-            set_generator_states(generators)  # what was generated and played draws the same again
+            set_generator_states(generators)  # generation and environments repeat the same draws
             return False
         self.collector.learned()
         with self.clock.measure('score'):
@@ -257,13 +255,13 @@ class PPOTrainer(Stepwise):
         return True
 
     def keep(self, experiences: list[Experience], metrics: Mapping[str, float]) -> None:
-        """Let experience wait to be learned from, with metrics of how it came about."""
+        """Adds experience to the buffer, with metrics of its collection."""
         self.buffer.append(experiences)
         self.last_experiences, self._kept_metrics = experiences, dict(metrics)
 
     @contextmanager
     def _timestep(self) -> Iterator[None]:
-        """Around a timestep: the hooks of the episode that begins or ends with it."""
+        """Context of a timestep: calls the hooks of an episode that begins or ends with it."""
         episode, begins, ends = self.collector.plan.episode(self.timestep)
         if begins:
             self.callbacks.on_episode_start(self, episode)
@@ -272,7 +270,7 @@ class PPOTrainer(Stepwise):
             self.callbacks.on_episode_end(self, episode)
 
     def _experience(self, num_timesteps: int | None, **options: Any) -> list[Experience] | None:
-        """Scored timesteps of all ranks; None when a stop was asked for."""
+        """Returns the scored timesteps of all ranks; None if a stop is requested."""
         with self.clock.measure('collect'):
             timesteps = self.collector.collect(num_timesteps, version=self.phase, stop=self.stop_agreed, **options)
         if timesteps is None:
@@ -282,8 +280,8 @@ class PPOTrainer(Stepwise):
         return [e for samples in timesteps for e in self.make(samples)]
 
     def make(self, samples: list[Sample], **given: Any) -> list[Experience]:
-        """Experience of all ranks; see `ExperienceMaker.make`. A KL that is paid in the loss is not paid in the rewards
-        as well."""
+        """Returns the experience of all ranks; see `ExperienceMaker.make`. The rewards include the KL unless the loss
+        does."""
         kl_coef = self.kl_controller.value if self.config.kl_in == 'reward' else 0.0
         with self.clock.measure('score'):
             return self.maker.make(samples, kl_coef=kl_coef, **given)
@@ -291,7 +289,8 @@ class PPOTrainer(Stepwise):
     # ------------------------------------------------------------------ learn
 
     def learn(self) -> dict[str, float]:
-        """Passes over the buffer, which is empty then; adapts the KL coefficient, logs. Returns the phase's metrics."""
+        """Runs `max_epochs` passes over the buffer and empties it; adapts the KL coefficient, logs. Returns the phase's
+        metrics."""
         self.check_ranks('before learning')
         c, experiences, phase = self.config, list(self.buffer), PhaseMetrics()
         skipped, stopped = 0, False
@@ -329,7 +328,7 @@ class PPOTrainer(Stepwise):
         return self._end(experiences, phase.result('ppo') | {f'ppo/{k}': float(v) for k, v in learned.items()})
 
     def _end(self, experiences: list[Experience], learned: dict[str, float]) -> dict[str, float]:
-        """What closes a learning phase; its metrics."""
+        """Ends a learning phase; returns its metrics."""
         metrics = experience_metrics(experiences, self.config, self.kl_controller.value, self.maker.shaper)
         self.kl_controller.update(metrics['rollout/kl_mean'], len(experiences))
         self.policy.end_phase(self.phase + 1)
@@ -346,7 +345,7 @@ class PPOTrainer(Stepwise):
         return ([items[i] for i in at] for at in islice(batches, 1 if c.sample_replay_buffer else None))
 
     def learners(self) -> list[Learner]:
-        """The models that learn from experience in this phase, with their losses."""
+        """Returns the models that learn from the experience of this phase, with their losses."""
         actor = ActorLoss(self.config, self.policy_output, self.kl_controller.value)
         if self.shares_trunk:
             return [Learner('actor', self.actor, self.actor_optim, SharedLoss(actor, ValueLoss(self.config)))]
@@ -356,13 +355,13 @@ class PPOTrainer(Stepwise):
         return learners
 
     def policy_output(self, model: nn.Module, batch: Batch) -> PolicyOutput:
-        """The policy's forward over a micro-batch, which callbacks see too. `model` is the actor."""
+        """Returns the policy's forward over a micro-batch, and passes it to callbacks. `model` is the actor."""
         output = self.policy.forward(model, batch)
         self.callbacks.on_policy_output(self, batch, output)
         return output
 
     def work(self, records: list[Experience], learners: list[Learner]) -> list[Work]:
-        """What one train batch trains. A subclass that measures more wraps the learners' losses."""
+        """Returns the work of a train batch. A subclass that measures more wraps the learners' losses."""
         c = self.config
         totals = experience_totals(records, c, self.sampling.max_new_tokens)
         work = [Work(records, learners, partial(collate_experience, totals=totals, packing=c.packing))]
@@ -376,8 +375,8 @@ class PPOTrainer(Stepwise):
 
 
 class RatioGuard:
-    """Skips a train batch, before its step, whose mean ratio exceeds `ratio_threshold`, or whose approximate KL exceeds
-    1.5 · `target_kl`, which also ends the phase (TRL's semantics for both)."""
+    """Refuses a train batch, before its step, if its mean ratio exceeds `ratio_threshold`, or its approximate KL
+    exceeds 1.5 · `target_kl`, which also ends the phase (TRL's semantics for both)."""
 
     def __init__(self, config: PPOConfig) -> None:
         self.config = config

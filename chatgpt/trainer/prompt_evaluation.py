@@ -1,9 +1,10 @@
-"""What a policy says to eval prompts: responses, their scores and metrics, a table. Any trainer's actor, any strategy.
+"""Evaluation of a policy on prompts: responses, their scores and metrics, a table. For any trainer's actor, any
+strategy.
 
     Evaluator(PromptEvaluation(prompts, tokenizer, reward_fn), interval=10, metric='score_mean')
 
-The same prompts get the same draws at every evaluation, so that two evaluations differ by the policy alone. Left out:
-when to evaluate and which is the best (`callbacks.Evaluator`, `callbacks.SaveCheckpoint`).
+Every evaluation uses the same random numbers, so two evaluations differ by the policy alone. `callbacks.Evaluator`
+decides when to evaluate, `callbacks.SaveCheckpoint` which checkpoint is best.
 """
 
 from __future__ import annotations
@@ -34,30 +35,29 @@ from chatgpt.trainer.experience.scorers import as_scorer, scored, sequence_score
 from chatgpt.types import EVAL_INDEX, Sample
 
 Decoding = Callable[[Any], AbstractContextManager[Any]]
-"""a context around generation, given the whole model"""
+"""a context of generation, given the whole model"""
 MetricFn = Callable[..., Mapping[str, SequenceOf[float]]]
 
 
 class PromptEvaluation:
-    """Call it with a trainer, on every rank; {name: number}, the same on every rank.
+    """A function of a trainer, called on every rank, that returns {name: number}, the same on every rank.
 
-    Returns `score_mean`, `score_std` where there is a reward, `length_mean`, `ended` (share), the mean of every list of
-    `metric_fn` as `metrics/<name>`, and of episodes `num_turns_mean`, `failed_share` and, where the environment says
+    Returns `score_mean` and `score_std` if there is a reward, `length_mean`, `ended` (share), the mean of every list of
+    `metric_fn` as `metrics/<name>`, and for episodes `num_turns_mean`, `failed_share` and, if the environment provides
     it, `success_share`.
 
     Args:
-        prompts: what `PPOTrainer.fit` takes.
+        prompts: as for `PPOTrainer.fit`.
         tokenizer: decodes responses, and ends them; None takes the trainer's.
-        reward: a reward model (prepared), a function `fn(prompts, responses, **columns)`, or a scorer; None takes the
+        reward: a prepared reward model, a function `fn(prompts, responses, **columns)`, or a scorer; None takes the
             trainer's, if any.
-        metric_fn: a function of texts, which gets its arguments as a reward function does, such as `fn(prompts,
-            outputs, **columns)` → {name: one number per sample}; runs on rank 0.
-        model: name of the model that speaks in `trainer.models()`; None takes 'actor', else the only one.
-        engine: who generates; None is as of `PPOTrainer`.
-        environment, environment_settings: what the model acts in, as of `PPOTrainer`; the tasks are others than those
-            of the training.
-        num_rows: rows of the table that is shown and written to `run_dir/eval_samples.jsonl`; 0 for none.
-        generate: keywords of generation, such as max_new_tokens and do_sample; without `do_sample` it is greedy.
+        metric_fn: a function of texts, with arguments as of a reward function, such as `fn(prompts, outputs,
+            **columns)` → {name: one number per sample}; runs on rank 0.
+        model: name in `trainer.models()` of the model that generates; None takes 'actor', else the only one.
+        engine: generates; None takes the default of `PPOTrainer`.
+        environment, environment_settings: as for `PPOTrainer`, with other tasks than those of training.
+        num_rows: rows of the table that is printed and written to `run_dir/eval_samples.jsonl`; 0 for none.
+        generate: generation keywords, such as max_new_tokens and do_sample; greedy without `do_sample`.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class PromptEvaluation:
         actor = models[self.model or ('actor' if 'actor' in models else next(iter(models)))]
         bare: Any = strategy.unwrap(actor)
         if self.engine is None:
-            self.engine = engine_for(bare, keep=False)  # long between two evaluations
+            self.engine = engine_for(bare, keep=False)  # no cache is kept between two evaluations
         note_model(tokenizer, config_of(strategy, actor))
         if self._tokenized is None or self._tokenized[0] != id(tokenizer):
             self._tokenized = id(tokenizer), as_prompts(self.prompts, tokenizer)
@@ -123,7 +123,7 @@ class PromptEvaluation:
 
     @contextmanager
     def _acting(self, tokenizer: Any, stops: Any) -> Iterator[RolloutEngine]:
-        """The engine, with the environment where there is one."""
+        """Yields the engine, with the environment if there is one."""
         assert self.engine is not None
         if self.environment is None:
             yield self.engine
@@ -181,7 +181,7 @@ class PromptEvaluation:
         if not rows:
             return
         if self._begun[0] != id(trainer) or trainer.phase < self._begun[1]:
-            # another run, or one taken back to an earlier phase: later lines are cut off at the next write
+            # another run, or one reset to an earlier phase: the next write truncates later lines
             self._file.forget()
         self._begun = id(trainer), trainer.phase
         self._file.write(trainer, trainer.phase, rows)

@@ -1,9 +1,9 @@
-"""Rejection-sampling fine-tuning (RFT): generate, keep what is good, learn it by SFT, again.
+"""Rejection-sampling fine-tuning (RFT): rounds of generating, selecting by score, and SFT on the selected responses.
 
-Each round draws `num_samples_per_prompt` responses to every prompt, and keeps of each prompt those at or above a
-quantile of its scores but never the worst, each text once (Dong et al. 2023, "RAFT"; Yuan et al. 2023; trlX's RFT,
-whose quantile rises from round to round). What is kept is learned for `max_epochs` passes. There is no
-KL penalty: the quantile and few epochs keep the policy near.
+Each round samples `num_samples_per_prompt` responses per prompt and keeps those at or above a quantile of the prompt's
+scores but never the worst, without duplicates (Dong et al. 2023, "RAFT"; Yuan et al. 2023; trlX's RFT, with a quantile
+that rises from round to round). The kept responses are learned for `max_epochs` passes. There is no KL penalty: the
+quantile and few epochs keep the policy near.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ class RFTConfig(SFTConfig):
             )
 
     def quantile(self, round_number: int) -> float:
-        """Of round 0 .. num_rounds − 1, linear between the two."""
+        """Returns the quantile of round 0 .. num_rounds − 1, linear between the two."""
         share = round_number / max(self.num_rounds - 1, 1)
         return self.start_quantile + share * (self.end_quantile - self.start_quantile)
 
 
 def select(samples: SequenceOf[Sample], scores: SequenceOf[float], quantile: float) -> list[int]:
-    """Positions of the samples to keep: in each group those at or above its quantile, equal texts once.
+    """Returns the positions of the samples to keep: in each group those at or above its quantile, without duplicates.
 
-    A group whose scores are all equal has none. The quantile is the 'higher' one, a score that was really given. Where
-    it is the lowest of its group, as with a reward of 0 or 1 and few successes, only what is better is kept; a quantile
-    of 0 keeps all. Episodes whose environment failed are in no group.
+    A group of equal scores has none. The quantile is the 'higher' one, an actual score. If it is the lowest of its
+    group, as with a reward of 0 or 1 and few successes, only better samples are kept; a quantile of 0 keeps all.
+    Episodes of a failed environment are in no group.
     """
     groups: dict[int, list[int]] = {}
     for i, sample in enumerate(samples):
@@ -91,22 +91,21 @@ def select(samples: SequenceOf[Sample], scores: SequenceOf[float], quantile: flo
 
 
 class RFTTrainer(OfflineTrainer):
-    """Rounds of sampling and SFT on an actor.
+    """Trainer that alternates sampling and SFT of an actor.
 
-    Metrics, beside `sft/...`: `rft/score_mean` and `rft/kept_score_mean` of the round that is being learned, `rft/kept`
-    (share of samples), `rft/quantile`, `rft/round`. One logged phase is one round, whatever `log_interval` says. A
-    decaying learning rate reaches its end with the last round, taking the rounds that are left to be as long as the
-    present one.
+    Metrics, beside `sft/...`: `rft/score_mean` and `rft/kept_score_mean` of the current round, `rft/kept` (share of
+    samples), `rft/quantile`, `rft/round`. A logged phase is a round; `log_interval` has no effect. A decaying learning
+    rate ends with the last round, on the assumption that the remaining rounds are as long as the current one.
 
     Args:
-        prompts: what `PPOTrainer.fit` takes.
-        reward: a reward model (prepared), a function `fn(prompts, responses, **columns)`, or a scorer.
+        prompts: as for `PPOTrainer.fit`.
+        reward: a prepared reward model, a function `fn(prompts, responses, **columns)`, or a scorer.
         eval_data: demonstrations for `sft/val_...`.
         kwargs: settings of `RFTConfig` and generation keywords.
     """
 
     config: RFTConfig
-    resumes_any_step = False  # which samples a round kept is in no checkpoint
+    resumes_any_step = False  # checkpoints do not hold the kept samples of a round
 
     def __init__(
         self,
@@ -182,7 +181,7 @@ class RFTTrainer(OfflineTrainer):
         return {'method': 'rft', 'reward': described(self.scorer)} | self.collector.facts()
 
     def fit(self) -> None:
-        """Run `num_rounds` rounds. After `load_checkpoint` it goes on with the next one."""
+        """Runs `num_rounds` rounds. After `load_checkpoint` it continues with the next one."""
         c = self.config
         self.is_resuming = False
         with self.running(num_phases=None):
@@ -203,7 +202,7 @@ class RFTTrainer(OfflineTrainer):
         self.epochs_before += c.max_epochs
         self.batches_done = 0
         self.expect_updates(total * (c.num_rounds - self.round))
-        # One phase is one round, so that a checkpoint never lies within one: it could not tell which samples were kept.
+        # A phase is a round, so that no checkpoint lies within one: it does not hold the kept samples.
         self.learn_phase(total, per_epoch, total)
 
     def end_phase(self, metrics: dict[str, float]) -> None:
@@ -211,7 +210,7 @@ class RFTTrainer(OfflineTrainer):
         super().end_phase(metrics | self.round_metrics | self.collector.draw_metrics())
 
     def _kept(self, number: int) -> list[Sequence]:
-        """The samples of round `number` that are worth learning, the same list on every rank."""
+        """Returns the kept samples of round `number`, the same list on every rank."""
         c, strategy = self.config, self.strategy
         n = c.num_samples_per_prompt
         mine = range(strategy.rank, len(self.prompts), strategy.world_size)

@@ -1,6 +1,6 @@
-"""What does not go together among the settings of trainers: tables of `chatgpt.rules`.
+"""Combinations of trainer settings that are refused: tables of `chatgpt.rules`.
 
-Checks of one number against its range are in `ranges`. Imports no torch.
+The range of each number is in `settings.RANGES`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LEARNING_RULES = [
         "'cosine'",
     )
 ]
-"""of every trainer (`LearningSettings`)"""
+"""for every trainer (`LearningSettings`)"""
 
 PPO_RULES = [
     Rule(
@@ -118,11 +118,11 @@ PPO_RULES = [
         'overlong_filter leaves responses without an end out of the loss, so missing_eos_score would do nothing',
     ),
 ]
-"""of `PPOConfig`"""
+"""for `PPOConfig`"""
 
 
 def reads_decode(name: str, reads: Callable[[Any], bool]) -> Rule:
-    """A setting that reads the decode's own log-probs where `reads` holds of its value."""
+    """Returns a rule that refuses `name` where its value makes it read the log-probs of the decode."""
     return Rule(
         lambda s: reads(getattr(s, name)),
         f'{name}={{s.{name}}} reads the log-probs of the decode, whose last bits depend on its batch, and '
@@ -134,9 +134,9 @@ DECODE_RULES = [
     reads_decode('tis_cap', lambda value: value is not None),
     reads_decode('recompute_logprobs', lambda value: value is False),
 ]
-"""of `PPOConfig` with reproducible='exact'"""
+"""for `PPOConfig` with reproducible='exact'"""
 
-BY_HAND_RULES = [
+STEP_RULES = [
     Rule(
         lambda s: s.tis_cap is not None,
         "tis_cap needs the engine's log-probs, which step is not given: use fit, or leave tis_cap out",
@@ -151,4 +151,4 @@ BY_HAND_RULES = [
         'dynamic_sampling_rounds draws further prompts, which step does not have: use fit',
     ),
 ]
-"""of `PPOConfig` where the caller drives `generate` and `step`"""
+"""for `PPOConfig` where the caller drives `generate` and `step`"""

@@ -1,7 +1,7 @@
-"""Stopping in good order: signals, and a clock for the phases.
+"""Orderly stops by signals, clocks of phases, and checks between ranks.
 
-The first SIGINT or SIGTERM asks the run to stop at the next safe point, where it saves and leaves; a second SIGINT
-stops at once. All ranks agree on the safe point.
+The first SIGINT or SIGTERM requests a stop at the next safe point, where the run saves and exits; a second SIGINT stops
+at once. All ranks agree on the safe point.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ HANDLED = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals:
-    """Remembers the first signal while active. Outside the main thread signals cannot be handled, and nothing is
-    installed."""
+    """Context that records the first signal. Installs nothing outside the main thread, which alone can handle
+    signals."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -55,7 +55,7 @@ class StopSignals:
         self._old.clear()
 
     def raise_received(self) -> None:
-        """End the process as the signal would have: KeyboardInterrupt, or exit code 128 + its number."""
+        """Ends the process as the signal does: KeyboardInterrupt, or exit code 128 + its number."""
         if self.received is signal.SIGINT:
             raise KeyboardInterrupt
         if self.received is not None:
@@ -63,21 +63,21 @@ class StopSignals:
 
 
 def agreed(flag: bool, strategy: Strategy) -> bool:
-    """True on every rank when it is true on any."""
+    """Returns True on every rank if `flag` is True on any."""
     if strategy.processes.world_size == 1:
         return flag
     return bool(strategy.all_reduce(torch.tensor(float(flag), device=strategy.device), op='max').item() > 0)
 
 
 class PhaseClock:
-    """Seconds, wall and CPU, of the parts of a phase: collect, score, learn."""
+    """Wall and CPU seconds of the parts of a phase: collect, score, learn."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.wall: dict[str, float] = {}
         self.cpu: dict[str, float] = {}
         self._since: float | None = None
-        """when the measured parts of the phase before had ended, or this run's first part began"""
+        """end of the measured parts of the previous phase, or start of the first part of this run"""
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
@@ -96,8 +96,8 @@ class PhaseClock:
             torch.cuda.synchronize(self.device)
 
     def metrics(self) -> dict[str, float]:
-        """`perf/<part>_s`, `perf/<part>_cpu_s`, `perf/total_s`, `perf/other_s` and the peak memory so far. Once a
-        phase, when its parts are over."""
+        """Returns `perf/<part>_s`, `perf/<part>_cpu_s`, `perf/total_s`, `perf/other_s` and the peak memory so far. Call
+        once per phase, after its parts."""
         result = {f'perf/{part}_s': seconds for part, seconds in self.wall.items()}
         result |= {f'perf/{part}_cpu_s': seconds for part, seconds in self.cpu.items()}
         result['perf/total_s'] = sum(self.wall.values())
@@ -116,18 +116,18 @@ class PhaseClock:
         self.cpu.clear()
 
 
-LEFT_OUT = ('callbacks', 'reward')
-"""of a trainer's state: some callbacks write files, and count on rank 0 alone; a reward function is called there alone,
-and may hold a device or a rank"""
-MOST_SHOWN = 4
+MAY_DIFFER = ('callbacks', 'reward')
+"""state that may differ between ranks: some callbacks write files and count on rank 0 alone; a reward function is
+called only there, and may hold a device or a rank"""
+MAX_SHOWN = 4
 
 
 class RankMismatchError(RuntimeError):
-    """Ranks have different settings, data or positions; names ranks and values."""
+    """Ranks have different settings, data or positions. The message names ranks and values."""
 
 
 def check_ranks(strategy: Strategy, facts: Mapping[str, Any], where: str) -> None:
-    """Compare nested `facts` over ranks. A collective; nothing on one process.
+    """Compares nested `facts` between ranks. A collective; does nothing on one process.
 
     Raises:
         RankMismatchError: on every rank, with the same message.
@@ -141,10 +141,10 @@ def check_ranks(strategy: Strategy, facts: Mapping[str, Any], where: str) -> Non
         keys = [k for k in {**first, **theirs} if first.get(k) != theirs.get(k)]
         if keys:
             shown = ', '.join(
-                f'{k} is {theirs.get(k, "not there")} instead of {first.get(k, "not there")}' for k in keys[:MOST_SHOWN]
+                f'{k} is {theirs.get(k, "not there")} instead of {first.get(k, "not there")}' for k in keys[:MAX_SHOWN]
             )
             found.append(
-                f'on rank {rank} {shown}' + (f' and {len(keys) - MOST_SHOWN} more' if len(keys) > MOST_SHOWN else '')
+                f'on rank {rank} {shown}' + (f' and {len(keys) - MAX_SHOWN} more' if len(keys) > MAX_SHOWN else '')
             )
     if found:
         raise RankMismatchError(f'the ranks do not run the same run, seen {where}: {"; ".join(found)} (as on rank 0)')

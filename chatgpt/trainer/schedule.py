@@ -1,5 +1,5 @@
-"""What follows from counters alone: seeds, orders, train batches, the plan of a `fit`, learning rates. A resume needs
-counters, and no generator's state.
+"""Functions of counters: seeds, orders, train batches, the plan of a `fit`, learning rates. A resume needs the counters
+and no generator state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def seed_for(*key: int) -> int:
-    """A 63-bit seed from a tuple of integers, such as (seed, phase, epoch); near keys give unrelated seeds
+    """Returns a 63-bit seed for a tuple of integers, such as (seed, phase, epoch); near keys give unrelated seeds
     (splitmix64)."""
     word = 0xFFFFFFFFFFFFFFFF
     state = 0x9E3779B97F4A7C15
@@ -33,30 +33,30 @@ def seed_for(*key: int) -> int:
 
 
 def generator_for(*key: int) -> torch.Generator:
-    """A CPU generator seeded by `seed_for(*key)`."""
+    """Returns a CPU generator seeded with `seed_for(*key)`."""
     return torch.Generator().manual_seed(seed_for(*key))
 
 
 def permutation(num_items: int, *key: int) -> list[int]:
-    """A permutation that is a function of `key`, the same on every rank and device."""
+    """Returns a permutation that is a function of `key`, the same on every rank and device."""
     return torch.randperm(num_items, generator=generator_for(*key)).tolist()
 
 
 def train_batches(num_items: int, batch_size: int, *, key: tuple[int, ...]) -> Iterator[list[int]]:
-    """Positions of each global train batch of one epoch; the last may be short. The order is a function of `key`
-    alone."""
+    """Yields the positions of each global train batch of an epoch; the last may be short. The order is a function of
+    `key`."""
     order = permutation(num_items, *key)
     for start in range(0, num_items, batch_size):
         yield order[start : start + batch_size]
 
 
 MANY_STEPS = 50
-"""of one pass, among which a short one matters little"""
+"""steps of a pass beyond which a short last one matters little"""
 
 
 def uneven_steps(count: int, what: str, batch_size: int) -> str | None:
-    """The warning about passes over `count` items where no batch is ever full, or where the last step of a pass learns
-    from a quarter of a batch or less: it weighs as much as a whole one's."""
+    """Returns a warning if no batch is ever full, or if the last step of a pass learns from a quarter of a batch or
+    less: it has the weight of a whole one."""
     rest = count % batch_size
     if count < batch_size:
         return (
@@ -73,18 +73,18 @@ def uneven_steps(count: int, what: str, batch_size: int) -> str | None:
 
 @dataclass
 class FitPlan:
-    """The timesteps that one `fit` collects, cut into learning phases and into episodes."""
+    """The timesteps of a `fit`, divided into learning phases and into episodes."""
 
     total: int = 0
     per_phase: int = 1
     per_episode: int | None = None
-    """None where the caller collects by himself, who knows of no episodes"""
+    """None if the caller collects, without episodes"""
     start: int = 0
     """timesteps collected before it"""
 
     @classmethod
     def of(cls, **sizes: int) -> FitPlan:
-        """From the arguments of `PPOTrainer.fit`. Raises ValueError for one below 1."""
+        """Makes a plan from the arguments of `PPOTrainer.fit`. Raises ValueError for a size below 1."""
         for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f'{name}={value} must be at least 1')
@@ -96,20 +96,20 @@ class FitPlan:
         self.ends = ends[1:] if self.total else []
 
     def phases(self, timestep: int) -> list[int]:
-        """Timesteps of each learning phase that is left; the last may be short."""
+        """Returns the timesteps of each remaining learning phase; the last may be short."""
         done = timestep - self.start
         ends = [done, *(end for end in self.ends if end > done)]
         return [end - start for start, end in zip(ends, ends[1:], strict=False)]
 
     def episode(self, timestep: int) -> tuple[int, bool, bool]:
-        """The episode that a timestep lies in, whether it is the first of it, and the last."""
+        """Returns the episode of a timestep, and whether the timestep is its first and its last."""
         if self.per_episode is None:
             return 0, False, False
         number, at = divmod(timestep - self.start, self.per_episode)
         return number, at == 0, at == self.per_episode - 1
 
     def num_updates(self, c: PPOConfig) -> int:
-        """Optimizer steps of all its phases."""
+        """Returns the optimizer steps of all phases."""
         return c.max_epochs * sum(
             1 if c.sample_replay_buffer else -(-count // c.train_batch_size) for count in self._held(c)
         )
@@ -124,7 +124,7 @@ class FitPlan:
             yield uneven_steps(self._held(c)[0], 'samples of a learning phase', c.train_batch_size)
 
     def _held(self, c: PPOConfig) -> list[int]:
-        """Sequences that each phase learns from."""
+        """Returns the number of sequences of each phase."""
         counts = [n * c.experience_batch_size * c.num_samples_per_prompt for n in self.phases(self.start)]
         return [min(count, c.buffer_limit or count) for count in counts]
 
@@ -132,11 +132,11 @@ class FitPlan:
 def lr_factor(
     schedule: str, step: int, *, total_steps: int | None, warmup_steps: int = 0, end_factor: float = 0.0
 ) -> float:
-    """Factor on the base learning rate for the optimizer step number `step` (0 for the first).
+    """Returns the factor on the base learning rate for optimizer step number `step` (0 for the first).
 
     Warm-up: (step + 1) / warmup_steps. Then with progress p = (step − warmup) / (total − warmup): constant 1; linear 1
     − p (decay to 0, arXiv 2403.17031); cosine ½(1 + cos πp) (Loshchilov & Hutter 2017). With an end factor e a decay d
-    becomes e + (1 − e) d. Past `total_steps` the last value holds.
+    becomes e + (1 − e) d. After `total_steps` the last value holds.
 
     Raises:
         ValueError: a decaying schedule without `total_steps`.
@@ -158,15 +158,15 @@ def lr_factor(
 
 
 LOWEST_RATE, HIGHEST_RATE = 1e-9, 0.1
-"""of Adam and its relatives, which divide a gradient by its size. Most weights of a language model lie within 0.1 of 0,
-and neighbours of such numbers in fp32 are 1e-9 apart"""
+"""of Adam and related optimizers, which divide a gradient by its size. Most weights of a language model are within 0.1
+of 0, and neighbouring fp32 numbers of that size are 1e-9 apart"""
 
 
 class LearningRate:
-    """Sets the learning rate of an optimizer's groups to base x factor; remembers each group's base.
+    """Sets the learning rate of an optimizer's groups to base x factor, with the base of each group.
 
     Args:
-        decay_steps: where the decay ends, in place of the end of the run.
+        decay_steps: end of the decay, in place of the end of the run.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class LearningRate:
         self.base = [group.get('initial_lr', group['lr']) for group in optimizer.param_groups]
 
     def out_of_range(self, name: str) -> str | None:
-        """The warning about a rate at which the model of that name does not learn, or diverges in its first steps."""
+        """Returns a warning if the named model would not learn at this rate, or diverge in its first steps."""
         rate, adaptive = max(self.base), 'betas' in self.optimizer.param_groups[0]
         if rate == 0.0:
             return f'the learning rate of the {name} is 0, so it learns nothing'
@@ -199,11 +199,11 @@ class LearningRate:
         )
 
     def take_base(self) -> None:
-        """What the groups have now is their base from here on."""
+        """Makes the current rates of the groups their base."""
         self.base = [group['lr'] for group in self.optimizer.param_groups]
 
     def set(self, step: int, total_steps: int | None) -> float:
-        """Apply the schedule for this step; returns the first group's learning rate."""
+        """Applies the schedule to this step; returns the first group's learning rate."""
         end = total_steps if self.decay_steps is None else self.decay_steps
         factor = lr_factor(
             self.schedule, step, total_steps=end, warmup_steps=self.warmup_steps, end_factor=self.end_factor
@@ -214,7 +214,7 @@ class LearningRate:
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What the user chose for a parameter group, but for the learning rate, which the schedule moves."""
+    """Returns the user's settings of a parameter group, without the learning rate, which the schedule changes."""
     values = {
         name: plain(value) for name, value in group.items() if name not in {*MACHINERY, 'lr', 'initial_lr', 'step'}
     }
@@ -222,6 +222,7 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_groups(optimizer: Optimizer, rates: SequenceOf[float]) -> dict[str, Any]:
-    """Hyperparameters of an optimizer with one group, or of each by number; `rates` are the base learning rates."""
+    """Returns the hyperparameters of the optimizer's group, or of each by number; `rates` are the base learning
+    rates."""
     groups = [{'lr': lr} | hyperparameters(group) for group, lr in zip(optimizer.param_groups, rates, strict=True)]
     return groups[0] if len(groups) == 1 else {str(number): group for number, group in enumerate(groups)}

@@ -1,12 +1,12 @@
-"""Which experience of a phase is learned from: episodes whose environment failed, groups that teach nothing (dynamic
-sampling), responses that ran out of room.
+"""Selection of the experience of a phase: episodes of a failed environment, groups without a difference of scores
+(dynamic sampling), responses cut at the length limit.
 
-A failed episode with environment_failures='mask' has no token that counts, and its rewards enter no baseline of its
-group and no statistics of scores. An overlong response is the policy's own doing, so its score stays in its group's
-baseline; what an environment gave before it broke says nothing of the policy, and would push the advantages of its
-siblings (github.com/NVIDIA-NeMo/RL/pull/4029). With 'penalise' the last token of the policy is paid `failure_reward`
-on top of what the environment gave before, for policies that can break an environment themselves. An episode that
-failed in `reset` has no token to pay: it is left out either way.
+With environment_failures='mask' no token of a failed episode counts, and its rewards enter neither the baseline of its
+group nor the statistics of scores: a reward from before the failure does not depend on the policy alone, and would
+shift the advantages of the other episodes (github.com/NVIDIA-NeMo/RL/pull/4029). An overlong response is the policy's
+own, so its score stays in the baseline. With 'penalise' the last token of the policy gets `failure_reward` in addition
+to earlier rewards, for policies that can break an environment. An episode that failed in `reset` has no token to pay,
+so it is left out either way.
 """
 
 from __future__ import annotations
@@ -24,44 +24,45 @@ from chatgpt.trainer.config import PPOConfig
 from chatgpt.types import Experience, Sample, tensors_to
 
 More = Callable[[int], list[Experience] | None]
-"""collects and scores so many further timesteps; None when a stop was asked for on the way"""
+"""collects and scores the given number of further timesteps; returns None if a stop is requested"""
 
 
 class EpisodesFailed(RuntimeError):
-    """Not one episode of a phase was played as the environment's contract says."""
+    """All episodes of a phase failed."""
 
 
 class NothingToLearn(RuntimeError):
-    """Dynamic sampling found no group whose scores differ."""
+    """Dynamic sampling found no group with different scores."""
 
 
 def mask_failed(samples: SequenceOf[Sample]) -> None:
-    """From now on no token of an episode that failed counts."""
+    """Masks all tokens of failed episodes, in place."""
     for sample in samples:
         if sample.failed:
             sample.response_mask = torch.zeros_like(sample.response_mask)
 
 
 def compared(experiences: SequenceOf[Experience]) -> list[Experience]:
-    """Without failed episodes none of whose tokens counts: what advantages are estimated from."""
+    """Returns the experiences that advantages are estimated from: all but failed episodes without a token that
+    counts."""
     return [e for e in experiences if not e.left_out]
 
 
 class Selection:
-    """Chooses among the experience of a phase, all ranks together, before it is learned from."""
+    """Selects the experience of a phase, all ranks together, before learning."""
 
     def __init__(self, config: PPOConfig, strategy: Strategy) -> None:
-        self.config, self.tells = config, strategy.is_rank_0
+        self.config, self.warns = config, strategy.is_rank_0
         self.metrics: dict[str, float] = {}
-        """`rollout/...`: what was chosen in the latest phase"""
-        self._has_told_of_failures = False
+        """`rollout/...` of the latest selection"""
+        self._has_warned_of_failures = False
 
     def __call__(self, experiences: list[Experience], phase: int, more: More) -> list[Experience] | None:
-        """What is learned from in the phase after `phase` others; None where `more` gave none.
+        """Returns the experience for the phase after `phase` others; None if `more` returned None.
 
         Raises:
             EpisodesFailed: all episodes failed.
-            NothingToLearn: with dynamic sampling, not one group has different scores after the last round.
+            NothingToLearn: with dynamic sampling, no group has different scores after the last round.
         """
         c = self.config
         self.metrics = {}
@@ -79,8 +80,7 @@ class Selection:
         return experiences
 
     def _check_failed(self, experiences: SequenceOf[Experience], phase: int) -> None:
-        """Raises EpisodesFailed where all failed; the first phase with failures gives a warning, as metrics only count
-        them."""
+        """Raises EpisodesFailed if all failed; warns in the first phase with failures, which metrics only count."""
         failed = [e.episode for e in experiences if e.episode is not None and e.failed]
         if not failed:
             return
@@ -88,18 +88,18 @@ class Selection:
         first = failed[0].message
         if len(failed) == len(experiences):
             raise EpisodesFailed(f'all {len(failed)} episodes of phase {phase} failed ({counts}); the first: {first}')
-        if self.tells and not self._has_told_of_failures:
+        if self.warns and not self._has_warned_of_failures:
             warnings.warn(
                 f'{len(failed)} of {len(experiences)} episodes of phase {phase} failed ({counts}); the first: {first}; '
                 'later ones are counted in environment/failed_share',
                 stacklevel=2,
             )
-        self._has_told_of_failures = True
+        self._has_warned_of_failures = True
 
     def _replace_uninformative(self, experiences: list[Experience], more: More) -> list[Experience] | None:
-        """DAPO's dynamic sampling: as many groups whose scores differ, drawing further prompts for the others (Yu et
-        al. 2025, section 3.2). None when a stop was asked for on the way, since a phase of fewer groups would not be
-        the one that an undisturbed run has."""
+        """Dynamic sampling of DAPO: replaces groups of equal scores by groups of further prompts (Yu et al. 2025,
+        section 3.2). Returns None if a stop is requested, since a phase of fewer groups would differ from that of an
+        undisturbed run."""
         c, apart = self.config, self.config.estimator.rewards_apart
         wanted = drawn = len({e.group for e in experiences})
         done, kept = 0, informative_groups(experiences, apart=apart)
@@ -116,21 +116,21 @@ class Selection:
                 f'dynamic sampling: after {done} further round{"s" * (done != 1)} all {drawn} groups have equal scores '
                 'within; the task is too easy or too hard for this policy, or num_samples_per_prompt too small'
             )
-        if len(kept) < wanted and self.tells:
-            told = f'dynamic sampling gave up after {done} rounds with {len(kept)} of {wanted} groups'
-            warnings.warn(told, stacklevel=2)
+        if len(kept) < wanted and self.warns:
+            text = f'dynamic sampling gave up after {done} rounds with {len(kept)} of {wanted} groups'
+            warnings.warn(text, stacklevel=2)
         self.metrics |= {'rollout/dynamic_rounds': float(done), 'rollout/informative_share': len(kept) / drawn}
         return [e for group in kept[:wanted] for e in group]
 
     def of_step(self, experiences: list[Experience]) -> dict[str, float]:
-        """Of responses that the caller of `step` brings; `metrics`."""
+        """Filters responses of a caller of `step`; returns the metrics."""
         self.metrics = {}
         self._leave_out_overlong(experiences)
         return self.metrics
 
     def _leave_out_overlong(self, experiences: list[Experience]) -> None:
-        """With `overlong_filter`, no token of a response that ran out of room counts; its score stays in its group's
-        baseline."""
+        """With `overlong_filter`, masks all tokens of responses cut at the length limit; their scores stay in the
+        baselines of their groups."""
         if self.config.overlong_filter:
             cut = [e for e in experiences if not e.ended and not e.failed]
             for e in cut:
@@ -139,12 +139,12 @@ class Selection:
 
 
 class ReplayBuffer:
-    """Where experience waits between collect and learn: single sequences, unpadded, in the order of their sample index.
-    Every rank holds the same, so batch order needs no communication.
+    """A buffer of experience between collect and learn: single sequences, unpadded, ordered by sample index. Every rank
+    holds the same, so the batch order needs no communication.
 
     Args:
-        limit: keep at most this many sequences, dropping the oldest; 0 keeps all.
-        device: where the tensors wait; 'cpu' keeps them out of the accelerator's memory.
+        limit: maximum number of sequences; the oldest are dropped. 0 keeps all.
+        device: of the tensors; 'cpu' saves accelerator memory.
     """
 
     def __init__(self, limit: int = 0, device: torch.device | str = 'cpu') -> None:
@@ -167,7 +167,7 @@ class ReplayBuffer:
 
 
 def informative_groups(experiences: list[Experience], *, apart: bool = False) -> list[list[Experience]]:
-    """The groups whose scores are not all equal, in order. `apart`: equal in each reward, not in their sum."""
+    """Returns the groups of unequal scores, in order. `apart`: unequal in any reward, not only in their sum."""
 
     def of(e: Experience) -> Any:
         return e.weighted_scores if apart else e.score

@@ -1,5 +1,5 @@
-"""What settings are: dataclasses whose numbers have a range and whose names are checked. An unknown name is a ValueError
-with the nearest known ones; each value is checked against the table of ranges and its type when an object is made.
+"""Base of the settings dataclasses, with the table of ranges. Names, ranges and types are checked when an object is
+made.
 """
 
 from __future__ import annotations
@@ -67,25 +67,25 @@ RANGES: dict[str, dict[str, str]] = {
         'rollout_workers': NOT_NEGATIVE, 'rollout_chunk_size': COUNT,
     },
 }  # fmt: skip
-"""Of each class and those derived from it: setting → interval, round brackets without the end, and why, where that is
-not plain."""
+"""class -> setting -> interval (round brackets exclude the end), with the reason where it is not obvious; derived
+classes inherit it"""
 
 
 def range_of(cls: type, name: str) -> str | None:
-    """The range of a setting: that of its class, or of the nearest base that has one."""
+    """Returns the range of a setting: that of its class, or of the nearest base that has one."""
     return next((RANGES[base.__name__][name] for base in cls.__mro__ if name in RANGES.get(base.__name__, ())), None)
 
 
 @cache
 def numeric_fields(cls: type) -> dict[str, tuple[bool, bool]]:
-    """Setting → (takes whole numbers only, takes None) of a settings class."""
+    """Returns setting -> (only whole numbers, accepts None) of a settings class."""
     found = {name: set(typing.get_args(given)) or {given} for name, given in typing.get_type_hints(cls).items()}
     return {name: (float not in kinds, type(None) in kinds) for name, kinds in found.items() if kinds & {int, float}}
 
 
 @cache
 def choices(cls: type) -> dict[str, list[Any]]:
-    """Setting → the values it may have, of those whose type is a `Literal` or bool."""
+    """Returns setting -> allowed values, for settings of type `Literal` or bool."""
     found = {}
     for name, given in typing.get_type_hints(cls).items():
         kinds = (given, *typing.get_args(given))
@@ -110,7 +110,7 @@ def check_values(settings: Any) -> None:
 
 
 def _wrong(value: Any, spec: str, whole: bool) -> str:
-    """What a value must be and is not; '' where nothing is wrong."""
+    """Returns the violated condition; '' if there is none."""
     interval, colon, why = spec.partition(': ')
     low, high = (float(end) for end in interval[1:-1].split(', '))
     if not isinstance(value, Integral if whole else Real) or isinstance(value, bool):
@@ -129,7 +129,7 @@ def _wrong(value: Any, spec: str, whole: bool) -> str:
 
 @dataclass(kw_only=True)
 class Settings:
-    """Base of the settings dataclasses: made from keywords, checked, turned back into a dict."""
+    """Base of the settings dataclasses: made from checked keywords, converted to a dict."""
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
         cls.check_names(values)
@@ -137,7 +137,7 @@ class Settings:
 
     @classmethod
     def check_names(cls, names: Iterable[str]) -> None:
-        """Raises ValueError for the first name that is no field, with the nearest ones."""
+        """Raises ValueError for the first name that is not a field, with the nearest ones."""
         known = cls.field_names()
         for name in names:
             if name not in known:
@@ -152,12 +152,13 @@ class Settings:
 
     @classmethod
     def from_dict(cls: type[C], values: Mapping[str, Any]) -> C:
-        """Settings from keywords; an unknown one is a ValueError with the nearest names."""
+        """Makes settings from keywords; an unknown one is a ValueError with the nearest names."""
         return cls(**values)
 
     @classmethod
     def split(cls: type[C], owner: str, config: C | None, kwargs: Mapping[str, Any]) -> tuple[C, dict[str, Any]]:
-        """The keywords of a trainer that also generates: settings (over those of `config`), and generation keywords.
+        """Splits the keywords of a trainer that also generates into settings (over those of `config`) and generation
+        keywords.
 
         Raises:
             ValueError: a keyword that is neither; lists the nearest known ones.
@@ -176,7 +177,7 @@ class Settings:
 
 
 def check_cut(name: str, value: int, world_size: int) -> None:
-    """A global batch size must be a multiple of the number of ranks."""
+    """Raises ValueError if a global batch size is not a multiple of the number of ranks."""
     if value % world_size:
         lower = value // world_size * world_size
         near = f'{lower} or {lower + world_size}' if lower else str(world_size)
@@ -187,7 +188,7 @@ def check_cut(name: str, value: int, world_size: int) -> None:
 
 @dataclass(kw_only=True)
 class LearningSettings(Settings):
-    """What every trainer that learns has in common. Batch sizes are global: all ranks together."""
+    """Settings of all trainers. Batch sizes are global: all ranks together."""
 
     max_tokens_per_batch: int | None = None
     """maximum tokens, with padding, that one rank computes at once; lower it when memory runs out. none: its whole

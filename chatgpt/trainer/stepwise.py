@@ -1,5 +1,4 @@
-"""The caller's own loop: `generate`, then `step(queries, responses, scores)`. What the caller brings is checked here
-and made into samples."""
+"""A loop of the caller's own: `generate`, then `step(queries, responses, scores)`, with checks of the arguments."""
 
 from __future__ import annotations
 
@@ -20,13 +19,13 @@ from chatgpt.trainer.base import Trainer
 from chatgpt.trainer.collect import Collector
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.experience import ExperienceMaker
-from chatgpt.trainer.rules import BY_HAND_RULES
+from chatgpt.trainer.rules import STEP_RULES
 from chatgpt.trainer.selection import Selection
 from chatgpt.types import Experience, FinishReason, Prompt, Sample
 
 
 class Stepwise(Trainer):
-    """A trainer of experience whose caller may bring the responses, in place of `fit`."""
+    """A trainer of experience with responses from `fit` or from the caller."""
 
     config: PPOConfig
     collector: Collector
@@ -35,18 +34,18 @@ class Stepwise(Trainer):
     generation: dict[str, Any]
     """keywords of generation"""
     _generated_with: tuple[SamplingParams, ...] = ()
-    """sampling of the latest `generate`: `step` takes its end tokens and stop strings for ends of responses too"""
+    """sampling of the latest `generate`: in `step` its end tokens and stop strings end responses too"""
 
     def make(self, samples: list[Sample], **given: Any) -> list[Experience]:
-        """Experience of all ranks; see `ExperienceMaker.make`."""
+        """Returns the experience of all ranks; see `ExperienceMaker.make`."""
         raise NotImplementedError
 
     def keep(self, experiences: list[Experience], metrics: Mapping[str, float]) -> None:
-        """Let experience wait to be learned from, with metrics of how it came about."""
+        """Adds experience to the buffer, with metrics of its collection."""
         raise NotImplementedError
 
     def learn(self) -> dict[str, float]:
-        """One learning phase; its metrics."""
+        """Runs one learning phase; returns its metrics."""
         raise NotImplementedError
 
     def generate(
@@ -57,14 +56,14 @@ class Stepwise(Trainer):
         return_prompt: bool = False,
         **generate_kwargs: Any,
     ) -> list[Tensor]:
-        """Responses of the current policy: a list of (A,) int64 tensors. On several ranks each gives and gets its own
+        """Returns responses of the current policy: a list of (A,) int64 tensors. Each rank passes and gets its own
         share.
 
         Args:
-            queries: (P,) id tensors, or texts when the trainer has a tokenizer; one tensor counts as a list of one.
-            length_sampler: called once per query; its number is that response's limit of new tokens.
-            return_prompt: put the prompt's tokens before the response's.
-            **generate_kwargs: generation settings that replace the trainer's for this call.
+            queries: (P,) id tensors, or texts if the trainer has a tokenizer; one tensor counts as a list of one.
+            length_sampler: called once per query; returns the maximum of new tokens of its response.
+            return_prompt: prepend the prompt's tokens to the response's.
+            **generate_kwargs: generation settings for this call, in place of the trainer's.
 
         Raises:
             ValueError: an unknown setting, a prompt without room for a response.
@@ -87,21 +86,21 @@ class Stepwise(Trainer):
         scores: SequenceOf[float | Tensor],
         response_masks: SequenceOf[Tensor] | None = None,
     ) -> dict[str, float]:
-        """One learning phase on responses scored by the caller: this rank's share, all lists equally long.
+        """Runs one learning phase on responses scored by the caller: this rank's share, all lists equally long.
 
         Args:
-            queries: (P,) id tensors or texts. Under an estimator that compares responses, each query stands
+            queries: (P,) id tensors or texts. For an estimator that compares responses, each query is repeated
                 `num_samples_per_prompt` times in a row.
             responses: (A,) int64 tensors, the sampled tokens themselves.
             scores: a number per response, or (A,) scores per token.
-            response_masks: (A,) bool, True = a token of the model's own; tool output and other turns are False.
+            response_masks: (A,) bool, True for tokens of the model itself; False for tool output and other turns.
 
         Returns:
             The metrics of the phase, named as in metrics.jsonl.
 
         Raises:
             ValueError: lists of different lengths, an empty response, a token id outside of the vocabulary, a score
-                that is not finite, queries that do not make groups, a setting that only `fit` can follow.
+                that is not finite, queries that do not form groups, a setting that only `fit` supports.
         """
         prompts = self._prompts('step', list(queries))
         check_ids('step: response', responses, self.strategy.unwrap(self.models()['actor']))
@@ -111,7 +110,7 @@ class Stepwise(Trainer):
         first = self.collector.draws.number(len(samples))
         for i, sample in enumerate(samples):
             sample.index, sample.group, sample.version = first + i, first + starts[i], self.phase
-        # These tokens may come from anywhere, so the log-probs the ratio is taken against are computed here.
+        # These tokens may come from any source, so the denominator of the ratio is recomputed.
         settings = replace(self.maker.settings, recompute_logprobs=True)
         experiences = self.make(self.collector.decode(samples), scores=checked, settings=settings)
         self.keep(experiences, self.selection.of_step(experiences))
@@ -124,7 +123,7 @@ class Stepwise(Trainer):
         rewards: SequenceOf[float] | None = None,
         columns_to_log: SequenceOf[str] = ('query', 'response'),
     ) -> None:
-        """Hand the numbers of a `step`, and rows of a batch, to the callbacks' sample tables."""
+        """Passes the numbers of a `step`, and rows of a batch, to the callbacks' sample tables."""
         self.callbacks.on_log(self, dict(stats), batch or {}, list(rewards or ()), list(columns_to_log))
 
     def _prompts(self, what: str, queries: list[Any]) -> list[Prompt]:
@@ -133,17 +132,17 @@ class Stepwise(Trainer):
                 'an environment acts in fit only: for generate and step leave environment out, and give step '
                 "response_masks for tokens that are not the policy's"
             )
-        check(self.config, BY_HAND_RULES)
+        check(self.config, STEP_RULES)
         prompts = list(as_prompts(queries, self.tokenizer))
         check_ids(f'{what}: query', [p.ids for p in prompts], self.strategy.unwrap(self.models()['actor']))
         return prompts
 
 
 def given_groups(prompts: SequenceOf[Prompt], config: PPOConfig) -> list[int]:
-    """Position of the first response of each response's group, counted in one list of `step`.
+    """Returns, for each response in a list of `step`, the position of the first one of its group.
 
-    Under an estimator that compares responses, every `num_samples_per_prompt` that follow one another are a group; else
-    each is alone.
+    For an estimator that compares responses, every `num_samples_per_prompt` consecutive ones are a group; for others
+    each is its own.
 
     Raises:
         ValueError: a list that does not divide into groups, or a group with different prompts.
@@ -173,9 +172,9 @@ def given_samples(
     masks: SequenceOf[Tensor] | None,
     sampled: SequenceOf[SamplingParams],
 ) -> tuple[list[Sample], list[float | Tensor]]:
-    """Samples and scores out of what the caller of `step` brings.
+    """Makes samples and scores from the arguments of `step`.
 
-    A response has ended where its last token is an end token, or a stop string is at its end, under one of the settings
+    A response has ended if its last token is an end token, or a stop string is at its end, for any of the settings
     `sampled`.
 
     Raises:
@@ -229,7 +228,7 @@ def _finish_reason(ids: list[int], sampled: SequenceOf[SamplingParams]) -> Finis
 
 
 def check_ids(what: str, ids: SequenceOf[Tensor], actor: nn.Module) -> None:
-    """ValueError for a token id that the actor's vocabulary does not have."""
+    """Raises ValueError for a token id outside of the actor's vocabulary."""
     config = getattr(getattr(actor, 'model', None), 'config', None)
     size = getattr(text_config(config), 'vocab_size', None)
     for i, given in enumerate(ids):

@@ -1,4 +1,4 @@
-"""A trainer that only counts and calls the hooks of its callbacks."""
+"""A trainer that counts phases and calls the hooks of its callbacks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chatgpt.types import Experience
 def experience(
     index: int, prompt: list[int], response: list[int], score: float = 0.0, gap: float = 0.5, **more
 ) -> Experience:
-    """One record whose per-token KL to the initial model is `gap`."""
+    """Returns a record with the per-token KL `gap` to the initial model."""
     n = len(response)
     zeros, ones = torch.zeros(n), torch.ones(n, dtype=torch.bool)
     given = {'index': index, 'group': index, 'score': score, 'finish_reason': 'eos', 'response_mask': ones}
@@ -31,7 +31,7 @@ def experience(
 
 
 class FakeTrainer:
-    """Counts phases and drives the hooks as a real trainer does; its checkpoints are folders with a manifest."""
+    """A trainer that counts phases and calls hooks as a real one does; its checkpoints are folders with a manifest."""
 
     def __init__(self, callbacks, run_dir=None, *, rank=0, num_phases=4, dtype=torch.float32, **config):
         processes = types.SimpleNamespace(world_size=1)

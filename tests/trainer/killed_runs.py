@@ -1,4 +1,4 @@
-"""A short run of PPO as a script, on one process or more, that a test may stop and start again."""
+"""A short run of PPO as a script, on one process or more, for tests that stop and restart it."""
 
 from __future__ import annotations
 

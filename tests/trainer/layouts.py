@@ -55,7 +55,7 @@ NAMES = [name for name in LAYOUTS if name != BF16_REFERENCE]
 
 @dataclass(kw_only=True)
 class Leg:
-    """A run of `total` phases under `layout`: go on from `source`, stop after phase `until` and write `target`."""
+    """A run of `total` phases under `layout`: resume from `source`, stop after phase `until` and write `target`."""
 
     layout: str
     until: int
@@ -63,12 +63,12 @@ class Leg:
     source: Path | None = None
     target: Path | None = None
     every: int | None = None
-    """write `target/step-...` after every so many phases instead"""
+    """write `target/step-...` after every `every` phases instead"""
 
 
 @dataclass(kw_only=True)
 class Log:
-    """Of each phase done: its metrics but for the seconds, and its samples."""
+    """Metrics of each phase, without the seconds, and its samples."""
 
     metrics: list[dict[str, float]] = field(default_factory=list)
     samples: list[list[Any]] = field(default_factory=list)
@@ -79,7 +79,7 @@ def reward(prompts: list[str], responses: list[str]) -> list[float]:
 
 
 def run_leg(leg: Leg) -> Log:
-    """On every process of the layout. Settings that a layout could disturb are on: running score scaling, an
+    """Runs a leg, on every process of the layout, with settings that a layout could affect: running score scaling, an
     adaptive KL coefficient, a learning-rate schedule, several micro-batches."""
     import tiny_runs
 
@@ -110,7 +110,7 @@ def _run(legs: list[Leg]) -> list[Log]:
 
 
 def run_legs(legs: list[Leg], timeout_s: float = 400.0) -> list[Log]:
-    """Run legs in their order, neighbours of one world size in the same processes; what rank 0 saw of each."""
+    """Runs legs in order, consecutive ones of a world size in the same processes; returns the log of rank 0 of each."""
     logs: list[Log] = []
     while len(logs) < len(legs):
         rest = legs[len(logs) :]
@@ -125,14 +125,14 @@ def run_legs(legs: list[Leg], timeout_s: float = 400.0) -> list[Log]:
 
 # ---------------------------------------------------------------------- comparisons
 
-OF_LOSSES = ('policy_loss', 'value_loss', 'actor_grad_norm', 'critic_grad_norm')
-LOSSES = (*(f'ppo/{name}' for name in OF_LOSSES), 'rollout/kl_mean', 'rollout/score_mean')
+LOSS_NAMES = ('policy_loss', 'value_loss', 'actor_grad_norm', 'critic_grad_norm')
+LOSSES = (*(f'ppo/{name}' for name in LOSS_NAMES), 'rollout/kl_mean', 'rollout/score_mean')
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """How far two layouts may be apart; weights in learning rates per optimizer step. A policy loss and a KL are sums
-    of terms that cancel, so they have an absolute tolerance besides the relative one."""
+    """Allowed differences of two layouts; weights in learning rates per optimizer step. A policy loss and a KL are sums
+    of terms that cancel, so they have an absolute tolerance in addition to the relative one."""
 
     relative: float = 1e-4
     absolute: float = 5e-6
@@ -143,15 +143,15 @@ class Tolerance:
 
 FP32 = Tolerance()
 BF16 = Tolerance(relative=2**-6, absolute=2**-5, edge=2**-7, weight=2.0, weight_mean=0.032)
-"""Two engines in bf16, each number off by u = 2^-9 of itself. A gradient passes about eight roundings: 8 u = 2^-6. A
-response's log-prob is a sum over 8 tokens of logits of size 4, each off by u: 32 u / 2 = 2^-5. A cumulative probability
-moves by no more than the largest error of a logit, 4 u = 2^-7. Adam moves a weight whose gradient is below its error by
-lr either way, so two may be 2 lr apart per step; that is 8 u of the weights, 0.032 lr in the mean."""
+"""Two engines in bf16, each number with a relative error of u = 2^-9. A gradient has about eight roundings: 8 u = 2^-6.
+A response's log-prob is a sum over 8 tokens of logits of size 4, each with an error of u: 32 u / 2 = 2^-5. A cumulative
+probability changes by at most the largest error of a logit, 4 u = 2^-7. Adam moves a weight whose gradient is below its
+error by lr in either direction, so two may be 2 lr apart per step; that is 8 u of the weights, 0.032 lr in the mean."""
 
 
 def compare_logs(want: Log, got: Log, *, first: int = 0, tolerance: Tolerance = FP32) -> str | None:
-    """Compare the phases of `got` with those of `want` from number `first` on (0: its first). Where a draw is so close
-    to an edge that rounding explains another token, the comparison ends, and that is reported."""
+    """Compares the phases of `got` with those of `want` from number `first` on (0: its first). Where rounding explains
+    another token, because the draw is close to an edge, the comparison ends with a report."""
     for number, (metrics, samples) in enumerate(zip(got.metrics, got.samples, strict=True), start=first):
         comparison = compare_samples(want.samples[number], samples, tolerance.edge)
         assert comparison.explained, f'phase {number + 1}: {comparison}'
@@ -167,7 +167,7 @@ def compare_logs(want: Log, got: Log, *, first: int = 0, tolerance: Tolerance = 
 
 
 def compare_weights(want: Path, got: Path, *, steps: int, tolerance: Tolerance = FP32) -> float:
-    """Largest difference between the weights of two checkpoints, in learning rates per step."""
+    """Returns the largest difference between the weights of two checkpoints, in learning rates per step."""
     a, b = tensors(want), tensors(got)
     names = {name for name in a if not name.startswith('rng/')}
     assert names == {name for name in b if not name.startswith('rng/')}, f'{want} and {got} hold other names'
@@ -182,7 +182,8 @@ def compare_weights(want: Path, got: Path, *, steps: int, tolerance: Tolerance =
 
 
 def differing(want: Path, got: Path) -> list[str]:
-    """Names of what differs in any bit: weights, optimizer states, random generators, counters and controllers."""
+    """Returns the names of everything that differs in a bit: weights, optimizer states, random generators, counters and
+    controllers."""
     a, b = tensors(want), tensors(got)
     names = [n for n in a.keys() | b.keys() if n not in a or n not in b or not torch.equal(a[n], b[n])]
     s, t = trainer_state(want), trainer_state(got)
@@ -190,7 +191,7 @@ def differing(want: Path, got: Path) -> list[str]:
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, flat, by name."""
+    """Returns every tensor of a checkpoint, flat, by name."""
     reader = CheckpointReader(folder)
     return {name: reader.read(name, 0, math.prod(reader.shape(name))) for name in sorted(reader.names())}
 
@@ -200,10 +201,10 @@ def trainer_state(folder: Path) -> dict[str, Any]:
 
 
 def every_pair(folder: Path, names: list[str] | None = None) -> dict[tuple[str, str], str]:
-    """{(first, second): cell}; a cell that begins with FAILED says how the two disagree."""
+    """Returns {(first, second): cell}; a cell that begins with FAILED describes the difference."""
     names = names or NAMES
     legs: dict[str, Leg] = {}
-    for a in sorted(names, key=lambda name: LAYOUTS[name][1]):  # the legs of one world size share their processes
+    for a in sorted(names, key=lambda name: LAYOUTS[name][1]):  # legs of the same world size share their processes
         begin = Leg(layout=a, until=HALF, total=TOTAL, target=folder / a)
         legs |= {a: begin, f'{a} straight': replace(begin, until=TOTAL, target=folder / f'{a} straight')}
     seconds = [*names, *([BF16_REFERENCE] if GEMINI in names else [])]

@@ -1,4 +1,4 @@
-"""The list of callbacks, metrics.jsonl, and callbacks that measure a run: evaluations, when to stop, performance."""
+"""The list of callbacks, metrics.jsonl, and callbacks that measure a run: evaluations, stopping, performance."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_hook_reaches_every_callback_with_its_arguments_and_does_nothing_b
         assert log == [('first', *arguments), ('second', *arguments)], hook
 
 
-def test_order_puts_what_adds_metrics_first_and_what_saves_last(tmp_path):
+def test_order_puts_added_metrics_first_and_saves_last(tmp_path):
     orders = {'d': 1, 'b': 0, 'a': -1, 'c': 0}
     given = [type('Ordered', (Recorder,), {'order': order})(name, []) for name, order in orders.items()]
     assert [c.name for c in cb.CallbackList(given)] == ['a', 'b', 'c', 'd']
@@ -44,7 +44,7 @@ def test_order_puts_what_adds_metrics_first_and_what_saves_last(tmp_path):
     assert names == ['Evaluator', 'MetricsWriter', 'EarlyStopping', 'SaveCheckpoint']
 
 
-def test_states_find_their_callback_again_and_strangers_are_left_alone():
+def test_states_load_into_their_callbacks_and_others_are_ignored():
     def make():
         first, second = (cb.EarlyStopping(name, above=1, patience=9) for name in 'ab')
         return [first, cb.MetricsWriter(), second]
@@ -57,7 +57,7 @@ def test_states_find_their_callback_again_and_strangers_are_left_alone():
     assert [c.num_bad for c in new if isinstance(c, cb.EarlyStopping)] == [3, 5, 0]
 
 
-def test_what_is_no_callback_is_refused_by_position():
+def test_an_object_that_is_no_callback_is_refused_by_position():
     with pytest.raises(ValueError, match=r'callbacks\[1\] is the class MetricsWriter.*write MetricsWriter\(\.\.\.\)'):
         cb.CallbackList([cb.Callback(), cb.MetricsWriter])
     with pytest.raises(ValueError, match=r'callbacks\[0\] is a str'):
@@ -110,7 +110,7 @@ def test_a_resume_cuts_back_to_its_step(tmp_path, by_fit):
     assert [(r['step'], r['a']) for r in kept] == [(1, 0.0), (2, 1.0), (3, 2.0), (4, 30.0)]
 
 
-def test_a_torn_last_line_is_cut_and_counts_for_no_reader(tmp_path):
+def test_an_incomplete_last_line_is_truncated_and_not_read(tmp_path):
     file = cb.JsonLines(tmp_path / 'm.jsonl')
     file.append([{'step': 1}, {'step': 2}])
     with open(file.path, 'ab') as raw:
@@ -129,8 +129,8 @@ def test_a_new_run_in_an_old_folder_moves_the_old_lines_aside(tmp_path):
     assert [r['a'] for r in cb.read_jsonl(tmp_path / 'metrics.previous.jsonl')] == [1.0, 2.0]
 
 
-def test_a_file_that_cannot_be_begun_costs_a_line_and_not_the_run(tmp_path):
-    """Of a trainer that is driven by hand, whose files begin with its first phase."""
+def test_a_file_that_cannot_be_opened_is_a_warning(tmp_path):
+    """In a stepwise run, which opens its files in the first phase."""
     trainer = FakeTrainer([cb.MetricsWriter()], tmp_path / 'file' / 'run')
     (tmp_path / 'file').write_text('in the way')
     with pytest.warns(UserWarning, match='metrics.jsonl: step 1 could not be written'):
@@ -141,7 +141,7 @@ def test_a_file_that_cannot_be_begun_costs_a_line_and_not_the_run(tmp_path):
     assert cb.read_jsonl(path) == [{'step': 2, 'x': 2.0}]
 
 
-def test_a_full_disk_costs_a_line_and_not_the_run(tmp_path, monkeypatch):
+def test_metrics_on_a_full_disk_are_a_warning(tmp_path, monkeypatch):
     trainer = FakeTrainer([cb.MetricsWriter()], tmp_path)
     trainer.callbacks.on_fit_start(trainer)
     trainer.run_phase({'a': 1.0})
@@ -168,7 +168,7 @@ def test_evaluation_before_during_and_after_joins_the_metrics_and_remembers_the_
     assert (evaluator.best, evaluator.best_step) == (0.7, 2)
     shown = capsys.readouterr().out
     assert 'evaluation before training  eval/win 0.1' in shown and 'evaluation after phase 5  eval/win 0.6' in shown
-    # the smallest is best when asked, and a NaN never is
+    # with mode 'min' the smallest is best; a NaN never is
     values = iter([3.0, math.nan, 2.0, 5.0])
     settings = {'interval': 1, 'before': False, 'metric': 'eval/loss', 'mode': 'min'}
     evaluator = cb.Evaluator(lambda trainer: {'eval/loss': next(values)}, **settings)
@@ -202,7 +202,7 @@ def stopped_after(values, patience=1, **bounds):
     return trainer.phase if trainer.stop else None
 
 
-def test_stopping_needs_the_bound_crossed_in_a_row(capsys):
+def test_stopping_needs_consecutive_phases_beyond_the_bound(capsys):
     assert stopped_after([1, 6, 6, 1, 6, 6, 6, 1], above=5.0, patience=3) == 7
     assert 'stopping after phase 7: eval/m is 6, above 5 in 3 phases in a row' in capsys.readouterr().out
     assert stopped_after([5, 5, 5], above=5.0) is None  # on the bound is within it
@@ -221,8 +221,8 @@ def test_bad_bounds_and_names_are_refused():
         FakeTrainer([cb.EarlyStopping('rollout/kl', above=1.0)]).fit([{'rollout/kl_mean': 1.0}])
 
 
-def test_flop_are_counted_as_the_formulas_say():
-    """Two sequences, 2 + 3 and 4 + 2 tokens: 11 tokens, of which 11 − 2 are fed to the decoder."""
+def test_flop_match_the_formulas():
+    """Two sequences, 2 + 3 and 4 + 2 tokens: 11 tokens, of which 11 − 2 are inputs of the decoder."""
     records = [experience(0, [1, 1], [1, 1, 1], 0.0), experience(1, [1, 1, 1, 1], [1, 1], 0.0)]
     flop = cb.PerformanceEvaluator(100, 30, 20, 10).phase_flop(records, passes=2.0)
     assert flop == {'collect': 2 * 100 * 9, 'score': 2 * 60 * 11, 'learn': 2 * 6 * 130 * 11}
@@ -238,10 +238,10 @@ def test_flop_are_counted_as_the_formulas_say():
         (6, {}, 2.0),  # 5 samples in batches of 2 are 3 batches a pass
         (4, {}, 4 / 3),  # stopped early in the second pass
         (2, {'buffer_limit': 4}, 4 / 5),  # one pass over the 4 that the buffer held of 5
-        (3, {'sample_replay_buffer': True}, 6 / 5),  # three batches of 2 drawn from 5
+        (3, {'sample_replay_buffer': True}, 6 / 5),  # three batches of 2 sampled from 5
     ],
 )
-def test_passes_come_from_the_batches_really_run(batches, settings, passes):
+def test_passes_are_counted_from_train_batches(batches, settings, passes):
     evaluator = cb.PerformanceEvaluator(10**9, 0, 0, 0)
     trainer = FakeTrainer([evaluator], train_batch_size=2, **settings)
     trainer.last_experiences = [experience(i, [1], [1, 1, 1], 0.0) for i in range(5)]
@@ -262,4 +262,4 @@ def test_the_summary_leaves_out_the_first_phases(capsys):
     assert capsys.readouterr().out.strip() == 'performance: 0.5 samples/s, 19 TFLOPS per device (collect 8, learn 30)'
     first, second = torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(3, 4, bias=True)
     second.weight = first.weight
-    assert cb.num_parameters(torch.nn.Sequential(first, second)) == 12 + 4  # counted once where shared
+    assert cb.num_parameters(torch.nn.Sequential(first, second)) == 12 + 4  # shared parameters count once

@@ -1,4 +1,4 @@
-"""The callback that saves: when, what is kept, what is refused; and that what callbacks keep goes back to them."""
+"""The callback that saves checkpoints: when, what it keeps and refuses; and the state of callbacks in checkpoints."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_phase_is_not_saved_twice(tmp_path):
 
 
 @pytest.mark.parametrize('interval', [1, 9, None])
-def test_what_a_signal_made_the_trainer_save_counts_among_those_to_keep(tmp_path, interval):
+def test_checkpoints_saved_after_a_signal_count_among_those_to_keep(tmp_path, interval):
     for step in (1, 2, 3):
         trainer = FakeTrainer([cb.SaveCheckpoint(interval=interval, keep_last=2)], tmp_path)
         trainer.phase = step - 1
@@ -59,7 +59,7 @@ def test_what_a_signal_made_the_trainer_save_counts_among_those_to_keep(tmp_path
     assert saved(tmp_path / 'checkpoints') == [2, 3]
 
 
-def test_a_run_that_went_back_keeps_its_own_beside_later_ones(tmp_path):
+def test_a_run_resumed_from_an_earlier_phase_keeps_its_own_and_later_checkpoints(tmp_path):
     FakeTrainer([cb.SaveCheckpoint(interval=2)], tmp_path).fit([{}] * 8)
     back = FakeTrainer([cb.SaveCheckpoint(keep_last=2)], tmp_path)
     back.load_checkpoint(tmp_path / 'checkpoints' / 'step-00000002')
@@ -148,7 +148,7 @@ def test_a_group_of_any_name_loads_again(tmp_path, group):
     assert (one.data.tolist(), other.data.tolist()) == ([3.0, 4.0], [7.0, 8.0])
 
 
-def test_the_checkpoint_records_the_owners_and_a_run_without_one_says_whose_is_left_out(tmp_path):
+def test_the_checkpoint_records_the_owners_and_a_run_without_one_names_it(tmp_path):
     path = sft(callbacks=[Keeper('statistics', 3.0)]).save_checkpoint(tmp_path / 'saved')
     owners = json.loads((path / 'manifest.json').read_text())['meta']['owners']
     assert owners == {'actor': 'models', 'actor_optim': 'optimizers', 'statistics': 'Keeper.0', 'rng': 'rng'}

@@ -1,4 +1,4 @@
-"""Callbacks that show a run: progress, samples, TensorBoard, and the report.html of every run with a folder."""
+"""Callbacks with visible output: progress, samples, TensorBoard, and report.html."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from chatgpt.trainer import callbacks as cb
 from chatgpt.trainer.callbacks import Callback, RunRecorder, SaveCheckpoint, WriteReport
 
 
-def test_lines_where_there_is_no_terminal(capsys):
+def test_lines_without_a_terminal(capsys):
     trainer = FakeTrainer([cb.ProgressBar()], num_phases=2)
     trainer.fit([{'rollout/score_mean': 0.123456, 'rollout/kl_mean': -5.575e-7}, {'sft/loss': 3.5, 'other': 1.0}])
     assert capsys.readouterr() == ('phase 1/2  score 0.1235  kl 0\nphase 2/2  loss 3.5\n', '')
-    # a small negative number is no negative zero
+    # no negative zero
     shown = cb.format_table([{'a': -0.0002}, {'a': -0.0}, {'a': -0.0006}], ('a',))
     assert shown.splitlines()[2:] == ['0.000', '0.000', '-0.001']
 
 
-def test_lines_say_how_long_the_rest_takes(capsys, monkeypatch):
-    """Two phases of four in 100 s: as long again. After a resume only what this start has done counts."""
+def test_lines_show_the_remaining_time(capsys, monkeypatch):
+    """Two phases of four in 100 s leave 100 s. After a resume only the phases of this start count."""
     clock = iter([0.0, 40.0, 100.0, 150.0, 1000.0, 1007.0])
     monkeypatch.setattr('chatgpt.trainer.callbacks.progress.time.monotonic', lambda: next(clock))
     row = {'perf/new_tokens_per_s': 1234.5, 'perf/learn_tokens_per_s': 9.0}
@@ -40,7 +40,7 @@ def test_lines_say_how_long_the_rest_takes(capsys, monkeypatch):
     ]
 
 
-def test_bars_show_phases_with_numbers_and_go_on_where_a_run_was_resumed(capsys):
+def test_bars_show_phases_with_numbers_and_continue_after_a_resume(capsys):
     bar = cb.ProgressBar(bars=True)
     trainer = FakeTrainer([bar], num_phases=5)
     trainer.phase, trainer.total_updates = 3, 10
@@ -73,7 +73,7 @@ def test_sample_table_is_printed_and_written_every_n_phases_the_first_and_the_la
     assert [r['step'] for r in rows] == [1, 1, 3, 3, 4, 4]
     texts = {'prompt': 'a b', 'response': 'c\nd'}
     assert rows[0] == {'step': 1, 'index': 7, 'score': 2.0, 'kl': 1.5, 'num_tokens': 3, 'ended': True} | texts
-    # ids where there is no tokenizer
+    # ids if there is no tokenizer
     assert (rows[1]['prompt'], rows[1]['response'], rows[1]['score']) == ('3', '9 1', -1.0)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == 'samples of phase 1' and lines[1].split() == ['score', 'kl', 'prompt', 'response']
@@ -121,20 +121,20 @@ class Interrupt(Callback):
 
 
 @pytest.mark.parametrize(
-    ('callback', 'said'),
+    ('callback', 'expected'),
     [(None, ['ended', '2 phases']), (Interrupt(), ['stopped', '1 of 2 ph']), (StopAfter(1), ['stopped', '1 of 2 ph'])],
 )
-def test_a_run_that_ends_is_interrupted_or_stopped_has_a_page_of_its_last_state(tmp_path, callback, said):
+def test_a_run_that_ends_is_interrupted_or_stopped_has_a_page_of_its_last_state(tmp_path, callback, expected):
     trainer = ppo(run_dir=tmp_path, callbacks=[callback] if callback else [])
     try:
         trainer.fit(PROMPTS, max_timesteps=2, update_timesteps=1)
     except KeyboardInterrupt:
         assert isinstance(callback, Interrupt)
     text = (tmp_path / 'report.html').read_text()
-    assert f'>{said[0]}</span>' in text and said[1] in text and 'rollout/score_mean' in text
+    assert f'>{expected[0]}</span>' in text and expected[1] in text and 'rollout/score_mean' in text
 
 
-def test_a_run_that_fails_says_why_on_top(tmp_path, capsys):
+def test_the_report_of_a_failed_run_begins_with_the_error(tmp_path, capsys):
     calls = []
 
     def reward(prompts, responses):
@@ -152,7 +152,7 @@ def test_a_run_that_fails_says_why_on_top(tmp_path, capsys):
     assert main.index('The run failed in phase 2.') < main.index('no &lt;b&gt; today') < main.index('<h2>Findings</h2>')
 
 
-def test_a_trainer_with_a_folder_has_one_that_comes_last(tmp_path):
+def test_a_trainer_with_a_folder_writes_the_report_last(tmp_path):
     trainer = FakeTrainer([WriteReport(), RunRecorder(), SaveCheckpoint(interval=None)])
     assert isinstance(list(trainer.callbacks)[-1], WriteReport)
     for settings, count in (

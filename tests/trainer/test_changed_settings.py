@@ -1,5 +1,5 @@
-"""A resume under other settings: each is reported, and the last word on it stands. What a user's reward draws from the
-global generators goes on where it stopped, on every rank."""
+"""Resumes under other settings: each change is reported, and the latest one holds. Global generators, which a user's
+reward may read, continue from their state on every rank."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def resumed(path: Path, decay: float | None = None, **changes: Any) -> tuple[Any
     return trainer, [str(w.message) for w in caught if 'changed settings' in str(w.message)]
 
 
-def test_auto_that_comes_to_another_precision_is_named(saved, monkeypatch):
+def test_auto_that_selects_another_precision_is_named(saved, monkeypatch):
     assert resumed(saved)[1] == []  # an unchanged resume says nothing
     monkeypatch.setattr(
         'chatgpt.strategies.precision.resolve_precision', lambda precision, device, **_: {'auto': 'bf16'}[precision]
@@ -82,7 +82,7 @@ def start(folder: Path, *flags: str) -> SFTRun:
     return run
 
 
-def test_the_last_word_on_a_flag_stands_through_later_resumes(tmp_path, capsys):
+def test_the_latest_value_of_a_flag_holds_in_later_resumes(tmp_path, capsys):
     start(tmp_path, '--lr', '1e-4', '--max_epochs', '3')
     assert 'settings' not in capsys.readouterr().out
     run = start(tmp_path, '--resume', 'auto', '--lr', '2e-4', '--weight_decay', '0.1')
@@ -97,7 +97,7 @@ def test_the_last_word_on_a_flag_stands_through_later_resumes(tmp_path, capsys):
     assert (run.lr, run.max_epochs, run.save_path) == (2e-4, 4, str(tmp_path / 'other'))
 
 
-def test_the_layout_is_of_one_start(tmp_path, monkeypatch):
+def test_the_layout_is_not_resumed(tmp_path, monkeypatch):
     monkeypatch.setenv('WORLD_SIZE', '4')
     start(tmp_path, '--strategy', 'ddp', '--num_training_workers', '4', '--lr', '1e-4')
     monkeypatch.delenv('WORLD_SIZE')
@@ -105,7 +105,7 @@ def test_the_layout_is_of_one_start(tmp_path, monkeypatch):
     assert (run.strategy, run.lr) == ('naive', 1e-4)
 
 
-def test_a_run_from_the_beginning_takes_nothing_over(tmp_path):
+def test_a_run_from_the_beginning_inherits_no_settings(tmp_path):
     start(tmp_path, '--lr', '1e-4')
     assert start(tmp_path, '--max_epochs', '3').lr is None
     (tmp_path / 'checkpoints' / 'step-00000001' / 'manifest.json').unlink()
@@ -120,13 +120,13 @@ def seed_all(seed: int) -> None:
 
 
 def draws() -> list[float]:
-    """`gauss` and `normal` draw pairs and keep the second for the next call, which is part of the state."""
+    """`gauss` and `normal` generate pairs and keep the second for the next call, which is part of the state."""
     ours = [random.random(), random.gauss(0, 1)]
     return [*ours, float(numpy.random.rand()), float(numpy.random.normal()), float(torch.rand(()))]
 
 
 class Noisy(torch.nn.Module):
-    """A reward of nothing but the global generators; remembers what it gave."""
+    """A reward that depends only on the global generators; records its values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def phases(source: Path | None = None, target: Path | None = None) -> tuple[list
     return reward.given, weights(trainer)
 
 
-def test_a_reward_that_draws_from_python_and_numpy_goes_on_to_the_bit(tmp_path):
+def test_a_reward_that_reads_python_and_numpy_generators_resumes_to_the_bit(tmp_path):
     straight, whole = phases()
     first, _ = phases(target=tmp_path / 'half')
     rest, end = phases(source=tmp_path / 'half')

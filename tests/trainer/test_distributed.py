@@ -1,5 +1,5 @@
-"""The same run on one process and on two: prompts, samples and scores are equal, losses and weights up to rounding;
-micro-batches of a train batch are split over the ranks by cost, and with or without padding the losses are the same."""
+"""The same run on one process and on two: prompts, samples and scores are equal, losses and weights up to rounding.
+Micro-batches are split over the ranks by cost, and padding does not change the losses."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_two_processes_equal_one():
     for first, second in zip(*run_distributed(train, 2, LAYOUTS, init_group=True), strict=True):
         check_outcome(first, naive, atol=0.05 * LR * PHASES * EPOCHS * 2)
         assert (first['samples'], first['metrics']) == (second['samples'], second['metrics'])
-        # the reward function is called once, for the whole batch of a timestep
+        # the reward function is called once for the whole batch of a timestep
         assert (first['calls'], second['calls']) == ([8] * PHASES, [])
 
 
@@ -58,8 +58,8 @@ DIFFERENCES = {
 }
 
 
-def differ() -> list[str]:
-    """Short PPO runs in which rank 1 differs in one thing; what came of each."""
+def run_with_differences() -> list[str]:
+    """Runs PPO with one difference in rank 1 each time; returns the error messages."""
     return [short_run(difference) for difference in DIFFERENCES]
 
 
@@ -85,7 +85,7 @@ def short_run(difference: str) -> str:
 
 
 def test_a_rank_that_differs_is_named_on_every_rank():
-    first, second = run_distributed(differ, 2, init_group=True)
+    first, second = run_distributed(run_with_differences, 2, init_group=True)
     assert first == second
     for told, words in zip(first, DIFFERENCES.values(), strict=True):
         assert all(word in told for word in words), told
@@ -95,7 +95,7 @@ def test_one_process_compares_nothing():
     check_ranks(NaiveStrategy(), {'anything': 1}, 'anywhere')
 
 
-# In this order half and half would give one rank 36 tokens and the other 10.
+# Split into halves in this order, one rank would have 36 tokens and the other 10.
 LENGTHS = [10, 9, 9, 8, 3, 3, 2, 2]
 
 
@@ -105,7 +105,7 @@ def of_length(length: int) -> Sequence:
 
 
 def learn() -> tuple[list[int], int]:
-    """Tokens of the records that this rank learned from, and the number of its micro-batches."""
+    """Returns the tokens of the records that this rank learned from, and the number of its micro-batches."""
     seen: list[list[int]] = []
 
     def loss(model: Any, batch: Any) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -122,7 +122,7 @@ def learn() -> tuple[list[int], int]:
     return sorted(n for records in seen for n in records), len(seen)
 
 
-def test_what_two_processes_learn_from():
+def test_two_processes_share_the_records():
     (first, num_first), (second, num_second) = run_distributed(learn, 2)
     assert sorted(first + second) == sorted(LENGTHS)
     assert (len(first), sum(first)) == (len(second), sum(second)) == (4, 23)
@@ -135,7 +135,7 @@ def test_what_two_processes_learn_from():
 def test_packed_and_plain_ppo_have_the_same_losses(monkeypatch):
     calls: list[int] = []
     original = packing_module._packed_hidden
-    packed, plain = (ppo_on_ids.make(packing=packing) for packing in (True, False))  # models try it as they are made
+    packed, plain = (ppo_on_ids.make(packing=packing) for packing in (True, False))  # support is detected here
     monkeypatch.setattr(packing_module, '_packed_hidden', lambda *args: calls.append(1) or original(*args))
     ppo_on_ids.fit(packed)
     num_packed = len(calls)

@@ -1,4 +1,4 @@
-"""The numbers that the trainers measure for the doctor, against slow loops; and that measuring changes no run."""
+"""Metrics for the doctor, against slow loops; measuring them does not change a run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from chatgpt.trainer.metrics import group_metrics, rank_metrics, repetition, rol
 from chatgpt.trainer.run_control import PhaseClock
 
 
-def slowly(responses: list[list[int]]) -> dict[str, float]:
-    """Runs of four as tuples, response by response."""
+def slow_repetition(responses: list[list[int]]) -> dict[str, float]:
+    """Repetition from 4-grams as tuples, response by response."""
     within, sets = [], []
     for response in responses:
         runs = [tuple(response[i : i + 4]) for i in range(len(response) - 3)]
@@ -38,7 +38,7 @@ def slowly(responses: list[list[int]]) -> dict[str, float]:
 def test_repetition_is_that_of_a_slow_loop(vocab):
     rng = np.random.default_rng(vocab)
     responses = [rng.integers(0, vocab, int(n)).tolist() for n in rng.integers(1, 40, 30)]
-    assert repetition([torch.tensor(r) for r in responses]) == pytest.approx(slowly(responses))
+    assert repetition([torch.tensor(r) for r in responses]) == pytest.approx(slow_repetition(responses))
 
 
 def test_repetition_by_hand():
@@ -46,11 +46,11 @@ def test_repetition_by_hand():
         found = repetition([torch.tensor(r) for r in responses])
         return (found['rollout/repetition_within'], found['rollout/repetition_across']) if found else None
 
-    told = [1, 2, 3, 4, 1, 2, 3, 4]  # 1234 2341 3412 4123 1234: one of five stood there before
-    assert measured(told) == pytest.approx((0.2, 0.0))
-    # 4 and 2 different ones, 5 together
-    assert measured(told, [9, 1, 2, 3, 4]) == pytest.approx((0.1, 1 - 5 / 6))
-    # too short, and no run crosses two responses
+    token_ids = [1, 2, 3, 4, 1, 2, 3, 4]  # 1234 2341 3412 4123 1234: one of five is a repetition
+    assert measured(token_ids) == pytest.approx((0.2, 0.0))
+    # 4 and 2 distinct ones, 5 together
+    assert measured(token_ids, [9, 1, 2, 3, 4]) == pytest.approx((0.1, 1 - 5 / 6))
+    # too short, and no 4-gram spans two responses
     assert measured([1, 1, 1], [1, 1, 1]) is measured([1, 2, 3]) is measured() is None
 
 
@@ -63,7 +63,7 @@ def test_groups_with_equal_scores():
     records = [experience(i, [3], [4], score) for i, score in enumerate([1.0, 1.0, 1.0, 2.0, 5.0, 5.0, 7.0])]
     for record, group in zip(records, [0, 0, 1, 1, 2, 2, 3], strict=True):
         record.group = group
-    assert group_metrics(records) == {'rollout/equal_groups_share': 2 / 3}  # one alone is no group
+    assert group_metrics(records) == {'rollout/equal_groups_share': 2 / 3}  # a single response is no group
     assert group_metrics(records[:1]) == {}
     for record, parts in zip(records[:2], [((1.0, 0.0), (1.0, 1.0)), ((1.0, 1.0), (1.0, 0.0))], strict=True):
         record.weighted_scores = parts  # equal in their sum, not apart
@@ -72,47 +72,47 @@ def test_groups_with_equal_scores():
 
 
 class Scores(torch.nn.Module):
-    """The mean id of a sequence; or also how many stand beside it; or with dropout."""
+    """The sum of the action ids; optionally plus a multiple of the batch size, or with dropout."""
 
-    def __init__(self, company: float = 0.0, dropout: float = 0.0) -> None:
+    def __init__(self, batch_effect: float = 0.0, dropout: float = 0.0) -> None:
         super().__init__()
-        self.company, self.dropout, self.sizes = company, torch.nn.Dropout(dropout), []
+        self.batch_effect, self.dropout, self.sizes = batch_effect, torch.nn.Dropout(dropout), []
 
     def forward(self, batch):
         self.sizes.append(batch.num_sequences)
         sums = torch.zeros(batch.num_sequences).index_add(0, batch.action_rows, batch.action_ids.float())
-        return self.dropout(sums) + self.company * batch.num_sequences
+        return self.dropout(sums) + self.batch_effect * batch.num_sequences
 
 
-@pytest.mark.parametrize(('company', 'error'), [(0.0, 0.0), (0.5, 0.5 * 6)])
-def test_a_response_is_scored_again_alone(company, error):
-    strategy, model = NaiveStrategy(seed=0, device='cpu'), Scores(company)
+@pytest.mark.parametrize(('batch_effect', 'error'), [(0.0, 0.0), (0.5, 0.5 * 6)])
+def test_a_response_is_scored_again_alone(batch_effect, error):
+    strategy, model = NaiveStrategy(seed=0, device='cpu'), Scores(batch_effect)
     scorer = RewardModelScorer(model)
     records = [experience(i, [3], [4 + i, 5], 0.0) for i in range(7)]
     for record, score in zip(records, scorer.score(records, strategy), strict=True):
         record.score = score
     assert rescored(scorer, records, strategy) == pytest.approx(error)
     assert model.sizes == [7, 1, 1, 1, 1]
-    # and draws no random number that the run would miss
+    # random generators are not changed
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    assert rescored(RewardModelScorer(Scores(dropout=0.5)), records, strategy) > 0.0  # dropout is at work
+    assert rescored(RewardModelScorer(Scores(dropout=0.5)), records, strategy) > 0.0  # dropout is active
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_it_is_rare(monkeypatch):
+def test_rescoring_is_rare(monkeypatch):
     import chatgpt.trainer.experience.scorers as module
 
     monkeypatch.setattr(module, 'RESCORE_EVERY', 2)
     trainer, phases = ppo_on_ids.run(3)
     assert ['rollout/rescore_error' in p for p in phases] == [True, False, True]
-    for name in ('actor', 'critic'):  # greatest norms stand beside their means
+    for name in ('actor', 'critic'):  # maxima of norms as well as their means
         assert phases[0][f'ppo/{name}_grad_norm_max'] >= phases[0][f'ppo/{name}_grad_norm'] > 0.0
-    assert trainer.collector.taken_s() == 0.0  # asked for at the end of the phase
+    assert trainer.collector.taken_s() == 0.0  # taken at the end of the phase
 
 
-def test_a_scorer_that_is_no_reward_model_is_asked_once():
+def test_a_scorer_that_is_no_reward_model_is_called_once():
     class Lengths:
         num_calls = 0
 

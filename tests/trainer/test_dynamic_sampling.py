@@ -1,4 +1,4 @@
-"""Dynamic sampling: what it replaces, when it gives up, stops and resumes."""
+"""Dynamic sampling: the groups it replaces, its limit, stopping and resuming."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DYNAMIC: dict[str, Any] = {'advantage_estimator': 'grpo', 'num_samples_per_promp
 
 
 class Rare:
-    """Scores differ within a group only for every third prompt that is drawn."""
+    """Scores that differ within a group only for every third prompt."""
 
     def score(self, samples: list[Any], strategy: Any) -> list[float]:
         return [float(s.index % 4) if s.group % 3 == 0 else 1.0 for s in samples]
@@ -37,7 +37,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return fit(make(4, run_dir=tmp_path_factory.mktemp('whole'), callbacks=[saver]), 3)
 
 
-def test_groups_that_teach_nothing_are_replaced(whole):
+def test_groups_of_equal_scores_are_replaced(whole):
     assert len(fit(make(0), 1).log.experiences[0]) == 16
     for experiences in whole.log.experiences:
         assert len(experiences) == 16 and all(e.group % 3 == 0 for e in experiences)
@@ -54,7 +54,7 @@ def test_it_gives_up():
         fit(make(2, lambda p, r: [1.0] * len(p)), 1)
 
 
-def goes_on(whole: Any, folder: Any, done: int) -> None:
+def check_resumes(whole: Any, folder: Any, done: int) -> None:
     rest = make(4)
     rest.set_prompts(PROMPTS)
     assert rest.load_checkpoint(folder / 'checkpoints' / f'step-{done:08d}')
@@ -62,11 +62,11 @@ def goes_on(whole: Any, folder: Any, done: int) -> None:
 
 
 def test_it_resumes_to_the_bit(whole):
-    goes_on(whole, whole.run_dir, 1)
+    check_resumes(whole, whole.run_dir, 1)
 
 
 def test_a_stop_between_rounds_drops_the_phase(whole, tmp_path):
-    """A phase of fewer groups is not learned from: the resumed run is the undisturbed one."""
+    """A phase of fewer groups is not learned; the resumed run equals the undisturbed one."""
 
     class Stops(Rare):
         calls = 0
@@ -78,15 +78,15 @@ def test_a_stop_between_rounds_drops_the_phase(whole, tmp_path):
             return super().score(samples, strategy)
 
     stopped = make(4, Stops(), run_dir=tmp_path, callbacks=[SaveCheckpoint(interval=1, keep_last=9)])
-    assert whole.log.phases[0]['rollout/dynamic_rounds'] >= 2  # so call 5 lies between the rounds of the second phase
+    assert whole.log.phases[0]['rollout/dynamic_rounds'] >= 2  # so call 5 is between the rounds of the second phase
     fit(stopped, 3)
     done = len(stopped.log.phases)
     assert 0 < done < 3 and stopped.log.phases == whole.log.phases[:done]
-    goes_on(whole, tmp_path, done)
+    check_resumes(whole, tmp_path, done)
 
 
-class Watch(Callback):
-    """At the end of each collect phase: tensors made whole, copies and weights of theirs still alive."""
+class CopyCounter(Callback):
+    """Records at the end of each collect phase: gathered tensors, and copies and their weights that are still alive."""
 
     def __init__(self, strategy: Any, whole: list[int]) -> None:
         self.whole, self.copies = whole, list[weakref.ref[Any]]()
@@ -118,7 +118,7 @@ def under_fsdp() -> list[tuple[list[tuple[int, int, int]], int]]:
             fsdp._full = lambda *args, whole=whole: whole.append(1) or original(*args)  # type: ignore[func-returns-value]
             try:
                 torch.manual_seed(0)
-                watch, actor = Watch(strategy, whole), GPTActor(config=tiny_config('gpt2', **SMALL))
+                watch, actor = CopyCounter(strategy, whole), GPTActor(config=tiny_config('gpt2', **SMALL))
                 settings = {'advantage_estimator': 'reinforce++', 'kl_coef': 0.0, 'callbacks': [watch]}
                 trainer = assemble(strategy, actor, None, Rare(), **settings)
                 trainer.fit([torch.tensor([3, 4 + i]) for i in range(8)], 1, 6, 3)

@@ -1,4 +1,4 @@
-"""The average of weights: against a loop, through checkpoints, over ranks, and as a folder."""
+"""The average of weights: against a loop, in checkpoints, over ranks, and as a folder."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def same(one: EMA, other: EMA) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_against_a_loop_and_the_weights_themselves_are_not_touched(tmp_path):
+def test_the_average_equals_a_loop_and_the_weights_do_not_change(tmp_path):
     ema, loop = EMA(DECAY), Loop()
     plain, trainer = sft(), sft(callbacks=[ema, loop], run_dir=tmp_path)
     plain.fit(), trainer.fit()
@@ -57,7 +57,7 @@ def test_against_a_loop_and_the_weights_themselves_are_not_touched(tmp_path):
     assert torch.equal(weights(plain), weights(trainer))
 
 
-def test_a_resume_goes_on_to_the_bit_and_two_averages_of_one_model_are_two(tmp_path):
+def test_a_resume_continues_to_the_bit_with_two_averages_of_a_model(tmp_path):
     whole, rest = [EMA(DECAY), EMA(0.1)], [EMA(DECAY), EMA(0.1)]
     sft(callbacks=[*whole, SaveCheckpoint(interval=3, keep_last=9)], run_dir=tmp_path).fit()
     trainer = sft(callbacks=rest)

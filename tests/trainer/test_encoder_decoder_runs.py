@@ -1,5 +1,5 @@
 """Every method on a tiny T5 or BART: the first ratio is 1 and the first KL 0, two phases run, and the losses are those
-of transformers' own log-probs."""
+of log-probs by transformers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tokenizer_of(family: str) -> Any:
 
 
 def online(family: str, actor: Any, *, critic: bool, reference: bool, reward: Any = vowels, **settings: Any) -> Any:
-    """After two phases on review prefixes; texts become ids in the trainer."""
+    """Returns a trainer after two phases on review prefixes; the trainer tokenizes them."""
     initial = Actor(deepcopy(actor.model)) if reference else None
     judge = Critic(trunk_of(tiny_causal_lm(family))) if critic else None
     sizes = {'experience_batch_size': 6, 'train_batch_size': 12, 'tokenizer': encoder_decoder_tokenizer(family)}
@@ -50,13 +50,13 @@ def online(family: str, actor: Any, *, critic: bool, reference: bool, reward: An
     assert abs(first['rollout/kl_mean']) < 1e-5 * 6
     assert first.get('rollout/rescore_error', 0.0) < 1e-5
     if reference:
-        assert abs(second['rollout/kl_mean']) > 1e-6  # the policy has moved away from what it is compared with
+        assert abs(second['rollout/kl_mean']) > 1e-6  # the policy differs from the reference
     assert all(math.isfinite(value) for phase in trainer.log.phases for value in phase.values())
     return trainer
 
 
 def label_loss(model: Any, prompt_ids: torch.Tensor, response_ids: torch.Tensor) -> float:
-    """Mean −log π of a response's tokens, as transformers computes it from labels."""
+    """Mean −log π of a response's tokens, computed by transformers from labels."""
     with torch.no_grad():
         return model(input_ids=prompt_ids[None], labels=response_ids[None]).loss.item()
 
@@ -83,7 +83,7 @@ def test_every_online_method(method):
 
 
 def offline(method: str, family: str, data: Any, model: Any, **settings: Any) -> tuple[Any, list[float]]:
-    """The trainer after two steps, and its losses."""
+    """Returns the trainer after two steps, and its losses."""
     strategy, log, tokenizer = NaiveStrategy(seed=1), Log(), tokenizer_of(family)
     if settings.pop('compares', False):
         settings['initial_model'] = strategy.prepare(deepcopy(model))
@@ -148,7 +148,7 @@ def test_other_methods_of_preferences(method, family):
     assert second < first
 
 
-def test_ilql_and_what_it_decodes():
+def test_ilql_and_its_decoding():
     tokenizer = tokenizer_of('t5')
     data, _ = load_labelled([r | {'reward': float(len(r['response']))} for r in SUMMARIES], tokenizer)
     trainer, losses = offline('ilql', 't5', data, ILQLModel(tiny_causal_lm('t5')))
@@ -168,14 +168,14 @@ def test_ilql_and_what_it_decodes():
 
 
 def test_prompts_without_the_end_token_are_pointed_out():
-    bare, _ = load_demonstrations(SUMMARIES, encoder_decoder_tokenizer('t5'))  # nobody said what it is for
+    bare, _ = load_demonstrations(SUMMARIES, encoder_decoder_tokenizer('t5'))  # not marked as an encoder-decoder's
     strategy = NaiveStrategy(seed=1)
     model, optimizer = trained(strategy, Actor(tiny_causal_lm('t5')))
     with pytest.warns(UserWarning, match="the first prompt does not end with '<eos>'"):
         SFTTrainer(strategy, model, optimizer, bare, tokenizer=tokenizer_of('t5'))
 
 
-def test_what_an_encoder_decoder_cannot_do_is_said():
+def test_unsupported_settings_of_an_encoder_decoder_are_refused():
     actor = Actor(tiny_causal_lm('t5'), value_head=True)
     settings = {'tokenizer': tokenizer_of('t5'), 'kl_coef': 0.0, 'environment': 'games:countdown'}
     with pytest.raises(ValueError, match='the turns of an environment are written by causal language models'):

@@ -1,4 +1,4 @@
-"""PPO of encoder-decoders on token ids: the first ratio, learning, going on from a checkpoint, and two processes."""
+"""PPO of encoder-decoders on token ids: the first ratio, learning, resuming, and two processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def prompts(num: int = 7) -> list[torch.Tensor]:
 
 
 class Scorer:
-    """The share of good tokens, of ids alone, each rank its own."""
+    """The share of good tokens, from ids alone; each rank scores its own."""
 
     def score(self, samples: Any, strategy: Any) -> list[float]:
         return [sum(int(t) in GOOD for t in s.response_ids) / s.num_actions for s in samples]
@@ -51,27 +51,27 @@ def make(family: str = 't5', roles: str = 'own', strategy: Any = None, **setting
     return ppo(strategy, Scorer(), config=tiny_config(family, **SMALL), **ROLES[roles] | given)
 
 
-def made(kind: str, **options: Any) -> Any:
+def make_strategy(kind: str, **options: Any) -> Any:
     return getattr(strategies, kind)(seed=3, device='cpu', **options)
 
 
-def came_of(kind: str, options: dict[str, Any], family: str, roles: str) -> dict[str, Any]:
-    with made(kind, **options) as strategy:
+def outcome_of(kind: str, options: dict[str, Any], family: str, roles: str) -> dict[str, Any]:
+    with make_strategy(kind, **options) as strategy:
         return outcome(strategy, fit(make(family, roles, strategy), 2, prompts()))
 
 
-def several(jobs: list[tuple[str, dict[str, Any], str, str]]) -> list[dict[str, Any]]:
-    return [came_of(*job) for job in jobs]
+def run_jobs(jobs: list[tuple[str, dict[str, Any], str, str]]) -> list[dict[str, Any]]:
+    return [outcome_of(*job) for job in jobs]
 
 
 def exact_hashes(kinds: list[str]) -> list[str]:
-    """Of the weights after a few steps of SFT under `reproducible='exact'`."""
+    """Returns hashes of the weights after a few steps of SFT under `reproducible='exact'`."""
     g = torch.Generator().manual_seed(1)
     lengths = [(1 + i % 5, 1 + i % 7) for i in range(12)]
     data = [sequence(*(torch.randint(3, VOCAB, (n,), generator=g).tolist() for n in both)) for both in lengths]
     found = []
     for kind in kinds:
-        with made(kind, reproducible='exact') as strategy:
+        with make_strategy(kind, reproducible='exact') as strategy:
             config = tiny_config('bart', **SMALL, layers=3)
             trainer = sft(data, strategy=strategy, config=config, train_batch_size=8, max_epochs=1, lr=3e-3)
             trainer.fit()
@@ -82,7 +82,7 @@ def exact_hashes(kinds: list[str]) -> list[str]:
 
 
 def m2m_losses(precisions: list[str]) -> list[list[float]]:
-    """Of two steps of SFT under FSDP, of an M2M-100 that adds sines to its states and leaves every second block out."""
+    """Returns losses of two steps of SFT under FSDP, of an M2M-100 with sinusoidal positions and LayerDrop of 0.5."""
     from transformers import M2M100Config
 
     sizes = {'d_model': 16, 'vocab_size': VOCAB, 'max_position_embeddings': 32, 'dropout': 0.0}
@@ -92,7 +92,7 @@ def m2m_losses(precisions: list[str]) -> list[list[float]]:
     data = [sequence([3 + k % 13 for k in range(2 + i)], list(range(3, 4 + i))) for i in range(8)]
     found = []
     for precision in precisions:
-        with made('FSDPStrategy', precision=precision) as strategy:
+        with make_strategy('FSDPStrategy', precision=precision) as strategy:
             config = M2M100Config(**sizes, **drops, pad_token_id=1, decoder_start_token_id=2)
             trainer = sft(data, strategy=strategy, config=config, train_batch_size=8, lr=1e-3)
             trainer.fit()
@@ -117,7 +117,7 @@ def test_the_first_ratio_is_1_and_the_first_kl_0(family, roles):
 
 
 @pytest.mark.parametrize(('family', 'roles'), [('t5', 'hydra'), ('bart', 'own')])
-def test_a_run_goes_on_to_the_bit(family, roles, tmp_path: Path):
+def test_a_run_resumes_to_the_bit(family, roles, tmp_path: Path):
     whole, half, rest = make(family, roles), make(family, roles, run_dir=tmp_path), make(family, roles)
     whole.fit(prompts(), 2, 1, 1)
     half.fit(prompts(), 1, 1, 1)
@@ -135,9 +135,9 @@ JOBS = [
 ]
 
 
-def test_two_processes_are_one():
-    ones = {key: came_of('NaiveStrategy', {}, *key) for key in {job[2:] for job in JOBS}}
-    for job, first, second in zip(JOBS, *run_distributed(several, 2, JOBS, init_group=True), strict=True):
+def test_two_processes_equal_one_process():
+    ones = {key: outcome_of('NaiveStrategy', {}, *key) for key in {job[2:] for job in JOBS}}
+    for job, first, second in zip(JOBS, *run_distributed(run_jobs, 2, JOBS, init_group=True), strict=True):
         check_outcome(first, ones[job[2:]], atol=1e-4, rel=1e-3, abs=1e-5)
         assert first['samples'] == second['samples'], job
         assert all(phase['ppo/first_ratio_error'] < 1e-5 for phase in first['metrics'])

@@ -1,4 +1,4 @@
-"""What a run in an environment leaves to read: samples.jsonl and its table, recorded rollouts, and its sizes."""
+"""Files of a run in an environment: samples.jsonl and its table, recorded rollouts, and their sizes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_samples_have_the_parts_of_an_episode(run):
     for row, e in zip(rows, trainer.last_experiences, strict=True):
         assert row['index'] == e.index and row['prompt'] == 'begin the task now:'
         assert row['parts'] == by_hand(e)
-        if '\ufffd' not in row['response']:  # bytes that are no UTF-8 are so in each part by itself
+        if '\ufffd' not in row['response']:  # invalid UTF-8 is invalid in each part
             assert ''.join(part.get('turn', part.get('observation')) for part in row['parts']) == row['response']
         if row['end'] == 'error':
             assert row['message'].startswith('Twice: raised RuntimeError: no more') and row['success'] is False

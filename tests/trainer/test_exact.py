@@ -1,4 +1,4 @@
-"""`reproducible='exact'`: one SHA-256 of weights, optimizer states and metrics, whatever strategy and number of
+"""`reproducible='exact'`: the same SHA-256 of weights, optimizer states and metrics under any strategy and number of
 processes."""
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def build(strategy: Any, kind: str, family: str = 'gpt2', **settings: Any) -> An
 
 
 def digest(trainer: Any) -> str:
-    """SHA-256 over weights and optimizer states, on every rank."""
+    """Returns the SHA-256 of weights and optimizer states, on every rank."""
     strategy, models = trainer.strategy, trainer.models()
     found = {name: strategy.model_pieces(model) for name, model in models.items()}
     found |= {f'{name}_optim': strategy.optimizer_state(o)[1] for name, o in trainer.optimizers().items()}
@@ -142,7 +142,7 @@ ALL: list[Case] = [
 ]
 
 
-def made(layout: str, precision: str = 'fp32', **options: Any) -> Any:
+def make_strategy(layout: str, precision: str = 'fp32', **options: Any) -> Any:
     options = {'seed': 3, 'device': 'cpu', 'reproducible': 'exact'} | options
     if layout.startswith('zero'):
         from chatgpt.strategies.colossalai import ColossalAIStrategy
@@ -152,20 +152,20 @@ def made(layout: str, precision: str = 'fp32', **options: Any) -> Any:
 
 
 def runs(layout: str, cases: list[Case], **options: Any) -> dict[Case, Any]:
-    """What is left of every case under a strategy of that name."""
+    """Returns the results of every case under a strategy of that name."""
     found = {}
     for kind, family, precision in cases:
-        with made(layout, precision, **options) as strategy:
+        with make_strategy(layout, precision, **options) as strategy:
             found[kind, family, precision] = run(strategy, kind, family)
     return found
 
 
-def several(layouts: list[str], cases: list[Case], device: str = 'cpu') -> dict[str, dict[Case, Any]]:
+def run_layouts(layouts: list[str], cases: list[Case], device: str = 'cpu') -> dict[str, dict[Case, Any]]:
     return {layout: runs(layout, cases, device=device) for layout in layouts}
 
 
 def flip_one_bit(trainer: Any) -> None:
-    """A low bit of one element of one gradient, once, on the last rank. The very last one can be lost where the sum
+    """Flips a low bit of one element of one gradient, once, on the last rank. The lowest bit could be lost when the sum
     over ranks is rounded."""
     strategy, backward, done = trainer.strategy, trainer.strategy.backward, []
 
@@ -188,20 +188,20 @@ VARIANTS: dict[str, dict[str, Any]] = {'same': {}, 'flipped': {}, 'ordinary': {'
 
 
 def variants(layout: str, further: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Hashes under a layout: as it is, with a flipped bit, without `exact`, and with further settings."""
+    """Returns hashes under a layout: unchanged, with a flipped bit, without `exact`, and with further settings."""
     hashes = {}
     for name, options in {**VARIANTS, **further}.items():
-        with made(layout, **options) as strategy:
+        with make_strategy(layout, **options) as strategy:
             hashes[name] = run(strategy, 'sft', before=flip_one_bit if name == 'flipped' else None)[0]
     return hashes
 
 
 def legs(layouts: list[str], kind: str, sources: list[str | None], targets: list[str]) -> list[str]:
-    """Of a run of three thirds the last ones, from one checkpoint to the next: two steps of SFT's six, or one phase of
-    PPO's three. The hash of each."""
+    """Runs the last thirds of a run, from one checkpoint to the next: two of SFT's six steps, or one of PPO's three
+    phases. Returns the hash of each."""
     found = []
     for i, (layout, source, target) in enumerate(zip(layouts, sources, targets, strict=True)):
-        with made(layout) as strategy:
+        with make_strategy(layout) as strategy:
             settings = {'max_epochs': 3} if kind in OFFLINE else {}
             trainer = build(strategy, kind, **settings)
             if source is not None:
@@ -227,22 +227,22 @@ def check(want: dict[Case, Any], got: list[dict[str, dict[Case, Any]]]) -> None:
 
 def test_one_hash_on_two_processes():
     cases = [*FP32, *BF16]
-    want = run_distributed(runs, 1, 'naive', cases)[0]  # a process as fresh as the others
+    want = run_distributed(runs, 1, 'naive', cases)[0]  # a new process, like the others
     assert len({digest for digest, _ in want.values()}) == len(cases)
-    check(want, run_distributed(several, 2, TWO, cases, init_group=True))
+    check(want, run_distributed(run_layouts, 2, TWO, cases, init_group=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('ranks', [2, 4])
 def test_one_hash_of_everything(ranks):
-    check(run_distributed(runs, 1, 'naive', ALL)[0], run_distributed(several, ranks, TWO, ALL))
+    check(run_distributed(runs, 1, 'naive', ALL)[0], run_distributed(run_layouts, ranks, TWO, ALL))
 
 
 @pytest.mark.slow
 @needs_colossalai
 def test_one_hash_under_zero():
     cases = [*FP32, *BF16, ('ptx', 'gpt2', 'fp32'), ('hydra', 'llama', 'bf16')]
-    check(run_distributed(runs, 1, 'naive', cases)[0], run_distributed(several, 2, ['zero1', 'zero2'], cases))
+    check(run_distributed(runs, 1, 'naive', cases)[0], run_distributed(run_layouts, 2, ['zero1', 'zero2'], cases))
 
 
 def test_gemini_and_its_fp16_are_refused():
@@ -258,11 +258,11 @@ def test_gemini_and_its_fp16_are_refused():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
 def test_one_hash_on_a_gpu():
-    """Twice the same, and under DDP and FSDP2, which one GPU can try on one process only."""
+    """Two runs are the same, also under DDP and FSDP2, each on one process of a single GPU."""
     cases = [('sft', 'gpt2', 'fp32'), ('ppo', 'llama', 'fp32'), ('ppo', 'gpt2', 'bf16')]
     want = runs('naive', cases, device='cuda')
     check(want, [{'naive': runs('naive', cases, device='cuda')}])
-    check(want, run_distributed(several, 1, TWO, cases, 'cuda'))
+    check(want, run_distributed(run_layouts, 1, TWO, cases, 'cuda'))
 
 
 @pytest.mark.gpu
@@ -275,7 +275,7 @@ def test_an_optimizer_on_a_gpu_steps_parts_as_the_whole(options):
 
 
 def test_what_changes_the_hash():
-    """One flipped bit of one gradient, another seed, other atoms; and without `exact` the layout."""
+    """One flipped bit of one gradient, another seed, other atoms; and the layout without `exact`."""
     (one,) = run_distributed(variants, 1, 'naive', {'atoms': {'atoms': 4}})
     two = run_distributed(variants, 2, 'ddp', {'seed': {'seed': 4}})[0]
     assert one.pop('same') == two['same']
@@ -284,7 +284,7 @@ def test_what_changes_the_hash():
 
 @pytest.mark.parametrize('kind', ['sft', 'ppo'])
 def test_a_run_that_moves_between_layouts(tmp_path, kind):
-    """Naive, then FSDP2 on two processes, then DDP on two; against Naive all the way."""
+    """Naive, then FSDP2 on two processes, then DDP on two; compared with Naive throughout."""
     at = [str(tmp_path / str(i)) for i in range(6)]
     (hashes,) = run_distributed(legs, 1, ['naive'] * 3, kind, [None, *at[:2]], at[:3])
     moved = run_distributed(legs, 2, ['fsdp', 'ddp'], kind, [at[0], at[3]], at[3:5], init_group=True)
@@ -292,7 +292,7 @@ def test_a_run_that_moves_between_layouts(tmp_path, kind):
 
 
 def test_an_atom_above_the_budget_is_refused_before_any_work():
-    with made('naive') as strategy:
+    with make_strategy('naive') as strategy:
         trainer = build(strategy, 'sft', max_tokens_per_batch=20)
         with pytest.raises(ValueError, match=r'one of the 8 atoms of a train batch of 12 has \d rows of up to \d+ tok'):
             trainer.fit()

@@ -1,4 +1,4 @@
-"""A run that an exception ends: what is kept, what is said of it, and what goes on from it afterwards."""
+"""Runs that end with an exception: the checkpoint, the message, and the resume."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Broken(RuntimeError):
 
 
 class BreaksIn(CountGood):
-    """A reward model that raises in the n-th phase: when it scores a batch for the n-th time. Scoring again, one
-    response alone, does not count."""
+    """A reward model that raises in the n-th phase, when it scores a batch for the n-th time. Scoring a single response
+    again does not count."""
 
     def __init__(self, call: int, error: type[Exception] = Broken) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def test_a_loss_that_is_not_finite_keeps_the_phase_before(tmp_path, capsys):
 
 
 @pytest.mark.parametrize('earlier', [False, True])
-def test_a_policy_without_finite_numbers_is_not_recommended(tmp_path, capsys, earlier):
+def test_a_policy_without_finite_logits_is_not_recommended(tmp_path, capsys, earlier):
     callbacks = [SaveCheckpoint(interval=1)] if earlier else []
     broken(FloatingPointError, run_dir=tmp_path, reward=BreaksIn(3, FloatingPointError), callbacks=callbacks)
     told, first = capsys.readouterr().err, tmp_path / 'checkpoints' / 'step-00000001'
@@ -111,7 +111,7 @@ def test_a_policy_without_finite_numbers_is_not_recommended(tmp_path, capsys, ea
     assert '--resume' not in told
 
 
-def test_learning_that_is_cut_short_keeps_its_weights_apart_from_whole_phases(tmp_path, capsys):
+def test_weights_of_an_interrupted_phase_are_saved_apart_from_whole_phases(tmp_path, capsys):
     folder = tmp_path / 'later'
     trainer = broken(run_dir=folder, callbacks=[RaiseAt(2, 2), SaveCheckpoint(interval=1, keep_last=1)])
     cut, whole = (folder / 'checkpoints' / name for name in ('cut-short', 'step-00000002'))
@@ -121,11 +121,11 @@ def test_learning_that_is_cut_short_keeps_its_weights_apart_from_whole_phases(tm
     assert f'the last whole phase is in {whole}, which --resume auto or --resume {whole} takes' in told
     again, exact = resumed(cut, run_dir=folder), resumed(folder)
     assert torch.equal(weights(again), weights(trainer))
-    assert (again.phase, again.timestep) == (2, 2)  # the phase is collected anew
+    assert (again.phase, again.timestep) == (2, 2)  # the phase is collected again
     assert not torch.equal(weights(exact), weights(trainer)) and exact.phase == 2
     assert fit(again, PHASES).phase == PHASES
-    assert 'cut-short' not in saved(folder)  # passed by now
-    # where no whole phase was saved, auto takes the one cut short
+    assert 'cut-short' not in saved(folder)  # older than the newest checkpoint
+    # without a whole phase, auto takes the cut-short one
     first = broken(run_dir=tmp_path / 'at once', callbacks=[RaiseAt(0, 1)])
     assert saved(tmp_path / 'at once') == ['cut-short']
     assert torch.equal(weights(resumed('auto', run_dir=tmp_path / 'at once')), weights(first))
@@ -144,7 +144,7 @@ def test_half_a_step_and_a_run_that_has_learned_nothing_are_not_saved(tmp_path, 
     assert told in capsys.readouterr().err and saved(tmp_path) == []
 
 
-def test_a_disk_that_is_full_is_said_and_no_checkpoint_is_made_up(tmp_path, capsys, monkeypatch):
+def test_a_full_disk_is_reported_and_no_checkpoint_is_claimed(tmp_path, capsys, monkeypatch):
     def full(*args: Any, **kwargs: Any) -> None:
         raise CheckpointError('no space left on device')
 
@@ -176,8 +176,8 @@ def test_an_evaluation_that_raises_after_the_last_phase_leaves_the_trained_state
 
 
 @pytest.mark.parametrize(('batch', 'after'), [(0, True), (1, False), (2, True)])
-def test_supervised_training_goes_on_from_its_last_step_to_the_same_bits(tmp_path, batch, after):
-    """Four batches an epoch, two epochs; phases of three batches, the second of which is cut short."""
+def test_supervised_training_resumes_from_its_last_step_to_the_same_bits(tmp_path, batch, after):
+    """Four batches an epoch, two epochs; phases of three batches, the second of which is interrupted."""
 
     def sft(name: str, *callbacks: Callback) -> Any:
         return tiny_runs.sft(callbacks=callbacks, run_dir=tmp_path / name, log_interval=3)
@@ -186,7 +186,7 @@ def test_supervised_training_goes_on_from_its_last_step_to_the_same_bits(tmp_pat
     straight.fit()
     with pytest.raises(Broken):
         broken.fit()
-    # of the third batch only the report lacked
+    # after the third batch only the report was missing
     assert saved(tmp_path / 'broken') == ['step-00000001' if batch < 2 else 'step-00000002']
     again.load_checkpoint('auto')
     assert again.batches_done == broken.batches_done == 3 + batch + after
@@ -195,11 +195,11 @@ def test_supervised_training_goes_on_from_its_last_step_to_the_same_bits(tmp_pat
     assert (again.batches_done, again.num_updates, again.phase) == (8, 8, 3)
     ours, theirs = ([json.loads(x) for x in (tmp_path / n / 'metrics.jsonl').open()] for n in ('broken', 'straight'))
     assert (ours[0]['sft/loss'], ours[-1]['sft/loss']) == (theirs[0]['sft/loss'], theirs[-1]['sft/loss'])
-    # the one cut short lacks its first batches, or all
+    # the interrupted phase lacks its first batches, or all
     assert [m['step'] for m in ours] == ([1, 2, 3] if batch < 2 else [1, 3])
 
 
-def test_a_run_with_a_folder_saves_by_the_clock_and_at_the_end(tmp_path, monkeypatch):
+def test_a_run_with_a_folder_saves_at_intervals_and_at_the_end(tmp_path, monkeypatch):
     now, seen = [0.0], []
     monkeypatch.setattr('chatgpt.trainer.callbacks.checkpoint.time.monotonic', lambda: now[0])
 
@@ -209,7 +209,7 @@ def test_a_run_with_a_folder_saves_by_the_clock_and_at_the_end(tmp_path, monkeyp
             now[0] += 8 * 60
 
     fit(make(run_dir=tmp_path, callbacks=[Slow()]), PHASES)
-    # after 16 minutes, then after 32, which is the end
+    # after 16 minutes, then after 32, at the end
     assert seen == [[], [], ['step-00000002'], ['step-00000002']]
     assert saved(tmp_path) == ['step-00000002', 'step-00000004']
     assert not any(isinstance(c, SaveCheckpoint) for c in make().callbacks)
@@ -217,13 +217,13 @@ def test_a_run_with_a_folder_saves_by_the_clock_and_at_the_end(tmp_path, monkeyp
 
 @pytest.fixture
 def in_the_way(tmp_path):
-    """A file where a folder should be."""
+    """A file at the path of a folder."""
     path = tmp_path / 'file'
     path.touch()
     return path / 'model'
 
 
-def test_a_model_that_cannot_be_written_is_in_the_checkpoint_of_the_end(tmp_path, in_the_way):
+def test_a_model_that_cannot_be_written_is_in_the_last_checkpoint(tmp_path, in_the_way):
     trainer = fit(make(run_dir=tmp_path / 'run'), 1)
     end = tmp_path / 'run' / 'checkpoints' / 'step-00000001'
     told = rf'{in_the_way}: the trained model could not be written .*weights are in the checkpoint {end}: '
@@ -249,7 +249,7 @@ def test_without_a_checkpoint_the_model_is_written_elsewhere(tmp_path, in_the_wa
     assert torch.equal(loaded.get_input_embeddings().weight, trainer.actor.model.get_input_embeddings().weight)
 
 
-def test_a_model_that_can_be_written_nowhere_is_said_to_be_lost(in_the_way, monkeypatch):
+def test_a_model_that_cannot_be_written_anywhere_is_reported_as_lost(in_the_way, monkeypatch):
     monkeypatch.setattr('tempfile.mkdtemp', lambda prefix: str(in_the_way))
     with pytest.raises(SaveError, match='and nowhere else: .*The weights are lost with this process'):
         make().save_pretrained(in_the_way)
@@ -289,7 +289,7 @@ def test_ranks_that_fail_together_save(tmp_path, kind):
     assert CheckpointReader(path).meta['phase'] == 2  # whole: every rank has written its part
 
 
-def test_a_rank_that_fails_alone_says_what_stands(tmp_path):
+def test_a_rank_that_fails_alone_names_the_newest_checkpoint(tmp_path):
     alone = run_source(RANKS.format(kind='DDPStrategy', how='alone', folder=tmp_path))
     assert all(code != 0 for code, _ in alone)
     told = (

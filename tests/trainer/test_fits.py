@@ -1,5 +1,5 @@
-"""Records that a model cannot read are refused by name before the first step; a router loss that a config asks for
-likewise, and models that are one where there must be two."""
+"""Refusals before the first step: records that a model cannot read, a router loss in the model's config, and shared
+models or optimizers."""
 
 from __future__ import annotations
 
@@ -50,21 +50,21 @@ def test_a_record_that_the_model_cannot_read_is_named(kind):
         assert 'Trainer: train_data[2] has' in str(found.value) and '\n' not in str(found.value)
         with pytest.raises(ValueError, match=r'Trainer: eval_data\[1\] has'):
             trainer(kind, [GOOD], [GOOD, bad])
-    if kind == 'sft':  # what just fits is taken
+    if kind == 'sft':  # records at the limits are accepted
         trainer('sft', [GOOD, sequence([15] * 4, [0] * 4), sequence([], [3])])
 
 
-def test_prompt_and_response_of_an_encoder_decoder_are_numbered_apart():
+def test_prompt_and_response_of_an_encoder_decoder_have_separate_positions():
     actor = GPTActor(config=deepcopy(CONFIG))
     long = sequence([3] * 8, [4] * 7)
     with pytest.raises(ValueError, match='has 15 tokens'):
         check_records('data', [[long]], actor)
     actor.model.config.is_encoder_decoder = True
     check_records('data', [[long]], actor)
-    # the start token is the ninth
+    # the start token is at the ninth position
     with pytest.raises(ValueError, match=r'has 9 tokens on one side, the start token included.*max_length=7'):
         check_records('data', [[sequence([3], [4] * 8)]], actor)
-    for encoder, decoder in ((40, 300), (300, 40)):  # two limits count with the smaller
+    for encoder, decoder in ((40, 300), (300, 40)):  # the smaller of two limits counts
         config = LEDConfig(max_encoder_position_embeddings=encoder, max_decoder_position_embeddings=decoder)
         assert position_limit(config) == 40
 
@@ -72,7 +72,7 @@ def test_prompt_and_response_of_an_encoder_decoder_are_numbered_apart():
 REFUSED = r'mixtral has output_router_logits=True, .*router_aux_loss_coef=0.25. is not added here; set'
 
 
-def test_a_router_loss_that_nobody_adds_is_refused_also_before_weights_are_read(tmp_path: Path):
+def test_a_router_loss_is_refused_before_weights_are_read(tmp_path: Path):
     sizes = {'vocab_size': 300, 'hidden_size': 16, 'intermediate_size': 16, 'num_hidden_layers': 1, 'pad_token_id': 0}
     sizes |= {'num_attention_heads': 2, 'num_key_value_heads': 1, 'num_local_experts': 2, 'max_position_embeddings': 32}
     for asked in (False, True):
@@ -81,7 +81,7 @@ def test_a_router_loss_that_nobody_adds_is_refused_also_before_weights_are_read(
         actor, optim = trained(strategy, AutoActor(config=config))
         with pytest.raises(ValueError, match=REFUSED) if asked else nullcontext():
             SFTTrainer(strategy, actor, optim, [GOOD] * 4, train_batch_size=2, max_epochs=1).fit()
-    config.save_pretrained(tmp_path)  # a folder without weights
+    config.save_pretrained(tmp_path)  # no weights
     byte_tokenizer().save_pretrained(tmp_path)
     data = tmp_path / 'data.jsonl'
     data.write_text('{"prompt": "a", "completion": "b"}\n')
@@ -90,9 +90,9 @@ def test_a_router_loss_that_nobody_adds_is_refused_also_before_weights_are_read(
 
 
 @pytest.mark.parametrize('kind', ['copy', 'none', 'itself', 'same weights', 'reward', 'optimizer'])
-def test_models_and_optimizers_that_are_one(kind):
-    """A copy is right, as is None with LoRA; the actor itself, before or after `prepare`, would have a KL of 0 for
-    ever."""
+def test_shared_models_and_optimizers_are_refused(kind):
+    """Accepts a copy, or None with LoRA; refuses the actor itself, before or after `prepare`, for which the KL would
+    always be 0."""
     strategy = NaiveStrategy(seed=5)
     actor: Any = GPTActor(config=CONFIG, lora_rank=2 if kind == 'none' else 0)
     critic: Any = GPTCritic(config=CONFIG)

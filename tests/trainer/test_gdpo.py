@@ -1,5 +1,4 @@
-"""GDPO in whole runs: the scores of a weighted list stay apart as far as the advantages, which a slow loop makes of
-them again."""
+"""GDPO in whole runs: the scores of a weighted list stay separate, and a slow loop recomputes the advantages."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def normalised(values: list[float]) -> list[float]:
 
 
 def slow(experiences: list[Experience]) -> dict[int, float]:
-    """Advantage by sample index, from texts and indices alone."""
+    """Returns the advantage by sample index, from texts and indices alone."""
     texts = [e.response_text for e in experiences]
     columns = [vowels([], texts), short([], texts), [1.0 + e.index % 3 for e in experiences]]
     totals = dict.fromkeys((e.index for e in experiences), 0.0)
@@ -56,7 +55,7 @@ def test_advantages_by_a_slow_loop():
     trainer = make()
     trainer.fit(PROMPTS, 1, 2, 2)
     (experiences,) = trainer.log.experiences
-    assert len(experiences) == 32  # both timesteps are one batch
+    assert len(experiences) == 32  # both timesteps form one batch
     for e in experiences:
         parts = [vowels([], [e.response_text])[0], short([], [e.response_text])[0], 1.0 + e.index % 3]
         assert e.weighted_scores == tuple(zip((1.0, 0.5, 0.25), parts, strict=True))
@@ -73,7 +72,7 @@ def test_advantages_by_a_slow_loop():
     assert phase['rollout/score_3_std'] == pytest.approx(third.std().item())
 
 
-def test_responses_without_a_token_that_counts_do_not_enter_the_batch():
+def test_responses_without_a_token_that_counts_have_no_effect_on_the_batch():
     trainer = fit(make(overlong_filter=True), 1)
     (experiences,) = trainer.log.experiences
     own = [e for e in experiences if bool(e.response_mask.any())]
@@ -84,7 +83,7 @@ def test_responses_without_a_token_that_counts_do_not_enter_the_batch():
 
 
 class Traded:
-    """Two rewards whose sum is the same for every response."""
+    """Two rewards with the same sum for every response."""
 
     def __init__(self, sign: float) -> None:
         self.sign = sign

@@ -1,5 +1,5 @@
-"""What trainers and `chatgpt.train` are given: models in memory, whose folder is never read again for the reference; a
-strategy by its name, which prepares them; and a strategy that lacks an ability a method needs."""
+"""Arguments of trainers and `chatgpt.train`: models in memory, whose reference is not read again from their folder; a
+strategy by name, which prepares them; and a strategy without a required ability."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_ppo_starts_at_no_divergence_from_an_actor_changed_in_memory(tiny_folder
 @pytest.mark.parametrize('method', ['gae', 'grpo', 'dpo', 'dpo with its batch'])
 def test_train_starts_at_no_divergence_from_a_model_changed_in_memory(tiny_folder, tmp_path, method):
     model, log = changed(AutoModelForCausalLM.from_pretrained(tiny_folder)), Log()
-    assert model.config.name_or_path == str(tiny_folder)  # it could be read again
+    assert model.config.name_or_path == str(tiny_folder)  # so the folder could be read again
     pairs = [{'prompt': 'a', 'chosen': 'bc', 'rejected': 'd'}, {'prompt': 'b', 'chosen': 'c', 'rejected': 'de'}]
     if 'dpo' in method:
         names = ('dpo/reward_chosen', 'dpo/reward_rejected')
@@ -83,7 +83,7 @@ def sft(strategy: Any) -> SFTTrainer:
 
 
 def test_every_kind_of_trainer():
-    by_name, by_hand = sft('naive'), sft(NaiveStrategy())  # the same as a strategy of one's own
+    by_name, by_hand = sft('naive'), sft(NaiveStrategy())  # same as a given strategy
     assert isinstance(by_name.strategy, NaiveStrategy) and torch.equal(weights(by_name), weights(by_hand))
     config, tokenizer = demo_world.demo_config(), demo_world.demo_tokenizer()
     actor, critic, rm = GPTActor(config=config), GPTCritic(config=config), GPTRM(config=config)
@@ -100,7 +100,7 @@ def test_every_kind_of_trainer():
     assert dpo.num_updates == reward.num_updates == 1
 
 
-def test_the_verb(model_folder):
+def test_chatgpt_train_of_given_models(model_folder):
     texts = [row['response'] for row in demo_world.demo_corpus(4)]
     trainer = chatgpt.train(str(model_folder), samples=texts, strategy='naive', **QUICK)
     assert trainer.num_updates == 1
@@ -118,7 +118,7 @@ def test_ddp_on_two_processes():
 
 
 class Hidden(NaiveStrategy):
-    """A third party's, whose masters are elsewhere."""
+    """A third party's strategy that does not keep its masters in place."""
 
     abilities = Abilities(weights_in_place=False)
 
@@ -134,7 +134,7 @@ def nlpo(strategy: Any) -> None:
     NLPOPolicy(strategy, actor, PPOConfig(nlpo_top_p=0.9), 1.0, mask, None)
 
 
-def test_masters_elsewhere_are_refused_and_a_name_refuses_nothing():
+def test_a_strategy_that_moves_its_masters_is_refused():
     for method, reason in ((ilql, 'masters hide the target heads'), (nlpo, 'cannot be copied between models')):
         sentence = f'{method.__name__.upper()} does not run under Hidden, whose .*{reason}; use ddp or fsdp'
         with pytest.raises(ValueError, match=sentence):

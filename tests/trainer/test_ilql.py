@@ -1,4 +1,4 @@
-"""ILQL: the loss by hand, rewards on the right tokens, target heads, decoding, learning, ranks, files."""
+"""ILQL: the loss by hand, rewards at the right tokens, target heads, decoding, learning, ranks, files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VOCAB = 16
 def model(seed: int = 5, two_qs: bool = True, vocab: int = VOCAB) -> ILQLModel:
     torch.manual_seed(seed)
     made = ILQLModel(GPT2LMHeadModel(tiny_config('gpt2', **SMALL | {'vocab_size': vocab})), two_qs=two_qs)
-    with torch.no_grad():  # targets that differ from the heads, as after some steps
+    with torch.no_grad():  # targets differ from the heads, as after some steps
         for number, p in enumerate(made.target_q_heads.parameters()):
             torch.manual_seed(number)
             p.add_(0.1 * torch.randn(p.shape))
@@ -50,7 +50,7 @@ REWARDS = [[1.0, -2.0], 3.0, 0.5]
 
 
 def by_hand(net: ILQLModel, data: list[Any], c: Any) -> dict[str, float]:
-    """Every term, token by token, in float64 from plain modules."""
+    """Returns every term, token by token, in float64 from plain modules."""
     net = net.double()
     sums = dict.fromkeys(('td_loss', 'value_loss', 'cql_loss', 'awac_loss'), 0.0)
     count = 0
@@ -97,7 +97,7 @@ def test_the_loss_by_hand(settings, two_qs):
     assert abs(by_hand(model(two_qs=two_qs), shifted, trainer.config)['td_loss'] - want['td_loss']) > 1e-3
 
 
-def test_rewards_stand_on_the_last_token_that_counts():
+def test_rewards_are_at_the_last_token_that_counts():
     records = rewarded(DIALOGUES, REWARDS)
     assert [r.rewards.tolist() for r in records] == [[0, 1, 0, 0, -2], [0, 3], [0, 0, 0.5, 0]]
     dense = rewarded(DIALOGUES[:1], [[1.0, 2.0, 3.0, 4.0, 5.0]])[0]
@@ -117,12 +117,12 @@ def test_rewards_are_standardised_over_the_data_set_without_those_of_eval_data()
     beside = make(rewarded(DIALOGUES, REWARDS), rewarded(DIALOGUES, [100.0, -50.0, 7.0]))
     for a, b in zip(records, beside.train_data, strict=True):
         assert torch.equal(a.rewards, b.rewards)
-    # by the training moments
+    # with the moments of the training data
     assert float(beside.eval_data[0].rewards.sum()) == pytest.approx((100.0 - 2.5 / 3) / 2.020726, rel=1e-5)
 
 
 @pytest.mark.parametrize('interval', [1, 3])
-def test_targets_move_every_so_many_steps(interval):
+def test_targets_are_updated_at_intervals(interval):
     settings = {'train_batch_size': 3, 'max_epochs': 1, 'target_sync_interval': interval, 'alpha': 0.25}
     trainer = make(rewarded(DIALOGUES * 4, REWARDS * 4), **settings)
     net = trainer.model
@@ -172,7 +172,7 @@ def test_decoding_is_the_papers_policy():
 
 
 def learnable() -> list[Any]:
-    """Of two answers to a prompt the one with a 5 is rewarded; the data has both equally often."""
+    """Returns two answers to each prompt, equally often; the one with a 5 is rewarded."""
     tokens = [[3 + i % 3, [5, 2] if i % 2 else [9, 2]] for i in range(48)]
     return rewarded([sequence([p], r) for p, r in tokens], [1.0 if r[0] == 5 else 0.0 for _, r in tokens])
 
@@ -216,7 +216,7 @@ def test_evaluation_over_betas():
     trainer = for_texts(NaiveStrategy(seed=5, device='cpu'), [evaluator])
     trainer.fit()
     assert {'eval/score_mean@beta=0', 'eval/score_mean@beta=50', 'eval/ended@beta=50'} <= evaluator.last.keys()
-    assert trainer.model.decoding_beta is None  # an evaluation is again that of the plain policy
+    assert trainer.model.decoding_beta is None  # restored: evaluations use the plain policy
 
 
 def test_a_resumed_run_has_the_same_bits(tmp_path):
@@ -224,7 +224,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
 
 
 def runs(kinds: list[Any]) -> list[tuple[list[dict[str, float]], dict[str, float], dict[str, torch.Tensor]]]:
-    """Of each strategy the metrics of a run, what it decodes with beta, and its weights."""
+    """Returns, for each strategy, the metrics of a run, an evaluation over β, and weights."""
     found = []
     for kind in kinds:
         with kind(seed=5, device='cpu') as strategy:
@@ -237,7 +237,7 @@ def runs(kinds: list[Any]) -> list[tuple[list[dict[str, float]], dict[str, float
     return found
 
 
-def test_the_number_of_ranks_does_not_enter():
+def test_the_number_of_ranks_has_no_effect():
     ((want, evaluated, weights),) = runs([NaiveStrategy])
     assert len({evaluated[f'score_mean@beta={b}'] for b in (0, 1, 20)}) == 3
     for results in run_distributed(runs, 2, [DDPStrategy, FSDPStrategy], init_group=True):

@@ -1,5 +1,5 @@
-"""A checkpoint outlives its layout: runs that move between strategies and world sizes, and runs that go on under the
-same one. All legs on two processes run in one job, and those that need colossalai in another."""
+"""Runs that move between strategies and world sizes, and runs that resume under the same one. All legs on two processes
+run in one job, and those that need colossalai in another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PER_LEG = 2
 RING = ['naive', 'ddp(2)', 'fsdp(2)', 'naive', 'zero1(2)', 'zero2(2)', 'naive']
 TOTAL = PER_LEG * len(RING)
 BEFORE_COLOSSALAI = 4
-"""legs of the ring that do without"""
+"""legs of the ring without colossalai"""
 
 
 class Runs:
@@ -33,7 +33,7 @@ class Runs:
         self.logs |= zip(legs, layouts.run_legs(named), strict=True)
 
     def same_layout(self, layout: str, phases: int = 4) -> dict[str, Leg]:
-        """Straight through, to the half, and on from there."""
+        """Returns three legs: the whole run, its first half, and the second."""
         whole, key = Leg(layout=layout, until=phases, total=phases), layout.split('(')[0]
         rest = replace(whole, source=self.folder / f'{key}_half')
         return {f'{key}_whole': whole, f'{key}_half': replace(whole, until=phases // 2), f'{key}_rest': rest}
@@ -49,8 +49,8 @@ class Runs:
     def compare(
         self, want: str, got: str, *, first: int, phases: int, at: str = '', tolerance: Tolerance = FP32
     ) -> None:
-        """Samples, losses and weights; a draw next to an edge is reported and ends the comparison, but not in the first
-        phase."""
+        """Compares samples, losses and weights; a draw next to an edge ends the comparison with a report, but fails in
+        the first phase."""
         report = compare_logs(self.logs[want], self.logs[got], first=first, tolerance=tolerance)
         if report is not None:
             warnings.warn(f'{got} was compared with {want} up to a draw next to an edge: {report}', stacklevel=2)
@@ -117,12 +117,12 @@ def test_ring_of_layouts(plain):
 
 
 @pytest.mark.parametrize('layout', ['naive', 'ddp(2)', 'fsdp(2)'])
-def test_the_same_layout_goes_on_to_the_bit(plain, layout):
+def test_the_same_layout_resumes_to_the_bit(plain, layout):
     plain.check_bits(layout)
 
 
-def test_the_comparison_tells_another_run(runs):
-    """Negative control: a run with one weight changed is not taken for the same one."""
+def test_the_comparison_detects_another_run(runs):
+    """Negative control: detects a run with one weight changed."""
     other = runs.folder / 'disturbed'
     disturb(runs.folder / 'naive_half', other)
     runs.run(disturbed_rest=replace(runs.same_layout('naive')['naive_rest'], source=other))
@@ -147,14 +147,14 @@ def test_ring_through_colossalai(colossal):
 
 @needs_colossalai
 @pytest.mark.parametrize('layout', ['zero1(2)', 'gemini(2) bf16'])
-def test_colossalai_goes_on_to_the_bit(colossal, layout):
+def test_colossalai_resumes_to_the_bit(colossal, layout):
     colossal.check_bits(layout)
 
 
 @needs_colossalai
 @pytest.mark.parametrize('to', ['gemini_to_zero2', 'gemini_to_fsdp'])
 def test_from_gemini_into_fp32(colossal, to):
-    """What Gemini wrote goes on under any fp32 layout as it does under Naive."""
+    """A checkpoint of Gemini continues under any fp32 layout as under Naive."""
     colossal.compare('gemini_to_naive', to, first=0, phases=2)
 
 
@@ -162,8 +162,8 @@ def test_from_gemini_into_fp32(colossal, to):
 @pytest.mark.parametrize(
     ('gemini', 'zero'), [('gemini_rest', 'gemini_to_zero2_bf16'), ('zero1_to_gemini', 'zero1_to_zero2_bf16')]
 )
-def test_gemini_goes_on_as_zero_in_bf16(colossal, gemini, zero):
-    """From Gemini's own checkpoint and from that of another layout in fp32."""
+def test_gemini_continues_like_zero_in_bf16(colossal, gemini, zero):
+    """From Gemini's own checkpoint, and from one of another layout in fp32."""
     colossal.compare(gemini, zero, first=0, phases=2, tolerance=BF16)
 
 

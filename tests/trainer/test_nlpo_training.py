@@ -1,4 +1,4 @@
-"""NLPO in whole runs: the masked policy by hand, its updates, resuming, ranks, what is refused."""
+"""NLPO in whole runs: the masked policy by hand, its updates, resuming, ranks, refusals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chatgpt.trainer.callbacks import Callback
 
 
 def nlpo(strategy: Any = None, **settings: Any) -> Any:
-    """The head is scaled so that the set of likely tokens is small."""
+    """Returns a trainer with a scaled head, so that few tokens are likely."""
     given = {'advantage_estimator': 'reinforce++', 'nlpo_top_p': 0.6, 'head_scale': 12.0}
     return ppo(strategy, **given | settings)
 
@@ -35,7 +35,7 @@ def test_nlpo_samples_and_learns_the_masked_policy():
     trainer = nlpo(nlpo_update_interval=100, max_epochs=1)
     policy, mask = (trainer.strategy.unwrap(m).model for m in (trainer.actor, trainer.policy.mask_model))
     fit(trainer, 1)
-    assert trainer.log.phases[0]['ppo/first_ratio_error'] < 1e-4  # what was drawn is what is learned
+    assert trainer.log.phases[0]['ppo/first_ratio_error'] < 1e-4  # the policy is the same in sampling and learning
     before = nlpo().actor.model
     inside = 0
     for e in trainer.log.experiences[0]:
@@ -53,7 +53,7 @@ def test_nlpo_samples_and_learns_the_masked_policy():
     assert not all(torch.equal(a, b) for a, b in zip(policy.parameters(), mask.parameters(), strict=True))
 
 
-def test_the_mask_policy_is_taken_over_every_so_many_phases_and_after_a_resume(tmp_path):
+def test_the_mask_policy_is_updated_at_intervals_and_after_a_resume(tmp_path):
     same = []
 
     class Watch(Callback):
@@ -72,12 +72,12 @@ def test_the_mask_policy_is_taken_over_every_so_many_phases_and_after_a_resume(t
     assert same[:4] == [(True, False), (False, True), (False, False), (False, True)]
 
 
-def test_with_everything_likely_the_mask_policy_does_not_enter():
+def test_a_mask_of_all_tokens_has_no_effect():
     often, seldom = (fit(nlpo(nlpo_top_p=1.0, nlpo_update_interval=every), 2) for every in (1, 7))
     close(often.log.phases, seldom.log.phases)
 
 
-def test_what_nlpo_needs():
+def test_unsupported_settings_of_nlpo_are_refused():
     for settings, sentence in (
         (
             {'nlpo_top_p': None, 'mask_model': nlpo().actor},

@@ -1,6 +1,6 @@
-"""Tokens of an observation are no actions: whatever numbers stand at them, nothing that learns or measures changes.
+"""Tokens of observations are no actions: values at them do not change losses or metrics.
 
-The negative control of each is the same garbage at a token of the policy's.
+The negative control of each test puts the same values at tokens of the policy.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ def experiences() -> list[Experience]:
     return found
 
 
-def spoiled(given: list[Experience], garbage: float, *, own: bool = False) -> list[Experience]:
-    """With garbage in every number of tokens of observations; `own`: of the policy's tokens, in place of those."""
+def with_garbage(given: list[Experience], garbage: float, *, own: bool = False) -> list[Experience]:
+    """Returns experiences with garbage in every number of observation tokens; with `own`, of the policy's tokens
+    instead."""
     found = []
     for e in given:
         at = e.response_mask if own else ~e.response_mask
@@ -69,12 +70,12 @@ def same(a: Any, b: Any) -> bool:
     return a == b
 
 
-def unseen(measure: Callable[[list[Experience]], Any]) -> None:
-    """The measure does not see observations, and sees the policy's tokens."""
+def check_ignores_observations(measure: Callable[[list[Experience]], Any]) -> None:
+    """Checks that the measure depends on the policy's tokens and not on observations."""
     expected = measure(experiences())
     for garbage in GARBAGE:
-        assert same(measure(spoiled(experiences(), garbage)), expected)
-    assert not same(measure(spoiled(experiences(), 0.25, own=True)), expected)
+        assert same(measure(with_garbage(experiences(), garbage)), expected)
+    assert not same(measure(with_garbage(experiences(), 0.25, own=True)), expected)
 
 
 @pytest.mark.parametrize(
@@ -99,17 +100,17 @@ def test_advantages_and_their_whitening(settings):
         white = config.estimator.whiten(given)
         return [x for e in given for x in (e.advantages, e.returns)] + [e.advantages for e in white]
 
-    unseen(measure)
+    check_ignores_observations(measure)
 
 
 def test_responses_are_whitened_by_hand():
-    """A response counts once whatever of it is an observation, and not where no token counts."""
+    """A response counts once, whatever its observations, and not at all if no token counts."""
     given = experiences()
     given[1].response_mask = torch.zeros_like(given[1].response_mask)
     for e, advantage in zip(given, (1.0, 50.0, 2.0, 6.0), strict=True):
         e.advantages = torch.where(e.response_mask, advantage, math.nan)
     filtered = given[1].advantages
-    std = math.sqrt((4 + 1 + 9) / 2)  # of 1, 2 and 6, whose mean is 3
+    std = math.sqrt((4 + 1 + 9) / 2)  # of 1, 2 and 6, with mean 3
     found = whiten_responses(given)
     assert found[1].advantages is filtered
     for i, difference in ((0, -2), (2, -1), (3, 3)):
@@ -118,7 +119,7 @@ def test_responses_are_whitened_by_hand():
 
 
 def test_rewards_of_tokens():
-    """KL of any kind at an observation is not paid, and neither is a score there."""
+    """Neither a KL of any kind nor a score at an observation is paid."""
     e = experiences()[3]
     dense = torch.arange(8.0)
     expected = token_rewards(e.kl, 0.1, 2.0, e.response_mask, token_scores=dense)
@@ -133,18 +134,18 @@ def test_rewards_of_tokens():
 
 
 def test_metrics_of_learning_and_of_rollouts():
-    unseen(metrics.value_metrics)
-    unseen(lambda given: metrics.rollout_metrics(given, 0.1))
+    check_ignores_observations(metrics.value_metrics)
+    check_ignores_observations(lambda given: metrics.rollout_metrics(given, 0.1))
     for measure in (metrics.group_metrics, metrics.environment_metrics):
         for garbage in GARBAGE:
-            assert measure(spoiled(experiences(), garbage)) == measure(experiences())
+            assert measure(with_garbage(experiences(), garbage)) == measure(experiences())
 
 
 @pytest.mark.parametrize('with_turns', [True, False])
-def test_words_of_an_environment_are_no_repetition(with_turns):
-    """The same observation again and again is not the policy's saying, nor are runs across one."""
+def test_observations_are_no_repetition(with_turns):
+    """A repeated observation does not count, nor do 4-grams across one."""
 
-    def told(observation: list[int]) -> dict[str, float]:
+    def measured(observation: list[int]) -> dict[str, float]:
         ids = [5, 6, 7, 8, 9, *observation, 5, 6, 7, 8, 10]
         mask = torch.tensor([True] * 5 + [False] * len(observation) + [True] * 5)
         turns = (Turn(start=0, stop=5), Turn(start=5 + len(observation), stop=len(ids)))
@@ -154,30 +155,31 @@ def test_words_of_an_environment_are_no_repetition(with_turns):
         found = metrics.rollout_metrics([e, replace(e, index=1)], 0.0)
         return {name: value for name, value in found.items() if 'repetition' in name}
 
-    # Runs of the policy: 5678, 6789, 5678, 678(10): one of four stood there before; all of the other stand here too.
+    # 4-grams of the policy: 5678, 6789, 5678, 678(10): one of four is a repetition; those of the other response are all
+    # here.
     expected = {'rollout/repetition_within': 0.25, 'rollout/repetition_across': 0.5}
     for observation in ([1], [1, 2, 3, 4] * 3, list(range(1, 15))):
-        assert told(observation) == expected
+        assert measured(observation) == expected
 
 
-def test_filtered_responses_still_have_their_words():
-    """`overlong_filter` leaves no token that counts; what the policy said is what it said."""
+def test_repetition_of_filtered_responses_is_measured():
+    """`overlong_filter` leaves no token that counts, but their repetition is still measured."""
     given = experiences()
     for e in given:
-        before = metrics.drawn_mask(e)
+        before = metrics.sampled_mask(e)
         e.response_mask = torch.zeros_like(e.response_mask)
-        assert torch.equal(metrics.drawn_mask(e), before)
+        assert torch.equal(metrics.sampled_mask(e), before)
         e.episode = None
-        assert metrics.drawn_mask(e).all()
+        assert metrics.sampled_mask(e).all()
 
 
 def test_sums_of_scores_leave_observations_out():
-    """In RFT, evaluation and best of n as in PPO."""
+    """In RFT, evaluation and best of n, as in PPO."""
     e = experiences()[3]
     assert sequence_score(torch.where(e.response_mask, 2.0, 1e30), e) == 8.0
     assert sequence_score(3, e) == 3.0
 
 
-def test_what_is_written_for_reading():
-    unseen(lambda given: [row['kl'] for row in rows_of(given, 4)])
-    unseen(lambda given: [row['kl'] for row in rows_of_phase(given, 1, None, {})])
+def test_recorded_rows_ignore_observations():
+    check_ignores_observations(lambda given: [row['kl'] for row in rows_of(given, 4)])
+    check_ignores_observations(lambda given: [row['kl'] for row in rows_of_phase(given, 1, None, {})])

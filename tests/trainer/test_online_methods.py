@@ -1,4 +1,4 @@
-"""The choices of PPOTrainer in whole runs: every method learns, long responses, `step`, what is refused."""
+"""Settings of PPOTrainer in whole runs: every method learns, long responses, `step`, refusals."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def under(kind: Any) -> list[list[dict[str, float]]]:
     return found
 
 
-def test_ranks_do_not_enter():
+def test_ranks_have_no_effect():
     alone = under(NaiveStrategy)
     for found in run_distributed(under, 2, DDPStrategy, init_group=True):
         for phases, want in zip(found, alone, strict=True):
@@ -86,10 +86,10 @@ def test_when_every_response_was_too_long_nothing_is_learned():
     (phase,) = fit(trainer, 1).log.phases
     assert phase['rollout/filtered_share'] == phase['ppo/skipped_batches'] == 1.0
     assert all(math.isfinite(v) for v in phase.values()), phase
-    assert torch.equal(before, weights(trainer))  # not even by weight decay
+    assert torch.equal(before, weights(trainer))  # no weight decay either
 
 
-def test_step_compares_responses_that_follow_one_another():
+def test_step_compares_consecutive_responses():
     trainer = make(advantage_estimator='dr_grpo', num_samples_per_prompt=2, kl_coef=0.0)
     trainer.step(QUERIES, RESPONSES, [0.0, 1.0, 5.0, 9.0])
     assert [e.advantages[0].item() for e in trainer.last_experiences] == [-0.5, 0.5, -2.0, 2.0]
@@ -116,7 +116,7 @@ def test_step_refuses_what_only_fit_can_do(settings, sentence):
 
 
 class Off(LocalEngine):
-    """An engine whose log-probs are not those of the trainer."""
+    """An engine with other log-probs than the trainer's."""
 
     def generate(self, *args: Any, **kw: Any) -> Any:
         samples = super().generate(*args, **kw)
@@ -126,7 +126,7 @@ class Off(LocalEngine):
 
 
 def test_truncated_importance_sampling_weighs_another_engine():
-    for engine, weight in ((Off(), 1.3), (None, 1.0)):  # exp(0.5) is cut
+    for engine, weight in ((Off(), 1.3), (None, 1.0)):  # exp(0.5) is capped
         (phase,) = fit(make(engine=engine, tis_cap=1.3), 1).log.phases
         assert phase['ppo/tis_weight'] == pytest.approx(weight, abs=1e-4)
 
@@ -148,7 +148,7 @@ def test_a_value_head_that_the_method_does_not_need_is_left_alone():
         fit(headed, 2)
     assert len([w for w in seen if 'value head' in str(w.message)]) == 1
     fit(plain, 2)
-    assert all(map(torch.equal, head, headed.actor.value_head.parameters()))  # not even by weight decay
+    assert all(map(torch.equal, head, headed.actor.value_head.parameters()))  # no weight decay either
     assert plain.log.phases == headed.log.phases, 'the policy learns something else'
     assert all(map(torch.equal, plain.actor.model.parameters(), headed.actor.model.parameters()))
 

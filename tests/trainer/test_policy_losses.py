@@ -1,5 +1,5 @@
-"""PPOTrainer's losses and what is measured with them, against slow loops in float64; PPO-ptx: where PPO itself has
-nothing to say, one step moves the actor along ptx_coef · the mean next-token loss, and nothing else."""
+"""PPOTrainer's losses and their metrics against slow loops in float64; PPO-ptx: with advantages of 0, one step moves
+the actor along ptx_coef · the gradient of the mean next-token loss."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ def record(index: int, generator: torch.Generator) -> Experience:
 
     old = -3.2 + 0.2 * rand()
     mask = torch.ones(n, dtype=torch.bool)
-    mask[0] = index % 3 != 1  # a token of another's turn
+    mask[0] = index % 3 != 1  # a token of another speaker
     ids = torch.randint(3, 16, (n,), generator=generator).tolist()
     numbers = {'old_logprobs': old, 'logprobs': old + 0.5 * rand(), 'ref_logprobs': old + 0.3 * rand()}
     numbers |= {name: rand() for name in ('values', 'kl', 'rewards', 'advantages', 'returns')}
-    numbers = {name: torch.where(mask, x, math.nan) for name, x in numbers.items()}  # of no use to any loss
+    numbers = {name: torch.where(mask, x, math.nan) for name, x in numbers.items()}  # no loss may read these
     return experience(index, [3, 4 + index], ids, group=index // 2, response_mask=mask, **numbers)
 
 
 def by_hand(
     records: list[Experience], logprobs: list[list[float]], entropies: list[list[float]], c: PPOConfig, kl_coef: float
 ) -> float:
-    """The loss of a train batch, token by token."""
+    """Returns the loss of a train batch, token by token."""
     mode, total, bonus, tokens, sequences = c.aggregation, 0.0, 0.0, 0, 0
     high = c.eps_clip if c.eps_clip_high is None else c.eps_clip_high
     for r, logp, entropy in zip(records, logprobs, entropies, strict=True):
@@ -128,7 +128,7 @@ def test_the_loss_by_hand(choices, actor):
         outs = [actor(collate([r]), with_entropy=True) for r in records]
     logprobs, entropies = [o.logprobs.double().tolist() for o in outs], [o.entropy.double().tolist() for o in outs]
     want = by_hand(records, logprobs, entropies, config, 0.7)
-    for cut in ([6], [2, 1, 3]):  # the cut into micro-batches does not enter
+    for cut in ([6], [2, 1, 3]):  # micro-batches have no effect
         total, start = 0.0, 0
         for size in cut:
             part = records[start : start + size]
@@ -139,7 +139,7 @@ def test_the_loss_by_hand(choices, actor):
     assert all(torch.isfinite(p.grad).all() for p in actor.parameters())
     dummy, _ = loss(actor, collate_experience([], totals))
     assert dummy.item() == 0.0
-    # the negative control: other choices are other numbers
+    # negative control: other settings give other losses
     others = [PPOConfig(**({'eps_clip': 0.1} | other)) for other in CHOICES if other != choices]
     wrong = [by_hand(records, logprobs, entropies, other, 0.7) for other in others]
     assert sum(abs(w - want) > 1e-5 for w in wrong) >= len(wrong) - 1
@@ -191,7 +191,7 @@ def test_each_papers_aggregation():
         assert config.aggregation == want
 
 
-def test_filtered_responses_do_not_thin_the_kl():
+def test_filtered_responses_do_not_lower_the_kl():
     records = experiences(4, seed=2)
     alone = rollout_metrics(records[:2], 0.1)['rollout/kl_mean']
     for r in records[2:]:
@@ -202,8 +202,8 @@ def test_filtered_responses_do_not_thin_the_kl():
     assert alone != pytest.approx(total / 4, abs=1e-6)
 
 
-def test_cispo_and_gspo_measure_what_they_clip(actor):
-    """CISPO counts a weight as clipped only from above; the ratio of GSPO is that of a sequence."""
+def test_clip_fractions_of_cispo_and_gspo(actor):
+    """CISPO counts a weight as clipped only above; GSPO uses the ratio of the sequence."""
     records, found = experiences(), {}
     for name in ('cispo', 'ppo', 'gspo'):
         config, stats = PPOConfig(policy_loss=name, eps_clip=0.1), BatchStats()
@@ -225,7 +225,7 @@ def test_cispo_and_gspo_measure_what_they_clip(actor):
 
 
 def learned(actor, config, forward=None):
-    """Entropy, loss, its metric and gradients, with the policy that the trainer makes or another forward."""
+    """Returns entropy, loss, its metric and gradients, with the trainer's policy or another forward."""
     policy = policy_for(NaiveStrategy(device='cpu'), actor, config, 0.9, None, None)
     records, outputs = experiences(4), []
 
@@ -302,7 +302,8 @@ def stepped(coef: float) -> tuple[torch.nn.Module, Gradient, list[Sequence]]:
 
 
 def gradient_of(actor: torch.nn.Module, groups: list[list[Sequence]], coef: float) -> Gradient:
-    """coef · gradient of the sum over `groups` of each one's mean next-token loss, token by token in float64."""
+    """Returns coef · the gradient of the sum over `groups` of their mean next-token losses, token by token in
+    float64."""
     actor = deepcopy(actor).double()
     total = torch.zeros((), dtype=torch.float64)
     for group in groups:
@@ -320,7 +321,7 @@ def gradient_of(actor: torch.nn.Module, groups: list[list[Sequence]], coef: floa
 
 
 def distance(one: Gradient, other: Gradient) -> float:
-    """Relative, over all parameters."""
+    """Returns the relative distance over all parameters."""
     difference = sum(((one[n] - other[n]) ** 2).sum() for n in one)
     return float((difference / sum((g**2).sum() for g in other.values())) ** 0.5)
 

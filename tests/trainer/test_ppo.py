@@ -1,5 +1,4 @@
-"""PPO as a whole: it learns, it repeats itself to the bit, and neither micro-batches, padding nor dropout can change
-it."""
+"""PPO as a whole: it learns, repeats itself to the bit, and does not depend on micro-batches, padding and dropout."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from chatgpt.trainer import NonFiniteError
     'settings',
     [{}, {'value_head': True, 'value_coef': 0.5}, {'advantage_estimator': 'rloo', 'num_samples_per_prompt': 4}],
 )
-def test_learns_to_say_the_good_token(settings):
+def test_learns_to_generate_the_good_token(settings):
     _, phases = run(12, train_batch_size=16, max_epochs=4, lr=1e-2, **settings)
     assert phases[0]['rollout/score_mean'] < 0.25
     assert phases[-1]['rollout/score_mean'] > 0.7
@@ -44,7 +43,7 @@ def test_micro_batches_change_nothing_but_rounding():
     assert (weights(whole[0]) - weights(cut[0])).abs().max() < 0.05 * 3e-3 * steps
 
 
-def test_prompts_are_drawn_without_replacement_and_a_remainder_is_learned_from():
+def test_prompts_are_sampled_without_replacement_and_a_remainder_is_learned():
     trainer = make(experience_batch_size=8)
     distinct = [torch.tensor([i]) for i in range(16)]
     trainer.fit(distinct, num_episodes=1, max_timesteps=5, update_timesteps=2)
@@ -90,7 +89,7 @@ def test_generate_then_step():
         trainer.generate(queries, temprature=1.0)
 
 
-def test_tokens_outside_the_response_mask_count_nowhere():
+def test_tokens_outside_the_response_mask_do_not_count():
     masks = [torch.tensor([True, False, False, True])] * 4
     queries, responses = [torch.tensor([3, 4])] * 4, [torch.tensor([5, 6, 7, 2])] * 4
 
@@ -122,7 +121,7 @@ def test_step_refuses():
 
 
 class Numbers:
-    """A tokenizer whose texts are its ids: 'i5.i7.'"""
+    """A tokenizer with ids as text: 'i5.i7.'"""
 
     eos_token_id, bos_token_id, pad_token_id = 2, None, 0
 
@@ -195,7 +194,7 @@ def test_a_resumed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path):
     stopped = fit(make(callbacks=[StopAfter(2, save=True)], run_dir=tmp_path, **settings), 4)
     assert len(stopped.log.phases) == 2
     resumed = make(run_dir=tmp_path, **settings)
-    torch.manual_seed(999)  # the library's draws do not come from the global generator
+    torch.manual_seed(999)  # the library does not read the global generator
     assert resumed.load_checkpoint('auto')
     fit(resumed, 4)
     assert stopped.log.phases + resumed.log.phases == phases

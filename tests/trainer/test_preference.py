@@ -1,4 +1,4 @@
-"""DPO and its relatives, ORPO, SimPO, KTO: losses by hand, references, learning, ranks, resuming."""
+"""DPO and its variants, ORPO, SimPO, KTO: losses by hand, references, learning, ranks, resuming."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make(
     torch.manual_seed(5)
     actor = GPTActor(config=tiny_config('gpt2', **SMALL, dropout=dropout), lora_rank=lora)
     initial = deepcopy(actor)
-    if moved:  # so that policy and reference differ from the first step on
+    if moved:  # policy and reference differ from the first step on
         with torch.no_grad():
             for number, p in enumerate(actor.parameters()):
                 if p.requires_grad:
@@ -54,7 +54,7 @@ def make(
 
 
 def logp(model: Any, s: Sequence) -> list[float]:
-    """Log-probs of a response's tokens by plain transformers, in float64."""
+    """Returns log-probs of a response's tokens by plain transformers, in float64."""
     ids = torch.cat([s.prompt_ids, s.response_ids])
     with torch.no_grad():
         table = model.model.eval()(ids[None]).logits[0].double().log_softmax(-1)
@@ -99,7 +99,7 @@ def test_dpo_by_hand(loss_type, precompute):
     assert seen['dpo/accuracy'] == sum(right) / 4
     assert seen['dpo/margin'] == pytest.approx(sum(margins) / 4, rel=1e-3, abs=1e-5)
     flipped = [dpo(loss_type, -m / 0.3, 0.3, 0.2) for m in margins]
-    assert abs(sum(flipped) / 4 - sum(wants) / 4) > 1e-3  # negative control: chosen and rejected exchanged
+    assert abs(sum(flipped) / 4 - sum(wants) / 4) > 1e-3  # negative control: chosen and rejected swapped
 
 
 @pytest.mark.parametrize('kind', ['orpo', 'simpo'])
@@ -141,7 +141,7 @@ def test_kto_by_hand(precompute):
 
 
 @pytest.mark.parametrize(('kind', 'lora'), [('dpo', 0), ('kto', 2), ('orpo', 0), ('simpo', 2)])
-def test_it_learns_and_says_so_on_eval_data(kind, lora):
+def test_it_learns_and_improves_on_eval_data(kind, lora):
     trainer = make(kind, data(16), data(8), max_epochs=5, lr=2e-2, lora=lora)
     trainer.fit()
     first, last = trainer.log.phases[0], trainer.log.phases[-1]
@@ -154,7 +154,7 @@ def test_it_learns_and_says_so_on_eval_data(kind, lora):
 def test_the_reference_is_the_adapter_off_model():
     trainer = make('dpo', data(4), lora=2, moved=True, shuffle=False, dropout=0.3)
     bare = trainer.strategy.unwrap(trainer.model)
-    bare.train()  # with dropout; the reference has none
+    bare.train()  # the policy has dropout, the reference none
     trainer.evaluate(trainer.train_data)
     assert bare.training
     with bare.adapter_disabled():
@@ -165,8 +165,7 @@ def test_the_reference_is_the_adapter_off_model():
 
 @pytest.mark.parametrize('kind', ['dpo', 'kto'])
 def test_evaluation_of_other_records(kind):
-    """Before and after `fit`, of records that the trainer has not seen: the same as when the reference is computed with
-    the batch."""
+    """Before and after `fit`, on unseen records, results equal those with a reference computed per batch."""
     seen = []
     for precompute in (True, False):
         trainer = make(kind, data(4), lr=2e-2, precompute_ref_logprobs=precompute)
@@ -180,9 +179,9 @@ def test_evaluation_of_other_records(kind):
 
 def test_ranked_answers_are_all_pairs_here_and_for_the_reward_trainer():
     for record, expected in (
-        # 6 and 7 are tied; the last 6 is the text of the second, whose place is the better one
+        # 6 and 7 are tied; the last 6 repeats the second text, which has the better rank
         (preference([3], [5], [6], [7], [6], scores=(3.0, 2.0, 2.0, 1.0)), [(5, 6), (5, 7)]),
-        (preference([3], [5], [5], scores=(2.0, 1.0)), []),  # one answer, given two scores
+        (preference([3], [5], [5], scores=(2.0, 1.0)), []),  # one answer with two scores
         (preference([3], [5], [6], [5], [7]), [(5, 6), (5, 7), (6, 7)]),
     ):
         assert [(p.chosen.response_ids.item(), p.rejected.response_ids.item()) for p in pairs_of([record])] == expected
@@ -226,12 +225,12 @@ def test_z0_of_a_last_batch_of_one_record_takes_another_prompt(last):
     trainer.fit()
     want = z0_by_hand(trainer, [sequence([3, 4], [last, 2])])
     own = z0_by_hand(trainer, [three])
-    assert abs(want - own) > 1e-3  # the negative control: under its own prompt
+    assert abs(want - own) > 1e-3  # negative control: with its own prompt
     assert trainer.log.phases[1]['kto/kl'] == pytest.approx(want, rel=1e-3, abs=1e-6)
 
 
 def test_z0_of_pairs_takes_answers_under_another_prompt():
-    """Neighbours of one prompt are passed over."""
+    """Neighbours with the same prompt are skipped."""
     records = [preference([3, 5], [5, 9, 2], [6, 10, 2]), preference([4], [11, 2], [5, 8, 2])]
     trainer = make('kto', records, shuffle=False, moved=True, lr=0.0)
     trainer.fit()
@@ -270,11 +269,11 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, kind):
 
 
 RUNS = [('dpo', True), ('dpo', False), ('kto', True), ('kto', False), ('orpo', None), ('simpo', None)]
-"""method, and whether the reference is computed before"""
+"""method, and whether the reference is computed in advance"""
 
 
 def runs(strategies: list[Any]) -> list[list[dict[str, float]]]:
-    """Every method under each of the strategies."""
+    """Returns the metrics of every method under each strategy."""
     found = []
     for made, (kind, precompute) in product(strategies, RUNS):
         options = {} if precompute is None else {'precompute_ref_logprobs': precompute}
@@ -286,7 +285,7 @@ def runs(strategies: list[Any]) -> list[list[dict[str, float]]]:
     return found
 
 
-def test_the_number_of_ranks_does_not_enter():
+def test_the_number_of_ranks_has_no_effect():
     alone = runs([NaiveStrategy])
     for results in run_distributed(runs, 2, [DDPStrategy, FSDPStrategy], init_group=True):
         for got, want in zip(results, 2 * alone, strict=True):

@@ -1,5 +1,4 @@
-"""Evaluation on eval prompts: numbers by hand, the same draws, no trace in the training, files, ranks, the best
-checkpoint."""
+"""Evaluation on prompts: metrics by hand, equal draws, no effect on training, files, ranks, the best checkpoint."""
 
 from __future__ import annotations
 
@@ -44,11 +43,11 @@ def sft(*callbacks: Any, dropout: float = 0.0, **settings: Any) -> Any:
     return tiny_runs.sft(data, config=config(dropout), tokenizer=TOKENIZER, callbacks=callbacks, **settings)
 
 
-def asked(prompts: Any = PROMPTS, **settings: Any) -> PromptEvaluation:
+def evaluation_of(prompts: Any = PROMPTS, **settings: Any) -> PromptEvaluation:
     return PromptEvaluation(prompts, **{'max_new_tokens': 6, 'num_rows': 0} | settings)
 
 
-def said(evaluation: PromptEvaluation, trainer: Any) -> list[str]:
+def responses_of(evaluation: PromptEvaluation, trainer: Any) -> list[str]:
     evaluation(trainer)
     return [row['response'] for row in evaluation.last]
 
@@ -59,7 +58,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_the_numbers_are_those_of_the_responses():
     trainer = sft()
-    evaluation = asked(reward=length, metric_fn=metric, max_new_tokens=5)
+    evaluation = evaluation_of(reward=length, metric_fn=metric, max_new_tokens=5)
     found = evaluation(trainer)
     # by hand: the greedy continuation, token after token, by the model itself
     net = trainer.strategy.unwrap(trainer.model).model.eval()
@@ -82,16 +81,16 @@ def test_the_numbers_are_those_of_the_responses():
     assert [(row['prompt'], row['response']) for row in evaluation.last] == [
         *zip(('a', 'bc', 'def'), texts, strict=True)
     ]
-    assert set(asked(['a'])(trainer)) == {'length_mean', 'ended'}  # without a reward there is no score
+    assert set(evaluation_of(['a'])(trainer)) == {'length_mean', 'ended'}  # without a reward there is no score
 
 
 def test_draws_repeat_and_are_neither_those_of_another_seed_nor_of_the_training():
     trainer = sft()
     drawn = {'do_sample': True, 'max_new_tokens': 12}
-    again = asked(seed=1, **drawn)
-    first = said(again, trainer)
-    assert said(again, trainer) == said(asked(seed=1, **drawn), trainer) == first
-    assert said(asked(seed=2, **drawn), trainer) != first
+    again = evaluation_of(seed=1, **drawn)
+    first = responses_of(again, trainer)
+    assert responses_of(again, trainer) == responses_of(evaluation_of(seed=1, **drawn), trainer) == first
+    assert responses_of(evaluation_of(seed=2, **drawn), trainer) != first
     engine = LocalEngine()
     engine.begin(trainer.strategy.unwrap(trainer.model))
     prompt = Prompt(ids=torch.tensor(TOKENIZER('a', add_special_tokens=False)['input_ids']))
@@ -99,7 +98,7 @@ def test_draws_repeat_and_are_neither_those_of_another_seed_nor_of_the_training(
     training = engine.generate(Call.of([prompt] * 4, sampling, seed=0, indices=range(4)))
     engine.end()
     responses = [TOKENIZER.decode(s.response_ids, skip_special_tokens=True) for s in training]
-    assert responses != said(asked(['a'] * 4, **drawn), trainer)
+    assert responses != responses_of(evaluation_of(['a'] * 4, **drawn), trainer)
 
 
 def test_evaluating_leaves_no_trace_in_the_training():
@@ -107,24 +106,24 @@ def test_evaluating_leaves_no_trace_in_the_training():
     before = weights(plain)
     plain.fit()
     for do_sample in (False, True):
-        watched = sft(Evaluator(asked(reward=length, do_sample=do_sample), 1), dropout=0.2)
+        watched = sft(Evaluator(evaluation_of(reward=length, do_sample=do_sample), 1), dropout=0.2)
         watched.fit()
         assert torch.equal(weights(plain), weights(watched))
     assert not torch.equal(weights(plain), before)
 
 
 def test_dropout_is_off_while_evaluating_and_back_on_after_it():
-    trainer, evaluation = sft(dropout=0.5), asked(max_new_tokens=12)
+    trainer, evaluation = sft(dropout=0.5), evaluation_of(max_new_tokens=12)
     trainer.model.train()
-    first = said(evaluation, trainer)
+    first = responses_of(evaluation, trainer)
     assert trainer.strategy.unwrap(trainer.model).training
     trainer.model.eval()
-    assert said(evaluation, trainer) == first
+    assert responses_of(evaluation, trainer) == first
 
 
 def test_before_during_and_after_with_a_table_for_each_that_a_resume_cuts_back(tmp_path, capsys):
     def make() -> Any:
-        evaluation = asked(iter(PROMPTS), reward=length, metric_fn=metric, num_rows=2)
+        evaluation = evaluation_of(iter(PROMPTS), reward=length, metric_fn=metric, num_rows=2)
         callbacks = Evaluator(evaluation, 3, metric='score_mean'), SaveCheckpoint(interval=2, keep_last=9)
         return sft(*callbacks, MetricsWriter(), run_dir=tmp_path)
 
@@ -158,25 +157,25 @@ def test_the_best_checkpoint_by_an_evaluation_is_kept_the_last_one_included(tmp_
     assert sorted(p.name for p in (tmp_path / 'checkpoints').iterdir()) == [f'step-{k:08d}' for k in kept]
 
 
-def test_dpo_and_ppo_speak_through_their_actor():
-    strategy, evaluator = NaiveStrategy(seed=5, device='cpu'), Evaluator(asked(reward=length), 1)
+def test_dpo_and_ppo_generate_with_their_actor():
+    strategy, evaluator = NaiveStrategy(seed=5, device='cpu'), Evaluator(evaluation_of(reward=length), 1)
     actor, optim = trained(strategy, GPTActor(config=config()))
     settings = {'tokenizer': TOKENIZER, 'callbacks': [Log(), evaluator], 'max_epochs': 1}
     pairs = [preference([4], [5, 2], [6, 2])] * 4
     DPOTrainer(strategy, actor, optim, pairs, initial_model=GPTActor(config=config()), **settings).fit()
     assert {'eval/score_mean', 'eval/length_mean'} <= evaluator.last.keys()
-    evaluator = Evaluator(asked(max_new_tokens=3), 1)  # the trainer's tokenizer and reward
+    evaluator = Evaluator(evaluation_of(max_new_tokens=3), 1)  # the trainer's tokenizer and reward
     tiny_runs.ppo(None, length, config=config(), callbacks=[evaluator]).fit(['a', 'b'], 1, 1, 1)
     assert 0 <= evaluator.last['eval/score_mean'] <= 3
 
 
 def test_a_metric_of_another_length_is_refused():
     with pytest.raises(ValueError, match="metric_fn: 'n' has 1 numbers for 3 samples"):
-        asked(metric_fn=lambda **_: {'n': [1.0]}, max_new_tokens=1)(sft())
+        evaluation_of(metric_fn=lambda **_: {'n': [1.0]}, max_new_tokens=1)(sft())
 
 
 def evaluated(kinds: list[Any]) -> list[tuple[dict[str, float], int, int]]:
-    """Under each strategy, of three prompts and of one, which leaves a rank without work."""
+    """Evaluates under each strategy, on three prompts and on one, which leaves a rank without work."""
     found = []
     for kind in kinds:
         for prompts in (PROMPTS, PROMPTS[:1]):
@@ -187,13 +186,13 @@ def evaluated(kinds: list[Any]) -> list[tuple[dict[str, float], int, int]]:
                 return metric(samples, **given)
 
             with kind(seed=5, device='cpu') as strategy:
-                evaluator = Evaluator(asked(prompts, reward=length, metric_fn=counted, do_sample=True), 2)
+                evaluator = Evaluator(evaluation_of(prompts, reward=length, metric_fn=counted, do_sample=True), 2)
                 sft(evaluator, strategy=strategy).fit()
                 found.append((evaluator.last, len(calls), strategy.rank))
     return found
 
 
-def test_the_number_of_ranks_does_not_enter():
+def test_the_number_of_ranks_has_no_effect():
     alone = evaluated([NaiveStrategy]) * 2
     for results in run_distributed(evaluated, 2, [DDPStrategy, FSDPStrategy], init_group=True):
         for (want, _, _), (last, calls, rank) in zip(alone, results, strict=True):

@@ -1,5 +1,4 @@
-"""One rank of two processes (`tensor_parallel=2`): what each process does by itself is asked of processes, what a rank
-does once is done once."""
+"""A rank of two processes (`tensor_parallel=2`): per-process operations use process groups, per-rank ones run once."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ def ppo(strategy: Any, **more: Any) -> Any:
     return tiny_runs.ppo(strategy, reward, config=tiny_config('llama', heads=4, positions=48), **more)
 
 
-def told(call: Any, *args: Any, **kw: Any) -> str:
+def error_of(call: Any, *args: Any, **kw: Any) -> str:
     try:
         call(*args, **kw)
     except Exception as error:
@@ -50,35 +49,35 @@ def told(call: Any, *args: Any, **kw: Any) -> str:
     return 'no error'
 
 
-def signs(strategy: Any, folder: str) -> str:
-    """`sign` where the second process does not see the folder of the first."""
+def sign_alone(strategy: Any, folder: str) -> str:
+    """Calls `sign` while the second process cannot read the folder of the first."""
     reads = relaunch._read
     if strategy.processes.rank == 1:
         relaunch._read = lambda save_path: {}  # type: ignore[assignment]
     try:
-        return told(relaunch.sign, folder, strategy)
+        return error_of(relaunch.sign, folder, strategy)
     finally:
         relaunch._read = reads
 
 
 def resumed(trainer: Any, folder: str) -> str:
-    """`load_checkpoint` where the second process does not see the folder of the first."""
+    """Calls `load_checkpoint` while the second process cannot read the folder of the first."""
     reads = CheckpointReader.verify
 
-    def blind(self: Any, rank: int = 0, world_size: int = 1) -> None:
+    def skipped(self: Any, rank: int = 0, world_size: int = 1) -> None:
         raise CheckpointError('the folder is not there')
 
     trainer.save_checkpoint(Path(folder, 'checkpoint'))
     if trainer.strategy.processes.rank == 1:
-        CheckpointReader.verify = blind  # type: ignore[method-assign]
+        CheckpointReader.verify = skipped  # type: ignore[method-assign]
     try:
-        return told(trainer.load_checkpoint, Path(folder, 'checkpoint'))
+        return error_of(trainer.load_checkpoint, Path(folder, 'checkpoint'))
     finally:
         CheckpointReader.verify = reads  # type: ignore[method-assign]
 
 
 class OwnModel(CheckedEngine):
-    """An engine with a model of its own, which draws another token on each process."""
+    """An engine with its own model, which samples another token on each process."""
 
     abilities = Abilities(copies_weights=True)
 
@@ -106,8 +105,8 @@ class AnswersLater(OwnModel):
     def cancel(self, ticket: list[Any]) -> None: ...
 
 
-def drawn(strategy: Any, kind: Any) -> tuple[list[int], list[int]]:
-    """Tokens that a collector of such an engine gives: of these prompts now, and of the next ones."""
+def sampled_tokens(strategy: Any, kind: Any) -> tuple[list[int], list[int]]:
+    """Returns tokens from a collector of such an engine: for given prompts, and for the next ones."""
     engine, prompts = kind(5 + strategy.processes.rank), [Prompt(ids=torch.tensor([3]), text='a') for _ in range(2)]
     policy = nullcontext(Actor(tiny_causal_lm('gpt2')))
     collector = Collector(strategy, engine, SamplingParams(max_new_tokens=1), policy=lambda **_: policy, batch_size=2)
@@ -117,16 +116,16 @@ def drawn(strategy: Any, kind: Any) -> tuple[list[int], list[int]]:
     return [int(s.response_ids) for s in now], [int(s.response_ids) for s in later]
 
 
-def of_a_process(folder: str) -> dict[str, Any]:
+def results_of_process(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with FSDPStrategy(seed=3, precision='fp32', tensor_parallel=2, device='cpu') as strategy:
         second = strategy.processes.rank == 1
         found['ranks'] = strategy.rank, strategy.world_size, strategy.processes.world_size
         found['stops'] = [agreed(flag, strategy) for flag in (second, not second, False)]
-        found['agree'] = [told(check_ranks, strategy, {'seed': seed}, 'here') for seed in (3, 3 + second)]
+        found['agree'] = [error_of(check_ranks, strategy, {'seed': seed}, 'here') for seed in (3, 3 + second)]
         callback: Any = SaveCheckpoint(interval=None, minutes=1.0)
         due = []
-        for minutes in ((2, 0), (0, 2)):  # since the last one, by the clocks of the two
+        for minutes in ((2, 0), (0, 2)):  # since the last one, by the clocks of both processes
             callback._saved_at = time.monotonic() - 60 * minutes[second]
             due.append(callback._is_due(SimpleNamespace(strategy=strategy)))
         found['due'] = due
@@ -135,36 +134,36 @@ def of_a_process(folder: str) -> dict[str, Any]:
         trainer: TrainerView = ppo(strategy)
         found['record'] = {k: describe(trainer).strategy.get(k) for k in ('world_size', 'processes')}
         found['environment'] = [
-            told(ppo, strategy, environment=Countdown),
-            told(chatgpt.train, 'no such model', environment=Countdown, strategy=strategy),
-            told(PromptEvaluation(['a one'], environment=Countdown), trainer),
+            error_of(ppo, strategy, environment=Countdown),
+            error_of(chatgpt.train, 'no such model', environment=Countdown, strategy=strategy),
+            error_of(PromptEvaluation(['a one'], environment=Countdown), trainer),
         ]
-        found['sign'] = signs(strategy, folder)
+        found['sign'] = sign_alone(strategy, folder)
         found['resume'] = resumed(trainer, folder)
-        found['drawn'] = [drawn(strategy, kind) for kind in (OwnModel, AnswersLater)]
+        found['sampled_tokens'] = [sampled_tokens(strategy, kind) for kind in (OwnModel, AnswersLater)]
     return found
 
 
 @pytest.fixture(scope='module')
-def both(tmp_path_factory) -> list[dict[str, Any]]:
-    found = run_distributed(of_a_process, 2, str(tmp_path_factory.mktemp('rank')))
+def results(tmp_path_factory) -> list[dict[str, Any]]:
+    found = run_distributed(results_of_process, 2, str(tmp_path_factory.mktemp('rank')))
     assert [f['ranks'] for f in found] == [(0, 1, 2), (0, 1, 2)]
     return found
 
 
-def test_what_both_decide_together(both):
-    assert [f['stops'] for f in both] == [[True, True, False]] * 2  # a signal that one process got
-    assert [f['due'] for f in both] == [[True, False]] * 2  # the first clock says when a checkpoint is due
-    assert [f['timing'] for f in both] == [{}, {}]  # one rank has no slowest
-    assert [f['record'] for f in both] == [{'world_size': 1, 'processes': 2}] * 2
-    assert [f['leader'] for f in both] == [0, 0]
-    for found in both:  # engines with models of their own give the draws of the first
-        assert found['drawn'] == [([5, 5], [5, 5])] * 2
+def test_decisions_of_both_processes_agree(results):
+    assert [f['stops'] for f in results] == [[True, True, False]] * 2  # a signal to one process
+    assert [f['due'] for f in results] == [[True, False]] * 2  # the first clock decides when a checkpoint is due
+    assert [f['timing'] for f in results] == [{}, {}]  # with one rank there is no slowest
+    assert [f['record'] for f in results] == [{'world_size': 1, 'processes': 2}] * 2
+    assert [f['leader'] for f in results] == [0, 0]
+    for found in results:  # engines with their own models return the samples of the first process
+        assert found['sampled_tokens'] == [([5, 5], [5, 5])] * 2
 
 
-def test_what_is_refused_is_refused_on_both(both):
+def test_refusals_occur_on_both_processes(results):
     other = 'RankMismatchError: the ranks do not run the same run, seen here: on rank 1 seed is 4 instead of 3 (as on'
-    for found in both:
+    for found in results:
         assert found['agree'][0] == 'no error' and found['agree'][1].startswith(other)
         for error in found['environment']:
             assert error.startswith('ValueError: environment does not go with tensor_parallel: ')
@@ -183,9 +182,8 @@ def actor_of(strategy: Any) -> Any:
     return strategy.prepare(AutoActor(config=tiny_config('llama', heads=4, positions=48)))
 
 
-def by_workers() -> dict[str, Any]:
-    """Draws of the workers that a flag gives a rank: two samples of the first rank, one of the second, each with a
-    limit of its own."""
+def sampled_by_workers() -> dict[str, Any]:
+    """Returns samples of the workers of a rank: two of the first rank, one of the second, each with its own limit."""
     workers, sampling = InProcessWorkers(2), SamplingParams(**SAMPLING)
     rollouts._engine = lambda args: RemoteEngine(workers)
     with FSDPStrategy(seed=3, precision='fp32', tensor_parallel=2, device='cpu') as strategy:
@@ -194,23 +192,26 @@ def by_workers() -> dict[str, Any]:
         with rollouts.rollout_engine(PPORun(rollout_workers=2), strategy) as engine:
             collector = Collector(strategy, engine, sampling, policy=partial(strategy.full_model, actor))
             samples = collector.generate(prompts(mine), indices=mine, limits=[4 + i for i in mine])
-            found = {'started': len(workers.workers), 'drawn': {s.index: s.response_ids.tolist() for s in samples}}
+            found = {
+                'started': len(workers.workers),
+                'sampled_tokens': {s.index: s.response_ids.tolist() for s in samples},
+            }
             with strategy.full_model(actor, whole=True) as full:
                 engine.begin(full)
                 empty = [Prompt(ids=torch.tensor([], dtype=torch.int64))]
-                found['error'] = told(engine.generate, Call.of(empty, sampling, seed=0, indices=[0]))
+                found['error'] = error_of(engine.generate, Call.of(empty, sampling, seed=0, indices=[0]))
                 engine.end()
     return found
 
 
 def test_a_rank_has_one_set_of_workers():
-    ranks = run_distributed(by_workers, 4)
+    ranks = run_distributed(sampled_by_workers, 4)
     with NaiveStrategy(seed=3, device='cpu', precision='fp32') as strategy:
         engine = LocalEngine()
         engine.begin(actor_of(strategy))
         alone = engine.generate(Call.of(prompts(range(3)), SamplingParams(**SAMPLING), seed=3, indices=range(3)))
         want = {s.index: s.response_ids.tolist()[: 4 + s.index] for s in alone}
     assert [r['started'] for r in ranks] == [2, 0, 2, 0]
-    assert [r['drawn'] for r in ranks] == [{0: want[0], 2: want[2]}] * 2 + [{1: want[1]}] * 2
+    assert [r['sampled_tokens'] for r in ranks] == [{0: want[0], 2: want[2]}] * 2 + [{1: want[1]}] * 2
     for r in ranks:
         assert r['error'].startswith('ValueError: generate: prompt 0 is empty')

@@ -1,5 +1,5 @@
-"""PPO with an engine that generates elsewhere: without staleness the colocated run, with it samples as old and as much
-as was allowed."""
+"""PPO with an engine that generates elsewhere: without staleness it equals the colocated run, with staleness its
+samples are as old as allowed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make(engine: Any = None, *, strategy: Any = None, more: Any = (), **settings
     return trainer
 
 
-def stale(n: int, workers: Any = 2, **settings: Any) -> Any:
+def make_stale(n: int, workers: Any = 2, **settings: Any) -> Any:
     pool = InProcessWorkers(workers) if isinstance(workers, int) else workers
     return make(RemoteEngine(pool), max_staleness=n, tis_cap=2.0, **settings)
 
@@ -53,7 +53,7 @@ def fit(trainer: Any, timesteps: int, update: int = 1) -> Any:
 
 
 def samples(*trainers: Any) -> list[Any]:
-    """What identifies the samples of each phase of one run, or of a run and its continuation."""
+    """Returns identifiers of the samples of each phase of a run, or of a run and its continuation."""
     return [
         [(e.index, e.group, e.prompt_text, e.response_ids.tolist(), e.logprobs.tolist()) for e in phase]
         for trainer in trainers
@@ -84,7 +84,7 @@ def test_without_staleness_it_is_the_colocated_run_to_the_bit(workers, settings)
 
 
 @pytest.mark.parametrize(('n', 'update', 'phases'), [(1, 1, 5), (2, 2, 4), (9, 1, 4)])
-def test_samples_are_as_old_as_was_allowed_and_every_prompt_counts_once(n, update, phases, monkeypatch):
+def test_samples_are_as_old_as_allowed_and_every_prompt_is_used_once(n, update, phases, monkeypatch):
     in_flight, ask = [], Pipeline.ask
 
     def counted(pipeline: Pipeline, *given: Any) -> None:
@@ -94,12 +94,12 @@ def test_samples_are_as_old_as_was_allowed_and_every_prompt_counts_once(n, updat
     monkeypatch.setattr(Pipeline, 'ask', counted)
     pool = InProcessWorkers(2)
     timesteps = phases * update - (update - 1)  # the last phase is a remainder
-    trainer = fit(stale(n, pool), timesteps, update)
-    # phase p learns from what was asked for at phase p - n, or at the start
+    trainer = fit(make_stale(n, pool), timesteps, update)
+    # phase p learns from timesteps submitted in phase p - n, or at the start
     assert trainer.ages == [{min(phase, n)} for phase in range(phases)]
     assert indices(trainer) == list(range(4 * timesteps))
     assert [m['rollout/staleness_max'] for m in trainer.log.phases] == [min(phase, n) for phase in range(phases)]
-    # back-pressure: never more than n + 1 phases, and nothing beyond the end of the run
+    # back-pressure: at most n + 1 phases, and none beyond the end of the run
     assert max(in_flight) == min((n + 1) * update, timesteps)
     assert pool.most_queued <= (n + 1) * update
     assert sorted(i for _, indices in pool.answered for i in indices) == list(range(4 * timesteps))
@@ -107,18 +107,18 @@ def test_samples_are_as_old_as_was_allowed_and_every_prompt_counts_once(n, updat
 
 
 def test_a_stale_run_repeats_itself_and_differs_from_a_fresh_one_after_the_first_phase():
-    fresh, a, b = (fit(stale(n, workers), 3) for n, workers in ((0, 1), (1, 1), (1, 3)))
+    fresh, a, b = (fit(make_stale(n, workers), 3) for n, workers in ((0, 1), (1, 1), (1, 3)))
     assert a.log.phases == b.log.phases and torch.equal(weights(a), weights(b))
     assert samples(a)[0] == samples(fresh)[0] and samples(a)[1] != samples(fresh)[1]
     assert fresh.log.phases[1]['ppo/tis_weight'] == pytest.approx(1.0, abs=1e-5)
     assert abs(a.log.phases[1]['ppo/tis_weight'] - 1.0) > 1e-4
-    # the ratio is to the weights that learning began with
+    # the ratio is relative to the weights at the start of learning
     assert all(m['ppo/first_ratio_error'] < 1e-4 for m in a.log.phases)
 
 
-def test_dynamic_sampling_draws_on_what_is_in_flight():
+def test_dynamic_sampling_uses_timesteps_in_flight():
     pool = InProcessWorkers()
-    trainer = fit(stale(1, pool, **GROUPS | {'num_samples_per_prompt': 2, 'dynamic_sampling_rounds': 3}), 4)
+    trainer = fit(make_stale(1, pool, **GROUPS | {'num_samples_per_prompt': 2, 'dynamic_sampling_rounds': 3}), 4)
     assert sum(m['rollout/dynamic_rounds'] for m in trainer.log.phases) > 0
     assert set().union(*trainer.ages) == {0, 1}
     drawn = sorted(i for _, indices in pool.answered for i in indices)
@@ -130,7 +130,7 @@ def test_a_worker_that_dies_changes_nothing():
     def run(die_on: dict[int, int]) -> Any:
         pool = InProcessWorkers(2)
         pool.die_on = die_on
-        return fit(stale(2, pool), 5)
+        return fit(make_stale(2, pool), 5)
 
     undisturbed = run({})
     with pytest.warns(UserWarning, match='generates its .* prompts again'):
@@ -150,16 +150,16 @@ class StopAt(Callback):
 
 
 def resumed(folder: Path, n: int, update: int, total: int, stop: Any, **changes: Any) -> tuple[Any, Any]:
-    first = stale(n, more=[stop])
+    first = make_stale(n, more=[stop])
     first.fit(WORDS, total, 1, update)
     assert first.timestep < total
     folder = first.save_checkpoint(folder / 'checkpoint')
     held = json.loads((folder / 'state.json').read_text())['trainer'].get('in_flight', [])
     assert len(held) == min(n * update, total - first.timestep)
-    del first.log.experiences[first.phase :], first.ages[first.phase :]  # of a phase that was dropped
+    del first.log.experiences[first.phase :], first.ages[first.phase :]  # of a dropped phase
     second = make(**{'engine': RemoteEngine(InProcessWorkers(2)), 'max_staleness': n, 'tis_cap': 2.0} | changes)
     second.load_checkpoint(folder)
-    # saved before it went on, it is the same checkpoint, but for an engine that has nothing in flight
+    # saved before it continues, it is the same checkpoint, except for an engine with nothing in flight
     again = second.checkpoint_state().get('in_flight', [])
     assert again == (held if isinstance(second.collector.draws, Pipeline) else [])
     second.fit(WORDS, total, 1, update)
@@ -169,7 +169,7 @@ def resumed(folder: Path, n: int, update: int, total: int, stop: Any, **changes:
 
 @pytest.mark.parametrize(('n', 'update'), [(0, 2), (1, 2), (2, 1)])
 def test_a_resumed_run_continues_to_the_bit_with_what_was_in_flight(tmp_path, n, update):
-    straight = stale(n)
+    straight = make_stale(n)
     straight.fit(WORDS, 7, 1, update)
     for name, stop in (('between phases', StopAfter(2)), ('in a phase', StopAt(5))):
         with warnings.catch_warnings():
@@ -186,16 +186,16 @@ def test_a_resumed_run_continues_to_the_bit_with_what_was_in_flight(tmp_path, n,
     [{'max_staleness': 0}, {'temperature': 0.5}, {'engine': LocalEngine(), 'max_staleness': 0}],
     ids=['no staleness', 'another temperature', 'a local engine'],
 )
-def test_under_other_settings_the_prompts_in_flight_are_asked_for_again(tmp_path, changes):
+def test_under_other_settings_the_prompts_in_flight_are_submitted_again(tmp_path, changes):
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         first, second = resumed(tmp_path, 2, 1, 5, StopAfter(2), **changes)
     assert indices(first, second) == list(range(20))
-    assert second.ages[0] == {0}  # by the weights of now
+    assert second.ages[0] == {0}  # from the present weights
 
 
 def test_a_second_fit_begins_with_nothing_in_flight():
-    trainer = stale(2, 1, more=[StopAfter(2)])
+    trainer = make_stale(2, 1, more=[StopAfter(2)])
     trainer.fit(WORDS, 6, 1, 1)
     assert len(trainer.collector.draws.waiting) == 2
     trainer.fit(WORDS, 2, 1, 1)
@@ -205,27 +205,27 @@ def test_a_second_fit_begins_with_nothing_in_flight():
 
 def on_two_ranks(folder: str) -> tuple[list[dict[str, float]], list[int], list[float]]:
     with DDPStrategy(seed=3, device='cpu') as strategy:
-        trainer = stale(1, strategy=strategy, more=[StopAfter(2)])
+        trainer = make_stale(1, strategy=strategy, more=[StopAfter(2)])
         trainer.fit(WORDS, 4, 1, 1)
         trainer.save_checkpoint(folder)
         return trainer.log.phases, indices(trainer), weights(trainer).tolist()
 
 
-def test_two_ranks_ask_their_own_workers_and_one_rank_goes_on_with_their_samples(tmp_path):
+def test_two_ranks_use_their_own_workers_and_one_rank_continues_with_their_samples(tmp_path):
     first, second = run_distributed(on_two_ranks, 2, str(tmp_path / 'checkpoint'))
     assert first == second and first[1] == list(range(8))
-    single = stale(1, more=[StopAfter(2)])
+    single = make_stale(1, more=[StopAfter(2)])
     single.fit(WORDS, 4, 1, 1)
     for a, b in zip(first[0], single.log.phases, strict=True):
         assert a['rollout/score_mean'] == b['rollout/score_mean']
         assert a['ppo/policy_loss'] == pytest.approx(b['ppo/policy_loss'], rel=1e-4, abs=1e-6)
-    going_on = stale(1, 1)
-    going_on.load_checkpoint(tmp_path / 'checkpoint')
-    going_on.fit(WORDS, 4, 1, 1)
-    assert indices(going_on) == list(range(8, 16)) and going_on.ages == [{1}, {1}]
+    resumed_on_one = make_stale(1, 1)
+    resumed_on_one.load_checkpoint(tmp_path / 'checkpoint')
+    resumed_on_one.fit(WORDS, 4, 1, 1)
+    assert indices(resumed_on_one) == list(range(8, 16)) and resumed_on_one.ages == [{1}, {1}]
 
 
-def test_what_staleness_needs_is_named():
+def test_requirements_of_staleness_are_named():
     for value, told in (
         (1, '1 learns from samples of older weights, which tis_cap weighs'),
         (-1, '-1 must not be neg'),

@@ -35,7 +35,7 @@ def make(data: list[Any], eval_data: list[Any] | None = None, *, strategy: Any =
 
 
 def score(trainer: Any, s: Sequence) -> float:
-    """By plain transformers and the head, in float64: the state of the last token."""
+    """Returns the score by plain transformers and the head, in float64, from the state of the last token."""
     bare = trainer.strategy.unwrap(trainer.model)
     hidden = bare.model.eval()(torch.cat([s.prompt_ids, s.response_ids])[None]).last_hidden_state[0, -1].double()
     head = bare.value_head
@@ -54,7 +54,7 @@ MIXED = [
 def by_hand(
     trainer: Any, records: list[TokenizedPreference], *, margin: bool = False, center: float = 0.0
 ) -> tuple[float, float, float]:
-    """Loss (mean over prompts with a pair), accuracy and margin, pair by pair."""
+    """Returns loss (mean over prompts with a pair), accuracy and margin, pair by pair."""
     losses, right, margins = [], [], []
     for r in records:
         of_prompt = []
@@ -104,7 +104,7 @@ def test_it_learns_and_its_calibration_puts_the_mean_of_reference_answers_at_zer
     trainer.fit()
     last = trainer.log.phases[-1]
     assert last['rm/val_accuracy'] == 1.0 and last['rm/val_margin'] > 1.0 and last['rm/val_loss'] < 0.3
-    assert last['rm/lr'] < trainer.log.phases[0]['rm/lr'] * 0.1  # the cosine has come down
+    assert last['rm/lr'] < trainer.log.phases[0]['rm/lr'] * 0.1  # the cosine has decayed
     scores = [score(trainer, r.sequences()[0]) for r in data]
     assert sum(scores) / len(scores) == pytest.approx(0.0, abs=1e-5)
     given = [data[0].sequences()[1], data[1].sequences()[1]]
@@ -112,7 +112,7 @@ def test_it_learns_and_its_calibration_puts_the_mean_of_reference_answers_at_zer
     assert sum(score(trainer, s) for s in given) == pytest.approx(0.0, abs=1e-5)
 
 
-def test_calibration_reads_a_bounded_sample_by_seed_and_says_so(capsys):
+def test_calibration_reads_a_limited_sample_by_seed_and_shows_progress(capsys):
     data = learnable(8)
     all_scores = make(data, calibration_samples=8).calibrate()
     trainer = make(data, calibration_samples=3)
@@ -123,7 +123,7 @@ def test_calibration_reads_a_bounded_sample_by_seed_and_says_so(capsys):
     assert make(data, calibration_samples=3).calibrate() == some != all_scores
     assert all_scores == pytest.approx(sum(best) / 8, abs=1e-5)
     assert any(some == pytest.approx(sum(three) / 3, abs=1e-5) for three in combinations(best, 3))
-    assert make(data, calibration_samples=512).calibrate() == all_scores  # a file below the bound is read as a whole
+    assert make(data, calibration_samples=512).calibrate() == all_scores  # fewer answers than the limit are all read
 
 
 def test_labelled_text_by_hand_and_learnt():
@@ -196,7 +196,7 @@ def runs(kinds: list[Any]) -> list[tuple[list[dict[str, float]], dict[str, torch
     return found
 
 
-def test_the_number_of_ranks_does_not_enter():
+def test_the_number_of_ranks_has_no_effect():
     ((want, weights),) = runs([NaiveStrategy])
     for results in run_distributed(runs, 2, [DDPStrategy, FSDPStrategy], init_group=True):
         for phases, found in results:

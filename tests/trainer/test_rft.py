@@ -1,4 +1,4 @@
-"""RFT: what is kept, by hand; that it learns; that a resume goes on to the bit; that ranks do not enter."""
+"""RFT: selection by hand, learning, resuming to the bit, ranks."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def sample(group: int, ids: list[int]) -> Experience:
         ([1, 2, 3, 4], 0.3, [1, 2, 3]),
         ([1, 2, 3, 4], 0.5, [2, 3]),
         ([1, 2, 3, 4], 1.0, [3]),
-        ([0, 0, 0, 0, 0, 0, 0, 1], 0.7, [7]),  # the quantile is 0 here, and a failure is no lesson
+        ([0, 0, 0, 0, 0, 0, 0, 1], 0.7, [7]),  # the quantile is 0 here, and failures are not kept
         ([0, 1, 1, 1], 0.7, [1, 2, 3]),
         ([0, 0, 0, 1, 2, 0, 0, 0], 0.5, [3, 4]),
         ([0, 0, 0, 1], 0.0, [0, 1, 2, 3]),
     ],
 )
-def test_what_is_kept_of_a_group(scores, quantile, want):
+def test_kept_samples_of_a_group(scores, quantile, want):
     assert select([sample(0, [i]) for i in range(len(scores))], scores, quantile) == want
 
 
-def test_groups_are_apart_texts_come_once_and_equal_scores_teach_nothing():
+def test_groups_are_separate_without_duplicates_or_equal_scores():
     samples = [sample(group, [i]) for group, i in ((0, 1), (0, 1), (0, 2), (1, 3), (1, 4), (2, 5), (2, 6))]
     assert select(samples, [9.0, 9.0, 1.0, -5.0, -9.0, 3.0, 3.0], 0.9) == [0, 3]
 
@@ -84,7 +84,7 @@ class Same:
         return [self.given] * len(samples)
 
 
-def test_a_reward_without_differences_teaches_nothing():
+def test_equal_scores_are_not_learned():
     trainer = make(reward=Same(1.0))
     before = weights(trainer)
     with pytest.warns(UserWarning, match='RFT round 2: no prompt has responses of different scores'):
@@ -129,7 +129,7 @@ def test_a_decaying_learning_rate_ends_with_the_last_round():
     assert rates.rates[0] == pytest.approx(1e-2)
     assert 0 < rates.rates[-1] <= 1e-2 / 4
     rises = [after - before for before, after in pairwise(rates.rates)]
-    assert max(rises) < 0.15e-2  # no saw, which would end every round near 0 and jump back by more
+    assert max(rises) < 0.15e-2  # one decay per round would end near 0 and rise by more
 
 
 def run() -> tuple[list[dict[str, float]], torch.Tensor]:
@@ -139,7 +139,7 @@ def run() -> tuple[list[dict[str, float]], torch.Tensor]:
         return trainer.log.phases, weights(trainer)
 
 
-def test_the_number_of_ranks_does_not_enter():
+def test_the_number_of_ranks_has_no_effect():
     alone = make()
     alone.fit()
     for phases, found in run_distributed(run, 2):

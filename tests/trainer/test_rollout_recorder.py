@@ -1,4 +1,4 @@
-"""What is recorded of a phase: which sequences, the numbers and texts of their tokens, on one rank as on two; and the
+"""Recorded sequences of a phase: their choice, the numbers and texts of their tokens, on one rank as on two; and the
 folder."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def make(run_dir: Path | None, strategy: Any = None, **settings: Any) -> Any:
 
 
 class Kept(Callback):
-    """The actor as it was before it learned from each phase."""
+    """Records the actor before it learns in each phase."""
 
     def __init__(self) -> None:
         self.actors: list[Any] = []
@@ -46,7 +46,7 @@ class Kept(Callback):
 
 
 def entropies_by_hand(actor: Any, e: Any) -> list[float]:
-    """−Σ p log p before each action, from the logits of the model below the actor."""
+    """Returns −Σ p log p before each action, from the logits of the wrapped model."""
     ids = torch.cat([e.prompt_ids, e.response_ids])[None]
     with torch.no_grad():
         p = actor.model(ids).logits[0, len(e.prompt_ids) - 1 : -1].double().softmax(dim=-1)
@@ -57,7 +57,7 @@ def test_the_first_groups_whole_as_long_as_they_fit():
     given = [experience(i, [3], [4], 0.0) for i in range(9)]
     for e in given:
         e.group = e.index // 3
-    # of a group that is larger, its beginning
+    # the beginning of a larger group
     for num, count in ((100, 9), (9, 9), (8, 6), (6, 6), (5, 3), (3, 3), (2, 2)):
         assert [e.index for e in first_groups(given[::-1], num)] == list(range(count))
     assert first_groups([], 4) == []
@@ -66,8 +66,8 @@ def test_the_first_groups_whole_as_long_as_they_fit():
 @pytest.mark.parametrize('kind', [{}, {'value_head': True}, {'num_layers_unfrozen': 1}, {'lora_rank': 2}], ids=str)
 def test_arrays_are_those_of_the_experience_and_entropy_is_the_policys(tmp_path, kind):
     kept = Kept()
-    # One train batch and one epoch, so that the policy of the forward is the one that was copied; micro-batches of two
-    # or three sequences.
+    # One train batch and one epoch, so that the forward uses the copied policy; micro-batches of two or three
+    # sequences.
     trainer = fit(make(tmp_path, callbacks=[kept], max_tokens_per_batch=40, **kind), 2)
     assert recorded_phases(tmp_path) == [1, 2]
     for phase, (experiences, actor) in enumerate(zip(trainer.log.experiences, kept.actors, strict=True), start=1):
@@ -126,7 +126,7 @@ def test_two_ranks_record_what_one_does(tmp_path):
 
 
 def test_a_dummy_batch_belongs_to_no_sequence(tmp_path):
-    """Sequence 0 has an index like that of a dummy."""
+    """Sequence 0 has the index of a dummy."""
     given = [experience(0, [3], [4, 5], 1.0), experience(1, [3], [6], 2.0)]
     recorder = RolloutRecorder()
     trainer = FakeTrainer([recorder], tmp_path)
@@ -150,7 +150,7 @@ def test_recording_changes_no_number(tmp_path):
     assert runs[0].log.phases == runs[1].log.phases and torch.equal(weights(runs[0]), weights(runs[1]))
 
 
-def test_a_resume_removes_what_came_after_and_goes_on(tmp_path):
+def test_a_resume_removes_later_phases_and_continues(tmp_path):
     trainer = fit(make(tmp_path), 1)
     checkpoint = trainer.save_checkpoint()
     fit(trainer, 2)
@@ -166,7 +166,7 @@ def test_a_resume_removes_what_came_after_and_goes_on(tmp_path):
     assert recorded_phases(tmp_path / 'rollouts.previous') == [1, 2]
 
 
-def test_who_records(tmp_path):
+def test_default_recorder(tmp_path):
     own = RolloutRecorder(every=5)
     for trainer, expected in ((make(None), 0), (make(tmp_path), 1), (make(tmp_path, callbacks=[own]), 1)):
         found = [c for c in trainer.callbacks if isinstance(c, RolloutRecorder)]
@@ -207,7 +207,7 @@ def test_texts_and_columns_that_are_no_utf8_or_json_do_not_end_a_run(tmp_path):
 
 
 @pytest.mark.parametrize('text', ['\ud83d', None])
-def test_a_tokenizer_with_its_own_mind_does_not_end_a_run(tmp_path, text):
+def test_a_tokenizer_that_fails_does_not_end_a_run(tmp_path, text):
     class Odd:
         def decode(self, ids, skip_special_tokens):
             if text is None:
@@ -286,6 +286,6 @@ def test_characters_of_several_tokens_under_a_tokenizer_that_only_decodes():
     assert token_texts(tokenizer, [0x61, 0xF0]) == ['a', '�']
 
 
-def test_without_a_tokenizer_and_of_nothing():
+def test_without_a_tokenizer_or_tokens():
     assert token_texts(None, [5, 17]) == ['5', ' 17']
     assert token_texts(byte_tokenizer(), []) == token_texts(demo_world.demo_tokenizer(), []) == []

@@ -1,5 +1,5 @@
-"""Settings that do not go together: every row of the tables is broken by settings that a user can give, and says what
-they are; settings that fit break none."""
+"""Rules of settings: each is broken by settings that a user can give, with a message that names them; valid settings
+break none."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ CLASSES = sorted(set(classes()), key=lambda c: c.__name__)
 
 
 def values(cls: type, name: str) -> tuple[list[Any], list[Any]]:
-    """Inside and outside of the range, read from its text by hand."""
+    """Returns values inside and outside of the range, read from its text."""
     interval = (range_of(cls, name) or '').split(':')[0]
     whole, optional = numeric_fields(cls)[name]
     low, high = (float(end) for end in interval[1:-1].split(', '))
@@ -159,7 +159,7 @@ def test_a_value_outside_is_refused_in_one_line_and_one_inside_is_not(cls):
             assert '\n' not in str(refused.value)
 
 
-def test_what_is_said():
+def test_messages():
     for cls, settings, message in (
         (PPOConfig, {'eps_clip': 1.5}, 'eps_clip=1.5 must lie in (0, 1)'),
         (PPOConfig, {'whiten_rewards': 'no'}, "whiten_rewards='no' is not known; choose one of [True, False]"),
@@ -177,12 +177,12 @@ def test_what_is_said():
         KTOConfig(train_batch_size=1)
     SimPOConfig(gamma=1.6)
     config = PPOConfig()
-    config.eps_clip = 1.5  # what was changed later is checked too
+    config.eps_clip = 1.5  # later changes are checked too
     with pytest.raises(ValueError, match='eps_clip=1.5'):
         config.validate()
 
 
-def test_sampling_refuses_them_too():
+def test_sampling_refuses_values_outside_too():
     for name in numeric_fields(SamplingParams):
         for value in (-1, math.nan, math.inf, -math.inf, '3', True):
             with pytest.raises(ValueError, match=f'^sampling: {name}='):

@@ -1,4 +1,4 @@
-"""SFT: the loss by hand, prompts outside it, learning, evaluation, resuming."""
+"""SFT: the loss by hand, excluded prompts, learning, evaluation, resuming."""
 
 from __future__ import annotations
 

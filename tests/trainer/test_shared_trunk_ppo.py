@@ -1,5 +1,5 @@
-"""PPO with a critic, a reward model and a reference on one frozen trunk: the same numbers as with models of their own,
-learning in 4 bits, and what is written."""
+"""PPO with a critic, a reward model and a reference on one frozen trunk: the same numbers as with separate models,
+learning in 4 bits, and saved files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def head():
 
 
 def roles(kind='shared', checkpointing=False, **options):
-    """Actor, critic, reward model and initial model with equal adapters, on one trunk or on bases of their own."""
+    """Returns actor, critic, reward model and initial model with equal adapters, on one trunk or on separate bases."""
     torch.manual_seed(3)
     if kind == 'separate':
         made = [model(checkpointing) for _ in range(3)]
@@ -133,7 +133,8 @@ def test_a_checkpoint_holds_adapters_and_heads_and_the_export_is_what_was_traine
 
 
 def test_a_folder_is_quantized_block_by_block_one_dense_at_a_time(tmp_path, monkeypatch):
-    """Also where blocks are packed on another device: there it is one weight, for what is packed stays behind."""
+    """Also if blocks are packed on another device: only one dense weight is there at a time, since packed weights stay
+    behind."""
     base = tiny_causal_lm('llama', num_hidden_layers=4, hidden_size=64)
     Actor(deepcopy(base)).save_pretrained(tmp_path)
     batch = collate(tiny_sequences(4))
@@ -161,7 +162,7 @@ def test_an_engine_with_weights_of_its_own_is_refused():
 
 
 def test_the_base_is_not_moved_to_the_host_and_an_export_leaves_the_device_alone():
-    """Dense weights of all layers at once may be more than the device holds: they wait on the host."""
+    """Dense weights of all layers at once may exceed the device's memory, so they stay on the host."""
     trunk = SharedTrunk(model())
     reward_model = trunk.reward_model(4)
     with pretend_cuda():

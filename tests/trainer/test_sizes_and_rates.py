@@ -1,4 +1,4 @@
-"""Batches, orders, schedules; sizes and learning rates that do not come out as they are given, named at the start."""
+"""Batches, orders, schedules; warnings about sizes and learning rates that do not have the expected effect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from chatgpt.trainer.settings import check_cut
 
 
 @pytest.mark.parametrize(
-    ('count', 'size', 'said'),
+    ('count', 'size', 'warning'),
     [
         (25, 8, 'the last step of each pass learns from 1 alone, and counts as much as one of 8'),
         (26, 8, 'learns from 2 alone'),
@@ -31,13 +31,13 @@ from chatgpt.trainer.settings import check_cut
         (9, 1, None),
     ],
 )
-def test_steps_of_a_pass(count, size, said):
+def test_steps_of_a_pass(count, size, warning):
     text = uneven_steps(count, 'records', size)
-    assert text is None if said is None else said in (text or '')
+    assert text is None if warning is None else warning in (text or '')
 
 
 @pytest.mark.parametrize(
-    ('update', 'settings', 'said'),
+    ('update', 'settings', 'warning'),
     [
         (1, {}, None),
         (1, {'train_batch_size': 64}, 'train_batch_size=64 is more than the 4 samples of a learning phase'),
@@ -46,18 +46,18 @@ def test_steps_of_a_pass(count, size, said):
         (1, {'train_batch_size': 64, 'sample_replay_buffer': True}, None),
     ],
 )
-def test_an_online_run(update, settings, said):
-    """Of two timesteps with four samples, but for the settings."""
+def test_an_online_run(update, settings, warning):
+    """With two timesteps of four samples by default."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         trainer = make(**{'experience_batch_size': 4, 'train_batch_size': 4} | settings)
         trainer.fit(prompts(), num_episodes=1, max_timesteps=2, update_timesteps=update)
     texts = [str(w.message) for w in caught]
-    assert len(texts) == (said is not None) and all(str(said) in text for text in texts)
+    assert len(texts) == (warning is not None) and all(str(warning) in text for text in texts)
 
 
 @pytest.mark.parametrize(
-    ('optimizer', 'rate', 'said'),
+    ('optimizer', 'rate', 'warning'),
     [
         (torch.optim.AdamW, 0.0, 'the learning rate of the actor is 0, so it learns nothing'),
         (torch.optim.SGD, 0.0, 'learns nothing'),
@@ -67,19 +67,19 @@ def test_an_online_run(update, settings, said):
         (torch.optim.SGD, 1.0, None),
     ],
 )
-def test_learning_rates(optimizer, rate, said):
+def test_learning_rates(optimizer, rate, warning):
     text = LearningRate(optimizer([torch.zeros(1, requires_grad=True)], lr=rate), 'constant', 0).out_of_range('actor')
-    assert text is None if said is None else said in (text or '')
+    assert text is None if warning is None else warning in (text or '')
 
 
-def test_a_trainer_says_its_rate():
+def test_a_trainer_warns_of_its_rate():
     with pytest.warns(UserWarning, match='the learning rate of the actor is 0'):
         sft(lr=0.0)
 
 
 @pytest.mark.parametrize('offline', [False, True])
-def test_a_finished_run_that_is_resumed_says_so(tmp_path, capsys, offline):
-    """And one that is longer now goes on."""
+def test_a_resume_of_a_finished_run_is_reported(tmp_path, capsys, offline):
+    """A run that is longer now continues."""
 
     def fit(times: int, resume: bool = True) -> str:
         trainer: Any = sft(max_steps=times, run_dir=tmp_path) if offline else make(run_dir=tmp_path)
@@ -128,7 +128,7 @@ def test_schedules():
         lr_factor('linear', 3, total_steps=None)
 
 
-def test_batch_sizes_that_cannot_be_cut_name_one_that_can():
+def test_batch_sizes_that_cannot_be_split_name_one_that_can():
     with pytest.raises(ValueError, match=r'train_batch_size=6 cannot be split over 4 ranks; use a multiple.*as 4 or 8'):
         check_cut('train_batch_size', 6, 4)
     with pytest.raises(ValueError, match=r'experience_batch_size=2 cannot be split over 3 ranks; .* such as 3'):

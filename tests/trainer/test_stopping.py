@@ -1,5 +1,4 @@
-"""A run that is asked to stop, is killed, meets a full disk, or finds its folder taken; and what it goes on from
-afterwards."""
+"""Runs that are stopped or killed, have a full disk or a folder in use; and their resumes."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dic
     return finished(folder, PHASES)[0], metrics(folder)
 
 
-def refused_beside(holder: subprocess.Popen[str], folder: Path) -> None:
-    """Another run that wants the folder of a running one is told who holds it, and does nothing."""
+def check_folder_in_use(holder: subprocess.Popen[str], folder: Path) -> None:
+    """Another run in the folder of a running one is refused with the name of the holder."""
     trainer = make(run_dir=folder)
     with pytest.raises(CheckpointError, match=rf'process {holder.pid} on .* is writing here; .*choose another folder'):
         fit(trainer, 1)
@@ -47,14 +46,14 @@ def refused_beside(holder: subprocess.Popen[str], folder: Path) -> None:
 @pytest.mark.system
 def test_stopped_by_signals_and_resumed_to_the_same_bits(undisturbed, tmp_path):
     """SIGTERM, then SIGINT, each in the middle of a run, which ends between phases with the code of the signal.
-    Meanwhile another run tries to write into the same folder."""
+    Meanwhile another run tries to use the folder."""
     done, path = 0, tmp_path / 'metrics.jsonl'
     for signum, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
         (process,) = start(tmp_path, PHASES)
         until(lambda done=done: path.is_file() and path.read_text().count('\n') >= done + 2)
-        # held, so that it does not end before the other run is told
+        # paused, so that it does not end before the other run is refused
         process.send_signal(signal.SIGSTOP)
-        refused_beside(process, tmp_path)
+        check_folder_in_use(process, tmp_path)
         process.send_signal(signum)
         process.send_signal(signal.SIGCONT)
         output, _ = process.communicate()
@@ -95,8 +94,8 @@ def test_a_stop_while_collecting_drops_the_phase(tmp_path):
 @pytest.mark.system
 @pytest.mark.skipif(not hasattr(os, 'fork'), reason='limits the size of files of a child process')
 def test_a_disk_that_is_full_for_a_while(undisturbed, tmp_path):
-    """Files cannot grow beyond 4 KiB while phases 3 to 5 are saved: warnings, no checkpoint of those, and a run that is
-    not changed."""
+    """Files cannot exceed 4 KiB while phases 3 to 5 are saved: warnings, no checkpoints of those phases, an unchanged
+    run."""
     full = """
 import os, resource, signal
 from chatgpt.trainer import base
@@ -142,8 +141,8 @@ def test_a_checkpoint_of_another_method_or_model_is_refused(tmp_path, monkeypatc
         adapted.load_checkpoint(trainer.save_checkpoint(tmp_path / 'ppo'))
 
 
-def test_every_file_is_guarded(tmp_path):
-    """A flipped bit, a missing end, a missing file: refused by the file's name, before any weight is touched."""
+def test_damage_to_any_file_is_detected(tmp_path):
+    """A flipped bit, a truncated or a missing file is refused by the file's name, before any weight changes."""
     path = fit(make(run_dir=tmp_path), 1).save_checkpoint()
     files = sorted(p for p in path.iterdir() if p.is_file())
     kinds = {p.name.split('-rank')[0].split('.')[0] for p in files}
@@ -196,8 +195,8 @@ def done_phases(folder: Path) -> int:
 def killed_many_times(
     folder: Path, kills: int, phases: int, seed: int, kind: str = 'NaiveStrategy', ranks: int = 1
 ) -> None:
-    """Kill all ranks of a run at random moments of its saves and phases; every restart goes on from the newest whole
-    checkpoint. A kill that came after the run's end counts for nothing."""
+    """Kills all ranks of a run at random moments of its saves and phases; every restart continues from the newest whole
+    checkpoint. Kills after the run's end do not count."""
     rng = random.Random(seed)
     undisturbed = finished(folder / 'straight', phases, kind, ranks)
     run, interrupted, resumed_from = folder / 'killed', 0, 0

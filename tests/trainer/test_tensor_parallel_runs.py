@@ -1,5 +1,5 @@
-"""Runs under tensor parallelism: on two and on four processes the draws of one process, and its losses and weights up
-to rounding; checkpoints move to other layouts and back; what is saved is whole."""
+"""Runs under tensor parallelism: two and four processes have the draws of one, and its losses and weights up to
+rounding; checkpoints move to other layouts and back; saved models are whole."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def ppo(
     run_dir: str | None = None,
     dies_in: int = 0,
 ) -> dict[str, Any]:
-    """Phases of PPO with an actor, a critic and an initial model; what came of it. A checkpoint after the last phase
-    and the actor are saved in `folder`, one of each phase in `run_dir`. All processes are killed while they learn in
+    """Runs phases of PPO with an actor, a critic and an initial model; returns the results. The last checkpoint and the
+    actor are saved in `folder`, a checkpoint of each phase in `run_dir`. All processes are killed while they learn in
     phase `dies_in`."""
 
     class Die(Callback):
@@ -89,7 +89,7 @@ def same(got: dict[str, Any], want: dict[str, Any]) -> None:
 
 
 def stored(*folders: Path) -> list[dict[str, torch.Tensor]]:
-    """Everything that checkpoints hold but for random generators, by name."""
+    """Returns everything in checkpoints except random generators, by name."""
     readers = [CheckpointReader(folder) for folder in folders]
     return [
         {n: r.read(n, 0, math.prod(r.shape(n))) for n in sorted(r.names()) if not n.startswith('rng/')} for r in readers
@@ -103,7 +103,7 @@ def naive(tmp_path_factory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize('world_size', [2, 4])
-def test_a_run_is_that_of_one_process(world_size, naive, tmp_path):
+def test_a_run_equals_that_of_one_process(world_size, naive, tmp_path):
     ranks = run_distributed(ppo, world_size, 'FSDPStrategy', TWO if world_size == 2 else FOUR, 2, str(tmp_path))
     check_outcome(ranks[0], naive, STEP * 8)
     assert [r['rank'] for r in ranks] == [(n // 2, n == 0, world_size // 2) for n in range(world_size)]
@@ -114,15 +114,15 @@ def test_a_run_is_that_of_one_process(world_size, naive, tmp_path):
         assert torch.equal(weight, ranks[0]['weights']['actor'][f'model.{name}']), name
 
 
-def moved(options: dict[str, Any], folder: str, resume: str) -> dict[str, Any]:
+def resume_and_save(options: dict[str, Any], folder: str, resume: str) -> dict[str, Any]:
     return ppo('FSDPStrategy', options, 2, folder, resume)
 
 
-def test_a_checkpoint_goes_round(naive, tmp_path):
-    """One process → two of one rank → FSDP on two ranks → one process, each with nothing left to learn."""
+def test_a_checkpoint_moves_between_layouts(naive, tmp_path):
+    """One process → two of one rank → FSDP on two ranks → one process, without further learning."""
     first, second = tmp_path / 'tensor', tmp_path / 'data'
     for options, folder, resume in ((TWO, first, naive['folder']), ({}, second, first)):
-        (got, _) = run_distributed(moved, 2, options, str(folder), str(resume / 'checkpoint'))
+        (got, _) = run_distributed(resume_and_save, 2, options, str(folder), str(resume / 'checkpoint'))
         same(got, naive)
         assert got['samples'] == []
     whole, *others = stored(*(folder / 'checkpoint' for folder in (naive['folder'], first, second)))
@@ -133,8 +133,8 @@ def test_a_checkpoint_goes_round(naive, tmp_path):
 
 
 @pytest.mark.system
-def test_a_run_of_two_by_two_that_is_killed_goes_on(tmp_path):
-    """On the same layout to the bits of one that was not; on one process with the same draws."""
+def test_a_killed_run_of_two_by_two_resumes(tmp_path):
+    """On the same layout to the bits of an undisturbed run; on one process with the same draws."""
     phases, job = 3, ('FSDPStrategy', TWO)
     straight, killed, alone = (tmp_path / name for name in ('straight', 'killed', 'alone'))
     want = run_distributed(ppo, 4, *job, phases, '', '', 'llama', str(straight))
@@ -156,7 +156,8 @@ def test_a_run_of_two_by_two_that_is_killed_goes_on(tmp_path):
 
 @pytest.mark.slow
 def test_queries_keys_and_values_in_one_tensor(tmp_path):
-    """GPT-2's, in parts on 2 x 2 processes: the run of one process, which reads their checkpoint."""
+    """GPT-2's fused projection, split over 2 x 2 processes: equals the run of one process, which reads their
+    checkpoint."""
     want = ppo('NaiveStrategy', {}, 1, family='gpt2')
     ranks = run_distributed(ppo, 4, 'FSDPStrategy', FOUR, 1, str(tmp_path), '', 'gpt2')
     check_outcome(ranks[0], want, STEP * 4)
@@ -185,7 +186,7 @@ def learned(kind: str, options: dict[str, Any]) -> dict[str, Any]:
 def test_other_methods_learn_what_one_process_learns():
     want = learned('NaiveStrategy', {})
     ranks = run_distributed(learned, 2, 'FSDPStrategy', TWO)
-    for found in (want, *ranks):  # the policy is the reference: rounding decides which text is preferred
+    for found in (want, *ranks):  # policy and reference are equal, so accuracy depends on rounding
         del found['dpo'][0]['dpo/accuracy']
     for got in ranks:
         for name in ('sft', 'dpo', 'reward'):

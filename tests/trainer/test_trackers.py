@@ -1,5 +1,4 @@
-"""Trackers by name: each real package in its offline mode, what is given to a run, and that nothing else is
-imported."""
+"""Trackers by name: each real package in its offline mode, the arguments of a run, and no other imports."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ def is_installed(name: str) -> bool:
 
 @pytest.fixture(scope='module')
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a tracker's runs; all are made in one interpreter, where each loads no other tracker's package."""
+    """Returns the folder of a tracker's runs; all run in one interpreter, and each must load only its own package."""
     folder = tmp_path_factory.mktemp('trackers')
     names = [name for name in DISTRIBUTIONS if is_installed(name)]
     places = {'MLFLOW_TRACKING_URI': f'sqlite:///{folder}/runs.db', 'TRACKIO_DIR': str(folder / 'store')}
@@ -82,8 +81,8 @@ def test_tensorboard(folder_of):
 
 
 def records_of_wandb(path: Path) -> list:
-    """The records of a .wandb file: after 7 bytes of its own, LevelDB's log format, of protobuf messages. Blocks of
-    32 KiB hold chunks of a checksum, a length, a kind (1 whole, 2 first, 3 middle, 4 last) and the bytes."""
+    """Returns the records of a .wandb file: after 7 bytes of its own, LevelDB's log format, of protobuf messages.
+    Blocks of 32 KiB hold chunks of a checksum, a length, a type (1 whole, 2 first, 3 middle, 4 last) and the bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, part, found = path.read_bytes(), 7, b'', []
@@ -117,7 +116,7 @@ def test_wandb_offline(folder_of):
     (run_id, *_), _ = found['mine']
     assert sorted(found['mine'], key=lambda run: run[3]) == [
         (run_id, 'of-the-test', {'lr': 0.125}, 1, 0.5, 0),
-        (run_id, 'of-the-test', {'lr': 0.125}, 2, 0.25, 0),  # `wandb sync` puts what has one id together
+        (run_id, 'of-the-test', {'lr': 0.125}, 2, 0.25, 0),  # `wandb sync` merges runs of the same id
     ]
     ((other_id, *rest),) = found['theirs']
     assert other_id != run_id and rest == ['of-the-test', {}, 1, 0.75, 1]
@@ -146,7 +145,7 @@ def test_mlflow_in_a_file(folder_of):
 
 
 def test_trackio_in_local_files(folder_of):
-    """Without a network, and read with sqlite3 alone."""
+    """Without a network, read with sqlite3 alone."""
     import sqlite3
 
     (file,) = (folder_of('trackio').parent / 'store').glob('of-the-test*.db')

@@ -1,5 +1,4 @@
-"""Rewards of turns as an estimator sees them: named rewards, credit per turn, and methods that compare whole
-episodes."""
+"""Rewards of turns in estimators: named rewards, credit per turn, and methods that compare whole episodes."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ NAN = math.nan
 
 
 def episode(index: int, turns: list[tuple[int, dict[str, float]]], *, gap: int = 2) -> Experience:
-    """Turns of so many tokens with these rewards and `gap` tokens of observation between; NaN wherever a token is not
-    the policy's. The rewards of tokens are those of the turns, at their last tokens."""
+    """Returns an episode with turns of the given lengths and rewards, and `gap` tokens of observation between; NaN at
+    tokens that are not the policy's. Rewards are at the last tokens of turns."""
     mask: list[bool] = []
     found: list[Turn] = []
     rewards: list[float] = []
@@ -68,7 +67,7 @@ def test_turns_are_those_of_the_episode_or_else_runs_of_tokens_that_count():
 
 
 def test_lambda_follows_the_number_of_steps():
-    """Turns where turns are steps, else the policy's own tokens: observations make no episode longer."""
+    """Steps are turns, or else the policy's own tokens; observations do not make an episode longer."""
     for settings, steps, other in (({'gae_over': 'turn'}, 3, 6), ({}, 6, 3), ({}, 6, 10)):
         e = episode(0, [(2, {'reward': 1.0}), (1, {}), (3, {'reward': 2.0})])
         adaptive = estimated([e], lam_length=0.5, **settings)[0]
@@ -76,7 +75,7 @@ def test_lambda_follows_the_number_of_steps():
         assert adaptive != pytest.approx(estimated([e], lam=1 - 1 / (0.5 * other), **settings)[0])
 
 
-def test_an_estimator_of_ones_own_says_which_settings_it_follows(monkeypatch):
+def test_a_registered_estimator_declares_the_settings_it_follows(monkeypatch):
     of_turns = Estimator(fn=ESTIMATORS['gae'].fn, needs_values=True, follows=('gae_over',))
     monkeypatch.setitem(ESTIMATORS.data, 'of turns', of_turns)
     PPOConfig(advantage_estimator='of turns', gae_over='turn').validate()
@@ -94,7 +93,7 @@ def test_an_estimator_of_ones_own_says_which_settings_it_follows(monkeypatch):
     ],
 )
 def test_group_methods_compare_sums_of_episodes(name, expected):
-    """Of different numbers of turns, whose rewards sum to 4, 2, 1 and 1, over the turns or at the end."""
+    """Episodes of different numbers of turns, with rewards of sum 4, 2, 1 and 1, over the turns or at the end."""
     dense = [[1.0, 3.0], [0.5, 0.5, 1.0], [1.0], [-1.0, 2.0]]
     for parts in (dense, [[0.0] * (len(rewards) - 1) + [sum(rewards)] for rewards in dense]):
         given = [episode(i, [(1 + i, {'reward': r}) for r in rewards]) for i, rewards in enumerate(parts)]
@@ -107,7 +106,7 @@ def letters(prompts: list[str], responses: list[str]) -> list[float]:
     return [float(len(r)) for r in responses]
 
 
-def test_named_rewards_stand_at_the_last_tokens_of_turns_and_are_weighted():
+def test_named_rewards_are_at_the_last_tokens_of_turns_and_weighted():
     strategy = NaiveStrategy(seed=0)
     e = episode(0, [(2, {'correct': 1.0, 'form': 0.5}), (1, {'form': -0.5}), (2, {'correct': 3.0})])
     e.response_text = 'four'
@@ -117,7 +116,7 @@ def test_named_rewards_stand_at_the_last_tokens_of_turns_and_are_weighted():
         (EnvironmentScorer(), [0, 1.5, 0, 0, -0.5, 0, 0, 0, 3]),
         (EnvironmentScorer('form'), [0, 0.5, 0, 0, -0.5, 0, 0, 0, 0]),
         (weighted, [0, 1.5, 0, 0, -1.0, 0, 0, 0, 1.5]),
-        (beside, [0, 1, 0, 0, -1, 0, 0, 0, 1]),  # a score of the whole response is paid at its end
+        (beside, [0, 1, 0, 0, -1, 0, 0, 0, 1]),  # the score of the whole response is at its end
     ):
         (scores,) = scorer.score([e], strategy)
         assert scores.tolist() == expected
@@ -137,7 +136,7 @@ def test_named_rewards_stand_at_the_last_tokens_of_turns_and_are_weighted():
 
 
 class Letters(Environment):
-    """Two to three turns; rewards vowels, and short turns. Says nothing the policy could use."""
+    """Two to three turns; rewards vowels, and short turns. Observations carry no information."""
 
     def reset(self, seed, **columns):
         self.turn, self.turns = 0, 2 + seed % 2
@@ -152,7 +151,7 @@ class Letters(Environment):
 
 def trainer(reward: Any = None, strategy: Any = None, **settings: Any) -> Any:
     tokenizer, strategy = byte_tokenizer(), strategy or NaiveStrategy(seed=1)
-    torch.manual_seed(0)  # the strategy has set its own
+    torch.manual_seed(0)  # the strategy sets its own seed
     actor, critic, initial = (tiny_causal_lm('gpt2', vocab_size=len(tokenizer), n_positions=64) for _ in range(3))
     judge = Critic(critic) if settings.get('advantage_estimator', 'gae') == 'gae' else None
     defaults = {'environment': Letters, 'environment_settings': EnvironmentSettings(max_turn_tokens=4)}
@@ -228,12 +227,12 @@ def test_metrics_of_episodes_by_hand():
     ids=lambda settings: next(iter(settings.values())),
 )
 def test_runs_with_other_settings(settings):
-    """The ratio right after the rollout is 1: what the engine drew over several turns is what is learned."""
+    """The ratio right after the rollout is 1: samples of several turns have the learned log-probs."""
     found, metrics = one_phase(environment_settings=LIMITS, **settings)
     assert metrics['ppo/first_ratio_error'] < 1e-4
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics.get('ppo/tis_weight', 1.0) == pytest.approx(1, abs=1e-4)
-    if 'overlong_filter' in settings:  # episodes that the environment did not terminate
+    if 'overlong_filter' in settings:  # episodes that the environment did not end
         assert metrics['rollout/filtered_share'] == metrics['environment/end_turns_share']
         for e in found:
             assert bool(e.response_mask.any()) == (e.episode.end == 'terminated')
@@ -244,7 +243,7 @@ ON_RANKS: dict[str, Any] = {'gae_over': 'turn', 'lam_length': 1.0, 'value_lam': 
 ON_RANKS |= {'experience_batch_size': 4, 'train_batch_size': 8, 'reward_weights': {'vowels': 1.0, 'short': 0.1}}
 
 
-def of_a_rank(strategy: Any = None) -> list[dict[str, float]]:
+def metrics_of_rank(strategy: Any = None) -> list[dict[str, float]]:
     run = trainer(strategy=strategy, **ON_RANKS)
     run.fit(max_timesteps=2, update_timesteps=2)
     return run.log.phases
@@ -252,16 +251,16 @@ def of_a_rank(strategy: Any = None) -> list[dict[str, float]]:
 
 def two_ranks() -> list[dict[str, float]]:
     with DDPStrategy(seed=1, device='cpu') as strategy:
-        return of_a_rank(strategy)
+        return metrics_of_rank(strategy)
 
 
-def test_ranks_do_not_enter():
-    alone = of_a_rank()
+def test_ranks_have_no_effect():
+    alone = metrics_of_rank()
     for phases in run_distributed(two_ranks, 2):
         close(phases, alone, rel=2e-3, abs=2e-5)
 
 
-def test_weights_without_an_environment_are_refused():
+def test_reward_weights_without_an_environment_are_refused():
     weights = {'vowels': 1.0}
     for settings, message in (
         ({'reward_weights': weights, 'environment': None}, 'reward_weights weigh the rewards of an environment'),
@@ -274,7 +273,7 @@ def test_weights_without_an_environment_are_refused():
 
 
 def test_step_takes_runs_of_tokens_for_turns():
-    """Driven by hand there is no episode; the masks say where turns are."""
+    """A step-wise loop has no episodes; the masks define turns."""
     credit = {'gae_over': 'turn', 'gamma': 1.0, 'lam': 1.0, 'kl_coef': 0.0, 'num_samples_per_prompt': 1}
     run = trainer(letters, environment=None, environment_settings=None, **credit)
     mask = torch.tensor([True, True, False, True])

@@ -1,4 +1,4 @@
-"""Trainers of tiny models, a callback that keeps what they report, and comparisons of two runs."""
+"""Trainers of tiny models, a callback that records their metrics, and comparisons of two runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL: dict[str, Any] = {'vocab_size': 16, 'hidden': 16, 'positions': 32}
 
 
 class Log(ProgressBar):
-    """Keeps the metrics of every phase, but for the seconds, and its experiences."""
+    """Records the metrics of every phase, without the seconds, and its experiences."""
 
     def __init__(self) -> None:
         super().__init__(enabled=False)
@@ -74,7 +74,7 @@ def assemble(
     callbacks: Any = (),
     **settings: Any,
 ) -> Any:
-    """A PPOTrainer of these models, whose `log` keeps its phases."""
+    """Returns a PPOTrainer of these models, with its phases in `log`."""
     (actor, actor_optim), (critic, critic_optim) = (trained(strategy, m, lr) for m in (actor, critic))
     if isinstance(reward, torch.nn.Module):
         reward = strategy.prepare(reward)
@@ -101,8 +101,8 @@ def ppo(
     head_scale: float = 1.0,
     **settings: Any,
 ) -> Any:
-    """A PPOTrainer of GPT-2 on texts; with an adapter or a frozen trunk the actor is its own reference. A critic where
-    the estimator needs one."""
+    """Returns a PPOTrainer of GPT-2 on texts; with an adapter or a frozen trunk the actor is its own reference. Has a
+    critic if the estimator needs one."""
     strategy = strategy or NaiveStrategy(seed=seed, device='cpu')
     torch.manual_seed(seed)
     config = config or tiny_config('gpt2', positions=48)
@@ -137,7 +137,7 @@ def offline(
     callbacks: Any = (),
     **settings: Any,
 ) -> Any:
-    """A trainer of that class whose `log` keeps its phases: batches of four, each a phase."""
+    """Returns a trainer of that class, with its phases in `log`: batches of four, each a phase."""
     model, optim = trained(strategy, model, lr, eps=1e-4)
     log = Log()
     settings = {'train_batch_size': 4, 'log_interval': 1, 'callbacks': [log, *callbacks]} | settings
@@ -165,7 +165,7 @@ def sft(
 
 
 def check_resume(make: Any, folder: Any, done: int, run: Any = lambda trainer: trainer.fit()) -> Any:
-    """A run that goes on from its checkpoint after `done` phases has the bits of the one that wrote it, which is
+    """Checks that a run resumed from its checkpoint after `done` phases has the bits of the run that wrote it, which is
     returned; `make` takes settings."""
     whole, rest = make(run_dir=folder, callbacks=[SaveCheckpoint(interval=1, keep_last=9)]), make()
     run(whole)
@@ -184,7 +184,7 @@ def weights(trainer: Any) -> torch.Tensor:
 
 
 def close(got: list[dict[str, float]], want: list[dict[str, float]], rel: float = 1e-4, abs: float = 1e-5) -> None:
-    """The same metrics in every phase, up to rounding."""
+    """Checks that every phase has the same metrics, up to rounding."""
     for a, b in zip(got, want, strict=True):
         assert a == {name: pytest.approx(value, rel=rel, abs=abs) for name, value in b.items()}
 
@@ -196,13 +196,13 @@ def near(got: dict[str, Any], want: dict[str, Any], atol: float) -> None:
 
 
 def outcome(strategy: Any, trainer: Any, **more: Any) -> dict[str, Any]:
-    """What came of a PPO run, on this rank; whole weights on rank 0."""
+    """Returns the results of a PPO run on this rank; whole weights on rank 0."""
     weights = {name: strategy.full_state_dict(model) for name, model in trainer.models().items()}
     return {'metrics': trainer.log.phases, 'samples': trainer.log.samples(), 'weights': weights} | more
 
 
 def check_outcome(got: dict[str, Any], want: dict[str, Any], atol: float, rel: float = 1e-4, abs: float = 2e-6) -> None:
-    """The same draws and scores; losses up to rounding, and weights within `atol`."""
+    """Checks for equal draws and scores, losses up to rounding, and weights within `atol`."""
     assert got['samples'] == want['samples']
     for a, b in zip(got['metrics'], want['metrics'], strict=True):
         assert a.keys() == b.keys()

@@ -1,9 +1,9 @@
-"""Runs under trackers by their names: `mine`, whose second phase comes after a resume, and `theirs`, which fails.
+"""Runs under trackers by name: `mine`, with a second phase after a resume, and `theirs`, which fails.
 
     python tracker_runs.py FOLDER trackio mlflow ...
 
-In an interpreter of its own, since these packages read their environment when they are imported; it then prints, of
-each name, the packages of trackers that are loaded.
+Runs in a separate interpreter, since these packages read their environment when they are imported. Prints the imported
+tracker packages for each name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fake_trainer import FakeTrainer
 from chatgpt.trainer.callbacks import TRACKERS, Callback
 
 LOCAL = ('trackio', 'mlflow', 'tensorboard')
-"""those that have no business with a socket; wandb talks with a process of its own on this machine"""
+"""trackers that must not open a socket; wandb uses one for its own process on this machine"""
 CONNECT = socket.socket.connect, socket.create_connection, socket.getaddrinfo
 
 

@@ -1,4 +1,4 @@
-"""Callbacks: what watches a run, logs it, saves it and stops it. Optional packages are imported only when needed."""
+"""Callbacks that observe, log, save and stop a run. Optional packages are imported only when needed."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
-"""Callbacks: hooks that a trainer calls as it goes, and state that travels in checkpoints.
+"""Callbacks: hooks of a trainer, with state in checkpoints.
 
-Every hook runs on every rank, in step, so a callback may do collective work (save, evaluate); what writes or prints
-does so on rank 0 only.
+Every hook runs on every rank at the same point, so a callback may run collectives (save, evaluate). Only rank 0 writes
+and prints.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Mode = Literal['max', 'min']
 
 
 class TrainerView(Protocol):
-    """What callbacks, checkpoints and saved models see of a trainer. `chatgpt.trainer.Trainer` is one."""
+    """Interface of a trainer for callbacks, checkpoints and saved models; `chatgpt.trainer.Trainer` implements it."""
 
     @property
     def strategy(self) -> Strategy: ...
@@ -45,15 +45,15 @@ class TrainerView(Protocol):
     def checkpoint_dir(self) -> Path | None: ...
     @property
     def phase(self) -> int:
-        """Learning phases done."""
+        """Finished learning phases."""
 
     @property
     def num_phases(self) -> int | None:
-        """Number of the last phase of this `fit`, where it is known."""
+        """Number of the last phase of this `fit`, if known."""
 
     @property
     def num_updates(self) -> int:
-        """Optimizer steps done."""
+        """Finished optimizer steps."""
 
     @property
     def total_updates(self) -> int | None: ...
@@ -63,7 +63,7 @@ class TrainerView(Protocol):
     def resumed_from(self) -> Path | None: ...
     @property
     def scorer(self) -> Any:
-        """What scores responses, a `Scorer`; None where nothing does."""
+        """The `Scorer` of responses; None if there is none."""
 
     @property
     def saved_fingerprint(self) -> dict[str, Any] | None: ...
@@ -81,59 +81,60 @@ class TrainerView(Protocol):
 
 
 class Callback:
-    """Subclass it and override the hooks you need; all of them do nothing by default.
+    """Base class of callbacks, with hooks that do nothing.
 
     A run is: fit start, then phases, then fit end. A phase of an online trainer collects (make-experience hooks, with
     the episode hooks of the timesteps inside) and learns (epoch and batch hooks); others only learn. `on_phase_end`
-    closes it.
+    ends it.
 
-    `order` sorts the callbacks of a run, low first; of equal ones the first given comes first. Below 0: adds metrics
-    that others log. 0: logs. Above 0: saves what the others have become.
+    `order` sorts the callbacks of a run, low first, equal ones in the given order. Below 0: adds metrics that others
+    log. 0: logs. Above 0: saves the state of the others.
     """
 
     order: ClassVar[int] = 0
 
     def on_fit_start(self, trainer: TrainerView) -> None:
-        """Before the first phase, after a resume."""
+        """Called before the first phase, after a resume."""
 
     def on_fit_end(self, trainer: TrainerView) -> None:
-        """After the last phase, also when the run was asked to stop; not after an exception."""
+        """Called after the last phase, also after a requested stop, but not after an exception."""
 
     def on_episode_start(self, trainer: TrainerView, episode: int) -> None:
-        """Before the first timestep of episode number `episode`, counted from 0."""
+        """Called before the first timestep of episode number `episode`, counted from 0."""
 
     def on_episode_end(self, trainer: TrainerView, episode: int) -> None:
-        """After the last timestep of that episode."""
+        """Called after the last timestep of that episode."""
 
     def on_make_experience_start(self, trainer: TrainerView) -> None:
-        """Before a phase's first timestep is collected."""
+        """Called before a phase's first timestep is collected."""
 
     def on_make_experience_end(self, trainer: TrainerView, experiences: list[Experience]) -> None:
-        """After all of them are scored; `experiences` are those of all ranks, ordered by sample index."""
+        """Called after all timesteps are scored; `experiences` are those of all ranks, ordered by sample index."""
 
     def on_learn_epoch_start(self, trainer: TrainerView, epoch: int) -> None:
-        """Before pass number `epoch` over the data, counted from 0 (in each phase where a trainer collects)."""
+        """Called before pass number `epoch` over the data, counted from 0 (in each phase of an online trainer)."""
 
     def on_learn_epoch_end(self, trainer: TrainerView, epoch: int) -> None:
-        """After that pass."""
+        """Called after that pass."""
 
     def on_learn_batch_start(self, trainer: TrainerView) -> None:
-        """Before the first forward of a train batch."""
+        """Called before the first forward of a train batch."""
 
     def on_policy_output(self, trainer: TrainerView, batch: Batch, output: Any) -> None:
-        """After the policy's forward over a micro-batch of experience that is learned, before its loss.
+        """Called after the policy's forward over a micro-batch of experience in learning, before its loss.
 
-        `output` is a `PolicyOutput` whose tensors still carry gradients: `detach()` what is kept. Under a dummy batch,
-        which `batch.sequence_mask` tells, too. Rows of experience are told by the column `index`.
+        `output` is a `PolicyOutput` with gradients: `detach()` kept tensors. Dummy batches are included;
+        `batch.sequence_mask` is False in them. The column `index` holds the sample index of each row.
         """
 
     def on_learn_batch_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
-        """After its optimizer step; `metrics` are of this train batch, over all ranks, without a phase prefix."""
+        """Called after its optimizer step; `metrics` are of this train batch, over all ranks, without a phase
+        prefix."""
 
     def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
-        """After learning phase number `step`, counted from 1, with its metrics as docs/metrics.md names them.
+        """Called after learning phase number `step`, counted from 1, with its metrics (docs/metrics.md).
 
-        A callback may add metrics to the dict; the callbacks after it see them, and the metrics file holds them.
+        A callback may add metrics to the dict; later callbacks get them, and the metrics file holds them.
         """
 
     def on_log(
@@ -144,37 +145,36 @@ class Callback:
         rewards: list[float],
         columns_to_log: list[str],
     ) -> None:
-        """The user of a step-wise trainer called `log_stats`: rows of `batch`, by column, with their rewards."""
+        """Called by `log_stats` of a step-wise trainer: rows of `batch`, by column, with their rewards."""
 
     def on_checkpoint(self, trainer: TrainerView, path: Path) -> None:
-        """After a training checkpoint was written to `path`."""
+        """Called after a training checkpoint is written to `path`."""
 
     def on_resume(self, trainer: TrainerView, path: Path) -> None:
-        """After the trainer took up the checkpoint at `path`; its counters are those of the checkpoint."""
+        """Called after the trainer has loaded the checkpoint at `path`, counters included."""
 
     def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
-        """The run is ending with `error`. Other ranks may be elsewhere: no collective work here."""
+        """Called before the run ends with `error`. Other ranks may be at another point: run no collective."""
 
     def checkpoint_pieces(self, trainer: TrainerView) -> dict[str, list[Piece]]:
-        """Tensors that a resumed run needs: {group: this rank's pieces}, the same groups on every rank. A group may
-        have any name."""
+        """Returns the tensors of a checkpoint: {group: this rank's pieces}, the same groups on every rank, with any
+        names."""
         return {}
 
     def load_checkpoint_pieces(self, trainer: TrainerView, name: str, reader: TensorReader) -> bool:
-        """Take up a group that `checkpoint_pieces` gave; False when it is not taken up. Only this callback's own are
-        offered."""
+        """Loads a group of this callback's `checkpoint_pieces`. Returns False if it does not."""
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able state that a resumed run needs."""
+        """Returns the state of a checkpoint, as JSON types."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave."""
+        """Loads a result of `state_dict`."""
 
 
 def _each(hook: Callable[..., None]) -> Callable[..., None]:
-    """That hook of every callback of a list, in their order."""
+    """Returns a method that calls the hook of every callback of a list, in order."""
 
     @wraps(hook)
     def call(self: CallbackList, *args: Any, **kwargs: Any) -> None:
@@ -185,10 +185,10 @@ def _each(hook: Callable[..., None]) -> Callable[..., None]:
 
 
 class CallbackList(Callback):
-    """Several callbacks as one, in their order.
+    """A list of callbacks as one, in order.
 
     Raises:
-        ValueError: something in the list is not a callback; says where and what.
+        ValueError: an element that is not a callback; names it.
     """
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
@@ -212,7 +212,7 @@ class CallbackList(Callback):
         return len(self.callbacks)
 
     def _named(self) -> Iterator[tuple[str, Callback]]:
-        """Each callback with a name that is the same in a run and in its resume: class and number among its likes."""
+        """Yields each callback with a name that a resume repeats: class and number among those of the class."""
         seen: dict[str, int] = {}
         for callback in self.callbacks:
             kind = type(callback).__name__
@@ -223,26 +223,25 @@ class CallbackList(Callback):
         return {name: state for name, callback in self._named() if (state := callback.state_dict())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Callbacks that the checkpoint does not know keep their fresh state; states without a callback are left
-        alone."""
+        """Loads the states of known callbacks; other callbacks keep their fresh state, and other states are ignored."""
         for name, callback in self._named():
             if name in state:
                 callback.load_state_dict(state[name])
 
     def owned_pieces(self, trainer: TrainerView) -> Iterator[tuple[str, str, list[Piece]]]:
-        """(owner, group, pieces) of every callback; a checkpoint records the owner, who is given the group back."""
+        """Yields (owner, group, pieces) of every callback; a resume returns the group to its owner."""
         for owner, callback in self._named():
             for group, pieces in callback.checkpoint_pieces(trainer).items():
                 yield owner, group, pieces
 
     def load_owned_pieces(self, trainer: TrainerView, owner: str, group: str, reader: TensorReader) -> bool:
-        """Give a group to its owner; False where it is not there, or does not accept it."""
+        """Passes a group to its owner. Returns False if there is no owner or it does not load the group."""
         return any(
             callback.load_checkpoint_pieces(trainer, group, reader) for name, callback in self._named() if name == owner
         )
 
     def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
-        """A callback that fails here must not hide the error that ended the run: its own becomes a warning."""
+        """Calls the hooks; an exception in one becomes a warning, so that it does not hide `error`."""
         for callback in self.callbacks:
             try:
                 callback.on_exception(trainer, error)
@@ -258,39 +257,39 @@ for _name, _hook in list(vars(Callback).items()):
 
 
 def say(text: str) -> None:
-    """Print a line to stdout without tearing a progress bar; what its encoding lacks is written as an escape."""
+    """Prints a line to stdout without breaking a progress bar; characters that its encoding lacks are escaped."""
     from tqdm import tqdm
 
     encoding = getattr(sys.stdout, 'encoding', None) or 'utf-8'
     tqdm.write(text.encode(encoding, 'backslashreplace').decode(encoding))
 
 
-def need_package(package: str, who: str) -> None:
-    """ImportError with the command that installs it, unless the package is there. It is not imported."""
+def need_package(package: str, owner: str) -> None:
+    """Raises ImportError with the install command if the package is missing. Does not import it."""
     if find_spec(package) is None:
         raise ImportError(
-            f"{who} needs the package {package}: pip install {package}, or from a checkout pip install '.[{package}]'"
+            f"{owner} needs the package {package}: pip install {package}, or from a checkout pip install '.[{package}]'"
         )
 
 
 def check_interval(name: str, value: int) -> int:
-    """`value` when it is a positive whole number, else a ValueError."""
+    """Returns `value`; raises ValueError unless it is a positive whole number."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f'{name}={value!r} must be a whole number of learning phases, at least 1')
     return value
 
 
 def check_mode(mode: str) -> None:
-    """ValueError unless 'max' or 'min'."""
+    """Raises ValueError unless `mode` is 'max' or 'min'."""
     if mode not in get_args(Mode):
         raise ValueError(f'mode={mode!r} is not known; choose "max" or "min"')
 
 
 def metric_value(metrics: Mapping[str, float], name: str) -> float | None:
-    """The metric, or None for an `eval/` or `.../val_` one that this phase has not measured.
+    """Returns the metric, or None for an `eval/` or `.../val_` one that this phase did not measure.
 
     Raises:
-        ValueError: no phase has a metric of that name; lists the nearest.
+        ValueError: an unknown name; lists the nearest.
     """
     if name in metrics:
         return float(metrics[name])

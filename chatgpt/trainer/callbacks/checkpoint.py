@@ -1,4 +1,4 @@
-"""Training checkpoints at intervals, and which of them to keep."""
+"""Training checkpoints at intervals, and their removal."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from chatgpt.trainer.callbacks.evaluation import Evaluator
 
 
 class SaveCheckpoint(Callback):
-    """Saves a checkpoint every `interval` learning phases, or so many minutes, and one at the end of the run.
+    """Saves a checkpoint every `interval` learning phases or `minutes`, and at the end of the run.
 
-    A save that fails (a full disk) is a warning: the run goes on, and earlier checkpoints stay. It comes after all
-    other callbacks, so their states in a checkpoint are those after the phase.
+    A failed save (a full disk) is a warning: the run continues, and earlier checkpoints stay. It runs after all other
+    callbacks, so a checkpoint holds their states after the phase.
 
     Args:
         path: folder of the checkpoints, `path/step-00000012`; None means the trainer's `run_dir/checkpoints`.
-        interval: learning phases between checkpoints; None goes by `minutes` alone.
-        minutes: after the phase in which the last one is this old, by the clock of rank 0; None goes by `interval`
-            alone. With neither, none is saved, and only those of an interrupted run are counted and removed.
-        keep_last: how many of the newest to keep, what a signal or an exception made the trainer save among them; None
+        interval: learning phases between checkpoints; None uses `minutes` alone.
+        minutes: save after the phase in which the last checkpoint reaches this age, by the clock of rank 0; None uses
+            `interval` alone. With neither, none is saved, and only those of an interrupted run are counted and removed.
+        keep_last: number of newest checkpoints to keep, including those saved after a signal or an exception; None
             keeps all.
-        keep_best: how many to keep besides, by the value of `metric` in their phase.
-        metric, mode: what is best; an `eval/` metric counts in the phases that measured it, and at the end of the run.
+        keep_best: number to keep in addition, by the value of `metric` in their phase.
+        metric, mode: the metric and its better direction; an `eval/` metric counts in phases that measured it, and at
+            the end of the run.
     """
 
     order: ClassVar[int] = 100
@@ -65,7 +66,7 @@ class SaveCheckpoint(Callback):
     def on_fit_start(self, trainer: TrainerView) -> None:
         self._root(trainer)
         self._saved_at = time.monotonic()
-        self._saved_phase = trainer.phase  # 0 holds nothing yet, and what was resumed from is there already
+        self._saved_phase = trainer.phase  # phase 0 has nothing to save, and a resumed phase is saved already
 
     def on_checkpoint(self, trainer: TrainerView, path: Path) -> None:
         self._saved_phase, self._saved_at = trainer.phase, time.monotonic()
@@ -80,14 +81,14 @@ class SaveCheckpoint(Callback):
             self._save(trainer)
 
     def _is_due(self, trainer: TrainerView) -> bool:
-        """Whether the minutes are over. Clocks differ, so rank 0 decides: a save takes all ranks."""
+        """Returns True if the minutes have passed. Clocks differ, so rank 0 decides: a save is a collective."""
         if self.minutes is None:
             return False
         late = trainer.strategy.is_rank_0 and time.monotonic() - self._saved_at >= 60 * self.minutes
         return late if trainer.strategy.processes.world_size == 1 else trainer.strategy.broadcast_object(late)
 
     def on_fit_end(self, trainer: TrainerView) -> None:
-        if self._saved_phase == trainer.phase:  # by the trainer itself where a signal ended the run
+        if self._saved_phase == trainer.phase:  # by the trainer itself if a signal ended the run
             self._prune(trainer)
         elif self.interval is not None or self.minutes is not None:
             if self.keep_best and self._score is None:
@@ -95,7 +96,7 @@ class SaveCheckpoint(Callback):
             self._save(trainer)
 
     def _scored_after(self, trainer: TrainerView) -> float | None:
-        """The metric from an evaluation after the last phase, which is in the metrics of none."""
+        """Returns the metric from an evaluation after the last phase, which no phase's metrics hold."""
         for callback in trainer.callbacks:
             if isinstance(callback, Evaluator) and callback.last_step == trainer.phase and self.metric in callback.last:
                 value = callback.last[self.metric]
@@ -112,7 +113,7 @@ class SaveCheckpoint(Callback):
         try:
             trainer.save_checkpoint(step_folder(self._root(trainer), trainer.phase), score=self._score)
         except CheckpointError as error:
-            self._saved_at = time.monotonic()  # not again at every phase while the disk is full
+            self._saved_at = time.monotonic()  # no attempt in every phase while the disk is full
             if trainer.strategy.is_rank_0:
                 warnings.warn(f'phase {trainer.phase} was not saved, the run goes on: {error}', stacklevel=2)
             return

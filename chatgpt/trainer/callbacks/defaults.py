@@ -1,4 +1,4 @@
-"""The callbacks that a run has without being asked."""
+"""The default callbacks of a run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from chatgpt.trainer.callbacks.run_record import RunRecorder
 
 
 def with_defaults(given: SequenceOf[Callback], run_dir: Path | None) -> list[Callback]:
-    """Those given, and one of each kind that is not among them: progress, `Doctor`; where there is a `run_dir` also
-    metrics.jsonl, run.json, report.html, and a checkpoint every `CHECKPOINT_MINUTES` and at the end, of which the last
-    two are kept."""
+    """Returns the given callbacks and the defaults of other kinds: progress and `Doctor`; with a `run_dir` also
+    metrics.jsonl, run.json, report.html, and a checkpoint every `CHECKPOINT_MINUTES` and at the end, the last two
+    kept."""
     wanted: list[type[Callback]] = [ProgressBar, Doctor]
     if run_dir is not None:
         wanted += [MetricsWriter, RunRecorder, WriteReport, SaveCheckpoint]
@@ -27,5 +27,5 @@ def with_defaults(given: SequenceOf[Callback], run_dir: Path | None) -> list[Cal
         SaveCheckpoint: lambda: SaveCheckpoint(interval=None, minutes=CHECKPOINT_MINUTES, keep_last=2)
     }
     added = [special.get(kind, kind)() for kind in wanted if not any(isinstance(c, kind) for c in given)]
-    first = [c for c in added if isinstance(c, MetricsWriter)]  # what others say of a phase comes after its numbers
+    first = [c for c in added if isinstance(c, MetricsWriter)]  # others log a phase after its metrics
     return [*first, *given, *(c for c in added if c not in first)]

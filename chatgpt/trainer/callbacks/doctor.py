@@ -1,4 +1,4 @@
-"""`Doctor`: says on one line when something goes wrong with a run, and writes it into run_dir/findings.jsonl."""
+"""`Doctor` detects problems of a run, prints a line for each, and writes it into run_dir/findings.jsonl."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ FILENAME = 'findings.jsonl'
 
 
 class Doctor(Callback):
-    """Every trainer has one without being asked; rank 0 speaks.
+    """Checks the metrics of each phase, on rank 0. Part of every trainer.
 
-    A finding is said when it starts, and never again: what an earlier start of the run has said is known from the
-    checkpoint and from the folder.
+    A finding is printed once, when it begins. After a resume, earlier findings are known from the checkpoint and the
+    folder.
 
     Args:
-        enabled: False looks at nothing, says nothing and writes nothing.
+        enabled: False checks, prints and writes nothing.
     """
 
     def __init__(self, enabled: bool = True, *, filename: str = FILENAME) -> None:
@@ -31,13 +31,13 @@ class Doctor(Callback):
         self._file = RunFile(filename)
         self._diagnosis: Diagnosis | None = None
         self._found: dict[str, int] = {}
-        """by earlier starts of the run: key → phase"""
-        self._said: set[str | None] = set()
-        """by a start of the run that was further than the checkpoint; written again when it comes, but not said"""
+        """findings of earlier starts of the run: key → phase"""
+        self._printed: set[str | None] = set()
+        """findings that a start beyond the checkpoint has printed: written again, but not printed"""
 
     @property
     def found(self) -> dict[str, int]:
-        """Key → phase in which it began, of all findings so far."""
+        """All findings so far: key → phase in which it began."""
         return dict(self._diagnosis.found if self._diagnosis is not None else self._found)
 
     def state_dict(self) -> dict[str, Any]:
@@ -57,14 +57,14 @@ class Doctor(Callback):
         self._try(lambda: self._see(trainer, step, metrics), trainer, step)
 
     def _try(self, look: Callable[[], None], trainer: TrainerView, step: int) -> None:
-        """On rank 0. A run must not end for want of a diagnosis."""
+        """Calls `look` on rank 0; an exception is a warning, because a diagnosis must not end a run."""
         if not (self.enabled and trainer.strategy.is_rank_0):
             return
         try:
             look()
         except Exception as error:
-            told = f'the doctor failed at phase {step}, and looks no further: {type(error).__name__}: {error}'
-            warnings.warn(told, stacklevel=3)
+            text = f'the doctor failed at phase {step}, and looks no further: {type(error).__name__}: {error}'
+            warnings.warn(text, stacklevel=3)
             self.enabled = False
 
     def _see(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
@@ -75,10 +75,10 @@ class Doctor(Callback):
         if new:
             self._file.write(trainer, step, [finding.row() for finding in new])
         for finding in new:
-            self._say(trainer, finding)
+            self._print(trainer, finding)
 
     def _begin(self, trainer: TrainerView, before: int) -> None:
-        """Get ready to go on after phase `before`."""
+        """Prepares to continue after phase `before`."""
         record = next(
             (c.record for c in trainer.callbacks if isinstance(c, RunRecorder) and c.record is not None), None
         ) or describe(trainer)
@@ -88,15 +88,15 @@ class Doctor(Callback):
         self._diagnosis = Diagnosis(record, found=self._found if before else ())
         self._diagnosis.found |= self._found if before else {}
         if before and trainer.run_dir is not None:
-            self._said = {row.get('finding') for row in _rows(trainer.run_dir / self._file.filename)}
+            self._printed = {row.get('finding') for row in _rows(trainer.run_dir / self._file.filename)}
             writer = next((c for c in trainer.callbacks if isinstance(c, MetricsWriter)), None)
             for row in _rows(trainer.run_dir / writer.filename) if writer is not None else ():
                 if row['step'] <= before:
                     self._diagnosis.remember(row)
         self._file.begin(trainer, before)
 
-    def _say(self, trainer: TrainerView, finding: Finding) -> None:
-        if finding.key not in self._said:
+    def _print(self, trainer: TrainerView, finding: Finding) -> None:
+        if finding.key not in self._printed:
             say(finding.line())
 
 

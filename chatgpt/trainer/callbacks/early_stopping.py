@@ -1,4 +1,4 @@
-"""Stopping a run when its metric has left its bounds, or has become no better for long."""
+"""Callbacks that stop a run if a metric leaves its bounds or no longer improves."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from chatgpt.trainer.callbacks.base import Callback, TrainerView, check_interval
 
 
 class _Patience(Callback):
-    """Asks the run to stop after `patience` measurements of `metric` in a row that are not good. Phases that did not
-    measure it do not count."""
+    """Requests a stop after `patience` consecutive measurements of `metric` that are not good. Phases without a
+    measurement do not count."""
 
     def __init__(self, metric: str, patience: int) -> None:
         self.metric = metric
@@ -20,7 +20,7 @@ class _Patience(Callback):
 
     @abstractmethod
     def is_good(self, value: float) -> bool:
-        """NaN is not."""
+        """Returns True if `value` is good; NaN is not."""
 
     @abstractmethod
     def why(self, value: float) -> str: ...
@@ -43,14 +43,14 @@ class _Patience(Callback):
 
 
 class EarlyStopping(_Patience):
-    """Asks the run to stop when `metric` is above (or below) a bound in `patience` phases in a row.
+    """Requests a stop when `metric` is above (or below) a bound in `patience` consecutive phases.
 
-    `EarlyStopping('rollout/kl_mean', above=15.0, patience=3)` stops a policy that runs away;
-    `EarlyStopping('rollout/score_mean', above=0.9)` one that has arrived.
+    `EarlyStopping('rollout/kl_mean', above=15.0, patience=3)` stops a policy that diverges from the initial model;
+    `EarlyStopping('rollout/score_mean', above=0.9)` one with a good score.
 
     Args:
         above, below: the bounds, at least one of them.
-        patience: phases in a row.
+        patience: number of phases.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class EarlyStopping(_Patience):
 
 
 class StopOnPlateau(_Patience):
-    """Asks the run to stop when `metric` has not become better in `patience` measurements in a row.
+    """Requests a stop when `metric` has not improved in `patience` consecutive measurements.
 
     `StopOnPlateau('sft/val_loss', mode='min', patience=3)`.
 
     Args:
-        mode: 'min' or 'max', what is better.
-        patience: measurements in a row.
-        min_delta: a change smaller than this is none.
+        mode: 'min' or 'max', the better direction.
+        patience: number of measurements.
+        min_delta: smaller changes do not count as improvement.
     """
 
     def __init__(self, metric: str, *, mode: str = 'max', patience: int = 3, min_delta: float = 0.0) -> None:

@@ -1,11 +1,9 @@
-"""An exponential moving average of the actor's weights, kept in fp32 and spread over the ranks.
+"""An exponential moving average of the actor's weights, in fp32 and sharded over the ranks.
 
     average ← decay · average + (1 − decay) · weights        after every optimizer step
 
-Sources: Polyak & Juditsky 1992; DeepSpeed-Chat's actor EMA.
-
-Each rank averages the pieces it would write into a checkpoint, so that any strategy and world size works and may change
-on a resume.
+Sources: Polyak & Juditsky 1992; DeepSpeed-Chat's actor EMA. Each rank averages the pieces that it would write into a
+checkpoint, so any strategy and world size works, and a resume may change them.
 """
 
 from __future__ import annotations
@@ -26,13 +24,13 @@ from chatgpt.trainer.callbacks.base import Callback, TrainerView
 class EMA(Callback):
     """Averages a model's weights and, at the end, writes them as a Hugging Face folder.
 
-    The average is in training checkpoints as `<model>_ema/`. One that has none (EMA was turned on later) starts it
-    anew, with a warning.
+    Training checkpoints hold the average as `<model>_ema/`. After a resume from one without it, the average starts from
+    the weights, with a warning.
 
     Args:
-        decay: share of the old average that stays, in [0, 1); 0.992 is DeepSpeed-Chat's.
+        decay: weight of the old average, in [0, 1); DeepSpeed-Chat uses 0.992.
         model: its name in `trainer.models()`; None takes 'actor', else the only one.
-        path: where the average is written at the end; None means `run_dir/<model>_ema`, or nowhere without a run_dir.
+        path: folder of the final average; None means `run_dir/<model>_ema`, or no folder without a run_dir.
 
     Raises:
         ValueError: a decay out of range, or a model that the trainer does not have.
@@ -43,7 +41,7 @@ class EMA(Callback):
             raise ValueError(f'EMA: decay={decay} must lie in [0, 1)')
         self.decay, self.model, self.path = decay, model, path
         self._pieces: dict[tuple[str, int], Piece] = {}
-        """by name and start: this rank's part of the average, fp32 on the CPU for weights"""
+        """by name and start: this rank's part of the average, on the CPU; fp32 for floating-point weights"""
         self._num_updates: int | None = None
 
     def _name(self, trainer: TrainerView) -> str:
@@ -104,9 +102,9 @@ class EMA(Callback):
 
     @contextmanager
     def averaged(self, trainer: TrainerView, scratch: str | Path) -> Iterator[None]:
-        """Inside, the model has the average as its weights; the exact bits are back after. Collective.
+        """Context in which the model has the average as its weights; afterwards the exact weights return. A collective.
 
-        `scratch` is a folder that all ranks share, for the weights that wait there.
+        `scratch` is a folder shared by all ranks that holds the weights meanwhile.
         """
         strategy, model = trainer.strategy, trainer.models()[self._name(trainer)]
         scratch = Path(scratch)
@@ -127,7 +125,7 @@ class EMA(Callback):
             strategy.run_on_rank0(lambda: shutil.rmtree(scratch, ignore_errors=True))
 
     def save_pretrained(self, trainer: TrainerView, path: str | Path) -> None:
-        """Write the average as a Hugging Face folder. Call it on every rank."""
+        """Writes the average as a Hugging Face folder. Call it on every rank."""
         path, strategy = Path(path), trainer.strategy
         model = trainer.models()[self._name(trainer)]
         with (

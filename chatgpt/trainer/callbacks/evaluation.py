@@ -11,17 +11,18 @@ from chatgpt.trainer.callbacks.jsonl import RunFileWriter
 
 
 class Evaluator(RunFileWriter):
-    """Calls `evaluate(trainer)` on every rank, prints what it returns and logs it as `eval/<name>`.
+    """Calls `evaluate(trainer)` on every rank, prints the result and logs it as `eval/<name>`.
 
-    Results of a learning phase join its metrics; all of them, that before training (step 0) included, are lines of
-    `run_dir/eval.jsonl`. To keep the best checkpoint, give `SaveCheckpoint` the metric's name and the same interval.
+    Results of a learning phase are added to its metrics; all results, including that before training (step 0), are
+    lines of `run_dir/eval.jsonl`. To keep the best checkpoint, give `SaveCheckpoint` the metric's name and the same
+    interval.
 
     Args:
         evaluate: trainer → {name: number}, the same on every rank.
         interval: learning phases between evaluations.
-        before, after: evaluate ahead of the first phase, and after the last when it was not evaluated.
-        metric: name whose best value is tracked, with or without `eval/`; it is logged as `<metric>_best`.
-        mode: whether larger or smaller is better.
+        before, after: evaluate before the first phase, and after the last unless it was evaluated.
+        metric: name, with or without `eval/`; its best value is logged as `<metric>_best`.
+        mode: 'max' if larger is better, 'min' if smaller.
     """
 
     order: ClassVar[int] = -10
@@ -96,7 +97,7 @@ class Evaluator(RunFileWriter):
 
     @staticmethod
     def _report(trainer: TrainerView, step: int, result: Mapping[str, float]) -> None:
-        """A line when they are made: bars and phase lines show other numbers."""
+        """Prints the results at once, since bars and phase lines show other numbers."""
         if trainer.strategy.is_rank_0:
             when = f'after phase {step}' if step else 'before training'
             say(f'evaluation {when}  ' + '  '.join(f'{name} {value:z.4g}' for name, value in result.items()))

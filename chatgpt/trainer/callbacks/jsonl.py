@@ -1,7 +1,6 @@
-"""metrics.jsonl: one JSON object per learning phase, with `step` and every metric of the phase.
+"""metrics.jsonl: one JSON object per learning phase, with `step` and every metric of the phase (docs/metrics.md).
 
-A resumed run cuts the file back to the step of its checkpoint. The file itself is written by
-`chatgpt.monitor.run_folder.lines`; docs/metrics.md says what the metrics mean.
+A resumed run truncates the file to the step of its checkpoint. `chatgpt.monitor.run_folder.lines` writes it.
 """
 
 from __future__ import annotations
@@ -18,15 +17,14 @@ __all__ = ['JsonLines', 'MetricsWriter', 'RunFile', 'RunFileWriter', 'json_safe'
 
 
 class RunFile:
-    """A JsonLines file in the trainer's run folder, written by rank 0 and opened where the run stands when first
-    written to."""
+    """A JsonLines file in the run folder, written by rank 0. The first write truncates it to the present step."""
 
     def __init__(self, filename: str) -> None:
         self.filename = filename
         self.file: JsonLines | None = None
 
     def begin(self, trainer: TrainerView, step: int) -> None:
-        """Go on after `step`. Without a run folder, or on another rank, nothing will be written."""
+        """Continues after `step`. Nothing is written without a run folder, or on other ranks."""
         self.file = None
         if trainer.run_dir is not None and trainer.strategy.is_rank_0:
             file = JsonLines(trainer.run_dir / self.filename)
@@ -34,8 +32,8 @@ class RunFile:
             self.file = file
 
     def write(self, trainer: TrainerView, step: int, records: Iterable[Mapping[str, Any]]) -> None:
-        """Append records of `step`. A write that fails is a warning: a full disk must not end a run for a line of its
-        log."""
+        """Appends records of `step`. A failed write, for example on a full disk, is a warning and does not end the
+        run."""
         if trainer.run_dir is None or not trainer.strategy.is_rank_0:
             return
         try:
@@ -48,12 +46,12 @@ class RunFile:
             warnings.warn(f'{path}: step {step} could not be written ({error.strerror or error})', stacklevel=2)
 
     def forget(self) -> None:
-        """The run's step may have changed: begin anew at the next write."""
+        """Begins again at the next write, when the run's step may have changed."""
         self.file = None
 
 
 class RunFileWriter(Callback):
-    """Base of the callbacks that write a `RunFile`: it begins with the run, and anew after a resume."""
+    """Base of callbacks that write a `RunFile`, which begins with the run, and again after a resume."""
 
     def __init__(self, filename: str) -> None:
         self._file = RunFile(filename)
@@ -66,7 +64,7 @@ class RunFileWriter(Callback):
 
 
 class MetricsWriter(RunFileWriter):
-    """Writes `run_dir/metrics.jsonl`. A trainer with a `run_dir` has one without being asked."""
+    """Writes `run_dir/metrics.jsonl`. Part of every trainer with a `run_dir`."""
 
     def __init__(self, filename: str = 'metrics.jsonl') -> None:
         super().__init__(filename)

@@ -1,17 +1,17 @@
-"""Throughput and TFLOPS of an online trainer, counting the arithmetic that is really done.
+"""Throughput and TFLOPS of an online trainer, from the arithmetic that is actually done.
 
-A token that goes forward through N parameters costs 2N FLOP (a multiplication and an addition each), and the backward
-pass as much again for the gradient of the activations and again for that of the weights (Kaplan et al. 2020, section
-2.1; Narayanan et al. 2021, section 5.1, for recomputation). With P prompt and A response tokens per sequence, E passes
-really made and N_a, N_c, N_i, N_r parameters of actor, critic, initial and reward model:
+A forward of a token through N parameters takes 2N FLOP (a multiplication and an addition each), and the backward as
+much again for the gradient of the activations and for that of the weights (Kaplan et al. 2020, section 2.1; Narayanan
+et al. 2021, section 5.1, for recomputation). With P prompt and A response tokens per sequence, E passes and N_a, N_c,
+N_i, N_r parameters of actor, critic, initial and reward model:
 
-    collect  Σ 2 N_a (P + A − 1)              KV cache: every token goes through once; the last one is never fed
-    score    Σ 2 (N_c + N_i + N_r [+ N_a]) (P + A)     the actor only where log-probs are recomputed
+    collect  Σ 2 N_a (P + A − 1)              KV cache: every token but the last goes through once
+    score    Σ 2 (N_c + N_i + N_r [+ N_a]) (P + A)     the actor only if log-probs are recomputed
     learn    E Σ (2 + 2 + 2 (1 − frozen)) (N_a + N_c) (P + A), and + 2 (N_a + N_c) with gradient checkpointing
 
-Left out, so that the figures are a lower bound of the work: attention scores (they grow with the length, not with N),
-the optimizer, padding, and a reward that is a function. Embedding tables cost a lookup and not 2N: count them only
-where they are also the head.
+The figures are a lower bound: they do not include attention scores (which grow with the length, not with N), the
+optimizer, padding, and a reward that is a function. Embedding tables take a lookup instead of 2N: count them only if
+they are also the head.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ PARTS = ('collect', 'score', 'learn')
 
 
 def num_parameters(module: nn.Module) -> int:
-    """Parameters of a module as built, shared ones once. Call it before `prepare`: a sharded module holds only its
-    part."""
+    """Returns the number of parameters of a module, shared ones once. Call it before `prepare`: a sharded module holds
+    only its part."""
     return sum(p.numel() for p in module.parameters())
 
 
@@ -40,10 +40,10 @@ class PerformanceEvaluator(Callback):
 
     Args:
         actor_num_params, critic_num_params, initial_model_num_params, reward_model_num_params: see `num_parameters`; 0
-            for what the run does not have (a critic on the actor's trunk, a reward that is a function).
+            for models that the run does not have (a critic on the actor's trunk, a reward that is a function).
         enable_grad_checkpoint: activations are recomputed in the backward pass.
-        ignore_phases: first phases left out of the averages (warming up).
-        frozen_share: part of actor and critic whose weights get no gradient (LoRA: close to 1).
+        ignore_phases: number of first phases excluded from the averages (warm-up).
+        frozen_share: share of actor and critic weights without a gradient (LoRA: close to 1).
     """
 
     order: ClassVar[int] = -10
@@ -106,7 +106,7 @@ class PerformanceEvaluator(Callback):
     def phase_flop(
         self, experiences: SequenceOf[Experience], *, passes: float, recompute_logprobs: bool = False
     ) -> dict[str, float]:
-        """FLOP of each part of a phase, all ranks together; the formulas stand at the head of this file."""
+        """Returns the FLOP of each part of a phase, all ranks together, by the formulas of this module."""
         tokens = sum(e.num_tokens for e in experiences)
         scoring = self.critic_num_params + self.initial_model_num_params + self.reward_model_num_params
         if recompute_logprobs:
@@ -134,13 +134,13 @@ class PerformanceEvaluator(Callback):
 
 
 def _passes(trainer: TrainerView, collected: int, batches: int) -> float:
-    """How often each collected sequence was learned from, from the train batches that were really run."""
+    """Returns the mean number of passes over a collected sequence, from the train batches that were run."""
     config = trainer.config
     size = getattr(config, 'train_batch_size', None)
     if not size:
         return 0.0
     held = min(collected, getattr(config, 'buffer_limit', 0) or collected)
-    # Each epoch draws one full batch instead of passing over all.
+    # Each epoch takes one full batch instead of passing over all.
     whole_batches = getattr(config, 'sample_replay_buffer', False)
     per_pass = max(held / size, 1.0) if whole_batches else math.ceil(held / size)
     return batches / per_pass * held / collected

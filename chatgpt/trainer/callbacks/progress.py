@@ -30,27 +30,28 @@ SHOWN: dict[str, str | tuple[str, ...]] = {
     'tokens/s': ('perf/new_tokens_per_s', 'perf/learn_tokens_per_s'),
     'total_s': 'perf/total_s',
 }
-"""label → metric, or several of which the first that a phase has is shown, with * for the method's part of a name"""
+"""label → metric with * for the method's prefix, or several of which the first in a phase's metrics is shown"""
 
 COLLECTING = '{desc} [{elapsed}]'
-"""of a bar whose end is not known"""
+"""format of a bar with an unknown end"""
 
 
 def _number(name: str, value: float) -> str:
-    """Four digits, or whole; of a KL at most four decimals, for what is below them is the rounding of sums in fp32."""
+    """Formats with four digits, or as a whole number; a KL with at most four decimals, below which it is rounding of
+    fp32 sums."""
     if 1e4 <= abs(value) < 1e9:
         return f'{value:.0f}'
     return f'{round(value, 4) if name == KL else value:z.4g}'
 
 
 class ProgressBar(Callback):
-    """One bar over the phases, with transient ones for collecting and learning; a plain line per phase where stderr is
-    no terminal. Both say how long the rest will take.
+    """Shows a bar over the phases, with transient ones for collecting and learning; a line per phase if stderr is not a
+    terminal. Both show the remaining time.
 
     Args:
-        enabled: False shows nothing at all.
-        bars: True or False forces bars or lines; None looks whether stderr is a terminal.
-        shown: instead of `SHOWN`.
+        enabled: False shows nothing.
+        bars: True or False forces bars or lines; None shows bars if stderr is a terminal.
+        shown: replaces `SHOWN`.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class ProgressBar(Callback):
             sys.stdout.flush()
 
     def over(self, trainer: TrainerView, what: str, items: SequenceOf[T]) -> Iterator[T]:
-        """The items, with a bar of their own; where there are no bars, one line."""
+        """Yields the items with a bar of their own; without bars, prints one line."""
         if self._showing(trainer):
             self._start(what, len(items))
         elif self.enabled and trainer.strategy.is_rank_0:
@@ -135,7 +136,7 @@ class ProgressBar(Callback):
         return self.enabled and self._use_bars and trainer.strategy.is_rank_0
 
     def _left(self, trainer: TrainerView, step: int) -> str:
-        """How long the rest takes at the speed so far; '' where that is not known, or less than a second."""
+        """Returns the remaining time at the mean speed so far; '' if unknown or less than a second."""
         start, first = self._began
         if not trainer.num_phases or step <= first:
             return ''

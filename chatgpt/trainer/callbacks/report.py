@@ -1,4 +1,4 @@
-"""report.html in the run folder when the run ends, is stopped or fails, and the last words of a run."""
+"""Writes report.html into the run folder when the run ends, is stopped or fails, and prints a summary."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from chatgpt.trainer.callbacks.base import Callback, TrainerView, say
 
 
 class WriteReport(Callback):
-    """Writes `run_dir/report.html`, on rank 0, after the others have written what it shows, and says in two lines what
-    the run has improved and where the page is. A trainer with a `run_dir` has one without being asked. A page that
-    cannot be written is a warning.
+    """Writes `run_dir/report.html` on rank 0, after the other callbacks, and prints what the run has improved and where
+    the page is. Part of every trainer with a `run_dir`. A page that cannot be written is a warning.
 
     Args:
-        show: False writes the page and says nothing.
+        show: False writes the page and prints nothing.
     """
 
     order: ClassVar[int] = 1000
@@ -45,6 +44,6 @@ class WriteReport(Callback):
 
 
 def shortest(path: Path) -> str:
-    """As seen from the working folder, where it is below that."""
+    """Returns the path relative to the working folder if it is inside, else as it is."""
     given = os.path.relpath(path)
     return str(path) if given.startswith('..') else given

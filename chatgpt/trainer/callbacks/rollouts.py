@@ -1,8 +1,8 @@
-"""Sequences of every phase with their per-token arrays, in `run_dir/rollouts`, for reading afterwards.
+"""Records sequences of every phase with their per-token arrays in `run_dir/rollouts`.
 
-Recorded are the first groups of the phase by sample index: which these are depends on neither scores nor ranks nor a
-random state, and as prompts come in random order they are a fair sample. The entropy per token comes from the forwards
-of the first learning epoch, so nothing is computed again.
+The first groups of the phase by sample index are recorded. The choice depends on neither scores nor ranks nor a random
+state, and prompts come in random order, so the sample is fair. The entropy per token comes from the forwards of the
+first learning epoch, at no further cost.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from chatgpt.trainer.callbacks.token_texts import token_texts
 from chatgpt.types import Batch, Episode, Experience
 
 ARRAYS = ('old_logprobs', 'ref_logprobs', 'values', 'rewards', 'advantages', 'returns')
-"""fields of `Experience` that are written, each (A,) fp32"""
+"""recorded fields of `Experience`, each (A,) fp32"""
 
 
 def first_groups(experiences: SequenceOf[Experience], num_sequences: int) -> list[Experience]:
-    """The first groups by sample index, whole, as long as they fit; of a first group that is larger, its beginning."""
+    """Returns the first whole groups by sample index that fit; if the first group does not, its beginning."""
     ordered = sorted(experiences, key=lambda e: e.index)
     groups: dict[int, list[Experience]] = {}
     for e in ordered:
@@ -41,14 +41,13 @@ def first_groups(experiences: SequenceOf[Experience], num_sequences: int) -> lis
 
 
 class RolloutRecorder(Callback):
-    """Writes a parquet file of sequences per phase. A trainer that collects and has a `run_dir` has one without being
-    asked.
+    """Writes a parquet file of sequences per phase. Part of every online trainer with a `run_dir`.
 
     Args:
         every: learning phases between recordings; the first and the last phase are always recorded.
-        num_sequences: recorded of a phase, in whole groups: `first_groups`. 0 records nothing.
-        max_mib: of the whole folder; phases are thinned out beyond it.
-        max_phases: files in it, likewise: `run_folder.rollouts.phases_to_keep` says which stay.
+        num_sequences: maximum per phase, in whole groups (`first_groups`). 0 records nothing.
+        max_mib: maximum size of the folder; beyond it phases are thinned out.
+        max_phases: maximum number of files, likewise; see `run_folder.rollouts.phases_to_keep`.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class RolloutRecorder(Callback):
         self._begin(trainer, trainer.phase)
 
     def on_resume(self, trainer: TrainerView, path: Path) -> None:
-        self._folder = None  # the run's phase may have changed: begin anew at the next recording
+        self._folder = None  # the phase may have changed: begin again at the next recording
 
     def on_learn_epoch_start(self, trainer: TrainerView, epoch: int) -> None:
         if epoch == 0:
@@ -111,7 +110,7 @@ class RolloutRecorder(Callback):
         return step == 1 or step % self.every == 0 or step == trainer.num_phases
 
     def _begin(self, trainer: TrainerView, step: int) -> None:
-        """Go on after `step`, as the other files of the run do. On rank 0 only."""
+        """Continues after `step`, like the other files of the run, on rank 0."""
         if trainer.run_dir is None or not self.num_sequences or not trainer.strategy.is_rank_0:
             return
         self._folder = trainer.run_dir / rollouts.FOLDER
@@ -124,8 +123,7 @@ class RolloutRecorder(Callback):
     def _write(
         self, trainer: TrainerView, step: int, chosen: list[Experience], entropy: dict[int, SequenceOf[float]]
     ) -> None:
-        """What fails is a warning: a full disk, or a tokenizer with its own mind, must not end a run for its
-        recordings."""
+        """Writes a phase. A failure, for example of the disk or a tokenizer, is a warning and does not end the run."""
         if self._folder is None:
             self._begin(trainer, step - 1)
         assert self._folder is not None
@@ -144,7 +142,7 @@ class RolloutRecorder(Callback):
 def rows_of_phase(
     experiences: SequenceOf[Experience], phase: int, tokenizer: Any, entropy: dict[int, SequenceOf[float]]
 ) -> list[dict[str, Any]]:
-    """What `run_folder.rollouts.write_rollouts` takes. `entropy`: of some sample indices, (A,) each."""
+    """Returns the rows of `run_folder.rollouts.write_rollouts`. `entropy`: (A,) by sample index, for some samples."""
     if not experiences:
         return []
     lengths = [e.num_actions for e in experiences]
@@ -180,22 +178,22 @@ def rows_of_phase(
                 'columns': _plain(json.dumps(json_safe(e.columns), ensure_ascii=False)),
                 'episode': None
                 if e.episode is None
-                else _plain(json.dumps(json_safe(_told(e.episode)), ensure_ascii=False)),
+                else _plain(json.dumps(json_safe(_episode_json(e.episode)), ensure_ascii=False)),
             }
         )
     return rows
 
 
 def _texts(tokenizer: Any, e: Experience, ids: list[int]) -> list[str]:
-    """A text per token; of an episode of each turn and observation by itself, for a character that a turn leaves
-    unfinished is not finished by the environment."""
+    """Returns a text per token; for an episode turn by turn, since the environment does not complete a character that a
+    turn left incomplete."""
     borders = [at for turn in e.episode.turns for at in (turn.start, turn.stop)] if e.episode is not None else []
     borders = sorted({0, *borders, len(ids)})
     return [text for a, b in zip(borders, borders[1:], strict=False) for text in token_texts(tokenizer, ids[a:b])]
 
 
-def _told(episode: Episode) -> dict[str, Any]:
-    """What the column 'episode' says."""
+def _episode_json(episode: Episode) -> dict[str, Any]:
+    """Returns the column 'episode' as JSON types."""
     turns = [{'start': t.start, 'stop': t.stop, 'rewards': t.rewards} for t in episode.turns]
     return {'turns': turns, 'end': episode.end, 'message': episode.message, 'success': episode.success}
 
@@ -203,7 +201,7 @@ def _told(episode: Episode) -> dict[str, Any]:
 def _entropies(
     trainer: TrainerView, seen: list[tuple[Tensor, Tensor]], chosen: list[Experience]
 ) -> dict[int, SequenceOf[float]]:
-    """Entropy per token (A,) of the chosen samples that any rank has learned from, by sample index. A collective."""
+    """Returns the entropy per token, (A,), by sample index, of the chosen samples that were learned. A collective."""
     mine: dict[int, Any] = {}
     if seen:
         wanted = {e.index for e in chosen}
@@ -222,5 +220,5 @@ def _entropies(
 
 
 def _plain(text: str) -> str:
-    """Without halves of surrogate pairs, which UTF-8 has no bytes for."""
+    """Replaces unpaired surrogates, which UTF-8 cannot encode."""
     return text.encode('utf-8', 'replace').decode()

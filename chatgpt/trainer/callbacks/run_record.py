@@ -1,4 +1,4 @@
-"""run.json at the start of a run, at every resume and at its end. Rank 0 writes."""
+"""Writes run.json at the start of a run, at every resume and at its end, on rank 0."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from chatgpt.trainer.callbacks.base import Callback, TrainerView
 PACKAGES = ('torch', 'transformers', 'datasets', 'tokenizers', 'numpy', 'colossalai', 'peft', 'ray', 'vllm')
 SECRET = re.compile(r'(token|keys?|secret|passw(or)?d|credentials?|auth|bearer)\b', re.IGNORECASE)
 SECRET_VALUE = re.compile(r'\bhf_\w{20,}|(?<=://)[^/@\s]+(?=@)')
-"""a token of the hub; who logs in, and with what, in an address"""
+"""a token of the hub; user and password in an address"""
 OTHER_FILES = ('eval.jsonl', 'samples.jsonl', 'eval_samples.jsonl', 'findings.jsonl', 'report.html')
-"""of a run's folder, beside run.json and metrics.jsonl, which every run has"""
+"""files of a run folder beside run.json and metrics.jsonl, which every run has"""
 PLANNED_AFTER_S = 10.0
-"""a plan takes a quarter of a second, too much for a run of a few"""
+"""delay of the plan, which takes a quarter of a second: too much for a run of a few seconds"""
 
 
 class RunRecorder(Callback):
-    """A trainer with a `run_dir` has one without being asked.
+    """Writes run.json. Part of every trainer with a `run_dir`.
 
     Args:
-        settings: all settings of the run, where there are more than the trainer's own.
-        defaults: what they are when nothing is given.
-        planned: gives what the run needs by plan, for `RunRecord.plan`; asked once, on rank 0.
+        settings: all settings of the run, if there are more than the trainer's own.
+        defaults: their default values.
+        planned: returns the planned memory, for `RunRecord.plan`; called once, on rank 0.
     """
 
     order: ClassVar[int] = -20
@@ -60,14 +60,14 @@ class RunRecorder(Callback):
 
     def on_fit_start(self, trainer: TrainerView) -> None:
         if trainer.phase == 0 and trainer.run_dir is not None and trainer.strategy.is_rank_0:
-            _set_aside(trainer.run_dir)
+            _move_aside(trainer.run_dir)
         self._begin(trainer, trainer.phase)
 
     def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
-        if self.record is None:  # a trainer that is driven by hand has no other start
+        if self.record is None:  # a step-wise trainer has no fit start
             self._begin(trainer, step - 1)
         if self.record is not None and time.monotonic() > self._plan_at:
-            self._plan_at = math.inf  # once: where there is no plan, there is none at the next phase
+            self._plan_at = math.inf  # once: a plan that failed would fail again
             self.record.plan = self.planned()
             self._write(trainer)
 
@@ -82,7 +82,7 @@ class RunRecorder(Callback):
             self._end(trainer, 'failed', f'{type(error).__name__}: {error}'.strip().rstrip(':'))
 
     def _begin(self, trainer: TrainerView, phase: int) -> None:
-        """A start of the run after `phase`. On rank 0 only."""
+        """Records a start of the run after `phase`, on rank 0."""
         self.record = None
         if trainer.run_dir is None or not trainer.strategy.is_rank_0:
             return
@@ -112,7 +112,7 @@ class RunRecorder(Callback):
 def describe(
     trainer: TrainerView, settings: Mapping[str, Any] | None = None, defaults: Mapping[str, Any] | None = None
 ) -> RunRecord:
-    """A run as it is now, without its starts; `settings` and `defaults` as of `RunRecorder`."""
+    """Returns the record of a run as it is now, without starts; `settings` and `defaults` as for `RunRecorder`."""
     strategy, config, facts = trainer.strategy, trainer.config, trainer.facts()
     return RunRecord(
         method=facts.pop('method'),
@@ -136,7 +136,8 @@ def describe(
 
 
 def _earlier_starts(folder: Path, phase: int) -> list[Start]:
-    """Of the run that goes on after `phase`; a run from the beginning moves an earlier one's record aside."""
+    """Returns the earlier starts of a run that continues after `phase`; a run from the beginning renames an earlier
+    record."""
     path = folder / FILENAME
     if phase == 0:
         if path.is_file():
@@ -149,8 +150,8 @@ def _earlier_starts(folder: Path, phase: int) -> list[Start]:
     return [start for start in before.starts if start.phase <= phase] if before is not None else []
 
 
-def _set_aside(folder: Path) -> None:
-    """What an earlier run has left in the folder is not of the run that begins, even where that writes no such file."""
+def _move_aside(folder: Path) -> None:
+    """Renames the files of an earlier run in the folder, even those that the new run does not write."""
     for name in OTHER_FILES:
         if (folder / name).is_file():
             os.replace(folder / name, previous_of(folder / name))
@@ -166,7 +167,7 @@ def this_start(phase: int) -> Start:
 
 
 def command_line() -> list[str]:
-    """As it was given, without what looks like a secret."""
+    """Returns the command line with secrets replaced by ***."""
     words = list(getattr(sys, 'orig_argv', sys.argv))
     shown, hide = [], False
     for word in words:
@@ -182,12 +183,12 @@ def command_line() -> list[str]:
 
 
 def _git() -> dict[str, Any] | None:
-    def ask(*words: str) -> str:
-        asked = subprocess.run(['git', *words], capture_output=True, text=True, timeout=2, check=True)
-        return asked.stdout.strip()
+    def git(*words: str) -> str:
+        process = subprocess.run(['git', *words], capture_output=True, text=True, timeout=2, check=True)
+        return process.stdout.strip()
 
     try:
-        return {'commit': ask('rev-parse', 'HEAD'), 'dirty': bool(ask('status', '--porcelain', '--untracked-files=no'))}
+        return {'commit': git('rev-parse', 'HEAD'), 'dirty': bool(git('status', '--porcelain', '--untracked-files=no'))}
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -226,9 +227,9 @@ def _processor() -> str:
 
 
 def model_facts(bare: Any) -> dict[str, Any]:
-    """Of an unwrapped model: its kind, what it was loaded from, and how many parameters it has and trains."""
+    """Returns facts of an unwrapped model: its kind, its source, its number of parameters and of trained ones."""
     config = getattr(getattr(bare, 'model', bare), 'config', None)
-    # under tensor parallelism a process has parts, which say what they are parts of
+    # under tensor parallelism a process holds parts, with the shape of the whole
     sizes = [(math.prod(getattr(p, 'whole_shape', p.shape)), p.requires_grad) for p in bare.parameters()]
     # weights in 4 bits are buffers with two weights in a byte
     sizes += [(2 * b.numel(), False) for name, b in bare.named_buffers() if name.endswith('.packed')]
@@ -241,7 +242,7 @@ def model_facts(bare: Any) -> dict[str, Any]:
 
 
 def defaults_of(config: Any) -> dict[str, Any]:
-    """Of a settings dataclass, those that have one."""
+    """Returns the defaults of the fields of a settings dataclass that have one."""
     if not is_dataclass(config):
         return {}
     given = {}

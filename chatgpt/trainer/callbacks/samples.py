@@ -1,7 +1,6 @@
-"""A table of sample texts with their scores: on the terminal, and in run_dir/samples.jsonl.
+"""Tables of sample texts with their scores, on the terminal and in run_dir/samples.jsonl.
 
-Left out: which prompts are shown. They are the first of the phase, so they change with the data order; a fixed set is
-an `Evaluator`'s business.
+They show the first prompts of a phase, which change with the data order; for fixed prompts use an `Evaluator`.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from chatgpt.types import Experience, Sample
 
 
 def rows_of(experiences: SequenceOf[Experience], num_rows: int, tokenizer: Any = None) -> list[dict[str, Any]]:
-    """The first `num_rows` as dicts: index, prompt, response, score, kl (nats, summed), num_tokens, ended; of a
-    conversation also last_turn, which tables show in place of the prompt.
+    """Returns the first `num_rows` as dicts: index, prompt, response, score, kl (nats, summed), num_tokens, ended; for
+    a conversation also last_turn, which tables show in place of the prompt.
 
-    Of an episode also end, success, and its parts in order: {'turn': text, 'rewards': {name: number}} and
+    For an episode also end, success, and its parts in order: {'turn': text, 'rewards': {name: number}} and
     {'observation': text}.
     """
     rows = []
@@ -43,13 +42,13 @@ def rows_of(experiences: SequenceOf[Experience], num_rows: int, tokenizer: Any =
 
 
 def prompt_row(sample: Sample | Experience, tokenizer: Any = None) -> dict[str, str]:
-    """A prompt's text, and of a conversation the last turn."""
+    """Returns the prompt's text, and for a conversation the last turn."""
     row = {'prompt': sample.prompt_text or _text(sample.prompt_ids, tokenizer)}
     return row | {'last_turn': sample.last_turn} if sample.last_turn else row
 
 
 def episode_row(sample: Sample | Experience, tokenizer: Any) -> dict[str, Any]:
-    """What `rows_of` says of an episode; nothing of another response."""
+    """Returns the fields of an episode in `rows_of`; {} without an episode."""
     episode = sample.episode
     if episode is None:
         return {}
@@ -65,8 +64,8 @@ def episode_row(sample: Sample | Experience, tokenizer: Any) -> dict[str, Any]:
 
 
 def shown_parts(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row for a table: of a conversation the last turn as its prompt, of an episode the response with observations
-    in brackets, without their line breaks."""
+    """Returns a row for a table: for a conversation with the last turn as its prompt, for an episode with a response
+    that includes observations in brackets, on one line."""
     if 'last_turn' in row:
         row = {name: value for name, value in row.items() if name != 'last_turn'} | {'prompt': row['last_turn']}
     if 'parts' not in row:
@@ -76,14 +75,14 @@ def shown_parts(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(ids: Any, tokenizer: Any) -> str:
-    """Decoded, or the ids themselves where there is no tokenizer."""
+    """Returns the decoded text, or the ids if there is no tokenizer."""
     return (
         tokenizer.decode(ids, skip_special_tokens=True) if tokenizer is not None else ' '.join(map(str, ids.tolist()))
     )
 
 
 def format_table(rows: SequenceOf[Mapping[str, Any]], columns: SequenceOf[str], *, width: int = 60) -> str:
-    """Rows as aligned text under their column names. Line breaks show as ⏎; texts longer than `width` are cut with
+    """Returns rows as aligned text under their column names. Line breaks show as ⏎; texts longer than `width` end with
     …."""
     cells = [[_cell(row.get(c, ''), width) for c in columns] for row in rows]
     widths = [max(len(line[i]) for line in [list(columns), *cells]) for i in range(len(columns))]
@@ -102,13 +101,13 @@ def _cell(value: Any, width: int) -> str:
 
 
 class SampleTable(RunFileWriter):
-    """Every so many learning phases, the first included, shows `num_rows` prompts with responses and scores.
+    """Shows prompts with responses and scores, in the first and the last learning phase and every `every` phases.
 
     Args:
         every: learning phases between tables.
         num_rows: rows of a table.
-        width: characters of a text on the terminal; the file holds the whole.
-        show: print it; False only writes the file.
+        width: maximum length of a text on the terminal; the file holds whole texts.
+        show: print the table; False only writes the file.
     """
 
     def __init__(

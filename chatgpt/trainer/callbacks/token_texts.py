@@ -1,8 +1,8 @@
-"""The text of every single token, so that the pieces joined are the text of all.
+"""Texts of single tokens that join to the text of all.
 
-A token is bytes of UTF-8, and a character may take several tokens: it is given to the one that completes it, and those
-before it are ''. Left out: tokenizers that join by rules of their own (WordPiece's ##), whose pieces are found by
-decoding longer and longer beginnings.
+A token is bytes of UTF-8, and a character may take several tokens: it belongs to the one that completes it, and the
+others are ''. For tokenizers with other rules (WordPiece's ##), the pieces are found by decoding longer and longer
+prefixes.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 _BYTE = re.compile(r'<0x([0-9A-Fa-f]{2})>')
-MOST_KNOWN = 100_000
-"""neighbours whose text is remembered"""
-_known: WeakKeyDictionary[Any, tuple[str, dict[Any, Any]]] = WeakKeyDictionary()
-"""of each tokenizer: how its tokens are written, and what is known of those seen so far"""
+MAX_CACHED = 100_000
+"""maximum number of cached pairs of tokens"""
+_cache: WeakKeyDictionary[Any, tuple[str, dict[Any, Any]]] = WeakKeyDictionary()
+"""of each tokenizer: its encoding of tokens, and the texts of tokens seen so far"""
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """One text per id. Special tokens are there, as their names. Without a tokenizer: the numbers, with blanks between.
+    """Returns one text per id, names for special tokens. Without a tokenizer: the numbers, with blanks between.
 
-    The pieces of byte-level tokenizers (GPT-2, Llama 3) and of SentencePiece (Llama) join to the text exactly, but for
-    the blank that SentencePiece's `decode` leaves out at a beginning; bytes that are no UTF-8 show as U+FFFD.
+    The pieces of byte-level tokenizers (GPT-2, Llama 3) and of SentencePiece (Llama) join exactly to the text, except
+    for the blank that SentencePiece's `decode` omits at the beginning; bytes that are not UTF-8 show as U+FFFD.
     """
     if tokenizer is None:
         return [str(i) if at == 0 else f' {i}' for at, i in enumerate(ids)]
-    written, table = _of(tokenizer)
+    written, table = _cached(tokenizer)
     if written == 'otherwise':
         return _by_decoding(tokenizer, table, ids)
     unseen = [i for i in dict.fromkeys(ids) if i not in table]
@@ -45,18 +45,17 @@ def _joined(pieces: Sequence[bytes]) -> list[str]:
     return [decoder.decode(piece, at == len(pieces) - 1) for at, piece in enumerate(pieces)]
 
 
-def _of(tokenizer: Any) -> tuple[str, dict[Any, Any]]:
+def _cached(tokenizer: Any) -> tuple[str, dict[Any, Any]]:
     try:
-        if tokenizer not in _known:
-            _known[tokenizer] = (_way_of_writing(tokenizer), {})
-        return _known[tokenizer]
-    except TypeError:  # has no hash or no weak reference: found out anew each time
-        return _way_of_writing(tokenizer), {}
+        if tokenizer not in _cache:
+            _cache[tokenizer] = (_encoding_of(tokenizer), {})
+        return _cache[tokenizer]
+    except TypeError:  # without a hash or weak references there is no cache
+        return _encoding_of(tokenizer), {}
 
 
-def _way_of_writing(tokenizer: Any) -> str:
-    """'bytes', 'sentencepiece' or 'otherwise', as its decoder says; where it has none, or tokens of its own kind,
-    'otherwise' is always right."""
+def _encoding_of(tokenizer: Any) -> str:
+    """Returns 'bytes', 'sentencepiece' or 'otherwise', by the tokenizer's decoder; 'otherwise' is right for any."""
     decoder = repr(getattr(getattr(tokenizer, 'backend_tokenizer', None), 'decoder', None))
     if decoder.startswith('ByteLevel('):
         return 'bytes'
@@ -76,16 +75,16 @@ def _bytes(token: str, written: str) -> bytes:
 
 @cache
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2 writes a byte as the Latin-1 character of that number where that is printable, else as one of U+0100 on."""
+    """Returns GPT-2's table: a byte is the Latin-1 character of that number if printable, else one from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in set(printable)]
     return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}
 
 
 def _by_decoding(tokenizer: Any, table: dict[Any, str], ids: Sequence[int]) -> list[str]:
-    """What each token adds to the text of the one before it, or of the few before it while a character is not whole."""
+    """Returns the text that each token adds to the one before, or to the few before while a character is incomplete."""
     decode = _decoder(tokenizer)
-    if len(table) >= MOST_KNOWN:
+    if len(table) >= MAX_CACHED:
         table.clear()
     texts: list[str] = []
     start = read = 0
@@ -108,7 +107,7 @@ def _by_decoding(tokenizer: Any, table: dict[Any, str], ids: Sequence[int]) -> l
 
 
 def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """Its `decode` with special tokens; without what transformers wraps around it, where that changes nothing."""
+    """Returns its `decode` with special tokens, without the wrapper of transformers if that changes nothing."""
     inner = getattr(tokenizer, 'backend_tokenizer', None)
     if inner is not None and not getattr(tokenizer, 'clean_up_tokenization_spaces', True):
         tokenizer = inner

@@ -1,7 +1,7 @@
-"""Trackers by name, as `--log_with` takes them: one base and a backend each for TensorBoard, W&B, Trackio and MLflow.
+"""Trackers by name, for `--log_with`: a base class and backends for TensorBoard, W&B, Trackio and MLflow.
 
-`TRACKERS['mine'] = MyCallback` adds one, which command lines and config files then know; `my_file.py:MyCallback` needs
-no line at all. Each is a class of callbacks that is made without arguments; with arguments, give an object of it to
+`TRACKERS['mine'] = MyCallback` registers one for command lines and config files; `my_file.py:MyCallback` works without
+registration. A tracker is a callback class that is made without arguments; pass an object with arguments in
 `callbacks=`.
 """
 
@@ -21,15 +21,15 @@ from chatgpt.registry import Registry
 from chatgpt.trainer.callbacks.base import Callback, TrainerView, check_interval, need_package
 
 NONE = 'none'
-"""stands alone, for no tracker"""
+"""name for no tracker, used alone"""
 MAX_PARAMS, MAX_METRICS, MAX_TEXT = 100, 1000, 6000
-"""of one call of MLflow's `log_batch`; characters of a parameter"""
+"""limits of a call of MLflow's `log_batch`; maximum length of a parameter"""
 
 
 class Tracker(Callback):
-    """Logs every metric of every learning phase with the phase as step, and samples every `samples_every` phases.
+    """Logs every metric of every learning phase, with the phase as step, and samples every `samples_every` phases.
 
-    There is one run of the tracker per run of ours, on rank 0, which a resumed run continues.
+    Each run is one run of the tracker, written by rank 0, which a resumed run continues.
 
     Args:
         samples_every: learning phases between tables of samples.
@@ -48,15 +48,15 @@ class Tracker(Callback):
 
     @abstractmethod
     def start(self, trainer: TrainerView, run_id: str | None) -> tuple[Any, str | None]:
-        """Begin a run with the trainer's settings, or continue that of `run_id`; the run and its id."""
+        """Begins a run with the trainer's settings, or continues `run_id`; returns the run and its id."""
 
     @abstractmethod
     def log(self, metrics: Mapping[str, float], rows: SequenceOf[Mapping[str, Any]], step: int) -> None:
-        """Metrics of a phase, and rows of samples, none in most phases."""
+        """Logs the metrics of a phase, and rows of samples, empty in most phases."""
 
     @abstractmethod
     def finish(self, *, failed: bool) -> None:
-        """End the run."""
+        """Ends the run."""
 
     def state_dict(self) -> dict[str, Any]:
         return {'run_id': self._run_id} if self._run_id else {}
@@ -89,7 +89,7 @@ class Tracker(Callback):
 
 
 def sample_table(rows: SequenceOf[Mapping[str, Any]]) -> str:
-    """Samples as aligned text."""
+    """Returns samples as aligned text."""
     from chatgpt.trainer.callbacks.samples import format_table, shown_parts
 
     return format_table(list(map(shown_parts, rows)), ('score', 'kl', 'prompt', 'response'), width=2000)
@@ -116,14 +116,14 @@ class TensorBoard(Tracker):
 
         self._end(failed=False)
         folder = self.log_dir or Path(str(trainer.run_dir), 'tensorboard')
-        # purge_step hides what an interrupted run wrote beyond the checkpoint that this one took up.
+        # purge_step hides what an interrupted run wrote after the checkpoint of this resume
         return SummaryWriter(str(folder), purge_step=trainer.phase + 1 if trainer.phase else None), None
 
     def log(self, metrics: Mapping[str, float], rows: SequenceOf[Mapping[str, Any]], step: int) -> None:
         for name, value in metrics.items():
             self._run.add_scalar(name, value, step)
         if rows:
-            indented = '\n'.join(f'    {line}' for line in sample_table(rows).splitlines())  # Markdown: as it is
+            indented = '\n'.join(f'    {line}' for line in sample_table(rows).splitlines())  # a code block in Markdown
             self._run.add_text('samples', indented, step)
         self._run.flush()
 
@@ -132,15 +132,15 @@ class TensorBoard(Tracker):
 
 
 class _ProjectTracker(Tracker):
-    """W&B, and Trackio, which has its interface. The other arguments are `Tracker`'s.
+    """W&B, and Trackio, which has the same interface. The other arguments are `Tracker`'s.
 
     Args:
-        project: None: WANDB_PROJECT or TRACKIO_PROJECT, or chatgpt.
+        project: None takes WANDB_PROJECT or TRACKIO_PROJECT, or chatgpt.
         **init: further arguments of the package's `init`, such as name, entity, mode, group or tags.
     """
 
     module: str
-    """the package that is imported, whose name in capitals begins the variable of the project"""
+    """name of the package; in capitals, prefix of the variable of the project"""
 
     def __init__(self, project: str | None = None, *, samples_every: int = 10, num_rows: int = 4, **init: Any) -> None:
         super().__init__(samples_every=samples_every, num_rows=num_rows)
@@ -149,7 +149,7 @@ class _ProjectTracker(Tracker):
 
     @property
     def package(self) -> Any:
-        """Imported."""
+        """Returns the imported package."""
         return import_module(self.module)
 
     def log(self, metrics: Mapping[str, float], rows: SequenceOf[Mapping[str, Any]], step: int) -> None:
@@ -181,7 +181,7 @@ class WandB(_ProjectTracker):
         rewards: list[float],
         columns_to_log: list[str],
     ) -> None:
-        """A table `game_log`, as TRL calls it, of every row and its reward."""
+        """Logs a table `game_log`, as in TRL, of every row and its reward."""
         columns = [c for c in columns_to_log if c in batch]
         if self._run is None or not columns:
             return
@@ -194,13 +194,13 @@ class WandB(_ProjectTracker):
 
 
 class Trackio(_ProjectTracker):
-    """Metrics and tables of samples in Trackio, Hugging Face's tracker in local files; `trackio show` shows them.
-    Phases that a resumed run repeats are there twice."""
+    """Metrics and tables of samples in Trackio, Hugging Face's tracker in local files, for `trackio show`. Phases that
+    a resumed run repeats appear twice."""
 
     module = 'trackio'
 
     def start(self, trainer: TrainerView, run_id: str | None) -> tuple[Any, str]:
-        # Trackio finds a run by its name, and the names that it makes up itself are not unique between processes.
+        # Trackio finds a run by its name, and its generated names are not unique between processes.
         folder = trainer.run_dir.name if trainer.run_dir is not None else 'run'
         name = run_id or f'{folder}-{uuid.uuid4().hex[:8]}'
         settings = {'project': self.project, 'name': name, 'resume': 'allow', 'config': trainer.config.to_dict()}
@@ -208,18 +208,18 @@ class Trackio(_ProjectTracker):
         return run, run.name
 
     def finish(self, *, failed: bool) -> None:
-        self.package.finish()  # of the current run, which `start` has made
+        self.package.finish()  # the current run is that of `start`
 
 
 class MLflow(Tracker):
     """Settings as parameters, metrics, and samples as texts in MLflow, by `mlflow` or the smaller `mlflow-skinny`.
 
-    Phases that a resumed run repeats are in a metric's history twice. `mlflow`'s own active run stays as it is. The
+    Phases that a resumed run repeats appear twice in a metric's history. `mlflow`'s own active run is not changed. The
     other arguments are `Tracker`'s.
 
     Args:
-        experiment: its name; None: MLFLOW_EXPERIMENT_NAME, or chatgpt. It is made where there is none.
-        tracking_uri: of a server or data base; None: MLFLOW_TRACKING_URI, or what MLflow takes then.
+        experiment: its name; None takes MLFLOW_EXPERIMENT_NAME, or chatgpt. Created if missing.
+        tracking_uri: of a server or database; None takes MLFLOW_TRACKING_URI, or MLflow's default.
         **tags: of a new run.
     """
 
@@ -242,7 +242,7 @@ class MLflow(Tracker):
         from mlflow.entities import Param
 
         client = MlflowClient(self.tracking_uri)
-        if run_id:  # a parameter cannot be changed: those of the start stand
+        if run_id:  # parameters cannot be changed after the start
             client.update_run(run_id, status='RUNNING')
             return client, run_id
         name = trainer.run_dir.name if trainer.run_dir is not None else None
@@ -259,7 +259,7 @@ class MLflow(Tracker):
         if found is None:
             try:
                 return client.create_experiment(self.experiment)
-            except MlflowException:  # another run has just made it, or there is a reason why it cannot be
+            except MlflowException:  # another run has just made it, or it cannot be made
                 found = client.get_experiment_by_name(self.experiment)
                 if found is None:
                     raise
@@ -280,7 +280,7 @@ class MLflow(Tracker):
 
 
 class TrackerRegistry(Registry[type[Callback]]):
-    """Classes of callbacks by name."""
+    """Callback classes by name."""
 
     def admit(self, name: str, found: Any) -> type[Callback]:
         if not (isinstance(found, type) and issubclass(found, Callback)):
@@ -294,10 +294,10 @@ TRACKERS = TrackerRegistry(
 
 
 def tracker_names(words: Iterable[str]) -> list[str]:
-    """The names in 'wandb,tensorboard', several such words, or 'none'; each once.
+    """Returns the names in 'wandb,tensorboard', several such words, or 'none'; each once.
 
     Raises:
-        ValueError: there is no such tracker; lists those that there are. Or 'none' stands beside another.
+        ValueError: an unknown tracker (lists the known ones), or 'none' beside another.
     """
     names = list(dict.fromkeys(name.strip() for word in words for name in word.split(',')))
     if NONE in names:

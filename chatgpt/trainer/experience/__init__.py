@@ -1,4 +1,4 @@
-"""Experience: scorers, the maker that turns samples into experience, and the replay buffer."""
+"""Experience: scorers, score shaping, and the maker that turns samples into experience."""
 
 from typing import TYPE_CHECKING
 

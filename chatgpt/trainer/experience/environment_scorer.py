@@ -1,5 +1,4 @@
-"""An environment's own rewards as scores: the reward of a turn stands at the turn's last token, so a reward at the end
-is one at the last token of the last turn."""
+"""Rewards of an environment as scores: the reward of a turn is at the turn's last token."""
 
 from __future__ import annotations
 
@@ -17,27 +16,26 @@ from chatgpt.types import Sample
 class EnvironmentScorer:
     """Dense scores of episodes.
 
-    One for each reward makes a weighted list, in which rewards of an environment stand beside any other:
+    A weighted list combines several rewards of an environment, and others:
 
         reward_model=[(1.0, EnvironmentScorer('correct')), (0.2, EnvironmentScorer('format')), (0.1, is_short)]
 
     Args:
-        name: of the reward that counts; a turn without it has 0. None takes the sum of all that a turn has.
-        among: the names that are known; a turn with another is an error, which a misspelt name would else hide. None
-            takes any.
+        name: of the reward; a turn without it has 0. None takes the sum of a turn's rewards.
+        among: known names; a turn with another is an error, which detects misspelt names. None takes any.
     """
 
     def __init__(self, name: str | None = None, among: tuple[str, ...] | None = None) -> None:
         self.name, self.among = name, among
         self.description = name or ''
-        """for telling whether a resumed run goes on with another"""
+        """for detecting a resume with another reward"""
 
     def score(self, samples: list[Sample], strategy: Communicator) -> list[Score]:
-        """(A,) fp32 of each sample.
+        """Returns (A,) fp32 of each sample.
 
         Raises:
             ValueError: a sample without an episode.
-            RewardValueError: a reward whose name is not `among` the known ones.
+            RewardValueError: a reward with a name that is not in `among`.
         """
         return [self._dense(sample) for sample in samples]
 
@@ -60,17 +58,16 @@ class EnvironmentScorer:
         return scores
 
 
-BESIDE = ('reward_fn', 'reward_model')
-"""names in `reward_weights` of a reward that stands beside those of an environment"""
+ADDED_REWARDS = ('reward_fn', 'reward_model')
+"""names in `reward_weights` of a reward in addition to those of an environment"""
 
 
 def environment_rewards(weights: Mapping[str, float] | None = None, reward: Any = None) -> Any:
-    """The scorer of episodes: the sum of the environment's rewards, or with `weights` a list of those named, in
-    which `reward` stands as 'reward_fn' or 'reward_model'. Without `weights` a `reward` is all.
+    """Returns the scorer of episodes: `reward`, or by default the sum of the environment's rewards; with `weights` a
+    list of those named, including `reward` as 'reward_fn' or 'reward_model'.
 
     Raises:
-        ValueError: no weight at all, one that is no finite number, none for `reward`, or one for a reward that is not
-            there.
+        ValueError: no weights, one that is not a finite number, none for `reward`, or one for a missing reward.
     """
     if weights is None:
         return EnvironmentScorer() if reward is None else reward
@@ -81,7 +78,7 @@ def environment_rewards(weights: Mapping[str, float] | None = None, reward: Any 
     for name, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
             raise ValueError(f'reward_weights: the weight of {name!r} must be a finite number; got {weight!r}')
-    beside = [name for name in BESIDE if name in weights]
+    beside = [name for name in ADDED_REWARDS if name in weights]
     if len(beside) != (reward is not None):
         raise ValueError(
             f'reward_weights={dict(weights)}: '
@@ -91,16 +88,16 @@ def environment_rewards(weights: Mapping[str, float] | None = None, reward: Any 
                 else f'there is no {beside[0]}'
             )
         )
-    among = tuple(name for name in weights if name not in BESIDE)
+    among = tuple(name for name in weights if name not in ADDED_REWARDS)
     return [
-        (float(weight), reward if name in BESIDE else EnvironmentScorer(name, among))
+        (float(weight), reward if name in ADDED_REWARDS else EnvironmentScorer(name, among))
         for name, weight in weights.items()
     ]
 
 
 def check_reward_beside(environment: Any, weights: Mapping[str, float] | None, reward: Any) -> None:
-    """Raises ValueError where a reward would take the place of those of the environment without a word: one that is no
-    list, without `reward_weights`."""
+    """Raises ValueError if a reward would silently replace those of the environment: one that is not a list, without
+    `reward_weights`."""
     alone = weights is None and reward is not None and not isinstance(reward, (list, tuple))
     if alone and getattr(environment, 'gives_rewards', True):
         raise ValueError(

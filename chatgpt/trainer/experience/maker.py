@@ -1,8 +1,8 @@
-"""From samples to experience: scores, reference log-probs, values, rewards per token, advantages.
+"""Makes experience from samples: scores, reference log-probs, values, rewards per token, advantages.
 
 Each rank scores its own samples and runs the models over them, in micro-batches. Then the records of all ranks are
-gathered, ordered by sample index, and everything that looks across sequences (score scaling, groups, whitening) is
-computed from that one list on every rank, so the result does not depend on the world size.
+gathered, ordered by sample index. Everything that spans sequences (score scaling, groups, whitening) is computed from
+that list on every rank, so the result does not depend on the world size.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from chatgpt.trainer.experience.shaping import ScoreShaper
 from chatgpt.types import Batch, Experience, Sample
 
 LARGEST_REWARD = 1e12
-"""squares of rewards up to it can be added up in fp32, and so can their gradients"""
+"""sums of squares of smaller rewards, and their gradients, do not overflow in fp32"""
 
 
 @dataclass(kw_only=True)
 class ExperienceSettings:
-    """How experience is made; see `PPOConfig` for the meaning and the source of each."""
+    """Settings of `ExperienceMaker`; see `PPOConfig` for the meaning and the source of each."""
 
     temperature: float = 1.0
     kl_kind: KLKind = 'k1'
@@ -42,15 +42,15 @@ class ExperienceSettings:
 
 
 class ExperienceMaker:
-    """Makes `Experience` records out of `Sample` records.
+    """Makes `Experience` records from `Sample` records.
 
     Args:
-        strategy: talks between ranks and places batches.
-        actor: the prepared policy. Run when log-probs are recomputed and when it carries the value head.
-        critic: as prepared; None: there is none, or the actor carries it.
-        reference: see `Reference`; where there is none, the KL is 0.
-        scorer: None when scores are given with every batch.
-        estimate: fills `advantages` and `returns` of the gathered, ordered list in place (rewards are there already).
+        strategy: communicates between ranks and moves batches to the device.
+        actor: the prepared policy; runs if log-probs are recomputed or it carries the value head.
+        critic: as prepared; None if there is none or the actor carries the value head.
+        reference: see `Reference`; without one, the KL is 0.
+        scorer: None if scores are passed with every batch.
+        estimate: writes `advantages` and `returns` of the gathered, ordered list, which holds rewards, in place.
         actor_has_values: the actor carries a value head.
     """
 
@@ -79,12 +79,12 @@ class ExperienceMaker:
         scores: list[Score] | None = None,
         settings: ExperienceSettings | None = None,
     ) -> list[Experience]:
-        """Experience of **all** ranks, ordered by sample index, from this rank's `samples`.
+        """Returns the experience of **all** ranks, ordered by sample index, from this rank's `samples`.
 
         Args:
             kl_coef: β, the weight of the per-token KL in the reward.
-            scores: given scores of this rank's samples; None asks the scorer.
-            settings: in place of the maker's own, for this call.
+            scores: of this rank's samples; None calls the scorer.
+            settings: for this call, in place of the maker's own.
         """
         settings = settings or self.settings
         apart: list[list[tuple[float, Score]]] = [[]] * len(samples)
@@ -105,14 +105,14 @@ class ExperienceMaker:
 
     @torch.no_grad()
     def _run_models(self, experiences: list[Experience], s: ExperienceSettings) -> None:
-        """Old log-probs, reference log-probs, KL and values, written into the records on the CPU."""
+        """Writes old log-probs, reference log-probs, KL and values into the records, on the CPU."""
         full_kl, reference = s.kl_kind == 'full', self.reference
 
         def forward(batch: Batch) -> tuple[Any, Any, Tensor | None]:
             options: dict[str, Any] = {'temperature': s.temperature, 'with_logits': full_kl}
             policy: Any = None
             compared: Any = None
-            with self.strategy.autocast():  # these are compared with what learning computes
+            with self.strategy.autocast():  # the same dtypes as in learning
                 if s.recompute_logprobs or self.actor_has_values or full_kl:
                     both = {'with_reference': True} if reference.comes_with_policy else {}
                     policy = self.actor(batch, **options, **both)
@@ -150,7 +150,7 @@ class ExperienceMaker:
             if e.token_scores is None:
                 e.rewards = token_rewards(e.kl, kl_coef, score, e.response_mask)
             else:
-                # The sequence score, their sum, must not be paid a second time.
+                # `score` is the sum of the dense scores, so it must not be paid as well.
                 dense, once = self.shaper.of_tokens(e.token_scores, e)
                 e.rewards = token_rewards(e.kl, kl_coef, once, e.response_mask, token_scores=dense)
                 score = float(dense.abs().sum()) + abs(once)
@@ -170,7 +170,7 @@ class ExperienceMaker:
 
 
 def _start(sample: Sample, score: Score, parts: list[tuple[float, Score]]) -> Experience:
-    """With zeros where model outputs will go."""
+    """Returns the experience of a sample, with zeros in place of model outputs."""
     dense = score if isinstance(score, Tensor) else None
     zeros = torch.zeros(sample.num_actions)
     return Experience(
@@ -189,7 +189,7 @@ def _start(sample: Sample, score: Score, parts: list[tuple[float, Score]]) -> Ex
 
 
 def _write(records: list[Experience], field: str, flat: Tensor) -> None:
-    """Cut a flat (N,) result back into the records it belongs to."""
+    """Splits a flat (N,) result over the records."""
     if records:
         for record, part in zip(records, flat.float().cpu().split([r.num_actions for r in records]), strict=True):
             setattr(record, field, part.clone())

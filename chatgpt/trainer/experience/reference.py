@@ -1,4 +1,4 @@
-"""The frozen reference of a policy: a model of its own, the actor with its adapter off, the actor's frozen branch, or
+"""The frozen reference of a policy: a separate model, the actor with its adapter off, the actor's frozen branch, or
 none."""
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from chatgpt.types import Batch, Sequence
 
 
 class Reference:
-    """What KL penalties and preference losses compare a policy with.
+    """The reference of KL penalties and preference losses.
 
     Args:
-        actor: the prepared policy, and `bare` the same without what the strategy has put around it.
-        initial_model: a frozen model, as prepared; None where the actor is its own reference, if it can be.
+        actor: the prepared policy; `bare` is the same without the strategy's wrapper.
+        initial_model: a frozen model, as prepared; None if the actor is its own reference, or there is none.
     """
 
     def __init__(self, strategy: Communicator, actor: nn.Module, bare: Any, initial_model: nn.Module | None) -> None:
         self.strategy, self.actor, self.bare, self.initial_model = strategy, actor, bare, initial_model
         self.exists = initial_model is not None or bool(getattr(bare, 'has_reference', False))
         self.comes_with_policy = initial_model is None and hasattr(bare, 'ref_branch')
-        """one forward of the actor, `with_reference=True`, gives both"""
+        """True if one forward of the actor, `with_reference=True`, returns both"""
 
     def forward(self, batch: Batch, **options: Any) -> Any:
-        """The `PolicyOutput` of a batch on the device, without gradients; `options` are those of `Actor.forward`."""
+        """Returns the `PolicyOutput` of a batch on the device, without gradients; `options` are those of
+        `Actor.forward`."""
         with torch.no_grad(), self.strategy.autocast():
             if self.initial_model is not None:
                 return self.initial_model(batch, **options)
@@ -38,17 +39,17 @@ class Reference:
                 return self.actor(batch, **options)
 
     def onload(self) -> Any:
-        """A context in which a model of its own is on the device."""
+        """Context in which a separate model is on the device."""
         return nullcontext() if self.initial_model is None else self.strategy.onload(self.initial_model)
 
     def sums(self, batch: Batch) -> Tensor:
-        """(B,) log-probs of whole responses, of the tokens that count."""
+        """Returns the sums of log-probs of each response over the tokens that count, (B,)."""
         logprobs = self.forward(batch).logprobs
         return sequence_logprobs(logprobs, batch.action_mask, batch.action_rows, batch.num_sequences)
 
     def sums_of(self, sequences: list[Sequence], max_tokens: int) -> list[float]:
-        """The same of any number of sequences, the same list on every rank; computed in shares, and once where one
-        object stands several times."""
+        """Returns these sums for a list of sequences, the same list on every rank. Each rank computes a share, and an
+        object that occurs several times is computed once."""
         first = {id(s): i for i, s in reversed(list(enumerate(sequences)))}
         once = sorted(first.values())
         cuts = cuts_of_share(self.strategy, [sequences[i].num_tokens for i in once], max_tokens)

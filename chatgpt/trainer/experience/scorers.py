@@ -1,10 +1,9 @@
-"""What gives a response its score: a reward model, a Python function, a `transformers` pipeline, or a weighted list of
-them.
+"""Scorers of responses: a reward model, a Python function, a `transformers` pipeline, or a weighted list of them.
 
 A scorer returns, for each sample, a float (one score for the sequence) or a 1-D tensor (dense: one per response token).
-Two kinds differ in who does the work. A *model* scorer runs on every rank over that rank's own samples. A *function*
-scorer runs once, on rank 0, over the whole batch of a timestep, so a function that compares responses or calls a
-service sees them all, whatever the number of processes.
+A *model* scorer runs on every rank over that rank's own samples. A *function* scorer runs once, on rank 0, over the
+whole batch of a timestep, so a function that compares responses or calls a service gets them all, whatever the number
+of processes.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ Score = float | Tensor
 @runtime_checkable
 class Scorer(Protocol):
     def score(self, samples: list[Sample], strategy: Communicator) -> list[Score]:
-        """Scores of this rank's `samples`, in their order. Every rank calls it, possibly with different numbers of
-        samples."""
+        """Returns the scores of this rank's `samples`, in their order. A collective; ranks may have different numbers
+        of samples."""
         ...
 
 
 class RewardFunctionError(RuntimeError):
-    """A reward function raised, took too long, or returned something that is not one finite score per response."""
+    """A reward function raised, timed out, or returned something other than one finite score per response."""
 
 
 class RewardValueError(RewardFunctionError):
-    """A reward function returned something that is no list of scores; it would again."""
+    """A reward function returned something that is not a list of scores; repeating the call would not help."""
 
 
 class RewardModelScorer:
@@ -53,13 +52,13 @@ class RewardModelScorer:
 
     Args:
         model: the prepared reward model.
-        tokenizer: the reward model's tokenizer when it differs from the policy's. Then texts, not ids, are handed over:
-            prompt and response are joined and tokenized again for the reward model only, by the rules of its training
-            data (`chatgpt.data.tokenize`): no special token but a begin token where the tokenizer adds one, and the
-            end token of a response that ended. One for an encoder-decoder is known by `formats.note_model`.
+        tokenizer: the reward model's tokenizer if it differs from the policy's. Then prompt and response texts are
+            joined and tokenized again, by the rules of its training data (`chatgpt.data.tokenize`): no special token
+            but a begin token if the tokenizer adds one, and the end token of a response that ended.
+            `formats.note_model` marks the tokenizer of an encoder-decoder.
         max_tokens_per_batch: padded tokens of one forward; None puts all of a rank's samples in one.
-        max_length: longest sequence the reward model takes; longer ones lose tokens on the left. Only with `tokenizer`.
-        packing: leave padding out where the model can.
+        max_length: longest sequence of the reward model; longer ones are cut on the left. Only with `tokenizer`.
+        packing: compute without padding if the model supports it.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class RewardModelScorer:
 
 
 def models_of(scorer: Scorer | None) -> list[nn.Module]:
-    """The reward models in a scorer of this module."""
+    """Returns the reward models in a scorer of this module."""
     if isinstance(scorer, RewardModelScorer):
         return [scorer.model]
     if isinstance(scorer, WeightedScorer):
@@ -110,12 +109,12 @@ def models_of(scorer: Scorer | None) -> list[nn.Module]:
 
 
 def columns_of(prompts: Iterable[Prompt]) -> set[str]:
-    """Columns that reward functions get with these prompts."""
+    """Returns the columns that reward functions get with these prompts."""
     return {name for prompt in prompts for name in prompt.columns}
 
 
 def check_columns(scorer: Scorer | None, prompts: Iterable[Prompt]) -> None:
-    """Raises ValueError for a function in a scorer that needs a column which no prompt has."""
+    """Raises ValueError for a function in a scorer that needs a column missing in all prompts."""
     if isinstance(scorer, WeightedScorer):
         for _, inner in scorer.weighted:
             check_columns(inner, prompts)
@@ -124,8 +123,8 @@ def check_columns(scorer: Scorer | None, prompts: Iterable[Prompt]) -> None:
 
 
 def described(scorer: Scorer | None) -> Any:
-    """A scorer as JSON, for telling whether a run goes on with another: of a function its name and a checksum, of a
-    reward model the folder that it came from."""
+    """Returns a scorer as JSON, for detecting a resume with another: name and checksum of a function, source folder of
+    a reward model."""
     if isinstance(scorer, WeightedScorer):
         return [[weight, described(inner)] for weight, inner in scorer.weighted]
     name, detail = type(scorer).__name__, str(getattr(scorer, 'description', ''))
@@ -137,14 +136,14 @@ def described(scorer: Scorer | None) -> Any:
 
 
 class FunctionScorer:
-    """Scores with a Python function that sees the whole batch of a timestep once, on rank 0.
+    """Scores with a Python function that gets the whole batch of a timestep once, on rank 0.
 
     Args:
         fn: `fn(prompts, responses, **columns) -> list`, one number per response or one list of numbers per response
             (one per response token); a coroutine function is awaited, all calls in one event loop. `columns` are the
-            other columns of the prompts' data rows as keyword lists. Arguments go by their names, in TRL's and trlX's
-            conventions too: `chatgpt.data.rewards.calling`.
-        timeout_s: seconds after which the run stops with an error instead of waiting for ever. None waits.
+            other columns of the prompts' data rows as keyword lists. Arguments are passed by name, also in TRL's and
+            trlX's conventions: `chatgpt.data.rewards.calling`.
+        timeout_s: seconds after which the run stops with an error. None waits without a limit.
     """
 
     def __init__(self, fn: Callable[..., Any], *, timeout_s: float | None = None) -> None:
@@ -172,7 +171,7 @@ class FunctionScorer:
             values = self._call(samples)
         except RewardFunctionError:
             raise
-        except (Exception, SystemExit) as error:  # an exit inside would end one rank in silence
+        except (Exception, SystemExit) as error:  # an exit in the function would end this rank alone
             raise RewardFunctionError(f'{source} raised {describe_error(error)}') from error
         try:
             values = one_each(values, len(samples), source, RewardValueError)
@@ -192,7 +191,7 @@ class PipelineScorer:
 
     Args:
         pipeline: called with a list of texts (prompt + response).
-        label: whose score counts, for example 'POSITIVE'. May be left out when the classifier has one label.
+        label: the label to score, for example 'POSITIVE'. Optional if the classifier has one label.
     """
 
     def __init__(self, pipeline: Callable[..., Any], *, label: str | None = None, batch_size: int = 8) -> None:
@@ -222,8 +221,8 @@ class PipelineScorer:
 
 
 class WeightedScorer:
-    """Weighted sum of scorers. Dense and sequence scores mix: the sequence part is added at the last action that
-    counts."""
+    """Weighted sum of scorers. Of a mix of dense and sequence scores, the sequence part is added at the last action
+    that counts."""
 
     def __init__(self, weighted: SequenceOf[tuple[float, Scorer]]) -> None:
         if not weighted:
@@ -234,17 +233,17 @@ class WeightedScorer:
         return [combine(parts, sample) for parts, sample in zip(self.apart(samples, strategy), samples, strict=True)]
 
     def apart(self, samples: list[Sample], strategy: Communicator) -> list[list[tuple[float, Score]]]:
-        """(weight, score) of each scorer, per sample."""
+        """Returns (weight, score) of each scorer, per sample."""
         columns = [(weight, scorer.score(samples, strategy)) for weight, scorer in self.weighted]
         return [[(weight, scores[i]) for weight, scores in columns] for i in range(len(samples))]
 
 
 def scored(scorer: Scorer | None, samples: list[Sample], strategy: Communicator) -> list[tuple[Sample, Score | None]]:
-    """The samples of all ranks, ordered by index, each with its score; `samples` are this rank's, any number of any
-    prompts. A collective.
+    """Returns the samples of all ranks with their scores, ordered by index; `samples` are this rank's, any number of
+    them. A collective.
 
-    Where the strategy's `sums` deal samples out, what a model scores together does not follow from who generated it:
-    they are shared out anew, in order, and the last one stands in for those that are missing to full parts.
+    If the strategy's `sums` distribute samples, the batches of a model must not depend on which rank generated a
+    sample: samples are redistributed in order, and copies of the last one fill the parts.
     """
     if scorer is None or isinstance(scorer, FunctionScorer) or not strategy.sums.redistributes:
         scores = [None] * len(samples) if scorer is None else [*scorer.score(samples, strategy)]
@@ -258,7 +257,7 @@ def scored(scorer: Scorer | None, samples: list[Sample], strategy: Communicator)
 
 
 def combine(parts: SequenceOf[tuple[float, Score]], sample: Sequence) -> Score:
-    """Weighted sum of scores of one sample."""
+    """Returns the weighted sum of the scores of a sample."""
     single = sum(weight * value for weight, value in parts if not isinstance(value, Tensor))
     dense = [weight * value for weight, value in parts if isinstance(value, Tensor)]
     if not dense:
@@ -271,13 +270,13 @@ def combine(parts: SequenceOf[tuple[float, Score]], sample: Sequence) -> Score:
 
 
 def sequence_score(score: Score, sample: Sequence) -> float:
-    """The score of a whole response: of dense scores their sum over the tokens that count."""
+    """Returns the score of a whole response: for dense scores their sum over the tokens that count."""
     return float(torch.where(sample.response_mask, score, 0.0).sum()) if isinstance(score, Tensor) else float(score)
 
 
 def as_score(value: Any, sample: Sample, source: str) -> Score:
-    """A float or a (A,) tensor out of what a scorer returned; anything not finite or of the wrong length is refused by
-    name."""
+    """Returns a float or an (A,) tensor made from a scorer's result. Raises RewardFunctionError, with the sample's
+    name, if it is not finite or has the wrong length."""
     if isinstance(value, Tensor):
         value = value.tolist()
     elif hasattr(value, 'tolist'):  # numpy scalars and arrays
@@ -299,7 +298,7 @@ def as_score(value: Any, sample: Sample, source: str) -> Score:
 
 
 def _number(value: Any, sample: Sample, source: str) -> float:
-    """A text is none, even one of digits: it is more often an answer than its score."""
+    """Converts to float. Refuses a text, even of digits: it is more often an answer than its score."""
     try:
         if not isinstance(value, (str, bytes)):
             return float(value)
@@ -309,8 +308,8 @@ def _number(value: Any, sample: Sample, source: str) -> float:
 
 
 def call_with_timeout(fn: Callable[[], Any], timeout_s: float | None, what: str) -> Any:
-    """`fn()`, or RewardFunctionError after `timeout_s`. The call runs in a daemon thread, so a hung one cannot keep the
-    process alive."""
+    """Returns `fn()`; raises RewardFunctionError after `timeout_s`. The call runs in a daemon thread, so that a hung
+    one does not keep the process alive."""
     if timeout_s is None:
         return fn()
     outcome: dict[str, Any] = {}
@@ -318,7 +317,7 @@ def call_with_timeout(fn: Callable[[], Any], timeout_s: float | None, what: str)
     def target() -> None:
         try:
             outcome['value'] = fn()
-        except BaseException as error:  # handed to the caller's thread
+        except BaseException as error:  # raised again in the caller's thread
             outcome['error'] = error
 
     thread = threading.Thread(target=target, daemon=True, name=what)
@@ -339,10 +338,9 @@ def as_scorer(
     reward_tokenizer: Any = None,
     packing: bool = True,
 ) -> Scorer | None:
-    """A `Scorer` from anything that scores text: a module, a pipeline, a function, a scorer, or a list of (weight, one
-    of these).
+    """Makes a `Scorer` from a module, a pipeline, a function, a scorer, or a list of (weight, one of these).
 
-    A class is made first, without arguments. None stays None: every batch then comes with its scores.
+    A class is instantiated without arguments. None stays None: every batch then has scores of its own.
     """
     if reward is None:
         return None
@@ -380,7 +378,7 @@ def as_scorer(
 
 
 def checksum(function: Any) -> str:
-    """Of what scores alike, as far as can be seen without calling it; '' where nothing can be seen."""
+    """Returns a checksum of the function's source and readable state; '' if there is neither."""
     values: dict[str, Any] = {}
     while isinstance(function, functools.partial):
         values |= {'args': function.args, **function.keywords}
@@ -398,15 +396,15 @@ def checksum(function: Any) -> str:
 
 
 def _source(thing: Any) -> str:
-    """Of a function or class; its name where there is none."""
+    """Returns the source of a function or class; its name if there is no source."""
     try:
         return inspect.getsource(thing)
-    except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # none, or a file that is not its source
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # no source, or a file without it
         return str(getattr(thing, '__qualname__', ''))
 
 
 def _plain(value: Any) -> str:
-    """Of a value whose text says what it is; of any other '', for an address in memory says nothing."""
+    """Returns a text that identifies the value; '' for values with a memory address as text."""
     if value is None or isinstance(value, (str, bytes, bool, int, float)):
         return repr(value)
     if isinstance(value, re.Pattern):
@@ -421,7 +419,7 @@ def _plain(value: Any) -> str:
 
 
 NUM_RESCORED = 4
-"""responses: as many forwards of one sequence, which is little beside a phase"""
+"""responses; each takes a forward of one sequence, little compared with a phase"""
 RESCORE_EVERY = 50
 """learning phases"""
 
@@ -429,17 +427,17 @@ RESCORE_EVERY = 50
 def rescored_metrics(
     scorer: Scorer | None, experiences: SequenceOf[Experience], strategy: Communicator, phase: int
 ) -> dict[str, float]:
-    """`rollout/rescore_error`, now and then, where a reward model scores."""
+    """Returns `rollout/rescore_error`, every `RESCORE_EVERY` phases, if a reward model scores."""
     if not isinstance(scorer, RewardModelScorer) or phase % RESCORE_EVERY:
         return {}
     return {'rollout/rescore_error': rescored(scorer, experiences, strategy)}
 
 
 def rescored(scorer: RewardModelScorer, experiences: SequenceOf[Experience], strategy: Communicator) -> float:
-    """The greatest difference between the scores that a few responses have and those that each gets alone.
+    """Returns the greatest difference between the scores of a few responses and their scores when computed alone.
 
-    The same list on every rank; a collective, as scoring is. Draws nothing from torch's generators that a run would
-    miss, even where the reward model has dropout.
+    The same list on every rank; a collective, like scoring. Restores torch's generators, also if the reward model has
+    dropout.
     """
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):

@@ -1,11 +1,11 @@
-"""From a raw score to the number that enters the reward: scaling by running moments, clipping, penalties.
+"""Shaping of scores before they enter the reward: scaling by running moments, clipping, penalties.
 
-Order, each step optional: scale or normalise by running moments, clip to ±c, replace for a response that did not end,
-subtract a length penalty. Everything is computed from the scores of all ranks, in sample order, so world size cannot
-enter.
+The steps, each optional, in order: scale or normalise by running moments, clip to ±c, replace the score of a response
+that did not end, subtract a length penalty. All are computed from the scores of all ranks, in sample order, so the
+world size has no effect.
 
-Dense scores (one per token) are shaped so that their sum equals what one score of that sum would become: factors
-multiply every token; amounts added or replaced are paid once, at the last token that counts.
+Dense scores (one per token) are shaped so that their sum equals the shaped sum: factors multiply every token; added or
+replaced amounts are paid once, at the last token that counts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ScoreScaling = Literal['none', 'running', 'norm', 'ref']
 
 @dataclass
 class RunningMoments:
-    """Mean and variance of everything seen so far (Chan, Golub & LeVeque 1979, parallel update), unbiased."""
+    """Running mean and unbiased variance (Chan, Golub & LeVeque 1979, parallel update)."""
 
     count: int = 0
     mean: float = 0.0
@@ -46,7 +46,7 @@ class RunningMoments:
 
     @property
     def are_equal(self) -> bool:
-        """So far all values are equal, up to rounding: there is no scale to divide by."""
+        """True if all values so far are equal, up to rounding: there is no scale to divide by."""
         return self.count < 2 or self.sum_squares <= 1e-12 * self.mean * self.mean * (self.count - 1)
 
     @property
@@ -61,21 +61,20 @@ class RunningMoments:
 
 
 class ScoreShaper:
-    """Turns raw scores into the ones that enter the reward.
+    """Maps raw scores to the ones that enter the reward.
 
     Args:
         scaling: 'running' divides by the running standard deviation, 'norm' also subtracts the running mean, 'ref'
-            divides by the standard deviation of the first batch, 'none' leaves scores alone (trlX `scale_reward`, TRL
+            divides by the standard deviation of the first batch, 'none' keeps scores (trlX `scale_reward`, TRL
             `use_score_scaling` and `use_score_norm`). While all scores so far are equal nothing is divided, and 'ref'
-            goes on to the next batch.
-        clip: shaped scores stay within ±clip.
-        missing_eos_score: score of a response that ran out of room instead of ending (−1 in arXiv 2403.17031). It
-            replaces.
+            continues with the next batch.
+        clip: maximum absolute value of scaled scores.
+        missing_eos_score: replaces the score of a response cut at the length limit (−1 in arXiv 2403.17031).
         token_penalty: subtracted per response token that counts.
-        overlong: (room, buffer): the last `buffer` tokens before the limit cost up to 1 (Yu et al. 2025, equation 13).
-            `room` gives the limit of new tokens after a prompt of so many, such as `SamplingParams.room`.
-        failure_reward: paid beside the shaped score of an episode whose environment failed, in place of what a response
-            without an end would cost.
+        overlong: (room, buffer): a penalty of up to 1 over the last `buffer` tokens before the limit (Yu et al. 2025,
+            equation 13). `room` maps a prompt length to the limit of new tokens, as `SamplingParams.room` does.
+        failure_reward: added to the shaped score of an episode with a failed environment, in place of the penalties of
+            a response without an end.
     """
 
     def __init__(
@@ -102,18 +101,18 @@ class ScoreShaper:
 
     @property
     def is_idle(self) -> bool:
-        """Scores are to be scaled and cannot be, as all so far are equal."""
+        """True if scores cannot be scaled yet because all so far are equal."""
         return self.scaling != 'none' and self.moments.are_equal
 
     def scale(self) -> tuple[float, float]:
-        """(shift, factor): the scaled score is (score - shift) * factor."""
+        """Returns (shift, factor): the scaled score is (score - shift) * factor."""
         if self.scaling == 'none':
             return 0.0, 1.0
         shift = self.moments.mean if self.scaling == 'norm' else 0.0
         return shift, 1.0 if self.moments.are_equal else 1.0 / (self.moments.std + 1e-8)
 
     def of_tokens(self, token_scores: Tensor, sample: Sample) -> tuple[Tensor, float]:
-        """(A,) dense scores of a sample, shaped, and what is paid beside them at the last token that counts."""
+        """Returns the shaped dense scores of a sample, (A,), and the amount added at the last token that counts."""
         import torch
 
         if self._is_missing_end(sample):
@@ -143,7 +142,7 @@ class ScoreShaper:
         return self.token_penalty * int(sample.response_mask.sum()) + self._overlong_penalty(sample)
 
     def _overlong_penalty(self, sample: Sample) -> float:
-        """0 up to room − buffer, then linear, 1 where the response has filled its room."""
+        """Returns 0 up to room − buffer tokens, then rises linearly to 1 at the limit."""
         if self.overlong is None:
             return 0.0
         room, buffer = self.overlong

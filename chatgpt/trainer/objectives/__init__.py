@@ -1,2 +1,1 @@
-"""Methods that learn from a fixed list of records, an `Objective` and its trainer each: SFT, reward models, pairs, KTO,
-ILQL."""
+"""Offline methods, each an `Objective` and its trainer: SFT, reward models, preference pairs, KTO, ILQL."""

@@ -1,4 +1,4 @@
-"""Settings of the objectives. Imports no torch, so that a command line can read them."""
+"""Settings of the objectives. Imports no torch, for command lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DPOLoss = Literal['sigmoid', 'ipo', 'cdpo', 'robust', 'hinge']
 
 @dataclass(kw_only=True)
 class SupervisedConfig(LearningSettings):
-    """Settings of every trainer that passes over a fixed list of records."""
+    """Settings of all trainers over a fixed list of records."""
 
     train_batch_size: int = 4
     """records of one optimizer step, over all ranks"""
@@ -33,12 +33,12 @@ class SupervisedConfig(LearningSettings):
 
 @dataclass(kw_only=True)
 class SFTConfig(SupervisedConfig):
-    """Every setting of `SFTTrainer`."""
+    """Settings of `SFTTrainer`."""
 
 
 @dataclass(kw_only=True)
 class RewardModelConfig(SupervisedConfig):
-    """Every setting of `RewardModelTrainer`. One record is a prompt with all its answers, or one labelled text."""
+    """Settings of `RewardModelTrainer`. A record is a prompt with all its answers, or a labelled text."""
 
     lr_schedule: Schedule = 'cosine'
     max_epochs: int = 1
@@ -71,14 +71,14 @@ class RewardModelConfig(SupervisedConfig):
 
 @dataclass(kw_only=True)
 class PreferenceConfig(SupervisedConfig):
-    """Settings that the preference trainers share. A record is a pair."""
+    """Settings of the preference trainers. A record is a pair."""
 
     max_epochs: int = 1
 
 
 @dataclass(kw_only=True)
 class ReferenceConfig(PreferenceConfig):
-    """Of those that compare with a reference."""
+    """Settings of methods that compare with a reference."""
 
     beta: float = 0.1
     """strength β of the tie to the reference (Rafailov et al. 2023): higher keeps the policy closer to it"""
@@ -88,7 +88,7 @@ class ReferenceConfig(PreferenceConfig):
 
 @dataclass(kw_only=True)
 class DPOConfig(ReferenceConfig):
-    """Every setting of `DPOTrainer`."""
+    """Settings of `DPOTrainer`."""
 
     loss_type: DPOLoss = 'sigmoid'
     """loss of a pair: sigmoid is DPO (Rafailov et al. 2023); ipo, Azar et al. 2023; cdpo, Mitchell 2023; robust,
@@ -112,7 +112,7 @@ class DPOConfig(ReferenceConfig):
 
 @dataclass(kw_only=True)
 class ORPOConfig(PreferenceConfig):
-    """Every setting of `ORPOTrainer`."""
+    """Settings of `ORPOTrainer`."""
 
     weight: float = 0.1
     """weight λ of the odds-ratio term beside the SFT loss (Hong et al. 2024)"""
@@ -120,7 +120,7 @@ class ORPOConfig(PreferenceConfig):
 
 @dataclass(kw_only=True)
 class SimPOConfig(PreferenceConfig):
-    """Every setting of `SimPOTrainer`."""
+    """Settings of `SimPOTrainer`."""
 
     beta: float = 2.0
     """factor β of the mean log-prob per token, the reward (Meng et al. 2024 use 2 to 2.5)"""
@@ -130,7 +130,7 @@ class SimPOConfig(PreferenceConfig):
 
 @dataclass(kw_only=True)
 class KTOConfig(ReferenceConfig):
-    """Every setting of `KTOTrainer`. A record is one labelled answer."""
+    """Settings of `KTOTrainer`. A record is a labelled answer."""
 
     train_batch_size: int = 8
     """answers of one optimizer step, over all ranks; at least 2, because each answer is also compared with another's
@@ -146,7 +146,7 @@ class KTOConfig(ReferenceConfig):
 
 @dataclass(kw_only=True)
 class ILQLConfig(SupervisedConfig):
-    """Every setting of `ILQLTrainer`. Defaults are trlX's, which follow Snell et al. 2022."""
+    """Settings of `ILQLTrainer`. Defaults are trlX's, which follow Snell et al. 2022."""
 
     tau: float = 0.7
     """expectile of V: 0.5 is the mean of Q over the actions in the data, values towards 1 approach their maximum"""

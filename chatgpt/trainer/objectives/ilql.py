@@ -1,7 +1,7 @@
 """Offline reinforcement learning from texts with rewards: implicit language Q-learning (ILQL).
 
-Rewards are standardised over the data set and stand on the last token that counts, never on padding; target Q heads are
-synced every so many optimizer steps.
+Rewards are standardised over the data set and are at the last token that counts, never on padding. Target Q heads are
+synchronised every `target_sync_interval` optimizer steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from chatgpt.types import Batch, Sequence
 
 @dataclass(kw_only=True)
 class Rewarded(Sequence):
-    """A sequence and a reward for each of its actions."""
+    """A sequence with a reward for each action."""
 
     rewards: Tensor
     """(A,) fp32; 0 where the mask is False"""
@@ -40,11 +40,11 @@ class Rewarded(Sequence):
 def rewarded(
     sequences: SequenceOf[Sequence], rewards: SequenceOf[float | Tensor | SequenceOf[float]]
 ) -> list[Rewarded]:
-    """Records from sequences and rewards.
+    """Makes records from sequences and rewards.
 
     Args:
-        rewards: one per sequence: a number, on the last action that counts; one number per turn (a run of actions that
-            count), on the last action of each; or (A,), one per action.
+        rewards: per sequence, a number for the last action that counts; or one number per turn (a run of actions that
+            count) for its last action; or (A,), one per action.
 
     Raises:
         ValueError: other lengths, a reward that is not finite, a sequence without an action that counts.
@@ -78,19 +78,19 @@ def rewarded(
 
 
 def turn_ends(mask: Tensor) -> list[int]:
-    """The last action of every run of actions that count."""
+    """Returns the position of the last action of every run of actions that count."""
     flags = mask.tolist()
     return [i for i, flag in enumerate(flags) if flag and (i + 1 == len(flags) or not flags[i + 1])]
 
 
 def standardized(records: SequenceOf[Rewarded], like: SequenceOf[Rewarded] | None = None) -> list[Rewarded]:
-    """Rewards with mean 0 and deviation 1 over the data set, the deviation being that of the sums. The mean is taken
-    off the last action.
+    """Returns records with rewards of mean 0 and deviation 1 over the data set, where the deviation is that of the
+    sums. The mean is subtracted at the last action.
 
-    The variance is divided by n − 1, as in trlX. Nothing but a shift happens where all sums are equal.
+    The variance is divided by n − 1, as in trlX. If all sums are equal, rewards are only shifted.
 
     Args:
-        like: take mean and deviation of these instead.
+        like: records from which mean and deviation are taken instead.
     """
     sums = [float(r.rewards.double().sum()) for r in (records if like is None else like)]
     mean = math.fsum(sums) / len(sums)
@@ -170,16 +170,16 @@ ILQL = Method(ILQLConfig, ILQLObjective)
 class ILQLTrainer(OfflineTrainer):
     """Trains an `ILQLModel`.
 
-    Metrics `ilql/...`: `loss`, `td_loss`, `value_loss`, `cql_loss`, `awac_loss`, `q_mean`, `value_mean`; on eval data
+    Metrics `ilql/...`: `loss`, `td_loss`, `value_loss`, `cql_loss`, `awac_loss`, `q_mean`, `value_mean`; for eval data
     with `val_`.
 
     Args:
-        train_data, eval_data: `Rewarded` records (see `rewarded`), or `TokenizedLabelled` ones whose label is the
-            reward.
+        train_data, eval_data: `Rewarded` records (see `rewarded`), or `TokenizedLabelled` ones with the reward as
+            label.
         options: `config`, `callbacks`, `tokenizer`, `run_dir` of `OfflineTrainer`, and fields of `ILQLConfig`.
 
     Raises:
-        ValueError: a model without ILQL's heads, a strategy that cannot move target heads, records without rewards.
+        ValueError: a model without ILQL's heads, a strategy that cannot copy target heads, records without rewards.
     """
 
     config: ILQLConfig
@@ -203,7 +203,7 @@ def _with_rewards(data: SequenceOf[Any]) -> list[Rewarded]:
 
 
 class _TargetSync(Callback):
-    """Moves the target heads after every `target_sync_interval` optimizer steps."""
+    """Updates the target heads after every `target_sync_interval` optimizer steps."""
 
     def on_learn_batch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         if trainer.num_updates % trainer.config.target_sync_interval == 0:
@@ -211,7 +211,7 @@ class _TargetSync(Callback):
 
 
 class BetaEvaluation:
-    """A `PromptEvaluation` for every β of a list: {'score_mean@beta=1': ..., ...}. Give it to an `Evaluator`."""
+    """A `PromptEvaluation` for each of several β: {'score_mean@beta=1': ..., ...}, for an `Evaluator`."""
 
     def __init__(self, evaluation: PromptEvaluation, betas: SequenceOf[float] = (0.0, 1.0, 100.0)) -> None:
         if not betas:

@@ -1,4 +1,4 @@
-"""KTO: learning from answers that are each just good or bad (Ethayarajh et al. 2024)."""
+"""KTO: learning from answers labelled good or bad (Ethayarajh et al. 2024)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from chatgpt.types import Batch, Sequence
 
 @dataclass(kw_only=True)
 class LabelledAnswer:
-    """An answer and whether it is good."""
+    """An answer with its label."""
 
     sequence: Sequence
     is_desirable: bool
@@ -36,8 +36,8 @@ class LabelledAnswer:
 
 
 class KTOObjective(Objective):
-    """z0 is estimated in every train batch from answers put under another prompt, over all ranks, and is a constant of
-    its loss."""
+    """Objective of KTO. z0 is estimated in every train batch from answers paired with another prompt, over all ranks,
+    and is a constant of the loss."""
 
     prefix = 'kto'
     uses_dropout = False
@@ -47,7 +47,7 @@ class KTOObjective(Objective):
         self.model, self.strategy, self.reference_model = reference.actor, reference.strategy, reference
         self.reference = AgainstReference(reference, config)
         self.prompts: list[Tensor] = []
-        """of the training data, for a batch whose answers have one prompt"""
+        """prompts of the training data, for a batch with only one prompt"""
 
     def records(self, data: SequenceOf[Any]) -> list[LabelledAnswer]:
         records: list[LabelledAnswer] = []
@@ -90,8 +90,8 @@ class KTOObjective(Objective):
         return 1
 
     def columns(self, records: list[LabelledAnswer]) -> dict[str, Tensor]:
-        """Per sequence: `desirable`. Positions of both kinds, `good` and `bad`: an index that the host knows, where a
-        mask would make it wait for the device."""
+        """Returns `desirable` per sequence, and the positions of both kinds, `good` and `bad`: the host knows an index,
+        while a mask would make it wait for the device."""
         kinds = [r.is_desirable for r in records]
         return {
             'desirable': torch.tensor(kinds, dtype=torch.bool),
@@ -104,7 +104,7 @@ class KTOObjective(Objective):
 
     @torch.no_grad()
     def _reference_point(self, records: list[LabelledAnswer]) -> float:
-        """z0 = max(0, mean of log π − log π_ref over answers under another prompt), over all ranks."""
+        """Returns z0 = max(0, mean of log π − log π_ref over answers paired with another prompt), over all ranks."""
         crossed = [
             Sequence(prompt_ids=other, response_ids=r.sequence.response_ids, response_mask=r.sequence.response_mask)
             for r, other in zip(records, self._other_prompts(records), strict=True)
@@ -117,8 +117,8 @@ class KTOObjective(Objective):
         return max(mean_over(self.strategy, crossed, log_ratios, self.config.max_tokens_per_batch), 0.0)
 
     def _other_prompts(self, records: list[LabelledAnswer]) -> list[Tensor]:
-        """For each record the next prompt that is not its own: of these records, else of the training data. All have
-        one prompt: that."""
+        """Returns, for each record, the next prompt that differs from its own, from these records or else from the
+        training data; its own if all are the same."""
         prompts = [r.sequence.prompt_ids for r in records]
         if all(torch.equal(prompts[0], p) for p in prompts):
             return [next((p for p in self.prompts if not torch.equal(p, prompts[0])), prompts[0])] * len(prompts)
@@ -159,8 +159,8 @@ class KTOObjective(Objective):
 
 
 def check_both_kinds(source: Any, desirable: Iterable[bool]) -> None:
-    """Raises ValueError for answers that are all good or all bad: their log-probs are only ever raised, or only ever
-    lowered, whatever they say."""
+    """Raises ValueError for answers that are all good or all bad: training would only raise, or only lower, their
+    log-probs."""
     labels = list(desirable)
     good = sum(labels)
     if good in (0, len(labels)):
@@ -178,13 +178,14 @@ KTO = Method(KTOConfig, KTOObjective, compares=True)
 
 
 class KTOTrainer(OfflineTrainer):
-    """Metrics `kto/...`: `loss`, `reward_chosen` and `reward_rejected` (mean implicit reward β (log π − log π_ref) of
-    desirable and undesirable answers), `margin` (their difference over the batch), `kl` (z0, nats).
+    """Trains an `Actor` by KTO. Metrics `kto/...`: `loss`, `reward_chosen` and `reward_rejected` (mean implicit reward
+    β (log π − log π_ref) of desirable and undesirable answers), `margin` (their difference over the batch), `kl` (z0,
+    nats).
 
     Args:
-        train_data, eval_data: `TokenizedLabelled` or `LabelledAnswer` records, or preferences, whose best answer is
-            desirable and whose others are not.
-        options: as of `DPOTrainer`, with the fields of `KTOConfig`.
+        train_data, eval_data: `TokenizedLabelled` or `LabelledAnswer` records, or preferences, with the best answer as
+            desirable and the others as undesirable.
+        options: as for `DPOTrainer`, with the fields of `KTOConfig`.
     """
 
     config: KTOConfig

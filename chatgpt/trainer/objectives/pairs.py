@@ -1,7 +1,7 @@
-"""Preference optimisation without rollouts: DPO and its relatives, ORPO, SimPO. KTO, which needs no pairs, is in `kto`.
+"""Preference optimisation without rollouts: DPO and its variants, ORPO, SimPO. KTO, which needs no pairs, is in `kto`.
 
-Each method is a loss over the log-probs of a pair's two answers, which go through one forward. Where a loss compares
-with a reference, that is the frozen copy given, or the actor with its adapter off.
+A method is a loss over the log-probs of a pair's two answers, from one forward. The reference, if any, is a frozen
+model, or the actor with its adapter off.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from chatgpt.types import Batch, Sequence
 
 @dataclass(kw_only=True)
 class Pair:
-    """Two answers to one prompt, and the reference's log-probs of them where they are known."""
+    """Two answers to a prompt, with the reference's log-probs if known."""
 
     chosen: Sequence
     rejected: Sequence
@@ -38,13 +38,13 @@ class Pair:
 
     @property
     def num_tokens(self) -> int:
-        """Padded, as both stand in one batch."""
+        """Padded tokens of both answers in a batch."""
         return 2 * max(self.chosen.num_tokens, self.rejected.num_tokens)
 
 
 def pairs_of(records: SequenceOf[TokenizedPreference | Pair]) -> list[Pair]:
-    """Every pair of answers that differ in rank (`TokenizedPreference.ranks`), of each prompt. Pairs share the answers'
-    `Sequence`s."""
+    """Returns all pairs of answers to a prompt that differ in rank (`TokenizedPreference.ranks`). Pairs share the
+    `Sequence`s of answers."""
     pairs: list[Pair] = []
     for record in records:
         if isinstance(record, Pair):
@@ -63,40 +63,40 @@ implicit rewards of chosen and rejected, (B,) each"""
 
 
 class AgainstReference:
-    """The reference's log-probs of a method's records: once for each record before the first step, or with every
-    batch."""
+    """Log-probs of a method's records under the reference, computed once before the first step, or with every batch."""
 
     def __init__(self, reference: Reference, config: ReferenceConfig) -> None:
         self.reference, self.max_tokens = reference, config.max_tokens_per_batch or SWEEP_TOKENS
         self.precomputes = config.precompute_ref_logprobs
 
     def of(self, sequences: list[Sequence]) -> list[float]:
-        """Of sequences that all ranks hold."""
+        """Returns the log-probs of sequences that all ranks hold."""
         bare = self.reference.bare
         was_training = bare.training
-        dropout_off(bare)  # under LoRA the reference is this very model
+        dropout_off(bare)  # under LoRA the reference is the same model
         values = self.reference.sums_of(sequences, self.max_tokens)
         bare.train(was_training)
         return values
 
     def column(self, values: SequenceOf[float | None]) -> dict[str, Tensor]:
-        """The column `ref_logps` of sequences' precomputed values."""
+        """Returns the column `ref_logps` from precomputed values of sequences."""
         return {'ref_logps': torch.tensor(values, dtype=torch.float32)} if self.precomputes else {}
 
     def logps(self, batch: Batch) -> Tensor:
-        """(B,)."""
+        """Returns the log-probs of a batch, (B,)."""
         return batch.columns['ref_logps'] if self.precomputes else self.reference.sums(batch)
 
 
 class PairObjective(Objective):
-    """A loss over pairs. Metrics: `loss`; `accuracy` (share of pairs whose chosen answer has the higher implicit
-    reward), `margin`, `reward_chosen`, `reward_rejected` (implicit rewards); `logp_chosen`, `logp_rejected` (nats per
-    answer).
+    """A loss over pairs.
+
+    Metrics: `loss`; `accuracy` (share of pairs in which the chosen answer has the higher implicit reward), `margin`,
+    `reward_chosen`, `reward_rejected` (implicit rewards); `logp_chosen`, `logp_rejected` (nats per answer).
 
     Args:
         prefix: of the metrics.
         pair_loss: see `PairLoss`.
-        reference: None where the method has none.
+        reference: None if the method has none.
         average: log-probs are means per token instead of sums.
     """
 
@@ -158,7 +158,7 @@ class PairObjective(Objective):
 def dpo_pair_loss(
     config: DPOConfig, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Implicit reward: β (log π − log π_ref)."""
+    """DPO and its variants, with the implicit reward β (log π − log π_ref)."""
     beta, smoothing = config.beta, config.flipped_share
     margin = losses.dpo_margin(chosen, rejected, ref_chosen, ref_rejected)
     table: dict[str, Callable[[], Tensor]] = {
@@ -172,13 +172,13 @@ def dpo_pair_loss(
 
 
 def orpo_pair_loss(config: ORPOConfig, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """SFT on the chosen answer and a term on the odds. Implicit reward: λ log P."""
+    """SFT on the chosen answer and a term on the odds, with the implicit reward λ log P."""
     weight = config.weight
     return losses.orpo_loss(chosen, rejected, weight=weight), weight * chosen.detach(), weight * rejected.detach()
 
 
 def simpo_pair_loss(config: SimPOConfig, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean log-prob per token as reward, with a target margin. Implicit reward: β · log P."""
+    """Loss on the mean log-prob per token with a target margin, with the implicit reward β · log P."""
     beta, gamma = config.beta, config.gamma
     return losses.simpo_loss(chosen, rejected, beta=beta, gamma=gamma), beta * chosen.detach(), beta * rejected.detach()
 
@@ -201,7 +201,7 @@ SIMPO = Method(SimPOConfig, _simpo_objective)
 
 
 class DPOTrainer(OfflineTrainer):
-    """Direct preference optimisation and its relatives. Metrics `dpo/...`, see `PairObjective`.
+    """Direct preference optimisation and its variants. Metrics `dpo/...`, see `PairObjective`.
 
     Args:
         train_data, eval_data: `TokenizedPreference` records or `Pair`s, the same lists on every rank.
@@ -215,8 +215,8 @@ class DPOTrainer(OfflineTrainer):
 
 
 class ORPOTrainer(OfflineTrainer):
-    """Odds-ratio preference optimisation (Hong et al. 2024), which has no reference. Metrics `orpo/...`, see
-    `PairObjective`. Arguments as of `DPOTrainer`, with the fields of `ORPOConfig`."""
+    """Odds-ratio preference optimisation (Hong et al. 2024), without a reference. Metrics `orpo/...`, see
+    `PairObjective`. Arguments as for `DPOTrainer`, with the fields of `ORPOConfig`."""
 
     config: ORPOConfig
 
@@ -224,7 +224,7 @@ class ORPOTrainer(OfflineTrainer):
 
 
 class SimPOTrainer(OfflineTrainer):
-    """SimPO (Meng et al. 2024), which has no reference. Metrics `simpo/...`, see `PairObjective`. Arguments as of
+    """SimPO (Meng et al. 2024), without a reference. Metrics `simpo/...`, see `PairObjective`. Arguments as for
     `DPOTrainer`, with the fields of `SimPOConfig`."""
 
     config: SimPOConfig

@@ -1,7 +1,7 @@
 """Reward models from preferences (pairs, or several ranked answers to a prompt) or from labelled text.
 
-All answers to a prompt are scored in one forward, each once, and all their pairs count together as one prompt (Ouyang
-et al. 2022, equation 1 and section 3.5).
+One forward scores all answers to a prompt, each once; all their pairs together count as one prompt (Ouyang et al. 2022,
+equation 1 and section 3.5).
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ class PairwiseObjective(_RewardObjective):
         return record.sequences()
 
     def weight(self, record: TokenizedPreference) -> int:
-        """Whether a record has anything to learn from."""
+        """Returns 1 if the record has a pair, else 0."""
         return int(record.has_pair)
 
     def columns(self, records: list[TokenizedPreference]) -> dict[str, Tensor]:
-        """Per pair: positions `better` and `worse`, `pair_weight`, `margin` by the data's scores (0 without). Per
-        sequence: `prompt`, 1 at the first answer of a prompt that has pairs."""
+        """Returns, per pair, the positions `better` and `worse`, `pair_weight`, and `margin` from the data's scores (0
+        without); per sequence `prompt`, 1 at the first answer of a prompt that has pairs."""
         groups: list[int] = []
         ranks: list[float] = []
         scores: list[float] = []
@@ -83,7 +83,7 @@ class PairwiseObjective(_RewardObjective):
         for number, record in enumerate(records):
             prompt += [float(self.weight(record)), *[0.0] * (len(record.responses) - 1)]
             for rank in record.ranks():
-                groups.append(number if rank is not None else -1 - len(groups))  # alone in its group: no pair
+                groups.append(number if rank is not None else -1 - len(groups))  # a group of its own, without pairs
                 ranks.append(rank or 0)
             scores += record.scores or [0.0] * len(record.responses)
         pairs = ranked_pairs(torch.tensor(groups, dtype=torch.int64), torch.tensor(ranks))
@@ -106,7 +106,7 @@ class PairwiseObjective(_RewardObjective):
             losses = pairwise_log_sigmoid_loss(better, worse, columns['margin'] if c.use_margins else None)
         if c.center_rewards_coefficient:
             losses = losses + c.center_rewards_coefficient * (better + worse).square()
-        total = (losses * weights).sum() + 0.0 * scores.sum()  # without a pair the forward still has a backward
+        total = (losses * weights).sum() + 0.0 * scores.sum()  # a batch without pairs needs a backward too
         counts = weights > 0
         metrics: Metrics = {
             'loss': Mean(total, columns['prompt'].sum()),
@@ -118,7 +118,7 @@ class PairwiseObjective(_RewardObjective):
 
 
 class LabelledObjective(_RewardObjective):
-    """Binary cross-entropy with σ(score) as the probability of a success. A record is one labelled text."""
+    """Binary cross-entropy with σ(score) as the probability of success. A record is a labelled text."""
 
     def records(self, data: SequenceOf[Any]) -> list[TokenizedLabelled]:
         records = of_kind(data, TokenizedLabelled)
@@ -150,19 +150,19 @@ class LabelledObjective(_RewardObjective):
 class RewardModelTrainer(OfflineTrainer):
     """Trains a `RewardModel`.
 
-    Metrics: `rm/loss`; of pairs `rm/accuracy` (share of pairs in the right order), `rm/margin` (mean of better − worse)
-    and `rm/score_mean`; of labelled text `rm/accuracy` (score above 0 where the label is a success). On eval data they
-    are called `rm/val_...`.
+    Metrics: `rm/loss`; for pairs `rm/accuracy` (share of pairs in the right order), `rm/margin` (mean of better −
+    worse) and `rm/score_mean`; for labelled text `rm/accuracy` (share with a score above 0 exactly for successes). For
+    eval data `rm/val_...`.
 
     Args:
-        train_data, eval_data: `TokenizedPreference` or `TokenizedLabelled` records, all of one kind; the same lists on
+        train_data, eval_data: `TokenizedPreference` or `TokenizedLabelled` records, all of one type; the same lists on
             every rank.
-        reference_data: sequences whose mean score becomes 0, such as demonstrations; None takes the best answer to each
+        reference_data: sequences that get the mean score 0, such as demonstrations; None takes the best answer to each
             training prompt.
         options: `config`, `callbacks`, `tokenizer`, `run_dir` of `OfflineTrainer`, and fields of `RewardModelConfig`.
 
     Raises:
-        ValueError: records of two kinds, a label that is neither success nor failure, margins without scores, or early
+        ValueError: records of two types, a label that is neither success nor failure, margins without scores, or early
             stopping without eval data.
     """
 
@@ -184,18 +184,18 @@ class RewardModelTrainer(OfflineTrainer):
         self.reference_data = reference_data
 
     def fit(self) -> None:
-        """As in the base; then calibrates, where that is asked for."""
+        """Trains as the base does; then calibrates, if set."""
         super().fit()
         if self.config.calibrate and self._signals.received is None:
             self.calibrate()
 
     @torch.no_grad()
     def calibrate(self, sequences: SequenceOf[Sequence] | None = None) -> float:
-        """Subtract the mean score of reference answers from every score from now on; that mean, before.
+        """Subtracts the mean score of reference answers from all scores from now on. Returns that mean.
 
         Args:
             sequences: None takes `reference_data`, else the best answer to each training prompt, or all labelled texts;
-                `calibration_samples` of them, drawn by seed. Those that are given are all read.
+                at most `calibration_samples` of them, sampled with the seed. Given sequences are all read.
         """
         if sequences is None:
             found = list(self.reference_data or self.train_data)
@@ -216,7 +216,7 @@ class RewardModelTrainer(OfflineTrainer):
 
 
 def of_kind(data: SequenceOf[Any], kind: type[Any]) -> list[Any]:
-    """Raises ValueError for a record of another kind."""
+    """Returns the data as a list. Raises ValueError for a record of another type."""
     for i, record in enumerate(data):
         if not isinstance(record, kind):
             raise ValueError(f'record {i} is a {type(record).__name__} among {kind.__name__}s; train on one kind')
@@ -224,10 +224,10 @@ def of_kind(data: SequenceOf[Any], kind: type[Any]) -> list[Any]:
 
 
 def is_success(label: bool | int | float | str, positive_label: str | None = None) -> bool:
-    """Whether a label means a success.
+    """Returns True if a label means success.
 
     Raises:
-        ValueError: it is neither of `positive_label` and another one, nor one of the known words.
+        ValueError: without `positive_label`, a label that is not one of the known words.
     """
     text = str(label).strip().lower()
     if positive_label is not None:

@@ -1,7 +1,7 @@
 """Supervised fine-tuning: next-token loss on the response tokens of demonstrations.
 
-Prompts, padding and turns of other speakers are masked out by the records' `response_mask`; plain text counts from its
-second token.
+The records' `response_mask` masks prompts, padding and turns of other speakers; plain text counts from its second
+token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from chatgpt.types import Batch, Sequence
 
 
 class SFTObjective(Objective):
-    """−Σ log π(token | before) over counted tokens / their global number."""
+    """−Σ log π(token | before) over tokens that count / their global number."""
 
     prefix = 'sft'
 
