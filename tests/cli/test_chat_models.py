@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 import chatgpt
 from chatgpt.data.formats import text_choice
-from chatgpt.launch.cli.generate import drawing_of
+from chatgpt.launch.cli.generate import sampling_settings
 from chatgpt.monitor.report.rollouts import page_row
 from chatgpt.monitor.run_folder import RunRecord
 from chatgpt.monitor.run_folder.rollouts import read_rollouts
@@ -103,7 +103,7 @@ def test_a_run_chooses_and_what_follows_it_does_the_same(
         return generate(self, call)
 
     monkeypatch.setattr(LocalEngine, 'generate', noted)
-    sides = [f'--model={actor}', f'--prompts={folder}/prompts.jsonl', f'--db={tmp_path}/said.sqlite']
+    sides = [f'--model={actor}', f'--prompts={folder}/prompts.jsonl', f'--db={tmp_path}/judged.sqlite']
     assert call(monkeypatch, 'compare', *sides, '--max_new_tokens=2') == 0 and set(drawn) == set(texts)
     monkeypatch.setattr(LocalEngine, 'generate', generate)
     other = AS_IS if choice else TURN
@@ -146,7 +146,7 @@ def test_a_template_that_is_not_there_or_ignores_its_messages(monkeypatch, capsy
     words = {
         'generate': [name, 'hi'],
         'evaluate': [name, prompts, reward],
-        'compare': [f'--model={name}', f'--prompts={prompts}', f'--db={tmp_path}/said.sqlite'],
+        'compare': [f'--model={name}', f'--prompts={prompts}', f'--db={tmp_path}/judged.sqlite'],
         'grpo': [prompts, f'--pretrain={name}', reward, f'--save_path={tmp_path}/run', *TINY],
     }[command]
     assert call(monkeypatch, command, *words, TURN) == 2
@@ -178,7 +178,7 @@ def test_flags_win_over_what_is_stored_and_that_over_the_defaults(stored, given,
     unset = {'greedy': False, 'temperature': None, 'top_k': None, 'top_p': None, 'best_of': 1}
     args = argparse.Namespace(**unset | given)
     model = argparse.Namespace(model=argparse.Namespace(generation_config=GenerationConfig(**stored)))
-    drawing, line = drawing_of(args, model)
+    drawing, line = sampling_settings(args, model)
     assert drawing == want and told in line
 
 

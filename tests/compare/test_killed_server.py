@@ -61,7 +61,7 @@ class Client:
 
 
 def test_killed_in_the_middle_nothing_is_lost_and_it_goes_on(tmp_path):
-    db = tmp_path / 'said.sqlite'
+    db = tmp_path / 'judged.sqlite'
     filled(db, [(f'a{i}', f'b{i}') for i in range(2000)], annotators_per_pair=2).close()
     kept: dict[str, dict[int, str]] = {'Anna': {}, 'Ben': {}}
     for wait in (0.3, 0.7):
@@ -103,7 +103,7 @@ def test_killed_in_the_middle_nothing_is_lost_and_it_goes_on(tmp_path):
 
 
 def test_ctrl_c_ends_it_with_what_came_out(tmp_path):
-    db = tmp_path / 'said.sqlite'
+    db = tmp_path / 'judged.sqlite'
     filled(db, [('a', 'b'), ('c', 'd')]).close()
     process, address, token = started(db)
     client = Client(address, token, 'Anna')
@@ -113,4 +113,4 @@ def test_ctrl_c_ends_it_with_what_came_out(tmp_path):
     assert process.returncode == 0, shown
     assert 'Traceback' not in shown and '1 of 2 judgements, of 1 pair by Anna (1)' in shown
     assert f'kept in {db}; export it with --export FILE.jsonl' in shown
-    assert sorted(p.name for p in tmp_path.iterdir()) == ['said.sqlite']  # the log is in the file
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['judged.sqlite']  # the log is in the file

@@ -42,7 +42,7 @@ def press(page, key: str, then: str) -> None:
 
 
 def test_two_people_at_once_see_each_pair_once_each(browser, tmp_path):
-    store = filled(tmp_path / 'said.sqlite', ANSWERS, annotators_per_pair=2)
+    store = filled(tmp_path / 'judged.sqlite', ANSWERS, annotators_per_pair=2)
     with served(store) as serving:
         (anna, faults_a), (ben, faults_b) = joined(browser, serving, 'Anna'), joined(browser, serving, 'Ben ✌ <b>')
         seen: dict[str, list[str]] = {'Anna': [], 'Ben': []}
@@ -66,7 +66,7 @@ def test_two_people_at_once_see_each_pair_once_each(browser, tmp_path):
 
 
 def test_any_text_is_shown_as_it_is_and_runs_nothing(browser, tmp_path):
-    store = filled(tmp_path / 'said.sqlite', ANSWERS)
+    store = filled(tmp_path / 'judged.sqlite', ANSWERS)
     with served(store) as serving:
         page, faults = joined(browser, serving, 'Anna')
         shown: dict[str, set[str]] = {}
@@ -81,7 +81,7 @@ def test_any_text_is_shown_as_it_is_and_runs_nothing(browser, tmp_path):
 
 
 def test_keys_alone_suffice_with_a_comment_and_taking_back(browser, tmp_path):
-    store = filled(tmp_path / 'said.sqlite', [('a one', 'b one'), ('a two', 'b two')])
+    store = filled(tmp_path / 'judged.sqlite', [('a one', 'b one'), ('a two', 'b two')])
     with served(store) as serving:
         page, faults = joined(browser, serving, 'Anna')
         first = page.locator('#prompt').inner_text()
@@ -113,7 +113,7 @@ def test_a_page_of_another_port_of_this_machine_cannot_post(browser, monkeypatch
     foreign = ThreadingHTTPServer(('127.0.0.1', 0), SimpleHTTPRequestHandler)
     thread = threading.Thread(target=foreign.serve_forever, daemon=True)
     thread.start()
-    store = filled(tmp_path / 'said.sqlite', [('a', 'b')])
+    store = filled(tmp_path / 'judged.sqlite', [('a', 'b')])
     refused, judge = [], Guard._fault
 
     def noted(self, request):
@@ -142,7 +142,7 @@ def test_a_page_of_another_port_of_this_machine_cannot_post(browser, monkeypatch
 
 @pytest.mark.parametrize(('scheme', 'width'), [('dark', 1280), ('light', 390)])
 def test_it_fits_a_phone_and_both_schemes(browser, tmp_path, scheme, width):
-    store = filled(tmp_path / 'said.sqlite', ANSWERS)
+    store = filled(tmp_path / 'judged.sqlite', ANSWERS)
     with served(store) as serving:
         options = {'viewport': {'width': width, 'height': 844}, 'color_scheme': scheme}
         page, faults = joined(browser, serving, 'Anna', **options)

@@ -75,7 +75,7 @@ def test_runs_are_told_apart_and_numbers_are_json(client):
 
 def test_it_has_a_port_of_its_own():
     assert rollouts.parser().parse_args(['run']).port == 8766
-    assert compare.parser().parse_args(['--db', 'said.sqlite']).port == 8765
+    assert compare.parser().parse_args(['--db', 'judged.sqlite']).port == 8765
 
 
 def test_the_reader_filters_and_changes_the_run(browser, runs):

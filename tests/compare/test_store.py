@@ -281,7 +281,7 @@ def judge_all(store, name: str, verdicts: str) -> None:
 
 def test_a_summary_by_hand(tmp_path):
     with filled(
-        tmp_path / 'said.sqlite', [*((f'a{i}', f'b{i}') for i in range(6)), ('=', '=')], annotators_per_pair=2
+        tmp_path / 'judged.sqlite', [*((f'a{i}', f'b{i}') for i in range(6)), ('=', '=')], annotators_per_pair=2
     ) as store:
         judge_all(store, 'Anna', 'bba=0-')
         judge_all(store, 'Ben', 'bab=bb')

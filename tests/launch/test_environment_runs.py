@@ -58,7 +58,7 @@ def own(tmp_path, monkeypatch):
 
 def run_of(**settings) -> PPORun:
     run = PPORun(**(TINY | settings))
-    run.said = {}
+    run.given = {}
     return run
 
 

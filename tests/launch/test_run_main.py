@@ -28,7 +28,7 @@ def test_a_reader_that_has_read_enough_is_no_error():
 
 def test_the_folder_that_the_command_chose_is_its_default():
     chosen, given = SFTRun(save_path='outputs/sft'), SFTRun(save_path='mine')
-    given.said = {'save_path': 'mine'}
+    given.given = {'save_path': 'mine'}
     assert run_defaults(chosen)['save_path'] == 'outputs/sft'
     assert run_defaults(given)['save_path'] == 'outputs/train_sft'
 

@@ -45,20 +45,22 @@ def main() -> int:
             f'{a.path} and {b.path} have no phase in common, in metrics.jsonl, rollouts/ or {CHECKPOINTS}/: give two '
             'runs of which each has finished a phase'
         )
-    told = ', '.join(f'{part.phases} phases of {kind}' for kind, part in found.items()).replace('1 phases', '1 phase')
+    compared = ', '.join(f'{part.phases} phases of {kind}' for kind, part in found.items()).replace(
+        '1 phases', '1 phase'
+    )
     partings = [part.parting for part in found.values() if part.parting is not None]
     if not partings:
-        print(f'the same: {told} compared')
+        print(f'the same: {compared} compared')
         return 0
-    print(f'different: {told} compared, and they part in')
-    # Within a phase sequences come first, then what is learned from them: the cause stands above its effects.
+    print(f'different: {compared} compared, and they part in')
+    # Within a phase sequences come before metrics and weights, so that a cause is above its effects.
     for parting in sorted(partings, key=lambda p: p.phase):
         print(f'  {parting}')
     return 1
 
 
 def compare(a: RunFolder, b: RunFolder) -> dict[str, Compared]:
-    """What two runs have in common, by its kind, in the order in which a phase makes it."""
+    """Compares two runs, by kind of data, in the order in which a phase writes it."""
     return {
         'rollouts': compare_rollouts(a, b),
         'metrics': compare_metrics(a, b),
@@ -70,7 +72,7 @@ def compare(a: RunFolder, b: RunFolder) -> dict[str, Compared]:
 def compare_saved(
     a: RunFolder, b: RunFolder, parting_of: Callable[[int, CheckpointReader, CheckpointReader], Parting | None]
 ) -> Compared:
-    """Checkpoints of the same phase."""
+    """Compares the checkpoints of the phases that both runs have."""
     from chatgpt.strategies.checkpoint import CheckpointReader, step_folder
 
     common = sorted(set(_saved(a)) & set(_saved(b)))
@@ -107,7 +109,7 @@ def _saved(run: RunFolder) -> list[int]:
 
 
 def hash_of(run: RunFolder) -> tuple[int, str] | None:
-    """Phase and SHA-256 of the weights in the run's last checkpoint; None where it has none."""
+    """Returns phase and SHA-256 of the weights in the run's last checkpoint; None without a checkpoint."""
     from chatgpt.strategies.checkpoint import CheckpointReader, step_folder
     from chatgpt.strategies.checkpoint.parting import weights_hash
 
