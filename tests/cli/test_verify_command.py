@@ -96,7 +96,7 @@ def test_where_they_part(tmp_path, monkeypatch, capsys):
     code, out = verify(monkeypatch, capsys, a, folder(tmp_path / 'b', tokens=2, metrics=2, weights=3))
     assert code == 1
     assert out.endswith(
-        'and they part in\n'
+        'and they differ in\n'
         '  phase 2, rollouts: token_ids[2] of sample 4 is 8 and 9, and 1 other sequence of this phase\n'
         '  phase 2, metrics: ppo/loss is 0.5 and 0.5000000000009095\n'
         '  phase 3, weights: actor/weight[1, 0] is 3.0 and 4.0\n'
@@ -110,7 +110,7 @@ def test_where_they_part(tmp_path, monkeypatch, capsys):
 def test_state_of_the_trainer_counts_and_that_of_callbacks_does_not(tmp_path, monkeypatch, capsys):
     a = folder(tmp_path / 'a')
     code, out = verify(monkeypatch, capsys, a, folder(tmp_path / 'b', kl=2))
-    assert code == 1 and out.endswith('they part in\n  phase 2, state: kl_controller.coef is 0.1 and 1.1\n')
+    assert code == 1 and out.endswith('they differ in\n  phase 2, state: kl_controller.coef is 0.1 and 1.1\n')
     assert verify(monkeypatch, capsys, a, folder(tmp_path / 'c', callbacks=1))[0] == 0
 
 

@@ -105,7 +105,7 @@ def test_it_says_what_how_and_on_what(tmp_path):
     assert 'trained with ppo by chatgpt-rlhf' in text
     assert '20 learning phases in fp32, one process, seed 7.' in text
     assert '| prompt_path | `prompts.jsonl` | 64 |' in text and '| reward_fn | `r.py:score` |' in text
-    assert '60 of the 64 prompts are distinct.' in text and '3 were cut, for they were too long.' in text
+    assert '60 of the 64 prompts are distinct.' in text and '3 were cut, since they were too long.' in text
     assert '| `eval/score_mean` | 0.25 | 1.5 | 1.75 |' in text
     changed, everything = text.split('## Settings')[1].split('<details>')
     assert '| `lr` | `0.0003` | `1e-05` |' in changed and 'kl_coef' not in changed and 'kl_coef: 0.1' in everything

@@ -164,7 +164,7 @@ def test_the_keyboard_reaches_every_chart_and_names_lead_to_their_meaning(opened
     plot.focus()
     assert plot.get_attribute('role') == 'application'
     assert plot.get_attribute('aria-label').startswith('Score, score min, score max, score mean, over phases 1 to 101')
-    said = page.page.locator('#said')
+    said = page.page.locator('#status')
     assert said.get_attribute('aria-live') == 'polite'
     for key, phase in (('Home', 1), ('ArrowRight', 2), ('Shift+ArrowRight', 12), ('ArrowLeft', 11), ('End', 101)):
         page.page.keyboard.press(key)

@@ -98,7 +98,7 @@ def test_an_episode_is_shown_turn_by_turn(tmp_path):
     said = texts(html)
     assert 'turn 1 reward 0 3*5 &lt;7&gt; 15 =22 turn 2 right 1, form 0.1 7+15' in said and 'joined' not in said
     assert 'tokens 9, terminated, success' in said and said.endswith('turn 1 reward 0 3*5 tokens 9, error')
-    assert html.count('class="text turn"') == 3 and html.count('class="text told"') == 1
+    assert html.count('class="text turn"') == 3 and html.count('class="text observation"') == 1
     short = texts(part('samples', [run(folder)], 4))
     assert '7+15' not in short and '<7>' not in short
 

@@ -343,7 +343,7 @@ def test_turns_and_observations_stand_apart(browser, tmp_path, scheme, width):
     facts = page.locator('.ro-facts').all_text_contents()
     assert '3 turns' in facts[0] and 'the task ended' in facts[0] and 'success' in facts[0]
     assert 'turn' not in facts[1] and facts[1].endswith('ended'), 'a response without an environment is as it was'
-    assert 'never learned from' in page.locator('.ro-legend').text_content()
+    assert 'not trained on' in page.locator('.ro-legend').text_content()
     # The policy's tokens are coloured, the environment's are not; and they have no numbers of their own.
     assert turns.locator('.ro-token[data-tint]').count() == 14 and seen.locator('.ro-token[data-tint]').count() == 0
     seen.locator('.ro-token').nth(2).click()

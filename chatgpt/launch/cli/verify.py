@@ -19,7 +19,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from chatgpt.launch.arguments import Parser
-from chatgpt.monitor.run_folder.parting import Compared, Parting, compare_metrics, compare_rollouts, parting_of_state
+from chatgpt.monitor.run_folder.differences import (
+    Compared,
+    Difference,
+    compare_metrics,
+    compare_rollouts,
+    compare_states,
+)
 from chatgpt.monitor.run_folder.reading import RunFolder
 
 if TYPE_CHECKING:
@@ -48,14 +54,14 @@ def main() -> int:
     compared = ', '.join(f'{part.phases} phases of {kind}' for kind, part in found.items()).replace(
         '1 phases', '1 phase'
     )
-    partings = [part.parting for part in found.values() if part.parting is not None]
-    if not partings:
+    differences = [part.difference for part in found.values() if part.difference is not None]
+    if not differences:
         print(f'the same: {compared} compared')
         return 0
-    print(f'different: {compared} compared, and they part in')
-    # Within a phase sequences come before metrics and weights, so that a cause is above its effects.
-    for parting in sorted(partings, key=lambda p: p.phase):
-        print(f'  {parting}')
+    print(f'different: {compared} compared, and they differ in')
+    # In a phase sequences come before metrics and weights, so that a cause is above its effects.
+    for difference in sorted(differences, key=lambda p: p.phase):
+        print(f'  {difference}')
     return 1
 
 
@@ -70,7 +76,7 @@ def compare(a: RunFolder, b: RunFolder) -> dict[str, Compared]:
 
 
 def compare_saved(
-    a: RunFolder, b: RunFolder, parting_of: Callable[[int, CheckpointReader, CheckpointReader], Parting | None]
+    a: RunFolder, b: RunFolder, compare_phase: Callable[[int, CheckpointReader, CheckpointReader], Difference | None]
 ) -> Compared:
     """Compares the checkpoints of the phases that both runs have."""
     from chatgpt.strategies.checkpoint import CheckpointReader, step_folder
@@ -81,25 +87,25 @@ def compare_saved(
             CheckpointReader(step_folder(a.path / CHECKPOINTS, phase)) as one,
             CheckpointReader(step_folder(b.path / CHECKPOINTS, phase)) as other,
         ):
-            if (parting := parting_of(phase, one, other)) is not None:
-                return Compared(len(common), parting)
+            if (difference := compare_phase(phase, one, other)) is not None:
+                return Compared(len(common), difference)
     return Compared(len(common), None)
 
 
-def _weights(phase: int, one: CheckpointReader, other: CheckpointReader) -> Parting | None:
+def _weights(phase: int, one: CheckpointReader, other: CheckpointReader) -> Difference | None:
     from chatgpt.strategies.checkpoint.parting import compare_checkpoints
 
-    parting = compare_checkpoints(one, other)
-    if parting is None:
+    difference = compare_checkpoints(one, other)
+    if difference is None:
         return None
-    element = '' if parting.element is None else str(list(parting.element))
-    more = f', and {parting.elements - 1} more of its elements' if parting.elements > 1 else ''
-    more += f', in {parting.tensors} tensors' if parting.tensors > 1 else ''
-    return Parting(phase, 'weights', parting.tensor + element, parting.values, more)
+    element = '' if difference.element is None else str(list(difference.element))
+    more = f', and {difference.elements - 1} more of its elements' if difference.elements > 1 else ''
+    more += f', in {difference.tensors} tensors' if difference.tensors > 1 else ''
+    return Difference(phase, 'weights', difference.tensor + element, difference.values, more)
 
 
-def _state(phase: int, one: CheckpointReader, other: CheckpointReader) -> Parting | None:
-    return parting_of_state(phase, one.json()['trainer'], other.json()['trainer'])
+def _state(phase: int, one: CheckpointReader, other: CheckpointReader) -> Difference | None:
+    return compare_states(phase, one.json()['trainer'], other.json()['trainer'])
 
 
 def _saved(run: RunFolder) -> list[int]:
