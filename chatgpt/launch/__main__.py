@@ -99,8 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def script_of(script: str, words: Sequence[str]) -> tuple[str, list[str]]:
-    """Returns the file to run and its arguments. A command of `python -m chatgpt` becomes that module's file, with the
-    command as first argument.
+    """Returns the file to run and its arguments. For a command of `python -m chatgpt` the file is `__main__.py`.
 
     Raises:
         ValueError: if `script` is neither a file nor a command; names the nearest command.

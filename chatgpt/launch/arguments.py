@@ -41,8 +41,7 @@ OTHER_RANKS_WAIT_S = 1.0
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` with errors of one line, `error: ...`. Flags cannot be abbreviated; the error for an unknown
-    one names the nearest."""
+    """An `ArgumentParser` with errors of one line. Flags cannot be abbreviated; an error names the nearest flag."""
 
     def __init__(self, **options: Any) -> None:
         formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30)
@@ -281,8 +280,7 @@ def _short_warnings() -> Iterator[None]:
 
 
 def _is_explained(error: Exception, main: Callable[[], Any]) -> bool:
-    """Returns True for an error that needs no traceback: an error class of this package, or one of the classes below
-    raised inside it."""
+    """Returns True for an error that needs no traceback: of a class of this package, or of one below raised in it."""
     if type(error).__module__.startswith('chatgpt.'):
         return True
     if os.environ.get('RANK', '0') != '0' and str(error).startswith('rank 0: '):  # rank 0 prints the traceback

@@ -64,8 +64,8 @@ def _commands_with(keys: SequenceOf[str]) -> list[str]:
 def _paired(
     entries: list[tuple[str, str, Any]], cls: type[Run], below: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, Any]]:
-    """Replaces each pair of llm-on-ray's keys (`PAIRS`) by one field: the trained weights if given, else the name, from
-    this source or the one below."""
+    """Replaces each pair of keys in `PAIRS` by one field: the trained weights if given, else the name, from this source
+    or the one below."""
     pairs = {key: (field, *keys) for field, keys in PAIRS.items() for key in keys} if issubclass(cls, PPORun) else {}
     values = {key: value for _, key, value in entries}
     for where, key, value in entries:
@@ -237,8 +237,7 @@ def to_yaml(run: Run) -> str:
 
 
 def write_resolved(run: Run, folder: str | Path) -> None:
-    """Writes into the run's folder `config.yaml`, every setting, and `said.yaml`, the settings given in this or an
-    earlier start."""
+    """Writes `config.yaml`, every setting, and `said.yaml`, the settings given in this or an earlier start."""
     import yaml
 
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -274,8 +273,7 @@ def given_before(cls: type[Run], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def report_changes(before: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Prints the settings that this start changes and those it keeps. A default that is given explicitly is no
-    change."""
+    """Prints the settings that this start changes and those it keeps. A given default is no change."""
     now = {n: v for n, v in now.items() if n not in START_SETTINGS and (n in before or v != defaults.get(n))}
     changed = [
         f'{n} {before[n]!r} → {v!r}' if n in before else f'{n} → {v!r}' for n, v in now.items() if before.get(n) != v

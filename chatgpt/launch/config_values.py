@@ -111,8 +111,7 @@ def flat(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def overrides(words: SequenceOf[str]) -> Iterator[tuple[str, str, Any]]:
-    """Yields (place, key, value) of words such as `Training.learning_rate=1e-4`, with or without section; values are
-    YAML."""
+    """Yields (place, key, value) of words such as `Training.learning_rate=1e-4`; the section is optional."""
     for word in filter(OVERRIDE.fullmatch, words):
         where, _, text = word.partition('=')
         *sections, key = where.split('.')
@@ -164,8 +163,7 @@ def options_of(hint: Any) -> tuple[Any, ...]:
 
 
 def typed(value: Any, hint: Any) -> Any:
-    """Converts a value of a file, a flag or a keyword to the annotated type; the text 'none' is None if the type allows
-    None.
+    """Converts a value of a file, a flag or a keyword to the annotated type; 'none' is None if the type allows it.
 
     Raises:
         ValueError, argparse.ArgumentTypeError: if it fits none of the types.
@@ -239,8 +237,7 @@ def collected(
 
 
 def metavar_of(hint: Any, choices: Iterable[str] = ()) -> str:
-    """Returns the value of a flag as --help shows it: {dpo,kto}, true|false, N (a whole number), X, TEXT, {KEY:X}; with
-    `choices` their names."""
+    """Returns the value of a flag in --help: {dpo,kto}, true|false, N (whole number), X, TEXT, {KEY:X}, or choices."""
     if choices := [name for name in choices if ':' not in name]:  # a registry also keeps what module:name has loaded
         return '{' + ','.join(choices) + '}|module:name'
     words = []

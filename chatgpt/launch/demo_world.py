@@ -70,8 +70,7 @@ def _response(rng: random.Random) -> str:
 
 
 def _corrupted(rng: random.Random, response: str) -> str:
-    """Returns a response with a typical fault of a policy: shuffled words, one repeated word, a cut end, or one
-    repeated sentence."""
+    """Returns a response with a typical fault: shuffled words, one repeated word, a cut end, or a repeated sentence."""
     words = response.split()
     fault = rng.randrange(4)
     if fault == 0:
@@ -208,8 +207,7 @@ def _sentence_value(sentence: str) -> float:
 
 
 def demo_tokenizer() -> Any:
-    """Returns a word-level tokenizer of the stories' words: a `PreTrainedTokenizerFast` with distinct pad, begin and
-    end tokens."""
+    """Returns a word-level `PreTrainedTokenizerFast` of the stories' words, with distinct pad, begin and end tokens."""
     from tokenizers import decoders, pre_tokenizers
 
     words = [*FRAME, *ANIMALS, *SIZES, *PLACES, *_VALUE_OF]
@@ -341,8 +339,7 @@ def write_demo_model(folder: str | Path, seed: int) -> None:
 
 
 def write_game_model(folder: str | Path, seed: int, environment: Any) -> None:
-    """Writes a Hugging Face folder with a small GPT-2 after SFT on a random player's moves in the game that
-    `environment` makes, and its tokenizer."""
+    """Writes a folder with a small GPT-2 after SFT on a random player's moves in the game that `environment` makes."""
     tokenizer = game_tokenizer()
     games = random_games(environment, tokenizer)
     write_trained(folder, seed, game_config(), tokenizer, games, max_epochs=4, lr_schedule='cosine')

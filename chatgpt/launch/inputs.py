@@ -109,8 +109,7 @@ def read_inputs(run: Run) -> Inputs:
     """Checks the settings of a run, fills those that depend on the model, and reads its data.
 
     Raises:
-        ValueError: for settings that are out of range or exclude each other, a bad file, a tokenizer that does not fit
-            the model, ...
+        ValueError: for settings out of range or excluding each other, a bad file, a tokenizer of another model, ...
     """
     check_run(run, ranks_of(run))
     config, tokenizer = read_config(run)
@@ -164,8 +163,7 @@ def check_writes(config: Any, name: str) -> None:
 
 
 def read_config(run: Run, model: Any = None, tokenizer: Any = None) -> tuple[Any, Any]:
-    """Returns the model config and tokenizer of a run, or of `model` and `tokenizer` if given, checked against each
-    other."""
+    """Returns config and tokenizer of a run, or of `model` and `tokenizer` if given, checked against each other."""
     quiet_transformers()
     code = {'trust_remote_code': run.trust_remote_code}
     if model is not None and not isinstance(model, (str, Path)):

@@ -92,8 +92,7 @@ GIVEN_OTHERWISE: dict[str, str] = {
 
 
 def known_settings(kind: str) -> list[str]:
-    """Returns the settings that `train` takes: those of the trainer, of generation, and of the command without
-    `GIVEN_OTHERWISE`."""
+    """Returns the settings of `train`: the trainer's, generation keywords, the command's without `GIVEN_OTHERWISE`."""
     elsewhere = {name.rpartition('.')[2] for name in GIVEN_OTHERWISE if '.' not in name or name.startswith(f'{kind}.')}
     elsewhere |= set(inspect.signature(train).parameters)
     own = [*_config_class(kind).field_names(), *generation_fields(), *TRAIN_SETTINGS[kind]]
@@ -134,8 +133,7 @@ def train(
             `fn(samples, prompts, outputs, **metadata)`, distinguished by the names of the arguments
             (docs/extend/reward.md); a `RewardModel`; or a list of (weight, one of these). Returns one number per
             sample, or a list of numbers per token.
-        prompts: texts, dicts with a 'prompt' (other keys are passed to the functions by name), or anything that
-            `PPOTrainer.fit` takes.
+        prompts: texts, dicts with a 'prompt' (other keys are passed to the functions), or what `PPOTrainer.fit` takes.
         environment: environment of several turns: 'games:countdown', module:Class, file.py:Class, an `Environment`
             class, or a function that makes one. Its rewards are the scores; with a `reward_fn` too, `reward_weights`
             are the weights of both, `{'reward': 1.0, 'reward_fn': 0.5}`. The columns of `prompts`, if given, are

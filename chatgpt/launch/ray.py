@@ -101,9 +101,7 @@ def run_on_ray(launch: RayLaunch) -> int:
         ValueError: if there is no cluster, the request does not fit it, or a node lacks a path or package.
     """
     if launch.address != 'local':
-        os.environ.setdefault(
-            'RAY_NUM_REDIS_GET_RETRIES', '5'
-        )  # seconds that Ray keeps asking a cluster that refuses it
+        os.environ.setdefault('RAY_NUM_REDIS_GET_RETRIES', '5')  # about 5 s
     ray = import_ray('the launcher ray')
     with connected(launch, ray):
         run_id = uuid.uuid4().hex
@@ -383,8 +381,7 @@ class Group:
 
 
 class Signals:
-    """Collects SIGINT and SIGTERM for `take` while active, instead of ending the process. Does nothing outside the main
-    thread."""
+    """Collects SIGINT and SIGTERM for `take` while active. Does nothing outside the main thread."""
 
     def __init__(self) -> None:
         self._new: list[int] = []

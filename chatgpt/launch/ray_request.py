@@ -181,8 +181,7 @@ def check_node(address: str, found: Mapping[str, Any], shared: str) -> None:
 
 @contextmanager
 def shared_file(folder: str) -> Iterator[str]:
-    """Writes a file into `folder`, or its nearest existing parent, and removes it at the end. A node that does not see
-    the file does not share the folder."""
+    """Writes a file into `folder`, or its nearest existing parent, by which nodes can check that they share it."""
     place = next(p for p in (Path(folder).absolute(), *Path(folder).absolute().parents) if p.is_dir())
     path = place / f'{SHARED_PREFIX}{uuid.uuid4().hex}'
     try:

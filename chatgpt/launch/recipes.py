@@ -81,8 +81,7 @@ def execute(run: Run, inputs: Inputs | None = None, strategy: Any = None) -> Any
 
 
 def start_of(inputs: Inputs, strategy: Any) -> str | None:
-    """Returns the initial model: the run's, or the folder of a small one trained on the stories or the game; None for
-    SFT, which starts from new weights."""
+    """Returns the initial model: the run's, a small one trained on stories or the game, or None for SFT."""
     run = inputs.run
     if run.base or isinstance(run, SFTRun):
         return run.base
@@ -104,8 +103,7 @@ def start_of(inputs: Inputs, strategy: Any) -> str | None:
 
 
 def learning_rate(run: Run, strategy: Any, model: Any, setting: str = 'lr') -> float:
-    """Returns the run's `lr` or `critic_lr`; if not given, prints and returns one by the number of trained
-    parameters."""
+    """Returns the run's `lr` or `critic_lr`, by default one for the number of trained parameters, which is printed."""
     given: float | None = getattr(run, setting)
     if given is not None:
         return given
@@ -185,8 +183,7 @@ def run_defaults(run: Run) -> dict[str, Any]:
 
 
 def make_trainer(inputs: Inputs, strategy: Any, engine: Any = None) -> Any:
-    """Makes the models and optimizers, prepares them, and returns the trainer of `inputs.settings`. `engine`: None: the
-    run's `engine`, in this process."""
+    """Makes and prepares models and optimizers, and returns the trainer. `engine`: None: that of the run's settings."""
     if not isinstance(inputs.settings, PPOConfig):
         trainer = offline_trainer(inputs, strategy)
     else:
@@ -303,8 +300,7 @@ def resume(run: Run, trainer: Any) -> None:
 
 
 def finish(run: Run, trainer: Any, *, by_name: bool = True) -> None:
-    """Writes the trained model as a Hugging Face folder, and adapter and optimizer states if the run asks for them, and
-    uploads the model.
+    """Writes the trained model as a Hugging Face folder, and adapter and optimizer states if set; uploads the model.
 
     Raises:
         PushError: if the upload failed; says how to repeat it.

@@ -36,8 +36,7 @@ def _report_marker() -> Path:
 
 
 def launch_name() -> str | None:
-    """Returns the name of the launch; None without a launcher, and for torchrun's static rendezvous, where it is
-    'none'."""
+    """Returns the name of the launch; None without a launcher, and for torchrun's static rendezvous ('none')."""
     name = os.environ.get('TORCHELASTIC_RUN_ID')
     return None if name in (None, '', 'none') else name
 

@@ -89,8 +89,7 @@ def own_policy(s: Any) -> str | None:
 
 
 def _elsewhere(s: Any, *here: str) -> str:
-    """Returns the setting by which responses are not generated in the training process by one of the engines `here`;
-    '' if they are."""
+    """Returns the setting that generates responses outside the training process or the engines `here`, else ''."""
     if s.engine not in here:
         return f'engine={s.engine!r}'
     return f'rollout_workers={s.rollout_workers}' if s.rollout_workers else ''

@@ -489,8 +489,7 @@ NO_PLAN = '--plan knows PPO, SFT and reward models; python -m chatgpt.plan CONFI
 
 @dataclass(kw_only=True)
 class PreferenceRun(DataRun):
-    """The settings of methods with a `PreferenceConfig`: preferences (prompt, chosen, rejected, or ranked responses);
-    for KTO also text and label."""
+    """The settings of methods with a `PreferenceConfig`, on preferences or ranked responses; for KTO also on labels."""
 
     save_path: str = 'outputs/train_preference'
     max_epochs: int = 1

@@ -75,8 +75,7 @@ def _length(theirs: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
 def _batch(
     theirs: Mapping[str, Any], given: Mapping[str, Any], cls: type[Run], before: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Translates the batch of a rank, `gradient_accumulation_steps` forwards of `batch_size` records, into that of all
-    ranks."""
+    """Translates `batch_size` and `gradient_accumulation_steps`, which are per rank, into the batch of all ranks."""
     steps = theirs.get('gradient_accumulation_steps', 1)
     if 'batch_size' not in theirs:
         if steps > 1:

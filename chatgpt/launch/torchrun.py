@@ -142,8 +142,7 @@ def main() -> None:
 
 
 def _end_at_mistakes() -> None:
-    """Patches torchrun's agent to end the launch when a script ends with `MISTAKE`, and to print one line before a
-    restart."""
+    """Makes torchrun's agent end the launch when a script ends with `MISTAKE`, and print a line before a restart."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.launcher import api
 

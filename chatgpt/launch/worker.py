@@ -122,8 +122,7 @@ class Worker:
         return found
 
     def run(self, command: Sequence[str], folder: str, variables: Mapping[str, str], stream: bool) -> tuple[int, str]:
-        """Runs `python *command` in `folder`. Returns its exit code, or minus the signal that ended it, and the end of
-        its output.
+        """Runs `python *command` in `folder`. Returns exit code, or minus a signal, and the end of the output.
 
         Args:
             stream: keep the output for `read`, which must then be called until this method returns.

@@ -1,5 +1,5 @@
-"""Plain text and a model with a chat template: one rule for training, generate, evaluate, compare and chat, and what is
-shown and drawn."""
+"""Plain text and models with a chat template: one rule for training, generate, evaluate, compare and chat; the sampling
+parameters that these print and use."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def train(monkeypatch, folder, save_path, *flags, method='grpo', model='chat'):
 
 
 def heard(recwarn):
-    """How often a warning has named the flag since the last call."""
+    """Returns the number of warnings that name the flag since the last call."""
     number = sum(WARNING in str(warning.message) for warning in recwarn)
     recwarn.clear()
     return number
@@ -111,14 +111,14 @@ def test_a_run_chooses_and_what_follows_it_does_the_same(
     assert train(monkeypatch, folder, tmp_path / 'next', f'--pretrain={actor}') == 0 and seen(folder) == sorted(texts)
     again = ('--resume=auto', '--num_episodes=2')
     assert train(monkeypatch, folder, tmp_path / 'run', *again) == 0 and seen(folder) == sorted(texts)
-    assert heard(recwarn) == (not flags)  # of the resume, where nobody has chosen
+    assert heard(recwarn) == (not flags)  # of the resume, without a flag
 
 
 @pytest.mark.parametrize(
     ('flags', 'asked'), [([], '<s>be brief<u>hi<a>'), ([TURN], '<s>be brief<u>hi<a>'), ([AS_IS], 'hi')]
 )
 def test_a_chat_follows_too(monkeypatch, capsys, recwarn, folder, tmp_path, flags, asked):
-    """The flag, and where there is none what the model's folder keeps."""
+    """The flag decides, without one the choice saved in the model's folder."""
     import chatgpt.rollout
 
     given = []
@@ -196,7 +196,7 @@ def test_tables_show_the_last_turn_and_files_and_pages_have_the_whole(monkeypatc
     assert page_row(recorded)['last_turn'] == recorded['last_turn'] in TEXTS
     assert 'last_turn' not in page_row(recorded | {'last_turn': None})
     page = (tmp_path / 'run' / 'report.html').read_text()
-    assert '<details><summary class="text prompt" dir="auto">and now</summary>' in page  # which opens the whole
+    assert '<details><summary class="text prompt" dir="auto">and now</summary>' in page  # opens the conversation
     assert '&lt;s&gt;be brief&lt;u&gt;and now&lt;a&gt;' in page
 
 

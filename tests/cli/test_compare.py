@@ -1,4 +1,4 @@
-"""The word `compare`: answers are made once and kept, what differs is named, and what is exported can be trained on."""
+"""`compare`: responses are generated once and kept, differing settings are named, the export can be trained on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def compare(monkeypatch, folder, tmp_path):
-    """The command on tmp_path/judged.sqlite with nobody at the page, in the folder of the models."""
+    """Runs the command on tmp_path/judged.sqlite in the folder of the models, without anyone using the page."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr('chatgpt.launch.cli.compare.serve', lambda app, host, port: None)
     return lambda *words: call(monkeypatch, 'compare', f'--db={tmp_path}/judged.sqlite', *words)
@@ -46,7 +46,7 @@ def answers(tmp_path: Path) -> list[tuple[str, str]]:
 
 
 def judge(tmp_path: Path, best, people: int = 1) -> None:
-    """Everybody prefers the answer of which `best` gives more."""
+    """Every person prefers the response with the higher `best`."""
     with Store(tmp_path / 'judged.sqlite', create=False) as store:
         for number in range(people):
             person = store.join(f'person {number}')
@@ -73,7 +73,7 @@ def test_two_models_answer_as_generate_does(compare, monkeypatch, capsys, folder
         assert store.records()[0] == {'prompt': 'one day a fox'}
     write(folder / 'fewer.jsonl', [{'prompt': 'one day a fox'}])
     write(folder / 'made.jsonl', [{'prompt': 'one day a fox', 'response1': 'a', 'response2': 'b'}])
-    for words, complaint in (  # another question in the same file
+    for words, complaint in (  # other settings for the same file
         (['--model=second', *TWO[1:]], "was made with models ['first', 'second'], and now it is ['second', 'second']"),
         ([*TWO[:2], '--prompts=fewer.jsonl', TWO[3]], 'was made with prompts 5 with sha256 '),
         ([*TWO, '--temperature=0.5'], 'was made with temperature 0.7, and now it is 0.5: give another --db'),
@@ -86,7 +86,7 @@ def test_two_models_answer_as_generate_does(compare, monkeypatch, capsys, folder
 
 
 def test_answers_are_made_once(compare, monkeypatch, tmp_path):
-    """A start that was cut short between the two models goes on with the second; a third one makes nothing."""
+    """A start after an interruption between the models generates only the second; a third generates nothing."""
     from chatgpt.launch.cli import compare as word
 
     made, generate = [], word._generate
@@ -208,7 +208,7 @@ def test_what_is_exported_is_what_training_loads(compare, monkeypatch, capsys, t
 
 
 def test_conversations_are_exported_as_conversations(compare, tmp_path):
-    """So that training formats them with the template that the answers were made with."""
+    """So training formats them with the template with which the responses were generated."""
     rows = [{'prompt': 'one day a fox'}, {'messages': [{'role': 'user', 'content': 'one day a cat'}]}]
     prompts = write(tmp_path / 'chats.jsonl', rows)
     tokenizer = demo_world.demo_tokenizer()

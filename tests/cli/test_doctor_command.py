@@ -1,4 +1,4 @@
-"""`doctor RUN` and `rollouts RUN`: what they print and their exit codes."""
+"""`doctor RUN` and `rollouts RUN`: output and exit codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def folder(path: Path, **numbers: float) -> Path:
-    """Of a reward model's run of ten phases."""
+    """Writes the folder of a reward model's run of ten phases."""
     path.mkdir(parents=True)
     row = {'rm/loss': 0.69, 'rm/accuracy': 0.5, 'rm/lr': 1e-5} | numbers
     lines = [

@@ -1,5 +1,5 @@
-"""The command on folders of a tiny T5 and a tiny BART: training, going on, using what was written, and refusals;
-those of docs/encoder_decoders.md among them."""
+"""The command on a tiny T5 and a tiny BART: training, resuming, using the trained models, and refusals, with those of
+docs/encoder_decoders.md."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_sft_reward_model_ppo_and_what_uses_them(place, monkeypatch, capsys):
     assert call(monkeypatch, *ppo, '--num_episodes=1') == 0
     first = lines('ppo')
     assert first[0]['ppo/first_ratio_error'] < 1e-5 and abs(first[0]['rollout/kl_mean']) < 1e-5
-    # an earlier run's model is not replaced; one that goes on does
+    # the model of an earlier run is not replaced, except by a resume
     assert call(monkeypatch, *ppo, '--num_episodes=2') == 2
     assert call(monkeypatch, *ppo, '--num_episodes=2', '--resume=auto') == 0
     assert lines('ppo')[:1] == first and len(lines('ppo')) == 2

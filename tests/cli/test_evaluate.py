@@ -1,5 +1,4 @@
-"""evaluate with an environment, and with reward functions as people write them: numbers by hand, what is written,
-mistakes."""
+"""evaluate with an environment and with reward functions of several signatures: numbers by hand, output, mistakes."""
 
 from __future__ import annotations
 

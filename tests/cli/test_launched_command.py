@@ -28,7 +28,7 @@ def test_a_command_is_the_file_of_the_module_with_the_word_before_its_own(tmp_pa
 
 @pytest.mark.system
 def test_a_wheel_works_in_an_empty_folder(tmp_path):
-    """Installed apart from what is around: neither the repository nor its folder can be imported."""
+    """Neither the repository nor its folder can be imported."""
     environment = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
     environment |= {'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1'}
     pip = [sys.executable, '-m', 'pip', '--quiet', '--disable-pip-version-check']

@@ -1,4 +1,4 @@
-"""`verify RUN RUN`: what it compares, prints and its exit code."""
+"""`verify RUN RUN`: comparisons, output and exit code."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from chatgpt.strategies.checkpoint import pieces_of, write_checkpoint
 
 
 def folder(path: Path, phases: int = 3, saved: tuple[int, ...] = (1, 2, 3), **changes: Any) -> Path:
-    """A run. `changes`: {'metrics' | 'tokens' | 'values' | 'samples' | 'weights' | 'kl' | 'callbacks': phase}, of what
-    is another from that phase on."""
+    """Writes a run. `changes`: {'metrics' | 'tokens' | 'values' | 'samples' | 'weights' | 'kl' | 'callbacks': phase}:
+    what differs from that phase on."""
 
     def other(what: str, phase: int) -> bool:
         return what in changes and phase >= changes[what]
@@ -80,7 +80,7 @@ def test_the_same(tmp_path, monkeypatch, capsys):
 def test_half_finished_and_saved_at_other_phases(tmp_path, monkeypatch, capsys):
     a, b = folder(tmp_path / 'a', saved=(2, 3)), folder(tmp_path / 'b', phases=2, saved=(2,))
     with open(b / 'metrics.jsonl', 'a') as file:
-        file.write('{"step": 3, "ppo/lo')  # a line that is being written
+        file.write('{"step": 3, "ppo/lo')  # an incomplete line
     code, out = verify(monkeypatch, capsys, a, b)
     assert code == 0 and f'{b}: 2 phases, weights after phase 2 have' in out
     assert out.endswith(

@@ -1,4 +1,4 @@
-"""Who is let in, what is taken, and what every answer of the server carries."""
+"""Which requests the server accepts, and the headers of its responses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ORIGIN = 'http://127.0.0.1:8765'
 
 @pytest.fixture
 def guarded(tmp_path):
-    """A client that is let in, and one that has nothing; the store."""
+    """Returns a client with the token, one without, and the store."""
     testclient = pytest.importorskip('starlette.testclient', reason='needs the package httpx')
     with filled(tmp_path / 'db', [('a1', 'b1'), ('a2', 'b2')]) as store:
         app = Guard(compare_app(store), TOKEN)
@@ -76,7 +76,7 @@ def test_a_post_says_where_it_comes_from_and_is_json(guarded):
     'host', ['evil.example', 'evil.example:8765', 'localhost.evil.example', '127.0.0.1.evil.example', '', '[', 'a b']
 )
 def test_a_name_that_points_here_is_not_enough(guarded, host):
-    """DNS rebinding: to its browser the page of evil.example, whose name now has our address, is of our origin."""
+    """DNS rebinding: evil.example resolves to our address, so a browser takes its page for one of our origin."""
     friend, _, _ = guarded
     headers = {'Host': host, 'Origin': f'http://{host}'}
     assert friend.post('/api/join', json={'name': 'Eve'}, headers=headers).status_code == 421

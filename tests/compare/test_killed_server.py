@@ -1,4 +1,4 @@
-"""The command in a process of its own: killed in the middle it has lost nothing that it said it had; Ctrl-C ends it."""
+"""The command in its own process: after a kill every confirmed judgement is on disk; Ctrl-C ends it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.system
 
 
 def started(db: Path) -> tuple[subprocess.Popen, str, str]:
-    """The command on a database, with its origin and token, once it serves."""
+    """Starts the command on a database; returns process, origin and token once it serves."""
     words = [sys.executable, '-m', 'chatgpt', 'compare', '--db', str(db), '--port', '0']
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
@@ -33,7 +33,7 @@ def started(db: Path) -> tuple[subprocess.Popen, str, str]:
 
 
 class Client:
-    """A person at a browser, as the server sees one."""
+    """A client that sends the requests of a person's browser."""
 
     def __init__(self, address: str, token: str, name: str) -> None:
         self.address, self.cookies = address, {}
@@ -74,7 +74,7 @@ def test_killed_in_the_middle_nothing_is_lost_and_it_goes_on(tmp_path):
                 for turn in range(10**6):
                     choice = ('left', 'right', 'tie', 'both_bad')[turn % 4]
                     pair = client.judge(choice)
-                    kept[name][pair] = choice  # the server has said that it has it
+                    kept[name][pair] = choice  # the server has confirmed it
             except (OSError, http.client.HTTPException):
                 return
 

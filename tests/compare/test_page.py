@@ -1,4 +1,4 @@
-"""The page in a real browser: two people at once, hostile and foreign text, keys only, taking back."""
+"""The page in a real browser: two people at once, hostile and foreign text, keyboard only, undo."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANSWERS = [(MARKUP, HEBREW), (ARABIC, EMOJI), ('plain  two spaces\n\tand a tab',
 
 
 def joined(browser, serving, name: str, **options):
-    """A page of a new context in which somebody has said who they are; and what went wrong in it, as it comes."""
+    """Returns a page of a new context after joining under a name, and a list that collects its errors."""
     page = browser.new_context(**options).new_page()
     faults: list[str] = []
     page.on('console', lambda message: faults.append(message.text) if message.type == 'error' else None)
@@ -36,7 +36,7 @@ def progress(page) -> str:
 
 
 def press(page, key: str, then: str) -> None:
-    """Press a key and wait for what the page says."""
+    """Presses a key and waits for the page's status."""
     page.keyboard.press(key)
     page.get_by_role('status').filter(has_text=then).wait_for()
 
@@ -109,7 +109,7 @@ def test_keys_alone_suffice_with_a_comment_and_taking_back(browser, tmp_path):
 
 
 def test_a_page_of_another_port_of_this_machine_cannot_post(browser, monkeypatch, tmp_path):
-    """To a browser it is of the same site, so the cookies go with its requests; what stops them is their Origin."""
+    """A browser counts it as the same site and sends the cookies; the check of Origin refuses the requests."""
     foreign = ThreadingHTTPServer(('127.0.0.1', 0), SimpleHTTPRequestHandler)
     thread = threading.Thread(target=foreign.serve_forever, daemon=True)
     thread.start()

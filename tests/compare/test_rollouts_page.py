@@ -1,4 +1,4 @@
-"""The recorded sequences of whole runs: what the server answers, and the reader over it in a browser."""
+"""The page of recorded sequences: responses of the server, and the reader in a browser."""
 
 from __future__ import annotations
 

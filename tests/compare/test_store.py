@@ -1,5 +1,4 @@
-"""Who is asked about which pair, in which order, and what stays; agreement and intervals, against examples that others
-have worked out by hand."""
+"""Assignment and order of pairs, and durability; agreement and intervals against published examples."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def many(count: int) -> list[tuple[str, str]]:
 
 
 def drain(store: Store, person: int, choice: str = 'tie') -> list[int]:
-    """Judge everything that a person is asked; the pairs in their order."""
+    """Judges every pair that a person gets; returns the pairs in their order."""
     order = []
     while (pair := store.next_pair(person)) is not None:
         store.judge(person, pair.id, choice)
@@ -232,7 +231,7 @@ def test_preferences_are_majorities(tmp_path):
 
 
 def units(*people: str) -> list[list[str]]:
-    """What was said of each unit, from a line per person; a dot was not judged."""
+    """Returns the values of each unit, from a line per person; a dot is a missing value."""
     return [[value for value in column if value != '.'] for column in zip(*people, strict=True)]
 
 
@@ -269,7 +268,7 @@ def test_wilsons_interval_as_tabulated(wins, n, low, high):
 
 
 def judge_all(store, name: str, verdicts: str) -> None:
-    """A person's verdicts of pairs 1, 2, ...: a, b, tie (=), both bad (0), skip (-)."""
+    """Judges pairs 1, 2, ... as a person: a, b, tie (=), both bad (0), skip (-)."""
     person = store.join(name)
     for _ in verdicts:
         pair = store.next_pair(person)

@@ -1,4 +1,4 @@
-"""The doctor of a run that goes on: what it says, writes and remembers, and that a folder tells the same afterwards."""
+"""The doctor during a run: what it prints, writes and remembers, and the same findings from the folder afterwards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def keys(run: RunFolder) -> list[tuple[str, int]]:
 def sft(
     folder: Path | None, *, lr: float = 1e-9, epochs: int = 9, callbacks=(), resume: Path | None = None, stop_at=None
 ):
-    """Of eight random texts, one optimizer step a phase; with such a learning rate nothing moves from phase 8 on."""
+    """Trains on eight random texts, one optimizer step per phase; with this learning rate `nothing-moves` is found at
+    phase 8."""
     ids = torch.randint(3, 16, (8, 6), generator=torch.Generator().manual_seed(1))
     data = [Sequence(prompt_ids=i[:1], response_ids=i[1:], response_mask=torch.ones(5, dtype=torch.bool)) for i in ids]
     strategy = NaiveStrategy(seed=0, device='cpu')
@@ -93,7 +94,7 @@ def test_a_resume_after_it_is_silent(tmp_path, capsys):
 
 
 def test_what_a_killed_run_has_said_is_written_again_but_not_said_again(tmp_path, capsys):
-    """It was at phase 9, its checkpoint at phase 5."""
+    """The run was killed at phase 9, with a checkpoint at phase 5."""
     sft(tmp_path, callbacks=[cb.SaveCheckpoint(interval=5)])
     assert len(said(capsys)) == 1
     sft(tmp_path, resume=tmp_path / 'checkpoints' / 'step-00000005')
@@ -147,5 +148,5 @@ def test_a_damaged_file_of_findings_does_not_end_a_resume(tmp_path):
     ):
         trainer = sft(tmp_path, epochs=6, resume=folder)
     assert trainer.phase == 6
-    (tmp_path / 'findings.jsonl').write_text('{"step": 1}\n')  # nothing of ours, but JSON
+    (tmp_path / 'findings.jsonl').write_text('{"step": 1}\n')  # JSON, but no finding
     assert sft(tmp_path, epochs=6, resume=folder).phase == 6

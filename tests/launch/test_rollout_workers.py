@@ -1,4 +1,4 @@
-"""A run's rollout workers: waited for as long as its ranks would be, not for ever; whole on a node; shared by ranks."""
+"""A run's rollout workers: time limit below that of ranks, resources on one node, sharing by ranks."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def lines(path: Path, rows: list[dict]) -> Path:
 
 @pytest.fixture(scope='module')
 def adapter(tmp_path_factory, model_folder):
-    """A reward model that was trained as an adapter."""
+    """Folder of a reward model that was trained as an adapter."""
     folder = tmp_path_factory.mktemp('adapter')
     pairs = lines(folder / 'pairs.jsonl', PAIRS)
     flags = [f'--pretrain={model_folder}', f'--save_path={folder}/rm', '--lora_rank=2', '--save_adapter']
@@ -79,7 +79,7 @@ def numbers(folder: Path) -> list[dict]:
     ],
 )
 def test_a_killed_run_in_4_bits_ends_as_one_that_was_not(method, rows, flags, request, tmp_path, model_folder):
-    """Resumed from what a kill in the last third leaves on disk: the same numbers and weights, to the bit."""
+    """Resumes from the files after a kill in the last third: numbers and weights are equal to the bit."""
     online = rows is PROMPTS
     common, written = COLLECTED if online else LEARNT
     if method == 'ppo':

@@ -1,4 +1,4 @@
-"""Model cards: what they say, what they never say, and that their code runs."""
+"""Model cards: content, what they must not contain, and their code."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_hub_reads_what_was_measured(tmp_path):
 
 
 def test_a_folder_hands_on_what_it_was_made_of(tmp_path):
-    """PPO on an SFT model of gpt2, with the licence that somebody wrote into that card."""
+    """PPO on an SFT model of gpt2, with a licence added to that model's card."""
     from huggingface_hub import ModelCard
 
     written(tmp_path / 'sft' / 'actor', facts(source='gpt2', run_name='sft', more={'license': 'mit'}))
@@ -96,7 +96,7 @@ def test_a_folder_hands_on_what_it_was_made_of(tmp_path):
     assert str(tmp_path) not in text
 
 
-# ---------------------------------------------------------------- what it says
+# ---------------------------------------------------------------- content
 
 
 def test_it_says_what_how_and_on_what(tmp_path):
@@ -153,7 +153,7 @@ def test_limits_that_do_not_hold_are_not_named(tmp_path):
         assert words not in text.split('## Settings')[0], words
 
 
-# ---------------------------------------------------------------- what it never says
+# ---------------------------------------------------------------- what it must not contain
 
 
 def test_nothing_of_the_machine(tmp_path):
@@ -220,7 +220,7 @@ def test_a_page_that_is_not_ours_stays(tmp_path):
 
 
 def run_code(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
-    """The names that the code of a folder's card leaves, and what it prints. Run from the folder above."""
+    """Runs the code of a folder's card in the parent folder; returns its variables and output."""
     found = re.search(r'^```python\n(.*?)^```', (folder / CARD).read_text(), re.M | re.S)
     assert found is not None
     names: dict[str, Any] = {}
@@ -245,7 +245,7 @@ def test_a_policy_of_a_run(tmp_path, monkeypatch, capsys):
 
 
 def test_a_reward_model_and_a_critic(tmp_path, monkeypatch, capsys):
-    """The score that the card's code prints is the model's own."""
+    """The card's code prints the score of the model."""
     from chatgpt.batching import collate
     from chatgpt.nn import Critic, RewardModel
     from chatgpt.strategies import NaiveStrategy

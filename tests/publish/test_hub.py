@@ -1,4 +1,4 @@
-"""Uploading a folder to a hub on this machine, and what may go wrong before and within."""
+"""Uploads of a folder to a local hub, and errors before and during them."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_token_that_no_header_can_hold_is_not_shown(hub, folder):
 
 
 def test_a_hub_that_is_silent(monkeypatch, tmp_path):
-    """It takes connections and never answers."""
+    """It accepts connections and never responds."""
     from chatgpt.monitor.publish import hub as module
 
     with socket.create_server(('127.0.0.1', 0)) as silent:

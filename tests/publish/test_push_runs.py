@@ -1,5 +1,5 @@
-"""Runs that upload their model: by command, config file, `chatgpt.train` and trainer; what stops them before they
-begin, and what is left when the upload fails."""
+"""Runs that upload their model: by command, config file, `chatgpt.train` and trainer; errors before the run, and files
+after a failed upload."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def content(place: Path) -> dict[str, bytes]:
 
 
 def command(method: str, *flags: str) -> int:
-    """Exit code of a run."""
+    """Runs a command and returns its exit code."""
     cls = run_class(method)
     try:
         with warnings.catch_warnings():
@@ -118,7 +118,7 @@ def test_train_uploads_without_a_folder(hub, tmp_path, model_folder, monkeypatch
 
 
 def test_a_trainer_uploads_on_two_ranks(hub, tmp_path, model_folder):
-    """Both call it; one asks, writes and uploads."""
+    """Both ranks call it; one checks, writes and uploads."""
     from chatgpt.testing.processes import run_distributed
 
     answers = run_distributed(on_ranks, 2, str(model_folder), str(tmp_path), hub.address, init_group=True)

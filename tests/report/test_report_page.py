@@ -1,4 +1,4 @@
-"""report.html as text: everything a run holds is in it, in at most 3 MB, whatever is in the folder."""
+"""report.html as text: it has all data of a run, in at most 3 MB, for any content of the folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VOID = {'meta', 'link', 'br', 'input', 'img', 'hr'}
 
 
 class Page(HTMLParser):
-    """The elements of a page, with their texts; fails where they are not nested properly."""
+    """The elements of a page, with their texts; fails if they are not nested properly."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Page(HTMLParser):
             texts.append(data)
 
     def texts(self, tag: str, **attributes: str) -> list[str]:
-        """Of the elements with these attributes; `class_` is one of several classes."""
+        """Returns the texts of elements with these attributes; `class_` may be one of several classes."""
         chosen = []
         for name, has, texts in self.found:
             wanted = {k.rstrip('_'): v for k, v in attributes.items()}

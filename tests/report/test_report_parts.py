@@ -1,5 +1,4 @@
-"""The parts of a page: findings, failures, starts, samples, what a run improved, memory against the plan, recorded
-sequences."""
+"""The parts of a page: findings, failures, starts, samples, improvement, memory and its plan, recorded sequences."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def test_findings_are_shown_the_worst_first_with_all_they_say(tmp_path, monkeypa
     order = [said.index(f'{key} &amp; co') for key in ('Soon', 'Late', 'A-note')]
     assert order == sorted(order)
     assert 'error Soon &amp; co phase 3 1 &lt; 2 Likely cause a cause What to change lr to 3e-5' in said
-    assert 'with sources' not in said  # a check of the user's own has no explanation
+    assert 'with sources' not in said  # a check of the user has no explanation
     assert 'nothing wrong' not in said
 
 
@@ -132,7 +131,7 @@ def test_why_responses_ended_adds_up_to_one(tmp_path):
     episodes = [json.dumps(json.loads(line) | {'environment/num_turns_mean': 3.0}) for line in lines]
     (tmp_path / 'episodes').mkdir()
     (tmp_path / 'episodes' / 'metrics.jsonl').write_text('\n'.join(episodes) + '\n')
-    assert 'rollout/cut_share' not in run(tmp_path / 'episodes').columns  # they say themselves why they ended
+    assert 'rollout/cut_share' not in run(tmp_path / 'episodes').columns  # episodes have metrics for their ends
     write_sequences(folder, ('a', 'b', 'c', 'd'))
     found = run(folder).columns
     assert found['recorded/stop'] == ([1, 20, 40], [0.25] * 3) and found['recorded/eos'][1] == [0.5] * 3

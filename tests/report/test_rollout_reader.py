@@ -1,4 +1,4 @@
-"""The reader of recorded sequences in a browser: filters, colours, the keyboard, and texts that are markup."""
+"""The reader of recorded sequences in a browser: filters, colours, keyboard, and texts with markup."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TEXTS = [NASTY, ARABIC, 'one\ntwo\tthree', 'plain words']
 
 
 def recorded(folder: Path, texts: list[str] = TEXTS, num_phases: int = 3, group: int = 2) -> list[dict[str, Any]]:
-    """Through the file format, as a run's are. Token i has advantage i − 2 and the others known numbers as well."""
+    """Returns rows written to files and read back. Token i has advantage i − 2; other numbers are known too."""
     tokenizer = byte_tokenizer()
     index = 0
     for phase in range(1, num_phases + 1):
@@ -63,7 +63,7 @@ def recorded(folder: Path, texts: list[str] = TEXTS, num_phases: int = 3, group:
 
 
 class Reader:
-    """A page with the reader on it, over rows in the page or over a server that filters as ours do."""
+    """A page with the reader, on rows in the page or on a server that filters as ours."""
 
     def __init__(self, context: Any, rows: list[dict[str, Any]], folder: Path, *, embedded: bool) -> None:
         self.page = context.new_page()
@@ -152,7 +152,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
 
 @pytest.fixture
 def reader(request: Any, browser: Any, data: Any) -> Iterator[Reader]:
-    """Over rows in the page, or as the test's parameter says."""
+    """Returns a reader on rows in the page, or on the source given by the test's parameter."""
     context = browser.new_context(viewport={'width': 1200, 'height': 900})
     opened = Reader(context, data[1], data[0], embedded=getattr(request, 'param', True))
     yield opened

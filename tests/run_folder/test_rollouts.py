@@ -1,4 +1,4 @@
-"""Recorded sequences in parquet: written whole or not at all, found by filters, thinned out over a limit."""
+"""Recorded sequences in parquet: atomic writes, filters, thinning at a limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chatgpt.monitor.run_folder.rollouts import phases_to_keep, read_rollouts, r
 
 
 def row(phase: int, index: int, **more: Any) -> dict[str, Any]:
-    """Two response tokens, the second of which does not count."""
+    """Returns a row with two response tokens; the second is masked."""
     numbers = np.array([0.5, -1.0], dtype=np.float32)
     given = {name: numbers * (i + 1) for i, name in enumerate(rollouts.PER_TOKEN)}
     given |= {'prompt': 'A prompt', 'response': f'Answer {index}', 'mask': np.array([True, False])}
@@ -26,7 +26,7 @@ def row(phase: int, index: int, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Phases 1 to 3, four sequences in two groups each."""
+    """Writes phases 1 to 3 with four sequences in two groups each."""
     for phase in (3, 1, 2):
         first = 4 * (phase - 1)
         write_rollouts(tmp_path / 'rollouts', phase, [row(phase, first + i) for i in range(4)])

@@ -26,28 +26,17 @@ from chatgpt.monitor.compare.serving import add_server, need_server, serve
 from chatgpt.monitor.compare.statistics import lines, summarize
 from chatgpt.monitor.compare.store import Store
 
-SAMPLING_FLAGS = (
-    'max_new_tokens',
-    'max_length',
-    'min_new_tokens',
-    'temperature',
-    'top_k',
-    'top_p',
-    'greedy',
-    'stop_string',
-)
+SETTINGS = ('max_new_tokens', 'max_length', 'min_new_tokens', 'temperature', 'top_k', 'top_p', 'greedy', 'stop_string')
 
 
 def parser() -> Parser:
     out = Parser(description=__doc__, usage='%(prog)s --model MODEL [--model MODEL] --prompts FILE --db FILE.sqlite')
     titles = ('the file', 'what is compared', 'responses', 'the run and the page')
-    file_group, asked, drawing, run = map(out.add_argument_group, titles)
-    file_group.add_argument(
+    db, asked, drawing, run = map(out.add_argument_group, titles)
+    db.add_argument(
         '--db', required=True, metavar='FILE', help='SQLite file of the judgements; created if it does not exist'
     )
-    file_group.add_argument(
-        '--export', metavar='FILE', help='write the judgements as preferences to this jsonl file and stop'
-    )
+    db.add_argument('--export', metavar='FILE', help='write the judgements as preferences to this jsonl file and stop')
     asked.add_argument(
         '--model',
         action='append',
@@ -103,10 +92,8 @@ def export(args: Any) -> None:
             Path(args.export).write_text(text, encoding='utf-8')
         except OSError as error:
             raise ValueError(f'cannot write --export {args.export}: {error.strerror}') from None
-        summary = [
-            f'{args.export}: {len(rows)} preferences; {num_left} judged pairs without a majority or an answer left'
-        ]
-        print('\n'.join([*summary, *lines(summarize(store))]))
+        note = [f'{args.export}: {len(rows)} preferences; {num_left} judged pairs without a majority or an answer left']
+        print('\n'.join([*note, *lines(summarize(store))]))
 
 
 def prepared(args: Any) -> Store:
@@ -181,7 +168,7 @@ def _read(args: Any) -> tuple[list[dict[str, Any]], dict[str, Any], list[list[st
     elif args.model:
         records = read_prompts(args.prompts, args.apply_chat_template)
         names = args.model if len(args.model) == 2 else ['the first sample', 'the second sample']
-        bound = {'models': args.model} | {name: getattr(args, name) for name in SAMPLING_FLAGS}
+        bound = {'models': args.model} | {name: getattr(args, name) for name in SETTINGS}
     else:
         return [], {}, []
     names = list(names) if names[0] != names[1] else [f'{names[0]} (1)', f'{names[1]} (2)']
@@ -203,8 +190,7 @@ def _check_same(db: str, there: dict[str, Any], asked: dict[str, Any]) -> None:
 
 
 def read_prompts(path: str, apply_chat_template: bool | None = None) -> list[dict[str, Any]]:
-    """Returns the prompts of a file as records for the loaders of `chatgpt.data`. Raises ValueError, with file and
-    line."""
+    """Returns the prompts of a file as records for `chatgpt.data`. Raises ValueError with file and line."""
     from chatgpt.data.loading import load_examples
 
     source: Any = path
@@ -218,8 +204,7 @@ def read_prompts(path: str, apply_chat_template: bool | None = None) -> list[dic
 def read_answers(
     paths: Sequence[str], apply_chat_template: bool | None = None
 ) -> tuple[list[dict[str, Any]], list[list[str]]]:
-    """Returns prompts as records, and the responses of both sides. Raises ValueError if the files have different
-    prompts."""
+    """Returns prompts as records, and the responses of both sides. Raises ValueError if the prompts differ."""
     from chatgpt.data.examples import BadRecord
     from chatgpt.data.reading import read_records
     from chatgpt.data.shapes import prompt_of
@@ -266,8 +251,7 @@ def _shown(record: dict[str, Any]) -> str:
 
 
 def _tokenizer(args: Any, model: str) -> Any:
-    """Returns a model's tokenizer with --apply_chat_template noted. Raises ValueError if it needs a template and has
-    none."""
+    """Returns a model's tokenizer with --apply_chat_template noted. Raises ValueError if a template is missing."""
     from chatgpt.data.formats import choose_text
     from chatgpt.nn.loading import load_tokenizer
 
@@ -288,9 +272,7 @@ def _generate(args: Any, side: int, records: list[dict[str, Any]]) -> list[str]:
     options.seed, options.reward_model = args.seed + side, None
     tokenizer = _tokenizer(args, model)
     prompts = load_prompts(records, tokenizer)
-    drawing = (
-        {'do_sample': False} if args.greedy else {name: getattr(args, name) for name in generate.SAMPLING_DEFAULTS}
-    )
+    drawing = {'do_sample': False} if args.greedy else {name: getattr(args, name) for name in generate.SAMPLING}
     with strategy_of(args) as strategy:
         actor = strategy.prepare(generate.load_actor(options, strategy))
         sampling, stops = generate.sampling_of(args, strategy.unwrap(actor), tokenizer, prompts, drawing)
@@ -300,8 +282,7 @@ def _generate(args: Any, side: int, records: list[dict[str, Any]]) -> list[str]:
 
 
 def margins(args: Any, store: Store) -> list[float | None]:
-    """Returns the difference of scores s_a − s_b of each pair by --reward_model, tokenized as in its training; None if
-    a response is empty."""
+    """Returns s_a − s_b of each pair by --reward_model, tokenized as in its training; None for an empty response."""
     from chatgpt.data import load_preferences
     from chatgpt.launch.inputs import quiet_transformers
     from chatgpt.nn import RewardModel

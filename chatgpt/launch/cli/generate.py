@@ -76,13 +76,13 @@ def add_template(group: Any, text: str) -> None:
     )
 
 
-SAMPLING_DEFAULTS = {'temperature': 0.7, 'top_k': 0, 'top_p': 0.95}
+SAMPLING = {'temperature': 0.7, 'top_k': 0, 'top_p': 0.95}
 """sampling parameters without flags and without a generation_config of the model"""
 
 
 def add_sampling(group: Any, default: str = '{}') -> None:
-    """Adds the flags of `sampling_of`. `default`: text of the default, {} becomes the value in `SAMPLING_DEFAULTS`."""
-    shown = {name: f'(default: {default.format(value)})' for name, value in SAMPLING_DEFAULTS.items()}
+    """Adds the flags of `sampling_of`. `default`: text of the default, {} becomes the value in `SAMPLING`."""
+    shown = {name: f'(default: {default.format(value)})' for name, value in SAMPLING.items()}
     group.add_argument(
         '--max_new_tokens',
         type=int,
@@ -144,8 +144,7 @@ def take_words(out: Parser, args: Any, second: str | None) -> Any:
 
 
 def to_our_flags(argv: Sequence[str], out: Parser) -> list[str]:
-    """Replaces names that flags have in other programs or had in earlier versions. Prints a warning, since one of these
-    names has another meaning in training."""
+    """Replaces other programs' and earlier names of flags, with a warning: one has another meaning in training."""
     known = [name.lstrip('-') for action in out._actions for name in action.option_strings]
     words = []
     for word in argv:
@@ -211,7 +210,7 @@ def check_sampling(args: Any) -> None:
 
     if args.temperature == 0:
         raise ValueError('--temperature 0 is --greedy: give that instead')
-    for name in SAMPLING_DEFAULTS if args.greedy else ():
+    for name in SAMPLING if args.greedy else ():
         if getattr(args, name) is not None:
             raise ValueError(f'--greedy takes the likeliest token, so --{name} changes nothing: give one of them')
     SamplingParams(
@@ -223,33 +222,27 @@ def check_sampling(args: Any) -> None:
 
 
 def flags_or_defaults(args: Any) -> dict[str, Any]:
-    """Returns `SAMPLING_DEFAULTS`, updated with the given flags."""
-    return {
-        name: value if getattr(args, name) is None else getattr(args, name) for name, value in SAMPLING_DEFAULTS.items()
-    }
+    """Returns `SAMPLING`, updated with the given flags."""
+    return {name: value if getattr(args, name) is None else getattr(args, name) for name, value in SAMPLING.items()}
 
 
 def sampling_settings(args: Any, actor: Any) -> tuple[dict[str, Any], str]:
-    """Returns the sampling parameters, from flags, else the model's generation_config, else `SAMPLING_DEFAULTS`, and a
-    line that names them and their source."""
+    """Returns the sampling parameters, from flags, the model's generation_config or `SAMPLING` in this order,
+    and a line that shows them."""
     stored = getattr(getattr(actor, 'model', None), 'generation_config', None)
     own = stored.to_diff_dict() if stored is not None else {}  # values that differ from the defaults of transformers
-    own = {name: own[name] for name in (*SAMPLING_DEFAULTS, 'do_sample') if own.get(name) is not None}
-    given = {name: getattr(args, name) for name in SAMPLING_DEFAULTS if getattr(args, name) is not None}
+    own = {name: own[name] for name in (*SAMPLING, 'do_sample') if own.get(name) is not None}
+    given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
     greedy = args.greedy or own.get('do_sample') is False and not given and args.best_of == 1
     if greedy:
         source = '--greedy' if args.greedy else "the model's generation_config"
         return {'do_sample': False}, f'responses are the likeliest tokens ({source})'
-    base = (
-        {'temperature': 1.0, 'top_k': 0, 'top_p': 1.0} | own
-        if any(name in own for name in SAMPLING_DEFAULTS)
-        else SAMPLING_DEFAULTS
-    )
-    drawing = {name: base[name] for name in SAMPLING_DEFAULTS} | given
-    shown = ', '.join(f'{name} {drawing[name]:g}' for name in SAMPLING_DEFAULTS if name != 'top_k' or drawing[name])
+    base = {'temperature': 1.0, 'top_k': 0, 'top_p': 1.0} | own if any(name in own for name in SAMPLING) else SAMPLING
+    drawing = {name: base[name] for name in SAMPLING} | given
+    shown = ', '.join(f'{name} {drawing[name]:g}' for name in SAMPLING if name != 'top_k' or drawing[name])
     sources = ['flags'] if given else []
-    if len(given) < len(SAMPLING_DEFAULTS):
-        sources.append('defaults of this command' if base is SAMPLING_DEFAULTS else "the model's generation_config")
+    if len(given) < len(SAMPLING):
+        sources.append('defaults of this command' if base is SAMPLING else "the model's generation_config")
     return drawing, f'responses are drawn with {shown} ({", ".join(sources)})'
 
 
@@ -378,8 +371,7 @@ def reward_model_of(args: Any, strategy: Any, tokenizer: Any) -> Any:
 
 
 def output_file(args: Any) -> Any:
-    """Opens the file of --output before anything is generated. Yields None without --output and on ranks other than
-    0."""
+    """Opens the file of --output before anything is generated; None without --output, and on ranks other than 0."""
     if not args.output or os.environ.get('RANK', '0') != '0':
         return nullcontext()
     path = Path(args.output)

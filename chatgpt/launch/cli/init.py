@@ -90,8 +90,7 @@ def _lines(rows: list[dict[str, Any]]) -> str:
 
 
 def config_text(method: str, own: dict[str, Any], start: str) -> str:
-    """Returns YAML with every common option of a method, with values from `own`, the method or the class, and the
-    docstrings as comments."""
+    """Returns YAML with every common option of a method; values are from `own`, the method or the class."""
     from chatgpt.launch.config_file import option_text, presets_of
     from chatgpt.launch.runs import run_class
 

@@ -166,8 +166,7 @@ class Running:
             )
 
     def has_ended(self, study: Study, *, report: bool) -> bool:
-        """Returns True if the process has ended; reads the metric and stops a trial that is pruned. `report`: report to
-        the study.
+        """Reads the metric and stops a pruned trial. Returns True if the process has ended. `report`: to the study.
 
         Raises:
             ValueError: if the run has no metric of that name; names the nearest.

@@ -47,8 +47,8 @@ def compare_app(store: Store) -> Any:
         return JSONResponse(state, status)
 
     async def act(request: Any) -> Any:
-        """Handles join {name}, next {}, judge {pair, choice, comment}, undo {}. Status 400: malformed; 401: not joined;
-        409: no longer possible."""
+        """Handles join {name}, next {}, judge {pair, choice, comment}, undo {}. 400: malformed; 401: not joined; 409:
+        not possible any more."""
         person, action = person_of(request), request.path_params['action']
         if person is None and action not in ('join', 'next'):
             return answer(None, 401, 'say who you are first')

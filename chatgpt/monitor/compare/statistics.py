@@ -50,8 +50,7 @@ def summarize(store: Store) -> dict[str, Any]:
     """Returns the statistics of a store by name; None for those that have no data yet.
 
     `win_rate` is that of the second model, b: the mean over pairs of the mean over a pair's judgements (b 1, a 0, tie
-    and both bad 1/2). `interval` is Wilson's with the number of pairs as n, since judgements of a pair are not
-    independent.
+    and both bad 1/2). `interval` is Wilson's with n pairs, since judgements of a pair are not independent.
     """
     all_of_them = store.judgements()
     judged = [j for j in all_of_them if j.verdict != 'skip']

@@ -150,9 +150,8 @@ class Store:
         self._db.executemany('INSERT OR REPLACE INTO settings VALUES (?, ?)', rows)
 
     def begin(self, records: Sequence[dict[str, Any]], shown: Sequence[str], **settings: Any) -> None:
-        """Writes the prompts of a new file, as records for the loaders of `chatgpt.data` and as shown to people, and
-        the settings, in one transaction. Replaces those of a file without responses; raises ValueError if it has any.
-        """
+        """Writes prompts, as records for `chatgpt.data` and as shown to people, and settings. Replaces those of a file
+        without responses; raises ValueError if it has any."""
         rows = [(json.dumps(r, ensure_ascii=False), s) for r, s in zip(records, shown, strict=True)]
         with self._change():
             if self.has_answers:
@@ -184,8 +183,7 @@ class Store:
         return None if None in found else found
 
     def set_answers(self, side: str, texts: Sequence[str]) -> None:
-        """Sets the responses of side 'a' or 'b', one per prompt. Raises ValueError if they are set: people may have
-        judged them."""
+        """Sets the responses of side 'a' or 'b', one per prompt. Raises ValueError if they are set already."""
         if self.num_pairs and self.answers(side) is not None:
             raise ValueError(f'{self.path} has the answers {side} already')
         self._set_column(f'answer_{side}', texts)
@@ -265,8 +263,7 @@ class Store:
         """Saves a judgement, durable on return. Repeating it changes only the comment.
 
         Raises:
-            NotAsked: if the person was not shown the pair, has judged it differently, or the lease has expired and
-                others have judged it.
+            NotAsked: if the person was not shown the pair, has judged it differently, or has lost the lease on it.
             ValueError: for an unknown choice, or a comment above `MAX_COMMENT` characters.
         """
         if choice not in CHOICES:
@@ -294,8 +291,7 @@ class Store:
             )
 
     def undo(self, person: int) -> bool:
-        """Undoes a person's last judgement or skip, so that the pair is the next one again. Returns False if there is
-        none."""
+        """Undoes a person's last judgement or skip: its pair is the next one again. Returns False if there is none."""
         with self._change():
             row = self._db.execute(
                 'SELECT pair FROM judgements WHERE person = ? AND verdict IS NOT NULL ORDER BY number DESC', (person,)

@@ -10,8 +10,7 @@ from chatgpt.monitor.doctor.history import History
 
 Level = Literal['error', 'warning', 'note']
 LEVELS: tuple[str, ...] = get_args(Level)
-"""worst first: an error makes the result wrong or worthless, a warning wastes time or quality, a note may be
-intended"""
+"""worst first: an error makes the result wrong or worthless, a warning wastes it, a note may be intended"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +60,7 @@ class Finding:
 
 
 class Seen(NamedTuple):
-    """The result of a check: the numbers, the likely cause, what to change; and title and level if they differ from the
-    check's."""
+    """The result of a check: numbers, likely cause, change; title and level if they differ from the check's."""
 
     evidence: str
     cause: str

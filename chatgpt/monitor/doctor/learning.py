@@ -190,8 +190,7 @@ def kl_runs_away(h: History) -> Seen | None:
 
 
 def _thrown_away(h: History) -> Seen | None:
-    """Checks the first phases, which are too few for a trend: a KL far above that of normal learning, or a large one
-    with a lower score."""
+    """Checks the first phases, too few for a trend: a KL far above normal, or a large one with a lower score."""
     values, lengths = h.values('rollout/kl_mean'), h.drawn_lengths()
     if len(values) < 2 or not lengths:
         return None

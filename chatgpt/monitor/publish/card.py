@@ -94,8 +94,7 @@ def is_ours(text: str) -> bool:
 
 
 def write_card(folder: str | Path, facts: ModelFacts, *, role: Role = 'actor', num_samples: int = NUM_SAMPLES) -> bool:
-    """Writes README.md into a saved model's folder. Returns False, without writing, if there is one without our
-    marker."""
+    """Writes README.md into a saved model's folder. Returns False, without writing, if one has no marker."""
     from huggingface_hub import ModelCard
 
     path = Path(folder, CARD)

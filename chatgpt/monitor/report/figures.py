@@ -35,8 +35,7 @@ class Curves(NamedTuple):
 
 
 def curves(runs: Sequence[Run], limit: int, most: int, known: frozenset[str] = frozenset()) -> Curves:
-    """Returns the figures of the runs' metrics, at most `most`, with about `limit` points each; metrics in `known` are
-    linked to their meaning."""
+    """Returns at most `most` figures, with about `limit` points each; metrics in `known` link to their meaning."""
     metrics = dict.fromkeys(name for run in runs for name in run.columns)
     groups = choose(metrics)
     if len(runs) > 1:

@@ -64,8 +64,7 @@ def phases_for_page(phases: SequenceOf[int], num: int = 12) -> list[int]:
 
 
 def _spread(phases: Iterable[int]) -> list[int]:
-    """Orders phases so that every prefix of the list covers the run evenly: last, first, then the middle of the widest
-    remaining gap."""
+    """Orders phases so that every prefix covers the run evenly: last, first, then the middle of the widest gap."""
     known = sorted(phases)
     order = list(dict.fromkeys(known[-1:] + known[:1]))
     gaps = [(0, len(known) - 1)]

@@ -20,8 +20,7 @@ Column = tuple[Sequence[int], Sequence[float | None]]
 
 
 def columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, Column]:
-    """Returns the column of every metric, phases ascending. Phases without the metric are not in its column; of two
-    rows of a phase the later counts."""
+    """Returns the column of every metric, over the phases that have it; of several rows of a phase the last counts."""
     phases: dict[str, list[int]] = {}
     values: dict[str, list[float | None]] = {}
     for row in sorted((r for r in rows if type(r.get('step')) is int), key=lambda r: r['step']):
@@ -64,8 +63,7 @@ def kept(lines: Sequence[Sequence[float | None]], limit: int) -> list[int]:
 
 
 def thinned(lines: Mapping[str, Column], limit: int) -> dict[str, Column]:
-    """Returns the lines of a chart with about `limit` points each at most. Lines with the same phases keep the same
-    ones."""
+    """Returns the lines of a chart with at most about `limit` points each, at the same phases if these are equal."""
     together: dict[tuple[int, ...], list[str]] = {}
     for name, (at, _) in lines.items():
         together.setdefault(tuple(at), []).append(name)

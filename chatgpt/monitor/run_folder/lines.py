@@ -18,8 +18,7 @@ SURROGATES = 'backslashreplace'
 
 
 def json_safe(value: Any) -> Any:
-    """Returns the value with NaN and infinities replaced by None, and tensors and numpy numbers by Python's, at any
-    depth."""
+    """Replaces NaN and infinities by None, and tensors and numpy numbers by Python's, at any depth."""
     if isinstance(value, Mapping):
         return {str(k): json_safe(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -62,8 +61,7 @@ class JsonLines:
             os.replace(self.path, previous_of(self.path))
 
     def truncate_to(self, step: int) -> int:
-        """Truncates the file before its first line with a later step, or an incomplete one. Returns the number of bytes
-        removed."""
+        """Truncates the file before its first line that is later or incomplete. Returns the bytes removed."""
         if not self.path.exists():
             return 0
         keep = 0

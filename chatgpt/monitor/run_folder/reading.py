@@ -70,8 +70,7 @@ class RunFolder:
         return self._rows('findings.jsonl')
 
     def rollouts(self, phases: Collection[int] | None = None, limit: int | None = None) -> list[Row]:
-        """Returns recorded sequences with their per-token arrays; see `read_rollouts` of `run_folder.rollouts` for more
-        filters."""
+        """Returns recorded sequences with per-token arrays; `run_folder.rollouts.read_rollouts` has more filters."""
         return read_rollouts(self.path / FOLDER, phases, limit=limit)
 
     @cached_property

@@ -6,7 +6,7 @@
      mountRollouts(element, source)      fills `element`; returns {refresh(phases)}
      embeddedSource(rows)                a source of rows that are in the page
      fetchSource(url, phases)            a source on a server: GET url?phase=&prompt=&text=&min=&max=&offset=&limit=
-                                         returns a JSON list of rows
+                                         returns rows as JSON
 
    source: {phases: [number], load(filter) -> Promise of rows}, filter: {phase, prompt, text, min, max, offset, limit};
    null or '' does not filter. `prompt` and `text` must be contained in prompt and response, case-insensitive.
